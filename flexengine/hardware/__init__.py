@@ -1,0 +1,1 @@
+"""What a machine can do: profiles, the probe that measures them, and presets of known cards."""

@@ -1,0 +1,202 @@
+"""Causal attention over packed sequences, with a window of earlier chunks' keys and values.
+
+Shapes: a fused row holds N query, G key and G value heads of width H: qkv [T, (N + 2G) * H]; o [T, N * H]; lse [N, T] in
+float32 (stored as T * N elements). Packed sequences are told apart by cumulative lengths; when a chunk continues a long
+sequence, its queries also see all keys of the window (bottom-right aligned causal mask).
+
+Source: Dao 2023, "FlashAttention-2" for the statistics kept (log-sum-exp per query and head) and the backward from them:
+P = exp(S - lse), dV = P^T dO, dS = P * (dO V^T - rowsum(dO * O)), dQ = dS K, dK = dS^T Q.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flexengine.ops.base import ChunkContext, Op, OpEnv, TensorSpec, Work
+
+QUERY_BLOCK = 512
+"""Queries per block of the plain path: bounds its score matrix to N * 512 * keys."""
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _query_blocks(seq_lens: tuple[int, ...], keys_before: int) -> Iterator[tuple[slice, slice, Tensor]]:
+    """(query rows, key rows, causal mask [q, k] of allowed pairs) block by block; key rows count from the window."""
+    start = 0
+    for length in seq_lens:
+        for offset in range(0, length, QUERY_BLOCK):
+            rows = min(QUERY_BLOCK, length - offset)
+            last_key = keys_before + offset + rows
+            q_pos = torch.arange(keys_before + offset, last_key)
+            mask = q_pos[:, None] >= torch.arange(last_key)[None, :]
+            yield slice(start + offset, start + offset + rows), slice(start, start + last_key), mask
+        start += length
+
+
+def _expand(kv: Tensor, num_heads: int) -> Tensor:
+    """[K, G, H] -> [N, K, H], each key/value head repeated for its N/G query heads."""
+    return _wide(kv).transpose(0, 1).repeat_interleave(num_heads // kv.shape[1], dim=0)
+
+
+def attention_forward_reference(
+    q: Tensor, k: Tensor, v: Tensor, seq_lens: tuple[int, ...], keys_before: int, out: Tensor, lse: Tensor
+) -> None:
+    """out [T, N, H] and lse [N, T] from q [T, N, H], k and v [keys_before + T, G, H], in float32 or wider."""
+    scale = 1.0 / math.sqrt(q.shape[-1])
+    for q_rows, k_rows, mask in _query_blocks(seq_lens, keys_before):
+        queries = _wide(q[q_rows]).transpose(0, 1)
+        scores = (queries @ _expand(k[k_rows], q.shape[1]).transpose(1, 2)) * scale
+        scores.masked_fill_(~mask.to(q.device), float("-inf"))
+        row_lse = torch.logsumexp(scores, dim=-1)
+        probs = torch.exp(scores - row_lse[..., None])
+        out[q_rows] = (probs @ _expand(v[k_rows], q.shape[1])).transpose(0, 1).to(out.dtype)
+        lse[:, q_rows] = row_lse.to(lse.dtype)
+
+
+def attention_backward_reference(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    seq_lens: tuple[int, ...],
+    keys_before: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(grad_q [T, N, H], grad_k, grad_v [keys_before + T, G, H]) in float32 or wider."""
+    scale, (num_kv, width) = 1.0 / math.sqrt(q.shape[-1]), k.shape[1:]
+    wide = _wide(q).dtype
+    grad_q = torch.zeros(q.shape, dtype=wide, device=q.device)
+    grad_k = torch.zeros(k.shape, dtype=wide, device=q.device)
+    grad_v = torch.zeros(v.shape, dtype=wide, device=q.device)
+    for q_rows, k_rows, mask in _query_blocks(seq_lens, keys_before):
+        queries, keys = _wide(q[q_rows]).transpose(0, 1), _expand(k[k_rows], q.shape[1])
+        values, grads = _expand(v[k_rows], q.shape[1]), _wide(grad_out[q_rows]).transpose(0, 1)
+        scores = (queries @ keys.transpose(1, 2)) * scale
+        scores.masked_fill_(~mask.to(q.device), float("-inf"))
+        probs = torch.exp(scores - lse[:, q_rows].to(wide)[..., None])
+        delta = (grads * _wide(out[q_rows]).transpose(0, 1)).sum(-1, keepdim=True)
+        grad_scores = probs * (grads @ values.transpose(1, 2) - delta) * scale
+        grad_q[q_rows] = (grad_scores @ keys).transpose(0, 1)
+        for total, part in ((grad_k, grad_scores.transpose(1, 2) @ queries), (grad_v, probs.transpose(1, 2) @ grads)):
+            per_kv_head = part.view(num_kv, -1, part.shape[1], width).sum(1)
+            total[k_rows] += per_kv_head.transpose(0, 1)
+    return grad_q, grad_k, grad_v
+
+
+def _flash_serves(q: Tensor) -> bool:
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+
+
+def _flash_lengths(chunk: ChunkContext) -> tuple[Tensor, int, int]:
+    """(cumulative key lengths, longest query run, longest key run) of a chunk."""
+    longest = max(chunk.seq_lens)
+    if chunk.window is None:
+        return chunk.cu_seqlens, longest, longest
+    assert chunk.cu_seqlens_k is not None
+    return chunk.cu_seqlens_k, longest, chunk.window.start + longest
+
+
+class CausalAttention(Op):
+    """o, lse = attention(qkv). A chunk that continues a sequence first puts its own keys and values into the window."""
+
+    def __init__(self, name: str, qkv: str, y: str, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        self.name, self.qkv, self.y, self.lse = name, qkv, y, f"{y}_lse"
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.inputs = (qkv,)
+        self.outputs = (TensorSpec(y, (num_heads * head_dim,)), TensorSpec(self.lse, (num_heads,), "float32"))
+        self.needs_input = (qkv, y, self.lse)
+        self.grad_inputs = (qkv,)
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [T, N, H], k [T, G, H], v [T, G, H] as views of a fused row."""
+        n, g, h = self.num_heads, self.num_kv_heads, self.head_dim
+        heads = qkv.view(-1, n + 2 * g, h)
+        return heads[:, :n], heads[:, n : n + g], heads[:, n + g :]
+
+    def fill_window(self, env: OpEnv) -> None:
+        """Copy this chunk's keys and values into the window at its start."""
+        window = env.chunk.window
+        assert window is not None
+        _, k, v = self.split(env.t[self.qkv])
+        rows = slice(window.start, window.start + env.chunk.tokens)
+        window.keys[rows].copy_(k)
+        window.values[rows].copy_(v)
+
+    def _operands(self, env: OpEnv) -> tuple[Tensor, Tensor, Tensor, int]:
+        q, k, v = self.split(env.t[self.qkv])
+        window = env.chunk.window
+        if window is None:
+            return q, k, v, 0
+        end = window.start + env.chunk.tokens
+        return q, window.keys[:end], window.values[:end], window.start
+
+    def forward(self, env: OpEnv) -> None:
+        if env.chunk.window is not None:
+            self.fill_window(env)
+        q, k, v, before = self._operands(env)
+        out = env.t[self.y].view(-1, self.num_heads, self.head_dim)
+        lse = env.t[self.lse].view(self.num_heads, -1)
+        if not _flash_serves(q):
+            return attention_forward_reference(q, k, v, env.chunk.seq_lens, before, out, lse)
+        cu_k, max_q, max_k = _flash_lengths(env.chunk)
+        flash_out, flash_lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, env.chunk.cu_seqlens, cu_k, max_q, max_k, 0.0, True, False
+        )
+        out.copy_(flash_out)
+        lse.copy_(flash_lse)
+
+    def backward_input(self, env: OpEnv) -> None:
+        q, k, v, before = self._operands(env)
+        out = env.t[self.y].view(-1, self.num_heads, self.head_dim)
+        lse = env.t[self.lse].view(self.num_heads, -1)
+        grad_out = env.g[self.y].view(-1, self.num_heads, self.head_dim)
+        if _flash_serves(q):
+            cu_k, max_q, max_k = _flash_lengths(env.chunk)
+            rng = env.chunk.constants["flash_rng_state"]
+            grads = torch.ops.aten._flash_attention_backward(
+                grad_out, q, k, v, out, lse, env.chunk.cu_seqlens, cu_k, max_q, max_k, 0.0, True, rng, rng
+            )
+        else:
+            grads = attention_backward_reference(grad_out, q, k, v, out, lse, env.chunk.seq_lens, before)
+        self._write_gradients(env, *grads)
+
+    def _write_gradients(self, env: OpEnv, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> None:
+        """Lay grad_q, grad_k, grad_v out as a fused row; with a window, add to it and take this chunk's rows."""
+        to_q, to_k, to_v = self.split(env.g[self.qkv])
+        to_q.copy_(grad_q)
+        window = env.chunk.window
+        if window is None:
+            to_k.copy_(grad_k)
+            to_v.copy_(grad_v)
+            return
+        assert window.grad_keys is not None
+        assert window.grad_values is not None
+        end, rows = window.start + env.chunk.tokens, slice(window.start, window.start + env.chunk.tokens)
+        for total, part, target in ((window.grad_keys, grad_k, to_k), (window.grad_values, grad_v, to_v)):
+            total[:end] += part
+            target.copy_(total[rows])
+
+    def _flops(self, tokens: int, seq_len: int) -> float:
+        # two products of 2 * H FLOPs per head and causal pair, seq_len / 2 pairs per query
+        return 2.0 * tokens * self.num_heads * self.head_dim * seq_len
+
+    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        copies = 2.0 * tokens * self.num_heads * self.head_dim * compute_bytes
+        return Work(attention_forward_flops=self._flops(tokens, seq_len), memory_bytes=copies, kernels=3)
+
+    def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        copies = 2.0 * tokens * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim * compute_bytes
+        return Work(attention_backward_flops=2 * self._flops(tokens, seq_len), memory_bytes=copies, kernels=7)
+
+    def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        # backward: grad_q, grad_k and grad_v expanded to N heads, then reduced; the float32 accumulator of grad_q, padded
+        rows, heads = tokens + 128 * 64, self.num_heads
+        results = tokens * (heads * 3 + 2 * self.num_kv_heads) * self.head_dim * compute_bytes
+        return results + rows * heads * (max(32, self.head_dim) + 2) * 4

@@ -1,0 +1,185 @@
+"""What every op declares, and what it is given when it runs.
+
+Shape legend: T tokens of a chunk, D model width, F FFN width, V vocabulary, N query heads, G key/value heads, H head width.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DType = Literal["compute", "float32"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a layer. `shape` is per token; `rows` replaces the token count for buffers of a fixed height.
+
+    With `clip_rows` the height is min(rows, tokens).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType = "compute"
+    rows: int | None = None
+    clip_rows: bool = False
+
+    def height(self, tokens: int) -> int:
+        """Rows of the tensor for a chunk of `tokens` tokens."""
+        if self.rows is None:
+            return tokens
+        return min(self.rows, tokens) if self.clip_rows else self.rows
+
+    def elements(self, tokens: int) -> int:
+        """Number of elements for a chunk of `tokens` tokens."""
+        return self.height(tokens) * math.prod(self.shape)
+
+    def num_bytes(self, tokens: int, compute_bytes: int) -> int:
+        """Bytes for `tokens` tokens when an element of the compute dtype takes `compute_bytes` bytes.
+
+        Statistics declared float32 take 8 bytes when the compute dtype is float64.
+        """
+        return self.elements(tokens) * (compute_bytes if self.dtype == "compute" else max(4, compute_bytes))
+
+
+class Work(NamedTuple):
+    """What a command costs, free of any machine: FLOPs by kind, bytes of device memory touched, kernels launched."""
+
+    matmul_flops: float = 0.0
+    attention_forward_flops: float = 0.0
+    attention_backward_flops: float = 0.0
+    memory_bytes: float = 0.0
+    kernels: int = 0
+
+    def plus(self, other: Work) -> Work:
+        """The sum of two pieces of work."""
+        return Work(*(a + b for a, b in zip(self, other, strict=True)))
+
+    @property
+    def flops(self) -> float:
+        """All floating-point operations that count as hardware FLOPs."""
+        return self.matmul_flops + self.attention_forward_flops + self.attention_backward_flops
+
+
+@dataclass
+class KeyValueWindow:
+    """Keys and values of the earlier chunks of one long sequence, for the layer in work.
+
+    keys, values: [S, G, H] in the compute dtype, valid below `start`; grad_keys, grad_values: [S, G, H] in float32
+    (float64 for float64 compute), used in backward only. `start` is the position of this chunk's first token.
+    """
+
+    keys: Tensor
+    values: Tensor
+    start: int
+    grad_keys: Tensor | None = None
+    grad_values: Tensor | None = None
+
+
+@dataclass
+class ChunkContext:
+    """The batch side of one chunk: everything that is not an activation.
+
+    input_ids, labels [T] int64 (labels are already shifted, -100 = no loss); positions [T] int32; cu_seqlens [num_seqs+1]
+    int32; seq_lens as Python ints. `constants` holds per-model tensors such as inv_freq; `losses` [T] float32 is
+    written by the head.
+    """
+
+    tokens: int
+    input_ids: Tensor
+    labels: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor
+    seq_lens: tuple[int, ...]
+    losses: Tensor
+    constants: dict[str, Tensor]
+    window: KeyValueWindow | None = None
+    cu_seqlens_k: Tensor | None = None
+    deterministic: bool = False
+
+
+@dataclass
+class OpEnv:
+    """Arguments of one op call, by the names the op declared.
+
+    t: activations; p: parameters; g: gradients of activations; gp: gradient accumulators of parameters (float32, or
+    float64 for float64 compute). Gradients named in `accumulate` already hold a value to add to; `first` says that gp
+    holds nothing yet.
+    """
+
+    t: dict[str, Tensor]
+    p: dict[str, Tensor]
+    g: dict[str, Tensor]
+    gp: dict[str, Tensor]
+    chunk: ChunkContext
+    accumulate: frozenset[str] = field(default_factory=frozenset)
+    first: bool = True
+
+
+class Op(ABC):
+    """A unit of compute inside a layer with an explicit forward and backward.
+
+    Pure functions on tensors: forward writes the declared outputs, `backward_input` writes the gradients of
+    `grad_inputs`, `backward_weight` adds to the gradients of `params`. Nothing is allocated that outlives the call
+    and nothing synchronises.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[TensorSpec, ...]
+    params: tuple[str, ...] = ()
+    needs_input: tuple[str, ...] = ()
+    """Tensors that backward_input reads."""
+    needs_weight: tuple[str, ...] = ()
+    """Tensors that backward_weight reads."""
+    grad_inputs: tuple[str, ...] = ()
+    """Inputs that receive a gradient."""
+    grad_alias: tuple[tuple[str, str], ...] = ()
+    """(input, output) pairs where the gradient of the input IS the gradient of the output, unchanged (residuals)."""
+    in_place: tuple[str, str] | None = None
+    """(input, output): forward writes the output over the input, backward the gradient over the gradient."""
+    grad_over: tuple[str, ...] = ()
+    """Inputs whose gradient may be written over their saved value, which dies with this call."""
+
+    @abstractmethod
+    def forward(self, env: OpEnv) -> None:
+        """Write env.t[output] for every output."""
+
+    def backward_input(self, env: OpEnv) -> None:
+        """Write (or, for names in env.accumulate, add to) env.g[input] for every input in grad_inputs."""
+        raise AssertionError(f"{self.name} has no input gradient")
+
+    def backward_weight(self, env: OpEnv) -> None:
+        """Write (env.first) or add to env.gp[param] for every param."""
+        raise AssertionError(f"{self.name} has no parameters")
+
+    @abstractmethod
+    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        """Cost of forward for `tokens` tokens in sequences of `seq_len`."""
+
+    def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        """Cost of the input half."""
+        return Work()
+
+    def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        """Cost of the weight half."""
+        return Work()
+
+    def scratch(self, half: str) -> tuple[TensorSpec, ...]:
+        """Buffers the call needs besides its operands; they live for the call only. half: forward, input or weight."""
+        return ()
+
+    def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        """Bytes that library calls inside this op take from the device allocator, at the most, at one moment."""
+        return 0
+
+
+def use_kernel(tensor: Tensor) -> bool:
+    """True when the Triton kernel should run: always on CUDA, on the CPU only when its interpreter is asked for."""
+    return tensor.is_cuda or os.environ.get("FLEXENGINE_INTERPRET_KERNELS") == "1"

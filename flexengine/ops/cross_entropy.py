@@ -1,0 +1,97 @@
+"""LM head and cross-entropy, block by block over the tokens, so that the full logits never exist.
+
+For a block of B tokens: logits [B, V] = h @ weight.T; loss = log-sum-exp(logits) - logits[label] in float32; the gradient
+softmax(logits) - onehot overwrites the logits; grad_h = it @ weight and grad_weight += it.T @ h. Gradients are those of the
+SUM of losses over tokens; the division by the step's active tokens happens once, in the optimizer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, use_kernel
+from flexengine.ops.linear import accumulate_weight_grad
+
+IGNORE_INDEX = -100
+LOGITS_BLOCK_BYTES = 256 * 2**20
+"""Size of one block of bf16 logits. With the vocabulary it fixes the block's tokens, so budgets never change the sums."""
+
+
+def block_tokens(vocab_size: int) -> int:
+    """Tokens per block of logits: the power of two that fills LOGITS_BLOCK_BYTES at 2 bytes, within 64..4096."""
+    fitting = max(1, LOGITS_BLOCK_BYTES // (2 * vocab_size))
+    return max(64, min(4096, 1 << (fitting.bit_length() - 1)))
+
+
+def cross_entropy_(logits: Tensor, labels: Tensor, losses: Tensor, write_grad: bool) -> None:
+    """losses [B] = -log softmax(logits [B, V])[label], 0 where label is -100; optionally logits <- their gradient."""
+    if use_kernel(logits) and logits.dtype != torch.float64:
+        from flexengine.kernels import cross_entropy  # noqa: PLC0415 (Triton is imported when first used)
+
+        return cross_entropy.cross_entropy_(logits, labels, losses, write_grad)
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    active = labels != IGNORE_INDEX
+    targets = labels.clamp(min=0)[:, None]
+    lse = torch.logsumexp(wide, dim=-1)
+    losses.copy_(torch.where(active, lse - wide.gather(1, targets)[:, 0], torch.zeros_like(lse)))
+    if write_grad:
+        grad = torch.exp(wide - lse[:, None])
+        grad.scatter_add_(1, targets, -torch.ones_like(grad[:, :1]))
+        logits.copy_(grad * active[:, None])
+
+
+class LMHeadLoss(Op):
+    """losses of h under the LM head. Forward gives losses only; backward_input does loss and both gradients in one pass."""
+
+    def __init__(self, name: str, x: str, width: int, vocab_size: int, weight: str) -> None:
+        self.name, self.x, self.width, self.vocab_size, self.weight = name, x, width, vocab_size, weight
+        self.inputs = (x,)
+        self.outputs = ()
+        self.params = (weight,)
+        self.needs_input = (x,)
+        self.grad_inputs = (x,)
+        self.block = block_tokens(vocab_size)
+
+    def scratch(self, half: str) -> tuple[TensorSpec, ...]:
+        if half == "weight":
+            return ()
+        return (TensorSpec("logits", (self.vocab_size,), rows=self.block, clip_rows=True),)
+
+    def forward(self, env: OpEnv) -> None:
+        for rows in self._blocks(env):
+            logits = env.t["logits"][: rows.stop - rows.start]
+            torch.mm(env.t[self.x][rows], env.p[self.weight].t(), out=logits)
+            cross_entropy_(logits, env.chunk.labels[rows], env.chunk.losses[rows], write_grad=False)
+
+    def backward_input(self, env: OpEnv) -> None:
+        first = env.first
+        for rows in self._blocks(env):
+            logits, h = env.t["logits"][: rows.stop - rows.start], env.t[self.x][rows]
+            torch.mm(h, env.p[self.weight].t(), out=logits)
+            cross_entropy_(logits, env.chunk.labels[rows], env.chunk.losses[rows], write_grad=True)
+            torch.mm(logits, env.p[self.weight], out=env.g[self.x][rows])
+            accumulate_weight_grad(env.gp[self.weight], logits, h, first)
+            first = False
+
+    def backward_weight(self, env: OpEnv) -> None:
+        """Nothing left to do: backward_input has the logits' gradient only block by block, so it does both halves."""
+
+    def _blocks(self, env: OpEnv) -> list[slice]:
+        tokens = env.chunk.tokens
+        return [slice(i, min(i + self.block, tokens)) for i in range(0, tokens, self.block)]
+
+    def last_logits(self, h: Tensor, weight: Tensor) -> Tensor:
+        """Logits [V] in float32 of one normalised hidden state h [D]."""
+        return (h[None, :] @ weight.t())[0].float()
+
+    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        blocks = -(-tokens // self.block)
+        logits_bytes = 2.0 * tokens * self.vocab_size * compute_bytes
+        return Work(2.0 * tokens * self.width * self.vocab_size, memory_bytes=logits_bytes, kernels=2 * blocks)
+
+    def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        blocks = -(-tokens // self.block)
+        # logits read twice and written once by the loss; the accumulator is read and written once per block
+        logits_bytes = 3.0 * tokens * self.vocab_size * compute_bytes
+        return Work(6.0 * tokens * self.width * self.vocab_size, memory_bytes=logits_bytes, kernels=4 * blocks)

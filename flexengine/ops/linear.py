@@ -1,0 +1,110 @@
+"""Linear layers: y = x @ weight.T (+ bias), and the same with the residual added.
+
+Shapes: x [T, D], weight [F, D], bias [F], y [T, F]. Fused projections (QKV, gate-up) are one weight whose rows are the
+Hugging Face weights stacked.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexengine.ops.base import Op, OpEnv, TensorSpec, Work
+
+
+def accumulate_weight_grad(acc: Tensor, grad_y: Tensor, x: Tensor, first: bool) -> None:
+    """acc (+)= grad_y.T @ x with the sum kept in the accumulator's precision.
+
+    Shapes: grad_y [T, F] and x [T, D] in the compute dtype, acc [F, D] in float32 (float64). On CUDA the product of bf16
+    operands goes straight into the fp32 accumulator (cuBLAS beta = 1), which costs the same as a bf16 result.
+    """
+    if grad_y.dtype == acc.dtype:
+        if first:
+            torch.mm(grad_y.t(), x, out=acc)
+        else:
+            torch.addmm(acc, grad_y.t(), x, out=acc)
+    elif grad_y.is_cuda:
+        if first:
+            torch.mm(grad_y.t(), x, out_dtype=acc.dtype, out=acc)
+        else:
+            torch.addmm(acc, grad_y.t(), x, out_dtype=acc.dtype, out=acc)
+    else:
+        product = grad_y.t().to(acc.dtype) @ x.to(acc.dtype)
+        if first:
+            acc.copy_(product)
+        else:
+            acc.add_(product)
+
+
+class Linear(Op):
+    """y = x @ weight.T + bias; with `residual`, y = residual + x @ weight.T + bias.
+
+    With a residual the sum is taken in the accumulator of the product and rounded once, and the gradient of the
+    residual is the gradient of y itself.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        x: str,
+        y: str,
+        in_features: int,
+        out_features: int,
+        weight: str,
+        bias: str | None = None,
+        residual: str | None = None,
+    ) -> None:
+        self.name, self.x, self.y = name, x, y
+        self.in_features, self.out_features = in_features, out_features
+        self.weight, self.bias, self.residual = weight, bias, residual
+        self.inputs = (x,) if residual is None else (x, residual)
+        self.outputs = (TensorSpec(y, (out_features,)),)
+        self.params = (weight,) if bias is None else (weight, bias)
+        self.needs_weight = (x,)
+        self.grad_inputs = self.inputs
+        self.grad_alias = () if residual is None else ((residual, y),)
+
+    def forward(self, env: OpEnv) -> None:
+        x, y, weight = env.t[self.x], env.t[self.y], env.p[self.weight]
+        if self.residual is not None:
+            residual = env.t[self.residual]
+            if self.bias is not None:
+                torch.add(residual, env.p[self.bias], out=y)
+            elif residual.data_ptr() != y.data_ptr():
+                y.copy_(residual)
+            torch.addmm(y, x, weight.t(), out=y)
+        elif self.bias is not None:
+            torch.addmm(env.p[self.bias], x, weight.t(), out=y)
+        else:
+            torch.mm(x, weight.t(), out=y)
+
+    def backward_input(self, env: OpEnv) -> None:
+        grad_x, grad_y, weight = env.g[self.x], env.g[self.y], env.p[self.weight]
+        if self.x in env.accumulate:
+            torch.addmm(grad_x, grad_y, weight, out=grad_x)
+        else:
+            torch.mm(grad_y, weight, out=grad_x)
+
+    def backward_weight(self, env: OpEnv) -> None:
+        grad_y = env.g[self.y]
+        accumulate_weight_grad(env.gp[self.weight], grad_y, env.t[self.x], env.first)
+        if self.bias is not None:
+            acc = env.gp[self.bias]
+            total = grad_y.sum(0, dtype=acc.dtype)
+            acc.copy_(total) if env.first else acc.add_(total)
+
+    def _product(self, tokens: int, compute_bytes: int) -> Work:
+        d, f = self.in_features, self.out_features
+        return Work(matmul_flops=2.0 * tokens * d * f, kernels=1)
+
+    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        extra = 2.0 * tokens * self.out_features * compute_bytes if self.residual is not None else 0.0
+        return self._product(tokens, compute_bytes).plus(Work(memory_bytes=extra, kernels=int(extra > 0)))
+
+    def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        return self._product(tokens, compute_bytes)
+
+    def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        bias = Work(memory_bytes=float(tokens * self.out_features * compute_bytes), kernels=2)
+        product = self._product(tokens, compute_bytes)
+        return product if self.bias is None else product.plus(bias)

@@ -1,0 +1,68 @@
+"""Rotary position embedding, in place on the query and key heads of a fused QKV row.
+
+Source: Su et al. 2021, "RoFormer"; rotate-half layout as in Hugging Face. For the pair (a, b) = (x[i], x[i + R/2]) and
+angle p * inv_freq[i]: (a cos - b sin, b cos + a sin), times `scaling` (yarn's attention factor). Backward is the
+transpose: the same with the sign of sin turned. The frequencies are the model's business (`flexengine.models.rope`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, use_kernel
+
+
+def rope_(
+    x: Tensor, positions: Tensor, inv_freq: Tensor, scaling: float, num_rotated_heads: int, inverse: bool
+) -> None:
+    """Rotate the first `num_rotated_heads` heads of x [T, heads, H] in place (inverse: the backward).
+
+    positions [T] int32, inv_freq [R/2] float32 with R <= H; the other H - R columns stay as they are.
+    """
+    if use_kernel(x) and x.dtype != torch.float64:
+        from flexengine.kernels import rope  # noqa: PLC0415 (Triton is imported when first used)
+
+        return rope.rope_(x, positions, inv_freq, scaling, num_rotated_heads, inverse)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    half = inv_freq.numel()
+    angle = positions.to(wide)[:, None] * inv_freq.to(wide)[None, :]
+    cos, sin = (angle.cos() * scaling)[:, None, :], (angle.sin() * scaling)[:, None, :]
+    if inverse:
+        sin = -sin
+    rotated = x[:, :num_rotated_heads]
+    a, b = rotated[..., :half].to(wide), rotated[..., half : 2 * half].to(wide)
+    rotated[..., :half] = (a * cos - b * sin).to(x.dtype)
+    rotated[..., half : 2 * half] = (b * cos + a * sin).to(x.dtype)
+
+
+class RoPE(Op):
+    """qkv <- qkv with its N query and G key heads rotated; values untouched. Backward needs the positions only."""
+
+    def __init__(self, name: str, x: str, y: str, num_heads: int, num_kv_heads: int, head_dim: int, scaling: float):
+        self.name, self.x, self.y = name, x, y
+        self.num_heads, self.num_kv_heads, self.head_dim, self.scaling = num_heads, num_kv_heads, head_dim, scaling
+        self.inputs = (x,)
+        self.outputs = (TensorSpec(y, ((num_heads + 2 * num_kv_heads) * head_dim,)),)
+        self.grad_inputs = (x,)
+        self.in_place = (x, y)
+
+    def _rotate(self, tensor: Tensor, env: OpEnv, inverse: bool) -> None:
+        heads = tensor.view(env.chunk.tokens, -1, self.head_dim)
+        inv_freq = env.chunk.constants["inv_freq"]
+        rope_(heads, env.chunk.positions, inv_freq, self.scaling, self.num_heads + self.num_kv_heads, inverse)
+
+    def forward(self, env: OpEnv) -> None:
+        self._rotate(env.t[self.y], env, inverse=False)
+
+    def backward_input(self, env: OpEnv) -> None:
+        self._rotate(env.g[self.x], env, inverse=True)
+
+    def _bytes(self, tokens: int, compute_bytes: int) -> float:
+        return 2.0 * tokens * (self.num_heads + self.num_kv_heads) * self.head_dim * compute_bytes
+
+    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        return Work(memory_bytes=self._bytes(tokens, compute_bytes), kernels=1)
+
+    def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        return Work(memory_bytes=self._bytes(tokens, compute_bytes), kernels=1)

@@ -1,0 +1,196 @@
+"""The Plan: every decision of the planner as a frozen value, JSON both ways, validating itself.
+
+It stands alone: it imports nothing of the package, so planner and runtime meet here without knowing each other.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from typing import Any, Literal
+
+Home = Literal["gpu", "host"]
+
+
+class PlanReason(StrEnum):
+    """Why no plan exists."""
+
+    INSUFFICIENT_DEVICE_MEMORY = "INSUFFICIENT_DEVICE_MEMORY"
+    INSUFFICIENT_HOST_MEMORY = "INSUFFICIENT_HOST_MEMORY"
+    INVALID_REQUEST = "INVALID_REQUEST"
+
+
+class PlanError(ValueError):
+    """No plan fits what was asked. `required_bytes` and `budget_bytes` describe the memory that falls short."""
+
+    def __init__(self, reason: PlanReason, message: str, required_bytes: int = 0, budget_bytes: int = 0) -> None:
+        super().__init__(f"PlanError({reason.value}): {message}")
+        self.reason, self.required_bytes, self.budget_bytes = reason, required_bytes, budget_bytes
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What one layer keeps of every chunk from forward to backward.
+
+    `keep_gpu` and `keep_host` name ops whose outputs are kept on the GPU or in host memory; what is in neither is recomputed.
+    `input_home` says where the layer's input waits.
+    """
+
+    keep_gpu: tuple[str, ...] = ()
+    keep_host: tuple[str, ...] = ()
+    input_home: Home = "gpu"
+
+    def __post_init__(self) -> None:
+        both = set(self.keep_gpu) & set(self.keep_host)
+        if both:
+            raise ValueError(f"ops {sorted(both)} are planned to be kept on the GPU and in host memory at once")
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Where one parameter group's weights, stored gradients and optimizer states live."""
+
+    weights: Home = "host"
+    grads: Home = "host"
+    states: Home = "host"
+
+    def __post_init__(self) -> None:
+        if self.states == "gpu" and self.weights != "gpu":
+            raise ValueError("optimizer states on the GPU need the weights there too")
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """Types that decide results; a plan is made for them and never changes them.
+
+    compute: dtype of weights and activations in compute; master: `split` (bf16 + 16-bit remainder = exact fp32), `full`
+    (the weight itself is the master) or `stochastic` (bf16 with stochastic rounding); grad and state: storage dtypes.
+    """
+
+    compute: str = "bfloat16"
+    master: Literal["split", "full", "stochastic"] = "split"
+    grad: str = "bfloat16"
+    state: str = "float32"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked of the planner: the work and the budgets, in bytes for the whole process."""
+
+    max_seq_len: int
+    max_global_batch_tokens: int
+    max_gpu_bytes: int
+    max_host_bytes: int
+    chunk_tokens: int | None = None
+    round_tokens: int | None = None
+    recompute: Literal["auto", "none", "full"] = "auto"
+    numerics: Numerics = field(default_factory=Numerics)
+
+    def __post_init__(self) -> None:
+        for name in ("max_seq_len", "max_global_batch_tokens", "max_gpu_bytes", "max_host_bytes"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.max_seq_len > self.max_global_batch_tokens:
+            raise ValueError(
+                f"max_seq_len={self.max_seq_len} tokens is longer than max_global_batch_tokens="
+                f"{self.max_global_batch_tokens}; no such sequence would fit in a step"
+            )
+        for name in ("chunk_tokens", "round_tokens"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+        if self.recompute not in ("auto", "none", "full"):
+            raise ValueError(f"recompute={self.recompute!r}; choose auto, none or full")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the planner expects of a full step: seconds, busy seconds per stream, bytes by category, and the bound."""
+
+    step_s: float = 0.0
+    speed_of_light_s: float = 0.0
+    busy_s: dict[str, float] = field(default_factory=dict)
+    recompute_share: float = 0.0
+    gpu_bytes: int = 0
+    host_bytes: int = 0
+    gpu_categories: dict[str, int] = field(default_factory=dict)
+    host_categories: dict[str, int] = field(default_factory=dict)
+    limiter: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every decision about one training step of one model under one request.
+
+    Chunks hold up to `chunk_tokens` packed tokens; a round is up to `chunks_per_round` chunks. Slot counts are prefetch
+    depths: `weight_slots` for streamed block weights, `save_slots` for kept outputs on their way to and from the
+    host. `share_edge_slots` lays the embedding's and head's slots over the blocks' slots.
+    """
+
+    model: str
+    request: Request
+    chunk_tokens: int
+    chunks_per_round: int
+    layers: tuple[LayerPlan, ...]
+    groups: tuple[GroupPlan, ...]
+    weight_slots: int = 2
+    grad_slots: int = 2
+    save_slots: int = 2
+    optimizer_slots: int = 2
+    optimizer_tile: int = 1 << 24
+    share_edge_slots: bool = False
+    predicted: Prediction = field(default_factory=Prediction)
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens <= 0 or self.chunks_per_round <= 0:
+            raise ValueError(
+                f"chunk_tokens={self.chunk_tokens} and chunks_per_round={self.chunks_per_round} must be > 0"
+            )
+        if min(self.weight_slots, self.grad_slots, self.save_slots, self.optimizer_slots) < 1:
+            raise ValueError("every kind of slot needs at least one")
+        longest = -(-self.request.max_seq_len // self.chunk_tokens)
+        if longest > self.chunks_per_round:
+            raise ValueError(
+                f"a sequence of {self.request.max_seq_len} tokens needs {longest} chunks of {self.chunk_tokens} tokens in"
+                f" one round, but a round has {self.chunks_per_round}"
+            )
+
+    @property
+    def round_tokens(self) -> int:
+        """Tokens that pass through all layers together."""
+        return self.chunk_tokens * self.chunks_per_round
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds of a full step when sequences fill the chunks."""
+        return max(1, -(-self.request.max_global_batch_tokens // self.round_tokens))
+
+    @property
+    def slices_sequences(self) -> bool:
+        """True when a sequence may be longer than a chunk, so that layers need a key/value window."""
+        return self.request.max_seq_len > self.chunk_tokens
+
+    def to_json(self) -> str:
+        """The plan as JSON text; `from_json` gives it back equal."""
+        return json.dumps(asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """A plan from `to_json`. Raises ValueError for unknown or missing fields."""
+        raw = json.loads(text)
+        request = _build(Request, {**raw["request"], "numerics": _build(Numerics, raw["request"]["numerics"])})
+        layers = tuple(
+            _build(LayerPlan, {**x, "keep_gpu": tuple(x["keep_gpu"]), "keep_host": tuple(x["keep_host"])})
+            for x in raw["layers"]
+        )
+        groups = tuple(_build(GroupPlan, g) for g in raw["groups"])
+        predicted = _build(Prediction, raw["predicted"])
+        return _build(Plan, {**raw, "request": request, "layers": layers, "groups": groups, "predicted": predicted})
+
+
+def _build(cls: Any, values: dict[str, Any]) -> Any:
+    known = {f.name for f in fields(cls)}
+    if set(values) - known:
+        raise ValueError(f"{cls.__name__} has no field {sorted(set(values) - known)}; known: {sorted(known)}")
+    return cls(**values)

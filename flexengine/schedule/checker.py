@@ -1,0 +1,106 @@
+"""Proves that a program is right before it runs: order, contents, bounds.
+
+- bounds: every slot lies inside its arena and every copy inside its slots;
+- order: any two commands that touch a common byte, one of them writing, are ordered by stream order and waits;
+- contents: walking the commands in issue order, every read finds what it expects, whichever slots lie over each other.
+Together: any execution that respects streams and waits computes what the issue order says.
+"""
+
+from __future__ import annotations
+
+from flexengine.schedule.commands import STREAM_INDEX, STREAMS, Command, Program, overlapping_slots
+
+
+class ProgramError(AssertionError):
+    """A program breaks an invariant; the message names the commands and the slot."""
+
+
+def check_program(program: Program, gpu_bytes: int, host_bytes: int) -> None:
+    """Raise ProgramError unless the program is proven right within the two arenas."""
+    overlaps = overlapping_slots(program.slots)
+    check_bounds(program, gpu_bytes, host_bytes)
+    check_order(program, overlaps)
+    check_contents(program, overlaps)
+
+
+def check_bounds(program: Program, gpu_bytes: int, host_bytes: int) -> None:
+    """Slots within arenas, copies within slots and in the direction of their stream."""
+    limits = {"gpu": gpu_bytes, "host": host_bytes}
+    for slot in program.slots:
+        if slot.offset < 0 or slot.end > limits[slot.memory]:
+            raise ProgramError(
+                f"slot {slot.name} ends at byte {slot.end}, but the {slot.memory} arena has {limits[slot.memory]} bytes"
+            )
+    for command in program.commands:
+        for c in command.copies:
+            source, target = program.slots[c.source], program.slots[c.target]
+            if c.source_offset + c.num_bytes > source.num_bytes or c.target_offset + c.num_bytes > target.num_bytes:
+                raise ProgramError(
+                    f"{command.label}: {c.num_bytes} bytes do not fit {source.name}+{c.source_offset}"
+                    f" or {target.name}+{c.target_offset}"
+                )
+
+
+def _completed_before(program: Program) -> list[list[int]]:
+    """Vector clocks: for every command the last command of every stream known to be finished when it starts or by FIFO."""
+    clocks: list[list[int]] = []
+    latest = [[-1] * len(STREAMS) for _ in STREAMS]
+    for command in program.commands:
+        own = STREAM_INDEX[command.stream]
+        clock = list(latest[own])
+        for wait in command.waits:
+            if wait >= command.index:
+                raise ProgramError(f"{command.label} waits for a later command, {program.commands[wait].label}")
+            clock = [max(a, b) for a, b in zip(clock, clocks[wait], strict=True)]
+        clock[own] = command.index
+        clocks.append(clock)
+        latest[own] = clock
+    return clocks
+
+
+def check_order(program: Program, overlaps: list[tuple[int, ...]]) -> None:
+    """Every pair of conflicting commands is ordered."""
+    clocks = _completed_before(program)
+    writers: dict[int, int] = {}
+    readers: dict[int, dict[int, int]] = {}
+
+    def require(earlier: int, command: Command, slot: int) -> None:
+        before = program.commands[earlier]
+        if clocks[command.index][STREAM_INDEX[before.stream]] < earlier:
+            raise ProgramError(
+                f"{command.label} ({command.stream}) does not wait for {before.label} ({before.stream}), and both touch"
+                f" slot {program.slots[slot].name}"
+            )
+
+    for command in program.commands:
+        for access in (*command.reads, *command.writes):
+            for slot in overlaps[access.slot]:
+                if slot in writers:
+                    require(writers[slot], command, slot)
+        for access in command.writes:
+            for slot in overlaps[access.slot]:
+                for earlier in readers.get(slot, {}).values():
+                    require(earlier, command, slot)
+        for access in command.writes:
+            writers[access.slot] = command.index
+            readers[access.slot] = {}
+        for access in command.reads:
+            readers.setdefault(access.slot, {})[STREAM_INDEX[command.stream]] = command.index
+
+
+def check_contents(program: Program, overlaps: list[tuple[int, ...]]) -> None:
+    """Every read finds the content it names."""
+    held = {access.slot: access.content for access in program.initial}
+    for command in program.commands:
+        for access in command.reads:
+            found = held.get(access.slot, "nothing")
+            if found != access.content:
+                raise ProgramError(
+                    f"{command.label} expects {access.content!r} in slot {program.slots[access.slot].name}, which holds"
+                    f" {found!r}"
+                )
+        for access in command.writes:
+            for slot in overlaps[access.slot]:
+                held.pop(slot, None)
+        for access in command.writes:
+            held[access.slot] = access.content

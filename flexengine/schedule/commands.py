@@ -1,0 +1,262 @@
+"""The vocabulary of a program: slots, commands, and the builder that derives every wait from slot hazards.
+
+A command is bound to one stream and names the slots it reads and writes with what it expects or leaves in them. Streams run their
+commands in order; between streams a command waits for exactly the conflicting commands before it. Nobody places events by
+hand: prefetch depth is the number of slots, back-pressure is their reuse.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, NamedTuple
+
+from flexengine.ops.base import Work
+from flexengine.schedule.layer_program import LayerProgram
+
+Memory = Literal["gpu", "host"]
+
+
+class Stream(StrEnum):
+    """Queues that run beside each other: kernels, and the two directions of the link."""
+
+    COMPUTE = "compute"
+    H2D = "h2d"
+    D2H = "d2h"
+
+
+STREAMS = tuple(Stream)
+STREAM_INDEX = {stream: i for i, stream in enumerate(STREAMS)}
+
+
+class Slot(NamedTuple):
+    """A fixed piece of an arena: `num_bytes` bytes at `offset`. `category` groups slots in memory reports."""
+
+    name: str
+    memory: Memory
+    offset: int
+    num_bytes: int
+    category: str
+
+    @property
+    def end(self) -> int:
+        """First byte after the slot."""
+        return self.offset + self.num_bytes
+
+
+class Access(NamedTuple):
+    """A slot (by index) with the content that a command expects to read or leaves behind."""
+
+    slot: int
+    content: str
+
+
+class CopyRegion(NamedTuple):
+    """`num_bytes` bytes from one slot to another, offsets in bytes from the slots' starts."""
+
+    source: int
+    source_offset: int
+    target: int
+    target_offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """Arguments of forward, backward, head, fill_window: a layer program and the slots its areas are bound to.
+
+    areas: area name -> slot; weights and accumulators: parameter group -> slot; `first` says that the accumulators hold
+    nothing yet.
+    """
+
+    layer: int
+    chunk: int
+    program: LayerProgram
+    areas: dict[str, int]
+    weights: dict[int, int]
+    accumulators: dict[int, int] = field(default_factory=dict)
+    first: bool = True
+
+
+class FinishGradient(NamedTuple):
+    """stored = round(accumulator (+ stored)), with the sum of squares of what was stored."""
+
+    group: int
+    accumulator: int
+    stored: int
+    has_previous: bool
+
+
+class TilePlane(NamedTuple):
+    """Where one plane of an optimizer tile lies: slot and byte offset."""
+
+    slot: int
+    offset: int
+
+
+class UpdateTile(NamedTuple):
+    """AdamW on elements [start, start + count) of a group's segment; planes by name with their places."""
+
+    group: int
+    segment: str
+    start: int
+    count: int
+    planes: dict[str, TilePlane]
+
+
+@dataclass(frozen=True, eq=False)
+class Command:
+    """One unit of issue. `waits` are indices of commands on other streams that must have finished before it starts."""
+
+    index: int
+    kind: str
+    label: str
+    stream: Stream
+    reads: tuple[Access, ...]
+    writes: tuple[Access, ...]
+    waits: tuple[int, ...]
+    work: Work = Work()
+    copies: tuple[CopyRegion, ...] = ()
+    args: Any = None
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes that cross the link."""
+        return sum(c.num_bytes for c in self.copies)
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Commands in issue order over a table of slots. `initial` says what slots hold when it starts."""
+
+    name: str
+    slots: tuple[Slot, ...]
+    commands: tuple[Command, ...]
+    initial: tuple[Access, ...] = ()
+
+
+def overlapping_slots(slots: tuple[Slot, ...]) -> list[tuple[int, ...]]:
+    """For every slot the indices of all slots, itself included, that share a byte with it."""
+    result: list[list[int]] = [[i] for i in range(len(slots))]
+    for memory in ("gpu", "host"):
+        order = sorted((i for i, s in enumerate(slots) if s.memory == memory), key=lambda i: slots[i].offset)
+        active: list[int] = []
+        for i in order:
+            active = [j for j in active if slots[j].end > slots[i].offset]
+            for j in active:
+                if slots[j].num_bytes and slots[i].num_bytes:
+                    result[i].append(j)
+                    result[j].append(i)
+            active.append(i)
+    return [tuple(r) for r in result]
+
+
+class ProgramBuilder:
+    """Appends commands and derives their waits.
+
+    Every slot remembers its last writer and its readers since; a command waits for the last writer of what it reads and
+    for the last writer and readers of what it writes, through every slot that overlaps in memory. A vector clock per
+    command drops waits that earlier waits already imply, so that every wait left is necessary.
+    """
+
+    def __init__(self, name: str, slots: tuple[Slot, ...], overlaps: list[tuple[int, ...]]) -> None:
+        self.name, self.slots, self.overlaps = name, slots, overlaps
+        self.commands: list[Command] = []
+        self.initial: dict[int, str] = {}
+        self._writer: dict[int, int] = {}
+        self._readers: dict[int, dict[int, int]] = {}
+        self._clocks: list[list[int]] = []
+        self._stream_clock = [[-1] * len(STREAMS) for _ in STREAMS]
+
+    def last_writer(self, slot: int) -> int:
+        """Index of the last command that wrote the slot, -1 when none has."""
+        return self._writer.get(slot, -1)
+
+    def holds(self, slot: int, content: str) -> None:
+        """State that a slot holds `content` before the program starts."""
+        self.initial.setdefault(slot, content)
+
+    def add(
+        self,
+        kind: str,
+        label: str,
+        stream: Stream,
+        reads: list[Access],
+        writes: list[Access],
+        work: Work = Work(),  # noqa: B008 (an immutable NamedTuple)
+        copies: tuple[CopyRegion, ...] = (),
+        args: Any = None,
+    ) -> Command:
+        """Append a command; returns it with its derived waits."""
+        index, own = len(self.commands), STREAM_INDEX[stream]
+        waits = self._derive_waits(own, reads, writes)
+        clock = list(self._stream_clock[own])
+        for wait in waits:
+            clock = [max(a, b) for a, b in zip(clock, self._clocks[wait], strict=True)]
+        clock[own] = index
+        self._clocks.append(clock)
+        self._stream_clock[own] = clock
+        for access in writes:
+            self._writer[access.slot] = index
+            self._readers[access.slot] = {}
+        for access in reads:
+            self._readers.setdefault(access.slot, {})[own] = index
+        command = Command(index, kind, label, stream, tuple(reads), tuple(writes), waits, work, copies, args)
+        self.commands.append(command)
+        return command
+
+    def copy(self, label: str, stream: Stream, content: str, regions: list[CopyRegion]) -> Command:
+        """Append a copy of `content` along `regions`, adjoining regions merged."""
+        merged = merge_regions(regions)
+        reads = [Access(s, content) for s in dict.fromkeys(r.source for r in merged)]
+        writes = [Access(s, content) for s in dict.fromkeys(r.target for r in merged)]
+        return self.add("copy", label, stream, reads, writes, copies=merged)
+
+    def build(self) -> Program:
+        """The finished program."""
+        initial = tuple(Access(slot, content) for slot, content in self.initial.items())
+        return Program(self.name, self.slots, tuple(self.commands), initial)
+
+    def _derive_waits(self, own: int, reads: list[Access], writes: list[Access]) -> tuple[int, ...]:
+        latest = [-1] * len(STREAMS)
+
+        def conflict(index: int) -> None:
+            stream = STREAM_INDEX[self.commands[index].stream]
+            latest[stream] = max(latest[stream], index)
+
+        for access in (*reads, *writes):
+            for slot in self.overlaps[access.slot]:
+                if slot in self._writer:
+                    conflict(self._writer[slot])
+        for access in writes:
+            for slot in self.overlaps[access.slot]:
+                for index in self._readers.get(slot, {}).values():
+                    conflict(index)
+        known = self._stream_clock[own]
+        needed = [i for s, i in enumerate(latest) if s != own and i > known[s]]
+        # a wait that another wait of this command implies is dropped too
+        return tuple(sorted(i for i in needed if not any(j != i and self._covers(j, i) for j in needed)))
+
+    def _covers(self, later: int, earlier: int) -> bool:
+        return self._clocks[later][STREAM_INDEX[self.commands[earlier].stream]] >= earlier
+
+
+def merge_regions(regions: list[CopyRegion]) -> tuple[CopyRegion, ...]:
+    """Regions with adjoining ends on both sides as one; empty ones dropped."""
+    merged: list[CopyRegion] = []
+    for r in regions:
+        if r.num_bytes == 0:
+            continue
+        if merged:
+            last = merged[-1]
+            adjoining = (
+                last.source == r.source
+                and last.target == r.target
+                and last.source_offset + last.num_bytes == r.source_offset
+                and last.target_offset + last.num_bytes == r.target_offset
+            )
+            if adjoining:
+                merged[-1] = last._replace(num_bytes=last.num_bytes + r.num_bytes)
+                continue
+        merged.append(r)
+    return tuple(merged)

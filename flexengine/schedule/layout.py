@@ -1,0 +1,355 @@
+"""Where everything lies: the slots of both arenas that a plan implies, with offsets, before anything runs.
+
+Planner (does it fit?), lowering (which slot?), runtime (how large is the arena?) and reports (which category?) all read this one
+layout. Optimizer tiles lie over the slots of forward and backward, which are idle then; with `share_edge_slots` the
+embedding's and head's slots lie over the blocks'. Overlap is safe: hazards follow addresses, not names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from flexengine.models.spec import GroupSpec, ModelSpec
+from flexengine.plan import Numerics, Plan
+from flexengine.schedule.commands import Memory, Slot, overlapping_slots
+from flexengine.schedule.layer_program import LayerProgram, align, compile_layer
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+PARTIAL_SQUARES = 1024
+"""Partial sums of squares per gradient: fixed, so that the order of the sum depends on the group's size alone."""
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One stored array of a group's segment: `start` counts bytes from the start of the plane kind's slot."""
+
+    kind: str
+    start: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive elements of a group that are stored alike: matrices, or vectors (norms and biases)."""
+
+    name: str
+    first_element: int
+    numel: int
+    planes: tuple[Plane, ...]
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """How one group's elements are stored: matrices first, then vectors, per plane kind.
+
+    offsets: parameter -> first element. plane_bytes: bytes of every plane kind's slot.
+    """
+
+    offsets: dict[str, int]
+    numel: int
+    segments: tuple[Segment, ...]
+    plane_bytes: dict[str, int]
+
+
+PLANE_KINDS = ("weights", "remainder", "exp_avg", "exp_avg_sq", "grad")
+
+
+def group_layout(group: GroupSpec, numerics: Numerics) -> GroupLayout:
+    """Planes of a group. Vectors always keep float32 states and, beside bf16 weights, the exact remainder."""
+    offsets, numel = {}, 0
+    for kind in ("matrix", "vector"):
+        for param in group.params:
+            if param.kind == kind:
+                offsets[param.name] = numel
+                numel += param.numel
+    matrices = sum(p.numel for p in group.params if p.kind == "matrix")
+    wide_state = "float64" if numerics.compute == "float64" else "float32"
+    segments, ends = [], dict.fromkeys(PLANE_KINDS, 0)
+    for name, first, count in (("matrix", 0, matrices), ("vector", matrices, numel - matrices)):
+        state = numerics.state if name == "matrix" and wide_state != "float64" else wide_state
+        split = numerics.compute == "bfloat16" and (name == "vector" or numerics.master == "split")
+        dtypes = {"weights": numerics.compute, "exp_avg": state, "exp_avg_sq": state, "grad": numerics.grad}
+        if split:
+            dtypes["remainder"] = "int16"
+        planes = []
+        for kind in PLANE_KINDS:
+            if kind in dtypes:
+                if kind not in ("weights", "grad"):  # those two stay flat, so that a whole group is one array
+                    ends[kind] = align(ends[kind])
+                planes.append(Plane(kind, ends[kind], dtypes[kind]))
+                ends[kind] += count * element_bytes(dtypes[kind])
+        if count:
+            segments.append(Segment(name, first, count, tuple(planes)))
+    return GroupLayout(offsets, numel, tuple(segments), ends)
+
+
+def element_bytes(dtype: str) -> int:
+    """Bytes of one element."""
+    return 2 if dtype == "int16" else DTYPE_BYTES[dtype]
+
+
+class _Region:
+    """Lays slots one after the other in one memory."""
+
+    def __init__(self, slots: list[Slot], memory: Memory, start: int) -> None:
+        self.slots, self.memory, self.end = slots, memory, align(start)
+
+    def add(self, name: str, num_bytes: int, category: str) -> None:
+        self.slots.append(Slot(name, self.memory, self.end, num_bytes, category))
+        self.end += align(num_bytes)
+
+
+class Layout:
+    """Slots of both arenas for a plan. `slot(name)` gives an index into `slots`."""
+
+    def __init__(self, model: ModelSpec, plan: Plan) -> None:
+        self.model, self.plan = model, plan
+        numerics = plan.request.numerics
+        self.compute_bytes = DTYPE_BYTES[numerics.compute]
+        self.acc_bytes = 8 if numerics.compute == "float64" else 4
+        self.groups = tuple(_cached_group_layout(g, numerics) for g in model.groups)
+        self.programs = tuple(self.layer_program(i) for i in range(len(model.layers)))
+        slots: list[Slot] = []
+        self.gpu_bytes = self._lay_out_gpu(slots)
+        self.host_bytes = self._lay_out_host(slots)
+        self.slots = tuple(slots)
+        self._index = {slot.name: i for i, slot in enumerate(slots)}
+
+    @cached_property
+    def overlaps(self) -> list[tuple[int, ...]]:
+        """Overlapping slots, by slot index."""
+        return overlapping_slots(self.slots)
+
+    def slot(self, name: str) -> int:
+        """Index of a slot by name."""
+        return self._index[name]
+
+    def has(self, name: str) -> bool:
+        """Whether the plan gives such a slot."""
+        return name in self._index
+
+    def layer_program(self, layer: int) -> LayerProgram:
+        """The compiled program of a layer under its save set."""
+        kept = self.plan.layers[layer]
+        return compile_layer(
+            self.model.layers[layer], kept.keep_gpu, kept.keep_host, self.plan.chunk_tokens, self.compute_bytes
+        )
+
+    def evaluation_program(self, layer: int) -> LayerProgram:
+        """The compiled program of a layer that keeps nothing."""
+        return compile_layer(self.model.layers[layer], (), (), self.plan.chunk_tokens, self.compute_bytes)
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of one chunk of the tensor between layers."""
+        return self.plan.chunk_tokens * self.model.hidden_size * self.compute_bytes
+
+    @property
+    def window_rows(self) -> int:
+        """Rows of the key/value window: the longest sequence in whole chunks; 0 when no sequence is sliced."""
+        if not self.plan.slices_sequences:
+            return 0
+        return -(-self.plan.request.max_seq_len // self.plan.chunk_tokens) * self.plan.chunk_tokens
+
+    @property
+    def num_hidden_slots(self) -> int:
+        """Slots of the ring that carries hidden states: a round's chunks and two in transit."""
+        return self.plan.chunks_per_round + 2
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What library calls may take from the device allocator at one moment."""
+        return max(p.workspace_bytes for p in self.programs)
+
+    def categories(self, memory: Memory) -> dict[str, int]:
+        """Bytes by category, overlapping slots counted once (the later ones count only what reaches beyond)."""
+        totals: dict[str, int] = {}
+        reached = 0
+        for slot in sorted((s for s in self.slots if s.memory == memory), key=lambda s: (s.offset, -s.num_bytes)):
+            fresh = max(0, align(slot.end) - max(reached, slot.offset))
+            if fresh:
+                totals[slot.category] = totals.get(slot.category, 0) + fresh
+            reached = max(reached, align(slot.end))
+        return totals
+
+    # -- GPU ---------------------------------------------------------------------------------------------------------
+
+    def _lay_out_gpu(self, slots: list[Slot]) -> int:
+        region = _Region(slots, "gpu", 0)
+        self._batch_slots(region, "gpu")
+        region.add("norm_squares", 8 * len(self.groups), "scalars")
+        region.add("partial_squares", 4 * PARTIAL_SQUARES, "scalars")
+        for name in ("scale", "grad_norm"):
+            region.add(name, 8, "scalars")
+        self._resident_slots(region)
+        start = region.end
+        return max(self._round_slots(slots, start), self._optimizer_slots(slots, start))
+
+    def _batch_slots(self, region: _Region, prefix: Memory) -> None:
+        """Token ids, labels, positions and lengths of one round's chunks, and on the GPU their losses."""
+        region.add(f"batch.{prefix}", batch_offsets(self.plan.chunks_per_round, self.plan.chunk_tokens)["end"], "batch")
+        if prefix == "gpu":
+            region.add("losses", 8 * self.plan.round_tokens, "batch")
+
+    def _resident_slots(self, region: _Region) -> None:
+        for group, layout, home in zip(self.model.groups, self.groups, self.plan.groups, strict=True):
+            if home.weights == "gpu":
+                region.add(f"weights.{group.name}", layout.plane_bytes["weights"], "resident weights")
+            if home.grads == "gpu":
+                region.add(f"grad.{group.name}", layout.plane_bytes["grad"], "resident gradients")
+            if home.states == "gpu":
+                for kind in ("remainder", "exp_avg", "exp_avg_sq"):
+                    region.add(f"{kind}.{group.name}", layout.plane_bytes[kind], "resident optimizer states")
+
+    def _round_slots(self, slots: list[Slot], start: int) -> int:
+        """Slots of forward and backward; returns where they end."""
+        region = _Region(slots, "gpu", start)
+        block_start = region.end
+        self._parameter_slots(region, edge=False)
+        block_end = region.end
+        if self.plan.share_edge_slots:
+            edge = _Region(slots, "gpu", block_start)
+            self._parameter_slots(edge, edge=True)
+            region.end = max(block_end, edge.end)
+        else:
+            self._parameter_slots(region, edge=True)
+        self._activation_slots(region)
+        return region.end
+
+    def _parameter_slots(self, region: _Region, edge: bool) -> None:
+        """Weight, accumulator and gradient staging slots per slot class; `edge`: embedding and head, else blocks."""
+        classes: dict[str, list[int]] = {}
+        for i, group in enumerate(self.model.groups):
+            if (group.slot_class != "block") == edge:
+                classes.setdefault(group.slot_class, []).append(i)
+        for name, members in classes.items():
+            streamed = [i for i in members if self.plan.groups[i].weights == "host"]
+            staged = [i for i in members if self.plan.groups[i].grads == "host"]
+            largest = self._largest("weights", streamed)
+            for k in range(min(len(streamed), self.plan.weight_slots)):
+                region.add(f"weights.{name}[{k}]", largest, "weight slots")
+            numel = max(self.groups[i].numel for i in members)
+            region.add(f"accumulator.{name}", numel * self.acc_bytes, "gradient accumulators")
+            for k in range(min(len(staged), self.plan.grad_slots)):
+                region.add(f"grad.{name}[{k}]", self._largest("grad", staged), "gradient slots")
+
+    def _largest(self, kind: str, groups: list[int]) -> int:
+        return max((self.groups[i].plane_bytes[kind] for i in groups), default=0)
+
+    def _activation_slots(self, region: _Region) -> None:
+        plan = self.plan
+        for k in range(self.num_hidden_slots):
+            region.add(f"hidden[{k}]", self.hidden_bytes, "hidden states")
+        for c in range(plan.chunks_per_round):
+            region.add(f"grad_hidden[{c}]", self.hidden_bytes, "hidden states")
+        staged = max(p.save_host_bytes for p in self.programs)
+        for k in range(plan.save_slots if staged else 0):
+            region.add(f"save_host[{k}]", staged, "offload slots")
+        for layer, (kept, program) in enumerate(zip(plan.layers, self.programs, strict=True)):
+            if self.model.layers[layer].kind != "block":
+                continue
+            for c in range(plan.chunks_per_round):
+                if kept.input_home == "gpu":
+                    region.add(f"input.{layer}[{c}]", self.hidden_bytes, "kept activations")
+                if program.save_gpu_bytes:
+                    region.add(f"save_gpu.{layer}[{c}]", program.save_gpu_bytes, "kept activations")
+        self._window_slots(region)
+        region.add("scratch", self._scratch_bytes(), "scratch")
+
+    def _window_slots(self, region: _Region) -> None:
+        row = self.model.num_key_value_heads * self.model.head_dim
+        if self.window_rows:
+            region.add("window", 2 * self.window_rows * row * self.compute_bytes, "key/value window")
+            region.add("grad_window", 2 * self.window_rows * row * self.acc_bytes, "key/value window")
+
+    def _scratch_bytes(self) -> int:
+        evaluation = {self.evaluation_program(i) for i in range(len(self.programs))}
+        needs = [max(p.forward_scratch_bytes, p.backward_scratch_bytes, p.window_scratch_bytes) for p in self.programs]
+        return max(*needs, *(p.forward_scratch_bytes for p in evaluation))
+
+    def _optimizer_slots(self, slots: list[Slot], start: int) -> int:
+        """Tiles of the update, over the same bytes as the round's slots; returns where they end."""
+        region = _Region(slots, "gpu", start)
+        if all(home.states == "gpu" and home.grads == "gpu" for home in self.plan.groups):
+            return region.end
+        for k in range(self.plan.optimizer_slots):
+            region.add(f"tile[{k}]", self.tile_bytes, "optimizer slots")
+        return region.end
+
+    @cached_property
+    def tile_offsets(self) -> dict[str, int]:
+        """Byte offset of every plane kind within an optimizer tile."""
+        offsets, end = {}, 0
+        for kind in PLANE_KINDS:
+            offsets[kind] = end
+            widths = [
+                element_bytes(p.dtype) for g in self.groups for s in g.segments for p in s.planes if p.kind == kind
+            ]
+            end += align(self.plan.optimizer_tile * max(widths, default=0))
+        offsets["end"] = end
+        return offsets
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of one optimizer tile slot."""
+        return self.tile_offsets["end"]
+
+    # -- host --------------------------------------------------------------------------------------------------------
+
+    def _lay_out_host(self, slots: list[Slot]) -> int:
+        region = _Region(slots, "host", 0)
+        self._batch_slots(region, "host")
+        for group, layout, home in zip(self.model.groups, self.groups, self.plan.groups, strict=True):
+            homes = {"weights": home.weights, "grad": home.grads}
+            for kind in PLANE_KINDS:
+                if homes.get(kind, home.states) == "host" and layout.plane_bytes[kind]:
+                    category = {"weights": "weights", "grad": "gradients"}.get(kind, "optimizer states")
+                    region.add(f"host.{kind}.{group.name}", layout.plane_bytes[kind], category)
+        for layer, (kept, program) in enumerate(zip(self.plan.layers, self.programs, strict=True)):
+            if self.model.layers[layer].kind != "block":
+                continue
+            for c in range(self.plan.chunks_per_round):
+                if kept.input_home == "host":
+                    region.add(f"host.input.{layer}[{c}]", self.hidden_bytes, "offloaded activations")
+                if program.save_host_bytes:
+                    region.add(f"host.save.{layer}[{c}]", program.save_host_bytes, "offloaded activations")
+        return region.end
+
+    def plane_slot(self, kind: str, group: int) -> int:
+        """The persistent slot that holds a plane of a group, on whichever side the plan puts it."""
+        name = self.model.groups[group].name
+        for candidate in (f"{kind}.{name}", f"host.{kind}.{name}"):
+            if candidate in self._index:
+                return self._index[candidate]
+        raise KeyError(f"no slot for plane {kind} of {name}")
+
+
+_GROUP_LAYOUTS: dict[tuple, GroupLayout] = {}
+
+
+def _cached_group_layout(group: GroupSpec, numerics: Numerics) -> GroupLayout:
+    key = (tuple((p.name, p.shape, p.kind) for p in group.params), numerics)
+    if key not in _GROUP_LAYOUTS:
+        _GROUP_LAYOUTS[key] = group_layout(group, numerics)
+    return _GROUP_LAYOUTS[key]
+
+
+def batch_offsets(chunks_per_round: int, chunk_tokens: int) -> dict[str, int]:
+    """Byte offsets inside a batch slot, and its `end`: ids and labels (int64), positions and cumulative lengths (int32).
+
+    Rows are per chunk: chunk_tokens for the first three, chunk_tokens + 2 for cu_seqlens, and 2 for cu_seqlens_k, the
+    lengths of a chunk that continues a sequence.
+    """
+    tokens, offsets, end = chunks_per_round * chunk_tokens, {}, 0
+    sizes = {
+        "input_ids": 8 * tokens,
+        "labels": 8 * tokens,
+        "positions": 4 * tokens,
+        "cu_seqlens": 4 * chunks_per_round * (chunk_tokens + 2),
+        "cu_seqlens_k": 8 * chunks_per_round,
+    }
+    for name, size in sizes.items():
+        offsets[name] = end
+        end += align(size)
+    return {**offsets, "end": end}

@@ -1,0 +1,475 @@
+"""From a plan and the shape of a round to a program: the story of forward, turn and backward, layer by layer.
+
+A round is layer-major: every layer's weights cross the link once forward and once backward for all chunks of the round. Copies are
+issued just before the command that needs them; the streams run them as early as slots allow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from flexengine.models.spec import LayerSpec
+from flexengine.ops.base import Work
+from flexengine.schedule.commands import (
+    Access,
+    CopyRegion,
+    FinishGradient,
+    LayerCall,
+    Program,
+    ProgramBuilder,
+    Slot,
+    Stream,
+    TilePlane,
+    UpdateTile,
+    overlapping_slots,
+)
+from flexengine.schedule.layer_program import LayerProgram
+from flexengine.schedule.layout import Layout, Segment, batch_offsets, element_bytes
+
+
+class ChunkShape(NamedTuple):
+    """Size of one chunk: tokens, mean sequence length (for costs), and for a slice of a long sequence the first and last
+    chunk of that sequence in the round and the position of its first token."""
+
+    tokens: int
+    seq_len: int
+    first_slice: int = -1
+    last_slice: int = -1
+    start: int = 0
+
+    @property
+    def is_slice(self) -> bool:
+        """True when the chunk is a part of a sequence that is longer than a chunk."""
+        return self.first_slice >= 0
+
+
+class RoundShape(NamedTuple):
+    """The chunks of one round. Programs depend on nothing else of a batch, so they are lowered once per shape."""
+
+    chunks: tuple[ChunkShape, ...]
+
+
+def lower_round(layout: Layout, shape: RoundShape, first: bool) -> Program:
+    """Forward, loss and backward of one round. `first`: no gradients are stored yet in this step."""
+    return _RoundLowering(layout, shape, first).train()
+
+
+def lower_evaluation(layout: Layout, shape: RoundShape) -> Program:
+    """Forward and loss of one round; keeps nothing."""
+    return _RoundLowering(layout, shape, first=True).evaluate()
+
+
+@dataclass
+class _Ring:
+    """Slots of one kind handed out in turn."""
+
+    slots: list[int]
+    next: int = 0
+
+    def take(self) -> int:
+        slot = self.slots[self.next % len(self.slots)]
+        self.next += 1
+        return slot
+
+
+class _RoundLowering:
+    def __init__(self, layout: Layout, shape: RoundShape, first: bool) -> None:
+        self.layout, self.plan, self.model, self.shape = layout, layout.plan, layout.model, shape
+        self.builder = ProgramBuilder("round", layout.slots, layout.overlaps)
+        self.chunks = range(len(shape.chunks))
+        self.hidden = _Ring([layout.slot(f"hidden[{k}]") for k in range(layout.num_hidden_slots)])
+        self.staging = _Ring(self._numbered("save_host"))
+        self.weight_pools: dict[str, dict[int, int | None]] = {}
+        self.grad_rings: dict[str, _Ring] = {}
+        self.has_gradient = set() if first else set(range(len(self.model.groups)))
+        self.inputs: dict[tuple[int, int], int] = {}
+
+    def _numbered(self, prefix: str) -> list[int]:
+        found = []
+        while self.layout.has(f"{prefix}[{len(found)}]"):
+            found.append(self.layout.slot(f"{prefix}[{len(found)}]"))
+        return found
+
+    # -- the story ---------------------------------------------------------------------------------------------------
+
+    def train(self) -> Program:
+        """All layers forward, the head with its loss, all layers backward."""
+        self._fetch_batch()
+        for index, layer in enumerate(self.model.layers):
+            if layer.kind != "head":
+                self._forward_layer(index, layer)
+        for index in reversed(range(len(self.model.layers))):
+            self._backward_layer(index, self.model.layers[index])
+        return self.builder.build()
+
+    def evaluate(self) -> Program:
+        """All layers forward, keeping nothing; the head writes losses."""
+        self._fetch_batch()
+        for index, layer in enumerate(self.model.layers):
+            weights = self._acquire_weights(layer)
+            for c in self.chunks:
+                self._evaluate_chunk(index, layer, c, weights)
+        return self.builder.build()
+
+    # -- batch -------------------------------------------------------------------------------------------------------
+
+    def _fetch_batch(self) -> None:
+        source, target = self.layout.slot("batch.host"), self.layout.slot("batch.gpu")
+        size = batch_offsets(self.plan.chunks_per_round, self.plan.chunk_tokens)["end"]
+        self.builder.holds(source, "batch")
+        self.builder.copy("fetch batch", Stream.H2D, "batch", [CopyRegion(source, 0, target, 0, size)])
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    def _acquire_weights(self, layer: LayerSpec) -> dict[int, int]:
+        """Slots that hold the weights of the layer's groups, fetching what is not on the GPU."""
+        return {group: self._acquire_group(group, keep=layer.groups) for group in layer.groups}
+
+    def _acquire_group(self, group: int, keep: tuple[int, ...]) -> int:
+        spec = self.model.groups[group]
+        if self.plan.groups[group].weights == "gpu":
+            slot = self.layout.slot(f"weights.{spec.name}")
+            self.builder.holds(slot, f"weights {spec.name}")
+            return slot
+        if spec.slot_class not in self.weight_pools:
+            slots = self._numbered(f"weights.{spec.slot_class}")
+            self.weight_pools[spec.slot_class] = dict.fromkeys(slots)
+        pool = self.weight_pools[spec.slot_class]
+        slot = next((s for s, held in pool.items() if held == group and self._still_held(s)), None)
+        if slot is None:
+            slot = next(s for s, held in pool.items() if held not in keep or not self._still_held(s))
+            self._fetch_weights(group, slot)
+        pool.pop(slot)
+        pool[slot] = group  # most recently used last
+        return slot
+
+    def _still_held(self, slot: int) -> bool:
+        """False when an overlapping slot was written since the weights arrived."""
+        writer = self.builder.last_writer(slot)
+        return all(self.builder.last_writer(o) <= writer for o in self.layout.overlaps[slot] if o != slot)
+
+    def _fetch_weights(self, group: int, slot: int) -> None:
+        name, num_bytes = self.model.groups[group].name, self.layout.groups[group].plane_bytes["weights"]
+        source, content = self.layout.plane_slot("weights", group), f"weights {name}"
+        self.builder.holds(source, content)
+        self.builder.copy(f"fetch {content}", Stream.H2D, content, [CopyRegion(source, 0, slot, 0, num_bytes)])
+
+    def _weight_reads(self, weights: dict[int, int]) -> list[Access]:
+        return [Access(slot, f"weights {self.model.groups[g].name}") for g, slot in weights.items()]
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def _forward_layer(self, index: int, layer: LayerSpec) -> None:
+        weights = self._acquire_weights(layer)
+        for c in self.chunks:
+            self._forward_chunk(index, layer, c, weights)
+
+    def _output_slot(self, index: int, c: int) -> int:
+        """Where layer `index` writes chunk c: the next layer's kept input, or the ring of hidden states."""
+        following = index + 1
+        kept_on_gpu = self.model.layers[following].kind == "block" and self.plan.layers[following].input_home == "gpu"
+        slot = self.layout.slot(f"input.{following}[{c}]") if kept_on_gpu else self.hidden.take()
+        self.inputs[following, c] = slot
+        return slot
+
+    def _forward_chunk(self, index: int, layer: LayerSpec, c: int, weights: dict[int, int]) -> None:
+        program = self.layout.programs[index]
+        areas, reads = self._input_area(index, layer, c)
+        reads += self._weight_reads(weights)
+        areas["output"] = self._output_slot(index, c)
+        writes = [Access(areas["output"], f"input {index + 1} {c}")]
+        if program.save_gpu_bytes:
+            areas["save_gpu"] = self.layout.slot(f"save_gpu.{index}[{c}]")
+            writes.append(Access(areas["save_gpu"], f"save_gpu {index} {c}"))
+        if program.save_host_bytes:
+            areas["save_host"] = self.staging.take()
+            writes.append(Access(areas["save_host"], f"save_host {index} {c}"))
+        self._compute("forward", index, c, program, areas, weights, reads, writes)
+        self._offload(index, c, areas)
+
+    def _input_area(self, index: int, layer: LayerSpec, c: int) -> tuple[dict[str, int], list[Access]]:
+        reads = [Access(self.layout.slot("batch.gpu"), "batch")]
+        if layer.input is None:
+            return {}, reads
+        slot = self.inputs[index, c]
+        return {"input": slot}, [*reads, Access(slot, f"input {index} {c}")]
+
+    def _compute(
+        self,
+        kind: str,
+        index: int,
+        c: int,
+        program: LayerProgram,
+        areas: dict[str, int],
+        weights: dict[int, int],
+        reads: list[Access],
+        writes: list[Access],
+        accumulators: dict[int, int] | None = None,
+        first: bool = True,
+    ) -> None:
+        """Append a compute command with its scratch and, for slices, the key/value window."""
+        chunk = self.shape.chunks[c]
+        areas["scratch"] = self.layout.slot("scratch")
+        writes.append(Access(areas["scratch"], "scratch"))
+        if chunk.is_slice and self.model.layers[index].kind == "block":
+            self._bind_window(kind, index, c, areas, reads, writes)
+        cost = {"forward": program.forward_work, "backward": program.backward_work, "fill_window": program.window_work}
+        work = cost["forward" if kind == "evaluate" else kind](chunk.tokens, chunk.seq_len, self.layout.compute_bytes)
+        call = LayerCall(index, c, program, areas, weights, accumulators or {}, first)
+        label = f"{kind} {self.model.layers[index].name} chunk {c}"
+        self.builder.add(kind, label, Stream.COMPUTE, reads, writes, work, args=call)
+
+    def _bind_window(
+        self, kind: str, index: int, c: int, areas: dict[str, int], reads: list[Access], writes: list[Access]
+    ) -> None:
+        chunk = self.shape.chunks[c]
+        areas["window"] = self.layout.slot("window")
+        sequence = f"window {index} {chunk.first_slice}"
+        if kind == "backward":
+            areas["grad_window"] = self.layout.slot("grad_window")
+            reads.append(Access(areas["window"], f"{sequence} to {chunk.last_slice}"))
+            if c != chunk.last_slice:
+                reads.append(Access(areas["grad_window"], f"grad {sequence} from {c + 1}"))
+            writes.append(Access(areas["grad_window"], f"grad {sequence} from {c}"))
+            return
+        if c != chunk.first_slice:
+            reads.append(Access(areas["window"], f"{sequence} to {c - 1}"))
+        writes.append(Access(areas["window"], f"{sequence} to {c}"))
+
+    def _evaluate_chunk(self, index: int, layer: LayerSpec, c: int, weights: dict[int, int]) -> None:
+        areas, reads = self._input_area(index, layer, c)
+        reads += self._weight_reads(weights)
+        writes = []
+        if layer.kind == "head":
+            writes.append(Access(self.layout.slot("losses"), f"losses {c}"))
+        else:
+            areas["output"] = self.inputs[index + 1, c] = self.hidden.take()
+            writes.append(Access(areas["output"], f"input {index + 1} {c}"))
+        self._compute("evaluate", index, c, self.layout.evaluation_program(index), areas, weights, reads, writes)
+
+    # -- activations to and from the host ----------------------------------------------------------------------------
+
+    def _offload(self, index: int, c: int, areas: dict[str, int]) -> None:
+        """Send a chunk's input and kept outputs to the host where the plan says so."""
+        if self.model.layers[index].kind == "block" and self.plan.layers[index].input_home == "host":
+            regions = [CopyRegion(areas["input"], 0, self._host("input", index, c), 0, self._hidden_bytes(c))]
+            self.builder.copy(f"offload input {index} {c}", Stream.D2H, f"input {index} {c}", regions)
+        if "save_host" in areas:
+            regions = self._save_regions(index, c, areas["save_host"], self._host("save", index, c))
+            self.builder.copy(f"offload save {index} {c}", Stream.D2H, f"save_host {index} {c}", regions)
+
+    def _host(self, kind: str, index: int, c: int) -> int:
+        return self.layout.slot(f"host.{kind}.{index}[{c}]")
+
+    def _hidden_bytes(self, c: int) -> int:
+        return self.shape.chunks[c].tokens * self.model.hidden_size * self.layout.compute_bytes
+
+    def _save_regions(self, index: int, c: int, source: int, target: int) -> list[CopyRegion]:
+        """One region per kept tensor: the rows that the chunk really has."""
+        tokens, width = self.shape.chunks[c].tokens, self.layout.compute_bytes
+        places = self.layout.programs[index].saved_host
+        return [CopyRegion(source, p.offset, target, p.offset, p.spec.num_bytes(tokens, width)) for p in places]
+
+    def _fetch_saved(self, index: int, c: int) -> tuple[dict[str, int], list[Access]]:
+        """Bring a block's input and kept outputs of one chunk back; areas and reads for the command that uses them."""
+        program, areas, reads = self.layout.programs[index], {}, []
+        areas["input"] = self._fetch_input(index, c)
+        reads.append(Access(areas["input"], f"input {index} {c}"))
+        if program.save_gpu_bytes:
+            areas["save_gpu"] = self.layout.slot(f"save_gpu.{index}[{c}]")
+            reads.append(Access(areas["save_gpu"], f"save_gpu {index} {c}"))
+        if program.save_host_bytes:
+            areas["save_host"] = self.staging.take()
+            regions = self._save_regions(index, c, self._host("save", index, c), areas["save_host"])
+            self.builder.copy(f"fetch save {index} {c}", Stream.H2D, f"save_host {index} {c}", regions)
+            reads.append(Access(areas["save_host"], f"save_host {index} {c}"))
+        return areas, reads
+
+    def _fetch_input(self, index: int, c: int) -> int:
+        if self.plan.layers[index].input_home == "gpu":
+            return self.layout.slot(f"input.{index}[{c}]")
+        slot = self.hidden.take()
+        regions = [CopyRegion(self._host("input", index, c), 0, slot, 0, self._hidden_bytes(c))]
+        self.builder.copy(f"fetch input {index} {c}", Stream.H2D, f"input {index} {c}", regions)
+        return slot
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def _backward_layer(self, index: int, layer: LayerSpec) -> None:
+        """All chunks of a layer in reverse order, then its gradients leave. The head goes in forward order: its chunks
+        arrive that way, and it starts the backward pass."""
+        weights = self._acquire_weights(layer) if layer.input is not None else {}
+        accumulators = {g: self.layout.slot(f"accumulator.{self.model.groups[g].slot_class}") for g in layer.groups}
+        order = list(self.chunks) if layer.kind == "head" else list(reversed(self.chunks))
+        for c in order:
+            if layer.kind == "block" and self.shape.chunks[c].is_slice and c == self.shape.chunks[c].last_slice:
+                self._refill_window(index, c, weights)
+            self._backward_chunk(index, layer, c, weights, accumulators, first=c == order[0])
+        for group, slot in accumulators.items():
+            self._finish_gradient(group, slot)
+
+    def _refill_window(self, index: int, last: int, weights: dict[int, int]) -> None:
+        """Rebuild the keys and values of a sliced sequence, first slice to last."""
+        for c in range(self.shape.chunks[last].first_slice, last + 1):
+            areas, reads = self._fetch_saved(index, c)
+            reads += [Access(self.layout.slot("batch.gpu"), "batch"), *self._weight_reads(weights)]
+            self._compute("fill_window", index, c, self.layout.programs[index], areas, weights, reads, [])
+
+    def _backward_chunk(
+        self, index: int, layer: LayerSpec, c: int, weights: dict[int, int], accumulators: dict[int, int], first: bool
+    ) -> None:
+        areas, reads, writes = self._backward_areas(index, layer, c)
+        reads += [Access(self.layout.slot("batch.gpu"), "batch"), *self._weight_reads(weights)]
+        for group, slot in accumulators.items():
+            name = self.model.groups[group].name
+            if not first:
+                reads.append(Access(slot, f"accumulator {name}"))
+            writes.append(Access(slot, f"accumulator {name}"))
+        program = self.layout.programs[index]
+        self._compute("backward", index, c, program, areas, weights, reads, writes, accumulators, first)
+
+    def _backward_areas(
+        self, index: int, layer: LayerSpec, c: int
+    ) -> tuple[dict[str, int], list[Access], list[Access]]:
+        grad = self.layout.slot(f"grad_hidden[{c}]")
+        if layer.kind == "head":
+            slot = self.inputs[index, c]
+            writes = [Access(grad, f"grad {index} {c}"), Access(self.layout.slot("losses"), f"losses {c}")]
+            return {"input": slot, "grad": grad}, [Access(slot, f"input {index} {c}")], writes
+        grad_read = Access(grad, f"grad {index + 1} {c}")
+        if layer.kind == "embedding":
+            return {"grad": grad}, [grad_read], []
+        areas, reads = self._fetch_saved(index, c)
+        areas["grad"] = grad
+        # backward may overwrite what was kept: it is the last to read it
+        spent = [Access(areas[a], f"spent {a} {index} {c}") for a in ("save_gpu", "save_host") if a in areas]
+        return areas, [*reads, grad_read], [Access(grad, f"grad {index} {c}"), *spent]
+
+    def _finish_gradient(self, group: int, accumulator: int) -> None:
+        """Round the accumulator into the stored gradient, adding what earlier rounds stored, and send it home."""
+        name, has_previous = self.model.groups[group].name, group in self.has_gradient
+        self.has_gradient.add(group)
+        on_gpu, content = self.plan.groups[group].grads == "gpu", f"grad of {name}"
+        home, num_bytes = self.layout.plane_slot("grad", group), self.layout.groups[group].plane_bytes["grad"]
+        if has_previous:
+            self.builder.holds(home, content)
+        stored = home if on_gpu else self._grad_slot(group)
+        if has_previous and not on_gpu:
+            regions = [CopyRegion(home, 0, stored, 0, num_bytes)]
+            self.builder.copy(f"fetch {content}", Stream.H2D, content, regions)
+        reads = [Access(accumulator, f"accumulator {name}")]
+        if has_previous:
+            reads.append(Access(stored, content))
+        scalars = [
+            Access(self.layout.slot("partial_squares"), "partial squares"),
+            Access(self.layout.slot("norm_squares"), "norm squares"),
+        ]
+        numel = self.layout.groups[group].numel
+        work = Work(memory_bytes=float(numel * self.layout.acc_bytes + num_bytes * (1 + has_previous)), kernels=2)
+        args = FinishGradient(group, accumulator, stored, has_previous)
+        writes = [Access(stored, content), *scalars]
+        self.builder.add("finish_gradient", f"finish {content}", Stream.COMPUTE, reads, writes, work, args=args)
+        if not on_gpu:
+            regions = [CopyRegion(stored, 0, home, 0, num_bytes)]
+            self.builder.copy(f"offload {content}", Stream.D2H, content, regions)
+
+    def _grad_slot(self, group: int) -> int:
+        name = self.model.groups[group].slot_class
+        if name not in self.grad_rings:
+            self.grad_rings[name] = _Ring(self._numbered(f"grad.{name}"))
+        return self.grad_rings[name].take()
+
+
+# -- optimizer ---------------------------------------------------------------------------------------------------------
+
+
+class _Tile(NamedTuple):
+    """Elements [start, start + count) of a group's segment."""
+
+    group: int
+    segment: Segment
+    start: int
+    count: int
+
+
+def _tiles(layout: Layout) -> list[_Tile]:
+    size = layout.plan.optimizer_tile
+    return [
+        _Tile(group, segment, start, min(size, segment.numel - start))
+        for group, stored in enumerate(layout.groups)
+        for segment in stored.segments
+        for start in range(0, segment.numel, size)
+    ]
+
+
+def lower_update(layout: Layout) -> Program:
+    """Clip factor, then AdamW over all groups in forward order, tile by tile; host planes stream through tile slots.
+
+    The slot table is the layout's plus one slot per tile of every plane, so that tiles of one plane do not wait for
+    each other.
+    """
+    pieces: list[Slot] = []
+    tiles = _tiles(layout)
+    homes = [_tile_homes(layout, tile, pieces) for tile in tiles]
+    slots = (*layout.slots, *pieces)
+    builder = ProgramBuilder("update", slots, overlapping_slots(slots))
+    norms = Access(layout.slot("norm_squares"), "norm squares")
+    builder.holds(*norms)
+    writes = [Access(layout.slot("scale"), "scale"), Access(layout.slot("grad_norm"), "grad norm")]
+    builder.add("clip", "clip factor", Stream.COMPUTE, [norms], writes, Work(kernels=8))
+    for number, (tile, home) in enumerate(zip(tiles, homes, strict=True)):
+        _lower_tile(builder, layout, tile, home, number)
+    return builder.build()
+
+
+def _tile_homes(layout: Layout, tile: _Tile, pieces: list[Slot]) -> dict[str, int]:
+    """Give every plane of a tile a slot of its own inside the plane; returns slot indices by plane kind."""
+    homes = {}
+    for plane in tile.segment.planes:
+        width, whole = element_bytes(plane.dtype), layout.slots[layout.plane_slot(plane.kind, tile.group)]
+        offset = whole.offset + plane.start + tile.start * width
+        homes[plane.kind] = len(layout.slots) + len(pieces)
+        pieces.append(
+            Slot(f"{whole.name}@{tile.segment.name}+{tile.start}", whole.memory, offset, tile.count * width, "tile")
+        )
+    return homes
+
+
+def _lower_tile(builder: ProgramBuilder, layout: Layout, tile: _Tile, homes: dict[str, int], number: int) -> None:
+    """Fetch what lives on the host, update, send back what changed (all but the gradient)."""
+    name = f"{layout.model.groups[tile.group].name} {tile.segment.name}+{tile.start}"
+    streamed = {kind: slot for kind, slot in homes.items() if builder.slots[slot].memory == "host"}
+    resident = {kind: slot for kind, slot in homes.items() if kind not in streamed}
+    for kind, slot in homes.items():
+        builder.holds(slot, f"{kind} of {name}")
+    planes = {kind: TilePlane(slot, 0) for kind, slot in resident.items()}
+    reads = [Access(slot, f"{kind} of {name}") for kind, slot in resident.items()]
+    writes = [Access(slot, f"{kind} of {name}") for kind, slot in resident.items() if kind != "grad"]
+    if streamed:
+        staging = layout.slot(f"tile[{number % layout.plan.optimizer_slots}]")
+        planes.update({kind: TilePlane(staging, layout.tile_offsets[kind]) for kind in streamed})
+        fetched = [
+            CopyRegion(slot, 0, staging, layout.tile_offsets[kind], builder.slots[slot].num_bytes)
+            for kind, slot in streamed.items()
+        ]
+        sources = [Access(slot, f"{kind} of {name}") for kind, slot in streamed.items()]
+        tile_access = Access(staging, f"tile {name}")
+        builder.add("copy", f"fetch tile {name}", Stream.H2D, sources, [tile_access], copies=tuple(fetched))
+        reads.append(tile_access)
+        writes.append(Access(staging, f"updated tile {name}"))
+    moved = sum(builder.slots[slot].num_bytes * (1 if kind == "grad" else 2) for kind, slot in homes.items())
+    reads.append(Access(layout.slot("scale"), "scale"))
+    args = UpdateTile(tile.group, tile.segment.name, tile.start, tile.count, planes)
+    work = Work(memory_bytes=float(moved), kernels=1)
+    builder.add("update", f"update {name}", Stream.COMPUTE, reads, writes, work, args=args)
+    if streamed:
+        returned = [
+            CopyRegion(staging, layout.tile_offsets[kind], slot, 0, builder.slots[slot].num_bytes)
+            for kind, slot in streamed.items()
+            if kind != "grad"
+        ]
+        targets = [Access(slot, f"{kind} of {name}") for kind, slot in streamed.items() if kind != "grad"]
+        if returned:
+            source = [Access(staging, f"updated tile {name}")]
+            builder.add("copy", f"return tile {name}", Stream.D2H, source, targets, copies=tuple(returned))

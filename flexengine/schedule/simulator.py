@@ -1,0 +1,105 @@
+"""Prices a program: when every command would start and end on a machine, as the streams and the link allow.
+
+Event-driven: each stream runs its commands in order; a command starts when its stream is free and its waits have ended. A copy
+slows down while the other direction of the link is busy, as measured (`h2d_duplex_bytes_per_s`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from flexengine.schedule.commands import STREAM_INDEX, STREAMS, Command, Program, Stream
+
+
+class Rates(NamedTuple):
+    """How long a command takes. `compute_s` prices a compute command; copies take latency + bytes / rate, where the rate
+    depends on whether the other direction is busy."""
+
+    compute_s: Callable[[Command], float]
+    alone_bytes_per_s: dict[Stream, float]
+    duplex_bytes_per_s: dict[Stream, float]
+    copy_latency_s: float
+
+
+class Timing(NamedTuple):
+    """Start and end of every command in seconds, the makespan and the busy seconds per stream."""
+
+    start_s: list[float]
+    end_s: list[float]
+    total_s: float
+    busy_s: dict[Stream, float]
+
+
+class _Running(NamedTuple):
+    command: Command
+    started: float
+
+
+def simulate(program: Program, rates: Rates) -> Timing:
+    """Run the program on the model of a machine."""
+    return _Simulation(program, rates).run()
+
+
+class _Simulation:
+    def __init__(self, program: Program, rates: Rates) -> None:
+        self.program, self.rates = program, rates
+        count = len(program.commands)
+        self.start, self.end = [0.0] * count, [-1.0] * count
+        self.queues: list[list[Command]] = [[] for _ in STREAMS]
+        for command in program.commands:
+            self.queues[STREAM_INDEX[command.stream]].append(command)
+        self.heads = [0] * len(STREAMS)
+        self.running: list[_Running | None] = [None] * len(STREAMS)
+        self.remaining = [0.0] * len(STREAMS)
+        self.busy = dict.fromkeys(STREAMS, 0.0)
+
+    def run(self) -> Timing:
+        now = 0.0
+        while True:
+            self._start_ready(now)
+            active = [i for i, r in enumerate(self.running) if r is not None]
+            if not active:
+                break
+            speeds = {i: self._speed(i) for i in active}
+            step = min(self.remaining[i] / speeds[i] for i in active)
+            now += step
+            for i in active:
+                self.remaining[i] -= step * speeds[i]
+                if self.remaining[i] <= 1e-12 * max(1.0, speeds[i]):
+                    self._finish(i, now)
+        unfinished = [c.label for c in self.program.commands if self.end[c.index] < 0]
+        assert not unfinished, f"program never finishes: {unfinished[:3]}"
+        return Timing(self.start, self.end, now, self.busy)
+
+    def _start_ready(self, now: float) -> None:
+        for i, queue in enumerate(self.queues):
+            if self.running[i] is None and self.heads[i] < len(queue):
+                command = queue[self.heads[i]]
+                if all(self.end[w] >= 0 for w in command.waits):
+                    self.running[i] = _Running(command, now)
+                    self.start[command.index] = now
+                    self.remaining[i] = self._amount(i, command)
+
+    def _amount(self, i: int, command: Command) -> float:
+        """Seconds for compute; bytes, latency included, for copies."""
+        if STREAMS[i] is Stream.COMPUTE:
+            return self.rates.compute_s(command)
+        latency = self.rates.copy_latency_s * max(1, len(command.copies))
+        return command.copy_bytes + latency * self.rates.alone_bytes_per_s[STREAMS[i]]
+
+    def _speed(self, i: int) -> float:
+        stream = STREAMS[i]
+        if stream is Stream.COMPUTE:
+            return 1.0
+        other = Stream.D2H if stream is Stream.H2D else Stream.H2D
+        both = self.running[STREAM_INDEX[other]] is not None
+        return (self.rates.duplex_bytes_per_s if both else self.rates.alone_bytes_per_s)[stream]
+
+    def _finish(self, i: int, now: float) -> None:
+        run = self.running[i]
+        assert run is not None
+        self.end[run.command.index] = now
+        self.busy[STREAMS[i]] += now - run.started
+        self.running[i] = None
+        self.heads[i] += 1
