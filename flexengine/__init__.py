@@ -1,0 +1,20 @@
+"""Train transformer language models that do not fit in GPU memory, under declared GPU and host memory budgets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flexengine.api import from_pretrained
+
+__all__ = ["__version__", "from_pretrained"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Import the engine when it is first asked for, so that planning and downloading start quickly."""
+    if name == "from_pretrained":
+        from flexengine.api import from_pretrained  # noqa: PLC0415
+
+        return from_pretrained
+    raise AttributeError(f"module 'flexengine' has no attribute {name!r}")

@@ -184,7 +184,7 @@ class CausalAttention(Op):
             target.copy_(total[rows])
 
     def _flops(self, tokens: int, seq_len: int) -> float:
-        # two products of 2 * H FLOPs per head and causal pair, seq_len / 2 pairs per query
+        # two products of 2 * H FLOPs per head and causal pair, seq_len / 2 pairs per query; backward has five
         return 2.0 * tokens * self.num_heads * self.head_dim * seq_len
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
@@ -193,7 +193,7 @@ class CausalAttention(Op):
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         copies = 2.0 * tokens * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim * compute_bytes
-        return Work(attention_backward_flops=2 * self._flops(tokens, seq_len), memory_bytes=copies, kernels=7)
+        return Work(attention_backward_flops=2.5 * self._flops(tokens, seq_len), memory_bytes=copies, kernels=7)
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         # backward: grad_q, grad_k and grad_v expanded to N heads, then reduced; the float32 accumulator of grad_q, padded

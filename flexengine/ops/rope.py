@@ -32,8 +32,9 @@ def rope_(
         sin = -sin
     rotated = x[:, :num_rotated_heads]
     a, b = rotated[..., :half].to(wide), rotated[..., half : 2 * half].to(wide)
-    rotated[..., :half] = (a * cos - b * sin).to(x.dtype)
-    rotated[..., half : 2 * half] = (b * cos + a * sin).to(x.dtype)
+    new_a, new_b = a * cos - b * sin, b * cos + a * sin  # both before either is stored: a and b may be views
+    rotated[..., :half] = new_a.to(x.dtype)
+    rotated[..., half : 2 * half] = new_b.to(x.dtype)
 
 
 class RoPE(Op):

@@ -1,0 +1,78 @@
+"""Files that appear whole or not at all: written under a temporary name beside the target, synced, renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+HASH_BLOCK_BYTES = 4 << 20  # large enough that SHA-256, not the system call, sets the rate
+
+
+def temporary_name(target: Path) -> Path:
+    """Name beside `target` (same folder, hence same file system) under which this process writes it."""
+    return target.with_name(f".{target.name}.{os.getpid()}.tmp")
+
+
+@contextlib.contextmanager
+def atomic_file(target: Path, mode: str = "wb", **open_arguments: Any) -> Iterator[IO[Any]]:
+    """Open a file for writing that replaces `target` when the block ends well and vanishes when it raises.
+
+    Order: contents reach the disk (fsync) before the name does (rename, then fsync of the folder), so after a power
+    loss `target` is the old file or the complete new one.
+    Raises: OSError of the file system; whatever the block raises, after removing the temporary file.
+    """
+    temporary = temporary_name(target)
+    try:
+        with open(temporary, mode, **open_arguments) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+        sync_folder(target.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(target: Path, value: Any) -> None:
+    """Write `value` as indented JSON to `target`, atomically."""
+    with atomic_file(target, "w", encoding="utf-8") as file:
+        file.write(json.dumps(value, indent=2) + "\n")
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy the contents of `source` (links are followed) to `target`, atomically."""
+    with open(source, "rb") as reading, atomic_file(target) as writing:
+        shutil.copyfileobj(reading, writing)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames inside `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file's contents as 64 hex digits, read in blocks of HASH_BLOCK_BYTES."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(HASH_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def format_gib(num_bytes: int) -> str:
+    """Bytes as printed text: GiB from 0.1 GiB on, else MiB or plain bytes, so that small files do not read 0.00 GiB."""
+    if num_bytes >= 2**30 // 10:
+        return f"{num_bytes / 2**30:.2f} GiB"
+    if num_bytes >= 2**20 // 10:
+        return f"{num_bytes / 2**20:.2f} MiB"
+    return f"{num_bytes} bytes"

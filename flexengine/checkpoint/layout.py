@@ -1,0 +1,27 @@
+"""Names of the files in a Hugging Face model folder; imports nothing, so that downloads start without torch."""
+
+from __future__ import annotations
+
+import fnmatch
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+CONFIG_FILE = "config.json"
+
+SUPPORT_FILES = (
+    CONFIG_FILE,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template.*",
+)
+
+
+def is_support_file(name: str) -> bool:
+    """Whether a file of the folder's top level is configuration or tokenizer, to be kept beside the weights."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in SUPPORT_FILES)

@@ -1,0 +1,195 @@
+"""Write a Hugging Face checkpoint folder, one tensor in memory at a time.
+
+Headers follow from declared dtypes and shapes, so data streams to its final offset. All files are written under
+temporary names, synced, then renamed, the index last: an error leaves the folder as it was.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from flexengine.checkpoint.atomic import copy_file, format_gib, sync_folder, temporary_name, write_json
+from flexengine.checkpoint.layout import INDEX_FILE, SINGLE_FILE, is_support_file
+from flexengine.checkpoint.safetensors_format import CheckpointError, build_header
+
+__all__ = ["TensorSource", "copy_support_files", "write_checkpoint"]
+
+DEFAULT_SHARD_BYTES = 5 << 30  # near the 5 GB to which published checkpoints have long been split
+
+
+class TensorSource(NamedTuple):
+    """A tensor to be written: what it is, and how to get it when its turn comes.
+
+    read() returns a tensor of this dtype and shape on any device; it is called once and the result dropped at once.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_checkpoint(
+    folder: Path | str,
+    tensors: Iterable[TensorSource],
+    shards: dict[str, str] | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    metadata: dict[str, str] | None = None,
+) -> list[Path]:
+    """Write `tensors` as safetensors files into `folder` (created if absent); returns the paths, index last.
+
+    shards: name -> file name, as CheckpointReader.shard_of gives it, reproduces that split; otherwise tensors fill
+    shards in order up to max_shard_bytes (a larger tensor gets a shard of its own): model.safetensors when one is
+    enough, else model-0000i-of-0000n.safetensors. Any split but a lone model.safetensors gets an index.
+    metadata: strings for each file's header, {"format": "pt"} by default, which transformers requires.
+    Order: tensors are read shard by shard, within a shard by falling element size (keeps them aligned), then as given.
+    Raises: CheckpointError for repeated names, a `shards` map that does not name exactly these tensors, read() results
+    that differ from the declaration, too little disk space, a folder holding a checkpoint of the other layout, which
+    loaders would confuse with this one; OSError; what read() raises. Nothing is left behind in any of these cases.
+    """
+    assert sys.byteorder == "little", "safetensors are little-endian and are written without swapping"
+    folder, sources = Path(folder), list(tensors)
+    plan = _plan_shards(sources, shards, max_shard_bytes)
+    single = list(plan) == [SINGLE_FILE]
+    headers = {file: _header(group, {"format": "pt"} if metadata is None else metadata) for file, group in plan.items()}
+    created = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    temporaries = {temporary_name(folder / file): folder / file for file in plan}
+    try:
+        _check_folder(folder, single, sum(source.num_bytes for source in sources))
+        for temporary, path in temporaries.items():
+            _write_shard(temporary, plan[path.name], *headers[path.name])
+        for temporary, path in temporaries.items():
+            os.replace(temporary, path)
+        sync_folder(folder)
+        if not single:
+            write_json(folder / INDEX_FILE, _index(plan))
+        created = False
+    finally:
+        for temporary in temporaries:
+            temporary.unlink(missing_ok=True)
+        if created:
+            folder.rmdir()
+    return [*temporaries.values(), *([] if single else [folder / INDEX_FILE])]
+
+
+def copy_support_files(source_folder: Path | str, target_folder: Path | str) -> list[str]:
+    """Copy the configuration and tokenizer files that are present (layout.SUPPORT_FILES); returns their names.
+
+    Each file is placed atomically; files of the same name are replaced. Nothing to do where both folders are the same.
+    Raises: OSError of the file system.
+    """
+    source_folder, target_folder = Path(source_folder), Path(target_folder)
+    names = sorted(path.name for path in source_folder.iterdir() if path.is_file() and is_support_file(path.name))
+    target_folder.mkdir(parents=True, exist_ok=True)
+    if source_folder.resolve() != target_folder.resolve():
+        for name in names:
+            copy_file(source_folder / name, target_folder / name)
+    return names
+
+
+def _plan_shards(
+    sources: list[TensorSource], shards: dict[str, str] | None, max_shard_bytes: int
+) -> dict[str, list[TensorSource]]:
+    """File name -> its tensors in layout order."""
+    names = [source.name for source in sources]
+    if not names:
+        raise CheckpointError("asked to write a checkpoint without tensors.")
+    if len(set(names)) != len(names) or "__metadata__" in names:
+        wrong = next(name for name in names if names.count(name) > 1 or name == "__metadata__")
+        raise CheckpointError(
+            f"tensor name {wrong!r} is given twice or reserved; every tensor needs a name of its own."
+        )
+    plan = _split_by_size(sources, max_shard_bytes) if shards is None else _split_by_map(sources, shards)
+    return {file: sorted(group, key=lambda source: -source.dtype.itemsize) for file, group in plan.items()}
+
+
+def _split_by_map(sources: list[TensorSource], shards: dict[str, str]) -> dict[str, list[TensorSource]]:
+    names = {source.name for source in sources}
+    if names != shards.keys():
+        extra, absent = sorted(names - shards.keys()), sorted(shards.keys() - names)
+        raise CheckpointError(
+            f"the shard map and the tensors differ: {len(extra)} tensors without a shard {extra[:3]}, {len(absent)} in "
+            f"the map without a tensor {absent[:3]}. Give a map of exactly the written tensors, or none."
+        )
+    plan: dict[str, list[TensorSource]] = {}
+    for source in sources:
+        file = shards[source.name]
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise CheckpointError(
+                f"shard of {source.name!r} is {file!r}; expected a plain name ending in .safetensors."
+            )
+        plan.setdefault(file, []).append(source)
+    return dict(sorted(plan.items()))
+
+
+def _split_by_size(sources: list[TensorSource], max_shard_bytes: int) -> dict[str, list[TensorSource]]:
+    groups: list[list[TensorSource]] = [[]]
+    used_bytes = 0
+    for source in sources:
+        if groups[-1] and used_bytes + source.num_bytes > max_shard_bytes:
+            groups.append([])
+            used_bytes = 0
+        groups[-1].append(source)
+        used_bytes += source.num_bytes
+    if len(groups) == 1:
+        return {SINGLE_FILE: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
+
+
+def _header(group: list[TensorSource], metadata: dict[str, str]) -> tuple[bytes, dict[str, int]]:
+    return build_header([(source.name, source.dtype, tuple(source.shape)) for source in group], metadata)
+
+
+def _check_folder(folder: Path, single: bool, needed_bytes: int) -> None:
+    rival = folder / (INDEX_FILE if single else SINGLE_FILE)
+    if rival.exists():
+        raise CheckpointError(
+            f"{folder}: already holds {rival.name}, and this checkpoint is {'one file' if single else 'sharded'}; with "
+            "both, loaders may pick the old one. Write to an empty folder or remove the old checkpoint first."
+        )
+    free_bytes = shutil.disk_usage(folder).free
+    if needed_bytes > free_bytes:
+        raise CheckpointError(
+            f"{folder}: the checkpoint needs {format_gib(needed_bytes)}, the disk has {format_gib(free_bytes)} free. "
+            "Free some space or choose another folder."
+        )
+
+
+def _write_shard(path: Path, group: list[TensorSource], header: bytes, offset_of: dict[str, int]) -> None:
+    with open(path, "wb") as file:
+        file.write(header)
+        for source in group:
+            assert file.tell() == offset_of[source.name], f"{source.name}: at {file.tell()}, header says otherwise"
+            file.write(_bytes_of(source))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _bytes_of(source: TensorSource) -> memoryview:
+    """The tensor's bytes in row-major order, without a copy where it is contiguous on the CPU already."""
+    tensor = source.read()
+    if tensor.dtype != source.dtype or tuple(tensor.shape) != tuple(source.shape):
+        raise CheckpointError(
+            f"tensor {source.name!r} was declared {list(source.shape)} {source.dtype}, "
+            f"but its source returned {list(tensor.shape)} {tensor.dtype}."
+        )
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _index(plan: dict[str, list[TensorSource]]) -> dict[str, dict]:
+    weight_map = {source.name: file for file, group in plan.items() for source in group}
+    total_bytes = sum(source.num_bytes for group in plan.values() for source in group)
+    return {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}

@@ -1,0 +1,186 @@
+"""The command line, `python -m flexengine COMMAND ...`: a command is a function and a row of COMMANDS."""
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flexengine.config import (
+    OPTION_HELP,
+    OPTION_TYPES,
+    TrainConfig,
+    choices_of,
+    flag_of,
+    options_from_yaml,
+    value_type_of,
+)
+
+BAD_INPUT = 2
+"""Exit status when the request cannot be carried out; argparse uses the same."""
+INTERRUPTED = 130
+
+DEMO_PROMPTS = ("What is the capital of France?", "What is 7 plus 5?")
+
+
+class Command(NamedTuple):
+    run: Callable[[list[str]], int]
+    help: str
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status. What a person can correct is one message on stderr, no traceback."""
+    arguments = [with_dashes(argument) for argument in (sys.argv[1:] if argv is None else argv)]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(commands_help())
+        return 0 if arguments else BAD_INPUT
+    name, rest = arguments[0], arguments[1:]
+    if name not in COMMANDS:
+        print(f"flexengine: unknown command {name!r}\n\n{commands_help()}", file=sys.stderr)
+        return BAD_INPUT
+    try:
+        return COMMANDS[name].run(rest)
+    except (ValueError, OSError) as error:
+        logging.getLogger(__name__).debug("traceback", exc_info=True)
+        print(f"flexengine {name}: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print(f"flexengine {name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def with_dashes(argument: str) -> str:
+    """--max_seq_len=2_048 -> --max-seq-len=2_048: flags may be written with underscores, values stay as they are."""
+    if not argument.startswith("--"):
+        return argument
+    flag, equals, value = argument.partition("=")
+    return flag.replace("_", "-") + equals + value
+
+
+def commands_help() -> str:
+    rows = "\n".join(f"  {name:<10}{command.help}" for name, command in COMMANDS.items())
+    return f"usage: flexengine COMMAND ...\n\n{rows}\n\nflexengine COMMAND --help lists the options of a command."
+
+
+# ---- commands -------------------------------------------------------------------------------------------------
+
+
+def run_train(argv: list[str]) -> int:
+    return _train(parse_config("flexengine train", argv))
+
+
+def run_demo(argv: list[str]) -> int:
+    return _train(parse_config("flexengine demo", argv, demo_options()), prompts=DEMO_PROMPTS, replace=True)
+
+
+def run_download(argv: list[str]) -> int:
+    from flexengine.checkpoint import download  # noqa: PLC0415, each command loads only what it needs
+
+    return download.main(argv)
+
+
+def _train(config: TrainConfig, **keywords: Any) -> int:
+    logging.basicConfig(level=config.logging.upper(), format="%(message)s", stream=sys.stderr, force=True)
+    from flexengine.trainer import train  # noqa: PLC0415, loads torch
+
+    return train(config, **keywords)
+
+
+COMMANDS = {
+    "train": Command(run_train, "train a model under GPU and host memory budgets"),
+    "demo": Command(run_demo, "train the bundled small model on the bundled data (the options of train apply)"),
+    "download": Command(run_download, "stage a model or a data set for a machine without internet"),
+}
+
+
+# ---- options --------------------------------------------------------------------------------------------------
+
+
+def parse_config(prog: str, argv: list[str], base: Mapping[str, Any] | None = None) -> TrainConfig:
+    """The TrainConfig of a command line: defaults, base, --config FILE.yaml and flags, the later the stronger.
+
+    Raises ValueError on values that TrainConfig refuses; exits with status 2 on flags that do not exist.
+    """
+    base = base or {}
+    flags = vars(build_parser(prog, base).parse_args(argv))
+    path = flags.pop("config", None)
+    from_file: dict[str, Any] = {}
+    if path is not None:
+        if not Path(path).is_file():
+            raise ValueError(f"--config {path}: no such file")
+        from_file = options_from_yaml(Path(path).read_text(encoding="utf-8"), f"--config {path}")
+    return TrainConfig(**overlay(base, from_file, flags))
+
+
+def overlay(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of all layers, the later the stronger, also where two options exclude each other.
+
+    A layer that sets the length of the run in one unit replaces the other unit; synthetic data replaces a data set.
+    """
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        if "steps" in layer or "epochs" in layer:
+            merged.pop("steps", None)
+            merged.pop("epochs", None)
+        if layer.get("data_source") == "synthetic":
+            merged.pop("dataset", None)
+        merged.update(layer)
+    return merged
+
+
+def build_parser(prog: str, base: Mapping[str, Any]) -> argparse.ArgumentParser:
+    """One flag per TrainConfig field; a flag that is not given is absent from the result."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        usage="%(prog)s --model DIR_OR_PRESET [options]",
+        description="Options are the same as flags (dashes or underscores) and as keys of a YAML file.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE.yaml", help="options from a file; flags go before them")
+    defaults = {name: field.default for name, field in TrainConfig.__dataclass_fields__.items()}
+    for name, kind in OPTION_TYPES.items():
+        default = base.get(name, defaults[name])
+        _add_flag(parser, name, kind, OPTION_HELP[name] if default in (None, "") else _with_default(name, default))
+    return parser
+
+
+def _with_default(name: str, default: Any) -> str:
+    text = OPTION_HELP[name].split(" (default:")[0]
+    return f"{text} (default: {'no' if default is False else 'yes' if default is True else default})"
+
+
+def _add_flag(parser: argparse.ArgumentParser, name: str, kind: Any, text: str) -> None:
+    text = text.replace("%", "%%")
+    if kind is bool:
+        parser.add_argument(flag_of(name), action=argparse.BooleanOptionalAction, help=text)
+        return
+    choices = choices_of(kind)
+    metavar = None if choices else {int: "N", float: "X", str: "TEXT"}[value_type_of(kind)]
+    parser.add_argument(flag_of(name), type=value_type_of(kind), choices=choices, metavar=metavar, help=text)
+
+
+def demo_options() -> dict[str, Any]:
+    """What `demo` sets: the bundled model and data, and a device budget below the 0.13 GiB of training state.
+
+    8.1 million parameters with float32 weights, gradients and two states are 16 bytes each. With an NVIDIA GPU the
+    budget also covers the CUDA context and the libraries, hence the larger figure.
+    """
+    import torch  # noqa: PLC0415, only this command asks for the device here
+
+    demo = Path(__file__).resolve().parent / "assets" / "demo"
+    on_gpu = torch.cuda.is_available()
+    return {
+        "model": "preset:demo",
+        "dataset": str(demo / "demo_instructions.jsonl"),
+        "output_dir": "runs/demo",
+        "save": True,
+        "max_seq_len": 128,
+        "max_global_batch_tokens": 4096,
+        "steps": 200 if on_gpu else 40,
+        "lr": 2e-3,
+        "dtype": "bfloat16" if on_gpu else "float32",
+        "grad_dtype": "bfloat16" if on_gpu else "float32",
+        "max_gpu_mem_gib": 1.0 if on_gpu else 0.09,
+    }

@@ -1,0 +1,25 @@
+"""What every launcher checks at the door: a kernel that reads a wrong shape would read somebody else's memory."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.bfloat16, torch.float32)
+
+
+def check_tensor(
+    name: str, tensor: Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype], strided_rows: bool = False
+) -> None:
+    """Raise ValueError unless tensor has this shape, one of these dtypes, and is contiguous.
+
+    strided_rows: all but the last dimension may have any stride; the elements of the last one lie side by side.
+    """
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} must be {' or '.join(str(dtype) for dtype in dtypes)}, got {tensor.dtype}")
+    rows_fit = strided_rows and (tensor.shape[-1] <= 1 or tensor.stride(-1) == 1)
+    if not rows_fit and not tensor.is_contiguous():
+        needed = "a last dimension of stride 1" if strided_rows else "to be contiguous"
+        raise ValueError(f"{name} needs {needed}, got shape {list(shape)} with strides {list(tensor.stride())}")

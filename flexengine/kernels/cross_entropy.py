@@ -1,0 +1,78 @@
+"""Cross-entropy of a block of logits, and its gradient written over them.
+
+B tokens of the block, V vocabulary. One row per program: the log-sum-exp is built online (Milakov and Gimelshein 2018,
+https://arxiv.org/abs/1805.02867), so a row is read once for the loss and once more for the gradient.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.rounding import round_to
+
+IGNORE_LABEL = -100  # the label of tokens that carry no loss, as in torch and Hugging Face
+_BLOCK = 8192  # columns at a time: 16 warps hold 16 per thread, and two rows share a multiprocessor
+
+
+def cross_entropy_(logits: Tensor, labels: Tensor, losses: Tensor, write_grad: bool) -> None:
+    """losses[i] = logsumexp(logits[i]) - logits[i, labels[i]]; with write_grad, logits become their gradient.
+
+    Shapes: logits [B, V] in bf16 or fp32, rows may be strided; labels [B] int64; losses [B] fp32. Any V.
+    The gradient is that of the SUM of the losses: softmax - onehot, rounded once. Label -100: loss 0 and a row of
+    zeros. A label outside 0..V-1 other than -100 gives a NaN loss, so that it is noticed.
+    Cost: reads B*V elements; with write_grad reads them twice and writes them once.
+    Order: launches on the current stream, never synchronises.
+    Raises: ValueError on other shapes, dtypes or strides.
+    """
+    num_tokens, vocab_size = logits.shape
+    check_tensor("logits", logits, (num_tokens, vocab_size), FLOATS, strided_rows=True)
+    check_tensor("labels", labels, (num_tokens,), (torch.int64,))
+    check_tensor("losses", losses, (num_tokens,), (torch.float32,))
+    if num_tokens == 0:
+        return
+    block = min(_BLOCK, triton.next_power_of_2(vocab_size))
+    _cross_entropy_kernel[(num_tokens,)](
+        logits, labels, losses, vocab_size, logits.stride(0),
+        IGNORE=IGNORE_LABEL, WRITE_GRAD=write_grad, BLOCK=block, num_warps=16 if block >= 4096 else 4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _cross_entropy_kernel(
+    logits_ptr, labels_ptr, losses_ptr, vocab_size, row_stride,
+    IGNORE: tl.constexpr, WRITE_GRAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels_ptr + row)
+    row_ptr = logits_ptr + row * row_stride
+    dtype: tl.constexpr = logits_ptr.dtype.element_ty
+    if label == IGNORE:
+        tl.store(losses_ptr + row, 0.0)
+        if WRITE_GRAD:
+            for first in range(0, vocab_size, BLOCK):
+                columns = first + tl.arange(0, BLOCK)
+                tl.store(row_ptr + columns, tl.zeros((BLOCK,), dtype), mask=columns < vocab_size)
+    else:
+        label_exists = (label >= 0) & (label < vocab_size)
+        label_logit = tl.load(row_ptr + label, mask=label_exists, other=float("nan")).to(tl.float32)
+        maximum = -3.4e38  # finite, so that exp(-inf - maximum) is 0 and never NaN
+        lane_sums = tl.zeros((BLOCK,), tl.float32)  # summed over the lanes once, at the end
+        for first in range(0, vocab_size, BLOCK):
+            columns = first + tl.arange(0, BLOCK)
+            logits = tl.load(row_ptr + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32)
+            new_maximum = tl.maximum(maximum, tl.max(logits, axis=0))
+            lane_sums = lane_sums * tl.exp(maximum - new_maximum) + tl.exp(logits - new_maximum)
+            maximum = new_maximum
+        total = tl.sum(lane_sums, axis=0)
+        tl.store(losses_ptr + row, tl.log(total) + (maximum - label_logit))
+        if WRITE_GRAD:
+            inverse_total = 1.0 / total
+            for first in range(0, vocab_size, BLOCK):
+                columns = first + tl.arange(0, BLOCK)
+                mask = columns < vocab_size
+                logits = tl.load(row_ptr + columns, mask=mask, other=float("-inf")).to(tl.float32)
+                softmax = tl.exp(logits - maximum) * inverse_total
+                grad = tl.where(columns == label, softmax - 1.0, softmax)
+                tl.store(row_ptr + columns, round_to(grad, dtype), mask=mask)

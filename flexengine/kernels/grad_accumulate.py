@@ -1,0 +1,57 @@
+"""Store a layer's accumulated weight gradient, add what earlier rounds left, and reduce its squared norm on the way."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.rounding import round_to
+
+_BLOCK = 4096  # elements per iteration of a program; 8 warps hold 16 per thread
+
+
+def grad_accumulate(acc: Tensor, stored: Tensor, has_previous: bool, partial_squares: Tensor) -> None:
+    """stored = round(acc + (stored if has_previous else 0)); partial_squares[p] = part p of the sum of its squares.
+
+    Shapes: acc [n] fp32, stored [n] in bf16 or fp32, partial_squares [P] fp32, all contiguous and flat.
+    The squares are those of the ROUNDED values, which are what the optimizer will see; their sum over p is the squared
+    norm. Program p takes the p-th run of ceil(n / P / 4096) * 4096 elements: the bits depend on n and P only, and P
+    sets how many programs run (a few per multiprocessor, such as 1024, fills any card). Unused parts are 0.
+    Cost: reads 4n bytes (and the old stored), writes stored.
+    Order: launches on the current stream, never synchronises.
+    Raises: ValueError on other shapes or dtypes, or P = 0.
+    """
+    num_elements, num_parts = acc.numel(), partial_squares.numel()
+    check_tensor("acc", acc, (num_elements,), (torch.float32,))
+    check_tensor("stored", stored, (num_elements,), FLOATS)
+    check_tensor("partial_squares", partial_squares, (num_parts,), (torch.float32,))
+    if num_parts == 0:
+        raise ValueError("partial_squares must have at least one element, got shape [0]")
+    part_elements = triton.cdiv(triton.cdiv(num_elements, _BLOCK), num_parts) * _BLOCK
+    _grad_accumulate_kernel[(num_parts,)](
+        acc, stored, partial_squares, num_elements, part_elements,
+        HAS_PREVIOUS=has_previous, BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
+
+
+@triton.jit
+def _grad_accumulate_kernel(
+    acc_ptr, stored_ptr, partial_squares_ptr, num_elements, part_elements,
+    HAS_PREVIOUS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0).to(tl.int64)
+    begin = part * part_elements
+    end = tl.minimum(begin + part_elements, num_elements)
+    dtype: tl.constexpr = stored_ptr.dtype.element_ty
+    lane_squares = tl.zeros((BLOCK,), tl.float32)
+    for first in range(begin, end, BLOCK):
+        offsets = first + tl.arange(0, BLOCK)
+        mask = offsets < num_elements
+        total = tl.load(acc_ptr + offsets, mask=mask, other=0.0)
+        if HAS_PREVIOUS:
+            total += tl.load(stored_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        rounded = round_to(total, dtype)
+        tl.store(stored_ptr + offsets, rounded, mask=mask)
+        lane_squares += rounded.to(tl.float32) * rounded.to(tl.float32)
+    tl.store(partial_squares_ptr + part, tl.sum(lane_squares, axis=0))

@@ -1,0 +1,155 @@
+"""What a step reports: the record of train_log.jsonl, and the one home of printed units.
+
+Inside the package bytes are ints and times are seconds; GiB (2**30 bytes), ms and TFLOP/s (10**12) appear only in text
+made here.
+"""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+GIB = 2**30
+MIB = 2**20
+TERA = 1e12
+
+
+def format_bytes(num_bytes: float | None) -> str:
+    """GiB from 0.1 GiB on, else MiB, else bytes: "23.10 GiB", "12.5 MiB", "512 bytes"; None is "not measured"."""
+    if num_bytes is None:
+        return "not measured"
+    if num_bytes >= 0.1 * GIB:
+        return f"{num_bytes / GIB:.2f} GiB"
+    if num_bytes >= 0.1 * MIB:
+        return f"{num_bytes / MIB:.1f} MiB"
+    return f"{num_bytes:.0f} bytes"
+
+
+def format_seconds(seconds: float) -> str:
+    """Three significant digits in the unit a person would use: "2 h 05 min", "3 min 20 s", "7.25 s", "12.3 ms"."""
+    if not math.isfinite(seconds):
+        return str(seconds)
+    if seconds >= 3600:
+        minutes = round(seconds / 60)
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    if seconds >= 99.95:
+        return f"{round(seconds) // 60} min {round(seconds) % 60:02d} s"
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= 0.9995 * size:
+            return f"{_three_digits(seconds / size)} {unit}"
+    return f"{_three_digits(seconds / 1e-6)} us"
+
+
+def format_tokens_per_s(tokens_per_s: float) -> str:
+    """ "12345 tokens/s", with one decimal below 100."""
+    return f"{tokens_per_s:.0f} tokens/s" if tokens_per_s >= 99.95 else f"{tokens_per_s:.1f} tokens/s"
+
+
+def format_tflops(flops_per_s: float) -> str:
+    """ "412.3 TFLOP/s" from FLOP/s; three significant digits below 100."""
+    tflops = flops_per_s / TERA
+    return f"{tflops:.1f} TFLOP/s" if tflops >= 99.95 else f"{_three_digits(tflops)} TFLOP/s"
+
+
+def _three_digits(value: float) -> str:
+    value = float(f"{value:.3g}")  # before counting digits: 0.9999 is 1.00
+    digits = 2 - math.floor(math.log10(value)) if value > 0 else 2
+    return f"{value:.{min(max(digits, 0), 6)}f}"
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One line of train_log.jsonl; the fields are its keys, in this order.
+
+    step: from 1. loss: mean over the target tokens of the step. grad_norm: before clipping. num_tokens: all tokens of
+    the step, targets or not. effective_tflops counts forward and backward once, hardware_tflops the recomputation too,
+    both in 10**12 FLOP/s. sol_pct: the least time any schedule could take, as a percentage of step_s. Peaks: most bytes
+    of the process so far; None where nothing measures them (the GPU of a CPU run).
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    num_tokens: int
+    step_s: float
+    predicted_step_s: float
+    tokens_per_s: float
+    effective_tflops: float
+    hardware_tflops: float
+    sol_pct: float
+    gpu_peak_bytes: int | None
+    host_peak_bytes: int
+
+    @classmethod
+    def of_step(
+        cls,
+        *,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        num_tokens: int,
+        step_s: float,
+        model_flops: float,
+        hardware_flops: float,
+        predicted_step_s: float,
+        speed_of_light_s: float,
+        gpu_peak_bytes: int | None,
+        host_peak_bytes: int,
+    ) -> "StepMetrics":
+        """The rates of a step from what was measured; FLOPs are those of the whole step, seconds its wall time > 0."""
+        return cls(
+            step=step,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            num_tokens=num_tokens,
+            step_s=step_s,
+            predicted_step_s=predicted_step_s,
+            tokens_per_s=num_tokens / step_s,
+            effective_tflops=model_flops / step_s / TERA,
+            hardware_tflops=hardware_flops / step_s / TERA,
+            sol_pct=100.0 * speed_of_light_s / step_s,
+            gpu_peak_bytes=gpu_peak_bytes,
+            host_peak_bytes=host_peak_bytes,
+        )
+
+    def describe(self, num_steps: int) -> str:
+        """One line for people."""
+        width = len(str(num_steps))
+        return (
+            f"step {self.step:>{width}}/{num_steps}  loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}"
+            f"  lr {self.lr:.2e}  {format_seconds(self.step_s)} (predicted {format_seconds(self.predicted_step_s)})"
+            f"  {format_tokens_per_s(self.tokens_per_s)}  {format_tflops(self.effective_tflops * TERA)}"
+            f"  {self.sol_pct:.0f}% of speed of light"
+        )
+
+
+class JsonlWriter:
+    """Appends records to a JSON Lines file that starts empty; each line is on disk for readers when write returns.
+
+    NaN and infinities become null, which every JSON reader understands.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file: IO[str] = path.open("w", encoding="utf-8")
+
+    def write(self, metrics: StepMetrics) -> None:
+        record = {key: _finite_or_none(value) for key, value in asdict(metrics).items()}
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> "JsonlWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def _finite_or_none(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,224 @@
+"""AdamW on flat tensors: one formula for float32, split and bf16 master weights, with float32 or bf16 states.
+
+The order of the operations is part of the definition: every line of `_new_values` is one rounding per operator, no
+fused multiply-add, so that the Triton kernel (and any other implementation) can give the same bits.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexengine.optim.rounding import join_fp32, split_fp32, stochastic_round_bf16, stream_keys
+
+# Streams of random bits of one update: tensors rounded in the same step must not share their bits.
+WEIGHT_STREAM, EXP_AVG_STREAM, EXP_AVG_SQ_STREAM = 0, 1, 2
+_CPU_TILE_ELEMENTS = 1 << 18  # bounds the temporaries of a CPU update to a few MB, about the size of a last-level cache
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Settings of AdamW. The weight decay is the value for segments that decay; the engine passes 0 for the others.
+
+    Raises: ValueError when a value lies outside its range.
+    """
+
+    lr: float = 3e-5
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.lr < float("inf"):
+            raise ValueError(f"AdamW lr must be finite and at least 0, got {self.lr}")
+        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ValueError(f"AdamW betas must be two numbers in [0, 1), got {self.betas}")
+        if not 0.0 < self.eps < float("inf"):
+            raise ValueError(f"AdamW eps must be finite and above 0, got {self.eps}")
+        if not 0.0 <= self.weight_decay < float("inf"):
+            raise ValueError(f"AdamW weight_decay must be finite and at least 0, got {self.weight_decay}")
+
+
+class AdamWFactors(NamedTuple):
+    """The numbers of one step that multiply tensors, computed in float64 on the host."""
+
+    decay: float  # 1 - lr * weight_decay
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    inverse_root_correction2: float  # 1 / sqrt(1 - beta2**step)
+    eps: float
+    step_size: float  # lr / (1 - beta1**step)
+
+
+def adamw_factors(lr: float, betas: tuple[float, float], eps: float, weight_decay: float, step: int) -> AdamWFactors:
+    """Factors of optimizer step `step` (1-based). Raises: ValueError if step < 1."""
+    if step < 1:
+        raise ValueError(f"AdamW step counts from 1, got {step}")
+    beta1, beta2 = betas
+    return AdamWFactors(
+        decay=1.0 - lr * weight_decay,
+        one_minus_beta1=1.0 - beta1,
+        beta2=beta2,
+        one_minus_beta2=1.0 - beta2,
+        inverse_root_correction2=(1.0 - beta2**step) ** -0.5,
+        eps=eps,
+        step_size=lr / (1.0 - beta1**step),
+    )
+
+
+def adamw_update(
+    *,
+    weight: Tensor,
+    remainder: Tensor | None,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    grad_scale: Tensor,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    seed: int,
+    element_offset: int,
+) -> None:
+    """One AdamW step in place: the Triton kernel on CUDA tensors, the reference tile by tile elsewhere.
+
+    Arguments, shapes and errors as `adamw_update_reference`. float64 weights use the reference on CUDA too.
+    Cost: a segment of n elements reads and writes its states once: split master with float32 states 26 n bytes of
+    memory traffic with a bf16 gradient, bf16 master with bf16 states 14 n.
+    Order: launches on the current stream, never synchronises; on the CPU it has finished when it returns.
+    """
+    _check(weight, remainder, exp_avg, exp_avg_sq, grad, grad_scale)
+    if weight.is_cuda and weight.dtype != torch.float64:
+        from flexengine.kernels.adamw import adamw_update_  # noqa: PLC0415  Triton is imported when first used
+
+        keys = [stream_keys(seed, step, s) for s in (WEIGHT_STREAM, EXP_AVG_STREAM, EXP_AVG_SQ_STREAM)]
+        factors = adamw_factors(lr, betas, eps, weight_decay, step)
+        adamw_update_(weight, remainder, exp_avg, exp_avg_sq, grad, grad_scale, factors, keys, element_offset)
+        return
+    num_elements = weight.numel()
+    tile = num_elements if weight.is_cuda else _CPU_TILE_ELEMENTS
+    for start in range(0, num_elements, max(tile, 1)):
+        part = slice(start, start + tile)
+        adamw_update_reference(
+            weight=weight[part],
+            remainder=None if remainder is None else remainder[part],
+            exp_avg=exp_avg[part],
+            exp_avg_sq=exp_avg_sq[part],
+            grad=grad[part],
+            grad_scale=grad_scale,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            step=step,
+            seed=seed,
+            element_offset=element_offset + start,
+        )
+
+
+def adamw_update_reference(
+    *,
+    weight: Tensor,
+    remainder: Tensor | None,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    grad_scale: Tensor,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    seed: int,
+    element_offset: int,
+) -> None:
+    """One decoupled AdamW step in place, in plain torch.
+
+    Shapes: weight, exp_avg, exp_avg_sq, grad [n] contiguous (and remainder [n] int16, or None); grad_scale [1].
+    Master: weight float32 or float64 alone is the master; bf16 with remainder is a float32 split in two (`split_fp32`);
+    bf16 alone is updated in float32 and rounded stochastically.
+    States: both in the dtype of the arithmetic (float32, or float64 for a float64 weight), or both bf16, rounded
+    stochastically when stored; the update itself uses them unrounded.
+    grad: any float dtype. grad_scale: float32 or float64, multiplies the gradient (clip coefficient / target tokens);
+    if it is NaN or infinite, and only then, nothing changes.
+    step counts from 1. seed and element_offset (position of element 0 in the run's numbering of parameters) choose
+    the random bits, so the result does not depend on how a segment is cut into tiles.
+    Order: launches on the current stream, never synchronises; allocates temporaries of about 10 x 4 n bytes.
+    Raises: ValueError on shapes, dtypes or devices other than these, or step < 1.
+    Source: Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101; torch.optim.AdamW without amsgrad.
+    """
+    _check(weight, remainder, exp_avg, exp_avg_sq, grad, grad_scale)
+    factors = adamw_factors(lr, betas, eps, weight_decay, step)
+    math_dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    scale = grad_scale.to(math_dtype)
+    apply = torch.isfinite(scale)
+    master = weight.to(math_dtype) if remainder is None else join_fp32(weight, remainder)
+    new_master, new_exp_avg, new_exp_avg_sq = _new_values(
+        master, exp_avg.to(math_dtype), exp_avg_sq.to(math_dtype), grad.to(math_dtype) * scale, factors
+    )
+
+    def store(target: Tensor, value: Tensor, stream: int) -> None:
+        if target.dtype == torch.bfloat16:
+            value = stochastic_round_bf16(value, seed, step, element_offset, stream)
+        target.copy_(torch.where(apply, value, target))
+
+    if remainder is None:
+        store(weight, new_master, WEIGHT_STREAM)
+    else:
+        split_fp32(torch.where(apply, new_master, master), weight, remainder)
+    store(exp_avg, new_exp_avg, EXP_AVG_STREAM)
+    store(exp_avg_sq, new_exp_avg_sq, EXP_AVG_SQ_STREAM)
+
+
+def _new_values(
+    master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, factors: AdamWFactors
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The formula. One rounding per operator; a division by a host scalar is written as a product on purpose."""
+    exp_avg = exp_avg + (grad - exp_avg) * factors.one_minus_beta1
+    exp_avg_sq = exp_avg_sq * factors.beta2 + (grad * grad) * factors.one_minus_beta2
+    # By way of float64: float32 sqrt of torch on the CPU is not correctly rounded (a fifth of its results are off
+    # by one unit in the last place); rounding the float64 root is.
+    root = exp_avg_sq.to(torch.float64).sqrt().to(exp_avg_sq.dtype)
+    denominator = root * factors.inverse_root_correction2 + factors.eps
+    return master * factors.decay - (exp_avg / denominator) * factors.step_size, exp_avg, exp_avg_sq
+
+
+def _check(
+    weight: Tensor, remainder: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, grad_scale: Tensor
+) -> None:
+    """Raise ValueError unless the tensors form one of the supported modes."""
+    if weight.dtype not in (torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(f"AdamW weight must be bfloat16, float32 or float64, got {weight.dtype}")
+    if remainder is not None and (weight.dtype != torch.bfloat16 or remainder.dtype != torch.int16):
+        raise ValueError(
+            f"AdamW remainder must be int16 beside a bfloat16 weight, got {remainder.dtype}, {weight.dtype}"
+        )
+    math_dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    if exp_avg.dtype != exp_avg_sq.dtype or exp_avg.dtype not in (math_dtype, torch.bfloat16):
+        raise ValueError(
+            f"AdamW states must both be {math_dtype} or both bfloat16, got {exp_avg.dtype} and {exp_avg_sq.dtype}"
+        )
+    if weight.dtype == torch.float64 and exp_avg.dtype != torch.float64:
+        raise ValueError(f"AdamW states of a float64 weight must be float64, got {exp_avg.dtype}")
+    if not grad.dtype.is_floating_point:
+        raise ValueError(f"AdamW grad must be a float tensor, got {grad.dtype}")
+    if grad_scale.numel() != 1 or grad_scale.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"AdamW grad_scale must be one float32 or float64, got {grad_scale.dtype} {grad_scale.shape}")
+    named = {"weight": weight, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grad": grad}
+    if remainder is not None:
+        named["remainder"] = remainder
+    for name, tensor in named.items():
+        if tensor.ndim != 1 or tensor.shape != weight.shape or not tensor.is_contiguous():
+            raise ValueError(
+                f"AdamW {name} must be contiguous with shape [{weight.numel()}], got shape {list(tensor.shape)} "
+                f"with strides {list(tensor.stride())}"
+            )
+        if tensor.device != weight.device or grad_scale.device != weight.device:
+            raise ValueError(
+                f"AdamW tensors must share a device: weight on {weight.device}, {name} on {tensor.device}, "
+                f"grad_scale on {grad_scale.device}"
+            )

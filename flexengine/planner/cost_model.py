@@ -1,0 +1,228 @@
+"""Seconds of a command, a round and a step on a machine described by its profile.
+
+Costs come from the work that the ops declare and the rates that were measured; where commands overlap and who waits for whom
+is the simulator's answer on the real program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from flexengine.hardware.profile import HardwareProfile
+from flexengine.ops.base import Work
+from flexengine.plan import Plan, Request
+from flexengine.schedule.commands import Command, Program, Stream
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.lowering import ChunkShape, RoundShape, lower_round, lower_update
+from flexengine.schedule.simulator import Rates, simulate
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """Predicted seconds of a full step, busy seconds per stream, and the compute seconds spent on recomputation.
+
+    first_s, accumulating_s and update_s are one round without and with earlier gradients, and the optimizer's update.
+    """
+
+    step_s: float
+    busy_s: dict[str, float]
+    recompute_s: float
+    first_s: float
+    accumulating_s: float
+    update_s: float
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Prices commands of chunks of `chunk_tokens` tokens; `compute_bytes` is the size of a compute element."""
+
+    profile: HardwareProfile
+    compute_bytes: int
+    chunk_tokens: int
+
+    @cached_property
+    def matmul_rate(self) -> float:
+        """FLOP/s of linear layers at this chunk size."""
+        return self.profile.matmul_rate(self.chunk_tokens)
+
+    def work_s(self, work: Work) -> float:
+        """Seconds of work that runs alone on the compute stream: kernels follow each other, nothing overlaps."""
+        p = self.profile
+        return (
+            work.matmul_flops / self.matmul_rate
+            + work.attention_forward_flops / p.attention_forward_flops_per_s
+            + work.attention_backward_flops / p.attention_backward_flops_per_s
+            + work.memory_bytes / p.memory_bytes_per_s
+            + work.kernels * p.launch_s
+        )
+
+    def command_s(self, command: Command) -> float:
+        """Seconds of a compute command."""
+        return self.work_s(command.work)
+
+    def rates(self) -> Rates:
+        """The same machine, for the simulator."""
+        p = self.profile
+        return Rates(
+            compute_s=self.command_s,
+            alone_bytes_per_s={Stream.H2D: p.h2d_bytes_per_s, Stream.D2H: p.d2h_bytes_per_s},
+            duplex_bytes_per_s={Stream.H2D: p.h2d_duplex_bytes_per_s, Stream.D2H: p.d2h_duplex_bytes_per_s},
+            copy_latency_s=p.copy_latency_s,
+        )
+
+
+def round_shape(request: Request, chunk_tokens: int, chunks_per_round: int) -> RoundShape:
+    """A full round of sequences of max_seq_len tokens; one longer than a chunk is cut into slices.
+
+    A slice's seq_len is the one whose causal cost per token is that of its queries over all keys before them:
+    2 * start + tokens.
+    """
+    longest = request.max_seq_len
+    if longest <= chunk_tokens:
+        counts = _full_chunks(request.max_global_batch_tokens, chunk_tokens, chunks_per_round)
+        return RoundShape(tuple(ChunkShape(count, min(longest, count)) for count in counts))
+    slices = -(-longest // chunk_tokens)
+    chunks = []
+    for first in range(0, chunks_per_round - slices + 1, slices):
+        for i in range(slices):
+            start = i * chunk_tokens
+            tokens = min(chunk_tokens, longest - start)
+            chunks.append(ChunkShape(tokens, 2 * start + tokens, first, first + slices - 1, start))
+    return RoundShape(tuple(chunks))
+
+
+def _full_chunks(batch_tokens: int, chunk_tokens: int, chunks_per_round: int) -> list[int]:
+    """Tokens per chunk when a round takes as much of the batch as it can."""
+    left = min(batch_tokens, chunk_tokens * chunks_per_round)
+    counts = []
+    while left > 0:
+        counts.append(min(chunk_tokens, left))
+        left -= counts[-1]
+    return counts
+
+
+def rounds_per_step(request: Request, shape: RoundShape) -> int:
+    """Rounds of a full step made of such rounds."""
+    return max(1, -(-request.max_global_batch_tokens // sum(c.tokens for c in shape.chunks)))
+
+
+@dataclass(frozen=True)
+class PricedProgram:
+    """Makespan, busy seconds per stream, and recompute seconds of one program."""
+
+    total_s: float
+    busy_s: dict[str, float]
+    recompute_s: float
+
+
+def price(program: Program, cost: CostModel) -> PricedProgram:
+    """Simulate a program."""
+    timing = simulate(program, cost.rates())
+    recompute_s, known = 0.0, {}
+    for command in program.commands:
+        if command.kind == "backward":
+            chunk = (command.args.program, command.work)
+            if chunk not in known:
+                known[chunk] = _recompute_s(command, cost)
+            recompute_s += known[chunk]
+        elif command.kind == "fill_window":
+            recompute_s += cost.work_s(command.work)
+    return PricedProgram(timing.total_s, {s.value: t for s, t in timing.busy_s.items()}, recompute_s)
+
+
+def _recompute_s(command: Command, cost: CostModel) -> float:
+    """Seconds that a backward command spends on recomputation: its cost less what its other steps would take."""
+    program = command.args.program
+    full = program.backward_work(cost.chunk_tokens, cost.chunk_tokens, cost.compute_bytes)
+    again = program.recompute_work(cost.chunk_tokens, cost.chunk_tokens, cost.compute_bytes)
+    share = cost.work_s(again) / max(cost.work_s(full), 1e-30)
+    return share * cost.command_s(command)
+
+
+class StepPricer:
+    """Prices plans of one model by simulation; updates are remembered, as many plans share one."""
+
+    def __init__(self, profile: HardwareProfile) -> None:
+        self.profile = profile
+        self.updates: dict[tuple, PricedProgram] = {}
+        self.simulated_commands = 0
+
+    def cost(self, layout: Layout) -> CostModel:
+        """The cost model at the chunk size of a layout's plan."""
+        return CostModel(self.profile, layout.compute_bytes, layout.plan.chunk_tokens)
+
+    def step(self, layout: Layout) -> StepEstimate:
+        """One first round, accumulating rounds for the rest of the batch, and the update, one after the other."""
+        plan, cost = layout.plan, self.cost(layout)
+        shape = round_shape(plan.request, plan.chunk_tokens, plan.chunks_per_round)
+        rounds = rounds_per_step(plan.request, shape)
+        first = self._round(layout, shape, cost, True)
+        again = self._round(layout, shape, cost, False) if rounds > 1 else first
+        update = self.update(layout, cost)
+        busy = {
+            s: first.busy_s[s] + (rounds - 1) * again.busy_s[s] + update.busy_s[s] for s in (x.value for x in Stream)
+        }
+        return StepEstimate(
+            step_s=first.total_s + (rounds - 1) * again.total_s + update.total_s,
+            busy_s=busy,
+            recompute_s=first.recompute_s + (rounds - 1) * again.recompute_s,
+            first_s=first.total_s,
+            accumulating_s=again.total_s,
+            update_s=update.total_s,
+        )
+
+    def _round(self, layout: Layout, shape: RoundShape, cost: CostModel, first: bool) -> PricedProgram:
+        program = lower_round(layout, shape, first)
+        self.simulated_commands += len(program.commands)
+        return price(program, cost)
+
+    def update(self, layout: Layout, cost: CostModel) -> PricedProgram:
+        """The optimizer's update; it depends on the groups' homes and the tiles alone."""
+        plan = layout.plan
+        key = (plan.groups, plan.optimizer_tile, plan.optimizer_slots)
+        if key not in self.updates:
+            program = lower_update(layout)
+            self.simulated_commands += len(program.commands)
+            self.updates[key] = price(program, cost)
+        return self.updates[key]
+
+
+def step_seconds(layout: Layout, profile: HardwareProfile) -> StepEstimate:
+    """Predicted time of a full step under a layout's plan."""
+    return StepPricer(profile).step(layout)
+
+
+def unavoidable_compute_s(layout: Layout, profile: HardwareProfile) -> float:
+    """Speed of light: the compute stream's seconds of a full step without recomputation, transfers or waiting.
+
+    A lower bound of the simulated time, because every compute command of the program contains this work: forward and
+    backward of every layer and chunk at measured rates, the rounding of gradients, and the update's kernels.
+    """
+    plan = layout.plan
+    cost = CostModel(profile, layout.compute_bytes, plan.chunk_tokens)
+    shape = round_shape(plan.request, plan.chunk_tokens, plan.chunks_per_round)
+    rounds = rounds_per_step(plan.request, shape)
+    per_round, known = 0.0, {}
+    for index, layer in enumerate(layout.model.layers):
+        for chunk in shape.chunks:
+            key = (layout.programs[index], layer.kind, chunk.tokens, chunk.seq_len)
+            if key not in known:
+                known[key] = _layer_compute_s(layout, index, chunk, cost)
+            per_round += known[key]
+    update_s = StepPricer(profile).update(layout, cost).busy_s[Stream.COMPUTE.value]
+    return rounds * per_round + update_s
+
+
+def _layer_compute_s(layout: Layout, index: int, chunk: ChunkShape, cost: CostModel) -> float:
+    """Forward and backward of one layer on one chunk, nothing recomputed; the head's forward is part of backward."""
+    program, kind = layout.programs[index], layout.model.layers[index].kind
+    sizes = (chunk.tokens, chunk.seq_len, layout.compute_bytes)
+    backward = cost.work_s(program.backward_work(*sizes)) - cost.work_s(program.recompute_work(*sizes))
+    return backward if kind == "head" else backward + cost.work_s(program.forward_work(*sizes))
+
+
+def is_streaming(plan: Plan) -> bool:
+    """Whether anything but the batch crosses the link."""
+    homes = {home for g in plan.groups for home in (g.weights, g.grads, g.states)}
+    return "host" in homes or any(layer.keep_host or layer.input_home == "host" for layer in plan.layers[1:-1])

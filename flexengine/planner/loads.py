@@ -1,0 +1,118 @@
+"""What layers put on each stream in each phase of a step, as arrays over their options: the terms the search adds up.
+
+Seconds per step, nine columns: forward, backward and update on compute, host-to-device and device-to-host. Phases follow each
+other; within one the streams run side by side, so the largest column of a phase bounds it from below.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from flexengine.models.spec import LayerSpec, ModelSpec
+from flexengine.plan import GroupPlan
+from flexengine.planner.cost_model import CostModel
+from flexengine.planner.frontier import KeepOption
+from flexengine.schedule.layer_program import compile_layer
+from flexengine.schedule.layout import GroupLayout
+from flexengine.schedule.lowering import RoundShape
+
+FC, FH, FD, BC, BH, BD, UC, UH, UD = range(9)
+NUM_LOADS = 9
+
+LEVELS = (
+    GroupPlan(),
+    GroupPlan(weights="gpu"),
+    GroupPlan(grads="gpu"),
+    GroupPlan(weights="gpu", grads="gpu"),
+    GroupPlan(weights="gpu", grads="gpu", states="gpu"),
+)
+"""Ways to hold a parameter group, from fully streamed to fully resident."""
+STREAMED, RESIDENT_WEIGHTS, RESIDENT_GRADS, RESIDENT_BOTH, RESIDENT = range(len(LEVELS))
+STATE_KINDS = ("remainder", "exp_avg", "exp_avg_sq")
+
+
+class GroupUse(NamedTuple):
+    """How often a round reads a group's weights: by layers forward, and by layers backward (the head counts there)."""
+
+    forward: int
+    backward: int
+
+
+def group_uses(model: ModelSpec) -> list[GroupUse]:
+    """Uses of every parameter group. The embedding's backward does not read its weights."""
+    forward, backward = [0] * len(model.groups), [0] * len(model.groups)
+    for layer in model.layers:
+        for group in layer.groups:
+            forward[group] += layer.kind != "head"
+            backward[group] += layer.kind != "embedding"
+    return [GroupUse(f, b) for f, b in zip(forward, backward, strict=True)]
+
+
+def resident_bytes(group: GroupLayout, level: GroupPlan) -> int:
+    """GPU bytes of the planes that a level holds there."""
+    return sum(num for kind, num in group.plane_bytes.items() if _home(kind, level) == "gpu")
+
+
+def streamed_bytes(group: GroupLayout, level: GroupPlan) -> int:
+    """Host bytes of the planes that a level holds there."""
+    return sum(num for kind, num in group.plane_bytes.items() if _home(kind, level) == "host")
+
+
+def _home(kind: str, level: GroupPlan) -> str:
+    return {"weights": level.weights, "grad": level.grads}.get(kind, level.states)
+
+
+def group_loads(
+    group: GroupLayout, level: GroupPlan, use: GroupUse, rounds: int, acc_bytes: int, cost: CostModel
+) -> np.ndarray:
+    """Loads [9] of a parameter group: weights per round, gradients per round, and the optimizer's update."""
+    p, planes = cost.profile, group.plane_bytes
+    loads = np.zeros(NUM_LOADS)
+    if level.weights == "host":
+        loads[FH] = rounds * use.forward * planes["weights"] / p.h2d_duplex_bytes_per_s
+        loads[BH] = rounds * use.backward * planes["weights"] / p.h2d_duplex_bytes_per_s
+    if level.grads == "host":
+        loads[BH] += (rounds - 1) * planes["grad"] / p.h2d_duplex_bytes_per_s
+        loads[BD] = rounds * planes["grad"] / p.d2h_duplex_bytes_per_s
+    touched = rounds * group.numel * acc_bytes + (2 * rounds - 1) * planes["grad"]
+    loads[BC] = touched / p.memory_bytes_per_s + 2 * rounds * p.launch_s
+    back = sum(num for kind, num in planes.items() if kind != "grad" and _home(kind, level) == "host")
+    loads[UC] = (2 * sum(planes.values()) - planes["grad"]) / p.memory_bytes_per_s
+    loads[UH] = (back + (planes["grad"] if level.grads == "host" else 0)) / p.h2d_duplex_bytes_per_s
+    loads[UD] = back / p.d2h_duplex_bytes_per_s
+    return loads
+
+
+def layer_compute_s(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> tuple[float, float]:
+    """(forward, backward without recomputation) seconds of a layer per round; the head's forward is in its backward."""
+    program = compile_layer(layer, (), (), cost.chunk_tokens, cost.compute_bytes)
+    forward, backward, known = 0.0, 0.0, {}
+    for chunk in shape.chunks:
+        key = (chunk.tokens, chunk.seq_len)
+        if key not in known:
+            sizes = (*key, cost.compute_bytes)
+            known[key] = (
+                cost.work_s(program.forward_work(*sizes)) if layer.kind != "head" else 0.0,
+                cost.work_s(program.backward_work(*sizes)) - cost.work_s(program.recompute_work(*sizes)),
+            )
+        forward, backward = forward + known[key][0], backward + known[key][1]
+    return forward, backward
+
+
+def option_loads(option: KeepOption, num_chunks: int, refills: int, rounds: int, cost: CostModel) -> np.ndarray:
+    """Loads [9] of a block's kept activations; `refills` is how often backward fetches each chunk's (2 when sliced)."""
+    p = cost.profile
+    moved = rounds * num_chunks * option.host_bytes
+    loads = np.zeros(NUM_LOADS)
+    loads[FD] = moved / p.d2h_duplex_bytes_per_s
+    loads[BC] = rounds * option.recompute_s
+    loads[BH] = refills * moved / p.h2d_duplex_bytes_per_s
+    return loads
+
+
+def phase_seconds(loads: np.ndarray) -> np.ndarray:
+    """Seconds of loads [..., 9] when the streams of each phase overlap perfectly: the sum of each phase's largest."""
+    phases = loads.reshape(*loads.shape[:-1], 3, 3)
+    return phases.max(axis=-1).sum(axis=-1)

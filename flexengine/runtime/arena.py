@@ -1,0 +1,78 @@
+"""The two arenas: one region per memory, allocated once at its exact size; slots are views of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexengine.native import HostBuffer, allocate_host
+from flexengine.schedule.commands import Memory, Slot
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "uint8": torch.uint8,
+}
+
+
+class Arenas:
+    """GPU and host memory of an engine.
+
+    On CUDA the host arena is page-locked and the GPU arena is one device allocation; on the CPU both are ordinary host memory,
+    so that the same program runs, copies and all. `close` gives everything back.
+    """
+
+    def __init__(self, device: torch.device, gpu_bytes: int, host_bytes: int) -> None:
+        self.device = device
+        on_cuda = device.type == "cuda"
+        self._buffers: list[HostBuffer] = []
+        host = self._allocate_host(max(1, host_bytes), page_locked=on_cuda)
+        if on_cuda:
+            gpu = torch.empty(gpu_bytes, dtype=torch.uint8, device=device)
+        else:
+            gpu = self._allocate_host(max(1, gpu_bytes), page_locked=False)
+        self._typed: dict[str, dict[torch.dtype, Tensor]] = {
+            "gpu": {t: _whole(gpu, t) for t in DTYPES.values()},
+            "host": {t: _whole(host, t) for t in DTYPES.values()},
+        }
+
+    def _allocate_host(self, num_bytes: int, page_locked: bool) -> Tensor:
+        buffer = allocate_host(num_bytes, page_locked)
+        self._buffers.append(buffer)
+        return buffer.tensor
+
+    def bytes_view(self, memory: Memory, offset: int, num_bytes: int) -> Tensor:
+        """uint8 view of a range."""
+        return self._typed[memory][torch.uint8].narrow(0, offset, num_bytes)
+
+    def view(self, slot: Slot, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Contiguous tensor of `shape` and `dtype` at `offset` bytes into a slot (aligned to the element)."""
+        stride, count = [], 1
+        for size in reversed(shape):
+            stride.append(count)
+            count *= size
+        assert offset + count * dtype.itemsize <= slot.num_bytes, (
+            f"slot {slot.name} has {slot.num_bytes} bytes; a {shape} {dtype} tensor at {offset} does not fit"
+        )
+        start = (slot.offset + offset) // dtype.itemsize
+        return self._typed[slot.memory][dtype].as_strided(shape, stride[::-1], start)
+
+    def fill(self, memory: Memory, byte: int) -> None:
+        """Set every byte of an arena; 255 makes every float a NaN, which tests use to find reads of unwritten memory."""
+        self._typed[memory][torch.uint8].fill_(byte)
+
+    def close(self) -> None:
+        """Release both arenas; no view may be used afterwards."""
+        self._typed.clear()
+        for buffer in self._buffers:
+            buffer.close()
+        self._buffers.clear()
+
+
+def _whole(raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """All of a byte buffer as another dtype, a tail shorter than one element left off."""
+    return raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)

@@ -1,0 +1,179 @@
+"""From sequences of tokens to the batch slot of a round: ids, shifted labels, positions and lengths."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexengine.ops.base import ChunkContext, KeyValueWindow
+from flexengine.ops.cross_entropy import IGNORE_INDEX
+from flexengine.runtime.arena import Arenas
+from flexengine.schedule.layout import Layout, batch_offsets
+from flexengine.schedule.packing import PackedChunk
+
+
+class Sequences(NamedTuple):
+    """A batch: token ids and labels per sequence (int64, CPU). Labels are already shifted: labels[t] is what follows t."""
+
+    input_ids: list[Tensor]
+    labels: list[Tensor]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every sequence."""
+        return [ids.numel() for ids in self.input_ids]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the batch."""
+        return sum(self.lengths)
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Tokens with a loss."""
+        return sum(int((labels != IGNORE_INDEX).sum()) for labels in self.labels)
+
+
+def read_batch(input_ids: object, labels: object, attention_mask: object, vocab_size: int, max_seq_len: int) -> Sequences:
+    """Check and shift a batch as a person gives it: ragged lists or [B, S] tensors, labels unshifted as in Hugging Face.
+
+    Without labels every token is a target of the one before it. An attention mask (right padding) cuts sequences.
+    Raises ValueError naming the sequence, what was found and what is allowed.
+    """
+    ids = [_row(row, f"input_ids[{i}]") for i, row in enumerate(_rows(input_ids, "input_ids"))]
+    targets = ids if labels is None else [_row(r, f"labels[{i}]") for i, r in enumerate(_rows(labels, "labels"))]
+    if not ids:
+        raise ValueError("the batch has no sequences")
+    if len(targets) != len(ids):
+        raise ValueError(f"the batch has {len(ids)} sequences of input_ids but {len(targets)} of labels")
+    if attention_mask is not None:
+        ids, targets = _trim(ids, targets, attention_mask)
+    for i, (row, target) in enumerate(zip(ids, targets, strict=True)):
+        _check_row(i, row, target, vocab_size, max_seq_len)
+    return Sequences(ids, [_shift(target) for target in targets])
+
+
+def _rows(value: object, name: str) -> list:
+    if isinstance(value, Tensor):
+        if value.dim() != 2:
+            raise ValueError(f"{name} must have shape [batch, tokens], got {list(value.shape)}")
+        return list(value)
+    if isinstance(value, (list, tuple)):
+        if value and not isinstance(value[0], (list, tuple, Tensor)):
+            raise ValueError(f"{name} must be a list of sequences, got a list of {type(value[0]).__name__}")
+        return list(value)
+    raise ValueError(f"{name} must be a list of token lists or a tensor, got {type(value).__name__}")
+
+
+def _row(value: object, name: str) -> Tensor:
+    row = torch.as_tensor(value)
+    if row.dim() != 1 or row.is_floating_point() or row.dtype == torch.bool:
+        if row.numel() == 0:
+            raise ValueError(f"{name} is empty; every sequence needs at least one token")
+        raise ValueError(f"{name} must be a flat sequence of integers, got {row.dtype} of shape {list(row.shape)}")
+    return row.to(device="cpu", dtype=torch.int64)
+
+
+def _trim(ids: list[Tensor], labels: list[Tensor], mask: object) -> tuple[list[Tensor], list[Tensor]]:
+    masks = [_row(row, f"attention_mask[{i}]") for i, row in enumerate(_rows(mask, "attention_mask"))]
+    if [m.numel() for m in masks] != [r.numel() for r in ids]:
+        raise ValueError("attention_mask must have the shape of input_ids")
+    lengths = [int(m.sum()) for m in masks]
+    for i, (m, length) in enumerate(zip(masks, lengths, strict=True)):
+        if not bool(m[:length].all()):
+            raise ValueError(f"attention_mask[{i}] is not right padding (ones, then zeros); only that is supported")
+    cut = zip(ids, labels, lengths, strict=True)
+    ids_labels = [(row[:n], label[:n]) for row, label, n in cut]
+    return [r for r, _ in ids_labels], [label for _, label in ids_labels]
+
+
+def _check_row(i: int, row: Tensor, labels: Tensor, vocab_size: int, max_seq_len: int) -> None:
+    if row.numel() == 0:
+        raise ValueError(f"sequence {i} of the batch is empty; every sequence needs at least one token")
+    if row.numel() > max_seq_len:
+        raise ValueError(f"sequence {i} has {row.numel()} tokens, more than max_seq_len={max_seq_len}")
+    if labels.numel() != row.numel():
+        raise ValueError(f"sequence {i} has {row.numel()} input_ids but {labels.numel()} labels")
+    low, high = int(row.min()), int(row.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"sequence {i} has token ids {low}..{high}, outside the vocabulary 0..{vocab_size - 1}")
+    active = labels[labels != IGNORE_INDEX]
+    if active.numel() and (int(active.min()) < 0 or int(active.max()) >= vocab_size):
+        raise ValueError(
+            f"sequence {i} has labels {int(active.min())}..{int(active.max())}, outside 0..{vocab_size - 1}"
+            f" and not {IGNORE_INDEX}"
+        )
+
+
+def _shift(labels: Tensor) -> Tensor:
+    return torch.cat((labels[1:], labels.new_full((1,), IGNORE_INDEX)))
+
+
+class BatchWriter:
+    """Fills the host batch slot of a round and makes the chunk contexts that point into the GPU slot."""
+
+    def __init__(self, layout: Layout, arenas: Arenas, constants: dict[str, Tensor], deterministic: bool) -> None:
+        self.layout, self.arenas, self.constants, self.deterministic = layout, arenas, constants, deterministic
+        self.chunk_tokens = layout.plan.chunk_tokens
+        self.offsets = batch_offsets(layout.plan.chunks_per_round, self.chunk_tokens)
+
+    def _field(self, memory: str, name: str, chunk: int, count: int) -> Tensor:
+        width = {"input_ids": 8, "labels": 8}.get(name, 4)
+        rows = {"cu_seqlens": self.chunk_tokens + 2, "cu_seqlens_k": 2}.get(name, self.chunk_tokens)
+        slot = self.layout.slots[self.layout.slot(f"batch.{memory}")]
+        dtype = torch.int64 if width == 8 else torch.int32
+        return self.arenas.view(slot, self.offsets[name] + chunk * rows * width, (count,), dtype)
+
+    def write(self, batch: Sequences, chunks: list[PackedChunk]) -> list[ChunkContext]:
+        """Fill the host slot for one round; the previous round's copy from it must have finished."""
+        return [self._write_chunk(batch, chunk, i) for i, chunk in enumerate(chunks)]
+
+    def _write_chunk(self, batch: Sequences, chunk: PackedChunk, i: int) -> ChunkContext:
+        tokens, lengths = chunk.tokens, [p.length for p in chunk.pieces]
+        rows = {
+            "input_ids": torch.cat([batch.input_ids[p.sequence][p.start : p.start + p.length] for p in chunk.pieces]),
+            "labels": torch.cat([batch.labels[p.sequence][p.start : p.start + p.length] for p in chunk.pieces]),
+            "positions": torch.cat([torch.arange(p.start, p.start + p.length) for p in chunk.pieces]),
+            "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0),
+        }
+        start = chunk.pieces[0].start if chunk.first_slice >= 0 else 0
+        if chunk.first_slice >= 0:
+            rows["cu_seqlens_k"] = torch.tensor([0, start + tokens])
+        for name, row in rows.items():
+            self._field("host", name, i, row.numel()).copy_(row)
+        on_gpu = {name: self._field("gpu", name, i, row.numel()) for name, row in rows.items()}
+        return ChunkContext(
+            tokens=tokens,
+            seq_lens=tuple(lengths),
+            losses=self.losses(i, tokens),
+            constants=self.constants,
+            window=self._window(start) if chunk.first_slice >= 0 else None,
+            deterministic=self.deterministic,
+            **on_gpu,
+        )
+
+    def losses(self, chunk: int, tokens: int) -> Tensor:
+        """Per-token losses [tokens] of a chunk, float32 (float64 for float64 compute)."""
+        wide = self.layout.acc_bytes
+        slot = self.layout.slots[self.layout.slot("losses")]
+        dtype = torch.float64 if wide == 8 else torch.float32
+        return self.arenas.view(slot, chunk * self.chunk_tokens * wide, (tokens,), dtype)
+
+    def _window(self, start: int) -> KeyValueWindow:
+        model, rows = self.layout.model, self.layout.window_rows
+        shape = (rows, model.num_key_value_heads, model.head_dim)
+        compute = torch.float64 if self.layout.compute_bytes == 8 else self.compute_dtype
+        wide = torch.float64 if self.layout.acc_bytes == 8 else torch.float32
+        parts = []
+        for name, dtype in (("window", compute), ("grad_window", wide)):
+            slot = self.layout.slots[self.layout.slot(name)]
+            half = slot.num_bytes // 2
+            parts += [self.arenas.view(slot, 0, shape, dtype), self.arenas.view(slot, half, shape, dtype)]
+        return KeyValueWindow(parts[0], parts[1], start, parts[2], parts[3])
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """dtype of activations."""
+        return getattr(torch, self.layout.plan.request.numerics.compute)

@@ -1,0 +1,384 @@
+"""The engine: a model under a plan, trained with fwd_bwd and step.
+
+It owns the arenas, lowers every round structure once, and carries programs out. It knows nothing of architectures (a ModelSpec is
+data) and nothing of how the plan came about.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexengine.checkpoint.reader import CheckpointReader
+from flexengine.checkpoint.writer import TensorSource, copy_support_files, write_checkpoint
+from flexengine.models.registry import ModelSource
+from flexengine.optim.adamw import AdamW
+from flexengine.plan import Plan
+from flexengine.runtime.arena import Arenas
+from flexengine.runtime.batch import BatchWriter, Sequences, read_batch
+from flexengine.runtime.executor import CommandOrder, Executor
+from flexengine.runtime.gradients import finish_gradient
+from flexengine.runtime.layer_runner import LayerRunner
+from flexengine.runtime.memory_usage import GpuMemoryMeter, MemoryPeaks, memory_peaks
+from flexengine.runtime.update import UpdateRunner, UpdateSettings
+from flexengine.runtime.weight_store import WeightStore
+from flexengine.schedule.checker import check_program
+from flexengine.schedule.commands import Command, FinishGradient, Program
+from flexengine.schedule.layout import PARTIAL_SQUARES, Layout
+from flexengine.schedule.lowering import RoundShape, lower_evaluation, lower_round, lower_update
+from flexengine.schedule.packing import PackedChunk, pack, round_shape
+
+LAYER_KINDS = ("forward", "evaluate", "backward", "fill_window")
+
+
+class FwdBwdOutput(NamedTuple):
+    """Of one fwd_bwd call: the mean loss over its target tokens, its sizes, and its FLOPs without and with recompute."""
+
+    loss: float
+    num_tokens: int
+    num_target_tokens: int
+    model_flops: float
+    hardware_flops: float
+
+
+class StepOutput(NamedTuple):
+    """Of one optimizer step: the global gradient norm before clipping, whether the update was skipped because it was
+    not finite, and the seconds since the first fwd_bwd of the step began."""
+
+    grad_norm: float
+    skipped: bool
+    seconds: float
+
+
+class EvaluateOutput(NamedTuple):
+    """Of one evaluate call: the mean loss over its target tokens, and its sizes."""
+
+    loss: float
+    num_tokens: int
+    num_target_tokens: int
+
+
+class Engine:
+    """Trains one model under one plan. Made by `flexengine.from_pretrained`.
+
+    fwd_bwd adds the gradients of a batch, several calls accumulate; step updates the weights with the gradients of the
+    mean loss over all target tokens since the last step.
+    """
+
+    def __init__(
+        self,
+        source: ModelSource,
+        plan: Plan,
+        device: torch.device,
+        optimizer: AdamW,
+        max_grad_norm: float | None = 1.0,
+        seed: int = 0,
+        deterministic: bool = False,
+        matmul_flops_per_s: float = 0.0,
+        description: str = "",
+        order: CommandOrder | None = None,
+    ) -> None:
+        self.source, self.model, self.plan, self.device = source, source.spec, plan, device
+        self.optimizer, self.max_grad_norm, self.seed, self.deterministic = optimizer, max_grad_norm, seed, deterministic
+        self.matmul_flops_per_s, self._description = matmul_flops_per_s, description
+        self.layout = Layout(self.model, plan)
+        self.meter = self._start_meter()
+        self.arenas = Arenas(device, self.layout.gpu_bytes, self.layout.host_bytes)
+        self.executor = Executor(device, self.arenas, order)
+        self.weights = WeightStore(self.layout, self.arenas)
+        self.layers = LayerRunner(self.layout, self.arenas)
+        self.updates = UpdateRunner(self.layout, self.arenas)
+        self.batches = BatchWriter(self.layout, self.arenas, self._constants(), deterministic)
+        self._programs: dict[tuple[RoundShape, str], Program] = {}
+        self._update_program: Program | None = None
+        self._last_program: Program | None = None
+        self.step_count = 0
+        self._start_accumulation()
+        self._load()
+
+    # -- setting up --------------------------------------------------------------------------------------------------
+
+    def _start_meter(self) -> GpuMemoryMeter:
+        if self.device.type == "cpu":
+            return GpuMemoryMeter(self.device, read_bytes=lambda: self.layout.gpu_bytes)
+        return GpuMemoryMeter(self.device).start()
+
+    def _constants(self) -> dict[str, Tensor]:
+        wide = torch.float64 if self.layout.acc_bytes == 8 else torch.float32
+        return {
+            "inv_freq": torch.tensor(self.model.inv_freq, dtype=wide, device=self.device),
+            "flash_rng_state": torch.zeros(2, dtype=torch.int64, device=self.device),
+        }
+
+    def _load(self) -> None:
+        if self.source.weights_folder is None:
+            self.weights.initialize(self.seed)
+        else:
+            with CheckpointReader.open(self.source.weights_folder) as reader:
+                self.weights.load(reader)
+        self.executor.synchronize()
+
+    def _start_accumulation(self) -> None:
+        self._num_target_tokens = 0
+        self._has_gradients = False
+        self._step_started = 0.0
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def fwd_bwd(
+        self, batch: object = None, *, input_ids: object = None, labels: object = None, attention_mask: object = None
+    ) -> FwdBwdOutput:
+        """Forward and backward of a batch; its gradients are added to those since the last step.
+
+        batch: ragged token lists, where every token is a target of the one before it; or input_ids and labels (lists or
+        [B, S] tensors; labels unshifted, -100 = no loss) with an optional right-padding attention_mask.
+        Raises ValueError for tokens outside the vocabulary, sequences over max_seq_len, more tokens than
+        max_global_batch_tokens, or no target token.
+        """
+        sequences = self._read(batch, input_ids, labels, attention_mask)
+        if not self._has_gradients:
+            self._step_started = time.perf_counter()
+        loss_sum = self._run_rounds(sequences, train=True)
+        self._num_target_tokens += sequences.num_target_tokens
+        loss = float(loss_sum) / sequences.num_target_tokens
+        model_flops = self.model.model_flops(sequences.lengths)
+        extra = self._recompute_flops(sequences)
+        return FwdBwdOutput(
+            loss, sequences.num_tokens, sequences.num_target_tokens, model_flops, model_flops + extra
+        )
+
+    def step(self, lr: float | None = None) -> StepOutput:
+        """AdamW with the gradients of the mean loss over all target tokens since the last step, clipped by global norm.
+
+        lr overrides the optimizer's for this step. A gradient norm that is not finite skips the update and leaves
+        every weight and state as it was. Raises ValueError when there are no gradients or lr is negative.
+        """
+        if not self._has_gradients:
+            raise ValueError("step() without gradients: call fwd_bwd(batch) first")
+        lr = self.optimizer.lr if lr is None else lr
+        if not (math.isfinite(lr) and lr >= 0):
+            raise ValueError(f"lr must be a finite number >= 0, got {lr}")
+        self.updates.settings = UpdateSettings(
+            self.optimizer, lr, self.max_grad_norm, self._num_target_tokens, self.step_count + 1, self.seed
+        )
+        if self._update_program is None:
+            self._update_program = self._checked(lower_update(self.layout))
+        self._run(self._update_program)
+        self.executor.synchronize()
+        grad_norm = float(self.updates.scalar("grad_norm"))
+        skipped = not math.isfinite(grad_norm)
+        self.step_count += 0 if skipped else 1
+        seconds = time.perf_counter() - self._step_started
+        self._start_accumulation()
+        return StepOutput(grad_norm, skipped, seconds)
+
+    def evaluate(
+        self, batch: object = None, *, input_ids: object = None, labels: object = None, attention_mask: object = None
+    ) -> EvaluateOutput:
+        """Mean loss of a batch, forward only, in the same buffers; gradients and weights stay as they are."""
+        sequences = self._read(batch, input_ids, labels, attention_mask)
+        loss_sum = self._run_rounds(sequences, train=False)
+        loss = float(loss_sum) / sequences.num_target_tokens
+        return EvaluateOutput(loss, sequences.num_tokens, sequences.num_target_tokens)
+
+    def next_token_logits(self, tokens: list[int]) -> Tensor:
+        """Logits [V], float32 on the CPU, of the token after `tokens`. Recomputes the whole prefix: for samples, not serving."""
+        sequences = read_batch([tokens], None, None, self.model.vocab_size, self.plan.request.max_seq_len)
+        self._run_rounds(sequences, train=False)
+        assert self._last_program is not None
+        call = next(c.args for c in reversed(self._last_program.commands) if c.kind == "evaluate")
+        head = call.program.forward[-1]
+        chunk = self.layers.chunks[call.chunk]
+        hidden = self.layers.bind(call, head.tensors, chunk.tokens)[head.op.inputs[0]]
+        weight = self.layers.params_of(call)[head.op.params[0]]
+        return (hidden[-1:] @ weight.t())[0].float().cpu()
+
+    # -- rounds ------------------------------------------------------------------------------------------------------
+
+    def _read(self, batch: object, input_ids: object, labels: object, attention_mask: object) -> Sequences:
+        if (batch is None) == (input_ids is None):
+            raise ValueError("give a batch of token lists, or input_ids=..., and not both")
+        if batch is not None and labels is not None:
+            raise ValueError("labels go with input_ids=...; a plain batch makes every token a target")
+        request = self.plan.request
+        sequences = read_batch(
+            batch if input_ids is None else input_ids, labels, attention_mask, self.model.vocab_size, request.max_seq_len
+        )
+        if sequences.num_tokens > request.max_global_batch_tokens:
+            raise ValueError(
+                f"the batch has {sequences.num_tokens} tokens, more than max_global_batch_tokens="
+                f"{request.max_global_batch_tokens}"
+            )
+        if sequences.num_target_tokens == 0:
+            raise ValueError("the batch has no target token: every label is -100, or every sequence has a single token")
+        return sequences
+
+    def _run_rounds(self, batch: Sequences, train: bool) -> Tensor:
+        """Run all rounds of a batch; returns the summed loss [] in float64 on the device."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        with self._numerics_mode():
+            for chunks in pack(batch.lengths, self.plan.chunk_tokens, self.plan.chunks_per_round):
+                program = self._program(chunks, train)
+                if self._last_program is not None:
+                    self.executor.wait_for(self._last_program, 0)  # its batch has left the host slot
+                self.layers.chunks = self.batches.write(batch, chunks)
+                self._run(program)
+                self._has_gradients = self._has_gradients or train
+                for chunk in self.layers.chunks:
+                    total += chunk.losses.double().sum()
+        return total
+
+    def _program(self, chunks: list[PackedChunk], train: bool) -> Program:
+        shape = round_shape(chunks, self.plan.chunk_tokens)
+        kind = "evaluate" if not train else "accumulate" if self._has_gradients else "first"
+        if (shape, kind) not in self._programs:
+            if train:
+                program = lower_round(self.layout, shape, first=kind == "first")
+            else:
+                program = lower_evaluation(self.layout, shape)
+            self._programs[shape, kind] = self._checked(program)
+        return self._programs[shape, kind]
+
+    def _checked(self, program: Program) -> Program:
+        """Every program is proven before it runs; it takes milliseconds."""
+        check_program(program, self.layout.gpu_bytes, self.layout.host_bytes)
+        return program
+
+    def _run(self, program: Program) -> None:
+        self._last_program = program
+        self.executor.run(program, self._handle)
+
+    def _handle(self, command: Command) -> None:
+        if command.kind in LAYER_KINDS:
+            self.layers.run(command.kind, command.args)
+        elif command.kind == "finish_gradient":
+            self._finish_gradient(command.args)
+        elif command.kind == "clip":
+            self.updates.clip()
+        elif command.kind == "update":
+            assert self._last_program is not None
+            self.updates.update(command, self._last_program.slots)
+        else:
+            raise AssertionError(f"no handler for a command of kind {command.kind!r}")
+
+    def _finish_gradient(self, args: FinishGradient) -> None:
+        slots, numel = self.layout.slots, self.layout.groups[args.group].numel
+        stored = self.arenas.view(slots[args.stored], 0, (numel,), getattr(torch, self.plan.request.numerics.grad))
+        partials = slots[self.layout.slot("partial_squares")]
+        finish_gradient(
+            self.arenas.view(slots[args.accumulator], 0, (numel,), self.layers.wide),
+            stored,
+            args.has_previous,
+            self.arenas.view(partials, 0, (PARTIAL_SQUARES,), torch.float32),
+            self.updates.norm_squares()[args.group],
+        )
+
+    @contextmanager
+    def _numerics_mode(self) -> Iterator[None]:
+        """With `deterministic`, only kernels that torch knows to be deterministic, for the time of a call."""
+        if not self.deterministic:
+            yield
+            return
+        before = torch.are_deterministic_algorithms_enabled()
+        fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before)
+            torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+
+    # -- looking in --------------------------------------------------------------------------------------------------
+
+    def _recompute_flops(self, batch: Sequences) -> float:
+        mean = max(1, sum(n * n for n in batch.lengths) // batch.num_tokens)
+        width = self.layout.compute_bytes
+        return sum(
+            program.recompute_work(batch.num_tokens, mean, width).flops
+            for layer, program in zip(self.model.layers, self.layout.programs, strict=True)
+            if layer.kind == "block"
+        )
+
+    def describe(self) -> str:
+        """The plan in words."""
+        return self._description
+
+    def memory_peaks(self) -> MemoryPeaks:
+        """Most GPU and host memory the process has had in use, bytes; on the CPU the GPU figure is the device arena."""
+        return memory_peaks(self.meter)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Master weights by Hugging Face name, on the CPU; float32 (float64) unless the master itself is bf16."""
+        self.executor.synchronize()
+        return {name: self.weights.read(name) for name in self.weights.runs}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Gradients of the mean loss over all target tokens since the last step, by Hugging Face name, on the CPU.
+
+        Raises ValueError when there are none.
+        """
+        if not self._has_gradients:
+            raise ValueError("there are no gradients: call fwd_bwd(batch) first")
+        self.executor.synchronize()
+        scale = 1.0 / self._num_target_tokens
+        return {name: self.weights.read_gradient(name, scale) for name in self.weights.runs}
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write a Hugging Face folder that transformers loads unchanged: the source's tensor names, dtypes and shards, its
+        config and tokenizer. Files are written beside and renamed; a random-weights preset is saved in the compute dtype."""
+        self.executor.synchronize()
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.source.support_folder is not None:
+            copy_support_files(self.source.support_folder, folder)
+        if self.source.weights_folder is None:
+            dtype = getattr(torch, self.plan.request.numerics.compute)
+            write_checkpoint(folder, [self._export(n, dtype) for n in self.weights.runs], None)
+            self._write_config(folder, self.plan.request.numerics.compute)
+            return
+        with CheckpointReader.open(self.source.weights_folder) as reader:
+            tensors = [self._export_from(reader, name) for name in reader.tensors]
+            sharded = len(set(reader.shard_of.values())) > 1
+            write_checkpoint(folder, tensors, reader.shard_of if sharded else None)
+
+    def _export(self, name: str, dtype: torch.dtype) -> TensorSource:
+        shape = self.weights.runs[name].source.shape
+        return TensorSource(name, dtype, shape, lambda: self.weights.read(name, dtype))
+
+    def _export_from(self, reader: CheckpointReader, name: str) -> TensorSource:
+        """A tensor of the source checkpoint: trained, tied to a trained one, or carried through untouched."""
+        entry = reader.tensors[name]
+        if name in self.weights.runs:
+            return self._export(name, entry.dtype)
+        if self.model.tie_word_embeddings and name == "lm_head.weight":
+            tied = self._export("model.embed_tokens.weight", entry.dtype)
+            return tied._replace(name=name)
+
+        def carried() -> Tensor:
+            tensor = torch.empty(entry.shape, dtype=entry.dtype)
+            reader.read_into(name, tensor)
+            return tensor
+
+        return TensorSource(name, entry.dtype, tuple(entry.shape), carried)
+
+    def _write_config(self, folder: Path, dtype: str) -> None:
+        config = {**self.model.hf_config, "dtype": dtype}
+        config.pop("torch_dtype", None)
+        beside = folder / "config.json.tmp"
+        beside.write_text(json.dumps(config, indent=2) + "\n")
+        beside.replace(folder / "config.json")
+
+    def close(self) -> None:
+        """Stop measuring and release both arenas; the engine is not usable afterwards."""
+        self.executor.synchronize()
+        self.meter.stop()
+        self.arenas.close()

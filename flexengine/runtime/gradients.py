@@ -1,0 +1,28 @@
+"""The end of a layer's backward: accumulator into stored gradient, with the sum of squares of what was stored."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexengine.ops.base import use_kernel
+
+
+def finish_gradient(
+    accumulator: Tensor, stored: Tensor, has_previous: bool, partial_squares: Tensor, norm_square: Tensor
+) -> None:
+    """stored [n] = round(accumulator [n] (+ stored)); norm_square [] = sum of squares of the rounded values.
+
+    The accumulator is float32 (float64), stored may be narrower. partial_squares is workspace; the order of the sum depends
+    on n and the workspace's length alone, so the same gradient has the same norm wherever it lives.
+    """
+    if use_kernel(accumulator) and accumulator.dtype != torch.float64:
+        from flexengine.kernels import grad_accumulate  # noqa: PLC0415 (Triton is imported when first used)
+
+        grad_accumulate.grad_accumulate(accumulator, stored, has_previous, partial_squares)
+        norm_square.copy_(partial_squares.double().sum())
+        return
+    if has_previous:
+        accumulator = accumulator + stored.to(accumulator.dtype)
+    stored.copy_(accumulator)
+    norm_square.copy_(stored.double().square().sum())

@@ -1,0 +1,100 @@
+"""Runs a layer call: binds every tensor of its op steps to arena views and calls the ops in order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexengine.ops.base import ChunkContext, OpEnv
+from flexengine.runtime.arena import Arenas
+from flexengine.schedule.commands import LayerCall
+from flexengine.schedule.layer_program import LayerProgram, OpStep, Place
+from flexengine.schedule.layout import Layout
+
+
+class LayerRunner:
+    """Executes LayerCalls of a layout. `chunks` are the contexts of the round in work."""
+
+    def __init__(self, layout: Layout, arenas: Arenas) -> None:
+        self.layout, self.arenas = layout, arenas
+        self.compute = getattr(torch, layout.plan.request.numerics.compute)
+        self.wide = torch.float64 if layout.acc_bytes == 8 else torch.float32
+        self.chunks: list[ChunkContext] = []
+
+    def run(self, kind: str, call: LayerCall) -> None:
+        """Run one command of kind forward, evaluate, backward or fill_window on the current stream."""
+        chunk, params = self.chunks[call.chunk], self._params(call)
+        if kind == "backward" and chunk.window is not None and "grad_window" in call.areas:
+            self._open_grad_window(call, chunk)
+        accumulators = self._accumulators(call) if kind == "backward" else {}
+        for step in self._steps(kind, call.program):
+            env = OpEnv(
+                t=self.bind(call, step.tensors, chunk.tokens),
+                p=params,
+                g=self.bind(call, step.grads, chunk.tokens),
+                gp=accumulators,
+                chunk=chunk,
+                accumulate=step.accumulate,
+                first=call.first,
+            )
+            _call(step, env)
+
+    def bind(self, call: LayerCall, places: tuple[tuple[str, Place], ...], tokens: int) -> dict[str, Tensor]:
+        """Views of named places for a chunk of `tokens` tokens."""
+        views = {}
+        for name, place in places:
+            spec, slot = place.spec, self.layout.slots[call.areas[place.area]]
+            dtype = self.compute if spec.dtype == "compute" else self.wide
+            views[name] = self.arenas.view(slot, place.offset, (spec.height(tokens), *spec.shape), dtype)
+        return views
+
+    def params_of(self, call: LayerCall) -> dict[str, Tensor]:
+        """The layer's parameters as views of its weight slots."""
+        return self._params(call)
+
+    def _params(self, call: LayerCall) -> dict[str, Tensor]:
+        return self._param_views(call, call.weights, self.compute)
+
+    def _accumulators(self, call: LayerCall) -> dict[str, Tensor]:
+        return self._param_views(call, call.accumulators, self.wide)
+
+    def _param_views(self, call: LayerCall, slots: dict[int, int], dtype: torch.dtype) -> dict[str, Tensor]:
+        views = {}
+        for local, group, name in self.layout.model.layers[call.layer].params:
+            if group not in slots:
+                continue
+            shape = next(p.shape for p in self.layout.model.groups[group].params if p.name == name)
+            offset = self.layout.groups[group].offsets[name] * dtype.itemsize
+            views[local] = self.arenas.view(self.layout.slots[slots[group]], offset, shape, dtype)
+        return views
+
+    def _open_grad_window(self, call: LayerCall, chunk: ChunkContext) -> None:
+        """The last slice of a sequence starts from zero gradients of all its keys and values."""
+        window = chunk.window
+        assert window is not None
+        following = call.chunk + 1
+        continues = following < len(self.chunks) and self._start(following) > window.start
+        if not continues:
+            assert window.grad_keys is not None
+            assert window.grad_values is not None
+            window.grad_keys.zero_()
+            window.grad_values.zero_()
+
+    def _start(self, chunk: int) -> int:
+        window = self.chunks[chunk].window
+        return -1 if window is None else window.start
+
+    @staticmethod
+    def _steps(kind: str, program: LayerProgram) -> tuple[OpStep, ...]:
+        return {"backward": program.backward, "fill_window": program.window}.get(kind, program.forward)
+
+
+def _call(step: OpStep, env: OpEnv) -> None:
+    if step.half == "forward":
+        step.op.forward(env)
+    elif step.half == "input":
+        step.op.backward_input(env)
+    elif step.half == "weight":
+        step.op.backward_weight(env)
+    else:
+        step.op.fill_window(env)  # type: ignore[attr-defined]

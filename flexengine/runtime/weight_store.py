@@ -1,0 +1,163 @@
+"""Parameters at rest: reading checkpoints into the arenas, random initial weights, and reading masters back out.
+
+A parameter is its Hugging Face sources stacked by rows, so every source is a contiguous run of elements of its group's planes.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexengine.checkpoint.reader import CheckpointReader
+from flexengine.models.spec import ParamSpec, WeightSource
+from flexengine.optim.rounding import join_fp32, split_fp32
+from flexengine.runtime.arena import DTYPES, Arenas
+from flexengine.schedule.layout import Layout, Segment
+
+PIECE_ELEMENTS = 1 << 22
+"""Elements converted at a time: bounds what loading and exporting take beside the arenas to tens of MiB. Random initial
+weights are drawn in pieces of this size, so it is part of what a seed means."""
+
+
+class SourceRun(NamedTuple):
+    """Where a Hugging Face tensor lies: `count` elements from `start` of a group's segment."""
+
+    source: WeightSource
+    param: ParamSpec
+    group: int
+    segment: Segment
+    start: int
+    count: int
+
+
+class WeightStore:
+    """Reads and writes the stored planes of all parameter groups, on whichever side they live."""
+
+    def __init__(self, layout: Layout, arenas: Arenas) -> None:
+        self.layout, self.arenas = layout, arenas
+        self.runs = {run.source.name: run for run in self._all_runs()}
+
+    def _all_runs(self) -> Iterator[SourceRun]:
+        for index, group in enumerate(self.layout.model.groups):
+            stored = self.layout.groups[index]
+            for param in group.params:
+                segment = next(s for s in stored.segments if s.name == param.kind)
+                start = stored.offsets[param.name] - segment.first_element
+                for source in param.sources:
+                    count = torch.Size(source.shape).numel()
+                    yield SourceRun(source, param, index, segment, start, count)
+                    start += count
+
+    def plane(self, kind: str, run: SourceRun) -> Tensor | None:
+        """Flat view of one plane of a source's elements, or None when the format has no such plane."""
+        plane = next((p for p in run.segment.planes if p.kind == kind), None)
+        if plane is None:
+            return None
+        slot = self.layout.slots[self.layout.plane_slot(kind, run.group)]
+        dtype = DTYPES[plane.dtype]
+        return self.arenas.view(slot, plane.start + run.start * dtype.itemsize, (run.count,), dtype)
+
+    # -- in ----------------------------------------------------------------------------------------------------------
+
+    def load(self, reader: CheckpointReader) -> None:
+        """Read every parameter from a checkpoint and set the optimizer states to zero.
+
+        A tensor stored in the compute dtype goes straight into the arena; others are converted in pieces.
+        """
+        self.check_complete(reader)
+        self.clear_states()
+        for name, run in self.runs.items():
+            weight, remainder = self.plane("weights", run), self.plane("remainder", run)
+            assert weight is not None
+            entry = reader.tensors[name]
+            if weight.device.type == "cpu" and entry.dtype == weight.dtype:
+                reader.read_into(name, weight.view(run.source.shape))
+                if remainder is not None:
+                    remainder.zero_()
+                continue
+            for start, piece in reader.read_float32_pieces(name, PIECE_ELEMENTS):
+                self._write_master(weight, remainder, start, piece)
+
+    def check_complete(self, reader: CheckpointReader) -> None:
+        """Raise ValueError naming tensors that the checkpoint lacks or holds in another shape."""
+        missing = [name for name in self.runs if name not in reader.tensors]
+        if missing:
+            raise ValueError(
+                f"the checkpoint lacks {len(missing)} of {len(self.runs)} tensors the model needs, such as {missing[:3]};"
+                " it is incomplete or of another architecture"
+            )
+        for name, run in self.runs.items():
+            found = tuple(reader.tensors[name].shape)
+            if found != run.source.shape:
+                raise ValueError(
+                    f"tensor {name} has shape {list(found)} in the checkpoint, but config.json asks for"
+                    f" {list(run.source.shape)}"
+                )
+
+    def initialize(self, seed: int) -> None:
+        """Random initial weights: normal with the config's initializer_range, norms one, biases zero; states zero.
+
+        Every tensor draws from a generator of its own, seeded by its name, on the engine's device: the values depend on
+        seed, name and kind of device only.
+        """
+        self.clear_states()
+        for name, run in self.runs.items():
+            weight, remainder = self.plane("weights", run), self.plane("remainder", run)
+            assert weight is not None
+            generator = torch.Generator(self.arenas.device).manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
+            for start in range(0, run.count, PIECE_ELEMENTS):
+                count = min(PIECE_ELEMENTS, run.count - start)
+                self._write_master(weight, remainder, start, self._draw(run.param, count, generator))
+
+    def _draw(self, param: ParamSpec, count: int, generator: torch.Generator) -> Tensor:
+        device = self.arenas.device
+        if param.init == "normal":
+            std = self.layout.model.initializer_range
+            return torch.empty(count, device=device).normal_(0.0, std, generator=generator)
+        return torch.full((count,), 1.0 if param.init == "ones" else 0.0, device=device)
+
+    def _write_master(self, weight: Tensor, remainder: Tensor | None, start: int, piece: Tensor) -> None:
+        piece = piece.flatten()
+        target = weight[start : start + piece.numel()]
+        if remainder is None:
+            target.copy_(piece)
+            return
+        piece = piece.float()
+        halves = torch.empty_like(piece, dtype=torch.bfloat16), torch.empty_like(piece, dtype=torch.int16)
+        split_fp32(piece, *halves)
+        target.copy_(halves[0])
+        remainder[start : start + piece.numel()].copy_(halves[1])
+
+    def clear_states(self) -> None:
+        """Zero both moments of every parameter."""
+        for index in range(len(self.layout.groups)):
+            for kind in ("exp_avg", "exp_avg_sq"):
+                slot = self.layout.slots[self.layout.plane_slot(kind, index)]
+                self.arenas.view(slot, 0, (slot.num_bytes,), torch.uint8).zero_()
+
+    # -- out ---------------------------------------------------------------------------------------------------------
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """The master value of a Hugging Face tensor on the CPU, exact in float32 (float64), or cast to `dtype`."""
+        run = self.runs[name]
+        weight, remainder = self.plane("weights", run), self.plane("remainder", run)
+        assert weight is not None
+        exact = torch.float32 if remainder is not None or weight.dtype == torch.bfloat16 else weight.dtype
+        out = torch.empty(run.count, dtype=dtype or exact)
+        for start in range(0, run.count, PIECE_ELEMENTS):
+            piece = slice(start, min(start + PIECE_ELEMENTS, run.count))
+            value = weight[piece] if remainder is None else join_fp32(weight[piece], remainder[piece])
+            out[piece].copy_(value)
+        return out.view(run.source.shape)
+
+    def read_gradient(self, name: str, scale: float) -> Tensor:
+        """The stored gradient of a Hugging Face tensor times `scale`, float32 (float64) on the CPU."""
+        run = self.runs[name]
+        grad = self.plane("grad", run)
+        assert grad is not None
+        wide = torch.float64 if self.layout.acc_bytes == 8 else torch.float32
+        return (grad.to(device="cpu", dtype=wide) * scale).view(run.source.shape)

@@ -1,0 +1,81 @@
+"""Whole sequences into chunks, chunks into rounds. Depends on chunk and round sizes only, never on memory.
+
+Sequences keep their order. A chunk takes whole sequences while they fit; a sequence longer than a chunk becomes
+consecutive chunks of its own in one round.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flexengine.schedule.lowering import ChunkShape, RoundShape
+
+
+class Piece(NamedTuple):
+    """Tokens [start, start + length) of sequence number `sequence`."""
+
+    sequence: int
+    start: int
+    length: int
+
+
+class PackedChunk(NamedTuple):
+    """The pieces of one chunk; for a slice, the chunk numbers (within the round) of its sequence's first and last."""
+
+    pieces: tuple[Piece, ...]
+    first_slice: int = -1
+    last_slice: int = -1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the chunk."""
+        return sum(p.length for p in self.pieces)
+
+
+def pack(seq_lens: list[int], chunk_tokens: int, chunks_per_round: int) -> list[list[PackedChunk]]:
+    """Rounds of chunks for sequences of the given lengths.
+
+    Raises ValueError for an empty sequence or one that does not fit in a round.
+    """
+    rounds: list[list[PackedChunk]] = [[]]
+    for unit in _units(seq_lens, chunk_tokens):
+        if len(unit) > chunks_per_round:
+            longest = sum(piece.length for chunk in unit for piece in chunk)
+            raise ValueError(
+                f"a sequence of {longest} tokens does not fit in a round of {chunk_tokens * chunks_per_round} tokens"
+            )
+        if len(rounds[-1]) + len(unit) > chunks_per_round:
+            rounds.append([])
+        first = len(rounds[-1])
+        span = (first, first + len(unit) - 1) if len(unit) > 1 else (-1, -1)
+        rounds[-1].extend(PackedChunk(tuple(chunk), *span) for chunk in unit)
+    return rounds
+
+
+def _units(seq_lens: list[int], chunk_tokens: int) -> list[list[list[Piece]]]:
+    """Chunks that must stay together: one chunk of whole sequences, or all slices of a long one."""
+    units: list[list[list[Piece]]] = []
+    room = 0
+    for i, length in enumerate(seq_lens):
+        if length < 1:
+            raise ValueError(f"sequence {i} of the batch is empty; every sequence needs at least one token")
+        if length > chunk_tokens:
+            units.append([[Piece(i, s, min(chunk_tokens, length - s))] for s in range(0, length, chunk_tokens)])
+            room = 0
+        elif length <= room:
+            units[-1][0].append(Piece(i, 0, length))
+            room -= length
+        else:
+            units.append([[Piece(i, 0, length)]])
+            room = chunk_tokens - length
+    return units
+
+
+def round_shape(chunks: list[PackedChunk], chunk_tokens: int) -> RoundShape:
+    """The shape to lower for: full chunks, so that rounds of equal structure share one program."""
+    return RoundShape(
+        tuple(
+            ChunkShape(chunk_tokens, chunk_tokens, c.first_slice, c.last_slice, c.pieces[0].start if c.first_slice >= 0 else 0)
+            for c in chunks
+        )
+    )

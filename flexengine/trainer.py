@@ -1,0 +1,280 @@
+"""The story of a training run: check, plan, build the engine, take the steps, export, show a sample.
+
+Everything cheap that can be wrong (options, model config, data, run folder) is checked before memory is reserved or
+weights are read.
+"""
+
+import logging
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from flexengine.checkpoint.atomic import atomic_file
+from flexengine.config import TrainConfig
+from flexengine.data import ChatTokenizer, GlobalBatches, SyntheticBatches, prepare_sequences, read_json_sft
+from flexengine.data.batches import Batch
+from flexengine.metrics import (
+    JsonlWriter,
+    StepMetrics,
+    format_bytes,
+    format_seconds,
+    format_tflops,
+    format_tokens_per_s,
+)
+from flexengine.models.registry import ASSETS, ModelSource, open_model
+from flexengine.optim.lr_schedule import LrSchedule
+from flexengine.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+DEMO_FOLDER = ASSETS / "demo"
+INTERRUPTED = 130
+"""Exit status after Ctrl-C: 128 + SIGINT, as shells report it."""
+DIVERGED = 1
+"""Exit status of a run whose last loss is not a finite number."""
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Where batches come from, the tokenizer (None for synthetic data), and one line about both."""
+
+    batches: GlobalBatches | SyntheticBatches
+    tokenizer: ChatTokenizer | None
+    description: str
+
+
+def train(config: TrainConfig, prompts: Sequence[str] = (), replace: bool = False) -> int:
+    """Run one training from config to the exported model; returns the exit status.
+
+    prompts are answered greedily at the end and printed. replace allows a run folder whose final/ belongs to
+    another config. Writes config.yaml, plan.json, train_log.jsonl and, with config.save, final/ in config.run_folder.
+    Raises ValueError (PlanError when no plan fits) for what a person can correct, before any step is taken.
+    """
+    source = open_model(config.model)
+    data = open_data(config, source) if config.dataset or config.data_source == "synthetic" else None
+    if data is not None:
+        print(f"data: {data.description}")
+    if config.dry_run or data is None:
+        return dry_run(config)
+    num_steps = data.batches.num_steps(config.steps, config.epochs)
+    schedule = LrSchedule(config.lr, num_steps, config.lr_warmup_pct, config.lr_cooldown_start_pct, config.lr_final_pct)
+    check_run_folder(config, replace)
+
+    engine = build_engine(config)
+    print(engine.describe())
+    start_run_folder(config, engine.plan.to_json())
+    with JsonlWriter(config.run_folder / "train_log.jsonl") as log:
+        steps, interrupted = run_steps(engine, data.batches, schedule, log, config.logging != "warning")
+    print(summary(engine, steps))
+    if interrupted:
+        print(f"interrupted after step {len(steps)} of {num_steps}; the log is in {config.run_folder}", file=sys.stderr)
+        return INTERRUPTED
+    if config.save:
+        engine.save_pretrained(config.run_folder / "final")
+        print(f"model: {config.run_folder / 'final'}")
+    if data.tokenizer is not None:
+        for prompt in prompts:
+            print(f"sample: {prompt!r} -> {answer(engine, data.tokenizer, prompt)!r}")
+    return _exit_status(steps)
+
+
+# ---- before the engine ----------------------------------------------------------------------------------------
+
+
+def engine_arguments(config: TrainConfig) -> dict[str, Any]:
+    """The keyword arguments of from_pretrained and plan_for that the config sets."""
+    from flexengine.optim import AdamW  # noqa: PLC0415, loads torch, which option errors need not wait for
+
+    same_name = (
+        "max_seq_len max_global_batch_tokens max_gpu_mem_gib max_host_mem_gib device dtype master_dtype grad_dtype"
+        " optimizer_state_dtype max_grad_norm seed chunk_tokens round_tokens recompute deterministic"
+    )
+    optimizer = AdamW(lr=config.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=config.weight_decay)
+    return {"optimizer": optimizer, **{name: getattr(config, name) for name in same_name.split()}}
+
+
+def build_engine(config: TrainConfig) -> Any:
+    """The engine with its weights loaded. Raises PlanError before loading when nothing fits."""
+    from flexengine import from_pretrained  # noqa: PLC0415, as above
+
+    return from_pretrained(config.model, **engine_arguments(config))
+
+
+def make_plan(config: TrainConfig) -> tuple[Plan, str]:
+    """The plan, made without loading weights, and what it says in words. Raises PlanError when nothing fits."""
+    from flexengine.planner.report import describe_plan  # noqa: PLC0415, as above
+    from flexengine.runtime.engine import plan_for  # noqa: PLC0415
+
+    plan = plan_for(config.model, **engine_arguments(config))
+    return plan, describe_plan(plan)
+
+
+def dry_run(config: TrainConfig) -> int:
+    """Prints the plan and writes it where --plan-json says; the run folder is left alone."""
+    plan, words = make_plan(config)
+    print(words)
+    if config.plan_json:
+        _write(Path(config.plan_json), plan.to_json())
+    return 0
+
+
+def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
+    """Reads, tokenizes and prepares the data. Raises ValueError when it does not fit the model or nothing is left."""
+    vocab_size = source.spec.vocab_size
+    if config.data_source == "synthetic":
+        batches = SyntheticBatches(vocab_size, config.max_seq_len, config.max_global_batch_tokens, config.seed)
+        text = f"{batches.num_sequences} random sequences of {config.max_seq_len} tokens a step"
+        return TrainingData(batches, None, text)
+    assert config.dataset is not None, "TrainConfig requires a dataset for json_sft"
+    records = read_json_sft(config.dataset)
+    tokenizer = ChatTokenizer.from_folder(source.support_folder or DEMO_FOLDER)
+    if tokenizer.max_id >= vocab_size:
+        raise ValueError(f"the tokenizer has ids up to {tokenizer.max_id}, but the model's vocab_size is {vocab_size}")
+    prepared = prepare_sequences(map(tokenizer.encode_record, records), config.max_seq_len, config.truncate_long)
+    text = f"{config.dataset}: {prepared.describe()}"
+    if source.support_folder is None:
+        text += "; this preset has no tokenizer of its own, so the bundled demo tokenizer is used"
+    batches = GlobalBatches(prepared.sequences, config.max_global_batch_tokens, config.seed)
+    return TrainingData(batches, tokenizer, text)
+
+
+def check_run_folder(config: TrainConfig, replace: bool) -> None:
+    """Raises ValueError when the run folder cannot be used.
+
+    It may be new, empty, or that of an earlier run, whose log is then replaced. A trained model in final/ is kept
+    safe: only a run with the same config, which gives the same model, or replace=True may go over it.
+    """
+    folder = config.run_folder
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output-dir {folder} is a file, not a folder")
+    nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    if not os.access(nearest, os.W_OK):
+        raise ValueError(f"--output-dir {folder} cannot be written: no permission in {nearest}")
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    earlier = folder / "config.yaml"
+    if not earlier.is_file():
+        raise ValueError(f"--output-dir {folder} holds files that are not of a run; choose a new or empty folder")
+    same = earlier.read_text(encoding="utf-8") == config.to_yaml()
+    if (folder / "final").exists() and not same and not replace:
+        raise ValueError(f"{folder / 'final'} is the model of another run; choose another --output-dir or remove it")
+
+
+def start_run_folder(config: TrainConfig, plan_json: str) -> None:
+    """Creates the folder and writes what is known before the first step."""
+    config.run_folder.mkdir(parents=True, exist_ok=True)
+    _write(config.run_folder / "config.yaml", config.to_yaml())
+    _write(config.run_folder / "plan.json", plan_json)
+    if config.plan_json:
+        _write(Path(config.plan_json), plan_json)
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path, "w", encoding="utf-8") as file:
+        file.write(text if text.endswith("\n") else text + "\n")
+
+
+# ---- the steps ------------------------------------------------------------------------------------------------
+
+
+def run_steps(
+    engine: Any, batches: GlobalBatches | SyntheticBatches, schedule: LrSchedule, log: JsonlWriter, show: bool
+) -> tuple[list[StepMetrics], bool]:
+    """Takes schedule.num_steps steps, each logged when it ends; returns them, and whether Ctrl-C cut them short.
+
+    On a terminal a progress bar shows the last step; elsewhere every step is a line. show=False prints neither.
+    """
+    num_steps, done = schedule.num_steps, []
+    on_terminal = sys.stderr.isatty() and sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns  # 80 where the terminal reports 0
+    bar = tqdm(total=num_steps, unit="step", ncols=width, disable=not (show and on_terminal))
+    try:
+        for index, batch in enumerate(batches.batches(num_steps)):
+            metrics = take_step(engine, batch, index + 1, schedule.at(index))
+            log.write(metrics)
+            done.append(metrics)
+            if show and bar.disable:
+                print(metrics.describe(num_steps), flush=True)
+            bar.set_postfix_str(f"loss {metrics.loss:.4f}, {format_tokens_per_s(metrics.tokens_per_s)}", refresh=False)
+            bar.update()
+    except KeyboardInterrupt:
+        return done, True
+    finally:
+        bar.close()
+    return done, False
+
+
+def take_step(engine: Any, batch: Batch, step: int, lr: float) -> StepMetrics:
+    """Forward, backward and update of one global batch; step_s is their wall time."""
+    start_s = time.perf_counter()
+    out = engine.fwd_bwd(input_ids=batch.input_ids, labels=batch.labels)
+    update = engine.step(lr=lr)
+    step_s = time.perf_counter() - start_s
+    if update.skipped:
+        logger.warning("step %d skipped its update: the gradient norm is %s", step, update.grad_norm)
+    peaks = engine.memory_peaks()
+    return StepMetrics.of_step(
+        step=step,
+        loss=float(out.loss),
+        grad_norm=float(update.grad_norm),
+        lr=lr,
+        num_tokens=int(out.num_tokens),
+        step_s=step_s,
+        model_flops=out.model_flops,
+        hardware_flops=out.hardware_flops,
+        predicted_step_s=engine.plan.predicted.step_s,
+        speed_of_light_s=engine.plan.predicted.speed_of_light_s,
+        gpu_peak_bytes=peaks.gpu_bytes,
+        host_peak_bytes=peaks.host_bytes,
+    )
+
+
+# ---- after the steps ------------------------------------------------------------------------------------------
+
+
+def summary(engine: Any, steps: Sequence[StepMetrics]) -> str:
+    """The run in three lines: loss, speed, memory. Rates leave out the first step, which warms up."""
+    if not steps:
+        return "no step was taken"
+    warm = steps[1:] or steps
+    seconds = sum(s.step_s for s in warm)
+    flops_per_s = sum(s.effective_tflops * 1e12 * s.step_s for s in warm) / seconds
+    share = 100.0 * flops_per_s / engine.matmul_flops_per_s
+    last = steps[-1]
+    return "\n".join(
+        (
+            f"loss: {steps[0].loss:.4f} at step 1, {last.loss:.4f} at step {last.step}",
+            f"speed: {format_tokens_per_s(sum(s.num_tokens for s in warm) / seconds)},"
+            f" {format_seconds(seconds / len(warm))} a step, effective {format_tflops(flops_per_s)}"
+            f" ({share:.0f}% of this machine's matmul rate)",
+            f"peak memory: GPU {format_bytes(last.gpu_peak_bytes)}, host {format_bytes(last.host_peak_bytes)}",
+        )
+    )
+
+
+def answer(engine: Any, tokenizer: ChatTokenizer, prompt: str, max_new_tokens: int = 32) -> str:
+    """Greedy answer of the trained model to one user message; ends at a stop token or after max_new_tokens."""
+    ids = tokenizer.encode_prompt(prompt)
+    new: list[int] = []
+    while len(new) < max_new_tokens:
+        token = int(engine.next_token_logits(ids + new).argmax())
+        if token in tokenizer.stop_ids:
+            break
+        new.append(token)
+    return tokenizer.decode(new).strip()
+
+
+def _exit_status(steps: Sequence[StepMetrics]) -> int:
+    if math.isfinite(steps[-1].loss):
+        return 0
+    print(f"the loss of the last step is {steps[-1].loss}: the run diverged; try a smaller --lr", file=sys.stderr)
+    return DIVERGED

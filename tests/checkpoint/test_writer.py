@@ -1,0 +1,167 @@
+"""write_checkpoint against safetensors.torch and transformers; nothing half-written whatever happens."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from flexengine.checkpoint.reader import CheckpointError, CheckpointReader
+from flexengine.checkpoint.writer import TensorSource, copy_support_files, write_checkpoint
+
+MIXED = {
+    "odd": torch.arange(7, dtype=torch.uint8),
+    "matrix": torch.randn(5, 3, generator=torch.Generator().manual_seed(1)).bfloat16(),
+    "scalar": torch.tensor(3.25, dtype=torch.float64),
+    "empty": torch.empty(0, 4, dtype=torch.float16),
+    "mask": torch.tensor([True, False, True]),
+    "ünïcode": torch.ones(2, 2),
+}
+
+
+def sources(tensors: dict[str, torch.Tensor]) -> list[TensorSource]:
+    return [TensorSource(name, t.dtype, tuple(t.shape), lambda t=t: t) for name, t in tensors.items()]
+
+
+def assert_same(loaded: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert loaded.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor), name
+
+
+def test_single_file_round_trip(tmp_path):
+    paths = write_checkpoint(tmp_path / "new", sources(MIXED))
+    assert [path.name for path in paths] == ["model.safetensors"]
+    assert_same(load_file(paths[0]), MIXED)
+    with safe_open(paths[0], "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    with CheckpointReader.open(tmp_path / "new") as reader:
+        assert all(entry.offset_bytes % entry.dtype.itemsize == 0 for entry in reader.tensors.values())
+
+
+def test_split_by_size(tmp_path):
+    tensors = {f"layer.{i}": torch.full((i + 1, 10), float(i)) for i in range(5)}  # 40, 80, ... 200 bytes
+    paths = write_checkpoint(tmp_path, sources(tensors), max_shard_bytes=130)
+    shards = [f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)]
+    assert [path.name for path in paths] == [*shards, "model.safetensors.index.json"]
+    index = json.loads(paths[-1].read_text())
+    assert index["metadata"]["total_size"] == 600
+    assert index["weight_map"]["layer.1"] == shards[0]
+    assert_same({k: v for path in paths[:-1] for k, v in load_file(path).items()}, tensors)
+
+
+def test_source_split_is_reproduced(tmp_path):
+    tensors = {name: torch.randn(3, 2) for name in "abcd"}
+    names = {"a": "model-00002-of-00002.safetensors", "b": "model-00001-of-00002.safetensors"}
+    shards = {"a": names["a"], "b": names["b"], "c": names["a"], "d": names["b"]}
+    write_checkpoint(tmp_path / "one", sources(tensors), shards)
+    with CheckpointReader.open(tmp_path / "one") as reader:
+        assert reader.shard_of == shards
+        write_checkpoint(tmp_path / "two", sources(tensors), reader.shard_of)
+    for path in (tmp_path / "one").iterdir():
+        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
+
+
+def test_a_checkpoint_can_be_replaced_in_place(tmp_path):
+    write_checkpoint(tmp_path, sources({"a": torch.zeros(4)}))
+    write_checkpoint(tmp_path, sources({"a": torch.ones(4)}))
+    assert_same(load_file(tmp_path / "model.safetensors"), {"a": torch.ones(4)})
+    with pytest.raises(CheckpointError, match=r"already holds model\.safetensors"):
+        write_checkpoint(tmp_path, sources({"a": torch.ones(4), "b": torch.ones(4)}), max_shard_bytes=16)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_views_strides_and_parameters_are_written_by_value(tmp_path):
+    base = torch.arange(12.0).view(3, 4)
+    tensors = {"t": base.t(), "row": base[1], "parameter": torch.nn.Parameter(base.clone())}
+    write_checkpoint(tmp_path, sources(tensors))
+    assert_same(load_file(tmp_path / "model.safetensors"), {k: v.detach() for k, v in tensors.items()})
+
+
+def test_tensors_are_read_one_at_a_time(tmp_path):
+    alive = []
+
+    def read(index: int) -> torch.Tensor:
+        import gc  # noqa: PLC0415 - counts what is alive at this moment only
+        import weakref  # noqa: PLC0415
+
+        gc.collect()
+        assert not any(reference() is not None for reference in alive)
+        tensor = torch.full((4,), float(index))
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    write_checkpoint(tmp_path, [TensorSource(f"t{i}", torch.float32, (4,), lambda i=i: read(i)) for i in range(4)])
+    assert len(alive) == 4
+
+
+@pytest.mark.parametrize("failing", ["a", "c"])
+@pytest.mark.parametrize("exists", [True, False])
+def test_failure_midway_leaves_nothing(tmp_path, failing, exists):
+    folder = tmp_path / "out"
+    if exists:
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        write_checkpoint(folder, sources({"a": torch.ones(4), "z": torch.ones(4)}), max_shard_bytes=16)
+    before = {path.name: path.read_bytes() for path in folder.glob("*")}
+
+    def explode() -> torch.Tensor:
+        raise RuntimeError("lost the GPU")
+
+    broken = [
+        source._replace(read=explode) if source.name == failing else source
+        for source in sources({name: torch.zeros(4) for name in "abc"})
+    ]
+    with pytest.raises(RuntimeError, match="lost the GPU"):
+        write_checkpoint(folder, broken, max_shard_bytes=16)
+    assert {path.name: path.read_bytes() for path in folder.glob("*")} == before
+    assert folder.exists() == exists
+
+
+@pytest.mark.parametrize(
+    ("tensors", "arguments", "message"),
+    [
+        ([], {}, "without tensors"),
+        (sources({"a": torch.ones(1)}) * 2, {}, "'a' is given twice"),
+        (sources({"__metadata__": torch.ones(1)}), {}, "reserved"),
+        (sources({"a": torch.ones(1)}), {"shards": {}}, r"1 tensors without a shard \['a'\]"),
+        (sources({"a": torch.ones(1)}), {"shards": {"a": "x.safetensors", "b": "x"}}, r"without a tensor \['b'\]"),
+        (sources({"a": torch.ones(1)}), {"shards": {"a": "../x.safetensors"}}, "plain name"),
+        ([TensorSource("a", torch.float32, (2,), lambda: torch.ones(3))], {}, r"declared \[2\].*returned \[3\]"),
+        ([TensorSource("a", torch.float32, (2,), lambda: torch.ones(2).half())], {}, r"returned \[2\] torch.float16"),
+        ([TensorSource("a", torch.complex128, (2,), lambda: torch.ones(2))], {}, "no name for torch.complex128"),
+        ([TensorSource("a", torch.uint8, (1 << 60,), lambda: torch.ones(1))], {}, r"needs 1073741824.00 GiB"),
+    ],
+)
+def test_wrong_requests(tmp_path, tensors, arguments, message):
+    with pytest.raises(CheckpointError, match=message):
+        write_checkpoint(tmp_path / "out", tensors, **arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_support_files(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    wanted = ["config.json", "tokenizer.json", "tokenizer.model", "vocab.txt", "merges.txt", "chat_template.jinja"]
+    for name in [*wanted, "model.safetensors", "README.md", "optimizer.pt"]:
+        (source / name).write_text(name)
+    assert copy_support_files(source, target) == sorted(wanted)
+    assert {path.name: path.read_text() for path in target.iterdir()} == {name: name for name in wanted}
+    assert copy_support_files(source, source) == sorted(wanted)
+
+
+def test_transformers_loads_single_and_sharded(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, vocab_size=32
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    state = model.state_dict()
+    for folder, limit in ((tmp_path / "single", 1 << 30), (tmp_path / "sharded", 4096)):
+        config.save_pretrained(folder)
+        write_checkpoint(folder, sources(state), max_shard_bytes=limit)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        assert_same(loaded.state_dict(), state)

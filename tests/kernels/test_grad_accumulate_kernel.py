@@ -1,0 +1,60 @@
+"""Gradient accumulation kernel: exact bits of the stored values, squares of what was stored."""
+
+import pytest
+import torch
+
+from flexengine.kernels import grad_accumulate
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def check(checks, num_elements, num_parts, dtype, has_previous, device):
+    acc = torch.randn(num_elements, device=device)
+    previous = checks.normal(num_elements, dtype=dtype, device=device)
+    stored = previous.clone() if has_previous else checks.empty(num_elements, dtype=dtype, device=device)
+    squares = checks.empty(num_parts, dtype=torch.float32, device=device)
+    grad_accumulate.grad_accumulate(acc, stored, has_previous, squares)
+    expected = (acc + previous.float() if has_previous else acc).to(dtype)
+    assert torch.equal(stored, expected)
+    checks.assert_close(squares.double().sum(), expected.double().square().sum(), 1e-6, "squared norm")
+    again = previous.clone() if has_previous else torch.zeros_like(stored)
+    squares_again = torch.empty_like(squares)
+    grad_accumulate.grad_accumulate(acc, again, has_previous, squares_again)
+    assert torch.equal(squares, squares_again)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_previous", [False, True])
+@pytest.mark.parametrize(("num_elements", "num_parts"), [(1, 1), (1, 4), (5003, 3), (40_000, 4)])
+def test_adds_rounds_and_reduces(checks, device, num_elements, num_parts, dtype, has_previous):
+    check(checks, num_elements, num_parts, dtype, has_previous, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_previous", [False, True])
+@pytest.mark.parametrize("num_elements", [58_720_256, 12_345_677])
+def test_adds_rounds_and_reduces_on_gpu(checks, gpu, num_elements, dtype, has_previous):
+    check(checks, num_elements, 1024, dtype, has_previous, gpu)
+
+
+def test_parts_hold_consecutive_runs(device):
+    """Each part is the sum over its own run of blocks, so the partition is the documented one."""
+    acc = torch.zeros(3 * 4096, device=device)
+    acc[4096 * 2] = 3.0
+    stored, squares = torch.empty_like(acc), torch.empty(2, device=device)
+    grad_accumulate.grad_accumulate(acc, stored, False, squares)
+    assert squares.tolist() == [0.0, 9.0]
+
+
+def test_non_finite_gradients_reach_the_norm(device):
+    for bad in (float("nan"), float("inf")):
+        acc = torch.tensor([1.0, bad], device=device)
+        stored, squares = torch.empty(2, dtype=torch.bfloat16, device=device), torch.empty(1, device=device)
+        grad_accumulate.grad_accumulate(acc, stored, False, squares)
+        assert not torch.isfinite(squares).any()
+
+
+def test_refuses_no_parts(device):
+    with pytest.raises(ValueError, match="at least one element"):
+        grad_accumulate.grad_accumulate(*torch.zeros(2, 4, device=device), False, torch.zeros(0, device=device))

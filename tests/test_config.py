@@ -1,0 +1,85 @@
+import subprocess
+import sys
+
+import pytest
+
+from flexengine.config import OPTION_HELP, OPTION_TYPES, TrainConfig, options_from_yaml
+
+SYNTHETIC = {"model": "preset:demo", "data_source": "synthetic"}
+
+
+def test_yaml_both_ways():
+    config = TrainConfig(**SYNTHETIC, lr=2e-5, steps=7, max_gpu_mem_gib=24, recompute="full", output_dir="out")
+    assert TrainConfig.from_yaml(config.to_yaml()) == config
+
+
+def test_every_option_has_help():
+    assert set(OPTION_HELP) == set(OPTION_TYPES)
+    assert all(OPTION_HELP.values())
+
+
+def test_yaml_numbers_without_a_dot_and_keys_with_dashes():
+    assert options_from_yaml("lr: 3e-5\nmax-seq-len: 64\n", "f") == {"lr": 3e-5, "max_seq_len": 64}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a\n", "must hold one `option: value` a line, found list"),
+        ("a: [\n", "is not valid YAML"),
+        ("learning-rate: 1\n", "unknown options learning_rate; known: model, mode"),
+    ],
+)
+def test_bad_yaml(text, message):
+    with pytest.raises(ValueError, match=message):
+        options_from_yaml(text, "run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": ""}, "--model is missing"),
+        ({"mode": "lora"}, "--mode must be one of full, got 'lora'"),
+        ({"max_seq_len": 0}, "--max-seq-len must be more than 0, got 0"),
+        ({"max_seq_len": 64.0}, "--max-seq-len must be of type int, got 64.0"),
+        ({"steps": True}, "--steps must be of type int, got True"),
+        ({"lr": "fast"}, "--lr must be of type float, got 'fast'"),
+        ({"lr": float("nan")}, "--lr must be a finite number"),
+        ({"max_gpu_mem_gib": -1}, "--max-gpu-mem-gib must be more than 0"),
+        ({"weight_decay": -0.1}, "--weight-decay must not be negative"),
+        ({"lr_final_pct": 10.0}, "--lr-final-pct is a fraction from 0 to 1, got 10.0"),
+        ({"lr_warmup_pct": 0.9}, "--lr-cooldown-start-pct 0.8 is before the end of the warm-up"),
+        ({"steps": 3, "epochs": 1.0}, "give one"),
+        ({"dataset": "x.json"}, "reads no data"),
+        ({"data_source": "json_sft"}, "needs --dataset"),
+        ({"max_seq_len": 2048, "max_global_batch_tokens": 1024}, "2048 tokens exceeds --max-global-batch-tokens 1024"),
+        ({"dtype": "float16"}, "--dtype must be one of bfloat16, float32, float64"),
+        ({"save": "yes"}, "--save must be of type bool"),
+        ({"output_dir": 3}, "--output-dir must be of type str"),
+    ],
+)
+def test_refused_options_name_flag_and_value(changes, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**{**SYNTHETIC, **changes})
+
+
+def test_dry_run_needs_no_data():
+    assert TrainConfig(model="preset:llama-3.1-8b", dry_run=True).dataset is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "folder"),
+    [
+        ({"model": "preset:llama-3.1-8b"}, "runs/llama-3.1-8b"),
+        ({"model": "/models/Llama-3.2-1B/"}, "runs/Llama-3.2-1B"),
+        ({"output_dir": "elsewhere"}, "elsewhere"),
+    ],
+)
+def test_run_folder(changes, folder):
+    assert str(TrainConfig(**{**SYNTHETIC, **changes}).run_folder) == folder
+
+
+def test_stands_alone():
+    """Option errors and --help come without loading torch."""
+    code = "import sys, flexengine.config, flexengine.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,97 @@
+import json
+
+import pytest
+
+from flexengine.metrics import (
+    GIB,
+    JsonlWriter,
+    StepMetrics,
+    format_bytes,
+    format_seconds,
+    format_tflops,
+    format_tokens_per_s,
+)
+
+KEYS = (
+    "step loss grad_norm lr num_tokens step_s predicted_step_s tokens_per_s effective_tflops hardware_tflops sol_pct"
+    " gpu_peak_bytes host_peak_bytes"
+)
+
+
+def step_metrics(**changes):
+    measured = {
+        "step": 3,
+        "loss": 2.5,
+        "grad_norm": 0.75,
+        "lr": 1e-4,
+        "num_tokens": 1000,
+        "step_s": 2.0,
+        "model_flops": 6e12,
+        "hardware_flops": 8e12,
+        "predicted_step_s": 1.9,
+        "speed_of_light_s": 1.5,
+        "gpu_peak_bytes": 23 * GIB,
+        "host_peak_bytes": 100 * GIB,
+    }
+    return StepMetrics.of_step(**{**measured, **changes})
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 bytes"),
+        (512, "512 bytes"),
+        (int(12.5 * 2**20), "12.5 MiB"),
+        (GIB, "1.00 GiB"),
+        (23.1 * GIB, "23.10 GiB"),
+        (None, "not measured"),
+    ],
+)
+def test_format_bytes(num_bytes, text):
+    assert format_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0.00 us"),
+        (1.5e-6, "1.50 us"),
+        (0.0123, "12.3 ms"),
+        (0.99999, "1.00 s"),
+        (7.25, "7.25 s"),
+        (99.94, "99.9 s"),
+        (200.2, "3 min 20 s"),
+        (7500, "2 h 05 min"),
+        (float("inf"), "inf"),
+    ],
+)
+def test_format_seconds(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+def test_format_rates():
+    assert format_tokens_per_s(12345.6) == "12346 tokens/s"
+    assert format_tokens_per_s(12.34) == "12.3 tokens/s"
+    assert format_tflops(412.34e12) == "412.3 TFLOP/s"
+    assert format_tflops(0.0654e12) == "0.0654 TFLOP/s"
+
+
+def test_rates_of_a_step_by_hand():
+    m = step_metrics()
+    assert m.tokens_per_s == 500.0
+    assert (m.effective_tflops, m.hardware_tflops) == (3.0, 4.0)
+    assert m.sol_pct == 75.0
+    assert "step   3/100  loss 2.5000" in m.describe(100)
+    assert "500 tokens/s  3.00 TFLOP/s  75% of speed of light" in m.describe(100)
+
+
+def test_log_has_exactly_the_keys_and_is_readable_while_open(tmp_path):
+    path = tmp_path / "train_log.jsonl"
+    path.write_text("from an earlier run\n")
+    with JsonlWriter(path) as log:
+        log.write(step_metrics())
+        assert list(json.loads(path.read_text())) == KEYS.split()
+        log.write(step_metrics(loss=float("nan"), gpu_peak_bytes=None))
+    second = json.loads(path.read_text().splitlines()[1])
+    assert second["loss"] is None
+    assert second["gpu_peak_bytes"] is None

@@ -1,0 +1,117 @@
+"""Host buffers: exact size, alignment, contents, release; page-locked ones on a GPU."""
+
+import gc
+
+import pytest
+import torch
+
+from flexengine.native import PAGE_BYTES, allocate_host
+from flexengine.runtime.memory_usage import resident_bytes
+
+MIB = 2**20
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+@pytest.mark.parametrize("num_bytes", [1, 63, PAGE_BYTES, PAGE_BYTES + 1, 5 * MIB + 12345])
+def test_size_alignment_and_zeros(num_bytes: int):
+    with allocate_host(num_bytes, page_locked=False) as buffer:
+        assert buffer.tensor.dtype == torch.uint8
+        assert buffer.tensor.shape == (num_bytes,)
+        assert buffer.tensor.data_ptr() % 64 == 0
+        assert num_bytes <= buffer.mapped_bytes < num_bytes + PAGE_BYTES
+        assert buffer.mapped_bytes % PAGE_BYTES == 0
+        assert not buffer.tensor.any()
+
+
+def test_writes_survive_through_other_views():
+    expected = torch.randint(256, (3 * MIB,), dtype=torch.uint8)
+    with allocate_host(3 * MIB, page_locked=False) as buffer:
+        buffer.tensor.view(torch.float32).copy_(expected.view(torch.float32))
+        gc.collect()
+        assert torch.equal(buffer.tensor, expected)
+
+
+def test_process_grows_by_what_was_asked_and_shrinks_on_close():
+    num_bytes = 257 * MIB  # just above a power of two
+    before_bytes = resident_bytes()
+    buffer = allocate_host(num_bytes, page_locked=False)
+    grown_bytes = resident_bytes() - before_bytes
+    view = buffer.tensor[:1]
+    buffer.close()
+    left_bytes = resident_bytes() - before_bytes
+    assert abs(grown_bytes - num_bytes) < 4 * MIB
+    assert left_bytes < 8 * MIB  # even though a view is still held
+    assert view.item() == 0
+
+
+def test_close_twice_and_use_after():
+    buffer = allocate_host(100, page_locked=False)
+    buffer.close()
+    buffer.close()
+    with pytest.raises(ValueError, match="closed"):
+        _ = buffer.tensor
+
+
+def test_tensor_outlives_a_forgotten_buffer():
+    tensor = allocate_host(MIB, page_locked=False).tensor
+    gc.collect()
+    tensor.fill_(7)
+    assert tensor.sum().item() == 7 * MIB
+
+
+def test_bad_sizes_are_named():
+    with pytest.raises(ValueError, match="num_bytes is 0"):
+        allocate_host(0, page_locked=False)
+    with pytest.raises(MemoryError, match="cannot map"):
+        allocate_host(2**62, page_locked=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_page_locking_needs_cuda():
+    with pytest.raises(ValueError, match="needs a CUDA device"):
+        allocate_host(MIB, page_locked=True)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_page_locked_copies_on_a_stream():
+    num_bytes = 33 * MIB + 5
+    stream = torch.cuda.Stream()
+    source = torch.randint(256, (num_bytes,), dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    with allocate_host(num_bytes, page_locked=True) as buffer:
+        assert buffer.tensor.is_pinned()
+        assert buffer.tensor[12345:].is_pinned()
+        with torch.cuda.stream(stream):
+            buffer.tensor.copy_(source, non_blocking=True)
+            back = torch.empty_like(source)
+            back.copy_(buffer.tensor, non_blocking=True)
+        stream.synchronize()
+        assert torch.equal(back, source)
+        assert torch.equal(buffer.tensor, source.cpu())
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_page_locked_size_is_exact_and_released():
+    torch.zeros(1, device="cuda")  # CUDA's own host memory first
+    num_bytes = 513 * MIB
+    before_bytes = resident_bytes()
+    buffer = allocate_host(num_bytes, page_locked=True)
+    view = buffer.tensor[:16]
+    assert abs(resident_bytes() - before_bytes - num_bytes) < num_bytes // 100
+    buffer.close()
+    buffer.close()
+    assert not view.is_pinned()
+    assert resident_bytes() - before_bytes < num_bytes // 100
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_forgotten_page_locked_buffer_is_unlocked():
+    buffer = allocate_host(MIB, page_locked=True)
+    view = buffer.tensor
+    del buffer
+    gc.collect()
+    assert not view.is_pinned()
+    assert view.fill_(3).sum().item() == 3 * MIB

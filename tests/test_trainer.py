@@ -1,0 +1,239 @@
+"""The trainer's story on a stand-in engine: what it writes, prints, refuses and returns."""
+
+import json
+import logging
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flexengine import cli, trainer
+from flexengine.config import TrainConfig
+from flexengine.data.batches import num_targets
+from flexengine.models.registry import ASSETS
+from flexengine.plan import PlanError, PlanReason
+
+STOP = 6  # <|end|> of the bundled tokenizer
+
+
+@dataclass
+class FakeEngine:
+    """Loss falls by 0.5 a step; records what it was given. `interrupt_at` raises Ctrl-C in that step (from 1)."""
+
+    loss: float = 4.0
+    interrupt_at: int = 0
+    skip_at: int = 0
+    batches: list = field(default_factory=list)
+    lrs: list = field(default_factory=list)
+    plan: SimpleNamespace = field(
+        default_factory=lambda: SimpleNamespace(
+            predicted=SimpleNamespace(step_s=0.5, speed_of_light_s=0.25), to_json=lambda: '{"chunk_tokens": 64}'
+        )
+    )
+    matmul_flops_per_s: float = 1e12
+
+    def describe(self):
+        return "plan: everything streams"
+
+    def fwd_bwd(self, input_ids, labels):
+        self.batches.append((input_ids, labels))
+        if len(self.batches) == self.interrupt_at:
+            raise KeyboardInterrupt
+        self.loss -= 0.5
+        tokens = sum(map(len, input_ids))
+        targets = sum(map(num_targets, labels))
+        return SimpleNamespace(
+            loss=self.loss, num_tokens=tokens, num_target_tokens=targets, model_flops=6e9, hardware_flops=8e9
+        )
+
+    def step(self, lr=None):
+        self.lrs.append(lr)
+        return SimpleNamespace(grad_norm=1.5, skipped=len(self.lrs) == self.skip_at, seconds=0.1)
+
+    def memory_peaks(self):
+        return SimpleNamespace(gpu_bytes=None, host_bytes=2**30)
+
+    def next_token_logits(self, ids):
+        answer = [40, 41, STOP]
+        logits = torch.zeros(2944)
+        logits[answer[min(len(ids) - self.prompt_len(ids), 2)]] = 1.0
+        return logits
+
+    @staticmethod
+    def prompt_len(ids):
+        """The prompt ends with the <|assistant|> token, id 5."""
+        return ids.index(5) + 1
+
+    def save_pretrained(self, folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text("{}")
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    fake = FakeEngine()
+    monkeypatch.setattr(trainer, "build_engine", lambda config: fake)
+    return fake
+
+
+def config_in(folder, **changes):
+    options = {
+        "model": "preset:demo",
+        "data_source": "synthetic",
+        "max_seq_len": 16,
+        "max_global_batch_tokens": 64,
+        "steps": 4,
+        "output_dir": str(folder / "run"),
+    }
+    return TrainConfig(**{**options, **changes})
+
+
+def test_run_folder_and_output(engine, tmp_path, capsys):
+    config = config_in(tmp_path, save=True, lr=1.0, plan_json=str(tmp_path / "copy" / "plan.json"))
+    assert trainer.train(config, prompts=("What is the capital of France?",)) == 0
+    run = tmp_path / "run"
+    assert TrainConfig.from_yaml((run / "config.yaml").read_text()) == config
+    assert json.loads((run / "plan.json").read_text()) == {"chunk_tokens": 64}
+    assert (tmp_path / "copy" / "plan.json").read_text() == (run / "plan.json").read_text()
+    log = [json.loads(line) for line in (run / "train_log.jsonl").read_text().splitlines()]
+    assert [(entry["step"], entry["loss"], entry["num_tokens"]) for entry in log] == [
+        (1, 3.5, 64), (2, 3.0, 64), (3, 2.5, 64), (4, 2.0, 64),
+    ]  # fmt: skip
+    assert engine.lrs == [entry["lr"] for entry in log]
+    assert engine.lrs == pytest.approx([1.0, 1.0, 1.0, 0.1])
+    assert (run / "final" / "config.json").is_file()
+    assert sorted(path.name for path in run.iterdir()) == ["config.yaml", "final", "plan.json", "train_log.jsonl"]
+    out = capsys.readouterr().out
+    for part in ("everything streams", "step 4/4", "3.5000 at step 1, 2.0000 at step 4", "host 1.00 GiB"):
+        assert part in out
+    assert "sample" not in out  # synthetic data has no tokenizer
+
+
+def test_instruction_data_and_sample(engine, tmp_path, capsys):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"question": "What is 2 plus 2?", "answer": "It is 4."}\n' * 3)
+    lengths = {"max_seq_len": 32, "max_global_batch_tokens": 40}
+    config = config_in(tmp_path, data_source="json_sft", dataset=str(path), steps=None, epochs=2.0, **lengths)
+    assert trainer.train(config, prompts=("What is 2 plus 3?",)) == 0
+    assert len(engine.batches) == 2 * 2  # 19 tokens a record, so two records fit in a batch
+    out = capsys.readouterr().out
+    assert "3 of 3 records" in out
+    assert (
+        f"sample: 'What is 2 plus 3?' -> {trainer.ChatTokenizer.from_folder(ASSETS / 'demo').decode([40, 41])!r}" in out
+    )
+
+
+def test_dry_run_prints_the_plan_and_leaves_the_run_folder_alone(monkeypatch, tmp_path, capsys):
+    plan = SimpleNamespace(to_json=lambda: '{"chunk_tokens": 64}')
+    monkeypatch.setattr(trainer, "make_plan", lambda config: (plan, "chunks of 64 tokens"))
+    config = config_in(tmp_path, dry_run=True, plan_json=str(tmp_path / "plan.json"))
+    assert trainer.train(config) == 0
+    assert "chunks of 64 tokens" in capsys.readouterr().out
+    assert json.loads((tmp_path / "plan.json").read_text()) == {"chunk_tokens": 64}
+    assert not config.run_folder.exists()
+
+
+def test_dry_run_without_data(monkeypatch, tmp_path):
+    plan = SimpleNamespace(to_json=lambda: "{}")
+    monkeypatch.setattr(trainer, "make_plan", lambda config: (plan, ""))
+    assert trainer.train(config_in(tmp_path, dry_run=True, data_source="json_sft", model="preset:llama-3.1-405b")) == 0
+
+
+def test_warning_level_prints_no_step_lines(engine, tmp_path, capsys):
+    assert trainer.train(config_in(tmp_path, logging="warning")) == 0
+    assert "step 1/4" not in capsys.readouterr().out
+
+
+def test_ctrl_c_keeps_the_log(engine, tmp_path, capsys):
+    engine.interrupt_at = 3
+    assert trainer.train(config_in(tmp_path, save=True)) == trainer.INTERRUPTED
+    assert "interrupted after step 2 of 4" in capsys.readouterr().err
+    assert len((tmp_path / "run" / "train_log.jsonl").read_text().splitlines()) == 2
+    assert not (tmp_path / "run" / "final").exists()
+
+
+def test_ctrl_c_in_the_first_step(engine, tmp_path, capsys):
+    engine.interrupt_at = 1
+    assert trainer.train(config_in(tmp_path)) == trainer.INTERRUPTED
+    assert "no step was taken" in capsys.readouterr().out
+
+
+def test_divergence_is_not_success(engine, tmp_path, capsys):
+    engine.loss = float("nan")
+    assert trainer.train(config_in(tmp_path)) == trainer.DIVERGED
+    assert "diverged" in capsys.readouterr().err
+
+
+def test_skipped_update_is_said(engine, tmp_path, caplog):
+    engine.skip_at = 2
+    with caplog.at_level(logging.WARNING):
+        trainer.train(config_in(tmp_path))
+    assert [r.message for r in caplog.records] == ["step 2 skipped its update: the gradient norm is 1.5"]
+
+
+def test_batches_do_not_depend_on_the_budget(monkeypatch, tmp_path):
+    seen = []
+    for budget in (0.05, 10.0):
+        fake = FakeEngine()
+        monkeypatch.setattr(trainer, "build_engine", lambda config, fake=fake: fake)
+        trainer.train(config_in(tmp_path, max_gpu_mem_gib=budget, chunk_tokens=int(budget * 100)))
+        seen.append(fake.batches)
+    assert seen[0] == seen[1]
+
+
+def test_trained_model_of_another_run_is_kept(engine, tmp_path):
+    config = config_in(tmp_path, save=True)
+    assert trainer.train(config) == 0
+    assert trainer.train(config) == 0  # the same config gives the same model
+    other = config_in(tmp_path, save=True, steps=5)
+    with pytest.raises(ValueError, match="the model of another run"):
+        trainer.train(other)
+    assert trainer.train(other, replace=True) == 0
+
+
+def test_folder_of_something_else_is_refused(engine, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("")
+    with pytest.raises(ValueError, match="not of a run"):
+        trainer.train(config_in(tmp_path))
+    with pytest.raises(ValueError, match="is a file"):
+        trainer.train(config_in(tmp_path, output_dir=str(tmp_path / "run" / "thesis.tex")))
+    assert not engine.batches
+
+
+def test_plan_error_comes_before_the_run_folder(monkeypatch, tmp_path, capsys):
+    def refuse(config):
+        raise PlanError(PlanReason.INSUFFICIENT_DEVICE_MEMORY, "smallest plan needs 23.1 GiB, budget is 20.0 GiB.")
+
+    monkeypatch.setattr(trainer, "build_engine", refuse)
+    argv = ["--model", "preset:demo", "--data-source", "synthetic", "--output-dir", str(tmp_path / "run")]
+    assert cli.main(["train", *argv]) == cli.BAD_INPUT
+    assert "INSUFFICIENT_DEVICE_MEMORY): smallest plan needs 23.1 GiB" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_tokenizer_larger_than_the_vocabulary(engine, tmp_path, monkeypatch):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "x y z"}\n')
+    monkeypatch.setattr(trainer.ChatTokenizer, "max_id", 5000)
+    with pytest.raises(ValueError, match="ids up to 5000, but the model's vocab_size is 2944"):
+        trainer.train(config_in(tmp_path, data_source="json_sft", dataset=str(path)))
+
+
+def test_preset_without_tokenizer_uses_the_bundled_one(engine, tmp_path, capsys):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "the river is wide"}\n')
+    trainer.train(config_in(tmp_path, model="preset:tiny-llama3-50m", data_source="json_sft", dataset=str(path)))
+    assert "bundled demo tokenizer is used" in capsys.readouterr().out
+
+
+def test_engine_arguments_are_those_of_the_contract(tmp_path):
+    arguments = trainer.engine_arguments(config_in(tmp_path, lr=1e-3, weight_decay=0.1, max_gpu_mem_gib=2.0))
+    optimizer = arguments.pop("optimizer")
+    assert (optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay) == (1e-3, (0.9, 0.95), 1e-8, 0.1)
+    contract = (
+        "max_seq_len max_global_batch_tokens max_gpu_mem_gib max_host_mem_gib device dtype master_dtype grad_dtype"
+        " optimizer_state_dtype max_grad_norm seed chunk_tokens round_tokens recompute deterministic"
+    )
+    assert sorted(arguments) == sorted(contract.split())
