@@ -51,10 +51,13 @@ class TrainConfig:
     device: Annotated[str, "auto, cuda, cuda:N or cpu; auto = an NVIDIA GPU if there is one"] = "auto"
     dtype: Annotated[ComputeDtype, "dtype of the computation"] = "bfloat16"
     master_dtype: Annotated[
-        ComputeDtype, "precision of the master weights; bfloat16 = rounded stochastically, no extra bytes"
+        Literal["float32", "bfloat16"],
+        "precision of the master weights; bfloat16 = rounded stochastically, no extra bytes",
     ] = "float32"
-    grad_dtype: Annotated[ComputeDtype, "dtype in which gradients are stored"] = "bfloat16"
-    optimizer_state_dtype: Annotated[ComputeDtype, "dtype of the two AdamW states"] = "float32"
+    grad_dtype: Annotated[ComputeDtype | None, "dtype in which gradients are stored (default: that of --dtype)"] = None
+    optimizer_state_dtype: Annotated[
+        Literal["float32", "bfloat16"], "dtype of the two AdamW states; float64 computation keeps them in float64"
+    ] = "float32"
     deterministic: Annotated[bool, "allow only kernels that give the same bits in every run"] = False
     chunk_tokens: Annotated[int | None, "tokens computed at once (default: the planner decides)"] = None
     round_tokens: Annotated[int | None, "tokens that pass a layer together (default: the planner decides)"] = None
@@ -129,7 +132,7 @@ class TrainConfig:
 
 
 OPTION_TYPES: dict[str, Any] = get_type_hints(TrainConfig)
-"""Field -> type: a plain type, either alone or with None, or a Literal."""
+"""Field -> type: a plain type or a Literal, either alone or with None."""
 
 OPTION_HELP: dict[str, str] = {
     name: hint.__metadata__[0] for name, hint in get_type_hints(TrainConfig, include_extras=True).items()
@@ -161,8 +164,9 @@ def flag_of(name: str) -> str:
 
 
 def choices_of(kind: Any) -> tuple[Any, ...] | None:
-    """The values of a Literal, else None."""
-    return get_args(kind) if get_origin(kind) is Literal else None
+    """The values of a Literal, alone or with None; None for other types."""
+    literal = next((part for part in (kind, *get_args(kind)) if get_origin(part) is Literal), None)
+    return get_args(literal) if literal else None
 
 
 def value_type_of(kind: Any) -> type:
@@ -173,7 +177,7 @@ def value_type_of(kind: Any) -> type:
 
 
 def is_optional(kind: Any) -> bool:
-    return type(None) in get_args(kind) and not choices_of(kind)
+    return type(None) in get_args(kind)
 
 
 def _check_type(name: str, value: Any, kind: Any) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from flexengine.api import from_pretrained, prepare
 from flexengine.checkpoint.atomic import atomic_file
 from flexengine.config import TrainConfig
 from flexengine.data import ChatTokenizer, GlobalBatches, SyntheticBatches, prepare_sequences, read_json_sft
@@ -30,8 +31,10 @@ from flexengine.metrics import (
     format_tokens_per_s,
 )
 from flexengine.models.registry import ASSETS, ModelSource, open_model
+from flexengine.optim import AdamW
 from flexengine.optim.lr_schedule import LrSchedule
 from flexengine.plan import Plan
+from flexengine.runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -89,32 +92,35 @@ def train(config: TrainConfig, prompts: Sequence[str] = (), replace: bool = Fals
 # ---- before the engine ----------------------------------------------------------------------------------------
 
 
-def engine_arguments(config: TrainConfig) -> dict[str, Any]:
-    """The keyword arguments of from_pretrained and plan_for that the config sets."""
-    from flexengine.optim import AdamW  # noqa: PLC0415, loads torch, which option errors need not wait for
-
+def planning_arguments(config: TrainConfig) -> dict[str, Any]:
+    """What decides the plan: keyword arguments of `flexengine.api.prepare`."""
     same_name = (
         "max_seq_len max_global_batch_tokens max_gpu_mem_gib max_host_mem_gib device dtype master_dtype grad_dtype"
-        " optimizer_state_dtype max_grad_norm seed chunk_tokens round_tokens recompute deterministic"
+        " optimizer_state_dtype chunk_tokens round_tokens recompute"
     )
-    optimizer = AdamW(lr=config.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=config.weight_decay)
-    return {"optimizer": optimizer, **{name: getattr(config, name) for name in same_name.split()}}
+    return {name: getattr(config, name) for name in same_name.split()}
 
 
-def build_engine(config: TrainConfig) -> Any:
+def engine_arguments(config: TrainConfig) -> dict[str, Any]:
+    """All keyword arguments of from_pretrained."""
+    return {
+        **planning_arguments(config),
+        "optimizer": AdamW(lr=config.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=config.weight_decay),
+        "max_grad_norm": config.max_grad_norm or None,
+        "seed": config.seed,
+        "deterministic": config.deterministic,
+    }
+
+
+def build_engine(config: TrainConfig) -> Engine:
     """The engine with its weights loaded. Raises PlanError before loading when nothing fits."""
-    from flexengine import from_pretrained  # noqa: PLC0415, as above
-
     return from_pretrained(config.model, **engine_arguments(config))
 
 
 def make_plan(config: TrainConfig) -> tuple[Plan, str]:
     """The plan, made without loading weights, and what it says in words. Raises PlanError when nothing fits."""
-    from flexengine.planner.report import describe_plan  # noqa: PLC0415, as above
-    from flexengine.runtime.engine import plan_for  # noqa: PLC0415
-
-    plan = plan_for(config.model, **engine_arguments(config))
-    return plan, describe_plan(plan)
+    prepared = prepare(config.model, **planning_arguments(config))
+    return prepared.plan, prepared.describe()
 
 
 def dry_run(config: TrainConfig) -> int:
@@ -187,7 +193,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def run_steps(
-    engine: Any, batches: GlobalBatches | SyntheticBatches, schedule: LrSchedule, log: JsonlWriter, show: bool
+    engine: Engine, batches: GlobalBatches | SyntheticBatches, schedule: LrSchedule, log: JsonlWriter, show: bool
 ) -> tuple[list[StepMetrics], bool]:
     """Takes schedule.num_steps steps, each logged when it ends; returns them, and whether Ctrl-C cut them short.
 
@@ -213,7 +219,7 @@ def run_steps(
     return done, False
 
 
-def take_step(engine: Any, batch: Batch, step: int, lr: float) -> StepMetrics:
+def take_step(engine: Engine, batch: Batch, step: int, lr: float) -> StepMetrics:
     """Forward, backward and update of one global batch; step_s is their wall time."""
     start_s = time.perf_counter()
     out = engine.fwd_bwd(input_ids=batch.input_ids, labels=batch.labels)
@@ -241,14 +247,14 @@ def take_step(engine: Any, batch: Batch, step: int, lr: float) -> StepMetrics:
 # ---- after the steps ------------------------------------------------------------------------------------------
 
 
-def summary(engine: Any, steps: Sequence[StepMetrics]) -> str:
+def summary(engine: Engine, steps: Sequence[StepMetrics]) -> str:
     """The run in three lines: loss, speed, memory. Rates leave out the first step, which warms up."""
     if not steps:
         return "no step was taken"
     warm = steps[1:] or steps
     seconds = sum(s.step_s for s in warm)
     flops_per_s = sum(s.effective_tflops * 1e12 * s.step_s for s in warm) / seconds
-    share = 100.0 * flops_per_s / engine.matmul_flops_per_s
+    share = 100.0 * flops_per_s / engine.matmul_flops_per_s if engine.matmul_flops_per_s else float("nan")
     last = steps[-1]
     return "\n".join(
         (
@@ -261,7 +267,7 @@ def summary(engine: Any, steps: Sequence[StepMetrics]) -> str:
     )
 
 
-def answer(engine: Any, tokenizer: ChatTokenizer, prompt: str, max_new_tokens: int = 32) -> str:
+def answer(engine: Engine, tokenizer: ChatTokenizer, prompt: str, max_new_tokens: int = 32) -> str:
     """Greedy answer of the trained model to one user message; ends at a stop token or after max_new_tokens."""
     ids = tokenizer.encode_prompt(prompt)
     new: list[int] = []

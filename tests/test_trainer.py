@@ -12,7 +12,7 @@ from flexengine import cli, trainer
 from flexengine.config import TrainConfig
 from flexengine.data.batches import num_targets
 from flexengine.models.registry import ASSETS
-from flexengine.plan import PlanError, PlanReason
+from flexengine.plan import Plan, PlanError, PlanReason
 
 STOP = 6  # <|end|> of the bundled tokenizer
 
@@ -237,3 +237,19 @@ def test_engine_arguments_are_those_of_the_contract(tmp_path):
         " optimizer_state_dtype max_grad_norm seed chunk_tokens round_tokens recompute deterministic"
     )
     assert sorted(arguments) == sorted(contract.split())
+
+
+def test_end_to_end_on_the_real_engine(tmp_path, capsys):
+    """The bundled model under a device budget below its training state: loss falls, the export is complete."""
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"question": "What colour is snow?", "answer": "Snow is white."}\n')
+    options = {"data_source": "json_sft", "dataset": str(path), "dtype": "float32", "device": "cpu", "save": True}
+    lengths = {"max_seq_len": 32, "max_global_batch_tokens": 64, "max_gpu_mem_gib": 0.09, "steps": 4, "lr": 1e-3}
+    config = config_in(tmp_path, **options, **lengths)
+    assert trainer.train(config, prompts=("What colour is snow?",)) == 0
+    run = config.run_folder
+    losses = [json.loads(line)["loss"] for line in (run / "train_log.jsonl").read_text().splitlines()]
+    assert losses[-1] < losses[0] - 1.0
+    assert {"config.json", "tokenizer.json", "model.safetensors"} <= {p.name for p in (run / "final").iterdir()}
+    assert "sample: 'What colour is snow?' -> " in capsys.readouterr().out
+    assert Plan.from_json((run / "plan.json").read_text()).request.max_seq_len == 32

@@ -7,6 +7,7 @@ Shapes: T tokens, N query heads, G key/value heads, H head width.
 import math
 import time
 from collections.abc import Callable
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ MIB = 2**20
 CUDA_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 CPU_TOKENS = (64, 128, 256, 512, 1024, 2048)
 SUSTAINED_S = 0.6  # a power-capped H200 needs about 0.1 s to settle at its sustained clock
-SHAPE_S = 0.03
+SHAPE_S = 0.08  # per shape and pass: shorter runs catch the card between two clocks
 COPY_BYTES = 128 * MIB
 
 
@@ -171,11 +172,13 @@ def _matmul_curve(device: torch.device, dtype: torch.dtype, shape_s: float) -> t
         torch.mm(h[:tokens], down.T, out=y[:tokens])
 
     flops_per_token = 4 * hidden_size * intermediate_size
-    rates = [
-        (tokens, tokens * flops_per_token / _cuda_seconds(lambda tokens=tokens: project(tokens), shape_s))
-        for tokens in reversed(CUDA_TOKENS)
-    ]
-    return tuple(reversed(rates))
+    seconds = dict.fromkeys(CUDA_TOKENS, 0.0)
+    for order in (reversed(CUDA_TOKENS), CUDA_TOKENS):  # there and back, so that a drifting clock weighs on all alike
+        for tokens in order:
+            seconds[tokens] += _cuda_seconds(lambda tokens=tokens: project(tokens), shape_s) / 2
+    rates = [tokens * flops_per_token / seconds[tokens] for tokens in CUDA_TOKENS]
+    # a longer product is never slower per token than a shorter one: it could be run in parts
+    return tuple(zip(CUDA_TOKENS, accumulate(rates, max), strict=True))
 
 
 def _attention_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:

@@ -14,6 +14,7 @@ from flexengine.models.spec import LayerSpec, ModelSpec
 from flexengine.plan import GroupPlan
 from flexengine.planner.cost_model import CostModel
 from flexengine.planner.frontier import KeepOption
+from flexengine.planner.sketch import BlockCosts
 from flexengine.schedule.layer_program import compile_layer
 from flexengine.schedule.layout import GroupLayout
 from flexengine.schedule.lowering import RoundShape
@@ -34,10 +35,14 @@ STATE_KINDS = ("remainder", "exp_avg", "exp_avg_sq")
 
 
 class GroupUse(NamedTuple):
-    """How often a round reads a group's weights: by layers forward, and by layers backward (the head counts there)."""
+    """How often a round reads a group's weights: by layers forward, and by layers backward (the head counts there).
+
+    gradients: how many layers add to its gradient, each of which stores it (2 for a tied embedding).
+    """
 
     forward: int
     backward: int
+    gradients: int
 
 
 def group_uses(model: ModelSpec) -> list[GroupUse]:
@@ -47,7 +52,8 @@ def group_uses(model: ModelSpec) -> list[GroupUse]:
         for group in layer.groups:
             forward[group] += layer.kind != "head"
             backward[group] += layer.kind != "embedding"
-    return [GroupUse(f, b) for f, b in zip(forward, backward, strict=True)]
+    gradients = [sum(group in layer.groups for layer in model.layers) for group in range(len(model.groups))]
+    return [GroupUse(*use) for use in zip(forward, backward, gradients, strict=True)]
 
 
 def resident_bytes(group: GroupLayout, level: GroupPlan) -> int:
@@ -69,15 +75,15 @@ def group_loads(
 ) -> np.ndarray:
     """Loads [9] of a parameter group: weights per round, gradients per round, and the optimizer's update."""
     p, planes = cost.profile, group.plane_bytes
-    loads = np.zeros(NUM_LOADS)
+    loads, stores = np.zeros(NUM_LOADS), rounds * use.gradients
     if level.weights == "host":
         loads[FH] = rounds * use.forward * planes["weights"] / p.h2d_duplex_bytes_per_s
         loads[BH] = rounds * use.backward * planes["weights"] / p.h2d_duplex_bytes_per_s
     if level.grads == "host":
-        loads[BH] += (rounds - 1) * planes["grad"] / p.h2d_duplex_bytes_per_s
-        loads[BD] = rounds * planes["grad"] / p.d2h_duplex_bytes_per_s
-    touched = rounds * group.numel * acc_bytes + (2 * rounds - 1) * planes["grad"]
-    loads[BC] = touched / p.memory_bytes_per_s + 2 * rounds * p.launch_s
+        loads[BH] += (stores - 1) * planes["grad"] / p.h2d_duplex_bytes_per_s
+        loads[BD] = stores * planes["grad"] / p.d2h_duplex_bytes_per_s
+    touched = stores * group.numel * acc_bytes + (2 * stores - 1) * planes["grad"]
+    loads[BC] = touched / p.memory_bytes_per_s + 2 * stores * p.launch_s
     back = sum(num for kind, num in planes.items() if kind != "grad" and _home(kind, level) == "host")
     loads[UC] = (2 * sum(planes.values()) - planes["grad"]) / p.memory_bytes_per_s
     loads[UH] = (back + (planes["grad"] if level.grads == "host" else 0)) / p.h2d_duplex_bytes_per_s
@@ -99,6 +105,16 @@ def layer_compute_s(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> tup
             )
         forward, backward = forward + known[key][0], backward + known[key][1]
     return forward, backward
+
+
+def block_costs(
+    block: LayerSpec, group: GroupLayout, shape: RoundShape, acc_bytes: int, cost: CostModel
+) -> BlockCosts:
+    """Seconds of a block per chunk, for the sketch."""
+    singles = [layer_compute_s(block, RoundShape((chunk,)), cost) for chunk in shape.chunks]
+    touched = group.numel * acc_bytes + 2 * group.plane_bytes["grad"]
+    finish_s = touched / cost.profile.memory_bytes_per_s + 2 * cost.profile.launch_s
+    return BlockCosts(tuple(f for f, _ in singles), tuple(b for _, b in singles), finish_s, shape.chunks[0].is_slice)
 
 
 def option_loads(option: KeepOption, num_chunks: int, refills: int, rounds: int, cost: CostModel) -> np.ndarray:

@@ -8,6 +8,7 @@ from itertools import groupby
 from flexengine.metrics import format_bytes, format_seconds, format_tokens_per_s
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import LayerPlan, Plan
+from flexengine.planner.cost_model import StepEstimate
 from flexengine.schedule.layout import GroupLayout, group_layout
 
 GROUP_PARTS = (("weights", ("weights",)), ("grads", ("grad",)), ("states", ("remainder", "exp_avg", "exp_avg_sq")))
@@ -92,3 +93,11 @@ def _categories(categories: dict[str, int]) -> str:
     total = sum(categories.values())
     shown = sorted(categories.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in shown if size * 100 >= total)
+
+
+def limiter(estimate: StepEstimate) -> str:
+    """What a step waits for most, in words: the stream with the largest busy share."""
+    words = {"compute": "compute", "h2d": "the host-to-device link", "d2h": "the device-to-host link"}
+    stream = max(words, key=lambda s: estimate.busy_s.get(s, 0.0))
+    share = estimate.busy_s.get(stream, 0.0) / max(estimate.step_s, 1e-30)
+    return f"{words[stream]} (busy {100 * share:.0f}% of the step)"

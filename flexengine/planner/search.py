@@ -1,12 +1,14 @@
 """Chooses a plan: chunk and round sizes outside, the dynamic programme over layers inside, the simulator as judge.
 
-Every (chunk, round) size gets an estimate from the dynamic programme; the promising ones become plans whose exact bytes are checked and
-whose programs are simulated; the best is polished by local search. All limits are counts, so a request has one answer.
+Every (chunk, round) size gets placements from the dynamic programme under several goals and prefetch depths, estimated by the sketch;
+the best few are polished by local search, become plans whose exact bytes are checked, and are simulated on their real
+programs. All limits are counts, never clocks, so a request has one answer.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,29 +26,42 @@ from flexengine.planner.memory import (
     host_categories,
     host_required_bytes,
 )
-from flexengine.planner.solver import Caps, Goal, RoundProblem, SlotCounts, Solution
+from flexengine.planner.report import limiter
+from flexengine.planner.sizes import chunk_sizes
+from flexengine.planner.solver import Caps, Goal, Placement, RoundProblem, Solution
+from flexengine.planner.templates import SlotCounts, Templates
 from flexengine.schedule.layout import DTYPE_BYTES, Layout
 
-CHUNK_TOKENS = tuple(1 << i for i in range(8, 15))
-CHUNKS_PER_ROUND = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 MAX_CHUNK_LAYERS = 1024
-"""Largest chunks_per_round * layers that is simulated."""
-SLOT_CHOICES = (SlotCounts(3, 2, 3), SlotCounts(2, 2, 2), SlotCounts(2, 1, 2), SlotCounts(1, 1, 1, 2), SlotCounts(1, 1, 1, 1))
+"""Largest chunks_per_round * blocks that is simulated, where sizes allow a choice."""
+USUAL_SLOTS = SlotCounts()
+SLOT_CHOICES = (SlotCounts(), SlotCounts(2, 1, 2), SlotCounts(3, 2, 3))
+LEAST_SLOTS = SlotCounts(1, 1, 1, 1)
+NUM_PROBLEMS = 8
+"""Sizes that are looked at closely."""
+NUM_GOALS = 4
+"""Weightings of the streams tried per size and slot counts."""
+BUDGET_SHARES = (1.0, 0.85)
+"""Shares of the GPU budget solved for, so that more memory offers every plan that a little less did."""
+NUM_POLISHED, NUM_SIMULATED = 3, 5
+SKETCHED_CHUNK_LAYERS = 60_000
+"""Chunk-layers that the polish of one placement may sketch."""
+SIMPLICITY_SHARE = 0.02
+"""A plan that keeps everything on the GPU is preferred unless streaming is faster by more than this share."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that fits, with its predicted step."""
+    """A placement for one size with its estimated step, and with its plan once that is simulated."""
 
-    plan: Plan
-    estimate: StepEstimate
     problem: RoundProblem
-    solution: Solution
+    placement: Placement
+    sketched_s: float
 
     @property
-    def key(self) -> tuple[float, int]:
-        """Order of preference: less time to four digits, then less memory."""
-        return self.estimate.step_s, len(self.plan.layers)
+    def key(self) -> tuple[float, int, int]:
+        """Order of preference: less time, then smaller rounds and chunks."""
+        return self.sketched_s, self.problem.chunk_tokens * self.problem.chunks_per_round, self.problem.chunk_tokens
 
 
 def make_plan(model: ModelSpec, request: Request, profile: HardwareProfile) -> Plan:
@@ -57,79 +72,44 @@ def make_plan(model: ModelSpec, request: Request, profile: HardwareProfile) -> P
     return Search(model, request, profile).run()
 
 
-def chunk_sizes(request: Request) -> list[tuple[int, int]]:
-    """(chunk_tokens, chunks_per_round) worth a look. Raises PlanError when pinned sizes contradict each other."""
-    _check_pinned(request)
-    batch, longest = request.max_global_batch_tokens, request.max_seq_len
-    sizes = []
-    for chunk in _chunk_choices(request):
-        slices = max(1, -(-longest // chunk))
-        if request.round_tokens is not None:
-            counts = [request.round_tokens // chunk] if request.round_tokens % chunk == 0 else []
-        else:
-            most = -(-batch // chunk)
-            counts = sorted({n * slices for n in CHUNKS_PER_ROUND if n * slices <= max(most, slices)})
-        sizes += [(chunk, n) for n in counts if n >= slices]
-    return sizes
-
-
-def _chunk_choices(request: Request) -> list[int]:
-    if request.chunk_tokens is not None:
-        return [request.chunk_tokens]
-    limit = request.round_tokens or request.max_global_batch_tokens
-    choices = {c for c in CHUNK_TOKENS if c <= limit}
-    for exact in (limit, request.max_seq_len):
-        if exact < 2 * CHUNK_TOKENS[0] or request.round_tokens is not None and exact <= CHUNK_TOKENS[-1]:
-            choices.add(exact)
-    return sorted(choices) or [limit]
-
-
-def _check_pinned(request: Request) -> None:
-    chunk, tokens = request.chunk_tokens, request.round_tokens
-    if tokens is None:
-        return
-    if chunk is not None and tokens % chunk:
-        raise PlanError(
-            PlanReason.INVALID_REQUEST,
-            f"round_tokens={tokens} is not a multiple of chunk_tokens={chunk}\n"
-            f"  works with: --round-tokens {-(-tokens // chunk) * chunk}, or --chunk-tokens {tokens}",
-        )
-    if tokens < request.max_seq_len:
-        raise PlanError(
-            PlanReason.INVALID_REQUEST,
-            f"round_tokens={tokens} is less than max_seq_len={request.max_seq_len}: a sequence passes all layers in one"
-            f" round\n  works with: --round-tokens {request.max_seq_len}, or --max-seq-len {tokens}",
-        )
-
-
 class Search:
+    """One request's search: problems by size, what was found for each, and the final choice."""
+
     def __init__(self, model: ModelSpec, request: Request, profile: HardwareProfile) -> None:
         self.model, self.request, self.profile = model, request, profile
+        self.templates = Templates(model, request, profile)
         self.pricer = StepPricer(profile)
-        self.problems: dict[tuple[int, int], RoundProblem] = {}
         self.sets: tuple[tuple[str, ...], ...] | None = None
 
     def run(self) -> Plan:
-        sizes = self._simulable(chunk_sizes(self.request))
-        ranked = self.rank(sizes)
-        found: list[Candidate] = []
-        for _, problem in ranked[:6]:
-            found += self.candidates(problem)
-        if not found:
+        """Rank sizes, look closely at the best, polish, simulate, choose."""
+        ranked = self.ranked_problems()
+        if not ranked:
             raise PlanError(PlanReason.INSUFFICIENT_DEVICE_MEMORY, "TODO")
-        best = min(found, key=lambda c: c.key)
-        return self.finished(best)
+        found = [c for problem in ranked[:NUM_PROBLEMS] for c in self.candidates(problem)]
+        found.sort(key=lambda c: c.key)
+        polished = [self.polish(c) for c in one_per_problem(found)[:NUM_POLISHED]]
+        finalists = distinct([*sorted(polished, key=lambda c: c.key), *found])
+        return self.simulated_best(finalists)
+
+    # -- sizes -------------------------------------------------------------------------------------------------------
+
+    def ranked_problems(self) -> list[RoundProblem]:
+        """Sizes for which something fits, in order of estimated time."""
+        ranked = []
+        for chunk, chunks in self._simulable(chunk_sizes(self.request)):
+            problem = RoundProblem(self.templates, chunk, chunks, self._save_sets(chunk))
+            for slots in (USUAL_SLOTS, LEAST_SLOTS):
+                found = self.dealt(problem, self.solve(problem, Goal(), slots, self.request.max_gpu_bytes))
+                if found:
+                    ranked.append(min(found, key=lambda c: c.key))
+                    break
+        return [c.problem for c in sorted(ranked, key=lambda c: c.key)]
 
     def _simulable(self, sizes: list[tuple[int, int]]) -> list[tuple[int, int]]:
         blocks = len(self.model.blocks)
         limit = max(MAX_CHUNK_LAYERS, min(n for _, n in sizes) * blocks)
         return [(c, n) for c, n in sizes if n * blocks <= limit]
-
-    def problem(self, chunk: int, chunks: int) -> RoundProblem:
-        if (chunk, chunks) not in self.problems:
-            sets = self._save_sets(chunk)
-            self.problems[chunk, chunks] = RoundProblem(self.model, self.request, self.profile, chunk, chunks, sets)
-        return self.problems[chunk, chunks]
 
     def _save_sets(self, chunk: int) -> tuple[tuple[str, ...], ...]:
         """Save sets on the frontier; found at one chunk size, as they hardly depend on it."""
@@ -139,66 +119,70 @@ class Search:
             self.sets = tuple(s.ops for s in frontier(self.model.blocks[0], shape, cost))
         return self.sets
 
-    def rank(self, sizes: list[tuple[int, int]]) -> list[tuple[float, RoundProblem]]:
-        """Problems in order of the time that the dynamic programme expects."""
-        ranked = []
-        for chunk, chunks in sizes:
-            problem = self.problem(chunk, chunks)
-            for slots in (SLOT_CHOICES[1], SLOT_CHOICES[-1]):
-                solution = self.solve(problem, Goal(), slots)
-                if solution is not None:
-                    ranked.append((self.expected_s(problem, solution), problem))
-                    break
-        return sorted(ranked, key=lambda r: (r[0], r[1].chunk_tokens * r[1].chunks_per_round))
-
-    def expected_s(self, problem: RoundProblem, solution: Solution) -> float:
-        """Between perfect overlap across layers and none."""
-        perfect = float(loads.phase_seconds(solution.total_loads))
-        layers = sum(
-            count * float(loads.phase_seconds(problem.row_loads[row])) for row, count in solution.counts.items()
-        )
-        edges = [problem.edge_loads[i][v] for i, v in enumerate(solution.structure.edge_levels)]
-        layers += float(loads.phase_seconds(np.array([*edges, problem.edge_compute])).sum())
-        return 0.5 * (perfect + layers)
-
     # -- one size ----------------------------------------------------------------------------------------------------
 
-    def solve(self, problem: RoundProblem, goal: Goal, slots: SlotCounts, gpu_budget: int | None = None) -> Solution | None:
-        """The best solution within both budgets, over caps on shared buffers."""
-        budget = gpu_budget if gpu_budget is not None else self.request.max_gpu_bytes
+    def candidates(self, problem: RoundProblem) -> list[Candidate]:
+        """Placements under several goals, slot counts and budgets, best first."""
+        found: list[Candidate] = []
+        for share in BUDGET_SHARES:
+            budget = int(self.request.max_gpu_bytes * share)
+            for slots in SLOT_CHOICES:
+                for solution in self.solutions(problem, slots, budget):
+                    found += self.dealt(problem, solution)
+        if not found:
+            found = self.dealt(problem, self.solve(problem, Goal(), LEAST_SLOTS, self.request.max_gpu_bytes))
+        return distinct(sorted(found, key=lambda c: c.key))
+
+    def solutions(self, problem: RoundProblem, slots: SlotCounts, budget: int) -> Iterator[Solution]:
+        """First for layers that overlap within themselves only, then for streams weighted by how busy they were:
+        multiplicative weights towards the least largest load of each phase."""
+        solution = self.solve(problem, Goal(), slots, budget)
+        weights = np.full(loads.NUM_LOADS, 1.0 / 3)
+        for _ in range(NUM_GOALS):
+            if solution is None:
+                return
+            yield solution
+            phases = problem.total_loads(solution.structure, solution.counts).reshape(3, 3)
+            pull = np.exp(8.0 * (phases / np.maximum(phases.max(axis=1, keepdims=True), 1e-30) - 1.0))
+            pull /= pull.sum(axis=1, keepdims=True)
+            weights = 0.5 * weights + 0.5 * pull.ravel()
+            solution = self.solve(problem, Goal(tuple(weights.tolist())), slots, budget)
+
+    def solve(self, problem: RoundProblem, goal: Goal, slots: SlotCounts, budget: int) -> Solution | None:
+        """The best solution within both budgets, over caps on shared buffers that tighten to what is used."""
         best = None
-        for caps in self._cap_choices(problem):
-            solution = self._solve_host(problem, goal, slots, budget, caps)
+        for choice in self._cap_choices(problem):
+            caps = choice
             for _ in range(2):
+                solution = self._solve_host(problem, goal, slots, budget, caps)
                 if solution is None:
                     break
                 if best is None or solution.objective < best.objective * (1 - 1e-9):
                     best = solution
-                tight = problem.caps_of(solution.counts)
+                tight = problem.caps_of(list(solution.counts))
                 if tight == caps:
                     break
                 caps = tight
-                solution = self._solve_host(problem, goal, slots, budget, caps)
         return best
 
     def _cap_choices(self, problem: RoundProblem) -> list[Caps]:
-        widest = problem.widest_caps
+        """No offload slots, half-sized ones, any."""
         staged = sorted({int(s) for s in problem.row_staged})
-        picked = sorted({staged[(len(staged) - 1) * i // 4] for i in range(4)})
-        return [Caps(s, widest.scratch_bytes) for s in picked]
+        picked = sorted({staged[(len(staged) - 1) * i // 2] for i in range(3)})
+        return [Caps(s, problem.widest_caps.scratch_bytes) for s in picked]
 
     def _solve_host(
         self, problem: RoundProblem, goal: Goal, slots: SlotCounts, budget: int, caps: Caps
     ) -> Solution | None:
         """Solve; while host memory is exceeded, raise its price by bisection."""
         solution = problem.solve(goal, slots, budget, caps)
-        if solution is None or self._host_excess(problem, solution) <= 0:
+        if solution is None or self._host_fits(problem, solution):
             return solution
-        low, high, best = 0.0, 1e-6, None
-        for _ in range(10):
+        low, high, best = 0.0, 1e-6, None  # 1 s per MB outweighs any transfer
+        for _ in range(8):
             price = high if best is None else (low + high) / 2
             solution = problem.solve(replace(goal, host_s_per_byte=price), slots, budget, caps)
-            if solution is not None and self._host_excess(problem, solution) <= 0:
+            if solution is not None and self._host_fits(problem, solution):
                 best, high = solution, price
             elif best is None:
                 return None
@@ -206,48 +190,71 @@ class Search:
                 low = price
         return best
 
-    def _host_excess(self, problem: RoundProblem, solution: Solution) -> int:
-        host = sum(count * int(problem.row_host[row]) for row, count in solution.counts.items())
-        for group, level in zip(problem.edge_groups, solution.structure.edge_levels, strict=True):
-            host += loads.streamed_bytes(problem.group_layouts[group], loads.LEVELS[level])
-        slack = problem.host_overhead_bytes
-        return host + slack - self.request.max_host_bytes
+    def _host_fits(self, problem: RoundProblem, solution: Solution) -> bool:
+        return problem.host_bytes(solution.structure, solution.counts) <= self.request.max_host_bytes
 
-    def candidates(self, problem: RoundProblem) -> list[Candidate]:
-        found = []
-        for slots in SLOT_CHOICES[:2] if True else ():
-            for goal in (Goal(),):
-                found += self.realise(problem, goal, slots)
-        if not found:
-            for slots in SLOT_CHOICES[2:]:
-                found += self.realise(problem, Goal(), slots)
-        return found
+    def dealt(self, problem: RoundProblem, solution: Solution | None) -> list[Candidate]:
+        """A solution's rows dealt out to the blocks in a few orders."""
+        if solution is None:
+            return []
+        placements = [
+            Placement(solution.structure, solution.slots, rows) for rows in orders(problem, solution.counts)
+        ]
+        return [Candidate(problem, p, problem.sketch_s(p)) for p in placements]
 
-    def realise(self, problem: RoundProblem, goal: Goal, slots: SlotCounts) -> list[Candidate]:
-        """Plans of the best solution that exactly fits."""
-        budget = self.request.max_gpu_bytes
-        for _ in range(4):
-            solution = self.solve(problem, goal, slots, budget)
-            if solution is None:
-                return []
-            plans = [problem.plan(solution.structure, slots, rows) for rows in orders(problem, solution.counts)]
-            layout = Layout(self.model, plans[0])
-            gpu, host = excess_bytes(layout, self.request, self.profile)
-            if gpu <= 0 and host <= 0:
-                return [self.candidate(plan, problem, solution) for plan in plans]
-            if gpu <= 0:
-                return []
-            budget -= gpu
-        return []
+    # -- local search ------------------------------------------------------------------------------------------------
 
-    def candidate(self, plan: Plan, problem: RoundProblem, solution: Solution) -> Candidate:
-        return Candidate(plan, self.pricer.step(Layout(self.model, plan)), problem, solution)
+    def polish(self, start: Candidate) -> Candidate:
+        """Change one thing at a time while the sketch gets faster and the bytes fit."""
+        best = start
+        left = SKETCHED_CHUNK_LAYERS // (start.problem.num_blocks * start.problem.chunks_per_round)
+        improved = True
+        while improved and left > 0:
+            improved = False
+            for placement in neighbours(best.problem, best.placement):
+                if left <= 0:
+                    break
+                if not self.fits(best.problem, placement):
+                    continue
+                left -= 1
+                sketched_s = best.problem.sketch_s(placement)
+                if sketched_s < best.sketched_s * (1 - 1e-6):
+                    best, improved = Candidate(best.problem, placement, sketched_s), True
+                    break
+        return best
+
+    def fits(self, problem: RoundProblem, placement: Placement) -> bool:
+        """Whether a placement is within both budgets by the solver's arithmetic."""
+        if problem.gpu_bytes(placement) > self.request.max_gpu_bytes:
+            return False
+        return problem.host_bytes(placement.structure, Counter(placement.rows)) <= self.request.max_host_bytes
 
     # -- the answer --------------------------------------------------------------------------------------------------
 
-    def finished(self, best: Candidate) -> Plan:
+    def simulated_best(self, finalists: list[Candidate]) -> Plan:
+        """The fastest finalist by simulation of its real programs; near ties go to what stays on the GPU."""
+        best: tuple[float, Plan, StepEstimate] | None = None
+        simulated = 0
+        for candidate in finalists:
+            plan = candidate.problem.plan(candidate.placement)
+            layout = Layout(self.model, plan)
+            if max(excess_bytes(layout, self.request, self.profile)) > 0:
+                continue
+            estimate = self.pricer.step(layout)
+            streams = estimate.busy_s["d2h"] > 0
+            key = estimate.step_s * (1 + SIMPLICITY_SHARE * streams)
+            if best is None or key < best[0]:
+                best = (key, plan, estimate)
+            simulated += 1
+            if simulated == NUM_SIMULATED:
+                break
+        if best is None:
+            raise PlanError(PlanReason.INSUFFICIENT_DEVICE_MEMORY, "TODO")
+        return self.predicted(best[1], best[2])
+
+    def predicted(self, plan: Plan, estimate: StepEstimate) -> Plan:
         """The plan with its prediction."""
-        layout, estimate = Layout(self.model, best.plan), best.estimate
+        layout = Layout(self.model, plan)
         prediction = Prediction(
             step_s=estimate.step_s,
             speed_of_light_s=min(estimate.step_s, unavoidable_compute_s(layout, self.profile)),
@@ -257,23 +264,70 @@ class Search:
             host_bytes=host_required_bytes(layout, self.profile),
             gpu_categories=gpu_categories(layout, self.profile),
             host_categories=host_categories(layout, self.profile),
+            limiter=limiter(estimate),
         )
-        return replace(best.plan, predicted=prediction)
+        return replace(plan, predicted=prediction)
 
 
-def orders(problem: RoundProblem, counts: Counter[int]) -> list[list[int]]:
-    """Ways to deal the chosen rows out to the blocks: those that offload most first, and evenly spread."""
+def orders(problem: RoundProblem, counts: Counter[int]) -> list[tuple[int, ...]]:
+    """Ways to deal the chosen rows out to the blocks: those that offload most first, those last, and evenly spread."""
     sending = sorted(counts.elements(), key=lambda row: (-int(problem.row_host[row]), row))
     if len(counts) == 1:
-        return [sending]
-    return [sending, spread(counts)]
+        return [tuple(sending)]
+    return [tuple(sending), tuple(reversed(sending)), spread(counts)]
 
 
-def spread(counts: Counter[int]) -> list[int]:
+def spread(counts: Counter[int]) -> tuple[int, ...]:
     """Rows dealt out evenly: each position goes to the row that is furthest behind its share."""
     total, given, result = sum(counts.values()), Counter(), []
     for position in range(total):
         row = max(sorted(counts), key=lambda r: counts[r] * (position + 1) / total - given[r])
         given[row] += 1
         result.append(row)
-    return result
+    return tuple(result)
+
+
+def neighbours(problem: RoundProblem, placement: Placement) -> Iterator[Placement]:
+    """Placements that differ in one thing: slot counts, structure, one block's row, or two blocks swapped."""
+    structure, slots, rows = placement
+    for field in ("weight", "grad", "save"):
+        for change in (1, -1):
+            count = getattr(slots, field) + change
+            if 1 <= count <= 4:
+                yield Placement(structure, slots._replace(**{field: count}), rows)
+    for other in problem.templates.structures(len(structure.edge_levels), structure.blocks_hold):
+        if other != structure:
+            yield Placement(other, slots, rows)
+    used = sorted(set(rows))
+    near = nearby_rows(problem, used)
+    for i in range(len(rows)):
+        for row in (*used, *near):
+            if row != rows[i] and (i == 0 or rows[i - 1] != rows[i] or i == len(rows) - 1):
+                yield Placement(structure, slots, (*rows[:i], row, *rows[i + 1 :]))
+    for i in range(len(rows) - 1):
+        if rows[i] != rows[i + 1]:
+            yield Placement(structure, slots, (*rows[:i], rows[i + 1], rows[i], *rows[i + 2 :]))
+
+
+def nearby_rows(problem: RoundProblem, used: list[int]) -> list[int]:
+    """Rows of the table that a block might take instead: every option at the levels in use, every level of the used
+    options."""
+    levels = {problem.row_pairs[row][1] for row in used}
+    kept = {problem.row_pairs[row][0] for row in used}
+    return [r for r, (o, v) in enumerate(problem.row_pairs) if (v in levels or o in kept) and r not in used]
+
+
+def one_per_problem(found: list[Candidate]) -> list[Candidate]:
+    """The first candidate of every size."""
+    first: dict[tuple[int, int], Candidate] = {}
+    for candidate in found:
+        first.setdefault((candidate.problem.chunk_tokens, candidate.problem.chunks_per_round), candidate)
+    return list(first.values())
+
+
+def distinct(found: list[Candidate]) -> list[Candidate]:
+    """Without repetitions, order kept."""
+    seen: dict[tuple, Candidate] = {}
+    for c in found:
+        seen.setdefault((c.problem.chunk_tokens, c.problem.chunks_per_round, c.placement), c)
+    return list(seen.values())

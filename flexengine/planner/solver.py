@@ -1,50 +1,28 @@
 """For one chunk and round size: the placement of everything that fits a GPU budget at the least cost.
 
-Blocks choose a keep option and a residency level each, by the dynamic programme; embedding and head choose a level; the buffers
-that all share (slots, scratch) are fixed bytes read off a small layout, so that memory numbers have one home.
+Blocks choose a keep option and a residency level each, by the dynamic programme; embedding and head choose a level; what all share
+(slots, scratch) comes from the templates.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
-from flexengine.models.spec import LayerSpec, ModelSpec
-from flexengine.plan import GroupPlan, LayerPlan, Plan, Request
+from flexengine.models.spec import LayerSpec
+from flexengine.plan import GroupPlan, LayerPlan, Plan
 from flexengine.planner import knapsack, loads
 from flexengine.planner.cost_model import CostModel, round_shape, rounds_per_step
-from flexengine.planner.frontier import KeepOption, SaveSet, keep_options, save_set
-from flexengine.planner.memory import gpu_overhead_bytes, host_required_bytes
-from flexengine.hardware.profile import HardwareProfile
+from flexengine.planner.frontier import KeepOption, keep_options, save_set
+from flexengine.planner.sketch import BlockCosts, EdgeCosts, RowCosts, Sketch
+from flexengine.planner.templates import SlotCounts, Structure, Templates, aligned_bytes
 from flexengine.schedule.layer_program import align
-from flexengine.schedule.layout import DTYPE_BYTES, Layout, group_layout
-
-
-LEAST_TILE = 1 << 12
-"""Elements of the smallest optimizer tile."""
-
-
-class SlotCounts(NamedTuple):
-    """Prefetch depths."""
-
-    weight: int = 2
-    grad: int = 2
-    save: int = 2
-    optimizer: int = 2
-
-
-class Structure(NamedTuple):
-    """What decides which shared buffers exist: edge slots over block slots or not, a level per edge group (see loads.LEVELS),
-    and which planes all blocks hold on the GPU, so that they need no slots."""
-
-    share_edge_slots: bool
-    edge_levels: tuple[int, ...]
-    blocks_hold: int
+from flexengine.schedule.layout import DTYPE_BYTES, GroupLayout
 
 
 class Caps(NamedTuple):
@@ -59,8 +37,16 @@ class Solution(NamedTuple):
 
     objective: float
     structure: Structure
+    slots: SlotCounts
     counts: Counter[int]
-    total_loads: np.ndarray
+
+
+class Placement(NamedTuple):
+    """A solution with its rows dealt out to the blocks: everything a plan says but for the sizes."""
+
+    structure: Structure
+    slots: SlotCounts
+    rows: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -91,68 +77,55 @@ BLOCKS_HOLD_LEVELS = {
 class RoundProblem:
     """All placements for chunks of `chunk_tokens` tokens, `chunks_per_round` to a round.
 
-    Blocks must be alike (one class of layers, one size of groups) except in their weights' values.
+    Blocks are alike: one class of layers, one size of groups.
     """
 
     def __init__(
-        self,
-        model: ModelSpec,
-        request: Request,
-        profile: HardwareProfile,
-        chunk_tokens: int,
-        chunks_per_round: int,
-        sets: tuple[tuple[str, ...], ...],
+        self, templates: Templates, chunk_tokens: int, chunks_per_round: int, sets: tuple[tuple[str, ...], ...]
     ) -> None:
-        self.model, self.request, self.profile = model, request, profile
+        self.templates, self.model, self.request = templates, templates.model, templates.request
         self.chunk_tokens, self.chunks_per_round = chunk_tokens, chunks_per_round
-        self.compute_bytes = DTYPE_BYTES[request.numerics.compute]
-        self.acc_bytes = 8 if request.numerics.compute == "float64" else 4
-        self.cost = CostModel(profile, self.compute_bytes, chunk_tokens)
-        self.shape = round_shape(request, chunk_tokens, chunks_per_round)
-        self.rounds = rounds_per_step(request, self.shape)
-        self.block_indices = [i for i, layer in enumerate(model.layers) if layer.kind == "block"]
-        self.block_groups = [model.layers[i].groups[0] for i in self.block_indices]
-        self.edge_groups = [g for g in range(len(model.groups)) if g not in set(self.block_groups)]
-        self.group_layouts = {g: group_layout(model.groups[g], request.numerics) for g in self._sample_groups}
+        self.compute_bytes = DTYPE_BYTES[self.request.numerics.compute]
+        self.acc_bytes = 8 if self.request.numerics.compute == "float64" else 4
+        self.cost = CostModel(templates.profile, self.compute_bytes, chunk_tokens)
+        self.shape = round_shape(self.request, chunk_tokens, chunks_per_round)
+        self.rounds = rounds_per_step(self.request, self.shape)
+        self.num_blocks = len(templates.block_layers)
+        self.activations = templates.activation_bytes(chunk_tokens, chunks_per_round)
         self._build_options(sets)
         self._build_rows()
         self._build_edges()
-        self._fixed: dict[tuple, tuple[int, int]] = {}
-        self._tiles: dict[tuple, int] = {}
-
-    @property
-    def _sample_groups(self) -> list[int]:
-        return [self.block_groups[0], *self.edge_groups]
 
     @property
     def block(self) -> LayerSpec:
         """One block; the others are like it."""
-        return self.model.layers[self.block_indices[0]]
+        return self.model.layers[self.templates.block_layers[0]]
 
     # -- tables ------------------------------------------------------------------------------------------------------
 
     def _build_options(self, sets: tuple[tuple[str, ...], ...]) -> None:
         hidden = align(self.chunk_tokens * self.model.hidden_size * self.compute_bytes)
-        frontier: tuple[SaveSet, ...] = tuple(save_set(self.block, ops, self.shape, self.cost) for ops in sets)
+        frontier = tuple(save_set(self.block, ops, self.shape, self.cost) for ops in sets)
+        self.hidden_bytes = hidden
         self.options: tuple[KeepOption, ...] = keep_options(
             self.block, frontier, self.cost, self.request.recompute, hidden
         )
 
     def _build_rows(self) -> None:
         """Rows option x level: loads [K, 9], bytes on both sides, and what they need of shared buffers."""
-        group, n = self.group_layouts[self.block_groups[0]], self.chunks_per_round
-        use = loads.group_uses(self.model)[self.block_groups[0]]
-        forward, backward = loads.layer_compute_s(self.block, self.shape, self.cost)
+        group, n = self.templates.block_group, self.chunks_per_round
+        use = loads.group_uses(self.model)[self.templates.block_groups[0]]
+        self.block_costs = loads.block_costs(self.block, group, self.shape, self.acc_bytes, self.cost)
         fixed = np.zeros(loads.NUM_LOADS)
-        fixed[loads.FC], fixed[loads.BC] = self.rounds * forward, self.rounds * backward
-        refills = 2 if self.shape.chunks[0].is_slice else 1
+        fixed[loads.FC] = self.rounds * sum(self.block_costs.forward_s)
+        fixed[loads.BC] = self.rounds * sum(self.block_costs.backward_s)
+        refills = 2 if self.block_costs.refill else 1
         kept = [loads.option_loads(o, len(self.shape.chunks), refills, self.rounds, self.cost) for o in self.options]
-        levels = [
-            loads.group_loads(group, level, use, self.rounds, self.acc_bytes, self.cost) for level in loads.LEVELS
-        ]
-        resident = [_aligned_resident(group.plane_bytes, level) for level in loads.LEVELS]
+        levels = [loads.group_loads(group, v, use, self.rounds, self.acc_bytes, self.cost) for v in loads.LEVELS]
+        resident = [aligned_bytes(group, level) for level in loads.LEVELS]
         streamed = [loads.streamed_bytes(group, level) for level in loads.LEVELS]
         pairs = list(product(range(len(self.options)), range(len(loads.LEVELS))))
+        self.row_of = {pair: row for row, pair in enumerate(pairs)}
         self.row_pairs = pairs
         self.row_loads = np.array([fixed + kept[o] + levels[v] for o, v in pairs])
         self.row_gpu = np.array([n * self.options[o].gpu_bytes + resident[v] for o, v in pairs], dtype=np.int64)
@@ -160,130 +133,117 @@ class RoundProblem:
         self.row_staged = np.array([self.options[o].staged_bytes for o, _ in pairs], dtype=np.int64)
         self.row_scratch = np.array([self.options[o].scratch_bytes for o, _ in pairs], dtype=np.int64)
         self.row_level = np.array([v for _, v in pairs])
+        self.row_costs = [self._row_costs(self.options[o], loads.LEVELS[v], group) for o, v in pairs]
+
+    def _row_costs(self, option: KeepOption, level: GroupPlan, group: GroupLayout) -> RowCosts:
+        p = self.cost.profile
+        inputs = self.hidden_bytes if option.plan.input_home == "host" else 0
+        weights = group.plane_bytes["weights"] if level.weights == "host" else 0
+        grad = group.plane_bytes["grad"] if level.grads == "host" else 0
+        return RowCosts(
+            option.recompute_s / len(self.shape.chunks),
+            inputs / p.d2h_duplex_bytes_per_s,
+            option.staged_bytes / p.d2h_duplex_bytes_per_s,
+            inputs / p.h2d_duplex_bytes_per_s,
+            option.staged_bytes / p.h2d_duplex_bytes_per_s,
+            weights / p.h2d_duplex_bytes_per_s,
+            grad / p.h2d_duplex_bytes_per_s,
+            grad / p.d2h_duplex_bytes_per_s,
+        )
 
     def _build_edges(self) -> None:
         """Loads of every edge group at every level, and the compute of embedding and head."""
-        uses = loads.group_uses(self.model)
+        uses, groups = loads.group_uses(self.model), self.templates.edge_groups
         self.edge_loads = [
-            [
-                loads.group_loads(self.group_layouts[g], v, uses[g], self.rounds, self.acc_bytes, self.cost)
-                for v in loads.LEVELS
-            ]
-            for g in self.edge_groups
+            [loads.group_loads(layout, v, uses[g], self.rounds, self.acc_bytes, self.cost) for v in loads.LEVELS]
+            for g, layout in zip(groups, self.templates.edge_layouts, strict=True)
         ]
+        self.edge_host = [[loads.streamed_bytes(x, v) for v in loads.LEVELS] for x in self.templates.edge_layouts]
+        edges = [layer for layer in self.model.layers if layer.kind != "block"]
+        self.edge_seconds = [loads.layer_compute_s(layer, self.shape, self.cost) for layer in edges]
         self.edge_compute = np.zeros(loads.NUM_LOADS)
-        for layer in self.model.layers:
-            if layer.kind != "block":
-                forward, backward = loads.layer_compute_s(layer, self.shape, self.cost)
-                self.edge_compute[loads.FC] += self.rounds * forward
-                self.edge_compute[loads.BC] += self.rounds * backward
+        self.edge_compute[loads.FC] = self.rounds * sum(f for f, _ in self.edge_seconds)
+        self.edge_compute[loads.BC] = self.rounds * sum(b for _, b in self.edge_seconds)
 
-    # -- fixed bytes -------------------------------------------------------------------------------------------------
+    # -- bytes -------------------------------------------------------------------------------------------------------
 
     def fixed_bytes(self, structure: Structure, slots: SlotCounts, caps: Caps) -> int:
         """GPU bytes of the process beside what blocks hold resident or keep."""
-        arena, scratch_floor = self._template(structure, slots)
-        scratch = max(scratch_floor, caps.scratch_bytes)
-        return arena + align(scratch) + slots.save * align(caps.staged_bytes)
+        scratch = align(max(self.activations.scratch_floor, caps.scratch_bytes))
+        staging = slots.save * align(caps.staged_bytes)
+        return self.templates.parameter_bytes(structure, slots) + self.activations.gpu_bytes + scratch + staging
 
-    def _template(self, structure: Structure, slots: SlotCounts) -> tuple[int, int]:
-        """(GPU bytes without scratch, offload slots and blocks' own bytes; least scratch) of a small model's layout."""
-        key = (structure, slots)
-        if key not in self._fixed:
-            level = loads.LEVELS[structure.blocks_hold]
-            everything = max(self.options, key=lambda o: len(o.plan.keep_gpu) + len(o.plan.keep_host))
-            keep = LayerPlan((*everything.plan.keep_gpu, *everything.plan.keep_host), (), "host")
-            layout = Layout(self._small_model, self._small_plan(structure, slots, level, keep))
-            scratch = layout.slots[layout.slot("scratch")].num_bytes
-            small_blocks = len(self._small_model.blocks)
-            own = small_blocks * _aligned_resident(self.group_layouts[self.block_groups[0]].plane_bytes, level)
-            own += small_blocks * self.chunks_per_round * align(layout.programs[1].save_gpu_bytes)
-            overhead = gpu_overhead_bytes(layout, self.profile)
-            self._fixed[key] = (layout.gpu_bytes - align(scratch) - own + overhead, scratch)
-        return self._fixed[key]
+    def gpu_bytes(self, placement: Placement) -> int:
+        """GPU bytes of the process under a placement."""
+        rows = list(placement.rows)
+        structure = self.normalised(placement).structure
+        fixed = self.fixed_bytes(structure, placement.slots, self.caps_of(rows))
+        return fixed + int(self.row_gpu[rows].sum())
 
-    @cached_property
-    def _small_model(self) -> ModelSpec:
-        """The model with as many blocks as decide how many slots there are."""
-        kept = self.block_indices[:4]
-        layers = [self.model.layers[i] for i in (0, *kept, len(self.model.layers) - 1)]
-        groups = [g for i, g in enumerate(self.model.groups) if i in self.edge_groups or i in self.block_groups[:4]]
-        return replace(self.model, layers=tuple(layers), groups=tuple(groups))
+    def host_bytes(self, structure: Structure, counts: Counter[int]) -> int:
+        """Host bytes of the process."""
+        edges = sum(host[v] for host, v in zip(self.edge_host, structure.edge_levels, strict=True))
+        return edges + self.activations.host_bytes + sum(n * int(self.row_host[row]) for row, n in counts.items())
 
-    def _small_plan(self, structure: Structure, slots: SlotCounts, level: GroupPlan, keep: LayerPlan) -> Plan:
-        edges = iter(structure.edge_levels)
-        groups = tuple(
-            level if g.slot_class == "block" else loads.LEVELS[next(edges)] for g in self._small_model.groups
-        )
-        blocks = (keep,) * len(self._small_model.blocks)
-        return self._plan(structure, slots, (LayerPlan(), *blocks, LayerPlan()), groups, LEAST_TILE)
+    def caps_of(self, rows: Sequence[int]) -> Caps:
+        """What the chosen rows need of shared buffers."""
+        return Caps(int(self.row_staged[rows].max()), int(self.row_scratch[rows].max()))
 
-    def _plan(
-        self,
-        structure: Structure,
-        slots: SlotCounts,
-        layers: tuple[LayerPlan, ...],
-        groups: tuple[GroupPlan, ...],
-        tile: int,
-    ) -> Plan:
-        return Plan(
-            model=self.model.name,
-            request=self.request,
-            chunk_tokens=self.chunk_tokens,
-            chunks_per_round=self.chunks_per_round,
-            layers=layers,
-            groups=groups,
-            weight_slots=slots.weight,
-            grad_slots=slots.grad,
-            save_slots=slots.save,
-            optimizer_slots=slots.optimizer,
-            optimizer_tile=tile,
-            share_edge_slots=structure.share_edge_slots,
-        )
+    @property
+    def widest_caps(self) -> Caps:
+        """Caps that allow every option."""
+        return Caps(int(self.row_staged.max()), int(self.row_scratch.max()))
+
+    def normalised(self, placement: Placement) -> Placement:
+        """With `blocks_hold` as the rows have it: planes that all blocks hold need no slots."""
+        levels = [loads.LEVELS[self.row_level[row]] for row in set(placement.rows)]
+        weights, grads = (all(getattr(v, k) == "gpu" for v in levels) for k in ("weights", "grads"))
+        hold = {
+            (False, False): loads.STREAMED,
+            (True, False): loads.RESIDENT_WEIGHTS,
+            (False, True): loads.RESIDENT_GRADS,
+            (True, True): loads.RESIDENT_BOTH,
+        }[weights, grads]
+        if all(v.states == "gpu" for v in levels):
+            hold = loads.RESIDENT
+        return placement._replace(structure=placement.structure._replace(blocks_hold=hold))
 
     # -- the programme -----------------------------------------------------------------------------------------------
-
-    def structures(self, blocks_hold: int) -> list[Structure]:
-        """Without shared edge slots a streamed edge group takes the same bytes as a resident one, so it is resident."""
-        found = []
-        for share in (False, True):
-            levels = (loads.STREAMED,) if share else ()
-            levels += (loads.RESIDENT_BOTH, loads.RESIDENT)
-            found += [Structure(share, edges, blocks_hold) for edges in product(levels, repeat=len(self.edge_groups))]
-        return found
 
     def solve(self, goal: Goal, slots: SlotCounts, gpu_budget: int, caps: Caps) -> Solution | None:
         """The best solution within the budget (whole process) whose options respect the caps."""
         row_cost = goal.cost(self.row_loads, self.row_host)
         allowed = (self.row_staged <= caps.staged_bytes) & (self.row_scratch <= caps.scratch_bytes)
+        edge_costs: dict[tuple[int, ...], float] = {}
         best: tuple[float, Structure, knapsack.Choices, int] | None = None
         for hold, hold_levels in BLOCKS_HOLD_LEVELS.items():
             rows = np.flatnonzero(allowed & np.isin(self.row_level, hold_levels))
-            ranked = [(self.fixed_bytes(s, slots, caps), s) for s in self.structures(hold)]
-            limit = gpu_budget - min(fixed for fixed, _ in ranked)
-            if not len(rows) or len(self.block_indices) * int(self.row_gpu[rows].min()) > limit:
+            least = self.activations.gpu_bytes + self.activations.scratch_floor
+            if not len(rows) or self.num_blocks * int(self.row_gpu[rows].min()) > gpu_budget - least:
                 continue
+            structures = self.templates.structures(len(self.edge_host), hold)
+            ranked = [(self.fixed_bytes(s, slots, caps), s) for s in structures]
+            limit = gpu_budget - min(fixed for fixed, _ in ranked)
             layer = knapsack.one_layer(self.row_gpu, row_cost, rows)
-            choices = knapsack.repeat(layer, len(self.block_indices), limit)
+            choices = knapsack.repeat(layer, self.num_blocks, limit)
             for fixed, structure in ranked:
                 point = choices.best_within(gpu_budget - fixed)
                 if point is None:
                     continue
-                cost = float(choices.cost[point]) + self._edge_cost(goal, structure)
+                edges = structure.edge_levels
+                if edges not in edge_costs:
+                    edge_costs[edges] = self._edge_cost(goal, edges)
+                cost = float(choices.cost[point]) + edge_costs[edges]
                 if best is None or cost < best[0] * (1 - 1e-9):
                     best = (cost, structure, choices, point)
         if best is None:
             return None
         cost, structure, choices, point = best
-        counts = choices.counts(point)
-        return Solution(cost, structure, counts, self.total_loads(structure, counts))
+        return Solution(cost, structure, slots, choices.counts(point))
 
-    def _edge_cost(self, goal: Goal, structure: Structure) -> float:
-        rows = np.array([self.edge_loads[i][v] for i, v in enumerate(structure.edge_levels)] + [self.edge_compute])
-        host = [
-            loads.streamed_bytes(self.group_layouts[g], loads.LEVELS[v])
-            for g, v in zip(self.edge_groups, structure.edge_levels, strict=True)
-        ]
+    def _edge_cost(self, goal: Goal, levels: tuple[int, ...]) -> float:
+        rows = np.array([self.edge_loads[i][v] for i, v in enumerate(levels)] + [self.edge_compute])
+        host = [self.edge_host[i][v] for i, v in enumerate(levels)]
         return float(goal.cost(rows, np.array([*host, 0])).sum())
 
     def total_loads(self, structure: Structure, counts: Counter[int]) -> np.ndarray:
@@ -295,63 +255,53 @@ class RoundProblem:
             total += count * self.row_loads[row]
         return total
 
-    def caps_of(self, counts: Counter[int]) -> Caps:
-        """What the chosen rows need of shared buffers."""
-        rows = list(counts)
-        return Caps(int(self.row_staged[rows].max()), int(self.row_scratch[rows].max()))
+    # -- estimates ---------------------------------------------------------------------------------------------------
 
-    @cached_property
-    def host_overhead_bytes(self) -> int:
-        """Host bytes of the process beside parameter planes and offloaded activations."""
-        structure = self.structures(loads.STREAMED)[0]
-        level, keep = loads.LEVELS[-1], LayerPlan((), (), "gpu")
-        resident = structure._replace(edge_levels=(loads.RESIDENT,) * len(self.edge_groups))
-        layout = Layout(self._small_model, self._small_plan(resident, SlotCounts(), level, keep))
-        return host_required_bytes(layout, self.profile)
+    def sketch_s(self, placement: Placement) -> float:
+        """Estimated seconds of a step: rounds by the sketch, the update by its largest stream."""
+        total = self.total_loads(placement.structure, Counter(placement.rows))
+        update_s = float(total[[loads.UC, loads.UH, loads.UD]].max())
+        first = self._sketch_round(placement, False)
+        return update_s + first + (self.rounds - 1) * (self._sketch_round(placement, True) if self.rounds > 1 else 0.0)
 
-    @property
-    def widest_caps(self) -> Caps:
-        """Caps that allow every option."""
-        return Caps(int(self.row_staged.max()), int(self.row_scratch.max()))
+    def _sketch_round(self, placement: Placement, accumulating: bool) -> float:
+        edges = [self._edge_costs(i, placement.structure) for i in range(2)]
+        rows = [self.row_costs[row] for row in placement.rows]
+        slots = placement.slots[:3]
+        share = placement.structure.share_edge_slots
+        return Sketch(self.block_costs, rows, (edges[0], edges[1]), slots, share, accumulating).run()
+
+    def _edge_costs(self, edge: int, structure: Structure) -> EdgeCosts:
+        """Embedding (0) or head (1) with the groups it reads."""
+        p, width = self.cost.profile, self.acc_bytes + 2 * self.compute_bytes
+        layer = self.model.layers[0 if edge == 0 else -1]
+        weights = grads = finish_s = 0.0
+        for i, group in enumerate(self.templates.edge_groups):
+            if group in layer.groups:
+                level, planes = loads.LEVELS[structure.edge_levels[i]], self.templates.edge_layouts[i].plane_bytes
+                weights += planes["weights"] if level.weights == "host" else 0
+                grads += planes["grad"] if level.grads == "host" else 0
+                finish_s += self.templates.edge_layouts[i].numel * width / p.memory_bytes_per_s
+        return EdgeCosts(
+            *self.edge_seconds[edge],
+            finish_s,
+            weights / p.h2d_duplex_bytes_per_s,
+            grads / p.h2d_duplex_bytes_per_s,
+            grads / p.d2h_duplex_bytes_per_s,
+        )
 
     # -- plans -------------------------------------------------------------------------------------------------------
 
-    def plan(self, structure: Structure, slots: SlotCounts, rows: list[int]) -> Plan:
-        """The plan that gives block i the row rows[i]."""
+    def plan(self, placement: Placement) -> Plan:
+        """The plan of a placement."""
         layers = [LayerPlan()] * len(self.model.layers)
         groups = [GroupPlan()] * len(self.model.groups)
-        for index, group, row in zip(self.block_indices, self.block_groups, rows, strict=True):
+        places = zip(self.templates.block_layers, self.templates.block_groups, placement.rows, strict=True)
+        for index, group, row in places:
             option, level = self.row_pairs[row]
             layers[index], groups[group] = self.options[option].plan, loads.LEVELS[level]
-        for group, level in zip(self.edge_groups, structure.edge_levels, strict=True):
+        for group, level in zip(self.templates.edge_groups, placement.structure.edge_levels, strict=True):
             groups[group] = loads.LEVELS[level]
-        return self._plan(structure, slots, tuple(layers), tuple(groups), self.tile(structure, slots))
-
-    def tile(self, structure: Structure, slots: SlotCounts) -> int:
-        """Elements of an optimizer tile: as large as is useful within bytes that forward and backward need anyway."""
-        key = (structure, slots)
-        if key not in self._tiles:
-            level = loads.LEVELS[structure.blocks_hold]
-            layout = Layout(self._small_model, self._small_plan(structure, slots, level, LayerPlan((), (), "host")))
-            tile, limit = LEAST_TILE, self._largest_tile
-            if layout.has("tile[0]"):
-                room = layout.gpu_bytes - layout.slots[layout.slot("tile[0]")].offset
-                limit = min(limit, room // (slots.optimizer * (layout.tile_bytes // LEAST_TILE)))
-            self._tiles[key] = max(tile, _power_of_two(limit))
-        return self._tiles[key]
-
-    @property
-    def _largest_tile(self) -> int:
-        """Enough tiles to overlap copies with updates, not so many that each is small."""
-        numel = self.model.num_parameters
-        return max(_power_of_two(numel // 1024), min(1 << 24, _power_of_two(numel // 64)))
-
-
-def _power_of_two(value: int) -> int:
-    """The largest power of two not above value (at least 1)."""
-    return 1 << max(0, value.bit_length() - 1)
-
-
-def _aligned_resident(plane_bytes: dict[str, int], level: GroupPlan) -> int:
-    homes = {"weights": level.weights, "grad": level.grads}
-    return sum(align(num) for kind, num in plane_bytes.items() if homes.get(kind, level.states) == "gpu")
+        tile = self.templates.tile(self.normalised(placement).structure, placement.slots)
+        size = (self.chunk_tokens, self.chunks_per_round)
+        return self.templates.plan(size, placement.structure, placement.slots, tuple(layers), tuple(groups), tile)

@@ -1,0 +1,43 @@
+# make demo | test | lint | clean. PYTHON chooses the interpreter that .venv is made from (3.11 or newer).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Without an NVIDIA GPU this release of torch is installed first: package indexes that offer its CPU build serve that.
+TORCH_WITHOUT_GPU := torch==2.13.0
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.installed
+	$(BIN)/python -m flexengine demo
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-test $(VENV)/.installed-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+clean:
+	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.torch: | $(BIN)/python
+	command -v nvidia-smi >/dev/null 2>&1 || $(PIP) install "$(TORCH_WITHOUT_GPU)"
+	touch $@
+
+# A stamp is older than pyproject.toml when requirements may have changed: then pip looks again, quickly.
+$(VENV)/.installed: pyproject.toml $(VENV)/.torch
+	$(PIP) install --editable .
+	touch $@
+
+$(VENV)/.installed-test: pyproject.toml $(VENV)/.torch
+	$(PIP) install --editable ".[test]"
+	touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-lint: pyproject.toml $(VENV)/.torch
+	$(PIP) install --editable ".[lint]"
+	touch $@

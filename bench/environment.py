@@ -1,0 +1,56 @@
+"""What a result was measured with: machine, versions, commit, command. Every script in bench/ writes it beside its figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str:
+    """The commit measured: $FLEXENGINE_COMMIT where the checkout has no history, else git's HEAD (+ when changed)."""
+    if "FLEXENGINE_COMMIT" in os.environ:
+        return os.environ["FLEXENGINE_COMMIT"]
+    root = Path(__file__).resolve().parent.parent
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True).stdout
+        dirty = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head.strip() + ("+" if dirty.stdout.strip() else "")
+
+
+def describe_environment() -> dict:
+    """Machine, versions, commit and command line as a JSON-ready dict."""
+    cuda = torch.cuda.is_available()
+    return {
+        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "cpu_count": os.cpu_count(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": _version("triton"),
+        "commit": _commit(),
+        "command": "python " + " ".join(sys.argv),
+    }
+
+
+def write_json(path: str | None, results: dict) -> None:
+    """Write `results` with the environment to a file, if one is named."""
+    if path:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps({"environment": describe_environment(), **results}, indent=1) + "\n")

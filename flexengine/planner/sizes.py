@@ -1,0 +1,59 @@
+"""Chunk and round sizes worth planning for: the only decisions of a plan that may change low-order bits of the result."""
+
+from __future__ import annotations
+
+from flexengine.plan import PlanError, PlanReason, Request
+
+CHUNK_TOKENS = tuple(1 << i for i in range(8, 15))
+CHUNKS_PER_ROUND = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+
+def chunk_sizes(request: Request) -> list[tuple[int, int]]:
+    """(chunk_tokens, chunks_per_round) worth a look. Raises PlanError when pinned sizes contradict each other.
+
+    A round is at most the batch, rounded up to chunks, and takes the longest sequence; long sequences fill whole rounds.
+    """
+    check_pinned(request)
+    sizes = []
+    for chunk in _chunk_choices(request):
+        slices = max(1, -(-request.max_seq_len // chunk))
+        if request.round_tokens is not None:
+            counts = [request.round_tokens // chunk]
+        else:
+            most = max(slices, -(-request.max_global_batch_tokens // chunk))
+            counts = sorted({n * slices for n in CHUNKS_PER_ROUND if n * slices <= most})
+        sizes += [(chunk, n) for n in counts if n >= slices]
+    return sizes
+
+
+def _chunk_choices(request: Request) -> list[int]:
+    """The pinned size, else powers of two up to the round, and exact sizes where those are few."""
+    if request.chunk_tokens is not None:
+        return [request.chunk_tokens]
+    limit = request.round_tokens or request.max_global_batch_tokens
+    choices = {c for c in CHUNK_TOKENS if c <= limit}
+    if limit < 2 * CHUNK_TOKENS[0]:
+        choices |= {limit, max(1, limit // 2), request.max_seq_len}
+    if request.round_tokens is None:
+        return sorted(choices)
+    parts = {limit // n for n in CHUNKS_PER_ROUND if limit % n == 0}
+    return sorted(c for c in choices | parts if limit % c == 0 and c <= max(CHUNK_TOKENS[-1], min(parts)))
+
+
+def check_pinned(request: Request) -> None:
+    """Raise PlanError when chunk_tokens and round_tokens do not go together, or no sequence fits a round."""
+    chunk, tokens = request.chunk_tokens, request.round_tokens
+    if tokens is None:
+        return
+    if chunk is not None and tokens % chunk:
+        raise PlanError(
+            PlanReason.INVALID_REQUEST,
+            f"round_tokens={tokens} is not a multiple of chunk_tokens={chunk}\n"
+            f"  works with: --round-tokens {-(-tokens // chunk) * chunk}, or --chunk-tokens {tokens}",
+        )
+    if tokens < request.max_seq_len:
+        raise PlanError(
+            PlanReason.INVALID_REQUEST,
+            f"round_tokens={tokens} is less than max_seq_len={request.max_seq_len}, and a sequence passes the layers in"
+            f" one round\n  works with: --round-tokens {request.max_seq_len}, or --max-seq-len {tokens}",
+        )
