@@ -1,4 +1,6 @@
-"""What a result was measured with: machine, versions, commit, command. Every script in bench/ writes it beside its figures."""
+"""What a result was measured with: machine, versions, commit, command. Every script in bench/ writes it beside its
+figures.
+"""
 
 from __future__ import annotations
 

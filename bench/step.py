@@ -2,9 +2,9 @@
 
     python -m bench.step --model preset:llama-3.1-8b --caps 24 --host-gib 110 --json out.json
 
-Per cap: tokens/s, effective and hardware TFLOP/s, share of the 8192^3 bf16 matmul rate measured in the same process right before
-(at least 1 s, back to back, random data), predicted against measured step time, peaks of GPU and host memory. The batch is one set
-of random sequences repeated every step, so that the loss must fall.
+Per cap: tokens/s, effective and hardware TFLOP/s, share of the 8192^3 bf16 matmul rate measured in the same process
+right before (at least 1 s, back to back, random data), predicted against measured step time, peaks of GPU and host
+memory. The batch is one set of random sequences repeated every step, so that the loss must fall.
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ def run_cap(args: argparse.Namespace, cap_gib: float | None) -> dict:
     print(prepared.describe(), flush=True)
     rate = matmul_rate()
     started = time.perf_counter()
-    engine = build(
-        prepared, AdamW(lr=args.lr), max_grad_norm=1.0, seed=0, deterministic=args.deterministic
-    )
+    engine = build(prepared, AdamW(lr=args.lr), max_grad_norm=1.0, seed=0, deterministic=args.deterministic)
     build_s = time.perf_counter() - started
     generator = torch.Generator().manual_seed(0)
     shape = (args.tokens_per_step // args.seq_len, args.seq_len)
@@ -78,7 +76,10 @@ def run_cap(args: argparse.Namespace, cap_gib: float | None) -> dict:
         model_flops, hardware_flops = out.model_flops, out.hardware_flops
         if index >= args.warmup:
             seconds.append(elapsed)
-        print(f"step {index + 1}: loss {out.loss:.4f}, {elapsed:.2f} s, {out.num_tokens / elapsed:.0f} tokens/s", flush=True)
+        print(
+            f"step {index + 1}: loss {out.loss:.4f}, {elapsed:.2f} s, {out.num_tokens / elapsed:.0f} tokens/s",
+            flush=True,
+        )
     peaks, plan = engine.memory_peaks(), engine.plan
     engine.close()
     step_s = statistics.median(seconds)

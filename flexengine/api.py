@@ -49,8 +49,8 @@ def from_pretrained(
 ) -> Engine:
     """An engine for a Hugging Face model folder, or for `preset:NAME` with random initial weights.
 
-    optimizer: AdamW(...) (default AdamW()); max_grad_norm: clip the global norm, None = never; seed: initial weights and
-    stochastic rounding; deterministic: only kernels proven deterministic (on CUDA; the CPU always is).
+    optimizer: AdamW(...) (default AdamW()); max_grad_norm: clip the global norm, None = never; seed: initial weights
+    and stochastic rounding; deterministic: only kernels proven deterministic (on CUDA; the CPU always is).
     All other keywords are those of `prepare`: max_seq_len, max_global_batch_tokens, budgets, device, dtypes, chunk and
     round sizes, recompute, hardware.
     Nothing is loaded before a plan is found. Raises PlanError when none fits, ValueError for bad input.
@@ -109,9 +109,10 @@ def prepare(
     """Read the model's description, measure the machine, plan.
 
     Budgets bound the whole process: GPU memory as NVML shows it, and the resident set; None takes what is free.
-    device: auto, cpu, cuda or cuda:N. dtype: compute type, bfloat16, float32 or float64. master_dtype: float32 (kept exactly in 4
-    bytes beside bf16 compute) or bfloat16 (stochastic rounding). grad_dtype: storage of gradients between rounds, by
-    default bfloat16 for bf16 compute and the compute type otherwise. optimizer_state_dtype: float32 or bfloat16.
+    device: auto, cpu, cuda or cuda:N. dtype: compute type, bfloat16, float32 or float64. master_dtype: float32 (kept
+    exactly in 4 bytes beside bf16 compute) or bfloat16 (stochastic rounding). grad_dtype: storage of gradients
+    between rounds, by default bfloat16 for bf16 compute and the compute type otherwise. optimizer_state_dtype:
+    float32 or bfloat16.
     hardware: a HardwareProfile, a preset's name or a profile's JSON file; None measures this machine.
     """
     source = open_model(path_or_preset)
@@ -175,7 +176,9 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _profile(hardware: HardwareProfile | str | Path | None, device: torch.device, dtype: torch.dtype) -> HardwareProfile:
+def _profile(
+    hardware: HardwareProfile | str | Path | None, device: torch.device, dtype: torch.dtype
+) -> HardwareProfile:
     if isinstance(hardware, HardwareProfile):
         return hardware
     if hardware is None:

@@ -33,8 +33,8 @@ class PlanError(ValueError):
 class LayerPlan:
     """What one layer keeps of every chunk from forward to backward.
 
-    `keep_gpu` and `keep_host` name ops whose outputs are kept on the GPU or in host memory; what is in neither is recomputed.
-    `input_home` says where the layer's input waits.
+    `keep_gpu` and `keep_host` name ops whose outputs are kept on the GPU or in host memory; what is in neither is
+    recomputed. `input_home` says where the layer's input waits.
     """
 
     keep_gpu: tuple[str, ...] = ()
@@ -152,8 +152,8 @@ class Plan:
         longest = -(-self.request.max_seq_len // self.chunk_tokens)
         if longest > self.chunks_per_round:
             raise ValueError(
-                f"a sequence of {self.request.max_seq_len} tokens needs {longest} chunks of {self.chunk_tokens} tokens in"
-                f" one round, but a round has {self.chunks_per_round}"
+                f"a sequence of {self.request.max_seq_len} tokens needs {longest} chunks of {self.chunk_tokens} tokens"
+                f" in one round, but a round has {self.chunks_per_round}"
             )
 
     @property

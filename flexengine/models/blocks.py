@@ -125,7 +125,7 @@ def decoder_layers(s: DecoderShape, groups: tuple[GroupSpec, ...]) -> tuple[Laye
     )
     ops = decoder_ops(s)
     blocks = [LayerSpec(f"block.{i - 1}", "block", ops, _layer_params(i, groups[i]), "x", "y") for i in range(1, last)]
-    head_weight = (0, "embed.weight") if s.tie_word_embeddings else (last, "lm_head.weight")
+    group, name = (0, "embed.weight") if s.tie_word_embeddings else (last, "lm_head.weight")
     head = LayerSpec(
         "head",
         "head",
@@ -133,7 +133,7 @@ def decoder_layers(s: DecoderShape, groups: tuple[GroupSpec, ...]) -> tuple[Laye
             RMSNorm("final_norm", "x", "h", d, "final_norm.weight", s.rms_norm_eps),
             LMHeadLoss("lm_head", "h", d, v, "lm_head.weight"),
         ),
-        (("final_norm.weight", last, "final_norm.weight"), ("lm_head.weight", *head_weight)),
+        (("final_norm.weight", last, "final_norm.weight"), ("lm_head.weight", group, name)),
         "x",
         None,
     )

@@ -1,6 +1,7 @@
 """Llama 2, 3, 3.1, 3.2, 3.3 and CodeLlama, and every other checkpoint of Hugging Face type `llama`.
 
-Source: Touvron et al. 2023, "Llama 2"; Dubey et al. 2024, "The Llama 3 Herd of Models"; config fields as in Hugging Face.
+Source: Touvron et al. 2023, "Llama 2"; Dubey et al. 2024, "The Llama 3 Herd of Models"; config fields as in Hugging
+Face.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from flexengine.models.spec import ModelSpec
 
 
 def build(name: str, config: dict) -> ModelSpec:
-    """The model of a Hugging Face config of type `llama`. Raises ValueError where the config asks for something else."""
+    """The model of a Hugging Face config of type `llama`. Raises ValueError where the config asks for something
+    else.
+    """
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ValueError(f"{name}: hidden_act={activation!r} in config.json; a llama model has 'silu'")

@@ -1,7 +1,7 @@
 """Rotary frequencies of a Hugging Face config: default, linear, llama3 and yarn scaling.
 
-Sources: linear: Chen et al. 2023, "Extending Context Window of Large Language Models via Positional Interpolation"; yarn: Peng et
-al. 2023, "YaRN"; llama3: the Llama 3.1 model card's wavelength bands.
+Sources: linear: Chen et al. 2023, "Extending Context Window of Large Language Models via Positional Interpolation";
+yarn: Peng et al. 2023, "YaRN"; llama3: the Llama 3.1 model card's wavelength bands.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ class GroupSpec:
 class LayerSpec:
     """A unit of weight streaming: a straight line of ops from `input` to `output` over named tensors.
 
-    `params` maps the names the ops use to (group index, parameter name). Blocks of one class share the same `ops` tuple,
-    so that whatever is derived from the ops is derived once.
+    `params` maps the names the ops use to (group index, parameter name). Blocks of one class share the same `ops`
+    tuple, so that whatever is derived from the ops is derived once.
     """
 
     name: str

@@ -1,11 +1,11 @@
 """Causal attention over packed sequences, with a window of earlier chunks' keys and values.
 
-Shapes: a fused row holds N query, G key and G value heads of width H: qkv [T, (N + 2G) * H]; o [T, N * H]; lse [N, T] in
-float32 (stored as T * N elements). Packed sequences are told apart by cumulative lengths; when a chunk continues a long
-sequence, its queries also see all keys of the window (bottom-right aligned causal mask).
+Shapes: a fused row holds N query, G key and G value heads of width H: qkv [T, (N + 2G) * H]; o [T, N * H]; lse [N, T]
+in float32 (stored as T * N elements). Packed sequences are told apart by cumulative lengths; when a chunk continues a
+long sequence, its queries also see all keys of the window (bottom-right aligned causal mask).
 
-Source: Dao 2023, "FlashAttention-2" for the statistics kept (log-sum-exp per query and head) and the backward from them:
-P = exp(S - lse), dV = P^T dO, dS = P * (dO V^T - rowsum(dO * O)), dQ = dS K, dK = dS^T Q.
+Source: Dao 2023, "FlashAttention-2" for the statistics kept (log-sum-exp per query and head) and the backward from
+them: P = exp(S - lse), dV = P^T dO, dS = P * (dO V^T - rowsum(dO * O)), dQ = dS K, dK = dS^T Q.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class CausalAttention(Op):
         return Work(attention_backward_flops=2.5 * self._flops(tokens, seq_len), memory_bytes=copies, kernels=7)
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        # backward: grad_q, grad_k and grad_v expanded to N heads, then reduced; the float32 accumulator of grad_q, padded
+        # backward: grad_q, grad_k and grad_v expanded to N heads, then reduced; float32 accumulator of grad_q, padded
         rows, heads = tokens + 128 * 64, self.num_heads
         results = tokens * (heads * 3 + 2 * self.num_kv_heads) * self.head_dim * compute_bytes
         return results + rows * heads * (max(32, self.head_dim) + 2) * 4

@@ -1,6 +1,7 @@
 """What every op declares, and what it is given when it runs.
 
-Shape legend: T tokens of a chunk, D model width, F FFN width, V vocabulary, N query heads, G key/value heads, H head width.
+Shape legend: T tokens of a chunk, D model width, F FFN width, V vocabulary, N query heads, G key/value heads, H head
+width.
 """
 
 from __future__ import annotations
@@ -59,7 +60,13 @@ class Work(NamedTuple):
 
     def plus(self, other: Work) -> Work:
         """The sum of two pieces of work."""
-        return Work(*(a + b for a, b in zip(self, other, strict=True)))
+        return Work(
+            self.matmul_flops + other.matmul_flops,
+            self.attention_forward_flops + other.attention_forward_flops,
+            self.attention_backward_flops + other.attention_backward_flops,
+            self.memory_bytes + other.memory_bytes,
+            self.kernels + other.kernels,
+        )
 
     @property
     def flops(self) -> float:
@@ -86,9 +93,9 @@ class KeyValueWindow:
 class ChunkContext:
     """The batch side of one chunk: everything that is not an activation.
 
-    input_ids, labels [T] int64 (labels are already shifted, -100 = no loss); positions [T] int32; cu_seqlens [num_seqs+1]
-    int32; seq_lens as Python ints. `constants` holds per-model tensors such as inv_freq; `losses` [T] float32 is
-    written by the head.
+    input_ids, labels [T] int64 (labels are already shifted, -100 = no loss); positions [T] int32; cu_seqlens
+    [num_seqs+1] int32; seq_lens as Python ints. `constants` holds per-model tensors such as inv_freq; `losses` [T]
+    float32 is written by the head.
     """
 
     tokens: int

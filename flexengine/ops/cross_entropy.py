@@ -1,8 +1,8 @@
 """LM head and cross-entropy, block by block over the tokens, so that the full logits never exist.
 
-For a block of B tokens: logits [B, V] = h @ weight.T; loss = log-sum-exp(logits) - logits[label] in float32; the gradient
-softmax(logits) - onehot overwrites the logits; grad_h = it @ weight and grad_weight += it.T @ h. Gradients are those of the
-SUM of losses over tokens; the division by the step's active tokens happens once, in the optimizer.
+For a block of B tokens: logits [B, V] = h @ weight.T; loss = log-sum-exp(logits) - logits[label] in float32; the
+gradient softmax(logits) - onehot overwrites the logits; grad_h = it @ weight and grad_weight += it.T @ h. Gradients
+are those of the SUM of losses over tokens; the division by the step's active tokens happens once, in the optimizer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from flexengine.ops.linear import accumulate_weight_grad
 
 IGNORE_INDEX = -100
 LOGITS_BLOCK_BYTES = 256 * 2**20
-"""Size of one block of bf16 logits. With the vocabulary it fixes the block's tokens, so budgets never change the sums."""
+"""Size of one block of bf16 logits. With the vocabulary it fixes the block's tokens, so budgets never change the
+sums.
+"""
 
 
 def block_tokens(vocab_size: int) -> int:
@@ -42,7 +44,9 @@ def cross_entropy_(logits: Tensor, labels: Tensor, losses: Tensor, write_grad: b
 
 
 class LMHeadLoss(Op):
-    """losses of h under the LM head. Forward gives losses only; backward_input does loss and both gradients in one pass."""
+    """losses of h under the LM head. Forward gives losses only; backward_input does loss and both gradients in one
+    pass.
+    """
 
     def __init__(self, name: str, x: str, width: int, vocab_size: int, weight: str) -> None:
         self.name, self.x, self.width, self.vocab_size, self.weight = name, x, width, vocab_size, weight

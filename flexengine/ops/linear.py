@@ -15,8 +15,8 @@ from flexengine.ops.base import Op, OpEnv, TensorSpec, Work
 def accumulate_weight_grad(acc: Tensor, grad_y: Tensor, x: Tensor, first: bool) -> None:
     """acc (+)= grad_y.T @ x with the sum kept in the accumulator's precision.
 
-    Shapes: grad_y [T, F] and x [T, D] in the compute dtype, acc [F, D] in float32 (float64). On CUDA the product of bf16
-    operands goes straight into the fp32 accumulator (cuBLAS beta = 1), which costs the same as a bf16 result.
+    Shapes: grad_y [T, F] and x [T, D] in the compute dtype, acc [F, D] in float32 (float64). On CUDA the product of
+    bf16 operands goes straight into the fp32 accumulator (cuBLAS beta = 1), which costs the same as a bf16 result.
     """
     if grad_y.dtype == acc.dtype:
         if first:

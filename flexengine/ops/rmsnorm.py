@@ -1,4 +1,5 @@
-"""RMSNorm: y = weight * x / sqrt(mean(x^2) + eps), normalised in float32 and cast before the weight, as Hugging Face does.
+"""RMSNorm: y = weight * x / sqrt(mean(x^2) + eps), normalised in float32 and cast before the weight, as Hugging Face
+does.
 
 Source: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization". With r = 1/sqrt(mean(x^2) + eps) and
 gw = grad_y * weight: grad_x = r * (gw - x * r^2 * mean(gw * x)), grad_weight = sum over tokens of grad_y * x * r.
@@ -12,7 +13,9 @@ from torch import Tensor
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, use_kernel
 
 WEIGHT_GRAD_PARTIALS = 128
-"""Row groups of the weight-gradient reduction on CUDA: fixed, so that the order of the sum depends on the shape alone."""
+"""Row groups of the weight-gradient reduction on CUDA: fixed, so that the order of the sum depends on the shape
+alone.
+"""
 
 
 def _stat_dtype(x: Tensor) -> torch.dtype:

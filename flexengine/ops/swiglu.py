@@ -1,7 +1,7 @@
 """SwiGLU: a = silu(gate) * up for gate_up [T, 2F] with gate in the first F columns.
 
-Source: Shazeer 2020, "GLU Variants Improve Transformer". With s = sigmoid(gate): grad_gate = grad_a * up * s * (1 + gate *
-(1 - s)), grad_up = grad_a * gate * s.
+Source: Shazeer 2020, "GLU Variants Improve Transformer". With s = sigmoid(gate): grad_gate = grad_a * up * s * (1 +
+gate * (1 - s)), grad_up = grad_a * gate * s.
 """
 
 from __future__ import annotations

@@ -6,12 +6,14 @@ between GPU and host changes no cost but bytes, so a few splits, evenly apart, s
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations
 from typing import Literal, NamedTuple
 
 from flexengine.models.spec import LayerSpec
-from flexengine.ops.base import Op
+from flexengine.ops.base import Op, Work
 from flexengine.plan import Home, LayerPlan
 from flexengine.planner.cost_model import CostModel
 from flexengine.schedule.layer_program import LayerProgram, align, compile_layer, save_sets, savable_ops
@@ -61,16 +63,14 @@ def save_set(layer: LayerSpec, ops: tuple[str, ...], shape: RoundShape, cost: Co
 
 def recompute_s(program: LayerProgram, shape: RoundShape, cost: CostModel) -> float:
     """Seconds per round that backward spends on recomputation, refilling the key/value window included."""
-    total, known = 0.0, {}
-    for chunk in shape.chunks:
-        key = (chunk.tokens, chunk.seq_len, chunk.is_slice)
-        if key not in known:
-            sizes = (chunk.tokens, chunk.seq_len, cost.compute_bytes)
-            known[key] = cost.work_s(program.recompute_work(*sizes))
-            if chunk.is_slice:
-                known[key] += cost.work_s(program.window_work(*sizes))
-        total += known[key]
-    return total
+    counts = Counter((chunk.tokens, chunk.seq_len, chunk.is_slice) for chunk in shape.chunks)
+    return sum(n * cost.work_s(_recompute_work(program, *key, cost.compute_bytes)) for key, n in counts.items())
+
+
+@lru_cache(maxsize=4096)
+def _recompute_work(program: LayerProgram, tokens: int, seq_len: int, is_slice: bool, compute_bytes: int) -> Work:
+    work = program.recompute_work(tokens, seq_len, compute_bytes)
+    return work.plus(program.window_work(tokens, seq_len, compute_bytes)) if is_slice else work
 
 
 def pareto_sets(sets: list[SaveSet]) -> tuple[SaveSet, ...]:

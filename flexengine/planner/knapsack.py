@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MAX_POINTS = 64
+MAX_POINTS = 48
 
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """Points on the way to a selection: bytes strictly ascending, cost strictly descending.
+    """Points on the way to a selection: bytes ascending, cost strictly descending.
 
     left, right: for every point the index into `parts`' two frontiers, or into the options when `parts` is None.
     """
@@ -74,7 +74,7 @@ def repeat(layer: Choices, count: int, limit_bytes: int) -> Choices:
 
 def _pareto(num_bytes: np.ndarray, cost: np.ndarray) -> np.ndarray:
     """Positions of the points that no other beats in bytes and cost, fewest bytes first."""
-    order = np.lexsort((cost, num_bytes))
+    order = np.argsort(num_bytes, kind="stable")
     ranked = cost[order]
     before = np.concatenate(([np.inf], np.minimum.accumulate(ranked)))[: len(ranked)]
     return order[ranked < before]

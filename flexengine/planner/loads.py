@@ -6,16 +6,19 @@ other; within one the streams run side by side, so the largest column of a phase
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from flexengine.models.spec import LayerSpec, ModelSpec
+from flexengine.ops.base import Work
 from flexengine.plan import GroupPlan
 from flexengine.planner.cost_model import CostModel
 from flexengine.planner.frontier import KeepOption
 from flexengine.planner.sketch import BlockCosts
-from flexengine.schedule.layer_program import compile_layer
+from flexengine.schedule.layer_program import LayerProgram, compile_layer
 from flexengine.schedule.layout import GroupLayout
 from flexengine.schedule.lowering import RoundShape
 
@@ -94,17 +97,19 @@ def group_loads(
 def layer_compute_s(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> tuple[float, float]:
     """(forward, backward without recomputation) seconds of a layer per round; the head's forward is in its backward."""
     program = compile_layer(layer, (), (), cost.chunk_tokens, cost.compute_bytes)
-    forward, backward, known = 0.0, 0.0, {}
-    for chunk in shape.chunks:
-        key = (chunk.tokens, chunk.seq_len)
-        if key not in known:
-            sizes = (*key, cost.compute_bytes)
-            known[key] = (
-                cost.work_s(program.forward_work(*sizes)) if layer.kind != "head" else 0.0,
-                cost.work_s(program.backward_work(*sizes)) - cost.work_s(program.recompute_work(*sizes)),
-            )
-        forward, backward = forward + known[key][0], backward + known[key][1]
-    return forward, backward
+    forward_s = backward_s = 0.0
+    for (tokens, seq_len), count in Counter((c.tokens, c.seq_len) for c in shape.chunks).items():
+        forward, backward, again = _layer_work(program, tokens, seq_len, cost.compute_bytes)
+        forward_s += count * cost.work_s(forward) if layer.kind != "head" else 0.0
+        backward_s += count * (cost.work_s(backward) - cost.work_s(again))
+    return forward_s, backward_s
+
+
+@lru_cache(maxsize=4096)
+def _layer_work(program: LayerProgram, tokens: int, seq_len: int, compute_bytes: int) -> tuple[Work, Work, Work]:
+    """Forward, backward, and the recomputation in backward."""
+    sizes = (tokens, seq_len, compute_bytes)
+    return program.forward_work(*sizes), program.backward_work(*sizes), program.recompute_work(*sizes)
 
 
 def block_costs(

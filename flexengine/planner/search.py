@@ -35,16 +35,16 @@ from flexengine.schedule.layout import DTYPE_BYTES, Layout
 MAX_CHUNK_LAYERS = 1024
 """Largest chunks_per_round * blocks that is simulated, where sizes allow a choice."""
 USUAL_SLOTS = SlotCounts()
-SLOT_CHOICES = (SlotCounts(), SlotCounts(2, 1, 2), SlotCounts(3, 2, 3))
+SLOT_CHOICES = (SlotCounts(), SlotCounts(3, 2, 3))
 LEAST_SLOTS = SlotCounts(1, 1, 1, 1)
-NUM_PROBLEMS = 8
+NUM_PROBLEMS = 5
 """Sizes that are looked at closely."""
-NUM_GOALS = 4
+NUM_GOALS = 3
 """Weightings of the streams tried per size and slot counts."""
 BUDGET_SHARES = (1.0, 0.85)
 """Shares of the GPU budget solved for, so that more memory offers every plan that a little less did."""
-NUM_POLISHED, NUM_SIMULATED = 3, 5
-SKETCHED_CHUNK_LAYERS = 60_000
+NUM_POLISHED, NUM_SIMULATED = 3, 4
+SKETCHED_CHUNK_LAYERS = 24_000
 """Chunk-layers that the polish of one placement may sketch."""
 SIMPLICITY_SHARE = 0.02
 """A plan that keeps everything on the GPU is preferred unless streaming is faster by more than this share."""
@@ -166,9 +166,9 @@ class Search:
         return best
 
     def _cap_choices(self, problem: RoundProblem) -> list[Caps]:
-        """No offload slots, half-sized ones, any."""
+        """No offload slots, and half-sized ones."""
         staged = sorted({int(s) for s in problem.row_staged})
-        picked = sorted({staged[(len(staged) - 1) * i // 2] for i in range(3)})
+        picked = sorted({staged[0], staged[len(staged) // 2]})
         return [Caps(s, problem.widest_caps.scratch_bytes) for s in picked]
 
     def _solve_host(

@@ -149,7 +149,7 @@ class Sketch:
     def _fetch_saved(self, row: RowCosts, ready: float, seconds: float) -> None:
         """Bring back what one chunk kept, then compute for `seconds`."""
         if row.input_h2d_s:
-            self.h2d = max(self.h2d, self.hidden.take(), self.d2h - row.input_d2h_s) + row.input_h2d_s
+            self.h2d = max(self.h2d, self.hidden.take()) + row.input_h2d_s
             ready = max(ready, self.h2d)
         if row.save_h2d_s:
             self.h2d = max(self.h2d, self.saves.take()) + row.save_h2d_s

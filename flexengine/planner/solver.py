@@ -72,6 +72,8 @@ BLOCKS_HOLD_LEVELS = {
     loads.RESIDENT_BOTH: (loads.RESIDENT_BOTH, loads.RESIDENT),
 }
 """What all blocks hold on the GPU -> the levels that do."""
+FEW_BLOCKS = 4
+"""With so few blocks, slots weigh as much as blocks do, and every case is solved on its own."""
 
 
 class RoundProblem:
@@ -133,6 +135,7 @@ class RoundProblem:
         self.row_staged = np.array([self.options[o].staged_bytes for o, _ in pairs], dtype=np.int64)
         self.row_scratch = np.array([self.options[o].scratch_bytes for o, _ in pairs], dtype=np.int64)
         self.row_level = np.array([v for _, v in pairs])
+        self.row_holds = {hold: np.isin(self.row_level, held) for hold, held in BLOCKS_HOLD_LEVELS.items()}
         self.row_costs = [self._row_costs(self.options[o], loads.LEVELS[v], group) for o, v in pairs]
 
     def _row_costs(self, option: KeepOption, level: GroupPlan, group: GroupLayout) -> RowCosts:
@@ -160,6 +163,7 @@ class RoundProblem:
         ]
         self.edge_host = [[loads.streamed_bytes(x, v) for v in loads.LEVELS] for x in self.templates.edge_layouts]
         edges = [layer for layer in self.model.layers if layer.kind != "block"]
+        self._edges: dict[tuple[int, tuple[int, ...]], EdgeCosts] = {}
         self.edge_seconds = [loads.layer_compute_s(layer, self.shape, self.cost) for layer in edges]
         self.edge_compute = np.zeros(loads.NUM_LOADS)
         self.edge_compute[loads.FC] = self.rounds * sum(f for f, _ in self.edge_seconds)
@@ -214,32 +218,50 @@ class RoundProblem:
         """The best solution within the budget (whole process) whose options respect the caps."""
         row_cost = goal.cost(self.row_loads, self.row_host)
         allowed = (self.row_staged <= caps.staged_bytes) & (self.row_scratch <= caps.scratch_bytes)
-        edge_costs: dict[tuple[int, ...], float] = {}
-        best: tuple[float, Structure, knapsack.Choices, int] | None = None
-        for hold, hold_levels in BLOCKS_HOLD_LEVELS.items():
-            rows = np.flatnonzero(allowed & np.isin(self.row_level, hold_levels))
-            least = self.activations.gpu_bytes + self.activations.scratch_floor
-            if not len(rows) or self.num_blocks * int(self.row_gpu[rows].min()) > gpu_budget - least:
+        best: Solution | None = None
+        for hold, holding in self.row_holds.items():
+            if hold != loads.STREAMED and self.num_blocks > FEW_BLOCKS and not self._all_hold(best, hold):
                 continue
-            structures = self.templates.structures(len(self.edge_host), hold)
-            ranked = [(self.fixed_bytes(s, slots, caps), s) for s in structures]
-            limit = gpu_budget - min(fixed for fixed, _ in ranked)
-            layer = knapsack.one_layer(self.row_gpu, row_cost, rows)
-            choices = knapsack.repeat(layer, self.num_blocks, limit)
-            for fixed, structure in ranked:
-                point = choices.best_within(gpu_budget - fixed)
-                if point is None:
-                    continue
-                edges = structure.edge_levels
-                if edges not in edge_costs:
-                    edge_costs[edges] = self._edge_cost(goal, edges)
-                cost = float(choices.cost[point]) + edge_costs[edges]
+            rows = np.flatnonzero(allowed & holding)
+            found = self._solve_holding(goal, slots, gpu_budget, caps, hold, rows, row_cost) if len(rows) else None
+            if found is not None and (best is None or found.objective < best.objective * (1 - 1e-9)):
+                best = found
+        return best
+
+    def _all_hold(self, solution: Solution | None, hold: int) -> bool:
+        """Whether every block of a solution holds those planes anyway, so that their slots are to be had for nothing."""
+        return solution is not None and all(self.row_holds[hold][row] for row in solution.counts)
+
+    def _solve_holding(
+        self,
+        goal: Goal,
+        slots: SlotCounts,
+        gpu_budget: int,
+        caps: Caps,
+        hold: int,
+        rows: np.ndarray,
+        row_cost: np.ndarray,
+    ) -> Solution | None:
+        """The best choice among `rows`, over all structures of the edges."""
+        structures = self.templates.structures(len(self.edge_host), hold)
+        ranked = [(self.fixed_bytes(s, slots, caps), s) for s in structures]
+        limit = gpu_budget - min(fixed for fixed, _ in ranked)
+        if self.num_blocks * int(self.row_gpu[rows].min()) > limit:
+            return None
+        layer = knapsack.one_layer(self.row_gpu, row_cost, rows)
+        choices = knapsack.repeat(layer, self.num_blocks, limit)
+        edge_costs = {s.edge_levels: 0.0 for s in structures}
+        edge_costs = {levels: self._edge_cost(goal, levels) for levels in edge_costs}
+        best: tuple[float, Structure, int] | None = None
+        for fixed, structure in ranked:
+            point = choices.best_within(gpu_budget - fixed)
+            if point is not None:
+                cost = float(choices.cost[point]) + edge_costs[structure.edge_levels]
                 if best is None or cost < best[0] * (1 - 1e-9):
-                    best = (cost, structure, choices, point)
+                    best = (cost, structure, point)
         if best is None:
             return None
-        cost, structure, choices, point = best
-        return Solution(cost, structure, slots, choices.counts(point))
+        return Solution(best[0], best[1], slots, choices.counts(best[2]))
 
     def _edge_cost(self, goal: Goal, levels: tuple[int, ...]) -> float:
         rows = np.array([self.edge_loads[i][v] for i, v in enumerate(levels)] + [self.edge_compute])
@@ -258,27 +280,33 @@ class RoundProblem:
     # -- estimates ---------------------------------------------------------------------------------------------------
 
     def sketch_s(self, placement: Placement) -> float:
-        """Estimated seconds of a step: rounds by the sketch, the update by its largest stream."""
+        """Estimated seconds of a step: rounds by the sketch (as if all found earlier gradients), the update by its largest
+        stream."""
         total = self.total_loads(placement.structure, Counter(placement.rows))
         update_s = float(total[[loads.UC, loads.UH, loads.UD]].max())
-        first = self._sketch_round(placement, False)
-        return update_s + first + (self.rounds - 1) * (self._sketch_round(placement, True) if self.rounds > 1 else 0.0)
+        return update_s + self.rounds * self.sketch_round_s(placement, self.rounds > 1)
 
-    def _sketch_round(self, placement: Placement, accumulating: bool) -> float:
-        edges = [self._edge_costs(i, placement.structure) for i in range(2)]
+    def sketch_round_s(self, placement: Placement, accumulating: bool) -> float:
+        """Estimated seconds of one round."""
+        edges = [self._edge_costs(i, placement.structure.edge_levels) for i in range(2)]
         rows = [self.row_costs[row] for row in placement.rows]
         slots = placement.slots[:3]
         share = placement.structure.share_edge_slots
         return Sketch(self.block_costs, rows, (edges[0], edges[1]), slots, share, accumulating).run()
 
-    def _edge_costs(self, edge: int, structure: Structure) -> EdgeCosts:
+    def _edge_costs(self, edge: int, edge_levels: tuple[int, ...]) -> EdgeCosts:
         """Embedding (0) or head (1) with the groups it reads."""
+        if (edge, edge_levels) not in self._edges:
+            self._edges[edge, edge_levels] = self._new_edge_costs(edge, edge_levels)
+        return self._edges[edge, edge_levels]
+
+    def _new_edge_costs(self, edge: int, edge_levels: tuple[int, ...]) -> EdgeCosts:
         p, width = self.cost.profile, self.acc_bytes + 2 * self.compute_bytes
         layer = self.model.layers[0 if edge == 0 else -1]
         weights = grads = finish_s = 0.0
         for i, group in enumerate(self.templates.edge_groups):
             if group in layer.groups:
-                level, planes = loads.LEVELS[structure.edge_levels[i]], self.templates.edge_layouts[i].plane_bytes
+                level, planes = loads.LEVELS[edge_levels[i]], self.templates.edge_layouts[i].plane_bytes
                 weights += planes["weights"] if level.weights == "host" else 0
                 grads += planes["grad"] if level.grads == "host" else 0
                 finish_s += self.templates.edge_layouts[i].numel * width / p.memory_bytes_per_s

@@ -22,8 +22,8 @@ DTYPES = {
 class Arenas:
     """GPU and host memory of an engine.
 
-    On CUDA the host arena is page-locked and the GPU arena is one device allocation; on the CPU both are ordinary host memory,
-    so that the same program runs, copies and all. `close` gives everything back.
+    On CUDA the host arena is page-locked and the GPU arena is one device allocation; on the CPU both are ordinary
+    host memory, so that the same program runs, copies and all. `close` gives everything back.
     """
 
     def __init__(self, device: torch.device, gpu_bytes: int, host_bytes: int) -> None:
@@ -62,7 +62,9 @@ class Arenas:
         return self._typed[slot.memory][dtype].as_strided(shape, stride[::-1], start)
 
     def fill(self, memory: Memory, byte: int) -> None:
-        """Set every byte of an arena; 255 makes every float a NaN, which tests use to find reads of unwritten memory."""
+        """Set every byte of an arena; 255 makes every float a NaN, which tests use to find reads of unwritten
+        memory.
+        """
         self._typed[memory][torch.uint8].fill_(byte)
 
     def close(self) -> None:

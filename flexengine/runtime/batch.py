@@ -15,7 +15,9 @@ from flexengine.schedule.packing import PackedChunk
 
 
 class Sequences(NamedTuple):
-    """A batch: token ids and labels per sequence (int64, CPU). Labels are already shifted: labels[t] is what follows t."""
+    """A batch: token ids and labels per sequence (int64, CPU). Labels are already shifted: labels[t] is what follows
+    t.
+    """
 
     input_ids: list[Tensor]
     labels: list[Tensor]
@@ -36,8 +38,11 @@ class Sequences(NamedTuple):
         return sum(int((labels != IGNORE_INDEX).sum()) for labels in self.labels)
 
 
-def read_batch(input_ids: object, labels: object, attention_mask: object, vocab_size: int, max_seq_len: int) -> Sequences:
-    """Check and shift a batch as a person gives it: ragged lists or [B, S] tensors, labels unshifted as in Hugging Face.
+def read_batch(
+    input_ids: object, labels: object, attention_mask: object, vocab_size: int, max_seq_len: int
+) -> Sequences:
+    """Check and shift a batch as a person gives it: ragged lists or [B, S] tensors, labels unshifted as in Hugging
+    Face.
 
     Without labels every token is a target of the one before it. An attention mask (right padding) cuts sequences.
     Raises ValueError naming the sequence, what was found and what is allowed.

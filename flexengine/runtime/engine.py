@@ -1,7 +1,7 @@
 """The engine: a model under a plan, trained with fwd_bwd and step.
 
-It owns the arenas, lowers every round structure once, and carries programs out. It knows nothing of architectures (a ModelSpec is
-data) and nothing of how the plan came about.
+It owns the arenas, lowers every round structure once, and carries programs out. It knows nothing of architectures (a
+ModelSpec is data) and nothing of how the plan came about.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LAYER_KINDS = ("forward", "evaluate", "backward", "fill_window")
 
 
 class FwdBwdOutput(NamedTuple):
-    """Of one fwd_bwd call: the mean loss over its target tokens, its sizes, and its FLOPs without and with recompute."""
+    """Of one fwd_bwd call: the mean loss over its target tokens, its sizes, its FLOPs without and with recompute."""
 
     loss: float
     num_tokens: int
@@ -87,7 +87,12 @@ class Engine:
         order: CommandOrder | None = None,
     ) -> None:
         self.source, self.model, self.plan, self.device = source, source.spec, plan, device
-        self.optimizer, self.max_grad_norm, self.seed, self.deterministic = optimizer, max_grad_norm, seed, deterministic
+        self.optimizer, self.max_grad_norm, self.seed, self.deterministic = (
+            optimizer,
+            max_grad_norm,
+            seed,
+            deterministic,
+        )
         self.matmul_flops_per_s, self._description = matmul_flops_per_s, description
         self.layout = Layout(self.model, plan)
         self.meter = self._start_meter()
@@ -151,9 +156,7 @@ class Engine:
         loss = float(loss_sum) / sequences.num_target_tokens
         model_flops = self.model.model_flops(sequences.lengths)
         extra = self._recompute_flops(sequences)
-        return FwdBwdOutput(
-            loss, sequences.num_tokens, sequences.num_target_tokens, model_flops, model_flops + extra
-        )
+        return FwdBwdOutput(loss, sequences.num_tokens, sequences.num_target_tokens, model_flops, model_flops + extra)
 
     def step(self, lr: float | None = None) -> StepOutput:
         """AdamW with the gradients of the mean loss over all target tokens since the last step, clipped by global norm.
@@ -190,7 +193,7 @@ class Engine:
         return EvaluateOutput(loss, sequences.num_tokens, sequences.num_target_tokens)
 
     def next_token_logits(self, tokens: list[int]) -> Tensor:
-        """Logits [V], float32 on the CPU, of the token after `tokens`. Recomputes the whole prefix: for samples, not serving."""
+        """Logits [V], float32 on the CPU, of the token after `tokens`; runs the whole prefix: for samples, not serving."""
         sequences = read_batch([tokens], None, None, self.model.vocab_size, self.plan.request.max_seq_len)
         self._run_rounds(sequences, train=False)
         assert self._last_program is not None
@@ -210,7 +213,11 @@ class Engine:
             raise ValueError("labels go with input_ids=...; a plain batch makes every token a target")
         request = self.plan.request
         sequences = read_batch(
-            batch if input_ids is None else input_ids, labels, attention_mask, self.model.vocab_size, request.max_seq_len
+            batch if input_ids is None else input_ids,
+            labels,
+            attention_mask,
+            self.model.vocab_size,
+            request.max_seq_len,
         )
         if sequences.num_tokens > request.max_global_batch_tokens:
             raise ValueError(
@@ -333,8 +340,8 @@ class Engine:
         return {name: self.weights.read_gradient(name, scale) for name in self.weights.runs}
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write a Hugging Face folder that transformers loads unchanged: the source's tensor names, dtypes and shards, its
-        config and tokenizer. Files are written beside and renamed; a random-weights preset is saved in the compute dtype."""
+        """Write a Hugging Face folder that transformers loads unchanged: the source's tensor names, dtypes and shards,
+        its config and tokenizer. Files are written beside and renamed; a preset is saved in the compute dtype."""
         self.executor.synchronize()
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)

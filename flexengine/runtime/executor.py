@@ -1,7 +1,8 @@
 """Carries a program out: commands in issue order, each on its stream after its waits.
 
-On CUDA the three streams run beside each other and the host only issues; nothing synchronises. On the CPU commands run one after
-the other, by default in issue order; any order that respects streams and waits gives the same bits, which tests use.
+On CUDA the three streams run beside each other and the host only issues; nothing synchronises. On the CPU commands
+run one after the other, by default in issue order; any order that respects streams and waits gives the same bits,
+which tests use.
 """
 
 from __future__ import annotations
@@ -82,9 +83,7 @@ class Executor:
         else:
             handler(command)
 
-    def _run_streams(
-        self, program: Program, handler: Handler, copies: dict[int, list[tuple[Tensor, Tensor]]]
-    ) -> None:
+    def _run_streams(self, program: Program, handler: Handler, copies: dict[int, list[tuple[Tensor, Tensor]]]) -> None:
         if program not in self._signals:
             awaited = {w for c in program.commands for w in c.waits}
             self._signals[program] = {i: torch.cuda.Event() for i in awaited}

@@ -13,8 +13,8 @@ def finish_gradient(
 ) -> None:
     """stored [n] = round(accumulator [n] (+ stored)); norm_square [] = sum of squares of the rounded values.
 
-    The accumulator is float32 (float64), stored may be narrower. partial_squares is workspace; the order of the sum depends
-    on n and the workspace's length alone, so the same gradient has the same norm wherever it lives.
+    The accumulator is float32 (float64), stored may be narrower. partial_squares is workspace; the order of the sum
+    depends on n and the workspace's length alone, so the same gradient has the same norm wherever it lives.
     """
     if use_kernel(accumulator) and accumulator.dtype != torch.float64:
         from flexengine.kernels import grad_accumulate  # noqa: PLC0415 (Triton is imported when first used)

@@ -49,9 +49,7 @@ class UpdateRunner:
     def clip(self) -> None:
         """Write the gradient scale (clip coefficient / target tokens) and the global norm."""
         assert self.settings is not None
-        scale, norm = gradient_scale(
-            self.norm_squares(), self.settings.num_target_tokens, self.settings.max_grad_norm
-        )
+        scale, norm = gradient_scale(self.norm_squares(), self.settings.num_target_tokens, self.settings.max_grad_norm)
         self.scalar("scale").copy_(scale)
         self.scalar("grad_norm").copy_(norm)
 

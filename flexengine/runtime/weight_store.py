@@ -1,6 +1,7 @@
 """Parameters at rest: reading checkpoints into the arenas, random initial weights, and reading masters back out.
 
-A parameter is its Hugging Face sources stacked by rows, so every source is a contiguous run of elements of its group's planes.
+A parameter is its Hugging Face sources stacked by rows, so every source is a contiguous run of elements of its
+group's planes.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class WeightStore:
         missing = [name for name in self.runs if name not in reader.tensors]
         if missing:
             raise ValueError(
-                f"the checkpoint lacks {len(missing)} of {len(self.runs)} tensors the model needs, such as {missing[:3]};"
+                f"the checkpoint lacks {len(missing)} of the {len(self.runs)} tensors of the model, such as {missing[:3]};"
                 " it is incomplete or of another architecture"
             )
         for name, run in self.runs.items():

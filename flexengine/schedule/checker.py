@@ -42,7 +42,9 @@ def check_bounds(program: Program, gpu_bytes: int, host_bytes: int) -> None:
 
 
 def _completed_before(program: Program) -> list[list[int]]:
-    """Vector clocks: for every command the last command of every stream known to be finished when it starts or by FIFO."""
+    """Vector clocks: for every command the last command of every stream known to be finished when it starts or by
+    FIFO.
+    """
     clocks: list[list[int]] = []
     latest = [[-1] * len(STREAMS) for _ in STREAMS]
     for command in program.commands:

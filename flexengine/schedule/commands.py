@@ -1,7 +1,8 @@
 """The vocabulary of a program: slots, commands, and the builder that derives every wait from slot hazards.
 
-A command is bound to one stream and names the slots it reads and writes with what it expects or leaves in them. Streams run their
-commands in order; between streams a command waits for exactly the conflicting commands before it. Nobody places events by
+A command is bound to one stream and names the slots it reads and writes with what it expects or leaves in them.
+Streams run their commands in order; between streams a command waits for exactly the conflicting commands before it.
+Nobody places events by
 hand: prefetch depth is the number of slots, back-pressure is their reuse.
 """
 
@@ -115,7 +116,7 @@ class Command:
     reads: tuple[Access, ...]
     writes: tuple[Access, ...]
     waits: tuple[int, ...]
-    work: Work = Work()
+    work: Work = Work()  # noqa: RUF009 (an immutable NamedTuple)
     copies: tuple[CopyRegion, ...] = ()
     args: Any = None
 

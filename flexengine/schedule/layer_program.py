@@ -1,7 +1,8 @@
 """One layer's work on one chunk, as a straight line of op calls whose operands have fixed places.
 
-From the ops' declarations and a save set follows everything: which outputs forward writes where, what backward recomputes just
-before it is needed, where every temporary lives (by liveness), and what it all costs. A step therefore allocates nothing.
+From the ops' declarations and a save set follows everything: which outputs forward writes where, what backward
+recomputes just before it is needed, where every temporary lives (by liveness), and what it all costs. A step
+therefore allocates nothing.
 """
 
 from __future__ import annotations

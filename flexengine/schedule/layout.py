@@ -1,8 +1,9 @@
 """Where everything lies: the slots of both arenas that a plan implies, with offsets, before anything runs.
 
-Planner (does it fit?), lowering (which slot?), runtime (how large is the arena?) and reports (which category?) all read this one
-layout. Optimizer tiles lie over the slots of forward and backward, which are idle then; with `share_edge_slots` the
-embedding's and head's slots lie over the blocks'. Overlap is safe: hazards follow addresses, not names.
+Planner (does it fit?), lowering (which slot?), runtime (how large is the arena?) and reports (which category?) all
+read this one layout. Optimizer tiles lie over the slots of forward and backward, which are idle then; with
+`share_edge_slots` the embedding's and head's slots lie over the blocks'. Overlap is safe: hazards follow addresses,
+not names.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class GroupLayout:
     plane_bytes: dict[str, int]
 
 
-PLANE_KINDS = ("weights", "remainder", "exp_avg", "exp_avg_sq", "grad")
+PLANE_KINDS: tuple[str, ...] = ("weights", "remainder", "exp_avg", "exp_avg_sq", "grad")
 
 
 def group_layout(group: GroupSpec, numerics: Numerics) -> GroupLayout:
@@ -65,7 +66,8 @@ def group_layout(group: GroupSpec, numerics: Numerics) -> GroupLayout:
                 numel += param.numel
     matrices = sum(p.numel for p in group.params if p.kind == "matrix")
     wide_state = "float64" if numerics.compute == "float64" else "float32"
-    segments, ends = [], dict.fromkeys(PLANE_KINDS, 0)
+    segments: list[Segment] = []
+    ends: dict[str, int] = dict.fromkeys(PLANE_KINDS, 0)
     for name, first, count in (("matrix", 0, matrices), ("vector", matrices, numel - matrices)):
         state = numerics.state if name == "matrix" and wide_state != "float64" else wide_state
         split = numerics.compute == "bfloat16" and (name == "vector" or numerics.master == "split")
@@ -336,7 +338,8 @@ def _cached_group_layout(group: GroupSpec, numerics: Numerics) -> GroupLayout:
 
 
 def batch_offsets(chunks_per_round: int, chunk_tokens: int) -> dict[str, int]:
-    """Byte offsets inside a batch slot, and its `end`: ids and labels (int64), positions and cumulative lengths (int32).
+    """Byte offsets inside a batch slot, and its `end`: ids and labels (int64), positions and cumulative lengths
+    (int32).
 
     Rows are per chunk: chunk_tokens for the first three, chunk_tokens + 2 for cu_seqlens, and 2 for cu_seqlens_k, the
     lengths of a chunk that continues a sequence.

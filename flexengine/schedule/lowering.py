@@ -1,7 +1,7 @@
 """From a plan and the shape of a round to a program: the story of forward, turn and backward, layer by layer.
 
-A round is layer-major: every layer's weights cross the link once forward and once backward for all chunks of the round. Copies are
-issued just before the command that needs them; the streams run them as early as slots allow.
+A round is layer-major: every layer's weights cross the link once forward and once backward for all chunks of the
+round. Copies are issued just before the command that needs them; the streams run them as early as slots allow.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from flexengine.schedule.layout import Layout, Segment, batch_offsets, element_b
 
 
 class ChunkShape(NamedTuple):
-    """Size of one chunk: tokens, mean sequence length (for costs), and for a slice of a long sequence the first and last
-    chunk of that sequence in the round and the position of its first token."""
+    """Size of one chunk: tokens, mean sequence length (for costs), and for a slice of a long sequence the first and
+    last chunk of that sequence in the round and the position of its first token."""
 
     tokens: int
     seq_len: int

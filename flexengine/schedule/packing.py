@@ -75,7 +75,9 @@ def round_shape(chunks: list[PackedChunk], chunk_tokens: int) -> RoundShape:
     """The shape to lower for: full chunks, so that rounds of equal structure share one program."""
     return RoundShape(
         tuple(
-            ChunkShape(chunk_tokens, chunk_tokens, c.first_slice, c.last_slice, c.pieces[0].start if c.first_slice >= 0 else 0)
+            ChunkShape(
+                chunk_tokens, chunk_tokens, c.first_slice, c.last_slice, c.pieces[0].start if c.first_slice >= 0 else 0
+            )
             for c in chunks
         )
     )

@@ -1,7 +1,7 @@
 """Prices a program: when every command would start and end on a machine, as the streams and the link allow.
 
-Event-driven: each stream runs its commands in order; a command starts when its stream is free and its waits have ended. A copy
-slows down while the other direction of the link is busy, as measured (`h2d_duplex_bytes_per_s`).
+Event-driven: each stream runs its commands in order; a command starts when its stream is free and its waits have
+ended. A copy slows down while the other direction of the link is busy, as measured (`h2d_duplex_bytes_per_s`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from flexengine.schedule.commands import STREAM_INDEX, STREAMS, Command, Program
 
 
 class Rates(NamedTuple):
-    """How long a command takes. `compute_s` prices a compute command; copies take latency + bytes / rate, where the rate
-    depends on whether the other direction is busy."""
+    """How long a command takes. `compute_s` prices a compute command; copies take latency + bytes / rate, where the
+    rate depends on whether the other direction is busy."""
 
     compute_s: Callable[[Command], float]
     alone_bytes_per_s: dict[Stream, float]

@@ -1,0 +1,203 @@
+"""Runs one op as the engine does: with the declared tensors only, over buffers filled with NaN."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from flexengine.ops.base import ChunkContext, KeyValueWindow, Op, OpEnv, TensorSpec
+
+
+@dataclass
+class OpResult:
+    """Outputs, gradients of inputs and gradients of parameters, by name."""
+
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    grads: dict[str, torch.Tensor] = field(default_factory=dict)
+    param_grads: dict[str, torch.Tensor] = field(default_factory=dict)
+    losses: torch.Tensor | None = None
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class OpHarness:
+    """Builds chunks and runs ops on a device in a compute dtype."""
+
+    def __init__(self, device: str = "cpu", dtype: torch.dtype = torch.float64) -> None:
+        self.device, self.dtype = torch.device(device), dtype
+
+    def randn(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        """Drawn on the CPU, so that every device and dtype sees the same numbers up to rounding."""
+        return (torch.randn(*shape, dtype=torch.float64) * scale).to(self.device, self.dtype)
+
+    def nan(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.full(shape, float("nan"), dtype=dtype or self.dtype, device=self.device)
+
+    def chunk(
+        self,
+        seq_lens: tuple[int, ...],
+        vocab_size: int = 11,
+        inv_freq: torch.Tensor | None = None,
+        window: KeyValueWindow | None = None,
+        labels: torch.Tensor | None = None,
+    ) -> ChunkContext:
+        tokens, start = sum(seq_lens), window.start if window else 0
+        ids = torch.randint(vocab_size, (tokens,))
+        constants = {"flash_rng_state": torch.zeros(2, dtype=torch.int64, device=self.device)}
+        if inv_freq is not None:
+            constants["inv_freq"] = inv_freq.to(self.device, wide(self.dtype))
+        positions = torch.cat([torch.arange(start, start + n) for n in seq_lens])
+        cu = torch.tensor([0, *seq_lens]).cumsum(0)
+        return ChunkContext(
+            tokens=tokens,
+            input_ids=ids.to(self.device),
+            labels=(ids if labels is None else labels).to(self.device),
+            positions=positions.to(self.device, torch.int32),
+            cu_seqlens=cu.to(self.device, torch.int32),
+            seq_lens=seq_lens,
+            losses=self.nan(tokens, dtype=wide(self.dtype)),
+            constants=constants,
+            window=window,
+            cu_seqlens_k=None if window is None else torch.tensor([0, start + tokens]).to(self.device, torch.int32),
+        )
+
+    def window(self, rows: int, kv_heads: int, head_dim: int, start: int) -> KeyValueWindow:
+        parts = [self.nan(rows, kv_heads, head_dim) for _ in range(2)]
+        grads = [self.nan(rows, kv_heads, head_dim, dtype=wide(self.dtype)) for _ in range(2)]
+        return KeyValueWindow(*parts, start, *grads)
+
+    def _buffers(self, specs: tuple[TensorSpec, ...], tokens: int) -> dict[str, torch.Tensor]:
+        return {
+            s.name: self.nan(s.height(tokens), *s.shape, dtype=wide(self.dtype) if s.dtype == "float32" else self.dtype)
+            for s in specs
+        }
+
+    def run(
+        self,
+        op: Op,
+        chunk: ChunkContext,
+        inputs: dict[str, torch.Tensor],
+        params: dict[str, torch.Tensor] | None = None,
+        grad_outputs: dict[str, torch.Tensor] | None = None,
+        previous: dict[str, torch.Tensor] | None = None,
+        previous_params: dict[str, torch.Tensor] | None = None,
+        write_over: bool = False,
+    ) -> OpResult:
+        """Forward, then the input half, then the weight half, each with what it declares and nothing else.
+
+        previous: gradients of inputs to add to; previous_params: accumulators to add to (then first=False).
+        write_over: gradients in op.grad_over are written over the saved value.
+        """
+        params, previous = params or {}, previous or {}
+        assert set(inputs) == set(op.inputs)
+        assert set(params) == set(op.params)
+        result = OpResult()
+        saved = {**inputs, **self.forward(op, chunk, inputs, params)}
+        result.outputs = {o.name: saved[o.name].clone() for o in op.outputs}
+        result.losses = chunk.losses.clone()
+        if grad_outputs is None:
+            return result
+        first = previous_params is None
+        accumulators = {
+            name: self.nan(*p.shape, dtype=wide(self.dtype)) if first else previous_params[name].clone()
+            for name, p in params.items()
+        }
+        given = {name: g.clone() for name, g in grad_outputs.items()}
+        if op.grad_inputs:
+            result.grads = self._input_half(op, chunk, saved, params, given, previous, accumulators, first, write_over)
+        if op.params:
+            tensors = {name: saved[name] for name in op.needs_weight}
+            tensors |= self._buffers(op.scratch("weight"), chunk.tokens)
+            op.backward_weight(OpEnv(tensors, params, given, accumulators, chunk, first=first))
+        result.param_grads = accumulators
+        return result
+
+    def forward(
+        self, op: Op, chunk: ChunkContext, inputs: dict[str, torch.Tensor], params: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """The outputs of forward; inputs stay as they are."""
+        given = {name: x.clone() for name, x in inputs.items()}
+        outputs = self._buffers(op.outputs, chunk.tokens)
+        if op.in_place:
+            source, target = op.in_place
+            outputs[target] = given[source]
+        tensors = {**given, **outputs, **self._buffers(op.scratch("forward"), chunk.tokens)}
+        op.forward(OpEnv(tensors, params, {}, {}, chunk))
+        for name, x in inputs.items():
+            if not op.in_place or op.in_place[0] != name:
+                assert torch.equal(given[name], x), f"{op.name} changed its input {name}"
+        return outputs
+
+    def _input_half(self, op, chunk, saved, params, given, previous, accumulators, first, write_over):
+        tensors = {name: saved[name].clone() for name in op.needs_input}
+        tensors |= self._buffers(op.scratch("input"), chunk.tokens)
+        grads = dict(given)
+        for name in op.grad_inputs:
+            aliases = dict(op.grad_alias)
+            if name in aliases:
+                grads[name] = grads[aliases[name]]
+            elif op.in_place and op.in_place[0] == name:
+                grads[name] = grads[op.in_place[1]]
+            elif name in previous:
+                grads[name] = previous[name].clone()
+            elif write_over and name in op.grad_over:
+                grads[name] = tensors[name]
+            else:
+                grads[name] = self.nan(*saved[name].shape)
+        env = OpEnv(tensors, params, grads, accumulators, chunk, frozenset(previous), first)
+        op.backward_input(env)
+        return {name: grads[name].clone() for name in op.grad_inputs}
+
+
+@pytest.fixture
+def harness() -> OpHarness:
+    """Plain path on the CPU in float64."""
+    return OpHarness()
+
+
+@pytest.fixture
+def make_harness() -> type[OpHarness]:
+    return OpHarness
+
+
+class Checks:
+    """Comparisons by relative norm."""
+
+    GPU_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # noqa: RUF012
+
+    @staticmethod
+    def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-12, name: str = "output") -> None:
+        """||actual - expected|| <= tolerance * ||expected||; a NaN fails."""
+        actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
+        assert actual.shape == expected.shape, f"{name}: shape {list(actual.shape)}, not {list(expected.shape)}"
+        error = float((actual - expected).norm() / expected.norm().clamp(min=1e-30))
+        assert error <= tolerance, f"{name}: relative error {error:.2e} exceeds {tolerance:.2e}"
+
+    @classmethod
+    def all_close(cls, actual: dict, expected: dict, tolerance: float = 1e-12) -> None:
+        """Every expected name, and no other."""
+        assert set(actual) == set(expected)
+        for name, value in expected.items():
+            cls.close(actual[name], value, tolerance, name)
+
+    @staticmethod
+    def same_bits(a: OpResult, b: OpResult) -> None:
+        for kind in ("outputs", "grads", "param_grads"):
+            for name, value in getattr(a, kind).items():
+                assert torch.equal(value, getattr(b, kind)[name]), f"{kind} {name} differs between two runs"
+
+
+@pytest.fixture
+def checks() -> type[Checks]:
+    return Checks
+
+
+@pytest.fixture
+def deterministic():
+    """Torch's deterministic algorithms for the time of a test."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
