@@ -23,6 +23,7 @@ def cross_entropy_(logits: Tensor, labels: Tensor, losses: Tensor, write_grad: b
     The gradient is that of the SUM of the losses: softmax - onehot, rounded once. Label -100: loss 0 and a row of
     zeros. A label outside 0..V-1 other than -100 gives a NaN loss, so that it is noticed.
     Cost: reads B*V elements; with write_grad reads them twice and writes them once.
+    Deterministic for given strides and alignment, which set the order of the sum.
     Order: launches on the current stream, never synchronises.
     Raises: ValueError on other shapes, dtypes or strides.
     """

@@ -1,7 +1,7 @@
 """Seconds of a command, a round and a step on a machine described by its profile.
 
-Costs come from the work that the ops declare and the rates that were measured; where commands overlap and who waits for whom
-is the simulator's answer on the real program.
+Costs come from the work that the ops declare and the rates that were measured; where commands overlap and who waits for
+whom is the simulator's answer on the real program.
 """
 
 from __future__ import annotations

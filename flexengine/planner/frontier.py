@@ -1,7 +1,7 @@
 """What a layer can keep: the Pareto frontier of its save sets, and where each saved part may wait.
 
-A save set is worth keeping in mind when no other saves fewer bytes and recomputes in less time. How the bytes of one set are split
-between GPU and host changes no cost but bytes, so a few splits, evenly apart, stand for all.
+A save set is worth keeping in mind when no other saves fewer bytes and recomputes in less time. How the bytes of one set
+are split between GPU and host changes no cost but bytes, so a few splits, evenly apart, stand for all.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flexengine.models.spec import LayerSpec
 from flexengine.ops.base import Op, Work
 from flexengine.plan import Home, LayerPlan
 from flexengine.planner.cost_model import CostModel
-from flexengine.schedule.layer_program import LayerProgram, align, compile_layer, save_sets, savable_ops
+from flexengine.schedule.layer_program import LayerProgram, align, compile_layer, savable_ops, save_sets
 from flexengine.schedule.lowering import RoundShape
 
 NUM_SPLITS = 4
@@ -104,6 +104,7 @@ def keep_options(
     return tuple(options)
 
 
+@lru_cache(maxsize=1024)
 def splits(ops: tuple[Op, ...], kept: tuple[str, ...], cost: CostModel) -> list[tuple[str, ...]]:
     """Parts of a save set to keep on the GPU: nothing, all, and those nearest to even shares of its bytes."""
     sizes = {op.name: output_bytes(op, cost) for op in ops if op.name in kept}

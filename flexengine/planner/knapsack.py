@@ -1,7 +1,7 @@
 """The dynamic programme over layers: least cost against GPU bytes for many layers that choose among the same options.
 
-States are exact (bytes, cost) points, not bins, so nothing is lost to rounding; between layers they are thinned to the cheapest
-point of each of MAX_POINTS equal stretches. Layers of one class are alike, so a class of n layers takes log2(n) merges.
+States are exact (bytes, cost) points, not bins, so nothing is lost to rounding; between layers they are thinned to the
+cheapest point of each of MAX_POINTS equal stretches. Layers of one class are alike, so n of them take log2(n) merges.
 """
 
 from __future__ import annotations

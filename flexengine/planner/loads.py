@@ -1,7 +1,7 @@
 """What layers put on each stream in each phase of a step, as arrays over their options: the terms the search adds up.
 
-Seconds per step, nine columns: forward, backward and update on compute, host-to-device and device-to-host. Phases follow each
-other; within one the streams run side by side, so the largest column of a phase bounds it from below.
+Seconds per step, nine columns: forward, backward and update on compute, host-to-device and device-to-host. Phases follow
+each other; within one the streams run side by side, so the largest column of a phase bounds it from below.
 """
 
 from __future__ import annotations
@@ -112,9 +112,7 @@ def _layer_work(program: LayerProgram, tokens: int, seq_len: int, compute_bytes:
     return program.forward_work(*sizes), program.backward_work(*sizes), program.recompute_work(*sizes)
 
 
-def block_costs(
-    block: LayerSpec, group: GroupLayout, shape: RoundShape, acc_bytes: int, cost: CostModel
-) -> BlockCosts:
+def block_costs(block: LayerSpec, group: GroupLayout, shape: RoundShape, acc_bytes: int, cost: CostModel) -> BlockCosts:
     """Seconds of a block per chunk, for the sketch."""
     singles = [layer_compute_s(block, RoundShape((chunk,)), cost) for chunk in shape.chunks]
     touched = group.numel * acc_bytes + 2 * group.plane_bytes["grad"]

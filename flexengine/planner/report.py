@@ -77,15 +77,19 @@ def _prediction_lines(plan: Plan) -> list[str]:
     p, request = plan.predicted, plan.request
     if p.step_s <= 0:
         return []
+    speed = format_tokens_per_s(request.max_global_batch_tokens / p.step_s)
+    light = f"{100 * p.speed_of_light_s / p.step_s:.0f}% of the speed of light"
+    again = f"{100 * p.recompute_share:.0f}% of compute is recomputation"
     return [
-        f"predicted: {format_seconds(p.step_s)} per step, {format_tokens_per_s(request.max_global_batch_tokens / p.step_s)},"
-        f" {100 * p.speed_of_light_s / p.step_s:.0f}% of the speed of light, {100 * p.recompute_share:.0f}% of compute is"
-        " recomputation",
+        f"predicted: {format_seconds(p.step_s)} per step, {speed}, {light}, {again}",
         f"limited by: {p.limiter}",
-        f"GPU memory: {format_bytes(p.gpu_bytes)} of {format_bytes(request.max_gpu_bytes)}: {_categories(p.gpu_categories)}",
-        f"host memory: {format_bytes(p.host_bytes)} of {format_bytes(request.max_host_bytes)}:"
-        f" {_categories(p.host_categories)}",
+        _memory_line("GPU memory", p.gpu_bytes, request.max_gpu_bytes, p.gpu_categories),
+        _memory_line("host memory", p.host_bytes, request.max_host_bytes, p.host_categories),
     ]
+
+
+def _memory_line(name: str, used: int, budget: int, categories: dict[str, int]) -> str:
+    return f"{name}: {format_bytes(used)} of {format_bytes(budget)}: {_categories(categories)}"
 
 
 def _categories(categories: dict[str, int]) -> str:

@@ -1,8 +1,8 @@
 """Chooses a plan: chunk and round sizes outside, the dynamic programme over layers inside, the simulator as judge.
 
-Every (chunk, round) size gets placements from the dynamic programme under several goals and prefetch depths, estimated by the sketch;
-the best few are polished by local search, become plans whose exact bytes are checked, and are simulated on their real
-programs. All limits are counts, never clocks, so a request has one answer.
+Every (chunk, round) size gets placements from the dynamic programme under several goals and prefetch depths, estimated by
+the sketch; the best few are polished by local search, become plans whose exact bytes are checked, and are simulated on
+their real programs. All limits are counts, never clocks, so a request has one answer.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
-from flexengine.plan import Plan, PlanError, PlanReason, Prediction, Request
+from flexengine.plan import Plan, Prediction, Request
 from flexengine.planner import loads
 from flexengine.planner.cost_model import CostModel, StepEstimate, StepPricer, round_shape, unavoidable_compute_s
 from flexengine.planner.frontier import frontier
@@ -27,6 +28,7 @@ from flexengine.planner.memory import (
     host_required_bytes,
 )
 from flexengine.planner.report import limiter
+from flexengine.planner.shortage import LEAST_HOST, LEAST_SLOTS, shortage
 from flexengine.planner.sizes import chunk_sizes
 from flexengine.planner.solver import Caps, Goal, Placement, RoundProblem, Solution
 from flexengine.planner.templates import SlotCounts, Templates
@@ -35,14 +37,15 @@ from flexengine.schedule.layout import DTYPE_BYTES, Layout
 MAX_CHUNK_LAYERS = 1024
 """Largest chunks_per_round * blocks that is simulated, where sizes allow a choice."""
 USUAL_SLOTS = SlotCounts()
-SLOT_CHOICES = (SlotCounts(), SlotCounts(3, 2, 3))
-LEAST_SLOTS = SlotCounts(1, 1, 1, 1)
-NUM_PROBLEMS = 5
-"""Sizes that are looked at closely."""
-NUM_GOALS = 3
+SLOT_CHOICES = (SlotCounts(), SlotCounts(3, 2, 3), SlotCounts(2, 1, 2))
+NUM_PROBLEMS, NEAR_SHARE = 5, 1.05
+"""Sizes that are looked at closely: at most so many, estimated within this factor of the best."""
+NUM_GOALS = 4
 """Weightings of the streams tried per size and slot counts."""
-BUDGET_SHARES = (1.0, 0.85)
-"""Shares of the GPU budget solved for, so that more memory offers every plan that a little less did."""
+HOPELESS_SHARE = 1.0
+"""Sizes whose compute alone takes longer than the best found so far are skipped."""
+SMALLER_BUDGETS = (0.9, 0.75)
+"""Shares of the GPU budget solved for too, so that more memory offers the plans that a little less did."""
 NUM_POLISHED, NUM_SIMULATED = 3, 4
 SKETCHED_CHUNK_LAYERS = 24_000
 """Chunk-layers that the polish of one placement may sketch."""
@@ -85,8 +88,8 @@ class Search:
         """Rank sizes, look closely at the best, polish, simulate, choose."""
         ranked = self.ranked_problems()
         if not ranked:
-            raise PlanError(PlanReason.INSUFFICIENT_DEVICE_MEMORY, "TODO")
-        found = [c for problem in ranked[:NUM_PROBLEMS] for c in self.candidates(problem)]
+            raise shortage(self.model, self.request, self.profile)
+        found = [c for problem in ranked for c in self.candidates(problem)]
         found.sort(key=lambda c: c.key)
         polished = [self.polish(c) for c in one_per_problem(found)[:NUM_POLISHED]]
         finalists = distinct([*sorted(polished, key=lambda c: c.key), *found])
@@ -95,16 +98,26 @@ class Search:
     # -- sizes -------------------------------------------------------------------------------------------------------
 
     def ranked_problems(self) -> list[RoundProblem]:
-        """Sizes for which something fits, in order of estimated time."""
-        ranked = []
-        for chunk, chunks in self._simulable(chunk_sizes(self.request)):
+        """The most promising sizes for which something fits, in order of estimated time."""
+        ranked: list[Candidate] = []
+        for chunk, chunks in reversed(self._simulable(chunk_sizes(self.request))):
             problem = RoundProblem(self.templates, chunk, chunks, self._save_sets(chunk))
-            for slots in (USUAL_SLOTS, LEAST_SLOTS):
-                found = self.dealt(problem, self.solve(problem, Goal(), slots, self.request.max_gpu_bytes))
-                if found:
-                    ranked.append(min(found, key=lambda c: c.key))
-                    break
-        return [c.problem for c in sorted(ranked, key=lambda c: c.key)]
+            if ranked and problem.compute_s > HOPELESS_SHARE * min(c.sketched_s for c in ranked):
+                continue
+            found = self.estimates(problem)
+            if found:
+                ranked.append(min(found, key=lambda c: c.key))
+        ranked.sort(key=lambda c: c.key)
+        return [c.problem for c in ranked[:NUM_PROBLEMS] if c.sketched_s <= NEAR_SHARE * ranked[0].sketched_s]
+
+    def estimates(self, problem: RoundProblem) -> list[Candidate]:
+        """A few quick placements for one size."""
+        for slots in (USUAL_SLOTS, LEAST_SLOTS):
+            solutions = islice(self.solutions(problem, slots, self.request.max_gpu_bytes), 2)
+            found = [c for solution in solutions for c in self.dealt(problem, solution)]
+            if found:
+                return found
+        return []
 
     def _simulable(self, sizes: list[tuple[int, int]]) -> list[tuple[int, int]]:
         blocks = len(self.model.blocks)
@@ -123,14 +136,16 @@ class Search:
 
     def candidates(self, problem: RoundProblem) -> list[Candidate]:
         """Placements under several goals, slot counts and budgets, best first."""
-        found: list[Candidate] = []
-        for share in BUDGET_SHARES:
-            budget = int(self.request.max_gpu_bytes * share)
-            for slots in SLOT_CHOICES:
-                for solution in self.solutions(problem, slots, budget):
-                    found += self.dealt(problem, solution)
+        budget, found = self.request.max_gpu_bytes, list[Candidate]()
+        for slots in SLOT_CHOICES:
+            for solution in self.solutions(problem, slots, budget):
+                found += self.dealt(problem, solution)
+                if problem.is_resident(solution):
+                    return found
+        for share in SMALLER_BUDGETS:
+            found += self.dealt(problem, self.solve(problem, Goal(), USUAL_SLOTS, int(share * budget)))
         if not found:
-            found = self.dealt(problem, self.solve(problem, Goal(), LEAST_SLOTS, self.request.max_gpu_bytes))
+            found = self.dealt(problem, self.solve(problem, Goal(), LEAST_SLOTS, budget))
         return distinct(sorted(found, key=lambda c: c.key))
 
     def solutions(self, problem: RoundProblem, slots: SlotCounts, budget: int) -> Iterator[Solution]:
@@ -142,6 +157,8 @@ class Search:
             if solution is None:
                 return
             yield solution
+            if problem.is_resident(solution):
+                return
             phases = problem.total_loads(solution.structure, solution.counts).reshape(3, 3)
             pull = np.exp(8.0 * (phases / np.maximum(phases.max(axis=1, keepdims=True), 1e-30) - 1.0))
             pull /= pull.sum(axis=1, keepdims=True)
@@ -166,9 +183,9 @@ class Search:
         return best
 
     def _cap_choices(self, problem: RoundProblem) -> list[Caps]:
-        """No offload slots, and half-sized ones."""
+        """Offload slots of no bytes, and up to a quarter, half and three quarters of the distinct sizes."""
         staged = sorted({int(s) for s in problem.row_staged})
-        picked = sorted({staged[0], staged[len(staged) // 2]})
+        picked = sorted({staged[len(staged) * i // 4] for i in range(4)})
         return [Caps(s, problem.widest_caps.scratch_bytes) for s in picked]
 
     def _solve_host(
@@ -185,7 +202,8 @@ class Search:
             if solution is not None and self._host_fits(problem, solution):
                 best, high = solution, price
             elif best is None:
-                return None
+                solution = problem.solve(LEAST_HOST, slots, budget, caps)
+                return solution if solution is not None and self._host_fits(problem, solution) else None
             else:
                 low = price
         return best
@@ -197,9 +215,7 @@ class Search:
         """A solution's rows dealt out to the blocks in a few orders."""
         if solution is None:
             return []
-        placements = [
-            Placement(solution.structure, solution.slots, rows) for rows in orders(problem, solution.counts)
-        ]
+        placements = [Placement(solution.structure, solution.slots, rows) for rows in orders(problem, solution.counts)]
         return [Candidate(problem, p, problem.sketch_s(p)) for p in placements]
 
     # -- local search ------------------------------------------------------------------------------------------------
@@ -249,7 +265,7 @@ class Search:
             if simulated == NUM_SIMULATED:
                 break
         if best is None:
-            raise PlanError(PlanReason.INSUFFICIENT_DEVICE_MEMORY, "TODO")
+            raise shortage(self.model, self.request, self.profile)
         return self.predicted(best[1], best[2])
 
     def predicted(self, plan: Plan, estimate: StepEstimate) -> Plan:
@@ -270,11 +286,11 @@ class Search:
 
 
 def orders(problem: RoundProblem, counts: Counter[int]) -> list[tuple[int, ...]]:
-    """Ways to deal the chosen rows out to the blocks: those that offload most first, those last, and evenly spread."""
+    """Ways to deal the chosen rows out to the blocks: those that offload most first, and evenly spread."""
     sending = sorted(counts.elements(), key=lambda row: (-int(problem.row_host[row]), row))
     if len(counts) == 1:
         return [tuple(sending)]
-    return [tuple(sending), tuple(reversed(sending)), spread(counts)]
+    return [tuple(sending), spread(counts)]
 
 
 def spread(counts: Counter[int]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Chunk and round sizes worth planning for: the only decisions of a plan that may change low-order bits of the result."""
+"""Chunk and round sizes worth planning for: the only decisions of a plan that may change low-order bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CHUNKS_PER_ROUND = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 def chunk_sizes(request: Request) -> list[tuple[int, int]]:
     """(chunk_tokens, chunks_per_round) worth a look. Raises PlanError when pinned sizes contradict each other.
 
-    A round is at most the batch, rounded up to chunks, and takes the longest sequence; long sequences fill whole rounds.
+    A round is at most the batch, rounded up to chunks, and takes the longest sequence whole.
     """
     check_pinned(request)
     sizes = []

@@ -1,7 +1,7 @@
 """For one chunk and round size: the placement of everything that fits a GPU budget at the least cost.
 
-Blocks choose a keep option and a residency level each, by the dynamic programme; embedding and head choose a level; what all share
-(slots, scratch) comes from the templates.
+Blocks choose a keep option and a residency level each, by the dynamic programme; embedding and head choose a level; what
+all share (slots, scratch) comes from the templates.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flexengine.plan import GroupPlan, LayerPlan, Plan
 from flexengine.planner import knapsack, loads
 from flexengine.planner.cost_model import CostModel, round_shape, rounds_per_step
 from flexengine.planner.frontier import KeepOption, keep_options, save_set
-from flexengine.planner.sketch import BlockCosts, EdgeCosts, RowCosts, Sketch
+from flexengine.planner.sketch import EdgeCosts, RowCosts, Sketch
 from flexengine.planner.templates import SlotCounts, Structure, Templates, aligned_bytes
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.layout import DTYPE_BYTES, GroupLayout
@@ -116,7 +116,7 @@ class RoundProblem:
     def _build_rows(self) -> None:
         """Rows option x level: loads [K, 9], bytes on both sides, and what they need of shared buffers."""
         group, n = self.templates.block_group, self.chunks_per_round
-        use = loads.group_uses(self.model)[self.templates.block_groups[0]]
+        use = self.templates.uses[self.templates.block_groups[0]]
         self.block_costs = loads.block_costs(self.block, group, self.shape, self.acc_bytes, self.cost)
         fixed = np.zeros(loads.NUM_LOADS)
         fixed[loads.FC] = self.rounds * sum(self.block_costs.forward_s)
@@ -156,7 +156,7 @@ class RoundProblem:
 
     def _build_edges(self) -> None:
         """Loads of every edge group at every level, and the compute of embedding and head."""
-        uses, groups = loads.group_uses(self.model), self.templates.edge_groups
+        uses, groups = self.templates.uses, self.templates.edge_groups
         self.edge_loads = [
             [loads.group_loads(layout, v, uses[g], self.rounds, self.acc_bytes, self.cost) for v in loads.LEVELS]
             for g, layout in zip(groups, self.templates.edge_layouts, strict=True)
@@ -168,6 +168,12 @@ class RoundProblem:
         self.edge_compute = np.zeros(loads.NUM_LOADS)
         self.edge_compute[loads.FC] = self.rounds * sum(f for f, _ in self.edge_seconds)
         self.edge_compute[loads.BC] = self.rounds * sum(b for _, b in self.edge_seconds)
+
+    @property
+    def compute_s(self) -> float:
+        """Compute seconds of a step without recomputation or update."""
+        blocks = sum(self.block_costs.forward_s) + sum(self.block_costs.backward_s)
+        return self.rounds * (self.num_blocks * blocks + sum(f + b for f, b in self.edge_seconds))
 
     # -- bytes -------------------------------------------------------------------------------------------------------
 
@@ -229,7 +235,7 @@ class RoundProblem:
         return best
 
     def _all_hold(self, solution: Solution | None, hold: int) -> bool:
-        """Whether every block of a solution holds those planes anyway, so that their slots are to be had for nothing."""
+        """Whether every block of a solution holds those planes anyway, so that their slots can be saved."""
         return solution is not None and all(self.row_holds[hold][row] for row in solution.counts)
 
     def _solve_holding(
@@ -277,11 +283,17 @@ class RoundProblem:
             total += count * self.row_loads[row]
         return total
 
+    def is_resident(self, solution: Solution) -> bool:
+        """Whether nothing but the batch crosses the link and nothing is recomputed: no placement is faster."""
+        total = self.total_loads(solution.structure, solution.counts)
+        recomputed = any(self.options[self.row_pairs[row][0]].recompute_s > 0 for row in solution.counts)
+        return not recomputed and not total[[loads.FH, loads.FD, loads.BH, loads.BD, loads.UH, loads.UD]].any()
+
     # -- estimates ---------------------------------------------------------------------------------------------------
 
     def sketch_s(self, placement: Placement) -> float:
-        """Estimated seconds of a step: rounds by the sketch (as if all found earlier gradients), the update by its largest
-        stream."""
+        """Estimated seconds of a step: rounds by the sketch (all as if they found earlier gradients), the update by its
+        largest stream."""
         total = self.total_loads(placement.structure, Counter(placement.rows))
         update_s = float(total[[loads.UC, loads.UH, loads.UD]].max())
         return update_s + self.rounds * self.sketch_round_s(placement, self.rounds > 1)

@@ -1,7 +1,7 @@
 """Bytes of the buffers that all layers share, read off layouts of a small model, so that memory numbers have one home.
 
-What a layout takes is a part for parameter slots (decided by the structure and the slot counts), a part for activations (by chunk and
-round size), and each block's own bytes; the parts add up, so few layouts price every plan exactly.
+What a layout takes is a part for parameter slots (decided by the structure and the slot counts), a part for activations
+(by chunk and round size), and each block's own bytes; the parts add up, so few layouts price every plan exactly.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan, Plan, Request
-from flexengine.planner.loads import LEVELS, RESIDENT, RESIDENT_BOTH, STREAMED
+from flexengine.planner.loads import LEVELS, RESIDENT, RESIDENT_BOTH, STREAMED, group_uses
 from flexengine.planner.memory import gpu_overhead_bytes, host_required_bytes
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.layout import GroupLayout, Layout, group_layout
@@ -64,6 +64,7 @@ class Templates:
         self.block_groups = [model.layers[i].groups[0] for i in self.block_layers]
         self.edge_groups = [g for g in range(len(model.groups)) if g not in set(self.block_groups)]
         self.small = self._small_model()
+        self.uses = group_uses(model)
         self.block_group = group_layout(model.groups[self.block_groups[0]], request.numerics)
         self.edge_layouts = [group_layout(model.groups[g], request.numerics) for g in self.edge_groups]
         self._parameters: dict[tuple[Structure, SlotCounts], tuple[int, int, int]] = {}
@@ -90,7 +91,9 @@ class Templates:
         key = (structure, slots)
         if key not in self._parameters:
             level = LEVELS[structure.blocks_hold]
-            layout = Layout(self.small, self._plan(self.reference_size, structure, slots, level, LayerPlan((), (), "host")))
+            layout = Layout(
+                self.small, self._plan(self.reference_size, structure, slots, level, LayerPlan((), (), "host"))
+            )
             activations = self._activation_part(layout)
             scalars = align(8 * len(self.model.groups)) - align(8 * len(self.small.groups))
             own = len(self.small.blocks) * aligned_bytes(self.block_group, level)

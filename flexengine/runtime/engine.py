@@ -193,7 +193,7 @@ class Engine:
         return EvaluateOutput(loss, sequences.num_tokens, sequences.num_target_tokens)
 
     def next_token_logits(self, tokens: list[int]) -> Tensor:
-        """Logits [V], float32 on the CPU, of the token after `tokens`; runs the whole prefix: for samples, not serving."""
+        """Logits [V] of the token after `tokens`, float32 on the CPU; runs the whole prefix, for samples only."""
         sequences = read_batch([tokens], None, None, self.model.vocab_size, self.plan.request.max_seq_len)
         self._run_rounds(sequences, train=False)
         assert self._last_program is not None

@@ -88,7 +88,7 @@ class WeightStore:
         missing = [name for name in self.runs if name not in reader.tensors]
         if missing:
             raise ValueError(
-                f"the checkpoint lacks {len(missing)} of the {len(self.runs)} tensors of the model, such as {missing[:3]};"
+                f"the checkpoint lacks {len(missing)} of the model's {len(self.runs)} tensors, such as {missing[:3]};"
                 " it is incomplete or of another architecture"
             )
         for name, run in self.runs.items():

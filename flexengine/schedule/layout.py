@@ -95,7 +95,8 @@ class _Region:
     """Lays slots one after the other in one memory."""
 
     def __init__(self, slots: list[Slot], memory: Memory, start: int) -> None:
-        self.slots, self.memory, self.end = slots, memory, align(start)
+        self.slots, self.end = slots, align(start)
+        self.memory: Memory = memory
 
     def add(self, name: str, num_bytes: int, category: str) -> None:
         self.slots.append(Slot(name, self.memory, self.end, num_bytes, category))

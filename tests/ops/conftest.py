@@ -168,11 +168,17 @@ class Checks:
     GPU_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # noqa: RUF012
 
     @staticmethod
-    def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-12, name: str = "output") -> None:
-        """||actual - expected|| <= tolerance * ||expected||; a NaN fails."""
+    def close(
+        actual: torch.Tensor,
+        expected: torch.Tensor,
+        tolerance: float = 1e-12,
+        name: str = "output",
+        least_norm: float = 1e-30,
+    ) -> None:
+        """||actual - expected|| <= tolerance * max(||expected||, least_norm); a NaN fails."""
         actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
         assert actual.shape == expected.shape, f"{name}: shape {list(actual.shape)}, not {list(expected.shape)}"
-        error = float((actual - expected).norm() / expected.norm().clamp(min=1e-30))
+        error = float((actual - expected).norm() / expected.norm().clamp(min=least_norm))
         assert error <= tolerance, f"{name}: relative error {error:.2e} exceeds {tolerance:.2e}"
 
     @classmethod

@@ -50,8 +50,9 @@ def check_uncut(h, checks, op, seq_lens, tolerance):
     checks.close(result.outputs["o"], outputs["o"], tolerance, "o")
     checks.close(result.outputs["o_lse"].view(n, -1), outputs["o_lse"], tolerance, "lse")
     grads, wanted = (op.split(t.cpu()) for t in (result.grads["qkv"], grad_qkv))
+    least = 1e-2 * float(grad_qkv.norm())  # of sequences of one token the gradients of queries and keys are zero
     for name, actual, expected in zip(("grad_q", "grad_k", "grad_v"), grads, wanted, strict=True):
-        checks.close(actual, expected, tolerance, name)
+        checks.close(actual, expected, tolerance, name, least)
     return result, h.run(op, chunk, {"qkv": qkv}, grad_outputs={"o": grad_o})
 
 

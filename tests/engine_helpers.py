@@ -1,0 +1,176 @@
+"""Tiny models, hand-made plans and engines over buffers filled with NaN, for the tests of models and runtime."""
+
+import math
+import random
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from flexengine.models.registry import ModelSource, build_model
+from flexengine.models.spec import ModelSpec
+from flexengine.optim import AdamW
+from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan, Request
+from flexengine.runtime.engine import Engine
+from flexengine.schedule.commands import STREAMS, Program
+from flexengine.schedule.layer_program import savable_ops
+
+GIB = 2**30
+FLOAT32 = Numerics("float32", "full", "float32", "float32")
+FLOAT64 = Numerics("float64", "full", "float64", "float64")
+ON_GPU = GroupPlan("gpu", "gpu", "gpu")
+
+transformers.utils.logging.disable_progress_bar()
+
+
+def tiny_config(**changes: Any) -> dict:
+    """A Hugging Face config of a tiny model; initializer_range is large so that no gradient is all but zero."""
+    config = {
+        "model_type": "llama",
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "vocab_size": 67,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.2,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 256,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+    }
+    return {**config, **changes}
+
+
+def random_batch(seed: int, lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
+    """Ragged token lists of the given lengths."""
+    rng = random.Random(seed)
+    return [[rng.randrange(vocab_size) for _ in range(n)] for n in lengths]
+
+
+def spec_of(config: dict) -> ModelSpec:
+    return build_model("tiny", config)
+
+
+def random_weights(config: dict) -> ModelSource:
+    """A source without files: the engine draws initial weights from its seed."""
+    return ModelSource(spec_of(config), None, None)
+
+
+def saved_model(folder: Path, config: dict, dtype: torch.dtype = torch.float32, **save: Any) -> Any:
+    """A transformers model of the config with random weights (norms and biases too), saved in `folder`."""
+    torch.manual_seed(7)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config, attn_implementation="eager"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            elif name.endswith("bias"):
+                parameter.normal_(0.0, 0.3)
+    model = model.to(dtype)
+    model.save_pretrained(folder, **save)
+    return model
+
+
+def resident_layer(spec: ModelSpec) -> LayerPlan:
+    """Every output that some backward reads is kept on the GPU."""
+    return LayerPlan(savable_ops(spec.blocks[0].ops), (), "gpu")
+
+
+def make_plan(
+    spec: ModelSpec,
+    *,
+    chunk_tokens: int = 32,
+    chunks_per_round: int = 2,
+    max_seq_len: int = 48,
+    max_tokens: int = 4096,
+    numerics: Numerics = FLOAT32,
+    blocks: Sequence[LayerPlan] | None = None,
+    groups: Sequence[GroupPlan] | None = None,
+    **decisions: Any,
+) -> Plan:
+    """A plan made by hand; by default everything stays on the GPU and nothing is recomputed."""
+    blocks = blocks or [resident_layer(spec)] * len(spec.blocks)
+    request = Request(max_seq_len, max_tokens, GIB, GIB, numerics=numerics)
+    return Plan(
+        model=spec.name,
+        request=request,
+        chunk_tokens=chunk_tokens,
+        chunks_per_round=chunks_per_round,
+        layers=(LayerPlan(), *blocks, LayerPlan()),
+        groups=tuple(groups or [ON_GPU] * len(spec.groups)),
+        **{"optimizer_tile": 1 << 16, **decisions},
+    )
+
+
+def streamed_plan(spec: ModelSpec, **decisions: Any) -> Plan:
+    """A plan that keeps nothing on the GPU: weights stream, layer inputs wait on the host, the rest is recomputed."""
+    blocks, groups = [LayerPlan((), (), "host")] * len(spec.blocks), [GroupPlan()] * len(spec.groups)
+    return make_plan(spec, blocks=blocks, groups=groups, **decisions)
+
+
+class NanEngine(Engine):
+    """An engine whose memory holds NaN bytes until somebody writes it."""
+
+    def _load(self) -> None:
+        self.arenas.fill("gpu", 255)
+        self.arenas.fill("host", 255)
+        super()._load()
+
+
+def build_engine(
+    source: ModelSource,
+    plan: Plan,
+    optimizer: AdamW | None = None,
+    device: str = "cpu",
+    **options: Any,
+) -> Engine:
+    return NanEngine(source, plan, torch.device(device), optimizer or AdamW(lr=1e-2), **options)
+
+
+def shuffled_order(seed: int) -> Callable[[Program], Iterable[int]]:
+    """A random order of a program's commands that respects stream order and waits.
+
+    Each program draws how eager each stream is, so that copies run as far ahead, or lag as far behind, as waits allow.
+    """
+
+    def order(program: Program) -> Iterable[int]:
+        rng = random.Random(seed + len(program.commands))
+        eagerness = {stream: rng.choice((0.01, 1.0, 100.0)) for stream in STREAMS}
+        queues = {s: [c for c in program.commands if c.stream == s] for s in STREAMS}
+        heads, done = dict.fromkeys(STREAMS, 0), set()
+        while len(done) < len(program.commands):
+            ready = [
+                s for s in STREAMS if heads[s] < len(queues[s]) and all(w in done for w in queues[s][heads[s]].waits)
+            ]
+            stream = rng.choices(ready, [eagerness[s] for s in ready])[0]
+            index = queues[stream][heads[stream]].index
+            heads[stream] += 1
+            done.add(index)
+            yield index
+
+    return order
+
+
+def same_bits(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Every tensor has the same bits."""
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), f"{name} differs"
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """||actual - expected|| / ||expected||; NaN when anything is NaN."""
+    actual, expected = actual.double(), expected.double()
+    return float((actual - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+def worst_error(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """The largest relative error and the tensor it is in; a NaN counts as infinite."""
+    assert actual.keys() == expected.keys()
+    errors = [(relative_error(actual[name], value), name) for name, value in expected.items()]
+    return max((float("inf") if math.isnan(error) else error, name) for error, name in errors)

@@ -1,0 +1,136 @@
+"""Names, sizes and counts of a model's description against transformers and against sums done by hand."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from engine_helpers import spec_of, tiny_config
+
+from flexengine.models.registry import ASSETS, open_model, preset_names
+
+VARIANTS = {
+    "untied": {},
+    "tied": {"tie_word_embeddings": True},
+    "attention biases": {"attention_bias": True},
+    "all biases, tied": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "multi-query, wide heads": {"num_key_value_heads": 1, "head_dim": 10},
+    "one layer, odd sizes": {"num_hidden_layers": 1, "intermediate_size": 37, "vocab_size": 71},
+}
+
+
+def on_meta(config):
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
+
+
+def trained_tensors(model):
+    """Names and shapes as in a checkpoint: a tied head is the embedding and is not stored."""
+    tied = model.config.tie_word_embeddings
+    return {k: tuple(v.shape) for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")}
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
+def test_sources_are_exactly_the_tensors_of_transformers(changes):
+    config = tiny_config(**changes)
+    sources = [s for group in spec_of(config).groups for p in group.params for s in p.sources]
+    assert len({s.name for s in sources}) == len(sources)
+    assert {s.name: s.shape for s in sources} == trained_tensors(on_meta(config))
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
+def test_a_parameter_is_its_sources_stacked(changes):
+    for group in spec_of(tiny_config(**changes)).groups:
+        for p in group.params:
+            assert p.shape[0] == sum(s.shape[0] for s in p.sources)
+            assert all(s.shape[1:] == p.shape[1:] for s in p.sources)
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
+def test_vectors_are_norms_and_biases(changes):
+    for group in spec_of(tiny_config(**changes)).groups:
+        for p in group.params:
+            assert (p.kind == "vector") == (len(p.shape) == 1)
+            assert p.init == ("ones" if "norm" in p.name else "zeros" if p.name.endswith("bias") else "normal")
+
+
+def test_every_layer_finds_its_parameters():
+    spec = spec_of(tiny_config(tie_word_embeddings=True, attention_bias=True))
+    for layer in spec.layers:
+        bound = {local: (group, name) for local, group, name in layer.params}
+        assert set(bound) == {name for op in layer.ops for name in op.params}
+        for group, name in bound.values():
+            assert name in {p.name for p in spec.groups[group].params}
+
+
+def test_tied_head_reads_the_embeddings_group():
+    tied, untied = (spec_of(tiny_config(tie_word_embeddings=t)) for t in (True, False))
+    assert tied.layers[-1].groups == (3, 0)
+    assert untied.layers[-1].groups == (3,)
+
+
+PRESET_SIZES = {
+    "llama-2-7b": 6_738_415_616,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "codellama-7b": 6_738_546_688,
+}
+
+
+@pytest.mark.parametrize("name", PRESET_SIZES)
+def test_presets_have_the_parameters_of_the_published_models(name):
+    spec, config = open_model(f"preset:{name}").spec, json.loads((ASSETS / "presets" / f"{name}.json").read_text())
+    assert spec.num_parameters == PRESET_SIZES[name]
+    assert on_meta(config).num_parameters() == PRESET_SIZES[name]
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_opens(name):
+    source = open_model(f"preset:{name}")
+    assert source.weights_folder is None
+    assert source.spec.num_parameters > 0
+
+
+def test_unknown_presets_are_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"unknown preset 'llama-9'.*llama-2-7b"):
+        open_model("preset:llama-9")
+
+
+def test_model_flops_by_hand():
+    """D=24, F=40, 4 heads of 6 with 2 key/value heads, V=67, 2 layers."""
+    block = 24 * (4 + 2 * 2) * 6 + 24 * 24 + 24 * 80 + 40 * 24
+    lengths = (5, 1, 12)
+    attention = 6 * 2 * 24 * (25 + 1 + 144)
+    for tied in (False, True):
+        spec = spec_of(tiny_config(tie_word_embeddings=tied))
+        assert spec.model_flops(lengths) == 6 * (2 * block + 67 * 24) * 18 + attention
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "gelu"}, r"hidden_act='gelu'.*'silu'"),
+        ({"num_key_value_heads": 3}, r"num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
+        ({"head_dim": 5}, r"head_dim=5 is odd"),
+        ({"model_type": "gpt2"}, r"model_type 'gpt2'.*known: llama"),
+    ],
+)
+def test_configs_that_cannot_be_trained_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        spec_of(tiny_config(**changes))
+
+
+def test_a_missing_field_is_named():
+    config = tiny_config()
+    del config["intermediate_size"]
+    with pytest.raises(ValueError, match=r"lacks the field 'intermediate_size'"):
+        spec_of(config)
+
+
+def test_key_value_heads_and_head_width_have_defaults():
+    config = tiny_config(hidden_size=24)
+    del config["num_key_value_heads"], config["head_dim"]
+    spec = spec_of(config)
+    assert (spec.num_key_value_heads, spec.head_dim) == (4, 6)
