@@ -14,7 +14,7 @@ from flexengine.models.spec import ModelSpec
 from flexengine.optim import AdamW
 from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan, Request
 from flexengine.runtime.engine import Engine
-from flexengine.schedule.commands import STREAMS, Program
+from flexengine.schedule.commands import STREAMS, Program, Stream
 from flexengine.schedule.layer_program import savable_ops
 
 GIB = 2**30
@@ -61,10 +61,12 @@ def random_weights(config: dict) -> ModelSource:
     return ModelSource(spec_of(config), None, None)
 
 
-def saved_model(folder: Path, config: dict, dtype: torch.dtype = torch.float32, **save: Any) -> Any:
+def saved_model(
+    folder: Path, config: dict, dtype: torch.dtype = torch.float32, attention: str = "eager", **save: Any
+) -> Any:
     """A transformers model of the config with random weights (norms and biases too), saved in `folder`."""
     torch.manual_seed(7)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config, attn_implementation="eager"))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config, attn_implementation=attention))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -132,10 +134,11 @@ def build_engine(
     return NanEngine(source, plan, torch.device(device), optimizer or AdamW(lr=1e-2), **options)
 
 
-def shuffled_order(seed: int) -> Callable[[Program], Iterable[int]]:
+def shuffled_order(seed: int, respect_waits: bool = True) -> Callable[[Program], Iterable[int]]:
     """A random order of a program's commands that respects stream order and waits.
 
     Each program draws how eager each stream is, so that copies run as far ahead, or lag as far behind, as waits allow.
+    Without `respect_waits` only stream order is kept, which is wrong on purpose.
     """
 
     def order(program: Program) -> Iterable[int]:
@@ -143,10 +146,13 @@ def shuffled_order(seed: int) -> Callable[[Program], Iterable[int]]:
         eagerness = {stream: rng.choice((0.01, 1.0, 100.0)) for stream in STREAMS}
         queues = {s: [c for c in program.commands if c.stream == s] for s in STREAMS}
         heads, done = dict.fromkeys(STREAMS, 0), set()
+
+        def may_start(stream: Stream) -> bool:
+            queue, head = queues[stream], heads[stream]
+            return head < len(queue) and (not respect_waits or done.issuperset(queue[head].waits))
+
         while len(done) < len(program.commands):
-            ready = [
-                s for s in STREAMS if heads[s] < len(queues[s]) and all(w in done for w in queues[s][heads[s]].waits)
-            ]
+            ready = [s for s in STREAMS if may_start(s)]
             stream = rng.choices(ready, [eagerness[s] for s in ready])[0]
             index = queues[stream][heads[stream]].index
             heads[stream] += 1

@@ -11,11 +11,11 @@ from functools import cached_property
 
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.ops.base import Work
-from flexengine.plan import Plan, Request
+from flexengine.plan import Request
 from flexengine.schedule.commands import Command, Program, Stream
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import ChunkShape, RoundShape, lower_round, lower_update
-from flexengine.schedule.simulator import Rates, simulate
+from flexengine.schedule.simulator import Rates, Timing, simulate
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class StepEstimate:
     """Predicted seconds of a full step, busy seconds per stream, and the compute seconds spent on recomputation.
 
     first_s, accumulating_s and update_s are one round without and with earlier gradients, and the optimizer's update.
+    stalls_s: seconds that compute waits, by (stream waited for, phase).
     """
 
     step_s: float
@@ -31,6 +32,7 @@ class StepEstimate:
     first_s: float
     accumulating_s: float
     update_s: float
+    stalls_s: dict[tuple[str, str], float]
 
 
 @dataclass(frozen=True)
@@ -109,26 +111,51 @@ def rounds_per_step(request: Request, shape: RoundShape) -> int:
 
 @dataclass(frozen=True)
 class PricedProgram:
-    """Makespan, busy seconds per stream, and recompute seconds of one program."""
+    """Makespan, busy seconds per stream, recompute seconds and stalls of one program."""
 
     total_s: float
     busy_s: dict[str, float]
     recompute_s: float
+    stalls_s: dict[tuple[str, str], float]
 
 
 def price(program: Program, cost: CostModel) -> PricedProgram:
     """Simulate a program."""
     timing = simulate(program, cost.rates())
     recompute_s, known = 0.0, {}
+    head = max((c.args.layer for c in program.commands if c.kind == "backward"), default=-1)
     for command in program.commands:
-        if command.kind == "backward":
+        if command.kind == "backward" and command.args.layer != head:  # the head's forward runs in its backward alone
             chunk = (command.args.program, command.work)
             if chunk not in known:
                 known[chunk] = _recompute_s(command, cost)
             recompute_s += known[chunk]
         elif command.kind == "fill_window":
             recompute_s += cost.work_s(command.work)
-    return PricedProgram(timing.total_s, {s.value: t for s, t in timing.busy_s.items()}, recompute_s)
+    busy_s = {s.value: t for s, t in timing.busy_s.items()}
+    return PricedProgram(timing.total_s, busy_s, recompute_s, stalls(program, timing))
+
+
+PHASES = {"finish_gradient": "backward", "fill_window": "backward", "clip": "update"}
+"""Command kinds that belong to a phase of another name."""
+
+
+def stalls(program: Program, timing: Timing) -> dict[tuple[str, str], float]:
+    """Seconds that the compute stream waits, by the stream whose command ended last before it went on, and by phase."""
+    found: dict[tuple[str, str], float] = {}
+    free, phase = 0.0, "forward"
+    for command in program.commands:
+        if command.stream is Stream.COMPUTE:
+            phase = PHASES.get(command.kind, command.kind)
+            gap = timing.start_s[command.index] - free
+            if gap > 0 and command.waits:
+                last = max(command.waits, key=lambda w: timing.end_s[w])
+                key = (program.commands[last].stream.value, phase)
+                found[key] = found.get(key, 0.0) + gap
+            free = timing.end_s[command.index]
+    drain = (Stream.D2H.value, phase)
+    found[drain] = found.get(drain, 0.0) + timing.total_s - free
+    return found
 
 
 def _recompute_s(command: Command, cost: CostModel) -> float:
@@ -170,6 +197,7 @@ class StepPricer:
             first_s=first.total_s,
             accumulating_s=again.total_s,
             update_s=update.total_s,
+            stalls_s=_weighted_stalls([(first, 1), (again, rounds - 1), (update, 1)]),
         )
 
     def _round(self, layout: Layout, shape: RoundShape, cost: CostModel, first: bool) -> PricedProgram:
@@ -186,6 +214,14 @@ class StepPricer:
             self.simulated_commands += len(program.commands)
             self.updates[key] = price(program, cost)
         return self.updates[key]
+
+
+def _weighted_stalls(parts: list[tuple[PricedProgram, int]]) -> dict[tuple[str, str], float]:
+    total: dict[tuple[str, str], float] = {}
+    for program, count in parts:
+        for key, seconds in program.stalls_s.items():
+            total[key] = total.get(key, 0.0) + count * seconds
+    return total
 
 
 def step_seconds(layout: Layout, profile: HardwareProfile) -> StepEstimate:
@@ -218,11 +254,7 @@ def _layer_compute_s(layout: Layout, index: int, chunk: ChunkShape, cost: CostMo
     """Forward and backward of one layer on one chunk, nothing recomputed; the head's forward is part of backward."""
     program, kind = layout.programs[index], layout.model.layers[index].kind
     sizes = (chunk.tokens, chunk.seq_len, layout.compute_bytes)
-    backward = cost.work_s(program.backward_work(*sizes)) - cost.work_s(program.recompute_work(*sizes))
-    return backward if kind == "head" else backward + cost.work_s(program.forward_work(*sizes))
-
-
-def is_streaming(plan: Plan) -> bool:
-    """Whether anything but the batch crosses the link."""
-    homes = {home for g in plan.groups for home in (g.weights, g.grads, g.states)}
-    return "host" in homes or any(layer.keep_host or layer.input_home == "host" for layer in plan.layers[1:-1])
+    backward = cost.work_s(program.backward_work(*sizes))
+    if kind == "head":
+        return backward
+    return backward - cost.work_s(program.recompute_work(*sizes)) + cost.work_s(program.forward_work(*sizes))

@@ -1,7 +1,7 @@
 """What a layer can keep: the Pareto frontier of its save sets, and where each saved part may wait.
 
-A save set is worth keeping in mind when no other saves fewer bytes and recomputes in less time. How the bytes of one set
-are split between GPU and host changes no cost but bytes, so a few splits, evenly apart, stand for all.
+A save set is worth keeping in mind when no other saves fewer bytes and recomputes in less time. How the bytes of one
+set are split between GPU and host changes no cost but bytes, so a few splits, evenly apart, stand for all.
 """
 
 from __future__ import annotations

@@ -34,10 +34,16 @@ class Choices:
 
     def counts(self, point: int) -> Counter[int]:
         """How many layers take each option at a point."""
-        if self.parts is None:
-            return Counter([int(self.left[point])])
-        first, second = self.parts
-        return first.counts(int(self.left[point])) + second.counts(int(self.right[point]))
+        found: Counter[int] = Counter()
+        pending: dict[tuple[Choices, int], int] = {(self, point): 1}
+        while pending:
+            (node, at), times = pending.popitem()
+            if node.parts is None:
+                found[int(node.left[at])] += times
+                continue
+            for part, index in zip(node.parts, (node.left[at], node.right[at]), strict=True):
+                pending[part, int(index)] = pending.get((part, int(index)), 0) + times
+        return found
 
 
 def one_layer(num_bytes: np.ndarray, cost: np.ndarray, options: np.ndarray) -> Choices:

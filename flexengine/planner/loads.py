@@ -1,7 +1,7 @@
 """What layers put on each stream in each phase of a step, as arrays over their options: the terms the search adds up.
 
-Seconds per step, nine columns: forward, backward and update on compute, host-to-device and device-to-host. Phases follow
-each other; within one the streams run side by side, so the largest column of a phase bounds it from below.
+Seconds per step, nine columns: forward, backward and update on compute, host-to-device and device-to-host. Phases
+follow each other; within one the streams run side by side, so the largest column of a phase bounds it from below.
 """
 
 from __future__ import annotations
@@ -100,8 +100,10 @@ def layer_compute_s(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> tup
     forward_s = backward_s = 0.0
     for (tokens, seq_len), count in Counter((c.tokens, c.seq_len) for c in shape.chunks).items():
         forward, backward, again = _layer_work(program, tokens, seq_len, cost.compute_bytes)
-        forward_s += count * cost.work_s(forward) if layer.kind != "head" else 0.0
-        backward_s += count * (cost.work_s(backward) - cost.work_s(again))
+        backward_s += count * cost.work_s(backward)
+        if layer.kind != "head":
+            forward_s += count * cost.work_s(forward)
+            backward_s -= count * cost.work_s(again)
     return forward_s, backward_s
 
 

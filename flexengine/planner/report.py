@@ -99,9 +99,18 @@ def _categories(categories: dict[str, int]) -> str:
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in shown if size * 100 >= total)
 
 
+LINK_WORDS = {"h2d": "host-to-device link", "d2h": "device-to-host link", "compute": "compute"}
+COMPUTE_BOUND_SHARE = 0.9
+"""With compute busy for this share of a step, compute limits it."""
+
+
 def limiter(estimate: StepEstimate) -> str:
-    """What a step waits for most, in words: the stream with the largest busy share."""
-    words = {"compute": "compute", "h2d": "the host-to-device link", "d2h": "the device-to-host link"}
-    stream = max(words, key=lambda s: estimate.busy_s.get(s, 0.0))
-    share = estimate.busy_s.get(stream, 0.0) / max(estimate.step_s, 1e-30)
-    return f"{words[stream]} (busy {100 * share:.0f}% of the step)"
+    """What limits a step, in words: compute, or the stream and phase that compute waits for longest."""
+    busy_share = estimate.busy_s["compute"] / max(estimate.step_s, 1e-30)
+    if busy_share >= COMPUTE_BOUND_SHARE or not estimate.stalls_s:
+        again = estimate.recompute_s / max(estimate.busy_s["compute"], 1e-30)
+        return f"compute (busy {100 * busy_share:.0f}% of the step, {100 * again:.0f}% of it recomputation)"
+    (stream, phase), seconds = max(estimate.stalls_s.items(), key=lambda item: item[1])
+    return (
+        f"{LINK_WORDS[stream]} during {phase} (compute waits for it {100 * seconds / estimate.step_s:.0f}% of the step)"
+    )

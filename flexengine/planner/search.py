@@ -1,8 +1,8 @@
 """Chooses a plan: chunk and round sizes outside, the dynamic programme over layers inside, the simulator as judge.
 
-Every (chunk, round) size gets placements from the dynamic programme under several goals and prefetch depths, estimated by
-the sketch; the best few are polished by local search, become plans whose exact bytes are checked, and are simulated on
-their real programs. All limits are counts, never clocks, so a request has one answer.
+Every (chunk, round) size gets placements from the dynamic programme under several goals and prefetch depths,
+estimated by the sketch; the best few are polished by local search, become plans whose exact bytes are checked, and
+are simulated on their real programs. All limits are counts, never clocks, so a request has one answer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from flexengine.schedule.layout import DTYPE_BYTES, Layout
 MAX_CHUNK_LAYERS = 1024
 """Largest chunks_per_round * blocks that is simulated, where sizes allow a choice."""
 USUAL_SLOTS = SlotCounts()
-SLOT_CHOICES = (SlotCounts(), SlotCounts(3, 2, 3), SlotCounts(2, 1, 2))
+SLOT_CHOICES = (SlotCounts(), SlotCounts(3, 2, 3), SlotCounts(2, 1, 2), SlotCounts(1, 1, 1))
 NUM_PROBLEMS, NEAR_SHARE = 5, 1.05
 """Sizes that are looked at closely: at most so many, estimated within this factor of the best."""
 NUM_GOALS = 4
@@ -112,7 +112,7 @@ class Search:
 
     def estimates(self, problem: RoundProblem) -> list[Candidate]:
         """A few quick placements for one size."""
-        for slots in (USUAL_SLOTS, LEAST_SLOTS):
+        for slots in (USUAL_SLOTS, SLOT_CHOICES[-1], LEAST_SLOTS):
             solutions = islice(self.solutions(problem, slots, self.request.max_gpu_bytes), 2)
             found = [c for solution in solutions for c in self.dealt(problem, solution)]
             if found:
@@ -306,7 +306,7 @@ def spread(counts: Counter[int]) -> tuple[int, ...]:
 def neighbours(problem: RoundProblem, placement: Placement) -> Iterator[Placement]:
     """Placements that differ in one thing: slot counts, structure, one block's row, or two blocks swapped."""
     structure, slots, rows = placement
-    for field in ("weight", "grad", "save"):
+    for field in slots._fields:
         for change in (1, -1):
             count = getattr(slots, field) + change
             if 1 <= count <= 4:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import NamedTuple
 
 from flexengine.hardware.profile import HardwareProfile
+from flexengine.metrics import GIB, format_bytes
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, PlanError, PlanReason, Request
 from flexengine.planner import loads
@@ -22,7 +24,6 @@ from flexengine.planner.templates import SlotCounts, Templates
 from flexengine.schedule.layer_program import savable_ops
 from flexengine.schedule.layout import Layout
 
-GIB = 2**30
 LEAST_SLOTS = SlotCounts(1, 1, 1, 1)
 LEAST_HOST = Goal(weights=(0.0,) * loads.NUM_LOADS, host_s_per_byte=1.0)
 SMALLEST_CHUNK_TOKENS = 32
@@ -114,22 +115,23 @@ def shortage(model: ModelSpec, request: Request, profile: HardwareProfile) -> Pl
         required, categories, wanted = least.host_bytes, least.host_categories, "max_host_bytes"
     place = "GPU" if wanted == "max_gpu_bytes" else "host"
     remedies = list(_remedies(model, request, profile, flag, wanted, required))
-    lines = [f"smallest plan needs {_gib(required)} GiB of {place} memory, budget is {budget / GIB:.2f} GiB."]
+    lines = [f"smallest plan needs {_gib(required)} GiB of {place} memory, budget is {_gib(budget)} GiB."]
     lines.append(f"  largest: {_largest(categories)}")
     lines.append(f"  fits with: {', or '.join(remedies)}" if remedies else "  no single change makes it fit")
     return PlanError(reason, "\n".join(lines), required, budget)
 
 
 def _gib(num_bytes: int) -> str:
-    """GiB rounded up to tenths (hundredths below 10, so that advice stays close), so that following it works."""
+    """GiB rounded up to three significant digits, so that following the advice works."""
     digits = 1 if num_bytes >= 10 * GIB else 2
-    scale = 10**digits
-    return f"{-(-num_bytes * scale // GIB) / scale:.{digits}f}"
+    while digits < 6 and num_bytes * 10 ** (digits - 2) < GIB:
+        digits += 1
+    return f"{-(-num_bytes * 10**digits // GIB) / 10**digits:.{digits}f}"
 
 
 def _largest(categories: dict[str, int]) -> str:
     shown = sorted(categories.items(), key=lambda item: -item[1])[:NUM_SHOWN]
-    return ", ".join(f"{name} {num_bytes / GIB:.2f} GiB" for name, num_bytes in shown)
+    return ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in shown)
 
 
 def _remedies(
@@ -143,8 +145,10 @@ def _remedies(
         both = _raised_both(model, request, profile)
         if both is not None:
             yield both
+    chunks = (c for c in _smaller_chunks(request) if _fits(model, replace(request, chunk_tokens=c), profile))
+    yield from (f"--chunk-tokens {chunk}" for chunk in islice(chunks, 1))
     for text, changed in _smaller_requests(request):
-        if changed is not None and _fits(model, changed, profile):
+        if _fits(model, changed, profile):
             yield text
 
 
@@ -179,13 +183,17 @@ def _fits(model: ModelSpec, request: Request, profile: HardwareProfile) -> bool:
     return Feasibility(model, request, profile).fits()
 
 
-def _smaller_requests(request: Request) -> Iterator[tuple[str, Request | None]]:
-    """Smaller or narrower requests, each with its flags."""
-    smallest = min(c for c, _ in chunk_sizes(request))
-    for chunk in (smallest // 2, smallest // 4, smallest // 8):
-        if chunk >= SMALLEST_CHUNK_TOKENS and (request.round_tokens or 0) % chunk == 0:
-            yield f"--chunk-tokens {chunk}", replace(request, chunk_tokens=chunk)
-            break
+def _smaller_chunks(request: Request) -> Iterator[int]:
+    """Chunk sizes below those that were tried, largest first, that the pinned round and the batch allow."""
+    chunk = min(c for c, _ in chunk_sizes(request)) // 2
+    while chunk >= SMALLEST_CHUNK_TOKENS:
+        if (request.round_tokens or 0) % chunk == 0:
+            yield chunk
+        chunk //= 2
+
+
+def _smaller_requests(request: Request) -> Iterator[tuple[str, Request]]:
+    """Shorter or narrower requests, each with its flags."""
     if request.max_seq_len >= 2 * SMALLEST_CHUNK_TOKENS:
         shorter = request.max_seq_len // 2
         yield f"--max-seq-len {shorter}", replace(request, max_seq_len=shorter)

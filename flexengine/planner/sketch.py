@@ -1,8 +1,8 @@
 """A quick estimate of a round: the lowered program's main waits in one pass over layers and chunks.
 
-About a hundred times quicker than lowering and simulating, so that the search can look at many placements; the simulator
-on the real program has the last word. It knows weight, gradient and offload slots, the ring of hidden states and shared
-edge slots, and prices both directions of the link as if both were busy.
+About a hundred times quicker than lowering and simulating, so that the search can look at many placements; the
+simulator on the real program has the last word. It knows weight, gradient and offload slots, the ring of hidden
+states and shared edge slots, and prices both directions of the link as if both were busy.
 """
 
 from __future__ import annotations

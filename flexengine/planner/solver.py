@@ -1,7 +1,7 @@
 """For one chunk and round size: the placement of everything that fits a GPU budget at the least cost.
 
-Blocks choose a keep option and a residency level each, by the dynamic programme; embedding and head choose a level; what
-all share (slots, scratch) comes from the templates.
+Blocks choose a keep option and a residency level each, by the dynamic programme; embedding and head choose a level;
+what all share (slots, scratch) comes from the templates.
 """
 
 from __future__ import annotations
@@ -187,8 +187,15 @@ class RoundProblem:
         """GPU bytes of the process under a placement."""
         rows = list(placement.rows)
         structure = self.normalised(placement).structure
-        fixed = self.fixed_bytes(structure, placement.slots, self.caps_of(rows))
+        fixed = self.fixed_bytes(structure, self._used_slots(placement), self.caps_of(rows))
         return fixed + int(self.row_gpu[rows].sum())
+
+    def _used_slots(self, placement: Placement) -> SlotCounts:
+        """Slot counts of a layout: no more weight or gradient slots than groups that need one."""
+        levels = [loads.LEVELS[self.row_level[row]] for row in placement.rows]
+        weights, grads = (sum(getattr(v, kind) == "host" for v in levels) for kind in ("weights", "grads"))
+        slots = placement.slots
+        return slots._replace(weight=max(1, min(slots.weight, weights)), grad=max(1, min(slots.grad, grads)))
 
     def host_bytes(self, structure: Structure, counts: Counter[int]) -> int:
         """Host bytes of the process."""

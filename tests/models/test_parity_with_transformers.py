@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from engine_helpers import (
+    FLOAT64,
     build_engine,
     random_batch,
     relative_error,
@@ -20,13 +21,16 @@ from engine_helpers import (
     tiny_config,
     worst_error,
 )
+from transformers.models.llama import modeling_llama
 
 from flexengine import from_pretrained
 from flexengine.models.registry import open_model
 from flexengine.optim import AdamW
 
 MAX_SEQ_LEN = 48
-OPTIMIZER = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+# eps well above the rounding noise of float32 gradients: with 1e-8, AdamW turns the noise of a gradient near zero into
+# a step of size lr, and torch in float32 differs from torch in float64 by 1e-4. The float64 test below has eps = 1e-8.
+OPTIMIZER = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
 MAX_GRAD_NORM = 1.0
 ROPES = {
     "default": {},
@@ -82,7 +86,7 @@ def draw_batch(seed: int, vocab_size: int) -> tuple[list[list[int]], list[list[i
 
 def reference_loss(model, ids, labels) -> torch.Tensor:
     """Mean over all target tokens of the batch, each sequence alone."""
-    total, count = torch.zeros(()), 0
+    total, count = 0.0, 0
     for row, unshifted in zip(ids, labels, strict=True):
         logits = model(input_ids=torch.tensor([row])).logits[0, :-1]
         target = torch.tensor(unshifted[1:], dtype=torch.int64)
@@ -91,14 +95,14 @@ def reference_loss(model, ids, labels) -> torch.Tensor:
     return total / count
 
 
-def reference_optimizer(model) -> torch.optim.AdamW:
+def reference_optimizer(model, settings: AdamW = OPTIMIZER) -> torch.optim.AdamW:
     """Matrices decay, norms and biases do not."""
     parameters = list(model.parameters())
     groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": OPTIMIZER.weight_decay},
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
 
 
 def open_engine(case: int, folder, config):
@@ -144,12 +148,12 @@ def test_training_matches_transformers(case, tmp_path):
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         optimizer.step()
         result = engine.step()
-        assert result.grad_norm == pytest.approx(float(norm), rel=1e-4)
+        assert result.grad_norm == pytest.approx(norm.item(), rel=1e-4)
         assert not result.skipped
     weights = engine.state_dict()
     assert weights.keys() == trained.keys()
     for name, parameter in trained.items():
-        worst = float((weights[name] - parameter).abs().max())
+        worst = (weights[name] - parameter).abs().max().item()
         assert worst <= 1e-5, f"{name} differs by {worst:.1e} after 5 steps"
     check_export(engine, model, tmp_path / "export", ids[0])
     engine.close()
@@ -172,6 +176,50 @@ def check_export(engine, model, folder, tokens):
 
 def test_half_of_the_cases_are_planned_under_a_small_budget():
     assert sum(case % 2 == 0 for case in range(NUM_CASES)) * 2 >= NUM_CASES >= 12
+
+
+@pytest.fixture
+def _no_float32_inside(monkeypatch):
+    """transformers takes norms and rotary angles in float32 whatever the model's dtype; here they follow it."""
+
+    def norm(self, x):
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+    def rotary(self, x, position_ids):
+        angle = position_ids[..., None].to(x.dtype) * self.inv_freq.to(x.dtype)
+        both = torch.cat((angle, angle), dim=-1)
+        return both.cos() * self.attention_scaling, both.sin() * self.attention_scaling
+
+    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", norm)
+    monkeypatch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", rotary)
+
+
+@pytest.mark.usefixtures("_no_float32_inside")
+@pytest.mark.parametrize("case", [1, 2, 6, 7], ids=case_name)
+def test_float64_training_matches_to_the_last_digits(case, tmp_path):
+    """No rounding noise to hide behind, AdamW with its usual eps, long sequences cut into slices."""
+    config, settings = draw_config(case), AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    model = saved_model(tmp_path, config, torch.float64, attention="sdpa")
+    optimizer = reference_optimizer(model, settings)
+    plan = streamed_plan(spec_of(config), chunk_tokens=20, chunks_per_round=4, numerics=FLOAT64)
+    engine = build_engine(open_model(tmp_path), plan, settings, max_grad_norm=MAX_GRAD_NORM)
+    for step in range(3):
+        ids, labels = draw_batch(10 * case + step, config["vocab_size"])
+        loss = reference_loss(model, ids, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        assert engine.fwd_bwd(input_ids=ids, labels=labels).loss == pytest.approx(loss.item(), rel=1e-9)
+        error, name = worst_error(engine.gradients(), {n: p.grad for n, p in model.named_parameters()})
+        # the engine's clip factor is rounded to float32, which later steps see
+        assert error <= (1e-11 if step == 0 else 1e-7), f"gradient of {name}: relative error {error:.1e}"
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        engine.step()
+    weights = engine.state_dict()
+    for name, parameter in model.named_parameters():
+        assert weights[name].dtype == torch.float64
+        assert (weights[name] - parameter).abs().max().item() <= 1e-8, name
+    engine.close()
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

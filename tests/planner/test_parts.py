@@ -1,0 +1,122 @@
+"""The planner's parts: knapsack against brute force, memory by formula against layouts, sketch against simulator."""
+
+from collections import Counter
+from itertools import combinations_with_replacement
+from random import Random
+
+import numpy as np
+import pytest
+
+from flexengine.hardware.presets import preset
+from flexengine.models.registry import open_model
+from flexengine.plan import Numerics, Request
+from flexengine.planner import knapsack, loads
+from flexengine.planner.cost_model import CostModel, price, round_shape
+from flexengine.planner.frontier import frontier
+from flexengine.planner.memory import gpu_required_bytes, host_required_bytes
+from flexengine.planner.report import describe
+from flexengine.planner.search import make_plan
+from flexengine.planner.solver import Placement, RoundProblem
+from flexengine.planner.templates import SlotCounts, Structure, Templates
+from flexengine.schedule.layer_program import savable_ops
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.lowering import lower_round
+from tests.planner.oracle import slow_link
+from tests.schedule.small_plans import FLOAT32, small_model
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_knapsack_finds_the_best_multiset(seed):
+    random = np.random.default_rng(seed)
+    num_bytes, cost = random.integers(0, 100, 6), random.random(6)
+    layer = knapsack.one_layer(num_bytes, cost, np.arange(6))
+    choices = knapsack.repeat(layer, 5, 10_000)
+    for budget in (100, 200, 300, 500):
+        fitting = [c for c in combinations_with_replacement(range(6), 5) if num_bytes[list(c)].sum() <= budget]
+        best = min((cost[list(c)].sum() for c in fitting), default=None)
+        point = choices.best_within(budget)
+        assert (point is None) == (best is None)
+        if point is not None:
+            assert choices.cost[point] == pytest.approx(best, rel=0.02)
+            counts = choices.counts(point)
+            assert sum(counts.values()) == 5
+            assert sum(int(num_bytes[o]) * n for o, n in counts.items()) <= budget
+
+
+def problem_of(model, profile, seq_len=32, chunk=64, chunks=2, numerics=FLOAT32) -> RoundProblem:
+    request = Request(seq_len, 512, 1 << 40, 1 << 40, numerics=numerics)
+    templates = Templates(model, request, profile)
+    names = savable_ops(model.blocks[0].ops)
+    return RoundProblem(templates, chunk, chunks, tuple(names[:i] for i in range(len(names) + 1)))
+
+
+def random_placement(problem: RoundProblem, random: Random) -> Placement:
+    share = random.random() < 0.5
+    levels = (loads.STREAMED, loads.RESIDENT_BOTH, loads.RESIDENT)[0 if share else 1 :]
+    slots = SlotCounts(random.randint(1, 3), random.randint(1, 2), random.randint(1, 3), 2)
+    rows = tuple(random.randrange(len(problem.row_pairs)) for _ in range(problem.num_blocks))
+    structure = Structure(share, tuple(random.choice(levels) for _ in range(2)), loads.STREAMED)
+    return problem.normalised(Placement(structure, slots, rows))
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("name", ["cpu-test", "rtx-4090"])
+def test_bytes_by_formula_are_those_of_the_layout(seed, name):
+    random = Random(seed)
+    profile, numerics = preset(name), random.choice([FLOAT32, Numerics()])
+    model = small_model(random.randint(2, 6), tied=seed % 2 == 0, hidden=256)
+    problem = problem_of(model, profile, seq_len=32 if seed % 3 else 128, numerics=numerics)
+    placement = random_placement(problem, random)
+    layout = Layout(model, problem.plan(placement))
+    assert problem.gpu_bytes(placement) == gpu_required_bytes(layout, profile)
+    host = problem.host_bytes(placement.structure, Counter(placement.rows))
+    assert host == pytest.approx(host_required_bytes(layout, profile), abs=256 * 8 * len(model.groups) * 3)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_sketch_is_near_the_simulator(seed):
+    random = Random(seed)
+    profile = slow_link(random.choice([1e9, 4e9, 1e10]))
+    model = small_model(8, hidden=256)
+    problem = problem_of(model, profile, seq_len=32 if seed % 3 else 128, chunk=256 if seed % 3 else 64)
+    placement = random_placement(problem, random)
+    layout = Layout(model, problem.plan(placement))
+    cost = CostModel(profile, layout.compute_bytes, problem.chunk_tokens)
+    simulated_s = price(lower_round(layout, problem.shape, first=False), cost).total_s
+    assert problem.sketch_round_s(placement, accumulating=True) == pytest.approx(simulated_s, rel=0.25)
+
+
+def test_frontier_is_a_frontier():
+    model = open_model("preset:llama-3.1-8b").spec
+    cost = CostModel(preset("h200"), 2, 8192)
+    shape = round_shape(Request(2048, 131072, 1, 1), 8192, 2)
+    sets = frontier(model.blocks[0], shape, cost)
+    sizes, seconds = [s.num_bytes for s in sets], [s.recompute_s for s in sets]
+    assert sizes == sorted(sizes)
+    assert seconds == sorted(seconds, reverse=True)
+    assert (sets[0].ops, sets[-1].recompute_s) == ((), 0)
+
+
+def test_slices_cover_the_sequence():
+    shape = round_shape(Request(250, 1000, 1, 1), 64, 8)
+    assert [c.tokens for c in shape.chunks] == [64, 64, 64, 58] * 2
+    assert [c.first_slice for c in shape.chunks] == [0] * 4 + [4] * 4
+    # causal pairs of all slices together are those of the whole sequence
+    assert sum(c.tokens * c.seq_len for c in shape.chunks[:4]) == 250 * 250
+
+
+def test_description_names_what_matters():
+    model = small_model()
+    request = Request(32, 256, 2 << 20, 1 << 40, numerics=FLOAT32)
+    text = describe(make_plan(model, request, slow_link(1e9)), model)
+    for word in (
+        "round",
+        "weights:",
+        "gradients:",
+        "optimizer states:",
+        "block",
+        "predicted:",
+        "limited by",
+        "GPU memory",
+    ):
+        assert word in text

@@ -1,0 +1,136 @@
+"""make_plan: exhaustive oracle, monotone in the budget, promises kept, JSON, pinned sizes."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from flexengine.hardware.presets import preset
+from flexengine.models.registry import open_model
+from flexengine.plan import GroupPlan, Numerics, Plan, PlanError, PlanReason, Request
+from flexengine.planner.cost_model import round_shape, step_seconds
+from flexengine.planner.memory import excess_bytes, gpu_required_bytes, host_required_bytes
+from flexengine.planner.search import make_plan
+from flexengine.planner.shortage import Feasibility
+from flexengine.schedule.checker import check_program
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.lowering import lower_round, lower_update
+from tests.planner.oracle import best_step_s, slow_link
+from tests.schedule.small_plans import FLOAT32, small_model
+
+MIB, GIB = 1 << 20, 1 << 30
+ROOMY = 1 << 40
+
+
+def request_of(gpu_bytes: int, seq_len: int = 32, host_bytes: int = ROOMY, **changes) -> Request:
+    return Request(seq_len, 256, gpu_bytes, host_bytes, **{"numerics": FLOAT32, **changes})
+
+
+def least_gpu_bytes(model, request, profile) -> int:
+    return Feasibility(model, replace(request, max_gpu_bytes=ROOMY), profile).least_gpu().gpu_bytes
+
+
+CASES = [
+    (link, seq_len, factor) for link in (1e8, 4e8, 2e9, 1e10) for seq_len in (32, 128) for factor in (1.0, 1.25, 1.5)
+]
+
+
+@pytest.mark.parametrize(("link", "seq_len", "factor"), CASES)
+def test_matches_the_exhaustive_oracle(link, seq_len, factor):
+    model, profile = small_model(blocks=2), slow_link(link)
+    request = request_of(1, seq_len, chunk_tokens=64, round_tokens=128)
+    least = least_gpu_bytes(model, request, profile)
+    request = replace(request, max_gpu_bytes=int(factor * least))
+    best_s = best_step_s(model, request, profile, 64, 2)
+    planned_s = make_plan(model, request, profile).predicted.step_s
+    assert best_s is None or planned_s <= 1.02 * best_s
+
+
+@pytest.mark.parametrize("link", [2e8, 2e9])
+@pytest.mark.parametrize("blocks", [2, 5])
+def test_more_memory_is_never_slower(link, blocks):
+    model, profile = small_model(blocks), slow_link(link)
+    least = least_gpu_bytes(model, request_of(1), profile)
+    steps = [
+        make_plan(model, request_of(int(least * factor)), profile).predicted.step_s for factor in (1.0, 1.3, 2.0, 8.0)
+    ]
+    for tight, roomy in pairwise(steps):
+        assert roomy <= 1.02 * tight
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("seq_len", [32, 256], ids=["packed", "sliced"])
+def test_plans_keep_their_promises(factor, tied, seq_len):
+    """Budgets hold on the exact layout, programs are proven, the prediction is the simulator's."""
+    model, profile = small_model(3, tied), slow_link(1e9)
+    request = request_of(1, seq_len, chunk_tokens=64)
+    request = replace(request, max_gpu_bytes=int(factor * least_gpu_bytes(model, request, profile)))
+    plan = make_plan(model, request, profile)
+    layout, predicted = Layout(model, plan), plan.predicted
+    assert max(excess_bytes(layout, request, profile)) <= 0
+    assert (predicted.gpu_bytes, predicted.host_bytes) == (
+        gpu_required_bytes(layout, profile),
+        host_required_bytes(layout, profile),
+    )
+    assert sum(predicted.gpu_categories.values()) == pytest.approx(predicted.gpu_bytes, rel=0.01)
+    assert step_seconds(layout, profile).step_s == pytest.approx(predicted.step_s)
+    assert 0 < predicted.speed_of_light_s <= predicted.step_s
+    shape = round_shape(request, plan.chunk_tokens, plan.chunks_per_round)
+    for program in (lower_round(layout, shape, True), lower_round(layout, shape, False), lower_update(layout)):
+        check_program(program, layout.gpu_bytes, layout.host_bytes)
+
+
+def test_plan_survives_json():
+    plan = make_plan(small_model(), request_of(4 * MIB), preset("cpu-test"))
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_same_request_same_plan():
+    first, second = (make_plan(small_model(), request_of(2 * MIB), slow_link(1e9)) for _ in range(2))
+    assert first == second
+
+
+def test_everything_that_fits_stays_on_the_gpu():
+    model = small_model()
+    plan = make_plan(model, request_of(GIB), preset("cpu-test"))
+    assert set(plan.groups) == {GroupPlan("gpu", "gpu", "gpu")}
+    assert all(not kept.keep_host and kept.input_home == "gpu" for kept in plan.layers)
+    assert plan.predicted.recompute_share < 1e-9
+    assert plan.predicted.busy_s["d2h"] == 0
+
+
+def test_recompute_switches():
+    model = small_model()
+    full = make_plan(model, request_of(GIB, recompute="full"), preset("cpu-test"))
+    assert all(not kept.keep_gpu and not kept.keep_host for kept in full.layers)
+    none = make_plan(model, request_of(GIB, recompute="none"), preset("cpu-test"))
+    assert none.predicted.recompute_share == 0
+
+
+def test_pinned_sizes():
+    plan = make_plan(small_model(), request_of(GIB, chunk_tokens=48, round_tokens=96), preset("cpu-test"))
+    assert (plan.chunk_tokens, plan.chunks_per_round) == (48, 2)
+    plan = make_plan(small_model(), request_of(GIB, round_tokens=192), preset("cpu-test"))
+    assert plan.round_tokens == 192
+
+
+@pytest.mark.parametrize("pinned", [{"chunk_tokens": 64, "round_tokens": 96}, {"round_tokens": 16}], ids=str)
+def test_contradicting_sizes_are_refused(pinned):
+    with pytest.raises(PlanError, match="works with") as caught:
+        make_plan(small_model(), request_of(GIB, **pinned), preset("cpu-test"))
+    assert caught.value.reason is PlanReason.INVALID_REQUEST
+
+
+def test_llama_8b_in_24_gib():
+    """The worked example of the design: small rounds, fine-grained save sets."""
+    request = Request(2048, 131072, 24 * GIB, 110 * GIB, numerics=Numerics(state="bfloat16"))
+    predicted = make_plan(open_model("preset:llama-3.1-8b").spec, request, preset("h200")).predicted
+    assert 10 < predicted.step_s < 14
+    assert predicted.recompute_share < 0.12
+
+
+def test_llama_1b_in_4_gib():
+    request = Request(2048, 131072, 4 * GIB, 60 * GIB)
+    plan = make_plan(open_model("preset:llama-3.2-1b").spec, request, preset("rtx-4090"))
+    assert plan.predicted.gpu_bytes <= 4 * GIB

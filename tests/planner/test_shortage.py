@@ -1,0 +1,58 @@
+"""PlanError: both numbers, what is largest, and advice that works when it is followed."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from flexengine.hardware.presets import preset
+from flexengine.plan import PlanError, PlanReason, Request
+from flexengine.planner.search import make_plan
+from tests.schedule.small_plans import FLOAT32, small_model
+
+GIB = 1 << 30
+
+
+def refused(request: Request, profile) -> PlanError:
+    with pytest.raises(PlanError) as caught:
+        make_plan(small_model(hidden=128), request, profile)
+    return caught.value
+
+
+def advised(error: PlanError, flag: str) -> float:
+    found = re.search(rf"{flag} ([0-9.]+)", str(error))
+    assert found, str(error)
+    return float(found[1])
+
+
+@pytest.mark.parametrize("name", ["cpu-test", "rtx-4090"])
+def test_too_little_gpu_memory(name):
+    profile = preset(name)
+    request = Request(64, 512, 1 << 20, 1 << 40, numerics=FLOAT32)
+    error = refused(request, profile)
+    assert error.reason is PlanReason.INSUFFICIENT_DEVICE_MEMORY
+    assert error.required_bytes > error.budget_bytes == 1 << 20
+    assert "largest:" in str(error)
+    budget = int(advised(error, "--max-gpu-mem-gib") * GIB)
+    assert budget < 1.05 * error.required_bytes
+    plan = make_plan(small_model(hidden=128), replace(request, max_gpu_bytes=budget), profile)
+    assert plan.predicted.gpu_bytes <= budget
+
+
+def test_too_little_host_memory():
+    profile = preset("cpu-test")
+    request = Request(64, 512, 8 << 20, profile.host_base_bytes + 1024, numerics=FLOAT32)
+    error = refused(request, profile)
+    assert error.reason is PlanReason.INSUFFICIENT_HOST_MEMORY
+    budget = int(advised(error, "--max-host-mem-gib") * GIB)
+    plan = make_plan(small_model(hidden=128), replace(request, max_host_bytes=budget), profile)
+    assert plan.predicted.host_bytes <= budget
+
+
+def test_pinned_chunk_too_large_advises_a_smaller_one():
+    profile = preset("cpu-test")
+    request = Request(64, 65536, 8 << 20, 1 << 40, chunk_tokens=4096, numerics=FLOAT32)
+    error = refused(request, profile)
+    chunk = int(advised(error, "--chunk-tokens"))
+    assert chunk < 4096
+    make_plan(small_model(hidden=128), replace(request, chunk_tokens=chunk), profile)

@@ -1,0 +1,130 @@
+"""Parameters at rest: what is loaded is what is read, in every format, wherever it lives."""
+
+import pytest
+import torch
+from engine_helpers import (
+    FLOAT32,
+    FLOAT64,
+    build_engine,
+    make_plan,
+    random_weights,
+    same_bits,
+    saved_model,
+    spec_of,
+    streamed_plan,
+    tiny_config,
+)
+
+from flexengine.models.registry import open_model
+from flexengine.plan import Numerics
+
+SPLIT = Numerics("bfloat16", "split", "bfloat16", "float32")
+STOCHASTIC = Numerics("bfloat16", "stochastic", "bfloat16", "bfloat16")
+CONFIG = tiny_config(attention_bias=True, mlp_bias=True)
+PLANS = {"resident": make_plan, "streamed": streamed_plan}
+
+
+def engine_of(source, numerics, plan=streamed_plan, **options):
+    return build_engine(source, plan(source.spec, numerics=numerics), **options)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    ("stored", "numerics"),
+    [
+        (torch.float32, FLOAT32),
+        (torch.bfloat16, FLOAT32),
+        (torch.float32, SPLIT),
+        (torch.bfloat16, SPLIT),
+        (torch.float16, SPLIT),
+        (torch.float64, FLOAT64),
+        (torch.bfloat16, STOCHASTIC),
+    ],
+    ids=lambda x: str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else f"{x.compute}-{x.master}",
+)
+def test_masters_are_read_exactly_as_stored(stored, numerics, tied, plan, tmp_path):
+    model = saved_model(tmp_path, {**CONFIG, "tie_word_embeddings": tied}, stored)
+    engine = engine_of(open_model(tmp_path), numerics, plan)
+    exact = torch.float64 if numerics == FLOAT64 else torch.float32
+    same_bits(engine.state_dict(), {name: p.detach().to(exact) for name, p in model.named_parameters()})
+
+
+def test_a_split_master_computes_with_the_nearest_bf16(tmp_path):
+    model = saved_model(tmp_path, CONFIG, torch.float32)
+    engine = engine_of(open_model(tmp_path), SPLIT)
+    for name, parameter in model.named_parameters():
+        weight = engine.weights.plane("weights", engine.weights.runs[name])
+        nearest = parameter.detach().flatten().bfloat16()
+        # ties go away from zero here and to even in torch
+        assert (weight != nearest).float().mean() < 1e-3
+        assert torch.allclose(weight.float(), nearest.float(), rtol=2**-7)
+
+
+def test_sources_lie_one_after_the_other():
+    """Fused parameters are their sources stacked, and every element of a group belongs to one source."""
+    engine = engine_of(random_weights(CONFIG), FLOAT32)
+    spans = {}
+    for run in engine.weights.runs.values():
+        first = run.segment.first_element + run.start
+        spans.setdefault(run.group, []).append((first, first + run.count))
+    for group, found in spans.items():
+        ends = [end for _, end in sorted(found)]
+        assert [start for start, _ in sorted(found)] == [0, *ends[:-1]]
+        assert ends[-1] == engine.layout.groups[group].numel
+    q, k = (engine.weights.runs[f"model.layers.0.self_attn.{n}_proj.weight"] for n in "qk")
+    assert k.start == q.start + q.count
+    assert q.source.shape == (24, 24)
+
+
+def test_only_matrices_lose_their_remainder_and_wide_states():
+    """With stochastic rounding and bf16 states, norms and biases keep exact masters and float32 states."""
+    engine = engine_of(random_weights(CONFIG), STOCHASTIC)
+    for name, run in engine.weights.runs.items():
+        is_vector = len(run.source.shape) == 1
+        assert (engine.weights.plane("remainder", run) is not None) == is_vector, name
+        wanted = torch.float32 if is_vector else torch.bfloat16
+        assert engine.weights.plane("exp_avg", run).dtype == wanted, name
+
+
+def test_initial_weights_depend_on_the_seed_alone():
+    source = random_weights(CONFIG)
+    a, b, other = (
+        engine_of(source, SPLIT, plan, seed=seed).state_dict()
+        for plan, seed in ((make_plan, 5), (streamed_plan, 5), (streamed_plan, 6))
+    )
+    same_bits(a, b)
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert not torch.equal(a[name], other[name])
+    assert not torch.equal(a[name], a["model.layers.0.mlp.up_proj.weight"])
+    assert float(a[name].std()) == pytest.approx(CONFIG["initializer_range"], rel=0.1)
+    assert torch.equal(a["model.norm.weight"], torch.ones(24))
+    assert not a["model.layers.0.self_attn.q_proj.bias"].any()
+
+
+def test_states_start_at_zero():
+    engine = engine_of(random_weights(CONFIG), FLOAT32)
+    for run in engine.weights.runs.values():
+        assert not engine.weights.plane("exp_avg", run).any()
+        assert not engine.weights.plane("exp_avg_sq", run).any()
+
+
+def test_reading_in_another_dtype_rounds_the_master(tmp_path):
+    model = saved_model(tmp_path, CONFIG, torch.float32)
+    engine = engine_of(open_model(tmp_path), SPLIT)
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert torch.equal(engine.weights.read(name, torch.bfloat16), dict(model.named_parameters())[name].bfloat16())
+
+
+def test_an_incomplete_checkpoint_is_refused(tmp_path):
+    saved_model(tmp_path, CONFIG)
+    more = spec_of({**CONFIG, "num_hidden_layers": 3})
+    with pytest.raises(ValueError, match=r"lacks 16 .*51 tensors.*model\.layers\.2"):
+        engine_of(open_model(tmp_path)._replace(spec=more), FLOAT32)
+
+
+def test_a_tensor_of_another_shape_is_refused(tmp_path):
+    saved_model(tmp_path, CONFIG)
+    wider = spec_of({**CONFIG, "intermediate_size": 48})
+    with pytest.raises(ValueError, match=r"gate_proj\.weight has shape \[40, 24\] .* asks for \[48, 24\]"):
+        engine_of(open_model(tmp_path)._replace(spec=wider), FLOAT32)

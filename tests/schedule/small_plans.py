@@ -1,0 +1,73 @@
+"""Small models and random plans for tests of the schedule and the planner."""
+
+from random import Random
+
+from flexengine.models.llama import build
+from flexengine.models.spec import ModelSpec
+from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan, Request
+from flexengine.schedule.layer_program import savable_ops
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.lowering import ChunkShape, RoundShape
+
+FLOAT32 = Numerics("float32", "full", "float32", "float32")
+
+
+def small_model(blocks: int = 3, tied: bool = False, hidden: int = 64, vocab: int = 256) -> ModelSpec:
+    """A Llama of a few blocks."""
+    config = {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+    }
+    return build("small", config)
+
+
+def resident_plan(model: ModelSpec, request: Request, chunk: int = 64, chunks: int = 2) -> Plan:
+    """Everything on the GPU, everything kept."""
+    kept = LayerPlan(savable_ops(model.blocks[0].ops), (), "gpu")
+    layers = (LayerPlan(), *(kept,) * len(model.blocks), LayerPlan())
+    return Plan("small", request, chunk, chunks, layers, (GroupPlan("gpu", "gpu", "gpu"),) * len(model.groups))
+
+
+def random_plan(random: Random, model: ModelSpec, sliced: bool) -> Plan:
+    """Any legal mixture of placements, levels and slot counts."""
+    request = Request(128 if sliced else 32, 512, 1 << 30, 1 << 40, numerics=random.choice([FLOAT32, Numerics()]))
+    names = savable_ops(model.blocks[0].ops)
+
+    def layer() -> LayerPlan:
+        homes = {name: random.choice(["gpu", "host", "recompute"]) for name in names}
+        parts = (tuple(n for n in names if homes[n] == home) for home in ("gpu", "host"))
+        return LayerPlan(*parts, random.choice(["gpu", "host"]))
+
+    def group() -> GroupPlan:
+        weights = random.choice(["gpu", "host"])
+        return GroupPlan(
+            weights, random.choice(["gpu", "host"]), random.choice(["gpu", "host"]) if weights == "gpu" else "host"
+        )
+
+    return Plan(
+        "small",
+        request,
+        chunk_tokens=64,
+        chunks_per_round=2,
+        layers=(LayerPlan(), *(layer() for _ in model.blocks), LayerPlan()),
+        groups=tuple(group() for _ in model.groups),
+        weight_slots=random.randint(1, 3),
+        grad_slots=random.randint(1, 2),
+        save_slots=random.randint(1, 3),
+        optimizer_slots=random.randint(1, 2),
+        optimizer_tile=1 << random.choice([10, 12, 16]),
+        share_edge_slots=random.random() < 0.5,
+    )
+
+
+def full_round(layout: Layout) -> RoundShape:
+    """A round of full chunks for the two plans above."""
+    if layout.plan.slices_sequences:
+        return RoundShape((ChunkShape(64, 64, 0, 1, 0), ChunkShape(64, 192, 0, 1, 64)))
+    return RoundShape((ChunkShape(64, 32),) * 2)

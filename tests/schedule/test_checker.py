@@ -1,0 +1,94 @@
+"""The checker accepts every program of random plans and rejects programs with one thing wrong."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from flexengine.schedule.checker import ProgramError, check_program
+from flexengine.schedule.commands import Program
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.lowering import lower_evaluation, lower_round, lower_update
+from tests.schedule.small_plans import full_round, random_plan, small_model
+
+
+def random_layout(seed: int) -> Layout:
+    random = Random(seed)
+    model = small_model(blocks=random.randint(1, 4), tied=random.random() < 0.5)
+    return Layout(model, random_plan(random, model, sliced=seed % 3 == 0))
+
+
+def programs(layout: Layout) -> list[Program]:
+    shape = full_round(layout)
+    rounds = [lower_round(layout, shape, first) for first in (True, False)]
+    return [*rounds, lower_evaluation(layout, shape), lower_update(layout)]
+
+
+def check(program: Program, layout: Layout) -> None:
+    check_program(program, layout.gpu_bytes, layout.host_bytes)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_programs_of_random_plans_are_accepted(seed):
+    layout = random_layout(seed)
+    for program in programs(layout):
+        check(program, layout)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_wait_is_necessary(seed):
+    layout = random_layout(seed)
+    for program in programs(layout):
+        for command in program.commands:
+            for wait in command.waits:
+                fewer = replace(command, waits=tuple(w for w in command.waits if w != wait))
+                broken = (*program.commands[: command.index], fewer, *program.commands[command.index + 1 :])
+                with pytest.raises(ProgramError):
+                    check(replace(program, commands=broken), layout)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_slots_at_one_address_are_rejected(seed):
+    """Activations that wait from forward to backward cannot lie over the scratch that every command writes."""
+    layout = random_layout(seed)
+    program = programs(layout)[0]
+    scratch = layout.slots[layout.slot("scratch")]
+    kept = [i for i, s in enumerate(layout.slots) if s.category in ("kept activations", "resident weights")]
+    for i in kept or [layout.slot("hidden[0]")]:
+        moved = tuple(s._replace(offset=scratch.offset) if j == i else s for j, s in enumerate(program.slots))
+        with pytest.raises(ProgramError):
+            check_program(replace(program, slots=moved), layout.gpu_bytes + (1 << 30), layout.host_bytes)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_swapped_compute_commands_are_rejected(seed):
+    layout = random_layout(seed)
+    program = programs(layout)[0]
+    blocks = [c.index for c in program.commands if c.kind == "backward" and c.args.layer in (1, 2)]
+    first, last = blocks[0], blocks[-1]
+    commands = list(program.commands)
+    commands[first] = replace(program.commands[last], index=first, waits=program.commands[first].waits)
+    commands[last] = replace(program.commands[first], index=last, waits=program.commands[last].waits)
+    with pytest.raises(ProgramError):
+        check(replace(program, commands=tuple(commands)), layout)
+
+
+def test_dropped_copy_is_rejected():
+    layout = random_layout(1)
+    program = programs(layout)[1]
+    copies = [c.index for c in program.commands if c.kind == "copy"]
+    assert copies
+    for dropped in copies[:1]:
+        kept = [c for c in program.commands if c.index != dropped]
+        numbers = {c.index: i for i, c in enumerate(kept)}
+        renumbered = tuple(
+            replace(c, index=numbers[c.index], waits=tuple(numbers[w] for w in c.waits if w in numbers)) for c in kept
+        )
+        with pytest.raises(ProgramError):
+            check(replace(program, commands=renumbered), layout)
+
+
+def test_slot_beyond_the_arena_is_rejected():
+    layout = random_layout(2)
+    with pytest.raises(ProgramError, match="arena"):
+        check_program(programs(layout)[0], layout.gpu_bytes - 1024, layout.host_bytes)

@@ -1,0 +1,75 @@
+"""The simulator against timelines worked on paper."""
+
+import json
+
+import pytest
+
+from flexengine.ops.base import Work
+from flexengine.schedule.commands import Access, CopyRegion, ProgramBuilder, Slot, Stream, overlapping_slots
+from flexengine.schedule.simulator import Rates, simulate
+from flexengine.schedule.timeline import chrome_trace
+
+
+def rates(latency_s: float = 0.0) -> Rates:
+    """1 FLOP a second; 10 bytes a second one way, 5 when both directions are busy."""
+    alone, both = ({Stream.H2D: v, Stream.D2H: v} for v in (10.0, 5.0))
+    return Rates(lambda command: command.work.matmul_flops, alone, both, latency_s)
+
+
+def builder() -> ProgramBuilder:
+    slots = tuple(Slot(f"{m}{i}", m, 100 * i, 100, "") for m in ("gpu", "host") for i in range(3))
+    return ProgramBuilder("paper", slots, overlapping_slots(slots))
+
+
+def copy(b: ProgramBuilder, stream: Stream, source: int, target: int, num_bytes: int = 100) -> None:
+    b.copy("copy", stream, "c", [CopyRegion(source, 0, target, 0, num_bytes)])
+
+
+def compute(b: ProgramBuilder, seconds: float, reads: int, writes: int) -> None:
+    b.add("op", "op", Stream.COMPUTE, [Access(reads, "c")], [Access(writes, "c")], Work(matmul_flops=seconds))
+
+
+def test_one_slot_serialises_fetch_and_compute():
+    b = builder()
+    for _ in range(2):
+        copy(b, Stream.H2D, 3, 0)
+        compute(b, 4.0, 0, 1)
+    timing = simulate(b.build(), rates())
+    assert timing.start_s == pytest.approx([0, 10, 14, 24])
+    assert timing.total_s == pytest.approx(28)
+
+
+def test_two_slots_overlap_fetch_and_compute():
+    b = builder()
+    for slot in (0, 1):
+        copy(b, Stream.H2D, 3, slot)
+        compute(b, 4.0, slot, 2)
+    timing = simulate(b.build(), rates())
+    assert timing.start_s == pytest.approx([0, 10, 10, 20])
+    assert timing.total_s == pytest.approx(24)
+    assert timing.busy_s[Stream.H2D] == pytest.approx(20)
+
+
+def test_both_directions_slow_each_other_down():
+    b = builder()
+    copy(b, Stream.H2D, 3, 0, 100)
+    copy(b, Stream.D2H, 1, 4, 50)
+    timing = simulate(b.build(), rates())
+    # both at 5 bytes/s until the shorter one ends at 10 s, then 50 bytes at 10 bytes/s
+    assert timing.end_s == pytest.approx([15, 10])
+
+
+def test_latency_counts_per_region():
+    b = builder()
+    b.copy("c", Stream.H2D, "c", [CopyRegion(3, 0, 0, 50, 10), CopyRegion(3, 50, 0, 0, 10)])
+    assert simulate(b.build(), rates(latency_s=1.0)).total_s == pytest.approx(4.0)
+
+
+def test_trace_has_one_event_per_command():
+    b = builder()
+    copy(b, Stream.H2D, 3, 0)
+    compute(b, 4.0, 0, 1)
+    program = b.build()
+    events = json.loads(chrome_trace(program, simulate(program, rates())))["traceEvents"]
+    spans = [e for e in events if e["ph"] == "X"]
+    assert [(e["ts"], e["dur"]) for e in spans] == [(0, pytest.approx(10e6)), (pytest.approx(10e6), pytest.approx(4e6))]

@@ -1,0 +1,145 @@
+"""The picture of rooms and arrows in docs/architecture.md, kept true by reading every import in the package."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "flexengine"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# A room is a folder, or a module beside the folders. Which rooms each may import; itself always.
+ARROWS = {
+    "plan": set(),
+    "config": set(),
+    "metrics": set(),
+    "native": set(),
+    "kernels": set(),
+    "ops": {"kernels", "native"},
+    "optim": {"kernels", "native"},
+    "models": {"ops"},
+    "schedule": {"plan", "models", "ops"},
+    "hardware": {"native"},
+    "planner": {"plan", "models", "ops", "schedule", "hardware", "metrics"},
+    "checkpoint": set(),
+    "data": set(),
+    "runtime": {"plan", "models", "ops", "schedule", "optim", "kernels", "native", "checkpoint", "metrics", "hardware"},
+    "api": {"plan", "models", "hardware", "optim", "planner", "runtime"},
+    "trainer": {"api", "config", "plan", "models", "optim", "runtime", "data", "checkpoint", "metrics", "hardware"},
+    "cli": {"trainer", "api", "config", "plan", "models", "hardware", "planner", "checkpoint", "metrics"},
+    "__init__": {"api"},
+    "__main__": {"cli"},
+}
+# Rooms that only describe and decide: torch reaches them by way of ops and models alone.
+WITHOUT_TORCH = ("plan", "config", "planner", "schedule")
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports_of(path: Path, top_level_only: bool = False) -> list[tuple[int, str]]:
+    """(line, dotted module) of every absolute import; imports under TYPE_CHECKING are for readers and not counted as
+    top level."""
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if top_level_only else ast.walk(tree)
+    found = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} imports relatively; write the full name"
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return found
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+def test_every_room_is_in_the_picture():
+    assert {room_of(path) for path in FILES} <= set(ARROWS)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_follow_the_arrows(path):
+    own = room_of(path)
+    for line, module in imports_of(path):
+        parts = module.split(".")
+        if parts[0] == "flexengine" and len(parts) > 1 and parts[1] in ARROWS:
+            assert parts[1] in ARROWS[own] | {own}, f"{path}:{line}: {own} must not import {module}"
+
+
+def test_the_picture_has_no_cycle():
+    done: set[str] = set()
+    while len(done) < len(ARROWS):
+        free = {room for room, uses in ARROWS.items() if room not in done and uses <= done}
+        assert free, f"cycle among {sorted(set(ARROWS) - done)}"
+        done |= free
+
+
+def test_planner_and_runtime_never_meet():
+    for a, b in (("planner", "runtime"), ("runtime", "planner")):
+        assert b not in ARROWS[a]
+        assert b not in {used for room in ARROWS[a] for used in ARROWS[room]}
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if room_of(p) in WITHOUT_TORCH], ids=name_of)
+def test_planning_needs_no_torch_of_its_own(path):
+    for line, module in imports_of(path, top_level_only=True):
+        assert module.split(".")[0] not in ("torch", "triton"), f"{path}:{line} imports {module}"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if room_of(p) == "kernels"], ids=name_of)
+def test_kernels_use_torch_and_triton_only(path):
+    for line, module in imports_of(path):
+        allowed = {"torch", "triton", "flexengine", *sys.stdlib_module_names}
+        assert module.split(".")[0] in allowed, f"{path}:{line} imports {module}"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if room_of(p) not in ("kernels", "native")], ids=name_of)
+def test_triton_kernels_are_imported_when_first_used(path):
+    for line, module in imports_of(path, top_level_only=True):
+        assert not module.startswith(("triton", "flexengine.kernels.")), f"{path}:{line} imports {module} at once"
+
+
+def code_words(path: Path) -> set[str]:
+    """Identifiers and string constants of a file, docstrings left out, in lower case."""
+    tree, words = ast.parse(path.read_text()), set()
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            words.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            words.add(node.attr)
+        elif isinstance(node, ast.arg):
+            words.add(node.arg)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            words.add(node.name)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            words.add(node.value)
+    return {word.lower() for word in words}
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if room_of(p) == "models"], ids=name_of)
+def test_models_know_nothing_of_streams_slots_and_budgets(path):
+    words = code_words(path) - {"slot_class"}  # names the kind of a group, which the schedule may share slots among
+    for forbidden in ("stream", "slot", "budget", "cuda", "offload"):
+        found = [word for word in words if forbidden in word]
+        assert not found, f"{path} speaks of {found}"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for p in FILES if room_of(p) in ("runtime", "schedule", "planner")],
+    ids=name_of,
+)
+def test_no_architecture_is_named_outside_models(path):
+    for family in ("llama", "mistral", "qwen"):
+        assert family not in path.read_text().lower(), f"{path} names {family}"
