@@ -71,10 +71,16 @@ class Templates:
         self._activations: dict[tuple[int, int], ActivationBytes] = {}
 
     def _small_model(self) -> ModelSpec:
+        """The model with its first blocks only, groups numbered anew."""
         layers = [self.model.layers[i] for i in (0, *self.block_layers[:SMALL_BLOCKS], len(self.model.layers) - 1)]
-        kept = {*self.edge_groups, *self.block_groups[:SMALL_BLOCKS]}
-        groups = [g for i, g in enumerate(self.model.groups) if i in kept]
-        return replace(self.model, layers=tuple(layers), groups=tuple(groups))
+        kept = sorted({*self.edge_groups, *self.block_groups[:SMALL_BLOCKS]})
+        number = {group: i for i, group in enumerate(kept)}
+        layers = [
+            replace(layer, params=tuple((local, number[group], name) for local, group, name in layer.params))
+            for layer in layers
+        ]
+        groups = tuple(self.model.groups[g] for g in kept)
+        return replace(self.model, layers=tuple(layers), groups=groups)
 
     @property
     def reference_size(self) -> tuple[int, int]:
@@ -168,10 +174,10 @@ class Templates:
 
     @staticmethod
     def structures(num_edges: int, blocks_hold: int) -> list[Structure]:
-        """Without shared edge slots a streamed edge group takes the same bytes as a resident one, so it is resident."""
+        """Both ways to lay the edges' slots, with every edge group streamed, resident without its states, or resident."""
         found = []
+        levels = (STREAMED, RESIDENT_BOTH, RESIDENT)
         for share in (False, True):
-            levels = (STREAMED, RESIDENT_BOTH, RESIDENT) if share else (RESIDENT_BOTH, RESIDENT)
             combos: list[tuple[int, ...]] = [()]
             for _ in range(num_edges):
                 combos = [(*c, v) for c in combos for v in levels]

@@ -1,9 +1,9 @@
 """Where everything lies: the slots of both arenas that a plan implies, with offsets, before anything runs.
 
 Planner (does it fit?), lowering (which slot?), runtime (how large is the arena?) and reports (which category?) all
-read this one layout. Optimizer tiles lie over the slots of forward and backward, which are idle then; with
-`share_edge_slots` the embedding's and head's slots lie over the blocks'. Overlap is safe: hazards follow addresses,
-not names.
+read this one layout. Optimizer tiles lie over the slots of forward and backward, which are idle then; an untied
+embedding's and head's slots lie over each other, and with `share_edge_slots` over the blocks' as well. Overlap is safe:
+hazards follow addresses, not names.
 """
 
 from __future__ import annotations
@@ -209,22 +209,34 @@ class Layout:
         """Slots of forward and backward; returns where they end."""
         region = _Region(slots, "gpu", start)
         block_start = region.end
-        self._parameter_slots(region, edge=False)
-        block_end = region.end
-        if self.plan.share_edge_slots:
-            edge = _Region(slots, "gpu", block_start)
-            self._parameter_slots(edge, edge=True)
-            region.end = max(block_end, edge.end)
-        else:
-            self._parameter_slots(region, edge=True)
+        self._parameter_slots(region, {"block"})
+        edge_start = block_start if self.plan.share_edge_slots else region.end
+        for classes in self._edge_classes():
+            edge = _Region(slots, "gpu", edge_start)
+            self._parameter_slots(edge, classes)
+            region.end = max(region.end, edge.end)
         self._activation_slots(region)
         return region.end
 
-    def _parameter_slots(self, region: _Region, edge: bool) -> None:
-        """Weight, accumulator and gradient staging slots per slot class; `edge`: embedding and head, else blocks."""
+    def _edge_classes(self) -> list[set[str]]:
+        """Slot classes of embedding and head, those that one layer uses together in one set.
+
+        An untied embedding and head are never at work at the same time, so their slots lie over each other.
+        """
+        found: list[set[str]] = []
+        for layer in self.model.layers:
+            used = {self.model.groups[g].slot_class for g in layer.groups} - {"block"}
+            together = [classes for classes in found if classes & used]
+            found = [classes for classes in found if not classes & used]
+            if used:
+                found.append(used.union(*together))
+        return found
+
+    def _parameter_slots(self, region: _Region, slot_classes: set[str]) -> None:
+        """Weight, accumulator and gradient staging slots of the given slot classes."""
         classes: dict[str, list[int]] = {}
         for i, group in enumerate(self.model.groups):
-            if (group.slot_class != "block") == edge:
+            if group.slot_class in slot_classes:
                 classes.setdefault(group.slot_class, []).append(i)
         for name, members in classes.items():
             streamed = [i for i in members if self.plan.groups[i].weights == "host"]
