@@ -5,8 +5,8 @@ import gc
 import pytest
 import torch
 
+from flexengine.hardware.memory_usage import resident_bytes
 from flexengine.native import PAGE_BYTES, allocate_host
-from flexengine.runtime.memory_usage import resident_bytes
 
 MIB = 2**20
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")

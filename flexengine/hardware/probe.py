@@ -12,8 +12,8 @@ import torch
 
 from flexengine.hardware.host_memory import host_memory
 from flexengine.hardware.measure import measure_cpu, measure_cuda
+from flexengine.hardware.memory_usage import gpu_used_bytes, nvidia_driver_version, resident_bytes
 from flexengine.hardware.profile import HardwareProfile
-from flexengine.runtime.memory_usage import gpu_used_bytes, nvidia_driver_version, resident_bytes
 
 PROBE_VERSION = 1  # part of the cache key: raise it when what is measured changes its meaning
 DEFAULT_SECONDS = 6.0

@@ -85,10 +85,6 @@ class LMHeadLoss(Op):
         tokens = env.chunk.tokens
         return [slice(i, min(i + self.block, tokens)) for i in range(0, tokens, self.block)]
 
-    def last_logits(self, h: Tensor, weight: Tensor) -> Tensor:
-        """Logits [V] in float32 of one normalised hidden state h [D]."""
-        return (h[None, :] @ weight.t())[0].float()
-
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         blocks = -(-tokens // self.block)
         logits_bytes = 2.0 * tokens * self.vocab_size * compute_bytes

@@ -14,8 +14,9 @@ from flexengine.ops.base import Work
 from flexengine.plan import Request
 from flexengine.schedule.commands import Command, Program, Stream
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import ChunkShape, RoundShape, lower_round, lower_update
+from flexengine.schedule.lowering import ChunkShape, RoundShape, lower_round
 from flexengine.schedule.simulator import Rates, Timing, simulate
+from flexengine.schedule.update_lowering import lower_update
 
 
 @dataclass(frozen=True)

@@ -174,7 +174,7 @@ class Templates:
 
     @staticmethod
     def structures(num_edges: int, blocks_hold: int) -> list[Structure]:
-        """Both ways to lay the edges' slots, with every edge group streamed, resident without its states, or resident."""
+        """Both ways to lay the edges' slots; every edge group streamed, resident without its states, or resident."""
         found = []
         levels = (STREAMED, RESIDENT_BOTH, RESIDENT)
         for share in (False, True):

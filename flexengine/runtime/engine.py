@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.checkpoint.writer import TensorSource, copy_support_files, write_checkpoint
+from flexengine.hardware.memory_usage import GpuMemoryMeter, MemoryPeaks, memory_peaks
 from flexengine.models.registry import ModelSource
 from flexengine.optim.adamw import AdamW
 from flexengine.plan import Plan
@@ -27,14 +28,14 @@ from flexengine.runtime.batch import BatchWriter, Sequences, read_batch
 from flexengine.runtime.executor import CommandOrder, Executor
 from flexengine.runtime.gradients import finish_gradient
 from flexengine.runtime.layer_runner import LayerRunner
-from flexengine.runtime.memory_usage import GpuMemoryMeter, MemoryPeaks, memory_peaks
 from flexengine.runtime.update import UpdateRunner, UpdateSettings
 from flexengine.runtime.weight_store import WeightStore
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.commands import Command, FinishGradient, Program
 from flexengine.schedule.layout import PARTIAL_SQUARES, Layout
-from flexengine.schedule.lowering import RoundShape, lower_evaluation, lower_round, lower_update
+from flexengine.schedule.lowering import RoundShape, lower_evaluation, lower_round
 from flexengine.schedule.packing import PackedChunk, pack, round_shape
+from flexengine.schedule.update_lowering import lower_update
 
 LAYER_KINDS = ("forward", "evaluate", "backward", "fill_window")
 
@@ -324,7 +325,7 @@ class Engine:
         return memory_peaks(self.meter)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Master weights by Hugging Face name, on the CPU; float32 (float64) unless the master itself is bf16."""
+        """Master weights by Hugging Face name, on the CPU, exact in float32 (float64 for float64 compute)."""
         self.executor.synchronize()
         return {name: self.weights.read(name) for name in self.weights.runs}
 

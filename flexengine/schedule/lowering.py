@@ -18,14 +18,10 @@ from flexengine.schedule.commands import (
     LayerCall,
     Program,
     ProgramBuilder,
-    Slot,
     Stream,
-    TilePlane,
-    UpdateTile,
-    overlapping_slots,
 )
 from flexengine.schedule.layer_program import LayerProgram
-from flexengine.schedule.layout import Layout, Segment, batch_offsets, element_bytes
+from flexengine.schedule.layout import Layout, batch_offsets
 
 
 class ChunkShape(NamedTuple):
@@ -379,97 +375,3 @@ class _RoundLowering:
         if name not in self.grad_rings:
             self.grad_rings[name] = _Ring(self._numbered(f"grad.{name}"))
         return self.grad_rings[name].take()
-
-
-# -- optimizer ---------------------------------------------------------------------------------------------------------
-
-
-class _Tile(NamedTuple):
-    """Elements [start, start + count) of a group's segment."""
-
-    group: int
-    segment: Segment
-    start: int
-    count: int
-
-
-def _tiles(layout: Layout) -> list[_Tile]:
-    size = layout.plan.optimizer_tile
-    return [
-        _Tile(group, segment, start, min(size, segment.numel - start))
-        for group, stored in enumerate(layout.groups)
-        for segment in stored.segments
-        for start in range(0, segment.numel, size)
-    ]
-
-
-def lower_update(layout: Layout) -> Program:
-    """Clip factor, then AdamW over all groups in forward order, tile by tile; host planes stream through tile slots.
-
-    The slot table is the layout's plus one slot per tile of every plane, so that tiles of one plane do not wait for
-    each other.
-    """
-    pieces: list[Slot] = []
-    tiles = _tiles(layout)
-    homes = [_tile_homes(layout, tile, pieces) for tile in tiles]
-    slots = (*layout.slots, *pieces)
-    builder = ProgramBuilder("update", slots, overlapping_slots(slots))
-    norms = Access(layout.slot("norm_squares"), "norm squares")
-    builder.holds(*norms)
-    writes = [Access(layout.slot("scale"), "scale"), Access(layout.slot("grad_norm"), "grad norm")]
-    builder.add("clip", "clip factor", Stream.COMPUTE, [norms], writes, Work(kernels=8))
-    for number, (tile, home) in enumerate(zip(tiles, homes, strict=True)):
-        _lower_tile(builder, layout, tile, home, number)
-    return builder.build()
-
-
-def _tile_homes(layout: Layout, tile: _Tile, pieces: list[Slot]) -> dict[str, int]:
-    """Give every plane of a tile a slot of its own inside the plane; returns slot indices by plane kind."""
-    homes = {}
-    for plane in tile.segment.planes:
-        width, whole = element_bytes(plane.dtype), layout.slots[layout.plane_slot(plane.kind, tile.group)]
-        offset = whole.offset + plane.start + tile.start * width
-        homes[plane.kind] = len(layout.slots) + len(pieces)
-        pieces.append(
-            Slot(f"{whole.name}@{tile.segment.name}+{tile.start}", whole.memory, offset, tile.count * width, "tile")
-        )
-    return homes
-
-
-def _lower_tile(builder: ProgramBuilder, layout: Layout, tile: _Tile, homes: dict[str, int], number: int) -> None:
-    """Fetch what lives on the host, update, send back what changed (all but the gradient)."""
-    name = f"{layout.model.groups[tile.group].name} {tile.segment.name}+{tile.start}"
-    streamed = {kind: slot for kind, slot in homes.items() if builder.slots[slot].memory == "host"}
-    resident = {kind: slot for kind, slot in homes.items() if kind not in streamed}
-    for kind, slot in homes.items():
-        builder.holds(slot, f"{kind} of {name}")
-    planes = {kind: TilePlane(slot, 0) for kind, slot in resident.items()}
-    reads = [Access(slot, f"{kind} of {name}") for kind, slot in resident.items()]
-    writes = [Access(slot, f"{kind} of {name}") for kind, slot in resident.items() if kind != "grad"]
-    if streamed:
-        staging = layout.slot(f"tile[{number % layout.plan.optimizer_slots}]")
-        planes.update({kind: TilePlane(staging, layout.tile_offsets[kind]) for kind in streamed})
-        fetched = [
-            CopyRegion(slot, 0, staging, layout.tile_offsets[kind], builder.slots[slot].num_bytes)
-            for kind, slot in streamed.items()
-        ]
-        sources = [Access(slot, f"{kind} of {name}") for kind, slot in streamed.items()]
-        tile_access = Access(staging, f"tile {name}")
-        builder.add("copy", f"fetch tile {name}", Stream.H2D, sources, [tile_access], copies=tuple(fetched))
-        reads.append(tile_access)
-        writes.append(Access(staging, f"updated tile {name}"))
-    moved = sum(builder.slots[slot].num_bytes * (1 if kind == "grad" else 2) for kind, slot in homes.items())
-    reads.append(Access(layout.slot("scale"), "scale"))
-    args = UpdateTile(tile.group, tile.segment.name, tile.start, tile.count, planes)
-    work = Work(memory_bytes=float(moved), kernels=1)
-    builder.add("update", f"update {name}", Stream.COMPUTE, reads, writes, work, args=args)
-    if streamed:
-        returned = [
-            CopyRegion(staging, layout.tile_offsets[kind], slot, 0, builder.slots[slot].num_bytes)
-            for kind, slot in streamed.items()
-            if kind != "grad"
-        ]
-        targets = [Access(slot, f"{kind} of {name}") for kind, slot in streamed.items() if kind != "grad"]
-        if returned:
-            source = [Access(staging, f"updated tile {name}")]
-            builder.add("copy", f"return tile {name}", Stream.D2H, source, targets, copies=tuple(returned))

@@ -76,11 +76,6 @@ def test_block_depends_on_the_vocabulary_alone():
     assert [block_tokens(v) for v in (8, 32000, 128256, 10**7)] == [4096, 4096, 1024, 64]
 
 
-def test_last_logits(harness, checks):
-    op, _, inputs, params = operands(harness, 3, 21, 6)
-    checks.close(op.last_logits(inputs["h"][-1], params["w"]), inputs["h"][-1] @ params["w"].t(), 1e-6)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("tokens", "vocab_size", "width"), [(1100, 32000, 512), (1027, 4097, 1024)])

@@ -7,15 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flexengine.native import allocate_host
-from flexengine.runtime import memory_usage
-from flexengine.runtime.memory_usage import (
+from flexengine.hardware import memory_usage
+from flexengine.hardware.memory_usage import (
     GpuMemoryMeter,
     gpu_used_bytes,
     memory_peaks,
     peak_resident_bytes,
     resident_bytes,
 )
+from flexengine.native import allocate_host
 
 MIB = 2**20
 GIB = 2**30
