@@ -151,8 +151,8 @@ class WeightStore:
         out = torch.empty(run.count, dtype=dtype or exact)
         for start in range(0, run.count, PIECE_ELEMENTS):
             piece = slice(start, min(start + PIECE_ELEMENTS, run.count))
-            value = weight[piece] if remainder is None else join_fp32(weight[piece], remainder[piece])
-            out[piece].copy_(value)
+            value = weight[piece].cpu()  # weight and remainder may live on different sides
+            out[piece].copy_(value if remainder is None else join_fp32(value, remainder[piece].cpu()))
         return out.view(run.source.shape)
 
     def read_gradient(self, name: str, scale: float) -> Tensor:

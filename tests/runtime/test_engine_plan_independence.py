@@ -355,6 +355,7 @@ def test_cuda_follows_the_cpu():
 
 TRAIN_UNDER_A_BUDGET = """
 import json, random, sys
+from flexengine import from_pretrained
 engine = from_pretrained("preset:tiny-llama3-50m", max_seq_len=512, max_global_batch_tokens=8192, device="cuda",
                          max_gpu_mem_gib=float(sys.argv[1]), max_host_mem_gib=float(sys.argv[2]))
 rng = random.Random(0)
