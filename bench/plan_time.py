@@ -1,13 +1,13 @@
 """How long does planning take? Prints one JSON line per case: model, budgets, seconds, and the predicted step.
 
-Run: python bench/plan_time.py [MODEL GPU_GIB HOST_GIB]...
+python -m bench.plan_time [MODEL GPU_GIB HOST_GIB]... --json out.json
 """
 
 import argparse
 import json
-import platform
 import time
 
+from bench.environment import write_json
 from flexengine.hardware.presets import preset
 from flexengine.metrics import GIB
 from flexengine.models.registry import open_model
@@ -50,12 +50,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("case", nargs="*", help="MODEL GPU_GIB HOST_GIB, repeated")
     parser.add_argument("--hardware", default="h200", help="a hardware preset")
+    parser.add_argument("--json", default=None, help="write the figures to this file")
     args = parser.parse_args()
     if len(args.case) % 3:
         parser.error("cases are triples: MODEL GPU_GIB HOST_GIB")
     given = [(m, float(g), float(h)) for m, g, h in zip(args.case[::3], args.case[1::3], args.case[2::3], strict=True)]
+    rows = []
     for case in given or CASES:
-        print(json.dumps({"python": platform.python_version(), **measure(*case, args.hardware)}), flush=True)
+        rows.append(measure(*case, args.hardware))
+        print(json.dumps(rows[-1]), flush=True)
+    write_json(args.json, {"rows": rows})
 
 
 if __name__ == "__main__":

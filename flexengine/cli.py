@@ -178,7 +178,7 @@ def demo_options() -> dict[str, Any]:
         "save": True,
         "max_seq_len": 128,
         "max_global_batch_tokens": 1024,
-        "steps": 200 if on_gpu else 80,
+        "steps": 200 if on_gpu else 130,
         "lr": 2e-3,
         "dtype": "bfloat16" if on_gpu else "float32",
         "max_gpu_mem_gib": 1.0 if on_gpu else 0.09,

@@ -26,6 +26,64 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def _padded_rows(seq_lens: tuple[int, ...], keys_before: int) -> Tensor | None:
+    """[B, S] row of every token of B sequences padded to the longest, -1 where there is none.
+
+    None where padding would cost more than it saves: with a window, or when most rows would be padding.
+    """
+    longest = max(seq_lens)
+    if keys_before or longest > QUERY_BLOCK or len(seq_lens) * longest > 3 * sum(seq_lens) or len(seq_lens) == 1:
+        return None
+    lengths = torch.tensor(seq_lens)
+    offsets = torch.arange(longest)[None, :]
+    rows = (lengths.cumsum(0) - lengths)[:, None] + offsets
+    return torch.where(offsets < lengths[:, None], rows, -1)
+
+
+def _padded_heads(x: Tensor, rows: Tensor, num_heads: int) -> Tensor:
+    """[T, G, H] -> [B, N, S, H] in float32 or wider, each of G heads repeated N/G times; padding repeats row 0."""
+    heads = _wide(x)[rows.clamp(min=0)].transpose(1, 2)
+    return heads.repeat_interleave(num_heads // x.shape[1], dim=1)
+
+
+def _padded_scores(q: Tensor, k: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(queries, keys [B, N, S, H], masked scaled scores [B, N, S, S]) of all sequences at once."""
+    queries, keys = _padded_heads(q, rows, q.shape[1]), _padded_heads(k, rows, q.shape[1])
+    scores = (queries @ keys.transpose(-1, -2)) * (1.0 / math.sqrt(q.shape[-1]))
+    later = torch.ones(rows.shape[1], rows.shape[1], dtype=torch.bool, device=q.device).triu(1)
+    return queries, keys, scores.masked_fill_(later, float("-inf"))
+
+
+def _padded_forward(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, out: Tensor, lse: Tensor) -> None:
+    """The plain path's forward over padded sequences. Padding comes last, so no token attends to it."""
+    _, _, scores = _padded_scores(q, k, rows)
+    row_lse = torch.logsumexp(scores, dim=-1, keepdim=True)
+    result = scores.sub_(row_lse).exp_() @ _padded_heads(v, rows, q.shape[1])
+    real = rows >= 0
+    out.copy_(result.transpose(1, 2)[real])
+    lse.copy_(row_lse[..., 0].transpose(1, 2)[real].t())
+
+
+def _padded_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The plain path's backward over padded sequences; padded queries carry no gradient."""
+    real, scale = rows >= 0, 1.0 / math.sqrt(q.shape[-1])
+    queries, keys, scores = _padded_scores(q, k, rows)
+    row_lse = lse.to(scores.dtype).t()[rows.clamp(min=0)].transpose(1, 2)[..., None]
+    probs = scores.sub_(row_lse).exp_()
+    grads = _padded_heads(grad_out, rows, q.shape[1]) * real[:, None, :, None]
+    delta = (grads * _padded_heads(out, rows, q.shape[1])).sum(-1, keepdim=True)
+    # a padded query's row repeats row 0 and may overflow: it is cleared, not multiplied by its zero gradient
+    probs = probs.masked_fill_(~real[:, None, :, None], 0.0)
+    grad_scores = probs * (grads @ _padded_heads(v, rows, q.shape[1]).transpose(-1, -2) - delta) * scale
+    per_kv = (rows.shape[0], k.shape[1], -1, rows.shape[1], k.shape[2])
+    grad_q = (grad_scores @ keys).transpose(1, 2)[real]
+    grad_k = (grad_scores.transpose(-1, -2) @ queries).view(per_kv).sum(2).transpose(1, 2)[real]
+    grad_v = (probs.transpose(-1, -2) @ grads).view(per_kv).sum(2).transpose(1, 2)[real]
+    return grad_q, grad_k, grad_v
+
+
 def _query_blocks(seq_lens: tuple[int, ...], keys_before: int) -> Iterator[tuple[slice, slice, Tensor]]:
     """(query rows, key rows, causal mask [q, k] of allowed pairs) block by block; key rows count from the window."""
     start = 0
@@ -48,6 +106,9 @@ def attention_forward_reference(
     q: Tensor, k: Tensor, v: Tensor, seq_lens: tuple[int, ...], keys_before: int, out: Tensor, lse: Tensor
 ) -> None:
     """out [T, N, H] and lse [N, T] from q [T, N, H], k and v [keys_before + T, G, H], in float32 or wider."""
+    rows = _padded_rows(seq_lens, keys_before)
+    if rows is not None:
+        return _padded_forward(q, k, v, rows.to(q.device), out, lse)
     scale = 1.0 / math.sqrt(q.shape[-1])
     for q_rows, k_rows, mask in _query_blocks(seq_lens, keys_before):
         queries = _wide(q[q_rows]).transpose(0, 1)
@@ -70,6 +131,9 @@ def attention_backward_reference(
     keys_before: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(grad_q [T, N, H], grad_k, grad_v [keys_before + T, G, H]) in float32 or wider."""
+    rows = _padded_rows(seq_lens, keys_before)
+    if rows is not None:
+        return _padded_backward(grad_out, q, k, v, out, lse, rows.to(q.device))
     scale, (num_kv, width) = 1.0 / math.sqrt(q.shape[-1]), k.shape[1:]
     wide = _wide(q).dtype
     grad_q = torch.zeros(q.shape, dtype=wide, device=q.device)

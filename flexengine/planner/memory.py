@@ -8,7 +8,7 @@ from flexengine.schedule.layout import Layout
 
 GPU_SLACK_BYTES = 128 * 2**20
 """Kept free on CUDA: the allocator rounds segments up to 2 MiB, kernels are loaded later, library handles grow."""
-HOST_SLACK_BYTES = 256 * 2**20
+HOST_SLACK_BYTES = 640 * 2**20
 """Kept free beside a CUDA arena: batches, compiled kernels and Python objects that come after the first measurement."""
 
 

@@ -38,7 +38,7 @@ MAX_CHUNK_LAYERS = 1024
 """Largest chunks_per_round * blocks that is simulated, where sizes allow a choice."""
 USUAL_SLOTS = SlotCounts()
 SLOT_CHOICES = (SlotCounts(), SlotCounts(3, 2, 3), SlotCounts(2, 1, 2), SlotCounts(1, 1, 1))
-NUM_PROBLEMS, NEAR_SHARE = 5, 1.05
+NUM_PROBLEMS, NEAR_SHARE = 4, 1.05
 """Sizes that are looked at closely: at most so many, estimated within this factor of the best."""
 NUM_GOALS = 4
 """Weightings of the streams tried per size and slot counts."""
@@ -46,7 +46,7 @@ HOPELESS_SHARE = 1.0
 """Sizes whose compute alone takes longer than the best found so far are skipped."""
 SMALLER_BUDGETS = (0.9, 0.75)
 """Shares of the GPU budget solved for too, so that more memory offers the plans that a little less did."""
-NUM_POLISHED, NUM_SIMULATED = 3, 4
+NUM_POLISHED, NUM_SIMULATED = 3, 3
 SKETCHED_CHUNK_LAYERS = 24_000
 """Chunk-layers that the polish of one placement may sketch."""
 SIMPLICITY_SHARE = 0.02

@@ -174,10 +174,14 @@ class Templates:
 
     @staticmethod
     def structures(num_edges: int, blocks_hold: int) -> list[Structure]:
-        """Both ways to lay the edges' slots; every edge group streamed, resident without its states, or resident."""
-        found = []
-        levels = (STREAMED, RESIDENT_BOTH, RESIDENT)
+        """Ways to lay the edges' slots and to hold each edge group: streamed, resident but for states, or resident.
+
+        Beside the blocks' slots a single streamed edge group saves nothing, since another one's slots lie there anyway:
+        either all are streamed or none.
+        """
+        found = [Structure(False, (STREAMED,) * num_edges, blocks_hold)]
         for share in (False, True):
+            levels = (STREAMED, RESIDENT_BOTH, RESIDENT) if share else (RESIDENT_BOTH, RESIDENT)
             combos: list[tuple[int, ...]] = [()]
             for _ in range(num_edges):
                 combos = [(*c, v) for c in combos for v in levels]
