@@ -35,6 +35,15 @@ def _commit() -> str:
     return head.strip() + ("+" if dirty.stdout.strip() else "")
 
 
+def _command() -> str:
+    """The command line from the repository's root; the path of the output file is left out."""
+    arguments = list(sys.argv[1:])
+    if "--json" in arguments:
+        at = arguments.index("--json")
+        arguments[at : at + 2] = ["--json", "OUT.json"]
+    return " ".join(["python -m", f"bench.{Path(sys.argv[0]).stem}", *arguments])
+
+
 def describe_environment() -> dict:
     """Machine, versions, commit and command line as a JSON-ready dict."""
     cuda = torch.cuda.is_available()
@@ -47,7 +56,7 @@ def describe_environment() -> dict:
         "cuda": torch.version.cuda,
         "triton": _version("triton"),
         "commit": _commit(),
-        "command": "python " + " ".join(sys.argv),
+        "command": _command(),
     }
 
 

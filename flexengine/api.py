@@ -15,9 +15,10 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.registry import ModelSource, open_model
 from flexengine.optim.adamw import AdamW
 from flexengine.plan import Numerics, Plan, Request
-from flexengine.planner.report import describe
+from flexengine.planner.report import describe, round_timeline
 from flexengine.planner.search import make_plan
 from flexengine.runtime.engine import Engine
+from flexengine.runtime.weight_store import check_checkpoint
 
 GIB = 2**30
 COMPUTE_DTYPES = ("bfloat16", "float32", "float64")
@@ -37,34 +38,73 @@ class Prepared:
         """The plan in words."""
         return describe(self.plan, self.source.spec)
 
+    def timeline(self) -> str:
+        """One simulated round as Chrome trace JSON; open it in Perfetto."""
+        return round_timeline(self.plan, self.source.spec, self.profile)
+
 
 def from_pretrained(
     path_or_preset: str | Path,
     optimizer: AdamW | None = None,
     *,
+    max_seq_len: int = 2048,
+    max_global_batch_tokens: int = 131072,
+    max_gpu_mem_gib: float | None = None,
+    max_host_mem_gib: float | None = None,
+    max_gpu_mem_bytes: int | None = None,
+    max_host_mem_bytes: int | None = None,
+    device: str = "auto",
+    dtype: str = "bfloat16",
+    master_dtype: str = "float32",
+    grad_dtype: str | None = None,
+    optimizer_state_dtype: str = "float32",
     max_grad_norm: float | None = 1.0,
     seed: int = 0,
+    hardware: HardwareProfile | str | Path | None = None,
+    chunk_tokens: int | None = None,
+    round_tokens: int | None = None,
+    recompute: Literal["auto", "none", "full"] = "auto",
     deterministic: bool = False,
-    **request: Any,
 ) -> Engine:
     """An engine for a Hugging Face model folder, or for `preset:NAME` with random initial weights.
 
     optimizer: AdamW(...) (default AdamW()); max_grad_norm: clip the global norm, None = never; seed: initial weights
-    and stochastic rounding; deterministic: only kernels proven deterministic (on CUDA; the CPU always is).
-    All other keywords are those of `prepare`: max_seq_len, max_global_batch_tokens, budgets, device, dtypes, chunk and
-    round sizes, recompute, hardware.
+    and stochastic rounding; deterministic: only kernels proven deterministic (on CUDA; the CPU always is). The other
+    keywords are those of `prepare`.
     Nothing is loaded before a plan is found. Raises PlanError when none fits, ValueError for bad input.
     """
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    prepared = prepare(path_or_preset, **request)
-    return build(prepared, optimizer or AdamW(), max_grad_norm=max_grad_norm, seed=seed, deterministic=deterministic)
+    prepared = prepare(
+        path_or_preset,
+        max_seq_len=max_seq_len,
+        max_global_batch_tokens=max_global_batch_tokens,
+        max_gpu_mem_gib=max_gpu_mem_gib,
+        max_host_mem_gib=max_host_mem_gib,
+        max_gpu_mem_bytes=max_gpu_mem_bytes,
+        max_host_mem_bytes=max_host_mem_bytes,
+        device=device,
+        dtype=dtype,
+        master_dtype=master_dtype,
+        grad_dtype=grad_dtype,
+        optimizer_state_dtype=optimizer_state_dtype,
+        hardware=hardware,
+        chunk_tokens=chunk_tokens,
+        round_tokens=round_tokens,
+        recompute=recompute,
+    )
+    return build(prepared, optimizer, max_grad_norm=max_grad_norm, seed=seed, deterministic=deterministic)
 
 
 def build(
-    prepared: Prepared, optimizer: AdamW, *, max_grad_norm: float | None, seed: int, deterministic: bool
+    prepared: Prepared,
+    optimizer: AdamW | None = None,
+    *,
+    max_grad_norm: float | None = 1.0,
+    seed: int = 0,
+    deterministic: bool = False,
 ) -> Engine:
-    """Load the weights of a planned run and return its engine."""
+    """Load the weights of a planned run and return its engine; keywords as in `from_pretrained`."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic with it only
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be positive, or None for no clipping, got {max_grad_norm}")
     if prepared.device.type == "cuda":
@@ -73,7 +113,7 @@ def build(
         prepared.source,
         prepared.plan,
         prepared.device,
-        optimizer,
+        optimizer or AdamW(),
         max_grad_norm=max_grad_norm,
         seed=seed,
         deterministic=deterministic,
@@ -108,7 +148,8 @@ def prepare(
 ) -> Prepared:
     """Read the model's description, measure the machine, plan.
 
-    Budgets bound the whole process: GPU memory as NVML shows it, and the resident set; None takes what is free.
+    Budgets bound the whole process: GPU memory as NVML shows it, and the resident set; None takes what is free. On the
+    CPU the GPU budget bounds the device arena, which is ordinary memory there, and the host budget everything else.
     device: auto, cpu, cuda or cuda:N. dtype: compute type, bfloat16, float32 or float64. master_dtype: float32 (kept
     exactly in 4 bytes beside bf16 compute) or bfloat16 (stochastic rounding). grad_dtype: storage of gradients
     between rounds, by default bfloat16 for bf16 compute and the compute type otherwise. optimizer_state_dtype:
@@ -116,18 +157,21 @@ def prepare(
     hardware: a HardwareProfile, a preset's name or a profile's JSON file; None measures this machine.
     """
     source = open_model(path_or_preset)
+    if source.weights_folder is not None:
+        check_checkpoint(source.spec, source.weights_folder)
     numerics = _numerics(dtype, master_dtype, grad_dtype, optimizer_state_dtype)
     target = _device(device)
     profile = _profile(hardware, target, getattr(torch, dtype))
+    free_host = profile.host_available_bytes + profile.host_base_bytes
+    free_gpu = profile.gpu_free_bytes + profile.gpu_context_bytes if target.type == "cuda" else free_host // 2
+    gpu_bytes = _budget("gpu", max_gpu_mem_gib, max_gpu_mem_bytes, free_gpu)
+    if target.type == "cpu":
+        free_host = max(1, free_host - gpu_bytes)
     request = Request(
         max_seq_len=max_seq_len,
         max_global_batch_tokens=max_global_batch_tokens,
-        max_gpu_bytes=_budget(
-            "gpu", max_gpu_mem_gib, max_gpu_mem_bytes, profile.gpu_free_bytes + profile.gpu_context_bytes
-        ),
-        max_host_bytes=_budget(
-            "host", max_host_mem_gib, max_host_mem_bytes, profile.host_available_bytes + profile.host_base_bytes
-        ),
+        max_gpu_bytes=gpu_bytes,
+        max_host_bytes=_budget("host", max_host_mem_gib, max_host_mem_bytes, free_host),
         chunk_tokens=chunk_tokens,
         round_tokens=round_tokens,
         recompute=recompute,

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     try:
         return COMMANDS[name].run(rest)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MemoryError) as error:
         logging.getLogger(__name__).debug("traceback", exc_info=True)
         print(f"flexengine {name}: {error}", file=sys.stderr)
         return BAD_INPUT

@@ -17,7 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from flexengine.api import from_pretrained, prepare
+from flexengine.api import Prepared, build, prepare
 from flexengine.checkpoint.atomic import atomic_file
 from flexengine.config import TrainConfig
 from flexengine.data import ChatTokenizer, GlobalBatches, SyntheticBatches, prepare_sequences, read_json_sft
@@ -33,7 +33,6 @@ from flexengine.metrics import (
 from flexengine.models.registry import ASSETS, ModelSource, open_model
 from flexengine.optim import AdamW
 from flexengine.optim.lr_schedule import LrSchedule
-from flexengine.plan import Plan
 from flexengine.runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -58,7 +57,8 @@ def train(config: TrainConfig, prompts: Sequence[str] = (), replace: bool = Fals
     """Run one training from config to the exported model; returns the exit status.
 
     prompts are answered greedily at the end and printed. replace allows a run folder whose final/ belongs to
-    another config. Writes config.yaml, plan.json, train_log.jsonl and, with config.save, final/ in config.run_folder.
+    another config. Writes config.yaml, plan.json, timeline.json (a simulated
+    round, for Perfetto), train_log.jsonl and, with config.save, final/ in config.run_folder.
     Raises ValueError (PlanError when no plan fits) for what a person can correct, before any step is taken.
     """
     source = open_model(config.model)
@@ -71,9 +71,10 @@ def train(config: TrainConfig, prompts: Sequence[str] = (), replace: bool = Fals
     schedule = LrSchedule(config.lr, num_steps, config.lr_warmup_pct, config.lr_cooldown_start_pct, config.lr_final_pct)
     check_run_folder(config, replace)
 
-    engine = build_engine(config)
-    print(engine.describe())
-    start_run_folder(config, engine.plan.to_json())
+    prepared = prepare_run(config)
+    print(prepared.describe())
+    start_run_folder(config, prepared)
+    engine = build_engine(config, prepared)
     with JsonlWriter(config.run_folder / "train_log.jsonl") as log:
         steps, interrupted = run_steps(engine, data.batches, schedule, log, config.logging != "warning")
     print(summary(engine, steps))
@@ -102,9 +103,8 @@ def planning_arguments(config: TrainConfig) -> dict[str, Any]:
 
 
 def engine_arguments(config: TrainConfig) -> dict[str, Any]:
-    """All keyword arguments of from_pretrained."""
+    """What decides the training beside the plan: keyword arguments of `flexengine.api.build`."""
     return {
-        **planning_arguments(config),
         "optimizer": AdamW(lr=config.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=config.weight_decay),
         "max_grad_norm": config.max_grad_norm or None,
         "seed": config.seed,
@@ -112,23 +112,22 @@ def engine_arguments(config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def build_engine(config: TrainConfig) -> Engine:
-    """The engine with its weights loaded. Raises PlanError before loading when nothing fits."""
-    return from_pretrained(config.model, **engine_arguments(config))
+def prepare_run(config: TrainConfig) -> Prepared:
+    """The plan and what it was made for; loads no weights. Raises PlanError when nothing fits."""
+    return prepare(config.model, **planning_arguments(config))
 
 
-def make_plan(config: TrainConfig) -> tuple[Plan, str]:
-    """The plan, made without loading weights, and what it says in words. Raises PlanError when nothing fits."""
-    prepared = prepare(config.model, **planning_arguments(config))
-    return prepared.plan, prepared.describe()
+def build_engine(config: TrainConfig, prepared: Prepared) -> Engine:
+    """The engine with its weights loaded."""
+    return build(prepared, **engine_arguments(config))
 
 
 def dry_run(config: TrainConfig) -> int:
     """Prints the plan and writes it where --plan-json says; the run folder is left alone."""
-    plan, words = make_plan(config)
-    print(words)
+    prepared = prepare_run(config)
+    print(prepared.describe())
     if config.plan_json:
-        _write(Path(config.plan_json), plan.to_json())
+        _write(Path(config.plan_json), prepared.plan.to_json())
     return 0
 
 
@@ -174,13 +173,14 @@ def check_run_folder(config: TrainConfig, replace: bool) -> None:
         raise ValueError(f"{folder / 'final'} is the model of another run; choose another --output-dir or remove it")
 
 
-def start_run_folder(config: TrainConfig, plan_json: str) -> None:
-    """Creates the folder and writes what is known before the first step."""
+def start_run_folder(config: TrainConfig, prepared: Prepared) -> None:
+    """Creates the folder and writes what is known before anything is loaded."""
     config.run_folder.mkdir(parents=True, exist_ok=True)
     _write(config.run_folder / "config.yaml", config.to_yaml())
-    _write(config.run_folder / "plan.json", plan_json)
+    _write(config.run_folder / "plan.json", prepared.plan.to_json())
+    _write(config.run_folder / "timeline.json", prepared.timeline())
     if config.plan_json:
-        _write(Path(config.plan_json), plan_json)
+        _write(Path(config.plan_json), prepared.plan.to_json())
 
 
 def _write(path: Path, text: str) -> None:
@@ -268,10 +268,11 @@ def summary(engine: Engine, steps: Sequence[StepMetrics]) -> str:
 
 
 def answer(engine: Engine, tokenizer: ChatTokenizer, prompt: str, max_new_tokens: int = 32) -> str:
-    """Greedy answer of the trained model to one user message; ends at a stop token or after max_new_tokens."""
+    """Greedy answer of the trained model to one user message, up to a stop token, max_new_tokens or max_seq_len."""
     ids = tokenizer.encode_prompt(prompt)
     new: list[int] = []
-    while len(new) < max_new_tokens:
+    room = engine.plan.request.max_seq_len - len(ids)
+    while len(new) < min(max_new_tokens, room):
         token = int(engine.next_token_logits(ids + new).argmax())
         if token in tokenizer.stop_ids:
             break

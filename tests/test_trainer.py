@@ -28,13 +28,18 @@ class FakeEngine:
     lrs: list = field(default_factory=list)
     plan: SimpleNamespace = field(
         default_factory=lambda: SimpleNamespace(
-            predicted=SimpleNamespace(step_s=0.5, speed_of_light_s=0.25), to_json=lambda: '{"chunk_tokens": 64}'
+            predicted=SimpleNamespace(step_s=0.5, speed_of_light_s=0.25),
+            request=SimpleNamespace(max_seq_len=256),
+            to_json=lambda: '{"chunk_tokens": 64}',
         )
     )
     matmul_flops_per_s: float = 1e12
 
     def describe(self):
         return "plan: everything streams"
+
+    def timeline(self):
+        return '{"traceEvents": []}'
 
     def fwd_bwd(self, input_ids, labels):
         self.batches.append((input_ids, labels))
@@ -73,7 +78,8 @@ class FakeEngine:
 @pytest.fixture
 def engine(monkeypatch):
     fake = FakeEngine()
-    monkeypatch.setattr(trainer, "build_engine", lambda config: fake)
+    monkeypatch.setattr(trainer, "prepare_run", lambda config: fake)
+    monkeypatch.setattr(trainer, "build_engine", lambda config, prepared: fake)
     return fake
 
 
@@ -103,7 +109,9 @@ def test_run_folder_and_output(engine, tmp_path, capsys):
     assert engine.lrs == [entry["lr"] for entry in log]
     assert engine.lrs == pytest.approx([1.0, 1.0, 1.0, 0.1])
     assert (run / "final" / "config.json").is_file()
-    assert sorted(path.name for path in run.iterdir()) == ["config.yaml", "final", "plan.json", "train_log.jsonl"]
+    assert sorted(path.name for path in run.iterdir()) == [
+        "config.yaml", "final", "plan.json", "timeline.json", "train_log.jsonl",
+    ]  # fmt: skip
     out = capsys.readouterr().out
     for part in ("everything streams", "step 4/4", "3.5000 at step 1, 2.0000 at step 4", "host 1.00 GiB"):
         assert part in out
@@ -126,7 +134,8 @@ def test_instruction_data_and_sample(engine, tmp_path, capsys):
 
 def test_dry_run_prints_the_plan_and_leaves_the_run_folder_alone(monkeypatch, tmp_path, capsys):
     plan = SimpleNamespace(to_json=lambda: '{"chunk_tokens": 64}')
-    monkeypatch.setattr(trainer, "make_plan", lambda config: (plan, "chunks of 64 tokens"))
+    prepared = SimpleNamespace(plan=plan, describe=lambda: "chunks of 64 tokens")
+    monkeypatch.setattr(trainer, "prepare_run", lambda config: prepared)
     config = config_in(tmp_path, dry_run=True, plan_json=str(tmp_path / "plan.json"))
     assert trainer.train(config) == 0
     assert "chunks of 64 tokens" in capsys.readouterr().out
@@ -136,7 +145,7 @@ def test_dry_run_prints_the_plan_and_leaves_the_run_folder_alone(monkeypatch, tm
 
 def test_dry_run_without_data(monkeypatch, tmp_path):
     plan = SimpleNamespace(to_json=lambda: "{}")
-    monkeypatch.setattr(trainer, "make_plan", lambda config: (plan, ""))
+    monkeypatch.setattr(trainer, "prepare_run", lambda config: SimpleNamespace(plan=plan, describe=lambda: ""))
     assert trainer.train(config_in(tmp_path, dry_run=True, data_source="json_sft", model="preset:llama-3.1-405b")) == 0
 
 
@@ -176,7 +185,8 @@ def test_batches_do_not_depend_on_the_budget(monkeypatch, tmp_path):
     seen = []
     for budget in (0.05, 10.0):
         fake = FakeEngine()
-        monkeypatch.setattr(trainer, "build_engine", lambda config, fake=fake: fake)
+        monkeypatch.setattr(trainer, "prepare_run", lambda config, fake=fake: fake)
+        monkeypatch.setattr(trainer, "build_engine", lambda config, prepared: prepared)
         trainer.train(config_in(tmp_path, max_gpu_mem_gib=budget, chunk_tokens=int(budget * 100)))
         seen.append(fake.batches)
     assert seen[0] == seen[1]
@@ -206,7 +216,7 @@ def test_plan_error_comes_before_the_run_folder(monkeypatch, tmp_path, capsys):
     def refuse(config):
         raise PlanError(PlanReason.INSUFFICIENT_DEVICE_MEMORY, "smallest plan needs 23.1 GiB, budget is 20.0 GiB.")
 
-    monkeypatch.setattr(trainer, "build_engine", refuse)
+    monkeypatch.setattr(trainer, "prepare_run", refuse)
     argv = ["--model", "preset:demo", "--data-source", "synthetic", "--output-dir", str(tmp_path / "run")]
     assert cli.main(["train", *argv]) == cli.BAD_INPUT
     assert "INSUFFICIENT_DEVICE_MEMORY): smallest plan needs 23.1 GiB" in capsys.readouterr().err
@@ -229,7 +239,8 @@ def test_preset_without_tokenizer_uses_the_bundled_one(engine, tmp_path, capsys)
 
 
 def test_engine_arguments_are_those_of_the_contract(tmp_path):
-    arguments = trainer.engine_arguments(config_in(tmp_path, lr=1e-3, weight_decay=0.1, max_gpu_mem_gib=2.0))
+    config = config_in(tmp_path, lr=1e-3, weight_decay=0.1, max_gpu_mem_gib=2.0)
+    arguments = {**trainer.planning_arguments(config), **trainer.engine_arguments(config)}
     optimizer = arguments.pop("optimizer")
     assert (optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay) == (1e-3, (0.9, 0.95), 1e-8, 0.1)
     contract = (

@@ -40,6 +40,8 @@ def build_model(name: str, config: dict) -> ModelSpec:
         return FAMILIES[family](name, config)
     except KeyError as missing:
         raise ValueError(f"{name}: config.json lacks the field {missing} that model_type {family!r} needs") from None
+    except TypeError as error:
+        raise ValueError(f"{name}: a field of config.json has no usable value: {error}") from None
 
 
 def open_model(path_or_preset: str | Path) -> ModelSource:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import format_bytes, format_seconds, format_tokens_per_s
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import LayerPlan, Plan
-from flexengine.planner.cost_model import StepEstimate
-from flexengine.schedule.layout import GroupLayout, group_layout
+from flexengine.planner.cost_model import CostModel, StepEstimate, round_shape
+from flexengine.schedule.layout import GroupLayout, Layout, group_layout
+from flexengine.schedule.lowering import lower_round
+from flexengine.schedule.simulator import simulate
+from flexengine.schedule.timeline import chrome_trace
 
 GROUP_PARTS = (("weights", ("weights",)), ("grads", ("grad",)), ("states", ("remainder", "exp_avg", "exp_avg_sq")))
 PART_WORDS = {"weights": "weights", "grads": "gradients", "states": "optimizer states"}
@@ -32,6 +36,15 @@ def describe(plan: Plan, model: ModelSpec | None) -> str:
         *_prediction_lines(plan),
     ]
     return "\n".join(lines)
+
+
+def round_timeline(plan: Plan, model: ModelSpec, profile: HardwareProfile) -> str:
+    """A simulated round as Chrome trace JSON: one that adds to stored gradients, or the only one of a step."""
+    layout = Layout(model, plan)
+    shape = round_shape(plan.request, plan.chunk_tokens, plan.chunks_per_round)
+    program = lower_round(layout, shape, first=plan.num_rounds == 1)
+    cost = CostModel(profile, layout.compute_bytes, plan.chunk_tokens)
+    return chrome_trace(program, simulate(program, cost.rates()))
 
 
 def _parameter_lines(plan: Plan, model: ModelSpec | None) -> list[str]:

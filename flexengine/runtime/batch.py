@@ -82,7 +82,8 @@ def _row(value: object, name: str) -> Tensor:
 
 
 def _trim(ids: list[Tensor], labels: list[Tensor], mask: object) -> tuple[list[Tensor], list[Tensor]]:
-    masks = [_row(row, f"attention_mask[{i}]") for i, row in enumerate(_rows(mask, "attention_mask"))]
+    rows = _rows(mask, "attention_mask")
+    masks = [_row(torch.as_tensor(row).long(), f"attention_mask[{i}]") for i, row in enumerate(rows)]
     if [m.numel() for m in masks] != [r.numel() for r in ids]:
         raise ValueError("attention_mask must have the shape of input_ids")
     lengths = [int(m.sum()) for m in masks]

@@ -37,6 +37,8 @@ from flexengine.schedule.lowering import RoundShape, lower_evaluation, lower_rou
 from flexengine.schedule.packing import PackedChunk, pack, round_shape
 from flexengine.schedule.update_lowering import lower_update
 
+MAX_PROGRAMS = 64
+"""Lowered programs held at once; a batch of packed sequences needs two or three."""
 LAYER_KINDS = ("forward", "evaluate", "backward", "fill_window")
 
 
@@ -106,6 +108,7 @@ class Engine:
         self._programs: dict[tuple[RoundShape, str], Program] = {}
         self._update_program: Program | None = None
         self._last_program: Program | None = None
+        self._unusable = ""
         self.step_count = 0
         self._start_accumulation()
         self._load()
@@ -165,6 +168,7 @@ class Engine:
         lr overrides the optimizer's for this step. A gradient norm that is not finite skips the update and leaves
         every weight and state as it was. Raises ValueError when there are no gradients or lr is negative.
         """
+        self._require_open()
         if not self._has_gradients:
             raise ValueError("step() without gradients: call fwd_bwd(batch) first")
         lr = self.optimizer.lr if lr is None else lr
@@ -175,8 +179,10 @@ class Engine:
         )
         if self._update_program is None:
             self._update_program = self._checked(lower_update(self.layout))
+        self._unusable = "an optimizer step was interrupted, so its weights are half updated"
         self._run(self._update_program)
         self.executor.synchronize()
+        self._unusable = ""
         grad_norm = float(self.updates.scalar("grad_norm"))
         skipped = not math.isfinite(grad_norm)
         self.step_count += 0 if skipped else 1
@@ -208,6 +214,7 @@ class Engine:
     # -- rounds ------------------------------------------------------------------------------------------------------
 
     def _read(self, batch: object, input_ids: object, labels: object, attention_mask: object) -> Sequences:
+        self._require_open()
         if (batch is None) == (input_ids is None):
             raise ValueError("give a batch of token lists, or input_ids=..., and not both")
         if batch is not None and labels is not None:
@@ -229,8 +236,25 @@ class Engine:
             raise ValueError("the batch has no target token: every label is -100, or every sequence has a single token")
         return sequences
 
+    def _require_open(self) -> None:
+        if self._unusable:
+            raise ValueError(f"this engine cannot go on: {self._unusable}; make a new one with from_pretrained")
+
     def _run_rounds(self, batch: Sequences, train: bool) -> Tensor:
-        """Run all rounds of a batch; returns the summed loss [] in float64 on the device."""
+        """Run all rounds of a batch; returns the summed loss [] in float64 on the device.
+
+        When a training round is interrupted, the gradients since the last step are gone, whole calls before included:
+        some layers would hold this batch and others not.
+        """
+        try:
+            return self._issue_rounds(batch, train)
+        except BaseException:
+            if train:
+                self.executor.synchronize()
+                self._start_accumulation()
+            raise
+
+    def _issue_rounds(self, batch: Sequences, train: bool) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         with self._numerics_mode():
             for chunks in pack(batch.lengths, self.plan.chunk_tokens, self.plan.chunks_per_round):
@@ -248,12 +272,19 @@ class Engine:
         shape = round_shape(chunks, self.plan.chunk_tokens)
         kind = "evaluate" if not train else "accumulate" if self._has_gradients else "first"
         if (shape, kind) not in self._programs:
+            self._forget_oldest_program()
             if train:
                 program = lower_round(self.layout, shape, first=kind == "first")
             else:
                 program = lower_evaluation(self.layout, shape)
             self._programs[shape, kind] = self._checked(program)
         return self._programs[shape, kind]
+
+    def _forget_oldest_program(self) -> None:
+        """Hold MAX_PROGRAMS programs at the most, so that ever new round structures do not fill host memory."""
+        if len(self._programs) >= MAX_PROGRAMS:
+            self.executor.synchronize()
+            self.executor.forget(self._programs.pop(next(iter(self._programs))))
 
     def _checked(self, program: Program) -> Program:
         """Every program is proven before it runs; it takes milliseconds."""
@@ -355,8 +386,7 @@ class Engine:
             return
         with CheckpointReader.open(self.source.weights_folder) as reader:
             tensors = [self._export_from(reader, name) for name in reader.tensors]
-            sharded = len(set(reader.shard_of.values())) > 1
-            write_checkpoint(folder, tensors, reader.shard_of if sharded else None)
+            write_checkpoint(folder, tensors, reader.shard_of)
 
     def _export(self, name: str, dtype: torch.dtype) -> TensorSource:
         shape = self.weights.runs[name].source.shape
@@ -388,5 +418,13 @@ class Engine:
     def close(self) -> None:
         """Stop measuring and release both arenas; the engine is not usable afterwards."""
         self.executor.synchronize()
+        self._unusable = "it was closed"
         self.meter.stop()
+        for program in (*self._programs.values(), self._update_program):
+            if program is not None:
+                self.executor.forget(program)
+        self._programs.clear()
+        self.layers.chunks = []
         self.arenas.close()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()

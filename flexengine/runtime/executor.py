@@ -50,6 +50,11 @@ class Executor:
         for index in indices:
             self._execute(program.commands[index], handler, copies)
 
+    def forget(self, program: Program) -> None:
+        """Drop what is bound to a program that will not run again. Order: its last run must have finished."""
+        self._copies.pop(program, None)
+        self._signals.pop(program, None)
+
     def wait_for(self, program: Program, index: int) -> None:
         """Block the host until a command of the program's last run, one that others wait for, has finished."""
         event = self._signals.get(program, {}).get(index)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexengine.checkpoint.reader import CheckpointReader
-from flexengine.models.spec import ParamSpec, WeightSource
+from flexengine.models.spec import ModelSpec, ParamSpec, WeightSource
 from flexengine.optim.rounding import join_fp32, split_fp32
 from flexengine.runtime.arena import DTYPES, Arenas
 from flexengine.schedule.layout import Layout, Segment
@@ -33,6 +34,29 @@ class SourceRun(NamedTuple):
     segment: Segment
     start: int
     count: int
+
+
+def check_complete(model: ModelSpec, reader: CheckpointReader) -> None:
+    """Raise ValueError naming tensors that a checkpoint lacks or holds in another shape. Reads nothing but headers."""
+    shapes = {s.name: s.shape for group in model.groups for param in group.params for s in param.sources}
+    missing = [name for name in shapes if name not in reader.tensors]
+    if missing:
+        raise ValueError(
+            f"the checkpoint lacks {len(missing)} of the model's {len(shapes)} tensors, such as {missing[:3]};"
+            " it is incomplete or of another architecture"
+        )
+    for name, shape in shapes.items():
+        found = tuple(reader.tensors[name].shape)
+        if found != shape:
+            raise ValueError(
+                f"tensor {name} has shape {list(found)} in the checkpoint, but config.json asks for {list(shape)}"
+            )
+
+
+def check_checkpoint(model: ModelSpec, folder: Path) -> None:
+    """Raise ValueError unless a checkpoint folder is whole and fits the model: headers only, before memory is taken."""
+    with CheckpointReader.open(folder) as reader:
+        check_complete(model, reader)
 
 
 class WeightStore:
@@ -69,7 +93,7 @@ class WeightStore:
 
         A tensor stored in the compute dtype goes straight into the arena; others are converted in pieces.
         """
-        self.check_complete(reader)
+        check_complete(self.layout.model, reader)
         self.clear_states()
         for name, run in self.runs.items():
             weight, remainder = self.plane("weights", run), self.plane("remainder", run)
@@ -82,22 +106,6 @@ class WeightStore:
                 continue
             for start, piece in reader.read_float32_pieces(name, PIECE_ELEMENTS):
                 self._write_master(weight, remainder, start, piece)
-
-    def check_complete(self, reader: CheckpointReader) -> None:
-        """Raise ValueError naming tensors that the checkpoint lacks or holds in another shape."""
-        missing = [name for name in self.runs if name not in reader.tensors]
-        if missing:
-            raise ValueError(
-                f"the checkpoint lacks {len(missing)} of the model's {len(self.runs)} tensors, such as {missing[:3]};"
-                " it is incomplete or of another architecture"
-            )
-        for name, run in self.runs.items():
-            found = tuple(reader.tensors[name].shape)
-            if found != run.source.shape:
-                raise ValueError(
-                    f"tensor {name} has shape {list(found)} in the checkpoint, but config.json asks for"
-                    f" {list(run.source.shape)}"
-                )
 
     def initialize(self, seed: int) -> None:
         """Random initial weights: normal with the config's initializer_range, norms one, biases zero; states zero.

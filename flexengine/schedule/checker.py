@@ -1,6 +1,9 @@
 """Proves that a program is right before it runs: order, contents, bounds.
 
-- bounds: every slot lies inside its arena and every copy inside its slots;
+- bounds: every slot lies inside its arena, every copy inside its slots and in the direction of its stream, and a copy
+  covers all of its host slot;
+- declarations: what a command really touches, the ends of its copies and the slots in its arguments, it declares as
+  read or written;
 - order: any two commands that touch a common byte, one of them writing, are ordered by stream order and waits;
 - contents: walking the commands in issue order, every read finds what it expects, whichever slots lie over each other.
 Together: any execution that respects streams and waits computes what the issue order says.
@@ -8,7 +11,18 @@ Together: any execution that respects streams and waits computes what the issue 
 
 from __future__ import annotations
 
-from flexengine.schedule.commands import STREAM_INDEX, STREAMS, Command, Program, overlapping_slots
+from flexengine.schedule.commands import (
+    STREAM_INDEX,
+    STREAMS,
+    Command,
+    FinishGradient,
+    LayerCall,
+    Program,
+    Stream,
+    UpdateTile,
+    overlapping_slots,
+)
+from flexengine.schedule.layer_program import ALIGNMENT
 
 
 class ProgramError(AssertionError):
@@ -19,12 +33,13 @@ def check_program(program: Program, gpu_bytes: int, host_bytes: int) -> None:
     """Raise ProgramError unless the program is proven right within the two arenas."""
     overlaps = overlapping_slots(program.slots)
     check_bounds(program, gpu_bytes, host_bytes)
+    check_declarations(program)
     check_order(program, overlaps)
     check_contents(program, overlaps)
 
 
 def check_bounds(program: Program, gpu_bytes: int, host_bytes: int) -> None:
-    """Slots within arenas, copies within slots and in the direction of their stream."""
+    """Slots within arenas; copies within slots, in the direction of their stream, covering their host slots."""
     limits = {"gpu": gpu_bytes, "host": host_bytes}
     for slot in program.slots:
         if slot.offset < 0 or slot.end > limits[slot.memory]:
@@ -39,6 +54,56 @@ def check_bounds(program: Program, gpu_bytes: int, host_bytes: int) -> None:
                     f"{command.label}: {c.num_bytes} bytes do not fit {source.name}+{c.source_offset}"
                     f" or {target.name}+{c.target_offset}"
                 )
+        _check_direction(program, command)
+
+
+def _check_direction(program: Program, command: Command) -> None:
+    """A copy goes from host to GPU or back as its stream says, and leaves no gap in the host slot but padding."""
+    if not command.copies:
+        return
+    ends = {Stream.H2D: ("host", "gpu"), Stream.D2H: ("gpu", "host")}.get(command.stream)
+    covered: dict[int, list[tuple[int, int]]] = {}
+    for c in command.copies:
+        if ends != (program.slots[c.source].memory, program.slots[c.target].memory):
+            raise ProgramError(
+                f"{command.label} copies from {program.slots[c.source].name} to {program.slots[c.target].name} on"
+                f" stream {command.stream}"
+            )
+        slot, start = (c.source, c.source_offset) if ends[0] == "host" else (c.target, c.target_offset)
+        covered.setdefault(slot, []).append((start, start + c.num_bytes))
+    for slot, parts in covered.items():
+        reached = 0
+        for start, end in [*sorted(parts), (program.slots[slot].num_bytes, 0)]:
+            if start - reached >= ALIGNMENT:
+                raise ProgramError(f"{command.label} leaves bytes {reached}..{start} of {program.slots[slot].name} out")
+            reached = max(reached, end)
+
+
+def check_declarations(program: Program) -> None:
+    """Copies and arguments touch declared slots only, and write only what is declared as written."""
+    for command in program.commands:
+        reads = {access.slot for access in command.reads}
+        writes = {access.slot for access in command.writes}
+        read, written = _touched(command)
+        for slot in (read - reads - writes) | (written - writes):
+            raise ProgramError(f"{command.label} uses slot {program.slots[slot].name} without declaring it")
+
+
+def _touched(command: Command) -> tuple[set[int], set[int]]:
+    """Slots that a command reads and writes by its copies and arguments."""
+    read, written = {c.source for c in command.copies}, {c.target for c in command.copies}
+    args = command.args
+    if isinstance(args, LayerCall):
+        read |= {*args.areas.values(), *args.weights.values()}
+        written |= {args.areas[a] for a in ("output", "scratch") if a in args.areas} | {*args.accumulators.values()}
+        if command.kind == "forward":
+            written |= {args.areas[a] for a in ("save_gpu", "save_host") if a in args.areas}
+    elif isinstance(args, FinishGradient):
+        read, written = read | {args.accumulator}, written | {args.stored}
+    elif isinstance(args, UpdateTile):
+        read |= {plane.slot for plane in args.planes.values()}
+        written |= {plane.slot for kind, plane in args.planes.items() if kind != "grad"}
+    return read, written
 
 
 def _completed_before(program: Program) -> list[list[int]]:

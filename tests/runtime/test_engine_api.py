@@ -403,3 +403,49 @@ def test_a_preset_trains_and_is_saved(tmp_path):
     assert again.evaluate(batch).loss == engine.evaluate(batch).loss
     again.save_pretrained(tmp_path)  # over its own source
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+def interrupted_after(engine, monkeypatch, commands):
+    """Make the executor raise KeyboardInterrupt after so many compute commands."""
+    handle, seen = engine._handle, []
+
+    def counting(command):
+        seen.append(command)
+        if len(seen) > commands:
+            raise KeyboardInterrupt
+        handle(command)
+
+    monkeypatch.setattr(engine, "_handle", counting)
+
+
+def test_an_interrupted_call_leaves_no_half_gradients(monkeypatch):
+    engine, again = new_engine(), new_engine()
+    engine.fwd_bwd(BATCH)
+    with monkeypatch.context() as patch:
+        interrupted_after(engine, patch, 12)
+        with pytest.raises(KeyboardInterrupt):
+            engine.fwd_bwd(BATCH)
+    with pytest.raises(ValueError, match="call fwd_bwd"):
+        engine.step()
+    for either in (engine, again):
+        either.fwd_bwd(BATCH)
+        either.step()
+    same_bits(engine.state_dict(), again.state_dict())
+
+
+def test_an_interrupted_step_ends_the_engine(monkeypatch):
+    engine = new_engine()
+    engine.fwd_bwd(BATCH)
+    with monkeypatch.context() as patch:
+        interrupted_after(engine, patch, 2)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    with pytest.raises(ValueError, match="half updated"):
+        engine.fwd_bwd(BATCH)
+
+
+def test_a_closed_engine_says_so():
+    engine = new_engine()
+    engine.close()
+    with pytest.raises(ValueError, match="it was closed"):
+        engine.fwd_bwd(BATCH)

@@ -79,7 +79,9 @@ def test_dropped_copy_is_rejected():
     program = programs(layout)[1]
     copies = [c.index for c in program.commands if c.kind == "copy"]
     assert copies
-    for dropped in copies[:1]:
+    read_later = {a.slot for c in program.commands for a in c.reads}
+    needed = [i for i in copies if any(a.slot in read_later for a in program.commands[i].writes)]
+    for dropped in [i for i in needed if program.commands[i].stream == "h2d"]:
         kept = [c for c in program.commands if c.index != dropped]
         numbers = {c.index: i for i, c in enumerate(kept)}
         renumbered = tuple(
@@ -87,6 +89,40 @@ def test_dropped_copy_is_rejected():
         )
         with pytest.raises(ProgramError):
             check(replace(program, commands=renumbered), layout)
+
+
+def with_command(program: Program, index: int, **changes) -> Program:
+    changed = replace(program.commands[index], **changes)
+    return replace(program, commands=(*program.commands[:index], changed, *program.commands[index + 1 :]))
+
+
+def test_mutated_copies_are_rejected():
+    """Ends swapped, cut short, or taken from another slot."""
+    layout = random_layout(1)
+    program = programs(layout)[0]
+    for command in program.commands:
+        if not command.copies:
+            continue
+        r = command.copies[0]
+        hosts = [i for i, s in enumerate(program.slots) if s.memory == "host" and s.num_bytes >= r.num_bytes]
+        other = next(i for i in hosts if i != r.source)
+        swapped = r._replace(source=r.target, target=r.source, source_offset=0, target_offset=0)
+        for mutant in (swapped, r._replace(num_bytes=4), r._replace(source=other, source_offset=0)):
+            with pytest.raises(ProgramError):
+                check(with_command(program, command.index, copies=(mutant, *command.copies[1:])), layout)
+
+
+def test_arguments_bound_to_other_slots_are_rejected():
+    layout = random_layout(2)
+    program = programs(layout)[0]
+    calls = [c for c in program.commands if c.kind in ("forward", "backward")]
+    for command in calls:
+        for area, slot in command.args.areas.items():
+            used = {a.slot for a in (*command.reads, *command.writes)}
+            other = next(i for i, s in enumerate(program.slots) if s.memory == "gpu" and i != slot and i not in used)
+            args = replace(command.args, areas={**command.args.areas, area: other})
+            with pytest.raises(ProgramError):
+                check(with_command(program, command.index, args=args), layout)
 
 
 def test_slot_beyond_the_arena_is_rejected():
