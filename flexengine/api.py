@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from flexengine.planner.search import make_plan
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.weight_store import check_checkpoint
 
+logger = logging.getLogger(__name__)
 GIB = 2**30
 COMPUTE_DTYPES = ("bfloat16", "float32", "float64")
 MASTER_DTYPES = ("float32", "bfloat16")
@@ -159,6 +161,13 @@ def prepare(
     source = open_model(path_or_preset)
     if source.weights_folder is not None:
         check_checkpoint(source.spec, source.weights_folder)
+    if max_seq_len > source.spec.max_position_embeddings:
+        logger.warning(
+            "max_seq_len=%d is longer than the %d positions that %s was made for",
+            max_seq_len,
+            source.spec.max_position_embeddings,
+            source.spec.name,
+        )
     numerics = _numerics(dtype, master_dtype, grad_dtype, optimizer_state_dtype)
     target = _device(device)
     profile = _profile(hardware, target, getattr(torch, dtype))

@@ -70,6 +70,8 @@ def train(config: TrainConfig, prompts: Sequence[str] = (), replace: bool = Fals
     num_steps = data.batches.num_steps(config.steps, config.epochs)
     schedule = LrSchedule(config.lr, num_steps, config.lr_warmup_pct, config.lr_cooldown_start_pct, config.lr_final_pct)
     check_run_folder(config, replace)
+    if config.save:
+        check_disk(config, source)
 
     prepared = prepare_run(config)
     print(prepared.describe())
@@ -171,6 +173,17 @@ def check_run_folder(config: TrainConfig, replace: bool) -> None:
     same = earlier.read_text(encoding="utf-8") == config.to_yaml()
     if (folder / "final").exists() and not same and not replace:
         raise ValueError(f"{folder / 'final'} is the model of another run; choose another --output-dir or remove it")
+
+
+def check_disk(config: TrainConfig, source: ModelSource) -> None:
+    """Raises ValueError when the trained model would not fit on the disk of the run folder, at 4 bytes a parameter."""
+    nearest = next(p for p in (config.run_folder, *config.run_folder.absolute().parents) if p.exists())
+    needed, free = 4 * source.spec.num_parameters, shutil.disk_usage(nearest).free
+    if free < needed:
+        raise ValueError(
+            f"--save needs up to {format_bytes(needed)} in {config.run_folder}, the disk has {format_bytes(free)} free;"
+            " choose another --output-dir or free some space"
+        )
 
 
 def start_run_folder(config: TrainConfig, prepared: Prepared) -> None:

@@ -264,3 +264,10 @@ def test_end_to_end_on_the_real_engine(tmp_path, capsys):
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= {p.name for p in (run / "final").iterdir()}
     assert "sample: 'What colour is snow?' -> " in capsys.readouterr().out
     assert Plan.from_json((run / "plan.json").read_text()).request.max_seq_len == 32
+
+
+def test_a_full_disk_is_found_before_training(engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(ValueError, match="the disk has 1000 bytes free"):
+        trainer.train(config_in(tmp_path, save=True))
+    assert not engine.batches
