@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from flexengine.ops.base import Op, TensorSpec
+from flexengine.ops.base import Op
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,3 @@ class ModelSpec:
             matrices -= self.vocab_size * self.hidden_size
         attention = 6.0 * len(self.blocks) * self.num_attention_heads * self.head_dim
         return 6.0 * matrices * sum(seq_lens) + attention * sum(s * s for s in seq_lens)
-
-    def hidden_spec(self) -> TensorSpec:
-        """The tensor that passes from layer to layer."""
-        return TensorSpec("hidden", (self.hidden_size,))

@@ -108,7 +108,6 @@ class ChunkContext:
     constants: dict[str, Tensor]
     window: KeyValueWindow | None = None
     cu_seqlens_k: Tensor | None = None
-    deterministic: bool = False
 
 
 @dataclass

@@ -19,11 +19,6 @@ GROUP_PARTS = (("weights", ("weights",)), ("grads", ("grad",)), ("states", ("rem
 PART_WORDS = {"weights": "weights", "grads": "gradients", "states": "optimizer states"}
 
 
-def describe_plan(plan: Plan, model: ModelSpec | None = None) -> str:
-    """The plan in words. Without the model, figures that need its sizes are left out."""
-    return describe(plan, model)
-
-
 def describe(plan: Plan, model: ModelSpec | None) -> str:
     """The plan as lines of text for people."""
     size = f", {model.num_parameters / 1e9:.2f} G parameters" if model is not None else ""

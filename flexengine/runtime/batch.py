@@ -120,8 +120,8 @@ def _shift(labels: Tensor) -> Tensor:
 class BatchWriter:
     """Fills the host batch slot of a round and makes the chunk contexts that point into the GPU slot."""
 
-    def __init__(self, layout: Layout, arenas: Arenas, constants: dict[str, Tensor], deterministic: bool) -> None:
-        self.layout, self.arenas, self.constants, self.deterministic = layout, arenas, constants, deterministic
+    def __init__(self, layout: Layout, arenas: Arenas, constants: dict[str, Tensor]) -> None:
+        self.layout, self.arenas, self.constants = layout, arenas, constants
         self.chunk_tokens = layout.plan.chunk_tokens
         self.offsets = batch_offsets(layout.plan.chunks_per_round, self.chunk_tokens)
 
@@ -156,7 +156,6 @@ class BatchWriter:
             losses=self.losses(i, tokens),
             constants=self.constants,
             window=self._window(start) if chunk.first_slice >= 0 else None,
-            deterministic=self.deterministic,
             **on_gpu,
         )
 

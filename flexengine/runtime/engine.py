@@ -104,7 +104,7 @@ class Engine:
         self.weights = WeightStore(self.layout, self.arenas)
         self.layers = LayerRunner(self.layout, self.arenas)
         self.updates = UpdateRunner(self.layout, self.arenas)
-        self.batches = BatchWriter(self.layout, self.arenas, self._constants(), deterministic)
+        self.batches = BatchWriter(self.layout, self.arenas, self._constants())
         self._programs: dict[tuple[RoundShape, str], Program] = {}
         self._update_program: Program | None = None
         self._last_program: Program | None = None
