@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Without an NVIDIA GPU this release of torch is installed first: package indexes that offer its CPU build serve that.
 TORCH_WITHOUT_GPU := torch==2.13.0
+# What the native library is built from: installing again builds it anew.
+NATIVE := setup.py $(wildcard csrc/*.cpp csrc/*.h)
 
 .PHONY: demo test lint clean
 
@@ -18,9 +20,10 @@ lint: $(VENV)/.installed-test $(VENV)/.installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h csrc/tests/*.cpp
 
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs build dist *.egg-info flexengine/_native*.so .pytest_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -30,11 +33,11 @@ $(VENV)/.torch: | $(BIN)/python
 	touch $@
 
 # A stamp is older than pyproject.toml when requirements may have changed: then pip looks again, quickly.
-$(VENV)/.installed: pyproject.toml $(VENV)/.torch
+$(VENV)/.installed: pyproject.toml $(NATIVE) $(VENV)/.torch
 	$(PIP) install --editable .
 	touch $@
 
-$(VENV)/.installed-test: pyproject.toml $(VENV)/.torch
+$(VENV)/.installed-test: pyproject.toml $(NATIVE) $(VENV)/.torch
 	$(PIP) install --editable ".[test]"
 	touch $@ $(VENV)/.installed
 

@@ -10,19 +10,25 @@ from typing import Any, Literal
 
 import torch
 
+from flexengine.hardware.memory_usage import note_baseline
 from flexengine.hardware.presets import preset
 from flexengine.hardware.probe import probe
-from flexengine.hardware.profile import HardwareProfile
+from flexengine.hardware.profile import HardwareProfile, read_profile
+from flexengine.metrics import format_bytes
 from flexengine.models.registry import ModelSource, open_model
+from flexengine.models.spec import ModelSpec
 from flexengine.optim.adamw import AdamW
-from flexengine.plan import Numerics, Plan, Request
-from flexengine.planner.report import describe, round_timeline
+from flexengine.plan import Numerics, Plan, PlanError, PlanReason, Request
+from flexengine.planner.picture import Picture
+from flexengine.planner.report import describe
+from flexengine.planner.report_data import step_timeline
 from flexengine.planner.search import make_plan
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.weight_store import check_checkpoint
 
 logger = logging.getLogger(__name__)
 GIB = 2**30
+LARGEST_SEED = 2**32 - 1
 COMPUTE_DTYPES = ("bfloat16", "float32", "float64")
 MASTER_DTYPES = ("float32", "bfloat16")
 
@@ -41,8 +47,8 @@ class Prepared:
         return describe(self.plan, self.source.spec)
 
     def timeline(self) -> str:
-        """One simulated round as Chrome trace JSON; open it in Perfetto."""
-        return round_timeline(self.plan, self.source.spec, self.profile)
+        """The simulated step as Chrome trace JSON; open it in Perfetto."""
+        return step_timeline(Picture(self.plan, self.source.spec, self.profile))
 
 
 def from_pretrained(
@@ -107,6 +113,8 @@ def build(
     """Load the weights of a planned run and return its engine; keywords as in `from_pretrained`."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic with it only
+    if not 0 <= seed <= LARGEST_SEED:
+        raise ValueError(f"seed must be from 0 to {LARGEST_SEED}, got {seed}")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be positive, or None for no clipping, got {max_grad_norm}")
     if prepared.device.type == "cuda":
@@ -161,22 +169,94 @@ def prepare(
     source = open_model(path_or_preset)
     if source.weights_folder is not None:
         check_checkpoint(source.spec, source.weights_folder)
-    if max_seq_len > source.spec.max_position_embeddings:
+    warn_of_long_sequences(source.spec, max_seq_len)
+    _numerics(dtype, master_dtype, grad_dtype, optimizer_state_dtype)  # refused before the machine is measured
+    target = choose_device(device)
+    profile = _profile(hardware, target, getattr(torch, dtype), linear_shape(source.spec))
+    request = make_request(
+        profile,
+        target.type,
+        max_seq_len=max_seq_len,
+        max_global_batch_tokens=max_global_batch_tokens,
+        max_gpu_mem_gib=max_gpu_mem_gib,
+        max_host_mem_gib=max_host_mem_gib,
+        max_gpu_mem_bytes=max_gpu_mem_bytes,
+        max_host_mem_bytes=max_host_mem_bytes,
+        dtype=dtype,
+        master_dtype=master_dtype,
+        grad_dtype=grad_dtype,
+        optimizer_state_dtype=optimizer_state_dtype,
+        chunk_tokens=chunk_tokens,
+        round_tokens=round_tokens,
+        recompute=recompute,
+    )
+    plan = make_plan(source.spec, request, profile)
+    if hardware is None:
+        check_is_free(plan, profile, target.type)
+    return Prepared(source, plan, profile, target)
+
+
+def check_is_free(plan: Plan, profile: HardwareProfile, device_type: str) -> None:
+    """Raise PlanError when a plan within its budgets takes more than the machine that it is for has left now."""
+    gpu_bytes, host_bytes = plan.predicted.gpu_bytes, plan.predicted.host_bytes
+    free_gpu = profile.gpu_free_bytes + profile.gpu_context_bytes
+    free_host = profile.host_available_bytes + profile.host_base_bytes
+    if device_type == "cpu":  # both arenas are host memory
+        gpu_bytes, host_bytes = 0, gpu_bytes + host_bytes
+    for needed, free, total, name, flag, reason in (
+        (gpu_bytes, free_gpu, profile.gpu_total_bytes, "GPU", "gpu", PlanReason.INSUFFICIENT_DEVICE_MEMORY),
+        (host_bytes, free_host, profile.host_total_bytes, "host", "host", PlanReason.INSUFFICIENT_HOST_MEMORY),
+    ):
+        if needed > free:
+            raise PlanError(
+                reason,
+                f"the plan takes {format_bytes(needed)} of {name} memory, but {format_bytes(free)} of"
+                f" {format_bytes(total)} are left on this machine or in its container\n"
+                f"  end what else uses it, raise the container's limit, or give --max-{flag}-mem-gib {free / GIB:.2f}",
+                needed,
+                free,
+            )
+
+
+def warn_of_long_sequences(spec: ModelSpec, max_seq_len: int) -> None:
+    """Warn when sequences may be longer than the model was made for."""
+    if max_seq_len > spec.max_position_embeddings:
         logger.warning(
             "max_seq_len=%d is longer than the %d positions that %s was made for",
             max_seq_len,
-            source.spec.max_position_embeddings,
-            source.spec.name,
+            spec.max_position_embeddings,
+            spec.name,
         )
-    numerics = _numerics(dtype, master_dtype, grad_dtype, optimizer_state_dtype)
-    target = _device(device)
-    profile = _profile(hardware, target, getattr(torch, dtype))
+
+
+def make_request(
+    profile: HardwareProfile,
+    device_type: str,
+    *,
+    max_seq_len: int = 2048,
+    max_global_batch_tokens: int = 131072,
+    max_gpu_mem_gib: float | None = None,
+    max_host_mem_gib: float | None = None,
+    max_gpu_mem_bytes: int | None = None,
+    max_host_mem_bytes: int | None = None,
+    dtype: str = "bfloat16",
+    master_dtype: str = "float32",
+    grad_dtype: str | None = None,
+    optimizer_state_dtype: str = "float32",
+    chunk_tokens: int | None = None,
+    round_tokens: int | None = None,
+    recompute: Literal["auto", "none", "full"] = "auto",
+) -> Request:
+    """What is asked of the planner: keywords as in `prepare`, with budgets of what is free where none is given.
+
+    device_type: cuda or cpu, on which the GPU budget is taken out of the host's. Raises ValueError for bad values.
+    """
     free_host = profile.host_available_bytes + profile.host_base_bytes
-    free_gpu = profile.gpu_free_bytes + profile.gpu_context_bytes if target.type == "cuda" else free_host // 2
+    free_gpu = profile.gpu_free_bytes + profile.gpu_context_bytes if device_type == "cuda" else free_host // 2
     gpu_bytes = _budget("gpu", max_gpu_mem_gib, max_gpu_mem_bytes, free_gpu)
-    if target.type == "cpu":
+    if device_type == "cpu":
         free_host = max(1, free_host - gpu_bytes)
-    request = Request(
+    return Request(
         max_seq_len=max_seq_len,
         max_global_batch_tokens=max_global_batch_tokens,
         max_gpu_bytes=gpu_bytes,
@@ -184,9 +264,8 @@ def prepare(
         chunk_tokens=chunk_tokens,
         round_tokens=round_tokens,
         recompute=recompute,
-        numerics=numerics,
+        numerics=_numerics(dtype, master_dtype, grad_dtype, optimizer_state_dtype),
     )
-    return Prepared(source, make_plan(source.spec, request, profile), profile, target)
 
 
 def _numerics(dtype: str, master_dtype: str, grad_dtype: str | None, state_dtype: str) -> Numerics:
@@ -210,7 +289,10 @@ def _numerics(dtype: str, master_dtype: str, grad_dtype: str | None, state_dtype
     return Numerics(compute=dtype, master=master, grad=grad, state=state_dtype)
 
 
-def _device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
+    """The device that `name` means: auto, cpu, cuda or cuda:N; makes it the current one. Raises: ValueError."""
+    if name != "cpu":
+        note_baseline()  # before the first question to torch.cuda makes a context
     if name == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:
@@ -224,29 +306,37 @@ def _device(name: str) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = device.index or 0
     if index >= count:
-        raise ValueError(f"device={name!r}: this machine has {count} usable NVIDIA GPUs; try device='cpu'")
+        why = "; this torch was built without CUDA" if torch.version.cuda is None else ""  # type: ignore[attr-defined]
+        raise ValueError(f"device={name!r}: this machine has {count} usable NVIDIA GPUs{why}; try device='cpu'")
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
+def linear_shape(spec: ModelSpec) -> tuple[int, int]:
+    """(hidden_size, intermediate_size) of a model: the widest input of a block's matrices is that of the MLP's last."""
+    groups = [spec.groups[index] for index in spec.blocks[0].groups] if spec.blocks else []
+    widths = [param.shape[-1] for group in groups for param in group.params if param.kind == "matrix"]
+    return spec.hidden_size, max([spec.hidden_size, *widths])
+
+
 def _profile(
-    hardware: HardwareProfile | str | Path | None, device: torch.device, dtype: torch.dtype
+    hardware: HardwareProfile | str | Path | None, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> HardwareProfile:
     if isinstance(hardware, HardwareProfile):
         return hardware
     if hardware is None:
-        return probe(device, dtype)
+        return probe(device, dtype, shape)
     path = Path(hardware)
-    if path.suffix == ".json":
-        if not path.is_file():
-            raise ValueError(f"hardware={str(hardware)!r}: no such profile file")
-        return HardwareProfile.from_json(path.read_text())
-    return preset(str(hardware))
+    return read_profile(path) if path.suffix == ".json" else preset(str(hardware))
 
 
 def _budget(name: str, gib: float | None, num_bytes: int | None, free_bytes: int) -> int:
     if gib is not None and num_bytes is not None:
         raise ValueError(f"give max_{name}_mem_gib or max_{name}_mem_bytes, not both")
+    if num_bytes is None and gib is None and free_bytes <= 0:
+        raise ValueError(f"no {name} memory is free on this machine; end what else uses it, or give max_{name}_mem_gib")
+    if gib is not None and not abs(gib) < 2**53:
+        raise ValueError(f"max_{name}_mem_gib must be a finite number of GiB, got {gib}")
     if num_bytes is None:
         num_bytes = free_bytes if gib is None else int(gib * GIB)
     if num_bytes <= 0:

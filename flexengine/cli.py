@@ -2,10 +2,11 @@
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from flexengine.config import (
     OPTION_HELP,
@@ -16,10 +17,21 @@ from flexengine.config import (
     options_from_yaml,
     value_type_of,
 )
+from flexengine.wording import (
+    WRONG_USAGE,
+    FlagParser,
+    did_you_mean,
+    explain_os_error,
+    explain_out_of_memory,
+    is_out_of_memory,
+    with_dashes,
+)
 
-BAD_INPUT = 2
-"""Exit status when the request cannot be carried out; argparse uses the same."""
+BAD_INPUT = WRONG_USAGE
+"""Exit status when the request cannot be carried out, as for flags that do not exist."""
 INTERRUPTED = 130
+BROKEN_PIPE = 141
+"""Exit status when the reader of the output went away: 128 + SIGPIPE, as shells report it."""
 
 DEMO_PROMPTS = ("Which day comes after Monday?", "What is the past tense of walk?", "What is the capital of France?")
 
@@ -30,32 +42,52 @@ class Command(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status. What a person can correct is one message on stderr, no traceback."""
+    """Run one command; returns the exit status. What a person can correct is one message on stderr, no traceback.
+
+    A wrong command line ends in SystemExit with status 2, --help in one with 0, as argparse has it. An error that
+    nobody can correct by other input is a bug of the package and keeps its traceback.
+    """
     arguments = [with_dashes(argument) for argument in (sys.argv[1:] if argv is None else argv)]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(commands_help())
         return 0 if arguments else BAD_INPUT
     name, rest = arguments[0], arguments[1:]
     if name not in COMMANDS:
-        print(f"flexengine: unknown command {name!r}\n\n{commands_help()}", file=sys.stderr)
+        print(f"flexengine: {_unknown_command(name)}\n\n{commands_help()}", file=sys.stderr)
         return BAD_INPUT
     try:
         return COMMANDS[name].run(rest)
-    except (ValueError, OSError, MemoryError) as error:
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer has no reader
+        return BROKEN_PIPE
+    except (ValueError, OSError, MemoryError, RuntimeError, ModuleNotFoundError) as error:
+        text = _correctable(error)
+        if text is None:
+            raise
         logging.getLogger(__name__).debug("traceback", exc_info=True)
-        print(f"flexengine {name}: {error}", file=sys.stderr)
+        print(f"flexengine {name}: {text}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         print(f"flexengine {name}: interrupted", file=sys.stderr)
         return INTERRUPTED
 
 
-def with_dashes(argument: str) -> str:
-    """--max_seq_len=2_048 -> --max-seq-len=2_048: flags may be written with underscores, values stay as they are."""
-    if not argument.startswith("--"):
-        return argument
-    flag, equals, value = argument.partition("=")
-    return flag.replace("_", "-") + equals + value
+def _unknown_command(name: str) -> str:
+    if name.startswith("-"):
+        return f"a command comes before {name}; for a training run: flexengine train {name} ..."
+    return f"unknown command {name!r}{did_you_mean(name, COMMANDS)}"
+
+
+def _correctable(error: Exception) -> str | None:
+    """The message of an error that other input or another machine would avoid; None for a bug."""
+    if is_out_of_memory(error):
+        return explain_out_of_memory(error)
+    if isinstance(error, OSError):
+        return explain_os_error(error)
+    if isinstance(error, ModuleNotFoundError):
+        package = (error.name or "").partition(".")[0]
+        return None if package in ("", "flexengine") else f"{package} is not installed; pip install {package}"
+    return str(error) if isinstance(error, ValueError) and str(error) else None
 
 
 def commands_help() -> str:
@@ -80,8 +112,32 @@ def run_download(argv: list[str]) -> int:
     return download.main(argv)
 
 
+def run_plan(argv: list[str]) -> int:
+    from flexengine.commands import plan  # noqa: PLC0415
+
+    return plan.main(argv)
+
+
+def run_probe(argv: list[str]) -> int:
+    from flexengine.commands import probe  # noqa: PLC0415
+
+    return probe.main(argv)
+
+
+class StderrHandler(logging.StreamHandler):
+    """Writes to what sys.stderr is when a line is written: whoever calls `main` may have replaced it since."""
+
+    @property
+    def stream(self) -> TextIO:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, _: TextIO) -> None:
+        """The base class sets its stream once; this one has none of its own."""
+
+
 def _train(config: TrainConfig, **keywords: Any) -> int:
-    logging.basicConfig(level=config.logging.upper(), format="%(message)s", stream=sys.stderr, force=True)
+    logging.basicConfig(level=config.logging.upper(), format="%(message)s", handlers=[StderrHandler()], force=True)
     from flexengine.trainer import train  # noqa: PLC0415, loads torch
 
     return train(config, **keywords)
@@ -90,6 +146,10 @@ def _train(config: TrainConfig, **keywords: Any) -> int:
 COMMANDS = {
     "train": Command(run_train, "train a model under GPU and host memory budgets"),
     "demo": Command(run_demo, "train the bundled small model on the bundled data (the options of train apply)"),
+    "plan": Command(
+        run_plan, "what fits, where everything lives and how fast it would be; needs no GPU and no weights"
+    ),
+    "probe": Command(run_probe, "measure this machine and remember its rates"),
     "download": Command(run_download, "stage a model or a data set for a machine without internet"),
 }
 
@@ -107,10 +167,19 @@ def parse_config(prog: str, argv: list[str], base: Mapping[str, Any] | None = No
     path = flags.pop("config", None)
     from_file: dict[str, Any] = {}
     if path is not None:
-        if not Path(path).is_file():
-            raise ValueError(f"--config {path}: no such file")
-        from_file = options_from_yaml(Path(path).read_text(encoding="utf-8"), f"--config {path}")
+        from_file = options_from_yaml(_read_text(Path(path)), f"--config {path}")
     return TrainConfig(**overlay(base, from_file, flags))
+
+
+def _read_text(path: Path) -> str:
+    """The text of a --config file. Raises ValueError when there is no such file, or no text in it."""
+    if not path.is_file():
+        found = "a folder; name a file in it" if path.is_dir() else "no such file"
+        raise ValueError(f"--config {path}: {found}")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--config {path}: no UTF-8 text ({error.reason} at byte {error.start})") from None
 
 
 def overlay(*layers: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,12 +200,11 @@ def overlay(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 def build_parser(prog: str, base: Mapping[str, Any]) -> argparse.ArgumentParser:
     """One flag per TrainConfig field; a flag that is not given is absent from the result."""
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog=prog,
         usage="%(prog)s --model DIR_OR_PRESET [options]",
         description="Options are the same as flags (dashes or underscores) and as keys of a YAML file.",
         argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE.yaml", help="options from a file; flags go before them")
     defaults = {name: field.default for name, field in TrainConfig.__dataclass_fields__.items()}

@@ -1,10 +1,10 @@
 """What a person sets for a training run: one frozen dataclass, checked on construction; YAML and flags.
 
 The field `max_seq_len` is the flag --max-seq-len and the key max_seq_len of config.yaml. Defaults and help texts
-live here and nowhere else. It imports nothing of the package, so that `--help` needs no torch.
+live here and nowhere else. It imports nothing that loads torch, so that `--help` is quick.
 """
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +12,22 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
+from flexengine.wording import did_you_mean, shown
+
 ComputeDtype = Literal["bfloat16", "float32", "float64"]
+
+LARGEST = {
+    "max_seq_len": 2**24,
+    "max_global_batch_tokens": 2**28,
+    "chunk_tokens": 2**28,
+    "round_tokens": 2**28,
+    "steps": 10**9,
+    "epochs": 10**4,
+    "seed": 2**32 - 1,
+    "max_gpu_mem_gib": 2**20,
+    "max_host_mem_gib": 2**20,
+}
+"""Option -> largest value, far above what any machine could use: a slip of the keyboard is named, not tried."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +79,9 @@ class TrainConfig:
     recompute: Annotated[
         Literal["auto", "none", "full"], "activations recomputed in backward; auto = the planner decides"
     ] = "auto"
+    replan: Annotated[
+        bool, "plan again with the speeds that the second step showed, within the memory already held; results stay"
+    ] = False
 
     output_dir: Annotated[str | None, "run folder (default: runs/ and the name of the model)"] = None
     save: Annotated[bool, "write the trained model to final/ of the run folder, as Hugging Face does"] = False
@@ -105,6 +123,10 @@ class TrainConfig:
                 f"--max-seq-len {self.max_seq_len} tokens exceeds --max-global-batch-tokens"
                 f" {self.max_global_batch_tokens}: no such sequence would fit in a step"
             )
+        for name, largest in LARGEST.items():
+            value = getattr(self, name)
+            if value is not None and value > largest:
+                raise ValueError(f"{flag_of(name)} is at most {largest}, got {value}")
         for name in ("lr_warmup_pct", "lr_cooldown_start_pct", "lr_final_pct"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{flag_of(name)} is a fraction from 0 to 1, got {getattr(self, name)}")
@@ -146,16 +168,30 @@ def options_from_yaml(text: str, source: str) -> dict[str, Any]:
     Raises ValueError when it is not YAML, not a mapping, or has a key that is no option; `source` names the file.
     """
     try:
-        raw = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        raw = yaml.load(text, _StrictLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date or number that cannot be
         raise ValueError(f"{source} is not valid YAML: {error}") from None
     if not isinstance(raw, Mapping):
-        raise ValueError(f"{source} must hold one `option: value` a line, found {type(raw).__name__}")
+        found = "nothing" if raw is None else type(raw).__name__
+        raise ValueError(f"{source} must hold one `option: value` a line, found {found}")
     options = {str(key).replace("-", "_"): value for key, value in raw.items()}
     unknown = sorted(set(options) - set(OPTION_TYPES))
     if unknown:
-        raise ValueError(f"{source} has unknown options {', '.join(unknown)}; known: {', '.join(OPTION_TYPES)}")
+        named = "; ".join(f"{shown(key)[1:-1]}{did_you_mean(key, OPTION_TYPES)}" for key in unknown[:3])
+        raise ValueError(f"{source} has unknown options: {named}\n  `flexengine train --help` lists what there is")
     return {key: _number_from_text(value, OPTION_TYPES[key]) for key, value in options.items()}
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key that is given twice: YAML's readers would silently take the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for name in (str(key.value).replace("-", "_") for key, _ in node.value):
+            if name in seen:
+                raise yaml.YAMLError(f"{shown(name)} is given twice")
+            seen.add(name)
+        return super().construct_mapping(node, deep)
 
 
 def flag_of(name: str) -> str:
@@ -186,13 +222,13 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
     choices, wanted = choices_of(kind), value_type_of(kind)
     if choices:
         if value not in choices:
-            raise ValueError(f"{flag_of(name)} must be one of {', '.join(choices)}, got {value!r}")
+            raise ValueError(f"{flag_of(name)} must be one of {', '.join(choices)}, got {shown(value)}")
         return
     accepted = (int, float) if wanted is float else (wanted,)
     if not isinstance(value, accepted) or (isinstance(value, bool) and wanted is not bool):
-        raise ValueError(f"{flag_of(name)} must be of type {wanted.__name__}, got {value!r}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{flag_of(name)} must be a finite number, got {value}")
+        raise ValueError(f"{flag_of(name)} must be of type {wanted.__name__}, got {shown(value)}")
+    if isinstance(value, (int, float)) and not abs(value) <= sys.float_info.max:  # NaN too
+        raise ValueError(f"{flag_of(name)} must be a finite number, got {shown(value)}")
 
 
 def _number_from_text(value: Any, kind: Any) -> Any:

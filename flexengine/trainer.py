@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from flexengine.checkpoint.atomic import atomic_file
 from flexengine.config import TrainConfig
 from flexengine.data import ChatTokenizer, GlobalBatches, SyntheticBatches, prepare_sequences, read_json_sft
 from flexengine.data.batches import Batch
+from flexengine.feedback import change_plan, review_step
 from flexengine.metrics import (
     JsonlWriter,
     StepMetrics,
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 DEMO_FOLDER = ASSETS / "demo"
 INTERRUPTED = 130
 """Exit status after Ctrl-C: 128 + SIGINT, as shells report it."""
+REVIEWED_STEP = 2
+"""The step whose commands are timed: kernels and libraries are loaded by then."""
 DIVERGED = 1
 """Exit status of a run whose last loss is not a finite number."""
 
@@ -78,18 +81,22 @@ def train(config: TrainConfig, prompts: Sequence[str] = (), replace: bool = Fals
     start_run_folder(config, prepared)
     engine = build_engine(config, prepared)
     with JsonlWriter(config.run_folder / "train_log.jsonl") as log:
-        steps, interrupted = run_steps(engine, data.batches, schedule, log, config.logging != "warning")
+        after_step = Reviewer(config, prepared, engine).after_step
+        steps, interrupted = run_steps(engine, data.batches, schedule, log, config.logging != "warning", after_step)
     print(summary(engine, steps))
     if interrupted:
         print(f"interrupted after step {len(steps)} of {num_steps}; the log is in {config.run_folder}", file=sys.stderr)
         return INTERRUPTED
+    if not math.isfinite(steps[-1].loss):
+        print(_diverged(steps, config.save), file=sys.stderr)
+        return DIVERGED
     if config.save:
         engine.save_pretrained(config.run_folder / "final")
         print(f"model: {config.run_folder / 'final'}")
     if data.tokenizer is not None:
         for prompt in prompts:
             print(f"sample: {prompt!r} -> {answer(engine, data.tokenizer, prompt)!r}")
-    return _exit_status(steps)
+    return 0
 
 
 # ---- before the engine ----------------------------------------------------------------------------------------
@@ -144,7 +151,10 @@ def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
     records = read_json_sft(config.dataset)
     tokenizer = ChatTokenizer.from_folder(source.support_folder or DEMO_FOLDER)
     if tokenizer.max_id >= vocab_size:
-        raise ValueError(f"the tokenizer has ids up to {tokenizer.max_id}, but the model's vocab_size is {vocab_size}")
+        raise ValueError(
+            f"the tokenizer has ids up to {tokenizer.max_id}, but the model's vocab_size is {vocab_size};"
+            " tokenizer.json and config.json are of different models: fetch both again"
+        )
     prepared = prepare_sequences(map(tokenizer.encode_record, records), config.max_seq_len, config.truncate_long)
     text = f"{config.dataset}: {prepared.describe()}"
     if source.support_folder is None:
@@ -162,17 +172,26 @@ def check_run_folder(config: TrainConfig, replace: bool) -> None:
     folder = config.run_folder
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output-dir {folder} is a file, not a folder")
-    nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    if not os.access(nearest, os.W_OK):
-        raise ValueError(f"--output-dir {folder} cannot be written: no permission in {nearest}")
+    _check_can_write("--output-dir", folder)
+    if config.plan_json:
+        _check_can_write("--plan-json", Path(config.plan_json).absolute().parent)
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     earlier = folder / "config.yaml"
     if not earlier.is_file():
         raise ValueError(f"--output-dir {folder} holds files that are not of a run; choose a new or empty folder")
-    same = earlier.read_text(encoding="utf-8") == config.to_yaml()
+    same = earlier.read_text(encoding="utf-8", errors="replace") == config.to_yaml()
     if (folder / "final").exists() and not same and not replace:
         raise ValueError(f"{folder / 'final'} is the model of another run; choose another --output-dir or remove it")
+
+
+def _check_can_write(flag: str, folder: Path) -> None:
+    """Raises ValueError when a folder can neither be written to nor be made."""
+    nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    if not nearest.is_dir():
+        raise ValueError(f"{flag} {folder} cannot be made: {nearest} is a file, not a folder; choose another path")
+    if not os.access(nearest, os.W_OK):
+        raise ValueError(f"{flag} {folder} cannot be written: no permission in {nearest}; choose another path")
 
 
 def check_disk(config: TrainConfig, source: ModelSource) -> None:
@@ -205,12 +224,38 @@ def _write(path: Path, text: str) -> None:
 # ---- the steps ------------------------------------------------------------------------------------------------
 
 
+class Reviewer:
+    """Times the commands of the second step (the first one warms up), prints predicted against measured seconds, and
+    with config.replan changes to a plan that the measured speeds make faster."""
+
+    def __init__(self, config: TrainConfig, prepared: Prepared, engine: Engine) -> None:
+        self.config, self.prepared, self.engine = config, prepared, engine
+
+    def after_step(self, metrics: StepMetrics) -> None:
+        """Called when a step has ended."""
+        if metrics.step == REVIEWED_STEP - 1:
+            self.engine.measure_next_step()
+        if metrics.step != REVIEWED_STEP:
+            return
+        found = review_step(self.prepared, self.engine, metrics.step_s)
+        tqdm.write(f"step {metrics.step}: {found.describe()}")
+        if self.config.replan:
+            tqdm.write(change_plan(self.prepared, self.engine, found))
+            _write(self.config.run_folder / "plan.json", self.engine.plan.to_json())
+
+
 def run_steps(
-    engine: Engine, batches: GlobalBatches | SyntheticBatches, schedule: LrSchedule, log: JsonlWriter, show: bool
+    engine: Engine,
+    batches: GlobalBatches | SyntheticBatches,
+    schedule: LrSchedule,
+    log: JsonlWriter,
+    show: bool,
+    after_step: Callable[[StepMetrics], None],
 ) -> tuple[list[StepMetrics], bool]:
     """Takes schedule.num_steps steps, each logged when it ends; returns them, and whether Ctrl-C cut them short.
 
     On a terminal a progress bar shows the last step; elsewhere every step is a line. show=False prints neither.
+    after_step is called with each step's metrics.
     """
     num_steps, done = schedule.num_steps, []
     on_terminal = sys.stderr.isatty() and sys.stdout.isatty()
@@ -225,6 +270,7 @@ def run_steps(
                 print(metrics.describe(num_steps), flush=True)
             bar.set_postfix_str(f"loss {metrics.loss:.4f}, {format_tokens_per_s(metrics.tokens_per_s)}", refresh=False)
             bar.update()
+            after_step(metrics)
     except KeyboardInterrupt:
         return done, True
     finally:
@@ -293,8 +339,12 @@ def answer(engine: Engine, tokenizer: ChatTokenizer, prompt: str, max_new_tokens
     return tokenizer.decode(new).strip()
 
 
-def _exit_status(steps: Sequence[StepMetrics]) -> int:
-    if math.isfinite(steps[-1].loss):
-        return 0
-    print(f"the loss of the last step is {steps[-1].loss}: the run diverged; try a smaller --lr", file=sys.stderr)
-    return DIVERGED
+def _diverged(steps: Sequence[StepMetrics], save: bool) -> str:
+    """What a loss that is no number means, and what became of the model."""
+    first = next(step for step in steps if not math.isfinite(step.loss))
+    text = f"the loss of the last step is {steps[-1].loss}: the run diverged at step {first.step} of {len(steps)}"
+    if first.step == 1:
+        text += "; no update came before, so the weights themselves hold NaN or infinity: fetch or export them again"
+    else:
+        text += "; try a smaller --lr, or more warm-up (--lr-warmup-pct)"
+    return f"{text}\n  the model was not exported" if save else text

@@ -27,7 +27,10 @@ def test_yaml_numbers_without_a_dot_and_keys_with_dashes():
     [
         ("- a\n", "must hold one `option: value` a line, found list"),
         ("a: [\n", "is not valid YAML"),
-        ("learning-rate: 1\n", "unknown options learning_rate; known: model, mode"),
+        ("learning-rate: 1\n", "unknown options: learning_rate"),
+        ("max-gpu-mem: 8\n", "unknown options: max_gpu_mem; did you mean max_gpu_mem_gib?"),
+        ("lr: 1\nlr: 2\n", "'lr' is given twice"),
+        ("", "found nothing"),
     ],
 )
 def test_bad_yaml(text, message):

@@ -24,6 +24,7 @@ class FakeEngine:
     loss: float = 4.0
     interrupt_at: int = 0
     skip_at: int = 0
+    measured_step: int = 0
     batches: list = field(default_factory=list)
     lrs: list = field(default_factory=list)
     plan: SimpleNamespace = field(
@@ -56,6 +57,9 @@ class FakeEngine:
         self.lrs.append(lr)
         return SimpleNamespace(grad_norm=1.5, skipped=len(self.lrs) == self.skip_at, seconds=0.1)
 
+    def measure_next_step(self):
+        self.measured_step = len(self.batches) + 1
+
     def memory_peaks(self):
         return SimpleNamespace(gpu_bytes=None, host_bytes=2**30)
 
@@ -80,6 +84,8 @@ def engine(monkeypatch):
     fake = FakeEngine()
     monkeypatch.setattr(trainer, "prepare_run", lambda config: fake)
     monkeypatch.setattr(trainer, "build_engine", lambda config, prepared: fake)
+    review = SimpleNamespace(describe=lambda: "as predicted")
+    monkeypatch.setattr(trainer, "review_step", lambda prepared, engine, step_s: review)
     return fake
 
 
@@ -152,6 +158,16 @@ def test_dry_run_without_data(monkeypatch, tmp_path):
 def test_warning_level_prints_no_step_lines(engine, tmp_path, capsys):
     assert trainer.train(config_in(tmp_path, logging="warning")) == 0
     assert "step 1/4" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("replan", [False, True])
+def test_the_second_step_is_measured(engine, tmp_path, capsys, monkeypatch, replan):
+    monkeypatch.setattr(trainer, "change_plan", lambda prepared, engine, review: "changed the plan")
+    trainer.train(config_in(tmp_path, replan=replan))
+    printed = capsys.readouterr().out
+    assert engine.measured_step == 2
+    assert printed.count("step 2: as predicted") == 1
+    assert ("changed the plan" in printed) == replan
 
 
 def test_ctrl_c_keeps_the_log(engine, tmp_path, capsys):
@@ -256,13 +272,16 @@ def test_end_to_end_on_the_real_engine(tmp_path, capsys):
     path.write_text('{"question": "What colour is snow?", "answer": "Snow is white."}\n')
     options = {"data_source": "json_sft", "dataset": str(path), "dtype": "float32", "device": "cpu", "save": True}
     lengths = {"max_seq_len": 32, "max_global_batch_tokens": 64, "max_gpu_mem_gib": 0.09, "steps": 4, "lr": 1e-3}
-    config = config_in(tmp_path, **options, **lengths)
+    config = config_in(tmp_path, **options, **lengths, replan=True)
     assert trainer.train(config, prompts=("What colour is snow?",)) == 0
     run = config.run_folder
     losses = [json.loads(line)["loss"] for line in (run / "train_log.jsonl").read_text().splitlines()]
     assert losses[-1] < losses[0] - 1.0
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= {p.name for p in (run / "final").iterdir()}
-    assert "sample: 'What colour is snow?' -> " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "sample: 'What colour is snow?' -> " in printed
+    assert "step 2: measured" in printed
+    assert "the plan" in printed
     assert Plan.from_json((run / "plan.json").read_text()).request.max_seq_len == 32
 
 

@@ -6,8 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,25 +38,57 @@ def atomic_file(target: Path, mode: str = "wb", **open_arguments: Any) -> Iterat
         temporary.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def staged_files(folder: Path) -> Iterator[Callable[[str], Path]]:
+    """Files that appear in `folder` together: the block writes each to the path that stage(name) gives it.
+
+    When the block ends well all are synced, then renamed in the order in which they were staged. When it raises, all
+    are removed, and `folder` too, with parents, where it did not exist: an earlier set of files stays as it was.
+    Raises: OSError of the file system; what the block raises.
+    """
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    staged: dict[Path, Path] = {}
+
+    def stage(name: str) -> Path:
+        temporary = temporary_name(folder / name)
+        staged[temporary] = folder / name
+        return temporary
+
+    try:
+        yield stage
+        for temporary in staged:
+            sync_file(temporary)
+        for temporary, target in staged.items():
+            os.replace(temporary, target)
+        sync_folder(folder)
+        created = []
+    finally:
+        for temporary in staged:
+            temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not empty: somebody else writes there too
+            for path in created:
+                path.rmdir()
+
+
 def write_json(target: Path, value: Any) -> None:
     """Write `value` as indented JSON to `target`, atomically."""
     with atomic_file(target, "w", encoding="utf-8") as file:
         file.write(json.dumps(value, indent=2) + "\n")
 
 
-def copy_file(source: Path, target: Path) -> None:
-    """Copy the contents of `source` (links are followed) to `target`, atomically."""
-    with open(source, "rb") as reading, atomic_file(target) as writing:
-        shutil.copyfileobj(reading, writing)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames inside `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync_file(path: Path) -> None:
+    """Bring the contents of a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames inside `folder` durable."""
+    sync_file(folder)
 
 
 def sha256_of(path: Path) -> str:

@@ -18,9 +18,9 @@ from flexengine.checkpoint.atomic import format_gib, sha256_of
 from flexengine.checkpoint.dataset_files import format_of, select_data_files
 from flexengine.checkpoint.dataset_rows import import_parquet, write_json_lines
 from flexengine.checkpoint.hub import RepoListing, Transfer, fetch_files, list_repo, partial_folder
-from flexengine.checkpoint.hub_errors import explain_os_error
 from flexengine.checkpoint.layout import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, is_support_file
 from flexengine.checkpoint.manifest import DownloadError, manifest_path, read_manifest, verify_manifest, write_manifest
+from flexengine.wording import FlagParser, explain_os_error
 
 __all__ = ["DownloadError", "download_dataset", "download_model", "main", "verify_manifest"]
 
@@ -168,18 +168,17 @@ def _is_complete(target: Path, source: dict[str, str | None]) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="download.py",
-        allow_abbrev=False,
         description="Fetch a model or a data set from the Hugging Face hub, verified and resumable.",
         epilog="Environment: HF_ENDPOINT (a mirror), HF_TOKEN (private and gated repositories), HF_HUB_OFFLINE "
         "(refuse). An interrupted download continues when run again. Exit status: 0 complete and verified, 1 failed, "
         "2 wrong usage. Flags may be written with dashes or underscores.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    model = commands.add_parser("model", allow_abbrev=False, help="a model repository into a folder")
-    dataset = commands.add_parser("dataset", allow_abbrev=False, help="one split of a data set into a JSON lines file")
-    verify = commands.add_parser("verify", allow_abbrev=False, help="check a finished download against its manifest")
+    model = commands.add_parser("model", help="a model repository into a folder")
+    dataset = commands.add_parser("dataset", help="one split of a data set into a JSON lines file")
+    verify = commands.add_parser("verify", help="check a finished download against its manifest")
     model.add_argument("--target", type=Path, required=True, metavar="DIR", help="folder to fill; created if absent")
     dataset.add_argument("--target", type=Path, required=True, metavar="FILE.jsonl", help="file to write")
     for command in (model, dataset):
@@ -207,14 +206,6 @@ def _positive(text: str) -> int:
     return value
 
 
-def _dashed(argument: str) -> str:
-    """--allow_patterns and --allow-patterns=x_y mean --allow-patterns: underscores in a flag's name become dashes."""
-    if not argument.startswith("--"):
-        return argument
-    flag, equals, value = argument.partition("=")
-    return flag.replace("_", "-") + equals + value
-
-
 def _log(line: str) -> None:
     print(line, flush=True)
 
@@ -237,7 +228,7 @@ def main(argv: list[str] | None = None) -> int:
 
     Prints plain lines, errors to standard error, never asks, never needs a terminal.
     """
-    arguments = _parser().parse_args([_dashed(argument) for argument in (sys.argv[1:] if argv is None else argv)])
+    arguments = _parser().parse_args(argv)
     hub_logging.set_verbosity_error()  # its hints and retries would double what is said here
     try:
         _run(arguments)
@@ -245,7 +236,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"download failed: {error}", file=sys.stderr, flush=True)
         return EXIT_FAILED
     except OSError as error:
-        print(f"download failed: {explain_os_error(error)}", file=sys.stderr, flush=True)
+        print("download failed:", explain_os_error(error, "--target"), file=sys.stderr, flush=True)
         return EXIT_FAILED
     except KeyboardInterrupt:
         print("interrupted; run the same command again to continue", file=sys.stderr, flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 from collections.abc import Callable
@@ -113,15 +112,3 @@ def explain(error: Exception) -> str:
         "again; it continues."
     )
     return next((text for applies, text in cases if applies), otherwise)
-
-
-def explain_os_error(error: OSError) -> str:
-    """A disk error in words: what could not be written, and what to do."""
-    where = error.filename or "the target"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return (
-            f"{where}: no space left on the disk. Free some or choose another --target, then run again; it continues."
-        )
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"{where}: not writable ({error.strerror}). Choose a --target that you may write to."
-    return f"{where}: {error.strerror or error}."

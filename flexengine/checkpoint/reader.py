@@ -1,8 +1,8 @@
 """Read a Hugging Face checkpoint folder straight into memory the caller owns.
 
-No mmap and no copy of a file in memory: os.preadv fills the destination, so loading adds nothing to the resident set
-beyond one conversion buffer of CONVERSION_BUFFER_BYTES, and only where dtypes differ. The format itself is
-safetensors_format.py; the index file is described at
+No mmap and no copy of a file in memory: the destinations are filled by positional reads (native/reader.py), so loading
+adds nothing to the resident set beyond small conversion buffers, and those only where dtypes differ. The format itself
+is safetensors_format.py; the index file is described at
 https://huggingface.co/docs/transformers/big_models#sharded-checkpoints.
 """
 
@@ -11,18 +11,29 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from flexengine.checkpoint.layout import INDEX_FILE, SINGLE_FILE
 from flexengine.checkpoint.safetensors_format import CheckpointError, TensorEntry, parse_json_object, read_header
+from flexengine.native.reader import NUMBERS, ReadFailureError, ReadJob, read_jobs
 
-__all__ = ["CheckpointError", "CheckpointReader", "TensorEntry"]
+__all__ = ["CheckpointError", "CheckpointReader", "ReadRequest", "TensorEntry"]
 
-CONVERSION_BUFFER_BYTES = 16 << 20  # far above the size where a read's fixed cost matters, small beside any budget
-CONVERTIBLE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+class ReadRequest(NamedTuple):
+    """Elements [first_element, first_element + target.numel()) of a tensor, in row-major order, into flat `target`.
+
+    remainder: with a bf16 target, takes what the bf16 lacks of the float32 value (int16, same size).
+    """
+
+    name: str
+    target: torch.Tensor
+    remainder: torch.Tensor | None = None
+    first_element: int = 0
 
 
 class CheckpointReader:
@@ -102,9 +113,10 @@ class CheckpointReader:
         Shapes: dest is contiguous, on the CPU, and has the shape of the rows up to dimensions of size 1, or is flat
         ([num_elements]). Rows count along dimension 0; a scalar has one row.
         dtypes: equal ones go from the file into dest's memory; F16, BF16, F32 and F64 convert to each other (rounding
-        to nearest even) through a buffer of at most CONVERSION_BUFFER_BYTES.
+        to nearest even).
         Raises: CheckpointError for an unknown name, rows out of range, differing shapes, dtypes without conversion,
-        a file that shrank; OSError of the file system. dest's contents are undefined after an error.
+        a file that shrank; OSError of the file system, naming file and tensor. dest's contents are undefined after an
+        error.
         """
         entry = self._entry(name)
         rows = entry.shape[0] if entry.shape else 1
@@ -116,57 +128,56 @@ class CheckpointReader:
         wanted = (num_rows, *entry.shape[1:]) if entry.shape else ()
         _check_destination(entry, wanted, dest)
         row_elements = entry.num_elements // rows if rows else 0
-        self._read_elements(entry, row_start * row_elements, dest.detach().view(-1))
+        self._read([ReadRequest(name, dest, None, row_start * row_elements)])
 
-    def read_float32_pieces(self, name: str, piece_elements: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (start_element, piece) over tensor `name` in row-major order; piece is float32 [up to piece_elements].
+    def read_many(self, requests: Iterable[ReadRequest]) -> None:
+        """Carry out all requests together, in parallel, in whichever order.
 
-        Every piece is a view of one buffer of 4 * piece_elements bytes and is valid until the next one is taken.
-        Raises: as read_into; CheckpointError for piece_elements < 1.
+        Shapes: targets (and remainders) are contiguous, on the CPU, [n] with n elements inside the tensor.
+        dtypes and errors: as read_into.
         """
-        entry = self._entry(name)
-        if piece_elements < 1:
-            raise CheckpointError(f"{name}: piece_elements is {piece_elements}, must be at least 1.")
-        buffer = torch.empty(min(piece_elements, entry.num_elements), dtype=torch.float32)
-        _check_convertible(entry, buffer)
-        for start in range(0, entry.num_elements, piece_elements):
-            piece = buffer[: entry.num_elements - start]
-            self._read_elements(entry, start, piece)
-            yield start, piece
+        requests = list(requests)
+        for request in requests:
+            entry, count = self._entry(request.name), request.target.numel()
+            if request.first_element < 0 or request.first_element + count > entry.num_elements:
+                raise CheckpointError(
+                    f"{entry.name}: asked for elements {request.first_element} to {request.first_element + count}, it "
+                    f"has {entry.num_elements}."
+                )
+            _check_destination(entry, (count,), request.target)
+        self._read(requests)
+
+    def _read(self, requests: Sequence[ReadRequest]) -> None:
+        entries = [self._entry(request.name) for request in requests]
+        jobs = [self._job(request, entry) for request, entry in zip(requests, entries, strict=True)]
+        try:
+            read_jobs(jobs)
+        except ReadFailureError as failure:
+            raise self._explained(failure, entries[failure.job]) from failure
+
+    def _job(self, request: ReadRequest, entry: TensorEntry) -> ReadJob:
+        if entry.file not in self._descriptors:
+            raise CheckpointError(f"{self.folder}: reading {entry.name!r} after close().")
+        offset_bytes = entry.offset_bytes + request.first_element * entry.dtype.itemsize
+        return ReadJob(self._descriptors[entry.file], offset_bytes, entry.dtype, request.target, request.remainder)
+
+    def _explained(self, failure: ReadFailureError, entry: TensorEntry) -> Exception:
+        path, position = self.folder / entry.file, failure.offset_bytes
+        if failure.errno == 0:
+            return CheckpointError(
+                f"{path}: ended at byte {position} inside {entry.name!r}; it shrank since it was opened. Leave "
+                "checkpoint files alone while they are read."
+            )
+        why = os.strerror(failure.errno or 0)
+        return OSError(
+            failure.errno, f"reading {entry.name!r} failed at byte {position} ({why}); check the disk", str(path)
+        )
 
     def _entry(self, name: str) -> TensorEntry:
         if name not in self.tensors:
             some = ", ".join(list(self.tensors)[:3])
             raise CheckpointError(f"{self.folder}: no tensor {name!r} among {len(self.tensors)} (such as {some}).")
         return self.tensors[name]
-
-    def _read_elements(self, entry: TensorEntry, start: int, dest: torch.Tensor) -> None:
-        """Read dest.numel() elements from element `start` on into flat `dest`, converting piecewise where needed."""
-        itemsize = entry.dtype.itemsize
-        if entry.dtype == dest.dtype:
-            self._read_bytes(entry, start * itemsize, dest)
-            return
-        step = min(CONVERSION_BUFFER_BYTES // itemsize, dest.numel())
-        buffer = torch.empty(step, dtype=entry.dtype)
-        for done in range(0, dest.numel(), step or 1):
-            piece = buffer[: dest.numel() - done]
-            self._read_bytes(entry, (start + done) * itemsize, piece)
-            dest[done : done + piece.numel()].copy_(piece)
-
-    def _read_bytes(self, entry: TensorEntry, skip_bytes: int, dest: torch.Tensor) -> None:
-        """Fill flat `dest` with the file's bytes from `skip_bytes` into the tensor on; a read may return part of it."""
-        if entry.file not in self._descriptors:
-            raise CheckpointError(f"{self.folder}: reading {entry.name!r} after close().")
-        memory = dest.view(torch.uint8).numpy().data
-        position = entry.offset_bytes + skip_bytes
-        while memory.nbytes:
-            count = os.preadv(self._descriptors[entry.file], [memory], position)
-            if count == 0:
-                raise CheckpointError(
-                    f"{self.folder / entry.file}: ended at byte {position} inside {entry.name!r}; it shrank since it "
-                    "was opened. Leave checkpoint files alone while they are read."
-                )
-            memory, position = memory[count:], position + count
 
 
 def _find_files(folder: Path) -> tuple[dict[str, str] | None, dict[str, str]]:
@@ -230,7 +241,7 @@ def _check_destination(entry: TensorEntry, wanted: tuple[int, ...], dest: torch.
 
 
 def _check_convertible(entry: TensorEntry, dest: torch.Tensor) -> None:
-    if entry.dtype != dest.dtype and not (entry.dtype in CONVERTIBLE and dest.dtype in CONVERTIBLE):
+    if entry.dtype != dest.dtype and not (entry.dtype in NUMBERS and dest.dtype in NUMBERS):
         raise CheckpointError(
             f"{entry.name}: no conversion from {entry.dtype} in the file to {dest.dtype}; only floats of 16 to 64 bits "
             "convert. Read it as it is stored, or convert the checkpoint first."

@@ -16,8 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flexengine.wording import parse_json, shown
+
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # limit of the reference implementation, which guards against hostile headers
+MAX_DIMENSIONS = 32  # published tensors have at most 5; a product over a longer list could take forever
 HEADER_ALIGNMENT_BYTES = 8  # the header is padded with spaces so that the data starts aligned
 
 DTYPE_OF_NAME: dict[str, torch.dtype] = {
@@ -74,21 +77,12 @@ def parse_json_object(text: bytes, where: Path) -> dict[str, Any]:
     Raises: CheckpointError naming `where` for text that is not UTF-8 JSON, not an object, or repeats a key (a tensor
     listed twice).
     """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise CheckpointError(f"{where}: {twice!r} is listed twice; the file is damaged, fetch or export it again.")
-        return result
-
     try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{where}: expected JSON, found {error}; fetch or export the file again.") from error
+        value = parse_json(text, where, unique=True)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{where}: expected a JSON object, found {type(value).__name__}.")
+        raise CheckpointError(f"{where}: expected a JSON object, found {type(value).__name__}; fetch the file again.")
     return value
 
 
@@ -121,7 +115,9 @@ def read_header(descriptor: int, path: Path) -> Header:
 
 def _metadata(value: Any, path: Path) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
-        raise CheckpointError(f"{path}: __metadata__ must map strings to strings, found {str(value)[:80]}.")
+        raise CheckpointError(
+            f"{path}: __metadata__ must map strings to strings, found {shown(value)}; export the file again."
+        )
     return value
 
 
@@ -129,28 +125,34 @@ def _entry(name: str, value: Any, data_start: int, path: Path) -> TensorEntry:
     dtype_name, shape, begin, end = None, [], 0, 0
     try:
         dtype_name, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
-        numbers = [*shape, begin, end]
-        well_formed = all(type(n) is int and n >= 0 for n in numbers) and begin <= end
+        well_formed = _are_sizes(shape) and _are_sizes([begin, end]) and begin <= end
     except (TypeError, KeyError, ValueError):
         well_formed = False
     if not well_formed:
         raise CheckpointError(
-            f"{path}: tensor {name!r} needs dtype, shape and data_offsets [begin, end], found {str(value)[:120]}; "
-            "the header is damaged, fetch or export the file again."
+            f"{path}: tensor {shown(name)} needs dtype, shape (at most {MAX_DIMENSIONS} sizes) and data_offsets "
+            f"[begin, end], found {shown(value)}; the header is damaged, fetch or export the file again."
         )
     dtype = DTYPE_OF_NAME.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:
         raise CheckpointError(
-            f"{path}: tensor {name!r} has dtype {dtype_name!r}; known are {', '.join(DTYPE_OF_NAME)}. "
+            f"{path}: tensor {shown(name)} has dtype {shown(dtype_name)}; known are {', '.join(DTYPE_OF_NAME)}. "
             "Convert the checkpoint to one of these first."
         )
     needed = math.prod(shape) * dtype.itemsize
     if end - begin != needed:
         raise CheckpointError(
-            f"{path}: tensor {name!r} of shape {list(shape)} and dtype {dtype_name} needs {needed} bytes, its offsets "
-            f"[{begin}, {end}] hold {end - begin}; the header is damaged, fetch or export the file again."
+            f"{path}: tensor {shown(name)} of shape {list(shape)} and dtype {dtype_name} needs {needed} bytes, its "
+            f"offsets [{begin}, {end}] hold {end - begin}; the header is damaged, fetch or export the file again."
         )
     return TensorEntry(name, path.name, dtype, tuple(shape), data_start + begin, needed)
+
+
+def _are_sizes(numbers: Any) -> bool:
+    """Whether a decoded JSON value is a short list of whole numbers that fit in 63 bits."""
+    if not isinstance(numbers, list) or len(numbers) > MAX_DIMENSIONS:
+        return False
+    return all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
 
 
 def _check_layout(entries: list[TensorEntry], data_start: int, file_bytes: int, path: Path) -> None:
@@ -160,8 +162,8 @@ def _check_layout(entries: list[TensorEntry], data_start: int, file_bytes: int, 
         if entry.offset_bytes != position:
             what = "overlaps" if entry.offset_bytes < position else "leaves a hole after"
             raise CheckpointError(
-                f"{path}: tensor {entry.name!r} starts at byte {entry.offset_bytes} and {what} {previous!r}, which "
-                f"ends at byte {position}; the header is damaged, fetch or export the file again."
+                f"{path}: tensor {shown(entry.name)} starts at byte {entry.offset_bytes} and {what} {shown(previous)}, "
+                f"which ends at byte {position}; the header is damaged, fetch or export the file again."
             )
         position, previous = entry.offset_bytes + entry.num_bytes, entry.name
     if position != file_bytes:

@@ -6,21 +6,21 @@ temporary names, synced, then renamed, the index last: an error leaves the folde
 
 from __future__ import annotations
 
+import json
 import math
-import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from flexengine.checkpoint.atomic import copy_file, format_gib, sync_folder, temporary_name, write_json
+from flexengine.checkpoint.atomic import format_gib, staged_files
 from flexengine.checkpoint.layout import INDEX_FILE, SINGLE_FILE, is_support_file
 from flexengine.checkpoint.safetensors_format import CheckpointError, build_header
 
-__all__ = ["TensorSource", "copy_support_files", "write_checkpoint"]
+__all__ = ["TensorSource", "support_files", "write_checkpoint"]
 
 DEFAULT_SHARD_BYTES = 5 << 30  # near the 5 GB to which published checkpoints have long been split
 
@@ -47,6 +47,7 @@ def write_checkpoint(
     shards: dict[str, str] | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     metadata: dict[str, str] | None = None,
+    beside: Mapping[str, Path | str] | None = None,
 ) -> list[Path]:
     """Write `tensors` as safetensors files into `folder` (created if absent); returns the paths, index last.
 
@@ -54,6 +55,7 @@ def write_checkpoint(
     shards in order up to max_shard_bytes (a larger tensor gets a shard of its own): model.safetensors when one is
     enough, else model-0000i-of-0000n.safetensors. Any split but a lone model.safetensors gets an index.
     metadata: strings for each file's header, {"format": "pt"} by default, which transformers requires.
+    beside: files that appear with the tensors, such as the configuration: name -> a file to copy, or a text.
     Order: tensors are read shard by shard, within a shard by falling element size (keeps them aligned), then as given.
     Raises: CheckpointError for repeated names, a `shards` map that does not name exactly these tensors, read() results
     that differ from the declaration, too little disk space, a folder holding a checkpoint of the other layout, which
@@ -64,40 +66,22 @@ def write_checkpoint(
     plan = _plan_shards(sources, shards, max_shard_bytes)
     single = list(plan) == [SINGLE_FILE]
     headers = {file: _header(group, {"format": "pt"} if metadata is None else metadata) for file, group in plan.items()}
-    created = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    temporaries = {temporary_name(folder / file): folder / file for file in plan}
-    try:
+    files = [*plan, *([] if single else [INDEX_FILE])]
+    with staged_files(folder) as stage:
         _check_folder(folder, single, sum(source.num_bytes for source in sources))
-        for temporary, path in temporaries.items():
-            _write_shard(temporary, plan[path.name], *headers[path.name])
-        for temporary, path in temporaries.items():
-            os.replace(temporary, path)
-        sync_folder(folder)
+        for name, contents in (beside or {}).items():
+            _write_beside(stage(name), contents)
+        for file, group in plan.items():
+            _write_shard(stage(file), group, *headers[file])
         if not single:
-            write_json(folder / INDEX_FILE, _index(plan))
-        created = False
-    finally:
-        for temporary in temporaries:
-            temporary.unlink(missing_ok=True)
-        if created:
-            folder.rmdir()
-    return [*temporaries.values(), *([] if single else [folder / INDEX_FILE])]
+            _write_beside(stage(INDEX_FILE), json.dumps(_index(plan), indent=2) + "\n")
+    return [folder / file for file in files]
 
 
-def copy_support_files(source_folder: Path | str, target_folder: Path | str) -> list[str]:
-    """Copy the configuration and tokenizer files that are present (layout.SUPPORT_FILES); returns their names.
-
-    Each file is placed atomically; files of the same name are replaced. Nothing to do where both folders are the same.
-    Raises: OSError of the file system.
-    """
-    source_folder, target_folder = Path(source_folder), Path(target_folder)
-    names = sorted(path.name for path in source_folder.iterdir() if path.is_file() and is_support_file(path.name))
-    target_folder.mkdir(parents=True, exist_ok=True)
-    if source_folder.resolve() != target_folder.resolve():
-        for name in names:
-            copy_file(source_folder / name, target_folder / name)
-    return names
+def support_files(folder: Path | str) -> dict[str, Path]:
+    """Configuration and tokenizer files (layout.SUPPORT_FILES) of a model folder, as `write_checkpoint` takes them."""
+    paths = sorted(path for path in Path(folder).iterdir() if path.is_file() and is_support_file(path.name))
+    return {path.name: path for path in paths}
 
 
 def _plan_shards(
@@ -108,7 +92,8 @@ def _plan_shards(
     if not names:
         raise CheckpointError("asked to write a checkpoint without tensors.")
     if len(set(names)) != len(names) or "__metadata__" in names:
-        wrong = next(name for name in names if names.count(name) > 1 or name == "__metadata__")
+        seen = {"__metadata__"}
+        wrong = next(name for name in names if name in seen or seen.add(name))
         raise CheckpointError(
             f"tensor name {wrong!r} is given twice or reserved; every tensor needs a name of its own."
         )
@@ -174,8 +159,13 @@ def _write_shard(path: Path, group: list[TensorSource], header: bytes, offset_of
         for source in group:
             assert file.tell() == offset_of[source.name], f"{source.name}: at {file.tell()}, header says otherwise"
             file.write(_bytes_of(source))
-        file.flush()
-        os.fsync(file.fileno())
+
+
+def _write_beside(path: Path, contents: Path | str) -> None:
+    if isinstance(contents, Path):
+        shutil.copyfile(contents, path)
+    else:
+        path.write_text(contents, encoding="utf-8")
 
 
 def _bytes_of(source: TensorSource) -> memoryview:

@@ -21,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from flexengine.data.sources import Message, Record
+from flexengine.wording import parse_json, shown
 
 logger = logging.getLogger(__name__)
 
@@ -80,13 +81,19 @@ class ChatTokenizer:
         """
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
-            raise ValueError(f"no tokenizer.json in {folder}; the data cannot be tokenized without it")
+            raise ValueError(
+                f"no tokenizer.json in {folder}; the data cannot be tokenized without it: fetch it with the model, or "
+                "train on --data-source synthetic"
+            )
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the Rust side raises a bare Exception
-            raise ValueError(f"{path} cannot be read as a tokenizer: {error}") from None
-        config_path = Path(folder) / "tokenizer_config.json"
-        config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
+            raise ValueError(
+                f"{path} cannot be read as a tokenizer: {str(error)[:300]}; fetch tokenizer.json of the model again"
+            ) from None
+        if tokenizer.get_vocab_size(with_added_tokens=True) == 0:
+            raise ValueError(f"{path} holds no token; fetch tokenizer.json of the model again")
+        config = _read_config(Path(folder) / "tokenizer_config.json")
         bos, eos = (_token_text(config.get(key)) for key in ("bos_token", "eos_token"))
         return cls(tokenizer, _find_template(Path(folder), config), bos, eos)
 
@@ -137,12 +144,22 @@ class ChatTokenizer:
         return TokenizedRecord(ids, list(ids))
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-        return self._template.render(
-            messages=[message._asdict() for message in messages],
-            bos_token=self.bos_token,
-            eos_token=self.eos_token,
-            add_generation_prompt=add_generation_prompt,
-        )
+        """The text of a conversation. Raises ValueError when the template refuses it or fails on it."""
+        try:
+            return self._template.render(
+                messages=[message._asdict() for message in messages],
+                bos_token=self.bos_token,
+                eos_token=self.eos_token,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except MemoryError:
+            raise
+        except Exception as error:  # a template is a program out of a downloaded folder: it may fail in any way
+            roles = ", ".join(message.role for message in messages)
+            raise ValueError(
+                f"the chat template refuses a conversation of {roles}: {error}; change the records or the model's "
+                "chat template"
+            ) from None
 
     def _render_with_spans(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
         """The whole conversation as text, and the span of each assistant turn in it.
@@ -151,11 +168,7 @@ class ChatTokenizer:
         conversation up to it ends. That needs a template whose output only grows; for one that rewrites earlier turns
         the turns are found by their content, which leaves out what the template adds at the front of a turn.
         """
-        try:
-            rendered = self._render(messages)
-        except jinja2.TemplateError as error:
-            roles = ", ".join(message.role for message in messages)
-            raise ValueError(f"the chat template refuses a conversation of {roles}: {error}") from None
+        rendered = self._render(messages)
         turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
         spans = [self._span_by_prefix(rendered, messages, i) for i in turns]
         if all(spans):
@@ -168,7 +181,7 @@ class ChatTokenizer:
         try:
             before = self._render(messages[:i], add_generation_prompt=True)
             up_to = self._render(messages[: i + 1])
-        except jinja2.TemplateError:
+        except ValueError:
             return None
         if not (rendered.startswith(up_to) and up_to.startswith(before)):
             return None
@@ -198,19 +211,36 @@ class ChatTokenizer:
         self._warned = True
 
 
+def _read_config(path: Path) -> dict[str, Any]:
+    """tokenizer_config.json, {} where there is none. Raises ValueError when it is no JSON object."""
+    if not path.is_file():
+        return {}
+    config = parse_json(path.read_bytes(), path)
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(config).__name__}; fetch the file again")
+    return config
+
+
 def _find_template(folder: Path, config: dict[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: no UTF-8 text at byte {error.start}; fetch the file again") from None
     template = config.get("chat_template")
     if isinstance(template, list):  # several named templates; the one called "default" is for chats
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        named = (entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default")
+        template = next((entry.get("template") for entry in named), None)
+    if template is not None and not isinstance(template, str):
+        raise ValueError(f"{folder}: chat_template in tokenizer_config.json is {shown(template)}, expected a text")
     return template
 
 
 def _token_text(token: Any) -> str:
     """A special token is stored as its text, as {"content": text, ...}, or as null."""
-    return (token.get("content") if isinstance(token, dict) else token) or ""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else ""
 
 
 def _compile(template: str) -> jinja2.Template:
@@ -223,7 +253,11 @@ def _compile(template: str) -> jinja2.Template:
     try:
         return environment.from_string(template)
     except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"the chat template does not parse: line {error.lineno}: {error}") from None
+        raise ValueError(
+            f"the chat template does not parse: line {error.lineno}: {error}; correct or remove it"
+        ) from None
+    except RecursionError:
+        raise ValueError("the chat template does not parse: it is nested too deep; correct or remove it") from None
 
 
 def _raise_exception(message: str) -> None:

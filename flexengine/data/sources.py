@@ -12,11 +12,15 @@
 Further keys are ignored, except "system" beside the pairs, which becomes a system message.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from flexengine.wording import parse_json, shown
+
+SHOWN_KEYS = 12
+"""Keys of a record that a message names."""
 
 
 class Message(NamedTuple):
@@ -64,10 +68,12 @@ def read_json_sft(path: str | Path) -> list[Record]:
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"data set {path}: no such file; --dataset wants a JSON or JSON Lines file")
+        found = "is a folder" if path.is_dir() else "no such file"
+        raise ValueError(f"data set {path}: {found}; --dataset wants a JSON or JSON Lines file")
     records = [parse_record(raw, where) for raw, where in _raw_records(path)]
     if not records:
-        raise ValueError(f"data set {path} holds no record")
+        num_bytes = path.stat().st_size
+        raise ValueError(f"data set {path} holds no record ({num_bytes} bytes); --dataset wants one record or more")
     return records
 
 
@@ -85,8 +91,7 @@ def parse_record(raw: Any, where: str) -> Record:
     if "text" in raw:
         return Record(text=_string(raw, "text", where))
     raise ValueError(
-        f"{where}: unknown record format with keys {', '.join(sorted(map(str, raw))) or '(none)'}\n"
-        f"  known formats: {', '.join(KNOWN_FORMATS)}"
+        f"{where}: unknown record format with keys {_keys(raw)}\n  known formats: {', '.join(KNOWN_FORMATS)}"
     )
 
 
@@ -94,32 +99,27 @@ def _raw_records(path: Path) -> Iterator[tuple[Any, str]]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"data set {path} is not UTF-8 text: {error}") from None
+        raise ValueError(
+            f"data set {path} is not UTF-8 text: {error.reason} at byte {error.start}; convert the file to UTF-8"
+        ) from None
     if text.lstrip().startswith("["):
-        values = _decode(text, str(path))
+        values = parse_json(text, path)
         for number, raw in enumerate(values, start=1):
             yield raw, f"{path}, record {number}"
         return
     for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: it also cuts at U+2028 inside strings
         if line.strip():
             where = f"{path}, line {number}"
-            yield _decode(line, where), where
-
-
-def _decode(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not valid JSON: {error}") from None
+            yield parse_json(line, where), where
 
 
 def _conversation(turns: Any, role_key: str, content_key: str, where: str) -> Record:
     if not isinstance(turns, list) or not turns:
-        raise ValueError(f"{where}: the conversation must be a list of at least one message, found {turns!r:.60}")
+        raise ValueError(f"{where}: the conversation must be a list of at least one message, found {shown(turns)}")
     messages = []
     for turn in turns:
         if not isinstance(turn, dict) or role_key not in turn or content_key not in turn:
-            found = ", ".join(sorted(map(str, turn))) if isinstance(turn, dict) else type(turn).__name__
+            found = _keys(turn) if isinstance(turn, dict) else type(turn).__name__
             raise ValueError(f"{where}: a message needs the keys {role_key} and {content_key}, found {found}")
         role = _string(turn, role_key, where)
         messages.append(Message(ROLE_NAMES.get(role, role), _string(turn, content_key, where)))
@@ -138,4 +138,17 @@ def _string(raw: dict[str, Any], key: str, where: str) -> str:
     value = raw[key]
     if not isinstance(value, str):
         raise ValueError(f"{where}: {key} must be a string, found {type(value).__name__}")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:  # legal in JSON's escapes, but no tokenizer takes it
+        raise ValueError(
+            f"{where}: {key} holds half of a character (a lone surrogate) at position {error.start}; write the "
+            "record again without it"
+        ) from None
     return value
+
+
+def _keys(raw: dict[str, Any]) -> str:
+    names = sorted(map(str, raw))
+    more = f" and {len(names) - SHOWN_KEYS} more" if len(names) > SHOWN_KEYS else ""
+    return (", ".join(shown(name)[1:-1] for name in names[:SHOWN_KEYS]) or "(none)") + more

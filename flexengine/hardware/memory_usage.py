@@ -3,16 +3,17 @@
 The figures that budgets are promises about; what the arenas hold is only their largest part.
 """
 
-import os
+import ctypes
 import resource
 import sys
 import threading
 from collections.abc import Callable
-from functools import cache
-from types import ModuleType
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import NamedTuple
 
 import torch
+
+from flexengine.hardware import nvml
 
 SAMPLE_PERIOD_S = 0.02
 
@@ -27,8 +28,9 @@ class MemoryPeaks(NamedTuple):
 class GpuMemoryMeter:
     """GPU bytes of this process, now and at most since `start`, sampled by a thread every 20 ms.
 
-    Make it before the process first uses CUDA: then what others hold on the device is known and left out, even in
-    containers where NVML does not list the process. `read_bytes` replaces NVML; without it a CPU device reads None.
+    Make it, or call `note_baseline`, before the process first uses CUDA: then what others hold on the device is known
+    and left out, even in containers where NVML does not list the process. `read_bytes` replaces NVML; without it a
+    CPU device reads None.
     A peak shorter than the period may be missed; arenas hold their memory throughout, so budgets are unaffected.
     """
 
@@ -45,8 +47,8 @@ class GpuMemoryMeter:
         self._thread: threading.Thread | None = None
         if read_bytes is None and device.type == "cuda":
             index = _device_index(device)
-            _baseline_bytes(index)
-            self._read_bytes = lambda: _process_gpu_bytes(index)
+            note_baseline()
+            self._read_bytes = lambda: nvml.process_gpu_bytes(index)
 
     def used_bytes(self) -> int | None:
         """Bytes in use now. Raises: RuntimeError if the device cannot be read at all."""
@@ -95,27 +97,25 @@ def memory_peaks(meter: GpuMemoryMeter) -> MemoryPeaks:
     return MemoryPeaks(gpu_bytes=meter.peak_bytes(), host_bytes=peak_resident_bytes())
 
 
+def note_baseline() -> None:
+    """Note what other processes hold on every GPU, for where NVML does not tell processes apart.
+
+    Order: before anything makes a CUDA context, as `torch.cuda.current_device()` does. Only the first call counts;
+    once CUDA has started nothing can be told any more, and others' memory is taken for this process's own.
+    """
+    nvml.baselines()
+
+
 def gpu_used_bytes(device: torch.device) -> int:
     """GPU bytes of this process as NVML shows them: context, kernels, libraries, arenas.
 
     Where NVML does not list the process (in many containers) this is what the device has in use less what it had at
-    the first call, if that came before CUDA was initialised: an upper bound if others share the card.
+    `note_baseline`: an upper bound if others share the card and take more later.
     Raises: ValueError if `device` is no CUDA device.
     """
     if device.type != "cuda":
         raise ValueError(f"gpu_used_bytes: device is {device}, expected a CUDA device")
-    return _process_gpu_bytes(_device_index(device))
-
-
-def nvidia_driver_version() -> str:
-    """Version of the NVIDIA driver, "unknown" without NVML."""
-    nvml = _nvml()
-    if nvml is None:
-        return "unknown"
-    try:
-        return str(nvml.nvmlSystemGetDriverVersion())
-    except nvml.NVMLError:
-        return "unknown"
+    return nvml.process_gpu_bytes(_device_index(device))
 
 
 def resident_bytes() -> int:
@@ -153,101 +153,10 @@ def _statm_resident_bytes() -> int | None:
         return None
 
 
-def _process_gpu_bytes(index: int) -> int:
-    baseline_bytes = _baseline_bytes(index)
-    listed_bytes = _listed_process_bytes(index)
-    if listed_bytes is not None:
-        return listed_bytes
-    return max(0, _device_used_bytes(index) - baseline_bytes)
-
-
-@cache
-def _baseline_bytes(index: int) -> int:
-    """What the device had in use before this process made its context; 0 if it is too late to know.
-
-    Only NVML can tell: asking the CUDA driver makes the context.
-    """
-    if torch.cuda.is_initialized() or _nvml_handle(index) is None:
-        return 0
-    return _device_used_bytes(index)
-
-
-def _listed_process_bytes(index: int) -> int | None:
-    """NVML's figure for this process; None if it lists no such process, gives no figure, or cannot mean this one."""
-    nvml = _nvml()
-    handle = _nvml_handle(index)
-    if nvml is None or handle is None:
-        return None
-    try:
-        processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except nvml.NVMLError:
-        return None
-    for process in processes:
-        if process.pid == os.getpid() and process.usedGpuMemory is not None:
-            # In a container NVML may list the host's process numbers: less than torch holds must be someone else.
-            reserved_bytes = torch.cuda.memory_reserved(index) if torch.cuda.is_initialized() else 0
-            return int(process.usedGpuMemory) if process.usedGpuMemory >= reserved_bytes else None
-    return None
-
-
-def _device_used_bytes(index: int) -> int:
-    """Bytes in use on the whole device, by all processes."""
-    nvml = _nvml()
-    handle = _nvml_handle(index)
-    if nvml is not None and handle is not None:
-        try:
-            return int(_nvml_memory(nvml, handle).used)
-        except nvml.NVMLError:
-            pass  # some virtual GPUs refuse; the CUDA driver answers below
-    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
-    return total_bytes - free_bytes
-
-
-def _nvml_memory(nvml: ModuleType, handle: Any) -> Any:
-    """NVML's memory figures; version 2 leaves what the driver reserves for itself out of `used`."""
-    version = getattr(nvml, "nvmlMemory_v2", None)
-    if version is not None:
-        try:
-            return nvml.nvmlDeviceGetMemoryInfo(handle, version=version)
-        except (nvml.NVMLError, TypeError):
-            pass  # a driver or binding older than version 2
-    return nvml.nvmlDeviceGetMemoryInfo(handle)
-
-
-@cache
-def _nvml() -> ModuleType | None:
-    """The NVML binding, initialised for the life of the process; None without driver or binding."""
-    try:
-        import pynvml  # noqa: PLC0415 - only machines with NVIDIA GPUs need it
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    return pynvml
-
-
-def _nvml_handle(index: int) -> Any | None:
-    """NVML's handle of torch's device `index`, without making a CUDA context; None if it cannot be told."""
-    nvml = _nvml()
-    if nvml is None:
-        return None
-    try:
-        if torch.cuda.is_initialized():
-            return nvml.nvmlDeviceGetHandleByUUID(_uuid(str(torch.cuda.get_device_properties(index).uuid)))
-        visible = [entry.strip() for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.strip()]
-        entry = visible[index] if index < len(visible) else str(index)
-        if entry.isdigit():
-            return nvml.nvmlDeviceGetHandleByIndex(int(entry))
-        return nvml.nvmlDeviceGetHandleByUUID(entry)
-    except (nvml.NVMLError, AttributeError):
-        return None
-
-
-def _uuid(text: str) -> str:
-    """NVML's spelling of a UUID; torch leaves the prefix out."""
-    return text if text.startswith(("GPU-", "MIG-")) else f"GPU-{text}"
+def release_unused_heap() -> None:
+    """Have the C library give freed memory back to the operating system where it can (glibc), before a reading."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _device_index(device: torch.device) -> int:

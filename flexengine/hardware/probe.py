@@ -1,60 +1,106 @@
 """Measures the machine once, remembers the rates on disk, and reads free memory anew on every call."""
 
-import hashlib
+import logging
 import os
 import platform
-import re
-import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+from flexengine.hardware.cache import age_s, profile_path, read_cached, write_cached
 from flexengine.hardware.host_memory import host_memory
-from flexengine.hardware.measure import measure_cpu, measure_cuda
-from flexengine.hardware.memory_usage import gpu_used_bytes, nvidia_driver_version, resident_bytes
+from flexengine.hardware.measure import measure_cuda
+from flexengine.hardware.measure_cpu import measure_cpu
+from flexengine.hardware.memory_usage import gpu_used_bytes, note_baseline, release_unused_heap, resident_bytes
+from flexengine.hardware.nvml import nvidia_driver_version
 from flexengine.hardware.profile import HardwareProfile
 
-PROBE_VERSION = 1  # part of the cache key: raise it when what is measured changes its meaning
-DEFAULT_SECONDS = 6.0
+PROBE_VERSION = 2  # part of the cache key: raise it when what is measured changes its meaning
+DEFAULT_SECONDS = 10.0
+DEFAULT_SHAPE = (4096, 14336)
+"""(hidden_size, intermediate_size) where no model is named: an 8B one's."""
+CPU_SIZES = (256, 512, 1024)  # the CPU's rate hardly depends on the shape: models of similar size share a profile
 # A context with every library loaded takes 0.4-1 GiB. More than this is another process that NVML cannot tell apart.
 MAX_CONTEXT_BYTES = 2 * 2**30
 
+logger = logging.getLogger(__name__)
+
+
+class ProbeResult(NamedTuple):
+    """A profile and where it came from. `age_s`: seconds since it was measured; None if no file remembers it."""
+
+    profile: HardwareProfile
+    path: Path | None
+    from_cache: bool
+    age_s: float | None
+
 
 def probe(
-    device: torch.device, dtype: torch.dtype, seconds_budget: float = DEFAULT_SECONDS, force: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, int] = DEFAULT_SHAPE,
+    seconds_budget: float = DEFAULT_SECONDS,
+    force: bool = False,
 ) -> HardwareProfile:
+    """Profile of `device` and its host for products in `dtype`; see `run_probe`."""
+    return run_probe(device, dtype, shape, seconds_budget, force).profile
+
+
+def run_probe(
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, int] = DEFAULT_SHAPE,
+    seconds_budget: float = DEFAULT_SECONDS,
+    force: bool = False,
+) -> ProbeResult:
     """Profile of `device` and its host for products in `dtype`, from the cache or measured in about `seconds_budget`.
 
-    Rates and context size are cached per device, driver, torch version, dtype, CPU and thread count, under
-    $FLEXENGINE_CACHE or the user's cache folder; `force` measures again. Memory totals are always read anew.
+    shape: (hidden_size, intermediate_size) of the model whose linear layers are timed. Rates and context size are
+    cached per device, driver, versions, dtype, shape, CPU and thread count, under $FLEXENGINE_CACHE or the user's cache
+    folder; `force` measures again. Memory totals are always read anew.
     Order: call it first in a process, before the arenas take their memory and while the device is idle. All memory it
-    takes is given back. A cache that cannot be read or written is ignored.
-    Raises: ValueError if `device` is neither CUDA nor CPU, or seconds_budget is not above 0.
+    takes is given back, and torch's random numbers go on as if it had not run. A cache that cannot be read or written
+    is passed over.
+    Raises: ValueError if `device` is neither CUDA nor CPU, a size of `shape` is below 1, or seconds_budget is not above
+    0; MemoryError if CUDA refuses to page-lock the buffers.
     """
     if device.type not in ("cuda", "cpu"):
         raise ValueError(f"probe: device is {device}, expected a CUDA device or the CPU")
     if seconds_budget <= 0:
         raise ValueError(f"probe: seconds_budget is {seconds_budget}, expected more than 0 seconds")
+    if min(shape) < 1:
+        raise ValueError(f"probe: shape is {shape}, expected a hidden_size and an intermediate_size of at least 1")
     if device.type == "cuda":
-        gpu_used_bytes(device)  # before CUDA starts: notes what other processes hold on the device
+        note_baseline()
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-    path = _cache_path(device, dtype)
-    profile = None if force else _read_cache(path)
+    else:
+        shape = (_nearby_size(shape[0]), _nearby_size(shape[1]))
+    path = _path(device, dtype, shape)
+    profile = None if force else read_cached(path)
+    from_cache = profile is not None
     if profile is None:
-        scale = seconds_budget / DEFAULT_SECONDS
-        profile = _probe_cuda(device, dtype, scale) if device.type == "cuda" else _probe_cpu(dtype, scale)
-        _write_cache(path, profile)
-    return _with_current_memory(profile, device)
+        profile = _measured(device, dtype, shape, seconds_budget / DEFAULT_SECONDS)
+        path = path if write_cached(path, profile) else None
+    return ProbeResult(_with_current_memory(profile, device), path, from_cache, age_s(path))
 
 
-def _probe_cuda(device: torch.device, dtype: torch.dtype, scale: float) -> HardwareProfile:
+def _measured(device: torch.device, dtype: torch.dtype, shape: tuple[int, int], scale: float) -> HardwareProfile:
+    logger.info("measuring the rates of %s once (a few seconds)", device)
+    on_cuda = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if on_cuda else []):
+        return _probe_cuda(device, dtype, shape, scale) if on_cuda else _probe_cpu(dtype, shape, scale)
+
+
+def _probe_cuda(device: torch.device, dtype: torch.dtype, shape: tuple[int, int], scale: float) -> HardwareProfile:
     _release_cached_memory()
     held_bytes = torch.cuda.memory_reserved(device)
-    rates = measure_cuda(device, dtype, scale)
+    rates = measure_cuda(device, dtype, shape, host_memory().available_bytes, scale)
     torch.cuda.empty_cache()  # keeps the cuBLAS workspace, which counts as context from here on
     context_bytes = min(max(gpu_used_bytes(device) - held_bytes, 0), MAX_CONTEXT_BYTES)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    release_unused_heap()
     host = host_memory()
     return HardwareProfile(
         name=torch.cuda.get_device_name(device),
@@ -70,8 +116,9 @@ def _probe_cuda(device: torch.device, dtype: torch.dtype, scale: float) -> Hardw
     )
 
 
-def _probe_cpu(dtype: torch.dtype, scale: float) -> HardwareProfile:
-    rates = measure_cpu(dtype, scale)
+def _probe_cpu(dtype: torch.dtype, shape: tuple[int, int], scale: float) -> HardwareProfile:
+    rates = measure_cpu(dtype, shape, scale)
+    release_unused_heap()
     host = host_memory()
     return HardwareProfile(
         name=_cpu_name(),
@@ -116,49 +163,20 @@ def _release_cached_memory() -> None:
     torch.cuda.empty_cache()
 
 
-def _cache_path(device: torch.device, dtype: torch.dtype) -> Path | None:
+def _nearby_size(size: int) -> int:
+    """The first of CPU_SIZES that is at least `size`, or the last."""
+    return next((nearby for nearby in CPU_SIZES if nearby >= size), CPU_SIZES[-1])
+
+
+def _path(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Path | None:
     """File of this machine's profile; None if the user has no cache folder."""
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else _cpu_name()
-    driver = nvidia_driver_version() if cuda else "none"
-    key = (PROBE_VERSION, name, driver, torch.__version__, dtype, _cpu_name(), os.cpu_count(), torch.get_num_threads())
-    digest = hashlib.sha256(repr(key).encode()).hexdigest()[:12]
-    readable = re.sub(r"[^a-z0-9]+", "-", f"{name} {dtype}".lower().replace("torch.", "")).strip("-")
-    folder = _cache_folder()
-    return None if folder is None else folder / "profiles" / f"{readable}-{digest}.json"
-
-
-def _cache_folder() -> Path | None:
-    """$FLEXENGINE_CACHE, else flexengine/ in the XDG cache folder (https://specifications.freedesktop.org/basedir)."""
-    if own := os.environ.get("FLEXENGINE_CACHE"):
-        return Path(own)
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared) / "flexengine"
-    try:
-        return Path.home() / ".cache" / "flexengine"
-    except RuntimeError:  # a user without a home
-        return None
-
-
-def _read_cache(path: Path | None) -> HardwareProfile | None:
-    try:
-        return None if path is None else HardwareProfile.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # absent, unreadable, or written by another version
-        return None
-
-
-def _write_cache(path: Path | None, profile: HardwareProfile) -> None:
-    """Write beside and rename, so that processes that start together never read half a file."""
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(profile.to_json())
-        os.replace(temporary, path)
-    except OSError:  # a read-only or full disk costs a few seconds next time, nothing else
-        return
+    total_bytes = torch.cuda.get_device_properties(device).total_memory if cuda else 0
+    versions = (PROBE_VERSION, torch.__version__, torch.version.cuda, nvidia_driver_version() if cuda else "none")
+    host = (_cpu_name(), os.cpu_count(), torch.get_num_threads())
+    readable = f"{name} {dtype} {shape[0]} {shape[1]}".replace("torch.", "")
+    return profile_path(readable, (*versions, name, total_bytes, str(dtype), shape, *host))
 
 
 def _cpu_name() -> str:

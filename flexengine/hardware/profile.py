@@ -5,13 +5,23 @@ Plain Python, so that plans can be made anywhere. `probe.py` measures a profile,
 
 import json
 import math
-from bisect import bisect_right
 from dataclasses import asdict, dataclass, fields
-from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal, get_args
+
+from flexengine.hardware.curve import Curve, Points, as_points, check_points, check_positive, interpolate, is_number
 
 DeviceType = Literal["cuda", "cpu"]
 ProfileSource = Literal["measured", "preset", "synthetic"]
+
+FORMAT = 2
+"""Version of the JSON form; raised when fields appear or change their meaning."""
+POINT_FIELDS = {
+    "matmul_flops_per_s": "tokens",
+    "attention_forward_flops_per_s": "tokens of a sequence",
+    "attention_backward_flops_per_s": "tokens of a sequence",
+}
+"""Fields that are curves the planner reads, and the unit of their x."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +37,15 @@ class HardwareProfile:
     device_type: DeviceType
     source: ProfileSource
 
-    matmul_flops_per_s: tuple[tuple[int, float], ...]
-    """(tokens, attained FLOP/s) of linear layers in the compute dtype, tokens strictly ascending."""
+    matmul_flops_per_s: Points
+    """(tokens, attained FLOP/s) of linear layers: forward, input and weight gradients together, weighted by time."""
+    matmul_shape: tuple[int, int]
+    """(hidden_size, intermediate_size) of the block whose linear layers gave that curve."""
     peak_matmul_flops_per_s: float
     """Sustained rate of a large cube (8192^3 on a GPU) on random data: the unit that speeds are quoted in."""
-    attention_forward_flops_per_s: float
-    """Causal attention, counting 4 * head_dim FLOPs per head and visible (query, key) pair."""
-    attention_backward_flops_per_s: float
+    attention_forward_flops_per_s: Points
+    """(tokens of a sequence, FLOP/s) of causal attention, counting 4 * head_dim FLOPs per head and visible pair."""
+    attention_backward_flops_per_s: Points
     """Its backward, counting 10 * head_dim FLOPs per head and visible pair (five products instead of two)."""
     memory_bytes_per_s: float
     """Device memory traffic of a large copy, bytes read plus bytes written."""
@@ -48,8 +60,12 @@ class HardwareProfile:
     """Device to host while the other direction is busy."""
     host_bytes_per_s: float
     """Host memory traffic of a large copy by all threads, bytes read plus bytes written."""
+    cpu_adamw_parameters_per_s: tuple[tuple[str, float], ...]
+    """(dtype of the optimizer states, parameters updated per second by all threads of the CPU)."""
     launch_s: float
     """From one small kernel to the next, issued back to back from Python."""
+    issue_s: float
+    """Host seconds to issue one command of the engine: bind views, wait, launch, record. 0 where it runs in place."""
     copy_latency_s: float
     """Fixed part of a copy over the link: a copy of n bytes takes copy_latency_s + n / rate."""
 
@@ -63,19 +79,31 @@ class HardwareProfile:
     host_available_bytes: int
     """What this process can still take on top of its resident set without swapping or breaking a limit."""
     host_base_bytes: int
-    """Resident set of a process that has imported torch and initialised the device."""
+    """Resident set of a process that has imported torch, initialised the device and loaded its kernels."""
+
+    curves: tuple[Curve, ...]
+    """Everything that was measured by size, for people and the chart; empty in presets."""
 
     def __post_init__(self) -> None:
         _check_choice("device_type", self.device_type, get_args(DeviceType))
         _check_choice("source", self.source, get_args(ProfileSource))
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"hardware profile: name is {self.name!r}, expected a non-empty string")
-        for field in fields(self):
-            if field.name.endswith("_bytes"):
-                _check_bytes(field.name, getattr(self, field.name))
-            elif field.name.endswith("_s") and field.name != "matmul_flops_per_s":
-                _check_positive(field.name, getattr(self, field.name))
-        _check_curve(self.matmul_flops_per_s)
+        for name in (field.name for field in fields(self)):
+            value = getattr(self, name)
+            if name in POINT_FIELDS:
+                check_points(name, value, POINT_FIELDS[name], "FLOP/s")
+            elif name == "issue_s":
+                _check_not_negative(name, value)
+            elif name == "cpu_adamw_parameters_per_s":
+                _check_named_rates(name, value)
+            elif name.endswith("_bytes"):
+                _check_bytes(name, value)
+            elif name.endswith("_s"):
+                check_positive(name, value)
+        _check_shape("matmul_shape", self.matmul_shape)
+        if not isinstance(self.curves, tuple) or not all(isinstance(curve, Curve) for curve in self.curves):
+            raise ValueError(f"hardware profile: curves is {self.curves!r:.80}, expected a tuple of Curve")
         _check_at_most("gpu_free_bytes", self.gpu_free_bytes, "gpu_total_bytes", self.gpu_total_bytes)
         _check_at_most("gpu_context_bytes", self.gpu_context_bytes, "gpu_total_bytes", self.gpu_total_bytes)
         _check_at_most("host_available_bytes", self.host_available_bytes, "host_total_bytes", self.host_total_bytes)
@@ -86,38 +114,46 @@ class HardwareProfile:
         Linear in the logarithm of tokens between measured points, constant outside them.
         Raises: ValueError if tokens < 1.
         """
-        if tokens < 1:
-            raise ValueError(f"matmul_rate: tokens is {tokens}, expected at least 1")
-        curve = self.matmul_flops_per_s
-        right = bisect_right(curve, tokens, key=lambda point: point[0])
-        if right == 0:
-            return curve[0][1]
-        if right == len(curve):
-            return curve[-1][1]
-        (low_tokens, low_rate), (high_tokens, high_rate) = curve[right - 1], curve[right]
-        share = math.log(tokens / low_tokens) / math.log(high_tokens / low_tokens)
-        return low_rate + share * (high_rate - low_rate)
+        return _rate("matmul_rate: tokens", self.matmul_flops_per_s, tokens)
+
+    def attention_forward_rate(self, seq_len: int) -> float:
+        """Attained FLOP/s of causal attention over sequences of `seq_len` tokens; read as `matmul_rate` is."""
+        return _rate("attention_forward_rate: seq_len", self.attention_forward_flops_per_s, seq_len)
+
+    def attention_backward_rate(self, seq_len: int) -> float:
+        """Attained FLOP/s of attention's backward over sequences of `seq_len` tokens; read as `matmul_rate` is."""
+        return _rate("attention_backward_rate: seq_len", self.attention_backward_flops_per_s, seq_len)
+
+    def cpu_adamw_rate(self, state_dtype: str) -> float:
+        """Parameters/s of AdamW on the CPU with states in `state_dtype`; the slowest rate for one not measured."""
+        rates = dict(self.cpu_adamw_parameters_per_s)
+        return rates.get(state_dtype, min(rates.values()))
 
     def to_dict(self) -> dict[str, Any]:
-        """Values JSON can hold, one key per field; `from_dict` is the inverse."""
-        values = asdict(self)
-        values["matmul_flops_per_s"] = [list(point) for point in self.matmul_flops_per_s]
-        return values
+        """Values JSON can hold, one key per field and "format"; `from_dict` is the inverse."""
+        return {"format": FORMAT, **asdict(self)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "HardwareProfile":
-        """The profile that `to_dict` described. Raises: ValueError on missing, unknown or invalid fields."""
+        """The profile that `to_dict` described. Raises: ValueError on another format, missing or invalid fields."""
         if not isinstance(values, dict):
             raise ValueError(f"hardware profile: expected an object with one key per field, got {values!r:.80}")
+        if values.get("format") != FORMAT:
+            raise ValueError(
+                f"hardware profile: written in format {values.get('format', 1)}, this version of flexengine reads "
+                f"format {FORMAT}; measure again with `flexengine probe --json FILE`, or see docs/hardware_profiles.md"
+            )
+        values = {name: value for name, value in values.items() if name != "format"}
         known = {field.name for field in fields(cls)}
         if missing := sorted(known - values.keys()):
             raise ValueError(f"hardware profile: missing fields {', '.join(missing)}")
         if unknown := sorted(values.keys() - known):
             raise ValueError(f"hardware profile: unknown fields {', '.join(unknown)}")
-        curve = values["matmul_flops_per_s"]
-        if not isinstance(curve, list | tuple) or not all(isinstance(point, list | tuple) for point in curve):
-            raise ValueError("hardware profile: matmul_flops_per_s is not a list of [tokens, FLOP/s] pairs")
-        return cls(**{**values, "matmul_flops_per_s": tuple(tuple(point) for point in curve)})
+        pairs = {name: as_points(name, values[name]) for name in (*POINT_FIELDS, "cpu_adamw_parameters_per_s")}
+        if not isinstance(values["matmul_shape"], list | tuple) or not isinstance(values["curves"], list | tuple):
+            raise ValueError("hardware profile: matmul_shape and curves must be lists")
+        shape, curves = tuple(values["matmul_shape"]), tuple(Curve.from_dict(curve) for curve in values["curves"])
+        return cls(**{**values, **pairs, "matmul_shape": shape, "curves": curves})
 
     def to_json(self) -> str:
         """JSON text; floats survive the round trip exactly."""
@@ -126,11 +162,27 @@ class HardwareProfile:
     @classmethod
     def from_json(cls, text: str) -> "HardwareProfile":
         """The profile in `text`. Raises: ValueError if it is no JSON or no valid profile."""
-        return cls.from_dict(json.loads(text))
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"hardware profile: no valid JSON: {error}") from None
+        return cls.from_dict(values)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def read_profile(path: Path) -> HardwareProfile:
+    """The profile in a JSON file. Raises: ValueError naming the file if it is absent or holds no valid profile."""
+    try:
+        return HardwareProfile.from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot read this profile: {error.strerror}") from None
+    except ValueError as error:  # bad JSON, bad fields, or bytes that are no text
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _rate(name: str, points: Points, x: int) -> float:
+    if x < 1:
+        raise ValueError(f"{name} is {x}, expected at least 1")
+    return interpolate(points, x)
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -138,9 +190,9 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"hardware profile: {name} is {value!r}, expected one of {', '.join(choices)}")
 
 
-def _check_positive(name: str, value: Any) -> None:
-    if not _is_number(value) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"hardware profile: {name} is {value!r}, expected a finite number above 0")
+def _check_not_negative(name: str, value: Any) -> None:
+    if not is_number(value) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"hardware profile: {name} is {value!r}, expected a finite number, at least 0")
 
 
 def _check_bytes(name: str, value: Any) -> None:
@@ -153,16 +205,19 @@ def _check_at_most(name: str, value: int, limit_name: str, limit: int) -> None:
         raise ValueError(f"hardware profile: {name} is {value}, more than {limit_name}, which is {limit}")
 
 
-def _check_curve(curve: Any) -> None:
-    name = "matmul_flops_per_s"
-    if not isinstance(curve, tuple) or not curve:
-        raise ValueError(f"hardware profile: {name} is {curve!r}, expected at least one (tokens, FLOP/s) pair")
-    if any(not isinstance(point, tuple) or len(point) != 2 for point in curve):
-        raise ValueError(f"hardware profile: {name} is {curve!r}, expected (tokens, FLOP/s) pairs")
-    for tokens, rate in curve:
-        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
-            raise ValueError(f"hardware profile: {name} has a point at {tokens!r} tokens, expected at least 1")
-        _check_positive(f"{name} at {tokens} tokens", rate)
-    counts = [tokens for tokens, _ in curve]
-    if any(later <= earlier for earlier, later in pairwise(counts)):
-        raise ValueError(f"hardware profile: {name} has token counts {counts}, expected strictly ascending ones")
+def _check_shape(name: str, value: Any) -> None:
+    form = "(hidden_size, intermediate_size), both at least 1"
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise ValueError(f"hardware profile: {name} is {value!r}, expected {form}")
+    if any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in value):
+        raise ValueError(f"hardware profile: {name} is {value!r}, expected {form}")
+
+
+def _check_named_rates(name: str, value: Any) -> None:
+    pairs = isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value)
+    if not pairs or not value or len({dtype for dtype, _ in value}) < len(value):
+        raise ValueError(f"hardware profile: {name} is {value!r}, expected (dtype, rate) pairs, each dtype once")
+    for dtype, rate in value:
+        if not isinstance(dtype, str) or not dtype:
+            raise ValueError(f"hardware profile: {name} names the dtype {dtype!r}, expected text such as 'float32'")
+        check_positive(f"{name} for {dtype}", rate)

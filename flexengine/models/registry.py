@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flexengine.models import llama
 from flexengine.models.spec import ModelSpec
+from flexengine.wording import did_you_mean, parse_json, shown
 
 FAMILIES: dict[str, Callable[[str, dict], ModelSpec]] = {"llama": llama.build}
 """Hugging Face `model_type` -> builder."""
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 PRESET_PREFIX = "preset:"
+MAX_CONFIG_BYTES = 2**24
+"""Largest config.json that is read; published ones have a few KiB."""
+MAX_PARAMETERS = 2**43
+"""Largest model, 8.8 * 10**12 parameters: its training state would fill 100 TiB, and byte counts stay below 2**63."""
 
 
 class ModelSource(NamedTuple):
@@ -31,24 +36,48 @@ def preset_names() -> list[str]:
     return ["demo", *sorted(p.stem for p in (ASSETS / "presets").glob("*.json"))]
 
 
-def build_model(name: str, config: dict) -> ModelSpec:
-    """The ModelSpec of a Hugging Face config. Raises ValueError when the family is unknown or a field is missing."""
+def build_model(name: str, config: Any) -> ModelSpec:
+    """The ModelSpec of a Hugging Face config.
+
+    Raises ValueError when it is no object, of an unknown family, quantised, lacks a field, or holds a value outside
+    models/fields.py:LARGEST or sizes that come to more than MAX_PARAMETERS.
+    """
+    if not isinstance(config, dict):
+        raise ValueError(f"{name}: config.json holds a {type(config).__name__}, expected an object of fields")
     family = config.get("model_type")
-    if family not in FAMILIES:
-        raise ValueError(f"{name}: model_type {family!r} in config.json is not supported; known: {', '.join(FAMILIES)}")
-    try:
-        return FAMILIES[family](name, config)
-    except KeyError as missing:
-        raise ValueError(f"{name}: config.json lacks the field {missing} that model_type {family!r} needs") from None
-    except TypeError as error:
-        raise ValueError(f"{name}: a field of config.json has no usable value: {error}") from None
+    if not isinstance(family, str) or family not in FAMILIES:
+        meant = did_you_mean(family, FAMILIES) if isinstance(family, str) else ""
+        raise ValueError(
+            f"{name}: model_type {shown(family)} in config.json is not supported{meant or ';'} known: "
+            f"{', '.join(FAMILIES)}"
+        )
+    _check_not_quantised(name, config)
+    spec = FAMILIES[family](name, config)
+    if spec.num_parameters > MAX_PARAMETERS:
+        raise ValueError(
+            f"{name}: the sizes in config.json come to {spec.num_parameters} parameters, more than the "
+            f"{MAX_PARAMETERS} that are supported; one of them must be wrong: hidden_size={spec.hidden_size}, "
+            f"num_hidden_layers={len(spec.blocks)}, vocab_size={spec.vocab_size}"
+        )
+    return spec
 
 
-def open_model(path_or_preset: str | Path) -> ModelSource:
+def _check_not_quantised(name: str, config: dict) -> None:
+    for key in ("quantization_config", "compression_config"):
+        found = config.get(key)
+        if found:
+            method = found.get("quant_method") if isinstance(found, dict) else found
+            raise ValueError(
+                f"{name}: config.json has a {key} (method {shown(method)}): its weights are quantised. Give the "
+                "checkpoint in 16 or 32 bits that it was made from"
+            )
+
+
+def open_model(path_or_preset: str | Path, needs_weights: bool = True) -> ModelSource:
     """Read the description of a Hugging Face folder or of a preset. Loads no weights.
 
     Raises ValueError when there is no such preset or folder, when config.json is missing or unreadable, or when the
-    folder has no safetensors weights.
+    folder has no safetensors weights; with needs_weights=False a config.json is enough.
     """
     text = str(path_or_preset)
     if text.startswith(PRESET_PREFIX):
@@ -56,8 +85,13 @@ def open_model(path_or_preset: str | Path) -> ModelSource:
     folder = Path(text)
     config = _read_config(folder)
     if not any(folder.glob("*.safetensors")):
+        if not needs_weights:
+            return ModelSource(build_model(folder.name, config), None, folder)
+        found = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pth", ".pt", ".gguf"))[:3]
         raise ValueError(
-            f"model folder {folder} has a config.json but no *.safetensors file; download the weights first"
+            f"model folder {folder} has a config.json but no *.safetensors file"
+            f"{' (found ' + ', '.join(found) + ', which must be converted first)' if found else ''};"
+            " download the weights first: python download.py model ORG/NAME --target DIR"
         )
     return ModelSource(build_model(folder.name, config), folder, folder)
 
@@ -67,18 +101,33 @@ def _open_preset(name: str) -> ModelSource:
         return ModelSource(build_model("demo", _read_config(ASSETS / "demo")), None, ASSETS / "demo")
     path = ASSETS / "presets" / f"{name}.json"
     if name not in preset_names():
-        raise ValueError(f"unknown preset {name!r}; known presets: {', '.join(preset_names())}")
+        known = preset_names()
+        raise ValueError(f"unknown preset {name!r}{did_you_mean(name, known) or ';'} known presets: {', '.join(known)}")
     return ModelSource(build_model(name, json.loads(path.read_text())), None, None)
 
 
-def _read_config(folder: Path) -> dict:
+def _read_config(folder: Path) -> Any:
     path = folder / "config.json"
     if not path.is_file():
-        raise ValueError(
-            f"model {folder}: no such folder or no config.json in it; give a Hugging Face model folder"
-            f" (python download.py model ORG/NAME --target DIR) or {PRESET_PREFIX}NAME"
-        )
-    try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
+        raise ValueError(_no_config(folder))
+    num_bytes = path.stat().st_size
+    if num_bytes > MAX_CONFIG_BYTES:
+        raise ValueError(f"{path} has {num_bytes} bytes, a config at most {MAX_CONFIG_BYTES}; fetch the file again")
+    return parse_json(path.read_bytes(), path)
+
+
+def _no_config(folder: Path) -> str:
+    """What was found in place of a model folder, and the names that come closest."""
+    name = str(folder)
+    if folder.is_file():
+        return f"model {name} is a file; give the folder that holds config.json and the weights"
+    if folder.is_dir():
+        found = ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "nothing"
+        return f"model folder {name} has no config.json (found {found}); give the folder of a Hugging Face model"
+    presets = [PRESET_PREFIX + preset for preset in preset_names()]
+    meant = did_you_mean(PRESET_PREFIX + folder.name, presets)
+    hub = name if len(folder.parts) == 2 and not folder.is_absolute() else "ORG/NAME"
+    return (
+        f"model {name}: no such folder{meant}\n  give a Hugging Face model folder (python download.py model {hub} "
+        f"--target DIR makes one) or {PRESET_PREFIX}NAME, such as {PRESET_PREFIX}demo"
+    )

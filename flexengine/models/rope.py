@@ -11,7 +11,12 @@ from typing import NamedTuple
 
 import torch
 
+from flexengine.models.fields import Fields
+from flexengine.wording import did_you_mean, shown
+
 SUPPORTED = ("default", "linear", "llama3", "yarn")
+THETA_RANGE = (1.001, 1e30)  # published: 1e4 to 1e8; float32 powers of more overflow, of 1 all are equal
+FACTOR_RANGE = (1e-3, 1e6)  # published: 1 to 64
 
 
 class RopeParameters(NamedTuple):
@@ -21,59 +26,80 @@ class RopeParameters(NamedTuple):
     scaling: float
 
 
-def _parameters(config: dict) -> tuple[str, float, dict]:
+def _parameters(config: dict, model: str) -> tuple[str, float, Fields]:
     """(kind, theta, options) from `rope_scaling` + `rope_theta`, or from the newer `rope_parameters`."""
-    options = dict(config.get("rope_parameters") or {})
-    options.update(config.get("rope_scaling") or {})
-    kind = options.get("rope_type", options.get("type")) or "default"
-    theta = float(options.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    fields = Fields(model, config)
+    values = fields.nested("rope_parameters") | fields.nested("rope_scaling")
+    options = Fields(model, values, "the rope options of config.json")
+    kind = values.get("rope_type", values.get("type")) or "default"
+    theta = options.number("rope_theta", None, *THETA_RANGE) or fields.number("rope_theta", 10000.0, *THETA_RANGE)
     if kind not in SUPPORTED:
         raise ValueError(
-            f"rope type {kind!r} in the model's config is not supported; supported: {', '.join(SUPPORTED)}"
+            f"{model}: rope type {shown(kind)} in config.json is not supported{did_you_mean(str(kind), SUPPORTED)}; "
+            f"supported: {', '.join(SUPPORTED)}"
         )
     return kind, theta, options
 
 
-def rope_parameters(config: dict, head_dim: int) -> RopeParameters:
-    """Frequencies for heads of width `head_dim`. Raises ValueError for an unknown scaling."""
-    kind, theta, options = _parameters(config)
-    rotary_dim = int(head_dim * float(options.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))))
+def rope_parameters(config: dict, head_dim: int, model: str = "model") -> RopeParameters:
+    """Frequencies for heads of width `head_dim`; `model` is for messages.
+
+    Raises ValueError for an unknown scaling, and for an option that is absent, of a wrong type or out of range.
+    """
+    kind, theta, options = _parameters(config, model)
+    share = Fields(model, config).number("partial_rotary_factor", 1.0, high=1.0)
+    rotary_dim = int(head_dim * options.number("partial_rotary_factor", share, high=1.0))
     # float32 like the reference implementation, whose rounding is part of the trained model
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     inv_freq = (1.0 / (theta**exponents)).tolist()
     if kind == "linear":
-        return RopeParameters(tuple(f / float(options["factor"]) for f in inv_freq), 1.0)
+        factor = options.number("factor", low=FACTOR_RANGE[0], high=FACTOR_RANGE[1])
+        return RopeParameters(tuple(f / factor for f in inv_freq), 1.0)
     if kind == "llama3":
-        return RopeParameters(tuple(_llama3(f, options) for f in inv_freq), 1.0)
+        return RopeParameters(_llama3(inv_freq, options), 1.0)
     if kind == "yarn":
         return _yarn(inv_freq, theta, rotary_dim, options, config)
     return RopeParameters(tuple(inv_freq), 1.0)
 
 
-def _llama3(freq: float, options: dict) -> float:
+def _llama3(inv_freq: list[float], options: Fields) -> tuple[float, ...]:
     """Keep short wavelengths, divide long ones by `factor`, blend linearly in between."""
-    factor, original = float(options["factor"]), float(options["original_max_position_embeddings"])
-    low, high = float(options["low_freq_factor"]), float(options["high_freq_factor"])
-    wavelength = 2 * math.pi / freq
-    if wavelength < original / high:
-        return freq
-    if wavelength > original / low:
-        return freq / factor
-    smooth = (original / wavelength - low) / (high - low)
-    return (1 - smooth) * freq / factor + smooth * freq
+    factor = options.number("factor", low=FACTOR_RANGE[0], high=FACTOR_RANGE[1])
+    original = options.number("original_max_position_embeddings", low=1.0)
+    low, high = (options.number(f"{name}_freq_factor", low=1e-3, high=1e6) for name in ("low", "high"))
+    if low >= high:
+        raise ValueError(
+            f"{options.model}: low_freq_factor={low:g} must be below high_freq_factor={high:g} in {options.place}"
+        )
+
+    def scaled(freq: float) -> float:
+        wavelength = 2 * math.pi / freq
+        if wavelength < original / high:
+            return freq
+        if wavelength > original / low:
+            return freq / factor
+        smooth = (original / wavelength - low) / (high - low)
+        return (1 - smooth) * freq / factor + smooth * freq
+
+    return tuple(scaled(freq) for freq in inv_freq)
 
 
-def _yarn(inv_freq: list[float], theta: float, rotary_dim: int, options: dict, config: dict) -> RopeParameters:
+def _yarn(inv_freq: list[float], theta: float, rotary_dim: int, options: Fields, config: dict) -> RopeParameters:
     """NTK-by-parts: interpolate dimensions that turn seldom over the original length, keep those that turn often."""
-    original = options.get("original_max_position_embeddings") or config["max_position_embeddings"]
-    factor = float(options.get("factor") or config["max_position_embeddings"] / original)
-    beta_fast, beta_slow = float(options.get("beta_fast") or 32.0), float(options.get("beta_slow") or 1.0)
+    longest = Fields(options.model, config).whole("max_position_embeddings", None)
+    original = options.number("original_max_position_embeddings", longest, low=1.0)
+    if original is None:
+        raise ValueError(f"{options.model}: yarn needs max_position_embeddings in config.json")
+    factor = options.number("factor", (longest or original) / original, *FACTOR_RANGE)
+    beta_fast, beta_slow = (
+        options.number(name, default, 1e-3, 1e6) for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
+    )
 
     def dimension(rotations: float) -> float:
         return rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = dimension(beta_fast), dimension(beta_slow)
-    if options.get("truncate", True):
+    if options.switch("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary_dim - 1)
     if low == high:
@@ -85,14 +111,14 @@ def _yarn(inv_freq: list[float], theta: float, rotary_dim: int, options: dict, c
     return RopeParameters(tuple(blended), _yarn_attention_factor(factor, options))
 
 
-def _yarn_attention_factor(factor: float, options: dict) -> float:
+def _yarn_attention_factor(factor: float, options: Fields) -> float:
     """0.1 ln(factor) + 1, or the ratio of the two mscale variants, or what the config states."""
-    if options.get("attention_factor") is not None:
-        return float(options["attention_factor"])
+    stated = options.number("attention_factor", None, *FACTOR_RANGE)
+    if stated is not None:
+        return stated
 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    if options.get("mscale") and options.get("mscale_all_dim"):
-        return mscale(float(options["mscale"])) / mscale(float(options["mscale_all_dim"]))
-    return mscale(1.0)
+    one, all_dim = (options.number(name, 0.0, high=1e6) for name in ("mscale", "mscale_all_dim"))
+    return mscale(one) / mscale(all_dim) if one and all_dim else mscale(1.0)

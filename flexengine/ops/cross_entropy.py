@@ -94,4 +94,9 @@ class LMHeadLoss(Op):
         blocks = -(-tokens // self.block)
         # logits read twice and written once by the loss; the accumulator is read and written once per block
         logits_bytes = 3.0 * tokens * self.vocab_size * compute_bytes
-        return Work(6.0 * tokens * self.width * self.vocab_size, memory_bytes=logits_bytes, kernels=4 * blocks)
+        accumulator_bytes = 2.0 * blocks * self.vocab_size * self.width * max(4, compute_bytes)
+        return Work(
+            6.0 * tokens * self.width * self.vocab_size,
+            memory_bytes=logits_bytes + accumulator_bytes,
+            kernels=4 * blocks,
+        )

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexengine.native import adamw as native_adamw
+from flexengine.native.library import fallback_notice
 from flexengine.optim.rounding import join_fp32, split_fp32, stochastic_round_bf16, stream_keys
 
 # Streams of random bits of one update: tensors rounded in the same step must not share their bits.
@@ -84,21 +86,26 @@ def adamw_update(
     seed: int,
     element_offset: int,
 ) -> None:
-    """One AdamW step in place: the Triton kernel on CUDA tensors, the reference tile by tile elsewhere.
+    """One AdamW step in place: the Triton kernel on CUDA tensors, the native one on CPU tensors.
 
-    Arguments, shapes and errors as `adamw_update_reference`. float64 weights use the reference on CUDA too.
+    Arguments, shapes and errors as `adamw_update_reference`, and the same bits (which NaN a NaN is may differ). float64
+    tensors use the reference on both, and so do CPU tensors, tile by tile, where the native library is missing.
     Cost: a segment of n elements reads and writes its states once: split master with float32 states 26 n bytes of
     memory traffic with a bf16 gradient, bf16 master with bf16 states 14 n.
     Order: launches on the current stream, never synchronises; on the CPU it has finished when it returns.
     """
     _check(weight, remainder, exp_avg, exp_avg_sq, grad, grad_scale)
-    if weight.is_cuda and weight.dtype != torch.float64:
-        from flexengine.kernels.adamw import adamw_update_  # noqa: PLC0415  Triton is imported when first used
-
+    on_gpu = weight.is_cuda and weight.dtype != torch.float64
+    if on_gpu or native_adamw.supports(weight, exp_avg, grad):
         keys = [stream_keys(seed, step, s) for s in (WEIGHT_STREAM, EXP_AVG_STREAM, EXP_AVG_SQ_STREAM)]
         factors = adamw_factors(lr, betas, eps, weight_decay, step)
-        adamw_update_(weight, remainder, exp_avg, exp_avg_sq, grad, grad_scale, factors, keys, element_offset)
+        update = native_adamw.adamw_update_
+        if on_gpu:
+            from flexengine.kernels.adamw import adamw_update_ as update  # noqa: PLC0415  imports Triton
+        update(weight, remainder, exp_avg, exp_avg_sq, grad, grad_scale, factors, keys, element_offset)
         return
+    if weight.dtype != torch.float64:
+        fallback_notice("AdamW on the CPU", "it is computed in plain torch, which takes 10 to 40 times as long")
     num_elements = weight.numel()
     tile = num_elements if weight.is_cuda else _CPU_TILE_ELEMENTS
     for start in range(0, num_elements, max(tile, 1)):

@@ -38,24 +38,34 @@ class StepEstimate:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Prices commands of chunks of `chunk_tokens` tokens; `compute_bytes` is the size of a compute element."""
+    """Prices commands of chunks of `chunk_tokens` tokens; `compute_bytes` is the size of a compute element.
+
+    seq_len: tokens of a sequence, which attention's rates depend on.
+    """
 
     profile: HardwareProfile
     compute_bytes: int
     chunk_tokens: int
+    seq_len: int
 
     @cached_property
     def matmul_rate(self) -> float:
         """FLOP/s of linear layers at this chunk size."""
         return self.profile.matmul_rate(self.chunk_tokens)
 
+    @cached_property
+    def attention_rates(self) -> tuple[float, float]:
+        """FLOP/s of causal attention, forward and backward, at this sequence length."""
+        return self.profile.attention_forward_rate(self.seq_len), self.profile.attention_backward_rate(self.seq_len)
+
     def work_s(self, work: Work) -> float:
         """Seconds of work that runs alone on the compute stream: kernels follow each other, nothing overlaps."""
         p = self.profile
+        forward_rate, backward_rate = self.attention_rates
         return (
             work.matmul_flops / self.matmul_rate
-            + work.attention_forward_flops / p.attention_forward_flops_per_s
-            + work.attention_backward_flops / p.attention_backward_flops_per_s
+            + work.attention_forward_flops / forward_rate
+            + work.attention_backward_flops / backward_rate
             + work.memory_bytes / p.memory_bytes_per_s
             + work.kernels * p.launch_s
         )
@@ -72,7 +82,29 @@ class CostModel:
             alone_bytes_per_s={Stream.H2D: p.h2d_bytes_per_s, Stream.D2H: p.d2h_bytes_per_s},
             duplex_bytes_per_s={Stream.H2D: p.h2d_duplex_bytes_per_s, Stream.D2H: p.d2h_duplex_bytes_per_s},
             copy_latency_s=p.copy_latency_s,
+            issue_s=self.issue_s,
         )
+
+    def issue_s(self, command: Command) -> float:
+        """Host seconds to issue a command: its op calls, each with its views, one after another."""
+        return self.profile.issue_s * issue_calls(command)
+
+
+COPY_ISSUE_CALLS = 0.25
+"""Copies between two compute commands are one native call, bound once per program."""
+OTHER_ISSUE_CALLS = 6
+"""The update of a tile and the rounding of a gradient: about as many views."""
+
+
+def issue_calls(command: Command) -> float:
+    """What the host does for a command, in bindings of a view or launches: one per op and one per tensor of it."""
+    if command.copies:
+        return COPY_ISSUE_CALLS
+    program = getattr(command.args, "program", None)
+    if program is None:
+        return OTHER_ISSUE_CALLS
+    steps = {"backward": program.backward, "fill_window": program.window}.get(command.kind, program.forward)
+    return sum(1 + len(step.tensors) + len(step.grads) for step in steps)
 
 
 def round_shape(request: Request, chunk_tokens: int, chunks_per_round: int) -> RoundShape:
@@ -178,7 +210,7 @@ class StepPricer:
 
     def cost(self, layout: Layout) -> CostModel:
         """The cost model at the chunk size of a layout's plan."""
-        return CostModel(self.profile, layout.compute_bytes, layout.plan.chunk_tokens)
+        return CostModel(self.profile, layout.compute_bytes, layout.plan.chunk_tokens, layout.plan.request.max_seq_len)
 
     def step(self, layout: Layout) -> StepEstimate:
         """One first round, accumulating rounds for the rest of the batch, and the update, one after the other."""
@@ -237,7 +269,7 @@ def unavoidable_compute_s(layout: Layout, profile: HardwareProfile) -> float:
     backward of every layer and chunk at measured rates, the rounding of gradients, and the update's kernels.
     """
     plan = layout.plan
-    cost = CostModel(profile, layout.compute_bytes, plan.chunk_tokens)
+    cost = CostModel(profile, layout.compute_bytes, plan.chunk_tokens, plan.request.max_seq_len)
     shape = round_shape(plan.request, plan.chunk_tokens, plan.chunks_per_round)
     rounds = rounds_per_step(plan.request, shape)
     per_round, known = 0.0, {}

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from flexengine.hardware.profile import HardwareProfile
-from flexengine.metrics import format_bytes, format_seconds, format_tokens_per_s
+from flexengine.metrics import format_bytes, format_seconds, format_tflops, format_tokens_per_s
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import LayerPlan, Plan
-from flexengine.planner.cost_model import CostModel, StepEstimate, round_shape
-from flexengine.schedule.layout import GroupLayout, Layout, group_layout
-from flexengine.schedule.lowering import lower_round
-from flexengine.schedule.simulator import simulate
-from flexengine.schedule.timeline import chrome_trace
+from flexengine.planner.cost_model import StepEstimate
+from flexengine.planner.memory_over_time import MemorySeries
+from flexengine.planner.picture import Picture
+from flexengine.planner.shortage import ShortageError
+from flexengine.schedule.layout import GroupLayout, group_layout
 
 GROUP_PARTS = (("weights", ("weights",)), ("grads", ("grad",)), ("states", ("remainder", "exp_avg", "exp_avg_sq")))
 PART_WORDS = {"weights": "weights", "grads": "gradients", "states": "optimizer states"}
@@ -21,25 +20,159 @@ PART_WORDS = {"weights": "weights", "grads": "gradients", "states": "optimizer s
 
 def describe(plan: Plan, model: ModelSpec | None) -> str:
     """The plan as lines of text for people."""
+    return "\n".join([*_decision_lines(plan, model), *_prediction_lines(plan)])
+
+
+def report(picture: Picture) -> str:
+    """Everything `plan` tells about a plan: the answer, the decisions, where time and bytes go, the bound."""
+    plan = picture.plan
+    sections = [
+        [*answer_lines(picture), f"hardware: {hardware_line(picture)}"],
+        _decision_lines(plan, picture.model),
+        ["where the time of a step goes", *_rows(_seconds_rows(picture.seconds_by_cause, plan.predicted.step_s))],
+        ["streams, busy", *_rows(_seconds_rows(plan.predicted.busy_s, plan.predicted.step_s))],
+        _memory_lines(picture, "GPU", picture.gpu),
+        _memory_lines(picture, "host", picture.host),
+        [f"speed of light: {bound_line(picture)}"],
+    ]
+    return "\n\n".join("\n".join(lines) for lines in sections)
+
+
+def answer_lines(picture: Picture) -> list[str]:
+    """Whether it fits, how fast it would be, and what limits it."""
+    p, request = picture.plan.predicted, picture.plan.request
+    return [
+        f"fits: {format_bytes(p.gpu_bytes)} of {format_bytes(request.max_gpu_bytes)} GPU memory,"
+        f" {format_bytes(p.host_bytes)} of {format_bytes(request.max_host_bytes)} host memory",
+        f"predicted: {format_seconds(p.step_s)} per step, {format_tokens_per_s(picture.tokens_per_s)},"
+        f" effective {format_tflops(picture.effective_flops_per_s)},"
+        f" {percent(picture.light_share)} of the speed of light",
+        f"limited by: {p.limiter}",
+    ]
+
+
+def hardware_line(picture: Picture) -> str:
+    """The machine that the plan is for, in a line."""
+    p = picture.profile
+    return (
+        f"{p.name} ({p.source}): {format_tflops(p.peak_matmul_flops_per_s)} in matrix products, link"
+        f" {p.h2d_bytes_per_s / 1e9:.1f} GB/s in and {p.d2h_bytes_per_s / 1e9:.1f} GB/s out,"
+        f" {format_bytes(p.gpu_total_bytes)} GPU and {format_bytes(p.host_total_bytes)} host memory"
+    )
+
+
+def bound_line(picture: Picture) -> str:
+    """The bound, its streams and what holds it back."""
+    bound = picture.bound
+    if bound is None:
+        return "unknown"
+    again = f", {format_seconds(bound.recompute_s)} of it recomputation" if bound.recompute_s > 0 else ""
+    return (
+        f"{format_seconds(bound.seconds)} per step; no plan within these budgets is faster, and this one reaches"
+        f" {percent(picture.light_share)}. Relaxed, a step would take {bound.rounds} round(s) in chunks of"
+        f" {bound.chunk_tokens} tokens, compute busy {format_seconds(bound.compute_s)}{again}, the link to the GPU"
+        f" {format_seconds(bound.h2d_s)} and to the host {format_seconds(bound.d2h_s)}; held back by"
+        f" {words(bound.limits)}"
+    )
+
+
+def shortage_report(error: ShortageError, planned: Plan | None) -> str:
+    """Why nothing fits, what the smallest plan takes by category, and what would fit; `planned` is the plan of the
+    first remedy."""
+    needs, request = error.needs, error.request
+    lines = [f"{needs.plan.model} does not fit ({error.reason.value})"]
+    for place, required, budget, categories in (
+        ("GPU", needs.gpu_bytes, request.max_gpu_bytes, needs.gpu_categories),
+        ("host", needs.host_bytes, request.max_host_bytes, needs.host_categories),
+    ):
+        missing = f": {format_bytes(required - budget)} are missing" if required > budget else ""
+        lines.append(
+            f"the smallest plan needs {format_bytes(required)} of {format_bytes(budget)} {place} memory{missing}"
+        )
+        if missing:
+            largest = sorted(categories.items(), key=lambda item: -item[1])
+            lines += _rows([(name, format_bytes(num_bytes)) for name, num_bytes in largest if num_bytes])
+    lines.append("fits with one of" if error.remedies else "no change that was tried makes it fit")
+    lines += _rows([(r.flags, _speed(planned) if i == 0 else "") for i, r in enumerate(error.remedies)])
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _speed(plan: Plan | None) -> str:
+    if plan is None:
+        return ""
+    tokens = plan.request.max_global_batch_tokens
+    step_s = plan.predicted.step_s
+    return f"planned: {format_seconds(step_s)} per step, {format_tokens_per_s(tokens / step_s)}"
+
+
+def percent(share: float) -> str:
+    """A share as a whole percentage."""
+    return f"{100 * share:.0f}%"
+
+
+def words(parts: Iterable[str]) -> str:
+    """ "a", "a and b", "a, b and c"; "nothing" for none."""
+    *first, last = list(parts) or ["nothing"]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _seconds_rows(seconds: dict[str, float], step_s: float) -> list[tuple[str, str, str]]:
+    return [(name, format_seconds(s), percent(s / step_s)) for name, s in seconds.items()]
+
+
+def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
+    """Aligned columns: those in `left` to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _rows(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    return ["  " + line for line in table(rows)]
+
+
+def _memory_lines(picture: Picture, place: str, series: MemorySeries) -> list[str]:
+    """Bytes of one memory by category, as planned and as in use at the most, and the peak of each part of a step."""
+    p, request = picture.plan.predicted, picture.plan.request
+    planned, total, budget = (
+        (p.gpu_categories, p.gpu_bytes, request.max_gpu_bytes)
+        if place == "GPU"
+        else (p.host_categories, p.host_bytes, request.max_host_bytes)
+    )
+    names = sorted(planned, key=lambda name: -planned[name])
+    rows = [(name, format_bytes(planned[name]), percent(planned[name] / max(total, 1))) for name in names]
+    rows.append(("all", format_bytes(total), f"of {format_bytes(budget)}"))
+    peaks = [
+        f"{part.name} {format_bytes(peak)}"
+        for part, peak in zip(picture.step.parts, part_peaks(picture, series), strict=True)
+    ]
+    return [f"{place} memory", *_rows(rows), f"  most in use at once: {', '.join(peaks)}"]
+
+
+def part_peaks(picture: Picture, series: MemorySeries) -> list[int]:
+    """The most bytes in use in each part of the step."""
+    starts, totals = picture.step.starts_s, series.totals.tolist()
+    ends = [*starts[1:], float("inf")]
+    return [
+        max(total for t, total in zip(series.times_s, totals, strict=True) if start <= t < end)
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def _decision_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
     size = f", {model.num_parameters / 1e9:.2f} G parameters" if model is not None else ""
-    lines = [
+    return [
         f"model {plan.model}{size}",
         f"step of {plan.request.max_global_batch_tokens} tokens: {plan.num_rounds} round(s) of {plan.chunks_per_round}"
         f" x {plan.chunk_tokens} tokens, sequences up to {plan.request.max_seq_len}",
         *_parameter_lines(plan, model),
         *_activation_lines(plan),
-        *_prediction_lines(plan),
     ]
-    return "\n".join(lines)
-
-
-def round_timeline(plan: Plan, model: ModelSpec, profile: HardwareProfile) -> str:
-    """A simulated round as Chrome trace JSON: one that adds to stored gradients, or the only one of a step."""
-    layout = Layout(model, plan)
-    shape = round_shape(plan.request, plan.chunk_tokens, plan.chunks_per_round)
-    program = lower_round(layout, shape, first=plan.num_rounds == 1)
-    cost = CostModel(profile, layout.compute_bytes, plan.chunk_tokens)
-    return chrome_trace(program, simulate(program, cost.rates()))
 
 
 def _parameter_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
@@ -68,12 +201,13 @@ def _activation_lines(plan: Plan) -> list[str]:
     for kept, run in groupby(plan.layers[1:-1]):
         last = first + len(list(run)) - 1
         span = f"block {first}" if first == last else f"blocks {first}-{last}"
-        lines.append(f"{span}: {_kept_words(kept)}")
+        lines.append(f"{span}: {kept_words(kept)}")
         first = last + 1
     return lines
 
 
-def _kept_words(kept: LayerPlan) -> str:
+def kept_words(kept: LayerPlan) -> str:
+    """What a block keeps from forward to backward."""
     on_gpu = [*(["input"] if kept.input_home == "gpu" else []), *kept.keep_gpu]
     on_host = [*(["input"] if kept.input_home == "host" else []), *kept.keep_host]
     texts = [f"GPU keeps {', '.join(on_gpu)}"] if on_gpu else []

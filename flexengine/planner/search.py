@@ -127,7 +127,7 @@ class Search:
     def _save_sets(self, chunk: int) -> tuple[tuple[str, ...], ...]:
         """Save sets on the frontier; found at one chunk size, as they hardly depend on it."""
         if self.sets is None:
-            cost = CostModel(self.profile, DTYPE_BYTES[self.request.numerics.compute], chunk)
+            cost = CostModel(self.profile, DTYPE_BYTES[self.request.numerics.compute], chunk, self.request.max_seq_len)
             shape = round_shape(self.request, chunk, max(1, -(-self.request.max_seq_len // chunk)))
             self.sets = tuple(s.ops for s in frontier(self.model.blocks[0], shape, cost))
         return self.sets

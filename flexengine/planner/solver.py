@@ -89,7 +89,7 @@ class RoundProblem:
         self.chunk_tokens, self.chunks_per_round = chunk_tokens, chunks_per_round
         self.compute_bytes = DTYPE_BYTES[self.request.numerics.compute]
         self.acc_bytes = 8 if self.request.numerics.compute == "float64" else 4
-        self.cost = CostModel(templates.profile, self.compute_bytes, chunk_tokens)
+        self.cost = CostModel(templates.profile, self.compute_bytes, chunk_tokens, self.request.max_seq_len)
         self.shape = round_shape(self.request, chunk_tokens, chunks_per_round)
         self.rounds = rounds_per_step(self.request, self.shape)
         self.num_blocks = len(templates.block_layers)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from flexengine.native import HostBuffer, allocate_host
 from flexengine.schedule.commands import Memory, Slot
+from flexengine.schedule.relocation import Move, Span
 
 DTYPES = {
     "float64": torch.float64,
@@ -17,6 +20,9 @@ DTYPES = {
     "int64": torch.int64,
     "uint8": torch.uint8,
 }
+
+RELOCATION_PIECE_BYTES = 32 * 2**20
+"""Bytes that move at a time when a plane shifts by less than its size."""
 
 
 class Arenas:
@@ -35,6 +41,7 @@ class Arenas:
             gpu = torch.empty(gpu_bytes, dtype=torch.uint8, device=device)
         else:
             gpu = self._allocate_host(max(1, gpu_bytes), page_locked=False)
+        self.capacity: dict[Memory, int] = {"gpu": gpu_bytes, "host": host_bytes}
         self._typed: dict[str, dict[torch.dtype, Tensor]] = {
             "gpu": {t: _whole(gpu, t) for t in DTYPES.values()},
             "host": {t: _whole(host, t) for t in DTYPES.values()},
@@ -66,6 +73,29 @@ class Arenas:
         memory.
         """
         self._typed[memory][torch.uint8].fill_(byte)
+
+    def relocate(self, moves: Iterable[Move]) -> None:
+        """Carry out moves one after the other; blocks until the last has ended. Needs RELOCATION_PIECE_BYTES more."""
+        for move in moves:
+            if move.source.overlaps(move.target):
+                self._shift(move.source, move.target)
+            else:
+                self._bytes(move.target).copy_(self._bytes(move.source))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _shift(self, source: Span, target: Span) -> None:
+        """Move bytes onto a range that overlaps theirs: piece by piece, from the side that they move towards."""
+        piece = min(RELOCATION_PIECE_BYTES, source.num_bytes)
+        spare = torch.empty(piece, dtype=torch.uint8, device=self._typed[source.memory][torch.uint8].device)
+        starts = range(0, source.num_bytes, piece)
+        for start in starts if target.offset < source.offset else reversed(starts):
+            count = min(piece, source.num_bytes - start)
+            spare[:count].copy_(self.bytes_view(source.memory, source.offset + start, count))
+            self.bytes_view(target.memory, target.offset + start, count).copy_(spare[:count])
+
+    def _bytes(self, span: Span) -> Tensor:
+        return self.bytes_view(span.memory, span.offset, span.num_bytes)
 
     def close(self) -> None:
         """Release both arenas; no view may be used afterwards."""

@@ -50,7 +50,7 @@ def read_batch(
     ids = [_row(row, f"input_ids[{i}]") for i, row in enumerate(_rows(input_ids, "input_ids"))]
     targets = ids if labels is None else [_row(r, f"labels[{i}]") for i, r in enumerate(_rows(labels, "labels"))]
     if not ids:
-        raise ValueError("the batch has no sequences")
+        raise ValueError("the batch has no sequences; give at least one list of token ids")
     if len(targets) != len(ids):
         raise ValueError(f"the batch has {len(ids)} sequences of input_ids but {len(targets)} of labels")
     if attention_mask is not None:
@@ -99,17 +99,25 @@ def _check_row(i: int, row: Tensor, labels: Tensor, vocab_size: int, max_seq_len
     if row.numel() == 0:
         raise ValueError(f"sequence {i} of the batch is empty; every sequence needs at least one token")
     if row.numel() > max_seq_len:
-        raise ValueError(f"sequence {i} has {row.numel()} tokens, more than max_seq_len={max_seq_len}")
+        raise ValueError(
+            f"sequence {i} has {row.numel()} tokens, more than max_seq_len={max_seq_len}; cut it, or make the engine"
+            f" for max_seq_len={row.numel()}"
+        )
     if labels.numel() != row.numel():
-        raise ValueError(f"sequence {i} has {row.numel()} input_ids but {labels.numel()} labels")
+        raise ValueError(
+            f"sequence {i} has {row.numel()} input_ids but {labels.numel()} labels; give one label a token"
+        )
     low, high = int(row.min()), int(row.max())
     if low < 0 or high >= vocab_size:
-        raise ValueError(f"sequence {i} has token ids {low}..{high}, outside the vocabulary 0..{vocab_size - 1}")
+        raise ValueError(
+            f"sequence {i} has token ids {low}..{high}, outside the vocabulary 0..{vocab_size - 1}; use the tokenizer"
+            " of this model"
+        )
     active = labels[labels != IGNORE_INDEX]
     if active.numel() and (int(active.min()) < 0 or int(active.max()) >= vocab_size):
         raise ValueError(
             f"sequence {i} has labels {int(active.min())}..{int(active.max())}, outside 0..{vocab_size - 1}"
-            f" and not {IGNORE_INDEX}"
+            f" and not {IGNORE_INDEX}; labels are the token ids themselves, unshifted, or {IGNORE_INDEX} for no loss"
         )
 
 

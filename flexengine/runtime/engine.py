@@ -17,8 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexengine.checkpoint.layout import CONFIG_FILE
 from flexengine.checkpoint.reader import CheckpointReader
-from flexengine.checkpoint.writer import TensorSource, copy_support_files, write_checkpoint
+from flexengine.checkpoint.writer import TensorSource, support_files, write_checkpoint
 from flexengine.hardware.memory_usage import GpuMemoryMeter, MemoryPeaks, memory_peaks
 from flexengine.models.registry import ModelSource
 from flexengine.optim.adamw import AdamW
@@ -31,10 +32,12 @@ from flexengine.runtime.layer_runner import LayerRunner
 from flexengine.runtime.update import UpdateRunner, UpdateSettings
 from flexengine.runtime.weight_store import WeightStore
 from flexengine.schedule.checker import check_program
+from flexengine.schedule.command_totals import CommandClass, CommandTotal, add_totals
 from flexengine.schedule.commands import Command, FinishGradient, Program
 from flexengine.schedule.layout import PARTIAL_SQUARES, Layout
 from flexengine.schedule.lowering import RoundShape, lower_evaluation, lower_round
 from flexengine.schedule.packing import PackedChunk, pack, round_shape
+from flexengine.schedule.relocation import relocation
 from flexengine.schedule.update_lowering import lower_update
 
 MAX_PROGRAMS = 64
@@ -97,28 +100,35 @@ class Engine:
             deterministic,
         )
         self.matmul_flops_per_s, self._description = matmul_flops_per_s, description
-        self.layout = Layout(self.model, plan)
-        self.meter = self._start_meter()
-        self.arenas = Arenas(device, self.layout.gpu_bytes, self.layout.host_bytes)
+        layout = Layout(self.model, plan)
+        self.meter = self._start_meter(layout.gpu_bytes)
+        self.arenas = Arenas(device, layout.gpu_bytes, layout.host_bytes)
         self.executor = Executor(device, self.arenas, order)
-        self.weights = WeightStore(self.layout, self.arenas)
-        self.layers = LayerRunner(self.layout, self.arenas)
-        self.updates = UpdateRunner(self.layout, self.arenas)
-        self.batches = BatchWriter(self.layout, self.arenas, self._constants())
         self._programs: dict[tuple[RoundShape, str], Program] = {}
         self._update_program: Program | None = None
         self._last_program: Program | None = None
         self._unusable = ""
+        self._measuring = False
+        self.command_totals: dict[CommandClass, CommandTotal] = {}
         self.step_count = 0
+        self._use(layout)
         self._start_accumulation()
         self._load()
 
     # -- setting up --------------------------------------------------------------------------------------------------
 
-    def _start_meter(self) -> GpuMemoryMeter:
+    def _start_meter(self, arena_bytes: int) -> GpuMemoryMeter:
         if self.device.type == "cpu":
-            return GpuMemoryMeter(self.device, read_bytes=lambda: self.layout.gpu_bytes)
+            return GpuMemoryMeter(self.device, read_bytes=lambda: arena_bytes)
         return GpuMemoryMeter(self.device).start()
+
+    def _use(self, layout: Layout) -> None:
+        """Lay everything that runs over the arenas by `layout`."""
+        self.layout = layout
+        self.weights = WeightStore(layout, self.arenas)
+        self.layers = LayerRunner(layout, self.arenas)
+        self.updates = UpdateRunner(layout, self.arenas)
+        self.batches = BatchWriter(layout, self.arenas, self._constants())
 
     def _constants(self) -> dict[str, Tensor]:
         wide = torch.float64 if self.layout.acc_bytes == 8 else torch.float32
@@ -183,6 +193,7 @@ class Engine:
         self._run(self._update_program)
         self.executor.synchronize()
         self._unusable = ""
+        self._measuring = False
         grad_norm = float(self.updates.scalar("grad_norm"))
         skipped = not math.isfinite(grad_norm)
         self.step_count += 0 if skipped else 1
@@ -230,10 +241,13 @@ class Engine:
         if sequences.num_tokens > request.max_global_batch_tokens:
             raise ValueError(
                 f"the batch has {sequences.num_tokens} tokens, more than max_global_batch_tokens="
-                f"{request.max_global_batch_tokens}"
+                f"{request.max_global_batch_tokens}; give it in several fwd_bwd calls before step()"
             )
         if sequences.num_target_tokens == 0:
-            raise ValueError("the batch has no target token: every label is -100, or every sequence has a single token")
+            raise ValueError(
+                f"the batch has no target token in {sequences.num_tokens} tokens: every label is -100, or every"
+                " sequence has a single token; give a sequence of two tokens or more with a label other than -100"
+            )
         return sequences
 
     def _require_open(self) -> None:
@@ -293,7 +307,9 @@ class Engine:
 
     def _run(self, program: Program) -> None:
         self._last_program = program
-        self.executor.run(program, self._handle)
+        self.executor.run(program, self._handle, timed=self._measuring)
+        if self._measuring:
+            add_totals(self.command_totals, program, self.executor.timings(), self.model)
 
     def _handle(self, command: Command) -> None:
         if command.kind in LAYER_KINDS:
@@ -336,6 +352,48 @@ class Engine:
             torch.use_deterministic_algorithms(before)
             torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
+    # -- measuring and changing the plan -----------------------------------------------------------------------------
+
+    def measure_next_step(self) -> None:
+        """Time every command of the next step; afterwards `command_totals` has their seconds by class.
+
+        A measured step is slower by what the time stamps cost, and its results are the same.
+        """
+        self._measuring, self.command_totals = True, {}
+
+    def adopt(self, plan: Plan, description: str = "") -> None:
+        """Go on under another plan of the same model and request; weights and optimizer states move to where it wants.
+
+        Between steps only. Nothing is allocated: the plan must fit the arenas of the one before, and planes move
+        within them. With the same chunk and round sizes every later loss is bit-identical to what it would have been.
+        Raises ValueError when there are gradients, the request differs, or the plan does not fit; then nothing changed.
+        """
+        self._require_open()
+        if self._has_gradients:
+            raise ValueError("adopt() between fwd_bwd and step: the gradients would be lost; call step() first")
+        before, after = self.plan.request, plan.request
+        if (before.numerics, before.max_seq_len, before.max_global_batch_tokens) != (
+            after.numerics, after.max_seq_len, after.max_global_batch_tokens,
+        ):  # fmt: skip
+            raise ValueError("adopt() takes a plan of the same numerics, max_seq_len and max_global_batch_tokens")
+        layout = Layout(self.model, plan)
+        moves = relocation(self.layout, layout, self.arenas.capacity)
+        self.executor.synchronize()
+        self._unusable = "a change of plan was interrupted, so its weights are half moved"
+        self._forget_programs()
+        self.arenas.relocate(moves)
+        self._use(layout)
+        self.plan, self._description = plan, description or self._description
+        self._unusable = ""
+
+    def _forget_programs(self) -> None:
+        for program in (*self._programs.values(), self._update_program):
+            if program is not None:
+                self.executor.forget(program)
+        self._programs.clear()
+        self._update_program = self._last_program = None
+        self.layers.chunks = []
+
     # -- looking in --------------------------------------------------------------------------------------------------
 
     def _recompute_flops(self, batch: Sequences) -> float:
@@ -373,20 +431,17 @@ class Engine:
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a Hugging Face folder that transformers loads unchanged: the source's tensor names, dtypes and shards,
-        its config and tokenizer. Files are written beside and renamed; a preset is saved in the compute dtype."""
+        its config and tokenizer. A preset is saved in the compute dtype. An error leaves the folder as it was."""
         self.executor.synchronize()
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        if self.source.support_folder is not None:
-            copy_support_files(self.source.support_folder, folder)
+        beside = {} if self.source.support_folder is None else support_files(self.source.support_folder)
         if self.source.weights_folder is None:
-            dtype = getattr(torch, self.plan.request.numerics.compute)
-            write_checkpoint(folder, [self._export(n, dtype) for n in self.weights.runs], None)
-            self._write_config(folder, self.plan.request.numerics.compute)
+            compute = self.plan.request.numerics.compute
+            tensors = [self._export(name, getattr(torch, compute)) for name in self.weights.runs]
+            write_checkpoint(folder, tensors, beside={**beside, CONFIG_FILE: self._config_text(compute)})
             return
         with CheckpointReader.open(self.source.weights_folder) as reader:
             tensors = [self._export_from(reader, name) for name in reader.tensors]
-            write_checkpoint(folder, tensors, reader.shard_of)
+            write_checkpoint(folder, tensors, reader.shard_of, beside=beside)
 
     def _export(self, name: str, dtype: torch.dtype) -> TensorSource:
         shape = self.weights.runs[name].source.shape
@@ -408,23 +463,17 @@ class Engine:
 
         return TensorSource(name, entry.dtype, tuple(entry.shape), carried)
 
-    def _write_config(self, folder: Path, dtype: str) -> None:
+    def _config_text(self, dtype: str) -> str:
         config = {**self.model.hf_config, "dtype": dtype}
         config.pop("torch_dtype", None)
-        beside = folder / "config.json.tmp"
-        beside.write_text(json.dumps(config, indent=2) + "\n")
-        beside.replace(folder / "config.json")
+        return json.dumps(config, indent=2) + "\n"
 
     def close(self) -> None:
         """Stop measuring and release both arenas; the engine is not usable afterwards."""
         self.executor.synchronize()
         self._unusable = "it was closed"
         self.meter.stop()
-        for program in (*self._programs.values(), self._update_program):
-            if program is not None:
-                self.executor.forget(program)
-        self._programs.clear()
-        self.layers.chunks = []
+        self._forget_programs()
         self.arenas.close()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

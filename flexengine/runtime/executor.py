@@ -7,16 +7,20 @@ which tests use.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from flexengine.native.transfer import open_transfers
 from flexengine.runtime.arena import Arenas
+from flexengine.runtime.issue import Issue
 from flexengine.schedule.commands import Command, Program, Stream
 
 CommandOrder = Callable[[Program], Iterable[int]]
+Timings = list[tuple[float, float]]
 
 
 class Handler(Protocol):
@@ -32,39 +36,99 @@ class Executor:
         self.device, self.arenas, self.order = device, arenas, order
         self.on_cuda = device.type == "cuda"
         self._copies: dict[Program, dict[int, list[tuple[Tensor, Tensor]]]] = {}
-        self._signals: dict[Program, dict[int, torch.cuda.Event]] = {}
+        self._issues: dict[tuple[Program, bool], Issue] = {}  # by program, and whether it is timed
+        self._last_issue: dict[Program, Issue] = {}
+        self._timings: Callable[[], Timings] | None = None
         if self.on_cuda:
             self.streams = {
                 Stream.COMPUTE: torch.cuda.current_stream(device),
                 Stream.H2D: torch.cuda.Stream(device),
                 Stream.D2H: torch.cuda.Stream(device),
             }
+            self._transfers = open_transfers(device)
 
-    def run(self, program: Program, handler: Handler) -> None:
-        """Issue all commands of a program; on CUDA returns before they have run."""
-        copies = self._bind_copies(program)
+    def run(self, program: Program, handler: Handler, timed: bool = False) -> None:
+        """Issue all commands of a program; on CUDA returns before they have run.
+
+        timed: note when every command starts and ends, for `timings`; costs two events per command on CUDA.
+        """
+        if timed:
+            self._timings = None  # a run that is interrupted leaves none
         if self.on_cuda:
-            self._run_streams(program, handler, copies)
-            return
-        indices = range(len(program.commands)) if self.order is None else self.order(program)
-        for index in indices:
-            self._execute(program.commands[index], handler, copies)
+            self._run_streams(program, handler, timed)
+        else:
+            self._run_in_turn(program, handler, timed)
+
+    def timings(self) -> Timings:
+        """(start, end) of every command of the last timed run, by index, in seconds since it began.
+
+        A command starts when it has done its waits and those before it on its stream. Blocks until the run has ended.
+        Raises: ValueError if there was no timed run, or it was interrupted, or its program is forgotten.
+        """
+        if self._timings is None:
+            raise ValueError("no timings: run a program with timed=True to its end first")
+        self.synchronize()
+        return self._timings()
 
     def forget(self, program: Program) -> None:
         """Drop what is bound to a program that will not run again. Order: its last run must have finished."""
         self._copies.pop(program, None)
-        self._signals.pop(program, None)
+        self._last_issue.pop(program, None)
+        for timed in (False, True):
+            issue = self._issues.pop((program, timed), None)
+            if issue is None:
+                continue
+            issue.close()
+            if self._timings == issue.timings:
+                self._timings = None
 
     def wait_for(self, program: Program, index: int) -> None:
         """Block the host until a command of the program's last run, one that others wait for, has finished."""
-        event = self._signals.get(program, {}).get(index)
-        if event is not None:
-            event.synchronize()
+        issue = self._last_issue.get(program)
+        if issue is not None:
+            issue.wait_for(index)
 
     def synchronize(self) -> None:
         """Wait until everything issued has finished."""
         if self.on_cuda:
             torch.cuda.synchronize(self.device)
+
+    # -- on CUDA -----------------------------------------------------------------------------------------------------
+
+    def _run_streams(self, program: Program, handler: Handler, timed: bool) -> None:
+        key = (program, timed)
+        if key not in self._issues:
+            self._issues[key] = Issue(program, self.arenas, self.streams, self._transfers, timed)
+        issue = self._last_issue[program] = self._issues[key]
+
+        def call(command: Command) -> None:
+            if command.stream is not Stream.COMPUTE:
+                torch.cuda.set_stream(self.streams[command.stream])
+            handler(command)
+            if command.stream is not Stream.COMPUTE:
+                torch.cuda.set_stream(self.streams[Stream.COMPUTE])
+
+        torch.cuda.set_stream(self.streams[Stream.COMPUTE])
+        try:
+            issue.run(call)
+        finally:
+            torch.cuda.set_stream(self.streams[Stream.COMPUTE])
+        if timed:
+            self._timings = issue.timings
+
+    # -- on the CPU --------------------------------------------------------------------------------------------------
+
+    def _run_in_turn(self, program: Program, handler: Handler, timed: bool) -> None:
+        copies = self._bind_copies(program)
+        indices = range(len(program.commands)) if self.order is None else self.order(program)
+        clock = [(0.0, 0.0)] * len(program.commands)
+        begin = time.perf_counter()
+        for index in indices:
+            start = time.perf_counter()
+            self._execute(program.commands[index], handler, copies)
+            clock[index] = (start - begin, time.perf_counter() - begin)
+        if timed:
+            self._timings = lambda: list(clock)
 
     def _bind_copies(self, program: Program) -> dict[int, list[tuple[Tensor, Tensor]]]:
         """(target, source) byte views of every copy command, made once per program."""
@@ -84,37 +148,6 @@ class Executor:
     def _execute(self, command: Command, handler: Handler, copies: dict[int, list[tuple[Tensor, Tensor]]]) -> None:
         if command.copies:
             for target, source in copies[command.index]:
-                target.copy_(source, non_blocking=True)
+                target.copy_(source)
         else:
             handler(command)
-
-    def _run_streams(self, program: Program, handler: Handler, copies: dict[int, list[tuple[Tensor, Tensor]]]) -> None:
-        if program not in self._signals:
-            awaited = {w for c in program.commands for w in c.waits}
-            self._signals[program] = {i: torch.cuda.Event() for i in awaited}
-        events = self._signals[program]
-        self._join_streams()
-        try:
-            for command in program.commands:
-                stream = self.streams[command.stream]
-                torch.cuda.set_stream(stream)
-                for wait in command.waits:
-                    stream.wait_event(events[wait])
-                self._execute(command, handler, copies)
-                if command.index in events:
-                    events[command.index].record(stream)
-        finally:
-            torch.cuda.set_stream(self.streams[Stream.COMPUTE])
-        self._join_streams()
-
-    def _join_streams(self) -> None:
-        """Every stream waits for what all others have been given so far."""
-        marks = []
-        for stream in self.streams.values():
-            event = torch.cuda.Event()
-            event.record(stream)
-            marks.append((stream, event))
-        for stream in self.streams.values():
-            for other, event in marks:
-                if other is not stream:
-                    stream.wait_event(event)

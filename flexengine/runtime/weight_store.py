@@ -14,15 +14,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.checkpoint.reader import CheckpointReader
+from flexengine.checkpoint.reader import CheckpointReader, ReadRequest
 from flexengine.models.spec import ModelSpec, ParamSpec, WeightSource
 from flexengine.optim.rounding import join_fp32, split_fp32
 from flexengine.runtime.arena import DTYPES, Arenas
+from flexengine.runtime.staging import load_staged
 from flexengine.schedule.layout import Layout, Segment
 
 PIECE_ELEMENTS = 1 << 22
-"""Elements converted at a time: bounds what loading and exporting take beside the arenas to tens of MiB. Random initial
-weights are drawn in pieces of this size, so it is part of what a seed means."""
+"""Elements converted at a time: bounds what exporting takes beside the arenas to tens of MiB. Random initial weights
+are drawn in pieces of this size, so it is part of what a seed means."""
 
 
 class SourceRun(NamedTuple):
@@ -59,6 +60,11 @@ def check_checkpoint(model: ModelSpec, folder: Path) -> None:
         check_complete(model, reader)
 
 
+def on_host(request: ReadRequest) -> bool:
+    """Whether a request can be read straight into its place."""
+    return request.target.device.type == "cpu" and (request.remainder is None or request.remainder.device.type == "cpu")
+
+
 class WeightStore:
     """Reads and writes the stored planes of all parameter groups, on whichever side they live."""
 
@@ -91,21 +97,21 @@ class WeightStore:
     def load(self, reader: CheckpointReader) -> None:
         """Read every parameter from a checkpoint and set the optimizer states to zero.
 
-        A tensor stored in the compute dtype goes straight into the arena; others are converted in pieces.
+        What lives in host memory is read straight into the arena, all of it in parallel and converted on the way; what
+        lives on the GPU passes through a buffer of tens of MiB. The format splits a bf16 weight from its float32.
         """
         check_complete(self.layout.model, reader)
         self.clear_states()
-        for name, run in self.runs.items():
-            weight, remainder = self.plane("weights", run), self.plane("remainder", run)
-            assert weight is not None
-            entry = reader.tensors[name]
-            if weight.device.type == "cpu" and entry.dtype == weight.dtype:
-                reader.read_into(name, weight.view(run.source.shape))
-                if remainder is not None:
-                    remainder.zero_()
-                continue
-            for start, piece in reader.read_float32_pieces(name, PIECE_ELEMENTS):
-                self._write_master(weight, remainder, start, piece)
+        requests = [self._request(name, run) for name, run in self.runs.items()]
+        reader.read_many([request for request in requests if on_host(request)])
+        elsewhere = [request for request in requests if not on_host(request)]
+        if elsewhere:
+            load_staged(reader, elsewhere, self.arenas.device)
+
+    def _request(self, name: str, run: SourceRun) -> ReadRequest:
+        weight = self.plane("weights", run)
+        assert weight is not None
+        return ReadRequest(name, weight, self.plane("remainder", run))
 
     def initialize(self, seed: int) -> None:
         """Random initial weights: normal with the config's initializer_range, norms one, biases zero; states zero.

@@ -164,14 +164,15 @@ class ProgramBuilder:
         self.name, self.slots, self.overlaps = name, slots, overlaps
         self.commands: list[Command] = []
         self.initial: dict[int, str] = {}
-        self._writer: dict[int, int] = {}
-        self._readers: dict[int, dict[int, int]] = {}
+        self._writer = [-1] * len(slots)
+        self._readers: list[list[int] | None] = [None] * len(slots)  # the last one of every stream since the last write
+        self._streams: list[int] = []
         self._clocks: list[list[int]] = []
         self._stream_clock = [[-1] * len(STREAMS) for _ in STREAMS]
 
     def last_writer(self, slot: int) -> int:
         """Index of the last command that wrote the slot, -1 when none has."""
-        return self._writer.get(slot, -1)
+        return self._writer[slot]
 
     def holds(self, slot: int, content: str) -> None:
         """State that a slot holds `content` before the program starts."""
@@ -191,17 +192,21 @@ class ProgramBuilder:
         """Append a command; returns it with its derived waits."""
         index, own = len(self.commands), STREAM_INDEX[stream]
         waits = self._derive_waits(own, reads, writes)
-        clock = list(self._stream_clock[own])
+        clock = self._stream_clock[own]
         for wait in waits:
-            clock = [max(a, b) for a, b in zip(clock, self._clocks[wait], strict=True)]
-        clock[own] = index
+            clock = list(map(max, clock, self._clocks[wait]))
+        clock = [*clock[:own], index, *clock[own + 1 :]]
         self._clocks.append(clock)
+        self._streams.append(own)
         self._stream_clock[own] = clock
-        for access in writes:
-            self._writer[access.slot] = index
-            self._readers[access.slot] = {}
-        for access in reads:
-            self._readers.setdefault(access.slot, {})[own] = index
+        for slot, _ in writes:
+            self._writer[slot] = index
+            self._readers[slot] = None
+        for slot, _ in reads:
+            readers = self._readers[slot]
+            if readers is None:
+                readers = self._readers[slot] = [-1] * len(STREAMS)
+            readers[own] = index
         command = Command(index, kind, label, stream, tuple(reads), tuple(writes), waits, work, copies, args)
         self.commands.append(command)
         return command
@@ -220,26 +225,21 @@ class ProgramBuilder:
 
     def _derive_waits(self, own: int, reads: list[Access], writes: list[Access]) -> tuple[int, ...]:
         latest = [-1] * len(STREAMS)
-
-        def conflict(index: int) -> None:
-            stream = STREAM_INDEX[self.commands[index].stream]
-            latest[stream] = max(latest[stream], index)
-
-        for access in (*reads, *writes):
-            for slot in self.overlaps[access.slot]:
-                if slot in self._writer:
-                    conflict(self._writer[slot])
-        for access in writes:
-            for slot in self.overlaps[access.slot]:
-                for index in self._readers.get(slot, {}).values():
-                    conflict(index)
+        overlaps, streams = self.overlaps, self._streams
+        for slot in (other for access, _ in (*reads, *writes) for other in overlaps[access]):
+            writer = self._writer[slot]
+            if writer >= 0 and writer > latest[streams[writer]]:
+                latest[streams[writer]] = writer
+        for slot in (other for access, _ in writes for other in overlaps[access]):
+            readers = self._readers[slot]
+            if readers is not None:
+                latest = list(map(max, latest, readers))
         known = self._stream_clock[own]
         needed = [i for s, i in enumerate(latest) if s != own and i > known[s]]
         # a wait that another wait of this command implies is dropped too
-        return tuple(sorted(i for i in needed if not any(j != i and self._covers(j, i) for j in needed)))
-
-    def _covers(self, later: int, earlier: int) -> bool:
-        return self._clocks[later][STREAM_INDEX[self.commands[earlier].stream]] >= earlier
+        if len(needed) > 1:
+            needed = [i for i in needed if not any(j != i and self._clocks[j][streams[i]] >= i for j in needed)]
+        return tuple(sorted(needed))
 
 
 def merge_regions(regions: list[CopyRegion]) -> tuple[CopyRegion, ...]:

@@ -90,6 +90,7 @@ class LayerProgram:
         return _total(self.window, tokens, seq_len, compute_bytes)
 
 
+@lru_cache(maxsize=1 << 14)
 def _total(steps: tuple[OpStep, ...], tokens: int, seq_len: int, compute_bytes: int) -> Work:
     total = Work()
     for step in steps:

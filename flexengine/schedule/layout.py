@@ -166,10 +166,12 @@ class Layout:
         return max(p.workspace_bytes for p in self.programs)
 
     def categories(self, memory: Memory) -> dict[str, int]:
-        """Bytes by category, overlapping slots counted once (the later ones count only what reaches beyond)."""
+        """Bytes by category, overlapping slots counted once (the later ones count only what reaches beyond; optimizer
+        tiles, which lie over the slots of a round, come last)."""
         totals: dict[str, int] = {}
         reached = 0
-        for slot in sorted((s for s in self.slots if s.memory == memory), key=lambda s: (s.offset, -s.num_bytes)):
+        slots = (s for s in self.slots if s.memory == memory)
+        for slot in sorted(slots, key=lambda s: (s.category == "optimizer slots", s.offset, -s.num_bytes)):
             fresh = max(0, align(slot.end) - max(reached, slot.offset))
             if fresh:
                 totals[slot.category] = totals.get(slot.category, 0) + fresh

@@ -69,6 +69,15 @@ class _Ring:
         return slot
 
 
+WORK_OF = {
+    "forward": LayerProgram.forward_work,
+    "evaluate": LayerProgram.forward_work,
+    "backward": LayerProgram.backward_work,
+    "fill_window": LayerProgram.window_work,
+}
+"""What a compute command costs, by its kind."""
+
+
 class _RoundLowering:
     def __init__(self, layout: Layout, shape: RoundShape, first: bool) -> None:
         self.layout, self.plan, self.model, self.shape = layout, layout.plan, layout.model, shape
@@ -210,8 +219,8 @@ class _RoundLowering:
         writes.append(Access(areas["scratch"], "scratch"))
         if chunk.is_slice and self.model.layers[index].kind == "block":
             self._bind_window(kind, index, c, areas, reads, writes)
-        cost = {"forward": program.forward_work, "backward": program.backward_work, "fill_window": program.window_work}
-        work = cost["forward" if kind == "evaluate" else kind](chunk.tokens, chunk.seq_len, self.layout.compute_bytes)
+        cost = WORK_OF[kind]
+        work = cost(program, chunk.tokens, chunk.seq_len, self.layout.compute_bytes)
         call = LayerCall(index, c, program, areas, weights, accumulators or {}, first)
         label = f"{kind} {self.model.layers[index].name} chunk {c}"
         self.builder.add(kind, label, Stream.COMPUTE, reads, writes, work, args=call)

@@ -1,12 +1,15 @@
 """Prices a program: when every command would start and end on a machine, as the streams and the link allow.
 
-Event-driven: each stream runs its commands in order; a command starts when its stream is free and its waits have
-ended. A copy slows down while the other direction of the link is busy, as measured (`h2d_duplex_bytes_per_s`).
+Event-driven: each stream runs its commands in order; a command starts when its stream is free, its waits have ended
+and the host has issued it, which it does one command after another. A copy slows down while the other direction of the
+link is busy, as measured (`h2d_duplex_bytes_per_s`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
+from math import inf
 from typing import NamedTuple
 
 from flexengine.schedule.commands import STREAM_INDEX, STREAMS, Command, Program, Stream
@@ -14,12 +17,13 @@ from flexengine.schedule.commands import STREAM_INDEX, STREAMS, Command, Program
 
 class Rates(NamedTuple):
     """How long a command takes. `compute_s` prices a compute command; copies take latency + bytes / rate, where the
-    rate depends on whether the other direction is busy."""
+    rate depends on whether the other direction is busy. `issue_s` is what the host takes to issue a command."""
 
     compute_s: Callable[[Command], float]
     alone_bytes_per_s: dict[Stream, float]
     duplex_bytes_per_s: dict[Stream, float]
     copy_latency_s: float
+    issue_s: Callable[[Command], float] = lambda command: 0.0
 
 
 class Timing(NamedTuple):
@@ -53,16 +57,19 @@ class _Simulation:
         self.running: list[_Running | None] = [None] * len(STREAMS)
         self.remaining = [0.0] * len(STREAMS)
         self.busy = dict.fromkeys(STREAMS, 0.0)
+        self.issued = list(accumulate(map(rates.issue_s, program.commands)))
 
     def run(self) -> Timing:
         now = 0.0
         while True:
-            self._start_ready(now)
+            due = self._start_ready(now)
             active = [i for i, r in enumerate(self.running) if r is not None]
-            if not active:
+            if not active and due == inf:
                 break
             speeds = {i: self._speed(i) for i in active}
-            step = min(self.remaining[i] / speeds[i] for i in active)
+            step = min((self.remaining[i] / speeds[i] for i in active), default=inf)
+            if due <= now + step:
+                step = due - now
             now += step
             for i in active:
                 self.remaining[i] -= step * speeds[i]
@@ -72,14 +79,20 @@ class _Simulation:
         assert not unfinished, f"program never finishes: {unfinished[:3]}"
         return Timing(self.start, self.end, now, self.busy)
 
-    def _start_ready(self, now: float) -> None:
+    def _start_ready(self, now: float) -> float:
+        """Start what can start; returns when the host will have issued the next command that waits for nothing else."""
+        due = inf
         for i, queue in enumerate(self.queues):
             if self.running[i] is None and self.heads[i] < len(queue):
                 command = queue[self.heads[i]]
                 if all(self.end[w] >= 0 for w in command.waits):
+                    if self.issued[command.index] > now:
+                        due = min(due, self.issued[command.index])
+                        continue
                     self.running[i] = _Running(command, now)
                     self.start[command.index] = now
                     self.remaining[i] = self._amount(i, command)
+        return due
 
     def _amount(self, i: int, command: Command) -> float:
         """Seconds for compute; bytes, latency included, for copies."""

@@ -8,14 +8,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from flexengine.checkpoint import reader as reader_module
-from flexengine.checkpoint.reader import CheckpointError, CheckpointReader
+from flexengine.checkpoint.reader import CheckpointError, CheckpointReader, ReadRequest
+from flexengine.optim.rounding import join_fp32
 
 SHAPES = [(), (1,), (7,), (3, 5), (2, 1, 9), (0, 4), (129, 33)]
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.bool),
     *(torch.float8_e4m3fn, torch.float8_e5m2),
 ]
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 GARBAGE_BYTE = 0xA5
 
 
@@ -74,11 +75,11 @@ def test_equal_dtypes_give_the_bits_of_safetensors(tmp_path, dtype):
             assert same_bits(dest, expected), name
 
 
-@pytest.mark.parametrize("buffer_bytes", [16, 1 << 24])
-@pytest.mark.parametrize("source", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("target", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_conversion_equals_torch(tmp_path, monkeypatch, source, target, buffer_bytes):
-    monkeypatch.setattr(reader_module, "CONVERSION_BUFFER_BYTES", buffer_bytes)
+@pytest.mark.parametrize("native", ["1", "0"], ids=["native", "torch"])
+@pytest.mark.parametrize("source", FLOATS, ids=str)
+@pytest.mark.parametrize("target", FLOATS, ids=str)
+def test_conversion_equals_torch(tmp_path, monkeypatch, source, target, native):
+    monkeypatch.setenv("FLEXENGINE_NATIVE", native)
     expected = random_tensor((13, 5), source)
     save_file({"w": expected}, tmp_path / "model.safetensors")
     with CheckpointReader.open(tmp_path) as reader:
@@ -111,15 +112,43 @@ def test_rows_flat_and_unit_dimensions(tmp_path):
         reader.read_into("w", torch.empty(0, 1, 4, dtype=torch.bfloat16), row_start=6)
 
 
-@pytest.mark.parametrize("piece_elements", [1, 7, 1000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_float32_pieces_cover_the_tensor_in_order(tmp_path, dtype, piece_elements):
-    expected = random_tensor((9, 4), dtype)
-    save_file({"w": expected}, tmp_path / "model.safetensors")
+def test_many_requests_at_once(tmp_path):
+    """Parts of tensors in several files and dtypes, some converted, some split, in one call."""
+    tensors = write_sharded(tmp_path)
+    first, part = garbage((12,), torch.float32), garbage((5,), torch.bfloat16)
+    whole, remainder = garbage((12,), torch.bfloat16), garbage((12,), torch.int16)
     with CheckpointReader.open(tmp_path) as reader:
-        pieces = [(start, piece.clone()) for start, piece in reader.read_float32_pieces("w", piece_elements)]
-    assert [start for start, _ in pieces] == list(range(0, 36, piece_elements))
-    assert torch.equal(torch.cat([piece for _, piece in pieces]), expected.float().view(-1))
+        reader.read_many(
+            [
+                ReadRequest("a", first),
+                ReadRequest("b", part, first_element=3),
+                ReadRequest("c", whole, remainder),
+                ReadRequest("b", garbage((0,), torch.float32), first_element=12),
+            ]
+        )
+        assert same_bits(first, tensors["a"].view(-1))
+        assert same_bits(part, tensors["b"].view(-1)[3:8].bfloat16())
+        assert same_bits(join_fp32(whole, remainder), tensors["c"].view(-1))
+        reader.read_many([])
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (ReadRequest("a", torch.empty(5), first_element=8), r"a: asked for elements 8 to 13, it has 12"),
+        (ReadRequest("a", torch.empty(5), first_element=-1), r"elements -1 to 4"),
+        (ReadRequest("z", torch.empty(5)), "no tensor 'z'"),
+        (ReadRequest("a", torch.empty(4, 3).t()), r"holds shape \[12\], the destination has \[3, 4\]"),
+        (ReadRequest("a", torch.empty(4, dtype=torch.int8)), "no conversion from torch.float32"),
+        (ReadRequest("a", torch.empty(4), torch.empty(4, dtype=torch.int16)), "remainder .* goes with a bfloat16"),
+    ],
+)
+def test_wrong_requests_among_many(tmp_path, request_, message):
+    write_sharded(tmp_path)
+    untouched = garbage((12,), torch.float32)
+    with CheckpointReader.open(tmp_path) as reader, pytest.raises(ValueError, match=message):
+        reader.read_many([ReadRequest("b", untouched), request_])
+    assert same_bits(untouched, garbage((12,), torch.float32))
 
 
 def test_sharded_folder(tmp_path):
@@ -165,32 +194,46 @@ def test_wrong_requests(tmp_path, name, dest, arguments, message):
         reader.read_into(name, dest, **arguments)
 
 
-def test_wrong_pieces_and_reading_after_close(tmp_path):
-    save_file({"w": torch.ones(4), "i": torch.ones(4, dtype=torch.int32)}, tmp_path / "model.safetensors")
+def test_reading_after_close(tmp_path):
+    save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors")
     reader = CheckpointReader.open(tmp_path)
-    with pytest.raises(CheckpointError, match="at least 1"):
-        next(reader.read_float32_pieces("w", 0))
-    with pytest.raises(CheckpointError, match="no conversion"):
-        next(reader.read_float32_pieces("i", 2))
     reader.close()
     reader.close()
-    with pytest.raises(CheckpointError, match="after close"):
-        reader.read_into("w", torch.empty(4))
+    for call in (reader.read_into, lambda *request: reader.read_many([ReadRequest(*request)])):
+        with pytest.raises(CheckpointError, match="after close"):
+            call("w", torch.empty(4))
 
 
-def test_file_that_shrinks_while_open(tmp_path):
-    save_file({"w": torch.ones(1000)}, tmp_path / "model.safetensors")
+@pytest.mark.parametrize("native", ["1", "0"], ids=["native", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["straight", "converted"])
+def test_file_that_shrinks_while_open(tmp_path, monkeypatch, native, dtype):
+    monkeypatch.setenv("FLEXENGINE_NATIVE", native)
+    save_file({"v": torch.ones(10), "w": torch.ones(1000)}, tmp_path / "model.safetensors")
     with CheckpointReader.open(tmp_path) as reader:
         os.truncate(tmp_path / "model.safetensors", 200)
-        with pytest.raises(CheckpointError, match="shrank"):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors: ended at byte 200 inside 'w'; it shrank"):
+            reader.read_into("w", torch.empty(1000, dtype=dtype))
+
+
+@pytest.mark.parametrize("native", ["1", "0"], ids=["native", "torch"])
+def test_a_file_system_that_fails_is_named(tmp_path, monkeypatch, native):
+    """A directory's descriptor opens but does not read: EISDIR, as EIO from a broken disk."""
+    monkeypatch.setenv("FLEXENGINE_NATIVE", native)
+    save_file({"w": torch.ones(1000)}, tmp_path / "model.safetensors")
+    with CheckpointReader.open(tmp_path) as reader:
+        folder = os.open(tmp_path, os.O_RDONLY)
+        os.dup2(folder, reader._descriptors["model.safetensors"])
+        os.close(folder)
+        offset = reader.tensors["w"].offset_bytes
+        with pytest.raises(IsADirectoryError, match=rf"reading 'w' failed at byte {offset} .*model\.safetensors"):
             reader.read_into("w", torch.empty(1000))
 
 
 @pytest.mark.parametrize(
     ("header", "data", "message"),
     [
-        (b"{nonsense", b"", "expected JSON"),
-        (b"\xff\xfe", b"", "expected JSON"),
+        (b"{nonsense", b"", "not valid JSON"),
+        (b"\xff\xfe", b"", "not valid JSON"),
         (b"[]", b"", "JSON object"),
         (b'{"__metadata__": {"a": 1}}', b"", "__metadata__"),
         ({"w": {"dtype": "F32", "shape": [1]}}, b"1234", "data_offsets"),

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from flexengine.checkpoint.reader import CheckpointError, CheckpointReader
-from flexengine.checkpoint.writer import TensorSource, copy_support_files, write_checkpoint
+from flexengine.checkpoint.writer import TensorSource, support_files, write_checkpoint
 
 MIXED = {
     "odd": torch.arange(7, dtype=torch.uint8),
@@ -147,9 +147,24 @@ def test_support_files(tmp_path):
     wanted = ["config.json", "tokenizer.json", "tokenizer.model", "vocab.txt", "merges.txt", "chat_template.jinja"]
     for name in [*wanted, "model.safetensors", "README.md", "optimizer.pt"]:
         (source / name).write_text(name)
-    assert copy_support_files(source, target) == sorted(wanted)
-    assert {path.name: path.read_text() for path in target.iterdir()} == {name: name for name in wanted}
-    assert copy_support_files(source, source) == sorted(wanted)
+    assert list(support_files(source)) == sorted(wanted)
+    beside = support_files(source) | {"config.json": "{}"}
+    write_checkpoint(target, sources({"a": torch.ones(4)}), beside=beside)
+    expected = {name: name for name in wanted} | {"config.json": "{}"}
+    found = {path.name: path.read_text() for path in target.iterdir() if path.name != "model.safetensors"}
+    assert found == expected
+
+
+@pytest.mark.parametrize("failing", ["tokenizer.json", "a tensor"])
+def test_files_beside_appear_with_the_tensors_or_not_at_all(tmp_path, failing):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    beside = support_files(source) | {"tokenizer.json": source / "absent" if failing == "tokenizer.json" else "{}"}
+    wrong = TensorSource("a", torch.float32, (2,), lambda: torch.ones(2 if failing == "tokenizer.json" else 3))
+    with pytest.raises((OSError, CheckpointError), match=r"absent|returned \[3\]"):
+        write_checkpoint(tmp_path / "new" / "out", [wrong], beside=beside)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
 def test_transformers_loads_single_and_sharded(tmp_path):

@@ -1,5 +1,8 @@
 """The probe: plausible figures, and a cache that is used, keyed, refreshed and never in the way."""
 
+import json
+import logging
+import os
 import time
 from dataclasses import fields, replace
 from pathlib import Path
@@ -7,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from flexengine.hardware import cache
 from flexengine.hardware import probe as probe_module
 from flexengine.hardware.host_memory import HostMemory
-from flexengine.hardware.measure import Rates, measure_cpu
+from flexengine.hardware.measure import Rates
+from flexengine.hardware.measure_cpu import measure_cpu
 from flexengine.hardware.presets import preset
-from flexengine.hardware.probe import probe
+from flexengine.hardware.probe import probe, run_probe
 from flexengine.hardware.profile import HardwareProfile
 
 CPU = torch.device("cpu")
@@ -30,10 +35,11 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     calls: list[torch.dtype] = []
     rates = Rates(*(getattr(preset("cpu-test"), name) for name in Rates._fields))
 
-    def measure(dtype: torch.dtype, scale: float) -> Rates:
+    def measure(dtype: torch.dtype, shape: tuple[int, int], scale: float) -> Rates:
         assert scale > 0
         calls.append(dtype)
-        return rates
+        torch.randn(3)
+        return rates._replace(matmul_shape=shape)
 
     monkeypatch.setattr(probe_module, "measure_cpu", measure)
     return calls
@@ -46,18 +52,25 @@ def assert_measured(profile: HardwareProfile, device_type: str) -> None:
     assert 0 < profile.gpu_free_bytes <= profile.gpu_total_bytes
 
 
-def test_cpu_probe_is_quick_and_valid():
-    start_s = time.perf_counter()
-    profile = probe(CPU, torch.float32, force=True)  # the profile checks that every rate is finite and positive
-    assert time.perf_counter() - start_s < 3
+def test_cpu_probe_is_valid():
+    threads = torch.get_num_threads()
+    profile = probe(CPU, torch.float32, (64, 96), seconds_budget=2.0, force=True)  # the profile checks every rate
     assert_measured(profile, "cpu")
-    assert profile.gpu_context_bytes == 0
-    assert len(profile.matmul_flops_per_s) == 6
+    assert (profile.gpu_context_bytes, profile.issue_s) == (0, 0.0)
+    assert profile.matmul_shape == (256, 256)
+    assert profile.matmul_flops_per_s[0][0] == 64
+    assert [name for name, _ in profile.cpu_adamw_parameters_per_s] == ["float32", "bfloat16"]
+    names = [curve.name for curve in profile.curves]
+    assert names[0] == "qkv_proj forward"
+    assert names[-2:] == ["copy between arenas", "host memory copy"]
+    assert profile.curves[-1].points[-1] == (threads, profile.host_bytes_per_s)
+    assert torch.get_num_threads() == threads
 
 
-def test_measured_fields_are_fields_of_the_profile():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_measured_fields_are_fields_of_the_profile(dtype: torch.dtype):
     assert set(Rates._fields) <= {field.name for field in fields(HardwareProfile)}
-    assert measure_cpu(torch.bfloat16, scale=0.05).launch_s > 0
+    assert measure_cpu(dtype, (256, 256), scale=0.02).launch_s > 0
 
 
 def test_second_probe_reads_the_cache(measurements: list[torch.dtype]):
@@ -70,6 +83,53 @@ def test_second_probe_reads_the_cache(measurements: list[torch.dtype]):
     assert measurements == [torch.float32, torch.float32, torch.bfloat16]
 
 
+def test_result_says_where_the_profile_comes_from(cache_folder: Path, measurements: list[torch.dtype]):
+    first = run_probe(CPU, torch.float32)
+    assert not first.from_cache
+    assert first.path is not None
+    assert first.path.parent == cache_folder / "profiles"
+    an_hour_ago = time.time() - 3600
+    os.utime(first.path, (an_hour_ago, an_hour_ago))
+    second = run_probe(CPU, torch.float32)
+    assert second.from_cache
+    assert second.path == first.path
+    assert second.age_s == pytest.approx(3600, abs=60)
+
+
+def test_shapes_have_profiles_of_their_own_and_small_cpu_ones_share(
+    cache_folder: Path, measurements: list[torch.dtype]
+):
+    assert probe(CPU, torch.float32, (64, 172)).matmul_shape == (256, 256)
+    assert probe(CPU, torch.float32, (256, 200)).matmul_shape == (256, 256)
+    assert len(measurements) == 1
+    assert probe(CPU, torch.float32, (512, 1500)).matmul_shape == (512, 1024)
+    assert probe(CPU, torch.float32).matmul_shape == (1024, 1024)
+    assert len(measurements) == 3
+    assert len(list((cache_folder / "profiles").iterdir())) == 3
+
+
+def test_key_holds_versions_threads_and_driver(measurements: list[torch.dtype], monkeypatch: pytest.MonkeyPatch):
+    paths = {run_probe(CPU, torch.float32).path}
+    for target, name, value in (
+        (probe_module, "PROBE_VERSION", 99),
+        (torch, "__version__", "9.9.9"),
+        (torch, "get_num_threads", lambda: 77),
+        (os, "cpu_count", lambda: 77),
+    ):
+        monkeypatch.setattr(target, name, value)
+        paths.add(run_probe(CPU, torch.float32).path)
+    assert len(paths) == 5
+
+
+def test_random_numbers_go_on_as_if_nothing_had_been_measured(measurements: list[torch.dtype]):
+    torch.manual_seed(5)
+    expected = torch.randn(4)
+    torch.manual_seed(5)
+    probe(CPU, torch.float32)
+    assert len(measurements) == 1
+    assert torch.equal(torch.randn(4), expected)
+
+
 def test_memory_is_read_anew(measurements: list[torch.dtype], monkeypatch: pytest.MonkeyPatch):
     probe(CPU, torch.float32)
     monkeypatch.setattr(probe_module, "host_memory", lambda: HostMemory(2**40, 2**39))
@@ -79,21 +139,59 @@ def test_memory_is_read_anew(measurements: list[torch.dtype], monkeypatch: pytes
     assert (profile.gpu_total_bytes, profile.gpu_free_bytes) == (2**39, 2**39)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "not JSON", "\x00"])
-def test_spoilt_cache_is_measured_again(text: str, cache_folder: Path, measurements: list[torch.dtype]):
+OLD_FORMAT = json.dumps({name: value for name, value in preset("cpu-test").to_dict().items() if name != "format"})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{}", b"not JSON", b"\x00", b"\xff\xfe", preset("h200").to_json()[:-40].encode(), OLD_FORMAT.encode()],
+    ids=["empty", "no fields", "no JSON", "zero", "no text", "truncated", "older format"],
+)
+def test_spoilt_cache_is_measured_again_and_named_once(
+    content: bytes, cache_folder: Path, measurements: list[torch.dtype], caplog: pytest.LogCaptureFixture
+):
     probe(CPU, torch.float32)
     (file,) = (cache_folder / "profiles").iterdir()
-    file.write_text(text)
-    probe(CPU, torch.float32)
-    assert len(measurements) == 2
+    with caplog.at_level(logging.INFO, logger="flexengine"):
+        for _ in range(2):
+            file.write_bytes(content)
+            probe(CPU, torch.float32)
+    assert len(measurements) == 3
     assert HardwareProfile.from_json(file.read_text()).device_type == "cpu"
+    said = [record for record in caplog.records if str(file) in record.getMessage()]
+    assert [record.levelno for record in said] == [logging.INFO]
 
 
 def test_unwritable_cache_is_no_error(tmp_path: Path, measurements: list[torch.dtype], monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "file" / "cache"))
-    assert_measured(probe(CPU, torch.float32), "cpu")
+    result = run_probe(CPU, torch.float32)
+    assert_measured(result.profile, "cpu")
+    assert (result.path, result.age_s) == (None, None)
     assert len(measurements) == 1
+
+
+def test_failed_write_leaves_nothing_behind(
+    cache_folder: Path, measurements: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
+):
+    def full_disk(source: str, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache.os, "replace", full_disk)
+    assert run_probe(CPU, torch.float32).path is None
+    assert list((cache_folder / "profiles").iterdir()) == []
+
+
+def test_user_without_a_home_is_measured_each_time(measurements: list[torch.dtype], monkeypatch: pytest.MonkeyPatch):
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("FLEXENGINE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    for _ in range(2):
+        assert run_probe(CPU, torch.float32).path is None
+    assert len(measurements) == 2
 
 
 def test_xdg_folder_is_used_without_own_one(
@@ -110,6 +208,8 @@ def test_bad_arguments_are_named():
         probe(torch.device("meta"), torch.float32)
     with pytest.raises(ValueError, match="seconds_budget is 0"):
         probe(CPU, torch.float32, seconds_budget=0)
+    with pytest.raises(ValueError, match=r"shape is \(0, 64\)"):
+        probe(CPU, torch.float32, (0, 64))
 
 
 @pytest.mark.gpu
@@ -118,15 +218,38 @@ def test_bad_arguments_are_named():
 def test_cuda_probe(dtype: torch.dtype):
     device = torch.device("cuda")
     held_bytes = torch.cuda.memory_allocated()
-    profile = probe(device, dtype, seconds_budget=2.0, force=True)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    threads = torch.get_num_threads()
+    profile = probe(device, dtype, (2048, 8192), seconds_budget=4.0, force=True)
     assert_measured(profile, "cuda")
+    assert profile.matmul_shape == (2048, 8192)
     assert 2**26 < profile.gpu_context_bytes < 4 * 2**30
     assert profile.matmul_rate(16384) > 0.9 * profile.matmul_rate(256)
+    assert profile.matmul_rate(8192) < 1.25 * profile.peak_matmul_flops_per_s
     assert profile.h2d_duplex_bytes_per_s < 1.1 * profile.h2d_bytes_per_s
+    assert 0 < profile.issue_s < 1e-3
     assert profile.launch_s < 1e-3
     assert torch.cuda.memory_allocated() <= held_bytes + 2**27  # cuBLAS workspaces stay
-    start_s = time.perf_counter()
-    again = probe(device, dtype)
-    assert time.perf_counter() - start_s < 0.5
+    assert torch.cuda.max_memory_reserved() <= held_bytes + 1.75 * 2**30
+    assert torch.get_num_threads() == threads
+    by_size = {curve.name: curve.points for curve in profile.curves}
+    assert by_size["host to device, both busy"][-1] == (2**28, profile.h2d_duplex_bytes_per_s)
+    assert by_size["device to host"][0][1] < by_size["device to host"][-1][1]
+    result = run_probe(device, dtype, (2048, 8192))
+    assert result.from_cache
     memory_names = ("gpu_free_bytes", "host_total_bytes", "host_available_bytes", "host_base_bytes")
-    assert replace(again, **{name: getattr(profile, name) for name in memory_names}) == profile
+    assert replace(result.profile, **{name: getattr(profile, name) for name in memory_names}) == profile
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_cuda_probe_of_a_large_model_stays_in_its_memory():
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    held_bytes = torch.cuda.memory_reserved()
+    profile = probe(torch.device("cuda"), torch.bfloat16, (8192, 28672), seconds_budget=2.0, force=True)
+    assert torch.cuda.max_memory_reserved() <= held_bytes + 1.75 * 2**30
+    assert profile.matmul_flops_per_s[-1][0] >= 4096
+    lengths = [length for length, _ in profile.attention_forward_flops_per_s]
+    assert lengths == [512, 2048, 8192, 32768]

@@ -1,4 +1,4 @@
-"""HardwareProfile: JSON both ways, interpolation, validation; and the presets."""
+"""HardwareProfile: JSON both ways, interpolation, validation."""
 
 import json
 import math
@@ -10,15 +10,22 @@ from pathlib import Path
 import pytest
 
 import flexengine
-from flexengine.hardware.presets import PRESETS, preset, with_memory
-from flexengine.hardware.profile import HardwareProfile
+from flexengine.hardware.curve import Curve
+from flexengine.hardware.presets import PRESETS, preset
+from flexengine.hardware.profile import FORMAT, HardwareProfile, read_profile
 
 GIB = 2**30
+CURVES = (Curve("device to host", "bytes", "bytes/s", ((2**16, 9.5e9), (2**28, 5.55e10 / 3))),)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_json_round_trip_is_exact(name: str):
     assert HardwareProfile.from_json(PRESETS[name].to_json()) == PRESETS[name]
+
+
+def test_curves_survive_the_round_trip():
+    profile = replace(preset("cpu-test"), curves=CURVES, matmul_shape=(64, 96))
+    assert HardwareProfile.from_json(profile.to_json()) == profile
 
 
 def test_matmul_rate_is_linear_in_log_tokens_and_clamped():
@@ -31,6 +38,26 @@ def test_matmul_rate_is_linear_in_log_tokens_and_clamped():
     assert profile.matmul_rate(10**9) == 4e9
     with pytest.raises(ValueError, match="tokens is 0"):
         profile.matmul_rate(0)
+
+
+def test_attention_rates_are_read_by_sequence_length():
+    profile = replace(
+        preset("cpu-test"),
+        attention_forward_flops_per_s=((512, 1e9), (2048, 3e9)),
+        attention_backward_flops_per_s=((512, 2e9),),
+    )
+    assert profile.attention_forward_rate(1024) == pytest.approx(2e9)
+    assert profile.attention_forward_rate(131072) == 3e9
+    assert profile.attention_backward_rate(1024) == 2e9
+    for rate in (profile.attention_forward_rate, profile.attention_backward_rate):
+        with pytest.raises(ValueError, match="seq_len is 0"):
+            rate(0)
+
+
+def test_adamw_rate_of_an_unknown_dtype_is_the_slowest():
+    profile = replace(preset("cpu-test"), cpu_adamw_parameters_per_s=(("float32", 3e9), ("bfloat16", 2e9)))
+    assert profile.cpu_adamw_rate("float32") == 3e9
+    assert profile.cpu_adamw_rate("float64") == 2e9
 
 
 @pytest.mark.parametrize(
@@ -46,6 +73,20 @@ def test_matmul_rate_is_linear_in_log_tokens_and_clamped():
         ("matmul_flops_per_s", ((256, 0.0),)),
         ("matmul_flops_per_s", ((256, 1e9, 1.0),)),
         ("matmul_flops_per_s", 1e9),
+        ("attention_forward_flops_per_s", 1e9),
+        ("attention_backward_flops_per_s", ((2048, 1e9), (512, 1e9))),
+        ("matmul_shape", (4096,)),
+        ("matmul_shape", (4096, 0)),
+        ("matmul_shape", 4096),
+        ("cpu_adamw_parameters_per_s", ()),
+        ("cpu_adamw_parameters_per_s", 1e9),
+        ("cpu_adamw_parameters_per_s", (("float32", 0.0),)),
+        ("cpu_adamw_parameters_per_s", (("float32", 1e9), ("float32", 2e9))),
+        ("cpu_adamw_parameters_per_s", ((32, 1e9),)),
+        ("issue_s", -1e-9),
+        ("issue_s", math.nan),
+        ("curves", [CURVES[0]]),
+        ("curves", ("a curve",)),
         ("peak_matmul_flops_per_s", 0),
         ("h2d_bytes_per_s", math.nan),
         ("d2h_bytes_per_s", math.inf),
@@ -73,35 +114,39 @@ def test_from_json_names_missing_and_unknown_fields():
     for text in ("[]", "{", '"h200"'):
         with pytest.raises(ValueError):  # noqa: PT011 - JSON's own message for some
             HardwareProfile.from_json(text)
-    with pytest.raises(ValueError, match="pairs"):
-        HardwareProfile.from_dict(preset("cpu-test").to_dict() | {"matmul_flops_per_s": [256, 1e9]})
+    for field in ("matmul_flops_per_s", "attention_forward_flops_per_s", "cpu_adamw_parameters_per_s"):
+        with pytest.raises(ValueError, match=f"{field}.*pairs"):
+            HardwareProfile.from_dict(preset("cpu-test").to_dict() | {field: [256, 1e9]})
+    for curves in ([1], [{"name": "x"}], "x"):
+        with pytest.raises(ValueError, match="curves"):
+            HardwareProfile.from_dict(preset("cpu-test").to_dict() | {"curves": curves})
 
 
-def test_preset_names_are_forgiving_and_errors_list_them():
-    assert preset("RTX 4090") is preset("rtx4090") is PRESETS["rtx-4090"]
-    with pytest.raises(ValueError, match="h200, h100-80, a100-80, rtx-3090, rtx-4090, rtx-5090, cpu-test"):
-        preset("voodoo2")
+@pytest.mark.parametrize("old", [{}, {"format": 1}, {"format": FORMAT + 1}])
+def test_another_format_is_refused_with_what_to_do(old: dict):
+    values = {name: value for name, value in preset("cpu-test").to_dict().items() if name != "format"}
+    with pytest.raises(ValueError, match=f"format {old.get('format', 1)}.*format {FORMAT}.*flexengine probe"):
+        HardwareProfile.from_dict(values | old)
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name != "cpu-test"])
-def test_presets_are_plausible(name: str):
-    profile = PRESETS[name]
-    rates = [rate for _, rate in profile.matmul_flops_per_s]
-    assert rates[0] < rates[-1]
-    assert max(rates) < 1.02 * profile.peak_matmul_flops_per_s
-    assert profile.attention_backward_flops_per_s < profile.attention_forward_flops_per_s
-    assert profile.h2d_duplex_bytes_per_s < profile.h2d_bytes_per_s < profile.host_bytes_per_s
-    assert profile.gpu_free_bytes + profile.gpu_context_bytes == profile.gpu_total_bytes
+def test_unreadable_files_are_named(tmp_path: Path):
+    absent, spoilt, binary = tmp_path / "absent.json", tmp_path / "spoilt.json", tmp_path / "binary.json"
+    spoilt.write_text(preset("h200").to_json()[:200])
+    binary.write_bytes(b"\xff\xfe\x00")
+    for path in (absent, spoilt, binary, tmp_path):
+        with pytest.raises(ValueError, match=path.name):
+            read_profile(path)
+    good = tmp_path / "good.json"
+    good.write_text(preset("h200").to_json())
+    assert read_profile(good) == preset("h200")
 
 
-def test_with_memory_changes_sizes_only():
-    profile = with_memory(preset("h200"), gpu_total_bytes=24 * GIB, host_total_bytes=64 * GIB)
-    assert profile.gpu_free_bytes == 24 * GIB - preset("h200").gpu_context_bytes
-    assert profile.host_available_bytes == 64 * GIB - preset("h200").host_base_bytes
-    assert profile.matmul_flops_per_s == preset("h200").matmul_flops_per_s
-    assert with_memory(preset("h200")) == preset("h200")
-    with pytest.raises(ValueError, match="CUDA context"):
-        with_memory(preset("h200"), gpu_total_bytes=1)
+def test_bad_curve_is_rejected_by_name():
+    for points in ((), ((1, 1.0), (1, 2.0)), ((1, -1.0),), ((0.5, 1.0),)):
+        with pytest.raises(ValueError, match="link"):
+            Curve("link", "bytes", "bytes/s", points)
+    with pytest.raises(ValueError, match="x_unit"):
+        Curve("link", "", "bytes/s", ((1, 1.0),))
 
 
 def test_profiles_and_presets_need_no_torch():

@@ -96,9 +96,11 @@ def test_a_non_finite_scale_changes_nothing(mode, bad):
     assert all(t is None or torch.equal(t, segment[name]) for name, t in before.items())
 
 
+@pytest.mark.parametrize("path", ["native", "torch"])
 @pytest.mark.parametrize("mode", ["split", "bf16"])
-def test_tiling_does_not_change_a_bit(mode, monkeypatch):
-    """The public update walks CPU segments in tiles: the bits are those of one call."""
+def test_the_public_update_has_the_bits_of_the_reference(mode, path, monkeypatch):
+    """Without native code it walks CPU segments in tiles: the bits are those of one call."""
+    monkeypatch.setenv("FLEXENGINE_NATIVE", "1" if path == "native" else "0")
     monkeypatch.setattr("flexengine.optim.adamw._CPU_TILE_ELEMENTS", 64)
     master, gradients = torch.randn(1001), [torch.randn(1001) for _ in range(3)]
     states = torch.bfloat16 if mode == "bf16" else torch.float32

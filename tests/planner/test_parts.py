@@ -81,14 +81,14 @@ def test_sketch_is_near_the_simulator(seed):
     problem = problem_of(model, profile, seq_len=32 if seed % 3 else 128, chunk=256 if seed % 3 else 64)
     placement = random_placement(problem, random)
     layout = Layout(model, problem.plan(placement))
-    cost = CostModel(profile, layout.compute_bytes, problem.chunk_tokens)
+    cost = CostModel(profile, layout.compute_bytes, problem.chunk_tokens, problem.request.max_seq_len)
     simulated_s = price(lower_round(layout, problem.shape, first=False), cost).total_s
     assert problem.sketch_round_s(placement, accumulating=True) == pytest.approx(simulated_s, rel=0.25)
 
 
 def test_frontier_is_a_frontier():
     model = open_model("preset:llama-3.1-8b").spec
-    cost = CostModel(preset("h200"), 2, 8192)
+    cost = CostModel(preset("h200"), 2, 8192, 2048)
     shape = round_shape(Request(2048, 131072, 1, 1), 8192, 2)
     sets = frontier(model.blocks[0], shape, cost)
     sizes, seconds = [s.num_bytes for s in sets], [s.recompute_s for s in sets]

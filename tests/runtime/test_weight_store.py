@@ -1,5 +1,10 @@
 """Parameters at rest: what is loaded is what is read, in every format, wherever it lives."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from engine_helpers import (
@@ -16,7 +21,8 @@ from engine_helpers import (
 )
 
 from flexengine.models.registry import open_model
-from flexengine.plan import Numerics
+from flexengine.plan import GroupPlan, Numerics
+from flexengine.runtime import staging, weight_store
 
 SPLIT = Numerics("bfloat16", "split", "bfloat16", "float32")
 STOCHASTIC = Numerics("bfloat16", "stochastic", "bfloat16", "bfloat16")
@@ -48,6 +54,112 @@ def test_masters_are_read_exactly_as_stored(stored, numerics, tied, plan, tmp_pa
     engine = engine_of(open_model(tmp_path), numerics, plan)
     exact = torch.float64 if numerics == FLOAT64 else torch.float32
     same_bits(engine.state_dict(), {name: p.detach().to(exact) for name, p in model.named_parameters()})
+
+
+@pytest.mark.parametrize("half_bytes", [256, 1000, 1 << 20])
+@pytest.mark.parametrize(
+    ("stored", "numerics"),
+    [(torch.float32, SPLIT), (torch.bfloat16, SPLIT), (torch.float64, FLOAT64), (torch.float16, STOCHASTIC)],
+    ids=lambda x: str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else f"{x.compute}-{x.master}",
+)
+def test_loading_through_the_staging_buffer(stored, numerics, half_bytes, tmp_path, monkeypatch):
+    """What goes to a GPU is cut to fit the buffer; the planes have the bits of direct reading."""
+    saved_model(tmp_path, CONFIG, stored)
+    direct = engine_of(open_model(tmp_path), numerics)
+    monkeypatch.setattr(staging, "HALF_BYTES", half_bytes)
+    monkeypatch.setattr(weight_store, "on_host", lambda request: "mlp" not in request.name)
+    staged = engine_of(open_model(tmp_path), numerics)
+    for name, run in staged.weights.runs.items():
+        for kind in ("weights", "remainder"):
+            a, b = direct.weights.plane(kind, run), staged.weights.plane(kind, run)
+            assert (a is None) == (b is None)
+            assert a is None or torch.equal(a, b), f"{kind} of {name}"
+
+
+LOAD_AND_WATCH = """
+import sys
+import torch
+from pathlib import Path
+from engine_helpers import make_plan, streamed_plan
+from flexengine.checkpoint.reader import CheckpointReader
+from flexengine.hardware.memory_usage import peak_resident_bytes, resident_bytes
+from flexengine.models.registry import open_model
+from flexengine.plan import Numerics
+from flexengine.runtime.arena import Arenas
+from flexengine.runtime.weight_store import WeightStore
+from flexengine.schedule.layout import Layout
+
+spec = open_model(Path(sys.argv[1])).spec
+device = torch.device(sys.argv[2])
+make = streamed_plan if device.type == "cpu" else make_plan  # weights on the GPU where there is one
+plan = make(spec, numerics=Numerics("bfloat16", "split", "bfloat16", "bfloat16"))
+layout = Layout(spec, plan)
+torch.zeros(1, device=device)
+arenas = Arenas(device, layout.gpu_bytes, layout.host_bytes)
+before, peak = resident_bytes(), peak_resident_bytes()
+assert device.type == "cuda" or before >= peak - (16 << 20), "nothing before took more than the arenas do"
+with CheckpointReader.open(sys.argv[1]) as reader:
+    WeightStore(layout, arenas).load(reader)
+print(peak_resident_bytes() - (before if device.type == "cpu" else max(before, peak)), layout.host_bytes)
+"""
+
+
+def grown_bytes(folder, device="cpu"):
+    """(most resident bytes while loading, beyond what the arenas hold; bytes of the host arena), in its own process."""
+    command = [sys.executable, "-c", LOAD_AND_WATCH, str(folder), device]
+    path = os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert done.returncode == 0, done.stderr
+    grown, host = done.stdout.split()[-2:]
+    return int(grown), int(host)
+
+
+def save_300_mb(folder):
+    """A float32 checkpoint of 75M parameters in many tensors; returns the bytes of all, and of the largest."""
+    config = tiny_config(
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=20,
+        num_attention_heads=8,
+        head_dim=64,
+        vocab_size=8000,
+    )
+    model = saved_model(folder, config, torch.float32, max_shard_size="100MB")
+    sizes = [p.nbytes for p in model.parameters()]
+    return sum(sizes), max(sizes)
+
+
+def test_loading_takes_no_more_than_one_tensor_beside_the_arenas(tmp_path):
+    total_bytes, largest_bytes = save_300_mb(tmp_path)
+    assert total_bytes > 250e6 > 10 * largest_bytes
+    grown, host_bytes = grown_bytes(tmp_path)
+    assert host_bytes > total_bytes  # the arenas were touched before
+    assert grown < largest_bytes
+
+
+@pytest.mark.gpu
+def test_loading_onto_the_gpu_takes_no_more_than_the_staging_buffer(tmp_path):
+    total_bytes, _ = save_300_mb(tmp_path)
+    grown, _ = grown_bytes(tmp_path, "cuda")
+    assert grown < 2 * staging.HALF_BYTES + (64 << 20) < total_bytes / 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_the_gpu_holds_what_the_cpu_holds(stored, tmp_path, monkeypatch):
+    """Staged in small pieces, weights and remainders on the same and on different sides."""
+    monkeypatch.setattr(staging, "HALF_BYTES", 1000)
+    saved_model(tmp_path, CONFIG, stored)
+    source = open_model(tmp_path)
+    homes = [GroupPlan("gpu", "host", "gpu"), GroupPlan("gpu", "gpu", "host"), GroupPlan()]
+    groups = [homes[i % 3] for i in range(len(source.spec.groups))]
+    numerics = FLOAT64 if stored == torch.float64 else SPLIT
+    plan = make_plan(source.spec, numerics=numerics, groups=groups)
+    cpu, gpu = (build_engine(source, plan, device=device) for device in ("cpu", "cuda"))
+    same_bits(gpu.state_dict(), cpu.state_dict())
+    gpu.close()
 
 
 def test_a_split_master_computes_with_the_nearest_bf16(tmp_path):

@@ -73,3 +73,15 @@ def test_trace_has_one_event_per_command():
     events = json.loads(chrome_trace(program, simulate(program, rates())))["traceEvents"]
     spans = [e for e in events if e["ph"] == "X"]
     assert [(e["ts"], e["dur"]) for e in spans] == [(0, pytest.approx(10e6)), (pytest.approx(10e6), pytest.approx(4e6))]
+
+
+def test_nothing_starts_before_the_host_has_issued_it():
+    b = builder()
+    for slot in (0, 1):
+        copy(b, Stream.H2D, 3, slot, 10)
+        compute(b, 4.0, slot, 2)
+    timing = simulate(b.build(), rates()._replace(issue_s=lambda command: 3.0))
+    # issued at 3, 6, 9 and 12; the second op waits for the first, which ends at 10, and for its own issue
+    assert timing.start_s == pytest.approx([3, 6, 9, 12])
+    assert timing.total_s == pytest.approx(16)
+    assert timing.busy_s[Stream.COMPUTE] == pytest.approx(8)

@@ -1,15 +1,29 @@
-"""Host buffers: exact size, alignment, contents, release; page-locked ones on a GPU."""
+"""Host buffers, by native code and by Python: exact size, alignment, contents, release; page-locked ones on a GPU."""
 
 import gc
+import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from flexengine.hardware.memory_usage import resident_bytes
-from flexengine.native import PAGE_BYTES, allocate_host
+from flexengine.native import PAGE_BYTES, allocate_host, pin_limit_bytes
+from flexengine.native.host_memory import gpu_numa_node, numa_node_of_pci
+from flexengine.native.page_lock import lock_pages
 
 MIB = 2**20
+HUGE_PAGE_BYTES = 2 * MIB
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+@pytest.fixture(params=["native", "python"], autouse=True)
+def path(request, monkeypatch):
+    """Every test runs on both paths."""
+    if request.param == "native":
+        request.getfixturevalue("native_library")
+    monkeypatch.setenv("FLEXENGINE_NATIVE", "1" if request.param == "native" else "0")
+    return request.param
 
 
 @pytest.mark.parametrize("num_bytes", [1, 63, PAGE_BYTES, PAGE_BYTES + 1, 5 * MIB + 12345])
@@ -52,6 +66,29 @@ def test_close_twice_and_use_after():
         _ = buffer.tensor
 
 
+def test_addresses_are_given_back_with_the_last_view():
+    num_bytes = 300 * MIB
+    gc.collect()
+    before_bytes = mapped_bytes()
+    view = allocate_host(num_bytes, page_locked=False).tensor[MIB:]
+    assert mapped_bytes() - before_bytes >= num_bytes
+    del view
+    gc.collect()
+    assert mapped_bytes() - before_bytes < num_bytes // 2
+
+
+def mapped_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[0]) * PAGE_BYTES
+
+
+def test_large_buffers_begin_on_a_huge_page(path):
+    if path == "python":
+        pytest.skip("mmap chooses the address")
+    for num_bytes in (HUGE_PAGE_BYTES, 5 * MIB + 1):
+        with allocate_host(num_bytes, page_locked=False) as buffer:
+            assert buffer.tensor.data_ptr() % HUGE_PAGE_BYTES == 0
+
+
 def test_tensor_outlives_a_forgotten_buffer():
     tensor = allocate_host(MIB, page_locked=False).tensor
     gc.collect()
@@ -64,6 +101,29 @@ def test_bad_sizes_are_named():
         allocate_host(0, page_locked=False)
     with pytest.raises(MemoryError, match="cannot map"):
         allocate_host(2**62, page_locked=False)
+
+
+def test_a_numa_node_is_asked_for_and_a_missing_one_ignored(path):
+    with allocate_host(MIB, page_locked=False, numa_node=0) as near:
+        assert near.tensor.sum() == 0
+        asked = near.numa_node
+    with allocate_host(MIB, page_locked=False, numa_node=1000) as nowhere:
+        assert nowhere.numa_node is None
+        assert nowhere.tensor.sum() == 0
+    if path == "python" or not os.path.exists("/sys/devices/system/node/node0"):
+        assert asked is None
+    else:
+        assert asked in (0, None)  # None where a container forbids the system call
+
+
+def test_the_node_of_a_pci_device(tmp_path):
+    for address, node in [("0000:1b:00.0", "1\n"), ("0001:00:02.0", "-1\n"), ("0000:02:00.0", "?")]:
+        (tmp_path / address).mkdir()
+        (tmp_path / address / "numa_node").write_text(node)
+    assert numa_node_of_pci(0, 0x1B, 0, tmp_path) == 1
+    assert numa_node_of_pci(1, 0, 2, tmp_path) is None
+    assert numa_node_of_pci(0, 2, 0, tmp_path) is None
+    assert numa_node_of_pci(0, 3, 0, tmp_path) is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -104,6 +164,31 @@ def test_page_locked_size_is_exact_and_released():
     buffer.close()
     assert not view.is_pinned()
     assert resident_bytes() - before_bytes < num_bytes // 100
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_page_locked_memory_lies_near_the_gpu(path):
+    with allocate_host(8 * MIB, page_locked=True) as buffer:
+        assert buffer.numa_node in ((gpu_numa_node(), None) if path == "native" else (None,))
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_refused_lock_names_what_was_possible_and_leaves_cuda_usable():
+    """Registering a range a second time is refused by the driver, whatever its limits."""
+    with allocate_host(4 * MIB, page_locked=True) as buffer:
+        with pytest.raises(MemoryError, match=r"cannot page-lock 4194304 bytes .* \(CUDA error \d+\); 0 bytes"):
+            lock_pages(buffer.tensor.data_ptr(), 4 * MIB)
+        assert torch.ones(1000, device="cuda").sum().item() == 1000
+        assert buffer.tensor.is_pinned()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_more_than_the_machine_has_is_refused_before_it_is_touched():
+    with pytest.raises(MemoryError, match="RAM and the container's memory limit leave this process"):
+        allocate_host(pin_limit_bytes() + 1, page_locked=True)
 
 
 @pytest.mark.gpu

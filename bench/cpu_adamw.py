@@ -1,0 +1,175 @@
+"""Is the CPU AdamW bound by host memory, and is it as fast as torch's fused one? By dtype mode and threads.
+
+    python -m bench.cpu_adamw --json out.json
+
+Per mode and number of threads: parameters/s, and bytes/s of what an update must move (each plane read once, all but the
+gradient written once), also as a share of the best host copy measured in the same run (bytes read plus bytes written
+by torch's copy). torch.optim.AdamW(fused=True) runs in the two modes that it has, on the same kind of memory; with bf16
+states it rounds to nearest where flexengine rounds stochastically. Every figure is the best of --repeats runs of at
+least --seconds each, since others may use the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bench.environment import write_json
+from flexengine.hardware.measure_host import thread_counts
+from flexengine.hardware.timing import cpu_timer
+from flexengine.native import allocate_host
+from flexengine.native.adamw import adamw_update_, instruction_sets
+from flexengine.optim.adamw import adamw_factors
+from flexengine.optim.rounding import stream_keys
+
+F32, BF16, I16 = torch.float32, torch.bfloat16, torch.int16
+SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+FEW_CORES = 4
+SMALL_NUMEL, LARGE_NUMEL = 2**24, 2**27  # both far beyond any cache
+
+
+class Mode(NamedTuple):
+    """Dtypes of the planes; `remainder` where a bf16 weight keeps the other half of its float32 beside it."""
+
+    weight: torch.dtype
+    state: torch.dtype
+    grad: torch.dtype
+    remainder: bool = False
+
+    @property
+    def planes(self) -> tuple[torch.dtype, ...]:
+        """exp_avg, exp_avg_sq, weight, grad and perhaps remainder: wide ones first, so that all are aligned."""
+        return (self.state, self.state, self.weight, self.grad, *((I16,) if self.remainder else ()))
+
+    @property
+    def bytes_per_parameter(self) -> int:
+        """Bytes that an update must read and write."""
+        return 2 * sum(plane.itemsize for plane in self.planes) - self.grad.itemsize
+
+
+MODES = {
+    "float32": Mode(F32, F32, F32),
+    "split master, float32 states, bf16 gradient": Mode(BF16, F32, BF16, remainder=True),
+    "split master, bf16 states, bf16 gradient": Mode(BF16, BF16, BF16, remainder=True),
+    "bf16": Mode(BF16, BF16, BF16),
+}
+TORCH_MODES = ("float32", "bf16")
+
+
+def best_seconds(work: Callable[[], object], args: argparse.Namespace) -> float:
+    return min(cpu_timer(work, args.seconds) for _ in range(args.repeats))
+
+
+@contextmanager
+def planes_of(mode: Mode, numel: int) -> Iterator[list[Tensor]]:
+    """Planes in host memory as the engine's arena has it: huge pages, touched by all threads."""
+    with allocate_host(numel * sum(plane.itemsize for plane in mode.planes), page_locked=False) as buffer:
+        planes, offset = [], 0
+        for dtype in mode.planes:
+            planes.append(buffer.tensor[offset : offset + numel * dtype.itemsize].view(dtype))
+            offset += numel * dtype.itemsize
+        planes[2].normal_()
+        planes[3].normal_()
+        yield planes
+
+
+def native_update(planes: list[Tensor], threads: int) -> Callable[[], object]:
+    exp_avg, exp_avg_sq, weight, grad, *rest = planes
+    factors, keys = adamw_factors(**SETTINGS, step=10), [stream_keys(0, 10, stream) for stream in range(3)]
+    scale, remainder = torch.ones(1), rest[0] if rest else None
+    return lambda: adamw_update_(
+        weight, remainder, exp_avg, exp_avg_sq, grad, scale, factors, keys, 0, num_threads=threads
+    )  # fmt: skip
+
+
+def torch_update(planes: list[Tensor]) -> Callable[[], object]:
+    exp_avg, exp_avg_sq, weight, grad = planes
+    parameter = torch.nn.Parameter(weight)
+    parameter.grad = grad
+    optimizer = torch.optim.AdamW([parameter], fused=True, **SETTINGS)
+    optimizer.state[parameter] = {"step": torch.tensor(9.0), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    return optimizer.step
+
+
+def measure_copy(args: argparse.Namespace, threads: list[int]) -> dict[int, float]:
+    """Bytes read plus written per second of a copy, by threads."""
+    rates = {}
+    with allocate_host(8 * args.numel, page_locked=False) as buffer:
+        source, target = buffer.tensor.view(F32).chunk(2)
+        for count in threads:
+            torch.set_num_threads(count)
+            rates[count] = 8 * args.numel / best_seconds(lambda: target.copy_(source), args)
+            print(f"host copy, {count} threads: {rates[count] / 1e9:.1f} GB/s", flush=True)
+    return rates
+
+
+def measure_mode(name: str, args: argparse.Namespace, threads: list[int], copy_bytes_per_s: float) -> list[dict]:
+    mode, rows = MODES[name], []
+    with planes_of(mode, args.numel) as planes:
+        for count in threads:
+            torch.set_num_threads(count)
+            updates = {"native": native_update(planes, count)}
+            if name in TORCH_MODES:
+                updates["torch fused"] = torch_update(planes)
+            for implementation, update in updates.items():
+                rate = args.numel / best_seconds(update, args)
+                moved = rate * mode.bytes_per_parameter
+                row = {
+                    "mode": name,
+                    "implementation": implementation,
+                    "threads": count,
+                    "parameters_per_s": rate,
+                    "bytes_per_s": moved,
+                    "share_of_host_copy": moved / copy_bytes_per_s,
+                }
+                rows.append(row)
+                print(
+                    f"{name}, {implementation}, {count} threads: {rate / 1e6:.0f} million parameters/s, "
+                    f"{moved / 1e9:.1f} GB/s, {row['share_of_host_copy']:.0%} of the host copy",
+                    flush=True,
+                )
+    return rows
+
+
+def processor_name() -> str:
+    """As /proc/cpuinfo has it, "unknown" without one."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "unknown"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def main() -> None:
+    """Measure all modes with 1, 2, 4, ... and all threads."""
+    most = torch.get_num_threads()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--numel", type=int, default=SMALL_NUMEL if most <= FEW_CORES else LARGE_NUMEL)
+    parser.add_argument("--threads", type=int, nargs="*", default=thread_counts(most))
+    parser.add_argument("--seconds", type=float, default=0.5, help="least time of a run")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", default=None, help="write the figures to this file")
+    args = parser.parse_args()
+    if not instruction_sets():
+        raise SystemExit("the native library is not built: pip install -e . with a C++ compiler builds it")
+    copies = measure_copy(args, args.threads)
+    rows = [row for name in MODES for row in measure_mode(name, args, args.threads, max(copies.values()))]
+    results = {
+        "processor": processor_name(),
+        "instruction_set": instruction_sets()[-1],
+        "numel": args.numel,
+        "bytes_per_parameter": {name: mode.bytes_per_parameter for name, mode in MODES.items()},
+        "host_copy_bytes_per_s": {str(count): rate for count, rate in copies.items()},
+        "rows": rows,
+    }
+    write_json(args.json, results)
+
+
+if __name__ == "__main__":
+    main()

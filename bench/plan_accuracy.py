@@ -1,0 +1,209 @@
+"""Does what a plan promises happen? Predicted against measured memory and step time, one process per plan.
+
+    python -m bench.plan_accuracy --json out.json                     # every case
+    python -m bench.plan_accuracy --part 1/2 --json first.json        # half of them
+    python -m bench.plan_accuracy --merge first.json second.json --json all.json
+    python -m bench.plan_accuracy --show all.json                     # the table as Markdown
+
+Per plan: the GPU bytes that NVML shows for the process and its resident set, each at its peak since the process began,
+beside the prediction, which must not be less and at most 5% more; and the median step after a warm-up. Random weights
+and random tokens in sequences of full length, AdamW with bf16 states.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.environment import write_json
+
+GIB = 2**30
+HOST_GIB = 110.0
+LEAST_TIMED_S = 2.0
+MOST_MEMORY_RATIO = 1.05
+
+
+class Case(NamedTuple):
+    """A model under a GPU cap in GiB (None: all of the card), sequence length and tokens per step."""
+
+    model: str
+    cap_gib: float | None
+    seq_len: int
+    tokens: int
+
+
+CASES = (
+    Case("llama-3.2-1b", 6, 2048, 32768),
+    Case("llama-3.2-1b", 6, 512, 4096),
+    Case("llama-3.2-1b", 8, 16384, 131072),
+    Case("llama-3.2-1b", 8, 1024, 8192),
+    Case("llama-3.2-1b", 12, 4096, 65536),
+    Case("llama-3.2-1b", 16, 512, 16384),
+    Case("llama-3.2-1b", 24, 8192, 32768),
+    Case("llama-3.2-1b", 48, 2048, 65536),
+    Case("llama-3.2-1b", None, 16384, 32768),
+    Case("llama-3.2-1b", None, 512, 4096),
+    Case("llama-3.2-3b", 6, 2048, 32768),
+    Case("llama-3.2-3b", 8, 512, 8192),
+    Case("llama-3.2-3b", 8, 4096, 65536),
+    Case("llama-3.2-3b", 12, 512, 4096),
+    Case("llama-3.2-3b", 16, 16384, 32768),
+    Case("llama-3.2-3b", 24, 1024, 16384),
+    Case("llama-3.2-3b", 48, 2048, 16384),
+    Case("llama-3.2-3b", None, 8192, 65536),
+    Case("llama-3.1-8b", 6, 1024, 8192),
+    Case("llama-3.1-8b", 8, 2048, 32768),
+    Case("llama-3.1-8b", 12, 4096, 32768),
+    Case("llama-3.1-8b", 16, 16384, 32768),
+    Case("llama-3.1-8b", 16, 1024, 16384),
+    Case("llama-3.1-8b", 24, 2048, 131072),
+    Case("llama-3.1-8b", 24, 512, 4096),
+    Case("llama-3.1-8b", 48, 512, 8192),
+    Case("llama-3.1-8b", 48, 8192, 65536),
+    Case("llama-3.1-8b", None, 2048, 32768),
+)
+
+
+def run_case(case: Case) -> dict:
+    """Plan, load and train a few steps in this process; returns the row."""
+    import torch  # noqa: PLC0415 (the parent process stays small)
+
+    from flexengine.api import build, prepare  # noqa: PLC0415
+    from flexengine.optim import AdamW  # noqa: PLC0415
+
+    prepared = prepare(
+        f"preset:{case.model}",
+        max_seq_len=case.seq_len,
+        max_global_batch_tokens=case.tokens,
+        max_gpu_mem_gib=case.cap_gib,
+        max_host_mem_gib=HOST_GIB,
+        optimizer_state_dtype="bfloat16",
+    )
+    engine = build(prepared, AdamW(lr=1e-4))
+    generator = torch.Generator().manual_seed(0)
+    shape = (case.tokens // case.seq_len, case.seq_len)
+    batch = torch.randint(0, engine.model.vocab_size, shape, generator=generator)
+    seconds: list[float] = []
+    while len(seconds) < 3 or (sum(seconds[1:]) < LEAST_TIMED_S and len(seconds) < 20):
+        start_s = time.perf_counter()
+        engine.fwd_bwd(input_ids=batch, labels=batch)
+        engine.step()
+        seconds.append(time.perf_counter() - start_s)
+    peaks, plan = engine.memory_peaks(), engine.plan
+    engine.close()
+    assert peaks.gpu_bytes is not None, "this benchmark needs an NVIDIA GPU"
+    return {
+        **case._asdict(),
+        "rounds": plan.num_rounds,
+        "chunks_per_round": plan.chunks_per_round,
+        "chunk_tokens": plan.chunk_tokens,
+        "step_s": statistics.median(seconds[1:]),
+        "steps_s": seconds,
+        "predicted_step_s": plan.predicted.step_s,
+        "speed_of_light_s": plan.predicted.speed_of_light_s,
+        "limiter": plan.predicted.limiter,
+        "gpu_bytes": peaks.gpu_bytes,
+        "predicted_gpu_bytes": plan.predicted.gpu_bytes,
+        "gpu_categories": plan.predicted.gpu_categories,
+        "host_bytes": peaks.host_bytes,
+        "predicted_host_bytes": plan.predicted.host_bytes,
+        "host_categories": plan.predicted.host_categories,
+    }
+
+
+def run_in_own_process(case: Case) -> dict:
+    """The row of a case, or what went wrong."""
+    command = [sys.executable, "-m", "bench.plan_accuracy", "--one", json.dumps(case)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {**case._asdict(), "failed": done.stderr.strip()[-2000:]}
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def summary(rows: list[dict]) -> dict:
+    """How the rows stand against the promises."""
+    ran = [row for row in rows if "failed" not in row]
+    errors = [abs(row["predicted_step_s"] / row["step_s"] - 1) for row in ran]
+
+    def kept(memory: str) -> int:
+        ratios = [row[f"predicted_{memory}_bytes"] / row[f"{memory}_bytes"] for row in ran]
+        return sum(1 <= ratio <= MOST_MEMORY_RATIO for ratio in ratios)
+
+    return {
+        "plans": len(rows),
+        "failed": len(rows) - len(ran),
+        "gpu_memory_within_promise": kept("gpu"),
+        "host_memory_within_promise": kept("host"),
+        "step_time_within_10_percent": sum(error <= 0.10 for error in errors),
+        "step_time_within_20_percent": sum(error <= 0.20 for error in errors),
+        "mean_step_time_error": statistics.mean(errors) if errors else None,
+        "largest_step_time_error": max(errors, default=None),
+    }
+
+
+def markdown(rows: list[dict]) -> str:
+    """One line per plan; memory in GiB as measured / predicted."""
+    head = "model | GPU cap | seq | tokens/step | GPU GiB | host GiB | step s | predicted s | error"
+    lines = [f"| {head} |", "|" + "---|" * (head.count("|") + 1)]
+    for row in rows:
+        cap = "none" if row["cap_gib"] is None else f"{row['cap_gib']:g}"
+        case = f"{row['model']} | {cap} | {row['seq_len']} | {row['tokens']}"
+        if "failed" in row:
+            lines.append(f"| {case} | failed: {row['failed'].splitlines()[-1]} |")
+            continue
+        memory = " | ".join(
+            f"{row[f'{m}_bytes'] / GIB:.2f} / {row[f'predicted_{m}_bytes'] / GIB:.2f}" for m in ("gpu", "host")
+        )
+        error = 100 * (row["predicted_step_s"] / row["step_s"] - 1)
+        lines.append(f"| {case} | {memory} | {row['step_s']:.3f} | {row['predicted_step_s']:.3f} | {error:+.1f}% |")
+    return "\n".join(lines)
+
+
+def rows_of(paths: list[str]) -> list[dict]:
+    return [row for path in paths for row in json.loads(Path(path).read_text())["rows"]]
+
+
+def chosen_cases(part: str) -> list[Case]:
+    """Every n-th case, so that parts take about equally long."""
+    index, _, count = part.partition("/")
+    return list(CASES[int(index) - 1 :: int(count)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", default="1/1", help="run part I of N")
+    parser.add_argument("--merge", nargs="+", help="join the rows of these result files instead of running")
+    parser.add_argument("--show", help="print the table of a result file")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--json", default=None, help="write the figures to this file")
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(run_case(Case(*json.loads(args.one)))))
+        return
+    if args.show:
+        rows = rows_of([args.show])
+        print(f"{markdown(rows)}\n\n{json.dumps(summary(rows), indent=1)}")
+        return
+    if args.merge:
+        rows = sorted(rows_of(args.merge), key=lambda r: CASES.index(Case(*(r[f] for f in Case._fields))))
+        first = json.loads(Path(args.merge[0]).read_text())["environment"]
+        Path(args.json).write_text(
+            json.dumps({"environment": first, "summary": summary(rows), "rows": rows}, indent=1) + "\n"
+        )
+        return
+    rows = []
+    for case in chosen_cases(args.part):
+        rows.append(run_in_own_process(case))
+        print(markdown(rows[-1:]).splitlines()[-1], flush=True)
+        write_json(args.json, {"summary": summary(rows), "rows": rows})
+    print(json.dumps(summary(rows), indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+// The door of the CPU AdamW: checks, choice of the instruction set, cutting into pieces for threads.
+#include "adamw.h"
+
+#include <algorithm>
+#include <cmath>
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+#include "common.h"
+#include "parallel.h"
+
+namespace {
+
+using flex::InstructionSet;
+
+// Pieces are multiples of this, so that in page-aligned planes of 16-bit values no two threads share a page.
+constexpr int64_t kPieceStep = 2048;
+constexpr int64_t kMaxPiece = 1 << 15;   // elements; 0.9 MB of planes, long enough for the hardware's prefetching
+constexpr int64_t kPiecesPerThread = 4;  // evens out threads that start late or share a core
+
+using Range = void (*)(const FlexAdamW&, int64_t begin, int64_t end);
+
+InstructionSet best_instruction_set() {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")) return InstructionSet::kAvx512;
+    if (__builtin_cpu_supports("avx2")) return InstructionSet::kAvx2;
+#endif
+    return InstructionSet::kScalar;
+}
+
+// The path of an instruction set; null where the processor has not got it.
+Range range_for(InstructionSet wanted) {
+    const InstructionSet best = best_instruction_set();
+    if (wanted == InstructionSet::kBest) wanted = best;
+    if (wanted > best) return nullptr;
+    switch (wanted) {
+#if defined(__x86_64__)
+        case InstructionSet::kAvx2: return flex::adamw_range_avx2;
+        case InstructionSet::kAvx512: return flex::adamw_range_avx512;
+#endif
+        case InstructionSet::kScalar: return flex::adamw_range_scalar;
+        default: return nullptr;
+    }
+}
+
+// Denormals kept and rounding to nearest while it lives, whatever the calling thread has set.
+class StandardArithmetic {
+ public:
+#if defined(__x86_64__)
+    StandardArithmetic() : before_(_mm_getcsr()) { _mm_setcsr(0x1F80); }
+    ~StandardArithmetic() { _mm_setcsr(before_); }
+
+ private:
+    unsigned before_;
+#else
+    StandardArithmetic() {}
+#endif
+};
+
+// [begin, end), cut where the upper half of the counter changes.
+void update_piece(const FlexAdamW& call, Range range, int64_t begin, int64_t end) {
+    const StandardArithmetic standard;
+    const uint64_t first = call.element_offset + static_cast<uint64_t>(begin);
+    const uint64_t until_carry = (uint64_t{1} << 32) - (first & 0xFFFFFFFFu);
+    if (until_carry < static_cast<uint64_t>(end - begin)) {
+        const int64_t middle = begin + static_cast<int64_t>(until_carry);
+        range(call, begin, middle);
+        begin = middle;
+    }
+    range(call, begin, end);
+}
+
+int64_t piece_size(int64_t num_elements, int num_threads) {
+    const int64_t even = num_elements / (num_threads * kPiecesPerThread);
+    return std::clamp((even + kPieceStep - 1) / kPieceStep * kPieceStep, kPieceStep, kMaxPiece);
+}
+
+}  // namespace
+
+// Number of the widest InstructionSet that this processor has.
+extern "C" FLEX_API int flex_adamw_instruction_set() { return static_cast<int>(best_instruction_set()); }
+
+// One step in place on num_threads threads; has finished when it returns. num_elements may be 0.
+extern "C" FLEX_API int flex_adamw(const FlexAdamW* call, int num_threads, int instruction_set) {
+    FLEX_REQUIRE(call != nullptr, "no arguments");
+    FLEX_REQUIRE(call->num_elements >= 0, "num_elements is %lld, expected at least 0", (long long)call->num_elements);
+    FLEX_REQUIRE(num_threads >= 1, "num_threads is %d, expected at least 1", num_threads);
+    const int master = static_cast<int>(call->master);
+    FLEX_REQUIRE(master >= 0 && master <= 2, "master is %d, expected 0, 1 or 2", master);
+    if (call->num_elements == 0) return flex::kOk;  // pointers may be null
+    FLEX_REQUIRE((call->master == flex::Master::kSplit) == (call->remainder != nullptr),
+                 "a remainder belongs to a split master and to no other");
+    const Range range = range_for(static_cast<InstructionSet>(instruction_set));
+    FLEX_REQUIRE(range != nullptr, "instruction set %d is not that of this processor, whose best is %d",
+                 instruction_set, flex_adamw_instruction_set());
+    if (!std::isfinite(call->grad_scale)) return flex::kOk;
+    const int64_t piece = piece_size(call->num_elements, num_threads);
+    const int64_t num_pieces = (call->num_elements + piece - 1) / piece;
+    flex::parallel_for(num_pieces, num_threads, [&](int64_t index) {
+        update_piece(*call, range, index * piece, std::min((index + 1) * piece, call->num_elements));
+    });
+    return flex::kOk;
+}

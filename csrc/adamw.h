@@ -1,0 +1,54 @@
+// One AdamW step over flat segments in host memory: what Python passes, and the paths that carry it out.
+//
+// Formula, dtypes and random bits are those of flexengine/optim/adamw.py. One rounding per operator, in that order, no
+// fused multiply-add: so every path, any cut into pieces and any number of threads give the same bits. One addition:
+// any NaN is stored as the quiet one, since which payload survives an operation on two of them is up to the compiler.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace flex {
+
+enum class Master : int32_t {
+    kFloat32 = 0,
+    kSplit = 1,  // bf16 weight and the int16 remainder of its float32
+    kBf16 = 2,   // bf16, rounded stochastically
+};
+
+enum class InstructionSet : int32_t { kBest = 0, kScalar = 1, kAvx2 = 2, kAvx512 = 3 };
+
+// Two 32-bit keys of one stream of random bits (`stream_keys` of flexengine/optim/rounding.py).
+struct StreamKeys {
+    uint32_t low, high;
+};
+
+}  // namespace flex
+
+// Mirrored field by field by flexengine/native/adamw.py.
+struct FlexAdamW {
+    void* weight;        // [num_elements] float32 or bf16
+    int16_t* remainder;  // [num_elements] with Master::kSplit, else null
+    void* exp_avg;       // [num_elements] float32 or bf16
+    void* exp_avg_sq;    // as exp_avg
+    const void* grad;    // [num_elements] float32 or bf16
+    int64_t num_elements;
+    uint64_t element_offset;  // counter of element 0 for the random bits
+    flex::Master master;
+    int32_t bf16_states;
+    int32_t bf16_grad;
+    float grad_scale;  // multiplies the gradient; if it is not finite nothing changes
+    float decay, one_minus_beta1, beta2, one_minus_beta2, inverse_root_correction2, eps, step_size;
+    flex::StreamKeys weight_keys, exp_avg_keys, exp_avg_sq_keys;
+};
+
+namespace flex {
+
+// Elements [begin, end) by one path. The counters of a range must share their upper 32 bits.
+void adamw_range_scalar(const FlexAdamW& call, int64_t begin, int64_t end);
+#if defined(__x86_64__)
+void adamw_range_avx2(const FlexAdamW& call, int64_t begin, int64_t end);
+void adamw_range_avx512(const FlexAdamW& call, int64_t begin, int64_t end);
+#endif
+
+}  // namespace flex

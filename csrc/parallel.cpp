@@ -1,0 +1,120 @@
+#include "parallel.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+namespace {
+
+struct Job {
+    void (*body)(void*, int64_t);
+    void* context;
+    int64_t num_pieces;
+    std::atomic<int64_t> next_piece{0};
+    int num_helpers_inside = 0;  // guarded by the pool's mutex
+
+    void run() {
+        for (;;) {
+            const int64_t piece = next_piece.fetch_add(1, std::memory_order_relaxed);
+            if (piece >= num_pieces) return;
+            body(context, piece);
+        }
+    }
+};
+
+// The queue holds one entry per helper that a job may still have. A job lies on its caller's stack: the caller takes
+// its unclaimed entries back and waits for the helpers inside before it returns.
+class Pool {
+ public:
+    void run(Job& job, int num_helpers) {
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            grow(num_helpers);
+            queue_.insert(queue_.end(), num_helpers, &job);
+        }
+        work_.notify_all();
+        job.run();
+        std::unique_lock<std::mutex> lock(mutex_);
+        queue_.erase(std::remove(queue_.begin(), queue_.end(), &job), queue_.end());
+        done_.wait(lock, [&] { return job.num_helpers_inside == 0; });
+    }
+
+ private:
+    void grow(int num_workers) {
+        // Signals belong to the threads of the interpreter: helpers are started with all of them blocked.
+        sigset_t all, before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        try {
+            for (; num_workers_ < num_workers; ++num_workers_) std::thread([this] { work(); }).detach();
+        } catch (const std::system_error&) {
+            // Fewer helpers: the caller takes their pieces.
+        }
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    }
+
+    void work() {
+        std::unique_lock<std::mutex> lock(mutex_);
+        for (;;) {
+            work_.wait(lock, [&] { return !queue_.empty(); });
+            Job* job = queue_.front();
+            queue_.pop_front();
+            ++job->num_helpers_inside;
+            lock.unlock();
+            job->run();
+            lock.lock();
+            if (--job->num_helpers_inside == 0) done_.notify_all();
+        }
+    }
+
+    std::mutex mutex_;
+    std::condition_variable work_, done_;
+    std::deque<Job*> queue_;
+    int num_workers_ = 0;
+};
+
+std::atomic<Pool*> current_pool{nullptr};
+std::mutex creation;
+
+// The pool is never destroyed: its threads wait in it until the process ends. A forked child has none of the threads,
+// and perhaps a locked mutex, so it forgets the pool.
+Pool& pool() {
+    Pool* found = current_pool.load(std::memory_order_acquire);
+    if (found != nullptr) return *found;
+    std::lock_guard<std::mutex> lock(creation);
+    static const int registered = pthread_atfork([] { creation.lock(); }, [] { creation.unlock(); },
+                                                 [] {
+                                                     current_pool.store(nullptr, std::memory_order_relaxed);
+                                                     creation.unlock();
+                                                 });
+    (void)registered;
+    found = current_pool.load(std::memory_order_acquire);
+    if (found == nullptr) {
+        found = new Pool;
+        current_pool.store(found, std::memory_order_release);
+    }
+    return *found;
+}
+
+}  // namespace
+
+namespace flex {
+
+void parallel_for(int64_t num_pieces, int num_threads, void (*body)(void*, int64_t), void* context) {
+    Job job{body, context, num_pieces};
+    const int64_t num_helpers = std::min<int64_t>(num_threads, num_pieces) - 1;
+    if (num_helpers < 1) {
+        job.run();
+        return;
+    }
+    pool().run(job, static_cast<int>(num_helpers));
+}
+
+}  // namespace flex

@@ -1,0 +1,24 @@
+// A parallel loop over a pool of threads that lives as long as the process.
+#pragma once
+
+#include <cstdint>
+
+namespace flex {
+
+// Calls body(context, piece) once for every piece in [0, num_pieces), on the calling thread and up to num_threads - 1
+// others, which take the next piece as they become free. Returns when all are done. Which thread takes which piece
+// differs from run to run, so results must not depend on it.
+//
+// Calls from several threads at once share the pool; each makes progress by itself, so none waits for another. The pool
+// grows to the largest num_threads seen; where the system refuses a thread, the loop runs on fewer. A forked child
+// starts a pool of its own. body must not throw and must not call parallel_for.
+void parallel_for(int64_t num_pieces, int num_threads, void (*body)(void* context, int64_t piece), void* context);
+
+// The same for a callable: parallel_for(n, threads, [&](int64_t piece) { ... });
+template <class Body>
+void parallel_for(int64_t num_pieces, int num_threads, Body&& body) {
+    parallel_for(
+        num_pieces, num_threads, [](void* context, int64_t piece) { (*static_cast<Body*>(context))(piece); }, &body);
+}
+
+}  // namespace flex

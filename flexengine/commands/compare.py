@@ -1,0 +1,110 @@
+"""Several plans of one model side by side: budgets, cards, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from flexengine.hardware.profile import HardwareProfile
+from flexengine.metrics import GIB, format_seconds
+from flexengine.models.spec import ModelSpec
+from flexengine.plan import Plan, Request
+from flexengine.planner.report import percent, table
+from flexengine.planner.report_data import shortage_json
+from flexengine.planner.search import make_plan
+from flexengine.planner.shortage import ShortageError
+
+
+class Case(NamedTuple):
+    """One line of a comparison: its name, the machine and what is asked of it."""
+
+    label: str
+    profile: HardwareProfile
+    request: Request
+
+
+class Row(NamedTuple):
+    """A case with its plan, or with why there is none."""
+
+    case: Case
+    plan: Plan | None
+    error: ShortageError | None
+
+
+def compare(model: ModelSpec, cases: Sequence[Case]) -> list[Row]:
+    """Plan every case. Raises PlanError for a request that no machine could carry out."""
+    rows = []
+    for case in cases:
+        try:
+            rows.append(Row(case, make_plan(model, case.request, case.profile), None))
+        except ShortageError as error:
+            rows.append(Row(case, None, error))
+    return rows
+
+
+def comparison_table(rows: Sequence[Row]) -> str:
+    """Aligned columns; a case that does not fit says what it would need."""
+    head = ("case", "fits", "step", "tokens/s", "of light", "GPU GiB", "host GiB", "rounds", "limited by / fits with")
+    return "\n".join(table([head, *(_cells(row) for row in rows)], left=(0, 1, 8)))
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    request = row.case.request
+    if row.plan is None:
+        assert row.error is not None, "a case has a plan or an error"
+        needs, remedies = row.error.needs, row.error.remedies
+        advice = remedies[0].flags if remedies else "no change that was tried"
+        return (
+            row.case.label,
+            "no",
+            "",
+            "",
+            "",
+            _of(needs.gpu_bytes, request.max_gpu_bytes),
+            _of(needs.host_bytes, request.max_host_bytes),
+            "",
+            advice,
+        )
+    p = row.plan.predicted
+    return (
+        row.case.label,
+        "yes",
+        format_seconds(p.step_s),
+        f"{request.max_global_batch_tokens / p.step_s:.0f}",
+        percent(p.speed_of_light_s / p.step_s),
+        _of(p.gpu_bytes, request.max_gpu_bytes),
+        _of(p.host_bytes, request.max_host_bytes),
+        f"{row.plan.num_rounds} x {row.plan.chunks_per_round} x {row.plan.chunk_tokens}",
+        p.limiter,
+    )
+
+
+def _of(used: int, budget: int) -> str:
+    return f"{used / GIB:.1f} of {budget / GIB:.1f}"
+
+
+def comparison_json(rows: Sequence[Row]) -> dict[str, Any]:
+    """The comparison as JSON values."""
+    return {"cases": [{"case": row.case.label, "hardware": row.case.profile.name, **_values(row)} for row in rows]}
+
+
+def _values(row: Row) -> dict[str, Any]:
+    if row.plan is None:
+        assert row.error is not None, "a case has a plan or an error"
+        return shortage_json(row.error)
+    p, request = row.plan.predicted, row.case.request
+    return {
+        "fits": True,
+        "request": asdict(request),
+        "step_s": p.step_s,
+        "tokens_per_s": request.max_global_batch_tokens / p.step_s,
+        "speed_of_light_s": p.speed_of_light_s,
+        "gpu_bytes": p.gpu_bytes,
+        "host_bytes": p.host_bytes,
+        "rounds": row.plan.num_rounds,
+        "chunks_per_round": row.plan.chunks_per_round,
+        "chunk_tokens": row.plan.chunk_tokens,
+        "recompute_share": p.recompute_share,
+        "limited_by": p.limiter,
+    }

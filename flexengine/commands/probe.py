@@ -1,0 +1,237 @@
+"""`flexengine probe`: measure this machine, or show a preset, as a table, a chart and a file for `--gpu`."""
+
+import argparse
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from flexengine.api import COMPUTE_DTYPES, choose_device, linear_shape
+from flexengine.hardware.chart import check_can_plot, draw_profile
+from flexengine.hardware.curve import Points
+from flexengine.hardware.presets import PRESETS, preset, preset_source
+from flexengine.hardware.probe import DEFAULT_SHAPE, ProbeResult, run_probe
+from flexengine.hardware.profile import HardwareProfile
+from flexengine.metrics import format_bytes, format_seconds, format_tflops
+from flexengine.models.registry import open_model
+from flexengine.wording import FlagParser
+
+LABEL_WIDTH = 48
+CELL_WIDTH = 9
+TERA, GIGA = 1e12, 1e9
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the profile that `argv` asks for and write the files it names; returns the exit status.
+
+    Raises: ValueError for what a person can correct, before anything is measured.
+    """
+    arguments = _parser().parse_args(argv)
+    _check(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
+    profile, origin = _preset(arguments.preset) if arguments.preset else _probed(arguments)
+    print("\n".join([*origin, "", *describe(profile)]))
+    if arguments.json is not None:
+        _write(arguments.json, lambda path: path.write_text(profile.to_json(), encoding="utf-8"))
+        print(f"\nwrote {arguments.json}; use it with --gpu {arguments.json} or hardware={str(arguments.json)!r}")
+    if arguments.plot is not None:
+        _write(arguments.plot, lambda path: draw_profile(profile, path, _chart_note(profile, origin)))
+        print(f"wrote {arguments.plot}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = FlagParser(
+        prog="flexengine probe",
+        description="Measures in a few seconds what this machine attains, and remembers it for training and planning.",
+    )
+    parser.add_argument("--device", default=None, metavar="NAME", help="auto, cpu, cuda or cuda:N (default: auto)")
+    parser.add_argument(
+        "--model",
+        metavar="DIR_OR_PRESET",
+        help="time linear layers of this model's sizes (default: those of an 8B model, "
+        f"hidden {DEFAULT_SHAPE[0]}, intermediate {DEFAULT_SHAPE[1]})",
+    )
+    parser.add_argument("--dtype", choices=COMPUTE_DTYPES, default=None, help="compute dtype (default: bfloat16)")
+    parser.add_argument("--force", action="store_true", help="measure again, whatever is remembered")
+    parser.add_argument("--preset", metavar="NAME", help=f"show a shipped profile instead: {', '.join(PRESETS)}")
+    parser.add_argument("--json", metavar="FILE.json", type=Path, help="write the profile, for --gpu and hardware=")
+    parser.add_argument("--plot", metavar="FILE.png", type=Path, help="draw the curves (needs matplotlib)")
+    return parser
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Everything that can be known to be wrong before seconds are spent on measuring."""
+    if arguments.preset is not None:
+        preset(arguments.preset)
+        given = [f"--{name}" for name in ("device", "model", "dtype", "force") if getattr(arguments, name)]
+        if given:
+            raise ValueError(f"--preset shows a shipped profile and measures nothing; leave {', '.join(given)} out")
+    if arguments.json is not None and arguments.json.suffix != ".json":
+        raise ValueError(f"--json {arguments.json}: profiles end in .json, or --gpu takes the name for a preset's")
+    if arguments.plot is not None:
+        check_can_plot(arguments.plot)
+    for flag, path in (("--json", arguments.json), ("--plot", arguments.plot)):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            found = "is a folder" if path.is_dir() else f"there is no folder {path.absolute().parent}"
+            raise ValueError(f"{flag} {path}: {found}; name a file in a folder that exists")
+
+
+def _preset(name: str) -> tuple[HardwareProfile, list[str]]:
+    profile = preset(name)
+    head = f"{profile.name}: preset, not measured; a measured profile replaces it on the machine itself"
+    return profile, [head, f"  source: {preset_source(name)}"]
+
+
+def _probed(arguments: argparse.Namespace) -> tuple[HardwareProfile, list[str]]:
+    """The profile of this machine, and where it comes from in words."""
+    shape = DEFAULT_SHAPE if arguments.model is None else linear_shape(open_model(arguments.model).spec)
+    dtype = arguments.dtype or COMPUTE_DTYPES[0]
+    device = choose_device(arguments.device or "auto")
+    result = run_probe(device, getattr(torch, dtype), shape, force=arguments.force)
+    return result.profile, [f"{result.profile.name}, {device}, {dtype}: {_age(result)}", f"  {_place(result)}"]
+
+
+def _age(result: ProbeResult) -> str:
+    if result.from_cache and result.age_s is not None:
+        return f"measured {format_seconds(max(result.age_s, 1.0))} ago; free memory as of now"
+    return "measured now"
+
+
+def _place(result: ProbeResult) -> str:
+    if result.path is None:
+        return "not remembered: no cache folder can be written; FLEXENGINE_CACHE names another"
+    return f"{'from' if result.from_cache else 'remembered in'} {result.path}" + (
+        "; --force measures again" if result.from_cache else ""
+    )
+
+
+def _chart_note(profile: HardwareProfile, origin: Sequence[str]) -> str:
+    """What stands below the chart's title: costs that are no curves, and where a preset's figures come from."""
+    costs = (
+        f"kernel launch {format_seconds(profile.launch_s)}",
+        f"host time per command {format_seconds(profile.issue_s)}" if profile.issue_s else "",
+        f"fixed part of a copy {format_seconds(profile.copy_latency_s)}",
+        f"CUDA context and libraries {format_bytes(profile.gpu_context_bytes)}" if profile.gpu_context_bytes else "",
+    )
+    source = "\n" + origin[1].strip() if profile.source == "preset" else ""
+    return "; ".join(text for text in costs if text) + source
+
+
+def _write(path: Path, write: Callable[[Path], object]) -> None:
+    """Write beside and rename, so that a failure leaves what was there."""
+    descriptor, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.stem}-", suffix=path.suffix)
+    os.close(descriptor)
+    try:
+        write(Path(name))
+        os.chmod(name, 0o644)  # mkstemp's files are private
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+# ---- the profile as text ----------------------------------------------------------------------------------------
+
+
+def describe(profile: HardwareProfile) -> list[str]:
+    """The lines of a table of everything in a profile, with units."""
+    sections = [_compute_lines(profile), _copy_lines(profile), _host_lines(profile), _memory_lines(profile)]
+    return [line for lines in sections for line in ("", *lines)][1:]
+
+
+def _compute_lines(profile: HardwareProfile) -> list[str]:
+    hidden_size, intermediate_size = profile.matmul_shape
+    unit, scale = ("TFLOP/s", TERA) if profile.peak_matmul_flops_per_s >= TERA else ("GFLOP/s", GIGA)
+    linear = [curve for curve in profile.curves if curve.x_unit == "tokens"]
+    attention = (profile.attention_forward_flops_per_s, profile.attention_backward_flops_per_s)
+    lengths = sorted({length for points in attention for length, _ in points})
+    cube = profile.peak_matmul_flops_per_s
+    return [
+        "compute",
+        _row("large cube, sustained", format_tflops(cube) if scale == TERA else f"{cube / GIGA:.1f} GFLOP/s"),
+        _header(f"linear layers {hidden_size} x {intermediate_size}, {unit} by tokens", profile.matmul_flops_per_s),
+        _cells("all, weighted by time", profile.matmul_flops_per_s, scale),
+        *(_cells(curve.name, curve.points, scale) for curve in linear),
+        _header(f"causal attention, {unit} by sequence length", [(length, 0.0) for length in lengths]),
+        *(_cells(name, points, scale) for name, points in zip(("forward", "backward"), attention, strict=True)),
+        _row("kernel launch", format_seconds(profile.launch_s)),
+        _row("host time per command", format_seconds(profile.issue_s) if profile.issue_s else "runs in place"),
+    ]
+
+
+def _copy_lines(profile: HardwareProfile) -> list[str]:
+    curves = [curve for curve in profile.curves if curve.x_unit == "bytes"]
+    lines = [
+        "copies" if profile.device_type == "cpu" else "copies between GPU and page-locked host memory",
+        _row("host to device, alone / both busy", _pair(profile.h2d_bytes_per_s, profile.h2d_duplex_bytes_per_s)),
+        _row("device to host, alone / both busy", _pair(profile.d2h_bytes_per_s, profile.d2h_duplex_bytes_per_s)),
+        _row("fixed part of a copy", format_seconds(profile.copy_latency_s)),
+    ]
+    if curves:
+        lines.append(_header("GB/s by size", curves[0].points, _size))
+        lines += [_cells(curve.name, curve.points, GIGA) for curve in curves]
+    return lines
+
+
+def _host_lines(profile: HardwareProfile) -> list[str]:
+    curve = next((curve for curve in profile.curves if curve.x_unit == "threads"), None)
+    lines = ["memory traffic, read + written"]
+    if profile.device_type == "cuda":
+        lines.append(_row("copy within the GPU", _gb_per_s(profile.memory_bytes_per_s)))
+    lines.append(_row("copy within host memory, all threads", _gb_per_s(profile.host_bytes_per_s)))
+    if curve is not None:
+        lines += [_header("GB/s by threads", curve.points), _cells("copy within host memory", curve.points, GIGA)]
+    lines += [
+        _row(f"AdamW on the CPU, {dtype} states", f"{rate / GIGA:.2f} G parameters/s")
+        for dtype, rate in profile.cpu_adamw_parameters_per_s
+    ]
+    return lines
+
+
+def _memory_lines(profile: HardwareProfile) -> list[str]:
+    lines = ["memory"]
+    if profile.device_type == "cuda":
+        lines += [
+            _row("GPU, total / free", _sizes(profile.gpu_total_bytes, profile.gpu_free_bytes)),
+            _row("CUDA context, libraries and kernels", format_bytes(profile.gpu_context_bytes)),
+        ]
+    return [
+        *lines,
+        _row("host, limit / available", _sizes(profile.host_total_bytes, profile.host_available_bytes)),
+        _row("process before any training state", format_bytes(profile.host_base_bytes)),
+    ]
+
+
+def _row(label: str, value: str) -> str:
+    return f"  {label:<{LABEL_WIDTH}}{value}"
+
+
+def _header(label: str, points: Sequence[tuple[int, float]], text: Callable[[int], str] = str) -> str:
+    return f"  {label:<{LABEL_WIDTH}}" + "".join(f"{text(x):>{CELL_WIDTH}}" for x, _ in points)
+
+
+def _cells(label: str, points: Points, scale: float) -> str:
+    values = [y / scale for _, y in points]
+    cells = (f"{value:.2f}" if value < 9.995 else f"{value:.1f}" for value in values)
+    return f"    {label:<{LABEL_WIDTH - 2}}" + "".join(f"{cell:>{CELL_WIDTH}}" for cell in cells)
+
+
+def _gb_per_s(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / GIGA:.1f} GB/s"
+
+
+def _pair(alone: float, both: float) -> str:
+    return f"{alone / GIGA:.1f} / {both / GIGA:.1f} GB/s"
+
+
+def _sizes(total_bytes: int, free_bytes: int) -> str:
+    return f"{format_bytes(total_bytes)} / {format_bytes(free_bytes)}"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes // 2**20} MiB" if num_bytes >= 2**20 else f"{num_bytes // 2**10} KiB"

@@ -1,0 +1,156 @@
+"""Published figures of cards people own, each with its source, and what part of them is attained.
+
+Rates are dense bf16 with float32 accumulation, which on GeForce cards runs at half the rate of float16 accumulation.
+"""
+
+from typing import NamedTuple
+
+from flexengine.hardware.curve import Points
+
+GIB = 2**30
+
+# Attained over published dense bf16 rate, sustained on random data.
+HOPPER_SHARE = 0.68  # 700 W cap: an H200 holds 670 of 989 TFLOP/s
+A100_SHARE = 0.85
+GEFORCE_SHARE = 0.90  # data sheets quote a boost clock that good cooling reaches
+GEFORCE_BLACKWELL_SHARE = 1.00  # the 5090 clocks well above the 2.41 GHz that its data sheet counts with
+WORKSTATION_SHARE = 0.70  # full-rate tensor cores behind the power limit of a card with half the rate: an estimate
+
+PCIE_4_BYTES_PER_S = 25e9  # x16, attained with page-locked memory; 31.5 GB/s raw
+PCIE_5_BYTES_PER_S = 50e9  # x16; 63 GB/s raw; 55 on good boards
+
+SERVER_HOST_BYTES_PER_S = 120e9  # by 16 cores of a current server
+DDR4_HOST_BYTES_PER_S = 40e9  # two channels of DDR4-3600: 57.6 GB/s raw
+DDR5_HOST_BYTES_PER_S = 60e9  # two channels of DDR5-5600: 89.6 GB/s raw
+FAST_DDR5_HOST_BYTES_PER_S = 75e9  # two channels of DDR5-6400: 102 GB/s raw
+
+# What a CUDA process takes before it allocates: context, kernels and cuBLAS workspace.
+DATA_CENTRE_CONTEXT_BYTES = int(0.75 * GIB)
+GEFORCE_CONTEXT_BYTES = int(0.5 * GIB)
+
+# FlashAttention-2 on an H200, causal, grouped queries 32/8, head_dim 128: (tokens of a sequence, FLOP/s).
+HOPPER_ATTENTION_FORWARD: Points = ((2048, 301e12), (8192, 336e12), (32768, 338e12))
+HOPPER_ATTENTION_BACKWARD: Points = ((2048, 248e12), (8192, 300e12), (32768, 321e12))
+
+
+class Card(NamedTuple):
+    """A card and the usual host around it. `gpu_total_bytes` is what CUDA reports, a little less than the label."""
+
+    name: str
+    bf16_flops_per_s: float
+    matmul_share: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    host_bytes_per_s: float
+    gpu_total_bytes: int
+    gpu_context_bytes: int
+    source: str
+    hopper_attention: bool = False
+
+
+CARDS: dict[str, Card] = {
+    "h200": Card(
+        "NVIDIA H200",
+        989e12,
+        HOPPER_SHARE,
+        4.8e12,
+        PCIE_5_BYTES_PER_S,
+        SERVER_HOST_BYTES_PER_S,
+        int(139.8 * GIB),
+        DATA_CENTRE_CONTEXT_BYTES,
+        "https://www.nvidia.com/en-us/data-center/h200/ (SXM, 141 GB; rates measured)",
+        hopper_attention=True,
+    ),
+    "h100-80": Card(
+        "NVIDIA H100 80GB",
+        989e12,
+        HOPPER_SHARE,
+        3.35e12,
+        PCIE_5_BYTES_PER_S,
+        SERVER_HOST_BYTES_PER_S,
+        int(79.1 * GIB),
+        DATA_CENTRE_CONTEXT_BYTES,
+        "https://www.nvidia.com/en-us/data-center/h100/ (SXM)",
+        hopper_attention=True,
+    ),
+    "a100-80": Card(
+        "NVIDIA A100 80GB",
+        312e12,
+        A100_SHARE,
+        2.039e12,
+        PCIE_4_BYTES_PER_S,
+        SERVER_HOST_BYTES_PER_S,
+        int(79.1 * GIB),
+        DATA_CENTRE_CONTEXT_BYTES,
+        "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/"
+        "nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf (SXM)",
+    ),
+    "a100-40": Card(
+        "NVIDIA A100 40GB",
+        312e12,
+        A100_SHARE,
+        1.555e12,
+        PCIE_4_BYTES_PER_S,
+        SERVER_HOST_BYTES_PER_S,
+        int(39.4 * GIB),
+        DATA_CENTRE_CONTEXT_BYTES,
+        "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/"
+        "nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf (SXM)",
+    ),
+    "l40s": Card(
+        "NVIDIA L40S",
+        362e12,
+        WORKSTATION_SHARE,
+        864e9,
+        PCIE_4_BYTES_PER_S,
+        SERVER_HOST_BYTES_PER_S,
+        int(44.4 * GIB),
+        DATA_CENTRE_CONTEXT_BYTES,
+        "https://www.nvidia.com/en-us/data-center/l40s/",
+    ),
+    "rtx-pro-6000": Card(
+        "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+        503.8e12,  # an eighth of the published 4030 TFLOP/s of sparse FP4
+        WORKSTATION_SHARE,
+        1792e9,
+        PCIE_5_BYTES_PER_S,
+        FAST_DDR5_HOST_BYTES_PER_S,
+        int(94.9 * GIB),
+        DATA_CENTRE_CONTEXT_BYTES,
+        "https://www.nvidia.com/en-us/products/workstations/professional-desktop-gpus/rtx-pro-6000/ (600 W)",
+    ),
+    "rtx-5090": Card(
+        "NVIDIA GeForce RTX 5090",
+        209.5e12,
+        GEFORCE_BLACKWELL_SHARE,
+        1792e9,
+        PCIE_5_BYTES_PER_S,
+        FAST_DDR5_HOST_BYTES_PER_S,
+        int(31.3 * GIB),
+        GEFORCE_CONTEXT_BYTES,
+        "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf "
+        "(appendix A)",
+    ),
+    "rtx-4090": Card(
+        "NVIDIA GeForce RTX 4090",
+        165.2e12,
+        GEFORCE_SHARE,
+        1008e9,
+        PCIE_4_BYTES_PER_S,
+        DDR5_HOST_BYTES_PER_S,
+        int(23.5 * GIB),
+        GEFORCE_CONTEXT_BYTES,
+        "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf (appendix A)",
+    ),
+    "rtx-3090": Card(
+        "NVIDIA GeForce RTX 3090",
+        71e12,
+        GEFORCE_SHARE,
+        936e9,
+        PCIE_4_BYTES_PER_S,
+        DDR4_HOST_BYTES_PER_S,
+        int(23.6 * GIB),
+        GEFORCE_CONTEXT_BYTES,
+        "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf (appendix A)",
+    ),
+}

@@ -1,0 +1,86 @@
+"""Measured curves: (x, rate) points with units, read between the points. Plain Python."""
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+Points = tuple[tuple[int, float], ...]
+"""(x, rate) pairs, x whole, at least 1 and strictly ascending; rates finite and above 0."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of the chart: `points` are (x, y) pairs in plain units such as bytes and bytes/s.
+
+    `name` says what was measured, in words; `x_unit` and `y_unit` are "tokens", "bytes", "threads", "FLOP/s" or
+    "bytes/s". Curves are for people: the planner reads the fields of the profile.
+    Raises: ValueError naming the curve, what it has and what is allowed.
+    """
+
+    name: str
+    x_unit: str
+    y_unit: str
+    points: Points
+
+    def __post_init__(self) -> None:
+        for field in ("name", "x_unit", "y_unit"):
+            value = getattr(self, field)
+            if not isinstance(value, str) or not value:
+                raise ValueError(f"hardware profile: curves: {field} is {value!r}, expected a non-empty string")
+        check_points(f"curve {self.name!r}", self.points, self.x_unit, self.y_unit)
+
+    @classmethod
+    def from_dict(cls, values: Any) -> "Curve":
+        """The curve that `dataclasses.asdict` described. Raises: ValueError."""
+        keys = ("name", "x_unit", "y_unit", "points")
+        if not isinstance(values, dict) or set(values) != set(keys):
+            raise ValueError(f"hardware profile: curves: expected objects of {', '.join(keys)}, got {values!r:.80}")
+        return cls(values["name"], values["x_unit"], values["y_unit"], as_points("curves", values["points"]))
+
+
+def interpolate(points: Sequence[tuple[int, float]], x: int) -> float:
+    """The rate at x: linear in the logarithm of x between points, constant outside them."""
+    right = bisect_right(points, x, key=lambda point: point[0])
+    if right == 0:
+        return points[0][1]
+    if right == len(points):
+        return points[-1][1]
+    (low_x, low_rate), (high_x, high_rate) = points[right - 1], points[right]
+    share = math.log(x / low_x) / math.log(high_x / low_x)
+    return low_rate + share * (high_rate - low_rate)
+
+
+def as_points(name: str, values: Any) -> Any:
+    """Lists of JSON as tuples, checked later. Raises: ValueError if `values` is no list of pairs."""
+    if not isinstance(values, list | tuple) or not all(isinstance(point, list | tuple) for point in values):
+        raise ValueError(f"hardware profile: {name} is {values!r:.80}, expected a list of [x, rate] pairs")
+    return tuple(tuple(point) for point in values)
+
+
+def check_points(name: str, points: Any, x_unit: str, y_unit: str) -> None:
+    """Raises: ValueError unless `points` are `Points`."""
+    form = f"({x_unit}, {y_unit}) pairs"
+    if not isinstance(points, tuple) or not points:
+        raise ValueError(f"hardware profile: {name} is {points!r}, expected at least one of {form}")
+    if any(not isinstance(point, tuple) or len(point) != 2 for point in points):
+        raise ValueError(f"hardware profile: {name} is {points!r}, expected {form}")
+    for x, rate in points:
+        if not isinstance(x, int) or isinstance(x, bool) or x < 1:
+            raise ValueError(f"hardware profile: {name} has a point at {x!r} {x_unit}, expected at least 1")
+        check_positive(f"{name} at {x} {x_unit}", rate)
+    places = [x for x, _ in points]
+    if any(later <= earlier for earlier, later in pairwise(places)):
+        raise ValueError(f"hardware profile: {name} has points at {places} {x_unit}, expected strictly ascending ones")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raises: ValueError unless `value` is a finite number above 0."""
+    if not is_number(value) or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"hardware profile: {name} is {value!r}, expected a finite number above 0")
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,106 @@
+"""The link between GPU and page-locked host memory: each direction alone and both at once, by copy size."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexengine.hardware.curve import Curve
+from flexengine.hardware.timing import ISSUE_S, hold_stream, timed_calls
+
+MIB = 2**20
+SIZES = (2**16, 2**18, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
+LATENCY_SIZE = MIB  # the size that the fixed part of a copy is read from
+LEAST_COPIES, MOST_COPIES = 4, 64
+
+
+class LinkRates(NamedTuple):
+    """Bytes per second of the largest copies, seconds of overhead per copy, and all of it by size."""
+
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    h2d_duplex_bytes_per_s: float
+    d2h_duplex_bytes_per_s: float
+    copy_latency_s: float
+    curves: tuple[Curve, ...]
+
+
+class LinkBuffers(NamedTuple):
+    """uint8 tensors of one length: page-locked host memory to read and to write, and their device counterparts."""
+
+    up_host: Tensor
+    up_gpu: Tensor
+    down_gpu: Tensor
+    down_host: Tensor
+
+    def upward(self, num_bytes: int) -> Callable[[], object]:
+        """A copy of the first `num_bytes` to the device."""
+        target, source = self.up_gpu[:num_bytes], self.up_host[:num_bytes]
+        return lambda: target.copy_(source, non_blocking=True)
+
+    def downward(self, num_bytes: int) -> Callable[[], object]:
+        """A copy of the first `num_bytes` to the host."""
+        target, source = self.down_host[:num_bytes], self.down_gpu[:num_bytes]
+        return lambda: target.copy_(source, non_blocking=True)
+
+
+def link_rates(buffers: LinkBuffers, device: torch.device) -> LinkRates:
+    """Copies of every size that the buffers hold, on two streams beside the current one.
+
+    Order: synchronises the device before and after.
+    """
+    streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    sizes = [size for size in SIZES if size <= buffers.up_host.numel()]
+    seconds: dict[str, list[float]] = {name: [] for name in CURVE_NAMES}
+    for size in sizes:
+        up, down = buffers.upward(size), buffers.downward(size)
+        for name, pair in zip(CURVE_NAMES, ((up,), (down,), (up, down), (down, up)), strict=True):
+            seconds[name].append(_copy_seconds(streams, size, *pair))
+    return _link_rates(sizes, seconds)
+
+
+CURVE_NAMES = ("host to device", "device to host", "host to device, both busy", "device to host, both busy")
+
+
+def _link_rates(sizes: Sequence[int], seconds: dict[str, list[float]]) -> LinkRates:
+    """Rates from the seconds of one copy by curve and size."""
+    curves = tuple(
+        Curve(name, "bytes", "bytes/s", tuple((size, size / s) for size, s in zip(sizes, seconds[name], strict=True)))
+        for name in CURVE_NAMES
+    )
+    largest = [curve.points[-1][1] for curve in curves]
+    overheads = [
+        seconds[name][sizes.index(LATENCY_SIZE)] - LATENCY_SIZE / rate
+        for name, rate in zip(CURVE_NAMES[:2], largest[:2], strict=True)
+    ]
+    return LinkRates(*largest, copy_latency_s=max(sum(overheads) / 2, 1e-7), curves=curves)
+
+
+def _copy_seconds(
+    streams: tuple[torch.cuda.Stream, torch.cuda.Stream],
+    size: int,
+    copy: Callable[[], object],
+    opposite: Callable[[], object] | None = None,
+) -> float:
+    """Seconds per `copy` on the first stream, with `opposite` running on the second from before until after.
+
+    Everything is issued behind a gate, so that short copies follow each other as fast as the link takes them.
+    """
+    copies = min(max(LEAST_COPIES, 64 * MIB // size), MOST_COPIES)
+    opposites = 0 if opposite is None else 3 * copies + 1  # outlasts the copies unless it is three times as fast
+    copy()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(streams[0]):
+        hold_stream((copies + opposites) * ISSUE_S)
+        gate = torch.cuda.Event()
+        gate.record()
+    if opposite is not None:
+        with torch.cuda.stream(streams[1]):
+            streams[1].wait_event(gate)
+            for _ in range(opposites):
+                opposite()
+    with torch.cuda.stream(streams[0]):
+        seconds = timed_calls(copy, copies)
+    torch.cuda.synchronize()
+    return seconds

@@ -1,0 +1,152 @@
+"""What NVML, the driver's management library, tells of a GPU and who uses it, without making a CUDA context.
+
+Source: NVML API reference, https://docs.nvidia.com/deploy/nvml-api/. Everything here works without NVML, knowing less.
+"""
+
+import os
+from contextlib import suppress
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+
+
+def nvidia_driver_version() -> str:
+    """Version of the NVIDIA driver, "unknown" without NVML."""
+    nvml = library()
+    if nvml is None:
+        return "unknown"
+    try:
+        return str(nvml.nvmlSystemGetDriverVersion())
+    except nvml.NVMLError:
+        return "unknown"
+
+
+def process_gpu_bytes(index: int) -> int:
+    """GPU bytes of this process on torch's device `index`; see `memory_usage.gpu_used_bytes`."""
+    baseline_bytes = _baseline_bytes(index)
+    listed_bytes = _listed_bytes(index)
+    if listed_bytes is not None:
+        return listed_bytes
+    return max(0, device_used_bytes(index) - baseline_bytes)
+
+
+def _baseline_bytes(index: int) -> int:
+    """What the device had in use before this process made its context; 0 if that is not known."""
+    known, nvml, handle = baselines(), library(), _handle(index)
+    if nvml is None or handle is None or not known:
+        return 0
+    try:
+        return known.get(_device_uuid(nvml, handle), 0)
+    except nvml.NVMLError:
+        return 0
+
+
+@cache
+def baselines() -> dict[str, int]:
+    """Bytes in use by UUID on every GPU at the first call; empty if CUDA had been initialised by then.
+
+    Only NVML can tell: asking the CUDA driver makes the context. Slices of a GPU (MIG) are found by
+    CUDA_VISIBLE_DEVICES.
+    """
+    nvml, used = library(), dict[str, int]()
+    if nvml is None or torch.cuda.is_initialized():
+        return used
+    try:
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    except nvml.NVMLError:
+        handles = []
+    handles += [_handle(index) for index in range(len(_visible_devices()))]
+    for handle in (known for known in handles if known is not None):
+        with suppress(nvml.NVMLError):  # a GPU that this container may not read
+            used[_device_uuid(nvml, handle)] = int(_memory(nvml, handle).used)
+    return used
+
+
+def _listed_bytes(index: int) -> int | None:
+    """NVML's figure for this process; None if it lists no such process, gives no figure, or cannot mean this one."""
+    nvml = library()
+    handle = _handle(index)
+    if nvml is None or handle is None:
+        return None
+    try:
+        processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except nvml.NVMLError:
+        return None
+    for process in processes:
+        if process.pid == os.getpid() and process.usedGpuMemory is not None:
+            # In a container NVML may list the host's process numbers: less than torch holds must be someone else.
+            reserved_bytes = torch.cuda.memory_reserved(index) if torch.cuda.is_initialized() else 0
+            return int(process.usedGpuMemory) if process.usedGpuMemory >= reserved_bytes else None
+    return None
+
+
+def device_used_bytes(index: int) -> int:
+    """Bytes in use on the whole device, by all processes."""
+    nvml = library()
+    handle = _handle(index)
+    if nvml is not None and handle is not None:
+        try:
+            return int(_memory(nvml, handle).used)
+        except nvml.NVMLError:
+            pass  # some virtual GPUs refuse; the CUDA driver answers below
+    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+    return total_bytes - free_bytes
+
+
+def _memory(nvml: ModuleType, handle: Any) -> Any:
+    """NVML's memory figures; version 2 leaves what the driver reserves for itself out of `used`."""
+    version = getattr(nvml, "nvmlMemory_v2", None)
+    if version is not None:
+        try:
+            return nvml.nvmlDeviceGetMemoryInfo(handle, version=version)
+        except (nvml.NVMLError, TypeError):
+            pass  # a driver or binding older than version 2
+    return nvml.nvmlDeviceGetMemoryInfo(handle)
+
+
+@cache
+def library() -> ModuleType | None:
+    """The NVML binding, initialised for the life of the process; None without driver or binding."""
+    try:
+        import pynvml  # noqa: PLC0415 - only machines with NVIDIA GPUs need it
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml
+
+
+def _handle(index: int) -> Any | None:
+    """NVML's handle of torch's device `index`, without making a CUDA context; None if it cannot be told."""
+    nvml = library()
+    if nvml is None:
+        return None
+    try:
+        if torch.cuda.is_initialized():
+            return nvml.nvmlDeviceGetHandleByUUID(_uuid(str(torch.cuda.get_device_properties(index).uuid)))
+        visible = _visible_devices()
+        entry = visible[index] if index < len(visible) else str(index)
+        if entry.isdigit():
+            return nvml.nvmlDeviceGetHandleByIndex(int(entry))
+        return nvml.nvmlDeviceGetHandleByUUID(entry)
+    except (nvml.NVMLError, AttributeError):
+        return None
+
+
+def _visible_devices() -> list[str]:
+    """Entries of CUDA_VISIBLE_DEVICES: indices or UUIDs; empty where all are visible."""
+    return [entry.strip() for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.strip()]
+
+
+def _device_uuid(nvml: ModuleType, handle: Any) -> str:
+    uuid = nvml.nvmlDeviceGetUUID(handle)
+    return uuid.decode() if isinstance(uuid, bytes) else str(uuid)
+
+
+def _uuid(text: str) -> str:
+    """NVML's spelling of a UUID; torch leaves the prefix out."""
+    return text if text.startswith(("GPU-", "MIG-")) else f"GPU-{text}"

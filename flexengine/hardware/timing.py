@@ -1,0 +1,64 @@
+"""Seconds per call of a piece of work, on the device's clock or on the host's."""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Timer = Callable[[Callable[[], object], float], float]
+"""(work, least_s) -> seconds per call of `work`, repeated for at least `least_s` seconds after a call to warm up."""
+
+SHORT_CALL_S = 30e-6  # a shorter call may end before Python has issued the next one
+MOST_SHORT_CALLS = 500  # below the depth of CUDA's launch queue, so that issuing never has to wait
+ISSUE_S = 12e-6  # a generous estimate of what Python needs per launch
+MOST_CYCLES_PER_S = 3e9  # no GPU's clock is faster, so a sleep of this many cycles lasts at least a second
+
+
+def cuda_timer(work: Callable[[], object], least_s: float) -> float:
+    """Device seconds per call of `work`, issued back to back on the current stream, without gaps of the host's."""
+    work()
+    once_s = timed_calls(work, 1)
+    if once_s >= least_s:
+        return once_s
+    calls = math.ceil(least_s / once_s)
+    if once_s >= SHORT_CALL_S:
+        return timed_calls(work, calls)
+    calls = min(calls, MOST_SHORT_CALLS)
+    hold_stream(calls * ISSUE_S)
+    return timed_calls(work, calls)
+
+
+def timed_calls(work: Callable[[], object], calls: int) -> float:
+    """Mean seconds per call between two events on the current stream; blocks until the last call has ended."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(calls):
+        work()
+    end.record()
+    end.synchronize()
+    return max(start.elapsed_time(end) / 1e3 / calls, 1e-7)  # events count in ms, to about 0.5 us
+
+
+def hold_stream(seconds: float) -> None:
+    """Keep the current stream busy for at least `seconds`, so that what is issued meanwhile then runs without gaps.
+
+    Does nothing on a torch without the sleep kernel: short calls are then timed with the host's gaps between them.
+    """
+    sleep: Any = getattr(torch.cuda, "_sleep", None)
+    if sleep is not None:
+        sleep(int(seconds * MOST_CYCLES_PER_S))
+
+
+def cpu_timer(work: Callable[[], object], least_s: float) -> float:
+    """Wall seconds per call of `work` on the host."""
+    work()
+    calls = 0
+    start_s = time.perf_counter()
+    while True:
+        work()
+        calls += 1
+        elapsed_s = time.perf_counter() - start_s
+        if elapsed_s >= least_s:
+            return max(elapsed_s / calls, 1e-9)

@@ -1,0 +1,96 @@
+"""Reads the fields of a Hugging Face config one by one, each checked against a type and a range.
+
+A config is a file that people edit and downloads damage: what is read here is refused with the field, its value and
+what is allowed, before anything is built from it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from flexengine.wording import shown
+
+LARGEST = {
+    "hidden_size": 2**18,
+    "intermediate_size": 2**20,
+    "num_hidden_layers": 1024,
+    "num_attention_heads": 4096,
+    "num_key_value_heads": 4096,
+    "head_dim": 4096,
+    "vocab_size": 2**24,
+    "max_position_embeddings": 2**31 - 1,
+}
+"""Field -> largest value: 8 to 40 times the largest published model (Llama 3.1 405B), or what an int32 position
+holds. More is a damaged file, and descriptions, plans and tables of such a size would fill memory."""
+
+_REQUIRED: Any = object()
+
+
+class Fields:
+    """The object `values` of a config; `model` and `place` ("config.json", "rope_scaling") open every message.
+
+    A field that is absent or null takes the default. Raises ValueError for other values than a method allows.
+    """
+
+    def __init__(self, model: str, values: Mapping[str, Any], place: str = "config.json") -> None:
+        self.model, self.values, self.place = model, values, place
+
+    def whole(self, name: str, default: Any = _REQUIRED, least: int = 1) -> Any:
+        """A whole number from `least` to LARGEST[name]; the default as it is."""
+        value = self._value(name, default)
+        if value is default:
+            return default
+        largest = LARGEST[name]
+        if type(value) is not int or not least <= value <= largest:
+            raise self._error(name, value, f"a whole number from {least} to {largest}")
+        return value
+
+    def number(self, name: str, default: Any = _REQUIRED, low: float = 0.0, high: float = sys.float_info.max) -> Any:
+        """A number in low..high as float; the default as it is."""
+        value = self._value(name, default)
+        if value is default:
+            return default
+        if type(value) not in (int, float) or not low <= value <= high:  # NaN is in no range
+            raise self._error(name, value, f"a number from {low:g} to {high:g}")
+        return float(value)
+
+    def switch(self, name: str, default: bool) -> bool:
+        """true or false."""
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise self._error(name, value, "true or false")
+        return value
+
+    def text(self, name: str, default: Any = _REQUIRED) -> Any:
+        """A text; the default as it is."""
+        value = self._value(name, default)
+        if value is not default and not isinstance(value, str):
+            raise self._error(name, value, "a text")
+        return value
+
+    def nested(self, name: str) -> dict[str, Any]:
+        """An object inside the config; {} where it is absent or null."""
+        value = self._value(name, None)
+        if value is not None and not isinstance(value, dict):
+            raise self._error(name, value, "an object or null")
+        return dict(value or {})
+
+    def _value(self, name: str, default: Any) -> Any:
+        value = self.values.get(name)
+        if value is not None:
+            return value
+        if default is _REQUIRED:
+            found = "it is null" if name in self.values else "it is absent"
+            raise ValueError(
+                f"{self.model}: {self.place} lacks the field {name!r} ({found}), which this model needs; fetch the "
+                "published config.json again"
+            )
+        return default
+
+    def _error(self, name: str, value: Any, allowed: str) -> ValueError:
+        return ValueError(
+            f"{self.model}: {name}={shown(value)} in {self.place}; expected {allowed}. Correct it, or fetch the "
+            "published config.json again"
+        )

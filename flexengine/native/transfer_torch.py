@@ -1,0 +1,105 @@
+"""The transfer engine on torch's own streams and events: what is used where csrc is not built.
+
+The results are the same. Every copy and event is a call from Python that holds the interpreter lock, and posted copies
+go to the driver whole, so that an urgent one may wait for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexengine.native.transfer import Batch, Copy, Direction, Operation, Record, Wait, check_ranges
+
+
+class _BoundCopy(NamedTuple):
+    stream: torch.cuda.Stream
+    target: Tensor
+    source: Tensor
+
+
+class TorchTransfers:
+    """`Transfers` of a CUDA device in plain torch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._events: dict[int, torch.cuda.Event] = {}
+        self._recorded: set[int] = set()
+        self._next_event = 1
+        self._bulk = {d: torch.cuda.Stream(device) for d in Direction}
+        self._urgent = {d: torch.cuda.Stream(device, priority=-1) for d in Direction}
+        self._posted: dict[tuple[Direction, int], torch.cuda.Event] = {}
+        self._num_posts = 0
+
+    def create_events(self, count: int, timing: bool = False) -> list[int]:
+        created = list(range(self._next_event, self._next_event + count))
+        self._next_event += count
+        self._events.update({event: torch.cuda.Event(enable_timing=timing) for event in created})
+        return created
+
+    def release_events(self, events: Sequence[int]) -> None:
+        for event in events:
+            del self._events[event]
+        self._recorded.difference_update(events)
+
+    def prepare(self, operations: Iterable[Operation]) -> Batch:
+        bound = [_bind(o) if isinstance(o, Copy) else o for o in operations]
+        return Batch(bound, len(bound), ())
+
+    def submit(self, batch: Batch, first: int = 0, last: int | None = None) -> None:
+        before = torch.cuda.current_stream(self.device)
+        try:
+            for operation in batch.operations[first:last]:
+                self._issue(operation, operation.stream)
+        finally:
+            torch.cuda.set_stream(before)
+
+    def post(self, direction: Direction, operations: Iterable[Operation]) -> int:
+        stream = self._bulk[direction]
+        self.submit(self.prepare(o._replace(stream=stream) for o in operations))
+        done = torch.cuda.Event()
+        done.record(stream)
+        self._num_posts += 1
+        self._posted[direction, self._num_posts] = done
+        return self._num_posts
+
+    def wait(self, direction: Direction, ticket: int) -> None:
+        for key in [key for key in self._posted if key[0] == direction and key[1] <= ticket]:
+            self._posted.pop(key).synchronize()
+
+    def synchronize(self, event: int) -> None:
+        self._events[event].synchronize()
+
+    def elapsed_s(self, start: int, end: int) -> float:
+        return self._events[start].elapsed_time(self._events[end]) * 1e-3
+
+    def urgent_stream(self, direction: Direction) -> torch.cuda.Stream:
+        return self._urgent[direction]
+
+    def close(self) -> None:
+        for stream in self._bulk.values():
+            stream.synchronize()
+        self._events.clear()
+
+    def _issue(self, operation: _BoundCopy | Wait | Record, stream: torch.cuda.Stream) -> None:
+        if isinstance(operation, _BoundCopy):
+            torch.cuda.set_stream(stream)
+            operation.target.copy_(operation.source, non_blocking=True)
+        elif isinstance(operation, Record):
+            self._events[operation.event].record(stream)
+            self._recorded.add(operation.event)
+        elif operation.event not in self._recorded:
+            raise ValueError("a wait for an event that nothing has recorded; CUDA would not wait at all")
+        else:
+            stream.wait_event(self._events[operation.event])
+
+
+def _bind(copy: Copy) -> _BoundCopy:
+    check_ranges(copy)
+    target = copy.target.narrow(0, copy.target_offset, copy.num_bytes)
+    source = copy.source.narrow(0, copy.source_offset, copy.num_bytes)
+    assert isinstance(copy.stream, torch.cuda.Stream), "torch copies on torch's streams"
+    return _BoundCopy(copy.stream, target, source)

@@ -1,0 +1,146 @@
+"""The streams of a step as rows of bars: what runs when."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from html import escape
+from typing import NamedTuple
+
+from flexengine.metrics import format_seconds
+from flexengine.planner.charts.svg import BOTTOM, LEFT, RIGHT, TOP, Scale, legend, part_marks, svg, time_axis
+from flexengine.planner.simulated_step import SimulatedStep, StepPart
+from flexengine.schedule.commands import STREAMS, Command
+
+LANE_HEIGHT = 30
+GAP_PIXELS, LEAST_PIXELS = 0.4, 0.5
+"""Commands of one kind that are closer than this are drawn as one; none is drawn narrower."""
+STREAM_NAMES = {"compute": "compute", "h2d": "to GPU", "d2h": "to host"}
+
+
+class Span(NamedTuple):
+    """Commands of one kind that follow each other closely, drawn as one bar."""
+
+    kind: str
+    begin_s: float
+    end_s: float
+    busy_s: float
+    count: int
+    label: str
+
+
+KINDS = {
+    "forward": "#3b82c4",
+    "backward": "#5b4fc4",
+    "rebuild keys": "#7fd0d3",
+    "round gradients": "#f2c230",
+    "update": "#7c4ddb",
+    "weights": "#2f6fed",
+    "gradients": "#e8661b",
+    "activations": "#1f9d55",
+    "optimizer": "#b79af0",
+    "batch": "#a3a08f",
+    "other": "#9aa1ad",
+}
+"""Kinds of bars and their colours."""
+COMMAND_KINDS = {"fill_window": "rebuild keys", "finish_gradient": "round gradients", "clip": "update"}
+COPY_KINDS = {
+    "weights": "weights",
+    "grad": "gradients",
+    "save": "activations",
+    "input": "activations",
+    "tile": "optimizer",
+    "batch": "batch",
+}
+"""Second word of a copy's label -> its kind."""
+
+
+def kind_of(command: Command) -> str:
+    """The kind of bar that a command is drawn as."""
+    if command.copies:
+        words = command.label.split()
+        return COPY_KINDS.get(words[1] if len(words) > 1 else "", "other")
+    kind = COMMAND_KINDS.get(command.kind, command.kind)
+    return kind if kind in KINDS else "other"
+
+
+def stream_chart(step: SimulatedStep) -> str:
+    """All parts of a step, one row per stream, on the time axis of the memory charts."""
+    bars = [
+        (part, start_s, spans_of(part, GAP_PIXELS / (RIGHT - LEFT) * step.shown_s))
+        for part, start_s in zip(step.parts, step.starts_s, strict=True)
+    ]
+    x = Scale(0, step.shown_s, LEFT, RIGHT)
+    parts = list(_lanes())
+    for _, start_s, spans in bars:
+        parts += _bars(spans, start_s, x)
+    bottom = TOP + LANE_HEIGHT * len(STREAMS)
+    parts += [*part_marks(step, x, TOP, bottom), *time_axis(x, step.shown_s, bottom)]
+    used = {span.kind for _, _, spans in bars for lane in spans for span in lane}
+    return svg(bottom + BOTTOM, parts, "commands by stream") + _kind_legend(used)
+
+
+def close_up(part: StepPart, share: float = 0.05) -> str:
+    """The turn from forward to backward of a round, close enough to see single commands."""
+    turn = next((c.index for c in part.program.commands if c.kind == "backward"), 0)
+    middle, width = part.timing.start_s[turn], share * part.timing.total_s
+    begin = max(0.0, middle - width / 2)
+    end = min(part.timing.total_s, begin + width)
+    x = Scale(begin, end, LEFT, RIGHT)
+    spans = [[s for s in lane if s.end_s > begin and s.begin_s < end] for lane in spans_of(part, 0.0)]
+    clipped = [[s._replace(begin_s=max(s.begin_s, begin), end_s=min(s.end_s, end)) for s in lane] for lane in spans]
+    bottom = TOP + LANE_HEIGHT * len(STREAMS)
+    parts = [*_lanes(), *_bars(clipped, 0.0, x, labels=True), *time_axis(x, end, bottom, begin)]
+    return svg(bottom + BOTTOM, parts, "single commands at the turn from forward to backward")
+
+
+def spans_of(part: StepPart, gap_s: float) -> list[list[Span]]:
+    """Per stream the bars of a part: neighbours of one kind that are at most `gap_s` seconds apart are one."""
+    lanes: list[list[Span]] = [[] for _ in STREAMS]
+    for command in part.program.commands:
+        lane = lanes[STREAMS.index(command.stream)]
+        begin, end = part.timing.start_s[command.index], part.timing.end_s[command.index]
+        kind = kind_of(command)
+        if lane and lane[-1].kind == kind and gap_s and begin - lane[-1].end_s <= gap_s:
+            last = lane[-1]
+            lane[-1] = last._replace(end_s=end, busy_s=last.busy_s + end - begin, count=last.count + 1)
+        else:
+            lane.append(Span(kind, begin, end, end - begin, 1, command.label))
+    return lanes
+
+
+def _lanes() -> Iterator[str]:
+    for row, stream in enumerate(STREAMS):
+        top = TOP + row * LANE_HEIGHT
+        yield f'<rect class="lane" x="{LEFT}" y="{top + 2}" width="{RIGHT - LEFT}" height="{LANE_HEIGHT - 4}"/>'
+        name = STREAM_NAMES.get(str(stream), str(stream))
+        yield f'<text class="soft" x="{LEFT - 6}" y="{top + LANE_HEIGHT / 2 + 4}" text-anchor="end">{name}</text>'
+
+
+def _bars(spans: list[list[Span]], start_s: float, x: Scale, labels: bool = False) -> Iterator[str]:
+    """Bars of all rows. What would lie wholly under the bar before it, being too narrow to see, is left out."""
+    for row, lane in enumerate(spans):
+        top, reached = TOP + row * LANE_HEIGHT + 2, -math.inf
+        for span in lane:
+            left, right = max(x(start_s + span.begin_s), reached), x(start_s + span.end_s)
+            if right <= reached:
+                continue
+            reached = max(right, left + LEAST_PIXELS)
+            what = span.label if span.count == 1 else f"{span.count} x {span.kind}"
+            yield (
+                f'<rect x="{left:.1f}" y="{top}" width="{reached - left:.1f}" height="{LANE_HEIGHT - 4}" '
+                f'fill="{KINDS[span.kind]}"><title>{escape(what)}: {format_seconds(span.busy_s)}</title></rect>'
+            )
+            short = short_label(span.label)
+            if labels and reached - left > 6.5 * len(short) + 8:
+                yield f'<text class="on-bar" x="{left + 4:.1f}" y="{top + 17}">{escape(short)}</text>'
+
+
+def short_label(label: str) -> str:
+    """A command's label without its verb, which the colour tells: "backward block.3 chunk 0" is "block.3 0"."""
+    return " ".join(word for word in label.split()[1:] if word != "chunk")
+
+
+def _kind_legend(used: Iterable[str]) -> str:
+    wanted = set(used)
+    return legend((kind, fill) for kind, fill in KINDS.items() if kind in wanted)

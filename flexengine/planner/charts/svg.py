@@ -1,0 +1,72 @@
+"""What the charts share: frame, axes, legends, the parts of a step on the time axis."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from html import escape
+from typing import NamedTuple
+
+from flexengine.planner.simulated_step import SimulatedStep
+
+WIDTH, LEFT, RIGHT = 1216, 66, 1206
+"""Pixels of a chart, and where its plot begins and ends."""
+TOP, BOTTOM = 22, 20
+"""Pixels above and below the plot."""
+
+
+class Scale(NamedTuple):
+    """A linear map from [low, high] to pixels [start, end]."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        return self.start + (value - self.low) / max(self.high - self.low, 1e-30) * (self.end - self.start)
+
+
+def svg(height: float, parts: Iterable[str], label: str) -> str:
+    return f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
+
+
+def legend(entries: Iterable[tuple[str, str]]) -> str:
+    """(text, colour) pairs in a row."""
+    items = "".join(f'<span><i style="background:{fill}"></i>{escape(text)}</span>' for text, fill in entries)
+    return f'<div class="legend">{items}</div>'
+
+
+def part_marks(step: SimulatedStep, x: Scale, top: float, bottom: float) -> Iterator[str]:
+    """Where one part of the step ends and the next begins, with their names where there is room."""
+    for part, start_s in zip(step.parts, step.starts_s, strict=True):
+        left, right = x(start_s), x(start_s + part.timing.total_s)
+        if start_s > 0:
+            yield f'<line class="edge" x1="{left:.1f}" x2="{left:.1f}" y1="{top - 14}" y2="{bottom}"/>'
+        name = part.name if part.repeats == 1 else f"{part.name}, one of {part.repeats}"
+        if right - left > 6.5 * len(name):
+            yield f'<text class="soft" x="{left + 5:.1f}" y="{top - 8}">{escape(name)}</text>'
+
+
+def time_axis(x: Scale, end_s: float, y: float, begin_s: float = 0.0) -> Iterator[str]:
+    unit, word = (1.0, "s") if end_s - begin_s >= 0.5 else (1e-3, "ms")
+    for value in ticks((end_s - begin_s) / unit, 8):
+        place = x(begin_s + value * unit)
+        yield f'<line class="grid" x1="{place:.1f}" x2="{place:.1f}" y1="{y}" y2="{y + 4}"/>'
+        if place < RIGHT - 24:
+            yield f'<text class="soft" x="{place:.1f}" y="{y + 16}" text-anchor="middle">{value:g}</text>'
+    yield f'<text class="soft" x="{RIGHT}" y="{y + 16}" text-anchor="end">{word}</text>'
+
+
+def ticks(top: float, about: int) -> list[float]:
+    """Round values from 0 to `top`."""
+    raw = top / about
+    size = 10 ** math.floor(math.log10(max(raw, 1e-12)))
+    step = next(size * m for m in (1, 2, 5, 10) if size * m >= raw)
+    return [float(f"{i * step:.6g}") for i in range(int(top / step) + 1)]
+
+
+def embedded(data: object) -> str:
+    """JSON that may stand inside a script element."""
+    return json.dumps(data, separators=(",", ":")).replace("</", "<\\/")

@@ -1,0 +1,129 @@
+"""What a measured step says about the profile: every stream's rates scaled by measured over predicted seconds.
+
+The planner prices commands from rates that a probe measured on synthetic work. After a few steps the real commands
+have been timed; one factor for compute and one for each direction of the link make the profile agree with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from flexengine.hardware.profile import HardwareProfile
+from flexengine.metrics import format_seconds
+from flexengine.models.spec import ModelSpec
+from flexengine.plan import Plan
+from flexengine.planner.cost_model import CostModel, StepPricer, round_shape
+from flexengine.schedule.command_totals import CommandClass, CommandTotal, add_totals
+from flexengine.schedule.commands import Stream
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.lowering import lower_round
+from flexengine.schedule.simulator import simulate
+from flexengine.schedule.update_lowering import lower_update
+
+MAX_FACTOR = 10.0
+"""Factors are held between this and its inverse: a stream further off was not measured, but disturbed."""
+
+
+class Factors(NamedTuple):
+    """Measured over predicted seconds of the same commands, by stream; 1 where nothing was measured."""
+
+    compute: float = 1.0
+    h2d: float = 1.0
+    d2h: float = 1.0
+
+
+@dataclass(frozen=True)
+class Review:
+    """A plan after its first steps: predicted and measured seconds of a step, factors, and what follows from them.
+
+    expected_s is the plan's step under the corrected profile.
+    """
+
+    predicted_s: float
+    measured_s: float
+    expected_s: float
+    factors: Factors
+    profile: HardwareProfile
+
+    def describe(self) -> str:
+        """Predicted against measured, in one line."""
+        off = 100 * (self.measured_s / self.predicted_s - 1)
+        streams = ", ".join(f"{name} x{value:.2f}" for name, value in self.factors._asdict().items())
+        return (
+            f"measured {format_seconds(self.measured_s)} per step, predicted {format_seconds(self.predicted_s)}"
+            f" ({off:+.0f}%); commands took, of what was predicted: {streams};"
+            f" corrected prediction {format_seconds(self.expected_s)}"
+        )
+
+
+def review(
+    plan: Plan,
+    model: ModelSpec,
+    profile: HardwareProfile,
+    measured: Mapping[CommandClass, CommandTotal],
+    measured_step_s: float,
+) -> Review:
+    """Compare a plan with the commands of a step that ran under it."""
+    layout = Layout(model, plan)
+    factors = stream_factors(measured, predicted_totals(layout, profile))
+    corrected = corrected_profile(profile, factors)
+    expected_s = StepPricer(corrected).step(layout).step_s
+    predicted_s = StepPricer(profile).step(layout).step_s
+    return Review(predicted_s, measured_step_s, expected_s, factors, corrected)
+
+
+def predicted_totals(layout: Layout, profile: HardwareProfile) -> dict[CommandClass, CommandTotal]:
+    """Predicted seconds of a round that adds to earlier gradients (or the only one) and of the update, by class."""
+    plan = layout.plan
+    cost = CostModel(profile, layout.compute_bytes, plan.chunk_tokens, plan.request.max_seq_len)
+    shape = round_shape(plan.request, plan.chunk_tokens, plan.chunks_per_round)
+    totals: dict[CommandClass, CommandTotal] = {}
+    for program in (lower_round(layout, shape, first=plan.num_rounds == 1), lower_update(layout)):
+        timing = simulate(program, cost.rates())
+        add_totals(totals, program, zip(timing.start_s, timing.end_s, strict=True), layout.model)
+    return totals
+
+
+def stream_factors(
+    measured: Mapping[CommandClass, CommandTotal], predicted: Mapping[CommandClass, CommandTotal]
+) -> Factors:
+    """Measured over predicted seconds per stream, over classes of commands that both have.
+
+    Compute commands are compared by their mean, as a step may have more rounds or fewer chunks than was planned for;
+    copies by their seconds per byte.
+    """
+    factors = {}
+    for stream in Stream:
+        took = expected = 0.0
+        for key in sorted(measured.keys() & predicted.keys()):
+            real, planned = measured[key], predicted[key]
+            if key[0] != stream.value or not planned.seconds or not real.count:
+                continue
+            scale = planned.num_bytes / real.num_bytes if real.num_bytes else planned.count / real.count
+            took += real.seconds * scale
+            expected += planned.seconds
+        factor = took / expected if expected and took else 1.0
+        factors[stream.value] = min(MAX_FACTOR, max(1 / MAX_FACTOR, factor))
+    return Factors(**factors)
+
+
+def corrected_profile(profile: HardwareProfile, factors: Factors) -> HardwareProfile:
+    """The profile with every rate of a stream divided by its factor; memory sizes stay."""
+
+    def slower(points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+        return tuple((x, rate / factors.compute) for x, rate in points)
+
+    return replace(
+        profile,
+        matmul_flops_per_s=slower(profile.matmul_flops_per_s),
+        attention_forward_flops_per_s=slower(profile.attention_forward_flops_per_s),
+        attention_backward_flops_per_s=slower(profile.attention_backward_flops_per_s),
+        memory_bytes_per_s=profile.memory_bytes_per_s / factors.compute,
+        launch_s=profile.launch_s * factors.compute,
+        h2d_bytes_per_s=profile.h2d_bytes_per_s / factors.h2d,
+        h2d_duplex_bytes_per_s=profile.h2d_duplex_bytes_per_s / factors.h2d,
+        d2h_bytes_per_s=profile.d2h_bytes_per_s / factors.d2h,
+        d2h_duplex_bytes_per_s=profile.d2h_duplex_bytes_per_s / factors.d2h,
+    )

@@ -1,0 +1,265 @@
+"""The plan as one HTML page that needs nothing else: the answer, memory, streams, layers, numbers, request, machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from html import escape
+from itertools import groupby
+
+from flexengine.hardware.profile import HardwareProfile
+from flexengine.metrics import format_bytes, format_seconds, format_tflops, format_tokens_per_s
+from flexengine.models.spec import LayerSpec
+from flexengine.plan import GroupPlan, LayerPlan
+from flexengine.planner.charts.layers import layer_chart
+from flexengine.planner.charts.memory import memory_chart
+from flexengine.planner.charts.streams import close_up, stream_chart
+from flexengine.planner.charts.style import CSS, SCRIPT, colour
+from flexengine.planner.picture import Picture
+from flexengine.planner.report import bound_line, kept_words, percent, words
+from flexengine.planner.report_data import place_of
+from flexengine.planner.shortage import ShortageError
+from flexengine.schedule.layer_program import savable_ops
+
+HOME_WORDS = {"gpu": "GPU", "host": "host"}
+
+
+def html_page(picture: Picture, command: str = "") -> str:
+    """The report of a plan; `command` is the command line that made it."""
+    plan = picture.plan
+    title = f"{plan.model} on {picture.profile.name}"
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        _answer(picture),
+        _tiles(picture),
+        "<h2>Memory and streams over a step</h2>",
+        f'<p class="soft">Drawn: {escape(picture.step.about)}. All three share one time axis.</p>',
+        _figure(
+            "GPU memory in use",
+            memory_chart("gpu-data", picture.gpu, picture.step, plan.request.max_gpu_bytes),
+            "gpu-data",
+        ),
+        _figure("Streams: kernels, and the two directions of the link", stream_chart(picture.step)),
+        _figure(
+            "Host memory in use",
+            memory_chart("host-data", picture.host, picture.step, plan.request.max_host_bytes),
+            "host-data",
+        ),
+        _figure("Close-up: the turn from forward to backward", close_up(picture.step.parts[-2])),
+        "<h2>Decisions by layer</h2>",
+        _layers(picture),
+        "<h2>Numbers</h2>",
+        _numbers(picture),
+        "<h2>Request and machine</h2>",
+        _request(picture, command),
+    ]
+    return _page(title, "\n".join(body), SCRIPT)
+
+
+def shortage_page(error: ShortageError, profile: HardwareProfile, command: str = "") -> str:
+    """The report when nothing fits: what is missing, and what would fit."""
+    needs, request, model = error.needs, error.request, error.needs.plan.model
+    tables, missing = [], []
+    for place, needed, budget, categories in (
+        ("GPU", needs.gpu_bytes, request.max_gpu_bytes, needs.gpu_categories),
+        ("host", needs.host_bytes, request.max_host_bytes, needs.host_categories),
+    ):
+        if needed > budget:
+            missing.append(f"{format_bytes(needed - budget)} of {place} memory")
+        tables.append(f"<div>{_bytes_table(f'{place} memory by category', categories, needed, budget)}</div>")
+    remedies = "".join(f"<li><code>{escape(r.flags)}</code></li>" for r in error.remedies)
+    advice = f"<p>Each of these changes was tried and fits:</p><ul>{remedies}</ul>"
+    body = [
+        f"<h1>{escape(model)} on {escape(profile.name)}</h1>",
+        f'<p class="answer bad"><b>Does not fit:</b> {escape(words(missing))} missing.</p>',
+        "<h2>What would fit</h2>",
+        advice if remedies else "<p>No change that was tried fits.</p>",
+        "<h2>What the smallest plan needs</h2>",
+        f'<div class="columns">{"".join(tables)}</div>',
+        _command(command),
+    ]
+    return _page(f"{model}: does not fit", "\n".join(body), "")
+
+
+# ---- sections --------------------------------------------------------------------------------------------------
+
+
+def _answer(picture: Picture) -> str:
+    p, request = picture.plan.predicted, picture.plan.request
+    return (
+        f'<p class="answer"><b>Fits</b> in {format_bytes(p.gpu_bytes)} of {format_bytes(request.max_gpu_bytes)} GPU'
+        f" memory and {format_bytes(p.host_bytes)} of {format_bytes(request.max_host_bytes)} host memory."
+        f" Limited by {escape(p.limiter)}.</p>"
+    )
+
+
+def _tiles(picture: Picture) -> str:
+    p, request = picture.plan.predicted, picture.plan.request
+    tiles = (
+        (format_seconds(p.step_s), "predicted per step", None),
+        (format_tokens_per_s(picture.tokens_per_s), f"effective {format_tflops(picture.effective_flops_per_s)}", None),
+        (
+            percent(picture.light_share),
+            f"of the limit of {format_seconds(p.speed_of_light_s)}",
+            picture.light_share,
+        ),
+        (format_bytes(p.gpu_bytes), "GPU memory", p.gpu_bytes / request.max_gpu_bytes),
+        (format_bytes(p.host_bytes), "host memory", p.host_bytes / request.max_host_bytes),
+    )
+    cells = []
+    for value, word, share in tiles:
+        meter = "" if share is None else f'<div class="meter"><i style="width:{100 * min(1.0, share):.1f}%"></i></div>'
+        cells.append(f'<div class="tile"><b>{escape(value)}</b><span>{escape(word)}</span>{meter}</div>')
+    return f'<div class="tiles">{"".join(cells)}</div>'
+
+
+def _layers(picture: Picture) -> str:
+    """The chart of all layers, and a table of runs of layers that are treated alike."""
+    plan, model = picture.plan, picture.model
+    rows = []
+    decided = [_decisions(layer, plan.layers[i], plan.groups) for i, layer in enumerate(model.layers)]
+    for decisions, run in groupby(range(len(decided)), key=decided.__getitem__):
+        first, *rest = (model.layers[i].name for i in run)
+        rows.append((f"{first} to {rest[-1]}" if rest else first, *decisions))
+    chart = layer_chart([layer.name for layer in model.layers], _layer_places(picture))
+    table = _table(("layers", "from forward to backward", "weights", "gradients", "optimizer states"), rows, ())
+    return _figure("Where parameters live, and what each layer keeps for backward", chart) + table
+
+
+def _decisions(layer: LayerSpec, kept: LayerPlan, groups: Sequence[GroupPlan]) -> tuple[str, ...]:
+    """What a layer keeps, and the homes of its weights, gradients and states, in words."""
+    homes = [
+        words(dict.fromkeys(HOME_WORDS[getattr(groups[g], part)] for g in layer.groups))
+        for part in ("weights", "grads", "states")
+    ]
+    return kept_words(kept) if layer.kind == "block" else "nothing", *homes
+
+
+def _layer_places(picture: Picture) -> list[tuple[str, list[str | None]]]:
+    """Rows of the layer chart: planes of parameters, then the input and what ops leave for backward."""
+    plan, layers = picture.plan, picture.model.layers
+    rows: list[tuple[str, list[str | None]]] = [
+        (word, [getattr(plan.groups[layer.groups[-1]], part) for layer in layers])
+        for word, part in (("weights", "weights"), ("gradients", "grads"), ("optimizer states", "states"))
+    ]
+    blocks = [layer.kind == "block" for layer in layers]
+    rows.append(
+        ("input", [kept.input_home if block else None for kept, block in zip(plan.layers, blocks, strict=True)])
+    )
+    names = dict.fromkeys(name for layer in layers if layer.kind == "block" for name in savable_ops(layer.ops))
+    for name in names:
+        has = [any(op.name == name for op in layer.ops) and layer.kind == "block" for layer in layers]
+        rows.append((name, [place_of(name, kept) if h else None for kept, h in zip(plan.layers, has, strict=True)]))
+    return rows
+
+
+def _numbers(picture: Picture) -> str:
+    p, request = picture.plan.predicted, picture.plan.request
+    causes = [(name, format_seconds(s), percent(s / p.step_s)) for name, s in picture.seconds_by_cause.items()]
+    busy = [(name, format_seconds(s), percent(s / p.step_s)) for name, s in p.busy_s.items()]
+    return "".join(
+        (
+            '<div class="columns"><div>',
+            _table(("where the time of a step goes", "seconds", "share"), causes),
+            "</div><div>",
+            _table(("stream", "busy", "share"), busy),
+            f"<p>Speed of light: {escape(bound_line(picture))}.</p>",
+            "</div><div>",
+            _bytes_table("GPU memory by category", p.gpu_categories, p.gpu_bytes, request.max_gpu_bytes),
+            "</div><div>",
+            _bytes_table("host memory by category", p.host_categories, p.host_bytes, request.max_host_bytes),
+            "</div></div>",
+        )
+    )
+
+
+def _bytes_table(title: str, categories: dict[str, int], total: int, budget: int) -> str:
+    rows = [
+        (f'<i style="background:{colour(name)}"></i>{escape(name)}', format_bytes(num), percent(num / max(total, 1)))
+        for name, num in _largest_first(categories)
+    ]
+    rows.append(("<b>all</b>", f"<b>{format_bytes(total)}</b>", f"of {format_bytes(budget)}"))
+    return _table((title, "bytes", "share"), rows, safe=True)
+
+
+def _largest_first(categories: dict[str, int]) -> list[tuple[str, int]]:
+    return sorted(categories.items(), key=lambda item: -item[1])
+
+
+def _request(picture: Picture, command: str) -> str:
+    plan, request, profile = picture.plan, picture.plan.request, picture.profile
+    asked = [
+        ("tokens per step", f"{request.max_global_batch_tokens}"),
+        ("longest sequence", f"{request.max_seq_len} tokens"),
+        ("rounds", f"{plan.num_rounds} of {plan.chunks_per_round} x {plan.chunk_tokens} tokens"),
+        ("GPU budget", format_bytes(request.max_gpu_bytes)),
+        ("host budget", format_bytes(request.max_host_bytes)),
+        ("recompute", request.recompute),
+        *((f"{name} type", str(value)) for name, value in asdict(request.numerics).items()),
+        (
+            "slots",
+            f"{plan.weight_slots} weights, {plan.grad_slots} gradients, {plan.save_slots} offload,"
+            f" {plan.optimizer_slots} optimizer tiles of {plan.optimizer_tile} elements",
+        ),
+    ]
+    machine = [
+        ("name", profile.name),
+        (
+            "figures",
+            {"preset": "published (preset)", "measured": "measured on this machine"}.get(
+                profile.source, profile.source
+            ),
+        ),
+        ("matrix products", format_tflops(profile.peak_matmul_flops_per_s)),
+        ("device memory", f"{profile.memory_bytes_per_s / 1e9:.0f} GB/s"),
+        (
+            "link to the GPU",
+            f"{profile.h2d_bytes_per_s / 1e9:.1f} GB/s, {profile.h2d_duplex_bytes_per_s / 1e9:.1f} in duplex",
+        ),
+        (
+            "link to the host",
+            f"{profile.d2h_bytes_per_s / 1e9:.1f} GB/s, {profile.d2h_duplex_bytes_per_s / 1e9:.1f} in duplex",
+        ),
+        ("GPU memory", format_bytes(profile.gpu_total_bytes)),
+        ("host memory", format_bytes(profile.host_total_bytes)),
+    ]
+    tables = "".join(
+        f'<div class="keys">{_table((t, ""), rows, ())}</div>' for t, rows in (("request", asked), ("machine", machine))
+    )
+    return f'<div class="columns">{tables}</div>{_command(command)}'
+
+
+# ---- parts of a page -------------------------------------------------------------------------------------------
+
+
+def _command(command: str) -> str:
+    return f"<p class='soft'>Made by</p><pre>{escape(command)}</pre>" if command else ""
+
+
+def _figure(caption: str, content: str, data: str = "") -> str:
+    attribute = f' data-chart="{data}"' if data else ""
+    return f"<figure{attribute}><figcaption>{escape(caption)}</figcaption>{content}</figure>"
+
+
+def _table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] | None = None, safe: bool = False
+) -> str:
+    """A table; columns in `numbers` (default: all but the first) align right. safe: cells are HTML already."""
+    numbers = range(1, len(head)) if numbers is None else numbers
+    kind = [' class="n"' if i in numbers else "" for i in range(len(head))]
+    top = "".join(f"<th{k}>{escape(name)}</th>" for k, name in zip(kind, head, strict=True))
+    lines = [
+        "".join(f"<td{k}>{cell if safe else escape(cell)}</td>" for k, cell in zip(kind, row, strict=True))
+        for row in rows
+    ]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _page(title: str, body: str, script: str) -> str:
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{CSS}</style></head>\n<body>\n{body}\n"
+        f"{f'<script>{script}</script>' if script else ''}</body></html>\n"
+    )

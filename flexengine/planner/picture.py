@@ -1,0 +1,84 @@
+"""Everything that reports tell about a plan, computed once: the simulated step, memory over time, the bound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from flexengine.hardware.profile import HardwareProfile
+from flexengine.models.spec import ModelSpec
+from flexengine.plan import Plan
+from flexengine.planner.bound import Bound, speed_of_light
+from flexengine.planner.cost_model import stalls
+from flexengine.planner.memory_over_time import MemorySeries, step_memory
+from flexengine.planner.simulated_step import SimulatedStep, simulate_step
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A plan with its model and machine, and what follows from them."""
+
+    plan: Plan
+    model: ModelSpec
+    profile: HardwareProfile
+
+    @cached_property
+    def step(self) -> SimulatedStep:
+        """The simulated step."""
+        return simulate_step(self.plan, self.model, self.profile)
+
+    @cached_property
+    def bound(self) -> Bound | None:
+        """The speed of light."""
+        return speed_of_light(self.model, self.plan.request, self.profile)
+
+    @cached_property
+    def gpu(self) -> MemorySeries:
+        """GPU bytes in use over the step."""
+        return step_memory(self.step, "gpu")
+
+    @cached_property
+    def host(self) -> MemorySeries:
+        """Host bytes in use over the step."""
+        return step_memory(self.step, "host")
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of a full step over its predicted seconds."""
+        return self.plan.request.max_global_batch_tokens / self.plan.predicted.step_s
+
+    @property
+    def effective_flops_per_s(self) -> float:
+        """Model FLOPs (forward and backward, no recomputation) of sequences of the longest length, over the step."""
+        request = self.plan.request
+        flops_per_token = self.model.model_flops([request.max_seq_len]) / request.max_seq_len
+        return flops_per_token * self.tokens_per_s
+
+    @property
+    def light_share(self) -> float:
+        """Speed of light over predicted time: 1 is a step that nothing could make faster."""
+        return self.plan.predicted.speed_of_light_s / self.plan.predicted.step_s
+
+    @cached_property
+    def seconds_by_cause(self) -> dict[str, float]:
+        """Where a step's time goes on the compute stream: work, recomputation, and waits; they add up to the step."""
+        predicted = self.plan.predicted
+        busy = predicted.busy_s["compute"]
+        again = predicted.recompute_share * busy
+        found = {"forward, backward and update": busy - again, "recomputation": again}
+        waits: dict[str, float] = {}
+        for part in self.step.parts:
+            for (stream, phase), seconds in stalls(part.program, part.timing).items():
+                name = f"waiting for {STREAM_WORDS.get(stream, stream)} during {phase}"
+                waits[name] = waits.get(name, 0.0) + part.repeats * seconds
+        least_s = NEGLIGIBLE_SHARE * predicted.step_s
+        found |= {name: s for name, s in sorted(waits.items(), key=lambda item: -item[1]) if s > least_s}
+        rest = predicted.step_s - sum(found.values())
+        if rest > least_s:
+            found["other waits"] = rest
+        return found
+
+
+NEGLIGIBLE_SHARE = 1e-4
+"""Waits of less than this share of a step are told together."""
+STREAM_WORDS = {"h2d": "the host-to-device link", "d2h": "the device-to-host link", "compute": "compute"}

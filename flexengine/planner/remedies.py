@@ -1,0 +1,198 @@
+"""What would fit instead: the nearest budgets, sizes and types, each tried before it is advised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import NamedTuple
+
+from flexengine.metrics import GIB
+from flexengine.plan import Request
+from flexengine.planner.sizes import chunk_sizes
+
+SMALLEST_CHUNK_TOKENS = 32
+"""No smaller chunk and no shorter sequence is advised."""
+UNLIMITED_BYTES = 1 << 60
+NUM_RAISES = 6
+"""Budgets tried above the least conceivable one, each a twelfth larger than the one before."""
+
+
+class Remedy(NamedTuple):
+    """A change that makes the job fit: flags to add to the command, and the request that they make."""
+
+    flags: str
+    request: Request
+
+
+class Least(NamedTuple):
+    """Bytes of the plan that takes the least GPU memory, and of one within the GPU budget that takes the least host
+    memory (None when none is within it)."""
+
+    gpu_bytes: int
+    host_bytes: int | None
+
+
+class Try(NamedTuple):
+    """How a changed request is judged: whether anything fits, and the least it takes."""
+
+    fits: Callable[[Request], bool]
+    least: Callable[[Request], Least]
+
+
+def remedies(request: Request, least: Least, judge: Try) -> Iterator[Remedy]:
+    """Changes that make the job fit, nearest budgets first."""
+    budgets = list(_budgets(request, least, judge))
+    yield from budgets
+    yield from islice((r for r in _smaller_chunks(request) if judge.fits(r.request)), 1)
+    yield from islice((r for r in _shorter_rounds(request) if judge.fits(r.request)), 1)
+    yield from _longest_sequence(request, judge.fits)
+    yield from islice((r for r in _smaller_batches(request) if judge.fits(r.request)), 1)
+    yield from _cheaper_types(request, judge.fits)
+    if request.recompute == "none":
+        changed = replace(request, recompute="auto")
+        if judge.fits(changed):
+            yield Remedy("--recompute auto", changed)
+
+
+def gib_text(num_bytes: int) -> str:
+    """GiB rounded up to about three significant digits, so that following the advice works."""
+    digits = 1 if num_bytes >= 10 * GIB else 2
+    while digits < 6 and num_bytes * 10 ** (digits - 2) < GIB:
+        digits += 1
+    return f"{-(-num_bytes * 10**digits // GIB) / 10**digits:.{digits}f}"
+
+
+def bytes_of(gib: str) -> int:
+    """What a flag with this text asks for."""
+    return int(float(gib) * GIB)
+
+
+# ---- budgets ---------------------------------------------------------------------------------------------------
+
+
+def _budgets(request: Request, least: Least, judge: Try) -> Iterator[Remedy]:
+    """One budget raised, or both where raising one is not enough."""
+    if least.host_bytes is None:
+        raised = _raised(request, "max_gpu_bytes", least.gpu_bytes, judge.fits)
+    else:
+        host = _raised(request, "max_host_bytes", least.host_bytes, judge.fits)
+        if host is not None:
+            yield host
+        missing = max(0, least.host_bytes - request.max_host_bytes)  # what the GPU would have to hold instead
+        raised = _raised(request, "max_gpu_bytes", max(request.max_gpu_bytes, least.gpu_bytes) + missing, judge.fits)
+    if raised is not None:
+        yield raised
+    elif least.host_bytes is None:
+        both = _raised_both(request, least, judge)
+        if both is not None:
+            yield both
+
+
+def _raised(request: Request, field: str, start: int, fits: Callable[[Request], bool]) -> Remedy | None:
+    """The smallest budget of one memory, in printed GiB, that was seen to fit; the other budget stays."""
+    flag = "--max-gpu-mem-gib" if field == "max_gpu_bytes" else "--max-host-mem-gib"
+    gib = gib_text(start)
+    for _ in range(NUM_RAISES):
+        changed = replace(request, **{field: bytes_of(gib)})
+        if fits(changed):
+            return Remedy(f"{flag} {gib}", changed)
+        gib = gib_text(bytes_of(gib) * 13 // 12 + 1)
+    return None
+
+
+def _raised_both(request: Request, least: Least, judge: Try) -> Remedy | None:
+    """The least GPU memory, and the least host memory that a plan within it takes."""
+    gpu = gib_text(max(request.max_gpu_bytes, least.gpu_bytes))
+    open_host = replace(request, max_gpu_bytes=bytes_of(gpu), max_host_bytes=UNLIMITED_BYTES)
+    host_bytes = judge.least(open_host).host_bytes
+    if host_bytes is None:
+        return None
+    host = gib_text(host_bytes)
+    changed = replace(open_host, max_host_bytes=bytes_of(host))
+    return Remedy(f"--max-gpu-mem-gib {gpu} --max-host-mem-gib {host}", changed) if judge.fits(changed) else None
+
+
+# ---- sizes -----------------------------------------------------------------------------------------------------
+
+
+def _smaller_chunks(request: Request) -> Iterator[Remedy]:
+    """Chunk sizes below those that were tried, largest first, that the pinned round and the batch allow."""
+    chunk = min(c for c, _ in chunk_sizes(request)) // 2
+    while chunk >= SMALLEST_CHUNK_TOKENS:
+        if (request.round_tokens or 0) % chunk == 0:
+            yield Remedy(f"--chunk-tokens {chunk}", replace(request, chunk_tokens=chunk))
+        chunk //= 2
+
+
+def _shorter_rounds(request: Request) -> Iterator[Remedy]:
+    """Halves of a pinned round, as long as it takes the longest sequence."""
+    tokens = (request.round_tokens or 0) // 2
+    while tokens >= request.max_seq_len and tokens % (request.chunk_tokens or 1) == 0:
+        yield Remedy(f"--round-tokens {tokens}", replace(request, round_tokens=tokens))
+        tokens //= 2
+
+
+def _longest_sequence(request: Request, fits: Callable[[Request], bool]) -> Iterator[Remedy]:
+    """The longest of the halves of the sequence that fits, or three quarters of the one above it; tried from the
+    shortest end, as what does not fit there fits nowhere."""
+    lengths = [request.max_seq_len // 2]
+    while lengths[-1] >= 2 * SMALLEST_CHUNK_TOKENS:
+        lengths.append(lengths[-1] // 2)
+    tried: dict[int, bool] = {}
+
+    def works(length: int) -> bool:
+        if length not in tried:
+            tried[length] = length >= SMALLEST_CHUNK_TOKENS and fits(replace(request, max_seq_len=length))
+        return tried[length]
+
+    if not works(lengths[-1]):
+        return
+    low, high = 0, len(lengths) - 1  # lengths[high] fits
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if works(lengths[middle]) else (middle + 1, high)
+    longer = lengths[high] * 3 // 2
+    length = longer if longer < request.max_seq_len and works(longer) else lengths[high]
+    yield Remedy(f"--max-seq-len {length}", replace(request, max_seq_len=length))
+
+
+def _smaller_batches(request: Request) -> Iterator[Remedy]:
+    """Halves of the batch, as long as it takes the longest sequence."""
+    tokens = request.max_global_batch_tokens // 2
+    smallest = min(c * n for c, n in chunk_sizes(request))
+    while tokens >= request.max_seq_len:
+        if tokens < smallest:  # otherwise its shortest rounds are those that were tried
+            yield Remedy(f"--max-global-batch-tokens {tokens}", replace(request, max_global_batch_tokens=tokens))
+        tokens //= 2
+
+
+# ---- types -----------------------------------------------------------------------------------------------------
+
+
+def _cheaper_types(request: Request, fits: Callable[[Request], bool]) -> Iterator[Remedy]:
+    """Every single cheaper type that suffices, else all of them together if that does."""
+    changes = list(_type_changes(request))
+    single = [Remedy(flag, replace(request, numerics=replace(request.numerics, **fields))) for flag, fields in changes]
+    enough = [remedy for remedy in single if fits(remedy.request)]
+    yield from enough
+    if enough or len(changes) < 2:
+        return
+    for count in range(2, len(changes) + 1):
+        flags = " ".join(flag for flag, _ in changes[:count])
+        fields = {name: value for _, change in changes[:count] for name, value in change.items()}
+        changed = replace(request, numerics=replace(request.numerics, **fields))
+        if fits(changed):
+            yield Remedy(flags, changed)
+            return
+
+
+def _type_changes(request: Request) -> Iterator[tuple[str, dict[str, str]]]:
+    """Cheaper storage types as flags and fields, the least harmful first."""
+    numerics = request.numerics
+    if numerics.state == "float32":
+        yield "--optimizer-state-dtype bfloat16", {"state": "bfloat16"}
+    if numerics.grad == "float32" and numerics.compute == "bfloat16":
+        yield "--grad-dtype bfloat16", {"grad": "bfloat16"}
+    if numerics.master == "split":
+        yield "--master-dtype bfloat16", {"master": "stochastic"}

@@ -1,0 +1,155 @@
+"""The plan for machines: the JSON of `plan --json`, and the simulated step as a Chrome trace."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from flexengine.plan import LayerPlan
+from flexengine.planner.memory_over_time import MemorySeries
+from flexengine.planner.picture import Picture
+from flexengine.planner.shortage import ShortageError
+from flexengine.schedule.layout import group_layout
+from flexengine.schedule.timeline import Event, command_events, counter_event, trace_json, track_events
+
+
+def as_json(picture: Picture) -> dict[str, Any]:
+    """Everything about a plan as JSON values; sizes in bytes, times in seconds."""
+    plan, p, request = picture.plan, picture.plan.predicted, picture.plan.request
+    return {
+        "fits": True,
+        "model": plan.model,
+        "parameters": picture.model.num_parameters,
+        "request": asdict(request),
+        "hardware": picture.profile.to_dict(),
+        "predicted": {
+            "step_s": p.step_s,
+            "tokens_per_s": picture.tokens_per_s,
+            "effective_flops_per_s": picture.effective_flops_per_s,
+            "recompute_share": p.recompute_share,
+            "busy_s": p.busy_s,
+            "seconds_by_cause": picture.seconds_by_cause,
+            "limited_by": p.limiter,
+        },
+        "speed_of_light": {
+            **(asdict(picture.bound) if picture.bound is not None else {}),
+            "seconds": p.speed_of_light_s,
+            "share_reached": picture.light_share,
+        },
+        "sizes": {
+            "chunk_tokens": plan.chunk_tokens,
+            "chunks_per_round": plan.chunks_per_round,
+            "rounds": plan.num_rounds,
+            "weight_slots": plan.weight_slots,
+            "grad_slots": plan.grad_slots,
+            "save_slots": plan.save_slots,
+            "optimizer_slots": plan.optimizer_slots,
+            "optimizer_tile": plan.optimizer_tile,
+        },
+        "memory": {
+            "gpu": _memory(picture, picture.gpu, p.gpu_bytes, request.max_gpu_bytes, p.gpu_categories),
+            "host": _memory(picture, picture.host, p.host_bytes, request.max_host_bytes, p.host_categories),
+        },
+        "layers": layer_rows(picture),
+        "groups": group_rows(picture),
+    }
+
+
+def _memory(
+    picture: Picture, series: MemorySeries, used: int, budget: int, categories: dict[str, int]
+) -> dict[str, Any]:
+    step = picture.step
+    return {
+        "budget_bytes": budget,
+        "bytes": used,
+        "categories": categories,
+        "over_time": {
+            "parts": [
+                {"name": part.name, "repeats": part.repeats, "start_s": start_s, "seconds": part.timing.total_s}
+                for part, start_s in zip(step.parts, step.starts_s, strict=True)
+            ],
+            "times_s": list(series.times_s),
+            "end_s": series.end_s,
+            "bytes": {name: series.num_bytes[:, i].tolist() for i, name in enumerate(series.categories)},
+        },
+    }
+
+
+def layer_rows(picture: Picture) -> list[dict[str, Any]]:
+    """What every layer keeps from forward to backward, and where; only blocks keep anything."""
+    rows = []
+    for layer, kept in zip(picture.model.layers, picture.plan.layers, strict=True):
+        row: dict[str, Any] = {"name": layer.name, "kind": layer.kind}
+        if layer.kind == "block":
+            places = {name: place_of(name, kept) for name in (op.name for op in layer.ops)}
+            row |= {"input": kept.input_home, "gpu": list(kept.keep_gpu), "host": list(kept.keep_host)}
+            row["recomputed"] = [name for name, place in places.items() if place == "recomputed"]
+        rows.append(row)
+    return rows
+
+
+def place_of(op_name: str, kept: LayerPlan) -> str:
+    """Where an op's outputs are between forward and backward: gpu, host, or nowhere."""
+    if op_name in kept.keep_gpu:
+        return "gpu"
+    return "host" if op_name in kept.keep_host else "recomputed"
+
+
+def group_rows(picture: Picture) -> list[dict[str, Any]]:
+    """Where every parameter group's weights, gradients and optimizer states live, with their bytes."""
+    rows = []
+    for group, home in zip(picture.model.groups, picture.plan.groups, strict=True):
+        planes = group_layout(group, picture.plan.request.numerics).plane_bytes
+        states = sum(num for kind, num in planes.items() if kind not in ("weights", "grad"))
+        sizes = {"weights_bytes": planes["weights"], "gradients_bytes": planes["grad"], "states_bytes": states}
+        homes = {"weights": home.weights, "gradients": home.grads, "states": home.states}
+        rows.append({"name": group.name, "parameters": group.numel, **homes, **sizes})
+    return rows
+
+
+def shortage_json(error: ShortageError) -> dict[str, Any]:
+    """Why nothing fits, and what would."""
+    needs, request = error.needs, error.request
+    return {
+        "fits": False,
+        "reason": error.reason.value,
+        "message": str(error),
+        "request": asdict(request),
+        "smallest_plan": {
+            "gpu": _missing(needs.gpu_bytes, request.max_gpu_bytes, needs.gpu_categories),
+            "host": _missing(needs.host_bytes, request.max_host_bytes, needs.host_categories),
+        },
+        "fits_with": [{"flags": remedy.flags, "request": asdict(remedy.request)} for remedy in error.remedies],
+    }
+
+
+def _missing(needed: int, budget: int, categories: dict[str, int]) -> dict[str, Any]:
+    missing = max(0, needed - budget)
+    return {"bytes": needed, "budget_bytes": budget, "missing_bytes": missing, "categories": categories}
+
+
+def step_timeline(picture: Picture) -> str:
+    """The simulated step as Chrome trace JSON (open it in Perfetto): commands by stream, and bytes in use."""
+    step, predicted = picture.step, picture.plan.predicted
+    events = track_events(f"{picture.plan.model}, step of {predicted.step_s:.4g} s")
+    for part, start_s in zip(step.parts, step.starts_s, strict=True):
+        events += command_events(part.program, part.timing, start_s)
+    events += _memory_counters("GPU memory (MiB)", picture.gpu) + _memory_counters("host memory (MiB)", picture.host)
+    about = {
+        "what": f"one simulated step: {step.about}",
+        "model": picture.plan.model,
+        "hardware": f"{picture.profile.name} ({picture.profile.source})",
+        "parts": [
+            {"name": part.name, "repeats": part.repeats, "start_s": start_s, "seconds": part.timing.total_s}
+            for part, start_s in zip(step.parts, step.starts_s, strict=True)
+        ],
+        "predicted_step_s": predicted.step_s,
+    }
+    return trace_json(events, about)
+
+
+def _memory_counters(name: str, series: MemorySeries) -> list[Event]:
+    return [
+        counter_event(name, time_s, {c: int(b) >> 20 for c, b in zip(series.categories, row, strict=True)})
+        for time_s, row in zip(series.times_s, series.num_bytes, strict=True)
+    ]

@@ -1,0 +1,75 @@
+"""A whole step as the simulator sees it: the first round, one of the rounds that add to its gradients, the update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from flexengine.hardware.profile import HardwareProfile
+from flexengine.models.spec import ModelSpec
+from flexengine.plan import Plan
+from flexengine.planner.cost_model import StepPricer, round_shape, rounds_per_step
+from flexengine.schedule.commands import Program
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.lowering import lower_round
+from flexengine.schedule.simulator import Timing, simulate
+from flexengine.schedule.update_lowering import lower_update
+
+
+@dataclass(frozen=True)
+class StepPart:
+    """A program of a step that runs `repeats` times on end, with its timing."""
+
+    name: str
+    repeats: int
+    program: Program
+    timing: Timing
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """The parts of a step in order, and the layout whose slots their programs name."""
+
+    plan: Plan
+    layout: Layout
+    profile: HardwareProfile
+    parts: tuple[StepPart, ...]
+
+    @cached_property
+    def total_s(self) -> float:
+        """Seconds of the step."""
+        return sum(part.repeats * part.timing.total_s for part in self.parts)
+
+    @cached_property
+    def shown_s(self) -> float:
+        """Seconds when every part is drawn once."""
+        return sum(part.timing.total_s for part in self.parts)
+
+    @cached_property
+    def starts_s(self) -> tuple[float, ...]:
+        """When each part starts if every part is drawn once."""
+        starts, now = [], 0.0
+        for part in self.parts:
+            starts.append(now)
+            now += part.timing.total_s
+        return tuple(starts)
+
+    @property
+    def about(self) -> str:
+        """Which parts are drawn, in words."""
+        drawn = [p.name if p.repeats == 1 else f"{p.name} (1 of {p.repeats} alike)" for p in self.parts]
+        return ", ".join(drawn)
+
+
+def simulate_step(plan: Plan, model: ModelSpec, profile: HardwareProfile) -> SimulatedStep:
+    """Lower and simulate a full step of a plan."""
+    layout = Layout(model, plan)
+    rates = StepPricer(profile).cost(layout).rates()
+    shape = round_shape(plan.request, plan.chunk_tokens, plan.chunks_per_round)
+    rounds = rounds_per_step(plan.request, shape)
+    programs = [("first round" if rounds > 1 else "the round", 1, lower_round(layout, shape, first=True))]
+    if rounds > 1:
+        programs.append(("accumulating round", rounds - 1, lower_round(layout, shape, first=False)))
+    programs.append(("update", 1, lower_update(layout)))
+    parts = [StepPart(name, repeats, program, simulate(program, rates)) for name, repeats, program in programs]
+    return SimulatedStep(plan, layout, profile, tuple(parts))

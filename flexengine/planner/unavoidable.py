@@ -1,0 +1,246 @@
+"""What every plan of a request must compute, hold and move, by chunk and round size: the numbers of the speed of light.
+
+Bytes are those of the tensors, without padding; seconds are those of the cost model, without waiting.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from flexengine.hardware.profile import HardwareProfile
+from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec
+from flexengine.ops.base import Op, Work
+from flexengine.plan import Numerics, Request
+from flexengine.planner.cost_model import CostModel, round_shape, rounds_per_step
+from flexengine.planner.memory import GPU_SLACK_BYTES, HOST_SLACK_BYTES
+from flexengine.planner.recompute_hull import Keeping, lower_hull, recomputed, save_choices
+from flexengine.schedule.layer_program import LayerProgram, compile_layer, savable_ops
+from flexengine.schedule.layout import DTYPE_BYTES, PLANE_KINDS, element_bytes, group_layout
+
+
+@dataclass(frozen=True)
+class ParameterBytes:
+    """All parameter groups of one slot class: bytes of their planes.
+
+    twice: a layer reads their weights forward and backward, so that a round needs them twice. head: the head reads
+    them.
+    """
+
+    name: str
+    weights: int
+    grads: int
+    states: int
+    twice: bool
+    head: bool
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """Blocks with the same ops: how many, and for one of them, over a step, the bytes of its inputs and its choices."""
+
+    count: int
+    input_bytes: float
+    keeps: tuple[Keeping, ...]
+
+
+class Unavoidable:
+    """The numbers that hold for all sizes of one model, request and machine."""
+
+    def __init__(self, model: ModelSpec, request: Request, profile: HardwareProfile) -> None:
+        self.model, self.request, self.profile = model, request, profile
+        self.compute_bytes = DTYPE_BYTES[request.numerics.compute]
+        self.acc_bytes = 8 if request.numerics.compute == "float64" else 4
+        self._chunk_work: dict[tuple[tuple[Op, ...], int, int], np.ndarray] = {}
+
+    @cached_property
+    def parameters(self) -> tuple[ParameterBytes, ...]:
+        """Groups of parameters by slot class."""
+        classes: dict[str, list[int]] = {}
+        for index, group in enumerate(self.model.groups):
+            classes.setdefault(group.slot_class, []).append(index)
+        return tuple(self._parameter_bytes(name, members) for name, members in classes.items())
+
+    def _parameter_bytes(self, name: str, members: list[int]) -> ParameterBytes:
+        planes = Counter[str]()
+        for index in members:
+            planes.update(plane_bytes(self.model.groups[index], self.request.numerics))
+        readers = {layer.kind for layer in self.model.layers if set(members) & set(layer.groups)}
+        states = sum(planes[kind] for kind in PLANE_KINDS if kind not in ("weights", "grad"))
+        return ParameterBytes(name, planes["weights"], planes["grad"], states, "block" in readers, "head" in readers)
+
+    @cached_property
+    def layer_counts(self) -> tuple[tuple[LayerSpec, int], ...]:
+        """One layer of each sort, and how many there are."""
+        first = {(layer.kind, layer.ops): layer for layer in reversed(self.model.layers)}
+        counts = Counter((layer.kind, layer.ops) for layer in self.model.layers)
+        return tuple((first[key], count) for key, count in counts.items())
+
+    @cached_property
+    def stored_gradients(self) -> tuple[int, int, int]:
+        """(elements, bytes, number) of the gradients that layers store in a round."""
+        stored = [self.model.groups[g] for layer in self.model.layers for g in layer.groups]
+        grads = sum(plane_bytes(group, self.request.numerics)["grad"] for group in stored)
+        return sum(group.numel for group in stored), grads, len(stored)
+
+    @property
+    def host_overhead_bytes(self) -> int:
+        """Host bytes of the process beside the arena."""
+        slack = HOST_SLACK_BYTES if self.profile.device_type == "cuda" else 0
+        return self.profile.host_base_bytes + slack
+
+    def work(self, ops: tuple[Op, ...], tokens: int, seq_len: int) -> np.ndarray:
+        """[ops + 1, kinds of work] of a chunk: forward of every op, and in the last row backward of all."""
+        key = (ops, tokens, seq_len)
+        if key not in self._chunk_work:
+            sizes = (tokens, seq_len, self.compute_bytes)
+            backward = [op.backward_input_work(*sizes) for op in ops if op.grad_inputs]
+            backward += [op.backward_weight_work(*sizes) for op in ops if op.params]
+            self._chunk_work[key] = np.array([*(op.forward_work(*sizes) for op in ops), np.sum(backward, axis=0)])
+        return self._chunk_work[key]
+
+
+class SizeWork:
+    """A step in chunks of `chunk_tokens` tokens, `chunks_per_round` to a round."""
+
+    def __init__(self, step: Unavoidable, chunk_tokens: int, chunks_per_round: int) -> None:
+        self.step, self.chunk_tokens = step, chunk_tokens
+        self.shape = round_shape(step.request, chunk_tokens, chunks_per_round)
+        self.rounds = rounds_per_step(step.request, self.shape)
+        self.cost = CostModel(step.profile, step.compute_bytes, chunk_tokens, step.request.max_seq_len)
+
+    @property
+    def full_rounds(self) -> float:
+        """Rounds of a step, as a fraction: the last one may be short."""
+        return self.step.request.max_global_batch_tokens / sum(c.tokens for c in self.shape.chunks)
+
+    @property
+    def round_share(self) -> float:
+        """The least part of a step's tokens that its largest round has: a long sequence is never split."""
+        batch = self.step.request.max_global_batch_tokens
+        whole = self.step.request.max_seq_len if self.shape.chunks[0].is_slice else 0
+        return min(1.0, max(1 / self.rounds, whole / batch))
+
+    @cached_property
+    def compute_s(self) -> float:
+        """Seconds of forward, backward, gradients and update of a step, without recomputation."""
+        layers_s = sum(count * self._layer_s(layer) for layer, count in self.step.layer_counts)
+        return layers_s * self.full_rounds + self._gradient_s() + self._update_s()
+
+    def _layer_s(self, layer: LayerSpec) -> float:
+        """Forward and backward of a layer in a round; the head's forward is what its backward recomputes."""
+        work = self._round_work(layer.ops)
+        runs = range(len(layer.ops)) if layer.kind != "head" else recomputed(layer.ops, layer.input, ())
+        return self._seconds(work[list(runs)].sum(axis=0) + work[-1])
+
+    def _round_work(self, ops: tuple[Op, ...]) -> np.ndarray:
+        chunks = Counter((c.tokens, c.seq_len) for c in self.shape.chunks)
+        return np.sum([n * self.step.work(ops, tokens, length) for (tokens, length), n in chunks.items()], axis=0)
+
+    def _seconds(self, work: np.ndarray) -> float:
+        return self.cost.work_s(Work(*work.tolist()))
+
+    def _gradient_s(self) -> float:
+        """Accumulators are rounded into stored gradients, once per round and layer, earlier ones read and added."""
+        numel, grads, layers = self.step.stored_gradients
+        moved = self.rounds * numel * self.step.acc_bytes + (2 * self.rounds - 1) * grads
+        return self.cost.work_s(Work(memory_bytes=float(moved), kernels=2 * self.rounds * layers))
+
+    def _update_s(self) -> float:
+        """The update reads all planes and writes all but the gradients."""
+        moved = sum(2 * (p.weights + p.states) + p.grads for p in self.step.parameters)
+        return self.cost.work_s(Work(memory_bytes=float(moved)))
+
+    # -- what blocks keep ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def blocks(self) -> tuple[BlockKind, ...]:
+        """The blocks, by their ops."""
+        tokens, width = self.step.request.max_global_batch_tokens, self.step.model.hidden_size
+        blocks = [(layer, count) for layer, count in self.step.layer_counts if layer.kind == "block"]
+        inputs = float(tokens * width * self.step.compute_bytes)
+        return tuple(BlockKind(count, inputs, self._keeps(block)) for block, count in blocks)
+
+    def _keeps(self, block: LayerSpec) -> tuple[Keeping, ...]:
+        """The lower convex hull of (bytes, recompute seconds) over all save sets that the request allows."""
+        choices, rounds = save_choices(block.ops, block.input), self.full_rounds
+        if self.step.request.recompute == "full":
+            choices = choices[:1]
+        seconds = [self._seconds(row) * rounds for row in self._round_work(block.ops)[:-1]]
+        sizes = [self._output_bytes(op) * rounds for op in block.ops]
+        points = [Keeping(sum(sizes[i] for i in c.kept), sum(seconds[i] for i in c.recomputed)) for c in choices]
+        hull = lower_hull(points)
+        return hull[-1:] if self.step.request.recompute == "none" else hull
+
+    def _output_bytes(self, op: Op) -> int:
+        """Bytes of an op's outputs in a round."""
+        chunks, width = Counter(c.tokens for c in self.shape.chunks), self.step.compute_bytes
+        return sum(n * output.num_bytes(tokens, width) for tokens, n in chunks.items() for output in op.outputs)
+
+    # -- GPU bytes that must be there ----------------------------------------------------------------------------------
+
+    @property
+    def gpu_overhead_bytes(self) -> int:
+        """GPU bytes of the process beside the arena."""
+        profile = self.step.profile
+        if profile.device_type != "cuda":
+            return 0
+        ops = (op for layer, _ in self.step.layer_counts for op in layer.ops)
+        workspace = max(op.workspace_bytes(self.chunk_tokens, self.step.compute_bytes) for op in ops)
+        return profile.gpu_context_bytes + GPU_SLACK_BYTES + workspace
+
+    @property
+    def head_bytes(self) -> int:
+        """Operands of the head beside its weights: accumulators, a chunk's states and their gradient, one op's
+        buffers."""
+        head = self.step.model.layers[-1]
+        program = compile_layer(head, (), (), self._largest_chunk, self.step.compute_bytes)
+        return self._accumulator_bytes(head) + 2 * self._hidden_bytes + self._widest_step(program)
+
+    @property
+    def block_bytes(self) -> int:
+        """Operands of a block's backward: accumulators, a chunk's gradient, one op's buffers, the key/value window."""
+        block, width = self.step.model.blocks[-1], self.step.compute_bytes
+        program = compile_layer(block, savable_ops(block.ops), (), self._largest_chunk, width)
+        window = 0
+        if self.shape.chunks[0].is_slice:
+            row = self.step.model.num_key_value_heads * self.step.model.head_dim
+            window = 2 * self.step.request.max_seq_len * row * (width + self.step.acc_bytes)
+        return self._accumulator_bytes(block) + self._hidden_bytes + window + self._widest_step(program)
+
+    def _accumulator_bytes(self, layer: LayerSpec) -> int:
+        return sum(self.step.model.groups[g].numel for g in layer.groups) * self.step.acc_bytes
+
+    @property
+    def _largest_chunk(self) -> int:
+        return max(c.tokens for c in self.shape.chunks)
+
+    @property
+    def _hidden_bytes(self) -> int:
+        return self._largest_chunk * self.step.model.hidden_size * self.step.compute_bytes
+
+    def _widest_step(self, program: LayerProgram) -> int:
+        """Scratch bytes of the op call in backward that has the most operands there, whatever else is kept."""
+        widest = 0
+        for step in program.backward:
+            if not step.recompute:
+                sizes: dict[int, int] = {}
+                for _, place in (*step.tensors, *step.grads):
+                    if place.area == "scratch":
+                        num_bytes = place.spec.num_bytes(self._largest_chunk, self.step.compute_bytes)
+                        sizes[place.offset] = max(sizes.get(place.offset, 0), num_bytes)
+                widest = max(widest, sum(sizes.values()))
+        return widest
+
+
+@lru_cache(maxsize=4096)
+def plane_bytes(group: GroupSpec, numerics: Numerics) -> Counter[str]:
+    """Bytes of a group's planes by kind, without padding."""
+    planes = Counter[str]()
+    for segment in group_layout(group, numerics).segments:
+        for plane in segment.planes:
+            planes[plane.kind] += segment.numel * element_bytes(plane.dtype)
+    return planes

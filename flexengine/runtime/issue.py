@@ -1,0 +1,129 @@
+"""A program bound to streams: what the executor hands over without thinking again.
+
+Copies, waits and records between two compute commands are one call into the transfer engine. The order is that of the
+program, command by command, because a wait for an event sees only records that were issued before it; an event still
+holds its record of the run before until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from flexengine.native.transfer import Copy, Operation, Record, StreamHandle, Transfers, Wait
+from flexengine.runtime.arena import Arenas
+from flexengine.schedule.commands import Command, Program, Stream
+
+Streams = Mapping[Stream, StreamHandle]
+
+
+class Leg(NamedTuple):
+    """Operations [first, last) of the batch, and the command that is called after them; None ends the program."""
+
+    first: int
+    last: int
+    command: Command | None
+
+
+class Issue:
+    """One program over the arenas, ready to be issued again and again; `close` when it has run for the last time.
+
+    timed: also record an event before and after every command on its stream.
+    """
+
+    def __init__(
+        self, program: Program, arenas: Arenas, streams: Streams, transfers: Transfers, timed: bool = False
+    ) -> None:
+        self.program, self._streams, self._transfers = program, streams, transfers
+        self._arenas = _whole_arenas(program, arenas)
+        awaited = sorted({wait for command in program.commands for wait in command.waits})
+        self._signals = dict(zip(awaited, transfers.create_events(len(awaited)), strict=True))
+        self._joins = dict(zip(streams, transfers.create_events(len(streams)), strict=True))
+        self._begin, *self._clock = transfers.create_events(1 + 2 * len(program.commands), True) if timed else [0]
+        self._cuts: list[tuple[int, Command]] = []
+        self._batch = transfers.prepare(self._operations())
+        self._legs = self._make_legs()
+
+    def run(self, call: Callable[[Command], None]) -> None:
+        """Issue everything; `call` launches a command that is no copy, on its stream."""
+        for first, last, command in self._legs:
+            self._transfers.submit(self._batch, first, last)
+            if command is not None:
+                call(command)
+
+    def wait_for(self, index: int) -> None:
+        """Block the host until a command of the last run, one that others wait for, has finished."""
+        if index in self._signals:
+            self._transfers.synchronize(self._signals[index])
+
+    def timings(self) -> list[tuple[float, float]]:
+        """(start, end) of every command of the last run in seconds since it began. Order: it has finished."""
+        elapsed = [self._transfers.elapsed_s(self._begin, event) for event in self._clock]
+        return list(zip(elapsed[0::2], elapsed[1::2], strict=True))
+
+    def close(self) -> None:
+        """Give the events back. Order: the last run has finished."""
+        timing = [self._begin, *self._clock] if self._clock else []
+        self._transfers.release_events([*self._signals.values(), *self._joins.values(), *timing])
+
+    # -- in the program's order --------------------------------------------------------------------------------------
+
+    def _operations(self) -> list[Operation]:
+        operations: list[Operation] = []
+        if self._clock:  # before the streams join, so that nothing starts before it
+            operations.append(Record(self._streams[Stream.COMPUTE], self._begin))
+        operations += self._join_streams()
+        for command in self.program.commands:
+            operations += self._before(command)
+            operations += self._copies(command)
+            if not command.copies:
+                self._cuts.append((len(operations), command))
+            operations += self._after(command)
+        return operations + list(self._join_streams())
+
+    def _before(self, command: Command) -> Iterator[Operation]:
+        stream = self._streams[command.stream]
+        yield from (Wait(stream, self._signals[wait]) for wait in command.waits)
+        if self._clock:
+            yield Record(stream, self._clock[2 * command.index])
+
+    def _copies(self, command: Command) -> Iterator[Operation]:
+        stream, slots = self._streams[command.stream], self.program.slots
+        for region in command.copies:
+            target, source = slots[region.target], slots[region.source]
+            yield Copy(
+                stream,
+                self._arenas[target.memory],
+                target.offset + region.target_offset,
+                self._arenas[source.memory],
+                source.offset + region.source_offset,
+                region.num_bytes,
+            )
+
+    def _after(self, command: Command) -> Iterator[Operation]:
+        stream = self._streams[command.stream]
+        if self._clock:
+            yield Record(stream, self._clock[2 * command.index + 1])
+        if command.index in self._signals:
+            yield Record(stream, self._signals[command.index])
+
+    def _join_streams(self) -> Iterator[Operation]:
+        """Every stream waits for what all others have been given so far."""
+        for name, stream in self._streams.items():
+            yield Record(stream, self._joins[name])
+        for name, stream in self._streams.items():
+            yield from (Wait(stream, event) for other, event in self._joins.items() if other != name)
+
+    def _make_legs(self) -> list[Leg]:
+        starts = [0, *(cut for cut, _ in self._cuts)]
+        ends = [*starts[1:], self._batch.num_operations]
+        commands = [*(command for _, command in self._cuts), None]
+        return [Leg(*leg) for leg in zip(starts, ends, commands, strict=True)]
+
+
+def _whole_arenas(program: Program, arenas: Arenas) -> dict[str, Tensor]:
+    """The part of each arena that a program's slots reach, as bytes."""
+    ends = {memory: max((s.end for s in program.slots if s.memory == memory), default=0) for memory in ("gpu", "host")}
+    return {"gpu": arenas.bytes_view("gpu", 0, ends["gpu"]), "host": arenas.bytes_view("host", 0, ends["host"])}

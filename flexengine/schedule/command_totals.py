@@ -1,0 +1,41 @@
+"""Seconds of commands by class: what a measured and a simulated program are compared by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from flexengine.models.spec import ModelSpec
+from flexengine.schedule.commands import Command, Program
+
+CommandClass = tuple[str, str, str]
+"""(stream, kind of command, kind of layer or nothing)."""
+
+
+class CommandTotal(NamedTuple):
+    """Commands of one class: how many, their seconds from start to end, and the bytes that they copied."""
+
+    count: int = 0
+    seconds: float = 0.0
+    num_bytes: int = 0
+
+
+def command_class(command: Command, model: ModelSpec) -> CommandClass:
+    """The class of a command; layers of one kind are alike."""
+    layer = getattr(command.args, "layer", None)
+    return command.stream.value, command.kind, "" if layer is None else model.layers[layer].kind
+
+
+def add_totals(
+    totals: dict[CommandClass, CommandTotal],
+    program: Program,
+    spans_s: Iterable[tuple[float, float]],
+    model: ModelSpec,
+) -> None:
+    """Add (start, end) seconds of a program's commands, in command order, to `totals`."""
+    for command, (start_s, end_s) in zip(program.commands, spans_s, strict=True):
+        key = command_class(command, model)
+        before = totals.get(key, CommandTotal())
+        totals[key] = CommandTotal(
+            before.count + 1, before.seconds + end_s - start_s, before.num_bytes + command.copy_bytes
+        )

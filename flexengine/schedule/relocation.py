@@ -1,0 +1,114 @@
+"""From one layout to another in the same two arenas: which stored plane moves where, and in which order.
+
+Between steps only weights, masters and optimizer states live; everything else in the arenas is free. Nothing is
+allocated, so a change of plan can exceed no budget. A plane moves when nothing alive lies where it goes; where planes
+wait for each other in a circle, one of them steps aside into free space first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from flexengine.schedule.commands import Memory
+from flexengine.schedule.layout import PLANE_KINDS, Layout
+
+MEMORIES: tuple[Memory, ...] = ("host", "gpu")
+
+
+class Span(NamedTuple):
+    """`num_bytes` bytes from `offset` of a memory."""
+
+    memory: Memory
+    offset: int
+    num_bytes: int
+
+    def overlaps(self, other: Span) -> bool:
+        """Whether the two share a byte."""
+        if self.memory != other.memory:
+            return False
+        return self.offset < other.offset + other.num_bytes and other.offset < self.offset + self.num_bytes
+
+
+class Move(NamedTuple):
+    """A plane's bytes go from one span to another of the same size; the two may overlap."""
+
+    name: str
+    source: Span
+    target: Span
+
+
+@dataclass
+class _Plane:
+    name: str
+    now: Span
+    goal: Span
+    stepped_aside: bool = False
+
+
+def relocation(old: Layout, new: Layout, capacity: Mapping[Memory, int]) -> tuple[Move, ...]:
+    """Moves, in order, that turn arenas laid out by `old` into the same arenas laid out by `new`, gradients left out.
+
+    capacity: bytes of either arena. Both layouts are of one model and numerics. Raises: ValueError if `new` is larger
+    than the arenas, or if planes are in each other's way and no free space is large enough for one of them.
+    """
+    needs: dict[Memory, int] = {"gpu": new.gpu_bytes, "host": new.host_bytes}
+    for memory, needed in needs.items():
+        if needed > capacity[memory]:
+            raise ValueError(f"the new plan needs {needed} bytes of the {memory} arena, which has {capacity[memory]}")
+    planes = _planes(old, new)
+    moves: list[Move] = []
+    while pending := [p for p in planes if p.now != p.goal]:
+        plane = next((p for p in pending if _is_free(p.goal, planes, p)), None)
+        target = plane.goal if plane is not None else None
+        if plane is None:
+            plane, target = _step_aside(pending, planes, capacity)
+        assert target is not None
+        moves.append(Move(plane.name, plane.now, target))
+        plane.now = target
+    return tuple(moves)
+
+
+def _planes(old: Layout, new: Layout) -> list[_Plane]:
+    found = []
+    for group, layout in enumerate(old.groups):
+        for kind in PLANE_KINDS:
+            if kind != "grad" and layout.plane_bytes[kind]:
+                name = f"{kind} of {old.model.groups[group].name}"
+                found.append(_Plane(name, _span(old, kind, group), _span(new, kind, group)))
+    return found
+
+
+def _span(layout: Layout, kind: str, group: int) -> Span:
+    slot = layout.slots[layout.plane_slot(kind, group)]
+    return Span(slot.memory, slot.offset, slot.num_bytes)
+
+
+def _is_free(span: Span, planes: list[_Plane], mover: _Plane) -> bool:
+    return not any(p is not mover and p.now.overlaps(span) for p in planes)
+
+
+def _step_aside(pending: list[_Plane], planes: list[_Plane], capacity: Mapping[Memory, int]) -> tuple[_Plane, Span]:
+    """A plane of a circle, each once, and free space for it, away from where others go if possible."""
+    waiting = sorted((p for p in pending if not p.stepped_aside), key=lambda p: p.now.num_bytes)
+    for avoid_goals in (True, False):
+        for plane in waiting:
+            taken = [p.now for p in planes] + ([p.goal for p in pending] if avoid_goals else [])
+            for memory in MEMORIES:
+                gap = _gap(plane.now.num_bytes, memory, taken, capacity[memory])
+                if gap is not None:
+                    plane.stepped_aside = True
+                    return plane, gap
+    smallest = min(p.now.num_bytes for p in pending)
+    raise ValueError(f"planes are in each other's way, and neither arena has {smallest} bytes free in one piece")
+
+
+def _gap(num_bytes: int, memory: Memory, taken: list[Span], capacity: int) -> Span | None:
+    """The first free span of so many bytes."""
+    start = 0
+    for span in sorted((s for s in taken if s.memory == memory), key=lambda s: s.offset):
+        if span.offset - start >= num_bytes:
+            break
+        start = max(start, span.offset + span.num_bytes)
+    return Span(memory, start, num_bytes) if capacity - start >= num_bytes else None

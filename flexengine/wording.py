@@ -1,0 +1,175 @@
+"""How the package answers a mistake: what was probably meant, what a system error calls for, and a flag parser.
+
+It stands alone, so that every room that reads what a person wrote can use it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import errno
+import json
+import re
+import reprlib
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+WRONG_USAGE = 2
+"""Exit status for flags that do not exist or hold no usable value, as argparse has it."""
+SHOWN_CHARACTERS = 100
+"""Longest quotation of a text out of a file: damaged files hold values of any size."""
+
+_NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^-(inf|nan)$")
+"""What argparse takes for a value rather than a flag; its own pattern does not know -1e-4."""
+_LOCKED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_ALLOCATION_FAILED = re.compile(r"out of memory|can't allocate memory|Cannot allocate memory|bad_alloc", re.IGNORECASE)
+
+_shortening = reprlib.Repr()
+_shortening.maxlevel, _shortening.maxlist, _shortening.maxdict, _shortening.maxtuple = 2, 6, 4, 6
+_shortening.maxstring = _shortening.maxlong = _shortening.maxother = SHOWN_CHARACTERS
+
+
+def shown(value: object) -> str:
+    """A value out of a file as a message quotes it: one line, long texts and deep or long containers abridged."""
+    return _shortening.repr(value)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """ "; did you mean X?" with the known word that is closest to `word`, case aside; "" when none is close."""
+    by_lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower()[:SHOWN_CHARACTERS], by_lower, n=1)
+    return f"; did you mean {by_lower[close[0]]}?" if close else ""
+
+
+def parse_json(text: bytes | str, where: object, unique: bool = False) -> Any:
+    """The value of a JSON text; `where` names it in messages. unique: no object may have a key twice.
+
+    Raises ValueError for what is no UTF-8, no JSON, nested too deep, holds a number too long, or repeats a key.
+    """
+    try:
+        decoded = text.decode("utf-8") if isinstance(text, bytes) else text
+        return json.loads(decoded, object_pairs_hook=_unique_keys if unique else None)
+    except UnicodeDecodeError as error:
+        found = f"not valid JSON: no UTF-8 text at byte {error.start}"
+    except json.JSONDecodeError as error:
+        found = f"not valid JSON: {error}"
+    except RecursionError:
+        found = "not valid JSON: values are nested too deep"
+    except ValueError as error:  # a repeated key, or a number beyond Python's limit of digits
+        found = str(error)
+    raise ValueError(f"{where}: {found}; fetch or write the file again")
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"{shown(twice)} is listed twice")
+    return result
+
+
+# ---- errors of the system -------------------------------------------------------------------------------------
+
+
+def explain_os_error(error: OSError, flag: str = "--output-dir") -> str:
+    """An error of the file system in words: which file, what happened, what to do.
+
+    flag: names the place that was chosen for writing. An error that came with a text of its own keeps it.
+    """
+    if error.errno is None or error.strerror is None:
+        return str(error) or type(error).__name__
+    where = str(error.filename) if error.filename is not None else f"the folder of {flag}"
+    if error.errno in _FULL:
+        return f"{where}: no space left on the disk{_free_space(error)}. Free some or choose another {flag}."
+    if error.errno in _LOCKED:
+        return f"{where}: no permission ({error.strerror}). Choose another {flag}, or change the rights of this one."
+    if error.errno in (errno.ENOTDIR, errno.EEXIST, errno.EISDIR):
+        return f"{where}: {error.strerror}: a file and a folder cannot share a name. Choose another {flag}."
+    if error.errno == errno.ENOENT:
+        return f"{where}: no such file or folder. Check the path."
+    return f"{where}: {error.strerror} (error {error.errno})."
+
+
+def _free_space(error: OSError) -> str:
+    """How much is free where the error happened, as far as that can be told."""
+    if error.filename is None:
+        return ""
+    path = Path(str(error.filename)).absolute()
+    try:
+        nearest = next(parent for parent in (path, *path.parents) if parent.exists())
+        return f" ({shutil.disk_usage(nearest).free / 2**20:.1f} MiB free)"
+    except OSError:
+        return ""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out; torch raises RuntimeError for host and device memory alike."""
+    return isinstance(error, MemoryError) or bool(_ALLOCATION_FAILED.search(str(error)))
+
+
+def explain_out_of_memory(error: BaseException) -> str:
+    """What ran out, in the words of the error where it has some, and what to do."""
+    found = str(error).strip().splitlines()
+    first = found[0] if found else "the operating system refused more memory"
+    if isinstance(error, MemoryError) and found:
+        return str(error)
+    return (
+        f"memory ran out: {first[: 3 * SHOWN_CHARACTERS]}\n"
+        "  give --max-host-mem-gib and --max-gpu-mem-gib values below what is really free; `ulimit -v` and the\n"
+        "  container's memory limit may be lower than the machine's memory"
+    )
+
+
+# ---- flags ----------------------------------------------------------------------------------------------------
+
+
+def with_dashes(argument: str) -> str:
+    """--max_seq_len=2_048 -> --max-seq-len=2_048: flags may be written with underscores, values stay as they are."""
+    if not argument.startswith("--"):
+        return argument
+    flag, equals, value = argument.partition("=")
+    return flag.replace("_", "-") + equals + value
+
+
+class FlagParser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors fit in two lines and name the flag that was probably meant.
+
+    Flags may be written with underscores and are never abbreviated. A wrong command line ends the process with status
+    2 through SystemExit, as argparse does.
+    """
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **keywords})
+        self._negative_number_matcher = _NUMBER
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # pyright: ignore
+        """The namespace of `args` (default: the command line). Exits when something is unknown or has no value."""
+        given = [with_dashes(argument) for argument in (sys.argv[1:] if args is None else args)]
+        values, unknown = self.parse_known_args(given, namespace)
+        if unknown:
+            self.error(self._unknown(unknown))
+        return values
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong and where the flags are listed; exit with status 2."""
+        self.exit(WRONG_USAGE, f"{self.prog}: {message}\n  `{self.prog} --help` lists what is allowed\n")
+
+    def _unknown(self, arguments: Sequence[str]) -> str:
+        flags = [argument.partition("=")[0] for argument in arguments if argument.startswith("-")]
+        if not flags:
+            return f"unexpected argument {shown(arguments[0])}; every option is a flag, such as --model"
+        known = list(self._known_flags())
+        return "; ".join(f"unknown flag {shown(flag)[1:-1]}{did_you_mean(flag, known)}" for flag in flags[:3])
+
+    def _known_flags(self) -> Iterator[str]:
+        """The long flags of this parser and of the commands below it."""
+        for action in self._actions:
+            yield from (flag for flag in action.option_strings if flag.startswith("--"))
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    yield from parser._known_flags()

@@ -1,0 +1,180 @@
+"""`flexengine probe`: the table, the files it writes, and mistakes that are named before anything is measured."""
+
+import importlib.util
+import logging
+import os
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexengine import cli
+from flexengine.commands import probe as command
+from flexengine.hardware.curve import Curve
+from flexengine.hardware.presets import preset
+from flexengine.hardware.probe import DEFAULT_SHAPE, ProbeResult
+from flexengine.hardware.profile import HardwareProfile, read_profile
+
+MEASURED = replace(
+    preset("h200"),
+    source="measured",
+    issue_s=21.5e-6,
+    gpu_context_bytes=3 * 2**28,
+    curves=(
+        Curve("down_proj forward", "tokens", "FLOP/s", ((256, 401e12), (8192, 655.5e12))),
+        Curve("host to device", "bytes", "bytes/s", ((2**16, 9.87e9), (2**28, 55.5e9))),
+        Curve("host memory copy", "threads", "bytes/s", ((1, 14e9), (16, 121e9))),
+    ),
+)
+
+
+@pytest.fixture(autouse=True)
+def restored_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple]:
+    """Replaces measuring; the list grows by (device, dtype, shape, force) of each call."""
+    calls: list[tuple] = []
+
+    def run(device: torch.device, dtype: torch.dtype, shape: tuple[int, int], force: bool) -> ProbeResult:
+        calls.append((device.type, dtype, shape, force))
+        return ProbeResult(MEASURED, tmp_path / "cached.json", not force, 7200.0 if not force else 0.0)
+
+    monkeypatch.setattr(command, "run_probe", run)
+    return calls
+
+
+def test_table_has_every_figure_with_its_unit(probes: list[tuple], capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    assert cli.main(["probe", "--device", "cpu"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "NVIDIA H200, cpu, bfloat16: measured 2 h 00 min ago",
+        f"from {tmp_path / 'cached.json'}; --force measures again",
+        "large cube, sustained 670.0 TFLOP/s",
+        "linear layers 4096 x 14336, TFLOP/s by tokens 256 512",
+        "down_proj forward 401.0 655.5",
+        "causal attention, TFLOP/s by sequence length 2048 8192 32768",
+        "backward 248.0 300.0 321.0",
+        "kernel launch 4.00 us",
+        "host time per command 21.5 us",
+        "host to device, alone / both busy 55.5 / 50.8 GB/s",
+        "GB/s by size 64 KiB 256 MiB",
+        "host to device 9.87 55.5",
+        "copy within the GPU 4240.0 GB/s",
+        "GB/s by threads 1 16",
+        "AdamW on the CPU, float32 states 4.62 G parameters/s",
+        "CUDA context, libraries and kernels 0.75 GiB",
+        "host, limit / available 126.00 GiB / 123.00 GiB",
+    ):
+        assert part in text, part
+    assert probes == [("cpu", torch.bfloat16, DEFAULT_SHAPE, False)]
+
+
+def test_model_sets_the_shape_and_force_measures(probes: list[tuple], capsys: pytest.CaptureFixture[str]):
+    arguments = ["probe", "--device=cpu", "--model", "preset:llama-3.2-1b", "--dtype", "float32", "--force"]
+    assert cli.main(arguments) == 0
+    assert probes == [("cpu", torch.float32, (2048, 8192), True)]
+    assert "measured now" in capsys.readouterr().out
+
+
+def test_json_file_is_a_profile_for_others(probes: list[tuple], tmp_path: Path):
+    path = tmp_path / "here.json"
+    path.write_text("an older file")
+    assert cli.main(["probe", "--device", "cpu", "--json", str(path)]) == 0
+    assert read_profile(path) == MEASURED
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    assert [file.name for file in tmp_path.iterdir()] == ["here.json"]
+
+
+def test_failed_write_keeps_the_older_file(probes: list[tuple], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def no_space(profile: HardwareProfile) -> str:
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "here.json"
+    path.write_text("an older file")
+    monkeypatch.setattr(HardwareProfile, "to_json", no_space)
+    assert cli.main(["probe", "--device", "cpu", "--json", str(path)]) == cli.BAD_INPUT
+    assert path.read_text() == "an older file"
+    assert [file.name for file in tmp_path.iterdir()] == ["here.json"]
+
+
+def test_preset_is_shown_with_its_source(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    path = tmp_path / "card.json"
+    assert cli.main(["probe", "--preset", "RTX 4090", "--json", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "NVIDIA GeForce RTX 4090: preset, not measured" in text
+    assert "https://images.nvidia.com/" in text
+    assert read_profile(path) == preset("rtx-4090")
+
+
+@pytest.mark.parametrize("name", ["png", "svg"])
+def test_plot_is_a_picture(name: str, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"curves.{name}"
+    assert cli.main(["probe", "--preset", "h200", "--plot", str(path)]) == 0
+    start = path.read_bytes()[:200]
+    assert start.startswith(b"\x89PNG") if name == "png" else b"<svg" in start or b"<?xml" in start
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--preset", "voodoo2"], "no hardware preset is called 'voodoo2'"),
+        (["--preset", "A100"], "a100-80 or a100-40"),
+        (["--preset", "h200", "--force"], "leave --force out"),
+        (["--preset", "h200", "--device", "cpu", "--model", "preset:demo"], "leave --device, --model out"),
+        (["--plot", "curves.jpg"], "--plot curves.jpg: pictures end in .png"),
+        (["--json", "profile.txt"], "--json profile.txt: profiles end in .json"),
+        (["--json", "/no/such/folder/x.json"], "there is no folder /no/such/folder"),
+        (["--device", "tpu"], "device='tpu'"),
+        (["--device", "cpu", "--model", "/no/such/model"], "/no/such/model"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_mistakes_are_named_before_anything_is_measured(
+    arguments: list[str], words: str, probes: list[tuple], capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main(["probe", *arguments]) == cli.BAD_INPUT
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert captured.out == ""
+    assert probes == []
+
+
+def test_missing_matplotlib_is_one_message_before_anything_is_measured(
+    probes: list[tuple], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["probe", "--device", "cpu", "--plot", str(tmp_path / "curves.png")]) == cli.BAD_INPUT
+    assert "pip install 'flexengine[plot]'" in capsys.readouterr().err
+    assert probes == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_real_probe_of_the_cpu_is_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path))
+    arguments = ["probe", "--device", "cpu", "--dtype", "float32", "--model", "preset:demo"]
+    assert cli.main(arguments) == 0
+    first = capsys.readouterr().out
+    (file,) = (tmp_path / "profiles").iterdir()
+    assert f"remembered in {file}" in first
+    os.utime(file, (time.time() - 600,) * 2)
+    assert cli.main(arguments) == 0
+    second = capsys.readouterr().out
+    assert "measured 10 min 00 s ago" in second
+    assert f"from {file}" in second
+    assert "GFLOP/s by tokens" in second
+    assert "runs in place" in second

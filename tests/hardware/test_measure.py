@@ -1,0 +1,225 @@
+"""The benchmarks: right FLOP counts, operands within their buffers, products that are really computed."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from flexengine.hardware.measure_attention import _flash_calls, _plain_calls, plain_rates
+from flexengine.hardware.measure_host import FIRST_PARAMETERS, adamw_rates, copy_curve, thread_counts
+from flexengine.hardware.measure_links import CURVE_NAMES, SIZES, _link_rates
+from flexengine.hardware.measure_matmul import (
+    PASSES,
+    Buffers,
+    Product,
+    _work,
+    accumulate_product,
+    affordable_tokens,
+    block_products,
+    block_rates,
+    fitting,
+)
+from flexengine.hardware.timing import cpu_timer
+from flexengine.ops.linear import accumulate_weight_grad
+
+MIB = 2**20
+CPU = torch.device("cpu")
+
+
+def buffers_of(operand_bytes: int, result_bytes: int, dtype: torch.dtype = torch.bfloat16) -> Buffers:
+    """Buffers without memory behind them."""
+    operands = torch.empty(operand_bytes // dtype.itemsize, dtype=dtype, device="meta")
+    return Buffers(operands, torch.empty(result_bytes, dtype=torch.uint8, device="meta"))
+
+
+def test_products_of_a_block_are_those_of_a_model_of_that_shape():
+    by_name = {p.name: (p.in_features, p.out_features) for p in block_products((4096, 14336))}
+    assert by_name == {  # Llama-3.1-8B: 32 query and 8 key/value heads of 128
+        "qkv_proj": (4096, 4096 + 2 * 1024),
+        "o_proj": (4096, 4096),
+        "gate_up_proj": (4096, 2 * 14336),
+        "down_proj": (14336, 4096),
+    }
+
+
+def test_token_counts_that_would_take_too_long_are_left_out():
+    per_token = 3 * 2 * (2.5 * 4096**2 + 3 * 4096 * 14336)
+    counts = (256, 512, 1024)
+    assert affordable_tokens(counts, (4096, 14336), 512 * per_token, 1.0) == [256, 512]
+    assert affordable_tokens(counts, (4096, 14336), per_token, 1.0) == [256]
+    assert affordable_tokens(counts, (4096, 14336), 1e18, 1.0) == list(counts)
+
+
+@pytest.mark.parametrize("shape", [(4096, 14336), (8192, 28672), (2048, 8192)], ids=str)
+@pytest.mark.parametrize("tokens", [256, 8192, 32768])
+def test_products_are_halved_until_they_fit(shape: tuple[int, int], tokens: int):
+    buffers = buffers_of(832 * MIB, 576 * MIB)
+    for product in block_products(shape):
+        part = fitting(product, tokens, torch.bfloat16, buffers)
+        assert part is not None
+        operand_bytes, result_bytes = part.operand_bytes(tokens, torch.bfloat16)
+        assert operand_bytes <= buffers.operands.nbytes
+        assert result_bytes <= buffers.results.nbytes
+        assert min(part.in_features, part.out_features) >= 2048
+        whole_bytes = sum(product.operand_bytes(tokens, torch.bfloat16))
+        assert (part == product) or whole_bytes > 576 * MIB
+
+
+def test_an_8b_block_at_8192_tokens_is_measured_whole():
+    buffers = buffers_of(832 * MIB, 576 * MIB)
+    for product in block_products((4096, 14336)):
+        assert fitting(product, 8192, torch.bfloat16, buffers) == product
+
+
+def test_too_little_memory_leaves_counts_out():
+    assert fitting(Product("p", 4096, 4096), 32768, torch.bfloat16, buffers_of(8 * MIB, 8 * MIB)) is None
+    with pytest.raises(ValueError, match="not enough free memory"):
+        block_rates((4096, 4096), [32768], torch.bfloat16, buffers_of(MIB, MIB), lambda work, least_s: 1.0, 0.1)
+
+
+def test_rates_are_flops_over_time_of_all_products():
+    """With a timer that reads 1 s for every pass, the rate is a third of the forward FLOPs per product."""
+    shape, counts = (256, 512), [64, 128]
+    buffers = Buffers(torch.randn(4 * MIB), torch.empty(16 * MIB, dtype=torch.uint8))
+    calls = []
+
+    def timer(work: Callable[[], object], least_s: float) -> float:
+        calls.append(least_s)
+        work()
+        return 1.0
+
+    rates = block_rates(shape, counts, torch.float32, buffers, timer, 0.25)
+    products = block_products(shape)
+    flops = [sum(p.flops(tokens) for p in products) for tokens in counts]
+    assert rates.matmul_flops_per_s == tuple(zip(counts, [f / len(products) for f in flops], strict=True))
+    assert calls == [0.25] * (2 * len(counts) * len(products) * len(PASSES))
+    curve = next(c for c in rates.curves if c.name == "down_proj weight gradient")
+    assert curve.points == ((64, 2 * 64 * 512 * 256.0), (128, 2 * 128 * 512 * 256.0))
+
+
+def test_a_longer_product_is_never_slower_than_a_shorter_one():
+    buffers = Buffers(torch.randn(4 * MIB), torch.empty(16 * MIB, dtype=torch.uint8))
+    seconds = iter([9.0] * 12 + [1.0] * 12 + [1.0] * 12 + [9.0] * 12)
+    rates = block_rates((256, 256), [64, 128], torch.float32, buffers, lambda work, least_s: next(seconds), 0.1)
+    assert rates.matmul_flops_per_s[0][1] == rates.matmul_flops_per_s[1][1]
+
+
+def test_part_of_a_product_counts_for_the_whole():
+    """Buffers that hold half of the features: the time of the half counts twice."""
+    product = Product("p", 2048, 8192)
+    whole, half = (product._replace(out_features=f).operand_bytes(64, torch.float32) for f in (8192, 4096))
+    operands = torch.randn(half[0] // 4)
+    buffers = Buffers(operands, torch.empty(half[1], dtype=torch.uint8))
+    part = fitting(product, 64, torch.float32, buffers)
+    assert part == product._replace(out_features=4096)
+    assert whole[0] > half[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("adds", [False, True])
+def test_calls_compute_the_passes_of_a_linear_layer(dtype: torch.dtype, adds: bool):
+    tokens, part = 8, Product("p", 48, 32, adds)
+    buffers = Buffers(torch.randn(4096).to(dtype), torch.full((16384,), 255, dtype=torch.uint8))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    lengths = {"x": 8 * 48, "y": 8 * 32, "weight": 48 * 32}
+    start = {"forward": 512, "input gradient": 256, "weight gradient": 256}  # of the second operand, aligned to 256
+    for name in PASSES:
+        _work(part, tokens, name, dtype, buffers)()
+        second = buffers.operands[start[name] :]
+        if name == "forward":
+            x, weight = buffers.operands[: lengths["x"]].view(8, 48), second[: lengths["weight"]].view(32, 48)
+            expected, result_dtype = x.double() @ weight.double().t(), dtype
+        elif name == "input gradient":
+            grad_y, weight = buffers.operands[: lengths["y"]].view(8, 32), second[: lengths["weight"]].view(32, 48)
+            expected, result_dtype = grad_y.double() @ weight.double(), dtype
+        else:
+            grad_y, x = buffers.operands[: lengths["y"]].view(8, 32), second[: lengths["x"]].view(8, 48)
+            expected, result_dtype = grad_y.double().t() @ x.double(), wide
+        result = buffers.results[: expected.numel() * result_dtype.itemsize].view(result_dtype).view(expected.shape)
+        torch.testing.assert_close(result.double(), expected, rtol=2e-2, atol=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weight_gradients_are_added_as_the_engine_adds_them(dtype: torch.dtype):
+    grad_y, x = torch.randn(24, 16).to(dtype), torch.randn(24, 8).to(dtype)
+    ours, engines = torch.ones(16, 8), torch.ones(16, 8)
+    accumulate_product(ours, grad_y, x)
+    accumulate_weight_grad(engines, grad_y, x, first=False)
+    assert torch.equal(ours, engines)
+
+
+def test_consecutive_calls_read_other_operands():
+    buffers = Buffers(torch.randn(64 * 1024), torch.empty(64 * 1024, dtype=torch.uint8))
+    work = _work(Product("p", 64, 64), 64, "forward", torch.float32, buffers)
+    results = []
+    for _ in range(5):
+        work()
+        results.append(buffers.results[: 4 * 64 * 64].clone())
+    assert torch.equal(results[0], results[4])  # OPERAND_SETS apart
+    assert not torch.equal(results[0], results[1])
+
+
+@pytest.mark.parametrize("length", [96, 700])
+def test_plain_attention_counts_causal_pairs(length: int):
+    calls = _plain_calls(length, 4, 16, CPU, torch.float32)
+    assert calls.pairs == 4 * length * (length + 1) / 2
+    assert calls.rates(lambda work, least_s: 2.0, 0.1) == (4 * 16 * calls.pairs / 2, 10 * 16 * calls.pairs / 2)
+    calls.forward()
+    calls.backward()
+
+
+def test_plain_rates_have_a_point_per_length():
+    rates = plain_rates((32, 64), 2, 16, CPU, torch.float64, cpu_timer, 0.001)
+    assert [length for length, _ in rates.forward] == [length for length, _ in rates.backward] == [32, 64]
+
+
+def test_copies_by_threads_leave_the_number_of_threads_as_it_was():
+    before = torch.get_num_threads()
+    points = copy_curve(torch.empty(MIB, dtype=torch.uint8), torch.zeros(MIB, dtype=torch.uint8), 0.001)
+    assert torch.get_num_threads() == before
+    assert [threads for threads, _ in points] == thread_counts(before)
+
+
+@pytest.mark.parametrize(
+    ("most", "counts"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (16, [1, 2, 4, 8, 16])], ids=str
+)
+def test_thread_counts_are_powers_of_two_and_all(most: int, counts: list[int]):
+    assert thread_counts(most) == counts
+
+
+@pytest.mark.parametrize(
+    ("dtype", "states"),
+    [
+        (torch.bfloat16, ["float32", "bfloat16"]),
+        (torch.float32, ["float32", "bfloat16"]),
+        (torch.float64, ["float64"]),
+    ],
+    ids=str,
+)
+def test_adamw_rates_cover_the_state_dtypes(dtype: torch.dtype, states: list[str]):
+    rates = adamw_rates(dtype, FIRST_PARAMETERS, 0.001)
+    assert [state for state, _ in rates] == states
+    assert all(rate > 0 for _, rate in rates)
+
+
+def test_link_rates_come_from_the_largest_copies_and_latency_from_one_mib():
+    latency_s, rates = 3e-6, dict(zip(CURVE_NAMES, (50e9, 40e9, 45e9, 35e9), strict=True))
+    seconds = {name: [latency_s + size / rate for size in SIZES] for name, rate in rates.items()}
+    links = _link_rates(SIZES, seconds)
+    assert links.h2d_bytes_per_s == pytest.approx(50e9, rel=1e-3)
+    assert links.d2h_duplex_bytes_per_s == pytest.approx(35e9, rel=1e-3)
+    assert links.copy_latency_s == pytest.approx(latency_s, rel=0.01)
+    assert [curve.name for curve in links.curves] == list(CURVE_NAMES)
+    assert [size for size, _ in links.curves[0].points] == list(SIZES)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [512, 32768])
+def test_flash_attention_is_that_of_the_engine(length: int):
+    calls = _flash_calls(length, torch.device("cuda"), torch.bfloat16)
+    out, lse, *_ = calls.forward()
+    assert torch.isfinite(out.float()).all()
+    assert torch.isfinite(lse).all()
+    assert all(torch.isfinite(grad.float()).all() for grad in calls.backward())
+    tokens = max(length, 16384)
+    assert calls.pairs == 262144 // tokens * tokens * (length + 1) / 2

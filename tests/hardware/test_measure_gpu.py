@@ -1,0 +1,137 @@
+"""The GPU benchmarks on a stand-in for CUDA that computes on the CPU: which calls are made, what becomes of them."""
+
+import time
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flexengine.hardware import measure, measure_links, timing
+from flexengine.hardware.profile import HardwareProfile
+from flexengine.native import allocate_host
+
+MIB = 2**20
+CPU = torch.device("cpu")
+
+
+class FakeEvent:
+    """Knows when it was recorded; everything has run by then."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.at_s = 0.0
+
+    def record(self, stream: object = None) -> None:
+        self.at_s = time.perf_counter()
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        return 1e3 * (end.at_s - self.at_s)
+
+
+class FakeStream:
+    """Counts the events it waited for."""
+
+    def __init__(self, device: object = None) -> None:
+        self.waits = 0
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.waits += 1
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """torch.cuda computing on the CPU; sizes of the benchmarks cut down. `held_cycles`: every sleep of a stream."""
+    seen = SimpleNamespace(held_cycles=[], stream=FakeStream(), fraction=1.0)
+
+    @contextmanager
+    def inside(stream: FakeStream):
+        yield stream
+
+    replacements = {
+        "device": lambda device: nullcontext(),
+        "Event": FakeEvent,
+        "Stream": FakeStream,
+        "stream": inside,
+        "current_stream": lambda device=None: seen.stream,
+        "set_stream": lambda stream: None,
+        "synchronize": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "mem_get_info": lambda device: (3 * MIB, 64 * MIB),
+        "memory_reserved": lambda device: 0,
+        "get_per_process_memory_fraction": lambda device: seen.fraction,
+        "_sleep": seen.held_cycles.append,
+    }
+    for name, value in replacements.items():
+        monkeypatch.setattr(torch.cuda, name, value, raising=False)
+    monkeypatch.setattr(measure, "allocate_host", lambda num_bytes, page_locked: allocate_host(num_bytes, False))
+    for name, value in {
+        "CUDA_TOKENS": (8, 16, 32),
+        "PLAIN_LENGTHS": (16, 32),
+        "NUM_PARAMETERS": 2**16,
+        "NUM_ISSUED": 20,
+        "OPERAND_BYTES": MIB,
+        "RESULT_BYTES": MIB,
+    }.items():
+        monkeypatch.setattr(measure, name, value)
+    monkeypatch.setattr(measure, "_cube_rate", lambda device, dtype, sustained_s: 1e12)
+    monkeypatch.setattr(measure_links, "SIZES", (2**16, MIB))
+    return seen
+
+
+def test_every_field_is_measured_and_the_profile_accepts_it(fake_cuda: SimpleNamespace):
+    rates = measure.measure_cuda(CPU, torch.bfloat16, (64, 96), host_free_bytes=8 * MIB, scale=0.01)
+    memory = dict.fromkeys(("gpu_total_bytes", "gpu_free_bytes", "host_total_bytes", "host_available_bytes"), 2**40)
+    profile = HardwareProfile(
+        "fake", "cuda", "measured", **rates._asdict(), **memory, gpu_context_bytes=1, host_base_bytes=1
+    )
+    assert profile.matmul_shape == (64, 96)
+    assert [tokens for tokens, _ in profile.matmul_flops_per_s] == [8, 16, 32]
+    assert [length for length, _ in profile.attention_backward_flops_per_s] == [16, 32]
+    assert profile.issue_s > 0
+    assert [curve.x_unit for curve in profile.curves] == ["tokens"] * 12 + ["bytes"] * 4 + ["threads"]
+    assert profile.curves[-5].points[-1] == (MIB, profile.h2d_bytes_per_s)
+    assert profile.host_bytes_per_s == profile.curves[-1].points[-1][1]
+    assert fake_cuda.stream.waits > 20  # the commands whose issue was timed
+
+
+def test_short_calls_are_issued_behind_a_gate(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
+    calls = []
+
+    def elapsed_ms(start: FakeEvent, end: FakeEvent) -> float:
+        return 0.01 if len(calls) < 3 else 1.0  # a single call takes 10 us
+
+    monkeypatch.setattr(FakeEvent, "elapsed_time", elapsed_ms)
+    seconds = timing.cuda_timer(lambda: calls.append(1), least_s=2.0)
+    assert len(calls) == 1 + 1 + timing.MOST_SHORT_CALLS  # to warm up, to see how long one takes, and the timed ones
+    assert seconds == pytest.approx(1e-3 / timing.MOST_SHORT_CALLS)
+    assert fake_cuda.held_cycles == [int(timing.MOST_SHORT_CALLS * timing.ISSUE_S * timing.MOST_CYCLES_PER_S)]
+
+
+def test_long_calls_are_timed_once_and_held_by_nothing(fake_cuda: SimpleNamespace):
+    calls = []
+    seconds = timing.cuda_timer(lambda: (calls.append(1), time.sleep(0.002)), least_s=0.001)
+    assert len(calls) == 2
+    assert seconds >= 0.002
+    assert fake_cuda.held_cycles == []
+
+
+def test_opposite_copies_surround_the_measured_ones(fake_cuda: SimpleNamespace):
+    order = []
+    streams = FakeStream(), FakeStream()
+    measure_links._copy_seconds(streams, MIB, lambda: order.append("copy"), lambda: order.append("opposite"))
+    assert order == ["copy"] + ["opposite"] * (3 * 64 + 1) + ["copy"] * 64
+    assert streams[1].waits == 1  # the opposite direction starts with the gate
+    assert len(fake_cuda.held_cycles) == 1
+
+
+def test_free_memory_bounds_the_buffers(fake_cuda: SimpleNamespace):
+    buffers = measure._cuda_buffers(CPU, torch.float32)
+    assert buffers.operands.nbytes + buffers.results.nbytes <= 2 * MIB
+    fake_cuda.fraction = 1 / 64  # a cap of 1 MiB on this process
+    assert measure._free_bytes(CPU) == MIB
+    buffers = measure._cuda_buffers(CPU, torch.float32)
+    assert buffers.operands.nbytes + buffers.results.nbytes == pytest.approx(0.8 * MIB, abs=8)
+    assert measure._copy_bytes(8 * MIB) == int(3.2 * MIB)
+    assert measure._copy_bytes(2**40) == 256 * MIB

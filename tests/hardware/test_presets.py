@@ -1,0 +1,84 @@
+"""Presets of known cards: names as people type them, sources, and figures that hang together."""
+
+import pytest
+
+from flexengine.hardware.cards import CARDS
+from flexengine.hardware.presets import PRESETS, preset, preset_source, with_memory
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("rtx4090", "rtx-4090"),
+        ("RTX 4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 3090", "rtx-3090"),
+        ("rtx_5090", "rtx-5090"),
+        ("RTX PRO 6000", "rtx-pro-6000"),
+        ("a100-40", "a100-40"),
+        ("A100 40GB", "a100-40"),
+        ("NVIDIA A100 80 GiB", "a100-80"),
+        ("H100", "h100-80"),
+        ("l40s", "l40s"),
+        ("H200", "h200"),
+    ],
+)
+def test_names_are_forgiving(typed: str, name: str):
+    assert preset(typed) is PRESETS[name]
+
+
+def test_unknown_and_ambiguous_names_list_what_there_is():
+    with pytest.raises(ValueError, match="a100-80 or a100-40"):
+        preset("A100")
+    for typed in ("voodoo2", "", "4090 Ti", "rtx-4090-ti"):
+        with pytest.raises(ValueError, match=r"h200, h100-80, .*rtx-3090, cpu-test"):
+            preset(typed)
+    with pytest.raises(ValueError, match=r"did you mean rtx-4090\?"):
+        preset("rtx-4009")
+
+
+def test_the_profiles_own_name_finds_it():
+    for name, card in CARDS.items():
+        if name not in ("rtx-pro-6000",):  # its full name has an edition
+            assert preset(card.name) is PRESETS[name]
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_presets_are_plausible(name: str):
+    profile, card = PRESETS[name], CARDS[name]
+    assert profile.source == "preset"
+    rates = [rate for _, rate in profile.matmul_flops_per_s]
+    assert rates[0] < rates[-1]
+    assert max(rates) < 1.02 * profile.peak_matmul_flops_per_s
+    assert profile.peak_matmul_flops_per_s <= card.bf16_flops_per_s
+    assert profile.memory_bytes_per_s < card.memory_bytes_per_s
+    for length in (512, 2048, 32768):
+        assert profile.attention_backward_rate(length) < profile.attention_forward_rate(length)
+        assert profile.attention_forward_rate(length) < profile.peak_matmul_flops_per_s
+    assert profile.h2d_duplex_bytes_per_s < profile.h2d_bytes_per_s < profile.host_bytes_per_s
+    assert profile.cpu_adamw_rate("float32") < profile.cpu_adamw_rate("bfloat16")
+    assert profile.gpu_free_bytes + profile.gpu_context_bytes == profile.gpu_total_bytes
+    assert profile.curves == ()
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_every_card_names_its_source(name: str):
+    assert preset_source(name).startswith("https://")
+    assert preset_source(name.upper()) == CARDS[name].source
+
+
+def test_published_memory_is_what_the_label_says():
+    labels = {"h200": 141, "h100-80": 80, "a100-40": 40, "l40s": 48, "rtx-pro-6000": 96, "rtx-3090": 24}
+    for name, label in labels.items():  # labels count in 10**9 on data-centre cards and in 2**30 on GDDR ones
+        assert 0.85 * label * 1e9 < PRESETS[name].gpu_total_bytes <= label * GIB
+
+
+def test_with_memory_changes_sizes_only():
+    profile = with_memory(preset("h200"), gpu_total_bytes=24 * GIB, host_total_bytes=64 * GIB)
+    assert profile.gpu_free_bytes == 24 * GIB - preset("h200").gpu_context_bytes
+    assert profile.host_available_bytes == 64 * GIB - preset("h200").host_base_bytes
+    assert profile.matmul_flops_per_s == preset("h200").matmul_flops_per_s
+    assert with_memory(preset("h200")) == preset("h200")
+    with pytest.raises(ValueError, match="CUDA context"):
+        with_memory(preset("h200"), gpu_total_bytes=1)

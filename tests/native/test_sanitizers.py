@@ -1,0 +1,108 @@
+"""Every program of csrc/tests under AddressSanitizer with UndefinedBehaviorSanitizer, and under ThreadSanitizer.
+
+A sanitizer is skipped only where the compiler lacks it or its run-time cannot start in this environment.
+"""
+
+import os
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+CSRC = Path(__file__).parents[2] / "csrc"
+PROGRAMS = sorted(path for path in (CSRC / "tests").glob("*.cpp") if "int main(" in path.read_text())
+# Not optimised: compiling takes longer than running. -g1 puts lines into reports.
+FLAGS = ["-std=c++17", "-O0", "-g1", "-fno-omit-frame-pointer", "-ffp-contract=off", "-pthread"]
+SANITIZERS = {
+    "address,undefined": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "thread": ["-fsanitize=thread"],
+}
+FLAWS = {
+    "address,undefined": [
+        ("char* p = new char[8]; delete[] p; return p[count];", "heap-use-after-free"),
+        ("int most = 0x7fffffff; return most + count;", "signed integer overflow"),
+    ],
+    "thread": [("int x = 0; std::thread t([&] { x = 1; }); x = count; t.join(); return 0;", "data race")],
+}
+OPTIONS = {
+    "ASAN_OPTIONS": "detect_leaks=1:halt_on_error=1",
+    "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+    "TSAN_OPTIONS": "halt_on_error=1:exitcode=66",
+}
+# ThreadSanitizer needs fixed places in the address space, which newer kernels randomise away; the detection of leaks
+# needs ptrace, which some containers forbid.
+STARTS = [[], ["setarch", "-R"], ["env", "ASAN_OPTIONS=detect_leaks=0:halt_on_error=1"]]
+TIMEOUT_S = 300  # of one program or compilation, on a slow and busy core
+
+
+class Build(NamedTuple):
+    """The library's object files under one sanitizer, and how programs are linked and started."""
+
+    name: str
+    objects: list[str]
+    compile: list[str]
+    start: list[str]
+    folder: Path
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **OPTIONS}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+
+def starter(compile_command: list[str], folder: Path) -> list[str]:
+    """How a program of this sanitizer can be started; skips where an empty one cannot be."""
+    source, program = folder / "empty.cpp", str(folder / "empty")
+    source.write_text("int main() { return 0; }\n")
+    built = run([*compile_command, str(source), "-o", program])
+    if built.returncode != 0:
+        pytest.skip(f"the compiler lacks it: {built.stderr.strip()[:200]}")
+    for start in STARTS:
+        if (not start or shutil.which(start[0])) and run([*start, program]).returncode == 0:
+            return start
+    pytest.skip("its run-time does not start in this environment")
+
+
+@pytest.fixture(scope="module", params=SANITIZERS, ids=lambda name: name.replace(",", "-"))
+def build(request, compiler, tmp_path_factory) -> Build:
+    folder = tmp_path_factory.mktemp("sanitizer")
+    compile_command = [compiler, *FLAGS, *SANITIZERS[request.param]]
+    start = starter(compile_command, folder)
+
+    def compile_one(source: Path) -> str:
+        target = str(folder / f"{source.stem}.o")
+        result = run([*compile_command, "-c", str(source), "-o", target])
+        assert result.returncode == 0, result.stderr
+        return target
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_one, sorted(CSRC.glob("*.cpp"))))
+    return Build(request.param, objects, compile_command, start, folder)
+
+
+@pytest.mark.parametrize("source", PROGRAMS, ids=lambda path: path.stem)
+def test_no_report(build, source):
+    program = str(build.folder / source.stem)
+    # -rdynamic: transfer_test is its own CUDA driver, whose functions are looked up by name
+    linked = run([*build.compile, "-rdynamic", str(source), *build.objects, "-ldl", "-o", program])
+    assert linked.returncode == 0, linked.stderr
+    result = run([*build.start, program])
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_there_are_programs():
+    assert {"adamw_test", "host_arena_test"} <= {path.stem for path in PROGRAMS}
+
+
+def test_flaws_are_reported(build):
+    """The reports reach these tests: programs with a flaw fail under the sanitizer that is made for it."""
+    source, program = build.folder / "flaw.cpp", str(build.folder / "flaw")
+    for flaw, report in FLAWS[build.name]:
+        source.write_text(f"#include <thread>\nint main(int count, char**) {{ {flaw} }}\n")
+        assert run([*build.compile, str(source), "-o", program]).returncode == 0
+        result = run([*build.start, program])
+        assert result.returncode != 0
+        assert report in result.stderr

@@ -1,0 +1,194 @@
+"""The speed of light: never above any plan's time, near it where memory is plenty, and what it is made of."""
+
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from flexengine.hardware.presets import preset
+from flexengine.hardware.profile import HardwareProfile
+from flexengine.models.registry import open_model
+from flexengine.models.spec import ModelSpec
+from flexengine.plan import Numerics, Plan, Request
+from flexengine.planner.bound import TOLERANCE, Bound, speed_of_light, speed_of_light_s
+from flexengine.planner.cost_model import StepPricer, step_seconds
+from flexengine.planner.linear_program import LinearProgram
+from flexengine.planner.memory import excess_bytes, gpu_required_bytes, host_required_bytes
+from flexengine.planner.recompute_hull import Keeping, lower_hull, recomputed
+from flexengine.planner.unavoidable import SizeWork, Unavoidable
+from flexengine.schedule.layer_program import compile_layer, save_sets
+from flexengine.schedule.layout import Layout
+from tests.planner.oracle import all_plans, slow_link
+from tests.schedule.small_plans import FLOAT32, random_plan, resident_plan, small_model
+
+ROOMY = 1 << 40
+PINNED = {"chunk_tokens": 64, "round_tokens": 128}
+
+
+def bound_of(model: ModelSpec, request: Request, profile: HardwareProfile) -> Bound:
+    found = speed_of_light(model, request, profile)
+    assert found is not None
+    return found
+
+
+def tight(plan: Plan, model: ModelSpec, profile: HardwareProfile, **changes) -> Plan:
+    """The plan with budgets of exactly what it takes."""
+    plan = replace(plan, request=replace(plan.request, **PINNED, **changes))
+    layout = Layout(model, plan)
+    budgets = {
+        "max_gpu_bytes": gpu_required_bytes(layout, profile),
+        "max_host_bytes": host_required_bytes(layout, profile),
+    }
+    return replace(plan, request=replace(plan.request, **budgets))
+
+
+# ---- never above -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_never_above_a_random_plan_that_just_fits(seed):
+    random = Random(seed)
+    model = small_model(random.randint(1, 4), seed % 2 == 0, random.choice([64, 128]), random.choice([64, 256, 1024]))
+    profile = slow_link(random.choice([1e7, 1e8, 1e9, 1e11])) if seed % 4 else preset("rtx-4090")
+    profile = replace(profile, h2d_duplex_bytes_per_s=profile.h2d_bytes_per_s * random.choice([0.5, 0.9, 1.1]))
+    plan = random_plan(random, model, sliced=seed % 3 == 0)
+    plan = tight(plan, model, profile, max_global_batch_tokens=random.choice([128, 256, 640, 1000]))
+    step_s = step_seconds(Layout(model, plan), profile).step_s
+    assert 0 < bound_of(model, plan.request, profile).seconds <= step_s
+
+
+@pytest.mark.parametrize("budget_share", [0.5, 1.0])
+@pytest.mark.parametrize("link", [1e8, 1e9, 1e10])
+@pytest.mark.parametrize("seq_len", [32, 128])
+def test_never_above_any_plan_of_the_exhaustive_oracle(link, seq_len, budget_share):
+    model, profile, pricer = small_model(blocks=1), slow_link(link), StepPricer(slow_link(link))
+    request = Request(seq_len, 256, ROOMY, ROOMY, numerics=FLOAT32, **PINNED)
+    sizes = [gpu_required_bytes(Layout(model, plan), profile) for plan in all_plans(model, request, 64, 2)]
+    budget = int(min(sizes) + budget_share * (max(sizes) - min(sizes)))
+    request = replace(request, max_gpu_bytes=budget)
+    least_s = bound_of(model, request, profile).seconds
+    layouts = [Layout(model, plan) for plan in all_plans(model, request, 64, 2)]
+    fitting = [layout for layout in layouts if max(excess_bytes(layout, request, profile)) <= 0]
+    assert fitting
+    assert least_s <= min(pricer.step(layout).step_s for layout in fitting)
+
+
+def test_never_above_plans_of_two_blocks():
+    model, profile, random = small_model(blocks=2, tied=True), slow_link(3e8), Random(0)
+    request = Request(32, 256, ROOMY, ROOMY, numerics=FLOAT32, **PINNED)
+    for plan in random.sample(list(all_plans(model, request, 64, 2)), 150):
+        fitting = tight(plan, model, profile)
+        step_s = step_seconds(Layout(model, fitting), profile).step_s
+        assert bound_of(model, fitting.request, profile).seconds <= step_s
+
+
+# ---- not far below, and in the right direction -----------------------------------------------------------------
+
+
+def test_is_the_step_when_everything_fits():
+    model, profile = small_model(), preset("cpu-test")
+    plan = tight(resident_plan(model, Request(32, 256, ROOMY, ROOMY, numerics=FLOAT32)), model, profile)
+    step_s = step_seconds(Layout(model, plan), profile).step_s
+    assert 0.98 * step_s < bound_of(model, plan.request, profile).seconds <= step_s
+
+
+def test_counts_what_must_cross_a_slow_link():
+    """Without room for parameters, one step moves at least every state and gradient both ways or to the host."""
+    model, profile = small_model(blocks=4, hidden=128), slow_link(1e7)
+    request = Request(32, 256, ROOMY, ROOMY, numerics=FLOAT32, recompute="full", **PINNED)
+    step = Unavoidable(model, request, profile)
+    size = SizeWork(step, 64, 2)
+    states, grads, weights = (sum(getattr(p, k) for p in step.parameters) for k in ("states", "grads", "weights"))
+    head = sum(p.weights for p in step.parameters if p.head)
+    found = bound_of(model, replace(request, max_gpu_bytes=head + size.head_bytes + size.block_bytes), profile)
+    # the room is for the operands of one command; at most that much of what must be fetched can be there before
+    least_bytes = states + grads + weights - 3 * (head + size.head_bytes + size.block_bytes)
+    assert least_bytes > 0
+    assert found.seconds > least_bytes / profile.h2d_bytes_per_s
+    assert "the host-to-device link" in found.limits
+
+
+@pytest.mark.parametrize("field", ["max_gpu_bytes", "max_host_bytes"])
+def test_more_memory_never_raises_it(field):
+    model, profile = small_model(4, hidden=128), slow_link(3e8)
+    plan = tight(random_plan(Random(5), model, sliced=False), model, profile)
+    budgets = [int(getattr(plan.request, field) * factor) for factor in (1.0, 1.3, 2.0, 8.0)]
+    bounds = [speed_of_light_s(model, replace(plan.request, **{field: b}), profile) for b in budgets]
+    for less, more in pairwise(bounds):
+        assert more <= less * (1 + TOLERANCE)
+
+
+def test_a_faster_link_never_raises_it():
+    model = open_model("preset:llama-3.2-1b").spec
+    request = Request(2048, 8192, 5 << 30, 60 << 30)
+    card = preset("rtx-4090")
+    links = ("h2d_bytes_per_s", "d2h_bytes_per_s", "h2d_duplex_bytes_per_s", "d2h_duplex_bytes_per_s")
+    cards = [replace(card, **{name: factor * getattr(card, name) for name in links}) for factor in (0.25, 1.0, 4.0)]
+    bounds = [speed_of_light_s(model, request, c) for c in cards]
+    assert bounds[0] > 1.5 * bounds[2] > 0
+    assert bounds == sorted(bounds, reverse=True)
+
+
+def test_streams_of_the_relaxed_step_are_within_it():
+    model = open_model("preset:llama-3.1-8b").spec
+    found = bound_of(
+        model, Request(2048, 131072, 24 << 30, 110 << 30, numerics=Numerics(state="bfloat16")), preset("h200")
+    )
+    assert max(found.compute_s, found.h2d_s, found.d2h_s) == pytest.approx(found.seconds, rel=1e-3)
+    assert 0 <= found.recompute_s < found.compute_s
+    assert found.limits[0] == "compute"
+
+
+def test_nothing_fits():
+    model = small_model()
+    assert speed_of_light(model, Request(32, 256, 1000, ROOMY, numerics=FLOAT32), preset("cpu-test")) is None
+    assert speed_of_light_s(model, Request(32, 256, ROOMY, 1000, numerics=FLOAT32), preset("cpu-test")) == 0.0
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------
+
+
+def test_recomputed_ops_are_those_of_the_compiled_layer():
+    block = small_model().blocks[0]
+    for kept in save_sets(block.ops):
+        program = compile_layer(block, kept, (), 64, 4)
+        steps = [step.op.name for step in program.backward if step.recompute]
+        assert [block.ops[i].name for i in recomputed(block.ops, block.input, kept)] == steps
+
+
+@pytest.mark.parametrize("kept_share", [0.0, 0.5])
+def test_operands_of_one_op_are_within_any_scratch(kept_share):
+    model = open_model("preset:llama-3.1-8b").spec
+    step = Unavoidable(model, Request(2048, 131072, ROOMY, ROOMY), preset("h200"))
+    size = SizeWork(step, 4096, 2)
+    sets = save_sets(model.blocks[0].ops)
+    kept = sets[int(kept_share * len(sets))]
+    program = compile_layer(model.blocks[0], kept, (), 4096, 2)
+    accumulators = model.groups[1].numel * 4
+    hidden = 4096 * model.hidden_size * 2
+    assert size.block_bytes - accumulators - hidden <= program.backward_scratch_bytes
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_hull_is_below_every_point(seed):
+    random = Random(seed)
+    points = [Keeping(random.random(), random.random()) for _ in range(40)]
+    hull = lower_hull(points)
+    assert [p.num_bytes for p in hull] == sorted(p.num_bytes for p in hull)
+    for weight in (0.01, 0.3, 1.0, 3.0, 100.0):
+        costs = [[p.recompute_s + weight * p.num_bytes for p in some] for some in (hull, points)]
+        assert min(costs[0]) == pytest.approx(min(costs[1]))
+
+
+def test_linear_program_by_names():
+    lp = LinearProgram()
+    lp.variable("x", 3.0)
+    lp.variable("y")
+    lp.equals({"x": 1.0, "y": 1.0}, 5.0)
+    lp.at_most("room", {"y": 1.0}, 4.0)
+    found = lp.minimise({"y": 1.0})
+    assert found is not None
+    assert (found.least, found.values) == (pytest.approx(2.0), {"x": pytest.approx(3.0), "y": pytest.approx(2.0)})
+    lp.at_most("no room", {"y": 1.0}, 1.0)
+    assert lp.minimise({"y": 1.0}) is None

@@ -1,0 +1,122 @@
+"""Changing the plan between steps changes where everything lies and no bit of any result; measuring changes nothing."""
+
+from random import Random
+
+import pytest
+import torch
+
+from flexengine.plan import GroupPlan, LayerPlan, Numerics
+from flexengine.runtime import arena, engine
+from flexengine.schedule.layer_program import savable_ops
+from tests.engine_helpers import (
+    FLOAT32,
+    build_engine,
+    make_plan,
+    random_batch,
+    random_weights,
+    same_bits,
+    streamed_plan,
+    tiny_config,
+)
+
+NUMERICS = {
+    "float32": FLOAT32,
+    "split": Numerics(),
+    "stochastic": Numerics(master="stochastic", state="bfloat16"),
+}
+SPARE_BYTES = 4 << 20
+
+
+@pytest.fixture
+def roomy_arenas(monkeypatch):
+    """Arenas with more room than the first plan needs."""
+
+    class Roomy(arena.Arenas):
+        def __init__(self, device, gpu_bytes, host_bytes):
+            super().__init__(device, gpu_bytes + SPARE_BYTES, host_bytes + SPARE_BYTES)
+
+    monkeypatch.setattr(engine, "Arenas", Roomy)
+
+
+def random_decisions(random: Random, spec) -> dict:
+    names = savable_ops(spec.blocks[0].ops)
+
+    def block() -> LayerPlan:
+        where = {name: random.choice(("gpu", "host", "recompute")) for name in names}
+        kept = [tuple(n for n in names if where[n] == home) for home in ("gpu", "host")]
+        return LayerPlan(*kept, random.choice(("gpu", "host")))
+
+    def group() -> GroupPlan:
+        weights = random.choice(("gpu", "host"))
+        states = random.choice(("gpu", "host")) if weights == "gpu" else "host"
+        return GroupPlan(weights, random.choice(("gpu", "host")), states)
+
+    slots = {f"{kind}_slots": random.randint(1, 3) for kind in ("weight", "grad", "save", "optimizer")}
+    blocks, groups = [block() for _ in spec.blocks], [group() for _ in spec.groups]
+    return {"blocks": blocks, "groups": groups, "share_edge_slots": random.random() < 0.5, **slots}
+
+
+def take_step(trained, seed: int, vocab_size: int) -> tuple[float, float]:
+    out = trained.fwd_bwd(random_batch(seed, (48, 20, 7, 33), vocab_size))
+    return out.loss, trained.step().grad_norm
+
+
+@pytest.mark.usefixtures("roomy_arenas")
+@pytest.mark.parametrize("numerics", NUMERICS)
+@pytest.mark.parametrize("seed", range(4))
+def test_plans_may_change_between_steps(numerics, seed):
+    random = Random(seed)
+    source = random_weights(tiny_config(num_hidden_layers=3, tie_word_embeddings=seed % 2 == 1))
+    options = {"numerics": NUMERICS[numerics]}
+    plans = [make_plan(source.spec, **options, **random_decisions(random, source.spec)) for _ in range(4)]
+    steady = build_engine(source, make_plan(source.spec, **options))
+    changing = build_engine(source, plans[0])
+    for step, plan in enumerate(plans):
+        changing.adopt(plan, f"plan {step}")
+        assert changing.describe() == f"plan {step}"
+        assert take_step(changing, step, source.spec.vocab_size) == take_step(steady, step, source.spec.vocab_size)
+    same_bits(changing.state_dict(), steady.state_dict())
+
+
+def test_shifting_pieces_keep_their_order(monkeypatch):
+    monkeypatch.setattr(arena, "RELOCATION_PIECE_BYTES", 7)
+    arenas = arena.Arenas(torch.device("cpu"), 256, 256)
+    whole = arenas.bytes_view("host", 0, 256)
+    for source, target in ((10, 13), (13, 10), (0, 1), (30, 0)):
+        whole.copy_(torch.arange(256, dtype=torch.uint8))
+        spans = [arena.Span("host", start, 100) for start in (source, target)]
+        arenas.relocate([arena.Move("shift", *spans)])
+        expected = torch.arange(source, source + 100, dtype=torch.uint8)
+        assert torch.equal(arenas.bytes_view("host", target, 100), expected)
+
+
+def test_refused_changes_change_nothing():
+    source = random_weights(tiny_config())
+    trained = build_engine(source, make_plan(source.spec))
+    before = trained.state_dict()
+    with pytest.raises(ValueError, match="arena, which has"):
+        trained.adopt(streamed_plan(source.spec))
+    with pytest.raises(ValueError, match="same numerics"):
+        trained.adopt(make_plan(source.spec, max_seq_len=32))
+    trained.fwd_bwd(random_batch(0, (30,), source.spec.vocab_size))
+    with pytest.raises(ValueError, match=r"call step\(\) first"):
+        trained.adopt(trained.plan)
+    same_bits(trained.state_dict(), before)
+    trained.step()
+
+
+def test_measuring_a_step_times_every_command_and_changes_no_bit():
+    source = random_weights(tiny_config())
+    plain, measured = (build_engine(source, streamed_plan(source.spec)) for _ in range(2))
+    for step in range(3):
+        if step == 1:
+            measured.measure_next_step()
+        assert take_step(measured, step, 67) == take_step(plain, step, 67)
+    assert plain.command_totals == {}
+    totals = measured.command_totals
+    assert {("compute", "forward", "block"), ("compute", "backward", "head"), ("h2d", "copy", "")} <= totals.keys()
+    assert totals["compute", "update", ""].count > 0
+    assert all(total.seconds > 0 for total in totals.values())
+    assert totals["d2h", "copy", ""].num_bytes > 0
+    rounds_of_chunks = totals["compute", "forward", "embedding"].count
+    assert totals["compute", "forward", "block"].count == len(source.spec.blocks) * rounds_of_chunks

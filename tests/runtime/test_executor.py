@@ -1,0 +1,144 @@
+"""The executor's own duties: times of commands, what it forgets, and, on a GPU, native and torch issue alike."""
+
+import time
+
+import pytest
+import torch
+from engine_helpers import FLOAT32, build_engine, random_batch, random_weights, same_bits, streamed_plan, tiny_config
+
+from flexengine.native import library
+from flexengine.native.transfer_torch import TorchTransfers
+from flexengine.runtime.arena import Arenas
+from flexengine.runtime.executor import Executor
+from flexengine.schedule.commands import Access, CopyRegion, ProgramBuilder, Slot, Stream, overlapping_slots
+
+SLOTS = (Slot("a", "gpu", 0, 16, "test"), Slot("b", "host", 0, 16, "test"))
+CPU = torch.device("cpu")
+
+
+def small_program(name="small"):
+    """A copy to the GPU, a computation on it, a copy back."""
+    builder = ProgramBuilder(name, SLOTS, overlapping_slots(SLOTS))
+    builder.copy("fetch", Stream.H2D, "x", [CopyRegion(1, 0, 0, 0, 16)])
+    builder.add("add", "add", Stream.COMPUTE, [Access(0, "x")], [Access(0, "y")])
+    builder.copy("return", Stream.D2H, "y", [CopyRegion(0, 0, 1, 0, 16)])
+    return builder.build()
+
+
+@pytest.fixture
+def arenas():
+    arenas = Arenas(CPU, 16, 16)
+    yield arenas
+    arenas.close()
+
+
+def add_one(arenas):
+    return lambda _: arenas.bytes_view("gpu", 0, 16).add_(1)
+
+
+def test_times_on_the_cpu_follow_each_other(arenas):
+    executor, program = Executor(CPU, arenas), small_program()
+    executor.run(program, lambda _: time.sleep(0.02), timed=True)
+    timings = executor.timings()
+    assert len(timings) == 3
+    flat = [moment for span in timings for moment in span]
+    assert flat == sorted(flat)
+    assert flat[0] >= 0
+    assert timings[1][1] - timings[1][0] >= 0.02
+    executor.run(program, add_one(arenas))
+    assert executor.timings() == timings  # of the last timed run
+    assert arenas.bytes_view("host", 0, 16).tolist() == [1] * 16
+
+
+def test_times_are_by_index_whatever_the_order(arenas):
+    builder = ProgramBuilder("independent", SLOTS, overlapping_slots(SLOTS))
+    for _ in range(3):
+        builder.add("nothing", "nothing", Stream.COMPUTE, [], [])
+    seen = []
+    executor = Executor(CPU, arenas, order=lambda _: [2, 0, 1])
+    executor.run(builder.build(), lambda command: seen.append(command.index), timed=True)
+    starts = [start for start, _ in executor.timings()]
+    assert seen == sorted(range(3), key=starts.__getitem__) == [2, 0, 1]
+
+
+def test_no_times_without_a_finished_timed_run(arenas):
+    executor, program = Executor(CPU, arenas), small_program()
+    executor.run(program, add_one(arenas))
+    with pytest.raises(ValueError, match="timed=True"):
+        executor.timings()
+    executor.run(program, add_one(arenas), timed=True)
+    with pytest.raises(ZeroDivisionError):
+        executor.run(program, lambda _: 1 / 0, timed=True)
+    with pytest.raises(ValueError, match="timed=True"):
+        executor.timings()
+
+
+def test_forgetting_and_waiting(arenas):
+    executor, programs = Executor(CPU, arenas), [small_program("one"), small_program("two")]
+    for program in programs:
+        executor.run(program, add_one(arenas))
+        executor.wait_for(program, 0)
+    executor.forget(programs[0])
+    executor.forget(programs[0])
+    executor.run(programs[1], add_one(arenas))
+    executor.run(programs[0], add_one(arenas))
+    executor.synchronize()
+    assert arenas.bytes_view("host", 0, 16).tolist() == [4] * 16
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+
+def gpu_engine(**decisions):
+    source = random_weights(tiny_config(num_hidden_layers=3, hidden_size=256, head_dim=64, intermediate_size=512))
+    plan = streamed_plan(source.spec, numerics=FLOAT32, max_seq_len=64, **decisions)
+    return build_engine(source, plan, device="cuda", deterministic=True)
+
+
+def train(engine):
+    batch = random_batch(0, [60, 33, 64, 12], engine.model.vocab_size)
+    losses = []
+    for _ in range(3):
+        losses.append(engine.fwd_bwd(batch).loss)
+        engine.step()
+    return losses, engine.state_dict()
+
+
+@pytest.mark.gpu
+def test_gpu_native_and_torch_issue_give_the_same_bits(monkeypatch):
+    native = gpu_engine()
+    assert not isinstance(native.executor._transfers, TorchTransfers)
+    losses, weights = train(native)
+    native.close()
+    monkeypatch.setenv(library.DISABLING_VARIABLE, "0")
+    fallback = gpu_engine()
+    assert isinstance(fallback.executor._transfers, TorchTransfers)
+    fallback_losses, fallback_weights = train(fallback)
+    fallback.close()
+    assert losses == fallback_losses
+    same_bits(weights, fallback_weights)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_gpu_times_respect_streams_and_waits(monkeypatch, native):
+    monkeypatch.setenv(library.DISABLING_VARIABLE, native)
+    engine = gpu_engine()
+    batch = random_batch(0, [60, 33, 64, 12], engine.model.vocab_size)
+    engine.fwd_bwd(batch)
+    program = engine._last_program
+    engine.executor.run(program, engine._handle, timed=True)
+    timings = engine.executor.timings()
+    engine.executor.wait_for(program, 0)
+    assert len(timings) == len(program.commands)
+    slack_s, ends = 2e-6, {}  # two ticks of the GPU's clock
+    for command in program.commands:
+        start, end = timings[command.index]
+        assert -slack_s <= start <= end
+        before = [ends.get(command.stream, 0.0), *(timings[wait][1] for wait in command.waits)]
+        assert start >= max(before) - slack_s, command.label
+        ends[command.stream] = end
+    assert 0 < max(ends.values()) < 60
+    engine.close()
+    with pytest.raises(ValueError, match="timed=True"):
+        engine.executor.timings()

@@ -1,0 +1,235 @@
+"""Programs issued through the transfer engine give what their commands, one after the other, would give.
+
+The device is fake (csrc/tests/fake_cuda.cpp). In turn one stream lags: it goes on only when no other can, so that the
+others run ahead as far as their waits allow. Compute commands are copies inside the GPU arena.
+"""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from fake_driver import FakeDriver, fake_driver
+
+from flexengine.native.transfer import PlainStream
+from flexengine.runtime.arena import Arenas
+from flexengine.runtime.issue import Issue
+from flexengine.schedule.commands import (
+    STREAMS,
+    Access,
+    Command,
+    CopyRegion,
+    Program,
+    ProgramBuilder,
+    Slot,
+    Stream,
+    overlapping_slots,
+)
+
+SLOT_BYTES, SLOTS_PER_SIDE = 48, 4
+ARENA_BYTES = SLOT_BYTES * SLOTS_PER_SIDE
+CPU = torch.device("cpu")
+SLOTS = tuple(
+    Slot(f"{memory}{i}", memory, i * SLOT_BYTES, SLOT_BYTES, "test")
+    for memory in ("gpu", "host")
+    for i in range(SLOTS_PER_SIDE)
+)
+
+
+def random_program(seed: int, num_commands: int = 40) -> Program:
+    """Copies in both directions, whole or in two regions, and moves inside the GPU arena, in random order."""
+    rng = random.Random(seed)
+    builder = ProgramBuilder("random", SLOTS, overlapping_slots(SLOTS))
+    for index in range(num_commands):
+        stream = rng.choice(STREAMS)
+        gpu, other, host = rng.randrange(4), rng.randrange(4), 4 + rng.randrange(4)
+        source, target = {Stream.H2D: (host, gpu), Stream.D2H: (gpu, host), Stream.COMPUTE: (gpu, other)}[stream]
+        cut = rng.randrange(SLOT_BYTES)
+        regions = (CopyRegion(source, 0, target, cut, SLOT_BYTES - cut), CopyRegion(source, 9, target, 0, cut // 2))
+        reads, writes = [Access(source, "any")], [Access(target, "any")]
+        if stream is Stream.COMPUTE:
+            builder.add("move", f"move {index}", stream, reads, writes, args=regions)
+        else:
+            builder.add("copy", f"copy {index}", stream, reads, writes, copies=regions[: 1 + (cut > 1)])
+    return builder.build()
+
+
+class Bench:
+    """Arenas, fake streams and an issue of one program."""
+
+    def __init__(self, driver: FakeDriver, program: Program, timed: bool = False) -> None:
+        self.driver, self.program = driver, program
+        self.arenas = Arenas(CPU, ARENA_BYTES, ARENA_BYTES)
+        self.streams = {stream: driver.stream() for stream in STREAMS}
+        self.transfers = driver.open(piece_bytes=7)
+        self.issue = Issue(program, self.arenas, self.streams, self.transfers, timed)
+
+    def memory(self) -> torch.Tensor:
+        return torch.cat([self.arenas.bytes_view(m, 0, ARENA_BYTES) for m in ("gpu", "host")])
+
+    def fill(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for memory in ("gpu", "host"):
+            view = self.arenas.bytes_view(memory, 0, ARENA_BYTES)
+            view.copy_(torch.randint(256, (ARENA_BYTES,), dtype=torch.uint8, generator=generator))
+
+    def run(self, lagging: Stream | None, num_runs: int = 1) -> None:
+        """Issue everything while the device stands still, then let it run."""
+        for name, stream in self.streams.items():
+            self.driver.lag(stream, name is lagging)
+        self.driver.pause(True)
+        for _ in range(num_runs):
+            self.issue.run(self._launch)
+        self.driver.pause(False)
+        self.driver.settle()
+
+    def _launch(self, command: Command) -> None:
+        """A "kernel": on the compute stream, when its turn comes."""
+        assert command.stream is Stream.COMPUTE
+        for region in command.args:
+            if region.num_bytes:
+                operands = (
+                    self.address(region.target, region.target_offset),
+                    self.address(region.source, region.source_offset),
+                )
+                handle = self.streams[Stream.COMPUTE].cuda_stream
+                status = self.driver.memcpy_async(*operands, region.num_bytes, PlainStream(handle))
+                assert status == 0
+
+    def address(self, slot: int, offset: int) -> int:
+        place = self.program.slots[slot]
+        return self.arenas.bytes_view(place.memory, place.offset + offset, 1).data_ptr()
+
+    def close(self) -> None:
+        self.issue.close()
+        self.transfers.close()
+        self.arenas.close()
+
+
+def one_by_one(program: Program, memory: torch.Tensor) -> torch.Tensor:
+    """What the commands in issue order make of the two arenas, GPU first."""
+    memory = memory.clone()
+    base = {"gpu": 0, "host": ARENA_BYTES}
+    for command in program.commands:
+        for region in command.copies or command.args:
+            source, target = program.slots[region.source], program.slots[region.target]
+            start = base[source.memory] + source.offset + region.source_offset
+            to = base[target.memory] + target.offset + region.target_offset
+            memory[to : to + region.num_bytes] = memory[start : start + region.num_bytes].clone()
+    return memory
+
+
+def results(driver: FakeDriver, program: Program, fills: range) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(memory, expected) of runs of one issue, none and every stream lagging in turn, from different contents."""
+    bench, found = Bench(driver, program), []
+    for fill in fills:
+        for lagging in (None, *STREAMS):
+            bench.fill(fill)
+            expected = one_by_one(program, bench.memory())
+            bench.run(lagging)
+            found.append((bench.memory(), expected))
+    bench.close()
+    return found
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_stream_may_lag_in_any_run(seed: int):
+    for actual, expected in results(fake_driver(), random_program(seed), range(2)):
+        assert torch.equal(actual, expected)
+
+
+def test_missing_waits_are_noticed():
+    """The test above can fail: most of the same programs without their waits give other bytes."""
+    driver, noticed = fake_driver(), 0
+    for seed in range(8):
+        program = random_program(seed)
+        loose = dataclasses.replace(program, commands=tuple(dataclasses.replace(c, waits=()) for c in program.commands))
+        noticed += not all(torch.equal(actual, expected) for actual, expected in results(driver, loose, range(1)))
+    assert noticed >= 6
+
+
+@pytest.mark.parametrize("lagging", STREAMS)
+def test_a_run_starts_when_all_of_the_run_before_has_ended(lagging: Stream):
+    """Streams join at the ends: nothing of the second run passes a lagging stream of the first."""
+    driver = fake_driver()
+    for seed in range(4):
+        program = random_program(seed)
+        bench = Bench(driver, program)
+        bench.fill(0)
+        expected = one_by_one(program, one_by_one(program, bench.memory()))
+        bench.run(lagging, num_runs=2)
+        assert torch.equal(bench.memory(), expected)
+        bench.close()
+
+
+@pytest.mark.parametrize("lagging", STREAMS)
+def test_what_follows_on_the_compute_stream_comes_after_all_of_the_run(lagging: Stream):
+    driver = fake_driver()
+    bench = Bench(driver, random_program(5))
+    probe = torch.zeros(2, dtype=torch.uint8)
+    bench.driver.lag(bench.streams[lagging], True)
+    bench.driver.pause(True)
+    bench.issue.run(bench._launch)
+    driver.memcpy_async(probe.data_ptr(), probe.data_ptr() + 1, 1, bench.streams[Stream.COMPUTE])
+    bench.driver.pause(False)
+    bench.driver.settle()
+    assert driver.log()[-1].target == probe.data_ptr()
+    bench.close()
+
+
+def test_calls_are_as_many_as_compute_commands():
+    """Consecutive copies, waits and records go over together."""
+    program = random_program(0)
+    bench = Bench(fake_driver(), program)
+    submitted = []
+    submit = bench.transfers.submit
+    bench.transfers.submit = lambda *leg: (submitted.append(leg), submit(*leg))[0]
+    called = []
+    bench.issue.run(lambda command: called.append(command.index))
+    assert called == [c.index for c in program.commands if c.stream is Stream.COMPUTE]
+    assert len(submitted) == len(called) + 1
+    bench.close()
+
+
+def test_waiting_for_a_command():
+    driver, program = fake_driver(), random_program(1)
+    bench = Bench(driver, program)
+    bench.fill(0)
+    bench.issue.run(bench._launch)
+    awaited = sorted({wait for c in program.commands for wait in c.waits})
+    bench.issue.wait_for(awaited[-1])
+    driver.settle()
+    before = driver.calls("cuEventSynchronize")
+    bench.issue.wait_for(next(c.index for c in program.commands if c.index not in awaited))
+    assert driver.calls("cuEventSynchronize") == before  # nobody waits for that command: there is nothing to ask
+    bench.close()
+
+
+@pytest.mark.parametrize("lagging", [None, *STREAMS])
+def test_times_of_every_command(lagging: Stream | None):
+    """The fake device's clock moves 1 ms with every operation: commands last at least their pieces, in order."""
+    driver, program = fake_driver(), random_program(2)
+    bench = Bench(driver, program, timed=True)
+    for fill in range(2):
+        bench.fill(fill)
+        expected = one_by_one(program, bench.memory())
+        bench.run(lagging)
+        assert torch.equal(bench.memory(), expected)
+        timings = bench.issue.timings()
+        assert len(timings) == len(program.commands)
+        ends = dict.fromkeys(STREAMS, 0.0)
+        for command in program.commands:
+            start, end = timings[command.index]
+            pieces = sum(-(-c.num_bytes // 7) for c in command.copies)
+            assert end - start > pieces * 0.999e-3
+            assert start >= max([ends[command.stream], *(timings[w][1] for w in command.waits)])
+            ends[command.stream] = end
+    bench.close()
+
+
+def test_events_are_given_back():
+    driver = fake_driver()
+    bench = Bench(driver, random_program(4), timed=True)
+    assert driver.calls("cuEventCreate") > 2 * len(bench.program.commands)
+    bench.issue.close()
+    assert driver.calls("cuEventCreate") == driver.calls("cuEventDestroy_v2")
