@@ -36,8 +36,8 @@ def prepared():
 
 
 def slow_link(prepared) -> Review:
-    """What a step would have shown on a machine whose link is ten thousand times slower."""
-    factors = Factors(1.0, 1e4, 1e4)
+    """What a step would have shown on a machine whose link is a million times slower."""
+    factors = Factors(1.0, 1e6, 1e6)
     profile = corrected_profile(prepared.profile, factors)
     expected_s = step_seconds(Layout(prepared.source.spec, prepared.plan), profile).step_s
     return Review(prepared.plan.predicted.step_s, expected_s, expected_s, factors, profile)

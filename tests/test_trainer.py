@@ -80,13 +80,22 @@ class FakeEngine:
 
 
 @pytest.fixture
-def engine(monkeypatch):
-    fake = FakeEngine()
-    monkeypatch.setattr(trainer, "prepare_run", lambda config: fake)
-    monkeypatch.setattr(trainer, "build_engine", lambda config, prepared: fake)
-    review = SimpleNamespace(describe=lambda: "as predicted")
-    monkeypatch.setattr(trainer, "review_step", lambda prepared, engine, step_s: review)
-    return fake
+def use(monkeypatch):
+    """Have the trainer prepare and build a given engine."""
+
+    def use(fake):
+        monkeypatch.setattr(trainer, "prepare_run", lambda config: fake)
+        monkeypatch.setattr(trainer, "build_engine", lambda config, prepared: fake)
+        review = SimpleNamespace(describe=lambda: "as predicted")
+        monkeypatch.setattr(trainer, "review_step", lambda prepared, engine, step_s: review)
+        return fake
+
+    return use
+
+
+@pytest.fixture
+def engine(use):
+    return use(FakeEngine())
 
 
 def config_in(folder, **changes):
@@ -197,12 +206,10 @@ def test_skipped_update_is_said(engine, tmp_path, caplog):
     assert [r.message for r in caplog.records] == ["step 2 skipped its update: the gradient norm is 1.5"]
 
 
-def test_batches_do_not_depend_on_the_budget(monkeypatch, tmp_path):
+def test_batches_do_not_depend_on_the_budget(use, tmp_path):
     seen = []
     for budget in (0.05, 10.0):
-        fake = FakeEngine()
-        monkeypatch.setattr(trainer, "prepare_run", lambda config, fake=fake: fake)
-        monkeypatch.setattr(trainer, "build_engine", lambda config, prepared: prepared)
+        fake = use(FakeEngine())
         trainer.train(config_in(tmp_path, max_gpu_mem_gib=budget, chunk_tokens=int(budget * 100)))
         seen.append(fake.batches)
     assert seen[0] == seen[1]

@@ -201,6 +201,7 @@ def test_a_forked_child_has_threads_of_its_own():
     program = """
 import os, torch
 from flexengine.native.adamw import adamw_update_
+torch.set_num_threads(1)  # torch's own threads do not survive a fork
 tensors = [torch.ones(300_000) for _ in range(3)]
 def update():
     w, m, v = (t.clone() for t in tensors)

@@ -1,0 +1,214 @@
+"""`flexengine plan` as a person calls it: text, JSON, files, comparisons, and what it says when nothing fits."""
+
+import json
+import shlex
+
+import pytest
+
+from flexengine.cli import main
+from flexengine.hardware.presets import preset
+from flexengine.plan import Plan
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+}
+WORK = "--max-seq-len 64 --max-global-batch-tokens 256 --dtype float32"
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A model folder with nothing but its config.json."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+@pytest.fixture
+def run(model, capsys):
+    """Runs the command with flags written as in a shell; returns (exit status, standard output, standard error)."""
+
+    def run_plan(flags: str, work: str = WORK):
+        status = main(["plan", "--model", str(model), *shlex.split(work), *shlex.split(flags)])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run_plan
+
+
+def test_a_config_is_enough(run):
+    status, out, err = run("--gpu cpu-test --max-gpu-mem-gib 0.004")
+    assert (status, err) == (0, "")
+    assert out.startswith("fits: ")
+    for word in ("limited by: ", "model small", "GPU memory", "host memory", "speed of light: "):
+        assert word in out
+
+
+def test_json_is_all_that_is_printed(run):
+    status, out, _ = run("--gpu rtx4090 --json")
+    values = json.loads(out)
+    assert status == 0
+    assert (values["fits"], values["model"]) == (True, "small")
+    assert values["hardware"]["name"] == preset("rtx-4090").name
+
+
+def test_underscores_numerics_and_pinned_sizes(run):
+    flags = (
+        "--gpu rtx4090 --json --chunk_tokens=64 --round_tokens 128 --optimizer_state_dtype bfloat16 --recompute full"
+    )
+    _, out, _ = run(flags, "--max_seq_len 64 --max_global_batch_tokens 256")
+    values = json.loads(out)
+    assert (values["sizes"]["chunk_tokens"], values["sizes"]["chunks_per_round"], values["sizes"]["rounds"]) == (
+        64,
+        2,
+        2,
+    )
+    numerics = values["request"]["numerics"]
+    assert (numerics["compute"], numerics["master"], numerics["state"]) == ("bfloat16", "split", "bfloat16")
+    assert all(not row["gpu"] and not row["host"] for row in values["layers"] if row["kind"] == "block")
+
+
+def test_host_memory_is_the_machines_and_the_default_budget(run):
+    _, out, _ = run("--gpu rtx4090 --host-mem-gib 32 --json")
+    values = json.loads(out)
+    assert values["hardware"]["host_total_bytes"] == values["request"]["max_host_bytes"] == 32 << 30
+    _, out, _ = run("--gpu rtx4090 --host-mem-gib 32 --max-host-mem-gib 8 --json")
+    values = json.loads(out)
+    assert (values["hardware"]["host_total_bytes"], values["request"]["max_host_bytes"]) == (32 << 30, 8 << 30)
+
+
+def test_files(run, tmp_path):
+    names = {
+        flag: tmp_path / name for flag, name in (("timeline", "t.json"), ("html", "p.html"), ("plan-json", "x.json"))
+    }
+    status, _, err = run("--gpu cpu-test " + " ".join(f"--{flag} {path}" for flag, path in names.items()))
+    assert status == 0
+    assert json.loads(names["timeline"].read_text())["traceEvents"]
+    assert names["html"].read_text().startswith("<!DOCTYPE html>")
+    assert "python -m flexengine plan --model" in names["html"].read_text()
+    assert Plan.from_json(names["plan-json"].read_text()).model == "small"
+    assert all(f"wrote {path}" in err for path in names.values())
+
+
+def test_a_profile_file_is_a_machine(run, tmp_path):
+    path = tmp_path / "machine.json"
+    path.write_text(preset("cpu-test").to_json())
+    _, out, _ = run(f"--gpu {path} --json")
+    assert json.loads(out)["hardware"] == json.loads(path.read_text())
+
+
+# ---- several cases ---------------------------------------------------------------------------------------------
+
+
+def test_compare_prints_one_table(run):
+    status, out, _ = run("--gpu cpu-test --compare 0.0001 1 rtx4090 rtx4090:2")
+    head, *rows = out.splitlines()
+    assert status == 0
+    assert [row.split()[0] for row in rows] == ["0.0001", "1", "rtx4090", "rtx4090:2"]
+    assert len({row.index(" yes ") for row in rows[1:]}) == 1
+    assert rows[0].endswith(tuple("0123456789"))
+    assert " no " in rows[0]
+    assert "--max-gpu-mem-gib" in rows[0]
+    assert "tokens/s" in head
+
+
+def test_compare_as_json(run):
+    status, out, _ = run("--gpu cpu-test --json --compare 0.0001 1")
+    none, some = json.loads(out)["cases"]
+    assert status == 0
+    assert (none["fits"], some["fits"]) == (False, True)
+    assert none["fits_with"][0]["flags"].startswith("--max-gpu-mem-gib")
+    assert some["tokens_per_s"] == pytest.approx(256 / some["step_s"])
+
+
+def test_compare_where_nothing_fits(run):
+    assert run("--gpu cpu-test --compare 0.0001 0.0002")[0] == 2
+
+
+def test_compare_writes_no_files(run, tmp_path):
+    status, _, err = run(f"--gpu cpu-test --compare 1 --html {tmp_path / 'p.html'}")
+    assert status == 2
+    assert "--html" in err
+
+
+# ---- nothing fits ----------------------------------------------------------------------------------------------
+
+
+def test_nothing_fits_and_the_advice_works(run, tmp_path):
+    page = tmp_path / "no.html"
+    status, out, err = run(f"--gpu cpu-test --max-gpu-mem-gib 0.0005 --html {page}")
+    assert (status, out) == (2, "")
+    assert "INSUFFICIENT_DEVICE_MEMORY" in err
+    assert "are missing" in err
+    assert "gradient accumulators" in err
+    assert "planned: " in err
+    assert "Does not fit" in page.read_text()
+    advice = [line.strip() for line in err.split("fits with one of\n")[1].splitlines() if line.startswith("  --")]
+    flags = advice[0].partition("planned:")[0]
+    assert run(f"--gpu cpu-test --max-gpu-mem-gib 0.0005 {flags}")[0] == 0
+
+
+def test_nothing_fits_as_json(run):
+    status, out, _ = run("--gpu cpu-test --max-gpu-mem-gib 0.0005 --json")
+    values = json.loads(out)
+    assert status == 2
+    assert values["fits"] is False
+    assert values["smallest_plan"]["gpu"]["missing_bytes"] > 0
+
+
+# ---- wrong input -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--gpu rtx9999", "rtx-4090"),
+        ("--gpu nowhere.json", "nowhere.json"),
+        ("--gpu rtx4090 --device cpu", "--device cpu"),
+        ("--gpu cpu-test --html /nowhere/at/all/p.html", "--html"),
+        ("--gpu cpu-test --max-seq-len 512", "max_seq_len=512"),
+        ("--gpu cpu-test --chunk-tokens 48 --round-tokens 100", "works with"),
+        ("--gpu cpu-test --host-mem-gib 0.5", "host_total_bytes"),
+    ],
+    ids=str,
+)
+def test_wrong_input_is_one_message(run, flags, message):
+    status, out, err = run(flags)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("flags", ["--max-gpu-mem-gib 0", "--chunk-tokens many", "--mode lora", "--gpus rtx4090"])
+def test_wrong_flags_end_with_status_2(run, flags):
+    with pytest.raises(SystemExit) as caught:
+        run(flags)
+    assert caught.value.code == 2
+
+
+def test_without_a_gpu_the_cards_are_listed(run, monkeypatch):
+    import torch  # noqa: PLC0415
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    status, _, err = run("")
+    assert status == 2
+    assert "rtx-4090" in err
+    assert "--device cpu" in err
+
+
+def test_help_tells_units_and_defaults(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", "--help"])
+    out = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert "preset:llama-3.1-8b" in out
+    for flag in ("--max-gpu-mem-gib", "--max-seq-len", "--optimizer-state-dtype", "--timeline", "--compare"):
+        assert flag in out
+    assert out.count("(default:") >= 12
