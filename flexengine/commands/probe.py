@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -92,14 +93,16 @@ def _probed(arguments: argparse.Namespace) -> tuple[HardwareProfile, list[str]]:
     shape = DEFAULT_SHAPE if arguments.model is None else linear_shape(open_model(arguments.model).spec)
     dtype = arguments.dtype or COMPUTE_DTYPES[0]
     device = choose_device(arguments.device or "auto")
+    start_s = time.perf_counter()
     result = run_probe(device, getattr(torch, dtype), shape, force=arguments.force)
-    return result.profile, [f"{result.profile.name}, {device}, {dtype}: {_age(result)}", f"  {_place(result)}"]
+    age = _age(result, time.perf_counter() - start_s)
+    return result.profile, [f"{result.profile.name}, {device}, {dtype}: {age}", f"  {_place(result)}"]
 
 
-def _age(result: ProbeResult) -> str:
+def _age(result: ProbeResult, probe_s: float) -> str:
     if result.from_cache and result.age_s is not None:
         return f"measured {format_seconds(max(result.age_s, 1.0))} ago; free memory as of now"
-    return "measured now"
+    return f"measured now, in {format_seconds(probe_s)}"
 
 
 def _place(result: ProbeResult) -> str:
