@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import statistics
+import subprocess
+import sys
 import time
-import traceback
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -115,14 +114,12 @@ def run_case(case: Case) -> dict:
 
 
 def run_in_own_process(case: Case) -> dict:
-    """The row of a case, or what went wrong; the process is forked from one that has only imported torch."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "flexengine.api"])
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        try:
-            return pool.submit(run_case, case).result()
-        except Exception as error:
-            return {**case._asdict(), "failed": "".join(traceback.format_exception(error))[-2000:]}
+    """The row of a case, or what went wrong."""
+    command = [sys.executable, "-m", "bench.plan_accuracy", "--one", json.dumps(case)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {**case._asdict(), "failed": done.stderr.strip()[-2000:]}
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def summary(rows: list[dict]) -> dict:
@@ -179,8 +176,12 @@ def main() -> None:
     parser.add_argument("--part", default="1/1", help="run part I of N")
     parser.add_argument("--merge", nargs="+", help="join the rows of these result files instead of running")
     parser.add_argument("--show", help="print the table of a result file")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--json", default=None, help="write the figures to this file")
     args = parser.parse_args()
+    if args.one:
+        print(json.dumps(run_case(Case(*json.loads(args.one)))))
+        return
     if args.show:
         rows = rows_of([args.show])
         print(f"{markdown(rows)}\n\n{json.dumps(summary(rows), indent=1)}")
