@@ -73,17 +73,26 @@ def _rows(value: object, name: str) -> list:
 
 
 def _row(value: object, name: str) -> Tensor:
-    row = torch.as_tensor(value)
-    if row.dim() != 1 or row.is_floating_point() or row.dtype == torch.bool:
+    row = _tensor(value, name)
+    if row.dim() != 1 or row.is_floating_point() or row.is_complex() or row.dtype == torch.bool:
         if row.numel() == 0:
             raise ValueError(f"{name} is empty; every sequence needs at least one token")
         raise ValueError(f"{name} must be a flat sequence of integers, got {row.dtype} of shape {list(row.shape)}")
     return row.to(device="cpu", dtype=torch.int64)
 
 
+def _tensor(value: object, name: str) -> Tensor:
+    """The value as torch holds it. Raises ValueError where it cannot: words, ragged lists, numbers beyond 64 bits."""
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        kind = type(value).__name__
+        raise ValueError(f"{name} must be a flat sequence of integers of 64 bits, got a {kind}: {error}") from None
+
+
 def _trim(ids: list[Tensor], labels: list[Tensor], mask: object) -> tuple[list[Tensor], list[Tensor]]:
     rows = _rows(mask, "attention_mask")
-    masks = [_row(torch.as_tensor(row).long(), f"attention_mask[{i}]") for i, row in enumerate(rows)]
+    masks = [_row(_tensor(row, f"attention_mask[{i}]").long(), f"attention_mask[{i}]") for i, row in enumerate(rows)]
     if [m.numel() for m in masks] != [r.numel() for r in ids]:
         raise ValueError("attention_mask must have the shape of input_ids")
     lengths = [int(m.sum()) for m in masks]

@@ -1,0 +1,215 @@
+"""Damaged weights: every folder that is not a whole checkpoint of its config is refused before memory is taken."""
+
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from provoke import INDEX, SHARDS, Case, arguments, cases, check_error, check_message, fingerprint, write_model
+
+from flexengine import cli, from_pretrained
+
+FIRST, SECOND = SHARDS
+
+
+def read_header(path: Path) -> tuple[dict, bytes]:
+    """The header of a safetensors file as an object, and the bytes after it."""
+    raw = path.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
+
+
+def write_header(path: Path, header: object, data: bytes, length: int | None = None) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+
+
+def changed_entry(folder: Path, name: str, **changes: object) -> None:
+    header, data = read_header(folder / FIRST)
+    header[name] = {**header[name], **changes}
+    write_header(folder / FIRST, header, data)
+
+
+def changed_index(folder: Path, change: dict[str, str]) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"].update(change)
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def cut(path: Path, num_bytes: int) -> None:
+    path.write_bytes(path.read_bytes()[:-num_bytes])
+
+
+def grow(path: Path, num_bytes: int) -> None:
+    path.write_bytes(path.read_bytes() + b"x" * num_bytes)
+
+
+def moved(folder: Path, num_bytes: int) -> None:
+    """The tensor behind the embedding moves, into it or away from it."""
+    header, data = read_header(folder / FIRST)
+    end = header[EMBEDDING]["data_offsets"][1]
+    name = next(n for n, entry in header.items() if n != "__metadata__" and entry["data_offsets"][0] == end)
+    header[name]["data_offsets"] = [offset + num_bytes for offset in header[name]["data_offsets"]]
+    write_header(folder / FIRST, header, data)
+
+
+def duplicate_key(folder: Path) -> None:
+    header, data = read_header(folder / FIRST)
+    name = EMBEDDING
+    text = json.dumps(header)[:-1] + f', "{name}": {json.dumps(header[name])}}}'
+    write_header(folder / FIRST, text.encode(), data)
+
+
+def without_tensor(folder: Path) -> None:
+    """A tensor is absent from shard and index alike: the checkpoint is consistent, but not of this config."""
+    shutil.rmtree(folder)
+    write_model(folder, num_hidden_layers=1)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+
+
+def other_width(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 32}))
+
+
+def in_two_shards(folder: Path) -> None:
+    header, _ = read_header(folder / FIRST)
+    entry = {**header[EMBEDDING], "data_offsets": [0, 61 * 16 * 4]}
+    write_header(folder / FIRST, {EMBEDDING: entry}, bytes(61 * 16 * 4))
+    write_header(folder / SECOND, {EMBEDDING: entry}, bytes(61 * 16 * 4))
+    (folder / INDEX).write_text(json.dumps({"weight_map": {EMBEDDING: FIRST, "x": SECOND}}))
+
+
+def no_weights(folder: Path) -> None:
+    for path in folder.glob("model*"):
+        path.unlink()
+
+
+def converted_weights(folder: Path) -> None:
+    no_weights(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"PK")
+
+
+EMBEDDING = "model.embed_tokens.weight"
+DAMAGE = (
+    Case("missing_shard", lambda f: (f / SECOND).unlink(), ("names 2 shards, 1 are missing: " + SECOND, "download")),
+    Case("truncated_shard", lambda f: cut(f / SECOND, 100), (SECOND, "truncated.*at byte \\d+.*at \\d+", "fetch")),
+    Case("shard_with_trailing_garbage", lambda f: grow(f / FIRST, 5), ("longer than its header.*byte \\d+", "fetch")),
+    Case("empty_shard", lambda f: (f / FIRST).write_bytes(b""), (FIRST, "not a safetensors file: 0 bytes", "Fetch")),
+    Case(
+        "git_lfs_pointer_in_place_of_a_shard",
+        lambda f: (f / FIRST).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 497\n"),
+        ("not a safetensors file: \\d+ bytes", "Git LFS pointer"),
+    ),
+    Case(
+        "header_longer_than_the_file",
+        lambda f: write_header(f / FIRST, {}, b"", length=5000),
+        (FIRST, "truncated: the header ends at byte 5008, the file at 10", "fetch"),
+    ),
+    Case(
+        "header_of_an_exabyte",
+        lambda f: write_header(f / FIRST, {}, b"", length=2**63),
+        ("header of 9223372036854775808 bytes \\(allowed: 2 to 100000000\\)", "Fetch"),
+    ),
+    Case(
+        "header_that_is_no_json", lambda f: write_header(f / FIRST, b"{oops", b""), (FIRST, "not valid JSON", "fetch")
+    ),
+    Case("header_that_is_a_list", lambda f: write_header(f / FIRST, [1, 2], b""), (FIRST, "found list", "fetch")),
+    Case(
+        "header_nested_too_deep",
+        lambda f: write_header(f / FIRST, b'{"a":' + b"[" * 100000, b""),
+        (FIRST, "nested too deep", "fetch"),
+    ),
+    Case("header_with_a_tensor_twice", duplicate_key, (FIRST, f"'{EMBEDDING}' is listed twice", "fetch")),
+    Case("tensors_overlap", lambda f: moved(f, -4), (FIRST, f"byte \\d+ and overlaps '{EMBEDDING}'", "fetch")),
+    Case("hole_between_tensors", lambda f: moved(f, 4), (FIRST, f"byte \\d+ and leaves a hole after '{EMBEDDING}'")),
+    Case(
+        "offsets_out_of_range",
+        lambda f: changed_entry(f, EMBEDDING, shape=[2**40, 16], data_offsets=[0, 2**46]),
+        (FIRST, "byte \\d+", "fetch"),
+    ),
+    Case(
+        "negative_offsets",
+        lambda f: changed_entry(f, EMBEDDING, data_offsets=[-8, 0]),
+        (EMBEDDING, "data_offsets", "fetch"),
+    ),
+    Case(
+        "shape_of_many_sizes",
+        lambda f: changed_entry(f, EMBEDDING, shape=[2**62] * 100000),
+        (EMBEDDING, "at most 32 sizes", "fetch"),
+    ),
+    Case(
+        "dtype_unknown",
+        lambda f: changed_entry(f, EMBEDDING, dtype="F3"),
+        (f"'{EMBEDDING}' has dtype 'F3'", "known are BOOL", "Convert"),
+    ),
+    Case(
+        "offsets_that_disagree_with_the_shape",
+        lambda f: changed_entry(f, EMBEDDING, shape=[61, 17]),
+        ("shape \\[61, 17\\].*needs 4148 bytes.* hold 3904", "fetch"),
+    ),
+    Case(
+        "tensor_missing_from_the_checkpoint", without_tensor, ("lacks \\d+ of the model's \\d+ tensors", "incomplete")
+    ),
+    Case("tensor_of_another_shape", other_width, ("shape \\[24, 16\\] in the checkpoint.*asks for \\[32, 16\\]",)),
+    Case("tensor_in_two_shards", in_two_shards, (EMBEDDING, f"is in {FIRST} and in {SECOND}", "again")),
+    Case(
+        "index_naming_a_missing_file",
+        lambda f: changed_index(f, {EMBEDDING: "model-00009-of-00009.safetensors"}),
+        ("1 are missing: model-00009-of-00009.safetensors", "download"),
+    ),
+    Case(
+        "index_naming_the_wrong_shard",
+        lambda f: changed_index(f, {EMBEDDING: SECOND}),
+        (f"lists tensor '{EMBEDDING}' in {SECOND}, but it is in {FIRST}", "fetch"),
+    ),
+    Case(
+        "index_naming_a_tensor_that_no_shard_has",
+        lambda f: changed_index(f, {"model.extra": FIRST}),
+        ("lists tensor 'model.extra'.*no shard holds it", "fetch"),
+    ),
+    Case(
+        "index_naming_a_path_outside",
+        lambda f: changed_index(f, {EMBEDDING: "../secret.safetensors"}),
+        ("'../secret.safetensors', which is not a file name",),
+    ),
+    Case("index_that_is_no_json", lambda f: (f / INDEX).write_text("{"), (INDEX, "not valid JSON", "fetch")),
+    Case("index_without_weight_map", lambda f: (f / INDEX).write_text("{}"), (INDEX, "non-empty 'weight_map'")),
+    Case("folder_without_weights", no_weights, ("no \\*.safetensors file", "python download.py model")),
+    Case("folder_with_pickled_weights", converted_weights, ("found pytorch_model.bin, which must be converted",)),
+)
+
+
+@cases(*DAMAGE)
+def test_command_line(case, model, command, known_machine, tmp_path):
+    case.provoke(model)
+    outcome = command("train", *arguments(model=model, output_dir=tmp_path / "run", save=True))
+    assert outcome.status == case.status
+    check_message(outcome.err, case.says)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("case", DAMAGE[::4], ids=lambda case: case.name)
+def test_python_face(case, model):
+    case.provoke(model)
+    before = fingerprint(model)
+    check_error(lambda: from_pretrained(model, device="cpu", hardware="cpu-test"), case.says)
+    assert fingerprint(model) == before
+
+
+def test_nan_in_the_weights_ends_as_a_diverged_run(model, command, known_machine, tmp_path):
+    """The update is skipped and said so, nothing is exported as if it were trained, and the status tells."""
+    header, data = read_header(model / FIRST)
+    begin, end = header[EMBEDDING]["data_offsets"]
+    nan = torch.full(((end - begin) // 4,), float("nan")).numpy().tobytes()
+    write_header(model / FIRST, header, data[:begin] + nan + data[end:])
+    outcome = command("train", *arguments(model=model, output_dir=tmp_path / "run", save=True))
+    assert outcome.status == 1
+    assert outcome.status != cli.BAD_INPUT
+    check_message(outcome.err, ("step 1 skipped its update: the gradient norm is nan", "loss.*nan", "not exported"))
+    assert not (tmp_path / "run" / "final").exists()
+    log = [json.loads(line) for line in (tmp_path / "run" / "train_log.jsonl").read_text().splitlines()]
+    assert [entry["loss"] for entry in log] == [None, None]

@@ -1,0 +1,161 @@
+"""Data sets and tokenizers that cannot be read, do not fit the model, or leave nothing to train on."""
+
+import json
+import shutil
+
+from provoke import Case, arguments, cases, check_error, check_message, write_model
+
+from flexengine.data import ChatTokenizer, Message, Record, prepare_sequences, read_json_sft
+from flexengine.models.registry import ASSETS
+
+DEMO = ASSETS / "demo"
+GOOD = '{"question": "What is 2 plus 2?", "answer": "It is 4."}\n'
+DATA = (
+    Case("data_missing", None, ("data set data.jsonl: no such file; --dataset wants a JSON or JSON Lines",)),
+    Case("data_is_a_folder", "folder", ("data set data.jsonl: is a folder; --dataset wants",)),
+    Case("data_empty", "", ("data.jsonl holds no record \\(0 bytes\\)", "one record or more")),
+    Case("data_of_blank_lines", "\n\n", ("data.jsonl holds no record \\(2 bytes\\)",)),
+    Case("data_empty_list", "[]", ("data.jsonl holds no record",)),
+    Case("data_no_json", GOOD + "What is 2?\n", ("data.jsonl, line 2: not valid JSON", "write the file again")),
+    Case("data_truncated_list", "[" + GOOD, ("data.jsonl: not valid JSON",)),
+    Case("data_nested_too_deep", "[" * 100000, ("data.jsonl: not valid JSON: values are nested too deep",)),
+    Case("data_no_text", b"\xff\xfe{", ("not UTF-8 text: invalid start byte at byte 0; convert",)),
+    Case("data_half_a_character", '{"text": "a \\ud800 b"}', ("line 1: text holds half of a character.*position 2",)),
+    Case("data_of_numbers", "3\n4\n", ("line 1: a record must be a JSON object, found int",)),
+    Case(
+        "data_with_wrong_columns",
+        '{"foo": 1, "bar": 2}',
+        ("line 1: unknown record format with keys bar, foo", "known f"),
+    ),
+    Case(
+        "data_with_many_wrong_columns",
+        json.dumps({f"column {i}": i for i in range(5000)}),
+        ("unknown record format with keys column 0.*and 4988 more",),
+    ),
+    Case(
+        "data_answer_is_a_number", '{"question": "2+2?", "answer": 4}', ("line 1: answer must be a string, found int",)
+    ),
+    Case("data_conversation_empty", '{"messages": []}', ("list of at least one message, found \\[\\]",)),
+    Case(
+        "data_message_without_role",
+        '{"messages": [{"content": "x"}]}',
+        ("needs the keys role and content, found content",),
+    ),
+    Case(
+        "data_longer_than_the_sequence",
+        json.dumps({"text": "the river is wide " * 40}),
+        (
+            "of 1, 1 are longer than --max-seq-len 16 tokens \\(longest: \\d+\\)",
+            "works with: --max-seq-len \\d+, or --trunc",
+        ),
+    ),
+    Case(
+        "data_without_an_answer",
+        '{"messages": [{"role": "user", "content": ""}]}',
+        ("0 are longer.*1 have no target token",),
+    ),
+)
+
+
+@cases(*DATA)
+def test_data(case, command, known_machine, tmp_path):
+    path = tmp_path / "data.jsonl"
+    if case.provoke == "folder":
+        path.mkdir()
+    elif case.provoke is not None:
+        path.write_bytes(case.provoke if isinstance(case.provoke, bytes) else case.provoke.encode())
+    flags = arguments(model="preset:demo", data_source=None, dataset="data.jsonl", output_dir="run")
+    outcome = command("train", *flags)
+    assert outcome.status == case.status
+    check_message(outcome.err, case.says)
+    assert not (tmp_path / "run").exists()
+
+
+def template(text: object):
+    """The folder's chat template is this."""
+
+    def write(folder):
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": text}))
+
+    return write
+
+
+def tokenizer_with(**changes: object):
+    def write(folder):
+        tokenizer = json.loads((folder / "tokenizer.json").read_text())
+        (folder / "tokenizer.json").write_text(json.dumps({**tokenizer, **changes}))
+
+    return write
+
+
+TOKENIZERS = (
+    Case(
+        "tokenizer_missing",
+        lambda f: (f / "tokenizer.json").unlink(),
+        ("no tokenizer.json in", "fetch it", "synthetic"),
+    ),
+    Case(
+        "tokenizer_damaged",
+        lambda f: (f / "tokenizer.json").write_text("{"),
+        ("cannot be read as a tokenizer", "fetch"),
+    ),
+    Case(
+        "tokenizer_of_an_unknown_kind",
+        tokenizer_with(model={"type": "Magic"}),
+        ("cannot be read as a tokenizer", "fetch"),
+    ),
+    Case(
+        "tokenizer_config_damaged",
+        lambda f: (f / "tokenizer_config.json").write_text("{"),
+        ("tokenizer_config.json: not v",),
+    ),
+    Case("tokenizer_config_a_list", lambda f: (f / "tokenizer_config.json").write_text("[]"), ("found list",)),
+    Case("template_no_text", lambda f: (f / "chat_template.jinja").write_bytes(b"\xff"), ("no UTF-8 text at byte 0",)),
+    Case(
+        "template_does_not_parse", template("{% for %}"), ("chat template does not parse: line 1", "correct or remove")
+    ),
+    Case("template_is_a_number", template(3), ("chat_template in tokenizer_config.json is 3, expected a text",)),
+    Case(
+        "template_divides_by_zero",
+        template("{{ 1 / 0 }}"),
+        ("refuses a conversation of user, assistant: division by z",),
+    ),
+    Case(
+        "template_reads_what_is_not_there",
+        template("{{ messages[9].role }}"),
+        ("refuses a conversation", "change the rec"),
+    ),
+    Case("template_reaches_out", template("{{ ''.__class__.__mro__ }}"), ("refuses a conversation.*unsafe",)),
+    Case(
+        "tokenizer_larger_than_the_vocabulary", lambda f: None, ("ids up to \\d+.*vocab_size is 61", "fetch both again")
+    ),
+)
+
+
+@cases(*TOKENIZERS)
+def test_tokenizers(case, command, known_machine, tmp_path):
+    size = 61 if case.name == "tokenizer_larger_than_the_vocabulary" else 2944
+    folder = write_model(tmp_path / "model", vocab_size=size)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, folder / name)
+    case.provoke(folder)
+    (tmp_path / "data.jsonl").write_text(GOOD)
+    outcome = command("train", *arguments(model=folder, data_source=None, dataset="data.jsonl", output_dir="run"))
+    assert outcome.status == case.status
+    check_message(outcome.err, case.says)
+    assert not (tmp_path / "run").exists()
+
+
+def test_python_face(tmp_path):
+    (tmp_path / "x.jsonl").write_text(GOOD + "{")
+    check_error(lambda: read_json_sft(tmp_path / "x.jsonl"), ("x.jsonl, line 2: not valid JSON",))
+    check_error(lambda: ChatTokenizer.from_folder(tmp_path), ("no tokenizer.json",))
+    record = ChatTokenizer.from_folder(DEMO).encode_record(Record(messages=(Message("user", "hello"),)))
+    check_error(lambda: prepare_sequences([record], 64, False), ("no record is left", "1 have no target token"))
+
+
+def test_synthetic_data_has_no_epochs(command, model):
+    outcome = command("train", *arguments(model=model, steps=None, epochs=1.0))
+    assert outcome.status == 2
+    check_message(outcome.err, ("--epochs has no meaning.*give --steps",))

@@ -1,0 +1,161 @@
+"""Damaged or unsuitable config.json, folders that are no models, and names that do not exist."""
+
+import json
+
+import pytest
+from provoke import CONFIG, Case, arguments, cases, check_error, check_message, fingerprint
+
+from flexengine import from_pretrained
+from flexengine.models.fields import LARGEST
+from flexengine.models.registry import MAX_CONFIG_BYTES
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def text(contents: str | bytes):
+    """config.json holds this."""
+    return lambda f: (f / "config.json").write_bytes(contents.encode() if isinstance(contents, str) else contents)
+
+
+def without(name: str):
+    return text(json.dumps({key: value for key, value in CONFIG.items() if key != name}))
+
+
+def having(**changes: object):
+    return text(json.dumps({**CONFIG, **changes}))
+
+
+def wrong(name: str, value: object, found: str, allowed: str | None = None) -> Case:
+    """A field with a value that its type or range forbids."""
+    allowed = allowed or f"expected a whole number from 1 to {LARGEST[name]}"
+    kind = "".join(c if c.isalnum() else "_" for c in found)[:24]
+    return Case(f"{name}_is_{kind}", having(**{name: value}), (f"{name}={found} in", allowed, "fetch"))
+
+
+CONFIGS = (
+    Case(
+        "config_missing", lambda f: (f / "config.json").unlink(), ("no config.json \\(found model-0", "give the folder")
+    ),
+    Case("config_no_json", text("{'model_type'"), ("config.json: not valid JSON.*column 2", "fetch")),
+    Case("config_empty", text(""), ("config.json: not valid JSON", "fetch")),
+    Case("config_no_text", text(b"\xff\xfe\x00"), ("config.json: not valid JSON: no UTF-8 text at byte 0", "fetch")),
+    Case("config_nested_too_deep", text("[" * 100000), ("nested too deep", "fetch")),
+    Case("config_with_a_number_of_5000_digits", text('{"a": ' + "9" * 5000 + "}"), ("config.json.*4300", "fetch")),
+    Case("config_is_a_list", text("[]"), ("config.json holds a list, expected an object",)),
+    Case(
+        "config_of_many_MiB",
+        text(b" " * (MAX_CONFIG_BYTES + 1)),
+        (f"{MAX_CONFIG_BYTES + 1} bytes, a config at most {MAX_CONFIG_BYTES}", "fetch"),
+    ),
+    *(
+        Case(f"config_without_{name}", without(name), (f"lacks the field '{name}' \\(it is absent\\)", "fetch"))
+        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    ),
+    Case("config_with_null", having(hidden_size=None), ("lacks the field 'hidden_size' \\(it is null\\)",)),
+    wrong("hidden_size", "16", "'16'"),
+    wrong("hidden_size", 16.5, "16.5"),
+    wrong("hidden_size", -16, "-16"),
+    wrong("hidden_size", 10**12, "1000000000000"),
+    wrong("intermediate_size", True, "True"),
+    wrong("num_hidden_layers", 0, "0"),
+    wrong("num_hidden_layers", 10**9, "1000000000"),
+    wrong("vocab_size", [61], "\\[61\\]"),
+    wrong("num_key_value_heads", {"a": 1}, "{'a': 1}"),
+    wrong("head_dim", float("nan"), "nan"),
+    wrong("max_position_embeddings", 2**31, "2147483648"),
+    wrong("rms_norm_eps", float("inf"), "inf", "expected a number from 0 to 1"),
+    wrong("rms_norm_eps", -1e-5, "-1e-05", "expected a number from 0 to 1"),
+    wrong("rope_theta", 0.5, "0.5", "expected a number from 1.001 to 1e\\+30"),
+    wrong("rope_theta", 1e300, "1e\\+300", "expected a number from 1.001 to 1e\\+30"),
+    wrong("tie_word_embeddings", "yes", "'yes'", "expected true or false"),
+    wrong("rope_scaling", 4.0, "4.0", "expected an object or null"),
+    wrong("hidden_act", 3, "3", "expected a text"),
+    Case(
+        "sizes_that_are_allowed_alone_but_not_together",
+        having(hidden_size=2**18, intermediate_size=2**20, num_hidden_layers=1024, vocab_size=2**24),
+        ("come to \\d+ parameters, more than the 8796093022208", "hidden_size=262144, num_hidden_layers=1024"),
+    ),
+    Case(
+        "heads_that_do_not_divide_the_width", having(num_attention_heads=3), ("hidden_size=16.*num_attention_heads=3",)
+    ),
+    Case(
+        "heads_that_do_not_divide",
+        having(num_attention_heads=4, num_key_value_heads=3),
+        ("num_attention_heads=4 is not a multiple of num_key_value_heads=3",),
+    ),
+    Case("odd_heads", having(head_dim=5), ("head_dim=5 is odd.*even",)),
+    Case("activation_of_another_family", having(hidden_act="gelu"), ("hidden_act='gelu'.*'silu'",)),
+    Case("unknown_family", having(model_type="gpt2"), ("model_type 'gpt2'.*known: llama",)),
+    Case("misspelt_family", having(model_type="lama"), ("model_type 'lama'.*did you mean llama\\?",)),
+    Case("family_missing", without("model_type"), ("model_type None.*known: llama",)),
+    Case("family_is_a_list", having(model_type=["llama"]), ("model_type \\['llama'\\].*known: llama",)),
+    Case(
+        "quantised_weights",
+        having(quantization_config={"quant_method": "awq", "bits": 4}),
+        ("quantization_config \\(method 'awq'\\)", "16 or 32 bits that it was made from"),
+    ),
+    Case(
+        "unknown_rope_type", having(rope_scaling={"rope_type": "longrope"}), ("rope type 'longrope'", "supported: def")
+    ),
+    Case("misspelt_rope_type", having(rope_scaling={"type": "lama3"}), ("rope type 'lama3'.*did you mean llama3",)),
+    Case(
+        "rope_without_factor",
+        having(rope_scaling={"rope_type": "linear"}),
+        ("rope options.*lacks the field 'factor'", "fetch"),
+    ),
+    Case(
+        "rope_bands_the_wrong_way_round",
+        having(rope_scaling={**LLAMA3, "low_freq_factor": 4.0, "original_max_position_embeddings": 64}),
+        ("low_freq_factor=4 must be below high_freq_factor=4",),
+    ),
+    Case("rope_factor_of_zero", having(rope_scaling={"rope_type": "yarn", "factor": 0}), ("factor=0 in the rope",)),
+    Case("partly_rotated_heads", having(partial_rotary_factor=0.5), ("rotates 4 of head_dim=8", "all of it")),
+)
+
+
+@cases(*CONFIGS)
+def test_config(case, model, command, tmp_path):
+    case.provoke(model)
+    outcome = command("train", *arguments(model=model, output_dir=tmp_path / "run"))
+    assert outcome.status == case.status
+    check_message(outcome.err, case.says)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("case", CONFIGS[::6], ids=lambda case: case.name)
+def test_python_face(case, model):
+    case.provoke(model)
+    before = fingerprint(model)
+    check_error(lambda: from_pretrained(model, device="cpu", hardware="cpu-test"), case.says)
+    assert fingerprint(model) == before
+
+
+NAMES = (
+    Case("no_such_folder", "nowhere", ("model nowhere: no such folder", "python download.py model", "preset:demo")),
+    Case(
+        "hub_name_that_was_not_downloaded",
+        "meta-llama/Llama-3.1-8B",
+        ("no such folder; did you mean preset:llama-3.1-8b\\?", "python download.py model meta-llama/Llama-3.1-8B"),
+    ),
+    Case("preset_without_its_prefix", "llama-3.2-1b", ("did you mean preset:llama-3.2-1b\\?",)),
+    Case(
+        "misspelt_preset", "preset:lama-3.1-8b", ("unknown preset 'lama-3.1-8b'; did you mean llama-3.1-8b\\?", "demo")
+    ),
+    Case("preset_that_is_a_path", "preset:../../secret", ("unknown preset '../../secret'; known presets: demo",)),
+    Case("empty_folder", "empty", ("model folder empty has no config.json \\(found nothing\\)",)),
+    Case("name_of_900_letters", "x" * 900, ("File name too long|no such folder",)),
+)
+
+
+@cases(*NAMES)
+def test_model_names(case, command, tmp_path):
+    (tmp_path / "empty").mkdir()
+    outcome = command("train", *arguments(model=case.provoke))
+    assert outcome.status == case.status
+    check_message(outcome.err, case.says)
+
+
+def test_file_in_place_of_a_folder(model, command):
+    outcome = command("train", *arguments(model=model / "config.json"))
+    assert outcome.status == 2
+    check_message(outcome.err, ("config.json is a file; give the folder",))
