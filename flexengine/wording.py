@@ -59,9 +59,15 @@ def parse_json(text: bytes | str, where: object, unique: bool = False) -> Any:
         found = f"not valid JSON: {error}"
     except RecursionError:
         found = "not valid JSON: values are nested too deep"
-    except ValueError as error:  # a repeated key, or a number beyond Python's limit of digits
+    except _RepeatedKeyError as error:
         found = str(error)
+    except ValueError:  # what else Python refuses
+        found = f"not valid JSON: a number of more than {sys.get_int_max_str_digits()} digits"
     raise ValueError(f"{where}: {found}; fetch or write the file again")
+
+
+class _RepeatedKeyError(ValueError):
+    """An object has a key twice."""
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -69,7 +75,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise ValueError(f"{shown(twice)} is listed twice")
+        raise _RepeatedKeyError(f"{shown(twice)} is listed twice")
     return result
 
 

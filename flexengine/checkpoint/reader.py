@@ -20,6 +20,9 @@ import torch
 from flexengine.checkpoint.layout import INDEX_FILE, SINGLE_FILE
 from flexengine.checkpoint.safetensors_format import CheckpointError, TensorEntry, parse_json_object, read_header
 from flexengine.native.reader import NUMBERS, ReadFailureError, ReadJob, read_jobs
+from flexengine.wording import shown
+
+MAX_FILE_NAME_BYTES = 255  # NAME_MAX of Linux
 
 __all__ = ["CheckpointError", "CheckpointReader", "ReadRequest", "TensorEntry"]
 
@@ -67,9 +70,10 @@ class CheckpointReader:
         files = [SINGLE_FILE] if weight_map is None else list(dict.fromkeys(weight_map.values()))
         missing = [name for name in files if not (folder / name).is_file()]
         if missing:
+            names = ", ".join(shown(name)[1:-1] for name in missing[:5])
             raise CheckpointError(
                 f"{folder}: {INDEX_FILE} names {len(files)} shards, {len(missing)} are missing: "
-                f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}. Finish the download or copy them here."
+                f"{names}{' ...' if len(missing) > 5 else ''}. Finish the download or copy them here."
             )
         with contextlib.ExitStack() as undo:
             descriptors: dict[str, int] = {}
@@ -197,17 +201,26 @@ def _find_files(folder: Path) -> tuple[dict[str, str] | None, dict[str, str]]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index_path}: needs a non-empty 'weight_map' of tensor name to file name.")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise CheckpointError(f"{index_path}: {name!r} lies in {file!r}, which is not a file name in {folder}.")
+        if not _is_file_name(file):
+            raise CheckpointError(
+                f"{index_path}: tensor {shown(name)} lies in {shown(file)}, which is no name of a file; fetch it again."
+            )
     metadata = index.get("metadata")
     return weight_map, {key: str(value) for key, value in metadata.items()} if isinstance(metadata, dict) else {}
+
+
+def _is_file_name(value: object) -> bool:
+    """Whether a value out of an index can be a file beside it, on any file system."""
+    if not isinstance(value, str) or Path(value).name != value or not value.isprintable():
+        return False  # half of a character is not printable, so what follows can be encoded
+    return value not in ("", "..") and len(value.encode()) <= MAX_FILE_NAME_BYTES
 
 
 def _add_entries(found: dict[str, TensorEntry], entries: list[TensorEntry], folder: Path) -> None:
     for entry in entries:
         if entry.name in found:
             raise CheckpointError(
-                f"{folder}: tensor {entry.name!r} is in {found[entry.name].file} and in {entry.file}; which one "
+                f"{folder}: tensor {shown(entry.name)} is in {found[entry.name].file} and in {entry.file}; which one "
                 "counts is undefined. Fetch or export the checkpoint again."
             )
         found[entry.name] = entry
@@ -219,7 +232,7 @@ def _listed(weight_map: dict[str, str], found: dict[str, TensorEntry], folder: P
         if name not in found or found[name].file != file:
             where = f"it is in {found[name].file}" if name in found else "no shard holds it"
             raise CheckpointError(
-                f"{folder / INDEX_FILE}: lists tensor {name!r} in {file}, but {where}. Index and shards are from "
+                f"{folder / INDEX_FILE}: lists tensor {shown(name)} in {file}, but {where}. Index and shards are from "
                 "different checkpoints, or damaged; fetch them again."
             )
     return {name: found[name] for name in weight_map}

@@ -10,6 +10,7 @@ from flexengine.models.blocks import DecoderShape, decoder_model
 from flexengine.models.fields import Fields
 from flexengine.models.rope import rope_parameters
 from flexengine.models.spec import ModelSpec
+from flexengine.wording import shown
 
 
 def build(name: str, config: dict) -> ModelSpec:
@@ -19,11 +20,16 @@ def build(name: str, config: dict) -> ModelSpec:
     fields = Fields(name, config)
     activation = fields.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise ValueError(f"{name}: hidden_act={activation!r} in config.json; a llama model has 'silu'")
+        raise ValueError(
+            f"{name}: hidden_act={shown(activation)} in config.json; a llama model has 'silu', others are not supported"
+        )
     heads, hidden = fields.whole("num_attention_heads"), fields.whole("hidden_size")
     kv_heads, head_dim = fields.whole("num_key_value_heads", heads), _head_dim(fields, heads, hidden)
     if heads % kv_heads:
-        raise ValueError(f"{name}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
+        raise ValueError(
+            f"{name}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}; one of them is "
+            "wrong in config.json: fetch the published one again"
+        )
     rope = rope_parameters(config, head_dim, name)
     if 2 * len(rope.inv_freq) != head_dim:
         raise ValueError(
@@ -59,5 +65,8 @@ def _head_dim(fields: Fields, heads: int, hidden: int) -> int:
         )
     head_dim = head_dim or hidden // heads
     if head_dim % 2:
-        raise ValueError(f"{fields.model}: head_dim={head_dim} is odd; rotary embeddings need an even width")
+        raise ValueError(
+            f"{fields.model}: head_dim={head_dim} is odd; rotary embeddings need an even width. Correct head_dim in "
+            f"config.json, or hidden_size={hidden} and num_attention_heads={heads} that it follows from"
+        )
     return head_dim

@@ -102,7 +102,9 @@ def _open_preset(name: str) -> ModelSource:
     path = ASSETS / "presets" / f"{name}.json"
     if name not in preset_names():
         known = preset_names()
-        raise ValueError(f"unknown preset {name!r}{did_you_mean(name, known) or ';'} known presets: {', '.join(known)}")
+        raise ValueError(
+            f"unknown preset {shown(name)}{did_you_mean(name, known) or ';'} known presets: {', '.join(known)}"
+        )
     return ModelSource(build_model(name, json.loads(path.read_text())), None, None)
 
 

@@ -69,7 +69,8 @@ def _llama3(inv_freq: list[float], options: Fields) -> tuple[float, ...]:
     low, high = (options.number(f"{name}_freq_factor", low=1e-3, high=1e6) for name in ("low", "high"))
     if low >= high:
         raise ValueError(
-            f"{options.model}: low_freq_factor={low:g} must be below high_freq_factor={high:g} in {options.place}"
+            f"{options.model}: low_freq_factor={low:g} must be below high_freq_factor={high:g} in {options.place}; "
+            "fetch the published one again"
         )
 
     def scaled(freq: float) -> float:
@@ -89,7 +90,9 @@ def _yarn(inv_freq: list[float], theta: float, rotary_dim: int, options: Fields,
     longest = Fields(options.model, config).whole("max_position_embeddings", None)
     original = options.number("original_max_position_embeddings", longest, low=1.0)
     if original is None:
-        raise ValueError(f"{options.model}: yarn needs max_position_embeddings in config.json")
+        raise ValueError(
+            f"{options.model}: yarn needs max_position_embeddings in config.json; fetch the published one again"
+        )
     factor = options.number("factor", (longest or original) / original, *FACTOR_RANGE)
     beta_fast, beta_slow = (
         options.number(name, default, 1e-3, 1e6) for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))

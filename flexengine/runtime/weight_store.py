@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flexengine.checkpoint.reader import CheckpointReader, ReadRequest
 from flexengine.models.spec import ModelSpec, ParamSpec, WeightSource
+from flexengine.native.reader import NUMBERS
 from flexengine.optim.rounding import join_fp32, split_fp32
 from flexengine.runtime.arena import DTYPES, Arenas
 from flexengine.runtime.staging import load_staged
@@ -38,19 +39,28 @@ class SourceRun(NamedTuple):
 
 
 def check_complete(model: ModelSpec, reader: CheckpointReader) -> None:
-    """Raise ValueError naming tensors that a checkpoint lacks or holds in another shape. Reads nothing but headers."""
+    """Raise ValueError naming tensors that a checkpoint lacks, or holds in another shape or as no floating-point
+    numbers. Reads nothing but headers.
+    """
     shapes = {s.name: s.shape for group in model.groups for param in group.params for s in param.sources}
     missing = [name for name in shapes if name not in reader.tensors]
     if missing:
         raise ValueError(
-            f"the checkpoint lacks {len(missing)} of the model's {len(shapes)} tensors, such as {missing[:3]};"
-            " it is incomplete or of another architecture"
+            f"{reader.folder}: the checkpoint lacks {len(missing)} of the model's {len(shapes)} tensors, such as"
+            f" {missing[:3]}; it is incomplete or of another architecture. Fetch config.json and the weights of one"
+            " model"
         )
     for name, shape in shapes.items():
-        found = tuple(reader.tensors[name].shape)
-        if found != shape:
+        entry = reader.tensors[name]
+        if entry.shape != shape:
             raise ValueError(
-                f"tensor {name} has shape {list(found)} in the checkpoint, but config.json asks for {list(shape)}"
+                f"{reader.folder}: tensor {name} has shape {list(entry.shape)} in the checkpoint, but config.json asks"
+                f" for {list(shape)}. Fetch config.json and the weights of one model"
+            )
+        if entry.dtype not in NUMBERS:
+            raise ValueError(
+                f"{reader.folder}: tensor {name} holds {entry.dtype}, which no weight can be read from; needed are"
+                " floats of 16 to 64 bits. Give the checkpoint that a quantised or converted one was made from"
             )
 
 

@@ -57,6 +57,9 @@ BATCHES = {
     "tensor_of_one_dimension": ({"input_ids": TENSOR[0]}, (r"must have shape \[batch, tokens\], got \[4\]",)),
     "words_in_place_of_tokens": ({"batch": [["a", "b"]]}, (r"input_ids\[0\].*integers",)),
     "token_id_of_100_bits": ({"batch": [[2**100, 1]]}, (r"input_ids\[0\].*integers",)),
+    "ragged_tokens": ({"batch": [[1, [2, 3]]]}, (r"input_ids\[0\].*integers of 64 bits, got a list",)),
+    "complex_tokens": ({"batch": [[1j, 2]]}, (r"input_ids\[0\].*flat sequence of integers, got torch.complex64",)),
+    "mask_of_words": ({"input_ids": IDS, "attention_mask": [["a"]]}, (r"attention_mask\[0\].*integers",)),
     "left_padding": (
         {"input_ids": TENSOR, "attention_mask": torch.tensor([[0, 1, 1, 1]] * 2)},
         ("is not right padding",),

@@ -75,6 +75,12 @@ def other_width(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 32}))
 
 
+def as_integers(folder: Path) -> None:
+    """Every size is right, so that only the dtype tells: as in a packed, quantised checkpoint."""
+    header, _ = read_header(folder / FIRST)
+    changed_entry(folder, next(name for name in header if name != "__metadata__"), dtype="I32")
+
+
 def in_two_shards(folder: Path) -> None:
     header, _ = read_header(folder / FIRST)
     entry = {**header[EMBEDDING], "data_offsets": [0, 61 * 16 * 4]}
@@ -154,7 +160,12 @@ DAMAGE = (
     Case(
         "tensor_missing_from_the_checkpoint", without_tensor, ("lacks \\d+ of the model's \\d+ tensors", "incomplete")
     ),
-    Case("tensor_of_another_shape", other_width, ("shape \\[24, 16\\] in the checkpoint.*asks for \\[32, 16\\]",)),
+    Case(
+        "tensor_of_another_shape",
+        other_width,
+        ("shape \\[24, 16\\] in the checkpoint.*asks for \\[32, 16\\]", "Fetch config.json and the weights"),
+    ),
+    Case("integers_in_place_of_weights", as_integers, ("holds torch.int32", "floats of 16 to 64 bits.*Give")),
     Case("tensor_in_two_shards", in_two_shards, (EMBEDDING, f"is in {FIRST} and in {SECOND}", "again")),
     Case(
         "index_naming_a_missing_file",
@@ -174,7 +185,32 @@ DAMAGE = (
     Case(
         "index_naming_a_path_outside",
         lambda f: changed_index(f, {EMBEDDING: "../secret.safetensors"}),
-        ("'../secret.safetensors', which is not a file name",),
+        ("'../secret.safetensors', which is no name of a file", "fetch"),
+    ),
+    Case(
+        "index_naming_a_file_longer_than_any",
+        lambda f: changed_index(f, {EMBEDDING: "x" * 300}),
+        (INDEX, "'xxx.*xxx', which is no name of a file", "fetch"),
+    ),
+    Case(
+        "index_naming_half_of_a_character",
+        lambda f: changed_index(f, {EMBEDDING: "\ud800"}),
+        (INDEX, "'.ud800', which is no name of a file", "fetch"),
+    ),
+    Case(
+        "index_naming_nothing",
+        lambda f: changed_index(f, {EMBEDDING: ""}),
+        (INDEX, "lies in '', which is no name of a file", "fetch"),
+    ),
+    Case(
+        "index_with_a_name_of_many_letters",
+        lambda f: changed_index(f, {"x" * 10000: SECOND}),
+        (INDEX, "lists tensor 'xxx.*\\.\\.\\.xxx.*no shard holds it", "fetch"),
+    ),
+    Case(
+        "index_with_a_number_of_5000_digits",
+        lambda f: (f / INDEX).write_text('{"a": ' + "9" * 5000),
+        (INDEX, "4300 digits"),
     ),
     Case("index_that_is_no_json", lambda f: (f / INDEX).write_text("{"), (INDEX, "not valid JSON", "fetch")),
     Case("index_without_weight_map", lambda f: (f / INDEX).write_text("{}"), (INDEX, "non-empty 'weight_map'")),
