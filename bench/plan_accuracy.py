@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import statistics
-import subprocess
-import sys
 import time
+import traceback
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from bench.environment import write_json
 
 GIB = 2**30
 HOST_GIB = 110.0
-LEAST_TIMED_S = 2.0
+LEAST_TIMED_S = 1.0
 MOST_MEMORY_RATIO = 1.05
 
 
@@ -51,21 +52,17 @@ CASES = (
     Case("llama-3.2-1b", None, 512, 4096),
     Case("llama-3.2-3b", 6, 2048, 32768),
     Case("llama-3.2-3b", 8, 512, 8192),
-    Case("llama-3.2-3b", 8, 4096, 65536),
     Case("llama-3.2-3b", 12, 512, 4096),
     Case("llama-3.2-3b", 16, 16384, 32768),
     Case("llama-3.2-3b", 24, 1024, 16384),
     Case("llama-3.2-3b", 48, 2048, 16384),
-    Case("llama-3.2-3b", None, 8192, 65536),
     Case("llama-3.1-8b", 6, 1024, 8192),
     Case("llama-3.1-8b", 8, 2048, 32768),
     Case("llama-3.1-8b", 12, 4096, 32768),
     Case("llama-3.1-8b", 16, 16384, 32768),
     Case("llama-3.1-8b", 16, 1024, 16384),
-    Case("llama-3.1-8b", 24, 2048, 131072),
     Case("llama-3.1-8b", 24, 512, 4096),
     Case("llama-3.1-8b", 48, 512, 8192),
-    Case("llama-3.1-8b", 48, 8192, 65536),
     Case("llama-3.1-8b", None, 2048, 32768),
 )
 
@@ -118,12 +115,14 @@ def run_case(case: Case) -> dict:
 
 
 def run_in_own_process(case: Case) -> dict:
-    """The row of a case, or what went wrong."""
-    command = [sys.executable, "-m", "bench.plan_accuracy", "--one", json.dumps(case)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return {**case._asdict(), "failed": done.stderr.strip()[-2000:]}
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    """The row of a case, or what went wrong; the process is forked from one that has only imported torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "flexengine.api"])
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        try:
+            return pool.submit(run_case, case).result()
+        except Exception as error:
+            return {**case._asdict(), "failed": "".join(traceback.format_exception(error))[-2000:]}
 
 
 def summary(rows: list[dict]) -> dict:
@@ -180,12 +179,8 @@ def main() -> None:
     parser.add_argument("--part", default="1/1", help="run part I of N")
     parser.add_argument("--merge", nargs="+", help="join the rows of these result files instead of running")
     parser.add_argument("--show", help="print the table of a result file")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--json", default=None, help="write the figures to this file")
     args = parser.parse_args()
-    if args.one:
-        print(json.dumps(run_case(Case(*json.loads(args.one)))))
-        return
     if args.show:
         rows = rows_of([args.show])
         print(f"{markdown(rows)}\n\n{json.dumps(summary(rows), indent=1)}")

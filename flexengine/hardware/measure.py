@@ -23,11 +23,12 @@ MIB = 2**20
 CUDA_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 FLASH_LENGTHS, PLAIN_LENGTHS = (512, 2048, 8192, 32768), (512, 2048)
 SUSTAINED_S = 0.6  # a power-capped H200 needs about 0.1 s to settle at its sustained clock
-PRODUCT_S = 0.015  # per layer, pass and direction: 24 of them, a third of a second, make a point of the curve
-CALL_S = 0.08  # shorter runs catch the card between two clocks
+PRODUCT_S = 0.01  # per layer, pass and direction: 24 of them, a quarter of a second, make a point of the curve
+CALL_S = 0.06  # shorter runs catch the card between two clocks
 LONGEST_BLOCK_S = 0.5  # token counts whose three passes through a block take longer are left out
 OPERAND_BYTES, RESULT_BYTES = 832 * MIB, 576 * MIB
 COPY_BYTES = 256 * MIB
+HOST_COPY_BYTES = 128 * MIB  # two of them must not raise the process's resident set above what training takes
 NUM_PARAMETERS = 2**24
 MEMORY_SHARE = 0.8  # of the free memory, where that is less than a benchmark would like
 LEAST_CUBE_BYTES = 1024 * MIB  # free memory for 8192^3 in 16 bits, three times 128 MiB, with room for the rest
@@ -60,7 +61,7 @@ def measure_cuda(
 ) -> Rates:
     """Rates of a GPU and its link, in about 8 s on a current card; `scale` stretches the sustained measurements.
 
-    shape: (hidden_size, intermediate_size) of the linear layers. Takes up to 1.4 GiB of GPU memory and 512 MiB of
+    shape: (hidden_size, intermediate_size) of the linear layers. Takes up to 1.4 GiB of GPU memory and 256 MiB of
     page-locked host memory (less where less is free), all given back to the allocators.
     Order: runs on the current stream of `device` and synchronises. The device should be idle otherwise.
     """
@@ -196,7 +197,7 @@ def _issue_seconds(device: torch.device) -> float:
 
 def _link_and_host_rates(device: torch.device, host_free_bytes: int, least_s: float) -> tuple[LinkRates, Points]:
     """The link between GPU and host; and copies within host memory, by threads."""
-    num_bytes = _copy_bytes(min(host_free_bytes, _free_bytes(device)))
+    num_bytes = min(HOST_COPY_BYTES, _copy_bytes(min(host_free_bytes, _free_bytes(device))))
     with allocate_host(num_bytes, page_locked=True) as up, allocate_host(num_bytes, page_locked=True) as down:
         up_gpu = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         down_gpu = torch.empty_like(up_gpu).random_()

@@ -10,7 +10,7 @@ from flexengine.hardware.curve import Curve
 from flexengine.hardware.timing import ISSUE_S, hold_stream, timed_calls
 
 MIB = 2**20
-SIZES = (2**16, 2**18, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
+SIZES = (2**16, 2**18, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 128 * MIB)
 LATENCY_SIZE = MIB  # the size that the fixed part of a copy is read from
 LEAST_COPIES, MOST_COPIES = 4, 64
 

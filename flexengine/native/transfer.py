@@ -179,6 +179,7 @@ class NativeTransfers:
         self._check(
             "open", self._call["open"](driver_path.encode(), piece_bytes, pieces_in_flight, ctypes.byref(handle))
         )
+        assert handle.value is not None, "an engine that opened has an address"
         self._engine = handle.value
         self._events: set[int] = set()
         self._posted: dict[tuple[Direction, int], Batch] = {}  # tensors that a post still reads or writes

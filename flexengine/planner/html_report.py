@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from html import escape
-from itertools import groupby
 
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import format_bytes, format_seconds, format_tflops, format_tokens_per_s
-from flexengine.models.spec import LayerSpec
+from flexengine.models.spec import LayerSpec, ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan
 from flexengine.planner.charts.layers import layer_chart
 from flexengine.planner.charts.memory import memory_chart
 from flexengine.planner.charts.streams import close_up, stream_chart
 from flexengine.planner.charts.style import CSS, SCRIPT, colour
 from flexengine.planner.picture import Picture
-from flexengine.planner.report import bound_line, kept_words, percent, words
+from flexengine.planner.report import alike, bound_line, kept_words, percent, spans, words
 from flexengine.planner.report_data import place_of
 from flexengine.planner.shortage import ShortageError
 from flexengine.schedule.layer_program import savable_ops
@@ -114,16 +113,22 @@ def _tiles(picture: Picture) -> str:
 
 
 def _layers(picture: Picture) -> str:
-    """The chart of all layers, and a table of runs of layers that are treated alike."""
+    """The chart of all layers, and a table of the ways in which they are treated."""
     plan, model = picture.plan, picture.model
-    rows = []
-    decided = [_decisions(layer, plan.layers[i], plan.groups) for i, layer in enumerate(model.layers)]
-    for decisions, run in groupby(range(len(decided)), key=decided.__getitem__):
-        first, *rest = (model.layers[i].name for i in run)
-        rows.append((f"{first} to {rest[-1]}" if rest else first, *decisions))
+    decided = (_decisions(layer, plan.layers[i], plan.groups) for i, layer in enumerate(model.layers))
+    rows = [(_layer_names(model, members), *decisions) for decisions, members in alike(decided).items()]
     chart = layer_chart([layer.name for layer in model.layers], _layer_places(picture))
     table = _table(("layers", "from forward to backward", "weights", "gradients", "optimizer states"), rows, ())
     return _figure("Where parameters live, and what each layer keeps for backward", chart) + table
+
+
+def _layer_names(model: ModelSpec, members: Sequence[int]) -> str:
+    """Layers in words: blocks by number, as they are named."""
+    first = next(i for i, layer in enumerate(model.layers) if layer.kind == "block")
+    blocks = [i - first for i in members if model.layers[i].kind == "block"]
+    edges = [model.layers[i].name for i in members if model.layers[i].kind != "block"]
+    word = "block" if len(blocks) == 1 else "blocks"
+    return ", ".join([*edges, *([f"{word} {spans(blocks)}"] if blocks else [])])
 
 
 def _decisions(layer: LayerSpec, kept: LayerPlan, groups: Sequence[GroupPlan]) -> tuple[str, ...]:

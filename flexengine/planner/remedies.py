@@ -18,6 +18,10 @@ NUM_RAISES = 6
 """Budgets tried above the least conceivable one, each a twelfth larger than the one before."""
 
 
+LARGEST_CARD_BYTES = 288 * GIB
+"""No GPU has more memory, so that no such budget is advised."""
+
+
 class Remedy(NamedTuple):
     """A change that makes the job fit: flags to add to the command, and the request that they make."""
 
@@ -94,6 +98,8 @@ def _raised(request: Request, field: str, start: int, fits: Callable[[Request], 
     flag = "--max-gpu-mem-gib" if field == "max_gpu_bytes" else "--max-host-mem-gib"
     gib = gib_text(start)
     for _ in range(NUM_RAISES):
+        if field == "max_gpu_bytes" and bytes_of(gib) > LARGEST_CARD_BYTES:
+            return None
         changed = replace(request, **{field: bytes_of(gib)})
         if fits(changed):
             return Remedy(f"{flag} {gib}", changed)

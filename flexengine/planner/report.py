@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from typing import TypeVar
 
 from flexengine.metrics import format_bytes, format_seconds, format_tflops, format_tokens_per_s
 from flexengine.models.spec import ModelSpec
@@ -15,6 +15,7 @@ from flexengine.planner.shortage import ShortageError
 from flexengine.schedule.layout import GroupLayout, group_layout
 
 GROUP_PARTS = (("weights", ("weights",)), ("grads", ("grad",)), ("states", ("remainder", "exp_avg", "exp_avg_sq")))
+T = TypeVar("T")
 PART_WORDS = {"weights": "weights", "grads": "gradients", "states": "optimizer states"}
 
 
@@ -171,6 +172,7 @@ def _decision_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
         f"step of {plan.request.max_global_batch_tokens} tokens: {plan.num_rounds} round(s) of {plan.chunks_per_round}"
         f" x {plan.chunk_tokens} tokens, sequences up to {plan.request.max_seq_len}",
         *_parameter_lines(plan, model),
+        *_update_lines(plan),
         *_activation_lines(plan),
     ]
 
@@ -189,6 +191,13 @@ def _parameter_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
     return lines
 
 
+def _update_lines(plan: Plan) -> list[str]:
+    if all(home.states == "gpu" and home.grads == "gpu" for home in plan.groups):
+        return ["update: on the GPU, in place"]
+    tile = f"{plan.optimizer_tile / 1e6:.2g} M" if plan.optimizer_tile >= 1e5 else f"{plan.optimizer_tile}"
+    return [f"update: on the GPU, what lives on the host through {plan.optimizer_slots} tile(s) of {tile} elements"]
+
+
 def _group_bytes(layouts: Sequence[GroupLayout] | None, members: list[int], kinds: tuple[str, ...]) -> str:
     if layouts is None:
         return ""
@@ -196,14 +205,31 @@ def _group_bytes(layouts: Sequence[GroupLayout] | None, members: list[int], kind
 
 
 def _activation_lines(plan: Plan) -> list[str]:
-    """One line per run of blocks that keep the same."""
-    lines, first = [], 0
-    for kept, run in groupby(plan.layers[1:-1]):
-        last = first + len(list(run)) - 1
-        span = f"block {first}" if first == last else f"blocks {first}-{last}"
-        lines.append(f"{span}: {kept_words(kept)}")
-        first = last + 1
-    return lines
+    """One line per way to keep activations, with the blocks that do."""
+    blocks = plan.layers[1:-1]
+    return [
+        f"block{'' if len(members) == 1 else 's'} {spans(members)}: {kept_words(kept)}"
+        for kept, members in alike(blocks).items()
+    ]
+
+
+def alike(items: Iterable[T]) -> dict[T, list[int]]:
+    """Positions by item, in order of first appearance."""
+    found: dict[T, list[int]] = {}
+    for position, item in enumerate(items):
+        found.setdefault(item, []).append(position)
+    return found
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Ascending numbers as ranges: "0-2, 5, 7-9"."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][-1] == number - 1:
+            ranges[-1][1:] = [number]
+        else:
+            ranges.append([number])
+    return ", ".join("-".join(map(str, ends)) for ends in ranges)
 
 
 def kept_words(kept: LayerPlan) -> str:

@@ -206,8 +206,8 @@ def test_link_rates_come_from_the_largest_copies_and_latency_from_one_mib():
     latency_s, rates = 3e-6, dict(zip(CURVE_NAMES, (50e9, 40e9, 45e9, 35e9), strict=True))
     seconds = {name: [latency_s + size / rate for size in SIZES] for name, rate in rates.items()}
     links = _link_rates(SIZES, seconds)
-    assert links.h2d_bytes_per_s == pytest.approx(50e9, rel=1e-3)
-    assert links.d2h_duplex_bytes_per_s == pytest.approx(35e9, rel=1e-3)
+    assert links.h2d_bytes_per_s == pytest.approx(50e9, rel=2e-3)
+    assert links.d2h_duplex_bytes_per_s == pytest.approx(35e9, rel=2e-3)
     assert links.copy_latency_s == pytest.approx(latency_s, rel=0.01)
     assert [curve.name for curve in links.curves] == list(CURVE_NAMES)
     assert [size for size, _ in links.curves[0].points] == list(SIZES)
