@@ -55,7 +55,7 @@ NUMBERS = (
 )  # fmt: skip
 TEXTS = ("", "llama", "Llama", "16", "0x10", "silu", "gelu", "yarn", "\x00", "\n\n\n", "\ud800", "é" * 50, "9" * 5000)
 NAMES = ("", "../x", "a/b", ".", "x" * 300, "\ud800", "a\x00b", "\n", SINGLE_FILE, "model-00001-of-00002.safetensors")
-DTYPES = ("F32", "F16", "BF16", "I64", "U8", "BOOL", "F8_E4M3", "C64", "F4", "f32", "", "F" * 10000)
+DTYPES = ("F32", "I32", "U32", "F16", "BF16", "I64", "U8", "BOOL", "F8_E4M3", "C64", "F4", "f32", "", "F" * 10000)
 DAMAGED_SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 

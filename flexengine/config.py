@@ -102,7 +102,7 @@ class TrainConfig:
                 "--data-source json_sft needs --dataset FILE; for random tokens use --data-source synthetic"
             )
         if self.data_source == "synthetic" and self.dataset:
-            raise ValueError(f"--data-source synthetic reads no data, but --dataset {self.dataset} was given")
+            raise ValueError(f"--data-source synthetic reads no data, but --dataset {self.dataset} was given; give one")
         if self.steps is not None and self.epochs is not None:
             raise ValueError(
                 f"--steps {self.steps} and --epochs {self.epochs} both set the length of the run; give one"
@@ -133,7 +133,7 @@ class TrainConfig:
         if self.lr_warmup_pct > self.lr_cooldown_start_pct:
             raise ValueError(
                 f"--lr-cooldown-start-pct {self.lr_cooldown_start_pct} is before the end of the warm-up,"
-                f" --lr-warmup-pct {self.lr_warmup_pct}"
+                f" --lr-warmup-pct {self.lr_warmup_pct}; raise the first or lower the second"
             )
 
     @property
@@ -169,7 +169,9 @@ def options_from_yaml(text: str, source: str) -> dict[str, Any]:
     """
     try:
         raw = yaml.load(text, _StrictLoader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date or number that cannot be
+    except RecursionError:
+        raise ValueError(f"{source} is not valid YAML: values are nested too deep; write one option a line") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or number that cannot be
         raise ValueError(f"{source} is not valid YAML: {error}") from None
     if not isinstance(raw, Mapping):
         found = "nothing" if raw is None else type(raw).__name__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -10,12 +11,24 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 HASH_BLOCK_BYTES = 4 << 20  # large enough that SHA-256, not the system call, sets the rate
 
 
 def temporary_name(target: Path) -> Path:
     """Name beside `target` (same folder, hence same file system) under which this process writes it."""
     return target.with_name(f".{target.name}.{os.getpid()}.tmp")
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors of the disk get a name: a failed write, unlike a failed open, comes without."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _OF_THE_DISK and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 @contextlib.contextmanager
@@ -28,7 +41,7 @@ def atomic_file(target: Path, mode: str = "wb", **open_arguments: Any) -> Iterat
     """
     temporary = temporary_name(target)
     try:
-        with open(temporary, mode, **open_arguments) as file:
+        with _naming(target), open(temporary, mode, **open_arguments) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -56,7 +69,8 @@ def staged_files(folder: Path) -> Iterator[Callable[[str], Path]]:
         return temporary
 
     try:
-        yield stage
+        with _naming(folder):
+            yield stage
         for temporary in staged:
             sync_file(temporary)
         for temporary, target in staged.items():

@@ -199,7 +199,9 @@ def _find_files(folder: Path) -> tuple[dict[str, str] | None, dict[str, str]]:
     index = parse_json_object(index_path.read_bytes(), index_path)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index_path}: needs a non-empty 'weight_map' of tensor name to file name.")
+        raise CheckpointError(
+            f"{index_path}: needs a non-empty 'weight_map' of tensor name to file name; fetch it again."
+        )
     for name, file in weight_map.items():
         if not _is_file_name(file):
             raise CheckpointError(

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from flexengine.api import COMPUTE_DTYPES, choose_device, linear_shape, make_request, warn_of_long_sequences
 from flexengine.commands.compare import Case, compare, comparison_json, comparison_table
+from flexengine.commands.files import check_target, write_whole
 from flexengine.config import OPTION_HELP, OPTION_TYPES, TrainConfig, choices_of, flag_of, value_type_of
 from flexengine.hardware.presets import PRESETS, preset, with_memory
 from flexengine.hardware.profile import HardwareProfile, read_profile
@@ -106,7 +107,7 @@ def _first_planned(model: ModelSpec, profile: HardwareProfile, error: ShortageEr
 
 def _write(arguments: argparse.Namespace, option: str, text: str) -> None:
     path: Path = getattr(arguments, option)
-    path.write_text(text, encoding="utf-8")
+    write_whole(f"--{option.replace('_', '-')}", path, lambda beside: beside.write_text(text, encoding="utf-8"))
     print(f"wrote {path}", file=sys.stderr)
 
 
@@ -265,8 +266,6 @@ def _check(arguments: argparse.Namespace) -> None:
     """Everything that can be known to be wrong before anything is planned."""
     files = {flag: getattr(arguments, flag.replace("-", "_")) for flag in ("timeline", "html", "plan-json")}
     for flag, path in files.items():
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            found = "is a folder" if path.is_dir() else f"there is no folder {path.absolute().parent}"
-            raise ValueError(f"--{flag} {path}: {found}; name a file in a folder that exists")
+        check_target(f"--{flag}", path)
         if path is not None and arguments.compare:
             raise ValueError(f"--compare prints one table of several plans; leave --{flag} out, or plan one of them")

@@ -2,9 +2,7 @@
 
 import argparse
 import logging
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import torch
 
 from flexengine.api import COMPUTE_DTYPES, choose_device, linear_shape
+from flexengine.commands.files import check_target, write_whole
 from flexengine.hardware.chart import check_can_plot, draw_profile
 from flexengine.hardware.curve import Points
 from flexengine.hardware.presets import PRESETS, preset, preset_source
@@ -37,10 +36,10 @@ def main(argv: Sequence[str]) -> int:
     profile, origin = _preset(arguments.preset) if arguments.preset else _probed(arguments)
     print("\n".join([*origin, "", *describe(profile)]))
     if arguments.json is not None:
-        _write(arguments.json, lambda path: path.write_text(profile.to_json(), encoding="utf-8"))
+        write_whole("--json", arguments.json, lambda path: path.write_text(profile.to_json(), encoding="utf-8"))
         print(f"\nwrote {arguments.json}; use it with --gpu {arguments.json} or hardware={str(arguments.json)!r}")
     if arguments.plot is not None:
-        _write(arguments.plot, lambda path: draw_profile(profile, path, _chart_note(profile, origin)))
+        write_whole("--plot", arguments.plot, lambda path: draw_profile(profile, path, _chart_note(profile, origin)))
         print(f"wrote {arguments.plot}")
     return 0
 
@@ -76,10 +75,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--json {arguments.json}: profiles end in .json, or --gpu takes the name for a preset's")
     if arguments.plot is not None:
         check_can_plot(arguments.plot)
-    for flag, path in (("--json", arguments.json), ("--plot", arguments.plot)):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            found = "is a folder" if path.is_dir() else f"there is no folder {path.absolute().parent}"
-            raise ValueError(f"{flag} {path}: {found}; name a file in a folder that exists")
+    check_target("--json", arguments.json)
+    check_target("--plot", arguments.plot)
 
 
 def _preset(name: str) -> tuple[HardwareProfile, list[str]]:
@@ -123,19 +120,6 @@ def _chart_note(profile: HardwareProfile, origin: Sequence[str]) -> str:
     )
     source = "\n" + origin[1].strip() if profile.source == "preset" else ""
     return "; ".join(text for text in costs if text) + source
-
-
-def _write(path: Path, write: Callable[[Path], object]) -> None:
-    """Write beside and rename, so that a failure leaves what was there."""
-    descriptor, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.stem}-", suffix=path.suffix)
-    os.close(descriptor)
-    try:
-        write(Path(name))
-        os.chmod(name, 0o644)  # mkstemp's files are private
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 # ---- the profile as text ----------------------------------------------------------------------------------------

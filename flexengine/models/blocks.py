@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flexengine.models.fields import Fields
 from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec, ParamSpec, WeightSource
 from flexengine.ops.attention import CausalAttention
 from flexengine.ops.base import Op
@@ -141,8 +142,8 @@ def decoder_layers(s: DecoderShape, groups: tuple[GroupSpec, ...]) -> tuple[Laye
 
 
 def decoder_model(name: str, family: str, config: dict, shape: DecoderShape, inv_freq: tuple[float, ...]) -> ModelSpec:
-    """Assemble a decoder of the given shape."""
-    groups = decoder_groups(shape)
+    """Assemble a decoder of the given shape. Raises ValueError for what else it reads from the config."""
+    fields, groups = Fields(name, config), decoder_groups(shape)
     return ModelSpec(
         name=name,
         family=family,
@@ -152,8 +153,8 @@ def decoder_model(name: str, family: str, config: dict, shape: DecoderShape, inv
         num_attention_heads=shape.num_attention_heads,
         num_key_value_heads=shape.num_key_value_heads,
         head_dim=shape.head_dim,
-        max_position_embeddings=int(config.get("max_position_embeddings", 2048)),
-        initializer_range=float(config.get("initializer_range", 0.02)),
+        max_position_embeddings=fields.whole("max_position_embeddings", 2048),
+        initializer_range=fields.number("initializer_range", 0.02, high=100.0),
         tie_word_embeddings=shape.tie_word_embeddings,
         inv_freq=inv_freq,
         groups=groups,

@@ -34,10 +34,8 @@ def build(name: str, config: dict) -> ModelSpec:
     if 2 * len(rope.inv_freq) != head_dim:
         raise ValueError(
             f"{name}: partial_rotary_factor in config.json rotates {2 * len(rope.inv_freq)} of head_dim={head_dim}; "
-            "a llama model rotates all of it"
+            "a llama model rotates all of it. Fetch the published config.json again"
         )
-    fields.whole("max_position_embeddings", 2048)  # read where the decoder is assembled
-    fields.number("initializer_range", 0.02, high=100.0)
     shape = DecoderShape(
         hidden_size=hidden,
         intermediate_size=fields.whole("intermediate_size"),

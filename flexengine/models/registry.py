@@ -43,7 +43,8 @@ def build_model(name: str, config: Any) -> ModelSpec:
     models/fields.py:LARGEST or sizes that come to more than MAX_PARAMETERS.
     """
     if not isinstance(config, dict):
-        raise ValueError(f"{name}: config.json holds a {type(config).__name__}, expected an object of fields")
+        found = type(config).__name__
+        raise ValueError(f"{name}: config.json holds a {found}, expected an object of fields; fetch it again")
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         meant = did_you_mean(family, FAMILIES) if isinstance(family, str) else ""

@@ -52,7 +52,10 @@ def read_batch(
     if not ids:
         raise ValueError("the batch has no sequences; give at least one list of token ids")
     if len(targets) != len(ids):
-        raise ValueError(f"the batch has {len(ids)} sequences of input_ids but {len(targets)} of labels")
+        raise ValueError(
+            f"the batch has {len(ids)} sequences of input_ids but {len(targets)} of labels; give one list of labels for"
+            " every sequence"
+        )
     if attention_mask is not None:
         ids, targets = _trim(ids, targets, attention_mask)
     for i, (row, target) in enumerate(zip(ids, targets, strict=True)):
@@ -63,11 +66,13 @@ def read_batch(
 def _rows(value: object, name: str) -> list:
     if isinstance(value, Tensor):
         if value.dim() != 2:
-            raise ValueError(f"{name} must have shape [batch, tokens], got {list(value.shape)}")
+            raise ValueError(f"{name} must have shape [batch, tokens], got {list(value.shape)}; reshape it")
         return list(value)
     if isinstance(value, (list, tuple)):
         if value and not isinstance(value[0], (list, tuple, Tensor)):
-            raise ValueError(f"{name} must be a list of sequences, got a list of {type(value[0]).__name__}")
+            raise ValueError(
+                f"{name} must be a list of sequences, got a list of {type(value[0]).__name__}; write [[...]] for one"
+            )
         return list(value)
     raise ValueError(f"{name} must be a list of token lists or a tensor, got {type(value).__name__}")
 
@@ -94,11 +99,12 @@ def _trim(ids: list[Tensor], labels: list[Tensor], mask: object) -> tuple[list[T
     rows = _rows(mask, "attention_mask")
     masks = [_row(_tensor(row, f"attention_mask[{i}]").long(), f"attention_mask[{i}]") for i, row in enumerate(rows)]
     if [m.numel() for m in masks] != [r.numel() for r in ids]:
-        raise ValueError("attention_mask must have the shape of input_ids")
+        found, wanted = ([row.numel() for row in some[:8]] for some in (masks, ids))
+        raise ValueError(f"attention_mask must have the shape of input_ids: it has rows of {found}, they of {wanted}")
     lengths = [int(m.sum()) for m in masks]
     for i, (m, length) in enumerate(zip(masks, lengths, strict=True)):
         if not bool(m[:length].all()):
-            raise ValueError(f"attention_mask[{i}] is not right padding (ones, then zeros); only that is supported")
+            raise ValueError(f"attention_mask[{i}] is not right padding; pad behind the tokens (ones, then zeros)")
     cut = zip(ids, labels, lengths, strict=True)
     ids_labels = [(row[:n], label[:n]) for row, label, n in cut]
     return [r for r, _ in ids_labels], [label for _, label in ids_labels]

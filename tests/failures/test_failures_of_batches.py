@@ -64,7 +64,10 @@ BATCHES = {
         {"input_ids": TENSOR, "attention_mask": torch.tensor([[0, 1, 1, 1]] * 2)},
         ("is not right padding",),
     ),
-    "mask_of_another_shape": ({"input_ids": TENSOR, "attention_mask": TENSOR[:, :2]}, ("the shape of input_ids",)),
+    "mask_of_another_shape": (
+        {"input_ids": TENSOR, "attention_mask": TENSOR[:, :2]},
+        (r"the shape of input_ids: it has rows of \[2, 2\], they of \[4, 4\]",),
+    ),
     "mask_that_hides_everything": (
         {"input_ids": TENSOR, "attention_mask": 0 * TENSOR},
         ("sequence 0 of the batch is emp",),

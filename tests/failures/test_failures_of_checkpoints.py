@@ -213,7 +213,9 @@ DAMAGE = (
         (INDEX, "4300 digits"),
     ),
     Case("index_that_is_no_json", lambda f: (f / INDEX).write_text("{"), (INDEX, "not valid JSON", "fetch")),
-    Case("index_without_weight_map", lambda f: (f / INDEX).write_text("{}"), (INDEX, "non-empty 'weight_map'")),
+    Case(
+        "index_without_weight_map", lambda f: (f / INDEX).write_text("{}"), (INDEX, "non-empty 'weight_map'", "fetch")
+    ),
     Case("folder_without_weights", no_weights, ("no \\*.safetensors file", "python download.py model")),
     Case("folder_with_pickled_weights", converted_weights, ("found pytorch_model.bin, which must be converted",)),
 )

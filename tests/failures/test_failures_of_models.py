@@ -45,7 +45,7 @@ CONFIGS = (
         text('{"a": ' + "9" * 5000 + "}"),
         ("config.json.*more than 4300 digits", "fetch"),
     ),
-    Case("config_is_a_list", text("[]"), ("config.json holds a list, expected an object",)),
+    Case("config_is_a_list", text("[]"), ("config.json holds a list, expected an object of fields; fetch",)),
     Case(
         "config_of_many_MiB",
         text(b" " * (MAX_CONFIG_BYTES + 1)),
@@ -87,8 +87,9 @@ CONFIGS = (
         having(num_attention_heads=4, num_key_value_heads=3),
         ("num_attention_heads=4 is not a multiple of num_key_value_heads=3",),
     ),
-    Case("odd_heads", having(head_dim=5), ("head_dim=5 is odd.*even",)),
+    Case("odd_heads", having(head_dim=5), ("head_dim=5 is odd.*even", "Correct head_dim")),
     Case("activation_of_another_family", having(hidden_act="gelu"), ("hidden_act='gelu'.*'silu'",)),
+    Case("activation_of_5000_letters", having(hidden_act="x" * 5000), ("hidden_act='xxx.*\\.\\.\\.xxx.*'silu'",)),
     Case("unknown_family", having(model_type="gpt2"), ("model_type 'gpt2'.*known: llama",)),
     Case("misspelt_family", having(model_type="lama"), ("model_type 'lama'.*did you mean llama\\?",)),
     Case("family_missing", without("model_type"), ("model_type None.*known: llama",)),
@@ -113,7 +114,7 @@ CONFIGS = (
         ("low_freq_factor=4 must be below high_freq_factor=4",),
     ),
     Case("rope_factor_of_zero", having(rope_scaling={"rope_type": "yarn", "factor": 0}), ("factor=0 in the rope",)),
-    Case("partly_rotated_heads", having(partial_rotary_factor=0.5), ("rotates 4 of head_dim=8", "all of it")),
+    Case("partly_rotated_heads", having(partial_rotary_factor=0.5), ("rotates 4 of head_dim=8", "all of it", "Fetch")),
 )
 
 

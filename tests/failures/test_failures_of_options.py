@@ -105,7 +105,7 @@ YAML = (
     Case("yaml_damaged", "model: [\n", ("run.yaml is not valid YAML.*line 2",)),
     Case("yaml_key_twice", "lr: 1e-3\nlr: 1e-4\n", ("not valid YAML: 'lr' is given twice",)),
     Case("yaml_no_text", b"\xff\xfe", ("run.yaml: no UTF-8 text.*byte 0",)),
-    Case("yaml_nested_too_deep", "[" * 20000, ("run.yaml is not valid YAML",)),
+    Case("yaml_nested_too_deep", "[" * 20000, ("run.yaml is not valid YAML: values are nested too deep",)),
     Case("yaml_impossible_date", "model: 2020-99-99\n", ("run.yaml is not valid YAML: month must be in 1..12",)),
     Case("yaml_text_for_a_number", "lr: fast\n", ("--lr must be of type float, got 'fast'",)),
     Case("yaml_number_too_large", "lr: 1" + "0" * 400 + "\n", ("--lr must be a finite number",)),

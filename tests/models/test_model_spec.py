@@ -134,3 +134,15 @@ def test_key_value_heads_and_head_width_have_defaults():
     del config["num_key_value_heads"], config["head_dim"]
     spec = spec_of(config)
     assert (spec.num_key_value_heads, spec.head_dim) == (4, 6)
+
+
+@pytest.mark.parametrize(
+    "field", ["max_position_embeddings", "initializer_range", "num_key_value_heads", "rope_scaling"]
+)
+def test_null_is_as_good_as_absent(field):
+    """Hugging Face writes null for what was never set."""
+    config = tiny_config()
+    absent = spec_of({name: value for name, value in config.items() if name != field})
+    null = spec_of({**config, field: None})
+    for name in ("max_position_embeddings", "initializer_range", "num_key_value_heads", "inv_freq", "groups"):
+        assert getattr(null, name) == getattr(absent, name)

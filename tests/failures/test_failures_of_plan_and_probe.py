@@ -1,0 +1,112 @@
+"""`flexengine plan` and `flexengine probe`: what they cannot plan, and files that they cannot write."""
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+from provoke import CONFIG, Case, cases, check_message
+
+SMALL = ["--gpu", "rtx-4090", "--max-seq-len", "16", "--max-global-batch-tokens", "32"]
+PLANS = (
+    Case("plan_without_a_model", ["--gpu", "rtx-4090"], ("required: --model", "--help")),
+    Case("plan_unknown_flag", ["--model", "preset:demo", "--htm", "x"], ("unknown flag --htm; did you mean --html",)),
+    Case("plan_unknown_card", ["--model", "preset:demo", "--gpu", "rtx-4091"], ("'rtx-4091'", "rtx-4090")),
+    Case("plan_card_file_absent", ["--model", "preset:demo", "--gpu", "x.json"], ("x.json",)),
+    Case(
+        "plan_misspelt_model", ["--model", "preset:dem", "--gpu", "h100"], ("unknown preset 'dem'; did you mean demo",)
+    ),
+    Case("plan_of_a_damaged_config", ["--model", "model", *SMALL], ("hidden_size='16' in config.json", "fetch")),
+    Case("plan_budget_of_zero", ["--model", "preset:demo", "--max-gpu-mem-gib", "0"], ("'0' is not a number above 0",)),
+    Case("plan_budget_nan", ["--model", "preset:demo", "--host-mem-gib", "nan"], ("'nan' is not a number above 0",)),
+    Case("plan_of_no_tokens", ["--model", "preset:demo", "--max-seq-len", "0"], ("'0' is not a whole number above 0",)),
+    Case(
+        "plan_cpu_on_a_card", ["--model", "preset:demo", "--device", "cpu", *SMALL], ("--gpu rtx-4090 is a GPU; leave",)
+    ),
+    Case(
+        "plan_page_in_no_folder",
+        ["--model", "preset:demo", *SMALL, "--html", "nowhere/x.html"],
+        ("--html nowhere/x.html: there is no folder .*nowhere; name a file in a folder that exists",),
+    ),
+    Case(
+        "plan_page_is_a_folder", ["--model", "preset:demo", *SMALL, "--html", "model"], ("--html model: is a folder",)
+    ),
+    Case(
+        "plan_page_of_a_comparison",
+        ["--model", "preset:demo", "--compare", "l40s", "--html", "x.html"],
+        ("--compare prints one table of several plans; leave --html out",),
+    ),
+    Case(
+        "plan_that_does_not_fit",
+        [
+            "--model",
+            "preset:llama-3.1-8b",
+            "--gpu",
+            "rtx-4090",
+            "--max-gpu-mem-gib",
+            "0.5",
+            "--max-global-batch-tokens=2048",
+        ],
+        (
+            "needs 4.\\d+ GiB of 0.50 GiB GPU memory: 4.\\d+ GiB are missing",
+            "fits with one of --max-gpu-mem-gib 4.\\d+",
+        ),
+    ),
+)
+
+
+@cases(*PLANS)
+def test_plan(case, command, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**CONFIG, "hidden_size": "16"}))
+    outcome = command("plan", *case.provoke)
+    assert outcome.status == case.status
+    check_message(outcome.err, case.says)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+PROBES = (
+    Case("probe_unknown_preset", ["--preset", "h1000"], ("'h1000'", "h100")),
+    Case("probe_preset_and_measuring", ["--preset", "rtx-4090", "--force"], ("measures nothing; leave --force out",)),
+    Case("probe_file_of_another_kind", ["--preset", "rtx-4090", "--json", "x.txt"], ("x.txt: profiles end in .json",)),
+    Case(
+        "probe_file_in_no_folder", ["--preset", "rtx-4090", "--json", "no/x.json"], ("--json no/x.json: there is no f",)
+    ),
+)
+
+
+@cases(*PROBES)
+def test_probe(case, command, tmp_path):
+    outcome = command("probe", *case.provoke)
+    assert outcome.status == case.status
+    check_message(outcome.err, case.says)
+    assert list(tmp_path.iterdir()) == []
+
+
+WRITES = {
+    "--html": ["plan", "--model", "preset:demo", *SMALL, "--html", "there"],
+    "--timeline": ["plan", "--model", "preset:demo", *SMALL, "--timeline", "there"],
+    "--plan-json": ["plan", "--model", "preset:demo", *SMALL, "--plan-json", "there"],
+    "--json": ["probe", "--preset", "rtx-4090", "--json", "there.json"],
+}
+
+
+@pytest.mark.parametrize("flag", WRITES)
+def test_disk_full_while_a_file_is_replaced(flag, command, monkeypatch, tmp_path):
+    """The file that was there is as it was, and the message names the flag of this place."""
+    target = tmp_path / WRITES[flag][-1]
+    target.write_text("of yesterday")
+    write_text = Path.write_text
+
+    def full(path, text, **keywords):
+        write_text(path, text[: len(text) // 2], **keywords)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    outcome = command(*WRITES[flag])
+    assert outcome.status == 2
+    check_message(
+        outcome.err, (f"{target.name}: no space left on the disk \\(.*MiB free\\)", f"choose another {flag}\\.")
+    )
+    assert list(tmp_path.iterdir()) == [target]
+    assert target.read_text() == "of yesterday"
