@@ -1,7 +1,8 @@
 """What layers put on each stream in each phase of a step, as arrays over their options: the terms the search adds up.
 
-Seconds per step, nine columns: forward, backward and update on compute, host-to-device and device-to-host. Phases
-follow each other; within one the streams run side by side, so the largest column of a phase bounds it from below.
+Seconds per step, twelve columns: forward, backward and update on compute, host-to-device, device-to-host and the host's
+issue of commands. Phases follow each other; within one the streams run side by side, so the largest column of a phase
+bounds it from below.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ import numpy as np
 
 from flexengine.models.spec import LayerSpec, ModelSpec
 from flexengine.ops.base import Work
-from flexengine.plan import GroupPlan
+from flexengine.plan import GroupPlan, Home
 from flexengine.planner.cost_model import CostModel
-from flexengine.planner.frontier import KeepOption
-from flexengine.planner.sketch import BlockCosts
+from flexengine.schedule.commands import Command, CopyRegion, LayerCall, Stream
 from flexengine.schedule.layer_program import LayerProgram, compile_layer
 from flexengine.schedule.layout import GroupLayout
-from flexengine.schedule.lowering import RoundShape
+from flexengine.schedule.lowering import ChunkShape, RoundShape
 
-FC, FH, FD, BC, BH, BD, UC, UH, UD = range(9)
-NUM_LOADS = 9
+FC, FH, FD, FI, BC, BH, BD, BI, UC, UH, UD, UI = range(12)
+NUM_LOADS = 12
+NUM_STREAMS = 4
 
 LEVELS = (
     GroupPlan(),
@@ -34,7 +35,6 @@ LEVELS = (
 )
 """Ways to hold a parameter group, from fully streamed to fully resident."""
 STREAMED, RESIDENT_WEIGHTS, RESIDENT_GRADS, RESIDENT_BOTH, RESIDENT = range(len(LEVELS))
-STATE_KINDS = ("remainder", "exp_avg", "exp_avg_sq")
 
 
 class GroupUse(NamedTuple):
@@ -59,43 +59,57 @@ def group_uses(model: ModelSpec) -> list[GroupUse]:
     return [GroupUse(*use) for use in zip(forward, backward, gradients, strict=True)]
 
 
-def resident_bytes(group: GroupLayout, level: GroupPlan) -> int:
-    """GPU bytes of the planes that a level holds there."""
-    return sum(num for kind, num in group.plane_bytes.items() if _home(kind, level) == "gpu")
-
-
-def streamed_bytes(group: GroupLayout, level: GroupPlan) -> int:
-    """Host bytes of the planes that a level holds there."""
-    return sum(num for kind, num in group.plane_bytes.items() if _home(kind, level) == "host")
-
-
-def _home(kind: str, level: GroupPlan) -> str:
+def home_of(kind: str, level: GroupPlan) -> Home:
+    """The side that a level holds a kind of planes on."""
     return {"weights": level.weights, "grad": level.grads}.get(kind, level.states)
+
+
+def issue_s(cost: CostModel, kind: str, program: LayerProgram | None = None) -> float:
+    """Host seconds to issue a command of some kind: of a layer with its program, a copy, an update or another."""
+    args = None if program is None else LayerCall(0, 0, program, {}, {})
+    copies = (CopyRegion(0, 0, 0, 0, 1),) if kind == "copy" else ()
+    return cost.issue_s(Command(0, kind, "", Stream.COMPUTE, (), (), (), copies=copies, args=args))
 
 
 def group_loads(
     group: GroupLayout, level: GroupPlan, use: GroupUse, rounds: int, acc_bytes: int, cost: CostModel
 ) -> np.ndarray:
-    """Loads [9] of a parameter group: weights per round, gradients per round, and the optimizer's update."""
+    """Loads [12] of a parameter group: weights per round, gradients per round, and the optimizer's update (but for
+    its issue, which the size of the tiles decides)."""
     p, planes = cost.profile, group.plane_bytes
     loads, stores = np.zeros(NUM_LOADS), rounds * use.gradients
+    copy_s = issue_s(cost, "copy")
     if level.weights == "host":
         loads[FH] = rounds * use.forward * planes["weights"] / p.h2d_duplex_bytes_per_s
         loads[BH] = rounds * use.backward * planes["weights"] / p.h2d_duplex_bytes_per_s
+        loads[FI] = rounds * use.forward * copy_s
+        loads[BI] = rounds * use.backward * copy_s
     if level.grads == "host":
         loads[BH] += (stores - 1) * planes["grad"] / p.h2d_duplex_bytes_per_s
         loads[BD] = stores * planes["grad"] / p.d2h_duplex_bytes_per_s
+        loads[BI] += (2 * stores - 1) * copy_s
     touched = stores * group.numel * acc_bytes + (2 * stores - 1) * planes["grad"]
     loads[BC] = touched / p.memory_bytes_per_s + 2 * stores * p.launch_s
-    back = sum(num for kind, num in planes.items() if kind != "grad" and _home(kind, level) == "host")
+    loads[BI] += stores * issue_s(cost, "finish_gradient")
+    back = sum(num for kind, num in planes.items() if kind != "grad" and home_of(kind, level) == "host")
     loads[UC] = (2 * sum(planes.values()) - planes["grad"]) / p.memory_bytes_per_s
     loads[UH] = (back + (planes["grad"] if level.grads == "host" else 0)) / p.h2d_duplex_bytes_per_s
     loads[UD] = back / p.d2h_duplex_bytes_per_s
     return loads
 
 
-def layer_compute_s(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> tuple[float, float]:
-    """(forward, backward without recomputation) seconds of a layer per round; the head's forward is in its backward."""
+class LayerSeconds(NamedTuple):
+    """A layer on one chunk or round: compute seconds with nothing recomputed, and what the host takes to issue it with
+    everything recomputed."""
+
+    forward_s: float
+    backward_s: float
+    forward_issue_s: float
+    backward_issue_s: float
+
+
+def layer_seconds(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> LayerSeconds:
+    """Seconds of a layer per round; the head's forward is in its backward."""
     program = compile_layer(layer, (), (), cost.chunk_tokens, cost.compute_bytes)
     forward_s = backward_s = 0.0
     for (tokens, seq_len), count in Counter((c.tokens, c.seq_len) for c in shape.chunks).items():
@@ -104,7 +118,9 @@ def layer_compute_s(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> tup
         if layer.kind != "head":
             forward_s += count * cost.work_s(forward)
             backward_s -= count * cost.work_s(again)
-    return forward_s, backward_s
+    chunks = len(shape.chunks)
+    forward_issue_s = 0.0 if layer.kind == "head" else chunks * issue_s(cost, "forward", program)
+    return LayerSeconds(forward_s, backward_s, forward_issue_s, chunks * issue_s(cost, "backward", program))
 
 
 @lru_cache(maxsize=4096)
@@ -114,26 +130,27 @@ def _layer_work(program: LayerProgram, tokens: int, seq_len: int, compute_bytes:
     return program.forward_work(*sizes), program.backward_work(*sizes), program.recompute_work(*sizes)
 
 
-def block_costs(block: LayerSpec, group: GroupLayout, shape: RoundShape, acc_bytes: int, cost: CostModel) -> BlockCosts:
-    """Seconds of a block per chunk, for the sketch."""
-    singles = [layer_compute_s(block, RoundShape((chunk,)), cost) for chunk in shape.chunks]
-    touched = group.numel * acc_bytes + 2 * group.plane_bytes["grad"]
-    finish_s = touched / cost.profile.memory_bytes_per_s + 2 * cost.profile.launch_s
-    return BlockCosts(tuple(f for f, _ in singles), tuple(b for _, b in singles), finish_s, shape.chunks[0].is_slice)
+def chunk_seconds(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> tuple[LayerSeconds, ...]:
+    """Seconds of a layer for every chunk of a round."""
+    known: dict[ChunkShape, LayerSeconds] = {}
+    for chunk in shape.chunks:
+        alike = ChunkShape(chunk.tokens, chunk.seq_len)
+        if alike not in known:
+            known[alike] = layer_seconds(layer, RoundShape((alike,)), cost)
+    return tuple(known[ChunkShape(c.tokens, c.seq_len)] for c in shape.chunks)
 
 
-def option_loads(option: KeepOption, num_chunks: int, refills: int, rounds: int, cost: CostModel) -> np.ndarray:
-    """Loads [9] of a block's kept activations; `refills` is how often backward fetches each chunk's (2 when sliced)."""
+def link_seconds(h2d_s: np.ndarray, d2h_s: np.ndarray, cost: CostModel) -> np.ndarray:
+    """Seconds that both directions of the link take side by side, from their seconds at the rates of a busy link: when
+    the shorter one has ended, the longer goes on at the rate it has alone."""
     p = cost.profile
-    moved = rounds * num_chunks * option.host_bytes
-    loads = np.zeros(NUM_LOADS)
-    loads[FD] = moved / p.d2h_duplex_bytes_per_s
-    loads[BC] = rounds * option.recompute_s
-    loads[BH] = refills * moved / p.h2d_duplex_bytes_per_s
-    return loads
+    h2d_gain = 1 - p.h2d_duplex_bytes_per_s / p.h2d_bytes_per_s
+    d2h_gain = 1 - p.d2h_duplex_bytes_per_s / p.d2h_bytes_per_s
+    both = np.minimum(h2d_s, d2h_s)
+    return both + (h2d_s - both) * (1 - h2d_gain) + (d2h_s - both) * (1 - d2h_gain)
 
 
 def phase_seconds(loads: np.ndarray) -> np.ndarray:
-    """Seconds of loads [..., 9] when the streams of each phase overlap perfectly: the sum of each phase's largest."""
-    phases = loads.reshape(*loads.shape[:-1], 3, 3)
+    """Seconds of loads [..., 12] when the streams of each phase overlap perfectly: the sum of each phase's largest."""
+    phases = loads.reshape(*loads.shape[:-1], 3, NUM_STREAMS)
     return phases.max(axis=-1).sum(axis=-1)

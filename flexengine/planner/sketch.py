@@ -1,50 +1,64 @@
-"""A quick estimate of a round: the lowered program's main waits in one pass over layers and chunks.
+"""A quick estimate of rounds, many placements at a time: the lowered program's main waits, layer by layer and chunk by
+chunk, with one number per placement in every array.
 
-About a hundred times quicker than lowering and simulating, so that the search can look at many placements; the
-simulator on the real program has the last word. It knows weight, gradient and offload slots, the ring of hidden
-states and shared edge slots, and prices both directions of the link as if both were busy.
+It knows weight, gradient and offload slots, the ring of hidden states, shared edge slots, the host that issues commands
+one after another, and that a direction of the link is slower while the other is busy (by how busy it was one layer ago).
+The simulator on the real program has the last word.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
+
+from flexengine.hardware.profile import HardwareProfile
 
 
 class RowCosts(NamedTuple):
-    """One (keep option, level) of a block: seconds per chunk and per layer on each stream.
+    """What the rows (keep option x level) of a block cost: arrays [K], or [L, P] for placements.
 
-    recompute_s, input_d2h_s, save_d2h_s, input_h2d_s, save_h2d_s: per chunk; weights_h2d_s, grad_h2d_s, grad_d2h_s: per
-    layer, 0 where resident.
+    Seconds on the streams, copies at the rates of a busy link: recompute_s to save_h2d_s per chunk, weights_h2d_s to
+    grad_d2h_s per layer, 0 where nothing is copied. The last four are what the host takes to issue a chunk's and a
+    layer's commands.
     """
 
-    recompute_s: float
-    input_d2h_s: float
-    save_d2h_s: float
-    input_h2d_s: float
-    save_h2d_s: float
-    weights_h2d_s: float
-    grad_h2d_s: float
-    grad_d2h_s: float
+    recompute_s: np.ndarray
+    input_d2h_s: np.ndarray
+    save_d2h_s: np.ndarray
+    input_h2d_s: np.ndarray
+    save_h2d_s: np.ndarray
+    weights_h2d_s: np.ndarray
+    grad_h2d_s: np.ndarray
+    grad_d2h_s: np.ndarray
+    forward_issue_s: np.ndarray
+    backward_issue_s: np.ndarray
+    fetch_issue_s: np.ndarray
+    finish_issue_s: np.ndarray
 
 
 class EdgeCosts(NamedTuple):
-    """Embedding or head: seconds of a round; zero copies where resident."""
+    """Embedding or head in a round: seconds, or arrays [P] of them; copies are 0 where resident.
+
+    again_h2d_s: the part of grad_h2d_s that even a first round fetches (a tied embedding's, which the head stored).
+    """
 
     forward_s: float
     backward_s: float
     finish_s: float
-    weights_h2d_s: float
-    grad_h2d_s: float
-    grad_d2h_s: float
+    forward_issue_s: float
+    backward_issue_s: float
+    weights_h2d_s: np.ndarray
+    grad_h2d_s: np.ndarray
+    grad_d2h_s: np.ndarray
+    again_h2d_s: np.ndarray
 
 
-@dataclass(frozen=True)
-class BlockCosts:
-    """Compute of a block per chunk (forward, backward without recomputation) and of rounding its gradient.
+class RoundCosts(NamedTuple):
+    """What all placements of a round have in common.
 
-    refill: sliced sequences fetch every chunk's kept tensors once more to rebuild the key/value window.
+    forward_s, backward_s: compute of a block per chunk, without recomputation; finish_s: rounding its gradient. refill:
+    sliced sequences fetch every chunk's kept tensors once more to rebuild the key/value window.
     """
 
     forward_s: tuple[float, ...]
@@ -53,129 +67,234 @@ class BlockCosts:
     refill: bool
 
 
+class Batch(NamedTuple):
+    """Placements [P] to estimate.
+
+    slots: [3, P] weight, gradient and offload slots. Edge slots may lie over the blocks'; refilled: so that weights
+    are there in forward; grads_share: so that the head's gradient is there, too.
+    accumulating: rounds that add to earlier gradients.
+    """
+
+    rows: RowCosts
+    embedding: EdgeCosts
+    head: EdgeCosts
+    slots: np.ndarray
+    share_edge_slots: np.ndarray
+    refilled: np.ndarray
+    grads_share: np.ndarray
+    accumulating: np.ndarray
+
+
 class _Ring:
-    """Slots handed out in turn; each remembers when it is free again."""
+    """Slots handed out in turn, per placement: when the next is free, and that one is in use until then."""
 
-    def __init__(self, count: int) -> None:
-        self.free: deque[float] = deque([0.0] * count)
+    def __init__(self, counts: np.ndarray) -> None:
+        self.counts, self.index = counts, np.arange(len(counts))
+        self.free = np.zeros((int(counts.max()), len(counts)))
+        self.taken, self.given = np.zeros_like(counts), np.zeros_like(counts)
 
-    def take(self) -> float:
-        """When the next slot is free."""
-        return self.free.popleft()
+    def take(self, mask: np.ndarray) -> np.ndarray:
+        """When the next slot is free, 0 outside the mask."""
+        free = np.where(mask, self.free[self.taken, self.index], 0.0)
+        self.taken = (self.taken + mask) % self.counts
+        return free
 
-    def give(self, free_s: float) -> None:
-        """It is in use until then."""
-        self.free.append(free_s)
+    def give(self, until: np.ndarray, mask: np.ndarray) -> None:
+        """The slot taken first of those not given back is in use until then."""
+        self.free[self.given, self.index] = np.where(mask, until, self.free[self.given, self.index])
+        self.given = (self.given + mask) % self.counts
+
+
+class _Layer(NamedTuple):
+    """One layer's rows [P] and which of its copies exist."""
+
+    costs: RowCosts
+    weights: np.ndarray
+    grads: np.ndarray
+    inputs: np.ndarray
+    saves: np.ndarray
+    any_input: bool
+    any_save: bool
 
 
 class Sketch:
-    """The clock of one round: three streams and the slots between them. `run` returns the round's seconds."""
+    """The clocks of one batch of rounds: three streams, the host, and the slots between them."""
 
-    def __init__(
-        self,
-        block: BlockCosts,
-        rows: list[RowCosts],
-        edges: tuple[EdgeCosts, EdgeCosts],
-        slots: tuple[int, int, int],
-        share_edge_slots: bool,
-        accumulating: bool,
-    ) -> None:
-        self.block, self.rows, self.edges = block, rows, edges
-        self.share, self.accumulating = share_edge_slots, accumulating
-        self.weights, self.grads, self.saves = _Ring(slots[0]), _Ring(slots[1]), _Ring(slots[2])
-        self.hidden = _Ring(len(block.forward_s) + 2)
-        self.compute = self.h2d = self.d2h = 0.0
-        self.held = 0
+    def __init__(self, round_costs: RoundCosts, batch: Batch, profile: HardwareProfile) -> None:
+        self.costs, self.batch = round_costs, batch
+        size = len(batch.share_edge_slots)
+        self.compute, self.h2d, self.d2h, self.host = (np.zeros(size) for _ in range(4))
+        self.h2d_busy, self.d2h_busy = np.zeros(size), np.zeros(size)
+        self.h2d_pace, self.d2h_pace = np.ones(size), np.ones(size)
+        self.h2d_gain = 1 - profile.h2d_duplex_bytes_per_s / profile.h2d_bytes_per_s
+        self.d2h_gain = 1 - profile.d2h_duplex_bytes_per_s / profile.d2h_bytes_per_s
+        self.since = np.zeros(size)
+        chunks = len(round_costs.forward_s)
+        self.weights, self.grads, self.saves = (_Ring(count) for count in batch.slots)
+        self.hidden = _Ring(np.full(size, chunks + 2))
+        self.everyone = np.ones(size, dtype=bool)
+        self.layers = [self._layer(i) for i in range(len(batch.rows.recompute_s))]
+        self.offloaded: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
 
-    def run(self) -> float:
-        """Forward, head, backward."""
-        embed, head = self.edges
-        self.h2d = embed.weights_h2d_s
-        self.compute = self.h2d + embed.forward_s
-        floor = self.compute if self.share and embed.weights_h2d_s else 0.0
-        for row in self.rows:
-            self._forward(row, floor)
-        self._edge_backward(head, head.weights_h2d_s)
-        floor = max(self.compute, self.d2h if head.grad_d2h_s else 0.0) if self.share else 0.0
-        self.held = 0 if self.share else len(self.weights.free)  # the last blocks' weights are still there
-        for row in reversed(self.rows):
-            self._backward(row, floor)
-        if self.share:
-            self.compute = max(self.compute, self.d2h if self.rows[0].grad_d2h_s else 0.0)
-        self._edge_backward(embed, 0.0)
-        return max(self.compute, self.h2d, self.d2h)
+    def _layer(self, i: int) -> _Layer:
+        costs = RowCosts(*(column[i] for column in self.batch.rows))
+        inputs, saves = costs.input_d2h_s > 0, costs.save_d2h_s > 0
+        return _Layer(
+            costs,
+            costs.weights_h2d_s > 0,
+            costs.grad_d2h_s > 0,
+            inputs,
+            saves,
+            bool(inputs.any()),
+            bool(saves.any()),
+        )
 
-    def _fetch_weights(self, row: RowCosts, floor: float) -> float:
-        """When the weights are there."""
-        if not row.weights_h2d_s:
-            return 0.0
-        self.h2d = max(self.h2d, self.weights.take(), floor) + row.weights_h2d_s
-        return self.h2d
+    def run(self) -> np.ndarray:
+        """Seconds [P] of forward, head and backward."""
+        embedding, head, share = self.batch.embedding, self.batch.head, self.batch.share_edge_slots
+        self._fetch(embedding.weights_h2d_s, 0.0)
+        self.host += embedding.forward_issue_s
+        self.compute = np.maximum(self.h2d, self.host) + embedding.forward_s
+        floor = np.where(share & (embedding.weights_h2d_s > 0), self.compute, 0.0)
+        arrived = [self.compute] * len(self.costs.forward_s)
+        for _ in arrived:
+            self.hidden.take(self.layers[0].inputs)
+        for i, layer in enumerate(self.layers):
+            following = self.layers[i + 1].inputs if i + 1 < len(self.layers) else self.everyone
+            self._forward(layer, floor, arrived, following)
+            self._measure_link()
+        self._edge_backward(
+            head, np.where(self.batch.refilled, self.compute, 0.0), head.weights_h2d_s, gives_hidden=True
+        )
+        left = np.where(self.batch.grads_share & (head.grad_d2h_s > 0), self.d2h, 0.0)
+        floor = np.where(share, np.maximum(self.compute, left), 0.0)
+        held = np.where(share, 0, self.batch.slots[0])  # the last blocks' weights are still there
+        for i in reversed(range(len(self.layers))):
+            self._backward(self.layers[i], floor, held, self.offloaded[i])
+            self._measure_link()
+        last = np.where(share & self.layers[0].grads, self.d2h, 0.0)  # the first block's gradient must have left
+        self.compute = np.maximum(self.compute, last)
+        self._edge_backward(embedding, self.compute, np.zeros_like(last), gives_hidden=False)
+        return np.maximum(np.maximum(self.compute, self.h2d), self.d2h)
 
-    def _forward(self, row: RowCosts, floor: float) -> None:
-        ready = self._fetch_weights(row, floor)
-        for seconds in self.block.forward_s:
-            start = max(self.compute, ready)
-            if row.save_d2h_s:
-                start = max(start, self.saves.take())
-            if row.input_d2h_s:
-                start = max(start, self.hidden.take())
+    # -- the link ----------------------------------------------------------------------------------------------------
+
+    def _measure_link(self) -> None:
+        """Pace of each direction in the next layer, by how busy the other was in this one."""
+        elapsed = np.maximum(self.compute - self.since, 1e-30)
+        self.h2d_pace = 1 - self.h2d_gain * (1 - np.minimum(1.0, self.d2h_busy / elapsed))
+        self.d2h_pace = 1 - self.d2h_gain * (1 - np.minimum(1.0, self.h2d_busy / elapsed))
+        self.h2d_busy, self.d2h_busy, self.since = np.zeros_like(elapsed), np.zeros_like(elapsed), self.compute
+
+    def _fetch(self, seconds: np.ndarray, earliest: np.ndarray | float) -> np.ndarray:
+        """A copy to the device, where it takes any time; when it has arrived (0 where there is none)."""
+        mask = seconds > 0
+        took = seconds * self.h2d_pace
+        end = np.maximum(np.maximum(self.h2d, earliest), self.host) + took
+        self.h2d = np.where(mask, end, self.h2d)
+        self.h2d_busy += took
+        return np.where(mask, end, 0.0)
+
+    def _send(self, seconds: np.ndarray, earliest: np.ndarray, mask: np.ndarray) -> None:
+        """A copy to the host, where the mask says so."""
+        took = seconds * self.d2h_pace
+        end = np.maximum(np.maximum(self.d2h, earliest), self.host) + took
+        self.d2h = np.where(mask, end, self.d2h)
+        self.d2h_busy += took
+
+    # -- layers ------------------------------------------------------------------------------------------------------
+
+    def _fetch_weights(self, layer: _Layer, mask: np.ndarray, floor: np.ndarray) -> np.ndarray:
+        """When the weights are there, 0 where they were."""
+        earliest = np.maximum(self.weights.take(mask), floor)
+        self.host = self.host + np.where(mask, layer.costs.fetch_issue_s, 0.0)
+        return self._fetch(np.where(mask, layer.costs.weights_h2d_s, 0.0), earliest)
+
+    def _forward(self, layer: _Layer, floor: np.ndarray, arrived: list[np.ndarray], following: np.ndarray) -> None:
+        """All chunks; `arrived` says when each chunk's input was there and is replaced by the output's."""
+        costs = layer.costs
+        self.compute = np.maximum(self.compute, self._fetch_weights(layer, layer.weights, floor))
+        inputs_sent, saves_sent = [], []
+        for c, seconds in enumerate(self.costs.forward_s):
+            self.host = self.host + costs.forward_issue_s
+            start = np.maximum(self.compute, self.host)
+            if layer.any_save:
+                start = np.maximum(start, self.saves.take(layer.saves))
+            start = np.maximum(start, self.hidden.take(following))
             self.compute = start + seconds
-            if row.input_d2h_s:
-                self.d2h = max(self.d2h, self.compute) + row.input_d2h_s
-                self.hidden.give(self.d2h)
-            if row.save_d2h_s:
-                self.d2h = max(self.d2h, self.compute) + row.save_d2h_s
-                self.saves.give(self.d2h)
-        if row.weights_h2d_s:
-            self.weights.give(self.compute)
+            if layer.any_input:
+                self._send(costs.input_d2h_s, arrived[c], layer.inputs)
+                inputs_sent.append(self.d2h)
+                # the slot is read by this chunk's forward as well
+                self.hidden.give(np.maximum(self.d2h, self.compute), layer.inputs)
+            if layer.any_save:
+                self._send(costs.save_d2h_s, self.compute, layer.saves)
+                saves_sent.append(self.d2h)
+                self.saves.give(self.d2h, layer.saves)
+            arrived[c] = self.compute
+        self.weights.give(self.compute, layer.weights)
+        self.offloaded.append((inputs_sent, saves_sent))
 
-    def _backward(self, row: RowCosts, floor: float) -> None:
-        ready = 0.0
-        if row.weights_h2d_s and self.held:
-            self.held -= 1
-            self.weights.take()
-        else:
-            ready = self._fetch_weights(row, floor)
-        if self.block.refill:
-            for _ in self.block.backward_s:
-                self._fetch_saved(row, ready, 0.0)
-        for seconds in reversed(self.block.backward_s):
-            self._fetch_saved(row, ready, seconds + row.recompute_s)
-        if row.weights_h2d_s:
-            self.weights.give(self.compute)
-        self._finish(row, self.block.finish_s)
+    def _backward(
+        self, layer: _Layer, floor: np.ndarray, held: np.ndarray, sent: tuple[list[np.ndarray], list[np.ndarray]]
+    ) -> None:
+        still = layer.weights & (held > 0)
+        held -= still
+        self.weights.take(still)
+        ready = self._fetch_weights(layer, layer.weights & ~still, floor)
+        chunks = len(self.costs.backward_s)
+        if self.costs.refill:
+            for c in range(chunks):
+                ready = self._fetch_saved(layer, c, sent, ready, 0.0)
+        for c in reversed(range(chunks)):
+            self.host = self.host + layer.costs.backward_issue_s
+            ready = self._fetch_saved(layer, c, sent, ready, self.costs.backward_s[c] + layer.costs.recompute_s)
+        self.weights.give(self.compute, layer.weights)
+        free = self.grads.take(layer.grads)
+        again = np.where(self.batch.accumulating, layer.costs.grad_h2d_s, 0.0)
+        self.host = self.host + layer.costs.finish_issue_s
+        self._finish(layer.grads, free, again, self.costs.finish_s, layer.costs.grad_d2h_s)
+        self.grads.give(self.d2h, layer.grads)
 
-    def _fetch_saved(self, row: RowCosts, ready: float, seconds: float) -> None:
-        """Bring back what one chunk kept, then compute for `seconds`."""
-        if row.input_h2d_s:
-            self.h2d = max(self.h2d, self.hidden.take()) + row.input_h2d_s
-            ready = max(ready, self.h2d)
-        if row.save_h2d_s:
-            self.h2d = max(self.h2d, self.saves.take()) + row.save_h2d_s
-            ready = max(ready, self.h2d)
-        self.compute = max(self.compute, ready) + seconds
-        if row.input_h2d_s:
-            self.hidden.give(self.compute)
-        if row.save_h2d_s:
-            self.saves.give(self.compute)
+    def _fetch_saved(
+        self,
+        layer: _Layer,
+        c: int,
+        sent: tuple[list[np.ndarray], list[np.ndarray]],
+        ready: np.ndarray,
+        seconds: np.ndarray | float,
+    ) -> np.ndarray:
+        """Bring back what chunk c kept, then compute for `seconds`; returns since when weights and tensors are there."""
+        costs = layer.costs
+        if layer.any_input:
+            earliest = np.maximum(self.hidden.take(layer.inputs), sent[0][c])
+            ready = np.maximum(ready, self._fetch(costs.input_h2d_s, earliest))
+        if layer.any_save:
+            earliest = np.maximum(self.saves.take(layer.saves), sent[1][c])
+            ready = np.maximum(ready, self._fetch(costs.save_h2d_s, earliest))
+        self.compute = np.maximum(np.maximum(self.compute, ready), self.host) + seconds
+        if layer.any_input:
+            self.hidden.give(self.compute, layer.inputs)
+        if layer.any_save:
+            self.saves.give(self.compute, layer.saves)
+        return ready
 
-    def _finish(self, row: RowCosts | EdgeCosts, finish_s: float, ring: _Ring | None = None) -> None:
-        """Round the gradient, adding what earlier rounds left, and send it home."""
-        ring = self.grads if ring is None else ring
-        if not row.grad_d2h_s:
-            self.compute += finish_s
-            return
-        free = ring.take()
-        if self.accumulating:
-            self.h2d = free = max(self.h2d, free) + row.grad_h2d_s
-        self.compute = max(self.compute, free) + finish_s
-        self.d2h = max(self.d2h, self.compute) + row.grad_d2h_s
-        ring.give(self.d2h)
+    def _finish(
+        self, mask: np.ndarray, free: np.ndarray, again_s: np.ndarray, finish_s: float, send_s: np.ndarray
+    ) -> None:
+        """Round the gradient, adding what earlier rounds left, and send it home where the mask says so."""
+        free = np.maximum(free, self._fetch(again_s, free))
+        self.compute = np.maximum(np.maximum(self.compute, free), self.host) + finish_s
+        self._send(send_s, self.compute, mask)
 
-    def _edge_backward(self, edge: EdgeCosts, weights_s: float) -> None:
-        if weights_s:
-            self.h2d = max(self.h2d, self.compute if self.share else 0.0) + weights_s
-            self.compute = max(self.compute, self.h2d)
-        self.compute += edge.backward_s
-        self._finish(edge, edge.finish_s, _Ring(1))
+    def _edge_backward(self, edge: EdgeCosts, floor: np.ndarray, weights_s: np.ndarray, gives_hidden: bool) -> None:
+        """Backward of embedding or head; the head frees the hidden states that it reads, chunk by chunk."""
+        self.compute = np.maximum(self.compute, self._fetch(weights_s, floor))
+        self.host = self.host + edge.backward_issue_s
+        start = np.maximum(self.compute, self.host)
+        chunks = len(self.costs.forward_s)
+        for c in range(chunks if gives_hidden else 0):
+            self.hidden.give(start + edge.backward_s * (c + 1) / chunks, self.everyone)
+        self.compute = start + edge.backward_s
+        again = np.where(self.batch.accumulating, edge.grad_h2d_s, edge.again_h2d_s)
+        self._finish(edge.grad_d2h_s > 0, np.zeros_like(again), again, edge.finish_s, edge.grad_d2h_s)

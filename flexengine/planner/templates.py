@@ -7,29 +7,44 @@ What a layout takes is a part for parameter slots (decided by the structure and 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
+from itertools import product
 from typing import NamedTuple
 
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan, Plan, Request
-from flexengine.planner.loads import LEVELS, RESIDENT, RESIDENT_BOTH, STREAMED, group_uses
+from flexengine.planner.loads import (
+    LEVELS,
+    RESIDENT,
+    RESIDENT_BOTH,
+    RESIDENT_GRADS,
+    RESIDENT_WEIGHTS,
+    STREAMED,
+    group_uses,
+    home_of,
+)
+from flexengine.planner.cost_model import CostModel
 from flexengine.planner.memory import gpu_overhead_bytes, host_required_bytes
+from flexengine.planner.options import Options, keep_options
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.layout import GroupLayout, Layout, group_layout
 
 LEAST_TILE = 1 << 12
 """Elements of the smallest optimizer tile."""
+TILES_PER_MODEL = 64
+"""An optimizer tile is at most this share of the parameters: larger ones only fill and drain the pipeline longer."""
 SMALL_BLOCKS = 4
 """Blocks of the small model: at least as many as there are weight slots."""
 
 
 class SlotCounts(NamedTuple):
-    """Prefetch depths."""
+    """Prefetch depths. `optimizer` is the most tiles in flight: fetched, updated, returned and one waiting."""
 
     weight: int = 2
     grad: int = 2
     save: int = 2
-    optimizer: int = 2
+    optimizer: int = 4
 
 
 class Structure(NamedTuple):
@@ -41,18 +56,35 @@ class Structure(NamedTuple):
     blocks_hold: int
 
 
-class ActivationBytes(NamedTuple):
-    """GPU bytes that a chunk and round size adds, the least scratch, and host bytes of the process without planes."""
+class EdgeSlots(NamedTuple):
+    """Bytes of the weight, accumulator and gradient slots of embedding and head, which lie over each other, and where
+    the first gradient slot that the head needs starts."""
 
-    gpu_bytes: int
+    num_bytes: int
+    head_grad_start: int
+
+
+class ActivationBytes(NamedTuple):
+    """What a chunk and round size takes whatever is kept.
+
+    fixed_gpu_bytes: batch, scalars and CUDA's own; round_gpu_bytes: hidden states and key/value window, in the region
+    that optimizer tiles share; scratch_floor: the least scratch; host_bytes: of the process without planes.
+    """
+
+    fixed_gpu_bytes: int
+    round_gpu_bytes: int
     scratch_floor: int
     host_bytes: int
 
 
-def aligned_bytes(group: GroupLayout, level: GroupPlan) -> int:
+def gpu_plane_bytes(group: GroupLayout, level: GroupPlan) -> int:
     """GPU bytes of the planes that a level holds there, as slots."""
-    homes = {"weights": level.weights, "grad": level.grads}
-    return sum(align(num) for kind, num in group.plane_bytes.items() if homes.get(kind, level.states) == "gpu")
+    return sum(align(num) for kind, num in group.plane_bytes.items() if home_of(kind, level) == "gpu")
+
+
+def host_plane_bytes(group: GroupLayout, level: GroupPlan) -> int:
+    """Host bytes of the planes that a level holds there, as slots."""
+    return sum(align(num) for kind, num in group.plane_bytes.items() if home_of(kind, level) == "host")
 
 
 class Templates:
@@ -64,10 +96,12 @@ class Templates:
         self.block_groups = [model.layers[i].groups[0] for i in self.block_layers]
         self.edge_groups = [g for g in range(len(model.groups)) if g not in set(self.block_groups)]
         self.small = self._small_model()
+        self.num_parameters = model.num_parameters
         self.uses = group_uses(model)
         self.block_group = group_layout(model.groups[self.block_groups[0]], request.numerics)
         self.edge_layouts = [group_layout(model.groups[g], request.numerics) for g in self.edge_groups]
-        self._parameters: dict[tuple[Structure, SlotCounts], tuple[int, int, int]] = {}
+        self._options: dict[tuple[int, tuple[tuple[str, ...], ...]], Options] = {}
+        self._edge_slots: dict[tuple[int, ...], EdgeSlots] = {}
         self._activations: dict[tuple[int, int], ActivationBytes] = {}
 
     def _small_model(self) -> ModelSpec:
@@ -82,54 +116,86 @@ class Templates:
         groups = tuple(self.model.groups[g] for g in kept)
         return replace(self.model, layers=tuple(layers), groups=groups)
 
-    @property
-    def reference_size(self) -> tuple[int, int]:
-        """A (chunk_tokens, chunks_per_round) to read parameter bytes off."""
+    # -- parameters --------------------------------------------------------------------------------------------------
+
+    def parameter_slot_bytes(self, structure: Structure, slots: SlotCounts) -> int:
+        """Bytes of weight, accumulator and gradient slots, edges' and blocks'; the blocks have only slots for planes
+        that not all of them hold."""
+        accumulator, weights, grads = self.block_slot_bytes
+        hold = LEVELS[structure.blocks_hold]
+        block = (
+            accumulator
+            + weights * slots.weight * (hold.weights == "host")
+            + grads * slots.grad * (hold.grads == "host")
+        )
+        edges = self.edge_slots(structure.edge_levels).num_bytes
+        return max(block, edges) if structure.share_edge_slots else block + edges
+
+    def resident_edge_bytes(self, edge_levels: tuple[int, ...]) -> int:
+        """Bytes of the edge groups' planes on the GPU."""
+        return sum(gpu_plane_bytes(g, LEVELS[v]) for g, v in zip(self.edge_layouts, edge_levels, strict=True))
+
+    @cached_property
+    def block_slot_bytes(self) -> tuple[int, int, int]:
+        """Bytes of the blocks' accumulator, of a weight slot and of a gradient slot."""
+        resident = (RESIDENT_BOTH,) * len(self.edge_groups)
+        parts = [
+            _block_part(self._reference(Structure(False, resident, hold), 1, 1))
+            for hold in (RESIDENT_BOTH, RESIDENT_GRADS, RESIDENT_WEIGHTS)
+        ]
+        return parts[0], parts[1] - parts[0], parts[2] - parts[0]
+
+    def edge_slots(self, edge_levels: tuple[int, ...]) -> EdgeSlots:
+        """Where the edges' slots lie: all of the region before the hidden states but the blocks' part."""
+        if edge_levels not in self._edge_slots:
+            layout = self._reference(Structure(False, edge_levels, RESIDENT_BOTH), 1, 1)
+            start = layout.slots[layout.slot("accumulator.block")].offset + _block_part(layout)
+            heads = {f"grad.{self.small.groups[g].slot_class}[0]" for g in self.small.layers[-1].groups}
+            grads = [s.offset - start for s in layout.slots if s.memory == "gpu" and s.name in heads]
+            end = layout.slots[layout.slot("hidden[0]")].offset - start
+            self._edge_slots[edge_levels] = EdgeSlots(end, min(grads, default=end))
+        return self._edge_slots[edge_levels]
+
+    def _reference(self, structure: Structure, weight: int, grad: int) -> Layout:
+        """A layout of the small model to read parameter bytes off."""
         chunk = min(256, self.request.max_seq_len)
-        return chunk, -(-self.request.max_seq_len // chunk)
+        size = (chunk, -(-self.request.max_seq_len // chunk))
+        level = LEVELS[structure.blocks_hold]
+        return Layout(
+            self.small, self._plan(size, structure, SlotCounts(weight, grad), level, LayerPlan((), (), "host"))
+        )
 
-    def parameter_bytes(self, structure: Structure, slots: SlotCounts) -> int:
-        """GPU bytes beside blocks' resident planes and activations, CUDA's own and the edges' included."""
-        return self._parameter_part(structure, slots)[0]
-
-    def _parameter_part(self, structure: Structure, slots: SlotCounts) -> tuple[int, int, int]:
-        """(bytes, room for optimizer tiles but for activations, bytes of a least tile; 0 without tiles)."""
-        key = (structure, slots)
-        if key not in self._parameters:
-            level = LEVELS[structure.blocks_hold]
-            layout = Layout(
-                self.small, self._plan(self.reference_size, structure, slots, level, LayerPlan((), (), "host"))
-            )
-            activations = self._activation_part(layout)
-            scalars = align(8 * len(self.model.groups)) - align(8 * len(self.small.groups))
-            own = len(self.small.blocks) * aligned_bytes(self.block_group, level)
-            room = 0
-            if layout.has("tile[0]"):
-                room = max(1, layout.gpu_bytes - layout.slots[layout.slot("tile[0]")].offset - activations)
-            self._parameters[key] = (layout.gpu_bytes - activations - own + scalars, room, layout.tile_bytes)
-        return self._parameters[key]
-
-    @staticmethod
-    def _activation_part(layout: Layout) -> int:
-        names = ("hidden states", "key/value window", "scratch", "batch")
-        return sum(align(s.num_bytes) for s in layout.slots if s.memory == "gpu" and s.category in names)
+    # -- activations -------------------------------------------------------------------------------------------------
 
     def activation_bytes(self, chunk_tokens: int, chunks_per_round: int) -> ActivationBytes:
-        """What a chunk and round size takes whatever is kept. `scratch_floor` comes on top, or a larger scratch."""
+        """What a chunk and round size takes beside parameters, staging, kept activations and larger scratch."""
         size = (chunk_tokens, chunks_per_round)
         if size not in self._activations:
             structure = Structure(False, (RESIDENT,) * len(self.edge_groups), RESIDENT)
-            layout = Layout(self.small, self._plan(size, structure, SlotCounts(), LEVELS[RESIDENT], LayerPlan()))
-            keeps_all = Layout(self.small, replace(layout.plan, layers=self._layers_keeping_all()))
-            scratch = layout.slots[layout.slot("scratch")].num_bytes
-            floor = keeps_all.slots[keeps_all.slot("scratch")].num_bytes
-            gpu = self._activation_part(layout) - align(scratch) + gpu_overhead_bytes(layout, self.profile)
-            self._activations[size] = ActivationBytes(gpu, floor, host_required_bytes(layout, self.profile))
+            layout = Layout(self.small, self._plan(size, structure, SlotCounts(), LEVELS[RESIDENT], self._keep_all()))
+            scalars = align(8 * len(self.model.groups)) - align(8 * len(self.small.groups))
+            self._activations[size] = ActivationBytes(
+                _bytes_of(layout, "batch", "scalars") + scalars + gpu_overhead_bytes(layout, self.profile),
+                _bytes_of(layout, "hidden states", "key/value window"),
+                layout.slots[layout.slot("scratch")].num_bytes,
+                host_required_bytes(layout, self.profile),
+            )
         return self._activations[size]
 
-    def _layers_keeping_all(self) -> tuple[LayerPlan, ...]:
-        names = tuple(op.name for op in self.small.blocks[0].ops)
-        return (LayerPlan(), *(LayerPlan(names),) * len(self.small.blocks), LayerPlan())
+    def _keep_all(self) -> LayerPlan:
+        return LayerPlan(tuple(op.name for op in self.small.blocks[0].ops))
+
+    def keep_options(self, cost: CostModel, sets: tuple[tuple[str, ...], ...]) -> Options:
+        """The keep options of a block at the chunk size of `cost`, over save sets."""
+        key = (cost.chunk_tokens, sets)
+        if key not in self._options:
+            hidden = align(cost.chunk_tokens * self.model.hidden_size * cost.compute_bytes)
+            sliced = self.request.max_seq_len > cost.chunk_tokens
+            block = self.model.layers[self.block_layers[0]]
+            self._options[key] = keep_options(block, sets, cost, self.request.recompute, hidden, sliced)
+        return self._options[key]
+
+    # -- plans -------------------------------------------------------------------------------------------------------
 
     def _plan(
         self, size: tuple[int, int], structure: Structure, slots: SlotCounts, level: GroupPlan, keep: LayerPlan
@@ -164,29 +230,36 @@ class Templates:
             share_edge_slots=structure.share_edge_slots,
         )
 
-    def tile(self, structure: Structure, slots: SlotCounts) -> int:
-        """Elements of an optimizer tile: as large as is useful within the bytes of parameter slots."""
-        _, room, least = self._parameter_part(structure, slots)
-        limit = _power_of_two(self.model.num_parameters // 64)
-        if room:
-            limit = min(limit, room * LEAST_TILE // (slots.optimizer * least))
-        return max(LEAST_TILE, _power_of_two(limit))
+    @cached_property
+    def least_tile_bytes(self) -> int:
+        """Bytes of an optimizer slot with the smallest tile; larger ones are multiples of it."""
+        streamed = Structure(False, (STREAMED,) * len(self.edge_groups), STREAMED)
+        return align(self._reference(streamed, 1, 1).tile_bytes)
+
+    def tiles(self, region_bytes: int, most: int) -> tuple[int, int]:
+        """(slots, elements of a tile) for the update: as many of at most `most` slots as fit the round's region, the
+        tiles as large as is useful. One smallest tile there is in any case."""
+        count = max(1, min(most, region_bytes // self.least_tile_bytes))
+        limit = self.num_parameters // TILES_PER_MODEL
+        limit = min(limit, LEAST_TILE * (region_bytes // (count * self.least_tile_bytes)))
+        return count, max(LEAST_TILE, _power_of_two(limit))
 
     @staticmethod
     def structures(num_edges: int, blocks_hold: int) -> list[Structure]:
-        """Ways to lay the edges' slots and to hold each edge group: streamed, resident but for states, or resident.
+        """Ways to lay the edges' slots and to hold each edge group: streamed, resident but for states, or resident."""
+        levels = list(product((STREAMED, RESIDENT_BOTH, RESIDENT), repeat=num_edges))
+        return [Structure(share, edges, blocks_hold) for share in (False, True) for edges in levels]
 
-        Beside the blocks' slots a single streamed edge group saves nothing, since another one's slots lie there anyway:
-        either all are streamed or none.
-        """
-        found = [Structure(False, (STREAMED,) * num_edges, blocks_hold)]
-        for share in (False, True):
-            levels = (STREAMED, RESIDENT_BOTH, RESIDENT) if share else (RESIDENT_BOTH, RESIDENT)
-            combos: list[tuple[int, ...]] = [()]
-            for _ in range(num_edges):
-                combos = [(*c, v) for c in combos for v in levels]
-            found += [Structure(share, combo, blocks_hold) for combo in combos]
-        return found
+
+def _block_part(layout: Layout) -> int:
+    """Bytes of the blocks' parameter slots."""
+    prefixes = ("weights.block[", "accumulator.block", "grad.block[")
+    return sum(align(s.num_bytes) for s in layout.slots if s.memory == "gpu" and s.name.startswith(prefixes))
+
+
+def _bytes_of(layout: Layout, *categories: str) -> int:
+    """GPU bytes of some categories' slots."""
+    return sum(align(s.num_bytes) for s in layout.slots if s.memory == "gpu" and s.category in categories)
 
 
 def _power_of_two(value: int) -> int:

@@ -1,0 +1,296 @@
+"""Many placements of one size as arrays: their bytes on both sides, and the sketch's estimate of a step under each."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from flexengine.planner import loads
+from flexengine.planner.sketch import Batch, EdgeCosts, RoundCosts, RowCosts, Sketch
+from flexengine.planner.solver import Placement, RoundProblem
+from flexengine.planner.tables import NUM_LEVELS, STREAMS_GRADS, STREAMS_WEIGHTS
+from flexengine.planner.templates import SlotCounts
+from flexengine.planner.updates import stations
+from flexengine.schedule.layer_program import ALIGNMENT
+
+
+class Drafts(NamedTuple):
+    """Placements [P]: rows [P, L] of the blocks, an index into Drafting.structures, and weight, gradient and offload
+    slots [P, 3]."""
+
+    rows: np.ndarray
+    structures: np.ndarray
+    slots: np.ndarray
+
+    def take(self, index: np.ndarray) -> Drafts:
+        """Some of them."""
+        return Drafts(self.rows[index], self.structures[index], self.slots[index])
+
+    def distinct(self) -> Drafts:
+        """Without repetitions, order kept."""
+        keys = np.concatenate((self.rows, self.structures[:, None], self.slots), axis=1)
+        _, first = np.unique(keys, axis=0, return_index=True)
+        return self.take(np.sort(first))
+
+    @staticmethod
+    def joined(parts: list[Drafts]) -> Drafts:
+        """All of them, in order."""
+        return Drafts(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+
+class Mix(NamedTuple):
+    """How many blocks do what: blocks per keep option [O] and per level [V], an index into Drafting.structures, and
+    weight, gradient and offload slots."""
+
+    options: np.ndarray
+    levels: np.ndarray
+    structure: int
+    slots: tuple[int, int, int]
+
+
+def aligned(num_bytes: np.ndarray) -> np.ndarray:
+    """The next multiples of ALIGNMENT."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class Drafting:
+    """Bytes and seconds of drafts of one problem."""
+
+    def __init__(self, problem: RoundProblem) -> None:
+        self.problem = problem
+        self.structures = problem.templates.structures(len(problem.edge_host), loads.STREAMED)
+        self.edge_levels = np.array([s.edge_levels for s in self.structures])
+        self.share = np.array([s.share_edge_slots for s in self.structures])
+
+    @property
+    def none(self) -> Drafts:
+        """No placement."""
+        shapes = ((0, self.problem.num_blocks), (0,), (0, 3))
+        return Drafts(*(np.zeros(shape, dtype=np.int64) for shape in shapes))
+
+    def mix(self, drafts: Drafts, index: int) -> Mix:
+        """How many blocks do what in one of them."""
+        rows, (weight, grad, save) = drafts.rows[index], (int(count) for count in drafts.slots[index])
+        options = np.bincount(rows // NUM_LEVELS, minlength=len(self.problem.options.plans))
+        levels = np.bincount(rows % NUM_LEVELS, minlength=NUM_LEVELS)
+        return Mix(options, levels, int(drafts.structures[index]), (weight, grad, save))
+
+    def placement(self, drafts: Drafts, index: int) -> Placement:
+        """One of them as the planner's own value."""
+        weight, grad, save = (int(count) for count in drafts.slots[index])
+        slots = SlotCounts(weight, grad, save)
+        rows = tuple(int(row) for row in drafts.rows[index])
+        return self.problem.normalised(Placement(self.structures[int(drafts.structures[index])], slots, rows))
+
+    def drafts(self, placements: list[Placement]) -> Drafts:
+        """The planner's own values as arrays."""
+        numbers = {(s.share_edge_slots, s.edge_levels): i for i, s in enumerate(self.structures)}
+        keys = [(p.structure.share_edge_slots, p.structure.edge_levels) for p in placements]
+        return Drafts(
+            np.array([p.rows for p in placements]),
+            np.array([numbers[key] for key in keys]),
+            np.array([p.slots[:3] for p in placements]),
+        )
+
+    # -- bytes -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def edge_gpu(self) -> np.ndarray:
+        """GPU bytes [S] of the edge groups' resident planes under every structure."""
+        return np.array([self.problem.templates.resident_edge_bytes(s.edge_levels) for s in self.structures])
+
+    @cached_property
+    def edge_slots(self) -> np.ndarray:
+        """Bytes [S] of the edges' slots, and [S] where the head's gradient slots start, under every structure."""
+        return np.array([self.problem.templates.edge_slots(s.edge_levels) for s in self.structures]).T
+
+    @cached_property
+    def edge_host(self) -> np.ndarray:
+        """Host bytes [S] of the edge groups' planes under every structure."""
+        groups = np.arange(self.edge_levels.shape[1])
+        return self.problem.edge_host[groups, self.edge_levels].sum(axis=1)
+
+    def block_slot_bytes(self, drafts: Drafts) -> np.ndarray:
+        """Bytes [P] of the blocks' weight, accumulator and gradient slots: no more than there are blocks that need one."""
+        levels = drafts.rows % NUM_LEVELS
+        weights = np.minimum(drafts.slots[:, 0], STREAMS_WEIGHTS[levels].sum(axis=1))
+        grads = np.minimum(drafts.slots[:, 1], STREAMS_GRADS[levels].sum(axis=1))
+        accumulator, weight, grad = self.problem.templates.block_slot_bytes
+        return accumulator + weight * weights + grad * grads
+
+    def region_bytes(self, drafts: Drafts) -> np.ndarray:
+        """Bytes [P] of a round's slots, over which optimizer tiles lie."""
+        p, options = self.problem, drafts.rows // NUM_LEVELS
+        block, edges = self.block_slot_bytes(drafts), self.edge_slots[0][drafts.structures]
+        slots = np.where(self.share[drafts.structures], np.maximum(block, edges), block + edges)
+        staging = drafts.slots[:, 2] * aligned(p.options.staged_bytes[options].max(axis=1))
+        scratch = np.maximum(p.activations.scratch_floor, p.options.scratch_bytes[options].max(axis=1))
+        kept = p.chunks_per_round * p.options.gpu_bytes[options].sum(axis=1)
+        return slots + p.activations.round_gpu_bytes + staging + aligned(scratch) + kept
+
+    def gpu_bytes(self, drafts: Drafts) -> np.ndarray:
+        """GPU bytes [P] of the process."""
+        p, levels = self.problem, drafts.rows % NUM_LEVELS
+        resident = self.edge_gpu[drafts.structures] + p.level_gpu[levels].sum(axis=1)
+        tiled = (levels != loads.RESIDENT).any(axis=1) | (self.edge_levels[drafts.structures] != loads.RESIDENT).any(
+            axis=1
+        )
+        region = np.maximum(self.region_bytes(drafts), np.where(tiled, p.templates.least_tile_bytes, 0))
+        return p.activations.fixed_gpu_bytes + resident + region
+
+    def host_bytes(self, drafts: Drafts) -> np.ndarray:
+        """Host bytes [P] of the process."""
+        p = self.problem
+        return p.activations.host_bytes + self.edge_host[drafts.structures] + p.row_host[drafts.rows].sum(axis=1)
+
+    def fitting(self, drafts: Drafts, gpu_bytes: int, host_bytes: int) -> Drafts:
+        """Those within both budgets."""
+        fits = (self.gpu_bytes(drafts) <= gpu_bytes) & (self.host_bytes(drafts) <= host_bytes)
+        return drafts.take(np.flatnonzero(fits))
+
+    # -- seconds -----------------------------------------------------------------------------------------------------
+
+    def step_s(self, drafts: Drafts) -> np.ndarray:
+        """Estimated seconds [P] of a step: a first round, the others, which add to its gradients, and the update."""
+        rounds = self.problem.rounds
+        if rounds == 1:
+            return self.round_s(drafts, np.zeros(len(drafts.rows), dtype=bool)) + self.update_s(drafts)
+        both = self.round_s(Drafts.joined([drafts, drafts]), np.arange(2 * len(drafts.rows)) >= len(drafts.rows))
+        first, again = np.split(both, 2)
+        return first + (rounds - 1) * again + self.update_s(drafts)
+
+    def round_s(self, drafts: Drafts, accumulating: np.ndarray) -> np.ndarray:
+        """Estimated seconds [P] of a round."""
+        rows = RowCosts(*(column[drafts.rows.T] for column in self.row_costs))
+        embedding, head = (
+            EdgeCosts(*edge[:5], *(column[drafts.structures] for column in edge[5:])) for edge in self.edge_costs
+        )
+        share, starts = self.share[drafts.structures], self.edge_slots[1][drafts.structures]
+        refilled = share & STREAMS_WEIGHTS[drafts.rows % NUM_LEVELS].any(axis=1)
+        if self.problem.model.tie_word_embeddings:  # what the embedding read is still there for the head
+            head = head._replace(weights_h2d_s=np.where(refilled, head.weights_h2d_s, 0.0))
+        grads_share = share & (self.block_slot_bytes(drafts) > starts)
+        batch = Batch(rows, embedding, head, drafts.slots.T, share, refilled, grads_share, accumulating)
+        return Sketch(self.round_costs, batch, self.problem.cost.profile).run()
+
+    @cached_property
+    def round_costs(self) -> RoundCosts:
+        """A block's compute per chunk."""
+        p, group = self.problem, self.problem.templates.block_group
+        seconds = p.block_seconds
+        return RoundCosts(
+            tuple(s.forward_s for s in seconds), tuple(s.backward_s for s in seconds), self._finish_s(group), p.sliced
+        )
+
+    def _finish_s(self, group) -> float:  # noqa: ANN001
+        """Seconds to round a group's gradient, adding what was stored."""
+        profile = self.problem.cost.profile
+        touched = group.numel * self.problem.acc_bytes + 2 * group.plane_bytes["grad"]
+        return touched / profile.memory_bytes_per_s + 2 * profile.launch_s
+
+    def _copy_s(self, num_bytes: np.ndarray, up: bool) -> np.ndarray:
+        """Seconds of copies to (`up`) or from the device at the rate of a busy link; 0 for nothing."""
+        p = self.problem.cost.profile
+        alone, busy = (
+            (p.h2d_bytes_per_s, p.h2d_duplex_bytes_per_s) if up else (p.d2h_bytes_per_s, p.d2h_duplex_bytes_per_s)
+        )
+        return np.where(num_bytes > 0, (num_bytes + p.copy_latency_s * alone) / busy, 0.0)
+
+    @cached_property
+    def row_costs(self) -> RowCosts:
+        """What the rows [K] cost in a round."""
+        p, options, cost = self.problem, self.problem.options, self.problem.cost
+        copy_s = loads.issue_s(cost, "copy")
+        option, level = p.row_option, p.row_level
+        chunks, planes = len(p.shape.chunks), p.templates.block_group.plane_bytes
+        inputs = np.where(options.host_bytes > options.staged_bytes, p.hidden_bytes, 0)[option]
+        staged = options.staged_bytes[option]
+        weights, grads = STREAMS_WEIGHTS[level] * planes["weights"], STREAMS_GRADS[level] * planes["grad"]
+        copies_s = copy_s * p.option_copies[option]
+        forward_s = sum(s.forward_issue_s for s in p.block_seconds) / chunks
+        backward_s = sum(s.backward_issue_s for s in p.block_seconds) / chunks + p.option_issue_s[option]
+        return RowCosts(
+            recompute_s=p.option_recompute_s[option] / chunks,
+            input_d2h_s=self._copy_s(inputs, False),
+            save_d2h_s=self._copy_s(staged, False),
+            input_h2d_s=self._copy_s(inputs, True),
+            save_h2d_s=self._copy_s(staged, True),
+            weights_h2d_s=self._copy_s(weights, True),
+            grad_h2d_s=self._copy_s(grads, True),
+            grad_d2h_s=self._copy_s(grads, False),
+            forward_issue_s=forward_s + copies_s,
+            backward_issue_s=backward_s + (2 if p.sliced else 1) * copies_s,
+            fetch_issue_s=np.full(len(option), copy_s),
+            finish_issue_s=loads.issue_s(cost, "finish_gradient") + 2 * copy_s * STREAMS_GRADS[level],
+        )
+
+    @cached_property
+    def edge_costs(self) -> tuple[EdgeCosts, EdgeCosts]:
+        """Embedding and head with the groups they read, under every structure [S]."""
+        return self._edge_costs(0), self._edge_costs(1)
+
+    def _edge_costs(self, edge: int) -> EdgeCosts:
+        p, templates = self.problem, self.problem.templates
+        layer = p.model.layers[0 if edge == 0 else -1]
+        weights, grads, again = (np.zeros(len(self.structures)) for _ in range(3))
+        finish_s, other = 0.0, set(p.model.layers[-1 if edge == 0 else 0].groups)
+        for i, group in enumerate(templates.edge_groups):
+            if group not in layer.groups:
+                continue
+            planes, levels = templates.edge_layouts[i].plane_bytes, self.edge_levels[:, i]
+            weights += self._copy_s(STREAMS_WEIGHTS[levels] * planes["weights"], True)
+            grads += self._copy_s(STREAMS_GRADS[levels] * planes["grad"], True)
+            if edge == 0 and group in other:
+                again += self._copy_s(STREAMS_GRADS[levels] * planes["grad"], True)
+            finish_s += self._finish_s(templates.edge_layouts[i])
+        sent = grads * p.cost.profile.h2d_duplex_bytes_per_s / p.cost.profile.d2h_duplex_bytes_per_s
+        seconds = p.edge_seconds[edge]
+        return EdgeCosts(
+            seconds.forward_s,
+            seconds.backward_s,
+            finish_s,
+            seconds.forward_issue_s,
+            seconds.backward_issue_s + loads.issue_s(p.cost, "finish_gradient"),
+            weights,
+            grads,
+            sent,
+            again,
+        )
+
+    def update_s(self, drafts: Drafts) -> np.ndarray:
+        """Estimated seconds [P] of the optimizer's update."""
+        region = self.region_bytes(drafts)
+        found = np.zeros(len(region))
+        most = SlotCounts().optimizer
+        steps = np.minimum(region // self.problem.templates.least_tile_bytes, 1 << 40)  # tiles depend on no more
+        known = {
+            int(n): self.problem.templates.tiles(int(n) * self.problem.templates.least_tile_bytes, most)
+            for n in set(steps.tolist())
+        }
+        tiles = [known[n] for n in steps.tolist()]
+        counts = np.stack([(drafts.rows % NUM_LEVELS == v).sum(axis=1) for v in range(NUM_LEVELS)], axis=1)
+        for tile in set(tiles):
+            mine = np.array([t == tile for t in tiles])
+            blocks, edges, first_s = self.update_parts(*tile)
+            parts = counts[mine] @ blocks + edges[drafts.structures[mine]]
+            found[mine] = parts.max(axis=1) + np.where(parts[:, 0] > 0, first_s, 0.0)
+        return found
+
+    def update_parts(self, slots: int, tile: int) -> tuple[np.ndarray, np.ndarray, float]:
+        """Seconds on the link, in compute and in issue of a block by level [V, 3] and of the edges by structure [S, 3]
+        in an update with such tiles, and those of the first tile's way."""
+        key = (slots, tile)
+        if key not in self._updates:
+            cost, templates = self.problem.cost, self.problem.templates
+            groups = [templates.block_group, *templates.edge_layouts]
+            found = [[stations(group, level, tile, cost) for level in loads.LEVELS] for group in groups]
+            parts = np.array([[s.seconds(slots, cost) for s in by_level] for by_level in found])
+            edges = parts[np.arange(1, len(groups)), self.edge_levels].sum(axis=1)
+            self._updates[key] = parts[0], edges, found[0][loads.STREAMED].first_s
+        return self._updates[key]
+
+    @cached_property
+    def _updates(self) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray, float]]:
+        return {}

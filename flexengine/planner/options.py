@@ -1,0 +1,117 @@
+"""The ways a block can keep its activations at one chunk size, as arrays: save sets, split between GPU and host.
+
+How the bytes of one set are split between the two sides changes no cost but bytes, so a few splits, evenly apart, stand
+for all. Bytes are per chunk; what recomputation takes is per round, as it depends on where sequences are cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations, product
+from typing import Literal
+
+import numpy as np
+
+from flexengine.models.spec import LayerSpec
+from flexengine.ops.base import Op
+from flexengine.plan import LayerPlan
+from flexengine.planner.cost_model import CostModel
+from flexengine.planner.frontier import recompute_s
+from flexengine.planner.loads import issue_s
+from flexengine.schedule.layer_program import LayerProgram, align, compile_layer, savable_ops
+from flexengine.schedule.lowering import RoundShape
+
+NUM_SPLITS = 4
+"""GPU shares of a save set that are tried beside all and nothing: 1/4, 1/2, 3/4 as near as its parts allow."""
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """Keep options [K] of a block. All bytes are int64 and of one chunk.
+
+    gpu_bytes and host_bytes stay from forward to backward; staged_bytes is what one offload slot must hold; set_of says
+    which of `programs` an option runs.
+    """
+
+    plans: tuple[LayerPlan, ...]
+    programs: tuple[LayerProgram, ...]
+    set_of: np.ndarray
+    gpu_bytes: np.ndarray
+    host_bytes: np.ndarray
+    staged_bytes: np.ndarray
+    scratch_bytes: np.ndarray
+
+    def recompute_s(self, shape: RoundShape, cost: CostModel) -> np.ndarray:
+        """Seconds [K] per round that backward spends on recomputation."""
+        return np.array([recompute_s(program, shape, cost) for program in self.programs])[self.set_of]
+
+    def issue_s(self, cost: CostModel, sliced: bool) -> np.ndarray:
+        """Host seconds [K] to issue a chunk's backward, and what fills the window of a sliced sequence."""
+        found = [issue_s(cost, "backward", program) for program in self.programs]
+        if sliced:
+            found = [s + issue_s(cost, "fill_window", p) for s, p in zip(found, self.programs, strict=True)]
+        return np.array(found)[self.set_of]
+
+
+def keep_options(
+    layer: LayerSpec,
+    sets: tuple[tuple[str, ...], ...],
+    cost: CostModel,
+    recompute: Literal["auto", "none", "full"],
+    hidden_bytes: int,
+    sliced: bool,
+) -> Options:
+    """Placements of a block's input and save sets at the chunk size of `cost`.
+
+    sets: the frontier's. recompute `none` keeps all that backward needs, `full` only the layer's input. sliced: the
+    chunk is part of a sequence, whose key/value window backward must fill again.
+    """
+    if recompute == "full":
+        sets = ((),)
+    elif recompute == "none":
+        sets = (savable_ops(layer.ops),)
+    programs = tuple(compile_layer(layer, ops, (), cost.chunk_tokens, cost.compute_bytes) for ops in sets)
+    found = [
+        (number, on_gpu, home)
+        for number, ops in enumerate(sets)
+        for on_gpu, home in product(splits(layer.ops, ops, cost.chunk_tokens, cost.compute_bytes), ("gpu", "host"))
+    ]
+    sizes = {op.name: output_bytes(op, cost.chunk_tokens, cost.compute_bytes) for op in layer.ops}
+    kept = np.array([sum(sizes[name] for name in on_gpu) for _, on_gpu, _ in found], dtype=np.int64)
+    set_of = np.array([number for number, _, _ in found])
+    staged = np.array([sum(sizes[name] for name in ops) for ops in sets], dtype=np.int64)[set_of] - kept
+    input_on_gpu = np.array([home == "gpu" for _, _, home in found])
+    return Options(
+        plans=tuple(LayerPlan(on_gpu, tuple(x for x in sets[s] if x not in on_gpu), home) for s, on_gpu, home in found),
+        programs=programs,
+        set_of=set_of,
+        gpu_bytes=kept + np.where(input_on_gpu, hidden_bytes, 0),
+        host_bytes=staged + np.where(input_on_gpu, 0, hidden_bytes),
+        staged_bytes=staged,
+        scratch_bytes=np.array([_scratch_bytes(p, sliced) for p in programs], dtype=np.int64)[set_of],
+    )
+
+
+def _scratch_bytes(program: LayerProgram, sliced: bool) -> int:
+    return max(
+        program.forward_scratch_bytes, program.backward_scratch_bytes, program.window_scratch_bytes if sliced else 0
+    )
+
+
+@lru_cache(maxsize=4096)
+def splits(ops: tuple[Op, ...], kept: tuple[str, ...], chunk_tokens: int, compute_bytes: int) -> list[tuple[str, ...]]:
+    """Parts of a save set to keep on the GPU: nothing, all, and those nearest to even shares of its bytes."""
+    sizes = {op.name: output_bytes(op, chunk_tokens, compute_bytes) for op in ops if op.name in kept}
+    parts = [part for count in range(len(kept) + 1) for part in combinations(kept, count)]
+    taken = np.array([sum(sizes[name] for name in part) for part in parts])
+    chosen: dict[tuple[str, ...], None] = {}
+    for i in range(NUM_SPLITS + 1):
+        # of parts equally near the one with the fewest ops, as they come ordered by their number
+        chosen[parts[int(np.abs(taken - taken[-1] * i / NUM_SPLITS).argmin())]] = None
+    return list(chosen)
+
+
+def output_bytes(op: Op, chunk_tokens: int, compute_bytes: int) -> int:
+    """Bytes of an op's outputs for one chunk, as a save area holds them."""
+    return sum(align(spec.num_bytes(chunk_tokens, compute_bytes)) for spec in op.outputs)

@@ -1,0 +1,125 @@
+"""The search at one chunk and round size: mixes first, then placements by the sketch, then their neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexengine.planner.dealing import deal, moved, varied
+from flexengine.planner.drafts import Drafting, Drafts
+from flexengine.planner.mixes import COARSE_SHARES, FINE_SHARES, Mix, Mixing
+from flexengine.planner.solver import Placement, RoundProblem
+
+USUAL_SLOTS, LEAST_SLOTS = (2, 2, 2), (1, 1, 1)
+OTHER_SLOTS = (LEAST_SLOTS, (2, 1, 2), (3, 2, 3))
+"""Weight, gradient and offload slots beside the usual ones that are tried from the start."""
+NUM_QUICK, NUM_SEEDS = 2, 6
+"""Mixes, of different structures, that descend from a coarse and from a fine crossing."""
+NUM_IMPROVED = 3
+"""Of those, how many are dealt out and tried with other slots."""
+NUM_MOVES = 40
+"""Mixes near a placement that polishing deals out."""
+MAX_POLISH = 8
+"""Steps of polishing."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A placement for one size with its estimated step."""
+
+    problem: RoundProblem
+    placement: Placement
+    sketched_s: float
+
+    @property
+    def key(self) -> tuple[float, int, int]:
+        """Order of preference: less time, then smaller rounds and chunks."""
+        return self.sketched_s, self.problem.chunk_tokens * self.problem.chunks_per_round, self.problem.chunk_tokens
+
+
+class SizeSearch:
+    """What is found at one size within (GPU, host) budgets in bytes: placements with their seconds, fastest first."""
+
+    def __init__(self, problem: RoundProblem, budgets: tuple[int, int]) -> None:
+        self.problem, self.budgets = problem, budgets
+        self.drafting = Drafting(problem)
+        self.mixing = Mixing(self.drafting)
+        self.coarse: list[tuple[float, Mix]] = []
+        self.improved: list[tuple[float, Mix]] = []
+        self.found, self.seconds = self.drafting.none, np.zeros(0)
+
+    @property
+    def best_s(self) -> float:
+        """Estimated seconds of the best placement, infinite before there is one."""
+        return float(self.seconds[0]) if len(self.seconds) else np.inf
+
+    def estimate_s(self, near_s: float) -> float:
+        """About the seconds of the best mix on a coarse grid; infinite where none comes near `near_s`."""
+        for slots in (USUAL_SLOTS, LEAST_SLOTS):
+            self.coarse = self.mixing.crossed(COARSE_SHARES, slots, *self.budgets, near_s)
+            if self.coarse:
+                return self.coarse[0][0]
+        return np.inf
+
+    def improved_s(self) -> float:
+        """About the seconds of what the best coarse mixes lead to."""
+        self.improved = self._improved(_diverse(self.coarse)[:NUM_QUICK])
+        return self.improved[0][0] if self.improved else np.inf
+
+    def quick(self) -> None:
+        """Deal out what the best coarse mixes lead to."""
+        self._deal(self.improved)
+
+    def refine(self) -> None:
+        """Deal out what the best fine mixes lead to, with several slot counts."""
+        usual = self.coarse[0][1].slots
+        crossed = self.mixing.crossed(FINE_SHARES, usual, *self.budgets, self.coarse[0][0])
+        best = self._improved(_diverse(crossed or self.coarse)[:NUM_SEEDS])[:NUM_IMPROVED]
+        for slots in OTHER_SLOTS:
+            if slots != usual:
+                best += self._improved([mix._replace(slots=slots) for _, mix in best[:NUM_IMPROVED]])
+        self._deal(best)
+
+    def _improved(self, mixes: list[Mix]) -> list[tuple[float, Mix]]:
+        """Where descent leads from each, fastest first."""
+        found = [self.mixing.improve(mix, *self.budgets) for mix in mixes]
+        return sorted((pair for pair in found if np.isfinite(pair[0])), key=lambda pair: pair[0])
+
+    def _deal(self, mixes: list[tuple[float, Mix]]) -> None:
+        if mixes:
+            self.add(Drafts.joined([deal(self.drafting, mix) for _, mix in mixes]))
+
+    def add(self, drafts: Drafts) -> None:
+        """Estimate placements and keep those that fit, in order of seconds."""
+        drafts = self.drafting.fitting(drafts, *self.budgets).distinct()
+        if len(drafts.rows):
+            found = Drafts.joined([self.found, drafts])
+            seconds = np.concatenate((self.seconds, self.drafting.step_s(drafts)))
+            order = np.argsort(seconds, kind="stable")
+            self.found, self.seconds = found.take(order), seconds[order]
+
+    def polish(self) -> None:
+        """Change the best placement in one respect while the sketch gets faster."""
+        for _ in range(MAX_POLISH):
+            before = self.best_s
+            near = self.mixing.nearest(self.drafting.mix(self.found, 0), *self.budgets, NUM_MOVES)
+            self.add(Drafts.joined([varied(self.drafting, self.found, 0), moved(self.found, 0, near)]))
+            if not self.best_s < before * (1 - 1e-5):
+                break
+
+    def candidates(self, count: int) -> list[Candidate]:
+        """The best placements of different seconds, fastest first."""
+        _, first = np.unique(self.seconds.round(12), return_index=True)
+        return [
+            Candidate(self.problem, self.drafting.placement(self.found, i), float(self.seconds[i]))
+            for i in first[:count]
+        ]
+
+
+def _diverse(crossed: list[tuple[float, Mix]]) -> list[Mix]:
+    """The best mix of every structure, fastest first."""
+    first: dict[int, Mix] = {}
+    for _, mix in crossed:
+        first.setdefault(mix.structure, mix)
+    return list(first.values())

@@ -1,0 +1,54 @@
+"""Seconds of the optimizer's update by where a group's planes live, without lowering it.
+
+Tiles of host planes pass three stations: fetched, updated, returned. With enough slots the slowest station decides, with
+few of them a tile's whole way shared by the slots.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from flexengine.plan import GroupPlan
+from flexengine.planner.cost_model import CostModel
+from flexengine.planner.loads import home_of, issue_s, link_seconds
+from flexengine.schedule.layout import GroupLayout
+
+NUM_COPIES = 2
+"""A streamed tile is fetched and returned."""
+
+
+class Stations(NamedTuple):
+    """Seconds of all tiles of a group at each station, at the rates of a busy link, and of its first tile on its way."""
+
+    h2d_s: float
+    compute_s: float
+    d2h_s: float
+    issue_s: float
+    first_s: float
+
+    def seconds(self, slots: int, cost: CostModel) -> tuple[float, float, float]:
+        """What the group adds to an update with so many tile slots: on the link, in compute and in issue, which other
+        groups may overlap."""
+        link_s = float(link_seconds(np.float64(self.h2d_s), np.float64(self.d2h_s), cost))
+        way_s = self.h2d_s + self.compute_s + self.d2h_s
+        return max(link_s, way_s / slots) if self.h2d_s else 0.0, self.compute_s, self.issue_s
+
+
+def stations(group: GroupLayout, level: GroupPlan, tile: int, cost: CostModel) -> Stations:
+    """Seconds of a group's tiles of at most `tile` elements under a level of residency."""
+    p = cost.profile
+    planes = group.plane_bytes
+    fetched = [kind for kind, num in planes.items() if num and home_of(kind, level) == "host"]
+    returned = [kind for kind in fetched if kind != "grad"]
+    count = sum(-(-segment.numel // tile) for segment in group.segments)
+    fetch_s = sum(planes[kind] for kind in fetched) / p.h2d_duplex_bytes_per_s
+    return_s = sum(planes[kind] for kind in returned) / p.d2h_duplex_bytes_per_s
+    fetch_s += count * p.copy_latency_s * len(fetched) * p.h2d_bytes_per_s / p.h2d_duplex_bytes_per_s
+    return_s += count * p.copy_latency_s * len(returned) * p.d2h_bytes_per_s / p.d2h_duplex_bytes_per_s
+    compute_s = (2 * sum(planes.values()) - planes["grad"]) / p.memory_bytes_per_s + count * p.launch_s
+    copies_s = NUM_COPIES * issue_s(cost, "copy") if fetched else 0.0
+    issued_s = count * (issue_s(cost, "update") + copies_s)
+    largest = min(1.0, tile / max(1, group.numel))
+    return Stations(fetch_s, compute_s, return_s, issued_s, largest * (fetch_s + compute_s + return_s))
