@@ -18,10 +18,10 @@ NUM_QUICK, NUM_SEEDS = 2, 6
 """Mixes, of different structures, that descend from a coarse and from a fine crossing."""
 NUM_IMPROVED = 3
 """Of those, how many are dealt out and tried with other slots."""
-NUM_MOVES = 40
+NUM_MOVES = 80
 """Mixes near a placement that polishing deals out."""
-MAX_POLISH = 8
-"""Steps of polishing."""
+MAX_POLISH, LEAST_GAIN = 8, 1e-4
+"""Steps of polishing, each of which must gain this share."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class SizeSearch:
             before = self.best_s
             near = self.mixing.nearest(self.drafting.mix(self.found, 0), *self.budgets, NUM_MOVES)
             self.add(Drafts.joined([varied(self.drafting, self.found, 0), moved(self.found, 0, near)]))
-            if not self.best_s < before * (1 - 1e-5):
+            if not self.best_s < before * (1 - LEAST_GAIN):
                 break
 
     def candidates(self, count: int) -> list[Candidate]:
