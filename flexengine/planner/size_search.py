@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexengine.planner.dealing import deal, moved, varied
+from flexengine.planner.dealing import changed, deal, moved, varied
 from flexengine.planner.drafts import Drafting, Drafts
-from flexengine.planner.mixes import COARSE_SHARES, FINE_SHARES, Mix, Mixing
+from flexengine.planner.mixes import COARSE_SHARES, FEW_BLOCKS, FINE_SHARES, Mix, Mixing
 from flexengine.planner.solver import Placement, RoundProblem
 
 USUAL_SLOTS, LEAST_SLOTS = (2, 2, 2), (1, 1, 1)
@@ -56,11 +56,8 @@ class SizeSearch:
 
     def estimate_s(self, near_s: float) -> float:
         """About the seconds of the best mix on a coarse grid; infinite where none comes near `near_s`."""
-        for slots in (USUAL_SLOTS, LEAST_SLOTS):
-            self.coarse = self.mixing.crossed(COARSE_SHARES, slots, *self.budgets, near_s)
-            if self.coarse:
-                return self.coarse[0][0]
-        return np.inf
+        self.coarse = self.mixing.crossed(COARSE_SHARES, (USUAL_SLOTS, LEAST_SLOTS), *self.budgets, near_s)
+        return self.coarse[0][0] if self.coarse else np.inf
 
     def improved_s(self) -> float:
         """About the seconds of what the best coarse mixes lead to."""
@@ -74,7 +71,7 @@ class SizeSearch:
     def refine(self) -> None:
         """Deal out what the best fine mixes lead to, with several slot counts."""
         usual = self.coarse[0][1].slots
-        crossed = self.mixing.crossed(FINE_SHARES, usual, *self.budgets, self.coarse[0][0])
+        crossed = self.mixing.crossed(FINE_SHARES, (usual,), *self.budgets, self.coarse[0][0])
         best = self._improved(_diverse(crossed or self.coarse)[:NUM_SEEDS])[:NUM_IMPROVED]
         for slots in OTHER_SLOTS:
             if slots != usual:
@@ -104,7 +101,10 @@ class SizeSearch:
         for _ in range(MAX_POLISH):
             before = self.best_s
             near = self.mixing.nearest(self.drafting.mix(self.found, 0), *self.budgets, NUM_MOVES)
-            self.add(Drafts.joined([varied(self.drafting, self.found, 0), moved(self.found, 0, near)]))
+            parts = [varied(self.drafting, self.found, 0), moved(self.found, 0, near)]
+            if self.problem.num_blocks <= FEW_BLOCKS:
+                parts.append(changed(self.drafting, self.found, 0))
+            self.add(Drafts.joined(parts))
             if not self.best_s < before * (1 - LEAST_GAIN):
                 break
 
@@ -118,8 +118,8 @@ class SizeSearch:
 
 
 def _diverse(crossed: list[tuple[float, Mix]]) -> list[Mix]:
-    """The best mix of every structure, fastest first."""
-    first: dict[int, Mix] = {}
+    """The best mix of every structure and slots, fastest first."""
+    first: dict[tuple[int, tuple[int, int, int]], Mix] = {}
     for _, mix in crossed:
-        first.setdefault(mix.structure, mix)
+        first.setdefault((mix.structure, mix.slots), mix)
     return list(first.values())
