@@ -18,7 +18,7 @@ from flexengine.planner.drafts import Drafting, Mix, aligned
 from flexengine.planner.tables import NUM_LEVELS, STREAMS_GRADS, STREAMS_WEIGHTS
 from flexengine.planner.templates import SlotCounts
 
-FEW_BLOCKS = 4
+FEW_BLOCKS = 3
 """Up to so many blocks, all mixes of the supported options are crossed; beyond, those of two."""
 COARSE_SHARES, FINE_SHARES = (0.5,), (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
 """Blocks that take the first of two options, or levels, as a share of all."""
@@ -183,13 +183,16 @@ class Mixing:
 
     @cached_property
     def supported(self) -> np.ndarray:
-        """Options that are best at some prices of GPU bytes, host bytes, recomputation and offload slots."""
-        table = np.column_stack(
-            (self.option_table[:, :2], self.problem.option_recompute_s, self.problem.options.staged_bytes)
-        )
+        """Options that are best at some prices of GPU bytes (a block's own, or with what all blocks share), host bytes,
+        recomputation and offload slots."""
+        p, options = self.problem, self.problem.options
+        uniform = p.num_blocks * p.chunks_per_round * options.gpu_bytes + options.staged_bytes + options.scratch_bytes
+        own = (*self.option_table[:, :2].T, p.option_recompute_s, options.staged_bytes)
+        table = np.column_stack((*own, uniform))
         table = table / np.maximum(table.max(axis=0), 1e-30)
         octaves = 2.0 ** np.arange(-5, 6)
-        prices = [(g, h, r, s) for g in (0.0, 1.0) for h in octaves for r in (0.0, *octaves) for s in (0.0, 0.3)]
+        gpu = ((0.0, 0.0, 0.0), (1.0, 0.0, 0.0), (1.0, 0.3, 0.0), (0.0, 0.0, 1.0))
+        prices = [(g, h, r, s, u) for g, s, u in gpu for h in octaves for r in (0.0, *octaves)]
         costs = np.array(prices) @ table.T + 1e-9 * table.sum(axis=1)
         return np.unique(costs.argmin(axis=1))
 

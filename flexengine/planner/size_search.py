@@ -8,7 +8,7 @@ import numpy as np
 
 from flexengine.planner.dealing import changed, deal, moved, varied
 from flexengine.planner.drafts import Drafting, Drafts
-from flexengine.planner.mixes import COARSE_SHARES, FEW_BLOCKS, FINE_SHARES, Mix, Mixing
+from flexengine.planner.mixes import COARSE_SHARES, FINE_SHARES, Mix, Mixing
 from flexengine.planner.solver import Placement, RoundProblem
 
 USUAL_SLOTS, LEAST_SLOTS = (2, 2, 2), (1, 1, 1)
@@ -20,6 +20,8 @@ NUM_IMPROVED = 3
 """Of those, how many are dealt out and tried with other slots."""
 NUM_MOVES = 80
 """Mixes near a placement that polishing deals out."""
+FEW_BLOCKS, NUM_BEAMS = 4, 4
+"""With so few blocks more placements are tried: every change of one block, to so many placements at a time."""
 MAX_POLISH, LEAST_GAIN = 8, 1e-4
 """Steps of polishing, each of which must gain this share."""
 
@@ -48,6 +50,7 @@ class SizeSearch:
         self.coarse: list[tuple[float, Mix]] = []
         self.improved: list[tuple[float, Mix]] = []
         self.found, self.seconds = self.drafting.none, np.zeros(0)
+        self.few = problem.num_blocks <= FEW_BLOCKS
 
     @property
     def best_s(self) -> float:
@@ -76,6 +79,9 @@ class SizeSearch:
         for slots in OTHER_SLOTS:
             if slots != usual:
                 best += self._improved([mix._replace(slots=slots) for _, mix in best[:NUM_IMPROVED]])
+        if self.few:
+            near_best = _diverse(crossed)[:NUM_BEAMS] + [mix for _, mix in crossed]
+            best += [(0.0, mix._replace(slots=slots)) for mix in near_best for slots in (usual, *OTHER_SLOTS)]
         self._deal(best)
 
     def _improved(self, mixes: list[Mix]) -> list[tuple[float, Mix]]:
@@ -97,16 +103,29 @@ class SizeSearch:
             self.found, self.seconds = found.take(order), seconds[order]
 
     def polish(self) -> None:
-        """Change the best placement in one respect while the sketch gets faster."""
+        """Change the best placements in one respect while the sketch gets faster."""
         for _ in range(MAX_POLISH):
-            before = self.best_s
-            near = self.mixing.nearest(self.drafting.mix(self.found, 0), *self.budgets, NUM_MOVES)
-            parts = [varied(self.drafting, self.found, 0), moved(self.found, 0, near)]
-            if self.problem.num_blocks <= FEW_BLOCKS:
-                parts.append(changed(self.drafting, self.found, 0))
-            self.add(Drafts.joined(parts))
-            if not self.best_s < before * (1 - LEAST_GAIN):
+            beams = self._beams(NUM_BEAMS if self.few else 1)
+            before = self.seconds[beams].sum()
+            self.add(Drafts.joined([drafts for index in beams for drafts in self._near(index)]))
+            if not self.seconds[self._beams(len(beams))].sum() < before * (1 - LEAST_GAIN):
                 break
+
+    def _beams(self, count: int) -> list[int]:
+        """The best placements of different structures or slots, fastest first."""
+        first: dict[tuple[int, ...], int] = {}
+        for index in range(len(self.seconds)):
+            key = (int(self.found.structures[index]), *(int(n) for n in self.found.slots[index]))
+            first.setdefault(key, index)
+            if len(first) == count:
+                break
+        return list(first.values())
+
+    def _near(self, index: int) -> list[Drafts]:
+        """Placements that differ from one in one respect."""
+        near = self.mixing.nearest(self.drafting.mix(self.found, index), *self.budgets, NUM_MOVES)
+        parts = [varied(self.drafting, self.found, index), moved(self.found, index, near)]
+        return [*parts, changed(self.drafting, self.found, index)] if self.few else parts
 
     def candidates(self, count: int) -> list[Candidate]:
         """The best placements of different seconds, fastest first."""
