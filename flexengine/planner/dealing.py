@@ -82,6 +82,16 @@ def moved(drafts: Drafts, index: int, mixes: list[Mix]) -> Drafts:
     return Drafts(np.array(rows), np.array(structures), np.tile(drafts.slots[index], (len(rows), 1)))
 
 
+def changed(drafting: Drafting, drafts: Drafts, index: int) -> Drafts:
+    """One placement with any one block changed to any row."""
+    rows, many = drafts.rows[index], len(drafting.problem.row_option)
+    found = np.tile(rows, (len(rows) * many, 1))
+    found[np.arange(len(found)), np.repeat(np.arange(len(rows)), many)] = np.tile(np.arange(many), len(rows))
+    return Drafts(
+        found, np.full(len(found), drafts.structures[index]), np.tile(drafts.slots[index], (len(found), 1))
+    )
+
+
 def varied(drafting: Drafting, drafts: Drafts, index: int) -> Drafts:
     """One placement with one slot more or less, another structure around it, or two blocks swapped."""
     rows, structure, slots = drafts.rows[index], drafts.structures[index], drafts.slots[index]

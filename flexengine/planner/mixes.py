@@ -30,6 +30,9 @@ MAX_MOVES = 16
 """Moves that `improve` makes at the most."""
 NUM_MIXES = 48
 """Mixes kept of one crossing."""
+FEW_SLOTS = 1.02
+"""What single slots cost, as a factor of the seconds: copies and compute take turns more often."""
+Slots = tuple[int, int, int]
 
 
 class Parameters(NamedTuple):
@@ -159,9 +162,13 @@ class Mixing:
 
     def judged(self, p: Parameters, x: Activations, gpu_bytes: int, host_bytes: int) -> np.ndarray:
         """Seconds [Q, M], infinite where a budget is exceeded."""
+        return np.where(self._fits(p, x, gpu_bytes, host_bytes), self.seconds(p, x), np.inf)
+
+    def _fits(self, p: Parameters, x: Activations, gpu_bytes: int, host_bytes: int) -> np.ndarray:
+        """Whether both budgets hold [Q, M]."""
         gpu = p.gpu_bytes[:, None] + x.gpu_bytes[None, :] + self.fixed_gpu_bytes <= gpu_bytes
         host = p.host_bytes[:, None] + x.host_bytes[None, :] + self.problem.activations.host_bytes <= host_bytes
-        return np.where(gpu & host, self.seconds(p, x), np.inf)
+        return gpu & host
 
     def _fastest(self, p: Parameters, x: Activations) -> tuple[np.ndarray, np.ndarray]:
         """The least seconds that each mix of levels [Q], and each mix of options [M], could be part of."""
@@ -176,13 +183,16 @@ class Mixing:
 
     @cached_property
     def supported(self) -> np.ndarray:
-        """Options that are best at some prices of GPU bytes, host bytes, recomputation and offload slots."""
-        table = np.column_stack(
-            (self.option_table[:, :2], self.problem.option_recompute_s, self.problem.options.staged_bytes)
-        )
+        """Options that are best at some prices of GPU bytes (a block's own, or with what all blocks share), host bytes,
+        recomputation and offload slots."""
+        p, options = self.problem, self.problem.options
+        uniform = p.num_blocks * p.chunks_per_round * options.gpu_bytes + options.staged_bytes + options.scratch_bytes
+        own = (*self.option_table[:, :2].T, p.option_recompute_s, options.staged_bytes)
+        table = np.column_stack((*own, uniform))
         table = table / np.maximum(table.max(axis=0), 1e-30)
         octaves = 2.0 ** np.arange(-5, 6)
-        prices = [(g, h, r, s) for g in (0.0, 1.0) for h in octaves for r in (0.0, *octaves) for s in (0.0, 0.3)]
+        gpu = ((0.0, 0.0, 0.0), (1.0, 0.0, 0.0), (1.0, 0.3, 0.0), (0.0, 0.0, 1.0))
+        prices = [(g, h, r, s, u) for g, s, u in gpu for h in octaves for r in (0.0, *octaves)]
         costs = np.array(prices) @ table.T + 1e-9 * table.sum(axis=1)
         return np.unique(costs.argmin(axis=1))
 
@@ -195,30 +205,43 @@ class Mixing:
         return _mixes(np.arange(NUM_LEVELS), NUM_LEVELS, self.problem.num_blocks, shares)
 
     def crossed(
-        self, shares: tuple[float, ...], slots: tuple[int, int, int], gpu_bytes: int, host_bytes: int, near_s: float
+        self, shares: tuple[float, ...], slots: tuple[Slots, ...], gpu_bytes: int, host_bytes: int, near_s: float
     ) -> list[tuple[float, Mix]]:
-        """The best mixes with such slots, fastest first: those within NEAR of the fastest, or of `near_s`."""
+        """The best mixes with any such slots, fastest first: those within NEAR of the fastest, or of `near_s`."""
         options, levels = self.option_mixes(shares), self.level_mixes(shares)
-        structures = np.arange(len(self.drafting.structures))
-        q = np.repeat(np.arange(len(levels)), len(structures)), np.tile(structures, len(levels))
-        p = self.parameters(levels[q[0]], q[1], slots)
-        x = self._activations_of(options, slots[2])
+        structures = np.tile(np.arange(len(self.drafting.structures)), len(levels))
+        levels = np.repeat(levels, len(self.drafting.structures), axis=0)
+        p, x = self.parameters(levels, structures, slots[0]), self._activations_of(options, slots[0][2])
         fast_p, fast_x = self._fastest(p, x)
         keep_p, keep_x = np.flatnonzero(fast_p <= near_s * NEAR), np.flatnonzero(fast_x <= near_s * NEAR)
         if not len(keep_p) or not len(keep_x):
             return []
-        seconds = self.judged(p.take(keep_p), x.take(keep_x), gpu_bytes, host_bytes)
-        best = float(seconds.min())
-        if not np.isfinite(best):
+        p, x, levels, structures = p.take(keep_p), x.take(keep_x), levels[keep_p], structures[keep_p]
+        seconds, options = self.seconds(p, x), options[keep_x]
+        judged = np.stack([self._within(seconds, s, levels, structures, options, gpu_bytes, host_bytes) for s in slots])
+        flat = judged.ravel()
+        if not np.isfinite(flat.min()):
             return []
-        found = np.flatnonzero(seconds.ravel() <= NEAR * best)
-        order = found[np.argsort(seconds.ravel()[found], kind="stable")]
+        found = np.flatnonzero(flat <= NEAR * flat.min())
         result = []
-        for index in order[:NUM_MIXES]:
-            i, j = keep_p[index // len(keep_x)], keep_x[index % len(keep_x)]
-            mix = Mix(options[j], levels[q[0][i]], int(q[1][i]), slots)
-            result.append((float(seconds.ravel()[index]), mix))
+        for index in found[np.argsort(flat[found], kind="stable")][:NUM_MIXES]:
+            k, i, j = np.unravel_index(index, judged.shape)
+            result.append((float(flat[index]), Mix(options[j], levels[i], int(structures[i]), slots[k])))
         return result
+
+    def _within(
+        self,
+        seconds: np.ndarray,
+        slots: Slots,
+        levels: np.ndarray,
+        structures: np.ndarray,
+        options: np.ndarray,
+        gpu_bytes: int,
+        host_bytes: int,
+    ) -> np.ndarray:
+        """Seconds [Q, M] where both budgets hold with such slots, else infinite; fewer slots wait a little more."""
+        p, x = self.parameters(levels, structures, slots), self._activations_of(options, slots[2])
+        return np.where(self._fits(p, x, gpu_bytes, host_bytes), seconds * (FEW_SLOTS if min(slots) < 2 else 1), np.inf)
 
     # -- moves -------------------------------------------------------------------------------------------------------
 
@@ -242,31 +265,17 @@ class Mixing:
         pairs = [np.unravel_index(i, around.seconds.shape) for i in chosen]
         return [Mix(around.options[j], around.levels[i], int(around.structures[i]), mix.slots) for i, j in pairs]
 
-    def improve(self, mix: Mix, gpu_bytes: int, host_bytes: int, pairs: bool = False) -> tuple[float, Mix]:
-        """The mix that steepest descent leads to, and about its seconds. pairs: end with two moves of options at once."""
-        best_s, stalled = np.inf, False
+    def improve(self, mix: Mix, gpu_bytes: int, host_bytes: int) -> tuple[float, Mix]:
+        """The mix that steepest descent leads to, and about its seconds."""
+        best_s = np.inf
         for _ in range(MAX_MOVES):
-            around = (self._swaps if stalled else self.neighbours)(mix, gpu_bytes, host_bytes)
+            around = self.neighbours(mix, gpu_bytes, host_bytes)
             i, j = np.unravel_index(int(around.seconds.argmin()), around.seconds.shape)
-            if around.seconds[i, j] < best_s * (1 - 1e-6):
-                best_s, stalled = float(around.seconds[i, j]), False
-                mix = Mix(around.options[j], around.levels[i], int(around.structures[i]), mix.slots)
-            elif stalled or not pairs:
+            if not around.seconds[i, j] < best_s * (1 - 1e-6):
                 break
-            else:
-                stalled = True
+            best_s = float(around.seconds[i, j])
+            mix = Mix(around.options[j], around.levels[i], int(around.structures[i]), mix.slots)
         return best_s, mix
-
-    def _swaps(self, mix: Mix, gpu_bytes: int, host_bytes: int) -> Neighbours:
-        """Every two moves of options at once: what one frees the other may take."""
-        targets = np.union1d(self.supported, np.flatnonzero(mix.options))
-        single = moves(mix.options, targets).applied(mix.options) - mix.options
-        firsts, seconds = np.triu_indices(len(single), 1)
-        options = mix.options + single[firsts] + single[seconds]
-        options = options[(options >= 0).all(axis=1)]
-        levels, around = mix.levels[None], np.array([mix.structure])
-        p, x = self.parameters(levels, around, mix.slots), self._activations_of(options, mix.slots[2])
-        return Neighbours(self.judged(p, x, gpu_bytes, host_bytes), levels, around, options)
 
     def _activations_of(self, options: np.ndarray, save_slots: int) -> Activations:
         """Mixes of options [M, O]."""

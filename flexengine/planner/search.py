@@ -33,15 +33,15 @@ from flexengine.schedule.layout import DTYPE_BYTES, Layout
 
 MAX_CHUNK_LAYERS = 1024
 """Largest chunks_per_round * blocks that is simulated, where sizes allow a choice."""
-COARSE_NEAR, QUICK_NEAR, FINE_NEAR = 1.15, 1.05, 1.02
+COARSE_NEAR, QUICK_NEAR, FINE_NEAR, POLISH_NEAR = 1.15, 1.05, 1.02, 1.012
 """Sizes estimated within these factors of the best are dealt out, refined and polished."""
 MIX_SHARE = 1.01
 """A placement takes hardly less than this share of what its mix was estimated to take."""
 NUM_QUICK, NUM_REFINED, NUM_POLISHED = 12, 4, 3
 """How many sizes at the most."""
-NUM_FINALISTS = 8
+NUM_FINALISTS = 24
 """Placements of one size that may be simulated."""
-LEAST_SIMULATED, SIMULATED_COMMANDS = 2, 8_000
+LEAST_SIMULATED, SIMULATED_COMMANDS = 2, 4_000
 """Plans are simulated until there were so many, and so many commands."""
 
 
@@ -70,7 +70,8 @@ class Search:
             size.refine()
         sizes = near(sizes, FINE_NEAR, NUM_POLISHED)
         for size in sizes:
-            size.polish()
+            if size.best_s <= POLISH_NEAR * min(s.best_s for s in sizes):
+                size.polish()
         finalists = sorted((c for size in sizes for c in size.candidates(NUM_FINALISTS)), key=lambda c: c.key)
         best = self.simulated_best(finalists or self.last_resort())
         if best is None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexengine.planner.dealing import deal, moved, varied
+from flexengine.planner.dealing import changed, deal, moved, varied
 from flexengine.planner.drafts import Drafting, Drafts
 from flexengine.planner.mixes import COARSE_SHARES, FINE_SHARES, Mix, Mixing
 from flexengine.planner.solver import Placement, RoundProblem
@@ -18,10 +18,12 @@ NUM_QUICK, NUM_SEEDS = 2, 6
 """Mixes, of different structures, that descend from a coarse and from a fine crossing."""
 NUM_IMPROVED = 3
 """Of those, how many are dealt out and tried with other slots."""
-NUM_MOVES = 40
+NUM_MOVES = 80
 """Mixes near a placement that polishing deals out."""
-MAX_POLISH = 8
-"""Steps of polishing."""
+FEW_BLOCKS, NUM_BEAMS = 4, 4
+"""With so few blocks more placements are tried: every change of one block, to so many placements at a time."""
+MAX_POLISH, LEAST_GAIN = 8, 1e-4
+"""Steps of polishing, each of which must gain this share."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class SizeSearch:
         self.coarse: list[tuple[float, Mix]] = []
         self.improved: list[tuple[float, Mix]] = []
         self.found, self.seconds = self.drafting.none, np.zeros(0)
+        self.few = problem.num_blocks <= FEW_BLOCKS
 
     @property
     def best_s(self) -> float:
@@ -56,11 +59,8 @@ class SizeSearch:
 
     def estimate_s(self, near_s: float) -> float:
         """About the seconds of the best mix on a coarse grid; infinite where none comes near `near_s`."""
-        for slots in (USUAL_SLOTS, LEAST_SLOTS):
-            self.coarse = self.mixing.crossed(COARSE_SHARES, slots, *self.budgets, near_s)
-            if self.coarse:
-                return self.coarse[0][0]
-        return np.inf
+        self.coarse = self.mixing.crossed(COARSE_SHARES, (USUAL_SLOTS, LEAST_SLOTS), *self.budgets, near_s)
+        return self.coarse[0][0] if self.coarse else np.inf
 
     def improved_s(self) -> float:
         """About the seconds of what the best coarse mixes lead to."""
@@ -74,11 +74,14 @@ class SizeSearch:
     def refine(self) -> None:
         """Deal out what the best fine mixes lead to, with several slot counts."""
         usual = self.coarse[0][1].slots
-        crossed = self.mixing.crossed(FINE_SHARES, usual, *self.budgets, self.coarse[0][0])
+        crossed = self.mixing.crossed(FINE_SHARES, (usual,), *self.budgets, self.coarse[0][0])
         best = self._improved(_diverse(crossed or self.coarse)[:NUM_SEEDS])[:NUM_IMPROVED]
         for slots in OTHER_SLOTS:
             if slots != usual:
                 best += self._improved([mix._replace(slots=slots) for _, mix in best[:NUM_IMPROVED]])
+        if self.few:
+            near_best = _diverse(crossed)[:NUM_BEAMS] + [mix for _, mix in crossed]
+            best += [(0.0, mix._replace(slots=slots)) for mix in near_best for slots in (usual, *OTHER_SLOTS)]
         self._deal(best)
 
     def _improved(self, mixes: list[Mix]) -> list[tuple[float, Mix]]:
@@ -100,13 +103,29 @@ class SizeSearch:
             self.found, self.seconds = found.take(order), seconds[order]
 
     def polish(self) -> None:
-        """Change the best placement in one respect while the sketch gets faster."""
+        """Change the best placements in one respect while the sketch gets faster."""
         for _ in range(MAX_POLISH):
-            before = self.best_s
-            near = self.mixing.nearest(self.drafting.mix(self.found, 0), *self.budgets, NUM_MOVES)
-            self.add(Drafts.joined([varied(self.drafting, self.found, 0), moved(self.found, 0, near)]))
-            if not self.best_s < before * (1 - 1e-5):
+            beams = self._beams(NUM_BEAMS if self.few else 1)
+            before = self.seconds[beams].sum()
+            self.add(Drafts.joined([drafts for index in beams for drafts in self._near(index)]))
+            if not self.seconds[self._beams(len(beams))].sum() < before * (1 - LEAST_GAIN):
                 break
+
+    def _beams(self, count: int) -> list[int]:
+        """The best placements of different structures or slots, fastest first."""
+        first: dict[tuple[int, ...], int] = {}
+        for index in range(len(self.seconds)):
+            key = (int(self.found.structures[index]), *(int(n) for n in self.found.slots[index]))
+            first.setdefault(key, index)
+            if len(first) == count:
+                break
+        return list(first.values())
+
+    def _near(self, index: int) -> list[Drafts]:
+        """Placements that differ from one in one respect."""
+        near = self.mixing.nearest(self.drafting.mix(self.found, index), *self.budgets, NUM_MOVES)
+        parts = [varied(self.drafting, self.found, index), moved(self.found, index, near)]
+        return [*parts, changed(self.drafting, self.found, index)] if self.few else parts
 
     def candidates(self, count: int) -> list[Candidate]:
         """The best placements of different seconds, fastest first."""
@@ -118,8 +137,8 @@ class SizeSearch:
 
 
 def _diverse(crossed: list[tuple[float, Mix]]) -> list[Mix]:
-    """The best mix of every structure, fastest first."""
-    first: dict[int, Mix] = {}
+    """The best mix of every structure and slots, fastest first."""
+    first: dict[tuple[int, tuple[int, int, int]], Mix] = {}
     for _, mix in crossed:
-        first.setdefault(mix.structure, mix)
+        first.setdefault((mix.structure, mix.slots), mix)
     return list(first.values())

@@ -86,23 +86,29 @@ class Batch(NamedTuple):
 
 
 class _Ring:
-    """Slots handed out in turn, per placement: when the next is free, and that one is in use until then."""
+    """Slots handed out in turn, per placement: when the next is free, and that one is in use until then.
+
+    Slot k of placement p lies at k * P + p of a flat array.
+    """
 
     def __init__(self, counts: np.ndarray) -> None:
-        self.counts, self.index = counts, np.arange(len(counts))
-        self.free = np.zeros((int(counts.max()), len(counts)))
-        self.taken, self.given = np.zeros_like(counts), np.zeros_like(counts)
+        self.stride = len(counts)
+        self.end = counts * self.stride
+        self.free = np.zeros(int(counts.max()) * self.stride)
+        self.taken, self.given = np.arange(self.stride), np.arange(self.stride)
 
     def take(self, mask: np.ndarray) -> np.ndarray:
         """When the next slot is free, 0 outside the mask."""
-        free = np.where(mask, self.free[self.taken, self.index], 0.0)
-        self.taken = (self.taken + mask) % self.counts
+        free = self.free.take(self.taken) * mask
+        self.taken += mask * self.stride
+        self.taken -= (self.taken >= self.end) * self.end
         return free
 
     def give(self, until: np.ndarray, mask: np.ndarray) -> None:
         """The slot taken first of those not given back is in use until then."""
-        self.free[self.given, self.index] = np.where(mask, until, self.free[self.given, self.index])
-        self.given = (self.given + mask) % self.counts
+        self.free.put(self.given, np.where(mask, until, self.free.take(self.given)))
+        self.given += mask * self.stride
+        self.given -= (self.given >= self.end) * self.end
 
 
 class _Layer(NamedTuple):

@@ -1,0 +1,236 @@
+"""A wide exhaustive oracle: millions of placements of a small model, the fastest found by simulating real programs.
+
+Every block independently keeps one of several save sets of the frontier, all of it on the GPU or all on the host, its
+input on either side, and holds its parameters at one of the levels of residency; embedding and head are streamed,
+resident but for states or resident, with slots of their own or shared ones; every count of slots up to a limit. How
+fine the choices are depends on the number of blocks (WIDTHS), so that all combinations can be looked at.
+
+All that fit both budgets are estimated by the sketch, in batches, and simulated from the best estimate on, until the
+estimate is MARGIN above the fastest simulated. The same is done for all placements whose blocks are alike, with every
+save set and split there is. The fastest of both is changed in one block at a time, to every option and level there is,
+as long as that makes it faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from flexengine.hardware.profile import HardwareProfile
+from flexengine.models.spec import ModelSpec
+from flexengine.plan import LayerPlan, Request
+from flexengine.planner import loads
+from flexengine.planner.cost_model import CostModel, StepPricer, round_shape
+from flexengine.planner.drafts import Drafting, Drafts
+from flexengine.planner.frontier import frontier
+from flexengine.planner.memory import excess_bytes
+from flexengine.planner.sizes import chunk_sizes
+from flexengine.planner.solver import RoundProblem
+from flexengine.planner.tables import NUM_LEVELS
+from flexengine.planner.templates import Templates
+from flexengine.schedule.layout import DTYPE_BYTES, Layout
+
+MARGIN = 1.1
+"""Plans with estimates up to this factor of the fastest simulated are simulated themselves."""
+MOST_SIMULATED = 600
+"""At one size: so many from the best estimate on."""
+MOST_UNIFORM = 200
+"""Of those whose blocks are all alike."""
+MOST_CHANGES = 60
+"""Changes of one block that are simulated at a time."""
+BATCH = 1 << 14
+KEPT_PER_BATCH = 200
+"""Of every batch of placements the best estimates that are remembered."""
+
+
+MOST_FITTING = 4_000_000
+"""Placements that are estimated at one size."""
+
+
+class Width(NamedTuple):
+    """Save sets of the frontier, in how many ways each is split between both sides (2: wholly on one of them), levels
+    of residency of blocks, and the most slots of each kind."""
+
+    num_sets: int
+    splits: int
+    levels: tuple[int, ...]
+    slots: int
+
+
+ALL_LEVELS = tuple(range(NUM_LEVELS))
+THREE_LEVELS = (loads.STREAMED, loads.RESIDENT_BOTH, loads.RESIDENT)
+WIDTHS = {
+    1: (Width(24, 5, ALL_LEVELS, 3),),
+    2: (Width(12, 5, ALL_LEVELS, 3), Width(8, 3, ALL_LEVELS, 3), Width(6, 2, ALL_LEVELS, 3), Width(4, 2, ALL_LEVELS, 2)),
+    3: (
+        Width(5, 3, ALL_LEVELS, 2),
+        Width(4, 3, THREE_LEVELS, 2),
+        Width(3, 2, ALL_LEVELS, 2),
+        Width(3, 2, THREE_LEVELS, 2),
+        Width(2, 2, THREE_LEVELS, 2),
+    ),
+    4: (Width(3, 2, THREE_LEVELS, 2), Width(2, 2, THREE_LEVELS, 2), Width(2, 2, THREE_LEVELS, 1)),
+}
+"""By number of blocks, widest first: the first is taken that leaves no more than MOST_FITTING placements (or the last)."""
+
+
+@dataclass
+class Verdict:
+    """The fastest plan's seconds, and how many placements there were, fitted both budgets and were simulated."""
+
+    best_s: float = float("inf")
+    placements: int = 0
+    fitting: int = 0
+    simulated: int = 0
+    seen: dict[str, float] = field(default_factory=dict)
+
+
+def judge(model: ModelSpec, request: Request, profile: HardwareProfile) -> Verdict:
+    """The fastest of all placements at all chunk and round sizes of the request."""
+    templates, verdict = Templates(model, request, profile), Verdict()
+    for chunk, chunks in chunk_sizes(request):
+        problem = RoundProblem(templates, chunk, chunks, all_sets(model, request, profile, chunk))
+        _Size(problem, StepPricer(profile), verdict).judge()
+    return verdict
+
+
+def all_sets(model: ModelSpec, request: Request, profile: HardwareProfile, chunk: int) -> tuple[tuple[str, ...], ...]:
+    """The frontier at a chunk size, from nothing to everything."""
+    cost = CostModel(profile, DTYPE_BYTES[request.numerics.compute], chunk, request.max_seq_len)
+    shape = round_shape(request, chunk, max(1, -(-request.max_seq_len // chunk)))
+    return tuple(s.ops for s in frontier(model.blocks[0], shape, cost))
+
+
+class _Size:
+    """All placements at one chunk and round size."""
+
+    def __init__(self, problem: RoundProblem, pricer: StepPricer, verdict: Verdict) -> None:
+        self.problem, self.pricer, self.verdict, self.drafting = problem, pricer, verdict, Drafting(problem)
+        self.best_s, self.best = float("inf"), self.drafting.none
+
+    def judge(self) -> None:
+        """Estimate all, simulate the best, then change the fastest one block at a time; the same from uniform ones."""
+        for batches, most in ((self.batches(), MOST_SIMULATED), (self.uniform(), MOST_UNIFORM)):
+            self.best_s, self.best = float("inf"), self.drafting.none
+            ranked = [self.ranked(self.fitting(drafts), KEPT_PER_BATCH) for drafts in batches]
+            if ranked:
+                seconds, drafts = np.concatenate([s for s, _ in ranked]), Drafts.joined([d for _, d in ranked])
+                order = np.argsort(seconds, kind="stable")
+                self.simulate(seconds[order], drafts.take(order), most)
+                self.descend()
+
+    def descend(self) -> None:
+        """Change the fastest in one respect at a time, as long as that makes it faster."""
+        before = float("inf")
+        while self.best_s < before:
+            before = self.best_s
+            self.simulate(*self.ranked(self.fitting(self.changed()), MOST_CHANGES), MOST_CHANGES)
+
+    def fitting(self, drafts: Drafts) -> Drafts:
+        """Those within both budgets."""
+        request = self.problem.request
+        fitting = self.drafting.fitting(drafts, request.max_gpu_bytes, request.max_host_bytes)
+        self.verdict.fitting += len(fitting.rows)
+        return fitting
+
+    def ranked(self, drafts: Drafts, count: int) -> tuple[np.ndarray, Drafts]:
+        """The best estimates and their placements."""
+        seconds = self.drafting.step_s(drafts) if len(drafts.rows) else np.zeros(0)
+        best = np.argsort(seconds, kind="stable")[:count]
+        return seconds[best], drafts.take(best)
+
+    def simulate(self, seconds: np.ndarray, drafts: Drafts, most: int) -> None:
+        """Simulate at most so many placements in order of their estimates."""
+        simulated = 0
+        for index in range(len(seconds)):
+            if seconds[index] > MARGIN * self.best_s or simulated >= most:
+                break
+            plan = self.problem.plan(self.drafting.placement(drafts, index))
+            key = plan.to_json()
+            if key in self.verdict.seen:
+                self.keep(self.verdict.seen[key], drafts, index)
+                continue
+            layout = Layout(self.problem.model, plan)
+            if max(excess_bytes(layout, self.problem.request, self.problem.templates.profile)) > 0:
+                continue
+            step_s = self.verdict.seen[key] = self.pricer.step(layout).step_s
+            simulated += 1
+            self.verdict.simulated += 1
+            self.keep(step_s, drafts, index)
+        self.verdict.best_s = min(self.verdict.best_s, self.best_s)
+
+    def keep(self, step_s: float, drafts: Drafts, index: int) -> None:
+        """Remember a placement if it is the fastest."""
+        if step_s < self.best_s:
+            self.best_s, self.best = step_s, drafts.take(np.array([index]))
+
+    # -- placements --------------------------------------------------------------------------------------------------
+
+    def rows(self, width: Width) -> np.ndarray:
+        """Rows of some save sets, split in some ways."""
+        options, sets = self.problem.options, len(self.problem.options.programs)
+        picked = {round(i * (sets - 1) / max(1, width.num_sets - 1)) for i in range(width.num_sets)}
+        chosen: list[int] = []
+        for set_of in sorted(picked):
+            for home in ("gpu", "host"):
+                alike = [
+                    i for i, p in enumerate(options.plans) if options.set_of[i] == set_of and p.input_home == home
+                ]
+                alike.sort(key=lambda i: int(options.gpu_bytes[i]))
+                some = {round(k * (len(alike) - 1) / (width.splits - 1)) for k in range(width.splits)}
+                chosen += [alike[k] for k in sorted(some)]
+        return np.array([option * NUM_LEVELS + level for option in chosen for level in width.levels])
+
+    def dealt(self, rows: np.ndarray) -> np.ndarray:
+        """Rows [P, blocks] of all placements whose blocks do not take too much by themselves."""
+        problem, parts = self.problem, self.problem.activations
+        dealt = np.stack([r.ravel() for r in np.meshgrid(*[rows] * problem.num_blocks, indexing="ij")], axis=1)
+        fixed = parts.fixed_gpu_bytes + parts.round_gpu_bytes + parts.scratch_floor
+        fixed += problem.templates.block_slot_bytes[0]
+        within = problem.row_gpu[dealt].sum(axis=1) + fixed <= problem.request.max_gpu_bytes
+        within &= problem.row_host[dealt].sum(axis=1) + parts.host_bytes <= problem.request.max_host_bytes
+        return dealt[within]
+
+    def batches(self) -> Iterator[Drafts]:
+        """All placements, some at a time."""
+        structures, widths = range(len(self.drafting.structures)), WIDTHS[self.problem.num_blocks]
+        for width in widths:
+            rows = self.rows(width)
+            dealt, counts = self.dealt(rows), np.array(list(product(range(1, width.slots + 1), repeat=3)))
+            around = np.array(list(product(structures, range(len(counts)))))
+            if len(dealt) * len(around) <= MOST_FITTING or width is widths[-1]:
+                break
+        self.verdict.placements += len(rows) ** self.problem.num_blocks * len(around)
+        step = max(1, BATCH // len(around))
+        for start in range(0, len(dealt), step):
+            some = dealt[start : start + step]
+            structure, slots = np.tile(around, (len(some), 1)).T
+            yield Drafts(np.repeat(some, len(around), axis=0), structure, counts[slots])
+
+    def uniform(self) -> Iterator[Drafts]:
+        """All blocks alike, with every option and level, structure and up to three slots of each kind."""
+        around = list(product(range(len(self.drafting.structures)), product((1, 2, 3), repeat=3)))
+        structures, slots = np.array([s for s, _ in around]), np.array([c for _, c in around])
+        rows = np.arange(len(self.problem.row_option))
+        self.verdict.placements += len(rows) * len(around)
+        for start in range(0, len(rows), BATCH // len(around)):
+            some = rows[start : start + BATCH // len(around)]
+            alike = np.repeat(some, len(around))[:, None] + np.zeros(self.problem.num_blocks, dtype=np.int64)
+            yield Drafts(alike, np.tile(structures, len(some)), np.tile(slots, (len(some), 1)))
+
+    def changed(self) -> Drafts:
+        """The fastest with one block changed to any row, or with other slots or another structure."""
+        rows, structure, slots = self.best.rows[0], self.best.structures[0], self.best.slots[0]
+        blocks, many = len(rows), len(self.problem.row_option)
+        single = np.tile(rows, (blocks * many, 1))
+        single[np.arange(blocks * many), np.repeat(np.arange(blocks), many)] = np.tile(np.arange(many), blocks)
+        around = list(product(range(len(self.drafting.structures)), product((1, 2, 3), repeat=3)))
+        return Drafts(
+            np.concatenate((single, np.tile(rows, (len(around), 1)))),
+            np.concatenate((np.full(len(single), structure), [s for s, _ in around])),
+            np.concatenate((np.tile(slots, (len(single), 1)), [c for _, c in around])),
+        )
