@@ -134,6 +134,18 @@ def test_page_locking_needs_cuda():
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("num_bytes", [1025 * MIB + 12345, 3 * 1024 * MIB + 1])
+def test_page_locked_memory_is_what_was_asked(num_bytes):
+    """Within 1%, where allocators that round to powers of two take up to twice as much."""
+    allocate_host(MIB, page_locked=True).close()  # what the driver takes once
+    before_bytes = resident_bytes()
+    with allocate_host(num_bytes, page_locked=True) as buffer:
+        assert buffer.tensor.is_pinned()
+        assert abs((resident_bytes() - before_bytes) / num_bytes - 1) < 0.01
+
+
+@pytest.mark.gpu
+@needs_gpu
 def test_page_locked_copies_on_a_stream():
     num_bytes = 33 * MIB + 5
     stream = torch.cuda.Stream()
