@@ -12,7 +12,8 @@ from flexengine.planner.mixes import COARSE_SHARES, FINE_SHARES, Mix, Mixing
 from flexengine.planner.solver import Placement, RoundProblem
 
 USUAL_SLOTS, LEAST_SLOTS = (2, 2, 2), (1, 1, 1)
-OTHER_SLOTS = (LEAST_SLOTS, (2, 1, 2), (3, 2, 3))
+COARSE_SLOTS = (USUAL_SLOTS, LEAST_SLOTS, (2, 1, 2))
+OTHER_SLOTS = (*COARSE_SLOTS, (3, 2, 3))
 """Weight, gradient and offload slots beside the usual ones that are tried from the start."""
 NUM_QUICK, NUM_SEEDS = 2, 6
 """Mixes, of different structures, that descend from a coarse and from a fine crossing."""
@@ -59,12 +60,13 @@ class SizeSearch:
 
     def estimate_s(self, near_s: float) -> float:
         """About the seconds of the best mix on a coarse grid; infinite where none comes near `near_s`."""
-        self.coarse = self.mixing.crossed(COARSE_SHARES, (USUAL_SLOTS, LEAST_SLOTS), *self.budgets, near_s)
+        self.coarse = self.mixing.crossed(COARSE_SHARES, COARSE_SLOTS, *self.budgets, near_s)
         return self.coarse[0][0] if self.coarse else np.inf
 
     def improved_s(self) -> float:
         """About the seconds of what the best coarse mixes lead to."""
-        self.improved = self._improved(_diverse(self.coarse)[:NUM_QUICK])
+        best = {mix.slots: mix for _, mix in reversed(self.coarse)}
+        self.improved = self._improved([*best.values(), *_diverse(self.coarse)[1 : 1 + NUM_QUICK - len(best)]])
         return self.improved[0][0] if self.improved else np.inf
 
     def quick(self) -> None:

@@ -1,0 +1,72 @@
+"""More memory is never slower: budgets of both sides, raised in steps, on seeded models and machines.
+
+The tolerance covers what the search cannot see: placements are compared by the sketch, which is within about half a
+percent of the simulator for large models and a little less sure for small ones, and only the best are simulated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from flexengine.hardware.presets import preset
+from flexengine.hardware.profile import HardwareProfile
+from flexengine.models.registry import open_model
+from flexengine.models.spec import ModelSpec
+from flexengine.plan import Numerics, Request
+from flexengine.planner.search import make_plan
+from flexengine.planner.shortage import Feasibility
+from tests.planner.oracle import slow_link
+from tests.schedule.small_plans import FLOAT32, small_model
+
+GIB, ROOMY = 1 << 30, 1 << 40
+TOLERANCE = 1.01
+RAISES = (1.0, 1.02, 1.1, 1.2, 1.5, 2.0, 4.0)
+
+
+def steps_s(model: ModelSpec, requests: list[Request], profile: HardwareProfile) -> list[float]:
+    return [make_plan(model, request, profile).predicted.step_s for request in requests]
+
+
+def assert_never_slower(seconds: list[float]) -> None:
+    best_s = float("inf")
+    for step_s in seconds:
+        assert step_s <= TOLERANCE * best_s, [f"{s:.6g}" for s in seconds]
+        best_s = min(best_s, step_s)
+
+
+def drawn(seed: int) -> tuple[ModelSpec, Request, HardwareProfile]:
+    """A small model, a request without limits, and a machine."""
+    random = Random(seed)
+    model = small_model(random.choice([2, 3, 5, 8]), random.random() < 0.3, random.choice([64, 128]))
+    numerics = random.choice([FLOAT32, Numerics()])
+    request = Request(random.choice([32, 64, 128]), random.choice([256, 512]), ROOMY, ROOMY, numerics=numerics)
+    return model, request, slow_link(10 ** random.uniform(8, 10.2))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_more_gpu_memory_is_never_slower(seed):
+    model, request, profile = drawn(seed)
+    least = Feasibility(model, request, profile).least_gpu().gpu_bytes
+    requests = [replace(request, max_gpu_bytes=int(least * factor)) for factor in RAISES]
+    assert_never_slower(steps_s(model, requests, profile))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_more_host_memory_is_never_slower(seed):
+    model, request, profile = drawn(seed)
+    profile = replace(profile, host_base_bytes=0)
+    least_gpu = Feasibility(model, request, profile).least_gpu().gpu_bytes
+    request = replace(request, max_gpu_bytes=int(1.3 * least_gpu))
+    least = Feasibility(model, request, profile).least_host()
+    assert least is not None
+    requests = [replace(request, max_host_bytes=int(least.host_bytes * factor)) for factor in RAISES]
+    assert_never_slower(steps_s(model, requests, profile))
+
+
+def test_more_memory_is_never_slower_for_a_model_of_a_billion_parameters():
+    model, profile = open_model("preset:llama-3.2-1b").spec, preset("rtx-4090")
+    requests = [Request(2048, 65536, gib * GIB, 60 * GIB) for gib in (4, 6, 8, 12, 16, 24)]
+    assert_never_slower(steps_s(model, requests, profile))
