@@ -39,10 +39,10 @@ def shown(value: object) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean X?" with the known word that is closest to `word`, case aside; "" when none is close."""
-    by_lower = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(word.lower()[:SHOWN_CHARACTERS], by_lower, n=1)
-    return f"; did you mean {by_lower[close[0]]}?" if close else ""
+    """ "; did you mean X?" with the known word closest to `word`, or ""; case and leading dashes do not count."""
+    by_text = {name.lower().lstrip("-"): name for name in known}
+    close = difflib.get_close_matches(word.lower().lstrip("-")[:SHOWN_CHARACTERS], by_text, n=1)
+    return f"; did you mean {by_text[close[0]]}?" if close else ""
 
 
 def parse_json(text: bytes | str, where: object, unique: bool = False) -> Any:
