@@ -21,9 +21,9 @@ NUM_IMPROVED = 3
 """Of those, how many are dealt out and tried with other slots."""
 NUM_MOVES = 80
 """Mixes near a placement that polishing deals out."""
-FEW_BLOCKS, NUM_BEAMS = 4, 4
+FEW_BLOCKS, NUM_BEAMS = 4, 12
 """With so few blocks more placements are tried: every change of one block, to so many placements at a time."""
-MAX_POLISH, LEAST_GAIN = 8, 1e-4
+MAX_POLISH, LEAST_GAIN = 8, 3e-4
 """Steps of polishing, each of which must gain this share."""
 
 
