@@ -87,8 +87,18 @@ def changed(drafting: Drafting, drafts: Drafts, index: int) -> Drafts:
     rows, many = drafts.rows[index], len(drafting.problem.row_option)
     found = np.tile(rows, (len(rows) * many, 1))
     found[np.arange(len(found)), np.repeat(np.arange(len(rows)), many)] = np.tile(np.arange(many), len(rows))
+    return Drafts(found, np.full(len(found), drafts.structures[index]), np.tile(drafts.slots[index], (len(found), 1)))
+
+
+def alike(drafting: Drafting, drafts: Drafts, index: int) -> Drafts:
+    """One placement with all blocks changed to any one option, their levels kept, under every structure."""
+    options, structures = np.arange(len(drafting.problem.options.plans)), np.arange(len(drafting.structures))
+    rows = options[:, None] * NUM_LEVELS + drafts.rows[index] % NUM_LEVELS
+    count = len(rows) * len(structures)
     return Drafts(
-        found, np.full(len(found), drafts.structures[index]), np.tile(drafts.slots[index], (len(found), 1))
+        np.repeat(rows, len(structures), axis=0),
+        np.tile(structures, len(rows)),
+        np.tile(drafts.slots[index], (count, 1)),
     )
 
 

@@ -184,7 +184,7 @@ class Drafting:
             tuple(s.forward_s for s in seconds), tuple(s.backward_s for s in seconds), self._finish_s(group), p.sliced
         )
 
-    def _finish_s(self, group) -> float:  # noqa: ANN001
+    def _finish_s(self, group) -> float:
         """Seconds to round a group's gradient, adding what was stored."""
         profile = self.problem.cost.profile
         touched = group.numel * self.problem.acc_bytes + 2 * group.plane_bytes["grad"]

@@ -67,7 +67,8 @@ class Search:
         sizes = self.dealt(self.near_sizes())
         sizes = near(sizes, QUICK_NEAR, NUM_REFINED)
         for size in sizes:
-            size.refine()
+            if size.best_s <= QUICK_NEAR * min(s.best_s for s in sizes):
+                size.refine()
         sizes = near(sizes, FINE_NEAR, NUM_POLISHED)
         for size in sizes:
             if size.best_s <= POLISH_NEAR * min(s.best_s for s in sizes):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexengine.planner.dealing import changed, deal, moved, varied
+from flexengine.planner.dealing import alike, changed, deal, moved, varied
 from flexengine.planner.drafts import Drafting, Drafts
 from flexengine.planner.mixes import COARSE_SHARES, FINE_SHARES, Mix, Mixing
 from flexengine.planner.solver import Placement, RoundProblem
@@ -21,9 +21,9 @@ NUM_IMPROVED = 3
 """Of those, how many are dealt out and tried with other slots."""
 NUM_MOVES = 80
 """Mixes near a placement that polishing deals out."""
-FEW_BLOCKS, NUM_BEAMS = 4, 4
+FEW_BLOCKS, NUM_BEAMS = 4, 6
 """With so few blocks more placements are tried: every change of one block, to so many placements at a time."""
-MAX_POLISH, LEAST_GAIN = 8, 1e-4
+MAX_POLISH, LEAST_GAIN = 8, 3e-4
 """Steps of polishing, each of which must gain this share."""
 
 
@@ -117,7 +117,8 @@ class SizeSearch:
         """The best placements of different structures or slots, fastest first."""
         first: dict[tuple[int, ...], int] = {}
         for index in range(len(self.seconds)):
-            key = (int(self.found.structures[index]), *(int(n) for n in self.found.slots[index]))
+            placement = self.drafting.placement(self.found, index)
+            key = (int(self.found.structures[index]), *self.problem.used_slots(placement))
             first.setdefault(key, index)
             if len(first) == count:
                 break
@@ -127,7 +128,9 @@ class SizeSearch:
         """Placements that differ from one in one respect."""
         near = self.mixing.nearest(self.drafting.mix(self.found, index), *self.budgets, NUM_MOVES)
         parts = [varied(self.drafting, self.found, index), moved(self.found, index, near)]
-        return [*parts, changed(self.drafting, self.found, index)] if self.few else parts
+        if self.few:
+            parts += [make(self.drafting, self.found, index) for make in (changed, alike)]
+        return parts
 
     def candidates(self, count: int) -> list[Candidate]:
         """The best placements of different seconds, fastest first."""

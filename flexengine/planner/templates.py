@@ -14,6 +14,7 @@ from typing import NamedTuple
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan, Plan, Request
+from flexengine.planner.cost_model import CostModel
 from flexengine.planner.loads import (
     LEVELS,
     RESIDENT,
@@ -24,7 +25,6 @@ from flexengine.planner.loads import (
     group_uses,
     home_of,
 )
-from flexengine.planner.cost_model import CostModel
 from flexengine.planner.memory import gpu_overhead_bytes, host_required_bytes
 from flexengine.planner.options import Options, keep_options
 from flexengine.schedule.layer_program import align

@@ -22,7 +22,7 @@ import numpy as np
 
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
-from flexengine.plan import LayerPlan, Request
+from flexengine.plan import Request
 from flexengine.planner import loads
 from flexengine.planner.cost_model import CostModel, StepPricer, round_shape
 from flexengine.planner.drafts import Drafting, Drafts
@@ -65,7 +65,12 @@ ALL_LEVELS = tuple(range(NUM_LEVELS))
 THREE_LEVELS = (loads.STREAMED, loads.RESIDENT_BOTH, loads.RESIDENT)
 WIDTHS = {
     1: (Width(24, 5, ALL_LEVELS, 3),),
-    2: (Width(12, 5, ALL_LEVELS, 3), Width(8, 3, ALL_LEVELS, 3), Width(6, 2, ALL_LEVELS, 3), Width(4, 2, ALL_LEVELS, 2)),
+    2: (
+        Width(12, 5, ALL_LEVELS, 3),
+        Width(8, 3, ALL_LEVELS, 3),
+        Width(6, 2, ALL_LEVELS, 3),
+        Width(4, 2, ALL_LEVELS, 2),
+    ),
     3: (
         Width(5, 3, ALL_LEVELS, 2),
         Width(4, 3, THREE_LEVELS, 2),
@@ -177,9 +182,7 @@ class _Size:
         chosen: list[int] = []
         for set_of in sorted(picked):
             for home in ("gpu", "host"):
-                alike = [
-                    i for i, p in enumerate(options.plans) if options.set_of[i] == set_of and p.input_home == home
-                ]
+                alike = [i for i, p in enumerate(options.plans) if options.set_of[i] == set_of and p.input_home == home]
                 alike.sort(key=lambda i: int(options.gpu_bytes[i]))
                 some = {round(k * (len(alike) - 1) / (width.splits - 1)) for k in range(width.splits)}
                 chosen += [alike[k] for k in sorted(some)]
