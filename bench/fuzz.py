@@ -190,7 +190,7 @@ def of_one_worker(seeds: Sequence[int], limit_s: float) -> Iterator[Result]:
     process.start()
     sender.close()
     try:
-        if receiver.recv() != "ready":
+        if not receiver.poll(limit_s) or receiver.recv() != "ready":
             raise RuntimeError("a worker began without being ready")
         for seed in seeds:
             result = received(receiver, seed, limit_s)

@@ -139,13 +139,13 @@ def sweep(args: argparse.Namespace, cap_gib: float) -> dict:
     best = min((row["step_s"] for row in rows if "step_s" in row), default=None)
     return {
         "cap_gib": cap_gib,
-        "planned_step_s": min(planned),
+        "planned_step_s": statistics.mean(planned),
         "planned_runs_s": planned,
         "predicted_step_s": prepared.plan.predicted.step_s,
         "planned_chunk_tokens": prepared.plan.chunk_tokens,
         "planned_chunks_per_round": prepared.plan.chunks_per_round,
         "best_by_hand_s": best,
-        "planned_over_best": min(planned) / best if best else None,
+        "planned_over_best": statistics.mean(planned) / best if best else None,
         "points": [{k: v for k, v in row.items() if k != "plan"} for row in rows],
     }
 
@@ -167,9 +167,10 @@ def main() -> None:
         results.append(sweep(args, cap))
         write_json(args.json, {"model": args.model, "caps": results})
         last = results[-1]
-        print(
-            f"cap {cap:g} GiB: planned {last['planned_step_s']:.3f} s, best of the sweep {last['best_by_hand_s']:.3f} s"
+        best = (
+            "no point fits" if last["best_by_hand_s"] is None else f"best of the sweep {last['best_by_hand_s']:.3f} s"
         )
+        print(f"cap {cap:g} GiB: planned {last['planned_step_s']:.3f} s, {best}")
 
 
 if __name__ == "__main__":

@@ -65,6 +65,7 @@ def plain_read(paths: list[Path], buffer: Tensor, num_threads: int) -> None:
         descriptor, offset, at, count = block
         while count:
             got = os.preadv(descriptor, [memory[at : at + count]], offset)
+            assert got, "the file became shorter while it was read"
             offset, at, count = offset + got, at + got, count - got
 
     with ThreadPoolExecutor(num_threads) as pool:

@@ -165,6 +165,14 @@ def rows_of(paths: list[str]) -> list[dict]:
     return [row for path in paths for row in json.loads(Path(path).read_text())["rows"]]
 
 
+def merged(paths: list[str]) -> dict:
+    """The result of several parts: the machine of the first, all commands, all rows in the order of CASES."""
+    environments = [json.loads(Path(path).read_text())["environment"] for path in paths]
+    commands = [environment["command"] for environment in environments]
+    rows = sorted(rows_of(paths), key=lambda r: CASES.index(Case(*(r[f] for f in Case._fields))))
+    return {"environment": {**environments[0], "command": commands}, "summary": summary(rows), "rows": rows}
+
+
 def chosen_cases(part: str) -> list[Case]:
     """Every n-th case, so that parts take about equally long."""
     index, _, count = part.partition("/")
@@ -187,11 +195,9 @@ def main() -> None:
         print(f"{markdown(rows)}\n\n{json.dumps(summary(rows), indent=1)}")
         return
     if args.merge:
-        rows = sorted(rows_of(args.merge), key=lambda r: CASES.index(Case(*(r[f] for f in Case._fields))))
-        first = json.loads(Path(args.merge[0]).read_text())["environment"]
-        Path(args.json).write_text(
-            json.dumps({"environment": first, "summary": summary(rows), "rows": rows}, indent=1) + "\n"
-        )
+        if args.json is None:
+            parser.error("--merge needs --json, the file to write")
+        Path(args.json).write_text(json.dumps(merged(args.merge), indent=1) + "\n")
         return
     rows = []
     for case in chosen_cases(args.part):

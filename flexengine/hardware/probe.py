@@ -16,6 +16,7 @@ from flexengine.hardware.measure_cpu import measure_cpu
 from flexengine.hardware.memory_usage import gpu_used_bytes, note_baseline, release_unused_heap, resident_bytes
 from flexengine.hardware.nvml import nvidia_driver_version
 from flexengine.hardware.profile import HardwareProfile
+from flexengine.native import library
 
 PROBE_VERSION = 2  # part of the cache key: raise it when what is measured changes its meaning
 DEFAULT_SECONDS = 10.0
@@ -135,13 +136,16 @@ def _probe_cpu(dtype: torch.dtype, shape: tuple[int, int], scale: float) -> Hard
 
 
 def _with_current_memory(profile: HardwareProfile, device: torch.device) -> HardwareProfile:
-    """`profile` with today's memory: what the machine has, what is free, and what this process has already."""
-    host = host_memory()
-    free_bytes = total_bytes = host.available_bytes
+    """`profile` with today's memory: what the machine has, what is free, and what this process has already.
+
+    With rates from the cache, kernels and libraries are not loaded yet, and will still take their part of what is free.
+    """
+    host, resident = host_memory(), resident_bytes()
+    free_host_bytes = max(0, host.available_bytes - max(0, profile.host_base_bytes - resident))
+    free_bytes = total_bytes = free_host_bytes
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-        # With rates from the cache, kernels and libraries are not loaded yet and will still take their part.
         loaded_bytes = gpu_used_bytes(device) - torch.cuda.memory_reserved(device)
         free_bytes = max(0, free_bytes - max(0, profile.gpu_context_bytes - loaded_bytes))
     return replace(
@@ -150,8 +154,8 @@ def _with_current_memory(profile: HardwareProfile, device: torch.device) -> Hard
         gpu_free_bytes=free_bytes,
         gpu_context_bytes=min(profile.gpu_context_bytes, total_bytes),
         host_total_bytes=host.total_bytes,
-        host_available_bytes=host.available_bytes,
-        host_base_bytes=max(profile.host_base_bytes, resident_bytes()),
+        host_available_bytes=free_host_bytes,
+        host_base_bytes=max(profile.host_base_bytes, resident),
     )
 
 
@@ -174,9 +178,10 @@ def _path(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> P
     name = torch.cuda.get_device_name(device) if cuda else _cpu_name()
     total_bytes = torch.cuda.get_device_properties(device).total_memory if cuda else 0
     versions = (PROBE_VERSION, torch.__version__, torch.version.cuda, nvidia_driver_version() if cuda else "none")
+    native = library.ABI_VERSION if library.load() is not None else None  # AdamW on the CPU is far slower without
     host = (_cpu_name(), os.cpu_count(), torch.get_num_threads())
     readable = f"{name} {dtype} {shape[0]} {shape[1]}".replace("torch.", "")
-    return profile_path(readable, (*versions, name, total_bytes, str(dtype), shape, *host))
+    return profile_path(readable, (*versions, native, name, total_bytes, str(dtype), shape, *host))
 
 
 def _cpu_name() -> str:

@@ -25,14 +25,17 @@ class _Files(NamedTuple):
 
     limits: tuple[str, ...]
     usage: str
-    cache_key: str
+    cache_keys: tuple[str, ...]
     inherited_key: str
 
 
 # memory.high is no hard limit, but a group above it is throttled until it has given memory back: a wall all the same.
-_V2_FILES = _Files(("memory.max", "memory.high"), "memory.current", "inactive_file", "")
+_V2_FILES = _Files(("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file"), "")
 _V1_FILES = _Files(
-    ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file", "hierarchical_memory_limit"
+    ("memory.limit_in_bytes",),
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
+    "hierarchical_memory_limit",
 )
 
 
@@ -106,9 +109,12 @@ def _walk(mount: _Mount, path: str, files: _Files) -> list[HostMemory]:
 
 
 def _used_bytes(group: Path, files: _Files) -> int:
-    """What a group holds beyond page cache that the kernel would drop first."""
+    """What a group holds beyond page cache, which the kernel drops before it refuses memory.
+
+    Files in RAM (tmpfs, shared memory) are not among the keys of the cache.
+    """
     usage = read_text(group / files.usage).strip()
-    cached_bytes = keyed_number(group / "memory.stat", files.cache_key) or 0
+    cached_bytes = sum(keyed_number(group / "memory.stat", key) or 0 for key in files.cache_keys)
     return max(0, int(usage) - cached_bytes) if usage.isdigit() else 0
 
 

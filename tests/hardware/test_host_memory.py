@@ -42,7 +42,7 @@ def test_v2_takes_the_tightest_ancestor_and_counts_page_cache_as_free(machine: t
             "jobs/one/memory.current": "0\n",
             "jobs/memory.max": f"{32 * GIB}\n",
             "jobs/memory.current": f"{10 * GIB}\n",
-            "jobs/memory.stat": f"anon {6 * GIB}\ninactive_file {4 * GIB}\n",
+            "jobs/memory.stat": f"anon {6 * GIB}\ninactive_file {GIB}\nactive_file {3 * GIB}\n",
         },
     )
     assert host_memory(proc, cgroups, NO_LIMIT) == (32 * GIB, 26 * GIB)
@@ -56,7 +56,7 @@ def test_v1_in_a_container_falls_back_to_the_mount_point(machine: tuple[Path, Pa
         {
             "memory.limit_in_bytes": f"{16 * GIB}\n",
             "memory.usage_in_bytes": f"{3 * GIB}\n",
-            "memory.stat": f"inactive_file 1\ntotal_inactive_file {1 * GIB}\n",
+            "memory.stat": f"inactive_file 1\ntotal_inactive_file {GIB // 4}\ntotal_active_file {3 * GIB // 4}\n",
         },
     )
     assert host_memory(proc, cgroups, NO_LIMIT) == (16 * GIB, 14 * GIB)

@@ -18,6 +18,7 @@ from flexengine.hardware.measure_cpu import measure_cpu
 from flexengine.hardware.presets import preset
 from flexengine.hardware.probe import probe, run_probe
 from flexengine.hardware.profile import HardwareProfile
+from flexengine.native import library
 
 CPU = torch.device("cpu")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -108,17 +109,19 @@ def test_shapes_have_profiles_of_their_own_and_small_cpu_ones_share(
     assert len(list((cache_folder / "profiles").iterdir())) == 3
 
 
-def test_key_holds_versions_threads_and_driver(measurements: list[torch.dtype], monkeypatch: pytest.MonkeyPatch):
+def test_key_holds_versions_threads_and_native_code(measurements: list[torch.dtype], monkeypatch: pytest.MonkeyPatch):
+    other_native = object() if library.load() is None else None
     paths = {run_probe(CPU, torch.float32).path}
     for target, name, value in (
         (probe_module, "PROBE_VERSION", 99),
         (torch, "__version__", "9.9.9"),
         (torch, "get_num_threads", lambda: 77),
         (os, "cpu_count", lambda: 77),
+        (library, "load", lambda: other_native),
     ):
         monkeypatch.setattr(target, name, value)
         paths.add(run_probe(CPU, torch.float32).path)
-    assert len(paths) == 5
+    assert len(paths) == 6
 
 
 def test_random_numbers_go_on_as_if_nothing_had_been_measured(measurements: list[torch.dtype]):
@@ -133,10 +136,20 @@ def test_random_numbers_go_on_as_if_nothing_had_been_measured(measurements: list
 def test_memory_is_read_anew(measurements: list[torch.dtype], monkeypatch: pytest.MonkeyPatch):
     probe(CPU, torch.float32)
     monkeypatch.setattr(probe_module, "host_memory", lambda: HostMemory(2**40, 2**39))
+    monkeypatch.setattr(probe_module, "resident_bytes", lambda: 2**38)
     profile = probe(CPU, torch.float32)
     assert len(measurements) == 1
+    assert profile.host_base_bytes == 2**38
     assert (profile.host_total_bytes, profile.host_available_bytes) == (2**40, 2**39)
     assert (profile.gpu_total_bytes, profile.gpu_free_bytes) == (2**39, 2**39)
+
+
+def test_what_libraries_will_still_take_is_not_free(measurements: list[torch.dtype], monkeypatch: pytest.MonkeyPatch):
+    base_bytes = probe(CPU, torch.float32).host_base_bytes
+    monkeypatch.setattr(probe_module, "host_memory", lambda: HostMemory(2**40, 2**39))
+    monkeypatch.setattr(probe_module, "resident_bytes", lambda: base_bytes - 1000)
+    profile = probe(CPU, torch.float32)
+    assert (profile.host_base_bytes, profile.host_available_bytes) == (base_bytes, 2**39 - 1000)
 
 
 OLD_FORMAT = json.dumps({name: value for name, value in preset("cpu-test").to_dict().items() if name != "format"})
@@ -234,7 +247,7 @@ def test_cuda_probe(dtype: torch.dtype):
     assert torch.cuda.max_memory_reserved() <= held_bytes + 1.75 * 2**30
     assert torch.get_num_threads() == threads
     by_size = {curve.name: curve.points for curve in profile.curves}
-    assert by_size["host to device, both busy"][-1] == (2**28, profile.h2d_duplex_bytes_per_s)
+    assert by_size["host to device, both busy"][-1] == (2**27, profile.h2d_duplex_bytes_per_s)
     assert by_size["device to host"][0][1] < by_size["device to host"][-1][1]
     result = run_probe(device, dtype, (2048, 8192))
     assert result.from_cache
