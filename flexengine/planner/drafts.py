@@ -113,7 +113,7 @@ class Drafting:
         return self.problem.edge_host[groups, self.edge_levels].sum(axis=1)
 
     def block_slot_bytes(self, drafts: Drafts) -> np.ndarray:
-        """Bytes [P] of the blocks' weight, accumulator and gradient slots: no more than there are blocks that need one."""
+        """Bytes [P] of the blocks' weight, accumulator and gradient slots, no more than blocks that need one."""
         levels = drafts.rows % NUM_LEVELS
         weights = np.minimum(drafts.slots[:, 0], STREAMS_WEIGHTS[levels].sum(axis=1))
         grads = np.minimum(drafts.slots[:, 1], STREAMS_GRADS[levels].sum(axis=1))

@@ -61,7 +61,9 @@ def group_uses(model: ModelSpec) -> list[GroupUse]:
 
 def home_of(kind: str, level: GroupPlan) -> Home:
     """The side that a level holds a kind of planes on."""
-    return {"weights": level.weights, "grad": level.grads}.get(kind, level.states)
+    if kind == "weights":
+        return level.weights
+    return level.grads if kind == "grad" else level.states
 
 
 def issue_s(cost: CostModel, kind: str, program: LayerProgram | None = None) -> float:

@@ -207,7 +207,7 @@ class Mixing:
     def crossed(
         self, shares: tuple[float, ...], slots: tuple[Slots, ...], gpu_bytes: int, host_bytes: int, near_s: float
     ) -> list[tuple[float, Mix]]:
-        """The best mixes with any such slots, fastest first: those within NEAR of the fastest, or of `near_s`."""
+        """The best mixes with each of such slots, within NEAR of the fastest with them or of `near_s`; fastest first."""
         options, levels = self.option_mixes(shares), self.level_mixes(shares)
         structures = np.tile(np.arange(len(self.drafting.structures)), len(levels))
         levels = np.repeat(levels, len(self.drafting.structures), axis=0)
@@ -218,16 +218,14 @@ class Mixing:
             return []
         p, x, levels, structures = p.take(keep_p), x.take(keep_x), levels[keep_p], structures[keep_p]
         seconds, options = self.seconds(p, x), options[keep_x]
-        judged = np.stack([self._within(seconds, s, levels, structures, options, gpu_bytes, host_bytes) for s in slots])
-        flat = judged.ravel()
-        if not np.isfinite(flat.min()):
-            return []
-        found = np.flatnonzero(flat <= NEAR * flat.min())
         result = []
-        for index in found[np.argsort(flat[found], kind="stable")][:NUM_MIXES]:
-            k, i, j = np.unravel_index(index, judged.shape)
-            result.append((float(flat[index]), Mix(options[j], levels[i], int(structures[i]), slots[k])))
-        return result
+        for choice in slots:
+            judged = self._within(seconds, choice, levels, structures, options, gpu_bytes, host_bytes).ravel()
+            found = np.flatnonzero(np.isfinite(judged) & (judged <= NEAR * judged.min()))
+            for index in found[np.argsort(judged[found], kind="stable")][: NUM_MIXES // len(slots)]:
+                i, j = divmod(int(index), len(options))
+                result.append((float(judged[index]), Mix(options[j], levels[i], int(structures[i]), choice)))
+        return sorted(result, key=lambda pair: pair[0])
 
     def _within(
         self,

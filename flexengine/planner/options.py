@@ -15,7 +15,7 @@ import numpy as np
 
 from flexengine.models.spec import LayerSpec
 from flexengine.ops.base import Op
-from flexengine.plan import LayerPlan
+from flexengine.plan import Home, LayerPlan
 from flexengine.planner.cost_model import CostModel
 from flexengine.planner.frontier import recompute_s
 from flexengine.planner.loads import issue_s
@@ -72,10 +72,11 @@ def keep_options(
     elif recompute == "none":
         sets = (savable_ops(layer.ops),)
     programs = tuple(compile_layer(layer, ops, (), cost.chunk_tokens, cost.compute_bytes) for ops in sets)
+    homes: tuple[Home, ...] = ("gpu", "host")
     found = [
         (number, on_gpu, home)
         for number, ops in enumerate(sets)
-        for on_gpu, home in product(splits(layer.ops, ops, cost.chunk_tokens, cost.compute_bytes), ("gpu", "host"))
+        for on_gpu, home in product(splits(layer.ops, ops, cost.chunk_tokens, cost.compute_bytes), homes)
     ]
     sizes = {op.name: output_bytes(op, cost.chunk_tokens, cost.compute_bytes) for op in layer.ops}
     kept = np.array([sum(sizes[name] for name in on_gpu) for _, on_gpu, _ in found], dtype=np.int64)

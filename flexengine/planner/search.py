@@ -25,7 +25,7 @@ from flexengine.planner.memory import (
 )
 from flexengine.planner.report import limiter
 from flexengine.planner.shortage import LEAST_HOST, LEAST_SLOTS, shortage
-from flexengine.planner.size_search import Candidate, SizeSearch
+from flexengine.planner.size_search import FEW_BLOCKS, Candidate, SizeSearch
 from flexengine.planner.sizes import chunk_sizes
 from flexengine.planner.solver import Caps, Placement, RoundProblem
 from flexengine.planner.templates import Templates
@@ -34,7 +34,9 @@ from flexengine.schedule.layout import DTYPE_BYTES, Layout
 MAX_CHUNK_LAYERS = 1024
 """Largest chunks_per_round * blocks that is simulated, where sizes allow a choice."""
 COARSE_NEAR, QUICK_NEAR, FINE_NEAR, POLISH_NEAR = 1.15, 1.05, 1.02, 1.012
-"""Sizes estimated within these factors of the best are dealt out, refined and polished."""
+"""Sizes within these factors of the best so far are dealt out, refined, taken for the last round, and polished."""
+FEW_BLOCKS_NEAR = 1.12
+"""QUICK_NEAR for models of few blocks, of which first placements say less."""
 MIX_SHARE = 1.01
 """A placement takes hardly less than this share of what its mix was estimated to take."""
 NUM_QUICK, NUM_REFINED, NUM_POLISHED = 12, 4, 3
@@ -65,9 +67,10 @@ class Search:
     def run(self) -> Plan:
         """Rank sizes, look closer and closer at the best, simulate, choose."""
         sizes = self.dealt(self.near_sizes())
-        sizes = near(sizes, QUICK_NEAR, NUM_REFINED)
+        quick_near = FEW_BLOCKS_NEAR if len(self.model.blocks) <= FEW_BLOCKS else QUICK_NEAR
+        sizes = near(sizes, quick_near, NUM_REFINED)
         for size in sizes:
-            if size.best_s <= QUICK_NEAR * min(s.best_s for s in sizes):
+            if size.best_s <= quick_near * min(s.best_s for s in sizes):
                 size.refine()
         sizes = near(sizes, FINE_NEAR, NUM_POLISHED)
         for size in sizes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import log
 
 import numpy as np
 
@@ -23,6 +24,8 @@ NUM_MOVES = 80
 """Mixes near a placement that polishing deals out."""
 FEW_BLOCKS, NUM_BEAMS = 4, 6
 """With so few blocks more placements are tried: every change of one block, to so many placements at a time."""
+LADDER = 1.25
+"""Ratio of the smaller budgets that are looked at."""
 MAX_POLISH, LEAST_GAIN = 8, 3e-4
 """Steps of polishing, each of which must gain this share."""
 
@@ -81,14 +84,24 @@ class SizeSearch:
         for slots in OTHER_SLOTS:
             if slots != usual:
                 best += self._improved([mix._replace(slots=slots) for _, mix in best[:NUM_IMPROVED]])
+        best += self._rungs()
         if self.few:
             near_best = _diverse(crossed)[:NUM_BEAMS] + [mix for _, mix in crossed]
             best += [(0.0, mix._replace(slots=slots)) for mix in near_best for slots in (usual, *OTHER_SLOTS)]
         self._deal(best)
 
-    def _improved(self, mixes: list[Mix]) -> list[tuple[float, Mix]]:
+    def _rungs(self) -> list[tuple[float, Mix]]:
+        """Where descent leads under smaller budgets on a fixed grid: other ends, that a larger budget has as well."""
+        found = []
+        for budgets in smaller_budgets(*self.budgets):
+            coarse = self.mixing.crossed(COARSE_SHARES, COARSE_SLOTS, *budgets, np.inf)
+            best = {mix.slots: mix for _, mix in reversed(coarse)}
+            found += self._improved(list(best.values()), budgets)
+        return found
+
+    def _improved(self, mixes: list[Mix], budgets: tuple[int, int] | None = None) -> list[tuple[float, Mix]]:
         """Where descent leads from each, fastest first."""
-        found = [self.mixing.improve(mix, *self.budgets) for mix in mixes]
+        found = [self.mixing.improve(mix, *(budgets or self.budgets)) for mix in mixes]
         return sorted((pair for pair in found if np.isfinite(pair[0])), key=lambda pair: pair[0])
 
     def _deal(self, mixes: list[tuple[float, Mix]]) -> None:
@@ -107,7 +120,7 @@ class SizeSearch:
     def polish(self) -> None:
         """Change the best placements in one respect while the sketch gets faster."""
         for _ in range(MAX_POLISH):
-            beams = self._beams(NUM_BEAMS if self.few else 1)
+            beams = self._beams(NUM_BEAMS if self.few else 2)
             before = self.seconds[beams].sum()
             self.add(Drafts.joined([drafts for index in beams for drafts in self._near(index)]))
             if not self.seconds[self._beams(len(beams))].sum() < before * (1 - LEAST_GAIN):
@@ -139,6 +152,12 @@ class SizeSearch:
             Candidate(self.problem, self.drafting.placement(self.found, i), float(self.seconds[i]))
             for i in first[:count]
         ]
+
+
+def smaller_budgets(gpu_bytes: int, host_bytes: int) -> list[tuple[int, int]]:
+    """One of both budgets lowered to the grid of powers of LADDER, and once more."""
+    gpu, host = ([int(LADDER ** (int(log(b, LADDER)) - i)) for i in range(2)] for b in (gpu_bytes, host_bytes))
+    return [(lower, host_bytes) for lower in gpu] + [(gpu_bytes, lower) for lower in host]
 
 
 def _diverse(crossed: list[tuple[float, Mix]]) -> list[Mix]:

@@ -2,7 +2,7 @@
 chunk, with one number per placement in every array.
 
 It knows weight, gradient and offload slots, the ring of hidden states, shared edge slots, the host that issues commands
-one after another, and that a direction of the link is slower while the other is busy (by how busy it was one layer ago).
+one after another, and that a direction of the link is slower while the other is busy (as it was one layer ago).
 The simulator on the real program has the last word.
 """
 
@@ -270,7 +270,7 @@ class Sketch:
         ready: np.ndarray,
         seconds: np.ndarray | float,
     ) -> np.ndarray:
-        """Bring back what chunk c kept, then compute for `seconds`; returns since when weights and tensors are there."""
+        """Bring back what chunk c kept, then compute for `seconds`; returns since when all operands are there."""
         costs = layer.costs
         if layer.any_input:
             earliest = np.maximum(self.hidden.take(layer.inputs), sent[0][c])

@@ -1,7 +1,7 @@
 """Seconds of the optimizer's update by where a group's planes live, without lowering it.
 
-Tiles of host planes pass three stations: fetched, updated, returned. With enough slots the slowest station decides, with
-few of them a tile's whole way shared by the slots.
+Tiles of host planes pass three stations: fetched, updated, returned. With enough slots the slowest station decides,
+with few of them a tile's whole way shared by the slots.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NUM_COPIES = 2
 
 
 class Stations(NamedTuple):
-    """Seconds of all tiles of a group at each station, at the rates of a busy link, and of its first tile on its way."""
+    """Seconds of all tiles of a group at each station, at the rates of a busy link, and of its first tile's way."""
 
     h2d_s: float
     compute_s: float
@@ -31,7 +31,7 @@ class Stations(NamedTuple):
     def seconds(self, slots: int, cost: CostModel) -> tuple[float, float, float]:
         """What the group adds to an update with so many tile slots: on the link, in compute and in issue, which other
         groups may overlap."""
-        link_s = float(link_seconds(np.float64(self.h2d_s), np.float64(self.d2h_s), cost))
+        link_s = float(link_seconds(np.asarray(self.h2d_s), np.asarray(self.d2h_s), cost))
         way_s = self.h2d_s + self.compute_s + self.d2h_s
         return max(link_s, way_s / slots) if self.h2d_s else 0.0, self.compute_s, self.issue_s
 

@@ -68,8 +68,9 @@ class Case:
         """Budgets between the least that fits and what holds everything: GPU first, then the host under it."""
         model, profile = self.model(), self.profile()
         numerics = Numerics() if self.split_masters else FLOAT32
-        sizes = {"chunk_tokens": self.chunk_tokens, "round_tokens": self.round_tokens}
-        request = Request(self.seq_len, self.batch_tokens, ROOMY, ROOMY, numerics=numerics, **sizes)
+        request = Request(
+            self.seq_len, self.batch_tokens, ROOMY, ROOMY, self.chunk_tokens, self.round_tokens, numerics=numerics
+        )
         chunk = self.chunk_tokens or self.batch_tokens
         resident = Layout(model, resident_plan(model, request, chunk, max(1, (self.round_tokens or chunk) // chunk)))
         least = Feasibility(model, request, profile).least_gpu()

@@ -80,7 +80,7 @@ WIDTHS = {
     ),
     4: (Width(3, 2, THREE_LEVELS, 2), Width(2, 2, THREE_LEVELS, 2), Width(2, 2, THREE_LEVELS, 1)),
 }
-"""By number of blocks, widest first: the first is taken that leaves no more than MOST_FITTING placements (or the last)."""
+"""By number of blocks, widest first: the first (or the last) that leaves no more than MOST_FITTING placements."""
 
 
 @dataclass
