@@ -163,8 +163,13 @@ class Plan:
 
     @property
     def num_rounds(self) -> int:
-        """Rounds of a full step when sequences fill the chunks."""
-        return max(1, -(-self.request.max_global_batch_tokens // self.round_tokens))
+        """Rounds of a full step of sequences of max_seq_len tokens, which chunks take whole or rounds in slices."""
+        longest = self.request.max_seq_len
+        if self.slices_sequences:
+            sequences = self.chunks_per_round // -(-longest // self.chunk_tokens)
+        else:
+            sequences = self.chunks_per_round * (self.chunk_tokens // longest)
+        return max(1, -(-self.request.max_global_batch_tokens // (sequences * longest)))
 
     @property
     def slices_sequences(self) -> bool:

@@ -108,18 +108,20 @@ def issue_calls(command: Command) -> float:
 
 
 def round_shape(request: Request, chunk_tokens: int, chunks_per_round: int) -> RoundShape:
-    """A full round of sequences of max_seq_len tokens; one longer than a chunk is cut into slices.
+    """A full round of sequences of max_seq_len tokens, as `schedule.packing` packs them: a chunk takes whole sequences,
+    and one longer than a chunk is cut into slices.
 
     A slice's seq_len is the one whose causal cost per token is that of its queries over all keys before them:
     2 * start + tokens.
     """
-    longest = request.max_seq_len
+    longest, batch = request.max_seq_len, request.max_global_batch_tokens
     if longest <= chunk_tokens:
-        counts = _full_chunks(request.max_global_batch_tokens, chunk_tokens, chunks_per_round)
+        counts = _full_chunks(batch, chunk_tokens // longest * longest, chunks_per_round)
         return RoundShape(tuple(ChunkShape(count, min(longest, count)) for count in counts))
     slices = -(-longest // chunk_tokens)
+    sequences = max(1, min(chunks_per_round // slices, -(-batch // longest)))
     chunks = []
-    for first in range(0, chunks_per_round - slices + 1, slices):
+    for first in range(0, sequences * slices, slices):
         for i in range(slices):
             start = i * chunk_tokens
             tokens = min(chunk_tokens, longest - start)
@@ -127,12 +129,12 @@ def round_shape(request: Request, chunk_tokens: int, chunks_per_round: int) -> R
     return RoundShape(tuple(chunks))
 
 
-def _full_chunks(batch_tokens: int, chunk_tokens: int, chunks_per_round: int) -> list[int]:
+def _full_chunks(batch_tokens: int, tokens_per_chunk: int, chunks_per_round: int) -> list[int]:
     """Tokens per chunk when a round takes as much of the batch as it can."""
-    left = min(batch_tokens, chunk_tokens * chunks_per_round)
+    left = min(batch_tokens, tokens_per_chunk * chunks_per_round)
     counts = []
     while left > 0:
-        counts.append(min(chunk_tokens, left))
+        counts.append(min(tokens_per_chunk, left))
         left -= counts[-1]
     return counts
 

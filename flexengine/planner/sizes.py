@@ -7,6 +7,11 @@ from flexengine.plan import PlanError, PlanReason, Request
 CHUNK_TOKENS = tuple(1 << i for i in range(8, 15))
 CHUNKS_PER_ROUND = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
+ALIGNED_TOKENS = 64
+"""Chunks are multiples of it where sequences do not decide: matrix products run at full rate then."""
+MOST_PARTS = 6
+"""A batch that is no power of two is also tried in up to so many equal chunks."""
+
 
 def chunk_sizes(request: Request) -> list[tuple[int, int]]:
     """(chunk_tokens, chunks_per_round) worth a look. Raises PlanError when pinned sizes contradict each other.
@@ -27,7 +32,7 @@ def chunk_sizes(request: Request) -> list[tuple[int, int]]:
 
 
 def _chunk_choices(request: Request) -> list[int]:
-    """The pinned size, else powers of two up to the round, and exact sizes where those are few."""
+    """The pinned size, else about powers of two up to the round, and exact sizes where those are few."""
     if request.chunk_tokens is not None:
         return [request.chunk_tokens]
     limit = request.round_tokens or request.max_global_batch_tokens
@@ -35,9 +40,25 @@ def _chunk_choices(request: Request) -> list[int]:
     if limit < 2 * CHUNK_TOKENS[0]:
         choices |= {limit, max(1, limit // 2), request.max_seq_len}
     if request.round_tokens is None:
-        return sorted(choices)
+        whole = {filled(c, request.max_seq_len) for c in choices if c >= CHUNK_TOKENS[0]}
+        return sorted({c for c in choices if c < CHUNK_TOKENS[0]} | whole | _even_parts(limit, request.max_seq_len))
     parts = {limit // n for n in CHUNKS_PER_ROUND if limit % n == 0}
     return sorted(c for c in choices | parts if limit % c == 0 and c <= max(CHUNK_TOKENS[-1], min(parts)))
+
+
+def filled(chunk_tokens: int, seq_len: int) -> int:
+    """About `chunk_tokens`, but so that sequences of seq_len tokens fill the chunks: as many as fit, or even slices."""
+    if seq_len <= chunk_tokens:
+        tokens = chunk_tokens // seq_len * seq_len
+    else:
+        tokens = -(-seq_len // -(-seq_len // chunk_tokens))
+    return min(chunk_tokens, -(-tokens // ALIGNED_TOKENS) * ALIGNED_TOKENS)
+
+
+def _even_parts(batch_tokens: int, seq_len: int) -> set[int]:
+    """Parts of a batch, of whole sequences, in which no chunk is less full than the others."""
+    parts = {batch_tokens // n for n in range(1, MOST_PARTS + 1) if batch_tokens % n == 0}
+    return {p for p in parts if p % seq_len == 0 and CHUNK_TOKENS[0] <= p <= CHUNK_TOKENS[-1]}
 
 
 def check_pinned(request: Request) -> None:

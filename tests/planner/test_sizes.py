@@ -1,0 +1,45 @@
+"""Sizes that are tried, and how many rounds a step is priced as: those that packing whole sequences makes."""
+
+import random
+
+import pytest
+
+from flexengine.plan import Plan, Request
+from flexengine.planner.cost_model import round_shape, rounds_per_step
+from flexengine.planner.sizes import chunk_sizes, filled
+from flexengine.schedule.packing import pack
+
+GIB = 2**30
+
+
+def request(seq_len: int, batch: int, **pins: int) -> Request:
+    return Request(seq_len, batch, GIB, GIB, **pins)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_rounds_are_those_that_packing_makes(seed):
+    rng = random.Random(seed)
+    seq_len, sequences = rng.randint(3, 9000), rng.randint(1, 40)
+    asked = request(seq_len, seq_len * sequences)
+    for chunk, chunks in rng.sample(chunk_sizes(asked), 3):
+        packed = pack([seq_len] * sequences, chunk, chunks)
+        shape = round_shape(asked, chunk, chunks)
+        assert rounds_per_step(asked, shape) == len(packed)
+        assert Plan("any", asked, chunk, chunks, (), ()).num_rounds == len(packed)
+        assert [c.tokens for c in shape.chunks] == [c.tokens for c in packed[0]]
+
+
+@pytest.mark.parametrize(("seq_len", "chunk"), [(5000, 5056), (3000, 15040), (9000, 4544), (1100, 1152), (1100, 3328)])
+def test_chunks_are_filled_by_whole_sequences_or_even_slices(seq_len, chunk):
+    assert chunk in {size for size, _ in chunk_sizes(request(seq_len, 64 * seq_len))}
+
+
+def test_powers_of_two_stay():
+    for chunk in (256, 2048, 16384):
+        for seq_len in (64, 256, 2048, 16384):
+            assert filled(chunk, seq_len) == chunk
+
+
+def test_equal_parts_of_a_batch():
+    assert 5120 in {size for size, _ in chunk_sizes(request(512, 20480))}
+    assert 10240 in {size for size, _ in chunk_sizes(request(512, 10240))}
