@@ -28,6 +28,7 @@ from flexengine.checkpoint.manifest import DownloadError, FileRecord
 
 PARTIAL_FOLDER = ".flexengine_partial"
 LIST_TIMEOUT_S = 60.0
+PATH_DIGITS = 16  # of a path's SHA-256 in the name of its partial file
 PROGRESS_BYTES = 1 << 30  # one line of log per GiB of a large file
 
 
@@ -154,8 +155,12 @@ def _check_disk(files: list[RemoteFile], target: Path, partial: Path) -> None:
 
 
 def _partial_name(file: RemoteFile) -> str:
-    """Named by contents where they are known, so that bytes of another revision are never continued."""
-    return file.sha256 or file.git_sha1 or hashlib.sha256(file.path.encode()).hexdigest()
+    """Named by contents where they are known, so that bytes of another revision are never continued.
+
+    The path is part of it: files with equal contents, such as several `{}`, arrive at the same time.
+    """
+    path_sha256 = hashlib.sha256(file.path.encode()).hexdigest()
+    return f"{file.sha256 or file.git_sha1 or 'unknown'}-{path_sha256[:PATH_DIGITS]}"
 
 
 class _FileFetch:
@@ -282,8 +287,19 @@ class _FileFetch:
             )
 
     def _place(self) -> None:
+        """Sync and rename; the digests are of what was received, so what lies on the disk must be as long."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.partial_path, "ab") as file:
-            os.fsync(file.fileno())
+        try:
+            with open(self.partial_path, "r+b") as file:
+                on_disk_bytes = os.fstat(file.fileno()).st_size
+                os.fsync(file.fileno())
+        except FileNotFoundError:
+            on_disk_bytes = 0
+        if on_disk_bytes != self.num_bytes or not self.partial_path.is_file():
+            self.partial_path.unlink(missing_ok=True)
+            raise DownloadError(
+                f"{self.asked}: {self.num_bytes} bytes were received, {self.partial_path} holds {on_disk_bytes}: "
+                "another program changes this folder. Stop it and run the download again."
+            )
         os.replace(self.partial_path, self.path)
         sync_folder(self.path.parent)
