@@ -28,7 +28,6 @@ from flexengine.checkpoint.manifest import DownloadError, FileRecord
 
 PARTIAL_FOLDER = ".flexengine_partial"
 LIST_TIMEOUT_S = 60.0
-PATH_DIGITS = 16  # of a path's SHA-256 in the name of its partial file
 PROGRESS_BYTES = 1 << 30  # one line of log per GiB of a large file
 
 
@@ -155,12 +154,8 @@ def _check_disk(files: list[RemoteFile], target: Path, partial: Path) -> None:
 
 
 def _partial_name(file: RemoteFile) -> str:
-    """Named by contents where they are known, so that bytes of another revision are never continued.
-
-    The path is part of it: files with equal contents, such as several `{}`, arrive at the same time.
-    """
-    path_sha256 = hashlib.sha256(file.path.encode()).hexdigest()
-    return f"{file.sha256 or file.git_sha1 or 'unknown'}-{path_sha256[:PATH_DIGITS]}"
+    """Named by contents, so that bytes of another revision are never continued, and by path: equal files share none."""
+    return f"{file.sha256 or file.git_sha1 or 'unknown'}-{hashlib.sha256(file.path.encode()).hexdigest()[:16]}"
 
 
 class _FileFetch:
@@ -294,11 +289,11 @@ class _FileFetch:
                 on_disk_bytes = os.fstat(file.fileno()).st_size
                 os.fsync(file.fileno())
         except FileNotFoundError:
-            on_disk_bytes = 0
-        if on_disk_bytes != self.num_bytes or not self.partial_path.is_file():
+            on_disk_bytes = -1  # differs from every size
+        if on_disk_bytes != self.num_bytes:
             self.partial_path.unlink(missing_ok=True)
             raise DownloadError(
-                f"{self.asked}: {self.num_bytes} bytes were received, {self.partial_path} holds {on_disk_bytes}: "
+                f"{self.asked}: {self.num_bytes} bytes were received, {self.partial_path} now differs: "
                 "another program changes this folder. Stop it and run the download again."
             )
         os.replace(self.partial_path, self.path)
