@@ -7,17 +7,46 @@ import errno
 import hashlib
 import json
 import os
+import re
+import secrets
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 HASH_BLOCK_BYTES = 4 << 20  # large enough that SHA-256, not the system call, sets the rate
+STALE_AFTER_S = 24 * 3600.0  # a temporary file that nobody wrote to for so long has lost its writer
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.flexengine\.tmp")
 
 
 def temporary_name(target: Path) -> Path:
-    """Name beside `target` (same folder, hence same file system) under which this process writes it."""
-    return target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    """A new name beside `target` (same folder, hence same file system) under which it is written.
+
+    It is random: the process numbers of two containers that share a folder may be equal.
+    """
+    return target.with_name(f".{target.name}.{secrets.token_hex(8)}.flexengine.tmp")
+
+
+def remove_stale(folder: Path) -> None:
+    """Remove the temporary files in `folder` whose writers were killed: those of `temporary_name` older than a day.
+
+    A living writer would have to leave a file untouched for STALE_AFTER_S; it then fails before it renames anything.
+    What cannot be removed stays, silently.
+    """
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):  # removed by somebody else meanwhile, or not ours to remove
+                if _TEMPORARY.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                    age_s = time.time() - entry.stat(follow_symlinks=False).st_mtime
+                    if age_s > STALE_AFTER_S:
+                        os.unlink(entry.path)
+
+
+def _refuse_folder(target: Path) -> None:
+    """Raise what a rename onto a folder would, before anything is renamed. A link to a folder can be replaced."""
+    if target.is_dir() and not target.is_symlink():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
 
 
 @contextlib.contextmanager
@@ -36,9 +65,11 @@ def atomic_file(target: Path, mode: str = "wb", **open_arguments: Any) -> Iterat
     """Open a file for writing that replaces `target` when the block ends well and vanishes when it raises.
 
     Order: contents reach the disk (fsync) before the name does (rename, then fsync of the folder), so after a power
-    loss `target` is the old file or the complete new one.
+    loss `target` is the old file or the complete new one. Leftovers of killed writers beside it are removed.
     Raises: OSError of the file system; whatever the block raises, after removing the temporary file.
     """
+    _refuse_folder(target)
+    remove_stale(target.parent)
     temporary = temporary_name(target)
     try:
         with _naming(target), open(temporary, mode, **open_arguments) as file:
@@ -55,15 +86,18 @@ def atomic_file(target: Path, mode: str = "wb", **open_arguments: Any) -> Iterat
 def staged_files(folder: Path) -> Iterator[Callable[[str], Path]]:
     """Files that appear in `folder` together: the block writes each to the path that stage(name) gives it.
 
-    When the block ends well all are synced, then renamed in the order in which they were staged. When it raises, all
-    are removed, and `folder` too, with parents, where it did not exist: an earlier set of files stays as it was.
+    When the block ends well all are synced, then renamed in the order in which they were staged, unless a folder has
+    the name of one of them. When it raises, all are removed, and `folder` too, with parents, where it did not exist: an
+    earlier set of files stays as it was. Leftovers of killed writers in `folder` are removed first.
     Raises: OSError of the file system; what the block raises.
     """
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
+    remove_stale(folder)
     staged: dict[Path, Path] = {}
 
     def stage(name: str) -> Path:
+        _refuse_folder(folder / name)  # before gigabytes are written for it
         temporary = temporary_name(folder / name)
         staged[temporary] = folder / name
         return temporary
@@ -73,6 +107,8 @@ def staged_files(folder: Path) -> Iterator[Callable[[str], Path]]:
             yield stage
         for temporary in staged:
             sync_file(temporary)
+        for target in staged.values():
+            _refuse_folder(target)
         for temporary, target in staged.items():
             os.replace(temporary, target)
         sync_folder(folder)

@@ -77,7 +77,7 @@ def _configs(readme: str | None) -> list[dict[str, Any]]:
     match = FRONT_MATTER.match(readme or "")
     try:
         card = yaml.safe_load(match.group(1)) if match else None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: dates such as 2024-99-99, endless digits
         return []  # the hub ignores a card it cannot parse
     configs = card.get("configs") if isinstance(card, dict) else None
     usable = [item for item in configs if isinstance(item, dict)] if isinstance(configs, list) else []
@@ -102,7 +102,7 @@ def _splits_of_config(config: dict[str, Any], paths: list[str], wanted: str) -> 
     data_files = config.get("data_files")
     if not data_files:
         return _splits_by_name([path for path in paths if path.startswith(data_dir + "/")], wanted)
-    if isinstance(data_files, str):
+    if not isinstance(data_files, list | dict):
         data_files = [data_files]
     if isinstance(data_files, dict):
         data_files = [{"split": split, "path": path} for split, path in data_files.items()]
@@ -119,11 +119,19 @@ def _splits_of_config(config: dict[str, Any], paths: list[str], wanted: str) -> 
 
 
 def glob_regex(pattern: str) -> re.Pattern[str]:
-    """Regular expression of a path glob: * and ? stay within one path component, ** crosses them, [...] as usual."""
+    """Regular expression of a path glob: * and ? stay within one path component, ** crosses them, [...] as usual.
+
+    Raises: DownloadError for brackets without a meaning, such as [z-a].
+    """
     pieces = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     tokens = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern)
     brackets = (token.replace("[!", "[^", 1) if token.startswith("[") else re.escape(token) for token in tokens)
-    return re.compile("".join(pieces.get(token, other) for token, other in zip(tokens, brackets, strict=True)))
+    try:
+        return re.compile("".join(pieces.get(token, other) for token, other in zip(tokens, brackets, strict=True)))
+    except re.error as error:
+        raise DownloadError(
+            f"README.md lists {pattern!r}, which is no file pattern ({error}); tell its authors."
+        ) from None
 
 
 def _under_config(paths: list[str], config: str | None) -> list[str]:

@@ -21,8 +21,10 @@ from typing import Any, TextIO
 from flexengine.checkpoint.atomic import atomic_file
 from flexengine.checkpoint.dataset_files import format_of
 from flexengine.checkpoint.manifest import DownloadError, FileRecord
+from flexengine.wording import parse_json, shown
 
 PARQUET_BATCH_ROWS = 1024  # bounds memory to a batch of rows instead of a row group
+TURN_KEYS = ({"role", "content"}, {"from", "value"})  # of a turn in the formats of chats that are in use
 
 csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a text field may be as long as a book; the default is 128 KiB
 
@@ -30,7 +32,7 @@ csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a text field may be as long
 def write_json_lines(files: list[Path], target: Path) -> tuple[FileRecord, int]:
     """Write the rows of `files`, in order, to `target` as UTF-8 JSON lines; returns its record and the row count.
 
-    Memory: one row at a time, except for .json files holding one array, which are parsed whole.
+    Memory: one row at a time, except for .json files holding one array or one object, which are parsed whole.
     Raises: DownloadError naming file and row of what cannot be read or expressed in JSON, for a row that is not an
     object and for files without any row; `target` is then left as it was.
     """
@@ -52,11 +54,11 @@ def write_json_lines(files: list[Path], target: Path) -> tuple[FileRecord, int]:
 
 def _encode(row: Any, where: str) -> bytes:
     if not isinstance(row, dict):
-        raise DownloadError(f"{where}: expected a JSON object, found {type(row).__name__}: {str(row)[:80]}.")
+        raise DownloadError(f"{where}: expected a JSON object, found {type(row).__name__}: {shown(row)}.")
     try:
-        text = json.dumps(row, ensure_ascii=False, default=_express)
-    except TypeError as error:
-        raise DownloadError(f"{where}: {error}; only text and numbers can be written as JSON lines.") from error
+        text = json.dumps(row, ensure_ascii=False, allow_nan=False, default=_express)
+    except (TypeError, ValueError, RecursionError) as error:  # no JSON form, a number that is not finite, too deep
+        raise DownloadError(f"{where}: {error}; only text and finite numbers can be written as JSON lines.") from error
     try:
         return text.encode("utf-8") + b"\n"
     except UnicodeEncodeError:  # a lone surrogate, legal in JSON escapes, has no UTF-8 form: keep this row escaped
@@ -80,7 +82,7 @@ def _rows(path: Path) -> Iterator[Any]:
             if kind in ("csv", "tsv"):
                 yield from _csv_rows(file, path, "," if kind == "csv" else "\t")
             elif kind == "jsonl":
-                yield from _line_rows(file, path)
+                yield from _line_rows(enumerate(file, start=1), path)
             else:
                 yield from _json_rows(file, path)
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
@@ -99,35 +101,42 @@ def _open_text(path: Path) -> Iterator[TextIO]:
         yield file  # type: ignore[misc] # text mode, which the two openers' joint type does not say
 
 
-def _line_rows(lines: Iterable[str], path: Path) -> Iterator[Any]:
-    for number, line in enumerate(lines, start=1):
+def _line_rows(numbered_lines: Iterable[tuple[int, str]], path: Path) -> Iterator[Any]:
+    for number, line in numbered_lines:
         if line.strip():
             try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DownloadError(
-                    f"{path.name}, line {number}: not JSON ({error}): {line[:80].strip()!r}."
-                ) from error
+                yield parse_json(line, f"{path.name}, line {number}")
+            except ValueError as error:
+                raise DownloadError(f"{error}. The line begins with {line[:80].strip()!r}.") from error
 
 
 def _json_rows(file: TextIO, path: Path) -> Iterator[Any]:
     """Rows of a .json file: an array of objects, JSON lines, or one object (a row, or around one list of rows)."""
-    first = next((line for line in file if line.strip()), "")
+    lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
+    first = next(lines, (1, ""))
     try:
-        one_line = json.loads(first)
-    except json.JSONDecodeError:
-        one_line = None
-    if isinstance(one_line, dict):
-        yield from _line_rows(itertools.chain([first], file), path)
+        value = parse_json(first[1], path.name)
+    except ValueError:  # the beginning of a longer value
+        value = None
+    second = next(lines, None) if isinstance(value, dict) else None
+    if second is not None:
+        yield from _line_rows(itertools.chain([first, second], lines), path)
         return
-    try:
-        value = json.loads(first + file.read())
-    except json.JSONDecodeError as error:
-        raise DownloadError(f"{path.name}: neither one JSON value nor JSON lines ({error}).") from error
+    if not isinstance(value, dict):
+        try:
+            value = parse_json(first[1] + file.read(), path.name)
+        except ValueError as error:
+            raise DownloadError(f"{error}. It is neither one JSON value nor JSON lines.") from error
     if isinstance(value, dict):
-        lists = [item for item in value.values() if isinstance(item, list) and item and isinstance(item[0], dict)]
-        value = lists[0] if len(lists) == 1 else [value]
+        value = _rows_around(value)
     yield from value if isinstance(value, list) else [value]
+
+
+def _rows_around(value: dict[str, Any]) -> list[Any]:
+    """The one list of objects in `value`, else `value` as the only row: the turns of a conversation are no rows."""
+    lists = [item for item in value.values() if isinstance(item, list) and item and isinstance(item[0], dict)]
+    is_rows = len(lists) == 1 and not any(turn <= lists[0][0].keys() for turn in TURN_KEYS)
+    return lists[0] if is_rows else [value]
 
 
 def _csv_rows(file: TextIO, path: Path, delimiter: str) -> Iterator[dict[str, str | None]]:

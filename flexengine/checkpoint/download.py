@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ from flexengine.checkpoint.dataset_rows import import_parquet, write_json_lines
 from flexengine.checkpoint.hub import RepoListing, Transfer, fetch_files, list_repo, partial_folder
 from flexengine.checkpoint.layout import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, is_support_file
 from flexengine.checkpoint.manifest import DownloadError, manifest_path, read_manifest, verify_manifest, write_manifest
-from flexengine.wording import FlagParser, explain_os_error
+from flexengine.wording import FlagParser, explain_os_error, parse_json, shown
 
 __all__ = ["DownloadError", "download_dataset", "download_model", "main", "verify_manifest"]
 
@@ -92,9 +91,16 @@ def _select_model_files(listing: RepoListing, patterns: list[str] | None) -> tup
 
 def _shards(listing: RepoListing, index_path: Path) -> list[str]:
     try:
-        shards = sorted(set(json.loads(index_path.read_bytes())["weight_map"].values()))
-    except (ValueError, LookupError, AttributeError, TypeError) as error:
-        raise DownloadError(f"{listing.repo}: {INDEX_FILE} has no readable weight_map ({error}).") from error
+        index = parse_json(index_path.read_bytes(), f"{listing.repo}: {INDEX_FILE}")
+    except ValueError as error:
+        raise DownloadError(f"{error}, or choose another --revision.") from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise DownloadError(
+            f"{listing.repo}: {INDEX_FILE} has no weight_map from tensors to file names; it holds {shown(index)}. "
+            "Choose another --revision."
+        )
+    shards = sorted(set(weight_map.values()))
     missing = [name for name in shards if name not in listing.files]
     if missing:
         raise DownloadError(

@@ -154,8 +154,8 @@ def _check_disk(files: list[RemoteFile], target: Path, partial: Path) -> None:
 
 
 def _partial_name(file: RemoteFile) -> str:
-    """Named by contents where they are known, so that bytes of another revision are never continued."""
-    return file.sha256 or file.git_sha1 or hashlib.sha256(file.path.encode()).hexdigest()
+    """Named by contents, so that bytes of another revision are never continued, and by path: equal files share none."""
+    return f"{file.sha256 or file.git_sha1 or 'unknown'}-{hashlib.sha256(file.path.encode()).hexdigest()[:16]}"
 
 
 class _FileFetch:
@@ -282,8 +282,19 @@ class _FileFetch:
             )
 
     def _place(self) -> None:
+        """Sync and rename; the digests are of what was received, so what lies on the disk must be as long."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.partial_path, "ab") as file:
-            os.fsync(file.fileno())
+        try:
+            with open(self.partial_path, "r+b") as file:
+                on_disk_bytes = os.fstat(file.fileno()).st_size
+                os.fsync(file.fileno())
+        except FileNotFoundError:
+            on_disk_bytes = -1  # differs from every size
+        if on_disk_bytes != self.num_bytes:
+            self.partial_path.unlink(missing_ok=True)
+            raise DownloadError(
+                f"{self.asked}: {self.num_bytes} bytes were received, {self.partial_path} now differs: "
+                "another program changes this folder. Stop it and run the download again."
+            )
         os.replace(self.partial_path, self.path)
         sync_folder(self.path.parent)

@@ -5,11 +5,11 @@ It is written last, so its presence says that the download was complete; verify_
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flexengine.checkpoint.atomic import sha256_of, write_json
+from flexengine.wording import parse_json
 
 FOLDER_MANIFEST = "flexengine_manifest.json"
 FORMAT_VERSION = 1
@@ -46,7 +46,7 @@ def read_manifest(target: Path) -> dict[str, Any]:
     """
     path = manifest_path(target)
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = parse_json(path.read_bytes(), path)
         files = manifest["files"]
         assert all({"size", "sha256"} <= files[name].keys() for name in files)
     except FileNotFoundError:

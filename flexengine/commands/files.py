@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,20 +18,30 @@ def check_target(flag: str, path: Path | None) -> None:
 
 
 def write_whole(flag: str, path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file beside `path` and rename it: a failure leaves what was there.
+    """Let `write` fill a file beside `path`, sync it and rename it: a failure leaves what was there.
 
+    The file that it fills has the suffix of `path`, and the rights that the umask gives a new file.
     Raises ValueError, with the reason and a remedy, when the file system refuses.
     """
+    folder = path.absolute().parent
+    beside = folder / f".{path.stem}-{secrets.token_hex(8)}{path.suffix}"
     try:
-        descriptor, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.stem}-", suffix=path.suffix)
-        os.close(descriptor)
         try:
-            write(Path(name))
-            os.chmod(name, 0o644)  # mkstemp's files are private
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+            write(beside)
+            _sync(beside)
+            os.replace(beside, path)
+            _sync(folder)
+        finally:
+            beside.unlink(missing_ok=True)
     except OSError as error:
         named = OSError(error.errno, error.strerror, str(path)) if error.errno else error
         raise ValueError(explain_os_error(named, flag)) from error
+
+
+def _sync(path: Path) -> None:
+    """Bring the contents of a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

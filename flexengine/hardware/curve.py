@@ -1,14 +1,19 @@
 """Measured curves: (x, rate) points with units, read between the points. Plain Python."""
 
 import math
+import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from flexengine.wording import shown
+
 Points = tuple[tuple[int, float], ...]
 """(x, rate) pairs, x whole, at least 1 and strictly ascending; rates finite and above 0."""
+MAX_WHOLE = 2**63 - 1
+"""Largest count of bytes or tokens: what 64 bits hold. Python's whole numbers may be too long for arithmetic."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +34,15 @@ class Curve:
         for field in ("name", "x_unit", "y_unit"):
             value = getattr(self, field)
             if not isinstance(value, str) or not value:
-                raise ValueError(f"hardware profile: curves: {field} is {value!r}, expected a non-empty string")
-        check_points(f"curve {self.name!r}", self.points, self.x_unit, self.y_unit)
+                raise ValueError(f"hardware profile: curves: {field} is {shown(value)}, expected a non-empty string")
+        check_points(f"curve {shown(self.name)}", self.points, self.x_unit, self.y_unit)
 
     @classmethod
     def from_dict(cls, values: Any) -> "Curve":
         """The curve that `dataclasses.asdict` described. Raises: ValueError."""
         keys = ("name", "x_unit", "y_unit", "points")
         if not isinstance(values, dict) or set(values) != set(keys):
-            raise ValueError(f"hardware profile: curves: expected objects of {', '.join(keys)}, got {values!r:.80}")
+            raise ValueError(f"hardware profile: curves: expected objects of {', '.join(keys)}, got {shown(values)}")
         return cls(values["name"], values["x_unit"], values["y_unit"], as_points("curves", values["points"]))
 
 
@@ -56,7 +61,7 @@ def interpolate(points: Sequence[tuple[int, float]], x: int) -> float:
 def as_points(name: str, values: Any) -> Any:
     """Lists of JSON as tuples, checked later. Raises: ValueError if `values` is no list of pairs."""
     if not isinstance(values, list | tuple) or not all(isinstance(point, list | tuple) for point in values):
-        raise ValueError(f"hardware profile: {name} is {values!r:.80}, expected a list of [x, rate] pairs")
+        raise ValueError(f"hardware profile: {name} is {shown(values)}, expected a list of [x, rate] pairs")
     return tuple(tuple(point) for point in values)
 
 
@@ -64,23 +69,33 @@ def check_points(name: str, points: Any, x_unit: str, y_unit: str) -> None:
     """Raises: ValueError unless `points` are `Points`."""
     form = f"({x_unit}, {y_unit}) pairs"
     if not isinstance(points, tuple) or not points:
-        raise ValueError(f"hardware profile: {name} is {points!r}, expected at least one of {form}")
+        raise ValueError(f"hardware profile: {name} is {shown(points)}, expected at least one of {form}")
     if any(not isinstance(point, tuple) or len(point) != 2 for point in points):
-        raise ValueError(f"hardware profile: {name} is {points!r}, expected {form}")
+        raise ValueError(f"hardware profile: {name} is {shown(points)}, expected {form}")
     for x, rate in points:
-        if not isinstance(x, int) or isinstance(x, bool) or x < 1:
-            raise ValueError(f"hardware profile: {name} has a point at {x!r} {x_unit}, expected at least 1")
+        if not is_whole(x, 1):
+            raise ValueError(f"hardware profile: {name} has a point at {shown(x)} {x_unit}, expected 1 to {MAX_WHOLE}")
         check_positive(f"{name} at {x} {x_unit}", rate)
     places = [x for x, _ in points]
     if any(later <= earlier for earlier, later in pairwise(places)):
-        raise ValueError(f"hardware profile: {name} has points at {places} {x_unit}, expected strictly ascending ones")
+        raise ValueError(
+            f"hardware profile: {name} has points at {shown(places)} {x_unit}, expected strictly ascending ones"
+        )
 
 
 def check_positive(name: str, value: Any) -> None:
     """Raises: ValueError unless `value` is a finite number above 0."""
-    if not is_number(value) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"hardware profile: {name} is {value!r}, expected a finite number above 0")
+    if not is_finite(value) or value <= 0:
+        raise ValueError(f"hardware profile: {name} is {shown(value)}, expected a finite number above 0")
 
 
-def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def is_finite(value: Any) -> bool:
+    """Whether `value` is a number that a float can hold; JSON has whole numbers of any length."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return math.isfinite(value) if isinstance(value, float) else abs(value) <= sys.float_info.max
+
+
+def is_whole(value: object, least: int) -> bool:
+    """Whether `value` is a whole number from `least` to MAX_WHOLE."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= MAX_WHOLE

@@ -4,12 +4,22 @@ Plain Python, so that plans can be made anywhere. `probe.py` measures a profile,
 """
 
 import json
-import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from flexengine.hardware.curve import Curve, Points, as_points, check_points, check_positive, interpolate, is_number
+from flexengine.hardware.curve import (
+    MAX_WHOLE,
+    Curve,
+    Points,
+    as_points,
+    check_points,
+    check_positive,
+    interpolate,
+    is_finite,
+    is_whole,
+)
+from flexengine.wording import parse_json, shown
 
 DeviceType = Literal["cuda", "cpu"]
 ProfileSource = Literal["measured", "preset", "synthetic"]
@@ -88,7 +98,7 @@ class HardwareProfile:
         _check_choice("device_type", self.device_type, get_args(DeviceType))
         _check_choice("source", self.source, get_args(ProfileSource))
         if not isinstance(self.name, str) or not self.name:
-            raise ValueError(f"hardware profile: name is {self.name!r}, expected a non-empty string")
+            raise ValueError(f"hardware profile: name is {shown(self.name)}, expected a non-empty string")
         for name in (field.name for field in fields(self)):
             value = getattr(self, name)
             if name in POINT_FIELDS:
@@ -103,7 +113,7 @@ class HardwareProfile:
                 check_positive(name, value)
         _check_shape("matmul_shape", self.matmul_shape)
         if not isinstance(self.curves, tuple) or not all(isinstance(curve, Curve) for curve in self.curves):
-            raise ValueError(f"hardware profile: curves is {self.curves!r:.80}, expected a tuple of Curve")
+            raise ValueError(f"hardware profile: curves is {shown(self.curves)}, expected a tuple of Curve")
         _check_at_most("gpu_free_bytes", self.gpu_free_bytes, "gpu_total_bytes", self.gpu_total_bytes)
         _check_at_most("gpu_context_bytes", self.gpu_context_bytes, "gpu_total_bytes", self.gpu_total_bytes)
         _check_at_most("host_available_bytes", self.host_available_bytes, "host_total_bytes", self.host_total_bytes)
@@ -137,11 +147,12 @@ class HardwareProfile:
     def from_dict(cls, values: dict[str, Any]) -> "HardwareProfile":
         """The profile that `to_dict` described. Raises: ValueError on another format, missing or invalid fields."""
         if not isinstance(values, dict):
-            raise ValueError(f"hardware profile: expected an object with one key per field, got {values!r:.80}")
+            raise ValueError(f"hardware profile: expected an object with one key per field, got {shown(values)}")
         if values.get("format") != FORMAT:
             raise ValueError(
-                f"hardware profile: written in format {values.get('format', 1)}, this version of flexengine reads "
-                f"format {FORMAT}; measure again with `flexengine probe --json FILE`, or see docs/hardware_profiles.md"
+                f"hardware profile: written in format {shown(values.get('format', 1))}, this version of flexengine "
+                f"reads format {FORMAT}; measure again with `flexengine probe --json FILE`, or see "
+                "docs/hardware_profiles.md"
             )
         values = {name: value for name, value in values.items() if name != "format"}
         known = {field.name for field in fields(cls)}
@@ -162,11 +173,7 @@ class HardwareProfile:
     @classmethod
     def from_json(cls, text: str) -> "HardwareProfile":
         """The profile in `text`. Raises: ValueError if it is no JSON or no valid profile."""
-        try:
-            values = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"hardware profile: no valid JSON: {error}") from None
-        return cls.from_dict(values)
+        return cls.from_dict(parse_json(text, "hardware profile"))
 
 
 def read_profile(path: Path) -> HardwareProfile:
@@ -187,17 +194,17 @@ def _rate(name: str, points: Points, x: int) -> float:
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"hardware profile: {name} is {value!r}, expected one of {', '.join(choices)}")
+        raise ValueError(f"hardware profile: {name} is {shown(value)}, expected one of {', '.join(choices)}")
 
 
 def _check_not_negative(name: str, value: Any) -> None:
-    if not is_number(value) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"hardware profile: {name} is {value!r}, expected a finite number, at least 0")
+    if not is_finite(value) or value < 0:
+        raise ValueError(f"hardware profile: {name} is {shown(value)}, expected a finite number, at least 0")
 
 
 def _check_bytes(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"hardware profile: {name} is {value!r}, expected a whole number of bytes, at least 0")
+    if not is_whole(value, 0):
+        raise ValueError(f"hardware profile: {name} is {shown(value)}, expected whole bytes from 0 to {MAX_WHOLE}")
 
 
 def _check_at_most(name: str, value: int, limit_name: str, limit: int) -> None:
@@ -206,18 +213,22 @@ def _check_at_most(name: str, value: int, limit_name: str, limit: int) -> None:
 
 
 def _check_shape(name: str, value: Any) -> None:
-    form = "(hidden_size, intermediate_size), both at least 1"
+    form = f"(hidden_size, intermediate_size), both from 1 to {MAX_WHOLE}"
     if not isinstance(value, tuple) or len(value) != 2:
-        raise ValueError(f"hardware profile: {name} is {value!r}, expected {form}")
-    if any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in value):
-        raise ValueError(f"hardware profile: {name} is {value!r}, expected {form}")
+        raise ValueError(f"hardware profile: {name} is {shown(value)}, expected {form}")
+    if not all(is_whole(size, 1) for size in value):
+        raise ValueError(f"hardware profile: {name} is {shown(value)}, expected {form}")
 
 
 def _check_named_rates(name: str, value: Any) -> None:
     pairs = isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value)
-    if not pairs or not value or len({dtype for dtype, _ in value}) < len(value):
-        raise ValueError(f"hardware profile: {name} is {value!r}, expected (dtype, rate) pairs, each dtype once")
+    if not pairs or not value:
+        raise ValueError(f"hardware profile: {name} is {shown(value)}, expected (dtype, rate) pairs")
     for dtype, rate in value:
         if not isinstance(dtype, str) or not dtype:
-            raise ValueError(f"hardware profile: {name} names the dtype {dtype!r}, expected text such as 'float32'")
+            raise ValueError(
+                f"hardware profile: {name} names the dtype {shown(dtype)}, expected text such as 'float32'"
+            )
         check_positive(f"{name} for {dtype}", rate)
+    if len({dtype for dtype, _ in value}) < len(value):
+        raise ValueError(f"hardware profile: {name} is {shown(value)}, expected each dtype once")

@@ -30,6 +30,7 @@ class FakeHub:
     drop_after: file -> the connection breaks after this many bytes of body. corrupt: files sent with one byte changed.
     status: file -> HTTP status instead of contents. no_ranges: Range headers are ignored, as some mirrors do.
     refuse: (status, X-Error-Code) for every question about repositories.
+    together: files whose contents are sent once all of them have been asked for.
     """
 
     commit = COMMIT
@@ -43,6 +44,7 @@ class FakeHub:
         self.unlisted_hashes = False
         self.no_ranges = False
         self.refuse: tuple[int, str] | None = None
+        self.together: dict[str, threading.Barrier] = {}
         self.requests: list[Request] = []
         self.url = ""
 
@@ -116,6 +118,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer_contents(self, files: dict[str, bytes], file: str) -> None:
         contents = files[file]
+        if file in self.hub.together:
+            self.hub.together[file].wait(timeout=10)
         if file in self.hub.corrupt:
             contents = contents[:-1] + bytes([contents[-1] ^ 1])
         asked = None if self.hub.no_ranges else self.headers.get("Range")

@@ -66,7 +66,7 @@ def test_unknown_split_and_damaged_rows_leave_the_old_file(hub, repo, tmp_path, 
     assert "split 'validation' was asked for, the data set has: test, train" in capsys.readouterr().err
     repo["train.jsonl"] = lines(ROWS) + b"{broken\n"
     assert fetch(hub, target) == 1
-    assert "train.jsonl, line 4: not JSON" in capsys.readouterr().err
+    assert "train.jsonl, line 4: not valid JSON" in capsys.readouterr().err
     assert target.read_text() == "mine\n"
     assert not (tmp_path / "x.jsonl.manifest.json").exists()
 
@@ -120,6 +120,8 @@ def test_parquet(hub, repo, tmp_path):
         ("a.json.gz", gzip.compress(json.dumps(ROWS).encode())),
         ("a.json", lines(ROWS)),
         ("a.json", json.dumps({"version": 1, "data": ROWS}, indent=1).encode()),
+        ("a.json", json.dumps({"version": 1, "data": ROWS}).encode() + b"\n \n"),
+        ("a.json", b"\n" + lines(ROWS).replace(b"\n", b"\n\n")),
         ("a.json", b"[\n" + b",\n".join(lines(ROWS).splitlines()) + b"\n]\n"),
     ],
 )
@@ -128,6 +130,20 @@ def test_json_forms(tmp_path, name, contents):
     record, num_rows = write_json_lines([tmp_path / name], tmp_path / "out.jsonl")
     assert read_lines(tmp_path / "out.jsonl") == ROWS
     assert (num_rows, record.num_bytes) == (3, (tmp_path / "out.jsonl").stat().st_size)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        {"conversations": [{"from": "human", "value": "a"}]},
+        {"a": [{"n": 1}], "b": [{"n": 2}]},
+    ],
+)
+def test_a_lone_object_that_is_a_row(tmp_path, row):
+    (tmp_path / "a.json").write_bytes(lines([row]))
+    assert write_json_lines([tmp_path / "a.json"], tmp_path / "out.jsonl")[1] == 1
+    assert read_lines(tmp_path / "out.jsonl") == [row]
 
 
 def test_lone_surrogate_survives(tmp_path):
@@ -145,6 +161,14 @@ def test_lone_surrogate_survives(tmp_path):
         ("a.csv", b"a,b\n1,2,3\n", "line 2: more fields"),
         ("a.csv", b'a,b\n"1"2,3\n', "after line 1: not CSV"),
         ("a.jsonl", b'{"a": "\xff"}\n', "not UTF-8"),
+        ("a.jsonl", b'{"a": 1}\n' + b"[" * 200_000, "a.jsonl, line 2: .* nested too deep"),
+        ("a.jsonl", b'{"a": ' + b"1" * 5000 + b"}", "a.jsonl, line 1: .* a number of more than 4300 digits"),
+        ("a.json", b'{"a": 1}\n\n{"a": ' + b"[" * 200_000, "a.json, line 3: .* nested too deep"),
+        ("a.json", b"[" * 200_000, "a.json: .* nested too deep"),
+        ("a.json", b'{"a": ' + b"1" * 5000 + b"}", "a.json: .* a number of more than 4300 digits"),
+        ("a.jsonl", b'{"a": NaN}', "row 1: .*not JSON compliant"),
+        ("a.json", b'[{"a": 1}, {"a": [-Infinity]}]', "row 2: .*not JSON compliant"),
+        ("a.jsonl", b'{"a": 1e999, "b": "\\ud83d"}', "row 1: .*not JSON compliant"),
         ("a.jsonl.gz", b"plain", "damaged gzip"),
         ("a.jsonl.gz", gzip.compress(lines(ROWS))[:-9], "damaged gzip"),
     ],
@@ -201,6 +225,9 @@ CARD_FILES += ["extra/all.jsonl"]
         (CARD_FILES, CARD.replace("name: main", "name: m\n  default: true"), "test", None, ["main/test.jsonl"]),
         (["a.jsonl"], "---\nconfigs: [}\n---\n", "train", None, ["a.jsonl"]),
         (["a.jsonl"], "---\nlicense: mit\n---", "train", None, ["a.jsonl"]),
+        (["a.jsonl"], "---\nconfigs: " + "[" * 5000 + "\n---", "train", None, ["a.jsonl"]),
+        (["a.jsonl"], "---\nversion: " + "1" * 5000 + "\n---", "train", None, ["a.jsonl"]),
+        (["a.jsonl"], "---\ndate: 2024-99-99\n---", "train", None, ["a.jsonl"]),
     ],
 )
 def test_select_data_files(paths, readme, split, config, expected):
@@ -214,6 +241,14 @@ def test_select_data_files(paths, readme, split, config, expected):
         (CARD_FILES, CARD, "train", "nope", "'nope' was asked for"),
         (CARD_FILES[:1], CARD, "train", "main", "no file matches"),
         (CARD_FILES, CARD, "dev", "main", "has: test, train"),
+        (
+            CARD_FILES,
+            CARD.replace("main/train-*.jsonl", "data/[z-a].json"),
+            "train",
+            "main",
+            r"data/\[z-a\].json.*range",
+        ),
+        (CARD_FILES, "---\nconfigs: [{data_files: 5}]\n---", "train", None, "lists '5'"),
         (["en/a.csv"], None, "train", "de", r"no folder has that name \(folders: en\)"),
         (["data.tar", ".gitattributes", "README.md"], None, "train", None, "consists of data.tar; readable are"),
         (["README.md"], None, "train", None, "has: train"),

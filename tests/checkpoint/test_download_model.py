@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -137,9 +138,36 @@ def test_partial_file_longer_than_the_real_one(hub, repo, tmp_path):
     partial = tmp_path / hub_module.PARTIAL_FOLDER
     partial.mkdir()
     sha256 = hub.describe(f"models/{REPO}")["siblings"][list(repo).index(SHARDS[0])]["lfs"]["sha256"]
-    (partial / sha256).write_bytes(b"x" * (len(repo[SHARDS[0]]) + 5))
+    file = hub_module.RemoteFile(SHARDS[0], len(repo[SHARDS[0]]), sha256, None)
+    (partial / hub_module._partial_name(file)).write_bytes(b"x" * (len(repo[SHARDS[0]]) + 5))
     assert fetch(hub, tmp_path) == 0
     verify_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("contents", [b"{}", b"[" + b"1, " * 100_000 + b"1]"], ids=["small", "large"])
+def test_files_with_equal_contents_at_once(hub, repo, tmp_path, contents):
+    equal = ["config.json", "added_tokens.json", "generation_config.json"]
+    repo.update(dict.fromkeys(equal, contents))
+    hub.together = dict.fromkeys(equal, threading.Barrier(len(equal)))
+    assert fetch(hub, tmp_path) == 0
+    assert [(tmp_path / name).read_bytes() == contents for name in equal] == [True] * len(equal)
+    verify_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("spoil", [Path.unlink, lambda path: path.write_bytes(b"{")], ids=["gone", "shorter"])
+def test_partial_file_that_another_program_changes(hub, repo, tmp_path, capsys, monkeypatch, spoil):
+    check = hub_module._FileFetch._check_contents
+
+    def check_then_spoil(self):
+        check(self)
+        if self.file.path == "config.json":
+            spoil(self.partial_path)
+
+    monkeypatch.setattr(hub_module._FileFetch, "_check_contents", check_then_spoil)
+    assert fetch(hub, tmp_path) == 1
+    assert "config.json of model 'org/tiny'" in (message := capsys.readouterr().err)
+    assert "another program" in message
+    assert {"config.json", MANIFEST}.isdisjoint(names_in(tmp_path))
 
 
 @pytest.mark.parametrize("name", [SHARDS[0], "tokenizer.json"])
@@ -185,6 +213,26 @@ def test_no_safetensors(hub, repo, tmp_path, capsys):
     assert "no safetensors weights" in (message := capsys.readouterr().err)
     assert "found pytorch_model.bin" in message
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        b"[" * 200_000,
+        b'{"weight_map": {"a": 1}}',
+        b'{"weight_map": ["a"]}',
+        b"[]",
+        b"\xff",
+        b'{"a": ' + b"1" * 5000 + b"}",
+    ],
+    ids=["deep", "number", "list", "no object", "no text", "long number"],
+)
+def test_damaged_index(hub, repo, tmp_path, capsys, index):
+    repo[INDEX] = index
+    assert fetch(hub, tmp_path) == 1
+    assert INDEX in (message := capsys.readouterr().err)
+    assert "org/tiny" in message
+    assert MANIFEST not in names_in(tmp_path)
 
 
 @pytest.mark.parametrize("flag", ["--allow-patterns", "--allow_patterns"])
@@ -289,7 +337,7 @@ def test_interrupt(hub, repo, tmp_path, capsys, monkeypatch):
 def test_manifest_that_is_absent_or_damaged(tmp_path, capsys):
     assert main(["verify", str(tmp_path)]) == 1
     assert "did not finish" in capsys.readouterr().err
-    for text in ("{", "[]", '{"files": {"a": 3}}'):
+    for text in ("{", "[]", '{"files": {"a": 3}}', "[" * 200_000):
         (tmp_path / MANIFEST).write_text(text)
         with pytest.raises(DownloadError, match="not a manifest"):
             verify_manifest(tmp_path)

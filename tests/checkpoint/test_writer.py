@@ -1,12 +1,15 @@
 """write_checkpoint against safetensors.torch and transformers; nothing half-written whatever happens."""
 
 import json
+import os
+import time
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from flexengine.checkpoint.atomic import STALE_AFTER_S, atomic_file, temporary_name
 from flexengine.checkpoint.reader import CheckpointError, CheckpointReader
 from flexengine.checkpoint.writer import TensorSource, support_files, write_checkpoint
 
@@ -165,6 +168,56 @@ def test_files_beside_appear_with_the_tensors_or_not_at_all(tmp_path, failing):
     with pytest.raises((OSError, CheckpointError), match=r"absent|returned \[3\]"):
         write_checkpoint(tmp_path / "new" / "out", [wrong], beside=beside)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_folder_in_the_place_of_a_file_leaves_the_others_as_they_were(tmp_path):
+    (tmp_path / "tokenizer.json").mkdir()
+    (tmp_path / "config.json").write_text("old")
+    beside = {"config.json": "new", "tokenizer.json": "{}"}
+    with pytest.raises(IsADirectoryError, match=r"tokenizer\.json'"):
+        write_checkpoint(tmp_path, sources({"a": torch.ones(4)}), beside=beside)
+    assert (tmp_path / "config.json").read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "tokenizer.json"]
+
+
+def test_folder_that_appears_while_files_are_written(tmp_path):
+    def read() -> torch.Tensor:
+        (tmp_path / "model.safetensors").mkdir()
+        return torch.ones(4)
+
+    (tmp_path / "config.json").write_text("old")
+    with pytest.raises(IsADirectoryError, match=r"model\.safetensors'"):
+        write_checkpoint(tmp_path, [TensorSource("a", torch.float32, (4,), read)], beside={"config.json": "new"})
+    assert (tmp_path / "config.json").read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def write_one_file(folder):
+    with atomic_file(folder / "log") as file:
+        file.write(b"x")
+
+
+@pytest.mark.parametrize(
+    "write", [lambda folder: write_checkpoint(folder, sources({"a": torch.ones(4)})), write_one_file]
+)
+def test_leftovers_of_killed_writers_are_removed_by_the_next(tmp_path, write):
+    stale, live = temporary_name(tmp_path / "model-00001-of-00002.safetensors"), temporary_name(tmp_path / "log")
+    mine = [tmp_path / name for name in (".notes.tmp", "notes.0123456789abcdef.flexengine.tmp")]
+    for path in (stale, live, *mine):
+        path.write_bytes(b"half")
+    folder = temporary_name(tmp_path / "folder")
+    folder.mkdir()
+    long_ago = time.time() - STALE_AFTER_S - 60
+    for path in (stale, folder, *mine):
+        os.utime(path, (long_ago, long_ago))
+    write(tmp_path)
+    assert not stale.exists()
+    assert all(path.exists() for path in (live, folder, *mine))
+
+
+def test_two_writers_never_share_a_temporary_name(tmp_path):
+    """Process numbers repeat between containers that share a folder."""
+    assert len({temporary_name(tmp_path / "log") for _ in range(100)}) == 100
 
 
 def test_transformers_loads_single_and_sharded(tmp_path):

@@ -157,8 +157,19 @@ OLD_FORMAT = json.dumps({name: value for name, value in preset("cpu-test").to_di
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{}", b"not JSON", b"\x00", b"\xff\xfe", preset("h200").to_json()[:-40].encode(), OLD_FORMAT.encode()],
-    ids=["empty", "no fields", "no JSON", "zero", "no text", "truncated", "older format"],
+    [
+        b"",
+        b"{}",
+        b"not JSON",
+        b"\x00",
+        b"\xff\xfe",
+        preset("h200").to_json()[:-40].encode(),
+        OLD_FORMAT.encode(),
+        b"[" * 200_000,
+        json.dumps(preset("h200").to_dict() | {"h2d_bytes_per_s": 10**400}).encode(),
+        json.dumps(preset("h200").to_dict() | {"cpu_adamw_parameters_per_s": [[["float32"], 1e9]]}).encode(),
+    ],
+    ids=["empty", "no fields", "no JSON", "zero", "no text", "truncated", "older", "deep", "huge", "list as dtype"],
 )
 def test_spoilt_cache_is_measured_again_and_named_once(
     content: bytes, cache_folder: Path, measurements: list[torch.dtype], caplog: pytest.LogCaptureFixture

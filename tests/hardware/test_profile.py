@@ -85,6 +85,8 @@ def test_adamw_rate_of_an_unknown_dtype_is_the_slowest():
         ("cpu_adamw_parameters_per_s", ((32, 1e9),)),
         ("issue_s", -1e-9),
         ("issue_s", math.nan),
+        ("cpu_adamw_parameters_per_s", ((["float32"], 1e9),)),
+        pytest.param("issue_s", 10**400, id="issue_s-huge"),
         ("curves", [CURVES[0]]),
         ("curves", ("a curve",)),
         ("peak_matmul_flops_per_s", 0),
@@ -93,6 +95,11 @@ def test_adamw_rate_of_an_unknown_dtype_is_the_slowest():
         ("launch_s", -1e-6),
         ("copy_latency_s", True),
         ("memory_bytes_per_s", "fast"),
+        pytest.param("h2d_bytes_per_s", 10**400, id="h2d_bytes_per_s-huge"),
+        ("matmul_flops_per_s", ((256, 10**400),)),
+        ("matmul_flops_per_s", ((256, 1e9), (10**400, 1e9))),
+        ("matmul_shape", (10**400, 1)),
+        pytest.param("host_total_bytes", 10**400, id="host_total_bytes-huge"),
         ("gpu_total_bytes", 1.5),
         ("gpu_context_bytes", -1),
         ("gpu_free_bytes", 9 * GIB),
@@ -111,9 +118,17 @@ def test_from_json_names_missing_and_unknown_fields():
     del values["launch_s"]
     with pytest.raises(ValueError, match="missing fields launch_s"):
         HardwareProfile.from_json(json.dumps(values))
-    for text in ("[]", "{", '"h200"'):
-        with pytest.raises(ValueError):  # noqa: PT011 - JSON's own message for some
+    for text in (
+        "[]",
+        "{",
+        '"h200"',
+        "[" * 200_000,
+        '{"format": ' + "2" * 5000 + "}",
+        '{"format": ' + "2" * 4000 + "}",
+    ):
+        with pytest.raises(ValueError, match="hardware profile: ") as raised:
             HardwareProfile.from_json(text)
+        assert len(str(raised.value)) < 500
     for field in ("matmul_flops_per_s", "attention_forward_flops_per_s", "cpu_adamw_parameters_per_s"):
         with pytest.raises(ValueError, match=f"{field}.*pairs"):
             HardwareProfile.from_dict(preset("cpu-test").to_dict() | {field: [256, 1e9]})
