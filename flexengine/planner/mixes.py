@@ -207,7 +207,7 @@ class Mixing:
     def crossed(
         self, shares: tuple[float, ...], slots: tuple[Slots, ...], gpu_bytes: int, host_bytes: int, near_s: float
     ) -> list[tuple[float, Mix]]:
-        """The best mixes with each of the slots, within NEAR of the fastest of them or of `near_s`; fastest first."""
+        """The best mixes with each of such slots, within NEAR of the fastest with them; none far above `near_s`."""
         options, levels = self.option_mixes(shares), self.level_mixes(shares)
         structures = np.tile(np.arange(len(self.drafting.structures)), len(levels))
         levels = np.repeat(levels, len(self.drafting.structures), axis=0)

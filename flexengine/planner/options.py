@@ -73,7 +73,7 @@ def keep_options(
         sets = (savable_ops(layer.ops),)
     programs = tuple(compile_layer(layer, ops, (), cost.chunk_tokens, cost.compute_bytes) for ops in sets)
     homes: tuple[Home, ...] = ("gpu", "host")
-    found = [
+    found: list[tuple[int, tuple[str, ...], Home]] = [
         (number, on_gpu, home)
         for number, ops in enumerate(sets)
         for on_gpu, home in product(splits(layer.ops, ops, cost.chunk_tokens, cost.compute_bytes), homes)

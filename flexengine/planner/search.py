@@ -39,7 +39,7 @@ FEW_BLOCKS_NEAR = 1.12
 """QUICK_NEAR for models of few blocks, of which first placements say less."""
 MIX_SHARE = 1.01
 """A placement takes hardly less than this share of what its mix was estimated to take."""
-NUM_QUICK, NUM_REFINED, NUM_POLISHED = 12, 4, 3
+NUM_NEAR, NUM_REFINED, NUM_POLISHED = 10, 4, 3
 """How many sizes at the most."""
 NUM_FINALISTS = 24
 """Placements of one size that may be simulated."""
@@ -96,13 +96,13 @@ class Search:
             best_s = min(best_s, seconds)
             found.append((seconds, size))
         near_best = [size for seconds, size in found if size.coarse and seconds <= COARSE_NEAR * best_s]
-        return sorted(near_best, key=lambda size: size.coarse[0][0])
+        return sorted(near_best, key=lambda size: size.coarse[0][0])[:NUM_NEAR]
 
     def dealt(self, sizes: list[SizeSearch]) -> list[SizeSearch]:
         """Sizes with their first placements; those whose best mix is slower than a placement found before are left."""
         ranked = sorted(((size.improved_s(), i, size) for i, size in enumerate(sizes)), key=lambda entry: entry[:2])
         best_s, found = float("inf"), []
-        for seconds, _, size in ranked[:NUM_QUICK]:
+        for seconds, _, size in ranked:
             if seconds <= best_s * MIX_SHARE:
                 size.quick()
                 best_s = min(best_s, size.best_s)

@@ -24,6 +24,8 @@ NUM_MOVES = 80
 """Mixes near a placement that polishing deals out."""
 FEW_BLOCKS, NUM_BEAMS = 4, 6
 """With so few blocks more placements are tried: every change of one block, to so many placements at a time."""
+CHEAP_CHUNK_LAYERS = 128
+"""Up to so many chunks * blocks, two placements are polished at a time."""
 LADDER = 1.25
 """Ratio of the smaller budgets that are looked at."""
 MAX_POLISH, LEAST_GAIN = 8, 3e-4
@@ -55,6 +57,8 @@ class SizeSearch:
         self.improved: list[tuple[float, Mix]] = []
         self.found, self.seconds = self.drafting.none, np.zeros(0)
         self.few = problem.num_blocks <= FEW_BLOCKS
+        cheap = problem.num_blocks * problem.chunks_per_round <= CHEAP_CHUNK_LAYERS
+        self.num_beams = NUM_BEAMS if self.few else 2 if cheap else 1
 
     @property
     def best_s(self) -> float:
@@ -120,7 +124,7 @@ class SizeSearch:
     def polish(self) -> None:
         """Change the best placements in one respect while the sketch gets faster."""
         for _ in range(MAX_POLISH):
-            beams = self._beams(NUM_BEAMS if self.few else 2)
+            beams = self._beams(self.num_beams)
             before = self.seconds[beams].sum()
             self.add(Drafts.joined([drafts for index in beams for drafts in self._near(index)]))
             if not self.seconds[self._beams(len(beams))].sum() < before * (1 - LEAST_GAIN):

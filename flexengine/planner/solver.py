@@ -1,7 +1,8 @@
 """For one chunk and round size: what placements take of both memories, exactly, and what fits at all.
 
 Blocks choose a keep option and a residency level each (a row of the tables), embedding and head choose a level; what
-all share (slots, scratch) comes from the templates. `solve` is the dynamic programme over layers, for costs that sum.
+they share (slots, scratch) comes from the templates. `solve` is the dynamic programme over layers for a cost that adds
+up.
 """
 
 from __future__ import annotations
