@@ -7,7 +7,7 @@ whose real programs are simulated. All limits are counts, never clocks, so a req
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from flexengine.hardware.profile import HardwareProfile
@@ -24,10 +24,10 @@ from flexengine.planner.memory import (
     host_required_bytes,
 )
 from flexengine.planner.report import limiter
-from flexengine.planner.shortage import LEAST_HOST, LEAST_SLOTS, shortage
-from flexengine.planner.size_search import FEW_BLOCKS, Candidate, SizeSearch
+from flexengine.planner.shortage import Feasibility, shortage
+from flexengine.planner.size_search import FEW_BLOCKS, SizeSearch
 from flexengine.planner.sizes import chunk_sizes
-from flexengine.planner.solver import Caps, Placement, RoundProblem
+from flexengine.planner.solver import RoundProblem
 from flexengine.planner.templates import Templates
 from flexengine.schedule.layout import DTYPE_BYTES, Layout
 
@@ -77,7 +77,8 @@ class Search:
             if size.best_s <= POLISH_NEAR * min(s.best_s for s in sizes):
                 size.polish()
         finalists = sorted((c for size in sizes for c in size.candidates(NUM_FINALISTS)), key=lambda c: c.key)
-        best = self.simulated_best(finalists or self.last_resort())
+        plans = (c.problem.plan(c.placement) for c in finalists)
+        best = self.simulated_best(plans) or self.simulated_best(self.last_resort())
         if best is None:
             raise shortage(self.model, self.request, self.profile)
         return self.predicted(*best)
@@ -127,28 +128,18 @@ class Search:
             self.sets = tuple(s.ops for s in frontier(self.model.blocks[0], shape, cost))
         return self.sets
 
-    def last_resort(self) -> list[Candidate]:
-        """For every size the placement of least host memory that the dynamic programme finds within the GPU budget."""
-        found = []
-        for problem in self.problems():
-            for caps in (Caps(0, problem.widest_caps.scratch_bytes), problem.widest_caps):
-                solution = problem.solve(LEAST_HOST, LEAST_SLOTS, self.request.max_gpu_bytes, caps)
-                if solution is not None:
-                    rows = tuple(sorted(solution.counts.elements()))
-                    placement = problem.normalised(Placement(solution.structure, solution.slots, rows))
-                    size = SizeSearch(problem, (self.request.max_gpu_bytes, self.request.max_host_bytes))
-                    size.add(size.drafting.drafts([placement]))
-                    found += size.candidates(1)
-        return sorted(found, key=lambda c: c.key)
+    def last_resort(self) -> list[Plan]:
+        """Plans of little host memory that fit where the search found none: largest chunks in the shortest
+        rounds."""
+        return list(Feasibility(self.model, self.request, self.profile).fitting())[-LEAST_SIMULATED:]
 
     # -- the answer --------------------------------------------------------------------------------------------------
 
-    def simulated_best(self, finalists: list[Candidate]) -> tuple[Plan, StepEstimate] | None:
-        """The fastest finalist by simulation of its real programs."""
+    def simulated_best(self, finalists: Iterable[Plan]) -> tuple[Plan, StepEstimate] | None:
+        """The fastest finalist by simulation of its real programs; None when none fits."""
         best: tuple[Plan, StepEstimate] | None = None
         simulated = 0
-        for candidate in finalists:
-            plan = candidate.problem.plan(candidate.placement)
+        for plan in finalists:
             layout = Layout(self.model, plan)
             if max(excess_bytes(layout, self.request, self.profile)) > 0:
                 continue
@@ -165,7 +156,7 @@ class Search:
         layout = Layout(self.model, plan)
         prediction = Prediction(
             step_s=estimate.step_s,
-            speed_of_light_s=min(estimate.step_s, speed_of_light_s(self.model, self.request, self.profile)),
+            speed_of_light_s=speed_of_light_s(self.model, self.request, self.profile),
             busy_s=estimate.busy_s,
             recompute_share=estimate.recompute_s / max(estimate.busy_s["compute"], 1e-30),
             gpu_bytes=gpu_required_bytes(layout, self.profile),

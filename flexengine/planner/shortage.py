@@ -89,7 +89,12 @@ class Feasibility:
 
     def fits(self) -> bool:
         """Whether there is a plan within both budgets."""
-        return any(needs.host_bytes <= self.request.max_host_bytes for needs in self._least_host_plans())
+        return next(self.fitting(), None) is not None
+
+    def fitting(self) -> Iterator[Plan]:
+        """Plans within both budgets, those of small chunks first."""
+        within = (n for n in self._least_host_plans() if n.host_bytes <= self.request.max_host_bytes)
+        return (needs.plan for needs in within)
 
     def _least_host_plans(self) -> Iterator[Needs]:
         """For every chunk size plans within the GPU budget that take little host memory."""

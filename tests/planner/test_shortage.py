@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 
 from flexengine.hardware.presets import preset
+from flexengine.models.registry import open_model
 from flexengine.plan import PlanError, PlanReason, Request
 from flexengine.planner.search import make_plan
+from flexengine.planner.shortage import Feasibility
 from tests.schedule.small_plans import FLOAT32, small_model
 
 GIB = 1 << 30
@@ -56,3 +58,13 @@ def test_pinned_chunk_too_large_advises_a_smaller_one():
     chunk = int(advised(error, "--chunk-tokens"))
     assert chunk < 4096
     make_plan(small_model(hidden=128), replace(request, chunk_tokens=chunk), profile)
+
+
+@pytest.mark.parametrize("budget_gib", [1.34])
+def test_what_fits_is_planned_however_small_its_chunks_must_be(budget_gib):
+    """A long sequence in a small budget fits only in so many chunks that the search would not look at them."""
+    model, profile = open_model("preset:tiny-llama3-150m").spec, preset("h100")
+    asked = Request(40000, 280000, int(budget_gib * GIB), 64 * GIB)
+    assert Feasibility(model, asked, profile).fits()
+    plan = make_plan(model, asked, profile)
+    assert plan.predicted.gpu_bytes <= asked.max_gpu_bytes
