@@ -1,5 +1,5 @@
-// The few functions of the CUDA driver that transfers need, looked up at run time: building needs no CUDA toolkit, and a
-// machine without a driver can load the library. Reference: CUDA Driver API, modules "Stream", "Event" and "Memory".
+// The few functions of the CUDA driver that transfers need, looked up at run time: building needs no CUDA toolkit, and
+// a machine without a driver can load the library. Reference: CUDA Driver API, modules "Stream", "Event" and "Memory".
 #pragma once
 
 #include <dlfcn.h>
@@ -75,10 +75,10 @@ struct CudaDriver {
 }  // namespace flex
 
 // FLEX_CUDA(driver, event_record, (event, stream)): return with the driver's text unless the call succeeds.
-#define FLEX_CUDA(driver, function, arguments)                                                           \
-    do {                                                                                                 \
-        const ::flex::CuResult flex_result = (driver).function arguments;                                \
-        if (flex_result != 0)                                                                            \
+#define FLEX_CUDA(driver, function, arguments)                                                               \
+    do {                                                                                                     \
+        const ::flex::CuResult flex_result = (driver).function arguments;                                    \
+        if (flex_result != 0)                                                                                \
             return FLEX_FAIL(::flex::kSystem, #function #arguments, "CUDA driver error %d: %s", flex_result, \
-                             (driver).text(flex_result));                                                \
+                             (driver).text(flex_result));                                                    \
     } while (0)

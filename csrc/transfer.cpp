@@ -9,9 +9,9 @@
 // Why a lane and not a stream of low priority: priorities do not reach the copy engines ("Stream priorities have no
 // effect on host-to-device and device-to-host memory operations", CUDA Driver API, cuStreamCreateWithPriority), and how
 // they choose among streams is not documented; at worst they serve the copies of one direction in the order in which
-// they were handed over. What is not handed over yet cannot be in the way. So a copy that is submitted while a posted one
-// runs waits for pieces_in_flight pieces at most, 0.6 ms with two of 16 MiB at 55 GB/s; two keep the link busy. Submitted
-// copies are cut as well, without being held back: the hardware may switch between streams at the seams.
+// they were handed over. What is not handed over yet cannot be in the way. So a copy that is submitted while a posted
+// one runs waits for pieces_in_flight pieces at most, 0.6 ms with two of 16 MiB at 55 GB/s; two keep the link busy.
+// Submitted copies are cut as well, without being held back: the hardware may switch between streams at the seams.
 //
 // One thread at a time calls an engine; the lanes' threads are internal.
 #include <signal.h>
@@ -137,7 +137,8 @@ int check_direction(uint32_t direction) {
 
 extern "C" {
 
-// Opens an engine on the calling thread's CUDA context. driver_path: libcuda; copies are cut into pieces of piece_bytes.
+// Opens an engine on the calling thread's CUDA context. driver_path: libcuda; copies are cut into pieces of
+// piece_bytes.
 FLEX_API int flex_transfer_open(const char* driver_path, uint64_t piece_bytes, uint32_t pieces_in_flight,
                                 TransferEngine** engine_out) {
     FLEX_REQUIRE(piece_bytes > 0, "piece_bytes is 0, expected at least 1");

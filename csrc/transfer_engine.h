@@ -80,7 +80,7 @@ struct TransferEngine {
 
 // Makes the engine's context current for the duration of a call, whatever thread it comes from.
 class InContext {
-   public:
+ public:
     explicit InContext(TransferEngine& engine) : engine_(engine) {
         engine.driver.ctx_get_current(&before_);
         if (before_ != engine.context) engine.driver.ctx_set_current(engine.context);
@@ -91,7 +91,7 @@ class InContext {
     InContext(const InContext&) = delete;
     InContext& operator=(const InContext&) = delete;
 
-   private:
+ private:
     TransferEngine& engine_;
     CuContext before_ = nullptr;
 };

@@ -1,9 +1,10 @@
-// A CUDA driver without a GPU: the functions of cuda_driver.h over a device thread, so that transfers are tested anywhere.
+// A CUDA driver without a GPU: the functions of cuda_driver.h over a device thread, so that transfers are tested
+// anywhere.
 //
-// Streams are queues of copies, waits and records; one thread runs their heads. It models the least favourable hardware:
-// one copy engine, which of all copies that may start takes the one that was issued first. Tests stop and slow streams, make
-// calls fail or block, and read a log of what ran in which order. Nothing depends on time: an operation lasts 1 ms of a
-// clock that only operations move.
+// Streams are queues of copies, waits and records; one thread runs their heads. It models the least favourable
+// hardware: one copy engine, which of all copies that may start takes the one that was issued first. Tests stop and
+// slow streams, make calls fail or block, and read a log of what ran in which order. Nothing depends on time: an
+// operation lasts 1 ms of a clock that only operations move.
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -57,7 +58,7 @@ struct Failure {
 };
 
 class Device {
-   public:
+ public:
     std::mutex mutex;
     std::condition_variable changed;
     std::map<uint64_t, Stream> streams;
@@ -92,7 +93,7 @@ class Device {
 
     bool idle() { return !busy && runnable() == nullptr; }
 
-   private:
+ private:
     std::pair<const uint64_t, Stream>* runnable_among(bool lagging) {
         std::pair<const uint64_t, Stream>* first_copy = nullptr;
         for (auto& entry : streams) {

@@ -87,7 +87,8 @@ void check_conversions(const Bytes& contents, int descriptor) {
                 const ReadJob job = job_of(descriptor, offset, count, source, target, to.data(), remainder);
                 ReadFailureError failure{};
                 expect(flex_read(&job, 1, 3, 10000, &failure) == 0, "converting read");
-                flex::find_conversion(source, target, split)(&contents[offset], expected.data(), expected_low.data(), count);
+                flex::find_conversion(source, target, split)(&contents[offset], expected.data(), expected_low.data(),
+                                                             count);
                 expect(to == expected && low == expected_low, "blocks convert like the whole");
             }
         }

@@ -40,7 +40,11 @@ Bytes pattern(size_t count, unsigned seed) {
 }
 
 Operation copy(uint64_t stream, Bytes& target, const Bytes& source) {
-    return {0, stream, 0, reinterpret_cast<uint64_t>(target.data()), reinterpret_cast<uint64_t>(source.data()),
+    return {0,
+            stream,
+            0,
+            reinterpret_cast<uint64_t>(target.data()),
+            reinterpret_cast<uint64_t>(source.data()),
             source.size()};
 }
 Operation wait_for(uint64_t stream, uint64_t event) { return {1, stream, event, 0, 0, 0}; }
@@ -73,7 +77,8 @@ void check_streams() {
         const Bytes source = pattern(5000, round);
         expect(submit(engine, {record(streams[0], events[0]), copy(streams[0], middle, source),
                                record(streams[0], events[1]), wait_for(streams[1], events[1]),
-                               copy(streams[1], target, middle), record(streams[1], events[1])}) == 0, "submit");
+                               copy(streams[1], target, middle), record(streams[1], events[1])}) == 0,
+               "submit");
         expect(flex_transfer_synchronize(engine, events[1]) == 0, "synchronize");
         expect(target == source, "contents after two streams");
     }
@@ -114,7 +119,8 @@ void check_queued_record() {
     const Bytes source = pattern(2000, 3);
     Bytes middle(2000), target(2000);
     post(engine, kToDevice, {copy(0, middle, source), record(0, event)});
-    expect(submit(engine, {wait_for(urgent, event), copy(urgent, target, middle), record(urgent, event)}) == 0, "submit");
+    expect(submit(engine, {wait_for(urgent, event), copy(urgent, target, middle), record(urgent, event)}) == 0,
+           "submit");
     expect(flex_transfer_synchronize(engine, event) == 0 && target == source, "contents behind a queued record");
     expect(flex_transfer_release_events(engine, 1, &event) == 0, "release");
     expect(flex_transfer_close(engine) == 0, "close");
