@@ -166,6 +166,9 @@ class Reading {
 int check_job(const ReadJob& job, uint64_t index) {
     using Number = unsigned long long;
     const bool split = job.remainder != nullptr;
+    const bool known = flex::size_of(job.source_type) > 0 && flex::size_of(job.target_type) > 0;
+    FLEX_REQUIRE(known, "job %llu: of types %u and %u at least one is unknown", Number(index),
+                 unsigned(job.source_type), unsigned(job.target_type));
     const bool straight = job.source_type == job.target_type && (!split || job.target_type == Type::kBf16);
     FLEX_REQUIRE(straight || flex::find_conversion(job.source_type, job.target_type, split) != nullptr,
                  "job %llu: no conversion from type %u to type %u%s", Number(index), unsigned(job.source_type),

@@ -108,6 +108,8 @@ void check_failures(const Bytes& contents, int descriptor) {
     expect(flex_read(jobs, 1, 4, 4096, &failure) == -1, "no conversion to raw bytes");
     jobs[0].source_type = static_cast<Type>(77);
     expect(flex_read(jobs, 1, 4, 4096, &failure) == -1, "an unknown type");
+    jobs[0].target_type = jobs[0].source_type;
+    expect(flex_read(jobs, 1, 4, 4096, &failure) == -1, "an unknown type that is equal on both sides");
 }
 
 }  // namespace
