@@ -27,6 +27,7 @@ struct CudaDriver {
     CuResult (*ctx_get_stream_priority_range)(int* least, int* greatest) = nullptr;
     CuResult (*stream_create)(CuStream*, unsigned flags, int priority) = nullptr;
     CuResult (*stream_destroy)(CuStream) = nullptr;
+    CuResult (*stream_synchronize)(CuStream) = nullptr;
     CuResult (*stream_wait_event)(CuStream, CuEvent, unsigned flags) = nullptr;
     CuResult (*event_create)(CuEvent*, unsigned flags) = nullptr;
     CuResult (*event_destroy)(CuEvent) = nullptr;
@@ -54,6 +55,7 @@ struct CudaDriver {
         need("cuCtxGetStreamPriorityRange", ctx_get_stream_priority_range);
         need("cuStreamCreateWithPriority", stream_create);
         need("cuStreamDestroy_v2", stream_destroy);
+        need("cuStreamSynchronize", stream_synchronize);
         need("cuStreamWaitEvent", stream_wait_event);
         need("cuEventCreate", event_create);
         need("cuEventDestroy_v2", event_destroy);
