@@ -5,6 +5,7 @@ csrc/host_arena.cpp maps it; without the library Python's mmap does, more slowly
 
 import ctypes
 import mmap
+import os
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -31,7 +32,8 @@ class HostBuffer:
     """A private anonymous mapping of `num_bytes` rounded up to whole pages, every page already in RAM and zero.
 
     `tensor` is a uint8 view [num_bytes], page-aligned. `numa_node` is the node the pages prefer, or None. Use the
-    buffer as a context manager, or call `close`. Made by `allocate_host`.
+    buffer as a context manager, or call `close`. Made by `allocate_host`. Page-locked memory does not exist in a forked
+    child, which must not touch `tensor`; releasing the buffer does nothing there.
     """
 
     def __init__(self, num_bytes: int, page_locked: bool, numa_node: int | None = None) -> None:
@@ -41,7 +43,7 @@ class HostBuffer:
         self._unlock: weakref.finalize | None = None
         mapping = _map_pages(self.mapped_bytes, page_locked, numa_node)
         self.numa_node = mapping.numa_node
-        self._discard: Callable[[], object] | None = mapping.discard
+        self._discard: Callable[[], object] | None = _in_owner(mapping.discard) if page_locked else mapping.discard
         self._tensor: Tensor | None = mapping.pages[:num_bytes]
         if page_locked:
             self._lock(mapping.pages.data_ptr())
@@ -72,7 +74,7 @@ class HostBuffer:
         except MemoryError:
             self.close()  # now, not when the last traceback that mentions this buffer is gone
             raise
-        self._unlock = weakref.finalize(self, unlock_pages, address)
+        self._unlock = weakref.finalize(self, _in_owner(partial(unlock_pages, address)))
         self._unlock.atexit = False  # the driver releases everything when the process ends
 
     def __enter__(self) -> "HostBuffer":
@@ -153,7 +155,8 @@ def _map_natively(native: Callable[..., int], num_bytes: int, page_locked: bool,
     start = address.value or 0
     # The tensor's storage holds a reference to this array, so the addresses are given back after the last view.
     array = (ctypes.c_uint8 * num_bytes).from_address(start)
-    weakref.finalize(array, unmap, start, num_bytes).atexit = False
+    release = partial(unmap, start, num_bytes)
+    weakref.finalize(array, _in_owner(release) if page_locked else release).atexit = False
     pages = torch.frombuffer(array, dtype=torch.uint8)
     return _Mapping(pages, partial(discard, start, num_bytes), numa_node if bound.value else None)
 
@@ -164,11 +167,35 @@ def _map_by_python(num_bytes: int, page_locked: bool) -> _Mapping:
     _advise(mapping, "MADV_HUGEPAGE")
     if page_locked:
         _advise(mapping, "MADV_DONTFORK")
+        _unforked.add(mapping)
     # The tensor's storage holds a reference to the mapping, which therefore outlives every view.
     pages = torch.frombuffer(mapping, dtype=torch.uint8)
     # Writing one byte of each page halves the memory traffic of writing all: the kernel hands out zeroed pages.
     pages[::PAGE_BYTES].zero_()
     return _Mapping(pages, partial(mapping.madvise, mmap.MADV_DONTNEED), None)
+
+
+def _in_owner(release: Callable[[], object]) -> Callable[[], None]:
+    """`release`, which does nothing in a forked child: what is page-locked is a hole there, and later memory fills it."""
+    owner = os.getpid()
+
+    def run() -> None:
+        if os.getpid() == owner:
+            release()
+
+    return run
+
+
+_unforked: "weakref.WeakSet[mmap.mmap]" = weakref.WeakSet()
+
+
+def _keep_unforked() -> None:
+    """In a forked child: the same for Python's mappings, which end with their objects: these get a reference more."""
+    for mapping in _unforked:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
+
+
+os.register_at_fork(after_in_child=_keep_unforked)
 
 
 def _advise(mapping: mmap.mmap, advice: str) -> None:
