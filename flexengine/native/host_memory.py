@@ -1,6 +1,7 @@
 """Host memory of an exact size, in huge pages, near the GPU, page-locked for its copy engines on request.
 
-csrc/host_arena.cpp maps it; without the library Python's mmap does, more slowly and wherever the kernel puts it.
+csrc/host_arena.cpp maps it; without the library Python's mmap does, more slowly and wherever the kernel puts it; memory
+that runs out is then met by touching it, which the kernel answers by ending a process instead of refusing.
 """
 
 import ctypes
@@ -93,7 +94,8 @@ def allocate_host(num_bytes: int, page_locked: bool, numa_node: int | None = Non
     kernel or container that refuses, and a full node, only cost speed: see `HostBuffer.numa_node`.
     Order: blocks until every page is in RAM (about 45 GB/s with 16 threads) and locked.
     Raises: ValueError if num_bytes < 1 or if page_locked is asked for without CUDA; MemoryError if the operating
-    system or the CUDA driver refuses, or if more is to be page-locked than RAM and container have.
+    system or the CUDA driver refuses, or if more is to be page-locked than RAM and container have. Without the library,
+    or before Linux 5.14, the system refuses address space only: exhausted memory makes it end a process.
     """
     if num_bytes < 1:
         raise ValueError(f"allocate_host: num_bytes is {num_bytes}, expected at least 1")
@@ -134,7 +136,10 @@ def _map_pages(num_bytes: int, page_locked: bool, numa_node: int | None) -> _Map
     try:
         if native is not None:
             return _map_natively(native, num_bytes, page_locked, numa_node)
-        library.fallback_notice("host memory", "it is mapped without regard to NUMA nodes")
+        cost = (
+            "it is mapped without regard to NUMA nodes and more slowly, and when memory is exhausted the system may end"
+        )
+        library.fallback_notice("host memory", f"{cost} the process instead of refusing the request")
         return _map_by_python(num_bytes, page_locked)
     except (OSError, OverflowError, MemoryError, ctypes.ArgumentError) as error:
         raise MemoryError(
