@@ -8,8 +8,9 @@
 #include <cstddef>
 #include <cstdint>
 
-// Raise it, and ABI_VERSION in flexengine/native/library.py, whenever an exported function changes its arguments.
-#define FLEX_ABI_VERSION 1
+// Raise it, and ABI_VERSION in flexengine/native/library.py, whenever an exported function changes its arguments or
+// what they mean.
+#define FLEX_ABI_VERSION 2
 
 #define FLEX_API __attribute__((visibility("default")))
 

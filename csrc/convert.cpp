@@ -29,8 +29,8 @@ struct F16 {
 
 FLEX_INLINE float to_float(Bf16 x) { return bits_as<float>(static_cast<uint32_t>(x.bits) << 16); }
 
-// All ones where a condition holds: a choice that the compiler cannot turn into a branch, which would keep the loop from
-// being vectorised.
+// All ones where a condition holds: a choice that the compiler cannot turn into a branch, which would keep the loop
+// from being vectorised.
 FLEX_INLINE uint32_t choose(bool condition, uint32_t yes, uint32_t no) {
     const uint32_t mask = 0u - static_cast<uint32_t>(condition);
     return (yes & mask) | (no & ~mask);

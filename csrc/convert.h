@@ -1,5 +1,5 @@
-// Conversion between stored number formats, bit by bit as torch does it (NaN excepted: every NaN that is rounded to bf16
-// becomes the quiet one, 0x7fc0, while torch gives different patterns for vectors and tails).
+// Conversion between stored number formats, bit by bit as torch does it (NaN excepted: every NaN that is rounded to
+// bf16 becomes the quiet one, 0x7fc0, while torch gives different patterns for vectors and tails).
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// The few functions of the CUDA driver that transfers need, looked up at run time: building needs no CUDA toolkit, and a
-// machine without a driver can load the library. Reference: CUDA Driver API, modules "Stream", "Event" and "Memory".
+// The few functions of the CUDA driver that transfers need, looked up at run time: building needs no CUDA toolkit, and
+// a machine without a driver can load the library. Reference: CUDA Driver API, modules "Stream", "Event" and "Memory".
 #pragma once
 
 #include <dlfcn.h>
@@ -27,6 +27,7 @@ struct CudaDriver {
     CuResult (*ctx_get_stream_priority_range)(int* least, int* greatest) = nullptr;
     CuResult (*stream_create)(CuStream*, unsigned flags, int priority) = nullptr;
     CuResult (*stream_destroy)(CuStream) = nullptr;
+    CuResult (*stream_synchronize)(CuStream) = nullptr;
     CuResult (*stream_wait_event)(CuStream, CuEvent, unsigned flags) = nullptr;
     CuResult (*event_create)(CuEvent*, unsigned flags) = nullptr;
     CuResult (*event_destroy)(CuEvent) = nullptr;
@@ -54,6 +55,7 @@ struct CudaDriver {
         need("cuCtxGetStreamPriorityRange", ctx_get_stream_priority_range);
         need("cuStreamCreateWithPriority", stream_create);
         need("cuStreamDestroy_v2", stream_destroy);
+        need("cuStreamSynchronize", stream_synchronize);
         need("cuStreamWaitEvent", stream_wait_event);
         need("cuEventCreate", event_create);
         need("cuEventDestroy_v2", event_destroy);
@@ -75,10 +77,10 @@ struct CudaDriver {
 }  // namespace flex
 
 // FLEX_CUDA(driver, event_record, (event, stream)): return with the driver's text unless the call succeeds.
-#define FLEX_CUDA(driver, function, arguments)                                                           \
-    do {                                                                                                 \
-        const ::flex::CuResult flex_result = (driver).function arguments;                                \
-        if (flex_result != 0)                                                                            \
+#define FLEX_CUDA(driver, function, arguments)                                                               \
+    do {                                                                                                     \
+        const ::flex::CuResult flex_result = (driver).function arguments;                                    \
+        if (flex_result != 0)                                                                                \
             return FLEX_FAIL(::flex::kSystem, #function #arguments, "CUDA driver error %d: %s", flex_result, \
-                             (driver).text(flex_result));                                                \
+                             (driver).text(flex_result));                                                    \
     } while (0)

@@ -1,7 +1,8 @@
 // Parallel reader: byte ranges of files into memory, converted on the way where the formats differ.
 //
 // Jobs are cut into blocks, which threads take one after the other. A block of equal types goes from the file into its
-// place; others pass through a buffer on the thread's stack, small enough to stay in the processor's second-level cache.
+// place; others pass through a buffer on the thread's stack, small enough to stay in the processor's second-level
+// cache.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -49,7 +50,7 @@ struct Block {
 
 // All jobs as one row of blocks.
 class Blocks {
-   public:
+ public:
     Blocks(const ReadJob* jobs, uint64_t num_jobs, uint64_t block_bytes) : jobs_(jobs), block_bytes_(block_bytes) {
         starts_.reserve(num_jobs + 1);
         starts_.push_back(0);
@@ -68,7 +69,7 @@ class Blocks {
         return {jobs_ + i, first, std::min(per_block, jobs_[i].count - first)};
     }
 
-   private:
+ private:
     uint64_t elements_per_block(const ReadJob& job) const {
         return std::max<uint64_t>(1, block_bytes_ / flex::size_of(job.source_type));
     }
@@ -80,7 +81,7 @@ class Blocks {
 
 // The first failure; later ones are dropped, and no thread takes up new work.
 class Outcome {
-   public:
+ public:
     bool failed() const { return failed_.load(std::memory_order_relaxed); }
 
     void fail(uint64_t job, uint64_t offset_bytes, int error_number) {
@@ -92,15 +93,16 @@ class Outcome {
 
     const ReadFailureError& failure() const { return failure_; }
 
-   private:
+ private:
     std::atomic<bool> failed_{false};
     std::mutex mutex_;
     ReadFailureError failure_{};
 };
 
 class Reading {
-   public:
-    Reading(const ReadJob* jobs, uint64_t num_jobs, uint64_t block_bytes) : jobs_(jobs), blocks_(jobs, num_jobs, block_bytes) {}
+ public:
+    Reading(const ReadJob* jobs, uint64_t num_jobs, uint64_t block_bytes)
+        : jobs_(jobs), blocks_(jobs, num_jobs, block_bytes) {}
 
     const Outcome& run(int num_threads) {
         const int64_t num_blocks = static_cast<int64_t>(blocks_.size());
@@ -110,7 +112,7 @@ class Reading {
         return outcome_;
     }
 
-   private:
+ private:
     void read_block(const Block& block) {
         const ReadJob& job = *block.job;
         if (job.source_type == job.target_type) {
@@ -164,6 +166,9 @@ class Reading {
 int check_job(const ReadJob& job, uint64_t index) {
     using Number = unsigned long long;
     const bool split = job.remainder != nullptr;
+    const bool known = flex::size_of(job.source_type) > 0 && flex::size_of(job.target_type) > 0;
+    FLEX_REQUIRE(known, "job %llu: of types %u and %u at least one is unknown", Number(index),
+                 unsigned(job.source_type), unsigned(job.target_type));
     const bool straight = job.source_type == job.target_type && (!split || job.target_type == Type::kBf16);
     FLEX_REQUIRE(straight || flex::find_conversion(job.source_type, job.target_type, split) != nullptr,
                  "job %llu: no conversion from type %u to type %u%s", Number(index), unsigned(job.source_type),

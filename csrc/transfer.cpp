@@ -9,9 +9,9 @@
 // Why a lane and not a stream of low priority: priorities do not reach the copy engines ("Stream priorities have no
 // effect on host-to-device and device-to-host memory operations", CUDA Driver API, cuStreamCreateWithPriority), and how
 // they choose among streams is not documented; at worst they serve the copies of one direction in the order in which
-// they were handed over. What is not handed over yet cannot be in the way. So a copy that is submitted while a posted one
-// runs waits for pieces_in_flight pieces at most, 0.6 ms with two of 16 MiB at 55 GB/s; two keep the link busy. Submitted
-// copies are cut as well, without being held back: the hardware may switch between streams at the seams.
+// they were handed over. What is not handed over yet cannot be in the way. So a copy that is submitted while a posted
+// one runs waits for pieces_in_flight pieces at most, 0.6 ms with two of 16 MiB at 55 GB/s; two keep the link busy.
+// Submitted copies are cut as well, without being held back: the hardware may switch between streams at the seams.
 //
 // One thread at a time calls an engine; the lanes' threads are internal.
 #include <signal.h>
@@ -35,7 +35,7 @@ int submit_one(TransferEngine& engine, const Operation& operation, uint64_t inde
         });
     }
     Event& event = *event_of(operation);
-    if (int status = await_issued(engine, event, event.requested)) return status;
+    if (int status = await_issued(engine, event, event.requested, event.recorder)) return status;
     if (operation.kind == kWait) {
         FLEX_CUDA(engine.driver, stream_wait_event, (stream, event.handle, 0));
         return kOk;
@@ -46,11 +46,11 @@ int submit_one(TransferEngine& engine, const Operation& operation, uint64_t inde
 }
 
 // Operations of a post, each with its place in the order of records of its event.
-std::vector<LaneOperation> in_sequence(const Operation* operations, uint64_t count) {
+std::vector<LaneOperation> in_sequence(const Lane& lane, const Operation* operations, uint64_t count) {
     std::vector<LaneOperation> result;
     for (uint64_t i = 0; i < count; ++i) {
         Event* event = operations[i].kind == kCopy ? nullptr : event_of(operations[i]);
-        if (operations[i].kind == kRecord) ++event->requested;
+        if (operations[i].kind == kRecord) ++event->requested, event->recorder = &lane;
         result.push_back({operations[i], event == nullptr ? 0 : event->requested});
     }
     return result;
@@ -76,9 +76,11 @@ int post(TransferEngine& engine, Lane& lane, const Operation* operations, uint64
         if (int status = check_operation(operations[i], i)) return status;
     }
     const std::lock_guard<std::mutex> lock(engine.mutex);
-    if (!engine.failure.empty()) return lane_failure(engine.failure);
+    for (const Lane& failed : engine.lanes) {
+        if (!failed.failure.empty()) return lane_failure(failed);
+    }
     if (!lane.thread.joinable()) start_lane(engine, lane);
-    lane.queue.push_back({lane.posted + 1, in_sequence(operations, count)});
+    lane.queue.push_back({lane.posted + 1, in_sequence(lane, operations, count)});
     *ticket_out = ++lane.posted;
     engine.changed.notify_all();
     return kOk;
@@ -97,12 +99,20 @@ int open_engine(TransferEngine& engine, const char* driver_path) {
     return kOk;
 }
 
+void destroy_event(TransferEngine& engine, Event* event) {
+    engine.driver.event_destroy(event->handle);
+    delete event;
+}
+
+// Of a lane whose thread has ended: waits for the last copies, which nobody can wait for afterwards.
 void close_lane(TransferEngine& engine, Lane& lane) {
-    if (lane.thread.joinable()) lane.thread.join();
+    for (CuStream stream : {lane.stream, lane.urgent_stream}) {
+        if (stream == nullptr) continue;
+        engine.driver.stream_synchronize(stream);
+        engine.driver.stream_destroy(stream);
+    }
     for (const InFlight& piece : lane.flying) lane.resting.push_back(piece.event);
     for (CuEvent event : lane.resting) engine.driver.event_destroy(event);
-    if (lane.stream != nullptr) engine.driver.stream_destroy(lane.stream);
-    if (lane.urgent_stream != nullptr) engine.driver.stream_destroy(lane.urgent_stream);
 }
 
 void close_engine(TransferEngine& engine) {
@@ -113,7 +123,11 @@ void close_engine(TransferEngine& engine) {
         engine.changed.notify_all();
     }
     const InContext in_context(engine);
+    for (Lane& lane : engine.lanes) {
+        if (lane.thread.joinable()) lane.thread.join();
+    }
     for (Lane& lane : engine.lanes) close_lane(engine, lane);
+    for (Event* event : engine.events) destroy_event(engine, event);  // the lanes used them until here
 }
 
 // Runs `body`; what the standard library throws becomes a status.
@@ -137,7 +151,8 @@ int check_direction(uint32_t direction) {
 
 extern "C" {
 
-// Opens an engine on the calling thread's CUDA context. driver_path: libcuda; copies are cut into pieces of piece_bytes.
+// Opens an engine on the calling thread's CUDA context. driver_path: libcuda; copies are cut into pieces of
+// piece_bytes.
 FLEX_API int flex_transfer_open(const char* driver_path, uint64_t piece_bytes, uint32_t pieces_in_flight,
                                 TransferEngine** engine_out) {
     FLEX_REQUIRE(piece_bytes > 0, "piece_bytes is 0, expected at least 1");
@@ -153,7 +168,8 @@ FLEX_API int flex_transfer_open(const char* driver_path, uint64_t piece_bytes, u
     });
 }
 
-// Finishes what was posted, then frees threads and streams. Events must have been released.
+// Finishes what was posted, and what was submitted to the urgent streams; then frees threads, streams and the events
+// that are left.
 FLEX_API int flex_transfer_close(TransferEngine* engine) {
     close_engine(*engine);
     delete engine;
@@ -167,6 +183,7 @@ FLEX_API int flex_transfer_create_events(TransferEngine* engine, uint64_t count,
         for (uint64_t i = 0; i < count; ++i) {
             auto event = std::make_unique<Event>();
             FLEX_CUDA(engine->driver, event_create, (&event->handle, timing ? 0 : kEventDisableTiming));
+            engine->events.insert(event.get());
             events_out[i] = reinterpret_cast<uint64_t>(event.release());
         }
         return kOk;
@@ -177,8 +194,10 @@ FLEX_API int flex_transfer_create_events(TransferEngine* engine, uint64_t count,
 FLEX_API int flex_transfer_release_events(TransferEngine* engine, uint64_t count, const uint64_t* events) {
     const InContext in_context(*engine);
     for (uint64_t i = 0; i < count; ++i) {
-        const std::unique_ptr<Event> event(reinterpret_cast<Event*>(events[i]));
-        engine->driver.event_destroy(event->handle);
+        Event* const event = reinterpret_cast<Event*>(events[i]);
+        FLEX_REQUIRE(engine->events.erase(event) == 1, "event %llu of %llu is not, or no longer, of this engine",
+                     static_cast<unsigned long long>(i), static_cast<unsigned long long>(count));
+        destroy_event(*engine, event);
     }
     return kOk;
 }
@@ -199,7 +218,8 @@ FLEX_API int flex_transfer_post(TransferEngine* engine, uint32_t direction, cons
     return guarded("post", [&] { return post(*engine, engine->lanes[direction], operations, count, ticket_out); });
 }
 
-// Blocks until a post has finished on the device.
+// Blocks until a post has finished on the device; or, if it or one before it in its direction failed, until nothing of
+// that direction is in flight any more.
 FLEX_API int flex_transfer_wait(TransferEngine* engine, uint32_t direction, uint64_t ticket) {
     if (int status = check_direction(direction)) return status;
     Lane& lane = engine->lanes[direction];
@@ -207,15 +227,15 @@ FLEX_API int flex_transfer_wait(TransferEngine* engine, uint32_t direction, uint
     using Number = unsigned long long;
     FLEX_REQUIRE(ticket <= lane.posted, "ticket %llu was never given out; the last is %llu", Number(ticket),
                  Number(lane.posted));
-    engine->changed.wait(lock, [&] { return lane.completed >= ticket || !engine->failure.empty(); });
-    return lane.completed >= ticket ? kOk : lane_failure(engine->failure);
+    engine->changed.wait(lock, [&] { return lane.completed >= ticket || !lane.failure.empty(); });
+    return lane.completed >= ticket ? kOk : lane_failure(lane);
 }
 
 // Blocks until the last record of an event has been reached; returns at once if nothing has recorded it.
 FLEX_API int flex_transfer_synchronize(TransferEngine* engine, uint64_t event_address) {
     Event& event = *reinterpret_cast<Event*>(event_address);
     const InContext in_context(*engine);
-    if (int status = await_issued(*engine, event, event.requested)) return status;
+    if (int status = await_issued(*engine, event, event.requested, event.recorder)) return status;
     FLEX_CUDA(engine->driver, event_synchronize, (event.handle));
     return kOk;
 }

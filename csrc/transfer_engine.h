@@ -7,6 +7,7 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -27,12 +28,15 @@ struct Operation {
     uint64_t num_bytes;
 };
 
+struct Lane;
+
 // A CUDA event, and how many of its records have been asked for and handed to the driver. They differ only while a
 // lane still holds a record back; whoever waits for the event must then wait for the handing over first, since
 // cuStreamWaitEvent sees only records that the driver knows of.
 struct Event {
     CuEvent handle = nullptr;
-    uint64_t requested = 0;  // touched by the calling thread alone
+    uint64_t requested = 0;          // touched by the calling thread alone
+    const Lane* recorder = nullptr;  // of the last record that was posted; touched by the calling thread alone
     std::atomic<uint64_t> issued{0};
 };
 
@@ -62,6 +66,7 @@ struct Lane {
     std::deque<Posted> queue;      // under Engine::mutex
     uint64_t posted = 0;           // under Engine::mutex
     uint64_t completed = 0;        // under Engine::mutex
+    std::string failure;           // under Engine::mutex; final. Set when nothing of the lane is in flight any more
     std::deque<InFlight> flying;   // the lane's thread alone
     std::vector<CuEvent> resting;  // the lane's thread alone: events of finished pieces
 };
@@ -71,16 +76,16 @@ struct TransferEngine {
     CuContext context = nullptr;
     uint64_t piece_bytes = 0;
     uint32_t pieces_in_flight = 0;
-    Lane lanes[2];  // host to device, device to host
+    Lane lanes[2];            // host to device, device to host
+    std::set<Event*> events;  // that exist; touched by the calling thread alone
     std::mutex mutex;
     std::condition_variable changed;
     bool closing = false;  // under mutex
-    std::string failure;   // under mutex; of a lane, final
 };
 
 // Makes the engine's context current for the duration of a call, whatever thread it comes from.
 class InContext {
-   public:
+ public:
     explicit InContext(TransferEngine& engine) : engine_(engine) {
         engine.driver.ctx_get_current(&before_);
         if (before_ != engine.context) engine.driver.ctx_set_current(engine.context);
@@ -91,19 +96,20 @@ class InContext {
     InContext(const InContext&) = delete;
     InContext& operator=(const InContext&) = delete;
 
-   private:
+ private:
     TransferEngine& engine_;
     CuContext before_ = nullptr;
 };
 
-inline int lane_failure(const std::string& failure) { return FLEX_FAIL(kSystem, "bulk copy", "%s", failure.c_str()); }
+inline int lane_failure(const Lane& lane) { return FLEX_FAIL(kSystem, "bulk copy", "%s", lane.failure.c_str()); }
 
-// Blocks until the driver has been given `count` records of the event.
-inline int await_issued(TransferEngine& engine, Event& event, uint64_t count) {
+// Blocks until the driver has been given `count` records of the event, or until the lane that has the missing ones
+// fails. `recorder` may be null only where none can be missing.
+inline int await_issued(TransferEngine& engine, Event& event, uint64_t count, const Lane* recorder) {
     if (event.issued.load(std::memory_order_acquire) >= count) return kOk;
     std::unique_lock<std::mutex> lock(engine.mutex);
-    engine.changed.wait(lock, [&] { return event.issued.load() >= count || !engine.failure.empty(); });
-    return event.issued.load() >= count ? kOk : lane_failure(engine.failure);
+    engine.changed.wait(lock, [&] { return event.issued.load() >= count || !recorder->failure.empty(); });
+    return event.issued.load() >= count ? kOk : lane_failure(*recorder);
 }
 
 inline int copy_piece(TransferEngine& engine, const Operation& copy, uint64_t start, uint64_t num_bytes,

@@ -7,12 +7,15 @@ extern "C" const char* flex_last_error();
 
 namespace flex {
 
-// Waits for the oldest piece in flight and publishes its ticket.
+// Waits for the oldest piece in flight and publishes its ticket, unless this piece or one before it failed.
 inline int land_one(TransferEngine& engine, Lane& lane) {
     const InFlight oldest = lane.flying.front();
     lane.flying.pop_front();
     lane.resting.push_back(oldest.event);
-    FLEX_CUDA(engine.driver, event_synchronize, (oldest.event));
+    if (const CuResult result = engine.driver.event_synchronize(oldest.event)) {
+        for (InFlight& later : lane.flying) later.ticket = 0;
+        return FLEX_FAIL(kSystem, "cuEventSynchronize", "CUDA driver error %d: %s", result, engine.driver.text(result));
+    }
     if (oldest.ticket != 0) {
         const std::lock_guard<std::mutex> lock(engine.mutex);
         lane.completed = oldest.ticket;
@@ -44,14 +47,19 @@ inline int lane_copy(TransferEngine& engine, Lane& lane, const Operation& copy) 
     });
 }
 
+// Records that are missing when a lane comes to an event are the other's: its own and submitted ones are out by then.
+inline int await_other(TransferEngine& engine, Lane& lane, Event& event, uint64_t count) {
+    return await_issued(engine, event, count, &engine.lanes[&lane == engine.lanes ? 1 : 0]);
+}
+
 inline int lane_wait(TransferEngine& engine, Lane& lane, Event& event, uint64_t sequence) {
-    if (int status = await_issued(engine, event, sequence)) return status;
+    if (int status = await_other(engine, lane, event, sequence)) return status;
     FLEX_CUDA(engine.driver, stream_wait_event, (lane.stream, event.handle, 0));
     return kOk;
 }
 
 inline int lane_record(TransferEngine& engine, Lane& lane, Event& event, uint64_t sequence) {
-    if (int status = await_issued(engine, event, sequence - 1)) return status;
+    if (int status = await_other(engine, lane, event, sequence - 1)) return status;
     FLEX_CUDA(engine.driver, event_record, (event.handle, lane.stream));
     const std::lock_guard<std::mutex> lock(engine.mutex);
     event.issued.store(sequence, std::memory_order_release);
@@ -88,17 +96,24 @@ inline bool next_post(TransferEngine& engine, Lane& lane, Posted& posted) {
     return true;
 }
 
-// The lane's thread. It ends at the first failure, which every later call reports: CUDA errors seldom pass.
+// Ends a lane after a failure: lets all that is in flight land, then tells of it. Who is told may free memory, which
+// the device must not write any more.
+inline void give_up(TransferEngine& engine, Lane& lane) {
+    const std::string failure = flex_last_error();
+    while (!lane.flying.empty()) land_one(engine, lane);
+    engine.driver.stream_synchronize(lane.stream);  // a last copy may have no event; where this fails, nothing runs
+    const std::lock_guard<std::mutex> lock(engine.mutex);
+    lane.failure = failure;
+    engine.changed.notify_all();
+}
+
+// The lane's thread. It ends at the first failure, which every later post reports: CUDA errors seldom pass.
 inline void run_lane(TransferEngine& engine, Lane& lane) {
     engine.driver.ctx_set_current(engine.context);
     Posted posted;
     while (next_post(engine, lane, posted)) {
         const int status = posted.ticket == 0 ? land_one(engine, lane) : issue_post(engine, lane, posted);
-        if (status == kOk) continue;
-        const std::lock_guard<std::mutex> lock(engine.mutex);
-        if (engine.failure.empty()) engine.failure = flex_last_error();
-        engine.changed.notify_all();
-        return;
+        if (status != kOk) return give_up(engine, lane);
     }
 }
 

@@ -1,9 +1,10 @@
-// A CUDA driver without a GPU: the functions of cuda_driver.h over a device thread, so that transfers are tested anywhere.
+// A CUDA driver without a GPU: the functions of cuda_driver.h over a device thread, so that transfers are tested
+// anywhere.
 //
-// Streams are queues of copies, waits and records; one thread runs their heads. It models the least favourable hardware:
-// one copy engine, which of all copies that may start takes the one that was issued first. Tests stop and slow streams, make
-// calls fail or block, and read a log of what ran in which order. Nothing depends on time: an operation lasts 1 ms of a
-// clock that only operations move.
+// Streams are queues of copies, waits and records; one thread runs their heads. It models the least favourable
+// hardware: one copy engine, which of all copies that may start takes the one that was issued first. Tests stop and
+// slow streams, make calls fail or block, and read a log of what ran in which order. Nothing depends on time: an
+// operation lasts 1 ms of a clock that only operations move.
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -12,6 +13,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -57,11 +59,12 @@ struct Failure {
 };
 
 class Device {
-   public:
+ public:
     std::mutex mutex;
     std::condition_variable changed;
     std::map<uint64_t, Stream> streams;
-    std::vector<LogEntry> log;  // copies in the order in which they ran
+    std::set<const Event*> events;  // that exist
+    std::vector<LogEntry> log;      // copies in the order in which they ran
     std::map<std::string, int> calls;
     std::map<std::string, Failure> failures;
     uint64_t next_number = 1, next_stream = 0x1000;
@@ -90,9 +93,10 @@ class Device {
         return found != nullptr ? found : runnable_among(true);
     }
 
+    bool knows(const Event* event) const { return events.count(event) > 0; }
     bool idle() { return !busy && runnable() == nullptr; }
 
-   private:
+ private:
     std::pair<const uint64_t, Stream>* runnable_among(bool lagging) {
         std::pair<const uint64_t, Stream>* first_copy = nullptr;
         for (auto& entry : streams) {
@@ -186,10 +190,19 @@ EXPORT int cuStreamDestroy_v2(uint64_t) {  // the queue stays: work that was iss
     return enter("cuStreamDestroy_v2");
 }
 
+EXPORT int cuStreamSynchronize(uint64_t stream) {
+    Device& d = device();
+    std::unique_lock<std::mutex> lock(d.mutex);
+    if (int code = enter("cuStreamSynchronize")) return code;
+    d.changed.wait(lock, [&] { return d.streams[stream].items.empty(); });
+    return 0;
+}
+
 EXPORT int cuStreamWaitEvent(uint64_t stream, Event* event, unsigned) {
     Device& d = device();
     const std::lock_guard<std::mutex> lock(d.mutex);
     if (int code = enter("cuStreamWaitEvent")) return code;
+    if (!d.knows(event)) return kInvalidHandle;
     if (event->mark != nullptr) d.issue(stream, {Kind::kWait, 0, event->mark});  // never recorded: no wait, as in CUDA
     return 0;
 }
@@ -198,11 +211,13 @@ EXPORT int cuEventCreate(Event** event, unsigned flags) {
     const std::lock_guard<std::mutex> lock(device().mutex);
     if (int code = enter("cuEventCreate")) return code;
     *event = new Event{flags, nullptr};
+    device().events.insert(*event);
     return 0;
 }
 
 EXPORT int cuEventDestroy_v2(Event* event) {
     const std::lock_guard<std::mutex> lock(device().mutex);
+    if (device().events.erase(event) == 0) return kInvalidHandle;
     delete event;
     return enter("cuEventDestroy_v2");
 }
@@ -211,6 +226,7 @@ EXPORT int cuEventRecord(Event* event, uint64_t stream) {
     Device& d = device();
     const std::lock_guard<std::mutex> lock(d.mutex);
     if (int code = enter("cuEventRecord")) return code;
+    if (!d.knows(event)) return kInvalidHandle;
     event->mark = std::make_shared<Mark>();
     d.issue(stream, {Kind::kRecord, 0, event->mark});
     return 0;
@@ -220,6 +236,7 @@ EXPORT int cuEventSynchronize(Event* event) {
     Device& d = device();
     std::unique_lock<std::mutex> lock(d.mutex);
     if (int code = enter("cuEventSynchronize")) return code;
+    if (!d.knows(event)) return kInvalidHandle;
     const std::shared_ptr<Mark> mark = event->mark;
     d.changed.wait(lock, [&] { return mark == nullptr || mark->reached; });
     return 0;
@@ -229,7 +246,8 @@ EXPORT int cuEventElapsedTime(float* milliseconds, Event* from, Event* to) {
     const std::lock_guard<std::mutex> lock(device().mutex);
     if (int code = enter("cuEventElapsedTime")) return code;
     for (const Event* event : {from, to}) {
-        if (event->flags & kDisableTiming || event->mark == nullptr || !event->mark->reached) return kInvalidHandle;
+        if (!device().knows(event) || event->flags & kDisableTiming || event->mark == nullptr || !event->mark->reached)
+            return kInvalidHandle;
     }
     *milliseconds = static_cast<float>(to->mark->clock_ms - from->mark->clock_ms);
     return 0;

@@ -87,7 +87,8 @@ void check_conversions(const Bytes& contents, int descriptor) {
                 const ReadJob job = job_of(descriptor, offset, count, source, target, to.data(), remainder);
                 ReadFailureError failure{};
                 expect(flex_read(&job, 1, 3, 10000, &failure) == 0, "converting read");
-                flex::find_conversion(source, target, split)(&contents[offset], expected.data(), expected_low.data(), count);
+                flex::find_conversion(source, target, split)(&contents[offset], expected.data(), expected_low.data(),
+                                                             count);
                 expect(to == expected && low == expected_low, "blocks convert like the whole");
             }
         }
@@ -107,6 +108,8 @@ void check_failures(const Bytes& contents, int descriptor) {
     expect(flex_read(jobs, 1, 4, 4096, &failure) == -1, "no conversion to raw bytes");
     jobs[0].source_type = static_cast<Type>(77);
     expect(flex_read(jobs, 1, 4, 4096, &failure) == -1, "an unknown type");
+    jobs[0].target_type = jobs[0].source_type;
+    expect(flex_read(jobs, 1, 4, 4096, &failure) == -1, "an unknown type that is equal on both sides");
 }
 
 }  // namespace

@@ -1,10 +1,12 @@
 """Host memory of an exact size, in huge pages, near the GPU, page-locked for its copy engines on request.
 
-csrc/host_arena.cpp maps it; without the library Python's mmap does, more slowly and wherever the kernel puts it.
+csrc/host_arena.cpp maps it; without the library Python's mmap does, more slowly and wherever the kernel puts it; memory
+that runs out is then met by touching it, which the kernel answers by ending a process instead of refusing.
 """
 
 import ctypes
 import mmap
+import os
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -31,7 +33,8 @@ class HostBuffer:
     """A private anonymous mapping of `num_bytes` rounded up to whole pages, every page already in RAM and zero.
 
     `tensor` is a uint8 view [num_bytes], page-aligned. `numa_node` is the node the pages prefer, or None. Use the
-    buffer as a context manager, or call `close`. Made by `allocate_host`.
+    buffer as a context manager, or call `close`. Made by `allocate_host`. Page-locked memory does not exist in a forked
+    child, which must not touch `tensor`; releasing the buffer does nothing there.
     """
 
     def __init__(self, num_bytes: int, page_locked: bool, numa_node: int | None = None) -> None:
@@ -41,7 +44,7 @@ class HostBuffer:
         self._unlock: weakref.finalize | None = None
         mapping = _map_pages(self.mapped_bytes, page_locked, numa_node)
         self.numa_node = mapping.numa_node
-        self._discard: Callable[[], object] | None = mapping.discard
+        self._discard: Callable[[], object] | None = _in_owner(mapping.discard) if page_locked else mapping.discard
         self._tensor: Tensor | None = mapping.pages[:num_bytes]
         if page_locked:
             self._lock(mapping.pages.data_ptr())
@@ -72,7 +75,7 @@ class HostBuffer:
         except MemoryError:
             self.close()  # now, not when the last traceback that mentions this buffer is gone
             raise
-        self._unlock = weakref.finalize(self, unlock_pages, address)
+        self._unlock = weakref.finalize(self, _in_owner(partial(unlock_pages, address)))
         self._unlock.atexit = False  # the driver releases everything when the process ends
 
     def __enter__(self) -> "HostBuffer":
@@ -91,7 +94,8 @@ def allocate_host(num_bytes: int, page_locked: bool, numa_node: int | None = Non
     kernel or container that refuses, and a full node, only cost speed: see `HostBuffer.numa_node`.
     Order: blocks until every page is in RAM (about 45 GB/s with 16 threads) and locked.
     Raises: ValueError if num_bytes < 1 or if page_locked is asked for without CUDA; MemoryError if the operating
-    system or the CUDA driver refuses, or if more is to be page-locked than RAM and container have.
+    system or the CUDA driver refuses, or if more is to be page-locked than RAM and container have. Without the library,
+    or before Linux 5.14, the system refuses address space only: exhausted memory makes it end a process.
     """
     if num_bytes < 1:
         raise ValueError(f"allocate_host: num_bytes is {num_bytes}, expected at least 1")
@@ -132,7 +136,10 @@ def _map_pages(num_bytes: int, page_locked: bool, numa_node: int | None) -> _Map
     try:
         if native is not None:
             return _map_natively(native, num_bytes, page_locked, numa_node)
-        library.fallback_notice("host memory", "it is mapped without regard to NUMA nodes")
+        cost = (
+            "it is mapped without regard to NUMA nodes and more slowly, and when memory is exhausted the system may end"
+        )
+        library.fallback_notice("host memory", f"{cost} the process instead of refusing the request")
         return _map_by_python(num_bytes, page_locked)
     except (OSError, OverflowError, MemoryError, ctypes.ArgumentError) as error:
         raise MemoryError(
@@ -153,7 +160,8 @@ def _map_natively(native: Callable[..., int], num_bytes: int, page_locked: bool,
     start = address.value or 0
     # The tensor's storage holds a reference to this array, so the addresses are given back after the last view.
     array = (ctypes.c_uint8 * num_bytes).from_address(start)
-    weakref.finalize(array, unmap, start, num_bytes).atexit = False
+    release = partial(unmap, start, num_bytes)
+    weakref.finalize(array, _in_owner(release) if page_locked else release).atexit = False
     pages = torch.frombuffer(array, dtype=torch.uint8)
     return _Mapping(pages, partial(discard, start, num_bytes), numa_node if bound.value else None)
 
@@ -164,11 +172,35 @@ def _map_by_python(num_bytes: int, page_locked: bool) -> _Mapping:
     _advise(mapping, "MADV_HUGEPAGE")
     if page_locked:
         _advise(mapping, "MADV_DONTFORK")
+        _unforked.add(mapping)
     # The tensor's storage holds a reference to the mapping, which therefore outlives every view.
     pages = torch.frombuffer(mapping, dtype=torch.uint8)
     # Writing one byte of each page halves the memory traffic of writing all: the kernel hands out zeroed pages.
     pages[::PAGE_BYTES].zero_()
     return _Mapping(pages, partial(mapping.madvise, mmap.MADV_DONTNEED), None)
+
+
+def _in_owner(release: Callable[[], object]) -> Callable[[], None]:
+    """`release`, which does nothing in a forked child: what is page-locked is a hole there, and later memory fills it."""
+    owner = os.getpid()
+
+    def run() -> None:
+        if os.getpid() == owner:
+            release()
+
+    return run
+
+
+_unforked: "weakref.WeakSet[mmap.mmap]" = weakref.WeakSet()
+
+
+def _keep_unforked() -> None:
+    """In a forked child: the same for Python's mappings, which end with their objects: these get a reference more."""
+    for mapping in _unforked:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
+
+
+os.register_at_fork(after_in_child=_keep_unforked)
 
 
 def _advise(mapping: mmap.mmap, advice: str) -> None:

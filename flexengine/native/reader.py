@@ -1,7 +1,7 @@
 """Byte ranges of files into memory the caller owns, by many threads, converted on the way where the formats differ.
 
-csrc/reader.cpp does it; without the library os.preadv and torch do, with one thread. Nothing is mapped, and no more
-memory is taken than one conversion buffer per thread.
+csrc/reader.cpp does it; without the library, and for conversion to float16, os.preadv and torch do, with one thread.
+Nothing is mapped, and no more memory is taken than one conversion buffer per thread.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ def read_jobs(jobs: Sequence[ReadJob], num_threads: int | None = None) -> None:
     native = library.bind(
         "flex_read", ctypes.POINTER(_Job), ctypes.c_uint64, ctypes.c_int32, ctypes.c_uint64, ctypes.POINTER(_Failure)
     )
-    if native is None:
-        library.fallback_notice("reading files", "one thread reads, and conversion by torch waits for it")
     for first, group in _groups(jobs, CALL_BYTES):
-        if native is not None and all(_is_native(job) for job in group):
+        if native is not None and _is_native(group[0]):  # and so are the others of the group
             _read_natively(native, first, group, num_threads or default_threads())
         else:
+            what = "reading files" if native is None else "conversion to float16"
+            library.fallback_notice(what, "one thread reads, and conversion by torch waits for it")
             _read_by_torch(first, group)
 
 

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
@@ -88,7 +89,7 @@ class Transfers(Protocol):
         ...
 
     def release_events(self, events: Sequence[int]) -> None:
-        """Free events; nothing that is issued later may name them."""
+        """Free events; no unfinished post, and nothing that is issued later, may name them."""
         ...
 
     def prepare(self, operations: Iterable[Operation]) -> Batch:
@@ -115,11 +116,17 @@ class Transfers(Protocol):
         ...
 
     def wait(self, direction: Direction, ticket: int) -> None:
-        """Block until a post has finished on the device. Raises: OSError if it, or one before it, failed."""
+        """Block until a post has finished on the device.
+
+        Raises: OSError if it, or one before it in its direction, failed; nothing of the direction runs then any more.
+        """
         ...
 
     def synchronize(self, event: int) -> None:
-        """Block until the last record of an event has been reached; at once if there is none."""
+        """Block until the last record of an event has been reached; at once if there is none.
+
+        Raises: OSError if the post that was to record it failed.
+        """
         ...
 
     def elapsed_s(self, start: int, end: int) -> float:
@@ -131,7 +138,10 @@ class Transfers(Protocol):
         ...
 
     def close(self) -> None:
-        """Finish what was posted and free everything; a second call does nothing."""
+        """Finish what was posted and what urgent streams were given, and free everything; a second call does nothing.
+
+        Events that are left are freed too. In a forked child, which has neither threads nor device, nothing is done.
+        """
         ...
 
 
@@ -181,25 +191,22 @@ class NativeTransfers:
         )
         assert handle.value is not None, "an engine that opened has an address"
         self._engine = handle.value
-        self._events: set[int] = set()
         self._posted: dict[tuple[Direction, int], Batch] = {}  # tensors that a post still reads or writes
-        self._close = weakref.finalize(self, _close, self._call, self._engine, self._events)
+        self._close = weakref.finalize(self, _close, self._call["close"], self._engine, os.getpid())
 
     def create_events(self, count: int, timing: bool = False) -> list[int]:
         events = (ctypes.c_uint64 * count)()
         self._check("create_events", self._call["create_events"](self._engine, count, timing, events))
-        self._events.update(events)
         return list(events)
 
     def release_events(self, events: Sequence[int]) -> None:
-        assert self._events.issuperset(events), "events are released once, by the engine that made them"
-        self._events.difference_update(events)
-        _release(self._call, self._engine, events)
+        addresses = (ctypes.c_uint64 * len(events))(*events)
+        self._check("release_events", self._call["release_events"](self._engine, len(events), addresses))
 
     def prepare(self, operations: Iterable[Operation]) -> Batch:
         listed = list(operations)
         tensors = {id(t): t for o in listed if isinstance(o, Copy) for t in (o.target, o.source)}
-        addresses = {key: _address(tensor) for key, tensor in tensors.items()}
+        addresses = {key: byte_address(tensor) for key, tensor in tensors.items()}
         rows = (_Operation * len(listed))(*[_row(operation, addresses) for operation in listed])
         return Batch(rows, len(listed), tuple(tensors.values()))
 
@@ -269,17 +276,14 @@ def _functions() -> dict[str, Callable[..., int]]:
     return functions
 
 
-def _close(call: dict[str, Callable[..., int]], engine: int, events: set[int]) -> None:
-    """Free an engine and the events that are left; runs once, from close or when the object is collected."""
-    _release(call, engine, list(events))
-    call["close"](engine)
+def _close(close: Callable[..., int], engine: int, process: int) -> None:
+    """Free an engine; runs once, from close, when the object is collected, or when the interpreter ends."""
+    if os.getpid() == process:
+        close(engine)
 
 
-def _release(call: dict[str, Callable[..., int]], engine: int | None, events: Sequence[int]) -> None:
-    call["release_events"](engine, len(events), (ctypes.c_uint64 * len(events))(*events))
-
-
-def _address(tensor: Tensor) -> int:
+def byte_address(tensor: Tensor) -> int:
+    """Where a tensor's bytes begin. Raises: ValueError unless it is contiguous uint8."""
     if tensor.dtype != torch.uint8 or not tensor.is_contiguous():
         raise ValueError(
             f"copies are between contiguous uint8 tensors, got {tensor.dtype} of strides {tensor.stride()}"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.native.transfer import Batch, Copy, Direction, Operation, Record, Wait, check_ranges
+from flexengine.native.transfer import Batch, Copy, Direction, Operation, Record, Wait, byte_address, check_ranges
 
 
 class _BoundCopy(NamedTuple):
@@ -80,7 +80,7 @@ class TorchTransfers:
         return self._urgent[direction]
 
     def close(self) -> None:
-        for stream in self._bulk.values():
+        for stream in (*self._bulk.values(), *self._urgent.values()):
             stream.synchronize()
         self._events.clear()
 
@@ -98,6 +98,8 @@ class TorchTransfers:
 
 
 def _bind(copy: Copy) -> _BoundCopy:
+    for tensor in (copy.target, copy.source):
+        byte_address(tensor)  # raises: torch itself would convert, or write to strides
     check_ranges(copy)
     target = copy.target.narrow(0, copy.target_offset, copy.num_bytes)
     source = copy.source.narrow(0, copy.source_offset, copy.num_bytes)

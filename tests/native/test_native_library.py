@@ -76,3 +76,4 @@ def test_a_fallback_is_announced_once(forgotten, monkeypatch, caplog):
     for _ in range(2):
         allocate_host(1, page_locked=False).close()
     assert caplog.text.count("native code is not available for host memory: it is mapped without regard to NUMA") == 1
+    assert "more slowly, and when memory is exhausted the system may end the process" in caplog.text

@@ -238,12 +238,26 @@ def test_what_cannot_be_read_is_refused_before_reading(path, job, message):
 
 
 def test_the_torch_path_says_so_once(file_of, monkeypatch, caplog):
+    assert notices(file_of, caplog, monkeypatch, "0", torch.float32) == [
+        "native code is not available for reading files: one thread reads, and conversion by torch waits for it"
+    ]
+
+
+def test_conversion_to_float16_says_so_once(native_library, file_of, monkeypatch, caplog):
+    """The library has none: torch does it, with all that this costs."""
+    assert notices(file_of, caplog, monkeypatch, "1", torch.float16) == [
+        "native code is not available for conversion to float16: one thread reads, and conversion by torch waits for it"
+    ]
+    caplog.clear()
+    assert notices(file_of, caplog, monkeypatch, "1", torch.bfloat16) == []
+
+
+def notices(file_of, caplog, monkeypatch, variable: str, dtype: torch.dtype) -> list[str]:
+    """What three reads of a float32 file into `dtype` say."""
+    monkeypatch.setenv(library.DISABLING_VARIABLE, variable)
     library.fallback_notice.cache_clear()
-    monkeypatch.setenv(library.DISABLING_VARIABLE, "0")
-    file, target = file_of(torch.ones(10)), torch.zeros(10)
+    file, target = file_of(torch.ones(10)), torch.zeros(10, dtype=dtype)
     for _ in range(3):
         read_jobs([ReadJob(file, 0, torch.float32, target)])
     library.fallback_notice.cache_clear()
-    assert [r.getMessage() for r in caplog.records].count(
-        "native code is not available for reading files: one thread reads, and conversion by torch waits for it"
-    ) == 1
+    return [record.getMessage() for record in caplog.records]

@@ -1,6 +1,8 @@
 """The transfer engine over a fake CUDA driver: contents, order, back-pressure, errors; and on a GPU against torch."""
 
 import gc
+import os
+import signal
 import threading
 
 import pytest
@@ -254,9 +256,8 @@ def test_an_error_in_a_lane_reaches_every_later_call(driver: FakeDriver, engine:
     (event,) = engine.create_events(1)
     driver.fail(function, 700)
     ticket = engine.post(TO_DEVICE, [copy(stream, target, source), Record(stream, event)])
-    after = engine.post(TO_DEVICE, [copy(stream, target, source)]) if function == "cuEventSynchronize" else ticket
     with pytest.raises(OSError, match=r"wait: .*fake error 700"):
-        engine.wait(TO_DEVICE, after)
+        engine.wait(TO_DEVICE, ticket)
     with pytest.raises(OSError, match=r"post: .*fake error 700"):
         engine.post(TO_HOST, [copy(stream, target, source)])
 
@@ -268,6 +269,22 @@ def test_waiting_for_a_record_that_failed_ends(driver: FakeDriver, engine: Nativ
     engine.post(TO_DEVICE, [copy(stream, target, source), Record(stream, event)])
     with pytest.raises(OSError, match="fake error 700"):
         engine.submit(engine.prepare([Wait(stream, event)]))
+
+
+def test_a_failure_of_one_direction_is_not_told_to_the_other_s_wait(driver: FakeDriver, engine: NativeTransfers):
+    """It would end while the device still writes."""
+    stream, source, target = driver.stream(), random_bytes(1000), torch.zeros(1000, dtype=torch.uint8)
+    other = torch.zeros(1000, dtype=torch.uint8)
+    driver.pause(True)
+    healthy = engine.post(TO_HOST, [copy(stream, target, source)])
+    assert driver.await_calls("cuMemcpyAsync", 2)
+    driver.fail("cuMemcpyAsync", 700)
+    failing = engine.post(TO_DEVICE, [copy(stream, other, source)])
+    with pytest.raises(OSError, match="fake error 700"):
+        engine.wait(TO_DEVICE, failing)
+    driver.pause(False)
+    engine.wait(TO_HOST, healthy)
+    assert torch.equal(target, source)
 
 
 # -- doors -------------------------------------------------------------------------------------------------------------
@@ -284,6 +301,45 @@ def test_closing_finishes_what_was_posted(driver: FakeDriver):
     assert len(driver.log()) == 300
     assert torch.equal(target, source)
     assert driver.calls("cuEventCreate") == driver.calls("cuEventDestroy_v2")
+
+
+def test_events_last_as_long_as_posts_that_name_them(driver: FakeDriver):
+    """The lane comes to the record when closing has begun: the device stands still until then."""
+    engine = driver.open(piece_bytes=10, pieces_in_flight=1)
+    stream, source, target = driver.stream(), random_bytes(1000), torch.zeros(1000, dtype=torch.uint8)
+    (event,) = engine.create_events(1)
+    driver.pause(True)
+    engine.post(TO_HOST, [copy(stream, target, source, 500), Record(stream, event), copy(stream, target, source)])
+    assert driver.await_calls("cuEventSynchronize", 1)
+    destroyed = driver.calls("cuEventDestroy_v2")
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    closing.join(0.05)
+    assert driver.calls("cuEventDestroy_v2") == destroyed
+    driver.pause(False)
+    closing.join()
+    assert torch.equal(target, source)
+    assert driver.calls("cuEventCreate") == driver.calls("cuEventDestroy_v2")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_leaves_the_engine_alone(driver: FakeDriver, engine: NativeTransfers):
+    """Its lanes have no threads there; who joined one would wait for ever."""
+    stream, source, target = driver.stream(), random_bytes(10), torch.zeros(10, dtype=torch.uint8)
+    engine.wait(TO_HOST, engine.post(TO_HOST, [copy(stream, target, source)]))
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        engine.close()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_events_are_released_once(driver: FakeDriver, engine: NativeTransfers):
+    events = engine.create_events(2)
+    engine.release_events(events[:1])
+    with pytest.raises(ValueError, match="event 1 of 2 is not, or no longer, of this engine"):
+        engine.release_events([events[1], events[0]])
 
 
 def test_a_forgotten_engine_gives_everything_back(driver: FakeDriver):
@@ -315,6 +371,8 @@ def test_refusals_at_the_door(driver: FakeDriver, engine: NativeTransfers):
     ):
         with pytest.raises(ValueError, match=message):
             engine.prepare([bad])
+        with pytest.raises(ValueError, match=message):
+            object.__new__(TorchTransfers).prepare([bad])
     with pytest.raises(ValueError, match="ticket 9 was never given out; the last is 0"):
         engine.wait(TO_DEVICE, 9)
     with pytest.raises(ValueError, match="piece_bytes is 0"):
