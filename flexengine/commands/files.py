@@ -11,24 +11,52 @@ from flexengine.wording import explain_os_error
 
 
 def check_target(flag: str, path: Path | None) -> None:
-    """Raise ValueError where a file cannot be: before anything is planned or measured for it."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        found = "is a folder" if path.is_dir() else f"there is no folder {path.absolute().parent}"
+    """Raise ValueError where a file cannot be written: before anything is planned or measured for it."""
+    if path is None:
+        return
+    folder = path.resolve().parent
+    if path.is_dir() or not (folder.is_dir() or path.exists()):
+        found = "is a folder" if path.is_dir() else f"there is no folder {folder}"
         raise ValueError(f"{flag} {path}: {found}; name a file in a folder that exists")
+    if not _is_special(path):
+        _try_to_write(flag, path, folder)
+    elif not os.access(path, os.W_OK):  # not opened: a FIFO would wait for its reader
+        raise ValueError(f"{flag} {path}: no permission to write to it; name another file")
+
+
+def _try_to_write(flag: str, path: Path, folder: Path) -> None:
+    """Make a file in the folder and remove it, as rights alone do not tell: nobody can write to /proc."""
+    try:
+        descriptor, name = tempfile.mkstemp(dir=folder, prefix=f".{path.stem}-")
+        os.close(descriptor)
+        os.unlink(name)
+    except OSError as error:
+        found = f"no file can be made in {folder} ({error.strerror})"
+        raise ValueError(f"{flag} {path}: {found}; name a file in a folder that can be written to") from error
+
+
+def _is_special(path: Path) -> bool:
+    """Whether there is something that no file may replace, such as a device or a FIFO; links are followed."""
+    return path.exists() and not path.is_file()
 
 
 def write_whole(flag: str, path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a file beside `path` and rename it: a failure leaves what was there.
 
+    A link keeps pointing to its file, which is the one that is replaced; a device or a FIFO is written to as it is.
     Raises ValueError, with the reason and a remedy, when the file system refuses.
     """
     try:
-        descriptor, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.stem}-", suffix=path.suffix)
+        if _is_special(path):
+            write(path)
+            return
+        target = path.resolve()
+        descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{path.stem}-", suffix=path.suffix)
         os.close(descriptor)
         try:
             write(Path(name))
             os.chmod(name, 0o644)  # mkstemp's files are private
-            os.replace(name, path)
+            os.replace(name, target)
         except BaseException:
             os.unlink(name)
             raise
