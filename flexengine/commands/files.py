@@ -16,7 +16,7 @@ def check_target(flag: str, path: Path | None) -> None:
     """Raise ValueError where a file cannot be written: before anything is planned or measured for it."""
     if path is None:
         return
-    folder = path.resolve().parent
+    folder = _followed(path).parent
     if path.is_dir() or not (folder.is_dir() or path.exists()):
         found = "is a folder" if path.is_dir() else f"there is no folder {folder}"
         raise ValueError(f"{flag} {path}: {found}; name a file in a folder that exists")
@@ -35,6 +35,11 @@ def _try_to_write(flag: str, path: Path, folder: Path) -> None:
     except OSError as error:
         found = f"no file can be made in {folder} ({error.strerror})"
         raise ValueError(f"{flag} {path}: {found}; name a file in a folder that can be written to") from error
+
+
+def _followed(path: Path) -> Path:
+    """The absolute path without links; unlike Path.resolve it leaves links that lead in a circle as they are."""
+    return Path(os.path.realpath(path))
 
 
 def _is_special(path: Path) -> bool:
@@ -64,7 +69,7 @@ def write_whole(flag: str, path: Path, write: Callable[[Path], object]) -> None:
         if _is_special(path):
             write(path)
             return
-        target = path.resolve()
+        target = _followed(path)
         descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{path.stem}-", suffix=path.suffix)
         os.close(descriptor)
         try:

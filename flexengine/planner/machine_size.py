@@ -26,7 +26,7 @@ def budget_notes(request: Request, profile: HardwareProfile) -> list[str]:
 
 
 def remedy_note(changed: Request, request: Request, profile: HardwareProfile) -> str:
-    """ "more than this card's 23.50 GiB" where `changed` has a budget above that of `request` and what there is; or ""."""
+    """ "more than this card's 23.50 GiB" if `changed` has a budget above that of `request` and what there is, or ""."""
     card = ("card", profile.gpu_total_bytes) if profile.device_type != "cpu" else ("machine", profile.host_total_bytes)
     machine = ("machine", profile.host_total_bytes)
     notes = [

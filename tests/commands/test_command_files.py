@@ -36,6 +36,19 @@ def test_a_link_to_no_file_yet_makes_that_file(tmp_path):
     assert (tmp_path / "page.html").read_text() == "new"
 
 
+def test_a_link_to_itself_is_replaced(tmp_path):
+    link = tmp_path / "link.html"
+    link.symlink_to(link)
+    check_target("--html", link)
+    write_whole("--html", link, write)
+    assert link.read_text() == "new"
+
+
+def test_a_folder_that_went_away_names_the_flag(tmp_path):
+    with pytest.raises(ValueError, match=r"x\.html: no such file or folder. Check the path of --html\."):
+        write_whole("--html", tmp_path / "gone" / "x.html", write)
+
+
 def test_a_fifo_is_written_to_and_stays(tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
