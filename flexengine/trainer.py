@@ -60,8 +60,8 @@ def train(config: TrainConfig, prompts: Sequence[str] = (), replace: bool = Fals
     """Run one training from config to the exported model; returns the exit status.
 
     prompts are answered greedily at the end and printed. replace allows a run folder whose final/ belongs to
-    another config. Writes config.yaml, plan.json, timeline.json (a simulated
-    round, for Perfetto), train_log.jsonl and, with config.save, final/ in config.run_folder.
+    another config. Writes config.yaml, plan.json, timeline.json (the simulated step: first round, accumulating
+    round, update; for Perfetto), train_log.jsonl and, with config.save, final/ in config.run_folder.
     Raises ValueError (PlanError when no plan fits) for what a person can correct, before any step is taken.
     """
     source = open_model(config.model)

@@ -21,6 +21,8 @@ WRONG_USAGE = 2
 """Exit status for flags that do not exist or hold no usable value, as argparse has it."""
 SHOWN_CHARACTERS = 100
 """Longest quotation of a text out of a file: damaged files hold values of any size."""
+OUTPUT = "output"
+"""What `explain_os_error` takes for the place of what a command prints."""
 
 _NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^-(inf|nan)$")
 """What argparse takes for a value rather than a flag; its own pattern does not know -1e-4."""
@@ -82,14 +84,17 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 # ---- errors of the system -------------------------------------------------------------------------------------
 
 
-def explain_os_error(error: OSError, flag: str = "--output-dir") -> str:
+def explain_os_error(error: OSError, flag: str | None = None) -> str:
     """An error of the file system in words: which file, what happened, what to do.
 
-    flag: names the place that was chosen for writing. An error that came with a text of its own keeps it.
+    flag: names the place that was chosen for writing, None where that can only be --output-dir; OUTPUT is what is
+    printed. An error that came with a text of its own keeps it.
     """
     if error.errno is None or error.strerror is None:
         return str(error) or type(error).__name__
-    where = str(error.filename) if error.filename is not None else f"the folder of {flag}"
+    check, flag = f"Check the path{f' of {flag}' if flag else ''}.", flag or "--output-dir"
+    unnamed = f"the {OUTPUT}" if flag == OUTPUT else f"the folder of {flag}"
+    where = str(error.filename) if error.filename is not None else unnamed
     if error.errno in _FULL:
         return f"{where}: no space left on the disk{_free_space(error)}. Free some or choose another {flag}."
     if error.errno in _LOCKED:
@@ -97,7 +102,7 @@ def explain_os_error(error: OSError, flag: str = "--output-dir") -> str:
     if error.errno in (errno.ENOTDIR, errno.EEXIST, errno.EISDIR):
         return f"{where}: {error.strerror}: a file and a folder cannot share a name. Choose another {flag}."
     if error.errno == errno.ENOENT:
-        return f"{where}: no such file or folder. Check the path."
+        return f"{where}: no such file or folder. {check}"
     return f"{where}: {error.strerror} (error {error.errno})."
 
 

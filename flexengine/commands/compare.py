@@ -7,9 +7,10 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from flexengine.hardware.profile import HardwareProfile
-from flexengine.metrics import GIB, format_seconds
+from flexengine.metrics import format_bytes, format_seconds
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, Request
+from flexengine.planner.machine_size import budget_notes
 from flexengine.planner.report import percent, table
 from flexengine.planner.report_data import shortage_json
 from flexengine.planner.search import make_plan
@@ -45,8 +46,13 @@ def compare(model: ModelSpec, cases: Sequence[Case]) -> list[Row]:
 
 def comparison_table(rows: Sequence[Row]) -> str:
     """Aligned columns; a case that does not fit says what it would need."""
-    head = ("case", "fits", "step", "tokens/s", "of light", "GPU GiB", "host GiB", "rounds", "limited by / fits with")
-    return "\n".join(table([head, *(_cells(row) for row in rows)], left=(0, 1, 8)))
+    head = ("case", "fits", "step", "tokens/s", "of light", "GPU memory", "host memory", "rounds", "limit / fits with")
+    notes = [f"{row.case.label}: {note}" for row in rows if row.plan is not None for note in _notes(row.case)]
+    return "\n".join([*table([head, *(_cells(row) for row in rows)], left=(0, 1, 8)), *notes])
+
+
+def _notes(case: Case) -> list[str]:
+    return budget_notes(case.request, case.profile)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -54,7 +60,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     if row.plan is None:
         assert row.error is not None, "a case has a plan or an error"
         needs, remedies = row.error.needs, row.error.remedies
-        advice = remedies[0].flags if remedies else "no change that was tried"
+        advice = str(remedies[0]) if remedies else "no change that was tried"
         return (
             row.case.label,
             "no",
@@ -81,7 +87,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _of(used: int, budget: int) -> str:
-    return f"{used / GIB:.1f} of {budget / GIB:.1f}"
+    return f"{format_bytes(used)} of {format_bytes(budget)}"
 
 
 def comparison_json(rows: Sequence[Row]) -> dict[str, Any]:
@@ -97,6 +103,7 @@ def _values(row: Row) -> dict[str, Any]:
     return {
         "fits": True,
         "request": asdict(request),
+        "notes": _notes(row.case),
         "step_s": p.step_s,
         "tokens_per_s": request.max_global_batch_tokens / p.step_s,
         "speed_of_light_s": p.speed_of_light_s,

@@ -1,36 +1,83 @@
-"""Files that a command is asked to write: whole or not at all, and an error says which flag named the place."""
+"""What a command is asked to write: files appear whole or not at all, and an error says which flag named the place."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from flexengine.wording import explain_os_error
+from flexengine.wording import OUTPUT, explain_os_error
 
 
 def check_target(flag: str, path: Path | None) -> None:
-    """Raise ValueError where a file cannot be: before anything is planned or measured for it."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        found = "is a folder" if path.is_dir() else f"there is no folder {path.absolute().parent}"
+    """Raise ValueError where a file cannot be written: before anything is planned or measured for it."""
+    if path is None:
+        return
+    folder = _followed(path).parent
+    if path.is_dir() or not (folder.is_dir() or path.exists()):
+        found = "is a folder" if path.is_dir() else f"there is no folder {folder}"
         raise ValueError(f"{flag} {path}: {found}; name a file in a folder that exists")
+    if not _is_special(path):
+        _try_to_write(flag, path, folder)
+    elif not os.access(path, os.W_OK):  # not opened: a FIFO would wait for its reader
+        raise ValueError(f"{flag} {path}: no permission to write to it; name another file")
+
+
+def _try_to_write(flag: str, path: Path, folder: Path) -> None:
+    """Make a file in the folder and remove it, as rights alone do not tell: nobody can write to /proc."""
+    try:
+        descriptor, name = tempfile.mkstemp(dir=folder, prefix=f".{path.stem}-")
+        os.close(descriptor)
+        os.unlink(name)
+    except OSError as error:
+        found = f"no file can be made in {folder} ({error.strerror})"
+        raise ValueError(f"{flag} {path}: {found}; name a file in a folder that can be written to") from error
+
+
+def _followed(path: Path) -> Path:
+    """The absolute path without links; unlike Path.resolve it leaves links that lead in a circle as they are."""
+    return Path(os.path.realpath(path))
+
+
+def _is_special(path: Path) -> bool:
+    """Whether there is something that no file may replace, such as a device or a FIFO; links are followed."""
+    return path.exists() and not path.is_file()
+
+
+def print_output(text: str) -> None:
+    """Print what a command was asked for, to the last byte. Raises ValueError when the file system refuses."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # its reader went away, which is no mistake
+        raise
+    except OSError as error:
+        with contextlib.suppress(OSError):  # what is left in the buffer would fail again when the process ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise ValueError(explain_os_error(error, OUTPUT)) from error
 
 
 def write_whole(flag: str, path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a file beside `path`, sync it and rename it: a failure leaves what was there.
 
     The file that it fills has the suffix of `path`, and the rights that the umask gives a new file.
+    A link keeps pointing to its file, which is the one that is replaced; a device or a FIFO is written to as it is.
     Raises ValueError, with the reason and a remedy, when the file system refuses.
     """
-    folder = path.absolute().parent
-    beside = folder / f".{path.stem}-{secrets.token_hex(8)}{path.suffix}"
     try:
+        if _is_special(path):
+            write(path)
+            return
+        target = _followed(path)
+        beside = target.parent / f".{path.stem}-{secrets.token_hex(8)}{path.suffix}"
         try:
             write(beside)
             _sync(beside)
-            os.replace(beside, path)
-            _sync(folder)
+            os.replace(beside, target)
+            _sync(target.parent)
         finally:
             beside.unlink(missing_ok=True)
     except OSError as error:

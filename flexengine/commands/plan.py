@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from flexengine.api import COMPUTE_DTYPES, choose_device, linear_shape, make_request, warn_of_long_sequences
 from flexengine.commands.compare import Case, compare, comparison_json, comparison_table
-from flexengine.commands.files import check_target, write_whole
-from flexengine.config import OPTION_HELP, OPTION_TYPES, TrainConfig, choices_of, flag_of, value_type_of
+from flexengine.commands.files import check_target, print_output, write_whole
+from flexengine.config import LARGEST, OPTION_HELP, OPTION_TYPES, TrainConfig, choices_of, flag_of, value_type_of
 from flexengine.hardware.presets import PRESETS, preset, with_memory
 from flexengine.hardware.profile import HardwareProfile, read_profile
-from flexengine.metrics import GIB
+from flexengine.metrics import GIB, format_bytes
 from flexengine.models.registry import open_model, preset_names
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, PlanError, Request
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _fits(arguments: argparse.Namespace, job: Job, picture: Picture) -> int:
-    print(json.dumps(as_json(picture), indent=1) if arguments.json else report(picture))
+    print_output(json.dumps(as_json(picture), indent=1) if arguments.json else report(picture))
     if arguments.timeline is not None:
         _write(arguments, "timeline", step_timeline(picture))
     if arguments.html is not None:
@@ -91,10 +91,14 @@ def _does_not_fit(arguments: argparse.Namespace, job: Job, profile: HardwareProf
     """Tell what is missing and what would fit; the first remedy is planned in full, so that its speed is known."""
     planned = _first_planned(job.model, profile, error)
     if arguments.json:
-        print(json.dumps(shortage_json(error), indent=1))
+        print_output(json.dumps(shortage_json(error), indent=1))
     print(f"flexengine plan: {shortage_report(error, planned)}", file=sys.stderr)
     if arguments.html is not None:
         _write(arguments, "html", shortage_page(error, profile, job.command))
+    paths = {f"--{option.replace('_', '-')}": getattr(arguments, option) for option in ("timeline", "plan_json")}
+    named = [f"{flag} {path}" for flag, path in paths.items() if path is not None]
+    if named:
+        print(f"not written: nothing fits ({', '.join(named)})", file=sys.stderr)
     return DOES_NOT_FIT
 
 
@@ -120,6 +124,9 @@ def machine(arguments: argparse.Namespace, model: ModelSpec) -> HardwareProfile:
     if arguments.device == "cpu" and profile.device_type != "cpu":
         raise ValueError(f"--device cpu plans for a CPU, but --gpu {arguments.gpu} is a GPU; leave one of them out")
     if arguments.host_mem_gib is not None:
+        if arguments.host_mem_gib * GIB < profile.host_base_bytes:
+            taken = f"the process itself takes {format_bytes(profile.host_base_bytes)}"
+            raise ValueError(f"--host-mem-gib {arguments.host_mem_gib:g}: {taken}; give more")
         profile = with_memory(profile, host_total_bytes=int(arguments.host_mem_gib * GIB))
     return profile
 
@@ -154,13 +161,13 @@ def _request(arguments: argparse.Namespace, job: Job, profile: HardwareProfile, 
 def _compare(arguments: argparse.Namespace, job: Job) -> int:
     cases = [_case(arguments, job, text) for text in arguments.compare]
     rows = compare(job.model, cases)
-    print(json.dumps(comparison_json(rows), indent=1) if arguments.json else comparison_table(rows))
+    print_output(json.dumps(comparison_json(rows), indent=1) if arguments.json else comparison_table(rows))
     return 0 if any(row.plan is not None for row in rows) else DOES_NOT_FIT
 
 
 def _case(arguments: argparse.Namespace, job: Job, text: str) -> Case:
     """ "24": that budget on the card of --gpu; "l40s": a card; "l40s:24": both."""
-    name, colon, budget = text.rpartition(":") if _is_number(text.rpartition(":")[2]) else (text, "", "")
+    name, colon, budget = text.rpartition(":") if _budget_in(text) is not None else (text, "", "")
     named = argparse.Namespace(**{**vars(arguments), "gpu": name or arguments.gpu})
     profile = machine(named, job.model)
     gpu_gib = float(budget) if budget else arguments.max_gpu_mem_gib
@@ -168,11 +175,12 @@ def _case(arguments: argparse.Namespace, job: Job, text: str) -> Case:
     return Case(label, profile, _request(arguments, job, profile, gpu_gib))
 
 
-def _is_number(text: str) -> bool:
+def _budget_in(case: str) -> float | None:
+    """The GiB that a case of --compare ends in; None if it names a card alone."""
     try:
-        return float(text) > 0
+        return float(case.rpartition(":")[2])
     except ValueError:
-        return False
+        return None
 
 
 # ---- options ---------------------------------------------------------------------------------------------------
@@ -257,9 +265,13 @@ def _positive_count(text: str) -> int:
 
 
 def _positive_number(text: str) -> float:
-    if not _is_number(text) or float(text) == float("inf"):
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):  # NaN too
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return float(text)
+    return value
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -269,3 +281,16 @@ def _check(arguments: argparse.Namespace) -> None:
         check_target(f"--{flag}", path)
         if path is not None and arguments.compare:
             raise ValueError(f"--compare prints one table of several plans; leave --{flag} out, or plan one of them")
+    for name, largest in LARGEST.items():
+        _check_largest(flag_of(name), getattr(arguments, name, None), largest)
+    _check_largest("--host-mem-gib", arguments.host_mem_gib, LARGEST["max_host_mem_gib"])
+    for case in arguments.compare or ():
+        budget = _budget_in(case)
+        if budget is not None and not budget > 0:
+            raise ValueError(f"--compare {case}: a budget must be more than 0 GiB, got {budget:g}")
+        _check_largest(f"--compare {case}: a budget", budget, LARGEST["max_gpu_mem_gib"])
+
+
+def _check_largest(what: str, value: float | None, largest: int) -> None:
+    if value is not None and value > largest:
+        raise ValueError(f"{what} is at most {largest}, got {value}")  # in the words of train

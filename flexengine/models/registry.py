@@ -77,10 +77,12 @@ def _check_not_quantised(name: str, config: dict) -> None:
 def open_model(path_or_preset: str | Path, needs_weights: bool = True) -> ModelSource:
     """Read the description of a Hugging Face folder or of a preset. Loads no weights.
 
-    Raises ValueError when there is no such preset or folder, when config.json is missing or unreadable, or when the
-    folder has no safetensors weights; with needs_weights=False a config.json is enough.
+    Raises ValueError when the name is empty, when there is no such preset or folder, when config.json is missing or
+    unreadable, or when the folder has no safetensors weights; with needs_weights=False a config.json is enough.
     """
     text = str(path_or_preset)
+    if not text.strip():
+        raise ValueError(f"--model is empty: give a Hugging Face model folder or {PRESET_PREFIX}NAME")
     if text.startswith(PRESET_PREFIX):
         return _open_preset(text.removeprefix(PRESET_PREFIX))
     folder = Path(text)

@@ -181,7 +181,7 @@ def _map_by_python(num_bytes: int, page_locked: bool) -> _Mapping:
 
 
 def _in_owner(release: Callable[[], object]) -> Callable[[], None]:
-    """`release`, which does nothing in a forked child: what is page-locked is a hole there, and later memory fills it."""
+    """`release`, but nothing in a forked child: page-locked memory is a hole there, which later memory fills."""
     owner = os.getpid()
 
     def run() -> None:

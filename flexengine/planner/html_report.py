@@ -14,6 +14,7 @@ from flexengine.planner.charts.layers import layer_chart
 from flexengine.planner.charts.memory import memory_chart
 from flexengine.planner.charts.streams import close_up, stream_chart
 from flexengine.planner.charts.style import CSS, SCRIPT, colour
+from flexengine.planner.machine_size import budget_notes
 from flexengine.planner.picture import Picture
 from flexengine.planner.report import alike, bound_line, kept_words, percent, spans, words
 from flexengine.planner.report_data import place_of
@@ -30,6 +31,7 @@ def html_page(picture: Picture, command: str = "") -> str:
     body = [
         f"<h1>{escape(title)}</h1>",
         _answer(picture),
+        *(f'<p class="answer bad">{escape(note)}</p>' for note in budget_notes(plan.request, picture.profile)),
         _tiles(picture),
         "<h2>Memory and streams over a step</h2>",
         f'<p class="soft">Drawn: {escape(picture.step.about)}. All three share one time axis.</p>',
@@ -66,7 +68,7 @@ def shortage_page(error: ShortageError, profile: HardwareProfile, command: str =
         if needed > budget:
             missing.append(f"{format_bytes(needed - budget)} of {place} memory")
         tables.append(f"<div>{_bytes_table(f'{place} memory by category', categories, needed, budget)}</div>")
-    remedies = "".join(f"<li><code>{escape(r.flags)}</code></li>" for r in error.remedies)
+    remedies = "".join(f"<li><code>{escape(r.flags)}</code> {escape(r.note)}</li>" for r in error.remedies)
     advice = f"<p>Each of these changes was tried and fits:</p><ul>{remedies}</ul>"
     body = [
         f"<h1>{escape(model)} on {escape(profile.name)}</h1>",

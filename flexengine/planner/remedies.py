@@ -23,10 +23,15 @@ LARGEST_CARD_BYTES = 288 * GIB
 
 
 class Remedy(NamedTuple):
-    """A change that makes the job fit: flags to add to the command, and the request that they make."""
+    """A change that makes the job fit: flags to add to the command, the request that they make, and what it calls for
+    that the machine has not ("" when nothing)."""
 
     flags: str
     request: Request
+    note: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.flags} ({self.note})" if self.note else self.flags
 
 
 class Least(NamedTuple):
@@ -110,6 +115,8 @@ def _raised(request: Request, field: str, start: int, fits: Callable[[Request], 
 def _raised_both(request: Request, least: Least, judge: Try) -> Remedy | None:
     """The least GPU memory, and the least host memory that a plan within it takes."""
     gpu = gib_text(max(request.max_gpu_bytes, least.gpu_bytes))
+    if bytes_of(gpu) > LARGEST_CARD_BYTES:
+        return None
     open_host = replace(request, max_gpu_bytes=bytes_of(gpu), max_host_bytes=UNLIMITED_BYTES)
     host_bytes = judge.least(open_host).host_bytes
     if host_bytes is None:

@@ -9,6 +9,7 @@ from flexengine.metrics import format_bytes, format_seconds, format_tflops, form
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import LayerPlan, Plan
 from flexengine.planner.cost_model import StepEstimate
+from flexengine.planner.machine_size import budget_notes
 from flexengine.planner.memory_over_time import MemorySeries
 from flexengine.planner.picture import Picture
 from flexengine.planner.shortage import ShortageError
@@ -28,7 +29,7 @@ def report(picture: Picture) -> str:
     """Everything `plan` tells about a plan: the answer, the decisions, where time and bytes go, the bound."""
     plan = picture.plan
     sections = [
-        [*answer_lines(picture), f"hardware: {hardware_line(picture)}"],
+        [*answer_lines(picture), *_notes(picture), f"hardware: {hardware_line(picture)}"],
         _decision_lines(plan, picture.model),
         ["where the time of a step goes", *_rows(_seconds_rows(picture.seconds_by_cause, plan.predicted.step_s))],
         ["streams, busy", *_rows(_seconds_rows(plan.predicted.busy_s, plan.predicted.step_s))],
@@ -50,6 +51,10 @@ def answer_lines(picture: Picture) -> list[str]:
         f" {percent(picture.light_share)} of the speed of light",
         f"limited by: {p.limiter}",
     ]
+
+
+def _notes(picture: Picture) -> list[str]:
+    return [f"note: {note}" for note in budget_notes(picture.plan.request, picture.profile)]
 
 
 def hardware_line(picture: Picture) -> str:
@@ -94,7 +99,7 @@ def shortage_report(error: ShortageError, planned: Plan | None) -> str:
             largest = sorted(categories.items(), key=lambda item: -item[1])
             lines += _rows([(name, format_bytes(num_bytes)) for name, num_bytes in largest if num_bytes])
     lines.append("fits with one of" if error.remedies else "no change that was tried makes it fit")
-    lines += _rows([(r.flags, _speed(planned) if i == 0 else "") for i, r in enumerate(error.remedies)])
+    lines += _rows([(str(r), _speed(planned) if i == 0 else "") for i, r in enumerate(error.remedies)])
     return "\n".join(line.rstrip() for line in lines)
 
 

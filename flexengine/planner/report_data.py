@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from flexengine.plan import LayerPlan
+from flexengine.planner.machine_size import budget_notes
 from flexengine.planner.memory_over_time import MemorySeries
 from flexengine.planner.picture import Picture
 from flexengine.planner.shortage import ShortageError
@@ -22,6 +23,7 @@ def as_json(picture: Picture) -> dict[str, Any]:
         "parameters": picture.model.num_parameters,
         "request": asdict(request),
         "hardware": picture.profile.to_dict(),
+        "notes": budget_notes(request, picture.profile),
         "predicted": {
             "step_s": p.step_s,
             "tokens_per_s": picture.tokens_per_s,
@@ -119,7 +121,9 @@ def shortage_json(error: ShortageError) -> dict[str, Any]:
             "gpu": _missing(needs.gpu_bytes, request.max_gpu_bytes, needs.gpu_categories),
             "host": _missing(needs.host_bytes, request.max_host_bytes, needs.host_categories),
         },
-        "fits_with": [{"flags": remedy.flags, "request": asdict(remedy.request)} for remedy in error.remedies],
+        "fits_with": [
+            {"flags": remedy.flags, "note": remedy.note, "request": asdict(remedy.request)} for remedy in error.remedies
+        ],
     }
 
 

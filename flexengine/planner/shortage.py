@@ -13,6 +13,7 @@ from flexengine.metrics import format_bytes
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, PlanError, PlanReason, Request
 from flexengine.planner import loads
+from flexengine.planner.machine_size import remedy_note
 from flexengine.planner.memory import (
     gpu_categories,
     gpu_required_bytes,
@@ -156,7 +157,8 @@ def shortage(model: ModelSpec, request: Request, profile: HardwareProfile) -> Sh
 
     least_gpu, least_host = feasibility(request).least_gpu(), feasibility(request).least_host()
     least = Least(least_gpu.gpu_bytes, None if least_host is None else least_host.host_bytes)
-    found = tuple(remedies(request, least, Try(lambda r: feasibility(r).fits(), least_bytes)))
+    fitting = remedies(request, least, Try(lambda r: feasibility(r).fits(), least_bytes))
+    found = tuple(remedy._replace(note=remedy_note(remedy.request, request, profile)) for remedy in fitting)
     reason = PlanReason.INSUFFICIENT_DEVICE_MEMORY if least_host is None else PlanReason.INSUFFICIENT_HOST_MEMORY
     needs = least_host or least_gpu
     return ShortageError(reason, _message(request, needs, found), request, needs, found)
@@ -174,7 +176,7 @@ def _message(request: Request, needs: Needs, found: tuple[Remedy, ...]) -> str:
             missing = f"budget is {gib_text(budget)} GiB, {gib_text(required - budget)} GiB are missing."
             lines.append(f"{start} {gib_text(required)} GiB of {place} memory, {missing}")
             lines.append(f"  largest: {_largest(categories)}")
-    lines.append(f"  fits with: {', or '.join(r.flags for r in found)}" if found else "  no change that was tried fits")
+    lines.append(f"  fits with: {', or '.join(map(str, found))}" if found else "  no change that was tried fits")
     return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ import shlex
 import pytest
 
 from flexengine.cli import main
+from flexengine.config import LARGEST, OPTION_TYPES, TrainConfig, flag_of, value_type_of
 from flexengine.hardware.presets import preset
 from flexengine.plan import Plan
 
@@ -104,6 +105,27 @@ def test_a_profile_file_is_a_machine(run, tmp_path):
     assert json.loads(out)["hardware"] == json.loads(path.read_text())
 
 
+def test_a_budget_above_the_card_is_for_another_card(run):
+    flags = "--gpu rtx4090 --max-gpu-mem-gib 48 --max-host-mem-gib 200"
+    card = "the GPU memory budget, 48.00 GiB, is more than the 23.50 GiB of this card: this plan is for another card"
+    host = "the host memory budget, 200.00 GiB, is more than the 128.00 GiB of this machine"
+    lines = run(flags)[1].splitlines()
+    assert f"note: {card}" in lines
+    assert any(line.startswith(f"note: {host}") for line in lines)
+    assert [note.partition(":")[0] for note in json.loads(run(f"{flags} --json")[1])["notes"]] == [
+        card.partition(":")[0],
+        host,
+    ]
+    assert f"rtx4090:48: {card}" in run("--compare rtx4090:20 rtx4090:48")[1].splitlines()
+    assert "note:" not in run("--gpu rtx4090 --max-gpu-mem-gib 20 --max-host-mem-gib 128")[1]
+
+
+def test_on_a_cpu_both_budgets_are_of_one_memory(run):
+    assert "note:" not in run("--gpu cpu-test --max-gpu-mem-gib 12 --max-host-mem-gib 4")[1]
+    text = "note: the sum of the two memory budgets, 17.00 GiB, is more than the 16.00 GiB of this machine"
+    assert text in run("--gpu cpu-test --max-gpu-mem-gib 12 --max-host-mem-gib 5")[1]
+
+
 # ---- several cases ---------------------------------------------------------------------------------------------
 
 
@@ -117,6 +139,8 @@ def test_compare_prints_one_table(run):
     assert " no " in rows[0]
     assert "--max-gpu-mem-gib" in rows[0]
     assert "tokens/s" in head
+    assert " of 0.1 MiB " in rows[0]
+    assert " of 2.00 GiB " in rows[3]
 
 
 def test_compare_as_json(run):
@@ -155,6 +179,15 @@ def test_nothing_fits_and_the_advice_works(run, tmp_path):
     assert run(f"--gpu cpu-test --max-gpu-mem-gib 0.0005 {flags}")[0] == 0
 
 
+def test_files_of_a_plan_that_is_none_are_named(run, tmp_path):
+    plan, trace = tmp_path / "plan.json", tmp_path / "t.json"
+    plan.write_text("of yesterday")
+    _, _, err = run(f"--gpu cpu-test --max-gpu-mem-gib 0.0005 --plan-json {plan} --timeline {trace}")
+    assert f"not written: nothing fits (--timeline {trace}, --plan-json {plan})" in err
+    assert plan.read_text() == "of yesterday"
+    assert not trace.exists()
+
+
 def test_nothing_fits_as_json(run):
     status, out, _ = run("--gpu cpu-test --max-gpu-mem-gib 0.0005 --json")
     values = json.loads(out)
@@ -175,7 +208,12 @@ def test_nothing_fits_as_json(run):
         ("--gpu cpu-test --html /nowhere/at/all/p.html", "--html"),
         ("--gpu cpu-test --max-seq-len 512", "max_seq_len=512"),
         ("--gpu cpu-test --chunk-tokens 48 --round-tokens 100", "works with"),
-        ("--gpu cpu-test --host-mem-gib 0.5", "host_total_bytes"),
+        ("--gpu cpu-test --host-mem-gib 0.5", "--host-mem-gib 0.5: the process itself takes 1.00 GiB; give more"),
+        ("--gpu cpu-test --host-mem-gib 1e300", "--host-mem-gib is at most 1048576, got 1e+300"),
+        ("--gpu cpu-test --compare 0", "--compare 0: a budget must be more than 0 GiB, got 0"),
+        ("--gpu cpu-test --compare 1 rtx4090:-3", "--compare rtx4090:-3: a budget must be more than 0 GiB, got -3"),
+        ("--gpu cpu-test --compare nan", "--compare nan: a budget must be more than 0 GiB"),
+        ("--gpu cpu-test --compare 1e300", "--compare 1e300: a budget is at most 1048576"),
     ],
     ids=str,
 )
@@ -184,6 +222,22 @@ def test_wrong_input_is_one_message(run, flags, message):
     assert (status, out) == (2, "")
     assert message in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("name", [name for name in LARGEST if name not in ("steps", "epochs", "seed")])
+def test_limits_are_those_of_train(run, name):
+    options = {name: value_type_of(OPTION_TYPES[name])(LARGEST[name] + 1)}
+    if name == "max_seq_len":
+        options["max_global_batch_tokens"] = LARGEST["max_global_batch_tokens"]
+    with pytest.raises(ValueError, match="is at most") as refused:
+        TrainConfig(model="preset:demo", data_source="synthetic", **options)
+    flags = " ".join(f"{flag_of(option)} {value}" for option, value in options.items())
+    assert run(f"--gpu cpu-test {flags}") == (2, "", f"flexengine plan: {refused.value}\n")
+
+
+def test_an_empty_name_is_no_folder(capsys):
+    assert main(["plan", "--model", "", "--gpu", "cpu-test"]) == 2
+    assert "--model is empty" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", ["--max-gpu-mem-gib 0", "--chunk-tokens many", "--mode lora", "--gpus rtx4090"])

@@ -171,7 +171,8 @@ def test_real_probe_of_the_cpu_is_remembered(
     first = capsys.readouterr().out
     (file,) = (tmp_path / "profiles").iterdir()
     assert f"remembered in {file}" in first
-    os.utime(file, (time.time() - 600,) * 2)
+    then_s = time.time() - 600
+    os.utime(file, (then_s, then_s))
     assert cli.main(arguments) == 0
     second = capsys.readouterr().out
     assert "measured 10 min 00 s ago" in second

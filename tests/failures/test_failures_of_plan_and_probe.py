@@ -1,7 +1,10 @@
 """`flexengine plan` and `flexengine probe`: what they cannot plan, and files that they cannot write."""
 
 import errno
+import io
 import json
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,22 @@ PLANS = (
     Case("plan_of_a_damaged_config", ["--model", "model", *SMALL], ("hidden_size='16' in config.json", "fetch")),
     Case("plan_budget_of_zero", ["--model", "preset:demo", "--max-gpu-mem-gib", "0"], ("'0' is not a number above 0",)),
     Case("plan_budget_nan", ["--model", "preset:demo", "--host-mem-gib", "nan"], ("'nan' is not a number above 0",)),
+    Case(
+        "plan_host_memory_in_bytes",
+        ["--model", "preset:demo", *SMALL, "--host-mem-gib", "64e9"],
+        ("--host-mem-gib is at most 1048576, got 64000000000.0",),
+    ),
+    Case(
+        "plan_host_smaller_than_the_process",
+        ["--model", "preset:demo", *SMALL, "--host-mem-gib", "2"],
+        ("--host-mem-gib 2: the process itself takes 3.00 GiB; give more",),
+    ),
+    Case(
+        "plan_comparison_with_a_negative_budget",
+        ["--model", "preset:demo", *SMALL, "--compare", "rtx4090:-3"],
+        ("--compare rtx4090:-3: a budget must be more than 0 GiB, got -3",),
+    ),
+    Case("plan_of_a_model_without_a_name", ["--model", "", *SMALL], ("--model is empty: give a .* or preset:NAME",)),
     Case("plan_of_no_tokens", ["--model", "preset:demo", "--max-seq-len", "0"], ("'0' is not a whole number above 0",)),
     Case(
         "plan_cpu_on_a_card", ["--model", "preset:demo", "--device", "cpu", *SMALL], ("--gpu rtx-4090 is a GPU; leave",)
@@ -81,6 +100,33 @@ def test_probe(case, command, tmp_path):
     assert outcome.status == case.status
     check_message(outcome.err, case.says)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_that_takes_no_files(command, monkeypatch, tmp_path):
+    """As in /proc, where everybody has all rights and nobody can write."""
+
+    def refused(**keywords):
+        raise OSError(errno.EACCES, "Permission denied", str(keywords["dir"]))
+
+    monkeypatch.setattr(tempfile, "mkstemp", refused)
+    outcome = command("plan", "--model", "preset:demo", *SMALL, "--html", "page.html")
+    assert (outcome.status, outcome.out) == (2, "")
+    check_message(
+        outcome.err, ("--html page.html: no file can be made in .* \\(Permission denied\\); name a file in a folder",)
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_full_disk_below_the_output(command, monkeypatch):
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", Full())
+        outcome = command("plan", "--model", "preset:demo", *SMALL, "--json")
+    assert outcome.status == 2
+    check_message(outcome.err, ("plan: the output: no space left on the disk. Free some or choose another output.",))
 
 
 WRITES = {

@@ -5,18 +5,19 @@ from dataclasses import replace
 
 import pytest
 
-from flexengine.hardware.presets import preset
+from flexengine.hardware.presets import preset, with_memory
 from flexengine.models.registry import open_model
 from flexengine.plan import PlanError, PlanReason, Request
+from flexengine.planner.remedies import LARGEST_CARD_BYTES, Least, Try, remedies
 from flexengine.planner.search import make_plan
-from flexengine.planner.shortage import Feasibility
+from flexengine.planner.shortage import Feasibility, ShortageError
 from tests.schedule.small_plans import FLOAT32, small_model
 
 GIB = 1 << 30
 
 
-def refused(request: Request, profile) -> PlanError:
-    with pytest.raises(PlanError) as caught:
+def refused(request: Request, profile) -> ShortageError:
+    with pytest.raises(ShortageError) as caught:
         make_plan(small_model(hidden=128), request, profile)
     return caught.value
 
@@ -68,3 +69,25 @@ def test_what_fits_is_planned_however_small_its_chunks_must_be(budget_gib):
     assert Feasibility(model, asked, profile).fits()
     plan = make_plan(model, asked, profile)
     assert plan.predicted.gpu_bytes <= asked.max_gpu_bytes
+
+
+def test_advice_beyond_the_machine_says_so():
+    """A card without the memory that the model takes, beside a host with hardly any."""
+    profile = with_memory(preset("rtx-4090"), gpu_total_bytes=preset("rtx-4090").gpu_context_bytes + 1024)
+    request = Request(64, 512, profile.gpu_total_bytes, profile.host_total_bytes, numerics=FLOAT32)
+    first = refused(request, profile).remedies[0]
+    assert first.flags.startswith("--max-gpu-mem-gib ")
+    assert re.fullmatch(r"more than this card's [0-9.]+ [GM]iB", first.note)
+    assert f"{first.flags} ({first.note})" in str(refused(request, profile))
+    assert refused(request, preset("rtx-4090")).remedies[0].note == ""
+
+
+@pytest.mark.parametrize(("gpu_bytes", "advised"), [(LARGEST_CARD_BYTES, True), (LARGEST_CARD_BYTES + GIB, False)])
+def test_no_card_larger_than_there_is_is_advised(gpu_bytes, advised):
+    """Only more of both memories fits here."""
+    request = Request(64, 64, GIB, GIB, numerics=FLOAT32)
+    judge = Try(
+        lambda r: r.max_gpu_bytes >= gpu_bytes and r.max_host_bytes >= 4 * GIB, lambda r: Least(gpu_bytes, 4 * GIB)
+    )
+    found = [remedy.flags for remedy in remedies(request, Least(gpu_bytes, None), judge)]
+    assert found == (["--max-gpu-mem-gib 288.0 --max-host-mem-gib 4.00"] if advised else [])
