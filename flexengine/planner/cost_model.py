@@ -179,8 +179,8 @@ ISSUE = "issue"
 def stalls(program: Program, timing: Timing) -> dict[tuple[str, str], float]:
     """Seconds that the compute stream waits, by what it waits for and by phase.
 
-    It waits for the stream whose command ends last of those it needs; when all of them have ended, for the host to issue
-    the next command: "issue".
+    It waits for the stream whose command ends last of those it needs; when all of them have ended, for the host to
+    issue the next command: "issue".
     """
     found: dict[tuple[str, str], float] = defaultdict(float)
     free, phase = 0.0, "forward"
