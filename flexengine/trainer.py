@@ -233,8 +233,8 @@ def _write(path: Path, text: str) -> None:
 
 
 class Reviewer:
-    """Times the commands of one step, compares the next one with the prediction, and corrects what is predicted of later
-    ones; with config.replan it also changes to a plan that the measured speeds make faster.
+    """Times the commands of one step, compares the next one with the prediction, and corrects what is predicted of
+    later ones; with config.replan it also changes to a plan that the measured speeds make faster.
 
     A run of two steps is compared by its timed one; a run of a single step is not reviewed.
     """
@@ -323,7 +323,10 @@ def take_step(engine: Engine, batch: Batch, step: int, lr: float) -> StepMetrics
 
 
 def summary(engine: Engine, steps: Sequence[StepMetrics]) -> str:
-    """The run in three lines: loss, speed, memory. Rates leave out the first step, which warms up, and the timed one."""
+    """The run in three lines: loss, speed, memory.
+
+    Rates leave out the first step, which warms up, and the timed one, as far as there are others.
+    """
     if not steps:
         return "no step was taken"
     warm = steps[TIMED_STEP:] or steps[1:] or steps

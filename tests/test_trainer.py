@@ -18,19 +18,20 @@ from flexengine.plan import Plan, PlanError, PlanReason, Prediction
 STOP = 6  # <|end|> of the bundled tokenizer
 
 
+PREDICTED = Prediction(step_s=0.5, speed_of_light_s=1e-9)
+EXPECTED = Prediction(step_s=0.125, speed_of_light_s=2e-9)
+
+
 @dataclass(frozen=True)
 class FakePlan:
     """Stands for decisions by its chunk size alone."""
 
     chunk_tokens: int = 64
-    predicted: Prediction = Prediction(step_s=0.5, speed_of_light_s=1e-9)
+    predicted: Prediction = PREDICTED
     request: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(max_seq_len=256))
 
     def to_json(self):
         return json.dumps({"chunk_tokens": self.chunk_tokens})
-
-
-EXPECTED = Prediction(step_s=0.125, speed_of_light_s=2e-9)
 
 
 @dataclass
@@ -217,8 +218,8 @@ def test_a_changed_plan_is_written_everywhere(engine, tmp_path, capsys, monkeypa
 
 @pytest.mark.parametrize(("steps", "speed"), [(1, "10.0"), (2, "20.0"), (4, "34.3")])
 def test_averages_leave_out_the_first_and_the_timed_step(engine, steps, speed):
-    figures = {"loss": 1.0, "grad_norm": 1.0, "lr": 1.0, "num_tokens": 10, "model_flops": 1.0, "hardware_flops": 1.0,
-               "predicted_step_s": 1.0, "speed_of_light_s": 1.0, "gpu_peak_bytes": None, "host_peak_bytes": 0}  # fmt: skip
+    names = "loss grad_norm lr model_flops hardware_flops predicted_step_s speed_of_light_s gpu_peak_bytes"
+    figures = {**dict.fromkeys(names.split(), 1), "num_tokens": 10, "host_peak_bytes": 0}
     taken = [StepMetrics.of_step(step=n, step_s=1 / n, **figures) for n in range(1, steps + 1)]
     assert f"speed: {speed} tokens/s" in trainer.summary(engine, taken)
 
