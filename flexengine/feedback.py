@@ -19,11 +19,16 @@ LEAST_GAIN = 0.01
 
 
 def review_step(prepared: Prepared, engine: Engine, measured_step_s: float) -> Review:
-    """Compare the engine's plan with the step that was just measured (`Engine.measure_next_step`).
+    """Compare the engine's plan with a step whose commands were timed (`Engine.measure_next_step`).
 
-    measured_step_s: wall seconds of that step.
+    measured_step_s: wall seconds of a step, better of one without time stamps, which cost time.
     """
     return review(engine.plan, prepared.source.spec, prepared.profile, engine.command_totals, measured_step_s)
+
+
+def correct_prediction(engine: Engine, found: Review) -> None:
+    """From now on the engine's plan tells what the corrected profile predicts; its decisions stay."""
+    engine.plan = replace(engine.plan, predicted=found.expected)
 
 
 def faster_plan(prepared: Prepared, engine: Engine, found: Review) -> Plan | None:
@@ -44,9 +49,10 @@ def faster_plan(prepared: Prepared, engine: Engine, found: Review) -> Plan | Non
         other = make_plan(spec, request, found.profile)
     except PlanError:  # the search is narrower than what is running, which stays
         return None
-    if other.predicted.step_s > (1 - LEAST_GAIN) * found.expected_s:
+    if other.predicted.step_s > (1 - LEAST_GAIN) * found.expected.step_s:
         return None
-    return replace(other, request=plan.request)
+    light_s = min(found.expected.speed_of_light_s, other.predicted.step_s)  # of the whole request, not the pinned one
+    return replace(other, request=plan.request, predicted=replace(other.predicted, speed_of_light_s=light_s))
 
 
 def change_plan(prepared: Prepared, engine: Engine, found: Review) -> str:
@@ -58,4 +64,4 @@ def change_plan(prepared: Prepared, engine: Engine, found: Review) -> str:
         engine.adopt(plan, describe(plan, prepared.source.spec))
     except ValueError as error:  # the engine checks before it moves anything
         return f"the plan stays: {error}"
-    return f"changed the plan: {plan.predicted.step_s:.3g} s per step expected instead of {found.expected_s:.3g} s"
+    return f"changed the plan: {plan.predicted.step_s:.3g} s per step expected instead of {found.expected.step_s:.3g} s"

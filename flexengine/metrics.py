@@ -120,11 +120,14 @@ class StepMetrics:
     def describe(self, num_steps: int) -> str:
         """One line for people."""
         width = len(str(num_steps))
+        light = "above the predicted speed of light"  # a step smaller than planned for, or a profile too slow
+        if round(self.sol_pct) <= 100:
+            light = f"{self.sol_pct:.0f}% of speed of light"
         return (
             f"step {self.step:>{width}}/{num_steps}  loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}"
             f"  lr {self.lr:.2e}  {format_seconds(self.step_s)} (predicted {format_seconds(self.predicted_step_s)})"
             f"  {format_tokens_per_s(self.tokens_per_s)}  {format_tflops(self.effective_tflops * TERA)}"
-            f"  {self.sol_pct:.0f}% of speed of light"
+            f"  {light}"
         )
 
 

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as replaced
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from flexengine.checkpoint.atomic import atomic_file
 from flexengine.config import TrainConfig
 from flexengine.data import ChatTokenizer, GlobalBatches, SyntheticBatches, prepare_sequences, read_json_sft
 from flexengine.data.batches import Batch
-from flexengine.feedback import change_plan, review_step
+from flexengine.feedback import change_plan, correct_prediction, review_step
 from flexengine.metrics import (
     JsonlWriter,
     StepMetrics,
@@ -41,8 +42,10 @@ logger = logging.getLogger(__name__)
 DEMO_FOLDER = ASSETS / "demo"
 INTERRUPTED = 130
 """Exit status after Ctrl-C: 128 + SIGINT, as shells report it."""
-REVIEWED_STEP = 2
+TIMED_STEP = 2
 """The step whose commands are timed: kernels and libraries are loaded by then."""
+REVIEWED_STEP = 3
+"""The step whose wall time is compared with the prediction: time stamps make the timed one slower."""
 DIVERGED = 1
 """Exit status of a run whose last loss is not a finite number."""
 
@@ -81,7 +84,7 @@ def train(config: TrainConfig, prompts: Sequence[str] = (), replace: bool = Fals
     start_run_folder(config, prepared)
     engine = build_engine(config, prepared)
     with JsonlWriter(config.run_folder / "train_log.jsonl") as log:
-        after_step = Reviewer(config, prepared, engine).after_step
+        after_step = Reviewer(config, prepared, engine, num_steps).after_step
         steps, interrupted = run_steps(engine, data.batches, schedule, log, config.logging != "warning", after_step)
     print(summary(engine, steps))
     if interrupted:
@@ -209,6 +212,11 @@ def start_run_folder(config: TrainConfig, prepared: Prepared) -> None:
     """Creates the folder and writes what is known before anything is loaded."""
     config.run_folder.mkdir(parents=True, exist_ok=True)
     _write(config.run_folder / "config.yaml", config.to_yaml())
+    write_plan(config, prepared)
+
+
+def write_plan(config: TrainConfig, prepared: Prepared) -> None:
+    """The plan and the simulated step, in the run folder and where --plan-json says."""
     _write(config.run_folder / "plan.json", prepared.plan.to_json())
     _write(config.run_folder / "timeline.json", prepared.timeline())
     if config.plan_json:
@@ -225,23 +233,31 @@ def _write(path: Path, text: str) -> None:
 
 
 class Reviewer:
-    """Times the commands of the second step (the first one warms up), prints predicted against measured seconds, and
-    with config.replan changes to a plan that the measured speeds make faster."""
+    """Times the commands of one step, compares the next one with the prediction, and corrects what is predicted of
+    later ones; with config.replan it also changes to a plan that the measured speeds make faster.
 
-    def __init__(self, config: TrainConfig, prepared: Prepared, engine: Engine) -> None:
+    A run of two steps is compared by its timed one; a run of a single step is not reviewed.
+    """
+
+    def __init__(self, config: TrainConfig, prepared: Prepared, engine: Engine, num_steps: int) -> None:
         self.config, self.prepared, self.engine = config, prepared, engine
+        self.reviewed_step = max(TIMED_STEP, min(REVIEWED_STEP, num_steps))
 
     def after_step(self, metrics: StepMetrics) -> None:
         """Called when a step has ended."""
-        if metrics.step == REVIEWED_STEP - 1:
+        if metrics.step == TIMED_STEP - 1:
             self.engine.measure_next_step()
-        if metrics.step != REVIEWED_STEP:
-            return
+        if metrics.step == self.reviewed_step:
+            self._review(metrics)
+
+    def _review(self, metrics: StepMetrics) -> None:
         found = review_step(self.prepared, self.engine, metrics.step_s)
-        tqdm.write(f"step {metrics.step}: {found.describe()}")
+        slowed = " (slowed by timing its commands)" if metrics.step == TIMED_STEP else ""
+        tqdm.write(f"step {metrics.step}{slowed}: {found.describe()}")
+        correct_prediction(self.engine, found)
         if self.config.replan:
             tqdm.write(change_plan(self.prepared, self.engine, found))
-            _write(self.config.run_folder / "plan.json", self.engine.plan.to_json())
+            write_plan(self.config, replaced(self.prepared, plan=self.engine.plan, profile=found.profile))
 
 
 def run_steps(
@@ -307,10 +323,13 @@ def take_step(engine: Engine, batch: Batch, step: int, lr: float) -> StepMetrics
 
 
 def summary(engine: Engine, steps: Sequence[StepMetrics]) -> str:
-    """The run in three lines: loss, speed, memory. Rates leave out the first step, which warms up."""
+    """The run in three lines: loss, speed, memory.
+
+    Rates leave out the first step, which warms up, and the timed one, as far as there are others.
+    """
     if not steps:
         return "no step was taken"
-    warm = steps[1:] or steps
+    warm = steps[TIMED_STEP:] or steps[1:] or steps
     seconds = sum(s.step_s for s in warm)
     flops_per_s = sum(s.effective_tflops * 1e12 * s.step_s for s in warm) / seconds
     share = 100.0 * flops_per_s / engine.matmul_flops_per_s if engine.matmul_flops_per_s else float("nan")

@@ -7,8 +7,8 @@ import pytest
 from flexengine import feedback
 from flexengine.api import build, prepare
 from flexengine.hardware.presets import preset
-from flexengine.planner.correction import Factors, Review, corrected_profile
-from flexengine.planner.cost_model import step_seconds
+from flexengine.planner.bound import speed_of_light_s
+from flexengine.planner.correction import Factors, Review, corrected_prediction, corrected_profile
 from flexengine.schedule.layout import Layout
 from tests.engine_helpers import random_batch, same_bits
 
@@ -39,8 +39,8 @@ def slow_link(prepared) -> Review:
     """What a step would have shown on a machine whose link is a million times slower."""
     factors = Factors(1.0, 1e6, 1e6)
     profile = corrected_profile(prepared.profile, factors)
-    expected_s = step_seconds(Layout(prepared.source.spec, prepared.plan), profile).step_s
-    return Review(prepared.plan.predicted.step_s, expected_s, expected_s, factors, profile)
+    expected = corrected_prediction(Layout(prepared.source.spec, prepared.plan), profile)
+    return Review(prepared.plan.predicted.step_s, expected.step_s, expected, factors, profile)
 
 
 def test_a_slower_link_changes_the_plan_and_no_bit(prepared):
@@ -49,7 +49,8 @@ def test_a_slower_link_changes_the_plan_and_no_bit(prepared):
     plan = feedback.faster_plan(prepared, changing, found)
     assert plan is not None
     assert plan.layers != prepared.plan.layers
-    assert plan.predicted.step_s < found.expected_s
+    assert plan.predicted.step_s < found.expected.step_s
+    assert plan.predicted.speed_of_light_s == speed_of_light_s(prepared.source.spec, plan.request, found.profile)
     assert (plan.chunk_tokens, plan.chunks_per_round) == (prepared.plan.chunk_tokens, prepared.plan.chunks_per_round)
     assert plan.predicted.gpu_bytes <= prepared.plan.predicted.gpu_bytes
     assert plan.predicted.host_bytes <= prepared.plan.predicted.host_bytes
@@ -66,7 +67,16 @@ def test_a_slower_link_changes_the_plan_and_no_bit(prepared):
 
 def test_a_plan_without_a_faster_one_stays(prepared):
     engine = build(prepared)
-    expected_s = prepared.plan.predicted.step_s
-    same = Review(expected_s, expected_s, expected_s, Factors(), prepared.profile)
+    expected = prepared.plan.predicted
+    same = Review(expected.step_s, expected.step_s, expected, Factors(), prepared.profile)
     assert feedback.change_plan(prepared, engine, same).startswith("the plan stays")
     assert engine.plan == prepared.plan
+
+
+def test_a_corrected_prediction_decides_nothing_else(prepared):
+    engine, found = build(prepared), slow_link(prepared)
+    feedback.correct_prediction(engine, found)
+    assert engine.plan.predicted == found.expected
+    assert replace(engine.plan, predicted=prepared.plan.predicted) == prepared.plan
+    engine.fwd_bwd(random_batch(0, (64, 30), 512))
+    engine.step()

@@ -95,3 +95,10 @@ def test_log_has_exactly_the_keys_and_is_readable_while_open(tmp_path):
     second = json.loads(path.read_text().splitlines()[1])
     assert second["loss"] is None
     assert second["gpu_peak_bytes"] is None
+
+
+def test_a_step_above_the_bound_is_said_in_words():
+    assert "75% of speed of light" in step_metrics().describe(4)
+    text = step_metrics(step_s=0.5).describe(4)
+    assert "above the predicted speed of light" in text
+    assert "300%" not in text

@@ -11,10 +11,27 @@ import torch
 from flexengine import cli, trainer
 from flexengine.config import TrainConfig
 from flexengine.data.batches import num_targets
+from flexengine.metrics import StepMetrics
 from flexengine.models.registry import ASSETS
-from flexengine.plan import Plan, PlanError, PlanReason
+from flexengine.plan import Plan, PlanError, PlanReason, Prediction
 
 STOP = 6  # <|end|> of the bundled tokenizer
+
+
+PREDICTED = Prediction(step_s=0.5, speed_of_light_s=1e-9)
+EXPECTED = Prediction(step_s=0.125, speed_of_light_s=2e-9)
+
+
+@dataclass(frozen=True)
+class FakePlan:
+    """Stands for decisions by its chunk size alone."""
+
+    chunk_tokens: int = 64
+    predicted: Prediction = PREDICTED
+    request: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(max_seq_len=256))
+
+    def to_json(self):
+        return json.dumps({"chunk_tokens": self.chunk_tokens})
 
 
 @dataclass
@@ -27,20 +44,16 @@ class FakeEngine:
     measured_step: int = 0
     batches: list = field(default_factory=list)
     lrs: list = field(default_factory=list)
-    plan: SimpleNamespace = field(
-        default_factory=lambda: SimpleNamespace(
-            predicted=SimpleNamespace(step_s=0.5, speed_of_light_s=0.25),
-            request=SimpleNamespace(max_seq_len=256),
-            to_json=lambda: '{"chunk_tokens": 64}',
-        )
-    )
+    reviewed_s: list = field(default_factory=list)
+    plan: FakePlan = field(default_factory=FakePlan)
+    profile: object = None
     matmul_flops_per_s: float = 1e12
 
     def describe(self):
         return "plan: everything streams"
 
     def timeline(self):
-        return '{"traceEvents": []}'
+        return json.dumps({"traceEvents": [self.plan.chunk_tokens, self.profile]})
 
     def fwd_bwd(self, input_ids, labels):
         self.batches.append((input_ids, labels))
@@ -86,8 +99,13 @@ def use(monkeypatch):
     def use(fake):
         monkeypatch.setattr(trainer, "prepare_run", lambda config: fake)
         monkeypatch.setattr(trainer, "build_engine", lambda config, prepared: fake)
-        review = SimpleNamespace(describe=lambda: "as predicted")
-        monkeypatch.setattr(trainer, "review_step", lambda prepared, engine, step_s: review)
+        review = SimpleNamespace(describe=lambda: "as predicted", expected=EXPECTED, profile="corrected")
+
+        def review_step(prepared, engine, step_s):
+            fake.reviewed_s.append(step_s)
+            return review
+
+        monkeypatch.setattr(trainer, "review_step", review_step)
         return fake
 
     return use
@@ -169,14 +187,41 @@ def test_warning_level_prints_no_step_lines(engine, tmp_path, capsys):
     assert "step 1/4" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("replan", [False, True])
-def test_the_second_step_is_measured(engine, tmp_path, capsys, monkeypatch, replan):
-    monkeypatch.setattr(trainer, "change_plan", lambda prepared, engine, review: "changed the plan")
-    trainer.train(config_in(tmp_path, replan=replan))
+@pytest.mark.parametrize(("steps", "reviewed"), [(1, None), (2, 2), (3, 3), (5, 3)])
+def test_the_second_step_is_timed_and_the_next_one_compared(engine, tmp_path, capsys, steps, reviewed):
+    trainer.train(config_in(tmp_path, steps=steps))
     printed = capsys.readouterr().out
+    log = [json.loads(line) for line in (tmp_path / "run" / "train_log.jsonl").read_text().splitlines()]
     assert engine.measured_step == 2
-    assert printed.count("step 2: as predicted") == 1
-    assert ("changed the plan" in printed) == replan
+    assert printed.count("as predicted") == len(engine.reviewed_s) == (reviewed is not None)
+    if reviewed is not None:
+        assert engine.reviewed_s == [log[reviewed - 1]["step_s"]]
+        slowed = " (slowed by timing its commands)" if reviewed == 2 else ""
+        assert f"step {reviewed}{slowed}: as predicted" in printed
+    assert [entry["predicted_step_s"] for entry in log] == [0.5] * min(steps, 3) + [EXPECTED.step_s] * (steps - 3)
+
+
+def test_a_changed_plan_is_written_everywhere(engine, tmp_path, capsys, monkeypatch):
+    def change_plan(prepared, engine, review):
+        assert engine.plan.predicted == EXPECTED
+        engine.plan = FakePlan(chunk_tokens=32)
+        return "changed the plan"
+
+    monkeypatch.setattr(trainer, "change_plan", change_plan)
+    copy = tmp_path / "copy.json"
+    trainer.train(config_in(tmp_path, replan=True, plan_json=str(copy)))
+    assert "changed the plan" in capsys.readouterr().out
+    for path in (copy, tmp_path / "run" / "plan.json"):
+        assert json.loads(path.read_text()) == {"chunk_tokens": 32}
+    assert json.loads((tmp_path / "run" / "timeline.json").read_text()) == {"traceEvents": [32, "corrected"]}
+
+
+@pytest.mark.parametrize(("steps", "speed"), [(1, "10.0"), (2, "20.0"), (4, "34.3")])
+def test_averages_leave_out_the_first_and_the_timed_step(engine, steps, speed):
+    names = "loss grad_norm lr model_flops hardware_flops predicted_step_s speed_of_light_s gpu_peak_bytes"
+    figures = {**dict.fromkeys(names.split(), 1), "num_tokens": 10, "host_peak_bytes": 0}
+    taken = [StepMetrics.of_step(step=n, step_s=1 / n, **figures) for n in range(1, steps + 1)]
+    assert f"speed: {speed} tokens/s" in trainer.summary(engine, taken)
 
 
 def test_ctrl_c_keeps_the_log(engine, tmp_path, capsys):
@@ -287,9 +332,13 @@ def test_end_to_end_on_the_real_engine(tmp_path, capsys):
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= {p.name for p in (run / "final").iterdir()}
     printed = capsys.readouterr().out
     assert "sample: 'What colour is snow?' -> " in printed
-    assert "step 2: measured" in printed
+    assert "step 3: measured" in printed
     assert "the plan" in printed
-    assert Plan.from_json((run / "plan.json").read_text()).request.max_seq_len == 32
+    plan = Plan.from_json((run / "plan.json").read_text())
+    assert plan.request.max_seq_len == 32
+    predicted = [json.loads(line)["predicted_step_s"] for line in (run / "train_log.jsonl").read_text().splitlines()]
+    assert predicted[0] == predicted[2]
+    assert predicted[3] == plan.predicted.step_s
 
 
 def test_a_full_disk_is_found_before_training(engine, tmp_path, monkeypatch):

@@ -13,8 +13,10 @@ from typing import NamedTuple
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import format_seconds
 from flexengine.models.spec import ModelSpec
-from flexengine.plan import Plan
-from flexengine.planner.cost_model import CostModel, StepPricer, round_shape
+from flexengine.plan import Plan, Prediction
+from flexengine.planner.bound import speed_of_light_s
+from flexengine.planner.cost_model import CostModel, round_shape, step_seconds
+from flexengine.planner.report import limiter
 from flexengine.schedule.command_totals import CommandClass, CommandTotal, add_totals
 from flexengine.schedule.commands import Stream
 from flexengine.schedule.layout import Layout
@@ -38,12 +40,12 @@ class Factors(NamedTuple):
 class Review:
     """A plan after its first steps: predicted and measured seconds of a step, factors, and what follows from them.
 
-    expected_s is the plan's step under the corrected profile.
+    profile: the corrected one; expected: what it predicts of the plan.
     """
 
     predicted_s: float
     measured_s: float
-    expected_s: float
+    expected: Prediction
     factors: Factors
     profile: HardwareProfile
 
@@ -54,7 +56,7 @@ class Review:
         return (
             f"measured {format_seconds(self.measured_s)} per step, predicted {format_seconds(self.predicted_s)}"
             f" ({off:+.0f}%); commands took, of what was predicted: {streams};"
-            f" corrected prediction {format_seconds(self.expected_s)}"
+            f" corrected prediction {format_seconds(self.expected.step_s)}"
         )
 
 
@@ -69,9 +71,21 @@ def review(
     layout = Layout(model, plan)
     factors = stream_factors(measured, predicted_totals(layout, profile))
     corrected = corrected_profile(profile, factors)
-    expected_s = StepPricer(corrected).step(layout).step_s
-    predicted_s = StepPricer(profile).step(layout).step_s
-    return Review(predicted_s, measured_step_s, expected_s, factors, corrected)
+    predicted_s = step_seconds(layout, profile).step_s
+    return Review(predicted_s, measured_step_s, corrected_prediction(layout, corrected), factors, corrected)
+
+
+def corrected_prediction(layout: Layout, profile: HardwareProfile) -> Prediction:
+    """What another profile predicts of a plan's step; its memory stays."""
+    plan, estimate = layout.plan, step_seconds(layout, profile)
+    return replace(
+        plan.predicted,
+        step_s=estimate.step_s,
+        speed_of_light_s=min(estimate.step_s, speed_of_light_s(layout.model, plan.request, profile)),
+        busy_s=estimate.busy_s,
+        recompute_share=estimate.recompute_s / max(estimate.busy_s["compute"], 1e-30),
+        limiter=limiter(estimate),
+    )
 
 
 def predicted_totals(layout: Layout, profile: HardwareProfile) -> dict[CommandClass, CommandTotal]:

@@ -6,6 +6,7 @@ whom is the simulator's answer on the real program.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,7 +25,7 @@ class StepEstimate:
     """Predicted seconds of a full step, busy seconds per stream, and the compute seconds spent on recomputation.
 
     first_s, accumulating_s and update_s are one round without and with earlier gradients, and the optimizer's update.
-    stalls_s: seconds that compute waits, by (stream waited for, phase).
+    stalls_s: seconds that compute waits, by (stream waited for or "issue", phase): see `stalls`.
     """
 
     step_s: float
@@ -173,24 +174,30 @@ def price(program: Program, cost: CostModel) -> PricedProgram:
 
 PHASES = {"finish_gradient": "backward", "fill_window": "backward", "clip": "update"}
 """Command kinds that belong to a phase of another name."""
+ISSUE = "issue"
+"""What compute waits for when nothing but the host holds it back."""
 
 
 def stalls(program: Program, timing: Timing) -> dict[tuple[str, str], float]:
-    """Seconds that the compute stream waits, by the stream whose command ended last before it went on, and by phase."""
-    found: dict[tuple[str, str], float] = {}
+    """Seconds that the compute stream waits, by what it waits for and by phase.
+
+    It waits for the stream whose command ends last of those it needs; when all of them have ended, for the host to
+    issue the next command: "issue".
+    """
+    found: dict[tuple[str, str], float] = defaultdict(float)
     free, phase = 0.0, "forward"
     for command in program.commands:
         if command.stream is Stream.COMPUTE:
-            phase = PHASES.get(command.kind, command.kind)
-            gap = timing.start_s[command.index] - free
-            if gap > 0 and command.waits:
+            phase, start = PHASES.get(command.kind, command.kind), timing.start_s[command.index]
+            ready = max([free, *(timing.end_s[w] for w in command.waits)])
+            if ready > free:
                 last = max(command.waits, key=lambda w: timing.end_s[w])
-                key = (program.commands[last].stream.value, phase)
-                found[key] = found.get(key, 0.0) + gap
+                found[program.commands[last].stream.value, phase] += ready - free
+            if start > ready:
+                found[ISSUE, phase] += start - ready
             free = timing.end_s[command.index]
-    drain = (Stream.D2H.value, phase)
-    found[drain] = found.get(drain, 0.0) + timing.total_s - free
-    return found
+    found[Stream.D2H.value, phase] += timing.total_s - free
+    return dict(found)
 
 
 def _recompute_s(command: Command, cost: CostModel) -> float:

@@ -9,7 +9,7 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
 from flexengine.planner.bound import Bound, speed_of_light
-from flexengine.planner.cost_model import stalls
+from flexengine.planner.cost_model import ISSUE, stalls
 from flexengine.planner.memory_over_time import MemorySeries, step_memory
 from flexengine.planner.simulated_step import SimulatedStep, simulate_step
 
@@ -68,8 +68,8 @@ class Picture:
         found = {"forward, backward and update": busy - again, "recomputation": again}
         waits: dict[str, float] = {}
         for part in self.step.parts:
-            for (stream, phase), seconds in stalls(part.program, part.timing).items():
-                name = f"waiting for {STREAM_WORDS.get(stream, stream)} during {phase}"
+            for (cause, phase), seconds in stalls(part.program, part.timing).items():
+                name = f"waiting for {CAUSE_WORDS[cause]} during {phase}"
                 waits[name] = waits.get(name, 0.0) + part.repeats * seconds
         least_s = NEGLIGIBLE_SHARE * predicted.step_s
         found |= {name: s for name, s in sorted(waits.items(), key=lambda item: -item[1]) if s > least_s}
@@ -81,4 +81,9 @@ class Picture:
 
 NEGLIGIBLE_SHARE = 1e-4
 """Waits of less than this share of a step are told together."""
-STREAM_WORDS = {"h2d": "the host-to-device link", "d2h": "the device-to-host link", "compute": "compute"}
+CAUSE_WORDS = {
+    "h2d": "the host-to-device link",
+    "d2h": "the device-to-host link",
+    "compute": "compute",
+    ISSUE: "the host to issue commands",
+}

@@ -190,7 +190,7 @@ class Engine:
         if self._update_program is None:
             self._update_program = self._checked(lower_update(self.layout))
         self._unusable = "an optimizer step was interrupted, so its weights are half updated"
-        self._run(self._update_program)
+        self._run(self._update_program, timed=self._measuring)
         self.executor.synchronize()
         self._unusable = ""
         self._measuring = False
@@ -276,7 +276,7 @@ class Engine:
                 if self._last_program is not None:
                     self.executor.wait_for(self._last_program, 0)  # its batch has left the host slot
                 self.layers.chunks = self.batches.write(batch, chunks)
-                self._run(program)
+                self._run(program, timed=self._measuring and train)
                 self._has_gradients = self._has_gradients or train
                 for chunk in self.layers.chunks:
                     total += chunk.losses.double().sum()
@@ -305,10 +305,10 @@ class Engine:
         check_program(program, self.layout.gpu_bytes, self.layout.host_bytes)
         return program
 
-    def _run(self, program: Program) -> None:
+    def _run(self, program: Program, timed: bool) -> None:
         self._last_program = program
-        self.executor.run(program, self._handle, timed=self._measuring)
-        if self._measuring:
+        self.executor.run(program, self._handle, timed)
+        if timed:
             add_totals(self.command_totals, program, self.executor.timings(), self.model)
 
     def _handle(self, command: Command) -> None:
@@ -357,7 +357,8 @@ class Engine:
     def measure_next_step(self) -> None:
         """Time every command of the next step; afterwards `command_totals` has their seconds by class.
 
-        A measured step is slower by what the time stamps cost, and its results are the same.
+        A measured step is slower: programs are bound anew with time stamps, and the host waits for the end of each. Its
+        results are the same. What is evaluated in between is not counted.
         """
         self._measuring, self.command_totals = True, {}
 

@@ -39,6 +39,7 @@ class Executor:
         self._issues: dict[tuple[Program, bool], Issue] = {}  # by program, and whether it is timed
         self._last_issue: dict[Program, Issue] = {}
         self._timings: Callable[[], Timings] | None = None
+        self._timed_program: Program | None = None
         if self.on_cuda:
             self.streams = {
                 Stream.COMPUTE: torch.cuda.current_stream(device),
@@ -53,7 +54,7 @@ class Executor:
         timed: note when every command starts and ends, for `timings`; costs two events per command on CUDA.
         """
         if timed:
-            self._timings = None  # a run that is interrupted leaves none
+            self._timings, self._timed_program = None, program  # a run that is interrupted leaves no times
         if self.on_cuda:
             self._run_streams(program, handler, timed)
         else:
@@ -74,13 +75,12 @@ class Executor:
         """Drop what is bound to a program that will not run again. Order: its last run must have finished."""
         self._copies.pop(program, None)
         self._last_issue.pop(program, None)
+        if program is self._timed_program:
+            self._timings = self._timed_program = None
         for timed in (False, True):
             issue = self._issues.pop((program, timed), None)
-            if issue is None:
-                continue
-            issue.close()
-            if self._timings == issue.timings:
-                self._timings = None
+            if issue is not None:
+                issue.close()
 
     def wait_for(self, program: Program, index: int) -> None:
         """Block the host until a command of the program's last run, one that others wait for, has finished."""

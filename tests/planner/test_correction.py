@@ -29,7 +29,10 @@ def test_review_finds_the_machine_that_ran():
     measured_s = step_seconds(layout, real).step_s
     found = review(plan, model, profile, predicted_totals(layout, real), measured_s)
     assert tuple(found.factors) == pytest.approx(tuple(TRUTH), rel=0.06)
-    assert found.expected_s == pytest.approx(measured_s, rel=0.02)
+    assert found.expected.step_s == pytest.approx(measured_s, rel=0.02)
+    assert sum(found.expected.busy_s.values()) > sum(plan.predicted.busy_s.values())
+    assert plan.predicted.speed_of_light_s < found.expected.speed_of_light_s <= found.expected.step_s
+    assert found.expected.gpu_categories == plan.predicted.gpu_categories
     assert found.predicted_s == pytest.approx(plan.predicted.step_s)
     assert "compute x1.7" in found.describe()
 

@@ -12,6 +12,7 @@ import pytest
 from flexengine.plan import Plan, PlanReason, Request
 from flexengine.planner.charts.streams import kind_of, short_label, spans_of
 from flexengine.planner.charts.svg import ticks
+from flexengine.planner.cost_model import stalls
 from flexengine.planner.html_report import html_page, shortage_page
 from flexengine.planner.picture import Picture
 from flexengine.planner.remedies import Remedy
@@ -19,7 +20,16 @@ from flexengine.planner.report import describe, report, shortage_report, table, 
 from flexengine.planner.report_data import as_json, shortage_json, step_timeline
 from flexengine.planner.search import make_plan
 from flexengine.planner.shortage import Feasibility, ShortageError
-from flexengine.schedule.commands import STREAMS
+from flexengine.schedule.commands import (
+    STREAMS,
+    Access,
+    CopyRegion,
+    ProgramBuilder,
+    Slot,
+    Stream,
+    overlapping_slots,
+)
+from flexengine.schedule.simulator import Timing
 from tests.planner.oracle import slow_link
 from tests.schedule.small_plans import FLOAT32, small_model
 
@@ -64,6 +74,31 @@ def test_time_of_a_step_adds_up(picture):
     causes = picture.seconds_by_cause
     assert sum(causes.values()) == pytest.approx(picture.plan.predicted.step_s, rel=1e-2)
     assert any(name.startswith("waiting for") for name in causes)
+
+
+def test_a_host_that_issues_slowly_is_named():
+    """A model so small that the GPU waits for the next command; some of the commands also waited for a copy."""
+    model, profile = small_model(), replace(slow_link(1e12), issue_s=1e-3)
+    plan = make_plan(model, REQUEST, profile)
+    picture = Picture(plan, model, profile)
+    assert plan.predicted.limiter.startswith("the host, which issues commands, during ")
+    assert f"limited by: {plan.predicted.limiter}" in report(picture)
+    causes = as_json(picture)["predicted"]["seconds_by_cause"]
+    issuing_s = sum(s for name, s in causes.items() if name.startswith("waiting for the host to issue commands during"))
+    assert issuing_s > 0.9 * plan.predicted.step_s
+    assert "waiting for the host to issue commands during backward" in html_page(picture)
+
+
+def test_a_wait_is_split_at_the_end_of_what_was_waited_for():
+    slots = (Slot("a", "gpu", 0, 16, "test"), Slot("b", "host", 0, 16, "test"))
+    builder = ProgramBuilder("waits", slots, overlapping_slots(slots))
+    builder.copy("fetch", Stream.H2D, "x", [CopyRegion(1, 0, 0, 0, 16)])
+    builder.add("forward", "forward", Stream.COMPUTE, [Access(0, "x")], [Access(0, "y")])
+    builder.add("backward", "backward", Stream.COMPUTE, [], [])
+    program = builder.build()
+    timing = Timing([0.0, 5.0, 8.0], [3.0, 6.0, 9.0], 9.0, {})
+    found = {key: seconds for key, seconds in stalls(program, timing).items() if seconds}
+    assert found == {("h2d", "forward"): 3.0, ("issue", "forward"): 2.0, ("issue", "backward"): 2.0}
 
 
 def test_simulated_step_is_the_predicted_one(picture):

@@ -120,3 +120,16 @@ def test_measuring_a_step_times_every_command_and_changes_no_bit():
     assert totals["d2h", "copy", ""].num_bytes > 0
     rounds_of_chunks = totals["compute", "forward", "embedding"].count
     assert totals["compute", "forward", "block"].count == len(source.spec.blocks) * rounds_of_chunks
+
+
+def test_evaluating_is_no_part_of_a_measured_step():
+    source = random_weights(tiny_config())
+    trained, evaluated = (build_engine(source, streamed_plan(source.spec)) for _ in range(2))
+    for built in (trained, evaluated):
+        built.measure_next_step()
+    evaluated.evaluate(random_batch(0, (30, 12), 67))
+    evaluated.next_token_logits([1, 2, 3])
+    for built in (trained, evaluated):
+        take_step(built, 1, 67)
+    counts = [{key: total.count for key, total in b.command_totals.items()} for b in (trained, evaluated)]
+    assert counts[0] == counts[1]

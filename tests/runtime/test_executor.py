@@ -73,6 +73,17 @@ def test_no_times_without_a_finished_timed_run(arenas):
         executor.timings()
 
 
+def test_times_of_a_forgotten_program_are_gone(arenas):
+    executor, timed, other = Executor(CPU, arenas), small_program("timed"), small_program("other")
+    executor.run(timed, add_one(arenas), timed=True)
+    executor.run(other, add_one(arenas))
+    executor.forget(other)
+    assert len(executor.timings()) == len(timed.commands)
+    executor.forget(timed)
+    with pytest.raises(ValueError, match="timed=True"):
+        executor.timings()
+
+
 def test_forgetting_and_waiting(arenas):
     executor, programs = Executor(CPU, arenas), [small_program("one"), small_program("two")]
     for program in programs:
