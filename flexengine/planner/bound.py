@@ -1,4 +1,4 @@
-"""Speed of light: no exact synchronous step of a model on a machine, within its budgets, is faster than this.
+"""Speed of light: no exact synchronous step in chunks and rounds of the sizes considered is faster than this.
 
 A linear relaxation of the planner's problem. Where a plan decides (this block keeps that on the GPU), the relaxation
 takes any fraction; where a program waits, it does not: all streams work side by side from the first second to the last.

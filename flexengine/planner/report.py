@@ -74,11 +74,11 @@ def bound_line(picture: Picture) -> str:
         return "unknown"
     again = f", {format_seconds(bound.recompute_s)} of it recomputation" if bound.recompute_s > 0 else ""
     return (
-        f"{format_seconds(bound.seconds)} per step; no plan within these budgets is faster, and this one reaches"
-        f" {percent(picture.light_share)}. Relaxed, a step would take {bound.rounds} round(s) in chunks of"
-        f" {bound.chunk_tokens} tokens, compute busy {format_seconds(bound.compute_s)}{again}, the link to the GPU"
-        f" {format_seconds(bound.h2d_s)} and to the host {format_seconds(bound.d2h_s)}; held back by"
-        f" {words(bound.limits)}"
+        f"{format_seconds(bound.seconds)} per step; within these budgets no plan of the sizes considered is faster,"
+        f" and this one reaches {percent(picture.light_share)}. Relaxed, a step would take {bound.rounds}"
+        f" round(s) in chunks of {bound.chunk_tokens} tokens, compute busy {format_seconds(bound.compute_s)}{again},"
+        f" the link to the GPU {format_seconds(bound.h2d_s)} and to the host {format_seconds(bound.d2h_s)};"
+        f" held back by {words(bound.limits)}"
     )
 
 

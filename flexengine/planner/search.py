@@ -43,8 +43,14 @@ NUM_NEAR, NUM_REFINED, NUM_POLISHED = 10, 4, 3
 """How many sizes at the most."""
 NUM_FINALISTS = 24
 """Placements of one size that may be simulated."""
-LEAST_SIMULATED, SIMULATED_COMMANDS = 2, 4_000
-"""Plans are simulated until there were so many, and so many commands."""
+NUM_LAST_RESORTS = 2
+"""Plans simulated where the search itself finds nothing."""
+SIMULATED_COMMANDS = 2_500
+"""Plans are simulated until there were so many commands."""
+FAR_SIZES = 2
+"""After so many sizes in a row whose placements are far from the best, no more are dealt out."""
+LONGER_ROUNDS = 2
+"""After so many longer rounds in a row that are slower, no longer ones are looked at."""
 
 
 def make_plan(model: ModelSpec, request: Request, profile: HardwareProfile) -> Plan:
@@ -89,35 +95,41 @@ class Search:
         """The most promising sizes for which something fits, in order of estimated time."""
         found: list[tuple[float, SizeSearch]] = []
         best_s = float("inf")
-        for problem in self.problems():
-            if problem.compute_s > COARSE_NEAR * best_s:
-                continue
-            size = SizeSearch(problem, (self.request.max_gpu_bytes, self.request.max_host_bytes))
-            seconds = size.estimate_s(best_s)
-            best_s = min(best_s, seconds)
-            found.append((seconds, size))
+        for problems in self.problems():
+            chunk_best_s, slower = float("inf"), 0
+            for problem in problems:
+                if problem.compute_s > COARSE_NEAR * best_s or slower == LONGER_ROUNDS:
+                    break
+                size = SizeSearch(problem, (self.request.max_gpu_bytes, self.request.max_host_bytes))
+                seconds = size.estimate_s(best_s)
+                slower = slower + 1 if chunk_best_s < seconds else 0
+                best_s, chunk_best_s = min(best_s, seconds), min(chunk_best_s, seconds)
+                found.append((seconds, size))
         near_best = [size for seconds, size in found if size.coarse and seconds <= COARSE_NEAR * best_s]
         return sorted(near_best, key=lambda size: size.coarse[0][0])[:NUM_NEAR]
 
     def dealt(self, sizes: list[SizeSearch]) -> list[SizeSearch]:
         """Sizes with their first placements; those whose best mix is slower than a placement found before are left."""
         ranked = sorted(((size.improved_s(), i, size) for i, size in enumerate(sizes)), key=lambda entry: entry[:2])
-        best_s, found = float("inf"), []
+        best_s, far, found = float("inf"), 0, []
         for seconds, _, size in ranked:
             if seconds <= best_s * MIX_SHARE:
                 size.quick()
+                far = far + 1 if size.best_s > FEW_BLOCKS_NEAR * best_s else 0
                 best_s = min(best_s, size.best_s)
                 found.append(size)
+            if far == FAR_SIZES:
+                break
         return found
 
-    def problems(self) -> Iterator[RoundProblem]:
-        """All sizes, from the largest chunk to the smallest; only those that can be simulated in reasonable time, where
-        there are such."""
+    def problems(self) -> Iterator[list[RoundProblem]]:
+        """All sizes by chunk, from the largest to the smallest, short rounds first; only those that can be simulated in
+        reasonable time, where there are such."""
         sizes, blocks = chunk_sizes(self.request), len(self.model.blocks)
         limit = max(MAX_CHUNK_LAYERS, min(n for _, n in sizes) * blocks)
-        for chunk, chunks in reversed(sizes):
-            if chunks * blocks <= limit:
-                yield RoundProblem(self.templates, chunk, chunks, self._save_sets(chunk))
+        for chunk in sorted({chunk for chunk, _ in sizes}, reverse=True):
+            counts = sorted(n for c, n in sizes if c == chunk and n * blocks <= limit)
+            yield [RoundProblem(self.templates, chunk, n, self._save_sets(chunk)) for n in counts]
 
     def _save_sets(self, chunk: int) -> tuple[tuple[str, ...], ...]:
         """Save sets on the frontier; found at one chunk size, as they hardly depend on it."""
@@ -129,16 +141,14 @@ class Search:
         return self.sets
 
     def last_resort(self) -> list[Plan]:
-        """Plans of little host memory that fit where the search found none: largest chunks in the shortest
-        rounds."""
-        return list(Feasibility(self.model, self.request, self.profile).fitting())[-LEAST_SIMULATED:]
+        """Plans of little host memory that fit where the search found none: the largest chunks in short rounds."""
+        return list(Feasibility(self.model, self.request, self.profile).fitting())[-NUM_LAST_RESORTS:]
 
     # -- the answer --------------------------------------------------------------------------------------------------
 
     def simulated_best(self, finalists: Iterable[Plan]) -> tuple[Plan, StepEstimate] | None:
         """The fastest finalist by simulation of its real programs; None when none fits."""
         best: tuple[Plan, StepEstimate] | None = None
-        simulated = 0
         for plan in finalists:
             layout = Layout(self.model, plan)
             if max(excess_bytes(layout, self.request, self.profile)) > 0:
@@ -146,8 +156,7 @@ class Search:
             estimate = self.pricer.step(layout)
             if best is None or estimate.step_s < best[1].step_s:
                 best = (plan, estimate)
-            simulated += 1
-            if simulated >= LEAST_SIMULATED and self.pricer.simulated_commands > SIMULATED_COMMANDS:
+            if self.pricer.simulated_commands > SIMULATED_COMMANDS:
                 break
         return best
 

@@ -22,13 +22,13 @@ NUM_IMPROVED = 3
 """Of those, how many are dealt out and tried with other slots."""
 NUM_MOVES = 80
 """Mixes near a placement that polishing deals out."""
-FEW_BLOCKS, NUM_BEAMS = 4, 6
+FEW_BLOCKS, NUM_BEAMS = 4, 3
 """With so few blocks more placements are tried: every change of one block, to so many placements at a time."""
 CHEAP_CHUNK_LAYERS = 128
 """Up to so many chunks * blocks, two placements are polished at a time."""
 LADDER = 1.25
 """Ratio of the smaller budgets that are looked at."""
-MAX_POLISH, LEAST_GAIN = 8, 3e-4
+MAX_POLISH, LEAST_GAIN = 8, 5e-4
 """Steps of polishing, each of which must gain this share."""
 
 
