@@ -1,7 +1,7 @@
 """Host memory of an exact size, in huge pages, near the GPU, page-locked for its copy engines on request.
 
-csrc/host_arena.cpp maps it; without the library Python's mmap does, more slowly and wherever the kernel puts it; memory
-that runs out is then met by touching it, which the kernel answers by ending a process instead of refusing.
+csrc/host_arena.cpp maps it; without the library Python's mmap does, more slowly and wherever the kernel puts it, and
+exhausted memory is not an error then: the kernel ends a process.
 """
 
 import ctypes
@@ -136,10 +136,8 @@ def _map_pages(num_bytes: int, page_locked: bool, numa_node: int | None) -> _Map
     try:
         if native is not None:
             return _map_natively(native, num_bytes, page_locked, numa_node)
-        cost = (
-            "it is mapped without regard to NUMA nodes and more slowly, and when memory is exhausted the system may end"
-        )
-        library.fallback_notice("host memory", f"{cost} the process instead of refusing the request")
+        cost = "it is mapped without regard to NUMA nodes and more slowly, and when memory is exhausted the system may "
+        library.fallback_notice("host memory", cost + "end the process instead of refusing the request")
         return _map_by_python(num_bytes, page_locked)
     except (OSError, OverflowError, MemoryError, ctypes.ArgumentError) as error:
         raise MemoryError(
@@ -181,7 +179,7 @@ def _map_by_python(num_bytes: int, page_locked: bool) -> _Mapping:
 
 
 def _in_owner(release: Callable[[], object]) -> Callable[[], None]:
-    """`release`, but nothing in a forked child: page-locked memory is a hole there, which later memory fills."""
+    """`release`, or nothing in a forked child: a page-locked range is a hole there, which its later memory may fill."""
     owner = os.getpid()
 
     def run() -> None:

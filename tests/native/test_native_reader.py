@@ -11,8 +11,11 @@ from flexengine.native.reader import ReadFailureError, ReadJob, read_jobs
 from flexengine.optim.rounding import join_fp32, split_fp32
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
-NAMES = {"ids": lambda dtype: str(dtype).removeprefix("torch.")}
 MIB = 2**20
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @pytest.fixture
@@ -74,8 +77,8 @@ def equal_but_nans(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 @BOTH
-@pytest.mark.parametrize("source", FLOATS, **NAMES)
-@pytest.mark.parametrize("target", FLOATS, **NAMES)
+@pytest.mark.parametrize("source", FLOATS, ids=name_of)
+@pytest.mark.parametrize("target", FLOATS, ids=name_of)
 def test_conversions_have_the_bits_of_torch(path, file_of, source, target):
     values = special_values(source)
     result = torch.full_like(values, -7, dtype=target)
@@ -84,7 +87,7 @@ def test_conversions_have_the_bits_of_torch(path, file_of, source, target):
 
 
 @BOTH
-@pytest.mark.parametrize("source", FLOATS, **NAMES)
+@pytest.mark.parametrize("source", FLOATS, ids=name_of)
 def test_splits_have_the_bits_of_split_fp32(path, file_of, source):
     values = special_values(source)
     weight, remainder = (
@@ -104,7 +107,7 @@ def test_splits_have_the_bits_of_split_fp32(path, file_of, source):
 
 
 @BOTH
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8, torch.float8_e4m3fn, *FLOATS], **NAMES)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8, torch.float8_e4m3fn, *FLOATS], ids=name_of)
 def test_equal_dtypes_are_copied_as_they_are(path, file_of, dtype):
     raw = torch.randint(2 if dtype == torch.bool else 256, (8 * 1001,), dtype=torch.uint8)
     result = torch.zeros(8 * 1001 // dtype.itemsize, dtype=dtype)

@@ -105,6 +105,7 @@ def test_a_wait_for_an_event_that_nothing_recorded_is_refused(driver: FakeDriver
         with pytest.raises(ValueError, match="operation 1 waits for an event that nothing has recorded"):
             call()
     engine.synchronize(event)  # returns at once, as CUDA does
+    driver.settle()  # the submitted copy is under way
 
 
 def test_the_interpreter_lock_is_free_during_a_call(driver: FakeDriver, engine: NativeTransfers):
@@ -147,6 +148,7 @@ def test_a_failed_copy_says_how_much_from_where(driver: FakeDriver, engine: Nati
     place = f"50 bytes from {source.data_ptr() + 200:#x} to {target.data_ptr() + 200:#x}"
     with pytest.raises(OSError, match=place):
         engine.submit(engine.prepare([copy(stream, target, source)]))
+    driver.settle()  # the tensors are freed next, and two pieces were handed over
 
 
 def test_timing_events(driver: FakeDriver, engine: NativeTransfers):
