@@ -1,7 +1,8 @@
 """More memory is never slower: budgets of both sides, raised in steps, on seeded models and machines.
 
-The tolerance follows from how near plans are to the best: what fits a smaller budget fits a larger one, so a plan
-within 2% of the best is at most 2% slower than any plan of a smaller budget.
+Every budget is searched for itself, so this is no identity. The tolerance is what plans may lose against the best: what
+fits a smaller budget fits a larger one, so a plan within 2% of the best is at most 2% slower than one of a smaller
+budget.
 """
 
 from __future__ import annotations

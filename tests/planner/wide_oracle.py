@@ -1,4 +1,4 @@
-"""A wide exhaustive oracle: millions of placements of a small model, the fastest found by simulating real programs.
+"""A wide oracle: millions of placements of a small model, the most promising simulated as real programs.
 
 Every block independently keeps one of several save sets of the frontier, all of it on the GPU or all on the host, its
 input on either side, and holds its parameters at one of the levels of residency; embedding and head are streamed,
@@ -6,9 +6,10 @@ resident but for states or resident, with slots of their own or shared ones; eve
 fine the choices are depends on the number of blocks (WIDTHS), so that all combinations can be looked at.
 
 All that fit both budgets are estimated by the sketch, in batches, and simulated from the best estimate on, until the
-estimate is MARGIN above the fastest simulated. The same is done for all placements whose blocks are alike, with every
-save set and split there is. The fastest of both is changed in one block at a time, to every option and level there is,
-as long as that makes it faster.
+estimate is MARGIN above the fastest simulated or MOST_SIMULATED are. So every placement is looked at, but which is the
+fastest is proven only as far as the sketch does not hide it: bytes and estimates are the planner's, the verdict is the
+simulator's. The same is done for all placements whose blocks are alike, with every save set and split there is. The
+fastest of both is changed in one block at a time, to every option and level there is, as long as that makes it faster.
 """
 
 from __future__ import annotations
