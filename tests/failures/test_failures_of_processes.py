@@ -23,6 +23,10 @@ flexengine.api.probe = lambda *_, **__: preset("cpu-test")
 from flexengine.cli import main
 sys.exit(main(sys.argv[1:]))
 """
+HEEDS_CTRL_C = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
+"""
 LESS_ADDRESS_SPACE = """
 import os, resource
 mapped = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
@@ -78,7 +82,7 @@ def test_address_space_too_small_for_the_arena(tmp_path):
 def test_ctrl_c(tmp_path, model):
     """Status 130, one message, and a log of every step that was taken."""
     flags = arguments(model=model, output_dir="run", save=True, steps=1_000_000)
-    command = [sys.executable, "-c", ON_KNOWN_MACHINE.format(before=""), "train", *flags]
+    command = [sys.executable, "-c", ON_KNOWN_MACHINE.format(before=HEEDS_CTRL_C), "train", *flags]
     before = fingerprint(model)
     process = subprocess.Popen(
         command, cwd=tmp_path, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
