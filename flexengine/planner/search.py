@@ -35,6 +35,8 @@ MAX_CHUNK_LAYERS = 1024
 """Largest chunks_per_round * blocks that is simulated, where sizes allow a choice."""
 COARSE_NEAR, QUICK_NEAR, FINE_NEAR, POLISH_NEAR = 1.15, 1.05, 1.02, 1.012
 """Sizes within these factors of the best so far are dealt out, refined, taken for the last round, and polished."""
+MANY_BLOCKS_COARSE_NEAR, MANY_BLOCKS_NUM_NEAR = 1.07, 6
+"""COARSE_NEAR and NUM_NEAR for models of more than few blocks, whose coarse mixes say more."""
 FEW_BLOCKS_NEAR = 1.12
 """QUICK_NEAR for models of few blocks, of which first placements say less."""
 MIX_SHARE = 1.01
@@ -69,11 +71,14 @@ class Search:
         self.templates = Templates(model, request, profile)
         self.pricer = StepPricer(profile)
         self.sets: tuple[tuple[str, ...], ...] | None = None
+        self.few_blocks = len(model.blocks) <= FEW_BLOCKS
+        self.coarse_near = COARSE_NEAR if self.few_blocks else MANY_BLOCKS_COARSE_NEAR
+        self.num_near = NUM_NEAR if self.few_blocks else MANY_BLOCKS_NUM_NEAR
 
     def run(self) -> Plan:
         """Rank sizes, look closer and closer at the best, simulate, choose."""
         sizes = self.dealt(self.near_sizes())
-        quick_near = FEW_BLOCKS_NEAR if len(self.model.blocks) <= FEW_BLOCKS else QUICK_NEAR
+        quick_near = FEW_BLOCKS_NEAR if self.few_blocks else QUICK_NEAR
         sizes = near(sizes, quick_near, NUM_REFINED)
         for size in sizes:
             if size.best_s <= quick_near * min(s.best_s for s in sizes):
@@ -98,15 +103,15 @@ class Search:
         for problems in self.problems():
             chunk_best_s, slower = float("inf"), 0
             for problem in problems:
-                if problem.compute_s > COARSE_NEAR * best_s or slower == LONGER_ROUNDS:
+                if problem.compute_s > self.coarse_near * best_s or slower == LONGER_ROUNDS:
                     break
                 size = SizeSearch(problem, (self.request.max_gpu_bytes, self.request.max_host_bytes))
                 seconds = size.estimate_s(best_s)
                 slower = slower + 1 if chunk_best_s < seconds else 0
                 best_s, chunk_best_s = min(best_s, seconds), min(chunk_best_s, seconds)
                 found.append((seconds, size))
-        near_best = [size for seconds, size in found if size.coarse and seconds <= COARSE_NEAR * best_s]
-        return sorted(near_best, key=lambda size: size.coarse[0][0])[:NUM_NEAR]
+        near_best = [size for seconds, size in found if size.coarse and seconds <= self.coarse_near * best_s]
+        return sorted(near_best, key=lambda size: size.coarse[0][0])[: self.num_near]
 
     def dealt(self, sizes: list[SizeSearch]) -> list[SizeSearch]:
         """Sizes with their first placements; those whose best mix is slower than a placement found before are left."""
