@@ -145,11 +145,12 @@ def test_memory_is_read_anew(measurements: list[torch.dtype], monkeypatch: pytes
 
 
 def test_what_libraries_will_still_take_is_not_free(measurements: list[torch.dtype], monkeypatch: pytest.MonkeyPatch):
-    base_bytes = probe(CPU, torch.float32).host_base_bytes
+    monkeypatch.setattr(probe_module, "resident_bytes", lambda: 5000)
+    assert probe(CPU, torch.float32).host_base_bytes == 5000
     monkeypatch.setattr(probe_module, "host_memory", lambda: HostMemory(2**40, 2**39))
-    monkeypatch.setattr(probe_module, "resident_bytes", lambda: base_bytes - 1000)
+    monkeypatch.setattr(probe_module, "resident_bytes", lambda: 4000)
     profile = probe(CPU, torch.float32)
-    assert (profile.host_base_bytes, profile.host_available_bytes) == (base_bytes, 2**39 - 1000)
+    assert (profile.host_base_bytes, profile.host_available_bytes) == (5000, 2**39 - 1000)
 
 
 OLD_FORMAT = json.dumps({name: value for name, value in preset("cpu-test").to_dict().items() if name != "format"})
