@@ -28,6 +28,8 @@ LINK_PRICE = 0.01
 """What a second of copies costs beyond being hidden: the busier a link, the more often something waits for it."""
 MAX_MOVES = 16
 """Moves that `improve` makes at the most."""
+TILE = 1 << 15
+"""Numbers in a tile of a crossing: a few such arrays fit in a core's cache."""
 NUM_MIXES = 48
 """Mixes kept of one crossing."""
 FEW_SLOTS = 1.02
@@ -43,7 +45,7 @@ class Parameters(NamedTuple):
     loads: np.ndarray
     alone_s: np.ndarray
 
-    def take(self, index: np.ndarray) -> Parameters:
+    def take(self, index: np.ndarray | slice) -> Parameters:
         """Some of them."""
         return Parameters(*(column[index] for column in self))
 
@@ -147,7 +149,12 @@ class Mixing:
     # -- crossing ----------------------------------------------------------------------------------------------------
 
     def seconds(self, p: Parameters, x: Activations) -> np.ndarray:
-        """About the seconds [Q, M] of a step."""
+        """About the seconds [Q, M] of a step, worked out a tile at a time, so that little memory is touched."""
+        rows = max(1, TILE // len(x.loads))
+        tiles = [self._tile_s(p.take(slice(i, i + rows)), x) for i in range(0, len(p.loads), rows)]
+        return tiles[0] if len(tiles) == 1 else np.concatenate(tiles)
+
+    def _tile_s(self, p: Parameters, x: Activations) -> np.ndarray:
         base, cost = self.problem.base_loads, self.problem.cost
 
         def both(column: int) -> np.ndarray:
@@ -220,26 +227,14 @@ class Mixing:
         seconds, options = self.seconds(p, x), options[keep_x]
         result = []
         for choice in slots:
-            judged = self._within(seconds, choice, levels, structures, options, gpu_bytes, host_bytes).ravel()
-            found = np.flatnonzero(np.isfinite(judged) & (judged <= NEAR * judged.min()))
-            for index in found[np.argsort(judged[found], kind="stable")][: NUM_MIXES // len(slots)]:
-                i, j = divmod(int(index), len(options))
-                result.append((float(judged[index]), Mix(options[j], levels[i], int(structures[i]), choice)))
+            p, x = self.parameters(levels, structures, choice), self._activations_of(options, choice[2])
+            found = np.flatnonzero(self._fits(p, x, gpu_bytes, host_bytes))
+            judged = seconds.take(found) * (FEW_SLOTS if min(choice) < 2 else 1)  # fewer slots wait a little more
+            near = np.flatnonzero(judged <= NEAR * judged.min(initial=np.inf))
+            for k in near[np.argsort(judged[near], kind="stable")][: NUM_MIXES // len(slots)]:
+                i, j = divmod(int(found[k]), len(options))
+                result.append((float(judged[k]), Mix(options[j], levels[i], int(structures[i]), choice)))
         return sorted(result, key=lambda pair: pair[0])
-
-    def _within(
-        self,
-        seconds: np.ndarray,
-        slots: Slots,
-        levels: np.ndarray,
-        structures: np.ndarray,
-        options: np.ndarray,
-        gpu_bytes: int,
-        host_bytes: int,
-    ) -> np.ndarray:
-        """Seconds [Q, M] where both budgets hold with such slots, else infinite; fewer slots wait a little more."""
-        p, x = self.parameters(levels, structures, slots), self._activations_of(options, slots[2])
-        return np.where(self._fits(p, x, gpu_bytes, host_bytes), seconds * (FEW_SLOTS if min(slots) < 2 else 1), np.inf)
 
     # -- moves -------------------------------------------------------------------------------------------------------
 

@@ -85,34 +85,50 @@ class Batch(NamedTuple):
     accumulating: np.ndarray
 
 
+class _Pick(NamedTuple):
+    """Which placements take a ring's next slot, as what `take` and `give` add to its indices."""
+
+    take: np.ndarray
+    give: np.ndarray
+
+
 class _Ring:
     """Slots handed out in turn, per placement: when the next is free, and that one is in use until then.
 
-    Slot k of placement p lies at k * P + p of a flat array.
+    Slot k of placement p lies at k * P + p of a flat array. Behind the slots lie as many zeros, which the placements
+    read that do not take one, and as many numbers that nobody reads, where they write; from there no index advances.
     """
 
     def __init__(self, counts: np.ndarray) -> None:
-        self.stride = len(counts)
-        self.end = counts * self.stride
-        self.free = np.zeros(int(counts.max()) * self.stride)
-        self.taken, self.given = np.arange(self.stride), np.arange(self.stride)
+        stride = len(counts)
+        self.size = int(counts.max()) * stride
+        self.free = np.zeros(3 * self.size)
+        slots = np.arange(self.size)
+        end = np.tile(counts * stride, int(counts.max()))
+        following = np.where(slots + stride < end, slots + stride, slots + stride - end)
+        self.after = np.concatenate((following, slots, slots))
+        self.taken, self.given = np.arange(stride), np.arange(stride)
 
-    def take(self, mask: np.ndarray) -> np.ndarray:
-        """When the next slot is free, 0 outside the mask."""
-        free = self.free.take(self.taken) * mask
-        self.taken += mask * self.stride
-        self.taken -= (self.taken >= self.end) * self.end
-        return free
+    def pick(self, mask: np.ndarray) -> _Pick:
+        """The placements of a mask."""
+        outside = ~mask * self.size
+        return _Pick(outside, 2 * outside)
 
-    def give(self, until: np.ndarray, mask: np.ndarray) -> None:
+    def take(self, pick: _Pick) -> np.ndarray:
+        """When the next slot is free, 0 outside the pick."""
+        index = self.taken + pick.take
+        self.taken = self.after.take(index)
+        return self.free.take(index)
+
+    def give(self, until: np.ndarray, pick: _Pick) -> None:
         """The slot taken first of those not given back is in use until then."""
-        self.free.put(self.given, np.where(mask, until, self.free.take(self.given)))
-        self.given += mask * self.stride
-        self.given -= (self.given >= self.end) * self.end
+        index = self.given + pick.give
+        self.given = self.after.take(index)
+        self.free.put(index, until)
 
 
 class _Layer(NamedTuple):
-    """One layer's rows [P] and which of its copies exist."""
+    """One layer's rows [P], which of its copies exist, and so which slots it takes."""
 
     costs: RowCosts
     weights: np.ndarray
@@ -121,6 +137,10 @@ class _Layer(NamedTuple):
     saves: np.ndarray
     any_input: bool
     any_save: bool
+    weight_slots: _Pick
+    grad_slots: _Pick
+    hidden_slots: _Pick
+    save_slots: _Pick
 
 
 class Sketch:
@@ -138,21 +158,26 @@ class Sketch:
         chunks = len(round_costs.forward_s)
         self.weights, self.grads, self.saves = (_Ring(count) for count in batch.slots)
         self.hidden = _Ring(np.full(size, chunks + 2))
-        self.everyone = np.ones(size, dtype=bool)
+        self.everyone = self.hidden.pick(np.ones(size, dtype=bool))
         self.layers = [self._layer(i) for i in range(len(batch.rows.recompute_s))]
         self.offloaded: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
 
     def _layer(self, i: int) -> _Layer:
         costs = RowCosts(*(column[i] for column in self.batch.rows))
+        weights, grads = costs.weights_h2d_s > 0, costs.grad_d2h_s > 0
         inputs, saves = costs.input_d2h_s > 0, costs.save_d2h_s > 0
         return _Layer(
             costs,
-            costs.weights_h2d_s > 0,
-            costs.grad_d2h_s > 0,
+            weights,
+            grads,
             inputs,
             saves,
             bool(inputs.any()),
             bool(saves.any()),
+            self.weights.pick(weights),
+            self.grads.pick(grads),
+            self.hidden.pick(inputs),
+            self.saves.pick(saves),
         )
 
     def run(self) -> np.ndarray:
@@ -164,9 +189,9 @@ class Sketch:
         floor = np.where(share & (embedding.weights_h2d_s > 0), self.compute, 0.0)
         arrived = [self.compute] * len(self.costs.forward_s)
         for _ in arrived:
-            self.hidden.take(self.layers[0].inputs)
+            self.hidden.take(self.layers[0].hidden_slots)
         for i, layer in enumerate(self.layers):
-            following = self.layers[i + 1].inputs if i + 1 < len(self.layers) else self.everyone
+            following = self.layers[i + 1].hidden_slots if i + 1 < len(self.layers) else self.everyone
             self._forward(layer, floor, arrived, following)
             self._measure_link()
         self._edge_backward(
@@ -210,35 +235,35 @@ class Sketch:
 
     # -- layers ------------------------------------------------------------------------------------------------------
 
-    def _fetch_weights(self, layer: _Layer, mask: np.ndarray, floor: np.ndarray) -> np.ndarray:
+    def _fetch_weights(self, layer: _Layer, mask: np.ndarray, slots: _Pick, floor: np.ndarray) -> np.ndarray:
         """When the weights are there, 0 where they were."""
-        earliest = np.maximum(self.weights.take(mask), floor)
+        earliest = np.maximum(self.weights.take(slots), floor)
         self.host = self.host + np.where(mask, layer.costs.fetch_issue_s, 0.0)
         return self._fetch(np.where(mask, layer.costs.weights_h2d_s, 0.0), earliest)
 
-    def _forward(self, layer: _Layer, floor: np.ndarray, arrived: list[np.ndarray], following: np.ndarray) -> None:
+    def _forward(self, layer: _Layer, floor: np.ndarray, arrived: list[np.ndarray], following: _Pick) -> None:
         """All chunks; `arrived` says when each chunk's input was there and is replaced by the output's."""
         costs = layer.costs
-        self.compute = np.maximum(self.compute, self._fetch_weights(layer, layer.weights, floor))
+        self.compute = np.maximum(self.compute, self._fetch_weights(layer, layer.weights, layer.weight_slots, floor))
         inputs_sent, saves_sent = [], []
         for c, seconds in enumerate(self.costs.forward_s):
             self.host = self.host + costs.forward_issue_s
             start = np.maximum(self.compute, self.host)
             if layer.any_save:
-                start = np.maximum(start, self.saves.take(layer.saves))
+                start = np.maximum(start, self.saves.take(layer.save_slots))
             start = np.maximum(start, self.hidden.take(following))
             self.compute = start + seconds
             if layer.any_input:
                 self._send(costs.input_d2h_s, arrived[c], layer.inputs)
                 inputs_sent.append(self.d2h)
                 # the slot is read by this chunk's forward as well
-                self.hidden.give(np.maximum(self.d2h, self.compute), layer.inputs)
+                self.hidden.give(np.maximum(self.d2h, self.compute), layer.hidden_slots)
             if layer.any_save:
                 self._send(costs.save_d2h_s, self.compute, layer.saves)
                 saves_sent.append(self.d2h)
-                self.saves.give(self.d2h, layer.saves)
+                self.saves.give(self.d2h, layer.save_slots)
             arrived[c] = self.compute
-        self.weights.give(self.compute, layer.weights)
+        self.weights.give(self.compute, layer.weight_slots)
         self.offloaded.append((inputs_sent, saves_sent))
 
     def _backward(
@@ -246,8 +271,9 @@ class Sketch:
     ) -> None:
         still = layer.weights & (held > 0)
         held -= still
-        self.weights.take(still)
-        ready = self._fetch_weights(layer, layer.weights & ~still, floor)
+        self.weights.take(self.weights.pick(still))
+        fetched = layer.weights & ~still
+        ready = self._fetch_weights(layer, fetched, self.weights.pick(fetched), floor)
         chunks = len(self.costs.backward_s)
         if self.costs.refill:
             for c in range(chunks):
@@ -255,12 +281,12 @@ class Sketch:
         for c in reversed(range(chunks)):
             self.host = self.host + layer.costs.backward_issue_s
             ready = self._fetch_saved(layer, c, sent, ready, self.costs.backward_s[c] + layer.costs.recompute_s)
-        self.weights.give(self.compute, layer.weights)
-        free = self.grads.take(layer.grads)
+        self.weights.give(self.compute, layer.weight_slots)
+        free = self.grads.take(layer.grad_slots)
         again = np.where(self.batch.accumulating, layer.costs.grad_h2d_s, 0.0)
         self.host = self.host + layer.costs.finish_issue_s
         self._finish(layer.grads, free, again, self.costs.finish_s, layer.costs.grad_d2h_s)
-        self.grads.give(self.d2h, layer.grads)
+        self.grads.give(self.d2h, layer.grad_slots)
 
     def _fetch_saved(
         self,
@@ -273,16 +299,16 @@ class Sketch:
         """Bring back what chunk c kept, then compute for `seconds`; returns since when all operands are there."""
         costs = layer.costs
         if layer.any_input:
-            earliest = np.maximum(self.hidden.take(layer.inputs), sent[0][c])
+            earliest = np.maximum(self.hidden.take(layer.hidden_slots), sent[0][c])
             ready = np.maximum(ready, self._fetch(costs.input_h2d_s, earliest))
         if layer.any_save:
-            earliest = np.maximum(self.saves.take(layer.saves), sent[1][c])
+            earliest = np.maximum(self.saves.take(layer.save_slots), sent[1][c])
             ready = np.maximum(ready, self._fetch(costs.save_h2d_s, earliest))
         self.compute = np.maximum(np.maximum(self.compute, ready), self.host) + seconds
         if layer.any_input:
-            self.hidden.give(self.compute, layer.inputs)
+            self.hidden.give(self.compute, layer.hidden_slots)
         if layer.any_save:
-            self.saves.give(self.compute, layer.saves)
+            self.saves.give(self.compute, layer.save_slots)
         return ready
 
     def _finish(

@@ -146,10 +146,11 @@ def compile_layer(
 
 
 class _Temporary:
-    """A scratch buffer under construction: its spec and the first and last step that touch it."""
+    """A scratch buffer under construction: its spec, the first and last step that touch it, later its place."""
 
     def __init__(self, spec: TensorSpec, step: int) -> None:
-        self.spec, self.first, self.last, self.offset = spec, step, step, -1
+        self.spec, self.first, self.last = spec, step, step
+        self.place = Place("scratch", -1, spec)
 
 
 class _DraftStep(NamedTuple):
@@ -337,20 +338,17 @@ class _Compiler:
             for place in (*draft.tensors.values(), *draft.grads.values()):
                 if isinstance(place, _Temporary):
                     found[id(place)] = place
+        sized = [(temp.spec.num_bytes(self.tokens, self.compute_bytes), temp) for temp in found.values()]
         placed: list[tuple[int, int, _Temporary]] = []
-        for temp in sorted(found.values(), key=self._size, reverse=True):
-            size = align(self._size(temp))
-            temp.offset = _lowest_gap(
-                size, [(a, b) for a, b, t in placed if t.first <= temp.last and temp.first <= t.last]
-            )
-            placed.append((temp.offset, temp.offset + size, temp))
+        for num_bytes, temp in sorted(sized, key=lambda entry: entry[0], reverse=True):
+            size, first, last = align(num_bytes), temp.first, temp.last
+            offset = _lowest_gap(size, [(a, b) for a, b, t in placed if t.first <= last and first <= t.last])
+            temp.place = Place("scratch", offset, temp.spec)
+            placed.append((offset, offset + size, temp))
         steps = tuple(
             OpStep(d.op, d.half, _resolve(d.tensors), _resolve(d.grads), d.accumulate, d.recompute) for d in drafts
         )
         return steps, max((end for _, end, _ in placed), default=0)
-
-    def _size(self, temp: _Temporary) -> int:
-        return temp.spec.num_bytes(self.tokens, self.compute_bytes)
 
 
 def _input_specs(op: Op, specs: dict[str, TensorSpec]) -> list[TensorSpec]:
@@ -371,6 +369,4 @@ def _lowest_gap(size: int, taken: list[tuple[int, int]]) -> int:
 
 
 def _resolve(places: dict[str, Place | _Temporary]) -> tuple[tuple[str, Place], ...]:
-    return tuple(
-        (name, Place("scratch", p.offset, p.spec) if isinstance(p, _Temporary) else p) for name, p in places.items()
-    )
+    return tuple([(name, p.place if isinstance(p, _Temporary) else p) for name, p in places.items()])
