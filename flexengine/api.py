@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from flexengine.hardware.memory_usage import note_baseline
+from flexengine.hardware.memory_usage import note_baseline, release_unused_heap
 from flexengine.hardware.presets import preset
 from flexengine.hardware.probe import probe
 from flexengine.hardware.profile import HardwareProfile, read_profile
@@ -191,6 +191,7 @@ def prepare(
         recompute=recompute,
     )
     plan = make_plan(source.spec, request, profile)
+    release_unused_heap()  # the profile's process, to which arenas are added, holds nothing of planning
     if hardware is None:
         check_is_free(plan, profile, target.type)
     return Prepared(source, plan, profile, target)

@@ -1,6 +1,10 @@
-"""Set-up of all tests: Triton's interpreter without a GPU, two CPU threads, seeds, the gpu mark."""
+"""Set-up of all tests: Triton's interpreter without a GPU, CPU threads, seeds, the gpu mark; makes engine_helpers.py
+importable (in its importlib mode pytest leaves sys.path alone)."""
 
 import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -11,6 +15,20 @@ if not torch.cuda.is_available():
 import pytest
 
 torch.set_num_threads(2)  # a fixed number: the order of floating-point sums depends on it
+ONE_THREAD = ("failures", "models", "runtime")
+"""Folders of tests whose models are tiny: a second thread only waits, for very long when the machine is busy."""
+HELPERS = str(Path(__file__).resolve().parent)
+if HELPERS not in sys.path:
+    sys.path.append(HELPERS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if request.path.parent.name in ONE_THREAD:
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from flexengine import cli
 from flexengine.hardware.presets import preset
@@ -16,14 +15,6 @@ if HELPERS not in sys.path:
     sys.path.append(HELPERS)
 
 from provoke import Outcome, fingerprint, half_written, write_model  # noqa: E402, found from here on
-
-
-@pytest.fixture(autouse=True, scope="package")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)
