@@ -6,7 +6,7 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -130,11 +130,6 @@ def build(
         matmul_flops_per_s=prepared.profile.peak_matmul_flops_per_s,
         description=prepared.describe(),
     )
-
-
-def plan_for(path_or_preset: str | Path, **request: Any) -> Plan:
-    """The plan alone, with the keywords of `prepare`; loads no weights."""
-    return prepare(path_or_preset, **request).plan
 
 
 def prepare(

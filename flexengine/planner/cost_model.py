@@ -269,34 +269,3 @@ def _weighted_stalls(parts: list[tuple[PricedProgram, int]]) -> dict[tuple[str, 
 def step_seconds(layout: Layout, profile: HardwareProfile) -> StepEstimate:
     """Predicted time of a full step under a layout's plan."""
     return StepPricer(profile).step(layout)
-
-
-def unavoidable_compute_s(layout: Layout, profile: HardwareProfile) -> float:
-    """Speed of light: the compute stream's seconds of a full step without recomputation, transfers or waiting.
-
-    A lower bound of the simulated time, because every compute command of the program contains this work: forward and
-    backward of every layer and chunk at measured rates, the rounding of gradients, and the update's kernels.
-    """
-    plan = layout.plan
-    cost = CostModel(profile, layout.compute_bytes, plan.chunk_tokens, plan.request.max_seq_len)
-    shape = round_shape(plan.request, plan.chunk_tokens, plan.chunks_per_round)
-    rounds = rounds_per_step(plan.request, shape)
-    per_round, known = 0.0, {}
-    for index, layer in enumerate(layout.model.layers):
-        for chunk in shape.chunks:
-            key = (layout.programs[index], layer.kind, chunk.tokens, chunk.seq_len)
-            if key not in known:
-                known[key] = _layer_compute_s(layout, index, chunk, cost)
-            per_round += known[key]
-    update_s = StepPricer(profile).update(layout, cost).busy_s[Stream.COMPUTE.value]
-    return rounds * per_round + update_s
-
-
-def _layer_compute_s(layout: Layout, index: int, chunk: ChunkShape, cost: CostModel) -> float:
-    """Forward and backward of one layer on one chunk, nothing recomputed; the head's forward is part of backward."""
-    program, kind = layout.programs[index], layout.model.layers[index].kind
-    sizes = (chunk.tokens, chunk.seq_len, layout.compute_bytes)
-    backward = cost.work_s(program.backward_work(*sizes))
-    if kind == "head":
-        return backward
-    return backward - cost.work_s(program.recompute_work(*sizes)) + cost.work_s(program.forward_work(*sizes))

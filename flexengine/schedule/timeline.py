@@ -18,11 +18,6 @@ PROCESS = 1
 MICROSECONDS = 1e6
 
 
-def chrome_trace(program: Program, timing: Timing, start_s: float = 0.0) -> str:
-    """One program as Trace Event Format JSON text."""
-    return trace_json([*track_events(), *command_events(program, timing, start_s)])
-
-
 def trace_json(events: Iterable[Event], about: Mapping[str, Any] | None = None) -> str:
     """Events as a trace; `about` goes into its metadata, which Perfetto shows under "Info and stats"."""
     return json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms", "metadata": dict(about or {})})

@@ -7,7 +7,7 @@ import pytest
 from flexengine.ops.base import Work
 from flexengine.schedule.commands import Access, CopyRegion, ProgramBuilder, Slot, Stream, overlapping_slots
 from flexengine.schedule.simulator import Rates, simulate
-from flexengine.schedule.timeline import chrome_trace
+from flexengine.schedule.timeline import command_events, trace_json, track_events
 
 
 def rates(latency_s: float = 0.0) -> Rates:
@@ -70,7 +70,8 @@ def test_trace_has_one_event_per_command():
     copy(b, Stream.H2D, 3, 0)
     compute(b, 4.0, 0, 1)
     program = b.build()
-    events = json.loads(chrome_trace(program, simulate(program, rates())))["traceEvents"]
+    trace = trace_json([*track_events(), *command_events(program, simulate(program, rates()))])
+    events = json.loads(trace)["traceEvents"]
     spans = [e for e in events if e["ph"] == "X"]
     assert [(e["ts"], e["dur"]) for e in spans] == [(0, pytest.approx(10e6)), (pytest.approx(10e6), pytest.approx(4e6))]
 
