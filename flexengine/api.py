@@ -127,6 +127,7 @@ def build(
         max_grad_norm=max_grad_norm,
         seed=seed,
         deterministic=deterministic,
+        attention=prepared.profile.attention_kernels,
         matmul_flops_per_s=prepared.profile.peak_matmul_flops_per_s,
         description=prepared.describe(),
     )

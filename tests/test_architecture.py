@@ -21,7 +21,7 @@ ARROWS = {
     "optim": {"kernels", "native"},
     "models": {"ops", "wording"},
     "schedule": {"plan", "models", "ops"},
-    "hardware": {"wording", "native", "optim"},
+    "hardware": {"wording", "native", "ops", "optim"},
     "planner": {"plan", "models", "ops", "schedule", "hardware", "metrics"},
     "checkpoint": {"native", "wording"},
     "data": {"wording"},

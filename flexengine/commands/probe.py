@@ -144,11 +144,16 @@ def _compute_lines(profile: HardwareProfile) -> list[str]:
         _header(f"linear layers {hidden_size} x {intermediate_size}, {unit} by tokens", profile.matmul_flops_per_s),
         _cells("all, weighted by time", profile.matmul_flops_per_s, scale),
         *(_cells(curve.name, curve.points, scale) for curve in linear),
-        _header(f"causal attention, {unit} by sequence length", [(length, 0.0) for length in lengths]),
+        _header(_attention_title(profile, unit), [(length, 0.0) for length in lengths]),
         *(_cells(name, points, scale) for name, points in zip(("forward", "backward"), attention, strict=True)),
         _row("kernel launch", format_seconds(profile.launch_s)),
         _row("host time per command", format_seconds(profile.issue_s) if profile.issue_s else "runs in place"),
     ]
+
+
+def _attention_title(profile: HardwareProfile, unit: str) -> str:
+    kernels = f" ({profile.attention_kernels})" if profile.device_type == "cuda" else ""
+    return f"causal attention{kernels}, {unit} by sequence length"
 
 
 def _copy_lines(profile: HardwareProfile) -> list[str]:

@@ -29,8 +29,11 @@ DATA_CENTRE_CONTEXT_BYTES = int(0.75 * GIB)
 GEFORCE_CONTEXT_BYTES = int(0.5 * GIB)
 
 # FlashAttention-2 on an H200, causal, grouped queries 32/8, head_dim 128: (tokens of a sequence, FLOP/s).
-HOPPER_ATTENTION_FORWARD: Points = ((2048, 301e12), (8192, 336e12), (32768, 338e12))
-HOPPER_ATTENTION_BACKWARD: Points = ((2048, 248e12), (8192, 300e12), (32768, 321e12))
+FLASH_ATTENTION_FORWARD: Points = ((2048, 301e12), (8192, 336e12), (32768, 338e12))
+FLASH_ATTENTION_BACKWARD: Points = ((2048, 248e12), (8192, 300e12), (32768, 321e12))
+# The same through cuDNN 9.19.
+HOPPER_ATTENTION_FORWARD: Points = ((2048, 488e12), (8192, 549e12), (32768, 569e12))
+HOPPER_ATTENTION_BACKWARD: Points = ((2048, 387e12), (8192, 487e12), (32768, 530e12))
 
 
 class Card(NamedTuple):

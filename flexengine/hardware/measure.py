@@ -11,17 +11,19 @@ import torch
 from torch import Tensor
 
 from flexengine.hardware.curve import Curve, Points
-from flexengine.hardware.measure_attention import AttentionRates, flash_rates, plain_rates
+from flexengine.hardware.measure_attention import AttentionRates, error_of, kernel_rates, plain_rates
 from flexengine.hardware.measure_host import adamw_rates, copy_curve, host_copy_curve
 from flexengine.hardware.measure_links import LinkBuffers, LinkRates, link_rates
 from flexengine.hardware.measure_matmul import Buffers, affordable_tokens, block_rates
 from flexengine.hardware.timing import cuda_timer, timed_calls
 from flexengine.native import allocate_host
+from flexengine.ops.base import KERNEL_NAMES, KernelName
 from flexengine.optim.adamw import adamw_update
 
 MIB = 2**20
 CUDA_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-FLASH_LENGTHS, PLAIN_LENGTHS = (512, 2048, 8192, 32768), (512, 2048)
+KERNEL_LENGTHS, PLAIN_LENGTHS = (512, 2048, 8192, 32768), (512, 2048)
+ATTENTION_ERROR = 0.02  # relative, of kernels in 16 bits; a few thousandths are usual
 SUSTAINED_S = 0.6  # a power-capped H200 needs about 0.1 s to settle at its sustained clock
 PRODUCT_S = 0.01  # per layer, pass and direction: 24 of them, a quarter of a second, make a point of the curve
 CALL_S = 0.06  # shorter runs catch the card between two clocks
@@ -43,6 +45,7 @@ class Rates(NamedTuple):
     peak_matmul_flops_per_s: float
     attention_forward_flops_per_s: Points
     attention_backward_flops_per_s: Points
+    attention_kernels: KernelName
     memory_bytes_per_s: float
     h2d_bytes_per_s: float
     d2h_bytes_per_s: float
@@ -83,6 +86,7 @@ def measure_cuda(
         peak_matmul_flops_per_s=peak,
         attention_forward_flops_per_s=attention.forward,
         attention_backward_flops_per_s=attention.backward,
+        attention_kernels=attention.kernels,
         memory_bytes_per_s=memory_rate,
         h2d_bytes_per_s=links.h2d_bytes_per_s,
         d2h_bytes_per_s=links.d2h_bytes_per_s,
@@ -142,12 +146,17 @@ def _cuda_buffers(device: torch.device, dtype: torch.dtype) -> Buffers:
 
 
 def _cuda_attention(device: torch.device, dtype: torch.dtype, least_s: float) -> AttentionRates:
-    """The flash kernels, or the plain path where dtype or card have none, as in the engine."""
-    if dtype.itemsize <= 2:
+    """The fastest kernels that give the right answer, or the plain path where dtype or card have none."""
+    found: list[AttentionRates] = []
+    for kernels in KERNEL_NAMES if dtype.itemsize <= 2 else ():
         try:
-            return flash_rates(FLASH_LENGTHS, device, dtype, cuda_timer, least_s)
+            if error_of(kernels, device, dtype) <= ATTENTION_ERROR:
+                found.append(kernel_rates(kernels, KERNEL_LENGTHS, device, dtype, cuda_timer, least_s))
         except (RuntimeError, NotImplementedError):  # an older card
-            torch.cuda.empty_cache()
+            pass
+        torch.cuda.empty_cache()
+    if found:
+        return max(found, key=lambda rates: rates.mean)
     return plain_rates(PLAIN_LENGTHS, 16, 128, device, dtype, cuda_timer, least_s)
 
 

@@ -12,18 +12,27 @@ from torch import Tensor
 
 from flexengine.hardware.curve import Points
 from flexengine.hardware.timing import Timer
+from flexengine.ops.attention_kernels import KERNELS, Lengths
+from flexengine.ops.attention_reference import attention_backward_reference, attention_forward_reference
+from flexengine.ops.base import KernelName
 
 HEAD_DIM, QUERIES_PER_KEY = 128, 4
-FLASH_ROWS = 262144  # tokens x heads: keeps every multiprocessor busy with less than half a GiB at any length
-FLASH_TOKENS = 16384
+KERNEL_ROWS = 262144  # tokens x heads: keeps every multiprocessor busy with less than half a GiB at any length
+KERNEL_TOKENS = 16384
 PLAIN_BLOCK = 512  # queries per block of the plain path, as in the engine's
 
 
 class AttentionRates(NamedTuple):
-    """(tokens of a sequence, FLOP/s) of both directions; FLOPs counted as in `HardwareProfile`."""
+    """(tokens of a sequence, FLOP/s) of both directions by some kernels; FLOPs counted as in `HardwareProfile`."""
 
     forward: Points
     backward: Points
+    kernels: KernelName = "flash"
+
+    @property
+    def mean(self) -> float:
+        """Geometric mean of all rates."""
+        return math.prod(rate ** (1 / len(points)) for points in (self.forward, self.backward) for _, rate in points)
 
 
 class Calls(NamedTuple):
@@ -40,11 +49,25 @@ class Calls(NamedTuple):
         return 4 * self.head_dim * self.pairs / forward_s, 10 * self.head_dim * self.pairs / backward_s
 
 
-def flash_rates(
-    lengths: Sequence[int], device: torch.device, dtype: torch.dtype, timer: Timer, least_s: float
+def kernel_rates(
+    kernels: KernelName, lengths: Sequence[int], device: torch.device, dtype: torch.dtype, timer: Timer, least_s: float
 ) -> AttentionRates:
-    """Rates of torch's variable-length flash kernels. Raises: RuntimeError where card or dtype have none."""
-    return _rates(lengths, lambda length: _flash_calls(length, device, dtype), timer, least_s)
+    """Rates of the engine's calls of such kernels. Raises: RuntimeError where card or dtype have none."""
+    rates = _rates(lengths, lambda length: _kernel_calls(kernels, length, device, dtype), timer, least_s)
+    return rates._replace(kernels=kernels)
+
+
+def error_of(kernels: KernelName, device: torch.device, dtype: torch.dtype) -> float:
+    """Largest relative error of output, statistics and gradients against the plain path, on two sequences of 512."""
+    operands, grad_out, lengths = _operands(1024, 8, 512, device, dtype)
+    rng = torch.zeros(2, dtype=torch.int64, device=device)
+    out, lse = KERNELS[kernels].forward(*operands, lengths)
+    grads = KERNELS[kernels].backward(grad_out, *operands, out, lse, lengths, rng)
+    plain_out, plain_lse = torch.empty_like(out), torch.empty_like(lse)
+    attention_forward_reference(*operands, lengths.seq_lens, 0, plain_out, plain_lse)
+    wanted = attention_backward_reference(grad_out, *operands, plain_out, plain_lse, lengths.seq_lens, 0)
+    pairs = zip((out, lse, *grads), (plain_out, plain_lse, *wanted), strict=True)
+    return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
 
 
 def plain_rates(
@@ -64,27 +87,34 @@ def _rates(lengths: Sequence[int], calls: Callable[[int], Calls], timer: Timer, 
     return AttentionRates(tuple(forward), tuple(backward))
 
 
-def _flash_calls(length: int, device: torch.device, dtype: torch.dtype) -> Calls:
-    """Packed sequences of `length` tokens; queries, keys and values are views of a fused row, as in the engine."""
-    T = max(length, FLASH_TOKENS)
-    N = FLASH_ROWS // T
-    G = N // QUERIES_PER_KEY
-    qkv = torch.randn(T, N + 2 * G, HEAD_DIM, device=device, dtype=dtype)
-    q, k, v = qkv[:, :N], qkv[:, N : N + G], qkv[:, N + G :]
-    grad_out = torch.randn(T, N, HEAD_DIM, device=device, dtype=dtype)
-    offsets = torch.arange(0, T + 1, length, device=device, dtype=torch.int32)
-    ragged = (offsets, offsets, length, length, 0.0, True)  # offsets of q and k, longest q and k, dropout, causal
-    rng_state = torch.zeros(2, dtype=torch.int64, device=device)  # unused without dropout
+def _operands(
+    tokens: int, num_heads: int, length: int, device: torch.device, dtype: torch.dtype
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Lengths]:
+    """((q, k, v), grad_out, lengths) of packed sequences; q, k and v are views of a fused row, as in the engine."""
+    groups = num_heads // QUERIES_PER_KEY
+    qkv = torch.randn(tokens, num_heads + 2 * groups, HEAD_DIM, device=device, dtype=dtype)
+    q, k, v = qkv.split((num_heads, groups, groups), dim=1)
+    offsets = torch.arange(0, tokens + 1, length, device=device, dtype=torch.int32)
+    grad_out = torch.randn(tokens, num_heads, HEAD_DIM, device=device, dtype=dtype)
+    return (q, k, v), grad_out, Lengths((length,) * (tokens // length), offsets)
 
-    def forward() -> tuple[Tensor, ...]:
-        return torch.ops.aten._flash_attention_forward(q, k, v, *ragged, False)
 
-    out, lse, *_ = forward()
+def _kernel_calls(name: KernelName, length: int, device: torch.device, dtype: torch.dtype) -> Calls:
+    """Packed sequences of `length` tokens."""
+    tokens = max(length, KERNEL_TOKENS)
+    num_heads, kernels = KERNEL_ROWS // tokens, KERNELS[name]
+    operands, grad_out, lengths = _operands(tokens, num_heads, length, device, dtype)
+    rng = torch.zeros(2, dtype=torch.int64, device=device)
+
+    def forward() -> tuple[Tensor, Tensor]:
+        return kernels.forward(*operands, lengths)
+
+    out, lse = forward()
 
     def backward() -> tuple[Tensor, ...]:
-        return torch.ops.aten._flash_attention_backward(grad_out, q, k, v, out, lse, *ragged, rng_state, rng_state)
+        return kernels.backward(grad_out, *operands, out, lse, lengths, rng)
 
-    return Calls(forward, backward, N * T * (length + 1) / 2, HEAD_DIM)
+    return Calls(forward, backward, num_heads * tokens * (length + 1) / 2, HEAD_DIM)
 
 
 def _plain_calls(length: int, num_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> Calls:

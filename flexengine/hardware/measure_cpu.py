@@ -43,6 +43,7 @@ def measure_cpu(dtype: torch.dtype, shape: tuple[int, int], scale: float = 1.0) 
         peak_matmul_flops_per_s=peak,
         attention_forward_flops_per_s=attention.forward,
         attention_backward_flops_per_s=attention.backward,
+        attention_kernels=attention.kernels,
         memory_bytes_per_s=2 * copy_rate,
         h2d_bytes_per_s=copy_rate,
         d2h_bytes_per_s=copy_rate,

@@ -8,7 +8,14 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 
-from flexengine.hardware.cards import CARDS, HOPPER_ATTENTION_BACKWARD, HOPPER_ATTENTION_FORWARD, Card
+from flexengine.hardware.cards import (
+    CARDS,
+    FLASH_ATTENTION_BACKWARD,
+    FLASH_ATTENTION_FORWARD,
+    HOPPER_ATTENTION_BACKWARD,
+    HOPPER_ATTENTION_FORWARD,
+    Card,
+)
 from flexengine.hardware.curve import Points
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.wording import did_you_mean
@@ -51,8 +58,10 @@ def _published(card: Card) -> HardwareProfile:
     """A preset from data-sheet peaks, with 128 GiB of RAM."""
     peak = card.bf16_flops_per_s * card.matmul_share
     memory = card.memory_bytes_per_s * MEMORY_SHARE
-    forward = HOPPER_ATTENTION_FORWARD[0][1] if card.hopper_attention else peak * ATTENTION_FORWARD_SHARE
-    backward = HOPPER_ATTENTION_BACKWARD[0][1] if card.hopper_attention else peak * ATTENTION_BACKWARD_SHARE
+    forward = attention_curve(peak * ATTENTION_FORWARD_SHARE, FLASH_ATTENTION_FORWARD)
+    backward = attention_curve(peak * ATTENTION_BACKWARD_SHARE, FLASH_ATTENTION_BACKWARD)
+    if card.hopper_attention:
+        forward, backward = HOPPER_ATTENTION_FORWARD, HOPPER_ATTENTION_BACKWARD
     return HardwareProfile(
         name=card.name,
         device_type="cuda",
@@ -60,8 +69,9 @@ def _published(card: Card) -> HardwareProfile:
         matmul_flops_per_s=matmul_curve(peak, memory),
         matmul_shape=MATMUL_SHAPE,
         peak_matmul_flops_per_s=peak,
-        attention_forward_flops_per_s=attention_curve(forward, HOPPER_ATTENTION_FORWARD),
-        attention_backward_flops_per_s=attention_curve(backward, HOPPER_ATTENTION_BACKWARD),
+        attention_forward_flops_per_s=forward,
+        attention_backward_flops_per_s=backward,
+        attention_kernels="cudnn" if card.hopper_attention else "flash",
         memory_bytes_per_s=memory,
         h2d_bytes_per_s=card.link_bytes_per_s,
         d2h_bytes_per_s=card.link_bytes_per_s,
@@ -88,7 +98,7 @@ def _adamw_rates(host_bytes_per_s: float) -> tuple[tuple[str, float], ...]:
 
 def _h200() -> HardwareProfile:
     """Measured on an H200 (SXM, 700 W, PCIe 5 x16, 16 vCPU): products of Llama-3.1-8B at 8192 tokens and more, a
-    roofline below; FlashAttention-2; 256 MiB copies; host copy by 16 threads.
+    roofline below; attention through cuDNN; 256 MiB copies; host copy by 16 threads.
     """
     return replace(
         _published(CARDS["h200"]),
@@ -116,6 +126,7 @@ _CPU_TEST = HardwareProfile(
     peak_matmul_flops_per_s=50e9,
     attention_forward_flops_per_s=((256, 20e9),),
     attention_backward_flops_per_s=((256, 16e9),),
+    attention_kernels="flash",
     memory_bytes_per_s=20e9,
     h2d_bytes_per_s=10e9,
     d2h_bytes_per_s=10e9,

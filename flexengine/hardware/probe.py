@@ -18,7 +18,7 @@ from flexengine.hardware.nvml import nvidia_driver_version
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.native import library
 
-PROBE_VERSION = 2  # part of the cache key: raise it when what is measured changes its meaning
+PROBE_VERSION = 3  # part of the cache key: raise it when what is measured changes its meaning
 DEFAULT_SECONDS = 10.0
 DEFAULT_SHAPE = (4096, 14336)
 """(hidden_size, intermediate_size) where no model is named: an 8B one's."""

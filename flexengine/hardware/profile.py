@@ -19,12 +19,13 @@ from flexengine.hardware.curve import (
     is_finite,
     is_whole,
 )
+from flexengine.ops.base import KERNEL_NAMES, KernelName
 from flexengine.wording import parse_json, shown
 
 DeviceType = Literal["cuda", "cpu"]
 ProfileSource = Literal["measured", "preset", "synthetic"]
 
-FORMAT = 2
+FORMAT = 3
 """Version of the JSON form; raised when fields appear or change their meaning."""
 POINT_FIELDS = {
     "matmul_flops_per_s": "tokens",
@@ -57,6 +58,8 @@ class HardwareProfile:
     """(tokens of a sequence, FLOP/s) of causal attention, counting 4 * head_dim FLOPs per head and visible pair."""
     attention_backward_flops_per_s: Points
     """Its backward, counting 10 * head_dim FLOPs per head and visible pair (five products instead of two)."""
+    attention_kernels: KernelName
+    """Whose kernels have these rates on CUDA, and are preferred there."""
     memory_bytes_per_s: float
     """Device memory traffic of a large copy, bytes read plus bytes written."""
 
@@ -97,6 +100,7 @@ class HardwareProfile:
     def __post_init__(self) -> None:
         _check_choice("device_type", self.device_type, get_args(DeviceType))
         _check_choice("source", self.source, get_args(ProfileSource))
+        _check_choice("attention_kernels", self.attention_kernels, KERNEL_NAMES)
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"hardware profile: name is {shown(self.name)}, expected a non-empty string")
         for name in (field.name for field in fields(self)):

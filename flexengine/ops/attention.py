@@ -2,169 +2,71 @@
 
 Shapes: a fused row holds N query, G key and G value heads of width H: qkv [T, (N + 2G) * H]; o [T, N * H]; lse [N, T]
 in float32 (stored as T * N elements). Packed sequences are told apart by cumulative lengths; when a chunk continues a
-long sequence, its queries also see all keys of the window (bottom-right aligned causal mask).
+long sequence, its queries also see all keys of the window.
 
-Source: Dao 2023, "FlashAttention-2" for the statistics kept (log-sum-exp per query and head) and the backward from
-them: P = exp(S - lse), dV = P^T dO, dS = P * (dO V^T - rowsum(dO * O)), dQ = dS K, dK = dS^T Q.
+On CUDA the keys of a window are taken a block at a time, and the parts are joined by their log-sum-exps, so that what a
+call needs besides its operands does not grow with the sequence.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-
-import torch
 from torch import Tensor
 
-from flexengine.ops.base import ChunkContext, Op, OpEnv, TensorSpec, Work
-
-QUERY_BLOCK = 512
-"""Queries per block of the plain path: bounds its score matrix to N * 512 * keys."""
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+from flexengine.ops.attention_kernels import Kernels, Lengths, choose_kernels, kernel_workspace_bytes
+from flexengine.ops.attention_reference import attention_backward_reference, attention_forward_reference
+from flexengine.ops.base import KeyValueWindow, Op, OpEnv, TensorSpec, Work
 
 
-def _padded_rows(seq_lens: tuple[int, ...], keys_before: int) -> Tensor | None:
-    """[B, S] row of every token of B sequences padded to the longest, -1 where there is none.
-
-    None where padding would cost more than it saves: with a window, or when most rows would be padding.
-    """
-    longest = max(seq_lens)
-    if keys_before or longest > QUERY_BLOCK or len(seq_lens) * longest > 3 * sum(seq_lens) or len(seq_lens) == 1:
-        return None
-    lengths = torch.tensor(seq_lens)
-    offsets = torch.arange(longest)[None, :]
-    rows = (lengths.cumsum(0) - lengths)[:, None] + offsets
-    return torch.where(offsets < lengths[:, None], rows, -1)
-
-
-def _padded_heads(x: Tensor, rows: Tensor, num_heads: int) -> Tensor:
-    """[T, G, H] -> [B, N, S, H] in float32 or wider, each of G heads repeated N/G times; padding repeats row 0."""
-    heads = _wide(x)[rows.clamp(min=0)].transpose(1, 2)
-    return heads.repeat_interleave(num_heads // x.shape[1], dim=1)
-
-
-def _padded_scores(q: Tensor, k: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(queries, keys [B, N, S, H], masked scaled scores [B, N, S, S]) of all sequences at once."""
-    queries, keys = _padded_heads(q, rows, q.shape[1]), _padded_heads(k, rows, q.shape[1])
-    scores = (queries @ keys.transpose(-1, -2)) * (1.0 / math.sqrt(q.shape[-1]))
-    later = torch.ones(rows.shape[1], rows.shape[1], dtype=torch.bool, device=q.device).triu(1)
-    return queries, keys, scores.masked_fill_(later, float("-inf"))
-
-
-def _padded_forward(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, out: Tensor, lse: Tensor) -> None:
-    """The plain path's forward over padded sequences. Padding comes last, so no token attends to it."""
-    _, _, scores = _padded_scores(q, k, rows)
-    row_lse = torch.logsumexp(scores, dim=-1, keepdim=True)
-    result = scores.sub_(row_lse).exp_() @ _padded_heads(v, rows, q.shape[1])
-    real = rows >= 0
-    out.copy_(result.transpose(1, 2)[real])
-    lse.copy_(row_lse[..., 0].transpose(1, 2)[real].t())
-
-
-def _padded_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The plain path's backward over padded sequences; padded queries carry no gradient."""
-    real, scale = rows >= 0, 1.0 / math.sqrt(q.shape[-1])
-    queries, keys, scores = _padded_scores(q, k, rows)
-    row_lse = lse.to(scores.dtype).t()[rows.clamp(min=0)].transpose(1, 2)[..., None]
-    probs = scores.sub_(row_lse).exp_()
-    grads = _padded_heads(grad_out, rows, q.shape[1]) * real[:, None, :, None]
-    delta = (grads * _padded_heads(out, rows, q.shape[1])).sum(-1, keepdim=True)
-    # a padded query's row repeats row 0 and may overflow: it is cleared, not multiplied by its zero gradient
-    probs = probs.masked_fill_(~real[:, None, :, None], 0.0)
-    grad_scores = probs * (grads @ _padded_heads(v, rows, q.shape[1]).transpose(-1, -2) - delta) * scale
-    per_kv = (rows.shape[0], k.shape[1], -1, rows.shape[1], k.shape[2])
-    grad_q = (grad_scores @ keys).transpose(1, 2)[real]
-    grad_k = (grad_scores.transpose(-1, -2) @ queries).view(per_kv).sum(2).transpose(1, 2)[real]
-    grad_v = (probs.transpose(-1, -2) @ grads).view(per_kv).sum(2).transpose(1, 2)[real]
-    return grad_q, grad_k, grad_v
-
-
-def _query_blocks(seq_lens: tuple[int, ...], keys_before: int) -> Iterator[tuple[slice, slice, Tensor]]:
-    """(query rows, key rows, causal mask [q, k] of allowed pairs) block by block; key rows count from the window."""
-    start = 0
-    for length in seq_lens:
-        for offset in range(0, length, QUERY_BLOCK):
-            rows = min(QUERY_BLOCK, length - offset)
-            last_key = keys_before + offset + rows
-            q_pos = torch.arange(keys_before + offset, last_key)
-            mask = q_pos[:, None] >= torch.arange(last_key)[None, :]
-            yield slice(start + offset, start + offset + rows), slice(start, start + last_key), mask
-        start += length
-
-
-def _expand(kv: Tensor, num_heads: int) -> Tensor:
-    """[K, G, H] -> [N, K, H], each key/value head repeated for its N/G query heads."""
-    return _wide(kv).transpose(0, 1).repeat_interleave(num_heads // kv.shape[1], dim=0)
-
-
-def attention_forward_reference(
-    q: Tensor, k: Tensor, v: Tensor, seq_lens: tuple[int, ...], keys_before: int, out: Tensor, lse: Tensor
+def window_forward(
+    kernels: Kernels, q: Tensor, window: KeyValueWindow, lengths: Lengths, out: Tensor, lse: Tensor
 ) -> None:
-    """out [T, N, H] and lse [N, T] from q [T, N, H], k and v [keys_before + T, G, H], in float32 or wider."""
-    rows = _padded_rows(seq_lens, keys_before)
-    if rows is not None:
-        return _padded_forward(q, k, v, rows.to(q.device), out, lse)
-    scale = 1.0 / math.sqrt(q.shape[-1])
-    for q_rows, k_rows, mask in _query_blocks(seq_lens, keys_before):
-        queries = _wide(q[q_rows]).transpose(0, 1)
-        scores = (queries @ _expand(k[k_rows], q.shape[1]).transpose(1, 2)) * scale
-        scores.masked_fill_(~mask.to(q.device), float("-inf"))
-        row_lse = torch.logsumexp(scores, dim=-1)
-        probs = torch.exp(scores - row_lse[..., None])
-        out[q_rows] = (probs @ _expand(v[k_rows], q.shape[1])).transpose(0, 1).to(out.dtype)
-        lse[:, q_rows] = row_lse.to(lse.dtype)
+    """out [T, N, H] and lse [N, T] of queries that see the window's keys up to `start`, and causally their own."""
+    own = slice(window.start, window.start + len(q))
+    part, stats = kernels.forward(q, window.keys[own], window.values[own], lengths)
+    lse.copy_(stats)
+    if window.start == 0:
+        out.copy_(part)
+        return
+    from flexengine.kernels.attention_merge import attention_merge_  # noqa: PLC0415 (Triton: imported when first used)
+
+    total = part.float().contiguous()
+    for rows in window.blocks():
+        part, stats = kernels.forward(q, window.keys[rows], window.values[rows], None)
+        attention_merge_(total, lse, part.contiguous(), stats.contiguous())
+    out.copy_(total)
 
 
-def attention_backward_reference(
+def window_backward(
+    kernels: Kernels,
     grad_out: Tensor,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    window: KeyValueWindow,
     out: Tensor,
     lse: Tensor,
-    seq_lens: tuple[int, ...],
-    keys_before: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(grad_q [T, N, H], grad_k, grad_v [keys_before + T, G, H]) in float32 or wider."""
-    rows = _padded_rows(seq_lens, keys_before)
-    if rows is not None:
-        return _padded_backward(grad_out, q, k, v, out, lse, rows.to(q.device))
-    scale, (num_kv, width) = 1.0 / math.sqrt(q.shape[-1]), k.shape[1:]
-    wide = _wide(q).dtype
-    grad_q = torch.zeros(q.shape, dtype=wide, device=q.device)
-    grad_k = torch.zeros(k.shape, dtype=wide, device=q.device)
-    grad_v = torch.zeros(v.shape, dtype=wide, device=q.device)
-    for q_rows, k_rows, mask in _query_blocks(seq_lens, keys_before):
-        queries, keys = _wide(q[q_rows]).transpose(0, 1), _expand(k[k_rows], q.shape[1])
-        values, grads = _expand(v[k_rows], q.shape[1]), _wide(grad_out[q_rows]).transpose(0, 1)
-        scores = (queries @ keys.transpose(1, 2)) * scale
-        scores.masked_fill_(~mask.to(q.device), float("-inf"))
-        probs = torch.exp(scores - lse[:, q_rows].to(wide)[..., None])
-        delta = (grads * _wide(out[q_rows]).transpose(0, 1)).sum(-1, keepdim=True)
-        grad_scores = probs * (grads @ values.transpose(1, 2) - delta) * scale
-        grad_q[q_rows] = (grad_scores @ keys).transpose(0, 1)
-        for total, part in ((grad_k, grad_scores.transpose(1, 2) @ queries), (grad_v, probs.transpose(1, 2) @ grads)):
-            per_kv_head = part.view(num_kv, -1, part.shape[1], width).sum(1)
-            total[k_rows] += per_kv_head.transpose(0, 1)
-    return grad_q, grad_k, grad_v
+    lengths: Lengths,
+    rng: Tensor,
+) -> Tensor:
+    """grad_q [T, N, H]; gradients of all keys and values that the queries saw are added to the window's."""
+    grad_keys, grad_values = window.grad_keys, window.grad_values
+    assert grad_keys is not None
+    assert grad_values is not None
 
+    def backward(rows: slice, causal: Lengths | None) -> Tensor:
+        grad_q, grad_k, grad_v = kernels.backward(
+            grad_out, q, window.keys[rows], window.values[rows], out, lse, causal, rng
+        )
+        grad_keys[rows] += grad_k
+        grad_values[rows] += grad_v
+        return grad_q
 
-def _flash_serves(q: Tensor) -> bool:
-    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-
-
-def _flash_lengths(chunk: ChunkContext) -> tuple[Tensor, int, int]:
-    """(cumulative key lengths, longest query run, longest key run) of a chunk."""
-    longest = max(chunk.seq_lens)
-    if chunk.window is None:
-        return chunk.cu_seqlens, longest, longest
-    assert chunk.cu_seqlens_k is not None
-    return chunk.cu_seqlens_k, longest, chunk.window.start + longest
+    grad_q = backward(slice(window.start, window.start + len(q)), lengths)
+    if window.start == 0:
+        return grad_q
+    total = grad_q.float()
+    del grad_q
+    for rows in window.blocks():
+        total += backward(rows, None)
+    return total
 
 
 class CausalAttention(Op):
@@ -193,59 +95,62 @@ class CausalAttention(Op):
         window.keys[rows].copy_(k)
         window.values[rows].copy_(v)
 
-    def _operands(self, env: OpEnv) -> tuple[Tensor, Tensor, Tensor, int]:
-        q, k, v = self.split(env.t[self.qkv])
+    def _views(self, env: OpEnv) -> tuple[Tensor, Tensor]:
+        """out [T, N, H] and lse [N, T]."""
+        return env.t[self.y].view(-1, self.num_heads, self.head_dim), env.t[self.lse].view(self.num_heads, -1)
+
+    def _kernels(self, env: OpEnv, q: Tensor) -> Kernels | None:
         window = env.chunk.window
-        if window is None:
-            return q, k, v, 0
-        end = window.start + env.chunk.tokens
-        return q, window.keys[:end], window.values[:end], window.start
+        other = () if window is None else (window.start, window.block_tokens)
+        return choose_kernels(env.chunk.attention, q, env.chunk.seq_lens, other)
 
     def forward(self, env: OpEnv) -> None:
-        if env.chunk.window is not None:
+        chunk, window = env.chunk, env.chunk.window
+        if window is not None:
             self.fill_window(env)
-        q, k, v, before = self._operands(env)
-        out = env.t[self.y].view(-1, self.num_heads, self.head_dim)
-        lse = env.t[self.lse].view(self.num_heads, -1)
-        if not _flash_serves(q):
-            return attention_forward_reference(q, k, v, env.chunk.seq_lens, before, out, lse)
-        cu_k, max_q, max_k = _flash_lengths(env.chunk)
-        flash_out, flash_lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, env.chunk.cu_seqlens, cu_k, max_q, max_k, 0.0, True, False
-        )
-        out.copy_(flash_out)
-        lse.copy_(flash_lse)
+        q, k, v = self.split(env.t[self.qkv])
+        out, lse = self._views(env)
+        kernels = self._kernels(env, q)
+        if kernels is None:
+            keys, values, before = (k, v, 0) if window is None else window.seen(chunk.tokens)
+            return attention_forward_reference(q, keys, values, chunk.seq_lens, before, out, lse)
+        lengths = Lengths(chunk.seq_lens, chunk.cu_seqlens)
+        if window is not None:
+            return window_forward(kernels, q, window, lengths, out, lse)
+        kernel_out, kernel_lse = kernels.forward(q, k, v, lengths)
+        out.copy_(kernel_out)
+        lse.copy_(kernel_lse)
 
     def backward_input(self, env: OpEnv) -> None:
-        q, k, v, before = self._operands(env)
-        out = env.t[self.y].view(-1, self.num_heads, self.head_dim)
-        lse = env.t[self.lse].view(self.num_heads, -1)
+        chunk, window = env.chunk, env.chunk.window
+        q, k, v = self.split(env.t[self.qkv])
+        out, lse = self._views(env)
         grad_out = env.g[self.y].view(-1, self.num_heads, self.head_dim)
-        if _flash_serves(q):
-            cu_k, max_q, max_k = _flash_lengths(env.chunk)
-            rng = env.chunk.constants["flash_rng_state"]
-            grads = torch.ops.aten._flash_attention_backward(
-                grad_out, q, k, v, out, lse, env.chunk.cu_seqlens, cu_k, max_q, max_k, 0.0, True, rng, rng
-            )
-        else:
-            grads = attention_backward_reference(grad_out, q, k, v, out, lse, env.chunk.seq_lens, before)
-        self._write_gradients(env, *grads)
-
-    def _write_gradients(self, env: OpEnv, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> None:
-        """Lay grad_q, grad_k, grad_v out as a fused row; with a window, add to it and take this chunk's rows."""
-        to_q, to_k, to_v = self.split(env.g[self.qkv])
-        to_q.copy_(grad_q)
-        window = env.chunk.window
+        kernels, lengths = self._kernels(env, q), Lengths(chunk.seq_lens, chunk.cu_seqlens)
+        rng = chunk.constants["attention_rng"]
         if window is None:
-            to_k.copy_(grad_k)
-            to_v.copy_(grad_v)
-            return
-        assert window.grad_keys is not None
-        assert window.grad_values is not None
-        end, rows = window.start + env.chunk.tokens, slice(window.start, window.start + env.chunk.tokens)
-        for total, part, target in ((window.grad_keys, grad_k, to_k), (window.grad_values, grad_v, to_v)):
-            total[:end] += part
-            target.copy_(total[rows])
+            if kernels is None:
+                grads = attention_backward_reference(grad_out, q, k, v, out, lse, chunk.seq_lens, 0)
+            else:
+                grads = kernels.backward(grad_out, q, k, v, out, lse, lengths, rng)
+        elif kernels is None:
+            grads = self._plain_window_backward(grad_out, q, window, out, lse)
+        else:
+            grad_q = window_backward(kernels, grad_out, q, window, out, lse, lengths, rng)
+            grads = (grad_q, *window.own_grads(chunk.tokens))
+        for target, grad in zip(self.split(env.g[self.qkv]), grads, strict=True):
+            target.copy_(grad)
+
+    @staticmethod
+    def _plain_window_backward(
+        grad_out: Tensor, q: Tensor, window: KeyValueWindow, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        keys, values, before = window.seen(len(q))
+        grad_q, grad_k, grad_v = attention_backward_reference(grad_out, q, keys, values, out, lse, (len(q),), before)
+        for total, part in ((window.grad_keys, grad_k), (window.grad_values, grad_v)):
+            assert total is not None
+            total[: len(part)] += part
+        return (grad_q, *window.own_grads(len(q)))
 
     def _flops(self, tokens: int, seq_len: int) -> float:
         # two products of 2 * H FLOPs per head and causal pair, seq_len / 2 pairs per query; backward has five
@@ -260,7 +165,7 @@ class CausalAttention(Op):
         return Work(attention_backward_flops=2.5 * self._flops(tokens, seq_len), memory_bytes=copies, kernels=7)
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        # backward: grad_q, grad_k and grad_v expanded to N heads, then reduced; float32 accumulator of grad_q, padded
-        rows, heads = tokens + 128 * 64, self.num_heads
-        results = tokens * (heads * 3 + 2 * self.num_kv_heads) * self.head_dim * compute_bytes
-        return results + rows * heads * (max(32, self.head_dim) + 2) * 4
+        return kernel_workspace_bytes(tokens, self.num_heads, self.num_kv_heads, self.head_dim, compute_bytes)
+
+    def window_workspace_bytes(self, tokens: int) -> int:
+        return 4 * tokens * self.num_heads * self.head_dim  # float32 sum over the blocks of keys

@@ -10,12 +10,15 @@ import math
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 DType = Literal["compute", "float32"]
+KernelName = Literal["flash", "cudnn"]
+"""Attention kernels on CUDA. flash: FlashAttention-2, any lengths. cudnn: faster on Hopper, equal lengths only."""
+KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,8 @@ class KeyValueWindow:
     """Keys and values of the earlier chunks of one long sequence, for the layer in work.
 
     keys, values: [S, G, H] in the compute dtype, valid below `start`; grad_keys, grad_values: [S, G, H] in float32
-    (float64 for float64 compute), used in backward only. `start` is the position of this chunk's first token.
+    (float64 for float64 compute), used in backward only. `start` is the position of this chunk's first token. Kernels
+    take the earlier keys `block_tokens` at a time.
     """
 
     keys: Tensor
@@ -87,6 +91,24 @@ class KeyValueWindow:
     start: int
     grad_keys: Tensor | None = None
     grad_values: Tensor | None = None
+    block_tokens: int = 1 << 14
+
+    def blocks(self) -> list[slice]:
+        """Rows of the earlier keys, block by block."""
+        step = self.block_tokens
+        return [slice(first, min(first + step, self.start)) for first in range(0, self.start, step)]
+
+    def seen(self, tokens: int) -> tuple[Tensor, Tensor, int]:
+        """Keys and values up to the end of a chunk of `tokens` tokens, and how many of them are earlier ones."""
+        end = self.start + tokens
+        return self.keys[:end], self.values[:end], self.start
+
+    def own_grads(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Gradients of the keys and values of a chunk of `tokens` tokens."""
+        assert self.grad_keys is not None
+        assert self.grad_values is not None
+        own = slice(self.start, self.start + tokens)
+        return self.grad_keys[own], self.grad_values[own]
 
 
 @dataclass
@@ -95,7 +117,7 @@ class ChunkContext:
 
     input_ids, labels [T] int64 (labels are already shifted, -100 = no loss); positions [T] int32; cu_seqlens
     [num_seqs+1] int32; seq_lens as Python ints. `constants` holds per-model tensors such as inv_freq; `losses` [T]
-    float32 is written by the head.
+    float32 is written by the head. attention: the kernels that are preferred on CUDA, where they serve.
     """
 
     tokens: int
@@ -107,7 +129,7 @@ class ChunkContext:
     losses: Tensor
     constants: dict[str, Tensor]
     window: KeyValueWindow | None = None
-    cu_seqlens_k: Tensor | None = None
+    attention: KernelName = "flash"
 
 
 @dataclass
@@ -183,6 +205,10 @@ class Op(ABC):
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         """Bytes that library calls inside this op take from the device allocator, at the most, at one moment."""
+        return 0
+
+    def window_workspace_bytes(self, tokens: int) -> int:
+        """What comes on top where a chunk continues a sequence."""
         return 0
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.ops.base import ChunkContext, KeyValueWindow
+from flexengine.ops.base import ChunkContext, KernelName, KeyValueWindow
 from flexengine.ops.cross_entropy import IGNORE_INDEX
 from flexengine.runtime.arena import Arenas
 from flexengine.schedule.layout import Layout, batch_offsets
@@ -143,14 +143,15 @@ def _shift(labels: Tensor) -> Tensor:
 class BatchWriter:
     """Fills the host batch slot of a round and makes the chunk contexts that point into the GPU slot."""
 
-    def __init__(self, layout: Layout, arenas: Arenas, constants: dict[str, Tensor]) -> None:
+    def __init__(self, layout: Layout, arenas: Arenas, constants: dict[str, Tensor], attention: KernelName) -> None:
         self.layout, self.arenas, self.constants = layout, arenas, constants
+        self.attention: KernelName = attention
         self.chunk_tokens = layout.plan.chunk_tokens
         self.offsets = batch_offsets(layout.plan.chunks_per_round, self.chunk_tokens)
 
     def _field(self, memory: str, name: str, chunk: int, count: int) -> Tensor:
         width = {"input_ids": 8, "labels": 8}.get(name, 4)
-        rows = {"cu_seqlens": self.chunk_tokens + 2, "cu_seqlens_k": 2}.get(name, self.chunk_tokens)
+        rows = self.chunk_tokens + 2 if name == "cu_seqlens" else self.chunk_tokens
         slot = self.layout.slots[self.layout.slot(f"batch.{memory}")]
         dtype = torch.int64 if width == 8 else torch.int32
         return self.arenas.view(slot, self.offsets[name] + chunk * rows * width, (count,), dtype)
@@ -168,8 +169,6 @@ class BatchWriter:
             "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0),
         }
         start = chunk.pieces[0].start if chunk.first_slice >= 0 else 0
-        if chunk.first_slice >= 0:
-            rows["cu_seqlens_k"] = torch.tensor([0, start + tokens])
         for name, row in rows.items():
             self._field("host", name, i, row.numel()).copy_(row)
         on_gpu = {name: self._field("gpu", name, i, row.numel()) for name, row in rows.items()}
@@ -179,6 +178,7 @@ class BatchWriter:
             losses=self.losses(i, tokens),
             constants=self.constants,
             window=self._window(start) if chunk.first_slice >= 0 else None,
+            attention=self.attention,
             **on_gpu,
         )
 
@@ -199,7 +199,7 @@ class BatchWriter:
             slot = self.layout.slots[self.layout.slot(name)]
             half = slot.num_bytes // 2
             parts += [self.arenas.view(slot, 0, shape, dtype), self.arenas.view(slot, half, shape, dtype)]
-        return KeyValueWindow(parts[0], parts[1], start, parts[2], parts[3])
+        return KeyValueWindow(parts[0], parts[1], start, parts[2], parts[3], self.chunk_tokens)
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -22,6 +22,7 @@ from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.checkpoint.writer import TensorSource, support_files, write_checkpoint
 from flexengine.hardware.memory_usage import GpuMemoryMeter, MemoryPeaks, memory_peaks
 from flexengine.models.registry import ModelSource
+from flexengine.ops.base import KernelName
 from flexengine.optim.adamw import AdamW
 from flexengine.plan import Plan
 from flexengine.runtime.arena import Arenas
@@ -88,6 +89,7 @@ class Engine:
         max_grad_norm: float | None = 1.0,
         seed: int = 0,
         deterministic: bool = False,
+        attention: KernelName = "flash",
         matmul_flops_per_s: float = 0.0,
         description: str = "",
         order: CommandOrder | None = None,
@@ -99,6 +101,7 @@ class Engine:
             seed,
             deterministic,
         )
+        self.attention: KernelName = attention
         self.matmul_flops_per_s, self._description = matmul_flops_per_s, description
         layout = Layout(self.model, plan)
         self.meter = self._start_meter(layout.gpu_bytes)
@@ -128,13 +131,13 @@ class Engine:
         self.weights = WeightStore(layout, self.arenas)
         self.layers = LayerRunner(layout, self.arenas)
         self.updates = UpdateRunner(layout, self.arenas)
-        self.batches = BatchWriter(layout, self.arenas, self._constants())
+        self.batches = BatchWriter(layout, self.arenas, self._constants(), self.attention)
 
     def _constants(self) -> dict[str, Tensor]:
         wide = torch.float64 if self.layout.acc_bytes == 8 else torch.float32
         return {
             "inv_freq": torch.tensor(self.model.inv_freq, dtype=wide, device=self.device),
-            "flash_rng_state": torch.zeros(2, dtype=torch.int64, device=self.device),
+            "attention_rng": torch.zeros(2, dtype=torch.int64, device=self.device),
         }
 
     def _load(self) -> None:

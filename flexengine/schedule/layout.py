@@ -163,7 +163,8 @@ class Layout:
     @property
     def workspace_bytes(self) -> int:
         """What library calls may take from the device allocator at one moment."""
-        return max(p.workspace_bytes for p in self.programs)
+        sliced = self.plan.slices_sequences
+        return max(p.workspace_bytes + sliced * p.window_workspace_bytes for p in self.programs)
 
     def categories(self, memory: Memory) -> dict[str, int]:
         """Bytes by category, overlapping slots counted once (the later ones count only what reaches beyond; optimizer
@@ -356,8 +357,7 @@ def batch_offsets(chunks_per_round: int, chunk_tokens: int) -> dict[str, int]:
     """Byte offsets inside a batch slot, and its `end`: ids and labels (int64), positions and cumulative lengths
     (int32).
 
-    Rows are per chunk: chunk_tokens for the first three, chunk_tokens + 2 for cu_seqlens, and 2 for cu_seqlens_k, the
-    lengths of a chunk that continues a sequence.
+    Rows are per chunk: chunk_tokens for the first three, chunk_tokens + 2 for cu_seqlens.
     """
     tokens, offsets, end = chunks_per_round * chunk_tokens, {}, 0
     sizes = {
@@ -365,7 +365,6 @@ def batch_offsets(chunks_per_round: int, chunk_tokens: int) -> dict[str, int]:
         "labels": 8 * tokens,
         "positions": 4 * tokens,
         "cu_seqlens": 4 * chunks_per_round * (chunk_tokens + 2),
-        "cu_seqlens_k": 8 * chunks_per_round,
     }
     for name, size in sizes.items():
         offsets[name] = end

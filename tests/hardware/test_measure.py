@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from flexengine.hardware.measure_attention import _flash_calls, _plain_calls, plain_rates
+from flexengine.hardware.measure_attention import AttentionRates, _kernel_calls, _plain_calls, error_of, plain_rates
 from flexengine.hardware.measure_host import FIRST_PARAMETERS, adamw_rates, copy_curve, thread_counts
 from flexengine.hardware.measure_links import CURVE_NAMES, SIZES, _link_rates
 from flexengine.hardware.measure_matmul import (
@@ -20,6 +20,7 @@ from flexengine.hardware.measure_matmul import (
     fitting,
 )
 from flexengine.hardware.timing import cpu_timer
+from flexengine.ops.base import KERNEL_NAMES, KernelName
 from flexengine.ops.linear import accumulate_weight_grad
 
 MIB = 2**20
@@ -214,12 +215,18 @@ def test_link_rates_come_from_the_largest_copies_and_latency_from_one_mib():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kernels", KERNEL_NAMES)
 @pytest.mark.parametrize("length", [512, 32768])
-def test_flash_attention_is_that_of_the_engine(length: int):
-    calls = _flash_calls(length, torch.device("cuda"), torch.bfloat16)
+def test_kernels_of_attention_run(length: int, kernels: KernelName):
+    calls = _kernel_calls(kernels, length, torch.device("cuda"), torch.bfloat16)
     out, lse, *_ = calls.forward()
     assert torch.isfinite(out.float()).all()
     assert torch.isfinite(lse).all()
     assert all(torch.isfinite(grad.float()).all() for grad in calls.backward())
     tokens = max(length, 16384)
     assert calls.pairs == 262144 // tokens * tokens * (length + 1) / 2
+    assert error_of(kernels, torch.device("cuda"), torch.bfloat16) < 0.01
+
+
+def test_mean_rate_is_geometric():
+    assert AttentionRates(((1, 2.0), (2, 8.0)), ((1, 4.0), (2, 4.0))).mean == pytest.approx(16.0)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from flexengine.ops.base import ChunkContext, KeyValueWindow, Op, OpEnv, TensorSpec
+from flexengine.ops.base import ChunkContext, KernelName, KeyValueWindow, Op, OpEnv, TensorSpec
 
 
 @dataclass
@@ -42,10 +42,11 @@ class OpHarness:
         inv_freq: torch.Tensor | None = None,
         window: KeyValueWindow | None = None,
         labels: torch.Tensor | None = None,
+        attention: KernelName = "flash",
     ) -> ChunkContext:
         tokens, start = sum(seq_lens), window.start if window else 0
         ids = torch.randint(vocab_size, (tokens,))
-        constants = {"flash_rng_state": torch.zeros(2, dtype=torch.int64, device=self.device)}
+        constants = {"attention_rng": torch.zeros(2, dtype=torch.int64, device=self.device)}
         if inv_freq is not None:
             constants["inv_freq"] = inv_freq.to(self.device, wide(self.dtype))
         positions = torch.cat([torch.arange(start, start + n) for n in seq_lens])
@@ -60,7 +61,7 @@ class OpHarness:
             losses=self.nan(tokens, dtype=wide(self.dtype)),
             constants=constants,
             window=window,
-            cu_seqlens_k=None if window is None else torch.tensor([0, start + tokens]).to(self.device, torch.int32),
+            attention=attention,
         )
 
     def window(self, rows: int, kv_heads: int, head_dim: int, start: int) -> KeyValueWindow:

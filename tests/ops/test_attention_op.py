@@ -8,8 +8,9 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import pytest
 import torch
 
-from flexengine.ops import attention
+from flexengine.ops import attention, attention_reference
 from flexengine.ops.attention import CausalAttention
+from flexengine.ops.attention_kernels import KERNELS, Kernels, Lengths, choose_kernels
 from flexengine.ops.base import KeyValueWindow
 
 HEADS = [(4, 2), (3, 3), (6, 1)]  # grouped, multi-head, multi-query
@@ -41,10 +42,10 @@ def random_rows(h, tokens, n, g, width):
     return h.randn(tokens, (n + 2 * g) * width), h.randn(tokens, n * width)
 
 
-def check_uncut(h, checks, op, seq_lens, tolerance):
+def check_uncut(h, checks, op, seq_lens, tolerance, kernels="flash"):
     n, g, width = op.num_heads, op.num_kv_heads, op.head_dim
     qkv, grad_o = random_rows(h, sum(seq_lens), n, g, width)
-    chunk = h.chunk(seq_lens)
+    chunk = h.chunk(seq_lens, attention=kernels)
     result = h.run(op, chunk, {"qkv": qkv}, grad_outputs={"o": grad_o})
     outputs, grad_qkv = definition(qkv, grad_o, seq_lens, n, g, width)
     checks.close(result.outputs["o"], outputs["o"], tolerance, "o")
@@ -64,19 +65,19 @@ def test_matches_autograd(harness, checks, seq_lens, width, n, g):
 
 
 def test_query_blocks_do_not_show(harness, checks, monkeypatch):
-    monkeypatch.setattr(attention, "QUERY_BLOCK", 4)
+    monkeypatch.setattr(attention_reference, "QUERY_BLOCK", 4)
     check_uncut(harness, checks, make(4, 2, 6), (13, 3, 4), 1e-12)
 
 
-def run_cut(h, op, qkv, grad_o, cuts):
+def run_cut(h, op, qkv, grad_o, cuts, kernels="flash", block_tokens=300):
     """Forward over slices in order, backward in reverse, with one window, as the schedule does."""
     g, width = op.num_kv_heads, op.head_dim
     bounds = [0, *torch.tensor(cuts).cumsum(0).tolist()]
     shared = h.window(bounds[-1] + 3, g, width, 0)
     slices = []
     for a, b in pairwise(bounds):
-        window = KeyValueWindow(shared.keys, shared.values, a, shared.grad_keys, shared.grad_values)
-        chunk = h.chunk((b - a,), window=window)
+        window = KeyValueWindow(shared.keys, shared.values, a, shared.grad_keys, shared.grad_values, block_tokens)
+        chunk = h.chunk((b - a,), window=window, attention=kernels)
         slices.append((slice(a, b), chunk, h.forward(op, chunk, {"qkv": qkv[a:b]}, {})))
     # the window is rebuilt for backward from the kept rows; what is in it now must not matter
     shared.keys.fill_(float("nan"))
@@ -103,6 +104,124 @@ def test_a_window_equals_the_uncut_sequence(harness, checks, cuts, n, g):
     outputs, grad_qkv = definition(qkv, grad_o, (tokens,), n, g, 6)
     checks.close(o, outputs["o"])
     checks.close(grad, grad_qkv)
+
+
+class PlainKernels(Kernels):
+    """The interface of the CUDA kernels over full masks."""
+
+    def probabilities(self, q, k, lengths, lse=None):
+        scores = torch.einsum("tnh,knh->ntk", q.float(), k.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1))
+        scores = scores * q.shape[-1] ** -0.5
+        if lengths is not None:
+            sequence = torch.repeat_interleave(torch.arange(len(lengths.seq_lens)), torch.tensor(lengths.seq_lens))
+            rows = torch.arange(len(q))
+            seen = (sequence[:, None] == sequence[None, :]) & (rows[:, None] >= rows[None, :])
+            scores = scores.masked_fill(~seen, float("-inf"))
+        stats = torch.logsumexp(scores, dim=-1) if lse is None else lse
+        return torch.exp(scores - stats[..., None]), stats
+
+    def forward(self, q, k, v, lengths):
+        probs, lse = self.probabilities(q, k, lengths)
+        return torch.einsum("ntk,knh->tnh", probs, v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)), lse
+
+    def backward(self, grad_out, q, k, v, out, lse, lengths, rng):
+        repeats = q.shape[1] // k.shape[1]
+        keys, values = (t.repeat_interleave(repeats, dim=1) for t in (k, v))
+        probs, _ = self.probabilities(q, k, lengths, lse)
+        delta = (grad_out * out).sum(-1).t()[..., None]
+        grad_scores = probs * (torch.einsum("tnh,knh->ntk", grad_out, values) - delta) * q.shape[-1] ** -0.5
+        grads = torch.einsum("ntk,tnh->knh", grad_scores, q), torch.einsum("ntk,tnh->knh", probs, grad_out)
+        grad_k, grad_v = (g.unflatten(1, (-1, repeats)).sum(2) for g in grads)
+        return torch.einsum("ntk,knh->tnh", grad_scores, keys), grad_k, grad_v
+
+
+@pytest.mark.parametrize("block_tokens", [3, 4, 100])
+@pytest.mark.parametrize("cuts", [(4, 4, 3), (1, 9), (5, 1, 1, 4)], ids=str)
+def test_blocks_of_a_window_add_up(make_harness, checks, monkeypatch, cuts, block_tokens):
+    h, op, tokens = make_harness("cpu", torch.float32), make(4, 2, 6), sum(cuts)
+    monkeypatch.setattr(attention, "choose_kernels", lambda *_: PlainKernels())
+    qkv, grad_o = random_rows(h, tokens, 4, 2, 6)
+    o, grad = run_cut(h, op, qkv, grad_o, cuts, block_tokens=block_tokens)
+    outputs, grad_qkv = definition(qkv, grad_o, (tokens,), 4, 2, 6)
+    checks.close(o, outputs["o"], 1e-5)
+    checks.close(grad, grad_qkv, 1e-5)
+
+
+def test_kernels_are_for_16_bits_on_cuda():
+    assert choose_kernels("cudnn", torch.zeros(4, 2, 64, dtype=torch.bfloat16), (4,)) is None
+
+
+class Queries:
+    """Shape and dtype of queries on a GPU."""
+
+    is_cuda, dtype = True, torch.bfloat16
+
+    def __init__(self, width=128):
+        self.shape = (4, 2, width)
+
+
+@pytest.mark.parametrize(
+    ("width", "seq_lens", "other", "name"),
+    [
+        (128, (2048, 2048), (), "cudnn"),
+        (128, (2048, 1024), (), "flash"),
+        (128, (2040, 2040), (), "flash"),
+        (128, (2048,), (0, 2048), "cudnn"),
+        (128, (2048,), (4096, 1000), "flash"),
+        (256, (2048,), (), "flash"),
+        (100, (2048,), (), None),
+    ],
+)
+def test_cudnn_serves_equal_lengths_that_come_again(width, seq_lens, other, name):
+    assert choose_kernels("cudnn", Queries(width), seq_lens, other) is (None if name is None else KERNELS[name])
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_deterministic_runs_use_flash():
+    assert choose_kernels("cudnn", Queries(), (2048,)) is KERNELS["flash"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "g", "width"), [(16, 4, 64), (8, 8, 128), (8, 1, 128), (4, 2, 80)])
+@pytest.mark.parametrize("seq_lens", [(1024,), (512, 512, 512), (256,), (700, 1, 129, 213)], ids=str)
+def test_cudnn_matches_definition(make_harness, checks, n, g, width, seq_lens):
+    h = make_harness("cuda", torch.bfloat16)
+    check_uncut(h, checks, make(n, g, width), seq_lens, checks.GPU_TOLERANCE[torch.bfloat16], "cudnn")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["flash", "cudnn"])
+@pytest.mark.parametrize("cuts", [(512, 512, 512), (256, 256, 100), (256, 1, 767)], ids=str)
+def test_windows_by_both_kernels(make_harness, checks, cuts, kernels):
+    h, op, tokens = make_harness("cuda", torch.bfloat16), make(8, 2, 64), sum(cuts)
+    qkv, grad_o = random_rows(h, tokens, 8, 2, 64)
+    o, grad = run_cut(h, op, qkv, grad_o, cuts, kernels, block_tokens=256)
+    outputs, grad_qkv = definition(qkv, grad_o, (tokens,), 8, 2, 64)
+    checks.close(o, outputs["o"], checks.GPU_TOLERANCE[torch.bfloat16], "o")
+    for actual, expected in zip(op.split(grad.cpu()), op.split(grad_qkv), strict=True):
+        checks.close(actual, expected, checks.GPU_TOLERANCE[torch.bfloat16], "gradient")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["flash", "cudnn"])
+@pytest.mark.parametrize("before", [0, 3 * 2048])
+def test_kernels_stay_within_their_workspace(name, before):
+    tokens, n, g, width = 2048, 32, 8, 128
+    make_rows = lambda rows, heads: torch.randn(rows, heads, width, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    q, grad_out, out = (make_rows(tokens, n) for _ in range(3))
+    keys, values = (make_rows(before + tokens, g) for _ in range(2))
+    grads = [torch.zeros(before + tokens, g, width, device="cuda") for _ in range(2)]
+    window = KeyValueWindow(keys, values, before, *grads, tokens)
+    lse, rng = torch.empty(n, tokens, device="cuda"), torch.zeros(2, dtype=torch.int64, device="cuda")
+    lengths = Lengths((tokens,), torch.tensor([0, tokens], dtype=torch.int32, device="cuda"))
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    attention.window_forward(KERNELS[name], q, window, lengths, out, lse)
+    attention.window_backward(KERNELS[name], grad_out, q, window, out, lse, lengths, rng)
+    op = make(n, g, width)
+    allowed = op.workspace_bytes(tokens, 2) + (before > 0) * op.window_workspace_bytes(tokens)
+    assert torch.cuda.max_memory_allocated() - held <= allowed
 
 
 @pytest.mark.gpu

@@ -1,0 +1,132 @@
+"""Attention kernels on CUDA behind one interface: torch's flash kernels, and cuDNN's through torch's operators.
+
+A call is causal over packed sequences, every query with the keys of its own sequence up to itself, or it is over some
+earlier keys of one long sequence, which all queries see. Statistics are those of FlashAttention: the log-sum-exp of
+every query's scores, from which backward finds the probabilities again; so calls over parts of the keys add up.
+
+Shapes: q, out [T, N, H]; k, v [K, G, H], K = T where causal; lse [N, T] float32; all rows may be strided.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexengine.ops.base import KernelName
+
+CUDNN_LENGTHS = 256
+"""cuDNN serves lengths that are multiples of this: it prepares itself for every new one, which takes up to a second."""
+
+
+class Lengths(NamedTuple):
+    """The packed sequences of a causal call: tokens of each, and their running sum [sequences + 1] int32 on the GPU."""
+
+    seq_lens: tuple[int, ...]
+    cu_seqlens: Tensor
+
+
+class Kernels(ABC):
+    """Forward and backward of one library. `lengths` None: all queries see all keys.
+
+    rng: int64 [2] on the device, which the operators want and do not read without dropout.
+    """
+
+    @abstractmethod
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None) -> tuple[Tensor, Tensor]:
+        """(out, lse)."""
+
+    @abstractmethod
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths | None,
+        rng: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """(grad_q, grad_k, grad_v) from the out and lse of all keys that the queries see, here and in other calls."""
+
+
+class Flash(Kernels):
+    """FlashAttention-2 as torch has it: packed sequences by their running sum, bf16 or fp16, head width up to 256."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None) -> tuple[Tensor, Tensor]:
+        if lengths is None:
+            operands = (q[None], k[None], v[None], None, None, len(q), len(k))
+            out, lse, *_ = torch.ops.aten._flash_attention_forward(*operands, 0.0, False, False)
+            return out[0], lse[0]
+        cu, longest = lengths.cu_seqlens, max(lengths.seq_lens)
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, cu, cu, longest, longest, 0.0, True, False)
+        return out, lse
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths | None,
+        rng: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        backward = torch.ops.aten._flash_attention_backward
+        if lengths is None:
+            operands = (grad_out[None], q[None], k[None], v[None], out[None], lse[None])
+            grads = backward(*operands, None, None, len(q), len(k), 0.0, False, rng, rng)
+            return grads[0][0], grads[1][0], grads[2][0]
+        cu, longest = lengths.cu_seqlens, max(lengths.seq_lens)
+        return backward(grad_out, q, k, v, out, lse, cu, cu, longest, longest, 0.0, True, rng, rng)
+
+
+class Cudnn(Kernels):
+    """cuDNN's fused attention: B sequences of equal length as a batch, views of the packed rows."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None) -> tuple[Tensor, Tensor]:
+        batch, causal = _batch(lengths), lengths is not None
+        heads = (_by_head(x, batch) for x in (q, k, v))
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*heads, None, True, 0.0, causal, False)
+        return out.transpose(1, 2).reshape(q.shape), lse.view(batch, q.shape[1], -1).transpose(0, 1).flatten(1)
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths | None,
+        rng: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        batch, causal = _batch(lengths), lengths is not None
+        heads = [_by_head(x, batch) for x in (grad_out, q, k, v, out)]
+        stats = lse.view(len(lse), batch, -1, 1).transpose(0, 1).contiguous()
+        sizes = (len(q) // batch, len(k) // batch)
+        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *heads, stats, rng[0], rng[1], None, None, None, *sizes, 0.0, causal
+        )
+        grad_q, grad_k, grad_v = (g.transpose(1, 2).flatten(0, 1) for g in grads)
+        return grad_q, grad_k, grad_v
+
+
+def _batch(lengths: Lengths | None) -> int:
+    return 1 if lengths is None else len(lengths.seq_lens)
+
+
+def _by_head(x: Tensor, batch: int) -> Tensor:
+    """[T, N, H] -> [B, N, T / B, H], a view."""
+    return x.unflatten(0, (batch, -1)).transpose(1, 2)
+
+
+KERNELS: dict[KernelName, Kernels] = {"flash": Flash(), "cudnn": Cudnn()}
+
+
+def choose_kernels(
+    preferred: KernelName, q: Tensor, seq_lens: tuple[int, ...], other_lens: tuple[int, ...] = ()
+) -> Kernels | None:
+    """What serves q [T, N, H]: the preferred kernels where they can, else flash; None where only the plain path can.
+
+    seq_lens: of the packed sequences; other_lens: further numbers of keys, where the chunk continues a sequence. With
+    torch's deterministic algorithms it is flash, whose backward then sums in a fixed order; cuDNN's does not.
+    """
+    width = q.shape[-1]
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or width % 8 or width > 256:
+        return None
+    if preferred == "cudnn" and width <= 128 and not torch.are_deterministic_algorithms_enabled():
+        known = all(length % CUDNN_LENGTHS == 0 for length in (*seq_lens, *other_lens))
+        if known and len(set(seq_lens)) == 1:
+            return KERNELS["cudnn"]
+    return KERNELS["flash"]
+
+
+def kernel_workspace_bytes(tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, compute_bytes: int) -> int:
+    """Most bytes that a backward call takes from the allocator: grad_q, and grad_k and grad_v for N heads and reduced;
+    a float32 sum of grad_q and row statistics, padded."""
+    results = tokens * (num_heads * 3 + 2 * num_kv_heads) * head_dim * compute_bytes
+    return results + (tokens + 128 * 64) * num_heads * (max(32, head_dim) + 2) * 4
