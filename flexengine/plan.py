@@ -49,13 +49,19 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Where one parameter group's weights, stored gradients and optimizer states live."""
+    """Where one parameter group's weights, stored gradients and optimizer states live, and which processor updates it.
+
+    The CPU updates only what lives on the host altogether, where it is.
+    """
 
     weights: Home = "host"
     grads: Home = "host"
     states: Home = "host"
+    update: Literal["gpu", "cpu"] = "gpu"
 
     def __post_init__(self) -> None:
+        if self.update == "cpu" and "gpu" in (self.weights, self.grads, self.states):
+            raise ValueError("an update on the CPU needs weights, gradients and optimizer states on the host")
         if self.states == "gpu" and self.weights != "gpu":
             raise ValueError("optimizer states on the GPU need the weights there too")
 
@@ -170,6 +176,16 @@ class Plan:
         else:
             sequences = self.chunks_per_round * (self.chunk_tokens // longest)
         return max(1, -(-self.request.max_global_batch_tokens // (sequences * longest)))
+
+    @property
+    def updates_on_cpu(self) -> bool:
+        """True when the CPU updates some group."""
+        return any(home.update == "cpu" for home in self.groups)
+
+    @property
+    def uses_tiles(self) -> bool:
+        """True when the GPU updates something that does not live there altogether, and so passes through tile slots."""
+        return any(home.update == "gpu" and "host" in (home.states, home.grads) for home in self.groups)
 
     @property
     def slices_sequences(self) -> bool:

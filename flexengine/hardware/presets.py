@@ -17,7 +17,7 @@ from flexengine.hardware.cards import (
     Card,
 )
 from flexengine.hardware.curve import Points
-from flexengine.hardware.profile import HardwareProfile
+from flexengine.hardware.profile import ADAMW_BYTES, HardwareProfile
 from flexengine.wording import did_you_mean
 
 GIB = 2**30
@@ -28,9 +28,6 @@ ATTENTION_FORWARD_SHARE, ATTENTION_BACKWARD_SHARE = 0.58 / 0.85, 0.48 / 0.85
 MEMORY_SHARE = 0.90  # of the published bandwidth; an H200 copies at 4.24 of 4.8 TB/s
 DUPLEX_SHARE = 0.92  # per direction with both busy; an H200 moves 50.8 of 55.4 GB/s
 LAUNCH_S, ISSUE_S, COPY_LATENCY_S = 4e-6, 30e-6, 3e-6
-
-# Bytes that AdamW moves per parameter with split masters and bf16 gradients, by state dtype: memory bounds it.
-ADAMW_BYTES = {"float32": 26, "bfloat16": 18}
 
 PROCESS_HOST_BYTES = 3 * GIB  # torch and CUDA libraries in RAM
 HOST_TOTAL_BYTES = 128 * GIB

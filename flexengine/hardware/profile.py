@@ -27,6 +27,8 @@ ProfileSource = Literal["measured", "preset", "synthetic"]
 
 FORMAT = 3
 """Version of the JSON form; raised when fields appear or change their meaning."""
+ADAMW_BYTES = {"float32": 26, "bfloat16": 18}
+"""Bytes that AdamW moves per parameter with split masters and bf16 gradients, by state dtype; memory bounds it."""
 POINT_FIELDS = {
     "matmul_flops_per_s": "tokens",
     "attention_forward_flops_per_s": "tokens of a sequence",
@@ -142,6 +144,10 @@ class HardwareProfile:
         """Parameters/s of AdamW on the CPU with states in `state_dtype`; the slowest rate for one not measured."""
         rates = dict(self.cpu_adamw_parameters_per_s)
         return rates.get(state_dtype, min(rates.values()))
+
+    def cpu_adamw_bytes_per_s(self, state_dtype: str) -> float:
+        """Bytes of host memory/s that this moves: what the CPU has of the memory's rate while nothing else uses it."""
+        return self.cpu_adamw_rate(state_dtype) * ADAMW_BYTES.get(state_dtype, max(ADAMW_BYTES.values()))
 
     def to_dict(self) -> dict[str, Any]:
         """Values JSON can hold, one key per field and "format"; `from_dict` is the inverse."""

@@ -10,13 +10,15 @@ For every chunk and round size the planner may choose, with R rounds a step, it 
     w, g, s  bytes of weights, gradients and optimizer states at home on the GPU, per kind of group (totals W, G, S)
     c        bytes of host-homed weights (gradients) that nevertheless stay on the GPU from one use to the next:
              over the turn from forward to backward, between rounds, and at the end of the step
+    u        share of the parameters that the CPU updates, of those at home on the host altogether
 
 subject to, per step and with what every order of the work must do,
 
-    compute  forward + backward + sum_S x_S recompute_S + rounding of gradients + update          <= T
+    compute  forward + backward + sum_S x_S recompute_S + rounding of gradients + (1 - u) update  <= T
+    CPU      u * update of all parameters by the CPU with an idle link                            <= T
     H2D      R (W' - w' - c_turn) + (R-1) (W - w - c_between) + (W - w - c_end)
-             + (R-1) (G - g) + (G - g - c_grads) + (S - s) + k                                    <= rate
-    D2H      R (G - g) - c_grads + (W - w) + (S - s) + k                                          <= rate
+             + (R-1) (G - g) + (G - g - c_grads) + (S - s) - u (G + S) + k                        <= rate
+    D2H      R (G - g) - c_grads + (W - w) + (S - s) - u (W + S) + k                              <= rate
     GPU      w + g + s + what must be there, at the turn, between rounds and at the end           <= budget
     host     (W - w) + (G - g) + (S - s) + a round's share of k                                   <= budget
 
@@ -27,11 +29,12 @@ that are not on the host, and the operands of the command that runs: the head's,
 Why it is a lower bound. Take any plan, and any program that runs it. Its homes and save sets, as fractions, are one
 choice of x, k, w, g, s, and the bytes it really held over a turn are one choice of c. Each stream's busy seconds are at
 least the left sides above: every byte and every piece of work there is moved or done by every program of the plan.
-(Weights may come out of the update right into the next forward, so that is not counted twice; padding, latencies,
+(Weights may come out of the GPU's update right into the next forward, so that is not counted twice; those that the CPU
+updates are fetched for it. Padding, latencies,
 slots, waits, and reading kept activations twice are left out.) Slots in use at one moment do not overlap, so the bytes
 on the left of the memory rows are part of what the plan takes. Hence the plan satisfies all rows with T = its time, and
 the least T of the relaxation is not above it. The bound is the least over the sizes; a size with the same chunks and
-number of rounds as a smaller one asks for the same rows. The update runs on the GPU.
+number of rounds as a smaller one asks for the same rows.
 """
 
 from __future__ import annotations
@@ -54,6 +57,7 @@ LEAST_PRICE = 1e-3
 """Rows whose relaxation by one unit would save a smaller share of the step are not named as limits."""
 ROW_WORDS = {
     "compute": "compute",
+    "cpu": "the CPU",
     "h2d": "the host-to-device link",
     "d2h": "the device-to-host link",
     "gpu head": "GPU memory",
@@ -92,7 +96,8 @@ def speed_of_light(model: ModelSpec, request: Request, profile: HardwareProfile)
     step = Unavoidable(model, request, profile)
     best: Bound | None = None
     for size in sorted(_sizes(step), key=lambda s: s.compute_s):
-        if best is not None and size.compute_s * (1 - TOLERANCE) >= best.seconds:
+        least_s = size.compute_s - size.update_s
+        if best is not None and least_s * (1 - TOLERANCE) >= best.seconds:
             break  # sizes with even more compute cannot lower it
         found = _Relaxation(step, size).bound()
         if found is not None and (best is None or found.seconds < best.seconds):
@@ -146,7 +151,7 @@ class _Relaxation:
             seconds=found.least / (1 + LINK_PRICE) * self.unit_s * (1 - TOLERANCE),
             chunk_tokens=self.size.chunk_tokens,
             rounds=self.rounds,
-            compute_s=self.size.compute_s + recompute_s * self.unit_s,
+            compute_s=self.size.compute_s - values["by cpu"] * self.size.update_s + recompute_s * self.unit_s,
             recompute_s=recompute_s * self.unit_s,
             h2d_s=(values["link h2d"] + both) * self.unit_s,
             d2h_s=(values["link d2h"] + both) * self.unit_s,
@@ -175,6 +180,10 @@ class _Relaxation:
             add(name)
         self.lp.at_most("kept on host", {"on host": 1.0, **{k: -v for k, v in self.kept.items()}}, 0.0)
         self._hold_rows()
+        add("by cpu", None if self.step.profile.device_type == "cuda" else 0.0)
+        for kind in "wgs":
+            total = self._total(kind)
+            self.lp.at_most(f"cpu {kind}", {"by cpu": total, **self._at_home(kind)}, total)
 
     def _hold_rows(self) -> None:
         """Only what is at home on the host can be held in between."""
@@ -202,7 +211,9 @@ class _Relaxation:
     # -- rows --------------------------------------------------------------------------------------------------------
 
     def _stream_rows(self) -> None:
-        self.lp.at_most("compute", {"T": -1.0, **self.recompute}, -1.0)
+        update = self.size.update_s / self.unit_s
+        self.lp.at_most("compute", {"T": -1.0, **self.recompute, "by cpu": -update}, -1.0)
+        self.lp.at_most("cpu", {"T": -1.0, "by cpu": self.size.cpu_update_s / self.unit_s}, 0.0)
         self.lp.at_most("link", {"link h2d": 1.0, "link d2h": 1.0, "link both": 1.0, "T": -1.0}, 0.0)
         p, scale = self.step.profile, self.unit_s / self.unit_bytes
         self._copy_row("h2d", self._h2d(), p.h2d_bytes_per_s * scale, p.h2d_duplex_bytes_per_s * scale)
@@ -222,6 +233,7 @@ class _Relaxation:
             terms[name] -= r
         terms |= self._at_home("s", factor=-1.0)
         terms |= {"hold turn": -float(r), "hold between": 1.0 - r, "hold end": -1.0, "hold grads": -1.0, "on host": 1.0}
+        terms["by cpu"] = -self._total("g") - self._total("s")
         constant = r * (self._total("w") + self._total("w", twice) + self._total("g")) + self._total("s")
         return terms, constant
 
@@ -229,7 +241,7 @@ class _Relaxation:
         """Bytes to the host: gradients of every round, updated weights and states, kept activations."""
         r = self.rounds
         terms = {**self._at_home("ws", factor=-1.0), **self._at_home("g", factor=-float(r))}
-        terms |= {"hold grads": -1.0, "on host": 1.0}
+        terms |= {"hold grads": -1.0, "on host": 1.0, "by cpu": -self._total("w") - self._total("s")}
         return terms, r * self._total("g") + self._total("w") + self._total("s")
 
     def _gpu_rows(self) -> None:

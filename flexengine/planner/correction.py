@@ -1,7 +1,8 @@
 """What a measured step says about the profile: every stream's rates scaled by measured over predicted seconds.
 
 The planner prices commands from rates that a probe measured on synthetic work. After a few steps the real commands
-have been timed; one factor for compute and one for each direction of the link make the profile agree with them.
+have been timed; one factor for compute, for each direction of the link and for the CPU make the profile agree with
+them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from flexengine.metrics import format_seconds
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, Prediction
 from flexengine.planner.bound import speed_of_light_s
-from flexengine.planner.cost_model import CostModel, round_shape, step_seconds
+from flexengine.planner.cost_model import StepPricer, round_shape, step_seconds
 from flexengine.planner.report import limiter
 from flexengine.schedule.command_totals import CommandClass, CommandTotal, add_totals
 from flexengine.schedule.commands import Stream
@@ -34,6 +35,7 @@ class Factors(NamedTuple):
     compute: float = 1.0
     h2d: float = 1.0
     d2h: float = 1.0
+    cpu: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def corrected_prediction(layout: Layout, profile: HardwareProfile) -> Prediction
 def predicted_totals(layout: Layout, profile: HardwareProfile) -> dict[CommandClass, CommandTotal]:
     """Predicted seconds of a round that adds to earlier gradients (or the only one) and of the update, by class."""
     plan = layout.plan
-    cost = CostModel(profile, layout.compute_bytes, plan.chunk_tokens, plan.request.max_seq_len)
+    cost = StepPricer(profile).cost(layout)
     shape = round_shape(plan.request, plan.chunk_tokens, plan.chunks_per_round)
     totals: dict[CommandClass, CommandTotal] = {}
     for program in (lower_round(layout, shape, first=plan.num_rounds == 1), lower_update(layout)):
@@ -140,4 +142,5 @@ def corrected_profile(profile: HardwareProfile, factors: Factors) -> HardwarePro
         h2d_duplex_bytes_per_s=profile.h2d_duplex_bytes_per_s / factors.h2d,
         d2h_bytes_per_s=profile.d2h_bytes_per_s / factors.d2h,
         d2h_duplex_bytes_per_s=profile.d2h_duplex_bytes_per_s / factors.d2h,
+        cpu_adamw_parameters_per_s=tuple((name, r / factors.cpu) for name, r in profile.cpu_adamw_parameters_per_s),
     )

@@ -41,13 +41,14 @@ class StepEstimate:
 class CostModel:
     """Prices commands of chunks of `chunk_tokens` tokens; `compute_bytes` is the size of a compute element.
 
-    seq_len: tokens of a sequence, which attention's rates depend on.
+    seq_len: tokens of a sequence, which attention's rates depend on. state_dtype: of the optimizer, for the CPU's rate.
     """
 
     profile: HardwareProfile
     compute_bytes: int
     chunk_tokens: int
     seq_len: int
+    state_dtype: str = "float32"
 
     @cached_property
     def matmul_rate(self) -> float:
@@ -84,7 +85,13 @@ class CostModel:
             duplex_bytes_per_s={Stream.H2D: p.h2d_duplex_bytes_per_s, Stream.D2H: p.d2h_duplex_bytes_per_s},
             copy_latency_s=p.copy_latency_s,
             issue_s=self.issue_s,
+            cpu_s=self.cpu_s,
+            host_bytes_per_s=p.cpu_adamw_bytes_per_s(self.state_dtype),
         )
+
+    def cpu_s(self, command: Command) -> float:
+        """Seconds of an update by the CPU while the link is idle: it is bound by host memory."""
+        return command.work.memory_bytes / self.profile.cpu_adamw_bytes_per_s(self.state_dtype)
 
     def issue_s(self, command: Command) -> float:
         """Host seconds to issue a command: its op calls, each with its views, one after another."""
@@ -196,7 +203,9 @@ def stalls(program: Program, timing: Timing) -> dict[tuple[str, str], float]:
             if start > ready:
                 found[ISSUE, phase] += start - ready
             free = timing.end_s[command.index]
-    found[Stream.D2H.value, phase] += timing.total_s - free
+    if timing.total_s > free:
+        last = max(program.commands, key=lambda c: timing.end_s[c.index])
+        found[last.stream.value, phase] += timing.total_s - free
     return dict(found)
 
 
@@ -219,7 +228,9 @@ class StepPricer:
 
     def cost(self, layout: Layout) -> CostModel:
         """The cost model at the chunk size of a layout's plan."""
-        return CostModel(self.profile, layout.compute_bytes, layout.plan.chunk_tokens, layout.plan.request.max_seq_len)
+        request = layout.plan.request
+        sizes = (layout.compute_bytes, layout.plan.chunk_tokens, request.max_seq_len)
+        return CostModel(self.profile, *sizes, request.numerics.state)
 
     def step(self, layout: Layout) -> StepEstimate:
         """One first round, accumulating rounds for the rest of the batch, and the update, one after the other."""

@@ -83,10 +83,11 @@ def moved(drafts: Drafts, index: int, mixes: list[Mix]) -> Drafts:
 
 
 def changed(drafting: Drafting, drafts: Drafts, index: int) -> Drafts:
-    """One placement with any one block changed to any row."""
-    rows, many = drafts.rows[index], len(drafting.problem.row_option)
-    found = np.tile(rows, (len(rows) * many, 1))
-    found[np.arange(len(found)), np.repeat(np.arange(len(rows)), many)] = np.tile(np.arange(many), len(rows))
+    """One placement with any one block changed to any row that the machine has."""
+    rows, problem = drafts.rows[index], drafting.problem
+    others = np.flatnonzero(np.isin(problem.row_level, problem.templates.levels))
+    found = np.tile(rows, (len(rows) * len(others), 1))
+    found[np.arange(len(found)), np.repeat(np.arange(len(rows)), len(others))] = np.tile(others, len(rows))
     return Drafts(found, np.full(len(found), drafts.structures[index]), np.tile(drafts.slots[index], (len(found), 1)))
 
 

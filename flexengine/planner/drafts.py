@@ -10,7 +10,7 @@ import numpy as np
 from flexengine.planner import loads
 from flexengine.planner.sketch import Batch, EdgeCosts, RoundCosts, RowCosts, Sketch
 from flexengine.planner.solver import Placement, RoundProblem
-from flexengine.planner.tables import NUM_LEVELS, STREAMS_GRADS, STREAMS_WEIGHTS
+from flexengine.planner.tables import NEEDS_TILES, NUM_LEVELS, STREAMS_GRADS, STREAMS_WEIGHTS, UPDATED_BY_CPU
 from flexengine.planner.templates import SlotCounts
 from flexengine.planner.updates import stations
 from flexengine.schedule.layer_program import ALIGNMENT
@@ -134,16 +134,16 @@ class Drafting:
         """GPU bytes [P] of the process."""
         p, levels = self.problem, drafts.rows % NUM_LEVELS
         resident = self.edge_gpu[drafts.structures] + p.level_gpu[levels].sum(axis=1)
-        tiled = (levels != loads.RESIDENT).any(axis=1) | (self.edge_levels[drafts.structures] != loads.RESIDENT).any(
-            axis=1
-        )
+        tiled = (NEEDS_TILES[levels]).any(axis=1) | NEEDS_TILES[self.edge_levels[drafts.structures]].any(axis=1)
         region = np.maximum(self.region_bytes(drafts), np.where(tiled, p.templates.least_tile_bytes, 0))
         return p.activations.fixed_gpu_bytes + resident + region
 
     def host_bytes(self, drafts: Drafts) -> np.ndarray:
         """Host bytes [P] of the process."""
         p = self.problem
-        return p.activations.host_bytes + self.edge_host[drafts.structures] + p.row_host[drafts.rows].sum(axis=1)
+        planes = self.edge_host[drafts.structures] + p.row_host[drafts.rows].sum(axis=1)
+        scale = np.where(UPDATED_BY_CPU[drafts.rows % NUM_LEVELS].any(axis=1), ALIGNMENT, 0)
+        return p.activations.host_bytes + planes + scale
 
     def fitting(self, drafts: Drafts, gpu_bytes: int, host_bytes: int) -> Drafts:
         """Those within both budgets."""
@@ -279,8 +279,8 @@ class Drafting:
         return found
 
     def update_parts(self, slots: int, tile: int) -> tuple[np.ndarray, np.ndarray, float]:
-        """Seconds on the link, in compute and in issue of a block by level [V, 3] and of the edges by structure [S, 3]
-        in an update with such tiles, and those of the first tile's way."""
+        """Seconds on the link, in compute, in issue and in host memory of a block by level [V, 4] and of the edges by
+        structure [S, 4] in an update with such tiles, and those of the first tile's way."""
         key = (slots, tile)
         if key not in self._updates:
             cost, templates = self.problem.cost, self.problem.templates

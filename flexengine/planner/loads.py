@@ -32,9 +32,12 @@ LEVELS = (
     GroupPlan(grads="gpu"),
     GroupPlan(weights="gpu", grads="gpu"),
     GroupPlan(weights="gpu", grads="gpu", states="gpu"),
+    GroupPlan(update="cpu"),
 )
-"""Ways to hold a parameter group, from fully streamed to fully resident."""
-STREAMED, RESIDENT_WEIGHTS, RESIDENT_GRADS, RESIDENT_BOTH, RESIDENT = range(len(LEVELS))
+"""Ways to hold a parameter group, from fully streamed to fully resident, and streamed with the CPU to update it."""
+STREAMED, RESIDENT_WEIGHTS, RESIDENT_GRADS, RESIDENT_BOTH, RESIDENT, UPDATED_BY_CPU = range(len(LEVELS))
+GPU_LEVELS = tuple(range(UPDATED_BY_CPU))
+"""Those that the GPU updates."""
 
 
 class GroupUse(NamedTuple):
@@ -93,6 +96,8 @@ def group_loads(
     touched = stores * group.numel * acc_bytes + (2 * stores - 1) * planes["grad"]
     loads[BC] = touched / p.memory_bytes_per_s + 2 * stores * p.launch_s
     loads[BI] += stores * issue_s(cost, "finish_gradient")
+    if level.update == "cpu":
+        return loads
     back = sum(num for kind, num in planes.items() if kind != "grad" and home_of(kind, level) == "host")
     loads[UC] = (2 * sum(planes.values()) - planes["grad"]) / p.memory_bytes_per_s
     loads[UH] = (back + (planes["grad"] if level.grads == "host" else 0)) / p.h2d_duplex_bytes_per_s

@@ -209,7 +209,7 @@ class Mixing:
 
     def level_mixes(self, shares: tuple[float, ...]) -> np.ndarray:
         """Mixes [Q, V] of levels."""
-        return _mixes(np.arange(NUM_LEVELS), NUM_LEVELS, self.problem.num_blocks, shares)
+        return _mixes(self.problem.templates.levels, NUM_LEVELS, self.problem.num_blocks, shares)
 
     def crossed(
         self, shares: tuple[float, ...], slots: tuple[Slots, ...], gpu_bytes: int, host_bytes: int, near_s: float
@@ -241,7 +241,7 @@ class Mixing:
     def neighbours(self, mix: Mix, gpu_bytes: int, host_bytes: int) -> Neighbours:
         """Every move of options, crossed with every move of levels and every other structure."""
         option_moves = moves(mix.options, np.union1d(self.supported, np.flatnonzero(mix.options)))
-        level_moves = moves(mix.levels, np.arange(NUM_LEVELS))
+        level_moves = moves(mix.levels, self.problem.templates.levels)
         structures = np.arange(len(self.drafting.structures))
         levels = np.concatenate((level_moves.applied(mix.levels), np.tile(mix.levels, (len(structures), 1))))
         around = np.concatenate((np.full(len(level_moves.source), mix.structure), structures))

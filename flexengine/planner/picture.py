@@ -85,5 +85,6 @@ CAUSE_WORDS = {
     "h2d": "the host-to-device link",
     "d2h": "the device-to-host link",
     "compute": "compute",
+    "cpu": "the CPU",
     ISSUE: "the host to issue commands",
 }

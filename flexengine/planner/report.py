@@ -197,10 +197,13 @@ def _parameter_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
 
 
 def _update_lines(plan: Plan) -> list[str]:
-    if all(home.states == "gpu" and home.grads == "gpu" for home in plan.groups):
-        return ["update: on the GPU, in place"]
+    by_cpu = sum(home.update == "cpu" for home in plan.groups)
+    cpu = f"{by_cpu} of {len(plan.groups)} groups on the CPU, the others " if by_cpu else ""
+    if not plan.uses_tiles:
+        return [f"update: {cpu}on the GPU, in place"]
     tile = f"{plan.optimizer_tile / 1e6:.2g} M" if plan.optimizer_tile >= 1e5 else f"{plan.optimizer_tile}"
-    return [f"update: on the GPU, what lives on the host through {plan.optimizer_slots} tile(s) of {tile} elements"]
+    slots = f"{plan.optimizer_slots} tile(s) of {tile} elements"
+    return [f"update: {cpu}on the GPU, what lives on the host through {slots}"]
 
 
 def _group_bytes(layouts: Sequence[GroupLayout] | None, members: list[int], kinds: tuple[str, ...]) -> str:
@@ -276,6 +279,7 @@ LIMIT_WORDS = {
     "h2d": "host-to-device link",
     "d2h": "device-to-host link",
     "compute": "compute",
+    "cpu": "CPU",
     ISSUE: "the host, which issues commands,",
 }
 COMPUTE_BOUND_SHARE = 0.9

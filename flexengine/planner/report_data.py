@@ -104,7 +104,7 @@ def group_rows(picture: Picture) -> list[dict[str, Any]]:
         planes = group_layout(group, picture.plan.request.numerics).plane_bytes
         states = sum(num for kind, num in planes.items() if kind not in ("weights", "grad"))
         sizes = {"weights_bytes": planes["weights"], "gradients_bytes": planes["grad"], "states_bytes": states}
-        homes = {"weights": home.weights, "gradients": home.grads, "states": home.states}
+        homes = {"weights": home.weights, "gradients": home.grads, "states": home.states, "update": home.update}
         rows.append({"name": group.name, "parameters": group.numel, **homes, **sizes})
     return rows
 

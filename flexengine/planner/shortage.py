@@ -132,7 +132,7 @@ def _uniform(problem: RoundProblem) -> Iterator[Placement]:
     shared = np.array([align(max(floor, int(b))) for b in problem.row_scratch])
     shared += np.array([align(int(b)) for b in problem.row_staged])
     totals = problem.num_blocks * problem.row_gpu + shared
-    for level in np.unique(problem.row_level):
+    for level in loads.GPU_LEVELS:
         candidates = np.flatnonzero(problem.row_level == level)
         rows = (int(candidates[totals[candidates].argmin()]),) * problem.num_blocks
         for structure in problem.templates.structures(len(problem.edge_host), loads.STREAMED):

@@ -17,9 +17,9 @@ import numpy as np
 
 from flexengine.plan import GroupPlan, LayerPlan, Plan
 from flexengine.planner import knapsack, loads
-from flexengine.planner.tables import STREAMS_GRADS, STREAMS_WEIGHTS, RoundTables
+from flexengine.planner.tables import NEEDS_TILES, STREAMS_GRADS, STREAMS_WEIGHTS, RoundTables
 from flexengine.planner.templates import SlotCounts, Structure
-from flexengine.schedule.layer_program import align
+from flexengine.schedule.layer_program import ALIGNMENT, align
 
 
 class Caps(NamedTuple):
@@ -63,7 +63,7 @@ class Goal:
 
 
 BLOCKS_HOLD_LEVELS = {
-    loads.STREAMED: tuple(range(len(loads.LEVELS))),
+    loads.STREAMED: loads.GPU_LEVELS,
     loads.RESIDENT_WEIGHTS: (loads.RESIDENT_WEIGHTS, loads.RESIDENT_BOTH, loads.RESIDENT),
     loads.RESIDENT_GRADS: (loads.RESIDENT_GRADS, loads.RESIDENT_BOTH, loads.RESIDENT),
     loads.RESIDENT_BOTH: (loads.RESIDENT_BOTH, loads.RESIDENT),
@@ -102,7 +102,7 @@ class RoundProblem(RoundTables):
         resident = self.templates.resident_edge_bytes(edges) + int(self.level_gpu[self.row_level[rows]].sum())
         levels = [*edges, *(int(v) for v in self.row_level[rows])]
         region = self.region_bytes(placement)
-        if any(v != loads.RESIDENT for v in levels):
+        if NEEDS_TILES[levels].any():
             region = max(region, self.templates.least_tile_bytes)
         return self.activations.fixed_gpu_bytes + resident + region
 
@@ -115,7 +115,9 @@ class RoundProblem(RoundTables):
     def host_bytes(self, structure: Structure, counts: Counter[int]) -> int:
         """Host bytes of the process."""
         edges = sum(int(host[v]) for host, v in zip(self.edge_host, structure.edge_levels, strict=True))
-        return edges + self.activations.host_bytes + sum(n * int(self.row_host[row]) for row, n in counts.items())
+        scale = ALIGNMENT * any(self.row_level[row] == loads.UPDATED_BY_CPU for row in counts)
+        planes = edges + sum(n * int(self.row_host[row]) for row, n in counts.items())
+        return self.activations.host_bytes + planes + scale
 
     def caps_of(self, rows: Sequence[int]) -> Caps:
         """What the chosen rows need of shared buffers."""

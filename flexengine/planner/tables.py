@@ -15,6 +15,8 @@ from flexengine.schedule.layer_program import align, compile_layer
 from flexengine.schedule.layout import DTYPE_BYTES, GroupLayout
 
 NUM_LEVELS = len(loads.LEVELS)
+UPDATED_BY_CPU = np.array([level.update == "cpu" for level in loads.LEVELS])
+NEEDS_TILES = np.array([level.update == "gpu" and "host" in (level.grads, level.states) for level in loads.LEVELS])
 STREAMS_WEIGHTS = np.array([level.weights == "host" for level in loads.LEVELS])
 STREAMS_GRADS = np.array([level.grads == "host" for level in loads.LEVELS])
 
@@ -33,7 +35,8 @@ class RoundTables:
         self.chunk_tokens, self.chunks_per_round, self.sets = chunk_tokens, chunks_per_round, sets
         self.compute_bytes = DTYPE_BYTES[self.request.numerics.compute]
         self.acc_bytes = 8 if self.request.numerics.compute == "float64" else 4
-        self.cost = CostModel(templates.profile, self.compute_bytes, chunk_tokens, self.request.max_seq_len)
+        sizes = (self.compute_bytes, chunk_tokens, self.request.max_seq_len)
+        self.cost = CostModel(templates.profile, *sizes, self.request.numerics.state)
         self.shape = round_shape(self.request, chunk_tokens, chunks_per_round)
         self.rounds = rounds_per_step(self.request, self.shape)
         self.num_blocks = len(templates.block_layers)

@@ -11,17 +11,21 @@ from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
+import numpy as np
+
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan, Plan, Request
 from flexengine.planner.cost_model import CostModel
 from flexengine.planner.loads import (
+    GPU_LEVELS,
     LEVELS,
     RESIDENT,
     RESIDENT_BOTH,
     RESIDENT_GRADS,
     RESIDENT_WEIGHTS,
     STREAMED,
+    UPDATED_BY_CPU,
     group_uses,
     home_of,
 )
@@ -98,6 +102,8 @@ class Templates:
         self.small = self._small_model()
         self.num_parameters = model.num_parameters
         self.uses = group_uses(model)
+        self.levels = np.array([*GPU_LEVELS, UPDATED_BY_CPU] if profile.device_type == "cuda" else GPU_LEVELS)
+        """Those that blocks may have: on the CPU both updates are one."""
         self.block_group = group_layout(model.groups[self.block_groups[0]], request.numerics)
         self.edge_layouts = [group_layout(model.groups[g], request.numerics) for g in self.edge_groups]
         self._options: dict[tuple[int, tuple[tuple[str, ...], ...]], Options] = {}

@@ -110,7 +110,8 @@ class SizeWork:
         self.step, self.chunk_tokens = step, chunk_tokens
         self.shape = round_shape(step.request, chunk_tokens, chunks_per_round)
         self.rounds = rounds_per_step(step.request, self.shape)
-        self.cost = CostModel(step.profile, step.compute_bytes, chunk_tokens, step.request.max_seq_len)
+        sizes = (step.compute_bytes, chunk_tokens, step.request.max_seq_len)
+        self.cost = CostModel(step.profile, *sizes, step.request.numerics.state)
 
     @property
     def full_rounds(self) -> float:
@@ -128,7 +129,7 @@ class SizeWork:
     def compute_s(self) -> float:
         """Seconds of forward, backward, gradients and update of a step, without recomputation."""
         layers_s = sum(count * self._layer_s(layer) for layer, count in self.step.layer_counts)
-        return layers_s * self.full_rounds + self._gradient_s() + self._update_s()
+        return layers_s * self.full_rounds + self._gradient_s() + self.update_s
 
     def _layer_s(self, layer: LayerSpec) -> float:
         """Forward and backward of a layer in a round; the head's forward is what its backward recomputes."""
@@ -149,10 +150,19 @@ class SizeWork:
         moved = self.rounds * numel * self.step.acc_bytes + (2 * self.rounds - 1) * grads
         return self.cost.work_s(Work(memory_bytes=float(moved), kernels=2 * self.rounds * layers))
 
-    def _update_s(self) -> float:
-        """The update reads all planes and writes all but the gradients."""
-        moved = sum(2 * (p.weights + p.states) + p.grads for p in self.step.parameters)
-        return self.cost.work_s(Work(memory_bytes=float(moved)))
+    @cached_property
+    def update_s(self) -> float:
+        """The update by the GPU reads all planes and writes all but the gradients."""
+        return self.cost.work_s(Work(memory_bytes=self._update_bytes))
+
+    @property
+    def cpu_update_s(self) -> float:
+        """The update of all parameters by the CPU."""
+        return self._update_bytes / self.step.profile.cpu_adamw_bytes_per_s(self.step.request.numerics.state)
+
+    @property
+    def _update_bytes(self) -> float:
+        return float(sum(2 * (p.weights + p.states) + p.grads for p in self.step.parameters))
 
     # -- what blocks keep ----------------------------------------------------------------------------------------------
 

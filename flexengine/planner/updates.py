@@ -20,26 +20,34 @@ NUM_COPIES = 2
 
 
 class Stations(NamedTuple):
-    """Seconds of all tiles of a group at each station, at the rates of a busy link, and of its first tile's way."""
+    """Seconds of all tiles of a group at each station, at the rates of a busy link, and of its first tile's way.
+
+    host_s: what it takes of host memory's time, by copies or by the CPU.
+    """
 
     h2d_s: float
     compute_s: float
     d2h_s: float
     issue_s: float
     first_s: float
+    host_s: float
 
-    def seconds(self, slots: int, cost: CostModel) -> tuple[float, float, float]:
-        """What the group adds to an update with so many tile slots: on the link, in compute and in issue, which other
-        groups may overlap."""
+    def seconds(self, slots: int, cost: CostModel) -> tuple[float, float, float, float]:
+        """What the group adds to an update with so many tile slots: on the link, in compute, in issue and in host
+        memory, which other groups may overlap."""
         link_s = float(link_seconds(np.asarray(self.h2d_s), np.asarray(self.d2h_s), cost))
         way_s = self.h2d_s + self.compute_s + self.d2h_s
-        return max(link_s, way_s / slots) if self.h2d_s else 0.0, self.compute_s, self.issue_s
+        return max(link_s, way_s / slots) if self.h2d_s else 0.0, self.compute_s, self.issue_s, self.host_s
 
 
 def stations(group: GroupLayout, level: GroupPlan, tile: int, cost: CostModel) -> Stations:
     """Seconds of a group's tiles of at most `tile` elements under a level of residency."""
     p = cost.profile
     planes = group.plane_bytes
+    host_rate = p.cpu_adamw_bytes_per_s(cost.state_dtype)
+    touched = 2 * sum(planes.values()) - planes["grad"]
+    if level.update == "cpu":
+        return Stations(0.0, 0.0, 0.0, len(group.segments) * issue_s(cost, "update"), 0.0, touched / host_rate)
     fetched = [kind for kind, num in planes.items() if num and home_of(kind, level) == "host"]
     returned = [kind for kind in fetched if kind != "grad"]
     count = sum(-(-segment.numel // tile) for segment in group.segments)
@@ -47,8 +55,11 @@ def stations(group: GroupLayout, level: GroupPlan, tile: int, cost: CostModel) -
     return_s = sum(planes[kind] for kind in returned) / p.d2h_duplex_bytes_per_s
     fetch_s += count * p.copy_latency_s * len(fetched) * p.h2d_bytes_per_s / p.h2d_duplex_bytes_per_s
     return_s += count * p.copy_latency_s * len(returned) * p.d2h_bytes_per_s / p.d2h_duplex_bytes_per_s
-    compute_s = (2 * sum(planes.values()) - planes["grad"]) / p.memory_bytes_per_s + count * p.launch_s
+    compute_s = touched / p.memory_bytes_per_s + count * p.launch_s
+    moved = sum(planes[kind] for kind in (*fetched, *returned))
     copies_s = NUM_COPIES * issue_s(cost, "copy") if fetched else 0.0
     issued_s = count * (issue_s(cost, "update") + copies_s)
     largest = min(1.0, tile / max(1, group.numel))
-    return Stations(fetch_s, compute_s, return_s, issued_s, largest * (fetch_s + compute_s + return_s))
+    return Stations(
+        fetch_s, compute_s, return_s, issued_s, largest * (fetch_s + compute_s + return_s), moved / host_rate
+    )

@@ -1,8 +1,8 @@
 """Carries a program out: commands in issue order, each on its stream after its waits.
 
-On CUDA the three streams run beside each other and the host only issues; nothing synchronises. On the CPU commands
-run one after the other, by default in issue order; any order that respects streams and waits gives the same bits,
-which tests use.
+On CUDA three streams run beside each other and the host only issues; it waits where the CPU has work of its own. On the
+CPU all commands run one after the other, by default in issue order; any order that respects streams and waits gives the
+same bits, which tests use.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Executor:
             self._transfers = open_transfers(device)
 
     def run(self, program: Program, handler: Handler, timed: bool = False) -> None:
-        """Issue all commands of a program; on CUDA returns before they have run.
+        """Issue all commands of a program; on CUDA returns before they have run, but for those of the CPU.
 
         timed: note when every command starts and ends, for `timings`; costs two events per command on CUDA.
         """
@@ -102,10 +102,11 @@ class Executor:
         issue = self._last_issue[program] = self._issues[key]
 
         def call(command: Command) -> None:
-            if command.stream is not Stream.COMPUTE:
+            aside = command.stream in (Stream.H2D, Stream.D2H)
+            if aside:
                 torch.cuda.set_stream(self.streams[command.stream])
             handler(command)
-            if command.stream is not Stream.COMPUTE:
+            if aside:
                 torch.cuda.set_stream(self.streams[Stream.COMPUTE])
 
         torch.cuda.set_stream(self.streams[Stream.COMPUTE])

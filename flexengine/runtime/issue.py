@@ -2,11 +2,13 @@
 
 Copies, waits and records between two compute commands are one call into the transfer engine. The order is that of the
 program, command by command, because a wait for an event sees only records that were issued before it; an event still
-holds its record of the run before until then.
+holds its record of the run before until then. What the CPU does comes last, when all the rest has been issued: the host
+waits for what each command of it needs, and runs it.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -37,6 +39,8 @@ class Issue:
         self, program: Program, arenas: Arenas, streams: Streams, transfers: Transfers, timed: bool = False
     ) -> None:
         self.program, self._streams, self._transfers = program, streams, transfers
+        self._cpu_commands = _cpu_commands(program)
+        self._cpu_seconds: dict[int, float] = {}
         self._arenas = _whole_arenas(program, arenas)
         awaited = sorted({wait for command in program.commands for wait in command.waits})
         self._signals = dict(zip(awaited, transfers.create_events(len(awaited)), strict=True))
@@ -47,11 +51,17 @@ class Issue:
         self._legs = self._make_legs()
 
     def run(self, call: Callable[[Command], None]) -> None:
-        """Issue everything; `call` launches a command that is no copy, on its stream."""
+        """Issue everything; `call` launches a command that is no copy, on its stream, or runs it on the CPU."""
         for first, last, command in self._legs:
             self._transfers.submit(self._batch, first, last)
             if command is not None:
                 call(command)
+        for command in self._cpu_commands:
+            for wait in command.waits:
+                self.wait_for(wait)
+            start = time.perf_counter()
+            call(command)
+            self._cpu_seconds[command.index] = time.perf_counter() - start
 
     def wait_for(self, index: int) -> None:
         """Block the host until a command of the last run, one that others wait for, has finished."""
@@ -60,8 +70,16 @@ class Issue:
 
     def timings(self) -> list[tuple[float, float]]:
         """(start, end) of every command of the last run in seconds since it began. Order: it has finished."""
-        elapsed = [self._transfers.elapsed_s(self._begin, event) for event in self._clock]
-        return list(zip(elapsed[0::2], elapsed[1::2], strict=True))
+        spans, free = [(0.0, 0.0)] * len(self.program.commands), 0.0
+        for command in self.program.commands:
+            if command.stream is Stream.CPU:  # they follow each other, and start when what they wait for has ended
+                free = max([free, *(spans[wait][1] for wait in command.waits)])
+                spans[command.index] = (free, free := free + self._cpu_seconds[command.index])
+            else:
+                events = self._clock[2 * command.index : 2 * command.index + 2]
+                begin, end = (self._transfers.elapsed_s(self._begin, event) for event in events)
+                spans[command.index] = (begin, end)
+        return spans
 
     def close(self) -> None:
         """Give the events back. Order: the last run has finished."""
@@ -76,6 +94,8 @@ class Issue:
             operations.append(Record(self._streams[Stream.COMPUTE], self._begin))
         operations += self._join_streams()
         for command in self.program.commands:
+            if command.stream is Stream.CPU:
+                continue
             operations += self._before(command)
             operations += self._copies(command)
             if not command.copies:
@@ -121,6 +141,16 @@ class Issue:
         ends = [*starts[1:], self._batch.num_operations]
         commands = [*(command for _, command in self._cuts), None]
         return [Leg(*leg) for leg in zip(starts, ends, commands, strict=True)]
+
+
+def _cpu_commands(program: Program) -> list[Command]:
+    """Commands of the CPU. The first waits for the GPU, so that earlier programs have ended; none is waited for."""
+    found = [command for command in program.commands if command.stream is Stream.CPU]
+    ours = {command.index for command in found}
+    assert not found or found[0].waits, f"{found[0].label} waits for nothing"
+    waiting = [c.label for c in program.commands if c.stream is not Stream.CPU and ours & set(c.waits)]
+    assert not waiting, f"{waiting[0]} waits for the CPU within a program"
+    return found
 
 
 def _whole_arenas(program: Program, arenas: Arenas) -> dict[str, Tensor]:

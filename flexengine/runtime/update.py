@@ -10,7 +10,7 @@ from torch import Tensor
 from flexengine.optim.adamw import AdamW, adamw_update
 from flexengine.optim.clipping import gradient_scale
 from flexengine.runtime.arena import DTYPES, Arenas
-from flexengine.schedule.commands import Command, UpdateTile
+from flexengine.schedule.commands import Command, Stream, UpdateTile
 from flexengine.schedule.layout import Layout
 
 
@@ -54,7 +54,7 @@ class UpdateRunner:
         self.scalar("grad_norm").copy_(norm)
 
     def update(self, command: Command, slots: tuple) -> None:
-        """AdamW on one tile; `slots` is the program's slot table."""
+        """AdamW on one tile, or by the CPU on what it updates in place; `slots` is the program's slot table."""
         assert self.settings is not None
         tile: UpdateTile = command.args
         segment, s = self.segments[tile.group, tile.segment], self.settings
@@ -70,7 +70,7 @@ class UpdateRunner:
             exp_avg=planes["exp_avg"],
             exp_avg_sq=planes["exp_avg_sq"],
             grad=planes["grad"],
-            grad_scale=self.scalar("scale"),
+            grad_scale=self.scalar("scale.host" if command.stream is Stream.CPU else "scale"),
             lr=s.lr,
             betas=s.optimizer.betas,
             eps=s.optimizer.eps,

@@ -19,11 +19,12 @@ Memory = Literal["gpu", "host"]
 
 
 class Stream(StrEnum):
-    """Queues that run beside each other: kernels, and the two directions of the link."""
+    """Queues that run beside each other: kernels, the two directions of the link, and work of the CPU."""
 
     COMPUTE = "compute"
     H2D = "h2d"
     D2H = "d2h"
+    CPU = "cpu"
 
 
 STREAMS = tuple(Stream)

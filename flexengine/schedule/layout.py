@@ -289,7 +289,7 @@ class Layout:
     def _optimizer_slots(self, slots: list[Slot], start: int) -> int:
         """Tiles of the update, over the same bytes as the round's slots; returns where they end."""
         region = _Region(slots, "gpu", start)
-        if all(home.states == "gpu" and home.grads == "gpu" for home in self.plan.groups):
+        if not self.plan.uses_tiles:
             return region.end
         for k in range(self.plan.optimizer_slots):
             region.add(f"tile[{k}]", self.tile_bytes, "optimizer slots")
@@ -318,6 +318,8 @@ class Layout:
     def _lay_out_host(self, slots: list[Slot]) -> int:
         region = _Region(slots, "host", 0)
         self._batch_slots(region, "host")
+        if self.plan.updates_on_cpu:
+            region.add("scale.host", 8, "scalars")
         for group, layout, home in zip(self.model.groups, self.groups, self.plan.groups, strict=True):
             homes = {"weights": home.weights, "grad": home.grads}
             for kind in PLANE_KINDS:

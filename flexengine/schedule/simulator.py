@@ -2,7 +2,7 @@
 
 Event-driven: each stream runs its commands in order; a command starts when its stream is free, its waits have ended
 and the host has issued it, which it does one command after another. A copy slows down while the other direction of the
-link is busy, as measured (`h2d_duplex_bytes_per_s`).
+link is busy, as measured (`h2d_duplex_bytes_per_s`); work of the CPU, by what copies take of the host memory's rate.
 """
 
 from __future__ import annotations
@@ -17,13 +17,23 @@ from flexengine.schedule.commands import STREAM_INDEX, STREAMS, Command, Program
 
 class Rates(NamedTuple):
     """How long a command takes. `compute_s` prices a compute command; copies take latency + bytes / rate, where the
-    rate depends on whether the other direction is busy. `issue_s` is what the host takes to issue a command."""
+    rate depends on whether the other direction is busy. `issue_s` is what the host takes to issue a command.
+
+    cpu_s: a command of the CPU with the link idle; host_bytes_per_s: what it moves then, of which copies take a part.
+    """
 
     compute_s: Callable[[Command], float]
     alone_bytes_per_s: dict[Stream, float]
     duplex_bytes_per_s: dict[Stream, float]
     copy_latency_s: float
     issue_s: Callable[[Command], float] = lambda command: 0.0
+    cpu_s: Callable[[Command], float] = lambda command: 0.0
+    host_bytes_per_s: float = inf
+
+
+LINKS = (Stream.H2D, Stream.D2H)
+LEAST_CPU_SHARE = 0.2
+"""Of the host memory's rate, what is left to the CPU at the least however busy the link is."""
 
 
 class Timing(NamedTuple):
@@ -95,9 +105,11 @@ class _Simulation:
         return due
 
     def _amount(self, i: int, command: Command) -> float:
-        """Seconds for compute; bytes, latency included, for copies."""
+        """Seconds for compute and the CPU; bytes, latency included, for copies."""
         if STREAMS[i] is Stream.COMPUTE:
             return self.rates.compute_s(command)
+        if STREAMS[i] is Stream.CPU:
+            return self.rates.cpu_s(command)
         latency = self.rates.copy_latency_s * max(1, len(command.copies))
         return command.copy_bytes + latency * self.rates.alone_bytes_per_s[STREAMS[i]]
 
@@ -105,6 +117,9 @@ class _Simulation:
         stream = STREAMS[i]
         if stream is Stream.COMPUTE:
             return 1.0
+        if stream is Stream.CPU:
+            links = sum(self._speed(STREAM_INDEX[s]) for s in LINKS if self.running[STREAM_INDEX[s]] is not None)
+            return max(LEAST_CPU_SHARE, 1 - links / self.rates.host_bytes_per_s)
         other = Stream.D2H if stream is Stream.H2D else Stream.H2D
         both = self.running[STREAM_INDEX[other]] is not None
         return (self.rates.duplex_bytes_per_s if both else self.rates.alone_bytes_per_s)[stream]

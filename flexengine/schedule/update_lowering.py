@@ -1,4 +1,4 @@
-"""The optimizer step as a program: AdamW over all groups in forward order, tile by tile."""
+"""The optimizer step as a program: AdamW over all groups in forward order, on the GPU tile by tile."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from flexengine.schedule.commands import (
 )
 from flexengine.schedule.layout import Layout, Segment, element_bytes
 
+SCALE_BYTES = 4
+"""The factor on all gradients is a float32."""
+
 
 class _Tile(NamedTuple):
     """Elements [start, start + count) of a group's segment."""
@@ -29,17 +32,19 @@ class _Tile(NamedTuple):
 
 
 def _tiles(layout: Layout) -> list[_Tile]:
-    size = layout.plan.optimizer_tile
-    return [
-        _Tile(group, segment, start, min(size, segment.numel - start))
-        for group, stored in enumerate(layout.groups)
-        for segment in stored.segments
-        for start in range(0, segment.numel, size)
-    ]
+    """Pieces of at most a tile; what the CPU updates in place needs no tiles and is one piece."""
+    tiles = []
+    for group, (stored, home) in enumerate(zip(layout.groups, layout.plan.groups, strict=True)):
+        for segment in stored.segments:
+            size = layout.plan.optimizer_tile if home.update == "gpu" else max(1, segment.numel)
+            starts = range(0, segment.numel, size)
+            tiles += [_Tile(group, segment, start, min(size, segment.numel - start)) for start in starts]
+    return tiles
 
 
 def lower_update(layout: Layout) -> Program:
-    """Clip factor, then AdamW over all groups in forward order, tile by tile; host planes stream through tile slots.
+    """Clip factor, then AdamW over all groups in forward order: on the GPU tile by tile, host planes streaming through
+    tile slots; on the CPU in place.
 
     The slot table is the layout's plus one slot per tile of every plane, so that tiles of one plane do not wait for
     each other.
@@ -53,8 +58,16 @@ def lower_update(layout: Layout) -> Program:
     builder.holds(*norms)
     writes = [Access(layout.slot("scale"), "scale"), Access(layout.slot("grad_norm"), "grad norm")]
     builder.add("clip", "clip factor", Stream.COMPUTE, [norms], writes, Work(kernels=8))
-    for number, (tile, home) in enumerate(zip(tiles, homes, strict=True)):
-        _lower_tile(builder, layout, tile, home, number)
+    if layout.plan.updates_on_cpu:
+        regions = [CopyRegion(layout.slot("scale"), 0, layout.slot("scale.host"), 0, SCALE_BYTES)]
+        builder.copy("scale to the host", Stream.D2H, "scale", regions)
+    number = 0
+    for tile, home in zip(tiles, homes, strict=True):
+        if layout.plan.groups[tile.group].update == "cpu":
+            _lower_in_place(builder, layout, tile, home)
+        else:
+            _lower_tile(builder, layout, tile, home, number)
+            number += 1
     return builder.build()
 
 
@@ -69,6 +82,25 @@ def _tile_homes(layout: Layout, tile: _Tile, pieces: list[Slot]) -> dict[str, in
             Slot(f"{whole.name}@{tile.segment.name}+{tile.start}", whole.memory, offset, tile.count * width, "tile")
         )
     return homes
+
+
+def _lower_in_place(builder: ProgramBuilder, layout: Layout, tile: _Tile, homes: dict[str, int]) -> None:
+    """AdamW by the CPU on what lives in host memory."""
+    name = f"{layout.model.groups[tile.group].name} {tile.segment.name}"
+    contents = {kind: Access(slot, f"{kind} of {name}") for kind, slot in homes.items()}
+    for access in contents.values():
+        builder.holds(*access)
+    reads = [*contents.values(), Access(layout.slot("scale.host"), "scale")]
+    writes = [access for kind, access in contents.items() if kind != "grad"]
+    planes = {kind: TilePlane(slot, 0) for kind, slot in homes.items()}
+    args = UpdateTile(tile.group, tile.segment.name, tile.start, tile.count, planes)
+    work = Work(memory_bytes=_moved_bytes(builder, homes))
+    builder.add("update", f"update {name}", Stream.CPU, reads, writes, work, args=args)
+
+
+def _moved_bytes(builder: ProgramBuilder, homes: dict[str, int]) -> float:
+    """Bytes of memory that an update reads and writes: all planes, the gradient only read."""
+    return float(sum(builder.slots[slot].num_bytes * (1 if kind == "grad" else 2) for kind, slot in homes.items()))
 
 
 def _lower_tile(builder: ProgramBuilder, layout: Layout, tile: _Tile, homes: dict[str, int], number: int) -> None:
@@ -93,10 +125,9 @@ def _lower_tile(builder: ProgramBuilder, layout: Layout, tile: _Tile, homes: dic
         builder.add("copy", f"fetch tile {name}", Stream.H2D, sources, [tile_access], copies=tuple(fetched))
         reads.append(tile_access)
         writes.append(Access(staging, f"updated tile {name}"))
-    moved = sum(builder.slots[slot].num_bytes * (1 if kind == "grad" else 2) for kind, slot in homes.items())
     reads.append(Access(layout.slot("scale"), "scale"))
     args = UpdateTile(tile.group, tile.segment.name, tile.start, tile.count, planes)
-    work = Work(memory_bytes=float(moved), kernels=1)
+    work = Work(memory_bytes=_moved_bytes(builder, homes), kernels=1)
     builder.add("update", f"update {name}", Stream.COMPUTE, reads, writes, work, args=args)
     if streamed:
         returned = [

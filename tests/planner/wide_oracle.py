@@ -62,7 +62,7 @@ class Width(NamedTuple):
     slots: int
 
 
-ALL_LEVELS = tuple(range(NUM_LEVELS))
+ALL_LEVELS = loads.GPU_LEVELS
 THREE_LEVELS = (loads.STREAMED, loads.RESIDENT_BOTH, loads.RESIDENT)
 WIDTHS = {
     1: (Width(24, 5, ALL_LEVELS, 3),),

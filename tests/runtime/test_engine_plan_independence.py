@@ -130,8 +130,10 @@ def layer_plans(draw, names):
 
 @st.composite
 def group_plans(draw):
-    weights = draw(HOMES)
-    return GroupPlan(weights, draw(HOMES), draw(HOMES) if weights == "gpu" else "host")
+    weights, grads = draw(HOMES), draw(HOMES)
+    if weights == grads == "host" and draw(st.booleans()):
+        return GroupPlan(update="cpu")
+    return GroupPlan(weights, grads, draw(HOMES) if weights == "gpu" else "host")
 
 
 @st.composite
@@ -300,8 +302,8 @@ def gpu_plans(spec, options):
     names, count = savable_ops(spec.blocks[0].ops), len(spec.blocks)
     offloaded = [LayerPlan((), names, "host")] * count
     mixed = [LayerPlan(names[i::3], names[(i + 1) % 3 :: 3], ("gpu", "host")[i % 2]) for i in range(count)]
-    groups = [GroupPlan("gpu", "host", "gpu"), GroupPlan("gpu", "gpu", "host"), GroupPlan()]
-    groups = [groups[i % 3] for i in range(len(spec.groups))]
+    groups = [GroupPlan("gpu", "host", "gpu"), GroupPlan("gpu", "gpu", "host"), GroupPlan(), GroupPlan(update="cpu")]
+    groups = [groups[i % 4] for i in range(len(spec.groups))]
     return {
         "resident": make_plan(spec, **options),
         "streamed": streamed_plan(spec, **options),
@@ -309,6 +311,9 @@ def gpu_plans(spec, options):
             spec, **options, weight_slots=1, grad_slots=1, save_slots=1, optimizer_slots=1, share_edge_slots=True
         ),
         "offloaded": make_plan(spec, **options, blocks=offloaded, groups=[GroupPlan()] * (count + 2)),
+        "updated by the CPU": make_plan(
+            spec, **options, blocks=offloaded, groups=[GroupPlan(update="cpu")] * len(spec.groups)
+        ),
         "mixed": make_plan(spec, **options, blocks=mixed, groups=groups, optimizer_tile=10_001, weight_slots=3),
     }
 

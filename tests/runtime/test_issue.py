@@ -15,7 +15,6 @@ from flexengine.native.transfer import PlainStream
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.issue import Issue
 from flexengine.schedule.commands import (
-    STREAMS,
     Access,
     Command,
     CopyRegion,
@@ -26,6 +25,7 @@ from flexengine.schedule.commands import (
     overlapping_slots,
 )
 
+GPU_STREAMS = (Stream.COMPUTE, Stream.H2D, Stream.D2H)
 SLOT_BYTES, SLOTS_PER_SIDE = 48, 4
 ARENA_BYTES = SLOT_BYTES * SLOTS_PER_SIDE
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def random_program(seed: int, num_commands: int = 40) -> Program:
     rng = random.Random(seed)
     builder = ProgramBuilder("random", SLOTS, overlapping_slots(SLOTS))
     for index in range(num_commands):
-        stream = rng.choice(STREAMS)
+        stream = rng.choice(GPU_STREAMS)
         gpu, other, host = rng.randrange(4), rng.randrange(4), 4 + rng.randrange(4)
         source, target = {Stream.H2D: (host, gpu), Stream.D2H: (gpu, host), Stream.COMPUTE: (gpu, other)}[stream]
         cut = rng.randrange(SLOT_BYTES)
@@ -60,7 +60,7 @@ class Bench:
     def __init__(self, driver: FakeDriver, program: Program, timed: bool = False) -> None:
         self.driver, self.program = driver, program
         self.arenas = Arenas(CPU, ARENA_BYTES, ARENA_BYTES)
-        self.streams = {stream: driver.stream() for stream in STREAMS}
+        self.streams = {stream: driver.stream() for stream in GPU_STREAMS}
         self.transfers = driver.open(piece_bytes=7)
         self.issue = Issue(program, self.arenas, self.streams, self.transfers, timed)
 
@@ -123,7 +123,7 @@ def results(driver: FakeDriver, program: Program, fills: range) -> list[tuple[to
     """(memory, expected) of runs of one issue, none and every stream lagging in turn, from different contents."""
     bench, found = Bench(driver, program), []
     for fill in fills:
-        for lagging in (None, *STREAMS):
+        for lagging in (None, *GPU_STREAMS):
             bench.fill(fill)
             expected = one_by_one(program, bench.memory())
             bench.run(lagging)
@@ -148,7 +148,7 @@ def test_missing_waits_are_noticed():
     assert noticed >= 6
 
 
-@pytest.mark.parametrize("lagging", STREAMS)
+@pytest.mark.parametrize("lagging", GPU_STREAMS)
 def test_a_run_starts_when_all_of_the_run_before_has_ended(lagging: Stream):
     """Streams join at the ends: nothing of the second run passes a lagging stream of the first."""
     driver = fake_driver()
@@ -162,7 +162,7 @@ def test_a_run_starts_when_all_of_the_run_before_has_ended(lagging: Stream):
         bench.close()
 
 
-@pytest.mark.parametrize("lagging", STREAMS)
+@pytest.mark.parametrize("lagging", GPU_STREAMS)
 def test_what_follows_on_the_compute_stream_comes_after_all_of_the_run(lagging: Stream):
     driver = fake_driver()
     bench = Bench(driver, random_program(5))
@@ -205,7 +205,7 @@ def test_waiting_for_a_command():
     bench.close()
 
 
-@pytest.mark.parametrize("lagging", [None, *STREAMS])
+@pytest.mark.parametrize("lagging", [None, *GPU_STREAMS])
 def test_times_of_every_command(lagging: Stream | None):
     """The fake device's clock moves 1 ms with every operation: commands last at least their pieces, in order."""
     driver, program = fake_driver(), random_program(2)
@@ -217,7 +217,7 @@ def test_times_of_every_command(lagging: Stream | None):
         assert torch.equal(bench.memory(), expected)
         timings = bench.issue.timings()
         assert len(timings) == len(program.commands)
-        ends = dict.fromkeys(STREAMS, 0.0)
+        ends = dict.fromkeys(GPU_STREAMS, 0.0)
         for command in program.commands:
             start, end = timings[command.index]
             pieces = sum(-(-c.num_bytes // 7) for c in command.copies)
@@ -225,6 +225,47 @@ def test_times_of_every_command(lagging: Stream | None):
             assert start >= max([ends[command.stream], *(timings[w][1] for w in command.waits)])
             ends[command.stream] = end
     bench.close()
+
+
+def program_with_cpu() -> Program:
+    """A copy to the host that the CPU waits for, and a copy of something else that comes later."""
+    builder = ProgramBuilder("cpu", SLOTS, overlapping_slots(SLOTS))
+    builder.copy("send", Stream.D2H, "x", [CopyRegion(0, 0, 4, 0, SLOT_BYTES)])
+    builder.add("work", "first", Stream.CPU, [Access(4, "x")], [Access(5, "y")])
+    builder.add("work", "second", Stream.CPU, [Access(5, "y")], [Access(4, "z")])
+    builder.copy("fetch", Stream.H2D, "w", [CopyRegion(6, 0, 1, 0, SLOT_BYTES)])
+    return builder.build()
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_the_cpu_works_when_all_is_issued_and_what_it_waits_for_has_ended(timed: bool):
+    driver, program = fake_driver(), program_with_cpu()
+    bench = Bench(driver, program, timed)
+    bench.fill(0)
+    expected = bench.memory()[:SLOT_BYTES]
+    seen = []
+
+    def call(command: Command) -> None:
+        copies = {entry.target for entry in driver.log()}
+        seen.append((command.label, bench.address(4, 0) in copies))
+        assert torch.equal(bench.memory()[ARENA_BYTES : ARENA_BYTES + SLOT_BYTES], expected)
+
+    bench.issue.run(call)
+    driver.settle()
+    assert seen == [("first", True), ("second", True)]
+    if timed:
+        send, first, second, _ = bench.issue.timings()
+        assert send[1] == first[0] < first[1] == second[0] < second[1]
+    bench.close()
+
+
+def test_no_stream_waits_for_the_cpu_within_a_program():
+    builder = ProgramBuilder("cpu", SLOTS, overlapping_slots(SLOTS))
+    builder.copy("send", Stream.D2H, "x", [CopyRegion(0, 0, 4, 0, SLOT_BYTES)])
+    builder.add("work", "work", Stream.CPU, [Access(4, "x")], [Access(5, "y")])
+    builder.copy("fetch", Stream.H2D, "y", [CopyRegion(5, 0, 1, 0, SLOT_BYTES)])
+    with pytest.raises(AssertionError, match="fetch waits for the CPU"):
+        Bench(fake_driver(), builder.build())
 
 
 def test_events_are_given_back():

@@ -45,10 +45,10 @@ def random_plan(random: Random, model: ModelSpec, sliced: bool) -> Plan:
         return LayerPlan(*parts, random.choice(["gpu", "host"]))
 
     def group() -> GroupPlan:
-        weights = random.choice(["gpu", "host"])
-        return GroupPlan(
-            weights, random.choice(["gpu", "host"]), random.choice(["gpu", "host"]) if weights == "gpu" else "host"
-        )
+        weights, grads = random.choice(["gpu", "host"]), random.choice(["gpu", "host"])
+        if weights == grads == "host" and random.random() < 0.5:
+            return GroupPlan(update="cpu")
+        return GroupPlan(weights, grads, random.choice(["gpu", "host"]) if weights == "gpu" else "host")
 
     return Plan(
         "small",

@@ -6,7 +6,7 @@ import pytest
 
 from flexengine.ops.base import Work
 from flexengine.schedule.commands import Access, CopyRegion, ProgramBuilder, Slot, Stream, overlapping_slots
-from flexengine.schedule.simulator import Rates, simulate
+from flexengine.schedule.simulator import LEAST_CPU_SHARE, Rates, simulate
 from flexengine.schedule.timeline import command_events, trace_json, track_events
 
 
@@ -86,3 +86,24 @@ def test_nothing_starts_before_the_host_has_issued_it():
     assert timing.start_s == pytest.approx([3, 6, 9, 12])
     assert timing.total_s == pytest.approx(16)
     assert timing.busy_s[Stream.COMPUTE] == pytest.approx(8)
+
+
+def test_copies_slow_the_cpu_by_what_they_take_of_host_memory():
+    b = builder()
+    copy(b, Stream.H2D, 3, 0, 60)
+    b.add("update", "update", Stream.CPU, [], [Access(4, "y")])
+    timing = simulate(b.build(), rates()._replace(cpu_s=lambda command: 8.0, host_bytes_per_s=40.0))
+    alone = rates().alone_bytes_per_s[Stream.H2D]
+    copied_s = 60 / alone
+    share = 1 - alone / 40
+    assert timing.end_s[0] == pytest.approx(copied_s)
+    assert timing.total_s == pytest.approx(copied_s + 8 - share * copied_s)
+    assert timing.busy_s[Stream.CPU] == pytest.approx(timing.total_s)
+
+
+def test_the_cpu_never_stands_still():
+    b = builder()
+    copy(b, Stream.H2D, 3, 0, 60)
+    b.add("update", "update", Stream.CPU, [], [Access(4, "y")])
+    timing = simulate(b.build(), rates()._replace(cpu_s=lambda command: 0.2, host_bytes_per_s=1.0))
+    assert timing.end_s[1] == pytest.approx(0.2 / LEAST_CPU_SHARE)

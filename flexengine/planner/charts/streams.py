@@ -15,7 +15,7 @@ from flexengine.schedule.commands import STREAMS, Command
 LANE_HEIGHT = 30
 GAP_PIXELS, LEAST_PIXELS = 0.4, 0.5
 """Commands of one kind that are closer than this are drawn as one; none is drawn narrower."""
-STREAM_NAMES = {"compute": "compute", "h2d": "to GPU", "d2h": "to host"}
+STREAM_NAMES = {"compute": "compute", "h2d": "to GPU", "d2h": "to host", "cpu": "CPU"}
 
 
 class Span(NamedTuple):

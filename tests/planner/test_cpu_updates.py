@@ -1,0 +1,90 @@
+"""Updates by the CPU: when the planner takes them, what a program of them looks like, and that the bound holds."""
+
+from dataclasses import replace
+
+import pytest
+
+from flexengine.hardware.presets import preset
+from flexengine.models.registry import open_model
+from flexengine.plan import GroupPlan, Numerics, Plan, Request
+from flexengine.planner.bound import speed_of_light_s
+from flexengine.planner.cost_model import step_seconds
+from flexengine.planner.report import describe
+from flexengine.planner.search import make_plan
+from flexengine.schedule.checker import check_program
+from flexengine.schedule.commands import Stream
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.update_lowering import lower_update
+from tests.schedule.small_plans import resident_plan, small_model
+
+GIB = 2**30
+MODEL = open_model("preset:llama-3.2-1b").spec
+REQUEST = Request(2048, 32768, 6 * GIB, 60 * GIB, numerics=Numerics(state="bfloat16"))
+
+
+def machine(parameters_per_s: float):
+    """An H200 beside a CPU that updates so many parameters a second."""
+    rates = tuple((dtype, parameters_per_s) for dtype in ("float32", "bfloat16"))
+    return replace(preset("h200"), cpu_adamw_parameters_per_s=rates)
+
+
+def num_by_cpu(plan: Plan) -> int:
+    return sum(group.update == "cpu" for group in plan.groups)
+
+
+def test_a_fast_cpu_updates_and_a_slow_one_does_not():
+    fast, slow = (make_plan(MODEL, REQUEST, machine(rate)) for rate in (30e9, 0.2e9))
+    assert num_by_cpu(fast) > 0 == num_by_cpu(slow)
+    assert fast.predicted.step_s < slow.predicted.step_s
+    assert fast.predicted.busy_s["cpu"] > 0 == slow.predicted.busy_s["cpu"]
+    assert f"{num_by_cpu(fast)} of {len(fast.groups)} groups on the CPU" in describe(fast, MODEL)
+
+
+def test_on_a_cpu_both_updates_are_one():
+    request = Request(32, 256, 2 << 20, 1 << 40, numerics=Numerics("float32", "full", "float32", "float32"))
+    assert num_by_cpu(make_plan(small_model(), request, preset("cpu-test"))) == 0
+
+
+@pytest.mark.parametrize("rate", [0.5e9, 3e9, 9e9, 40e9])
+@pytest.mark.parametrize("gpu_gib", [4, 8, 40])
+def test_the_bound_is_below_plans_with_and_without(rate, gpu_gib):
+    request, profile = replace(REQUEST, max_gpu_bytes=gpu_gib * GIB), machine(rate)
+    bound_s = speed_of_light_s(MODEL, request, profile)
+    plan = make_plan(MODEL, request, profile)
+    assert 0 < bound_s <= plan.predicted.step_s
+    for update in ("cpu", "gpu"):  # all that can be, by one of both
+        able = GroupPlan(update=update)
+        groups = tuple(able if g == replace(able, update=g.update) else g for g in plan.groups)
+        layout = Layout(MODEL, replace(plan, groups=groups))
+        assert bound_s <= step_seconds(layout, profile).step_s
+
+
+def test_what_lives_on_the_gpu_cannot_be_updated_by_the_cpu():
+    with pytest.raises(ValueError, match="update on the CPU needs"):
+        GroupPlan(weights="gpu", update="cpu")
+
+
+@pytest.mark.parametrize("everything", [True, False])
+def test_the_program_updates_in_place(everything):
+    model = small_model(blocks=3)
+    plan = resident_plan(model, Request(32, 128, 1 << 30, 1 << 40))
+    others = GroupPlan(update="cpu") if everything else GroupPlan("gpu", "host", "gpu")
+    groups = (others, GroupPlan(update="cpu"), *(others,) * (len(model.groups) - 2))
+    layout = Layout(model, replace(plan, groups=groups))
+    program = lower_update(layout)
+    check_program(program, layout.gpu_bytes, layout.host_bytes)
+    by_cpu = [c for c in program.commands if c.stream is Stream.CPU]
+    updated = {c.args.group for c in by_cpu}
+    assert updated == {i for i, group in enumerate(groups) if group.update == "cpu"}
+    assert sum(c.args.count for c in by_cpu) == sum(layout.groups[i].numel for i in updated)
+    assert all(program.slots[place.slot].memory == "host" for c in by_cpu for place in c.args.planes.values())
+    copies = [c for c in program.commands if c.copies]
+    assert (len(copies) == 1) == everything  # the factor on the gradients alone
+    assert layout.has("tile[0]") != everything
+
+
+def test_plans_remember_who_updates():
+    model = small_model(blocks=1)
+    plan = resident_plan(model, Request(32, 128, 1 << 30, 1 << 40))
+    plan = replace(plan, groups=(GroupPlan(update="cpu"),) * len(model.groups))
+    assert Plan.from_json(plan.to_json()) == plan
