@@ -137,7 +137,8 @@ def _chunk(spec: ModelSpec, tokens: int, seq_len: int, device: torch.device) -> 
 
 def microseconds_per_token(times: list[OpTime], tokens: int) -> dict[str, dict[str, float]]:
     """By pass ("forward", "backward") and kind, and "all" of each pass."""
-    totals = {name: dict.fromkeys((*KINDS, "all"), 0.0) for name in ("forward", "backward")}
+    columns: tuple[str, ...] = (*KINDS, "all")
+    totals: dict[str, dict[str, float]] = {name: dict.fromkeys(columns, 0.0) for name in ("forward", "backward")}
     for time in times:
         per_token = 1e6 * time.seconds / tokens
         total = totals["forward" if time.half == HALVES[0] else "backward"]

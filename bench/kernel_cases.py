@@ -6,6 +6,7 @@ of logits, V vocabulary, n parameters of a block, P partial sums. Everything in 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -43,6 +44,7 @@ class Sizes(NamedTuple):
     block_tokens: int
     vocab_size: int
     parameters: int
+    partial_sums: int = PARTIAL_SQUARES
 
     @property
     def rotated_heads(self) -> int:
@@ -269,18 +271,18 @@ def update_cases(s: Sizes) -> tuple[Case, ...]:
     """The end of a block's backward, without and with an earlier round's gradient, and AdamW in its modes for bf16."""
     adamw = (("adamw-split-bf16-states", True, BF16), ("adamw-split-fp32-states", True, F32))
     return (
-        _accumulate_case("gradient-round", s.parameters, False),
-        _accumulate_case("gradient-round-accumulate", s.parameters, True),
+        _accumulate_case("gradient-round", s.parameters, s.partial_sums, False),
+        _accumulate_case("gradient-round-accumulate", s.parameters, s.partial_sums, True),
         *(_adamw_case(name, s.parameters, split, states) for name, split, states in adamw),
         _adamw_case("adamw-stochastic-bf16-states", s.parameters, False, BF16),
     )
 
 
-def _accumulate_case(name: str, n: int, has_previous: bool) -> Case:
+def _accumulate_case(name: str, n: int, partial_sums: int, has_previous: bool) -> Case:
     from flexengine.kernels.grad_accumulate import grad_accumulate  # noqa: PLC0415
 
     def make(random: Random) -> Tensors:
-        squares = random.empty(PARTIAL_SQUARES, dtype=F32)
+        squares = random.empty(partial_sums, dtype=F32)
         return {"acc": random.normal(n, dtype=F32), "stored": random.normal(n), "squares": squares}
 
     def plain(t: Tensors) -> None:
@@ -289,7 +291,7 @@ def _accumulate_case(name: str, n: int, has_previous: bool) -> Case:
         t["squares"].zero_()[0] = norm_square  # the kernel spreads this sum over its programs
 
     return Case(
-        name, f"4n + {'2*' if has_previous else ''}2n + 4P", (8 if has_previous else 6) * n + 4 * PARTIAL_SQUARES, make,
+        name, f"4n + {'2*' if has_previous else ''}2n + 4P", (8 if has_previous else 6) * n + 4 * partial_sums, make,
         lambda t: grad_accumulate(t["acc"], t["stored"], has_previous, t["squares"]), plain,
         ("acc", "stored") if has_previous else ("acc",), ("stored", "squares"),
     )  # fmt: skip
@@ -349,7 +351,7 @@ def check_error(case: Case, device: torch.device, seed: int) -> float:
     case.plain(theirs)
     expected = results_of(case, theirs)
     errors = [_relative_error(result, expected[name]) for name, result in results_of(case, ours).items()]
-    return max(errors, key=lambda error: (error != error, error))
+    return max(errors, key=lambda error: (math.isnan(error), error))
 
 
 def _on_cpu(tensors: Tensors) -> Tensors:
