@@ -27,7 +27,7 @@ from torch import Tensor
 from bench.block_ops import KINDS, OpTime, block_times, microseconds_per_token
 from bench.environment import require_gpu, write_json
 from bench.kernel_cases import Case, Random, Sizes, check_error, kernel_cases, sizes_of
-from flexengine.hardware.timing import cuda_timer, hold_stream
+from flexengine.hardware.timing import Timer, cuda_timer, hold_stream
 from flexengine.models.registry import open_model
 
 MIB = 2**20
@@ -73,7 +73,7 @@ ColdTimer = Callable[[Callable[[], object], Callable[[], object]], float]
 def cold_timer(device: torch.device) -> ColdTimer:
     """Times by CUDA events on the current stream, behind a gate, so that no gap of the host lies between them."""
     cache_bytes = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
-    flush = torch.zeros(max(FLUSH_BYTES, CACHES_PER_FLUSH * cache_bytes) // 4, device=device)
+    flush = torch.zeros(int(max(FLUSH_BYTES, CACHES_PER_FLUSH * cache_bytes)) // 4, device=device)
 
     def timer(run: Callable[[], object], prepare: Callable[[], object]) -> float:
         for _ in range(WARM_UP_CALLS):
@@ -177,28 +177,43 @@ def chosen(names: Sequence[str] | None, known: Sequence[str]) -> Sequence[str]:
     return names or known
 
 
+class Clock(NamedTuple):
+    """What the two tables are timed with, and the rate that kernels are held against."""
+
+    cold: ColdTimer
+    back_to_back: Timer
+    memory_bytes_per_s: float
+
+
+def measure(args: argparse.Namespace, device: torch.device, clock: Clock) -> tuple[dict, list[Row]]:
+    """Both tables as far as --only wants them, printed; returned ready for JSON, and the rows of the first.
+
+    Raises: SystemExit for a name that there is not.
+    """
+    spec = open_model(args.model, needs_weights=False).spec
+    sizes = sizes_of(spec, args.tokens)
+    names = chosen(args.only, [*(case.name for case in kernel_cases(sizes)), BLOCK])
+    results: dict = {"model": args.model, "sizes": sizes._asdict(), "seq_len": args.seq_len}
+    rate = clock.memory_bytes_per_s
+    print(f"copy within device memory: {rate / 1e9:.0f} GB/s, read plus written\n", flush=True)
+    rows = kernel_rows(sizes, names, device, clock.cold, rate)
+    print(kernel_table(rows), flush=True)
+    results |= {"copy_bytes_per_s": rate, "kernels": [row_json(row) for row in rows]}
+    if BLOCK in names:
+        times = block_times(spec, args.tokens, args.seq_len, device, torch.bfloat16, clock.back_to_back, LEAST_S)
+        print("\n" + block_table(times, args.tokens))
+        results["block"] = [time._asdict() for time in times]
+        results["block_us_per_token"] = microseconds_per_token(times, args.tokens)
+    return results, rows
+
+
 def main() -> None:
     """Measure, print, write; ends with 1 if a kernel's results are wrong."""
     args = parse()
     require_gpu("bench.kernels")
     device = torch.device("cuda", torch.cuda.current_device())
-    spec = open_model(args.model, needs_weights=False).spec
-    sizes = sizes_of(spec, args.tokens)
-    names = chosen(args.only, [*(case.name for case in kernel_cases(sizes)), BLOCK])
-    results: dict = {"model": args.model, "sizes": sizes._asdict(), "seq_len": args.seq_len}
     with torch.no_grad():
-        memory_bytes_per_s = copy_rate(device)
-        print(f"copy within device memory: {memory_bytes_per_s / 1e9:.0f} GB/s, read plus written\n", flush=True)
-        rows = kernel_rows(sizes, names, device, cold_timer(device), memory_bytes_per_s)
-        print(kernel_table(rows), flush=True)
-        results |= {"copy_bytes_per_s": memory_bytes_per_s, "kernels": [row_json(row) for row in rows]}
-        if BLOCK in names:
-            times = block_times(spec, args.tokens, args.seq_len, device, torch.bfloat16, cuda_timer, LEAST_S)
-            print("\n" + block_table(times, args.tokens))
-            results |= {
-                "block": [time._asdict() for time in times],
-                "block_us_per_token": microseconds_per_token(times, args.tokens),
-            }
+        results, rows = measure(args, device, Clock(cold_timer(device), cuda_timer, copy_rate(device)))
     write_json(args.json, results)
     if any(row.wrong for row in rows):
         sys.exit("a kernel's results differ from the plain path's; see the marked rows")

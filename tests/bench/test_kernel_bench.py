@@ -1,10 +1,12 @@
 """bench/kernels.py without a GPU: byte formulas, kernel checks in Triton's interpreter, block times, tables."""
 
+import json
 import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,6 +106,56 @@ def test_every_half_of_a_block_is_timed_and_lands_in_one_kind():
         assert totals["all"] == pytest.approx(sum(totals[kind] for kind in KINDS))
     table = kernels.block_table(times, 32).splitlines()
     assert len(table) == 1 + len(times) + 1 + 1 + 2
+
+
+def test_a_run_prints_and_returns_what_was_asked_for(capsys: pytest.CaptureFixture[str]):
+    wanted = [
+        "--model",
+        "preset:tiny-llama3-50m",
+        "--tokens",
+        "32",
+        "--seq-len",
+        "16",
+        "--only",
+        "rope-forward",
+        "block",
+    ]
+    clock = kernels.Clock(lambda run, prepare: 1e-3, lambda work, least_s: 2e-3, 1e9)
+    results, rows = kernels.measure(kernels.parse(wanted), DEVICE, clock)
+    assert [row["name"] for row in json.loads(json.dumps(results))["kernels"]] == ["rope-forward"]
+    assert [row.name for row in rows] == ["rope-forward"]
+    assert results["block_us_per_token"]["forward"]["all"] == pytest.approx(9 * 1e6 * 2e-3 / 32)  # a block has 9 ops
+    printed = capsys.readouterr().out
+    assert "copy within device memory: 1 GB/s" in printed
+    assert "us per token" in printed
+
+
+def test_timed_calls_are_prepared_and_the_cache_is_read_over(monkeypatch: pytest.MonkeyPatch):
+    order: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            order.append("event")
+
+        def elapsed_time(self, end: "Event") -> float:
+            return 3.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append("gate"), raising=False)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=2 * kernels.FLUSH_BYTES)
+    )
+    monkeypatch.setattr(kernels, "FLUSH_BYTES", 1000)
+    monkeypatch.setattr(kernels, "CACHES_PER_FLUSH", 1e-5)
+    seconds = kernels.cold_timer(CPU)(lambda: order.append("run"), lambda: order.append("prepare"))
+    assert seconds == 3e-3
+    warm_up = ["prepare", "run"] * kernels.WARM_UP_CALLS
+    assert order == [*warm_up, "gate", *["prepare", "event", "run", "event"] * kernels.TIMED_CALLS]
+    assert kernels.TIMED_CALLS >= 20
 
 
 def test_sequences_must_fill_the_tokens():

@@ -1,6 +1,8 @@
 """bench/links.py without a GPU: its copies over the fake driver, what runs together, tables."""
 
+import json
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +17,7 @@ from fake_driver import fake_driver
 from bench import links
 from flexengine.hardware.curve import Curve
 from flexengine.hardware.measure_links import CURVE_NAMES, LinkBuffers, LinkRates
+from flexengine.native import allocate_host
 from flexengine.native.transfer import Copy, Direction, Record
 
 SIZE = 100_000
@@ -91,6 +94,57 @@ def test_a_failing_copy_ends_the_measurement(buffers: LinkBuffers):
     copy = Copy(SimpleNamespace(cuda_stream=1), buffers.up_gpu, 0, buffers.up_host, 0, SIZE)
     with pytest.raises(OSError, match="the link is down"):
         links.together({Direction.TO_DEVICE: Broken()}, {Direction.TO_DEVICE: copy}, None, seconds=0.01)
+
+
+class FakeEvent:
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.at_s = 0.0
+
+    def record(self) -> None:
+        self.at_s = time.perf_counter()
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        return 1e3 * (end.at_s - self.at_s)
+
+
+@pytest.fixture
+def fake_cuda(driver, monkeypatch: pytest.MonkeyPatch):
+    """torch.cuda on the fake driver's streams; events are times of the host, so no rate means anything."""
+
+    def stream(device: object = None) -> SimpleNamespace:
+        return SimpleNamespace(cuda_stream=driver.stream().cuda_stream, wait_event=lambda event: None)
+
+    current = [stream()]
+
+    @contextmanager
+    def inside(stream: SimpleNamespace):
+        current.append(stream)
+        yield
+        current.pop()
+
+    replacements = {"Stream": stream, "stream": inside, "Event": FakeEvent, "current_stream": lambda: current[-1]}
+    replacements |= {"synchronize": lambda: None, "_sleep": lambda cycles: None}
+    for name, value in replacements.items():
+        monkeypatch.setattr(torch.cuda, name, value, raising=False)
+    monkeypatch.setattr(links, "open_transfers", lambda device: driver.open())
+    monkeypatch.setattr(links, "allocate_host", lambda num_bytes, page_locked: allocate_host(num_bytes, False))
+    for name in ("HOST_COPY_BYTES", "ADAMW_PARAMETERS"):
+        monkeypatch.setattr(links, name, 2**16)
+
+
+def test_a_run_measures_all_three_parts(fake_cuda: None, capsys: pytest.CaptureFixture[str]):
+    results = json.loads(json.dumps(links.measure(torch.device("cpu"), 2 * links.MIB, seconds=0.01)))
+    for curves in results["by_size"].values():
+        assert [curve["name"] for curve in curves] == list(CURVE_NAMES)
+        assert [[size for size, _ in curve["points"]] for curve in curves] == [[2**16, 2**18, 2**20]] * 4
+    assert results["transfers"] == "NativeTransfers"
+    assert [threads for threads, _ in results["host_copy"]][-1] == torch.get_num_threads()
+    assert len(results["together"]) in (7, 11)  # without AdamW's library, and with it
+    printed = capsys.readouterr().out
+    assert "(h) torch: device to host, both busy" in printed
+    assert "host copy, 1 threads" in printed
 
 
 def test_host_work_is_the_copy_and_adamw():
