@@ -26,7 +26,8 @@ from torch import Tensor
 
 from bench.block_ops import KINDS, OpTime, block_times, microseconds_per_token
 from bench.environment import require_gpu, write_json
-from bench.kernel_cases import Case, Random, Sizes, check_error, kernel_cases, sizes_of
+from bench.kernel_case import Case, Random, Sizes, check_error, sizes_of
+from bench.kernel_cases import kernel_cases
 from flexengine.hardware.timing import Timer, cuda_timer, hold_stream
 from flexengine.models.registry import open_model
 
