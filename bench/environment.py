@@ -60,6 +60,15 @@ def describe_environment() -> dict:
     }
 
 
+def require_gpu(script: str) -> None:
+    """Ends a script that measures an NVIDIA GPU where there is none, with a message and status 1."""
+    if not torch.cuda.is_available():
+        raise SystemExit(
+            f"{script} measures an NVIDIA GPU, but torch {torch.__version__} finds none here: run it on a machine with "
+            "one, with a CUDA build of torch and its driver"
+        )
+
+
 def write_json(path: str | None, results: dict) -> None:
     """Write `results` with the environment to a file, if one is named."""
     if path:

@@ -1,7 +1,7 @@
 """The link between GPU and page-locked host memory: each direction alone and both at once, by copy size."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,13 +26,36 @@ class LinkRates(NamedTuple):
     curves: tuple[Curve, ...]
 
 
+class Link(Protocol):
+    """Copies of up to `num_bytes` bytes between page-locked host memory and the device, on the current stream."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def upward(self, num_bytes: int) -> Callable[[], object]:
+        """A copy of the first `num_bytes` to the device."""
+        ...
+
+    def downward(self, num_bytes: int) -> Callable[[], object]:
+        """A copy of the first `num_bytes` to the host."""
+        ...
+
+
 class LinkBuffers(NamedTuple):
-    """uint8 tensors of one length: page-locked host memory to read and to write, and their device counterparts."""
+    """uint8 tensors of one length: page-locked host memory to read and to write, and their device counterparts.
+
+    A `Link` of torch's own copies.
+    """
 
     up_host: Tensor
     up_gpu: Tensor
     down_gpu: Tensor
     down_host: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of each."""
+        return self.up_host.numel()
 
     def upward(self, num_bytes: int) -> Callable[[], object]:
         """A copy of the first `num_bytes` to the device."""
@@ -45,16 +68,17 @@ class LinkBuffers(NamedTuple):
         return lambda: target.copy_(source, non_blocking=True)
 
 
-def link_rates(buffers: LinkBuffers, device: torch.device) -> LinkRates:
-    """Copies of every size that the buffers hold, on two streams beside the current one.
+def link_rates(link: Link, device: torch.device, sizes: Sequence[int] | None = None) -> LinkRates:
+    """Copies of every size (default SIZES, and LATENCY_SIZE among them) that the link takes, on two streams beside the
+    current one.
 
     Order: synchronises the device before and after.
     """
     streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
-    sizes = [size for size in SIZES if size <= buffers.up_host.numel()]
+    sizes = [size for size in sizes or SIZES if size <= link.num_bytes]
     seconds: dict[str, list[float]] = {name: [] for name in CURVE_NAMES}
     for size in sizes:
-        up, down = buffers.upward(size), buffers.downward(size)
+        up, down = link.upward(size), link.downward(size)
         for name, pair in zip(CURVE_NAMES, ((up,), (down,), (up, down), (down, up)), strict=True):
             seconds[name].append(_copy_seconds(streams, size, *pair))
     return _link_rates(sizes, seconds)

@@ -74,16 +74,15 @@ def _adamw_kernel(
 ):  # fmt: skip
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     counter = offsets + element_offset
+    mask = offsets < num_elements  # of the loads: they must not wait for the scale
     scale = tl.load(grad_scale_ptr).to(tl.float32)
-    finite = (scale.to(tl.int32, bitcast=True) & _EXPONENT) != _EXPONENT
-    mask = offsets < tl.where(finite, num_elements, 0)
     bf16_states: tl.constexpr = exp_avg_ptr.dtype.element_ty == tl.int16
     bf16_master: tl.constexpr = (weight_ptr.dtype.element_ty == tl.int16) and (remainder_ptr is None)
 
     weight = tl.load(weight_ptr + offsets, mask=mask, other=0)
     exp_avg = tl.load(exp_avg_ptr + offsets, mask=mask, other=0)
     exp_avg_sq = tl.load(exp_avg_sq_ptr + offsets, mask=mask, other=0)
-    grad = tl.load(grad_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * scale
+    grad = tl.load(grad_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     if remainder_ptr is not None:
         master = join(weight, tl.load(remainder_ptr + offsets, mask=mask, other=0))
     elif bf16_master:
@@ -94,11 +93,14 @@ def _adamw_kernel(
         exp_avg = widen(exp_avg)
         exp_avg_sq = widen(exp_avg_sq)
 
+    grad = grad * scale
     exp_avg = exp_avg + (grad - exp_avg) * one_minus_beta1
     exp_avg_sq = exp_avg_sq * beta2 + (grad * grad) * one_minus_beta2
     denominator = tl.sqrt_rn(exp_avg_sq) * inverse_root_correction2 + eps
     master = master * decay - tl.div_rn(exp_avg, denominator) * step_size
 
+    finite = (scale.to(tl.int32, bitcast=True) & _EXPONENT) != _EXPONENT
+    mask = offsets < tl.where(finite, num_elements, 0)  # of the stores
     if remainder_ptr is not None:
         bits = canonical_bits(master)
         tl.store(weight_ptr + offsets, upper_half(bits + 0x8000), mask=mask)

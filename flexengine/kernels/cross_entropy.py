@@ -1,7 +1,9 @@
 """Cross-entropy of a block of logits, and its gradient written over them.
 
 B tokens of the block, V vocabulary. One row per program: the log-sum-exp is built online (Milakov and Gimelshein 2018,
-https://arxiv.org/abs/1805.02867), so a row is read once for the loss and once more for the gradient.
+https://arxiv.org/abs/1805.02867), so a row is read once for the loss and once more for the gradient. The second pass
+goes backwards: it begins with what was read last, which the cache still holds. Every tile is loaded while the one
+before it is worked on.
 """
 
 import torch
@@ -60,9 +62,10 @@ def _cross_entropy_kernel(
         label_logit = tl.load(row_ptr + label, mask=label_exists, other=float("nan")).to(tl.float32)
         maximum = -3.4e38  # finite, so that exp(-inf - maximum) is 0 and never NaN
         lane_sums = tl.zeros((BLOCK,), tl.float32)  # summed over the lanes once, at the end
+        coming = _load_tile(row_ptr, 0, vocab_size, BLOCK)
         for first in range(0, vocab_size, BLOCK):
-            columns = first + tl.arange(0, BLOCK)
-            logits = tl.load(row_ptr + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32)
+            logits = coming.to(tl.float32)
+            coming = _load_tile(row_ptr, first + BLOCK, vocab_size, BLOCK)
             new_maximum = tl.maximum(maximum, tl.max(logits, axis=0))
             lane_sums = lane_sums * tl.exp(maximum - new_maximum) + tl.exp(logits - new_maximum)
             maximum = new_maximum
@@ -70,10 +73,20 @@ def _cross_entropy_kernel(
         tl.store(losses_ptr + row, tl.log(total) + (maximum - label_logit))
         if WRITE_GRAD:
             inverse_total = 1.0 / total
-            for first in range(0, vocab_size, BLOCK):
+            last_tile = tl.cdiv(vocab_size, BLOCK) - 1
+            coming = _load_tile(row_ptr, last_tile * BLOCK, vocab_size, BLOCK)
+            for done in range(0, last_tile + 1):
+                first = (last_tile - done) * BLOCK
+                logits = coming.to(tl.float32)
+                coming = _load_tile(row_ptr, first - BLOCK, vocab_size, BLOCK)
                 columns = first + tl.arange(0, BLOCK)
-                mask = columns < vocab_size
-                logits = tl.load(row_ptr + columns, mask=mask, other=float("-inf")).to(tl.float32)
                 softmax = tl.exp(logits - maximum) * inverse_total
                 grad = tl.where(columns == label, softmax - 1.0, softmax)
-                tl.store(row_ptr + columns, round_to(grad, dtype), mask=mask)
+                tl.store(row_ptr + columns, round_to(grad, dtype), mask=columns < vocab_size)
+
+
+@triton.jit
+def _load_tile(row_ptr, first, vocab_size, BLOCK: tl.constexpr):
+    """Columns first .. first + BLOCK - 1; those outside of the row are not read and -inf."""
+    columns = first + tl.arange(0, BLOCK)
+    return tl.load(row_ptr + columns, mask=(columns >= 0) & (columns < vocab_size), other=float("-inf"))

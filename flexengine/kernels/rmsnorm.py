@@ -87,9 +87,10 @@ def rmsnorm_backward_weight(
     groups = partials.shape[0]
     if groups == 0:
         raise ValueError("partials must have at least one row, got shape [0, D]")
-    _partial_weight_kernel[(groups, triton.cdiv(width, _WEIGHT_COLUMNS))](
-        grad_y, x, rstd, partials, tokens, width, triton.cdiv(tokens, groups), grad_y.stride(0), x.stride(0),
-        ROWS=_WEIGHT_ROWS, COLUMNS=_WEIGHT_COLUMNS, num_warps=4,
+    column_tiles = triton.cdiv(width, _WEIGHT_COLUMNS)
+    _partial_weight_kernel[(groups * column_tiles,)](
+        grad_y, x, rstd, partials, tokens, width, triton.cdiv(tokens, groups), column_tiles,
+        grad_y.stride(0), x.stride(0), ROWS=_WEIGHT_ROWS, COLUMNS=_WEIGHT_COLUMNS, num_warps=4,
     )  # fmt: skip
     _sum_partials_kernel[(triton.cdiv(width, _SUM_COLUMNS),)](
         partials, grad_weight, groups, width,
@@ -113,11 +114,12 @@ def _forward_kernel(
     columns = tl.arange(0, BLOCK)
     mask = (rows < tokens)[:, None] & (columns < width)[None, :]
     x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    # before the sum over the row is waited for, so that both loads are under way together
+    weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
     mean_square = tl.sum(x * x, axis=1) / width
     rstd = tl.div_rn(1.0, tl.sqrt_rn(mean_square + eps))
     tl.store(rstd_ptr + rows, rstd, mask=rows < tokens)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
     normalised = round_to(x * rstd[:, None], dtype).to(tl.float32)
     y = normalised * round_to(weight, dtype).to(tl.float32)[None, :]
     tl.store(out_ptr + rows[:, None] * out_stride + columns[None, :], round_to(y, dtype), mask=mask)
@@ -135,24 +137,29 @@ def _backward_input_kernel(
     grad_y = tl.load(grad_y_ptr + rows[:, None] * grad_y_stride + columns[None, :], mask=mask, other=0.0)
     weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
     rstd = tl.load(rstd_ptr + rows, mask=rows < tokens, other=0.0)[:, None]
+    target = grad_x_ptr + rows[:, None] * grad_x_stride + columns[None, :]
+    if ACCUMULATE:  # all loads before the sum over the row is waited for
+        previous = tl.load(target, mask=mask, other=0.0)
     normalised = x * rstd
     grad_normalised = grad_y.to(tl.float32) * weight[None, :]
     projection = tl.sum(grad_normalised * normalised, axis=1) / width
     grad_x = rstd * (grad_normalised - normalised * projection[:, None])
-    target = grad_x_ptr + rows[:, None] * grad_x_stride + columns[None, :]
     if ACCUMULATE:
-        grad_x += tl.load(target, mask=mask, other=0.0).to(tl.float32)
+        grad_x += previous.to(tl.float32)
     tl.store(target, round_to(grad_x, grad_x_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _partial_weight_kernel(
-    grad_y_ptr, x_ptr, rstd_ptr, partials_ptr, tokens, width, group_rows, grad_y_stride, x_stride,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    grad_y_ptr, x_ptr, rstd_ptr, partials_ptr, tokens, width, group_rows, column_tiles,
+    grad_y_stride, x_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """partials[group] = the sum over the group's consecutive rows; lanes of a tile are summed once, at the end."""
-    group = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    """partials[group] = the sum over the group's consecutive rows; lanes of a tile are summed once, at the end.
+
+    Neighbouring programs take neighbouring columns, so that those at work together read whole rows.
+    """
+    group = (tl.program_id(0) // column_tiles).to(tl.int64)
+    columns = (tl.program_id(0) % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
     begin = group * group_rows
     end = tl.minimum(begin + group_rows, tokens)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)

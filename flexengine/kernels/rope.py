@@ -12,7 +12,10 @@ from torch import Tensor
 from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.rounding import round_to
 
-_TILE_PAIRS = 1024  # pairs (two elements each) that a program rotates at a time
+_TILE_PAIRS = 512
+"""Pairs (two elements each) that a program rotates at a time. By one warp, 16 pairs per thread: each of its 32 threads
+then takes cos and sin of 8 angles for all heads of the token; more warps would compute the same ones once more each.
+"""
 
 
 def rope_(
@@ -45,7 +48,7 @@ def rope_(
     heads = max(1, min(_TILE_PAIRS // pairs, triton.next_power_of_2(num_rotated_heads)))
     _rope_kernel[(tokens,)](
         x, positions, inv_freq, x.stride(0), x.stride(1), half, num_rotated_heads, float(scaling),
-        INVERSE=inverse, HEADS=heads, PAIRS=pairs, num_warps=4,
+        INVERSE=inverse, HEADS=heads, PAIRS=pairs, num_warps=1,
     )  # fmt: skip
 
 

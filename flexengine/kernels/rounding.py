@@ -27,8 +27,7 @@ def round_to(x, dtype: tl.constexpr):
 @triton.jit
 def canonical_bits(x):
     """Bit pattern of float32 x as int32, every NaN replaced by the quiet one."""
-    bits = x.to(tl.int32, bitcast=True)
-    return tl.where(_is_nan(bits), _QUIET_NAN, bits)
+    return tl.where(x == x, x.to(tl.int32, bitcast=True), _QUIET_NAN)  # noqa: PLR0124 - false for a NaN
 
 
 @triton.jit
@@ -71,7 +70,8 @@ def random_bits16(counter, key_low, key_high):
 
 @triton.jit
 def stochastic_pattern(x, counter, key_low, key_high):
-    """int16 pattern of the bf16 that float32 x is rounded to at random."""
-    bits = canonical_bits(x)
-    finite = (bits & _EXPONENT) != _EXPONENT
-    return upper_half(tl.where(finite, bits + random_bits16(counter, key_low, key_high), bits))
+    """int16 pattern of the bf16 that float32 x is rounded to at random.
+
+    Infinities and the quiet NaN have 16 zeros below, which no random bits carry out of: they pass as they are.
+    """
+    return upper_half(canonical_bits(x) + random_bits16(counter, key_low, key_high))

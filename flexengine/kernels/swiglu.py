@@ -28,8 +28,9 @@ def swiglu_forward(gate_up: Tensor, out: Tensor) -> None:
     if out.numel() == 0:
         return
     block = min(_BLOCK, triton.next_power_of_2(width))
-    _forward_kernel[(tokens, triton.cdiv(width, block))](
-        gate_up, out, width, gate_up.stride(0), out.stride(0), BLOCK=block, num_warps=4
+    tiles = triton.cdiv(width, block)
+    _forward_kernel[(tokens * tiles,)](
+        gate_up, out, width, tiles, gate_up.stride(0), out.stride(0), BLOCK=block, num_warps=4
     )
 
 
@@ -50,16 +51,23 @@ def swiglu_backward(grad_out: Tensor, gate_up: Tensor, grad_gate_up: Tensor) -> 
     if grad_out.numel() == 0:
         return
     block = min(_BLOCK, triton.next_power_of_2(width))
-    _backward_kernel[(tokens, triton.cdiv(width, block))](
-        grad_out, gate_up, grad_gate_up, width, grad_out.stride(0), gate_up.stride(0), grad_gate_up.stride(0),
+    tiles = triton.cdiv(width, block)
+    _backward_kernel[(tokens * tiles,)](
+        grad_out, gate_up, grad_gate_up, width, tiles, grad_out.stride(0), gate_up.stride(0), grad_gate_up.stride(0),
         BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit
-def _forward_kernel(gate_up_ptr, out_ptr, width, gate_up_stride, out_stride, BLOCK: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+def _tile(tiles, BLOCK: tl.constexpr):
+    """(token, columns) of a program: neighbours take neighbouring columns, so that memory is swept row by row."""
+    token = (tl.program_id(0) // tiles).to(tl.int64)
+    return token, (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
+def _forward_kernel(gate_up_ptr, out_ptr, width, tiles, gate_up_stride, out_stride, BLOCK: tl.constexpr):
+    token, columns = _tile(tiles, BLOCK)
     mask = columns < width
     gate_ptrs = gate_up_ptr + token * gate_up_stride + columns
     gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
@@ -70,11 +78,10 @@ def _forward_kernel(gate_up_ptr, out_ptr, width, gate_up_stride, out_stride, BLO
 
 @triton.jit
 def _backward_kernel(
-    grad_out_ptr, gate_up_ptr, grad_gate_up_ptr, width, grad_out_stride, gate_up_stride, grad_gate_up_stride,
+    grad_out_ptr, gate_up_ptr, grad_gate_up_ptr, width, tiles, grad_out_stride, gate_up_stride, grad_gate_up_stride,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token, columns = _tile(tiles, BLOCK)
     mask = columns < width
     gate_ptrs = gate_up_ptr + token * gate_up_stride + columns
     gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)

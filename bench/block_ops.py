@@ -1,0 +1,147 @@
+"""Where a block's time goes: every op of a transformer block timed in all its halves, with the engine's own calls.
+
+The ops run as in training at full chunks: gradients of parameters are added to float32 accumulators, a norm's input
+gradient to that of the residual. Nothing is recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexengine.hardware.timing import Timer
+from flexengine.models.spec import LayerSpec, ModelSpec
+from flexengine.ops.base import ChunkContext, Op, OpEnv, TensorSpec, Work
+
+KINDS = ("matmuls", "attention", "the rest")
+HALVES = ("forward", "input gradient", "weight gradient")
+WEIGHT_SCALE = 0.02  # of random weights, as models are initialised
+
+
+class OpTime(NamedTuple):
+    """One half of one op: seconds of a call, FLOPs of products and of attention, bytes beside them as declared."""
+
+    op: str
+    half: str
+    kind: str
+    seconds: float
+    flops: float
+    memory_bytes: float
+
+    @property
+    def flops_per_s(self) -> float:
+        return self.flops / self.seconds
+
+
+def block_times(
+    spec: ModelSpec, tokens: int, seq_len: int, device: torch.device, dtype: torch.dtype, timer: Timer, least_s: float
+) -> list[OpTime]:
+    """Every half of every op of the first block, on random data; sequences of `seq_len` tokens.
+
+    Raises: ValueError unless seq_len divides tokens.
+    """
+    layer = spec.blocks[0]
+    env = block_env(spec, layer, tokens, seq_len, device, dtype)
+    times = []
+    for op in layer.ops:
+        for half, call, work in _calls(op, env, tokens, seq_len, dtype.itemsize):
+            seconds = timer(call, least_s)
+            flops = work.flops
+            times.append(OpTime(op.name, half, kind_of(op, tokens, seq_len), seconds, flops, work.memory_bytes))
+    return times
+
+
+def _calls(
+    op: Op, env: OpEnv, tokens: int, seq_len: int, compute_bytes: int
+) -> Iterator[tuple[str, Callable[[], object], Work]]:
+    """(half, call, cost) of the halves that an op has; forward first, so that backward finds what it writes."""
+    shape = (tokens, seq_len, compute_bytes)
+    yield HALVES[0], lambda: op.forward(env), op.forward_work(*shape)
+    if op.grad_inputs:
+        yield HALVES[1], lambda: op.backward_input(env), op.backward_input_work(*shape)
+    if op.params:
+        yield HALVES[2], lambda: op.backward_weight(env), op.backward_weight_work(*shape)
+
+
+def kind_of(op: Op, tokens: int, seq_len: int) -> str:
+    """By what an op declares that it costs."""
+    work = op.forward_work(tokens, seq_len, 2)
+    if work.attention_forward_flops:
+        return "attention"
+    return "matmuls" if work.matmul_flops else "the rest"
+
+
+def block_env(
+    spec: ModelSpec, layer: LayerSpec, tokens: int, seq_len: int, device: torch.device, dtype: torch.dtype
+) -> OpEnv:
+    """Random activations, gradients and weights for all ops of a layer. Raises: ValueError as `block_times`."""
+    params = {name: spec.groups[group].params for name, group, _ in layer.params}
+    shapes = {p.name: p.shape for group in params.values() for p in group}
+    activations = _activations(layer, spec.hidden_size, tokens, device, dtype)
+    gradients = {name: torch.randn_like(tensor) for name, tensor in activations.items() if tensor.dtype == dtype}
+    scratch = [tensor for op in layer.ops for half in ("forward", "input", "weight") for tensor in op.scratch(half)]
+    activations |= {tensor.name: _empty(tensor, tokens, device, dtype) for tensor in scratch}
+    return OpEnv(
+        t=activations,
+        p={n: (WEIGHT_SCALE * torch.randn(shapes[n], device=device)).to(dtype) for n in params},
+        g=gradients,
+        gp={n: torch.zeros(shapes[n], device=device) for n in params},
+        chunk=_chunk(spec, tokens, seq_len, device),
+        accumulate=frozenset(residual for op in layer.ops for residual, _ in op.grad_alias),
+        first=False,
+    )
+
+
+def _activations(
+    layer: LayerSpec, width: int, tokens: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The layer's input and every op's outputs; an output that is written over its input shares its memory."""
+    assert layer.input is not None, "a block has an input"
+    tensors = {layer.input: torch.randn(tokens, width, device=device, dtype=dtype)}
+    for op in layer.ops:
+        for output in op.outputs:
+            if op.in_place is not None and op.in_place[1] == output.name:
+                tensors[output.name] = tensors[op.in_place[0]]
+            else:
+                tensors[output.name] = _empty(output, tokens, device, dtype).normal_()
+    return tensors
+
+
+def _empty(tensor: TensorSpec, tokens: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    shape = (tensor.height(tokens), *tensor.shape)
+    return torch.empty(shape, device=device, dtype=dtype if tensor.dtype == "compute" else torch.float32)
+
+
+def _chunk(spec: ModelSpec, tokens: int, seq_len: int, device: torch.device) -> ChunkContext:
+    if tokens % seq_len:
+        raise ValueError(f"{tokens} tokens are no whole number of sequences of {seq_len}; choose a multiple of it")
+    count = tokens // seq_len
+    ids = torch.zeros(tokens, dtype=torch.int64, device=device)
+    return ChunkContext(
+        tokens=tokens,
+        input_ids=ids,
+        labels=ids,
+        positions=torch.arange(seq_len, device=device, dtype=torch.int32).repeat(count),
+        cu_seqlens=torch.arange(0, tokens + 1, seq_len, device=device, dtype=torch.int32),
+        seq_lens=(seq_len,) * count,
+        losses=torch.zeros(tokens, device=device),
+        constants={
+            "inv_freq": torch.tensor(spec.inv_freq, device=device),
+            "flash_rng_state": torch.zeros(2, dtype=torch.int64, device=device),
+        },
+    )
+
+
+def microseconds_per_token(times: list[OpTime], tokens: int) -> dict[str, dict[str, float]]:
+    """By pass ("forward", "backward") and kind, and "all" of each pass."""
+    columns: tuple[str, ...] = (*KINDS, "all")
+    totals: dict[str, dict[str, float]] = {name: dict.fromkeys(columns, 0.0) for name in ("forward", "backward")}
+    for time in times:
+        per_token = 1e6 * time.seconds / tokens
+        total = totals["forward" if time.half == HALVES[0] else "backward"]
+        total[time.kind] += per_token
+        total["all"] += per_token
+    return totals

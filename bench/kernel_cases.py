@@ -1,0 +1,243 @@
+"""The Triton kernels at the shapes of a model: operands, launch, the plain path beside it, and the bytes it must move.
+
+T tokens, D model width, F FFN width, N query heads, G key/value heads, R rotated columns of a head, B tokens of a block
+of logits, V vocabulary, n parameters of a block, P partial sums. Everything in bf16 unless a formula says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from bench.kernel_case import BF16, Case, Random, Sizes, Tensors
+from flexengine.ops import cross_entropy as ce_op
+from flexengine.ops import rmsnorm as norm_op
+from flexengine.ops import rope as rope_op
+from flexengine.ops import swiglu as swiglu_op
+from flexengine.optim.adamw import adamw_factors, adamw_update_reference
+from flexengine.optim.rounding import split_fp32, stream_keys
+from flexengine.runtime.gradients import finish_gradient
+
+F32 = torch.float32
+EPS = 1e-5
+# a large rate: an update that did not happen must stand out of the error that is allowed
+ADAMW = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+ADAMW_STEP, ADAMW_SEED = 10, 0
+
+
+def kernel_cases(sizes: Sizes) -> tuple[Case, ...]:
+    """All kernels of flexengine.kernels, in the order of a block's forward, then the update."""
+    return (*norm_cases(sizes), *rope_cases(sizes), *swiglu_cases(sizes), *loss_cases(sizes), *update_cases(sizes))
+
+
+def norm_cases(s: Sizes) -> tuple[Case, ...]:
+    """RMSNorm forward, input half without and with accumulation, weight half (accumulating)."""
+    from flexengine.kernels import rmsnorm as kernel  # noqa: PLC0415 - Triton is imported when first used
+
+    T, D = s.tokens, s.width
+    matrix, row, stats = 2 * T * D, 2 * D, 4 * T
+
+    def make(random: Random) -> Tensors:
+        x = random.normal(T, D)
+        return {
+            "x": x,
+            "weight": 1 + 0.1 * random.normal(D),
+            "grad_y": random.normal(T, D),
+            "rstd": torch.rsqrt(x.float().square().mean(-1) + EPS),
+            "out": random.empty(T, D),
+            "grad_x": random.normal(T, D),
+            "grad_weight": random.normal(D, dtype=F32),
+            "partials": random.empty(norm_op.WEIGHT_GRAD_PARTIALS, D, dtype=F32),
+        }
+
+    def forward(path) -> Callable[[Tensors], object]:
+        return lambda t: path.rmsnorm_forward(t["x"], t["weight"], EPS, t["out"], t["rstd"])
+
+    def input_half(path, accumulate: bool) -> Callable[[Tensors], object]:
+        return lambda t: path.rmsnorm_backward_input(
+            t["grad_y"], t["x"], t["weight"], t["rstd"], t["grad_x"], accumulate
+        )
+
+    def weight_half(path) -> Callable[[Tensors], object]:
+        return lambda t: path.rmsnorm_backward_weight(
+            t["grad_y"], t["x"], t["rstd"], t["grad_weight"], t["partials"], True
+        )
+
+    operands = ("grad_y", "x", "weight", "rstd")
+    return (
+        Case(
+            "rmsnorm-forward", "2*2TD + 2D + 4T", 2 * matrix + row + stats, make,
+            forward(kernel), forward(norm_op), ("x", "weight"), ("out", "rstd"),
+        ),
+        Case(
+            "rmsnorm-backward-input", "3*2TD + 2D + 4T", 3 * matrix + row + stats, make,
+            input_half(kernel, False), input_half(norm_op, False), operands, ("grad_x",),
+        ),
+        Case(
+            "rmsnorm-backward-input-accumulate", "4*2TD + 2D + 4T", 4 * matrix + row + stats, make,
+            input_half(kernel, True), input_half(norm_op, True), (*operands, "grad_x"), ("grad_x",),
+        ),
+        Case(
+            "rmsnorm-backward-weight", "2*2TD + 4T + 2*4D", 2 * matrix + stats + 8 * D, make,
+            weight_half(kernel), weight_half(norm_op), ("grad_y", "x", "rstd", "grad_weight"), ("grad_weight",),
+        ),
+    )  # fmt: skip
+
+
+def rope_cases(s: Sizes) -> tuple[Case, ...]:
+    """Rotation of queries and keys in a fused row; `rotated` is the part of the row that it touches."""
+    from flexengine.kernels import rope as kernel  # noqa: PLC0415
+
+    T, half = s.tokens, len(s.inv_freq)
+
+    def make(random: Random) -> Tensors:
+        qkv = random.normal(T, s.heads + 2 * s.kv_heads, s.head_dim)
+        positions = torch.arange(T, device=random.device, dtype=torch.int32)
+        inv_freq = torch.tensor(s.inv_freq, device=random.device)
+        rotated = qkv[:, : s.rotated_heads, : 2 * half]
+        return {"qkv": qkv, "rotated": rotated, "positions": positions, "inv_freq": inv_freq}
+
+    def call(path) -> Callable[[Tensors], object]:
+        return lambda t: path.rope_(t["rotated"], t["positions"], t["inv_freq"], 1.0, s.rotated_heads, False)
+
+    num_bytes = 2 * 2 * T * s.rotated_heads * 2 * half + 4 * T + 4 * half
+    return (
+        Case(
+            "rope-forward", "2*2T(N+G)R + 4T + 4R/2", num_bytes, make, call(kernel), call(rope_op),
+            ("rotated", "positions", "inv_freq"), ("rotated",),
+        ),
+    )  # fmt: skip
+
+
+def swiglu_cases(s: Sizes) -> tuple[Case, ...]:
+    """SwiGLU forward, backward into a buffer of its own and over its operand."""
+    from flexengine.kernels import swiglu as kernel  # noqa: PLC0415
+
+    T, F = s.tokens, s.ffn_width
+    matrix = 2 * T * F
+
+    def make(random: Random) -> Tensors:
+        return {
+            "gate_up": random.normal(T, 2 * F),
+            "grad_out": random.normal(T, F),
+            "out": random.empty(T, F),
+            "grad_gate_up": random.empty(T, 2 * F),
+        }
+
+    def forward(path) -> Callable[[Tensors], object]:
+        return lambda t: path.swiglu_forward(t["gate_up"], t["out"])
+
+    def backward(path, target: str) -> Callable[[Tensors], object]:
+        return lambda t: path.swiglu_backward(t["grad_out"], t["gate_up"], t[target])
+
+    operands = ("grad_out", "gate_up")
+    return (
+        Case(
+            "swiglu-forward", "3*2TF", 3 * matrix, make, forward(kernel), forward(swiglu_op), ("gate_up",), ("out",)
+        ),
+        Case(
+            "swiglu-backward", "5*2TF", 5 * matrix, make,
+            backward(kernel, "grad_gate_up"), backward(swiglu_op, "grad_gate_up"), operands, ("grad_gate_up",),
+        ),
+        Case(
+            "swiglu-backward-in-place", "5*2TF", 5 * matrix, make,
+            backward(kernel, "gate_up"), backward(swiglu_op, "gate_up"), operands, ("gate_up",),
+        ),
+    )  # fmt: skip
+
+
+def loss_cases(s: Sizes) -> tuple[Case, ...]:
+    """Cross-entropy of a block of logits: the losses alone, and with the gradient written over the logits."""
+    from flexengine.kernels import cross_entropy as kernel  # noqa: PLC0415
+
+    B, V = s.block_tokens, s.vocab_size
+
+    def make(random: Random) -> Tensors:
+        return {
+            "logits": 3 * random.normal(B, V),
+            "labels": random.integers(B, V),
+            "losses": random.empty(B, dtype=F32),
+        }
+
+    def call(path, write_grad: bool) -> Callable[[Tensors], object]:
+        return lambda t: path.cross_entropy_(t["logits"], t["labels"], t["losses"], write_grad)
+
+    operands = ("logits", "labels")
+    return (
+        Case(
+            "cross-entropy-losses", "2BV + 12B", 2 * B * V + 12 * B, make,
+            call(kernel, False), call(ce_op, False), operands, ("losses",),
+        ),
+        Case(
+            "cross-entropy-gradient", "2*2BV + 12B", 4 * B * V + 12 * B, make,
+            call(kernel, True), call(ce_op, True), operands, ("logits", "losses"),
+            note="the logits are read twice: 67% is the most, but for what the cache still holds",
+        ),
+    )  # fmt: skip
+
+
+def update_cases(s: Sizes) -> tuple[Case, ...]:
+    """The end of a block's backward, without and with an earlier round's gradient, and AdamW in its modes for bf16."""
+    adamw = (("adamw-split-bf16-states", True, BF16), ("adamw-split-fp32-states", True, F32))
+    return (
+        _accumulate_case("gradient-round", s.parameters, s.partial_sums, False),
+        _accumulate_case("gradient-round-accumulate", s.parameters, s.partial_sums, True),
+        *(_adamw_case(name, s.parameters, split, states) for name, split, states in adamw),
+        _adamw_case("adamw-stochastic-bf16-states", s.parameters, False, BF16),
+    )
+
+
+def _accumulate_case(name: str, n: int, partial_sums: int, has_previous: bool) -> Case:
+    from flexengine.kernels.grad_accumulate import grad_accumulate  # noqa: PLC0415
+
+    def make(random: Random) -> Tensors:
+        squares = random.empty(partial_sums, dtype=F32)
+        return {"acc": random.normal(n, dtype=F32), "stored": random.normal(n), "squares": squares}
+
+    def plain(t: Tensors) -> None:
+        norm_square = torch.zeros(())
+        finish_gradient(t["acc"], t["stored"], has_previous, t["squares"], norm_square)
+        t["squares"].zero_()[0] = norm_square  # the kernel spreads this sum over its programs
+
+    return Case(
+        name, f"4n + {'2*' if has_previous else ''}2n + 4P", (8 if has_previous else 6) * n + 4 * partial_sums, make,
+        lambda t: grad_accumulate(t["acc"], t["stored"], has_previous, t["squares"]), plain,
+        ("acc", "stored") if has_previous else ("acc",), ("stored", "squares"),
+    )  # fmt: skip
+
+
+def _adamw_case(name: str, n: int, split: bool, states: torch.dtype) -> Case:
+    from flexengine.kernels.adamw import adamw_update_  # noqa: PLC0415
+
+    def make(random: Random) -> Tensors:
+        master = random.normal(n, dtype=F32)
+        tensors = {
+            "weight": master.to(BF16),
+            "exp_avg": random.normal(n, dtype=states),
+            "exp_avg_sq": random.normal(n, dtype=states).square(),
+            "grad": random.normal(n),
+            "grad_scale": torch.full((1,), 0.5, device=random.device),
+        }
+        if split:
+            tensors["remainder"] = torch.empty(n, dtype=torch.int16, device=random.device)
+            split_fp32(master, tensors["weight"], tensors["remainder"])
+        return tensors
+
+    factors = adamw_factors(**ADAMW, step=ADAMW_STEP)
+    keys = [stream_keys(ADAMW_SEED, ADAMW_STEP, stream) for stream in range(3)]
+
+    def run(t: Tensors) -> None:
+        states = (t["exp_avg"], t["exp_avg_sq"], t["grad"], t["grad_scale"])
+        adamw_update_(t["weight"], t.get("remainder"), *states, factors, keys, 0)
+
+    def plain(t: Tensors) -> None:
+        settings = {**ADAMW, "step": ADAMW_STEP, "seed": ADAMW_SEED, "element_offset": 0}
+        adamw_update_reference(**{"remainder": None, **t}, **settings)
+
+    planes = ("weight", *(("remainder",) if split else ()), "exp_avg", "exp_avg_sq")
+    masters = 4 if split else 2
+    return Case(
+        name, f"2*({masters} + 2*{states.itemsize})n + 2n + 4", (2 * (masters + 2 * states.itemsize) + 2) * n + 4, make,
+        run, plain, (*planes, "grad", "grad_scale"), planes,
+    )  # fmt: skip

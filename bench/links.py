@@ -1,0 +1,259 @@
+"""What do the links carry, alone and while the host is at work? Needs an NVIDIA GPU.
+
+    python -m bench.links --json out.json
+
+1. Page-locked copies of 64 KiB to 1 GiB in both directions, alone and while the other one is busy: as the engine's
+   programs issue them (submitted to the transfer engine), and torch's own copies beside them.
+2. Copies within host memory by 1, 2, 4, ... threads: bytes read plus bytes written per second.
+3. Together: each direction and both, posted as the engine posts bulk copies, while nothing else runs, while all threads
+   copy within host memory, and while they run AdamW; the rate of each, and the host memory traffic of all of them. What
+   AdamW must move counts as in bench.cpu_adamw.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bench.cpu_adamw import MODES, native_update, planes_of
+from bench.environment import require_gpu, write_json
+from flexengine.hardware.measure_host import copy_curve
+from flexengine.hardware.measure_links import Link, LinkBuffers, LinkRates, link_rates
+from flexengine.hardware.timing import cpu_timer
+from flexengine.native import allocate_host
+from flexengine.native.adamw import instruction_sets
+from flexengine.native.transfer import Batch, Copy, Direction, Transfers, open_transfers
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, GIB)
+POSTED_BYTES = 64 * MIB  # of one posted copy: about a millisecond, so that rates over a second are exact to 0.1%
+POSTS_IN_FLIGHT = 2  # per direction: one under way, one to follow without a gap
+HOST_COPY_BYTES = 512 * MIB
+ADAMW_MODE = "split master, bf16 states, bf16 gradient"
+ADAMW_PARAMETERS = 2**26
+SECONDS = 1.0
+
+
+class EngineLink:
+    """A `Link` whose copies are prepared once and submitted to the transfer engine, on whatever stream is current."""
+
+    def __init__(self, buffers: LinkBuffers, transfers: Transfers) -> None:
+        self._buffers, self._transfers = buffers, transfers
+
+    @property
+    def num_bytes(self) -> int:
+        return self._buffers.num_bytes
+
+    def upward(self, num_bytes: int) -> Callable[[], object]:
+        return self._copy(self._buffers.up_gpu, self._buffers.up_host, num_bytes)
+
+    def downward(self, num_bytes: int) -> Callable[[], object]:
+        return self._copy(self._buffers.down_host, self._buffers.down_gpu, num_bytes)
+
+    def _copy(self, target: Tensor, source: Tensor, num_bytes: int) -> Callable[[], object]:
+        prepared: dict[int, Batch] = {}
+
+        def submit() -> None:
+            stream = torch.cuda.current_stream()
+            if stream.cuda_stream not in prepared:
+                copy = Copy(stream, target, 0, source, 0, num_bytes)
+                prepared[stream.cuda_stream] = self._transfers.prepare([copy])
+            self._transfers.submit(prepared[stream.cuda_stream])
+
+        return submit
+
+
+class Together(NamedTuple):
+    """Bytes per second of what ran at the same time; 0 for what did not. `host_work` names the host's part."""
+
+    host_work: str
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    host_work_bytes_per_s: float
+
+    @property
+    def host_memory_bytes_per_s(self) -> float:
+        """All traffic of host memory."""
+        return self.h2d_bytes_per_s + self.d2h_bytes_per_s + self.host_work_bytes_per_s
+
+
+class HostWork(NamedTuple):
+    """Work of all threads on host memory, and the bytes that a call reads and writes."""
+
+    name: str
+    call: Callable[[], object]
+    num_bytes: int
+
+
+class Pump:
+    """Keeps one direction busy from a thread of its own; `moved_bytes` counts what has arrived.
+
+    Every direction has an engine of its own, since only one thread at a time may use an engine.
+    """
+
+    def __init__(self, transfers: Transfers, direction: Direction, copy: Copy) -> None:
+        self.moved_bytes = 0
+        self._transfers, self._direction, self._copy = transfers, direction, copy
+        self._stop, self._thread = threading.Event(), threading.Thread(target=self._run, name="pump")
+        self._error: Exception | None = None
+
+    def __enter__(self) -> Pump:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        tickets: deque[int] = deque()
+        try:
+            while tickets or not self._stop.is_set():
+                while len(tickets) < POSTS_IN_FLIGHT and not self._stop.is_set():
+                    tickets.append(self._transfers.post(self._direction, [self._copy]))
+                if tickets:
+                    self._transfers.wait(self._direction, tickets.popleft())
+                    self.moved_bytes += self._copy.num_bytes
+        except Exception as error:  # told to the thread that started this one
+            self._error = error
+
+
+def together(
+    engines: dict[Direction, Transfers], copies: dict[Direction, Copy], work: HostWork | None, seconds: float
+) -> Together:
+    """Rates of the copies and of `work` while all of them run, over at least `seconds`."""
+    with ExitStack() as stack:
+        pumps = {d: stack.enter_context(Pump(engines[d], d, copy)) for d, copy in copies.items()}
+        time.sleep(seconds / 10)  # all under way
+        before, start_s = {d: pump.moved_bytes for d, pump in pumps.items()}, time.perf_counter()
+        call_s = cpu_timer(work.call, seconds) if work else time.sleep(seconds)
+        moved = {d: pump.moved_bytes - before[d] for d, pump in pumps.items()}
+        elapsed_s = time.perf_counter() - start_s
+    h2d, d2h = (moved.get(direction, 0) / elapsed_s for direction in Direction)
+    host = work.num_bytes / call_s if work and call_s else 0.0
+    return Together("" if work is None else work.name, h2d, d2h, host)
+
+
+def posted_copies(buffers: LinkBuffers) -> dict[Direction, Copy]:
+    """One copy per direction for `Pump`. A post has streams of its own: the one named here is ignored."""
+    size = min(POSTED_BYTES, buffers.num_bytes)
+    stream = torch.cuda.current_stream()
+    return {
+        Direction.TO_DEVICE: Copy(stream, buffers.up_gpu, 0, buffers.up_host, 0, size),
+        Direction.TO_HOST: Copy(stream, buffers.down_host, 0, buffers.down_gpu, 0, size),
+    }
+
+
+def all_together(
+    engines: dict[Direction, Transfers], copies: dict[Direction, Copy], works: Sequence[HostWork], seconds: float
+) -> Iterator[Together]:
+    """Every set of directions with every work of the host and without, but for nothing at all."""
+    sets = [[], [Direction.TO_DEVICE], [Direction.TO_HOST], list(Direction)]
+    for directions, work in itertools.product(sets, [None, *works]):
+        if directions or work:
+            yield together(engines, {d: copies[d] for d in directions}, work, seconds)
+
+
+@contextmanager
+def host_works(copy_bytes: int, num_parameters: int) -> Iterator[list[HostWork]]:
+    """A copy within host memory of `copy_bytes`, and AdamW where its native library is built."""
+    mode = MODES[ADAMW_MODE]
+    with allocate_host(2 * copy_bytes, page_locked=False) as buffer, planes_of(mode, num_parameters) as planes:
+        source, target = buffer.tensor.chunk(2)
+        works = [HostWork("host copy", lambda: target.copy_(source), 2 * copy_bytes)]
+        if instruction_sets():
+            update = native_update(planes, torch.get_num_threads())
+            works.append(HostWork("AdamW", update, num_parameters * mode.bytes_per_parameter))
+        yield works
+
+
+@contextmanager
+def link_buffers(num_bytes: int, device: torch.device) -> Iterator[LinkBuffers]:
+    """Page-locked and device memory for copies of up to `num_bytes`, with random contents."""
+    with allocate_host(num_bytes, page_locked=True) as up, allocate_host(num_bytes, page_locked=True) as down:
+        up_gpu = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        down_gpu = torch.empty_like(up_gpu).random_()
+        up.tensor.copy_(down_gpu)
+        yield LinkBuffers(up.tensor, up_gpu, down_gpu, down.tensor)
+
+
+def size_table(rates: dict[str, LinkRates]) -> str:
+    """GB/s by size, one column per way of copying and curve."""
+    columns = [(way, curve) for way, rate in rates.items() for curve in rate.curves]
+    heads = [f"{way}: {curve.name}" for way, curve in columns]
+    lines = [f"  ({letter}) {head}" for letter, head in zip("abcdefghijkl", heads, strict=False)]
+    lines.append(
+        f"{'GB/s of copies of':>18}" + "".join(f"{f'({letter})':>8}" for letter in "abcdefghijkl"[: len(heads)])
+    )
+    for index, (size, _) in enumerate(columns[0][1].points):
+        row = "".join(f"{curve.points[index][1] / 1e9:8.2f}" for _, curve in columns)
+        lines.append(f"{size // KIB:>14} KiB{row}")
+    return "\n".join(lines)
+
+
+def together_table(rows: Sequence[Together]) -> str:
+    """GB/s of everything that ran at once."""
+    lines = [f"{'host work':12}{'H2D':>9}{'D2H':>9}{'host work':>11}{'host memory':>13}   GB/s, all at the same time"]
+    for row in rows:
+        rates = (row.h2d_bytes_per_s, row.d2h_bytes_per_s, row.host_work_bytes_per_s, row.host_memory_bytes_per_s)
+        figures = "".join(f"{rate / 1e9:>{width}.1f}" for rate, width in zip(rates, (9, 9, 11, 13), strict=True))
+        lines.append(f"{row.host_work or '-':12}{figures}")
+    return "\n".join(lines)
+
+
+def measure(device: torch.device, most_bytes: int, seconds: float) -> dict:
+    """All three parts, printed as they come and returned ready for JSON."""
+    sizes = [size for size in SIZES if size <= most_bytes]
+    engines = {direction: open_transfers(device) for direction in Direction}
+    try:
+        with link_buffers(sizes[-1], device) as buffers, host_works(HOST_COPY_BYTES, ADAMW_PARAMETERS) as works:
+            links: dict[str, Link] = {"engine": EngineLink(buffers, engines[Direction.TO_DEVICE]), "torch": buffers}
+            rates = {way: link_rates(link, device, sizes) for way, link in links.items()}
+            print(size_table(rates), flush=True)
+            half = buffers.down_host[: sizes[-1] // 2]
+            points = copy_curve(half, buffers.up_host[: half.numel()], seconds / 4)
+            print("\n" + "\n".join(f"host copy, {n} threads: {rate / 1e9:.1f} GB/s" for n, rate in points), flush=True)
+            rows = list(all_together(engines, posted_copies(buffers), works, seconds))
+            print("\n" + together_table(rows))
+    finally:
+        for transfers in engines.values():
+            transfers.close()
+    return {
+        "transfers": type(engines[Direction.TO_DEVICE]).__name__,
+        "threads": torch.get_num_threads(),
+        "by_size": {way: [asdict(curve) for curve in rate.curves] for way, rate in rates.items()},
+        "copy_latency_s": {way: rate.copy_latency_s for way, rate in rates.items()},
+        "host_copy": points,
+        "together": [
+            {**row._asdict(), "host_memory_bytes_per_s": row.host_memory_bytes_per_s} for row in rows
+        ],
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--most-mib", type=int, default=1024, help="largest copy; twice as much is page-locked")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="least time of everything that runs together")
+    parser.add_argument("--json", default=None, help="write the figures to this file")
+    args = parser.parse_args()
+    if args.most_mib < 1 or args.seconds <= 0:
+        parser.error(f"--most-mib is {args.most_mib} and --seconds {args.seconds:g}; expected at least 1, and above 0")
+    require_gpu("bench.links")
+    device = torch.device("cuda", torch.cuda.current_device())
+    write_json(args.json, measure(device, args.most_mib * MIB, args.seconds))
+
+
+if __name__ == "__main__":
+    main()
