@@ -130,8 +130,9 @@ def _chunk(spec: ModelSpec, tokens: int, seq_len: int, device: torch.device) -> 
         losses=torch.zeros(tokens, device=device),
         constants={
             "inv_freq": torch.tensor(spec.inv_freq, device=device),
-            "flash_rng_state": torch.zeros(2, dtype=torch.int64, device=device),
+            "attention_rng": torch.zeros(2, dtype=torch.int64, device=device),
         },
+        attention="cudnn",  # where it serves
     )
 
 
