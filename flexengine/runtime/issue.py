@@ -8,6 +8,7 @@ holds its record of the run before until then.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from torch import Tensor
@@ -27,6 +28,15 @@ class Leg(NamedTuple):
     command: Command | None
 
 
+class Place(NamedTuple):
+    """A command's operations [first, last) of the batch; one that is no copy is called at `call_at` among them."""
+
+    first: int
+    call_at: int
+    last: int
+    command: Command
+
+
 class Issue:
     """One program over the arenas, ready to be issued again and again; `close` when it has run for the last time.
 
@@ -42,7 +52,7 @@ class Issue:
         self._signals = dict(zip(awaited, transfers.create_events(len(awaited)), strict=True))
         self._joins = dict(zip(streams, transfers.create_events(len(streams)), strict=True))
         self._begin, *self._clock = transfers.create_events(1 + 2 * len(program.commands), True) if timed else [0]
-        self._cuts: list[tuple[int, Command]] = []
+        self._places: list[Place] = []
         self._batch = transfers.prepare(self._operations())
         self._legs = self._make_legs()
 
@@ -53,6 +63,18 @@ class Issue:
             if command is not None:
                 call(command)
 
+    def run_in_ranges(self, call: Callable[[Command], None], range_of: Callable[[str], AbstractContextManager]) -> None:
+        """As `run`, each command inside the range of its label; more calls into the transfer engine, the same order."""
+        submit, batch = self._transfers.submit, self._batch
+        submit(batch, 0, self._places[0].first if self._places else 0)
+        for first, call_at, last, command in self._places:
+            with range_of(command.label):
+                submit(batch, first, call_at)
+                if not command.copies:
+                    call(command)
+                submit(batch, call_at, last)
+        submit(batch, self._places[-1].last if self._places else 0, batch.num_operations)
+
     def wait_for(self, index: int) -> None:
         """Block the host until a command of the last run, one that others wait for, has finished."""
         if index in self._signals:
@@ -62,6 +84,10 @@ class Issue:
         """(start, end) of every command of the last run in seconds since it began. Order: it has finished."""
         elapsed = [self._transfers.elapsed_s(self._begin, event) for event in self._clock]
         return list(zip(elapsed[0::2], elapsed[1::2], strict=True))
+
+    def began_s(self, zero: int) -> float:
+        """Seconds from the event `zero`, made with timing, to the beginning of the last run. Order: it has finished."""
+        return self._transfers.elapsed_s(zero, self._begin)
 
     def close(self) -> None:
         """Give the events back. Order: the last run has finished."""
@@ -76,11 +102,12 @@ class Issue:
             operations.append(Record(self._streams[Stream.COMPUTE], self._begin))
         operations += self._join_streams()
         for command in self.program.commands:
+            first = len(operations)
             operations += self._before(command)
             operations += self._copies(command)
-            if not command.copies:
-                self._cuts.append((len(operations), command))
+            call_at = len(operations)
             operations += self._after(command)
+            self._places.append(Place(first, call_at, len(operations), command))
         return operations + list(self._join_streams())
 
     def _before(self, command: Command) -> Iterator[Operation]:
@@ -117,9 +144,10 @@ class Issue:
             yield from (Wait(stream, event) for other, event in self._joins.items() if other != name)
 
     def _make_legs(self) -> list[Leg]:
-        starts = [0, *(cut for cut, _ in self._cuts)]
+        calls = [place for place in self._places if not place.command.copies]
+        starts = [0, *(place.call_at for place in calls)]
         ends = [*starts[1:], self._batch.num_operations]
-        commands = [*(command for _, command in self._cuts), None]
+        commands = [*(place.command for place in calls), None]
         return [Leg(*leg) for leg in zip(starts, ends, commands, strict=True)]
 
 
