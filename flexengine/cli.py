@@ -14,6 +14,7 @@ from flexengine.config import (
     TrainConfig,
     choices_of,
     flag_of,
+    is_switch_with_value,
     options_from_yaml,
     value_type_of,
 )
@@ -221,6 +222,10 @@ def _with_default(name: str, default: Any) -> str:
 
 def _add_flag(parser: argparse.ArgumentParser, name: str, kind: Any, text: str) -> None:
     text = text.replace("%", "%%")
+    if is_switch_with_value(kind):
+        parser.add_argument(flag_of(name), nargs="?", const=True, metavar="FILE", help=text)
+        parser.add_argument(f"--no-{flag_of(name)[2:]}", dest=name, action="store_false", help=argparse.SUPPRESS)
+        return
     if kind is bool:
         parser.add_argument(flag_of(name), action=argparse.BooleanOptionalAction, help=text)
         return

@@ -179,9 +179,8 @@ def measured_timeline(plan: Plan, runs: Sequence[TimedRun], about: Mapping[str, 
         timing = run.timing
         events += command_events(run.program, timing, run.start_s)
         parts.append(part_about(name, 1, run.program, timing, run.start_s))
-    return trace_json(
-        events, {"timeline": MEASURED, "plan": plan_digest(plan), "model": plan.model, **about, "parts": parts}
-    )
+    about = {"timeline": MEASURED, "plan": plan_digest(plan), "model": plan.model, **about, "parts": parts}
+    return trace_json(events, about)
 
 
 def plan_digest(plan: Plan) -> str:

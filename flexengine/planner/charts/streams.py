@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -114,12 +114,16 @@ def strips_chart(
 
 def close_up(part: StepPart, share: float = 0.05) -> str:
     """The turn from forward to backward of a round, close enough to see single commands."""
-    turn = next((c.index for c in part.program.commands if c.kind == "backward"), 0)
-    middle, width = part.timing.start_s[turn], share * part.timing.total_s
-    begin = max(0.0, middle - width / 2)
-    end = min(part.timing.total_s, begin + width)
+    return bars_close_up(bars_of(part), share * part.timing.total_s, part.timing.total_s)
+
+
+def bars_close_up(bars: Sequence[Bar], width_s: float, total_s: float) -> str:
+    """`width_s` seconds around the first backward command of a program that takes `total_s`."""
+    middle = next((bar.begin_s for bar in bars if bar.kind == "backward"), 0.0)
+    begin = max(0.0, middle - width_s / 2)
+    end = min(total_s, begin + width_s)
     x = Scale(begin, end, LEFT, RIGHT)
-    spans = [[s for s in lane if s.end_s > begin and s.begin_s < end] for lane in spans_of(part, 0.0)]
+    spans = [[s for s in lane if s.end_s > begin and s.begin_s < end] for lane in merged(bars, 0.0)]
     clipped = [[s._replace(begin_s=max(s.begin_s, begin), end_s=min(s.end_s, end)) for s in lane] for lane in spans]
     bottom = TOP + LANE_HEIGHT * len(STREAMS)
     parts = [*_lanes(), *_bars(clipped, 0.0, x, labels=True), *time_axis(x, end, bottom, begin)]
@@ -128,8 +132,13 @@ def close_up(part: StepPart, share: float = 0.05) -> str:
 
 def spans_of(part: StepPart, gap_s: float) -> list[list[Span]]:
     """Per stream the bars of a part: neighbours of one kind that are at most `gap_s` seconds apart are one."""
+    return merged(bars_of(part), gap_s)
+
+
+def bars_of(part: StepPart) -> list[Bar]:
+    """Every command of a simulated part."""
     times = zip(part.program.commands, part.timing.start_s, part.timing.end_s, strict=True)
-    return merged((Bar(c.stream, kind_of(c), c.label, begin, end) for c, begin, end in times), gap_s)
+    return [Bar(c.stream, kind_of(c), c.label, begin, end) for c, begin, end in times]
 
 
 def merged(bars: Iterable[Bar], gap_s: float) -> list[list[Span]]:
