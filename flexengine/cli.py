@@ -125,6 +125,12 @@ def run_probe(argv: list[str]) -> int:
     return probe.main(argv)
 
 
+def run_report(argv: list[str]) -> int:
+    from flexengine.commands import report  # noqa: PLC0415
+
+    return report.main(argv)
+
+
 class StderrHandler(logging.StreamHandler):
     """Writes to what sys.stderr is when a line is written: whoever calls `main` may have replaced it since."""
 
@@ -151,6 +157,7 @@ COMMANDS = {
         run_plan, "what fits, where everything lives and how fast it would be; needs no GPU and no weights"
     ),
     "probe": Command(run_probe, "measure this machine and remember its rates"),
+    "report": Command(run_report, "where the time of a run went, simulated and measured, as one page"),
     "download": Command(run_download, "stage a model or a data set for a machine without internet"),
 }
 

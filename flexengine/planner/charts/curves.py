@@ -22,7 +22,7 @@ class Reference(NamedTuple):
 
 
 def curve_chart(points: Sequence[Point], label: str, fill: str, reference: Reference | None = None) -> str:
-    """Values over steps; steps without a finite value leave a gap. `label` says what it is, for those who cannot see."""
+    """Values over steps; steps without a finite value leave a gap. `label` is read to those who cannot see."""
     known = [value for _, value in points if value is not None]
     shown = known if reference is None else [*known, reference.value]
     low, high = _range(shown)
@@ -43,9 +43,9 @@ def curve_chart(points: Sequence[Point], label: str, fill: str, reference: Refer
 def _range(values: Sequence[float]) -> tuple[float, float]:
     """What the value axis spans: from 0 where that leaves the curve half of the height."""
     low, high = min(values, default=0.0), max(values, default=1.0)
-    if 0 <= low <= high / 2 or high == low:
-        low = min(low, 0.0)
-    room = 0.06 * (high - low) or 1.0
+    if 0 <= low <= high / 2 or high - low < 1e-6 * max(abs(low), abs(high)):
+        low, high = min(low, 0.0), max(high, 0.0)
+    room = 0.06 * (high - low) if high - low > 1e-9 else 1.0
     return (low if low == 0 else low - room), high + room
 
 
