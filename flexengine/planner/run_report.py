@@ -23,7 +23,7 @@ from flexengine.planner.charts.streams import (
 )
 from flexengine.planner.charts.svg import LEFT, RIGHT, Mark
 from flexengine.planner.report_data import plan_digest
-from flexengine.schedule.commands import STREAMS
+from flexengine.schedule.commands import STREAMS, Stream
 from flexengine.schedule.trace_reader import Trace, TracePart, expanded
 
 CLOSE_UP_SHARE = 0.05
@@ -175,7 +175,10 @@ def _timeline(trace: Trace, end_s: float, label: str) -> str:
     gap_s = GAP_PIXELS / (RIGHT - LEFT) * end_s
     lanes = {id(part): merged(_bars(part), gap_s) for part in trace.parts}
     runs = [(part, part.start_s + later_s) for part, later_s in expanded(trace)]
-    marks = [Mark(part.name, start_s, part.seconds) for part, start_s in runs]
+    marks = [
+        Mark(f"round {number}" if "round" in part.name else part.name, start_s, part.seconds)
+        for number, (part, start_s) in enumerate(runs, start=1)
+    ]
     return strips_chart(((start_s, lanes[id(part)]) for part, start_s in runs), marks, end_s, label)
 
 
@@ -208,10 +211,10 @@ class Busy(NamedTuple):
     seconds: float = 0.0
 
 
-def busy_by(trace: Trace | None, by_kind: bool) -> dict[str, Busy]:
+def busy_by(trace: Trace, by_kind: bool) -> dict[str, Busy]:
     """Seconds of a step's commands by stream, or by kind of bar."""
     found: dict[str, Busy] = {}
-    for part in trace.parts if trace is not None else ():
+    for part in trace.parts:
         for command in part.commands:
             kind = bar_kind(command.kind, command.label, command.num_bytes > 0)
             key = kind if by_kind else str(command.stream)
@@ -225,34 +228,55 @@ def _streams(run: RunRecord) -> str:
     rows: list[tuple[str, ...]] = []
     if run.step_s is not None:
         rows.append(_row(f"step, median of {len(run.steady)}", run.predicted_s, run.step_s))
-    planned, real = busy_by(run.simulated, by_kind=False), busy_by(run.measured, by_kind=False)
+    total_s = None
     if run.measured is not None:
         wall_s = run.measured.about.get("step_s")
         total_s = float(wall_s) if isinstance(wall_s, (int, float)) else run.measured.total_s
         rows.append(_row(f"step {run.measured.about.get('step', '')}, with time stamps", run.predicted_s, total_s))
+    pairs = _busy_pairs(run, by_kind=False)
     for stream in STREAMS:
-        pair = (planned.get(stream), real.get(stream))
-        name = f"{STREAM_NAMES[stream]}, busy"
-        rows.append(_row(name, *(busy.seconds if busy is not None else None for busy in pair)))
-    if run.measured is not None:
+        busy_s = [_seconds(busy) for busy in pairs.get(str(stream), (None, None))]
+        rows.append(_row(f"{STREAM_NAMES[stream]}, busy", *busy_s))
+        if stream is Stream.COMPUTE:
+            whole_s = (run.simulated.total_s if run.simulated is not None else None, total_s)
+            rows.append(_row(f"{STREAM_NAMES[stream]}, waiting", *map(_rest, whole_s, busy_s)))
+    if run.measured is not None and total_s is not None:
         inside_s = sum(part.repeats * part.seconds for part in run.measured.parts)
-        rows.append(_row("between programs (host)", 0.0, max(0.0, total_s - inside_s)))
+        rows.append(_row("between programs (host)", 0.0, _rest(total_s, inside_s)))
     return table(("seconds of a step", "predicted", "measured", "measured is"), rows)
 
 
 def _kinds(run: RunRecord) -> str:
     """Seconds by kind of command, the longest first, in the colours of the timelines."""
-    planned, real = busy_by(run.simulated, by_kind=True), busy_by(run.measured, by_kind=True)
-    names = sorted({*planned, *real}, key=lambda name: -max(planned.get(name, Busy())[1], real.get(name, Busy())[1]))
+    pairs = _busy_pairs(run, by_kind=True)
     rows = []
-    for name in names:
-        pair = (planned.get(name), real.get(name))
+    for name, pair in sorted(pairs.items(), key=lambda item: -max(_seconds(busy) or 0.0 for busy in item[1])):
         counts = " / ".join(str(busy.count) for busy in pair if busy is not None)
-        _, *cells = _row(name, *(busy.seconds if busy is not None else None for busy in pair))
+        _, *cells = _row(name, *map(_seconds, pair))
         swatch = f'<i style="background:{KINDS[name]}"></i>{escape(name)}'
         rows.append((swatch, counts, *(escape(cell) for cell in cells)))
     head = ("kind of command", "how many", "predicted", "measured", "measured is")
     return table(head, rows, safe=True)
+
+
+def _busy_pairs(run: RunRecord, by_kind: bool) -> dict[str, tuple[Busy | None, Busy | None]]:
+    """Simulated and measured commands by group; None where there is no such trace."""
+    found = [None if trace is None else busy_by(trace, by_kind) for trace in (run.simulated, run.measured)]
+    names = dict.fromkeys(name for groups in found if groups is not None for name in groups)
+    first, second = found
+    return {
+        name: (None if first is None else first.get(name, Busy()), None if second is None else second.get(name, Busy()))
+        for name in names
+    }
+
+
+def _seconds(busy: Busy | None) -> float | None:
+    return None if busy is None else busy.seconds
+
+
+def _rest(whole_s: float | None, part_s: float | None) -> float | None:
+    """What is left of the first beside the second, as far as both are known."""
+    return None if whole_s is None or part_s is None else max(0.0, whole_s - part_s)
 
 
 def _row(name: str, predicted_s: float | None, measured_s: float | None) -> tuple[str, str, str, str]:

@@ -64,7 +64,7 @@ def part_marks(marks: Iterable[Mark], x: Scale, top: float, bottom: float) -> It
         if start_s > 0 and left - reached >= LEAST_BETWEEN_MARKS:
             yield f'<line class="edge" x1="{left:.1f}" x2="{left:.1f}" y1="{top - 14}" y2="{bottom}"/>'
             reached = left
-        if right - left > 6.5 * len(name):
+        if right - left > 6.5 * len(name) + 10:
             yield f'<text class="soft" x="{left + 5:.1f}" y="{top - 8}">{escape(name)}</text>'
 
 
