@@ -27,9 +27,6 @@ LARGEST = {
     "chunk_tokens": 2**28,
     "round_tokens": 2**28,
     "steps": 10**9,
-    "trace_step": 10**9,
-    "profile_start_step": 10**9,
-    "profile_stop_step": 10**9,
     "epochs": 10**4,
     "seed": 2**32 - 1,
     "max_gpu_mem_gib": 2**20,
@@ -102,8 +99,8 @@ class TrainConfig:
     ] = False
     trace_step: Annotated[
         int | None,
-        "the step that --trace measures, counted from 1 (default: the second, which is timed in every run; the next one"
-        " after it that is neither profiled nor, in a run with --replan, before the plan may change)",
+        "the step that --trace measures, counted from 1 (default: 2, which every run times anyway; 4 with --replan,"
+        " when the plan has settled; a later one where that step is profiled)",
     ] = None
     profile_start_step: Annotated[
         int | None,

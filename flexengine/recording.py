@@ -7,7 +7,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from flexengine.api import Prepared, choose_device
-from flexengine.checkpoint.atomic import write_text
+from flexengine.checkpoint.atomic import atomic_file
 from flexengine.config import STEP_OPTIONS, TRACE_FILE, TrainConfig, flag_of
 from flexengine.metrics import TIMED_STEP, StepMetrics
 from flexengine.planner.report_data import measured_timeline
@@ -71,9 +71,7 @@ class Recorder:
         if self.profile is not None:
             self.profile.after_step(metrics.step)
         if metrics.step == self.traced_step:
-            text = self._trace(metrics)
-            for path in self._trace_paths():
-                write_text(path, text)
+            self._write_trace(metrics)
             show = f"`flexengine report {self.config.run_folder}` draws it beside the simulated one"
             tqdm.write(f"step {metrics.step} traced: {self._trace_paths()[-1]}; {show}")
 
@@ -93,7 +91,7 @@ class Recorder:
         named = [Path(self.config.trace)] if isinstance(self.config.trace, str) else []
         return [self.config.run_folder / TRACE_FILE, *named]
 
-    def _trace(self, metrics: StepMetrics) -> str:
+    def _write_trace(self, metrics: StepMetrics) -> None:
         about = {
             "what": f"one measured step: step {metrics.step} of the run",
             "hardware": f"{self.prepared.profile.name} ({self.prepared.device})",
@@ -103,4 +101,8 @@ class Recorder:
             "tokens": metrics.num_tokens,
             "predicted_step_s": metrics.predicted_step_s,
         }
-        return measured_timeline(self.engine.plan, self.engine.take_timed_runs(), about)
+        runs = self.engine.take_timed_runs()
+        for path in self._trace_paths():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_file(path, "w", encoding="utf-8") as file:
+                file.writelines(measured_timeline(self.engine.plan, runs, about))

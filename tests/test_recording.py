@@ -233,7 +233,8 @@ def test_gpu_profile_ranges_name_steps_and_commands(monkeypatch, tmp_path):
     said = []
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", said.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
-    flags = FLAGS.replace("--device cpu --max-gpu-mem-gib 0.09", "--device cuda --max-gpu-mem-gib 2").split()
+    lengths = "--max-seq-len 16 --max-global-batch-tokens 64 --round-tokens 16"
+    flags = f"--data-source synthetic --device cuda --max-gpu-mem-gib 2 --max-host-mem-gib 16 {lengths}".split()
     argv = ["train", "--model", "preset:demo", *flags, "--steps", "4", "--output-dir", str(tmp_path / "run")]
     assert cli.main([*argv, "--profile-start-step", "3", "--profile-stop-step", "4"]) == 0
     steps = [label for label in said if label.startswith("step ")]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from typing import Any
 
 from flexengine.plan import LayerPlan, Plan, Prediction
@@ -23,6 +24,7 @@ from flexengine.schedule.timeline import (
     counter_event,
     part_about,
     trace_json,
+    trace_pieces,
     track_events,
 )
 
@@ -167,20 +169,18 @@ def step_timeline(picture: Picture) -> str:
     return trace_json(events, about)
 
 
-def measured_timeline(plan: Plan, runs: Sequence[TimedRun], about: Mapping[str, Any]) -> str:
+def measured_timeline(plan: Plan, runs: Sequence[TimedRun], about: Mapping[str, Any]) -> Iterator[str]:
     """A step that ran as Chrome trace JSON, in the format of the simulated one: rounds and update at their real times.
 
-    about: what else the metadata tell, such as which step it was and its wall seconds.
+    about: what else the metadata tell, such as which step it was and its wall seconds. The text comes in pieces, as the
+    host memory of a run is spoken for.
     """
-    events = track_events(f"{plan.model}, measured step")
-    parts = []
-    for number, run in enumerate(runs, start=1):
-        name = f"round {number}" if run.program.name == "round" else run.program.name
-        timing = run.timing
-        events += command_events(run.program, timing, run.start_s)
-        parts.append(part_about(name, 1, run.program, timing, run.start_s))
+    names = [f"round {n}" if run.program.name == "round" else run.program.name for n, run in enumerate(runs, start=1)]
+    parts = [part_about(name, 1, run.program, run.timing, run.start_s) for name, run in zip(names, runs, strict=True)]
+    commands = (command_events(run.program, run.timing, run.start_s) for run in runs)
+    events = chain(track_events(f"{plan.model}, measured step"), chain.from_iterable(commands))
     about = {"timeline": MEASURED, "plan": plan_digest(plan), "model": plan.model, **about, "parts": parts}
-    return trace_json(events, about)
+    return trace_pieces(events, about)
 
 
 def plan_digest(plan: Plan) -> str:

@@ -8,7 +8,7 @@ are drawn as charts. The metadata say what was drawn and how the commands, in or
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flexengine.schedule.commands import STREAM_INDEX, STREAMS, Command, Program, Stream
@@ -40,7 +40,15 @@ class TimedRun(NamedTuple):
 
 def trace_json(events: Iterable[Event], about: Mapping[str, Any] | None = None) -> str:
     """Events as a trace; `about` goes into its metadata, which Perfetto shows under "Info and stats"."""
-    return json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms", "metadata": dict(about or {})})
+    return "".join(trace_pieces(events, about or {}))
+
+
+def trace_pieces(events: Iterable[Event], about: Mapping[str, Any]) -> Iterator[str]:
+    """The text of a trace event by event, a line each, for writers that have no memory for all of it."""
+    yield '{"traceEvents": ['
+    for number, event in enumerate(events):
+        yield (",\n" if number else "\n") + json.dumps(event)
+    yield f'\n], "displayTimeUnit": "ms", "metadata": {json.dumps(dict(about))}}}'
 
 
 def track_events(process: str = "flexengine") -> list[Event]:
@@ -52,9 +60,9 @@ def track_events(process: str = "flexengine") -> list[Event]:
     return events
 
 
-def command_events(program: Program, timing: Timing, start_s: float = 0.0) -> list[Event]:
+def command_events(program: Program, timing: Timing, start_s: float = 0.0) -> Iterator[Event]:
     """One complete event per command; `start_s` is when the program starts."""
-    return [_command_event(program, command, timing, start_s) for command in program.commands]
+    return (_command_event(program, command, timing, start_s) for command in program.commands)
 
 
 def part_about(name: str, repeats: int, program: Program, timing: Timing, start_s: float) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def run(picture) -> RunRecord:
             runs.append(TimedRun(part.program, now, spans))
             now += SLOWER * part.timing.total_s + GAP_S
     about = {"what": "one measured step: step 2 of the run", "step": 2, "step_s": now, "tokens": 512, "device": "cuda"}
-    measured = read_trace(json.loads(measured_timeline(picture.plan, runs, about)), "trace.json", MEASURED)
+    measured = read_trace(json.loads("".join(measured_timeline(picture.plan, runs, about))), "trace.json", MEASURED)
     simulated = read_trace(json.loads(step_timeline(picture)), "timeline.json", SIMULATED)
     steps = [LoggedStep(n, 9.0 if n <= 2 else 2.0, 512, 4.0 - 0.1 * n, 1 << 30, 1 << 31, n <= 2) for n in range(1, 9)]
     return RunRecord("here", picture.plan, simulated, measured, steps)
