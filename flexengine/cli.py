@@ -14,6 +14,7 @@ from flexengine.config import (
     TrainConfig,
     choices_of,
     flag_of,
+    is_switch_with_value,
     options_from_yaml,
     value_type_of,
 )
@@ -124,6 +125,12 @@ def run_probe(argv: list[str]) -> int:
     return probe.main(argv)
 
 
+def run_report(argv: list[str]) -> int:
+    from flexengine.commands import report  # noqa: PLC0415
+
+    return report.main(argv)
+
+
 class StderrHandler(logging.StreamHandler):
     """Writes to what sys.stderr is when a line is written: whoever calls `main` may have replaced it since."""
 
@@ -150,6 +157,7 @@ COMMANDS = {
         run_plan, "what fits, where everything lives and how fast it would be; needs no GPU and no weights"
     ),
     "probe": Command(run_probe, "measure this machine and remember its rates"),
+    "report": Command(run_report, "where the time of a run went, simulated and measured, as one page"),
     "download": Command(run_download, "stage a model or a data set for a machine without internet"),
 }
 
@@ -221,6 +229,10 @@ def _with_default(name: str, default: Any) -> str:
 
 def _add_flag(parser: argparse.ArgumentParser, name: str, kind: Any, text: str) -> None:
     text = text.replace("%", "%%")
+    if is_switch_with_value(kind):
+        parser.add_argument(flag_of(name), nargs="?", const=True, metavar="FILE", help=text)
+        parser.add_argument(f"--no-{flag_of(name)[2:]}", dest=name, action="store_false", help=argparse.SUPPRESS)
+        return
     if kind is bool:
         parser.add_argument(flag_of(name), action=argparse.BooleanOptionalAction, help=text)
         return

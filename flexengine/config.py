@@ -16,6 +16,11 @@ from flexengine.wording import did_you_mean, shown
 
 ComputeDtype = Literal["bfloat16", "float32", "float64"]
 
+PLAN_FILE, TIMELINE_FILE, TRACE_FILE, LOG_FILE = "plan.json", "timeline.json", "trace.json", "train_log.jsonl"
+"""What a run folder holds about its speed: the plan, the simulated step, the measured one (--trace), a line a step."""
+
+STEP_OPTIONS = ("trace_step", "profile_start_step", "profile_stop_step")
+"""Options that name a step, counted from 1."""
 LARGEST = {
     "max_seq_len": 2**24,
     "max_global_batch_tokens": 2**28,
@@ -87,6 +92,24 @@ class TrainConfig:
     save: Annotated[bool, "write the trained model to final/ of the run folder, as Hugging Face does"] = False
     dry_run: Annotated[bool, "print the plan and stop before anything is loaded"] = False
     plan_json: Annotated[str | None, "also write the plan to this JSON file"] = None
+    trace: Annotated[
+        bool | str,
+        "time every command of one step and write it to trace.json of the run folder, a Chrome trace like the simulated"
+        " timeline.json (`flexengine report` draws both); with a file name also to that file",
+    ] = False
+    trace_step: Annotated[
+        int | None,
+        "the step that --trace measures, counted from 1 (default: 2, which every run times anyway; 4 with --replan,"
+        " when the plan has settled; a later one where that step is profiled)",
+    ] = None
+    profile_start_step: Annotated[
+        int | None,
+        "first step, counted from 1, of a profile by `nsys profile -c cudaProfilerApi`, with NVTX ranges around steps"
+        " and commands; needs an NVIDIA GPU",
+    ] = None
+    profile_stop_step: Annotated[
+        int | None, "last step of the profile, itself included (default: that of --profile-start-step)"
+    ] = None
     logging: Annotated[
         Literal["debug", "info", "warning"],
         "how much is printed; debug adds tracebacks to errors, warning drops the line of each step",
@@ -108,10 +131,29 @@ class TrainConfig:
                 f"--steps {self.steps} and --epochs {self.epochs} both set the length of the run; give one"
             )
         self._check_ranges()
+        self._check_recording()
+
+    def _check_recording(self) -> None:
+        """Options of --trace and of the profile that contradict each other; those that the steps decide come later."""
+        if self.trace == "":
+            raise ValueError("--trace is given an empty file name; name a file, or leave the value out")
+        if self.trace_step is not None and not self.trace:
+            raise ValueError(f"--trace-step {self.trace_step} says which step --trace measures; give --trace too")
+        if self.profile_stop_step is not None:
+            if self.profile_start_step is None:
+                raise ValueError(f"--profile-stop-step {self.profile_stop_step} needs --profile-start-step; give both")
+            if self.profile_start_step > self.profile_stop_step:
+                raise ValueError(
+                    f"--profile-start-step {self.profile_start_step} comes after --profile-stop-step"
+                    f" {self.profile_stop_step}; lower the first or raise the second"
+                )
+        for name in ("trace", "profile_start_step"):
+            if getattr(self, name) and self.dry_run:
+                raise ValueError(f"{flag_of(name)} observes a step, but --dry-run takes none; leave one of them out")
 
     def _check_ranges(self) -> None:
         positive = "lr max_seq_len max_global_batch_tokens steps epochs max_gpu_mem_gib max_host_mem_gib"
-        for name in (*positive.split(), "chunk_tokens", "round_tokens"):
+        for name in (*positive.split(), "chunk_tokens", "round_tokens", *STEP_OPTIONS):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{flag_of(name)} must be more than 0, got {value}")
@@ -135,6 +177,13 @@ class TrainConfig:
                 f"--lr-cooldown-start-pct {self.lr_cooldown_start_pct} is before the end of the warm-up,"
                 f" --lr-warmup-pct {self.lr_warmup_pct}; raise the first or lower the second"
             )
+
+    @property
+    def profiled_steps(self) -> range:
+        """The steps that are profiled, counted from 1."""
+        if self.profile_start_step is None:
+            return range(0)
+        return range(self.profile_start_step, (self.profile_stop_step or self.profile_start_step) + 1)
 
     @property
     def run_folder(self) -> Path:
@@ -214,6 +263,11 @@ def value_type_of(kind: Any) -> type:
     return next((part for part in get_args(kind) if part is not type(None)), kind)
 
 
+def is_switch_with_value(kind: Any) -> bool:
+    """Whether an option is a switch that may be given a text: --trace, or --trace FILE."""
+    return set(get_args(kind)) == {bool, str}
+
+
 def is_optional(kind: Any) -> bool:
     return type(None) in get_args(kind)
 
@@ -222,6 +276,10 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
     if value is None and is_optional(kind):
         return
     choices, wanted = choices_of(kind), value_type_of(kind)
+    if is_switch_with_value(kind):
+        if not isinstance(value, (bool, str)):
+            raise ValueError(f"{flag_of(name)} must be true, false or a file name, got {shown(value)}")
+        return
     if choices:
         if value not in choices:
             raise ValueError(f"{flag_of(name)} must be one of {', '.join(choices)}, got {shown(value)}")

@@ -14,6 +14,8 @@ from typing import IO, Any
 GIB = 2**30
 MIB = 2**20
 TERA = 1e12
+TIMED_STEP = 2
+"""The step whose commands are timed in every run, which slows it: kernels and libraries are loaded by then."""
 
 
 def format_bytes(num_bytes: float | None) -> str:

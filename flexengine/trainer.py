@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from pathlib import Path
@@ -19,12 +19,13 @@ from typing import Any
 from tqdm import tqdm
 
 from flexengine.api import Prepared, build, prepare
-from flexengine.checkpoint.atomic import atomic_file
-from flexengine.config import TrainConfig
+from flexengine.checkpoint.atomic import write_text
+from flexengine.config import LOG_FILE, PLAN_FILE, TIMELINE_FILE, TRACE_FILE, TrainConfig
 from flexengine.data import ChatTokenizer, GlobalBatches, SyntheticBatches, prepare_sequences, read_json_sft
 from flexengine.data.batches import Batch
 from flexengine.feedback import change_plan, correct_prediction, review_step
 from flexengine.metrics import (
+    TIMED_STEP,
     JsonlWriter,
     StepMetrics,
     format_bytes,
@@ -35,6 +36,7 @@ from flexengine.metrics import (
 from flexengine.models.registry import ASSETS, ModelSource, open_model
 from flexengine.optim import AdamW
 from flexengine.optim.lr_schedule import LrSchedule
+from flexengine.recording import REVIEWED_STEP, Recorder, check_recording
 from flexengine.runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -42,10 +44,6 @@ logger = logging.getLogger(__name__)
 DEMO_FOLDER = ASSETS / "demo"
 INTERRUPTED = 130
 """Exit status after Ctrl-C: 128 + SIGINT, as shells report it."""
-TIMED_STEP = 2
-"""The step whose commands are timed: kernels and libraries are loaded by then."""
-REVIEWED_STEP = 3
-"""The step whose wall time is compared with the prediction: time stamps make the timed one slower."""
 DIVERGED = 1
 """Exit status of a run whose last loss is not a finite number."""
 
@@ -64,7 +62,8 @@ def train(config: TrainConfig, prompts: Sequence[str] = (), replace: bool = Fals
 
     prompts are answered greedily at the end and printed. replace allows a run folder whose final/ belongs to
     another config. Writes config.yaml, plan.json, timeline.json (the simulated step: first round, accumulating
-    round, update; for Perfetto), train_log.jsonl and, with config.save, final/ in config.run_folder.
+    round, update; for Perfetto), train_log.jsonl, with config.trace trace.json (a measured step in the same format)
+    and, with config.save, final/ in config.run_folder.
     Raises ValueError (PlanError when no plan fits) for what a person can correct, before any step is taken.
     """
     source = open_model(config.model)
@@ -75,6 +74,7 @@ def train(config: TrainConfig, prompts: Sequence[str] = (), replace: bool = Fals
         return dry_run(config)
     num_steps = data.batches.num_steps(config.steps, config.epochs)
     schedule = LrSchedule(config.lr, num_steps, config.lr_warmup_pct, config.lr_cooldown_start_pct, config.lr_final_pct)
+    check_recording(config, num_steps)
     check_run_folder(config, replace)
     if config.save:
         check_disk(config, source)
@@ -83,10 +83,12 @@ def train(config: TrainConfig, prompts: Sequence[str] = (), replace: bool = Fals
     print(prepared.describe())
     start_run_folder(config, prepared)
     engine = build_engine(config, prepared)
-    with JsonlWriter(config.run_folder / "train_log.jsonl") as log:
-        after_step = Reviewer(config, prepared, engine, num_steps).after_step
-        steps, interrupted = run_steps(engine, data.batches, schedule, log, config.logging != "warning", after_step)
-    print(summary(engine, steps))
+    recorder = Recorder(config, prepared, engine, num_steps)
+    reviewer = Reviewer(config, prepared, engine, num_steps, recorder)
+    with JsonlWriter(config.run_folder / LOG_FILE) as log:
+        show = config.logging != "warning"
+        steps, interrupted = run_steps(engine, data.batches, schedule, log, show, recorder, reviewer)
+    print(summary(engine, steps, [step for step in steps if not recorder.slowed_by(step.step)]))
     if interrupted:
         print(f"interrupted after step {len(steps)} of {num_steps}; the log is in {config.run_folder}", file=sys.stderr)
         return INTERRUPTED
@@ -139,7 +141,7 @@ def dry_run(config: TrainConfig) -> int:
     prepared = prepare_run(config)
     print(prepared.describe())
     if config.plan_json:
-        _write(Path(config.plan_json), prepared.plan.to_json())
+        write_text(Path(config.plan_json), prepared.plan.to_json())
     return 0
 
 
@@ -178,6 +180,8 @@ def check_run_folder(config: TrainConfig, replace: bool) -> None:
     _check_can_write("--output-dir", folder)
     if config.plan_json:
         _check_can_write("--plan-json", Path(config.plan_json).absolute().parent)
+    if isinstance(config.trace, str):
+        _check_can_write("--trace", Path(config.trace).absolute().parent)
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     earlier = folder / "config.yaml"
@@ -211,22 +215,17 @@ def check_disk(config: TrainConfig, source: ModelSource) -> None:
 def start_run_folder(config: TrainConfig, prepared: Prepared) -> None:
     """Creates the folder and writes what is known before anything is loaded."""
     config.run_folder.mkdir(parents=True, exist_ok=True)
-    _write(config.run_folder / "config.yaml", config.to_yaml())
+    (config.run_folder / TRACE_FILE).unlink(missing_ok=True)  # of an earlier run, like the log that is replaced
+    write_text(config.run_folder / "config.yaml", config.to_yaml())
     write_plan(config, prepared)
 
 
 def write_plan(config: TrainConfig, prepared: Prepared) -> None:
     """The plan and the simulated step, in the run folder and where --plan-json says."""
-    _write(config.run_folder / "plan.json", prepared.plan.to_json())
-    _write(config.run_folder / "timeline.json", prepared.timeline())
+    write_text(config.run_folder / PLAN_FILE, prepared.plan.to_json())
+    write_text(config.run_folder / TIMELINE_FILE, prepared.timeline())
     if config.plan_json:
-        _write(Path(config.plan_json), prepared.plan.to_json())
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(path, "w", encoding="utf-8") as file:
-        file.write(text if text.endswith("\n") else text + "\n")
+        write_text(Path(config.plan_json), prepared.plan.to_json())
 
 
 # ---- the steps ------------------------------------------------------------------------------------------------
@@ -239,8 +238,10 @@ class Reviewer:
     A run of two steps is compared by its timed one; a run of a single step is not reviewed.
     """
 
-    def __init__(self, config: TrainConfig, prepared: Prepared, engine: Engine, num_steps: int) -> None:
-        self.config, self.prepared, self.engine = config, prepared, engine
+    def __init__(
+        self, config: TrainConfig, prepared: Prepared, engine: Engine, num_steps: int, recorder: Recorder
+    ) -> None:
+        self.config, self.prepared, self.engine, self.recorder = config, prepared, engine, recorder
         self.reviewed_step = max(TIMED_STEP, min(REVIEWED_STEP, num_steps))
 
     def after_step(self, metrics: StepMetrics) -> None:
@@ -252,7 +253,8 @@ class Reviewer:
 
     def _review(self, metrics: StepMetrics) -> None:
         found = review_step(self.prepared, self.engine, metrics.step_s)
-        slowed = " (slowed by timing its commands)" if metrics.step == TIMED_STEP else ""
+        reason = self.recorder.slowed_by(metrics.step)
+        slowed = f" (slowed by {reason})" if reason else ""
         tqdm.write(f"step {metrics.step}{slowed}: {found.describe()}")
         correct_prediction(self.engine, found)
         if self.config.replan:
@@ -266,12 +268,13 @@ def run_steps(
     schedule: LrSchedule,
     log: JsonlWriter,
     show: bool,
-    after_step: Callable[[StepMetrics], None],
+    recorder: Recorder,
+    reviewer: Reviewer,
 ) -> tuple[list[StepMetrics], bool]:
     """Takes schedule.num_steps steps, each logged when it ends; returns them, and whether Ctrl-C cut them short.
 
     On a terminal a progress bar shows the last step; elsewhere every step is a line. show=False prints neither.
-    after_step is called with each step's metrics.
+    The recorder stands around every step; the reviewer looks at its metrics afterwards.
     """
     num_steps, done = schedule.num_steps, []
     on_terminal = sys.stderr.isatty() and sys.stdout.isatty()
@@ -279,6 +282,7 @@ def run_steps(
     bar = tqdm(total=num_steps, unit="step", ncols=width, disable=not (show and on_terminal))
     try:
         for index, batch in enumerate(batches.batches(num_steps)):
+            recorder.before_step(index + 1)
             metrics = take_step(engine, batch, index + 1, schedule.at(index))
             log.write(metrics)
             done.append(metrics)
@@ -286,10 +290,12 @@ def run_steps(
                 print(metrics.describe(num_steps), flush=True)
             bar.set_postfix_str(f"loss {metrics.loss:.4f}, {format_tokens_per_s(metrics.tokens_per_s)}", refresh=False)
             bar.update()
-            after_step(metrics)
+            recorder.after_step(metrics)
+            reviewer.after_step(metrics)
     except KeyboardInterrupt:
         return done, True
     finally:
+        recorder.close()
         bar.close()
     return done, False
 
@@ -322,14 +328,15 @@ def take_step(engine: Engine, batch: Batch, step: int, lr: float) -> StepMetrics
 # ---- after the steps ------------------------------------------------------------------------------------------
 
 
-def summary(engine: Engine, steps: Sequence[StepMetrics]) -> str:
+def summary(engine: Engine, steps: Sequence[StepMetrics], undisturbed: Sequence[StepMetrics]) -> str:
     """The run in three lines: loss, speed, memory.
 
-    Rates leave out the first step, which warms up, and the timed one, as far as there are others.
+    Rates leave out the first step, which warms up, and those that are not among the `undisturbed` ones, as they were
+    timed or profiled, as far as there are others.
     """
     if not steps:
         return "no step was taken"
-    warm = steps[TIMED_STEP:] or steps[1:] or steps
+    warm = [step for step in undisturbed if step.step > 1] or steps[1:] or steps
     seconds = sum(s.step_s for s in warm)
     flops_per_s = sum(s.effective_tflops * 1e12 * s.step_s for s in warm) / seconds
     share = 100.0 * flops_per_s / engine.matmul_flops_per_s if engine.matmul_flops_per_s else float("nan")

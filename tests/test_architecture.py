@@ -28,8 +28,10 @@ ARROWS = {
     "runtime": {"plan", "models", "ops", "schedule", "optim", "kernels", "native", "checkpoint", "metrics", "hardware"},
     "api": {"wording", "metrics", "plan", "models", "hardware", "optim", "planner", "runtime"},
     "feedback": {"api", "plan", "planner", "runtime"},
+    "recording": {"api", "checkpoint", "config", "metrics", "planner", "runtime"},
     "trainer": {
         "wording",
+        "recording",
         "api",
         "feedback",
         "config",

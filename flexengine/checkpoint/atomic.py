@@ -60,6 +60,13 @@ def _naming(path: Path) -> Iterator[None]:
         raise
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text file whole or not at all, ending in a line break; folders that are missing are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path, "w", encoding="utf-8") as file:
+        file.write(text if text.endswith("\n") else text + "\n")
+
+
 @contextlib.contextmanager
 def atomic_file(target: Path, mode: str = "wb", **open_arguments: Any) -> Iterator[IO[Any]]:
     """Open a file for writing that replaces `target` when the block ends well and vanishes when it raises.

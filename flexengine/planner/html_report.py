@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from html import escape
 
@@ -12,8 +12,9 @@ from flexengine.models.spec import LayerSpec, ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan
 from flexengine.planner.charts.layers import layer_chart
 from flexengine.planner.charts.memory import memory_chart
+from flexengine.planner.charts.page import figure, page, table, tiles
 from flexengine.planner.charts.streams import close_up, stream_chart
-from flexengine.planner.charts.style import CSS, SCRIPT, colour
+from flexengine.planner.charts.style import SCRIPT, colour
 from flexengine.planner.machine_size import budget_notes
 from flexengine.planner.picture import Picture
 from flexengine.planner.report import alike, bound_line, kept_words, percent, spans, words
@@ -35,18 +36,18 @@ def html_page(picture: Picture, command: str = "") -> str:
         _tiles(picture),
         "<h2>Memory and streams over a step</h2>",
         f'<p class="soft">Drawn: {escape(picture.step.about)}. All three share one time axis.</p>',
-        _figure(
+        figure(
             "GPU memory in use",
             memory_chart("gpu-data", picture.gpu, picture.step, plan.request.max_gpu_bytes),
             "gpu-data",
         ),
-        _figure("Streams: kernels, and the two directions of the link", stream_chart(picture.step)),
-        _figure(
+        figure("Streams: kernels, and the two directions of the link", stream_chart(picture.step)),
+        figure(
             "Host memory in use",
             memory_chart("host-data", picture.host, picture.step, plan.request.max_host_bytes),
             "host-data",
         ),
-        _figure("Close-up: the turn from forward to backward", close_up(picture.step.parts[-2])),
+        figure("Close-up: the turn from forward to backward", close_up(picture.step.parts[-2])),
         "<h2>Decisions by layer</h2>",
         _layers(picture),
         "<h2>Numbers</h2>",
@@ -54,7 +55,7 @@ def html_page(picture: Picture, command: str = "") -> str:
         "<h2>Request and machine</h2>",
         _request(picture, command),
     ]
-    return _page(title, "\n".join(body), SCRIPT)
+    return page(title, "\n".join(body), SCRIPT)
 
 
 def shortage_page(error: ShortageError, profile: HardwareProfile, command: str = "") -> str:
@@ -79,7 +80,7 @@ def shortage_page(error: ShortageError, profile: HardwareProfile, command: str =
         f'<div class="columns">{"".join(tables)}</div>',
         _command(command),
     ]
-    return _page(f"{model}: does not fit", "\n".join(body), "")
+    return page(f"{model}: does not fit", "\n".join(body), "")
 
 
 # ---- sections --------------------------------------------------------------------------------------------------
@@ -96,7 +97,7 @@ def _answer(picture: Picture) -> str:
 
 def _tiles(picture: Picture) -> str:
     p, request = picture.plan.predicted, picture.plan.request
-    tiles = (
+    shown = (
         (format_seconds(p.step_s), "predicted per step", None),
         (format_tokens_per_s(picture.tokens_per_s), f"effective {format_tflops(picture.effective_flops_per_s)}", None),
         (
@@ -107,11 +108,7 @@ def _tiles(picture: Picture) -> str:
         (format_bytes(p.gpu_bytes), "GPU memory", p.gpu_bytes / request.max_gpu_bytes),
         (format_bytes(p.host_bytes), "host memory", p.host_bytes / request.max_host_bytes),
     )
-    cells = []
-    for value, word, share in tiles:
-        meter = "" if share is None else f'<div class="meter"><i style="width:{100 * min(1.0, share):.1f}%"></i></div>'
-        cells.append(f'<div class="tile"><b>{escape(value)}</b><span>{escape(word)}</span>{meter}</div>')
-    return f'<div class="tiles">{"".join(cells)}</div>'
+    return tiles(shown)
 
 
 def _layers(picture: Picture) -> str:
@@ -120,8 +117,8 @@ def _layers(picture: Picture) -> str:
     decided = (_decisions(layer, plan.layers[i], plan.groups) for i, layer in enumerate(model.layers))
     rows = [(_layer_names(model, members), *decisions) for decisions, members in alike(decided).items()]
     chart = layer_chart([layer.name for layer in model.layers], _layer_places(picture))
-    table = _table(("layers", "from forward to backward", "weights", "gradients", "optimizer states"), rows, ())
-    return _figure("Where parameters live, and what each layer keeps for backward", chart) + table
+    ways = table(("layers", "from forward to backward", "weights", "gradients", "optimizer states"), rows, ())
+    return figure("Where parameters live, and what each layer keeps for backward", chart) + ways
 
 
 def _layer_names(model: ModelSpec, members: Sequence[int]) -> str:
@@ -167,9 +164,9 @@ def _numbers(picture: Picture) -> str:
     return "".join(
         (
             '<div class="columns"><div>',
-            _table(("where the time of a step goes", "seconds", "share"), causes),
+            table(("where the time of a step goes", "seconds", "share"), causes),
             "</div><div>",
-            _table(("stream", "busy", "share"), busy),
+            table(("stream", "busy", "share"), busy),
             f"<p>Speed of light: {escape(bound_line(picture))}.</p>",
             "</div><div>",
             _bytes_table("GPU memory by category", p.gpu_categories, p.gpu_bytes, request.max_gpu_bytes),
@@ -186,7 +183,7 @@ def _bytes_table(title: str, categories: dict[str, int], total: int, budget: int
         for name, num in _largest_first(categories)
     ]
     rows.append(("<b>all</b>", f"<b>{format_bytes(total)}</b>", f"of {format_bytes(budget)}"))
-    return _table((title, "bytes", "share"), rows, safe=True)
+    return table((title, "bytes", "share"), rows, safe=True)
 
 
 def _largest_first(categories: dict[str, int]) -> list[tuple[str, int]]:
@@ -231,7 +228,7 @@ def _request(picture: Picture, command: str) -> str:
         ("host memory", format_bytes(profile.host_total_bytes)),
     ]
     tables = "".join(
-        f'<div class="keys">{_table((t, ""), rows, ())}</div>' for t, rows in (("request", asked), ("machine", machine))
+        f'<div class="keys">{table((t, ""), rows, ())}</div>' for t, rows in (("request", asked), ("machine", machine))
     )
     return f'<div class="columns">{tables}</div>{_command(command)}'
 
@@ -241,32 +238,3 @@ def _request(picture: Picture, command: str) -> str:
 
 def _command(command: str) -> str:
     return f"<p class='soft'>Made by</p><pre>{escape(command)}</pre>" if command else ""
-
-
-def _figure(caption: str, content: str, data: str = "") -> str:
-    attribute = f' data-chart="{data}"' if data else ""
-    return f"<figure{attribute}><figcaption>{escape(caption)}</figcaption>{content}</figure>"
-
-
-def _table(
-    head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] | None = None, safe: bool = False
-) -> str:
-    """A table; columns in `numbers` (default: all but the first) align right. safe: cells are HTML already."""
-    numbers = range(1, len(head)) if numbers is None else numbers
-    kind = [' class="n"' if i in numbers else "" for i in range(len(head))]
-    top = "".join(f"<th{k}>{escape(name)}</th>" for k, name in zip(kind, head, strict=True))
-    lines = [
-        "".join(f"<td{k}>{cell if safe else escape(cell)}</td>" for k, cell in zip(kind, row, strict=True))
-        for row in rows
-    ]
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _page(title: str, body: str, script: str) -> str:
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{CSS}</style></head>\n<body>\n{body}\n"
-        f"{f'<script>{script}</script>' if script else ''}</body></html>\n"
-    )

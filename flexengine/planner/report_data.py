@@ -1,17 +1,32 @@
-"""The plan for machines: the JSON of `plan --json`, and the simulated step as a Chrome trace."""
+"""The plan for machines: the JSON of `plan --json`, and simulated and measured steps as Chrome traces."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import chain
 from typing import Any
 
-from flexengine.plan import LayerPlan
+from flexengine.plan import LayerPlan, Plan, Prediction
 from flexengine.planner.machine_size import budget_notes
 from flexengine.planner.memory_over_time import MemorySeries
 from flexengine.planner.picture import Picture
 from flexengine.planner.shortage import ShortageError
 from flexengine.schedule.layout import group_layout
-from flexengine.schedule.timeline import Event, command_events, counter_event, trace_json, track_events
+from flexengine.schedule.timeline import (
+    MEASURED,
+    SIMULATED,
+    Event,
+    TimedRun,
+    command_events,
+    counter_event,
+    part_about,
+    trace_json,
+    trace_pieces,
+    track_events,
+)
 
 
 def as_json(picture: Picture) -> dict[str, Any]:
@@ -140,16 +155,38 @@ def step_timeline(picture: Picture) -> str:
         events += command_events(part.program, part.timing, start_s)
     events += _memory_counters("GPU memory (MiB)", picture.gpu) + _memory_counters("host memory (MiB)", picture.host)
     about = {
+        "timeline": SIMULATED,
         "what": f"one simulated step: {step.about}",
+        "plan": plan_digest(picture.plan),
         "model": picture.plan.model,
         "hardware": f"{picture.profile.name} ({picture.profile.source})",
         "parts": [
-            {"name": part.name, "repeats": part.repeats, "start_s": start_s, "seconds": part.timing.total_s}
+            part_about(part.name, part.repeats, part.program, part.timing, start_s)
             for part, start_s in zip(step.parts, step.starts_s, strict=True)
         ],
         "predicted_step_s": predicted.step_s,
     }
     return trace_json(events, about)
+
+
+def measured_timeline(plan: Plan, runs: Sequence[TimedRun], about: Mapping[str, Any]) -> Iterator[str]:
+    """A step that ran as Chrome trace JSON, in the format of the simulated one: rounds and update at their real times.
+
+    about: what else the metadata tell, such as which step it was and its wall seconds. The text comes in pieces, as the
+    host memory of a run is spoken for.
+    """
+    names = [f"round {n}" if run.program.name == "round" else run.program.name for n, run in enumerate(runs, start=1)]
+    parts = [part_about(name, 1, run.program, run.timing, run.start_s) for name, run in zip(names, runs, strict=True)]
+    commands = (command_events(run.program, run.timing, run.start_s) for run in runs)
+    events = chain(track_events(f"{plan.model}, measured step"), chain.from_iterable(commands))
+    about = {"timeline": MEASURED, "plan": plan_digest(plan), "model": plan.model, **about, "parts": parts}
+    return trace_pieces(events, about)
+
+
+def plan_digest(plan: Plan) -> str:
+    """16 hex digits that tell plans apart by what they decide; what is predicted of them does not count."""
+    decided = json.dumps(asdict(replace(plan, predicted=Prediction())), sort_keys=True)
+    return hashlib.sha256(decided.encode()).hexdigest()[:16]
 
 
 def _memory_counters(name: str, series: MemorySeries) -> list[Event]:

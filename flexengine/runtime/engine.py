@@ -39,6 +39,7 @@ from flexengine.schedule.layout import PARTIAL_SQUARES, Layout
 from flexengine.schedule.lowering import RoundShape, lower_evaluation, lower_round
 from flexengine.schedule.packing import PackedChunk, pack, round_shape
 from flexengine.schedule.relocation import relocation
+from flexengine.schedule.timeline import TimedRun
 from flexengine.schedule.update_lowering import lower_update
 
 MAX_PROGRAMS = 64
@@ -111,8 +112,9 @@ class Engine:
         self._update_program: Program | None = None
         self._last_program: Program | None = None
         self._unusable = ""
-        self._measuring = False
+        self._measuring = self._keeping_runs = False
         self.command_totals: dict[CommandClass, CommandTotal] = {}
+        self._timed_runs: list[TimedRun] = []
         self.step_count = 0
         self._use(layout)
         self._start_accumulation()
@@ -168,6 +170,9 @@ class Engine:
         sequences = self._read(batch, input_ids, labels, attention_mask)
         if not self._has_gradients:
             self._step_started = time.perf_counter()
+            if self._measuring:
+                self._timed_runs = []
+                self.executor.start_clock()
         loss_sum = self._run_rounds(sequences, train=True)
         self._num_target_tokens += sequences.num_target_tokens
         loss = float(loss_sum) / sequences.num_target_tokens
@@ -312,7 +317,10 @@ class Engine:
         self._last_program = program
         self.executor.run(program, self._handle, timed)
         if timed:
-            add_totals(self.command_totals, program, self.executor.timings(), self.model)
+            times_s = self.executor.timings()
+            add_totals(self.command_totals, program, times_s, self.model)
+            if self._keeping_runs:
+                self._timed_runs.append(TimedRun(program, self.executor.began_s(), times_s))
 
     def _handle(self, command: Command) -> None:
         if command.kind in LAYER_KINDS:
@@ -357,13 +365,21 @@ class Engine:
 
     # -- measuring and changing the plan -----------------------------------------------------------------------------
 
-    def measure_next_step(self) -> None:
+    def measure_next_step(self, keep_runs: bool = False) -> None:
         """Time every command of the next step; afterwards `command_totals` has their seconds by class.
+
+        keep_runs: also keep when each command of each program ran, for `take_timed_runs`.
 
         A measured step is slower: programs are bound anew with time stamps, and the host waits for the end of each. Its
         results are the same. What is evaluated in between is not counted.
         """
-        self._measuring, self.command_totals = True, {}
+        self._measuring, self._keeping_runs, self.command_totals, self._timed_runs = True, keep_runs, {}, []
+
+    def take_timed_runs(self) -> list[TimedRun]:
+        """The programs of the last step measured with keep_runs, in order, in seconds since its first fwd_bwd began;
+        the engine then forgets them. Empty when there are none."""
+        runs, self._timed_runs = self._timed_runs, []
+        return runs
 
     def adopt(self, plan: Plan, description: str = "") -> None:
         """Go on under another plan of the same model and request; weights and optimizer states move to where it wants.

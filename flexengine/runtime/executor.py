@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from flexengine.native.transfer import open_transfers
+from flexengine.native.transfer import Record, open_transfers
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.issue import Issue
 from flexengine.schedule.commands import Command, Program, Stream
 
 CommandOrder = Callable[[Program], Iterable[int]]
 Timings = list[tuple[float, float]]
+RangeOf = Callable[[str], AbstractContextManager[object]]
+"""Opens a named range around what is issued inside it, as torch.cuda.nvtx.range does."""
 
 
 class Handler(Protocol):
@@ -30,7 +33,10 @@ class Handler(Protocol):
 
 
 class Executor:
-    """Runs programs over a pair of arenas. Programs follow each other: one starts when the one before has ended."""
+    """Runs programs over a pair of arenas. Programs follow each other: one starts when the one before has ended.
+
+    range_of: while it is set, every command of a program is issued on CUDA inside its own range, named by its label.
+    """
 
     def __init__(self, device: torch.device, arenas: Arenas, order: CommandOrder | None = None) -> None:
         self.device, self.arenas, self.order = device, arenas, order
@@ -39,7 +45,9 @@ class Executor:
         self._issues: dict[tuple[Program, bool], Issue] = {}  # by program, and whether it is timed
         self._last_issue: dict[Program, Issue] = {}
         self._timings: Callable[[], Timings] | None = None
+        self._began_s: Callable[[], float] | None = None
         self._timed_program: Program | None = None
+        self.range_of: RangeOf | None = None
         if self.on_cuda:
             self.streams = {
                 Stream.COMPUTE: torch.cuda.current_stream(device),
@@ -47,6 +55,8 @@ class Executor:
                 Stream.D2H: torch.cuda.Stream(device),
             }
             self._transfers = open_transfers(device)
+            [self._zero] = self._transfers.create_events(1, timing=True)
+        self._zero_s: float | None = None
 
     def run(self, program: Program, handler: Handler, timed: bool = False) -> None:
         """Issue all commands of a program; on CUDA returns before they have run, but for those of the CPU.
@@ -54,7 +64,8 @@ class Executor:
         timed: note when every command starts and ends, for `timings`; costs two events per command on CUDA.
         """
         if timed:
-            self._timings, self._timed_program = None, program  # a run that is interrupted leaves no times
+            self._timings = self._began_s = None  # a run that is interrupted leaves no times
+            self._timed_program = program
         if self.on_cuda:
             self._run_streams(program, handler, timed)
         else:
@@ -71,12 +82,29 @@ class Executor:
         self.synchronize()
         return self._timings()
 
+    def start_clock(self) -> None:
+        """Begin the time that `began_s` counts; on CUDA when the compute stream gets here."""
+        self._zero_s = time.perf_counter()
+        if self.on_cuda:
+            zero = Record(self.streams[Stream.COMPUTE], self._zero)
+            self._transfers.submit(self._transfers.prepare([zero]))
+
+    def began_s(self) -> float:
+        """Seconds from `start_clock` to the beginning of the last timed run. Blocks until that run has ended.
+
+        Raises: ValueError as `timings`, and if no clock was started.
+        """
+        if self._began_s is None or self._zero_s is None:
+            raise ValueError("no beginning: call start_clock(), then run a program with timed=True to its end")
+        self.synchronize()
+        return self._began_s()
+
     def forget(self, program: Program) -> None:
         """Drop what is bound to a program that will not run again. Order: its last run must have finished."""
         self._copies.pop(program, None)
         self._last_issue.pop(program, None)
         if program is self._timed_program:
-            self._timings = self._timed_program = None
+            self._timings = self._began_s = self._timed_program = None
         for timed in (False, True):
             issue = self._issues.pop((program, timed), None)
             if issue is not None:
@@ -111,11 +139,14 @@ class Executor:
 
         torch.cuda.set_stream(self.streams[Stream.COMPUTE])
         try:
-            issue.run(call)
+            if self.range_of is None:
+                issue.run(call)
+            else:
+                issue.run_in_ranges(call, self.range_of)
         finally:
             torch.cuda.set_stream(self.streams[Stream.COMPUTE])
         if timed:
-            self._timings = issue.timings
+            self._timings, self._began_s = issue.timings, lambda: issue.began_s(self._zero)
 
     # -- on the CPU --------------------------------------------------------------------------------------------------
 
@@ -129,7 +160,7 @@ class Executor:
             self._execute(program.commands[index], handler, copies)
             clock[index] = (start - begin, time.perf_counter() - begin)
         if timed:
-            self._timings = lambda: list(clock)
+            self._timings, self._began_s = lambda: list(clock), lambda: begin - (self._zero_s or 0.0)
 
     def _bind_copies(self, program: Program) -> dict[int, list[tuple[Tensor, Tensor]]]:
         """(target, source) byte views of every copy command, made once per program."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from torch import Tensor
@@ -29,6 +30,15 @@ class Leg(NamedTuple):
     command: Command | None
 
 
+class Place(NamedTuple):
+    """A command's operations [first, last) of the batch; one that is no copy is called at `call_at` among them."""
+
+    first: int
+    call_at: int
+    last: int
+    command: Command
+
+
 class Issue:
     """One program over the arenas, ready to be issued again and again; `close` when it has run for the last time.
 
@@ -46,7 +56,7 @@ class Issue:
         self._signals = dict(zip(awaited, transfers.create_events(len(awaited)), strict=True))
         self._joins = dict(zip(streams, transfers.create_events(len(streams)), strict=True))
         self._begin, *self._clock = transfers.create_events(1 + 2 * len(program.commands), True) if timed else [0]
-        self._cuts: list[tuple[int, Command]] = []
+        self._places: list[Place] = []
         self._batch = transfers.prepare(self._operations())
         self._legs = self._make_legs()
 
@@ -56,6 +66,27 @@ class Issue:
             self._transfers.submit(self._batch, first, last)
             if command is not None:
                 call(command)
+        self._run_cpu(call)
+
+    def run_in_ranges(self, call: Callable[[Command], None], range_of: Callable[[str], AbstractContextManager]) -> None:
+        """As `run`, each command inside the range of its label; more calls into the transfer engine, the same order."""
+        submit, batch = self._transfers.submit, self._batch
+        submit(batch, 0, self._places[0].first if self._places else 0)
+        for first, call_at, last, command in self._places:
+            with range_of(command.label):
+                submit(batch, first, call_at)
+                if not command.copies:
+                    call(command)
+                submit(batch, call_at, last)
+        submit(batch, self._places[-1].last if self._places else 0, batch.num_operations)
+
+        def call_in_range(command: Command) -> None:
+            with range_of(command.label):
+                call(command)
+
+        self._run_cpu(call_in_range)
+
+    def _run_cpu(self, call: Callable[[Command], None]) -> None:
         for command in self._cpu_commands:
             for wait in command.waits:
                 self.wait_for(wait)
@@ -81,6 +112,10 @@ class Issue:
                 spans[command.index] = (begin, end)
         return spans
 
+    def began_s(self, zero: int) -> float:
+        """Seconds from the event `zero`, made with timing, to the beginning of the last run. Order: it has finished."""
+        return self._transfers.elapsed_s(zero, self._begin)
+
     def close(self) -> None:
         """Give the events back. Order: the last run has finished."""
         timing = [self._begin, *self._clock] if self._clock else []
@@ -96,11 +131,12 @@ class Issue:
         for command in self.program.commands:
             if command.stream is Stream.CPU:
                 continue
+            first = len(operations)
             operations += self._before(command)
             operations += self._copies(command)
-            if not command.copies:
-                self._cuts.append((len(operations), command))
+            call_at = len(operations)
             operations += self._after(command)
+            self._places.append(Place(first, call_at, len(operations), command))
         return operations + list(self._join_streams())
 
     def _before(self, command: Command) -> Iterator[Operation]:
@@ -137,9 +173,10 @@ class Issue:
             yield from (Wait(stream, event) for other, event in self._joins.items() if other != name)
 
     def _make_legs(self) -> list[Leg]:
-        starts = [0, *(cut for cut, _ in self._cuts)]
+        calls = [place for place in self._places if not place.command.copies]
+        starts = [0, *(place.call_at for place in calls)]
         ends = [*starts[1:], self._batch.num_operations]
-        commands = [*(command for _, command in self._cuts), None]
+        commands = [*(place.command for place in calls), None]
         return [Leg(*leg) for leg in zip(starts, ends, commands, strict=True)]
 
 

@@ -122,6 +122,33 @@ def test_measuring_a_step_times_every_command_and_changes_no_bit():
     assert totals["compute", "forward", "block"].count == len(source.spec.blocks) * rounds_of_chunks
 
 
+def test_the_programs_of_a_measured_step_are_kept_in_order():
+    source = random_weights(tiny_config())
+    trained = build_engine(source, streamed_plan(source.spec))
+    trained.measure_next_step(keep_runs=True)
+    trained.fwd_bwd(random_batch(0, (30, 12, 41), 67))
+    trained.fwd_bwd(random_batch(1, (48, 9, 20), 67))
+    seconds = trained.step().seconds
+    runs = trained.take_timed_runs()
+    assert [run.program.name for run in runs] == ["round"] * (len(runs) - 1) + ["update"]
+    assert len(runs) > 3
+    end_s = 0.0
+    for run in runs:
+        assert len(run.spans_s) == len(run.program.commands)
+        assert run.start_s >= end_s
+        end_s = run.start_s + run.timing.total_s
+        busy_s = run.timing.busy_s
+        assert sum(busy_s.values()) <= run.timing.total_s + 1e-9  # on the CPU commands run one after the other
+    assert 0.0 < end_s <= seconds
+    assert trained.take_timed_runs() == []
+    take_step(trained, 1, 67)
+    assert trained.take_timed_runs() == []
+    trained.measure_next_step()
+    take_step(trained, 2, 67)
+    assert trained.command_totals
+    assert trained.take_timed_runs() == []
+
+
 def test_evaluating_is_no_part_of_a_measured_step():
     source = random_weights(tiny_config())
     trained, evaluated = (build_engine(source, streamed_plan(source.spec)) for _ in range(2))

@@ -1,5 +1,6 @@
 """The executor's own duties: times of commands, what it forgets, and, on a GPU, native and torch issue alike."""
 
+import contextlib
 import time
 
 import pytest
@@ -48,6 +49,23 @@ def test_times_on_the_cpu_follow_each_other(arenas):
     executor.run(program, add_one(arenas))
     assert executor.timings() == timings  # of the last timed run
     assert arenas.bytes_view("host", 0, 16).tolist() == [1] * 16
+
+
+def test_timed_runs_begin_one_after_the_other(arenas):
+    executor, program = Executor(CPU, arenas), small_program()
+    executor.run(program, add_one(arenas), timed=True)
+    with pytest.raises(ValueError, match="start_clock"):
+        executor.began_s()
+    executor.start_clock()
+    time.sleep(0.01)
+    end_s = 0.01
+    for _ in range(2):
+        executor.run(program, lambda _: time.sleep(0.005), timed=True)
+        assert executor.began_s() >= end_s
+        end_s = executor.began_s() + executor.timings()[-1][1]
+    executor.forget(program)
+    with pytest.raises(ValueError, match="timed=True"):
+        executor.began_s()
 
 
 def test_times_are_by_index_whatever_the_order(arenas):
@@ -153,3 +171,41 @@ def test_gpu_times_respect_streams_and_waits(monkeypatch, native):
     engine.close()
     with pytest.raises(ValueError, match="timed=True"):
         engine.executor.timings()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_gpu_programs_of_a_measured_step_follow_each_other(monkeypatch, native):
+    monkeypatch.setenv(library.DISABLING_VARIABLE, native)
+    engine = gpu_engine()
+    train(engine)
+    engine.measure_next_step(keep_runs=True)
+    engine.fwd_bwd(random_batch(0, [60, 33, 64, 12], engine.model.vocab_size))
+    seconds = engine.step().seconds
+    runs, end_s = engine.take_timed_runs(), 0.0
+    assert [run.program.name for run in runs] == ["round"] * (len(runs) - 1) + ["update"]
+    for run in runs:
+        assert run.start_s >= end_s
+        end_s = run.start_s + run.timing.total_s
+    assert end_s <= seconds
+    engine.close()
+
+
+@pytest.mark.gpu
+def test_gpu_ranges_change_no_bits():
+    plain, ranged, said = gpu_engine(), gpu_engine(), []
+
+    @contextlib.contextmanager
+    def range_of(label):
+        said.append(label)
+        with torch.cuda.nvtx.range(label):
+            yield
+
+    ranged.executor.range_of = range_of
+    losses, weights = train(plain)
+    ranged_losses, ranged_weights = train(ranged)
+    assert losses == ranged_losses
+    same_bits(weights, ranged_weights)
+    assert {label.split()[0] for label in said} >= {"fetch", "forward", "backward", "update"}
+    plain.close()
+    ranged.close()

@@ -4,6 +4,7 @@ The device is fake (csrc/tests/fake_cuda.cpp). In turn one stream lags: it goes 
 others run ahead as far as their waits allow. Compute commands are copies inside the GPU arena.
 """
 
+import contextlib
 import dataclasses
 import random
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from fake_driver import FakeDriver, fake_driver
 
-from flexengine.native.transfer import PlainStream
+from flexengine.native.transfer import PlainStream, Record
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.issue import Issue
 from flexengine.schedule.commands import (
@@ -191,6 +192,42 @@ def test_calls_are_as_many_as_compute_commands():
     bench.close()
 
 
+@pytest.mark.parametrize("timed", [False, True], ids=["plain", "timed"])
+def test_in_ranges_every_command_is_issued_inside_its_own(timed: bool):
+    """The same operations in the same order: only the calls are cut at the commands."""
+    driver, program = fake_driver(), random_program(3)
+    bench, said, submitted, called = Bench(driver, program, timed), [], [], []
+    bench.fill(0)
+    expected = one_by_one(program, bench.memory())
+    submit = bench.transfers.submit
+
+    def noted(batch, first, last):
+        submitted.append((first, last, said[-1]))
+        submit(batch, first, last)
+
+    @contextlib.contextmanager
+    def range_of(label):
+        said.append(label)
+        yield
+        said.append("")
+
+    def call(command):
+        called.append((command.label, said[-1]))
+        bench._launch(command)
+
+    said.append("")
+    bench.transfers.submit = noted
+    bench.issue.run_in_ranges(call, range_of)
+    driver.settle()
+    assert torch.equal(bench.memory(), expected)
+    assert [label for label in said if label] == [c.label for c in program.commands]
+    assert called == [(c.label, c.label) for c in program.commands if c.stream is Stream.COMPUTE]
+    assert [first for first, _, _ in submitted] == [0, *(last for _, last, _ in submitted[:-1])]
+    assert submitted[-1][1] == bench.issue._batch.num_operations
+    assert [label for _, _, label in submitted] == ["", *(c.label for c in program.commands for _ in range(2)), ""]
+    bench.close()
+
+
 def test_waiting_for_a_command():
     driver, program = fake_driver(), random_program(1)
     bench = Bench(driver, program)
@@ -266,6 +303,21 @@ def test_no_stream_waits_for_the_cpu_within_a_program():
     builder.copy("fetch", Stream.H2D, "y", [CopyRegion(5, 0, 1, 0, SLOT_BYTES)])
     with pytest.raises(AssertionError, match="fetch waits for the CPU"):
         Bench(fake_driver(), builder.build())
+
+
+def test_runs_begin_after_the_clock():
+    """An event before the runs is what they count from."""
+    driver = fake_driver()
+    bench = Bench(driver, random_program(2), timed=True)
+    [zero] = bench.transfers.create_events(1, timing=True)
+    bench.transfers.submit(bench.transfers.prepare([Record(bench.streams[Stream.COMPUTE], zero)]))
+    beginnings, ends = [], [0.0]
+    for _ in range(2):
+        bench.run(None)
+        beginnings.append(bench.issue.began_s(zero))
+        assert beginnings[-1] > ends[-1]
+        ends.append(beginnings[-1] + max(end for _, end in bench.issue.timings()))
+    bench.close()
 
 
 def test_events_are_given_back():

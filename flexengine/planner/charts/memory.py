@@ -18,6 +18,7 @@ from flexengine.planner.charts.svg import (
     Scale,
     embedded,
     legend,
+    marks_of,
     part_marks,
     svg,
     ticks,
@@ -42,7 +43,7 @@ def memory_chart(identity: str, series: MemorySeries, step: SimulatedStep, budge
     height = TOP + HEIGHT + BOTTOM
     y = Scale(0, top_bytes, TOP + HEIGHT, TOP)
     x = Scale(0, series.end_s, LEFT, RIGHT)
-    parts = [*_gib_grid(y, top_bytes), *_areas(series, x, y), *part_marks(step, x, TOP, TOP + HEIGHT)]
+    parts = [*_gib_grid(y, top_bytes), *_areas(series, x, y), *part_marks(marks_of(step), x, TOP, TOP + HEIGHT)]
     budget = f"budget {format_bytes(budget_bytes)}"
     if shows_budget:
         line = y(budget_bytes)

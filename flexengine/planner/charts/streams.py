@@ -3,19 +3,41 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
 from flexengine.metrics import format_seconds
-from flexengine.planner.charts.svg import BOTTOM, LEFT, RIGHT, TOP, Scale, legend, part_marks, svg, time_axis
+from flexengine.planner.charts.svg import (
+    BOTTOM,
+    LEFT,
+    RIGHT,
+    TOP,
+    Mark,
+    Scale,
+    legend,
+    marks_of,
+    part_marks,
+    svg,
+    time_axis,
+)
 from flexengine.planner.simulated_step import SimulatedStep, StepPart
-from flexengine.schedule.commands import STREAMS, Command
+from flexengine.schedule.commands import STREAM_INDEX, STREAMS, Command, Stream
 
 LANE_HEIGHT = 30
 GAP_PIXELS, LEAST_PIXELS = 0.4, 0.5
 """Commands of one kind that are closer than this are drawn as one; none is drawn narrower."""
 STREAM_NAMES = {"compute": "compute", "h2d": "to GPU", "d2h": "to host", "cpu": "CPU"}
+
+
+class Bar(NamedTuple):
+    """A command as it is drawn."""
+
+    stream: Stream
+    kind: str
+    label: str
+    begin_s: float
+    end_s: float
 
 
 class Span(NamedTuple):
@@ -57,37 +79,51 @@ COPY_KINDS = {
 
 def kind_of(command: Command) -> str:
     """The kind of bar that a command is drawn as."""
-    if command.copies:
-        words = command.label.split()
+    return bar_kind(command.kind, command.label, bool(command.copies))
+
+
+def bar_kind(kind: str, label: str, is_copy: bool) -> str:
+    """The kind of bar of a command by its own kind, its label, and whether it copies."""
+    if is_copy:
+        words = label.split()
         return COPY_KINDS.get(words[1] if len(words) > 1 else "", "other")
-    kind = COMMAND_KINDS.get(command.kind, command.kind)
+    kind = COMMAND_KINDS.get(kind, kind)
     return kind if kind in KINDS else "other"
 
 
 def stream_chart(step: SimulatedStep) -> str:
     """All parts of a step, one row per stream, on the time axis of the memory charts."""
-    bars = [
-        (part, start_s, spans_of(part, GAP_PIXELS / (RIGHT - LEFT) * step.shown_s))
-        for part, start_s in zip(step.parts, step.starts_s, strict=True)
-    ]
-    x = Scale(0, step.shown_s, LEFT, RIGHT)
-    parts = list(_lanes())
-    for _, start_s, spans in bars:
+    gap_s = GAP_PIXELS / (RIGHT - LEFT) * step.shown_s
+    strips = [(start_s, spans_of(part, gap_s)) for part, start_s in zip(step.parts, step.starts_s, strict=True)]
+    return strips_chart(strips, marks_of(step), step.shown_s, "commands by stream")
+
+
+def strips_chart(
+    strips: Iterable[tuple[float, list[list[Span]]]], marks: Iterable[Mark], end_s: float, label: str
+) -> str:
+    """Programs, each with its start and its bars by stream, on an axis from 0 to `end_s` seconds, with a legend."""
+    x = Scale(0, end_s, LEFT, RIGHT)
+    parts, used = list(_lanes()), set()
+    for start_s, spans in strips:
         parts += _bars(spans, start_s, x)
+        used |= {span.kind for lane in spans for span in lane}
     bottom = TOP + LANE_HEIGHT * len(STREAMS)
-    parts += [*part_marks(step, x, TOP, bottom), *time_axis(x, step.shown_s, bottom)]
-    used = {span.kind for _, _, spans in bars for lane in spans for span in lane}
-    return svg(bottom + BOTTOM, parts, "commands by stream") + _kind_legend(used)
+    parts += [*part_marks(marks, x, TOP, bottom), *time_axis(x, end_s, bottom)]
+    return svg(bottom + BOTTOM, parts, label) + _kind_legend(used)
 
 
 def close_up(part: StepPart, share: float = 0.05) -> str:
     """The turn from forward to backward of a round, close enough to see single commands."""
-    turn = next((c.index for c in part.program.commands if c.kind == "backward"), 0)
-    middle, width = part.timing.start_s[turn], share * part.timing.total_s
-    begin = max(0.0, middle - width / 2)
-    end = min(part.timing.total_s, begin + width)
+    return bars_close_up(bars_of(part), share * part.timing.total_s, part.timing.total_s)
+
+
+def bars_close_up(bars: Sequence[Bar], width_s: float, total_s: float) -> str:
+    """`width_s` seconds around the first backward command of a program that takes `total_s`."""
+    middle = next((bar.begin_s for bar in bars if bar.kind == "backward"), 0.0)
+    begin = max(0.0, middle - width_s / 2)
+    end = min(total_s, begin + width_s)
     x = Scale(begin, end, LEFT, RIGHT)
-    spans = [[s for s in lane if s.end_s > begin and s.begin_s < end] for lane in spans_of(part, 0.0)]
+    spans = [[s for s in lane if s.end_s > begin and s.begin_s < end] for lane in merged(bars, 0.0)]
     clipped = [[s._replace(begin_s=max(s.begin_s, begin), end_s=min(s.end_s, end)) for s in lane] for lane in spans]
     bottom = TOP + LANE_HEIGHT * len(STREAMS)
     parts = [*_lanes(), *_bars(clipped, 0.0, x, labels=True), *time_axis(x, end, bottom, begin)]
@@ -96,16 +132,26 @@ def close_up(part: StepPart, share: float = 0.05) -> str:
 
 def spans_of(part: StepPart, gap_s: float) -> list[list[Span]]:
     """Per stream the bars of a part: neighbours of one kind that are at most `gap_s` seconds apart are one."""
+    return merged(bars_of(part), gap_s)
+
+
+def bars_of(part: StepPart) -> list[Bar]:
+    """Every command of a simulated part."""
+    times = zip(part.program.commands, part.timing.start_s, part.timing.end_s, strict=True)
+    return [Bar(c.stream, kind_of(c), c.label, begin, end) for c, begin, end in times]
+
+
+def merged(bars: Iterable[Bar], gap_s: float) -> list[list[Span]]:
+    """Bars of a program in the order of its commands, by stream: neighbours of one kind that are at most `gap_s`
+    seconds apart are one."""
     lanes: list[list[Span]] = [[] for _ in STREAMS]
-    for command in part.program.commands:
-        lane = lanes[STREAMS.index(command.stream)]
-        begin, end = part.timing.start_s[command.index], part.timing.end_s[command.index]
-        kind = kind_of(command)
+    for stream, kind, label, begin, end in bars:
+        lane = lanes[STREAM_INDEX[stream]]
         if lane and lane[-1].kind == kind and gap_s and begin - lane[-1].end_s <= gap_s:
             last = lane[-1]
             lane[-1] = last._replace(end_s=end, busy_s=last.busy_s + end - begin, count=last.count + 1)
         else:
-            lane.append(Span(kind, begin, end, end - begin, 1, command.label))
+            lane.append(Span(kind, begin, end, end - begin, 1, label))
     return lanes
 
 

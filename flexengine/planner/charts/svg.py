@@ -14,6 +14,8 @@ WIDTH, LEFT, RIGHT = 1216, 66, 1206
 """Pixels of a chart, and where its plot begins and ends."""
 TOP, BOTTOM = 22, 20
 """Pixels above and below the plot."""
+LEAST_BETWEEN_MARKS = 3.0
+"""Pixels: parts of a step that begin closer to each other are marked by one line."""
 
 
 class Scale(NamedTuple):
@@ -38,14 +40,31 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
     return f'<div class="legend">{items}</div>'
 
 
-def part_marks(step: SimulatedStep, x: Scale, top: float, bottom: float) -> Iterator[str]:
+class Mark(NamedTuple):
+    """A part of a step on the time axis."""
+
+    name: str
+    start_s: float
+    seconds: float
+
+
+def marks_of(step: SimulatedStep) -> list[Mark]:
+    """The parts of a simulated step, each drawn once."""
+    return [
+        Mark(p.name if p.repeats == 1 else f"{p.name}, one of {p.repeats}", start_s, p.timing.total_s)
+        for p, start_s in zip(step.parts, step.starts_s, strict=True)
+    ]
+
+
+def part_marks(marks: Iterable[Mark], x: Scale, top: float, bottom: float) -> Iterator[str]:
     """Where one part of the step ends and the next begins, with their names where there is room."""
-    for part, start_s in zip(step.parts, step.starts_s, strict=True):
-        left, right = x(start_s), x(start_s + part.timing.total_s)
-        if start_s > 0:
+    reached = -math.inf
+    for name, start_s, seconds in marks:
+        left, right = x(start_s), x(start_s + seconds)
+        if start_s > 0 and left - reached >= LEAST_BETWEEN_MARKS:
             yield f'<line class="edge" x1="{left:.1f}" x2="{left:.1f}" y1="{top - 14}" y2="{bottom}"/>'
-        name = part.name if part.repeats == 1 else f"{part.name}, one of {part.repeats}"
-        if right - left > 6.5 * len(name):
+            reached = left
+        if right - left > 6.5 * len(name) + 10:
             yield f'<text class="soft" x="{left + 5:.1f}" y="{top - 8}">{escape(name)}</text>'
 
 

@@ -1,0 +1,44 @@
+"""`flexengine report`: where the time of a run went, simulated and measured, as one page; needs no GPU."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from flexengine.commands.files import check_target, write_whole
+from flexengine.commands.run_folder import read_run
+from flexengine.planner.run_report import HOW_TO_TRACE, run_page
+from flexengine.wording import FlagParser
+
+REPORT_FILE = "report.html"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the report of the run folder that `argv` names; returns the exit status.
+
+    Raises: ValueError for what a person can correct, before anything is written.
+    """
+    arguments = _parser().parse_args(argv)
+    folder: Path = arguments.run_folder
+    run = read_run(folder)
+    target = arguments.html if arguments.html is not None else folder / REPORT_FILE
+    check_target("--html", target)
+    text = run_page(run)
+    write_whole("--html", target, lambda beside: beside.write_text(text, encoding="utf-8"))
+    print(f"wrote {target}")
+    if run.measured is None:
+        print(f"no step was measured: {HOW_TO_TRACE}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = FlagParser(
+        prog="flexengine report",
+        description="Draws a run as one self-contained page: the simulated step above the measured one on one time"
+        " axis, seconds per stream and per kind of command, predicted and measured, loss and tokens/s step by step."
+        " A run has a measured step if train.py was given --trace; without one the page shows what there is.",
+    )
+    parser.add_argument("run_folder", type=Path, metavar="RUN_FOLDER", help="the --output-dir of a run of train.py")
+    parser.add_argument("--html", type=Path, metavar="FILE.html", help="the page (default: RUN_FOLDER/report.html)")
+    return parser

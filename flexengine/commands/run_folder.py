@@ -1,0 +1,124 @@
+"""Reads what a run left in its folder, for `flexengine report`; every damage is one ValueError that names the file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flexengine.config import LOG_FILE, PLAN_FILE, TIMELINE_FILE, TRACE_FILE, TrainConfig, options_from_yaml
+from flexengine.metrics import TIMED_STEP
+from flexengine.plan import Plan
+from flexengine.planner.run_report import LoggedStep, RunRecord
+from flexengine.schedule.timeline import MEASURED, SIMULATED
+from flexengine.schedule.trace_reader import Trace, read_trace
+from flexengine.wording import parse_json, shown
+
+LARGEST = 1e30
+"""Of a number in a log; a loss above it has diverged, and is drawn as one that is not finite."""
+
+
+def read_run(folder: Path) -> RunRecord:
+    """What there is of a run. Raises ValueError when it is no folder of a run, or a file in it is damaged."""
+    if not folder.is_dir():
+        found = "is a file, not a folder" if folder.exists() else "there is no such folder"
+        raise ValueError(f"run folder {folder}: {found}; give the --output-dir of a run of train.py")
+    texts = {name: _text(folder / name) for name in (PLAN_FILE, TIMELINE_FILE, TRACE_FILE, LOG_FILE)}
+    if not any(text is not None for text in texts.values()):
+        looked_for = ", ".join(texts)
+        raise ValueError(f"run folder {folder} holds none of {looked_for}; give the --output-dir of a run of train.py")
+    measured = _trace(folder / TRACE_FILE, texts[TRACE_FILE], MEASURED)
+    return RunRecord(
+        folder=folder.resolve().name,
+        plan=_plan(folder / PLAN_FILE, texts[PLAN_FILE]),
+        simulated=_trace(folder / TIMELINE_FILE, texts[TIMELINE_FILE], SIMULATED),
+        measured=measured,
+        steps=_steps(folder / LOG_FILE, texts[LOG_FILE], _disturbed(folder, measured)),
+    )
+
+
+def _text(path: Path) -> str | None:
+    """The text of a file; None where there is none."""
+    if not path.exists():
+        return None
+    if not path.is_file():
+        raise ValueError(f"{path} is no file; move it away, or give the folder of another run")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: no UTF-8 text at byte {error.start}; the run has to be done again") from None
+
+
+def _plan(path: Path, text: str | None) -> Plan | None:
+    if text is None:
+        return None
+    parse_json(text, path)  # names the file and the place
+    try:
+        plan = Plan.from_json(text)
+        _finite(plan.predicted.step_s, "predicted step_s", path)
+        _finite(plan.request.max_global_batch_tokens, "max_global_batch_tokens", path)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no plan of flexengine: {error}; move it away, or do the run again") from None
+    return plan
+
+
+def _trace(path: Path, text: str | None, timeline: str) -> Trace | None:
+    return None if text is None else read_trace(parse_json(text, path), path, timeline)
+
+
+def _disturbed(folder: Path, measured: Trace | None) -> Callable[[int], bool]:
+    """Tells steps whose time says little: the first, which warms up, and those that were timed or profiled."""
+    steps = {1, TIMED_STEP}
+    if measured is not None and isinstance(measured.about.get("step"), int):
+        steps.add(measured.about["step"])
+    path = folder / "config.yaml"
+    text = _text(path)
+    profiled = range(0) if text is None else TrainConfig(**options_from_yaml(text, str(path))).profiled_steps
+    return lambda step: step in steps or step in profiled
+
+
+def _steps(path: Path, text: str | None, disturbed: Callable[[int], bool]) -> list[LoggedStep]:
+    lines = enumerate(text.splitlines() if text is not None else (), start=1)
+    return [
+        _step(parse_json(line, f"{path}, line {number}"), f"{path}, line {number}", disturbed) for number, line in lines
+    ]
+
+
+def _step(value: Any, where: str, disturbed: Callable[[int], bool]) -> LoggedStep:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is no step of a run: found {shown(value)}; move the file away, or do the run again")
+    step = int(_finite(value.get("step"), "step", where))
+    return LoggedStep(
+        step=step,
+        step_s=max(1e-9, _finite(value.get("step_s"), "step_s", where)),
+        num_tokens=int(_finite(value.get("num_tokens"), "num_tokens", where)),
+        loss=_finite_or_none(value.get("loss")),
+        gpu_peak_bytes=_bytes(value.get("gpu_peak_bytes")),
+        host_peak_bytes=_bytes(value.get("host_peak_bytes")),
+        disturbed=disturbed(step),
+    )
+
+
+def _finite(value: object, name: str, where: object) -> float:
+    """A number from 0 to LARGEST."""
+    number = _finite_or_none(value)
+    if number is None or number < 0:
+        raise ValueError(f"{where}: {name} is {shown(value)}, expected a number of at least 0; do the run again")
+    return number
+
+
+def _bytes(value: object) -> int | None:
+    number = _finite_or_none(value)
+    return None if number is None else int(number)
+
+
+def _finite_or_none(value: object) -> float | None:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not math.isfinite(value)
+        or abs(value) > LARGEST
+    ):
+        return None
+    return float(value)

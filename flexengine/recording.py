@@ -1,0 +1,108 @@
+"""What a person asked to see of single steps: a measured timeline of one (--trace), a profile of some by nsys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tqdm import tqdm
+
+from flexengine.api import Prepared, choose_device
+from flexengine.checkpoint.atomic import atomic_file
+from flexengine.config import STEP_OPTIONS, TRACE_FILE, TrainConfig, flag_of
+from flexengine.metrics import TIMED_STEP, StepMetrics
+from flexengine.planner.report_data import measured_timeline
+from flexengine.runtime.engine import Engine
+from flexengine.runtime.profiling import ProfiledSteps
+
+REVIEWED_STEP = 3
+"""The step whose wall time is compared with the prediction: time stamps make the timed one slower."""
+
+
+def check_recording(config: TrainConfig, num_steps: int) -> None:
+    """Raises ValueError where steps that are to be traced or profiled never come, or a profile has no GPU."""
+    for name in STEP_OPTIONS:
+        step = getattr(config, name)
+        if step is not None and step > num_steps:
+            raise ValueError(
+                f"{flag_of(name)} {step}: the run has {num_steps} steps; name one of them, or raise --steps"
+            )
+    if config.profiled_steps and choose_device(config.device).type == "cpu":
+        raise ValueError(
+            f"--profile-start-step {config.profile_start_step}: a profile by nsys is of an NVIDIA GPU, and this run is"
+            f" on the CPU (--device {config.device}); --trace measures a step on either"
+        )
+    if isinstance(config.trace, str) and Path(config.trace).is_dir():
+        raise ValueError(f"--trace {config.trace} is a folder; name a file in it")
+
+
+def traced_step(config: TrainConfig, num_steps: int) -> int | None:
+    """The step that --trace measures; None without --trace.
+
+    By default the timed one, which costs nothing more. A profiled step is disturbed by the profile and disturbs it, the
+    reviewed one is to run without time stamps, and with --replan the plan that goes on comes after that.
+    """
+    if not config.trace or config.trace_step is not None:
+        return config.trace_step
+    profiled = config.profiled_steps
+    earliest = REVIEWED_STEP + 1 if config.replan else TIMED_STEP
+    for step in (TIMED_STEP, REVIEWED_STEP + 1, profiled.stop, profiled.stop + 1):
+        if earliest <= step <= num_steps and step != REVIEWED_STEP and step not in profiled:
+            return step
+    return min(TIMED_STEP, num_steps)  # the run is too short for a better one
+
+
+class Recorder:
+    """Stands around every step of a run; does nothing around those that nobody asked to see."""
+
+    def __init__(self, config: TrainConfig, prepared: Prepared, engine: Engine, num_steps: int) -> None:
+        self.config, self.prepared, self.engine = config, prepared, engine
+        self.traced_step = traced_step(config, num_steps)
+        self.profile = ProfiledSteps(engine.executor, config.profiled_steps) if config.profiled_steps else None
+
+    def before_step(self, step: int) -> None:
+        """Called before every step, counted from 1."""
+        if step == self.traced_step:
+            self.engine.measure_next_step(keep_runs=True)
+        if self.profile is not None:
+            self.profile.before_step(step)
+
+    def after_step(self, metrics: StepMetrics) -> None:
+        """Called when a step has ended, before the plan may change; writes the trace."""
+        if self.profile is not None:
+            self.profile.after_step(metrics.step)
+        if metrics.step == self.traced_step:
+            self._write_trace(metrics)
+            show = f"`flexengine report {self.config.run_folder}` draws it beside the simulated one"
+            tqdm.write(f"step {metrics.step} traced: {self._trace_paths()[-1]}; {show}")
+
+    def close(self) -> None:
+        """End a profile that the run did not reach the end of."""
+        if self.profile is not None:
+            self.profile.stop()
+
+    def slowed_by(self, step: int) -> str:
+        """What makes a step slower than others, in words; empty for an undisturbed one."""
+        if step in (TIMED_STEP, self.traced_step):
+            return "timing its commands"
+        return "profiling" if step in self.config.profiled_steps else ""
+
+    def _trace_paths(self) -> list[Path]:
+        """The run folder's, which `report` reads, and the one that was named."""
+        named = [Path(self.config.trace)] if isinstance(self.config.trace, str) else []
+        return [self.config.run_folder / TRACE_FILE, *named]
+
+    def _write_trace(self, metrics: StepMetrics) -> None:
+        about = {
+            "what": f"one measured step: step {metrics.step} of the run",
+            "hardware": f"{self.prepared.profile.name} ({self.prepared.device})",
+            "device": self.prepared.device.type,
+            "step": metrics.step,
+            "step_s": metrics.step_s,
+            "tokens": metrics.num_tokens,
+            "predicted_step_s": metrics.predicted_step_s,
+        }
+        runs = self.engine.take_timed_runs()
+        for path in self._trace_paths():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_file(path, "w", encoding="utf-8") as file:
+                file.writelines(measured_timeline(self.engine.plan, runs, about))
