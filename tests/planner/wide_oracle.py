@@ -215,11 +215,16 @@ class _Size:
             structure, slots = np.tile(around, (len(some), 1)).T
             yield Drafts(np.repeat(some, len(around), axis=0), structure, counts[slots])
 
+    @property
+    def all_rows(self) -> np.ndarray:
+        """Every option with every level that the machine has."""
+        return np.flatnonzero(np.isin(self.problem.row_level, self.problem.templates.levels))
+
     def uniform(self) -> Iterator[Drafts]:
         """All blocks alike, with every option and level, structure and up to three slots of each kind."""
         around = list(product(range(len(self.drafting.structures)), product((1, 2, 3), repeat=3)))
         structures, slots = np.array([s for s, _ in around]), np.array([c for _, c in around])
-        rows = np.arange(len(self.problem.row_option))
+        rows = self.all_rows
         self.verdict.placements += len(rows) * len(around)
         for start in range(0, len(rows), BATCH // len(around)):
             some = rows[start : start + BATCH // len(around)]
@@ -229,9 +234,10 @@ class _Size:
     def changed(self) -> Drafts:
         """The fastest with one block changed to any row, or with other slots or another structure."""
         rows, structure, slots = self.best.rows[0], self.best.structures[0], self.best.slots[0]
-        blocks, many = len(rows), len(self.problem.row_option)
+        blocks, others = len(rows), self.all_rows
+        many = len(others)
         single = np.tile(rows, (blocks * many, 1))
-        single[np.arange(blocks * many), np.repeat(np.arange(blocks), many)] = np.tile(np.arange(many), blocks)
+        single[np.arange(blocks * many), np.repeat(np.arange(blocks), many)] = np.tile(others, blocks)
         around = list(product(range(len(self.drafting.structures)), product((1, 2, 3), repeat=3)))
         return Drafts(
             np.concatenate((single, np.tile(rows, (len(around), 1)))),
