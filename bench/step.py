@@ -1,10 +1,11 @@
 """How fast is a capped training step, and does it keep its promises? One model under one or several GPU budgets.
 
-    python -m bench.step --model preset:llama-3.1-8b --caps 24 --host-gib 110 --json out.json
+    python -m bench.step --preset llama-3.1-8b --caps 16 24 48 none --host-gib 110 --json out.json
 
 Per cap: tokens/s, effective and hardware TFLOP/s, share of the 8192^3 bf16 matmul rate measured in the same process
-right before (at least 1 s, back to back, random data), predicted against measured step time, peaks of GPU and host
-memory. The batch is one set of random sequences repeated every step, so that the loss must fall.
+right before (at least 1 s, back to back, random data), share of the run without a cap, predicted against measured step
+time, how busy each stream was (in one more step, timed command by command) and was predicted to be, peaks of GPU and
+host memory. The batch is one set of random sequences repeated every step, so that the loss must fall.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ import argparse
 import math
 import statistics
 import time
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from bench.environment import write_json
-from flexengine.api import build, prepare
+from flexengine.api import Prepared, build, prepare
 from flexengine.optim import AdamW
+from flexengine.planner.report import table
+from flexengine.runtime.engine import Engine
 
 GIB = 2**30
 
@@ -43,9 +48,48 @@ def matmul_rate(seconds: float = 1.5) -> float:
     return rate
 
 
-def run_cap(args: argparse.Namespace, cap_gib: float | None) -> dict:
-    """Train under one budget; returns the row of figures."""
-    prepared = prepare(
+class Timed(NamedTuple):
+    """Steps after the warm-up: their seconds, the losses of all steps, and FLOPs of a step without and with
+    recomputation."""
+
+    seconds: list[float]
+    losses: list[float]
+    model_flops: float
+    hardware_flops: float
+
+
+def timed_steps(engine: Engine, batch: Tensor, warmup: int, steps: int) -> Timed:
+    """Train on the same batch again and again."""
+    losses, seconds, model_flops, hardware_flops = [], [], 0.0, 0.0
+    for index in range(warmup + steps):
+        begin = time.perf_counter()
+        out = engine.fwd_bwd(input_ids=batch, labels=batch)
+        engine.step()
+        elapsed = time.perf_counter() - begin
+        losses.append(out.loss)
+        model_flops, hardware_flops = out.model_flops, out.hardware_flops
+        if index >= warmup:
+            seconds.append(elapsed)
+        speed = f"{elapsed:.2f} s, {out.num_tokens / elapsed:.0f} tokens/s"
+        print(f"step {index + 1}: loss {out.loss:.4f}, {speed}", flush=True)
+    return Timed(seconds, losses, model_flops, hardware_flops)
+
+
+def measured_busy_s(engine: Engine, batch: Tensor) -> dict[str, float]:
+    """Busy seconds per stream of one more step, in which every command is timed."""
+    engine.measure_next_step(keep_runs=True)
+    engine.fwd_bwd(input_ids=batch, labels=batch)
+    engine.step()
+    busy_s: dict[str, float] = {}
+    for run in engine.take_timed_runs():
+        for stream, seconds in run.timing.busy_s.items():
+            busy_s[stream.value] = busy_s.get(stream.value, 0.0) + seconds
+    return busy_s
+
+
+def prepared_run(args: argparse.Namespace, cap_gib: float | None) -> Prepared:
+    """The plan under one budget."""
+    return prepare(
         args.model,
         max_seq_len=args.seq_len,
         max_global_batch_tokens=args.tokens_per_step,
@@ -58,70 +102,100 @@ def run_cap(args: argparse.Namespace, cap_gib: float | None) -> dict:
         chunk_tokens=args.chunk_tokens,
         round_tokens=args.round_tokens,
     )
+
+
+def run_cap(args: argparse.Namespace, cap_gib: float | None) -> dict:
+    """Train under one budget; returns the row of figures."""
+    prepared = prepared_run(args, cap_gib)
     print(prepared.describe(), flush=True)
     rate = matmul_rate()
     started = time.perf_counter()
     engine = build(prepared, AdamW(lr=args.lr), max_grad_norm=1.0, seed=0, deterministic=args.deterministic)
     build_s = time.perf_counter() - started
-    generator = torch.Generator().manual_seed(0)
     shape = (args.tokens_per_step // args.seq_len, args.seq_len)
-    batch = torch.randint(0, engine.model.vocab_size, shape, generator=generator)
-    losses, seconds, model_flops, hardware_flops = [], [], 0.0, 0.0
-    for index in range(args.warmup + args.steps):
-        begin = time.perf_counter()
-        out = engine.fwd_bwd(input_ids=batch, labels=batch)
-        engine.step()
-        elapsed = time.perf_counter() - begin
-        losses.append(out.loss)
-        model_flops, hardware_flops = out.model_flops, out.hardware_flops
-        if index >= args.warmup:
-            seconds.append(elapsed)
-        print(
-            f"step {index + 1}: loss {out.loss:.4f}, {elapsed:.2f} s, {out.num_tokens / elapsed:.0f} tokens/s",
-            flush=True,
-        )
+    batch = torch.randint(0, engine.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    timed = timed_steps(engine, batch, args.warmup, args.steps)
+    busy_s = measured_busy_s(engine, batch)
     peaks, plan = engine.memory_peaks(), engine.plan
     engine.close()
-    step_s = statistics.median(seconds)
-    row = {
+    step_s = statistics.median(timed.seconds)
+    return {
         "model": args.model,
         "gpu_cap_gib": cap_gib,
         "host_cap_gib": args.host_gib,
         "seq_len": args.seq_len,
         "tokens_per_step": args.tokens_per_step,
         "step_s": step_s,
-        "steps_s": seconds,
+        "steps_s": timed.seconds,
         "predicted_step_s": plan.predicted.step_s,
         "speed_of_light_s": plan.predicted.speed_of_light_s,
+        "limiter": plan.predicted.limiter,
+        "busy_s": busy_s,
+        "predicted_busy_s": plan.predicted.busy_s,
         "tokens_per_s": args.tokens_per_step / step_s,
-        "effective_tflops": model_flops / step_s / 1e12,
-        "hardware_tflops": hardware_flops / step_s / 1e12,
+        "effective_tflops": timed.model_flops / step_s / 1e12,
+        "hardware_tflops": timed.hardware_flops / step_s / 1e12,
         "matmul_8192_tflops": rate / 1e12,
-        "share_of_matmul_rate": model_flops / step_s / rate if rate else None,
+        "share_of_matmul_rate": timed.model_flops / step_s / rate if rate else None,
         "gpu_peak_gib": peaks.gpu_bytes / GIB if peaks.gpu_bytes else None,
         "gpu_predicted_gib": plan.predicted.gpu_bytes / GIB,
         "host_peak_gib": peaks.host_bytes / GIB,
         "host_predicted_gib": plan.predicted.host_bytes / GIB,
         "chunk_tokens": plan.chunk_tokens,
         "round_tokens": plan.round_tokens,
-        "losses": losses,
+        "losses": timed.losses,
         "build_s": build_s,
         "within_gpu_cap": cap_gib is None or peaks.gpu_bytes is None or peaks.gpu_bytes <= cap_gib * GIB,
         "within_host_cap": args.host_gib is None or peaks.host_bytes <= args.host_gib * GIB,
-        "loss_finite_and_falling": all(map(math.isfinite, losses)) and losses[-1] < losses[0],
+        "loss_finite_and_falling": all(map(math.isfinite, timed.losses)) and timed.losses[-1] < timed.losses[0],
     }
-    return row
 
 
-def main() -> None:
+HEAD = (
+    "GPU cap", "tokens/s", "effective TFLOP/s", "hardware", "of 8192^3", "of no cap", "step s", "predicted",
+    "busy: compute", "h2d", "d2h", "cpu", "GPU GiB", "host GiB",
+)  # fmt: skip
+
+
+def summary(rows: list[dict]) -> list[str]:
+    """One line per cap; a stream's share of the step as measured / predicted."""
+    uncapped = next((row["tokens_per_s"] for row in rows if row["gpu_cap_gib"] is None), None)
+    return table([HEAD, *(_cells(row, uncapped) for row in rows)])
+
+
+def _cells(row: dict, uncapped: float | None) -> tuple[str, ...]:
+    share = row["share_of_matmul_rate"]
+    busy, predicted = row["busy_s"], row["predicted_busy_s"]
+    return (
+        "none" if row["gpu_cap_gib"] is None else f"{row['gpu_cap_gib']:g}",
+        f"{row['tokens_per_s']:.0f}",
+        f"{row['effective_tflops']:.1f}",
+        f"{row['hardware_tflops']:.1f}",
+        f"{100 * share:.1f}%" if share else "-",
+        f"{100 * row['tokens_per_s'] / uncapped:.1f}%" if uncapped else "-",
+        f"{row['step_s']:.2f}",
+        f"{row['predicted_step_s']:.2f}",
+        *(
+            f"{100 * busy.get(stream, 0.0) / row['step_s']:.0f}"
+            f" / {100 * predicted.get(stream, 0.0) / row['predicted_step_s']:.0f}%"
+            for stream in ("compute", "h2d", "d2h", "cpu")
+        ),
+        f"{row['gpu_peak_gib'] or 0:.2f}",
+        f"{row['host_peak_gib']:.2f}",
+    )
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="preset:llama-3.1-8b")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--model", default="preset:llama-3.1-8b", help="a folder, or preset:NAME")
+    model.add_argument("--preset", default=None, help="name of a preset")
     parser.add_argument("--caps", nargs="+", default=["24"], help="GPU budgets in GiB, or none")
     parser.add_argument("--host-gib", type=float, default=None)
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--tokens-per-step", type=int, default=131072)
-    parser.add_argument("--warmup", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="bfloat16")
@@ -132,18 +206,16 @@ def main() -> None:
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--json", default=None, help="write the figures to this file")
     args = parser.parse_args()
-    rows = []
+    args.model = f"preset:{args.preset}" if args.preset else args.model
+    return args
+
+
+def main() -> None:
+    args, rows = parse(), []
     for cap in args.caps:
         rows.append(run_cap(args, None if cap == "none" else float(cap)))
         write_json(args.json, {"rows": rows})
-        share = rows[-1]["share_of_matmul_rate"]
-        print(
-            f"cap {cap} GiB: {rows[-1]['tokens_per_s']:.0f} tokens/s, {rows[-1]['effective_tflops']:.1f} TFLOP/s"
-            + (f" = {100 * share:.1f}% of the 8192^3 rate" if share else "")
-            + f", step {rows[-1]['step_s']:.2f} s (predicted {rows[-1]['predicted_step_s']:.2f} s)"
-            + f", GPU {rows[-1]['gpu_peak_gib'] or 0:.2f} GiB, host {rows[-1]['host_peak_gib']:.2f} GiB",
-            flush=True,
-        )
+    print("\n".join(["", *summary(rows)]))
 
 
 if __name__ == "__main__":
