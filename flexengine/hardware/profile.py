@@ -146,8 +146,13 @@ class HardwareProfile:
         return rates.get(state_dtype, min(rates.values()))
 
     def cpu_adamw_bytes_per_s(self, state_dtype: str) -> float:
-        """Bytes of host memory/s that this moves: what the CPU has of the memory's rate while nothing else uses it."""
+        """Bytes of host memory/s that this moves while nothing else uses it."""
         return self.cpu_adamw_rate(state_dtype) * ADAMW_BYTES.get(state_dtype, max(ADAMW_BYTES.values()))
+
+    def host_rate(self, state_dtype: str) -> float:
+        """Bytes/s of host memory, of which copies over the link and updates by the CPU each take a part: what either a
+        plain copy or an update attains."""
+        return max(self.host_bytes_per_s, self.cpu_adamw_bytes_per_s(state_dtype))
 
     def to_dict(self) -> dict[str, Any]:
         """Values JSON can hold, one key per field and "format"; `from_dict` is the inverse."""

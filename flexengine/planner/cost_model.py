@@ -14,6 +14,7 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.ops.base import Work
 from flexengine.plan import Request
 from flexengine.schedule.commands import Command, Program, Stream
+from flexengine.schedule.following import followed
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import ChunkShape, RoundShape, lower_round
 from flexengine.schedule.simulator import Rates, Timing, simulate
@@ -24,16 +25,12 @@ from flexengine.schedule.update_lowering import lower_update
 class StepEstimate:
     """Predicted seconds of a full step, busy seconds per stream, and the compute seconds spent on recomputation.
 
-    first_s, accumulating_s and update_s are one round without and with earlier gradients, and the optimizer's update.
     stalls_s: seconds that compute waits, by (stream waited for or "issue", phase): see `stalls`.
     """
 
     step_s: float
     busy_s: dict[str, float]
     recompute_s: float
-    first_s: float
-    accumulating_s: float
-    update_s: float
     stalls_s: dict[tuple[str, str], float]
 
 
@@ -86,7 +83,7 @@ class CostModel:
             copy_latency_s=p.copy_latency_s,
             issue_s=self.issue_s,
             cpu_s=self.cpu_s,
-            host_bytes_per_s=p.cpu_adamw_bytes_per_s(self.state_dtype),
+            host_bytes_per_s=p.host_rate(self.state_dtype),
         )
 
     def cpu_s(self, command: Command) -> float:
@@ -233,28 +230,26 @@ class StepPricer:
         return CostModel(self.profile, *sizes, request.numerics.state)
 
     def step(self, layout: Layout) -> StepEstimate:
-        """One first round, accumulating rounds for the rest of the batch, and the update, one after the other."""
+        """One first round, accumulating rounds for the rest of the batch, and the update: one after the other, but for
+        what the CPU updates."""
         plan, cost = layout.plan, self.cost(layout)
         shape = round_shape(plan.request, plan.chunk_tokens, plan.chunks_per_round)
         rounds = rounds_per_step(plan.request, shape)
-        first = self._round(layout, shape, cost, True)
-        again = self._round(layout, shape, cost, False) if rounds > 1 else first
-        update = self.update(layout, cost)
-        busy = {
-            s: first.busy_s[s] + (rounds - 1) * again.busy_s[s] + update.busy_s[s] for s in (x.value for x in Stream)
-        }
+        first = lower_round(layout, shape, first=True)
+        if plan.updates_on_cpu:  # which goes on under the next step's first round
+            parts = [(self._price(followed(lower_update(layout), first), cost), 1)]
+        else:
+            parts = [(self._price(first, cost), 1), (self.update(layout, cost), 1)]
+        if rounds > 1:
+            parts.append((self._price(lower_round(layout, shape, first=False), cost), rounds - 1))
         return StepEstimate(
-            step_s=first.total_s + (rounds - 1) * again.total_s + update.total_s,
-            busy_s=busy,
-            recompute_s=first.recompute_s + (rounds - 1) * again.recompute_s,
-            first_s=first.total_s,
-            accumulating_s=again.total_s,
-            update_s=update.total_s,
-            stalls_s=_weighted_stalls([(first, 1), (again, rounds - 1), (update, 1)]),
+            step_s=sum(count * part.total_s for part, count in parts),
+            busy_s={s.value: sum(count * part.busy_s[s.value] for part, count in parts) for s in Stream},
+            recompute_s=sum(count * part.recompute_s for part, count in parts),
+            stalls_s=_weighted_stalls(parts),
         )
 
-    def _round(self, layout: Layout, shape: RoundShape, cost: CostModel, first: bool) -> PricedProgram:
-        program = lower_round(layout, shape, first)
+    def _price(self, program: Program, cost: CostModel) -> PricedProgram:
         self.simulated_commands += len(program.commands)
         return price(program, cost)
 

@@ -12,7 +12,7 @@ from flexengine.planner.sketch import Batch, EdgeCosts, RoundCosts, RowCosts, Sk
 from flexengine.planner.solver import Placement, RoundProblem
 from flexengine.planner.tables import NEEDS_TILES, NUM_LEVELS, STREAMS_GRADS, STREAMS_WEIGHTS, UPDATED_BY_CPU
 from flexengine.planner.templates import SlotCounts
-from flexengine.planner.updates import stations
+from flexengine.planner.updates import exposed_s, stations
 from flexengine.schedule.layer_program import ALIGNMENT
 
 
@@ -275,12 +275,12 @@ class Drafting:
             mine = np.array([t == tile for t in tiles])
             blocks, edges, first_s = self.update_parts(*tile)
             parts = counts[mine] @ blocks + edges[drafts.structures[mine]]
-            found[mine] = parts.max(axis=1) + np.where(parts[:, 0] > 0, first_s, 0.0)
+            found[mine] = exposed_s(parts, first_s, self.problem.hidden_update_s)
         return found
 
     def update_parts(self, slots: int, tile: int) -> tuple[np.ndarray, np.ndarray, float]:
-        """Seconds on the link, in compute, in issue and in host memory of a block by level [V, 4] and of the edges by
-        structure [S, 4] in an update with such tiles, and those of the first tile's way."""
+        """`Stations.seconds` of a block by level [V, 5] and of the edges by structure [S, 5] in an update with such
+        tiles, and those of the first tile's way."""
         key = (slots, tile)
         if key not in self._updates:
             cost, templates = self.problem.cost, self.problem.templates

@@ -47,7 +47,7 @@ def html_page(picture: Picture, command: str = "") -> str:
             memory_chart("host-data", picture.host, picture.step, plan.request.max_host_bytes),
             "host-data",
         ),
-        figure("Close-up: the turn from forward to backward", close_up(picture.step.parts[-2])),
+        figure("Close-up: the turn from forward to backward", close_up(picture.step.last_round)),
         "<h2>Decisions by layer</h2>",
         _layers(picture),
         "<h2>Numbers</h2>",

@@ -17,6 +17,7 @@ from flexengine.planner import loads
 from flexengine.planner.drafts import Drafting, Mix, aligned
 from flexengine.planner.tables import NUM_LEVELS, STREAMS_GRADS, STREAMS_WEIGHTS
 from flexengine.planner.templates import SlotCounts
+from flexengine.planner.updates import exposed_s
 
 FEW_BLOCKS = 3
 """Up to so many blocks, all mixes of the supported options are crossed; beyond, those of two."""
@@ -106,7 +107,7 @@ class Mixing:
         templates = self.problem.templates
         blocks, edges, first_s = self.drafting.update_parts(*templates.tiles(1 << 60, SlotCounts().optimizer))
         parts = levels @ blocks + edges[structures]
-        return parts.max(axis=1) + np.where(parts[:, 0] > 0, first_s, 0.0)
+        return exposed_s(parts, first_s, self.problem.hidden_update_s)
 
     def _alone_s(self, weights: np.ndarray, grads: np.ndarray, structures: np.ndarray) -> np.ndarray:
         """Seconds [Q] of a step's copies that no compute can hide: the first weights, and the last gradient.

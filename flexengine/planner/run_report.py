@@ -198,7 +198,8 @@ def _bars(part: TracePart) -> list[Bar]:
 
 def _last_round(trace: Trace) -> TracePart:
     """The last part before the update: a round as most of them are."""
-    return trace.parts[max(0, len(trace.parts) - 2)]
+    rounds = [part for part in trace.parts if part.name != "update"]
+    return rounds[-1] if rounds else trace.parts[0]
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------

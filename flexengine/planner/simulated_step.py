@@ -1,4 +1,7 @@
-"""A whole step as the simulator sees it: the first round, one of the rounds that add to its gradients, the update."""
+"""A whole step as the simulator sees it: the first round, one of the rounds that add to its gradients, the update.
+
+Where the CPU updates, that goes on under the next step's first round, so the update comes first.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
 from flexengine.planner.cost_model import StepPricer, round_shape, rounds_per_step
 from flexengine.schedule.commands import Program
+from flexengine.schedule.following import followed
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_round
 from flexengine.schedule.simulator import Timing, simulate
@@ -55,6 +59,11 @@ class SimulatedStep:
         return tuple(starts)
 
     @property
+    def last_round(self) -> StepPart:
+        """The round before the update."""
+        return self.parts[-1] if self.plan.updates_on_cpu else self.parts[-2]
+
+    @property
     def about(self) -> str:
         """Which parts are drawn, in words."""
         drawn = [p.name if p.repeats == 1 else f"{p.name} (1 of {p.repeats} alike)" for p in self.parts]
@@ -67,9 +76,18 @@ def simulate_step(plan: Plan, model: ModelSpec, profile: HardwareProfile) -> Sim
     rates = StepPricer(profile).cost(layout).rates()
     shape = round_shape(plan.request, plan.chunk_tokens, plan.chunks_per_round)
     rounds = rounds_per_step(plan.request, shape)
-    programs = [("first round" if rounds > 1 else "the round", 1, lower_round(layout, shape, first=True))]
+    name, first, update = (
+        "first round" if rounds > 1 else "the round",
+        lower_round(layout, shape, True),
+        lower_update(layout),
+    )
+    if plan.updates_on_cpu:
+        programs = [(f"update of the step before, then {name}", 1, followed(update, first))]
+    else:
+        programs = [(name, 1, first)]
     if rounds > 1:
         programs.append(("accumulating round", rounds - 1, lower_round(layout, shape, first=False)))
-    programs.append(("update", 1, lower_update(layout)))
+    if not plan.updates_on_cpu:
+        programs.append(("update", 1, update))
     parts = [StepPart(name, repeats, program, simulate(program, rates)) for name, repeats, program in programs]
     return SimulatedStep(plan, layout, profile, tuple(parts))

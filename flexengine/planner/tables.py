@@ -80,6 +80,12 @@ class RoundTables:
         """Compute seconds of a step without recomputation or update."""
         return float(self.base_loads[loads.FC] + self.base_loads[loads.BC])
 
+    @property
+    def hidden_update_s(self) -> float:
+        """Seconds of the CPU's part of the update that may go on under the first round's forward, as it has about half
+        of host memory's rate then."""
+        return 0.5 * float(self.base_loads[loads.FC]) / self.rounds
+
     # -- keep options ------------------------------------------------------------------------------------------------
 
     @cached_property

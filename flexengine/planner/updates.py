@@ -22,7 +22,7 @@ NUM_COPIES = 2
 class Stations(NamedTuple):
     """Seconds of all tiles of a group at each station, at the rates of a busy link, and of its first tile's way.
 
-    host_s: what it takes of host memory's time, by copies or by the CPU.
+    host_s: what it takes of host memory's time, by copies or by the CPU; cpu_s: by the CPU.
     """
 
     h2d_s: float
@@ -31,23 +31,25 @@ class Stations(NamedTuple):
     issue_s: float
     first_s: float
     host_s: float
+    cpu_s: float = 0.0
 
-    def seconds(self, slots: int, cost: CostModel) -> tuple[float, float, float, float]:
+    def seconds(self, slots: int, cost: CostModel) -> tuple[float, float, float, float, float]:
         """What the group adds to an update with so many tile slots: on the link, in compute, in issue and in host
-        memory, which other groups may overlap."""
+        memory, which other groups may overlap, and the CPU's part of the last."""
         link_s = float(link_seconds(np.asarray(self.h2d_s), np.asarray(self.d2h_s), cost))
         way_s = self.h2d_s + self.compute_s + self.d2h_s
-        return max(link_s, way_s / slots) if self.h2d_s else 0.0, self.compute_s, self.issue_s, self.host_s
+        return max(link_s, way_s / slots) if self.h2d_s else 0.0, self.compute_s, self.issue_s, self.host_s, self.cpu_s
 
 
 def stations(group: GroupLayout, level: GroupPlan, tile: int, cost: CostModel) -> Stations:
     """Seconds of a group's tiles of at most `tile` elements under a level of residency."""
     p = cost.profile
     planes = group.plane_bytes
-    host_rate = p.cpu_adamw_bytes_per_s(cost.state_dtype)
     touched = 2 * sum(planes.values()) - planes["grad"]
     if level.update == "cpu":
-        return Stations(0.0, 0.0, 0.0, len(group.segments) * issue_s(cost, "update"), 0.0, touched / host_rate)
+        issued_s = len(group.segments) * issue_s(cost, "update")
+        cpu_s = touched / p.cpu_adamw_bytes_per_s(cost.state_dtype)
+        return Stations(0.0, 0.0, 0.0, issued_s, 0.0, host_s=cpu_s, cpu_s=cpu_s)
     fetched = [kind for kind, num in planes.items() if num and home_of(kind, level) == "host"]
     returned = [kind for kind in fetched if kind != "grad"]
     count = sum(-(-segment.numel // tile) for segment in group.segments)
@@ -59,7 +61,13 @@ def stations(group: GroupLayout, level: GroupPlan, tile: int, cost: CostModel) -
     moved = sum(planes[kind] for kind in (*fetched, *returned))
     copies_s = NUM_COPIES * issue_s(cost, "copy") if fetched else 0.0
     issued_s = count * (issue_s(cost, "update") + copies_s)
-    largest = min(1.0, tile / max(1, group.numel))
-    return Stations(
-        fetch_s, compute_s, return_s, issued_s, largest * (fetch_s + compute_s + return_s), moved / host_rate
-    )
+    first_s = min(1.0, tile / max(1, group.numel)) * (fetch_s + compute_s + return_s)
+    return Stations(fetch_s, compute_s, return_s, issued_s, first_s, host_s=moved / p.host_rate(cost.state_dtype))
+
+
+def exposed_s(parts: np.ndarray, first_s: float, hidden_s: float) -> np.ndarray:
+    """Seconds [P] that updates add to a step, from sums [P, 5] of `Stations.seconds` and the first tile's way: the
+    slowest station's, less what the CPU goes on with under the next forward, of which so many seconds could hide it."""
+    gpu_s, host_s, cpu_s = parts[:, :3].max(axis=1), parts[:, 3], parts[:, 4]
+    hidden = np.minimum(np.minimum(cpu_s, hidden_s), np.maximum(host_s - gpu_s, 0.0))
+    return np.maximum(gpu_s, host_s) - hidden + np.where(parts[:, 0] > 0, first_s, 0.0)

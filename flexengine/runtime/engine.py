@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -192,6 +193,7 @@ class Engine:
         lr = self.optimizer.lr if lr is None else lr
         if not (math.isfinite(lr) and lr >= 0):
             raise ValueError(f"lr must be a finite number >= 0, got {lr}")
+        self.executor.finish_cpu_work()  # which reads the settings of its own step
         self.updates.settings = UpdateSettings(
             self.optimizer, lr, self.max_grad_norm, self._num_target_tokens, self.step_count + 1, self.seed
         )
@@ -199,15 +201,21 @@ class Engine:
             self._update_program = self._checked(lower_update(self.layout))
         self._unusable = "an optimizer step was interrupted, so its weights are half updated"
         self._run(self._update_program, timed=self._measuring)
-        self.executor.synchronize()
+        grad_norm = self._grad_norm()
         self._unusable = ""
         self._measuring = False
-        grad_norm = float(self.updates.scalar("grad_norm"))
         skipped = not math.isfinite(grad_norm)
         self.step_count += 0 if skipped else 1
         seconds = time.perf_counter() - self._step_started
         self._start_accumulation()
         return StepOutput(grad_norm, skipped, seconds)
+
+    def _grad_norm(self) -> float:
+        """Of the step that was issued last. What the CPU updates goes on; else the update has ended."""
+        if self.plan.updates_on_cpu:
+            return float(self.updates.host_scalar("grad_norm"))
+        self.executor.synchronize()
+        return float(self.updates.scalar("grad_norm"))
 
     def evaluate(
         self, batch: object = None, *, input_ids: object = None, labels: object = None, attention_mask: object = None
@@ -315,14 +323,14 @@ class Engine:
 
     def _run(self, program: Program, timed: bool) -> None:
         self._last_program = program
-        self.executor.run(program, self._handle, timed)
+        self.executor.run(program, partial(self._handle, program), timed)
         if timed:
             times_s = self.executor.timings()
             add_totals(self.command_totals, program, times_s, self.model)
             if self._keeping_runs:
                 self._timed_runs.append(TimedRun(program, self.executor.began_s(), times_s))
 
-    def _handle(self, command: Command) -> None:
+    def _handle(self, program: Program, command: Command) -> None:
         if command.kind in LAYER_KINDS:
             self.layers.run(command.kind, command.args)
         elif command.kind == "finish_gradient":
@@ -330,8 +338,7 @@ class Engine:
         elif command.kind == "clip":
             self.updates.clip()
         elif command.kind == "update":
-            assert self._last_program is not None
-            self.updates.update(command, self._last_program.slots)
+            self.updates.update(command, program.slots)
         else:
             raise AssertionError(f"no handler for a command of kind {command.kind!r}")
 

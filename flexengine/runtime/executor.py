@@ -17,8 +17,10 @@ from torch import Tensor
 
 from flexengine.native.transfer import Record, open_transfers
 from flexengine.runtime.arena import Arenas
+from flexengine.runtime.cpu_work import CpuWork
 from flexengine.runtime.issue import Issue
 from flexengine.schedule.commands import Command, Program, Stream
+from flexengine.schedule.following import cpu_waits
 
 CommandOrder = Callable[[Program], Iterable[int]]
 Timings = list[tuple[float, float]]
@@ -57,19 +59,48 @@ class Executor:
             self._transfers = open_transfers(device)
             [self._zero] = self._transfers.create_events(1, timing=True)
         self._zero_s: float | None = None
+        self._cpu_work: CpuWork | None = None
+        self._cpu_waits: dict[tuple[Program, Program], dict[int, int]] = {}
 
     def run(self, program: Program, handler: Handler, timed: bool = False) -> None:
-        """Issue all commands of a program; on CUDA returns before they have run, but for those of the CPU.
+        """Issue all commands of a program; on CUDA returns before they have run, but for what the CPU's wait for. The
+        CPU's run on a thread of their own until `synchronize`, or until a later program needs what they leave.
 
+        Order: `handler` is called by that thread, too; what it looks at must not change before `finish_cpu_work`.
         timed: note when every command starts and ends, for `timings`; costs two events per command on CUDA.
         """
         if timed:
             self._timings = self._began_s = None  # a run that is interrupted leaves no times
             self._timed_program = program
+        gate = self._gate(program)
         if self.on_cuda:
-            self._run_streams(program, handler, timed)
+            self._run_streams(program, handler, timed, gate)
         else:
-            self._run_in_turn(program, handler, timed)
+            self._run_in_turn(program, handler, timed, gate)
+        if timed:
+            self.finish_cpu_work()
+
+    def finish_cpu_work(self) -> None:
+        """Block until the CPU's commands have ended. Raises what made one of them fail, every time."""
+        if self._cpu_work is not None:
+            self._cpu_work.join()
+            self._cpu_work = None
+
+    def _gate(self, program: Program) -> Callable[[Command], None] | None:
+        """What a command of `program` waits for before it is issued: work of the CPU for the program before."""
+        work = self._cpu_work
+        if work is None:
+            return None
+        key = (work.program, program)
+        if key not in self._cpu_waits:
+            self._cpu_waits[key] = cpu_waits(*key)
+        waits = self._cpu_waits[key]
+
+        def gate(command: Command) -> None:
+            if command.index in waits:
+                work.wait(waits[command.index])
+
+        return gate
 
     def timings(self) -> Timings:
         """(start, end) of every command of the last timed run, by index, in seconds since it began.
@@ -103,6 +134,7 @@ class Executor:
         """Drop what is bound to a program that will not run again. Order: its last run must have finished."""
         self._copies.pop(program, None)
         self._last_issue.pop(program, None)
+        self._cpu_waits = {key: waits for key, waits in self._cpu_waits.items() if program not in key}
         if program is self._timed_program:
             self._timings = self._began_s = self._timed_program = None
         for timed in (False, True):
@@ -118,12 +150,15 @@ class Executor:
 
     def synchronize(self) -> None:
         """Wait until everything issued has finished."""
+        self.finish_cpu_work()
         if self.on_cuda:
             torch.cuda.synchronize(self.device)
 
     # -- on CUDA -----------------------------------------------------------------------------------------------------
 
-    def _run_streams(self, program: Program, handler: Handler, timed: bool) -> None:
+    def _run_streams(
+        self, program: Program, handler: Handler, timed: bool, gate: Callable[[Command], None] | None
+    ) -> None:
         key = (program, timed)
         if key not in self._issues:
             self._issues[key] = Issue(program, self.arenas, self.streams, self._transfers, timed)
@@ -140,27 +175,57 @@ class Executor:
         torch.cuda.set_stream(self.streams[Stream.COMPUTE])
         try:
             if self.range_of is None:
-                issue.run(call)
+                issue.run(call, gate)
             else:
-                issue.run_in_ranges(call, self.range_of)
+                issue.run_in_ranges(call, self.range_of, gate)
         finally:
             torch.cuda.set_stream(self.streams[Stream.COMPUTE])
+        if issue.cpu_commands:
+            self.finish_cpu_work()
+            self._cpu_work = issue.start_cpu(self._in_range(handler))
         if timed:
             self._timings, self._began_s = issue.timings, lambda: issue.began_s(self._zero)
 
+    def _in_range(self, handler: Handler) -> Callable[[Command], None]:
+        """The handler, in a profile inside the range of the command."""
+        range_of = self.range_of
+        if range_of is None:
+            return handler
+
+        def call(command: Command) -> None:
+            with range_of(command.label):
+                handler(command)
+
+        return call
+
     # -- on the CPU --------------------------------------------------------------------------------------------------
 
-    def _run_in_turn(self, program: Program, handler: Handler, timed: bool) -> None:
-        copies = self._bind_copies(program)
+    def _run_in_turn(
+        self, program: Program, handler: Handler, timed: bool, gate: Callable[[Command], None] | None
+    ) -> None:
+        copies, later = self._bind_copies(program), list[Command]()
         indices = range(len(program.commands)) if self.order is None else self.order(program)
         clock = [(0.0, 0.0)] * len(program.commands)
         begin = time.perf_counter()
-        for index in indices:
+        for command in (program.commands[index] for index in indices):
+            if command.stream is Stream.CPU:
+                later.append(command)
+                continue
+            if gate is not None:
+                gate(command)
             start = time.perf_counter()
-            self._execute(program.commands[index], handler, copies)
-            clock[index] = (start - begin, time.perf_counter() - begin)
+            self._execute(command, handler, copies)
+            clock[command.index] = (start - begin, time.perf_counter() - begin)
+        spans: dict[int, tuple[float, float]] = {}
+        if later:
+            self.finish_cpu_work()
+            self._cpu_work = CpuWork(program, later, handler)
+            spans = self._cpu_work.spans
         if timed:
-            self._timings, self._began_s = lambda: list(clock), lambda: begin - (self._zero_s or 0.0)
+            self._began_s = lambda: begin - (self._zero_s or 0.0)
+            self._timings = lambda: [
+                (spans[i][0] - begin, spans[i][1] - begin) if i in spans else span for i, span in enumerate(clock)
+            ]
 
     def _bind_copies(self, program: Program) -> dict[int, list[tuple[Tensor, Tensor]]]:
         """(target, source) byte views of every copy command, made once per program."""

@@ -2,13 +2,12 @@
 
 Copies, waits and records between two compute commands are one call into the transfer engine. The order is that of the
 program, command by command, because a wait for an event sees only records that were issued before it; an event still
-holds its record of the run before until then. What the CPU does comes last, when all the rest has been issued: the host
-waits for what each command of it needs, and runs it.
+holds its record of the run before until then. What the CPU does comes last, when all the rest has been issued, on a
+thread of its own.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -17,16 +16,21 @@ from torch import Tensor
 
 from flexengine.native.transfer import Copy, Operation, Record, StreamHandle, Transfers, Wait
 from flexengine.runtime.arena import Arenas
+from flexengine.runtime.cpu_work import CpuWork
 from flexengine.schedule.commands import Command, Program, Stream
+from flexengine.schedule.following import cpu_commands
 
 Streams = Mapping[Stream, StreamHandle]
+Call = Callable[[Command], None]
 
 
 class Leg(NamedTuple):
-    """Operations [first, last) of the batch, and the command that is called after them; None ends the program."""
+    """Operations [first, last) of the batch, the copies among them, and the command that is called after them; None
+    ends the program."""
 
     first: int
     last: int
+    copies: tuple[Command, ...]
     command: Command | None
 
 
@@ -49,8 +53,8 @@ class Issue:
         self, program: Program, arenas: Arenas, streams: Streams, transfers: Transfers, timed: bool = False
     ) -> None:
         self.program, self._streams, self._transfers = program, streams, transfers
-        self._cpu_commands = _cpu_commands(program)
-        self._cpu_seconds: dict[int, float] = {}
+        self.cpu_commands = cpu_commands(program)
+        self._cpu_work: CpuWork | None = None
         self._arenas = _whole_arenas(program, arenas)
         awaited = sorted({wait for command in program.commands for wait in command.waits})
         self._signals = dict(zip(awaited, transfers.create_events(len(awaited)), strict=True))
@@ -60,39 +64,40 @@ class Issue:
         self._batch = transfers.prepare(self._operations())
         self._legs = self._make_legs()
 
-    def run(self, call: Callable[[Command], None]) -> None:
-        """Issue everything; `call` launches a command that is no copy, on its stream, or runs it on the CPU."""
-        for first, last, command in self._legs:
+    def run(self, call: Call, gate: Call | None = None) -> None:
+        """Issue everything but the CPU's commands; `call` launches a command that is no copy, on its stream. `gate`
+        is called for every command first and returns when it may be issued."""
+        for first, last, copies, command in self._legs:
+            if gate is not None:
+                for gated in (*copies, *(() if command is None else (command,))):
+                    gate(gated)
             self._transfers.submit(self._batch, first, last)
             if command is not None:
                 call(command)
-        self._run_cpu(call)
 
-    def run_in_ranges(self, call: Callable[[Command], None], range_of: Callable[[str], AbstractContextManager]) -> None:
+    def run_in_ranges(
+        self, call: Call, range_of: Callable[[str], AbstractContextManager], gate: Call | None = None
+    ) -> None:
         """As `run`, each command inside the range of its label; more calls into the transfer engine, the same order."""
         submit, batch = self._transfers.submit, self._batch
         submit(batch, 0, self._places[0].first if self._places else 0)
         for first, call_at, last, command in self._places:
             with range_of(command.label):
+                if gate is not None:
+                    gate(command)
                 submit(batch, first, call_at)
                 if not command.copies:
                     call(command)
                 submit(batch, call_at, last)
         submit(batch, self._places[-1].last if self._places else 0, batch.num_operations)
 
-        def call_in_range(command: Command) -> None:
-            with range_of(command.label):
-                call(command)
-
-        self._run_cpu(call_in_range)
-
-    def _run_cpu(self, call: Callable[[Command], None]) -> None:
-        for command in self._cpu_commands:
+    def start_cpu(self, call: Call) -> CpuWork:
+        """Start the CPU's commands, which `call` runs, when what they wait for has ended. Order: after `run`."""
+        for command in self.cpu_commands:
             for wait in command.waits:
                 self.wait_for(wait)
-            start = time.perf_counter()
-            call(command)
-            self._cpu_seconds[command.index] = time.perf_counter() - start
+        self._cpu_work = CpuWork(self.program, self.cpu_commands, call)
+        return self._cpu_work
 
     def wait_for(self, index: int) -> None:
         """Block the host until a command of the last run, one that others wait for, has finished."""
@@ -104,8 +109,10 @@ class Issue:
         spans, free = [(0.0, 0.0)] * len(self.program.commands), 0.0
         for command in self.program.commands:
             if command.stream is Stream.CPU:  # they follow each other, and start when what they wait for has ended
+                assert self._cpu_work is not None
+                begin, end = self._cpu_work.spans[command.index]
                 free = max([free, *(spans[wait][1] for wait in command.waits)])
-                spans[command.index] = (free, free := free + self._cpu_seconds[command.index])
+                spans[command.index] = (free, free := free + end - begin)
             else:
                 events = self._clock[2 * command.index : 2 * command.index + 2]
                 begin, end = (self._transfers.elapsed_s(self._begin, event) for event in events)
@@ -173,21 +180,14 @@ class Issue:
             yield from (Wait(stream, event) for other, event in self._joins.items() if other != name)
 
     def _make_legs(self) -> list[Leg]:
-        calls = [place for place in self._places if not place.command.copies]
-        starts = [0, *(place.call_at for place in calls)]
-        ends = [*starts[1:], self._batch.num_operations]
-        commands = [*(place.command for place in calls), None]
-        return [Leg(*leg) for leg in zip(starts, ends, commands, strict=True)]
-
-
-def _cpu_commands(program: Program) -> list[Command]:
-    """Commands of the CPU. The first waits for the GPU, so that earlier programs have ended; none is waited for."""
-    found = [command for command in program.commands if command.stream is Stream.CPU]
-    ours = {command.index for command in found}
-    assert not found or found[0].waits, f"{found[0].label} waits for nothing"
-    waiting = [c.label for c in program.commands if c.stream is not Stream.CPU and ours & set(c.waits)]
-    assert not waiting, f"{waiting[0]} waits for the CPU within a program"
-    return found
+        legs, first, copies = [], 0, []
+        for place in self._places:
+            if place.command.copies:
+                copies.append(place.command)
+            else:
+                legs.append(Leg(first, place.call_at, tuple(copies), place.command))
+                first, copies = place.call_at, []
+        return [*legs, Leg(first, self._batch.num_operations, tuple(copies), None)]
 
 
 def _whole_arenas(program: Program, arenas: Arenas) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from flexengine.optim.adamw import AdamW, adamw_update
 from flexengine.optim.clipping import gradient_scale
 from flexengine.runtime.arena import DTYPES, Arenas
 from flexengine.schedule.commands import Command, Stream, UpdateTile
-from flexengine.schedule.layout import Layout
+from flexengine.schedule.layout import HOST_SCALARS, Layout
 
 
 class UpdateSettings(NamedTuple):
@@ -40,6 +40,12 @@ class UpdateRunner:
     def scalar(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """One-element view of a scalar slot."""
         return self.arenas.view(self.layout.slots[self.layout.slot(name)], 0, (1,), dtype)
+
+    def host_scalar(self, name: str) -> Tensor:
+        """What the host has of a scalar, one element; only where the CPU updates."""
+        names = list(HOST_SCALARS)
+        offset = sum(HOST_SCALARS[other] for other in names[: names.index(name)])
+        return self.arenas.view(self.layout.slots[self.layout.slot("scalars.host")], offset, (1,), torch.float32)
 
     def norm_squares(self) -> Tensor:
         """Sums of squares of the stored gradients per group, float64 [groups]."""
@@ -70,7 +76,7 @@ class UpdateRunner:
             exp_avg=planes["exp_avg"],
             exp_avg_sq=planes["exp_avg_sq"],
             grad=planes["grad"],
-            grad_scale=self.scalar("scale.host" if command.stream is Stream.CPU else "scale"),
+            grad_scale=(self.host_scalar if command.stream is Stream.CPU else self.scalar)("scale"),
             lr=s.lr,
             betas=s.optimizer.betas,
             eps=s.optimizer.eps,

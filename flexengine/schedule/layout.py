@@ -17,6 +17,8 @@ from flexengine.schedule.commands import Memory, Slot, overlapping_slots
 from flexengine.schedule.layer_program import LayerProgram, align, compile_layer
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+HOST_SCALARS = {"scale": 8, "grad_norm": 8}
+"""What the host wants to know of an update that it takes part in, one after the other in a slot: name -> bytes."""
 PARTIAL_SQUARES = 1024
 """Partial sums of squares per gradient: fixed, so that the order of the sum depends on the group's size alone."""
 
@@ -186,7 +188,7 @@ class Layout:
         self._batch_slots(region, "gpu")
         region.add("norm_squares", 8 * len(self.groups), "scalars")
         region.add("partial_squares", 4 * PARTIAL_SQUARES, "scalars")
-        for name in ("scale", "grad_norm"):
+        for name in HOST_SCALARS:
             region.add(name, 8, "scalars")
         self._resident_slots(region)
         start = region.end
@@ -319,7 +321,7 @@ class Layout:
         region = _Region(slots, "host", 0)
         self._batch_slots(region, "host")
         if self.plan.updates_on_cpu:
-            region.add("scale.host", 8, "scalars")
+            region.add("scalars.host", sum(HOST_SCALARS.values()), "scalars")
         for group, layout, home in zip(self.model.groups, self.groups, self.plan.groups, strict=True):
             homes = {"weights": home.weights, "grad": home.grads}
             for kind in PLANE_KINDS:

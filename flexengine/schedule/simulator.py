@@ -19,7 +19,7 @@ class Rates(NamedTuple):
     """How long a command takes. `compute_s` prices a compute command; copies take latency + bytes / rate, where the
     rate depends on whether the other direction is busy. `issue_s` is what the host takes to issue a command.
 
-    cpu_s: a command of the CPU with the link idle; host_bytes_per_s: what it moves then, of which copies take a part.
+    cpu_s: a command of the CPU with the link idle; host_bytes_per_s: of host memory, of which copies take a part.
     """
 
     compute_s: Callable[[Command], float]

@@ -16,10 +16,7 @@ from flexengine.schedule.commands import (
     UpdateTile,
     overlapping_slots,
 )
-from flexengine.schedule.layout import Layout, Segment, element_bytes
-
-SCALE_BYTES = 4
-"""The factor on all gradients is a float32."""
+from flexengine.schedule.layout import HOST_SCALARS, Layout, Segment, element_bytes
 
 
 class _Tile(NamedTuple):
@@ -59,8 +56,7 @@ def lower_update(layout: Layout) -> Program:
     writes = [Access(layout.slot("scale"), "scale"), Access(layout.slot("grad_norm"), "grad norm")]
     builder.add("clip", "clip factor", Stream.COMPUTE, [norms], writes, Work(kernels=8))
     if layout.plan.updates_on_cpu:
-        regions = [CopyRegion(layout.slot("scale"), 0, layout.slot("scale.host"), 0, SCALE_BYTES)]
-        builder.copy("scale to the host", Stream.D2H, "scale", regions)
+        _lower_scalars(builder, layout)
     number = 0
     for tile, home in zip(tiles, homes, strict=True):
         if layout.plan.groups[tile.group].update == "cpu":
@@ -84,13 +80,23 @@ def _tile_homes(layout: Layout, tile: _Tile, pieces: list[Slot]) -> dict[str, in
     return homes
 
 
+def _lower_scalars(builder: ProgramBuilder, layout: Layout) -> None:
+    """The factor on the gradients and their norm, for the host."""
+    target, regions = layout.slot("scalars.host"), []
+    for name, num_bytes in HOST_SCALARS.items():
+        regions.append(CopyRegion(layout.slot(name), 0, target, sum(r.num_bytes for r in regions), num_bytes))
+    sources = [Access(layout.slot("scale"), "scale"), Access(layout.slot("grad_norm"), "grad norm")]
+    writes = [Access(target, "scalars")]
+    builder.add("copy", "scalars to the host", Stream.D2H, sources, writes, copies=tuple(regions))
+
+
 def _lower_in_place(builder: ProgramBuilder, layout: Layout, tile: _Tile, homes: dict[str, int]) -> None:
     """AdamW by the CPU on what lives in host memory."""
     name = f"{layout.model.groups[tile.group].name} {tile.segment.name}"
     contents = {kind: Access(slot, f"{kind} of {name}") for kind, slot in homes.items()}
     for access in contents.values():
         builder.holds(*access)
-    reads = [*contents.values(), Access(layout.slot("scale.host"), "scale")]
+    reads = [*contents.values(), Access(layout.slot("scalars.host"), "scalars")]
     writes = [access for kind, access in contents.items() if kind != "grad"]
     planes = {kind: TilePlane(slot, 0) for kind, slot in homes.items()}
     args = UpdateTile(tile.group, tile.segment.name, tile.start, tile.count, planes)

@@ -409,11 +409,11 @@ def interrupted_after(engine, monkeypatch, commands):
     """Make the executor raise KeyboardInterrupt after so many compute commands."""
     handle, seen = engine._handle, []
 
-    def counting(command):
+    def counting(program, command):
         seen.append(command)
         if len(seen) > commands:
             raise KeyboardInterrupt
-        handle(command)
+        handle(program, command)
 
     monkeypatch.setattr(engine, "_handle", counting)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -156,7 +157,7 @@ def test_gpu_times_respect_streams_and_waits(monkeypatch, native):
     batch = random_batch(0, [60, 33, 64, 12], engine.model.vocab_size)
     engine.fwd_bwd(batch)
     program = engine._last_program
-    engine.executor.run(program, engine._handle, timed=True)
+    engine.executor.run(program, partial(engine._handle, program), timed=True)
     timings = engine.executor.timings()
     engine.executor.wait_for(program, 0)
     assert len(timings) == len(program.commands)

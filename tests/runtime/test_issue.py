@@ -288,6 +288,8 @@ def test_the_cpu_works_when_all_is_issued_and_what_it_waits_for_has_ended(timed:
         assert torch.equal(bench.memory()[ARENA_BYTES : ARENA_BYTES + SLOT_BYTES], expected)
 
     bench.issue.run(call)
+    assert not seen
+    bench.issue.start_cpu(call).join()
     driver.settle()
     assert seen == [("first", True), ("second", True)]
     if timed:

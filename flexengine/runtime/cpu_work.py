@@ -1,0 +1,60 @@
+"""Commands of the CPU on a thread of their own, while the host goes on issuing others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from flexengine.schedule.commands import Command, Program
+
+
+class CpuWork:
+    """Runs commands one after another; `call` must not need anything that changes before `join`.
+
+    One thread of the CPU is left to the host, which issues commands meanwhile.
+    """
+
+    def __init__(self, program: Program, commands: list[Command], call: Callable[[Command], None]) -> None:
+        self.program = program
+        self.spans: dict[int, tuple[float, float]] = {}
+        self._place = {command.index: place for place, command in enumerate(commands)}
+        self._ended, self._failure = 0, None
+        self._changed = threading.Condition()
+        threads = max(1, torch.get_num_threads() - 1)
+        arguments = (commands, call, threads)
+        self._thread = threading.Thread(target=self._run, args=arguments, name="flexengine-cpu", daemon=True)
+        self._thread.start()
+
+    def wait(self, index: int) -> None:
+        """Block until the command with that index has ended. Raises what made a command fail."""
+        place = self._place[index]
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or self._ended > place)
+        self._raise_failure()
+
+    def join(self) -> None:
+        """Block until all have ended. Raises what made a command fail."""
+        self._thread.join()
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self, commands: list[Command], call: Callable[[Command], None], num_threads: int) -> None:
+        torch.set_num_threads(num_threads)  # of calls from this thread
+        try:
+            for command in commands:
+                start = time.perf_counter()
+                call(command)
+                self.spans[command.index] = (start, time.perf_counter())
+                with self._changed:
+                    self._ended += 1
+                    self._changed.notify_all()
+        except BaseException as failure:
+            with self._changed:
+                self._failure = failure
+                self._changed.notify_all()

@@ -1,0 +1,112 @@
+"""Programs that follow each other while the CPU still works on the first: what of the second must wait for what.
+
+On the GPU a program starts when the one before has ended. Commands of the CPU may go on, and only what touches the same
+bytes waits for them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from flexengine.schedule.commands import Access, Command, Program, Slot, Stream
+
+
+class _Touched(NamedTuple):
+    """Pieces [start, end) of host memory that commands of the CPU touch, the command, and whether it writes."""
+
+    start: np.ndarray
+    end: np.ndarray
+    index: np.ndarray
+    writes: np.ndarray
+
+    def last(self, slot: Slot, among: np.ndarray) -> int:
+        """The last command that touches a slot, of those with `among`; -1 for none."""
+        here = among & (self.start < slot.end) & (self.end > slot.offset)
+        return int(self.index[here].max(initial=-1))
+
+
+def cpu_commands(program: Program) -> list[Command]:
+    """Commands of the CPU, which run when all others have been issued.
+
+    The first waits for the GPU, so that earlier programs have ended by then; no other stream waits for any of them.
+    """
+    found = [command for command in program.commands if command.stream is Stream.CPU]
+    ours = {command.index for command in found}
+    assert not found or found[0].waits, f"{found[0].label} waits for nothing"
+    waiting = [c.label for c in program.commands if c.stream is not Stream.CPU and ours & set(c.waits)]
+    assert not waiting, f"{waiting[0]} waits for the CPU within a program"
+    return found
+
+
+def cpu_waits(before: Program, after: Program) -> dict[int, int]:
+    """Commands of `after`, by index, that must wait for a command of the CPU of `before`: the last such one's index.
+
+    They read what it writes, or write what it reads or writes.
+    """
+    touched = _touched(before)
+    everyone = np.ones(len(touched.index), dtype=bool)
+    to_read: dict[int, int] = {}
+    to_write: dict[int, int] = {}
+    waits = {}
+    for command in after.commands:
+        last = -1
+        for accesses, known, among in ((command.reads, to_read, touched.writes), (command.writes, to_write, everyone)):
+            for slot, _ in accesses:
+                if slot not in known:
+                    place = after.slots[slot]
+                    known[slot] = touched.last(place, among) if place.memory == "host" else -1
+                last = max(last, known[slot])
+        if last >= 0:
+            waits[command.index] = last
+    return waits
+
+
+def _touched(program: Program) -> _Touched:
+    rows = [
+        (program.slots[slot].offset, program.slots[slot].end, command.index, writes)
+        for command in cpu_commands(program)
+        for accesses, writes in ((command.reads, False), (command.writes, True))
+        for slot, _ in accesses
+        if program.slots[slot].memory == "host"
+    ]
+    columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+    return _Touched(columns[0], columns[1], columns[2], columns[3].astype(bool))
+
+
+def followed(before: Program, after: Program) -> Program:
+    """Both as one program, to be priced and drawn. The slots of `before` begin with those of `after`.
+
+    `after` starts on every stream of the GPU when all of them have ended `before`, and waits for the CPU where it must.
+    """
+    shift, waits = len(before.commands), cpu_waits(before, after)
+    ends: dict[Stream, int] = {c.stream: c.index for c in before.commands if c.stream is not Stream.CPU}
+    started: set[Stream] = set()
+    commands = list(before.commands)
+    for command in after.commands:
+        needed = {wait + shift for wait in command.waits}
+        if command.index in waits:
+            needed.add(waits[command.index])
+        if command.stream not in started:
+            started.add(command.stream)
+            needed |= {index for stream, index in ends.items() if stream is not command.stream}
+        commands.append(_moved(command, shift, tuple(sorted(needed))))
+    initial = {**dict(after.initial), **dict(before.initial)}
+    contents = tuple(Access(slot, content) for slot, content in initial.items())
+    return Program(f"{before.name}, {after.name}", before.slots, tuple(commands), contents)
+
+
+def _moved(command: Command, shift: int, waits: tuple[int, ...]) -> Command:
+    return Command(
+        command.index + shift,
+        command.kind,
+        command.label,
+        command.stream,
+        command.reads,
+        command.writes,
+        waits,
+        command.work,
+        command.copies,
+        command.args,
+    )

@@ -1,0 +1,153 @@
+"""Updates by the CPU go on while the next step begins, and nobody sees what is half updated."""
+
+import os
+import threading
+import time
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import pytest
+import torch
+from engine_helpers import FLOAT32, build_engine, make_plan, random_batch, random_weights, same_bits, tiny_config
+
+from flexengine.plan import GroupPlan
+from flexengine.runtime.cpu_work import CpuWork
+from flexengine.runtime.executor import Executor
+from flexengine.runtime.update import UpdateRunner
+from flexengine.schedule.commands import Stream
+from flexengine.schedule.update_lowering import lower_update
+
+PATIENCE_S = 60.0
+SOURCE = random_weights(tiny_config(num_hidden_layers=3))
+BATCH = random_batch(0, [30, 11], SOURCE.spec.vocab_size)
+OPTIONS = {"chunk_tokens": 64, "chunks_per_round": 2, "max_seq_len": 40, "numerics": FLOAT32}
+
+
+def engine_of(update: str):
+    groups = [GroupPlan(update=update)] * len(SOURCE.spec.groups)
+    return build_engine(SOURCE, make_plan(SOURCE.spec, **OPTIONS, groups=groups))
+
+
+def trained(engine, steps=3):
+    losses = []
+    for _ in range(steps):
+        losses.append(engine.fwd_bwd(BATCH).loss)
+        losses.append(engine.step().grad_norm)
+    weights = engine.state_dict()
+    engine.close()
+    return losses, weights
+
+
+def slow_updates(monkeypatch, before=lambda: time.sleep(0.02)):
+    """Every update by the CPU begins with something that takes its time."""
+    update = UpdateRunner.update
+
+    def slow(self, command, slots):
+        if command.stream is Stream.CPU:
+            before()
+        update(self, command, slots)
+
+    monkeypatch.setattr(UpdateRunner, "update", slow)
+
+
+def test_slow_updates_give_the_same_bits(monkeypatch):
+    expected = trained(engine_of("gpu"))
+    slow_updates(monkeypatch)
+    losses, weights = trained(engine_of("cpu"))
+    assert losses == expected[0]
+    same_bits(weights, expected[1])
+
+
+def test_without_waiting_they_would_not(monkeypatch):
+    """The test above can fail."""
+    expected = trained(engine_of("gpu"))
+    slow_updates(monkeypatch)
+    monkeypatch.setattr(Executor, "_gate", lambda self, program: None)
+    assert trained(engine_of("cpu"))[0] != expected[0]
+
+
+def test_a_step_returns_before_its_updates_have_ended(monkeypatch):
+    go_on, waited = threading.Event(), []
+    slow_updates(monkeypatch, lambda: waited.append(go_on.wait(PATIENCE_S)))
+    engine = engine_of("cpu")
+    engine.fwd_bwd(BATCH)
+    assert engine.step().grad_norm > 0
+    assert False not in waited
+    go_on.set()
+    engine.fwd_bwd(BATCH)
+    engine.close()
+    assert waited
+    assert all(waited)
+
+
+def test_a_failure_is_raised_by_what_comes_next(monkeypatch):
+    def fail():
+        raise RuntimeError("the update broke")
+
+    slow_updates(monkeypatch, fail)
+    engine = engine_of("cpu")
+    engine.fwd_bwd(BATCH)
+    engine.step()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the update broke"):
+            engine.fwd_bwd(BATCH)
+    with pytest.raises(RuntimeError, match="the update broke"):
+        engine.close()
+
+
+def test_a_measured_step_has_times_of_the_cpu(monkeypatch):
+    slow_updates(monkeypatch)
+    engine = engine_of("cpu")
+    engine.measure_next_step(keep_runs=True)
+    engine.fwd_bwd(BATCH)
+    engine.step()
+    update = engine.take_timed_runs()[-1]
+    assert update.program.name == "update"
+    assert update.timing.busy_s[Stream.CPU] > 0.02
+    engine.close()
+
+
+def test_commands_run_in_order_and_are_waited_for_one_by_one():
+    plan = make_plan(SOURCE.spec, **OPTIONS, groups=[GroupPlan(update="cpu")] * len(SOURCE.spec.groups))
+    engine = build_engine(SOURCE, plan)
+    program = lower_update(engine.layout)
+    commands = [c for c in program.commands if c.stream is Stream.CPU]
+    gates = {c.index: threading.Event() for c in commands}
+    seen = []
+
+    def call(command):
+        assert gates[command.index].wait(PATIENCE_S)
+        seen.append(command.index)
+
+    work = CpuWork(program, commands, call)
+    for command in commands:
+        gates[command.index].set()
+        work.wait(command.index)
+        assert seen[-1] == command.index
+    work.join()
+    assert seen == [c.index for c in commands]
+    assert all(start <= end for start, end in work.spans.values())
+    engine.close()
+
+
+def test_threads_of_the_caller_stay():
+    before = torch.get_num_threads()
+    engine = engine_of("cpu")
+    engine.fwd_bwd(BATCH)
+    engine.step()
+    engine.close()
+    assert torch.get_num_threads() == before
+
+
+def test_programs_of_evaluation_wait_too(monkeypatch):
+    expected, engine = engine_of("gpu"), None
+    expected.fwd_bwd(BATCH)
+    expected.step()
+    loss = expected.evaluate(BATCH).loss
+    slow_updates(monkeypatch)
+    engine = engine_of("cpu")
+    engine.fwd_bwd(BATCH)
+    engine.step()
+    assert engine.evaluate(BATCH).loss == loss
+    for either in (engine, expected):
+        either.close()
