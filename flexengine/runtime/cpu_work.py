@@ -25,7 +25,8 @@ class CpuWork:
         self._changed = threading.Condition()
         threads = max(1, torch.get_num_threads() - 1)
         arguments = (commands, call, threads)
-        self._thread = threading.Thread(target=self._run, args=arguments, name="flexengine-cpu", daemon=True)
+        # no daemon: at the end of the process Python waits for it, before the arenas go
+        self._thread = threading.Thread(target=self._run, args=arguments, name="flexengine-cpu")
         self._thread.start()
 
     def wait(self, index: int) -> None:

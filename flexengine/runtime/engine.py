@@ -497,10 +497,12 @@ class Engine:
 
     def close(self) -> None:
         """Stop measuring and release both arenas; the engine is not usable afterwards."""
-        self.executor.synchronize()
-        self._unusable = "it was closed"
-        self.meter.stop()
-        self._forget_programs()
-        self.arenas.close()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        try:
+            self.executor.synchronize()
+        finally:
+            self._unusable = "it was closed"
+            self.meter.stop()
+            self._forget_programs()
+            self.arenas.close()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
