@@ -125,11 +125,12 @@ def test_contradicting_sizes_are_refused(pinned):
 
 
 def test_llama_8b_in_24_gib():
-    """The worked example of the design: small rounds, fine-grained save sets."""
+    """Small rounds keep more and recompute less, long ones hide the update under their forward; both take as long."""
     request = Request(2048, 131072, 24 * GIB, 110 * GIB, numerics=Numerics(state="bfloat16"))
     predicted = make_plan(open_model("preset:llama-3.1-8b").spec, request, preset("h200")).predicted
     assert 10 < predicted.step_s < 14
-    assert predicted.recompute_share < 0.12
+    assert predicted.recompute_share < 0.17
+    assert predicted.busy_s["compute"] > 0.9 * predicted.step_s
 
 
 def test_llama_1b_in_4_gib():
