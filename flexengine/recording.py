@@ -10,12 +10,19 @@ from flexengine.api import Prepared, choose_device
 from flexengine.checkpoint.atomic import atomic_file
 from flexengine.config import STEP_OPTIONS, TRACE_FILE, TrainConfig, flag_of
 from flexengine.metrics import TIMED_STEP, StepMetrics
+from flexengine.plan import Plan
 from flexengine.planner.report_data import measured_timeline
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.profiling import ProfiledSteps
 
 REVIEWED_STEP = 3
 """The step whose wall time is compared with the prediction: time stamps make the timed one slower."""
+
+
+def reviewed_step(plan: Plan) -> int:
+    """The step to compare with a plan's prediction. The end of a timed step waits for what the CPU updates, so the step
+    after it begins with less left to do than others."""
+    return REVIEWED_STEP + plan.updates_on_cpu
 
 
 def check_recording(config: TrainConfig, num_steps: int) -> None:
@@ -35,7 +42,7 @@ def check_recording(config: TrainConfig, num_steps: int) -> None:
         raise ValueError(f"--trace {config.trace} is a folder; name a file in it")
 
 
-def traced_step(config: TrainConfig, num_steps: int) -> int | None:
+def traced_step(config: TrainConfig, num_steps: int, reviewed: int = REVIEWED_STEP) -> int | None:
     """The step that --trace measures; None without --trace.
 
     By default the timed one, which costs nothing more. A profiled step is disturbed by the profile and disturbs it, the
@@ -44,9 +51,9 @@ def traced_step(config: TrainConfig, num_steps: int) -> int | None:
     if not config.trace or config.trace_step is not None:
         return config.trace_step
     profiled = config.profiled_steps
-    earliest = REVIEWED_STEP + 1 if config.replan else TIMED_STEP
-    for step in (TIMED_STEP, REVIEWED_STEP + 1, profiled.stop, profiled.stop + 1):
-        if earliest <= step <= num_steps and step != REVIEWED_STEP and step not in profiled:
+    earliest = reviewed + 1 if config.replan else TIMED_STEP
+    for step in (TIMED_STEP, reviewed + 1, profiled.stop, profiled.stop + 1):
+        if earliest <= step <= num_steps and step != reviewed and step not in profiled:
             return step
     return min(TIMED_STEP, num_steps)  # the run is too short for a better one
 
@@ -56,7 +63,7 @@ class Recorder:
 
     def __init__(self, config: TrainConfig, prepared: Prepared, engine: Engine, num_steps: int) -> None:
         self.config, self.prepared, self.engine = config, prepared, engine
-        self.traced_step = traced_step(config, num_steps)
+        self.traced_step = traced_step(config, num_steps, reviewed_step(prepared.plan))
         self.profile = ProfiledSteps(engine.executor, config.profiled_steps) if config.profiled_steps else None
 
     def before_step(self, step: int) -> None:
@@ -85,6 +92,11 @@ class Recorder:
         if step in (TIMED_STEP, self.traced_step):
             return "timing its commands"
         return "profiling" if step in self.config.profiled_steps else ""
+
+    def disturbed(self, step: int) -> bool:
+        """Whether a step took longer than others, or less, as one after a slowed step does where the CPU updates."""
+        by_cpu = self.prepared.plan.updates_on_cpu
+        return bool(self.slowed_by(step)) or (by_cpu and bool(self.slowed_by(step - 1)))
 
     def _trace_paths(self) -> list[Path]:
         """The run folder's, which `report` reads, and the one that was named."""

@@ -36,7 +36,7 @@ from flexengine.metrics import (
 from flexengine.models.registry import ASSETS, ModelSource, open_model
 from flexengine.optim import AdamW
 from flexengine.optim.lr_schedule import LrSchedule
-from flexengine.recording import REVIEWED_STEP, Recorder, check_recording
+from flexengine.recording import Recorder, check_recording, reviewed_step
 from flexengine.runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def train(config: TrainConfig, prompts: Sequence[str] = (), replace: bool = Fals
     with JsonlWriter(config.run_folder / LOG_FILE) as log:
         show = config.logging != "warning"
         steps, interrupted = run_steps(engine, data.batches, schedule, log, show, recorder, reviewer)
-    print(summary(engine, steps, [step for step in steps if not recorder.slowed_by(step.step)]))
+    print(summary(engine, steps, [step for step in steps if not recorder.disturbed(step.step)]))
     if interrupted:
         print(f"interrupted after step {len(steps)} of {num_steps}; the log is in {config.run_folder}", file=sys.stderr)
         return INTERRUPTED
@@ -232,7 +232,7 @@ def write_plan(config: TrainConfig, prepared: Prepared) -> None:
 
 
 class Reviewer:
-    """Times the commands of one step, compares the next one with the prediction, and corrects what is predicted of
+    """Times the commands of one step, compares a later one with the prediction, and corrects what is predicted of
     later ones; with config.replan it also changes to a plan that the measured speeds make faster.
 
     A run of two steps is compared by its timed one; a run of a single step is not reviewed.
@@ -242,7 +242,7 @@ class Reviewer:
         self, config: TrainConfig, prepared: Prepared, engine: Engine, num_steps: int, recorder: Recorder
     ) -> None:
         self.config, self.prepared, self.engine, self.recorder = config, prepared, engine, recorder
-        self.reviewed_step = max(TIMED_STEP, min(REVIEWED_STEP, num_steps))
+        self.reviewed_step = max(TIMED_STEP, min(reviewed_step(prepared.plan), num_steps))
 
     def after_step(self, metrics: StepMetrics) -> None:
         """Called when a step has ended."""

@@ -28,7 +28,7 @@ ARROWS = {
     "runtime": {"plan", "models", "ops", "schedule", "optim", "kernels", "native", "checkpoint", "metrics", "hardware"},
     "api": {"wording", "metrics", "plan", "models", "hardware", "optim", "planner", "runtime"},
     "feedback": {"api", "plan", "planner", "runtime"},
-    "recording": {"api", "checkpoint", "config", "metrics", "planner", "runtime"},
+    "recording": {"api", "checkpoint", "config", "metrics", "plan", "planner", "runtime"},
     "trainer": {
         "wording",
         "recording",

@@ -9,7 +9,7 @@ import torch
 from flexengine import cli
 from flexengine.config import TrainConfig
 from flexengine.hardware.presets import preset
-from flexengine.recording import check_recording, traced_step
+from flexengine.recording import Recorder, check_recording, reviewed_step, traced_step
 from flexengine.runtime.profiling import ProfiledSteps
 from flexengine.schedule.timeline import MEASURED, SIMULATED
 from flexengine.schedule.trace_reader import read_trace
@@ -44,6 +44,16 @@ def config(**changes):
 )
 def test_the_traced_step(options, num_steps, step):
     assert traced_step(config(**options), num_steps) == step
+
+
+def test_where_the_cpu_updates_the_step_after_a_timed_one_says_little():
+    """The timed step waits for its updates; the next one begins with none of them left."""
+    for by_cpu, reviewed, disturbed in ((False, 3, [2]), (True, 4, [2, 3])):
+        prepared = SimpleNamespace(plan=SimpleNamespace(updates_on_cpu=by_cpu))
+        recorder = Recorder(config(), prepared, SimpleNamespace(executor=None), 9)
+        assert reviewed_step(prepared.plan) == reviewed
+        assert [step for step in range(2, 9) if recorder.disturbed(step)] == disturbed
+        assert traced_step(config(trace=True, replan=True), 9, reviewed) == reviewed + 1
 
 
 def test_profiled_steps_are_inclusive():

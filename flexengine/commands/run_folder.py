@@ -29,12 +29,13 @@ def read_run(folder: Path) -> RunRecord:
         looked_for = ", ".join(texts)
         raise ValueError(f"run folder {folder} holds none of {looked_for}; give the --output-dir of a run of train.py")
     measured = _trace(folder / TRACE_FILE, texts[TRACE_FILE], MEASURED)
+    plan = _plan(folder / PLAN_FILE, texts[PLAN_FILE])
     return RunRecord(
         folder=folder.resolve().name,
-        plan=_plan(folder / PLAN_FILE, texts[PLAN_FILE]),
+        plan=plan,
         simulated=_trace(folder / TIMELINE_FILE, texts[TIMELINE_FILE], SIMULATED),
         measured=measured,
-        steps=_steps(folder / LOG_FILE, texts[LOG_FILE], _disturbed(folder, measured)),
+        steps=_steps(folder / LOG_FILE, texts[LOG_FILE], _disturbed(folder, plan, measured)),
     )
 
 
@@ -67,15 +68,18 @@ def _trace(path: Path, text: str | None, timeline: str) -> Trace | None:
     return None if text is None else read_trace(parse_json(text, path), path, timeline)
 
 
-def _disturbed(folder: Path, measured: Trace | None) -> Callable[[int], bool]:
-    """Tells steps whose time says little: the first, which warms up, and those that were timed or profiled."""
+def _disturbed(folder: Path, plan: Plan | None, measured: Trace | None) -> Callable[[int], bool]:
+    """Tells steps whose time says little: the first, which warms up, those that were timed or profiled, and, where the
+    CPU updates, those after them."""
     steps = {1, TIMED_STEP}
     if measured is not None and isinstance(measured.about.get("step"), int):
         steps.add(measured.about["step"])
     path = folder / "config.yaml"
     text = _text(path)
     profiled = range(0) if text is None else TrainConfig(**options_from_yaml(text, str(path))).profiled_steps
-    return lambda step: step in steps or step in profiled
+    slowed = steps.union(profiled)
+    after = {step + 1 for step in slowed} if plan is not None and plan.updates_on_cpu else set()
+    return lambda step: step in slowed or step in after
 
 
 def _steps(path: Path, text: str | None, disturbed: Callable[[int], bool]) -> list[LoggedStep]:

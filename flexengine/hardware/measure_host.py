@@ -54,18 +54,23 @@ def host_copy_curve(points: Points) -> Curve:
 
 
 def adamw_rates(dtype: torch.dtype, num_parameters: int, least_s: float) -> tuple[tuple[str, float], ...]:
-    """(state dtype, parameters/s) of the engine's update by all threads, for masters as they come with `dtype`.
+    """(state dtype, parameters/s) of the engine's update for masters as they come with `dtype`, by all threads but one,
+    which the engine leaves to the host.
 
     bfloat16 compute has split masters and bf16 gradients, float32 and float64 have whole ones. `num_parameters` should
     exceed the processor's caches; where the native update is missing, a smaller piece is timed instead.
     """
-    states = ("float64",) if dtype == torch.float64 else ("float32", "bfloat16")
+    states, most = ("float64",) if dtype == torch.float64 else ("float32", "bfloat16"), torch.get_num_threads()
     rates = []
-    for state in states:
-        rate = _adamw_rate(dtype, getattr(torch, state), FIRST_PARAMETERS, least_s / 4)
-        if rate > SLOW_PARAMETERS_PER_S:
-            rate = _adamw_rate(dtype, getattr(torch, state), num_parameters, least_s)
-        rates.append((state, rate))
+    torch.set_num_threads(max(1, most - 1))
+    try:
+        for state in states:
+            rate = _adamw_rate(dtype, getattr(torch, state), FIRST_PARAMETERS, least_s / 4)
+            if rate > SLOW_PARAMETERS_PER_S:
+                rate = _adamw_rate(dtype, getattr(torch, state), num_parameters, least_s)
+            rates.append((state, rate))
+    finally:
+        torch.set_num_threads(most)
     return tuple(rates)
 
 

@@ -27,16 +27,15 @@ def attention_merge_(total: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor)
     check_tensor("part_lse", part_lse, (num_heads, tokens), (torch.float32,))
     if total.numel() == 0:
         return
-    rows = tokens * num_heads
     _merge_kernel[(triton.cdiv(tokens, _ROWS), num_heads)](
-        total, lse, part, part_lse, tokens, num_heads, width, rows,
+        total, lse, part, part_lse, tokens, num_heads, width,
         ROWS=_ROWS, BLOCK=triton.next_power_of_2(width), num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit
 def _merge_kernel(
-    total_ptr, lse_ptr, part_ptr, part_lse_ptr, tokens, num_heads, width, num_rows,
+    total_ptr, lse_ptr, part_ptr, part_lse_ptr, tokens, num_heads, width,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

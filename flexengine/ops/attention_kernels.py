@@ -127,6 +127,7 @@ def choose_kernels(
 
 def kernel_workspace_bytes(tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, compute_bytes: int) -> int:
     """Most bytes that a backward call takes from the allocator: grad_q, and grad_k and grad_v for N heads and reduced;
-    a float32 sum of grad_q and row statistics, padded."""
-    results = tokens * (num_heads * 3 + 2 * num_kv_heads) * head_dim * compute_bytes
-    return results + (tokens + 128 * 64) * num_heads * (max(32, head_dim) + 2) * 4
+    a float32 sum of grad_q and row statistics. Kernels pad heads to multiples of 32, above 192 to 256."""
+    width = 256 if head_dim > 192 else -(-head_dim // 32) * 32
+    results = tokens * (num_heads * 3 + 2 * num_kv_heads) * width * compute_bytes
+    return results + (tokens + 128 * 64) * num_heads * (width + 2) * 4

@@ -10,7 +10,7 @@ For every chunk and round size the planner may choose, with R rounds a step, it 
     w, g, s  bytes of weights, gradients and optimizer states at home on the GPU, per kind of group (totals W, G, S)
     c        bytes of host-homed weights (gradients) that nevertheless stay on the GPU from one use to the next:
              over the turn from forward to backward, between rounds, and at the end of the step
-    u        share of the parameters that the CPU updates, of those at home on the host altogether
+    u        share of each kind of group that the CPU updates, of those at home on the host altogether
 
 subject to, per step and with what every order of the work must do,
 
@@ -144,6 +144,7 @@ class _Relaxation:
         values = found.values
         both = values["link both"]
         recompute_s = sum(coefficient * values[name] for name, coefficient in self.recompute.items())
+        spared_s = sum(values[f"u {p.name}"] * self.size.update_s_of(p) for p in self.step.parameters)
         prices = sorted(found.prices.items(), key=lambda item: -item[1])
         limits = dict.fromkeys(ROW_WORDS[row] for row, price in prices if price > LEAST_PRICE and row in ROW_WORDS)
         return Bound(
@@ -151,7 +152,7 @@ class _Relaxation:
             seconds=found.least / (1 + LINK_PRICE) * self.unit_s * (1 - TOLERANCE),
             chunk_tokens=self.size.chunk_tokens,
             rounds=self.rounds,
-            compute_s=self.size.compute_s - values["by cpu"] * self.size.update_s + recompute_s * self.unit_s,
+            compute_s=self.size.compute_s - spared_s + recompute_s * self.unit_s,
             recompute_s=recompute_s * self.unit_s,
             h2d_s=(values["link h2d"] + both) * self.unit_s,
             d2h_s=(values["link d2h"] + both) * self.unit_s,
@@ -180,10 +181,11 @@ class _Relaxation:
             add(name)
         self.lp.at_most("kept on host", {"on host": 1.0, **{k: -v for k, v in self.kept.items()}}, 0.0)
         self._hold_rows()
-        add("by cpu", None if self.step.profile.device_type == "cuda" else 0.0)
-        for kind in "wgs":
-            total = self._total(kind)
-            self.lp.at_most(f"cpu {kind}", {"by cpu": total, **self._at_home(kind)}, total)
+        for p in self.step.parameters:
+            by_cpu = add(f"u {p.name}", None if self.step.profile.device_type == "cuda" else 0.0)
+            for kind in "wgs":
+                total = self._total(kind, [p])
+                self.lp.at_most(f"{kind} by cpu {p.name}", {by_cpu: total, **self._at_home(kind, [p])}, total)
 
     def _hold_rows(self) -> None:
         """Only what is at home on the host can be held in between."""
@@ -203,6 +205,10 @@ class _Relaxation:
         members = self.step.parameters if members is None else members
         return {f"{kind} {p.name}": factor for kind in kinds for p in members}
 
+    def _by_cpu(self, kinds: str) -> dict[str, float]:
+        """Terms of the bytes that an update by the CPU spares the link."""
+        return {f"u {p.name}": -sum(self._total(kind, [p]) for kind in kinds) for p in self.step.parameters}
+
     def _total(self, kind: str, members=None) -> float:
         members = self.step.parameters if members is None else members
         field = {"w": "weights", "g": "grads", "s": "states"}[kind]
@@ -211,9 +217,10 @@ class _Relaxation:
     # -- rows --------------------------------------------------------------------------------------------------------
 
     def _stream_rows(self) -> None:
-        update = self.size.update_s / self.unit_s
-        self.lp.at_most("compute", {"T": -1.0, **self.recompute, "by cpu": -update}, -1.0)
-        self.lp.at_most("cpu", {"T": -1.0, "by cpu": self.size.cpu_update_s / self.unit_s}, 0.0)
+        spared = {f"u {p.name}": -self.size.update_s_of(p) / self.unit_s for p in self.step.parameters}
+        by_cpu = {f"u {p.name}": self.size.cpu_update_s_of(p) / self.unit_s for p in self.step.parameters}
+        self.lp.at_most("compute", {"T": -1.0, **self.recompute, **spared}, -1.0)
+        self.lp.at_most("cpu", {"T": -1.0, **by_cpu}, 0.0)
         self.lp.at_most("link", {"link h2d": 1.0, "link d2h": 1.0, "link both": 1.0, "T": -1.0}, 0.0)
         p, scale = self.step.profile, self.unit_s / self.unit_bytes
         self._copy_row("h2d", self._h2d(), p.h2d_bytes_per_s * scale, p.h2d_duplex_bytes_per_s * scale)
@@ -233,7 +240,7 @@ class _Relaxation:
             terms[name] -= r
         terms |= self._at_home("s", factor=-1.0)
         terms |= {"hold turn": -float(r), "hold between": 1.0 - r, "hold end": -1.0, "hold grads": -1.0, "on host": 1.0}
-        terms["by cpu"] = -self._total("g") - self._total("s")
+        terms |= self._by_cpu("gs")
         constant = r * (self._total("w") + self._total("w", twice) + self._total("g")) + self._total("s")
         return terms, constant
 
@@ -241,7 +248,7 @@ class _Relaxation:
         """Bytes to the host: gradients of every round, updated weights and states, kept activations."""
         r = self.rounds
         terms = {**self._at_home("ws", factor=-1.0), **self._at_home("g", factor=-float(r))}
-        terms |= {"hold grads": -1.0, "on host": 1.0, "by cpu": -self._total("w") - self._total("s")}
+        terms |= {"hold grads": -1.0, "on host": 1.0, **self._by_cpu("ws")}
         return terms, r * self._total("g") + self._total("w") + self._total("s")
 
     def _gpu_rows(self) -> None:

@@ -37,6 +37,11 @@ class ParameterBytes:
     twice: bool
     head: bool
 
+    @property
+    def touched(self) -> int:
+        """Bytes that an update reads and writes."""
+        return 2 * (self.weights + self.states) + self.grads
+
 
 @dataclass(frozen=True)
 class BlockKind:
@@ -152,17 +157,16 @@ class SizeWork:
 
     @cached_property
     def update_s(self) -> float:
-        """The update by the GPU reads all planes and writes all but the gradients."""
-        return self.cost.work_s(Work(memory_bytes=self._update_bytes))
+        """The update of all parameters by the GPU."""
+        return sum(self.update_s_of(p) for p in self.step.parameters)
 
-    @property
-    def cpu_update_s(self) -> float:
-        """The update of all parameters by the CPU."""
-        return self._update_bytes / self.step.profile.cpu_adamw_bytes_per_s(self.step.request.numerics.state)
+    def update_s_of(self, parameters: ParameterBytes) -> float:
+        """The update of some by the GPU, which reads all planes and writes all but the gradients."""
+        return self.cost.work_s(Work(memory_bytes=float(parameters.touched)))
 
-    @property
-    def _update_bytes(self) -> float:
-        return float(sum(2 * (p.weights + p.states) + p.grads for p in self.step.parameters))
+    def cpu_update_s_of(self, parameters: ParameterBytes) -> float:
+        """The same by the CPU, with an idle link."""
+        return parameters.touched / self.step.profile.cpu_adamw_bytes_per_s(self.step.request.numerics.state)
 
     # -- what blocks keep ----------------------------------------------------------------------------------------------
 

@@ -12,38 +12,43 @@ from flexengine.schedule.commands import Command, Program
 
 
 class CpuWork:
-    """Runs commands one after another; `call` must not need anything that changes before `join`.
+    """Runs commands one after another once it is started; `call` must not need anything that changes before `join`.
 
-    One thread of the CPU is left to the host, which issues commands meanwhile.
+    num_threads: of torch, in calls from that thread.
     """
 
-    def __init__(self, program: Program, commands: list[Command], call: Callable[[Command], None]) -> None:
+    def __init__(
+        self, program: Program, commands: list[Command], call: Callable[[Command], None], num_threads: int
+    ) -> None:
         self.program = program
         self.spans: dict[int, tuple[float, float]] = {}
         self._place = {command.index: place for place, command in enumerate(commands)}
         self._ended, self._failure = 0, None
         self._changed = threading.Condition()
-        threads = max(1, torch.get_num_threads() - 1)
-        arguments = (commands, call, threads)
+        arguments = (commands, call, num_threads)
         # no daemon: at the end of the process Python waits for it, before the arenas go
         self._thread = threading.Thread(target=self._run, args=arguments, name="flexengine-cpu")
+
+    def start(self) -> None:
+        """Begin."""
         self._thread.start()
 
     def wait(self, index: int) -> None:
-        """Block until the command with that index has ended. Raises what made a command fail."""
+        """Block until the command with that index has ended. Raises RuntimeError from what made a command fail."""
         place = self._place[index]
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None or self._ended > place)
         self._raise_failure()
 
     def join(self) -> None:
-        """Block until all have ended. Raises what made a command fail."""
-        self._thread.join()
+        """Block until all have ended. Raises RuntimeError from what made a command fail."""
+        if self._thread.ident is not None:  # else something interrupted the start
+            self._thread.join()
         self._raise_failure()
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            raise self._failure
+            raise RuntimeError(f"work of the CPU failed half-way: {self._failure}") from self._failure
 
     def _run(self, commands: list[Command], call: Callable[[Command], None], num_threads: int) -> None:
         torch.set_num_threads(num_threads)  # of calls from this thread

@@ -280,8 +280,8 @@ class Engine:
             return self._issue_rounds(batch, train)
         except BaseException:
             if train:
-                self.executor.synchronize()
                 self._start_accumulation()
+                self.executor.synchronize()
             raise
 
     def _issue_rounds(self, batch: Sequences, train: bool) -> Tensor:

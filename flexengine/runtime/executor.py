@@ -1,8 +1,8 @@
 """Carries a program out: commands in issue order, each on its stream after its waits.
 
-On CUDA three streams run beside each other and the host only issues; it waits where the CPU has work of its own. On the
-CPU all commands run one after the other, by default in issue order; any order that respects streams and waits gives the
-same bits, which tests use.
+On CUDA three streams run beside each other and the host only issues. On the CPU their commands run one after the other,
+by default in issue order; any order that respects streams and waits gives the same bits, which tests use. On both, work
+of the CPU runs on a thread of its own, into the next program, whose commands wait for it where they must.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class Executor:
             [self._zero] = self._transfers.create_events(1, timing=True)
         self._zero_s: float | None = None
         self._cpu_work: CpuWork | None = None
+        self._cpu_threads = max(1, torch.get_num_threads() - 1)  # one is left to the host, which issues commands
         self._cpu_waits: dict[tuple[Program, Program], dict[int, int]] = {}
 
     def run(self, program: Program, handler: Handler, timed: bool = False) -> None:
@@ -85,6 +86,11 @@ class Executor:
         if self._cpu_work is not None:
             self._cpu_work.join()
             self._cpu_work = None
+
+    def _start(self, work: CpuWork) -> CpuWork:
+        self._cpu_work = work  # before it starts, so that whatever interrupts this, somebody waits for it
+        work.start()
+        return work
 
     def _gate(self, program: Program) -> Callable[[Command], None] | None:
         """What a command of `program` waits for before it is issued: work of the CPU for the program before."""
@@ -150,9 +156,11 @@ class Executor:
 
     def synchronize(self) -> None:
         """Wait until everything issued has finished."""
-        self.finish_cpu_work()
-        if self.on_cuda:
-            torch.cuda.synchronize(self.device)
+        try:
+            self.finish_cpu_work()
+        finally:
+            if self.on_cuda:
+                torch.cuda.synchronize(self.device)
 
     # -- on CUDA -----------------------------------------------------------------------------------------------------
 
@@ -182,7 +190,7 @@ class Executor:
             torch.cuda.set_stream(self.streams[Stream.COMPUTE])
         if issue.cpu_commands:
             self.finish_cpu_work()
-            self._cpu_work = issue.start_cpu(self._in_range(handler))
+            self._start(issue.cpu_work(self._in_range(handler), self._cpu_threads))
         if timed:
             self._timings, self._began_s = issue.timings, lambda: issue.began_s(self._zero)
 
@@ -219,8 +227,7 @@ class Executor:
         spans: dict[int, tuple[float, float]] = {}
         if later:
             self.finish_cpu_work()
-            self._cpu_work = CpuWork(program, later, handler)
-            spans = self._cpu_work.spans
+            spans = self._start(CpuWork(program, later, handler, self._cpu_threads)).spans
         if timed:
             self._began_s = lambda: begin - (self._zero_s or 0.0)
             self._timings = lambda: [

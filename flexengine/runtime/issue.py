@@ -9,7 +9,7 @@ thread of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 from torch import Tensor
@@ -25,12 +25,10 @@ Call = Callable[[Command], None]
 
 
 class Leg(NamedTuple):
-    """Operations [first, last) of the batch, the copies among them, and the command that is called after them; None
-    ends the program."""
+    """Operations [first, last) of the batch, and the command that is called after them; None ends the program."""
 
     first: int
     last: int
-    copies: tuple[Command, ...]
     command: Command | None
 
 
@@ -65,12 +63,13 @@ class Issue:
         self._legs = self._make_legs()
 
     def run(self, call: Call, gate: Call | None = None) -> None:
-        """Issue everything but the CPU's commands; `call` launches a command that is no copy, on its stream. `gate`
-        is called for every command first and returns when it may be issued."""
-        for first, last, copies, command in self._legs:
-            if gate is not None:
-                for gated in (*copies, *(() if command is None else (command,))):
-                    gate(gated)
+        """Issue everything but the CPU's commands; `call` launches a command that is no copy, on its stream.
+
+        gate: called for every command before it is issued, returns when it may be; then commands go over one by one.
+        """
+        if gate is not None:
+            return self.run_in_ranges(call, lambda label: nullcontext(), gate)
+        for first, last, command in self._legs:
             self._transfers.submit(self._batch, first, last)
             if command is not None:
                 call(command)
@@ -91,12 +90,12 @@ class Issue:
                 submit(batch, call_at, last)
         submit(batch, self._places[-1].last if self._places else 0, batch.num_operations)
 
-    def start_cpu(self, call: Call) -> CpuWork:
-        """Start the CPU's commands, which `call` runs, when what they wait for has ended. Order: after `run`."""
+    def cpu_work(self, call: Call, num_threads: int) -> CpuWork:
+        """The CPU's commands, which `call` runs, ready to start: what they wait for has ended. Order: after `run`."""
         for command in self.cpu_commands:
             for wait in command.waits:
                 self.wait_for(wait)
-        self._cpu_work = CpuWork(self.program, self.cpu_commands, call)
+        self._cpu_work = CpuWork(self.program, self.cpu_commands, call, num_threads)
         return self._cpu_work
 
     def wait_for(self, index: int) -> None:
@@ -180,14 +179,11 @@ class Issue:
             yield from (Wait(stream, event) for other, event in self._joins.items() if other != name)
 
     def _make_legs(self) -> list[Leg]:
-        legs, first, copies = [], 0, []
-        for place in self._places:
-            if place.command.copies:
-                copies.append(place.command)
-            else:
-                legs.append(Leg(first, place.call_at, tuple(copies), place.command))
-                first, copies = place.call_at, []
-        return [*legs, Leg(first, self._batch.num_operations, tuple(copies), None)]
+        calls = [place for place in self._places if not place.command.copies]
+        starts = [0, *(place.call_at for place in calls)]
+        ends = [*starts[1:], self._batch.num_operations]
+        commands = [*(place.command for place in calls), None]
+        return [Leg(*leg) for leg in zip(starts, ends, commands, strict=True)]
 
 
 def _whole_arenas(program: Program, arenas: Arenas) -> dict[str, Tensor]:

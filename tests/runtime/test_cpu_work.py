@@ -119,7 +119,9 @@ def test_commands_run_in_order_and_are_waited_for_one_by_one():
         assert gates[command.index].wait(PATIENCE_S)
         seen.append(command.index)
 
-    work = CpuWork(program, commands, call)
+    work = CpuWork(program, commands, call, num_threads=1)
+    work.join()  # not started: nothing to wait for
+    work.start()
     for command in commands:
         gates[command.index].set()
         work.wait(command.index)
@@ -151,3 +153,53 @@ def test_programs_of_evaluation_wait_too(monkeypatch):
     assert engine.evaluate(BATCH).loss == loss
     for either in (engine, expected):
         either.close()
+
+
+def test_the_device_is_waited_for_even_if_work_failed(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
+    engine = engine_of("cpu")
+    work = CpuWork(lower_update(engine.layout), [], lambda command: None, num_threads=1)
+    work._failure = MemoryError("none left")
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.executor, "on_cuda", True)
+        patch.setattr(engine.executor, "_cpu_work", work)
+        with pytest.raises(RuntimeError, match="none left"):
+            engine.executor.synchronize()
+    assert waited == [engine.device]
+    engine.close()
+
+
+def test_two_interrupts_leave_no_half_gradients(monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    engine = engine_of("cpu")
+    engine.fwd_bwd(BATCH)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_handle", interrupt)
+        patch.setattr(engine.executor, "synchronize", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.fwd_bwd(BATCH)
+    with pytest.raises(ValueError, match="call fwd_bwd"):
+        engine.step()
+    engine.close()
+
+
+def test_every_update_has_as_many_threads(monkeypatch):
+    counts = []
+    slow_updates(monkeypatch, lambda: counts.append(torch.get_num_threads()))
+    engine = engine_of("cpu")
+    engine.executor._cpu_threads = 3
+
+    def step():
+        engine.fwd_bwd(BATCH)
+        engine.step()
+        engine.executor.finish_cpu_work()
+
+    for _ in range(3):
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()
+    engine.close()
+    assert set(counts) == {3}

@@ -289,7 +289,9 @@ def test_the_cpu_works_when_all_is_issued_and_what_it_waits_for_has_ended(timed:
 
     bench.issue.run(call)
     assert not seen
-    bench.issue.start_cpu(call).join()
+    work = bench.issue.cpu_work(call, num_threads=1)
+    work.start()
+    work.join()
     driver.settle()
     assert seen == [("first", True), ("second", True)]
     if timed:
