@@ -60,7 +60,7 @@ class FwdBwdOutput(NamedTuple):
 
 class StepOutput(NamedTuple):
     """Of one optimizer step: the global gradient norm before clipping, whether the update was skipped because it was
-    not finite, and the seconds since the first fwd_bwd of the step began."""
+    not finite, and the seconds since the first fwd_bwd of the step began. What the CPU updates may go on after it."""
 
     grad_norm: float
     skipped: bool

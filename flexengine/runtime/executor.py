@@ -35,7 +35,7 @@ class Handler(Protocol):
 
 
 class Executor:
-    """Runs programs over a pair of arenas. Programs follow each other: one starts when the one before has ended.
+    """Runs programs over a pair of arenas. One starts when the one before has ended, but for work of the CPU.
 
     range_of: while it is set, every command of a program is issued on CUDA inside its own range, named by its label.
     """
