@@ -27,6 +27,7 @@ class FakePlan:
     """Stands for decisions by its chunk size alone."""
 
     chunk_tokens: int = 64
+    updates_on_cpu: bool = False
     predicted: Prediction = PREDICTED
     request: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(max_seq_len=256))
 
