@@ -31,6 +31,16 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def driver():
+    """A CUDA driver without a GPU, new for every test."""
+    from fake_driver import fake_driver  # noqa: PLC0415 (few tests need its library built)
+
+    driver = fake_driver()
+    yield driver
+    driver.reset()
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """Every test starts from the same random state, in whatever order tests run."""

@@ -46,6 +46,7 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Request
 from flexengine.planner.linear_program import LinearProgram, Optimum
+from flexengine.planner.memory import host_overhead_bytes
 from flexengine.planner.sizes import chunk_sizes
 from flexengine.planner.unavoidable import SizeWork, Unavoidable
 
@@ -270,7 +271,7 @@ class _Relaxation:
 
     def _host_rows(self) -> None:
         """Everything that is not at home on the GPU, and a round's kept activations."""
-        budget = (self.step.request.max_host_bytes - self.step.host_overhead_bytes) / self.unit_bytes
+        budget = (self.step.request.max_host_bytes - host_overhead_bytes(self.step.profile)) / self.unit_bytes
         states, grads = self._total("w") + self._total("s"), self._total("g")
         away, kept = self._at_home("ws", factor=-1.0), {"on host": self.size.round_share}
         if self.rounds > 1:

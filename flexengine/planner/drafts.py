@@ -10,7 +10,7 @@ import numpy as np
 from flexengine.planner import loads
 from flexengine.planner.sketch import Batch, EdgeCosts, RoundCosts, RowCosts, Sketch
 from flexengine.planner.solver import Placement, RoundProblem
-from flexengine.planner.tables import NEEDS_TILES, NUM_LEVELS, STREAMS_GRADS, STREAMS_WEIGHTS, UPDATED_BY_CPU
+from flexengine.planner.tables import NEEDS_TILES, NUM_LEVELS, STREAMS_GRADS, STREAMS_WEIGHTS
 from flexengine.planner.templates import SlotCounts
 from flexengine.planner.updates import exposed_s, stations
 from flexengine.schedule.layer_program import ALIGNMENT
@@ -142,7 +142,7 @@ class Drafting:
         """Host bytes [P] of the process."""
         p = self.problem
         planes = self.edge_host[drafts.structures] + p.row_host[drafts.rows].sum(axis=1)
-        scale = np.where(UPDATED_BY_CPU[drafts.rows % NUM_LEVELS].any(axis=1), ALIGNMENT, 0)
+        scale = np.where((drafts.rows % NUM_LEVELS == loads.UPDATED_BY_CPU).any(axis=1), ALIGNMENT, 0)
         return p.activations.host_bytes + planes + scale
 
     def fitting(self, drafts: Drafts, gpu_bytes: int, host_bytes: int) -> Drafts:

@@ -39,6 +39,11 @@ def gpu_overhead_bytes(layout: Layout, profile: HardwareProfile) -> int:
     return profile.gpu_context_bytes + layout.workspace_bytes + GPU_SLACK_BYTES
 
 
+def host_overhead_bytes(profile: HardwareProfile) -> int:
+    """Host bytes of the process outside the arena."""
+    return profile.host_base_bytes + (HOST_SLACK_BYTES if profile.device_type == "cuda" else 0)
+
+
 def gpu_required_bytes(layout: Layout, profile: HardwareProfile) -> int:
     """GPU bytes that the process shows at its peak."""
     return layout.gpu_bytes + gpu_overhead_bytes(layout, profile)
@@ -46,8 +51,7 @@ def gpu_required_bytes(layout: Layout, profile: HardwareProfile) -> int:
 
 def host_required_bytes(layout: Layout, profile: HardwareProfile) -> int:
     """Resident host bytes of the process at its peak."""
-    slack = HOST_SLACK_BYTES if profile.device_type == "cuda" else 0
-    return layout.host_bytes + profile.host_base_bytes + slack
+    return layout.host_bytes + host_overhead_bytes(profile)
 
 
 def excess_bytes(layout: Layout, request: Request, profile: HardwareProfile) -> tuple[int, int]:

@@ -15,7 +15,6 @@ from flexengine.schedule.layer_program import align, compile_layer
 from flexengine.schedule.layout import DTYPE_BYTES, GroupLayout
 
 NUM_LEVELS = len(loads.LEVELS)
-UPDATED_BY_CPU = np.array([level.update == "cpu" for level in loads.LEVELS])
 NEEDS_TILES = np.array([level.update == "gpu" and "host" in (level.grads, level.states) for level in loads.LEVELS])
 STREAMS_WEIGHTS = np.array([level.weights == "host" for level in loads.LEVELS])
 STREAMS_GRADS = np.array([level.grads == "host" for level in loads.LEVELS])

@@ -16,7 +16,7 @@ from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec
 from flexengine.ops.base import Op, Work
 from flexengine.plan import Numerics, Request
 from flexengine.planner.cost_model import CostModel, round_shape, rounds_per_step
-from flexengine.planner.memory import GPU_SLACK_BYTES, HOST_SLACK_BYTES
+from flexengine.planner.memory import GPU_SLACK_BYTES
 from flexengine.planner.recompute_hull import Keeping, lower_hull, recomputed, save_choices
 from flexengine.schedule.layer_program import LayerProgram, compile_layer, savable_ops
 from flexengine.schedule.layout import DTYPE_BYTES, PLANE_KINDS, element_bytes, group_layout
@@ -90,12 +90,6 @@ class Unavoidable:
         stored = [self.model.groups[g] for layer in self.model.layers for g in layer.groups]
         grads = sum(plane_bytes(group, self.request.numerics)["grad"] for group in stored)
         return sum(group.numel for group in stored), grads, len(stored)
-
-    @property
-    def host_overhead_bytes(self) -> int:
-        """Host bytes of the process beside the arena."""
-        slack = HOST_SLACK_BYTES if self.profile.device_type == "cuda" else 0
-        return self.profile.host_base_bytes + slack
 
     def work(self, ops: tuple[Op, ...], tokens: int, seq_len: int) -> np.ndarray:
         """[ops + 1, kinds of work] of a chunk: forward of every op, and in the last row backward of all."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from flexengine.native.transfer import Record, open_transfers
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.cpu_work import CpuWork
-from flexengine.runtime.issue import Issue
+from flexengine.runtime.issue import Call, Issue
 from flexengine.schedule.commands import Command, Program, Stream
 from flexengine.schedule.following import cpu_waits
 
@@ -92,7 +92,7 @@ class Executor:
         work.start()
         return work
 
-    def _gate(self, program: Program) -> Callable[[Command], None] | None:
+    def _gate(self, program: Program) -> Call | None:
         """What a command of `program` waits for before it is issued: work of the CPU for the program before."""
         work = self._cpu_work
         if work is None:
@@ -164,9 +164,7 @@ class Executor:
 
     # -- on CUDA -----------------------------------------------------------------------------------------------------
 
-    def _run_streams(
-        self, program: Program, handler: Handler, timed: bool, gate: Callable[[Command], None] | None
-    ) -> None:
+    def _run_streams(self, program: Program, handler: Handler, timed: bool, gate: Call | None) -> None:
         key = (program, timed)
         if key not in self._issues:
             self._issues[key] = Issue(program, self.arenas, self.streams, self._transfers, timed)
@@ -194,7 +192,7 @@ class Executor:
         if timed:
             self._timings, self._began_s = issue.timings, lambda: issue.began_s(self._zero)
 
-    def _in_range(self, handler: Handler) -> Callable[[Command], None]:
+    def _in_range(self, handler: Handler) -> Call:
         """The handler, in a profile inside the range of the command."""
         range_of = self.range_of
         if range_of is None:
@@ -208,9 +206,7 @@ class Executor:
 
     # -- on the CPU --------------------------------------------------------------------------------------------------
 
-    def _run_in_turn(
-        self, program: Program, handler: Handler, timed: bool, gate: Callable[[Command], None] | None
-    ) -> None:
+    def _run_in_turn(self, program: Program, handler: Handler, timed: bool, gate: Call | None) -> None:
         copies, later = self._bind_copies(program), list[Command]()
         indices = range(len(program.commands)) if self.order is None else self.order(program)
         clock = [(0.0, 0.0)] * len(program.commands)

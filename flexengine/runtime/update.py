@@ -43,9 +43,8 @@ class UpdateRunner:
 
     def host_scalar(self, name: str) -> Tensor:
         """What the host has of a scalar, one element; only where the CPU updates."""
-        names = list(HOST_SCALARS)
-        offset = sum(HOST_SCALARS[other] for other in names[: names.index(name)])
-        return self.arenas.view(self.layout.slots[self.layout.slot("scalars.host")], offset, (1,), torch.float32)
+        slot = self.layout.slots[self.layout.slot("scalars.host")]
+        return self.arenas.view(slot, HOST_SCALARS[name], (1,), torch.float32)
 
     def norm_squares(self) -> Tensor:
         """Sums of squares of the stored gradients per group, float64 [groups]."""

@@ -6,6 +6,7 @@ bytes waits for them.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -91,22 +92,7 @@ def followed(before: Program, after: Program) -> Program:
         if command.stream not in started:
             started.add(command.stream)
             needed |= {index for stream, index in ends.items() if stream is not command.stream}
-        commands.append(_moved(command, shift, tuple(sorted(needed))))
+        commands.append(replace(command, index=command.index + shift, waits=tuple(sorted(needed))))
     initial = {**dict(after.initial), **dict(before.initial)}
     contents = tuple(Access(slot, content) for slot, content in initial.items())
     return Program(f"{before.name}, {after.name}", before.slots, tuple(commands), contents)
-
-
-def _moved(command: Command, shift: int, waits: tuple[int, ...]) -> Command:
-    return Command(
-        command.index + shift,
-        command.kind,
-        command.label,
-        command.stream,
-        command.reads,
-        command.writes,
-        waits,
-        command.work,
-        command.copies,
-        command.args,
-    )

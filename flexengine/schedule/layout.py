@@ -17,8 +17,9 @@ from flexengine.schedule.commands import Memory, Slot, overlapping_slots
 from flexengine.schedule.layer_program import LayerProgram, align, compile_layer
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
-HOST_SCALARS = {"scale": 8, "grad_norm": 8}
-"""What the host wants to know of an update that it takes part in, one after the other in a slot: name -> bytes."""
+SCALAR_BYTES = 8
+HOST_SCALARS = {"scale": 0, "grad_norm": SCALAR_BYTES}
+"""What the host wants to know of an update that it takes part in: name -> offset in their slot there, in bytes."""
 PARTIAL_SQUARES = 1024
 """Partial sums of squares per gradient: fixed, so that the order of the sum depends on the group's size alone."""
 
@@ -189,7 +190,7 @@ class Layout:
         region.add("norm_squares", 8 * len(self.groups), "scalars")
         region.add("partial_squares", 4 * PARTIAL_SQUARES, "scalars")
         for name in HOST_SCALARS:
-            region.add(name, 8, "scalars")
+            region.add(name, SCALAR_BYTES, "scalars")
         self._resident_slots(region)
         start = region.end
         return max(self._round_slots(slots, start), self._optimizer_slots(slots, start))
@@ -321,7 +322,7 @@ class Layout:
         region = _Region(slots, "host", 0)
         self._batch_slots(region, "host")
         if self.plan.updates_on_cpu:
-            region.add("scalars.host", sum(HOST_SCALARS.values()), "scalars")
+            region.add("scalars.host", SCALAR_BYTES * len(HOST_SCALARS), "scalars")
         for group, layout, home in zip(self.model.groups, self.groups, self.plan.groups, strict=True):
             homes = {"weights": home.weights, "grad": home.grads}
             for kind in PLANE_KINDS:

@@ -16,7 +16,7 @@ from flexengine.schedule.commands import (
     UpdateTile,
     overlapping_slots,
 )
-from flexengine.schedule.layout import HOST_SCALARS, Layout, Segment, element_bytes
+from flexengine.schedule.layout import HOST_SCALARS, SCALAR_BYTES, Layout, Segment, element_bytes
 
 
 class _Tile(NamedTuple):
@@ -82,9 +82,9 @@ def _tile_homes(layout: Layout, tile: _Tile, pieces: list[Slot]) -> dict[str, in
 
 def _lower_scalars(builder: ProgramBuilder, layout: Layout) -> None:
     """The factor on the gradients and their norm, for the host."""
-    target, regions = layout.slot("scalars.host"), []
-    for name, num_bytes in HOST_SCALARS.items():
-        regions.append(CopyRegion(layout.slot(name), 0, target, sum(r.num_bytes for r in regions), num_bytes))
+    target = layout.slot("scalars.host")
+    places = HOST_SCALARS.items()
+    regions = [CopyRegion(layout.slot(name), 0, target, offset, SCALAR_BYTES) for name, offset in places]
     sources = [Access(layout.slot("scale"), "scale"), Access(layout.slot("grad_norm"), "grad norm")]
     writes = [Access(target, "scalars")]
     builder.add("copy", "scalars to the host", Stream.D2H, sources, writes, copies=tuple(regions))

@@ -3,16 +3,10 @@
 import json
 import time
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-
-if not (Path(__file__).resolve().parents[2] / "bench" / "links.py").is_file():
-    pytest.skip("bench/ is not beside the package", allow_module_level=True)
-
-from fake_driver import fake_driver
 
 from bench import links
 from flexengine.hardware.curve import Curve
@@ -21,13 +15,6 @@ from flexengine.native import allocate_host
 from flexengine.native.transfer import Copy, Direction, Record
 
 SIZE = 100_000
-
-
-@pytest.fixture
-def driver():
-    driver = fake_driver()
-    yield driver
-    driver.reset()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from flexengine import cli
+from flexengine import cli, from_pretrained
 from flexengine.checkpoint.writer import TensorSource, write_checkpoint
 from flexengine.models.registry import build_model
 
@@ -115,6 +115,14 @@ def check_message(text: str, says: Sequence[str]) -> None:
     flat = " ".join(text.split())
     for part in says:
         assert re.search(part, flat), f"{part!r} is not in: {flat}"
+
+
+def check_python_face(case: Any, model: Path) -> None:
+    """`from_pretrained` of a model that a case has damaged: the same message, and the folder stays as it is."""
+    case.provoke(model)
+    before = fingerprint(model)
+    check_error(lambda: from_pretrained(model, device="cpu", hardware="cpu-test"), case.says)
+    assert fingerprint(model) == before
 
 
 def check_error(action: Callable[[], object], says: Sequence[str], kind: Any = ValueError) -> None:

@@ -16,13 +16,6 @@ TO_DEVICE, TO_HOST = Direction.TO_DEVICE, Direction.TO_HOST
 
 
 @pytest.fixture
-def driver():
-    driver = fake_driver()
-    yield driver
-    driver.reset()
-
-
-@pytest.fixture
 def engine(driver: FakeDriver):
     """Pieces of 100 bytes, two in flight."""
     engine = driver.open(piece_bytes=100, pieces_in_flight=2)
