@@ -13,7 +13,7 @@ import torch
 from flexengine.hardware.memory_usage import note_baseline, release_unused_heap
 from flexengine.hardware.presets import preset
 from flexengine.hardware.probe import probe
-from flexengine.hardware.profile import HardwareProfile, read_profile
+from flexengine.hardware.profile import BlockShape, HardwareProfile, read_profile
 from flexengine.metrics import format_bytes
 from flexengine.models.registry import ModelSource, open_model
 from flexengine.models.spec import ModelSpec
@@ -168,7 +168,7 @@ def prepare(
     warn_of_long_sequences(source.spec, max_seq_len)
     _numerics(dtype, master_dtype, grad_dtype, optimizer_state_dtype)  # refused before the machine is measured
     target = choose_device(device)
-    profile = _profile(hardware, target, getattr(torch, dtype), linear_shape(source.spec))
+    profile = _profile(hardware, target, getattr(torch, dtype), block_shape(source.spec))
     request = make_request(
         profile,
         target.type,
@@ -309,15 +309,15 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def linear_shape(spec: ModelSpec) -> tuple[int, int]:
-    """(hidden_size, intermediate_size) of a model: the widest input of a block's matrices is that of the MLP's last."""
+def block_shape(spec: ModelSpec) -> BlockShape:
+    """Sizes of a model's blocks: the widest input of a block's matrices is that of the MLP's last."""
     groups = [spec.groups[index] for index in spec.blocks[0].groups] if spec.blocks else []
     widths = [param.shape[-1] for group in groups for param in group.params if param.kind == "matrix"]
-    return spec.hidden_size, max([spec.hidden_size, *widths])
+    return BlockShape(spec.hidden_size, max([spec.hidden_size, *widths]), spec.head_dim)
 
 
 def _profile(
-    hardware: HardwareProfile | str | Path | None, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
+    hardware: HardwareProfile | str | Path | None, device: torch.device, dtype: torch.dtype, shape: BlockShape
 ) -> HardwareProfile:
     if isinstance(hardware, HardwareProfile):
         return hardware

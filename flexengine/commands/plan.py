@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flexengine.api import COMPUTE_DTYPES, choose_device, linear_shape, make_request, warn_of_long_sequences
+from flexengine.api import COMPUTE_DTYPES, block_shape, choose_device, make_request, warn_of_long_sequences
 from flexengine.commands.compare import Case, compare, comparison_json, comparison_table
 from flexengine.commands.files import check_target, print_output, write_whole
 from flexengine.config import LARGEST, OPTION_HELP, OPTION_TYPES, TrainConfig, choices_of, flag_of, value_type_of
@@ -147,7 +147,7 @@ def _this_machine(arguments: argparse.Namespace, model: ModelSpec) -> HardwarePr
         )
     from flexengine.hardware.probe import probe  # noqa: PLC0415
 
-    return probe(choose_device(arguments.device), getattr(torch, arguments.dtype), linear_shape(model))
+    return probe(choose_device(arguments.device), getattr(torch, arguments.dtype), block_shape(model))
 
 
 def _request(arguments: argparse.Namespace, job: Job, profile: HardwareProfile, gpu_gib: float | None) -> Request:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from flexengine.api import COMPUTE_DTYPES, choose_device, linear_shape
+from flexengine.api import COMPUTE_DTYPES, block_shape, choose_device
 from flexengine.commands.files import check_target, write_whole
 from flexengine.hardware.chart import check_can_plot, draw_profile
 from flexengine.hardware.curve import Points
@@ -20,7 +20,7 @@ from flexengine.metrics import format_bytes, format_seconds, format_tflops
 from flexengine.models.registry import open_model
 from flexengine.wording import FlagParser
 
-LABEL_WIDTH = 48
+LABEL_WIDTH = 52
 CELL_WIDTH = 9
 TERA, GIGA = 1e12, 1e9
 
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model",
         metavar="DIR_OR_PRESET",
         help="time linear layers of this model's sizes (default: those of an 8B model, "
-        f"hidden {DEFAULT_SHAPE[0]}, intermediate {DEFAULT_SHAPE[1]})",
+        f"hidden {DEFAULT_SHAPE.hidden_size}, intermediate {DEFAULT_SHAPE.intermediate_size})",
     )
     parser.add_argument("--dtype", choices=COMPUTE_DTYPES, default=None, help="compute dtype (default: bfloat16)")
     parser.add_argument("--force", action="store_true", help="measure again, whatever is remembered")
@@ -87,7 +87,7 @@ def _preset(name: str) -> tuple[HardwareProfile, list[str]]:
 
 def _probed(arguments: argparse.Namespace) -> tuple[HardwareProfile, list[str]]:
     """The profile of this machine, and where it comes from in words."""
-    shape = DEFAULT_SHAPE if arguments.model is None else linear_shape(open_model(arguments.model).spec)
+    shape = DEFAULT_SHAPE if arguments.model is None else block_shape(open_model(arguments.model).spec)
     dtype = arguments.dtype or COMPUTE_DTYPES[0]
     device = choose_device(arguments.device or "auto")
     start_s = time.perf_counter()
@@ -152,8 +152,8 @@ def _compute_lines(profile: HardwareProfile) -> list[str]:
 
 
 def _attention_title(profile: HardwareProfile, unit: str) -> str:
-    kernels = f" ({profile.attention_kernels})" if profile.device_type == "cuda" else ""
-    return f"causal attention{kernels}, {unit} by sequence length"
+    kernels = f"{profile.attention_kernels}, " if profile.device_type == "cuda" else ""
+    return f"attention ({kernels}head_dim {profile.attention_head_dim}), {unit} by length"
 
 
 def _copy_lines(profile: HardwareProfile) -> list[str]:
@@ -162,12 +162,20 @@ def _copy_lines(profile: HardwareProfile) -> list[str]:
         "copies" if profile.device_type == "cpu" else "copies between GPU and page-locked host memory",
         _row("host to device, alone / both busy", _pair(profile.h2d_bytes_per_s, profile.h2d_duplex_bytes_per_s)),
         _row("device to host, alone / both busy", _pair(profile.d2h_bytes_per_s, profile.d2h_duplex_bytes_per_s)),
+        *_beside_lines(profile),
         _row("fixed part of a copy", format_seconds(profile.copy_latency_s)),
     ]
     if curves:
         lines.append(_header("GB/s by size", curves[0].points, _size))
         lines += [_cells(curve.name, curve.points, GIGA) for curve in curves]
     return lines
+
+
+def _beside_lines(profile: HardwareProfile) -> list[str]:
+    if profile.device_type == "cpu":
+        return []
+    rates = profile.h2d_beside_cpu_bytes_per_s, profile.d2h_beside_cpu_bytes_per_s
+    return [_row("to device / to host beside AdamW on the CPU", _pair(*rates))]
 
 
 def _host_lines(profile: HardwareProfile) -> list[str]:

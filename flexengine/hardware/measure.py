@@ -12,11 +12,21 @@ from torch import Tensor
 
 from flexengine.hardware.curve import Curve, Points
 from flexengine.hardware.measure_attention import AttentionRates, error_of, kernel_rates, plain_rates
-from flexengine.hardware.measure_host import adamw_rates, copy_curve, host_copy_curve
-from flexengine.hardware.measure_links import LinkBuffers, LinkRates, link_rates
+from flexengine.hardware.measure_host import (
+    adamw_rates,
+    adamw_work,
+    copy_curve,
+    engine_threads,
+    host_copy_curve,
+    working_bytes,
+)
+from flexengine.hardware.measure_links import LinkBuffers, LinkRates, link_rates, rates_beside
 from flexengine.hardware.measure_matmul import Buffers, affordable_tokens, block_rates
+from flexengine.hardware.memory_usage import release_unused_heap
+from flexengine.hardware.profile import BlockShape
 from flexengine.hardware.timing import cuda_timer, timed_calls
 from flexengine.native import allocate_host
+from flexengine.ops.attention_kernels import can_serve
 from flexengine.ops.base import KERNEL_NAMES, KernelName
 from flexengine.optim.adamw import adamw_update
 
@@ -30,8 +40,8 @@ CALL_S = 0.06  # shorter runs catch the card between two clocks
 LONGEST_BLOCK_S = 0.5  # token counts whose three passes through a block take longer are left out
 OPERAND_BYTES, RESULT_BYTES = 832 * MIB, 576 * MIB
 COPY_BYTES = 256 * MIB
-HOST_COPY_BYTES = 128 * MIB  # two of them must not raise the process's resident set above what training takes
-NUM_PARAMETERS = 2**24
+LINK_BYTES = 128 * MIB  # page-locked, in either direction
+LEAST_HOST_BYTES, MOST_HOST_BYTES = 192 * MIB, 704 * MIB
 MEMORY_SHARE = 0.8  # of the free memory, where that is less than a benchmark would like
 LEAST_CUBE_BYTES = 1024 * MIB  # free memory for 8192^3 in 16 bits, three times 128 MiB, with room for the rest
 NUM_ISSUED = 300
@@ -45,12 +55,15 @@ class Rates(NamedTuple):
     peak_matmul_flops_per_s: float
     attention_forward_flops_per_s: Points
     attention_backward_flops_per_s: Points
+    attention_head_dim: int
     attention_kernels: KernelName
     memory_bytes_per_s: float
     h2d_bytes_per_s: float
     d2h_bytes_per_s: float
     h2d_duplex_bytes_per_s: float
     d2h_duplex_bytes_per_s: float
+    h2d_beside_cpu_bytes_per_s: float
+    d2h_beside_cpu_bytes_per_s: float
     host_bytes_per_s: float
     cpu_adamw_parameters_per_s: tuple[tuple[str, float], ...]
     launch_s: float
@@ -59,45 +72,59 @@ class Rates(NamedTuple):
     curves: tuple[Curve, ...]
 
 
-def measure_cuda(
-    device: torch.device, dtype: torch.dtype, shape: tuple[int, int], host_free_bytes: int, scale: float = 1.0
-) -> Rates:
-    """Rates of a GPU and its link, in about 8 s on a current card; `scale` stretches the sustained measurements.
+class HostRates(NamedTuple):
+    """Copies within host memory by threads, AdamW by state dtype; and the link, alone and beside AdamW."""
 
-    shape: (hidden_size, intermediate_size) of the linear layers. Takes up to 1.4 GiB of GPU memory and 256 MiB of
-    page-locked host memory (less where less is free), all given back to the allocators.
+    copies: Points
+    adamw: tuple[tuple[str, float], ...]
+    links: LinkRates
+    h2d_beside_cpu_bytes_per_s: float
+    d2h_beside_cpu_bytes_per_s: float
+
+
+def measure_cuda(
+    device: torch.device, dtype: torch.dtype, shape: BlockShape, host_free_bytes: int, scale: float = 1.0
+) -> Rates:
+    """Rates of a GPU and its link, in about 10 s on a current card; `scale` stretches the sustained measurements.
+
+    Takes up to 1.4 GiB of GPU memory, 256 MiB of page-locked host memory and up to MOST_HOST_BYTES of other (less
+    where less is free), all given back to the allocators: the host's first, while the process holds nothing else.
     Order: runs on the current stream of `device` and synchronises. The device should be idle otherwise.
     """
     least_s = CALL_S * scale
     with torch.cuda.device(device), torch.no_grad():
+        host = _host_rates(device, dtype, host_free_bytes, least_s)
+        release_unused_heap()
         run_engine_kernels(device, dtype)
         peak = _cube_rate(device, dtype, SUSTAINED_S * scale)
-        counts = affordable_tokens(CUDA_TOKENS, shape, peak, LONGEST_BLOCK_S)
+        counts = affordable_tokens(CUDA_TOKENS, shape[:2], peak, LONGEST_BLOCK_S)
         # at once, while the card is still at its sustained clock
-        block = block_rates(shape, counts, dtype, _cuda_buffers(device, dtype), cuda_timer, PRODUCT_S * scale)
-        attention = _cuda_attention(device, dtype, least_s)
+        block = block_rates(shape[:2], counts, dtype, _cuda_buffers(device, dtype), cuda_timer, PRODUCT_S * scale)
+        attention = _cuda_attention(shape.head_dim, device, dtype, least_s)
         memory_rate = _device_copy_rate(device, least_s)
         launch_s, issue_s = _launch_seconds(device), _issue_seconds(device)
-        links, host_points = _link_and_host_rates(device, host_free_bytes, least_s)
-        adamw = adamw_rates(dtype, NUM_PARAMETERS, least_s)
+    links = host.links
     return Rates(
         matmul_flops_per_s=block.matmul_flops_per_s,
-        matmul_shape=shape,
+        matmul_shape=shape[:2],
         peak_matmul_flops_per_s=peak,
         attention_forward_flops_per_s=attention.forward,
         attention_backward_flops_per_s=attention.backward,
+        attention_head_dim=shape.head_dim,
         attention_kernels=attention.kernels,
         memory_bytes_per_s=memory_rate,
         h2d_bytes_per_s=links.h2d_bytes_per_s,
         d2h_bytes_per_s=links.d2h_bytes_per_s,
         h2d_duplex_bytes_per_s=links.h2d_duplex_bytes_per_s,
         d2h_duplex_bytes_per_s=links.d2h_duplex_bytes_per_s,
-        host_bytes_per_s=host_points[-1][1],
-        cpu_adamw_parameters_per_s=adamw,
+        h2d_beside_cpu_bytes_per_s=host.h2d_beside_cpu_bytes_per_s,
+        d2h_beside_cpu_bytes_per_s=host.d2h_beside_cpu_bytes_per_s,
+        host_bytes_per_s=host.copies[-1][1],
+        cpu_adamw_parameters_per_s=host.adamw,
         launch_s=launch_s,
         issue_s=issue_s,
         copy_latency_s=links.copy_latency_s,
-        curves=(*block.curves, *links.curves, host_copy_curve(host_points)),
+        curves=(*block.curves, *links.curves, host_copy_curve(host.copies)),
     )
 
 
@@ -145,19 +172,21 @@ def _cuda_buffers(device: torch.device, dtype: torch.dtype) -> Buffers:
     return Buffers(operands, torch.empty(int(share * RESULT_BYTES), device=device, dtype=torch.uint8))
 
 
-def _cuda_attention(device: torch.device, dtype: torch.dtype, least_s: float) -> AttentionRates:
-    """The fastest kernels that give the right answer, or the plain path where dtype or card have none."""
+def _cuda_attention(head_dim: int, device: torch.device, dtype: torch.dtype, least_s: float) -> AttentionRates:
+    """The fastest kernels that give the right answer, or the plain path where heads, dtype or card have none."""
     found: list[AttentionRates] = []
-    for kernels in KERNEL_NAMES if dtype.itemsize <= 2 else ():
+    for kernels in KERNEL_NAMES:
+        if not can_serve(kernels, dtype, head_dim):
+            continue
         try:
-            if error_of(kernels, device, dtype) <= ATTENTION_ERROR:
-                found.append(kernel_rates(kernels, KERNEL_LENGTHS, device, dtype, cuda_timer, least_s))
+            if error_of(kernels, head_dim, device, dtype) <= ATTENTION_ERROR:
+                found.append(kernel_rates(kernels, KERNEL_LENGTHS, head_dim, device, dtype, cuda_timer, least_s))
         except (RuntimeError, NotImplementedError):  # an older card
             pass
         torch.cuda.empty_cache()
     if found:
         return max(found, key=lambda rates: rates.mean)
-    return plain_rates(PLAIN_LENGTHS, 16, 128, device, dtype, cuda_timer, least_s)
+    return plain_rates(PLAIN_LENGTHS, 16, head_dim, device, dtype, cuda_timer, least_s)
 
 
 def _device_copy_rate(device: torch.device, least_s: float) -> float:
@@ -204,12 +233,20 @@ def _issue_seconds(device: torch.device) -> float:
     return seconds
 
 
-def _link_and_host_rates(device: torch.device, host_free_bytes: int, least_s: float) -> tuple[LinkRates, Points]:
-    """The link between GPU and host; and copies within host memory, by threads."""
-    num_bytes = min(HOST_COPY_BYTES, _copy_bytes(min(host_free_bytes, _free_bytes(device))))
-    with allocate_host(num_bytes, page_locked=True) as up, allocate_host(num_bytes, page_locked=True) as down:
-        up_gpu = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        down_gpu = torch.empty_like(up_gpu).random_()
-        up.tensor.copy_(down_gpu)
-        links = link_rates(LinkBuffers(up.tensor, up_gpu, down_gpu, down.tensor), device)
-        return links, copy_curve(down.tensor, up.tensor, least_s)
+def _host_rates(device: torch.device, dtype: torch.dtype, host_free_bytes: int, least_s: float) -> HostRates:
+    """Host memory and the link to it, each alone and together."""
+    num_bytes = min(LINK_BYTES, _copy_bytes(min(host_free_bytes // 2, _free_bytes(device))))
+    work_bytes = int(MEMORY_SHARE * host_free_bytes) // 2
+    work_bytes = max(MIB, min(working_bytes(LEAST_HOST_BYTES, MOST_HOST_BYTES), work_bytes)) // 2 * 2
+    with allocate_host(work_bytes, page_locked=False) as work:
+        source, target = work.tensor.chunk(2)
+        copies, adamw = copy_curve(target, source, least_s), adamw_rates(dtype, work.tensor, least_s)
+        with allocate_host(num_bytes, page_locked=True) as up, allocate_host(num_bytes, page_locked=True) as down:
+            up_gpu = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            down_gpu = torch.empty_like(up_gpu).random_()
+            up.tensor.copy_(down_gpu)
+            buffers = LinkBuffers(up.tensor, up_gpu, down_gpu, down.tensor)
+            links = link_rates(buffers, device)
+            with engine_threads():
+                beside_up, beside_down = rates_beside(buffers, device, adamw_work(dtype, work.tensor))
+    return HostRates(copies, adamw, links, beside_up, beside_down)

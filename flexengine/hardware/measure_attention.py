@@ -16,7 +16,7 @@ from flexengine.ops.attention_kernels import KERNELS, Lengths
 from flexengine.ops.attention_reference import attention_backward_reference, attention_forward_reference
 from flexengine.ops.base import KernelName
 
-HEAD_DIM, QUERIES_PER_KEY = 128, 4
+QUERIES_PER_KEY = 4
 KERNEL_ROWS = 262144  # tokens x heads: keeps every multiprocessor busy with less than half a GiB at any length
 KERNEL_TOKENS = 16384
 PLAIN_BLOCK = 512  # queries per block of the plain path, as in the engine's
@@ -50,16 +50,17 @@ class Calls(NamedTuple):
 
 
 def kernel_rates(
-    kernels: KernelName, lengths: Sequence[int], device: torch.device, dtype: torch.dtype, timer: Timer, least_s: float
-) -> AttentionRates:
+    kernels: KernelName, lengths: Sequence[int], head_dim: int, device: torch.device, dtype: torch.dtype, timer: Timer,
+    least_s: float,
+) -> AttentionRates:  # fmt: skip
     """Rates of the engine's calls of such kernels. Raises: RuntimeError where card or dtype have none."""
-    rates = _rates(lengths, lambda length: _kernel_calls(kernels, length, device, dtype), timer, least_s)
+    rates = _rates(lengths, lambda length: _kernel_calls(kernels, length, head_dim, device, dtype), timer, least_s)
     return rates._replace(kernels=kernels)
 
 
-def error_of(kernels: KernelName, device: torch.device, dtype: torch.dtype) -> float:
+def error_of(kernels: KernelName, head_dim: int, device: torch.device, dtype: torch.dtype) -> float:
     """Largest relative error of output, statistics and gradients against the plain path, on two sequences of 512."""
-    operands, grad_out, lengths = _operands(1024, 8, 512, device, dtype)
+    operands, grad_out, lengths = _operands(1024, 8, 512, head_dim, device, dtype)
     rng = torch.zeros(2, dtype=torch.int64, device=device)
     out, lse = KERNELS[kernels].forward(*operands, lengths)
     grads = KERNELS[kernels].backward(grad_out, *operands, out, lse, lengths, rng)
@@ -88,22 +89,22 @@ def _rates(lengths: Sequence[int], calls: Callable[[int], Calls], timer: Timer, 
 
 
 def _operands(
-    tokens: int, num_heads: int, length: int, device: torch.device, dtype: torch.dtype
+    tokens: int, num_heads: int, length: int, head_dim: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Lengths]:
     """((q, k, v), grad_out, lengths) of packed sequences; q, k and v are views of a fused row, as in the engine."""
     groups = num_heads // QUERIES_PER_KEY
-    qkv = torch.randn(tokens, num_heads + 2 * groups, HEAD_DIM, device=device, dtype=dtype)
+    qkv = torch.randn(tokens, num_heads + 2 * groups, head_dim, device=device, dtype=dtype)
     q, k, v = qkv.split((num_heads, groups, groups), dim=1)
     offsets = torch.arange(0, tokens + 1, length, device=device, dtype=torch.int32)
-    grad_out = torch.randn(tokens, num_heads, HEAD_DIM, device=device, dtype=dtype)
+    grad_out = torch.randn(tokens, num_heads, head_dim, device=device, dtype=dtype)
     return (q, k, v), grad_out, Lengths((length,) * (tokens // length), offsets)
 
 
-def _kernel_calls(name: KernelName, length: int, device: torch.device, dtype: torch.dtype) -> Calls:
+def _kernel_calls(name: KernelName, length: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> Calls:
     """Packed sequences of `length` tokens."""
     tokens = max(length, KERNEL_TOKENS)
     num_heads, kernels = KERNEL_ROWS // tokens, KERNELS[name]
-    operands, grad_out, lengths = _operands(tokens, num_heads, length, device, dtype)
+    operands, grad_out, lengths = _operands(tokens, num_heads, length, head_dim, device, dtype)
     rng = torch.zeros(2, dtype=torch.int64, device=device)
 
     def forward() -> tuple[Tensor, Tensor]:
@@ -114,7 +115,7 @@ def _kernel_calls(name: KernelName, length: int, device: torch.device, dtype: to
     def backward() -> tuple[Tensor, ...]:
         return kernels.backward(grad_out, *operands, out, lse, lengths, rng)
 
-    return Calls(forward, backward, num_heads * tokens * (length + 1) / 2, HEAD_DIM)
+    return Calls(forward, backward, num_heads * tokens * (length + 1) / 2, head_dim)
 
 
 def _plain_calls(length: int, num_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> Calls:

@@ -7,6 +7,7 @@ from flexengine.hardware.measure import Rates
 from flexengine.hardware.measure_attention import plain_rates
 from flexengine.hardware.measure_host import adamw_rates, copy_curve, host_copy_curve
 from flexengine.hardware.measure_matmul import Buffers, affordable_tokens, block_rates
+from flexengine.hardware.profile import BlockShape
 from flexengine.hardware.timing import cpu_timer
 from flexengine.native import allocate_host
 
@@ -15,40 +16,42 @@ TOKENS = (64, 128, 256, 512, 1024, 2048)
 LENGTHS = (128, 512)
 COPY_SIZES = (2**16, 2**18, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 OPERAND_BYTES, RESULT_BYTES = 64 * MIB, 32 * MIB
-NUM_PARAMETERS = 2**22
+HEAD_DIM = 64
 CALL_S = 0.02
 LONGEST_BLOCK_S = 0.1  # token counts whose three passes through a block take longer are left out
 
 
-def measure_cpu(dtype: torch.dtype, shape: tuple[int, int], scale: float = 1.0) -> Rates:
+def measure_cpu(dtype: torch.dtype, shape: BlockShape, scale: float = 1.0) -> Rates:
     """Rates of the CPU backend in about a second; `scale` stretches every measurement.
 
-    shape: (hidden_size, intermediate_size) of the linear layers. Takes up to 256 MiB of memory, all given back.
+    Takes up to 256 MiB of memory, all given back. Heads are taken to be HEAD_DIM wide.
     """
     least_s = CALL_S * scale
     with torch.no_grad():
         peak = _cube_rate(dtype, 4 * least_s)
-        counts = affordable_tokens(TOKENS, shape, peak, LONGEST_BLOCK_S * scale)
-        block = block_rates(shape, counts, dtype, _buffers(dtype), cpu_timer, least_s / 10)
-        attention = plain_rates(LENGTHS, 4, 64, torch.device("cpu"), dtype, cpu_timer, least_s)
-        copies, host_curve = _copy_curves(least_s)
+        counts = affordable_tokens(TOKENS, shape[:2], peak, LONGEST_BLOCK_S * scale)
+        block = block_rates(shape[:2], counts, dtype, _buffers(dtype), cpu_timer, least_s / 10)
+        attention = plain_rates(LENGTHS, 4, HEAD_DIM, torch.device("cpu"), dtype, cpu_timer, least_s)
+        copies, host_curve, adamw = _memory_rates(dtype, least_s)
         counter, few = torch.zeros(1), torch.zeros(2, 64, dtype=torch.uint8)
         launch_s = cpu_timer(lambda: counter.add_(1), least_s / 4)
         copy_latency_s = cpu_timer(lambda: few[0].copy_(few[1]), least_s / 4)
-        adamw = adamw_rates(dtype, NUM_PARAMETERS, least_s)
     copy_rate = copies.points[-1][1]
     return Rates(
         matmul_flops_per_s=block.matmul_flops_per_s,
-        matmul_shape=shape,
+        matmul_shape=shape[:2],
         peak_matmul_flops_per_s=peak,
         attention_forward_flops_per_s=attention.forward,
         attention_backward_flops_per_s=attention.backward,
+        attention_head_dim=HEAD_DIM,
         attention_kernels=attention.kernels,
         memory_bytes_per_s=2 * copy_rate,
         h2d_bytes_per_s=copy_rate,
         d2h_bytes_per_s=copy_rate,
         h2d_duplex_bytes_per_s=copy_rate,
         d2h_duplex_bytes_per_s=copy_rate,
+        h2d_beside_cpu_bytes_per_s=copy_rate,  # commands run one after another
+        d2h_beside_cpu_bytes_per_s=copy_rate,
         host_bytes_per_s=host_curve.points[-1][1],
         cpu_adamw_parameters_per_s=adamw,
         launch_s=launch_s,
@@ -69,13 +72,14 @@ def _buffers(dtype: torch.dtype) -> Buffers:
     return Buffers(operands, torch.empty(RESULT_BYTES, dtype=torch.uint8))
 
 
-def _copy_curves(least_s: float) -> tuple[Curve, Curve]:
-    """Bytes/s of copies between the two arenas by size; and host memory traffic by threads."""
-    num_bytes = COPY_SIZES[-1]
-    with allocate_host(num_bytes, page_locked=False) as source, allocate_host(num_bytes, page_locked=False) as target:
+def _memory_rates(dtype: torch.dtype, least_s: float) -> tuple[Curve, Curve, tuple[tuple[str, float], ...]]:
+    """Bytes/s of copies between the two arenas by size, host memory traffic by threads, and AdamW by state dtype."""
+    with allocate_host(2 * COPY_SIZES[-1], page_locked=False) as memory:
+        source, target = memory.tensor.chunk(2)
         points = []
         for size in COPY_SIZES:
-            to, of = target.tensor[:size], source.tensor[:size]
+            to, of = target[:size], source[:size]
             points.append((size, size / cpu_timer(lambda to=to, of=of: to.copy_(of), least_s / 4)))
-        host_points = copy_curve(target.tensor, source.tensor, least_s)
-    return Curve("copy between arenas", "bytes", "bytes/s", tuple(points)), host_copy_curve(host_points)
+        host_curve = host_copy_curve(copy_curve(target, source, least_s))
+        adamw = adamw_rates(dtype, memory.tensor[: COPY_SIZES[-1]], least_s)
+    return Curve("copy between arenas", "bytes", "bytes/s", tuple(points)), host_curve, adamw

@@ -1,7 +1,9 @@
 """The host's own rates: memory copies by threads, and AdamW on parameters and states in host memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import takewhile
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -9,11 +11,14 @@ from torch import Tensor
 
 from flexengine.hardware.curve import Curve, Points
 from flexengine.hardware.timing import cpu_timer
-from flexengine.native import allocate_host
 from flexengine.optim.adamw import adamw_update
 
 FIRST_PARAMETERS = 2**18  # a piece that even the plain torch path updates in a fraction of a second
 SLOW_PARAMETERS_PER_S = 50e6  # below this a larger piece would take too long, and shows nothing new
+PIECE_ALIGNMENT = 64  # parameters: whole cache lines in every plane
+CACHE_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+UNKNOWN_CACHE_BYTES = 64 * 2**20
+CACHE_SHARE = 0.45  # of a buffer that is swept again and again, what may still be found in the cache
 
 
 class Planes(NamedTuple):
@@ -53,32 +58,64 @@ def host_copy_curve(points: Points) -> Curve:
     return Curve("host memory copy", "threads", "bytes/s", points)
 
 
-def adamw_rates(dtype: torch.dtype, num_parameters: int, least_s: float) -> tuple[tuple[str, float], ...]:
+def adamw_rates(dtype: torch.dtype, memory: Tensor, least_s: float) -> tuple[tuple[str, float], ...]:
     """(state dtype, parameters/s) of the engine's update for masters as they come with `dtype`, by all threads but one,
     which the engine leaves to the host.
 
-    bfloat16 compute has split masters and bf16 gradients, float32 and float64 have whole ones. `num_parameters` should
-    exceed the processor's caches; where the native update is missing, a smaller piece is timed instead.
+    bfloat16 compute has split masters and bf16 gradients, float32 and float64 have whole ones. memory: uint8, zeroed,
+    filled with as many parameters as it holds; it should exceed the processor's caches (`working_bytes`). Where the
+    native update is missing, a small piece is timed instead.
     """
-    states, most = ("float64",) if dtype == torch.float64 else ("float32", "bfloat16"), torch.get_num_threads()
     rates = []
-    torch.set_num_threads(max(1, most - 1))
-    try:
-        for state in states:
-            rate = _adamw_rate(dtype, getattr(torch, state), FIRST_PARAMETERS, least_s / 4)
+    with engine_threads():
+        for state in ("float64",) if dtype == torch.float64 else ("float32", "bfloat16"):
+            layout = _plane_dtypes(dtype, getattr(torch, state))
+            rate = _adamw_rate(memory, layout, FIRST_PARAMETERS, least_s / 4)
             if rate > SLOW_PARAMETERS_PER_S:
-                rate = _adamw_rate(dtype, getattr(torch, state), num_parameters, least_s)
+                rate = _adamw_rate(memory, layout, memory.numel(), least_s)
             rates.append((state, rate))
-    finally:
-        torch.set_num_threads(most)
     return tuple(rates)
 
 
-def _adamw_rate(dtype: torch.dtype, state_dtype: torch.dtype, num_parameters: int, least_s: float) -> float:
-    layout = _plane_dtypes(dtype, state_dtype)
-    with allocate_host(num_parameters * sum(t.itemsize for t in layout), page_locked=False) as buffer:
-        planes = _planes(buffer.tensor, layout, num_parameters)
-        return num_parameters / cpu_timer(_update(planes), least_s)
+def adamw_work(dtype: torch.dtype, memory: Tensor) -> Callable[[], object]:
+    """An update of the parameters that fill `memory`, with the narrowest states that go with `dtype`."""
+    layout = _plane_dtypes(dtype, torch.float64 if dtype == torch.float64 else torch.bfloat16)
+    return _update(_planes(memory, layout, _fitting(memory, layout)))
+
+
+@contextmanager
+def engine_threads() -> Iterator[None]:
+    """All of torch's threads but one, as the engine updates with."""
+    most = torch.get_num_threads()
+    torch.set_num_threads(max(1, most - 1))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(most)
+
+
+def working_bytes(least_bytes: int, most_bytes: int) -> int:
+    """Size of a buffer that is swept again and again, of which the last cache holds but a small part."""
+    return min(max(least_bytes, int(cache_bytes() / CACHE_SHARE)), most_bytes)
+
+
+def cache_bytes() -> int:
+    """Size of the processor's last cache as Linux tells it ("32768K"); a usual one where it does not."""
+    try:
+        text = CACHE_SIZE.read_text(encoding="ascii").strip()
+        return int(text.rstrip("KMG")) * {"K": 2**10, "M": 2**20, "G": 2**30}.get(text[-1:], 1)
+    except (OSError, ValueError):
+        return UNKNOWN_CACHE_BYTES
+
+
+def _adamw_rate(memory: Tensor, layout: tuple[torch.dtype, ...], most_parameters: int, least_s: float) -> float:
+    num_parameters = min(most_parameters, _fitting(memory, layout))
+    return num_parameters / cpu_timer(_update(_planes(memory, layout, num_parameters)), least_s)
+
+
+def _fitting(memory: Tensor, layout: tuple[torch.dtype, ...]) -> int:
+    """Parameters whose planes fit."""
+    return memory.numel() // sum(t.itemsize for t in layout) // PIECE_ALIGNMENT * PIECE_ALIGNMENT
 
 
 def _plane_dtypes(dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
@@ -88,13 +125,16 @@ def _plane_dtypes(dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[torch.d
 
 
 def _planes(memory: Tensor, layout: tuple[torch.dtype, ...], num_parameters: int) -> Planes:
+    """Views of `memory`: zeros, but for a random gradient, of which one piece is repeated."""
+    memory.zero_()
     views, offset = [], 0
     for dtype in layout:
         num_bytes = num_parameters * dtype.itemsize
         views.append(memory[offset : offset + num_bytes].view(dtype))
         offset += num_bytes
     exp_avg, exp_avg_sq, weight, grad, *rest = views
-    grad.normal_()
+    piece = torch.randn(PIECE_ALIGNMENT, dtype=torch.float64).to(grad.dtype)
+    grad.view(-1, PIECE_ALIGNMENT).copy_(piece)
     return Planes(weight, rest[0] if rest else None, exp_avg, exp_avg_sq, grad)
 
 

@@ -1,4 +1,4 @@
-"""The link between GPU and page-locked host memory: each direction alone and both at once, by copy size."""
+"""The link between GPU and page-locked host memory: each direction alone, both at once, and beside work of the CPU."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -13,6 +13,7 @@ MIB = 2**20
 SIZES = (2**16, 2**18, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 128 * MIB)
 LATENCY_SIZE = MIB  # the size that the fixed part of a copy is read from
 LEAST_COPIES, MOST_COPIES = 4, 64
+BESIDE_COPIES = 16  # of the largest size: long enough for several calls of what the CPU does
 
 
 class LinkRates(NamedTuple):
@@ -84,6 +85,20 @@ def link_rates(link: Link, device: torch.device, sizes: Sequence[int] | None = N
     return _link_rates(sizes, seconds)
 
 
+def rates_beside(link: Link, device: torch.device, work: Callable[[], object]) -> tuple[float, float]:
+    """Bytes per second to the device and to the host with both directions busy, while this thread calls `work` again
+    and again.
+
+    Order: synchronises the device before and after.
+    """
+    streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    up, down = link.upward(link.num_bytes), link.downward(link.num_bytes)
+    work()
+    seconds = (_copy_seconds(streams, link.num_bytes, *pair, meanwhile=work) for pair in ((up, down), (down, up)))
+    to_device, to_host = (link.num_bytes / s for s in seconds)
+    return to_device, to_host
+
+
 CURVE_NAMES = ("host to device", "device to host", "host to device, both busy", "device to host, both busy")
 
 
@@ -106,12 +121,15 @@ def _copy_seconds(
     size: int,
     copy: Callable[[], object],
     opposite: Callable[[], object] | None = None,
+    meanwhile: Callable[[], object] | None = None,
 ) -> float:
-    """Seconds per `copy` on the first stream, with `opposite` running on the second from before until after.
+    """Seconds per `copy` on the first stream, with `opposite` running on the second from before until after, and this
+    thread calling `meanwhile`.
 
     Everything is issued behind a gate, so that short copies follow each other as fast as the link takes them.
     """
-    copies = min(max(LEAST_COPIES, 64 * MIB // size), MOST_COPIES)
+    least = LEAST_COPIES if meanwhile is None else BESIDE_COPIES
+    copies = min(max(least, 64 * MIB // size), MOST_COPIES)
     opposites = 0 if opposite is None else 3 * copies + 1  # outlasts the copies unless it is three times as fast
     copy()
     torch.cuda.synchronize()
@@ -125,6 +143,6 @@ def _copy_seconds(
             for _ in range(opposites):
                 opposite()
     with torch.cuda.stream(streams[0]):
-        seconds = timed_calls(copy, copies)
+        seconds = timed_calls(copy, copies, meanwhile)
     torch.cuda.synchronize()
     return seconds

@@ -17,7 +17,7 @@ from flexengine.hardware.cards import (
     Card,
 )
 from flexengine.hardware.curve import Points
-from flexengine.hardware.profile import ADAMW_BYTES, HardwareProfile
+from flexengine.hardware.profile import ADAMW_BYTES, BlockShape, HardwareProfile
 from flexengine.wording import did_you_mean
 
 GIB = 2**30
@@ -27,13 +27,16 @@ GIB = 2**30
 ATTENTION_FORWARD_SHARE, ATTENTION_BACKWARD_SHARE = 0.58 / 0.85, 0.48 / 0.85
 MEMORY_SHARE = 0.90  # of the published bandwidth; an H200 copies at 4.24 of 4.8 TB/s
 DUPLEX_SHARE = 0.92  # per direction with both busy; an H200 moves 50.8 of 55.4 GB/s
+# Of the link's rate, beside AdamW on the CPU, which has the better of host memory: an H200's host moves 22 and 31 of 55
+# GB/s then.
+H2D_BESIDE_CPU_SHARE, D2H_BESIDE_CPU_SHARE = 0.40, 0.56
 LAUNCH_S, ISSUE_S, COPY_LATENCY_S = 4e-6, 30e-6, 3e-6
 
 PROCESS_HOST_BYTES = 3 * GIB  # torch and CUDA libraries in RAM
 HOST_TOTAL_BYTES = 128 * GIB
 
 CURVE_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-MATMUL_SHAPE = (4096, 14336)
+SHAPE = BlockShape(4096, 14336)
 
 
 def matmul_curve(peak_flops_per_s: float, memory_bytes_per_s: float) -> Points:
@@ -64,16 +67,19 @@ def _published(card: Card) -> HardwareProfile:
         device_type="cuda",
         source="preset",
         matmul_flops_per_s=matmul_curve(peak, memory),
-        matmul_shape=MATMUL_SHAPE,
+        matmul_shape=SHAPE[:2],
         peak_matmul_flops_per_s=peak,
         attention_forward_flops_per_s=forward,
         attention_backward_flops_per_s=backward,
+        attention_head_dim=SHAPE.head_dim,
         attention_kernels="cudnn" if card.hopper_attention else "flash",
         memory_bytes_per_s=memory,
         h2d_bytes_per_s=card.link_bytes_per_s,
         d2h_bytes_per_s=card.link_bytes_per_s,
         h2d_duplex_bytes_per_s=card.link_bytes_per_s * DUPLEX_SHARE,
         d2h_duplex_bytes_per_s=card.link_bytes_per_s * DUPLEX_SHARE,
+        h2d_beside_cpu_bytes_per_s=card.link_bytes_per_s * H2D_BESIDE_CPU_SHARE,
+        d2h_beside_cpu_bytes_per_s=card.link_bytes_per_s * D2H_BESIDE_CPU_SHARE,
         host_bytes_per_s=card.host_bytes_per_s,
         cpu_adamw_parameters_per_s=_adamw_rates(card.host_bytes_per_s),
         launch_s=LAUNCH_S,
@@ -106,6 +112,8 @@ def _h200() -> HardwareProfile:
         d2h_bytes_per_s=55.4e9,
         h2d_duplex_bytes_per_s=50.75e9,
         d2h_duplex_bytes_per_s=50.75e9,
+        h2d_beside_cpu_bytes_per_s=22e9,
+        d2h_beside_cpu_bytes_per_s=31e9,
         host_bytes_per_s=121e9,
         copy_latency_s=2.5e-6,  # 1 MiB moves at 49 GB/s where 256 MiB moves at 55.5
         host_total_bytes=126 * GIB,
@@ -123,12 +131,15 @@ _CPU_TEST = HardwareProfile(
     peak_matmul_flops_per_s=50e9,
     attention_forward_flops_per_s=((256, 20e9),),
     attention_backward_flops_per_s=((256, 16e9),),
+    attention_head_dim=64,
     attention_kernels="flash",
     memory_bytes_per_s=20e9,
     h2d_bytes_per_s=10e9,
     d2h_bytes_per_s=10e9,
     h2d_duplex_bytes_per_s=8e9,
     d2h_duplex_bytes_per_s=8e9,
+    h2d_beside_cpu_bytes_per_s=10e9,
+    d2h_beside_cpu_bytes_per_s=10e9,
     host_bytes_per_s=20e9,
     cpu_adamw_parameters_per_s=(("float32", 0.5e9), ("bfloat16", 0.5e9)),
     launch_s=1e-6,

@@ -15,13 +15,13 @@ from flexengine.hardware.measure import measure_cuda
 from flexengine.hardware.measure_cpu import measure_cpu
 from flexengine.hardware.memory_usage import gpu_used_bytes, note_baseline, release_unused_heap, resident_bytes
 from flexengine.hardware.nvml import nvidia_driver_version
-from flexengine.hardware.profile import HardwareProfile
+from flexengine.hardware.profile import BlockShape, HardwareProfile
 from flexengine.native import library
 
-PROBE_VERSION = 3  # part of the cache key: raise it when what is measured changes its meaning
+PROBE_VERSION = 4  # part of the cache key: raise it when what is measured changes its meaning
 DEFAULT_SECONDS = 10.0
-DEFAULT_SHAPE = (4096, 14336)
-"""(hidden_size, intermediate_size) where no model is named: an 8B one's."""
+DEFAULT_SHAPE = BlockShape(4096, 14336)
+"""Where no model is named: an 8B one's."""
 CPU_SIZES = (256, 512, 1024)  # the CPU's rate hardly depends on the shape: models of similar size share a profile
 # A context with every library loaded takes 0.4-1 GiB. More than this is another process that NVML cannot tell apart.
 MAX_CONTEXT_BYTES = 2 * 2**30
@@ -41,7 +41,7 @@ class ProbeResult(NamedTuple):
 def probe(
     device: torch.device,
     dtype: torch.dtype,
-    shape: tuple[int, int] = DEFAULT_SHAPE,
+    shape: BlockShape = DEFAULT_SHAPE,
     seconds_budget: float = DEFAULT_SECONDS,
     force: bool = False,
 ) -> HardwareProfile:
@@ -52,13 +52,13 @@ def probe(
 def run_probe(
     device: torch.device,
     dtype: torch.dtype,
-    shape: tuple[int, int] = DEFAULT_SHAPE,
+    shape: BlockShape = DEFAULT_SHAPE,
     seconds_budget: float = DEFAULT_SECONDS,
     force: bool = False,
 ) -> ProbeResult:
     """Profile of `device` and its host for products in `dtype`, from the cache or measured in about `seconds_budget`.
 
-    shape: (hidden_size, intermediate_size) of the model whose linear layers are timed. Rates and context size are
+    shape: of the model whose linear layers and attention are timed. Rates and context size are
     cached per device, driver, versions, dtype, shape, CPU and thread count, under $FLEXENGINE_CACHE or the user's cache
     folder; `force` measures again. Memory totals are always read anew.
     Order: call it first in a process, before the arenas take their memory and while the device is idle. All memory it
@@ -72,12 +72,14 @@ def run_probe(
     if seconds_budget <= 0:
         raise ValueError(f"probe: seconds_budget is {seconds_budget}, expected more than 0 seconds")
     if min(shape) < 1:
-        raise ValueError(f"probe: shape is {shape}, expected a hidden_size and an intermediate_size of at least 1")
+        raise ValueError(
+            f"probe: shape is {tuple(shape)}, expected hidden_size, intermediate_size and head_dim of at least 1"
+        )
     if device.type == "cuda":
         note_baseline()
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     else:
-        shape = (_nearby_size(shape[0]), _nearby_size(shape[1]))
+        shape = BlockShape(_nearby_size(shape.hidden_size), _nearby_size(shape.intermediate_size))
     path = _path(device, dtype, shape)
     profile = None if force else read_cached(path)
     from_cache = profile is not None
@@ -87,14 +89,14 @@ def run_probe(
     return ProbeResult(_with_current_memory(profile, device), path, from_cache, age_s(path))
 
 
-def _measured(device: torch.device, dtype: torch.dtype, shape: tuple[int, int], scale: float) -> HardwareProfile:
+def _measured(device: torch.device, dtype: torch.dtype, shape: BlockShape, scale: float) -> HardwareProfile:
     logger.info("measuring the rates of %s once (a few seconds)", device)
     on_cuda = device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if on_cuda else []):
         return _probe_cuda(device, dtype, shape, scale) if on_cuda else _probe_cpu(dtype, shape, scale)
 
 
-def _probe_cuda(device: torch.device, dtype: torch.dtype, shape: tuple[int, int], scale: float) -> HardwareProfile:
+def _probe_cuda(device: torch.device, dtype: torch.dtype, shape: BlockShape, scale: float) -> HardwareProfile:
     _release_cached_memory()
     held_bytes = torch.cuda.memory_reserved(device)
     rates = measure_cuda(device, dtype, shape, host_memory().available_bytes, scale)
@@ -117,7 +119,7 @@ def _probe_cuda(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
     )
 
 
-def _probe_cpu(dtype: torch.dtype, shape: tuple[int, int], scale: float) -> HardwareProfile:
+def _probe_cpu(dtype: torch.dtype, shape: BlockShape, scale: float) -> HardwareProfile:
     rates = measure_cpu(dtype, shape, scale)
     release_unused_heap()
     host = host_memory()
@@ -172,7 +174,7 @@ def _nearby_size(size: int) -> int:
     return next((nearby for nearby in CPU_SIZES if nearby >= size), CPU_SIZES[-1])
 
 
-def _path(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Path | None:
+def _path(device: torch.device, dtype: torch.dtype, shape: BlockShape) -> Path | None:
     """File of this machine's profile; None if the user has no cache folder."""
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else _cpu_name()
@@ -180,8 +182,8 @@ def _path(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> P
     versions = (PROBE_VERSION, torch.__version__, torch.version.cuda, nvidia_driver_version() if cuda else "none")
     native = library.ABI_VERSION if library.load() is not None else None  # AdamW on the CPU is far slower without
     host = (_cpu_name(), os.cpu_count(), torch.get_num_threads())
-    readable = f"{name} {dtype} {shape[0]} {shape[1]}".replace("torch.", "")
-    return profile_path(readable, (*versions, native, name, total_bytes, str(dtype), shape, *host))
+    readable = f"{name} {dtype} {' '.join(map(str, shape))}".replace("torch.", "")
+    return profile_path(readable, (*versions, native, name, total_bytes, str(dtype), tuple(shape), *host))
 
 
 def _cpu_name() -> str:

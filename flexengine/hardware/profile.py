@@ -6,7 +6,7 @@ Plain Python, so that plans can be made anywhere. `probe.py` measures a profile,
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from flexengine.hardware.curve import (
     MAX_WHOLE,
@@ -25,7 +25,7 @@ from flexengine.wording import parse_json, shown
 DeviceType = Literal["cuda", "cpu"]
 ProfileSource = Literal["measured", "preset", "synthetic"]
 
-FORMAT = 3
+FORMAT = 4
 """Version of the JSON form; raised when fields appear or change their meaning."""
 ADAMW_BYTES = {"float32": 26, "bfloat16": 18}
 """Bytes that AdamW moves per parameter with split masters and bf16 gradients, by state dtype; memory bounds it."""
@@ -35,6 +35,14 @@ POINT_FIELDS = {
     "attention_backward_flops_per_s": "tokens of a sequence",
 }
 """Fields that are curves the planner reads, and the unit of their x."""
+
+
+class BlockShape(NamedTuple):
+    """Sizes of the transformer block that a machine is measured with."""
+
+    hidden_size: int
+    intermediate_size: int
+    head_dim: int = 128
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,8 @@ class HardwareProfile:
     """(tokens of a sequence, FLOP/s) of causal attention, counting 4 * head_dim FLOPs per head and visible pair."""
     attention_backward_flops_per_s: Points
     """Its backward, counting 10 * head_dim FLOPs per head and visible pair (five products instead of two)."""
+    attention_head_dim: int
+    """Width of the heads that gave these curves: kernels do less per second for narrow ones."""
     attention_kernels: KernelName
     """Whose kernels have these rates on CUDA, and are preferred there."""
     memory_bytes_per_s: float
@@ -73,6 +83,10 @@ class HardwareProfile:
     """Host to device while the other direction is busy."""
     d2h_duplex_bytes_per_s: float
     """Device to host while the other direction is busy."""
+    h2d_beside_cpu_bytes_per_s: float
+    """Host to device while the other direction is busy and AdamW on the CPU takes what it can of host memory."""
+    d2h_beside_cpu_bytes_per_s: float
+    """Device to host under the same conditions."""
     host_bytes_per_s: float
     """Host memory traffic of a large copy by all threads, bytes read plus bytes written."""
     cpu_adamw_parameters_per_s: tuple[tuple[str, float], ...]
@@ -113,6 +127,8 @@ class HardwareProfile:
                 _check_not_negative(name, value)
             elif name == "cpu_adamw_parameters_per_s":
                 _check_named_rates(name, value)
+            elif name == "attention_head_dim":
+                _check_count(name, value)
             elif name.endswith("_bytes"):
                 _check_bytes(name, value)
             elif name.endswith("_s"):
@@ -215,6 +231,11 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 def _check_not_negative(name: str, value: Any) -> None:
     if not is_finite(value) or value < 0:
         raise ValueError(f"hardware profile: {name} is {shown(value)}, expected a finite number, at least 0")
+
+
+def _check_count(name: str, value: Any) -> None:
+    if not is_whole(value, 1):
+        raise ValueError(f"hardware profile: {name} is {shown(value)}, expected a whole number from 1 to {MAX_WHOLE}")
 
 
 def _check_bytes(name: str, value: Any) -> None:

@@ -20,6 +20,8 @@ from flexengine.ops.base import KernelName
 CUDNN_LENGTHS = 256
 """cuDNN serves lengths that are multiples of this: it prepares itself for every new one, which takes up to a second."""
 
+MOST_HEAD_DIM: dict[KernelName, int] = {"flash": 256, "cudnn": 128}
+
 
 class Lengths(NamedTuple):
     """The packed sequences of a causal call: tokens of each, and their running sum [sequences + 1] int32 on the GPU."""
@@ -116,13 +118,19 @@ def choose_kernels(
     torch's deterministic algorithms it is flash, whose backward then sums in a fixed order; cuDNN's does not.
     """
     width = q.shape[-1]
-    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or width % 8 or width > 256:
+    if not q.is_cuda or not can_serve("flash", q.dtype, width):
         return None
-    if preferred == "cudnn" and width <= 128 and not torch.are_deterministic_algorithms_enabled():
+    cudnn = preferred == "cudnn" and can_serve("cudnn", q.dtype, width)
+    if cudnn and not torch.are_deterministic_algorithms_enabled():
         known = all(length % CUDNN_LENGTHS == 0 for length in (*seq_lens, *other_lens))
         if known and len(set(seq_lens)) == 1:
             return KERNELS["cudnn"]
     return KERNELS["flash"]
+
+
+def can_serve(kernels: KernelName, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether such kernels are written for operands like these; a card may still have none of them."""
+    return dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= MOST_HEAD_DIM[kernels]
 
 
 def kernel_workspace_bytes(tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, compute_bytes: int) -> int:

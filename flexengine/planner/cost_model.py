@@ -84,6 +84,7 @@ class CostModel:
             issue_s=self.issue_s,
             cpu_s=self.cpu_s,
             host_bytes_per_s=p.host_rate(self.state_dtype),
+            beside_cpu_bytes_per_s={Stream.H2D: p.h2d_beside_cpu_bytes_per_s, Stream.D2H: p.d2h_beside_cpu_bytes_per_s},
         )
 
     def cpu_s(self, command: Command) -> float:

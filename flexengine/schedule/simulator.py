@@ -2,7 +2,8 @@
 
 Event-driven: each stream runs its commands in order; a command starts when its stream is free, its waits have ended
 and the host has issued it, which it does one command after another. A copy slows down while the other direction of the
-link is busy, as measured (`h2d_duplex_bytes_per_s`); work of the CPU, by what copies take of the host memory's rate.
+link is busy, as measured (`h2d_duplex_bytes_per_s`), and again while the CPU works; work of the CPU slows down by what
+copies take of the host memory's rate.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ class Rates(NamedTuple):
     """How long a command takes. `compute_s` prices a compute command; copies take latency + bytes / rate, where the
     rate depends on whether the other direction is busy. `issue_s` is what the host takes to issue a command.
 
-    cpu_s: a command of the CPU with the link idle; host_bytes_per_s: of host memory, of which copies take a part.
+    cpu_s: a command of the CPU with the link idle; host_bytes_per_s: of host memory, of which copies take a part;
+    beside_cpu_bytes_per_s: most that a direction then moves, as the CPU has the better of host memory.
     """
 
     compute_s: Callable[[Command], float]
@@ -29,6 +31,7 @@ class Rates(NamedTuple):
     issue_s: Callable[[Command], float] = lambda command: 0.0
     cpu_s: Callable[[Command], float] = lambda command: 0.0
     host_bytes_per_s: float = inf
+    beside_cpu_bytes_per_s: dict[Stream, float] | None = None
 
 
 LINKS = (Stream.H2D, Stream.D2H)
@@ -122,7 +125,11 @@ class _Simulation:
             return max(LEAST_CPU_SHARE, 1 - links / self.rates.host_bytes_per_s)
         other = Stream.D2H if stream is Stream.H2D else Stream.H2D
         both = self.running[STREAM_INDEX[other]] is not None
-        return (self.rates.duplex_bytes_per_s if both else self.rates.alone_bytes_per_s)[stream]
+        rate = (self.rates.duplex_bytes_per_s if both else self.rates.alone_bytes_per_s)[stream]
+        beside = self.rates.beside_cpu_bytes_per_s
+        if beside is None or self.running[STREAM_INDEX[Stream.CPU]] is None:
+            return rate
+        return min(rate, beside[stream])
 
     def _finish(self, i: int, now: float) -> None:
         run = self.running[i]

@@ -17,7 +17,7 @@ from flexengine.commands import probe as command
 from flexengine.hardware.curve import Curve
 from flexengine.hardware.presets import preset
 from flexengine.hardware.probe import DEFAULT_SHAPE, ProbeResult
-from flexengine.hardware.profile import HardwareProfile, read_profile
+from flexengine.hardware.profile import BlockShape, HardwareProfile, read_profile
 
 MEASURED = replace(
     preset("h200"),
@@ -46,7 +46,7 @@ def probes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple]:
     """Replaces measuring; the list grows by (device, dtype, shape, force) of each call."""
     calls: list[tuple] = []
 
-    def run(device: torch.device, dtype: torch.dtype, shape: tuple[int, int], force: bool) -> ProbeResult:
+    def run(device: torch.device, dtype: torch.dtype, shape: BlockShape, force: bool) -> ProbeResult:
         calls.append((device.type, dtype, shape, force))
         return ProbeResult(MEASURED, tmp_path / "cached.json", not force, 7200.0 if not force else 0.0)
 
@@ -63,7 +63,7 @@ def test_table_has_every_figure_with_its_unit(probes: list[tuple], capsys: pytes
         "large cube, sustained 670.0 TFLOP/s",
         "linear layers 4096 x 14336, TFLOP/s by tokens 256 512",
         "down_proj forward 401.0 655.5",
-        "causal attention (cudnn), TFLOP/s by sequence length 2048 8192 32768",
+        "attention (cudnn, head_dim 128), TFLOP/s by length 2048 8192 32768",
         "backward 387.0 487.0 530.0",
         "kernel launch 4.00 us",
         "host time per command 21.5 us",
@@ -83,7 +83,7 @@ def test_table_has_every_figure_with_its_unit(probes: list[tuple], capsys: pytes
 def test_model_sets_the_shape_and_force_measures(probes: list[tuple], capsys: pytest.CaptureFixture[str]):
     arguments = ["probe", "--device=cpu", "--model", "preset:llama-3.2-1b", "--dtype", "float32", "--force"]
     assert cli.main(arguments) == 0
-    assert probes == [("cpu", torch.float32, (2048, 8192), True)]
+    assert probes == [("cpu", torch.float32, (2048, 8192, 64), True)]
     assert "measured now" in capsys.readouterr().out
 
 

@@ -1,12 +1,21 @@
 """The benchmarks: right FLOP counts, operands within their buffers, products that are really computed."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
+from flexengine.hardware import measure_host
 from flexengine.hardware.measure_attention import AttentionRates, _kernel_calls, _plain_calls, error_of, plain_rates
-from flexengine.hardware.measure_host import FIRST_PARAMETERS, adamw_rates, copy_curve, thread_counts
+from flexengine.hardware.measure_host import (
+    adamw_rates,
+    adamw_work,
+    cache_bytes,
+    copy_curve,
+    thread_counts,
+    working_bytes,
+)
 from flexengine.hardware.measure_links import CURVE_NAMES, SIZES, _link_rates
 from flexengine.hardware.measure_matmul import (
     PASSES,
@@ -198,9 +207,40 @@ def test_thread_counts_are_powers_of_two_and_all(most: int, counts: list[int]):
     ids=str,
 )
 def test_adamw_rates_cover_the_state_dtypes(dtype: torch.dtype, states: list[str]):
-    rates = adamw_rates(dtype, FIRST_PARAMETERS, 0.001)
+    rates = adamw_rates(dtype, torch.empty(MIB, dtype=torch.uint8), 0.001)
     assert [state for state, _ in rates] == states
     assert all(rate > 0 for _, rate in rates)
+
+
+def test_adamw_of_the_probe_updates_random_gradients_that_fill_the_memory():
+    memory = torch.full((MIB,), 0xFF, dtype=torch.uint8)  # NaN in every dtype
+    work = adamw_work(torch.bfloat16, memory)
+    planes = memory.view(torch.bfloat16)
+    count = MIB // 10 // 64 * 64
+    assert planes[: 3 * count].count_nonzero() == 0  # states and weight
+    grad = planes[3 * count : 4 * count].clone()
+    assert grad.std() > 0.5
+    work()
+    assert torch.isfinite(planes[: 5 * count].float()).all()
+    assert torch.equal(planes[3 * count : 4 * count], grad)
+    assert planes[:count].float().std() > 0.01  # exp_avg took a share of the gradient
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("32768K\n", 32 * MIB), ("300M", 300 * MIB), ("1G", 2**30), ("lots", 64 * MIB), (None, 64 * MIB)],
+)
+def test_working_memory_exceeds_the_last_cache(
+    text: str | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    file = tmp_path / "size"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setattr(measure_host, "CACHE_SIZE", file)
+    assert cache_bytes() == expected
+    assert working_bytes(0, 2**40) > 2 * expected
+    assert working_bytes(2**35, 2**36) == 2**35
+    assert working_bytes(0, MIB) == MIB
 
 
 def test_link_rates_come_from_the_largest_copies_and_latency_from_one_mib():
@@ -217,15 +257,16 @@ def test_link_rates_come_from_the_largest_copies_and_latency_from_one_mib():
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernels", KERNEL_NAMES)
 @pytest.mark.parametrize("length", [512, 32768])
-def test_kernels_of_attention_run(length: int, kernels: KernelName):
-    calls = _kernel_calls(kernels, length, torch.device("cuda"), torch.bfloat16)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_kernels_of_attention_run(length: int, kernels: KernelName, head_dim: int):
+    calls = _kernel_calls(kernels, length, head_dim, torch.device("cuda"), torch.bfloat16)
     out, lse, *_ = calls.forward()
     assert torch.isfinite(out.float()).all()
     assert torch.isfinite(lse).all()
     assert all(torch.isfinite(grad.float()).all() for grad in calls.backward())
     tokens = max(length, 16384)
     assert calls.pairs == 262144 // tokens * tokens * (length + 1) / 2
-    assert error_of(kernels, torch.device("cuda"), torch.bfloat16) < 0.01
+    assert error_of(kernels, head_dim, torch.device("cuda"), torch.bfloat16) < 0.01
 
 
 def test_mean_rate_is_geometric():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexengine.hardware import measure, measure_links, timing
-from flexengine.hardware.profile import HardwareProfile
+from flexengine.hardware.profile import BlockShape, HardwareProfile
 from flexengine.native import allocate_host
 
 MIB = 2**20
@@ -23,6 +23,9 @@ class FakeEvent:
 
     def record(self, stream: object = None) -> None:
         self.at_s = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
 
     def synchronize(self) -> None: ...
 
@@ -69,7 +72,8 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     for name, value in {
         "CUDA_TOKENS": (8, 16, 32),
         "PLAIN_LENGTHS": (16, 32),
-        "NUM_PARAMETERS": 2**16,
+        "LEAST_HOST_BYTES": MIB,
+        "MOST_HOST_BYTES": MIB,
         "NUM_ISSUED": 20,
         "OPERAND_BYTES": MIB,
         "RESULT_BYTES": MIB,
@@ -81,12 +85,14 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_every_field_is_measured_and_the_profile_accepts_it(fake_cuda: SimpleNamespace):
-    rates = measure.measure_cuda(CPU, torch.bfloat16, (64, 96), host_free_bytes=8 * MIB, scale=0.01)
+    rates = measure.measure_cuda(CPU, torch.bfloat16, BlockShape(64, 96, 24), host_free_bytes=8 * MIB, scale=0.01)
     memory = dict.fromkeys(("gpu_total_bytes", "gpu_free_bytes", "host_total_bytes", "host_available_bytes"), 2**40)
     profile = HardwareProfile(
         "fake", "cuda", "measured", **rates._asdict(), **memory, gpu_context_bytes=1, host_base_bytes=1
     )
     assert profile.matmul_shape == (64, 96)
+    assert profile.attention_head_dim == 24
+    assert min(profile.h2d_beside_cpu_bytes_per_s, profile.d2h_beside_cpu_bytes_per_s) > 0
     assert [tokens for tokens, _ in profile.matmul_flops_per_s] == [8, 16, 32]
     assert [length for length, _ in profile.attention_backward_flops_per_s] == [16, 32]
     assert profile.issue_s > 0

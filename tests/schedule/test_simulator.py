@@ -101,6 +101,23 @@ def test_copies_slow_the_cpu_by_what_they_take_of_host_memory():
     assert timing.busy_s[Stream.CPU] == pytest.approx(timing.total_s)
 
 
+def test_the_cpu_slows_copies_down_while_it_works():
+    b = builder()
+    copy(b, Stream.H2D, 3, 0, 60)
+    b.add("update", "update", Stream.CPU, [], [Access(4, "y")])
+    alone = rates().alone_bytes_per_s[Stream.H2D]
+    beside = {Stream.H2D: alone / 4, Stream.D2H: 2 * alone}
+    timing = simulate(b.build(), rates()._replace(cpu_s=lambda command: 2.0, beside_cpu_bytes_per_s=beside))
+    assert timing.end_s[1] == pytest.approx(2.0)
+    assert timing.end_s[0] == pytest.approx(2.0 + (60 - 2.0 * alone / 4) / alone)
+
+    b = builder()
+    copy(b, Stream.D2H, 3, 0, 60)
+    b.add("update", "update", Stream.CPU, [], [Access(4, "y")])
+    never_faster = simulate(b.build(), rates()._replace(cpu_s=lambda command: 99.0, beside_cpu_bytes_per_s=beside))
+    assert never_faster.end_s[0] == pytest.approx(60 / rates().alone_bytes_per_s[Stream.D2H])
+
+
 def test_the_cpu_never_stands_still():
     b = builder()
     copy(b, Stream.H2D, 3, 0, 60)
