@@ -28,7 +28,7 @@ from torch import Tensor
 from bench.cpu_adamw import MODES, native_update, planes_of
 from bench.environment import require_gpu, write_json
 from flexengine.hardware.measure_host import copy_curve
-from flexengine.hardware.measure_links import Link, LinkBuffers, LinkRates, link_rates
+from flexengine.hardware.measure_links import Link, LinkBuffers, LinkRates, link_buffers, link_rates
 from flexengine.hardware.timing import cpu_timer
 from flexengine.native import allocate_host
 from flexengine.native.adamw import instruction_sets
@@ -177,16 +177,6 @@ def host_works(copy_bytes: int, num_parameters: int) -> Iterator[list[HostWork]]
             update = native_update(planes, torch.get_num_threads())
             works.append(HostWork("AdamW", update, num_parameters * mode.bytes_per_parameter))
         yield works
-
-
-@contextmanager
-def link_buffers(num_bytes: int, device: torch.device) -> Iterator[LinkBuffers]:
-    """Page-locked and device memory for copies of up to `num_bytes`, with random contents."""
-    with allocate_host(num_bytes, page_locked=True) as up, allocate_host(num_bytes, page_locked=True) as down:
-        up_gpu = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        down_gpu = torch.empty_like(up_gpu).random_()
-        up.tensor.copy_(down_gpu)
-        yield LinkBuffers(up.tensor, up_gpu, down_gpu, down.tensor)
 
 
 def size_table(rates: dict[str, LinkRates]) -> str:

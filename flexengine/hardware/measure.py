@@ -20,7 +20,7 @@ from flexengine.hardware.measure_host import (
     host_copy_curve,
     working_bytes,
 )
-from flexengine.hardware.measure_links import LinkBuffers, LinkRates, link_rates, rates_beside
+from flexengine.hardware.measure_links import LinkRates, link_buffers, link_rates, rates_beside
 from flexengine.hardware.measure_matmul import Buffers, affordable_tokens, block_rates
 from flexengine.hardware.memory_usage import release_unused_heap
 from flexengine.hardware.profile import BlockShape
@@ -41,6 +41,7 @@ LONGEST_BLOCK_S = 0.5  # token counts whose three passes through a block take lo
 OPERAND_BYTES, RESULT_BYTES = 832 * MIB, 576 * MIB
 COPY_BYTES = 256 * MIB
 LINK_BYTES = 128 * MIB  # page-locked, in either direction
+BESIDE_BYTES = 32 * MIB  # the same, beside what AdamW works on: together no more than training takes
 LEAST_HOST_BYTES, MOST_HOST_BYTES = 192 * MIB, 704 * MIB
 MEMORY_SHARE = 0.8  # of the free memory, where that is less than a benchmark would like
 LEAST_CUBE_BYTES = 1024 * MIB  # free memory for 8192^3 in 16 bits, three times 128 MiB, with room for the rest
@@ -236,18 +237,13 @@ def _issue_seconds(device: torch.device) -> float:
 
 def _host_rates(device: torch.device, dtype: torch.dtype, host_free_bytes: int, least_s: float) -> HostRates:
     """Host memory and the link to it, each alone and together."""
-    num_bytes = min(LINK_BYTES, _copy_bytes(min(host_free_bytes // 2, _free_bytes(device))))
-    work_bytes = int(MEMORY_SHARE * host_free_bytes) // 2
-    work_bytes = max(MIB, min(working_bytes(LEAST_HOST_BYTES, MOST_HOST_BYTES), work_bytes)) // 2 * 2
-    with allocate_host(work_bytes, page_locked=False) as work:
+    most_bytes = _copy_bytes(min(host_free_bytes // 2, _free_bytes(device)))
+    with link_buffers(min(LINK_BYTES, most_bytes), device) as buffers:
+        links = link_rates(buffers, device)
+    work_bytes = working_bytes(LEAST_HOST_BYTES, min(MOST_HOST_BYTES, int(MEMORY_SHARE * host_free_bytes) // 2))
+    with allocate_host(max(MIB, work_bytes // 2 * 2), page_locked=False) as work:
         source, target = work.tensor.chunk(2)
         copies, adamw = copy_curve(target, source, least_s), adamw_rates(dtype, work.tensor, least_s)
-        with allocate_host(num_bytes, page_locked=True) as up, allocate_host(num_bytes, page_locked=True) as down:
-            up_gpu = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-            down_gpu = torch.empty_like(up_gpu).random_()
-            up.tensor.copy_(down_gpu)
-            buffers = LinkBuffers(up.tensor, up_gpu, down_gpu, down.tensor)
-            links = link_rates(buffers, device)
-            with engine_threads():
-                beside_up, beside_down = rates_beside(buffers, device, adamw_work(dtype, work.tensor))
-    return HostRates(copies, adamw, links, beside_up, beside_down)
+        with link_buffers(min(BESIDE_BYTES, most_bytes), device) as buffers, engine_threads():
+            up, down = rates_beside(buffers, device, adamw_work(dtype, work.tensor))
+    return HostRates(copies, adamw, links, up, down)

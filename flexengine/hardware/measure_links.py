@@ -1,6 +1,7 @@
 """The link between GPU and page-locked host memory: each direction alone, both at once, and beside work of the CPU."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -8,12 +9,13 @@ from torch import Tensor
 
 from flexengine.hardware.curve import Curve
 from flexengine.hardware.timing import ISSUE_S, hold_stream, timed_calls
+from flexengine.native import allocate_host
 
 MIB = 2**20
 SIZES = (2**16, 2**18, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 128 * MIB)
 LATENCY_SIZE = MIB  # the size that the fixed part of a copy is read from
 LEAST_COPIES, MOST_COPIES = 4, 64
-BESIDE_COPIES = 16  # of the largest size: long enough for several calls of what the CPU does
+BESIDE_COPIES = 48  # long enough for several calls of what the CPU does
 
 
 class LinkRates(NamedTuple):
@@ -67,6 +69,16 @@ class LinkBuffers(NamedTuple):
         """A copy of the first `num_bytes` to the host."""
         target, source = self.down_host[:num_bytes], self.down_gpu[:num_bytes]
         return lambda: target.copy_(source, non_blocking=True)
+
+
+@contextmanager
+def link_buffers(num_bytes: int, device: torch.device) -> Iterator[LinkBuffers]:
+    """Page-locked and device memory of this size, with random contents."""
+    with allocate_host(num_bytes, page_locked=True) as up, allocate_host(num_bytes, page_locked=True) as down:
+        up_gpu = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        down_gpu = torch.empty_like(up_gpu).random_()
+        up.tensor.copy_(down_gpu)
+        yield LinkBuffers(up.tensor, up_gpu, down_gpu, down.tensor)
 
 
 def link_rates(link: Link, device: torch.device, sizes: Sequence[int] | None = None) -> LinkRates:

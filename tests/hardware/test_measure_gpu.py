@@ -68,7 +68,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     }
     for name, value in replacements.items():
         monkeypatch.setattr(torch.cuda, name, value, raising=False)
-    monkeypatch.setattr(measure, "allocate_host", lambda num_bytes, page_locked: allocate_host(num_bytes, False))
+    monkeypatch.setattr(measure_links, "allocate_host", lambda num_bytes, page_locked: allocate_host(num_bytes, False))
     for name, value in {
         "CUDA_TOKENS": (8, 16, 32),
         "PLAIN_LENGTHS": (16, 32),
