@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from bench import links
+from flexengine.hardware import measure_links
 from flexengine.hardware.curve import Curve
 from flexengine.hardware.measure_links import CURVE_NAMES, LinkBuffers, LinkRates
 from flexengine.native import allocate_host
@@ -116,7 +117,7 @@ def fake_cuda(driver, monkeypatch: pytest.MonkeyPatch):
     for name, value in replacements.items():
         monkeypatch.setattr(torch.cuda, name, value, raising=False)
     monkeypatch.setattr(links, "open_transfers", lambda device: driver.open())
-    monkeypatch.setattr(links, "allocate_host", lambda num_bytes, page_locked: allocate_host(num_bytes, False))
+    monkeypatch.setattr(measure_links, "allocate_host", lambda num_bytes, page_locked: allocate_host(num_bytes, False))
     for name in ("HOST_COPY_BYTES", "ADAMW_PARAMETERS"):
         monkeypatch.setattr(links, name, 2**16)
 
