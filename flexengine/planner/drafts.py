@@ -275,11 +275,11 @@ class Drafting:
             mine = np.array([t == tile for t in tiles])
             blocks, edges, first_s = self.update_parts(*tile)
             parts = counts[mine] @ blocks + edges[drafts.structures[mine]]
-            found[mine] = exposed_s(parts, first_s, self.problem.hidden_update_s)
+            found[mine] = exposed_s(parts, first_s, self.problem.hidden_update_s, self.problem.cost)
         return found
 
     def update_parts(self, slots: int, tile: int) -> tuple[np.ndarray, np.ndarray, float]:
-        """`Stations.seconds` of a block by level [V, 5] and of the edges by structure [S, 5] in an update with such
+        """`Stations.seconds` of a block by level [V, 4] and of the edges by structure [S, 4] in an update with such
         tiles, and those of the first tile's way."""
         key = (slots, tile)
         if key not in self._updates:

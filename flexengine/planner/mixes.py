@@ -107,7 +107,7 @@ class Mixing:
         templates = self.problem.templates
         blocks, edges, first_s = self.drafting.update_parts(*templates.tiles(1 << 60, SlotCounts().optimizer))
         parts = levels @ blocks + edges[structures]
-        return exposed_s(parts, first_s, self.problem.hidden_update_s)
+        return exposed_s(parts, first_s, self.problem.hidden_update_s, self.problem.cost)
 
     def _alone_s(self, weights: np.ndarray, grads: np.ndarray, structures: np.ndarray) -> np.ndarray:
         """Seconds [Q] of a step's copies that no compute can hide: the first weights, and the last gradient.

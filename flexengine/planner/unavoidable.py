@@ -136,6 +136,17 @@ class SizeWork:
         runs = range(len(layer.ops)) if layer.kind != "head" else recomputed(layer.ops, layer.input, ())
         return self._seconds(work[list(runs)].sum(axis=0) + work[-1])
 
+    @cached_property
+    def forward_s(self) -> float:
+        """Forward of a full round up to its head."""
+        layers = [(layer, count) for layer, count in self.step.layer_counts if layer.kind != "head"]
+        return sum(count * self._seconds(self._round_work(layer.ops)[:-1].sum(axis=0)) for layer, count in layers)
+
+    @cached_property
+    def head_s(self) -> float:
+        """The head of a full round."""
+        return sum(count * self._layer_s(layer) for layer, count in self.step.layer_counts if layer.kind == "head")
+
     def _round_work(self, ops: tuple[Op, ...]) -> np.ndarray:
         chunks = Counter((c.tokens, c.seq_len) for c in self.shape.chunks)
         return np.sum([n * self.step.work(ops, tokens, length) for (tokens, length), n in chunks.items()], axis=0)

@@ -14,31 +14,29 @@ from flexengine.plan import GroupPlan
 from flexengine.planner.cost_model import CostModel
 from flexengine.planner.loads import home_of, issue_s, link_seconds
 from flexengine.schedule.layout import GroupLayout
+from flexengine.schedule.simulator import LEAST_CPU_SHARE
 
 NUM_COPIES = 2
 """A streamed tile is fetched and returned."""
 
 
 class Stations(NamedTuple):
-    """Seconds of all tiles of a group at each station, at the rates of a busy link, and of its first tile's way.
-
-    host_s: what it takes of host memory's time, by copies or by the CPU; cpu_s: by the CPU.
-    """
+    """Seconds of all tiles of a group at each station, at the rates of a busy link, and of its first tile's way; cpu_s:
+    what the CPU takes for it while the link is idle."""
 
     h2d_s: float
     compute_s: float
     d2h_s: float
     issue_s: float
     first_s: float
-    host_s: float
     cpu_s: float = 0.0
 
-    def seconds(self, slots: int, cost: CostModel) -> tuple[float, float, float, float, float]:
-        """What the group adds to an update with so many tile slots: on the link, in compute, in issue and in host
-        memory, which other groups may overlap, and the CPU's part of the last."""
+    def seconds(self, slots: int, cost: CostModel) -> tuple[float, float, float, float]:
+        """What the group adds to an update with so many tile slots, which other groups may overlap: on the link, in
+        compute, in issue and on the CPU."""
         link_s = float(link_seconds(np.asarray(self.h2d_s), np.asarray(self.d2h_s), cost))
         way_s = self.h2d_s + self.compute_s + self.d2h_s
-        return max(link_s, way_s / slots) if self.h2d_s else 0.0, self.compute_s, self.issue_s, self.host_s, self.cpu_s
+        return max(link_s, way_s / slots) if self.h2d_s else 0.0, self.compute_s, self.issue_s, self.cpu_s
 
 
 def stations(group: GroupLayout, level: GroupPlan, tile: int, cost: CostModel) -> Stations:
@@ -49,7 +47,7 @@ def stations(group: GroupLayout, level: GroupPlan, tile: int, cost: CostModel) -
     if level.update == "cpu":
         issued_s = len(group.segments) * issue_s(cost, "update")
         cpu_s = touched / p.cpu_adamw_bytes_per_s(cost.state_dtype)
-        return Stations(0.0, 0.0, 0.0, issued_s, 0.0, host_s=cpu_s, cpu_s=cpu_s)
+        return Stations(0.0, 0.0, 0.0, issued_s, 0.0, cpu_s)
     fetched = [kind for kind, num in planes.items() if num and home_of(kind, level) == "host"]
     returned = [kind for kind in fetched if kind != "grad"]
     count = sum(-(-segment.numel // tile) for segment in group.segments)
@@ -58,16 +56,29 @@ def stations(group: GroupLayout, level: GroupPlan, tile: int, cost: CostModel) -
     fetch_s += count * p.copy_latency_s * len(fetched) * p.h2d_bytes_per_s / p.h2d_duplex_bytes_per_s
     return_s += count * p.copy_latency_s * len(returned) * p.d2h_bytes_per_s / p.d2h_duplex_bytes_per_s
     compute_s = touched / p.memory_bytes_per_s + count * p.launch_s
-    moved = sum(planes[kind] for kind in (*fetched, *returned))
     copies_s = NUM_COPIES * issue_s(cost, "copy") if fetched else 0.0
     issued_s = count * (issue_s(cost, "update") + copies_s)
     first_s = min(1.0, tile / max(1, group.numel)) * (fetch_s + compute_s + return_s)
-    return Stations(fetch_s, compute_s, return_s, issued_s, first_s, host_s=moved / p.host_rate(cost.state_dtype))
+    return Stations(fetch_s, compute_s, return_s, issued_s, first_s)
 
 
-def exposed_s(parts: np.ndarray, first_s: float, hidden_s: float) -> np.ndarray:
-    """Seconds [P] that updates add to a step, from sums [P, 5] of `Stations.seconds` and the first tile's way: the
-    slowest station's, less what the CPU goes on with under the next forward, of which so many seconds could hide it."""
-    gpu_s, host_s, cpu_s = parts[:, :3].max(axis=1), parts[:, 3], parts[:, 4]
-    hidden = np.minimum(np.minimum(cpu_s, hidden_s), np.maximum(host_s - gpu_s, 0.0))
-    return np.maximum(gpu_s, host_s) - hidden + np.where(parts[:, 0] > 0, first_s, 0.0)
+def exposed_s(parts: np.ndarray, first_s: float, hidden_s: float, cost: CostModel) -> np.ndarray:
+    """Seconds [P] that updates add to a step, from sums [P, 4] of `Stations.seconds` and the first tile's way: the
+    slowest station's, less what the CPU goes on with under the next forward, of which so many seconds could hide it.
+    While both are at work, the link and the CPU slow each other down."""
+    link_s, cpu_s = parts[:, 0], parts[:, 3]
+    link_share, cpu_share = _shares_together(cost)
+    both_s = np.minimum(link_s / link_share, cpu_s / cpu_share)
+    link_s, cpu_s = link_s + both_s * (1 - link_share), cpu_s + both_s * (1 - cpu_share)
+    gpu_s = np.maximum(link_s, parts[:, 1:3].max(axis=1))
+    hidden = np.minimum(np.maximum(cpu_s - gpu_s, 0.0), hidden_s)
+    return np.maximum(gpu_s, cpu_s) - hidden + np.where(parts[:, 0] > 0, first_s, 0.0)
+
+
+def _shares_together(cost: CostModel) -> tuple[float, float]:
+    """Of their rates, what a busy link and the CPU each have while the other is at work."""
+    p = cost.profile
+    up = min(p.h2d_duplex_bytes_per_s, p.h2d_beside_cpu_bytes_per_s)
+    down = min(p.d2h_duplex_bytes_per_s, p.d2h_beside_cpu_bytes_per_s)
+    share = max(LEAST_CPU_SHARE, 1 - (up + down) / p.host_rate(cost.state_dtype))
+    return up / p.h2d_duplex_bytes_per_s, share
