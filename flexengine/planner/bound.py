@@ -44,15 +44,16 @@ kept activations of a round that are not on the host, and the operands of the co
 block's.
 
 Why it is a lower bound. Take any plan, and any program that runs it. Its homes and save sets, as fractions, are one
-choice of x, k, w, g, s, and the bytes it really held over a turn are one choice of c. Each stream's busy seconds are at
-least the left sides above: every byte and every piece of work there is moved or done by every program of the plan.
-(Weights may come out of the GPU's update right into the next forward, so that is not counted twice; those that the CPU
-updates are fetched for it. Padding, latencies, slots, waits, and reading kept activations twice are left out.) The parts
-follow each other, and what a part's rows count can happen in no other: what is on the GPU at neither end of a part but
-used in it must be fetched in it, and no update begins before the last gradient or ends after the head has begun. Slots
-in use at one moment do not overlap, so the bytes on the left of the memory rows are part of what the plan takes. Hence
-the plan satisfies all rows with T = its time, and the least T of the relaxation is not above it. The bound is the least
-over the sizes; a size with the same chunks and number of rounds as a smaller one asks for the same rows.
+choice of x, k, w, g, s, and the bytes it really held over a turn are one choice of c. Each stream's busy seconds are
+at least the left sides above: every byte and every piece of work there is moved or done by every program of the plan.
+(Weights may come out of the GPU's update right into the next forward, so that is not counted twice; those that the
+CPU updates are fetched for it. Padding, latencies, slots, waits, and reading kept activations twice are left out.)
+The parts follow each other, and what a part's rows count can happen in no other: what is on the GPU at neither end of
+a part but used in it must be fetched in it, and no update begins before the last gradient or ends after the head has
+begun. Slots in use at one moment do not overlap, so the bytes on the left of the memory rows are part of what the
+plan takes. Hence the plan satisfies all rows with T = its time, and the least T of the relaxation is not above it.
+The bound is the least over the sizes; a size with the same chunks and number of rounds as a smaller one asks for the
+same rows.
 """
 
 from __future__ import annotations
