@@ -62,9 +62,9 @@ def adamw_rates(dtype: torch.dtype, memory: Tensor, least_s: float) -> tuple[tup
     """(state dtype, parameters/s) of the engine's update for masters as they come with `dtype`, by all threads but one,
     which the engine leaves to the host.
 
-    bfloat16 compute has split masters and bf16 gradients, float32 and float64 have whole ones. memory: uint8, zeroed,
-    filled with as many parameters as it holds; it should exceed the processor's caches (`working_bytes`). Where the
-    native update is missing, a small piece is timed instead.
+    bfloat16 compute has split masters and bf16 gradients, float32 and float64 have whole ones. memory: uint8, filled
+    with as many parameters as it holds; it should exceed the processor's caches (`working_bytes`). Where the native
+    update is missing, a small piece is timed instead.
     """
     rates = []
     with engine_threads():
@@ -77,10 +77,13 @@ def adamw_rates(dtype: torch.dtype, memory: Tensor, least_s: float) -> tuple[tup
     return tuple(rates)
 
 
-def adamw_work(dtype: torch.dtype, memory: Tensor) -> Callable[[], object]:
-    """An update of the parameters that fill `memory`, with the narrowest states that go with `dtype`."""
-    layout = _plane_dtypes(dtype, torch.float64 if dtype == torch.float64 else torch.bfloat16)
-    return _update(_planes(memory, layout, _fitting(memory, layout)))
+def adamw_work(dtype: torch.dtype, memory: Tensor, rates: tuple[tuple[str, float], ...]) -> Callable[[], object]:
+    """An update with the last of the state dtypes that have such rates, of the parameters that fill `memory`, or of few
+    where it is slow."""
+    state, rate = rates[-1]
+    layout = _plane_dtypes(dtype, getattr(torch, state))
+    most = memory.numel() if rate > SLOW_PARAMETERS_PER_S else FIRST_PARAMETERS
+    return _update(_planes(memory, layout, min(most, _fitting(memory, layout))))
 
 
 @contextmanager

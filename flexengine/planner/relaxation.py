@@ -16,7 +16,6 @@ LINK_PRICE = 1e-5
 LEAST_PRICE = 1e-3
 """Rows whose relaxation by one unit would save a smaller share of the step are not named as limits."""
 ROW_WORDS = {
-    "compute": "compute",
     "update compute": "compute",
     "forward compute": "compute",
     "backward compute": "compute",

@@ -9,6 +9,7 @@ import torch
 from flexengine.hardware import measure_host
 from flexengine.hardware.measure_attention import AttentionRates, _kernel_calls, _plain_calls, error_of, plain_rates
 from flexengine.hardware.measure_host import (
+    FIRST_PARAMETERS,
     adamw_rates,
     adamw_work,
     cache_bytes,
@@ -214,7 +215,7 @@ def test_adamw_rates_cover_the_state_dtypes(dtype: torch.dtype, states: list[str
 
 def test_adamw_of_the_probe_updates_random_gradients_that_fill_the_memory():
     memory = torch.full((MIB,), 0xFF, dtype=torch.uint8)  # NaN in every dtype
-    work = adamw_work(torch.bfloat16, memory)
+    work = adamw_work(torch.bfloat16, memory, (("float32", 2e9), ("bfloat16", 1e9)))
     planes = memory.view(torch.bfloat16)
     count = MIB // 10 // 64 * 64
     assert planes[: 3 * count].count_nonzero() == 0  # states and weight
@@ -224,6 +225,14 @@ def test_adamw_of_the_probe_updates_random_gradients_that_fill_the_memory():
     assert torch.isfinite(planes[: 5 * count].float()).all()
     assert torch.equal(planes[3 * count : 4 * count], grad)
     assert planes[:count].float().std() > 0.01  # exp_avg took a share of the gradient
+
+
+def test_slow_adamw_works_on_a_small_piece():
+    memory = torch.empty(8 * MIB, dtype=torch.uint8)
+    adamw_work(torch.float32, memory, (("float32", 1e6),))()
+    few = 4 * FIRST_PARAMETERS
+    assert memory[:few].count_nonzero() > 0
+    assert memory[4 * few :].count_nonzero() == 0
 
 
 @pytest.mark.parametrize(
