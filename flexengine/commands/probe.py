@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model",
         metavar="DIR_OR_PRESET",
-        help="time linear layers of this model's sizes (default: those of an 8B model, "
+        help="time linear layers and attention of this model's sizes (default: those of an 8B model, "
         f"hidden {DEFAULT_SHAPE.hidden_size}, intermediate {DEFAULT_SHAPE.intermediate_size})",
     )
     parser.add_argument("--dtype", choices=COMPUTE_DTYPES, default=None, help="compute dtype (default: bfloat16)")

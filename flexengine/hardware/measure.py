@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexengine.hardware.curve import Curve, Points
-from flexengine.hardware.measure_attention import AttentionRates, error_of, kernel_rates, plain_rates
+from flexengine.hardware.measure_attention import AttentionRates, error_of, fitting_rows, kernel_rates, plain_rates
 from flexengine.hardware.measure_host import (
     adamw_rates,
     adamw_work,
@@ -177,12 +177,13 @@ def _cuda_buffers(device: torch.device, dtype: torch.dtype) -> Buffers:
 def _cuda_attention(head_dim: int, device: torch.device, dtype: torch.dtype, least_s: float) -> AttentionRates:
     """The fastest kernels that give the right answer, or the plain path where heads, dtype or card have none."""
     found: list[AttentionRates] = []
+    rows = fitting_rows(head_dim, int(MEMORY_SHARE * _free_bytes(device)))
     for kernels in KERNEL_NAMES:
         if not can_serve(kernels, dtype, head_dim):
             continue
         try:
             if error_of(kernels, head_dim, device, dtype) <= ATTENTION_ERROR:
-                found.append(kernel_rates(kernels, KERNEL_LENGTHS, head_dim, device, dtype, cuda_timer, least_s))
+                found.append(kernel_rates(kernels, KERNEL_LENGTHS, head_dim, device, dtype, cuda_timer, least_s, rows))
         except (RuntimeError, NotImplementedError):  # an older card
             pass
         torch.cuda.empty_cache()

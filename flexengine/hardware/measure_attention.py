@@ -17,7 +17,8 @@ from flexengine.ops.attention_reference import attention_backward_reference, att
 from flexengine.ops.base import KernelName
 
 QUERIES_PER_KEY = 4
-KERNEL_ROWS = 262144  # tokens x heads: keeps every multiprocessor busy with less than half a GiB at any length
+KERNEL_ROWS = 262144  # tokens x heads: keeps every multiprocessor busy at any length
+ROW_BYTES = 20  # per row and width of a head: operands, results, gradients and what the backward works with
 KERNEL_TOKENS = 16384
 PLAIN_BLOCK = 512  # queries per block of the plain path, as in the engine's
 
@@ -51,11 +52,24 @@ class Calls(NamedTuple):
 
 def kernel_rates(
     kernels: KernelName, lengths: Sequence[int], head_dim: int, device: torch.device, dtype: torch.dtype, timer: Timer,
-    least_s: float,
+    least_s: float, rows: int = KERNEL_ROWS,
 ) -> AttentionRates:  # fmt: skip
-    """Rates of the engine's calls of such kernels. Raises: RuntimeError where card or dtype have none."""
-    rates = _rates(lengths, lambda length: _kernel_calls(kernels, length, head_dim, device, dtype), timer, least_s)
+    """Rates of the engine's calls of such kernels on about so many rows (`fitting_rows`). Raises: RuntimeError where
+    card or dtype have none."""
+
+    def calls(length: int) -> Calls:
+        return _kernel_calls(kernels, length, head_dim, device, dtype, rows)
+
+    rates = _rates(lengths, calls, timer, least_s)
     return rates._replace(kernels=kernels)
+
+
+def fitting_rows(head_dim: int, free_bytes: int) -> int:
+    """Tokens x heads that a benchmark takes within so much memory: KERNEL_ROWS, or less by a power of two."""
+    rows = KERNEL_ROWS
+    while rows > QUERIES_PER_KEY * KERNEL_TOKENS and rows * head_dim * ROW_BYTES > free_bytes:
+        rows //= 2
+    return rows
 
 
 def error_of(kernels: KernelName, head_dim: int, device: torch.device, dtype: torch.dtype) -> float:
@@ -104,10 +118,12 @@ def _operands(
     return (q, k, v), grad_out, Lengths((length,) * (tokens // length), offsets)
 
 
-def _kernel_calls(name: KernelName, length: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> Calls:
+def _kernel_calls(
+    name: KernelName, length: int, head_dim: int, device: torch.device, dtype: torch.dtype, rows: int = KERNEL_ROWS
+) -> Calls:
     """Packed sequences of `length` tokens."""
     tokens = max(length, KERNEL_TOKENS)
-    num_heads, kernels = KERNEL_ROWS // tokens, KERNELS[name]
+    num_heads, kernels = max(QUERIES_PER_KEY, rows // tokens), KERNELS[name]
     operands, grad_out, lengths = _operands(tokens, num_heads, length, head_dim, device, dtype)
     rng = torch.zeros(2, dtype=torch.int64, device=device)
 

@@ -16,7 +16,7 @@ from flexengine.optim.adamw import adamw_update
 FIRST_PARAMETERS = 2**18  # a piece that even the plain torch path updates in a fraction of a second
 SLOW_PARAMETERS_PER_S = 50e6  # below this a larger piece would take too long, and shows nothing new
 PIECE_ALIGNMENT = 64  # parameters: whole cache lines in every plane
-CACHE_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+CPUS = Path("/sys/devices/system/cpu")
 UNKNOWN_CACHE_BYTES = 64 * 2**20
 CACHE_SHARE = 0.45  # of a buffer that is swept again and again, what may still be found in the cache
 
@@ -103,12 +103,17 @@ def working_bytes(least_bytes: int, most_bytes: int) -> int:
 
 
 def cache_bytes() -> int:
-    """Size of the processor's last cache as Linux tells it ("32768K"); a usual one where it does not."""
+    """Size of all last caches of the processors as Linux tells them ("32768K"), each of which several cores share; a
+    usual one where it does not."""
+    sizes: dict[str, int] = {}
     try:
-        text = CACHE_SIZE.read_text(encoding="ascii").strip()
-        return int(text.rstrip("KMG")) * {"K": 2**10, "M": 2**20, "G": 2**30}.get(text[-1:], 1)
+        for folder in CPUS.glob("cpu[0-9]*/cache/index3"):
+            text = (folder / "size").read_text(encoding="ascii").strip()
+            cores = (folder / "shared_cpu_list").read_text(encoding="ascii").strip()
+            sizes[cores] = int(text.rstrip("KMG")) * {"K": 2**10, "M": 2**20, "G": 2**30}.get(text[-1:], 1)
     except (OSError, ValueError):
         return UNKNOWN_CACHE_BYTES
+    return sum(sizes.values()) or UNKNOWN_CACHE_BYTES
 
 
 def _adamw_rate(memory: Tensor, layout: tuple[torch.dtype, ...], most_parameters: int, least_s: float) -> float:

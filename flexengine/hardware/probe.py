@@ -12,6 +12,7 @@ import torch
 from flexengine.hardware.cache import age_s, profile_path, read_cached, write_cached
 from flexengine.hardware.host_memory import host_memory
 from flexengine.hardware.measure import measure_cuda
+from flexengine.hardware.measure_cpu import HEAD_DIM as CPU_HEAD_DIM
 from flexengine.hardware.measure_cpu import measure_cpu
 from flexengine.hardware.memory_usage import gpu_used_bytes, note_baseline, release_unused_heap, resident_bytes
 from flexengine.hardware.nvml import nvidia_driver_version
@@ -71,6 +72,7 @@ def run_probe(
         raise ValueError(f"probe: device is {device}, expected a CUDA device or the CPU")
     if seconds_budget <= 0:
         raise ValueError(f"probe: seconds_budget is {seconds_budget}, expected more than 0 seconds")
+    shape = BlockShape(*shape)
     if min(shape) < 1:
         raise ValueError(
             f"probe: shape is {tuple(shape)}, expected hidden_size, intermediate_size and head_dim of at least 1"
@@ -79,7 +81,7 @@ def run_probe(
         note_baseline()
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     else:
-        shape = BlockShape(_nearby_size(shape.hidden_size), _nearby_size(shape.intermediate_size))
+        shape = BlockShape(_nearby_size(shape.hidden_size), _nearby_size(shape.intermediate_size), CPU_HEAD_DIM)
     path = _path(device, dtype, shape)
     profile = None if force else read_cached(path)
     from_cache = profile is not None

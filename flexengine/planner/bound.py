@@ -11,7 +11,7 @@ parts. A step is cut where a round turns from its head to its last block's backw
 For every chunk and round size the planner may choose, with R rounds a step, it minimises T over
 
     x_S      share of the blocks that keep the outputs S from forward to backward, the rest being recomputed
-    k        bytes of kept activations that wait in host memory, of a whole step
+    k        bytes of kept activations, of a whole step, that are on the host alone when a last block's backward begins
     w, g, s  bytes of weights, gradients and optimizer states at home on the GPU, per kind of group (totals W, G, S)
     c        bytes of host-homed weights (gradients) that nevertheless stay on the GPU from one use to the next:
              over the turn from forward to backward, between rounds, and at the end of the step

@@ -30,6 +30,7 @@ ROW_WORDS = {
     "h2d": "the host-to-device link",
     "d2h": "the device-to-host link",
     "gpu head": "GPU memory",
+    "gpu begin": "GPU memory",
     "gpu block": "GPU memory",
     "gpu between": "GPU memory",
     "gpu end": "GPU memory",
@@ -119,7 +120,7 @@ class Relaxation:
         self.lp.at_most("kept on host", {"on host": 1.0, **{k: -v for k, v in self.kept.items()}}, 0.0)
         self._hold_rows()
         for p in self.step.parameters:
-            by_cpu = add(f"u {p.name}", None if self.step.profile.device_type == "cuda" else 0.0)
+            by_cpu = add(f"u {p.name}")
             for kind in "wgs":
                 total = self._total(kind, [p])
                 self.lp.at_most(f"{kind} by cpu {p.name}", {by_cpu: total, **self._at_home(kind, [p])}, total)
@@ -173,6 +174,8 @@ class Relaxation:
     def _part_rows(self) -> None:
         """What must cross the link, or be done by the CPU, within a part of the step."""
         size, p, r = self.size, self.step.profile, self.rounds
+        up = max(p.h2d_bytes_per_s, p.h2d_duplex_bytes_per_s)
+        down = max(p.d2h_bytes_per_s, p.d2h_duplex_bytes_per_s)
         head_s, total = min(1.0, size.full_rounds) * size.head_s / self.unit_s, self._total
         cpu_s = {f"u {q.name}": size.cpu_update_s_of(q) / self.unit_s for q in self.step.parameters}
         self.lp.at_most("cpu", {"V": -1.0, **cpu_s}, -head_s)
@@ -181,22 +184,22 @@ class Relaxation:
         homes = self._at_home("wgs", factor=-1.0)
         fetched = {**homes, **self._by_cpu("gs"), "hold end": -1.0, "hold grads": -1.0, "hold states": -1.0}
         moved = (fetched, total("w") + total("g") + total("s"))
-        self._part_row("update h2d", "V", moved, p.h2d_bytes_per_s, (p.h2d_beside_cpu_bytes_per_s, cpu_s), head_s)
+        self._part_row("update h2d", "V", moved, up, (p.h2d_beside_cpu_bytes_per_s, cpu_s), head_s)
         beside = (p.d2h_beside_cpu_bytes_per_s, cpu_s)
         returned = {**self._at_home("s", factor=-1.0), **self._by_cpu("s"), "hold unsent": -1.0}
-        self._part_row("update d2h", "V", (returned, total("s")), p.d2h_bytes_per_s, beside, head_s)
+        self._part_row("update d2h", "V", (returned, total("s")), down, beside, head_s)
         both = (_added(fetched, returned, touched), moved[1] + total("s"))
         self._part_row("update host", "V", both, self._host_rate(), left_s=head_s)
         first = size.round_share
-        self._part_row("first d2h", "V", ({"on host": first}, 0.0), p.d2h_bytes_per_s, beside)
+        self._part_row("first d2h", "V", ({"on host": first}, 0.0), down, beside)
 
         others = 1 - min(1.0, 1 / size.full_rounds)
-        self._part_row("forward d2h", "F", ({"on host": others}, 0.0), p.d2h_bytes_per_s)
+        self._part_row("forward d2h", "F", ({"on host": others}, 0.0), down)
         fetched = {**self._at_home("w", factor=1.0 - r), "hold between": 1.0 - r}
-        self._part_row("forward h2d", "F", (fetched, (r - 1) * total("w")), p.h2d_bytes_per_s)
+        self._part_row("forward h2d", "F", (fetched, (r - 1) * total("w")), up)
         twice = [q for q in self.step.parameters if q.twice]
         fetched = {**self._at_home("w", twice, factor=-float(r)), "hold turn": -float(r), "on host": 1.0}
-        self._part_row("backward h2d", "B", (fetched, r * total("w", twice)), p.h2d_bytes_per_s)
+        self._part_row("backward h2d", "B", (fetched, r * total("w", twice)), up)
 
     def _part_row(
         self, name: str, part: str, moved: tuple[dict[str, float], float], rate: float,
@@ -216,7 +219,8 @@ class Relaxation:
         beside = p.h2d_beside_cpu_bytes_per_s + p.d2h_beside_cpu_bytes_per_s
         links = (0.0, min(beside, (1 - LEAST_CPU_SHARE) * host), beside)
         together = (cpu * max(LEAST_CPU_SHARE, 1 - link / host) + link for link in links)
-        return max(p.h2d_bytes_per_s + p.d2h_bytes_per_s, *together)
+        idle = max(p.h2d_bytes_per_s, p.h2d_duplex_bytes_per_s) + max(p.d2h_bytes_per_s, p.d2h_duplex_bytes_per_s)
+        return max(idle, *together)
 
     def _copy_row(self, name: str, moved: tuple[dict[str, float], float], alone: float, both: float) -> None:
         """moved bytes <= rate alone * seconds alone + rate with both directions busy * those seconds, over `alone`."""
@@ -253,8 +257,10 @@ class Relaxation:
         turn = {**self._at_home(earlier), **kept}
         head = {**turn, **self._at_home("w", [p for p in params if not p.head])}
         head_weights = self._total("w", [p for p in params if p.head])
-        head["hold unsent"] = 1.0
-        self.lp.at_most("gpu head", head, budget - head_weights - size.head_bytes / unit)
+        head_room = budget - head_weights - size.head_bytes / unit
+        self.lp.at_most("gpu head", head, head_room)
+        begin = {name: factor for name, factor in head.items() if name != "hold turn"}
+        self.lp.at_most("gpu begin", {**begin, "hold unsent": 1.0}, head_room)
         self.lp.at_most("gpu block", {**turn, **self._at_home("w")}, budget - size.block_bytes / unit)
         home = self._at_home("wgs")
         if self.rounds > 1:

@@ -81,4 +81,4 @@ def _shares_together(cost: CostModel) -> tuple[float, float]:
     up = min(p.h2d_duplex_bytes_per_s, p.h2d_beside_cpu_bytes_per_s)
     down = min(p.d2h_duplex_bytes_per_s, p.d2h_beside_cpu_bytes_per_s)
     share = max(LEAST_CPU_SHARE, 1 - (up + down) / p.host_rate(cost.state_dtype))
-    return up / p.h2d_duplex_bytes_per_s, share
+    return min(up / p.h2d_duplex_bytes_per_s, down / p.d2h_duplex_bytes_per_s), share

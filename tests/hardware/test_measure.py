@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from flexengine.hardware import measure_host
-from flexengine.hardware.measure_attention import AttentionRates, _kernel_calls, _plain_calls, error_of, plain_rates
+from flexengine.hardware.measure_attention import (
+    KERNEL_ROWS,
+    AttentionRates,
+    _kernel_calls,
+    _plain_calls,
+    error_of,
+    fitting_rows,
+    plain_rates,
+)
 from flexengine.hardware.measure_host import (
     FIRST_PARAMETERS,
     adamw_rates,
@@ -236,20 +244,34 @@ def test_slow_adamw_works_on_a_small_piece():
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [("32768K\n", 32 * MIB), ("300M", 300 * MIB), ("1G", 2**30), ("lots", 64 * MIB), (None, 64 * MIB)],
+    ("caches", "expected"),
+    [
+        ([("0-15", "300M")] * 2, 300 * MIB),
+        ([("0-7", "32768K\n"), ("0-7", "32768K"), ("8-15", "32768K")], 64 * MIB),
+        ([("0", "1G")], 2**30),
+        ([("0", "lots")], 64 * MIB),
+        ([], 64 * MIB),
+    ],
 )
-def test_working_memory_exceeds_the_last_cache(
-    text: str | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_working_memory_exceeds_the_last_caches(
+    caches: list[tuple[str, str]], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    file = tmp_path / "size"
-    if text is not None:
-        file.write_text(text)
-    monkeypatch.setattr(measure_host, "CACHE_SIZE", file)
+    for i, (cores, size) in enumerate(caches):
+        folder = tmp_path / f"cpu{i}" / "cache" / "index3"
+        folder.mkdir(parents=True)
+        (folder / "size").write_text(size)
+        (folder / "shared_cpu_list").write_text(cores)
+    monkeypatch.setattr(measure_host, "CPUS", tmp_path)
     assert cache_bytes() == expected
     assert working_bytes(0, 2**40) > 2 * expected
     assert working_bytes(2**35, 2**36) == 2**35
     assert working_bytes(0, MIB) == MIB
+
+
+def test_attention_is_measured_on_what_fits():
+    assert fitting_rows(128, 2**30) == KERNEL_ROWS
+    assert fitting_rows(256, 2**30) == KERNEL_ROWS // 2
+    assert fitting_rows(256, 0) == 4 * 16384
 
 
 def test_link_rates_come_from_the_largest_copies_and_latency_from_one_mib():

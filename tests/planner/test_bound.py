@@ -10,7 +10,7 @@ from flexengine.hardware.presets import preset
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.registry import open_model
 from flexengine.models.spec import ModelSpec
-from flexengine.plan import GroupPlan, Numerics, Plan, Request
+from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan, Request
 from flexengine.planner.bound import TOLERANCE, Bound, speed_of_light, speed_of_light_s
 from flexengine.planner.cost_model import StepPricer, step_seconds
 from flexengine.planner.linear_program import LinearProgram
@@ -79,6 +79,35 @@ def test_never_above_a_plan_with_a_busy_host(seed):
     plan = tight(replace(plan, groups=tuple(groups)), model, profile, max_global_batch_tokens=random.choice([128, 640]))
     step_s = step_seconds(Layout(model, plan), profile).step_s
     assert 0 < bound_of(model, plan.request, profile).seconds <= step_s
+
+
+@pytest.mark.parametrize("gain", [1.0, 1.3])
+def test_never_above_an_update_by_tiles_on_a_link_that_is_faster_when_busy(gain):
+    rates = {"h2d_duplex_bytes_per_s": gain * 1e7, "d2h_duplex_bytes_per_s": gain * 1e7}
+    compute = {"matmul_flops_per_s": ((16, 1e14),), "memory_bytes_per_s": 1e12, "launch_s": 1e-12}
+    compute |= {"cpu_adamw_parameters_per_s": (("float32", 1e4),)}  # nothing for the CPU
+    profile = replace(slow_link(1e7), **rates, **compute, copy_latency_s=1e-13, device_type="cuda", gpu_context_bytes=0)
+    model = small_model(12, False, 128, 64)
+    request = Request(32, 64, ROOMY, ROOMY, numerics=FLOAT32, recompute="full", chunk_tokens=64, round_tokens=64)
+    groups, layers = (GroupPlan("gpu", "gpu", "host"),) * len(model.groups), (LayerPlan(),) * 14
+    plan = Plan("small", request, 64, 1, layers, groups, 1, 1, 1, 3, 1 << 10, False)
+    layout = Layout(model, plan)
+    budgets = {
+        "max_gpu_bytes": gpu_required_bytes(layout, profile),
+        "max_host_bytes": host_required_bytes(layout, profile),
+    }
+    plan = replace(plan, request=replace(request, **budgets))
+    step_s = step_seconds(Layout(model, plan), profile).step_s
+    assert 0.7 * step_s < bound_of(model, plan.request, profile).seconds <= step_s
+
+
+def test_never_above_updates_by_the_cpu_on_a_cpu():
+    """The planner does not offer them there, but they are plans."""
+    model, profile = small_model(4, False, 128, 64), slow_link(1e8)
+    request = Request(32, 128, ROOMY, ROOMY, numerics=FLOAT32, recompute="full", **PINNED)
+    resident = resident_plan(model, request)
+    plan = tight(replace(resident, groups=(GroupPlan(update="cpu"),) * len(model.groups)), model, profile)
+    assert bound_of(model, plan.request, profile).seconds <= step_seconds(Layout(model, plan), profile).step_s
 
 
 @pytest.mark.parametrize("budget_share", [0.5, 1.0])
