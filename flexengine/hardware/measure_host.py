@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexengine.hardware.curve import Curve, Points
 from flexengine.hardware.timing import cpu_timer
+from flexengine.native.adamw import update_threads
 from flexengine.optim.adamw import adamw_update
 
 FIRST_PARAMETERS = 2**18  # a piece that even the plain torch path updates in a fraction of a second
@@ -88,9 +89,9 @@ def adamw_work(dtype: torch.dtype, memory: Tensor, rates: tuple[tuple[str, float
 
 @contextmanager
 def engine_threads() -> Iterator[None]:
-    """All of torch's threads but one, as the engine updates with."""
+    """As many of torch's threads as the engine updates with."""
     most = torch.get_num_threads()
-    torch.set_num_threads(max(1, most - 1))
+    torch.set_num_threads(update_threads())
     try:
         yield
     finally:

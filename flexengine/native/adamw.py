@@ -52,6 +52,11 @@ def instruction_sets() -> tuple[InstructionSet, ...]:
     return () if best is None else _INSTRUCTION_SETS[1 : best() + 1]
 
 
+def update_threads() -> int:
+    """Threads of an update beside a running step: all of torch's but one, which is left to the issue of commands."""
+    return max(1, torch.get_num_threads() - 1)
+
+
 def adamw_update_(
     weight: Tensor,
     remainder: Tensor | None,

@@ -150,6 +150,12 @@ def rounds_per_step(request: Request, shape: RoundShape) -> int:
     return max(1, -(-request.max_global_batch_tokens // sum(c.tokens for c in shape.chunks)))
 
 
+def lower_first_round(layout: Layout, shape: RoundShape) -> Program:
+    """A step's first round, where the CPU updates with the update of the step before, which goes on under it."""
+    first = lower_round(layout, shape, first=True)
+    return followed(lower_update(layout), first) if layout.plan.updates_on_cpu else first
+
+
 @dataclass(frozen=True)
 class PricedProgram:
     """Makespan, busy seconds per stream, recompute seconds and stalls of one program."""
@@ -236,11 +242,9 @@ class StepPricer:
         plan, cost = layout.plan, self.cost(layout)
         shape = round_shape(plan.request, plan.chunk_tokens, plan.chunks_per_round)
         rounds = rounds_per_step(plan.request, shape)
-        first = lower_round(layout, shape, first=True)
-        if plan.updates_on_cpu:  # which goes on under the next step's first round
-            parts = [(self._price(followed(lower_update(layout), first), cost), 1)]
-        else:
-            parts = [(self._price(first, cost), 1), (self.update(layout, cost), 1)]
+        parts = [(self._price(lower_first_round(layout, shape), cost), 1)]
+        if not plan.updates_on_cpu:
+            parts.append((self.update(layout, cost), 1))
         if rounds > 1:
             parts.append((self._price(lower_round(layout, shape, first=False), cost), rounds - 1))
         return StepEstimate(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from flexengine.planner.linear_program import LinearProgram, Optimum
 from flexengine.planner.memory import host_overhead_bytes
 from flexengine.planner.unavoidable import SizeWork, Unavoidable
-from flexengine.schedule.simulator import LEAST_CPU_SHARE
+from flexengine.schedule.simulator import LEAST_CPU_SHARE, cpu_share
 
 TOLERANCE = 1e-6
 """Share by which the solver's answer may be above the true least; the bound is lowered by it."""
@@ -157,7 +157,7 @@ class Relaxation:
     # -- rows --------------------------------------------------------------------------------------------------------
 
     def _stream_rows(self) -> None:
-        size, first = self.size, min(1.0, self.size.full_rounds)
+        size, first = self.size, self.size.first_share
         spared = {f"u {p.name}": -size.update_s_of(p) / self.unit_s for p in self.step.parameters}
         forward_s = size.forward_s + size.head_s
         update_s, other_s = first * forward_s + size.update_s, (size.full_rounds - first) * forward_s
@@ -174,9 +174,8 @@ class Relaxation:
     def _part_rows(self) -> None:
         """What must cross the link, or be done by the CPU, within a part of the step."""
         size, p, r = self.size, self.step.profile, self.rounds
-        up = max(p.h2d_bytes_per_s, p.h2d_duplex_bytes_per_s)
-        down = max(p.d2h_bytes_per_s, p.d2h_duplex_bytes_per_s)
-        head_s, total = min(1.0, size.full_rounds) * size.head_s / self.unit_s, self._total
+        up, down = self._link_rates()
+        head_s, total = size.first_share * size.head_s / self.unit_s, self._total
         cpu_s = {f"u {q.name}": size.cpu_update_s_of(q) / self.unit_s for q in self.step.parameters}
         self.lp.at_most("cpu", {"V": -1.0, **cpu_s}, -head_s)
 
@@ -190,8 +189,7 @@ class Relaxation:
         self._part_row("update d2h", "V", (returned, total("s")), down, beside, head_s)
         both = (_added(fetched, returned, touched), moved[1] + total("s"))
         self._part_row("update host", "V", both, self._host_rate(), left_s=head_s)
-        first = size.round_share
-        self._part_row("first d2h", "V", ({"on host": first}, 0.0), down, beside)
+        self._part_row("first d2h", "V", ({"on host": size.round_share}, 0.0), down, beside)
 
         others = 1 - min(1.0, 1 / size.full_rounds)
         self._part_row("forward d2h", "F", ({"on host": others}, 0.0), down)
@@ -212,15 +210,20 @@ class Relaxation:
         row = _added({key: value / unit for key, value in terms.items()}, lost, {part: -1.0})
         self.lp.at_most(name, row, -constant / unit - left_s)
 
+    def _link_rates(self) -> tuple[float, float]:
+        """Most bytes per second to the device and to the host, whatever the other direction does."""
+        p = self.step.profile
+        up = max(p.h2d_bytes_per_s, p.h2d_duplex_bytes_per_s)
+        return up, max(p.d2h_bytes_per_s, p.d2h_duplex_bytes_per_s)
+
     def _host_rate(self) -> float:
         """Most bytes per second that the CPU's updates and the link move together."""
         p, state = self.step.profile, self.step.request.numerics.state
         cpu, host = p.cpu_adamw_bytes_per_s(state), p.host_rate(state)
         beside = p.h2d_beside_cpu_bytes_per_s + p.d2h_beside_cpu_bytes_per_s
         links = (0.0, min(beside, (1 - LEAST_CPU_SHARE) * host), beside)
-        together = (cpu * max(LEAST_CPU_SHARE, 1 - link / host) + link for link in links)
-        idle = max(p.h2d_bytes_per_s, p.h2d_duplex_bytes_per_s) + max(p.d2h_bytes_per_s, p.d2h_duplex_bytes_per_s)
-        return max(idle, *together)
+        together = (cpu * cpu_share(link, host) + link for link in links)
+        return max(sum(self._link_rates()), *together)
 
     def _copy_row(self, name: str, moved: tuple[dict[str, float], float], alone: float, both: float) -> None:
         """moved bytes <= rate alone * seconds alone + rate with both directions busy * those seconds, over `alone`."""

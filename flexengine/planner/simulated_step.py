@@ -11,9 +11,8 @@ from functools import cached_property
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
-from flexengine.planner.cost_model import StepPricer, round_shape, rounds_per_step
+from flexengine.planner.cost_model import StepPricer, lower_first_round, round_shape, rounds_per_step
 from flexengine.schedule.commands import Program
-from flexengine.schedule.following import followed
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_round
 from flexengine.schedule.simulator import Timing, simulate
@@ -76,18 +75,13 @@ def simulate_step(plan: Plan, model: ModelSpec, profile: HardwareProfile) -> Sim
     rates = StepPricer(profile).cost(layout).rates()
     shape = round_shape(plan.request, plan.chunk_tokens, plan.chunks_per_round)
     rounds = rounds_per_step(plan.request, shape)
-    name, first, update = (
-        "first round" if rounds > 1 else "the round",
-        lower_round(layout, shape, True),
-        lower_update(layout),
-    )
+    name = "first round" if rounds > 1 else "the round"
     if plan.updates_on_cpu:
-        programs = [(f"update of the step before, then {name}", 1, followed(update, first))]
-    else:
-        programs = [(name, 1, first)]
+        name = f"update of the step before, then {name}"
+    programs = [(name, 1, lower_first_round(layout, shape))]
     if rounds > 1:
         programs.append(("accumulating round", rounds - 1, lower_round(layout, shape, first=False)))
     if not plan.updates_on_cpu:
-        programs.append(("update", 1, update))
+        programs.append(("update", 1, lower_update(layout)))
     parts = [StepPart(name, repeats, program, simulate(program, rates)) for name, repeats, program in programs]
     return SimulatedStep(plan, layout, profile, tuple(parts))

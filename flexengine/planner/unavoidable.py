@@ -118,6 +118,11 @@ class SizeWork:
         return self.step.request.max_global_batch_tokens / sum(c.tokens for c in self.shape.chunks)
 
     @property
+    def first_share(self) -> float:
+        """Of a full round, what the step's first one has."""
+        return min(1.0, self.full_rounds)
+
+    @property
     def round_share(self) -> float:
         """The least part of a step's tokens that its largest round has: a long sequence is never split."""
         batch = self.step.request.max_global_batch_tokens

@@ -14,7 +14,7 @@ from flexengine.plan import GroupPlan
 from flexengine.planner.cost_model import CostModel
 from flexengine.planner.loads import home_of, issue_s, link_seconds
 from flexengine.schedule.layout import GroupLayout
-from flexengine.schedule.simulator import LEAST_CPU_SHARE
+from flexengine.schedule.simulator import cpu_share
 
 NUM_COPIES = 2
 """A streamed tile is fetched and returned."""
@@ -67,9 +67,9 @@ def exposed_s(parts: np.ndarray, first_s: float, hidden_s: float, cost: CostMode
     slowest station's, less what the CPU goes on with under the next forward, of which so many seconds could hide it.
     While both are at work, the link and the CPU slow each other down."""
     link_s, cpu_s = parts[:, 0], parts[:, 3]
-    link_share, cpu_share = _shares_together(cost)
-    both_s = np.minimum(link_s / link_share, cpu_s / cpu_share)
-    link_s, cpu_s = link_s + both_s * (1 - link_share), cpu_s + both_s * (1 - cpu_share)
+    of_link, of_cpu = _shares_together(cost)
+    both_s = np.minimum(link_s / of_link, cpu_s / of_cpu)
+    link_s, cpu_s = link_s + both_s * (1 - of_link), cpu_s + both_s * (1 - of_cpu)
     gpu_s = np.maximum(link_s, parts[:, 1:3].max(axis=1))
     hidden = np.minimum(np.maximum(cpu_s - gpu_s, 0.0), hidden_s)
     return np.maximum(gpu_s, cpu_s) - hidden + np.where(parts[:, 0] > 0, first_s, 0.0)
@@ -80,5 +80,5 @@ def _shares_together(cost: CostModel) -> tuple[float, float]:
     p = cost.profile
     up = min(p.h2d_duplex_bytes_per_s, p.h2d_beside_cpu_bytes_per_s)
     down = min(p.d2h_duplex_bytes_per_s, p.d2h_beside_cpu_bytes_per_s)
-    share = max(LEAST_CPU_SHARE, 1 - (up + down) / p.host_rate(cost.state_dtype))
-    return min(up / p.h2d_duplex_bytes_per_s, down / p.d2h_duplex_bytes_per_s), share
+    link_share = min(up / p.h2d_duplex_bytes_per_s, down / p.d2h_duplex_bytes_per_s)
+    return link_share, cpu_share(up + down, p.host_rate(cost.state_dtype))

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from flexengine.native.adamw import update_threads
 from flexengine.native.transfer import Record, open_transfers
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.cpu_work import CpuWork
@@ -60,7 +61,7 @@ class Executor:
             [self._zero] = self._transfers.create_events(1, timing=True)
         self._zero_s: float | None = None
         self._cpu_work: CpuWork | None = None
-        self._cpu_threads = max(1, torch.get_num_threads() - 1)  # one is left to the host, which issues commands
+        self._cpu_threads = update_threads()
         self._cpu_waits: dict[tuple[Program, Program], dict[int, int]] = {}
 
     def run(self, program: Program, handler: Handler, timed: bool = False) -> None:

@@ -39,6 +39,11 @@ LEAST_CPU_SHARE = 0.2
 """Of the host memory's rate, what is left to the CPU at the least however busy the link is."""
 
 
+def cpu_share(copied_bytes_per_s: float, host_bytes_per_s: float) -> float:
+    """Of its speed, what the CPU keeps while copies take so much of the host memory's rate."""
+    return max(LEAST_CPU_SHARE, 1 - copied_bytes_per_s / host_bytes_per_s)
+
+
 class Timing(NamedTuple):
     """Start and end of every command in seconds, the makespan and the busy seconds per stream."""
 
@@ -122,7 +127,7 @@ class _Simulation:
             return 1.0
         if stream is Stream.CPU:
             links = sum(self._speed(STREAM_INDEX[s]) for s in LINKS if self.running[STREAM_INDEX[s]] is not None)
-            return max(LEAST_CPU_SHARE, 1 - links / self.rates.host_bytes_per_s)
+            return cpu_share(links, self.rates.host_bytes_per_s)
         other = Stream.D2H if stream is Stream.H2D else Stream.H2D
         both = self.running[STREAM_INDEX[other]] is not None
         rate = (self.rates.duplex_bytes_per_s if both else self.rates.alone_bytes_per_s)[stream]

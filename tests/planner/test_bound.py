@@ -35,7 +35,7 @@ def bound_of(model: ModelSpec, request: Request, profile: HardwareProfile) -> Bo
 
 def tight(plan: Plan, model: ModelSpec, profile: HardwareProfile, **changes) -> Plan:
     """The plan with budgets of exactly what it takes."""
-    plan = replace(plan, request=replace(plan.request, **PINNED, **changes))
+    plan = replace(plan, request=replace(plan.request, **{**PINNED, **changes}))
     layout = Layout(model, plan)
     budgets = {
         "max_gpu_bytes": gpu_required_bytes(layout, profile),
@@ -91,12 +91,7 @@ def test_never_above_an_update_by_tiles_on_a_link_that_is_faster_when_busy(gain)
     request = Request(32, 64, ROOMY, ROOMY, numerics=FLOAT32, recompute="full", chunk_tokens=64, round_tokens=64)
     groups, layers = (GroupPlan("gpu", "gpu", "host"),) * len(model.groups), (LayerPlan(),) * 14
     plan = Plan("small", request, 64, 1, layers, groups, 1, 1, 1, 3, 1 << 10, False)
-    layout = Layout(model, plan)
-    budgets = {
-        "max_gpu_bytes": gpu_required_bytes(layout, profile),
-        "max_host_bytes": host_required_bytes(layout, profile),
-    }
-    plan = replace(plan, request=replace(request, **budgets))
+    plan = tight(plan, model, profile, round_tokens=64)
     step_s = step_seconds(Layout(model, plan), profile).step_s
     assert 0.7 * step_s < bound_of(model, plan.request, profile).seconds <= step_s
 
