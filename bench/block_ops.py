@@ -71,7 +71,7 @@ def kind_of(op: Op, tokens: int, seq_len: int) -> str:
     work = op.forward_work(tokens, seq_len, 2)
     if work.attention_forward_flops:
         return "attention"
-    return "matmuls" if work.matmul_flops else "the rest"
+    return "matmuls" if work.matmul_flops or work.fp8_flops else "the rest"
 
 
 def block_env(
@@ -112,7 +112,8 @@ def _activations(
 
 def _empty(tensor: TensorSpec, tokens: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     shape = (tensor.height(tokens), *tensor.shape)
-    return torch.empty(shape, device=device, dtype=dtype if tensor.dtype == "compute" else torch.float32)
+    dtypes = {"compute": dtype, "float32": torch.float32, "uint8": torch.uint8}
+    return torch.empty(shape, device=device, dtype=dtypes[tensor.dtype])
 
 
 def _chunk(spec: ModelSpec, tokens: int, seq_len: int, device: torch.device) -> ChunkContext:

@@ -98,6 +98,7 @@ def prepared_run(args: argparse.Namespace, cap_gib: float | None) -> Prepared:
         device=args.device,
         dtype=args.dtype,
         optimizer_state_dtype=args.optimizer_state_dtype,
+        matmul_dtype=args.matmul_dtype,
         recompute=args.recompute,
         chunk_tokens=args.chunk_tokens,
         round_tokens=args.round_tokens,
@@ -200,6 +201,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--optimizer-state-dtype", default="bfloat16")
+    parser.add_argument("--matmul-dtype", choices=["fp8"], default=None)
     parser.add_argument("--recompute", default="auto")
     parser.add_argument("--chunk-tokens", type=int, default=None)
     parser.add_argument("--round-tokens", type=int, default=None)

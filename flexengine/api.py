@@ -15,6 +15,7 @@ from flexengine.hardware.presets import preset
 from flexengine.hardware.probe import probe
 from flexengine.hardware.profile import BlockShape, HardwareProfile, read_profile
 from flexengine.metrics import format_bytes
+from flexengine.models.matmul_dtype import with_fp8_linears
 from flexengine.models.registry import ModelSource, open_model
 from flexengine.models.spec import ModelSpec
 from flexengine.optim.adamw import AdamW
@@ -66,6 +67,7 @@ def from_pretrained(
     master_dtype: str = "float32",
     grad_dtype: str | None = None,
     optimizer_state_dtype: str = "float32",
+    matmul_dtype: Literal["fp8"] | None = None,
     max_grad_norm: float | None = 1.0,
     seed: int = 0,
     hardware: HardwareProfile | str | Path | None = None,
@@ -94,6 +96,7 @@ def from_pretrained(
         master_dtype=master_dtype,
         grad_dtype=grad_dtype,
         optimizer_state_dtype=optimizer_state_dtype,
+        matmul_dtype=matmul_dtype,
         hardware=hardware,
         chunk_tokens=chunk_tokens,
         round_tokens=round_tokens,
@@ -147,6 +150,7 @@ def prepare(
     master_dtype: str = "float32",
     grad_dtype: str | None = None,
     optimizer_state_dtype: str = "float32",
+    matmul_dtype: Literal["fp8"] | None = None,
     hardware: HardwareProfile | str | Path | None = None,
     chunk_tokens: int | None = None,
     round_tokens: int | None = None,
@@ -159,14 +163,15 @@ def prepare(
     device: auto, cpu, cuda or cuda:N. dtype: compute type, bfloat16, float32 or float64. master_dtype: float32 (kept
     exactly in 4 bytes beside bf16 compute) or bfloat16 (stochastic rounding). grad_dtype: storage of gradients
     between rounds, by default bfloat16 for bf16 compute and the compute type otherwise. optimizer_state_dtype:
-    float32 or bfloat16.
+    float32 or bfloat16. matmul_dtype: fp8 multiplies in FP8 in the linear layers of the blocks, None in the compute type.
     hardware: a HardwareProfile, a preset's name or a profile's JSON file; None measures this machine.
     """
     source = open_model(path_or_preset)
+    source = source._replace(spec=model_for(source.spec, matmul_dtype))
     if source.weights_folder is not None:
         check_checkpoint(source.spec, source.weights_folder)
     warn_of_long_sequences(source.spec, max_seq_len)
-    _numerics(dtype, master_dtype, grad_dtype, optimizer_state_dtype)  # refused before the machine is measured
+    _numerics(dtype, master_dtype, grad_dtype, optimizer_state_dtype, matmul_dtype)  # refused before the machine is measured
     target = choose_device(device)
     profile = _profile(hardware, target, getattr(torch, dtype), block_shape(source.spec))
     request = make_request(
@@ -182,6 +187,7 @@ def prepare(
         master_dtype=master_dtype,
         grad_dtype=grad_dtype,
         optimizer_state_dtype=optimizer_state_dtype,
+        matmul_dtype=matmul_dtype,
         chunk_tokens=chunk_tokens,
         round_tokens=round_tokens,
         recompute=recompute,
@@ -240,6 +246,7 @@ def make_request(
     master_dtype: str = "float32",
     grad_dtype: str | None = None,
     optimizer_state_dtype: str = "float32",
+    matmul_dtype: Literal["fp8"] | None = None,
     chunk_tokens: int | None = None,
     round_tokens: int | None = None,
     recompute: Literal["auto", "none", "full"] = "auto",
@@ -248,6 +255,11 @@ def make_request(
 
     device_type: cuda or cpu, on which the GPU budget is taken out of the host's. Raises ValueError for bad values.
     """
+    if matmul_dtype == "fp8" and not profile.fp8_matmul_flops_per_s:
+        raise ValueError(
+            f"matmul_dtype=fp8 needs a GPU that multiplies FP8 (compute capability 8.9 or more: L40S, RTX 4090, H100 and"
+            f" newer), and {profile.name} does not; leave it out"
+        )
     free_host = profile.host_available_bytes + profile.host_base_bytes
     free_gpu = profile.gpu_free_bytes + profile.gpu_context_bytes if device_type == "cuda" else free_host // 2
     gpu_bytes = _budget("gpu", max_gpu_mem_gib, max_gpu_mem_bytes, free_gpu)
@@ -261,29 +273,39 @@ def make_request(
         chunk_tokens=chunk_tokens,
         round_tokens=round_tokens,
         recompute=recompute,
-        numerics=_numerics(dtype, master_dtype, grad_dtype, optimizer_state_dtype),
+        numerics=_numerics(dtype, master_dtype, grad_dtype, optimizer_state_dtype, matmul_dtype),
     )
 
 
-def _numerics(dtype: str, master_dtype: str, grad_dtype: str | None, state_dtype: str) -> Numerics:
+def model_for(spec: ModelSpec, matmul_dtype: str | None) -> ModelSpec:
+    """The model with its linear layers as `matmul_dtype` asks. Raises ValueError for sizes that it cannot take."""
+    return spec if matmul_dtype is None else with_fp8_linears(spec)
+
+
+def _numerics(
+    dtype: str, master_dtype: str, grad_dtype: str | None, state_dtype: str, matmul_dtype: str | None
+) -> Numerics:
     grad = grad_dtype or dtype
     for name, value, allowed in (
         ("dtype", dtype, COMPUTE_DTYPES),
         ("master_dtype", master_dtype, MASTER_DTYPES),
         ("grad_dtype", grad, (*COMPUTE_DTYPES,)),
         ("optimizer_state_dtype", state_dtype, ("float32", "bfloat16")),
+        ("matmul_dtype", matmul_dtype, (None, "fp8")),
     ):
         if value not in allowed:
-            raise ValueError(f"{name}={value!r} is not supported; choose {', '.join(allowed)}")
+            raise ValueError(f"{name}={value!r} is not supported; choose {', '.join(map(str, allowed))}")
     if grad == "float64" and dtype != "float64":
         raise ValueError(f"grad_dtype=float64 needs dtype=float64, got dtype={dtype}")
+    if matmul_dtype == "fp8" and dtype != "bfloat16":
+        raise ValueError(f"matmul_dtype=fp8 needs dtype=bfloat16, got dtype={dtype}")
     if dtype != "bfloat16":
         if master_dtype == "bfloat16":
             raise ValueError(f"master_dtype=bfloat16 needs dtype=bfloat16, got dtype={dtype}")
         state = "float64" if dtype == "float64" else state_dtype
         return Numerics(compute=dtype, master="full", grad=grad, state=state)
     master = "split" if master_dtype == "float32" else "stochastic"
-    return Numerics(compute=dtype, master=master, grad=grad, state=state_dtype)
+    return Numerics(compute=dtype, master=master, grad=grad, state=state_dtype, matmul=matmul_dtype or "compute")
 
 
 def choose_device(name: str) -> torch.device:

@@ -71,13 +71,15 @@ class Numerics:
     """Types that decide results; a plan is made for them and never changes them.
 
     compute: dtype of weights and activations in compute; master: `split` (bf16 + 16-bit remainder = exact fp32), `full`
-    (the weight itself is the master) or `stochastic` (bf16 with stochastic rounding); grad and state: storage dtypes.
+    (the weight itself is the master) or `stochastic` (bf16 with stochastic rounding); grad and state: storage dtypes;
+    matmul: what the linear layers of blocks multiply, `compute` or `fp8`.
     """
 
     compute: str = "bfloat16"
     master: Literal["split", "full", "stochastic"] = "split"
     grad: str = "bfloat16"
     state: str = "float32"
+    matmul: Literal["compute", "fp8"] = "compute"
 
 
 @dataclass(frozen=True)

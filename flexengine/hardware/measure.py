@@ -28,10 +28,12 @@ from flexengine.hardware.timing import cuda_timer, timed_calls
 from flexengine.native import allocate_host
 from flexengine.ops.attention_kernels import can_serve
 from flexengine.ops.base import KERNEL_NAMES, KernelName
+from flexengine.ops.fp8 import FORWARD_DTYPE, MULTIPLE, multiplies_fp8
 from flexengine.optim.adamw import adamw_update
 
 MIB = 2**20
 CUDA_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+FP8_TOKENS = (512, 2048, 8192, 32768)
 KERNEL_LENGTHS, PLAIN_LENGTHS = (512, 2048, 8192, 32768), (512, 2048)
 ATTENTION_ERROR = 0.02  # relative, of kernels in 16 bits; a few thousandths are usual
 SUSTAINED_S = 0.6  # a power-capped H200 needs about 0.1 s to settle at its sustained clock
@@ -52,6 +54,7 @@ class Rates(NamedTuple):
     """The measured fields of `HardwareProfile`, under the same names and units."""
 
     matmul_flops_per_s: Points
+    fp8_matmul_flops_per_s: Points
     matmul_shape: tuple[int, int]
     peak_matmul_flops_per_s: float
     attention_forward_flops_per_s: Points
@@ -102,12 +105,14 @@ def measure_cuda(
         counts = affordable_tokens(CUDA_TOKENS, shape[:2], peak, LONGEST_BLOCK_S)
         # at once, while the card is still at its sustained clock
         block = block_rates(shape[:2], counts, dtype, _cuda_buffers(device, dtype), cuda_timer, PRODUCT_S * scale)
+        fp8 = _fp8_rates(shape, counts, device, PRODUCT_S * scale)
         attention = _cuda_attention(shape.head_dim, device, dtype, least_s)
         memory_rate = _device_copy_rate(device, least_s)
         launch_s, issue_s = _launch_seconds(device), _issue_seconds(device)
     links = host.links
     return Rates(
         matmul_flops_per_s=block.matmul_flops_per_s,
+        fp8_matmul_flops_per_s=fp8,
         matmul_shape=shape[:2],
         peak_matmul_flops_per_s=peak,
         attention_forward_flops_per_s=attention.forward,
@@ -172,6 +177,16 @@ def _cuda_buffers(device: torch.device, dtype: torch.dtype) -> Buffers:
     share = min(1.0, MEMORY_SHARE * _free_bytes(device) / (OPERAND_BYTES + RESULT_BYTES))
     operands = torch.randn(int(share * OPERAND_BYTES) // dtype.itemsize, device=device, dtype=dtype)
     return Buffers(operands, torch.empty(int(share * RESULT_BYTES), device=device, dtype=torch.uint8))
+
+
+def _fp8_rates(shape: BlockShape, counts: list[int], device: torch.device, least_s: float) -> Points:
+    """Rates of the block's products with FP8 operands; none where the card or the model's sizes allow none."""
+    if not multiplies_fp8(device) or any(size % MULTIPLE for size in shape[:2]):
+        return ()
+    counts = [tokens for tokens in FP8_TOKENS if tokens <= max(counts)] or list(FP8_TOKENS[:1])
+    buffers = _cuda_buffers(device, torch.bfloat16)
+    buffers = Buffers(buffers.operands.to(FORWARD_DTYPE), buffers.results)
+    return block_rates(shape[:2], counts, FORWARD_DTYPE, buffers, cuda_timer, least_s).matmul_flops_per_s
 
 
 def _cuda_attention(head_dim: int, device: torch.device, dtype: torch.dtype, least_s: float) -> AttentionRates:

@@ -39,6 +39,7 @@ def measure_cpu(dtype: torch.dtype, shape: BlockShape, scale: float = 1.0) -> Ra
     copy_rate = copies.points[-1][1]
     return Rates(
         matmul_flops_per_s=block.matmul_flops_per_s,
+        fp8_matmul_flops_per_s=block.matmul_flops_per_s,  # the CPU multiplies what FP8 can hold in float32
         matmul_shape=shape[:2],
         peak_matmul_flops_per_s=peak,
         attention_forward_flops_per_s=attention.forward,

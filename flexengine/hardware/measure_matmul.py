@@ -1,7 +1,8 @@
 """Rates of the linear layers of one transformer block: forward, input gradient and weight gradient.
 
 Shapes: T tokens; a product has D input and F output features: x [T, D], weight [F, D], y [T, F]. The calls are those
-of the engine's linear op: weight gradients are added to an accumulator in float32 (float64 for float64 compute).
+of the engine's linear op: weight gradients are added to an accumulator in float32 (float64 for float64 compute); of its
+FP8 linear op where the dtype is that of FP8 operands, which then make results in bf16 and write the accumulator.
 Random data throughout: zeros draw less power and make a power-capped card look faster than it is in training.
 """
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from flexengine.hardware.curve import Curve, Points
 from flexengine.hardware.timing import Timer
+from flexengine.ops.fp8 import FORWARD_DTYPE, GRADIENT_DTYPE, scaled_product
 
 PASSES = ("forward", "input gradient", "weight gradient")
 QUERY_HEADS_PER_KEY_HEAD = 4  # grouped queries as in most models since 2023: keys and values are a quarter as wide
@@ -40,7 +42,7 @@ class Product(NamedTuple):
         x, y = tokens * self.in_features, tokens * self.out_features
         weight = self.in_features * self.out_features
         operands = max(x + weight, y + weight, x + y) + 2 * ALIGNMENT
-        results = max(max(x, y) * dtype.itemsize, weight * max(4, dtype.itemsize))
+        results = max(max(x, y) * max(2, dtype.itemsize), weight * max(4, dtype.itemsize))
         return operands * dtype.itemsize, results
 
 
@@ -141,6 +143,8 @@ def _seconds(
 
 def _work(part: Product, tokens: int, name: str, dtype: torch.dtype, buffers: Buffers) -> Callable[[], object]:
     """A call that runs one pass, each time on the next of a few sets of operands."""
+    if dtype == FORWARD_DTYPE:
+        return _fp8_work(part, tokens, name, buffers)
     x, y, weight = (tokens, part.in_features), (tokens, part.out_features), (part.out_features, part.in_features)
     acc_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     if name == "forward":
@@ -153,6 +157,20 @@ def _work(part: Product, tokens: int, name: str, dtype: torch.dtype, buffers: Bu
         return _repeat(sets, lambda grad_y_TF, weight_FD: torch.mm(grad_y_TF, weight_FD, out=out))
     sets, out = _operand_sets(buffers, y, x), _result(buffers, weight, acc_dtype)
     return _repeat(sets, lambda grad_y_TF, x_TD: accumulate_product(out, grad_y_TF, x_TD))
+
+
+def _fp8_work(part: Product, tokens: int, name: str, buffers: Buffers) -> Callable[[], object]:
+    """The same with FP8 operands, of which both are read along what is summed."""
+    d, f = part.in_features, part.out_features
+    one = torch.ones(1, device=buffers.operands.device)
+    if name == "forward":
+        sets, out = _operand_sets(buffers, (tokens, d), (f, d)), _result(buffers, (tokens, f), torch.bfloat16)
+        return _repeat(sets, lambda x8, weight8: scaled_product(x8, weight8, one, one, out, fast=True))
+    if name == "input gradient":
+        sets, out = _operand_sets(buffers, (tokens, f), (d, f)), _result(buffers, (tokens, d), torch.bfloat16)
+    else:
+        sets, out = _operand_sets(buffers, (f, tokens), (d, tokens)), _result(buffers, (f, d), torch.float32)
+    return _repeat(sets, lambda grad8, other8: scaled_product(grad8.view(GRADIENT_DTYPE), other8, one, one, out))
 
 
 def accumulate_product(acc: Tensor, grad_y: Tensor, x: Tensor) -> None:

@@ -12,6 +12,7 @@ from flexengine.hardware.cards import (
     CARDS,
     FLASH_ATTENTION_BACKWARD,
     FLASH_ATTENTION_FORWARD,
+    FP8_GAIN,
     HOPPER_ATTENTION_BACKWARD,
     HOPPER_ATTENTION_FORWARD,
     Card,
@@ -49,6 +50,11 @@ def matmul_curve(peak_flops_per_s: float, memory_bytes_per_s: float) -> Points:
     )
 
 
+def fp8_matmul_curve(peak_flops_per_s: float, memory_bytes_per_s: float) -> Points:
+    """The same with FP8 operands, beside a bf16 peak: weights have half the bytes."""
+    return matmul_curve(FP8_GAIN * peak_flops_per_s, 2 * memory_bytes_per_s)
+
+
 def attention_curve(flops_per_s: float, like: Points) -> Points:
     """A curve that starts at `flops_per_s` and rises with the length of sequences as `like` does."""
     return tuple((length, flops_per_s * rate / like[0][1]) for length, rate in like)
@@ -67,6 +73,7 @@ def _published(card: Card) -> HardwareProfile:
         device_type="cuda",
         source="preset",
         matmul_flops_per_s=matmul_curve(peak, memory),
+        fp8_matmul_flops_per_s=fp8_matmul_curve(peak, memory) if card.multiplies_fp8 else (),
         matmul_shape=SHAPE[:2],
         peak_matmul_flops_per_s=peak,
         attention_forward_flops_per_s=forward,
@@ -106,6 +113,7 @@ def _h200() -> HardwareProfile:
     return replace(
         _published(CARDS["h200"]),
         matmul_flops_per_s=(*matmul_curve(670e12, 4.24e12)[:5], (8192, 675e12), (16384, 669e12), (32768, 671e12)),
+        fp8_matmul_flops_per_s=fp8_matmul_curve(670e12, 4.24e12),
         peak_matmul_flops_per_s=670e12,
         memory_bytes_per_s=4.24e12,
         h2d_bytes_per_s=55.5e9,
@@ -127,6 +135,7 @@ _CPU_TEST = HardwareProfile(
     device_type="cpu",
     source="synthetic",
     matmul_flops_per_s=((16, 25e9), (256, 50e9)),
+    fp8_matmul_flops_per_s=((16, 25e9), (256, 50e9)),
     matmul_shape=(256, 256),
     peak_matmul_flops_per_s=50e9,
     attention_forward_flops_per_s=((256, 20e9),),

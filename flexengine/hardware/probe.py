@@ -19,7 +19,7 @@ from flexengine.hardware.nvml import nvidia_driver_version
 from flexengine.hardware.profile import BlockShape, HardwareProfile
 from flexengine.native import library
 
-PROBE_VERSION = 4  # part of the cache key: raise it when what is measured changes its meaning
+PROBE_VERSION = 5  # part of the cache key: raise it when what is measured changes its meaning
 DEFAULT_SECONDS = 10.0
 DEFAULT_SHAPE = BlockShape(4096, 14336)
 """Where no model is named: an 8B one's."""

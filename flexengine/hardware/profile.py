@@ -25,12 +25,13 @@ from flexengine.wording import parse_json, shown
 DeviceType = Literal["cuda", "cpu"]
 ProfileSource = Literal["measured", "preset", "synthetic"]
 
-FORMAT = 4
+FORMAT = 5
 """Version of the JSON form; raised when fields appear or change their meaning."""
 ADAMW_BYTES = {"float32": 26, "bfloat16": 18}
 """Bytes that AdamW moves per parameter with split masters and bf16 gradients, by state dtype; memory bounds it."""
 POINT_FIELDS = {
     "matmul_flops_per_s": "tokens",
+    "fp8_matmul_flops_per_s": "tokens",
     "attention_forward_flops_per_s": "tokens of a sequence",
     "attention_backward_flops_per_s": "tokens of a sequence",
 }
@@ -60,8 +61,10 @@ class HardwareProfile:
 
     matmul_flops_per_s: Points
     """(tokens, attained FLOP/s) of linear layers: forward, input and weight gradients together, weighted by time."""
+    fp8_matmul_flops_per_s: Points
+    """The same with FP8 operands, quantised already; empty where the device multiplies none."""
     matmul_shape: tuple[int, int]
-    """(hidden_size, intermediate_size) of the block whose linear layers gave that curve."""
+    """(hidden_size, intermediate_size) of the block whose linear layers gave these curves."""
     peak_matmul_flops_per_s: float
     """Sustained rate of a large cube (8192^3 on a GPU) on random data: the unit that speeds are quoted in."""
     attention_forward_flops_per_s: Points
@@ -121,6 +124,8 @@ class HardwareProfile:
             raise ValueError(f"hardware profile: name is {shown(self.name)}, expected a non-empty string")
         for name in (field.name for field in fields(self)):
             value = getattr(self, name)
+            if name == "fp8_matmul_flops_per_s" and value == ():
+                continue
             if name in POINT_FIELDS:
                 check_points(name, value, POINT_FIELDS[name], "FLOP/s")
             elif name == "issue_s":
@@ -147,6 +152,12 @@ class HardwareProfile:
         Raises: ValueError if tokens < 1.
         """
         return _rate("matmul_rate: tokens", self.matmul_flops_per_s, tokens)
+
+    def fp8_matmul_rate(self, tokens: int) -> float:
+        """The same with FP8 operands. Raises: ValueError also where the device multiplies none."""
+        if not self.fp8_matmul_flops_per_s:
+            raise ValueError(f"fp8_matmul_rate: {self.name} multiplies no FP8 operands")
+        return _rate("fp8_matmul_rate: tokens", self.fp8_matmul_flops_per_s, tokens)
 
     def attention_forward_rate(self, seq_len: int) -> float:
         """Attained FLOP/s of causal attention over sequences of `seq_len` tokens; read as `matmul_rate` is."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 if TYPE_CHECKING:
     from torch import Tensor
 
-DType = Literal["compute", "float32"]
+DType = Literal["compute", "float32", "uint8"]
 KernelName = Literal["flash", "cudnn"]
 """Attention kernels on CUDA. flash: FlashAttention-2, any lengths. cudnn: faster on Hopper, equal lengths only."""
 KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
@@ -25,7 +25,7 @@ KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
 class TensorSpec:
     """One tensor of a layer. `shape` is per token; `rows` replaces the token count for buffers of a fixed height.
 
-    With `clip_rows` the height is min(rows, tokens).
+    With `clip_rows` the height is min(rows, tokens); a height of tokens is filled up to a multiple of `multiple`.
     """
 
     name: str
@@ -33,11 +33,12 @@ class TensorSpec:
     dtype: DType = "compute"
     rows: int | None = None
     clip_rows: bool = False
+    multiple: int = 1
 
     def height(self, tokens: int) -> int:
         """Rows of the tensor for a chunk of `tokens` tokens."""
         if self.rows is None:
-            return tokens
+            return -(-tokens // self.multiple) * self.multiple
         return min(self.rows, tokens) if self.clip_rows else self.rows
 
     def elements(self, tokens: int) -> int:
@@ -49,7 +50,8 @@ class TensorSpec:
 
         Statistics declared float32 take 8 bytes when the compute dtype is float64.
         """
-        return self.elements(tokens) * (compute_bytes if self.dtype == "compute" else max(4, compute_bytes))
+        element_bytes = {"compute": compute_bytes, "float32": max(4, compute_bytes), "uint8": 1}[self.dtype]
+        return self.elements(tokens) * element_bytes
 
 
 class Work(NamedTuple):
@@ -60,6 +62,8 @@ class Work(NamedTuple):
     attention_backward_flops: float = 0.0
     memory_bytes: float = 0.0
     kernels: int = 0
+    fp8_flops: float = 0.0
+    """FLOPs of products with FP8 operands, which are not among matmul_flops."""
 
     def plus(self, other: Work) -> Work:
         """The sum of two pieces of work."""
@@ -69,12 +73,13 @@ class Work(NamedTuple):
             self.attention_backward_flops + other.attention_backward_flops,
             self.memory_bytes + other.memory_bytes,
             self.kernels + other.kernels,
+            self.fp8_flops + other.fp8_flops,
         )
 
     @property
     def flops(self) -> float:
         """All floating-point operations that count as hardware FLOPs."""
-        return self.matmul_flops + self.attention_forward_flops + self.attention_backward_flops
+        return self.matmul_flops + self.fp8_flops + self.attention_forward_flops + self.attention_backward_flops
 
 
 @dataclass
@@ -200,7 +205,10 @@ class Op(ABC):
         return Work()
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
-        """Buffers the call needs besides its operands; they live for the call only. half: forward, input or weight."""
+        """Buffers the call needs besides its operands; they live for the call only. half: forward, input or weight.
+
+        What both halves of backward declare under one name is one buffer: the weight half finds what the input half left.
+        """
         return ()
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:

@@ -134,6 +134,7 @@ def corrected_profile(profile: HardwareProfile, factors: Factors) -> HardwarePro
     return replace(
         profile,
         matmul_flops_per_s=slower(profile.matmul_flops_per_s),
+        fp8_matmul_flops_per_s=slower(profile.fp8_matmul_flops_per_s),
         attention_forward_flops_per_s=slower(profile.attention_forward_flops_per_s),
         attention_backward_flops_per_s=slower(profile.attention_backward_flops_per_s),
         memory_bytes_per_s=profile.memory_bytes_per_s / factors.compute,

@@ -53,6 +53,11 @@ class CostModel:
         return self.profile.matmul_rate(self.chunk_tokens)
 
     @cached_property
+    def fp8_rate(self) -> float:
+        """The same with FP8 operands."""
+        return self.profile.fp8_matmul_rate(self.chunk_tokens)
+
+    @cached_property
     def attention_rates(self) -> tuple[float, float]:
         """FLOP/s of causal attention, forward and backward, at this sequence length."""
         return self.profile.attention_forward_rate(self.seq_len), self.profile.attention_backward_rate(self.seq_len)
@@ -63,6 +68,7 @@ class CostModel:
         forward_rate, backward_rate = self.attention_rates
         return (
             work.matmul_flops / self.matmul_rate
+            + (work.fp8_flops / self.fp8_rate if work.fp8_flops else 0.0)
             + work.attention_forward_flops / forward_rate
             + work.attention_backward_flops / backward_rate
             + work.memory_bytes / p.memory_bytes_per_s

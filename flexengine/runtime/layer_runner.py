@@ -19,6 +19,7 @@ class LayerRunner:
         self.layout, self.arenas = layout, arenas
         self.compute = getattr(torch, layout.plan.request.numerics.compute)
         self.wide = torch.float64 if layout.acc_bytes == 8 else torch.float32
+        self.dtypes = {"compute": self.compute, "float32": self.wide, "uint8": torch.uint8}
         self.chunks: list[ChunkContext] = []
 
     def run(self, kind: str, call: LayerCall) -> None:
@@ -44,8 +45,8 @@ class LayerRunner:
         views = {}
         for name, place in places:
             spec, slot = place.spec, self.layout.slots[call.areas[place.area]]
-            dtype = self.compute if spec.dtype == "compute" else self.wide
-            views[name] = self.arenas.view(slot, place.offset, (spec.height(tokens), *spec.shape), dtype)
+            shape = (spec.height(tokens), *spec.shape)
+            views[name] = self.arenas.view(slot, place.offset, shape, self.dtypes[spec.dtype])
         return views
 
     def params_of(self, call: LayerCall) -> dict[str, Tensor]:

@@ -283,9 +283,16 @@ class _Compiler:
                 place.last = step
         return found
 
-    def _operands(self, names: tuple[str, ...], op: Op, half: Half, step: int) -> dict[str, Place | _Temporary]:
+    def _operands(
+        self, names: tuple[str, ...], op: Op, half: Half, step: int, left: dict[str, Place | _Temporary] | None = None
+    ) -> dict[str, Place | _Temporary]:
+        """Places of tensors and of the call's buffers; a buffer among `left` is the one that lies there."""
         tensors: dict[str, Place | _Temporary] = {name: self._locate(name, step) for name in names}
-        tensors.update({s.name: _Temporary(s, step) for s in op.scratch(half)})
+        for spec in op.scratch(half):
+            place = (left or {}).get(spec.name) or _Temporary(spec, step)
+            if isinstance(place, _Temporary):
+                place.last = step
+            tensors[spec.name] = place
         return tensors
 
     def _add_input_half(self, op: Op, steps: list[_DraftStep]) -> None:
@@ -317,7 +324,8 @@ class _Compiler:
 
     def _add_weight_half(self, op: Op, steps: list[_DraftStep]) -> None:
         step = len(steps)
-        tensors = self._operands(op.needs_weight, op, "weight", step)
+        left = steps[-1].tensors if op.grad_inputs else None
+        tensors = self._operands(op.needs_weight, op, "weight", step, left)
         grads = self._grad_operands(tuple(o.name for o in op.outputs), step)
         steps.append(_DraftStep(op, "weight", tensors, grads, frozenset(), False))
 

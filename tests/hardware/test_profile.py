@@ -40,6 +40,15 @@ def test_matmul_rate_is_linear_in_log_tokens_and_clamped():
         profile.matmul_rate(0)
 
 
+def test_fp8_rates_are_read_where_there_are_any():
+    profile = replace(preset("cpu-test"), fp8_matmul_flops_per_s=((64, 1e9), (256, 3e9)))
+    assert profile.fp8_matmul_rate(128) == pytest.approx(2e9)
+    without = replace(profile, fp8_matmul_flops_per_s=())
+    assert HardwareProfile.from_json(without.to_json()) == without
+    with pytest.raises(ValueError, match="cpu-test multiplies no FP8 operands"):
+        without.fp8_matmul_rate(128)
+
+
 def test_attention_rates_are_read_by_sequence_length():
     profile = replace(
         preset("cpu-test"),

@@ -7,7 +7,10 @@ import torch
 import transformers
 from engine_helpers import spec_of, tiny_config
 
+from flexengine.models.matmul_dtype import with_fp8_linears
 from flexengine.models.registry import ASSETS, open_model, preset_names
+from flexengine.ops.fp8 import Fp8Linear
+from flexengine.ops.linear import Linear
 
 VARIANTS = {
     "untied": {},
@@ -146,3 +149,21 @@ def test_null_is_as_good_as_absent(field):
     null = spec_of({**config, field: None})
     for name in ("max_position_embeddings", "initializer_range", "num_key_value_heads", "inv_freq", "groups"):
         assert getattr(null, name) == getattr(absent, name)
+
+
+def test_fp8_linears_replace_those_of_blocks_and_nothing_else():
+    spec = spec_of(tiny_config(hidden_size=32, intermediate_size=48, head_dim=8))
+    fp8 = with_fp8_linears(spec)
+    assert (fp8.groups, fp8.layers[0], fp8.layers[-1]) == (spec.groups, spec.layers[0], spec.layers[-1])
+    assert fp8.blocks[0].ops is fp8.blocks[1].ops  # what is derived from ops is derived once
+    for old, new in zip(spec.blocks[0].ops, fp8.blocks[0].ops, strict=True):
+        assert isinstance(new, Fp8Linear) == isinstance(old, Linear)
+        assert (new is old) != isinstance(old, Linear)
+        assert (new.inputs, new.outputs, new.params) == (old.inputs, old.outputs, old.params)
+        assert new.forward_work(64, 64, 2).flops == old.forward_work(64, 64, 2).flops
+    assert with_fp8_linears(fp8).blocks[0].ops[1].out_features == fp8.blocks[0].ops[1].out_features
+
+
+def test_models_with_sizes_that_fp8_cannot_take_are_refused():
+    with pytest.raises(ValueError, match=r"tiny: qkv_proj has 24 input and 48 output features.*--matmul-dtype"):
+        with_fp8_linears(spec_of(tiny_config()))

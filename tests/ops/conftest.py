@@ -70,10 +70,13 @@ class OpHarness:
         return KeyValueWindow(*parts, start, *grads)
 
     def _buffers(self, specs: tuple[TensorSpec, ...], tokens: int) -> dict[str, torch.Tensor]:
-        return {
-            s.name: self.nan(s.height(tokens), *s.shape, dtype=wide(self.dtype) if s.dtype == "float32" else self.dtype)
-            for s in specs
-        }
+        dtypes = {"compute": self.dtype, "float32": wide(self.dtype)}
+        buffers = {}
+        for s in specs:
+            shape = (s.height(tokens), *s.shape)
+            filled = torch.full(shape, 0x7F, dtype=torch.uint8) if s.dtype == "uint8" else None  # NaN in FP8
+            buffers[s.name] = self.nan(*shape, dtype=dtypes[s.dtype]) if filled is None else filled.to(self.device)
+        return buffers
 
     def run(
         self,
@@ -106,11 +109,15 @@ class OpHarness:
             for name, p in params.items()
         }
         given = {name: g.clone() for name, g in grad_outputs.items()}
+        left: dict[str, torch.Tensor] = {}
         if op.grad_inputs:
-            result.grads = self._input_half(op, chunk, saved, params, given, previous, accumulators, first, write_over)
+            left = self._buffers(op.scratch("input"), chunk.tokens)
+            sides = (params, given, previous, accumulators, left)
+            result.grads = self._input_half(op, chunk, saved, *sides, first, write_over)
         if op.params:
             tensors = {name: saved[name] for name in op.needs_weight}
-            tensors |= self._buffers(op.scratch("weight"), chunk.tokens)
+            needed = self._buffers(op.scratch("weight"), chunk.tokens)
+            tensors |= {name: left.get(name, buffer) for name, buffer in needed.items()}
             op.backward_weight(OpEnv(tensors, params, given, accumulators, chunk, first=first))
         result.param_grads = accumulators
         return result
@@ -131,9 +138,8 @@ class OpHarness:
                 assert torch.equal(given[name], x), f"{op.name} changed its input {name}"
         return outputs
 
-    def _input_half(self, op, chunk, saved, params, given, previous, accumulators, first, write_over):
-        tensors = {name: saved[name].clone() for name in op.needs_input}
-        tensors |= self._buffers(op.scratch("input"), chunk.tokens)
+    def _input_half(self, op, chunk, saved, params, given, previous, accumulators, left, first, write_over):
+        tensors = {name: saved[name].clone() for name in op.needs_input} | left
         grads = dict(given)
         for name in op.grad_inputs:
             aliases = dict(op.grad_alias)

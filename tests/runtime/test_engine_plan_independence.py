@@ -34,6 +34,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexengine.hardware.presets import preset
+from flexengine.models.matmul_dtype import with_fp8_linears
 from flexengine.optim import AdamW
 from flexengine.plan import GroupPlan, LayerPlan, Numerics, PlanError
 from flexengine.planner import search
@@ -47,6 +48,7 @@ NUMERICS = {
     "bf16, exact master, fp32 gradients": Numerics("bfloat16", "split", "float32", "float32"),
     "bf16, stochastic rounding": Numerics("bfloat16", "stochastic", "bfloat16", "bfloat16"),
 }
+FP8 = Numerics("bfloat16", "split", "bfloat16", "float32", "fp8")
 ROPES = (None, {"rope_type": "linear", "factor": 2.0})
 MAX_SEQ_LEN = 40
 
@@ -184,6 +186,19 @@ def test_any_plan_gives_the_bits_of_the_resident_plan(triple, numerics):
     resident = build_engine(source, make_plan(source.spec, **options))
     plan = make_plan(source.spec, **options, **decisions)
     streamed = build_engine(source, plan, order=shuffled_order(seed))
+    same_outcome(train(streamed, tokens), train(resident, tokens))
+
+
+@settings(SETTINGS, max_examples=8)
+@given(lengths=batches(), size=sizes(), data=st.data(), seed=st.integers(0, 99))
+def test_any_plan_gives_the_bits_of_the_resident_plan_with_fp8_products(lengths, size, data, seed):
+    widths = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+    source = random_weights(tiny_config(attention_bias=True, mlp_bias=True, **widths))
+    source = source._replace(spec=with_fp8_linears(source.spec))
+    decisions = data.draw(plan_decisions(source.spec))
+    tokens, options = tokens_of(lengths, source.spec), size_options(size, FP8)
+    resident = build_engine(source, make_plan(source.spec, **options))
+    streamed = build_engine(source, make_plan(source.spec, **options, **decisions), order=shuffled_order(seed))
     same_outcome(train(streamed, tokens), train(resident, tokens))
 
 

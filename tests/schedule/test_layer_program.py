@@ -4,7 +4,9 @@ from itertools import combinations
 
 import pytest
 
+from flexengine.models.matmul_dtype import with_fp8_linears
 from flexengine.ops.base import Work
+from flexengine.ops.fp8 import Fp8Linear
 from flexengine.schedule.layer_program import LayerProgram, OpStep, align, compile_layer, savable_ops, save_sets
 from tests.schedule.small_plans import small_model
 
@@ -84,6 +86,19 @@ def _lives(steps: tuple[OpStep, ...]) -> dict[tuple[str, str, int], tuple[int, i
                     first = lives[key][0] if key in lives else number
                     lives[key] = (first, number, place.offset, place.offset + place.spec.num_bytes(TOKENS, WIDTH))
     return lives
+
+
+def test_a_buffer_of_both_backward_halves_is_one_that_nothing_else_touches_between():
+    """FP8 linear layers leave the rounded gradient for the weight half."""
+    program = compile_layer(with_fp8_linears(small_model()).blocks[0], (), (), TOKENS, 2)
+    linears = [step for step in program.backward if isinstance(step.op, Fp8Linear) and step.half != "forward"]
+    assert len(linears) == 2 * 4
+    for made, used in zip(linears[::2], linears[1::2], strict=True):
+        assert (made.op, made.half, used.half) == (used.op, "input", "weight")
+        left, found = (dict(step.tensors)[f"{made.op.name}_grad8_t"] for step in (made, used))
+        assert left == found
+        between = program.backward[program.backward.index(made) + 1 : program.backward.index(used)]
+        assert not between
 
 
 def test_unknown_op_is_refused(block):

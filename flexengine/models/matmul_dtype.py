@@ -1,0 +1,31 @@
+"""A model whose blocks multiply in another type than they compute in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flexengine.models.spec import LayerSpec, ModelSpec
+from flexengine.ops.base import Op
+from flexengine.ops.fp8 import Fp8Linear
+from flexengine.ops.linear import Linear
+
+
+def with_fp8_linears(model: ModelSpec) -> ModelSpec:
+    """`model` with every linear layer of its blocks as `Fp8Linear`; embedding and head, where FP8 costs most accuracy
+    and gains least time, stay as they are.
+
+    Blocks that shared their ops share the new ones. Raises: ValueError naming a layer whose sizes FP8 cannot take.
+    """
+    known: dict[tuple[Op, ...], tuple[Op, ...]] = {}
+
+    def converted(layer: LayerSpec) -> LayerSpec:
+        if layer.kind != "block":
+            return layer
+        if layer.ops not in known:
+            known[layer.ops] = tuple(Fp8Linear(op) if isinstance(op, Linear) else op for op in layer.ops)
+        return replace(layer, ops=known[layer.ops])
+
+    try:
+        return replace(model, layers=tuple(converted(layer) for layer in model.layers))
+    except ValueError as error:
+        raise ValueError(f"{model.name}: {error}") from None
