@@ -105,12 +105,14 @@ class Case(NamedTuple):
 
 
 def results_of(case: Case, tensors: Tensors) -> Tensors:
-    """What a call has written, as numbers: a split master joined, partial sums added up."""
+    """What a call has written, as numbers: a split master joined, partial sums and maxima brought together."""
     results = {name: tensors[name] for name in case.writes}
     if "remainder" in results:
         results["weight"] = join_fp32(results["weight"], results.pop("remainder"))
     if "squares" in results:
         results["squares"] = results["squares"].double().sum(0, keepdim=True)
+    if "absmax" in results:
+        results["absmax"] = results["absmax"].max().reshape(1)
     return results
 
 

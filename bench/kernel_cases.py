@@ -1,7 +1,8 @@
 """The Triton kernels at the shapes of a model: operands, launch, the plain path beside it, and the bytes it must move.
 
-T tokens, D model width, F FFN width, N query heads, G key/value heads, R rotated columns of a head, B tokens of a block
-of logits, V vocabulary, n parameters of a block, P partial sums. Everything in bf16 unless a formula says otherwise.
+T tokens (S: filled up to a multiple of 16), D model width, F FFN width, N query heads, G key/value heads, R rotated
+columns of a head, B tokens of a block of logits, V vocabulary, n parameters of a block, P partial sums. Everything in
+bf16 unless a formula says otherwise.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 
 from bench.kernel_case import BF16, Case, Random, Sizes, Tensors
 from flexengine.ops import cross_entropy as ce_op
+from flexengine.ops import fp8 as fp8_op
 from flexengine.ops import rmsnorm as norm_op
 from flexengine.ops import rope as rope_op
 from flexengine.ops import swiglu as swiglu_op
@@ -27,8 +29,9 @@ ADAMW_STEP, ADAMW_SEED = 10, 0
 
 
 def kernel_cases(sizes: Sizes) -> tuple[Case, ...]:
-    """All kernels of flexengine.kernels, in the order of a block's forward, then the update."""
-    return (*norm_cases(sizes), *rope_cases(sizes), *swiglu_cases(sizes), *loss_cases(sizes), *update_cases(sizes))
+    """All kernels of flexengine.kernels, in the order of a block's forward, then the update and FP8 operands."""
+    block = (*norm_cases(sizes), *rope_cases(sizes), *swiglu_cases(sizes))
+    return (*block, *loss_cases(sizes), *update_cases(sizes), *fp8_cases(sizes))
 
 
 def norm_cases(s: Sizes) -> tuple[Case, ...]:
@@ -240,4 +243,62 @@ def _adamw_case(name: str, n: int, split: bool, states: torch.dtype) -> Case:
     return Case(
         name, f"2*({masters} + 2*{states.itemsize})n + 2n + 4", (2 * (masters + 2 * states.itemsize) + 2) * n + 4, make,
         run, plain, (*planes, "grad", "grad_scale"), planes,
+    )  # fmt: skip
+
+
+def fp8_cases(s: Sizes) -> tuple[Case, ...]:
+    """The largest magnitude of an operand, and the operand in FP8: as it is, transposed, and both from one read."""
+    from flexengine.kernels import fp8 as kernel  # noqa: PLC0415
+
+    T, F, P, dtype = s.tokens, s.ffn_width, fp8_op.PARTIALS, fp8_op.FORWARD_DTYPE
+    padded = -(-T // fp8_op.MULTIPLE) * fp8_op.MULTIPLE
+
+    def make(random: Random) -> Tensors:
+        x = random.normal(T, F)
+        partials = torch.zeros(P, dtype=F32, device=random.device)
+        partials[P // 2] = x.abs().max()
+        tensors = {
+            "x": x,
+            "partials": partials,
+            "absmax": random.empty(P, dtype=F32),
+            "scale": random.empty(1, dtype=F32),
+        }
+        for name, shape in (("rows", (T, F)), ("columns", (F, padded))):
+            tensors[name] = torch.full(shape, 0x7F, dtype=torch.uint8, device=random.device).view(dtype)
+        return tensors
+
+    def absmax(t: Tensors) -> None:
+        t["absmax"].zero_()[0] = t["x"].abs().max()  # the kernel spreads this maximum over its programs
+
+    def quantize(*results: str) -> Callable[[Tensors], object]:
+        targets = ("rows", "columns")
+        return lambda t: kernel.quantize(
+            t["x"], t["partials"], torch.finfo(dtype).max, fp8_op.LEAST_ABSMAX, t["scale"],
+            *(t[name] if name in results else None for name in targets),
+        )  # fmt: skip
+
+    def plain(*results: str) -> Callable[[Tensors], object]:
+        def run(t: Tensors) -> None:
+            scales = torch.cat([t["scale"], t["scale"], t["partials"]])
+            t["scale"].copy_(fp8_op.quantize(t["x"], scales, 0, **{name: t[name] for name in results}))
+
+        return run
+
+    read, rows, columns = 2 * T * F + 4 * P, T * F, padded * F
+    return (
+        Case(
+            "fp8-absmax", "2TF + 4P", read, make, lambda t: kernel.absmax_partials(t["x"], t["absmax"]), absmax,
+            ("x",), ("absmax",),
+        ),
+        *(
+            Case(
+                name, f"2TF + 4P + {formula} + 4", read + num_bytes + 4, make, quantize(*results), plain(*results),
+                ("x", "partials"), (*results, "scale"),
+            )
+            for name, formula, num_bytes, results in (
+                ("fp8-quantize", "TF", rows, ("rows",)),
+                ("fp8-quantize-transposed", "SF", columns, ("columns",)),
+                ("fp8-quantize-both", "TF + SF", rows + columns, ("rows", "columns")),
+            )
+        ),
     )  # fmt: skip

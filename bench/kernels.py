@@ -28,6 +28,7 @@ from bench.block_ops import KINDS, OpTime, block_times, microseconds_per_token
 from bench.environment import require_gpu, write_json
 from bench.kernel_case import Case, Random, Sizes, check_error, sizes_of
 from bench.kernel_cases import kernel_cases
+from flexengine.api import model_for
 from flexengine.hardware.timing import Timer, cuda_timer, hold_stream
 from flexengine.models.registry import open_model
 
@@ -163,6 +164,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--seq-len", type=int, default=2048, help="tokens of a sequence, for attention")
     parser.add_argument("--only", nargs="+", metavar="NAME", help=f"kernels by name, and {BLOCK} for the second table")
+    parser.add_argument("--matmul-dtype", choices=["fp8"], default=None, help="of the block's linear layers")
     parser.add_argument("--json", default=None, help="write the figures to this file")
     args = parser.parse_args(arguments)
     if args.tokens < 1 or args.seq_len < 1 or args.tokens % args.seq_len:
@@ -191,7 +193,7 @@ def measure(args: argparse.Namespace, device: torch.device, clock: Clock) -> tup
 
     Raises: SystemExit for a name that there is not.
     """
-    spec = open_model(args.model, needs_weights=False).spec
+    spec = model_for(open_model(args.model, needs_weights=False).spec, args.matmul_dtype)
     sizes = sizes_of(spec, args.tokens)
     names = chosen(args.only, [*(case.name for case in kernel_cases(sizes)), BLOCK])
     results: dict = {"model": args.model, "sizes": sizes._asdict(), "seq_len": args.seq_len}

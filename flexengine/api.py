@@ -163,7 +163,7 @@ def prepare(
     device: auto, cpu, cuda or cuda:N. dtype: compute type, bfloat16, float32 or float64. master_dtype: float32 (kept
     exactly in 4 bytes beside bf16 compute) or bfloat16 (stochastic rounding). grad_dtype: storage of gradients
     between rounds, by default bfloat16 for bf16 compute and the compute type otherwise. optimizer_state_dtype:
-    float32 or bfloat16. matmul_dtype: fp8 multiplies in FP8 in the linear layers of the blocks, None in the compute type.
+    float32 or bfloat16. matmul_dtype: what the linear layers of the blocks multiply, fp8 or None for the compute type.
     hardware: a HardwareProfile, a preset's name or a profile's JSON file; None measures this machine.
     """
     source = open_model(path_or_preset)
@@ -171,7 +171,9 @@ def prepare(
     if source.weights_folder is not None:
         check_checkpoint(source.spec, source.weights_folder)
     warn_of_long_sequences(source.spec, max_seq_len)
-    _numerics(dtype, master_dtype, grad_dtype, optimizer_state_dtype, matmul_dtype)  # refused before the machine is measured
+    _numerics(
+        dtype, master_dtype, grad_dtype, optimizer_state_dtype, matmul_dtype
+    )  # refused before the machine is measured
     target = choose_device(device)
     profile = _profile(hardware, target, getattr(torch, dtype), block_shape(source.spec))
     request = make_request(
@@ -257,8 +259,8 @@ def make_request(
     """
     if matmul_dtype == "fp8" and not profile.fp8_matmul_flops_per_s:
         raise ValueError(
-            f"matmul_dtype=fp8 needs a GPU that multiplies FP8 (compute capability 8.9 or more: L40S, RTX 4090, H100 and"
-            f" newer), and {profile.name} does not; leave it out"
+            "matmul_dtype=fp8 needs a GPU that multiplies FP8 (compute capability 8.9 or more: L40S, RTX 4090, H100"
+            f" and newer), and {profile.name} does not; leave it out"
         )
     free_host = profile.host_available_bytes + profile.host_base_bytes
     free_gpu = profile.gpu_free_bytes + profile.gpu_context_bytes if device_type == "cuda" else free_host // 2
@@ -305,7 +307,9 @@ def _numerics(
         state = "float64" if dtype == "float64" else state_dtype
         return Numerics(compute=dtype, master="full", grad=grad, state=state)
     master = "split" if master_dtype == "float32" else "stochastic"
-    return Numerics(compute=dtype, master=master, grad=grad, state=state_dtype, matmul=matmul_dtype or "compute")
+    return Numerics(
+        compute=dtype, master=master, grad=grad, state=state_dtype, matmul="compute" if matmul_dtype is None else "fp8"
+    )
 
 
 def choose_device(name: str) -> torch.device:

@@ -32,7 +32,13 @@ def absmax_partials(x: Tensor, partials: Tensor) -> None:
 
 
 def quantize(
-    x: Tensor, partials: Tensor, largest: float, least: float, scale: Tensor, rows: Tensor | None, columns: Tensor | None
+    x: Tensor,
+    partials: Tensor,
+    largest: float,
+    least: float,
+    scale: Tensor,
+    rows: Tensor | None,
+    columns: Tensor | None,
 ) -> None:
     """rows = clamp(x / scale) and columns = the same transposed, with scale = max(partials, least) / largest.
 

@@ -207,7 +207,8 @@ class Op(ABC):
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
         """Buffers the call needs besides its operands; they live for the call only. half: forward, input or weight.
 
-        What both halves of backward declare under one name is one buffer: the weight half finds what the input half left.
+        What both halves of backward declare under one name is one buffer: the weight half finds what the input half
+        left.
         """
         return ()
 

@@ -6,8 +6,8 @@ bits of mantissa), gradients e5m2 (5 bits of exponent). Everything between produ
 Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning", https://arxiv.org/abs/2209.05433.
 
 Shapes: x [T, D], weight [F, D], y [T, F]. Tensor cores sum along the last dimension of both operands, so the gradients
-take transposed operands: grad_x = grad_y [T, F] @ (weight.T [D, F]).T and grad_weight = grad_y.T [F, T] @ (x.T [D, T]).T,
-with T filled up by zeros to a multiple of 16.
+take transposed operands: grad_x = grad_y [T, F] @ (weight.T [D, F]).T and
+grad_weight = grad_y.T [F, T] @ (x.T [D, T]).T, with T filled up by zeros to a multiple of 16.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PRODUCT_ELEMENTS = 1 << 24
 
 
 def multiplies_fp8(device: torch.device) -> bool:
-    """Whether the device takes FP8 operands: NVIDIA cards since Ada; the CPU rounds to FP8 and multiplies in float32."""
+    """Whether the device takes FP8 operands: NVIDIA cards since Ada do; the CPU rounds to FP8 and sums in float32."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -39,7 +39,7 @@ def quantize(
     """rows = x / scale and columns = the same transposed, in their FP8 dtype; returns the scale, which is
     scales[index].
 
-    Shapes: x [R, C]; rows [R, C]; columns [C, S] with S >= R, zero beyond R; scales as `scale_buffer` declares, float32.
+    Shapes: x [R, C]; rows [R, C]; columns [C, S] with S >= R, zero beyond R; scales as `scale_buffer` declares.
     """
     target = rows if rows is not None else columns
     assert target is not None, "a matrix is quantised as it is, transposed, or both"
@@ -71,7 +71,7 @@ def scaled_product(
     tensor cores keep in fewer bits, as is usual in forward.
     """
     if a.is_cuda:
-        torch._scaled_mm(
+        torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage] - torch.nn.functional.scaled_mm has no out
             a, b.t(), scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=out.dtype, use_fast_accum=fast, out=out
         )
         return

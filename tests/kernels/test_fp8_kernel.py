@@ -53,7 +53,11 @@ def test_matches_torchs_casts(device, rows, columns, padded, dtype, fp8_dtype):
 @pytest.mark.parametrize("fp8_dtype", fp8.FP8, ids=str)
 @pytest.mark.parametrize(("rows", "columns", "padded"), [(4099, 5000, 4112), (16384, 14336, 16384)])
 def test_matches_torchs_casts_on_gpu(gpu, rows, columns, padded, fp8_dtype):
-    check((torch.randn(rows, columns) * torch.exp(4 * torch.randn(rows, columns))).to(gpu, torch.bfloat16), fp8_dtype, padded)
+    check(
+        (torch.randn(rows, columns) * torch.exp(4 * torch.randn(rows, columns))).to(gpu, torch.bfloat16),
+        fp8_dtype,
+        padded,
+    )
 
 
 @pytest.mark.gpu
@@ -107,5 +111,5 @@ def test_refuses_other_shapes(device):
         fp8.quantize(x, partials, 448.0, LEAST, scale, narrow, None)
     with pytest.raises(ValueError, match=r"columns must have shape \[8, 7\], got \[4, 7\]"):
         fp8.quantize(x, partials, 448.0, LEAST, scale, None, narrow)
-    with pytest.raises(ValueError, match="x must be torch.bfloat16 or torch.float32"):
+    with pytest.raises(ValueError, match=r"x must be torch\.bfloat16 or torch\.float32"):
         fp8.absmax_partials(x.double(), partials)

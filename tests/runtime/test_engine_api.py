@@ -170,7 +170,10 @@ BAD_REQUESTS = {
     "grad_dtype": ({"grad_dtype": "int8"}, "grad_dtype='int8'"),
     "state dtype": ({"optimizer_state_dtype": "fp8"}, "optimizer_state_dtype='fp8'"),
     "matmul dtype": ({"matmul_dtype": "fp4"}, "matmul_dtype='fp4' is not supported; choose None, fp8"),
-    "fp8 in float32": ({"matmul_dtype": "fp8", "dtype": "float32"}, "matmul_dtype=fp8 needs dtype=bfloat16, got dtype=f"),
+    "fp8 in float32": (
+        {"matmul_dtype": "fp8", "dtype": "float32"},
+        "matmul_dtype=fp8 needs dtype=bfloat16, got dtype=f",
+    ),
     "no fp8": ({"matmul_dtype": "fp8", "hardware": "rtx3090"}, r"needs a GPU that multiplies FP8.*RTX 3090 does not"),
     "narrow master": ({"dtype": "float32", "master_dtype": "bfloat16"}, "master_dtype=bfloat16 needs dtype=bfloat16"),
     "device": ({"device": "tpu"}, "device='tpu'.*choose auto, cpu, cuda"),
