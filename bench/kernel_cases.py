@@ -279,7 +279,7 @@ def fp8_cases(s: Sizes) -> tuple[Case, ...]:
 
     def plain(*results: str) -> Callable[[Tensors], object]:
         def run(t: Tensors) -> None:
-            scales = torch.cat([t["scale"], t["scale"], t["partials"]])
+            scales = torch.empty(fp8_op.scale_buffer("x").height(T))
             t["scale"].copy_(fp8_op.quantize(t["x"], scales, 0, **{name: t[name] for name in results}))
 
         return run

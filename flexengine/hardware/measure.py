@@ -34,6 +34,7 @@ from flexengine.optim.adamw import adamw_update
 MIB = 2**20
 CUDA_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 FP8_TOKENS = (512, 2048, 8192, 32768)
+FP8_PIECE = 16 * MIB  # elements
 KERNEL_LENGTHS, PLAIN_LENGTHS = (512, 2048, 8192, 32768), (512, 2048)
 ATTENTION_ERROR = 0.02  # relative, of kernels in 16 bits; a few thousandths are usual
 SUSTAINED_S = 0.6  # a power-capped H200 needs about 0.1 s to settle at its sustained clock
@@ -184,9 +185,17 @@ def _fp8_rates(shape: BlockShape, counts: list[int], device: torch.device, least
     if not multiplies_fp8(device) or any(size % MULTIPLE for size in shape[:2]):
         return ()
     counts = [tokens for tokens in FP8_TOKENS if tokens <= max(counts)] or list(FP8_TOKENS[:1])
-    buffers = _cuda_buffers(device, torch.bfloat16)
-    buffers = Buffers(buffers.operands.to(FORWARD_DTYPE), buffers.results)
+    buffers = _in_fp8(_cuda_buffers(device, torch.bfloat16))
     return block_rates(shape[:2], counts, FORWARD_DTYPE, buffers, cuda_timer, least_s).matmul_flops_per_s
+
+
+def _in_fp8(buffers: Buffers) -> Buffers:
+    """Operands rounded to FP8 where they lie, in pieces from the front: what is written was read before."""
+    target, start = buffers.operands.view(torch.uint8), 0
+    for piece in buffers.operands.split(FP8_PIECE):
+        target[start : start + len(piece)] = piece.to(FORWARD_DTYPE).view(torch.uint8)
+        start += len(piece)
+    return Buffers(target[:start].view(FORWARD_DTYPE), buffers.results)
 
 
 def _cuda_attention(head_dim: int, device: torch.device, dtype: torch.dtype, least_s: float) -> AttentionRates:

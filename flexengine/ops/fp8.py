@@ -24,6 +24,8 @@ MULTIPLE = 16
 LEAST_ABSMAX = 1e-30
 """A matrix is scaled as if it held a magnitude of at least this, so that one of zeros has a scale."""
 PARTIALS = 1024
+SCALE_STRIDE = 4
+"""Elements of float32 from one scale to the next: cuBLAS takes addresses that are multiples of 16 bytes."""
 PRODUCT_ELEMENTS = 1 << 24
 """Of the part of a weight gradient that is made at once when it is added to an accumulator."""
 
@@ -37,13 +39,13 @@ def quantize(
     x: Tensor, scales: Tensor, index: int, rows: Tensor | None = None, columns: Tensor | None = None
 ) -> Tensor:
     """rows = x / scale and columns = the same transposed, in their FP8 dtype; returns the scale, which is
-    scales[index].
+    scales[SCALE_STRIDE * index].
 
     Shapes: x [R, C]; rows [R, C]; columns [C, S] with S >= R, zero beyond R; scales as `scale_buffer` declares.
     """
     target = rows if rows is not None else columns
     assert target is not None, "a matrix is quantised as it is, transposed, or both"
-    largest, scale, partials = torch.finfo(target.dtype).max, scales[index : index + 1], scales[-PARTIALS:]
+    largest, scale, partials = torch.finfo(target.dtype).max, scale_of(scales, index), scales[-PARTIALS:]
     if use_kernel(x):
         from flexengine.kernels import fp8  # noqa: PLC0415 (Triton is imported when first used)
 
@@ -81,7 +83,12 @@ def scaled_product(
 
 def scale_buffer(name: str) -> TensorSpec:
     """Two scales, and behind them what the maximum is taken from."""
-    return TensorSpec(f"{name}_scales", (), "float32", rows=2 + PARTIALS)
+    return TensorSpec(f"{name}_scales", (), "float32", rows=2 * SCALE_STRIDE + PARTIALS)
+
+
+def scale_of(scales: Tensor, index: int) -> Tensor:
+    """One of the scales of such a buffer, [1]."""
+    return scales[SCALE_STRIDE * index : SCALE_STRIDE * index + 1]
 
 
 class Fp8Linear(Linear):
@@ -129,7 +136,7 @@ class Fp8Linear(Linear):
     def backward_weight(self, env: OpEnv) -> None:
         acc, scales = env.gp[self.weight], env.t[f"{self.name}_grad_scales"]
         grad8_t, x8_t = self._transposed(env, "grad8_t", GRADIENT_DTYPE), self._transposed(env, "x8_t", FORWARD_DTYPE)
-        scale_x, scale_grad = quantize(env.t[self.x], scales, 1, columns=x8_t), scales[0:1]
+        scale_x, scale_grad = quantize(env.t[self.x], scales, 1, columns=x8_t), scale_of(scales, 0)
         if env.first:
             scaled_product(grad8_t, x8_t, scale_grad, scale_x, acc)
         else:
