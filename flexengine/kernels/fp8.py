@@ -12,7 +12,7 @@ from torch import Tensor
 from flexengine.kernels.checks import FLOATS, check_tensor
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_BLOCK = 64  # rows and columns of a tile
+_BLOCK = 128  # rows and columns of a tile: enough to make up for the maximum that every program takes
 _PIECE = 4096  # elements a program reads at a time
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -68,7 +68,7 @@ def quantize(
         x, partials, scale, out if rows is None else rows.view(torch.uint8),
         out if columns is None else columns.view(torch.uint8), num_rows, num_columns, padded, tiles, largest, least,
         PARTIALS=partials.numel(), E4M3=target.dtype == torch.float8_e4m3fn, ROWS=rows is not None,
-        COLUMNS=columns is not None, BLOCK=_BLOCK, num_warps=4,
+        COLUMNS=columns is not None, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
 
 
