@@ -88,8 +88,8 @@ def block_env(
         t=activations,
         p={n: (WEIGHT_SCALE * torch.randn(shapes[n], device=device)).to(dtype) for n in params},
         g=gradients,
-        gp={n: torch.zeros(shapes[n], device=device) for n in params},
-        chunk=_chunk(spec, tokens, seq_len, device),
+        gp={n: torch.zeros(shapes[n], device=device, dtype=_wide(dtype)) for n in params},
+        chunk=_chunk(spec, tokens, seq_len, device, _wide(dtype)),
         accumulate=frozenset(residual for op in layer.ops for residual, _ in op.grad_alias),
         first=False,
     )
@@ -112,11 +112,15 @@ def _activations(
 
 def _empty(tensor: TensorSpec, tokens: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     shape = (tensor.height(tokens), *tensor.shape)
-    dtypes = {"compute": dtype, "float32": torch.float32, "uint8": torch.uint8}
+    dtypes = {"compute": dtype, "float32": _wide(dtype), "uint8": torch.uint8}
     return torch.empty(shape, device=device, dtype=dtypes[tensor.dtype])
 
 
-def _chunk(spec: ModelSpec, tokens: int, seq_len: int, device: torch.device) -> ChunkContext:
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _chunk(spec: ModelSpec, tokens: int, seq_len: int, device: torch.device, wide: torch.dtype) -> ChunkContext:
     if tokens % seq_len:
         raise ValueError(f"{tokens} tokens are no whole number of sequences of {seq_len}; choose a multiple of it")
     count = tokens // seq_len
@@ -128,9 +132,9 @@ def _chunk(spec: ModelSpec, tokens: int, seq_len: int, device: torch.device) -> 
         positions=torch.arange(seq_len, device=device, dtype=torch.int32).repeat(count),
         cu_seqlens=torch.arange(0, tokens + 1, seq_len, device=device, dtype=torch.int32),
         seq_lens=(seq_len,) * count,
-        losses=torch.zeros(tokens, device=device),
+        losses=torch.zeros(tokens, device=device, dtype=wide),
         constants={
-            "inv_freq": torch.tensor(spec.inv_freq, device=device),
+            "inv_freq": torch.tensor(spec.inv_freq, device=device, dtype=wide),
             "attention_rng": torch.zeros(2, dtype=torch.int64, device=device),
         },
         attention="cudnn",  # where it serves

@@ -1,7 +1,7 @@
 """Does FP8 training learn what bf16 training learns? The same small model on the same batches in three precisions.
 
     python -m bench.fp8_loss --json out.json                      # the bundled model and data
-    python -m bench.fp8_loss --dataset records.jsonl --max-global-batch-tokens 8192 --json out.json
+    python -m bench.fp8_loss --dataset records.jsonl --max-global-batch-tokens 16384 --json out.json
 
 Runs `train` in float32, in bf16 and with FP8 linear layers, one after the other, and compares the loss curves: the mean
 of every WINDOW steps, relative to bf16. The float32 run is the yardstick: what difference rounding makes anyway.

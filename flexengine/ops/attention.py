@@ -10,10 +10,16 @@ call needs besides its operands does not grow with the sequence.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from flexengine.ops.attention_kernels import Kernels, Lengths, choose_kernels, kernel_workspace_bytes
-from flexengine.ops.attention_reference import attention_backward_reference, attention_forward_reference
+from flexengine.ops.attention_kernels import Kernels, Lengths, can_serve, choose_kernels, kernel_workspace_bytes
+from flexengine.ops.attention_reference import (
+    attention_backward_reference,
+    attention_forward_reference,
+    plain_window_bytes,
+    plain_workspace_bytes,
+)
 from flexengine.ops.base import KeyValueWindow, Op, OpEnv, TensorSpec, Work
 
 
@@ -145,12 +151,12 @@ class CausalAttention(Op):
     def _plain_window_backward(
         grad_out: Tensor, q: Tensor, window: KeyValueWindow, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        assert window.grad_keys is not None
+        assert window.grad_values is not None
         keys, values, before = window.seen(len(q))
-        grad_q, grad_k, grad_v = attention_backward_reference(grad_out, q, keys, values, out, lse, (len(q),), before)
-        for total, part in ((window.grad_keys, grad_k), (window.grad_values, grad_v)):
-            assert total is not None
-            total[: len(part)] += part
-        return (grad_q, *window.own_grads(len(q)))
+        totals = window.grad_keys[: len(keys)], window.grad_values[: len(keys)]
+        grads = attention_backward_reference(grad_out, q, keys, values, out, lse, (len(q),), before, totals)
+        return (grads[0], *window.own_grads(len(q)))
 
     def _flops(self, tokens: int, seq_len: int) -> float:
         # two products of 2 * H FLOPs per head and causal pair, seq_len / 2 pairs per query; backward has five
@@ -164,8 +170,17 @@ class CausalAttention(Op):
         copies = 2.0 * tokens * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim * compute_bytes
         return Work(attention_backward_flops=2.5 * self._flops(tokens, seq_len), memory_bytes=copies, kernels=7)
 
-    def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        return kernel_workspace_bytes(tokens, self.num_heads, self.num_kv_heads, self.head_dim, compute_bytes)
+    def _has_kernels(self, compute_bytes: int) -> bool:
+        """Whether kernels serve such operands on CUDA; else it is the plain path."""
+        return can_serve("flash", torch.bfloat16 if compute_bytes == 2 else torch.float32, self.head_dim)
 
-    def window_workspace_bytes(self, tokens: int) -> int:
-        return 4 * tokens * self.num_heads * self.head_dim  # float32 sum over the blocks of keys
+    def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        sizes = (tokens, self.num_heads, self.num_kv_heads, self.head_dim)
+        if self._has_kernels(compute_bytes):
+            return kernel_workspace_bytes(*sizes, compute_bytes)
+        return plain_workspace_bytes(*sizes, max(4, compute_bytes))
+
+    def window_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        if self._has_kernels(compute_bytes):
+            return 4 * tokens * self.num_heads * self.head_dim  # float32 sum over the blocks of keys
+        return plain_window_bytes(max(4, compute_bytes))

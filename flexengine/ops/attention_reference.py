@@ -1,117 +1,145 @@
-"""The plain path of causal attention over packed sequences: any dtype and device, blocks of queries, scores in full.
+"""The plain path of causal attention over packed sequences: any dtype and device, a bounded block of scores at a time.
 
 Source: Dao 2023, "FlashAttention-2" for the statistics kept (log-sum-exp per query and head) and the backward from
 them: P = exp(S - lse), dV = P^T dO, dS = P * (dO V^T - rowsum(dO * O)), dQ = dS K, dK = dS^T Q.
+
+Shapes: B sequences of a block, R queries and K keys of each, G key/value heads, M query heads of each (N = G * M), H
+head width. Rows of one group's query heads lie below each other, so that keys are never repeated.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 QUERY_BLOCK = 512
-"""Queries per block of the plain path: bounds its score matrix to N * 512 * keys."""
+"""Most queries of one sequence in a block."""
+BLOCK_TOKENS = 1024
+"""Most tokens of several short sequences in a block, padding included."""
+SCORE_ELEMENTS = 1 << 24
+"""Most elements of a block's scores, and of the keys that it widens."""
 
 
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _padded_rows(seq_lens: tuple[int, ...], keys_before: int) -> Tensor | None:
-    """[B, S] row of every token of B sequences padded to the longest, -1 where there is none.
-
-    None where padding would cost more than it saves: with a window, or when most rows would be padding.
+class Block(NamedTuple):
+    """What is worked on at once: rows [B, R] of B padded sequences with their own keys, -1 past the end of each; or,
+    where that is None, `queries` and `keys` of one sequence in the key/value heads `groups`. Queries stand behind the
+    first `before` keys.
     """
+
+    rows: Tensor | None
+    queries: slice = slice(0)
+    keys: slice = slice(0)
+    groups: slice = slice(None)
+    before: int = 0
+
+    def of_queries(self, x: Tensor, num_groups: int) -> Tensor:
+        """[T, N, H] -> [B, G, M * R, H], wide; padding repeats row 0."""
+        if self.rows is None:
+            taken = x.unflatten(1, (num_groups, -1))[self.queries, self.groups][None]
+        else:
+            taken = x.unflatten(1, (num_groups, -1))[self.rows.clamp(min=0)]
+        return _wide(taken.permute(0, 2, 3, 1, 4).flatten(2, 3))
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        """[K, G, H] -> [B, G, K, H], wide."""
+        taken = x[self.keys, self.groups][None] if self.rows is None else x[self.rows.clamp(min=0)]
+        return _wide(taken.transpose(1, 2))
+
+    def of_stats(self, x: Tensor, num_groups: int) -> Tensor:
+        """[N, T] -> [B, G, M * R, 1]."""
+        return self.of_queries(x.t()[..., None], num_groups)
+
+    def put(self, target: Tensor, values: Tensor, num_groups: int) -> None:
+        """target [T, N, H] at the block's queries = values [B, G, M * R, H]."""
+        whole = target.unflatten(1, (num_groups, -1))
+        count = self.queries.stop - self.queries.start if self.rows is None else self.rows.shape[1]
+        parts = values.unflatten(2, (-1, count)).permute(0, 3, 1, 2, 4)
+        if self.rows is None:
+            whole[self.queries, self.groups] = parts[0].to(target.dtype)
+        else:
+            real = self.rows >= 0
+            whole[self.rows[real]] = parts[real].to(target.dtype)
+
+    def add(self, total: Tensor, values: Tensor) -> None:
+        """total [K, G, H] at the block's keys += values [B, G, K, H]."""
+        parts = values.transpose(1, 2)
+        if self.rows is None:
+            total[self.keys, self.groups] += parts[0]
+        else:
+            real = self.rows >= 0
+            total[self.rows[real]] += parts[real]  # no row twice
+
+    def later(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+        """[R, K]: the keys that a query must not see."""
+        first = torch.arange(num_queries, device=device)[:, None] + self.before
+        return torch.arange(num_keys, device=device)[None, :] > first
+
+
+def _blocks(
+    seq_lens: tuple[int, ...], keys_before: int, num_heads: int, num_groups: int, width: int, device: torch.device
+) -> Iterator[Block]:
+    """Every query once with all keys that it sees, for all heads."""
     longest = max(seq_lens)
-    if keys_before or longest > QUERY_BLOCK or len(seq_lens) * longest > 3 * sum(seq_lens) or len(seq_lens) == 1:
-        return None
-    lengths = torch.tensor(seq_lens)
-    offsets = torch.arange(longest)[None, :]
-    rows = (lengths.cumsum(0) - lengths)[:, None] + offsets
-    return torch.where(offsets < lengths[:, None], rows, -1)
-
-
-def _padded_heads(x: Tensor, rows: Tensor, num_heads: int) -> Tensor:
-    """[T, G, H] -> [B, N, S, H] in float32 or wider, each of G heads repeated N/G times; padding repeats row 0."""
-    heads = _wide(x)[rows.clamp(min=0)].transpose(1, 2)
-    return heads.repeat_interleave(num_heads // x.shape[1], dim=1)
-
-
-def _padded_scores(q: Tensor, k: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(queries, keys [B, N, S, H], masked scaled scores [B, N, S, S]) of all sequences at once."""
-    queries, keys = _padded_heads(q, rows, q.shape[1]), _padded_heads(k, rows, q.shape[1])
-    scores = (queries @ keys.transpose(-1, -2)) * (1.0 / math.sqrt(q.shape[-1]))
-    later = torch.ones(rows.shape[1], rows.shape[1], dtype=torch.bool, device=q.device).triu(1)
-    return queries, keys, scores.masked_fill_(later, float("-inf"))
-
-
-def _padded_forward(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, out: Tensor, lse: Tensor) -> None:
-    """The plain path's forward over padded sequences. Padding comes last, so no token attends to it."""
-    _, _, scores = _padded_scores(q, k, rows)
-    row_lse = torch.logsumexp(scores, dim=-1, keepdim=True)
-    result = scores.sub_(row_lse).exp_() @ _padded_heads(v, rows, q.shape[1])
-    real = rows >= 0
-    out.copy_(result.transpose(1, 2)[real])
-    lse.copy_(row_lse[..., 0].transpose(1, 2)[real].t())
-
-
-def _padded_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The plain path's backward over padded sequences; padded queries carry no gradient."""
-    real, scale = rows >= 0, 1.0 / math.sqrt(q.shape[-1])
-    queries, keys, scores = _padded_scores(q, k, rows)
-    row_lse = lse.to(scores.dtype).t()[rows.clamp(min=0)].transpose(1, 2)[..., None]
-    probs = scores.sub_(row_lse).exp_()
-    grads = _padded_heads(grad_out, rows, q.shape[1]) * real[:, None, :, None]
-    delta = (grads * _padded_heads(out, rows, q.shape[1])).sum(-1, keepdim=True)
-    # a padded query's row repeats row 0 and may overflow: it is cleared, not multiplied by its zero gradient
-    probs = probs.masked_fill_(~real[:, None, :, None], 0.0)
-    grad_scores = probs * (grads @ _padded_heads(v, rows, q.shape[1]).transpose(-1, -2) - delta) * scale
-    per_kv = (rows.shape[0], k.shape[1], -1, rows.shape[1], k.shape[2])
-    grad_q = (grad_scores @ keys).transpose(1, 2)[real]
-    grad_k = (grad_scores.transpose(-1, -2) @ queries).view(per_kv).sum(2).transpose(1, 2)[real]
-    grad_v = (probs.transpose(-1, -2) @ grads).view(per_kv).sum(2).transpose(1, 2)[real]
-    return grad_q, grad_k, grad_v
-
-
-def _query_blocks(seq_lens: tuple[int, ...], keys_before: int) -> Iterator[tuple[slice, slice, Tensor]]:
-    """(query rows, key rows, causal mask [q, k] of allowed pairs) block by block; key rows count from the window."""
-    start = 0
+    padded_once = len(seq_lens) > 1 and len(seq_lens) * longest <= 3 * sum(seq_lens)
+    if padded_once and not keys_before and longest <= QUERY_BLOCK and num_heads * longest**2 <= SCORE_ELEMENTS:
+        yield from _padded_blocks(seq_lens, num_heads, device)
+        return
+    start, members = 0, num_heads // num_groups
     for length in seq_lens:
-        for offset in range(0, length, QUERY_BLOCK):
-            rows = min(QUERY_BLOCK, length - offset)
-            last_key = keys_before + offset + rows
-            q_pos = torch.arange(keys_before + offset, last_key)
-            mask = q_pos[:, None] >= torch.arange(last_key)[None, :]
-            yield slice(start + offset, start + offset + rows), slice(start, start + last_key), mask
+        for first in range(0, length, QUERY_BLOCK):
+            keys = keys_before + min(first + QUERY_BLOCK, length)
+            groups = max(1, min(num_groups, SCORE_ELEMENTS // (keys * max(members, width))))
+            step = max(1, min(QUERY_BLOCK, SCORE_ELEMENTS // (groups * members * keys)))
+            for offset in range(first, min(first + QUERY_BLOCK, length), step):
+                end = min(offset + step, first + QUERY_BLOCK, length)
+                seen = slice(start, start + keys_before + end)
+                for group in range(0, num_groups, groups):
+                    heads = slice(group, min(group + groups, num_groups))
+                    yield Block(None, slice(start + offset, start + end), seen, heads, keys_before + offset)
         start += length
 
 
-def _expand(kv: Tensor, num_heads: int) -> Tensor:
-    """[K, G, H] -> [N, K, H], each key/value head repeated for its N/G query heads."""
-    return _wide(kv).transpose(0, 1).repeat_interleave(num_heads // kv.shape[1], dim=0)
+def _padded_blocks(seq_lens: tuple[int, ...], num_heads: int, device: torch.device) -> Iterator[Block]:
+    longest = max(seq_lens)
+    count = max(1, min(BLOCK_TOKENS // longest, SCORE_ELEMENTS // (num_heads * longest**2)))
+    lengths = torch.tensor(seq_lens)
+    offsets = torch.arange(longest)[None, :]
+    rows = torch.where(offsets < lengths[:, None], (lengths.cumsum(0) - lengths)[:, None] + offsets, -1)
+    for part in rows.to(device).split(count):
+        yield Block(part)
+
+
+def _masked_scores(block: Block, queries: Tensor, keys: Tensor, members: int) -> Tensor:
+    """Scaled scores [B, G, M * R, K], -inf where a key is later than the query."""
+    scores = (queries @ keys.transpose(2, 3)).mul_(1.0 / math.sqrt(queries.shape[-1]))
+    by_query = scores.unflatten(2, (members, -1))
+    by_query.masked_fill_(block.later(by_query.shape[3], by_query.shape[4], scores.device), float("-inf"))
+    return scores
 
 
 def attention_forward_reference(
     q: Tensor, k: Tensor, v: Tensor, seq_lens: tuple[int, ...], keys_before: int, out: Tensor, lse: Tensor
 ) -> None:
     """out [T, N, H] and lse [N, T] from q [T, N, H], k and v [keys_before + T, G, H], in float32 or wider."""
-    rows = _padded_rows(seq_lens, keys_before)
-    if rows is not None:
-        return _padded_forward(q, k, v, rows.to(q.device), out, lse)
-    scale = 1.0 / math.sqrt(q.shape[-1])
-    for q_rows, k_rows, mask in _query_blocks(seq_lens, keys_before):
-        queries = _wide(q[q_rows]).transpose(0, 1)
-        scores = (queries @ _expand(k[k_rows], q.shape[1]).transpose(1, 2)) * scale
-        scores.masked_fill_(~mask.to(q.device), float("-inf"))
-        row_lse = torch.logsumexp(scores, dim=-1)
-        probs = torch.exp(scores - row_lse[..., None])
-        out[q_rows] = (probs @ _expand(v[k_rows], q.shape[1])).transpose(0, 1).to(out.dtype)
-        lse[:, q_rows] = row_lse.to(lse.dtype)
+    (num_heads, width), num_groups = q.shape[1:], k.shape[1]
+    for block in _blocks(seq_lens, keys_before, num_heads, num_groups, width, q.device):
+        _forward_block(block, q, k, v, out, lse)
+
+
+def _forward_block(block: Block, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+    num_groups = k.shape[1]
+    scores = _masked_scores(block, block.of_queries(q, num_groups), block.of_keys(k), q.shape[1] // num_groups)
+    row_lse = torch.logsumexp(scores, dim=-1, keepdim=True)
+    block.put(lse.t()[..., None], row_lse, num_groups)
+    block.put(out, scores.sub_(row_lse).exp_() @ block.of_keys(v), num_groups)
 
 
 def attention_backward_reference(
@@ -123,26 +151,45 @@ def attention_backward_reference(
     lse: Tensor,
     seq_lens: tuple[int, ...],
     keys_before: int,
+    totals: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(grad_q [T, N, H], grad_k, grad_v [keys_before + T, G, H]) in float32 or wider."""
-    rows = _padded_rows(seq_lens, keys_before)
-    if rows is not None:
-        return _padded_backward(grad_out, q, k, v, out, lse, rows.to(q.device))
-    scale, (num_kv, width) = 1.0 / math.sqrt(q.shape[-1]), k.shape[1:]
-    wide = _wide(q).dtype
-    grad_q = torch.zeros(q.shape, dtype=wide, device=q.device)
-    grad_k = torch.zeros(k.shape, dtype=wide, device=q.device)
-    grad_v = torch.zeros(v.shape, dtype=wide, device=q.device)
-    for q_rows, k_rows, mask in _query_blocks(seq_lens, keys_before):
-        queries, keys = _wide(q[q_rows]).transpose(0, 1), _expand(k[k_rows], q.shape[1])
-        values, grads = _expand(v[k_rows], q.shape[1]), _wide(grad_out[q_rows]).transpose(0, 1)
-        scores = (queries @ keys.transpose(1, 2)) * scale
-        scores.masked_fill_(~mask.to(q.device), float("-inf"))
-        probs = torch.exp(scores - lse[:, q_rows].to(wide)[..., None])
-        delta = (grads * _wide(out[q_rows]).transpose(0, 1)).sum(-1, keepdim=True)
-        grad_scores = probs * (grads @ values.transpose(1, 2) - delta) * scale
-        grad_q[q_rows] = (grad_scores @ keys).transpose(0, 1)
-        for total, part in ((grad_k, grad_scores.transpose(1, 2) @ queries), (grad_v, probs.transpose(1, 2) @ grads)):
-            per_kv_head = part.view(num_kv, -1, part.shape[1], width).sum(1)
-            total[k_rows] += per_kv_head.transpose(0, 1)
+    """(grad_q [T, N, H], grad_k, grad_v [keys_before + T, G, H]) in float32 or wider; the last two are added to
+    `totals` where these are given."""
+    (num_heads, width), num_groups = q.shape[1:], k.shape[1]
+    wide = _wide(q[:0]).dtype
+    grad_q = torch.empty(q.shape, dtype=wide, device=q.device)
+    grad_k, grad_v = totals or (torch.zeros(x.shape, dtype=wide, device=q.device) for x in (k, v))
+    for block in _blocks(seq_lens, keys_before, num_heads, num_groups, width, q.device):
+        _backward_block(block, (grad_out, q, k, v, out, lse), (grad_q, grad_k, grad_v))
     return grad_q, grad_k, grad_v
+
+
+def _backward_block(block: Block, operands: tuple[Tensor, ...], gradients: tuple[Tensor, Tensor, Tensor]) -> None:
+    (grad_out, q, k, v, out, lse), (grad_q, grad_k, grad_v) = operands, gradients
+    (num_heads, width), num_groups = q.shape[1:], k.shape[1]
+    queries, keys = block.of_queries(q, num_groups), block.of_keys(k)
+    grads = block.of_queries(grad_out, num_groups)
+    delta = (grads * block.of_queries(out, num_groups)).sum(-1, keepdim=True)
+    probs = _masked_scores(block, queries, keys, num_heads // num_groups)
+    probs.sub_(block.of_stats(lse, num_groups)).exp_()
+    if block.rows is not None:  # a padded query repeats row 0, and its row of probabilities may overflow
+        padding = (block.rows < 0)[:, None, None, :, None]
+        for tensor in (probs, grads):
+            tensor.unflatten(2, (-1, block.rows.shape[1])).masked_fill_(padding, 0.0)
+    grad_scores = (grads @ block.of_keys(v).transpose(2, 3)).sub_(delta).mul_(probs).mul_(1.0 / math.sqrt(width))
+    block.put(grad_q, grad_scores @ keys, num_groups)
+    block.add(grad_k, grad_scores.transpose(2, 3) @ queries)
+    block.add(grad_v, probs.transpose(2, 3) @ grads)
+
+
+def plain_workspace_bytes(tokens: int, num_heads: int, num_groups: int, width: int, wide_bytes: int) -> int:
+    """Most bytes that a backward call without earlier keys takes: two matrices of scores, the block's queries in six
+    forms, its keys and values in four, and the gradients of everything."""
+    scores = min(SCORE_ELEMENTS, num_heads * tokens * min(tokens, QUERY_BLOCK))
+    queries, keys = min(tokens, BLOCK_TOKENS) * num_heads * width, tokens * num_groups * width
+    return wide_bytes * (2 * scores + 6 * queries + 6 * keys + tokens * num_heads * width)
+
+
+def plain_window_bytes(wide_bytes: int) -> int:
+    """What comes on top where earlier keys are seen: scores, keys, values and their gradients of full blocks."""
+    return wide_bytes * 6 * SCORE_ELEMENTS

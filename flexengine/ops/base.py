@@ -19,6 +19,7 @@ DType = Literal["compute", "float32", "uint8"]
 KernelName = Literal["flash", "cudnn"]
 """Attention kernels on CUDA. flash: FlashAttention-2, any lengths. cudnn: faster on Hopper, equal lengths only."""
 KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
+FLOAT64_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -213,12 +214,17 @@ class Op(ABC):
         return ()
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        """Bytes that library calls inside this op take from the device allocator, at the most, at one moment."""
+        """Bytes that a call takes from the device allocator on CUDA, beside its operands and buffers, at the most."""
         return 0
 
-    def window_workspace_bytes(self, tokens: int) -> int:
+    def window_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         """What comes on top where a chunk continues a sequence."""
         return 0
+
+
+def plain_bytes(elements: int, compute_bytes: int) -> int:
+    """Workspace of an op of which kernels take all types but float64: that of so many elements, for float64 alone."""
+    return elements * compute_bytes if compute_bytes == FLOAT64_BYTES else 0
 
 
 def use_kernel(tensor: Tensor) -> bool:

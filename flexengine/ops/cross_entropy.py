@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, use_kernel
+from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel
 from flexengine.ops.linear import accumulate_weight_grad
 
 IGNORE_INDEX = -100
@@ -84,6 +84,9 @@ class LMHeadLoss(Op):
     def _blocks(self, env: OpEnv) -> list[slice]:
         tokens = env.chunk.tokens
         return [slice(i, min(i + self.block, tokens)) for i in range(0, tokens, self.block)]
+
+    def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        return plain_bytes(2 * min(tokens, self.block) * (self.vocab_size + 8), compute_bytes)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         blocks = -(-tokens // self.block)

@@ -26,6 +26,8 @@ LEAST_ABSMAX = 1e-30
 PARTIALS = 1024
 SCALE_STRIDE = 4
 """Elements of float32 from one scale to the next: cuBLAS takes addresses that are multiples of 16 bytes."""
+CUBLASLT_BYTES = 32 * 2**20
+"""What torch gives cuBLASLt to work in on Hopper, for the time of a call; less on other cards."""
 PRODUCT_ELEMENTS = 1 << 24
 """Of the part of a weight gradient that is made at once when it is added to an accumulator."""
 
@@ -162,6 +164,9 @@ class Fp8Linear(Linear):
         """A buffer that is declared by tokens, with its features first."""
         buffer = self._fp8(env, name, dtype)
         return buffer.view(buffer.shape[1], buffer.shape[0])
+
+    def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        return CUBLASLT_BYTES
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
         d, f = self.in_features, self.out_features

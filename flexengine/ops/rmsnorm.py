@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, use_kernel
+from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel
 
 WEIGHT_GRAD_PARTIALS = 128
 """Row groups of the weight-gradient reduction on CUDA: fixed, so that the order of the sum depends on the shape
@@ -94,6 +94,9 @@ class RMSNorm(Op):
         if half != "weight":
             return ()
         return (TensorSpec(f"{self.name}_partials", (self.width,), "float32", rows=WEIGHT_GRAD_PARTIALS),)
+
+    def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        return plain_bytes(3 * tokens * (self.width + 2), compute_bytes)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         return Work(memory_bytes=2.0 * tokens * self.width * compute_bytes, kernels=1)

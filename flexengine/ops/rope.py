@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, use_kernel
+from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel
 
 
 def rope_(
@@ -61,6 +61,10 @@ class RoPE(Op):
 
     def _bytes(self, tokens: int, compute_bytes: int) -> float:
         return 2.0 * tokens * (self.num_heads + self.num_kv_heads) * self.head_dim * compute_bytes
+
+    def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        heads = self.num_heads + self.num_kv_heads
+        return plain_bytes(2 * tokens * (heads + 2) * self.head_dim, compute_bytes)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         return Work(memory_bytes=self._bytes(tokens, compute_bytes), kernels=1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, use_kernel
+from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -54,6 +54,9 @@ class SwiGLU(Op):
 
     def backward_input(self, env: OpEnv) -> None:
         swiglu_backward(env.g[self.y], env.t[self.gate_up], env.g[self.gate_up])
+
+    def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        return plain_bytes(6 * tokens * self.width, compute_bytes)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         return Work(memory_bytes=3.0 * tokens * self.width * compute_bytes, kernels=1)

@@ -16,7 +16,7 @@ from flexengine.optim.rounding import join_fp32, split_fp32, stochastic_round_bf
 
 # Streams of random bits of one update: tensors rounded in the same step must not share their bits.
 WEIGHT_STREAM, EXP_AVG_STREAM, EXP_AVG_SQ_STREAM = 0, 1, 2
-_CPU_TILE_ELEMENTS = 1 << 18  # bounds the temporaries of a CPU update to a few MB, about the size of a last-level cache
+_TILE_ELEMENTS = 1 << 18  # bounds the temporaries of a plain update to 20 MB, about the size of a last-level cache
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def adamw_update(
     """One AdamW step in place: the Triton kernel on CUDA tensors, the native one on CPU tensors.
 
     Arguments, shapes and errors as `adamw_update_reference`, and the same bits (which NaN a NaN is may differ). float64
-    tensors use the reference on both, and so do CPU tensors, tile by tile, where the native library is missing.
+    tensors use the reference on both, and so do CPU tensors where the native library is missing: tile by tile.
     Cost: a segment of n elements reads and writes its states once: split master with float32 states 26 n bytes of
     memory traffic with a bf16 gradient, bf16 master with bf16 states 14 n.
     Order: launches on the current stream, never synchronises; on the CPU it has finished when it returns.
@@ -107,9 +107,8 @@ def adamw_update(
     if weight.dtype != torch.float64:
         fallback_notice("AdamW on the CPU", "it is computed in plain torch, which takes 10 to 40 times as long")
     num_elements = weight.numel()
-    tile = num_elements if weight.is_cuda else _CPU_TILE_ELEMENTS
-    for start in range(0, num_elements, max(tile, 1)):
-        part = slice(start, start + tile)
+    for start in range(0, num_elements, _TILE_ELEMENTS):
+        part = slice(start, start + _TILE_ELEMENTS)
         adamw_update_reference(
             weight=weight[part],
             remainder=None if remainder is None else remainder[part],

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from flexengine.ops.base import use_kernel
 
+PIECE_ELEMENTS = 1 << 20
+"""Elements that the plain path works on at once, which bounds its temporaries to 24 MiB."""
+
 
 def finish_gradient(
     accumulator: Tensor, stored: Tensor, has_previous: bool, partial_squares: Tensor, norm_square: Tensor
@@ -22,7 +25,7 @@ def finish_gradient(
         grad_accumulate.grad_accumulate(accumulator, stored, has_previous, partial_squares)
         norm_square.copy_(partial_squares.double().sum())
         return
-    if has_previous:
-        accumulator = accumulator + stored.to(accumulator.dtype)
-    stored.copy_(accumulator)
-    norm_square.copy_(stored.double().square().sum())
+    norm_square.zero_()
+    for acc, part in zip(accumulator.split(PIECE_ELEMENTS), stored.split(PIECE_ELEMENTS), strict=True):
+        part.copy_(acc + part.to(acc.dtype) if has_previous else acc)
+        norm_square += part.double().square().sum()

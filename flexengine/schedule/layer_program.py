@@ -203,7 +203,7 @@ class _Compiler:
             saved_gpu=saved_gpu,
             saved_host=saved_host,
             workspace_bytes=max(op.workspace_bytes(self.tokens, self.compute_bytes) for op in self.ops),
-            window_workspace_bytes=max(op.window_workspace_bytes(self.tokens) for op in self.ops),
+            window_workspace_bytes=max(op.window_workspace_bytes(self.tokens, self.compute_bytes) for op in self.ops),
         )
 
     def _lay_out(self, area: Area, keep: tuple[str, ...]) -> tuple[tuple[Place, ...], int]:

@@ -122,6 +122,14 @@ class OpHarness:
         result.param_grads = accumulators
         return result
 
+    def env(self, op: Op, chunk: ChunkContext, inputs: dict, params: dict, grad_outputs: dict) -> OpEnv:
+        """All that any half of an op touches, for tests that call them one by one."""
+        buffers = tuple(spec for half in ("forward", "input", "weight") for spec in op.scratch(half))
+        tensors = {**inputs, **self._buffers((*op.outputs, *buffers), chunk.tokens)}
+        grads = {name: self.nan(*inputs[name].shape) for name in op.grad_inputs if name not in dict(op.grad_alias)}
+        accumulators = {name: self.nan(*p.shape, dtype=wide(self.dtype)) for name, p in params.items()}
+        return OpEnv(tensors, params, {**grads, **grad_outputs}, accumulators, chunk)
+
     def forward(
         self, op: Op, chunk: ChunkContext, inputs: dict[str, torch.Tensor], params: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:

@@ -77,6 +77,22 @@ def test_matches_the_product_of_rounded_operands_on_cuda(make_harness, checks, t
     check(make_harness("cuda", torch.bfloat16), checks, tokens, d, f, bias, residual)
 
 
+@pytest.mark.gpu
+def test_stays_within_its_workspace_on_cuda(make_harness):
+    h = make_harness("cuda", torch.bfloat16)
+    op, chunk, inputs, params, grad_y = operands(h, 4096, 4096, 6144, True, True)
+    env = h.env(op, chunk, inputs, params, {"y": grad_y})
+    calls = (op.forward, op.backward_input, op.backward_weight)
+    for call in calls:
+        call(env)
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for call in calls:
+        call(env)
+    assert torch.cuda.max_memory_allocated() - held <= op.workspace_bytes(4096, 2)
+
+
 def test_weight_gradients_are_made_in_parts_that_fit_their_buffer(make_harness, checks, monkeypatch):
     monkeypatch.setattr("flexengine.ops.fp8.PRODUCT_ELEMENTS", 48 * 20)  # 16 of 80 rows at a time
     check(make_harness("cpu", torch.bfloat16), checks, 37, 48, 80, True, False)

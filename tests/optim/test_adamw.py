@@ -101,7 +101,7 @@ def test_a_non_finite_scale_changes_nothing(mode, bad):
 def test_the_public_update_has_the_bits_of_the_reference(mode, path, monkeypatch):
     """Without native code it walks CPU segments in tiles: the bits are those of one call."""
     monkeypatch.setenv("FLEXENGINE_NATIVE", "1" if path == "native" else "0")
-    monkeypatch.setattr("flexengine.optim.adamw._CPU_TILE_ELEMENTS", 64)
+    monkeypatch.setattr("flexengine.optim.adamw._TILE_ELEMENTS", 64)
     master, gradients = torch.randn(1001), [torch.randn(1001) for _ in range(3)]
     states = torch.bfloat16 if mode == "bf16" else torch.float32
     whole = split_segment(master) if mode == "split" else segment_of(master.bfloat16(), state_dtype=states)

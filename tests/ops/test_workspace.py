@@ -1,0 +1,140 @@
+"""No op takes more memory beside its operands than it declares: budgets on CUDA are promised with these figures.
+
+What counts is what CUDA would run: the plain path for float64, and attention's plain path where no kernel is written
+for the dtype or the head width. The same code runs here, and torch's profiler sees what it allocates.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from engine_helpers import spec_of, tiny_config
+from torch.profiler import ProfilerActivity, profile
+
+from bench.block_ops import block_env
+from flexengine.ops import attention_reference
+from flexengine.ops.attention import CausalAttention
+from flexengine.ops.base import KeyValueWindow, OpEnv
+from flexengine.optim.adamw import adamw_update
+from flexengine.runtime.gradients import finish_gradient
+
+SMALL = 64 * 1024  # scalars, index tensors, masks of a few rows
+MIB = 2**20
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """Most bytes at one moment that a call has allocated and not yet given back."""
+    call()  # what is made once is no part of it
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        call()
+    events = [(e.start_ns(), e.nbytes()) for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert events, "the profiler saw no allocation at all"
+    held = peak = 0
+    for _, num_bytes in sorted(events):
+        held += num_bytes
+        peak = max(peak, held)
+    return peak
+
+
+def calls_of(op, env: OpEnv):
+    yield "forward", lambda: (torch.empty(1), op.forward(env))  # one allocation at least
+    if op.grad_inputs:
+        yield "input half", lambda: (torch.empty(1), op.backward_input(env))
+    if op.params:
+        yield "weight half", lambda: (torch.empty(1), op.backward_weight(env))
+
+
+def env_of(spec, layer, tokens, seq_len, dtype):
+    return block_env(spec, layer, tokens, seq_len, torch.device("cpu"), dtype)
+
+
+@pytest.mark.parametrize(("tokens", "seq_len"), [(1024, 128), (640, 640)])
+def test_every_op_in_float64(tokens, seq_len):
+    spec = spec_of(
+        tiny_config(hidden_size=96, intermediate_size=200, vocab_size=997, attention_bias=True, mlp_bias=True)
+    )
+    for layer in (spec.blocks[0], spec.layers[-1]):
+        env = env_of(spec, layer, tokens, seq_len, torch.float64)
+        for op in layer.ops:
+            allowed = op.workspace_bytes(tokens, 8) + SMALL
+            for half, call in calls_of(op, env):
+                taken = peak_bytes(call)
+                assert taken <= allowed, f"{op.name}, {half}: {taken} bytes, declared {allowed}"
+
+
+CASES = {
+    "float32, short": (torch.float32, 8, 4, 32, (256,) * 4, 0),
+    "float32, ragged": (torch.float32, 8, 2, 32, (300, 7, 290, 100), 0),
+    "float32, long": (torch.float32, 4, 4, 32, (1500,), 0),
+    "float64, long": (torch.float64, 4, 2, 16, (1300, 1), 0),
+    "float32, a slice": (torch.float32, 4, 2, 32, (512,), 3000),
+    "bf16, odd heads": (torch.bfloat16, 4, 2, 20, (512, 512), 0),
+    "bf16, odd heads, a slice": (torch.bfloat16, 4, 2, 20, (512,), 3000),
+    "float32, many tiny ones": (torch.float32, 4, 2, 16, (3,) * 300, 0),
+}
+
+
+@pytest.mark.parametrize("score_elements", [1 << 24, 1 << 16])
+@pytest.mark.parametrize("case", CASES)
+def test_the_plain_path_of_attention(case, score_elements, monkeypatch):
+    monkeypatch.setattr(attention_reference, "SCORE_ELEMENTS", score_elements)
+    dtype, n, g, width, seq_lens, before = CASES[case]
+    tokens, wide = sum(seq_lens), torch.float64 if dtype == torch.float64 else torch.float32
+    q, grad_out = (torch.randn(tokens, n, width).to(dtype) for _ in range(2))
+    k, v = (torch.randn(before + tokens, g, width).to(dtype) for _ in range(2))
+    out, lse = torch.empty_like(q), torch.empty(n, tokens, dtype=wide)
+    totals = tuple(torch.zeros(before + tokens, g, width, dtype=wide) for _ in range(2)) if before else None
+    op = CausalAttention("attention", "qkv", "o", n, g, width)
+    allowed = op.workspace_bytes(tokens, dtype.itemsize) + SMALL
+    allowed += op.window_workspace_bytes(tokens, dtype.itemsize) if before else 0
+    operands = (q, k, v, seq_lens, before, out, lse)
+    taken = peak_bytes(lambda: attention_reference.attention_forward_reference(*operands))
+    assert taken <= allowed
+    operands = (grad_out, q, k, v, out, lse, seq_lens, before, totals)
+    taken = peak_bytes(lambda: attention_reference.attention_backward_reference(*operands))
+    assert taken <= allowed
+
+
+def test_blocks_of_any_size_give_the_same(monkeypatch):
+    q, grad_out = (torch.randn(90, 6, 8, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(120, 3, 8, dtype=torch.float64) for _ in range(2))
+    found = []
+    for score_elements in (1 << 24, 3000, 100):
+        monkeypatch.setattr(attention_reference, "SCORE_ELEMENTS", score_elements)
+        for seq_lens, before in (((90,), 30), ((40, 1, 49), 0)):
+            out, lse = torch.full_like(q, torch.nan), torch.full((6, 90), torch.nan, dtype=torch.float64)
+            keys, values = k[: before + 90], v[: before + 90]
+            attention_reference.attention_forward_reference(q, keys, values, seq_lens, before, out, lse)
+            operands = (grad_out, q, keys, values, out, lse, seq_lens, before)
+            grads = attention_reference.attention_backward_reference(*operands)
+            found.append(((out, lse, *grads), before))
+    for results, before in found[2:]:
+        wanted = next(first for first, other in found[:2] if other == before)
+        for actual, expected in zip(results, wanted, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_window_of_the_plain_path_is_added_to_in_place(monkeypatch):
+    """Its gradients are as long as the sequence: a copy would break the budget."""
+    monkeypatch.setattr(attention_reference, "SCORE_ELEMENTS", 1 << 14)
+    n, g, width, tokens, before = 4, 2, 8, 64, 20000
+    window = KeyValueWindow(*(torch.randn(before + tokens, g, width) for _ in range(2)), before)
+    window.grad_keys, window.grad_values = (torch.zeros(before + tokens, g, width) for _ in range(2))
+    op = CausalAttention("attention", "qkv", "o", n, g, width)
+    q, grad_out, out = (torch.randn(tokens, n, width) for _ in range(3))
+    lse = torch.full((n, tokens), 12.0)
+    taken = peak_bytes(lambda: op._plain_window_backward(grad_out, q, window, out, lse))
+    assert taken < window.grad_keys.nbytes
+
+
+def test_updates_in_float64_take_a_tile_at_a_time():
+    num_elements = 3_000_000
+    names = ("weight", "exp_avg", "exp_avg_sq", "grad")
+    planes = {name: torch.rand(num_elements, dtype=torch.float64) for name in names}
+    settings = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 1, "seed": 0}
+    scale = torch.ones(1, dtype=torch.float64)
+    update = lambda: adamw_update(**planes, remainder=None, grad_scale=scale, **settings, element_offset=0)  # noqa: E731
+    assert peak_bytes(update) <= 24 * MIB
+    norm, partials = torch.zeros((), dtype=torch.float64), torch.zeros(1024, dtype=torch.float64)
+    finish = lambda: finish_gradient(planes["weight"], planes["grad"], True, partials, norm)  # noqa: E731
+    assert peak_bytes(finish) <= 24 * MIB
