@@ -85,7 +85,9 @@ def main() -> None:
     parser.add_argument("--model", default="preset:llama-3.1-8b", help="whose block")
     parser.add_argument("--seq-len", type=int, default=2048, help="tokens of a sequence, for attention")
     parser.add_argument("--attention", choices=["cudnn", "flash"], default="flash", help="kernels that are preferred")
-    parser.add_argument("--matmul-dtype", choices=["fp8"], default=None, help="of the block's linear layers")
+    parser.add_argument(
+        "--matmul-dtype", choices=["compute", "fp8"], default="compute", help="of the block's linear layers"
+    )
     parser.add_argument("--json", default=None, help="write the figures to this file")
     args = parser.parse_args()
     require_gpu("bench.graphs")

@@ -164,7 +164,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--seq-len", type=int, default=2048, help="tokens of a sequence, for attention")
     parser.add_argument("--only", nargs="+", metavar="NAME", help=f"kernels by name, and {BLOCK} for the second table")
-    parser.add_argument("--matmul-dtype", choices=["fp8"], default=None, help="of the block's linear layers")
+    parser.add_argument(
+        "--matmul-dtype", choices=["compute", "fp8"], default="compute", help="of the block's linear layers"
+    )
     parser.add_argument("--json", default=None, help="write the figures to this file")
     args = parser.parse_args(arguments)
     if args.tokens < 1 or args.seq_len < 1 or args.tokens % args.seq_len:

@@ -201,7 +201,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--optimizer-state-dtype", default="bfloat16")
-    parser.add_argument("--matmul-dtype", choices=["fp8"], default=None)
+    parser.add_argument("--matmul-dtype", choices=["compute", "fp8"], default="compute")
     parser.add_argument("--recompute", default="auto")
     parser.add_argument("--chunk-tokens", type=int, default=None)
     parser.add_argument("--round-tokens", type=int, default=None)

@@ -12,7 +12,7 @@ import torch
 
 from flexengine.hardware.memory_usage import note_baseline, release_unused_heap
 from flexengine.hardware.presets import preset
-from flexengine.hardware.probe import probe
+from flexengine.hardware.probe import check_multiplies_fp8, probe
 from flexengine.hardware.profile import BlockShape, HardwareProfile, read_profile
 from flexengine.metrics import format_bytes
 from flexengine.models.matmul_dtype import with_fp8_linears
@@ -67,7 +67,7 @@ def from_pretrained(
     master_dtype: str = "float32",
     grad_dtype: str | None = None,
     optimizer_state_dtype: str = "float32",
-    matmul_dtype: Literal["fp8"] | None = None,
+    matmul_dtype: Literal["compute", "fp8"] = "compute",
     max_grad_norm: float | None = 1.0,
     seed: int = 0,
     hardware: HardwareProfile | str | Path | None = None,
@@ -150,7 +150,7 @@ def prepare(
     master_dtype: str = "float32",
     grad_dtype: str | None = None,
     optimizer_state_dtype: str = "float32",
-    matmul_dtype: Literal["fp8"] | None = None,
+    matmul_dtype: Literal["compute", "fp8"] = "compute",
     hardware: HardwareProfile | str | Path | None = None,
     chunk_tokens: int | None = None,
     round_tokens: int | None = None,
@@ -163,7 +163,7 @@ def prepare(
     device: auto, cpu, cuda or cuda:N. dtype: compute type, bfloat16, float32 or float64. master_dtype: float32 (kept
     exactly in 4 bytes beside bf16 compute) or bfloat16 (stochastic rounding). grad_dtype: storage of gradients
     between rounds, by default bfloat16 for bf16 compute and the compute type otherwise. optimizer_state_dtype:
-    float32 or bfloat16. matmul_dtype: what the linear layers of the blocks multiply, fp8 or None for the compute type.
+    float32 or bfloat16. matmul_dtype: what the linear layers of the blocks multiply, compute (dtype) or fp8.
     hardware: a HardwareProfile, a preset's name or a profile's JSON file; None measures this machine.
     """
     source = open_model(path_or_preset)
@@ -175,6 +175,8 @@ def prepare(
         dtype, master_dtype, grad_dtype, optimizer_state_dtype, matmul_dtype
     )  # refused before the machine is measured
     target = choose_device(device)
+    if matmul_dtype == "fp8":
+        check_multiplies_fp8(target)
     profile = _profile(hardware, target, getattr(torch, dtype), block_shape(source.spec))
     request = make_request(
         profile,
@@ -248,7 +250,7 @@ def make_request(
     master_dtype: str = "float32",
     grad_dtype: str | None = None,
     optimizer_state_dtype: str = "float32",
-    matmul_dtype: Literal["fp8"] | None = None,
+    matmul_dtype: Literal["compute", "fp8"] = "compute",
     chunk_tokens: int | None = None,
     round_tokens: int | None = None,
     recompute: Literal["auto", "none", "full"] = "auto",
@@ -259,8 +261,8 @@ def make_request(
     """
     if matmul_dtype == "fp8" and not profile.fp8_matmul_flops_per_s:
         raise ValueError(
-            "matmul_dtype=fp8 needs a GPU that multiplies FP8 (compute capability 8.9 or more: L40S, RTX 4090, H100"
-            f" and newer), and {profile.name} does not; leave it out"
+            f"matmul_dtype=fp8: {profile.name} multiplies no FP8 operands; that takes compute capability 8.9 or more"
+            " (L40S, RTX 4090, H100 and newer); leave it out"
         )
     free_host = profile.host_available_bytes + profile.host_base_bytes
     free_gpu = profile.gpu_free_bytes + profile.gpu_context_bytes if device_type == "cuda" else free_host // 2
@@ -279,24 +281,22 @@ def make_request(
     )
 
 
-def model_for(spec: ModelSpec, matmul_dtype: str | None) -> ModelSpec:
+def model_for(spec: ModelSpec, matmul_dtype: str) -> ModelSpec:
     """The model with its linear layers as `matmul_dtype` asks. Raises ValueError for sizes that it cannot take."""
-    return spec if matmul_dtype is None else with_fp8_linears(spec)
+    return with_fp8_linears(spec) if matmul_dtype == "fp8" else spec
 
 
-def _numerics(
-    dtype: str, master_dtype: str, grad_dtype: str | None, state_dtype: str, matmul_dtype: str | None
-) -> Numerics:
+def _numerics(dtype: str, master_dtype: str, grad_dtype: str | None, state_dtype: str, matmul_dtype: str) -> Numerics:
     grad = grad_dtype or dtype
     for name, value, allowed in (
         ("dtype", dtype, COMPUTE_DTYPES),
         ("master_dtype", master_dtype, MASTER_DTYPES),
         ("grad_dtype", grad, (*COMPUTE_DTYPES,)),
         ("optimizer_state_dtype", state_dtype, ("float32", "bfloat16")),
-        ("matmul_dtype", matmul_dtype, (None, "fp8")),
+        ("matmul_dtype", matmul_dtype, ("compute", "fp8")),
     ):
         if value not in allowed:
-            raise ValueError(f"{name}={value!r} is not supported; choose {', '.join(map(str, allowed))}")
+            raise ValueError(f"{name}={value!r} is not supported; choose {', '.join(allowed)}")
     if grad == "float64" and dtype != "float64":
         raise ValueError(f"grad_dtype=float64 needs dtype=float64, got dtype={dtype}")
     if matmul_dtype == "fp8" and dtype != "bfloat16":
@@ -308,7 +308,7 @@ def _numerics(
         return Numerics(compute=dtype, master="full", grad=grad, state=state)
     master = "split" if master_dtype == "float32" else "stochastic"
     return Numerics(
-        compute=dtype, master=master, grad=grad, state=state_dtype, matmul="compute" if matmul_dtype is None else "fp8"
+        compute=dtype, master=master, grad=grad, state=state_dtype, matmul="fp8" if matmul_dtype == "fp8" else "compute"
     )
 
 

@@ -79,10 +79,9 @@ class TrainConfig:
         Literal["float32", "bfloat16"], "dtype of the two AdamW states; float64 computation keeps them in float64"
     ] = "float32"
     matmul_dtype: Annotated[
-        Literal["fp8"] | None,
-        "fp8 = the linear layers of the blocks multiply in FP8, scaled per tensor as it is (default: in --dtype, which"
-        " must be bfloat16 for fp8)",
-    ] = None
+        Literal["compute", "fp8"],
+        "what the linear layers of the blocks multiply: compute = --dtype, fp8 = FP8 scaled per tensor, for bfloat16",
+    ] = "compute"
     deterministic: Annotated[bool, "allow only kernels that give the same bits in every run"] = False
     chunk_tokens: Annotated[int | None, "tokens computed at once (default: the planner decides)"] = None
     round_tokens: Annotated[int | None, "tokens that pass a layer together (default: the planner decides)"] = None

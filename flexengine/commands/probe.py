@@ -144,11 +144,19 @@ def _compute_lines(profile: HardwareProfile) -> list[str]:
         _header(f"linear layers {hidden_size} x {intermediate_size}, {unit} by tokens", profile.matmul_flops_per_s),
         _cells("all, weighted by time", profile.matmul_flops_per_s, scale),
         *(_cells(curve.name, curve.points, scale) for curve in linear),
+        *_fp8_lines(profile, unit, scale),
         _header(_attention_title(profile, unit), [(length, 0.0) for length in lengths]),
         *(_cells(name, points, scale) for name, points in zip(("forward", "backward"), attention, strict=True)),
         _row("kernel launch", format_seconds(profile.launch_s)),
         _row("host time per command", format_seconds(profile.issue_s) if profile.issue_s else "runs in place"),
     ]
+
+
+def _fp8_lines(profile: HardwareProfile, unit: str, scale: float) -> list[str]:
+    points = profile.fp8_matmul_flops_per_s
+    if not points:
+        return [_row("the same with FP8 operands", "not on this card")]
+    return [_header(f"the same with FP8 operands, {unit} by tokens", points), _cells("all", points, scale)]
 
 
 def _attention_title(profile: HardwareProfile, unit: str) -> str:

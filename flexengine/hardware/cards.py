@@ -16,7 +16,7 @@ A100_SHARE = 0.85
 GEFORCE_SHARE = 0.90  # data sheets quote a boost clock that good cooling reaches
 GEFORCE_BLACKWELL_SHARE = 1.00  # the 5090 clocks well above the 2.41 GHz that its data sheet counts with
 WORKSTATION_SHARE = 0.70  # full-rate tensor cores behind the power limit of a card with half the rate: an estimate
-FP8_GAIN = 1.85  # attained FP8 over attained bf16 rate, as in products of Llama-3.1-8B on an H200
+FP8_GAIN = 1.8  # attained FP8 over attained bf16 rate: products of a Llama-3.1-8B block on an H200 (bench.kernels)
 
 PCIE_4_BYTES_PER_S = 25e9  # x16, attained with page-locked memory; 31.5 GB/s raw
 PCIE_5_BYTES_PER_S = 50e9  # x16; 63 GB/s raw; 55 on good boards
@@ -51,7 +51,7 @@ class Card(NamedTuple):
     gpu_context_bytes: int
     source: str
     hopper_attention: bool = False
-    multiplies_fp8: bool = True
+    multiplies_fp8: bool = False
 
 
 CARDS: dict[str, Card] = {
@@ -66,6 +66,7 @@ CARDS: dict[str, Card] = {
         DATA_CENTRE_CONTEXT_BYTES,
         "https://www.nvidia.com/en-us/data-center/h200/ (SXM, 141 GB; rates measured)",
         hopper_attention=True,
+        multiplies_fp8=True,
     ),
     "h100-80": Card(
         "NVIDIA H100 80GB",
@@ -78,6 +79,7 @@ CARDS: dict[str, Card] = {
         DATA_CENTRE_CONTEXT_BYTES,
         "https://www.nvidia.com/en-us/data-center/h100/ (SXM)",
         hopper_attention=True,
+        multiplies_fp8=True,
     ),
     "a100-80": Card(
         "NVIDIA A100 80GB",
@@ -90,7 +92,6 @@ CARDS: dict[str, Card] = {
         DATA_CENTRE_CONTEXT_BYTES,
         "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/"
         "nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf (SXM)",
-        multiplies_fp8=False,
     ),
     "a100-40": Card(
         "NVIDIA A100 40GB",
@@ -103,7 +104,6 @@ CARDS: dict[str, Card] = {
         DATA_CENTRE_CONTEXT_BYTES,
         "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/"
         "nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf (SXM)",
-        multiplies_fp8=False,
     ),
     "l40s": Card(
         "NVIDIA L40S",
@@ -115,6 +115,7 @@ CARDS: dict[str, Card] = {
         int(44.4 * GIB),
         DATA_CENTRE_CONTEXT_BYTES,
         "https://www.nvidia.com/en-us/data-center/l40s/",
+        multiplies_fp8=True,
     ),
     "rtx-pro-6000": Card(
         "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
@@ -126,6 +127,7 @@ CARDS: dict[str, Card] = {
         int(94.9 * GIB),
         DATA_CENTRE_CONTEXT_BYTES,
         "https://www.nvidia.com/en-us/products/workstations/professional-desktop-gpus/rtx-pro-6000/ (600 W)",
+        multiplies_fp8=True,
     ),
     "rtx-5090": Card(
         "NVIDIA GeForce RTX 5090",
@@ -138,6 +140,7 @@ CARDS: dict[str, Card] = {
         GEFORCE_CONTEXT_BYTES,
         "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf "
         "(appendix A)",
+        multiplies_fp8=True,
     ),
     "rtx-4090": Card(
         "NVIDIA GeForce RTX 4090",
@@ -149,6 +152,7 @@ CARDS: dict[str, Card] = {
         int(23.5 * GIB),
         GEFORCE_CONTEXT_BYTES,
         "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf (appendix A)",
+        multiplies_fp8=True,
     ),
     "rtx-3090": Card(
         "NVIDIA GeForce RTX 3090",
@@ -160,6 +164,5 @@ CARDS: dict[str, Card] = {
         int(23.6 * GIB),
         GEFORCE_CONTEXT_BYTES,
         "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf (appendix A)",
-        multiplies_fp8=False,
     ),
 }

@@ -181,12 +181,15 @@ def _cuda_buffers(device: torch.device, dtype: torch.dtype) -> Buffers:
 
 
 def _fp8_rates(shape: BlockShape, counts: list[int], device: torch.device, least_s: float) -> Points:
-    """Rates of the block's products with FP8 operands; none where the card or the model's sizes allow none."""
-    if not multiplies_fp8(device) or any(size % MULTIPLE for size in shape[:2]):
+    """Rates of the block's products with FP8 operands, of sizes that these can have; none where the card has none."""
+    if not multiplies_fp8(device):
         return ()
+    whole = 2 * MULTIPLE  # keys and values are half as wide as the hidden state
+    hidden_size, intermediate_size = (max(whole, size // whole * whole) for size in shape[:2])
+    sizes = (hidden_size, intermediate_size)
     counts = [tokens for tokens in FP8_TOKENS if tokens <= max(counts)] or list(FP8_TOKENS[:1])
     buffers = _in_fp8(_cuda_buffers(device, torch.bfloat16))
-    return block_rates(shape[:2], counts, FORWARD_DTYPE, buffers, cuda_timer, least_s).matmul_flops_per_s
+    return block_rates(sizes, counts, FORWARD_DTYPE, buffers, cuda_timer, least_s).matmul_flops_per_s
 
 
 def _in_fp8(buffers: Buffers) -> Buffers:

@@ -20,7 +20,6 @@ QUERIES_PER_KEY = 4
 KERNEL_ROWS = 262144  # tokens x heads: keeps every multiprocessor busy at any length
 ROW_BYTES = 20  # per row and width of a head: operands, results, gradients and what the backward works with
 KERNEL_TOKENS = 16384
-PLAIN_BLOCK = 512  # queries per block of the plain path, as in the engine's
 
 
 class AttentionRates(NamedTuple):
@@ -110,7 +109,7 @@ def _operands(
     tokens: int, num_heads: int, length: int, head_dim: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Lengths]:
     """((q, k, v), grad_out, lengths) of packed sequences; q, k and v are views of a fused row, as in the engine."""
-    groups = num_heads // QUERIES_PER_KEY
+    groups = max(1, num_heads // QUERIES_PER_KEY)
     qkv = torch.randn(tokens, num_heads + 2 * groups, head_dim, device=device, dtype=dtype)
     q, k, v = qkv.split((num_heads, groups, groups), dim=1)
     offsets = torch.arange(0, tokens + 1, length, device=device, dtype=torch.int32)
@@ -139,46 +138,16 @@ def _kernel_calls(
 
 
 def _plain_calls(length: int, num_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> Calls:
-    """One sequence of `length` tokens."""
-    wide = dtype if dtype == torch.float64 else torch.float32
-    q, k, v, grad_out = (
-        torch.randn(num_heads, length, head_dim, device=device, dtype=dtype).to(wide) for _ in range(4)
-    )
-    starts = range(0, length, PLAIN_BLOCK)
-    masks = [_later_keys(start, min(PLAIN_BLOCK, length - start), device) for start in starts]
+    """One sequence, by the engine's plain path."""
+    operands, grad_out, _ = _operands(length, num_heads, length, head_dim, device, dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    out, lse = torch.empty_like(grad_out), torch.empty(num_heads, length, device=device, dtype=wide)
 
     def forward() -> None:
-        for start, mask in zip(starts, masks, strict=True):
-            _plain_forward(q[:, start : start + PLAIN_BLOCK], k, v, mask)
+        attention_forward_reference(*operands, (length,), 0, out, lse)
 
     def backward() -> None:
-        for start, mask in zip(starts, masks, strict=True):
-            rows = slice(start, start + PLAIN_BLOCK)
-            _plain_backward(q[:, rows], k, v, grad_out[:, rows], mask)
+        attention_backward_reference(grad_out, *operands, out, lse, (length,), 0)
 
+    forward()  # backward reads its results
     return Calls(forward, backward, num_heads * length * (length + 1) / 2, head_dim)
-
-
-def _later_keys(start: int, rows: int, device: torch.device) -> Tensor:
-    """[rows, start + rows]: the keys that queries start, start + 1, ... must not see."""
-    queries = torch.arange(start, start + rows, device=device)
-    return queries[:, None] < torch.arange(start + rows, device=device)[None, :]
-
-
-def _plain_probabilities(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
-    scores = (q @ k[:, : mask.shape[1]].transpose(1, 2)) / math.sqrt(q.shape[-1])
-    scores.masked_fill_(mask, float("-inf"))
-    return torch.exp(scores - torch.logsumexp(scores, dim=-1, keepdim=True))
-
-
-def _plain_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    return _plain_probabilities(q, k, mask) @ v[:, : mask.shape[1]]
-
-
-def _plain_backward(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    keys, values = k[:, : mask.shape[1]], v[:, : mask.shape[1]]
-    probabilities = _plain_probabilities(q, k, mask)
-    grad_probabilities = grad_out @ values.transpose(1, 2)
-    delta = (probabilities * grad_probabilities).sum(-1, keepdim=True)
-    grad_scores = probabilities * (grad_probabilities - delta) / math.sqrt(q.shape[-1])
-    return grad_scores @ keys, grad_scores.transpose(1, 2) @ q, probabilities.transpose(1, 2) @ grad_out

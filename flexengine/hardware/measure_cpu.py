@@ -31,6 +31,9 @@ def measure_cpu(dtype: torch.dtype, shape: BlockShape, scale: float = 1.0) -> Ra
         peak = _cube_rate(dtype, 4 * least_s)
         counts = affordable_tokens(TOKENS, shape[:2], peak, LONGEST_BLOCK_S * scale)
         block = block_rates(shape[:2], counts, dtype, _buffers(dtype), cpu_timer, least_s / 10)
+        fp8 = block  # the CPU multiplies what FP8 can hold in float32
+        if dtype != torch.float32:
+            fp8 = block_rates(shape[:2], counts, torch.float32, _buffers(torch.float32), cpu_timer, least_s / 20)
         attention = plain_rates(LENGTHS, 4, HEAD_DIM, torch.device("cpu"), dtype, cpu_timer, least_s)
         copies, host_curve, adamw = _memory_rates(dtype, least_s)
         counter, few = torch.zeros(1), torch.zeros(2, 64, dtype=torch.uint8)
@@ -39,7 +42,7 @@ def measure_cpu(dtype: torch.dtype, shape: BlockShape, scale: float = 1.0) -> Ra
     copy_rate = copies.points[-1][1]
     return Rates(
         matmul_flops_per_s=block.matmul_flops_per_s,
-        fp8_matmul_flops_per_s=block.matmul_flops_per_s,  # the CPU multiplies what FP8 can hold in float32
+        fp8_matmul_flops_per_s=fp8.matmul_flops_per_s,
         matmul_shape=shape[:2],
         peak_matmul_flops_per_s=peak,
         attention_forward_flops_per_s=attention.forward,

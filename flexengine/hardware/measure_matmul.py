@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexengine.hardware.curve import Curve, Points
 from flexengine.hardware.timing import Timer
-from flexengine.ops.fp8 import FORWARD_DTYPE, GRADIENT_DTYPE, scaled_product
+from flexengine.ops.fp8 import FORWARD_DTYPE, GRADIENT_DTYPE, MULTIPLE, scaled_product
 
 PASSES = ("forward", "input gradient", "weight gradient")
 QUERY_HEADS_PER_KEY_HEAD = 4  # grouped queries as in most models since 2023: keys and values are a quarter as wide
@@ -88,7 +88,7 @@ def fitting(product: Product, tokens: int, dtype: torch.dtype, buffers: Buffers)
         if operand_bytes <= buffers.operands.nbytes and result_bytes <= buffers.results.nbytes:
             return product
         wider = "out_features" if product.out_features >= product.in_features else "in_features"
-        features = getattr(product, wider) // 2
+        features = getattr(product, wider) // 2 // MULTIPLE * MULTIPLE
         if features < LEAST_FEATURES:
             return None
         product = product._replace(**{wider: features})

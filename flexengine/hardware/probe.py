@@ -18,6 +18,7 @@ from flexengine.hardware.memory_usage import gpu_used_bytes, note_baseline, rele
 from flexengine.hardware.nvml import nvidia_driver_version
 from flexengine.hardware.profile import BlockShape, HardwareProfile
 from flexengine.native import library
+from flexengine.ops.fp8 import multiplies_fp8
 
 PROBE_VERSION = 5  # part of the cache key: raise it when what is measured changes its meaning
 DEFAULT_SECONDS = 10.0
@@ -89,6 +90,13 @@ def run_probe(
         profile = _measured(device, dtype, shape, seconds_budget / DEFAULT_SECONDS)
         path = path if write_cached(path, profile) else None
     return ProbeResult(_with_current_memory(profile, device), path, from_cache, age_s(path))
+
+
+def check_multiplies_fp8(device: torch.device) -> None:
+    """Raise ValueError unless the device takes FP8 operands."""
+    if not multiplies_fp8(device):
+        name = torch.cuda.get_device_name(device)
+        raise ValueError(f"matmul_dtype=fp8: {name} multiplies no FP8 operands; leave it out")
 
 
 def _measured(device: torch.device, dtype: torch.dtype, shape: BlockShape, scale: float) -> HardwareProfile:

@@ -10,6 +10,13 @@ from flexengine.ops.fp8 import Fp8Linear
 from flexengine.ops.linear import Linear
 
 
+def check_matmul_dtype(model: ModelSpec, matmul: str) -> None:
+    """Raise ValueError unless the blocks multiply as numerics say: `compute` or `fp8`."""
+    found = "fp8" if any(isinstance(op, Fp8Linear) for layer in model.blocks for op in layer.ops) else "compute"
+    if found != matmul:
+        raise ValueError(f"{model.name} has linear layers that multiply in {found}, but numerics ask for {matmul}")
+
+
 def with_fp8_linears(model: ModelSpec) -> ModelSpec:
     """`model` with every linear layer of its blocks as `Fp8Linear`; embedding and head, where FP8 costs most accuracy
     and gains least time, stay as they are.

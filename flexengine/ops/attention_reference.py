@@ -20,8 +20,11 @@ QUERY_BLOCK = 512
 """Most queries of one sequence in a block."""
 BLOCK_TOKENS = 1024
 """Most tokens of several short sequences in a block, padding included."""
+MOST_PADDING = 3
+"""Sequences are padded to the longest where this many times their tokens come out at the most."""
 SCORE_ELEMENTS = 1 << 24
-"""Most elements of a block's scores, and of the keys that it widens."""
+"""Most elements of a block's scores, and of the keys of a key/value head that it widens, unless one head or one query
+has more: beyond 100 000 keys and more."""
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -29,12 +32,13 @@ def _wide(x: Tensor) -> Tensor:
 
 
 class Block(NamedTuple):
-    """What is worked on at once: rows [B, R] of B padded sequences with their own keys, -1 past the end of each; or,
-    where that is None, `queries` and `keys` of one sequence in the key/value heads `groups`. Queries stand behind the
-    first `before` keys.
+    """What is worked on at once: rows [B, R] of B padded sequences with their own keys, -1 past the end of each, and
+    where `queries` lie among them, counted row by row; or, where that is None, `queries` and `keys` of one sequence in
+    the key/value heads `groups`. Queries stand behind the first `before` keys.
     """
 
     rows: Tensor | None
+    real: Tensor | None = None
     queries: slice = slice(0)
     keys: slice = slice(0)
     groups: slice = slice(None)
@@ -62,20 +66,18 @@ class Block(NamedTuple):
         whole = target.unflatten(1, (num_groups, -1))
         count = self.queries.stop - self.queries.start if self.rows is None else self.rows.shape[1]
         parts = values.unflatten(2, (-1, count)).permute(0, 3, 1, 2, 4)
-        if self.rows is None:
+        if self.real is None:
             whole[self.queries, self.groups] = parts[0].to(target.dtype)
         else:
-            real = self.rows >= 0
-            whole[self.rows[real]] = parts[real].to(target.dtype)
+            whole[self.queries] = parts.flatten(0, 1)[self.real].to(target.dtype)
 
     def add(self, total: Tensor, values: Tensor) -> None:
         """total [K, G, H] at the block's keys += values [B, G, K, H]."""
         parts = values.transpose(1, 2)
-        if self.rows is None:
+        if self.real is None:
             total[self.keys, self.groups] += parts[0]
         else:
-            real = self.rows >= 0
-            total[self.rows[real]] += parts[real]  # no row twice
+            total[self.queries] += parts.flatten(0, 1)[self.real]
 
     def later(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
         """[R, K]: the keys that a query must not see."""
@@ -88,8 +90,8 @@ def _blocks(
 ) -> Iterator[Block]:
     """Every query once with all keys that it sees, for all heads."""
     longest = max(seq_lens)
-    padded_once = len(seq_lens) > 1 and len(seq_lens) * longest <= 3 * sum(seq_lens)
-    if padded_once and not keys_before and longest <= QUERY_BLOCK and num_heads * longest**2 <= SCORE_ELEMENTS:
+    few_pads = len(seq_lens) > 1 and len(seq_lens) * longest <= MOST_PADDING * sum(seq_lens)
+    if few_pads and not keys_before and longest <= QUERY_BLOCK and num_heads * longest**2 <= SCORE_ELEMENTS:
         yield from _padded_blocks(seq_lens, num_heads, device)
         return
     start, members = 0, num_heads // num_groups
@@ -103,7 +105,7 @@ def _blocks(
                 seen = slice(start, start + keys_before + end)
                 for group in range(0, num_groups, groups):
                     heads = slice(group, min(group + groups, num_groups))
-                    yield Block(None, slice(start + offset, start + end), seen, heads, keys_before + offset)
+                    yield Block(None, None, slice(start + offset, start + end), seen, heads, keys_before + offset)
         start += length
 
 
@@ -113,8 +115,12 @@ def _padded_blocks(seq_lens: tuple[int, ...], num_heads: int, device: torch.devi
     lengths = torch.tensor(seq_lens)
     offsets = torch.arange(longest)[None, :]
     rows = torch.where(offsets < lengths[:, None], (lengths.cumsum(0) - lengths)[:, None] + offsets, -1)
-    for part in rows.to(device).split(count):
-        yield Block(part)
+    real = [(part.flatten() >= 0).nonzero()[:, 0] for part in rows.split(count)]
+    parts = zip(rows.to(device).split(count), torch.cat(real).to(device).split([len(r) for r in real]), strict=True)
+    start = 0
+    for part, found in parts:
+        yield Block(part, found, slice(start, start + len(found)))
+        start += len(found)
 
 
 def _masked_scores(block: Block, queries: Tensor, keys: Tensor, members: int) -> Tensor:
@@ -184,9 +190,10 @@ def _backward_block(block: Block, operands: tuple[Tensor, ...], gradients: tuple
 
 def plain_workspace_bytes(tokens: int, num_heads: int, num_groups: int, width: int, wide_bytes: int) -> int:
     """Most bytes that a backward call without earlier keys takes: two matrices of scores, the block's queries in six
-    forms, its keys and values in four, and the gradients of everything."""
-    scores = min(SCORE_ELEMENTS, num_heads * tokens * min(tokens, QUERY_BLOCK))
-    queries, keys = min(tokens, BLOCK_TOKENS) * num_heads * width, tokens * num_groups * width
+    forms, its keys and values in four, and the gradients of everything; padding may triple a block's tokens."""
+    padded = min(MOST_PADDING * tokens, BLOCK_TOKENS)
+    scores = min(SCORE_ELEMENTS, num_heads * max(padded, tokens) * min(tokens, QUERY_BLOCK))
+    queries, keys = padded * num_heads * width, max(padded, tokens) * num_groups * width
     return wide_bytes * (2 * scores + 6 * queries + 6 * keys + tokens * num_heads * width)
 
 

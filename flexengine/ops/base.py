@@ -205,6 +205,10 @@ class Op(ABC):
         """Cost of the weight half."""
         return Work()
 
+    def accumulation_work(self, compute_bytes: int) -> Work:
+        """What the weight half costs on top where accumulators hold an earlier chunk's sum already."""
+        return Work()
+
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
         """Buffers the call needs besides its operands; they live for the call only. half: forward, input or weight.
 

@@ -69,11 +69,12 @@ def quantize(
 def scaled_product(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: Tensor, bias: Tensor | None = None, fast: bool = False
 ) -> None:
-    """out = scale_a * scale_b * a @ b.T (+ bias), summed in float32 and rounded once.
+    """out = scale_a * scale_b * a @ b.T (+ bias), rounded once.
 
-    Shapes: a [M, K] and b [N, K] in FP8, K and N multiples of 16; scales [1] float32; out [M, N]. fast: sums that the
-    tensor cores keep in fewer bits, as is usual in forward.
+    Shapes: a [M, K] and b [N, K] in FP8, K and N multiples of 16; scales [1] float32; out [M, N]. Sums are float32;
+    fast: with the fewer bits that tensor cores keep by themselves, as is usual in forward.
     """
+    assert a.shape[1] % MULTIPLE == b.shape[0] % MULTIPLE == 0, "tensor cores take multiples of 16"
     if a.is_cuda:
         torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage] - torch.nn.functional.scaled_mm has no out
             a, b.t(), scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=out.dtype, use_fast_accum=fast, out=out
@@ -148,10 +149,7 @@ class Fp8Linear(Linear):
                 part = product[: len(rows)]
                 scaled_product(rows, x8_t, scale_grad, scale_x, part)
                 acc[start : start + step].add_(part)
-        if self.bias is not None:
-            acc = env.gp[self.bias]
-            total = env.g[self.y].sum(0, dtype=acc.dtype)
-            acc.copy_(total) if env.first else acc.add_(total)
+        self.add_bias_grad(env)
 
     @property
     def _product_rows(self) -> int:
@@ -185,7 +183,7 @@ class Fp8Linear(Linear):
         product = TensorSpec(f"{self.name}_product", (d,), "float32", rows=self._product_rows)
         return *for_both, of_tokens("x8_t", d, MULTIPLE), product
 
-    def _product(self, tokens: int, compute_bytes: int) -> Work:
+    def _product(self, tokens: int) -> Work:
         return Work(fp8_flops=2.0 * tokens * self.in_features * self.out_features, kernels=1)
 
     def _quantised(self, elements: int, compute_bytes: int, results: int = 1) -> Work:
@@ -194,7 +192,7 @@ class Fp8Linear(Linear):
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         d, f = self.in_features, self.out_features
-        work = self._product(tokens, compute_bytes).plus(self._quantised(d * (tokens + f), compute_bytes))
+        work = self._product(tokens).plus(self._quantised(d * (tokens + f), compute_bytes))
         work = work.plus(Work(kernels=2))
         if self.residual is None:
             return work
@@ -202,10 +200,13 @@ class Fp8Linear(Linear):
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         d, f = self.in_features, self.out_features
-        work = self._product(tokens, compute_bytes).plus(self._quantised(d * f, compute_bytes))
+        work = self._product(tokens).plus(self._quantised(d * f, compute_bytes))
         return work.plus(self._quantised(tokens * f, compute_bytes, results=2))
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        """Without what an accumulator of an earlier chunk adds: its bytes, read and written."""
         work = super().backward_weight_work(tokens, seq_len, compute_bytes)
         return work.plus(self._quantised(tokens * self.in_features, compute_bytes))
+
+    def accumulation_work(self, compute_bytes: int) -> Work:
+        """The product is written, and added to the accumulator, which is read and written."""
+        return Work(memory_bytes=16.0 * self.in_features * self.out_features, kernels=1)

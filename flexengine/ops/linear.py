@@ -88,23 +88,27 @@ class Linear(Op):
     def backward_weight(self, env: OpEnv) -> None:
         grad_y = env.g[self.y]
         accumulate_weight_grad(env.gp[self.weight], grad_y, env.t[self.x], env.first)
+        self.add_bias_grad(env)
+
+    def add_bias_grad(self, env: OpEnv) -> None:
+        """The bias's part of the weight half, where there is a bias."""
         if self.bias is not None:
             acc = env.gp[self.bias]
-            total = grad_y.sum(0, dtype=acc.dtype)
+            total = env.g[self.y].sum(0, dtype=acc.dtype)
             acc.copy_(total) if env.first else acc.add_(total)
 
-    def _product(self, tokens: int, compute_bytes: int) -> Work:
+    def _product(self, tokens: int) -> Work:
         d, f = self.in_features, self.out_features
         return Work(matmul_flops=2.0 * tokens * d * f, kernels=1)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         extra = 2.0 * tokens * self.out_features * compute_bytes if self.residual is not None else 0.0
-        return self._product(tokens, compute_bytes).plus(Work(memory_bytes=extra, kernels=int(extra > 0)))
+        return self._product(tokens).plus(Work(memory_bytes=extra, kernels=int(extra > 0)))
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self._product(tokens, compute_bytes)
+        return self._product(tokens)
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         bias = Work(memory_bytes=float(tokens * self.out_features * compute_bytes), kernels=2)
-        product = self._product(tokens, compute_bytes)
+        product = self._product(tokens)
         return product if self.bias is None else product.plus(bias)

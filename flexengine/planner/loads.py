@@ -144,7 +144,11 @@ def chunk_seconds(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> tuple
         alike = ChunkShape(chunk.tokens, chunk.seq_len)
         if alike not in known:
             known[alike] = layer_seconds(layer, RoundShape((alike,)), cost)
-    return tuple(known[ChunkShape(c.tokens, c.seq_len)] for c in shape.chunks)
+    program = compile_layer(layer, (), (), cost.chunk_tokens, cost.compute_bytes)
+    adding_s = cost.work_s(program.accumulation_work(cost.compute_bytes))
+    last = len(shape.chunks) - 1  # backward begins with it
+    found = [known[ChunkShape(c.tokens, c.seq_len)] for c in shape.chunks]
+    return tuple(s if i == last else s._replace(backward_s=s.backward_s + adding_s) for i, s in enumerate(found))
 
 
 def link_seconds(h2d_s: np.ndarray, d2h_s: np.ndarray, cost: CostModel) -> np.ndarray:

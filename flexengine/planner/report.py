@@ -59,9 +59,11 @@ def _notes(picture: Picture) -> list[str]:
 
 def hardware_line(picture: Picture) -> str:
     """The machine that the plan is for, in a line."""
-    p = picture.profile
+    p, fp8 = picture.profile, ""
+    if picture.plan.request.numerics.matmul == "fp8":
+        fp8 = f" ({format_tflops(p.fp8_matmul_rate(picture.plan.chunk_tokens))} with FP8 operands)"
     return (
-        f"{p.name} ({p.source}): {format_tflops(p.peak_matmul_flops_per_s)} in matrix products, link"
+        f"{p.name} ({p.source}): {format_tflops(p.peak_matmul_flops_per_s)} in matrix products{fp8}, link"
         f" {p.h2d_bytes_per_s / 1e9:.1f} GB/s in and {p.d2h_bytes_per_s / 1e9:.1f} GB/s out,"
         f" {format_bytes(p.gpu_total_bytes)} GPU and {format_bytes(p.host_total_bytes)} host memory"
     )

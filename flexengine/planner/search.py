@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from flexengine.hardware.profile import HardwareProfile
+from flexengine.models.matmul_dtype import check_matmul_dtype
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, Prediction, Request
 from flexengine.planner.bound import speed_of_light_s
@@ -82,6 +83,7 @@ class Search:
     """One request's search: sizes, what was found for each, and the final choice."""
 
     def __init__(self, model: ModelSpec, request: Request, profile: HardwareProfile) -> None:
+        check_matmul_dtype(model, request.numerics.matmul)
         self.model, self.request, self.profile = model, request, profile
         self.templates = Templates(model, request, profile)
         self.pricer = StepPricer(profile)

@@ -22,6 +22,7 @@ from flexengine.checkpoint.layout import CONFIG_FILE
 from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.checkpoint.writer import TensorSource, support_files, write_checkpoint
 from flexengine.hardware.memory_usage import GpuMemoryMeter, MemoryPeaks, memory_peaks
+from flexengine.models.matmul_dtype import check_matmul_dtype
 from flexengine.models.registry import ModelSource
 from flexengine.ops.base import KernelName
 from flexengine.optim.adamw import AdamW
@@ -96,6 +97,7 @@ class Engine:
         description: str = "",
         order: CommandOrder | None = None,
     ) -> None:
+        check_matmul_dtype(source.spec, plan.request.numerics.matmul)
         self.source, self.model, self.plan, self.device = source, source.spec, plan, device
         self.optimizer, self.max_grad_norm, self.seed, self.deterministic = (
             optimizer,

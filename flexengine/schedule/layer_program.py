@@ -82,6 +82,14 @@ class LayerProgram:
         """Cost of backward, recompute included."""
         return _total(self.backward, tokens, seq_len, compute_bytes)
 
+    def accumulation_work(self, compute_bytes: int) -> Work:
+        """What backward costs on top for chunks after a round's first."""
+        work = Work()
+        for step in self.backward:
+            if step.half == "weight":
+                work = work.plus(step.op.accumulation_work(compute_bytes))
+        return work
+
     def recompute_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         """Cost of what backward recomputes."""
         return _total(tuple(s for s in self.backward if s.recompute), tokens, seq_len, compute_bytes)

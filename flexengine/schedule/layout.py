@@ -165,7 +165,7 @@ class Layout:
 
     @property
     def workspace_bytes(self) -> int:
-        """What library calls may take from the device allocator at one moment."""
+        """What the calls of ops may take from the device allocator at one moment."""
         sliced = self.plan.slices_sequences
         return max(p.workspace_bytes + sliced * p.window_workspace_bytes for p in self.programs)
 

@@ -221,6 +221,8 @@ class _RoundLowering:
             self._bind_window(kind, index, c, areas, reads, writes)
         cost = WORK_OF[kind]
         work = cost(program, chunk.tokens, chunk.seq_len, self.layout.compute_bytes)
+        if not first:
+            work = work.plus(program.accumulation_work(self.layout.compute_bytes))
         call = LayerCall(index, c, program, areas, weights, accumulators or {}, first)
         label = f"{kind} {self.model.layers[index].name} chunk {c}"
         self.builder.add(kind, label, Stream.COMPUTE, reads, writes, work, args=call)

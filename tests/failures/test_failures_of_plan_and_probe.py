@@ -38,6 +38,21 @@ PLANS = (
         ("--compare rtx4090:-3: a budget must be more than 0 GiB, got -3",),
     ),
     Case("plan_of_a_model_without_a_name", ["--model", "", *SMALL], ("--model is empty: give a .* or preset:NAME",)),
+    Case(
+        "plan_fp8_on_a_card_without",
+        ["--model", "preset:demo", "--gpu", "rtx3090", "--matmul-dtype", "fp8"],
+        ("RTX 3090 multiplies no FP8 operands; that takes compute capability 8.9", "leave it out"),
+    ),
+    Case(
+        "plan_fp8_in_float32",
+        ["--model", "preset:demo", *SMALL, "--matmul-dtype", "fp8", "--dtype", "float32"],
+        ("matmul_dtype=fp8 needs dtype=bfloat16, got dtype=float32",),
+    ),
+    Case(
+        "plan_fp8_of_odd_sizes",
+        ["--model", "odd", *SMALL, "--matmul-dtype", "fp8"],
+        ("odd: down_proj has 24 input and 16 output features; FP8 products need multiples of 16; leave",),
+    ),
     Case("plan_of_no_tokens", ["--model", "preset:demo", "--max-seq-len", "0"], ("'0' is not a whole number above 0",)),
     Case(
         "plan_cpu_on_a_card", ["--model", "preset:demo", "--device", "cpu", *SMALL], ("--gpu rtx-4090 is a GPU; leave",)
@@ -76,12 +91,13 @@ PLANS = (
 
 @cases(*PLANS)
 def test_plan(case, command, tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps({**CONFIG, "hidden_size": "16"}))
+    for name, changes in (("model", {"hidden_size": "16"}), ("odd", {})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({**CONFIG, **changes}))
     outcome = command("plan", *case.provoke)
     assert outcome.status == case.status
     check_message(outcome.err, case.says)
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "odd"]
 
 
 PROBES = (

@@ -70,6 +70,8 @@ CASES = {
     "float32, a slice": (torch.float32, 4, 2, 32, (512,), 3000),
     "bf16, odd heads": (torch.bfloat16, 4, 2, 20, (512, 512), 0),
     "bf16, odd heads, a slice": (torch.bfloat16, 4, 2, 20, (512,), 3000),
+    "float32, mostly padding": (torch.float32, 8, 2, 32, (510, 1, 1), 0),
+    "float64, mostly padding": (torch.float64, 8, 8, 32, (510, 1, 1), 0),
     "float32, many tiny ones": (torch.float32, 4, 2, 16, (3,) * 300, 0),
 }
 

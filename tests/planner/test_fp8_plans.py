@@ -1,0 +1,164 @@
+"""FP8 products in plans: what they cost, which rates count, what is refused; and a training run that uses them."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import flexengine
+from flexengine.cli import main
+from flexengine.hardware.measure import _in_fp8
+from flexengine.hardware.measure_matmul import Buffers, Product, _work, fitting
+from flexengine.hardware.presets import PRESETS, preset
+from flexengine.models.matmul_dtype import with_fp8_linears
+from flexengine.models.registry import open_model
+from flexengine.ops.fp8 import FORWARD_DTYPE, MULTIPLE
+from flexengine.plan import Numerics, Request
+from flexengine.planner.bound import speed_of_light_s
+from flexengine.planner.correction import Factors, corrected_profile
+from flexengine.planner.cost_model import CostModel, round_shape
+from flexengine.planner.search import make_plan
+from flexengine.schedule.layer_program import compile_layer, savable_ops
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.lowering import lower_round
+
+GIB = 2**30
+FP8 = Numerics(state="bfloat16", matmul="fp8")
+RATES = replace(
+    preset("h200"), matmul_flops_per_s=((1024, 500e12),), fp8_matmul_flops_per_s=((1024, 1000e12),), launch_s=1e-9
+)
+
+
+def llama():
+    return with_fp8_linears(open_model("preset:llama-3.1-8b").spec)
+
+
+def test_the_price_of_a_linear_layer_by_hand():
+    op = next(op for op in llama().blocks[0].ops if op.name == "down_proj")
+    tokens, d, f = 1024, 14336, 4096
+    cost = CostModel(RATES, 2, tokens, 2048)
+    flops_s, bytes_s = 2 * tokens * d * f / 1000e12, 1 / RATES.memory_bytes_per_s
+    read, result = 2 * 2, 1  # bytes of an element: for the maximum and to be rounded, and of the result
+    forward = (tokens * d + d * f) * (read + result) + 3 * 2 * tokens * f  # and the residual
+    inputs = d * f * (read + result) + tokens * f * (read + 2 * result)
+    weights = tokens * d * (read + result)
+    for work, num_bytes in (
+        (op.forward_work(tokens, 2048, 2), forward),
+        (op.backward_input_work(tokens, 2048, 2), inputs),
+        (op.backward_weight_work(tokens, 2048, 2), weights),
+    ):
+        assert cost.work_s(work) == pytest.approx(flops_s + num_bytes * bytes_s, rel=1e-3)
+        assert work.flops == 2 * tokens * d * f
+
+
+def test_chunks_after_the_first_pay_for_the_sum():
+    model = llama()
+    request = Request(2048, 8192, 80 * GIB, 100 * GIB, chunk_tokens=2048, round_tokens=8192, numerics=FP8)
+    plan = make_plan(model, request, RATES)
+    program = lower_round(Layout(model, plan), round_shape(request, 2048, 4), first=True)
+    backward = [c for c in program.commands if c.kind == "backward" and c.args.layer == 5]
+    first, *others = [c.work.memory_bytes for c in backward]
+    parameters = sum(p.numel for p in model.groups[model.layers[5].groups[0]].params if p.kind == "matrix")
+    assert [other - first for other in others] == [16.0 * parameters] * 3
+
+
+def test_fp8_rates_are_corrected_with_compute():
+    assert corrected_profile(RATES, Factors(2.0, 1.0, 1.0)).fp8_matmul_rate(1024) == 500e12
+
+
+def test_presets_multiply_fp8_where_the_card_does():
+    without = {name for name, profile in PRESETS.items() if not profile.fp8_matmul_flops_per_s}
+    assert without == {"rtx-3090", "a100-40", "a100-80"}
+    for name in set(PRESETS) - without - {"cpu-test"}:
+        assert PRESETS[name].fp8_matmul_rate(16384) == pytest.approx(1.8 * PRESETS[name].matmul_rate(16384), rel=0.03)
+
+
+@pytest.mark.parametrize(("cap_gib", "seq_len", "tokens"), [(24, 2048, 65536), (8, 512, 8192)])
+def test_plans_are_faster_and_no_faster_than_the_bound(cap_gib, seq_len, tokens):
+    requests = [
+        Request(seq_len, tokens, cap_gib * GIB, 110 * GIB, numerics=replace(FP8, matmul=matmul))
+        for matmul in ("compute", "fp8")
+    ]
+    plain, fp8 = (
+        make_plan(model, request, preset("h200"))
+        for model, request in zip((open_model("preset:llama-3.1-8b").spec, llama()), requests, strict=True)
+    )
+    assert fp8.predicted.step_s < plain.predicted.step_s
+    assert fp8.predicted.speed_of_light_s <= fp8.predicted.step_s
+    assert speed_of_light_s(llama(), requests[1], preset("h200")) == fp8.predicted.speed_of_light_s
+
+
+def test_a_model_and_numerics_that_disagree_are_refused():
+    request = Request(512, 512, 80 * GIB, 100 * GIB, numerics=FP8)
+    with pytest.raises(ValueError, match="linear layers that multiply in compute, but numerics ask for fp8"):
+        make_plan(open_model("preset:llama-3.2-1b").spec, request, RATES)
+    with pytest.raises(ValueError, match="linear layers that multiply in fp8, but numerics ask for compute"):
+        make_plan(llama(), replace(request, numerics=Numerics()), RATES)
+
+
+def test_the_command_plans_with_fp8(capsys):
+    flags = ["--model", "preset:llama-3.1-8b", "--gpu", "rtx4090", "--max-global-batch-tokens", "16384"]
+    found = []
+    for matmul in ("compute", "fp8"):
+        assert main(["plan", *flags, "--json", "--matmul-dtype", matmul]) == 0
+        values = json.loads(capsys.readouterr().out)
+        assert values["request"]["numerics"]["matmul"] == matmul
+        found.append(values["predicted"]["step_s"])
+    assert found[1] < found[0]
+    assert main(["plan", *flags, "--matmul-dtype", "fp8"]) == 0
+    assert "with FP8 operands" in capsys.readouterr().out
+
+
+def test_training_through_from_pretrained_stays_near_bf16():
+    ids, losses = torch.randint(0, 512, (4, 64), generator=torch.Generator().manual_seed(0)), {}
+    sizes = {"max_seq_len": 64, "max_global_batch_tokens": 256, "max_gpu_mem_bytes": 2**28, "max_host_mem_gib": 4}
+    for matmul in ("compute", "fp8"):
+        engine = flexengine.from_pretrained(
+            "preset:demo", device="cpu", hardware="cpu-test", matmul_dtype=matmul, **sizes
+        )
+        losses[matmul] = []
+        for _ in range(3):
+            losses[matmul].append(engine.fwd_bwd(input_ids=ids, labels=ids).loss)
+            engine.step(lr=1e-3)
+        engine.close()
+    assert losses["fp8"] != losses["compute"]
+    assert losses["fp8"] == pytest.approx(losses["compute"], rel=5e-3)
+    assert losses["fp8"][-1] < losses["fp8"][0] - 0.3
+
+
+# -- the probe ---------------------------------------------------------------------------------------------------------
+
+
+def test_operands_are_rounded_where_they_lie(monkeypatch):
+    monkeypatch.setattr("flexengine.hardware.measure.FP8_PIECE", 1000)
+    operands = torch.randn(10_500, dtype=torch.bfloat16)
+    wanted = operands.to(FORWARD_DTYPE).view(torch.uint8).clone()
+    buffers = _in_fp8(Buffers(operands, torch.empty(0)))
+    assert torch.equal(buffers.operands.view(torch.uint8), wanted)
+    assert buffers.operands.data_ptr() == operands.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["forward", "input gradient", "weight gradient"])
+def test_products_of_the_probe_take_fp8_operands(name):
+    operands = torch.randn(1 << 20).to(FORWARD_DTYPE)
+    buffers = Buffers(operands, torch.empty(1 << 20, dtype=torch.uint8))
+    _work(Product("proj", 96, 160), 64, name, FORWARD_DTYPE, buffers)()
+    assert buffers.results.any()
+
+
+@pytest.mark.parametrize("features", [12_816, 16_400, 28_672])
+def test_halved_products_keep_sizes_that_fp8_takes(features):
+    meta = {"dtype": torch.uint8, "device": "meta"}
+    buffers = Buffers(torch.empty(64 << 20, **meta).view(FORWARD_DTYPE), torch.empty(96 << 20, **meta))
+    part = fitting(Product("gate_up", 4096, 2 * features), 2048, FORWARD_DTYPE, buffers)
+    assert part is not None
+    assert part.out_features < 2 * features
+    assert part.out_features % MULTIPLE == part.in_features % MULTIPLE == 0
+
+
+def test_a_block_keeps_all_of_the_same_ops():
+    blocks = open_model("preset:llama-3.1-8b").spec.blocks, llama().blocks
+    assert savable_ops(blocks[0][0].ops) == savable_ops(blocks[1][0].ops)
+    programs = [compile_layer(layers[0], (), ("rope",), 1024, 2) for layers in blocks]
+    assert programs[0].save_host_bytes == programs[1].save_host_bytes
