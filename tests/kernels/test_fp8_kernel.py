@@ -5,6 +5,7 @@ import torch
 
 from flexengine.kernels import fp8
 
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter computes with numpy
 DTYPES = [torch.float32, torch.bfloat16]
 PARTIALS = 256
 LEAST = 1e-30
@@ -87,7 +88,6 @@ def test_zeros_and_extreme_magnitudes_have_a_scale(device, fp8_dtype, scale):
     check((torch.randn(5, 17) * scale).to(device), fp8_dtype)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter computes with numpy
 @pytest.mark.parametrize("fp8_dtype", fp8.FP8, ids=str)
 def test_nan_stays_and_infinity_becomes_nan(device, fp8_dtype):
     """What overflowed before must show in the gradient norm, not be clamped to a number."""
