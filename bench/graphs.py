@@ -18,7 +18,7 @@ import torch
 
 from bench.block_ops import block_env
 from bench.environment import require_gpu, write_json
-from flexengine.api import model_for
+from flexengine.models.matmul_dtype import with_matmul_dtype
 from flexengine.models.registry import open_model
 from flexengine.models.spec import LayerSpec
 from flexengine.ops.base import OpEnv
@@ -66,7 +66,7 @@ def seconds_of(run, count: int) -> tuple[float, float]:
 
 def measure(args: argparse.Namespace, tokens: int, device: torch.device) -> Row:
     """One chunk size."""
-    spec = model_for(open_model(args.model, needs_weights=False).spec, args.matmul_dtype)
+    spec = with_matmul_dtype(open_model(args.model, needs_weights=False).spec, args.matmul_dtype)
     layer = spec.blocks[0]
     env = block_env(spec, layer, tokens, min(tokens, args.seq_len), device, torch.bfloat16)
     env.chunk.attention = args.attention

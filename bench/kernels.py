@@ -28,8 +28,8 @@ from bench.block_ops import KINDS, OpTime, block_times, microseconds_per_token
 from bench.environment import require_gpu, write_json
 from bench.kernel_case import Case, Random, Sizes, check_error, sizes_of
 from bench.kernel_cases import kernel_cases
-from flexengine.api import model_for
 from flexengine.hardware.timing import Timer, cuda_timer, hold_stream
+from flexengine.models.matmul_dtype import with_matmul_dtype
 from flexengine.models.registry import open_model
 
 MIB = 2**20
@@ -195,7 +195,7 @@ def measure(args: argparse.Namespace, device: torch.device, clock: Clock) -> tup
 
     Raises: SystemExit for a name that there is not.
     """
-    spec = model_for(open_model(args.model, needs_weights=False).spec, args.matmul_dtype)
+    spec = with_matmul_dtype(open_model(args.model, needs_weights=False).spec, args.matmul_dtype)
     sizes = sizes_of(spec, args.tokens)
     names = chosen(args.only, [*(case.name for case in kernel_cases(sizes)), BLOCK])
     results: dict = {"model": args.model, "sizes": sizes._asdict(), "seq_len": args.seq_len}

@@ -6,7 +6,7 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -15,7 +15,7 @@ from flexengine.hardware.presets import preset
 from flexengine.hardware.probe import check_multiplies_fp8, probe
 from flexengine.hardware.profile import BlockShape, HardwareProfile, read_profile
 from flexengine.metrics import format_bytes
-from flexengine.models.matmul_dtype import with_fp8_linears
+from flexengine.models.matmul_dtype import MatmulDtype, with_matmul_dtype
 from flexengine.models.registry import ModelSource, open_model
 from flexengine.models.spec import ModelSpec
 from flexengine.optim.adamw import AdamW
@@ -67,7 +67,7 @@ def from_pretrained(
     master_dtype: str = "float32",
     grad_dtype: str | None = None,
     optimizer_state_dtype: str = "float32",
-    matmul_dtype: Literal["compute", "fp8"] = "compute",
+    matmul_dtype: MatmulDtype = "compute",
     max_grad_norm: float | None = 1.0,
     seed: int = 0,
     hardware: HardwareProfile | str | Path | None = None,
@@ -150,7 +150,7 @@ def prepare(
     master_dtype: str = "float32",
     grad_dtype: str | None = None,
     optimizer_state_dtype: str = "float32",
-    matmul_dtype: Literal["compute", "fp8"] = "compute",
+    matmul_dtype: MatmulDtype = "compute",
     hardware: HardwareProfile | str | Path | None = None,
     chunk_tokens: int | None = None,
     round_tokens: int | None = None,
@@ -167,13 +167,12 @@ def prepare(
     hardware: a HardwareProfile, a preset's name or a profile's JSON file; None measures this machine.
     """
     source = open_model(path_or_preset)
-    source = source._replace(spec=model_for(source.spec, matmul_dtype))
+    source = source._replace(spec=with_matmul_dtype(source.spec, matmul_dtype))
     if source.weights_folder is not None:
         check_checkpoint(source.spec, source.weights_folder)
     warn_of_long_sequences(source.spec, max_seq_len)
-    _numerics(
-        dtype, master_dtype, grad_dtype, optimizer_state_dtype, matmul_dtype
-    )  # refused before the machine is measured
+    # refused before the machine is measured
+    _numerics(dtype, master_dtype, grad_dtype, optimizer_state_dtype, matmul_dtype)
     target = choose_device(device)
     if matmul_dtype == "fp8":
         check_multiplies_fp8(target)
@@ -250,7 +249,7 @@ def make_request(
     master_dtype: str = "float32",
     grad_dtype: str | None = None,
     optimizer_state_dtype: str = "float32",
-    matmul_dtype: Literal["compute", "fp8"] = "compute",
+    matmul_dtype: MatmulDtype = "compute",
     chunk_tokens: int | None = None,
     round_tokens: int | None = None,
     recompute: Literal["auto", "none", "full"] = "auto",
@@ -281,19 +280,16 @@ def make_request(
     )
 
 
-def model_for(spec: ModelSpec, matmul_dtype: str) -> ModelSpec:
-    """The model with its linear layers as `matmul_dtype` asks. Raises ValueError for sizes that it cannot take."""
-    return with_fp8_linears(spec) if matmul_dtype == "fp8" else spec
-
-
-def _numerics(dtype: str, master_dtype: str, grad_dtype: str | None, state_dtype: str, matmul_dtype: str) -> Numerics:
+def _numerics(
+    dtype: str, master_dtype: str, grad_dtype: str | None, state_dtype: str, matmul_dtype: MatmulDtype
+) -> Numerics:
     grad = grad_dtype or dtype
     for name, value, allowed in (
         ("dtype", dtype, COMPUTE_DTYPES),
         ("master_dtype", master_dtype, MASTER_DTYPES),
         ("grad_dtype", grad, (*COMPUTE_DTYPES,)),
         ("optimizer_state_dtype", state_dtype, ("float32", "bfloat16")),
-        ("matmul_dtype", matmul_dtype, ("compute", "fp8")),
+        ("matmul_dtype", matmul_dtype, get_args(MatmulDtype)),
     ):
         if value not in allowed:
             raise ValueError(f"{name}={value!r} is not supported; choose {', '.join(allowed)}")
@@ -307,9 +303,7 @@ def _numerics(dtype: str, master_dtype: str, grad_dtype: str | None, state_dtype
         state = "float64" if dtype == "float64" else state_dtype
         return Numerics(compute=dtype, master="full", grad=grad, state=state)
     master = "split" if master_dtype == "float32" else "stochastic"
-    return Numerics(
-        compute=dtype, master=master, grad=grad, state=state_dtype, matmul="fp8" if matmul_dtype == "fp8" else "compute"
-    )
+    return Numerics(compute=dtype, master=master, grad=grad, state=state_dtype, matmul=matmul_dtype)
 
 
 def choose_device(name: str) -> torch.device:

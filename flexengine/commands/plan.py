@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flexengine.api import COMPUTE_DTYPES, block_shape, choose_device, make_request, model_for, warn_of_long_sequences
+from flexengine.api import COMPUTE_DTYPES, block_shape, choose_device, make_request, warn_of_long_sequences
 from flexengine.commands.compare import Case, compare, comparison_json, comparison_table
 from flexengine.commands.files import check_target, print_output, write_whole
 from flexengine.config import LARGEST, OPTION_HELP, OPTION_TYPES, TrainConfig, choices_of, flag_of, value_type_of
 from flexengine.hardware.presets import PRESETS, preset, with_memory
 from flexengine.hardware.profile import HardwareProfile, read_profile
 from flexengine.metrics import GIB, format_bytes
+from flexengine.models.matmul_dtype import with_matmul_dtype
 from flexengine.models.registry import open_model, preset_names
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, PlanError, Request
@@ -62,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     _check(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
-    model = model_for(open_model(arguments.model, needs_weights=False).spec, arguments.matmul_dtype)
+    model = with_matmul_dtype(open_model(arguments.model, needs_weights=False).spec, arguments.matmul_dtype)
     warn_of_long_sequences(model, arguments.max_seq_len)
     options = {name: getattr(arguments, name) for name in SAME_AS_TRAIN}
     job = Job(model, options, shlex.join(["python", "-m", "flexengine", "plan", *argv]))

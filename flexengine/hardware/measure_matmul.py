@@ -17,6 +17,7 @@ from torch import Tensor
 from flexengine.hardware.curve import Curve, Points
 from flexengine.hardware.timing import Timer
 from flexengine.ops.fp8 import FORWARD_DTYPE, GRADIENT_DTYPE, MULTIPLE, scaled_product
+from flexengine.ops.linear import accumulate_weight_grad
 
 PASSES = ("forward", "input gradient", "weight gradient")
 QUERY_HEADS_PER_KEY_HEAD = 4  # grouped queries as in most models since 2023: keys and values are a quarter as wide
@@ -156,7 +157,7 @@ def _work(part: Product, tokens: int, name: str, dtype: torch.dtype, buffers: Bu
         sets, out = _operand_sets(buffers, y, weight), _result(buffers, x, dtype)
         return _repeat(sets, lambda grad_y_TF, weight_FD: torch.mm(grad_y_TF, weight_FD, out=out))
     sets, out = _operand_sets(buffers, y, x), _result(buffers, weight, acc_dtype)
-    return _repeat(sets, lambda grad_y_TF, x_TD: accumulate_product(out, grad_y_TF, x_TD))
+    return _repeat(sets, lambda grad_y_TF, x_TD: accumulate_weight_grad(out, grad_y_TF, x_TD, first=False))
 
 
 def _fp8_work(part: Product, tokens: int, name: str, buffers: Buffers) -> Callable[[], object]:
@@ -171,19 +172,6 @@ def _fp8_work(part: Product, tokens: int, name: str, buffers: Buffers) -> Callab
     else:
         sets, out = _operand_sets(buffers, (f, tokens), (d, tokens)), _result(buffers, (f, d), torch.float32)
     return _repeat(sets, lambda grad8, other8: scaled_product(grad8.view(GRADIENT_DTYPE), other8, one, one, out))
-
-
-def accumulate_product(acc: Tensor, grad_y: Tensor, x: Tensor) -> None:
-    """acc += grad_y.T @ x with the calls of the engine: on CUDA the product goes straight into a wider accumulator.
-
-    Shapes: acc [F, D] float32 (float64), grad_y [T, F] and x [T, D] in the compute dtype.
-    """
-    if grad_y.dtype == acc.dtype:
-        torch.addmm(acc, grad_y.t(), x, out=acc)
-    elif grad_y.is_cuda:
-        torch.addmm(acc, grad_y.t(), x, out_dtype=acc.dtype, out=acc)
-    else:
-        acc.add_(grad_y.t().to(acc.dtype) @ x.to(acc.dtype))
 
 
 def _repeat(sets: Sequence[tuple[Tensor, Tensor]], work: Callable[[Tensor, Tensor], object]) -> Callable[[], object]:

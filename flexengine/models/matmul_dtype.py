@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from flexengine.models.spec import LayerSpec, ModelSpec
 from flexengine.ops.base import Op
 from flexengine.ops.fp8 import Fp8Linear
 from flexengine.ops.linear import Linear
+
+MatmulDtype = Literal["compute", "fp8"]
+"""What the linear layers of blocks multiply: the type that is computed in, or FP8."""
 
 
 def check_matmul_dtype(model: ModelSpec, matmul: str) -> None:
@@ -15,6 +19,11 @@ def check_matmul_dtype(model: ModelSpec, matmul: str) -> None:
     found = "fp8" if any(isinstance(op, Fp8Linear) for layer in model.blocks for op in layer.ops) else "compute"
     if found != matmul:
         raise ValueError(f"{model.name} has linear layers that multiply in {found}, but numerics ask for {matmul}")
+
+
+def with_matmul_dtype(model: ModelSpec, matmul: str) -> ModelSpec:
+    """`model` with the linear layers of its blocks as `matmul` asks. Raises: ValueError as `with_fp8_linears`."""
+    return with_fp8_linears(model) if matmul == "fp8" else model
 
 
 def with_fp8_linears(model: ModelSpec) -> ModelSpec:

@@ -192,8 +192,8 @@ class Fp8Linear(Linear):
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         d, f = self.in_features, self.out_features
-        work = self._product(tokens).plus(self._quantised(d * (tokens + f), compute_bytes))
-        work = work.plus(Work(kernels=2))
+        work = self._product(tokens).plus(self._quantised(tokens * d, compute_bytes))
+        work = work.plus(self._quantised(d * f, compute_bytes))
         if self.residual is None:
             return work
         return work.plus(Work(memory_bytes=3.0 * tokens * f * compute_bytes, kernels=1))

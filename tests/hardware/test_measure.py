@@ -31,7 +31,6 @@ from flexengine.hardware.measure_matmul import (
     Buffers,
     Product,
     _work,
-    accumulate_product,
     affordable_tokens,
     block_products,
     block_rates,
@@ -160,10 +159,15 @@ def test_calls_compute_the_passes_of_a_linear_layer(dtype: torch.dtype, adds: bo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_weight_gradients_are_added_as_the_engine_adds_them(dtype: torch.dtype):
-    grad_y, x = torch.randn(24, 16).to(dtype), torch.randn(24, 8).to(dtype)
-    ours, engines = torch.ones(16, 8), torch.ones(16, 8)
-    accumulate_product(ours, grad_y, x)
-    accumulate_weight_grad(engines, grad_y, x, first=False)
+    """Two calls add up: an accumulator that was overwritten would hold the second product alone."""
+    buffers = Buffers(torch.randn(24 * 16 + 24 * 8 + 512).to(dtype), torch.empty(4096, dtype=torch.uint8))
+    work = _work(Product("p", 8, 16), 24, "weight gradient", dtype, buffers)
+    work()
+    work()
+    engines, grad_y, x = torch.zeros(16, 8), buffers.operands[: 24 * 16], buffers.operands[512:][: 24 * 8]
+    for _ in range(2):
+        accumulate_weight_grad(engines, grad_y.view(24, 16), x.view(24, 8), first=False)
+    ours = buffers.results[: 16 * 8 * 4].view(torch.float32).view(16, 8)
     assert torch.equal(ours, engines)
 
 
