@@ -119,14 +119,17 @@ def issue_calls(command: Command) -> float:
     return sum(1 + len(step.tensors) + len(step.grads) for step in steps)
 
 
-def round_shape(request: Request, chunk_tokens: int, chunks_per_round: int) -> RoundShape:
+def round_shape(
+    request: Request, chunk_tokens: int, chunks_per_round: int, left_tokens: int | None = None
+) -> RoundShape:
     """A full round of sequences of max_seq_len tokens, as `schedule.packing` packs them: a chunk takes whole sequences,
-    and one longer than a chunk is cut into slices.
+    and one longer than a chunk is cut into slices. left_tokens: of the batch, where it is not all.
 
     A slice's seq_len is the one whose causal cost per token is that of its queries over all keys before them:
     2 * start + tokens.
     """
-    longest, batch = request.max_seq_len, request.max_global_batch_tokens
+    longest = request.max_seq_len
+    batch = request.max_global_batch_tokens if left_tokens is None else left_tokens
     if longest <= chunk_tokens:
         counts = _full_chunks(batch, chunk_tokens // longest * longest, chunks_per_round)
         return RoundShape(tuple(ChunkShape(count, min(longest, count)) for count in counts))
@@ -160,6 +163,19 @@ def lower_first_round(layout: Layout, shape: RoundShape) -> Program:
     """A step's first round, where the CPU updates with the update of the step before, which goes on under it."""
     first = lower_round(layout, shape, first=True)
     return followed(lower_update(layout), first) if layout.plan.updates_on_cpu else first
+
+
+def later_rounds(request: Request, chunk_tokens: int, chunks_per_round: int) -> list[tuple[RoundShape, int]]:
+    """The rounds of a full step after its first, as shapes and how many there are of each: full ones, and a shorter one
+    where the batch ends within a round."""
+    full = round_shape(request, chunk_tokens, chunks_per_round)
+    tokens = sum(c.tokens for c in full.chunks)
+    count = rounds_per_step(request, full) - 1
+    left = request.max_global_batch_tokens - count * tokens
+    if count == 0 or left == tokens:
+        return [(full, count)] if count else []
+    last = round_shape(request, chunk_tokens, chunks_per_round, left)
+    return [(full, count - 1), (last, 1)] if count > 1 else [(last, 1)]
 
 
 @dataclass(frozen=True)
@@ -246,13 +262,12 @@ class StepPricer:
         """One first round, accumulating rounds for the rest of the batch, and the update: one after the other, but for
         what the CPU updates."""
         plan, cost = layout.plan, self.cost(layout)
-        shape = round_shape(plan.request, plan.chunk_tokens, plan.chunks_per_round)
-        rounds = rounds_per_step(plan.request, shape)
-        parts = [(self._price(lower_first_round(layout, shape), cost), 1)]
+        sizes = (plan.request, plan.chunk_tokens, plan.chunks_per_round)
+        parts = [(self._price(lower_first_round(layout, round_shape(*sizes)), cost), 1)]
         if not plan.updates_on_cpu:
             parts.append((self.update(layout, cost), 1))
-        if rounds > 1:
-            parts.append((self._price(lower_round(layout, shape, first=False), cost), rounds - 1))
+        for shape, count in later_rounds(*sizes):
+            parts.append((self._price(lower_round(layout, shape, first=False), cost), count))
         return StepEstimate(
             step_s=sum(count * part.total_s for part, count in parts),
             busy_s={s.value: sum(count * part.busy_s[s.value] for part, count in parts) for s in Stream},

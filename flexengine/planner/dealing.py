@@ -103,6 +103,19 @@ def alike(drafting: Drafting, drafts: Drafts, index: int) -> Drafts:
     )
 
 
+def all_but_one(drafting: Drafting, drafts: Drafts, index: int) -> Drafts:
+    """One placement with all blocks changed to any one option and one of them to any other, their levels kept."""
+    levels, count = drafts.rows[index] % NUM_LEVELS, len(drafting.problem.options.plans)
+    blocks = np.arange(len(levels))
+    most, other, place = (axis.ravel() for axis in np.meshgrid(range(count), range(count), blocks, indexing="ij"))
+    options = np.where(blocks[None, :] == place[:, None], other[:, None], most[:, None])
+    return Drafts(
+        options * NUM_LEVELS + levels,
+        np.full(len(options), drafts.structures[index]),
+        np.tile(drafts.slots[index], (len(options), 1)),
+    )
+
+
 def varied(drafting: Drafting, drafts: Drafts, index: int) -> Drafts:
     """One placement with one slot more or less, another structure around it, or two blocks swapped."""
     rows, structure, slots = drafts.rows[index], drafts.structures[index], drafts.slots[index]

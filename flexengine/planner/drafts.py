@@ -63,6 +63,13 @@ class Drafting:
         self.structures = problem.templates.structures(len(problem.edge_host), loads.STREAMED)
         self.edge_levels = np.array([s.edge_levels for s in self.structures])
         self.share = np.array([s.share_edge_slots for s in self.structures])
+        self.grads_over_weights = np.array([s.grads_over_weights for s in self.structures])
+
+    @cached_property
+    def families(self) -> list[int]:
+        """A number per structure, the same for those that differ in where the edges' gradients lie alone."""
+        known: dict[tuple, int] = {}
+        return [known.setdefault((s.share_edge_slots, s.edge_levels), len(known)) for s in self.structures]
 
     @property
     def none(self) -> Drafts:
@@ -86,8 +93,8 @@ class Drafting:
 
     def drafts(self, placements: list[Placement]) -> Drafts:
         """The planner's own values as arrays."""
-        numbers = {(s.share_edge_slots, s.edge_levels): i for i, s in enumerate(self.structures)}
-        keys = [(p.structure.share_edge_slots, p.structure.edge_levels) for p in placements]
+        numbers = {s[:3]: i for i, s in enumerate(self.structures)}
+        keys = [p.structure[:3] for p in placements]
         return Drafts(
             np.array([p.rows for p in placements]),
             np.array([numbers[key] for key in keys]),
@@ -104,7 +111,8 @@ class Drafting:
     @cached_property
     def edge_slots(self) -> np.ndarray:
         """Bytes [S] of the edges' slots, and [S] where the head's gradient slots start, under every structure."""
-        return np.array([self.problem.templates.edge_slots(s.edge_levels) for s in self.structures]).T
+        slots = [self.problem.templates.edge_slots(s) for s in self.structures]
+        return np.array(slots).T
 
     @cached_property
     def edge_host(self) -> np.ndarray:
@@ -154,12 +162,11 @@ class Drafting:
 
     def step_s(self, drafts: Drafts) -> np.ndarray:
         """Estimated seconds [P] of a step: a first round, the others, which add to its gradients, and the update."""
-        rounds = self.problem.rounds
-        if rounds == 1:
+        if self.problem.rounds == 1:
             return self.round_s(drafts, np.zeros(len(drafts.rows), dtype=bool)) + self.update_s(drafts)
         both = self.round_s(Drafts.joined([drafts, drafts]), np.arange(2 * len(drafts.rows)) >= len(drafts.rows))
         first, again = np.split(both, 2)
-        return first + (rounds - 1) * again + self.update_s(drafts)
+        return first + (self.problem.full_rounds - 1) * again + self.update_s(drafts)
 
     def round_s(self, drafts: Drafts, accumulating: np.ndarray) -> np.ndarray:
         """Estimated seconds [P] of a round."""
@@ -172,7 +179,8 @@ class Drafting:
         if self.problem.model.tie_word_embeddings:  # what the embedding read is still there for the head
             head = head._replace(weights_h2d_s=np.where(refilled, head.weights_h2d_s, 0.0))
         grads_share = share & (self.block_slot_bytes(drafts) > starts)
-        batch = Batch(rows, embedding, head, drafts.slots.T, share, refilled, grads_share, accumulating)
+        over_weights = self.grads_over_weights[drafts.structures]
+        batch = Batch(rows, embedding, head, drafts.slots.T, share, over_weights, refilled, grads_share, accumulating)
         return Sketch(self.round_costs, batch, self.problem.cost.profile).run()
 
     @cached_property

@@ -112,7 +112,8 @@ class Mixing:
     def _alone_s(self, weights: np.ndarray, grads: np.ndarray, structures: np.ndarray) -> np.ndarray:
         """Seconds [Q] of a step's copies that no compute can hide: the first weights, and the last gradient.
 
-        With shared edge slots the head's weights wait for the blocks, and blocks' for the head's.
+        With shared edge slots the head's weights wait for the blocks, and blocks' for the head's; with gradients over
+        weights, those of earlier rounds wait for the edges' backward.
         """
         d = self.drafting
         embedding, head = d.edge_costs
@@ -121,7 +122,9 @@ class Mixing:
             d.share[structures] & (weights > 0), head.weights_h2d_s[structures] + self._block_copy_s[0], 0.0
         )
         last = np.maximum(embedding.grad_d2h_s[structures], np.where(grads > 0, self._block_copy_s[1], 0.0))
-        return self.problem.rounds * (first + turn + last)
+        rounds, alone = self.problem.rounds, first + turn + last
+        earlier = (rounds - 1) * (head.grad_h2d_s + embedding.grad_h2d_s) + embedding.again_h2d_s
+        return rounds * alone + np.where(d.grads_over_weights, earlier, 0.0)[structures]
 
     @cached_property
     def _block_copy_s(self) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from functools import cached_property
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
-from flexengine.planner.cost_model import StepPricer, lower_first_round, round_shape, rounds_per_step
+from flexengine.planner.cost_model import StepPricer, later_rounds, lower_first_round, round_shape
 from flexengine.schedule.commands import Program
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_round
@@ -73,14 +73,15 @@ def simulate_step(plan: Plan, model: ModelSpec, profile: HardwareProfile) -> Sim
     """Lower and simulate a full step of a plan."""
     layout = Layout(model, plan)
     rates = StepPricer(profile).cost(layout).rates()
-    shape = round_shape(plan.request, plan.chunk_tokens, plan.chunks_per_round)
-    rounds = rounds_per_step(plan.request, shape)
-    name = "first round" if rounds > 1 else "the round"
+    sizes = (plan.request, plan.chunk_tokens, plan.chunks_per_round)
+    shape, later = round_shape(*sizes), later_rounds(*sizes)
+    name = "first round" if later else "the round"
     if plan.updates_on_cpu:
         name = f"update of the step before, then {name}"
     programs = [(name, 1, lower_first_round(layout, shape))]
-    if rounds > 1:
-        programs.append(("accumulating round", rounds - 1, lower_round(layout, shape, first=False)))
+    for other, count in later:
+        label = "accumulating round" if len(other.chunks) == len(shape.chunks) else "shorter last round"
+        programs.append((label, count, lower_round(layout, other, first=False)))
     if not plan.updates_on_cpu:
         programs.append(("update", 1, lower_update(layout)))
     parts = [StepPart(name, repeats, program, simulate(program, rates)) for name, repeats, program in programs]

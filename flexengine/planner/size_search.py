@@ -7,14 +7,14 @@ from math import log
 
 import numpy as np
 
-from flexengine.planner.dealing import alike, changed, deal, moved, varied
+from flexengine.planner.dealing import alike, all_but_one, changed, deal, moved, varied
 from flexengine.planner.drafts import Drafting, Drafts
 from flexengine.planner.mixes import COARSE_SHARES, FINE_SHARES, Mix, Mixing
 from flexengine.planner.solver import Placement, RoundProblem
 
 USUAL_SLOTS, LEAST_SLOTS = (2, 2, 2), (1, 1, 1)
-COARSE_SLOTS = (USUAL_SLOTS, LEAST_SLOTS, (2, 1, 2))
-OTHER_SLOTS = (*COARSE_SLOTS, (3, 2, 3))
+COARSE_SLOTS = (USUAL_SLOTS, LEAST_SLOTS, (1, 1, 2))
+OTHER_SLOTS = (*COARSE_SLOTS, (2, 1, 2), (3, 2, 3))
 """Weight, gradient and offload slots beside the usual ones that are tried from the start."""
 NUM_QUICK, NUM_SEEDS = 2, 6
 """Mixes, of different structures, that descend from a coarse and from a fine crossing."""
@@ -73,7 +73,7 @@ class SizeSearch:
     def improved_s(self) -> float:
         """About the seconds of what the best coarse mixes lead to."""
         best = {mix.slots: mix for _, mix in reversed(self.coarse)}
-        self.improved = self._improved([*best.values(), *_diverse(self.coarse)[1 : 1 + NUM_QUICK - len(best)]])
+        self.improved = self._improved([*best.values(), *self._diverse(self.coarse)[1 : 1 + NUM_QUICK - len(best)]])
         return self.improved[0][0] if self.improved else np.inf
 
     def quick(self) -> None:
@@ -84,13 +84,13 @@ class SizeSearch:
         """Deal out what the best fine mixes lead to, with several slot counts."""
         usual = self.coarse[0][1].slots
         crossed = self.mixing.crossed(FINE_SHARES, (usual,), *self.budgets, self.coarse[0][0])
-        best = self._improved(_diverse(crossed or self.coarse)[:NUM_SEEDS])[:NUM_IMPROVED]
+        best = self._improved(self._diverse(crossed or self.coarse)[:NUM_SEEDS])[:NUM_IMPROVED]
         for slots in OTHER_SLOTS:
             if slots != usual:
                 best += self._improved([mix._replace(slots=slots) for _, mix in best[:NUM_IMPROVED]])
         best += self._rungs()
         if self.few:
-            near_best = _diverse(crossed)[:NUM_BEAMS] + [mix for _, mix in crossed]
+            near_best = self._diverse(crossed)[:NUM_BEAMS] + [mix for _, mix in crossed]
             best += [(0.0, mix._replace(slots=slots)) for mix in near_best for slots in (usual, *OTHER_SLOTS)]
         self._deal(best)
 
@@ -108,6 +108,13 @@ class SizeSearch:
         found = [self.mixing.improve(mix, *(budgets or self.budgets)) for mix in mixes]
         return sorted((pair for pair in found if np.isfinite(pair[0])), key=lambda pair: pair[0])
 
+    def _diverse(self, crossed: list[tuple[float, Mix]]) -> list[Mix]:
+        """The best mix of every family of structures and slots, fastest first."""
+        first: dict[tuple[int, tuple[int, int, int]], Mix] = {}
+        for _, mix in crossed:
+            first.setdefault((self.drafting.families[mix.structure], mix.slots), mix)
+        return list(first.values())
+
     def _deal(self, mixes: list[tuple[float, Mix]]) -> None:
         if mixes:
             self.add(Drafts.joined([deal(self.drafting, mix) for _, mix in mixes]))
@@ -122,7 +129,10 @@ class SizeSearch:
             self.found, self.seconds = found.take(order), seconds[order]
 
     def polish(self) -> None:
-        """Change the best placements in one respect while the sketch gets faster."""
+        """Change the best placements in one respect while the sketch gets faster; of few blocks all but one alike."""
+        if self.few:
+            beams = self._beams(self.num_beams)
+            self.add(Drafts.joined([all_but_one(self.drafting, self.found, index) for index in beams]))
         for _ in range(MAX_POLISH):
             beams = self._beams(self.num_beams)
             before = self.seconds[beams].sum()
@@ -131,11 +141,11 @@ class SizeSearch:
                 break
 
     def _beams(self, count: int) -> list[int]:
-        """The best placements of different structures or slots, fastest first."""
+        """The best placements of different families of structures or slots, fastest first."""
         first: dict[tuple[int, ...], int] = {}
         for index in range(len(self.seconds)):
             placement = self.drafting.placement(self.found, index)
-            key = (int(self.found.structures[index]), *self.problem.used_slots(placement))
+            key = (self.drafting.families[self.found.structures[index]], *self.problem.used_slots(placement))
             first.setdefault(key, index)
             if len(first) == count:
                 break
@@ -162,11 +172,3 @@ def smaller_budgets(gpu_bytes: int, host_bytes: int) -> list[tuple[int, int]]:
     """One of both budgets lowered to the grid of powers of LADDER, and once more."""
     gpu, host = ([int(LADDER ** (int(log(b, LADDER)) - i)) for i in range(2)] for b in (gpu_bytes, host_bytes))
     return [(lower, host_bytes) for lower in gpu] + [(gpu_bytes, lower) for lower in host]
-
-
-def _diverse(crossed: list[tuple[float, Mix]]) -> list[Mix]:
-    """The best mix of every structure and slots, fastest first."""
-    first: dict[tuple[int, tuple[int, int, int]], Mix] = {}
-    for _, mix in crossed:
-        first.setdefault((mix.structure, mix.slots), mix)
-    return list(first.values())

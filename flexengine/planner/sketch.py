@@ -70,8 +70,8 @@ class RoundCosts(NamedTuple):
 class Batch(NamedTuple):
     """Placements [P] to estimate.
 
-    slots: [3, P] weight, gradient and offload slots. Edge slots may lie over the blocks'; refilled: so that weights
-    are there in forward; grads_share: so that the head's gradient is there, too.
+    slots: [3, P] weight, gradient and offload slots. Edge slots may lie over the blocks', their gradients over their
+    weights; refilled: so that weights are there in forward; grads_share: so that the head's gradient is there, too.
     accumulating: rounds that add to earlier gradients.
     """
 
@@ -80,6 +80,7 @@ class Batch(NamedTuple):
     head: EdgeCosts
     slots: np.ndarray
     share_edge_slots: np.ndarray
+    grads_over_weights: np.ndarray
     refilled: np.ndarray
     grads_share: np.ndarray
     accumulating: np.ndarray
@@ -329,4 +330,5 @@ class Sketch:
             self.hidden.give(start + edge.backward_s * (c + 1) / chunks, self.everyone)
         self.compute = start + edge.backward_s
         again = np.where(self.batch.accumulating, edge.grad_h2d_s, edge.again_h2d_s)
-        self._finish(edge.grad_d2h_s > 0, np.zeros_like(again), again, edge.finish_s, edge.grad_d2h_s)
+        free = np.where(self.batch.grads_over_weights, self.compute, 0.0)  # which compute read until now
+        self._finish(edge.grad_d2h_s > 0, free, again, edge.finish_s, edge.grad_d2h_s)

@@ -38,6 +38,7 @@ class RoundTables:
         self.cost = CostModel(templates.profile, *sizes, self.request.numerics.state)
         self.shape = round_shape(self.request, chunk_tokens, chunks_per_round)
         self.rounds = rounds_per_step(self.request, self.shape)
+        self.full_rounds = self.request.max_global_batch_tokens / sum(c.tokens for c in self.shape.chunks)
         self.num_blocks = len(templates.block_layers)
         self.sliced = self.shape.chunks[0].is_slice
         self.hidden_bytes = align(chunk_tokens * self.model.hidden_size * self.compute_bytes)
@@ -71,7 +72,7 @@ class RoundTables:
         total = np.zeros(loads.NUM_LOADS)
         layers = [*((self.num_blocks, seconds) for seconds in self.block_seconds), *((1, s) for s in self.edge_seconds)]
         for count, seconds in layers:
-            total[[loads.FC, loads.BC, loads.FI, loads.BI]] += self.rounds * count * np.array(seconds)
+            total[[loads.FC, loads.BC, loads.FI, loads.BI]] += self.full_rounds * count * np.array(seconds)
         return total
 
     @property
@@ -83,7 +84,7 @@ class RoundTables:
     def hidden_update_s(self) -> float:
         """Seconds of the CPU's part of the update that may go on under the first round's forward, as it has about half
         of host memory's rate then."""
-        return 0.5 * float(self.base_loads[loads.FC]) / self.rounds
+        return 0.5 * float(self.base_loads[loads.FC]) / self.full_rounds
 
     # -- keep options ------------------------------------------------------------------------------------------------
 
@@ -107,11 +108,11 @@ class RoundTables:
     def option_loads(self) -> np.ndarray:
         """Loads [O, 12] of a step; backward fetches every chunk's tensors twice when sequences are sliced."""
         p, options = self.cost.profile, self.options
-        chunks, fetches = self.rounds * len(self.shape.chunks), 2 if self.sliced else 1
+        chunks, fetches = self.full_rounds * len(self.shape.chunks), 2 if self.sliced else 1
         table = np.zeros((len(options.plans), loads.NUM_LOADS))
         table[:, loads.FD] = chunks * options.host_bytes / p.d2h_duplex_bytes_per_s
         table[:, loads.BH] = fetches * chunks * options.host_bytes / p.h2d_duplex_bytes_per_s
-        table[:, loads.BC] = self.rounds * self.option_recompute_s
+        table[:, loads.BC] = self.full_rounds * self.option_recompute_s
         copies_s = chunks * loads.issue_s(self.cost, "copy") * self.option_copies
         table[:, loads.FI] = copies_s
         table[:, loads.BI] = fetches * copies_s + chunks * self.option_issue_s
@@ -173,7 +174,7 @@ class RoundTables:
         """Loads [K, 12] of a block."""
         seconds = sum(np.array(s) for s in self.block_seconds)
         table = self.option_loads[self.row_option] + self.level_loads[self.row_level]
-        table[:, [loads.FC, loads.BC, loads.FI, loads.BI]] += self.rounds * seconds
+        table[:, [loads.FC, loads.BC, loads.FI, loads.BI]] += self.full_rounds * seconds
         return table
 
     @cached_property

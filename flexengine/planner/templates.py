@@ -31,6 +31,7 @@ from flexengine.planner.loads import (
 )
 from flexengine.planner.memory import gpu_overhead_bytes, host_required_bytes
 from flexengine.planner.options import Options, keep_options
+from flexengine.schedule.commands import Slot
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.layout import GroupLayout, Layout, group_layout
 
@@ -52,10 +53,12 @@ class SlotCounts(NamedTuple):
 
 
 class Structure(NamedTuple):
-    """What decides which shared buffers exist: edge slots over block slots or not, a level per edge group (see
-    loads.LEVELS), and which planes all blocks hold on the GPU, so that they need no slots."""
+    """What decides which shared buffers exist: edge slots over block slots or not, the edges' gradients over their
+    weights or not, a level per edge group (see loads.LEVELS), and which planes all blocks hold on the GPU, so that they
+    need no slots."""
 
     share_edge_slots: bool
+    grads_over_weights: bool
     edge_levels: tuple[int, ...]
     blocks_hold: int
 
@@ -107,7 +110,7 @@ class Templates:
         self.block_group = group_layout(model.groups[self.block_groups[0]], request.numerics)
         self.edge_layouts = [group_layout(model.groups[g], request.numerics) for g in self.edge_groups]
         self._options: dict[tuple[int, tuple[tuple[str, ...], ...]], Options] = {}
-        self._edge_slots: dict[tuple[int, ...], EdgeSlots] = {}
+        self._edge_slots: dict[tuple[bool, bool, tuple[int, ...]], EdgeSlots] = {}
         self._activations: dict[tuple[int, int], ActivationBytes] = {}
 
     def _small_model(self) -> ModelSpec:
@@ -134,7 +137,7 @@ class Templates:
             + weights * slots.weight * (hold.weights == "host")
             + grads * slots.grad * (hold.grads == "host")
         )
-        edges = self.edge_slots(structure.edge_levels).num_bytes
+        edges = self.edge_slots(structure).num_bytes
         return max(block, edges) if structure.share_edge_slots else block + edges
 
     def resident_edge_bytes(self, edge_levels: tuple[int, ...]) -> int:
@@ -146,21 +149,24 @@ class Templates:
         """Bytes of the blocks' accumulator, of a weight slot and of a gradient slot."""
         resident = (RESIDENT_BOTH,) * len(self.edge_groups)
         parts = [
-            _block_part(self._reference(Structure(False, resident, hold), 1, 1))
+            _block_part(self._reference(Structure(False, False, resident, hold), 1, 1))
             for hold in (RESIDENT_BOTH, RESIDENT_GRADS, RESIDENT_WEIGHTS)
         ]
         return parts[0], parts[1] - parts[0], parts[2] - parts[0]
 
-    def edge_slots(self, edge_levels: tuple[int, ...]) -> EdgeSlots:
-        """Where the edges' slots lie: all of the region before the hidden states but the blocks' part."""
-        if edge_levels not in self._edge_slots:
-            layout = self._reference(Structure(False, edge_levels, RESIDENT_BOTH), 1, 1)
-            start = layout.slots[layout.slot("accumulator.block")].offset + _block_part(layout)
+    def edge_slots(self, structure: Structure) -> EdgeSlots:
+        """Where the edges' slots lie, behind the blocks' or over them."""
+        key = structure[:3]
+        if key not in self._edge_slots:
+            layout = self._reference(structure._replace(blocks_hold=RESIDENT_BOTH), 1, 1)
+            start = layout.slots[layout.slot("accumulator.block")].offset
+            start += 0 if structure.share_edge_slots else _block_part(layout)
+            edges = _edge_slots_of(layout)
             heads = {f"grad.{self.small.groups[g].slot_class}[0]" for g in self.small.layers[-1].groups}
-            grads = [s.offset - start for s in layout.slots if s.memory == "gpu" and s.name in heads]
-            end = layout.slots[layout.slot("hidden[0]")].offset - start
-            self._edge_slots[edge_levels] = EdgeSlots(end, min(grads, default=end))
-        return self._edge_slots[edge_levels]
+            end = max((align(s.end) for s in edges), default=start) - start
+            head_grad = min((s.offset - start for s in edges if s.name in heads), default=end)
+            self._edge_slots[key] = EdgeSlots(end, head_grad)
+        return self._edge_slots[key]
 
     def _reference(self, structure: Structure, weight: int, grad: int) -> Layout:
         """A layout of the small model to read parameter bytes off."""
@@ -177,7 +183,7 @@ class Templates:
         """What a chunk and round size takes beside parameters, staging, kept activations and larger scratch."""
         size = (chunk_tokens, chunks_per_round)
         if size not in self._activations:
-            structure = Structure(False, (RESIDENT,) * len(self.edge_groups), RESIDENT)
+            structure = Structure(False, False, (RESIDENT,) * len(self.edge_groups), RESIDENT)
             layout = Layout(self.small, self._plan(size, structure, SlotCounts(), LEVELS[RESIDENT], self._keep_all()))
             scalars = align(8 * len(self.model.groups)) - align(8 * len(self.small.groups))
             self._activations[size] = ActivationBytes(
@@ -234,12 +240,13 @@ class Templates:
             optimizer_slots=slots.optimizer,
             optimizer_tile=tile,
             share_edge_slots=structure.share_edge_slots,
+            grads_over_weights=structure.grads_over_weights,
         )
 
     @cached_property
     def least_tile_bytes(self) -> int:
         """Bytes of an optimizer slot with the smallest tile; larger ones are multiples of it."""
-        streamed = Structure(False, (STREAMED,) * len(self.edge_groups), STREAMED)
+        streamed = Structure(False, False, (STREAMED,) * len(self.edge_groups), STREAMED)
         return align(self._reference(streamed, 1, 1).tile_bytes)
 
     def tiles(self, region_bytes: int, most: int) -> tuple[int, int]:
@@ -254,13 +261,23 @@ class Templates:
     def structures(num_edges: int, blocks_hold: int) -> list[Structure]:
         """Ways to lay the edges' slots and to hold each edge group: streamed, resident but for states, or resident."""
         levels = list(product((STREAMED, RESIDENT_BOTH, RESIDENT), repeat=num_edges))
-        return [Structure(share, edges, blocks_hold) for share in (False, True) for edges in levels]
+        streaming = [edges for edges in levels if STREAMED in edges]
+        return [
+            *(Structure(share, False, edges, blocks_hold) for share in (False, True) for edges in levels),
+            *(Structure(True, True, edges, blocks_hold) for edges in streaming),
+        ]
 
 
 def _block_part(layout: Layout) -> int:
     """Bytes of the blocks' parameter slots."""
     prefixes = ("weights.block[", "accumulator.block", "grad.block[")
     return sum(align(s.num_bytes) for s in layout.slots if s.memory == "gpu" and s.name.startswith(prefixes))
+
+
+def _edge_slots_of(layout: Layout) -> list[Slot]:
+    """Weight, accumulator and gradient slots of embedding and head."""
+    kinds = {"weight slots", "gradient accumulators", "gradient slots"}
+    return [s for s in layout.slots if s.memory == "gpu" and s.category in kinds and ".block" not in s.name]
 
 
 def _bytes_of(layout: Layout, *categories: str) -> int:

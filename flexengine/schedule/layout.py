@@ -2,8 +2,9 @@
 
 Planner (does it fit?), lowering (which slot?), runtime (how large is the arena?) and reports (which category?) all
 read this one layout. Optimizer tiles lie over the slots of forward and backward, which are idle then; an untied
-embedding's and head's slots lie over each other, and with `share_edge_slots` over the blocks' as well. Overlap is safe:
-hazards follow addresses, not names.
+embedding's and head's slots lie over each other, with `share_edge_slots` over the blocks' as well, and with
+`grads_over_weights` their gradients lie over their weights, which nobody reads once the gradient is made. Overlap is
+safe: hazards follow addresses, not names.
 """
 
 from __future__ import annotations
@@ -215,11 +216,11 @@ class Layout:
         """Slots of forward and backward; returns where they end."""
         region = _Region(slots, "gpu", start)
         block_start = region.end
-        self._parameter_slots(region, {"block"})
+        self._parameter_slots(region, {"block"}, grads_over_weights=False)
         edge_start = block_start if self.plan.share_edge_slots else region.end
         for classes in self._edge_classes():
             edge = _Region(slots, "gpu", edge_start)
-            self._parameter_slots(edge, classes)
+            self._parameter_slots(edge, classes, self.plan.grads_over_weights)
             region.end = max(region.end, edge.end)
         self._activation_slots(region)
         return region.end
@@ -238,7 +239,7 @@ class Layout:
                 found.append(used.union(*together))
         return found
 
-    def _parameter_slots(self, region: _Region, slot_classes: set[str]) -> None:
+    def _parameter_slots(self, region: _Region, slot_classes: set[str], grads_over_weights: bool) -> None:
         """Weight, accumulator and gradient staging slots of the given slot classes."""
         classes: dict[str, list[int]] = {}
         for i, group in enumerate(self.model.groups):
@@ -247,13 +248,19 @@ class Layout:
         for name, members in classes.items():
             streamed = [i for i in members if self.plan.groups[i].weights == "host"]
             staged = [i for i in members if self.plan.groups[i].grads == "host"]
-            largest = self._largest("weights", streamed)
+            start, largest = region.end, self._largest("weights", streamed)
             for k in range(min(len(streamed), self.plan.weight_slots)):
                 region.add(f"weights.{name}[{k}]", largest, "weight slots")
+            end, largest, num_grads = region.end, self._largest("grad", staged), min(len(staged), self.plan.grad_slots)
+            if grads_over_weights:
+                region.end = start
+                for k in range(num_grads):
+                    region.add(f"grad.{name}[{k}]", largest, "gradient slots")
+                region.end = max(end, region.end)
             numel = max(self.groups[i].numel for i in members)
             region.add(f"accumulator.{name}", numel * self.acc_bytes, "gradient accumulators")
-            for k in range(min(len(staged), self.plan.grad_slots)):
-                region.add(f"grad.{name}[{k}]", self._largest("grad", staged), "gradient slots")
+            for k in range(0 if grads_over_weights else num_grads):
+                region.add(f"grad.{name}[{k}]", largest, "gradient slots")
 
     def _largest(self, kind: str, groups: list[int]) -> int:
         return max((self.groups[i].plane_bytes[kind] for i in groups), default=0)

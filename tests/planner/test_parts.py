@@ -56,7 +56,9 @@ def random_placement(problem: RoundProblem, random: Random) -> Placement:
     levels = (loads.STREAMED, loads.RESIDENT_BOTH, loads.RESIDENT)[0 if share else 1 :]
     slots = SlotCounts(random.randint(1, 3), random.randint(1, 2), random.randint(1, 3), 2)
     rows = tuple(random.randrange(len(problem.row_option)) for _ in range(problem.num_blocks))
-    structure = Structure(share, tuple(random.choice(levels) for _ in range(2)), loads.STREAMED)
+    edges = tuple(random.choice(levels) for _ in range(2))
+    over_weights = share and loads.STREAMED in edges and random.random() < 0.5
+    structure = Structure(share, over_weights, edges, loads.STREAMED)
     return problem.normalised(Placement(structure, slots, rows))
 
 

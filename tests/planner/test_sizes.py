@@ -5,7 +5,7 @@ import random
 import pytest
 
 from flexengine.plan import Plan, Request
-from flexengine.planner.cost_model import round_shape, rounds_per_step
+from flexengine.planner.cost_model import later_rounds, round_shape, rounds_per_step
 from flexengine.planner.sizes import chunk_sizes, filled
 from flexengine.schedule.packing import pack
 
@@ -27,6 +27,8 @@ def test_rounds_are_those_that_packing_makes(seed):
         assert rounds_per_step(asked, shape) == len(packed)
         assert Plan("any", asked, chunk, chunks, (), ()).num_rounds == len(packed)
         assert [c.tokens for c in shape.chunks] == [c.tokens for c in packed[0]]
+        later = [shape for shape, count in later_rounds(asked, chunk, chunks) for _ in range(count)]
+        assert [[c.tokens for c in s.chunks] for s in later] == [[c.tokens for c in r] for r in packed[1:]]
 
 
 @pytest.mark.parametrize(("seq_len", "chunk"), [(5000, 5056), (3000, 15040), (9000, 4544), (1100, 1152), (1100, 3328)])

@@ -53,7 +53,8 @@ def random_decisions(random: Random, spec) -> dict:
 
     slots = {f"{kind}_slots": random.randint(1, 3) for kind in ("weight", "grad", "save", "optimizer")}
     blocks, groups = [block() for _ in spec.blocks], [group() for _ in spec.groups]
-    return {"blocks": blocks, "groups": groups, "share_edge_slots": random.random() < 0.5, **slots}
+    flags = {flag: random.random() < 0.5 for flag in ("share_edge_slots", "grads_over_weights")}
+    return {"blocks": blocks, "groups": groups, **flags, **slots}
 
 
 def take_step(trained, seed: int, vocab_size: int) -> tuple[float, float]:

@@ -148,6 +148,7 @@ def plan_decisions(draw, spec):
         "groups": [draw(group_plans()) for _ in spec.groups],
         "optimizer_tile": draw(st.sampled_from((257, 1000, 1 << 14))),
         "share_edge_slots": draw(st.booleans()),
+        "grads_over_weights": draw(st.booleans()),
         **slots,
     }
 
@@ -254,7 +255,8 @@ def test_a_fully_streamed_plan_gives_the_bits_of_the_resident_plan(numerics, siz
     source = random_weights(tiny_config(tie_word_embeddings=tied, attention_bias=True))
     tokens, options = tokens_of([[40, 3, 17], [9, 30]], source.spec), size_options(size, NUMERICS[numerics])
     resident = build_engine(source, make_plan(source.spec, **options))
-    plan = streamed_plan(source.spec, **options, share_edge_slots=True, optimizer_tile=999, weight_slots=1)
+    edges = {"share_edge_slots": True, "grads_over_weights": True}
+    plan = streamed_plan(source.spec, **options, **edges, optimizer_tile=999, weight_slots=1)
     same_outcome(train(build_engine(source, plan, order=shuffled_order(3)), tokens), train(resident, tokens))
 
 
@@ -323,7 +325,14 @@ def gpu_plans(spec, options):
         "resident": make_plan(spec, **options),
         "streamed": streamed_plan(spec, **options),
         "streamed, one slot each": streamed_plan(
-            spec, **options, weight_slots=1, grad_slots=1, save_slots=1, optimizer_slots=1, share_edge_slots=True
+            spec,
+            **options,
+            weight_slots=1,
+            grad_slots=1,
+            save_slots=1,
+            optimizer_slots=1,
+            share_edge_slots=True,
+            grads_over_weights=True,
         ),
         "offloaded": make_plan(spec, **options, blocks=offloaded, groups=[GroupPlan()] * (count + 2)),
         "updated by the CPU": make_plan(

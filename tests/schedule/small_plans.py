@@ -63,6 +63,7 @@ def random_plan(random: Random, model: ModelSpec, sliced: bool) -> Plan:
         optimizer_slots=random.randint(1, 2),
         optimizer_tile=1 << random.choice([10, 12, 16]),
         share_edge_slots=random.random() < 0.5,
+        grads_over_weights=random.random() < 0.5,
     )
 
 
