@@ -26,7 +26,7 @@ LEAST_ABSMAX = 1e-30
 PARTIALS = 1024
 SCALE_STRIDE = 4
 """Elements of float32 from one scale to the next: cuBLAS takes addresses that are multiples of 16 bytes."""
-CUBLASLT_BYTES = 32 * 2**20
+CUBLASLT_BYTES = 33 * 2**20
 """What torch gives cuBLASLt to work in on Hopper, for the time of a call; less on other cards."""
 PRODUCT_ELEMENTS = 1 << 24
 """Of the part of a weight gradient that is made at once when it is added to an accumulator."""
@@ -164,7 +164,7 @@ class Fp8Linear(Linear):
         return buffer.view(buffer.shape[1], buffer.shape[0])
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        return CUBLASLT_BYTES
+        return CUBLASLT_BYTES + super().workspace_bytes(tokens, compute_bytes)
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
         d, f = self.in_features, self.out_features

@@ -91,11 +91,21 @@ class Linear(Op):
         self.add_bias_grad(env)
 
     def add_bias_grad(self, env: OpEnv) -> None:
-        """The bias's part of the weight half, where there is a bias."""
-        if self.bias is not None:
-            acc = env.gp[self.bias]
-            total = env.g[self.y].sum(0, dtype=acc.dtype)
-            acc.copy_(total) if env.first else acc.add_(total)
+        """The bias's part of the weight half, where there is a bias: columns summed in the accumulator's precision.
+
+        On CUDA as a product with ones: torch's own sum along tokens takes more memory there than its operand.
+        """
+        if self.bias is None:
+            return
+        acc, grad_y = env.gp[self.bias], env.g[self.y]
+        if grad_y.is_cuda:
+            accumulate_weight_grad(acc[None, :], grad_y.new_ones((len(grad_y), 1)), grad_y, env.first)
+            return
+        total = grad_y.sum(0, dtype=acc.dtype)
+        acc.copy_(total) if env.first else acc.add_(total)
+
+    def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        return 0 if self.bias is None else tokens * compute_bytes
 
     def _product(self, tokens: int) -> Work:
         d, f = self.in_features, self.out_features

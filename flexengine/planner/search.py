@@ -104,9 +104,8 @@ class Search:
         for size in sizes:
             if size.best_s <= POLISH_NEAR * min(s.best_s for s in sizes):
                 size.polish()
-        ranked = [(i, c.key, c) for size in sizes for i, c in enumerate(size.candidates(NUM_FINALISTS))]
-        ranked.sort(key=lambda entry: entry[:2])  # the sketch errs about sizes more than about placements of one size
-        plans = (candidate.problem.plan(candidate.placement) for _, _, candidate in ranked)
+        finalists = sorted((c for size in sizes for c in size.candidates(NUM_FINALISTS)), key=lambda c: c.key)
+        plans = (c.problem.plan(c.placement) for c in finalists)
         best = self.simulated_best(plans) or self.simulated_best(self.last_resort())
         if best is None:
             raise shortage(self.model, self.request, self.profile)

@@ -34,16 +34,23 @@ MAX_POLISH, LEAST_GAIN = 8, 5e-4
 
 @dataclass(frozen=True)
 class Candidate:
-    """A placement for one size with its estimated step."""
+    """A placement for one size with its estimated step. turn: 0 for the best of a size, 1 of a family of structures."""
 
     problem: RoundProblem
     placement: Placement
     sketched_s: float
+    turn: int
 
     @property
-    def key(self) -> tuple[float, int, int]:
-        """Order of preference: less time, then smaller rounds and chunks."""
-        return self.sketched_s, self.problem.chunk_tokens * self.problem.chunks_per_round, self.problem.chunk_tokens
+    def key(self) -> tuple[int, float, int, int]:
+        """Order in which they are simulated, as the sketch errs most about sizes and then about families: by turn, then
+        less time, then smaller rounds and chunks."""
+        return (
+            self.turn,
+            self.sketched_s,
+            self.problem.chunk_tokens * self.problem.chunks_per_round,
+            self.problem.chunk_tokens,
+        )
 
 
 class SizeSearch:
@@ -129,16 +136,16 @@ class SizeSearch:
             self.found, self.seconds = found.take(order), seconds[order]
 
     def polish(self) -> None:
-        """Change the best placements in one respect while the sketch gets faster; of few blocks all but one alike."""
-        if self.few:
-            beams = self._beams(self.num_beams)
-            self.add(Drafts.joined([all_but_one(self.drafting, self.found, index) for index in beams]))
+        """Change the best placements in one respect while the sketch gets faster; few blocks also all but one alike."""
         for _ in range(MAX_POLISH):
             beams = self._beams(self.num_beams)
             before = self.seconds[beams].sum()
             self.add(Drafts.joined([drafts for index in beams for drafts in self._near(index)]))
             if not self.seconds[self._beams(len(beams))].sum() < before * (1 - LEAST_GAIN):
                 break
+        if self.few:
+            for drafts in [self.found.take(np.array([index])) for index in self._beams(self.num_beams)]:
+                self.add(all_but_one(self.drafting, drafts, 0))
 
     def _beams(self, count: int) -> list[int]:
         """The best placements of different families of structures or slots, fastest first."""
@@ -160,12 +167,15 @@ class SizeSearch:
         return parts
 
     def candidates(self, count: int) -> list[Candidate]:
-        """The best placements of different seconds, fastest first."""
+        """The best placements of different seconds, and the best of every family of structures, fastest first."""
         _, first = np.unique(self.seconds.round(12), return_index=True)
-        return [
-            Candidate(self.problem, self.drafting.placement(self.found, i), float(self.seconds[i]))
-            for i in first[:count]
-        ]
+        families = np.array(self.drafting.families)[self.found.structures]
+        _, best = np.unique(families, return_index=True)
+        chosen = sorted({*(int(i) for i in first[:count]), *(int(i) for i in best)})
+        return [self._candidate(i, 0 if i == 0 else 1 if i in best else 2) for i in chosen]
+
+    def _candidate(self, index: int, turn: int) -> Candidate:
+        return Candidate(self.problem, self.drafting.placement(self.found, index), float(self.seconds[index]), turn)
 
 
 def smaller_budgets(gpu_bytes: int, host_bytes: int) -> list[tuple[int, int]]:

@@ -82,8 +82,8 @@ PLANS = (
             "--max-global-batch-tokens=2048",
         ],
         (
-            "needs 4.\\d+ GiB of 0.50 GiB GPU memory: 4.\\d+ GiB are missing",
-            "fits with one of --max-gpu-mem-gib 4.\\d+",
+            "needs 3.\\d+ GiB of 0.50 GiB GPU memory: 3.\\d+ GiB are missing",
+            "fits with one of --max-gpu-mem-gib 3.\\d+",
         ),
     ),
 )

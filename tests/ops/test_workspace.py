@@ -62,6 +62,26 @@ def test_every_op_in_float64(tokens, seq_len):
                 assert taken <= allowed, f"{op.name}, {half}: {taken} bytes, declared {allowed}"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_op_on_cuda(dtype):
+    """As the allocator saw it, for all biases that a model may have; what libraries keep is taken by the first call."""
+    config = tiny_config(hidden_size=1024, intermediate_size=2816, num_attention_heads=8, head_dim=128)
+    spec = spec_of({**config, "vocab_size": 4096, "attention_bias": True, "mlp_bias": True})
+    for layer in (spec.blocks[0], spec.layers[-1]):
+        env = block_env(spec, layer, 4096, 512, torch.device("cuda"), dtype)
+        for op in layer.ops:
+            allowed = op.workspace_bytes(4096, dtype.itemsize) + SMALL
+            for half, call in calls_of(op, env):
+                call()
+                torch.cuda.synchronize()
+                held = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                call()
+                taken = torch.cuda.max_memory_allocated() - held
+                assert taken <= allowed, f"{op.name}, {half}: {taken} bytes, declared {allowed}"
+
+
 CASES = {
     "float32, short": (torch.float32, 8, 4, 32, (256,) * 4, 0),
     "float32, ragged": (torch.float32, 8, 2, 32, (300, 7, 290, 100), 0),
