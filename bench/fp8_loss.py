@@ -24,8 +24,8 @@ WINDOW = 20
 MOST_DIFFERENCE = 0.005
 RUNS = {
     "bf16": ["--dtype", "bfloat16"],
-    "float32": ["--dtype", "float32"],
     "fp8": ["--dtype", "bfloat16", "--matmul-dtype", "fp8"],
+    "float32": ["--dtype", "float32"],
 }
 DEMO_DATA = Path(__file__).resolve().parent.parent / "flexengine" / "assets" / "demo" / "demo_instructions.jsonl"
 
