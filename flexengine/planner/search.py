@@ -36,7 +36,7 @@ from flexengine.schedule.layout import DTYPE_BYTES, Layout
 
 MAX_CHUNK_LAYERS = 1024
 """Largest chunks_per_round * blocks that is simulated, where sizes allow a choice."""
-COARSE_NEAR, QUICK_NEAR, FINE_NEAR, POLISH_NEAR = 1.15, 1.05, 1.02, 1.012
+COARSE_NEAR, QUICK_NEAR, FINE_NEAR, POLISH_NEAR = 1.15, 1.08, 1.02, 1.012
 """Sizes within these factors of the best so far are dealt out, refined, taken for the last round, and polished."""
 MANY_BLOCKS_COARSE_NEAR, MANY_BLOCKS_NUM_NEAR = 1.07, 6
 """COARSE_NEAR and NUM_NEAR for models of more than few blocks, whose coarse mixes say more."""
@@ -44,6 +44,8 @@ FEW_BLOCKS_NEAR = 1.12
 """QUICK_NEAR for models of few blocks, of which first placements say less."""
 MIX_SHARE = 1.01
 """A placement takes hardly less than this share of what its mix was estimated to take."""
+FIRST_POLISH = 2
+"""Steps of polishing before the last sizes are chosen: mixes alone say too little about sizes with short rounds."""
 NUM_NEAR, NUM_REFINED, NUM_POLISHED = 10, 4, 3
 """How many sizes at the most."""
 NUM_FINALISTS = 24
@@ -100,6 +102,7 @@ class Search:
         for size in sizes:
             if size.best_s <= quick_near * min(s.best_s for s in sizes):
                 size.refine()
+                size.polish(steps=FIRST_POLISH)
         sizes = near(sizes, FINE_NEAR, NUM_POLISHED)
         for size in sizes:
             if size.best_s <= POLISH_NEAR * min(s.best_s for s in sizes):

@@ -135,15 +135,15 @@ class SizeSearch:
             order = np.argsort(seconds, kind="stable")
             self.found, self.seconds = found.take(order), seconds[order]
 
-    def polish(self) -> None:
+    def polish(self, steps: int = MAX_POLISH) -> None:
         """Change the best placements in one respect while the sketch gets faster; few blocks also all but one alike."""
-        for _ in range(MAX_POLISH):
+        for _ in range(steps):
             beams = self._beams(self.num_beams)
             before = self.seconds[beams].sum()
             self.add(Drafts.joined([drafts for index in beams for drafts in self._near(index)]))
             if not self.seconds[self._beams(len(beams))].sum() < before * (1 - LEAST_GAIN):
                 break
-        if self.few:
+        if self.few and steps == MAX_POLISH:
             for drafts in [self.found.take(np.array([index])) for index in self._beams(self.num_beams)]:
                 self.add(all_but_one(self.drafting, drafts, 0))
 
