@@ -6,6 +6,7 @@ whom is the simulator's answer on the real program.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
@@ -156,7 +157,12 @@ def _full_chunks(batch_tokens: int, tokens_per_chunk: int, chunks_per_round: int
 
 def rounds_per_step(request: Request, shape: RoundShape) -> int:
     """Rounds of a full step made of such rounds."""
-    return max(1, -(-request.max_global_batch_tokens // sum(c.tokens for c in shape.chunks)))
+    return max(1, math.ceil(full_rounds(request, shape)))
+
+
+def full_rounds(request: Request, shape: RoundShape) -> float:
+    """The same as a fraction: the last one may be short."""
+    return request.max_global_batch_tokens / sum(c.tokens for c in shape.chunks)
 
 
 def lower_first_round(layout: Layout, shape: RoundShape) -> Program:
@@ -171,11 +177,9 @@ def later_rounds(request: Request, chunk_tokens: int, chunks_per_round: int) -> 
     full = round_shape(request, chunk_tokens, chunks_per_round)
     tokens = sum(c.tokens for c in full.chunks)
     count = rounds_per_step(request, full) - 1
-    left = request.max_global_batch_tokens - count * tokens
-    if count == 0 or left == tokens:
-        return [(full, count)] if count else []
-    last = round_shape(request, chunk_tokens, chunks_per_round, left)
-    return [(full, count - 1), (last, 1)] if count > 1 else [(last, 1)]
+    last = round_shape(request, chunk_tokens, chunks_per_round, request.max_global_batch_tokens - count * tokens)
+    rounds = [(full, count)] if last == full else [(full, count - 1), (last, 1)]
+    return [(shape, number) for shape, number in rounds if number]
 
 
 @dataclass(frozen=True)

@@ -93,8 +93,8 @@ class Drafting:
 
     def drafts(self, placements: list[Placement]) -> Drafts:
         """The planner's own values as arrays."""
-        numbers = {s[:3]: i for i, s in enumerate(self.structures)}
-        keys = [p.structure[:3] for p in placements]
+        numbers = {s: i for i, s in enumerate(self.structures)}
+        keys = [p.structure._replace(blocks_hold=loads.STREAMED) for p in placements]
         return Drafts(
             np.array([p.rows for p in placements]),
             np.array([numbers[key] for key in keys]),
@@ -111,8 +111,7 @@ class Drafting:
     @cached_property
     def edge_slots(self) -> np.ndarray:
         """Bytes [S] of the edges' slots, and [S] where the head's gradient slots start, under every structure."""
-        slots = [self.problem.templates.edge_slots(s) for s in self.structures]
-        return np.array(slots).T
+        return np.array([self.problem.templates.edge_slots(s) for s in self.structures]).T
 
     @cached_property
     def edge_host(self) -> np.ndarray:

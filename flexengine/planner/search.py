@@ -107,6 +107,7 @@ class Search:
         for size in sizes:
             if size.best_s <= POLISH_NEAR * min(s.best_s for s in sizes):
                 size.polish()
+                size.exchange()
         finalists = sorted((c for size in sizes for c in size.candidates(NUM_FINALISTS)), key=lambda c: c.key)
         plans = (c.problem.plan(c.placement) for c in finalists)
         best = self.simulated_best(plans) or self.simulated_best(self.last_resort())

@@ -80,7 +80,7 @@ def simulate_step(plan: Plan, model: ModelSpec, profile: HardwareProfile) -> Sim
         name = f"update of the step before, then {name}"
     programs = [(name, 1, lower_first_round(layout, shape))]
     for other, count in later:
-        label = "accumulating round" if len(other.chunks) == len(shape.chunks) else "shorter last round"
+        label = "accumulating round" if other == shape else "shorter last round"
         programs.append((label, count, lower_round(layout, other, first=False)))
     if not plan.updates_on_cpu:
         programs.append(("update", 1, lower_update(layout)))

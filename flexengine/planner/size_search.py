@@ -136,14 +136,17 @@ class SizeSearch:
             self.found, self.seconds = found.take(order), seconds[order]
 
     def polish(self, steps: int = MAX_POLISH) -> None:
-        """Change the best placements in one respect while the sketch gets faster; few blocks also all but one alike."""
+        """Change the best placements in one respect while the sketch gets faster."""
         for _ in range(steps):
             beams = self._beams(self.num_beams)
             before = self.seconds[beams].sum()
             self.add(Drafts.joined([drafts for index in beams for drafts in self._near(index)]))
             if not self.seconds[self._beams(len(beams))].sum() < before * (1 - LEAST_GAIN):
                 break
-        if self.few and steps == MAX_POLISH:
+
+    def exchange(self) -> None:
+        """Of few blocks, change all to any one option, and one of them to any other."""
+        if self.few:
             for drafts in [self.found.take(np.array([index])) for index in self._beams(self.num_beams)]:
                 self.add(all_but_one(self.drafting, drafts, 0))
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from flexengine.models.spec import LayerSpec
 from flexengine.planner import loads
-from flexengine.planner.cost_model import CostModel, round_shape, rounds_per_step
+from flexengine.planner.cost_model import CostModel, full_rounds, round_shape, rounds_per_step
 from flexengine.planner.options import Options
 from flexengine.planner.templates import ActivationBytes, Templates, gpu_plane_bytes, host_plane_bytes
 from flexengine.schedule.layer_program import align, compile_layer
@@ -38,7 +38,7 @@ class RoundTables:
         self.cost = CostModel(templates.profile, *sizes, self.request.numerics.state)
         self.shape = round_shape(self.request, chunk_tokens, chunks_per_round)
         self.rounds = rounds_per_step(self.request, self.shape)
-        self.full_rounds = self.request.max_global_batch_tokens / sum(c.tokens for c in self.shape.chunks)
+        self.full_rounds = full_rounds(self.request, self.shape)
         self.num_blocks = len(templates.block_layers)
         self.sliced = self.shape.chunks[0].is_slice
         self.hidden_bytes = align(chunk_tokens * self.model.hidden_size * self.compute_bytes)

@@ -110,7 +110,7 @@ class Templates:
         self.block_group = group_layout(model.groups[self.block_groups[0]], request.numerics)
         self.edge_layouts = [group_layout(model.groups[g], request.numerics) for g in self.edge_groups]
         self._options: dict[tuple[int, tuple[tuple[str, ...], ...]], Options] = {}
-        self._edge_slots: dict[tuple[bool, bool, tuple[int, ...]], EdgeSlots] = {}
+        self._edge_slots: dict[Structure, EdgeSlots] = {}
         self._activations: dict[tuple[int, int], ActivationBytes] = {}
 
     def _small_model(self) -> ModelSpec:
@@ -156,9 +156,9 @@ class Templates:
 
     def edge_slots(self, structure: Structure) -> EdgeSlots:
         """Where the edges' slots lie, behind the blocks' or over them."""
-        key = structure[:3]
+        key = structure._replace(blocks_hold=RESIDENT_BOTH)
         if key not in self._edge_slots:
-            layout = self._reference(structure._replace(blocks_hold=RESIDENT_BOTH), 1, 1)
+            layout = self._reference(key, 1, 1)
             start = layout.slots[layout.slot("accumulator.block")].offset
             start += 0 if structure.share_edge_slots else _block_part(layout)
             edges = _edge_slots_of(layout)

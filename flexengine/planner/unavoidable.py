@@ -15,7 +15,7 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec
 from flexengine.ops.base import Op, Work
 from flexengine.plan import Numerics, Request
-from flexengine.planner.cost_model import CostModel, round_shape, rounds_per_step
+from flexengine.planner.cost_model import CostModel, full_rounds, round_shape, rounds_per_step
 from flexengine.planner.memory import GPU_SLACK_BYTES
 from flexengine.planner.recompute_hull import Keeping, lower_hull, recomputed, save_choices
 from flexengine.schedule.layer_program import LayerProgram, compile_layer, savable_ops
@@ -108,14 +108,9 @@ class SizeWork:
     def __init__(self, step: Unavoidable, chunk_tokens: int, chunks_per_round: int) -> None:
         self.step, self.chunk_tokens = step, chunk_tokens
         self.shape = round_shape(step.request, chunk_tokens, chunks_per_round)
-        self.rounds = rounds_per_step(step.request, self.shape)
+        self.rounds, self.full_rounds = rounds_per_step(step.request, self.shape), full_rounds(step.request, self.shape)
         sizes = (step.compute_bytes, chunk_tokens, step.request.max_seq_len)
         self.cost = CostModel(step.profile, *sizes, step.request.numerics.state)
-
-    @property
-    def full_rounds(self) -> float:
-        """Rounds of a step, as a fraction: the last one may be short."""
-        return self.step.request.max_global_batch_tokens / sum(c.tokens for c in self.shape.chunks)
 
     @property
     def first_share(self) -> float:
