@@ -97,6 +97,7 @@ def from_pretrained(
         grad_dtype=grad_dtype,
         optimizer_state_dtype=optimizer_state_dtype,
         matmul_dtype=matmul_dtype,
+        clipping=max_grad_norm is not None,
         hardware=hardware,
         chunk_tokens=chunk_tokens,
         round_tokens=round_tokens,
@@ -151,6 +152,7 @@ def prepare(
     grad_dtype: str | None = None,
     optimizer_state_dtype: str = "float32",
     matmul_dtype: MatmulDtype = "compute",
+    clipping: bool = True,
     hardware: HardwareProfile | str | Path | None = None,
     chunk_tokens: int | None = None,
     round_tokens: int | None = None,
@@ -163,7 +165,8 @@ def prepare(
     device: auto, cpu, cuda or cuda:N. dtype: compute type, bfloat16, float32 or float64. master_dtype: float32 (kept
     exactly in 4 bytes beside bf16 compute) or bfloat16 (stochastic rounding). grad_dtype: storage of gradients
     between rounds, by default bfloat16 for bf16 compute and the compute type otherwise. optimizer_state_dtype:
-    float32 or bfloat16. matmul_dtype: what the linear layers of the blocks multiply, compute (dtype) or fp8.
+    float32 or bfloat16. matmul_dtype: what the linear layers of the blocks multiply, compute (dtype) or fp8. clipping:
+    gradients will be clipped by their global norm (`build` with a max_grad_norm), which no update can come before.
     hardware: a HardwareProfile, a preset's name or a profile's JSON file; None measures this machine.
     """
     source = open_model(path_or_preset)
@@ -191,6 +194,7 @@ def prepare(
         grad_dtype=grad_dtype,
         optimizer_state_dtype=optimizer_state_dtype,
         matmul_dtype=matmul_dtype,
+        clipping=clipping,
         chunk_tokens=chunk_tokens,
         round_tokens=round_tokens,
         recompute=recompute,
@@ -250,6 +254,7 @@ def make_request(
     grad_dtype: str | None = None,
     optimizer_state_dtype: str = "float32",
     matmul_dtype: MatmulDtype = "compute",
+    clipping: bool = True,
     chunk_tokens: int | None = None,
     round_tokens: int | None = None,
     recompute: Literal["auto", "none", "full"] = "auto",
@@ -277,6 +282,7 @@ def make_request(
         round_tokens=round_tokens,
         recompute=recompute,
         numerics=_numerics(dtype, master_dtype, grad_dtype, optimizer_state_dtype, matmul_dtype),
+        clipping=clipping,
     )
 
 

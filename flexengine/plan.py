@@ -84,7 +84,10 @@ class Numerics:
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked of the planner: the work and the budgets, in bytes for the whole process."""
+    """What was asked of the planner: the work and the budgets, in bytes for the whole process.
+
+    clipping: gradients are clipped by their global norm, so that no update begins before the last gradient is known.
+    """
 
     max_seq_len: int
     max_global_batch_tokens: int
@@ -94,6 +97,7 @@ class Request:
     round_tokens: int | None = None
     recompute: Literal["auto", "none", "full"] = "auto"
     numerics: Numerics = field(default_factory=Numerics)
+    clipping: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_seq_len", "max_global_batch_tokens", "max_gpu_bytes", "max_host_bytes"):
@@ -185,6 +189,11 @@ class Plan:
     def updates_on_cpu(self) -> bool:
         """True when the CPU updates some group."""
         return any(home.update == "cpu" for home in self.groups)
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """True when the CPU's updates begin inside the last round's backward pass."""
+        return self.updates_on_cpu and not self.request.clipping
 
     @property
     def uses_tiles(self) -> bool:

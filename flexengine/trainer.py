@@ -113,7 +113,7 @@ def planning_arguments(config: TrainConfig) -> dict[str, Any]:
         "max_seq_len max_global_batch_tokens max_gpu_mem_gib max_host_mem_gib device dtype master_dtype grad_dtype"
         " optimizer_state_dtype matmul_dtype chunk_tokens round_tokens recompute"
     )
-    return {name: getattr(config, name) for name in same_name.split()}
+    return {**{name: getattr(config, name) for name in same_name.split()}, "clipping": config.max_grad_norm > 0}
 
 
 def engine_arguments(config: TrainConfig) -> dict[str, Any]:
@@ -303,8 +303,7 @@ def run_steps(
 def take_step(engine: Engine, batch: Batch, step: int, lr: float) -> StepMetrics:
     """Forward, backward and update of one global batch; step_s is their wall time."""
     start_s = time.perf_counter()
-    out = engine.fwd_bwd(input_ids=batch.input_ids, labels=batch.labels)
-    update = engine.step(lr=lr)
+    out, update = engine.train_step(input_ids=batch.input_ids, labels=batch.labels, lr=lr)
     step_s = time.perf_counter() - start_s
     if update.skipped:
         logger.warning("step %d skipped its update: the gradient norm is %s", step, update.grad_norm)

@@ -56,20 +56,18 @@ class FakeEngine:
     def timeline(self):
         return json.dumps({"traceEvents": [self.plan.chunk_tokens, self.profile]})
 
-    def fwd_bwd(self, input_ids, labels):
+    def train_step(self, input_ids, labels, lr):
         self.batches.append((input_ids, labels))
         if len(self.batches) == self.interrupt_at:
             raise KeyboardInterrupt
         self.loss -= 0.5
         tokens = sum(map(len, input_ids))
         targets = sum(map(num_targets, labels))
-        return SimpleNamespace(
+        out = SimpleNamespace(
             loss=self.loss, num_tokens=tokens, num_target_tokens=targets, model_flops=6e9, hardware_flops=8e9
         )
-
-    def step(self, lr=None):
         self.lrs.append(lr)
-        return SimpleNamespace(grad_norm=1.5, skipped=len(self.lrs) == self.skip_at, seconds=0.1)
+        return out, SimpleNamespace(grad_norm=1.5, skipped=len(self.lrs) == self.skip_at, seconds=0.1)
 
     def measure_next_step(self):
         self.measured_step = len(self.batches) + 1
@@ -314,9 +312,17 @@ def test_engine_arguments_are_those_of_the_contract(tmp_path):
     assert (optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay) == (1e-3, (0.9, 0.95), 1e-8, 0.1)
     contract = (
         "max_seq_len max_global_batch_tokens max_gpu_mem_gib max_host_mem_gib device dtype master_dtype grad_dtype"
-        " optimizer_state_dtype matmul_dtype max_grad_norm seed chunk_tokens round_tokens recompute deterministic"
+        " optimizer_state_dtype matmul_dtype clipping chunk_tokens round_tokens recompute"
+        " max_grad_norm seed deterministic"
     )
     assert sorted(arguments) == sorted(contract.split())
+    assert arguments["clipping"]
+
+
+def test_no_clipping_is_planned_and_built_alike(tmp_path):
+    config = config_in(tmp_path, max_grad_norm=0.0)
+    assert not trainer.planning_arguments(config)["clipping"]
+    assert trainer.engine_arguments(config)["max_grad_norm"] is None
 
 
 def test_end_to_end_on_the_real_engine(tmp_path, capsys):

@@ -1,20 +1,21 @@
-"""Global-norm gradient clipping as one multiplier that the optimizer update applies: gradients are never rewritten."""
+"""Global-norm gradient clipping as a multiplier that the optimizer update applies: gradients are never rewritten."""
 
 import torch
 from torch import Tensor
 
 
-def gradient_scale(norm_squares: Tensor, num_target_tokens: int, max_grad_norm: float | None) -> tuple[Tensor, Tensor]:
-    """Multiplier of the stored gradients, and the global norm of the gradients it stands for.
+def gradient_scales(norm_squares: Tensor, num_target_tokens: int, max_grad_norm: float | None) -> tuple[Tensor, Tensor]:
+    """Multipliers of the stored gradients, and the global norm of the gradients they stand for.
 
     Gradients in memory are sums over target tokens. The loss is their mean, so the gradient that a person thinks of is
     stored / num_target_tokens, and clipping shrinks it to norm max_grad_norm if it is longer.
 
     Shapes: norm_squares [G] in float32 or float64, the sums of squares of all stored gradients in any grouping (for
-    example one per segment and partition); summed here in float64, in the order given.
+    example one per group of parameters); summed here in float64, in the order given.
     max_grad_norm None means no clipping; the norm is still returned.
-    Returns: scale [1] and grad_norm [1], float32, on the device of norm_squares. If the norm is not finite, scale is
-    NaN, which makes the AdamW update of every segment leave its tensors as they are.
+    Returns: scales [G] and grad_norm [1], float32, on the device of norm_squares. A scale is NaN, which makes the AdamW
+    update leave its tensors as they are, where the norm that it depends on is not finite: with clipping the global one,
+    so that nothing is updated; without it that of its own gradient, since no update waits for another gradient.
     Order: launches on the current stream, never synchronises.
     Raises: ValueError if num_target_tokens < 1, max_grad_norm <= 0, or norm_squares is not a float vector.
     Source: torch.nn.utils.clip_grad_norm_, coefficient min(1, max_norm / (norm + 1e-6)).
@@ -27,9 +28,11 @@ def gradient_scale(norm_squares: Tensor, num_target_tokens: int, max_grad_norm: 
         raise ValueError(
             f"norm_squares must be a float32 or float64 vector, got {norm_squares.dtype} {list(norm_squares.shape)}"
         )
-    norm = norm_squares.to(torch.float64).sum(dim=0, keepdim=True).sqrt() / num_target_tokens
-    scale = torch.full_like(norm, 1.0 / num_target_tokens)
+    squares = norm_squares.to(torch.float64)
+    norm = squares.sum(dim=0, keepdim=True).sqrt() / num_target_tokens
+    decisive, scales = squares, torch.full_like(squares, 1.0 / num_target_tokens)
     if max_grad_norm is not None:
-        scale = scale * torch.clamp(max_grad_norm / (norm + 1e-6), max=1.0)
-    scale = torch.where(torch.isfinite(norm), scale, torch.nan)
-    return scale.to(torch.float32), norm.to(torch.float32)
+        decisive = norm.expand_as(squares)
+        scales = scales * torch.clamp(max_grad_norm / (norm + 1e-6), max=1.0)
+    scales = torch.where(torch.isfinite(decisive), scales, torch.nan)
+    return scales.to(torch.float32), norm.to(torch.float32)

@@ -38,6 +38,10 @@ subject to, per step and with what every order of the work must do,
     GPU      w + g + s + what must be there, at the turn, between rounds and at the end           <= budget
     host     (W - w) + (G - g) + (S - s) + a round's share of k                                   <= budget
 
+Without clipping no update needs the norm: the CPU may begin inside the last backward pass, of which the programme knows
+that it is a part of B, so the rows of the CPU and of host memory have V + B - head on the right, and no row counts on
+the link being slow beside the CPU in V.
+
 W' counts the groups that a layer reads both forward and backward. A link is alone for some seconds and shared for
 others, at the rates of the profile, in V also beside the CPU; copies have no latency. At the turn the GPU holds all
 kept activations of a round that are not on the host, and the operands of the command that runs: the head's, or the last

@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.ops.base import Work
@@ -165,10 +166,71 @@ def full_rounds(request: Request, shape: RoundShape) -> float:
     return request.max_global_batch_tokens / sum(c.tokens for c in shape.chunks)
 
 
-def lower_first_round(layout: Layout, shape: RoundShape) -> Program:
-    """A step's first round, where the CPU updates with the update of the step before, which goes on under it."""
-    first = lower_round(layout, shape, first=True)
-    return followed(lower_update(layout), first) if layout.plan.updates_on_cpu else first
+class StepPart(NamedTuple):
+    """A program of a step, how often it runs there, what it is in words, and its times until the GPU has ended it."""
+
+    name: str
+    repeats: int
+    program: Program
+    timing: Timing
+
+
+def simulated_rounds(layout: Layout, cost: CostModel) -> list[StepPart]:
+    """The rounds of a full step in order: the first, and those that add to its gradients.
+
+    Where the CPU updates, it goes on under the next step's first round, so the update comes before that: with all of
+    its work, or without clipping with what is left when the last round, in which it began, has ended on the GPU.
+    """
+    plan = layout.plan
+    sizes = (plan.request, plan.chunk_tokens, plan.chunks_per_round)
+    full, later = round_shape(*sizes), later_rounds(*sizes)
+    within = plan.updates_in_backward
+    rates, rounds = cost.rates(), []
+    for number, (shape, count) in enumerate(later, start=1):
+        label = "accumulating round" if shape == full else "shorter last round"
+        last = 1 if within and number == len(later) else 0
+        if count > last:
+            rounds.append(_simulated(label, count - last, lower_round(layout, shape, first=False), rates))
+        if last:
+            program = lower_round(layout, shape, first=False, updates=True)
+            rounds.append(_simulated("last round with updates by the CPU", 1, program, rates))
+    first, name = lower_round(layout, full, first=True, updates=within and not later), "first round"
+    if not later:
+        name = "the round with updates by the CPU" if within else "the round"
+    if plan.updates_on_cpu:
+        left = None
+        if within:
+            last_program = rounds[-1].program if rounds else first
+            left = unfinished_updates(last_program, simulate(last_program, rates))
+        name = f"{'rest of the update' if within else 'update'} of the step before, then {name}"
+        first = followed(lower_update(layout, left), first)
+    return [_simulated(name, 1, first, rates), *rounds]
+
+
+def _simulated(name: str, repeats: int, program: Program, rates: Rates) -> StepPart:
+    return StepPart(name, repeats, program, until_gpu_ends(program, simulate(program, rates)))
+
+
+def unfinished_updates(program: Program, timing: Timing) -> dict[int, float]:
+    """Groups whose update by the CPU has not ended when the GPU has ended a program, with the part that is left."""
+    cut, left_s, all_s = until_gpu_ends(program, timing), dict[int, float](), dict[int, float]()
+    for command in program.commands:
+        if command.stream is Stream.CPU:
+            group, seconds = command.args.group, timing.end_s[command.index] - timing.start_s[command.index]
+            ended_s = cut.end_s[command.index] - cut.start_s[command.index]
+            all_s[group] = all_s.get(group, 0.0) + seconds
+            left_s[group] = left_s.get(group, 0.0) + seconds - ended_s
+    return {group: seconds / all_s[group] for group, seconds in sorted(left_s.items()) if seconds > 0}
+
+
+def until_gpu_ends(program: Program, timing: Timing) -> Timing:
+    """A program's times cut off when all streams but the CPU's have ended it; what comes later takes no time."""
+    end_s = max((timing.end_s[c.index] for c in program.commands if c.stream is not Stream.CPU), default=0.0)
+    if end_s >= timing.total_s:
+        return timing
+    starts, ends = ([min(end_s, at_s) for at_s in times] for times in (timing.start_s, timing.end_s))
+    cpu_s = sum(ends[c.index] - starts[c.index] for c in program.commands if c.stream is Stream.CPU)
+    return Timing(starts, ends, end_s, {**timing.busy_s, Stream.CPU: cpu_s})
 
 
 def later_rounds(request: Request, chunk_tokens: int, chunks_per_round: int) -> list[tuple[RoundShape, int]]:
@@ -192,9 +254,9 @@ class PricedProgram:
     stalls_s: dict[tuple[str, str], float]
 
 
-def price(program: Program, cost: CostModel) -> PricedProgram:
-    """Simulate a program."""
-    timing = simulate(program, cost.rates())
+def price(program: Program, cost: CostModel, timing: Timing | None = None) -> PricedProgram:
+    """What a program takes, by its simulated times; None simulates it."""
+    timing = simulate(program, cost.rates()) if timing is None else timing
     recompute_s, known = 0.0, {}
     head = max((c.args.layer for c in program.commands if c.kind == "backward"), default=-1)
     for command in program.commands:
@@ -209,7 +271,7 @@ def price(program: Program, cost: CostModel) -> PricedProgram:
     return PricedProgram(timing.total_s, busy_s, recompute_s, stalls(program, timing))
 
 
-PHASES = {"finish_gradient": "backward", "fill_window": "backward", "clip": "update"}
+PHASES = {"finish_gradient": "backward", "scale": "backward", "fill_window": "backward", "clip": "update"}
 """Command kinds that belong to a phase of another name."""
 ISSUE = "issue"
 """What compute waits for when nothing but the host holds it back."""
@@ -265,23 +327,18 @@ class StepPricer:
     def step(self, layout: Layout) -> StepEstimate:
         """One first round, accumulating rounds for the rest of the batch, and the update: one after the other, but for
         what the CPU updates."""
-        plan, cost = layout.plan, self.cost(layout)
-        sizes = (plan.request, plan.chunk_tokens, plan.chunks_per_round)
-        parts = [(self._price(lower_first_round(layout, round_shape(*sizes)), cost), 1)]
-        if not plan.updates_on_cpu:
+        cost, parts = self.cost(layout), []
+        for _, count, program, timing in simulated_rounds(layout, cost):
+            self.simulated_commands += len(program.commands)
+            parts.append((price(program, cost, timing), count))
+        if not layout.plan.updates_on_cpu:
             parts.append((self.update(layout, cost), 1))
-        for shape, count in later_rounds(*sizes):
-            parts.append((self._price(lower_round(layout, shape, first=False), cost), count))
         return StepEstimate(
             step_s=sum(count * part.total_s for part, count in parts),
             busy_s={s.value: sum(count * part.busy_s[s.value] for part, count in parts) for s in Stream},
             recompute_s=sum(count * part.recompute_s for part, count in parts),
             stalls_s=_weighted_stalls(parts),
         )
-
-    def _price(self, program: Program, cost: CostModel) -> PricedProgram:
-        self.simulated_commands += len(program.commands)
-        return price(program, cost)
 
     def update(self, layout: Layout, cost: CostModel) -> PricedProgram:
         """The optimizer's update; it depends on the groups' homes and the tiles alone."""

@@ -149,7 +149,9 @@ class Drafting:
         """Host bytes [P] of the process."""
         p = self.problem
         planes = self.edge_host[drafts.structures] + p.row_host[drafts.rows].sum(axis=1)
-        scale = np.where((drafts.rows % NUM_LEVELS == loads.UPDATED_BY_CPU).any(axis=1), ALIGNMENT, 0)
+        scale = np.where(
+            (drafts.rows % NUM_LEVELS == loads.UPDATED_BY_CPU).any(axis=1), p.templates.cpu_update_host_bytes, 0
+        )
         return p.activations.host_bytes + planes + scale
 
     def fitting(self, drafts: Drafts, gpu_bytes: int, host_bytes: int) -> Drafts:

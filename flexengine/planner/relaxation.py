@@ -177,18 +177,21 @@ class Relaxation:
         up, down = self._link_rates()
         head_s, total = size.first_share * size.head_s / self.unit_s, self._total
         cpu_s = {f"u {q.name}": size.cpu_update_s_of(q) / self.unit_s for q in self.step.parameters}
-        self.lp.at_most("cpu", {"V": -1.0, **cpu_s}, -head_s)
+        clipping = self.step.request.clipping
+        updating = "V" if clipping else "VB"
+        self.lp.at_most("cpu", {**dict.fromkeys(updating, -1.0), **cpu_s}, -head_s)
 
         touched = {f"u {q.name}": q.touched / self.unit_bytes for q in self.step.parameters}
         homes = self._at_home("wgs", factor=-1.0)
         fetched = {**homes, **self._by_cpu("gs"), "hold end": -1.0, "hold grads": -1.0, "hold states": -1.0}
         moved = (fetched, total("w") + total("g") + total("s"))
-        self._part_row("update h2d", "V", moved, up, (p.h2d_beside_cpu_bytes_per_s, cpu_s), head_s)
-        beside = (p.d2h_beside_cpu_bytes_per_s, cpu_s)
+        beside = (p.h2d_beside_cpu_bytes_per_s, cpu_s) if clipping else None
+        self._part_row("update h2d", "V", moved, up, beside, head_s)
+        beside = (p.d2h_beside_cpu_bytes_per_s, cpu_s) if clipping else None
         returned = {**self._at_home("s", factor=-1.0), **self._by_cpu("s"), "hold unsent": -1.0}
         self._part_row("update d2h", "V", (returned, total("s")), down, beside, head_s)
         both = (_added(fetched, returned, touched), moved[1] + total("s"))
-        self._part_row("update host", "V", both, self._host_rate(), left_s=head_s)
+        self._part_row("update host", updating, both, self._host_rate(), left_s=head_s)
         self._part_row("first d2h", "V", ({"on host": size.round_share}, 0.0), down, beside)
 
         others = 1 - min(1.0, 1 / size.full_rounds)
@@ -200,14 +203,14 @@ class Relaxation:
         self._part_row("backward h2d", "B", (fetched, r * total("w", twice)), up)
 
     def _part_row(
-        self, name: str, part: str, moved: tuple[dict[str, float], float], rate: float,
+        self, name: str, parts: str, moved: tuple[dict[str, float], float], rate: float,
         beside: tuple[float, dict[str, float]] | None = None, left_s: float = 0.0,
     ) -> None:  # fmt: skip
-        """moved bytes <= rate * (part - left_s), less what is lost in the seconds of the CPU, at the rate beside it."""
+        """moved bytes <= rate * (parts - left_s), less what is lost in the CPU's seconds, at the rate beside it."""
         (terms, constant), unit = moved, rate * self.unit_s / self.unit_bytes
         slow, cpu_s = beside if beside is not None else (rate, {})
         lost = {key: max(0.0, 1 - slow / rate) * seconds for key, seconds in cpu_s.items()}
-        row = _added({key: value / unit for key, value in terms.items()}, lost, {part: -1.0})
+        row = _added({key: value / unit for key, value in terms.items()}, lost, dict.fromkeys(parts, -1.0))
         self.lp.at_most(name, row, -constant / unit - left_s)
 
     def _link_rates(self) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 """A whole step as the simulator sees it: the first round, one of the rounds that add to its gradients, the update.
 
-Where the CPU updates, that goes on under the next step's first round, so the update comes first.
+Where the CPU updates, that goes on under the next step's first round, so the update comes first; without clipping it
+begins in the last round, and what is left of it comes first.
 """
 
 from __future__ import annotations
@@ -11,22 +12,10 @@ from functools import cached_property
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
-from flexengine.planner.cost_model import StepPricer, later_rounds, lower_first_round, round_shape
-from flexengine.schedule.commands import Program
+from flexengine.planner.cost_model import StepPart, StepPricer, simulated_rounds
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import lower_round
-from flexengine.schedule.simulator import Timing, simulate
+from flexengine.schedule.simulator import simulate
 from flexengine.schedule.update_lowering import lower_update
-
-
-@dataclass(frozen=True)
-class StepPart:
-    """A program of a step that runs `repeats` times on end, with its timing."""
-
-    name: str
-    repeats: int
-    program: Program
-    timing: Timing
 
 
 @dataclass(frozen=True)
@@ -72,17 +61,9 @@ class SimulatedStep:
 def simulate_step(plan: Plan, model: ModelSpec, profile: HardwareProfile) -> SimulatedStep:
     """Lower and simulate a full step of a plan."""
     layout = Layout(model, plan)
-    rates = StepPricer(profile).cost(layout).rates()
-    sizes = (plan.request, plan.chunk_tokens, plan.chunks_per_round)
-    shape, later = round_shape(*sizes), later_rounds(*sizes)
-    name = "first round" if later else "the round"
-    if plan.updates_on_cpu:
-        name = f"update of the step before, then {name}"
-    programs = [(name, 1, lower_first_round(layout, shape))]
-    for other, count in later:
-        label = "accumulating round" if other == shape else "shorter last round"
-        programs.append((label, count, lower_round(layout, other, first=False)))
+    cost = StepPricer(profile).cost(layout)
+    parts = simulated_rounds(layout, cost)
     if not plan.updates_on_cpu:
-        programs.append(("update", 1, lower_update(layout)))
-    parts = [StepPart(name, repeats, program, simulate(program, rates)) for name, repeats, program in programs]
+        program = lower_update(layout)
+        parts.append(StepPart("update", 1, program, simulate(program, cost.rates())))
     return SimulatedStep(plan, layout, profile, tuple(parts))

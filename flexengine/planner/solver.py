@@ -19,7 +19,7 @@ from flexengine.plan import GroupPlan, LayerPlan, Plan
 from flexengine.planner import knapsack, loads
 from flexengine.planner.tables import NEEDS_TILES, STREAMS_GRADS, STREAMS_WEIGHTS, RoundTables
 from flexengine.planner.templates import SlotCounts, Structure
-from flexengine.schedule.layer_program import ALIGNMENT, align
+from flexengine.schedule.layer_program import align
 
 
 class Caps(NamedTuple):
@@ -115,7 +115,8 @@ class RoundProblem(RoundTables):
     def host_bytes(self, structure: Structure, counts: Counter[int]) -> int:
         """Host bytes of the process."""
         edges = sum(int(host[v]) for host, v in zip(self.edge_host, structure.edge_levels, strict=True))
-        scale = ALIGNMENT * any(self.row_level[row] == loads.UPDATED_BY_CPU for row in counts)
+        by_cpu = any(self.row_level[row] == loads.UPDATED_BY_CPU for row in counts)
+        scale = self.templates.cpu_update_host_bytes * by_cpu
         planes = edges + sum(n * int(self.row_host[row]) for row, n in counts.items())
         return self.activations.host_bytes + planes + scale
 

@@ -82,9 +82,10 @@ class RoundTables:
 
     @property
     def hidden_update_s(self) -> float:
-        """Seconds of the CPU's part of the update that may go on under the first round's forward, as it has about half
-        of host memory's rate then."""
-        return 0.5 * float(self.base_loads[loads.FC]) / self.full_rounds
+        """Seconds of the CPU's part of the update that may go on under the first round's forward, and without clipping
+        under the last round's backward, as it has about half of host memory's rate then."""
+        phases = (loads.FC,) if self.request.clipping else (loads.FC, loads.BC)
+        return 0.5 * float(self.base_loads[list(phases)].sum()) / self.full_rounds
 
     # -- keep options ------------------------------------------------------------------------------------------------
 

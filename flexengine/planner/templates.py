@@ -33,7 +33,14 @@ from flexengine.planner.memory import gpu_overhead_bytes, host_required_bytes
 from flexengine.planner.options import Options, keep_options
 from flexengine.schedule.commands import Slot
 from flexengine.schedule.layer_program import align
-from flexengine.schedule.layout import GroupLayout, Layout, group_layout
+from flexengine.schedule.layout import (
+    NORM_SQUARE_BYTES,
+    SCALE_BYTES,
+    GroupLayout,
+    Layout,
+    group_layout,
+    host_scalar_bytes,
+)
 
 LEAST_TILE = 1 << 12
 """Elements of the smallest optimizer tile."""
@@ -185,7 +192,10 @@ class Templates:
         if size not in self._activations:
             structure = Structure(False, False, (RESIDENT,) * len(self.edge_groups), RESIDENT)
             layout = Layout(self.small, self._plan(size, structure, SlotCounts(), LEVELS[RESIDENT], self._keep_all()))
-            scalars = align(8 * len(self.model.groups)) - align(8 * len(self.small.groups))
+            scalars = sum(
+                align(width * len(self.model.groups)) - align(width * len(self.small.groups))
+                for width in (NORM_SQUARE_BYTES, SCALE_BYTES)
+            )
             self._activations[size] = ActivationBytes(
                 _bytes_of(layout, "batch", "scalars") + scalars + gpu_overhead_bytes(layout, self.profile),
                 _bytes_of(layout, "hidden states", "key/value window"),
@@ -242,6 +252,11 @@ class Templates:
             share_edge_slots=structure.share_edge_slots,
             grads_over_weights=structure.grads_over_weights,
         )
+
+    @property
+    def cpu_update_host_bytes(self) -> int:
+        """Host bytes that updates by the CPU take beside planes."""
+        return align(host_scalar_bytes(len(self.model.groups)))
 
     @cached_property
     def least_tile_bytes(self) -> int:

@@ -14,18 +14,23 @@ from flexengine.schedule.commands import Command, Program
 class CpuWork:
     """Runs commands one after another once it is started; `call` must not need anything that changes before `join`.
 
-    num_threads: of torch, in calls from that thread.
+    num_threads: of torch, in calls from that thread. ready: blocks until a command may run, called right before it.
     """
 
     def __init__(
-        self, program: Program, commands: list[Command], call: Callable[[Command], None], num_threads: int
+        self,
+        program: Program,
+        commands: list[Command],
+        call: Callable[[Command], None],
+        num_threads: int,
+        ready: Callable[[Command], None] = lambda command: None,
     ) -> None:
         self.program = program
         self.spans: dict[int, tuple[float, float]] = {}
         self._place = {command.index: place for place, command in enumerate(commands)}
         self._ended, self._failure = 0, None
         self._changed = threading.Condition()
-        arguments = (commands, call, num_threads)
+        arguments = (commands, call, num_threads, ready)
         # no daemon: at the end of the process Python waits for it, before the arenas go
         self._thread = threading.Thread(target=self._run, args=arguments, name="flexengine-cpu")
 
@@ -50,10 +55,17 @@ class CpuWork:
         if self._failure is not None:
             raise RuntimeError(f"work of the CPU failed half-way: {self._failure}") from self._failure
 
-    def _run(self, commands: list[Command], call: Callable[[Command], None], num_threads: int) -> None:
+    def _run(
+        self,
+        commands: list[Command],
+        call: Callable[[Command], None],
+        num_threads: int,
+        ready: Callable[[Command], None],
+    ) -> None:
         torch.set_num_threads(num_threads)  # of calls from this thread
         try:
             for command in commands:
+                ready(command)
                 start = time.perf_counter()
                 call(command)
                 self.spans[command.index] = (start, time.perf_counter())

@@ -37,6 +37,7 @@ from flexengine.runtime.weight_store import WeightStore
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.command_totals import CommandClass, CommandTotal, add_totals
 from flexengine.schedule.commands import Command, FinishGradient, Program
+from flexengine.schedule.following import cpu_commands
 from flexengine.schedule.layout import PARTIAL_SQUARES, Layout
 from flexengine.schedule.lowering import RoundShape, lower_evaluation, lower_round
 from flexengine.schedule.packing import PackedChunk, pack, round_shape
@@ -47,6 +48,18 @@ from flexengine.schedule.update_lowering import lower_update
 MAX_PROGRAMS = 64
 """Lowered programs held at once; a batch of packed sequences needs two or three."""
 LAYER_KINDS = ("forward", "evaluate", "backward", "fill_window")
+
+
+HALF_UPDATED = "an optimizer step was interrupted, so its weights are half updated"
+
+
+class RoundKind(NamedTuple):
+    """What a round does beside going forward: a backward pass, one that finds no gradients stored yet, one in which the
+    CPU updates."""
+
+    train: bool
+    first: bool
+    updates: bool
 
 
 class FwdBwdOutput(NamedTuple):
@@ -60,7 +73,7 @@ class FwdBwdOutput(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """Of one optimizer step: the global gradient norm before clipping, whether the update was skipped because it was
+    """Of one optimizer step: the global gradient norm before clipping, whether any update was skipped because it was
     not finite, and the seconds since the first fwd_bwd of the step began. What the CPU updates may go on after it."""
 
     grad_norm: float
@@ -80,7 +93,7 @@ class Engine:
     """Trains one model under one plan. Made by `flexengine.from_pretrained`.
 
     fwd_bwd adds the gradients of a batch, several calls accumulate; step updates the weights with the gradients of the
-    mean loss over all target tokens since the last step.
+    mean loss over all target tokens since the last step. train_step is both.
     """
 
     def __init__(
@@ -111,8 +124,8 @@ class Engine:
         self.meter = self._start_meter(layout.gpu_bytes)
         self.arenas = Arenas(device, layout.gpu_bytes, layout.host_bytes)
         self.executor = Executor(device, self.arenas, order)
-        self._programs: dict[tuple[RoundShape, str], Program] = {}
-        self._update_program: Program | None = None
+        self._programs: dict[tuple[RoundShape, RoundKind], Program] = {}
+        self._update_programs: dict[bool, Program] = {}  # by whether the CPU has updated already
         self._last_program: Program | None = None
         self._unusable = ""
         self._measuring = self._keeping_runs = False
@@ -171,53 +184,93 @@ class Engine:
         max_global_batch_tokens, or no target token.
         """
         sequences = self._read(batch, input_ids, labels, attention_mask)
+        self._start_step()
+        return self._forward_backward(sequences)
+
+    def step(self, lr: float | None = None) -> StepOutput:
+        """AdamW with the gradients of the mean loss over all target tokens since the last step, clipped by global norm.
+
+        lr overrides the optimizer's for this step. A gradient norm that is not finite skips the update and leaves
+        every weight and state as it was; without clipping, only those of the layers whose own gradient is not finite.
+        Raises ValueError when there are no gradients or lr is negative.
+        """
+        self._require_open()
+        if not self._has_gradients:
+            raise ValueError("step() without gradients: call fwd_bwd(batch) first")
+        return self._update(self._settings(lr, self._num_target_tokens))
+
+    def train_step(
+        self,
+        batch: object = None,
+        *,
+        input_ids: object = None,
+        labels: object = None,
+        attention_mask: object = None,
+        lr: float | None = None,
+    ) -> tuple[FwdBwdOutput, StepOutput]:
+        """fwd_bwd and step in one call, with the same results; arguments and errors are theirs.
+
+        Without clipping it is faster where the CPU updates: it does so inside the backward pass of the last round, as
+        soon as a layer's gradient has reached the host.
+        """
+        sequences = self._read(batch, input_ids, labels, attention_mask)
+        settings = self._settings(lr, self._num_target_tokens + sequences.num_target_tokens)
+        self._start_step()
+        if settings.max_grad_norm is not None or not self.plan.updates_on_cpu:
+            return self._forward_backward(sequences), self._update(settings)
+        out = self._forward_backward(sequences, settings)
+        return out, self._update(settings, cpu_has_updated=True)
+
+    def _start_step(self) -> None:
+        """Begin a step's clocks, unless an earlier call did."""
         if not self._has_gradients:
             self._step_started = time.perf_counter()
             if self._measuring:
                 self._timed_runs = []
                 self.executor.start_clock()
-        loss_sum = self._run_rounds(sequences, train=True)
+
+    def _settings(self, lr: float | None, num_target_tokens: int) -> UpdateSettings:
+        """What the next step's update depends on. Raises ValueError when lr is negative."""
+        lr = self.optimizer.lr if lr is None else lr
+        if not (math.isfinite(lr) and lr >= 0):
+            raise ValueError(f"lr must be a finite number >= 0, got {lr}")
+        return UpdateSettings(self.optimizer, lr, self.max_grad_norm, num_target_tokens, self.step_count + 1, self.seed)
+
+    def _forward_backward(self, sequences: Sequences, updates: UpdateSettings | None = None) -> FwdBwdOutput:
+        """updates: of the CPU's updates inside the last round; None = no update comes before the next one."""
+        loss_sum = self._run_rounds(sequences, train=True, updates=updates)
         self._num_target_tokens += sequences.num_target_tokens
         loss = float(loss_sum) / sequences.num_target_tokens
         model_flops = self.model.model_flops(sequences.lengths)
         extra = self._recompute_flops(sequences)
         return FwdBwdOutput(loss, sequences.num_tokens, sequences.num_target_tokens, model_flops, model_flops + extra)
 
-    def step(self, lr: float | None = None) -> StepOutput:
-        """AdamW with the gradients of the mean loss over all target tokens since the last step, clipped by global norm.
-
-        lr overrides the optimizer's for this step. A gradient norm that is not finite skips the update and leaves
-        every weight and state as it was. Raises ValueError when there are no gradients or lr is negative.
-        """
-        self._require_open()
-        if not self._has_gradients:
-            raise ValueError("step() without gradients: call fwd_bwd(batch) first")
-        lr = self.optimizer.lr if lr is None else lr
-        if not (math.isfinite(lr) and lr >= 0):
-            raise ValueError(f"lr must be a finite number >= 0, got {lr}")
-        self.executor.finish_cpu_work()  # which reads the settings of its own step
-        self.updates.settings = UpdateSettings(
-            self.optimizer, lr, self.max_grad_norm, self._num_target_tokens, self.step_count + 1, self.seed
-        )
-        if self._update_program is None:
-            self._update_program = self._checked(lower_update(self.layout))
-        self._unusable = "an optimizer step was interrupted, so its weights are half updated"
-        self._run(self._update_program, timed=self._measuring)
-        grad_norm = self._grad_norm()
+    def _update(self, settings: UpdateSettings, cpu_has_updated: bool = False) -> StepOutput:
+        if cpu_has_updated not in self._update_programs:
+            program = lower_update(self.layout, by_cpu={} if cpu_has_updated else None)
+            self._update_programs[cpu_has_updated] = self._checked(program)
+        program = self._update_programs[cpu_has_updated]
+        self._unusable = HALF_UPDATED
+        self._run(program, timed=self._measuring, settings=settings)
+        grad_norm = self._grad_norm(program)
         self._unusable = ""
         self._measuring = False
         skipped = not math.isfinite(grad_norm)
-        self.step_count += 0 if skipped else 1
+        self.step_count += 0 if skipped and settings.max_grad_norm is not None else 1
         seconds = time.perf_counter() - self._step_started
         self._start_accumulation()
         return StepOutput(grad_norm, skipped, seconds)
 
-    def _grad_norm(self) -> float:
-        """Of the step that was issued last. What the CPU updates goes on; else the update has ended."""
-        if self.plan.updates_on_cpu:
-            return float(self.updates.host_scalar("grad_norm"))
-        self.executor.synchronize()
-        return float(self.updates.scalar("grad_norm"))
+    def _grad_norm(self, program: Program) -> float:
+        """Of the update that was issued last. What the CPU updates goes on; what the GPU updates has ended, but where
+        the host is told the norm before."""
+        by_cpu = cpu_commands(program)
+        if by_cpu:
+            for index in by_cpu[0].waits:
+                self.executor.wait_for(program, index)
+            return float(self.updates.host_grad_norm())
+        self.executor.synchronize_device()
+        return float(self.updates.grad_norm())
 
     def evaluate(
         self, batch: object = None, *, input_ids: object = None, labels: object = None, attention_mask: object = None
@@ -272,41 +325,46 @@ class Engine:
         if self._unusable:
             raise ValueError(f"this engine cannot go on: {self._unusable}; make a new one with from_pretrained")
 
-    def _run_rounds(self, batch: Sequences, train: bool) -> Tensor:
-        """Run all rounds of a batch; returns the summed loss [] in float64 on the device.
+    def _run_rounds(self, batch: Sequences, train: bool, updates: UpdateSettings | None = None) -> Tensor:
+        """Run all rounds of a batch; returns the summed loss [] in float64 on the device. updates: of the CPU's in the
+        last round.
 
         When a training round is interrupted, the gradients since the last step are gone, whole calls before included:
         some layers would hold this batch and others not.
         """
         try:
-            return self._issue_rounds(batch, train)
+            return self._issue_rounds(batch, train, updates)
         except BaseException:
             if train:
                 self._start_accumulation()
                 self.executor.synchronize()
             raise
 
-    def _issue_rounds(self, batch: Sequences, train: bool) -> Tensor:
+    def _issue_rounds(self, batch: Sequences, train: bool, updates: UpdateSettings | None) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        rounds = pack(batch.lengths, self.plan.chunk_tokens, self.plan.chunks_per_round)
         with self._numerics_mode():
-            for chunks in pack(batch.lengths, self.plan.chunk_tokens, self.plan.chunks_per_round):
-                program = self._program(chunks, train)
+            for number, chunks in enumerate(rounds, start=1):
+                updating = updates is not None and number == len(rounds)
+                program = self._program(chunks, train, updating)
                 if self._last_program is not None:
                     self.executor.wait_for(self._last_program, 0)  # its batch has left the host slot
                 self.layers.chunks = self.batches.write(batch, chunks)
-                self._run(program, timed=self._measuring and train)
+                if updating:
+                    self._unusable = HALF_UPDATED
+                self._run(program, timed=self._measuring and train, settings=updates if updating else None)
                 self._has_gradients = self._has_gradients or train
                 for chunk in self.layers.chunks:
                     total += chunk.losses.double().sum()
         return total
 
-    def _program(self, chunks: list[PackedChunk], train: bool) -> Program:
+    def _program(self, chunks: list[PackedChunk], train: bool, updates: bool) -> Program:
         shape = round_shape(chunks, self.plan.chunk_tokens)
-        kind = "evaluate" if not train else "accumulate" if self._has_gradients else "first"
+        kind = RoundKind(train, first=train and not self._has_gradients, updates=updates)
         if (shape, kind) not in self._programs:
             self._forget_oldest_program()
             if train:
-                program = lower_round(self.layout, shape, first=kind == "first")
+                program = lower_round(self.layout, shape, kind.first, kind.updates)
             else:
                 program = lower_evaluation(self.layout, shape)
             self._programs[shape, kind] = self._checked(program)
@@ -323,24 +381,32 @@ class Engine:
         check_program(program, self.layout.gpu_bytes, self.layout.host_bytes)
         return program
 
-    def _run(self, program: Program, timed: bool) -> None:
+    def _run(self, program: Program, timed: bool, settings: UpdateSettings | None = None) -> None:
+        """settings: of its updates; None where it has none."""
         self._last_program = program
-        self.executor.run(program, partial(self._handle, program), timed)
+        self.executor.run(program, partial(self._handle, program, settings), timed)
         if timed:
             times_s = self.executor.timings()
             add_totals(self.command_totals, program, times_s, self.model)
             if self._keeping_runs:
                 self._timed_runs.append(TimedRun(program, self.executor.began_s(), times_s))
 
-    def _handle(self, program: Program, command: Command) -> None:
+    def _handle(self, program: Program, settings: UpdateSettings | None, command: Command) -> None:
         if command.kind in LAYER_KINDS:
             self.layers.run(command.kind, command.args)
         elif command.kind == "finish_gradient":
             self._finish_gradient(command.args)
-        elif command.kind == "clip":
-            self.updates.clip()
+        else:
+            self._handle_update(program, settings, command)
+
+    def _handle_update(self, program: Program, settings: UpdateSettings | None, command: Command) -> None:
+        assert settings is not None, f"{command.label} has no settings"
+        if command.kind == "clip":
+            self.updates.clip(settings)
+        elif command.kind == "scale":
+            self.updates.scale_group(command.args.group, settings)
         elif command.kind == "update":
-            self.updates.update(command, program.slots)
+            self.updates.update(command, program.slots, settings)
         else:
             raise AssertionError(f"no handler for a command of kind {command.kind!r}")
 
@@ -416,11 +482,11 @@ class Engine:
         self._unusable = ""
 
     def _forget_programs(self) -> None:
-        for program in (*self._programs.values(), self._update_program):
-            if program is not None:
-                self.executor.forget(program)
+        for program in (*self._programs.values(), *self._update_programs.values()):
+            self.executor.forget(program)
         self._programs.clear()
-        self._update_program = self._last_program = None
+        self._update_programs.clear()
+        self._last_program = None
         self.layers.chunks = []
 
     # -- looking in --------------------------------------------------------------------------------------------------

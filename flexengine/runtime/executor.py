@@ -68,7 +68,8 @@ class Executor:
         """Issue all commands of a program; on CUDA returns before they have run, but for what the CPU's wait for. The
         CPU's run on a thread of their own until `synchronize`, or until a later program needs what they leave.
 
-        Order: `handler` is called by that thread, too; what it looks at must not change before `finish_cpu_work`.
+        Order: `handler` is called by that thread, too, for commands of the CPU; what it looks at then must not change
+        before `finish_cpu_work`.
         timed: note when every command starts and ends, for `timings`; costs two events per command on CUDA.
         """
         if timed:
@@ -160,8 +161,12 @@ class Executor:
         try:
             self.finish_cpu_work()
         finally:
-            if self.on_cuda:
-                torch.cuda.synchronize(self.device)
+            self.synchronize_device()
+
+    def synchronize_device(self) -> None:
+        """Wait until everything issued to the device has finished; work of the CPU goes on."""
+        if self.on_cuda:
+            torch.cuda.synchronize(self.device)
 
     # -- on CUDA -----------------------------------------------------------------------------------------------------
 

@@ -91,12 +91,14 @@ class Issue:
         submit(batch, self._places[-1].last if self._places else 0, batch.num_operations)
 
     def cpu_work(self, call: Call, num_threads: int) -> CpuWork:
-        """The CPU's commands, which `call` runs, ready to start: what they wait for has ended. Order: after `run`."""
-        for command in self.cpu_commands:
-            for wait in command.waits:
-                self.wait_for(wait)
-        self._cpu_work = CpuWork(self.program, self.cpu_commands, call, num_threads)
+        """The CPU's commands, which `call` runs when what they wait for has ended, ready to start. Order: after `run`,
+        and no event that they wait for may be recorded again before; what they read and write sees to that."""
+        self._cpu_work = CpuWork(self.program, self.cpu_commands, call, num_threads, self._ready)
         return self._cpu_work
+
+    def _ready(self, command: Command) -> None:
+        for wait in command.waits:
+            self.wait_for(wait)
 
     def wait_for(self, index: int) -> None:
         """Block the host until a command of the last run, one that others wait for, has finished."""

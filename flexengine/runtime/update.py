@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from flexengine.optim.adamw import AdamW, adamw_update
-from flexengine.optim.clipping import gradient_scale
+from flexengine.optim.clipping import gradient_scales
 from flexengine.runtime.arena import DTYPES, Arenas
 from flexengine.schedule.commands import Command, Stream, UpdateTile
-from flexengine.schedule.layout import HOST_SCALARS, Layout
+from flexengine.schedule.layout import HOST_GRAD_NORM, HOST_SCALES, SCALE_BYTES, Layout
 
 
 class UpdateSettings(NamedTuple):
@@ -26,43 +26,58 @@ class UpdateSettings(NamedTuple):
 
 
 class UpdateRunner:
-    """Runs `clip` and `update` commands. Set `settings` before running the program."""
+    """Runs `clip`, `scale` and `update` commands."""
 
     def __init__(self, layout: Layout, arenas: Arenas) -> None:
         self.layout, self.arenas = layout, arenas
-        self.settings: UpdateSettings | None = None
         self.segments = {(g, s.name): s for g, stored in enumerate(layout.groups) for s in stored.segments}
         self.first_element, total = [], 0
         for stored in layout.groups:
             self.first_element.append(total)
             total += stored.numel
 
-    def scalar(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """One-element view of a scalar slot."""
-        return self.arenas.view(self.layout.slots[self.layout.slot(name)], 0, (1,), dtype)
+    def _scalar(self, slot: str, offset: int) -> Tensor:
+        return self.arenas.view(self.layout.slots[self.layout.slot(slot)], offset, (1,), torch.float32)
 
-    def host_scalar(self, name: str) -> Tensor:
-        """What the host has of a scalar, one element; only where the CPU updates."""
-        slot = self.layout.slots[self.layout.slot("scalars.host")]
-        return self.arenas.view(slot, HOST_SCALARS[name], (1,), torch.float32)
+    def scale(self, group: int) -> Tensor:
+        """Factor on a group's gradient, one element."""
+        return self._scalar("scales", SCALE_BYTES * group)
+
+    def host_scale(self, group: int) -> Tensor:
+        """What the host has of it; only where the CPU updates."""
+        return self._scalar("scalars.host", HOST_SCALES + SCALE_BYTES * group)
+
+    def grad_norm(self) -> Tensor:
+        """Global norm of the gradients, one element."""
+        return self._scalar("grad_norm", 0)
+
+    def host_grad_norm(self) -> Tensor:
+        """What the host has of it; only where the CPU updates."""
+        return self._scalar("scalars.host", HOST_GRAD_NORM)
 
     def norm_squares(self) -> Tensor:
         """Sums of squares of the stored gradients per group, float64 [groups]."""
         slot = self.layout.slots[self.layout.slot("norm_squares")]
         return self.arenas.view(slot, 0, (len(self.layout.groups),), torch.float64)
 
-    def clip(self) -> None:
-        """Write the gradient scale (clip coefficient / target tokens) and the global norm."""
-        assert self.settings is not None
-        scale, norm = gradient_scale(self.norm_squares(), self.settings.num_target_tokens, self.settings.max_grad_norm)
-        self.scalar("scale").copy_(scale)
-        self.scalar("grad_norm").copy_(norm)
+    def clip(self, settings: UpdateSettings) -> None:
+        """Write the factors on all gradients (clip coefficient / target tokens) and their global norm."""
+        squares = self.norm_squares()
+        scales, norm = gradient_scales(squares, settings.num_target_tokens, settings.max_grad_norm)
+        slot = self.layout.slots[self.layout.slot("scales")]
+        self.arenas.view(slot, 0, (len(squares),), torch.float32).copy_(scales)
+        self.grad_norm().copy_(norm)
 
-    def update(self, command: Command, slots: tuple) -> None:
+    def scale_group(self, group: int, settings: UpdateSettings) -> None:
+        """Write the factor on one gradient, which depends on no other: gradients are not clipped."""
+        assert settings.max_grad_norm is None
+        scales, _ = gradient_scales(self.norm_squares()[group : group + 1], settings.num_target_tokens, None)
+        self.scale(group).copy_(scales)
+
+    def update(self, command: Command, slots: tuple, settings: UpdateSettings) -> None:
         """AdamW on one tile, or by the CPU on what it updates in place; `slots` is the program's slot table."""
-        assert self.settings is not None
         tile: UpdateTile = command.args
-        segment, s = self.segments[tile.group, tile.segment], self.settings
+        segment, s = self.segments[tile.group, tile.segment], settings
         planes = {
             plane.kind: self.arenas.view(
                 slots[tile.planes[plane.kind].slot], tile.planes[plane.kind].offset, (tile.count,), DTYPES[plane.dtype]
@@ -75,7 +90,7 @@ class UpdateRunner:
             exp_avg=planes["exp_avg"],
             exp_avg_sq=planes["exp_avg_sq"],
             grad=planes["grad"],
-            grad_scale=(self.host_scalar if command.stream is Stream.CPU else self.scalar)("scale"),
+            grad_scale=(self.host_scale if command.stream is Stream.CPU else self.scale)(tile.group),
             lr=s.lr,
             betas=s.optimizer.betas,
             eps=s.optimizer.eps,

@@ -63,6 +63,12 @@ class CopyRegion(NamedTuple):
     num_bytes: int
 
 
+class GroupScale(NamedTuple):
+    """Arguments of `scale`: the group whose gradient is complete."""
+
+    group: int
+
+
 @dataclass(frozen=True, eq=False)
 class LayerCall:
     """Arguments of forward, backward, head, fill_window: a layer program and the slots its areas are bound to.

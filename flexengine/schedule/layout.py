@@ -19,8 +19,12 @@ from flexengine.schedule.layer_program import LayerProgram, align, compile_layer
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 SCALAR_BYTES = 8
-HOST_SCALARS = {"scale": 0, "grad_norm": SCALAR_BYTES}
-"""What the host wants to know of an update that it takes part in: name -> offset in their slot there, in bytes."""
+NORM_SQUARE_BYTES = 8
+"""Of one group's sum of squares."""
+SCALE_BYTES = 4
+"""Of the factor on one group's gradient."""
+HOST_GRAD_NORM, HOST_SCALES = 0, SCALAR_BYTES
+"""What the host wants to know of an update that it takes part in: offsets in their slot there, in bytes."""
 PARTIAL_SQUARES = 1024
 """Partial sums of squares per gradient: fixed, so that the order of the sum depends on the group's size alone."""
 
@@ -93,6 +97,11 @@ def group_layout(group: GroupSpec, numerics: Numerics) -> GroupLayout:
 def element_bytes(dtype: str) -> int:
     """Bytes of one element."""
     return 2 if dtype == "int16" else DTYPE_BYTES[dtype]
+
+
+def host_scalar_bytes(num_groups: int) -> int:
+    """Bytes of the slot that tells the host the gradients' norm and the factor on each."""
+    return HOST_SCALES + SCALE_BYTES * num_groups
 
 
 class _Region:
@@ -188,10 +197,10 @@ class Layout:
     def _lay_out_gpu(self, slots: list[Slot]) -> int:
         region = _Region(slots, "gpu", 0)
         self._batch_slots(region, "gpu")
-        region.add("norm_squares", 8 * len(self.groups), "scalars")
+        region.add("norm_squares", NORM_SQUARE_BYTES * len(self.groups), "scalars")
         region.add("partial_squares", 4 * PARTIAL_SQUARES, "scalars")
-        for name in HOST_SCALARS:
-            region.add(name, SCALAR_BYTES, "scalars")
+        region.add("scales", SCALE_BYTES * len(self.groups), "scalars")
+        region.add("grad_norm", SCALAR_BYTES, "scalars")
         self._resident_slots(region)
         start = region.end
         return max(self._round_slots(slots, start), self._optimizer_slots(slots, start))
@@ -329,7 +338,7 @@ class Layout:
         region = _Region(slots, "host", 0)
         self._batch_slots(region, "host")
         if self.plan.updates_on_cpu:
-            region.add("scalars.host", SCALAR_BYTES * len(HOST_SCALARS), "scalars")
+            region.add("scalars.host", host_scalar_bytes(len(self.groups)), "scalars")
         for group, layout, home in zip(self.model.groups, self.groups, self.plan.groups, strict=True):
             homes = {"weights": home.weights, "grad": home.grads}
             for kind in PLANE_KINDS:

@@ -15,13 +15,17 @@ from flexengine.schedule.commands import (
     Access,
     CopyRegion,
     FinishGradient,
+    GroupScale,
     LayerCall,
     Program,
     ProgramBuilder,
+    Slot,
     Stream,
+    overlapping_slots,
 )
 from flexengine.schedule.layer_program import LayerProgram
-from flexengine.schedule.layout import Layout, batch_offsets
+from flexengine.schedule.layout import HOST_SCALES, SCALE_BYTES, Layout, batch_offsets
+from flexengine.schedule.update_lowering import cpu_groups, lower_cpu_update
 
 
 class ChunkShape(NamedTuple):
@@ -46,14 +50,38 @@ class RoundShape(NamedTuple):
     chunks: tuple[ChunkShape, ...]
 
 
-def lower_round(layout: Layout, shape: RoundShape, first: bool) -> Program:
-    """Forward, loss and backward of one round. `first`: no gradients are stored yet in this step."""
-    return _RoundLowering(layout, shape, first).train()
+def lower_round(layout: Layout, shape: RoundShape, first: bool, updates: bool = False) -> Program:
+    """Forward, loss and backward of one round. `first`: no gradients are stored yet in this step.
+
+    updates: what the CPU updates, it updates here as soon as its gradient has reached the host, so this is the last
+    round of a step whose gradients are not clipped.
+    """
+    return _RoundLowering(layout, shape, first, updates).train()
 
 
 def lower_evaluation(layout: Layout, shape: RoundShape) -> Program:
     """Forward and loss of one round; keeps nothing."""
     return _RoundLowering(layout, shape, first=True).evaluate()
+
+
+class _ScaleSlots(NamedTuple):
+    """Where the factor on one group's gradient lies on both sides."""
+
+    device: int
+    host: int
+
+
+def _scale_slots(layout: Layout) -> tuple[dict[int, _ScaleSlots], tuple[Slot, ...]]:
+    """Slots of their own for the factors that the CPU needs, within those of all, so that none waits for another's use;
+    and the layout's slots with these behind them."""
+    slots, found = list(layout.slots), {}
+    device, host = layout.slots[layout.slot("scales")], layout.slots[layout.slot("scalars.host")]
+    for group in cpu_groups(layout):
+        found[group] = _ScaleSlots(len(slots), len(slots) + 1)
+        for whole, start in ((device, 0), (host, HOST_SCALES)):
+            offset = whole.offset + start + SCALE_BYTES * group
+            slots.append(Slot(f"{whole.name}@{group}", whole.memory, offset, SCALE_BYTES, "scalars"))
+    return found, tuple(slots)
 
 
 @dataclass
@@ -79,9 +107,14 @@ WORK_OF = {
 
 
 class _RoundLowering:
-    def __init__(self, layout: Layout, shape: RoundShape, first: bool) -> None:
+    def __init__(self, layout: Layout, shape: RoundShape, first: bool, updates: bool = False) -> None:
         self.layout, self.plan, self.model, self.shape = layout, layout.plan, layout.model, shape
-        self.builder = ProgramBuilder("round", layout.slots, layout.overlaps)
+        self.scales: dict[int, _ScaleSlots] = {}
+        slots, overlaps = layout.slots, layout.overlaps
+        if updates and self.plan.updates_on_cpu:
+            self.scales, slots = _scale_slots(layout)
+            overlaps = overlapping_slots(slots)
+        self.builder = ProgramBuilder("round", slots, overlaps)
         self.chunks = range(len(shape.chunks))
         self.hidden = _Ring([layout.slot(f"hidden[{k}]") for k in range(layout.num_hidden_slots)])
         self.staging = _Ring(self._numbered("save_host"))
@@ -315,6 +348,8 @@ class _RoundLowering:
             self._backward_chunk(index, layer, c, weights, accumulators, first=c == order[0])
         for group, slot in accumulators.items():
             self._finish_gradient(group, slot)
+            if group in self.scales and not any(group in below.groups for below in self.model.layers[:index]):
+                self._update_by_cpu(group)
 
     def _refill_window(self, index: int, last: int, weights: dict[int, int]) -> None:
         """Rebuild the keys and values of a sliced sequence, first slice to last."""
@@ -380,6 +415,15 @@ class _RoundLowering:
         if not on_gpu:
             regions = [CopyRegion(stored, 0, home, 0, num_bytes)]
             self.builder.copy(f"offload {content}", Stream.D2H, content, regions)
+
+    def _update_by_cpu(self, group: int) -> None:
+        """The factor on a gradient that is complete, told to the host, and AdamW there."""
+        name, (device, host) = self.model.groups[group].name, self.scales[group]
+        norms, content = Access(self.layout.slot("norm_squares"), "norm squares"), f"scale of {name}"
+        args, work = GroupScale(group), Work(kernels=6)
+        self.builder.add("scale", content, Stream.COMPUTE, [norms], [Access(device, content)], work, args=args)
+        self.builder.copy(f"{content} to the host", Stream.D2H, content, [CopyRegion(device, 0, host, 0, SCALE_BYTES)])
+        lower_cpu_update(self.builder, self.layout, group, Access(host, content))
 
     def _grad_slot(self, group: int) -> int:
         name = self.model.groups[group].slot_class

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from flexengine.ops.base import Work
@@ -16,7 +17,16 @@ from flexengine.schedule.commands import (
     UpdateTile,
     overlapping_slots,
 )
-from flexengine.schedule.layout import HOST_SCALARS, SCALAR_BYTES, Layout, Segment, element_bytes
+from flexengine.schedule.layout import (
+    HOST_GRAD_NORM,
+    HOST_SCALES,
+    PLANE_KINDS,
+    SCALAR_BYTES,
+    SCALE_BYTES,
+    Layout,
+    Segment,
+    element_bytes,
+)
 
 
 class _Tile(NamedTuple):
@@ -28,43 +38,51 @@ class _Tile(NamedTuple):
     count: int
 
 
-def _tiles(layout: Layout) -> list[_Tile]:
-    """Pieces of at most a tile; what the CPU updates in place needs no tiles and is one piece."""
-    tiles = []
-    for group, (stored, home) in enumerate(zip(layout.groups, layout.plan.groups, strict=True)):
-        for segment in stored.segments:
-            size = layout.plan.optimizer_tile if home.update == "gpu" else max(1, segment.numel)
-            starts = range(0, segment.numel, size)
-            tiles += [_Tile(group, segment, start, min(size, segment.numel - start)) for start in starts]
-    return tiles
-
-
-def lower_update(layout: Layout) -> Program:
+def lower_update(layout: Layout, by_cpu: Mapping[int, float] | None = None) -> Program:
     """Clip factor, then AdamW over all groups in forward order: on the GPU tile by tile, host planes streaming through
     tile slots; on the CPU in place.
 
-    The slot table is the layout's plus one slot per tile of every plane, so that tiles of one plane do not wait for
-    each other.
+    by_cpu: of the groups that the CPU updates, those that it does here, each with the part of its work that is left
+    (to be priced; what runs is whole); None = all. The slot table is the layout's plus one slot per tile of every
+    plane, so that tiles of one plane do not wait for each other.
     """
+    groups = layout.plan.groups
+    left = dict.fromkeys(cpu_groups(layout), 1.0) if by_cpu is None else by_cpu
     pieces: list[Slot] = []
-    tiles = _tiles(layout)
-    homes = [_tile_homes(layout, tile, pieces) for tile in tiles]
+    tiles = {g: _tiles(layout, g) for g, home in enumerate(groups) if home.update == "gpu"}
+    homes = {tile: _tile_homes(layout, tile, pieces) for several in tiles.values() for tile in several}
     slots = (*layout.slots, *pieces)
     builder = ProgramBuilder("update", slots, overlapping_slots(slots))
     norms = Access(layout.slot("norm_squares"), "norm squares")
     builder.holds(*norms)
-    writes = [Access(layout.slot("scale"), "scale"), Access(layout.slot("grad_norm"), "grad norm")]
+    writes = [Access(layout.slot("scales"), "scales"), Access(layout.slot("grad_norm"), "grad norm")]
     builder.add("clip", "clip factor", Stream.COMPUTE, [norms], writes, Work(kernels=8))
-    if layout.plan.updates_on_cpu:
+    if left:
         _lower_scalars(builder, layout)
     number = 0
-    for tile, home in zip(tiles, homes, strict=True):
-        if layout.plan.groups[tile.group].update == "cpu":
-            _lower_in_place(builder, layout, tile, home)
-        else:
-            _lower_tile(builder, layout, tile, home, number)
+    for group in range(len(groups)):
+        if group in left:
+            scales = Access(layout.slot("scalars.host"), "scalars")
+            lower_cpu_update(builder, layout, group, scales, left[group])
+        for tile in tiles.get(group, []):
+            _lower_tile(builder, layout, tile, homes[tile], number)
             number += 1
     return builder.build()
+
+
+def cpu_groups(layout: Layout) -> list[int]:
+    """Groups that the CPU updates."""
+    return [g for g, home in enumerate(layout.plan.groups) if home.update == "cpu"]
+
+
+def _tiles(layout: Layout, group: int) -> list[_Tile]:
+    """A group in pieces of at most a tile."""
+    size = layout.plan.optimizer_tile
+    return [
+        _Tile(group, segment, start, min(size, segment.numel - start))
+        for segment in layout.groups[group].segments
+        for start in range(0, segment.numel, size)
+    ]
 
 
 def _tile_homes(layout: Layout, tile: _Tile, pieces: list[Slot]) -> dict[str, int]:
@@ -81,27 +99,40 @@ def _tile_homes(layout: Layout, tile: _Tile, pieces: list[Slot]) -> dict[str, in
 
 
 def _lower_scalars(builder: ProgramBuilder, layout: Layout) -> None:
-    """The factor on the gradients and their norm, for the host."""
-    target = layout.slot("scalars.host")
-    places = HOST_SCALARS.items()
-    regions = [CopyRegion(layout.slot(name), 0, target, offset, SCALAR_BYTES) for name, offset in places]
-    sources = [Access(layout.slot("scale"), "scale"), Access(layout.slot("grad_norm"), "grad norm")]
-    writes = [Access(target, "scalars")]
-    builder.add("copy", "scalars to the host", Stream.D2H, sources, writes, copies=tuple(regions))
+    """The factors on the gradients and their norm, for the host."""
+    target, scales, norm = (layout.slot(name) for name in ("scalars.host", "scales", "grad_norm"))
+    regions = (
+        CopyRegion(norm, 0, target, HOST_GRAD_NORM, SCALAR_BYTES),
+        CopyRegion(scales, 0, target, HOST_SCALES, SCALE_BYTES * len(layout.groups)),
+    )
+    sources, writes = [Access(scales, "scales"), Access(norm, "grad norm")], [Access(target, "scalars")]
+    builder.add("copy", "scalars to the host", Stream.D2H, sources, writes, copies=regions)
 
 
-def _lower_in_place(builder: ProgramBuilder, layout: Layout, tile: _Tile, homes: dict[str, int]) -> None:
-    """AdamW by the CPU on what lives in host memory."""
-    name = f"{layout.model.groups[tile.group].name} {tile.segment.name}"
-    contents = {kind: Access(slot, f"{kind} of {name}") for kind, slot in homes.items()}
-    for access in contents.values():
-        builder.holds(*access)
-    reads = [*contents.values(), Access(layout.slot("scalars.host"), "scalars")]
-    writes = [access for kind, access in contents.items() if kind != "grad"]
-    planes = {kind: TilePlane(slot, 0) for kind, slot in homes.items()}
-    args = UpdateTile(tile.group, tile.segment.name, tile.start, tile.count, planes)
-    work = Work(memory_bytes=_moved_bytes(builder, homes))
-    builder.add("update", f"update {name}", Stream.CPU, reads, writes, work, args=args)
+def lower_cpu_update(builder: ProgramBuilder, layout: Layout, group: int, scale: Access, left: float = 1.0) -> None:
+    """AdamW by the CPU on a group's planes where they are, matrices and vectors each in one piece.
+
+    scale: where the host finds the factor on the gradient. left: the part of the work that remains, for its price.
+    """
+    name, planes = layout.model.groups[group].name, layout.groups[group].plane_bytes
+    contents = {kind: "weights" if kind == "weights" else f"{kind} of" for kind in PLANE_KINDS}
+    held = {k: Access(layout.plane_slot(k, group), f"{contents[k]} {name}") for k in PLANE_KINDS if planes[k]}
+    for access in held.values():
+        if builder.last_writer(access.slot) < 0:
+            builder.holds(*access)
+    writes = [Access(slot, f"updated {content}") for kind, (slot, content) in held.items() if kind != "grad"]
+    for segment in layout.groups[group].segments:
+        args = UpdateTile(
+            group,
+            segment.name,
+            0,
+            segment.numel,
+            {p.kind: TilePlane(held[p.kind].slot, p.start) for p in segment.planes},
+        )
+        touched = sum(segment.numel * element_bytes(p.dtype) * (1 if p.kind == "grad" else 2) for p in segment.planes)
+        work, label = Work(memory_bytes=touched * left), f"update {name} {segment.name}"
+        builder.add("update", label, Stream.CPU, [*held.values(), scale], writes, work, args=args)
+        held.update({kind: Access(slot, f"updated {text}") for kind, (slot, text) in held.items() if kind != "grad"})
 
 
 def _moved_bytes(builder: ProgramBuilder, homes: dict[str, int]) -> float:
@@ -131,7 +162,7 @@ def _lower_tile(builder: ProgramBuilder, layout: Layout, tile: _Tile, homes: dic
         builder.add("copy", f"fetch tile {name}", Stream.H2D, sources, [tile_access], copies=tuple(fetched))
         reads.append(tile_access)
         writes.append(Access(staging, f"updated tile {name}"))
-    reads.append(Access(layout.slot("scale"), "scale"))
+    reads.append(Access(layout.slot("scales"), "scales"))
     args = UpdateTile(tile.group, tile.segment.name, tile.start, tile.count, planes)
     work = Work(memory_bytes=_moved_bytes(builder, homes), kernels=1)
     builder.add("update", f"update {name}", Stream.COMPUTE, reads, writes, work, args=args)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flexengine.optim.clipping import gradient_scale
+from flexengine.optim.clipping import gradient_scales
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -15,31 +15,38 @@ def test_matches_torch_clipping_of_mean_gradients(max_grad_norm, dtype):
         parameter.grad = gradient / tokens
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
     squares = torch.stack([gradient.square().sum() for gradient in sums])
-    scale, grad_norm = gradient_scale(squares, tokens, max_grad_norm)
-    assert scale.shape == grad_norm.shape == (1,)
-    assert scale.dtype == grad_norm.dtype == torch.float32
+    scales, grad_norm = gradient_scales(squares, tokens, max_grad_norm)
+    assert (scales.shape, grad_norm.shape) == ((2,), (1,))
+    assert scales.dtype == grad_norm.dtype == torch.float32
     torch.testing.assert_close(grad_norm[0], norm.float())
-    for parameter, gradient in zip(parameters, sums, strict=True):
+    for parameter, gradient, scale in zip(parameters, sums, scales, strict=True):
         torch.testing.assert_close(gradient * scale.to(dtype), parameter.grad)
 
 
 def test_without_clipping_only_the_mean():
-    scale, norm = gradient_scale(torch.tensor([9.0, 16.0]), 4, None)
-    assert scale.item() == 0.25
+    scales, norm = gradient_scales(torch.tensor([9.0, 16.0]), 4, None)
+    assert scales.tolist() == [0.25, 0.25]
     assert norm.item() == 1.25
 
 
-@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+@pytest.mark.parametrize(("max_grad_norm", "skipped"), [(None, [False, True, False]), (1.0, [True] * 3)])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_non_finite_norm_gives_a_nan_scale(bad, max_grad_norm):
-    scale, norm = gradient_scale(torch.tensor([1.0, bad]), 4, max_grad_norm)
-    assert torch.isnan(scale).all()
+def test_a_non_finite_norm_gives_nan_scales(bad, max_grad_norm, skipped):
+    scales, norm = gradient_scales(torch.tensor([1.0, bad, 4.0]), 4, max_grad_norm)
+    assert torch.isnan(scales).tolist() == skipped
     assert not torch.isfinite(norm).any()
 
 
+def test_without_clipping_a_scale_depends_on_its_own_gradient_alone():
+    squares = torch.rand(5, dtype=torch.float64)
+    scales, _ = gradient_scales(squares, 7, None)
+    alone = [gradient_scales(squares[i : i + 1], 7, None)[0] for i in range(5)]
+    assert torch.equal(scales, torch.cat(alone))
+
+
 def test_zero_gradients_are_no_division_by_zero():
-    scale, norm = gradient_scale(torch.zeros(3), 2, 1.0)
-    assert (scale.item(), norm.item()) == (0.5, 0.0)
+    scales, norm = gradient_scales(torch.zeros(3), 2, 1.0)
+    assert (scales.tolist(), norm.item()) == ([0.5] * 3, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -53,4 +60,4 @@ def test_zero_gradients_are_no_division_by_zero():
 )
 def test_refuses_what_has_no_meaning(squares, tokens, max_grad_norm, message):
     with pytest.raises(ValueError, match=message):
-        gradient_scale(squares, tokens, max_grad_norm)
+        gradient_scales(squares, tokens, max_grad_norm)

@@ -42,10 +42,10 @@ def slow_updates(monkeypatch, before=lambda: time.sleep(0.02)):
     """Every update by the CPU begins with something that takes its time."""
     update = UpdateRunner.update
 
-    def slow(self, command, slots):
+    def slow(self, command, slots, settings):
         if command.stream is Stream.CPU:
             before()
-        update(self, command, slots)
+        update(self, command, slots, settings)
 
     monkeypatch.setattr(UpdateRunner, "update", slow)
 

@@ -415,11 +415,11 @@ def interrupted_after(engine, monkeypatch, commands):
     """Make the executor raise KeyboardInterrupt after so many compute commands."""
     handle, seen = engine._handle, []
 
-    def counting(program, command):
+    def counting(program, settings, command):
         seen.append(command)
         if len(seen) > commands:
             raise KeyboardInterrupt
-        handle(program, command)
+        handle(program, settings, command)
 
     monkeypatch.setattr(engine, "_handle", counting)
 

@@ -21,7 +21,8 @@ from flexengine.planner.charts.svg import (
     svg,
     time_axis,
 )
-from flexengine.planner.simulated_step import SimulatedStep, StepPart
+from flexengine.planner.cost_model import StepPart
+from flexengine.planner.simulated_step import SimulatedStep
 from flexengine.schedule.commands import STREAM_INDEX, STREAMS, Command, Stream
 
 LANE_HEIGHT = 30
@@ -65,7 +66,12 @@ KINDS = {
     "other": "#9aa1ad",
 }
 """Kinds of bars and their colours."""
-COMMAND_KINDS = {"fill_window": "rebuild keys", "finish_gradient": "round gradients", "clip": "update"}
+COMMAND_KINDS = {
+    "fill_window": "rebuild keys",
+    "finish_gradient": "round gradients",
+    "clip": "update",
+    "scale": "update",
+}
 COPY_KINDS = {
     "weights": "weights",
     "grad": "gradients",
