@@ -97,7 +97,7 @@ def from_pretrained(
         grad_dtype=grad_dtype,
         optimizer_state_dtype=optimizer_state_dtype,
         matmul_dtype=matmul_dtype,
-        clipping=max_grad_norm is not None,
+        max_grad_norm=max_grad_norm,
         hardware=hardware,
         chunk_tokens=chunk_tokens,
         round_tokens=round_tokens,
@@ -152,7 +152,7 @@ def prepare(
     grad_dtype: str | None = None,
     optimizer_state_dtype: str = "float32",
     matmul_dtype: MatmulDtype = "compute",
-    clipping: bool = True,
+    max_grad_norm: float | None = 1.0,
     hardware: HardwareProfile | str | Path | None = None,
     chunk_tokens: int | None = None,
     round_tokens: int | None = None,
@@ -165,8 +165,8 @@ def prepare(
     device: auto, cpu, cuda or cuda:N. dtype: compute type, bfloat16, float32 or float64. master_dtype: float32 (kept
     exactly in 4 bytes beside bf16 compute) or bfloat16 (stochastic rounding). grad_dtype: storage of gradients
     between rounds, by default bfloat16 for bf16 compute and the compute type otherwise. optimizer_state_dtype:
-    float32 or bfloat16. matmul_dtype: what the linear layers of the blocks multiply, compute (dtype) or fp8. clipping:
-    gradients will be clipped by their global norm (`build` with a max_grad_norm), which no update can come before.
+    float32 or bfloat16. matmul_dtype: what the linear layers of the blocks multiply, compute (dtype) or fp8.
+    max_grad_norm: as for `build`; with None, or 0, nothing is clipped, and updates may begin before the last gradient.
     hardware: a HardwareProfile, a preset's name or a profile's JSON file; None measures this machine.
     """
     source = open_model(path_or_preset)
@@ -194,7 +194,7 @@ def prepare(
         grad_dtype=grad_dtype,
         optimizer_state_dtype=optimizer_state_dtype,
         matmul_dtype=matmul_dtype,
-        clipping=clipping,
+        max_grad_norm=max_grad_norm,
         chunk_tokens=chunk_tokens,
         round_tokens=round_tokens,
         recompute=recompute,
@@ -254,7 +254,7 @@ def make_request(
     grad_dtype: str | None = None,
     optimizer_state_dtype: str = "float32",
     matmul_dtype: MatmulDtype = "compute",
-    clipping: bool = True,
+    max_grad_norm: float | None = 1.0,
     chunk_tokens: int | None = None,
     round_tokens: int | None = None,
     recompute: Literal["auto", "none", "full"] = "auto",
@@ -263,6 +263,8 @@ def make_request(
 
     device_type: cuda or cpu, on which the GPU budget is taken out of the host's. Raises ValueError for bad values.
     """
+    if max_grad_norm is not None and not max_grad_norm >= 0:
+        raise ValueError(f"max_grad_norm must be positive, or 0 or None for no clipping, got {max_grad_norm}")
     if matmul_dtype == "fp8" and not profile.fp8_matmul_flops_per_s:
         raise ValueError(
             f"matmul_dtype=fp8: {profile.name} multiplies no FP8 operands; that takes compute capability 8.9 or more"
@@ -282,7 +284,7 @@ def make_request(
         round_tokens=round_tokens,
         recompute=recompute,
         numerics=_numerics(dtype, master_dtype, grad_dtype, optimizer_state_dtype, matmul_dtype),
-        clipping=clipping,
+        clipping=bool(max_grad_norm),
     )
 
 

@@ -312,17 +312,16 @@ def test_engine_arguments_are_those_of_the_contract(tmp_path):
     assert (optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay) == (1e-3, (0.9, 0.95), 1e-8, 0.1)
     contract = (
         "max_seq_len max_global_batch_tokens max_gpu_mem_gib max_host_mem_gib device dtype master_dtype grad_dtype"
-        " optimizer_state_dtype matmul_dtype clipping chunk_tokens round_tokens recompute"
-        " max_grad_norm seed deterministic"
+        " optimizer_state_dtype matmul_dtype max_grad_norm seed chunk_tokens round_tokens recompute deterministic"
     )
     assert sorted(arguments) == sorted(contract.split())
-    assert arguments["clipping"]
 
 
 def test_no_clipping_is_planned_and_built_alike(tmp_path):
     config = config_in(tmp_path, max_grad_norm=0.0)
-    assert not trainer.planning_arguments(config)["clipping"]
+    assert not trainer.prepare_run(config).plan.request.clipping
     assert trainer.engine_arguments(config)["max_grad_norm"] is None
+    assert trainer.prepare_run(config_in(tmp_path)).plan.request.clipping
 
 
 def test_end_to_end_on_the_real_engine(tmp_path, capsys):

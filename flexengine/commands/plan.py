@@ -40,6 +40,7 @@ SAME_AS_TRAIN = (
     "grad_dtype",
     "optimizer_state_dtype",
     "matmul_dtype",
+    "max_grad_norm",
     "chunk_tokens",
     "round_tokens",
     "recompute",

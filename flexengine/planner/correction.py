@@ -91,12 +91,14 @@ def corrected_prediction(layout: Layout, profile: HardwareProfile) -> Prediction
 
 
 def predicted_totals(layout: Layout, profile: HardwareProfile) -> dict[CommandClass, CommandTotal]:
-    """Predicted seconds of a round that adds to earlier gradients (or the only one) and of the update, by class."""
+    """Predicted seconds of a step's last round, which adds to earlier gradients or is the only one, and of what is left
+    to update after it, by class."""
     plan = layout.plan
     cost = StepPricer(profile).cost(layout)
     shape = round_shape(plan.request, plan.chunk_tokens, plan.chunks_per_round)
     totals: dict[CommandClass, CommandTotal] = {}
-    for program in (lower_round(layout, shape, first=plan.num_rounds == 1), lower_update(layout)):
+    last = lower_round(layout, shape, first=plan.num_rounds == 1, updates=plan.updates_in_backward)
+    for program in (last, lower_update(layout, by_cpu={} if plan.updates_in_backward else None)):
         timing = simulate(program, cost.rates())
         add_totals(totals, program, zip(timing.start_s, timing.end_s, strict=True), layout.model)
     return totals

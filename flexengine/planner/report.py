@@ -200,7 +200,8 @@ def _parameter_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
 
 def _update_lines(plan: Plan) -> list[str]:
     by_cpu = sum(home.update == "cpu" for home in plan.groups)
-    cpu = f"{by_cpu} of {len(plan.groups)} groups on the CPU, the others " if by_cpu else ""
+    since = " from the last backward on" if plan.updates_in_backward else ""
+    cpu = f"{by_cpu} of {len(plan.groups)} groups on the CPU{since}, the others " if by_cpu else ""
     if not plan.uses_tiles:
         return [f"update: {cpu}on the GPU, in place"]
     tile = f"{plan.optimizer_tile / 1e6:.2g} M" if plan.optimizer_tile >= 1e5 else f"{plan.optimizer_tile}"

@@ -8,12 +8,21 @@ from flexengine.hardware.presets import preset
 from flexengine.models.registry import open_model
 from flexengine.plan import GroupPlan, Numerics, Plan, Request
 from flexengine.planner.bound import speed_of_light_s
-from flexengine.planner.cost_model import step_seconds
+from flexengine.planner.cost_model import (
+    StepPricer,
+    round_shape,
+    step_seconds,
+    unfinished_updates,
+    until_gpu_ends,
+)
 from flexengine.planner.report import describe
 from flexengine.planner.search import make_plan
+from flexengine.planner.simulated_step import simulate_step
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.commands import Stream
 from flexengine.schedule.layout import Layout
+from flexengine.schedule.lowering import lower_round
+from flexengine.schedule.simulator import simulate
 from flexengine.schedule.update_lowering import lower_update
 from tests.schedule.small_plans import resident_plan, small_model
 
@@ -88,3 +97,63 @@ def test_plans_remember_who_updates():
     plan = resident_plan(model, Request(32, 128, 1 << 30, 1 << 40))
     plan = replace(plan, groups=(GroupPlan(update="cpu"),) * len(model.groups))
     assert Plan.from_json(plan.to_json()) == plan
+
+
+UNCLIPPED = replace(REQUEST, clipping=False)
+
+
+@pytest.mark.parametrize("rate", [0.5e9, 3e9, 9e9, 40e9])
+@pytest.mark.parametrize("gpu_gib", [4, 8, 40])
+def test_the_bound_is_below_plans_without_clipping(rate, gpu_gib):
+    request, profile = replace(UNCLIPPED, max_gpu_bytes=gpu_gib * GIB), machine(rate)
+    bound_s = speed_of_light_s(MODEL, request, profile)
+    plan = make_plan(MODEL, request, profile)
+    assert 0 < bound_s <= plan.predicted.step_s
+    assert bound_s <= speed_of_light_s(MODEL, replace(request, clipping=True), profile) * (1 + 1e-6)
+    for update in ("cpu", "gpu"):  # all that can be, by one of both
+        able = GroupPlan(update=update)
+        groups = tuple(able if g == replace(able, update=g.update) else g for g in plan.groups)
+        layout = Layout(MODEL, replace(plan, groups=groups))
+        assert bound_s <= step_seconds(layout, profile).step_s
+
+
+@pytest.mark.parametrize("tokens", [8192, 32768, 40960])
+def test_without_clipping_a_step_is_faster_and_its_parts_add_up(tokens):
+    """The same plan, and the one that is chosen; the CPU takes about as long as a round."""
+    profile = machine(9e9)
+    clipped = make_plan(MODEL, replace(REQUEST, max_global_batch_tokens=tokens), profile)
+    request = replace(clipped.request, clipping=False)
+    assert num_by_cpu(clipped) > 0
+    same = replace(clipped, request=request)
+    assert step_seconds(Layout(MODEL, same), profile).step_s < 0.99 * clipped.predicted.step_s
+    plan = make_plan(MODEL, request, profile)
+    assert plan.predicted.step_s < 0.97 * clipped.predicted.step_s
+    assert plan.updates_in_backward
+    assert "on the CPU from the last backward on" in describe(plan, MODEL)
+    step = simulate_step(plan, MODEL, profile)
+    assert step.total_s == pytest.approx(plan.predicted.step_s, rel=1e-9)
+    for part in step.parts:
+        assert max(part.timing.end_s) <= part.timing.total_s * (1 + 1e-9)
+        assert part.timing.busy_s[Stream.CPU] <= part.timing.total_s * (1 + 1e-9)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_what_is_left_of_updates_when_the_gpu_has_ended():
+    """A slow CPU has updated nothing but a part of the head by then, a fast one all but the embedding."""
+    model = small_model(blocks=3)
+    plan = resident_plan(model, Request(32, 128, 1 << 30, 1 << 40, clipping=False))
+    layout = Layout(model, replace(plan, groups=(GroupPlan(update="cpu"),) * len(model.groups)))
+    shape = round_shape(layout.plan.request, layout.plan.chunk_tokens, layout.plan.chunks_per_round)
+    program = lower_round(layout, shape, first=True, updates=True)
+    check_program(program, layout.gpu_bytes, layout.host_bytes)
+    left = {}
+    for rate in (1e3, 1e14):
+        timing = simulate(program, StepPricer(machine(rate)).cost(layout).rates())
+        left[rate] = unfinished_updates(program, timing)
+        cut = until_gpu_ends(program, timing)
+        assert cut.total_s <= timing.total_s
+        assert cut.busy_s[Stream.COMPUTE] == timing.busy_s[Stream.COMPUTE]
+    assert set(left[1e3]) == set(range(len(model.groups)))
+    assert left[1e3][len(model.groups) - 1] < 1.0  # the head is first
+    assert [left[1e3][g] for g in range(len(model.groups) - 1)] == [1.0] * (len(model.groups) - 1)
+    assert set(left[1e14]) <= {0}  # the embedding is last
