@@ -285,7 +285,22 @@ class Drafting:
             blocks, edges, first_s = self.update_parts(*tile)
             parts = counts[mine] @ blocks + edges[drafts.structures[mine]]
             found[mine] = exposed_s(parts, first_s, self.problem.hidden_update_s, self.problem.cost)
+            if not self.problem.request.clipping:
+                found[mine] += self._slowed_s(drafts.rows[mine], parts[:, 3])
         return found
+
+    def _slowed_s(self, rows: np.ndarray, cpu_s: np.ndarray) -> np.ndarray:
+        """Seconds [P] by which updates of cpu_s seconds [P] under the last backward slow it: the link has a part of its
+        rate beside them, and compute waits where backward asks for more than that."""
+        costs, base, p = self.row_costs, self.round_costs, self.problem.cost.profile
+        chunks = len(base.backward_s)
+        saved_s = chunks * (costs.input_h2d_s + costs.save_h2d_s) * (2 if base.refill else 1)
+        link_s = saved_s + costs.weights_h2d_s + (costs.grad_h2d_s if self.problem.rounds > 1 else 0.0)
+        compute_s = sum(base.backward_s) + base.finish_s + chunks * costs.recompute_s
+        link_s, compute_s = link_s[rows].sum(axis=1), compute_s[rows].sum(axis=1)
+        has = min(1.0, p.h2d_beside_cpu_bytes_per_s / p.h2d_duplex_bytes_per_s)
+        asks = np.maximum(has, np.minimum(1.0, link_s / compute_s))
+        return np.minimum(cpu_s, compute_s) * (1 - has / asks)
 
     def update_parts(self, slots: int, tile: int) -> tuple[np.ndarray, np.ndarray, float]:
         """`Stations.seconds` of a block by level [V, 4] and of the edges by structure [S, 4] in an update with such
