@@ -63,8 +63,7 @@ def timed_steps(engine: Engine, batch: Tensor, warmup: int, steps: int) -> Timed
     losses, seconds, model_flops, hardware_flops = [], [], 0.0, 0.0
     for index in range(warmup + steps):
         begin = time.perf_counter()
-        out = engine.fwd_bwd(input_ids=batch, labels=batch)
-        engine.step()
+        out, _ = engine.train_step(input_ids=batch, labels=batch)
         elapsed = time.perf_counter() - begin
         losses.append(out.loss)
         model_flops, hardware_flops = out.model_flops, out.hardware_flops
@@ -78,8 +77,7 @@ def timed_steps(engine: Engine, batch: Tensor, warmup: int, steps: int) -> Timed
 def measured_busy_s(engine: Engine, batch: Tensor) -> dict[str, float]:
     """Busy seconds per stream of one more step, in which every command is timed."""
     engine.measure_next_step(keep_runs=True)
-    engine.fwd_bwd(input_ids=batch, labels=batch)
-    engine.step()
+    engine.train_step(input_ids=batch, labels=batch)
     busy_s: dict[str, float] = {}
     for run in engine.take_timed_runs():
         for stream, seconds in run.timing.busy_s.items():
@@ -99,6 +97,7 @@ def prepared_run(args: argparse.Namespace, cap_gib: float | None) -> Prepared:
         dtype=args.dtype,
         optimizer_state_dtype=args.optimizer_state_dtype,
         matmul_dtype=args.matmul_dtype,
+        max_grad_norm=args.max_grad_norm,
         recompute=args.recompute,
         chunk_tokens=args.chunk_tokens,
         round_tokens=args.round_tokens,
@@ -111,7 +110,8 @@ def run_cap(args: argparse.Namespace, cap_gib: float | None) -> dict:
     print(prepared.describe(), flush=True)
     rate = matmul_rate()
     started = time.perf_counter()
-    engine = build(prepared, AdamW(lr=args.lr), max_grad_norm=1.0, seed=0, deterministic=args.deterministic)
+    clip = {"max_grad_norm": args.max_grad_norm or None}
+    engine = build(prepared, AdamW(lr=args.lr), **clip, seed=0, deterministic=args.deterministic)
     build_s = time.perf_counter() - started
     shape = (args.tokens_per_step // args.seq_len, args.seq_len)
     batch = torch.randint(0, engine.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
@@ -126,6 +126,7 @@ def run_cap(args: argparse.Namespace, cap_gib: float | None) -> dict:
         "host_cap_gib": args.host_gib,
         "seq_len": args.seq_len,
         "tokens_per_step": args.tokens_per_step,
+        "max_grad_norm": args.max_grad_norm,
         "step_s": step_s,
         "steps_s": timed.seconds,
         "predicted_step_s": plan.predicted.step_s,
@@ -202,6 +203,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--optimizer-state-dtype", default="bfloat16")
     parser.add_argument("--matmul-dtype", choices=["compute", "fp8"], default="compute")
+    parser.add_argument("--max-grad-norm", type=float, default=1.0, help="0 = no clipping")
     parser.add_argument("--recompute", default="auto")
     parser.add_argument("--chunk-tokens", type=int, default=None)
     parser.add_argument("--round-tokens", type=int, default=None)

@@ -5,6 +5,7 @@ Random data throughout: zeros draw less power and make a power-capped card look 
 
 import math
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from flexengine.hardware.measure_links import LinkRates, link_buffers, link_rate
 from flexengine.hardware.measure_matmul import Buffers, affordable_tokens, block_rates
 from flexengine.hardware.memory_usage import release_unused_heap
 from flexengine.hardware.profile import BlockShape
-from flexengine.hardware.timing import cuda_timer, timed_calls
+from flexengine.hardware.timing import cuda_timer, timed_calls, warmed_timer
 from flexengine.native import allocate_host
 from flexengine.ops.attention_kernels import can_serve
 from flexengine.ops.base import KERNEL_NAMES, KernelName
@@ -40,6 +41,8 @@ ATTENTION_ERROR = 0.02  # relative, of kernels in 16 bits; a few thousandths are
 SUSTAINED_S = 0.6  # a power-capped H200 needs about 0.1 s to settle at its sustained clock
 PRODUCT_S = 0.01  # per layer, pass and direction: 24 of them, a quarter of a second, make a point of the curve
 CALL_S = 0.06  # shorter runs catch the card between two clocks
+PART_S = 0.01  # of attention, and of matrix products before it: about as a block has them in turn
+WARMING_SIZE = 4096
 LONGEST_BLOCK_S = 0.5  # token counts whose three passes through a block take longer are left out
 OPERAND_BYTES, RESULT_BYTES = 832 * MIB, 576 * MIB
 COPY_BYTES = 256 * MIB
@@ -202,21 +205,40 @@ def _in_fp8(buffers: Buffers) -> Buffers:
 
 
 def _cuda_attention(head_dim: int, device: torch.device, dtype: torch.dtype, least_s: float) -> AttentionRates:
-    """The fastest kernels that give the right answer, or the plain path where heads, dtype or card have none."""
+    """The fastest kernels that give the right answer, or the plain path where heads, dtype or card have none. Between
+    matrix products, whose clock a power-capped card then has."""
     found: list[AttentionRates] = []
+    timer = warmed_timer(_products(device, dtype, PART_S), PART_S)
     rows = fitting_rows(head_dim, int(MEMORY_SHARE * _free_bytes(device)))
     for kernels in KERNEL_NAMES:
         if not can_serve(kernels, dtype, head_dim):
             continue
         try:
             if error_of(kernels, head_dim, device, dtype) <= ATTENTION_ERROR:
-                found.append(kernel_rates(kernels, KERNEL_LENGTHS, head_dim, device, dtype, cuda_timer, least_s, rows))
+                found.append(kernel_rates(kernels, KERNEL_LENGTHS, head_dim, device, dtype, timer, least_s, rows))
         except (RuntimeError, NotImplementedError):  # an older card
             pass
         torch.cuda.empty_cache()
     if found:
         return max(found, key=lambda rates: rates.mean)
-    return plain_rates(PLAIN_LENGTHS, 16, head_dim, device, dtype, cuda_timer, least_s)
+    return plain_rates(PLAIN_LENGTHS, 16, head_dim, device, dtype, timer, least_s)
+
+
+def _products(device: torch.device, dtype: torch.dtype, seconds: float) -> Callable[[], None]:
+    """What issues matrix products of random data for about so many seconds."""
+    a, b = (torch.randn(WARMING_SIZE, WARMING_SIZE, device=device, dtype=dtype) for _ in range(2))
+    product = torch.empty_like(a)
+
+    def multiply() -> Tensor:
+        return torch.mm(a, b, out=product)
+
+    calls = math.ceil(seconds / cuda_timer(multiply, seconds))
+
+    def products() -> None:
+        for _ in range(calls):
+            multiply()
+
+    return products
 
 
 def _device_copy_rate(device: torch.device, least_s: float) -> float:

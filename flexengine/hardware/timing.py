@@ -30,6 +30,24 @@ def cuda_timer(work: Callable[[], object], least_s: float) -> float:
     return timed_calls(work, calls)
 
 
+def warmed_timer(warm: Callable[[], object], part_s: float) -> Timer:
+    """A timer of device seconds that takes work in parts of about `part_s`, each right behind a call of `warm`.
+
+    Alone, work that draws less power than matrix products would run at a higher clock than between them.
+    """
+
+    def timer(work: Callable[[], object], least_s: float) -> float:
+        once_s = cuda_timer(work, 0.0)
+        parts, calls = max(1, math.ceil(least_s / part_s)), max(1, math.ceil(part_s / once_s))
+        seconds = 0.0
+        for _ in range(parts):
+            warm()
+            seconds += timed_calls(work, calls)
+        return seconds / parts
+
+    return timer
+
+
 def timed_calls(work: Callable[[], object], calls: int, meanwhile: Callable[[], object] | None = None) -> float:
     """Mean seconds per call between two events on the current stream; blocks until the last call has ended, and calls
     `meanwhile` again and again until then."""

@@ -75,6 +75,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         "LEAST_HOST_BYTES": MIB,
         "MOST_HOST_BYTES": MIB,
         "NUM_ISSUED": 20,
+        "WARMING_SIZE": 32,
         "OPERAND_BYTES": MIB,
         "RESULT_BYTES": MIB,
     }.items():
@@ -121,6 +122,25 @@ def test_long_calls_are_timed_once_and_held_by_nothing(fake_cuda: SimpleNamespac
     assert len(calls) == 2
     assert seconds >= 0.002
     assert fake_cuda.held_cycles == []
+
+
+def test_parts_of_work_follow_what_warms_the_card_and_count_alone(fake_cuda: SimpleNamespace):
+    order, clock = [], SimpleNamespace(ms=0.0)
+
+    def call(name: str, milliseconds: float) -> None:
+        order.append(name)
+        clock.ms += milliseconds
+
+    class Event(FakeEvent):
+        def record(self, stream: object = None) -> None:
+            self.at_s = clock.ms / 1e3
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "Event", Event)
+        timer = timing.warmed_timer(lambda: call("warm", 50.0), part_s=0.01)
+        seconds = timer(lambda: call("work", 4.0), 0.025)
+    assert seconds == pytest.approx(0.004)
+    assert order == ["work"] * 2 + (["warm"] + ["work"] * 3) * 3
 
 
 def test_opposite_copies_surround_the_measured_ones(fake_cuda: SimpleNamespace):
