@@ -97,7 +97,7 @@ def prepared_run(args: argparse.Namespace, cap_gib: float | None) -> Prepared:
         dtype=args.dtype,
         optimizer_state_dtype=args.optimizer_state_dtype,
         matmul_dtype=args.matmul_dtype,
-        max_grad_norm=args.max_grad_norm,
+        max_grad_norm=args.max_grad_norm or None,
         recompute=args.recompute,
         chunk_tokens=args.chunk_tokens,
         round_tokens=args.round_tokens,

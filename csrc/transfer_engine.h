@@ -35,7 +35,7 @@ struct Lane;
 // cuStreamWaitEvent sees only records that the driver knows of.
 struct Event {
     CuEvent handle = nullptr;
-    uint64_t requested = 0;          // touched by the calling thread alone
+    uint64_t requested = 0;          // written by the calling thread alone
     const Lane* recorder = nullptr;  // of the last record that was posted; touched by the calling thread alone
     std::atomic<uint64_t> issued{0};
 };

@@ -78,9 +78,10 @@ def from_pretrained(
 ) -> Engine:
     """An engine for a Hugging Face model folder, or for `preset:NAME` with random initial weights.
 
-    optimizer: AdamW(...) (default AdamW()); max_grad_norm: clip the global norm, None = never; seed: initial weights
-    and stochastic rounding; deterministic: only kernels proven deterministic (on CUDA; the CPU always is). The other
-    keywords are those of `prepare`.
+    optimizer: AdamW(...) (default AdamW()); max_grad_norm: clip the global norm, None = never, so that `train_step`
+    updates layers inside the backward pass, each for itself; seed: initial weights and stochastic rounding;
+    deterministic: only kernels proven deterministic (on CUDA; the CPU always is). The other keywords are those of
+    `prepare`.
     Nothing is loaded before a plan is found. Raises PlanError when none fits, ValueError for bad input.
     """
     prepared = prepare(
@@ -119,8 +120,13 @@ def build(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic with it only
     if not 0 <= seed <= LARGEST_SEED:
         raise ValueError(f"seed must be from 0 to {LARGEST_SEED}, got {seed}")
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ValueError(f"max_grad_norm must be positive, or None for no clipping, got {max_grad_norm}")
+    _check_max_grad_norm(max_grad_norm)
+    if prepared.plan.request.clipping != (max_grad_norm is not None):
+        planned = "with" if prepared.plan.request.clipping else "without"
+        raise ValueError(
+            f"max_grad_norm={max_grad_norm}, but the plan was made {planned} clipping; give prepare the same"
+            " max_grad_norm"
+        )
     if prepared.device.type == "cuda":
         _cap_allocator(prepared)
     return Engine(
@@ -166,7 +172,7 @@ def prepare(
     exactly in 4 bytes beside bf16 compute) or bfloat16 (stochastic rounding). grad_dtype: storage of gradients
     between rounds, by default bfloat16 for bf16 compute and the compute type otherwise. optimizer_state_dtype:
     float32 or bfloat16. matmul_dtype: what the linear layers of the blocks multiply, compute (dtype) or fp8.
-    max_grad_norm: as for `build`; with None, or 0, nothing is clipped, and updates may begin before the last gradient.
+    max_grad_norm: as for `build`; with None nothing is clipped, and updates may begin before the last gradient.
     hardware: a HardwareProfile, a preset's name or a profile's JSON file; None measures this machine.
     """
     source = open_model(path_or_preset)
@@ -176,6 +182,7 @@ def prepare(
     warn_of_long_sequences(source.spec, max_seq_len)
     # refused before the machine is measured
     _numerics(dtype, master_dtype, grad_dtype, optimizer_state_dtype, matmul_dtype)
+    _check_max_grad_norm(max_grad_norm)
     target = choose_device(device)
     if matmul_dtype == "fp8":
         check_multiplies_fp8(target)
@@ -263,8 +270,7 @@ def make_request(
 
     device_type: cuda or cpu, on which the GPU budget is taken out of the host's. Raises ValueError for bad values.
     """
-    if max_grad_norm is not None and not max_grad_norm >= 0:
-        raise ValueError(f"max_grad_norm must be positive, or 0 or None for no clipping, got {max_grad_norm}")
+    _check_max_grad_norm(max_grad_norm)
     if matmul_dtype == "fp8" and not profile.fp8_matmul_flops_per_s:
         raise ValueError(
             f"matmul_dtype=fp8: {profile.name} multiplies no FP8 operands; that takes compute capability 8.9 or more"
@@ -284,8 +290,13 @@ def make_request(
         round_tokens=round_tokens,
         recompute=recompute,
         numerics=_numerics(dtype, master_dtype, grad_dtype, optimizer_state_dtype, matmul_dtype),
-        clipping=bool(max_grad_norm),
+        clipping=max_grad_norm is not None,
     )
+
+
+def _check_max_grad_norm(max_grad_norm: float | None) -> None:
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm must be positive, or None for no clipping, got {max_grad_norm}")
 
 
 def _numerics(

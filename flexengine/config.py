@@ -58,7 +58,7 @@ class TrainConfig:
     lr_cooldown_start_pct: Annotated[float, "cosine cool-down starts at this fraction (0 to 1) of the steps"] = 0.8
     lr_final_pct: Annotated[float, "learning rate of the last step as a fraction (0 to 1) of --lr"] = 0.1
     weight_decay: Annotated[float, "AdamW weight decay; not applied to norms and biases"] = 0.0
-    max_grad_norm: Annotated[float, "clip the global gradient norm to this; 0 = no clipping"] = 1.0
+    max_grad_norm: Annotated[float, "clip the global gradient norm to this; 0 = none, updates start in backward"] = 1.0
 
     data_source: Annotated[
         Literal["json_sft", "synthetic"], "json_sft = records of --dataset, synthetic = random tokens"

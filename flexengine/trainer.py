@@ -113,7 +113,8 @@ def planning_arguments(config: TrainConfig) -> dict[str, Any]:
         "max_seq_len max_global_batch_tokens max_gpu_mem_gib max_host_mem_gib device dtype master_dtype grad_dtype"
         " optimizer_state_dtype matmul_dtype max_grad_norm chunk_tokens round_tokens recompute"
     )
-    return {name: getattr(config, name) for name in same_name.split()}
+    arguments = {name: getattr(config, name) for name in same_name.split()}
+    return {**arguments, "max_grad_norm": config.max_grad_norm or None}
 
 
 def engine_arguments(config: TrainConfig) -> dict[str, Any]:
@@ -306,7 +307,8 @@ def take_step(engine: Engine, batch: Batch, step: int, lr: float) -> StepMetrics
     out, update = engine.train_step(input_ids=batch.input_ids, labels=batch.labels, lr=lr)
     step_s = time.perf_counter() - start_s
     if update.skipped:
-        logger.warning("step %d skipped its update: the gradient norm is %s", step, update.grad_norm)
+        what = "its update" if engine.max_grad_norm is not None else "the update of layers with such a gradient"
+        logger.warning("step %d skipped %s: the gradient norm is %s", step, what, update.grad_norm)
     peaks = engine.memory_peaks()
     return StepMetrics.of_step(
         step=step,

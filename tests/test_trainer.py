@@ -49,6 +49,7 @@ class FakeEngine:
     plan: FakePlan = field(default_factory=FakePlan)
     profile: object = None
     matmul_flops_per_s: float = 1e12
+    max_grad_norm: float | None = 1.0
 
     def describe(self):
         return "plan: everything streams"

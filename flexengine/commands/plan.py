@@ -67,6 +67,7 @@ def main(argv: Sequence[str]) -> int:
     model = with_matmul_dtype(open_model(arguments.model, needs_weights=False).spec, arguments.matmul_dtype)
     warn_of_long_sequences(model, arguments.max_seq_len)
     options = {name: getattr(arguments, name) for name in SAME_AS_TRAIN}
+    options["max_grad_norm"] = arguments.max_grad_norm or None
     job = Job(model, options, shlex.join(["python", "-m", "flexengine", "plan", *argv]))
     if arguments.compare:
         return _compare(arguments, job)
@@ -284,6 +285,10 @@ def _check(arguments: argparse.Namespace) -> None:
         check_target(f"--{flag}", path)
         if path is not None and arguments.compare:
             raise ValueError(f"--compare prints one table of several plans; leave --{flag} out, or plan one of them")
+    if not arguments.max_grad_norm >= 0:
+        raise ValueError(
+            f"--max-grad-norm must not be negative, got {arguments.max_grad_norm}"
+        )  # in the words of train
     for name, largest in LARGEST.items():
         _check_largest(flag_of(name), getattr(arguments, name, None), largest)
     _check_largest("--host-mem-gib", arguments.host_mem_gib, LARGEST["max_host_mem_gib"])

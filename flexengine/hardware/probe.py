@@ -20,7 +20,7 @@ from flexengine.hardware.profile import BlockShape, HardwareProfile
 from flexengine.native import library
 from flexengine.ops.fp8 import multiplies_fp8
 
-PROBE_VERSION = 5  # part of the cache key: raise it when what is measured changes its meaning
+PROBE_VERSION = 6  # part of the cache key: raise it when what is measured changes its meaning
 DEFAULT_SECONDS = 10.0
 DEFAULT_SHAPE = BlockShape(4096, 14336)
 """Where no model is named: an 8B one's."""

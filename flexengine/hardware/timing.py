@@ -38,7 +38,8 @@ def warmed_timer(warm: Callable[[], object], part_s: float) -> Timer:
 
     def timer(work: Callable[[], object], least_s: float) -> float:
         once_s = cuda_timer(work, 0.0)
-        parts, calls = max(1, math.ceil(least_s / part_s)), max(1, math.ceil(part_s / once_s))
+        calls = math.ceil(part_s / once_s)
+        parts = max(1, math.ceil(least_s / (calls * once_s)))
         seconds = 0.0
         for _ in range(parts):
             warm()

@@ -82,7 +82,8 @@ class Batch(NamedTuple):
 
 
 class Transfers(Protocol):
-    """A transfer engine of one device. One thread at a time uses it; calls block only where they say so."""
+    """A transfer engine of one device. One thread at a time uses it, but for `synchronize`; calls block only where they
+    say so."""
 
     def create_events(self, count: int, timing: bool = False) -> list[int]:
         """New events; `timing` makes them fit for elapsed_s."""
@@ -124,6 +125,9 @@ class Transfers(Protocol):
 
     def synchronize(self, event: int) -> None:
         """Block until the last record of an event has been reached; at once if there is none.
+
+        Another thread may call it beside the one that uses the engine, for an event whose record has been submitted
+        and that is not recorded again meanwhile.
 
         Raises: OSError if the post that was to record it failed.
         """

@@ -53,9 +53,10 @@ at least the left sides above: every byte and every piece of work there is moved
 (Weights may come out of the GPU's update right into the next forward, so that is not counted twice; those that the
 CPU updates are fetched for it. Padding, latencies, slots, waits, and reading kept activations twice are left out.)
 The parts follow each other, and what a part's rows count can happen in no other: what is on the GPU at neither end of
-a part but used in it must be fetched in it, and no update begins before the last gradient or ends after the head has
-begun. Slots in use at one moment do not overlap, so the bytes on the left of the memory rows are part of what the
-plan takes. Hence the plan satisfies all rows with T = its time, and the least T of the relaxation is not above it.
+a part but used in it must be fetched in it, and no update begins before the last gradient (with clipping), or ends
+after the head has begun. Slots in use at one moment do not overlap, so the bytes on the left of the memory rows are
+part of what the plan takes. Hence the plan satisfies all rows with T = its time, and the least T of the relaxation is
+not above it.
 The bound is the least over the sizes; a size with the same chunks and number of rounds as a smaller one asks for the
 same rows.
 """

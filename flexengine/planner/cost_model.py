@@ -296,7 +296,8 @@ def stalls(program: Program, timing: Timing) -> dict[tuple[str, str], float]:
                 found[ISSUE, phase] += start - ready
             free = timing.end_s[command.index]
     if timing.total_s > free:
-        last = max(program.commands, key=lambda c: timing.end_s[c.index])
+        # where the times are cut off, the CPU's end with the last of the GPU's
+        last = max(program.commands, key=lambda c: (timing.end_s[c.index], c.stream is not Stream.CPU))
         found[last.stream.value, phase] += timing.total_s - free
     return dict(found)
 

@@ -1,20 +1,22 @@
-"""Commands of the CPU on a thread of their own, while the host goes on issuing others."""
+"""Commands of the CPU on threads of their own, while the host goes on issuing others."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
-from flexengine.schedule.commands import Command, Program
+from flexengine.schedule.commands import Command, Program, cpu_turn
 
 
 class CpuWork:
-    """Runs commands one after another once it is started; `call` must not need anything that changes before `join`.
+    """Runs a program's commands of the CPU once it is started; `call` must need nothing that changes before `join`.
 
-    num_threads: of torch, in calls from that thread. ready: blocks until a command may run, called right before it.
+    A command may run when `ready`, which blocks until what it waits for has ended, has returned for it and for those
+    before it; that is asked on a thread of its own, when the host has issued so far (`issued`). None: all may run. Of
+    those that may run the first by `cpu_turn` does. num_threads: of torch, in calls. before: work that ends first.
     """
 
     def __init__(
@@ -23,56 +25,102 @@ class CpuWork:
         commands: list[Command],
         call: Callable[[Command], None],
         num_threads: int,
-        ready: Callable[[Command], None] = lambda command: None,
+        ready: Callable[[Command], None] | None = None,
+        before: CpuWork | None = None,
     ) -> None:
         self.program = program
         self.spans: dict[int, tuple[float, float]] = {}
-        self._place = {command.index: place for place, command in enumerate(commands)}
-        self._ended, self._failure = 0, None
+        self._commands, self._call, self._num_threads = commands, call, num_threads
+        self._ready, self._before = ready, before
+        self._issued, self._abandoned, self._failure = -1, False, None
+        self._waiting: list[Command] = list(commands) if ready is None else []  # may run
         self._changed = threading.Condition()
-        arguments = (commands, call, num_threads, ready)
-        # no daemon: at the end of the process Python waits for it, before the arenas go
-        self._thread = threading.Thread(target=self._run, args=arguments, name="flexengine-cpu")
+        # no daemons: at the end of the process Python waits for them, before the arenas go
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(work,), name="flexengine-cpu")
+            for work in ((self._run,) if ready is None else (self._watch, self._run))
+        ]
 
     def start(self) -> None:
         """Begin."""
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
-    def wait(self, index: int) -> None:
-        """Block until the command with that index has ended. Raises RuntimeError from what made a command fail."""
-        place = self._place[index]
+    def issued(self, index: int) -> None:
+        """The host has issued all commands up to this one."""
         with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or self._ended > place)
+            self._issued = index
+            self._changed.notify_all()
+
+    def abandon(self) -> None:
+        """End after the command that runs; blocks until then. What comes next raises a failure."""
+        with self._changed:
+            self._abandoned = True
+            self._changed.notify_all()
+        self._end_threads()
+
+    def wait(self, indices: Iterable[int]) -> None:
+        """Block until the commands with these indices have ended. Raises RuntimeError from what made one fail."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or all(i in self.spans for i in indices))
         self._raise_failure()
 
     def join(self) -> None:
         """Block until all have ended. Raises RuntimeError from what made a command fail."""
-        if self._thread.ident is not None:  # else something interrupted the start
-            self._thread.join()
+        self._end_threads()
         self._raise_failure()
+
+    def _end_threads(self) -> None:
+        for thread in self._threads:
+            if thread.ident is not None:  # else something interrupted the start
+                thread.join()
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise RuntimeError(f"work of the CPU failed half-way: {self._failure}") from self._failure
 
-    def _run(
-        self,
-        commands: list[Command],
-        call: Callable[[Command], None],
-        num_threads: int,
-        ready: Callable[[Command], None],
-    ) -> None:
-        torch.set_num_threads(num_threads)  # of calls from this thread
+    # -- on the threads ----------------------------------------------------------------------------------------------
+
+    def _guarded(self, work: Callable[[], None]) -> None:
         try:
-            for command in commands:
-                ready(command)
-                start = time.perf_counter()
-                call(command)
-                self.spans[command.index] = (start, time.perf_counter())
-                with self._changed:
-                    self._ended += 1
-                    self._changed.notify_all()
+            work()
         except BaseException as failure:
             with self._changed:
-                self._failure = failure
+                self._failure = self._failure or failure
                 self._changed.notify_all()
+
+    def _watch(self) -> None:
+        assert self._ready is not None
+        for command in self._commands:
+            last = max(command.waits, default=-1)
+            with self._changed:
+                self._changed.wait_for(lambda last=last: self._over() or self._issued >= last)
+            if self._over():
+                return
+            self._ready(command)
+            with self._changed:
+                self._waiting.append(command)
+                self._changed.notify_all()
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._num_threads)  # of calls from this thread
+        if self._before is not None:
+            self._before.join()
+            self._before = None
+        for _ in self._commands:
+            with self._changed:
+                self._changed.wait_for(lambda: self._over() or self._waiting)
+                if self._abandoned:
+                    raise RuntimeError("it was interrupted")
+                if self._failure is not None:
+                    return
+                command = min(self._waiting, key=cpu_turn)
+                self._waiting.remove(command)
+            start = time.perf_counter()
+            self._call(command)
+            with self._changed:
+                self.spans[command.index] = (start, time.perf_counter())
+                self._changed.notify_all()
+
+    def _over(self) -> bool:
+        return self._abandoned or self._failure is not None

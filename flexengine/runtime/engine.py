@@ -1,4 +1,4 @@
-"""The engine: a model under a plan, trained with fwd_bwd and step.
+"""The engine: a model under a plan, trained with train_step, or fwd_bwd and step.
 
 It owns the arenas, lowers every round structure once, and carries programs out. It knows nothing of architectures (a
 ModelSpec is data) and nothing of how the plan came about.
@@ -191,7 +191,8 @@ class Engine:
         """AdamW with the gradients of the mean loss over all target tokens since the last step, clipped by global norm.
 
         lr overrides the optimizer's for this step. A gradient norm that is not finite skips the update and leaves
-        every weight and state as it was; without clipping, only those of the layers whose own gradient is not finite.
+        every weight and state as it was; without clipping, only those of the layers whose own gradient is not finite,
+        and the step counts (for AdamW's bias correction).
         Raises ValueError when there are no gradients or lr is negative.
         """
         self._require_open()

@@ -62,11 +62,11 @@ class Executor:
         self._zero_s: float | None = None
         self._cpu_work: CpuWork | None = None
         self._cpu_threads = update_threads()
-        self._cpu_waits: dict[tuple[Program, Program], dict[int, int]] = {}
+        self._cpu_waits: dict[tuple[Program, Program], dict[int, frozenset[int]]] = {}
 
     def run(self, program: Program, handler: Handler, timed: bool = False) -> None:
-        """Issue all commands of a program; on CUDA returns before they have run, but for what the CPU's wait for. The
-        CPU's run on a thread of their own until `synchronize`, or until a later program needs what they leave.
+        """Issue all commands of a program; on CUDA returns before they have run. The CPU's run on a thread of their own
+        until `synchronize`, or until a later program needs what they leave.
 
         Order: `handler` is called by that thread, too, for commands of the CPU; what it looks at then must not change
         before `finish_cpu_work`.
@@ -184,17 +184,24 @@ class Executor:
             if aside:
                 torch.cuda.set_stream(self.streams[Stream.COMPUTE])
 
+        before = self._cpu_work
+        if issue.cpu_commands:
+            self._start(issue.cpu_work(self._in_range(handler), self._cpu_threads, before))
         torch.cuda.set_stream(self.streams[Stream.COMPUTE])
         try:
             if self.range_of is None:
                 issue.run(call, gate)
             else:
                 issue.run_in_ranges(call, self.range_of, gate)
+        except BaseException:
+            if issue.cpu_commands and self._cpu_work is not None:
+                self._cpu_work.abandon()
+                self._cpu_work = before
+            raise
         finally:
             torch.cuda.set_stream(self.streams[Stream.COMPUTE])
-        if issue.cpu_commands:
-            self.finish_cpu_work()
-            self._start(issue.cpu_work(self._in_range(handler), self._cpu_threads))
+        if issue.cpu_commands and before is not None:
+            before.join()
         if timed:
             self._timings, self._began_s = issue.timings, lambda: issue.began_s(self._zero)
 

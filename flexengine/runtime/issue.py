@@ -2,8 +2,8 @@
 
 Copies, waits and records between two compute commands are one call into the transfer engine. The order is that of the
 program, command by command, because a wait for an event sees only records that were issued before it; an event still
-holds its record of the run before until then. What the CPU does comes last, when all the rest has been issued, on a
-thread of its own.
+holds its record of the run before until then. What the CPU does runs on a thread of its own, which is told how far the
+host is.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class Issue:
         for first, last, command in self._legs:
             self._transfers.submit(self._batch, first, last)
             if command is not None:
+                self._tell(command.index - 1)
                 call(command)
+        self._tell(len(self.program.commands))
 
     def run_in_ranges(
         self, call: Call, range_of: Callable[[str], AbstractContextManager], gate: Call | None = None
@@ -88,17 +90,27 @@ class Issue:
                 if not command.copies:
                     call(command)
                 submit(batch, call_at, last)
+            self._tell(command.index)
         submit(batch, self._places[-1].last if self._places else 0, batch.num_operations)
 
-    def cpu_work(self, call: Call, num_threads: int) -> CpuWork:
-        """The CPU's commands, which `call` runs when what they wait for has ended, ready to start. Order: after `run`,
-        and no event that they wait for may be recorded again before; what they read and write sees to that."""
-        self._cpu_work = CpuWork(self.program, self.cpu_commands, call, num_threads, self._ready)
+    def cpu_work(self, call: Call, num_threads: int, before: CpuWork | None) -> CpuWork:
+        """The CPU's commands, for `call` to run when what they wait for has ended; to be started before `run`, which
+        tells it how far the host is.
+
+        Events that they wait for are not recorded again by a later run before that: what records them touches bytes
+        that the waiting command touches, so that it waits for it (`cpu_waits`).
+        """
+        self._cpu_work = CpuWork(self.program, self.cpu_commands, call, num_threads, self._ready, before)
         return self._cpu_work
 
     def _ready(self, command: Command) -> None:
         for wait in command.waits:
             self.wait_for(wait)
+
+    def _tell(self, index: int) -> None:
+        """All commands up to this one have been issued."""
+        if self.cpu_commands and self._cpu_work is not None:
+            self._cpu_work.issued(index)
 
     def wait_for(self, index: int) -> None:
         """Block the host until a command of the last run, one that others wait for, has finished."""
@@ -109,15 +121,16 @@ class Issue:
         """(start, end) of every command of the last run in seconds since it began. Order: it has finished."""
         spans, free = [(0.0, 0.0)] * len(self.program.commands), 0.0
         for command in self.program.commands:
-            if command.stream is Stream.CPU:  # they follow each other, and start when what they wait for has ended
-                assert self._cpu_work is not None
-                begin, end = self._cpu_work.spans[command.index]
-                free = max([free, *(spans[wait][1] for wait in command.waits)])
-                spans[command.index] = (free, free := free + end - begin)
-            else:
+            if command.stream is not Stream.CPU:
                 events = self._clock[2 * command.index : 2 * command.index + 2]
                 begin, end = (self._transfers.elapsed_s(self._begin, event) for event in events)
                 spans[command.index] = (begin, end)
+        ran = {} if self._cpu_work is None else self._cpu_work.spans
+        for command in sorted(self.cpu_commands, key=lambda command: ran[command.index]):
+            # they follow each other, and start when what they wait for has ended
+            begin, end = ran[command.index]
+            free = max([free, *(spans[wait][1] for wait in command.waits)])
+            spans[command.index] = (free, free := free + end - begin)
         return spans
 
     def began_s(self, zero: int) -> float:

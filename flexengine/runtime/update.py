@@ -1,4 +1,4 @@
-"""The optimizer step's compute commands: clip factor and AdamW on tiles."""
+"""The optimizer's commands: factors on gradients, of all at once or of one group, and AdamW on tiles."""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@
 - declarations: what a command really touches, the ends of its copies and the slots in its arguments, it declares as
   read or written;
 - order: any two commands that touch a common byte, one of them writing, are ordered by stream order and waits;
+- turns: the CPU, which takes what is ready by turn, keeps the order of those of its commands that are of one group;
+  those of different groups do not conflict;
 - contents: walking the commands in issue order, every read finds what it expects, whichever slots lie over each other.
 Together: any execution that respects streams and waits computes what the issue order says.
 """
@@ -20,6 +22,7 @@ from flexengine.schedule.commands import (
     Program,
     Stream,
     UpdateTile,
+    cpu_turn,
     overlapping_slots,
 )
 from flexengine.schedule.layer_program import ALIGNMENT
@@ -35,6 +38,7 @@ def check_program(program: Program, gpu_bytes: int, host_bytes: int) -> None:
     check_bounds(program, gpu_bytes, host_bytes)
     check_declarations(program)
     check_order(program, overlaps)
+    check_turns(program, overlaps)
     check_contents(program, overlaps)
 
 
@@ -153,6 +157,27 @@ def check_order(program: Program, overlaps: list[tuple[int, ...]]) -> None:
             readers[access.slot] = {}
         for access in command.reads:
             readers.setdefault(access.slot, {})[STREAM_INDEX[command.stream]] = command.index
+
+
+def check_turns(program: Program, overlaps: list[tuple[int, ...]]) -> None:
+    """No command of the CPU writes what one of another group touches."""
+    writers: dict[int, Command] = {}
+    touching: dict[int, Command] = {}
+    for command in program.commands:
+        if command.stream is not Stream.CPU:
+            continue
+        written = {slot for access in command.writes for slot in overlaps[access.slot]}
+        read = {slot for access in command.reads for slot in overlaps[access.slot]}
+        for slots, others in ((written, touching), (read, writers)):
+            for slot in slots:
+                other = others.get(slot, command)
+                if cpu_turn(other)[0] != cpu_turn(command)[0]:
+                    raise ProgramError(
+                        f"{command.label} and {other.label} are of different groups, so that either may run first, and"
+                        f" both touch slot {program.slots[slot].name}"
+                    )
+        writers.update(dict.fromkeys((access.slot for access in command.writes), command))
+        touching.update(dict.fromkeys((a.slot for a in (*command.writes, *command.reads)), command))
 
 
 def check_contents(program: Program, overlaps: list[tuple[int, ...]]) -> None:

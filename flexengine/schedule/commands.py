@@ -159,6 +159,12 @@ def overlapping_slots(slots: tuple[Slot, ...]) -> list[tuple[int, ...]]:
     return [tuple(r) for r in result]
 
 
+def cpu_turn(command: Command) -> tuple[int, int]:
+    """Of the commands of the CPU that are ready, the one with the least of this runs first: that of the first group,
+    as the next forward pass wants it. They become ready in their order."""
+    return getattr(command.args, "group", 0), command.index
+
+
 class ProgramBuilder:
     """Appends commands and derives their waits.
 

@@ -22,14 +22,14 @@ class _Touched(NamedTuple):
     index: np.ndarray
     writes: np.ndarray
 
-    def last(self, slot: Slot, among: np.ndarray) -> int:
-        """The last command that touches a slot, of those with `among`; -1 for none."""
+    def touching(self, slot: Slot, among: np.ndarray) -> frozenset[int]:
+        """The commands that touch a slot, of those with `among`."""
         here = among & (self.start < slot.end) & (self.end > slot.offset)
-        return int(self.index[here].max(initial=-1))
+        return frozenset(self.index[here].tolist())
 
 
 def cpu_commands(program: Program) -> list[Command]:
-    """Commands of the CPU, which run when all others have been issued.
+    """Commands of the CPU, which go on beside all others and beyond the program's end on the GPU.
 
     The first waits for the GPU, so that earlier programs have ended by then; no other stream waits for any of them.
     """
@@ -41,26 +41,24 @@ def cpu_commands(program: Program) -> list[Command]:
     return found
 
 
-def cpu_waits(before: Program, after: Program) -> dict[int, int]:
-    """Commands of `after`, by index, that must wait for a command of the CPU of `before`: the last such one's index.
-
-    They read what it writes, or write what it reads or writes.
-    """
+def cpu_waits(before: Program, after: Program) -> dict[int, frozenset[int]]:
+    """Commands of `after`, by index, that must wait for commands of the CPU of `before`, with those: they read what it
+    writes, or write what it reads or writes."""
     touched = _touched(before)
     everyone = np.ones(len(touched.index), dtype=bool)
-    to_read: dict[int, int] = {}
-    to_write: dict[int, int] = {}
+    to_read: dict[int, frozenset[int]] = {}
+    to_write: dict[int, frozenset[int]] = {}
     waits = {}
     for command in after.commands:
-        last = -1
+        found: frozenset[int] = frozenset()
         for accesses, known, among in ((command.reads, to_read, touched.writes), (command.writes, to_write, everyone)):
             for slot, _ in accesses:
                 if slot not in known:
                     place = after.slots[slot]
-                    known[slot] = touched.last(place, among) if place.memory == "host" else -1
-                last = max(last, known[slot])
-        if last >= 0:
-            waits[command.index] = last
+                    known[slot] = touched.touching(place, among) if place.memory == "host" else frozenset()
+                found |= known[slot]
+        if found:
+            waits[command.index] = found
     return waits
 
 
@@ -86,9 +84,7 @@ def followed(before: Program, after: Program) -> Program:
     started: set[Stream] = set()
     commands = list(before.commands)
     for command in after.commands:
-        needed = {wait + shift for wait in command.waits}
-        if command.index in waits:
-            needed.add(waits[command.index])
+        needed = {wait + shift for wait in command.waits} | waits.get(command.index, frozenset())
         if command.stream not in started:
             started.add(command.stream)
             needed |= {index for stream, index in ends.items() if stream is not command.stream}

@@ -1,9 +1,9 @@
 """Prices a program: when every command would start and end on a machine, as the streams and the link allow.
 
-Event-driven: each stream runs its commands in order; a command starts when its stream is free, its waits have ended
-and the host has issued it, which it does one command after another. A copy slows down while the other direction of the
-link is busy, as measured (`h2d_duplex_bytes_per_s`), and again while the CPU works; work of the CPU slows down by what
-copies take of the host memory's rate.
+Event-driven: each stream runs its commands in order, the CPU by turn; a command starts when its stream is free, its
+waits have ended and the host has issued it, which it does one command after another. A copy slows down while the other
+direction of the link is busy, as measured (`h2d_duplex_bytes_per_s`), and again while the CPU works; work of the CPU
+slows down by what copies take of the host memory's rate.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
-from flexengine.schedule.commands import STREAM_INDEX, STREAMS, Command, Program, Stream
+from flexengine.schedule.commands import STREAM_INDEX, STREAMS, Command, Program, Stream, cpu_turn
 
 
 class Rates(NamedTuple):
@@ -72,6 +72,7 @@ class _Simulation:
         for command in program.commands:
             self.queues[STREAM_INDEX[command.stream]].append(command)
         self.heads = [0] * len(STREAMS)
+        self.cpu_ready: list[Command] = []
         self.running: list[_Running | None] = [None] * len(STREAMS)
         self.remaining = [0.0] * len(STREAMS)
         self.busy = dict.fromkeys(STREAMS, 0.0)
@@ -101,16 +102,40 @@ class _Simulation:
         """Start what can start; returns when the host will have issued the next command that waits for nothing else."""
         due = inf
         for i, queue in enumerate(self.queues):
-            if self.running[i] is None and self.heads[i] < len(queue):
+            if STREAMS[i] is Stream.CPU:
+                due = min(due, self._start_cpu(i, now))
+            elif self.running[i] is None and self.heads[i] < len(queue):
                 command = queue[self.heads[i]]
                 if all(self.end[w] >= 0 for w in command.waits):
                     if self.issued[command.index] > now:
                         due = min(due, self.issued[command.index])
                         continue
-                    self.running[i] = _Running(command, now)
-                    self.start[command.index] = now
-                    self.remaining[i] = self._amount(i, command)
+                    self.heads[i] += 1
+                    self._start(i, command, now)
         return due
+
+    def _start_cpu(self, i: int, now: float) -> float:
+        """The same for the CPU, whose commands become ready in their order and run by turn."""
+        queue, due = self.queues[i], inf
+        while self.heads[i] < len(queue):
+            command = queue[self.heads[i]]
+            if not all(self.end[w] >= 0 for w in command.waits):
+                break
+            if self.issued[command.index] > now:
+                due = self.issued[command.index]
+                break
+            self.cpu_ready.append(command)
+            self.heads[i] += 1
+        if self.running[i] is None and self.cpu_ready:
+            command = min(self.cpu_ready, key=cpu_turn)
+            self.cpu_ready.remove(command)
+            self._start(i, command, now)
+        return due
+
+    def _start(self, i: int, command: Command, now: float) -> None:
+        self.running[i] = _Running(command, now)
+        self.start[command.index] = now
+        self.remaining[i] = self._amount(i, command)
 
     def _amount(self, i: int, command: Command) -> float:
         """Seconds for compute and the CPU; bytes, latency included, for copies."""
@@ -142,4 +167,3 @@ class _Simulation:
         self.end[run.command.index] = now
         self.busy[STREAMS[i]] += now - run.started
         self.running[i] = None
-        self.heads[i] += 1

@@ -1,4 +1,7 @@
-"""The optimizer step as a program: AdamW over all groups in forward order, on the GPU tile by tile."""
+"""The optimizer step as a program: AdamW over all groups in forward order, on the GPU tile by tile.
+
+What the CPU updates may also be updated inside a round: `lower_cpu_update`.
+"""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from flexengine.planner.search import make_plan
 from flexengine.planner.simulated_step import simulate_step
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.commands import Stream
+from flexengine.schedule.following import followed
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_round
 from flexengine.schedule.simulator import simulate
@@ -157,3 +158,23 @@ def test_what_is_left_of_updates_when_the_gpu_has_ended():
     assert left[1e3][len(model.groups) - 1] < 1.0  # the head is first
     assert [left[1e3][g] for g in range(len(model.groups) - 1)] == [1.0] * (len(model.groups) - 1)
     assert set(left[1e14]) <= {0}  # the embedding is last
+
+
+@pytest.mark.parametrize("rate", [1.5e9, 3e9, 9e9])
+def test_steps_one_after_another_take_what_is_predicted(rate):
+    """Of one round each: the time between the ends of two of them on the GPU, simulated on end."""
+    profile = machine(rate)
+    plan = make_plan(MODEL, replace(UNCLIPPED, max_global_batch_tokens=8192, chunk_tokens=8192), profile)
+    groups = tuple(GroupPlan(update="cpu") if g.states == "host" else g for g in plan.groups)
+    layout = Layout(MODEL, replace(plan, groups=groups))
+    cost = StepPricer(profile).cost(layout)
+    shape = round_shape(plan.request, plan.chunk_tokens, plan.chunks_per_round)
+    program = lower_round(layout, shape, first=True, updates=True)
+    both = followed(program, program)
+    timing = simulate(both, cost.rates())
+    ends = [0.0, 0.0]
+    for command in both.commands:
+        if command.stream is not Stream.CPU:
+            number = command.index >= len(program.commands)
+            ends[number] = max(ends[number], timing.end_s[command.index])
+    assert step_seconds(layout, profile).step_s == pytest.approx(ends[1] - ends[0], rel=0.02)

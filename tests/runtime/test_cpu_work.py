@@ -124,7 +124,7 @@ def test_commands_run_in_order_and_are_waited_for_one_by_one():
     work.start()
     for command in commands:
         gates[command.index].set()
-        work.wait(command.index)
+        work.wait([command.index])
         assert seen[-1] == command.index
     work.join()
     assert seen == [c.index for c in commands]
@@ -203,3 +203,78 @@ def test_every_update_has_as_many_threads(monkeypatch):
         thread.join()
     engine.close()
     assert set(counts) == {3}
+
+
+def commands_of(engine):
+    program = lower_update(engine.layout)
+    return program, [c for c in program.commands if c.stream is Stream.CPU]
+
+
+def test_of_what_is_ready_lower_groups_come_first():
+    """The first is at work while the others become ready, last group first, as in a backward pass."""
+    engine = engine_of("cpu")
+    program, forward = commands_of(engine)
+    backward = sorted(forward, key=lambda c: (-c.args.group, c.index))
+    began, go_on, seen, asked = threading.Event(), threading.Event(), [], []
+
+    def call(command):
+        began.set()
+        assert go_on.wait(PATIENCE_S)
+        seen.append(command)
+
+    def ready(command):
+        assert command is backward[0] or began.wait(PATIENCE_S)
+        asked.append(command)
+        if command is backward[-1]:
+            go_on.set()
+
+    work = CpuWork(program, backward, call, 1, ready)
+    work.start()
+    work.issued(len(program.commands))
+    work.join()
+    assert asked == backward
+    assert seen[0] is backward[0]
+    groups = [c.args.group for c in seen[1:] if c is not backward[-1]]  # which is ready when the first ends, or later
+    assert groups == sorted(groups)
+    assert len(seen) == len(forward)
+    engine.close()
+
+
+def test_nothing_runs_before_what_it_waits_for_is_issued():
+    engine = engine_of("cpu")
+    program, commands = commands_of(engine)
+    [needed] = commands[0].waits
+    asked, work = [], None
+    work = CpuWork(program, commands, lambda command: None, 1, asked.append)
+    work.start()
+    work.issued(needed - 1)
+    time.sleep(0.02)
+    assert not asked
+    work.issued(needed)
+    work.wait([commands[-1].index])
+    assert asked == commands
+    work.join()
+    engine.close()
+
+
+def test_abandoned_work_ends_and_later_work_waits_for_earlier():
+    engine = engine_of("cpu")
+    program, commands = commands_of(engine)
+    go_on, seen = threading.Event(), []
+
+    def call(command):
+        assert go_on.wait(PATIENCE_S)
+        seen.append(command)
+
+    first = CpuWork(program, commands, call, 1)
+    second = CpuWork(program, commands, seen.append, 1, before=first)
+    third = CpuWork(program, commands, seen.append, 1, lambda command: None, before=first)
+    for work in (first, second, third):
+        work.start()
+    go_on.set()
+    third.abandon()  # nothing of it was issued
+    second.join()
+    assert seen == commands * 2
+    with pytest.raises(RuntimeError, match="it was interrupted"):
+        third.join()
+    engine.close()

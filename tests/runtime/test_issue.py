@@ -275,7 +275,7 @@ def program_with_cpu() -> Program:
 
 
 @pytest.mark.parametrize("timed", [False, True])
-def test_the_cpu_works_when_all_is_issued_and_what_it_waits_for_has_ended(timed: bool):
+def test_the_cpu_works_when_what_it_waits_for_is_issued_and_has_ended(timed: bool):
     driver, program = fake_driver(), program_with_cpu()
     bench = Bench(driver, program, timed)
     bench.fill(0)
@@ -287,10 +287,10 @@ def test_the_cpu_works_when_all_is_issued_and_what_it_waits_for_has_ended(timed:
         seen.append((command.label, bench.address(4, 0) in copies))
         assert torch.equal(bench.memory()[ARENA_BYTES : ARENA_BYTES + SLOT_BYTES], expected)
 
-    bench.issue.run(call)
-    assert not seen
-    work = bench.issue.cpu_work(call, num_threads=1)
+    work = bench.issue.cpu_work(call, num_threads=1, before=None)
     work.start()
+    assert not seen
+    bench.issue.run(call)
     work.join()
     driver.settle()
     assert seen == [("first", True), ("second", True)]

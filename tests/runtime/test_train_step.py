@@ -250,3 +250,42 @@ def test_cuda_gives_the_same_bits_whoever_updates(sizes, max_grad_norm):
     for losses, weights in outcomes[1:]:
         assert losses == outcomes[0][0]
         same_bits(weights, outcomes[0][1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [(700, 130), (700, 130, 1000, 65, 900, 800, 950)], ids=["one round", "rounds"])
+def test_cuda_with_a_slow_cpu_and_other_calls_in_between(monkeypatch, lengths):
+    """Updates that go on far into the next step: after steps of every kind, an evaluation, a measured step."""
+    widths = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "intermediate_size": 700}
+    source = random_weights(tiny_config(**widths, num_hidden_layers=4, vocab_size=2003, initializer_range=0.05))
+    options = {"chunk_tokens": 1024, "chunks_per_round": 3, "max_seq_len": 1000, "numerics": BF16}
+    batches = [random_batch(i, lengths, 2003) for i in range(6)]
+    blocks = streamed_plan(source.spec, **options).layers[1:-1]
+
+    def engine_of(update):
+        groups = [GroupPlan(update=update)] * len(source.spec.groups)
+        plan = make_plan(source.spec, **options, blocks=blocks, groups=groups)
+        return build_engine(source, plan, device="cuda", deterministic=True, max_grad_norm=None)
+
+    def story(engine):
+        losses = []
+        for index, batch in enumerate(batches):
+            if index == 4:
+                engine.measure_next_step(keep_runs=True)
+            if index == 2:
+                losses.append(engine.fwd_bwd(batch).loss)
+                losses.append(engine.step().grad_norm)
+            else:
+                out, update = engine.train_step(batch)
+                losses += [out.loss, update.grad_norm]
+            if index == 1:
+                losses.append(engine.evaluate(batch).loss)
+        weights = engine.state_dict()
+        engine.close()
+        return losses, weights
+
+    expected = story(engine_of("gpu"))
+    before_cpu_updates(monkeypatch, lambda command: threading.Event().wait(0.02))
+    outcome = story(engine_of("cpu"))
+    assert outcome[0] == expected[0]
+    same_bits(outcome[1], expected[1])

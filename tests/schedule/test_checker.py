@@ -5,8 +5,9 @@ from random import Random
 
 import pytest
 
+from flexengine.plan import GroupPlan
 from flexengine.schedule.checker import ProgramError, check_program
-from flexengine.schedule.commands import Program
+from flexengine.schedule.commands import Access, Program, ProgramBuilder, Slot, Stream, UpdateTile, overlapping_slots
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_evaluation, lower_round
 from flexengine.schedule.update_lowering import lower_update
@@ -16,12 +17,14 @@ from tests.schedule.small_plans import full_round, random_plan, small_model
 def random_layout(seed: int) -> Layout:
     random = Random(seed)
     model = small_model(blocks=random.randint(1, 4), tied=random.random() < 0.5)
-    return Layout(model, random_plan(random, model, sliced=seed % 3 == 0))
+    plan = random_plan(random, model, sliced=seed % 3 == 0)
+    groups = tuple(GroupPlan(update="cpu") if random.random() < 0.4 else group for group in plan.groups)
+    return Layout(model, replace(plan, groups=groups))
 
 
 def programs(layout: Layout) -> list[Program]:
     shape = full_round(layout)
-    rounds = [lower_round(layout, shape, first) for first in (True, False)]
+    rounds = [lower_round(layout, shape, first, updates) for first in (True, False) for updates in (False, True)]
     return [*rounds, lower_evaluation(layout, shape), lower_update(layout)]
 
 
@@ -129,3 +132,19 @@ def test_slot_beyond_the_arena_is_rejected():
     layout = random_layout(2)
     with pytest.raises(ProgramError, match="arena"):
         check_program(programs(layout)[0], layout.gpu_bytes - 1024, layout.host_bytes)
+
+
+def test_updates_by_the_cpu_of_different_groups_may_not_conflict():
+    slots = tuple(Slot(f"host{i}", "host", 16 * i, 16, "") for i in range(2))
+    for second, fine in ((0, True), (1, False)):
+        b = ProgramBuilder("updates", slots, overlapping_slots(slots))
+        b.holds(0, "x")
+        for group, content in ((0, "x"), (second, "y")):
+            args = UpdateTile(group, "matrix", 0, 1, {})
+            b.add("update", f"update {group}", Stream.CPU, [Access(0, content)], [Access(0, "y")], args=args)
+        program = b.build()
+        if fine:
+            check_program(program, 32, 32)
+        else:
+            with pytest.raises(ProgramError, match=r"update 1 and update 0 are of different groups.* slot host0"):
+                check_program(program, 32, 32)

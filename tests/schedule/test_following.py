@@ -36,22 +36,22 @@ def working():
 
 
 @pytest.mark.parametrize(
-    ("stream", "source", "target", "wait"),
+    ("stream", "source", "target", "waits"),
     [
-        (Stream.H2D, HOST0, GPU0, None),  # both read
-        (Stream.H2D, HOST1, GPU0, 1),
-        (Stream.H2D, HOST2, GPU0, 2),
-        (Stream.H2D, HOST3, GPU0, None),
-        (Stream.D2H, GPU0, HOST0, 1),  # what the first reads
-        (Stream.D2H, GPU0, HOST1, 2),  # what the second reads, too
-        (Stream.D2H, GPU0, HOST3, None),
-        (Stream.H2D, WIDE, GPU0, 1),  # a part of what the first writes
+        (Stream.H2D, HOST0, GPU0, set()),  # both read
+        (Stream.H2D, HOST1, GPU0, {1}),
+        (Stream.H2D, HOST2, GPU0, {2}),
+        (Stream.H2D, HOST3, GPU0, set()),
+        (Stream.D2H, GPU0, HOST0, {1}),  # what the first reads
+        (Stream.D2H, GPU0, HOST1, {1, 2}),  # what the first writes and the second reads
+        (Stream.D2H, GPU0, HOST3, set()),
+        (Stream.H2D, WIDE, GPU0, {1}),  # a part of what the first writes
     ],
 )
-def test_commands_wait_for_what_touches_the_same_bytes(stream, source, target, wait):
+def test_commands_wait_for_what_touches_the_same_bytes(stream, source, target, waits):
     b = builder("after")
     b.copy("copy", stream, "c", [CopyRegion(source, 0, target, 0, 16)])
-    assert cpu_waits(working(), b.build()) == ({} if wait is None else {0: wait})
+    assert cpu_waits(working(), b.build()) == ({0: waits} if waits else {})
 
 
 def test_work_of_the_cpu_waits_for_the_gpu_and_is_waited_for_by_none():
@@ -94,7 +94,7 @@ def test_every_fetch_of_updated_weights_waits(seed):
         for region in command.copies:
             for group, index in last.items():
                 if region.source == layout.plane_slot("weights", group):
-                    assert waits[command.index] >= index
+                    assert index in waits[command.index]
     both = followed(update, after)
     rate = {Stream.H2D: 1e9, Stream.D2H: 1e9}
     rates = Rates(lambda c: 1e-5, rate, rate, 1e-6, cpu_s=lambda c: 1e-4)

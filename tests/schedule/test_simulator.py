@@ -5,7 +5,7 @@ import json
 import pytest
 
 from flexengine.ops.base import Work
-from flexengine.schedule.commands import Access, CopyRegion, ProgramBuilder, Slot, Stream, overlapping_slots
+from flexengine.schedule.commands import Access, CopyRegion, ProgramBuilder, Slot, Stream, UpdateTile, overlapping_slots
 from flexengine.schedule.simulator import LEAST_CPU_SHARE, Rates, simulate
 from flexengine.schedule.timeline import command_events, trace_json, track_events
 
@@ -124,3 +124,18 @@ def test_the_cpu_never_stands_still():
     b.add("update", "update", Stream.CPU, [], [Access(4, "y")])
     timing = simulate(b.build(), rates()._replace(cpu_s=lambda command: 0.2, host_bytes_per_s=1.0))
     assert timing.end_s[1] == pytest.approx(0.2 / LEAST_CPU_SHARE)
+
+
+def test_the_cpu_takes_what_is_ready_by_turn():
+    """Groups 3, 2, 1, 0 become ready one second after another; each takes 1.5 s."""
+    slots = tuple(Slot(f"{memory}{i}", memory, 16 * i, 16, "") for memory in ("gpu", "host") for i in range(4))
+    b = ProgramBuilder("turns", slots, overlapping_slots(slots))
+    for group in (3, 2, 1, 0):
+        b.copy(f"send {group}", Stream.D2H, "x", [CopyRegion(group, 0, 4 + group, 0, 16)])
+        args = UpdateTile(group, "matrix", 0, 1, {})
+        b.add("update", f"update {group}", Stream.CPU, [Access(4 + group, "x")], [Access(4 + group, "y")], args=args)
+    rate = {Stream.H2D: 16.0, Stream.D2H: 16.0}
+    program = b.build()
+    timing = simulate(program, Rates(lambda c: 0.0, rate, rate, 0.0, cpu_s=lambda c: 1.5))
+    starts = {c.args.group: timing.start_s[c.index] for c in program.commands if c.stream is Stream.CPU}
+    assert starts == pytest.approx({3: 1.0, 2: 2.5, 0: 4.0, 1: 5.5})
