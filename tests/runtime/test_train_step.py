@@ -253,7 +253,7 @@ def test_cuda_gives_the_same_bits_whoever_updates(sizes, max_grad_norm):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("lengths", [(700, 130), (700, 130, 1000, 65, 900, 800, 950)], ids=["one round", "rounds"])
+@pytest.mark.parametrize("lengths", [(700, 130), (700, 130, 1000, 65, 900, 800)], ids=["one round", "rounds"])
 def test_cuda_with_a_slow_cpu_and_other_calls_in_between(monkeypatch, lengths):
     """Updates that go on far into the next step: after steps of every kind, an evaluation, a measured step."""
     widths = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "intermediate_size": 700}
