@@ -7,6 +7,7 @@ others run ahead as far as their waits allow. Compute commands are copies inside
 import contextlib
 import dataclasses
 import random
+import time
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fake_driver import FakeDriver, fake_driver
 
 from flexengine.native.transfer import PlainStream, Record
 from flexengine.runtime.arena import Arenas
+from flexengine.runtime.cpu_work import CpuWork
 from flexengine.runtime.issue import Issue
 from flexengine.schedule.commands import (
     Access,
@@ -25,6 +27,7 @@ from flexengine.schedule.commands import (
     Stream,
     overlapping_slots,
 )
+from flexengine.schedule.following import cpu_waits
 
 GPU_STREAMS = (Stream.COMPUTE, Stream.H2D, Stream.D2H)
 SLOT_BYTES, SLOTS_PER_SIDE = 48, 4
@@ -297,6 +300,46 @@ def test_the_cpu_works_when_what_it_waits_for_is_issued_and_has_ended(timed: boo
     if timed:
         send, first, second, _ = bench.issue.timings()
         assert send[1] == first[0] < first[1] == second[0] < second[1]
+    bench.close()
+
+
+def test_the_cpu_of_a_run_goes_on_under_the_next_and_sees_its_own_data():
+    """The same program again and again, as with steps of one round: its events are recorded anew for every run, but no
+    sooner than who waits for them has gone on."""
+    builder = ProgramBuilder("steps", SLOTS, overlapping_slots(SLOTS))
+    builder.add("make", "make", Stream.COMPUTE, [], [Access(0, "x")], args=())
+    builder.copy("send", Stream.D2H, "x", [CopyRegion(0, 0, 4, 0, SLOT_BYTES)])
+    builder.add("work", "work", Stream.CPU, [Access(4, "x")], [Access(5, "y")])
+    builder.add("make", "make more", Stream.COMPUTE, [], [Access(1, "z")], args=())
+    program, driver = builder.build(), fake_driver()
+    bench, waits = Bench(driver, program), cpu_waits(program, program)
+    made = [torch.full((SLOT_BYTES,), run, dtype=torch.uint8) for run in range(30)]
+    seen, before = [], None
+
+    def work(command: Command) -> None:
+        time.sleep(0.002 * (len(seen) % 3))
+        seen.append(bench.memory()[ARENA_BYTES : ARENA_BYTES + SLOT_BYTES].tolist())
+
+    for run in range(len(made)):
+
+        def launch(command: Command, run: int = run) -> None:
+            slot = command.writes[0].slot
+            stream = PlainStream(bench.streams[Stream.COMPUTE].cuda_stream)
+            operands = bench.address(slot, 0), made[run].data_ptr()
+            assert driver.memcpy_async(*operands, SLOT_BYTES, stream) == 0
+
+        def gate(command: Command, before: CpuWork | None = before) -> None:
+            if before is not None and command.index in waits:
+                before.wait(waits[command.index])
+
+        current = bench.issue.cpu_work(work, num_threads=1, before=before)
+        current.start()
+        bench.issue.run(launch, gate)
+        before = current
+    assert before is not None
+    before.join()
+    driver.settle()
+    assert seen == [[run] * SLOT_BYTES for run in range(len(made))]
     bench.close()
 
 

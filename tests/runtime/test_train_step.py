@@ -252,10 +252,38 @@ def test_cuda_gives_the_same_bits_whoever_updates(sizes, max_grad_norm):
         same_bits(weights, outcomes[0][1])
 
 
+def story(engine, batches):
+    """Losses and norms of steps of every kind, an evaluation and a measured step in between; and the weights."""
+    losses = []
+    for index, batch in enumerate(batches):
+        if index == 4:
+            engine.measure_next_step(keep_runs=True)
+        if index == 2:
+            losses.append(engine.fwd_bwd(batch).loss)
+            losses.append(engine.step().grad_norm)
+        else:
+            out, update = engine.train_step(batch)
+            losses += [out.loss, update.grad_norm]
+        if index == 1:
+            losses.append(engine.evaluate(batch).loss)
+    weights = engine.state_dict()
+    engine.close()
+    return losses, weights
+
+
+@pytest.mark.parametrize("rounds", BATCHES)
+def test_a_slow_cpu_and_other_calls_in_between(monkeypatch, rounds):
+    """Updates that go on far into the next step."""
+    expected = story(new_engine("none"), BATCHES[rounds] * 2)
+    before_cpu_updates(monkeypatch, lambda command: threading.Event().wait(0.005))
+    losses, weights = story(new_engine("all"), BATCHES[rounds] * 2)
+    assert losses == expected[0]
+    same_bits(weights, expected[1])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [(700, 130), (700, 130, 1000, 65, 900, 800)], ids=["one round", "rounds"])
 def test_cuda_with_a_slow_cpu_and_other_calls_in_between(monkeypatch, lengths):
-    """Updates that go on far into the next step: after steps of every kind, an evaluation, a measured step."""
     widths = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "intermediate_size": 700}
     source = random_weights(tiny_config(**widths, num_hidden_layers=4, vocab_size=2003, initializer_range=0.05))
     options = {"chunk_tokens": 1024, "chunks_per_round": 3, "max_seq_len": 1000, "numerics": BF16}
@@ -267,25 +295,8 @@ def test_cuda_with_a_slow_cpu_and_other_calls_in_between(monkeypatch, lengths):
         plan = make_plan(source.spec, **options, blocks=blocks, groups=groups)
         return build_engine(source, plan, device="cuda", deterministic=True, max_grad_norm=None)
 
-    def story(engine):
-        losses = []
-        for index, batch in enumerate(batches):
-            if index == 4:
-                engine.measure_next_step(keep_runs=True)
-            if index == 2:
-                losses.append(engine.fwd_bwd(batch).loss)
-                losses.append(engine.step().grad_norm)
-            else:
-                out, update = engine.train_step(batch)
-                losses += [out.loss, update.grad_norm]
-            if index == 1:
-                losses.append(engine.evaluate(batch).loss)
-        weights = engine.state_dict()
-        engine.close()
-        return losses, weights
-
-    expected = story(engine_of("gpu"))
+    expected = story(engine_of("gpu"), batches)
     before_cpu_updates(monkeypatch, lambda command: threading.Event().wait(0.02))
-    outcome = story(engine_of("cpu"))
-    assert outcome[0] == expected[0]
-    same_bits(outcome[1], expected[1])
+    losses, weights = story(engine_of("cpu"), batches)
+    assert losses == expected[0]
+    same_bits(weights, expected[1])
