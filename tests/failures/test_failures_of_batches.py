@@ -6,6 +6,7 @@ import torch
 from provoke import CONFIG, OPTIONS, check_error, write_model
 
 from flexengine import from_pretrained
+from flexengine.api import build, prepare
 from flexengine.optim import AdamW
 
 VOCAB = CONFIG["vocab_size"]
@@ -146,3 +147,10 @@ def test_requests(folder, name):
     given, says = REQUESTS[name]
     made = given if callable(given) else lambda: from_pretrained(folder, **{"hardware": "cpu-test", **SHAPE, **given})
     check_error(made, says)
+
+
+@pytest.mark.parametrize(("planned", "built", "word"), [(1.0, None, "with"), (None, 1.0, "without")])
+def test_clipping_of_another_plan(folder, planned, built, word):
+    prepared = prepare(folder, hardware="cpu-test", max_grad_norm=planned, **SHAPE)
+    says = (f"max_grad_norm={built}, but the plan was made {word} clipping; give prepare the same max_grad_norm",)
+    check_error(lambda: build(prepared, max_grad_norm=built), says)

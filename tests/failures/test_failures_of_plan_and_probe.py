@@ -37,6 +37,11 @@ PLANS = (
         ["--model", "preset:demo", *SMALL, "--compare", "rtx4090:-3"],
         ("--compare rtx4090:-3: a budget must be more than 0 GiB, got -3",),
     ),
+    Case(
+        "plan_of_negative_clipping",
+        ["--model", "preset:demo", *SMALL, "--max-grad-norm", "-1"],
+        ("--max-grad-norm must not be negative, got -1.0",),
+    ),
     Case("plan_of_a_model_without_a_name", ["--model", "", *SMALL], ("--model is empty: give a .* or preset:NAME",)),
     Case(
         "plan_fp8_on_a_card_without",
