@@ -102,9 +102,6 @@ def test_plans_remember_who_updates():
     assert Plan.from_json(plan.to_json()) == plan
 
 
-UNCLIPPED = replace(REQUEST, clipping=False)
-
-
 @pytest.mark.parametrize("tokens", [8192, 32768, 40960])
 def test_without_clipping_a_step_is_faster_and_its_parts_add_up(tokens):
     """The same plan, and the one that is chosen; the CPU takes about as long as a round."""
@@ -151,7 +148,7 @@ def test_what_is_left_of_updates_when_the_gpu_has_ended():
 def test_steps_one_after_another_take_what_is_predicted(rate):
     """Of one round each: the time between the ends of two of them on the GPU, simulated on end."""
     profile = machine(rate)
-    plan = make_plan(MODEL, replace(UNCLIPPED, max_global_batch_tokens=8192, chunk_tokens=8192), profile)
+    plan = make_plan(MODEL, replace(REQUEST, max_global_batch_tokens=8192, chunk_tokens=8192, clipping=False), profile)
     groups = tuple(GroupPlan(update="cpu") if g.states == "host" else g for g in plan.groups)
     layout = Layout(MODEL, replace(plan, groups=groups))
     cost = StepPricer(profile).cost(layout)
