@@ -13,8 +13,8 @@
 // one runs waits for pieces_in_flight pieces at most, 0.6 ms with two of 16 MiB at 55 GB/s; two keep the link busy.
 // Submitted copies are cut as well, without being held back: the hardware may switch between streams at the seams.
 //
-// One thread at a time calls an engine; the lanes' threads are internal. Another may call flex_transfer_synchronize beside
-// it, for an event that was recorded before and is not recorded meanwhile.
+// One thread at a time calls an engine; the lanes' threads are internal. Another may call flex_transfer_synchronize
+// beside it, for an event that was recorded before and is not recorded meanwhile.
 #include <signal.h>
 
 #include <memory>
