@@ -110,8 +110,8 @@ def run_cap(args: argparse.Namespace, cap_gib: float | None) -> dict:
     print(prepared.describe(), flush=True)
     rate = matmul_rate()
     started = time.perf_counter()
-    clip = {"max_grad_norm": args.max_grad_norm or None}
-    engine = build(prepared, AdamW(lr=args.lr), **clip, seed=0, deterministic=args.deterministic)
+    max_grad_norm = args.max_grad_norm or None
+    engine = build(prepared, AdamW(lr=args.lr), max_grad_norm=max_grad_norm, seed=0, deterministic=args.deterministic)
     build_s = time.perf_counter() - started
     shape = (args.tokens_per_step // args.seq_len, args.seq_len)
     batch = torch.randint(0, engine.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))

@@ -14,7 +14,8 @@ from flexengine.models.spec import ModelSpec
 from flexengine.optim import AdamW
 from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan, Request
 from flexengine.runtime.engine import Engine
-from flexengine.schedule.commands import STREAMS, Program, Stream
+from flexengine.runtime.update import UpdateRunner, UpdateSettings
+from flexengine.schedule.commands import STREAMS, Command, Program, Stream
 from flexengine.schedule.layer_program import savable_ops
 
 GIB = 2**30
@@ -180,3 +181,15 @@ def worst_error(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert actual.keys() == expected.keys()
     errors = [(relative_error(actual[name], value), name) for name, value in expected.items()]
     return max((float("inf") if math.isnan(error) else error, name) for error, name in errors)
+
+
+def before_cpu_updates(monkeypatch: Any, call: Callable[[], object]) -> None:
+    """Every update by the CPU begins with a call, on its thread."""
+    update = UpdateRunner.update
+
+    def wrapped(self: UpdateRunner, command: Command, slots: tuple, settings: UpdateSettings) -> None:
+        if command.stream is Stream.CPU:
+            call()
+        update(self, command, slots, settings)
+
+    monkeypatch.setattr(UpdateRunner, "update", wrapped)

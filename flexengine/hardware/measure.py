@@ -158,14 +158,16 @@ def run_engine_kernels(device: torch.device, dtype: torch.dtype) -> None:
 def _cube_rate(device: torch.device, dtype: torch.dtype, sustained_s: float) -> float:
     """FLOP/s of 8192^3 (4096^3 for wider types) on random data, after a quarter of `sustained_s` to heat up."""
     size = 8192 if dtype.itemsize <= 2 and _free_bytes(device) >= LEAST_CUBE_BYTES else 4096
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    product = torch.empty_like(a)
-
-    def multiply() -> Tensor:
-        return torch.mm(a, b.T, out=product)
-
+    multiply = _square_product(size, device, dtype)
     once_s = cuda_timer(multiply, sustained_s / 4)
     return 2 * size**3 / timed_calls(multiply, math.ceil(sustained_s / once_s))
+
+
+def _square_product(size: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Tensor]:
+    """What issues one product of two square matrices of random data."""
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    product = torch.empty_like(a)
+    return lambda: torch.mm(a, b.T, out=product)
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -226,12 +228,7 @@ def _cuda_attention(head_dim: int, device: torch.device, dtype: torch.dtype, lea
 
 def _products(device: torch.device, dtype: torch.dtype, seconds: float) -> Callable[[], None]:
     """What issues matrix products of random data for about so many seconds."""
-    a, b = (torch.randn(WARMING_SIZE, WARMING_SIZE, device=device, dtype=dtype) for _ in range(2))
-    product = torch.empty_like(a)
-
-    def multiply() -> Tensor:
-        return torch.mm(a, b, out=product)
-
+    multiply = _square_product(WARMING_SIZE, device, dtype)
     calls = math.ceil(seconds / cuda_timer(multiply, seconds))
 
     def products() -> None:

@@ -184,26 +184,27 @@ def simulated_rounds(layout: Layout, cost: CostModel) -> list[StepPart]:
     plan = layout.plan
     sizes = (plan.request, plan.chunk_tokens, plan.chunks_per_round)
     full, later = round_shape(*sizes), later_rounds(*sizes)
-    within = plan.updates_in_backward
-    rates, rounds = cost.rates(), []
-    for number, (shape, count) in enumerate(later, start=1):
+    rates, alone, last, left = cost.rates(), not later, None, None
+    if plan.updates_in_backward:
+        shape, count = (full, 1) if alone else later.pop()
+        later += [(shape, count - 1)] if count > 1 else []
+        last = lower_round(layout, shape, first=alone, updates=True)
+    rounds = []
+    for shape, count in later:
         label = "accumulating round" if shape == full else "shorter last round"
-        last = 1 if within and number == len(later) else 0
-        if count > last:
-            rounds.append(_simulated(label, count - last, lower_round(layout, shape, first=False), rates))
-        if last:
-            program = lower_round(layout, shape, first=False, updates=True)
-            rounds.append(_simulated("last round with updates by the CPU", 1, program, rates))
-    first, name = lower_round(layout, full, first=True, updates=within and not later), "first round"
-    if not later:
-        name = "the round with updates by the CPU" if within else "the round"
+        rounds.append(_simulated(label, count, lower_round(layout, shape, first=False), rates))
+    if last is None or not alone:
+        first, name = lower_round(layout, full, first=True), "the round" if alone else "first round"
+    else:
+        first, name = last, "the round with updates by the CPU"
+    if last is not None:
+        timing = simulate(last, rates)
+        left = unfinished_updates(last, timing)
+        if not alone:
+            rounds.append(StepPart("last round with updates by the CPU", 1, last, until_gpu_ends(last, timing)))
     if plan.updates_on_cpu:
-        left = None
-        if within:
-            last_program = rounds[-1].program if rounds else first
-            left = unfinished_updates(last_program, simulate(last_program, rates))
-        name = f"{'rest of the update' if within else 'update'} of the step before, then {name}"
-        first = followed(lower_update(layout, left), first)
+        update = "update" if last is None else "rest of the update"
+        first, name = followed(lower_update(layout, left), first), f"{update} of the step before, then {name}"
     return [_simulated(name, 1, first, rates), *rounds]
 
 

@@ -177,17 +177,15 @@ class Relaxation:
         up, down = self._link_rates()
         head_s, total = size.first_share * size.head_s / self.unit_s, self._total
         cpu_s = {f"u {q.name}": size.cpu_update_s_of(q) / self.unit_s for q in self.step.parameters}
-        clipping = self.step.request.clipping
-        updating = "V" if clipping else "VB"
+        updating, slowing = ("V", cpu_s) if self.step.request.clipping else ("VB", {})
         self.lp.at_most("cpu", {**dict.fromkeys(updating, -1.0), **cpu_s}, -head_s)
 
         touched = {f"u {q.name}": q.touched / self.unit_bytes for q in self.step.parameters}
         homes = self._at_home("wgs", factor=-1.0)
         fetched = {**homes, **self._by_cpu("gs"), "hold end": -1.0, "hold grads": -1.0, "hold states": -1.0}
         moved = (fetched, total("w") + total("g") + total("s"))
-        beside = (p.h2d_beside_cpu_bytes_per_s, cpu_s) if clipping else None
-        self._part_row("update h2d", "V", moved, up, beside, head_s)
-        beside = (p.d2h_beside_cpu_bytes_per_s, cpu_s) if clipping else None
+        self._part_row("update h2d", "V", moved, up, (p.h2d_beside_cpu_bytes_per_s, slowing), head_s)
+        beside = (p.d2h_beside_cpu_bytes_per_s, slowing)
         returned = {**self._at_home("s", factor=-1.0), **self._by_cpu("s"), "hold unsent": -1.0}
         self._part_row("update d2h", "V", (returned, total("s")), down, beside, head_s)
         both = (_added(fetched, returned, touched), moved[1] + total("s"))

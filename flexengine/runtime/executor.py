@@ -185,8 +185,9 @@ class Executor:
                 torch.cuda.set_stream(self.streams[Stream.COMPUTE])
 
         before = self._cpu_work
+        work = None
         if issue.cpu_commands:
-            self._start(issue.cpu_work(self._in_range(handler), self._cpu_threads, before))
+            work = self._start(issue.cpu_work(self._in_range(handler), self._cpu_threads, before))
         torch.cuda.set_stream(self.streams[Stream.COMPUTE])
         try:
             if self.range_of is None:
@@ -194,13 +195,13 @@ class Executor:
             else:
                 issue.run_in_ranges(call, self.range_of, gate)
         except BaseException:
-            if issue.cpu_commands and self._cpu_work is not None:
-                self._cpu_work.abandon()
+            if work is not None:
+                work.abandon()
                 self._cpu_work = before
             raise
         finally:
             torch.cuda.set_stream(self.streams[Stream.COMPUTE])
-        if issue.cpu_commands and before is not None:
+        if work is not None and before is not None:
             before.join()
         if timed:
             self._timings, self._began_s = issue.timings, lambda: issue.began_s(self._zero)

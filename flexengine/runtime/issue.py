@@ -109,7 +109,7 @@ class Issue:
 
     def _tell(self, index: int) -> None:
         """All commands up to this one have been issued."""
-        if self.cpu_commands and self._cpu_work is not None:
+        if self._cpu_work is not None:
             self._cpu_work.issued(index)
 
     def wait_for(self, index: int) -> None:

@@ -106,31 +106,29 @@ class _Simulation:
                 due = min(due, self._start_cpu(i, now))
             elif self.running[i] is None and self.heads[i] < len(queue):
                 command = queue[self.heads[i]]
-                if all(self.end[w] >= 0 for w in command.waits):
-                    if self.issued[command.index] > now:
-                        due = min(due, self.issued[command.index])
-                        continue
-                    self.heads[i] += 1
-                    self._start(i, command, now)
+                ready_s = self._ready_s(command)
+                if ready_s > now:
+                    due = min(due, ready_s)
+                    continue
+                self.heads[i] += 1
+                self._start(i, command, now)
         return due
+
+    def _ready_s(self, command: Command) -> float:
+        """When the host will have issued a command that waits for nothing else; infinite for others."""
+        return self.issued[command.index] if all(self.end[w] >= 0 for w in command.waits) else inf
 
     def _start_cpu(self, i: int, now: float) -> float:
         """The same for the CPU, whose commands become ready in their order and run by turn."""
-        queue, due = self.queues[i], inf
-        while self.heads[i] < len(queue):
-            command = queue[self.heads[i]]
-            if not all(self.end[w] >= 0 for w in command.waits):
-                break
-            if self.issued[command.index] > now:
-                due = self.issued[command.index]
-                break
-            self.cpu_ready.append(command)
+        queue = self.queues[i]
+        while self.heads[i] < len(queue) and self._ready_s(queue[self.heads[i]]) <= now:
+            self.cpu_ready.append(queue[self.heads[i]])
             self.heads[i] += 1
         if self.running[i] is None and self.cpu_ready:
             command = min(self.cpu_ready, key=cpu_turn)
             self.cpu_ready.remove(command)
             self._start(i, command, now)
-        return due
+        return self._ready_s(queue[self.heads[i]]) if self.heads[i] < len(queue) else inf
 
     def _start(self, i: int, command: Command, now: float) -> None:
         self.running[i] = _Running(command, now)

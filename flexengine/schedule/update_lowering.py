@@ -52,8 +52,11 @@ def lower_update(layout: Layout, by_cpu: Mapping[int, float] | None = None) -> P
     groups = layout.plan.groups
     left = dict.fromkeys(cpu_groups(layout), 1.0) if by_cpu is None else by_cpu
     pieces: list[Slot] = []
-    tiles = {g: _tiles(layout, g) for g, home in enumerate(groups) if home.update == "gpu"}
-    homes = {tile: _tile_homes(layout, tile, pieces) for several in tiles.values() for tile in several}
+    tiles = {
+        group: [(tile, _tile_homes(layout, tile, pieces)) for tile in _tiles(layout, group)]
+        for group, home in enumerate(groups)
+        if home.update == "gpu"
+    }
     slots = (*layout.slots, *pieces)
     builder = ProgramBuilder("update", slots, overlapping_slots(slots))
     norms = Access(layout.slot("norm_squares"), "norm squares")
@@ -67,8 +70,8 @@ def lower_update(layout: Layout, by_cpu: Mapping[int, float] | None = None) -> P
         if group in left:
             scales = Access(layout.slot("scalars.host"), "scalars")
             lower_cpu_update(builder, layout, group, scales, left[group])
-        for tile in tiles.get(group, []):
-            _lower_tile(builder, layout, tile, homes[tile], number)
+        for tile, homes in tiles.get(group, []):
+            _lower_tile(builder, layout, tile, homes, number)
             number += 1
     return builder.build()
 

@@ -8,12 +8,20 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
-from engine_helpers import FLOAT32, build_engine, make_plan, random_batch, random_weights, same_bits, tiny_config
+from engine_helpers import (
+    FLOAT32,
+    before_cpu_updates,
+    build_engine,
+    make_plan,
+    random_batch,
+    random_weights,
+    same_bits,
+    tiny_config,
+)
 
 from flexengine.plan import GroupPlan
 from flexengine.runtime.cpu_work import CpuWork
 from flexengine.runtime.executor import Executor
-from flexengine.runtime.update import UpdateRunner
 from flexengine.schedule.commands import Stream
 from flexengine.schedule.update_lowering import lower_update
 
@@ -40,14 +48,7 @@ def trained(engine, steps=3):
 
 def slow_updates(monkeypatch, before=lambda: time.sleep(0.02)):
     """Every update by the CPU begins with something that takes its time."""
-    update = UpdateRunner.update
-
-    def slow(self, command, slots, settings):
-        if command.stream is Stream.CPU:
-            before()
-        update(self, command, slots, settings)
-
-    monkeypatch.setattr(UpdateRunner, "update", slow)
+    before_cpu_updates(monkeypatch, before)
 
 
 def test_slow_updates_give_the_same_bits(monkeypatch):

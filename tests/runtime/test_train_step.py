@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine_helpers import (
     FLOAT32,
+    before_cpu_updates,
     build_engine,
     make_plan,
     random_batch,
@@ -22,7 +23,6 @@ from engine_helpers import (
 
 from flexengine.plan import GroupPlan, LayerPlan, Numerics
 from flexengine.runtime.executor import Executor
-from flexengine.runtime.update import UpdateRunner
 from flexengine.schedule.commands import Stream
 
 PATIENCE_S = 60.0
@@ -57,18 +57,6 @@ def trained(engine, batches, at_once=True):
     return outcomes, weights
 
 
-def before_cpu_updates(monkeypatch, call):
-    """Do something before every update by the CPU, on its thread."""
-    update = UpdateRunner.update
-
-    def wrapped(self, command, slots, settings):
-        if command.stream is Stream.CPU:
-            call(command)
-        update(self, command, slots, settings)
-
-    monkeypatch.setattr(UpdateRunner, "update", wrapped)
-
-
 @pytest.mark.parametrize("numerics", [FLOAT32, BF16], ids=["float32", "bf16"])
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -93,7 +81,7 @@ def test_any_order_that_respects_waits_gives_the_same_bits(seed):
 @pytest.mark.parametrize("rounds", BATCHES)
 def test_slow_updates_give_the_same_bits(monkeypatch, rounds):
     expected = trained(new_engine("none"), BATCHES[rounds])
-    before_cpu_updates(monkeypatch, lambda command: threading.Event().wait(0.01))
+    before_cpu_updates(monkeypatch, lambda: threading.Event().wait(0.01))
     outcomes, weights = trained(new_engine("all"), BATCHES[rounds])
     assert outcomes == expected[0]
     same_bits(weights, expected[1])
@@ -102,7 +90,7 @@ def test_slow_updates_give_the_same_bits(monkeypatch, rounds):
 def test_without_waiting_they_would_not(monkeypatch):
     """The test above can fail."""
     expected = trained(new_engine("none"), BATCHES["rounds"])
-    before_cpu_updates(monkeypatch, lambda command: threading.Event().wait(0.01))
+    before_cpu_updates(monkeypatch, lambda: threading.Event().wait(0.01))
     monkeypatch.setattr(Executor, "_gate", lambda self, program: None)
     assert trained(new_engine("all"), BATCHES["rounds"])[0] != expected[0]
 
@@ -147,7 +135,7 @@ def test_with_clipping_nothing_is_updated_before_the_norm_is_known():
 
 def test_a_step_returns_before_its_updates_have_ended(monkeypatch):
     go_on, waited = threading.Event(), []
-    before_cpu_updates(monkeypatch, lambda command: waited.append(go_on.wait(PATIENCE_S)))
+    before_cpu_updates(monkeypatch, lambda: waited.append(go_on.wait(PATIENCE_S)))
     engine = new_engine("all")
     _, update = engine.train_step(BATCHES["one round"][0])
     assert update.grad_norm > 0
@@ -160,7 +148,7 @@ def test_a_step_returns_before_its_updates_have_ended(monkeypatch):
 
 
 def test_a_failure_of_the_cpu_is_raised_by_what_comes_next(monkeypatch):
-    def fail(command):
+    def fail():
         raise RuntimeError("the update broke")
 
     before_cpu_updates(monkeypatch, fail)
@@ -232,12 +220,17 @@ def test_the_learning_rate_is_that_of_the_call():
         engine.close()
 
 
+def gpu_source():
+    """Weights of shapes that the kernels on a GPU take."""
+    widths = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "intermediate_size": 700}
+    return random_weights(tiny_config(**widths, num_hidden_layers=4, vocab_size=2003, initializer_range=0.05))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [(1024, 2), (256, 4)], ids=["packed", "sliced"])
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 def test_cuda_gives_the_same_bits_whoever_updates(sizes, max_grad_norm):
-    widths = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "intermediate_size": 700}
-    source = random_weights(tiny_config(**widths, num_hidden_layers=4, vocab_size=2003, initializer_range=0.05))
+    source = gpu_source()
     options = {"chunk_tokens": sizes[0], "chunks_per_round": sizes[1], "max_seq_len": 1000, "numerics": BF16}
     batches = [random_batch(i, n, 2003) for i, n in enumerate([(700, 130, 1000, 65, 900), (300, 513, 90), (200, 800)])]
     outcomes = []
@@ -275,7 +268,7 @@ def story(engine, batches):
 def test_a_slow_cpu_and_other_calls_in_between(monkeypatch, rounds):
     """Updates that go on far into the next step."""
     expected = story(new_engine("none"), BATCHES[rounds] * 2)
-    before_cpu_updates(monkeypatch, lambda command: threading.Event().wait(0.005))
+    before_cpu_updates(monkeypatch, lambda: threading.Event().wait(0.005))
     losses, weights = story(new_engine("all"), BATCHES[rounds] * 2)
     assert losses == expected[0]
     same_bits(weights, expected[1])
@@ -284,8 +277,7 @@ def test_a_slow_cpu_and_other_calls_in_between(monkeypatch, rounds):
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [(700, 130), (700, 130, 1000, 65, 900, 800)], ids=["one round", "rounds"])
 def test_cuda_with_a_slow_cpu_and_other_calls_in_between(monkeypatch, lengths):
-    widths = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "intermediate_size": 700}
-    source = random_weights(tiny_config(**widths, num_hidden_layers=4, vocab_size=2003, initializer_range=0.05))
+    source = gpu_source()
     options = {"chunk_tokens": 1024, "chunks_per_round": 3, "max_seq_len": 1000, "numerics": BF16}
     batches = [random_batch(i, lengths, 2003) for i in range(6)]
     blocks = streamed_plan(source.spec, **options).layers[1:-1]
@@ -296,7 +288,7 @@ def test_cuda_with_a_slow_cpu_and_other_calls_in_between(monkeypatch, lengths):
         return build_engine(source, plan, device="cuda", deterministic=True, max_grad_norm=None)
 
     expected = story(engine_of("gpu"), batches)
-    before_cpu_updates(monkeypatch, lambda command: threading.Event().wait(0.02))
+    before_cpu_updates(monkeypatch, lambda: threading.Event().wait(0.02))
     losses, weights = story(engine_of("cpu"), batches)
     assert losses == expected[0]
     same_bits(weights, expected[1])
