@@ -21,6 +21,7 @@ from torch import Tensor
 
 from bench.environment import write_json
 from flexengine.api import Prepared, build, prepare
+from flexengine.hardware.memory_usage import forget_peak_resident
 from flexengine.optim import AdamW
 from flexengine.planner.report import table
 from flexengine.runtime.engine import Engine
@@ -104,8 +105,9 @@ def prepared_run(args: argparse.Namespace, cap_gib: float | None) -> Prepared:
     )
 
 
-def run_cap(args: argparse.Namespace, cap_gib: float | None) -> dict:
-    """Train under one budget; returns the row of figures."""
+def run_cap(args: argparse.Namespace, cap_gib: float | None, first: bool = True) -> dict:
+    """Train under one budget, the first of the process or a later one; returns the row of figures."""
+    own_peak = forget_peak_resident() or first
     prepared = prepared_run(args, cap_gib)
     print(prepared.describe(), flush=True)
     rate = matmul_rate()
@@ -141,7 +143,7 @@ def run_cap(args: argparse.Namespace, cap_gib: float | None) -> dict:
         "share_of_matmul_rate": timed.model_flops / step_s / rate if rate else None,
         "gpu_peak_gib": peaks.gpu_bytes / GIB if peaks.gpu_bytes else None,
         "gpu_predicted_gib": plan.predicted.gpu_bytes / GIB,
-        "host_peak_gib": peaks.host_bytes / GIB,
+        "host_peak_gib": peaks.host_bytes / GIB if own_peak else None,
         "host_predicted_gib": plan.predicted.host_bytes / GIB,
         "chunk_tokens": plan.chunk_tokens,
         "round_tokens": plan.round_tokens,
@@ -183,7 +185,7 @@ def _cells(row: dict, uncapped: float | None) -> tuple[str, ...]:
             for stream in ("compute", "h2d", "d2h", "cpu")
         ),
         f"{row['gpu_peak_gib'] or 0:.2f}",
-        f"{row['host_peak_gib']:.2f}",
+        f"{row['host_peak_gib'] or 0:.2f}",
     )
 
 
@@ -217,7 +219,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args, rows = parse(), []
     for cap in args.caps:
-        rows.append(run_cap(args, None if cap == "none" else float(cap)))
+        rows.append(run_cap(args, None if cap == "none" else float(cap), first=not rows))
         write_json(args.json, {"rows": rows})
     print("\n".join(["", *summary(rows)]))
 

@@ -124,12 +124,25 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """Largest resident set since the process began (VmHWM)."""
+    """Largest resident set since the process began, or since `forget_peak_resident` (VmHWM)."""
     recorded = _status_bytes("VmHWM")
     if recorded:
         return recorded
     unit_bytes = 1 if sys.platform == "darwin" else 1024  # getrusage(2): kilobytes on Linux, bytes on macOS
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
+
+
+def forget_peak_resident() -> bool:
+    """Have `peak_resident_bytes` begin anew at what is resident now; False where the system offers no such thing.
+
+    Source: proc_pid_clear_refs(5), Linux.
+    """
+    try:
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as clear:
+            clear.write("5")
+    except OSError:
+        return False
+    return True
 
 
 def _status_bytes(key: str) -> int | None:

@@ -98,7 +98,12 @@ class Arenas:
         return self.bytes_view(span.memory, span.offset, span.num_bytes)
 
     def close(self) -> None:
-        """Release both arenas; no view may be used afterwards."""
+        """Release both arenas; no view may be used afterwards.
+
+        GPU memory goes back even while views of it are still referred to: the next engine of the process may need it.
+        """
+        if self._typed and self.device.type == "cuda":
+            self._typed["gpu"][torch.uint8].untyped_storage().resize_(0)
         self._typed.clear()
         for buffer in self._buffers:
             buffer.close()

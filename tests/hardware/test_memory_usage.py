@@ -10,6 +10,7 @@ import torch
 from flexengine.hardware import memory_usage, nvml
 from flexengine.hardware.memory_usage import (
     GpuMemoryMeter,
+    forget_peak_resident,
     gpu_used_bytes,
     memory_peaks,
     note_baseline,
@@ -34,6 +35,16 @@ def test_resident_set_follows_an_allocation():
         assert peak_resident_bytes() >= during_bytes - 4 * MIB
     assert 16 * MIB < resident_bytes() < during_bytes
     assert peak_resident_bytes() >= during_bytes - 4 * MIB
+
+
+def test_a_peak_is_forgotten_where_the_system_can():
+    with allocate_host(64 * MIB, page_locked=False):
+        during_bytes = resident_bytes()
+    before_bytes = peak_resident_bytes()
+    if forget_peak_resident():
+        assert peak_resident_bytes() < during_bytes - 48 * MIB
+    else:
+        assert peak_resident_bytes() == before_bytes
 
 
 def test_fallbacks_agree_with_proc_status(monkeypatch: pytest.MonkeyPatch):

@@ -157,7 +157,7 @@ def test_gpu_times_respect_streams_and_waits(monkeypatch, native):
     batch = random_batch(0, [60, 33, 64, 12], engine.model.vocab_size)
     engine.fwd_bwd(batch)
     program = engine._last_program
-    engine.executor.run(program, partial(engine._handle, program), timed=True)
+    engine.executor.run(program, partial(engine._handle, program, None), timed=True)
     timings = engine.executor.timings()
     engine.executor.wait_for(program, 0)
     assert len(timings) == len(program.commands)
@@ -210,3 +210,13 @@ def test_gpu_ranges_change_no_bits():
     assert {label.split()[0] for label in said} >= {"fetch", "forward", "backward", "update"}
     plain.close()
     ranged.close()
+
+
+@pytest.mark.gpu
+def test_gpu_memory_goes_back_when_an_engine_closes():
+    engine = gpu_engine()
+    train(engine)
+    view = engine.arenas.bytes_view("gpu", 0, 16)
+    before = torch.cuda.memory_allocated()
+    engine.close()
+    assert torch.cuda.memory_allocated() <= before - engine.layout.gpu_bytes, view.shape
