@@ -134,7 +134,7 @@ def _chunk(spec: ModelSpec, tokens: int, seq_len: int, device: torch.device, wid
         seq_lens=(seq_len,) * count,
         losses=torch.zeros(tokens, device=device, dtype=wide),
         constants={
-            "inv_freq": torch.tensor(spec.inv_freq, device=device, dtype=wide),
+            **{table.name: torch.tensor(table.values, device=device, dtype=wide) for table in spec.tables},
             "attention_rng": torch.zeros(2, dtype=torch.int64, device=device),
         },
         attention="cudnn",  # where it serves

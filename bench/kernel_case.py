@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from flexengine.models.spec import ModelSpec
+from flexengine.ops.attention import CausalAttention
 from flexengine.ops.cross_entropy import block_tokens
-from flexengine.ops.swiglu import SwiGLU
+from flexengine.ops.glu import GLU
 from flexengine.optim.rounding import join_fp32
 from flexengine.schedule.layout import PARTIAL_SQUARES
 
@@ -48,17 +49,18 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(spec: ModelSpec, tokens: int) -> Sizes:
-    """The sizes of a model whose blocks have a SwiGLU, for chunks of `tokens` tokens."""
-    ffn = next(op.width for op in spec.blocks[0].ops if isinstance(op, SwiGLU))
+    """The sizes of a model whose blocks have a gated unit, for chunks of `tokens` tokens."""
+    ffn = next(op.width for op in spec.blocks[0].ops if isinstance(op, GLU))
+    attention = next(op for op in spec.blocks[0].ops if isinstance(op, CausalAttention))
     block = spec.groups[spec.blocks[0].groups[0]]
     return Sizes(
         tokens=tokens,
         width=spec.hidden_size,
         ffn_width=ffn,
-        heads=spec.num_attention_heads,
-        kv_heads=spec.num_key_value_heads,
+        heads=attention.num_heads,
+        kv_heads=attention.num_kv_heads,
         head_dim=spec.head_dim,
-        inv_freq=spec.inv_freq,
+        inv_freq=spec.tables[0].values,
         block_tokens=min(tokens, block_tokens(spec.vocab_size)),
         vocab_size=spec.vocab_size,
         parameters=block.numel,

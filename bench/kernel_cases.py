@@ -14,9 +14,9 @@ import torch
 from bench.kernel_case import BF16, Case, Random, Sizes, Tensors
 from flexengine.ops import cross_entropy as ce_op
 from flexengine.ops import fp8 as fp8_op
+from flexengine.ops import glu as glu_op
 from flexengine.ops import rmsnorm as norm_op
 from flexengine.ops import rope as rope_op
-from flexengine.ops import swiglu as swiglu_op
 from flexengine.optim.adamw import adamw_factors, adamw_update_reference
 from flexengine.optim.rounding import split_fp32, stream_keys
 from flexengine.runtime.gradients import finish_gradient
@@ -115,7 +115,7 @@ def rope_cases(s: Sizes) -> tuple[Case, ...]:
 
 def swiglu_cases(s: Sizes) -> tuple[Case, ...]:
     """SwiGLU forward, backward into a buffer of its own and over its operand."""
-    from flexengine.kernels import swiglu as kernel  # noqa: PLC0415
+    from flexengine.kernels import glu as kernel  # noqa: PLC0415
 
     T, F = s.tokens, s.ffn_width
     matrix = 2 * T * F
@@ -129,23 +129,23 @@ def swiglu_cases(s: Sizes) -> tuple[Case, ...]:
         }
 
     def forward(path) -> Callable[[Tensors], object]:
-        return lambda t: path.swiglu_forward(t["gate_up"], t["out"])
+        return lambda t: path.glu_forward(t["gate_up"], t["out"], "silu")
 
     def backward(path, target: str) -> Callable[[Tensors], object]:
-        return lambda t: path.swiglu_backward(t["grad_out"], t["gate_up"], t[target])
+        return lambda t: path.glu_backward(t["grad_out"], t["gate_up"], t[target], "silu")
 
     operands = ("grad_out", "gate_up")
     return (
         Case(
-            "swiglu-forward", "3*2TF", 3 * matrix, make, forward(kernel), forward(swiglu_op), ("gate_up",), ("out",)
+            "swiglu-forward", "3*2TF", 3 * matrix, make, forward(kernel), forward(glu_op), ("gate_up",), ("out",)
         ),
         Case(
             "swiglu-backward", "5*2TF", 5 * matrix, make,
-            backward(kernel, "grad_gate_up"), backward(swiglu_op, "grad_gate_up"), operands, ("grad_gate_up",),
+            backward(kernel, "grad_gate_up"), backward(glu_op, "grad_gate_up"), operands, ("grad_gate_up",),
         ),
         Case(
             "swiglu-backward-in-place", "5*2TF", 5 * matrix, make,
-            backward(kernel, "gate_up"), backward(swiglu_op, "gate_up"), operands, ("gate_up",),
+            backward(kernel, "gate_up"), backward(glu_op, "gate_up"), operands, ("gate_up",),
         ),
     )  # fmt: skip
 

@@ -67,7 +67,9 @@ def saved_model(
 ) -> Any:
     """A transformers model of the config with random weights (norms and biases too), saved in `folder`."""
     torch.manual_seed(7)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config, attn_implementation=attention))
+    kind, options = config["model_type"], {name: value for name, value in config.items() if name != "model_type"}
+    described = transformers.AutoConfig.for_model(kind, **options)
+    model = transformers.AutoModelForCausalLM.from_config(described, attn_implementation=attention)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:

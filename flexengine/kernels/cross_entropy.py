@@ -18,8 +18,10 @@ IGNORE_LABEL = -100  # the label of tokens that carry no loss, as in torch and H
 _BLOCK = 8192  # columns at a time: 16 warps hold 16 per thread, and two rows share a multiprocessor
 
 
-def cross_entropy_(logits: Tensor, labels: Tensor, losses: Tensor, write_grad: bool) -> None:
+def cross_entropy_(logits: Tensor, labels: Tensor, losses: Tensor, write_grad: bool, soft_cap: float = 0.0) -> None:
     """losses[i] = logsumexp(logits[i]) - logits[i, labels[i]]; with write_grad, logits become their gradient.
+
+    soft_cap: logits count as soft_cap * tanh(logits / soft_cap) where it is not 0; the gradient is that of the logits.
 
     Shapes: logits [B, V] in bf16 or fp32, rows may be strided; labels [B] int64; losses [B] fp32. Any V.
     The gradient is that of the SUM of the losses: softmax - onehot, rounded once. Label -100: loss 0 and a row of
@@ -37,15 +39,16 @@ def cross_entropy_(logits: Tensor, labels: Tensor, losses: Tensor, write_grad: b
         return
     block = min(_BLOCK, triton.next_power_of_2(vocab_size))
     _cross_entropy_kernel[(num_tokens,)](
-        logits, labels, losses, vocab_size, logits.stride(0),
-        IGNORE=IGNORE_LABEL, WRITE_GRAD=write_grad, BLOCK=block, num_warps=16 if block >= 4096 else 4,
+        logits, labels, losses, vocab_size, logits.stride(0), float(soft_cap),
+        CAP=soft_cap != 0, IGNORE=IGNORE_LABEL, WRITE_GRAD=write_grad, BLOCK=block,
+        num_warps=16 if block >= 4096 else 4,
     )  # fmt: skip
 
 
 @triton.jit
 def _cross_entropy_kernel(
-    logits_ptr, labels_ptr, losses_ptr, vocab_size, row_stride,
-    IGNORE: tl.constexpr, WRITE_GRAD: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, labels_ptr, losses_ptr, vocab_size, row_stride, soft_cap,
+    CAP: tl.constexpr, IGNORE: tl.constexpr, WRITE_GRAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_ptr + row)
@@ -60,12 +63,17 @@ def _cross_entropy_kernel(
     else:
         label_exists = (label >= 0) & (label < vocab_size)
         label_logit = tl.load(row_ptr + label, mask=label_exists, other=float("nan")).to(tl.float32)
+        if CAP:
+            label_logit = soft_cap * _tanh(label_logit / soft_cap)
         maximum = -3.4e38  # finite, so that exp(-inf - maximum) is 0 and never NaN
         lane_sums = tl.zeros((BLOCK,), tl.float32)  # summed over the lanes once, at the end
         coming = _load_tile(row_ptr, 0, vocab_size, BLOCK)
         for first in range(0, vocab_size, BLOCK):
             logits = coming.to(tl.float32)
             coming = _load_tile(row_ptr, first + BLOCK, vocab_size, BLOCK)
+            if CAP:
+                inside = first + tl.arange(0, BLOCK) < vocab_size
+                logits = tl.where(inside, soft_cap * _tanh(logits / soft_cap), float("-inf"))
             new_maximum = tl.maximum(maximum, tl.max(logits, axis=0))
             lane_sums = lane_sums * tl.exp(maximum - new_maximum) + tl.exp(logits - new_maximum)
             maximum = new_maximum
@@ -80,9 +88,19 @@ def _cross_entropy_kernel(
                 logits = coming.to(tl.float32)
                 coming = _load_tile(row_ptr, first - BLOCK, vocab_size, BLOCK)
                 columns = first + tl.arange(0, BLOCK)
+                if CAP:
+                    share = _tanh(logits / soft_cap)
+                    logits = soft_cap * share
                 softmax = tl.exp(logits - maximum) * inverse_total
                 grad = tl.where(columns == label, softmax - 1.0, softmax)
+                if CAP:
+                    grad *= 1.0 - share * share
                 tl.store(row_ptr + columns, round_to(grad, dtype), mask=columns < vocab_size)
+
+
+@triton.jit
+def _tanh(x):
+    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
 
 
 @triton.jit

@@ -1,7 +1,9 @@
 """RMSNorm: y = weight * x / sqrt(mean(x^2) + eps), forward and the two halves of backward.
 
-T tokens (rows), D width. A program holds whole rows in registers: D up to about 65536. Source: Zhang and Sennrich 2019,
-https://arxiv.org/abs/1910.07467, in the order of roundings of Hugging Face's LlamaRMSNorm.
+T tokens, D width. Rows are [T, D], or K heads of width D side by side in each row, [T, K, D], which are normalised one
+by one with one weight. A program holds whole rows in registers: D up to about 65536. Source: Zhang and Sennrich 2019,
+https://arxiv.org/abs/1910.07467, in the order of roundings of Hugging Face's LlamaRMSNorm, or with `wide` of its
+Gemma and OLMo norms: the weight, plus `offset`, multiplies in fp32 before the one rounding.
 """
 
 import torch
@@ -17,85 +19,115 @@ _WEIGHT_ROWS, _WEIGHT_COLUMNS = 16, 256  # tile of the weight half: 512 bytes of
 _SUM_ROWS, _SUM_COLUMNS = 64, 64
 
 
-def rmsnorm_forward(x: Tensor, weight: Tensor, eps: float, out: Tensor, rstd: Tensor) -> None:
-    """out = weight * (x * rstd) with rstd = 1 / sqrt(mean(x^2, over D) + eps), kept for backward.
+def rmsnorm_forward(
+    x: Tensor, weight: Tensor, eps: float, out: Tensor, rstd: Tensor | None, residual: Tensor | None = None,
+    offset: float = 0.0, wide: bool = False,
+) -> None:  # fmt: skip
+    """out = (residual +) (weight + offset) * (x * rstd), rstd = 1 / sqrt(mean(x^2, over D) + eps), which is kept for
+    backward unless that finds it anew (None).
 
-    Shapes: x and out [T, D] in bf16 or fp32, rows may be strided; weight [D]; rstd [T] fp32. out may be x.
-    Rounding: x * rstd is rounded to x's dtype, then multiplied by the weight in that dtype.
-    Cost: reads T*D and writes T*D elements.
+    Shapes: x, out and residual [T, D] or [T, K, D] in bf16 or fp32, rows may be strided; weight [D]; rstd [T] or
+    [T, K] fp32, rows may be strided. out may be x or residual.
+    Rounding: x * rstd is rounded to x's dtype, then multiplied by the weight in that dtype; with wide only the result
+    is rounded. A residual is added in fp32, before the last rounding.
+    Cost: reads T*D (twice that with a residual) and writes T*D elements.
     Order: launches on the current stream, never synchronises.
     Raises: ValueError on other shapes, dtypes or strides.
     """
-    tokens, width = x.shape
-    check_tensor("x", x, (tokens, width), FLOATS, strided_rows=True)
-    check_tensor("out", out, (tokens, width), (x.dtype,), strided_rows=True)
-    check_tensor("weight", weight, (width,), FLOATS)
-    check_tensor("rstd", rstd, (tokens,), (torch.float32,))
-    if tokens == 0:
+    shape = tuple(x.shape)
+    _check_rows("x", x, shape, FLOATS)
+    _check_rows("out", out, shape, (x.dtype,))
+    if residual is not None:
+        _check_rows("residual", residual, shape, (x.dtype,))
+    check_tensor("weight", weight, shape[-1:], FLOATS)
+    if rstd is not None:
+        check_tensor("rstd", rstd, shape[:-1], (torch.float32,), strided_rows=x.dim() == 3)
+    count, heads = _rows(x)
+    if count == 0:
         return
-    rows, block, num_warps = _row_tile(width)
-    grid = (triton.cdiv(tokens, rows),)
-    _forward_kernel[grid](
-        x, weight, out, rstd, tokens, width, x.stride(0), out.stride(0), eps,
-        ROWS=rows, BLOCK=block, num_warps=num_warps,
+    rows, block, num_warps = _row_tile(shape[-1])
+    added = out if residual is None else residual
+    _forward_kernel[(triton.cdiv(count, rows),)](
+        x, weight, out, rstd, added, count, shape[-1], heads, x.stride(0), out.stride(0),
+        0 if rstd is None else rstd.stride(0), added.stride(0), eps, offset, STORE_RSTD=rstd is not None,
+        RESIDUAL=residual is not None, WIDE=wide, ROWS=rows, BLOCK=block, num_warps=num_warps,
     )  # fmt: skip
 
 
 def rmsnorm_backward_input(
-    grad_y: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_x: Tensor, accumulate: bool
-) -> None:
-    """Input half of the gradients: grad_x = (or +=) rstd * (gw - n * mean(gw * n)), gw = grad_y * weight, n = x * rstd.
+    grad_y: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_x: Tensor, accumulate: bool, offset: float = 0.0,
+    eps: float | None = None,
+) -> None:  # fmt: skip
+    """Input half of the gradients: grad_x = (or +=) rstd * (gw - n * mean(gw * n)), n = x * rstd,
+    gw = grad_y * (weight + offset).
 
-    Shapes: grad_y, x, grad_x [T, D] in bf16 or fp32, rows may be strided; weight [D]; rstd [T] fp32 from the forward.
-    accumulate adds the old grad_x in fp32 before the one rounding. grad_x may be grad_y or x.
+    Shapes: grad_y, x, grad_x [T, D] or [T, K, D] in bf16 or fp32, rows may be strided; weight [D]; rstd from the
+    forward, or with eps found anew and written. accumulate adds the old grad_x in fp32 before the one rounding. grad_x
+    may be grad_y or x.
     Order: launches on the current stream, never synchronises.
     Raises: ValueError on other shapes, dtypes or strides.
     """
-    tokens, width = x.shape
+    shape = tuple(x.shape)
     for name, tensor in (("x", x), ("grad_y", grad_y), ("grad_x", grad_x)):
-        check_tensor(name, tensor, (tokens, width), FLOATS, strided_rows=True)
-    check_tensor("weight", weight, (width,), FLOATS)
-    check_tensor("rstd", rstd, (tokens,), (torch.float32,))
-    if tokens == 0:
+        _check_rows(name, tensor, shape, FLOATS)
+    check_tensor("weight", weight, shape[-1:], FLOATS)
+    check_tensor("rstd", rstd, shape[:-1], (torch.float32,), strided_rows=x.dim() == 3)
+    count, heads = _rows(x)
+    if count == 0:
         return
-    rows, block, num_warps = _row_tile(width)
-    grid = (triton.cdiv(tokens, rows),)
-    _backward_input_kernel[grid](
-        grad_y, x, weight, rstd, grad_x, tokens, width, grad_y.stride(0), x.stride(0), grad_x.stride(0),
-        ACCUMULATE=accumulate, ROWS=rows, BLOCK=block, num_warps=num_warps,
+    rows, block, num_warps = _row_tile(shape[-1])
+    _backward_input_kernel[(triton.cdiv(count, rows),)](
+        grad_y, x, weight, rstd, grad_x, count, shape[-1], heads, grad_y.stride(0), x.stride(0), grad_x.stride(0),
+        rstd.stride(0), offset, 0.0 if eps is None else eps, FIND_RSTD=eps is not None, ACCUMULATE=accumulate,
+        ROWS=rows, BLOCK=block, num_warps=num_warps,
     )  # fmt: skip
 
 
 def rmsnorm_backward_weight(
-    grad_y: Tensor, x: Tensor, rstd: Tensor, grad_weight: Tensor, partials: Tensor, accumulate: bool
+    grad_y: Tensor, x: Tensor, rstd: Tensor, grad_weight: Tensor, partials: Tensor, accumulate: bool, wide: bool = False
 ) -> None:
-    """Weight half of the gradients: grad_weight = (or +=) sum over T of grad_y * round(x * rstd).
+    """Weight half of the gradients: grad_weight = (or +=) sum over T (and K) of grad_y * round(x * rstd).
 
-    Shapes: grad_y and x [T, D] in bf16 or fp32, rows may be strided; rstd [T] fp32; grad_weight [D] fp32;
-    partials [P, D] fp32 is workspace. P groups of consecutive rows are summed side by side, then the P sums: the
-    order of the sum, so its bits, depends on T, D and P only (P = 128 keeps any card busy).
-    round is to x's dtype, as in the forward, whose exact derivative this is.
+    Shapes: grad_y and x [T, D] or [T, K, D] in bf16 or fp32, rows may be strided; rstd from the forward; grad_weight
+    [D] fp32; partials [P, D] fp32 is workspace. P groups of consecutive rows are summed side by side, then the P sums:
+    the order of the sum, so its bits, depends on T, K, D and P only (P = 128 keeps any card busy).
+    round is to x's dtype, as in the forward, whose exact derivative this is; with wide nothing is rounded.
     Order: two launches on the current stream, never synchronises. T = 0 adds nothing.
     Raises: ValueError on other shapes, dtypes or strides.
     """
-    tokens, width = x.shape
-    check_tensor("x", x, (tokens, width), FLOATS, strided_rows=True)
-    check_tensor("grad_y", grad_y, (tokens, width), FLOATS, strided_rows=True)
-    check_tensor("rstd", rstd, (tokens,), (torch.float32,))
+    shape, width = tuple(x.shape), x.shape[-1]
+    _check_rows("x", x, shape, FLOATS)
+    _check_rows("grad_y", grad_y, shape, FLOATS)
+    check_tensor("rstd", rstd, shape[:-1], (torch.float32,), strided_rows=x.dim() == 3)
     check_tensor("grad_weight", grad_weight, (width,), (torch.float32,))
     check_tensor("partials", partials, (partials.shape[0], width), (torch.float32,))
     groups = partials.shape[0]
     if groups == 0:
         raise ValueError("partials must have at least one row, got shape [0, D]")
+    count, heads = _rows(x)
     column_tiles = triton.cdiv(width, _WEIGHT_COLUMNS)
     _partial_weight_kernel[(groups * column_tiles,)](
-        grad_y, x, rstd, partials, tokens, width, triton.cdiv(tokens, groups), column_tiles,
-        grad_y.stride(0), x.stride(0), ROWS=_WEIGHT_ROWS, COLUMNS=_WEIGHT_COLUMNS, num_warps=4,
+        grad_y, x, rstd, partials, count, width, heads, triton.cdiv(count, groups), column_tiles,
+        grad_y.stride(0), x.stride(0), rstd.stride(0), WIDE=wide, ROWS=_WEIGHT_ROWS, COLUMNS=_WEIGHT_COLUMNS,
+        num_warps=4,
     )  # fmt: skip
     _sum_partials_kernel[(triton.cdiv(width, _SUM_COLUMNS),)](
         partials, grad_weight, groups, width,
         ACCUMULATE=accumulate, ROWS=_SUM_ROWS, COLUMNS=_SUM_COLUMNS, num_warps=4,
     )  # fmt: skip
+
+
+def _check_rows(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+    """Rows may be strided; heads of one row lie side by side."""
+    check_tensor(name, tensor, shape, dtypes, strided_rows=True)
+    if len(shape) == 3 and shape[1] > 1 and tensor.stride(1) != shape[2]:
+        raise ValueError(f"{name} needs heads side by side, got shape {list(shape)}, strides {list(tensor.stride())}")
+
+
+def _rows(x: Tensor) -> tuple[int, int]:
+    """(rows to normalise, how many of them lie side by side)."""
+    heads = 1 if x.dim() == 2 else x.shape[1]
+    return x.shape[0] * heads, heads
 
 
 def _row_tile(width: int) -> tuple[int, int, int]:
@@ -106,44 +138,70 @@ def _row_tile(width: int) -> tuple[int, int, int]:
 
 
 @triton.jit
+def _offsets(rows, heads, stride, width):
+    """Where rows begin: `heads` of them side by side, then the next `stride` elements further on."""
+    return (rows // heads) * stride + (rows % heads) * width
+
+
+@triton.jit
 def _forward_kernel(
-    x_ptr, weight_ptr, out_ptr, rstd_ptr, tokens, width, x_stride, out_stride, eps,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, weight_ptr, out_ptr, rstd_ptr, residual_ptr, count, width, heads, x_stride, out_stride, rstd_stride,
+    residual_stride, eps, offset,
+    STORE_RSTD: tl.constexpr, RESIDUAL: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
-    mask = (rows < tokens)[:, None] & (columns < width)[None, :]
-    x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-    # before the sum over the row is waited for, so that both loads are under way together
+    mask = (rows < count)[:, None] & (columns < width)[None, :]
+    source = x_ptr + _offsets(rows, heads, x_stride, width)[:, None] + columns[None, :]
+    x = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    # before the sum over the row is waited for, so that all loads are under way together
     weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        added = residual_ptr + _offsets(rows, heads, residual_stride, width)[:, None] + columns[None, :]
+        residual = tl.load(added, mask=mask, other=0.0).to(tl.float32)
     mean_square = tl.sum(x * x, axis=1) / width
     rstd = tl.div_rn(1.0, tl.sqrt_rn(mean_square + eps))
-    tl.store(rstd_ptr + rows, rstd, mask=rows < tokens)
+    if STORE_RSTD:
+        tl.store(rstd_ptr + _offsets(rows, heads, rstd_stride, 1), rstd, mask=rows < count)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    normalised = round_to(x * rstd[:, None], dtype).to(tl.float32)
-    y = normalised * round_to(weight, dtype).to(tl.float32)[None, :]
-    tl.store(out_ptr + rows[:, None] * out_stride + columns[None, :], round_to(y, dtype), mask=mask)
+    if WIDE:
+        y = x * rstd[:, None] * (weight + offset)[None, :]
+    else:
+        normalised = round_to(x * rstd[:, None], dtype).to(tl.float32)
+        y = normalised * round_to(weight + offset, dtype).to(tl.float32)[None, :]
+    if RESIDUAL:
+        y += residual
+    target = out_ptr + _offsets(rows, heads, out_stride, width)[:, None] + columns[None, :]
+    tl.store(target, round_to(y, dtype), mask=mask)
 
 
 @triton.jit
 def _backward_input_kernel(
-    grad_y_ptr, x_ptr, weight_ptr, rstd_ptr, grad_x_ptr, tokens, width, grad_y_stride, x_stride, grad_x_stride,
-    ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    grad_y_ptr, x_ptr, weight_ptr, rstd_ptr, grad_x_ptr, count, width, heads, grad_y_stride, x_stride, grad_x_stride,
+    rstd_stride, offset, eps,
+    FIND_RSTD: tl.constexpr, ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
-    mask = (rows < tokens)[:, None] & (columns < width)[None, :]
-    x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-    grad_y = tl.load(grad_y_ptr + rows[:, None] * grad_y_stride + columns[None, :], mask=mask, other=0.0)
-    weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
-    rstd = tl.load(rstd_ptr + rows, mask=rows < tokens, other=0.0)[:, None]
-    target = grad_x_ptr + rows[:, None] * grad_x_stride + columns[None, :]
+    mask = (rows < count)[:, None] & (columns < width)[None, :]
+    source = x_ptr + _offsets(rows, heads, x_stride, width)[:, None] + columns[None, :]
+    x = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    grads = grad_y_ptr + _offsets(rows, heads, grad_y_stride, width)[:, None] + columns[None, :]
+    grad_y = tl.load(grads, mask=mask, other=0.0)
+    weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32) + offset
+    rstd_ptrs = rstd_ptr + _offsets(rows, heads, rstd_stride, 1)
+    if not FIND_RSTD:
+        rstd = tl.load(rstd_ptrs, mask=rows < count, other=0.0)
+    target = grad_x_ptr + _offsets(rows, heads, grad_x_stride, width)[:, None] + columns[None, :]
     if ACCUMULATE:  # all loads before the sum over the row is waited for
         previous = tl.load(target, mask=mask, other=0.0)
-    normalised = x * rstd
+    if FIND_RSTD:
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x, axis=1) / width + eps))
+        tl.store(rstd_ptrs, rstd, mask=rows < count)
+    normalised = x * rstd[:, None]
     grad_normalised = grad_y.to(tl.float32) * weight[None, :]
     projection = tl.sum(grad_normalised * normalised, axis=1) / width
-    grad_x = rstd * (grad_normalised - normalised * projection[:, None])
+    grad_x = rstd[:, None] * (grad_normalised - normalised * projection[:, None])
     if ACCUMULATE:
         grad_x += previous.to(tl.float32)
     tl.store(target, round_to(grad_x, grad_x_ptr.dtype.element_ty), mask=mask)
@@ -151,8 +209,8 @@ def _backward_input_kernel(
 
 @triton.jit
 def _partial_weight_kernel(
-    grad_y_ptr, x_ptr, rstd_ptr, partials_ptr, tokens, width, group_rows, column_tiles,
-    grad_y_stride, x_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    grad_y_ptr, x_ptr, rstd_ptr, partials_ptr, count, width, heads, group_rows, column_tiles,
+    grad_y_stride, x_stride, rstd_stride, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """partials[group] = the sum over the group's consecutive rows; lanes of a tile are summed once, at the end.
 
@@ -161,15 +219,19 @@ def _partial_weight_kernel(
     group = (tl.program_id(0) // column_tiles).to(tl.int64)
     columns = (tl.program_id(0) % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
     begin = group * group_rows
-    end = tl.minimum(begin + group_rows, tokens)
+    end = tl.minimum(begin + group_rows, count)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for row in range(begin, end, ROWS):
         rows = row + tl.arange(0, ROWS)
         mask = (rows < end)[:, None] & (columns < width)[None, :]
-        x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0)
-        grad_y = tl.load(grad_y_ptr + rows[:, None] * grad_y_stride + columns[None, :], mask=mask, other=0.0)
-        rstd = tl.load(rstd_ptr + rows, mask=rows < end, other=0.0)
-        normalised = round_to(x.to(tl.float32) * rstd[:, None], x.dtype).to(tl.float32)
+        source = x_ptr + _offsets(rows, heads, x_stride, width)[:, None] + columns[None, :]
+        x = tl.load(source, mask=mask, other=0.0)
+        grads = grad_y_ptr + _offsets(rows, heads, grad_y_stride, width)[:, None] + columns[None, :]
+        grad_y = tl.load(grads, mask=mask, other=0.0)
+        rstd = tl.load(rstd_ptr + _offsets(rows, heads, rstd_stride, 1), mask=rows < end, other=0.0)
+        normalised = x.to(tl.float32) * rstd[:, None]
+        if not WIDE:
+            normalised = round_to(normalised, x.dtype).to(tl.float32)
         total += grad_y.to(tl.float32) * normalised
     tl.store(partials_ptr + group * width + columns, tl.sum(total, axis=0), mask=columns < width)
 

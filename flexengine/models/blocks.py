@@ -1,67 +1,172 @@
-"""Ops composed into layers. A family names its options; what a layer keeps, costs and streams follows from the ops."""
+"""Ops composed into blocks. A family names its options; what a block keeps, costs and streams follows from the ops."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
 
-from flexengine.models.fields import Fields
-from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec, ParamSpec, WeightSource
+from flexengine.models.spec import ParamSpec, WeightSource
 from flexengine.ops.attention import CausalAttention
+from flexengine.ops.attention_style import CAUSAL, AttentionStyle
 from flexengine.ops.base import Op
-from flexengine.ops.cross_entropy import LMHeadLoss
-from flexengine.ops.embedding import Embedding
+from flexengine.ops.glu import GLU, Activation
 from flexengine.ops.linear import Linear
-from flexengine.ops.rmsnorm import RMSNorm
+from flexengine.ops.qk_norm import QKNorm, Span
+from flexengine.ops.rmsnorm import NormStyle, RMSNorm
 from flexengine.ops.rope import RoPE
-from flexengine.ops.swiglu import SwiGLU
+
+Norms = Literal["pre", "post", "both"]
+"""Where a block has norms: before attention and FFN, after them (within the residual branch), or both."""
 
 
 @dataclass(frozen=True)
-class DecoderShape:
-    """Sizes and switches of a pre-norm decoder, named as in Hugging Face configs."""
+class BlockShape:
+    """Sizes and options of one block. Blocks of equal shape share their ops.
+
+    qk_norm: queries and keys are normalised by head or by row. rope: the model's table of frequencies, None for none.
+    """
 
     hidden_size: int
     intermediate_size: int
-    num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    vocab_size: int
-    rms_norm_eps: float
-    tie_word_embeddings: bool
-    attention_bias: bool = False
+    norm: NormStyle
+    norms: Norms = "pre"
+    qkv_bias: bool = False
+    o_bias: bool = False
     mlp_bias: bool = False
-    rope_scaling_factor: float = 1.0
+    qk_norm: Span | None = None
+    rope: str | None = "inv_freq"
+    rope_scaling: float = 1.0
+    attention: AttentionStyle = CAUSAL
+    activation: Activation = "silu"
 
     @property
-    def qkv_rows(self) -> int:
-        """Rows of the fused query, key and value weight."""
-        return (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
+    def query_width(self) -> int:
+        """Columns of all query heads."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def key_width(self) -> int:
+        """Columns of all key heads, and of all value heads."""
+        return self.num_key_value_heads * self.head_dim
 
 
-def decoder_ops(s: DecoderShape) -> tuple[Op, ...]:
-    """x -> norm -> qkv -> rope -> attention -> + x -> norm -> gate-up -> SwiGLU -> down -> + -> y."""
-    n, g, h, d, f = s.num_attention_heads, s.num_key_value_heads, s.head_dim, s.hidden_size, s.intermediate_size
-    attn_bias, mlp_bias = s.attention_bias, s.mlp_bias
+@dataclass(frozen=True)
+class BlockNames:
+    """Modules of a block in the checkpoint. A fused projection has one name, the usual ones one for each part."""
 
-    def bias(name: str, present: bool) -> str | None:
-        return f"{name}.bias" if present else None
+    attn_norm: str = "input_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    o: str = "self_attn.o_proj"
+    attn_post_norm: str = "post_attention_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    mlp_post_norm: str = "post_feedforward_layernorm"
 
+
+@lru_cache(maxsize=256)
+def block_ops(s: BlockShape) -> tuple[Op, ...]:
+    """x -> norm -> qkv -> rope -> attention -> + x -> norm -> gate-up -> act(gate) * up -> down -> + -> y, with norms
+    where the shape has them."""
+    return (*_attention_ops(s), *_mlp_ops(s))
+
+
+def _attention_ops(s: BlockShape) -> list[Op]:
+    """x -> x1."""
+    d, n, g, h = s.hidden_size, s.num_attention_heads, s.num_key_value_heads, s.head_dim
+    ops, rows = _opening_norm(s, "attn_norm", "x", "h1")
+    stages = ["qkv_raw"] if s.qk_norm or s.rope else []
+    stages += ["qkv_normed"] if s.qk_norm and s.rope else []
+    stages.append("qkv")
+    ops.append(
+        Linear("qkv_proj", rows, stages[0], d, s.query_width + 2 * s.key_width, *_weights("qkv_proj", s.qkv_bias))
+    )
+    if s.qk_norm:
+        weights = ("q_norm.weight", "k_norm.weight")
+        ops.append(QKNorm("qk_norm", stages[0], stages[1], n, g, h, s.qk_norm, weights, s.norm))
+    if s.rope:
+        ops.append(RoPE("rope", stages[-2], stages[-1], n, g, h, s.rope_scaling, s.rope))
+    ops.append(CausalAttention("attention", "qkv", "o", n, g, h, s.attention))
+    return [*ops, *_closing(s, ("o_proj", "o", s.query_width, s.o_bias), "attn_post_norm", "x", "x1")]
+
+
+def _mlp_ops(s: BlockShape) -> list[Op]:
+    """x1 -> y."""
+    f, unit = s.intermediate_size, "swiglu" if s.activation == "silu" else "geglu"
+    ops, rows = _opening_norm(s, "mlp_norm", "x1", "h2")
+    ops.append(Linear("gate_up_proj", rows, "gate_up", s.hidden_size, 2 * f, *_weights("gate_up_proj", s.mlp_bias)))
+    ops.append(GLU(unit, "gate_up", "a", f, s.activation))
+    return [*ops, *_closing(s, ("down_proj", "a", f, s.mlp_bias), "mlp_post_norm", "x1", "y")]
+
+
+def _weights(name: str, bias: bool) -> tuple[str, str | None]:
+    return f"{name}.weight", f"{name}.bias" if bias else None
+
+
+def _opening_norm(s: BlockShape, name: str, x: str, y: str) -> tuple[list[Op], str]:
+    """The norm before a branch, if the block has it, and the tensor that the branch reads."""
+    if s.norms == "post":
+        return [], x
+    return [RMSNorm(name, x, y, s.hidden_size, f"{name}.weight", s.norm)], y
+
+
+def _closing(s: BlockShape, linear: tuple[str, str, int, bool], norm: str, residual: str, y: str) -> list[Op]:
+    """The projection that ends a branch, the norm after it if the block has one, and the residual's sum."""
+    name, x, width, bias = linear
+    if s.norms == "pre":
+        return [Linear(name, x, y, width, s.hidden_size, *_weights(name, bias), residual=residual)]
+    return [
+        Linear(name, x, f"{name}_out", width, s.hidden_size, *_weights(name, bias)),
+        RMSNorm(norm, f"{name}_out", y, s.hidden_size, f"{norm}.weight", s.norm, residual=residual),
+    ]
+
+
+def norm_param(name: str, source: str, width: int, style: NormStyle) -> ParamSpec:
+    """A norm weight, one at first: stored as 1 less the style's offset."""
+    init = "zeros" if style.offset else "ones"
+    return ParamSpec(name, (width,), (WeightSource(source, (width,)),), kind="vector", init=init)
+
+
+def block_params(s: BlockShape, prefix: str, names: BlockNames) -> tuple[ParamSpec, ...]:
+    """Parameters of one block, in the order of its ops, from tensors under `prefix` (such as model.layers.3)."""
+
+    def norm(name: str, source: str, width: int = s.hidden_size) -> ParamSpec:
+        return norm_param(f"{name}.weight", f"{prefix}.{source}.weight", width, s.norm)
+
+    def linear(name: str, sources: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool) -> list[ParamSpec]:
+        return _stacked(name, _parts([f"{prefix}.{source}" for source in sources], rows), columns, bias)
+
+    d, f, qk_widths = s.hidden_size, s.intermediate_size, (s.head_dim, s.head_dim)
+    if s.qk_norm == "row":
+        qk_widths = (s.query_width, s.key_width)
+    pre, post = s.norms != "post", s.norms != "pre"
+    qk_norms = [norm("q_norm", names.q_norm, qk_widths[0]), norm("k_norm", names.k_norm, qk_widths[1])]
     return (
-        RMSNorm("attn_norm", "x", "h1", d, "attn_norm.weight", s.rms_norm_eps),
-        Linear("qkv_proj", "h1", "qkv_raw", d, s.qkv_rows, "qkv_proj.weight", bias("qkv_proj", attn_bias)),
-        RoPE("rope", "qkv_raw", "qkv", n, g, h, s.rope_scaling_factor),
-        CausalAttention("attention", "qkv", "o", n, g, h),
-        Linear("o_proj", "o", "x1", n * h, d, "o_proj.weight", bias("o_proj", attn_bias), residual="x"),
-        RMSNorm("mlp_norm", "x1", "h2", d, "mlp_norm.weight", s.rms_norm_eps),
-        Linear("gate_up_proj", "h2", "gate_up", d, 2 * f, "gate_up_proj.weight", bias("gate_up_proj", mlp_bias)),
-        SwiGLU("swiglu", "gate_up", "a", f),
-        Linear("down_proj", "a", "y", f, d, "down_proj.weight", bias("down_proj", mlp_bias), residual="x1"),
+        *([norm("attn_norm", names.attn_norm)] if pre else []),
+        *linear("qkv_proj", names.qkv, (s.query_width, s.key_width, s.key_width), d, s.qkv_bias),
+        *(qk_norms if s.qk_norm else []),
+        *linear("o_proj", (names.o,), (d,), s.query_width, s.o_bias),
+        *([norm("attn_post_norm", names.attn_post_norm)] if post else []),
+        *([norm("mlp_norm", names.mlp_norm)] if pre else []),
+        *linear("gate_up_proj", names.gate_up, (f, f), d, s.mlp_bias),
+        *linear("down_proj", (names.down,), (d,), f, s.mlp_bias),
+        *([norm("mlp_post_norm", names.mlp_post_norm)] if post else []),
     )
 
 
+def _parts(sources: list[str], rows: tuple[int, ...]) -> list[tuple[str, int]]:
+    """(module, rows) of each source: one that is fused in the checkpoint has all rows."""
+    return [(sources[0], sum(rows))] if len(sources) == 1 else list(zip(sources, rows, strict=True))
+
+
 def _stacked(name: str, parts: list[tuple[str, int]], columns: int, bias: bool) -> list[ParamSpec]:
-    """A fused linear: its weight, and its bias when there is one, from Hugging Face modules stacked by rows."""
+    """A linear layer: its weight, and its bias when there is one, from modules stacked by rows."""
     rows = sum(r for _, r in parts)
     weights = tuple(WeightSource(f"{part}.weight", (r, columns)) for part, r in parts)
     params = [ParamSpec(f"{name}.weight", (rows, columns), weights)]
@@ -69,94 +174,3 @@ def _stacked(name: str, parts: list[tuple[str, int]], columns: int, bias: bool) 
         biases = tuple(WeightSource(f"{part}.bias", (r,)) for part, r in parts)
         params.append(ParamSpec(f"{name}.bias", (rows,), biases, kind="vector", init="zeros"))
     return params
-
-
-def norm_param(name: str, source: str, width: int) -> ParamSpec:
-    """A norm weight."""
-    return ParamSpec(name, (width,), (WeightSource(source, (width,)),), kind="vector", init="ones")
-
-
-def decoder_params(s: DecoderShape, prefix: str) -> tuple[ParamSpec, ...]:
-    """Parameters of one block under Hugging Face names with `prefix` (such as model.layers.3)."""
-    attn, mlp, q, kv = (
-        f"{prefix}.self_attn",
-        f"{prefix}.mlp",
-        s.num_attention_heads * s.head_dim,
-        s.num_key_value_heads * s.head_dim,
-    )
-    qkv = [(f"{attn}.q_proj", q), (f"{attn}.k_proj", kv), (f"{attn}.v_proj", kv)]
-    gate_up = [(f"{mlp}.gate_proj", s.intermediate_size), (f"{mlp}.up_proj", s.intermediate_size)]
-    return (
-        norm_param("attn_norm.weight", f"{prefix}.input_layernorm.weight", s.hidden_size),
-        *_stacked("qkv_proj", qkv, s.hidden_size, s.attention_bias),
-        *_stacked("o_proj", [(f"{attn}.o_proj", s.hidden_size)], q, s.attention_bias),
-        norm_param("mlp_norm.weight", f"{prefix}.post_attention_layernorm.weight", s.hidden_size),
-        *_stacked("gate_up_proj", gate_up, s.hidden_size, s.mlp_bias),
-        *_stacked("down_proj", [(f"{mlp}.down_proj", s.hidden_size)], s.intermediate_size, s.mlp_bias),
-    )
-
-
-def _layer_params(group_index: int, group: GroupSpec) -> tuple[tuple[str, int, str], ...]:
-    return tuple((p.name, group_index, p.name) for p in group.params)
-
-
-def decoder_groups(s: DecoderShape) -> tuple[GroupSpec, ...]:
-    """Parameter groups: embed, one per block, head (the final norm alone when the embedding is tied)."""
-    vocab = (s.vocab_size, s.hidden_size)
-    embed = ParamSpec("embed.weight", vocab, (WeightSource("model.embed_tokens.weight", vocab),))
-    lm_head = ParamSpec("lm_head.weight", vocab, (WeightSource("lm_head.weight", vocab),))
-    final_norm = norm_param("final_norm.weight", "model.norm.weight", s.hidden_size)
-    blocks = [
-        GroupSpec(f"block.{i}", "block", decoder_params(s, f"model.layers.{i}")) for i in range(s.num_hidden_layers)
-    ]
-    head = (final_norm,) if s.tie_word_embeddings else (final_norm, lm_head)
-    return (GroupSpec("embed", "embed", (embed,)), *blocks, GroupSpec("head", "head", head))
-
-
-def decoder_layers(s: DecoderShape, groups: tuple[GroupSpec, ...]) -> tuple[LayerSpec, ...]:
-    """Embedding, blocks (which share one tuple of ops) and head, over the given groups."""
-    d, v, last = s.hidden_size, s.vocab_size, len(groups) - 1
-    embed = LayerSpec(
-        "embedding",
-        "embedding",
-        (Embedding("embed", "y", v, d, "embed.weight"),),
-        (("embed.weight", 0, "embed.weight"),),
-        None,
-        "y",
-    )
-    ops = decoder_ops(s)
-    blocks = [LayerSpec(f"block.{i - 1}", "block", ops, _layer_params(i, groups[i]), "x", "y") for i in range(1, last)]
-    group, name = (0, "embed.weight") if s.tie_word_embeddings else (last, "lm_head.weight")
-    head = LayerSpec(
-        "head",
-        "head",
-        (
-            RMSNorm("final_norm", "x", "h", d, "final_norm.weight", s.rms_norm_eps),
-            LMHeadLoss("lm_head", "h", d, v, "lm_head.weight"),
-        ),
-        (("final_norm.weight", last, "final_norm.weight"), ("lm_head.weight", group, name)),
-        "x",
-        None,
-    )
-    return (embed, *blocks, head)
-
-
-def decoder_model(name: str, family: str, config: dict, shape: DecoderShape, inv_freq: tuple[float, ...]) -> ModelSpec:
-    """Assemble a decoder of the given shape. Raises ValueError for what else it reads from the config."""
-    fields, groups = Fields(name, config), decoder_groups(shape)
-    return ModelSpec(
-        name=name,
-        family=family,
-        hf_config=config,
-        hidden_size=shape.hidden_size,
-        vocab_size=shape.vocab_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=fields.whole("max_position_embeddings", 2048),
-        initializer_range=fields.number("initializer_range", 0.02, high=100.0),
-        tie_word_embeddings=shape.tie_word_embeddings,
-        inv_freq=inv_freq,
-        groups=groups,
-        layers=decoder_layers(shape, groups),
-    )

@@ -21,6 +21,9 @@ LARGEST = {
     "head_dim": 4096,
     "vocab_size": 2**24,
     "max_position_embeddings": 2**31 - 1,
+    "sliding_window": 2**31 - 1,
+    "sliding_window_pattern": 1024,
+    "max_window_layers": 1024,
 }
 """Field -> largest value: 8 to 40 times the largest published model (Llama 3.1 405B), or what an int32 position
 holds. More is a damaged file, and descriptions, plans and tables of such a size would fill memory."""
@@ -69,6 +72,14 @@ class Fields:
         if value is not default and not isinstance(value, str):
             raise self._error(name, value, "a text")
         return value
+
+    def numbers(self, name: str, count: int, low: float, high: float) -> list[float]:
+        """A list of `count` numbers in low..high."""
+        value = self._value(name, _REQUIRED)
+        fits = isinstance(value, list) and len(value) == count
+        if not fits or any(type(x) not in (int, float) or not low <= x <= high for x in value):
+            raise self._error(name, value, f"a list of {count} numbers from {low:g} to {high:g}")
+        return [float(x) for x in value]
 
     def nested(self, name: str) -> dict[str, Any]:
         """An object inside the config; {} where it is absent or null."""

@@ -7,11 +7,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flexengine.models import llama
+from flexengine.models import gemma, llama, mistral, olmo, phi3, qwen
 from flexengine.models.spec import ModelSpec
 from flexengine.wording import did_you_mean, parse_json, shown
 
-FAMILIES: dict[str, Callable[[str, dict], ModelSpec]] = {"llama": llama.build}
+FAMILIES: dict[str, Callable[[str, dict], ModelSpec]] = {
+    "llama": llama.build,
+    "mistral": mistral.build,
+    "ministral": mistral.build,
+    "qwen2": qwen.build,
+    "qwen3": qwen.build,
+    "gemma2": gemma.build,
+    "gemma3_text": gemma.build,
+    "olmo2": olmo.build,
+    "olmo3": olmo.build,
+    "phi3": phi3.build,
+}
 """Hugging Face `model_type` -> builder."""
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"

@@ -1,7 +1,8 @@
-"""Rotary frequencies of a Hugging Face config: default, linear, llama3 and yarn scaling.
+"""Rotary frequencies of a Hugging Face config: default, linear, llama3, yarn and longrope scaling.
 
 Sources: linear: Chen et al. 2023, "Extending Context Window of Large Language Models via Positional Interpolation";
-yarn: Peng et al. 2023, "YaRN"; llama3: the Llama 3.1 model card's wavelength bands.
+yarn: Peng et al. 2023, "YaRN"; llama3: the Llama 3.1 model card's wavelength bands; longrope: Ding et al. 2024,
+"LongRoPE".
 """
 
 from __future__ import annotations
@@ -12,18 +13,23 @@ from typing import NamedTuple
 import torch
 
 from flexengine.models.fields import Fields
+from flexengine.models.spec import Table
 from flexengine.wording import did_you_mean, shown
 
-SUPPORTED = ("default", "linear", "llama3", "yarn")
+SUPPORTED = ("default", "linear", "llama3", "yarn", "longrope")
+OLD_NAMES = {"su": "longrope"}
 THETA_RANGE = (1.001, 1e30)  # published: 1e4 to 1e8; float32 powers of more overflow, of 1 all are equal
 FACTOR_RANGE = (1e-3, 1e6)  # published: 1 to 64
 
 
 class RopeParameters(NamedTuple):
-    """inv_freq: R/2 frequencies in radians per position; scaling multiplies cos and sin (yarn's attention factor)."""
+    """inv_freq: R/2 frequencies in radians per position; scaling multiplies cos and sin (yarn's attention factor).
+    longrope has others for runs of more than `long_from` tokens."""
 
     inv_freq: tuple[float, ...]
     scaling: float
+    long_inv_freq: tuple[float, ...] = ()
+    long_from: int = 0
 
 
 def _parameters(config: dict, model: str) -> tuple[str, float, Fields]:
@@ -32,6 +38,7 @@ def _parameters(config: dict, model: str) -> tuple[str, float, Fields]:
     values = fields.nested("rope_parameters") | fields.nested("rope_scaling")
     options = Fields(model, values, "the rope options of config.json")
     kind = values.get("rope_type", values.get("type")) or "default"
+    kind = OLD_NAMES.get(kind, kind) if isinstance(kind, str) else kind
     theta = options.number("rope_theta", None, *THETA_RANGE) or fields.number("rope_theta", 10000.0, *THETA_RANGE)
     if kind not in SUPPORTED:
         raise ValueError(
@@ -59,7 +66,68 @@ def rope_parameters(config: dict, head_dim: int, model: str = "model") -> RopePa
         return RopeParameters(_llama3(inv_freq, options), 1.0)
     if kind == "yarn":
         return _yarn(inv_freq, theta, rotary_dim, options, config)
+    if kind == "longrope":
+        return _longrope(inv_freq, options, Fields(model, config))
     return RopeParameters(tuple(inv_freq), 1.0)
+
+
+def rope_table(
+    config: dict, head_dim: int, model: str, family: str = "", name: str = "inv_freq", partial: bool = False
+) -> Table:
+    """The rotary frequencies of a config as a table of that name.
+
+    Raises ValueError as `rope_parameters`, and where a family that rotates whole heads (partial=False) is asked for
+    less.
+    """
+    rope = rope_parameters(config, head_dim, model)
+    rotated = 2 * len(rope.inv_freq)
+    if rotated != head_dim and not partial:
+        raise ValueError(
+            f"{model}: partial_rotary_factor in config.json rotates {rotated} of head_dim={head_dim}; "
+            f"a {family} model rotates all of it. Fetch the published config.json again"
+        )
+    return Table(name, *rope)
+
+
+def typed_rope_table(config: dict, head_dim: int, model: str, kind: str, theta_field: str, theta: float) -> Table:
+    """The frequencies of layers of a kind, where a config has several: an object for each kind in `rope_parameters`, or
+    the older fields, of which scaling is that of full attention and the base `theta_field` (by default `theta`).
+
+    Raises: ValueError as `rope_parameters`.
+    """
+    fields = Fields(model, config)
+    nested = fields.nested("rope_parameters")
+    bare = {**config, "rope_parameters": None, "rope_scaling": None}
+    if any(isinstance(options, dict) for options in nested.values()):
+        own = Fields(model, nested, "the rope options of config.json").nested(kind)
+        bare |= {"rope_theta": theta, "rope_parameters": own}
+    else:
+        stated = fields.number(theta_field, theta, *THETA_RANGE)
+        scaling = config.get("rope_scaling") if kind == "full_attention" else None
+        bare |= {"rope_theta": stated, "rope_scaling": scaling}
+    return rope_table(bare, head_dim, model, name=f"inv_freq.{kind}")
+
+
+def _longrope(inv_freq: list[float], options: Fields, config: Fields) -> RopeParameters:
+    """Every frequency divided by a factor of its own, of which there are two sets: for runs up to the original length
+    and for longer ones; cos and sin grow with the ratio of the lengths."""
+    longest = config.whole("max_position_embeddings", None)
+    root = config.number("original_max_position_embeddings", longest, low=1.0)
+    original = options.number("original_max_position_embeddings", root, low=1.0)
+    if original is None:
+        raise ValueError(
+            f"{options.model}: longrope needs original_max_position_embeddings in config.json; fetch the published one "
+            "again"
+        )
+    factor = options.number("factor", (longest or original) / original, *FACTOR_RANGE)
+    grown = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    scaling = options.number("attention_factor", grown, *FACTOR_RANGE)
+    wide = torch.tensor(inv_freq, dtype=torch.float32).reciprocal()
+    short, long = (
+        (1.0 / (torch.tensor(options.numbers(f"{name}_factor", len(inv_freq), *FACTOR_RANGE)) * wide)).tolist()
+        for name in ("short", "long")
+    )
+    return RopeParameters(tuple(short), scaling, tuple(long), int(original))
 
 
 def _llama3(inv_freq: list[float], options: Fields) -> tuple[float, ...]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from flexengine.ops.base import Op
 
@@ -47,6 +48,24 @@ class GroupSpec:
         return sum(p.numel for p in self.params)
 
 
+class Table(NamedTuple):
+    """Rotary frequencies, in radians per position, which ops find as the constant `name`.
+
+    scaling multiplies cos and sin. Where `long_values` are given, they take the place of `values` in runs whose
+    max_seq_len is above `long_from`.
+    """
+
+    name: str
+    values: tuple[float, ...]
+    scaling: float = 1.0
+    long_values: tuple[float, ...] = ()
+    long_from: int = 0
+
+    def values_for(self, max_seq_len: int) -> tuple[float, ...]:
+        """The frequencies of a run."""
+        return self.long_values if self.long_values and max_seq_len > self.long_from else self.values
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """A unit of weight streaming: a straight line of ops from `input` to `output` over named tensors.
@@ -77,13 +96,12 @@ class ModelSpec:
     hf_config: dict = field(hash=False, compare=False)
     hidden_size: int = 0
     vocab_size: int = 0
-    num_attention_heads: int = 0
     num_key_value_heads: int = 0
     head_dim: int = 0
     max_position_embeddings: int = 0
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
-    inv_freq: tuple[float, ...] = ()
+    tables: tuple[Table, ...] = ()
     groups: tuple[GroupSpec, ...] = ()
     layers: tuple[LayerSpec, ...] = ()
 
@@ -100,12 +118,17 @@ class ModelSpec:
     def model_flops(self, seq_lens: tuple[int, ...] | list[int]) -> float:
         """FLOPs of forward and backward without recompute for sequences of the given lengths.
 
-        6 per matrix parameter and token (a tied embedding counts once, as head; an untied one is a gather and counts
-        nothing) plus causal attention, 6 * layers * heads * head_dim * s^2 per sequence of s tokens.
-        Source: Chowdhery et al. 2022, "PaLM", appendix B, with causal attention counted at half.
+        Three times those of forward, in which a matrix parameter counts 2 per token (an embedding is a gather and
+        counts nothing, as head it counts), and attention 4 * heads * head_dim for every query and key that it sees,
+        half of all pairs where nothing else hides keys. Source: Chowdhery et al. 2022, "PaLM", appendix B, with causal
+        attention counted at half.
         """
-        matrices = sum(p.numel for g in self.groups for p in g.params if p.kind == "matrix")
-        if not self.tie_word_embeddings:
-            matrices -= self.vocab_size * self.hidden_size
-        attention = 6.0 * len(self.blocks) * self.num_attention_heads * self.head_dim
-        return 6.0 * matrices * sum(seq_lens) + attention * sum(s * s for s in seq_lens)
+        layers = Counter(layer.ops for layer in self.layers).items()
+        lengths = Counter(seq_lens).items()
+        forward = sum(
+            count * times * op.forward_work(length, length, 2).flops
+            for ops, times in layers
+            for op in ops
+            for length, count in lengths
+        )
+        return 3.0 * forward

@@ -4,6 +4,10 @@ Shapes: a fused row holds N query, G key and G value heads of width H: qkv [T, (
 in float32 (stored as T * N elements). Packed sequences are told apart by cumulative lengths; when a chunk continues a
 long sequence, its queries also see all keys of the window.
 
+Two windows meet here: the KeyValueWindow holds the keys of a long sequence's earlier chunks; a style's window, where
+there is one, lets a query see the last so many keys only. A chunk then reads no more of the former than the latter
+reaches.
+
 On CUDA the keys of a window are taken a block at a time, and the parts are joined by their log-sum-exps, so that what a
 call needs besides its operands does not grow with the sequence.
 """
@@ -13,31 +17,46 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexengine.ops.attention_kernels import Kernels, Lengths, can_serve, choose_kernels, kernel_workspace_bytes
+from flexengine.ops.attention_kernels import (
+    Kernels,
+    Lengths,
+    can_serve,
+    choose_kernels,
+    kernel_key_bytes,
+    kernel_workspace_bytes,
+)
 from flexengine.ops.attention_reference import (
     attention_backward_reference,
     attention_forward_reference,
     plain_window_bytes,
     plain_workspace_bytes,
 )
+from flexengine.ops.attention_style import CAUSAL, AttentionStyle
 from flexengine.ops.base import KeyValueWindow, Op, OpEnv, TensorSpec, Work
 
 
+def _first_call(window: KeyValueWindow, style: AttentionStyle, tokens: int) -> slice:
+    """Rows that a causal call takes: a chunk's own keys, and with a window all that its queries see."""
+    first = style.first_key(window.start) if style.window else window.start
+    return slice(first, window.start + tokens)
+
+
 def window_forward(
-    kernels: Kernels, q: Tensor, window: KeyValueWindow, lengths: Lengths, out: Tensor, lse: Tensor
-) -> None:
+    kernels: Kernels, q: Tensor, window: KeyValueWindow, lengths: Lengths, style: AttentionStyle, out: Tensor,
+    lse: Tensor,
+) -> None:  # fmt: skip
     """out [T, N, H] and lse [N, T] of queries that see the window's keys up to `start`, and causally their own."""
-    own = slice(window.start, window.start + len(q))
-    part, stats = kernels.forward(q, window.keys[own], window.values[own], lengths)
+    own = _first_call(window, style, len(q))
+    part, stats = kernels.forward(q, window.keys[own], window.values[own], lengths, style)
     lse.copy_(stats)
-    if window.start == 0:
+    if window.start == 0 or style.window:
         out.copy_(part)
         return
     from flexengine.kernels.attention_merge import attention_merge_  # noqa: PLC0415 (Triton: imported when first used)
 
     total = part.float().contiguous()
     for rows in window.blocks():
-        part, stats = kernels.forward(q, window.keys[rows], window.values[rows], None)
+        part, stats = kernels.forward(q, window.keys[rows], window.values[rows], None, style)
         attention_merge_(total, lse, part.contiguous(), stats.contiguous())
     out.copy_(total)
 
@@ -51,6 +70,7 @@ def window_backward(
     lse: Tensor,
     lengths: Lengths,
     rng: Tensor,
+    style: AttentionStyle,
 ) -> Tensor:
     """grad_q [T, N, H]; gradients of all keys and values that the queries saw are added to the window's."""
     grad_keys, grad_values = window.grad_keys, window.grad_values
@@ -59,14 +79,14 @@ def window_backward(
 
     def backward(rows: slice, causal: Lengths | None) -> Tensor:
         grad_q, grad_k, grad_v = kernels.backward(
-            grad_out, q, window.keys[rows], window.values[rows], out, lse, causal, rng
+            grad_out, q, window.keys[rows], window.values[rows], out, lse, causal, rng, style
         )
         grad_keys[rows] += grad_k
         grad_values[rows] += grad_v
         return grad_q
 
-    grad_q = backward(slice(window.start, window.start + len(q)), lengths)
-    if window.start == 0:
+    grad_q = backward(_first_call(window, style, len(q)), lengths)
+    if window.start == 0 or style.window:
         return grad_q
     total = grad_q.float()
     del grad_q
@@ -78,7 +98,11 @@ def window_backward(
 class CausalAttention(Op):
     """o, lse = attention(qkv). A chunk that continues a sequence first puts its own keys and values into the window."""
 
-    def __init__(self, name: str, qkv: str, y: str, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    def __init__(
+        self, name: str, qkv: str, y: str, num_heads: int, num_kv_heads: int, head_dim: int,
+        style: AttentionStyle = CAUSAL,
+    ) -> None:  # fmt: skip
+        self.style = style
         self.name, self.qkv, self.y, self.lse = name, qkv, y, f"{y}_lse"
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.inputs = (qkv,)
@@ -105,10 +129,12 @@ class CausalAttention(Op):
         """out [T, N, H] and lse [N, T]."""
         return env.t[self.y].view(-1, self.num_heads, self.head_dim), env.t[self.lse].view(self.num_heads, -1)
 
-    def _kernels(self, env: OpEnv, q: Tensor) -> Kernels | None:
-        window = env.chunk.window
+    def _kernels(self, env: OpEnv, q: Tensor) -> tuple[Kernels | None, AttentionStyle]:
+        """What serves, and the style without a window that hides no key of this chunk's queries."""
+        window, seq_lens = env.chunk.window, env.chunk.seq_lens
         other = () if window is None else (window.start, window.block_tokens)
-        return choose_kernels(env.chunk.attention, q, env.chunk.seq_lens, other)
+        style = self.style.within(max(seq_lens) + (0 if window is None else window.start))
+        return choose_kernels(env.chunk.attention, q, seq_lens, other, style), style
 
     def forward(self, env: OpEnv) -> None:
         chunk, window = env.chunk, env.chunk.window
@@ -116,14 +142,14 @@ class CausalAttention(Op):
             self.fill_window(env)
         q, k, v = self.split(env.t[self.qkv])
         out, lse = self._views(env)
-        kernels = self._kernels(env, q)
+        kernels, style = self._kernels(env, q)
         if kernels is None:
             keys, values, before = (k, v, 0) if window is None else window.seen(chunk.tokens)
-            return attention_forward_reference(q, keys, values, chunk.seq_lens, before, out, lse)
+            return attention_forward_reference(q, keys, values, chunk.seq_lens, before, out, lse, style)
         lengths = Lengths(chunk.seq_lens, chunk.cu_seqlens)
         if window is not None:
-            return window_forward(kernels, q, window, lengths, out, lse)
-        kernel_out, kernel_lse = kernels.forward(q, k, v, lengths)
+            return window_forward(kernels, q, window, lengths, style, out, lse)
+        kernel_out, kernel_lse = kernels.forward(q, k, v, lengths, style)
         out.copy_(kernel_out)
         lse.copy_(kernel_lse)
 
@@ -132,35 +158,35 @@ class CausalAttention(Op):
         q, k, v = self.split(env.t[self.qkv])
         out, lse = self._views(env)
         grad_out = env.g[self.y].view(-1, self.num_heads, self.head_dim)
-        kernels, lengths = self._kernels(env, q), Lengths(chunk.seq_lens, chunk.cu_seqlens)
+        (kernels, style), lengths = self._kernels(env, q), Lengths(chunk.seq_lens, chunk.cu_seqlens)
         rng = chunk.constants["attention_rng"]
         if window is None:
             if kernels is None:
-                grads = attention_backward_reference(grad_out, q, k, v, out, lse, chunk.seq_lens, 0)
+                grads = attention_backward_reference(grad_out, q, k, v, out, lse, chunk.seq_lens, 0, style=style)
             else:
-                grads = kernels.backward(grad_out, q, k, v, out, lse, lengths, rng)
+                grads = kernels.backward(grad_out, q, k, v, out, lse, lengths, rng, style)
         elif kernels is None:
-            grads = self._plain_window_backward(grad_out, q, window, out, lse)
+            grads = self._plain_window_backward(grad_out, q, window, out, lse, style)
         else:
-            grad_q = window_backward(kernels, grad_out, q, window, out, lse, lengths, rng)
+            grad_q = window_backward(kernels, grad_out, q, window, out, lse, lengths, rng, style)
             grads = (grad_q, *window.own_grads(chunk.tokens))
         for target, grad in zip(self.split(env.g[self.qkv]), grads, strict=True):
             target.copy_(grad)
 
     @staticmethod
     def _plain_window_backward(
-        grad_out: Tensor, q: Tensor, window: KeyValueWindow, out: Tensor, lse: Tensor
+        grad_out: Tensor, q: Tensor, window: KeyValueWindow, out: Tensor, lse: Tensor, style: AttentionStyle
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert window.grad_keys is not None
         assert window.grad_values is not None
         keys, values, before = window.seen(len(q))
         totals = window.grad_keys[: len(keys)], window.grad_values[: len(keys)]
-        grads = attention_backward_reference(grad_out, q, keys, values, out, lse, (len(q),), before, totals)
+        grads = attention_backward_reference(grad_out, q, keys, values, out, lse, (len(q),), before, totals, style)
         return (grads[0], *window.own_grads(len(q)))
 
     def _flops(self, tokens: int, seq_len: int) -> float:
-        # two products of 2 * H FLOPs per head and causal pair, seq_len / 2 pairs per query; backward has five
-        return 2.0 * tokens * self.num_heads * self.head_dim * seq_len
+        # two products of 2 * H FLOPs per head and visible pair; backward has five
+        return 4.0 * tokens * self.num_heads * self.head_dim * self.style.mean_keys(seq_len)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         copies = 2.0 * tokens * self.num_heads * self.head_dim * compute_bytes
@@ -172,15 +198,19 @@ class CausalAttention(Op):
 
     def _has_kernels(self, compute_bytes: int) -> bool:
         """Whether kernels serve such operands on CUDA; else it is the plain path."""
-        return can_serve("flash", torch.bfloat16 if compute_bytes == 2 else torch.float32, self.head_dim)
+        return can_serve("flash", torch.bfloat16 if compute_bytes == 2 else torch.float32, self.head_dim, self.style)
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         sizes = (tokens, self.num_heads, self.num_kv_heads, self.head_dim)
         if self._has_kernels(compute_bytes):
             return kernel_workspace_bytes(*sizes, compute_bytes)
-        return plain_workspace_bytes(*sizes, max(4, compute_bytes))
+        return plain_workspace_bytes(*sizes, max(4, compute_bytes), bool(self.style.soft_cap))
 
     def window_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        if self._has_kernels(compute_bytes):
-            return 4 * tokens * self.num_heads * self.head_dim  # float32 sum over the blocks of keys
-        return plain_window_bytes(max(4, compute_bytes))
+        if not self._has_kernels(compute_bytes):
+            return plain_window_bytes(max(4, compute_bytes), bool(self.style.soft_cap))
+        blocks = 4 * tokens * self.num_heads * self.head_dim  # float32 sum over the blocks of keys
+        if not self.style.window:
+            return blocks
+        sizes = (self.num_heads, self.num_kv_heads, self.head_dim, compute_bytes)
+        return max(blocks, kernel_key_bytes(self.style.window, *sizes))

@@ -1,20 +1,23 @@
 """Attention kernels on CUDA behind one interface: torch's flash kernels, and cuDNN's through torch's operators.
 
 A call is causal over packed sequences, every query with the keys of its own sequence up to itself, or it is over some
-earlier keys of one long sequence, which all queries see. Statistics are those of FlashAttention: the log-sum-exp of
-every query's scores, from which backward finds the probabilities again; so calls over parts of the keys add up.
+earlier keys of one long sequence, which all queries see; or, with more keys than queries, causal over the end of one
+long sequence, whose last keys are the queries' own (a window reaches back into earlier chunks). Statistics are those of
+FlashAttention: the log-sum-exp of every query's scores, from which backward finds the probabilities again; so calls
+over parts of the keys add up.
 
-Shapes: q, out [T, N, H]; k, v [K, G, H], K = T where causal; lse [N, T] float32; all rows may be strided.
+Shapes: q, out [T, N, H]; k, v [K, G, H], K = T for packed sequences; lse [N, T] float32; all rows may be strided.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flexengine.ops.attention_style import CAUSAL, AttentionStyle
 from flexengine.ops.base import KernelName
 
 CUDNN_LENGTHS = 256
@@ -37,13 +40,15 @@ class Kernels(ABC):
     """
 
     @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None, style: AttentionStyle = CAUSAL
+    ) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
 
     @abstractmethod
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths | None,
-        rng: Tensor,
+        rng: Tensor, style: AttentionStyle = CAUSAL,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """(grad_q, grad_k, grad_v) from the out and lse of all keys that the queries see, here and in other calls."""
 
@@ -51,48 +56,62 @@ class Kernels(ABC):
 class Flash(Kernels):
     """FlashAttention-2 as torch has it: packed sequences by their running sum, bf16 or fp16, head width up to 256."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None) -> tuple[Tensor, Tensor]:
-        if lengths is None:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None, style: AttentionStyle = CAUSAL
+    ) -> tuple[Tensor, Tensor]:
+        forward, options = torch.ops.aten._flash_attention_forward, _flash_options(style)
+        if lengths is None or len(k) != len(q):
             operands = (q[None], k[None], v[None], None, None, len(q), len(k))
-            out, lse, *_ = torch.ops.aten._flash_attention_forward(*operands, 0.0, False, False)
+            out, lse, *_ = forward(*operands, 0.0, lengths is not None, False, **options)
             return out[0], lse[0]
         cu, longest = lengths.cu_seqlens, max(lengths.seq_lens)
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, cu, cu, longest, longest, 0.0, True, False)
+        out, lse, *_ = forward(q, k, v, cu, cu, longest, longest, 0.0, True, False, **options)
         return out, lse
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths | None,
-        rng: Tensor,
+        rng: Tensor, style: AttentionStyle = CAUSAL,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        backward = torch.ops.aten._flash_attention_backward
-        if lengths is None:
+        backward, options = torch.ops.aten._flash_attention_backward, _flash_options(style)
+        if lengths is None or len(k) != len(q):
             operands = (grad_out[None], q[None], k[None], v[None], out[None], lse[None])
-            grads = backward(*operands, None, None, len(q), len(k), 0.0, False, rng, rng)
+            sizes = (None, None, len(q), len(k))
+            grads = backward(*operands, *sizes, 0.0, lengths is not None, rng, rng, **options)
             return grads[0][0], grads[1][0], grads[2][0]
         cu, longest = lengths.cu_seqlens, max(lengths.seq_lens)
-        return backward(grad_out, q, k, v, out, lse, cu, cu, longest, longest, 0.0, True, rng, rng)
+        return backward(grad_out, q, k, v, out, lse, cu, cu, longest, longest, 0.0, True, rng, rng, **options)
+
+
+def _flash_options(style: AttentionStyle) -> dict[str, Any]:
+    """Keys seen before a query's own, none after it, and the scale: only what differs from the operators' defaults."""
+    window = {"window_size_left": style.window - 1, "window_size_right": 0} if style.window else {}
+    return window if style.scale is None else {"scale": style.scale, **window}
 
 
 class Cudnn(Kernels):
     """cuDNN's fused attention: B sequences of equal length as a batch, views of the packed rows."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None, style: AttentionStyle = CAUSAL
+    ) -> tuple[Tensor, Tensor]:
         batch, causal = _batch(lengths), lengths is not None
         heads = (_by_head(x, batch) for x in (q, k, v))
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*heads, None, True, 0.0, causal, False)
+        forward = torch.ops.aten._scaled_dot_product_cudnn_attention
+        out, lse, *_ = forward(*heads, None, True, 0.0, causal, False, scale=style.scale)
         return out.transpose(1, 2).reshape(q.shape), lse.view(batch, q.shape[1], -1).transpose(0, 1).flatten(1)
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths | None,
-        rng: Tensor,
+        rng: Tensor, style: AttentionStyle = CAUSAL,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         batch, causal = _batch(lengths), lengths is not None
         heads = [_by_head(x, batch) for x in (grad_out, q, k, v, out)]
         stats = lse.view(len(lse), batch, -1, 1).transpose(0, 1).contiguous()
         sizes = (len(q) // batch, len(k) // batch)
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            *heads, stats, rng[0], rng[1], None, None, None, *sizes, 0.0, causal
-        )
+            *heads, stats, rng[0], rng[1], None, None, None, *sizes, 0.0, causal,
+            scale=style.scale,
+        )  # fmt: skip
         grad_q, grad_k, grad_v = (g.transpose(1, 2).flatten(0, 1) for g in grads)
         return grad_q, grad_k, grad_v
 
@@ -110,17 +129,18 @@ KERNELS: dict[KernelName, Kernels] = {"flash": Flash(), "cudnn": Cudnn()}
 
 
 def choose_kernels(
-    preferred: KernelName, q: Tensor, seq_lens: tuple[int, ...], other_lens: tuple[int, ...] = ()
-) -> Kernels | None:
+    preferred: KernelName, q: Tensor, seq_lens: tuple[int, ...], other_lens: tuple[int, ...] = (),
+    style: AttentionStyle = CAUSAL,
+) -> Kernels | None:  # fmt: skip
     """What serves q [T, N, H]: the preferred kernels where they can, else flash; None where only the plain path can.
 
     seq_lens: of the packed sequences; other_lens: further numbers of keys, where the chunk continues a sequence. With
     torch's deterministic algorithms it is flash, whose backward then sums in a fixed order; cuDNN's does not.
     """
     width = q.shape[-1]
-    if not q.is_cuda or not can_serve("flash", q.dtype, width):
+    if not q.is_cuda or not can_serve("flash", q.dtype, width, style):
         return None
-    cudnn = preferred == "cudnn" and can_serve("cudnn", q.dtype, width)
+    cudnn = preferred == "cudnn" and can_serve("cudnn", q.dtype, width, style)
     if cudnn and not torch.are_deterministic_algorithms_enabled():
         known = all(length % CUDNN_LENGTHS == 0 for length in (*seq_lens, *other_lens))
         if known and len(set(seq_lens)) == 1:
@@ -128,14 +148,28 @@ def choose_kernels(
     return KERNELS["flash"]
 
 
-def can_serve(kernels: KernelName, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether such kernels are written for operands like these; a card may still have none of them."""
+def can_serve(kernels: KernelName, dtype: torch.dtype, head_dim: int, style: AttentionStyle = CAUSAL) -> bool:
+    """Whether such kernels are written for operands like these; a card may still have none of them. No kernel has a
+    soft cap, and cuDNN's no window through torch's operators."""
+    if style.soft_cap or (style.window and kernels == "cudnn"):
+        return False
     return dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= MOST_HEAD_DIM[kernels]
 
 
 def kernel_workspace_bytes(tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, compute_bytes: int) -> int:
     """Most bytes that a backward call takes from the allocator: grad_q, and grad_k and grad_v for N heads and reduced;
-    a float32 sum of grad_q and row statistics. Kernels pad heads to multiples of 32, above 192 to 256."""
-    width = 256 if head_dim > 192 else -(-head_dim // 32) * 32
-    results = tokens * (num_heads * 3 + 2 * num_kv_heads) * width * compute_bytes
-    return results + (tokens + 128 * 64) * num_heads * (width + 2) * 4
+    a float32 sum of grad_q and row statistics."""
+    width = _padded_width(head_dim)
+    keys = kernel_key_bytes(tokens, num_heads, num_kv_heads, head_dim, compute_bytes)
+    queries = tokens * num_heads * width * compute_bytes
+    return keys + queries + (tokens + 128 * 64) * num_heads * (width + 2) * 4
+
+
+def kernel_key_bytes(keys: int, num_heads: int, num_kv_heads: int, head_dim: int, compute_bytes: int) -> int:
+    """Bytes of the gradients of so many keys and values, for N heads and reduced."""
+    return keys * 2 * (num_heads + num_kv_heads) * _padded_width(head_dim) * compute_bytes
+
+
+def _padded_width(head_dim: int) -> int:
+    """Kernels pad heads to multiples of 32, above 192 to 256."""
+    return 256 if head_dim > 192 else -(-head_dim // 32) * 32

@@ -3,18 +3,21 @@
 Source: Dao 2023, "FlashAttention-2" for the statistics kept (log-sum-exp per query and head) and the backward from
 them: P = exp(S - lse), dV = P^T dO, dS = P * (dO V^T - rowsum(dO * O)), dQ = dS K, dK = dS^T Q.
 
+With a soft cap C the scores are C tanh(S / C), and the gradient of S is dS (1 - tanh^2). A window hides keys from both.
+
 Shapes: B sequences of a block, R queries and K keys of each, G key/value heads, M query heads of each (N = G * M), H
 head width. Rows of one group's query heads lie below each other, so that keys are never repeated.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from flexengine.ops.attention_style import CAUSAL, AttentionStyle
 
 QUERY_BLOCK = 512
 """Most queries of one sequence in a block."""
@@ -79,15 +82,17 @@ class Block(NamedTuple):
         else:
             total[self.queries] += parts.flatten(0, 1)[self.real]
 
-    def later(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-        """[R, K]: the keys that a query must not see."""
-        first = torch.arange(num_queries, device=device)[:, None] + self.before
-        return torch.arange(num_keys, device=device)[None, :] > first
+    def hidden(self, num_queries: int, num_keys: int, window: int, device: torch.device) -> Tensor:
+        """[R, K]: the keys that a query must not see: later ones, and those before its window."""
+        own = torch.arange(num_queries, device=device)[:, None] + self.before
+        keys = torch.arange(num_keys, device=device)[None, :]
+        return (keys > own) | (keys <= own - window) if window else keys > own
 
 
 def _blocks(
-    seq_lens: tuple[int, ...], keys_before: int, num_heads: int, num_groups: int, width: int, device: torch.device
-) -> Iterator[Block]:
+    seq_lens: tuple[int, ...], keys_before: int, num_heads: int, num_groups: int, width: int, style: AttentionStyle,
+    device: torch.device,
+) -> Iterator[Block]:  # fmt: skip
     """Every query once with all keys that it sees, for all heads."""
     longest = max(seq_lens)
     few_pads = len(seq_lens) > 1 and len(seq_lens) * longest <= MOST_PADDING * sum(seq_lens)
@@ -102,10 +107,12 @@ def _blocks(
             step = max(1, min(QUERY_BLOCK, SCORE_ELEMENTS // (groups * members * keys)))
             for offset in range(first, min(first + QUERY_BLOCK, length), step):
                 end = min(offset + step, first + QUERY_BLOCK, length)
-                seen = slice(start, start + keys_before + end)
+                hidden = style.first_key(keys_before + offset)
+                seen = slice(start + hidden, start + keys_before + end)
                 for group in range(0, num_groups, groups):
                     heads = slice(group, min(group + groups, num_groups))
-                    yield Block(None, None, slice(start + offset, start + end), seen, heads, keys_before + offset)
+                    before = keys_before + offset - hidden
+                    yield Block(None, None, slice(start + offset, start + end), seen, heads, before)
         start += length
 
 
@@ -123,26 +130,40 @@ def _padded_blocks(seq_lens: tuple[int, ...], num_heads: int, device: torch.devi
         start += len(found)
 
 
-def _masked_scores(block: Block, queries: Tensor, keys: Tensor, members: int) -> Tensor:
-    """Scaled scores [B, G, M * R, K], -inf where a key is later than the query."""
-    scores = (queries @ keys.transpose(2, 3)).mul_(1.0 / math.sqrt(queries.shape[-1]))
+class Scores(NamedTuple):
+    """Scores [B, G, M * R, K] as softmax takes them, -inf for hidden keys; capped: tanh(scores / soft_cap), if any."""
+
+    values: Tensor
+    capped: Tensor | None
+
+
+def _scores(block: Block, queries: Tensor, keys: Tensor, members: int, style: AttentionStyle) -> Scores:
+    scores, capped = (queries @ keys.transpose(2, 3)).mul_(style.scale_of(queries.shape[-1])), None
+    if style.soft_cap:
+        capped = scores.div_(style.soft_cap).tanh_()
+        scores = capped * style.soft_cap
     by_query = scores.unflatten(2, (members, -1))
-    by_query.masked_fill_(block.later(by_query.shape[3], by_query.shape[4], scores.device), float("-inf"))
-    return scores
+    hidden = block.hidden(by_query.shape[3], by_query.shape[4], style.window, scores.device)
+    by_query.masked_fill_(hidden, float("-inf"))
+    return Scores(scores, capped)
 
 
 def attention_forward_reference(
-    q: Tensor, k: Tensor, v: Tensor, seq_lens: tuple[int, ...], keys_before: int, out: Tensor, lse: Tensor
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, seq_lens: tuple[int, ...], keys_before: int, out: Tensor, lse: Tensor,
+    style: AttentionStyle = CAUSAL,
+) -> None:  # fmt: skip
     """out [T, N, H] and lse [N, T] from q [T, N, H], k and v [keys_before + T, G, H], in float32 or wider."""
     (num_heads, width), num_groups = q.shape[1:], k.shape[1]
-    for block in _blocks(seq_lens, keys_before, num_heads, num_groups, width, q.device):
-        _forward_block(block, q, k, v, out, lse)
+    for block in _blocks(seq_lens, keys_before, num_heads, num_groups, width, style, q.device):
+        _forward_block(block, q, k, v, out, lse, style)
 
 
-def _forward_block(block: Block, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+def _forward_block(
+    block: Block, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, style: AttentionStyle
+) -> None:
     num_groups = k.shape[1]
-    scores = _masked_scores(block, block.of_queries(q, num_groups), block.of_keys(k), q.shape[1] // num_groups)
+    queries, members = block.of_queries(q, num_groups), q.shape[1] // num_groups
+    scores = _scores(block, queries, block.of_keys(k), members, style).values
     row_lse = torch.logsumexp(scores, dim=-1, keepdim=True)
     block.put(lse.t()[..., None], row_lse, num_groups)
     block.put(out, scores.sub_(row_lse).exp_() @ block.of_keys(v), num_groups)
@@ -158,6 +179,7 @@ def attention_backward_reference(
     seq_lens: tuple[int, ...],
     keys_before: int,
     totals: tuple[Tensor, Tensor] | None = None,
+    style: AttentionStyle = CAUSAL,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(grad_q [T, N, H], grad_k, grad_v [keys_before + T, G, H]) in float32 or wider; the last two are added to
     `totals` where these are given."""
@@ -165,38 +187,45 @@ def attention_backward_reference(
     wide = _wide(q[:0]).dtype
     grad_q = torch.empty(q.shape, dtype=wide, device=q.device)
     grad_k, grad_v = totals or (torch.zeros(x.shape, dtype=wide, device=q.device) for x in (k, v))
-    for block in _blocks(seq_lens, keys_before, num_heads, num_groups, width, q.device):
-        _backward_block(block, (grad_out, q, k, v, out, lse), (grad_q, grad_k, grad_v))
+    for block in _blocks(seq_lens, keys_before, num_heads, num_groups, width, style, q.device):
+        _backward_block(block, (grad_out, q, k, v, out, lse), (grad_q, grad_k, grad_v), style)
     return grad_q, grad_k, grad_v
 
 
-def _backward_block(block: Block, operands: tuple[Tensor, ...], gradients: tuple[Tensor, Tensor, Tensor]) -> None:
+def _backward_block(
+    block: Block, operands: tuple[Tensor, ...], gradients: tuple[Tensor, Tensor, Tensor], style: AttentionStyle
+) -> None:
     (grad_out, q, k, v, out, lse), (grad_q, grad_k, grad_v) = operands, gradients
     (num_heads, width), num_groups = q.shape[1:], k.shape[1]
     queries, keys = block.of_queries(q, num_groups), block.of_keys(k)
     grads = block.of_queries(grad_out, num_groups)
     delta = (grads * block.of_queries(out, num_groups)).sum(-1, keepdim=True)
-    probs = _masked_scores(block, queries, keys, num_heads // num_groups)
+    probs, capped = _scores(block, queries, keys, num_heads // num_groups, style)
     probs.sub_(block.of_stats(lse, num_groups)).exp_()
     if block.rows is not None:  # a padded query repeats row 0, and its row of probabilities may overflow
         padding = (block.rows < 0)[:, None, None, :, None]
         for tensor in (probs, grads):
             tensor.unflatten(2, (-1, block.rows.shape[1])).masked_fill_(padding, 0.0)
-    grad_scores = (grads @ block.of_keys(v).transpose(2, 3)).sub_(delta).mul_(probs).mul_(1.0 / math.sqrt(width))
+    grad_scores = (grads @ block.of_keys(v).transpose(2, 3)).sub_(delta).mul_(probs).mul_(style.scale_of(width))
+    if capped is not None:
+        grad_scores.mul_(capped.square_().neg_().add_(1.0))
     block.put(grad_q, grad_scores @ keys, num_groups)
     block.add(grad_k, grad_scores.transpose(2, 3) @ queries)
     block.add(grad_v, probs.transpose(2, 3) @ grads)
 
 
-def plain_workspace_bytes(tokens: int, num_heads: int, num_groups: int, width: int, wide_bytes: int) -> int:
-    """Most bytes that a backward call without earlier keys takes: two matrices of scores, the block's queries in six
-    forms, its keys and values in four, and the gradients of everything; padding may triple a block's tokens."""
+def plain_workspace_bytes(
+    tokens: int, num_heads: int, num_groups: int, width: int, wide_bytes: int, soft_cap: bool = False
+) -> int:
+    """Most bytes that a backward call without earlier keys takes: two matrices of scores, three with a soft cap, the
+    block's queries in six forms, its keys and values in four, and the gradients of everything; padding may triple a
+    block's tokens."""
     padded = min(MOST_PADDING * tokens, BLOCK_TOKENS)
     scores = min(SCORE_ELEMENTS, num_heads * max(padded, tokens) * min(tokens, QUERY_BLOCK))
     queries, keys = padded * num_heads * width, max(padded, tokens) * num_groups * width
-    return wide_bytes * (2 * scores + 6 * queries + 6 * keys + tokens * num_heads * width)
+    return wide_bytes * ((2 + soft_cap) * scores + 6 * queries + 6 * keys + tokens * num_heads * width)
 
 
-def plain_window_bytes(wide_bytes: int) -> int:
+def plain_window_bytes(wide_bytes: int, soft_cap: bool = False) -> int:
     """What comes on top where earlier keys are seen: scores, keys, values and their gradients of full blocks."""
-    return wide_bytes * 6 * SCORE_ELEMENTS
+    return wide_bytes * (6 + soft_cap) * SCORE_ELEMENTS

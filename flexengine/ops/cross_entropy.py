@@ -26,13 +26,18 @@ def block_tokens(vocab_size: int) -> int:
     return max(64, min(4096, 1 << (fitting.bit_length() - 1)))
 
 
-def cross_entropy_(logits: Tensor, labels: Tensor, losses: Tensor, write_grad: bool) -> None:
-    """losses [B] = -log softmax(logits [B, V])[label], 0 where label is -100; optionally logits <- their gradient."""
+def cross_entropy_(logits: Tensor, labels: Tensor, losses: Tensor, write_grad: bool, soft_cap: float = 0.0) -> None:
+    """losses [B] = -log softmax(logits [B, V])[label], 0 where label is -100; optionally logits <- their gradient.
+
+    With a soft cap C, logits count as C * tanh(logits / C) (Gemma Team 2024, "Gemma 2")."""
     if use_kernel(logits) and logits.dtype != torch.float64:
         from flexengine.kernels import cross_entropy  # noqa: PLC0415 (Triton is imported when first used)
 
-        return cross_entropy.cross_entropy_(logits, labels, losses, write_grad)
+        return cross_entropy.cross_entropy_(logits, labels, losses, write_grad, soft_cap)
     wide = logits if logits.dtype == torch.float64 else logits.float()
+    share = torch.tanh(wide / soft_cap) if soft_cap else None
+    if share is not None:
+        wide = soft_cap * share
     active = labels != IGNORE_INDEX
     targets = labels.clamp(min=0)[:, None]
     lse = torch.logsumexp(wide, dim=-1)
@@ -40,6 +45,8 @@ def cross_entropy_(logits: Tensor, labels: Tensor, losses: Tensor, write_grad: b
     if write_grad:
         grad = torch.exp(wide - lse[:, None])
         grad.scatter_add_(1, targets, -torch.ones_like(grad[:, :1]))
+        if share is not None:
+            grad *= 1 - share.square()
         logits.copy_(grad * active[:, None])
 
 
@@ -48,8 +55,9 @@ class LMHeadLoss(Op):
     pass.
     """
 
-    def __init__(self, name: str, x: str, width: int, vocab_size: int, weight: str) -> None:
+    def __init__(self, name: str, x: str, width: int, vocab_size: int, weight: str, soft_cap: float = 0.0) -> None:
         self.name, self.x, self.width, self.vocab_size, self.weight = name, x, width, vocab_size, weight
+        self.soft_cap = soft_cap
         self.inputs = (x,)
         self.outputs = ()
         self.params = (weight,)
@@ -66,14 +74,14 @@ class LMHeadLoss(Op):
         for rows in self._blocks(env):
             logits = env.t["logits"][: rows.stop - rows.start]
             torch.mm(env.t[self.x][rows], env.p[self.weight].t(), out=logits)
-            cross_entropy_(logits, env.chunk.labels[rows], env.chunk.losses[rows], write_grad=False)
+            cross_entropy_(logits, env.chunk.labels[rows], env.chunk.losses[rows], False, self.soft_cap)
 
     def backward_input(self, env: OpEnv) -> None:
         first = env.first
         for rows in self._blocks(env):
             logits, h = env.t["logits"][: rows.stop - rows.start], env.t[self.x][rows]
             torch.mm(h, env.p[self.weight].t(), out=logits)
-            cross_entropy_(logits, env.chunk.labels[rows], env.chunk.losses[rows], write_grad=True)
+            cross_entropy_(logits, env.chunk.labels[rows], env.chunk.losses[rows], True, self.soft_cap)
             torch.mm(logits, env.p[self.weight], out=env.g[self.x][rows])
             accumulate_weight_grad(env.gp[self.weight], logits, h, first)
             first = False
@@ -81,12 +89,18 @@ class LMHeadLoss(Op):
     def backward_weight(self, env: OpEnv) -> None:
         """Nothing left to do: backward_input has the logits' gradient only block by block, so it does both halves."""
 
+    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Logits [T, V] of x [T, D], for samples: what the losses are made of."""
+        logits = x @ weight.t()
+        return self.soft_cap * torch.tanh(logits / self.soft_cap) if self.soft_cap else logits
+
     def _blocks(self, env: OpEnv) -> list[slice]:
         tokens = env.chunk.tokens
         return [slice(i, min(i + self.block, tokens)) for i in range(0, tokens, self.block)]
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        return plain_bytes(2 * min(tokens, self.block) * (self.vocab_size + 8), compute_bytes)
+        matrices = 4 if self.soft_cap else 2
+        return plain_bytes(matrices * min(tokens, self.block) * (self.vocab_size + 8), compute_bytes)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         blocks = -(-tokens // self.block)

@@ -38,10 +38,16 @@ def rope_(
 
 
 class RoPE(Op):
-    """qkv <- qkv with its N query and G key heads rotated; values untouched. Backward needs the positions only."""
+    """qkv <- qkv with its N query and G key heads rotated; values untouched. Backward needs the positions only.
 
-    def __init__(self, name: str, x: str, y: str, num_heads: int, num_kv_heads: int, head_dim: int, scaling: float):
-        self.name, self.x, self.y = name, x, y
+    table: the constant of the model that holds the frequencies.
+    """
+
+    def __init__(
+        self, name: str, x: str, y: str, num_heads: int, num_kv_heads: int, head_dim: int, scaling: float,
+        table: str = "inv_freq",
+    ) -> None:  # fmt: skip
+        self.name, self.x, self.y, self.table = name, x, y, table
         self.num_heads, self.num_kv_heads, self.head_dim, self.scaling = num_heads, num_kv_heads, head_dim, scaling
         self.inputs = (x,)
         self.outputs = (TensorSpec(y, ((num_heads + 2 * num_kv_heads) * head_dim,)),)
@@ -50,7 +56,7 @@ class RoPE(Op):
 
     def _rotate(self, tensor: Tensor, env: OpEnv, inverse: bool) -> None:
         heads = tensor.view(env.chunk.tokens, -1, self.head_dim)
-        inv_freq = env.chunk.constants["inv_freq"]
+        inv_freq = env.chunk.constants[self.table]
         rope_(heads, env.chunk.positions, inv_freq, self.scaling, self.num_heads + self.num_kv_heads, inverse)
 
     def forward(self, env: OpEnv) -> None:

@@ -153,8 +153,12 @@ class Engine:
 
     def _constants(self) -> dict[str, Tensor]:
         wide = torch.float64 if self.layout.acc_bytes == 8 else torch.float32
+        longest = self.plan.request.max_seq_len
         return {
-            "inv_freq": torch.tensor(self.model.inv_freq, dtype=wide, device=self.device),
+            **{
+                table.name: torch.tensor(table.values_for(longest), dtype=wide, device=self.device)
+                for table in self.model.tables
+            },
             "attention_rng": torch.zeros(2, dtype=torch.int64, device=self.device),
         }
 
@@ -292,7 +296,7 @@ class Engine:
         chunk = self.layers.chunks[call.chunk]
         hidden = self.layers.bind(call, head.tensors, chunk.tokens)[head.op.inputs[0]]
         weight = self.layers.params_of(call)[head.op.params[0]]
-        return (hidden[-1:] @ weight.t())[0].float().cpu()
+        return head.op.logits(hidden[-1:], weight)[0].float().cpu()
 
     # -- rounds ------------------------------------------------------------------------------------------------------
 

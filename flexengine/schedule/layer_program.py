@@ -188,9 +188,10 @@ class _Compiler:
         self.specs = {spec.name: spec for op in ops for spec in op.outputs}
         self.producer = {spec.name: op for op in ops for spec in op.outputs}
         self.renamed = {op.in_place[0]: op.in_place[1] for op in ops if op.in_place}
+        lost = [o.name for op in ops if op.name in savable_ops(ops) for o in op.outputs if o.name in self.renamed]
+        assert not lost, f"{lost} would be kept for backward, but an op in place writes over them"
         if has_input:
-            width = next(spec for op in ops for spec in _input_specs(op, self.specs))
-            self.specs["x"] = TensorSpec("x", width.shape)
+            self.specs["x"] = TensorSpec("x", _input_shape(ops, self.specs))
 
     def build(self) -> LayerProgram:
         saved_gpu, gpu_bytes = self._lay_out("save_gpu", self.keep_gpu)
@@ -369,11 +370,11 @@ class _Compiler:
         return steps, max((end for _, end, _ in placed), default=0)
 
 
-def _input_specs(op: Op, specs: dict[str, TensorSpec]) -> list[TensorSpec]:
-    """The spec of the layer input x, read off the residual or norm that consumes it."""
-    if "x" not in op.inputs:
-        return []
-    return [spec for spec in op.outputs if spec.shape and spec.dtype == "compute"]
+def _input_shape(ops: tuple[Op, ...], specs: dict[str, TensorSpec]) -> tuple[int, ...]:
+    """The shape of the layer input x: that of the sum it is the residual of, else of the norm that reads it."""
+    sums = [output for op in ops for residual, output in op.grad_alias if residual == "x"]
+    readers = [spec.name for op in ops if "x" in op.inputs for spec in op.outputs]
+    return specs[(sums or readers)[0]].shape
 
 
 def _lowest_gap(size: int, taken: list[tuple[int, int]]) -> int:

@@ -11,17 +11,40 @@ import torch
 from flexengine.ops import attention, attention_reference
 from flexengine.ops.attention import CausalAttention
 from flexengine.ops.attention_kernels import KERNELS, Kernels, Lengths, choose_kernels
+from flexengine.ops.attention_style import CAUSAL, AttentionStyle
 from flexengine.ops.base import KeyValueWindow
 
 HEADS = [(4, 2), (3, 3), (6, 1)]  # grouped, multi-head, multi-query
 HEAD_IDS = ["GQA", "MHA", "MQA"]
 
 
-def make(n, g, width):
-    return CausalAttention("attention", "qkv", "o", n, g, width)
+STYLES = {
+    "window 3": AttentionStyle(window=3),
+    "window 1": AttentionStyle(window=1),
+    "window 64": AttentionStyle(window=64),
+    "scaled": AttentionStyle(scale=0.31),
+    "soft cap": AttentionStyle(soft_cap=1.5),
+    "all of them": AttentionStyle(0.7, 5, 2.0),
+}
 
 
-def definition(qkv, grad_o, seq_lens, n, g, width):
+def make(n, g, width, style=CAUSAL):
+    return CausalAttention("attention", "qkv", "o", n, g, width, style)
+
+
+def masked(scores, style, first_query=0):
+    """Bounded scores of queries from `first_query` on, -inf where a key is hidden."""
+    if style.soft_cap:
+        scores = style.soft_cap * torch.tanh(scores / style.soft_cap)
+    queries = torch.arange(scores.shape[-2])[:, None] + first_query
+    keys = torch.arange(scores.shape[-1])[None, :]
+    hidden = keys > queries
+    if style.window:
+        hidden = hidden | (queries - keys >= style.window)
+    return scores.masked_fill(hidden, float("-inf"))
+
+
+def definition(qkv, grad_o, seq_lens, n, g, width, style=CAUSAL):
     """Output, log-sum-exp and gradient of a fused row, sequence by sequence with a full mask."""
     qkv = qkv.detach().double().cpu().requires_grad_()
     outs, stats = [], []
@@ -29,8 +52,8 @@ def definition(qkv, grad_o, seq_lens, n, g, width):
         heads = rows.view(len(rows), n + 2 * g, width).transpose(0, 1)
         q, k, v = heads[:n], heads[n : n + g], heads[n + g :]
         k, v = (t.repeat_interleave(n // g, dim=0) for t in (k, v))
-        scores = (q @ k.transpose(1, 2)) * width**-0.5
-        scores = scores.masked_fill(torch.ones(len(rows), len(rows)).triu(1).bool(), float("-inf"))
+        scale = width**-0.5 if style.scale is None else style.scale
+        scores = masked((q @ k.transpose(1, 2)) * scale, style)
         outs.append((scores.softmax(-1) @ v).transpose(0, 1).reshape(len(rows), -1))
         stats.append(torch.logsumexp(scores, dim=-1))
     o, lse = torch.cat(outs), torch.cat(stats, dim=1)
@@ -47,7 +70,7 @@ def check_uncut(h, checks, op, seq_lens, tolerance, kernels="flash"):
     qkv, grad_o = random_rows(h, sum(seq_lens), n, g, width)
     chunk = h.chunk(seq_lens, attention=kernels)
     result = h.run(op, chunk, {"qkv": qkv}, grad_outputs={"o": grad_o})
-    outputs, grad_qkv = definition(qkv, grad_o, seq_lens, n, g, width)
+    outputs, grad_qkv = definition(qkv, grad_o, seq_lens, n, g, width, op.style)
     checks.close(result.outputs["o"], outputs["o"], tolerance, "o")
     checks.close(result.outputs["o_lse"].view(n, -1), outputs["o_lse"], tolerance, "lse")
     grads, wanted = (op.split(t.cpu()) for t in (result.grads["qkv"], grad_qkv))
@@ -62,6 +85,35 @@ def check_uncut(h, checks, op, seq_lens, tolerance, kernels="flash"):
 @pytest.mark.parametrize("seq_lens", [(1,), (9,), (5, 1, 12), (1, 1, 1)], ids=str)
 def test_matches_autograd(harness, checks, seq_lens, width, n, g):
     check_uncut(harness, checks, make(n, g, width), seq_lens, 1e-12)
+
+
+@pytest.mark.parametrize("style", STYLES.values(), ids=STYLES.keys())
+@pytest.mark.parametrize("query_block", [512, 4])
+@pytest.mark.parametrize("seq_lens", [(9,), (5, 1, 12), (8, 7, 8)], ids=str)
+def test_styles_match_autograd(harness, checks, monkeypatch, seq_lens, query_block, style):
+    monkeypatch.setattr(attention_reference, "QUERY_BLOCK", query_block)
+    check_uncut(harness, checks, make(4, 2, 6, style), seq_lens, 1e-12)
+
+
+@pytest.mark.parametrize("style", STYLES.values(), ids=STYLES.keys())
+@pytest.mark.parametrize("cuts", [(4, 4, 3), (1, 9), (5, 1, 1, 4)], ids=str)
+def test_a_cut_sequence_in_every_style(harness, checks, cuts, style):
+    op, tokens = make(4, 2, 6, style), sum(cuts)
+    qkv, grad_o = random_rows(harness, tokens, 4, 2, 6)
+    o, grad = run_cut(harness, op, qkv, grad_o, cuts)
+    outputs, grad_qkv = definition(qkv, grad_o, (tokens,), 4, 2, 6, style)
+    checks.close(o, outputs["o"])
+    checks.close(grad, grad_qkv)
+
+
+def test_pairs_that_a_window_leaves():
+    for window, length in ((5, 3), (5, 5), (5, 40), (1, 7), (0, 9)):
+        pairs = sum(min(i + 1, window or length) for i in range(length))
+        style = AttentionStyle(window=window)
+        assert style.mean_keys(length) * length == pytest.approx(pairs, abs=length / 2)  # a query's own key counts half
+        assert make(2, 1, 4, style).forward_work(length, length, 2).attention_forward_flops == (
+            4 * 2 * 4 * style.mean_keys(length) * length
+        )
 
 
 def test_query_blocks_do_not_show(harness, checks, monkeypatch):
@@ -109,46 +161,56 @@ def test_a_window_equals_the_uncut_sequence(harness, checks, cuts, n, g):
 class PlainKernels(Kernels):
     """The interface of the CUDA kernels over full masks."""
 
-    def probabilities(self, q, k, lengths, lse=None):
+    def probabilities(self, q, k, lengths, style, lse=None):
         scores = torch.einsum("tnh,knh->ntk", q.float(), k.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1))
-        scores = scores * q.shape[-1] ** -0.5
+        scores = scores * style.scale_of(q.shape[-1])
         if lengths is not None:
+            scores = masked(scores, style, len(k) - len(q))
             sequence = torch.repeat_interleave(torch.arange(len(lengths.seq_lens)), torch.tensor(lengths.seq_lens))
-            rows = torch.arange(len(q))
-            seen = (sequence[:, None] == sequence[None, :]) & (rows[:, None] >= rows[None, :])
-            scores = scores.masked_fill(~seen, float("-inf"))
+            if len(k) == len(q):
+                scores = scores.masked_fill(sequence[:, None] != sequence[None, :], float("-inf"))
         stats = torch.logsumexp(scores, dim=-1) if lse is None else lse
         return torch.exp(scores - stats[..., None]), stats
 
-    def forward(self, q, k, v, lengths):
-        probs, lse = self.probabilities(q, k, lengths)
+    def forward(self, q, k, v, lengths, style=CAUSAL):
+        probs, lse = self.probabilities(q, k, lengths, style)
         return torch.einsum("ntk,knh->tnh", probs, v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)), lse
 
-    def backward(self, grad_out, q, k, v, out, lse, lengths, rng):
+    def backward(self, grad_out, q, k, v, out, lse, lengths, rng, style=CAUSAL):
         repeats = q.shape[1] // k.shape[1]
         keys, values = (t.repeat_interleave(repeats, dim=1) for t in (k, v))
-        probs, _ = self.probabilities(q, k, lengths, lse)
+        probs, _ = self.probabilities(q, k, lengths, style, lse)
         delta = (grad_out * out).sum(-1).t()[..., None]
-        grad_scores = probs * (torch.einsum("tnh,knh->ntk", grad_out, values) - delta) * q.shape[-1] ** -0.5
+        grad_scores = probs * (torch.einsum("tnh,knh->ntk", grad_out, values) - delta) * style.scale_of(q.shape[-1])
         grads = torch.einsum("ntk,tnh->knh", grad_scores, q), torch.einsum("ntk,tnh->knh", probs, grad_out)
         grad_k, grad_v = (g.unflatten(1, (-1, repeats)).sum(2) for g in grads)
         return torch.einsum("ntk,knh->tnh", grad_scores, keys), grad_k, grad_v
 
 
+@pytest.mark.parametrize("style", [CAUSAL, AttentionStyle(0.4), AttentionStyle(window=4)], ids=str)
 @pytest.mark.parametrize("block_tokens", [3, 4, 100])
 @pytest.mark.parametrize("cuts", [(4, 4, 3), (1, 9), (5, 1, 1, 4)], ids=str)
-def test_blocks_of_a_window_add_up(make_harness, checks, monkeypatch, cuts, block_tokens):
-    h, op, tokens = make_harness("cpu", torch.float32), make(4, 2, 6), sum(cuts)
+def test_blocks_of_a_window_add_up(make_harness, checks, monkeypatch, cuts, block_tokens, style):
+    h, op, tokens = make_harness("cpu", torch.float32), make(4, 2, 6, style), sum(cuts)
     monkeypatch.setattr(attention, "choose_kernels", lambda *_: PlainKernels())
     qkv, grad_o = random_rows(h, tokens, 4, 2, 6)
     o, grad = run_cut(h, op, qkv, grad_o, cuts, block_tokens=block_tokens)
-    outputs, grad_qkv = definition(qkv, grad_o, (tokens,), 4, 2, 6)
+    outputs, grad_qkv = definition(qkv, grad_o, (tokens,), 4, 2, 6, style)
     checks.close(o, outputs["o"], 1e-5)
     checks.close(grad, grad_qkv, 1e-5)
 
 
 def test_kernels_are_for_16_bits_on_cuda():
     assert choose_kernels("cudnn", torch.zeros(4, 2, 64, dtype=torch.bfloat16), (4,)) is None
+
+
+@pytest.mark.parametrize(
+    ("style", "name"),
+    [(AttentionStyle(0.1), "cudnn"), (AttentionStyle(window=9), "flash"), (AttentionStyle(soft_cap=50.0), None)],
+    ids=str,
+)
+def test_kernels_serve_what_they_can(style, name):
+    assert choose_kernels("cudnn", Queries(), (2048,), (), style) is (None if name is None else KERNELS[name])
 
 
 class Queries:
@@ -203,9 +265,11 @@ def test_windows_by_both_kernels(make_harness, checks, cuts, kernels):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["flash", "cudnn"])
+@pytest.mark.parametrize(
+    ("name", "style"), [("flash", CAUSAL), ("cudnn", CAUSAL), ("flash", AttentionStyle(window=5000))], ids=str
+)
 @pytest.mark.parametrize("before", [0, 3 * 2048])
-def test_kernels_stay_within_their_workspace(name, before):
+def test_kernels_stay_within_their_workspace(name, style, before):
     tokens, n, g, width = 2048, 32, 8, 128
     make_rows = lambda rows, heads: torch.randn(rows, heads, width, device="cuda", dtype=torch.bfloat16)  # noqa: E731
     q, grad_out, out = (make_rows(tokens, n) for _ in range(3))
@@ -217,9 +281,9 @@ def test_kernels_stay_within_their_workspace(name, before):
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    attention.window_forward(KERNELS[name], q, window, lengths, out, lse)
-    attention.window_backward(KERNELS[name], grad_out, q, window, out, lse, lengths, rng)
-    op = make(n, g, width)
+    attention.window_forward(KERNELS[name], q, window, lengths, style, out, lse)
+    attention.window_backward(KERNELS[name], grad_out, q, window, out, lse, lengths, rng, style)
+    op = make(n, g, width, style)
     allowed = op.workspace_bytes(tokens, 2) + (before > 0) * op.window_workspace_bytes(tokens, 2)
     assert torch.cuda.max_memory_allocated() - held <= allowed
 
@@ -250,3 +314,33 @@ def test_cuda_window_equals_the_uncut_sequence(make_harness, checks, dtype, cuts
     again = run_cut(h, op, qkv, grad_o, cuts)
     assert torch.equal(o, again[0])
     assert torch.equal(grad, again[1])
+
+
+GPU_STYLES = {
+    "window 100": AttentionStyle(window=100),
+    "window 300, scaled": AttentionStyle(0.2, 300),
+    "soft cap, window": AttentionStyle(window=70, soft_cap=5.0),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("style", GPU_STYLES.values(), ids=GPU_STYLES.keys())
+@pytest.mark.parametrize("seq_lens", [(1024,), (700, 1, 129, 213)], ids=str)
+@pytest.mark.usefixtures("deterministic")
+def test_cuda_styles_match_definition(make_harness, checks, seq_lens, style):
+    h = make_harness("cuda", torch.bfloat16)
+    op = make(8, 2, 64, style)
+    checks.same_bits(*check_uncut(h, checks, op, seq_lens, checks.GPU_TOLERANCE[torch.bfloat16]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("style", GPU_STYLES.values(), ids=GPU_STYLES.keys())
+@pytest.mark.parametrize("cuts", [(512, 512, 100), (256, 1, 767)], ids=str)
+def test_cuda_styles_of_a_cut_sequence(make_harness, checks, cuts, style):
+    h, op, tokens = make_harness("cuda", torch.bfloat16), make(8, 2, 64, style), sum(cuts)
+    qkv, grad_o = random_rows(h, tokens, 8, 2, 64)
+    o, grad = run_cut(h, op, qkv, grad_o, cuts)
+    outputs, grad_qkv = definition(qkv, grad_o, (tokens,), 8, 2, 64, style)
+    checks.close(o, outputs["o"], checks.GPU_TOLERANCE[torch.bfloat16], "o")
+    for actual, expected in zip(op.split(grad.cpu()), op.split(grad_qkv), strict=True):
+        checks.close(actual, expected, checks.GPU_TOLERANCE[torch.bfloat16], "gradient")

@@ -10,24 +10,27 @@ import torch
 from flexengine.ops.cross_entropy import IGNORE_INDEX, LMHeadLoss, block_tokens
 
 
-def operands(h, tokens, vocab_size, width, ignore=0.3):
-    op = LMHeadLoss("lm_head", "h", width, vocab_size, "w")
+def operands(h, tokens, vocab_size, width, ignore=0.3, soft_cap=0.0):
+    op = LMHeadLoss("lm_head", "h", width, vocab_size, "w", soft_cap)
     labels = torch.randint(vocab_size, (tokens,))
     labels[torch.rand(tokens) < ignore] = IGNORE_INDEX
     chunk = h.chunk((tokens,), vocab_size, labels=labels)
     return op, chunk, {"h": h.randn(tokens, width)}, {"w": h.randn(vocab_size, width, scale=2 * width**-0.5)}
 
 
-def definition(inputs, params, labels):
+def definition(inputs, params, labels, soft_cap=0.0):
     """Losses and gradients of their sum from full logits."""
     x, w = (t.detach().double().cpu().requires_grad_() for t in (inputs["h"], params["w"]))
-    losses = torch.nn.functional.cross_entropy(x @ w.t(), labels.cpu(), ignore_index=IGNORE_INDEX, reduction="none")
+    logits = x @ w.t()
+    if soft_cap:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    losses = torch.nn.functional.cross_entropy(logits, labels.cpu(), ignore_index=IGNORE_INDEX, reduction="none")
     grad_x, grad_w = torch.autograd.grad(losses.sum(), (x, w))
     return losses, {"h": grad_x}, {"w": grad_w}
 
 
 def check(h, checks, op, chunk, inputs, params, tolerance, weight_tolerance):
-    losses, grads, param_grads = definition(inputs, params, chunk.labels)
+    losses, grads, param_grads = definition(inputs, params, chunk.labels, op.soft_cap)
     checks.close(h.run(op, chunk, inputs, params).losses, losses, tolerance, "losses of forward")
     chunk.losses.fill_(float("nan"))
     result = h.run(op, chunk, inputs, params, {})
@@ -37,9 +40,10 @@ def check(h, checks, op, chunk, inputs, params, tolerance, weight_tolerance):
     return result
 
 
+@pytest.mark.parametrize("soft_cap", [0.0, 1.7])
 @pytest.mark.parametrize(("tokens", "vocab_size", "width"), [(1, 5, 3), (7, 33, 9), (13, 133, 12)])
-def test_matches_autograd(harness, checks, tokens, vocab_size, width):
-    check(harness, checks, *operands(harness, tokens, vocab_size, width), 1e-12, 1e-12)
+def test_matches_autograd(harness, checks, tokens, vocab_size, width, soft_cap):
+    check(harness, checks, *operands(harness, tokens, vocab_size, width, soft_cap=soft_cap), 1e-12, 1e-12)
 
 
 @pytest.mark.parametrize("block", [1, 4, 5, 64])

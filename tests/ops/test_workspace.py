@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from bench.block_ops import block_env
 from flexengine.ops import attention_reference
 from flexengine.ops.attention import CausalAttention
+from flexengine.ops.attention_style import CAUSAL, AttentionStyle
 from flexengine.ops.base import KeyValueWindow, OpEnv
 from flexengine.optim.adamw import adamw_update
 from flexengine.runtime.gradients import finish_gradient
@@ -96,9 +97,10 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("style", [CAUSAL, AttentionStyle(window=50, soft_cap=9.0)], ids=["causal", "window, soft cap"])
 @pytest.mark.parametrize("score_elements", [1 << 24, 1 << 16])
 @pytest.mark.parametrize("case", CASES)
-def test_the_plain_path_of_attention(case, score_elements, monkeypatch):
+def test_the_plain_path_of_attention(case, score_elements, style, monkeypatch):
     monkeypatch.setattr(attention_reference, "SCORE_ELEMENTS", score_elements)
     dtype, n, g, width, seq_lens, before = CASES[case]
     tokens, wide = sum(seq_lens), torch.float64 if dtype == torch.float64 else torch.float32
@@ -106,13 +108,13 @@ def test_the_plain_path_of_attention(case, score_elements, monkeypatch):
     k, v = (torch.randn(before + tokens, g, width).to(dtype) for _ in range(2))
     out, lse = torch.empty_like(q), torch.empty(n, tokens, dtype=wide)
     totals = tuple(torch.zeros(before + tokens, g, width, dtype=wide) for _ in range(2)) if before else None
-    op = CausalAttention("attention", "qkv", "o", n, g, width)
+    op = CausalAttention("attention", "qkv", "o", n, g, width, style)
     allowed = op.workspace_bytes(tokens, dtype.itemsize) + SMALL
     allowed += op.window_workspace_bytes(tokens, dtype.itemsize) if before else 0
-    operands = (q, k, v, seq_lens, before, out, lse)
+    operands = (q, k, v, seq_lens, before, out, lse, style)
     taken = peak_bytes(lambda: attention_reference.attention_forward_reference(*operands))
     assert taken <= allowed
-    operands = (grad_out, q, k, v, out, lse, seq_lens, before, totals)
+    operands = (grad_out, q, k, v, out, lse, seq_lens, before, totals, style)
     taken = peak_bytes(lambda: attention_reference.attention_backward_reference(*operands))
     assert taken <= allowed
 
@@ -145,7 +147,7 @@ def test_a_window_of_the_plain_path_is_added_to_in_place(monkeypatch):
     op = CausalAttention("attention", "qkv", "o", n, g, width)
     q, grad_out, out = (torch.randn(tokens, n, width) for _ in range(3))
     lse = torch.full((n, tokens), 12.0)
-    taken = peak_bytes(lambda: op._plain_window_backward(grad_out, q, window, out, lse))
+    taken = peak_bytes(lambda: op._plain_window_backward(grad_out, q, window, out, lse, CAUSAL))
     assert taken < window.grad_keys.nbytes
 
 

@@ -1,7 +1,10 @@
-"""SwiGLU: out = silu(gate) * up, with gate and up side by side in one row.
+"""Gated linear units: out = act(gate) * up, with gate and up side by side in one row.
 
-T tokens, F FFN width. Source: Shazeer 2020, https://arxiv.org/abs/2002.05202.
+T tokens, F FFN width. Source: Shazeer 2020, https://arxiv.org/abs/2002.05202. act(z) = z * sigmoid(u(z)) with u = z
+for silu and u = sqrt(8 / pi) * (z + 0.044715 z^3) for the tanh form of GELU.
 """
+
+import math
 
 import triton
 import triton.language as tl
@@ -10,52 +13,73 @@ from torch import Tensor
 from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.rounding import round_to
 
+ACTIVATIONS = ("silu", "gelu_tanh")
+_GELU_LINEAR = tl.constexpr(math.sqrt(8 / math.pi))
+_GELU_CUBIC = tl.constexpr(math.sqrt(8 / math.pi) * 0.044715)
 _BLOCK = 2048  # columns per program; 4 warps then hold 16 elements per thread and tensor
 
 
-def swiglu_forward(gate_up: Tensor, out: Tensor) -> None:
-    """out = silu(gate) * up, silu(z) = z / (1 + exp(-z)).
+def glu_forward(gate_up: Tensor, out: Tensor, activation: str) -> None:
+    """out = act(gate) * up; activation: one of ACTIVATIONS.
 
     Shapes: gate_up [T, 2F] in bf16 or fp32, gate in columns 0..F-1, up in F..2F-1; out [T, F]. Rows may be strided.
-    Rounding: fp32 arithmetic, one rounding at the store (Hugging Face also rounds silu(gate)).
+    Rounding: fp32 arithmetic, one rounding at the store (Hugging Face also rounds act(gate)).
     Cost: reads 2*T*F and writes T*F elements.
     Order: launches on the current stream, never synchronises.
-    Raises: ValueError on other shapes, dtypes or strides.
+    Raises: ValueError on other shapes, dtypes, strides or activations.
     """
     tokens, width = out.shape
     check_tensor("out", out, (tokens, width), FLOATS, strided_rows=True)
     check_tensor("gate_up", gate_up, (tokens, 2 * width), FLOATS, strided_rows=True)
+    gelu = _is_gelu(activation)
     if out.numel() == 0:
         return
     block = min(_BLOCK, triton.next_power_of_2(width))
     tiles = triton.cdiv(width, block)
     _forward_kernel[(tokens * tiles,)](
-        gate_up, out, width, tiles, gate_up.stride(0), out.stride(0), BLOCK=block, num_warps=4
+        gate_up, out, width, tiles, gate_up.stride(0), out.stride(0), GELU=gelu, BLOCK=block, num_warps=4
     )
 
 
-def swiglu_backward(grad_out: Tensor, gate_up: Tensor, grad_gate_up: Tensor) -> None:
-    """Gradients of both halves: grad_gate = grad_out * up * s * (1 + gate * (1 - s)), grad_up = grad_out * gate * s,
-    with s = sigmoid(gate).
+def glu_backward(grad_out: Tensor, gate_up: Tensor, grad_gate_up: Tensor, activation: str) -> None:
+    """Gradients of both halves, with s = sigmoid(u(gate)): grad_gate = grad_out * up * s * (1 + gate * (1 - s) * u'),
+    grad_up = grad_out * gate * s.
 
     Shapes: grad_out [T, F], gate_up and grad_gate_up [T, 2F] in bf16 or fp32; rows may be strided.
     grad_gate_up may be gate_up itself: each program reads its elements before it writes the same ones.
     Cost: reads 3*T*F and writes 2*T*F elements.
     Order: launches on the current stream, never synchronises.
-    Raises: ValueError on other shapes, dtypes or strides.
+    Raises: ValueError on other shapes, dtypes, strides or activations.
     """
     tokens, width = grad_out.shape
     check_tensor("grad_out", grad_out, (tokens, width), FLOATS, strided_rows=True)
     check_tensor("gate_up", gate_up, (tokens, 2 * width), FLOATS, strided_rows=True)
     check_tensor("grad_gate_up", grad_gate_up, (tokens, 2 * width), FLOATS, strided_rows=True)
+    gelu = _is_gelu(activation)
     if grad_out.numel() == 0:
         return
     block = min(_BLOCK, triton.next_power_of_2(width))
     tiles = triton.cdiv(width, block)
     _backward_kernel[(tokens * tiles,)](
         grad_out, gate_up, grad_gate_up, width, tiles, grad_out.stride(0), gate_up.stride(0), grad_gate_up.stride(0),
-        BLOCK=block, num_warps=4,
+        GELU=gelu, BLOCK=block, num_warps=4,
     )  # fmt: skip
+
+
+def _is_gelu(activation: str) -> bool:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}, expected one of {ACTIVATIONS}")
+    return activation == "gelu_tanh"
+
+
+@triton.jit
+def _gate(z, GELU: tl.constexpr):
+    """(sigmoid(u(z)), u'(z))."""
+    if GELU:
+        square = z * z
+        return tl.sigmoid(z * (_GELU_LINEAR + _GELU_CUBIC * square)), _GELU_LINEAR + 3.0 * _GELU_CUBIC * square
+    else:
+        return tl.sigmoid(z), tl.full(z.shape, 1.0, tl.float32)
 
 
 @triton.jit
@@ -66,20 +90,23 @@ def _tile(tiles, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _forward_kernel(gate_up_ptr, out_ptr, width, tiles, gate_up_stride, out_stride, BLOCK: tl.constexpr):
+def _forward_kernel(
+    gate_up_ptr, out_ptr, width, tiles, gate_up_stride, out_stride, GELU: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     token, columns = _tile(tiles, BLOCK)
     mask = columns < width
     gate_ptrs = gate_up_ptr + token * gate_up_stride + columns
     gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptrs + width, mask=mask, other=0.0).to(tl.float32)
-    out = gate * tl.sigmoid(gate) * up
+    s, _ = _gate(gate, GELU)
+    out = gate * s * up
     tl.store(out_ptr + token * out_stride + columns, round_to(out, out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _backward_kernel(
     grad_out_ptr, gate_up_ptr, grad_gate_up_ptr, width, tiles, grad_out_stride, gate_up_stride, grad_gate_up_stride,
-    BLOCK: tl.constexpr,
+    GELU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token, columns = _tile(tiles, BLOCK)
     mask = columns < width
@@ -87,8 +114,8 @@ def _backward_kernel(
     gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptrs + width, mask=mask, other=0.0).to(tl.float32)
     grad_out = tl.load(grad_out_ptr + token * grad_out_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    s = tl.sigmoid(gate)
-    grad_gate = grad_out * up * s * (1.0 + gate * (1.0 - s))
+    s, slope = _gate(gate, GELU)
+    grad_gate = grad_out * up * s * (1.0 + gate * (1.0 - s) * slope)
     grad_up = grad_out * gate * s
     target = grad_gate_up_ptr + token * grad_gate_up_stride + columns
     dtype: tl.constexpr = grad_gate_up_ptr.dtype.element_ty

@@ -1,47 +1,57 @@
-"""SwiGLU kernels against float64 autograd."""
+"""GLU kernels against float64 autograd."""
+
+from functools import partial
 
 import pytest
 import torch
 
-from flexengine.kernels import swiglu
+from flexengine.kernels import glu
 
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def reference(gate_up, grad_out):
+ACTIVATIONS = {
+    "silu": torch.nn.functional.silu,
+    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+}
+
+
+def reference(gate_up, grad_out, activation="silu"):
     gate_up = gate_up.double().requires_grad_()
     gate, up = gate_up.chunk(2, dim=-1)
-    out = torch.nn.functional.silu(gate) * up
+    out = ACTIVATIONS[activation](gate) * up
     (grad,) = torch.autograd.grad(out, gate_up, grad_out.double())
     return out.detach(), grad
 
 
-def check(checks, tokens, width, dtype, device):
+def check(checks, tokens, width, dtype, device, activation="silu"):
     gate_up = checks.strided(tokens, 2 * width, dtype=dtype, device=device)
     gate_up.copy_(3 * checks.normal(tokens, 2 * width, dtype=dtype, device=device))
     grad_out = checks.normal(tokens, width, dtype=dtype, device=device)
     out = checks.strided(tokens, width, dtype=dtype, device=device)
     grad_gate_up = checks.empty(tokens, 2 * width, dtype=dtype, device=device)
-    swiglu.swiglu_forward(gate_up, out)
-    swiglu.swiglu_backward(grad_out, gate_up, grad_gate_up)
-    expected_out, expected_grad = reference(gate_up, grad_out)
+    glu.glu_forward(gate_up, out, activation)
+    glu.glu_backward(grad_out, gate_up, grad_gate_up, activation)
+    expected_out, expected_grad = reference(gate_up, grad_out, activation)
     checks.assert_close(out, expected_out, checks.TOLERANCE[dtype], "out")
     checks.assert_close(grad_gate_up, expected_grad, checks.TOLERANCE[dtype], "grad_gate_up")
-    swiglu.swiglu_backward(grad_out, gate_up, gate_up)
+    glu.glu_backward(grad_out, gate_up, gate_up, activation)
     assert torch.equal(gate_up, grad_gate_up)  # in place, and a second run: the same bits
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", glu.ACTIVATIONS)
 @pytest.mark.parametrize(("tokens", "width"), [(1, 48), (7, 257), (3, 2500)])
-def test_matches_float64(checks, device, tokens, width, dtype):
-    check(checks, tokens, width, dtype, device)
+def test_matches_float64(checks, device, tokens, width, dtype, activation):
+    check(checks, tokens, width, dtype, device, activation)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", glu.ACTIVATIONS)
 @pytest.mark.parametrize(("tokens", "width"), [(4097, 14336), (33, 12345)])
-def test_matches_float64_on_gpu(checks, gpu, tokens, width, dtype):
-    check(checks, tokens, width, dtype, gpu)
+def test_matches_float64_on_gpu(checks, gpu, tokens, width, dtype, activation):
+    check(checks, tokens, width, dtype, gpu, activation)
 
 
 @pytest.mark.gpu
@@ -51,7 +61,7 @@ def test_more_than_two_to_the_31_elements_on_gpu(checks, gpu):
     gate_up = torch.zeros(tokens, 2 * width, dtype=torch.bfloat16, device=gpu)
     gate_up[-1] = torch.randn(2 * width, device=gpu)
     out = torch.empty(tokens, width, dtype=torch.bfloat16, device=gpu)
-    swiglu.swiglu_forward(gate_up, out)
+    glu.glu_forward(gate_up, out, "silu")
     expected, _ = reference(gate_up[-1:], torch.ones(1, width, device=gpu))
     checks.assert_close(out[-1:], expected, checks.TOLERANCE[torch.bfloat16])
     assert int(torch.count_nonzero(out[:-1])) == 0
@@ -59,16 +69,22 @@ def test_more_than_two_to_the_31_elements_on_gpu(checks, gpu):
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter computes with numpy
 @pytest.mark.parametrize("gate", [-200.0, -88.5, 0.0, 88.5, 200.0])
-def test_extreme_gates_stay_finite(device, gate):
+@pytest.mark.parametrize("activation", glu.ACTIVATIONS)
+def test_extreme_gates_stay_finite(device, gate, activation):
     gate_up = torch.tensor([[gate, 2.0]], device=device)
     out, grad = torch.empty(1, 1, device=device), torch.empty(1, 2, device=device)
-    swiglu.swiglu_forward(gate_up, out)
-    swiglu.swiglu_backward(torch.ones(1, 1, device=device), gate_up, grad)
-    expected_out, expected_grad = reference(gate_up, torch.ones(1, 1, device=device))
+    glu.glu_forward(gate_up, out, activation)
+    glu.glu_backward(torch.ones(1, 1, device=device), gate_up, grad, activation)
+    expected_out, expected_grad = reference(gate_up, torch.ones(1, 1, device=device), activation)
     torch.testing.assert_close(out, expected_out.float(), rtol=3e-5, atol=1e-30)
     torch.testing.assert_close(grad, expected_grad.float(), rtol=3e-5, atol=1e-30)
 
 
 def test_refuses_halves_of_unequal_width(device):
     with pytest.raises(ValueError, match=r"gate_up must have shape \[2, 8\], got \[2, 7\]"):
-        swiglu.swiglu_forward(torch.zeros(2, 7, device=device), torch.zeros(2, 4, device=device))
+        glu.glu_forward(torch.zeros(2, 7, device=device), torch.zeros(2, 4, device=device), "silu")
+
+
+def test_refuses_an_unknown_activation(device):
+    with pytest.raises(ValueError, match="'relu', expected one of"):
+        glu.glu_forward(torch.zeros(2, 8, device=device), torch.zeros(2, 4, device=device), "relu")

@@ -1,0 +1,36 @@
+"""Phi-3, Phi-3.5 and Phi-4 (type `phi3`): Llama's block with projections that are fused in the checkpoint, rotations of
+a part of each head, a window where the config has one, and frequencies for long and for short runs (LongRoPE).
+
+Source: Abdin et al. 2024, "Phi-3 Technical Report" and "Phi-4 Technical Report"; config fields as in Hugging Face.
+"""
+
+from __future__ import annotations
+
+from flexengine.models.blocks import BlockNames
+from flexengine.models.decoder import DecoderShape, decoder_model
+from flexengine.models.fields import Fields
+from flexengine.models.rope import rope_table
+from flexengine.models.sizes import read_activation, read_rms_norm_eps, read_sizes, read_window
+from flexengine.models.spec import ModelSpec
+from flexengine.ops.attention_style import AttentionStyle
+from flexengine.ops.rmsnorm import NormStyle
+
+NAMES = BlockNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
+
+
+def build(name: str, config: dict) -> ModelSpec:
+    """The model of a config of type `phi3`. Raises ValueError as the others do."""
+    fields = Fields(name, config)
+    read_activation(fields, "phi3")
+    sizes, norm = read_sizes(fields), NormStyle(read_rms_norm_eps(fields, 1e-5))
+    table = rope_table(config, sizes.head_dim, name, "phi3", partial=True)
+    block = sizes.block(norm, rope_scaling=table.scaling, attention=AttentionStyle(window=read_window(fields)))
+    shape = DecoderShape(
+        vocab_size=sizes.vocab_size,
+        tie_word_embeddings=fields.switch("tie_word_embeddings", False),
+        blocks=(block,) * sizes.num_hidden_layers,
+        tables=(table,),
+        final_norm=norm,
+        names=NAMES,
+    )
+    return decoder_model(name, "phi3", config, shape)

@@ -1,0 +1,117 @@
+"""What the configs of most decoders have in common: sizes, the activation, windows by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flexengine.models.blocks import BlockShape
+from flexengine.models.fields import Fields
+from flexengine.ops.glu import Activation
+from flexengine.ops.rmsnorm import NormStyle
+from flexengine.wording import shown
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+LAYER_TYPES = (SLIDING, FULL)
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
+}  # fmt: skip
+"""Names in configs -> ours. Plain "gelu" is another function, and not among them."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a decoder, checked."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+
+    def block(self, norm: NormStyle, **options: Any) -> BlockShape:
+        """A block of these sizes with the options of `BlockShape`."""
+        return BlockShape(
+            self.hidden_size,
+            self.intermediate_size,
+            self.num_attention_heads,
+            self.num_key_value_heads,
+            self.head_dim,
+            norm,
+            **options,
+        )
+
+
+def read_sizes(fields: Fields, head_dim: int | None = None) -> Sizes:
+    """The sizes of a config, `head_dim` where it states none and the family does not follow the usual share of
+    hidden_size. Raises ValueError where a field is absent, out of range or does not go with the others."""
+    heads, hidden = fields.whole("num_attention_heads"), fields.whole("hidden_size")
+    kv_heads = fields.whole("num_key_value_heads", heads)
+    width = _head_dim(fields, heads, hidden, head_dim)
+    if heads % kv_heads:
+        raise ValueError(
+            f"{fields.model}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}; one of "
+            "them is wrong in config.json: fetch the published one again"
+        )
+    return Sizes(
+        hidden_size=hidden,
+        intermediate_size=fields.whole("intermediate_size"),
+        num_hidden_layers=fields.whole("num_hidden_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=width,
+        vocab_size=fields.whole("vocab_size"),
+    )
+
+
+def _head_dim(fields: Fields, heads: int, hidden: int, default: int | None) -> int:
+    """Width of a head: stated, the family's, or an equal share of hidden_size."""
+    head_dim = fields.whole("head_dim", default)
+    if head_dim is None and hidden % heads:
+        raise ValueError(
+            f"{fields.model}: hidden_size={hidden} is not a multiple of num_attention_heads={heads}, and config.json "
+            "has no head_dim; one of the three is wrong"
+        )
+    head_dim = head_dim or hidden // heads
+    if head_dim % 2:
+        raise ValueError(
+            f"{fields.model}: head_dim={head_dim} is odd; rotary embeddings need an even width. Correct head_dim in "
+            f"config.json, or hidden_size={hidden} and num_attention_heads={heads} that it follows from"
+        )
+    return head_dim
+
+
+def read_activation(fields: Fields, family: str, key: str = "hidden_act", default: str = "silu") -> Activation:
+    """The activation of the gated unit. Raises ValueError for another than the family's."""
+    expected, found = ACTIVATIONS[default], fields.text(key, default)
+    if ACTIVATIONS.get(found) != expected:
+        raise ValueError(
+            f"{fields.model}: {key}={shown(found)} in config.json; a {family} model has {default!r}, others are not "
+            "supported"
+        )
+    return expected
+
+
+def read_rms_norm_eps(fields: Fields, default: float = 1e-6) -> float:
+    """What is added to the mean square."""
+    return fields.number("rms_norm_eps", default, high=1.0)
+
+
+def read_window(fields: Fields) -> int:
+    """`sliding_window`, 0 where there is none."""
+    return fields.whole("sliding_window", None) or 0
+
+
+def layer_types(fields: Fields, count: int, default: list[str]) -> list[str]:
+    """The kind of attention of every layer: `layer_types`, or the family's default. Raises ValueError for others."""
+    found = fields.values.get("layer_types")
+    if found is None:
+        return default
+    if not isinstance(found, list) or len(found) != count or any(kind not in LAYER_TYPES for kind in found):
+        raise ValueError(
+            f"{fields.model}: layer_types={shown(found)} in config.json; expected a list of num_hidden_layers={count} "
+            f"entries, each {' or '.join(LAYER_TYPES)}. Fetch the published config.json again"
+        )
+    return found

@@ -1,0 +1,84 @@
+"""Tiny configs of every family: odd sizes, and each option of the family in one of them at least."""
+
+from typing import Any
+
+from engine_helpers import tiny_config
+
+LONGROPE = {"type": "longrope", "short_factor": [1.1, 1.2, 1.5], "long_factor": [2.0, 3.5, 7.0]}
+GEMMA = {"tie_word_embeddings": True, "num_hidden_layers": 3}
+PARTIAL = {"rope_type": "default", "partial_rotary_factor": 0.67}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
+
+
+def config(model_type: str, **changes: Any) -> dict:
+    """A tiny config without Llama's own fields, which others read differently."""
+    common = {k: v for k, v in tiny_config().items() if k not in ("hidden_act", "rope_theta", "model_type")}
+    return {"model_type": model_type, **common, "pad_token_id": None, **changes}
+
+
+def gemma3(**changes: Any) -> dict:
+    ropes = {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 800.0},
+    }
+    options = {"sliding_window": 7, "query_pre_attn_scalar": 9, "rope_parameters": ropes, **GEMMA}
+    return config("gemma3_text", **{**options, **changes})
+
+
+def gemma2(**changes: Any) -> dict:
+    caps = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}
+    return config("gemma2", **{"sliding_window": 7, "query_pre_attn_scalar": 11, **caps, **GEMMA, **changes})
+
+
+def olmo3(**changes: Any) -> dict:
+    ropes = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+    options = {"sliding_window": 5, "num_hidden_layers": 5, "rope_parameters": ropes}
+    return without_head_dim(config("olmo3", **{**options, **changes}))
+
+
+def without_head_dim(values: dict) -> dict:
+    return {name: value for name, value in values.items() if name != "head_dim"}
+
+
+def phi3(**changes: Any) -> dict:
+    return without_head_dim(config("phi3", **changes))
+
+
+CASES: dict[str, dict] = {
+    "mistral, window": config("mistral", sliding_window=9),
+    "mistral, no window": config("mistral", sliding_window=None, head_dim=10, tie_word_embeddings=True),
+    "mistral, window of two": config("mistral", sliding_window=2, num_key_value_heads=4),
+    "ministral, alternating": config(
+        "ministral", sliding_window=6, layer_types=["sliding_attention", "full_attention"], hidden_size=33
+    ),
+    "qwen2": config("qwen2", use_sliding_window=False, tie_word_embeddings=True),
+    "qwen2, upper layers with a window": config(
+        "qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1, num_hidden_layers=3
+    ),
+    "qwen2, multi-query": config("qwen2", num_key_value_heads=1, intermediate_size=37, vocab_size=71),
+    "qwen3": config("qwen3"),
+    "qwen3, biases, tied": config("qwen3", attention_bias=True, tie_word_embeddings=True, head_dim=10),
+    "qwen3, window": config(
+        "qwen3", use_sliding_window=True, sliding_window=3, max_window_layers=1, num_key_value_heads=1
+    ),
+    "gemma2": gemma2(),
+    "gemma2, wide heads, untied": gemma2(head_dim=16, tie_word_embeddings=False, num_hidden_layers=2),
+    "gemma2, without caps": gemma2(attn_logit_softcapping=None, final_logit_softcapping=None, intermediate_size=37),
+    "gemma3": gemma3(),
+    "gemma3, capped logits": gemma3(final_logit_softcapping=5.0, num_key_value_heads=1, head_dim=8),
+    "gemma3, biases, types": gemma3(attention_bias=True, layer_types=["full_attention"] * 2 + ["sliding_attention"]),
+    "olmo2": without_head_dim(config("olmo2")),
+    "olmo2, biases, tied": without_head_dim(config("olmo2", attention_bias=True, tie_word_embeddings=True)),
+    "olmo2, multi-query": without_head_dim(config("olmo2", num_key_value_heads=1, hidden_size=40)),
+    "olmo3": olmo3(),
+    "olmo3, types": olmo3(layer_types=["full_attention", "sliding_attention"], num_hidden_layers=2),
+    "olmo3, wide window": olmo3(sliding_window=30, num_hidden_layers=4, attention_bias=True),
+    "phi3": phi3(sliding_window=10),
+    "phi3, a part rotated, tied": phi3(tie_word_embeddings=True, rope_parameters=PARTIAL, hidden_size=40),
+    "phi3, short runs": phi3(rope_scaling=LONGROPE, original_max_position_embeddings=64),
+    "phi3, long runs": phi3(rope_scaling=LONGROPE, original_max_position_embeddings=2),
+}
+"""Name, whose first word is the family, -> config."""
+
+FAMILY_CASES = {name.split(",")[0].split(" ")[0]: name for name in reversed(CASES)}
+"""Family -> the name of its first case."""

@@ -1,0 +1,131 @@
+"""Every family in float32 on the CPU against transformers: loss, gradients, logits, export; cut sequences; plans."""
+
+import random
+
+import pytest
+import torch
+import transformers
+from engine_helpers import (
+    FLOAT32,
+    build_engine,
+    make_plan,
+    random_batch,
+    relative_error,
+    same_bits,
+    saved_model,
+    spec_of,
+    streamed_plan,
+    worst_error,
+)
+from family_configs import CASES, FAMILY_CASES
+
+from flexengine import from_pretrained
+from flexengine.models.registry import open_model
+from flexengine.optim import AdamW
+
+MAX_SEQ_LEN = 48
+
+
+def draw_batch(vocab_size):
+    """(input_ids, labels): ragged, one sequence of the full length, a third of the labels -100."""
+    rng = random.Random(5)
+    ids = random_batch(5, [MAX_SEQ_LEN, 3, *(rng.randint(4, MAX_SEQ_LEN) for _ in range(3))], vocab_size)
+    return ids, [[-100 if rng.random() < 0.3 else t for t in row] for row in ids]
+
+
+def reference_loss(model, ids, labels):
+    """Mean over all target tokens of the batch, each sequence alone."""
+    total, count = 0.0, 0
+    for row, unshifted in zip(ids, labels, strict=True):
+        logits = model(input_ids=torch.tensor([row]), use_cache=False).logits[0, :-1]
+        target = torch.tensor(unshifted[1:], dtype=torch.int64)
+        total = total + torch.nn.functional.cross_entropy(logits, target, reduction="sum", ignore_index=-100)
+        count += int((target != -100).sum())
+    return total / count
+
+
+def last_logits(model, tokens):
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
+
+
+@pytest.mark.parametrize("chunk_tokens", [MAX_SEQ_LEN, 20], ids=["whole sequences", "cut sequences"])
+@pytest.mark.parametrize("case", CASES)
+def test_loss_gradients_and_logits(case, chunk_tokens, tmp_path):
+    config = CASES[case]
+    model = saved_model(tmp_path / "source", config)
+    plan = streamed_plan(
+        spec_of(config), chunk_tokens=chunk_tokens, chunks_per_round=4, max_seq_len=MAX_SEQ_LEN, numerics=FLOAT32
+    )
+    engine = build_engine(open_model(tmp_path / "source"), plan, AdamW(lr=1e-2))
+    ids, labels = draw_batch(config["vocab_size"])
+    loss = reference_loss(model, ids, labels)
+    loss.backward()
+    assert engine.fwd_bwd(input_ids=ids, labels=labels).loss == pytest.approx(loss.item(), abs=1e-5)
+    error, name = worst_error(engine.gradients(), {k: p.grad for k, p in model.named_parameters()})
+    assert error <= 1e-4, f"gradient of {name}: relative error {error:.1e}"
+    for row in ids:
+        assert relative_error(engine.next_token_logits(row), last_logits(model, row)) <= 1e-4
+    engine.step()
+    engine.save_pretrained(tmp_path / "export")
+    exported = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "export", dtype="auto", attn_implementation="eager"
+    )
+    assert exported.state_dict().keys() == model.state_dict().keys()
+    assert relative_error(engine.next_token_logits(ids[0]), last_logits(exported, ids[0])) <= 1e-4
+    assert relative_error(last_logits(exported, ids[0]), last_logits(model, ids[0])) > 1e-4  # it was trained
+    engine.close()
+
+
+@pytest.mark.parametrize("family", FAMILY_CASES)
+def test_plans_give_the_same_bits(family, tmp_path):
+    """Everything on the GPU, everything streamed, and every other block kept."""
+    config = CASES[FAMILY_CASES[family]]
+    saved_model(tmp_path, config)
+    spec = spec_of(config)
+    sizes = {"chunk_tokens": 20, "chunks_per_round": 3, "max_seq_len": MAX_SEQ_LEN, "numerics": FLOAT32}
+    streamed = streamed_plan(spec, **sizes)
+    resident = make_plan(spec, **sizes)
+    blocks = [(resident if i % 2 else streamed).layers[i + 1] for i in range(len(spec.blocks))]
+    found = []
+    for plan in (streamed, resident, make_plan(spec, blocks=blocks, **sizes)):
+        engine = build_engine(open_model(tmp_path), plan, AdamW(lr=1e-2))
+        losses = []
+        for step in range(2):
+            losses.append(engine.fwd_bwd(random_batch(step, [48, 3, 20, 17], config["vocab_size"])).loss)
+            engine.step()
+        found.append((losses, engine.state_dict()))
+        engine.close()
+    for losses, weights in found[1:]:
+        assert losses == found[0][0]
+        same_bits(weights, found[0][1])
+
+
+@pytest.mark.parametrize("family", FAMILY_CASES)
+def test_a_planned_engine_gives_the_same_bits(family, tmp_path):
+    """The planner takes blocks of any kind, and of several kinds: its plan under a small budget trains the same."""
+    config = CASES[FAMILY_CASES[family]]
+    saved_model(tmp_path, config)
+    spec, found = spec_of(config), []
+    batch = random_batch(3, [48, 3, 20, 17], config["vocab_size"])
+    for budget in (int(0.95 * 16 * spec.num_parameters), None):
+        engine = from_pretrained(
+            tmp_path,
+            AdamW(lr=1e-2),
+            max_seq_len=MAX_SEQ_LEN,
+            max_global_batch_tokens=96,
+            max_gpu_mem_bytes=budget,
+            max_host_mem_gib=8,
+            chunk_tokens=MAX_SEQ_LEN,
+            round_tokens=2 * MAX_SEQ_LEN,
+            hardware="cpu-test",
+            device="cpu",
+            dtype="float32",
+        )
+        assert budget is None or engine.memory_peaks().gpu_bytes <= budget
+        losses = [engine.train_step(batch)[0].loss for _ in range(2)]
+        found.append((losses, engine.state_dict(), engine.plan.groups))
+        engine.close()
+    assert found[0][0] == found[1][0]
+    same_bits(found[0][1], found[1][1])
+    assert found[0][2] != found[1][2]

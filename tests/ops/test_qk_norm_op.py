@@ -1,0 +1,79 @@
+"""QKNorm: the plain path against autograd, the CUDA path against the definition in float64."""
+
+import pytest
+import torch
+
+from flexengine.ops.qk_norm import QKNorm
+from flexengine.ops.rmsnorm import NormStyle
+
+EPS = 1e-5
+HEADS = [(4, 2, 6), (3, 1, 10), (2, 2, 8)]
+
+
+def definition(op, qkv, params, grad_y):
+    qkv, *weights = (t.detach().double().cpu().requires_grad_() for t in (qkv, *params.values()))
+    outputs = []
+    for part, weight in zip(op.parts, weights, strict=True):
+        rows = part.of(qkv)
+        rstd = torch.rsqrt(rows.square().mean(-1) + EPS)
+        outputs.append(((weight + op.style.offset) * rows * rstd[..., None]).flatten(1))
+    y = torch.cat((*outputs, qkv[:, op.normalised :]), dim=1)
+    grads = torch.autograd.grad(y, (qkv, *weights), grad_y.double().cpu())
+    param_grads = dict(zip(params, grads[1:], strict=True))
+    return {"qkv": y}, {"raw": grads[0]}, param_grads
+
+
+def operands(h, tokens, heads, span, style):
+    op = QKNorm("norm", "raw", "qkv", *heads, span, ("q", "k"), style)
+    params = {part.weight: 1 - style.offset + h.randn(part.width, scale=0.2) for part in op.parts}
+    return op, h.chunk((tokens,)), {"raw": h.randn(tokens, op.width)}, params, h.randn(tokens, op.width)
+
+
+@pytest.mark.parametrize("style", [NormStyle(EPS), NormStyle(EPS, 1.0, True)], ids=["plain", "around zero"])
+@pytest.mark.parametrize("span", ["head", "row"])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_matches_autograd(harness, checks, heads, span, style):
+    op, chunk, inputs, params, grad_y = operands(harness, 7, heads, span, style)
+    result = harness.run(op, chunk, inputs, params, {"qkv": grad_y})
+    outputs, grads, param_grads = definition(op, inputs["raw"], params, grad_y)
+    checks.all_close(result.outputs, outputs)
+    checks.all_close(result.grads, grads)
+    checks.all_close(result.param_grads, param_grads)
+
+
+def test_adds_to_accumulators_that_are_there(harness, checks):
+    op, chunk, inputs, params, grad_y = operands(harness, 5, HEADS[0], "head", NormStyle(EPS))
+    before = {name: harness.randn(*p.shape) for name, p in params.items()}
+    result = harness.run(op, chunk, inputs, params, {"qkv": grad_y}, previous_params=before)
+    _, _, param_grads = definition(op, inputs["raw"], params, grad_y)
+    checks.all_close(result.param_grads, {name: grad + before[name] for name, grad in param_grads.items()})
+
+
+def test_kernels_on_views_of_a_row(monkeypatch, make_harness, checks):
+    """What runs on CUDA, in Triton's interpreter: heads are strided views, and so are their statistics."""
+    monkeypatch.setenv("FLEXENGINE_INTERPRET_KERNELS", "1")
+    h = make_harness("cpu", torch.float32)
+    for span in ("head", "row"):
+        op, chunk, inputs, params, grad_y = operands(h, 3, HEADS[0], span, NormStyle(EPS, 1.0, True))
+        result = h.run(op, chunk, inputs, params, {"qkv": grad_y})
+        outputs, grads, param_grads = definition(op, inputs["raw"], params, grad_y)
+        checks.all_close(result.outputs, outputs, 1e-5)
+        checks.all_close(result.grads, grads, 1e-5)
+        checks.all_close(result.param_grads, param_grads, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("span", ["head", "row"])
+@pytest.mark.parametrize("heads", [(32, 8, 128), (5, 1, 72)], ids=str)
+@pytest.mark.usefixtures("deterministic")
+def test_cuda_matches_definition(make_harness, checks, dtype, heads, span):
+    h = make_harness("cuda", dtype)
+    op, chunk, inputs, params, grad_y = operands(h, 515, heads, span, NormStyle(EPS))
+    result = h.run(op, chunk, inputs, params, {"qkv": grad_y})
+    outputs, grads, param_grads = definition(op, inputs["raw"], params, grad_y)
+    tolerance = checks.GPU_TOLERANCE[dtype]
+    checks.all_close(result.outputs, outputs, tolerance)
+    checks.all_close(result.grads, grads, tolerance)
+    checks.all_close(result.param_grads, param_grads, tolerance)
+    checks.same_bits(result, h.run(op, chunk, inputs, params, {"qkv": grad_y}))
