@@ -177,9 +177,9 @@ def prepare(
     """
     source = open_model(path_or_preset)
     source = source._replace(spec=with_matmul_dtype(source.spec, matmul_dtype))
+    check_sequence_length(source.spec, max_seq_len)
     if source.weights_folder is not None:
-        check_checkpoint(source.spec, source.weights_folder)
-    warn_of_long_sequences(source.spec, max_seq_len)
+        source = source._replace(spec=check_checkpoint(source.spec, source.weights_folder))
     # refused before the machine is measured
     _numerics(dtype, master_dtype, grad_dtype, optimizer_state_dtype, matmul_dtype)
     _check_max_grad_norm(max_grad_norm)
@@ -235,8 +235,14 @@ def check_is_free(plan: Plan, profile: HardwareProfile, device_type: str) -> Non
             )
 
 
-def warn_of_long_sequences(spec: ModelSpec, max_seq_len: int) -> None:
-    """Warn when sequences may be longer than the model was made for."""
+def check_sequence_length(spec: ModelSpec, max_seq_len: int) -> None:
+    """Warn when sequences may be longer than the model was made for. Raises ValueError where it cannot take them."""
+    longest = spec.longest_sequence
+    if longest is not None and max_seq_len > longest:
+        raise ValueError(
+            f"max_seq_len={max_seq_len}, but {spec.name} has learned positions for {longest} tokens and none for later "
+            f"ones; give --max-seq-len {longest} or less"
+        )
     if max_seq_len > spec.max_position_embeddings:
         logger.warning(
             "max_seq_len=%d is longer than the %d positions that %s was made for",

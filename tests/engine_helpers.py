@@ -76,6 +76,8 @@ def saved_model(
                 parameter.add_(0.2 * torch.randn_like(parameter))
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.3)
+            elif "ln_" in name:
+                parameter.normal_(1.0, 0.2)
     model = model.to(dtype)
     model.save_pretrained(folder, **save)
     return model

@@ -44,6 +44,13 @@ def phi3(**changes: Any) -> dict:
     return without_head_dim(config("phi3", **changes))
 
 
+def gpt2(**changes: Any) -> dict:
+    common = {"n_embd": 24, "n_layer": 2, "n_head": 4, "vocab_size": 67, "n_positions": 60, "initializer_range": 0.2}
+    ends = {"bos_token_id": None, "eos_token_id": None}
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return {"model_type": "gpt2", **common, **ends, **dropouts, **changes}
+
+
 CASES: dict[str, dict] = {
     "mistral, window": config("mistral", sliding_window=9),
     "mistral, no window": config("mistral", sliding_window=None, head_dim=10, tie_word_embeddings=True),
@@ -77,6 +84,9 @@ CASES: dict[str, dict] = {
     "phi3, a part rotated, tied": phi3(tie_word_embeddings=True, rope_parameters=PARTIAL, hidden_size=40),
     "phi3, short runs": phi3(rope_scaling=LONGROPE, original_max_position_embeddings=64),
     "phi3, long runs": phi3(rope_scaling=LONGROPE, original_max_position_embeddings=2),
+    "gpt2": gpt2(),
+    "gpt2, untied, odd sizes": gpt2(tie_word_embeddings=False, n_inner=37, vocab_size=71, n_embd=33, n_head=3),
+    "gpt2, unscaled": gpt2(scale_attn_weights=False, n_layer=3),
 }
 """Name, whose first word is the family, -> config."""
 

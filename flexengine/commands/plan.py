@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flexengine.api import COMPUTE_DTYPES, block_shape, choose_device, make_request, warn_of_long_sequences
+from flexengine.api import COMPUTE_DTYPES, block_shape, check_sequence_length, choose_device, make_request
 from flexengine.commands.compare import Case, compare, comparison_json, comparison_table
 from flexengine.commands.files import check_target, print_output, write_whole
 from flexengine.config import LARGEST, OPTION_HELP, OPTION_TYPES, TrainConfig, choices_of, flag_of, value_type_of
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     _check(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
     model = with_matmul_dtype(open_model(arguments.model, needs_weights=False).spec, arguments.matmul_dtype)
-    warn_of_long_sequences(model, arguments.max_seq_len)
+    check_sequence_length(model, arguments.max_seq_len)
     options = {name: getattr(arguments, name) for name in SAME_AS_TRAIN}
     options["max_grad_norm"] = arguments.max_grad_norm or None
     job = Job(model, options, shlex.join(["python", "-m", "flexengine", "plan", *argv]))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from flexengine.models.blocks import BlockNames, BlockShape, block_ops, block_params, norm_param
 from flexengine.models.fields import Fields
 from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec, ParamSpec, Table, WeightSource
+from flexengine.ops.base import Op
 from flexengine.ops.cross_entropy import LMHeadLoss
 from flexengine.ops.embedding import Embedding
 from flexengine.ops.rmsnorm import NormStyle, RMSNorm
@@ -35,69 +38,69 @@ class DecoderShape:
         return self.blocks[0].hidden_size
 
 
-def decoder_groups(s: DecoderShape) -> tuple[GroupSpec, ...]:
-    """Parameter groups: embed, one per block, head (the final norm alone when the embedding is tied)."""
-    vocab = (s.vocab_size, s.hidden_size)
-    embed = ParamSpec("embed.weight", vocab, (WeightSource(f"{s.prefix}.embed_tokens.weight", vocab),))
-    lm_head = ParamSpec("lm_head.weight", vocab, (WeightSource("lm_head.weight", vocab),))
-    final_norm = norm_param("final_norm.weight", f"{s.prefix}.norm.weight", s.hidden_size, s.final_norm)
-    blocks = [
-        GroupSpec(f"block.{i}", "block", block_params(shape, f"{s.prefix}.layers.{i}", s.names))
-        for i, shape in enumerate(s.blocks)
-    ]
-    head = (final_norm,) if s.tie_word_embeddings else (final_norm, lm_head)
-    return (GroupSpec("embed", "embed", (embed,)), *blocks, GroupSpec("head", "head", head))
+class Piece(NamedTuple):
+    """A layer's ops and the parameters that stream with it."""
+
+    ops: tuple[Op, ...]
+    params: tuple[ParamSpec, ...]
 
 
-def decoder_layers(s: DecoderShape, groups: tuple[GroupSpec, ...]) -> tuple[LayerSpec, ...]:
-    """Embedding, blocks (those of one shape share their ops) and head, over the given groups."""
-    d, v, last = s.hidden_size, s.vocab_size, len(groups) - 1
-    embed = LayerSpec(
-        "embedding",
-        "embedding",
-        (Embedding("embed", "y", v, d, "embed.weight", s.embedding_scale),),
-        (("embed.weight", 0, "embed.weight"),),
-        None,
-        "y",
+def assemble(
+    name: str, family: str, config: dict, *, embedding: Piece, blocks: Sequence[Piece], head: Piece, **sizes: Any
+) -> ModelSpec:
+    """A model of an embedding, blocks and a head, in which each has a parameter group: embed, block.0 and on, head.
+
+    With tie_word_embeddings among `sizes`, the fields of `ModelSpec`, the head's `lm_head.weight` is the embedding's
+    `embed.weight`.
+    """
+    groups = (
+        GroupSpec("embed", "embed", embedding.params),
+        *(GroupSpec(f"block.{i}", "block", block.params) for i, block in enumerate(blocks)),
+        GroupSpec("head", "head", head.params),
     )
-    blocks = [
-        LayerSpec(f"block.{i}", "block", block_ops(shape), _layer_params(i + 1, groups[i + 1]), "x", "y")
-        for i, shape in enumerate(s.blocks)
-    ]
-    group, name = (0, "embed.weight") if s.tie_word_embeddings else (last, "lm_head.weight")
-    head = LayerSpec(
-        "head",
-        "head",
-        (
-            RMSNorm("final_norm", "x", "h", d, "final_norm.weight", s.final_norm),
-            LMHeadLoss("lm_head", "h", d, v, "lm_head.weight", s.logit_soft_cap),
+    tied = (("lm_head.weight", 0, "embed.weight"),) if sizes["tie_word_embeddings"] else ()
+    last = len(groups) - 1
+    layers = (
+        LayerSpec("embedding", "embedding", embedding.ops, _layer_params(0, groups[0]), None, "y"),
+        *(
+            LayerSpec(f"block.{i}", "block", block.ops, _layer_params(i + 1, groups[i + 1]), "x", "y")
+            for i, block in enumerate(blocks)
         ),
-        (("final_norm.weight", last, "final_norm.weight"), ("lm_head.weight", group, name)),
-        "x",
-        None,
+        LayerSpec("head", "head", head.ops, (*_layer_params(last, groups[last]), *tied), "x", None),
     )
-    return (embed, *blocks, head)
+    return ModelSpec(name=name, family=family, hf_config=config, groups=groups, layers=layers, **sizes)
 
 
 def _layer_params(group_index: int, group: GroupSpec) -> tuple[tuple[str, int, str], ...]:
     return tuple((p.name, group_index, p.name) for p in group.params)
 
 
-def decoder_model(name: str, family: str, config: dict, shape: DecoderShape) -> ModelSpec:
-    """Assemble a decoder of the given shape. Raises ValueError for what else it reads from the config."""
-    fields, groups, block = Fields(name, config), decoder_groups(shape), shape.blocks[0]
-    return ModelSpec(
-        name=name,
-        family=family,
-        hf_config=config,
-        hidden_size=shape.hidden_size,
-        vocab_size=shape.vocab_size,
-        num_key_value_heads=block.num_key_value_heads,
-        head_dim=block.head_dim,
+def decoder_model(name: str, family: str, config: dict, s: DecoderShape) -> ModelSpec:
+    """A decoder of the given shape. Raises ValueError for what else it reads from the config."""
+    fields, d, v = Fields(name, config), s.hidden_size, s.vocab_size
+    embed = ParamSpec("embed.weight", (v, d), (WeightSource(f"{s.prefix}.embed_tokens.weight", (v, d)),))
+    lm_head = ParamSpec("lm_head.weight", (v, d), (WeightSource("lm_head.weight", (v, d)),))
+    final_norm = norm_param("final_norm.weight", f"{s.prefix}.norm.weight", d, s.final_norm)
+    head_ops = (
+        RMSNorm("final_norm", "x", "h", d, "final_norm.weight", s.final_norm),
+        LMHeadLoss("lm_head", "h", d, v, "lm_head.weight", s.logit_soft_cap),
+    )
+    return assemble(
+        name,
+        family,
+        config,
+        embedding=Piece((Embedding("embed", "y", v, d, "embed.weight", s.embedding_scale),), (embed,)),
+        blocks=[
+            Piece(block_ops(shape), block_params(shape, f"{s.prefix}.layers.{i}", s.names))
+            for i, shape in enumerate(s.blocks)
+        ],
+        head=Piece(head_ops, (final_norm,) if s.tie_word_embeddings else (final_norm, lm_head)),
+        hidden_size=d,
+        vocab_size=v,
+        num_key_value_heads=s.blocks[0].num_key_value_heads,
+        head_dim=s.blocks[0].head_dim,
         max_position_embeddings=fields.whole("max_position_embeddings", 2048),
         initializer_range=fields.number("initializer_range", 0.02, high=100.0),
-        tie_word_embeddings=shape.tie_word_embeddings,
-        tables=shape.tables,
-        groups=groups,
-        layers=decoder_layers(shape, groups),
+        tie_word_embeddings=s.tie_word_embeddings,
+        tables=s.tables,
     )

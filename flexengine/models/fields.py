@@ -24,6 +24,11 @@ LARGEST = {
     "sliding_window": 2**31 - 1,
     "sliding_window_pattern": 1024,
     "max_window_layers": 1024,
+    "n_embd": 2**18,
+    "n_inner": 2**20,
+    "n_layer": 1024,
+    "n_head": 4096,
+    "n_positions": 2**24,
 }
 """Field -> largest value: 8 to 40 times the largest published model (Llama 3.1 405B), or what an int32 position
 holds. More is a damaged file, and descriptions, plans and tables of such a size would fill memory."""

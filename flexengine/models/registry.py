@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flexengine.models import gemma, llama, mistral, olmo, phi3, qwen
+from flexengine.models import gemma, gpt2, llama, mistral, olmo, phi3, qwen
 from flexengine.models.spec import ModelSpec
+from flexengine.models.unknown import unknown_family
 from flexengine.wording import did_you_mean, parse_json, shown
 
 FAMILIES: dict[str, Callable[[str, dict], ModelSpec]] = {
@@ -22,6 +23,7 @@ FAMILIES: dict[str, Callable[[str, dict], ModelSpec]] = {
     "olmo2": olmo.build,
     "olmo3": olmo.build,
     "phi3": phi3.build,
+    "gpt2": gpt2.build,
 }
 """Hugging Face `model_type` -> builder."""
 
@@ -58,11 +60,7 @@ def build_model(name: str, config: Any) -> ModelSpec:
         raise ValueError(f"{name}: config.json holds a {found}, expected an object of fields; fetch it again")
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
-        meant = did_you_mean(family, FAMILIES) if isinstance(family, str) else ""
-        raise ValueError(
-            f"{name}: model_type {shown(family)} in config.json is not supported{meant or ';'} known: "
-            f"{', '.join(FAMILIES)}"
-        )
+        raise unknown_family(name, family, config, FAMILIES)
     _check_not_quantised(name, config)
     spec = FAMILIES[family](name, config)
     if spec.num_parameters > MAX_PARAMETERS:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from flexengine.ops.base import Op
@@ -99,9 +100,13 @@ class ModelSpec:
     num_key_value_heads: int = 0
     head_dim: int = 0
     max_position_embeddings: int = 0
+    longest_sequence: int | None = None
+    """What no sequence may exceed: there are no more learned positions. None: no such limit."""
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
     tables: tuple[Table, ...] = ()
+    optional_prefix: str = ""
+    """With what all names of sources begin that some checkpoints leave out."""
     groups: tuple[GroupSpec, ...] = ()
     layers: tuple[LayerSpec, ...] = ()
 
@@ -109,6 +114,23 @@ class ModelSpec:
     def num_parameters(self) -> int:
         """All parameters, a tied tensor counted once."""
         return sum(g.numel for g in self.groups)
+
+    @property
+    def embedding_source(self) -> str:
+        """Name of the embedding's tensor, which a tied head shares."""
+        return self.groups[0].params[0].sources[0].name
+
+    def named_as(self, names: Iterable[str]) -> ModelSpec:
+        """The model with its sources named as in a checkpoint of these tensors, which may lack the optional prefix."""
+        if not self.optional_prefix or any(name.startswith(self.optional_prefix) for name in names):
+            return self
+
+        def renamed(param: ParamSpec) -> ParamSpec:
+            sources = (replace(s, name=s.name.removeprefix(self.optional_prefix)) for s in param.sources)
+            return replace(param, sources=tuple(sources))
+
+        groups = (replace(g, params=tuple(renamed(p) for p in g.params)) for g in self.groups)
+        return replace(self, groups=tuple(groups))
 
     @property
     def blocks(self) -> tuple[LayerSpec, ...]:

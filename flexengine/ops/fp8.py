@@ -111,6 +111,11 @@ class Fp8Linear(Linear):
             linear.bias,
             linear.residual,
         )
+        if linear.transposed:
+            raise ValueError(
+                f"{self.name} stores its weight input by output, which FP8 products do not take; leave "
+                "--matmul-dtype out"
+            )
         if self.in_features % MULTIPLE or self.out_features % MULTIPLE:
             raise ValueError(
                 f"{self.name} has {self.in_features} input and {self.out_features} output features; FP8 products need"

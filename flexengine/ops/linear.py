@@ -1,7 +1,7 @@
 """Linear layers: y = x @ weight.T (+ bias), and the same with the residual added.
 
-Shapes: x [T, D], weight [F, D], bias [F], y [T, F]. Fused projections (QKV, gate-up) are one weight whose rows are the
-Hugging Face weights stacked.
+Shapes: x [T, D], weight [F, D] (transposed: [D, F]), bias [F], y [T, F]. Fused projections (QKV, gate-up) are one
+weight whose rows are the Hugging Face weights stacked.
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ class Linear(Op):
         weight: str,
         bias: str | None = None,
         residual: str | None = None,
+        transposed: bool = False,
     ) -> None:
         self.name, self.x, self.y = name, x, y
         self.in_features, self.out_features = in_features, out_features
-        self.weight, self.bias, self.residual = weight, bias, residual
+        self.weight, self.bias, self.residual, self.transposed = weight, bias, residual, transposed
         self.inputs = (x,) if residual is None else (x, residual)
         self.outputs = (TensorSpec(y, (out_features,)),)
         self.params = (weight,) if bias is None else (weight, bias)
@@ -64,8 +65,13 @@ class Linear(Op):
         self.grad_inputs = self.inputs
         self.grad_alias = () if residual is None else ((residual, y),)
 
+    def _matrix(self, env: OpEnv) -> Tensor:
+        """The weight as [F, D]."""
+        weight = env.p[self.weight]
+        return weight.t() if self.transposed else weight
+
     def forward(self, env: OpEnv) -> None:
-        x, y, weight = env.t[self.x], env.t[self.y], env.p[self.weight]
+        x, y, weight = env.t[self.x], env.t[self.y], self._matrix(env)
         if self.residual is not None:
             residual = env.t[self.residual]
             if self.bias is not None:
@@ -79,15 +85,17 @@ class Linear(Op):
             torch.mm(x, weight.t(), out=y)
 
     def backward_input(self, env: OpEnv) -> None:
-        grad_x, grad_y, weight = env.g[self.x], env.g[self.y], env.p[self.weight]
+        grad_x, grad_y, weight = env.g[self.x], env.g[self.y], self._matrix(env)
         if self.x in env.accumulate:
             torch.addmm(grad_x, grad_y, weight, out=grad_x)
         else:
             torch.mm(grad_y, weight, out=grad_x)
 
     def backward_weight(self, env: OpEnv) -> None:
-        grad_y = env.g[self.y]
-        accumulate_weight_grad(env.gp[self.weight], grad_y, env.t[self.x], env.first)
+        rows, columns = env.g[self.y], env.t[self.x]
+        if self.transposed:
+            rows, columns = columns, rows
+        accumulate_weight_grad(env.gp[self.weight], rows, columns, env.first)
         self.add_bias_grad(env)
 
     def add_bias_grad(self, env: OpEnv) -> None:

@@ -553,7 +553,7 @@ class Engine:
         if name in self.weights.runs:
             return self._export(name, entry.dtype)
         if self.model.tie_word_embeddings and name == "lm_head.weight":
-            tied = self._export("model.embed_tokens.weight", entry.dtype)
+            tied = self._export(self.model.embedding_source, entry.dtype)
             return tied._replace(name=name)
 
         def carried() -> Tensor:

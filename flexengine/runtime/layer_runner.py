@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexengine.models.spec import ParamSpec
 from flexengine.ops.base import ChunkContext, OpEnv
 from flexengine.runtime.arena import Arenas
 from flexengine.schedule.commands import LayerCall
@@ -28,6 +29,8 @@ class LayerRunner:
         if kind == "backward" and chunk.window is not None and "grad_window" in call.areas:
             self._open_grad_window(call, chunk)
         accumulators = self._accumulators(call) if kind == "backward" else {}
+        if kind == "backward" and call.first:
+            self._clear_unused(call)
         for step in self._steps(kind, call.program):
             env = OpEnv(
                 t=self.bind(call, step.tensors, chunk.tokens),
@@ -64,10 +67,21 @@ class LayerRunner:
         for local, group, name in self.layout.model.layers[call.layer].params:
             if group not in slots:
                 continue
-            shape = next(p.shape for p in self.layout.model.groups[group].params if p.name == name)
-            offset = self.layout.groups[group].offsets[name] * dtype.itemsize
-            views[local] = self.arenas.view(self.layout.slots[slots[group]], offset, shape, dtype)
+            param = next(p for p in self.layout.model.groups[group].params if p.name == name)
+            views[local] = self._view(group, param, slots[group], dtype)
         return views
+
+    def _clear_unused(self, call: LayerCall) -> None:
+        """Zero what this layer leaves of its groups' accumulators: a tied head has no gradient of learned positions."""
+        used = {(group, name) for _, group, name in self.layout.model.layers[call.layer].params}
+        for group, slot in call.accumulators.items():
+            for param in self.layout.model.groups[group].params:
+                if (group, param.name) not in used:
+                    self._view(group, param, slot, self.wide).zero_()
+
+    def _view(self, group: int, param: ParamSpec, slot: int, dtype: torch.dtype) -> Tensor:
+        offset = self.layout.groups[group].offsets[param.name] * dtype.itemsize
+        return self.arenas.view(self.layout.slots[slot], offset, param.shape, dtype)
 
     def _open_grad_window(self, call: LayerCall, chunk: ChunkContext) -> None:
         """The last slice of a sequence starts from zero gradients of all its keys and values."""

@@ -64,10 +64,15 @@ def check_complete(model: ModelSpec, reader: CheckpointReader) -> None:
             )
 
 
-def check_checkpoint(model: ModelSpec, folder: Path) -> None:
-    """Raise ValueError unless a checkpoint folder is whole and fits the model: headers only, before memory is taken."""
+def check_checkpoint(model: ModelSpec, folder: Path) -> ModelSpec:
+    """The model with its tensors named as in a checkpoint folder: headers only, before memory is taken.
+
+    Raises ValueError unless the folder is whole and fits the model.
+    """
     with CheckpointReader.open(folder) as reader:
-        check_complete(model, reader)
+        named = model.named_as(reader.tensors)
+        check_complete(named, reader)
+    return named
 
 
 def on_host(request: ReadRequest) -> bool:

@@ -8,6 +8,7 @@ from provoke import CONFIG, Case, arguments, cases, check_message, check_python_
 from flexengine.models.fields import LARGEST
 from flexengine.models.registry import MAX_CONFIG_BYTES
 
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -89,7 +90,27 @@ CONFIGS = (
     Case("odd_heads", having(head_dim=5), ("head_dim=5 is odd.*even", "Correct head_dim")),
     Case("activation_of_another_family", having(hidden_act="gelu"), ("hidden_act='gelu'.*'silu'",)),
     Case("activation_of_5000_letters", having(hidden_act="x" * 5000), ("hidden_act='xxx.*\\.\\.\\.xxx.*'silu'",)),
-    Case("unknown_family", having(model_type="gpt2"), ("model_type 'gpt2'.*known: llama",)),
+    Case(
+        "unknown_family",
+        having(model_type="dbrx", clip_qkv=8, num_experts=16, sliding_window=7),
+        ("model_type 'dbrx'", "nearest known family: mistral; not supported in it: experts, clamped", "known: llama"),
+    ),
+    Case(
+        "sequence_beyond_learned_positions",
+        having(model_type="gpt2", n_embd=16, n_layer=1, n_head=2, n_positions=4),
+        ("max_seq_len=[0-9]+, but .* has learned positions for 4 tokens.*give --max-seq-len 4",),
+    ),
+    Case(
+        "layers_of_another_kind", having(model_type="ministral", layer_types=["mamba"]), ("layer_types=\\['mamba'\\]",)
+    ),
+    Case(
+        "both_ways_of_attention",
+        having(model_type="gemma2", use_bidirectional_attention=True),
+        ("use_bidirectional_attention=true", "Give a model without it"),
+    ),
+    Case(
+        "longrope_of_few_factors", having(rope_scaling=LONGROPE), ("short_factor=\\[1.0\\].*a list of [0-9]+ numbers",)
+    ),
     Case("misspelt_family", having(model_type="lama"), ("model_type 'lama'.*did you mean llama\\?",)),
     Case("family_missing", without("model_type"), ("model_type None.*known: llama",)),
     Case("family_is_a_list", having(model_type=["llama"]), ("model_type \\['llama'\\].*known: llama",)),
@@ -98,9 +119,7 @@ CONFIGS = (
         having(quantization_config={"quant_method": "awq", "bits": 4}),
         ("quantization_config \\(method 'awq'\\)", "16 or 32 bits that it was made from"),
     ),
-    Case(
-        "unknown_rope_type", having(rope_scaling={"rope_type": "longrope"}), ("rope type 'longrope'", "supported: def")
-    ),
+    Case("unknown_rope_type", having(rope_scaling={"rope_type": "dynamic"}), ("rope type 'dynamic'", "supported: def")),
     Case("misspelt_rope_type", having(rope_scaling={"type": "lama3"}), ("rope type 'lama3'.*did you mean llama3",)),
     Case(
         "rope_without_factor",

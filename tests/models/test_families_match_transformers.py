@@ -18,6 +18,7 @@ from engine_helpers import (
     worst_error,
 )
 from family_configs import CASES, FAMILY_CASES
+from safetensors.torch import load_file, save_file
 
 from flexengine import from_pretrained
 from flexengine.models.registry import open_model
@@ -129,3 +130,24 @@ def test_a_planned_engine_gives_the_same_bits(family, tmp_path):
     assert found[0][0] == found[1][0]
     same_bits(found[0][1], found[1][1])
     assert found[0][2] != found[1][2]
+
+
+def test_published_gpt2_names_lack_a_prefix(tmp_path):
+    """On the Hub they hold `wte.weight`, and masks, which are no parameters: both come back as they were."""
+    config = CASES["gpt2"]
+    model = saved_model(tmp_path / "source", config)
+    tensors = {
+        name.removeprefix("transformer."): t for name, t in model.state_dict().items() if name != "lm_head.weight"
+    }
+    mask = torch.ones(1, 1, 60, 60).tril()
+    save_file({**tensors, "h.0.attn.bias": mask}, tmp_path / "source" / "model.safetensors")
+    engine = from_pretrained(
+        tmp_path / "source", max_seq_len=32, max_global_batch_tokens=64, hardware="cpu-test", device="cpu"
+    )
+    ids = random_batch(0, [30, 7], config["vocab_size"])
+    assert engine.evaluate(ids).loss == pytest.approx(reference_loss(model, ids, ids).item(), rel=1e-2)
+    engine.save_pretrained(tmp_path / "export")
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert exported.keys() == {*tensors, "h.0.attn.bias"}
+    same_bits({name: exported[name] for name in tensors}, tensors)
+    assert torch.equal(exported["h.0.attn.bias"], mask)

@@ -59,5 +59,5 @@ def test_a_missing_theta_is_ten_thousand():
 
 
 def test_an_unknown_kind_is_refused_with_those_supported():
-    with pytest.raises(ValueError, match=r"'longrope'.*supported: default, linear, llama3, yarn"):
-        rope_parameters({"rope_scaling": {"rope_type": "longrope"}}, 8)
+    with pytest.raises(ValueError, match=r"'dynamic'.*supported: default, linear, llama3, yarn"):
+        rope_parameters({"rope_scaling": {"rope_type": "dynamic"}}, 8)

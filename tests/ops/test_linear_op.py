@@ -13,11 +13,24 @@ VARIANTS = [(bias, residual) for bias in (False, True) for residual in (False, T
 IDS = [f"bias={b}-residual={r}" for b, r in VARIANTS]
 
 
-def operands(h, tokens, d, f, bias, residual):
-    op = Linear("proj", "x", "y", d, f, "w", "b" if bias else None, "r" if residual else None)
+def operands(h, tokens, d, f, bias, residual, transposed=False):
+    op = Linear("proj", "x", "y", d, f, "w", "b" if bias else None, "r" if residual else None, transposed)
     inputs = {"x": h.randn(tokens, d)} | ({"r": h.randn(tokens, f)} if residual else {})
     params = {"w": h.randn(f, d, scale=d**-0.5)} | ({"b": h.randn(f)} if bias else {})
     return op, h.chunk((tokens,)), inputs, params, h.randn(tokens, f)
+
+
+@pytest.mark.parametrize(("bias", "residual"), VARIANTS, ids=IDS)
+def test_a_transposed_weight(harness, checks, bias, residual):
+    """Stored input by output: the same with the weight, and its gradient, turned."""
+    op, chunk, inputs, params, grad_y = operands(harness, 7, 12, 9, bias, residual, transposed=True)
+    outputs, grads, param_grads = definition(inputs, params, grad_y)
+    before = {name: harness.randn(*p.shape) for name, p in params.items()}
+    turned = {**params, "w": params["w"].t().contiguous()}
+    result = harness.run(op, chunk, inputs, turned, {"y": grad_y}, None, {**before, "w": before["w"].t().contiguous()})
+    checks.all_close(result.outputs, outputs)
+    checks.all_close(result.grads, grads)
+    checks.close(result.param_grads["w"].t(), param_grads["w"] + before["w"])
 
 
 def definition(inputs, params, grad_y):

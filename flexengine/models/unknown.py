@@ -1,0 +1,87 @@
+"""What can be said of a config of an unknown family: the known one that comes nearest, and what no known one has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from flexengine.models.sizes import ACTIVATIONS, LAYER_TYPES
+from flexengine.wording import did_you_mean, shown
+
+Config = dict[str, Any]
+
+MARKS: dict[str, tuple[str, ...]] = {
+    "gpt2": ("n_embd", "n_head", "n_positions"),
+    "gemma2": ("query_pre_attn_scalar", "attn_logit_softcapping"),
+    "gemma3_text": ("query_pre_attn_scalar", "sliding_window_pattern", "rope_local_base_freq"),
+    "phi3": ("original_max_position_embeddings", "resid_pdrop"),
+    "qwen2": ("use_sliding_window", "max_window_layers"),
+    "mistral": ("sliding_window",),
+}
+"""Family -> fields that tell of it; what has none of them is nearest to `llama`."""
+
+
+def _any(*fields: str) -> Callable[[Config], bool]:
+    return lambda config: any(config.get(field) for field in fields)
+
+
+def _other_layers(config: Config) -> bool:
+    kinds = config.get("layer_types")
+    return isinstance(kinds, list) and any(kind not in LAYER_TYPES for kind in kinds)
+
+
+def _other_activation(config: Config) -> bool:
+    named = config.get("hidden_act", config.get("hidden_activation", config.get("activation_function")))
+    return isinstance(named, str) and named not in ACTIVATIONS
+
+
+MISSING: dict[str, Callable[[Config], bool]] = {
+    "experts": _any("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "latent attention": _any("kv_lora_rank"),
+    "state-space or linear-attention layers": _any(
+        "ssm_cfg", "state_size", "mamba_d_state", "linear_num_key_heads", "conv_kernel", "attn_layer_indices"
+    ),
+    "layers of other kinds": _other_layers,
+    "another activation": _other_activation,
+    "ALiBi": _any("alibi"),
+    "attention beside the FFN": _any("parallel_attn", "use_parallel_residual", "parallel_block"),
+    "scaled residuals or logits": _any(
+        "residual_multiplier", "embedding_multiplier", "logits_scaling", "logit_scale", "scale_depth", "scale_emb"
+    ),
+    "clamped queries, keys and values": _any("clip_qkv"),
+    "an encoder": _any("is_encoder_decoder", "encoder_layers"),
+    "images or sound": _any("vision_config", "audio_config"),
+}
+"""What no known family has, by fields that tell of it."""
+
+
+def nearest_family(family: str, config: Config, known: Iterable[str]) -> str:
+    """The known family of which the config has most fields; of several the one with the nearest name."""
+
+    def score(name: str) -> tuple[int, int]:
+        marks = sum(field in config for field in MARKS.get(name, ()))
+        return marks, len(_common_start(family, name))
+
+    names = [name for name in known if name in MARKS] + ["llama"]
+    return max(names, key=score)
+
+
+def _common_start(a: str, b: str) -> str:
+    count = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return a[:count]
+
+
+def unknown_family(model: str, family: Any, config: Config, known: Iterable[str]) -> ValueError:
+    """The error for a config of a family that is not known."""
+    known = list(known)
+    if not isinstance(family, str):
+        return ValueError(
+            f"{model}: model_type {shown(family)} in config.json is not supported; known: {', '.join(known)}"
+        )
+    missing = [feature for feature, found in MISSING.items() if found(config)]
+    lacks = f"; not supported in it: {', '.join(missing)}" if missing else ""
+    return ValueError(
+        f"{model}: model_type {shown(family)} in config.json is not supported{did_you_mean(family, known)}\n"
+        f"  nearest known family: {nearest_family(family, config, known)}{lacks}\n"
+        f"  known: {', '.join(known)}"
+    )
