@@ -125,6 +125,12 @@ def run_probe(argv: list[str]) -> int:
     return probe.main(argv)
 
 
+def run_models(argv: list[str]) -> int:
+    from flexengine.commands import models  # noqa: PLC0415
+
+    return models.main(argv)
+
+
 def run_report(argv: list[str]) -> int:
     from flexengine.commands import report  # noqa: PLC0415
 
@@ -156,6 +162,7 @@ COMMANDS = {
     "plan": Command(
         run_plan, "what fits, where everything lives and how fast it would be; needs no GPU and no weights"
     ),
+    "models": Command(run_models, "the architectures that can be trained, and the presets"),
     "probe": Command(run_probe, "measure this machine and remember its rates"),
     "report": Command(run_report, "where the time of a run went, simulated and measured, as one page"),
     "download": Command(run_download, "stage a model or a data set for a machine without internet"),

@@ -12,20 +12,42 @@ from flexengine.models.spec import ModelSpec
 from flexengine.models.unknown import unknown_family
 from flexengine.wording import did_you_mean, parse_json, shown
 
-FAMILIES: dict[str, Callable[[str, dict], ModelSpec]] = {
-    "llama": llama.build,
-    "mistral": mistral.build,
-    "ministral": mistral.build,
-    "qwen2": qwen.build,
-    "qwen3": qwen.build,
-    "gemma2": gemma.build,
-    "gemma3_text": gemma.build,
-    "olmo2": olmo.build,
-    "olmo3": olmo.build,
-    "phi3": phi3.build,
-    "gpt2": gpt2.build,
+
+class Family(NamedTuple):
+    """A Hugging Face `model_type`: its builder, checkpoints that load, what it has beside Llama's block, and with how
+    many tiny configs it is compared with transformers, parameter by parameter."""
+
+    build: Callable[[str, dict], ModelSpec]
+    checkpoints: str
+    options: str
+    configs_compared: int
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        llama.build,
+        "Llama 2, 3, 3.1, 3.2, 3.3, CodeLlama, Yi, DeepSeek-LLM, SmolLM",
+        "grouped queries, biases, linear, llama3, yarn and longrope scaling",
+        14,
+    ),
+    "mistral": Family(mistral.build, "Mistral 7B, Mistral Nemo, Mistral Small 24B", "sliding window", 3),
+    "ministral": Family(mistral.build, "Ministral", "sliding window in some layers", 1),
+    "qwen2": Family(qwen.build, "Qwen2, Qwen2.5", "biases on queries, keys and values; windows in upper layers", 3),
+    "qwen3": Family(qwen.build, "Qwen3 (dense)", "queries and keys normalised head by head", 3),
+    "gemma2": Family(
+        gemma.build,
+        "Gemma 2",
+        "GeGLU, norms before and after, weights around zero, soft caps, alternating windows, scaled embedding",
+        3,
+    ),
+    "gemma3_text": Family(
+        gemma.build, "Gemma 3 (text)", "as Gemma 2; normalised queries and keys in place of caps, two rope bases", 3
+    ),
+    "olmo2": Family(olmo.build, "OLMo 2", "norms after attention and FFN, queries and keys normalised by row", 3),
+    "olmo3": Family(olmo.build, "OLMo 3", "as OLMo 2; windows in three layers of four, two rope tables", 3),
+    "phi3": Family(phi3.build, "Phi-3, Phi-3.5, Phi-4", "fused projections, longrope, a part of each head rotated", 4),
+    "gpt2": Family(gpt2.build, "GPT-2", "LayerNorm, learned positions, GELU, weights input by output", 3),
 }
-"""Hugging Face `model_type` -> builder."""
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 PRESET_PREFIX = "preset:"
@@ -62,7 +84,7 @@ def build_model(name: str, config: Any) -> ModelSpec:
     if not isinstance(family, str) or family not in FAMILIES:
         raise unknown_family(name, family, config, FAMILIES)
     _check_not_quantised(name, config)
-    spec = FAMILIES[family](name, config)
+    spec = FAMILIES[family].build(name, config)
     if spec.num_parameters > MAX_PARAMETERS:
         raise ValueError(
             f"{name}: the sizes in config.json come to {spec.num_parameters} parameters, more than the "

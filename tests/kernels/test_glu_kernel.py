@@ -67,7 +67,7 @@ def test_more_than_two_to_the_31_elements_on_gpu(checks, gpu):
     assert int(torch.count_nonzero(out[:-1])) == 0
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter computes with numpy
+@pytest.mark.filterwarnings("ignore:overflow encountered in")  # the interpreter computes with numpy
 @pytest.mark.parametrize("gate", [-200.0, -88.5, 0.0, 88.5, 200.0])
 @pytest.mark.parametrize("activation", glu.ACTIVATIONS)
 def test_extreme_gates_stay_finite(device, gate, activation):

@@ -1,0 +1,62 @@
+"""`flexengine models`: the families that can be trained, what each was compared with, and presets of their shapes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from flexengine.models.registry import FAMILIES, PRESET_PREFIX, open_model, preset_names
+from flexengine.planner.report import table
+from flexengine.wording import FlagParser
+
+COMPARED = "losses, gradients, logits and exports of {count} tiny configs equal those of transformers"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print families and presets; returns the exit status."""
+    arguments = _parser().parse_args(argv)
+    print(json.dumps(as_json(), indent=2) if arguments.json else "\n".join(describe()))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = FlagParser(
+        prog="flexengine models",
+        description="Lists the architectures that can be trained, by model_type in config.json, and the presets.",
+    )
+    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    return parser
+
+
+def as_json() -> dict[str, object]:
+    """Families by `model_type`, and presets."""
+    families = {
+        name: {"checkpoints": f.checkpoints, "options": f.options, "configs_compared": f.configs_compared}
+        for name, f in FAMILIES.items()
+    }
+    presets = {
+        name: {"model_type": spec.family, "parameters": spec.num_parameters}
+        for name, spec in ((name, open_model(PRESET_PREFIX + name).spec) for name in preset_names())
+    }
+    return {"families": families, "presets": presets}
+
+
+def describe() -> list[str]:
+    """The lines that are printed."""
+    lines = ["Families, by model_type in config.json:", ""]
+    for name, family in FAMILIES.items():
+        lines += [
+            f"{name}: {family.checkpoints}",
+            f"    {family.options}",
+            f"    {COMPARED.format(count=family.configs_compared)}",
+        ]
+    rows = [("preset", "model_type", "parameters")]
+    for name in preset_names():
+        spec = open_model(PRESET_PREFIX + name).spec
+        rows.append((PRESET_PREFIX + name, spec.family, _billions(spec.num_parameters)))
+    return [*lines, "", "Presets, shapes without weights, for --model:", "", *table(rows, left=(0, 1))]
+
+
+def _billions(count: int) -> str:
+    return f"{count / 1e9:.2f} G" if count >= 10**9 else f"{count / 1e6:.1f} M"

@@ -1,0 +1,65 @@
+"""`flexengine models`: what it lists is what can be built, what is tested, and what docs/architectures.md says."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from family_configs import CASES
+
+from flexengine import cli
+from flexengine.models import registry
+from flexengine.models.registry import FAMILIES, preset_names
+
+ROOT = Path(__file__).resolve().parents[2]
+DOC = ROOT / "docs" / "architectures.md"
+PUBLISHED = {
+    "llama-3.1-8b": 8030261248, "qwen2.5-0.5b": 494032768, "qwen2.5-1.5b": 1543714304, "qwen2.5-3b": 3085938688,
+    "qwen2.5-7b": 7615616512, "qwen2.5-14b": 14770033664, "qwen2.5-32b": 32763876352, "qwen2.5-72b": 72706203648,
+    "qwen3-0.6b": 596049920, "qwen3-1.7b": 1720574976, "qwen3-4b": 4022468096, "qwen3-8b": 8190735360,
+    "qwen3-14b": 14768307200, "qwen3-32b": 32762123264, "mistral-7b": 7248023552, "gemma-2-2b": 2614341888,
+    "gemma-2-9b": 9241705984, "gemma-2-27b": 27227128320, "gemma-3-1b": 999885952, "olmo-3-7b": 7298011136,
+    "phi-4": 14659507200, "gpt2": 124439808,
+}  # fmt: skip
+"""Parameters of the published checkpoints, a tied tensor counted once."""
+
+
+def test_lists_every_family_and_preset(capsys):
+    assert cli.main(["models"]) == 0
+    printed = capsys.readouterr().out
+    assert all(re.search(rf"^{name}: ", printed, re.MULTILINE) for name in FAMILIES)
+    assert all(f"preset:{name} " in printed for name in preset_names())
+
+
+def test_json_has_the_published_sizes(capsys):
+    assert cli.main(["models", "--json"]) == 0
+    presets = json.loads(capsys.readouterr().out)["presets"]
+    assert {name: presets[name]["parameters"] for name in PUBLISHED} == PUBLISHED
+    assert set(presets) == set(preset_names())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_as_many_configs_are_compared_as_it_says(family):
+    compared = sum(config["model_type"] == family for config in CASES.values())
+    if family == "llama":
+        text = (ROOT / "tests" / "models" / "test_parity_with_transformers.py").read_text(encoding="utf-8")
+        compared = int(re.findall(r"^NUM_CASES = (\d+)$", text, re.MULTILINE)[0])
+    assert FAMILIES[family].configs_compared == compared
+
+
+@pytest.mark.skipif(not DOC.is_file(), reason="docs/ is not beside the tests")
+def test_the_docs_say_the_same():
+    """A row for each family: what loads, what it adds, configs compared, and the lines of its file."""
+    rows = {}
+    for line in DOC.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| `") and len(cells) == 6:
+            rows[cells[0].strip("`")] = cells[1:]
+    assert set(rows) == set(FAMILIES)
+    for name, family in FAMILIES.items():
+        path = Path(registry.__file__).parent / f"{family.build.__module__.rpartition('.')[2]}.py"
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        assert lines <= 150
+        assert rows[name] == [
+            family.checkpoints, family.options, str(family.configs_compared), f"`models/{path.name}`", str(lines)
+        ]  # fmt: skip
