@@ -51,6 +51,13 @@ def gpt2(**changes: Any) -> dict:
     return {"model_type": "gpt2", **common, **ends, **dropouts, **changes}
 
 
+def experts(model_type: str, **changes: Any) -> dict:
+    counts = {"num_local_experts": 5} if model_type == "mixtral" else {"num_experts": 5}
+    own = {"moe_intermediate_size": 12} if model_type == "qwen3_moe" else {}  # grouped products of torch want 16 bytes
+    ends = {"bos_token_id": None, "eos_token_id": None}
+    return config(model_type, **{**counts, "num_experts_per_tok": 2, **own, **ends, **changes})
+
+
 CASES: dict[str, dict] = {
     "mistral, window": config("mistral", sliding_window=9),
     "mistral, no window": config("mistral", sliding_window=None, head_dim=10, tie_word_embeddings=True),
@@ -84,6 +91,17 @@ CASES: dict[str, dict] = {
     "phi3, a part rotated, tied": phi3(tie_word_embeddings=True, rope_parameters=PARTIAL, hidden_size=40),
     "phi3, short runs": phi3(rope_scaling=LONGROPE, original_max_position_embeddings=64),
     "phi3, long runs": phi3(rope_scaling=LONGROPE, original_max_position_embeddings=2),
+    "mixtral": experts("mixtral"),
+    "mixtral, window": experts("mixtral", num_experts_per_tok=3, num_local_experts=7, sliding_window=9),
+    "mixtral, tied, all experts": experts("mixtral", num_experts_per_tok=5, tie_word_embeddings=True, head_dim=8),
+    "olmoe": without_head_dim(experts("olmoe")),
+    "olmoe, normalised, biases": without_head_dim(experts("olmoe", norm_topk_prob=True, attention_bias=True)),
+    "olmoe, many experts": without_head_dim(experts("olmoe", num_experts=17, num_experts_per_tok=3, hidden_size=40)),
+    "qwen3_moe": experts("qwen3_moe", norm_topk_prob=True),
+    "qwen3_moe, not normalised": experts("qwen3_moe", num_experts_per_tok=3, intermediate_size=37),
+    "qwen3_moe, tied, multi-query": experts(
+        "qwen3_moe", norm_topk_prob=True, tie_word_embeddings=True, num_key_value_heads=1, attention_bias=True
+    ),
     "gpt2": gpt2(),
     "gpt2, untied, odd sizes": gpt2(tie_word_embeddings=False, n_inner=37, vocab_size=71, n_embd=33, n_head=3),
     "gpt2, unscaled": gpt2(scale_attn_weights=False, n_layer=3),

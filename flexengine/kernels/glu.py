@@ -6,6 +6,7 @@ for silu and u = sqrt(8 / pi) * (z + 0.044715 z^3) for the tanh form of GELU.
 
 import math
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,8 +20,8 @@ _GELU_CUBIC = tl.constexpr(math.sqrt(8 / math.pi) * 0.044715)
 _BLOCK = 2048  # columns per program; 4 warps then hold 16 elements per thread and tensor
 
 
-def glu_forward(gate_up: Tensor, out: Tensor, activation: str) -> None:
-    """out = act(gate) * up; activation: one of ACTIVATIONS.
+def glu_forward(gate_up: Tensor, out: Tensor, activation: str, row_weight: Tensor | None = None) -> None:
+    """out = (row_weight *) act(gate) * up; activation: one of ACTIVATIONS; row_weight [T] fp32.
 
     Shapes: gate_up [T, 2F] in bf16 or fp32, gate in columns 0..F-1, up in F..2F-1; out [T, F]. Rows may be strided.
     Rounding: fp32 arithmetic, one rounding at the store (Hugging Face also rounds act(gate)).
@@ -37,13 +38,18 @@ def glu_forward(gate_up: Tensor, out: Tensor, activation: str) -> None:
     block = min(_BLOCK, triton.next_power_of_2(width))
     tiles = triton.cdiv(width, block)
     _forward_kernel[(tokens * tiles,)](
-        gate_up, out, width, tiles, gate_up.stride(0), out.stride(0), GELU=gelu, BLOCK=block, num_warps=4
-    )
+        gate_up, out, out if row_weight is None else row_weight, width, tiles, gate_up.stride(0), out.stride(0),
+        WEIGHTED=row_weight is not None, GELU=gelu, BLOCK=block, num_warps=4,
+    )  # fmt: skip
 
 
-def glu_backward(grad_out: Tensor, gate_up: Tensor, grad_gate_up: Tensor, activation: str) -> None:
+def glu_backward(
+    grad_out: Tensor, gate_up: Tensor, grad_gate_up: Tensor, activation: str, row_weight: Tensor | None = None,
+    grad_row_weight: Tensor | None = None,
+) -> None:  # fmt: skip
     """Gradients of both halves, with s = sigmoid(u(gate)): grad_gate = grad_out * up * s * (1 + gate * (1 - s) * u'),
-    grad_up = grad_out * gate * s.
+    grad_up = grad_out * gate * s. With row_weight [T] fp32 both are that many times as much, and grad_row_weight [T]
+    fp32 is the sum over columns of grad_out * act(gate) * up.
 
     Shapes: grad_out [T, F], gate_up and grad_gate_up [T, 2F] in bf16 or fp32; rows may be strided.
     grad_gate_up may be gate_up itself: each program reads its elements before it writes the same ones.
@@ -60,6 +66,15 @@ def glu_backward(grad_out: Tensor, gate_up: Tensor, grad_gate_up: Tensor, activa
         return
     block = min(_BLOCK, triton.next_power_of_2(width))
     tiles = triton.cdiv(width, block)
+    if row_weight is not None:
+        assert grad_row_weight is not None
+        check_tensor("row_weight", row_weight, (tokens,), (torch.float32,))
+        check_tensor("grad_row_weight", grad_row_weight, (tokens,), (torch.float32,))
+        _weighted_backward_kernel[(tokens,)](
+            grad_out, gate_up, row_weight, grad_gate_up, grad_row_weight, width, grad_out.stride(0), gate_up.stride(0),
+            grad_gate_up.stride(0), GELU=gelu, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+        return
     _backward_kernel[(tokens * tiles,)](
         grad_out, gate_up, grad_gate_up, width, tiles, grad_out.stride(0), gate_up.stride(0), grad_gate_up.stride(0),
         GELU=gelu, BLOCK=block, num_warps=4,
@@ -91,7 +106,8 @@ def _tile(tiles, BLOCK: tl.constexpr):
 
 @triton.jit
 def _forward_kernel(
-    gate_up_ptr, out_ptr, width, tiles, gate_up_stride, out_stride, GELU: tl.constexpr, BLOCK: tl.constexpr
+    gate_up_ptr, out_ptr, row_weight_ptr, width, tiles, gate_up_stride, out_stride,
+    WEIGHTED: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token, columns = _tile(tiles, BLOCK)
     mask = columns < width
@@ -100,6 +116,8 @@ def _forward_kernel(
     up = tl.load(gate_ptrs + width, mask=mask, other=0.0).to(tl.float32)
     s, _ = _gate(gate, GELU)
     out = gate * s * up
+    if WEIGHTED:
+        out *= tl.load(row_weight_ptr + token)
     tl.store(out_ptr + token * out_stride + columns, round_to(out, out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -121,3 +139,30 @@ def _backward_kernel(
     dtype: tl.constexpr = grad_gate_up_ptr.dtype.element_ty
     tl.store(target, round_to(grad_gate, dtype), mask=mask)
     tl.store(target + width, round_to(grad_up, dtype), mask=mask)
+
+
+@triton.jit
+def _weighted_backward_kernel(
+    grad_out_ptr, gate_up_ptr, row_weight_ptr, grad_gate_up_ptr, grad_row_weight_ptr, width, grad_out_stride,
+    gate_up_stride, grad_gate_up_stride, GELU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row per program, whose columns add up to the gradient of its weight."""
+    row = tl.program_id(0).to(tl.int64)
+    weight = tl.load(row_weight_ptr + row)
+    lanes = tl.zeros((BLOCK,), tl.float32)
+    dtype: tl.constexpr = grad_gate_up_ptr.dtype.element_ty
+    for first in range(0, width, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        mask = columns < width
+        gate_ptrs = gate_up_ptr + row * gate_up_stride + columns
+        gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(gate_ptrs + width, mask=mask, other=0.0).to(tl.float32)
+        grad_out = tl.load(grad_out_ptr + row * grad_out_stride + columns, mask=mask, other=0.0).to(tl.float32)
+        s, slope = _gate(gate, GELU)
+        lanes += grad_out * gate * s * up
+        grad_out *= weight
+        grad_gate = grad_out * up * s * (1.0 + gate * (1.0 - s) * slope)
+        target = grad_gate_up_ptr + row * grad_gate_up_stride + columns
+        tl.store(target, round_to(grad_gate, dtype), mask=mask)
+        tl.store(target + width, round_to(grad_out * gate * s, dtype), mask=mask)
+    tl.store(grad_row_weight_ptr + row, tl.sum(lanes, axis=0))

@@ -4,20 +4,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from flexengine.models.spec import ParamSpec, WeightSource
 from flexengine.ops.attention import CausalAttention
 from flexengine.ops.attention_style import CAUSAL, AttentionStyle
 from flexengine.ops.base import Op
+from flexengine.ops.experts import Gather, GroupedLinear, HandOut, WeightedGLU
 from flexengine.ops.glu import GLU, Activation
 from flexengine.ops.linear import Linear
 from flexengine.ops.qk_norm import QKNorm, Span
 from flexengine.ops.rmsnorm import NormStyle, RMSNorm
 from flexengine.ops.rope import RoPE
+from flexengine.ops.router import Router
 
 Norms = Literal["pre", "post", "both"]
 """Where a block has norms: before attention and FFN, after them (within the residual branch), or both."""
+
+
+class ExpertShape(NamedTuple):
+    """The FFN of a block with experts: how many, how many of them for each token, their width, and whether the weights
+    of a token's experts are made to add up to 1."""
+
+    count: int
+    per_token: int
+    width: int
+    normalised: bool
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,7 @@ class BlockShape:
     rope_scaling: float = 1.0
     attention: AttentionStyle = CAUSAL
     activation: Activation = "silu"
+    experts: ExpertShape | None = None
 
     @property
     def query_width(self) -> int:
@@ -68,13 +81,17 @@ class BlockNames:
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     mlp_post_norm: str = "post_feedforward_layernorm"
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")
+    expert_down: str = "down_proj"
 
 
 @lru_cache(maxsize=256)
 def block_ops(s: BlockShape) -> tuple[Op, ...]:
     """x -> norm -> qkv -> rope -> attention -> + x -> norm -> gate-up -> act(gate) * up -> down -> + -> y, with norms
     where the shape has them."""
-    return (*_attention_ops(s), *_mlp_ops(s))
+    return (*_attention_ops(s), *(_mlp_ops(s) if s.experts is None else _expert_ops(s, s.experts)))
 
 
 def _attention_ops(s: BlockShape) -> list[Op]:
@@ -103,6 +120,23 @@ def _mlp_ops(s: BlockShape) -> list[Op]:
     ops.append(Linear("gate_up_proj", rows, "gate_up", s.hidden_size, 2 * f, *_weights("gate_up_proj", s.mlp_bias)))
     ops.append(GLU(unit, "gate_up", "a", f, s.activation))
     return [*ops, *_closing(s, ("down_proj", "a", f, s.mlp_bias), "mlp_post_norm", "x1", "y")]
+
+
+def _expert_ops(s: BlockShape, e: ExpertShape) -> list[Op]:
+    """x1 -> y through the experts of each token."""
+    assert s.norms == "pre", "no family has norms after its experts"
+    d, f, sizes = s.hidden_size, e.width, (e.count, e.per_token)
+    ops, rows = _opening_norm(s, "mlp_norm", "x1", "h2")
+    router = Router("router", rows, d, *sizes, "router.weight", e.normalised)
+    return [
+        *ops,
+        router,
+        HandOut("hand_out", rows, router.place, "rows", d, e.per_token),
+        GroupedLinear("experts_gate_up", "rows", router.ends, "gate_up", d, 2 * f, *sizes, "experts_gate_up.weight"),
+        WeightedGLU("experts_glu", "gate_up", router.weight, "a", f, e.per_token, s.activation),
+        GroupedLinear("experts_down", "a", router.ends, "results", f, d, *sizes, "experts_down.weight"),
+        Gather("gather", "results", router.place, "y", d, e.per_token, "x1"),
+    ]
 
 
 def _weights(name: str, bias: bool) -> tuple[str, str | None]:
@@ -142,6 +176,12 @@ def block_params(s: BlockShape, prefix: str, names: BlockNames) -> tuple[ParamSp
     def linear(name: str, sources: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool) -> list[ParamSpec]:
         return _stacked(name, _parts([f"{prefix}.{source}" for source in sources], rows), columns, bias)
 
+    def mlp() -> list[ParamSpec]:
+        return [
+            *linear("gate_up_proj", names.gate_up, (f, f), d, s.mlp_bias),
+            *linear("down_proj", (names.down,), (d,), f, s.mlp_bias),
+        ]
+
     d, f, qk_widths = s.hidden_size, s.intermediate_size, (s.head_dim, s.head_dim)
     if s.qk_norm == "row":
         qk_widths = (s.query_width, s.key_width)
@@ -154,10 +194,26 @@ def block_params(s: BlockShape, prefix: str, names: BlockNames) -> tuple[ParamSp
         *linear("o_proj", (names.o,), (d,), s.query_width, s.o_bias),
         *([norm("attn_post_norm", names.attn_post_norm)] if post else []),
         *([norm("mlp_norm", names.mlp_norm)] if pre else []),
-        *linear("gate_up_proj", names.gate_up, (f, f), d, s.mlp_bias),
-        *linear("down_proj", (names.down,), (d,), f, s.mlp_bias),
+        *(mlp() if s.experts is None else _expert_params(d, s.experts, prefix, names)),
         *([norm("mlp_post_norm", names.mlp_post_norm)] if post else []),
     )
+
+
+def _expert_params(d: int, e: ExpertShape, prefix: str, names: BlockNames) -> list[ParamSpec]:
+    """Router, and the weights of all experts, expert by expert."""
+
+    def source(expert: int, name: str, rows: int, columns: int) -> WeightSource:
+        return WeightSource(f"{prefix}.{names.experts}.{expert}.{name}.weight", (rows, columns))
+
+    experts, f = range(e.count), e.width
+    gate_up = tuple(source(i, name, f, d) for i in experts for name in names.expert_gate_up)
+    down = tuple(source(i, names.expert_down, d, f) for i in experts)
+    router = WeightSource(f"{prefix}.{names.router}.weight", (e.count, d))
+    return [
+        ParamSpec("router.weight", (e.count, d), (router,)),
+        ParamSpec("experts_gate_up.weight", (e.count, 2 * f, d), gate_up),
+        ParamSpec("experts_down.weight", (e.count, d, f), down),
+    ]
 
 
 def _parts(sources: list[str], rows: tuple[int, ...]) -> list[tuple[str, int]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flexengine.models import gemma, gpt2, llama, mistral, olmo, phi3, qwen
+from flexengine.models import gemma, gpt2, llama, mistral, moe, olmo, phi3, qwen
 from flexengine.models.spec import ModelSpec
 from flexengine.models.unknown import unknown_family
 from flexengine.wording import did_you_mean, parse_json, shown
@@ -46,6 +46,9 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family(olmo.build, "OLMo 2", "norms after attention and FFN, queries and keys normalised by row", 3),
     "olmo3": Family(olmo.build, "OLMo 3", "as OLMo 2; windows in three layers of four, two rope tables", 3),
     "phi3": Family(phi3.build, "Phi-3, Phi-3.5, Phi-4", "fused projections, longrope, a part of each head rotated", 4),
+    "mixtral": Family(moe.build, "Mixtral 8x7B, 8x22B", "experts, the weights of a token's made to add up to 1", 3),
+    "olmoe": Family(moe.build, "OLMoE", "experts; queries and keys normalised by row", 3),
+    "qwen3_moe": Family(moe.build, "Qwen3-30B-A3B, Qwen3-235B-A22B", "experts; queries and keys normalised by head", 3),
     "gpt2": Family(gpt2.build, "GPT-2", "LayerNorm, learned positions, GELU, weights input by output", 3),
 }
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 if TYPE_CHECKING:
     from torch import Tensor
 
-DType = Literal["compute", "float32", "uint8"]
+DType = Literal["compute", "float32", "int32", "uint8"]
 KernelName = Literal["flash", "cudnn"]
 """Attention kernels on CUDA. flash: FlashAttention-2, any lengths. cudnn: faster on Hopper, equal lengths only."""
 KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
@@ -51,7 +51,7 @@ class TensorSpec:
 
         Statistics declared float32 take 8 bytes when the compute dtype is float64.
         """
-        element_bytes = {"compute": compute_bytes, "float32": max(4, compute_bytes), "uint8": 1}[self.dtype]
+        element_bytes = {"compute": compute_bytes, "float32": max(4, compute_bytes), "int32": 4, "uint8": 1}[self.dtype]
         return self.elements(tokens) * element_bytes
 
 

@@ -33,24 +33,33 @@ def _gate(z: Tensor, activation: Activation) -> tuple[Tensor, Tensor | float]:
     return torch.sigmoid(GELU_LINEAR * z + GELU_CUBIC * z**3), GELU_LINEAR + 3 * GELU_CUBIC * z.square()
 
 
-def glu_forward(gate_up: Tensor, out: Tensor, activation: Activation) -> None:
-    """out [T, F] = act(gate) * up."""
+def glu_forward(gate_up: Tensor, out: Tensor, activation: Activation, row_weight: Tensor | None = None) -> None:
+    """out [T, F] = (row_weight [T] *) act(gate) * up."""
     if use_kernel(gate_up) and gate_up.dtype != torch.float64:
         from flexengine.kernels import glu  # noqa: PLC0415 (Triton is imported when first used)
 
-        return glu.glu_forward(gate_up, out, activation)
+        return glu.glu_forward(gate_up, out, activation, row_weight)
     gate, up = _wide(gate_up).chunk(2, dim=-1)
-    out.copy_(gate * _gate(gate, activation)[0] * up)
+    value = gate * _gate(gate, activation)[0] * up
+    out.copy_(value if row_weight is None else value * row_weight[:, None])
 
 
-def glu_backward(grad_out: Tensor, gate_up: Tensor, grad_gate_up: Tensor, activation: Activation) -> None:
-    """grad_gate_up [T, 2F] from grad_out [T, F]; grad_gate_up may be gate_up itself."""
+def glu_backward(
+    grad_out: Tensor, gate_up: Tensor, grad_gate_up: Tensor, activation: Activation, row_weight: Tensor | None = None,
+    grad_row_weight: Tensor | None = None,
+) -> None:  # fmt: skip
+    """grad_gate_up [T, 2F] from grad_out [T, F], and with weights of rows their gradient [T]; grad_gate_up may be
+    gate_up itself."""
     if use_kernel(gate_up) and gate_up.dtype != torch.float64:
         from flexengine.kernels import glu  # noqa: PLC0415
 
-        return glu.glu_backward(grad_out, gate_up, grad_gate_up, activation)
+        return glu.glu_backward(grad_out, gate_up, grad_gate_up, activation, row_weight, grad_row_weight)
     gate, up = _wide(gate_up).chunk(2, dim=-1)
     grad, (s, slope) = _wide(grad_out), _gate(gate, activation)
+    if row_weight is not None:
+        assert grad_row_weight is not None
+        grad_row_weight.copy_((grad * gate * s * up).sum(-1))
+        grad = grad * row_weight[:, None]
     grad_gate, grad_up = grad * up * s * (1 + gate * (1 - s) * slope), grad * gate * s
     grad_gate_up.copy_(torch.cat((grad_gate, grad_up), dim=-1))
 

@@ -20,7 +20,7 @@ class LayerRunner:
         self.layout, self.arenas = layout, arenas
         self.compute = getattr(torch, layout.plan.request.numerics.compute)
         self.wide = torch.float64 if layout.acc_bytes == 8 else torch.float32
-        self.dtypes = {"compute": self.compute, "float32": self.wide, "uint8": torch.uint8}
+        self.dtypes = {"compute": self.compute, "float32": self.wide, "int32": torch.int32, "uint8": torch.uint8}
         self.chunks: list[ChunkContext] = []
 
     def run(self, kind: str, call: LayerCall) -> None:

@@ -7,6 +7,9 @@ import torch
 
 from flexengine.ops.base import ChunkContext, KernelName, KeyValueWindow, Op, OpEnv, TensorSpec
 
+BYTES_UNWRITTEN = {"uint8": (0x7F, torch.uint8), "int32": (-(2**31), torch.int32)}
+"""What buffers of whole numbers hold until somebody writes them: NaN in FP8, an index that no tensor has."""
+
 
 @dataclass
 class OpResult:
@@ -74,7 +77,9 @@ class OpHarness:
         buffers = {}
         for s in specs:
             shape = (s.height(tokens), *s.shape)
-            filled = torch.full(shape, 0x7F, dtype=torch.uint8) if s.dtype == "uint8" else None  # NaN in FP8
+            filled = None
+            if s.dtype in BYTES_UNWRITTEN:
+                filled = torch.full(shape, BYTES_UNWRITTEN[s.dtype][0], dtype=BYTES_UNWRITTEN[s.dtype][1])
             buffers[s.name] = self.nan(*shape, dtype=dtypes[s.dtype]) if filled is None else filled.to(self.device)
         return buffers
 

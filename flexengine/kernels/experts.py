@@ -1,0 +1,203 @@
+"""What tokens and experts exchange: rows handed out and gathered, and products of each expert with its rows.
+
+T tokens, K experts of each, R = T * K rows sorted by expert, E experts. `place` [T, K]: the row of a token's k-th
+expert; `ends` [E]: where the rows of each expert end. Both stay on the device: grids depend on R and E alone, so
+nothing is read back and any routing, even all tokens to one expert, takes the same memory.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.rounding import round_to
+
+_BLOCK_ROWS, _BLOCK_COLUMNS, _BLOCK_INNER = 128, 128, 64
+
+
+def hand_out(x: Tensor, place: Tensor, rows: Tensor) -> None:
+    """rows[place[t, k]] = x[t] for every k.
+
+    Shapes: x [T, D] in bf16 or fp32, place [T, K] int32, rows [T * K, D]; rows of x and of rows may be strided.
+    Cost: reads T*D and writes K*T*D elements. Order: launches on the current stream, never synchronises.
+    Raises: ValueError on other shapes, dtypes or strides.
+    """
+    tokens, width = x.shape
+    count = place.shape[1]
+    check_tensor("x", x, (tokens, width), FLOATS, strided_rows=True)
+    check_tensor("place", place, (tokens, count), (torch.int32,))
+    check_tensor("rows", rows, (tokens * count, width), (x.dtype,), strided_rows=True)
+    if x.numel() == 0:
+        return
+    block = min(2048, triton.next_power_of_2(width))
+    _hand_out_kernel[(tokens,)](
+        x, place, rows, width, x.stride(0), rows.stride(0), COUNT=count, BLOCK=block, num_warps=4
+    )
+
+
+def gather(rows: Tensor, place: Tensor, out: Tensor, added: Tensor | None) -> None:
+    """out[t] = (added[t] +) sum over k of rows[place[t, k]], in fp32 with one rounding, k in order.
+
+    Shapes: rows [T * K, D] in bf16 or fp32, place [T, K] int32, out and added [T, D]; rows may be strided, added may be
+    out. Cost: reads K*T*D and writes T*D elements. Order: launches on the current stream, never synchronises.
+    Raises: ValueError on other shapes, dtypes or strides.
+    """
+    tokens, width = out.shape
+    count = place.shape[1]
+    check_tensor("rows", rows, (tokens * count, width), FLOATS, strided_rows=True)
+    check_tensor("place", place, (tokens, count), (torch.int32,))
+    check_tensor("out", out, (tokens, width), (rows.dtype,), strided_rows=True)
+    if added is not None:
+        check_tensor("added", added, (tokens, width), (rows.dtype,), strided_rows=True)
+    if out.numel() == 0:
+        return
+    base = out if added is None else added
+    block = min(2048, triton.next_power_of_2(width))
+    _gather_kernel[(tokens,)](
+        rows, place, out, base, width, rows.stride(0), out.stride(0), base.stride(0),
+        ADDED=added is not None, COUNT=count, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+
+
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, out: Tensor, transposed: bool) -> None:
+    """out[r] = x[r] @ weight[e].T for the rows r of every expert e; transposed: x[r] @ weight[e].
+
+    Shapes: x [R, D] and out [R, F] in bf16 or fp32, weight [E, F, D] (transposed: [E, D, F]), ends [E] int32. Sums in
+    fp32, one rounding. Deterministic: the order of a sum depends on shapes alone.
+    Order: launches on the current stream, never synchronises. Raises: ValueError on other shapes, dtypes or strides.
+    """
+    (count, inner), columns, experts = x.shape, out.shape[1], weight.shape[0]
+    check_tensor("x", x, (count, inner), FLOATS)
+    check_tensor("out", out, (count, columns), (x.dtype,))
+    shape = (experts, inner, columns) if transposed else (experts, columns, inner)
+    check_tensor("weight", weight, shape, (x.dtype,))
+    check_tensor("ends", ends, (experts,), (torch.int32,))
+    if out.numel() == 0:
+        return
+    block_rows = min(_BLOCK_ROWS, max(16, triton.next_power_of_2(count)))
+    grid = (triton.cdiv(count, block_rows) + experts, triton.cdiv(columns, _BLOCK_COLUMNS))
+    _product_kernel[grid](
+        x, weight, ends, out, inner, columns, experts,
+        weight.stride(0), weight.stride(2 if transposed else 1), weight.stride(1 if transposed else 2),
+        WIDE=not x.is_cuda, EXPERTS=triton.next_power_of_2(experts), ROWS=block_rows, COLUMNS=_BLOCK_COLUMNS,
+        INNER=_BLOCK_INNER, num_warps=8, num_stages=3,
+    )  # fmt: skip
+
+
+def grouped_weight_gradient(grad_y: Tensor, x: Tensor, ends: Tensor, acc: Tensor, accumulate: bool) -> None:
+    """acc[e] = (or +=) grad_y[rows of e].T @ x[rows of e]; an expert without rows has zero.
+
+    Shapes: grad_y [R, F] and x [R, D] in bf16 or fp32, ends [E] int32, acc [E, F, D] fp32. Sums in fp32, rows in order.
+    Order: launches on the current stream, never synchronises. Raises: ValueError on other shapes, dtypes or strides.
+    """
+    (count, columns), inner, experts = grad_y.shape, x.shape[1], acc.shape[0]
+    check_tensor("grad_y", grad_y, (count, columns), FLOATS)
+    check_tensor("x", x, (count, inner), (grad_y.dtype,))
+    check_tensor("ends", ends, (experts,), (torch.int32,))
+    check_tensor("acc", acc, (experts, columns, inner), (torch.float32,))
+    grid = (experts, triton.cdiv(columns, _BLOCK_COLUMNS), triton.cdiv(inner, _BLOCK_COLUMNS))
+    _weight_gradient_kernel[grid](
+        grad_y, x, ends, acc, columns, inner, ACCUMULATE=accumulate, WIDE=not x.is_cuda, ROWS=_BLOCK_INNER,
+        COLUMNS=_BLOCK_COLUMNS, num_warps=8, num_stages=3,
+    )  # fmt: skip
+
+
+@triton.jit
+def _hand_out_kernel(
+    x_ptr, place_ptr, rows_ptr, width, x_stride, rows_stride, COUNT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    for first in range(0, width, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        mask = columns < width
+        x = tl.load(x_ptr + token * x_stride + columns, mask=mask, other=0.0)
+        for k in range(COUNT):
+            row = tl.load(place_ptr + token * COUNT + k).to(tl.int64)
+            tl.store(rows_ptr + row * rows_stride + columns, x, mask=mask)
+
+
+@triton.jit
+def _gather_kernel(
+    rows_ptr, place_ptr, out_ptr, added_ptr, width, rows_stride, out_stride, added_stride,
+    ADDED: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    for first in range(0, width, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        mask = columns < width
+        total = tl.zeros((BLOCK,), tl.float32)
+        for k in range(COUNT):
+            row = tl.load(place_ptr + token * COUNT + k).to(tl.int64)
+            total += tl.load(rows_ptr + row * rows_stride + columns, mask=mask, other=0.0).to(tl.float32)
+        if ADDED:
+            total += tl.load(added_ptr + token * added_stride + columns, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptr + token * out_stride + columns, round_to(total, out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_product(total, a, b, WIDE: tl.constexpr):
+    """WIDE: in fp32, for Triton's interpreter, which takes the bits of bf16 operands for whole numbers."""
+    if WIDE:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    else:
+        return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def _product_kernel(
+    x_ptr, weight_ptr, ends_ptr, out_ptr, inner, columns, experts,
+    expert_stride, column_stride, inner_stride,
+    WIDE: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """A tile of rows of one expert. The last tile of each may be part filled, so there are as many more as experts."""
+    tile = tl.program_id(0)
+    index = tl.arange(0, EXPERTS)
+    ends = tl.load(ends_ptr + index, mask=index < experts, other=0)
+    starts = tl.load(ends_ptr + index - 1, mask=(index > 0) & (index < experts), other=0)
+    tiles = tl.where(index < experts, (ends - starts + ROWS - 1) // ROWS, 0)
+    tile_ends = tl.cumsum(tiles, 0)
+    expert = tl.sum((tile_ends <= tile).to(tl.int32), 0)
+    if expert < experts:  # else there are fewer tiles than programs
+        mine = index == expert
+        start = tl.sum(tl.where(mine, starts, 0), 0)
+        end = tl.sum(tl.where(mine, ends, 0), 0)
+        before = tl.sum(tl.where(mine, tile_ends - tiles, 0), 0)
+        rows = (start + (tile - before) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        outs = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        row_mask, out_mask = rows < end, outs < columns
+        weights = weight_ptr + expert.to(tl.int64) * expert_stride + outs.to(tl.int64)[None, :] * column_stride
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for first in range(0, inner, INNER):
+            inners = first + tl.arange(0, INNER)
+            inner_mask = inners < inner
+            x = tl.load(x_ptr + rows[:, None] * inner + inners[None, :], mask=row_mask[:, None] & inner_mask, other=0.0)
+            w = tl.load(weights + inners[:, None] * inner_stride, mask=inner_mask[:, None] & out_mask, other=0.0)
+            total = _add_product(total, x, w, WIDE)
+        target = out_ptr + rows[:, None] * columns + outs[None, :]
+        tl.store(target, round_to(total, out_ptr.dtype.element_ty), mask=row_mask[:, None] & out_mask)
+
+
+@triton.jit
+def _weight_gradient_kernel(
+    grad_y_ptr, x_ptr, ends_ptr, acc_ptr, columns, inner,
+    ACCUMULATE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(0)
+    start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends_ptr + expert)
+    outs = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    ins = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS, COLUMNS), tl.float32)
+    for first in range(start, end, ROWS):
+        rows = (first + tl.arange(0, ROWS)).to(tl.int64)
+        mask = rows < end
+        grads = grad_y_ptr + rows[None, :] * columns + outs[:, None]
+        grad = tl.load(grads, mask=mask[None, :] & (outs < columns)[:, None], other=0.0)
+        x = tl.load(x_ptr + rows[:, None] * inner + ins[None, :], mask=mask[:, None] & (ins < inner), other=0.0)
+        total = _add_product(total, grad, x, WIDE)
+    target = acc_ptr + expert.to(tl.int64) * columns * inner + outs.to(tl.int64)[:, None] * inner + ins[None, :]
+    mask = (outs < columns)[:, None] & (ins < inner)[None, :]
+    if ACCUMULATE:
+        total += tl.load(target, mask=mask, other=0.0)
+    tl.store(target, total, mask=mask)

@@ -1,0 +1,89 @@
+"""Mixtral (type `mixtral`), OLMoE (`olmoe`) and Qwen3-MoE (`qwen3_moe`): the attention of their dense relatives and an
+FFN of many experts, of which a token sees a few.
+
+Source: Jiang et al. 2024, "Mixtral of Experts"; Muennighoff et al. 2024, "OLMoE"; Qwen Team 2025, "Qwen3 Technical
+Report"; config fields as in Hugging Face.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flexengine.models.blocks import BlockNames, ExpertShape
+from flexengine.models.decoder import DecoderShape, decoder_model
+from flexengine.models.fields import Fields
+from flexengine.models.rope import rope_table
+from flexengine.models.sizes import Sizes, read_activation, read_rms_norm_eps, read_sizes, read_window
+from flexengine.models.spec import ModelSpec
+from flexengine.ops.attention_style import AttentionStyle
+from flexengine.ops.rmsnorm import NormStyle
+
+MIXTRAL_NAMES = BlockNames(
+    router="block_sparse_moe.gate",
+    experts="block_sparse_moe.experts",
+    expert_gate_up=("w1", "w3"),
+    expert_down="w2",
+)
+
+
+def build(name: str, config: dict) -> ModelSpec:
+    """The model of a config of type `mixtral`, `olmoe` or `qwen3_moe`. Raises ValueError as the others do."""
+    fields, family = Fields(name, config), config["model_type"]
+    read_activation(fields, family)
+    _refuse_others(fields)
+    sizes = read_sizes(fields)
+    norm = NormStyle(read_rms_norm_eps(fields, 1e-6 if family == "qwen3_moe" else 1e-5))
+    table = rope_table(config, sizes.head_dim, name, family=family)
+    options = {"mixtral": _mixtral, "olmoe": _olmoe, "qwen3_moe": _qwen3}[family](fields, sizes)
+    experts = options["experts"]
+    if experts.per_token > experts.count:
+        raise ValueError(
+            f"{name}: num_experts_per_tok={experts.per_token} in config.json is more than its {experts.count} experts; "
+            "one of them is wrong: fetch the published one again"
+        )
+    block = sizes.block(norm, rope_scaling=table.scaling, **options)
+    shape = DecoderShape(
+        vocab_size=sizes.vocab_size,
+        tie_word_embeddings=fields.switch("tie_word_embeddings", False),
+        blocks=(block,) * sizes.num_hidden_layers,
+        tables=(table,),
+        final_norm=norm,
+        names=MIXTRAL_NAMES if family == "mixtral" else BlockNames(),
+    )
+    return decoder_model(name, family, config, shape)
+
+
+def _refuse_others(fields: Fields) -> None:
+    """Raise ValueError for what the family's configs can ask for and no op does."""
+    asked = {
+        "output_router_logits=true, a loss that balances experts": fields.switch("output_router_logits", False),
+        "clip_qkv, clamped queries, keys and values": fields.number("clip_qkv", 0.0) > 0,
+        "router_jitter_noise, noise before the router": fields.number("router_jitter_noise", 0.0) > 0,
+        "mlp_only_layers, layers without experts": bool(fields.values.get("mlp_only_layers")),
+        "decoder_sparse_step, layers without experts": fields.whole("decoder_sparse_step", 1) > 1,
+        "use_sliding_window=true, layers with a window": fields.switch("use_sliding_window", False),
+    }
+    found = [feature for feature, present in asked.items() if present]
+    if found:
+        raise ValueError(f"{fields.model}: config.json asks for {'; '.join(found)}: not supported with experts")
+
+
+def _mixtral(fields: Fields, sizes: Sizes) -> dict[str, Any]:
+    count, per_token = fields.whole("num_local_experts", 8), fields.whole("num_experts_per_tok", 2)
+    experts = ExpertShape(count, per_token, sizes.intermediate_size, normalised=True)
+    return {"experts": experts, "attention": AttentionStyle(window=read_window(fields))}
+
+
+def _olmoe(fields: Fields, sizes: Sizes) -> dict[str, Any]:
+    count, per_token = fields.whole("num_experts", 64), fields.whole("num_experts_per_tok", 8)
+    normalised, bias = fields.switch("norm_topk_prob", False), fields.switch("attention_bias", False)
+    experts = ExpertShape(count, per_token, sizes.intermediate_size, normalised)
+    return {"experts": experts, "qk_norm": "row", "qkv_bias": bias, "o_bias": bias}
+
+
+def _qwen3(fields: Fields, sizes: Sizes) -> dict[str, Any]:
+    count = fields.whole("num_experts", None) or fields.whole("num_local_experts", 128)
+    per_token, bias = fields.whole("num_experts_per_tok", 8), fields.switch("attention_bias", False)
+    width, normalised = fields.whole("moe_intermediate_size", 768), fields.switch("norm_topk_prob", False)
+    experts = ExpertShape(count, per_token, width, normalised)
+    return {"experts": experts, "qk_norm": "head", "qkv_bias": bias, "o_bias": bias}

@@ -1,0 +1,223 @@
+"""The FFN of many experts: tokens' rows handed out to their experts, products of each expert, and rows gathered again.
+
+Source: Shazeer et al. 2017, "Outrageously Large Neural Networks". A router's weight multiplies what goes into the last
+product, not what comes out: the same by linearity, and no backward needs its output then.
+
+Shapes: T tokens, K experts of each, R = T * K rows sorted by expert, E experts. `place` [T, K] and `ends` [E] as the
+router writes them. A chunk's buffers depend on T and K alone, whatever the routing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel
+from flexengine.ops.glu import Activation, glu_backward, glu_forward
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def hand_out(x: Tensor, place: Tensor, rows: Tensor) -> None:
+    """rows [R, D] at place[t, k] = x [T, D][t]."""
+    if use_kernel(x) and x.dtype != torch.float64:
+        from flexengine.kernels import experts  # noqa: PLC0415 (Triton is imported when first used)
+
+        return experts.hand_out(x, place, rows)
+    for column in place.unbind(1):
+        rows.index_copy_(0, column.long(), x)
+
+
+def gather(rows: Tensor, place: Tensor, out: Tensor, added: Tensor | None) -> None:
+    """out [T, D] = (added +) sum over k of rows [R, D] at place[t, k]; added may be out."""
+    if use_kernel(rows) and rows.dtype != torch.float64:
+        from flexengine.kernels import experts  # noqa: PLC0415
+
+        return experts.gather(rows, place, out, added)
+    total = _wide(rows[place[:, 0].long()])
+    for column in place.unbind(1)[1:]:
+        total = total + _wide(rows[column.long()])
+    out.copy_(total if added is None else total + _wide(added))
+
+
+def _slices(ends: Tensor) -> Iterator[tuple[int, slice]]:
+    """(expert, its rows) of the plain path, which runs on the host."""
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > start:
+            yield expert, slice(start, end)
+        start = end
+
+
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, out: Tensor, transposed: bool) -> None:
+    """out [R, F] = x [R, D] @ weight [E, F, D][e].T for the rows of every expert; transposed: @ weight [E, D, F][e]."""
+    if use_kernel(x) and x.dtype != torch.float64:
+        from flexengine.kernels import experts  # noqa: PLC0415
+
+        return experts.grouped_product(x, weight, ends, out, transposed)
+    for expert, rows in _slices(ends):
+        matrix = weight[expert] if transposed else weight[expert].t()
+        torch.mm(x[rows], matrix, out=out[rows])
+
+
+def grouped_weight_gradient(grad_y: Tensor, x: Tensor, ends: Tensor, acc: Tensor, accumulate: bool) -> None:
+    """acc [E, F, D] (+)= grad_y [R, F][rows of e].T @ x [R, D][rows of e], summed in the accumulator's precision."""
+    if use_kernel(x) and x.dtype != torch.float64:
+        from flexengine.kernels import experts  # noqa: PLC0415
+
+        return experts.grouped_weight_gradient(grad_y, x, ends, acc, accumulate)
+    if not accumulate:
+        acc.zero_()
+    for expert, rows in _slices(ends):
+        acc[expert] += grad_y[rows].t().to(acc.dtype) @ x[rows].to(acc.dtype)
+
+
+class HandOut(Op):
+    """rows [T, K * D]: every token's row once for each of its experts, sorted by expert."""
+
+    def __init__(self, name: str, x: str, place: str, y: str, width: int, per_token: int) -> None:
+        self.name, self.x, self.place, self.y = name, x, place, y
+        self.width, self.per_token = width, per_token
+        self.inputs = (x, place)
+        self.outputs = (TensorSpec(y, (per_token * width,)),)
+        self.needs_input = (place,)
+        self.grad_inputs = (x,)
+
+    def forward(self, env: OpEnv) -> None:
+        hand_out(env.t[self.x], env.t[self.place], env.t[self.y].view(-1, self.width))
+
+    def backward_input(self, env: OpEnv) -> None:
+        grad_x = env.g[self.x]
+        added = grad_x if self.x in env.accumulate else None
+        gather(env.g[self.y].view(-1, self.width), env.t[self.place], grad_x, added)
+
+    def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        return plain_bytes(4 * tokens * (self.width + 8), compute_bytes)
+
+    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        return Work(memory_bytes=(1.0 + self.per_token) * tokens * self.width * compute_bytes, kernels=1)
+
+    def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        return Work(memory_bytes=(2.0 + self.per_token) * tokens * self.width * compute_bytes, kernels=1)
+
+
+class Gather(Op):
+    """y [T, D] = residual + the sum of a token's rows. The gradient of the residual is that of y itself."""
+
+    def __init__(self, name: str, x: str, place: str, y: str, width: int, per_token: int, residual: str) -> None:
+        self.name, self.x, self.place, self.y, self.residual = name, x, place, y, residual
+        self.width, self.per_token = width, per_token
+        self.inputs = (x, place, residual)
+        self.outputs = (TensorSpec(y, (width,)),)
+        self.needs_input = (place,)
+        self.grad_inputs = (x, residual)
+        self.grad_alias = ((residual, y),)
+
+    def forward(self, env: OpEnv) -> None:
+        gather(env.t[self.x].view(-1, self.width), env.t[self.place], env.t[self.y], env.t[self.residual])
+
+    def backward_input(self, env: OpEnv) -> None:
+        assert self.x not in env.accumulate, "nothing else reads the experts' results"
+        hand_out(env.g[self.y], env.t[self.place], env.g[self.x].view(-1, self.width))
+
+    def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        return plain_bytes(4 * tokens * (self.width + 8), compute_bytes)
+
+    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        return Work(memory_bytes=(2.0 + self.per_token) * tokens * self.width * compute_bytes, kernels=1)
+
+    def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        return Work(memory_bytes=(1.0 + self.per_token) * tokens * self.width * compute_bytes, kernels=1)
+
+
+class GroupedLinear(Op):
+    """y [T, K * F]: every row times the weight [E, F, D] of its expert."""
+
+    def __init__(
+        self, name: str, x: str, ends: str, y: str, in_features: int, out_features: int, num_experts: int,
+        per_token: int, weight: str,
+    ) -> None:  # fmt: skip
+        self.name, self.x, self.ends, self.y, self.weight = name, x, ends, y, weight
+        self.in_features, self.out_features = in_features, out_features
+        self.num_experts, self.per_token = num_experts, per_token
+        self.inputs = (x, ends)
+        self.outputs = (TensorSpec(y, (per_token * out_features,)),)
+        self.params = (weight,)
+        self.needs_input = (ends,)
+        self.needs_weight = (x, ends)
+        self.grad_inputs = (x,)
+
+    def forward(self, env: OpEnv) -> None:
+        x, y = env.t[self.x].view(-1, self.in_features), env.t[self.y].view(-1, self.out_features)
+        grouped_product(x, env.p[self.weight], env.t[self.ends], y, transposed=False)
+
+    def backward_input(self, env: OpEnv) -> None:
+        assert self.x not in env.accumulate, "nothing else reads the experts' rows"
+        grad_x, grad_y = env.g[self.x].view(-1, self.in_features), env.g[self.y].view(-1, self.out_features)
+        grouped_product(grad_y, env.p[self.weight], env.t[self.ends], grad_x, transposed=True)
+
+    def backward_weight(self, env: OpEnv) -> None:
+        x, grad_y = env.t[self.x].view(-1, self.in_features), env.g[self.y].view(-1, self.out_features)
+        grouped_weight_gradient(grad_y, x, env.t[self.ends], env.gp[self.weight], not env.first)
+
+    def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        matrix = 2 * self.in_features * self.out_features
+        return plain_bytes(matrix, compute_bytes)
+
+    def _work(self, tokens: int) -> Work:
+        rows = tokens * self.per_token
+        return Work(matmul_flops=2.0 * rows * self.in_features * self.out_features, kernels=1)
+
+    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        return self._work(tokens)
+
+    def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        return self._work(tokens)
+
+    def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        accumulators = 4.0 * self.num_experts * self.in_features * self.out_features
+        return self._work(tokens).plus(Work(memory_bytes=2 * accumulators))
+
+
+class WeightedGLU(Op):
+    """a [T, K * F] = weight[row] * act(gate) * up for rows of gate_up [T, K * 2F] and a router's weights [R].
+
+    The gradient overwrites gate_up, which nothing reads afterwards. The router's is the sum of act(gate) * up * grad_a.
+    """
+
+    def __init__(
+        self, name: str, gate_up: str, row_weight: str, y: str, width: int, per_token: int, activation: Activation
+    ) -> None:
+        self.name, self.gate_up, self.row_weight, self.y = name, gate_up, row_weight, y
+        self.width, self.per_token = width, per_token
+        self.activation: Activation = activation
+        self.inputs = (gate_up, row_weight)
+        self.outputs = (TensorSpec(y, (per_token * width,)),)
+        self.needs_input = (gate_up, row_weight)
+        self.grad_inputs = (gate_up, row_weight)
+        self.grad_over = (gate_up,)
+
+    def forward(self, env: OpEnv) -> None:
+        gate_up, y = env.t[self.gate_up].view(-1, 2 * self.width), env.t[self.y].view(-1, self.width)
+        glu_forward(gate_up, y, self.activation, env.t[self.row_weight].view(-1))
+
+    def backward_input(self, env: OpEnv) -> None:
+        rows = (env.g[self.y].view(-1, self.width), env.t[self.gate_up].view(-1, 2 * self.width))
+        grad_gate_up, weight = env.g[self.gate_up].view(-1, 2 * self.width), env.t[self.row_weight].view(-1)
+        glu_backward(*rows, grad_gate_up, self.activation, weight, env.g[self.row_weight].view(-1))
+
+    def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        return plain_bytes(8 * tokens * self.per_token * (self.width + 1), compute_bytes)
+
+    def _bytes(self, tokens: int, compute_bytes: int) -> float:
+        return float(tokens * self.per_token * self.width * compute_bytes)
+
+    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        return Work(memory_bytes=3 * self._bytes(tokens, compute_bytes), kernels=1)
+
+    def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        return Work(memory_bytes=5 * self._bytes(tokens, compute_bytes), kernels=1)

@@ -1,0 +1,106 @@
+"""Router: which experts a token goes to, with which weights, and where its rows lie among all, sorted by expert.
+
+Source: Shazeer et al. 2017, "Outrageously Large Neural Networks"; softmax over all experts before the choice, as in
+Fedus et al. 2021, "Switch Transformers". With probabilities p = softmax(x @ weight.T), the chosen ones c and their sum
+s: w = p_c, or p_c / s where normalised; grad_p_c = grad_w, or (grad_w - sum(grad_w * w)) / s; grad_logits =
+p * (grad_p - sum(grad_p * p)).
+
+Shapes: T tokens, E experts, K of them for each token. Nothing is read back to the host: counts stay on the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexengine.ops.base import Op, OpEnv, TensorSpec, Work
+from flexengine.ops.linear import accumulate_weight_grad
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+class Router(Op):
+    """weight [T * K] of every row sorted by expert, place [T, K] of a token's rows, expert [T, K], ends [E] of the rows
+    of each expert. Backward finds the probabilities again."""
+
+    def __init__(
+        self, name: str, x: str, width: int, num_experts: int, per_token: int, weight: str, normalised: bool
+    ) -> None:
+        self.name, self.x, self.width, self.param = name, x, width, weight
+        self.num_experts, self.per_token, self.normalised = num_experts, per_token, normalised
+        self.weight, self.place = f"{name}_weight", f"{name}_place"
+        self.expert, self.ends = f"{name}_expert", f"{name}_ends"
+        self.inputs = (x,)
+        self.outputs = (
+            TensorSpec(self.weight, (per_token,), "float32"),
+            TensorSpec(self.place, (per_token,), "int32"),
+            TensorSpec(self.expert, (per_token,), "int32"),
+            TensorSpec(self.ends, (), "int32", rows=num_experts),
+        )
+        self.params = (weight,)
+        self.needs_input = (x, self.place, self.expert)
+        self.needs_weight = (x,)
+        self.grad_inputs = (x,)
+        self.grad_logits = TensorSpec(f"{name}_grad_logits", (num_experts,))
+
+    def _probabilities(self, env: OpEnv) -> Tensor:
+        """[T, E], wide, of logits in the compute dtype."""
+        return torch.softmax(_wide(env.t[self.x] @ env.p[self.param].t()), dim=-1)
+
+    def forward(self, env: OpEnv) -> None:
+        chosen, expert = self._probabilities(env).topk(self.per_token, dim=-1)
+        if self.normalised:
+            chosen = chosen / chosen.sum(-1, keepdim=True)
+        by_row, order = expert.flatten().sort(stable=True)
+        place = env.t[self.place]
+        rows = torch.arange(len(order), device=order.device, dtype=torch.int32)
+        place.view(-1).index_copy_(0, order, rows)
+        env.t[self.expert].copy_(expert)
+        experts = torch.arange(self.num_experts, device=order.device)
+        env.t[self.ends].copy_(torch.searchsorted(by_row, experts, right=True))
+        env.t[self.weight].view(-1).copy_(chosen.flatten()[order])
+
+    def backward_input(self, env: OpEnv) -> None:
+        probabilities, expert = self._probabilities(env), env.t[self.expert].long()
+        grad = env.g[self.weight].view(-1)[env.t[self.place].flatten().long()].view(expert.shape)
+        if self.normalised:
+            chosen = probabilities.gather(1, expert)
+            total = chosen.sum(-1, keepdim=True)
+            grad = (grad - (grad * chosen).sum(-1, keepdim=True) / total) / total
+        grad_p = torch.zeros_like(probabilities).scatter_(1, expert, grad.to(probabilities.dtype))
+        grad_p.sub_((grad_p * probabilities).sum(-1, keepdim=True)).mul_(probabilities)
+        grad_logits, grad_x = env.t[self.grad_logits.name], env.g[self.x]
+        grad_logits.copy_(grad_p)
+        if self.x in env.accumulate:
+            torch.addmm(grad_x, grad_logits, env.p[self.param], out=grad_x)
+        else:
+            torch.mm(grad_logits, env.p[self.param], out=grad_x)
+
+    def backward_weight(self, env: OpEnv) -> None:
+        grad_logits = env.t[self.grad_logits.name]
+        accumulate_weight_grad(env.gp[self.param], grad_logits, env.t[self.x], env.first)
+
+    def scratch(self, half: str) -> tuple[TensorSpec, ...]:
+        return () if half == "forward" else (self.grad_logits,)
+
+    def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        wide = max(4, compute_bytes)
+        return tokens * (4 * self.num_experts * wide + 8 * self.per_token * 8) + 64 * self.num_experts
+
+    def _logits(self, tokens: int) -> float:
+        return 2.0 * tokens * self.width * self.num_experts
+
+    def _work(self, tokens: int, products: int, passes: int, kernels: int) -> Work:
+        memory = float(passes * 4 * tokens * self.num_experts + 64 * tokens * self.per_token)
+        return Work(products * self._logits(tokens), memory_bytes=memory, kernels=kernels)
+
+    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        return self._work(tokens, products=1, passes=6, kernels=14)
+
+    def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        return self._work(tokens, products=2, passes=12, kernels=16)
+
+    def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        return self._work(tokens, products=1, passes=1, kernels=1)

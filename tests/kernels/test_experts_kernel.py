@@ -1,0 +1,81 @@
+"""Rows of experts and grouped products against float64, with experts that have no rows and one that has all."""
+
+import pytest
+import torch
+
+from flexengine.kernels import experts as kernel
+
+DTYPES = [torch.float32, torch.bfloat16]
+ROUTINGS = ["random", "all to one", "last alone"]
+
+
+def route(routing, tokens, count, num_experts, device):
+    """(place, ends, expert of each row)."""
+    chosen = torch.stack([torch.randperm(num_experts)[:count] for _ in range(tokens)])
+    if routing == "all to one":
+        chosen = torch.full((tokens, count), num_experts // 2)
+    elif routing == "last alone":
+        chosen = torch.full((tokens, count), num_experts - 1)
+    expert, order = chosen.flatten().sort(stable=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order))
+    ends = torch.searchsorted(expert, torch.arange(num_experts), right=True)
+    return place.view(tokens, count).int().to(device), ends.int().to(device), expert
+
+
+def check_rows(checks, device, dtype, tokens, count, width):
+    place, _, _ = route("random", tokens, count, 8, device)
+    x = checks.normal(tokens, width, dtype=dtype, device=device)
+    rows = checks.empty(tokens * count, width, dtype=dtype, device=device)
+    kernel.hand_out(x, place, rows)
+    assert torch.equal(rows[place.flatten().long()], x.repeat_interleave(count, dim=0))
+    rows = checks.normal(tokens * count, width, dtype=dtype, device=device)
+    added, out = checks.normal(tokens, width, dtype=dtype, device=device), torch.empty_like(x)
+    total = rows.double()[place.long()].sum(1)
+    kernel.gather(rows, place, out, None)
+    checks.assert_close(out, total, checks.TOLERANCE[dtype], "sum")
+    kernel.gather(rows, place, added, added.clone())
+    assert torch.isfinite(added).all()
+
+
+def check_products(checks, device, dtype, routing, shape):
+    tokens, count, num_experts, inner, columns = shape
+    _, ends, expert = route(routing, tokens, count, num_experts, device)
+    x = checks.normal(tokens * count, inner, dtype=dtype, device=device)
+    weight = checks.normal(num_experts, columns, inner, dtype=dtype, device=device)
+    out = checks.empty(tokens * count, columns, dtype=dtype, device=device)
+    kernel.grouped_product(x, weight, ends, out, transposed=False)
+    own = weight.double().cpu()[expert]
+    checks.assert_close(out.cpu(), torch.einsum("rd,rfd->rf", x.double().cpu(), own), checks.TOLERANCE[dtype], "y")
+    grad_y, grad_x = checks.normal(tokens * count, columns, dtype=dtype, device=device), torch.empty_like(x)
+    kernel.grouped_product(grad_y, weight, ends, grad_x, transposed=True)
+    wanted = torch.einsum("rf,rfd->rd", grad_y.double().cpu(), own)
+    checks.assert_close(grad_x.cpu(), wanted, checks.TOLERANCE[dtype], "grad_x")
+    acc = checks.empty(num_experts, columns, inner, dtype=torch.float32, device=device)
+    kernel.grouped_weight_gradient(grad_y, x, ends, acc, accumulate=False)
+    terms = torch.einsum("rf,rd->rfd", grad_y.double().cpu(), x.double().cpu())
+    wanted = torch.zeros(num_experts, columns, inner, dtype=torch.float64).index_add_(0, expert, terms)
+    checks.assert_close(acc.cpu(), wanted, 1e-5, "grad_weight")
+    kernel.grouped_weight_gradient(grad_y, x, ends, acc, accumulate=True)
+    checks.assert_close(acc.cpu(), 2 * wanted, 1e-5, "twice")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "count", "width"), [(1, 1, 5), (7, 2, 33), (5, 3, 2500)])
+def test_rows_are_handed_out_and_gathered(checks, device, dtype, tokens, count, width):
+    check_rows(checks, device, dtype, tokens, count, width)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("shape", [(3, 1, 2, 8, 16), (20, 2, 5, 33, 17), (70, 2, 3, 65, 130)], ids=str)
+def test_products_match_float64(checks, device, dtype, routing, shape):
+    check_products(checks, device, dtype, routing, shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_products_match_float64_on_gpu(checks, gpu, dtype, routing):
+    check_rows(checks, gpu, dtype, 515, 8, 2048)
+    check_products(checks, gpu, dtype, routing, (300, 4, 64, 136, 96))

@@ -1,0 +1,214 @@
+"""Router and experts against a plain mixture with autograd: each op by itself, and all of them in a row."""
+
+import pytest
+import torch
+
+from flexengine.ops.base import OpEnv
+from flexengine.ops.experts import Gather, GroupedLinear, HandOut, WeightedGLU
+from flexengine.ops.router import Router
+
+D, F, EXPERTS = 6, 5, 4
+CASES = [(1, True), (2, True), (2, False), (EXPERTS, False)]
+
+
+def router(h, tokens, per_token, normalised, scale=1.0):
+    op = Router("router", "x", D, EXPERTS, per_token, "w", normalised)
+    return op, {"x": h.randn(tokens, D)}, {"w": h.randn(EXPERTS, D, scale=scale)}
+
+
+def route(h, tokens, per_token, favoured=None):
+    """(place, ends, expert of each row) of random routing, or of all tokens to one expert among others."""
+    score = torch.rand(tokens, EXPERTS)
+    if favoured is not None:
+        score[:, favoured] = 2.0
+    expert, order = score.topk(per_token).indices.flatten().sort(stable=True)
+    place = torch.empty(len(order), dtype=torch.int32)
+    place[order] = torch.arange(len(order), dtype=torch.int32)
+    ends = torch.searchsorted(expert, torch.arange(EXPERTS), right=True).int()
+    return place.view(tokens, per_token).to(h.device), ends.to(h.device), expert
+
+
+def chosen_weights(x, weight, per_token, normalised):
+    probabilities = torch.softmax(x @ weight.t(), dim=-1)
+    values, indices = probabilities.topk(per_token, dim=-1)
+    return (values / values.sum(-1, keepdim=True) if normalised else values), indices
+
+
+def leaves(*tensors):
+    return [t.detach().double().cpu().requires_grad_() for t in tensors]
+
+
+def check_router(h, checks, tokens, per_token, normalised, tolerance=1e-12):
+    op, inputs, params = router(h, tokens, per_token, normalised)
+    grad = h.randn(tokens, per_token)
+    x, weight = leaves(inputs["x"], params["w"])
+    values, indices = chosen_weights(x, weight, per_token, normalised)
+    outputs = h.run(op, h.chunk((tokens,)), inputs, params).outputs
+    place = outputs[op.place].long().cpu()
+    assert torch.equal(outputs[op.expert].long().cpu(), indices)
+    assert torch.equal(place.flatten().sort().values, torch.arange(tokens * per_token))
+    by_row = torch.empty(tokens * per_token, dtype=torch.int64)
+    by_row[place.flatten()] = indices.flatten()
+    assert torch.equal(by_row, by_row.sort().values)
+    assert torch.equal(outputs[op.ends].long().cpu(), torch.bincount(by_row, minlength=EXPERTS).cumsum(0))
+    checks.close(outputs[op.weight].cpu().flatten()[place.flatten()].view(tokens, per_token), values, tolerance)
+    by_rows = torch.empty(tokens * per_token, dtype=grad.dtype).to(grad.device)
+    by_rows[place.flatten().to(grad.device)] = grad.flatten()
+    wide = torch.float64 if h.dtype == torch.float64 else torch.float32
+    given = {op.weight: by_rows.view(tokens, per_token).to(wide)}
+    result = h.run(op, h.chunk((tokens,)), inputs, params, given)
+    grad_x, grad_weight = torch.autograd.grad(values, (x, weight), grad.double().cpu())
+    if per_token > 1 or not normalised:  # one weight made to be 1 has no gradient
+        checks.close(result.grads["x"], grad_x, tolerance)
+        checks.close(result.param_grads["w"], grad_weight, tolerance)
+
+
+@pytest.mark.parametrize(("per_token", "normalised"), CASES)
+def test_router_matches_autograd(harness, checks, per_token, normalised):
+    check_router(harness, checks, 9, per_token, normalised)
+
+
+def test_router_adds_to_what_is_there(harness, checks):
+    op, inputs, params = router(harness, 5, 2, normalised=False)
+    given = {op.weight: harness.randn(5, 2)}
+    before, before_w = harness.randn(5, D), harness.randn(EXPERTS, D)
+    fresh = harness.run(op, harness.chunk((5,)), inputs, params, given)
+    added = harness.run(op, harness.chunk((5,)), inputs, params, given, {"x": before}, {"w": before_w})
+    checks.close(added.grads["x"], fresh.grads["x"] + before)
+    checks.close(added.param_grads["w"], fresh.param_grads["w"] + before_w)
+
+
+@pytest.mark.parametrize("per_token", [1, 3])
+def test_rows_match_autograd(harness, checks, per_token):
+    place, _, _ = route(harness, 7, per_token)
+    (x,), index = leaves(harness.randn(7, D)), place.flatten().long().cpu()
+    rows = torch.zeros(7 * per_token, D, dtype=torch.float64).index_copy(0, index, x.repeat_interleave(per_token, 0))
+    out = HandOut("hand_out", "x", "place", "rows", D, per_token)
+    grad = harness.randn(7, per_token * D)
+    result = harness.run(out, harness.chunk((7,)), {"x": x.detach(), "place": place}, grad_outputs={"rows": grad})
+    checks.close(result.outputs["rows"].view(-1, D), rows)
+    checks.close(result.grads["x"], torch.autograd.grad(rows, x, grad.view(-1, D))[0])
+    back = Gather("gather", "rows", "place", "y", D, per_token, "r")
+    given, residual, grad_y = leaves(harness.randn(7, per_token * D))[0], harness.randn(7, D), harness.randn(7, D)
+    y = residual + given.view(-1, D)[place.long()].sum(1)
+    inputs = {"rows": given.detach(), "place": place, "r": residual}
+    result = harness.run(back, harness.chunk((7,)), inputs, grad_outputs={"y": grad_y})
+    checks.close(result.outputs["y"], y)
+    checks.close(result.grads["rows"], torch.autograd.grad(y, given, grad_y)[0])
+
+
+@pytest.mark.parametrize("favoured", [None, 0, EXPERTS - 1])
+def test_products_match_autograd(harness, checks, favoured):
+    _, ends, expert = route(harness, 7, 2, favoured)
+    op = GroupedLinear("experts", "x", "ends", "y", D, F, EXPERTS, 2, "w")
+    x, weight = leaves(harness.randn(7, 2 * D), harness.randn(EXPERTS, F, D))
+    y = torch.einsum("rd,rfd->rf", x.view(-1, D), weight[expert])
+    grad, before = harness.randn(7, 2 * F), harness.randn(EXPERTS, F, D)
+    grad_x, grad_w = torch.autograd.grad(y, (x, weight), grad.view(-1, F))
+    inputs, params = {"x": x.detach(), "ends": ends}, {"w": weight.detach()}
+    for previous in (None, {"w": before}):
+        result = harness.run(op, harness.chunk((7,)), inputs, params, {"y": grad}, previous_params=previous)
+        checks.close(result.outputs["y"].view(-1, F), y)
+        checks.close(result.grads["x"], grad_x)
+        checks.close(result.param_grads["w"], grad_w + (before if previous else 0.0))
+
+
+@pytest.mark.parametrize("write_over", [False, True], ids=["own buffer", "over gate_up"])
+def test_weighted_unit_matches_autograd(harness, checks, write_over):
+    op = WeightedGLU("glu", "gate_up", "weight", "a", F, 2, "silu")
+    gate_up, weight = leaves(harness.randn(7, 4 * F, scale=2.0), harness.randn(7, 2))
+    gate, up = gate_up.view(-1, 2 * F).chunk(2, dim=-1)
+    a = weight.view(-1, 1) * torch.nn.functional.silu(gate) * up
+    grad = harness.randn(7, 2 * F)
+    inputs = {"gate_up": gate_up.detach(), "weight": weight.detach()}
+    result = harness.run(op, harness.chunk((7,)), inputs, grad_outputs={"a": grad}, write_over=write_over)
+    checks.close(result.outputs["a"].view(-1, F), a)
+    wanted = torch.autograd.grad(a, (gate_up, weight), grad.view(-1, F))
+    checks.close(result.grads["gate_up"], wanted[0])
+    checks.close(result.grads["weight"], wanted[1])
+
+
+def mixture(x, router_weight, gate_up, down, per_token):
+    """x + the weighted sum of a token's experts, each of them by itself."""
+    values, indices = chosen_weights(x, router_weight, per_token, normalised=True)
+    total = x
+    for k in range(per_token):
+        gate, up = torch.einsum("td,tfd->tf", x, gate_up[indices[:, k]]).chunk(2, dim=-1)
+        result = torch.einsum("tf,tdf->td", torch.nn.functional.silu(gate) * up, down[indices[:, k]])
+        total = total + values[:, k, None] * result
+    return total
+
+
+def run_chain(h, ops, tokens, inputs, params):
+    """Forward of ops in a row over NaN."""
+    tensors, chunk = dict(inputs), h.chunk((tokens,))
+    for op in ops:
+        given = {name: tensors[name] for name in op.inputs}
+        tensors |= h.forward(op, chunk, given, {name: params[name] for name in op.params})
+    return tensors
+
+
+def chain(per_token):
+    route_op = Router("router", "x", D, EXPERTS, per_token, "w_router", True)
+    return [
+        route_op,
+        HandOut("hand_out", "x", route_op.place, "rows", D, per_token),
+        GroupedLinear("gate_up", "rows", route_op.ends, "gate_up", D, 2 * F, EXPERTS, per_token, "w_gate_up"),
+        WeightedGLU("glu", "gate_up", route_op.weight, "a", F, per_token, "silu"),
+        GroupedLinear("down", "a", route_op.ends, "results", F, D, EXPERTS, per_token, "w_down"),
+        Gather("gather", "results", route_op.place, "y", D, per_token, "x"),
+    ]
+
+
+def random_params(h):
+    return {
+        "w_router": h.randn(EXPERTS, D),
+        "w_gate_up": h.randn(EXPERTS, 2 * F, D),
+        "w_down": h.randn(EXPERTS, D, F),
+    }
+
+
+def test_the_ops_in_a_row_are_the_mixture(harness, checks):
+    params, x = random_params(harness), harness.randn(8, D)
+    tensors = run_chain(harness, chain(2), 8, {"x": x}, params)
+    checks.close(tensors["y"], mixture(x, *params.values(), per_token=2))
+
+
+def test_kernels_in_a_row_are_the_mixture(monkeypatch, make_harness, checks):
+    """What runs on CUDA, in Triton's interpreter; backward of the weighted unit, whose rows add up, as well."""
+    monkeypatch.setenv("FLEXENGINE_INTERPRET_KERNELS", "1")
+    h = make_harness("cpu", torch.float32)
+    params, x, ops = random_params(h), h.randn(8, D), chain(2)
+    tensors = run_chain(h, ops, 8, {"x": x}, params)
+    checks.close(tensors["y"], mixture(x, *params.values(), per_token=2), 1e-5)
+    glu, (gate_up, weight) = ops[3], leaves(tensors["gate_up"], tensors["router_weight"])
+    gate, up = gate_up.view(-1, 2 * F).chunk(2, dim=-1)
+    a = weight.view(-1, 1) * torch.nn.functional.silu(gate) * up
+    grad = h.randn(8, 2 * F)
+    grads = {"a": grad, "gate_up": h.nan(8, 4 * F), "router_weight": h.nan(8, 2)}
+    glu.backward_input(OpEnv(tensors, {}, grads, {}, h.chunk((8,))))
+    wanted = torch.autograd.grad(a, (gate_up, weight), grad.double().view(-1, F))
+    checks.close(grads["gate_up"], wanted[0], 1e-5)
+    checks.close(grads["router_weight"], wanted[1], 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("per_token", "normalised"), CASES)
+def test_router_on_cuda(make_harness, checks, per_token, normalised):
+    check_router(make_harness("cuda", torch.float32), checks, 515, per_token, normalised, 1e-4)
+
+
+@pytest.mark.gpu
+def test_nothing_synchronises_on_cuda(make_harness, checks):
+    """The whole forward of the experts while torch refuses to wait for the device."""
+    h = make_harness("cuda", torch.bfloat16)
+    params, x, ops = random_params(h), h.randn(64, D), chain(2)
+    tensors = run_chain(h, ops, 64, {"x": x}, params)
+    wanted = mixture(x.double(), *(p.double() for p in params.values()), per_token=2)
+    assert float((tensors["y"].double() - wanted).norm() / wanted.norm()) < 0.1  # a tie may go to another expert
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for op in ops:
+            op.forward(OpEnv(tensors, params, {}, {}, None))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
