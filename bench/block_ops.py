@@ -78,17 +78,18 @@ def block_env(
     spec: ModelSpec, layer: LayerSpec, tokens: int, seq_len: int, device: torch.device, dtype: torch.dtype
 ) -> OpEnv:
     """Random activations, gradients and weights for all ops of a layer. Raises: ValueError as `block_times`."""
-    params = {name: spec.groups[group].params for name, group, _ in layer.params}
-    shapes = {p.name: p.shape for group in params.values() for p in group}
+    shapes = {
+        local: next(p.shape for p in spec.groups[group].params if p.name == name) for local, group, name in layer.params
+    }
     activations = _activations(layer, spec.hidden_size, tokens, device, dtype)
-    gradients = {name: torch.randn_like(tensor) for name, tensor in activations.items() if tensor.dtype == dtype}
+    gradients = {name: torch.randn_like(tensor) for name, tensor in activations.items() if tensor.is_floating_point()}
     scratch = [tensor for op in layer.ops for half in ("forward", "input", "weight") for tensor in op.scratch(half)]
     activations |= {tensor.name: _empty(tensor, tokens, device, dtype) for tensor in scratch}
     return OpEnv(
         t=activations,
-        p={n: (WEIGHT_SCALE * torch.randn(shapes[n], device=device)).to(dtype) for n in params},
+        p={n: (WEIGHT_SCALE * torch.randn(shape, device=device)).to(dtype) for n, shape in shapes.items()},
         g=gradients,
-        gp={n: torch.zeros(shapes[n], device=device, dtype=_wide(dtype)) for n in params},
+        gp={n: torch.zeros(shape, device=device, dtype=_wide(dtype)) for n, shape in shapes.items()},
         chunk=_chunk(spec, tokens, seq_len, device, _wide(dtype)),
         accumulate=frozenset(residual for op in layer.ops for residual, _ in op.grad_alias),
         first=False,
@@ -106,13 +107,14 @@ def _activations(
             if op.in_place is not None and op.in_place[1] == output.name:
                 tensors[output.name] = tensors[op.in_place[0]]
             else:
-                tensors[output.name] = _empty(output, tokens, device, dtype).normal_()
+                tensor = _empty(output, tokens, device, dtype)
+                tensors[output.name] = tensor.normal_() if tensor.is_floating_point() else tensor.zero_()
     return tensors
 
 
 def _empty(tensor: TensorSpec, tokens: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     shape = (tensor.height(tokens), *tensor.shape)
-    dtypes = {"compute": dtype, "float32": _wide(dtype), "uint8": torch.uint8}
+    dtypes = {"compute": dtype, "float32": _wide(dtype), "int32": torch.int32, "uint8": torch.uint8}
     return torch.empty(shape, device=device, dtype=dtypes[tensor.dtype])
 
 

@@ -99,7 +99,7 @@ class LMHeadLoss(Op):
         return [slice(i, min(i + self.block, tokens)) for i in range(0, tokens, self.block)]
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        matrices = 4 if self.soft_cap else 2
+        matrices = 5 if self.soft_cap else 2
         return plain_bytes(matrices * min(tokens, self.block) * (self.vocab_size + 8), compute_bytes)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:

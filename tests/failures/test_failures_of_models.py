@@ -92,8 +92,8 @@ CONFIGS = (
     Case("activation_of_5000_letters", having(hidden_act="x" * 5000), ("hidden_act='xxx.*\\.\\.\\.xxx.*'silu'",)),
     Case(
         "unknown_family",
-        having(model_type="dbrx", clip_qkv=8, num_experts=16, sliding_window=7),
-        ("model_type 'dbrx'", "nearest known family: mistral; not supported in it: experts, clamped", "known: llama"),
+        having(model_type="dbrx", clip_qkv=8, sliding_window=7),
+        ("model_type 'dbrx'", "nearest known family: mistral; not supported in it: clamped queries", "known: llama"),
     ),
     Case(
         "sequence_beyond_learned_positions",
@@ -102,6 +102,16 @@ CONFIGS = (
     ),
     Case(
         "layers_of_another_kind", having(model_type="ministral", layer_types=["mamba"]), ("layer_types=\\['mamba'\\]",)
+    ),
+    Case(
+        "balanced_experts",
+        having(model_type="mixtral", output_router_logits=True),
+        ("config.json asks for output_router_logits=true, a loss that balances experts: not supported with",),
+    ),
+    Case(
+        "more_experts_of_a_token_than_there_are",
+        having(model_type="mixtral", num_local_experts=4, num_experts_per_tok=5),
+        ("num_experts_per_tok=5 in config.json is more than its 4 experts", "fetch"),
     ),
     Case(
         "both_ways_of_attention",

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from engine_helpers import spec_of, tiny_config
+from family_configs import CASES, gemma2, gemma3, gpt2
 from torch.profiler import ProfilerActivity, profile
 
 from bench.block_ops import block_env
@@ -49,11 +50,21 @@ def env_of(spec, layer, tokens, seq_len, dtype):
     return block_env(spec, layer, tokens, seq_len, torch.device("cpu"), dtype)
 
 
+WIDER = {"hidden_size": 96, "intermediate_size": 200, "vocab_size": 997, "attention_bias": True}
+CONFIGS = {
+    "llama": tiny_config(**WIDER, mlp_bias=True),
+    "gemma2": gemma2(**WIDER),
+    "gemma3": gemma3(**WIDER),
+    "olmo2": {**CASES["olmo2"], **WIDER},
+    "olmoe": {**CASES["olmoe, many experts"], **WIDER},
+    "gpt2": gpt2(n_embd=96, vocab_size=997, n_positions=2000),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(("tokens", "seq_len"), [(1024, 128), (640, 640)])
-def test_every_op_in_float64(tokens, seq_len):
-    spec = spec_of(
-        tiny_config(hidden_size=96, intermediate_size=200, vocab_size=997, attention_bias=True, mlp_bias=True)
-    )
+def test_every_op_in_float64(tokens, seq_len, name):
+    spec = spec_of(CONFIGS[name])
     for layer in (spec.blocks[0], spec.layers[-1]):
         env = env_of(spec, layer, tokens, seq_len, torch.float64)
         for op in layer.ops:
