@@ -37,6 +37,8 @@ def test_json_has_the_published_sizes(capsys):
     presets = json.loads(capsys.readouterr().out)["presets"]
     assert {name: presets[name]["parameters"] for name in PUBLISHED} == PUBLISHED
     assert set(presets) == set(preset_names())
+    others = {name for name, found in presets.items() if found["model_type"] != "llama"}
+    assert others - set(PUBLISHED) == {"gemma-3-4b", "gemma-3-12b", "gemma-3-27b"}  # the text of published models
 
 
 @pytest.mark.parametrize("family", FAMILIES)
