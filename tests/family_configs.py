@@ -53,7 +53,7 @@ def gpt2(**changes: Any) -> dict:
 
 def experts(model_type: str, **changes: Any) -> dict:
     counts = {"num_local_experts": 5} if model_type == "mixtral" else {"num_experts": 5}
-    own = {"moe_intermediate_size": 12} if model_type == "qwen3_moe" else {}  # grouped products of torch want 16 bytes
+    own = {"moe_intermediate_size": 12} if model_type.startswith("qwen") else {}  # torch's products want 16 bytes
     ends = {"bos_token_id": None, "eos_token_id": None}
     return config(model_type, **{**counts, "num_experts_per_tok": 2, **own, **ends, **changes})
 
@@ -97,6 +97,13 @@ CASES: dict[str, dict] = {
     "olmoe": without_head_dim(experts("olmoe")),
     "olmoe, normalised, biases": without_head_dim(experts("olmoe", norm_topk_prob=True, attention_bias=True)),
     "olmoe, many experts": without_head_dim(experts("olmoe", num_experts=17, num_experts_per_tok=3, hidden_size=40)),
+    "qwen2_moe": without_head_dim(experts("qwen2_moe", shared_expert_intermediate_size=17)),
+    "qwen2_moe, normalised, tied": without_head_dim(
+        experts("qwen2_moe", shared_expert_intermediate_size=20, norm_topk_prob=True, tie_word_embeddings=True)
+    ),
+    "qwen2_moe, no biases, multi-query": without_head_dim(
+        experts("qwen2_moe", shared_expert_intermediate_size=9, qkv_bias=False, num_key_value_heads=1)
+    ),
     "qwen3_moe": experts("qwen3_moe", norm_topk_prob=True),
     "qwen3_moe, not normalised": experts("qwen3_moe", num_experts_per_tok=3, intermediate_size=37),
     "qwen3_moe, tied, multi-query": experts(

@@ -17,6 +17,7 @@ from flexengine.ops.qk_norm import QKNorm, Span
 from flexengine.ops.rmsnorm import NormStyle, RMSNorm
 from flexengine.ops.rope import RoPE
 from flexengine.ops.router import Router
+from flexengine.ops.shared_gate import SharedGate
 
 Norms = Literal["pre", "post", "both"]
 """Where a block has norms: before attention and FFN, after them (within the residual branch), or both."""
@@ -24,12 +25,13 @@ Norms = Literal["pre", "post", "both"]
 
 class ExpertShape(NamedTuple):
     """The FFN of a block with experts: how many, how many of them for each token, their width, and whether the weights
-    of a token's experts are made to add up to 1."""
+    of a token's experts are made to add up to 1. shared_width: of one more for all tokens, gated; 0: none."""
 
     count: int
     per_token: int
     width: int
     normalised: bool
+    shared_width: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class BlockNames:
     experts: str = "mlp.experts"
     expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
+    shared: str = "mlp.shared_expert"
 
 
 @lru_cache(maxsize=256)
@@ -128,6 +131,7 @@ def _expert_ops(s: BlockShape, e: ExpertShape) -> list[Op]:
     d, f, sizes = s.hidden_size, e.width, (e.count, e.per_token)
     ops, rows = _opening_norm(s, "mlp_norm", "x1", "h2")
     router = Router("router", rows, d, *sizes, "router.weight", e.normalised)
+    own, shared = ("y", []) if not e.shared_width else ("x2", _shared_ops(s, e.shared_width, rows))
     return [
         *ops,
         router,
@@ -135,7 +139,19 @@ def _expert_ops(s: BlockShape, e: ExpertShape) -> list[Op]:
         GroupedLinear("experts_gate_up", "rows", router.ends, "gate_up", d, 2 * f, *sizes, "experts_gate_up.weight"),
         WeightedGLU("experts_glu", "gate_up", router.weight, "a", f, e.per_token, s.activation),
         GroupedLinear("experts_down", "a", router.ends, "results", f, d, *sizes, "experts_down.weight"),
-        Gather("gather", "results", router.place, "y", d, e.per_token, "x1"),
+        Gather("gather", "results", router.place, own, d, e.per_token, "x1"),
+        *shared,
+    ]
+
+
+def _shared_ops(s: BlockShape, width: int, x: str) -> list[Op]:
+    """x2 -> y: the expert of all tokens, gated."""
+    d = s.hidden_size
+    return [
+        Linear("shared_gate_up", x, "shared_gate_up", d, 2 * width, "shared_gate_up.weight"),
+        GLU("shared_glu", "shared_gate_up", "shared_a", width, s.activation),
+        Linear("shared_down", "shared_a", "shared", width, d, "shared_down.weight"),
+        SharedGate("shared_gate", "shared", x, "y", d, "shared_gate.weight", "x2"),
     ]
 
 
@@ -213,6 +229,16 @@ def _expert_params(d: int, e: ExpertShape, prefix: str, names: BlockNames) -> li
         ParamSpec("router.weight", (e.count, d), (router,)),
         ParamSpec("experts_gate_up.weight", (e.count, 2 * f, d), gate_up),
         ParamSpec("experts_down.weight", (e.count, d, f), down),
+        *(_shared_params(d, e.shared_width, f"{prefix}.{names.shared}") if e.shared_width else []),
+    ]
+
+
+def _shared_params(d: int, width: int, prefix: str) -> list[ParamSpec]:
+    gate = WeightSource(f"{prefix}_gate.weight", (1, d))
+    return [
+        *_stacked("shared_gate_up", [(f"{prefix}.gate_proj", width), (f"{prefix}.up_proj", width)], d, bias=False),
+        *_stacked("shared_down", [(f"{prefix}.down_proj", d)], width, bias=False),
+        ParamSpec("shared_gate.weight", (1, d), (gate,)),
     ]
 
 

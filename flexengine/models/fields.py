@@ -28,6 +28,7 @@ LARGEST = {
     "num_local_experts": 4096,
     "num_experts_per_tok": 64,
     "moe_intermediate_size": 2**20,
+    "shared_expert_intermediate_size": 2**20,
     "decoder_sparse_step": 1024,
     "n_embd": 2**18,
     "n_inner": 2**20,

@@ -1,5 +1,5 @@
-"""Mixtral (type `mixtral`), OLMoE (`olmoe`) and Qwen3-MoE (`qwen3_moe`): the attention of their dense relatives and an
-FFN of many experts, of which a token sees a few.
+"""Mixtral (type `mixtral`), OLMoE (`olmoe`), Qwen2-MoE (`qwen2_moe`) and Qwen3-MoE (`qwen3_moe`): the attention of
+their dense relatives and an FFN of many experts, of which a token sees a few; in Qwen2-MoE one more for all tokens.
 
 Source: Jiang et al. 2024, "Mixtral of Experts"; Muennighoff et al. 2024, "OLMoE"; Qwen Team 2025, "Qwen3 Technical
 Report"; config fields as in Hugging Face.
@@ -27,14 +27,14 @@ MIXTRAL_NAMES = BlockNames(
 
 
 def build(name: str, config: dict) -> ModelSpec:
-    """The model of a config of type `mixtral`, `olmoe` or `qwen3_moe`. Raises ValueError as the others do."""
+    """The model of a config of one of these types. Raises ValueError as the others do."""
     fields, family = Fields(name, config), config["model_type"]
     read_activation(fields, family)
     _refuse_others(fields)
     sizes = read_sizes(fields)
-    norm = NormStyle(read_rms_norm_eps(fields, 1e-6 if family == "qwen3_moe" else 1e-5))
+    norm = NormStyle(read_rms_norm_eps(fields, 1e-6 if family.startswith("qwen") else 1e-5))
     table = rope_table(config, sizes.head_dim, name, family=family)
-    options = {"mixtral": _mixtral, "olmoe": _olmoe, "qwen3_moe": _qwen3}[family](fields, sizes)
+    options = {"mixtral": _mixtral, "olmoe": _olmoe, "qwen2_moe": _qwen2, "qwen3_moe": _qwen3}[family](fields, sizes)
     experts = options["experts"]
     if experts.per_token > experts.count:
         raise ValueError(
@@ -79,6 +79,14 @@ def _olmoe(fields: Fields, sizes: Sizes) -> dict[str, Any]:
     normalised, bias = fields.switch("norm_topk_prob", False), fields.switch("attention_bias", False)
     experts = ExpertShape(count, per_token, sizes.intermediate_size, normalised)
     return {"experts": experts, "qk_norm": "row", "qkv_bias": bias, "o_bias": bias}
+
+
+def _qwen2(fields: Fields, sizes: Sizes) -> dict[str, Any]:
+    count, per_token = fields.whole("num_experts", 60), fields.whole("num_experts_per_tok", 4)
+    width, normalised = fields.whole("moe_intermediate_size", 1408), fields.switch("norm_topk_prob", False)
+    shared = fields.whole("shared_expert_intermediate_size", 5632)
+    experts = ExpertShape(count, per_token, width, normalised, shared)
+    return {"experts": experts, "qkv_bias": fields.switch("qkv_bias", True)}
 
 
 def _qwen3(fields: Fields, sizes: Sizes) -> dict[str, Any]:

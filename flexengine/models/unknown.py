@@ -19,6 +19,7 @@ MARKS: dict[str, tuple[str, ...]] = {
     "mistral": ("sliding_window",),
     "mixtral": ("num_local_experts", "num_experts_per_tok"),
     "olmoe": ("num_experts", "num_experts_per_tok", "norm_topk_prob"),
+    "qwen2_moe": ("num_experts", "num_experts_per_tok", "norm_topk_prob", "shared_expert_intermediate_size"),
     "qwen3_moe": ("num_experts", "num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size"),
 }
 """Family -> fields that tell of it; what has none of them is nearest to `llama`."""
@@ -39,7 +40,7 @@ def _other_activation(config: Config) -> bool:
 
 
 MISSING: dict[str, Callable[[Config], bool]] = {
-    "shared experts": _any("n_shared_experts", "shared_expert_intermediate_size", "num_shared_experts"),
+    "shared experts": _any("n_shared_experts", "num_shared_experts"),
     "latent attention": _any("kv_lora_rank"),
     "state-space or linear-attention layers": _any(
         "ssm_cfg", "state_size", "mamba_d_state", "linear_num_key_heads", "conv_kernel", "attn_layer_indices"

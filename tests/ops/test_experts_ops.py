@@ -6,6 +6,7 @@ import torch
 from flexengine.ops.base import OpEnv
 from flexengine.ops.experts import Gather, GroupedLinear, HandOut, WeightedGLU
 from flexengine.ops.router import Router
+from flexengine.ops.shared_gate import SharedGate
 
 D, F, EXPERTS = 6, 5, 4
 CASES = [(1, True), (2, True), (2, False), (EXPERTS, False)]
@@ -126,6 +127,23 @@ def test_weighted_unit_matches_autograd(harness, checks, write_over):
     wanted = torch.autograd.grad(a, (gate_up, weight), grad.view(-1, F))
     checks.close(result.grads["gate_up"], wanted[0])
     checks.close(result.grads["weight"], wanted[1])
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_shared_gate_matches_autograd(harness, checks, accumulate):
+    op = SharedGate("gate", "shared", "x", "y", D, "w", "r")
+    inputs = {name: harness.randn(7, D) for name in ("shared", "x", "r")}
+    params, grad = {"w": harness.randn(1, D)}, harness.randn(7, D)
+    before = {"x": harness.randn(7, D)} if accumulate else None
+    before_w = {"w": harness.randn(1, D)} if accumulate else None
+    shared, x, weight = leaves(inputs["shared"], inputs["x"], params["w"])
+    y = inputs["r"] + torch.sigmoid(x @ weight.t()) * shared
+    result = harness.run(op, harness.chunk((7,)), inputs, params, {"y": grad}, before, before_w)
+    grads = torch.autograd.grad(y, (shared, x, weight), grad)
+    checks.close(result.outputs["y"], y)
+    checks.close(result.grads["shared"], grads[0])
+    checks.close(result.grads["x"], grads[1] + (before["x"] if before else 0.0))
+    checks.close(result.param_grads["w"], grads[2] + (before_w["w"] if before_w else 0.0))
 
 
 def mixture(x, router_weight, gate_up, down, per_token):

@@ -57,6 +57,7 @@ CONFIGS = {
     "gemma3": gemma3(**WIDER),
     "olmo2": {**CASES["olmo2"], **WIDER},
     "olmoe": {**CASES["olmoe, many experts"], **WIDER},
+    "qwen2_moe": {**CASES["qwen2_moe"], **WIDER},
     "gpt2": gpt2(n_embd=96, vocab_size=997, n_positions=2000),
 }
 
