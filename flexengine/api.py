@@ -178,6 +178,8 @@ def prepare(
     source = open_model(path_or_preset)
     source = source._replace(spec=with_matmul_dtype(source.spec, matmul_dtype))
     check_sequence_length(source.spec, max_seq_len)
+    if source.spec.notice:
+        logger.warning("%s: %s", source.spec.name, source.spec.notice)
     if source.weights_folder is not None:
         source = source._replace(spec=check_checkpoint(source.spec, source.weights_folder))
     # refused before the machine is measured

@@ -1,6 +1,7 @@
-"""Gemma 2 (type `gemma2`) and the text of Gemma 3 (`gemma3_text`): norms before and after each branch, with weights
-stored around zero; GeGLU; an embedding scaled by sqrt(hidden_size); windows in most layers. Gemma 2 bounds scores and
-logits; Gemma 3 normalises queries and keys, and rotates them at another base where a layer has a window.
+"""Gemma 2 (type `gemma2`), Gemma 3 (`gemma3_text`) and the text of Gemma 3 with images (`gemma3`): norms before and
+after each branch, with weights stored around zero; GeGLU; an embedding scaled by sqrt(hidden_size); windows in most
+layers. Gemma 2 bounds scores and logits; Gemma 3 normalises queries and keys, and rotates them at another base where a
+layer has a window.
 
 Source: Gemma Team 2024, "Gemma 2"; 2025, "Gemma 3 Technical Report"; config fields as in Hugging Face.
 """
@@ -8,6 +9,7 @@ Source: Gemma Team 2024, "Gemma 2"; 2025, "Gemma 3 Technical Report"; config fie
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from flexengine.models.blocks import BlockNames, BlockShape
 from flexengine.models.decoder import DecoderShape, decoder_model
@@ -26,12 +28,41 @@ from flexengine.models.spec import ModelSpec, Table
 from flexengine.ops.attention_style import AttentionStyle
 from flexengine.ops.rmsnorm import NormStyle
 
+GEMMA3_DEFAULTS = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
+"""Published configs leave out what equals these."""
+
 NAMES = BlockNames(mlp_norm="pre_feedforward_layernorm")
 
 
 def build(name: str, config: dict) -> ModelSpec:
     """The model of a config of type `gemma2` or `gemma3_text`. Raises ValueError as the others do."""
-    fields, family = Fields(name, config), config["model_type"]
+    return _build(name, config, config["model_type"], config)
+
+
+def build_with_images(name: str, config: dict) -> ModelSpec:
+    """The text part of a config of type `gemma3`. Raises ValueError as the others do."""
+    text = Fields(name, config).nested("text_config")
+    spec = _build(name, text, "gemma3", config, prefix="language_model.model")
+    return replace(
+        spec, notice="the text part is trained; vision_tower and multi_modal_projector are exported as they are"
+    )
+
+
+def _build(name: str, given: dict, family: str, whole: dict, prefix: str = "model") -> ModelSpec:
+    """given: the fields of the text; whole: config.json."""
+    config = given
+    if family != "gemma2":
+        config = GEMMA3_DEFAULTS | {field: value for field, value in given.items() if value is not None}
+    fields = Fields(name, config)
     activation = read_activation(fields, family, "hidden_activation", "gelu_pytorch_tanh")
     if fields.switch("use_bidirectional_attention", False):
         raise ValueError(
@@ -68,8 +99,9 @@ def build(name: str, config: dict) -> ModelSpec:
         embedding_scale=math.sqrt(sizes.hidden_size),
         logit_soft_cap=fields.number("final_logit_softcapping", 0.0),
         names=NAMES,
+        prefix=prefix,
     )
-    return decoder_model(name, family, config, shape)
+    return replace(decoder_model(name, family, config, shape), hf_config=whole)
 
 
 def _style(fields: Fields, kind: str, second: bool) -> AttentionStyle:

@@ -43,6 +43,9 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(
         gemma.build, "Gemma 3 (text)", "as Gemma 2; normalised queries and keys in place of caps, two rope bases", 3
     ),
+    "gemma3": Family(
+        gemma.build_with_images, "Gemma 3 with images: its text", "as gemma3_text; what sees is exported as it is", 1
+    ),
     "olmo2": Family(olmo.build, "OLMo 2", "norms after attention and FFN, queries and keys normalised by row", 3),
     "olmo3": Family(olmo.build, "OLMo 3", "as OLMo 2; windows in three layers of four, two rope tables", 3),
     "phi3": Family(phi3.build, "Phi-3, Phi-3.5, Phi-4", "fused projections, longrope, a part of each head rotated", 4),

@@ -105,6 +105,8 @@ class ModelSpec:
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
     tables: tuple[Table, ...] = ()
+    notice: str = ""
+    """What a person should know of how the checkpoint is taken; empty: nothing."""
     optional_prefix: str = ""
     """With what all names of sources begin that some checkpoints leave out."""
     groups: tuple[GroupSpec, ...] = ()

@@ -44,6 +44,8 @@ def test_json_has_the_published_sizes(capsys):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_as_many_configs_are_compared_as_it_says(family):
     compared = sum(config["model_type"] == family for config in CASES.values())
+    if family == "gemma3":
+        compared = 1  # test_the_text_of_a_model_with_images
     if family == "llama":
         text = (ROOT / "tests" / "models" / "test_parity_with_transformers.py").read_text(encoding="utf-8")
         compared = int(re.findall(r"^NUM_CASES = (\d+)$", text, re.MULTILINE)[0])

@@ -168,3 +168,58 @@ def test_published_gpt2_names_lack_a_prefix(tmp_path):
     assert exported.keys() == {*tensors, "h.0.attn.bias"}
     same_bits({name: exported[name] for name in tensors}, tensors)
     assert torch.equal(exported["h.0.attn.bias"], mask)
+
+
+GEMMA3_WITH_IMAGES = {
+    "text_config": CASES["gemma3"],
+    "vision_config": {
+        "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+    },
+    "mm_tokens_per_image": 4, "image_token_index": 66, "boi_token_index": 64, "eoi_token_index": 65,
+}  # fmt: skip
+
+
+def test_the_text_of_a_model_with_images(tmp_path, caplog):
+    """Loss and gradients are those of transformers without an image; what sees comes back bit by bit, and is named."""
+    torch.manual_seed(7)
+    described = transformers.AutoConfig.for_model("gemma3", **GEMMA3_WITH_IMAGES)
+    model = transformers.AutoModelForImageTextToText.from_config(described, attn_implementation="eager").eval()
+    model.save_pretrained(tmp_path / "source")
+    engine = from_pretrained(
+        tmp_path / "source",
+        AdamW(lr=1e-2),
+        max_seq_len=MAX_SEQ_LEN,
+        max_global_batch_tokens=256,
+        hardware="cpu-test",
+        device="cpu",
+        dtype="float32",
+    )
+    assert "vision_tower and multi_modal_projector are exported as they are" in caplog.text
+    ids, labels = draw_batch(64)
+    loss = reference_loss(model, ids, labels)
+    loss.backward()
+    assert engine.fwd_bwd(input_ids=ids, labels=labels).loss == pytest.approx(loss.item(), abs=1e-5)
+    text = {name: p.grad for name, p in model.named_parameters() if ".language_model." in name}
+    stored = {name.replace("model.language_model.", "language_model.model."): grad for name, grad in text.items()}
+    error, name = worst_error(engine.gradients(), stored)
+    assert error <= 1e-4, f"gradient of {name}: relative error {error:.1e}"
+    engine.step()
+    engine.save_pretrained(tmp_path / "export")
+    source, export = (load_file(tmp_path / folder / "model.safetensors") for folder in ("source", "export"))
+    assert export.keys() == source.keys()
+    for name, tensor in source.items():
+        assert torch.equal(export[name], tensor) == (not name.startswith("language_model.")), name
+    exported = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "export").eval()
+    assert relative_error(engine.next_token_logits(ids[0]), last_logits(exported, ids[0])) <= 1e-4
+
+
+def test_published_gemma3_configs_leave_defaults_out():
+    """As in gemma-3-4b: no heads, no vocabulary."""
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "model_type": "gemma3_text"}  # fmt: skip
+    published = spec_of({"model_type": "gemma3", "text_config": text, "vision_config": {}})
+    preset = open_model("preset:gemma-3-4b").spec
+    assert published.num_parameters == preset.num_parameters
+    assert published.tables == preset.tables
+    assert [layer.ops for layer in published.blocks] == [layer.ops for layer in preset.blocks]
