@@ -1,0 +1,98 @@
+"""Every family in bf16 for five steps against transformers in float32, at widths that kernels serve."""
+
+import pytest
+import torch
+import transformers
+from engine_helpers import random_batch, saved_model
+from family_configs import CASES, FAMILY_CASES, LONGROPE
+
+from flexengine import from_pretrained
+from flexengine.models.registry import open_model
+from flexengine.optim import AdamW
+
+LENGTHS = (512, 300, 37, 129)
+WIDE = {
+    "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
+    "vocab_size": 2000, "max_position_embeddings": 1024, "n_embd": 512, "n_head": 8, "n_positions": 600,
+    "moe_intermediate_size": 256, "shared_expert_intermediate_size": 512, "sliding_window": 100,
+    "query_pre_attn_scalar": 64, "initializer_range": 0.02,
+}  # fmt: skip
+FACTORS = {name: [1.0 + i / 32 for i in range(32)] for name in ("short_factor", "long_factor")}
+
+
+def widened(config):
+    """The config with its own fields at realistic sizes."""
+    wide = {name: WIDE[name] for name in WIDE if config.get(name) is not None}
+    if config.get("rope_scaling") == LONGROPE:
+        wide["rope_scaling"] = {**LONGROPE, **FACTORS}
+    return {**config, **wide}
+
+
+def losses_of_transformers(folder, batches, optimizer, device):
+    """Mean loss per token of every step, each sequence alone, in float32."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = model.to(device).train()
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": optimizer.weight_decay},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    update = torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps)
+    losses = []
+    for batch in batches:
+        count, total = sum(len(row) - 1 for row in batch), 0.0
+        update.zero_grad()
+        for row in batch:
+            ids = torch.tensor([row], device=device)
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+            loss = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum") / count
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        update.step()
+        losses.append(total)
+    return losses
+
+
+def check(case, device, tmp_path):
+    """Losses of five steps within 0.5%, and they fall."""
+    config, optimizer = widened(CASES[case]), AdamW(lr=3e-4, weight_decay=0.1)
+    saved_model(tmp_path, config, torch.bfloat16)
+    batches = [random_batch(1, LENGTHS, 200)] * 5  # of few words, so that there is something to learn
+    engine = from_pretrained(
+        tmp_path,
+        optimizer,
+        max_seq_len=512,
+        max_global_batch_tokens=1024,
+        max_gpu_mem_gib=3,
+        max_host_mem_gib=8,
+        hardware="cpu-test" if device == "cpu" else None,
+        device=device,
+    )
+    losses = [engine.train_step(batch)[0].loss for batch in batches]
+    engine.close()
+    wanted = losses_of_transformers(tmp_path, batches, optimizer, device)
+    assert losses == pytest.approx(wanted, rel=5e-3)
+    assert losses[-1] < losses[0] - 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_five_steps_on_cuda(case, tmp_path):
+    check(case, "cuda", tmp_path)
+
+
+def test_five_steps_on_the_cpu(tmp_path):
+    check(FAMILY_CASES["qwen3"], "cpu", tmp_path)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_wide_config_is_understood(case, tmp_path):
+    config = widened(CASES[case])
+    described = transformers.AutoConfig.for_model(**config)
+    described.save_pretrained(tmp_path)
+    spec = open_model(tmp_path, needs_weights=False).spec
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(described)
+    assert spec.num_parameters == sum(p.numel() for p in model.parameters())
+    assert spec.hidden_size == 512
