@@ -24,7 +24,7 @@ def widened(config):
     """The config with its own fields at realistic sizes."""
     wide = {name: WIDE[name] for name in WIDE if config.get(name) is not None}
     if config.get("rope_scaling") == LONGROPE:
-        wide["rope_scaling"] = {**LONGROPE, **FACTORS}
+        wide |= {"rope_scaling": {**LONGROPE, **FACTORS}, "original_max_position_embeddings": 64}
     return {**config, **wide}
 
 
