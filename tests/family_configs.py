@@ -79,7 +79,9 @@ CASES: dict[str, dict] = {
     "gemma2, wide heads, untied": gemma2(head_dim=16, tie_word_embeddings=False, num_hidden_layers=2),
     "gemma2, without caps": gemma2(attn_logit_softcapping=None, final_logit_softcapping=None, intermediate_size=37),
     "gemma3": gemma3(),
-    "gemma3, capped logits": gemma3(final_logit_softcapping=5.0, num_key_value_heads=1, head_dim=8),
+    "gemma3, capped logits": gemma3(
+        final_logit_softcapping=5.0, num_key_value_heads=1, head_dim=8, sliding_window_pattern=2
+    ),
     "gemma3, biases, types": gemma3(attention_bias=True, layer_types=["full_attention"] * 2 + ["sliding_attention"]),
     "olmo2": without_head_dim(config("olmo2")),
     "olmo2, biases, tied": without_head_dim(config("olmo2", attention_bias=True, tie_word_embeddings=True)),

@@ -13,7 +13,13 @@ from torch import Tensor
 from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.rounding import round_to
 
-_BLOCK_ROWS, _BLOCK_COLUMNS, _BLOCK_INNER = 128, 128, 64
+_BLOCK_ROWS, _BLOCK_COLUMNS = 128, 128
+_STAGES = 3
+
+
+def _inner_block(x: Tensor) -> int:
+    """Terms of a sum at a time: the stages of both operands fit the 99 KiB of shared memory of smaller cards."""
+    return 64 if x.element_size() == 2 else 32
 
 
 def hand_out(x: Tensor, place: Tensor, rows: Tensor) -> None:
@@ -81,7 +87,7 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, out: Tensor, transp
         x, weight, ends, out, inner, columns, experts,
         weight.stride(0), weight.stride(2 if transposed else 1), weight.stride(1 if transposed else 2),
         WIDE=not x.is_cuda, EXPERTS=triton.next_power_of_2(experts), ROWS=block_rows, COLUMNS=_BLOCK_COLUMNS,
-        INNER=_BLOCK_INNER, num_warps=8, num_stages=3,
+        INNER=_inner_block(x), num_warps=8, num_stages=_STAGES,
     )  # fmt: skip
 
 
@@ -98,8 +104,8 @@ def grouped_weight_gradient(grad_y: Tensor, x: Tensor, ends: Tensor, acc: Tensor
     check_tensor("acc", acc, (experts, columns, inner), (torch.float32,))
     grid = (experts, triton.cdiv(columns, _BLOCK_COLUMNS), triton.cdiv(inner, _BLOCK_COLUMNS))
     _weight_gradient_kernel[grid](
-        grad_y, x, ends, acc, columns, inner, ACCUMULATE=accumulate, WIDE=not x.is_cuda, ROWS=_BLOCK_INNER,
-        COLUMNS=_BLOCK_COLUMNS, num_warps=8, num_stages=3,
+        grad_y, x, ends, acc, columns, inner, ACCUMULATE=accumulate, WIDE=not x.is_cuda, ROWS=_inner_block(x),
+        COLUMNS=_BLOCK_COLUMNS, num_warps=8, num_stages=_STAGES,
     )  # fmt: skip
 
 

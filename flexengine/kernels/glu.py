@@ -32,6 +32,8 @@ def glu_forward(gate_up: Tensor, out: Tensor, activation: str, row_weight: Tenso
     tokens, width = out.shape
     check_tensor("out", out, (tokens, width), FLOATS, strided_rows=True)
     check_tensor("gate_up", gate_up, (tokens, 2 * width), FLOATS, strided_rows=True)
+    if row_weight is not None:
+        check_tensor("row_weight", row_weight, (tokens,), (torch.float32,))
     gelu = _is_gelu(activation)
     if out.numel() == 0:
         return

@@ -23,45 +23,31 @@ from flexengine.models.sizes import (
     read_rms_norm_eps,
     read_sizes,
     read_window,
+    with_class_defaults,
 )
 from flexengine.models.spec import ModelSpec, Table
 from flexengine.ops.attention_style import AttentionStyle
 from flexengine.ops.rmsnorm import NormStyle
-
-GEMMA3_DEFAULTS = {
-    "vocab_size": 262208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 131072,
-    "sliding_window": 4096,
-}
-"""Published configs leave out what equals these."""
 
 NAMES = BlockNames(mlp_norm="pre_feedforward_layernorm")
 
 
 def build(name: str, config: dict) -> ModelSpec:
     """The model of a config of type `gemma2` or `gemma3_text`. Raises ValueError as the others do."""
-    return _build(name, config, config["model_type"], config)
+    return _build(name, config, config["model_type"])
 
 
 def build_with_images(name: str, config: dict) -> ModelSpec:
     """The text part of a config of type `gemma3`. Raises ValueError as the others do."""
-    text = Fields(name, config).nested("text_config")
-    spec = _build(name, text, "gemma3", config, prefix="language_model.model")
+    text = with_class_defaults("gemma3_text", Fields(name, config).nested("text_config"))
+    spec = _build(name, text, "gemma3", prefix="language_model.model")
     return replace(
         spec, notice="the text part is trained; vision_tower and multi_modal_projector are exported as they are"
     )
 
 
-def _build(name: str, given: dict, family: str, whole: dict, prefix: str = "model") -> ModelSpec:
-    """given: the fields of the text; whole: config.json."""
-    config = given
-    if family != "gemma2":
-        config = GEMMA3_DEFAULTS | {field: value for field, value in given.items() if value is not None}
+def _build(name: str, config: dict, family: str, prefix: str = "model") -> ModelSpec:
+    """config: the fields of the text."""
     fields = Fields(name, config)
     activation = read_activation(fields, family, "hidden_activation", "gelu_pytorch_tanh")
     if fields.switch("use_bidirectional_attention", False):
@@ -69,7 +55,7 @@ def _build(name: str, given: dict, family: str, whole: dict, prefix: str = "mode
             f"{name}: use_bidirectional_attention=true in config.json: tokens see later ones, which a causal language "
             "model is not trained with. Give a model without it"
         )
-    second, sizes = family == "gemma2", read_sizes(fields, 256)
+    second, sizes = family == "gemma2", read_sizes(fields)
     pattern = 2 if second else fields.whole("sliding_window_pattern", 6)
     count, tables = sizes.num_hidden_layers, _tables(config, sizes.head_dim, name, second)
     default = [SLIDING if (i + 1) % pattern else FULL for i in range(count)]
@@ -101,7 +87,7 @@ def _build(name: str, given: dict, family: str, whole: dict, prefix: str = "mode
         names=NAMES,
         prefix=prefix,
     )
-    return replace(decoder_model(name, family, config, shape), hf_config=whole)
+    return decoder_model(name, family, config, shape)
 
 
 def _style(fields: Fields, kind: str, second: bool) -> AttentionStyle:

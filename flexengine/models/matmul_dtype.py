@@ -38,7 +38,12 @@ def with_fp8_linears(model: ModelSpec) -> ModelSpec:
         if layer.kind != "block":
             return layer
         if layer.ops not in known:
-            known[layer.ops] = tuple(Fp8Linear(op) if isinstance(op, Linear) else op for op in layer.ops)
+            known[layer.ops] = tuple(
+                Fp8Linear(op, any(op.x in later.grad_inputs for later in layer.ops[i + 1 :]))
+                if isinstance(op, Linear)
+                else op
+                for i, op in enumerate(layer.ops)
+            )
         return replace(layer, ops=known[layer.ops])
 
     try:

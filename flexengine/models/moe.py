@@ -18,6 +18,7 @@ from flexengine.models.spec import ModelSpec
 from flexengine.ops.attention_style import AttentionStyle
 from flexengine.ops.rmsnorm import NormStyle
 
+MIXTRAL_THETA = 1e6
 MIXTRAL_NAMES = BlockNames(
     router="block_sparse_moe.gate",
     experts="block_sparse_moe.experts",
@@ -33,6 +34,8 @@ def build(name: str, config: dict) -> ModelSpec:
     _refuse_others(fields)
     sizes = read_sizes(fields)
     norm = NormStyle(read_rms_norm_eps(fields, 1e-6 if family.startswith("qwen") else 1e-5))
+    if family == "mixtral":
+        config = {"rope_theta": MIXTRAL_THETA, **config}
     table = rope_table(config, sizes.head_dim, name, family=family)
     options = {"mixtral": _mixtral, "olmoe": _olmoe, "qwen2_moe": _qwen2, "qwen3_moe": _qwen3}[family](fields, sizes)
     experts = options["experts"]

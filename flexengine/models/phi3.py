@@ -14,13 +14,16 @@ from flexengine.models.sizes import read_activation, read_rms_norm_eps, read_siz
 from flexengine.models.spec import ModelSpec
 from flexengine.ops.attention_style import AttentionStyle
 from flexengine.ops.rmsnorm import NormStyle
+from flexengine.wording import shown
 
+ROPE_TYPES = {None: None, "default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
+"""What the family's configs call them -> what they are."""
 NAMES = BlockNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
 
 
 def build(name: str, config: dict) -> ModelSpec:
     """The model of a config of type `phi3`. Raises ValueError as the others do."""
-    fields = Fields(name, config)
+    fields, config = Fields(name, config), _with_longrope(name, config)
     read_activation(fields, "phi3")
     sizes, norm = read_sizes(fields), NormStyle(read_rms_norm_eps(fields, 1e-5))
     table = rope_table(config, sizes.head_dim, name, "phi3", partial=True)
@@ -34,3 +37,16 @@ def build(name: str, config: dict) -> ModelSpec:
         names=NAMES,
     )
     return decoder_model(name, "phi3", config, shape)
+
+
+def _with_longrope(name: str, config: dict) -> dict:
+    """The config with its rope type by today's name. Raises ValueError for others than the family has."""
+    fields = Fields(name, config)
+    options = fields.nested("rope_parameters") | fields.nested("rope_scaling")
+    kind = options.get("rope_type", options.get("type"))
+    if not isinstance(kind, str | None) or kind not in ROPE_TYPES:
+        raise ValueError(
+            f"{name}: rope type {shown(kind)} in config.json; a phi3 model has none, default or longrope, others are "
+            "not supported"
+        )
+    return {**config, "rope_parameters": None, "rope_scaling": {**options, "rope_type": ROPE_TYPES[kind]}}

@@ -28,7 +28,7 @@ def build(name: str, config: dict) -> ModelSpec:
     fields, family = Fields(name, config), config["model_type"]
     read_activation(fields, family)
     third = family == "qwen3"
-    sizes, norm = read_sizes(fields, 128 if third else None), NormStyle(read_rms_norm_eps(fields))
+    sizes, norm = read_sizes(fields), NormStyle(read_rms_norm_eps(fields))
     table = rope_table(config, sizes.head_dim, name, family=family)
     bias = third and fields.switch("attention_bias", False)
     options = {"qk_norm": "head", "qkv_bias": bias, "o_bias": bias} if third else {"qkv_bias": True}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flexengine.models import gemma, gpt2, llama, mistral, moe, olmo, phi3, qwen
+from flexengine.models.sizes import with_class_defaults
 from flexengine.models.spec import ModelSpec
 from flexengine.models.unknown import unknown_family
 from flexengine.wording import did_you_mean, parse_json, shown
@@ -93,7 +95,7 @@ def build_model(name: str, config: Any) -> ModelSpec:
     if not isinstance(family, str) or family not in FAMILIES:
         raise unknown_family(name, family, config, FAMILIES)
     _check_not_quantised(name, config)
-    spec = FAMILIES[family].build(name, config)
+    spec = replace(FAMILIES[family].build(name, with_class_defaults(family, config)), hf_config=config)
     if spec.num_parameters > MAX_PARAMETERS:
         raise ValueError(
             f"{name}: the sizes in config.json come to {spec.num_parameters} parameters, more than the "

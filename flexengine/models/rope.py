@@ -112,8 +112,8 @@ def _longrope(inv_freq: list[float], options: Fields, config: Fields) -> RopePar
     """Every frequency divided by a factor of its own, of which there are two sets: for runs up to the original length
     and for longer ones; cos and sin grow with the ratio of the lengths."""
     longest = config.whole("max_position_embeddings", None)
-    root = config.number("original_max_position_embeddings", longest, low=1.0)
-    original = options.number("original_max_position_embeddings", root, low=1.0)
+    own = options.number("original_max_position_embeddings", longest, low=1.0)
+    original = config.number("original_max_position_embeddings", own, low=1.0)
     if original is None:
         raise ValueError(
             f"{options.model}: longrope needs original_max_position_embeddings in config.json; fetch the published one "

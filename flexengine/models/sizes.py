@@ -19,6 +19,35 @@ ACTIVATIONS: dict[str, Activation] = {
 """Names in configs -> ours. Plain "gelu" is another function, and not among them."""
 
 
+CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+    "ministral": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+    "mixtral": {"num_key_value_heads": 8, "max_position_embeddings": 131072},
+    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768, "sliding_window": 4096},
+    "qwen2_moe": {"num_key_value_heads": 16, "max_position_embeddings": 32768},
+    "qwen3_moe": {"num_key_value_heads": 4, "max_position_embeddings": 32768},
+    "olmoe": {"max_position_embeddings": 4096},
+    "olmo3": {"sliding_window": 4096},
+    "gemma2": {
+        "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192, "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    },
+    "gemma3_text": {
+        "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+    },
+    "phi3": {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
+}  # fmt: skip
+"""What a field that a config leaves out stands for in Hugging Face; null is another thing, and turns features off."""
+
+
+def with_class_defaults(family: str, config: dict) -> dict:
+    """The config with the fields that it leaves out."""
+    return {**CLASS_DEFAULTS.get(family, {}), **config}
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of a decoder, checked."""
@@ -44,12 +73,11 @@ class Sizes:
         )
 
 
-def read_sizes(fields: Fields, head_dim: int | None = None) -> Sizes:
-    """The sizes of a config, `head_dim` where it states none and the family does not follow the usual share of
-    hidden_size. Raises ValueError where a field is absent, out of range or does not go with the others."""
+def read_sizes(fields: Fields) -> Sizes:
+    """The sizes of a config. Raises ValueError where a field is absent, out of range or does not go with the others."""
     heads, hidden = fields.whole("num_attention_heads"), fields.whole("hidden_size")
     kv_heads = fields.whole("num_key_value_heads", heads)
-    width = _head_dim(fields, heads, hidden, head_dim)
+    width = _head_dim(fields, heads, hidden)
     if heads % kv_heads:
         raise ValueError(
             f"{fields.model}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}; one of "
@@ -66,9 +94,9 @@ def read_sizes(fields: Fields, head_dim: int | None = None) -> Sizes:
     )
 
 
-def _head_dim(fields: Fields, heads: int, hidden: int, default: int | None) -> int:
-    """Width of a head: stated, the family's, or an equal share of hidden_size."""
-    head_dim = fields.whole("head_dim", default)
+def _head_dim(fields: Fields, heads: int, hidden: int) -> int:
+    """Width of a head: stated, or an equal share of hidden_size."""
+    head_dim = fields.whole("head_dim", None)
     if head_dim is None and hidden % heads:
         raise ValueError(
             f"{fields.model}: hidden_size={hidden} is not a multiple of num_attention_heads={heads}, and config.json "

@@ -45,7 +45,7 @@ def gather(rows: Tensor, place: Tensor, out: Tensor, added: Tensor | None) -> No
 
 
 def _slices(ends: Tensor) -> Iterator[tuple[int, slice]]:
-    """(expert, its rows) of the plain path, which runs on the host."""
+    """(expert, its rows) of the plain path, which asks for the counts: on the CPU, and on CUDA in float64."""
     start = 0
     for expert, end in enumerate(ends.tolist()):
         if end > start:

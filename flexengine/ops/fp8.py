@@ -97,10 +97,12 @@ def scale_of(scales: Tensor, index: int) -> Tensor:
 class Fp8Linear(Linear):
     """y = x @ weight.T + bias with FP8 operands; with `residual`, y = residual + the product rounded to y's dtype.
 
-    The input half quantises grad_y for both halves; the weight half finds it there.
+    The input half quantises grad_y for both halves; the weight half finds it there. adds: another op reads x after this
+    one, so that the input half adds to what is there: some rows at a time.
     """
 
-    def __init__(self, linear: Linear) -> None:
+    def __init__(self, linear: Linear, adds: bool = False) -> None:
+        self.adds = adds
         super().__init__(
             linear.name,
             linear.x,
@@ -134,12 +136,18 @@ class Fp8Linear(Linear):
 
     def backward_input(self, env: OpEnv) -> None:
         grad_y, scales = env.g[self.y], env.t[f"{self.name}_grad_scales"]
-        assert self.x not in env.accumulate, f"{self.name}: an FP8 product is not added to a gradient"
+        assert (self.x in env.accumulate) == self.adds, f"{self.name} adds to a gradient where it was made not to"
         grad8, grad8_t = self._fp8(env, "grad8", GRADIENT_DTYPE), self._transposed(env, "grad8_t", GRADIENT_DTYPE)
         weight8_t = self._fp8(env, "weight8_t", FORWARD_DTYPE)
         scale_weight = quantize(env.p[self.weight], scales, 1, columns=weight8_t)
         scale_grad = quantize(grad_y, scales, 0, rows=grad8, columns=grad8_t)
-        scaled_product(grad8, weight8_t, scale_grad, scale_weight, env.g[self.x])
+        grad_x = env.g[self.x]
+        if not self.adds:
+            return scaled_product(grad8, weight8_t, scale_grad, scale_weight, grad_x)
+        for rows, target in zip(grad8.split(self._added_rows), grad_x.split(self._added_rows), strict=True):
+            part = torch.empty_like(target)
+            scaled_product(rows, weight8_t, scale_grad, scale_weight, part)
+            target.add_(part)
 
     def backward_weight(self, env: OpEnv) -> None:
         acc, scales = env.gp[self.weight], env.t[f"{self.name}_grad_scales"]
@@ -157,6 +165,10 @@ class Fp8Linear(Linear):
         self.add_bias_grad(env)
 
     @property
+    def _added_rows(self) -> int:
+        return max(MULTIPLE, PRODUCT_ELEMENTS // self.in_features)
+
+    @property
     def _product_rows(self) -> int:
         return min(self.out_features, max(MULTIPLE, PRODUCT_ELEMENTS // self.in_features // MULTIPLE * MULTIPLE))
 
@@ -169,7 +181,8 @@ class Fp8Linear(Linear):
         return buffer.view(buffer.shape[1], buffer.shape[0])
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        return CUBLASLT_BYTES + super().workspace_bytes(tokens, compute_bytes)
+        added = min(tokens, self._added_rows) * self.in_features * compute_bytes if self.adds else 0
+        return CUBLASLT_BYTES + super().workspace_bytes(tokens, compute_bytes) + added
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
         d, f = self.in_features, self.out_features
@@ -206,7 +219,8 @@ class Fp8Linear(Linear):
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         d, f = self.in_features, self.out_features
         work = self._product(tokens).plus(self._quantised(d * f, compute_bytes))
-        return work.plus(self._quantised(tokens * f, compute_bytes, results=2))
+        work = work.plus(self._quantised(tokens * f, compute_bytes, results=2))
+        return work.plus(Work(memory_bytes=4.0 * tokens * d * compute_bytes, kernels=2)) if self.adds else work
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         work = super().backward_weight_work(tokens, seq_len, compute_bytes)

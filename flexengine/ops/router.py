@@ -69,7 +69,10 @@ class Router(Op):
             chosen = probabilities.gather(1, expert)
             total = chosen.sum(-1, keepdim=True)
             grad = (grad - (grad * chosen).sum(-1, keepdim=True) / total) / total
-        grad_p = torch.zeros_like(probabilities).scatter_(1, expert, grad.to(probabilities.dtype))
+        first = torch.arange(len(expert), device=expert.device)[:, None] * self.num_experts
+        grad_p = torch.zeros_like(probabilities)
+        # in one dimension: with two, torch's deterministic path copies strides from the host and waits
+        grad_p.view(-1).scatter_(0, (first + expert).flatten(), grad.flatten().to(grad_p.dtype))
         grad_p.sub_((grad_p * probabilities).sum(-1, keepdim=True)).mul_(probabilities)
         grad_logits, grad_x = env.t[self.grad_logits.name], env.g[self.x]
         grad_logits.copy_(grad_p)
@@ -87,7 +90,7 @@ class Router(Op):
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         wide = max(4, compute_bytes)
-        return tokens * (4 * self.num_experts * wide + 8 * self.per_token * 8) + 64 * self.num_experts
+        return tokens * (4 * self.num_experts * wide + 10 * self.per_token * 8) + 64 * self.num_experts
 
     def _logits(self, tokens: int) -> float:
         return 2.0 * tokens * self.width * self.num_experts

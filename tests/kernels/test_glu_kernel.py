@@ -47,6 +47,44 @@ def test_matches_float64(checks, device, tokens, width, dtype, activation):
     check(checks, tokens, width, dtype, device, activation)
 
 
+def check_weighted(checks, tokens, width, dtype, device, activation):
+    """With a weight for every row, whose gradient is a sum over the row."""
+    gate_up = checks.normal(tokens, 2 * width, dtype=dtype, device=device)
+    grad_out = checks.normal(tokens, width, dtype=dtype, device=device)
+    weight = torch.rand(tokens, device=device)
+    out, grad = (checks.empty(tokens, n, dtype=dtype, device=device) for n in (width, 2 * width))
+    grad_weight = checks.empty(tokens, dtype=torch.float32, device=device)
+    glu.glu_forward(gate_up, out, activation, weight)
+    glu.glu_backward(grad_out, gate_up, grad, activation, weight, grad_weight)
+    expected_out, _ = reference(gate_up, grad_out, activation)
+    _, expected_grad = reference(gate_up, grad_out.double() * weight[:, None], activation)
+    checks.assert_close(out, expected_out * weight[:, None], checks.TOLERANCE[dtype], "out")
+    checks.assert_close(grad, expected_grad, checks.TOLERANCE[dtype], "grad_gate_up")
+    checks.assert_close(grad_weight, (expected_out * grad_out.double()).sum(1), 1e-5, "grad_row_weight")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", glu.ACTIVATIONS)
+@pytest.mark.parametrize(("tokens", "width"), [(7, 257), (3, 2500)])
+@pytest.mark.filterwarnings("ignore:overflow encountered in")
+def test_weighted_rows_match_float64(checks, device, tokens, width, dtype, activation):
+    check_weighted(checks, tokens, width, dtype, device, activation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "width"), [(4097, 768), (33, 12345)])
+def test_weighted_rows_match_float64_on_gpu(checks, gpu, tokens, width, dtype):
+    check_weighted(checks, tokens, width, dtype, gpu, "silu")
+
+
+def test_refuses_weights_of_other_rows(device):
+    with pytest.raises(ValueError, match=r"row_weight must have shape \[4\], got \[2\]"):
+        glu.glu_forward(
+            torch.zeros(4, 8, device=device), torch.zeros(4, 4, device=device), "silu", torch.ones(2, device=device)
+        )
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", glu.ACTIVATIONS)

@@ -10,6 +10,7 @@ from engine_helpers import (
     build_engine,
     make_plan,
     random_batch,
+    random_weights,
     relative_error,
     same_bits,
     saved_model,
@@ -17,12 +18,15 @@ from engine_helpers import (
     streamed_plan,
     worst_error,
 )
-from family_configs import CASES, FAMILY_CASES
+from family_configs import CASES, FAMILY_CASES, LONGROPE
 from safetensors.torch import load_file, save_file
 
 from flexengine import from_pretrained
+from flexengine.models.matmul_dtype import with_matmul_dtype
 from flexengine.models.registry import open_model
+from flexengine.models.sizes import CLASS_DEFAULTS
 from flexengine.optim import AdamW
+from flexengine.plan import Numerics
 
 MAX_SEQ_LEN = 48
 
@@ -223,3 +227,43 @@ def test_published_gemma3_configs_leave_defaults_out():
     assert published.num_parameters == preset.num_parameters
     assert published.tables == preset.tables
     assert [layer.ops for layer in published.blocks] == [layer.ops for layer in preset.blocks]
+
+
+@pytest.mark.parametrize(("family", "field"), [(f, field) for f in CLASS_DEFAULTS for field in CLASS_DEFAULTS[f]])
+def test_an_absent_field_is_what_transformers_takes_it_for(family, field):
+    """The same description as of the config that transformers completes."""
+    config = {name: value for name, value in CASES[FAMILY_CASES.get(family, "gemma3")].items() if name != field}
+    if field in ("head_dim", "num_key_value_heads"):
+        config |= {"num_attention_heads": 32, "hidden_size": 64}
+    completed = transformers.AutoConfig.for_model(**config).to_dict()
+    ours, wanted = spec_of(config), spec_of({**completed, "model_type": family})
+    assert ours.num_parameters == wanted.num_parameters
+    assert ours.max_position_embeddings == wanted.max_position_embeddings
+    assert ours.tables == wanted.tables
+    assert [layer.ops for layer in ours.blocks] == [layer.ops for layer in wanted.blocks]
+    assert ours.layers[-1].ops[-1].soft_cap == wanted.layers[-1].ops[-1].soft_cap
+
+
+@pytest.mark.parametrize("old", ["su", "yarn"])
+def test_old_names_of_longrope(old):
+    """Phi3Config takes both for longrope."""
+    config = {**CASES["phi3, long runs"], "rope_scaling": {**LONGROPE, "type": old}}
+    assert spec_of(config).tables == spec_of(CASES["phi3, long runs"]).tables
+
+
+@pytest.mark.parametrize("case", ["olmo2", "qwen2_moe"])
+def test_fp8_products_add_to_gradients(case):
+    """Where another op reads what a linear layer reads: the residual stream, or what the router sees."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 64}
+    wide = {**CASES[case], **sizes, "shared_expert_intermediate_size": 32, "moe_intermediate_size": 32}
+    losses = {}
+    for matmul in ("compute", "fp8"):
+        source = random_weights({name: value for name, value in wide.items() if name in CASES[case]})
+        numerics = Numerics("bfloat16", "full", "bfloat16", "float32", matmul)
+        spec = with_matmul_dtype(source.spec, matmul)
+        plan = streamed_plan(spec, chunk_tokens=64, chunks_per_round=2, max_seq_len=48, numerics=numerics)
+        engine = build_engine(source._replace(spec=spec), plan, AdamW(lr=2e-3))
+        losses[matmul] = [engine.train_step(random_batch(2, [48, 20, 9], 64))[0].loss for _ in range(4)]
+        engine.close()
+    assert losses["fp8"] == pytest.approx(losses["compute"], rel=0.08)  # a token may go to another expert
+    assert losses["fp8"][-1] < losses["fp8"][0] - 0.3

@@ -217,16 +217,20 @@ def test_router_on_cuda(make_harness, checks, per_token, normalised):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
 def test_nothing_synchronises_on_cuda(make_harness, checks):
-    """The whole forward of the experts while torch refuses to wait for the device."""
+    """The experts' forward and the router's backward while torch refuses to wait for the device."""
     h = make_harness("cuda", torch.bfloat16)
     params, x, ops = random_params(h), h.randn(64, D), chain(2)
     tensors = run_chain(h, ops, 64, {"x": x}, params)
     wanted = mixture(x.double(), *(p.double() for p in params.values()), per_token=2)
     assert float((tensors["y"].double() - wanted).norm() / wanted.norm()) < 0.1  # a tie may go to another expert
+    scratch = {ops[0].grad_logits.name: h.nan(64, EXPERTS)}
+    grads = {"x": h.nan(64, D), ops[0].weight: torch.ones(64, 2, device=h.device)}
     torch.cuda.set_sync_debug_mode("error")
     try:
         for op in ops:
             op.forward(OpEnv(tensors, params, {}, {}, None))
+        ops[0].backward_input(OpEnv({**tensors, **scratch}, params, grads, {}, None))
     finally:
         torch.cuda.set_sync_debug_mode("default")
