@@ -104,6 +104,21 @@ CONFIGS = (
         "layers_of_another_kind", having(model_type="ministral", layer_types=["mamba"]), ("layer_types=\\['mamba'\\]",)
     ),
     Case(
+        "gpt2_of_odd_heads",
+        having(model_type="gpt2", n_embd=16, n_layer=1, n_head=3),
+        ("n_embd=16 is not a multiple of n_head=3", "fetch"),
+    ),
+    Case(
+        "gpt2_with_cross_attention",
+        having(model_type="gpt2", n_embd=16, n_layer=1, n_head=2, add_cross_attention=True),
+        ("add_cross_attention=true in config.json", "not supported"),
+    ),
+    Case(
+        "rope_type_of_another_family",
+        having(model_type="phi3", rope_scaling={"rope_type": "linear", "factor": 2.0}),
+        ("rope type 'linear' in config.json; a phi3 model has none, default or longrope",),
+    ),
+    Case(
         "balanced_experts",
         having(model_type="mixtral", output_router_logits=True),
         ("config.json asks for output_router_logits=true, a loss that balances experts: not supported with",),
