@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flexengine.ops.attention_style import CAUSAL, AttentionStyle
+from flexengine.ops.base import wide
 
 QUERY_BLOCK = 512
 """Most queries of one sequence in a block."""
@@ -28,10 +29,6 @@ MOST_PADDING = 3
 SCORE_ELEMENTS = 1 << 24
 """Most elements of a block's scores, and of the keys of a key/value head that it widens, unless one head or one query
 has more: beyond 100 000 keys and more."""
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 class Block(NamedTuple):
@@ -53,12 +50,12 @@ class Block(NamedTuple):
             taken = x.unflatten(1, (num_groups, -1))[self.queries, self.groups][None]
         else:
             taken = x.unflatten(1, (num_groups, -1))[self.rows.clamp(min=0)]
-        return _wide(taken.permute(0, 2, 3, 1, 4).flatten(2, 3))
+        return wide(taken.permute(0, 2, 3, 1, 4).flatten(2, 3))
 
     def of_keys(self, x: Tensor) -> Tensor:
         """[K, G, H] -> [B, G, K, H], wide."""
         taken = x[self.keys, self.groups][None] if self.rows is None else x[self.rows.clamp(min=0)]
-        return _wide(taken.transpose(1, 2))
+        return wide(taken.transpose(1, 2))
 
     def of_stats(self, x: Tensor, num_groups: int) -> Tensor:
         """[N, T] -> [B, G, M * R, 1]."""
@@ -184,9 +181,9 @@ def attention_backward_reference(
     """(grad_q [T, N, H], grad_k, grad_v [keys_before + T, G, H]) in float32 or wider; the last two are added to
     `totals` where these are given."""
     (num_heads, width), num_groups = q.shape[1:], k.shape[1]
-    wide = _wide(q[:0]).dtype
-    grad_q = torch.empty(q.shape, dtype=wide, device=q.device)
-    grad_k, grad_v = totals or (torch.zeros(x.shape, dtype=wide, device=q.device) for x in (k, v))
+    dtype = wide(q[:0]).dtype
+    grad_q = torch.empty(q.shape, dtype=dtype, device=q.device)
+    grad_k, grad_v = totals or (torch.zeros(x.shape, dtype=dtype, device=q.device) for x in (k, v))
     for block in _blocks(seq_lens, keys_before, num_heads, num_groups, width, style, q.device):
         _backward_block(block, (grad_out, q, k, v, out, lse), (grad_q, grad_k, grad_v), style)
     return grad_q, grad_k, grad_v

@@ -231,6 +231,11 @@ def plain_bytes(elements: int, compute_bytes: int) -> int:
     return elements * compute_bytes if compute_bytes == FLOAT64_BYTES else 0
 
 
+def wide(x: Tensor) -> Tensor:
+    """x in float32, or in float64 as it is: what formulas compute in."""
+    return x if x.element_size() == FLOAT64_BYTES else x.float()
+
+
 def use_kernel(tensor: Tensor) -> bool:
     """True when the Triton kernel should run: always on CUDA, on the CPU only when its interpreter is asked for."""
     return tensor.is_cuda or os.environ.get("FLEXENGINE_INTERPRET_KERNELS") == "1"

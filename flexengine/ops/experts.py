@@ -14,12 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel
+from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel, wide
 from flexengine.ops.glu import Activation, glu_backward, glu_forward
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def hand_out(x: Tensor, place: Tensor, rows: Tensor) -> None:
@@ -38,10 +34,10 @@ def gather(rows: Tensor, place: Tensor, out: Tensor, added: Tensor | None) -> No
         from flexengine.kernels import experts  # noqa: PLC0415
 
         return experts.gather(rows, place, out, added)
-    total = _wide(rows[place[:, 0].long()])
+    total = wide(rows[place[:, 0].long()])
     for column in place.unbind(1)[1:]:
-        total = total + _wide(rows[column.long()])
-    out.copy_(total if added is None else total + _wide(added))
+        total = total + wide(rows[column.long()])
+    out.copy_(total if added is None else total + wide(added))
 
 
 def _slices(ends: Tensor) -> Iterator[tuple[int, slice]]:

@@ -14,16 +14,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel
+from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel, wide
 
 Activation = Literal["silu", "gelu_tanh"]
 
 GELU_LINEAR, GELU_CUBIC = math.sqrt(8 / math.pi), math.sqrt(8 / math.pi) * 0.044715
 """u(z) = GELU_LINEAR * z + GELU_CUBIC * z^3."""
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def _gate(z: Tensor, activation: Activation) -> tuple[Tensor, Tensor | float]:
@@ -39,7 +35,7 @@ def glu_forward(gate_up: Tensor, out: Tensor, activation: Activation, row_weight
         from flexengine.kernels import glu  # noqa: PLC0415 (Triton is imported when first used)
 
         return glu.glu_forward(gate_up, out, activation, row_weight)
-    gate, up = _wide(gate_up).chunk(2, dim=-1)
+    gate, up = wide(gate_up).chunk(2, dim=-1)
     value = gate * _gate(gate, activation)[0] * up
     out.copy_(value if row_weight is None else value * row_weight[:, None])
 
@@ -54,8 +50,8 @@ def glu_backward(
         from flexengine.kernels import glu  # noqa: PLC0415
 
         return glu.glu_backward(grad_out, gate_up, grad_gate_up, activation, row_weight, grad_row_weight)
-    gate, up = _wide(gate_up).chunk(2, dim=-1)
-    grad, (s, slope) = _wide(grad_out), _gate(gate, activation)
+    gate, up = wide(gate_up).chunk(2, dim=-1)
+    grad, (s, slope) = wide(grad_out), _gate(gate, activation)
     if row_weight is not None:
         assert grad_row_weight is not None
         grad_row_weight.copy_((grad * gate * s * up).sum(-1))

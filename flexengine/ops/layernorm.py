@@ -10,16 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexengine.ops.base import Op, OpEnv, TensorSpec, Work
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, wide
 
 
 def _normalised(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(n [T, D], r [T, 1]), wide."""
-    centred = _wide(x) - _wide(x).mean(-1, keepdim=True)
+    centred = wide(x) - wide(x).mean(-1, keepdim=True)
     r = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
     return centred.mul_(r), r
 
@@ -38,19 +34,19 @@ class LayerNorm(Op):
 
     def forward(self, env: OpEnv) -> None:
         normalised, _ = _normalised(env.t[self.x], self.eps)
-        env.t[self.y].copy_(normalised.mul_(_wide(env.p[self.weight])).add_(_wide(env.p[self.bias])))
+        env.t[self.y].copy_(normalised.mul_(wide(env.p[self.weight])).add_(wide(env.p[self.bias])))
 
     def backward_input(self, env: OpEnv) -> None:
         grad_x = env.g[self.x]
         normalised, r = _normalised(env.t[self.x], self.eps)
-        gw = _wide(env.g[self.y]) * _wide(env.p[self.weight])
+        gw = wide(env.g[self.y]) * wide(env.p[self.weight])
         shift = gw.mean(-1, keepdim=True)
         projection = (gw * normalised).mean(-1, keepdim=True)
         grad = gw.sub_(shift).sub_(normalised.mul_(projection)).mul_(r)
         grad_x.copy_(grad.add_(grad_x) if self.x in env.accumulate else grad)
 
     def backward_weight(self, env: OpEnv) -> None:
-        grad_y = _wide(env.g[self.y])
+        grad_y = wide(env.g[self.y])
         normalised, _ = _normalised(env.t[self.x], self.eps)
         for param, terms in ((self.weight, normalised.mul_(grad_y)), (self.bias, grad_y)):
             acc, total = env.gp[param], terms.sum(0)

@@ -13,12 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexengine.ops.base import Op, OpEnv, TensorSpec, Work
+from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, wide
 from flexengine.ops.linear import accumulate_weight_grad
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 class Router(Op):
@@ -47,7 +43,7 @@ class Router(Op):
 
     def _probabilities(self, env: OpEnv) -> Tensor:
         """[T, E], wide, of logits in the compute dtype."""
-        return torch.softmax(_wide(env.t[self.x] @ env.p[self.param].t()), dim=-1)
+        return torch.softmax(wide(env.t[self.x] @ env.p[self.param].t()), dim=-1)
 
     def forward(self, env: OpEnv) -> None:
         chosen, expert = self._probabilities(env).topk(self.per_token, dim=-1)
@@ -89,8 +85,8 @@ class Router(Op):
         return () if half == "forward" else (self.grad_logits,)
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        wide = max(4, compute_bytes)
-        return tokens * (4 * self.num_experts * wide + 10 * self.per_token * 8) + 64 * self.num_experts
+        wide_bytes = max(4, compute_bytes)
+        return tokens * (4 * self.num_experts * wide_bytes + 10 * self.per_token * 8) + 64 * self.num_experts
 
     def _logits(self, tokens: int) -> float:
         return 2.0 * tokens * self.width * self.num_experts

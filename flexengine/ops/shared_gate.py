@@ -10,12 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexengine.ops.base import Op, OpEnv, TensorSpec, Work
+from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, wide
 from flexengine.ops.linear import accumulate_weight_grad
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 class SharedGate(Op):
@@ -35,18 +31,18 @@ class SharedGate(Op):
 
     def _gate(self, env: OpEnv) -> Tensor:
         """[T, 1], wide."""
-        return torch.sigmoid(_wide(env.t[self.x] @ env.p[self.weight].t()))
+        return torch.sigmoid(wide(env.t[self.x] @ env.p[self.weight].t()))
 
     def forward(self, env: OpEnv) -> None:
-        gated = _wide(env.t[self.shared]) * self._gate(env)
+        gated = wide(env.t[self.shared]) * self._gate(env)
         env.t[self.y].copy_(gated.add_(env.t[self.residual]))
 
     def backward_input(self, env: OpEnv) -> None:
         gate, grad_y, grad_x = self._gate(env), env.g[self.y], env.g[self.x]
-        total = (_wide(grad_y) * env.t[self.shared]).sum(-1, keepdim=True)
+        total = (wide(grad_y) * env.t[self.shared]).sum(-1, keepdim=True)
         grad_gate = env.t[self.grad_gate.name]
         grad_gate.copy_(total * gate * (1 - gate))
-        env.g[self.shared].copy_(_wide(grad_y) * gate)
+        env.g[self.shared].copy_(wide(grad_y) * gate)
         if self.x in env.accumulate:
             torch.addmm(grad_x, grad_gate, env.p[self.weight], out=grad_x)
         else:
