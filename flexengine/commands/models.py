@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from flexengine.models.registry import FAMILIES, PRESET_PREFIX, open_model, preset_names
 from flexengine.planner.report import table
@@ -35,10 +35,7 @@ def as_json() -> dict[str, object]:
         name: {"checkpoints": f.checkpoints, "options": f.options, "configs_compared": f.configs_compared}
         for name, f in FAMILIES.items()
     }
-    presets = {
-        name: {"model_type": spec.family, "parameters": spec.num_parameters}
-        for name, spec in ((name, open_model(PRESET_PREFIX + name).spec) for name in preset_names())
-    }
+    presets = {name: {"model_type": family, "parameters": count} for name, family, count in _presets()}
     return {"families": families, "presets": presets}
 
 
@@ -51,11 +48,16 @@ def describe() -> list[str]:
             f"    {family.options}",
             f"    {COMPARED.format(count=family.configs_compared)}",
         ]
-    rows = [("preset", "model_type", "parameters")]
+    rows = [(PRESET_PREFIX + name, family, _billions(count)) for name, family, count in _presets()]
+    rows.insert(0, ("preset", "model_type", "parameters"))
+    return [*lines, "", "Presets, shapes without weights, for --model:", "", *table(rows, left=(0, 1))]
+
+
+def _presets() -> Iterator[tuple[str, str, int]]:
+    """(name, family, parameters) of every preset."""
     for name in preset_names():
         spec = open_model(PRESET_PREFIX + name).spec
-        rows.append((PRESET_PREFIX + name, spec.family, _billions(spec.num_parameters)))
-    return [*lines, "", "Presets, shapes without weights, for --model:", "", *table(rows, left=(0, 1))]
+        yield name, spec.family, spec.num_parameters
 
 
 def _billions(count: int) -> str:

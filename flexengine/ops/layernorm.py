@@ -15,7 +15,8 @@ from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, wide
 
 def _normalised(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(n [T, D], r [T, 1]), wide."""
-    centred = wide(x) - wide(x).mean(-1, keepdim=True)
+    x = wide(x)
+    centred = x - x.mean(-1, keepdim=True)
     r = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
     return centred.mul_(r), r
 
