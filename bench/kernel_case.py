@@ -12,6 +12,7 @@ from torch import Tensor
 from flexengine.models.spec import ModelSpec
 from flexengine.ops.attention import CausalAttention
 from flexengine.ops.cross_entropy import block_tokens
+from flexengine.ops.experts import WeightedGLU
 from flexengine.ops.glu import GLU
 from flexengine.optim.rounding import join_fp32
 from flexengine.schedule.layout import PARTIAL_SQUARES
@@ -50,7 +51,7 @@ class Sizes(NamedTuple):
 
 def sizes_of(spec: ModelSpec, tokens: int) -> Sizes:
     """The sizes of a model whose blocks have a gated unit, for chunks of `tokens` tokens."""
-    ffn = next(op.width for op in spec.blocks[0].ops if isinstance(op, GLU))
+    ffn = next(op.width for op in spec.blocks[0].ops if isinstance(op, (GLU, WeightedGLU)))
     attention = next(op for op in spec.blocks[0].ops if isinstance(op, CausalAttention))
     block = spec.groups[spec.blocks[0].groups[0]]
     return Sizes(

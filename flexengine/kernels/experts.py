@@ -5,6 +5,8 @@ expert; `ends` [E]: where the rows of each expert end. Both stay on the device: 
 nothing is read back and any routing, even all tokens to one expert, takes the same memory.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -13,13 +15,26 @@ from torch import Tensor
 from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.rounding import round_to
 
-_BLOCK_ROWS, _BLOCK_COLUMNS = 128, 128
-_STAGES = 3
+
+class Tiling(NamedTuple):
+    """A program's tile of rows by columns, and how many terms of its sums it takes at a time. Neighbouring programs
+    share `group` tiles of rows, so that what they read stays in the card's cache."""
+
+    rows: int
+    columns: int
+    inner: int
+    group: int
+    warps: int
+    stages: int
+
+    def launch(self) -> dict[str, int]:
+        """Keywords of a launch."""
+        return {"num_warps": self.warps, "num_stages": self.stages}
 
 
-def _inner_block(x: Tensor) -> int:
-    """Terms of a sum at a time: the stages of both operands fit the 99 KiB of shared memory of smaller cards."""
-    return 64 if x.element_size() == 2 else 32
+def _tiling(x: Tensor) -> Tiling:
+    """The stages of both operands fit the 99 KiB of shared memory of smaller cards."""
+    return Tiling(128, 128, 64 if x.element_size() == 2 else 32, 8, 8, 3)
 
 
 def hand_out(x: Tensor, place: Tensor, rows: Tensor) -> None:
@@ -81,13 +96,14 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, out: Tensor, transp
     check_tensor("ends", ends, (experts,), (torch.int32,))
     if out.numel() == 0:
         return
-    block_rows = min(_BLOCK_ROWS, max(16, triton.next_power_of_2(count)))
-    grid = (triton.cdiv(count, block_rows) + experts, triton.cdiv(columns, _BLOCK_COLUMNS))
-    _product_kernel[grid](
-        x, weight, ends, out, inner, columns, experts,
+    t = _tiling(x)
+    block_rows = min(t.rows, max(16, triton.next_power_of_2(count)))
+    row_tiles = triton.cdiv(count, block_rows) + experts
+    _product_kernel[(row_tiles * triton.cdiv(columns, t.columns),)](
+        x, weight, ends, out, inner, columns, experts, row_tiles,
         weight.stride(0), weight.stride(2 if transposed else 1), weight.stride(1 if transposed else 2),
-        WIDE=not x.is_cuda, EXPERTS=triton.next_power_of_2(experts), ROWS=block_rows, COLUMNS=_BLOCK_COLUMNS,
-        INNER=_inner_block(x), num_warps=8, num_stages=_STAGES,
+        WIDE=not x.is_cuda, EXPERTS=triton.next_power_of_2(experts), ROWS=block_rows, COLUMNS=t.columns, INNER=t.inner,
+        GROUP=t.group, **t.launch(),
     )  # fmt: skip
 
 
@@ -102,10 +118,11 @@ def grouped_weight_gradient(grad_y: Tensor, x: Tensor, ends: Tensor, acc: Tensor
     check_tensor("x", x, (count, inner), (grad_y.dtype,))
     check_tensor("ends", ends, (experts,), (torch.int32,))
     check_tensor("acc", acc, (experts, columns, inner), (torch.float32,))
-    grid = (experts, triton.cdiv(columns, _BLOCK_COLUMNS), triton.cdiv(inner, _BLOCK_COLUMNS))
+    t = _tiling(x)
+    grid = (experts * triton.cdiv(columns, t.rows) * triton.cdiv(inner, t.columns),)
     _weight_gradient_kernel[grid](
-        grad_y, x, ends, acc, columns, inner, ACCUMULATE=accumulate, WIDE=not x.is_cuda, ROWS=_inner_block(x),
-        COLUMNS=_BLOCK_COLUMNS, num_warps=8, num_stages=_STAGES,
+        grad_y, x, ends, acc, columns, inner, ACCUMULATE=accumulate, WIDE=not x.is_cuda, OUTS=t.rows, INS=t.columns,
+        ROWS=t.inner, GROUP=t.group, **t.launch(),
     )  # fmt: skip
 
 
@@ -151,13 +168,23 @@ def _add_product(total, a, b, WIDE: tl.constexpr):
 
 
 @triton.jit
+def _grouped_tile(program, row_tiles, column_tiles, GROUP: tl.constexpr):
+    """(row tile, column tile) of a program: GROUP tiles of rows go through all columns together."""
+    first = program // (GROUP * column_tiles) * GROUP
+    size = tl.minimum(row_tiles - first, GROUP)
+    within = program % (GROUP * column_tiles)
+    return first + within % size, within // size
+
+
+@triton.jit
 def _product_kernel(
-    x_ptr, weight_ptr, ends_ptr, out_ptr, inner, columns, experts,
+    x_ptr, weight_ptr, ends_ptr, out_ptr, inner, columns, experts, row_tiles,
     expert_stride, column_stride, inner_stride,
     WIDE: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows of one expert. The last tile of each may be part filled, so there are as many more as experts."""
-    tile = tl.program_id(0)
+    tile, column_tile = _grouped_tile(tl.program_id(0), row_tiles, tl.cdiv(columns, COLUMNS), GROUP)
     index = tl.arange(0, EXPERTS)
     ends = tl.load(ends_ptr + index, mask=index < experts, other=0)
     starts = tl.load(ends_ptr + index - 1, mask=(index > 0) & (index < experts), other=0)
@@ -170,7 +197,7 @@ def _product_kernel(
         end = tl.sum(tl.where(mine, ends, 0), 0)
         before = tl.sum(tl.where(mine, tile_ends - tiles, 0), 0)
         rows = (start + (tile - before) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        outs = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        outs = column_tile * COLUMNS + tl.arange(0, COLUMNS)
         row_mask, out_mask = rows < end, outs < columns
         weights = weight_ptr + expert.to(tl.int64) * expert_stride + outs.to(tl.int64)[None, :] * column_stride
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -187,14 +214,16 @@ def _product_kernel(
 @triton.jit
 def _weight_gradient_kernel(
     grad_y_ptr, x_ptr, ends_ptr, acc_ptr, columns, inner,
-    ACCUMULATE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ACCUMULATE: tl.constexpr, WIDE: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
-    expert = tl.program_id(0)
+    out_tiles, in_tiles = tl.cdiv(columns, OUTS), tl.cdiv(inner, INS)
+    expert = tl.program_id(0) // (out_tiles * in_tiles)
+    out_tile, in_tile = _grouped_tile(tl.program_id(0) % (out_tiles * in_tiles), out_tiles, in_tiles, GROUP)
     start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends_ptr + expert)
-    outs = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    ins = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros((COLUMNS, COLUMNS), tl.float32)
+    outs, ins = out_tile * OUTS + tl.arange(0, OUTS), in_tile * INS + tl.arange(0, INS)
+    total = tl.zeros((OUTS, INS), tl.float32)
     for first in range(start, end, ROWS):
         rows = (first + tl.arange(0, ROWS)).to(tl.int64)
         mask = rows < end
