@@ -13,7 +13,8 @@ from flexengine.runtime.layer_runner import LayerRunner
 
 WIDE = {
     "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8,
-    "vocab_size": 2000, "max_position_embeddings": 1024, "initializer_range": 0.02, "num_experts": 64, "num_experts_per_tok": 1,
+    "vocab_size": 2000, "max_position_embeddings": 1024, "initializer_range": 0.02,
+    "num_experts": 64, "num_experts_per_tok": 1,
 }  # fmt: skip
 WAITS = ("Synchronize", "aten::_local_scalar_dense", "aten::nonzero", "Pageable")
 """What names of events contain where the host waits for the device."""
