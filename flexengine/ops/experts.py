@@ -204,7 +204,8 @@ class WeightedGLU(Op):
     def backward_input(self, env: OpEnv) -> None:
         rows = (env.g[self.y].view(-1, self.width), env.t[self.gate_up].view(-1, 2 * self.width))
         grad_gate_up, weight = env.g[self.gate_up].view(-1, 2 * self.width), env.t[self.row_weight].view(-1)
-        glu_backward(*rows, grad_gate_up, self.activation, weight, env.g[self.row_weight].view(-1))
+        added = self.row_weight in env.accumulate
+        glu_backward(*rows, grad_gate_up, self.activation, weight, env.g[self.row_weight].view(-1), added)
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         return plain_bytes(8 * tokens * self.per_token * (self.width + 1), compute_bytes)
