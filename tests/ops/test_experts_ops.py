@@ -98,20 +98,61 @@ def test_rows_match_autograd(harness, checks, per_token):
     checks.close(result.grads["rows"], torch.autograd.grad(y, given, grad_y)[0])
 
 
+OPTIONS = {
+    "plain": {},
+    "input by output": {"transposed": True},
+    "biases": {"bias": "b"},
+    "weighted biases": {"bias": "b", "row_weight": "weight"},
+    "all of them": {"bias": "b", "row_weight": "weight", "transposed": True},
+}
+
+
+def check_products(h, checks, options, favoured=None, tokens=7, sizes=(D, F), tolerance=1e-12):
+    """Output and gradients of a product, over nothing and on top of what is there."""
+    d, f = sizes
+    _, ends, expert = route(h, tokens, 2, favoured)
+    op = GroupedLinear("experts", "x", "ends", "y", d, f, EXPERTS, 2, "w", **options)
+    inputs = {"x": h.randn(tokens, 2 * d), "ends": ends}
+    params = {"w": h.randn(EXPERTS, *((d, f) if op.transposed else (f, d)))}
+    rows = torch.rand(tokens, 2, dtype=torch.float64).to(h.device, torch.float64 if tolerance < 1e-9 else torch.float32)
+    inputs |= {} if op.row_weight is None else {"weight": rows}
+    params |= {} if op.bias is None else {"b": h.randn(EXPERTS, f)}
+    names = ["x", "w", *(n for n in ("b", "weight") if n in inputs | params)]
+    x, w, *others = operands = leaves(*((inputs | params)[n] for n in names))
+    y = torch.einsum("rd,rdf->rf" if op.transposed else "rd,rfd->rf", x.view(-1, d), w[expert])
+    if others:
+        y = y + others[0][expert] * (others[1].view(-1, 1) if op.row_weight else 1.0)
+    grad = h.randn(tokens, 2 * f)
+    wanted = dict(zip(names, torch.autograd.grad(y, operands, grad.double().cpu().view(-1, f)), strict=True))
+    before = {n: torch.randn(p.shape).to(h.device, rows.dtype) for n, p in (*params.items(), ("weight", rows))}
+    for there in ({}, before):
+        given = {"weight": there["weight"]} if there and op.row_weight else None
+        kept = {n: there[n] for n in params} if there else None
+        result = h.run(op, h.chunk((tokens,)), inputs, params, {"y": grad}, given, kept)
+        checks.close(result.outputs["y"].view(-1, f), y, tolerance)
+        for name, found in (result.grads | result.param_grads).items():
+            total = wanted[name] + (0.0 if name == "x" or not there else there[name].cpu())
+            checks.close(found, total, tolerance, name)
+
+
 @pytest.mark.parametrize("favoured", [None, 0, EXPERTS - 1])
-def test_products_match_autograd(harness, checks, favoured):
-    _, ends, expert = route(harness, 7, 2, favoured)
-    op = GroupedLinear("experts", "x", "ends", "y", D, F, EXPERTS, 2, "w")
-    x, weight = leaves(harness.randn(7, 2 * D), harness.randn(EXPERTS, F, D))
-    y = torch.einsum("rd,rfd->rf", x.view(-1, D), weight[expert])
-    grad, before = harness.randn(7, 2 * F), harness.randn(EXPERTS, F, D)
-    grad_x, grad_w = torch.autograd.grad(y, (x, weight), grad.view(-1, F))
-    inputs, params = {"x": x.detach(), "ends": ends}, {"w": weight.detach()}
-    for previous in (None, {"w": before}):
-        result = harness.run(op, harness.chunk((7,)), inputs, params, {"y": grad}, previous_params=previous)
-        checks.close(result.outputs["y"].view(-1, F), y)
-        checks.close(result.grads["x"], grad_x)
-        checks.close(result.param_grads["w"], grad_w + (before if previous else 0.0))
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_products_match_autograd(harness, checks, favoured, options):
+    check_products(harness, checks, options, favoured)
+
+
+@pytest.mark.parametrize("favoured", [None, 0])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_kernels_of_products_match_autograd(make_harness, checks, monkeypatch, options, favoured):
+    monkeypatch.setenv("FLEXENGINE_INTERPRET_KERNELS", "1")
+    check_products(make_harness("cpu", torch.float32), checks, options, favoured, 19, (20, 131), 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.usefixtures("deterministic")
+def test_products_on_cuda(make_harness, checks, options):
+    check_products(make_harness("cuda", torch.bfloat16), checks, options, None, 515, (136, 264), 1e-2)
 
 
 @pytest.mark.parametrize("write_over", [False, True], ids=["own buffer", "over gate_up"])
@@ -127,6 +168,9 @@ def test_weighted_unit_matches_autograd(harness, checks, write_over):
     wanted = torch.autograd.grad(a, (gate_up, weight), grad.view(-1, F))
     checks.close(result.grads["gate_up"], wanted[0])
     checks.close(result.grads["weight"], wanted[1])
+    before = {"weight": harness.randn(7, 2)}
+    result = harness.run(op, harness.chunk((7,)), inputs, {}, {"a": grad}, before, write_over=write_over)
+    checks.close(result.grads["weight"], wanted[1] + before["weight"])
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
