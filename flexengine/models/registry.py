@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flexengine.models import gemma, gpt2, llama, mistral, moe, olmo, phi3, qwen
+from flexengine.models import gemma, gpt2, gpt_oss, llama, mistral, moe, olmo, phi3, qwen
 from flexengine.models.sizes import with_class_defaults
 from flexengine.models.spec import ModelSpec
 from flexengine.models.unknown import unknown_family
@@ -58,6 +58,13 @@ FAMILIES: dict[str, Family] = {
         moe.build, "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B", "experts and a gated one that all tokens share; biases", 3
     ),
     "qwen3_moe": Family(moe.build, "Qwen3-30B-A3B, Qwen3-235B-A22B", "experts; queries and keys normalised by head", 3),
+    "gpt_oss": Family(
+        gpt_oss.build,
+        "gpt-oss-20b, gpt-oss-120b",
+        "experts with biases and clamped units, attention sinks, alternating windows; MXFP4 is read",
+        4,
+        ("mxfp4",),
+    ),
     "gpt2": Family(gpt2.build, "GPT-2", "LayerNorm, learned positions, GELU, weights input by output", 3),
 }
 
