@@ -120,7 +120,7 @@ class GLU(Op):
         glu_backward(env.g[self.y], env.t[self.gate_up], env.g[self.gate_up], self.activation)
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        return plain_bytes(7 * tokens * self.width, compute_bytes)
+        return plain_bytes(8 * tokens * self.width, compute_bytes)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         return Work(memory_bytes=3.0 * tokens * self.width * compute_bytes, kernels=1)
