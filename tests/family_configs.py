@@ -52,10 +52,17 @@ def gpt2(**changes: Any) -> dict:
 
 
 def experts(model_type: str, **changes: Any) -> dict:
-    counts = {"num_local_experts": 5} if model_type == "mixtral" else {"num_experts": 5}
+    counts = {"num_local_experts": 5} if model_type in ("mixtral", "gpt_oss") else {"num_experts": 5}
     own = {"moe_intermediate_size": 12} if model_type.startswith("qwen") else {}  # torch's products want 16 bytes
     ends = {"bos_token_id": None, "eos_token_id": None}
     return config(model_type, **{**counts, "num_experts_per_tok": 2, **own, **ends, **changes})
+
+
+def gpt_oss(**changes: Any) -> dict:
+    """The limit is so low that many a gate and factor is clamped."""
+    rope = {**YARN, "truncate": False, "rope_theta": 700.0}
+    own = {"sliding_window": 7, "swiglu_limit": 0.9, "num_hidden_layers": 3, "rope_parameters": rope}
+    return experts("gpt_oss", **{**own, **changes})
 
 
 CASES: dict[str, dict] = {
@@ -110,6 +117,25 @@ CASES: dict[str, dict] = {
     "qwen3_moe, not normalised": experts("qwen3_moe", num_experts_per_tok=3, intermediate_size=37),
     "qwen3_moe, tied, multi-query": experts(
         "qwen3_moe", norm_topk_prob=True, tie_word_embeddings=True, num_key_value_heads=1, attention_bias=True
+    ),
+    "gpt_oss": gpt_oss(),
+    "gpt_oss, types, gain, tied": gpt_oss(
+        layer_types=["full_attention", "full_attention", "sliding_attention"],
+        swiglu_alpha=1.3,
+        swiglu_limit=1.5,
+        tie_word_embeddings=True,
+        num_key_value_heads=4,
+        head_dim=10,
+        intermediate_size=28,
+    ),
+    "gpt_oss, no biases, multi-query": gpt_oss(
+        attention_bias=False, num_key_value_heads=1, rope_parameters=None, num_local_experts=17, num_experts_per_tok=3
+    ),
+    "gpt_oss, all experts, no scaling": gpt_oss(
+        num_experts_per_tok=5,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+        sliding_window=1,
+        num_hidden_layers=2,
     ),
     "gpt2": gpt2(),
     "gpt2, untied, odd sizes": gpt2(tie_word_embeddings=False, n_inner=37, vocab_size=71, n_embd=33, n_head=3),

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from flexengine.models.spec import ParamSpec, WeightSource
+from flexengine.models.stacked_experts import stacked_options, stacked_params
 from flexengine.ops.attention import CausalAttention
 from flexengine.ops.attention_style import CAUSAL, AttentionStyle
 from flexengine.ops.base import Op
@@ -25,13 +26,15 @@ Norms = Literal["pre", "post", "both"]
 
 class ExpertShape(NamedTuple):
     """The FFN of a block with experts: how many, how many of them for each token, their width, and whether the weights
-    of a token's experts are made to add up to 1. shared_width: of one more for all tokens, gated; 0: none."""
+    of a token's experts are made to add up to 1. shared_width: of one more for all tokens, gated; 0: none. stacked: as
+    models/stacked_experts.py has them, with biases."""
 
     count: int
     per_token: int
     width: int
     normalised: bool
     shared_width: int = 0
+    stacked: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,14 @@ class BlockShape:
 
 @dataclass(frozen=True)
 class BlockNames:
-    """Modules of a block in the checkpoint. A fused projection has one name, the usual ones one for each part."""
+    """Modules of a block in the checkpoint. A fused projection has one name, the usual ones one for each part.
+    expert_decode: how the checkpoint holds stacked experts, if it does not as they are."""
 
     attn_norm: str = "input_layernorm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"
     o: str = "self_attn.o_proj"
     attn_post_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
@@ -87,6 +92,7 @@ class BlockNames:
     experts: str = "mlp.experts"
     expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
+    expert_decode: str | None = None
     shared: str = "mlp.shared_expert"
 
 
@@ -130,15 +136,18 @@ def _expert_ops(s: BlockShape, e: ExpertShape) -> list[Op]:
     assert s.norms == "pre", "no family has norms after its experts"
     d, f, sizes = s.hidden_size, e.width, (e.count, e.per_token)
     ops, rows = _opening_norm(s, "mlp_norm", "x1", "h2")
-    router = Router("router", rows, d, *sizes, "router.weight", e.normalised)
+    router = Router("router", rows, d, *sizes, "router.weight", e.normalised, "router.bias" if e.stacked else None)
+    gate_up, down = stacked_options(router.weight) if e.stacked else ({}, {})
     own, shared = ("y", []) if not e.shared_width else ("x2", _shared_ops(s, e.shared_width, rows))
     return [
         *ops,
         router,
         HandOut("hand_out", rows, router.place, "rows", d, e.per_token),
-        GroupedLinear("experts_gate_up", "rows", router.ends, "gate_up", d, 2 * f, *sizes, "experts_gate_up.weight"),
+        GroupedLinear(
+            "experts_gate_up", "rows", router.ends, "gate_up", d, 2 * f, *sizes, "experts_gate_up.weight", **gate_up
+        ),
         WeightedGLU("experts_glu", "gate_up", router.weight, "a", f, e.per_token, s.activation),
-        GroupedLinear("experts_down", "a", router.ends, "results", f, d, *sizes, "experts_down.weight"),
+        GroupedLinear("experts_down", "a", router.ends, "results", f, d, *sizes, "experts_down.weight", **down),
         Gather("gather", "results", router.place, own, d, e.per_token, "x1"),
         *shared,
     ]
@@ -183,6 +192,11 @@ def norm_param(name: str, source: str, width: int, style: NormStyle) -> ParamSpe
     return ParamSpec(name, (width,), (WeightSource(source, (width,)),), kind="vector", init=init)
 
 
+def _sinks(s: BlockShape, source: str) -> ParamSpec:
+    heads = (s.num_attention_heads,)
+    return ParamSpec("sinks", heads, (WeightSource(source, heads),), kind="vector")
+
+
 def block_params(s: BlockShape, prefix: str, names: BlockNames) -> tuple[ParamSpec, ...]:
     """Parameters of one block, in the order of its ops, from tensors under `prefix` (such as model.layers.3)."""
 
@@ -207,6 +221,7 @@ def block_params(s: BlockShape, prefix: str, names: BlockNames) -> tuple[ParamSp
         *([norm("attn_norm", names.attn_norm)] if pre else []),
         *linear("qkv_proj", names.qkv, (s.query_width, s.key_width, s.key_width), d, s.qkv_bias),
         *(qk_norms if s.qk_norm else []),
+        *([_sinks(s, f"{prefix}.{names.sinks}")] if s.attention.sinks else []),
         *linear("o_proj", (names.o,), (d,), s.query_width, s.o_bias),
         *([norm("attn_post_norm", names.attn_post_norm)] if post else []),
         *([norm("mlp_norm", names.mlp_norm)] if pre else []),
@@ -217,6 +232,9 @@ def block_params(s: BlockShape, prefix: str, names: BlockNames) -> tuple[ParamSp
 
 def _expert_params(d: int, e: ExpertShape, prefix: str, names: BlockNames) -> list[ParamSpec]:
     """Router, and the weights of all experts, expert by expert."""
+    if e.stacked:
+        sources = (f"{prefix}.{names.router}", f"{prefix}.{names.experts}")
+        return stacked_params(d, e.count, e.width, *sources, names.expert_decode)
 
     def source(expert: int, name: str, rows: int, columns: int) -> WeightSource:
         return WeightSource(f"{prefix}.{names.experts}.{expert}.{name}.weight", (rows, columns))

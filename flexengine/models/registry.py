@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flexengine.models import gemma, gpt2, llama, mistral, moe, olmo, phi3, qwen
+from flexengine.models import gemma, gpt2, gpt_oss, llama, mistral, moe, olmo, phi3, qwen
 from flexengine.models.sizes import with_class_defaults
 from flexengine.models.spec import ModelSpec
 from flexengine.models.unknown import unknown_family
@@ -16,13 +16,14 @@ from flexengine.wording import did_you_mean, parse_json, shown
 
 
 class Family(NamedTuple):
-    """A Hugging Face `model_type`: its builder, checkpoints that load, what it has beside Llama's block, and with how
-    many tiny configs it is compared with transformers, parameter by parameter."""
+    """A Hugging Face `model_type`: its builder, checkpoints that load, what it has beside Llama's block, with how many
+    tiny configs it is compared with transformers, parameter by parameter, and the `quant_method`s that it reads."""
 
     build: Callable[[str, dict], ModelSpec]
     checkpoints: str
     options: str
     configs_compared: int
+    quantised: tuple[str, ...] = ()
 
 
 FAMILIES: dict[str, Family] = {
@@ -57,6 +58,13 @@ FAMILIES: dict[str, Family] = {
         moe.build, "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B", "experts and a gated one that all tokens share; biases", 3
     ),
     "qwen3_moe": Family(moe.build, "Qwen3-30B-A3B, Qwen3-235B-A22B", "experts; queries and keys normalised by head", 3),
+    "gpt_oss": Family(
+        gpt_oss.build,
+        "gpt-oss-20b, gpt-oss-120b",
+        "experts with biases and clamped units, attention sinks, alternating windows; MXFP4 is read",
+        4,
+        ("mxfp4",),
+    ),
     "gpt2": Family(gpt2.build, "GPT-2", "LayerNorm, learned positions, GELU, weights input by output", 3),
 }
 
@@ -94,7 +102,7 @@ def build_model(name: str, config: Any) -> ModelSpec:
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise unknown_family(name, family, config, FAMILIES)
-    _check_not_quantised(name, config)
+    _check_not_quantised(name, config, FAMILIES[family].quantised)
     spec = replace(FAMILIES[family].build(name, with_class_defaults(family, config)), hf_config=config)
     if spec.num_parameters > MAX_PARAMETERS:
         raise ValueError(
@@ -105,11 +113,11 @@ def build_model(name: str, config: Any) -> ModelSpec:
     return spec
 
 
-def _check_not_quantised(name: str, config: dict) -> None:
+def _check_not_quantised(name: str, config: dict, readable: tuple[str, ...]) -> None:
     for key in ("quantization_config", "compression_config"):
         found = config.get(key)
-        if found:
-            method = found.get("quant_method") if isinstance(found, dict) else found
+        method = found.get("quant_method") if isinstance(found, dict) else found
+        if found and method not in readable:
             raise ValueError(
                 f"{name}: config.json has a {key} (method {shown(method)}): its weights are quantised. Give the "
                 "checkpoint in 16 or 32 bits that it was made from"

@@ -39,6 +39,9 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
     },
     "phi3": {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
+    "gpt_oss": {
+        "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072, "sliding_window": 128,
+    },
 }  # fmt: skip
 """What a field that a config leaves out stands for in Hugging Face; null is another thing, and turns features off."""
 

@@ -18,6 +18,7 @@ MARKS: dict[str, tuple[str, ...]] = {
     "qwen2": ("use_sliding_window", "max_window_layers"),
     "mistral": ("sliding_window",),
     "mixtral": ("num_local_experts", "num_experts_per_tok"),
+    "gpt_oss": ("num_local_experts", "num_experts_per_tok", "swiglu_limit", "experts_per_token"),
     "olmoe": ("num_experts", "num_experts_per_tok", "norm_topk_prob"),
     "qwen2_moe": ("num_experts", "num_experts_per_tok", "norm_topk_prob", "shared_expert_intermediate_size"),
     "qwen3_moe": ("num_experts", "num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size"),

@@ -31,6 +31,7 @@ from flexengine.ops.attention_reference import (
     plain_window_bytes,
     plain_workspace_bytes,
 )
+from flexengine.ops.attention_sinks import PARTIALS, add_sinks, sink_gradients
 from flexengine.ops.attention_style import CAUSAL, AttentionStyle
 from flexengine.ops.base import KeyValueWindow, Op, OpEnv, TensorSpec, Work
 
@@ -96,7 +97,11 @@ def window_backward(
 
 
 class CausalAttention(Op):
-    """o, lse = attention(qkv). A chunk that continues a sequence first puts its own keys and values into the window."""
+    """o, lse = attention(qkv). A chunk that continues a sequence first puts its own keys and values into the window.
+
+    A style with sinks has them as the parameter `sinks` [N]: they are added to what the keys of a row come to, and
+    backward of the kernels, which reads o and lse with them, knows nothing else of them.
+    """
 
     def __init__(
         self, name: str, qkv: str, y: str, num_heads: int, num_kv_heads: int, head_dim: int,
@@ -109,6 +114,9 @@ class CausalAttention(Op):
         self.outputs = (TensorSpec(y, (num_heads * head_dim,)), TensorSpec(self.lse, (num_heads,), "float32"))
         self.needs_input = (qkv, y, self.lse)
         self.grad_inputs = (qkv,)
+        self.params = ("sinks",) if style.sinks else ()
+        self.needs_weight = (y, self.lse) if style.sinks else ()
+        self.partials = TensorSpec(f"{name}_partials", (num_heads,), "float32", rows=PARTIALS)
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, N, H], k [T, G, H], v [T, G, H] as views of a fused row."""
@@ -137,11 +145,17 @@ class CausalAttention(Op):
         return choose_kernels(env.chunk.attention, q, seq_lens, other, style), style
 
     def forward(self, env: OpEnv) -> None:
+        out, lse = self._views(env)
+        self._attend(env, out, lse)
+        if self.style.sinks:
+            add_sinks(out, lse, env.p["sinks"])
+
+    def _attend(self, env: OpEnv, out: Tensor, lse: Tensor) -> None:
+        """out and lse of all keys that the queries see."""
         chunk, window = env.chunk, env.chunk.window
         if window is not None:
             self.fill_window(env)
         q, k, v = self.split(env.t[self.qkv])
-        out, lse = self._views(env)
         kernels, style = self._kernels(env, q)
         if kernels is None:
             keys, values, before = (k, v, 0) if window is None else window.seen(chunk.tokens)
@@ -184,17 +198,32 @@ class CausalAttention(Op):
         grads = attention_backward_reference(grad_out, q, keys, values, out, lse, (len(q),), before, totals, style)
         return (grads[0], *window.own_grads(len(q)))
 
+    def backward_weight(self, env: OpEnv) -> None:
+        out, lse = self._views(env)
+        partials = env.t[self.partials.name]
+        sink_gradients(env.g[self.y].view_as(out), out, lse, env.p["sinks"], env.gp["sinks"], partials, env.first)
+
+    def scratch(self, half: str) -> tuple[TensorSpec, ...]:
+        return (self.partials,) if half == "weight" and self.style.sinks else ()
+
     def _flops(self, tokens: int, seq_len: int) -> float:
         # two products of 2 * H FLOPs per head and visible pair; backward has five
         return 4.0 * tokens * self.num_heads * self.head_dim * self.style.mean_keys(seq_len)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        copies = 2.0 * tokens * self.num_heads * self.head_dim * compute_bytes
-        return Work(attention_forward_flops=self._flops(tokens, seq_len), memory_bytes=copies, kernels=3)
+        passes = 4.0 if self.style.sinks else 2.0
+        copies = passes * tokens * self.num_heads * self.head_dim * compute_bytes
+        kernels = 8 if self.style.sinks else 3
+        return Work(attention_forward_flops=self._flops(tokens, seq_len), memory_bytes=copies, kernels=kernels)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         copies = 2.0 * tokens * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim * compute_bytes
         return Work(attention_backward_flops=2.5 * self._flops(tokens, seq_len), memory_bytes=copies, kernels=7)
+
+    def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        if not self.style.sinks:
+            return Work()
+        return Work(memory_bytes=2.0 * tokens * self.num_heads * self.head_dim * compute_bytes, kernels=3)
 
     def _has_kernels(self, compute_bytes: int) -> bool:
         """Whether kernels serve such operands on CUDA; else it is the plain path."""

@@ -36,6 +36,18 @@ def accumulate_weight_grad(acc: Tensor, grad_y: Tensor, x: Tensor, first: bool) 
             acc.add_(product)
 
 
+def accumulate_bias_grad(acc: Tensor, grad_y: Tensor, first: bool) -> None:
+    """acc [F] (+)= the sum of grad_y [T, F] over tokens, in the accumulator's precision.
+
+    On CUDA as a product with ones [T]: torch's own sum along tokens takes more memory there than its operand.
+    """
+    if grad_y.is_cuda:
+        accumulate_weight_grad(acc[None, :], grad_y.new_ones((len(grad_y), 1)), grad_y, first)
+        return
+    total = grad_y.sum(0, dtype=acc.dtype)
+    acc.copy_(total) if first else acc.add_(total)
+
+
 class Linear(Op):
     """y = x @ weight.T + bias; with `residual`, y = residual + x @ weight.T + bias.
 
@@ -99,18 +111,9 @@ class Linear(Op):
         self.add_bias_grad(env)
 
     def add_bias_grad(self, env: OpEnv) -> None:
-        """The bias's part of the weight half, where there is a bias: columns summed in the accumulator's precision.
-
-        On CUDA as a product with ones: torch's own sum along tokens takes more memory there than its operand.
-        """
-        if self.bias is None:
-            return
-        acc, grad_y = env.gp[self.bias], env.g[self.y]
-        if grad_y.is_cuda:
-            accumulate_weight_grad(acc[None, :], grad_y.new_ones((len(grad_y), 1)), grad_y, env.first)
-            return
-        total = grad_y.sum(0, dtype=acc.dtype)
-        acc.copy_(total) if env.first else acc.add_(total)
+        """The bias's part of the weight half, where there is a bias."""
+        if self.bias is not None:
+            accumulate_bias_grad(env.gp[self.bias], env.g[self.y], env.first)
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         return 0 if self.bias is None else tokens * compute_bytes

@@ -1,9 +1,9 @@
 """Router: which experts a token goes to, with which weights, and where its rows lie among all, sorted by expert.
 
 Source: Shazeer et al. 2017, "Outrageously Large Neural Networks"; softmax over all experts before the choice, as in
-Fedus et al. 2021, "Switch Transformers". With probabilities p = softmax(x @ weight.T), the chosen ones c and their sum
-s: w = p_c, or p_c / s where normalised; grad_p_c = grad_w, or (grad_w - sum(grad_w * w)) / s; grad_logits =
-p * (grad_p - sum(grad_p * p)).
+Fedus et al. 2021, "Switch Transformers". With probabilities p = softmax(x @ weight.T + bias), the chosen ones c and
+their sum s: w = p_c, or p_c / s where normalised, which is the softmax over the chosen alone; grad_p_c = grad_w, or
+(grad_w - sum(grad_w * w)) / s; grad_logits = p * (grad_p - sum(grad_p * p)).
 
 Shapes: T tokens, E experts, K of them for each token. Nothing is read back to the host: counts stay on the device.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, wide
-from flexengine.ops.linear import accumulate_weight_grad
+from flexengine.ops.linear import accumulate_bias_grad, accumulate_weight_grad
 
 
 class Router(Op):
@@ -22,9 +22,10 @@ class Router(Op):
     of each expert. Backward finds the probabilities again."""
 
     def __init__(
-        self, name: str, x: str, width: int, num_experts: int, per_token: int, weight: str, normalised: bool
-    ) -> None:
-        self.name, self.x, self.width, self.param = name, x, width, weight
+        self, name: str, x: str, width: int, num_experts: int, per_token: int, weight: str, normalised: bool,
+        bias: str | None = None,
+    ) -> None:  # fmt: skip
+        self.name, self.x, self.width, self.param, self.bias = name, x, width, weight, bias
         self.num_experts, self.per_token, self.normalised = num_experts, per_token, normalised
         self.weight, self.place = f"{name}_weight", f"{name}_place"
         self.expert, self.ends = f"{name}_expert", f"{name}_ends"
@@ -35,7 +36,7 @@ class Router(Op):
             TensorSpec(self.expert, (per_token,), "int32"),
             TensorSpec(self.ends, (), "int32", rows=num_experts),
         )
-        self.params = (weight,)
+        self.params = (weight,) if bias is None else (weight, bias)
         self.needs_input = (x, self.place, self.expert)
         self.needs_weight = (x,)
         self.grad_inputs = (x,)
@@ -43,7 +44,9 @@ class Router(Op):
 
     def _probabilities(self, env: OpEnv) -> Tensor:
         """[T, E], wide, of logits in the compute dtype."""
-        return torch.softmax(wide(env.t[self.x] @ env.p[self.param].t()), dim=-1)
+        x, matrix = env.t[self.x], env.p[self.param].t()
+        logits = x @ matrix if self.bias is None else torch.addmm(env.p[self.bias], x, matrix)
+        return torch.softmax(wide(logits), dim=-1)
 
     def forward(self, env: OpEnv) -> None:
         chosen, expert = self._probabilities(env).topk(self.per_token, dim=-1)
@@ -80,6 +83,8 @@ class Router(Op):
     def backward_weight(self, env: OpEnv) -> None:
         grad_logits = env.t[self.grad_logits.name]
         accumulate_weight_grad(env.gp[self.param], grad_logits, env.t[self.x], env.first)
+        if self.bias is not None:
+            accumulate_bias_grad(env.gp[self.bias], grad_logits, env.first)
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
         return () if half == "forward" else (self.grad_logits,)

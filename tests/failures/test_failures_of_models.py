@@ -144,6 +144,11 @@ CONFIGS = (
         having(quantization_config={"quant_method": "awq", "bits": 4}),
         ("quantization_config \\(method 'awq'\\)", "16 or 32 bits that it was made from"),
     ),
+    Case(
+        "mxfp4_of_an_odd_width",
+        having(model_type="gpt_oss", quantization_config={"quant_method": "mxfp4"}),
+        ("MXFP4 holds stacks of matrices whose 32 inputs share a scale.*\\[128, 16, 48\\]", "in 16 or 32 bits"),
+    ),
     Case("unknown_rope_type", having(rope_scaling={"rope_type": "dynamic"}), ("rope type 'dynamic'", "supported: def")),
     Case("misspelt_rope_type", having(rope_scaling={"type": "lama3"}), ("rope type 'lama3'.*did you mean llama3",)),
     Case(

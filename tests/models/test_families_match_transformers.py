@@ -56,6 +56,8 @@ def last_logits(model, tokens):
 
 def as_stored(model, tensors):
     """Tensors by the names of the checkpoint: transformers holds the experts of a layer stacked, gate over up."""
+    if model.config.model_type == "gpt_oss":
+        return tensors  # and so does its checkpoint, in its own way
     mixtral = model.config.model_type == "mixtral"
     parts, down = (("w1", "w3"), "w2") if mixtral else (("gate_proj", "up_proj"), "down_proj")
     stored = {}

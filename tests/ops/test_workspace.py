@@ -58,6 +58,7 @@ CONFIGS = {
     "olmo2": {**CASES["olmo2"], **WIDER},
     "olmoe": {**CASES["olmoe, many experts"], **WIDER},
     "qwen2_moe": {**CASES["qwen2_moe"], **WIDER},
+    "gpt_oss": {**CASES["gpt_oss"], **WIDER},
     "gpt2": gpt2(n_embd=96, vocab_size=997, n_positions=2000),
 }
 
