@@ -5,6 +5,7 @@ expert; `ends` [E]: where the rows of each expert end. Both stay on the device: 
 nothing is read back and any routing, even all tokens to one expert, takes the same memory.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -33,8 +34,24 @@ class Tiling(NamedTuple):
 
 
 def _tiling(x: Tensor) -> Tiling:
-    """The stages of both operands fit the 99 KiB of shared memory of smaller cards."""
-    return Tiling(128, 128, 64 if x.element_size() == 2 else 32, 8, 8, 3)
+    """Of a product. The stages of both operands fit the 99 KiB of shared memory of smaller cards; where 144 KiB fit,
+    tiles are twice as wide."""
+    if x.element_size() == 4:
+        return Tiling(128, 128, 32, 8, 8, 3)
+    wide = x.is_cuda and _shared_memory_bytes(x.get_device()) >= 160 * 1024
+    return Tiling(128, 256 if wide else 128, 64, 8, 8, 3)
+
+
+def _gradient_tiling(x: Tensor) -> Tiling:
+    """Of a weight's gradient, whose accumulator is read and written beside the next tile's sums: two programs share a
+    processor."""
+    return Tiling(128, 128, 32, 8, 8, 3) if x.element_size() == 4 else Tiling(128, 128, 64, 8, 4, 3)
+
+
+@lru_cache
+def _shared_memory_bytes(device: int) -> int:
+    """What one program may use."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def hand_out(x: Tensor, place: Tensor, rows: Tensor) -> None:
@@ -128,7 +145,7 @@ def grouped_weight_gradient(grad_y: Tensor, x: Tensor, ends: Tensor, acc: Tensor
     check_tensor("x", x, (count, inner), (grad_y.dtype,))
     check_tensor("ends", ends, (experts,), (torch.int32,))
     check_tensor("acc", acc, (experts, columns, inner), (torch.float32,))
-    t = _tiling(x)
+    t = _gradient_tiling(x)
     grid = (experts * triton.cdiv(columns, t.rows) * triton.cdiv(inner, t.columns),)
     _weight_gradient_kernel[grid](
         grad_y, x, ends, acc, columns, inner, ACCUMULATE=accumulate, WIDE=not x.is_cuda, OUTS=t.rows, INS=t.columns,
