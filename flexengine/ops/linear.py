@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexengine.ops.base import Op, OpEnv, TensorSpec, Work
+from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, wide
 
 
 def accumulate_weight_grad(acc: Tensor, grad_y: Tensor, x: Tensor, first: bool) -> None:
@@ -34,6 +34,13 @@ def accumulate_weight_grad(acc: Tensor, grad_y: Tensor, x: Tensor, first: bool) 
             acc.copy_(product)
         else:
             acc.add_(product)
+
+
+def wide_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, D] @ weight [F, D].T in float32 (float64), not rounded to the operands' type."""
+    if x.is_cuda and x.element_size() == 2:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return wide(x) @ wide(weight).t()
 
 
 class Linear(Op):
