@@ -59,11 +59,12 @@ def experts(model_type: str, **changes: Any) -> dict:
 
 
 def deepseek(version: int, **changes: Any) -> dict:
-    """Heads of 6 + 4 columns for queries and keys, 8 for values; experts in all layers."""
+    """Heads of 6 + 4 columns for queries and keys, 8 for values; experts in all layers. transformers wants an even
+    kv_lora_rank."""
     heads = {"num_key_value_heads": 4, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
     ranks = {"q_lora_rank": 11, "kv_lora_rank": 14}
     counts = {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 12}
-    groups = {"n_group": 3, "topk_group": 2} if version == 3 else {}
+    groups = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2} if version == 3 else {}
     own = {**heads, **ranks, **counts, **groups, "first_k_dense_replace": 0, "bos_token_id": None, "eos_token_id": None}
     return without_head_dim(config(f"deepseek_v{version}", **{**own, **changes}))
 
