@@ -119,10 +119,16 @@ CASES: dict[str, dict] = {
     ),
     "qwen3_moe": experts("qwen3_moe", norm_topk_prob=True),
     "qwen3_moe, not normalised": experts("qwen3_moe", num_experts_per_tok=3, intermediate_size=37),
+    "qwen2_moe, layers without experts": without_head_dim(
+        experts("qwen2_moe", shared_expert_intermediate_size=9, mlp_only_layers=[1], num_hidden_layers=3)
+    ),
+    "qwen3_moe, layers without experts": experts(
+        "qwen3_moe", decoder_sparse_step=2, mlp_only_layers=[3], num_hidden_layers=4, intermediate_size=37
+    ),
     "qwen3_moe, tied, multi-query": experts(
         "qwen3_moe", norm_topk_prob=True, tie_word_embeddings=True, num_key_value_heads=1, attention_bias=True
     ),
-    "deepseek_v2": deepseek(2, q_lora_rank=None, n_shared_experts=2),
+    "deepseek_v2": deepseek(2, q_lora_rank=None, n_shared_experts=2, first_k_dense_replace=1),
     "deepseek_v2, groups, biases, scaled": deepseek(
         2,
         topk_method="group_limited_greedy",
@@ -135,7 +141,8 @@ CASES: dict[str, dict] = {
         rms_norm_eps=1e-3,
     ),
     "deepseek_v2, dense, tied": deepseek(2, first_k_dense_replace=2, tie_word_embeddings=True, v_head_dim=10),
-    "deepseek_v3": deepseek(3),
+    "deepseek_v3": deepseek(3, first_k_dense_replace=1, num_hidden_layers=3),
+    "deepseek_v3, experts everywhere": deepseek(3, tie_word_embeddings=True),
     "deepseek_v3, yarn, biases": deepseek(
         3,
         rope_scaling=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
