@@ -147,7 +147,7 @@ def _expert_ops(s: BlockShape, e: ExpertShape) -> list[Op]:
     assert s.norms == "pre", "no family has norms after its experts"
     d, f, sizes = s.hidden_size, e.width, (e.count, e.per_token)
     ops, rows = opening_norm(s, "mlp_norm", "x1", "h2")
-    router = Router("router", rows, d, *sizes, "router.weight", e.normalised, e.router)
+    router = Router("router", rows, d, *sizes, "router.weight", e.normalised, style=e.router)
     own, shared = ("y", []) if not e.shared_width else ("x2", _shared_ops(s, e, rows))
     return [
         *ops,
@@ -247,7 +247,7 @@ def block_buffers(s: BlockShape, prefix: str, names: BlockNames) -> tuple[tuple[
     """What the ops of one block read that nothing trains."""
     if s.experts is None or not s.experts.router.biased:
         return ()
-    return (("router.bias", WeightSource(f"{prefix}.{names.router_bias}", (s.experts.count,))),)
+    return (("router.choice_bias", WeightSource(f"{prefix}.{names.router_bias}", (s.experts.count,))),)
 
 
 def _expert_params(s: BlockShape, e: ExpertShape, prefix: str, names: BlockNames) -> list[ParamSpec]:

@@ -16,13 +16,14 @@ from flexengine.wording import did_you_mean, parse_json, shown
 
 
 class Family(NamedTuple):
-    """A Hugging Face `model_type`: its builder, checkpoints that load, what it has beside Llama's block, and with how
-    many tiny configs it is compared with transformers, parameter by parameter."""
+    """A Hugging Face `model_type`: its builder, checkpoints that load, what it has beside Llama's block, with how many
+    tiny configs it is compared with transformers, parameter by parameter, and the `quant_method`s that it reads."""
 
     build: Callable[[str, dict], ModelSpec]
     checkpoints: str
     options: str
     configs_compared: int
+    quantised: tuple[str, ...] = ()
 
 
 FAMILIES: dict[str, Family] = {
@@ -106,7 +107,7 @@ def build_model(name: str, config: Any) -> ModelSpec:
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise unknown_family(name, family, config, FAMILIES)
-    _check_not_quantised(name, config)
+    _check_not_quantised(name, config, FAMILIES[family].quantised)
     spec = replace(FAMILIES[family].build(name, with_class_defaults(family, config)), hf_config=config)
     if spec.num_parameters > MAX_PARAMETERS:
         raise ValueError(
@@ -117,11 +118,11 @@ def build_model(name: str, config: Any) -> ModelSpec:
     return spec
 
 
-def _check_not_quantised(name: str, config: dict) -> None:
+def _check_not_quantised(name: str, config: dict, readable: tuple[str, ...]) -> None:
     for key in ("quantization_config", "compression_config"):
         found = config.get(key)
-        if found:
-            method = found.get("quant_method") if isinstance(found, dict) else found
+        method = found.get("quant_method") if isinstance(found, dict) else found
+        if found and method not in readable:
             raise ValueError(
                 f"{name}: config.json has a {key} (method {shown(method)}): its weights are quantised. Give the "
                 "checkpoint in 16 or 32 bits that it was made from"

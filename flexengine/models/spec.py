@@ -13,10 +13,14 @@ from flexengine.ops.base import Op
 
 @dataclass(frozen=True)
 class WeightSource:
-    """One tensor of the Hugging Face file; a parameter is its sources stacked along dimension 0."""
+    """One tensor of the Hugging Face file; a parameter is its sources stacked along dimension 0.
+
+    decode: the decoder of checkpoint/quantised.py that finds it in the checkpoint's tensors; None: it is one of them.
+    """
 
     name: str
     shape: tuple[int, ...]
+    decode: str | None = None
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class Router(Op):
     ) -> None:  # fmt: skip
         self.name, self.x, self.width, self.param = name, x, width, weight
         self.num_experts, self.per_token, self.normalised = num_experts, per_token, normalised
-        self.style, self.buffers = style, (f"{name}.bias",) if style.biased else ()
+        self.style, self.buffers = style, (f"{name}.choice_bias",) if style.biased else ()
         self.weight, self.place = f"{name}_weight", f"{name}_place"
         self.expert, self.ends = f"{name}_expert", f"{name}_ends"
         self.inputs = (x,)

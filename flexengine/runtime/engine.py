@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from flexengine.checkpoint.layout import CONFIG_FILE
+from flexengine.checkpoint.quantised import EXPORT_DTYPE
 from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.checkpoint.writer import TensorSource, support_files, write_checkpoint
 from flexengine.hardware.memory_usage import GpuMemoryMeter, MemoryPeaks, memory_peaks
@@ -33,7 +34,7 @@ from flexengine.runtime.executor import CommandOrder, Executor
 from flexengine.runtime.gradients import finish_gradient
 from flexengine.runtime.layer_runner import LayerRunner
 from flexengine.runtime.update import UpdateRunner, UpdateSettings
-from flexengine.runtime.weight_store import WeightStore, load_buffers
+from flexengine.runtime.weight_store import WeightStore, load_buffers, stored_tensors
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.command_totals import CommandClass, CommandTotal, add_totals
 from flexengine.schedule.commands import Command, FinishGradient, Program
@@ -540,7 +541,8 @@ class Engine:
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a Hugging Face folder that transformers loads unchanged: the source's tensor names, dtypes and shards,
-        its config and tokenizer. A preset is saved in the compute dtype. An error leaves the folder as it was."""
+        its config and tokenizer. A preset is saved in the compute dtype, a quantised checkpoint in 16 bits, in shards
+        of the usual size. An error leaves the folder as it was."""
         self.executor.synchronize()
         beside = {} if self.source.support_folder is None else support_files(self.source.support_folder)
         if self.source.weights_folder is None:
@@ -552,9 +554,18 @@ class Engine:
             ]
             write_checkpoint(folder, tensors, beside={**beside, CONFIG_FILE: self._config_text(compute)})
             return
+        decoded = {
+            part: run.source.name
+            for run in self.weights.runs.values()
+            if run.source.decode is not None
+            for part in stored_tensors(run.source)
+        }
+        if decoded:
+            beside |= {CONFIG_FILE: self._config_text(str(EXPORT_DTYPE).removeprefix("torch."))}
         with CheckpointReader.open(self.source.weights_folder) as reader:
-            tensors = [self._export_from(reader, name) for name in reader.tensors]
-            write_checkpoint(folder, tensors, reader.shard_of, beside=beside)
+            kept = [self._export_from(reader, name) for name in reader.tensors if name not in decoded]
+            tensors = [*kept, *(self._export(name, EXPORT_DTYPE) for name in dict.fromkeys(decoded.values()))]
+            write_checkpoint(folder, tensors, None if decoded else reader.shard_of, beside=beside)
 
     def _export(self, name: str, dtype: torch.dtype) -> TensorSource:
         shape = self.weights.runs[name].source.shape
@@ -578,7 +589,8 @@ class Engine:
 
     def _config_text(self, dtype: str) -> str:
         config = {**self.model.hf_config, "dtype": dtype}
-        config.pop("torch_dtype", None)
+        for name in ("torch_dtype", "quantization_config"):
+            config.pop(name, None)
         return json.dumps(config, indent=2) + "\n"
 
     def close(self) -> None:

@@ -106,11 +106,11 @@ def chosen_in_style(x, weight, bias, per_token, normalised, style):
 
 def check_style(h, checks, tokens, style, normalised, tolerance=1e-12, previous=False):
     experts, per_token = 12, 3
-    op = Router("router", "x", D, experts, per_token, "w", normalised, style)
+    op = Router("router", "x", D, experts, per_token, "w", normalised, style=style)
     inputs, params = {"x": h.randn(tokens, D)}, {"w": h.randn(experts, D)}
     bias = torch.randn(experts, dtype=torch.float64)
     if style.biased:
-        params["router.bias"] = bias.to(h.device, torch.float64 if h.dtype == torch.float64 else torch.float32)
+        params["router.choice_bias"] = bias.to(h.device, torch.float64 if h.dtype == torch.float64 else torch.float32)
     x, weight = leaves(inputs["x"], params["w"])
     values, indices = chosen_in_style(x, weight, bias, per_token, normalised, style)
     outputs = h.run(op, h.chunk((tokens,)), inputs, params).outputs
@@ -284,8 +284,11 @@ def test_router_styles_on_cuda(make_harness, checks, style, normalised):
 @pytest.mark.parametrize(("style", "normalised"), STYLES.values(), ids=STYLES.keys())
 def test_router_styles_never_synchronise(make_harness, style, normalised):
     h = make_harness("cuda", torch.bfloat16)
-    op = Router("router", "x", D, 12, 3, "w", normalised, style)
-    inputs, params = {"x": h.randn(64, D)}, {"w": h.randn(12, D), "router.bias": torch.zeros(12, device=h.device)}
+    op = Router("router", "x", D, 12, 3, "w", normalised, style=style)
+    inputs, params = (
+        {"x": h.randn(64, D)},
+        {"w": h.randn(12, D), "router.choice_bias": torch.zeros(12, device=h.device)},
+    )
     env = h.env(op, h.chunk((64,)), inputs, params, {op.weight: torch.ones(64, 3, device=h.device)})
     torch.cuda.set_sync_debug_mode("error")
     try:
