@@ -5,10 +5,6 @@ Source: DeepSeek-AI 2024, DeepSeek-V2, https://arxiv.org/abs/2405.04434, section
 RoFormer.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
@@ -17,9 +13,8 @@ from torch import Tensor
 from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.rounding import round_to
 
-if TYPE_CHECKING:
-    from flexengine.ops.latent_heads import HeadLayout
-
+HeadLayout = tuple[int, int, int, int]
+"""N, P, R, V."""
 _TILE_ELEMENTS = 4096
 """Elements that a program holds at a time: as many heads as fill it."""
 _LATENT_TILE = 1024
@@ -68,24 +63,25 @@ def latent_heads_backward(
 def _check(
     q: Tensor, kv: Tensor, shared: Tensor, positions: Tensor, inv_freq: Tensor, heads: HeadLayout, row: Tensor
 ) -> None:
-    tokens, dtypes = len(q), (q.dtype,)
-    check_tensor("q", q, (tokens, heads.query_width), FLOATS)
-    check_tensor("kv", kv, (tokens, heads.latent_width), dtypes)
+    tokens, dtypes, (num_heads, nope_dim, rope_dim, value_dim) = len(q), (q.dtype,), heads
+    head_dim = nope_dim + rope_dim
+    check_tensor("q", q, (tokens, num_heads * head_dim), FLOATS)
+    check_tensor("kv", kv, (tokens, num_heads * (nope_dim + value_dim)), dtypes)
     check_tensor("shared", shared, (tokens, shared.shape[-1]), dtypes)
-    check_tensor("row", row, (tokens, heads.width), dtypes)
+    check_tensor("row", row, (tokens, num_heads * (2 * head_dim + value_dim)), dtypes)
     check_tensor("positions", positions, (tokens,), (torch.int32,))
-    check_tensor("inv_freq", inv_freq, (heads.rope_dim // 2,), (torch.float32,))
-    if shared.shape[-1] < heads.rope_dim or heads.rope_dim % 2:
+    check_tensor("inv_freq", inv_freq, (rope_dim // 2,), (torch.float32,))
+    if shared.shape[-1] < rope_dim or rope_dim % 2:
         raise ValueError(
             f"shared must end with the rotated key of an even width, got {shared.shape[-1]} columns for "
-            f"rope_dim={heads.rope_dim}"
+            f"rope_dim={rope_dim}"
         )
 
 
 def _tiles(heads: HeadLayout) -> dict[str, int]:
     """Powers of two that hold a head's parts, and how many heads a program takes at a time."""
     nope, pairs, value = (triton.next_power_of_2(max(1, n)) for n in (heads[1], heads[2] // 2, heads[3]))
-    count = max(1, min(_TILE_ELEMENTS // max(nope, pairs, value), triton.next_power_of_2(heads.num_heads)))
+    count = max(1, min(_TILE_ELEMENTS // max(nope, pairs, value), triton.next_power_of_2(heads[0])))
     return {"HEADS": count, "NOPE": nope, "PAIRS": pairs, "VALUE": value}
 
 

@@ -55,20 +55,22 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(moe.build, "Mixtral 8x7B, 8x22B", "experts, the weights of a token's made to add up to 1", 3),
     "olmoe": Family(moe.build, "OLMoE", "experts; queries and keys normalised by row", 3),
     "qwen2_moe": Family(
-        moe.build, "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B", "experts and a gated one that all tokens share; biases", 3
+        moe.build, "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B", "experts and a gated one that all tokens share; biases", 4
     ),
-    "qwen3_moe": Family(moe.build, "Qwen3-30B-A3B, Qwen3-235B-A22B", "experts; queries and keys normalised by head", 3),
+    "qwen3_moe": Family(moe.build, "Qwen3-30B-A3B, Qwen3-235B-A22B", "experts; queries and keys normalised by head", 4),
     "deepseek_v2": Family(
         deepseek.build,
         "DeepSeek-V2, V2-Lite, Coder-V2",
         "latent attention; experts in groups beside shared ones; dense layers first",
-        4,
+        3,
+        quantised=("fp8",),
     ),
     "deepseek_v3": Family(
         deepseek.build,
         "DeepSeek-V3, V3.1, R1, Moonlight",
         "as DeepSeek-V2; experts by their sigmoids and a bias that stays as it is",
         4,
+        quantised=("fp8",),
     ),
     "gpt2": Family(gpt2.build, "GPT-2", "LayerNorm, learned positions, GELU, weights input by output", 3),
 }
