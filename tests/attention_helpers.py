@@ -7,8 +7,8 @@ from flexengine.ops.attention_kernels import Kernels
 from flexengine.ops.attention_style import CAUSAL
 
 
-def make(n, g, width, style=CAUSAL):
-    return CausalAttention("attention", "qkv", "o", n, g, width, style)
+def make(n, g, width, style=CAUSAL, value_dim=None):
+    return CausalAttention("attention", "qkv", "o", n, g, width, style, value_dim)
 
 
 def masked(scores, style, first_query=0):
@@ -23,8 +23,9 @@ def masked(scores, style, first_query=0):
     return scores.masked_fill(hidden, float("-inf"))
 
 
-def random_rows(h, tokens, n, g, width):
-    return h.randn(tokens, (n + 2 * g) * width), h.randn(tokens, n * width)
+def random_rows(h, tokens, n, g, width, value_dim=None):
+    value_dim = value_dim or width
+    return h.randn(tokens, (n + g) * width + g * value_dim), h.randn(tokens, n * value_dim)
 
 
 class PlainKernels(Kernels):

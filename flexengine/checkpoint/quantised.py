@@ -6,6 +6,9 @@ the arenas. It knows shapes as the model has them, and how the checkpoint lays t
 MXFP4: 32 values along a weight's input share a scale, a power of two (E8M0: 2^(byte - 127), 255 is NaN); values have
 one sign, two exponent and one mantissa bit (E2M1), two in a byte, the first in the low half. Source: Open Compute
 Project 2023, "OCP Microscaling Formats (MX) Specification", version 1.0.
+
+FP8: values of E4M3, and a float32 factor for every block of 128 rows by 128 columns, cut at the edges. Source:
+DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.3, and the layout of its published checkpoints.
 """
 
 from __future__ import annotations
@@ -25,7 +28,10 @@ EXPORT_DTYPE = torch.bfloat16
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1 = torch.tensor([*_MAGNITUDES, *(-x for x in _MAGNITUDES)], dtype=torch.bfloat16)
 _SPAN = 32
-"""Values that share a scale."""
+"""Values that share a scale in MXFP4."""
+_BLOCK = 128
+"""Rows, and columns, that share a scale in FP8."""
+_SLAB_ELEMENTS = 1 << 22
 
 
 class Stored(NamedTuple):
@@ -91,5 +97,40 @@ def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
     return values.view(*scales.shape[:-1], -1)
 
 
-DECODERS: dict[str, Decoder] = {"mxfp4": Mxfp4()}
+class Fp8(Decoder):
+    """A matrix [F, D] of E4M3, and beside it `_scale_inv`, which despite its name multiplies. 5 bytes for each value of
+    a slab of whole blocks."""
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> dict[str, Stored]:
+        if len(shape) != 2:
+            raise CheckpointError(f"{name}: blocks of FP8 are those of a matrix, and shape {list(shape)} is none")
+        scales = (-(-shape[0] // _BLOCK), -(-shape[1] // _BLOCK))
+        return {
+            name: Stored(shape, frozenset({torch.float8_e4m3fn})),
+            f"{name}_scale_inv": Stored(scales, frozenset({torch.float32})),
+        }
+
+    def slab_rows(self, shape: tuple[int, ...]) -> int:
+        return _BLOCK * max(1, _SLAB_ELEMENTS // (_BLOCK * shape[1]))
+
+    def decode(
+        self, reader: CheckpointReader, name: str, shape: tuple[int, ...], first_row: int, num_rows: int
+    ) -> Tensor:
+        assert first_row % _BLOCK == 0, "slabs begin where blocks do"
+        values = torch.empty((num_rows, shape[1]), dtype=torch.float8_e4m3fn)
+        reader.read_into(name, values, first_row, num_rows)
+        scales = torch.empty((-(-num_rows // _BLOCK), -(-shape[1] // _BLOCK)))
+        reader.read_into(f"{name}_scale_inv", scales, first_row // _BLOCK, len(scales))
+        return fp8_values(values, scales)
+
+
+def fp8_values(values: Tensor, scales: Tensor) -> Tensor:
+    """[F, D] in float32 of E4M3 values [F, D] and the scales [ceil(F / 128), ceil(D / 128)] of their blocks."""
+    wide = values.float()
+    for rows, row_scales in zip(wide.split(_BLOCK), scales, strict=True):
+        rows.mul_(row_scales.repeat_interleave(_BLOCK)[: wide.shape[1]])
+    return wide
+
+
+DECODERS: dict[str, Decoder] = {"mxfp4": Mxfp4(), "fp8": Fp8()}
 """`WeightSource.decode` -> what reads it, by the name that `quant_method` has in configs."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from flexengine.models.blocks import BlockNames, BlockShape, block_ops, block_params, norm_param
+from flexengine.models.blocks import BlockNames, BlockShape, block_buffers, block_ops, block_params, norm_param
 from flexengine.models.fields import Fields
 from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec, ParamSpec, Table, WeightSource
 from flexengine.ops.base import Op
@@ -39,10 +39,11 @@ class DecoderShape:
 
 
 class Piece(NamedTuple):
-    """A layer's ops and the parameters that stream with it."""
+    """A layer's ops, the parameters that stream with it, and its buffers."""
 
     ops: tuple[Op, ...]
     params: tuple[ParamSpec, ...]
+    buffers: tuple[tuple[str, WeightSource], ...] = ()
 
 
 def assemble(
@@ -63,7 +64,7 @@ def assemble(
     layers = (
         LayerSpec("embedding", "embedding", embedding.ops, _layer_params(0, groups[0]), None, "y"),
         *(
-            LayerSpec(f"block.{i}", "block", block.ops, _layer_params(i + 1, groups[i + 1]), "x", "y")
+            LayerSpec(f"block.{i}", "block", block.ops, _layer_params(i + 1, groups[i + 1]), "x", "y", block.buffers)
             for i, block in enumerate(blocks)
         ),
         LayerSpec("head", "head", head.ops, (*_layer_params(last, groups[last]), *tied), "x", None),
@@ -91,8 +92,8 @@ def decoder_model(name: str, family: str, config: dict, s: DecoderShape) -> Mode
         config,
         embedding=Piece((Embedding("embed", "y", v, d, "embed.weight", s.embedding_scale),), (embed,)),
         blocks=[
-            Piece(block_ops(shape), block_params(shape, f"{s.prefix}.layers.{i}", s.names))
-            for i, shape in enumerate(s.blocks)
+            Piece(block_ops(shape), block_params(shape, prefix, s.names), block_buffers(shape, prefix, s.names))
+            for prefix, shape in ((f"{s.prefix}.layers.{i}", shape) for i, shape in enumerate(s.blocks))
         ],
         head=Piece(head_ops, (final_norm,) if s.tie_word_embeddings else (final_norm, lm_head)),
         hidden_size=d,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flexengine.models import gemma, gpt2, gpt_oss, llama, mistral, moe, olmo, phi3, qwen
+from flexengine.models import deepseek, gemma, gpt2, gpt_oss, llama, mistral, moe, olmo, phi3, qwen
 from flexengine.models.sizes import with_class_defaults
 from flexengine.models.spec import ModelSpec
 from flexengine.models.unknown import unknown_family
@@ -55,9 +55,23 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(moe.build, "Mixtral 8x7B, 8x22B", "experts, the weights of a token's made to add up to 1", 3),
     "olmoe": Family(moe.build, "OLMoE", "experts; queries and keys normalised by row", 3),
     "qwen2_moe": Family(
-        moe.build, "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B", "experts and a gated one that all tokens share; biases", 3
+        moe.build, "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B", "experts and a gated one that all tokens share; biases", 4
     ),
-    "qwen3_moe": Family(moe.build, "Qwen3-30B-A3B, Qwen3-235B-A22B", "experts; queries and keys normalised by head", 3),
+    "qwen3_moe": Family(moe.build, "Qwen3-30B-A3B, Qwen3-235B-A22B", "experts; queries and keys normalised by head", 4),
+    "deepseek_v2": Family(
+        deepseek.build,
+        "DeepSeek-V2, V2-Lite, Coder-V2",
+        "latent attention; experts in groups beside shared ones; dense layers first",
+        3,
+        quantised=("fp8",),
+    ),
+    "deepseek_v3": Family(
+        deepseek.build,
+        "DeepSeek-V3, V3.1, R1, Moonlight",
+        "as DeepSeek-V2; experts by their sigmoids and a bias that stays as it is",
+        4,
+        quantised=("fp8",),
+    ),
     "gpt_oss": Family(
         gpt_oss.build,
         "gpt-oss-20b, gpt-oss-120b",

@@ -75,8 +75,9 @@ class Table(NamedTuple):
 class LayerSpec:
     """A unit of weight streaming: a straight line of ops from `input` to `output` over named tensors.
 
-    `params` maps the names the ops use to (group index, parameter name). Blocks of one class share the same `ops`
-    tuple, so that whatever is derived from the ops is derived once.
+    `params` maps the names the ops use to (group index, parameter name), `buffers` to tensors of the checkpoint that
+    nothing trains: a few numbers, which stay on the device and are exported as they are. Blocks
+    of one class share the same `ops` tuple, so that whatever is derived from the ops is derived once.
     """
 
     name: str
@@ -85,6 +86,7 @@ class LayerSpec:
     params: tuple[tuple[str, int, str], ...]
     input: str | None
     output: str | None
+    buffers: tuple[tuple[str, WeightSource], ...] = ()
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -137,6 +139,11 @@ class ModelSpec:
 
         groups = (replace(g, params=tuple(renamed(p) for p in g.params)) for g in self.groups)
         return replace(self, groups=tuple(groups))
+
+    @property
+    def buffers(self) -> dict[str, WeightSource]:
+        """What layers read beside parameters, by the checkpoint's names."""
+        return {source.name: source for layer in self.layers for _, source in layer.buffers}
 
     @property
     def blocks(self) -> tuple[LayerSpec, ...]:

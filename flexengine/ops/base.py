@@ -65,6 +65,8 @@ class Work(NamedTuple):
     kernels: int = 0
     fp8_flops: float = 0.0
     """FLOPs of products with FP8 operands, which are not among matmul_flops."""
+    padding_flops: float = 0.0
+    """Those among the attention's FLOPs that multiply zeros: they take time, and `flops` leaves them out."""
 
     def plus(self, other: Work) -> Work:
         """The sum of two pieces of work."""
@@ -75,12 +77,14 @@ class Work(NamedTuple):
             self.memory_bytes + other.memory_bytes,
             self.kernels + other.kernels,
             self.fp8_flops + other.fp8_flops,
+            self.padding_flops + other.padding_flops,
         )
 
     @property
     def flops(self) -> float:
         """All floating-point operations that count as hardware FLOPs."""
-        return self.matmul_flops + self.fp8_flops + self.attention_forward_flops + self.attention_backward_flops
+        attention = self.attention_forward_flops + self.attention_backward_flops - self.padding_flops
+        return self.matmul_flops + self.fp8_flops + attention
 
 
 @dataclass
@@ -168,6 +172,8 @@ class Op(ABC):
     inputs: tuple[str, ...]
     outputs: tuple[TensorSpec, ...]
     params: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    """Tensors of the checkpoint that stay as they are, in env.p beside the parameters, in float32."""
     needs_input: tuple[str, ...] = ()
     """Tensors that backward_input reads."""
     needs_weight: tuple[str, ...] = ()

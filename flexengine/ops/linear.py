@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexengine.ops.base import Op, OpEnv, TensorSpec, Work
+from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, wide
 
 
 def accumulate_weight_grad(acc: Tensor, grad_y: Tensor, x: Tensor, first: bool) -> None:
@@ -46,6 +46,13 @@ def accumulate_bias_grad(acc: Tensor, grad_y: Tensor, first: bool) -> None:
         return
     total = grad_y.sum(0, dtype=acc.dtype)
     acc.copy_(total) if first else acc.add_(total)
+
+
+def wide_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, D] @ weight [F, D].T in float32 (float64), not rounded to the operands' type."""
+    if x.is_cuda and x.element_size() == 2:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return wide(x) @ wide(weight).t()
 
 
 class Linear(Op):

@@ -33,6 +33,17 @@ def save_choices(ops: tuple[Op, ...], layer_input: str | None) -> tuple[SaveChoi
 
 def recomputed(ops: tuple[Op, ...], layer_input: str | None, kept: tuple[str, ...]) -> tuple[int, ...]:
     """Indices of the ops whose forward runs again in a backward that finds the outputs of the ops named in `kept`."""
+    return _ran_again(ops, layer_input, kept, (n for op in reversed(ops) for n in (*op.needs_input, *op.needs_weight)))
+
+
+def refilled(ops: tuple[Op, ...], layer_input: str | None, kept: tuple[str, ...]) -> tuple[int, ...]:
+    """The same for what the key/value window of a sliced sequence is filled from."""
+    return _ran_again(ops, layer_input, kept, (n for op in ops if hasattr(op, "fill_window") for n in op.inputs))
+
+
+def _ran_again(
+    ops: tuple[Op, ...], layer_input: str | None, kept: tuple[str, ...], needed: Iterable[str]
+) -> tuple[int, ...]:
     producer = {output.name: i for i, op in enumerate(ops) for output in op.outputs}
     at_hand = {layer_input, *(output.name for op in ops if op.name in kept for output in op.outputs)}
     found: list[int] = []
@@ -45,9 +56,8 @@ def recomputed(ops: tuple[Op, ...], layer_input: str | None, kept: tuple[str, ..
             found.append(index)
             at_hand.update(output.name for output in ops[index].outputs)
 
-    for op in reversed(ops):
-        for name in (*op.needs_input, *op.needs_weight):
-            ensure(name)
+    for name in needed:
+        ensure(name)
     return tuple(found)
 
 

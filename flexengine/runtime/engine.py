@@ -34,7 +34,7 @@ from flexengine.runtime.executor import CommandOrder, Executor
 from flexengine.runtime.gradients import finish_gradient
 from flexengine.runtime.layer_runner import LayerRunner
 from flexengine.runtime.update import UpdateRunner, UpdateSettings
-from flexengine.runtime.weight_store import WeightStore, stored_tensors
+from flexengine.runtime.weight_store import WeightStore, load_buffers, stored_tensors
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.command_totals import CommandClass, CommandTotal, add_totals
 from flexengine.schedule.commands import Command, FinishGradient, Program
@@ -133,6 +133,10 @@ class Engine:
         self.command_totals: dict[CommandClass, CommandTotal] = {}
         self._timed_runs: list[TimedRun] = []
         self.step_count = 0
+        self.buffers = {
+            name: torch.zeros(source.shape, dtype=self._wide(layout), device=device)
+            for name, source in self.model.buffers.items()
+        }
         self._use(layout)
         self._start_accumulation()
         self._load()
@@ -148,12 +152,16 @@ class Engine:
         """Lay everything that runs over the arenas by `layout`."""
         self.layout = layout
         self.weights = WeightStore(layout, self.arenas)
-        self.layers = LayerRunner(layout, self.arenas)
+        self.layers = LayerRunner(layout, self.arenas, self.buffers)
         self.updates = UpdateRunner(layout, self.arenas)
         self.batches = BatchWriter(layout, self.arenas, self._constants(), self.attention)
 
+    @staticmethod
+    def _wide(layout: Layout) -> torch.dtype:
+        return torch.float64 if layout.acc_bytes == 8 else torch.float32
+
     def _constants(self) -> dict[str, Tensor]:
-        wide = torch.float64 if self.layout.acc_bytes == 8 else torch.float32
+        wide = self._wide(self.layout)
         longest = self.plan.request.max_seq_len
         return {
             **{
@@ -169,6 +177,7 @@ class Engine:
         else:
             with CheckpointReader.open(self.source.weights_folder) as reader:
                 self.weights.load(reader)
+                load_buffers(reader, self.buffers)
         self.executor.synchronize()
 
     def _start_accumulation(self) -> None:
@@ -539,6 +548,10 @@ class Engine:
         if self.source.weights_folder is None:
             compute = self.plan.request.numerics.compute
             tensors = [self._export(name, getattr(torch, compute)) for name in self.weights.runs]
+            tensors += [
+                TensorSource(name, torch.float32, tuple(buffer.shape), buffer.float)
+                for name, buffer in self.buffers.items()
+            ]
             write_checkpoint(folder, tensors, beside={**beside, CONFIG_FILE: self._config_text(compute)})
             return
         decoded = {

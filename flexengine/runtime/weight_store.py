@@ -53,6 +53,7 @@ def check_complete(model: ModelSpec, reader: CheckpointReader) -> None:
     """
     sources = (source for group in model.groups for param in group.params for source in param.sources)
     wanted = {name: stored for source in sources for name, stored in stored_tensors(source).items()}
+    wanted |= {name: Stored(source.shape, NUMBERS) for name, source in model.buffers.items()}
     missing = [name for name in wanted if name not in reader.tensors]
     if missing:
         raise ValueError(
@@ -84,6 +85,14 @@ def check_checkpoint(model: ModelSpec, folder: Path) -> ModelSpec:
         named = model.named_as(reader.tensors)
         check_complete(named, reader)
     return named
+
+
+def load_buffers(reader: CheckpointReader, buffers: dict[str, Tensor]) -> None:
+    """Read the model's buffers, by name and on any device, from a checkpoint that was found complete."""
+    for name, buffer in buffers.items():
+        values = torch.empty(buffer.shape, dtype=buffer.dtype)
+        reader.read_into(name, values)
+        buffer.copy_(values)
 
 
 def on_host(request: ReadRequest) -> bool:

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from flexengine.checkpoint.quantised import DECODERS, mxfp4_values
+from flexengine.checkpoint import quantised
+from flexengine.checkpoint.quantised import DECODERS, fp8_values, mxfp4_values
 from flexengine.checkpoint.reader import CheckpointReader
 
 SHAPE = (3, 96, 5)
@@ -64,3 +65,36 @@ def test_mxfp4_rows_are_matrices(rows, tmp_path):
 def test_mxfp4_has_no_such_shapes(shape):
     with pytest.raises(ValueError, match="MXFP4 holds stacks of matrices"):
         DECODERS["mxfp4"].stored("x", shape)
+
+
+def fp8_by_definition(values, scales):
+    """One by one: the scale of row i and column j is that of block (i // 128, j // 128)."""
+    rows, columns = (torch.arange(n) // 128 for n in values.shape)
+    return values.double() * scales.double()[rows[:, None], columns[None, :]]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (128, 128), (129, 127), (300, 257), (5, 500)], ids=str)
+def test_fp8_values_have_the_scale_of_their_block(shape):
+    values = torch.randn(shape).to(torch.float8_e4m3fn)
+    scales = torch.rand(-(-shape[0] // 128), -(-shape[1] // 128)) + 0.01
+    assert torch.equal(fp8_values(values, scales), fp8_by_definition(values, scales).float())
+
+
+@pytest.mark.parametrize("rows", [(0, 300), (0, 128), (128, 128), (256, 44), (128, 172)], ids=str)
+def test_fp8_rows_are_those_of_whole_blocks(rows, tmp_path, monkeypatch):
+    monkeypatch.setattr(quantised, "_SLAB_ELEMENTS", 128 * 200)
+    values, scales = torch.randn(300, 200).to(torch.float8_e4m3fn), torch.rand(3, 2)
+    save_file({"x.weight": values, "x.weight_scale_inv": scales}, tmp_path / "model.safetensors")
+    decoder = DECODERS["fp8"]
+    assert {n: s.shape for n, s in decoder.stored("x.weight", (300, 200)).items()} == {
+        "x.weight": (300, 200), "x.weight_scale_inv": (3, 2),
+    }  # fmt: skip
+    assert decoder.slab_rows((300, 200)) == 128
+    with CheckpointReader.open(tmp_path) as reader:
+        found = decoder.decode(reader, "x.weight", (300, 200), *rows)
+    assert torch.equal(found, fp8_values(values, scales)[rows[0] : sum(rows)])
+
+
+def test_fp8_holds_matrices_only():
+    with pytest.raises(ValueError, match="blocks of FP8 are those of a matrix"):
+        DECODERS["fp8"].stored("x", (3, 128, 128))

@@ -237,6 +237,8 @@ def test_an_absent_field_is_what_transformers_takes_it_for(family, field):
     config = {name: value for name, value in CASES[FAMILY_CASES.get(family, "gemma3")].items() if name != field}
     if field in ("head_dim", "num_key_value_heads"):
         config |= {"num_attention_heads": 32, "hidden_size": 64}
+    if field == "v_head_dim":
+        config |= {"qk_nope_head_dim": 128}
     completed = transformers.AutoConfig.for_model(**config).to_dict()
     ours, wanted = spec_of(config), spec_of({**completed, "model_type": family})
     assert ours.num_parameters == wanted.num_parameters

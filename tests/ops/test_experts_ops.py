@@ -5,7 +5,7 @@ import torch
 
 from flexengine.ops.base import OpEnv
 from flexengine.ops.experts import Gather, GroupedLinear, HandOut, WeightedGLU
-from flexengine.ops.router import Router
+from flexengine.ops.router import Router, RouterStyle
 from flexengine.ops.shared_gate import SharedGate
 
 D, F, EXPERTS = 6, 5, 4
@@ -87,6 +87,63 @@ def test_router_adds_to_what_is_there(harness, checks):
     checks.close(added.grads["x"], fresh.grads["x"] + before)
     for name, value in before_p.items():
         checks.close(added.param_grads[name], fresh.param_grads[name] + value)
+
+
+STYLES = {
+    "groups by their best": (RouterStyle(groups=4, groups_taken=2, scale=1.7, exact=True), False),
+    "sigmoid": (RouterStyle("sigmoid", scale=2.5), True),
+    "sigmoid, bias, groups by their best two": (RouterStyle("sigmoid", 4, 2, 2, 2.5, biased=True, exact=True), True),
+    "sigmoid, bias, not normalised": (RouterStyle("sigmoid", biased=True), False),
+}
+
+
+def chosen_in_style(x, weight, bias, per_token, normalised, style):
+    """(weights [T, K], experts [T, K]), token by token, group by group."""
+    logits, values, experts = x @ weight.t(), [], []
+    scores = torch.softmax(logits, -1) if style.scores == "softmax" else torch.sigmoid(logits)
+    size = scores.shape[1] // style.groups
+    for row in scores:
+        by = (row + bias if style.biased else row).detach()
+        ranks = [float(group.sort(descending=True).values[: style.group_best].sum()) for group in by.split(size)]
+        taken = sorted(range(style.groups), key=lambda i: -ranks[i])[: style.groups_taken]
+        allowed = [e for e in range(len(row)) if e // size in taken]
+        chosen = torch.tensor(sorted(allowed, key=lambda e: -float(by[e]))[:per_token])
+        weights = row[chosen]
+        values.append(style.scale * (weights / weights.sum() if normalised else weights))
+        experts.append(chosen)
+    return torch.stack(values), torch.stack(experts)
+
+
+def check_style(h, checks, tokens, style, normalised, tolerance=1e-12, previous=False):
+    experts, per_token = 12, 3
+    op = Router("router", "x", D, experts, per_token, "w", normalised, style=style)
+    inputs, params = {"x": h.randn(tokens, D)}, {"w": h.randn(experts, D)}
+    bias = torch.randn(experts, dtype=torch.float64)
+    if style.biased:
+        params["router.choice_bias"] = bias.to(h.device, torch.float64 if h.dtype == torch.float64 else torch.float32)
+    x, weight = leaves(inputs["x"], params["w"])
+    values, indices = chosen_in_style(x, weight, bias, per_token, normalised, style)
+    outputs = h.run(op, h.chunk((tokens,)), inputs, params).outputs
+    place = outputs[op.place].long().cpu()
+    assert torch.equal(outputs[op.expert].long().cpu(), indices)
+    checks.close(outputs[op.weight].cpu().flatten()[place.flatten()].view(tokens, per_token), values, tolerance)
+    grad = torch.randn(tokens, per_token, dtype=torch.float64)
+    by_rows = torch.empty(tokens * per_token, dtype=torch.float64)
+    by_rows[place.flatten()] = grad.flatten()
+    given = {op.weight: by_rows.view(tokens, per_token).to(outputs[op.weight])}
+    before, before_w = h.randn(tokens, D), h.randn(experts, D)
+    earlier = ({"x": before}, {"w": before_w}) if previous else (None, None)
+    result = h.run(op, h.chunk((tokens,)), inputs, params, given, *earlier)
+    grad_x, grad_weight = torch.autograd.grad(values, (x, weight), grad)
+    assert result.param_grads.keys() == {"w"}, "nothing trains the bias"
+    checks.close(result.grads["x"], grad_x + (before.cpu() if previous else 0.0), tolerance)
+    checks.close(result.param_grads["w"], grad_weight + (before_w.cpu() if previous else 0.0), tolerance)
+
+
+@pytest.mark.parametrize("previous", [False, True], ids=["first gradient", "added"])
+@pytest.mark.parametrize(("style", "normalised"), STYLES.values(), ids=STYLES.keys())
+def test_router_styles_match_autograd(harness, checks, style, normalised, previous):
+    check_style(harness, checks, 9, style, normalised, previous=previous)
 
 
 @pytest.mark.parametrize("per_token", [1, 3])
@@ -268,6 +325,31 @@ def test_kernels_in_a_row_are_the_mixture(monkeypatch, make_harness, checks):
 @pytest.mark.parametrize(("per_token", "normalised"), CASES)
 def test_router_on_cuda(make_harness, checks, per_token, normalised):
     check_router(make_harness("cuda", torch.float32), checks, 515, per_token, normalised, 1e-4, bias=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("style", "normalised"), STYLES.values(), ids=STYLES.keys())
+def test_router_styles_on_cuda(make_harness, checks, style, normalised):
+    check_style(make_harness("cuda", torch.float32), checks, 257, style, normalised, 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize(("style", "normalised"), STYLES.values(), ids=STYLES.keys())
+def test_router_styles_never_synchronise(make_harness, style, normalised):
+    h = make_harness("cuda", torch.bfloat16)
+    op = Router("router", "x", D, 12, 3, "w", normalised, style=style)
+    inputs, params = (
+        {"x": h.randn(64, D)},
+        {"w": h.randn(12, D), "router.choice_bias": torch.zeros(12, device=h.device)},
+    )
+    env = h.env(op, h.chunk((64,)), inputs, params, {op.weight: torch.ones(64, 3, device=h.device)})
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        op.forward(env)
+        op.backward_input(env)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
