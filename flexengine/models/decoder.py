@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from flexengine.models.blocks import BlockNames, BlockShape, block_buffers, block_ops, block_params, norm_param
 from flexengine.models.fields import Fields
 from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec, ParamSpec, Table, WeightSource
+from flexengine.ops.balance import Balancing
 from flexengine.ops.base import Op
 from flexengine.ops.cross_entropy import LMHeadLoss
 from flexengine.ops.embedding import Embedding
@@ -20,6 +21,7 @@ class DecoderShape:
     """Sizes and options of a decoder. tables: rotary frequencies, under the names that the blocks' shapes use.
 
     embedding_scale multiplies the embedding's rows; logits are bounded by logit_soft_cap unless that is 0.
+    balance_coefficient: of the loss that balances experts; 0 for none.
     """
 
     vocab_size: int
@@ -29,8 +31,17 @@ class DecoderShape:
     final_norm: NormStyle
     embedding_scale: float = 1.0
     logit_soft_cap: float = 0.0
+    balance_coefficient: float = 0.0
     names: BlockNames = field(default_factory=BlockNames)
     prefix: str = "model"
+
+    @property
+    def balancing(self) -> Balancing | None:
+        """The loss over all layers that have experts."""
+        counts = [block.experts.count for block in self.blocks if block.experts is not None]
+        return (
+            Balancing(self.balance_coefficient, counts[0], len(counts)) if self.balance_coefficient and counts else None
+        )
 
     @property
     def hidden_size(self) -> int:
@@ -104,4 +115,5 @@ def decoder_model(name: str, family: str, config: dict, s: DecoderShape) -> Mode
         initializer_range=fields.number("initializer_range", 0.02, high=100.0),
         tie_word_embeddings=s.tie_word_embeddings,
         tables=s.tables,
+        balancing=s.balancing,
     )

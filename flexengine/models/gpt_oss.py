@@ -11,7 +11,7 @@ from dataclasses import replace
 from flexengine.models.blocks import BlockNames, BlockShape, ExpertShape
 from flexengine.models.decoder import DecoderShape, decoder_model
 from flexengine.models.fields import Fields
-from flexengine.models.moe import check_counts, refuse_others
+from flexengine.models.moe import check_counts, read_balance, refuse_others
 from flexengine.models.rope import rope_table
 from flexengine.models.sizes import (
     FULL,
@@ -34,7 +34,7 @@ YARN = {
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
 """Of configs without rope options."""
-LIMIT, ALPHA = 7.0, 1.702
+LIMIT, ALPHA, BALANCE = 7.0, 1.702, 0.9
 
 
 def build(name: str, config: dict) -> ModelSpec:
@@ -53,6 +53,7 @@ def build(name: str, config: dict) -> ModelSpec:
         blocks=tuple(blocks[kind] for kind in kinds),
         tables=(table,),
         final_norm=norm,
+        balance_coefficient=read_balance(fields, BALANCE),
         names=BlockNames(router="mlp.router", expert_decode="mxfp4" if quantised else None),
     )
     spec = decoder_model(name, "gpt_oss", config, shape)

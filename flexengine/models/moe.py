@@ -22,6 +22,8 @@ from flexengine.ops.rmsnorm import NormStyle
 from flexengine.wording import shown
 
 MIXTRAL_THETA = 1e6
+BALANCE = {"olmoe": 0.01}
+"""Coefficients of the loss that balances experts, where configs leave them out: 0.001 in the others."""
 MIXTRAL_NAMES = BlockNames(
     router="block_sparse_moe.gate",
     experts="block_sparse_moe.experts",
@@ -52,8 +54,16 @@ def build(name: str, config: dict) -> ModelSpec:
         tables=(table,),
         final_norm=norm,
         names=MIXTRAL_NAMES if family == "mixtral" else BlockNames(),
+        balance_coefficient=read_balance(fields, BALANCE.get(family, 0.001)),
     )
     return decoder_model(name, family, config, shape)
+
+
+def read_balance(fields: Fields, coefficient: float) -> float:
+    """The coefficient of the loss that balances experts, 0 where the config does not ask for it; the given one where
+    it leaves it out."""
+    coefficient = fields.number("router_aux_loss_coef", coefficient, high=1e6)
+    return coefficient if fields.switch("output_router_logits", False) else 0.0
 
 
 def check_counts(name: str, experts: ExpertShape) -> None:
@@ -68,7 +78,6 @@ def check_counts(name: str, experts: ExpertShape) -> None:
 def refuse_others(fields: Fields) -> None:
     """Raise ValueError for what the family's configs can ask for and no op does."""
     asked = {
-        "output_router_logits=true, a loss that balances experts": fields.switch("output_router_logits", False),
         "clip_qkv, clamped queries, keys and values": fields.number("clip_qkv", 0.0) > 0,
         "router_jitter_noise, noise before the router": fields.number("router_jitter_noise", 0.0) > 0,
         "use_sliding_window=true, layers with a window": fields.switch("use_sliding_window", False),

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
+from flexengine.ops.balance import Balancing
 from flexengine.ops.base import Op
 
 
@@ -115,6 +116,8 @@ class ModelSpec:
     """What a person should know of how the checkpoint is taken; empty: nothing."""
     optional_prefix: str = ""
     """With what all names of sources begin that some checkpoints leave out."""
+    balancing: Balancing | None = None
+    """The loss that balances experts, where the config asks for it."""
     groups: tuple[GroupSpec, ...] = ()
     layers: tuple[LayerSpec, ...] = ()
 

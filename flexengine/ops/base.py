@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from flexengine.ops.balance import ExpertBalance
+
 DType = Literal["compute", "float32", "int32", "uint8"]
 KernelName = Literal["flash", "cudnn"]
 """Attention kernels on CUDA. flash: FlashAttention-2, any lengths. cudnn: faster on Hopper, equal lengths only."""
@@ -127,7 +129,8 @@ class ChunkContext:
 
     input_ids, labels [T] int64 (labels are already shifted, -100 = no loss); positions [T] int32; cu_seqlens
     [num_seqs+1] int32; seq_lens as Python ints. `constants` holds per-model tensors such as inv_freq; `losses` [T]
-    float32 is written by the head. attention: the kernels that are preferred on CUDA, where they serve.
+    float32 is written by the head. attention: the kernels that are preferred on CUDA, where they serve. balance: what
+    routers report to, where experts are balanced.
     """
 
     tokens: int
@@ -140,6 +143,7 @@ class ChunkContext:
     constants: dict[str, Tensor]
     window: KeyValueWindow | None = None
     attention: KernelName = "flash"
+    balance: ExpertBalance | None = None
 
 
 @dataclass
@@ -148,7 +152,7 @@ class OpEnv:
 
     t: activations; p: parameters; g: gradients of activations; gp: gradient accumulators of parameters (float32, or
     float64 for float64 compute). Gradients named in `accumulate` already hold a value to add to; `first` says that gp
-    holds nothing yet.
+    holds nothing yet. again: a forward within backward, which recomputes.
     """
 
     t: dict[str, Tensor]
@@ -158,6 +162,7 @@ class OpEnv:
     chunk: ChunkContext
     accumulate: frozenset[str] = field(default_factory=frozenset)
     first: bool = True
+    again: bool = False
 
 
 class Op(ABC):

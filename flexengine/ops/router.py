@@ -118,6 +118,9 @@ class Router(Op):
         experts = torch.arange(self.num_experts, device=order.device)
         env.t[self.ends].copy_(torch.searchsorted(by_row, experts, right=True))
         env.t[self.weight].view(-1).copy_(chosen.flatten()[order])
+        balance = env.chunk.balance
+        if balance is not None and balance.collecting and not env.again:
+            balance.collect(env.t[self.ends].view(-1), probabilities)
 
     def backward_input(self, env: OpEnv) -> None:
         probabilities, expert = self._probabilities(env), env.t[self.expert].long()
@@ -132,6 +135,8 @@ class Router(Op):
         grad_p = torch.zeros_like(probabilities)
         # in one dimension: with two, torch's deterministic path copies strides from the host and waits
         grad_p.view(-1).scatter_(0, (first + expert).flatten(), grad.flatten().to(grad_p.dtype))
+        if env.chunk.balance is not None:
+            grad_p.add_(env.chunk.balance.gradient())
         if self.style.scores == "softmax":
             grad_p.sub_((grad_p * probabilities).sum(-1, keepdim=True)).mul_(probabilities)
         else:

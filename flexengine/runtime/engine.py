@@ -25,6 +25,7 @@ from flexengine.checkpoint.writer import TensorSource, support_files, write_chec
 from flexengine.hardware.memory_usage import GpuMemoryMeter, MemoryPeaks, memory_peaks
 from flexengine.models.matmul_dtype import check_matmul_dtype
 from flexengine.models.registry import ModelSource
+from flexengine.ops.balance import ExpertBalance
 from flexengine.ops.base import KernelName
 from flexengine.optim.adamw import AdamW
 from flexengine.plan import Plan
@@ -253,7 +254,10 @@ class Engine:
 
     def _forward_backward(self, sequences: Sequences, updates: UpdateSettings | None = None) -> FwdBwdOutput:
         """updates: of the CPU's updates inside the last round; None = no update comes before the next one."""
-        loss_sum = self._run_rounds(sequences, train=True, updates=updates)
+        balance = self._balance_of(sequences)
+        loss_sum = self._run_rounds(sequences, train=True, updates=updates, balance=balance)
+        if balance is not None:
+            loss_sum += balance.loss()
         self._num_target_tokens += sequences.num_target_tokens
         loss = float(loss_sum) / sequences.num_target_tokens
         model_flops = self.model.model_flops(sequences.lengths)
@@ -340,7 +344,19 @@ class Engine:
         if self._unusable:
             raise ValueError(f"this engine cannot go on: {self._unusable}; make a new one with from_pretrained")
 
-    def _run_rounds(self, batch: Sequences, train: bool, updates: UpdateSettings | None = None) -> Tensor:
+    def _balance_of(self, batch: Sequences) -> ExpertBalance | None:
+        """What routers report to, where the model balances its experts."""
+        if self.model.balancing is None:
+            return None
+        return ExpertBalance.of_batch(self.model.balancing, batch.num_tokens, batch.num_target_tokens, self.device)
+
+    def _run_rounds(
+        self,
+        batch: Sequences,
+        train: bool,
+        updates: UpdateSettings | None = None,
+        balance: ExpertBalance | None = None,
+    ) -> Tensor:
         """Run all rounds of a batch; returns the summed loss [] in float64 on the device. updates: of the CPU's in the
         last round.
 
@@ -348,23 +364,25 @@ class Engine:
         some layers would hold this batch and others not.
         """
         try:
-            return self._issue_rounds(batch, train, updates)
+            return self._issue_rounds(batch, train, updates, balance)
         except BaseException:
             if train:
                 self._start_accumulation()
                 self.executor.synchronize()
             raise
 
-    def _issue_rounds(self, batch: Sequences, train: bool, updates: UpdateSettings | None) -> Tensor:
+    def _issue_rounds(
+        self, batch: Sequences, train: bool, updates: UpdateSettings | None, balance: ExpertBalance | None
+    ) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         rounds = pack(batch.lengths, self.plan.chunk_tokens, self.plan.chunks_per_round)
         with self._numerics_mode():
+            if balance is not None and len(rounds) > 1:
+                self._collect(batch, rounds, balance)
             for number, chunks in enumerate(rounds, start=1):
                 updating = updates is not None and number == len(rounds)
                 program = self._program(chunks, train, updating)
-                if self._last_program is not None:
-                    self.executor.wait_for(self._last_program, 0)  # its batch has left the host slot
-                self.layers.chunks = self.batches.write(batch, chunks)
+                self._write(batch, chunks, balance)
                 if updating:
                     self._unusable = HALF_UPDATED
                 self._run(program, timed=self._measuring and train, settings=updates if updating else None)
@@ -372,6 +390,22 @@ class Engine:
                 for chunk in self.layers.chunks:
                     total += chunk.losses.double().sum()
         return total
+
+    def _collect(self, batch: Sequences, rounds: list[list[PackedChunk]], balance: ExpertBalance) -> None:
+        """Forward of all rounds, as what experts were given in all of them must be known before any backward."""
+        for chunks in rounds:
+            program = self._program(chunks, train=False, updates=False)
+            self._write(batch, chunks, balance)
+            self._run(program, timed=False)
+        balance.collecting = False
+
+    def _write(self, batch: Sequences, chunks: list[PackedChunk], balance: ExpertBalance | None) -> None:
+        """Put a round's tokens where its program reads them."""
+        if self._last_program is not None:
+            self.executor.wait_for(self._last_program, 0)  # its batch has left the host slot
+        self.layers.chunks = self.batches.write(batch, chunks)
+        for chunk in self.layers.chunks:
+            chunk.balance = balance
 
     def _program(self, chunks: list[PackedChunk], train: bool, updates: bool) -> Program:
         shape = round_shape(chunks, self.plan.chunk_tokens)

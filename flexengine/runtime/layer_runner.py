@@ -42,6 +42,7 @@ class LayerRunner:
                 chunk=chunk,
                 accumulate=step.accumulate,
                 first=call.first,
+                again=kind == "backward",
             )
             _call(step, env)
 

@@ -126,8 +126,8 @@ CONFIGS = (
     ),
     Case(
         "balanced_experts",
-        having(model_type="mixtral", output_router_logits=True),
-        ("config.json asks for output_router_logits=true, a loss that balances experts: not supported with",),
+        having(**DEEPSEEK, output_router_logits=True),
+        ("config.json asks for output_router_logits=true, a loss that balances experts: not supported in",),
     ),
     Case(
         "more_experts_of_a_token_than_there_are",

@@ -363,10 +363,11 @@ def test_nothing_synchronises_on_cuda(make_harness, checks):
     assert float((tensors["y"].double() - wanted).norm() / wanted.norm()) < 0.1  # a tie may go to another expert
     scratch = {ops[0].grad_logits.name: h.nan(64, EXPERTS)}
     grads = {"x": h.nan(64, D), ops[0].weight: torch.ones(64, 2, device=h.device)}
+    chunk = h.chunk((64,))
     torch.cuda.set_sync_debug_mode("error")
     try:
         for op in ops:
-            op.forward(OpEnv(tensors, params, {}, {}, None))
-        ops[0].backward_input(OpEnv({**tensors, **scratch}, params, grads, {}, None))
+            op.forward(OpEnv(tensors, params, {}, {}, chunk))
+        ops[0].backward_input(OpEnv({**tensors, **scratch}, params, grads, {}, chunk))
     finally:
         torch.cuda.set_sync_debug_mode("default")
