@@ -20,7 +20,7 @@ from flexengine.native.reader import NUMBERS
 from flexengine.optim.rounding import join_fp32, split_fp32
 from flexengine.runtime.arena import DTYPES, Arenas
 from flexengine.runtime.staging import load_staged
-from flexengine.schedule.layout import Layout, Segment
+from flexengine.schedule.layout import Layout, Segment, is_split
 
 PIECE_ELEMENTS = 1 << 22
 """Elements converted at a time: bounds what exporting takes beside the arenas to tens of MiB. Random initial weights
@@ -28,7 +28,10 @@ are drawn in pieces of this size, so it is part of what a seed means."""
 
 
 class SourceRun(NamedTuple):
-    """Where a Hugging Face tensor lies: `count` elements from `start` of a group's segment."""
+    """Where a Hugging Face tensor lies: `count` elements from `start` of a group's segment.
+
+    split: its weights are the upper halves of float32 masters; of what is frozen nobody keeps the lower ones.
+    """
 
     source: WeightSource
     param: ParamSpec
@@ -36,6 +39,8 @@ class SourceRun(NamedTuple):
     segment: Segment
     start: int
     count: int
+    frozen: bool
+    split: bool
 
 
 def check_complete(model: ModelSpec, reader: CheckpointReader) -> None:
@@ -93,9 +98,10 @@ class WeightStore:
             for param in group.params:
                 segment = next(s for s in stored.segments if s.name == param.kind)
                 start = stored.offsets[param.name] - segment.first_element
+                split = is_split(segment.name, self.layout.plan.request.numerics)
                 for source in param.sources:
                     count = torch.Size(source.shape).numel()
-                    yield SourceRun(source, param, index, segment, start, count)
+                    yield SourceRun(source, param, index, segment, start, count, group.frozen, split)
                     start += count
 
     def plane(self, kind: str, run: SourceRun) -> Tensor | None:
@@ -117,16 +123,19 @@ class WeightStore:
         """
         check_complete(self.layout.model, reader)
         self.clear_states()
-        requests = [self._request(name, run) for name, run in self.runs.items()]
+        requests = [self._request(name, run, reader.tensors[name].dtype) for name, run in self.runs.items()]
         reader.read_many([request for request in requests if on_host(request)])
         elsewhere = [request for request in requests if not on_host(request)]
         if elsewhere:
             load_staged(reader, elsewhere, self.arenas.device)
 
-    def _request(self, name: str, run: SourceRun) -> ReadRequest:
-        weight = self.plane("weights", run)
+    def _request(self, name: str, run: SourceRun, dtype: torch.dtype) -> ReadRequest:
+        """What is frozen is rounded as if it were trained: with a remainder, which takes no memory where it is kept."""
+        weight, remainder = self.plane("weights", run), self.plane("remainder", run)
         assert weight is not None
-        return ReadRequest(name, weight, self.plane("remainder", run))
+        if run.frozen and run.split and dtype != torch.bfloat16:
+            remainder = torch.empty(run.count, dtype=torch.int16, device="meta")
+        return ReadRequest(name, weight, remainder)
 
     def initialize(self, seed: int) -> None:
         """Random initial weights: normal with the config's initializer_range, norms one, biases zero; states zero.
@@ -141,7 +150,8 @@ class WeightStore:
             generator = torch.Generator(self.arenas.device).manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
             for start in range(0, run.count, PIECE_ELEMENTS):
                 count = min(PIECE_ELEMENTS, run.count - start)
-                self._write_master(weight, remainder, start, self._draw(run.param, count, generator))
+                piece = self._draw(run.param, count, generator).flatten()
+                self._write_master(weight, remainder, start, piece, run.split)
 
     def _draw(self, param: ParamSpec, count: int, generator: torch.Generator) -> Tensor:
         device = self.arenas.device
@@ -150,29 +160,33 @@ class WeightStore:
             return torch.empty(count, device=device).normal_(0.0, std, generator=generator)
         return torch.full((count,), 1.0 if param.init == "ones" else 0.0, device=device)
 
-    def _write_master(self, weight: Tensor, remainder: Tensor | None, start: int, piece: Tensor) -> None:
-        piece = piece.flatten()
+    def _write_master(
+        self, weight: Tensor, remainder: Tensor | None, start: int, piece: Tensor, split: bool
+    ) -> None:
         target = weight[start : start + piece.numel()]
-        if remainder is None:
+        if not split:
             target.copy_(piece)
             return
         piece = piece.float()
         halves = torch.empty_like(piece, dtype=torch.bfloat16), torch.empty_like(piece, dtype=torch.int16)
         split_fp32(piece, *halves)
         target.copy_(halves[0])
-        remainder[start : start + piece.numel()].copy_(halves[1])
+        if remainder is not None:
+            remainder[start : start + piece.numel()].copy_(halves[1])
 
     def clear_states(self) -> None:
         """Zero both moments of every parameter."""
         for index in range(len(self.layout.groups)):
             for kind in ("exp_avg", "exp_avg_sq"):
-                slot = self.layout.slots[self.layout.plane_slot(kind, index)]
-                self.arenas.view(slot, 0, (slot.num_bytes,), torch.uint8).zero_()
+                if self.layout.groups[index].plane_bytes[kind]:
+                    slot = self.layout.slots[self.layout.plane_slot(kind, index)]
+                    self.arenas.view(slot, 0, (slot.num_bytes,), torch.uint8).zero_()
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """The master value of a Hugging Face tensor on the CPU, exact in float32 (float64), or cast to `dtype`."""
+        """The master value of a Hugging Face tensor on the CPU, exact in float32 (float64), or cast to `dtype`; of a
+        frozen one what is computed with."""
         run = self.runs[name]
         weight, remainder = self.plane("weights", run), self.plane("remainder", run)
         assert weight is not None
