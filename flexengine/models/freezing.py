@@ -79,4 +79,4 @@ def _what_there_is(model: ModelSpec) -> str:
     blocks = [group.name for group in model.groups if _BLOCKS.fullmatch(group.name)]
     others = [group.name for group in model.groups if not _BLOCKS.fullmatch(group.name)]
     last = blocks[-1].partition(".")[2]
-    return f"{', '.join(others)}, {ALL_BLOCKS} (all of them), block.N with N from 0 to {last}, and ranges as block.0-{last}"
+    return f"{', '.join(others)}, {ALL_BLOCKS} (all of them), block.0 to block.{last}, and ranges as block.0-{last}"

@@ -64,7 +64,9 @@ class RoundTables:
         t, rounds = self.templates, (self.rounds, self.full_rounds)
         options = t.keep_options(self.cost, self.sets)
         return tuple(
-            KindTables(kind.layer, group, levels, t.uses[kind.group], own, self.cost, self.shape, rounds, self.acc_bytes)
+            KindTables(
+                kind.layer, group, levels, t.uses[kind.group], own, self.cost, self.shape, rounds, self.acc_bytes
+            )
             for kind, group, levels, own in zip(t.kinds, t.kind_layouts, t.kind_levels, options, strict=True)
         )
 

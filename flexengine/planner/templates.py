@@ -237,7 +237,9 @@ class Templates:
         """A plan of the small model whose blocks keep all of their ops' outputs, or nothing, and have one level."""
         edges = iter(structure.edge_levels)
         nothing = LayerPlan((), (), "host")
-        blocks = (LayerPlan(tuple(op.name for op in b.ops if b.keeps)) if keep_all else nothing for b in self.small.blocks)
+        blocks = (
+            LayerPlan(tuple(op.name for op in b.ops if b.keeps)) if keep_all else nothing for b in self.small.blocks
+        )
         levels = (level if g.slot_class == "block" else next(edges) for g in self.small.groups)
         groups = tuple(levels_of(g)[v] for g, v in zip(self.small.groups, levels, strict=True))
         layers = (LayerPlan(), *blocks, LayerPlan())

@@ -160,9 +160,7 @@ class WeightStore:
             return torch.empty(count, device=device).normal_(0.0, std, generator=generator)
         return torch.full((count,), 1.0 if param.init == "ones" else 0.0, device=device)
 
-    def _write_master(
-        self, weight: Tensor, remainder: Tensor | None, start: int, piece: Tensor, split: bool
-    ) -> None:
+    def _write_master(self, weight: Tensor, remainder: Tensor | None, start: int, piece: Tensor, split: bool) -> None:
         target = weight[start : start + piece.numel()]
         if not split:
             target.copy_(piece)
