@@ -24,6 +24,7 @@ def with_frozen(model: ModelSpec, names: Sequence[str]) -> ModelSpec:
     Comes after everything else that replaces ops. Layers that shared their ops share the new ones where they are
     treated alike. Raises: ValueError for a name that no group has, or when nothing is left to train.
     """
+    names = [names] if isinstance(names, str) else names
     if not names:
         return model
     found = {group for name in names for group in _groups_named(model, name)}

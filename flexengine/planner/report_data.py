@@ -98,9 +98,10 @@ def layer_rows(picture: Picture) -> list[dict[str, Any]]:
     rows = []
     for layer, kept in zip(picture.model.layers, picture.plan.layers, strict=True):
         row: dict[str, Any] = {"name": layer.name, "kind": layer.kind}
-        if layer.keeps:
-            places = {name: place_of(name, kept) for name in (op.name for op in layer.ops)}
-            row |= {"input": kept.input_home, "gpu": list(kept.keep_gpu), "host": list(kept.keep_host)}
+        if layer.kind == "block":
+            places = {name: place_of(name, kept) for name in (op.name for op in layer.ops if layer.keeps)}
+            home = kept.input_home if layer.keeps else None
+            row |= {"input": home, "gpu": list(kept.keep_gpu), "host": list(kept.keep_host)}
             row["recomputed"] = [name for name, place in places.items() if place == "recomputed"]
         rows.append(row)
     return rows
