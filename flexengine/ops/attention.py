@@ -32,7 +32,7 @@ from flexengine.ops.attention_reference import (
     plain_workspace_bytes,
 )
 from flexengine.ops.attention_style import CAUSAL, AttentionStyle
-from flexengine.ops.base import KeyValueWindow, Op, OpEnv, TensorSpec, Work
+from flexengine.ops.base import Carried, KeyValueWindow, Op, OpEnv, TensorSpec, Work
 
 
 def _first_call(window: KeyValueWindow, style: AttentionStyle, tokens: int) -> slice:
@@ -109,6 +109,7 @@ class CausalAttention(Op):
         self.outputs = (TensorSpec(y, (num_heads * head_dim,)), TensorSpec(self.lse, (num_heads,), "float32"))
         self.needs_input = (qkv, y, self.lse)
         self.grad_inputs = (qkv,)
+        self.carried = tuple(Carried(f"{name}_{part}", (num_kv_heads, head_dim)) for part in ("keys", "values"))
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, N, H], k [T, G, H], v [T, G, H] as views of a fused row."""
@@ -116,9 +117,19 @@ class CausalAttention(Op):
         heads = qkv.view(-1, n + 2 * g, h)
         return heads[:, :n], heads[:, n : n + g], heads[:, n + g :]
 
+    def window(self, env: OpEnv) -> KeyValueWindow | None:
+        """Keys, values and their gradients, where the chunk is a part of a longer sequence."""
+        window = env.chunk.window
+        if window is None:
+            return None
+        (keys, values), grads = (window.carried[c.name] for c in self.carried), window.grads
+        return KeyValueWindow(
+            keys, values, window.start, *(grads.get(c.name) for c in self.carried), block_tokens=window.chunk_tokens
+        )
+
     def fill_window(self, env: OpEnv) -> None:
         """Copy this chunk's keys and values into the window at its start."""
-        window = env.chunk.window
+        window = self.window(env)
         assert window is not None
         _, k, v = self.split(env.t[self.qkv])
         rows = slice(window.start, window.start + env.chunk.tokens)
@@ -132,12 +143,12 @@ class CausalAttention(Op):
     def _kernels(self, env: OpEnv, q: Tensor) -> tuple[Kernels | None, AttentionStyle]:
         """What serves, and the style without a window that hides no key of this chunk's queries."""
         window, seq_lens = env.chunk.window, env.chunk.seq_lens
-        other = () if window is None else (window.start, window.block_tokens)
+        other = () if window is None else (window.start, window.chunk_tokens)
         style = self.style.within(max(seq_lens) + (0 if window is None else window.start))
         return choose_kernels(env.chunk.attention, q, seq_lens, other, style), style
 
     def forward(self, env: OpEnv) -> None:
-        chunk, window = env.chunk, env.chunk.window
+        chunk, window = env.chunk, self.window(env)
         if window is not None:
             self.fill_window(env)
         q, k, v = self.split(env.t[self.qkv])
@@ -154,7 +165,7 @@ class CausalAttention(Op):
         lse.copy_(kernel_lse)
 
     def backward_input(self, env: OpEnv) -> None:
-        chunk, window = env.chunk, env.chunk.window
+        chunk, window = env.chunk, self.window(env)
         q, k, v = self.split(env.t[self.qkv])
         out, lse = self._views(env)
         grad_out = env.g[self.y].view(-1, self.num_heads, self.head_dim)
@@ -195,6 +206,10 @@ class CausalAttention(Op):
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         copies = 2.0 * tokens * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim * compute_bytes
         return Work(attention_backward_flops=2.5 * self._flops(tokens, seq_len), memory_bytes=copies, kernels=7)
+
+    def fill_window_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        row = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return Work(memory_bytes=2.0 * tokens * row * compute_bytes, kernels=2)
 
     def _has_kernels(self, compute_bytes: int) -> bool:
         """Whether kernels serve such operands on CUDA; else it is the plain path."""
