@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from flexengine.models.delta_block import DeltaShape, delta_ops, delta_params
 from flexengine.models.spec import ParamSpec, WeightSource
 from flexengine.ops.attention import CausalAttention
 from flexengine.ops.attention_style import CAUSAL, AttentionStyle
 from flexengine.ops.base import Op
+from flexengine.ops.columns import Columns
 from flexengine.ops.experts import Gather, GroupedLinear, HandOut, WeightedGLU
 from flexengine.ops.glu import GLU, Activation
+from flexengine.ops.head_gate import HeadGate
 from flexengine.ops.linear import Linear
 from flexengine.ops.qk_norm import QKNorm, Span
 from flexengine.ops.rmsnorm import NormStyle, RMSNorm
@@ -39,6 +42,7 @@ class BlockShape:
     """Sizes and options of one block. Blocks of equal shape share their ops.
 
     qk_norm: queries and keys are normalised by head or by row. rope: the model's table of frequencies, None for none.
+    gated: each query head comes with a gate of its output (with qk_norm). delta: linear attention in place of attention.
     """
 
     hidden_size: int
@@ -57,6 +61,8 @@ class BlockShape:
     attention: AttentionStyle = CAUSAL
     activation: Activation = "silu"
     experts: ExpertShape | None = None
+    gated: bool = False
+    delta: DeltaShape | None = None
 
     @property
     def query_width(self) -> int:
@@ -67,6 +73,11 @@ class BlockShape:
     def key_width(self) -> int:
         """Columns of all key heads, and of all value heads."""
         return self.num_key_value_heads * self.head_dim
+
+    @property
+    def query_rows(self) -> int:
+        """Rows of the projection to queries: those of their gates among them."""
+        return self.query_width * (2 if self.gated else 1)
 
 
 @dataclass(frozen=True)
@@ -80,6 +91,7 @@ class BlockNames:
     o: str = "self_attn.o_proj"
     attn_post_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
+    delta: str = "linear_attn"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     mlp_post_norm: str = "post_feedforward_layernorm"
@@ -101,19 +113,28 @@ def _attention_ops(s: BlockShape) -> list[Op]:
     """x -> x1."""
     d, n, g, h = s.hidden_size, s.num_attention_heads, s.num_key_value_heads, s.head_dim
     ops, rows = _opening_norm(s, "attn_norm", "x", "h1")
+    if s.delta is not None:
+        assert s.norms == "pre", "no family has norms after linear attention"
+        return [*ops, *delta_ops(d, s.delta, rows, "x", "x1")]
     stages = ["qkv_raw"] if s.qk_norm or s.rope else []
     stages += ["qkv_normed"] if s.qk_norm and s.rope else []
     stages.append("qkv")
     ops.append(
-        Linear("qkv_proj", rows, stages[0], d, s.query_width + 2 * s.key_width, *_weights("qkv_proj", s.qkv_bias))
+        Linear("qkv_proj", rows, stages[0], d, s.query_rows + 2 * s.key_width, *_weights("qkv_proj", s.qkv_bias))
     )
     if s.qk_norm:
         weights = ("q_norm.weight", "k_norm.weight")
-        ops.append(QKNorm("qk_norm", stages[0], stages[1], n, g, h, s.qk_norm, weights, s.norm))
+        ops.append(QKNorm("qk_norm", stages[0], stages[1], n, g, h, s.qk_norm, weights, s.norm, s.gated))
     if s.rope:
         ops.append(RoPE("rope", stages[-2], stages[-1], n, g, h, s.rope_scaling, s.rope))
     ops.append(CausalAttention("attention", "qkv", "o", n, g, h, s.attention))
-    return [*ops, *_closing(s, ("o_proj", "o", s.query_width, s.o_bias), "attn_post_norm", "x", "x1")]
+    if s.gated:
+        assert s.qk_norm == "head", "gates lie head by head, and pass where queries are normalised"
+        ops.append(HeadGate("head_gate", "o", stages[0], "gated_o", Columns(h, n, 2 * h, h)))
+    return [
+        *ops,
+        *_closing(s, ("o_proj", "gated_o" if s.gated else "o", s.query_width, s.o_bias), "attn_post_norm", "x", "x1"),
+    ]
 
 
 def _mlp_ops(s: BlockShape) -> list[Op]:
@@ -203,11 +224,14 @@ def block_params(s: BlockShape, prefix: str, names: BlockNames) -> tuple[ParamSp
         qk_widths = (s.query_width, s.key_width)
     pre, post = s.norms != "post", s.norms != "pre"
     qk_norms = [norm("q_norm", names.q_norm, qk_widths[0]), norm("k_norm", names.k_norm, qk_widths[1])]
-    return (
-        *([norm("attn_norm", names.attn_norm)] if pre else []),
-        *linear("qkv_proj", names.qkv, (s.query_width, s.key_width, s.key_width), d, s.qkv_bias),
+    attention = [
+        *linear("qkv_proj", names.qkv, (s.query_rows, s.key_width, s.key_width), d, s.qkv_bias),
         *(qk_norms if s.qk_norm else []),
         *linear("o_proj", (names.o,), (d,), s.query_width, s.o_bias),
+    ]
+    return (
+        *([norm("attn_norm", names.attn_norm)] if pre else []),
+        *(attention if s.delta is None else delta_params(d, s.delta, f"{prefix}.{names.delta}")),
         *([norm("attn_post_norm", names.attn_post_norm)] if post else []),
         *([norm("mlp_norm", names.mlp_norm)] if pre else []),
         *(mlp() if s.experts is None else _expert_params(d, s.experts, prefix, names)),
@@ -221,14 +245,17 @@ def _expert_params(d: int, e: ExpertShape, prefix: str, names: BlockNames) -> li
     def source(expert: int, name: str, rows: int, columns: int) -> WeightSource:
         return WeightSource(f"{prefix}.{names.experts}.{expert}.{name}.weight", (rows, columns))
 
+    def fused(name: str, rows: int, columns: int) -> WeightSource:
+        return WeightSource(f"{prefix}.{names.experts}.{name}", (e.count, rows, columns))
+
     experts, f = range(e.count), e.width
     gate_up = tuple(source(i, name, f, d) for i in experts for name in names.expert_gate_up)
     down = tuple(source(i, names.expert_down, d, f) for i in experts)
     router = WeightSource(f"{prefix}.{names.router}.weight", (e.count, d))
     return [
         ParamSpec("router.weight", (e.count, d), (router,)),
-        ParamSpec("experts_gate_up.weight", (e.count, 2 * f, d), gate_up),
-        ParamSpec("experts_down.weight", (e.count, d, f), down),
+        ParamSpec("experts_gate_up.weight", (e.count, 2 * f, d), gate_up, fused=fused("gate_up_proj", 2 * f, d)),
+        ParamSpec("experts_down.weight", (e.count, d, f), down, fused=fused("down_proj", d, f)),
         *(_shared_params(d, e.shared_width, f"{prefix}.{names.shared}") if e.shared_width else []),
     ]
 

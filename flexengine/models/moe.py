@@ -31,19 +31,14 @@ def build(name: str, config: dict) -> ModelSpec:
     """The model of a config of one of these types. Raises ValueError as the others do."""
     fields, family = Fields(name, config), config["model_type"]
     read_activation(fields, family)
-    _refuse_others(fields)
+    refuse_others(fields)
     sizes = read_sizes(fields)
     norm = NormStyle(read_rms_norm_eps(fields, 1e-6 if family.startswith("qwen") else 1e-5))
     if family == "mixtral":
         config = {"rope_theta": MIXTRAL_THETA, **config}
     table = rope_table(config, sizes.head_dim, name, family=family)
     options = {"mixtral": _mixtral, "olmoe": _olmoe, "qwen2_moe": _qwen2, "qwen3_moe": _qwen3}[family](fields, sizes)
-    experts = options["experts"]
-    if experts.per_token > experts.count:
-        raise ValueError(
-            f"{name}: num_experts_per_tok={experts.per_token} in config.json is more than its {experts.count} experts; "
-            "one of them is wrong: fetch the published one again"
-        )
+    check_experts(fields, options["experts"])
     block = sizes.block(norm, rope_scaling=table.scaling, **options)
     shape = DecoderShape(
         vocab_size=sizes.vocab_size,
@@ -56,7 +51,17 @@ def build(name: str, config: dict) -> ModelSpec:
     return decoder_model(name, family, config, shape)
 
 
-def _refuse_others(fields: Fields) -> None:
+def check_experts(fields: Fields, experts: ExpertShape) -> ExpertShape:
+    """The same. Raises ValueError when a token is to have more experts than there are."""
+    if experts.per_token > experts.count:
+        raise ValueError(
+            f"{fields.model}: num_experts_per_tok={experts.per_token} in config.json is more than its {experts.count} "
+            "experts; one of them is wrong: fetch the published one again"
+        )
+    return experts
+
+
+def refuse_others(fields: Fields) -> None:
     """Raise ValueError for what the family's configs can ask for and no op does."""
     asked = {
         "output_router_logits=true, a loss that balances experts": fields.switch("output_router_logits", False),

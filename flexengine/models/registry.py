@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flexengine.models import gemma, gpt2, llama, mistral, moe, olmo, phi3, qwen
+from flexengine.models import gemma, gpt2, llama, mistral, moe, olmo, phi3, qwen, qwen_next
 from flexengine.models.sizes import with_class_defaults
 from flexengine.models.spec import ModelSpec
 from flexengine.models.unknown import unknown_family
@@ -57,6 +57,26 @@ FAMILIES: dict[str, Family] = {
         moe.build, "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B", "experts and a gated one that all tokens share; biases", 3
     ),
     "qwen3_moe": Family(moe.build, "Qwen3-30B-A3B, Qwen3-235B-A22B", "experts; queries and keys normalised by head", 3),
+    "qwen3_next": Family(
+        qwen_next.build,
+        "Qwen3-Next-80B-A3B",
+        "linear attention in most layers, gated attention in the others; experts and a gated one that all share",
+        3,
+    ),
+    "qwen3_5_text": Family(qwen_next.build, "Qwen3.5, Qwen3.6 (dense, text)", "as qwen3_next, with a dense FFN", 3),
+    "qwen3_5_moe_text": Family(qwen_next.build, "Qwen3.5, Qwen3.6 (experts, text)", "as qwen3_next", 3),
+    "qwen3_5": Family(
+        qwen_next.build_with_images,
+        "Qwen3.5-9B, Qwen3.6-27B: their text",
+        "as qwen3_5_text; what sees is exported as it is",
+        1,
+    ),
+    "qwen3_5_moe": Family(
+        qwen_next.build_with_images,
+        "Qwen3.5-35B-A3B: its text",
+        "as qwen3_5_moe_text; what sees is exported as it is",
+        1,
+    ),
     "gpt2": Family(gpt2.build, "GPT-2", "LayerNorm, learned positions, GELU, weights input by output", 3),
 }
 
