@@ -358,7 +358,7 @@ def choose_device(name: str) -> torch.device:
 
 def block_shape(spec: ModelSpec) -> BlockShape:
     """Sizes of a model's blocks: the widest input of a block's matrices is that of the MLP's last."""
-    groups = [spec.groups[index] for index in spec.blocks[0].groups] if spec.blocks else []
+    groups = [spec.groups[index] for layer in spec.blocks for index in layer.groups]
     widths = [param.shape[-1] for group in groups for param in group.params if param.kind == "matrix"]
     return BlockShape(spec.hidden_size, max([spec.hidden_size, *widths]), spec.head_dim)
 

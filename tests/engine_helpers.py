@@ -83,9 +83,9 @@ def saved_model(
     return model
 
 
-def resident_layer(spec: ModelSpec) -> LayerPlan:
-    """Every output that some backward reads is kept on the GPU."""
-    return LayerPlan(savable_ops(spec.blocks[0].ops), (), "gpu")
+def resident_layers(spec: ModelSpec) -> list[LayerPlan]:
+    """Every output of the blocks that some backward reads is kept on the GPU."""
+    return [LayerPlan(savable_ops(block.ops), (), "gpu") for block in spec.blocks]
 
 
 def make_plan(
@@ -101,7 +101,7 @@ def make_plan(
     **decisions: Any,
 ) -> Plan:
     """A plan made by hand; by default everything stays on the GPU and nothing is recomputed."""
-    blocks = blocks or [resident_layer(spec)] * len(spec.blocks)
+    blocks = blocks or resident_layers(spec)
     request = Request(max_seq_len, max_tokens, GIB, GIB, numerics=numerics)
     return Plan(
         model=spec.name,

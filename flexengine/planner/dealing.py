@@ -18,9 +18,9 @@ MAX_SWAPS = 8
 def deal(drafting: Drafting, mix: Mix) -> Drafts:
     """The mix's options and levels dealt out: those first that send most, or last, or evenly spread; each order of
     options with each of levels. Few blocks get every order there is."""
-    sent = drafting.problem.options.host_bytes
+    sent = drafting.problem.option_host.mean
     options = _orders(mix.options, sent)
-    levels = _orders(mix.levels, drafting.problem.level_host)
+    levels = _orders(mix.levels, drafting.problem.level_host.mean)
     rows = np.array([o * NUM_LEVELS + v for o, v in product(options, levels)])
     return Drafts(rows, np.full(len(rows), mix.structure), np.tile(mix.slots, (len(rows), 1)))
 
@@ -93,7 +93,7 @@ def changed(drafting: Drafting, drafts: Drafts, index: int) -> Drafts:
 
 def alike(drafting: Drafting, drafts: Drafts, index: int) -> Drafts:
     """One placement with all blocks changed to any one option, their levels kept, under every structure."""
-    options, structures = np.arange(len(drafting.problem.options.plans)), np.arange(len(drafting.structures))
+    options, structures = np.arange(drafting.problem.num_options), np.arange(len(drafting.structures))
     rows = options[:, None] * NUM_LEVELS + drafts.rows[index] % NUM_LEVELS
     count = len(rows) * len(structures)
     return Drafts(
@@ -105,7 +105,7 @@ def alike(drafting: Drafting, drafts: Drafts, index: int) -> Drafts:
 
 def all_but_one(drafting: Drafting, drafts: Drafts, index: int) -> Drafts:
     """One placement with all blocks changed to any one option and one of them to any other, their levels kept."""
-    levels, count = drafts.rows[index] % NUM_LEVELS, len(drafting.problem.options.plans)
+    levels, count = drafts.rows[index] % NUM_LEVELS, drafting.problem.num_options
     blocks = np.arange(len(levels))
     most, other, place = (axis.ravel() for axis in np.meshgrid(range(count), range(count), blocks, indexing="ij"))
     options = np.where(blocks[None, :] == place[:, None], other[:, None], most[:, None])

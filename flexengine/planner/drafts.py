@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from flexengine.planner import loads
+from flexengine.planner.kind_tables import KindTables
+from flexengine.planner.kinds import OfBlocks
 from flexengine.planner.sketch import Batch, EdgeCosts, RoundCosts, RowCosts, Sketch
 from flexengine.planner.solver import Placement, RoundProblem
 from flexengine.planner.tables import NEEDS_TILES, NUM_LEVELS, STREAMS_GRADS, STREAMS_WEIGHTS
@@ -80,7 +82,7 @@ class Drafting:
     def mix(self, drafts: Drafts, index: int) -> Mix:
         """How many blocks do what in one of them."""
         rows, (weight, grad, save) = drafts.rows[index], (int(count) for count in drafts.slots[index])
-        options = np.bincount(rows // NUM_LEVELS, minlength=len(self.problem.options.plans))
+        options = np.bincount(rows // NUM_LEVELS, minlength=self.problem.num_options)
         levels = np.bincount(rows % NUM_LEVELS, minlength=NUM_LEVELS)
         return Mix(options, levels, int(drafts.structures[index]), (weight, grad, save))
 
@@ -122,25 +124,27 @@ class Drafting:
     def block_slot_bytes(self, drafts: Drafts) -> np.ndarray:
         """Bytes [P] of the blocks' weight, accumulator and gradient slots, no more than blocks that need one."""
         levels = drafts.rows % NUM_LEVELS
-        weights = np.minimum(drafts.slots[:, 0], STREAMS_WEIGHTS[levels].sum(axis=1))
-        grads = np.minimum(drafts.slots[:, 1], STREAMS_GRADS[levels].sum(axis=1))
-        accumulator, weight, grad = self.problem.templates.block_slot_bytes
-        return accumulator + weight * weights + grad * grads
+        templates, total = self.problem.templates, self.problem.templates.accumulator_bytes
+        sizes = templates.slot_bytes[:, templates.kind_of]
+        for size, count, streams in zip(sizes, drafts.slots.T[:2], (STREAMS_WEIGHTS, STREAMS_GRADS), strict=True):
+            streamed = streams[levels]
+            total = total + np.minimum(count, streamed.sum(axis=1)) * (size * streamed).max(axis=1)
+        return total
 
     def region_bytes(self, drafts: Drafts) -> np.ndarray:
         """Bytes [P] of a round's slots, over which optimizer tiles lie."""
         p, options = self.problem, drafts.rows // NUM_LEVELS
         block, edges = self.block_slot_bytes(drafts), self.edge_slots[0][drafts.structures]
         slots = np.where(self.share[drafts.structures], np.maximum(block, edges), block + edges)
-        staging = drafts.slots[:, 2] * aligned(p.options.staged_bytes[options].max(axis=1))
-        scratch = np.maximum(p.activations.scratch_floor, p.options.scratch_bytes[options].max(axis=1))
-        kept = p.chunks_per_round * p.options.gpu_bytes[options].sum(axis=1)
+        staging = drafts.slots[:, 2] * aligned(p.option_staged.at(options).max(axis=1))
+        scratch = np.maximum(p.activations.scratch_floor, p.option_scratch.at(options).max(axis=1))
+        kept = p.chunks_per_round * p.option_gpu.at(options).sum(axis=1)
         return slots + p.activations.round_gpu_bytes + staging + aligned(scratch) + kept
 
     def gpu_bytes(self, drafts: Drafts) -> np.ndarray:
         """GPU bytes [P] of the process."""
         p, levels = self.problem, drafts.rows % NUM_LEVELS
-        resident = self.edge_gpu[drafts.structures] + p.level_gpu[levels].sum(axis=1)
+        resident = self.edge_gpu[drafts.structures] + p.level_gpu.at(levels).sum(axis=1)
         tiled = (NEEDS_TILES[levels]).any(axis=1) | NEEDS_TILES[self.edge_levels[drafts.structures]].any(axis=1)
         region = np.maximum(self.region_bytes(drafts), np.where(tiled, p.templates.least_tile_bytes, 0))
         return p.activations.fixed_gpu_bytes + resident + region
@@ -148,7 +152,7 @@ class Drafting:
     def host_bytes(self, drafts: Drafts) -> np.ndarray:
         """Host bytes [P] of the process."""
         p = self.problem
-        planes = self.edge_host[drafts.structures] + p.row_host[drafts.rows].sum(axis=1)
+        planes = self.edge_host[drafts.structures] + p.row_host.at(drafts.rows).sum(axis=1)
         scale = np.where(
             (drafts.rows % NUM_LEVELS == loads.UPDATED_BY_CPU).any(axis=1), p.templates.cpu_update_host_bytes, 0
         )
@@ -171,7 +175,7 @@ class Drafting:
 
     def round_s(self, drafts: Drafts, accumulating: np.ndarray) -> np.ndarray:
         """Estimated seconds [P] of a round."""
-        rows = RowCosts(*(column[drafts.rows.T] for column in self.row_costs))
+        rows = RowCosts(**{name: column.at(drafts.rows).T for name, column in self.row_costs.items()})
         embedding, head = (
             EdgeCosts(*edge[:5], *(column[drafts.structures] for column in edge[5:])) for edge in self.edge_costs
         )
@@ -186,11 +190,13 @@ class Drafting:
 
     @cached_property
     def round_costs(self) -> RoundCosts:
-        """A block's compute per chunk."""
-        p, group = self.problem, self.problem.templates.block_group
-        seconds = p.block_seconds
+        """The blocks' compute per chunk."""
+        p = self.problem
         return RoundCosts(
-            tuple(s.forward_s for s in seconds), tuple(s.backward_s for s in seconds), self._finish_s(group), p.sliced
+            p.of_blocks(lambda kind: np.array([s.forward_s for s in kind.seconds])).each(),
+            p.of_blocks(lambda kind: np.array([s.backward_s for s in kind.seconds])).each(),
+            p.of_blocks(lambda kind: np.array(self._finish_s(kind.group))).each(),
+            p.sliced,
         )
 
     def _finish_s(self, group) -> float:
@@ -208,20 +214,25 @@ class Drafting:
         return np.where(num_bytes > 0, (num_bytes + p.copy_latency_s * alone) / busy, 0.0)
 
     @cached_property
-    def row_costs(self) -> RowCosts:
-        """What the rows [K] cost in a round."""
-        p, options, cost = self.problem, self.problem.options, self.problem.cost
+    def row_costs(self) -> dict[str, OfBlocks]:
+        """What the rows [K] cost in a round, by field of RowCosts."""
+        found = [self._row_costs(kind) for kind in self.problem.kinds]
+        columns = zip(RowCosts._fields, zip(*found, strict=True), strict=True)
+        return {name: OfBlocks(np.stack(column), self.problem.templates.kind_of) for name, column in columns}
+
+    def _row_costs(self, kind: KindTables) -> RowCosts:
+        p, options, cost = self.problem, kind.options, self.problem.cost
         copy_s = loads.issue_s(cost, "copy")
         option, level = p.row_option, p.row_level
-        chunks, planes = len(p.shape.chunks), p.templates.block_group.plane_bytes
+        chunks, planes = len(p.shape.chunks), kind.group.plane_bytes
         inputs = np.where(options.host_bytes > options.staged_bytes, p.hidden_bytes, 0)[option]
         staged = options.staged_bytes[option]
         weights, grads = STREAMS_WEIGHTS[level] * planes["weights"], STREAMS_GRADS[level] * planes["grad"]
-        copies_s = copy_s * p.option_copies[option]
-        forward_s = sum(s.forward_issue_s for s in p.block_seconds) / chunks
-        backward_s = sum(s.backward_issue_s for s in p.block_seconds) / chunks + p.option_issue_s[option]
+        copies_s = copy_s * kind.copies[option]
+        forward_s = sum(s.forward_issue_s for s in kind.seconds) / chunks
+        backward_s = sum(s.backward_issue_s for s in kind.seconds) / chunks + kind.issue_s[option]
         return RowCosts(
-            recompute_s=p.option_recompute_s[option] / chunks,
+            recompute_s=kind.recompute_s[option] / chunks,
             input_d2h_s=self._copy_s(inputs, False),
             save_d2h_s=self._copy_s(staged, False),
             input_h2d_s=self._copy_s(inputs, True),
@@ -279,42 +290,53 @@ class Drafting:
             for n in set(steps.tolist())
         }
         tiles = [known[n] for n in steps.tolist()]
-        counts = np.stack([(drafts.rows % NUM_LEVELS == v).sum(axis=1) for v in range(NUM_LEVELS)], axis=1)
+        levels = drafts.rows % NUM_LEVELS
         for tile in set(tiles):
             mine = np.array([t == tile for t in tiles])
             blocks, edges, first_s = self.update_parts(*tile)
-            parts = counts[mine] @ blocks + edges[drafts.structures[mine]]
+            parts = self._of_levels(blocks, levels[mine]) + edges[drafts.structures[mine]]
             found[mine] = exposed_s(parts, first_s, self.problem.hidden_update_s, self.problem.cost)
             if not self.problem.request.clipping:
                 found[mine] += self._slowed_s(drafts.rows[mine], parts[:, 3])
         return found
 
+    def _of_levels(self, blocks: OfBlocks, levels: np.ndarray) -> np.ndarray:
+        """The sum [P, 4] over blocks of what their levels [P, L] take."""
+        total = np.zeros((len(levels), blocks.by_kind.shape[-1]))
+        for kind, table in enumerate(blocks.by_kind):
+            own = levels[:, blocks.kind_of == kind]
+            total += np.stack([(own == v).sum(axis=1) for v in range(NUM_LEVELS)], axis=1) @ table
+        return total
+
     def _slowed_s(self, rows: np.ndarray, cpu_s: np.ndarray) -> np.ndarray:
         """Seconds [P] by which updates of cpu_s seconds [P] under the last backward slow it: the link has a part of its
         rate beside them, and compute waits where backward asks for more than that."""
-        costs, base, p = self.row_costs, self.round_costs, self.problem.cost.profile
-        chunks = len(base.backward_s)
+        base, p = self.round_costs, self.problem.cost.profile
+        costs = RowCosts(**{name: column.at(rows) for name, column in self.row_costs.items()})
+        chunks = base.backward_s.shape[1]
         saved_s = chunks * (costs.input_h2d_s + costs.save_h2d_s) * (2 if base.refill else 1)
         link_s = saved_s + costs.weights_h2d_s + (costs.grad_h2d_s if self.problem.rounds > 1 else 0.0)
-        compute_s = sum(base.backward_s) + base.finish_s + chunks * costs.recompute_s
-        link_s, compute_s = link_s[rows].sum(axis=1), compute_s[rows].sum(axis=1)
+        compute_s = base.backward_s.sum(axis=1) + base.finish_s + chunks * costs.recompute_s
+        link_s, compute_s = link_s.sum(axis=1), compute_s.sum(axis=1)
         has = min(1.0, p.h2d_beside_cpu_bytes_per_s / p.h2d_duplex_bytes_per_s)
         asks = np.maximum(has, np.minimum(1.0, link_s / compute_s))
         return np.minimum(cpu_s, compute_s) * (1 - has / asks)
 
-    def update_parts(self, slots: int, tile: int) -> tuple[np.ndarray, np.ndarray, float]:
-        """`Stations.seconds` of a block by level [V, 4] and of the edges by structure [S, 4] in an update with such
+    def update_parts(self, slots: int, tile: int) -> tuple[OfBlocks, np.ndarray, float]:
+        """`Stations.seconds` of blocks by level [V, 4] and of the edges by structure [S, 4] in an update with such
         tiles, and those of the first tile's way."""
         key = (slots, tile)
         if key not in self._updates:
             cost, templates = self.problem.cost, self.problem.templates
-            groups = [templates.block_group, *templates.edge_layouts]
+            kinds = len(templates.kinds)
+            groups = [*templates.kind_layouts, *templates.edge_layouts]
             found = [[stations(group, level, tile, cost) for level in loads.LEVELS] for group in groups]
             parts = np.array([[s.seconds(slots, cost) for s in by_level] for by_level in found])
-            edges = parts[np.arange(1, len(groups)), self.edge_levels].sum(axis=1)
-            self._updates[key] = parts[0], edges, found[0][loads.STREAMED].first_s
+            edges = parts[np.arange(kinds, len(groups)), self.edge_levels].sum(axis=1)
+            blocks = OfBlocks(parts[:kinds], templates.kind_of)
+            self._updates[key] = blocks, edges, found[0][loads.STREAMED].first_s
         return self._updates[key]
 
     @cached_property
-    def _updates(self) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray, float]]:
+    def _updates(self) -> dict[tuple[int, int], tuple[OfBlocks, np.ndarray, float]]:
         return {}

@@ -78,6 +78,14 @@ def repeat(layer: Choices, count: int, limit_bytes: int) -> Choices:
     return total
 
 
+def together(classes: list[Choices], limit_bytes: int) -> Choices:
+    """The frontier of layers of several classes."""
+    total = classes[0]
+    for other in classes[1:]:
+        total = merge(total, other, limit_bytes, thin=other is not classes[-1])
+    return total
+
+
 def _pareto(num_bytes: np.ndarray, cost: np.ndarray) -> np.ndarray:
     """Positions of the points that no other beats in bytes and cost, fewest bytes first."""
     order = np.argsort(num_bytes, kind="stable")

@@ -84,14 +84,16 @@ class Mixing:
         """Mixes of levels [Q, V] under structures [Q]."""
         p, d = self.problem, self.drafting
         weights, grads = levels @ STREAMS_WEIGHTS, levels @ STREAMS_GRADS
-        accumulator, weight, grad = p.templates.block_slot_bytes
-        block = accumulator + weight * np.minimum(slots[0], weights) + grad * np.minimum(slots[1], grads)
+        weight, grad = p.templates.largest_slot_bytes
+        block = (
+            p.templates.accumulator_bytes + weight * np.minimum(slots[0], weights) + grad * np.minimum(slots[1], grads)
+        )
         edges, share = d.edge_slots[0][structures], d.share[structures]
         region = np.where(share, np.maximum(block, edges), block + edges)
-        table = levels @ p.level_loads + self._edge_loads[structures]
+        table = levels @ p.level_loads.mean + self._edge_loads[structures]
         return Parameters(
-            region + d.edge_gpu[structures] + levels @ p.level_gpu,
-            d.edge_host[structures] + levels @ p.level_host,
+            region + d.edge_gpu[structures] + levels @ p.level_gpu.mean,
+            d.edge_host[structures] + levels @ p.level_host.mean,
             table,
             self._update_s(levels, structures) + self._alone_s(weights, grads, structures),
         )
@@ -106,7 +108,7 @@ class Mixing:
         """Seconds [Q] of the update with tiles as large as is useful."""
         templates = self.problem.templates
         blocks, edges, first_s = self.drafting.update_parts(*templates.tiles(1 << 60, SlotCounts().optimizer))
-        parts = levels @ blocks + edges[structures]
+        parts = levels @ blocks.mean + edges[structures]
         return exposed_s(parts, first_s, self.problem.hidden_update_s, self.problem.cost)
 
     def _alone_s(self, weights: np.ndarray, grads: np.ndarray, structures: np.ndarray) -> np.ndarray:
@@ -130,7 +132,8 @@ class Mixing:
     def _block_copy_s(self) -> tuple[float, float]:
         """Seconds to fetch a block's weights, and to send its gradient."""
         costs = self.drafting.row_costs
-        return float(costs.weights_h2d_s[loads.STREAMED]), float(costs.grad_d2h_s[loads.STREAMED])
+        weights, grads = costs["weights_h2d_s"].mean, costs["grad_d2h_s"].mean
+        return float(weights[loads.STREAMED]), float(grads[loads.STREAMED])
 
     def activations(self, sums: np.ndarray, staged: np.ndarray, scratch: np.ndarray, save_slots: int) -> Activations:
         """Mixes whose columns of `option_table` add up to sums [M, 14], with their largest staged and scratch bytes."""
@@ -142,8 +145,8 @@ class Mixing:
     @cached_property
     def option_table(self) -> np.ndarray:
         """GPU bytes and host bytes per chunk, and loads: [O, 14]."""
-        options = self.problem.options
-        return np.column_stack((options.gpu_bytes, options.host_bytes, self.problem.option_loads))
+        p = self.problem
+        return np.column_stack((p.option_gpu.mean, p.option_host.mean, p.option_loads.mean))
 
     @cached_property
     def fixed_gpu_bytes(self) -> int:
@@ -196,9 +199,9 @@ class Mixing:
     def supported(self) -> np.ndarray:
         """Options that are best at some prices of GPU bytes (a block's own, or with what all blocks share), host bytes,
         recomputation and offload slots."""
-        p, options = self.problem, self.problem.options
-        uniform = p.num_blocks * p.chunks_per_round * options.gpu_bytes + options.staged_bytes + options.scratch_bytes
-        own = (*self.option_table[:, :2].T, p.option_recompute_s, options.staged_bytes)
+        p, staged = self.problem, self.problem.option_staged.largest
+        uniform = p.chunks_per_round * p.option_gpu.total + staged + p.option_scratch.largest
+        own = (*self.option_table[:, :2].T, p.option_recompute_s.mean, staged)
         table = np.column_stack((*own, uniform))
         table = table / np.maximum(table.max(axis=0), 1e-30)
         octaves = 2.0 ** np.arange(-5, 6)
@@ -209,7 +212,7 @@ class Mixing:
 
     def option_mixes(self, shares: tuple[float, ...]) -> np.ndarray:
         """Mixes [M, O] of supported options."""
-        return _mixes(self.supported, len(self.problem.options.plans), self.problem.num_blocks, shares)
+        return _mixes(self.supported, self.problem.num_options, self.problem.num_blocks, shares)
 
     def level_mixes(self, shares: tuple[float, ...]) -> np.ndarray:
         """Mixes [Q, V] of levels."""
@@ -276,8 +279,8 @@ class Mixing:
 
     def _activations_of(self, options: np.ndarray, save_slots: int) -> Activations:
         """Mixes of options [M, O]."""
-        used, kept = options > 0, self.problem.options
-        staged, scratch = (np.where(used, column, 0).max(axis=1) for column in (kept.staged_bytes, kept.scratch_bytes))
+        used, columns = options > 0, (self.problem.option_staged.largest, self.problem.option_scratch.largest)
+        staged, scratch = (np.where(used, column, 0).max(axis=1) for column in columns)
         return self.activations(options @ self.option_table, staged, scratch, save_slots)
 
 

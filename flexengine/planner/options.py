@@ -1,4 +1,4 @@
-"""The ways a block can keep its activations at one chunk size, as arrays: save sets, split between GPU and host.
+"""The ways blocks can keep their activations at one chunk size, as arrays: save sets, split between GPU and host.
 
 How the bytes of one set are split between the two sides changes no cost but bytes, so a few splits, evenly apart, stand
 for all. Bytes are per chunk; what recomputation takes is per round, as it depends on where sequences are cut.
@@ -6,10 +6,11 @@ for all. Bytes are per chunk; what recomputation takes is per round, as it depen
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations, product
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from flexengine.ops.base import Op
 from flexengine.plan import Home, LayerPlan
 from flexengine.planner.cost_model import CostModel
 from flexengine.planner.frontier import recompute_s
+from flexengine.planner.kinds import Sets
 from flexengine.planner.loads import issue_s
 from flexengine.schedule.layer_program import LayerProgram, align, compile_layer, savable_ops
 from flexengine.schedule.lowering import RoundShape
@@ -28,7 +30,7 @@ NUM_SPLITS = 4
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """Keep options [K] of a block. All bytes are int64 and of one chunk.
+    """Keep options [O] of blocks of one kind. All bytes are int64 and of one chunk.
 
     gpu_bytes and host_bytes stay from forward to backward; staged_bytes is what one offload slot must hold; set_of says
     which of `programs` an option runs.
@@ -43,41 +45,72 @@ class Options:
     scratch_bytes: np.ndarray
 
     def recompute_s(self, shape: RoundShape, cost: CostModel) -> np.ndarray:
-        """Seconds [K] per round that backward spends on recomputation."""
+        """Seconds [O] per round that backward spends on recomputation."""
         return np.array([recompute_s(program, shape, cost) for program in self.programs])[self.set_of]
 
     def issue_s(self, cost: CostModel, sliced: bool) -> np.ndarray:
-        """Host seconds [K] to issue a chunk's backward, and what fills the window of a sliced sequence."""
+        """Host seconds [O] to issue a chunk's backward, and what fills the window of a sliced sequence."""
         found = [issue_s(cost, "backward", program) for program in self.programs]
         if sliced:
             found = [s + issue_s(cost, "fill_window", p) for s, p in zip(found, self.programs, strict=True)]
         return np.array(found)[self.set_of]
 
 
+class _Choice(NamedTuple):
+    """An option: the number of its save set, its part on the GPU by kind, and the home of the input."""
+
+    number: int
+    on_gpu: tuple[tuple[str, ...], ...]
+    input_home: Home
+
+
 def keep_options(
-    layer: LayerSpec,
-    sets: tuple[tuple[str, ...], ...],
+    layers: Sequence[LayerSpec],
+    sets: Sets,
     cost: CostModel,
     recompute: Literal["auto", "none", "full"],
     hidden_bytes: int,
     sliced: bool,
-) -> Options:
-    """Placements of a block's input and save sets at the chunk size of `cost`.
+) -> tuple[Options, ...]:
+    """Placements of input and save sets at the chunk size of `cost`, by kind of block; layers: one block of each.
 
-    sets: the frontier's. recompute `none` keeps all that backward needs, `full` only the layer's input. sliced: the
-    chunk is part of a sequence, whose key/value window backward must fill again.
+    recompute `none` keeps all that backward needs, `full` only the layer's input. sliced: the chunk is part of a
+    sequence, whose key/value window backward must fill again.
     """
     if recompute == "full":
-        sets = ((),)
+        sets = (((),),) * len(layers)
     elif recompute == "none":
-        sets = (savable_ops(layer.ops),)
-    programs = tuple(compile_layer(layer, ops, (), cost.chunk_tokens, cost.compute_bytes) for ops in sets)
+        sets = tuple((savable_ops(layer.ops),) for layer in layers)
     homes: tuple[Home, ...] = ("gpu", "host")
-    found: list[tuple[int, tuple[str, ...], Home]] = [
-        (number, on_gpu, home)
-        for number, ops in enumerate(sets)
-        for on_gpu, home in product(splits(layer.ops, ops, cost.chunk_tokens, cost.compute_bytes), homes)
-    ]
+    parts = [_splits_side_by_side(layers, together, cost) for together in zip(*sets, strict=True)]
+    found = [_Choice(number, *pair) for number, on_gpu in enumerate(parts) for pair in product(on_gpu, homes)]
+    return tuple(
+        _options(
+            layer, sets[kind], [(c.number, c.on_gpu[kind], c.input_home) for c in found], cost, hidden_bytes, sliced
+        )
+        for kind, layer in enumerate(layers)
+    )
+
+
+def _splits_side_by_side(
+    layers: Sequence[LayerSpec], together: tuple[tuple[str, ...], ...], cost: CostModel
+) -> list[tuple[tuple[str, ...], ...]]:
+    """What kinds keep on the GPU of save sets that go together: about the same share of each."""
+    sizes = (cost.chunk_tokens, cost.compute_bytes)
+    shares = zip(*(splits(layer.ops, ops, *sizes) for layer, ops in zip(layers, together, strict=True)), strict=True)
+    return list(dict.fromkeys(shares))
+
+
+def _options(
+    layer: LayerSpec,
+    sets: tuple[tuple[str, ...], ...],
+    found: list[tuple[int, tuple[str, ...], Home]],
+    cost: CostModel,
+    hidden_bytes: int,
+    sliced: bool,
+) -> Options:
+    """The options of one kind: (set, its part on the GPU, home of the input) of each."""
+    programs = tuple(compile_layer(layer, ops, (), cost.chunk_tokens, cost.compute_bytes) for ops in sets)
     sizes = {op.name: output_bytes(op, cost.chunk_tokens, cost.compute_bytes) for op in layer.ops}
     kept = np.array([sum(sizes[name] for name in on_gpu) for _, on_gpu, _ in found], dtype=np.int64)
     set_of = np.array([number for number, _, _ in found])
@@ -102,15 +135,13 @@ def _scratch_bytes(program: LayerProgram, sliced: bool) -> int:
 
 @lru_cache(maxsize=4096)
 def splits(ops: tuple[Op, ...], kept: tuple[str, ...], chunk_tokens: int, compute_bytes: int) -> list[tuple[str, ...]]:
-    """Parts of a save set to keep on the GPU: nothing, all, and those nearest to even shares of its bytes."""
+    """Parts of a save set to keep on the GPU: those nearest to even shares of its bytes, from nothing to all."""
     sizes = {op.name: output_bytes(op, chunk_tokens, compute_bytes) for op in ops if op.name in kept}
     parts = [part for count in range(len(kept) + 1) for part in combinations(kept, count)]
     taken = np.array([sum(sizes[name] for name in part) for part in parts])
-    chosen: dict[tuple[str, ...], None] = {}
-    for i in range(NUM_SPLITS + 1):
-        # of parts equally near the one with the fewest ops, as they come ordered by their number
-        chosen[parts[int(np.abs(taken - taken[-1] * i / NUM_SPLITS).argmin())]] = None
-    return list(chosen)
+    # of parts equally near the one with the fewest ops, as they come ordered by their number
+    shares = taken[-1] * np.arange(NUM_SPLITS + 1) / NUM_SPLITS
+    return [parts[int(np.abs(taken - share).argmin())] for share in shares]
 
 
 def output_bytes(op: Op, chunk_tokens: int, compute_bytes: int) -> int:

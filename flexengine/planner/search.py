@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
+
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.matmul_dtype import check_matmul_dtype
 from flexengine.models.spec import ModelSpec
@@ -19,6 +21,7 @@ from flexengine.plan import Plan, Prediction, Request
 from flexengine.planner.bound import speed_of_light_s
 from flexengine.planner.cost_model import CostModel, StepEstimate, StepPricer, round_shape
 from flexengine.planner.frontier import frontier
+from flexengine.planner.kinds import Sets, side_by_side
 from flexengine.planner.memory import (
     excess_bytes,
     gpu_categories,
@@ -89,7 +92,7 @@ class Search:
         self.model, self.request, self.profile = model, request, profile
         self.templates = Templates(model, request, profile)
         self.pricer = StepPricer(profile)
-        self.sets: tuple[tuple[str, ...], ...] | None = None
+        self.sets: Sets | None = None
         self.few_blocks = len(model.blocks) <= FEW_BLOCKS
         self.coarse_near = COARSE_NEAR if self.few_blocks else MANY_BLOCKS_COARSE_NEAR
         self.num_near = NUM_NEAR if self.few_blocks else MANY_BLOCKS_NUM_NEAR
@@ -157,13 +160,14 @@ class Search:
             counts = sorted(n for c, n in sizes if c == chunk and n * blocks <= limit)
             yield [RoundProblem(self.templates, chunk, n, self._save_sets(chunk)) for n in counts]
 
-    def _save_sets(self, chunk: int) -> tuple[tuple[str, ...], ...]:
+    def _save_sets(self, chunk: int) -> Sets:
         """Save sets on the frontier; found at one chunk size, as they hardly depend on it."""
         if self.sets is None:
             dtype_bytes = DTYPE_BYTES[self.request.numerics.compute]
             cost = CostModel(self.profile, dtype_bytes, chunk, self.request.max_seq_len)
             shape = round_shape(self.request, chunk, max(1, -(-self.request.max_seq_len // chunk)))
-            self.sets = tuple(s.ops for s in frontier(self.model.blocks[0], shape, cost))
+            counts = np.bincount(self.templates.kind_of)
+            self.sets = side_by_side(self.templates.kinds, counts, lambda layer: frontier(layer, shape, cost))
         return self.sets
 
     def last_resort(self) -> list[Plan]:

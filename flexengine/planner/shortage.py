@@ -13,6 +13,7 @@ from flexengine.metrics import format_bytes
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, PlanError, PlanReason, Request
 from flexengine.planner import loads
+from flexengine.planner.kinds import Sets, ever_smaller_sets
 from flexengine.planner.machine_size import remedy_note
 from flexengine.planner.memory import (
     gpu_categories,
@@ -24,7 +25,7 @@ from flexengine.planner.remedies import Least, Remedy, Try, gib_text, remedies
 from flexengine.planner.sizes import chunk_sizes
 from flexengine.planner.solver import Caps, Goal, Placement, RoundProblem
 from flexengine.planner.templates import SlotCounts, Templates
-from flexengine.schedule.layer_program import align, savable_ops
+from flexengine.schedule.layer_program import align
 from flexengine.schedule.layout import Layout
 
 LEAST_SLOTS = SlotCounts(1, 1, 1, 1)
@@ -67,9 +68,8 @@ class Feasibility:
         return Templates(self.model, self.request, self.profile)
 
     @cached_property
-    def _sets(self) -> tuple[tuple[str, ...], ...]:
-        names = savable_ops(self.model.blocks[0].ops)
-        return tuple(names[i:] for i in range(len(names), -1, -1))
+    def _sets(self) -> Sets:
+        return ever_smaller_sets(self._templates.kinds)
 
     def problems(self) -> Iterator[RoundProblem]:
         """A problem for every chunk size, smallest first, made when it is first asked for."""
@@ -103,8 +103,7 @@ class Feasibility:
             for caps in (Caps(0, problem.widest_caps.scratch_bytes), problem.widest_caps):
                 solution = problem.solve(LEAST_HOST, LEAST_SLOTS, self.request.max_gpu_bytes, caps)
                 if solution is not None:
-                    rows = tuple(sorted(solution.counts.elements()))
-                    placement = problem.normalised(Placement(solution.structure, solution.slots, rows))
+                    placement = problem.normalised(Placement(solution.structure, solution.slots, solution.rows))
                     needs = self._needs(problem.plan(placement))
                     if needs.gpu_bytes <= self.request.max_gpu_bytes:
                         yield needs
@@ -131,7 +130,7 @@ def _uniform(problem: RoundProblem) -> Iterator[Placement]:
     floor = problem.activations.scratch_floor
     shared = np.array([align(max(floor, int(b))) for b in problem.row_scratch])
     shared += np.array([align(int(b)) for b in problem.row_staged])
-    totals = problem.num_blocks * problem.row_gpu + shared
+    totals = problem.row_gpu.total + shared
     for level in loads.GPU_LEVELS:
         candidates = np.flatnonzero(problem.row_level == level)
         rows = (int(candidates[totals[candidates].argmin()]),) * problem.num_blocks

@@ -57,13 +57,13 @@ class EdgeCosts(NamedTuple):
 class RoundCosts(NamedTuple):
     """What all placements of a round have in common.
 
-    forward_s, backward_s: compute of a block per chunk, without recomputation; finish_s: rounding its gradient. refill:
-    sliced sequences fetch every chunk's kept tensors once more to rebuild the key/value window.
+    forward_s, backward_s: compute of the blocks [L, chunks], without recomputation; finish_s: rounding their gradients
+    [L]. refill: sliced sequences fetch every chunk's kept tensors once more to rebuild the key/value window.
     """
 
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
-    finish_s: float
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+    finish_s: np.ndarray
     refill: bool
 
 
@@ -129,9 +129,12 @@ class _Ring:
 
 
 class _Layer(NamedTuple):
-    """One layer's rows [P], which of its copies exist, and so which slots it takes."""
+    """One layer's rows [P], its compute by chunk, which of its copies exist, and so which slots it takes."""
 
     costs: RowCosts
+    forward_s: list[float]
+    backward_s: list[float]
+    finish_s: float
     weights: np.ndarray
     grads: np.ndarray
     inputs: np.ndarray
@@ -156,9 +159,9 @@ class Sketch:
         self.h2d_gain = 1 - profile.h2d_duplex_bytes_per_s / profile.h2d_bytes_per_s
         self.d2h_gain = 1 - profile.d2h_duplex_bytes_per_s / profile.d2h_bytes_per_s
         self.since = np.zeros(size)
-        chunks = len(round_costs.forward_s)
+        self.chunks = round_costs.forward_s.shape[1]
         self.weights, self.grads, self.saves = (_Ring(count) for count in batch.slots)
-        self.hidden = _Ring(np.full(size, chunks + 2))
+        self.hidden = _Ring(np.full(size, self.chunks + 2))
         self.everyone = self.hidden.pick(np.ones(size, dtype=bool))
         self.layers = [self._layer(i) for i in range(len(batch.rows.recompute_s))]
         self.offloaded: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
@@ -169,6 +172,9 @@ class Sketch:
         inputs, saves = costs.input_d2h_s > 0, costs.save_d2h_s > 0
         return _Layer(
             costs,
+            self.costs.forward_s[i].tolist(),
+            self.costs.backward_s[i].tolist(),
+            float(self.costs.finish_s[i]),
             weights,
             grads,
             inputs,
@@ -188,7 +194,7 @@ class Sketch:
         self.host += embedding.forward_issue_s
         self.compute = np.maximum(self.h2d, self.host) + embedding.forward_s
         floor = np.where(share & (embedding.weights_h2d_s > 0), self.compute, 0.0)
-        arrived = [self.compute] * len(self.costs.forward_s)
+        arrived = [self.compute] * self.chunks
         for _ in arrived:
             self.hidden.take(self.layers[0].hidden_slots)
         for i, layer in enumerate(self.layers):
@@ -247,7 +253,7 @@ class Sketch:
         costs = layer.costs
         self.compute = np.maximum(self.compute, self._fetch_weights(layer, layer.weights, layer.weight_slots, floor))
         inputs_sent, saves_sent = [], []
-        for c, seconds in enumerate(self.costs.forward_s):
+        for c, seconds in enumerate(layer.forward_s):
             self.host = self.host + costs.forward_issue_s
             start = np.maximum(self.compute, self.host)
             if layer.any_save:
@@ -275,18 +281,17 @@ class Sketch:
         self.weights.take(self.weights.pick(still))
         fetched = layer.weights & ~still
         ready = self._fetch_weights(layer, fetched, self.weights.pick(fetched), floor)
-        chunks = len(self.costs.backward_s)
         if self.costs.refill:
-            for c in range(chunks):
+            for c in range(self.chunks):
                 ready = self._fetch_saved(layer, c, sent, ready, 0.0)
-        for c in reversed(range(chunks)):
+        for c in reversed(range(self.chunks)):
             self.host = self.host + layer.costs.backward_issue_s
-            ready = self._fetch_saved(layer, c, sent, ready, self.costs.backward_s[c] + layer.costs.recompute_s)
+            ready = self._fetch_saved(layer, c, sent, ready, layer.backward_s[c] + layer.costs.recompute_s)
         self.weights.give(self.compute, layer.weight_slots)
         free = self.grads.take(layer.grad_slots)
         again = np.where(self.batch.accumulating, layer.costs.grad_h2d_s, 0.0)
         self.host = self.host + layer.costs.finish_issue_s
-        self._finish(layer.grads, free, again, self.costs.finish_s, layer.costs.grad_d2h_s)
+        self._finish(layer.grads, free, again, layer.finish_s, layer.costs.grad_d2h_s)
         self.grads.give(self.d2h, layer.grad_slots)
 
     def _fetch_saved(
@@ -325,9 +330,8 @@ class Sketch:
         self.compute = np.maximum(self.compute, self._fetch(weights_s, floor))
         self.host = self.host + edge.backward_issue_s
         start = np.maximum(self.compute, self.host)
-        chunks = len(self.costs.forward_s)
-        for c in range(chunks if gives_hidden else 0):
-            self.hidden.give(start + edge.backward_s * (c + 1) / chunks, self.everyone)
+        for c in range(self.chunks if gives_hidden else 0):
+            self.hidden.give(start + edge.backward_s * (c + 1) / self.chunks, self.everyone)
         self.compute = start + edge.backward_s
         again = np.where(self.batch.accumulating, edge.grad_h2d_s, edge.again_h2d_s)
         free = np.where(self.batch.grads_over_weights, self.compute, 0.0)  # which compute read until now

@@ -30,12 +30,12 @@ class Caps(NamedTuple):
 
 
 class Solution(NamedTuple):
-    """A choice for every block, as counts per row (option x level) of the table, and the structure around it."""
+    """A row (option x level) for every block, in no particular order within a kind, and the structure around it."""
 
     objective: float
     structure: Structure
     slots: SlotCounts
-    counts: Counter[int]
+    rows: tuple[int, ...]
 
 
 class Placement(NamedTuple):
@@ -81,25 +81,35 @@ class RoundProblem(RoundTables):
         fixed = self.activations.fixed_gpu_bytes + self.templates.resident_edge_bytes(structure.edge_levels)
         return fixed + self._round_bytes(structure, slots, caps)
 
-    def _round_bytes(self, structure: Structure, slots: SlotCounts, caps: Caps) -> int:
-        """Bytes of a round's slots beside what blocks keep."""
+    def _round_bytes(
+        self, structure: Structure, slots: SlotCounts, caps: Caps, largest: tuple[int, int] | None = None
+    ) -> int:
+        """Bytes of a round's slots beside what blocks keep; largest: as in Templates.parameter_slot_bytes."""
         scratch = align(max(self.activations.scratch_floor, caps.scratch_bytes))
         staging = slots.save * align(caps.staged_bytes)
         return (
-            self.templates.parameter_slot_bytes(structure, slots) + self.activations.round_gpu_bytes + scratch + staging
+            self.templates.parameter_slot_bytes(structure, slots, largest)
+            + self.activations.round_gpu_bytes
+            + scratch
+            + staging
         )
 
     def region_bytes(self, placement: Placement) -> int:
         """Bytes of a round's slots, over which optimizer tiles lie."""
         rows = list(placement.rows)
         structure = self.normalised(placement).structure
-        kept = self.chunks_per_round * int(self.options.gpu_bytes[self.row_option[rows]].sum())
-        return self._round_bytes(structure, self.used_slots(placement), self.caps_of(rows)) + kept
+        kept = self.chunks_per_round * int(self.option_gpu.at(self.row_option[rows]).sum())
+        return self._round_bytes(structure, self.used_slots(placement), self.caps_of(rows), self._largest(rows)) + kept
+
+    def _largest(self, rows: list[int]) -> tuple[int, int]:
+        """Bytes of the weight and gradient slots that the blocks of such rows need."""
+        levels, (weights, grads) = self.row_level[rows], self.templates.slot_bytes[:, self.templates.kind_of]
+        return int((weights * STREAMS_WEIGHTS[levels]).max()), int((grads * STREAMS_GRADS[levels]).max())
 
     def gpu_bytes(self, placement: Placement) -> int:
         """GPU bytes of the process under a placement."""
         edges, rows = placement.structure.edge_levels, list(placement.rows)
-        resident = self.templates.resident_edge_bytes(edges) + int(self.level_gpu[self.row_level[rows]].sum())
+        resident = self.templates.resident_edge_bytes(edges) + int(self.level_gpu.at(self.row_level[rows]).sum())
         levels = [*edges, *(int(v) for v in self.row_level[rows])]
         region = self.region_bytes(placement)
         if NEEDS_TILES[levels].any():
@@ -112,17 +122,18 @@ class RoundProblem(RoundTables):
         weights, grads = int(STREAMS_WEIGHTS[levels].sum()), int(STREAMS_GRADS[levels].sum())
         return slots._replace(weight=max(1, min(slots.weight, weights)), grad=max(1, min(slots.grad, grads)))
 
-    def host_bytes(self, structure: Structure, counts: Counter[int]) -> int:
+    def host_bytes(self, structure: Structure, rows: Sequence[int]) -> int:
         """Host bytes of the process."""
         edges = sum(int(host[v]) for host, v in zip(self.edge_host, structure.edge_levels, strict=True))
-        by_cpu = any(self.row_level[row] == loads.UPDATED_BY_CPU for row in counts)
+        by_cpu = bool((self.row_level[list(rows)] == loads.UPDATED_BY_CPU).any())
         scale = self.templates.cpu_update_host_bytes * by_cpu
-        planes = edges + sum(n * int(self.row_host[row]) for row, n in counts.items())
+        planes = edges + int(self.row_host.at(np.array(rows)).sum())
         return self.activations.host_bytes + planes + scale
 
     def caps_of(self, rows: Sequence[int]) -> Caps:
         """What the chosen rows need of shared buffers."""
-        return Caps(int(self.row_staged[rows].max()), int(self.row_scratch[rows].max()))
+        options = self.row_option[list(rows)]
+        return Caps(int(self.option_staged.at(options).max()), int(self.option_scratch.at(options).max()))
 
     @property
     def widest_caps(self) -> Caps:
@@ -150,7 +161,7 @@ class RoundProblem(RoundTables):
 
     def solve(self, goal: Goal, slots: SlotCounts, gpu_budget: int, caps: Caps) -> Solution | None:
         """The best solution within the budget (whole process) whose options respect the caps."""
-        row_cost = goal.cost(self.row_loads, self.row_host)
+        row_cost = goal.cost(self.row_loads.by_kind, self.row_host.by_kind)
         allowed = (self.row_staged <= caps.staged_bytes) & (self.row_scratch <= caps.scratch_bytes)
         found = [
             self._solve_holding(goal, slots, gpu_budget, caps, hold, np.flatnonzero(allowed & holding), row_cost)
@@ -168,14 +179,20 @@ class RoundProblem(RoundTables):
         rows: np.ndarray,
         row_cost: np.ndarray,
     ) -> Solution | None:
-        """The best choice among `rows`, over all structures of the edges."""
+        """The best choice among `rows`, over all structures of the edges; row_cost: [C, K]."""
         structures = self.templates.structures(len(self.edge_host), hold)
         ranked = [(self.fixed_bytes(s, slots, caps), s) for s in structures]
         limit = gpu_budget - min(fixed for fixed, _ in ranked)
-        if not len(rows) or self.num_blocks * int(self.row_gpu[rows].min()) > limit:
+        counts, gpu = self.row_gpu.counts, self.row_gpu.by_kind
+        if not len(rows) or int(counts @ gpu[:, rows].min(axis=1)) > limit:
             return None
-        layer = knapsack.one_layer(self.row_gpu, row_cost, rows)
-        choices = knapsack.repeat(layer, self.num_blocks, limit)
+        choices = knapsack.together(
+            [
+                knapsack.repeat(knapsack.one_layer(gpu.ravel(), row_cost.ravel(), kind * gpu.shape[1] + rows), n, limit)
+                for kind, n in enumerate(counts.tolist())
+            ],
+            limit,
+        )
         best: tuple[float, Structure, int] | None = None
         for fixed, structure in ranked:
             point = choices.best_within(gpu_budget - fixed)
@@ -185,7 +202,16 @@ class RoundProblem(RoundTables):
                     best = (cost, structure, point)
         if best is None:
             return None
-        return Solution(best[0], best[1], slots, choices.counts(best[2]))
+        return Solution(best[0], best[1], slots, self._dealt(choices.counts(best[2])))
+
+    def _dealt(self, counts: Counter[int]) -> tuple[int, ...]:
+        """Rows of the blocks from how many of each kind take each row, counted under kind * K + row."""
+        width = len(self.row_option)
+        by_kind = [
+            sorted(m % width for m in counts.elements() if m // width == kind) for kind in range(len(self.kinds))
+        ]
+        dealt = [iter(rows) for rows in by_kind]
+        return tuple(next(dealt[kind]) for kind in self.templates.kind_of.tolist())
 
     def _edge_cost(self, goal: Goal, levels: tuple[int, ...]) -> float:
         groups = np.arange(len(levels))
@@ -197,9 +223,9 @@ class RoundProblem(RoundTables):
         """The plan of a placement."""
         layers = [LayerPlan()] * len(self.model.layers)
         groups = [GroupPlan()] * len(self.model.groups)
-        places = zip(self.templates.block_layers, self.templates.block_groups, placement.rows, strict=True)
-        for index, group, row in places:
-            layers[index] = self.options.plans[self.row_option[row]]
+        t = self.templates
+        for index, group, kind, row in zip(t.block_layers, t.block_groups, t.kind_of, placement.rows, strict=True):
+            layers[index] = self.kinds[kind].options.plans[self.row_option[row]]
             groups[group] = loads.LEVELS[self.row_level[row]]
         for group, level in zip(self.templates.edge_groups, placement.structure.edge_levels, strict=True):
             groups[group] = loads.LEVELS[level]

@@ -1,22 +1,25 @@
-"""One chunk and round size as arrays: what every keep option and every level of residency takes and costs a block."""
+"""One chunk and round size as arrays: what every keep option and every level of residency takes and costs blocks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 
 import numpy as np
 
-from flexengine.models.spec import LayerSpec
 from flexengine.planner import loads
 from flexengine.planner.cost_model import CostModel, full_rounds, round_shape, rounds_per_step
-from flexengine.planner.options import Options
-from flexengine.planner.templates import ActivationBytes, Templates, gpu_plane_bytes, host_plane_bytes
-from flexengine.schedule.layer_program import align, compile_layer
-from flexengine.schedule.layout import DTYPE_BYTES, GroupLayout
+from flexengine.planner.kind_tables import KindTables
+from flexengine.planner.kinds import OfBlocks, Sets
+from flexengine.planner.templates import ActivationBytes, Templates, host_plane_bytes
+from flexengine.schedule.layer_program import align
+from flexengine.schedule.layout import DTYPE_BYTES
 
 NUM_LEVELS = len(loads.LEVELS)
 NEEDS_TILES = np.array([level.update == "gpu" and "host" in (level.grads, level.states) for level in loads.LEVELS])
 STREAMS_WEIGHTS = np.array([level.weights == "host" for level in loads.LEVELS])
+COMPUTE_AND_ISSUE = [loads.FC, loads.BC, loads.FI, loads.BI]
+"""What the seconds of a layer load, in the order of loads.LayerSeconds."""
 STREAMS_GRADS = np.array([level.grads == "host" for level in loads.LEVELS])
 
 
@@ -24,12 +27,10 @@ class RoundTables:
     """Tables of rounds of `chunks_per_round` chunks of `chunk_tokens` tokens, made when they are first read.
 
     [O]: keep options, [V]: levels, [E, V]: edge groups by level, [K]: rows, an option and a level each,
-    row = option * NUM_LEVELS + level. Blocks are alike: one class of layers, one size of groups.
+    row = option * NUM_LEVELS + level. Blocks may be of several kinds, for which a number means different things.
     """
 
-    def __init__(
-        self, templates: Templates, chunk_tokens: int, chunks_per_round: int, sets: tuple[tuple[str, ...], ...]
-    ) -> None:
+    def __init__(self, templates: Templates, chunk_tokens: int, chunks_per_round: int, sets: Sets) -> None:
         self.templates, self.model, self.request = templates, templates.model, templates.request
         self.chunk_tokens, self.chunks_per_round, self.sets = chunk_tokens, chunks_per_round, sets
         self.compute_bytes = DTYPE_BYTES[self.request.numerics.compute]
@@ -48,17 +49,21 @@ class RoundTables:
         """What this size takes whatever is kept."""
         return self.templates.activation_bytes(self.chunk_tokens, self.chunks_per_round)
 
-    @property
-    def block(self) -> LayerSpec:
-        """One block; the others are like it."""
-        return self.model.layers[self.templates.block_layers[0]]
+    @cached_property
+    def kinds(self) -> tuple[KindTables, ...]:
+        """What one block of every kind takes and costs."""
+        t, rounds = self.templates, (self.rounds, self.full_rounds)
+        options = t.keep_options(self.cost, self.sets)
+        return tuple(
+            KindTables(kind.layer, group, t.uses[kind.group], own, self.cost, self.shape, rounds, self.acc_bytes)
+            for kind, group, own in zip(t.kinds, t.kind_layouts, options, strict=True)
+        )
+
+    def of_blocks(self, column: Callable[[KindTables], np.ndarray]) -> OfBlocks:
+        """A table of every kind, to be read by block."""
+        return OfBlocks(np.stack([column(kind) for kind in self.kinds]), self.templates.kind_of)
 
     # -- seconds that no choice changes ------------------------------------------------------------------------------
-
-    @cached_property
-    def block_seconds(self) -> tuple[loads.LayerSeconds, ...]:
-        """A block's compute per chunk, nothing recomputed."""
-        return loads.chunk_seconds(self.block, self.shape, self.cost)
 
     @cached_property
     def edge_seconds(self) -> tuple[loads.LayerSeconds, loads.LayerSeconds]:
@@ -70,9 +75,10 @@ class RoundTables:
     def base_loads(self) -> np.ndarray:
         """Loads [12] of a step: forward and backward of all layers."""
         total = np.zeros(loads.NUM_LOADS)
-        layers = [*((self.num_blocks, seconds) for seconds in self.block_seconds), *((1, s) for s in self.edge_seconds)]
-        for count, seconds in layers:
-            total[[loads.FC, loads.BC, loads.FI, loads.BI]] += self.full_rounds * count * np.array(seconds)
+        blocks = zip(np.bincount(self.templates.kind_of), self.kinds, strict=True)
+        layers = [(int(count), seconds) for count, kind in blocks for seconds in kind.seconds]
+        for count, seconds in [*layers, *((1, s) for s in self.edge_seconds)]:
+            total[COMPUTE_AND_ISSUE] += self.full_rounds * count * np.array(seconds)
         return total
 
     @property
@@ -89,68 +95,64 @@ class RoundTables:
 
     # -- keep options ------------------------------------------------------------------------------------------------
 
-    @cached_property
-    def options(self) -> Options:
-        """Ways a block can keep its activations; bytes per chunk."""
-        return self.templates.keep_options(self.cost, self.sets)
+    @property
+    def num_options(self) -> int:
+        """O: ways a block can keep its activations."""
+        return len(self.kinds[0].options.plans)
 
     @cached_property
-    def option_recompute_s(self) -> np.ndarray:
+    def option_gpu(self) -> OfBlocks:
+        """GPU bytes [O] of a chunk that stay from forward to backward."""
+        return self.of_blocks(lambda kind: kind.options.gpu_bytes)
+
+    @cached_property
+    def option_host(self) -> OfBlocks:
+        """Host bytes [O] of a chunk that stay from forward to backward."""
+        return self.of_blocks(lambda kind: kind.options.host_bytes)
+
+    @cached_property
+    def option_staged(self) -> OfBlocks:
+        """Bytes [O] that an offload slot must hold."""
+        return self.of_blocks(lambda kind: kind.options.staged_bytes)
+
+    @cached_property
+    def option_scratch(self) -> OfBlocks:
+        """Scratch bytes [O]."""
+        return self.of_blocks(lambda kind: kind.options.scratch_bytes)
+
+    @cached_property
+    def option_recompute_s(self) -> OfBlocks:
         """Seconds [O] of recomputation per round."""
-        return self.options.recompute_s(self.shape, self.cost)
+        return self.of_blocks(lambda kind: kind.recompute_s)
 
     @cached_property
-    def option_copies(self) -> np.ndarray:
-        """Copies [O] of a chunk's tensors in one direction: the input's and the kept outputs'."""
-        staged = self.options.staged_bytes
-        return (self.options.host_bytes > staged).astype(float) + (staged > 0)
-
-    @cached_property
-    def option_loads(self) -> np.ndarray:
-        """Loads [O, 12] of a step; backward fetches every chunk's tensors twice when sequences are sliced."""
-        p, options = self.cost.profile, self.options
-        chunks, fetches = self.full_rounds * len(self.shape.chunks), 2 if self.sliced else 1
-        table = np.zeros((len(options.plans), loads.NUM_LOADS))
-        table[:, loads.FD] = chunks * options.host_bytes / p.d2h_duplex_bytes_per_s
-        table[:, loads.BH] = fetches * chunks * options.host_bytes / p.h2d_duplex_bytes_per_s
-        table[:, loads.BC] = self.full_rounds * self.option_recompute_s
-        copies_s = chunks * loads.issue_s(self.cost, "copy") * self.option_copies
-        table[:, loads.FI] = copies_s
-        table[:, loads.BI] = fetches * copies_s + chunks * self.option_issue_s
-        return table
-
-    @cached_property
-    def option_issue_s(self) -> np.ndarray:
-        """Host seconds [O] per chunk to issue a block's backward, less those with everything recomputed."""
-        program = compile_layer(self.block, (), (), self.chunk_tokens, self.compute_bytes)
-        return self.options.issue_s(self.cost, self.sliced) - loads.issue_s(self.cost, "backward", program)
+    def option_loads(self) -> OfBlocks:
+        """Loads [O, 12] of a step."""
+        return self.of_blocks(lambda kind: kind.option_loads)
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
-    def _group_loads(self, group: GroupLayout, index: int) -> list[np.ndarray]:
-        use, rounds = self.templates.uses[index], self.rounds
-        return [loads.group_loads(group, level, use, rounds, self.acc_bytes, self.cost) for level in loads.LEVELS]
-
     @cached_property
-    def level_loads(self) -> np.ndarray:
+    def level_loads(self) -> OfBlocks:
         """Loads [V, 12] of a block's parameters."""
-        return np.array(self._group_loads(self.templates.block_group, self.templates.block_groups[0]))
+        return self.of_blocks(lambda kind: kind.level_loads)
 
     @cached_property
     def edge_loads(self) -> np.ndarray:
         """Loads [E, V, 12] of the edge groups' parameters."""
-        pairs = zip(self.templates.edge_layouts, self.templates.edge_groups, strict=True)
-        return np.array([self._group_loads(group, index) for group, index in pairs])
+        t, sizes = self.templates, (self.rounds, self.acc_bytes, self.cost)
+        pairs = list(zip(t.edge_layouts, t.edge_groups, strict=True))
+        return np.array([[loads.group_loads(g, level, t.uses[i], *sizes) for level in loads.LEVELS] for g, i in pairs])
 
     @cached_property
-    def level_gpu(self) -> np.ndarray:
+    def level_gpu(self) -> OfBlocks:
         """GPU bytes [V] of a block's resident planes."""
-        return np.array([gpu_plane_bytes(self.templates.block_group, v) for v in loads.LEVELS], dtype=np.int64)
+        return self.of_blocks(lambda kind: kind.level_gpu)
 
     @cached_property
-    def level_host(self) -> np.ndarray:
+    def level_host(self) -> OfBlocks:
         """Host bytes [V] of a block's planes."""
-        return np.array([host_plane_bytes(self.templates.block_group, v) for v in loads.LEVELS], dtype=np.int64)
+        return self.of_blocks(lambda kind: kind.level_host)
 
     @cached_property
     def edge_host(self) -> np.ndarray:
@@ -163,37 +165,48 @@ class RoundTables:
     @cached_property
     def row_option(self) -> np.ndarray:
         """Option [K] of every row."""
-        return np.repeat(np.arange(len(self.options.plans)), NUM_LEVELS)
+        return np.repeat(np.arange(self.num_options), NUM_LEVELS)
 
     @cached_property
     def row_level(self) -> np.ndarray:
         """Level [K] of every row."""
-        return np.tile(np.arange(NUM_LEVELS), len(self.options.plans))
+        return np.tile(np.arange(NUM_LEVELS), self.num_options)
 
     @cached_property
-    def row_loads(self) -> np.ndarray:
+    def row_loads(self) -> OfBlocks:
         """Loads [K, 12] of a block."""
-        seconds = sum(np.array(s) for s in self.block_seconds)
-        table = self.option_loads[self.row_option] + self.level_loads[self.row_level]
-        table[:, [loads.FC, loads.BC, loads.FI, loads.BI]] += self.full_rounds * seconds
-        return table
+
+        def of(kind: KindTables) -> np.ndarray:
+            table = kind.option_loads[self.row_option] + kind.level_loads[self.row_level]
+            table[:, COMPUTE_AND_ISSUE] += self.full_rounds * sum(np.array(s) for s in kind.seconds)
+            return table
+
+        return self.of_blocks(of)
 
     @cached_property
-    def row_gpu(self) -> np.ndarray:
+    def row_gpu(self) -> OfBlocks:
         """GPU bytes [K] that a block holds: planes, and a round's kept activations."""
-        return self.chunks_per_round * self.options.gpu_bytes[self.row_option] + self.level_gpu[self.row_level]
+        return self.of_blocks(
+            lambda kind: (
+                self.chunks_per_round * kind.options.gpu_bytes[self.row_option] + kind.level_gpu[self.row_level]
+            )
+        )
 
     @cached_property
-    def row_host(self) -> np.ndarray:
+    def row_host(self) -> OfBlocks:
         """Host bytes [K] that a block holds."""
-        return self.chunks_per_round * self.options.host_bytes[self.row_option] + self.level_host[self.row_level]
+        return self.of_blocks(
+            lambda kind: (
+                self.chunks_per_round * kind.options.host_bytes[self.row_option] + kind.level_host[self.row_level]
+            )
+        )
 
     @cached_property
     def row_staged(self) -> np.ndarray:
-        """Bytes [K] that an offload slot must hold."""
-        return self.options.staged_bytes[self.row_option]
+        """Bytes [K] that an offload slot must hold at the most."""
+        return self.option_staged.largest[self.row_option]
 
     @cached_property
     def row_scratch(self) -> np.ndarray:
-        """Scratch bytes [K]."""
-        return self.options.scratch_bytes[self.row_option]
+        """Scratch bytes [K] at the most."""
+        return self.option_scratch.largest[self.row_option]

@@ -17,13 +17,12 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan, Plan, Request
 from flexengine.planner.cost_model import CostModel
+from flexengine.planner.kinds import Sets, block_kinds
 from flexengine.planner.loads import (
     GPU_LEVELS,
     LEVELS,
     RESIDENT,
     RESIDENT_BOTH,
-    RESIDENT_GRADS,
-    RESIDENT_WEIGHTS,
     STREAMED,
     UPDATED_BY_CPU,
     group_uses,
@@ -109,21 +108,26 @@ class Templates:
         self.block_layers = [i for i, layer in enumerate(model.layers) if layer.kind == "block"]
         self.block_groups = [model.layers[i].groups[0] for i in self.block_layers]
         self.edge_groups = [g for g in range(len(model.groups)) if g not in set(self.block_groups)]
+        self.kinds, self.kind_of = block_kinds(model)
         self.small = self._small_model()
         self.num_parameters = model.num_parameters
         self.uses = group_uses(model)
         self.levels = np.array([*GPU_LEVELS, UPDATED_BY_CPU] if profile.device_type == "cuda" else GPU_LEVELS)
         """Those that blocks may have: on the CPU both updates are one."""
-        self.block_group = group_layout(model.groups[self.block_groups[0]], request.numerics)
+        self.kind_layouts = [group_layout(model.groups[kind.group], request.numerics) for kind in self.kinds]
         self.edge_layouts = [group_layout(model.groups[g], request.numerics) for g in self.edge_groups]
-        self._options: dict[tuple[int, tuple[tuple[str, ...], ...]], Options] = {}
+        self._options: dict[tuple[int, Sets], tuple[Options, ...]] = {}
         self._edge_slots: dict[Structure, EdgeSlots] = {}
         self._activations: dict[tuple[int, int], ActivationBytes] = {}
 
     def _small_model(self) -> ModelSpec:
-        """The model with its first blocks only, groups numbered anew."""
-        layers = [self.model.layers[i] for i in (0, *self.block_layers[:SMALL_BLOCKS], len(self.model.layers) - 1)]
-        kept = sorted({*self.edge_groups, *self.block_groups[:SMALL_BLOCKS]})
+        """The model with its first blocks and one of each kind only, groups numbered anew."""
+        firsts = {int(np.flatnonzero(self.kind_of == kind)[0]) for kind in range(len(self.kinds))}
+        blocks = sorted({*range(min(SMALL_BLOCKS, len(self.block_layers))), *firsts})
+        layers = [
+            self.model.layers[i] for i in (0, *(self.block_layers[b] for b in blocks), len(self.model.layers) - 1)
+        ]
+        kept = sorted({*self.edge_groups, *(self.block_groups[b] for b in blocks)})
         number = {group: i for i, group in enumerate(kept)}
         layers = [
             replace(layer, params=tuple((local, number[group], name) for local, group, name in layer.params))
@@ -134,13 +138,15 @@ class Templates:
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
-    def parameter_slot_bytes(self, structure: Structure, slots: SlotCounts) -> int:
+    def parameter_slot_bytes(
+        self, structure: Structure, slots: SlotCounts, largest: tuple[int, int] | None = None
+    ) -> int:
         """Bytes of weight, accumulator and gradient slots, edges' and blocks'; the blocks have only slots for planes
-        that not all of them hold."""
-        accumulator, weights, grads = self.block_slot_bytes
+        that not all of them hold. largest: bytes of a weight and of a gradient slot, those of any block if None."""
+        weights, grads = largest or self.largest_slot_bytes
         hold = LEVELS[structure.blocks_hold]
         block = (
-            accumulator
+            self.accumulator_bytes
             + weights * slots.weight * (hold.weights == "host")
             + grads * slots.grad * (hold.grads == "host")
         )
@@ -152,14 +158,21 @@ class Templates:
         return sum(gpu_plane_bytes(g, LEVELS[v]) for g, v in zip(self.edge_layouts, edge_levels, strict=True))
 
     @cached_property
-    def block_slot_bytes(self) -> tuple[int, int, int]:
-        """Bytes of the blocks' accumulator, of a weight slot and of a gradient slot."""
+    def accumulator_bytes(self) -> int:
+        """Bytes of the blocks' gradient accumulator."""
         resident = (RESIDENT_BOTH,) * len(self.edge_groups)
-        parts = [
-            _block_part(self._reference(Structure(False, False, resident, hold), 1, 1))
-            for hold in (RESIDENT_BOTH, RESIDENT_GRADS, RESIDENT_WEIGHTS)
-        ]
-        return parts[0], parts[1] - parts[0], parts[2] - parts[0]
+        return _block_part(self._reference(Structure(False, False, resident, RESIDENT_BOTH), 1, 1))
+
+    @cached_property
+    def slot_bytes(self) -> np.ndarray:
+        """Bytes [2, C] of a weight slot and of a gradient slot for blocks of every kind."""
+        return np.array([[align(g.plane_bytes[kind]) for g in self.kind_layouts] for kind in ("weights", "grad")])
+
+    @cached_property
+    def largest_slot_bytes(self) -> tuple[int, int]:
+        """Bytes of a weight slot and of a gradient slot for blocks of any kind."""
+        weights, grads = self.slot_bytes.max(axis=1).tolist()
+        return weights, grads
 
     def edge_slots(self, structure: Structure) -> EdgeSlots:
         """Where the edges' slots lie, behind the blocks' or over them."""
@@ -180,9 +193,7 @@ class Templates:
         chunk = min(256, self.request.max_seq_len)
         size = (chunk, -(-self.request.max_seq_len // chunk))
         level = LEVELS[structure.blocks_hold]
-        return Layout(
-            self.small, self._plan(size, structure, SlotCounts(weight, grad), level, LayerPlan((), (), "host"))
-        )
+        return Layout(self.small, self._plan(size, structure, SlotCounts(weight, grad), level, keep_all=False))
 
     # -- activations -------------------------------------------------------------------------------------------------
 
@@ -191,7 +202,7 @@ class Templates:
         size = (chunk_tokens, chunks_per_round)
         if size not in self._activations:
             structure = Structure(False, False, (RESIDENT,) * len(self.edge_groups), RESIDENT)
-            layout = Layout(self.small, self._plan(size, structure, SlotCounts(), LEVELS[RESIDENT], self._keep_all()))
+            layout = Layout(self.small, self._plan(size, structure, SlotCounts(), LEVELS[RESIDENT], keep_all=True))
             scalars = sum(
                 align(width * len(self.model.groups)) - align(width * len(self.small.groups))
                 for width in (NORM_SQUARE_BYTES, SCALE_BYTES)
@@ -204,27 +215,27 @@ class Templates:
             )
         return self._activations[size]
 
-    def _keep_all(self) -> LayerPlan:
-        return LayerPlan(tuple(op.name for op in self.small.blocks[0].ops))
-
-    def keep_options(self, cost: CostModel, sets: tuple[tuple[str, ...], ...]) -> Options:
-        """The keep options of a block at the chunk size of `cost`, over save sets."""
+    def keep_options(self, cost: CostModel, sets: Sets) -> tuple[Options, ...]:
+        """The keep options of every kind at the chunk size of `cost`, over save sets."""
         key = (cost.chunk_tokens, sets)
         if key not in self._options:
             hidden = align(cost.chunk_tokens * self.model.hidden_size * cost.compute_bytes)
             sliced = self.request.max_seq_len > cost.chunk_tokens
-            block = self.model.layers[self.block_layers[0]]
-            self._options[key] = keep_options(block, sets, cost, self.request.recompute, hidden, sliced)
+            layers = [kind.layer for kind in self.kinds]
+            self._options[key] = keep_options(layers, sets, cost, self.request.recompute, hidden, sliced)
         return self._options[key]
 
     # -- plans -------------------------------------------------------------------------------------------------------
 
     def _plan(
-        self, size: tuple[int, int], structure: Structure, slots: SlotCounts, level: GroupPlan, keep: LayerPlan
+        self, size: tuple[int, int], structure: Structure, slots: SlotCounts, level: GroupPlan, *, keep_all: bool
     ) -> Plan:
+        """A plan of the small model whose blocks keep all of their ops' outputs, or nothing."""
         edges = iter(structure.edge_levels)
+        nothing = LayerPlan((), (), "host")
+        blocks = (LayerPlan(tuple(op.name for op in b.ops)) if keep_all else nothing for b in self.small.blocks)
         groups = tuple(level if g.slot_class == "block" else LEVELS[next(edges)] for g in self.small.groups)
-        layers = (LayerPlan(), *(keep,) * len(self.small.blocks), LayerPlan())
+        layers = (LayerPlan(), *blocks, LayerPlan())
         return self.plan(size, structure, slots, layers, groups, LEAST_TILE)
 
     def plan(

@@ -31,15 +31,16 @@ def slow_link(bytes_per_s: float) -> HardwareProfile:
 
 def all_plans(model: ModelSpec, request: Request, chunk: int, chunks: int) -> Iterator[Plan]:
     """Blocks keep nothing, all on the GPU or all on the host; groups at three levels; few and more slots."""
-    everything = savable_ops(model.blocks[0].ops)
-    keeps = (LayerPlan(), LayerPlan(everything), LayerPlan((), everything), LayerPlan((), (), "host"))
-    blocks = len(model.blocks)
-    choices = list(product(keeps, LEVELS))
-    for rows in product(choices, repeat=blocks):
+    choices = [list(product(_keeps(savable_ops(block.ops)), LEVELS)) for block in model.blocks]
+    for rows in product(*choices):
         layers = (LayerPlan(), *(keep for keep, _ in rows), LayerPlan())
         for edge, share, (weight, grad, save) in product(LEVELS, (False, True), SLOTS):
             groups = (edge, *(level for _, level in rows), edge)
             yield Plan(model.name, request, chunk, chunks, layers, groups, weight, grad, save, 2, 1 << 12, share)
+
+
+def _keeps(everything: tuple[str, ...]) -> tuple[LayerPlan, ...]:
+    return LayerPlan(), LayerPlan(everything), LayerPlan((), everything), LayerPlan((), (), "host")
 
 
 def best_step_s(model: ModelSpec, request: Request, profile: HardwareProfile, chunk: int, chunks: int) -> float | None:

@@ -20,7 +20,7 @@ from flexengine.plan import Numerics, Request
 from flexengine.planner.search import make_plan
 from flexengine.planner.shortage import Feasibility
 from tests.planner.oracle import slow_link
-from tests.schedule.small_plans import FLOAT32, small_model
+from tests.schedule.small_plans import FLOAT32, mixed_model, small_model
 
 GIB, ROOMY = 1 << 30, 1 << 40
 TOLERANCE = 1.02
@@ -41,7 +41,8 @@ def assert_never_slower(seconds: list[float]) -> None:
 def drawn(seed: int) -> tuple[ModelSpec, Request, HardwareProfile]:
     """A small model, a request without limits, and a machine."""
     random = Random(seed)
-    model = small_model(random.choice([2, 3, 5, 8]), random.random() < 0.3, random.choice([64, 128]))
+    blocks, tied, hidden = random.choice([2, 3, 5, 8]), random.random() < 0.3, random.choice([64, 128])
+    model = mixed_model(blocks) if seed % 4 == 3 else small_model(blocks, tied, hidden)
     numerics = random.choice([FLOAT32, Numerics()])
     request = Request(random.choice([32, 64, 128]), random.choice([256, 512]), ROOMY, ROOMY, numerics=numerics)
     return model, request, slow_link(10 ** random.uniform(8, 10.2))

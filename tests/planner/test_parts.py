@@ -1,6 +1,5 @@
 """The planner's parts: knapsack against brute force, memory by formula against layouts, sketch against simulator."""
 
-from collections import Counter
 from itertools import combinations_with_replacement
 from random import Random
 
@@ -14,16 +13,16 @@ from flexengine.planner import knapsack, loads
 from flexengine.planner.cost_model import CostModel, price, round_shape
 from flexengine.planner.drafts import Drafting
 from flexengine.planner.frontier import frontier
+from flexengine.planner.kinds import ever_smaller_sets
 from flexengine.planner.memory import gpu_required_bytes, host_required_bytes
 from flexengine.planner.report import describe
 from flexengine.planner.search import make_plan
 from flexengine.planner.solver import Placement, RoundProblem
 from flexengine.planner.templates import SlotCounts, Structure, Templates
-from flexengine.schedule.layer_program import savable_ops
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_round
 from tests.planner.oracle import slow_link
-from tests.schedule.small_plans import FLOAT32, small_model
+from tests.schedule.small_plans import FLOAT32, mixed_model, small_model
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -47,8 +46,7 @@ def test_knapsack_finds_the_best_multiset(seed):
 def problem_of(model, profile, seq_len=32, chunk=64, chunks=2, numerics=FLOAT32) -> RoundProblem:
     request = Request(seq_len, 512, 1 << 40, 1 << 40, numerics=numerics)
     templates = Templates(model, request, profile)
-    names = savable_ops(model.blocks[0].ops)
-    return RoundProblem(templates, chunk, chunks, tuple(names[:i] for i in range(len(names) + 1)))
+    return RoundProblem(templates, chunk, chunks, ever_smaller_sets(templates.kinds))
 
 
 def random_placement(problem: RoundProblem, random: Random) -> Placement:
@@ -67,12 +65,17 @@ def random_placement(problem: RoundProblem, random: Random) -> Placement:
 def test_bytes_by_formula_are_those_of_the_layout(seed, name):
     random = Random(seed)
     profile, numerics = preset(name), random.choice([FLOAT32, Numerics()])
-    model = small_model(random.randint(2, 6), tied=seed % 2 == 0, hidden=256)
+    count = random.randint(2, 6)
+    model = mixed_model(count) if seed % 4 == 3 else small_model(count, tied=seed % 2 == 0, hidden=256)
     problem = problem_of(model, profile, seq_len=32 if seed % 3 else 128, numerics=numerics)
     placement = random_placement(problem, random)
     layout = Layout(model, problem.plan(placement))
     assert problem.gpu_bytes(placement) == gpu_required_bytes(layout, profile)
-    host = problem.host_bytes(placement.structure, Counter(placement.rows))
+    host = problem.host_bytes(placement.structure, placement.rows)
+    drafting = Drafting(problem)
+    drafts = drafting.drafts([placement])
+    assert drafting.gpu_bytes(drafts)[0] == problem.gpu_bytes(placement)
+    assert drafting.host_bytes(drafts)[0] == host
     assert host == pytest.approx(host_required_bytes(layout, profile), abs=256 * 8 * len(model.groups) * 3)
 
 
@@ -80,7 +83,7 @@ def test_bytes_by_formula_are_those_of_the_layout(seed, name):
 def test_sketch_is_near_the_simulator(seed):
     random = Random(seed)
     profile = slow_link(random.choice([1e9, 4e9, 1e10]))
-    model = small_model(8, hidden=256)
+    model = mixed_model(8) if seed % 4 == 3 else small_model(8, hidden=256)
     problem = problem_of(model, profile, seq_len=32 if seed % 3 else 128, chunk=256 if seed % 3 else 64)
     placement = random_placement(problem, random)
     layout = Layout(model, problem.plan(placement))

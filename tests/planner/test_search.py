@@ -18,7 +18,7 @@ from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_round
 from flexengine.schedule.update_lowering import lower_update
 from tests.planner.oracle import best_step_s, slow_link
-from tests.schedule.small_plans import FLOAT32, small_model
+from tests.schedule.small_plans import FLOAT32, mixed_model, small_model
 
 MIB, GIB = 1 << 20, 1 << 30
 ROOMY = 1 << 40
@@ -49,6 +49,18 @@ def test_matches_the_exhaustive_oracle(link, seq_len, factor):
     assert planned_s <= 1.02 * best_s
 
 
+@pytest.mark.parametrize(
+    ("link", "seq_len", "factor"), [(1e8, 32, 1.25), (4e8, 32, 1.0), (2e9, 128, 1.5), (1e10, 32, 1.25)]
+)
+def test_blocks_of_two_kinds_match_the_oracle(link, seq_len, factor):
+    model, profile = mixed_model(blocks=2), slow_link(link)
+    request = request_of(1, seq_len, chunk_tokens=64, round_tokens=128)
+    request = replace(request, max_gpu_bytes=int(factor * least_gpu_bytes(model, request, profile)))
+    best_s = best_step_s(model, request, profile, 64, 2)
+    assert best_s is not None
+    assert make_plan(model, request, profile).predicted.step_s <= 1.02 * best_s
+
+
 @pytest.mark.parametrize("link", [2e8, 2e9])
 @pytest.mark.parametrize("blocks", [2, 5])
 def test_more_memory_is_never_slower(link, blocks):
@@ -62,11 +74,13 @@ def test_more_memory_is_never_slower(link, blocks):
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "model", [small_model(3), small_model(3, tied=True), mixed_model(5)], ids=["untied", "tied", "mixed"]
+)
 @pytest.mark.parametrize("seq_len", [32, 256], ids=["packed", "sliced"])
-def test_plans_keep_their_promises(factor, tied, seq_len):
+def test_plans_keep_their_promises(factor, model, seq_len):
     """Budgets hold on the exact layout, programs are proven, the prediction is the simulator's."""
-    model, profile = small_model(3, tied), slow_link(1e9)
+    profile = slow_link(1e9)
     request = request_of(1, seq_len, chunk_tokens=64)
     request = replace(request, max_gpu_bytes=int(factor * least_gpu_bytes(model, request, profile)))
     plan = make_plan(model, request, profile)

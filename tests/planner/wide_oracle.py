@@ -28,6 +28,7 @@ from flexengine.planner import loads
 from flexengine.planner.cost_model import CostModel, StepPricer, round_shape
 from flexengine.planner.drafts import Drafting, Drafts
 from flexengine.planner.frontier import frontier
+from flexengine.planner.kinds import Sets
 from flexengine.planner.memory import excess_bytes
 from flexengine.planner.sizes import chunk_sizes
 from flexengine.planner.solver import RoundProblem
@@ -104,11 +105,11 @@ def judge(model: ModelSpec, request: Request, profile: HardwareProfile) -> Verdi
     return verdict
 
 
-def all_sets(model: ModelSpec, request: Request, profile: HardwareProfile, chunk: int) -> tuple[tuple[str, ...], ...]:
-    """The frontier at a chunk size, from nothing to everything."""
+def all_sets(model: ModelSpec, request: Request, profile: HardwareProfile, chunk: int) -> Sets:
+    """The frontier at a chunk size, from nothing to everything, of a model whose blocks are alike."""
     cost = CostModel(profile, DTYPE_BYTES[request.numerics.compute], chunk, request.max_seq_len)
     shape = round_shape(request, chunk, max(1, -(-request.max_seq_len // chunk)))
-    return tuple(s.ops for s in frontier(model.blocks[0], shape, cost))
+    return (tuple(s.ops for s in frontier(model.blocks[0], shape, cost)),)
 
 
 class _Size:
@@ -178,7 +179,8 @@ class _Size:
 
     def rows(self, width: Width) -> np.ndarray:
         """Rows of some save sets, split in some ways."""
-        options, sets = self.problem.options, len(self.problem.options.programs)
+        options = self.problem.kinds[0].options
+        sets = len(options.programs)
         picked = {round(i * (sets - 1) / max(1, width.num_sets - 1)) for i in range(width.num_sets)}
         chosen: list[int] = []
         for set_of in sorted(picked):
@@ -194,9 +196,9 @@ class _Size:
         problem, parts = self.problem, self.problem.activations
         dealt = np.stack([r.ravel() for r in np.meshgrid(*[rows] * problem.num_blocks, indexing="ij")], axis=1)
         fixed = parts.fixed_gpu_bytes + parts.round_gpu_bytes + parts.scratch_floor
-        fixed += problem.templates.block_slot_bytes[0]
-        within = problem.row_gpu[dealt].sum(axis=1) + fixed <= problem.request.max_gpu_bytes
-        within &= problem.row_host[dealt].sum(axis=1) + parts.host_bytes <= problem.request.max_host_bytes
+        fixed += problem.templates.accumulator_bytes
+        within = problem.row_gpu.at(dealt).sum(axis=1) + fixed <= problem.request.max_gpu_bytes
+        within &= problem.row_host.at(dealt).sum(axis=1) + parts.host_bytes <= problem.request.max_host_bytes
         return dealt[within]
 
     def batches(self) -> Iterator[Drafts]:

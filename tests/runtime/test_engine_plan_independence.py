@@ -35,10 +35,12 @@ from hypothesis import strategies as st
 
 from flexengine.hardware.presets import preset
 from flexengine.models.matmul_dtype import with_fp8_linears
+from flexengine.models.registry import ModelSource
 from flexengine.optim import AdamW
 from flexengine.plan import GroupPlan, LayerPlan, Numerics, PlanError
 from flexengine.planner import search
 from flexengine.schedule.layer_program import savable_ops
+from tests.schedule.small_plans import mixed_model
 
 NUMERICS = {
     "float32": FLOAT32,
@@ -141,10 +143,9 @@ def group_plans(draw):
 @st.composite
 def plan_decisions(draw, spec):
     """Everything that a plan decides besides chunk and round sizes."""
-    names = savable_ops(spec.blocks[0].ops)
     slots = {f"{kind}_slots": draw(st.integers(1, 4)) for kind in ("weight", "grad", "save", "optimizer")}
     return {
-        "blocks": [draw(layer_plans(names)) for _ in spec.blocks],
+        "blocks": [draw(layer_plans(savable_ops(block.ops))) for block in spec.blocks],
         "groups": [draw(group_plans()) for _ in spec.groups],
         "optimizer_tile": draw(st.sampled_from((257, 1000, 1 << 14))),
         "share_edge_slots": draw(st.booleans()),
@@ -201,6 +202,21 @@ def test_any_plan_gives_the_bits_of_the_resident_plan_with_fp8_products(lengths,
     resident = build_engine(source, make_plan(source.spec, **options))
     streamed = build_engine(source, make_plan(source.spec, **options, **decisions), order=shuffled_order(seed))
     same_outcome(train(streamed, tokens), train(resident, tokens))
+
+
+@settings(SETTINGS, max_examples=4)
+@given(lengths=batches(), size=sizes(), data=st.data(), share=st.floats(0.3, 1.1), seed=st.integers(0, 99))
+def test_any_plan_and_budget_gives_the_bits_of_the_resident_plan_for_blocks_of_several_kinds(
+    lengths, size, data, share, seed
+):
+    source = ModelSource(mixed_model(blocks=5, hidden=32), None, None)
+    tokens, options = tokens_of(lengths, source.spec), size_options(size, FLOAT32)
+    resident = build_engine(source, make_plan(source.spec, **options))
+    planned = smallest_plan(source.spec, resident.plan, int(share * resident.layout.gpu_bytes))
+    drawn = make_plan(source.spec, **options, **data.draw(plan_decisions(source.spec)))
+    expected = train(resident, tokens)
+    for plan in (planned, drawn):
+        same_outcome(train(build_engine(source, plan, order=shuffled_order(seed)), tokens), expected)
 
 
 @SETTINGS

@@ -1,9 +1,13 @@
 """Small models and random plans for tests of the schedule and the planner."""
 
+from dataclasses import replace
 from random import Random
 
+from flexengine.models.blocks import BlockShape, ExpertShape
+from flexengine.models.decoder import DecoderShape, decoder_model
 from flexengine.models.llama import build
-from flexengine.models.spec import ModelSpec
+from flexengine.models.spec import LayerSpec, ModelSpec, Table
+from flexengine.ops.rmsnorm import NormStyle
 from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan, Request
 from flexengine.schedule.layer_program import savable_ops
 from flexengine.schedule.layout import Layout
@@ -27,19 +31,34 @@ def small_model(blocks: int = 3, tied: bool = False, hidden: int = 64, vocab: in
     return build("small", config)
 
 
+def mixed_model(blocks: int = 4, hidden: int = 64) -> ModelSpec:
+    """A decoder whose blocks take turns: dense, with experts, dense with normalised queries and keys, with experts."""
+    dense = BlockShape(hidden, 3 * hidden, 4, 2, hidden // 4, NormStyle(1e-5))
+    experts = replace(dense, experts=ExpertShape(count=5, per_token=2, width=2 * hidden, normalised=True))
+    turn = (dense, experts, replace(dense, qk_norm="head"), experts)
+    shape = DecoderShape(
+        vocab_size=256,
+        tie_word_embeddings=False,
+        blocks=tuple(turn[i % len(turn)] for i in range(blocks)),
+        tables=(Table("inv_freq", tuple(0.1**i for i in range(hidden // 8))),),
+        final_norm=dense.norm,
+    )
+    return decoder_model("mixed", "mixed", {}, shape)
+
+
 def resident_plan(model: ModelSpec, request: Request, chunk: int = 64, chunks: int = 2) -> Plan:
     """Everything on the GPU, everything kept."""
-    kept = LayerPlan(savable_ops(model.blocks[0].ops), (), "gpu")
-    layers = (LayerPlan(), *(kept,) * len(model.blocks), LayerPlan())
+    kept = (LayerPlan(savable_ops(block.ops), (), "gpu") for block in model.blocks)
+    layers = (LayerPlan(), *kept, LayerPlan())
     return Plan("small", request, chunk, chunks, layers, (GroupPlan("gpu", "gpu", "gpu"),) * len(model.groups))
 
 
 def random_plan(random: Random, model: ModelSpec, sliced: bool) -> Plan:
     """Any legal mixture of placements, levels and slot counts."""
     request = Request(128 if sliced else 32, 512, 1 << 30, 1 << 40, numerics=random.choice([FLOAT32, Numerics()]))
-    names = savable_ops(model.blocks[0].ops)
 
-    def layer() -> LayerPlan:
+    def layer(block: LayerSpec) -> LayerPlan:
+        names = savable_ops(block.ops)
         homes = {name: random.choice(["gpu", "host", "recompute"]) for name in names}
         parts = (tuple(n for n in names if homes[n] == home) for home in ("gpu", "host"))
         return LayerPlan(*parts, random.choice(["gpu", "host"]))
@@ -55,7 +74,7 @@ def random_plan(random: Random, model: ModelSpec, sliced: bool) -> Plan:
         request,
         chunk_tokens=64,
         chunks_per_round=2,
-        layers=(LayerPlan(), *(layer() for _ in model.blocks), LayerPlan()),
+        layers=(LayerPlan(), *(layer(block) for block in model.blocks), LayerPlan()),
         groups=tuple(group() for _ in model.groups),
         weight_slots=random.randint(1, 3),
         grad_slots=random.randint(1, 2),

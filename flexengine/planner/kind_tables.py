@@ -1,0 +1,95 @@
+"""Blocks of one kind at one chunk and round size, as arrays: what options and levels take and cost one of them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+from flexengine.models.spec import LayerSpec
+from flexengine.planner import loads
+from flexengine.planner.cost_model import CostModel
+from flexengine.planner.options import Options
+from flexengine.planner.templates import gpu_plane_bytes, host_plane_bytes
+from flexengine.schedule.layer_program import compile_layer
+from flexengine.schedule.layout import GroupLayout
+from flexengine.schedule.lowering import RoundShape
+
+
+class KindTables:
+    """Tables of one block, made when they are first read. [O]: keep options, [V]: levels.
+
+    sizes: chunks of all full rounds of a step, and rounds. acc_bytes: of an element of a gradient accumulator.
+    """
+
+    def __init__(
+        self,
+        layer: LayerSpec,
+        group: GroupLayout,
+        use: loads.GroupUse,
+        options: Options,
+        cost: CostModel,
+        shape: RoundShape,
+        rounds: tuple[int, float],
+        acc_bytes: int,
+    ) -> None:
+        self.layer, self.group, self.use, self.options = layer, group, use, options
+        self.cost, self.shape, self.acc_bytes = cost, shape, acc_bytes
+        self.rounds, self.full_rounds = rounds
+        self.sliced = shape.chunks[0].is_slice
+
+    @cached_property
+    def seconds(self) -> tuple[loads.LayerSeconds, ...]:
+        """Compute per chunk, nothing recomputed."""
+        return loads.chunk_seconds(self.layer, self.shape, self.cost)
+
+    # -- keep options ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def recompute_s(self) -> np.ndarray:
+        """Seconds [O] of recomputation per round."""
+        return self.options.recompute_s(self.shape, self.cost)
+
+    @cached_property
+    def copies(self) -> np.ndarray:
+        """Copies [O] of a chunk's tensors in one direction: the input's and the kept outputs'."""
+        staged = self.options.staged_bytes
+        return (self.options.host_bytes > staged).astype(float) + (staged > 0)
+
+    @cached_property
+    def option_loads(self) -> np.ndarray:
+        """Loads [O, 12] of a step; backward fetches every chunk's tensors twice when sequences are sliced."""
+        p, options = self.cost.profile, self.options
+        chunks, fetches = self.full_rounds * len(self.shape.chunks), 2 if self.sliced else 1
+        table = np.zeros((len(options.plans), loads.NUM_LOADS))
+        table[:, loads.FD] = chunks * options.host_bytes / p.d2h_duplex_bytes_per_s
+        table[:, loads.BH] = fetches * chunks * options.host_bytes / p.h2d_duplex_bytes_per_s
+        table[:, loads.BC] = self.full_rounds * self.recompute_s
+        copies_s = chunks * loads.issue_s(self.cost, "copy") * self.copies
+        table[:, loads.FI] = copies_s
+        table[:, loads.BI] = fetches * copies_s + chunks * self.issue_s
+        return table
+
+    @cached_property
+    def issue_s(self) -> np.ndarray:
+        """Host seconds [O] per chunk to issue backward, less those with everything recomputed."""
+        program = compile_layer(self.layer, (), (), self.cost.chunk_tokens, self.cost.compute_bytes)
+        return self.options.issue_s(self.cost, self.sliced) - loads.issue_s(self.cost, "backward", program)
+
+    # -- parameters --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def level_loads(self) -> np.ndarray:
+        """Loads [V, 12] of the parameters."""
+        arguments = (self.use, self.rounds, self.acc_bytes, self.cost)
+        return np.array([loads.group_loads(self.group, level, *arguments) for level in loads.LEVELS])
+
+    @cached_property
+    def level_gpu(self) -> np.ndarray:
+        """GPU bytes [V] of the resident planes."""
+        return np.array([gpu_plane_bytes(self.group, v) for v in loads.LEVELS], dtype=np.int64)
+
+    @cached_property
+    def level_host(self) -> np.ndarray:
+        """Host bytes [V] of the planes."""
+        return np.array([host_plane_bytes(self.group, v) for v in loads.LEVELS], dtype=np.int64)
