@@ -42,7 +42,7 @@ class BlockShape:
     """Sizes and options of one block. Blocks of equal shape share their ops.
 
     qk_norm: queries and keys are normalised by head or by row. rope: the model's table of frequencies, None for none.
-    gated: each query head comes with a gate of its output (with qk_norm). delta: linear attention in place of attention.
+    gated: each query head comes with a gate of its output (with qk_norm). delta: linear attention in place of it.
     """
 
     hidden_size: int
@@ -128,13 +128,12 @@ def _attention_ops(s: BlockShape) -> list[Op]:
     if s.rope:
         ops.append(RoPE("rope", stages[-2], stages[-1], n, g, h, s.rope_scaling, s.rope))
     ops.append(CausalAttention("attention", "qkv", "o", n, g, h, s.attention))
+    result = "o"
     if s.gated:
         assert s.qk_norm == "head", "gates lie head by head, and pass where queries are normalised"
-        ops.append(HeadGate("head_gate", "o", stages[0], "gated_o", Columns(h, n, 2 * h, h)))
-    return [
-        *ops,
-        *_closing(s, ("o_proj", "gated_o" if s.gated else "o", s.query_width, s.o_bias), "attn_post_norm", "x", "x1"),
-    ]
+        result = "gated_o"
+        ops.append(HeadGate("head_gate", "o", stages[0], result, Columns(h, n, 2 * h, h)))
+    return [*ops, *_closing(s, ("o_proj", result, s.query_width, s.o_bias), "attn_post_norm", "x", "x1")]
 
 
 def _mlp_ops(s: BlockShape) -> list[Op]:
