@@ -151,7 +151,7 @@ CASES: dict[str, dict] = {
         },
     ),
     "qwen3_5_moe_text, many experts": qwen_next(
-        "qwen3_5_moe_text", num_experts=9, num_key_value_heads=4, linear_num_key_heads=4, **LINEAR_ONLY
+        "qwen3_5_moe_text", num_experts=9, num_key_value_heads=4, linear_num_key_heads=1, **LINEAR_ONLY
     ),
     "gpt2": gpt2(),
     "gpt2, untied, odd sizes": gpt2(tie_word_embeddings=False, n_inner=37, vocab_size=71, n_embd=33, n_head=3),

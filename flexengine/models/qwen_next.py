@@ -92,7 +92,8 @@ def _delta(fields: Fields, eps: float, interleaved: bool) -> DeltaShape:
 
 def _experts(fields: Fields, family: str) -> ExpertShape:
     refuse_others(fields)
-    count, per_token = fields.whole("num_experts"), fields.whole("num_experts_per_tok")
+    count, per_token = (512, 10) if family == "qwen3_next" else (256, 8)
+    count, per_token = fields.whole("num_experts", count), fields.whole("num_experts_per_tok", per_token)
     width, shared = fields.whole("moe_intermediate_size"), fields.whole("shared_expert_intermediate_size")
     normalised = family != "qwen3_next" or fields.switch("norm_topk_prob", True)
     return check_experts(fields, ExpertShape(count, per_token, width, normalised, shared))

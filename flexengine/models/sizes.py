@@ -40,8 +40,8 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "qwen3_next": {
         "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16,
-        "num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 32768, "num_experts": 512,
-        "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        "num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 32768,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
     },
     "qwen3_5_text": {
         "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
@@ -49,8 +49,8 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "qwen3_5_moe_text": {
         "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16,
-        "num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 32768, "num_experts": 256,
-        "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        "num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 32768,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
     },
     "phi3": {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
 }  # fmt: skip

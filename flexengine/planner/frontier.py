@@ -9,11 +9,17 @@ from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 from flexengine.models.spec import LayerSpec
 from flexengine.ops.base import Work
 from flexengine.planner.cost_model import CostModel
-from flexengine.schedule.layer_program import LayerProgram, compile_layer, save_sets
+from flexengine.planner.recompute_hull import kept_ops, needed_in_backward, run_again
+from flexengine.schedule.layer_program import LayerProgram, align, compile_layer
 from flexengine.schedule.lowering import RoundShape
+
+SAME = 1e-9
+"""Seconds that differ by no more of themselves are equal."""
 
 
 class SaveSet(NamedTuple):
@@ -27,7 +33,25 @@ class SaveSet(NamedTuple):
 
 def frontier(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> tuple[SaveSet, ...]:
     """Save sets of a layer that no other set beats in both bytes and recompute seconds, fewest bytes first."""
-    return pareto_sets([save_set(layer, ops, shape, cost) for ops in save_sets(layer.ops)])
+    return pareto_sets([save_set(layer, ops, shape, cost) for ops in unbeaten_sets(layer, shape, cost)])
+
+
+def unbeaten_sets(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> list[tuple[str, ...]]:
+    """The save sets that are on the frontier, and those that equal one of them in bytes and seconds: of a layer with
+    many ops there are too many to compile all, so these are priced by their ops alone."""
+    kept = kept_ops(layer.ops)
+    sizes = [sum(align(o.num_bytes(cost.chunk_tokens, cost.compute_bytes)) for o in op.outputs) for op in layer.ops]
+    num_bytes, seconds = kept @ np.array(sizes), np.zeros(len(kept))
+    backward = run_again(layer.ops, needed_in_backward(layer.ops))
+    window = run_again(layer.ops, frozenset(name for op in layer.ops if op.carried for name in op.inputs))
+    for (tokens, seq_len, is_slice), count in Counter((c.tokens, c.seq_len, c.is_slice) for c in shape.chunks).items():
+        works = [op.forward_work(tokens, seq_len, cost.compute_bytes) for op in layer.ops]
+        op_s = count * np.array([cost.work_s(work) for work in works])
+        seconds += (backward.astype(int) + window if is_slice else backward) @ op_s
+    order = np.lexsort((seconds, num_bytes))
+    least = np.minimum.accumulate(seconds[order])  # of all that keep no more
+    unbeaten = order[seconds[order] <= least * (1 + SAME)]
+    return [tuple(layer.ops[place].name for place in np.flatnonzero(kept[i])) for i in unbeaten]
 
 
 def save_set(layer: LayerSpec, ops: tuple[str, ...], shape: RoundShape, cost: CostModel) -> SaveSet:
