@@ -1,9 +1,9 @@
 """RMSNorm: y = weight * x / sqrt(mean(x^2) + eps), forward and the two halves of backward.
 
 T tokens, D width. Rows are [T, D], or K heads of width D in each row, [T, K, D], at any distance from each other, which
-are normalised one by one with one weight. A program holds whole rows in registers: D up to about 65536. Source: Zhang and Sennrich 2019,
-https://arxiv.org/abs/1910.07467, in the order of roundings of Hugging Face's LlamaRMSNorm, or with `wide` of its
-Gemma and OLMo norms: the weight, plus `offset`, multiplies in fp32 before the one rounding.
+are normalised one by one with one weight. A program holds whole rows in registers: D up to about 65536. Source: Zhang
+and Sennrich 2019, https://arxiv.org/abs/1910.07467, in the order of roundings of Hugging Face's LlamaRMSNorm, or with
+`wide` of its Gemma and OLMo norms: the weight, plus `offset`, multiplies in fp32 before the one rounding.
 """
 
 import torch
@@ -111,10 +111,15 @@ def rmsnorm_backward_weight(
         *_strides(grad_y), *_strides(x), rstd.stride(0), WIDE=wide, ROWS=_WEIGHT_ROWS, COLUMNS=_WEIGHT_COLUMNS,
         num_warps=4,
     )  # fmt: skip
+    sum_partials(partials, grad_weight, accumulate)
+
+
+def sum_partials(partials: Tensor, total: Tensor, accumulate: bool) -> None:
+    """total [D] = (or +=) the sum of partials [P, D] over P, both fp32 and contiguous, in an order that P fixes."""
+    groups, width = partials.shape
     _sum_partials_kernel[(triton.cdiv(width, _SUM_COLUMNS),)](
-        partials, grad_weight, groups, width,
-        ACCUMULATE=accumulate, ROWS=_SUM_ROWS, COLUMNS=_SUM_COLUMNS, num_warps=4,
-    )  # fmt: skip
+        partials, total, groups, width, ACCUMULATE=accumulate, ROWS=_SUM_ROWS, COLUMNS=_SUM_COLUMNS, num_warps=4
+    )
 
 
 def _check_rows(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
@@ -213,7 +218,8 @@ def _backward_input_kernel(
 @triton.jit
 def _partial_weight_kernel(
     grad_y_ptr, x_ptr, rstd_ptr, partials_ptr, count, width, heads, group_rows, column_tiles,
-    grad_y_stride, grad_y_step, x_stride, x_step, rstd_stride, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    grad_y_stride, grad_y_step, x_stride, x_step, rstd_stride,
+    WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """partials[group] = the sum over the group's consecutive rows; lanes of a tile are summed once, at the end.
 

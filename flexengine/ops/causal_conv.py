@@ -11,11 +11,26 @@ Shapes: C channels, which are columns of a fused projection, several parts one a
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from flexengine.ops.base import Carried, Op, OpEnv, TensorSpec, Work, wide
+from flexengine.ops.base import Carried, Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel, wide
 from flexengine.ops.columns import Columns
+
+if TYPE_CHECKING:
+    from flexengine.kernels.causal_conv import Part
+
+WEIGHT_GRAD_PARTIALS = 32
+"""Groups of tokens in the weight half on CUDA: fixed, so that the order of the sum depends on the shape alone."""
+
+
+def _kernels() -> ModuleType:
+    from flexengine.kernels import causal_conv  # noqa: PLC0415 (Triton is imported when first used)
+
+    return causal_conv
 
 
 class CausalConv(Op):
@@ -27,6 +42,7 @@ class CausalConv(Op):
         self.inputs = self.needs_input = self.needs_weight = self.grad_inputs = (x,)
         self.outputs = (TensorSpec(y, (self.channels,)),)
         self.params = (weight,)
+        self.partials = TensorSpec(f"{name}_partials", (taps * self.channels,), "float32", rows=WEIGHT_GRAD_PARTIALS)
         self.tail = f"{name}_tail"
         self.carried = (Carried(self.tail, (taps - 1, self.channels), per_chunk=True),)
 
@@ -61,41 +77,85 @@ class CausalConv(Op):
         s = torch.sigmoid(z)
         return wide(env.g[self.y]) * s * (1 + z * (1 - s))
 
-    def forward(self, env: OpEnv) -> None:
-        self.fill_window(env)
+    def _plain_backward(self, env: OpEnv, before: Tensor | None, left: Tensor | None) -> None:
+        """before, left: gradients of what the chunk before left, and of what this one does."""
         rows = self._rows(env)
-        env.t[self.y].copy_(torch.nn.functional.silu(self._sums(env, rows)))
-
-    def fill_window(self, env: OpEnv) -> None:
-        if env.chunk.window is not None:
-            env.chunk.window.left(self.tail).copy_(self._rows(env)[-(self.taps - 1) :])
-
-    def backward_input(self, env: OpEnv) -> None:
-        rows, window = self._rows(env), env.chunk.window
         grad_z, grad_rows = self._grad_sums(env, rows), torch.zeros_like(rows)
         for back, weight in enumerate(self._weights(env)):
             part = weight * grad_z * (env.chunk.positions >= back)[:, None]
             grad_rows[self.taps - 1 - back : len(rows) - back] += part
-        if window is not None:
-            grad_rows[-(self.taps - 1) :] += window.left(self.tail, grad=True)
-            before = window.before(self.tail, grad=True)
-            if before is not None:
-                before.copy_(grad_rows[: self.taps - 1])
+        if left is not None:
+            grad_rows[-(self.taps - 1) :] += left
+        if before is not None:
+            before.copy_(grad_rows[: self.taps - 1])
         found = grad_rows[self.taps - 1 :].split([part.total for part in self.parts], dim=1)
         for part, grad in zip(self.parts, found, strict=True):
             part.of(env.g[self.x]).copy_(grad.unflatten(1, (part.groups, part.width)))
 
+    # -- the halves ----------------------------------------------------------------------------------------------------
+
+    def _kernel_parts(self, env: OpEnv) -> list[tuple[Columns, Part]]:
+        """Operands of the kernels; none where these do not serve."""
+        x, window, found, first = env.t[self.x], env.chunk.window, [], 0
+        if not use_kernel(x) or x.dtype == torch.float64:
+            return found
+        tail = None if window is None else window.before(self.tail)
+        for part in self.parts:
+            found.append((part, _kernels().Part(part.of(x), first, env.p[self.weight], env.chunk.positions, tail)))
+            first += part.total
+        return found
+
+    def forward(self, env: OpEnv) -> None:
+        if env.chunk.window is not None:
+            self.fill_window(env)
+        parts = self._kernel_parts(env)
+        if not parts:
+            env.t[self.y].copy_(torch.nn.functional.silu(self._sums(env, self._rows(env))))
+        for _, part in parts:
+            _kernels().causal_conv_forward(part, env.t[self.y])
+
+    def fill_window(self, env: OpEnv) -> None:
+        window, count = env.chunk.window, self.taps - 1
+        assert window is not None
+        before, left = window.before(self.tail), window.left(self.tail)
+        own = torch.cat([part.of(env.t[self.x][-count:]).flatten(1) for part in self.parts], dim=1)
+        if len(own) < count:
+            missing = count - len(own)
+            own = torch.cat((own.new_zeros(missing, self.channels) if before is None else before[-missing:], own))
+        left.copy_(own)
+
+    def backward_input(self, env: OpEnv) -> None:
+        window, parts = env.chunk.window, self._kernel_parts(env)
+        before, left = (
+            (None, None) if window is None else (window.before(self.tail, True), window.left(self.tail, True))
+        )
+        if not parts:
+            self._plain_backward(env, before, left)
+        for columns, part in parts:
+            _kernels().causal_conv_backward_input(part, env.g[self.y], columns.of(env.g[self.x]), left, before)
+
     def backward_weight(self, env: OpEnv) -> None:
-        rows = self._rows(env)
-        grad_z, target = self._grad_sums(env, rows), env.gp[self.weight][:, 0]
-        found = [(grad_z * self._shifted(env, rows, back)).sum(0) for back in reversed(range(self.taps))]
-        total = torch.stack(found, dim=1)
+        target, parts = env.gp[self.weight][:, 0], self._kernel_parts(env)
+        if parts:
+            partials = env.t[self.partials.name].view(-1, self.taps, self.channels)
+            for _, part in parts:
+                _kernels().causal_conv_backward_weight(part, env.g[self.y], partials)
+            total = partials.sum(0).flip(0).t()
+        else:
+            rows = self._rows(env)
+            grad_z = self._grad_sums(env, rows)
+            found = [(grad_z * self._shifted(env, rows, back)).sum(0) for back in reversed(range(self.taps))]
+            total = torch.stack(found, dim=1)
         target.copy_(total) if env.first else target.add_(total)
+
+    def scratch(self, half: str) -> tuple[TensorSpec, ...]:
+        return (self.partials,) if half == "weight" else ()
 
     # -- costs ---------------------------------------------------------------------------------------------------------
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        return 8 * (tokens + 4 * self.taps) * self.channels * max(4, compute_bytes)
+        sums = 4 * (self.taps + 2) * self.channels * 4
+        return sums + plain_bytes(8 * (tokens + 4 * self.taps) * self.channels, compute_bytes)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         return Work(memory_bytes=2.0 * tokens * self.channels * compute_bytes, kernels=1)

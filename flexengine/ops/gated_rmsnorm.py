@@ -13,8 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, wide
+from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel, wide
 from flexengine.ops.columns import Columns
+from flexengine.ops.rmsnorm import WEIGHT_GRAD_PARTIALS
 
 
 class GatedRMSNorm(Op):
@@ -28,37 +29,62 @@ class GatedRMSNorm(Op):
         self.inputs = self.needs_input = self.needs_weight = self.grad_inputs = (x, z)
         self.outputs = (TensorSpec(y, (gate.total,)),)
         self.params = (weight,)
+        self.partials = TensorSpec(f"{name}_partials", (head_dim,), "float32", rows=WEIGHT_GRAD_PARTIALS)
 
     def _heads(self, rows: Tensor) -> Tensor:
         """[T, N * V] -> [T, groups, heads of a group, V]."""
         return rows.unflatten(1, (self.gate.groups, -1, self.head_dim))
 
+    def _operands(self, env: OpEnv) -> tuple[Tensor, Tensor]:
+        """x and z [T, groups, heads of a group, V]."""
+        return self._heads(env.t[self.x]), self.gate.heads(env.t[self.z], self.head_dim)
+
     def _parts(self, env: OpEnv) -> tuple[Tensor, Tensor, Tensor]:
         """n, r and z, wide."""
-        x = wide(self._heads(env.t[self.x]))
+        x, z = (wide(part) for part in self._operands(env))
         r = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-        return x * r, r, wide(self.gate.heads(env.t[self.z], self.head_dim))
+        return x * r, r, z
 
     def forward(self, env: OpEnv) -> None:
+        y, weight = self._heads(env.t[self.y]), env.p[self.weight]
+        if use_kernel(y) and y.dtype != torch.float64:
+            from flexengine.kernels import gated_rmsnorm  # noqa: PLC0415 (Triton is imported when first used)
+
+            return gated_rmsnorm.gated_rmsnorm_forward(*self._operands(env), weight, self.eps, y)
         n, _, z = self._parts(env)
-        self._heads(env.t[self.y]).copy_(n * wide(env.p[self.weight]) * torch.nn.functional.silu(z))
+        y.copy_(n * wide(weight) * torch.nn.functional.silu(z))
 
     def backward_input(self, env: OpEnv) -> None:
-        n, r, z = self._parts(env)
-        grad, s = wide(self._heads(env.g[self.y])) * wide(env.p[self.weight]), torch.sigmoid(z)
         assert self.x not in env.accumulate, "nothing else reads what the norm does"
-        by_gate = self.gate.heads(env.g[self.z], self.head_dim)
-        by_gate.copy_(grad * n * s * (1 + z * (1 - s)))
+        grad_y, weight = self._heads(env.g[self.y]), env.p[self.weight]
+        grad_x, grad_z = self._heads(env.g[self.x]), self.gate.heads(env.g[self.z], self.head_dim)
+        if use_kernel(grad_y) and grad_y.dtype != torch.float64:
+            from flexengine.kernels import gated_rmsnorm  # noqa: PLC0415
+
+            operands = (grad_y, *self._operands(env), weight, self.eps, grad_x, grad_z)
+            return gated_rmsnorm.gated_rmsnorm_backward_input(*operands)
+        n, r, z = self._parts(env)
+        grad, s = wide(grad_y) * wide(weight), torch.sigmoid(z)
+        grad_z.copy_(grad * n * s * (1 + z * (1 - s)))
         grad = grad * z * s
-        self._heads(env.g[self.x]).copy_(r * (grad - n * (grad * n).mean(-1, keepdim=True)))
+        grad_x.copy_(r * (grad - n * (grad * n).mean(-1, keepdim=True)))
 
     def backward_weight(self, env: OpEnv) -> None:
+        grad_y, target = self._heads(env.g[self.y]), env.gp[self.weight]
+        if use_kernel(grad_y) and grad_y.dtype != torch.float64:
+            from flexengine.kernels import gated_rmsnorm  # noqa: PLC0415
+
+            operands = (grad_y, *self._operands(env), self.eps, target, env.t[self.partials.name], not env.first)
+            return gated_rmsnorm.gated_rmsnorm_backward_weight(*operands)
         n, _, z = self._parts(env)
-        total = (wide(self._heads(env.g[self.y])) * n * z * torch.sigmoid(z)).flatten(0, -2).sum(0)
-        env.gp[self.weight].copy_(total) if env.first else env.gp[self.weight].add_(total)
+        total = (wide(grad_y) * n * z * torch.sigmoid(z)).flatten(0, -2).sum(0)
+        target.copy_(total) if env.first else target.add_(total)
+
+    def scratch(self, half: str) -> tuple[TensorSpec, ...]:
+        return (self.partials,) if half == "weight" else ()
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        return 7 * tokens * self.gate.total * max(4, compute_bytes)
+        return plain_bytes(7 * tokens * self.gate.total, compute_bytes)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         return Work(memory_bytes=3.0 * tokens * self.gate.total * compute_bytes, kernels=1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, wide
+from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel, wide
 from flexengine.ops.columns import Columns
 
 
@@ -26,17 +26,27 @@ class HeadGate(Op):
         return rows.unflatten(1, (self.gate.groups, -1))
 
     def forward(self, env: OpEnv) -> None:
-        gate = torch.sigmoid(wide(self.gate.of(env.t[self.z])))
-        self._heads(env.t[self.y]).copy_(gate.mul_(self._heads(env.t[self.o])))
+        o, z, y = self._heads(env.t[self.o]), self.gate.of(env.t[self.z]), self._heads(env.t[self.y])
+        if use_kernel(o) and o.dtype != torch.float64:
+            from flexengine.kernels import head_gate  # noqa: PLC0415 (Triton is imported when first used)
+
+            return head_gate.head_gate_forward(o, z, y)
+        y.copy_(torch.sigmoid(wide(z)).mul_(o))
 
     def backward_input(self, env: OpEnv) -> None:
         assert self.o not in env.accumulate, "nothing else reads attention's output"
-        gate, grad = torch.sigmoid(wide(self.gate.of(env.t[self.z]))), self._heads(env.g[self.y])
-        self.gate.of(env.g[self.z]).copy_(gate * (1 - gate) * self._heads(env.t[self.o]) * grad)
-        self._heads(env.g[self.o]).copy_(gate.mul_(grad))
+        o, z, grad = self._heads(env.t[self.o]), self.gate.of(env.t[self.z]), self._heads(env.g[self.y])
+        grad_o, grad_z = self._heads(env.g[self.o]), self.gate.of(env.g[self.z])
+        if use_kernel(o) and o.dtype != torch.float64:
+            from flexengine.kernels import head_gate  # noqa: PLC0415
+
+            return head_gate.head_gate_backward(grad, o, z, grad_o, grad_z)
+        s = torch.sigmoid(wide(z))
+        grad_z.copy_(s * (1 - s) * o * grad)
+        grad_o.copy_(s.mul_(grad))
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        return 4 * tokens * self.gate.total * max(4, compute_bytes)
+        return plain_bytes(4 * tokens * self.gate.total, compute_bytes)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         return Work(memory_bytes=3.0 * tokens * self.gate.total * compute_bytes, kernels=1)

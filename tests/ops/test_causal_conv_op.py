@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from flexengine.ops import causal_conv
 from flexengine.ops.base import OpEnv
 from flexengine.ops.causal_conv import CausalConv
 from flexengine.ops.columns import Columns, whole
@@ -97,6 +98,17 @@ def check_cut(h, checks, op, cuts, tolerance=1e-12):
 def test_a_cut_sequence_equals_the_uncut_one(harness, checks, cuts, parts):
     """Also where a chunk is shorter than what the convolution reaches back."""
     check_cut(harness, checks, make(parts), cuts)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str)
+@pytest.mark.parametrize(("parts", "taps"), [("side by side", 4), ("interleaved", 3)])
+def test_kernels_match_torch(monkeypatch, make_harness, checks, parts, taps, dtype, tolerance):
+    """What runs on CUDA, in Triton's interpreter, which takes a second for a few programs."""
+    monkeypatch.setenv("FLEXENGINE_INTERPRET_KERNELS", "1")
+    monkeypatch.setattr(causal_conv, "WEIGHT_GRAD_PARTIALS", 2)
+    h, op = make_harness("cpu", dtype), make(parts, taps)
+    check(h, checks, op, (2, 1, 1, 35, 3), tolerance, {"w": torch.randn(op.channels, 1, taps)})
+    check_cut(h, checks, op, (5, 5, 1), tolerance)
 
 
 @pytest.mark.gpu

@@ -52,6 +52,17 @@ def test_weight_gradients_add_up(harness, checks):
     check(harness, checks, "norm", "side by side", 3, previous={"w": harness.randn(HEAD_DIM)})
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str)
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("kind", ["norm", "gate"])
+def test_kernels_match_autograd(monkeypatch, make_harness, checks, kind, gate, dtype, tolerance):
+    """What runs on CUDA, in Triton's interpreter."""
+    monkeypatch.setenv("FLEXENGINE_INTERPRET_KERNELS", "1")
+    check(make_harness("cpu", dtype), checks, kind, gate, 7, tolerance)
+    previous = {"w": torch.randn(HEAD_DIM)} if kind == "norm" else None
+    check(make_harness("cpu", dtype), checks, kind, gate, 131, tolerance, previous)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gate", GATES)
