@@ -85,9 +85,11 @@ def block_env(
     gradients = {name: torch.randn_like(tensor) for name, tensor in activations.items() if tensor.is_floating_point()}
     scratch = [tensor for op in layer.ops for half in ("forward", "input", "weight") for tensor in op.scratch(half)]
     activations |= {tensor.name: _empty(tensor, tokens, device, dtype) for tensor in scratch}
+    weights = {n: (WEIGHT_SCALE * torch.randn(shape, device=device)).to(dtype) for n, shape in shapes.items()}
+    buffers = {n: torch.zeros(source.shape, device=device, dtype=_wide(dtype)) for n, source in layer.buffers}
     return OpEnv(
         t=activations,
-        p={n: (WEIGHT_SCALE * torch.randn(shape, device=device)).to(dtype) for n, shape in shapes.items()},
+        p=weights | buffers,
         g=gradients,
         gp={n: torch.zeros(shape, device=device, dtype=_wide(dtype)) for n, shape in shapes.items()},
         chunk=_chunk(spec, tokens, seq_len, device, _wide(dtype)),

@@ -78,6 +78,9 @@ def saved_model(
                 parameter.normal_(0.0, 0.3)
             elif "ln_" in name:
                 parameter.normal_(1.0, 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.3)
     model = model.to(dtype)
     model.save_pretrained(folder, **save)
     return model

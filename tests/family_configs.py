@@ -52,7 +52,7 @@ def gpt2(**changes: Any) -> dict:
 
 
 def experts(model_type: str, **changes: Any) -> dict:
-    counts = {"num_local_experts": 5} if model_type == "mixtral" else {"num_experts": 5}
+    counts = {"num_local_experts": 5} if model_type in ("mixtral", "gpt_oss") else {"num_experts": 5}
     own = {"moe_intermediate_size": 12} if model_type.startswith("qwen") else {}  # torch's products want 16 bytes
     ends = {"bos_token_id": None, "eos_token_id": None}
     return config(model_type, **{**counts, "num_experts_per_tok": 2, **own, **ends, **changes})
@@ -74,6 +74,25 @@ def qwen_next(model_type: str, **changes: Any) -> dict:
 
 LINEAR_ONLY = {"layer_types": ["linear_attention"] * 2, "num_hidden_layers": 2}
 FULL_ONLY = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
+
+
+def gpt_oss(**changes: Any) -> dict:
+    """The limit is so low that many a gate and factor is clamped."""
+    rope = {**YARN, "truncate": False, "rope_theta": 700.0}
+    own = {"sliding_window": 7, "swiglu_limit": 0.9, "num_hidden_layers": 3, "rope_parameters": rope}
+    return experts("gpt_oss", **{**own, **changes})
+
+
+def deepseek(version: int, **changes: Any) -> dict:
+    """Heads of 6 + 4 columns for queries and keys, 8 for values; experts in all layers. transformers wants an even
+    kv_lora_rank."""
+    heads = {"num_key_value_heads": 4, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    ranks = {"q_lora_rank": 11, "kv_lora_rank": 14}
+    counts = {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 12}
+    groups = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2} if version == 3 else {}
+    own = {**heads, **ranks, **counts, **groups, "first_k_dense_replace": 0, "bos_token_id": None, "eos_token_id": None}
+    return without_head_dim(config(f"deepseek_v{version}", **{**own, **changes}))
+
 
 CASES: dict[str, dict] = {
     "mistral, window": config("mistral", sliding_window=9),
@@ -125,6 +144,12 @@ CASES: dict[str, dict] = {
     ),
     "qwen3_moe": experts("qwen3_moe", norm_topk_prob=True),
     "qwen3_moe, not normalised": experts("qwen3_moe", num_experts_per_tok=3, intermediate_size=37),
+    "qwen2_moe, layers without experts": without_head_dim(
+        experts("qwen2_moe", shared_expert_intermediate_size=9, mlp_only_layers=[1], num_hidden_layers=3)
+    ),
+    "qwen3_moe, layers without experts": experts(
+        "qwen3_moe", decoder_sparse_step=2, mlp_only_layers=[3], num_hidden_layers=4, intermediate_size=37
+    ),
     "qwen3_moe, tied, multi-query": experts(
         "qwen3_moe", norm_topk_prob=True, tie_word_embeddings=True, num_key_value_heads=1, attention_bias=True
     ),
@@ -152,6 +177,58 @@ CASES: dict[str, dict] = {
     ),
     "qwen3_5_moe_text, many experts": qwen_next(
         "qwen3_5_moe_text", num_experts=9, num_key_value_heads=4, linear_num_key_heads=1, **LINEAR_ONLY
+    ),
+    "gpt_oss": gpt_oss(),
+    "gpt_oss, types, gain, tied": gpt_oss(
+        layer_types=["full_attention", "full_attention", "sliding_attention"],
+        swiglu_alpha=1.3,
+        swiglu_limit=1.5,
+        tie_word_embeddings=True,
+        num_key_value_heads=4,
+        head_dim=10,
+        intermediate_size=28,
+    ),
+    "gpt_oss, no biases, multi-query": gpt_oss(
+        attention_bias=False, num_key_value_heads=1, rope_parameters=None, num_local_experts=17, num_experts_per_tok=3
+    ),
+    "gpt_oss, all experts, no scaling": gpt_oss(
+        num_experts_per_tok=5,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+        sliding_window=1,
+        num_hidden_layers=2,
+    ),
+    "deepseek_v2": deepseek(2, q_lora_rank=None, n_shared_experts=2, first_k_dense_replace=1),
+    "deepseek_v2, groups, biases, scaled": deepseek(
+        2,
+        topk_method="group_limited_greedy",
+        n_group=3,
+        topk_group=2,
+        routed_scaling_factor=1.7,
+        attention_bias=True,
+        mlp_bias=True,
+        rope_scaling=YARN | {"mscale": 0.707, "mscale_all_dim": 0.9},
+        rms_norm_eps=1e-3,
+    ),
+    "deepseek_v2, dense, tied": deepseek(2, first_k_dense_replace=2, tie_word_embeddings=True, v_head_dim=10),
+    "deepseek_v3": deepseek(3, first_k_dense_replace=1, num_hidden_layers=3),
+    "deepseek_v3, experts everywhere": deepseek(3, tie_word_embeddings=True),
+    "deepseek_v3, yarn, biases": deepseek(
+        3,
+        rope_scaling=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        attention_bias=True,
+        q_lora_rank=None,
+        num_experts_per_tok=3,
+        routed_scaling_factor=0.8,
+        v_head_dim=6,
+    ),
+    "deepseek_v3, halves, not normalised": deepseek(
+        3,
+        rope_interleave=False,
+        norm_topk_prob=False,
+        n_group=1,
+        topk_group=1,
+        qk_rope_head_dim=6,
+        n_shared_experts=2,
     ),
     "gpt2": gpt2(),
     "gpt2, untied, odd sizes": gpt2(tie_word_embeddings=False, n_inner=37, vocab_size=71, n_embd=33, n_head=3),

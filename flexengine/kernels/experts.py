@@ -5,6 +5,7 @@ expert; `ends` [E]: where the rows of each expert end. Both stay on the device: 
 nothing is read back and any routing, even all tokens to one expert, takes the same memory.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -33,8 +34,24 @@ class Tiling(NamedTuple):
 
 
 def _tiling(x: Tensor) -> Tiling:
-    """The stages of both operands fit the 99 KiB of shared memory of smaller cards."""
-    return Tiling(128, 128, 64 if x.element_size() == 2 else 32, 8, 8, 3)
+    """Of a product. The stages of both operands fit the 99 KiB of shared memory of smaller cards; where 144 KiB fit,
+    tiles are twice as wide."""
+    if x.element_size() == 4:
+        return Tiling(128, 128, 32, 8, 8, 3)
+    wide = x.is_cuda and _shared_memory_bytes(x.get_device()) >= 160 * 1024
+    return Tiling(128, 256 if wide else 128, 64, 8, 8, 3)
+
+
+def _gradient_tiling(x: Tensor) -> Tiling:
+    """Of a weight's gradient, whose accumulator is read and written beside the next tile's sums: two programs share a
+    processor."""
+    return Tiling(128, 128, 32, 8, 8, 3) if x.element_size() == 4 else Tiling(128, 128, 64, 8, 4, 3)
+
+
+@lru_cache
+def _shared_memory_bytes(device: int) -> int:
+    """What one program may use."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def hand_out(x: Tensor, place: Tensor, rows: Tensor) -> None:
@@ -81,11 +98,16 @@ def gather(rows: Tensor, place: Tensor, out: Tensor, added: Tensor | None) -> No
     )  # fmt: skip
 
 
-def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, out: Tensor, transposed: bool) -> None:
-    """out[r] = x[r] @ weight[e].T for the rows r of every expert e; transposed: x[r] @ weight[e].
+def grouped_product(
+    x: Tensor, weight: Tensor, ends: Tensor, out: Tensor, transposed: bool, bias: Tensor | None = None,
+    row_weight: Tensor | None = None,
+) -> None:  # fmt: skip
+    """out[r] = x[r] @ weight[e].T (+ (row_weight[r] *) bias[e]) for the rows r of every expert e; transposed:
+    x[r] @ weight[e].
 
-    Shapes: x [R, D] and out [R, F] in bf16 or fp32, weight [E, F, D] (transposed: [E, D, F]), ends [E] int32. Sums in
-    fp32, one rounding. Deterministic: the order of a sum depends on shapes alone.
+    Shapes: x [R, D] and out [R, F] in bf16 or fp32, weight [E, F, D] (transposed: [E, D, F]), ends [E] int32, bias
+    [E, F] of x's dtype, row_weight [R] fp32. Sums in fp32, one rounding. Deterministic: the order of a sum depends on
+    shapes alone.
     Order: launches on the current stream, never synchronises. Raises: ValueError on other shapes, dtypes or strides.
     """
     (count, inner), columns, experts = x.shape, out.shape[1], weight.shape[0]
@@ -94,16 +116,21 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, out: Tensor, transp
     shape = (experts, inner, columns) if transposed else (experts, columns, inner)
     check_tensor("weight", weight, shape, (x.dtype,))
     check_tensor("ends", ends, (experts,), (torch.int32,))
+    if bias is not None:
+        check_tensor("bias", bias, (experts, columns), (x.dtype,))
+    if row_weight is not None:
+        check_tensor("row_weight", row_weight, (count,), (torch.float32,))
     if out.numel() == 0:
         return
     t = _tiling(x)
     block_rows = min(t.rows, max(16, triton.next_power_of_2(count)))
     row_tiles = triton.cdiv(count, block_rows) + experts
     _product_kernel[(row_tiles * triton.cdiv(columns, t.columns),)](
-        x, weight, ends, out, inner, columns, experts, row_tiles,
+        x, weight, ends, out, out if bias is None else bias, out if row_weight is None else row_weight, inner, columns,
+        experts, row_tiles,
         weight.stride(0), weight.stride(2 if transposed else 1), weight.stride(1 if transposed else 2),
         WIDE=not x.is_cuda, EXPERTS=triton.next_power_of_2(experts), ROWS=block_rows, COLUMNS=t.columns, INNER=t.inner,
-        GROUP=t.group, **t.launch(),
+        GROUP=t.group, BIAS=bias is not None, WEIGHTED=row_weight is not None, **t.launch(),
     )  # fmt: skip
 
 
@@ -118,7 +145,7 @@ def grouped_weight_gradient(grad_y: Tensor, x: Tensor, ends: Tensor, acc: Tensor
     check_tensor("x", x, (count, inner), (grad_y.dtype,))
     check_tensor("ends", ends, (experts,), (torch.int32,))
     check_tensor("acc", acc, (experts, columns, inner), (torch.float32,))
-    t = _tiling(x)
+    t = _gradient_tiling(x)
     grid = (experts * triton.cdiv(columns, t.rows) * triton.cdiv(inner, t.columns),)
     _weight_gradient_kernel[grid](
         grad_y, x, ends, acc, columns, inner, ACCUMULATE=accumulate, WIDE=not x.is_cuda, OUTS=t.rows, INS=t.columns,
@@ -178,10 +205,10 @@ def _grouped_tile(program, row_tiles, column_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def _product_kernel(
-    x_ptr, weight_ptr, ends_ptr, out_ptr, inner, columns, experts, row_tiles,
+    x_ptr, weight_ptr, ends_ptr, out_ptr, bias_ptr, row_weight_ptr, inner, columns, experts, row_tiles,
     expert_stride, column_stride, inner_stride,
     WIDE: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows of one expert. The last tile of each may be part filled, so there are as many more as experts."""
     tile, column_tile = _grouped_tile(tl.program_id(0), row_tiles, tl.cdiv(columns, COLUMNS), GROUP)
@@ -207,6 +234,12 @@ def _product_kernel(
             x = tl.load(x_ptr + rows[:, None] * inner + inners[None, :], mask=row_mask[:, None] & inner_mask, other=0.0)
             w = tl.load(weights + inners[:, None] * inner_stride, mask=inner_mask[:, None] & out_mask, other=0.0)
             total = _add_product(total, x, w, WIDE)
+        if BIAS:
+            added = tl.load(bias_ptr + expert.to(tl.int64) * columns + outs, mask=out_mask, other=0.0).to(tl.float32)
+            if WEIGHTED:
+                total += added[None, :] * tl.load(row_weight_ptr + rows, mask=row_mask, other=0.0)[:, None]
+            else:
+                total += added[None, :]
         target = out_ptr + rows[:, None] * columns + outs[None, :]
         tl.store(target, round_to(total, out_ptr.dtype.element_ty), mask=row_mask[:, None] & out_mask)
 

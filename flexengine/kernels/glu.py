@@ -2,6 +2,10 @@
 
 T tokens, F FFN width. Source: Shazeer 2020, https://arxiv.org/abs/2002.05202. act(z) = z * sigmoid(u(z)) with u = z
 for silu and u = sqrt(8 / pi) * (z + 0.044715 z^3) for the tanh form of GELU.
+
+A clamped unit, (limit, alpha) in the place of an activation's name, has gate in even and up in odd columns, and is
+z * sigmoid(alpha * z) * (up + 1) with z = gate up to the limit and up within +-limit; where one is clamped its gradient
+is zero. Source: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card".
 """
 
 import math
@@ -15,15 +19,17 @@ from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.rounding import round_to
 
 ACTIVATIONS = ("silu", "gelu_tanh")
+Activation = str | tuple[float, float]
 _GELU_LINEAR = tl.constexpr(math.sqrt(8 / math.pi))
 _GELU_CUBIC = tl.constexpr(math.sqrt(8 / math.pi) * 0.044715)
 _BLOCK = 2048  # columns per program; 4 warps then hold 16 elements per thread and tensor
 
 
-def glu_forward(gate_up: Tensor, out: Tensor, activation: str, row_weight: Tensor | None = None) -> None:
-    """out = (row_weight *) act(gate) * up; activation: one of ACTIVATIONS; row_weight [T] fp32.
+def glu_forward(gate_up: Tensor, out: Tensor, activation: Activation, row_weight: Tensor | None = None) -> None:
+    """out = (row_weight *) act(gate) * up; activation: one of ACTIVATIONS, or a clamped unit; row_weight [T] fp32.
 
-    Shapes: gate_up [T, 2F] in bf16 or fp32, gate in columns 0..F-1, up in F..2F-1; out [T, F]. Rows may be strided.
+    Shapes: gate_up [T, 2F] in bf16 or fp32, gate in columns 0..F-1, up in F..2F-1 (clamped: in turns); out [T, F]. Rows
+    may be strided.
     Rounding: fp32 arithmetic, one rounding at the store (Hugging Face also rounds act(gate)).
     Cost: reads 2*T*F and writes T*F elements.
     Order: launches on the current stream, never synchronises.
@@ -34,24 +40,24 @@ def glu_forward(gate_up: Tensor, out: Tensor, activation: str, row_weight: Tenso
     check_tensor("gate_up", gate_up, (tokens, 2 * width), FLOATS, strided_rows=True)
     if row_weight is not None:
         check_tensor("row_weight", row_weight, (tokens,), (torch.float32,))
-    gelu = _is_gelu(activation)
+    unit = _unit_of(activation)
     if out.numel() == 0:
         return
     block = min(_BLOCK, triton.next_power_of_2(width))
     tiles = triton.cdiv(width, block)
     _forward_kernel[(tokens * tiles,)](
         gate_up, out, out if row_weight is None else row_weight, width, tiles, gate_up.stride(0), out.stride(0),
-        WEIGHTED=row_weight is not None, GELU=gelu, BLOCK=block, num_warps=4,
+        WEIGHTED=row_weight is not None, **unit, BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 
 def glu_backward(
-    grad_out: Tensor, gate_up: Tensor, grad_gate_up: Tensor, activation: str, row_weight: Tensor | None = None,
-    grad_row_weight: Tensor | None = None,
+    grad_out: Tensor, gate_up: Tensor, grad_gate_up: Tensor, activation: Activation, row_weight: Tensor | None = None,
+    grad_row_weight: Tensor | None = None, accumulate: bool = False,
 ) -> None:  # fmt: skip
     """Gradients of both halves, with s = sigmoid(u(gate)): grad_gate = grad_out * up * s * (1 + gate * (1 - s) * u'),
     grad_up = grad_out * gate * s. With row_weight [T] fp32 both are that many times as much, and grad_row_weight [T]
-    fp32 is the sum over columns of grad_out * act(gate) * up.
+    fp32 is the sum over columns of grad_out * act(gate) * up, on top of what is there with `accumulate`.
 
     Shapes: grad_out [T, F], gate_up and grad_gate_up [T, 2F] in bf16 or fp32; rows may be strided.
     grad_gate_up may be gate_up itself: each program reads its elements before it writes the same ones.
@@ -63,7 +69,7 @@ def glu_backward(
     check_tensor("grad_out", grad_out, (tokens, width), FLOATS, strided_rows=True)
     check_tensor("gate_up", gate_up, (tokens, 2 * width), FLOATS, strided_rows=True)
     check_tensor("grad_gate_up", grad_gate_up, (tokens, 2 * width), FLOATS, strided_rows=True)
-    gelu = _is_gelu(activation)
+    unit = _unit_of(activation)
     if grad_out.numel() == 0:
         return
     block = min(_BLOCK, triton.next_power_of_2(width))
@@ -74,25 +80,31 @@ def glu_backward(
         check_tensor("grad_row_weight", grad_row_weight, (tokens,), (torch.float32,))
         _weighted_backward_kernel[(tokens,)](
             grad_out, gate_up, row_weight, grad_gate_up, grad_row_weight, width, grad_out.stride(0), gate_up.stride(0),
-            grad_gate_up.stride(0), GELU=gelu, BLOCK=block, num_warps=4,
+            grad_gate_up.stride(0), ACCUMULATE=accumulate, **unit, BLOCK=block, num_warps=4,
         )  # fmt: skip
         return
     _backward_kernel[(tokens * tiles,)](
         grad_out, gate_up, grad_gate_up, width, tiles, grad_out.stride(0), gate_up.stride(0), grad_gate_up.stride(0),
-        GELU=gelu, BLOCK=block, num_warps=4,
+        **unit, BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 
-def _is_gelu(activation: str) -> bool:
+def _unit_of(activation: Activation) -> dict[str, bool | float]:
+    """Keywords of a launch."""
+    if isinstance(activation, tuple):
+        limit, alpha = activation
+        return {"limit": limit, "alpha": alpha, "GELU": False, "CLAMPED": True}
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}, expected one of {ACTIVATIONS}")
-    return activation == "gelu_tanh"
+    return {"limit": 0.0, "alpha": 0.0, "GELU": activation == "gelu_tanh", "CLAMPED": False}
 
 
 @triton.jit
-def _gate(z, GELU: tl.constexpr):
+def _gate(z, alpha, GELU: tl.constexpr, CLAMPED: tl.constexpr):
     """(sigmoid(u(z)), u'(z))."""
-    if GELU:
+    if CLAMPED:
+        return tl.sigmoid(alpha * z), tl.zeros(z.shape, tl.float32) + alpha
+    elif GELU:
         square = z * z
         return tl.sigmoid(z * (_GELU_LINEAR + _GELU_CUBIC * square)), _GELU_LINEAR + 3.0 * _GELU_CUBIC * square
     else:
@@ -100,71 +112,109 @@ def _gate(z, GELU: tl.constexpr):
 
 
 @triton.jit
+def _load(row_ptr, first, width, CLAMPED: tl.constexpr, BLOCK: tl.constexpr):
+    """Gate and up of BLOCK columns from `first` on; of a clamped unit they lie in turns."""
+    if CLAMPED:
+        both = 2 * first + tl.arange(0, 2 * BLOCK)
+        pairs = tl.load(row_ptr + both, mask=both < 2 * width, other=0.0)
+        gate, up = tl.split(tl.reshape(pairs, (BLOCK, 2)))
+        return gate.to(tl.float32), up.to(tl.float32)
+    else:
+        columns = first + tl.arange(0, BLOCK)
+        mask = columns < width
+        gate = tl.load(row_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+        return gate, tl.load(row_ptr + width + columns, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(row_ptr, first, width, gate, up, CLAMPED: tl.constexpr, BLOCK: tl.constexpr):
+    """Rounded to where `_load` reads them."""
+    dtype: tl.constexpr = row_ptr.dtype.element_ty
+    if CLAMPED:
+        both = 2 * first + tl.arange(0, 2 * BLOCK)
+        tl.store(row_ptr + both, round_to(tl.interleave(gate, up), dtype), mask=both < 2 * width)
+    else:
+        columns = first + tl.arange(0, BLOCK)
+        mask = columns < width
+        tl.store(row_ptr + columns, round_to(gate, dtype), mask=mask)
+        tl.store(row_ptr + width + columns, round_to(up, dtype), mask=mask)
+
+
+@triton.jit
+def _clamped(gate, up, limit, CLAMPED: tl.constexpr):
+    """(z, factor of act(z)); a NaN stays one."""
+    if CLAMPED:
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1.0
+    return gate, up
+
+
+@triton.jit
+def _unit_gradients(grad, gate, up, limit, alpha, GELU: tl.constexpr, CLAMPED: tl.constexpr):
+    """(act(z) * up, and its gradients by both halves times grad)."""
+    z, factor = _clamped(gate, up, limit, CLAMPED)
+    s, slope = _gate(z, alpha, GELU, CLAMPED)
+    grad_gate = grad * factor * s * (1.0 + z * (1.0 - s) * slope)
+    grad_up = grad * z * s
+    if CLAMPED:
+        grad_gate = tl.where(gate > limit, 0.0, grad_gate)
+        grad_up = tl.where((up > limit) | (up < -limit), 0.0, grad_up)
+    return z * s * factor, grad_gate, grad_up
+
+
+@triton.jit
 def _tile(tiles, BLOCK: tl.constexpr):
-    """(token, columns) of a program: neighbours take neighbouring columns, so that memory is swept row by row."""
-    token = (tl.program_id(0) // tiles).to(tl.int64)
-    return token, (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+    """(token, first column) of a program: neighbours take neighbouring columns, so that memory is swept row by row."""
+    return (tl.program_id(0) // tiles).to(tl.int64), (tl.program_id(0) % tiles) * BLOCK
 
 
 @triton.jit
 def _forward_kernel(
-    gate_up_ptr, out_ptr, row_weight_ptr, width, tiles, gate_up_stride, out_stride,
-    WEIGHTED: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr,
+    gate_up_ptr, out_ptr, row_weight_ptr, width, tiles, gate_up_stride, out_stride, limit, alpha,
+    WEIGHTED: tl.constexpr, GELU: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    token, columns = _tile(tiles, BLOCK)
-    mask = columns < width
-    gate_ptrs = gate_up_ptr + token * gate_up_stride + columns
-    gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_ptrs + width, mask=mask, other=0.0).to(tl.float32)
-    s, _ = _gate(gate, GELU)
-    out = gate * s * up
+    token, first = _tile(tiles, BLOCK)
+    gate, up = _load(gate_up_ptr + token * gate_up_stride, first, width, CLAMPED, BLOCK)
+    z, factor = _clamped(gate, up, limit, CLAMPED)
+    s, _ = _gate(z, alpha, GELU, CLAMPED)
+    out = z * s * factor
     if WEIGHTED:
         out *= tl.load(row_weight_ptr + token)
-    tl.store(out_ptr + token * out_stride + columns, round_to(out, out_ptr.dtype.element_ty), mask=mask)
+    columns = first + tl.arange(0, BLOCK)
+    tl.store(out_ptr + token * out_stride + columns, round_to(out, out_ptr.dtype.element_ty), mask=columns < width)
 
 
 @triton.jit
 def _backward_kernel(
     grad_out_ptr, gate_up_ptr, grad_gate_up_ptr, width, tiles, grad_out_stride, gate_up_stride, grad_gate_up_stride,
-    GELU: tl.constexpr, BLOCK: tl.constexpr,
+    limit, alpha, GELU: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    token, columns = _tile(tiles, BLOCK)
-    mask = columns < width
-    gate_ptrs = gate_up_ptr + token * gate_up_stride + columns
-    gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_ptrs + width, mask=mask, other=0.0).to(tl.float32)
-    grad_out = tl.load(grad_out_ptr + token * grad_out_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    s, slope = _gate(gate, GELU)
-    grad_gate = grad_out * up * s * (1.0 + gate * (1.0 - s) * slope)
-    grad_up = grad_out * gate * s
-    target = grad_gate_up_ptr + token * grad_gate_up_stride + columns
-    dtype: tl.constexpr = grad_gate_up_ptr.dtype.element_ty
-    tl.store(target, round_to(grad_gate, dtype), mask=mask)
-    tl.store(target + width, round_to(grad_up, dtype), mask=mask)
+    token, first = _tile(tiles, BLOCK)
+    columns = first + tl.arange(0, BLOCK)
+    gate, up = _load(gate_up_ptr + token * gate_up_stride, first, width, CLAMPED, BLOCK)
+    grad = tl.load(grad_out_ptr + token * grad_out_stride + columns, mask=columns < width, other=0.0).to(tl.float32)
+    _, grad_gate, grad_up = _unit_gradients(grad, gate, up, limit, alpha, GELU, CLAMPED)
+    _store(grad_gate_up_ptr + token * grad_gate_up_stride, first, width, grad_gate, grad_up, CLAMPED, BLOCK)
 
 
 @triton.jit
 def _weighted_backward_kernel(
     grad_out_ptr, gate_up_ptr, row_weight_ptr, grad_gate_up_ptr, grad_row_weight_ptr, width, grad_out_stride,
-    gate_up_stride, grad_gate_up_stride, GELU: tl.constexpr, BLOCK: tl.constexpr,
+    gate_up_stride, grad_gate_up_stride, limit, alpha,
+    ACCUMULATE: tl.constexpr, GELU: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A row per program, whose columns add up to the gradient of its weight."""
     row = tl.program_id(0).to(tl.int64)
     weight = tl.load(row_weight_ptr + row)
     lanes = tl.zeros((BLOCK,), tl.float32)
-    dtype: tl.constexpr = grad_gate_up_ptr.dtype.element_ty
     for first in range(0, width, BLOCK):
         columns = first + tl.arange(0, BLOCK)
-        mask = columns < width
-        gate_ptrs = gate_up_ptr + row * gate_up_stride + columns
-        gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(gate_ptrs + width, mask=mask, other=0.0).to(tl.float32)
-        grad_out = tl.load(grad_out_ptr + row * grad_out_stride + columns, mask=mask, other=0.0).to(tl.float32)
-        s, slope = _gate(gate, GELU)
-        lanes += grad_out * gate * s * up
-        grad_out *= weight
-        grad_gate = grad_out * up * s * (1.0 + gate * (1.0 - s) * slope)
-        target = grad_gate_up_ptr + row * grad_gate_up_stride + columns
-        tl.store(target, round_to(grad_gate, dtype), mask=mask)
-        tl.store(target + width, round_to(grad_out * gate * s, dtype), mask=mask)
-    tl.store(grad_row_weight_ptr + row, tl.sum(lanes, axis=0))
+        gate, up = _load(gate_up_ptr + row * gate_up_stride, first, width, CLAMPED, BLOCK)
+        grad = tl.load(grad_out_ptr + row * grad_out_stride + columns, mask=columns < width, other=0.0).to(tl.float32)
+        unit, grad_gate, grad_up = _unit_gradients(grad * weight, gate, up, limit, alpha, GELU, CLAMPED)
+        lanes += grad * unit
+        _store(grad_gate_up_ptr + row * grad_gate_up_stride, first, width, grad_gate, grad_up, CLAMPED, BLOCK)
+    total = tl.sum(lanes, axis=0)
+    if ACCUMULATE:
+        total += tl.load(grad_row_weight_ptr + row)
+    tl.store(grad_row_weight_ptr + row, total)

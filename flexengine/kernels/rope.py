@@ -1,7 +1,7 @@
 """Rotary position embedding, in place on the leading heads of a row (queries, then keys, of a fused QKV row).
 
-T tokens, heads of width H, rotary width R <= H. Rotate-half layout of Hugging Face: element i pairs with i + R/2.
-Source: Su et al. 2021, RoFormer, https://arxiv.org/abs/2104.09864.
+T tokens, heads of width H, rotary width R <= H. Rotate-half layout of Hugging Face: element i pairs with i + R/2;
+interleaved: 2i with 2i + 1. Source: Su et al. 2021, RoFormer, https://arxiv.org/abs/2104.09864.
 """
 
 import torch
@@ -19,8 +19,9 @@ then takes cos and sin of 8 angles for all heads of the token; more warps would 
 
 
 def rope_(
-    x: Tensor, positions: Tensor, inv_freq: Tensor, scaling: float, num_rotated_heads: int, inverse: bool
-) -> None:
+    x: Tensor, positions: Tensor, inv_freq: Tensor, scaling: float, num_rotated_heads: int, inverse: bool,
+    interleaved: bool = False,
+) -> None:  # fmt: skip
     """Rotate the first num_rotated_heads heads of x in place.
 
     Pair (a, b) of position p and frequency f becomes scaling * (a cos(p f) - b sin(p f), b cos(p f) + a sin(p f));
@@ -48,14 +49,14 @@ def rope_(
     heads = max(1, min(_TILE_PAIRS // pairs, triton.next_power_of_2(num_rotated_heads)))
     _rope_kernel[(tokens,)](
         x, positions, inv_freq, x.stride(0), x.stride(1), half, num_rotated_heads, float(scaling),
-        INVERSE=inverse, HEADS=heads, PAIRS=pairs, num_warps=1,
+        INVERSE=inverse, INTERLEAVED=interleaved, HEADS=heads, PAIRS=pairs, num_warps=1,
     )  # fmt: skip
 
 
 @triton.jit
 def _rope_kernel(
     x_ptr, positions_ptr, inv_freq_ptr, token_stride, head_stride, half, num_rotated_heads, scaling,
-    INVERSE: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    INVERSE: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """One token per program: its cos and sin serve all heads."""
     token = tl.program_id(0).to(tl.int64)
@@ -69,8 +70,9 @@ def _rope_kernel(
     for first in range(0, num_rotated_heads, HEADS):
         heads = (first + tl.arange(0, HEADS)).to(tl.int64)
         mask = (heads < num_rotated_heads)[:, None] & (pairs < half)[None, :]
-        a_ptrs = x_ptr + token * token_stride + heads[:, None] * head_stride + pairs[None, :]
-        b_ptrs = a_ptrs + half
+        columns = 2 * pairs if INTERLEAVED else pairs
+        a_ptrs = x_ptr + token * token_stride + heads[:, None] * head_stride + columns[None, :]
+        b_ptrs = a_ptrs + 1 if INTERLEAVED else a_ptrs + half
         a = tl.load(a_ptrs, mask=mask, other=0.0).to(tl.float32)
         b = tl.load(b_ptrs, mask=mask, other=0.0).to(tl.float32)
         dtype: tl.constexpr = x_ptr.dtype.element_ty

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
-from flexengine.models.delta_block import DeltaShape, delta_ops, delta_params
 from flexengine.models.spec import ParamSpec, WeightSource
+from flexengine.models.stacked_experts import stacked_options, stacked_params
 from flexengine.ops.attention import CausalAttention
 from flexengine.ops.attention_style import CAUSAL, AttentionStyle
 from flexengine.ops.base import Op
@@ -19,7 +19,7 @@ from flexengine.ops.linear import Linear
 from flexengine.ops.qk_norm import QKNorm, Span
 from flexengine.ops.rmsnorm import NormStyle, RMSNorm
 from flexengine.ops.rope import RoPE
-from flexengine.ops.router import Router
+from flexengine.ops.router import SOFTMAX, Router, RouterStyle
 from flexengine.ops.shared_gate import SharedGate
 
 Norms = Literal["pre", "post", "both"]
@@ -28,13 +28,29 @@ Norms = Literal["pre", "post", "both"]
 
 class ExpertShape(NamedTuple):
     """The FFN of a block with experts: how many, how many of them for each token, their width, and whether the weights
-    of a token's experts are made to add up to 1. shared_width: of one more for all tokens, gated; 0: none."""
+    of a token's experts are made to add up to 1. shared_width: of one more for all tokens, gated or not; 0: none.
+    stacked: as models/stacked_experts.py has them, with biases."""
 
     count: int
     per_token: int
     width: int
     normalised: bool
     shared_width: int = 0
+    shared_gated: bool = True
+    router: RouterStyle = SOFTMAX
+    stacked: bool = False
+
+
+class Mixer(Protocol):
+    """What a block has in the place of queries, keys and values of its input, from x to x1; equal ones hash alike."""
+
+    def ops(self, block: BlockShape) -> list[Op]:
+        """From x to x1: the norms and the residual's sum are among them."""
+        ...
+
+    def params(self, block: BlockShape, prefix: str, names: BlockNames) -> list[ParamSpec]:
+        """Parameters of these ops, norms not among them, from tensors under `prefix`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -42,7 +58,7 @@ class BlockShape:
     """Sizes and options of one block. Blocks of equal shape share their ops.
 
     qk_norm: queries and keys are normalised by head or by row. rope: the model's table of frequencies, None for none.
-    gated: each query head comes with a gate of its output (with qk_norm). delta: linear attention in place of it.
+    gated: each query head comes with a gate of its output (with qk_norm).
     """
 
     hidden_size: int
@@ -61,8 +77,8 @@ class BlockShape:
     attention: AttentionStyle = CAUSAL
     activation: Activation = "silu"
     experts: ExpertShape | None = None
+    mixer: Mixer | None = None
     gated: bool = False
-    delta: DeltaShape | None = None
 
     @property
     def query_width(self) -> int:
@@ -82,23 +98,26 @@ class BlockShape:
 
 @dataclass(frozen=True)
 class BlockNames:
-    """Modules of a block in the checkpoint. A fused projection has one name, the usual ones one for each part."""
+    """Modules of a block in the checkpoint. A fused projection has one name, the usual ones one for each part.
+    expert_decode: how the checkpoint holds stacked experts, if it does not as they are."""
 
     attn_norm: str = "input_layernorm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"
     o: str = "self_attn.o_proj"
     attn_post_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
-    delta: str = "linear_attn"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     mlp_post_norm: str = "post_feedforward_layernorm"
     router: str = "mlp.gate"
+    router_bias: str = "mlp.gate.e_score_correction_bias"
     experts: str = "mlp.experts"
     expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
+    expert_decode: str | None = None
     shared: str = "mlp.shared_expert"
 
 
@@ -106,21 +125,19 @@ class BlockNames:
 def block_ops(s: BlockShape) -> tuple[Op, ...]:
     """x -> norm -> qkv -> rope -> attention -> + x -> norm -> gate-up -> act(gate) * up -> down -> + -> y, with norms
     where the shape has them."""
-    return (*_attention_ops(s), *(_mlp_ops(s) if s.experts is None else _expert_ops(s, s.experts)))
+    mixer = _attention_ops(s) if s.mixer is None else s.mixer.ops(s)
+    return (*mixer, *(_mlp_ops(s) if s.experts is None else _expert_ops(s, s.experts)))
 
 
 def _attention_ops(s: BlockShape) -> list[Op]:
     """x -> x1."""
     d, n, g, h = s.hidden_size, s.num_attention_heads, s.num_key_value_heads, s.head_dim
-    ops, rows = _opening_norm(s, "attn_norm", "x", "h1")
-    if s.delta is not None:
-        assert s.norms == "pre", "no family has norms after linear attention"
-        return [*ops, *delta_ops(d, s.delta, rows, "x", "x1")]
+    ops, rows = opening_norm(s, "attn_norm", "x", "h1")
     stages = ["qkv_raw"] if s.qk_norm or s.rope else []
     stages += ["qkv_normed"] if s.qk_norm and s.rope else []
     stages.append("qkv")
     ops.append(
-        Linear("qkv_proj", rows, stages[0], d, s.query_rows + 2 * s.key_width, *_weights("qkv_proj", s.qkv_bias))
+        Linear("qkv_proj", rows, stages[0], d, s.query_rows + 2 * s.key_width, *weight_names("qkv_proj", s.qkv_bias))
     )
     if s.qk_norm:
         weights = ("q_norm.weight", "k_norm.weight")
@@ -133,66 +150,76 @@ def _attention_ops(s: BlockShape) -> list[Op]:
         assert s.qk_norm == "head", "gates lie head by head, and pass where queries are normalised"
         result = "gated_o"
         ops.append(HeadGate("head_gate", "o", stages[0], result, Columns(h, n, 2 * h, h)))
-    return [*ops, *_closing(s, ("o_proj", result, s.query_width, s.o_bias), "attn_post_norm", "x", "x1")]
+    return [*ops, *closing(s, ("o_proj", result, s.query_width, s.o_bias), "attn_post_norm", "x", "x1")]
 
 
 def _mlp_ops(s: BlockShape) -> list[Op]:
     """x1 -> y."""
     f, unit = s.intermediate_size, "swiglu" if s.activation == "silu" else "geglu"
-    ops, rows = _opening_norm(s, "mlp_norm", "x1", "h2")
-    ops.append(Linear("gate_up_proj", rows, "gate_up", s.hidden_size, 2 * f, *_weights("gate_up_proj", s.mlp_bias)))
+    ops, rows = opening_norm(s, "mlp_norm", "x1", "h2")
+    ops.append(Linear("gate_up_proj", rows, "gate_up", s.hidden_size, 2 * f, *weight_names("gate_up_proj", s.mlp_bias)))
     ops.append(GLU(unit, "gate_up", "a", f, s.activation))
-    return [*ops, *_closing(s, ("down_proj", "a", f, s.mlp_bias), "mlp_post_norm", "x1", "y")]
+    return [*ops, *closing(s, ("down_proj", "a", f, s.mlp_bias), "mlp_post_norm", "x1", "y")]
 
 
 def _expert_ops(s: BlockShape, e: ExpertShape) -> list[Op]:
     """x1 -> y through the experts of each token."""
     assert s.norms == "pre", "no family has norms after its experts"
     d, f, sizes = s.hidden_size, e.width, (e.count, e.per_token)
-    ops, rows = _opening_norm(s, "mlp_norm", "x1", "h2")
-    router = Router("router", rows, d, *sizes, "router.weight", e.normalised)
-    own, shared = ("y", []) if not e.shared_width else ("x2", _shared_ops(s, e.shared_width, rows))
+    ops, rows = opening_norm(s, "mlp_norm", "x1", "h2")
+    bias = "router.bias" if e.stacked else None
+    router = Router("router", rows, d, *sizes, "router.weight", e.normalised, bias, e.router)
+    gate_up, down = stacked_options(router.weight) if e.stacked else ({}, {})
+    own, shared = ("y", []) if not e.shared_width else ("x2", _shared_ops(s, e, rows))
     return [
         *ops,
         router,
         HandOut("hand_out", rows, router.place, "rows", d, e.per_token),
-        GroupedLinear("experts_gate_up", "rows", router.ends, "gate_up", d, 2 * f, *sizes, "experts_gate_up.weight"),
+        GroupedLinear(
+            "experts_gate_up", "rows", router.ends, "gate_up", d, 2 * f, *sizes, "experts_gate_up.weight", **gate_up
+        ),
         WeightedGLU("experts_glu", "gate_up", router.weight, "a", f, e.per_token, s.activation),
-        GroupedLinear("experts_down", "a", router.ends, "results", f, d, *sizes, "experts_down.weight"),
+        GroupedLinear("experts_down", "a", router.ends, "results", f, d, *sizes, "experts_down.weight", **down),
         Gather("gather", "results", router.place, own, d, e.per_token, "x1"),
         *shared,
     ]
 
 
-def _shared_ops(s: BlockShape, width: int, x: str) -> list[Op]:
-    """x2 -> y: the expert of all tokens, gated."""
-    d = s.hidden_size
-    return [
-        Linear("shared_gate_up", x, "shared_gate_up", d, 2 * width, "shared_gate_up.weight"),
+def _shared_ops(s: BlockShape, e: ExpertShape, x: str) -> list[Op]:
+    """x2 -> y: the expert of all tokens."""
+    d, width, gated = s.hidden_size, e.shared_width, e.shared_gated
+    gate_up, down = weight_names("shared_gate_up", s.mlp_bias), weight_names("shared_down", s.mlp_bias)
+    unit = [
+        Linear("shared_gate_up", x, "shared_gate_up", d, 2 * width, *gate_up),
         GLU("shared_glu", "shared_gate_up", "shared_a", width, s.activation),
-        Linear("shared_down", "shared_a", "shared", width, d, "shared_down.weight"),
+    ]
+    if not gated:
+        return [*unit, Linear("shared_down", "shared_a", "y", width, d, *down, residual="x2")]
+    return [
+        *unit,
+        Linear("shared_down", "shared_a", "shared", width, d, *down),
         SharedGate("shared_gate", "shared", x, "y", d, "shared_gate.weight", "x2"),
     ]
 
 
-def _weights(name: str, bias: bool) -> tuple[str, str | None]:
+def weight_names(name: str, bias: bool) -> tuple[str, str | None]:
     return f"{name}.weight", f"{name}.bias" if bias else None
 
 
-def _opening_norm(s: BlockShape, name: str, x: str, y: str) -> tuple[list[Op], str]:
+def opening_norm(s: BlockShape, name: str, x: str, y: str) -> tuple[list[Op], str]:
     """The norm before a branch, if the block has it, and the tensor that the branch reads."""
     if s.norms == "post":
         return [], x
     return [RMSNorm(name, x, y, s.hidden_size, f"{name}.weight", s.norm)], y
 
 
-def _closing(s: BlockShape, linear: tuple[str, str, int, bool], norm: str, residual: str, y: str) -> list[Op]:
+def closing(s: BlockShape, linear: tuple[str, str, int, bool], norm: str, residual: str, y: str) -> list[Op]:
     """The projection that ends a branch, the norm after it if the block has one, and the residual's sum."""
     name, x, width, bias = linear
     if s.norms == "pre":
-        return [Linear(name, x, y, width, s.hidden_size, *_weights(name, bias), residual=residual)]
+        return [Linear(name, x, y, width, s.hidden_size, *weight_names(name, bias), residual=residual)]
     return [
-        Linear(name, x, f"{name}_out", width, s.hidden_size, *_weights(name, bias)),
+        Linear(name, x, f"{name}_out", width, s.hidden_size, *weight_names(name, bias)),
         RMSNorm(norm, f"{name}_out", y, s.hidden_size, f"{norm}.weight", s.norm, residual=residual),
     ]
 
@@ -203,6 +230,11 @@ def norm_param(name: str, source: str, width: int, style: NormStyle) -> ParamSpe
     return ParamSpec(name, (width,), (WeightSource(source, (width,)),), kind="vector", init=init)
 
 
+def _sinks(s: BlockShape, source: str) -> ParamSpec:
+    heads = (s.num_attention_heads,)
+    return ParamSpec("sinks", heads, (WeightSource(source, heads),), kind="vector")
+
+
 def block_params(s: BlockShape, prefix: str, names: BlockNames) -> tuple[ParamSpec, ...]:
     """Parameters of one block, in the order of its ops, from tensors under `prefix` (such as model.layers.3)."""
 
@@ -210,7 +242,16 @@ def block_params(s: BlockShape, prefix: str, names: BlockNames) -> tuple[ParamSp
         return norm_param(f"{name}.weight", f"{prefix}.{source}.weight", width, s.norm)
 
     def linear(name: str, sources: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool) -> list[ParamSpec]:
-        return _stacked(name, _parts([f"{prefix}.{source}" for source in sources], rows), columns, bias)
+        return stacked(name, _parts([f"{prefix}.{source}" for source in sources], rows), columns, bias)
+
+    def attention() -> list[ParamSpec]:
+        qk_norms = [norm("q_norm", names.q_norm, qk_widths[0]), norm("k_norm", names.k_norm, qk_widths[1])]
+        return [
+            *linear("qkv_proj", names.qkv, (s.query_rows, s.key_width, s.key_width), d, s.qkv_bias),
+            *(qk_norms if s.qk_norm else []),
+            *([_sinks(s, f"{prefix}.{names.sinks}")] if s.attention.sinks else []),
+            *linear("o_proj", (names.o,), (d,), s.query_width, s.o_bias),
+        ]
 
     def mlp() -> list[ParamSpec]:
         return [
@@ -222,24 +263,28 @@ def block_params(s: BlockShape, prefix: str, names: BlockNames) -> tuple[ParamSp
     if s.qk_norm == "row":
         qk_widths = (s.query_width, s.key_width)
     pre, post = s.norms != "post", s.norms != "pre"
-    qk_norms = [norm("q_norm", names.q_norm, qk_widths[0]), norm("k_norm", names.k_norm, qk_widths[1])]
-    attention = [
-        *linear("qkv_proj", names.qkv, (s.query_rows, s.key_width, s.key_width), d, s.qkv_bias),
-        *(qk_norms if s.qk_norm else []),
-        *linear("o_proj", (names.o,), (d,), s.query_width, s.o_bias),
-    ]
     return (
         *([norm("attn_norm", names.attn_norm)] if pre else []),
-        *(attention if s.delta is None else delta_params(d, s.delta, f"{prefix}.{names.delta}")),
+        *(attention() if s.mixer is None else s.mixer.params(s, prefix, names)),
         *([norm("attn_post_norm", names.attn_post_norm)] if post else []),
         *([norm("mlp_norm", names.mlp_norm)] if pre else []),
-        *(mlp() if s.experts is None else _expert_params(d, s.experts, prefix, names)),
+        *(mlp() if s.experts is None else _expert_params(s, s.experts, prefix, names)),
         *([norm("mlp_post_norm", names.mlp_post_norm)] if post else []),
     )
 
 
-def _expert_params(d: int, e: ExpertShape, prefix: str, names: BlockNames) -> list[ParamSpec]:
+def block_buffers(s: BlockShape, prefix: str, names: BlockNames) -> tuple[tuple[str, WeightSource], ...]:
+    """What the ops of one block read that nothing trains."""
+    if s.experts is None or not s.experts.router.biased:
+        return ()
+    return (("router.choice_bias", WeightSource(f"{prefix}.{names.router_bias}", (s.experts.count,))),)
+
+
+def _expert_params(s: BlockShape, e: ExpertShape, prefix: str, names: BlockNames) -> list[ParamSpec]:
     """Router, and the weights of all experts, expert by expert."""
+    if e.stacked:
+        sources = (f"{prefix}.{names.router}", f"{prefix}.{names.experts}")
+        return stacked_params(s.hidden_size, e.count, e.width, *sources, names.expert_decode)
 
     def source(expert: int, name: str, rows: int, columns: int) -> WeightSource:
         return WeightSource(f"{prefix}.{names.experts}.{expert}.{name}.weight", (rows, columns))
@@ -247,7 +292,7 @@ def _expert_params(d: int, e: ExpertShape, prefix: str, names: BlockNames) -> li
     def fused(name: str, rows: int, columns: int) -> WeightSource:
         return WeightSource(f"{prefix}.{names.experts}.{name}", (e.count, rows, columns))
 
-    experts, f = range(e.count), e.width
+    experts, d, f = range(e.count), s.hidden_size, e.width
     gate_up = tuple(source(i, name, f, d) for i in experts for name in names.expert_gate_up)
     down = tuple(source(i, names.expert_down, d, f) for i in experts)
     router = WeightSource(f"{prefix}.{names.router}.weight", (e.count, d))
@@ -255,16 +300,17 @@ def _expert_params(d: int, e: ExpertShape, prefix: str, names: BlockNames) -> li
         ParamSpec("router.weight", (e.count, d), (router,)),
         ParamSpec("experts_gate_up.weight", (e.count, 2 * f, d), gate_up, fused=fused("gate_up_proj", 2 * f, d)),
         ParamSpec("experts_down.weight", (e.count, d, f), down, fused=fused("down_proj", d, f)),
-        *(_shared_params(d, e.shared_width, f"{prefix}.{names.shared}") if e.shared_width else []),
+        *(_shared_params(s, e, f"{prefix}.{names.shared}") if e.shared_width else []),
     ]
 
 
-def _shared_params(d: int, width: int, prefix: str) -> list[ParamSpec]:
+def _shared_params(s: BlockShape, e: ExpertShape, prefix: str) -> list[ParamSpec]:
+    d, width = s.hidden_size, e.shared_width
     gate = WeightSource(f"{prefix}_gate.weight", (1, d))
     return [
-        *_stacked("shared_gate_up", [(f"{prefix}.gate_proj", width), (f"{prefix}.up_proj", width)], d, bias=False),
-        *_stacked("shared_down", [(f"{prefix}.down_proj", d)], width, bias=False),
-        ParamSpec("shared_gate.weight", (1, d), (gate,)),
+        *stacked("shared_gate_up", [(f"{prefix}.gate_proj", width), (f"{prefix}.up_proj", width)], d, s.mlp_bias),
+        *stacked("shared_down", [(f"{prefix}.down_proj", d)], width, s.mlp_bias),
+        *([ParamSpec("shared_gate.weight", (1, d), (gate,))] if e.shared_gated else []),
     ]
 
 
@@ -273,7 +319,7 @@ def _parts(sources: list[str], rows: tuple[int, ...]) -> list[tuple[str, int]]:
     return [(sources[0], sum(rows))] if len(sources) == 1 else list(zip(sources, rows, strict=True))
 
 
-def _stacked(name: str, parts: list[tuple[str, int]], columns: int, bias: bool) -> list[ParamSpec]:
+def stacked(name: str, parts: list[tuple[str, int]], columns: int, bias: bool) -> list[ParamSpec]:
     """A linear layer: its weight, and its bias when there is one, from modules stacked by rows."""
     rows = sum(r for _, r in parts)
     weights = tuple(WeightSource(f"{part}.weight", (r, columns)) for part, r in parts)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from flexengine.models.blocks import BlockNames, BlockShape, block_ops, block_params, norm_param
+from flexengine.models.blocks import BlockNames, BlockShape, block_buffers, block_ops, block_params, norm_param
 from flexengine.models.fields import Fields
 from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec, ParamSpec, Table, WeightSource
+from flexengine.ops.balance import Balancing
 from flexengine.ops.base import Op
 from flexengine.ops.cross_entropy import LMHeadLoss
 from flexengine.ops.embedding import Embedding
@@ -20,6 +21,7 @@ class DecoderShape:
     """Sizes and options of a decoder. tables: rotary frequencies, under the names that the blocks' shapes use.
 
     embedding_scale multiplies the embedding's rows; logits are bounded by logit_soft_cap unless that is 0.
+    balance_coefficient: of the loss that balances experts; 0 for none.
     """
 
     vocab_size: int
@@ -29,8 +31,17 @@ class DecoderShape:
     final_norm: NormStyle
     embedding_scale: float = 1.0
     logit_soft_cap: float = 0.0
+    balance_coefficient: float = 0.0
     names: BlockNames = field(default_factory=BlockNames)
     prefix: str = "model"
+
+    @property
+    def balancing(self) -> Balancing | None:
+        """The loss over all layers that have experts."""
+        counts = [block.experts.count for block in self.blocks if block.experts is not None]
+        return (
+            Balancing(self.balance_coefficient, counts[0], len(counts)) if self.balance_coefficient and counts else None
+        )
 
     @property
     def hidden_size(self) -> int:
@@ -39,10 +50,11 @@ class DecoderShape:
 
 
 class Piece(NamedTuple):
-    """A layer's ops and the parameters that stream with it."""
+    """A layer's ops, the parameters that stream with it, and its buffers."""
 
     ops: tuple[Op, ...]
     params: tuple[ParamSpec, ...]
+    buffers: tuple[tuple[str, WeightSource], ...] = ()
 
 
 def assemble(
@@ -63,7 +75,7 @@ def assemble(
     layers = (
         LayerSpec("embedding", "embedding", embedding.ops, _layer_params(0, groups[0]), None, "y"),
         *(
-            LayerSpec(f"block.{i}", "block", block.ops, _layer_params(i + 1, groups[i + 1]), "x", "y")
+            LayerSpec(f"block.{i}", "block", block.ops, _layer_params(i + 1, groups[i + 1]), "x", "y", block.buffers)
             for i, block in enumerate(blocks)
         ),
         LayerSpec("head", "head", head.ops, (*_layer_params(last, groups[last]), *tied), "x", None),
@@ -91,8 +103,8 @@ def decoder_model(name: str, family: str, config: dict, s: DecoderShape) -> Mode
         config,
         embedding=Piece((Embedding("embed", "y", v, d, "embed.weight", s.embedding_scale),), (embed,)),
         blocks=[
-            Piece(block_ops(shape), block_params(shape, f"{s.prefix}.layers.{i}", s.names))
-            for i, shape in enumerate(s.blocks)
+            Piece(block_ops(shape), block_params(shape, prefix, s.names), block_buffers(shape, prefix, s.names))
+            for prefix, shape in ((f"{s.prefix}.layers.{i}", shape) for i, shape in enumerate(s.blocks))
         ],
         head=Piece(head_ops, (final_norm,) if s.tie_word_embeddings else (final_norm, lm_head)),
         hidden_size=d,
@@ -103,4 +115,5 @@ def decoder_model(name: str, family: str, config: dict, s: DecoderShape) -> Mode
         initializer_range=fields.number("initializer_range", 0.02, high=100.0),
         tie_word_embeddings=s.tie_word_embeddings,
         tables=s.tables,
+        balancing=s.balancing,
     )

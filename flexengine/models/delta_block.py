@@ -8,8 +8,9 @@ them; what it gives is normalised head by head and gated.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from flexengine.models.blocks import BlockNames, BlockShape, closing, opening_norm
 from flexengine.models.spec import ParamSpec, WeightSource
 from flexengine.ops.base import Op
 from flexengine.ops.causal_conv import CausalConv
@@ -32,8 +33,8 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class DeltaShape:
-    """Sizes of linear attention. interleaved: the projection's rows come key head by key head, each with its queries,
-    keys, values and gates; else queries of all heads, keys of all, values, gates."""
+    """A block's mixer: sizes of linear attention. interleaved: the projection's rows come key head by key head, each
+    with its queries, keys, values and gates; else queries of all heads, keys of all, values, gates."""
 
     num_key_heads: int
     num_value_heads: int
@@ -68,37 +69,36 @@ class DeltaShape:
         parts = [Columns(start, g, step, width) for start, width in zip(starts, widths, strict=True)]
         return Layout(*parts, *(Columns(start, g, 2 * each, each) for start in (end, end + each)))
 
+    def ops(self, block: BlockShape) -> list[Op]:
+        """x -> x1."""
+        d, to, width = block.hidden_size, self.layout, 2 * (self.key_width + self.value_width + self.num_value_heads)
+        sizes = (self.num_key_heads, self.num_value_heads, self.key_dim, self.value_dim)
+        ops, rows = opening_norm(block, "attn_norm", "x", "h1")
+        return [
+            *ops,
+            Linear("in_proj", rows, "mixed", d, width, "in_proj.weight"),
+            CausalConv("conv", "mixed", "qkv", (to.q, to.k, to.v), self.taps, "conv.weight"),
+            DeltaRule("delta_rule", "qkv", "mixed", "o", sizes, to.b, to.a),
+            GatedRMSNorm("gated_norm", "o", "mixed", "gated", to.z, self.value_dim, "gated_norm.weight", self.eps),
+            *closing(block, ("out_proj", "gated", self.value_width, False), "attn_post_norm", "x", "x1"),
+        ]
 
-def delta_ops(d: int, s: DeltaShape, rows: str, x: str, y: str) -> list[Op]:
-    """rows [T, d], the normalised x, -> y = x + linear attention."""
-    to, width = s.layout, 2 * (s.key_width + s.value_width + s.num_value_heads)
-    sizes = (s.num_key_heads, s.num_value_heads, s.key_dim, s.value_dim)
-    return [
-        Linear("in_proj", rows, "mixed", d, width, "in_proj.weight"),
-        CausalConv("conv", "mixed", "qkv", (to.q, to.k, to.v), s.taps, "conv.weight"),
-        DeltaRule("delta_rule", "qkv", "mixed", "o", sizes, to.b, to.a),
-        GatedRMSNorm("gated_norm", "o", "mixed", "gated", to.z, s.value_dim, "gated_norm.weight", s.eps),
-        Linear("out_proj", "gated", y, s.value_width, d, "out_proj.weight", residual=x),
-    ]
+    def params(self, block: BlockShape, prefix: str, names: BlockNames) -> list[ParamSpec]:
+        """In the order of the ops."""
 
+        def param(name: str, sources: dict[str, tuple[int, ...]], *shape: int, **kind: Any) -> ParamSpec:
+            found = tuple(WeightSource(f"{module}.{source}", size) for source, size in sources.items())
+            return ParamSpec(name, shape, found, **kind)
 
-def delta_params(d: int, s: DeltaShape, prefix: str) -> list[ParamSpec]:
-    """Parameters of linear attention from tensors under `prefix` (such as model.layers.3.linear_attn)."""
-
-    def source(name: str, *shape: int) -> WeightSource:
-        return WeightSource(f"{prefix}.{name}", shape)
-
-    k, v, n = s.key_width, s.value_width, s.num_value_heads
-    rows = {"qkv": 2 * k + v, "z": v, "b": n, "a": n}
-    if s.interleaved:
-        rows = {"qkvz": 2 * (k + v), "ba": 2 * n}
-    projection = tuple(source(f"in_proj_{name}.weight", count, d) for name, count in rows.items())
-    conv = (2 * k + v, 1, s.taps)
-    return [
-        ParamSpec("in_proj.weight", (sum(rows.values()), d), projection),
-        ParamSpec("conv.weight", conv, (source("conv1d.weight", *conv),)),
-        ParamSpec("A_log", (n,), (source("A_log", n),), kind="vector", init="zeros"),
-        ParamSpec("dt_bias", (n,), (source("dt_bias", n),), kind="vector", init="ones"),
-        ParamSpec("gated_norm.weight", (s.value_dim,), (source("norm.weight", s.value_dim),), "vector", "ones"),
-        ParamSpec("out_proj.weight", (d, v), (source("out_proj.weight", d, v),)),
-    ]
+        module, d, n = f"{prefix}.linear_attn", block.hidden_size, self.num_value_heads
+        k, v, conv = self.key_width, self.value_width, (2 * self.key_width + self.value_width, 1, self.taps)
+        rows = {"qkvz": 2 * (k + v), "ba": 2 * n} if self.interleaved else {"qkv": 2 * k + v, "z": v, "b": n, "a": n}
+        projection = {f"in_proj_{name}.weight": (count, d) for name, count in rows.items()}
+        return [
+            param("in_proj.weight", projection, sum(rows.values()), d),
+            param("conv.weight", {"conv1d.weight": conv}, *conv),
+            param("A_log", {"A_log": (n,)}, n, kind="vector", init="zeros"),
+            param("dt_bias", {"dt_bias": (n,)}, n, kind="vector", init="ones"),
+            param("gated_norm.weight", {"norm.weight": (self.value_dim,)}, self.value_dim, kind="vector", init="ones"),
+            param("out_proj.weight", {"out_proj.weight": (d, v)}, d, v),
+        ]

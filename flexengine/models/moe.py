@@ -1,5 +1,6 @@
 """Mixtral (type `mixtral`), OLMoE (`olmoe`), Qwen2-MoE (`qwen2_moe`) and Qwen3-MoE (`qwen3_moe`): the attention of
 their dense relatives and an FFN of many experts, of which a token sees a few; in Qwen2-MoE one more for all tokens.
+Both Qwen types may have layers with a plain FFN among them.
 
 Source: Jiang et al. 2024, "Mixtral of Experts"; Muennighoff et al. 2024, "OLMoE"; Qwen Team 2025, "Qwen3 Technical
 Report"; config fields as in Hugging Face.
@@ -7,6 +8,7 @@ Report"; config fields as in Hugging Face.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from flexengine.models.blocks import BlockNames, ExpertShape
@@ -17,8 +19,11 @@ from flexengine.models.sizes import Sizes, read_activation, read_rms_norm_eps, r
 from flexengine.models.spec import ModelSpec
 from flexengine.ops.attention_style import AttentionStyle
 from flexengine.ops.rmsnorm import NormStyle
+from flexengine.wording import shown
 
 MIXTRAL_THETA = 1e6
+BALANCE = {"olmoe": 0.01}
+"""Coefficients of the loss that balances experts, where configs leave them out: 0.001 in the others."""
 MIXTRAL_NAMES = BlockNames(
     router="block_sparse_moe.gate",
     experts="block_sparse_moe.experts",
@@ -38,42 +43,59 @@ def build(name: str, config: dict) -> ModelSpec:
         config = {"rope_theta": MIXTRAL_THETA, **config}
     table = rope_table(config, sizes.head_dim, name, family=family)
     options = {"mixtral": _mixtral, "olmoe": _olmoe, "qwen2_moe": _qwen2, "qwen3_moe": _qwen3}[family](fields, sizes)
-    check_experts(fields, options["experts"])
-    block = sizes.block(norm, rope_scaling=table.scaling, **options)
+    check_counts(name, options["experts"])
+    sparse = sizes.block(norm, rope_scaling=table.scaling, **options)
+    dense = replace(sparse, experts=None)
+    without = layers_without_experts(fields, sizes.num_hidden_layers) if family.startswith("qwen") else set()
     shape = DecoderShape(
         vocab_size=sizes.vocab_size,
         tie_word_embeddings=fields.switch("tie_word_embeddings", False),
-        blocks=(block,) * sizes.num_hidden_layers,
+        blocks=tuple(dense if i in without else sparse for i in range(sizes.num_hidden_layers)),
         tables=(table,),
         final_norm=norm,
         names=MIXTRAL_NAMES if family == "mixtral" else BlockNames(),
+        balance_coefficient=read_balance(fields, BALANCE.get(family, 0.001)),
     )
     return decoder_model(name, family, config, shape)
 
 
-def check_experts(fields: Fields, experts: ExpertShape) -> ExpertShape:
-    """The same. Raises ValueError when a token is to have more experts than there are."""
+def read_balance(fields: Fields, coefficient: float) -> float:
+    """The coefficient of the loss that balances experts, 0 where the config does not ask for it; the given one where
+    it leaves it out."""
+    coefficient = fields.number("router_aux_loss_coef", coefficient, high=1e6)
+    return coefficient if fields.switch("output_router_logits", False) else 0.0
+
+
+def check_counts(name: str, experts: ExpertShape) -> None:
+    """Raise ValueError where a token has more experts than there are."""
     if experts.per_token > experts.count:
         raise ValueError(
-            f"{fields.model}: num_experts_per_tok={experts.per_token} in config.json is more than its {experts.count} "
-            "experts; one of them is wrong: fetch the published one again"
+            f"{name}: num_experts_per_tok={experts.per_token} in config.json is more than its {experts.count} experts; "
+            "one of them is wrong: fetch the published one again"
         )
-    return experts
 
 
 def refuse_others(fields: Fields) -> None:
     """Raise ValueError for what the family's configs can ask for and no op does."""
     asked = {
-        "output_router_logits=true, a loss that balances experts": fields.switch("output_router_logits", False),
         "clip_qkv, clamped queries, keys and values": fields.number("clip_qkv", 0.0) > 0,
         "router_jitter_noise, noise before the router": fields.number("router_jitter_noise", 0.0) > 0,
-        "mlp_only_layers, layers without experts": bool(fields.values.get("mlp_only_layers")),
-        "decoder_sparse_step, layers without experts": fields.whole("decoder_sparse_step", 1) > 1,
         "use_sliding_window=true, layers with a window": fields.switch("use_sliding_window", False),
     }
     found = [feature for feature, present in asked.items() if present]
     if found:
         raise ValueError(f"{fields.model}: config.json asks for {'; '.join(found)}: not supported with experts")
+
+
+def layers_without_experts(fields: Fields, count: int) -> set[int]:
+    """Those that `mlp_only_layers` names, and all but every decoder_sparse_step-th."""
+    named, step = fields.values.get("mlp_only_layers") or [], fields.whole("decoder_sparse_step", 1)
+    if not isinstance(named, list) or any(type(i) is not int or not 0 <= i < count for i in named):
+        raise ValueError(
+            f"{fields.model}: mlp_only_layers={shown(named)} in config.json; expected a list of layers, from 0 "
+            f"to {count - 1}. Fetch the published config.json again"
+        )
+    return {i for i in range(count) if i in named or (i + 1) % step}
 
 
 def _mixtral(fields: Fields, sizes: Sizes) -> dict[str, Any]:

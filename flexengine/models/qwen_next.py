@@ -15,7 +15,7 @@ from flexengine.models.blocks import ExpertShape
 from flexengine.models.decoder import DecoderShape, decoder_model
 from flexengine.models.delta_block import DeltaShape
 from flexengine.models.fields import Fields
-from flexengine.models.moe import check_experts, refuse_others
+from flexengine.models.moe import check_counts, layers_without_experts, read_balance, refuse_others
 from flexengine.models.rope import rope_table
 from flexengine.models.sizes import (
     FULL,
@@ -49,25 +49,29 @@ def build_with_images(name: str, config: dict) -> ModelSpec:
 
 def _build(name: str, config: dict, family: str, prefix: str = "model") -> ModelSpec:
     """config: the fields of the text."""
-    fields, experts = Fields(name, config), None
+    fields, experts, without = Fields(name, config), None, set()
     read_activation(fields, family)
     if family not in ("qwen3_5", "qwen3_5_text"):
         experts = _experts(fields, family)
-        config = {"intermediate_size": experts.width, **config}  # of no use, and absent in some
+        config = {"intermediate_size": experts.width, **config}  # which Qwen3.5 lacks
     sizes = read_sizes(Fields(name, config))
+    if family == "qwen3_next":
+        without = layers_without_experts(fields, sizes.num_hidden_layers)
     norm, bias = NormStyle(read_rms_norm_eps(fields), offset=1.0, wide=True), fields.switch("attention_bias", False)
     table = rope_table({"partial_rotary_factor": 0.25, **config}, sizes.head_dim, name, family, partial=True)
-    attention = sizes.block(
-        norm, qk_norm="head", gated=True, qkv_bias=bias, o_bias=bias, rope_scaling=table.scaling, experts=experts
-    )
-    blocks = {FULL: attention, LINEAR: replace(attention, delta=_delta(fields, norm.eps, family == "qwen3_next"))}
+    block = sizes.block(norm, qk_norm="head", gated=True, qkv_bias=bias, o_bias=bias, rope_scaling=table.scaling)
+    mixers = {FULL: None, LINEAR: _delta(fields, norm.eps, family == "qwen3_next")}
     shape = DecoderShape(
         vocab_size=sizes.vocab_size,
         tie_word_embeddings=fields.switch("tie_word_embeddings", False),
-        blocks=tuple(blocks[kind] for kind in _kinds(fields, sizes.num_hidden_layers)),
+        blocks=tuple(
+            replace(block, mixer=mixers[kind], experts=None if i in without else experts)
+            for i, kind in enumerate(_kinds(fields, sizes.num_hidden_layers))
+        ),
         tables=(table,),
         final_norm=norm,
         prefix=prefix,
+        balance_coefficient=read_balance(fields, 0.001) if experts else 0.0,
     )
     return decoder_model(name, family, config, shape)
 
@@ -96,4 +100,6 @@ def _experts(fields: Fields, family: str) -> ExpertShape:
     count, per_token = fields.whole("num_experts", count), fields.whole("num_experts_per_tok", per_token)
     width, shared = fields.whole("moe_intermediate_size"), fields.whole("shared_expert_intermediate_size")
     normalised = family != "qwen3_next" or fields.switch("norm_topk_prob", True)
-    return check_experts(fields, ExpertShape(count, per_token, width, normalised, shared))
+    experts = ExpertShape(count, per_token, width, normalised, shared)
+    check_counts(fields.model, experts)
+    return experts

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flexengine.models import gemma, gpt2, llama, mistral, moe, olmo, phi3, qwen, qwen_next
+from flexengine.models import deepseek, gemma, gpt2, gpt_oss, llama, mistral, moe, olmo, phi3, qwen, qwen_next
 from flexengine.models.sizes import with_class_defaults
 from flexengine.models.spec import ModelSpec
 from flexengine.models.unknown import unknown_family
@@ -16,13 +16,14 @@ from flexengine.wording import did_you_mean, parse_json, shown
 
 
 class Family(NamedTuple):
-    """A Hugging Face `model_type`: its builder, checkpoints that load, what it has beside Llama's block, and with how
-    many tiny configs it is compared with transformers, parameter by parameter."""
+    """A Hugging Face `model_type`: its builder, checkpoints that load, what it has beside Llama's block, with how many
+    tiny configs it is compared with transformers, parameter by parameter, and the `quant_method`s that it reads."""
 
     build: Callable[[str, dict], ModelSpec]
     checkpoints: str
     options: str
     configs_compared: int
+    quantised: tuple[str, ...] = ()
 
 
 FAMILIES: dict[str, Family] = {
@@ -54,9 +55,30 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(moe.build, "Mixtral 8x7B, 8x22B", "experts, the weights of a token's made to add up to 1", 3),
     "olmoe": Family(moe.build, "OLMoE", "experts; queries and keys normalised by row", 3),
     "qwen2_moe": Family(
-        moe.build, "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B", "experts and a gated one that all tokens share; biases", 3
+        moe.build, "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B", "experts and a gated one that all tokens share; biases", 4
     ),
-    "qwen3_moe": Family(moe.build, "Qwen3-30B-A3B, Qwen3-235B-A22B", "experts; queries and keys normalised by head", 3),
+    "qwen3_moe": Family(moe.build, "Qwen3-30B-A3B, Qwen3-235B-A22B", "experts; queries and keys normalised by head", 4),
+    "deepseek_v2": Family(
+        deepseek.build,
+        "DeepSeek-V2, V2-Lite, Coder-V2",
+        "latent attention; experts in groups beside shared ones; dense layers first",
+        3,
+        quantised=("fp8",),
+    ),
+    "deepseek_v3": Family(
+        deepseek.build,
+        "DeepSeek-V3, V3.1, R1, Moonlight",
+        "as DeepSeek-V2; experts by their sigmoids and a bias that stays as it is",
+        4,
+        quantised=("fp8",),
+    ),
+    "gpt_oss": Family(
+        gpt_oss.build,
+        "gpt-oss-20b, gpt-oss-120b",
+        "experts with biases and clamped units, attention sinks, alternating windows; MXFP4 is read",
+        4,
+        ("mxfp4",),
+    ),
     "qwen3_next": Family(
         qwen_next.build,
         "Qwen3-Next-80B-A3B",
@@ -114,7 +136,7 @@ def build_model(name: str, config: Any) -> ModelSpec:
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise unknown_family(name, family, config, FAMILIES)
-    _check_not_quantised(name, config)
+    _check_not_quantised(name, config, FAMILIES[family].quantised)
     spec = replace(FAMILIES[family].build(name, with_class_defaults(family, config)), hf_config=config)
     if spec.num_parameters > MAX_PARAMETERS:
         raise ValueError(
@@ -125,11 +147,11 @@ def build_model(name: str, config: Any) -> ModelSpec:
     return spec
 
 
-def _check_not_quantised(name: str, config: dict) -> None:
+def _check_not_quantised(name: str, config: dict, readable: tuple[str, ...]) -> None:
     for key in ("quantization_config", "compression_config"):
         found = config.get(key)
-        if found:
-            method = found.get("quant_method") if isinstance(found, dict) else found
+        method = found.get("quant_method") if isinstance(found, dict) else found
+        if found and method not in readable:
             raise ValueError(
                 f"{name}: config.json has a {key} (method {shown(method)}): its weights are quantised. Give the "
                 "checkpoint in 16 or 32 bits that it was made from"

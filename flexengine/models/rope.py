@@ -188,8 +188,22 @@ def _yarn_attention_factor(factor: float, options: Fields) -> float:
     if stated is not None:
         return stated
 
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     one, all_dim = (options.number(name, 0.0, high=1e6) for name in ("mscale", "mscale_all_dim"))
-    return mscale(one) / mscale(all_dim) if one and all_dim else mscale(1.0)
+    return _mscale(factor, one) / _mscale(factor, all_dim) if one and all_dim else _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    """How much sharper attention gets over a context that is `factor` times as long."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def score_scale(config: dict, model: str) -> float:
+    """What DeepSeek's models multiply scores by where `mscale_all_dim` is set: mscale twice, for queries and keys.
+
+    Raises ValueError as `rope_parameters`.
+    """
+    kind, _, options = _parameters(config, model)
+    all_dim = options.number("mscale_all_dim", 0.0, high=1e6)
+    if kind == "default" or not all_dim:
+        return 1.0
+    return _mscale(options.number("factor", low=FACTOR_RANGE[0], high=FACTOR_RANGE[1]), all_dim) ** 2

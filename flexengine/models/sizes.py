@@ -39,8 +39,8 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
     },
     "qwen3_next": {
-        "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16,
-        "num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 32768,
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48,
+        "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 32768,
         "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
     },
     "qwen3_5_text": {
@@ -52,7 +52,20 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 32768,
         "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
     },
+    "deepseek_v2": {
+        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407,
+    },
+    "deepseek_v3": {
+        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048, "num_experts_per_tok": 8,
+        "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "norm_topk_prob": True,
+        "max_position_embeddings": 4096,
+    },
     "phi3": {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
+    "gpt_oss": {
+        "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072, "sliding_window": 128,
+    },
 }  # fmt: skip
 """What a field that a config leaves out stands for in Hugging Face; null is another thing, and turns features off."""
 

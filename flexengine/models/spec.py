@@ -8,15 +8,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
+from flexengine.ops.balance import Balancing
 from flexengine.ops.base import Op
 
 
 @dataclass(frozen=True)
 class WeightSource:
-    """One tensor of the Hugging Face file; a parameter is its sources stacked along dimension 0."""
+    """One tensor of the Hugging Face file; a parameter is its sources stacked along dimension 0.
+
+    decode: the decoder of checkpoint/quantised.py that finds it in the checkpoint's tensors; None: it is one of them.
+    """
 
     name: str
     shape: tuple[int, ...]
+    decode: str | None = None
 
 
 @dataclass(frozen=True)
@@ -73,8 +78,9 @@ class Table(NamedTuple):
 class LayerSpec:
     """A unit of weight streaming: a straight line of ops from `input` to `output` over named tensors.
 
-    `params` maps the names the ops use to (group index, parameter name). Blocks of one class share the same `ops`
-    tuple, so that whatever is derived from the ops is derived once.
+    `params` maps the names the ops use to (group index, parameter name), `buffers` to tensors of the checkpoint that
+    nothing trains: a few numbers, which stay on the device and are exported as they are. Blocks
+    of one class share the same `ops` tuple, so that whatever is derived from the ops is derived once.
     """
 
     name: str
@@ -83,6 +89,7 @@ class LayerSpec:
     params: tuple[tuple[str, int, str], ...]
     input: str | None
     output: str | None
+    buffers: tuple[tuple[str, WeightSource], ...] = ()
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -111,6 +118,8 @@ class ModelSpec:
     """What a person should know of how the checkpoint is taken; empty: nothing."""
     optional_prefix: str = ""
     """With what all names of sources begin that some checkpoints leave out."""
+    balancing: Balancing | None = None
+    """The loss that balances experts, where the config asks for it."""
     groups: tuple[GroupSpec, ...] = ()
     layers: tuple[LayerSpec, ...] = ()
 
@@ -142,6 +151,11 @@ class ModelSpec:
 
         groups = (replace(g, params=tuple(renamed(p) for p in g.params)) for g in self.groups)
         return replace(self, groups=tuple(groups))
+
+    @property
+    def buffers(self) -> dict[str, WeightSource]:
+        """What layers read beside parameters, by the checkpoint's names."""
+        return {source.name: source for layer in self.layers for _, source in layer.buffers}
 
     @property
     def blocks(self) -> tuple[LayerSpec, ...]:

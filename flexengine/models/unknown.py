@@ -18,9 +18,12 @@ MARKS: dict[str, tuple[str, ...]] = {
     "qwen2": ("use_sliding_window", "max_window_layers"),
     "mistral": ("sliding_window",),
     "mixtral": ("num_local_experts", "num_experts_per_tok"),
+    "gpt_oss": ("num_local_experts", "num_experts_per_tok", "swiglu_limit", "experts_per_token"),
     "olmoe": ("num_experts", "num_experts_per_tok", "norm_topk_prob"),
     "qwen2_moe": ("num_experts", "num_experts_per_tok", "norm_topk_prob", "shared_expert_intermediate_size"),
     "qwen3_moe": ("num_experts", "num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size"),
+    "deepseek_v2": ("kv_lora_rank", "qk_rope_head_dim", "n_routed_experts", "n_shared_experts"),
+    "deepseek_v3": ("kv_lora_rank", "qk_rope_head_dim", "n_routed_experts", "n_shared_experts", "norm_topk_prob"),
 }
 """Family -> fields that tell of it; what has none of them is nearest to `llama`."""
 
@@ -40,8 +43,7 @@ def _other_activation(config: Config) -> bool:
 
 
 MISSING: dict[str, Callable[[Config], bool]] = {
-    "shared experts": _any("n_shared_experts", "num_shared_experts"),
-    "latent attention": _any("kv_lora_rank"),
+    "shared experts": _any("num_shared_experts"),
     "state-space or linear-attention layers": _any(
         "ssm_cfg", "state_size", "mamba_d_state", "linear_num_key_heads", "conv_kernel", "attn_layer_indices"
     ),

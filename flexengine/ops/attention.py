@@ -1,12 +1,16 @@
 """Causal attention over packed sequences, with a window of earlier chunks' keys and values.
 
-Shapes: a fused row holds N query, G key and G value heads of width H: qkv [T, (N + 2G) * H]; o [T, N * H]; lse [N, T]
-in float32 (stored as T * N elements). Packed sequences are told apart by cumulative lengths; when a chunk continues a
-long sequence, its queries also see all keys of the window.
+Shapes: a fused row holds N query and G key heads of width H and G value heads of width V, by default H: qkv
+[T, (N + G) * H + G * V]; o [T, N * V]; lse [N, T] in float32 (stored as T * N elements). Packed
+sequences are told apart by cumulative lengths; when a chunk continues a long sequence, its queries also see all keys of
+the window.
 
 Two windows meet here: the KeyValueWindow holds the keys of a long sequence's earlier chunks; a style's window, where
 there is one, lets a query see the last so many keys only. A chunk then reads no more of the former than the latter
 reaches.
+
+Values may be narrower than keys (V < H). The plain path takes them as they are; kernels want equal widths, so there
+they are padded with zeros for the call, and outputs and gradients cut again. A window's rows have width H throughout.
 
 On CUDA the keys of a window are taken a block at a time, and the parts are joined by their log-sum-exps, so that what a
 call needs besides its operands does not grow with the sequence.
@@ -16,6 +20,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from flexengine.ops.attention_kernels import (
     Kernels,
@@ -31,6 +36,7 @@ from flexengine.ops.attention_reference import (
     plain_window_bytes,
     plain_workspace_bytes,
 )
+from flexengine.ops.attention_sinks import PARTIALS, add_sinks, sink_gradients
 from flexengine.ops.attention_style import CAUSAL, AttentionStyle
 from flexengine.ops.base import Carried, KeyValueWindow, Op, OpEnv, TensorSpec, Work
 
@@ -41,16 +47,26 @@ def _first_call(window: KeyValueWindow, style: AttentionStyle, tokens: int) -> s
     return slice(first, window.start + tokens)
 
 
+def _padded(x: Tensor, width: int) -> Tensor:
+    """[..., V] -> [..., H] with zeros behind; x itself where the widths are equal."""
+    return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
+
+
+def _cut(x: Tensor, like: Tensor) -> Tensor:
+    """The columns of x [..., H] that `like` [..., V] has."""
+    return x[..., : like.shape[-1]]
+
+
 def window_forward(
     kernels: Kernels, q: Tensor, window: KeyValueWindow, lengths: Lengths, style: AttentionStyle, out: Tensor,
     lse: Tensor,
 ) -> None:  # fmt: skip
-    """out [T, N, H] and lse [N, T] of queries that see the window's keys up to `start`, and causally their own."""
+    """out [T, N, V] and lse [N, T] of queries that see the window's keys up to `start`, and causally their own."""
     own = _first_call(window, style, len(q))
     part, stats = kernels.forward(q, window.keys[own], window.values[own], lengths, style)
     lse.copy_(stats)
     if window.start == 0 or style.window:
-        out.copy_(part)
+        out.copy_(_cut(part, out))
         return
     from flexengine.kernels.attention_merge import attention_merge_  # noqa: PLC0415 (Triton: imported when first used)
 
@@ -58,7 +74,7 @@ def window_forward(
     for rows in window.blocks():
         part, stats = kernels.forward(q, window.keys[rows], window.values[rows], None, style)
         attention_merge_(total, lse, part.contiguous(), stats.contiguous())
-    out.copy_(total)
+    out.copy_(_cut(total, out))
 
 
 def window_backward(
@@ -96,26 +112,34 @@ def window_backward(
 
 
 class CausalAttention(Op):
-    """o, lse = attention(qkv). A chunk that continues a sequence first puts its own keys and values into the window."""
+    """o, lse = attention(qkv). A chunk that continues a sequence first puts its own keys and values into the window.
+
+    A style with sinks has them as the parameter `sinks` [N]: they are added to what the keys of a row come to, and
+    backward of the kernels, which reads o and lse with them, knows nothing else of them.
+    """
 
     def __init__(
         self, name: str, qkv: str, y: str, num_heads: int, num_kv_heads: int, head_dim: int,
-        style: AttentionStyle = CAUSAL,
+        style: AttentionStyle = CAUSAL, value_dim: int | None = None,
     ) -> None:  # fmt: skip
-        self.style = style
+        self.style, self.value_dim = style, value_dim or head_dim
+        assert self.value_dim <= head_dim, "values are padded to the width of keys, not keys to that of values"
         self.name, self.qkv, self.y, self.lse = name, qkv, y, f"{y}_lse"
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.inputs = (qkv,)
-        self.outputs = (TensorSpec(y, (num_heads * head_dim,)), TensorSpec(self.lse, (num_heads,), "float32"))
+        self.outputs = (TensorSpec(y, (num_heads * self.value_dim,)), TensorSpec(self.lse, (num_heads,), "float32"))
         self.needs_input = (qkv, y, self.lse)
         self.grad_inputs = (qkv,)
         self.carried = tuple(Carried(f"{name}_{part}", (num_kv_heads, head_dim)) for part in ("keys", "values"))
+        self.params = ("sinks",) if style.sinks else ()
+        self.needs_weight = (y, self.lse) if style.sinks else ()
+        self.partials = TensorSpec(f"{name}_partials", (num_heads,), "float32", rows=PARTIALS)
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [T, N, H], k [T, G, H], v [T, G, H] as views of a fused row."""
+        """q [T, N, H], k [T, G, H], v [T, G, V] as views of a fused row."""
         n, g, h = self.num_heads, self.num_kv_heads, self.head_dim
-        heads = qkv.view(-1, n + 2 * g, h)
-        return heads[:, :n], heads[:, n : n + g], heads[:, n + g :]
+        heads = qkv[:, : (n + g) * h].unflatten(1, (n + g, h))
+        return heads[:, :n], heads[:, n:], qkv[:, (n + g) * h :].unflatten(1, (g, self.value_dim))
 
     def window(self, env: OpEnv) -> KeyValueWindow | None:
         """Keys, values and their gradients, where the chunk is a part of a longer sequence."""
@@ -134,11 +158,11 @@ class CausalAttention(Op):
         _, k, v = self.split(env.t[self.qkv])
         rows = slice(window.start, window.start + env.chunk.tokens)
         window.keys[rows].copy_(k)
-        window.values[rows].copy_(v)
+        window.values[rows].copy_(_padded(v, self.head_dim))
 
     def _views(self, env: OpEnv) -> tuple[Tensor, Tensor]:
-        """out [T, N, H] and lse [N, T]."""
-        return env.t[self.y].view(-1, self.num_heads, self.head_dim), env.t[self.lse].view(self.num_heads, -1)
+        """out [T, N, V] and lse [N, T]."""
+        return env.t[self.y].view(-1, self.num_heads, self.value_dim), env.t[self.lse].view(self.num_heads, -1)
 
     def _kernels(self, env: OpEnv, q: Tensor) -> tuple[Kernels | None, AttentionStyle]:
         """What serves, and the style without a window that hides no key of this chunk's queries."""
@@ -148,41 +172,50 @@ class CausalAttention(Op):
         return choose_kernels(env.chunk.attention, q, seq_lens, other, style), style
 
     def forward(self, env: OpEnv) -> None:
+        out, lse = self._views(env)
+        self._attend(env, out, lse)
+        if self.style.sinks:
+            add_sinks(out, lse, env.p["sinks"])
+
+    def _attend(self, env: OpEnv, out: Tensor, lse: Tensor) -> None:
+        """out and lse of all keys that the queries see."""
         chunk, window = env.chunk, self.window(env)
         if window is not None:
             self.fill_window(env)
         q, k, v = self.split(env.t[self.qkv])
-        out, lse = self._views(env)
         kernels, style = self._kernels(env, q)
         if kernels is None:
             keys, values, before = (k, v, 0) if window is None else window.seen(chunk.tokens)
-            return attention_forward_reference(q, keys, values, chunk.seq_lens, before, out, lse, style)
+            return attention_forward_reference(q, keys, _cut(values, v), chunk.seq_lens, before, out, lse, style)
         lengths = Lengths(chunk.seq_lens, chunk.cu_seqlens)
         if window is not None:
             return window_forward(kernels, q, window, lengths, style, out, lse)
-        kernel_out, kernel_lse = kernels.forward(q, k, v, lengths, style)
-        out.copy_(kernel_out)
+        kernel_out, kernel_lse = kernels.forward(q, k, _padded(v, self.head_dim), lengths, style)
+        out.copy_(_cut(kernel_out, out))
         lse.copy_(kernel_lse)
 
     def backward_input(self, env: OpEnv) -> None:
         chunk, window = env.chunk, self.window(env)
         q, k, v = self.split(env.t[self.qkv])
         out, lse = self._views(env)
-        grad_out = env.g[self.y].view(-1, self.num_heads, self.head_dim)
+        grad_out = env.g[self.y].view(-1, self.num_heads, self.value_dim)
         (kernels, style), lengths = self._kernels(env, q), Lengths(chunk.seq_lens, chunk.cu_seqlens)
         rng = chunk.constants["attention_rng"]
+        if kernels is not None:
+            grad_out, out = _padded(grad_out, self.head_dim), _padded(out, self.head_dim)
         if window is None:
             if kernels is None:
                 grads = attention_backward_reference(grad_out, q, k, v, out, lse, chunk.seq_lens, 0, style=style)
             else:
-                grads = kernels.backward(grad_out, q, k, v, out, lse, lengths, rng, style)
+                values = _padded(v, self.head_dim)
+                grads = kernels.backward(grad_out, q, k, values, out, lse, lengths, rng, style)
         elif kernels is None:
             grads = self._plain_window_backward(grad_out, q, window, out, lse, style)
         else:
             grad_q = window_backward(kernels, grad_out, q, window, out, lse, lengths, rng, style)
             grads = (grad_q, *window.own_grads(chunk.tokens))
         for target, grad in zip(self.split(env.g[self.qkv]), grads, strict=True):
-            target.copy_(grad)
+            target.copy_(_cut(grad, target))
 
     @staticmethod
     def _plain_window_backward(
@@ -191,21 +224,58 @@ class CausalAttention(Op):
         assert window.grad_keys is not None
         assert window.grad_values is not None
         keys, values, before = window.seen(len(q))
-        totals = window.grad_keys[: len(keys)], window.grad_values[: len(keys)]
-        grads = attention_backward_reference(grad_out, q, keys, values, out, lse, (len(q),), before, totals, style)
+        totals = window.grad_keys[: len(keys)], _cut(window.grad_values[: len(keys)], out)
+        operands = (grad_out, q, keys, _cut(values, out), out, lse)
+        grads = attention_backward_reference(*operands, (len(q),), before, totals, style)
         return (grads[0], *window.own_grads(len(q)))
 
-    def _flops(self, tokens: int, seq_len: int) -> float:
-        # two products of 2 * H FLOPs per head and visible pair; backward has five
-        return 4.0 * tokens * self.num_heads * self.head_dim * self.style.mean_keys(seq_len)
+    def backward_weight(self, env: OpEnv) -> None:
+        out, lse = self._views(env)
+        partials = env.t[self.partials.name]
+        sink_gradients(env.g[self.y].view_as(out), out, lse, env.p["sinks"], env.gp["sinks"], partials, env.first)
+
+    def scratch(self, half: str) -> tuple[TensorSpec, ...]:
+        return (self.partials,) if half == "weight" and self.style.sinks else ()
+
+    def _padding(self, compute_bytes: int) -> int:
+        """Columns of a value head that kernels find zeros in: they multiply them, and rows are copied to have them."""
+        return self.head_dim - self.value_dim if self._has_kernels(compute_bytes) else 0
+
+    def _flops(self, tokens: int, seq_len: int, key_products: int, value_products: int, value_dim: int) -> float:
+        """2 * H FLOPs per head and visible pair for a product with keys, 2 * V for one with values."""
+        per_pair = 2.0 * (key_products * self.head_dim + value_products * value_dim)
+        return tokens * self.num_heads * per_pair * self.style.mean_keys(seq_len)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        copies = 2.0 * tokens * self.num_heads * self.head_dim * compute_bytes
-        return Work(attention_forward_flops=self._flops(tokens, seq_len), memory_bytes=copies, kernels=3)
+        padding = self._padding(compute_bytes)
+        columns = self.num_heads * self.value_dim
+        if padding:
+            columns += self.num_kv_heads * self.head_dim
+        if self.style.sinks:
+            columns += self.num_heads * self.value_dim
+        return Work(
+            attention_forward_flops=self._flops(tokens, seq_len, 1, 1, self.value_dim + padding),
+            memory_bytes=2.0 * tokens * columns * compute_bytes,
+            kernels=(5 if padding else 3) + (5 if self.style.sinks else 0),
+            padding_flops=self._flops(tokens, seq_len, 0, 1, padding),
+        )
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        copies = 2.0 * tokens * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim * compute_bytes
-        return Work(attention_backward_flops=2.5 * self._flops(tokens, seq_len), memory_bytes=copies, kernels=7)
+        padding = self._padding(compute_bytes)
+        columns = (self.num_heads + self.num_kv_heads) * self.head_dim + self.num_kv_heads * self.value_dim
+        if padding:
+            columns += (2 * self.num_heads + self.num_kv_heads) * self.head_dim
+        return Work(
+            attention_backward_flops=self._flops(tokens, seq_len, 3, 2, self.value_dim + padding),
+            memory_bytes=2.0 * tokens * columns * compute_bytes,
+            kernels=13 if padding else 7,
+            padding_flops=self._flops(tokens, seq_len, 0, 2, padding),
+        )
+
+    def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        if not self.style.sinks:
+            return Work()
+        return Work(memory_bytes=2.0 * tokens * self.num_heads * self.head_dim * compute_bytes, kernels=3)
 
     def fill_window_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         row = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
@@ -218,7 +288,8 @@ class CausalAttention(Op):
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         sizes = (tokens, self.num_heads, self.num_kv_heads, self.head_dim)
         if self._has_kernels(compute_bytes):
-            return kernel_workspace_bytes(*sizes, compute_bytes)
+            padded = (2 * self.num_heads + self.num_kv_heads) * self.head_dim if self._padding(compute_bytes) else 0
+            return kernel_workspace_bytes(*sizes, compute_bytes) + tokens * padded * compute_bytes
         return plain_workspace_bytes(*sizes, max(4, compute_bytes), bool(self.style.soft_cap))
 
     def window_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:

@@ -9,13 +9,15 @@ from typing import NamedTuple
 class AttentionStyle(NamedTuple):
     """Scores are scale * q.k, None for 1 / sqrt(H), as `soft_cap * tanh(scores / soft_cap)` where that is not 0.
 
-    A query sees the last `window` keys up to its own; 0: all of them. Source of the soft cap: Gemma Team 2024,
-    "Gemma 2"; of the window: Child et al. 2019, "Generating Long Sequences with Sparse Transformers".
+    A query sees the last `window` keys up to its own; 0: all of them. sinks: every head has one, a parameter
+    (attention_sinks.py). Source of the soft cap: Gemma Team 2024, "Gemma 2"; of the window: Child et al. 2019,
+    "Generating Long Sequences with Sparse Transformers".
     """
 
     scale: float | None = None
     window: int = 0
     soft_cap: float = 0.0
+    sinks: bool = False
 
     def scale_of(self, head_dim: int) -> float:
         """The factor on q.k for heads of width `head_dim`."""

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from flexengine.ops.balance import ExpertBalance
+
 DType = Literal["compute", "float32", "int32", "uint8"]
 KernelName = Literal["flash", "cudnn"]
 """Attention kernels on CUDA. flash: FlashAttention-2, any lengths. cudnn: faster on Hopper, equal lengths only."""
@@ -65,6 +67,8 @@ class Work(NamedTuple):
     kernels: int = 0
     fp8_flops: float = 0.0
     """FLOPs of products with FP8 operands, which are not among matmul_flops."""
+    padding_flops: float = 0.0
+    """Those among the attention's FLOPs that multiply zeros: they take time, and `flops` leaves them out."""
 
     def plus(self, other: Work) -> Work:
         """The sum of two pieces of work."""
@@ -75,12 +79,14 @@ class Work(NamedTuple):
             self.memory_bytes + other.memory_bytes,
             self.kernels + other.kernels,
             self.fp8_flops + other.fp8_flops,
+            self.padding_flops + other.padding_flops,
         )
 
     @property
     def flops(self) -> float:
         """All floating-point operations that count as hardware FLOPs."""
-        return self.matmul_flops + self.fp8_flops + self.attention_forward_flops + self.attention_backward_flops
+        attention = self.attention_forward_flops + self.attention_backward_flops - self.padding_flops
+        return self.matmul_flops + self.fp8_flops + attention
 
 
 class Carried(NamedTuple):
@@ -164,7 +170,8 @@ class ChunkContext:
 
     input_ids, labels [T] int64 (labels are already shifted, -100 = no loss); positions [T] int32; cu_seqlens
     [num_seqs+1] int32; seq_lens as Python ints. `constants` holds per-model tensors such as inv_freq; `losses` [T]
-    float32 is written by the head. attention: the kernels that are preferred on CUDA, where they serve.
+    float32 is written by the head. attention: the kernels that are preferred on CUDA, where they serve. balance: what
+    routers report to, where experts are balanced.
     """
 
     tokens: int
@@ -177,6 +184,7 @@ class ChunkContext:
     constants: dict[str, Tensor]
     window: Window | None = None
     attention: KernelName = "flash"
+    balance: ExpertBalance | None = None
 
 
 @dataclass
@@ -185,7 +193,7 @@ class OpEnv:
 
     t: activations; p: parameters; g: gradients of activations; gp: gradient accumulators of parameters (float32, or
     float64 for float64 compute). Gradients named in `accumulate` already hold a value to add to; `first` says that gp
-    holds nothing yet.
+    holds nothing yet. again: a forward within backward, which recomputes.
     """
 
     t: dict[str, Tensor]
@@ -195,6 +203,7 @@ class OpEnv:
     chunk: ChunkContext
     accumulate: frozenset[str] = field(default_factory=frozenset)
     first: bool = True
+    again: bool = False
 
 
 class Op(ABC):
@@ -209,6 +218,8 @@ class Op(ABC):
     inputs: tuple[str, ...]
     outputs: tuple[TensorSpec, ...]
     params: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    """Tensors of the checkpoint that stay as they are, in env.p beside the parameters, in float32."""
     needs_input: tuple[str, ...] = ()
     """Tensors that backward_input reads."""
     needs_weight: tuple[str, ...] = ()

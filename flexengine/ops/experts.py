@@ -1,7 +1,8 @@
 """The FFN of many experts: tokens' rows handed out to their experts, products of each expert, and rows gathered again.
 
 Source: Shazeer et al. 2017, "Outrageously Large Neural Networks". A router's weight multiplies what goes into the last
-product, not what comes out: the same by linearity, and no backward needs its output then.
+product, not what comes out: the same by linearity, and no backward needs its output then. A bias of that product is
+multiplied by the weight itself, w * (a @ W + b) = (w * a) @ W + w * b, from which the weight has a gradient as well.
 
 Shapes: T tokens, K experts of each, R = T * K rows sorted by expert, E experts. `place` [T, K] and `ends` [E] as the
 router writes them. A chunk's buffers depend on T and K alone, whatever the routing.
@@ -49,15 +50,23 @@ def _slices(ends: Tensor) -> Iterator[tuple[int, slice]]:
         start = end
 
 
-def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, out: Tensor, transposed: bool) -> None:
-    """out [R, F] = x [R, D] @ weight [E, F, D][e].T for the rows of every expert; transposed: @ weight [E, D, F][e]."""
+def grouped_product(
+    x: Tensor, weight: Tensor, ends: Tensor, out: Tensor, transposed: bool, bias: Tensor | None = None,
+    row_weight: Tensor | None = None,
+) -> None:  # fmt: skip
+    """out [R, F] = x [R, D] @ weight [E, F, D][e].T (+ (row_weight [R] *) bias [E, F][e]) for the rows of every expert;
+    transposed: @ weight [E, D, F][e]."""
     if use_kernel(x) and x.dtype != torch.float64:
         from flexengine.kernels import experts  # noqa: PLC0415
 
-        return experts.grouped_product(x, weight, ends, out, transposed)
+        return experts.grouped_product(x, weight, ends, out, transposed, bias, row_weight)
     for expert, rows in _slices(ends):
         matrix = weight[expert] if transposed else weight[expert].t()
-        torch.mm(x[rows], matrix, out=out[rows])
+        if bias is None:
+            torch.mm(x[rows], matrix, out=out[rows])
+            continue
+        added = bias[expert] if row_weight is None else (row_weight[rows, None] * bias[expert]).to(out.dtype)
+        torch.addmm(added, x[rows], matrix, out=out[rows])
 
 
 def grouped_weight_gradient(grad_y: Tensor, x: Tensor, ends: Tensor, acc: Tensor, accumulate: bool) -> None:
@@ -70,6 +79,31 @@ def grouped_weight_gradient(grad_y: Tensor, x: Tensor, ends: Tensor, acc: Tensor
         acc.zero_()
     for expert, rows in _slices(ends):
         acc[expert] += grad_y[rows].t().to(acc.dtype) @ x[rows].to(acc.dtype)
+
+
+def bias_gradient(grad_y: Tensor, ends: Tensor, row_weight: Tensor | None, acc: Tensor, accumulate: bool) -> None:
+    """acc [E, F] (+)= the sum over the rows of e of (row_weight [R] *) grad_y [R, F], in acc's precision."""
+    if use_kernel(grad_y) and grad_y.dtype != torch.float64:
+        from flexengine.kernels import expert_biases  # noqa: PLC0415
+
+        return expert_biases.bias_gradient(grad_y, ends, row_weight, acc, accumulate)
+    if not accumulate:
+        acc.zero_()
+    for expert, rows in _slices(ends):
+        weights = acc.new_ones(rows.stop - rows.start) if row_weight is None else row_weight[rows].to(acc.dtype)
+        acc[expert] += weights @ grad_y[rows].to(acc.dtype)
+
+
+def row_weight_gradient(grad_y: Tensor, bias: Tensor, ends: Tensor, out: Tensor, accumulate: bool) -> None:
+    """out [R] (+)= grad_y [R, F] . bias [E, F][e] for the rows of every expert."""
+    if use_kernel(grad_y) and grad_y.dtype != torch.float64:
+        from flexengine.kernels import expert_biases  # noqa: PLC0415
+
+        return expert_biases.row_weight_gradient(grad_y, bias, ends, out, accumulate)
+    if not accumulate:
+        out.zero_()
+    for expert, rows in _slices(ends):
+        out[rows] += wide(grad_y[rows]) @ wide(bias[expert])
 
 
 class HandOut(Op):
@@ -131,52 +165,84 @@ class Gather(Op):
 
 
 class GroupedLinear(Op):
-    """y [T, K * F]: every row times the weight [E, F, D] of its expert."""
+    """y [T, K * F]: every row times the weight [E, F, D] (transposed: [E, D, F]) of its expert, plus its bias [E, F].
+
+    With the rows' weights [R] a row's bias is multiplied by its weight, whose gradient is grad_y . bias[e].
+    """
 
     def __init__(
         self, name: str, x: str, ends: str, y: str, in_features: int, out_features: int, num_experts: int,
-        per_token: int, weight: str,
+        per_token: int, weight: str, bias: str | None = None, row_weight: str | None = None, transposed: bool = False,
     ) -> None:  # fmt: skip
         self.name, self.x, self.ends, self.y, self.weight = name, x, ends, y, weight
         self.in_features, self.out_features = in_features, out_features
-        self.num_experts, self.per_token = num_experts, per_token
-        self.inputs = (x, ends)
+        self.num_experts, self.per_token, self.transposed = num_experts, per_token, transposed
+        self.bias, self.row_weight = bias, row_weight
+        weights = () if row_weight is None else (row_weight,)
+        self.inputs = (x, ends, *weights)
         self.outputs = (TensorSpec(y, (per_token * out_features,)),)
-        self.params = (weight,)
+        self.params = (weight,) if bias is None else (weight, bias)
         self.needs_input = (ends,)
-        self.needs_weight = (x, ends)
-        self.grad_inputs = (x,)
+        self.needs_weight = (x, ends, *weights)
+        self.grad_inputs = (x, *weights)
+
+    def _x(self, tensors: dict[str, Tensor]) -> Tensor:
+        """x [R, D], or its gradient."""
+        return tensors[self.x].view(-1, self.in_features)
+
+    def _y(self, tensors: dict[str, Tensor]) -> Tensor:
+        """y [R, F], or its gradient."""
+        return tensors[self.y].view(-1, self.out_features)
+
+    def _row_weight(self, tensors: dict[str, Tensor]) -> Tensor | None:
+        return None if self.row_weight is None else tensors[self.row_weight].view(-1)
 
     def forward(self, env: OpEnv) -> None:
-        x, y = env.t[self.x].view(-1, self.in_features), env.t[self.y].view(-1, self.out_features)
-        grouped_product(x, env.p[self.weight], env.t[self.ends], y, transposed=False)
+        bias = None if self.bias is None else env.p[self.bias]
+        operands = (self._x(env.t), env.p[self.weight], env.t[self.ends], self._y(env.t), self.transposed)
+        grouped_product(*operands, bias, self._row_weight(env.t))
 
     def backward_input(self, env: OpEnv) -> None:
         assert self.x not in env.accumulate, "nothing else reads the experts' rows"
-        grad_x, grad_y = env.g[self.x].view(-1, self.in_features), env.g[self.y].view(-1, self.out_features)
-        grouped_product(grad_y, env.p[self.weight], env.t[self.ends], grad_x, transposed=True)
+        grad_y = self._y(env.g)
+        grouped_product(grad_y, env.p[self.weight], env.t[self.ends], self._x(env.g), not self.transposed)
+        grad_weight = self._row_weight(env.g)
+        if grad_weight is not None:
+            assert self.bias is not None, "rows are weighed for their bias"
+            added = self.row_weight in env.accumulate
+            row_weight_gradient(grad_y, env.p[self.bias], env.t[self.ends], grad_weight, added)
 
     def backward_weight(self, env: OpEnv) -> None:
-        x, grad_y = env.t[self.x].view(-1, self.in_features), env.g[self.y].view(-1, self.out_features)
-        grouped_weight_gradient(grad_y, x, env.t[self.ends], env.gp[self.weight], not env.first)
+        x, grad_y, ends = self._x(env.t), self._y(env.g), env.t[self.ends]
+        outs, ins = (x, grad_y) if self.transposed else (grad_y, x)
+        grouped_weight_gradient(outs, ins, ends, env.gp[self.weight], not env.first)
+        if self.bias is not None:
+            bias_gradient(grad_y, ends, self._row_weight(env.t), env.gp[self.bias], not env.first)
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         matrix = 2 * self.in_features * self.out_features
-        return plain_bytes(matrix, compute_bytes)
+        rows = 0 if self.bias is None else tokens * self.per_token * (self.out_features + 2)
+        return plain_bytes(max(matrix, rows), compute_bytes)
 
     def _work(self, tokens: int) -> Work:
         rows = tokens * self.per_token
         return Work(matmul_flops=2.0 * rows * self.in_features * self.out_features, kernels=1)
 
+    def _pass(self, tokens: int, compute_bytes: int) -> Work:
+        """grad_y read once more."""
+        return Work(memory_bytes=float(tokens * self.per_token * self.out_features * compute_bytes), kernels=1)
+
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         return self._work(tokens)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self._work(tokens)
+        work = self._work(tokens)
+        return work if self.row_weight is None else work.plus(self._pass(tokens, compute_bytes))
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         accumulators = 4.0 * self.num_experts * self.in_features * self.out_features
-        return self._work(tokens).plus(Work(memory_bytes=2 * accumulators))
+        work = self._work(tokens).plus(Work(memory_bytes=2 * accumulators))
+        return work if self.bias is None else work.plus(self._pass(tokens, compute_bytes))
 
 
 class WeightedGLU(Op):
@@ -204,10 +270,11 @@ class WeightedGLU(Op):
     def backward_input(self, env: OpEnv) -> None:
         rows = (env.g[self.y].view(-1, self.width), env.t[self.gate_up].view(-1, 2 * self.width))
         grad_gate_up, weight = env.g[self.gate_up].view(-1, 2 * self.width), env.t[self.row_weight].view(-1)
-        glu_backward(*rows, grad_gate_up, self.activation, weight, env.g[self.row_weight].view(-1))
+        added = self.row_weight in env.accumulate
+        glu_backward(*rows, grad_gate_up, self.activation, weight, env.g[self.row_weight].view(-1), added)
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        return plain_bytes(8 * tokens * self.per_token * (self.width + 1), compute_bytes)
+        return plain_bytes(9 * tokens * self.per_token * (self.width + 1), compute_bytes)
 
     def _bytes(self, tokens: int, compute_bytes: int) -> float:
         return float(tokens * self.per_token * self.width * compute_bytes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexengine.ops.base import Op, OpEnv, TensorSpec, Work
+from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, wide
 
 
 def accumulate_weight_grad(acc: Tensor, grad_y: Tensor, x: Tensor, first: bool) -> None:
@@ -34,6 +34,25 @@ def accumulate_weight_grad(acc: Tensor, grad_y: Tensor, x: Tensor, first: bool) 
             acc.copy_(product)
         else:
             acc.add_(product)
+
+
+def accumulate_bias_grad(acc: Tensor, grad_y: Tensor, first: bool) -> None:
+    """acc [F] (+)= the sum of grad_y [T, F] over tokens, in the accumulator's precision.
+
+    On CUDA as a product with ones [T]: torch's own sum along tokens takes more memory there than its operand.
+    """
+    if grad_y.is_cuda:
+        accumulate_weight_grad(acc[None, :], grad_y.new_ones((len(grad_y), 1)), grad_y, first)
+        return
+    total = grad_y.sum(0, dtype=acc.dtype)
+    acc.copy_(total) if first else acc.add_(total)
+
+
+def wide_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, D] @ weight [F, D].T in float32 (float64), not rounded to the operands' type."""
+    if x.is_cuda and x.element_size() == 2:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return wide(x) @ wide(weight).t()
 
 
 class Linear(Op):
@@ -99,18 +118,9 @@ class Linear(Op):
         self.add_bias_grad(env)
 
     def add_bias_grad(self, env: OpEnv) -> None:
-        """The bias's part of the weight half, where there is a bias: columns summed in the accumulator's precision.
-
-        On CUDA as a product with ones: torch's own sum along tokens takes more memory there than its operand.
-        """
-        if self.bias is None:
-            return
-        acc, grad_y = env.gp[self.bias], env.g[self.y]
-        if grad_y.is_cuda:
-            accumulate_weight_grad(acc[None, :], grad_y.new_ones((len(grad_y), 1)), grad_y, env.first)
-            return
-        total = grad_y.sum(0, dtype=acc.dtype)
-        acc.copy_(total) if env.first else acc.add_(total)
+        """The bias's part of the weight half, where there is a bias."""
+        if self.bias is not None:
+            accumulate_bias_grad(env.gp[self.bias], env.g[self.y], env.first)
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         return 0 if self.bias is None else tokens * compute_bytes

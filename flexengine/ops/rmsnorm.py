@@ -87,7 +87,8 @@ def rmsnorm_backward_weight(
 
 
 class RMSNorm(Op):
-    """y = rmsnorm(x) with statistics rstd, kept or recomputed together; or y = residual + rmsnorm(x), without.
+    """y = rmsnorm(x) with statistics rstd, kept or recomputed together; or y = residual + rmsnorm(x), without. Where x
+    is wider than `width`, its first columns are normalised, and the others are somebody else's.
 
     With a residual, whose gradient is the gradient of y itself, no backward reads y, and what would keep or recompute
     it for the statistics pays for a whole row: so the input half finds them again from x, which it reads anyway.
@@ -108,17 +109,20 @@ class RMSNorm(Op):
         self.grad_alias = () if residual is None else ((residual, y),)
 
     def forward(self, env: OpEnv) -> None:
-        x, y, rstd, style = env.t[self.x], env.t[self.y], env.t.get(self.rstd), self.style
+        x, y, rstd, style = env.t[self.x][:, : self.width], env.t[self.y], env.t.get(self.rstd), self.style
         residual = None if self.residual is None else env.t[self.residual]
         rmsnorm_forward(x, env.p[self.weight], style.eps, y, rstd, residual, style.offset, style.wide)
 
     def backward_input(self, env: OpEnv) -> None:
-        operands = (env.g[self.y], env.t[self.x], env.p[self.weight], env.t[self.rstd], env.g[self.x])
+        x, grad_x, accumulate = env.t[self.x], env.g[self.x], self.x in env.accumulate
+        operands = (env.g[self.y], x[:, : self.width], env.p[self.weight], env.t[self.rstd], grad_x[:, : self.width])
         eps = None if self.residual is None else self.style.eps
-        rmsnorm_backward_input(*operands, self.x in env.accumulate, self.style.offset, eps)
+        rmsnorm_backward_input(*operands, accumulate, self.style.offset, eps)
+        if not accumulate:
+            grad_x[:, self.width :].zero_()
 
     def backward_weight(self, env: OpEnv) -> None:
-        operands = (env.g[self.y], env.t[self.x], env.t[self.rstd], env.gp[self.weight])
+        operands = (env.g[self.y], env.t[self.x][:, : self.width], env.t[self.rstd], env.gp[self.weight])
         rmsnorm_backward_weight(*operands, env.t[f"{self.name}_partials"], not env.first, self.style.wide)
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:

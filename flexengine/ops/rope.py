@@ -1,8 +1,9 @@
 """Rotary position embedding, in place on the query and key heads of a fused QKV row.
 
 Source: Su et al. 2021, "RoFormer"; rotate-half layout as in Hugging Face. For the pair (a, b) = (x[i], x[i + R/2]) and
-angle p * inv_freq[i]: (a cos - b sin, b cos + a sin), times `scaling` (yarn's attention factor). Backward is the
-transpose: the same with the sign of sin turned. The frequencies are the model's business (`flexengine.models.rope`).
+angle p * inv_freq[i]: (a cos - b sin, b cos + a sin), times `scaling` (yarn's attention factor). Interleaved pairs are
+(x[2i], x[2i + 1]), as in the paper. Backward is the transpose: the same with the sign of sin turned. The frequencies
+are the model's business (`flexengine.models.rope`).
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes, use_ke
 
 
 def rope_(
-    x: Tensor, positions: Tensor, inv_freq: Tensor, scaling: float, num_rotated_heads: int, inverse: bool
-) -> None:
+    x: Tensor, positions: Tensor, inv_freq: Tensor, scaling: float, num_rotated_heads: int, inverse: bool,
+    interleaved: bool = False,
+) -> None:  # fmt: skip
     """Rotate the first `num_rotated_heads` heads of x [T, heads, H] in place (inverse: the backward).
 
     positions [T] int32, inv_freq [R/2] float32 with R <= H; the other H - R columns stay as they are.
@@ -23,18 +25,19 @@ def rope_(
     if use_kernel(x) and x.dtype != torch.float64:
         from flexengine.kernels import rope  # noqa: PLC0415 (Triton is imported when first used)
 
-        return rope.rope_(x, positions, inv_freq, scaling, num_rotated_heads, inverse)
+        return rope.rope_(x, positions, inv_freq, scaling, num_rotated_heads, inverse, interleaved)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     half = inv_freq.numel()
     angle = positions.to(wide)[:, None] * inv_freq.to(wide)[None, :]
     cos, sin = (angle.cos() * scaling)[:, None, :], (angle.sin() * scaling)[:, None, :]
     if inverse:
         sin = -sin
-    rotated = x[:, :num_rotated_heads]
-    a, b = rotated[..., :half].to(wide), rotated[..., half : 2 * half].to(wide)
+    rotated = x[:, :num_rotated_heads, : 2 * half]
+    first, second = (rotated[..., ::2], rotated[..., 1::2]) if interleaved else rotated.chunk(2, dim=-1)
+    a, b = first.to(wide), second.to(wide)
     new_a, new_b = a * cos - b * sin, b * cos + a * sin  # both before either is stored: a and b may be views
-    rotated[..., :half] = new_a.to(x.dtype)
-    rotated[..., half : 2 * half] = new_b.to(x.dtype)
+    first.copy_(new_a)
+    second.copy_(new_b)
 
 
 class RoPE(Op):

@@ -1,20 +1,49 @@
 """Router: which experts a token goes to, with which weights, and where its rows lie among all, sorted by expert.
 
 Source: Shazeer et al. 2017, "Outrageously Large Neural Networks"; softmax over all experts before the choice, as in
-Fedus et al. 2021, "Switch Transformers". With probabilities p = softmax(x @ weight.T), the chosen ones c and their sum
-s: w = p_c, or p_c / s where normalised; grad_p_c = grad_w, or (grad_w - sum(grad_w * w)) / s; grad_logits =
-p * (grad_p - sum(grad_p * p)).
+Fedus et al. 2021, "Switch Transformers". With probabilities p = softmax(x @ weight.T + bias), the chosen ones c and
+their sum s: w = p_c, or p_c / s where normalised, which is the softmax over the chosen alone; grad_p_c = grad_w, or
+(grad_w - sum(grad_w * w)) / s; grad_logits = p * (grad_p - sum(grad_p * p)).
+
+Groups of experts, of which the best come into question, and a factor on weights: DeepSeek-AI 2024, "DeepSeek-V2";
+p = sigmoid(x @ weight.T), grad_logits = grad_p * p * (1 - p), and a bias that the choice alone sees: "DeepSeek-V3".
 
 Shapes: T tokens, E experts, K of them for each token. Nothing is read back to the host: counts stay on the device.
 """
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple
+
 import torch
 from torch import Tensor
 
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, wide
-from flexengine.ops.linear import accumulate_weight_grad
+from flexengine.ops.linear import accumulate_bias_grad, accumulate_weight_grad, wide_product
+
+LEAST_SUM = 1e-20
+"""What is added to the sum of a token's sigmoids before they are divided by it."""
+
+
+class RouterStyle(NamedTuple):
+    """What scores are, and among which experts a token chooses.
+
+    groups: experts side by side form so many groups; a token's come from the groups_taken of them in which the sum of
+    the best `group_best` scores is largest. scale: factor on weights. biased: a bias is added for the choice only.
+    exact: logits are not rounded to the type that is computed in.
+    """
+
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    groups_taken: int = 1
+    group_best: int = 1
+    scale: float = 1.0
+    biased: bool = False
+    exact: bool = False
+
+
+SOFTMAX = RouterStyle()
+"""Softmax over all experts, of which any may be chosen."""
 
 
 class Router(Op):
@@ -22,10 +51,12 @@ class Router(Op):
     of each expert. Backward finds the probabilities again."""
 
     def __init__(
-        self, name: str, x: str, width: int, num_experts: int, per_token: int, weight: str, normalised: bool
-    ) -> None:
-        self.name, self.x, self.width, self.param = name, x, width, weight
+        self, name: str, x: str, width: int, num_experts: int, per_token: int, weight: str, normalised: bool,
+        bias: str | None = None, style: RouterStyle = SOFTMAX,
+    ) -> None:  # fmt: skip
+        self.name, self.x, self.width, self.param, self.bias = name, x, width, weight, bias
         self.num_experts, self.per_token, self.normalised = num_experts, per_token, normalised
+        self.style, self.buffers = style, (f"{name}.choice_bias",) if style.biased else ()
         self.weight, self.place = f"{name}_weight", f"{name}_place"
         self.expert, self.ends = f"{name}_expert", f"{name}_ends"
         self.inputs = (x,)
@@ -35,20 +66,50 @@ class Router(Op):
             TensorSpec(self.expert, (per_token,), "int32"),
             TensorSpec(self.ends, (), "int32", rows=num_experts),
         )
-        self.params = (weight,)
+        self.params = (weight,) if bias is None else (weight, bias)
         self.needs_input = (x, self.place, self.expert)
         self.needs_weight = (x,)
         self.grad_inputs = (x,)
         self.grad_logits = TensorSpec(f"{name}_grad_logits", (num_experts,))
 
     def _probabilities(self, env: OpEnv) -> Tensor:
-        """[T, E], wide, of logits in the compute dtype."""
-        return torch.softmax(wide(env.t[self.x] @ env.p[self.param].t()), dim=-1)
+        """[T, E], wide, of logits in the compute dtype unless they are exact."""
+        x, weight = env.t[self.x], env.p[self.param]
+        if self.style.exact:
+            assert self.bias is None, "no family has a bias of exact logits"
+            logits = wide_product(x, weight)
+        else:
+            matrix = weight.t()
+            logits = wide(x @ matrix if self.bias is None else torch.addmm(env.p[self.bias], x, matrix))
+        return torch.softmax(logits, dim=-1) if self.style.scores == "softmax" else logits.sigmoid_()
+
+    def _choice(self, env: OpEnv, probabilities: Tensor) -> Tensor:
+        """The experts of each token [T, K]."""
+        style, scores = self.style, probabilities
+        if style.biased:
+            scores = scores + env.p[self.buffers[0]]
+        if style.groups_taken < style.groups:
+            by_group = scores.unflatten(1, (style.groups, -1))
+            best = by_group.topk(style.group_best, dim=-1).values.sum(-1)
+            taken = best.topk(style.groups_taken, dim=-1).indices
+            groups = torch.arange(style.groups, device=taken.device)
+            hidden = (taken[:, :, None] != groups).all(1)  # a mask by comparison: scattering would wait for the device
+            scores = by_group.masked_fill(hidden[:, :, None], float("-inf")).flatten(1)
+        return scores.topk(self.per_token, dim=-1).indices
+
+    def _total(self, chosen: Tensor) -> Tensor:
+        """What chosen probabilities [T, K] are divided by [T, 1]."""
+        total = chosen.sum(-1, keepdim=True)
+        return total if self.style.scores == "softmax" else total + LEAST_SUM
 
     def forward(self, env: OpEnv) -> None:
-        chosen, expert = self._probabilities(env).topk(self.per_token, dim=-1)
+        probabilities = self._probabilities(env)
+        expert = self._choice(env, probabilities)
+        chosen = probabilities.gather(1, expert)
         if self.normalised:
-            chosen = chosen / chosen.sum(-1, keepdim=True)
+            chosen = chosen / self._total(chosen)
+        if self.style.scale != 1.0:
+            chosen = chosen * self.style.scale
         by_row, order = expert.flatten().sort(stable=True)
         place = env.t[self.place]
         rows = torch.arange(len(order), device=order.device, dtype=torch.int32)
@@ -57,19 +118,29 @@ class Router(Op):
         experts = torch.arange(self.num_experts, device=order.device)
         env.t[self.ends].copy_(torch.searchsorted(by_row, experts, right=True))
         env.t[self.weight].view(-1).copy_(chosen.flatten()[order])
+        balance = env.chunk.balance
+        if balance is not None and balance.collecting and not env.again:
+            balance.collect(env.t[self.ends].view(-1), probabilities)
 
     def backward_input(self, env: OpEnv) -> None:
         probabilities, expert = self._probabilities(env), env.t[self.expert].long()
         grad = env.g[self.weight].view(-1)[env.t[self.place].flatten().long()].view(expert.shape)
+        if self.style.scale != 1.0:
+            grad = grad * self.style.scale
         if self.normalised:
             chosen = probabilities.gather(1, expert)
-            total = chosen.sum(-1, keepdim=True)
+            total = self._total(chosen)
             grad = (grad - (grad * chosen).sum(-1, keepdim=True) / total) / total
         first = torch.arange(len(expert), device=expert.device)[:, None] * self.num_experts
         grad_p = torch.zeros_like(probabilities)
         # in one dimension: with two, torch's deterministic path copies strides from the host and waits
         grad_p.view(-1).scatter_(0, (first + expert).flatten(), grad.flatten().to(grad_p.dtype))
-        grad_p.sub_((grad_p * probabilities).sum(-1, keepdim=True)).mul_(probabilities)
+        if env.chunk.balance is not None:
+            grad_p.add_(env.chunk.balance.gradient())
+        if self.style.scores == "softmax":
+            grad_p.sub_((grad_p * probabilities).sum(-1, keepdim=True)).mul_(probabilities)
+        else:
+            grad_p.mul_(probabilities).mul_(probabilities.neg_().add_(1.0))
         grad_logits, grad_x = env.t[self.grad_logits.name], env.g[self.x]
         grad_logits.copy_(grad_p)
         if self.x in env.accumulate:
@@ -80,13 +151,16 @@ class Router(Op):
     def backward_weight(self, env: OpEnv) -> None:
         grad_logits = env.t[self.grad_logits.name]
         accumulate_weight_grad(env.gp[self.param], grad_logits, env.t[self.x], env.first)
+        if self.bias is not None:
+            accumulate_bias_grad(env.gp[self.bias], grad_logits, env.first)
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
         return () if half == "forward" else (self.grad_logits,)
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         wide_bytes = max(4, compute_bytes)
-        return tokens * (4 * self.num_experts * wide_bytes + 10 * self.per_token * 8) + 64 * self.num_experts
+        copies = 4 + self.style.biased + (self.style.groups_taken < self.style.groups)
+        return tokens * (copies * self.num_experts * wide_bytes + 10 * self.per_token * 8) + 64 * self.num_experts
 
     def _logits(self, tokens: int) -> float:
         return 2.0 * tokens * self.width * self.num_experts
@@ -96,7 +170,8 @@ class Router(Op):
         return Work(products * self._logits(tokens), memory_bytes=memory, kernels=kernels)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self._work(tokens, products=1, passes=6, kernels=14)
+        grouped = self.style.groups_taken < self.style.groups
+        return self._work(tokens, products=1, passes=6 + 6 * grouped, kernels=14 + 8 * grouped)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         return self._work(tokens, products=2, passes=12, kernels=16)

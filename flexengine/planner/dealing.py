@@ -79,8 +79,7 @@ def moved(drafts: Drafts, index: int, mixes: list[Mix]) -> Drafts:
         for o, v in (*pairs, *(zip(new_options, new_levels, strict=True) if not pairs else ())):
             rows.append(o * NUM_LEVELS + v)
             structures.append(mix.structure)
-    found = np.array(rows, dtype=np.int64).reshape(-1, len(options))  # of no mix, too
-    return Drafts(found, np.array(structures, dtype=np.int64), np.tile(drafts.slots[index], (len(rows), 1)))
+    return Drafts(np.array(rows), np.array(structures), np.tile(drafts.slots[index], (len(rows), 1)))
 
 
 def changed(drafting: Drafting, drafts: Drafts, index: int) -> Drafts:

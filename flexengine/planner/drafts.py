@@ -124,7 +124,8 @@ class Drafting:
     def block_slot_bytes(self, drafts: Drafts) -> np.ndarray:
         """Bytes [P] of the blocks' weight, accumulator and gradient slots, no more than blocks that need one."""
         levels = drafts.rows % NUM_LEVELS
-        templates, total = self.problem.templates, self.problem.templates.accumulator_bytes
+        templates = self.problem.templates
+        total = np.full(len(levels), templates.accumulator_bytes)
         sizes = templates.slot_bytes[:, templates.kind_of]
         for size, count, streams in zip(sizes, drafts.slots.T[:2], (STREAMS_WEIGHTS, STREAMS_GRADS), strict=True):
             streamed = streams[levels]

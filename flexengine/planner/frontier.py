@@ -5,21 +5,21 @@ A save set is worth keeping in mind when no other saves fewer bytes and recomput
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
-
 from flexengine.models.spec import LayerSpec
-from flexengine.ops.base import Work
+from flexengine.ops.base import Op, Work
 from flexengine.planner.cost_model import CostModel
-from flexengine.planner.recompute_hull import kept_ops, needed_in_backward, run_again
+from flexengine.planner.recompute_hull import refilled, save_choices
 from flexengine.schedule.layer_program import LayerProgram, align, compile_layer
 from flexengine.schedule.lowering import RoundShape
 
-SAME = 1e-9
-"""Seconds that differ by no more of themselves are equal."""
+ROUNDING_S = 5e-13
+"""Sums of the same seconds in another order differ by less."""
 
 
 class SaveSet(NamedTuple):
@@ -33,25 +33,38 @@ class SaveSet(NamedTuple):
 
 def frontier(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> tuple[SaveSet, ...]:
     """Save sets of a layer that no other set beats in both bytes and recompute seconds, fewest bytes first."""
-    return pareto_sets([save_set(layer, ops, shape, cost) for ops in unbeaten_sets(layer, shape, cost)])
+    return pareto_sets([save_set(layer, ops, shape, cost) for ops in promising_sets(layer, shape, cost)])
 
 
-def unbeaten_sets(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> list[tuple[str, ...]]:
-    """The save sets that are on the frontier, and those that equal one of them in bytes and seconds: of a layer with
-    many ops there are too many to compile all, so these are priced by their ops alone."""
-    kept = kept_ops(layer.ops)
+def promising_sets(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> Iterator[tuple[str, ...]]:
+    """All save sets that may be on the frontier. Bytes and seconds are sums over ops, and only what these leave is
+    worth the milliseconds that compiling takes."""
+    seconds, refilling = _op_seconds(layer, shape, cost)
     sizes = [sum(align(o.num_bytes(cost.chunk_tokens, cost.compute_bytes)) for o in op.outputs) for op in layer.ops]
-    num_bytes, seconds = kept @ np.array(sizes), np.zeros(len(kept))
-    backward = run_again(layer.ops, needed_in_backward(layer.ops))
-    window = run_again(layer.ops, frozenset(name for op in layer.ops if op.carried for name in op.inputs))
-    for (tokens, seq_len, is_slice), count in Counter((c.tokens, c.seq_len, c.is_slice) for c in shape.chunks).items():
-        works = [op.forward_work(tokens, seq_len, cost.compute_bytes) for op in layer.ops]
-        op_s = count * np.array([cost.work_s(work) for work in works])
-        seconds += (backward.astype(int) + window if is_slice else backward) @ op_s
-    order = np.lexsort((seconds, num_bytes))
-    least = np.minimum.accumulate(seconds[order])  # of all that keep no more
-    unbeaten = order[seconds[order] <= least * (1 + SAME)]
-    return [tuple(layer.ops[place].name for place in np.flatnonzero(kept[i])) for i in unbeaten]
+    sets: list[tuple[int, float, tuple[str, ...]]] = []
+    for choice in save_choices(layer.ops, layer.input):
+        kept = tuple(layer.ops[i].name for i in choice.kept)
+        taken = sum(seconds[i] for i in choice.recomputed)
+        if any(refilling):
+            taken += sum(refilling[i] for i in refilled(layer.ops, layer.input, kept))
+        sets.append((sum(sizes[i] for i in choice.kept), taken, kept))
+    least_bytes, least_s = -1, math.inf
+    for num_bytes, taken, kept in sorted(sets):
+        if taken < least_s - ROUNDING_S or (num_bytes == least_bytes and taken < least_s + ROUNDING_S):
+            yield kept
+        if taken < least_s - ROUNDING_S:
+            least_bytes, least_s = num_bytes, taken
+
+
+def _op_seconds(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> tuple[list[float], list[float]]:
+    """Seconds per round of every op's forward, over all chunks and over those that continue a sequence."""
+    counts = Counter((chunk.tokens, chunk.seq_len, chunk.is_slice) for chunk in shape.chunks)
+
+    def total(op: Op, slices: bool) -> float:
+        keys = ((tokens, seq_len, n) for (tokens, seq_len, is_slice), n in counts.items() if is_slice or not slices)
+        return sum(n * cost.work_s(op.forward_work(tokens, length, cost.compute_bytes)) for tokens, length, n in keys)
+
+    return [total(op, False) for op in layer.ops], [total(op, True) for op in layer.ops]
 
 
 def save_set(layer: LayerSpec, ops: tuple[str, ...], shape: RoundShape, cost: CostModel) -> SaveSet:

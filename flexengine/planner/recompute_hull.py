@@ -6,10 +6,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
-
 from flexengine.ops.base import Op
-from flexengine.schedule.layer_program import savable_ops
+from flexengine.schedule.layer_program import save_sets
 
 
 class Keeping(NamedTuple):
@@ -19,37 +17,33 @@ class Keeping(NamedTuple):
     recompute_s: float
 
 
-@lru_cache(maxsize=64)
-def kept_ops(ops: tuple[Op, ...]) -> np.ndarray:
-    """Whether [S, O] an op's outputs are kept, under every save set of a layer, the one that keeps nothing first."""
-    names = savable_ops(ops)
-    places = [next(i for i, op in enumerate(ops) if op.name == name) for name in names]
-    kept = np.zeros((1 << len(names), len(ops)), dtype=bool)
-    kept[:, places] = np.arange(len(kept))[:, None] >> np.arange(len(names)) & 1
-    return kept
+class SaveChoice(NamedTuple):
+    """Ops whose outputs are kept and ops whose forward then runs again in backward, by index."""
 
-
-def needed_in_backward(ops: tuple[Op, ...]) -> frozenset[str]:
-    """Tensors that some backward reads."""
-    return frozenset(name for op in ops for name in (*op.needs_input, *op.needs_weight))
+    kept: tuple[int, ...]
+    recomputed: tuple[int, ...]
 
 
 @lru_cache(maxsize=64)
-def run_again(ops: tuple[Op, ...], read: frozenset[str]) -> np.ndarray:
-    """Whether [S, O] an op's forward runs again to bring the tensors `read` back, under every save set."""
-    kept = kept_ops(ops)
-    again, wanted = np.zeros_like(kept), {name: np.ones(len(kept), dtype=bool) for name in read}
-    for i in reversed(range(len(ops))):
-        for output in ops[i].outputs:
-            again[:, i] |= wanted.get(output.name, False)
-        again[:, i] &= ~kept[:, i]
-        for name in ops[i].inputs:
-            wanted[name] = wanted.get(name, False) | again[:, i]
-    return again
+def save_choices(ops: tuple[Op, ...], layer_input: str | None) -> tuple[SaveChoice, ...]:
+    """Every save set of a layer, the one that keeps nothing first."""
+    index, sets = {op.name: i for i, op in enumerate(ops)}, save_sets(ops)
+    return tuple(SaveChoice(tuple(index[n] for n in kept), recomputed(ops, layer_input, kept)) for kept in sets)
 
 
 def recomputed(ops: tuple[Op, ...], layer_input: str | None, kept: tuple[str, ...]) -> tuple[int, ...]:
     """Indices of the ops whose forward runs again in a backward that finds the outputs of the ops named in `kept`."""
+    return _ran_again(ops, layer_input, kept, (n for op in reversed(ops) for n in (*op.needs_input, *op.needs_weight)))
+
+
+def refilled(ops: tuple[Op, ...], layer_input: str | None, kept: tuple[str, ...]) -> tuple[int, ...]:
+    """The same for what the key/value window of a sliced sequence is filled from."""
+    return _ran_again(ops, layer_input, kept, (n for op in ops if op.carried for n in op.inputs))
+
+
+def _ran_again(
+    ops: tuple[Op, ...], layer_input: str | None, kept: tuple[str, ...], needed: Iterable[str]
+) -> tuple[int, ...]:
     producer = {output.name: i for i, op in enumerate(ops) for output in op.outputs}
     at_hand = {layer_input, *(output.name for op in ops if op.name in kept for output in op.outputs)}
     found: list[int] = []
@@ -62,9 +56,8 @@ def recomputed(ops: tuple[Op, ...], layer_input: str | None, kept: tuple[str, ..
             found.append(index)
             at_hand.update(output.name for output in ops[index].outputs)
 
-    for op in reversed(ops):
-        for name in (*op.needs_input, *op.needs_weight):
-            ensure(name)
+    for name in needed:
+        ensure(name)
     return tuple(found)
 
 

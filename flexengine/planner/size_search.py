@@ -164,7 +164,7 @@ class SizeSearch:
     def _near(self, index: int) -> list[Drafts]:
         """Placements that differ from one in one respect."""
         near = self.mixing.nearest(self.drafting.mix(self.found, index), *self.budgets, NUM_MOVES)
-        parts = [varied(self.drafting, self.found, index), moved(self.found, index, near)]
+        parts = [varied(self.drafting, self.found, index), *([moved(self.found, index, near)] if near else [])]
         if self.few:
             parts += [make(self.drafting, self.found, index) for make in (changed, alike)]
         return parts

@@ -17,7 +17,7 @@ from flexengine.ops.base import Op, Work
 from flexengine.plan import Numerics, Request
 from flexengine.planner.cost_model import CostModel, full_rounds, round_shape, rounds_per_step
 from flexengine.planner.memory import GPU_SLACK_BYTES
-from flexengine.planner.recompute_hull import Keeping, kept_ops, lower_hull, needed_in_backward, recomputed, run_again
+from flexengine.planner.recompute_hull import Keeping, lower_hull, recomputed, save_choices
 from flexengine.schedule.layer_program import LayerProgram, compile_layer, savable_ops
 from flexengine.schedule.layout import DTYPE_BYTES, PLANE_KINDS, element_bytes, group_layout
 from flexengine.schedule.window import window_layout
@@ -186,14 +186,13 @@ class SizeWork:
 
     def _keeps(self, block: LayerSpec) -> tuple[Keeping, ...]:
         """The lower convex hull of (bytes, recompute seconds) over all save sets that the request allows."""
-        kept, again = kept_ops(block.ops), run_again(block.ops, needed_in_backward(block.ops))
+        choices, rounds = save_choices(block.ops, block.input), self.full_rounds
         if self.step.request.recompute == "full":
-            kept, again = kept[:1], again[:1]
-        seconds = np.array([self._seconds(row) for row in self._round_work(block.ops)[:-1]]) * self.full_rounds
-        sizes = np.array([self._output_bytes(op) for op in block.ops]) * self.full_rounds
-        hull = lower_hull(
-            Keeping(*point) for point in zip((kept @ sizes).tolist(), (again @ seconds).tolist(), strict=True)
-        )
+            choices = choices[:1]
+        seconds = [self._seconds(row) * rounds for row in self._round_work(block.ops)[:-1]]
+        sizes = [self._output_bytes(op) * rounds for op in block.ops]
+        points = [Keeping(sum(sizes[i] for i in c.kept), sum(seconds[i] for i in c.recomputed)) for c in choices]
+        hull = lower_hull(points)
         return hull[-1:] if self.step.request.recompute == "none" else hull
 
     def _output_bytes(self, op: Op) -> int:

@@ -179,7 +179,10 @@ class BatchWriter:
             constants=self.constants,
             window=Window(start, i - chunk.first_slice, self.chunk_tokens) if chunk.first_slice >= 0 else None,
             attention=self.attention,
-            **on_gpu,
+            input_ids=on_gpu["input_ids"],
+            labels=on_gpu["labels"],
+            positions=on_gpu["positions"],
+            cu_seqlens=on_gpu["cu_seqlens"],
         )
 
     def losses(self, chunk: int, tokens: int) -> Tensor:

@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from flexengine.checkpoint.layout import CONFIG_FILE
+from flexengine.checkpoint.quantised import EXPORT_DTYPE
 from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.checkpoint.writer import TensorSource, support_files, write_checkpoint
 from flexengine.hardware.memory_usage import GpuMemoryMeter, MemoryPeaks, memory_peaks
 from flexengine.models.matmul_dtype import check_matmul_dtype
 from flexengine.models.registry import ModelSource
+from flexengine.ops.balance import ExpertBalance
 from flexengine.ops.base import KernelName
 from flexengine.optim.adamw import AdamW
 from flexengine.plan import Plan
@@ -33,7 +35,7 @@ from flexengine.runtime.executor import CommandOrder, Executor
 from flexengine.runtime.gradients import finish_gradient
 from flexengine.runtime.layer_runner import LayerRunner
 from flexengine.runtime.update import UpdateRunner, UpdateSettings
-from flexengine.runtime.weight_store import WeightStore
+from flexengine.runtime.weight_store import WeightStore, load_buffers, stored_tensors
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.command_totals import CommandClass, CommandTotal, add_totals
 from flexengine.schedule.commands import Command, FinishGradient, Program
@@ -132,6 +134,10 @@ class Engine:
         self.command_totals: dict[CommandClass, CommandTotal] = {}
         self._timed_runs: list[TimedRun] = []
         self.step_count = 0
+        self.buffers = {
+            name: torch.zeros(source.shape, dtype=self._wide(layout), device=device)
+            for name, source in self.model.buffers.items()
+        }
         self._use(layout)
         self._start_accumulation()
         self._load()
@@ -147,12 +153,16 @@ class Engine:
         """Lay everything that runs over the arenas by `layout`."""
         self.layout = layout
         self.weights = WeightStore(layout, self.arenas)
-        self.layers = LayerRunner(layout, self.arenas)
+        self.layers = LayerRunner(layout, self.arenas, self.buffers)
         self.updates = UpdateRunner(layout, self.arenas)
         self.batches = BatchWriter(layout, self.arenas, self._constants(), self.attention)
 
+    @staticmethod
+    def _wide(layout: Layout) -> torch.dtype:
+        return torch.float64 if layout.acc_bytes == 8 else torch.float32
+
     def _constants(self) -> dict[str, Tensor]:
-        wide = torch.float64 if self.layout.acc_bytes == 8 else torch.float32
+        wide = self._wide(self.layout)
         longest = self.plan.request.max_seq_len
         return {
             **{
@@ -168,6 +178,7 @@ class Engine:
         else:
             with CheckpointReader.open(self.source.weights_folder) as reader:
                 self.weights.load(reader)
+                load_buffers(reader, self.buffers)
         self.executor.synchronize()
 
     def _start_accumulation(self) -> None:
@@ -243,7 +254,10 @@ class Engine:
 
     def _forward_backward(self, sequences: Sequences, updates: UpdateSettings | None = None) -> FwdBwdOutput:
         """updates: of the CPU's updates inside the last round; None = no update comes before the next one."""
-        loss_sum = self._run_rounds(sequences, train=True, updates=updates)
+        balance = self._balance_of(sequences)
+        loss_sum = self._run_rounds(sequences, train=True, updates=updates, balance=balance)
+        if balance is not None:
+            loss_sum += balance.loss()
         self._num_target_tokens += sequences.num_target_tokens
         loss = float(loss_sum) / sequences.num_target_tokens
         model_flops = self.model.model_flops(sequences.lengths)
@@ -330,7 +344,19 @@ class Engine:
         if self._unusable:
             raise ValueError(f"this engine cannot go on: {self._unusable}; make a new one with from_pretrained")
 
-    def _run_rounds(self, batch: Sequences, train: bool, updates: UpdateSettings | None = None) -> Tensor:
+    def _balance_of(self, batch: Sequences) -> ExpertBalance | None:
+        """What routers report to, where the model balances its experts."""
+        if self.model.balancing is None:
+            return None
+        return ExpertBalance.of_batch(self.model.balancing, batch.num_tokens, batch.num_target_tokens, self.device)
+
+    def _run_rounds(
+        self,
+        batch: Sequences,
+        train: bool,
+        updates: UpdateSettings | None = None,
+        balance: ExpertBalance | None = None,
+    ) -> Tensor:
         """Run all rounds of a batch; returns the summed loss [] in float64 on the device. updates: of the CPU's in the
         last round.
 
@@ -338,23 +364,25 @@ class Engine:
         some layers would hold this batch and others not.
         """
         try:
-            return self._issue_rounds(batch, train, updates)
+            return self._issue_rounds(batch, train, updates, balance)
         except BaseException:
             if train:
                 self._start_accumulation()
                 self.executor.synchronize()
             raise
 
-    def _issue_rounds(self, batch: Sequences, train: bool, updates: UpdateSettings | None) -> Tensor:
+    def _issue_rounds(
+        self, batch: Sequences, train: bool, updates: UpdateSettings | None, balance: ExpertBalance | None
+    ) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         rounds = pack(batch.lengths, self.plan.chunk_tokens, self.plan.chunks_per_round)
         with self._numerics_mode():
+            if balance is not None and len(rounds) > 1:
+                self._collect(batch, rounds, balance)
             for number, chunks in enumerate(rounds, start=1):
                 updating = updates is not None and number == len(rounds)
                 program = self._program(chunks, train, updating)
-                if self._last_program is not None:
-                    self.executor.wait_for(self._last_program, 0)  # its batch has left the host slot
-                self.layers.chunks = self.batches.write(batch, chunks)
+                self._write(batch, chunks, balance)
                 if updating:
                     self._unusable = HALF_UPDATED
                 self._run(program, timed=self._measuring and train, settings=updates if updating else None)
@@ -362,6 +390,22 @@ class Engine:
                 for chunk in self.layers.chunks:
                     total += chunk.losses.double().sum()
         return total
+
+    def _collect(self, batch: Sequences, rounds: list[list[PackedChunk]], balance: ExpertBalance) -> None:
+        """Forward of all rounds, as what experts were given in all of them must be known before any backward."""
+        for chunks in rounds:
+            program = self._program(chunks, train=False, updates=False)
+            self._write(batch, chunks, balance)
+            self._run(program, timed=False)
+        balance.collecting = False
+
+    def _write(self, batch: Sequences, chunks: list[PackedChunk], balance: ExpertBalance | None) -> None:
+        """Put a round's tokens where its program reads them."""
+        if self._last_program is not None:
+            self.executor.wait_for(self._last_program, 0)  # its batch has left the host slot
+        self.layers.chunks = self.batches.write(batch, chunks)
+        for chunk in self.layers.chunks:
+            chunk.balance = balance
 
     def _program(self, chunks: list[PackedChunk], train: bool, updates: bool) -> Program:
         shape = round_shape(chunks, self.plan.chunk_tokens)
@@ -531,17 +575,31 @@ class Engine:
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a Hugging Face folder that transformers loads unchanged: the source's tensor names, dtypes and shards,
-        its config and tokenizer. A preset is saved in the compute dtype. An error leaves the folder as it was."""
+        its config and tokenizer. A preset is saved in the compute dtype, a quantised checkpoint in 16 bits, in shards
+        of the usual size. An error leaves the folder as it was."""
         self.executor.synchronize()
         beside = {} if self.source.support_folder is None else support_files(self.source.support_folder)
         if self.source.weights_folder is None:
             compute = self.plan.request.numerics.compute
             tensors = [self._export(name, getattr(torch, compute)) for name in self.weights.runs]
+            tensors += [
+                TensorSource(name, torch.float32, tuple(buffer.shape), buffer.float)
+                for name, buffer in self.buffers.items()
+            ]
             write_checkpoint(folder, tensors, beside={**beside, CONFIG_FILE: self._config_text(compute)})
             return
+        decoded = {
+            part: run.source.name
+            for run in self.weights.runs.values()
+            if run.source.decode is not None
+            for part in stored_tensors(run.source)
+        }
+        if decoded:
+            beside |= {CONFIG_FILE: self._config_text(str(EXPORT_DTYPE).removeprefix("torch."))}
         with CheckpointReader.open(self.source.weights_folder) as reader:
-            tensors = [self._export_from(reader, name) for name in reader.tensors]
-            write_checkpoint(folder, tensors, reader.shard_of, beside=beside)
+            kept = [self._export_from(reader, name) for name in reader.tensors if name not in decoded]
+            tensors = [*kept, *(self._export(name, EXPORT_DTYPE) for name in dict.fromkeys(decoded.values()))]
+            write_checkpoint(folder, tensors, None if decoded else reader.shard_of, beside=beside)
 
     def _export(self, name: str, dtype: torch.dtype) -> TensorSource:
         shape = self.weights.runs[name].source.shape
@@ -565,7 +623,8 @@ class Engine:
 
     def _config_text(self, dtype: str) -> str:
         config = {**self.model.hf_config, "dtype": dtype}
-        config.pop("torch_dtype", None)
+        for name in ("torch_dtype", "quantization_config"):
+            config.pop(name, None)
         return json.dumps(config, indent=2) + "\n"
 
     def close(self) -> None:

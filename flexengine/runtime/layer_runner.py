@@ -16,10 +16,11 @@ from flexengine.schedule.layout import Layout
 
 
 class LayerRunner:
-    """Executes LayerCalls of a layout. `chunks` are the contexts of the round in work."""
+    """Executes LayerCalls of a layout. `chunks` are the contexts of the round in work; `buffers` are the model's, by
+    name."""
 
-    def __init__(self, layout: Layout, arenas: Arenas) -> None:
-        self.layout, self.arenas = layout, arenas
+    def __init__(self, layout: Layout, arenas: Arenas, buffers: dict[str, Tensor]) -> None:
+        self.layout, self.arenas, self.buffers = layout, arenas, buffers
         self.compute = getattr(torch, layout.plan.request.numerics.compute)
         self.wide = torch.float64 if layout.acc_bytes == 8 else torch.float32
         self.dtypes = {"compute": self.compute, "float32": self.wide, "int32": torch.int32, "uint8": torch.uint8}
@@ -28,6 +29,7 @@ class LayerRunner:
     def run(self, kind: str, call: LayerCall) -> None:
         """Run one command of kind forward, evaluate, backward or fill_window on the current stream."""
         chunk, params = self._in_window(call, self.chunks[call.chunk]), self._params(call)
+        params |= {local: self.buffers[source.name] for local, source in self.layout.model.layers[call.layer].buffers}
         if kind == "backward":
             self._open_grads(call, chunk)
         accumulators = self._accumulators(call) if kind == "backward" else {}
@@ -42,6 +44,7 @@ class LayerRunner:
                 chunk=chunk,
                 accumulate=step.accumulate,
                 first=call.first,
+                again=kind == "backward",
             )
             _call(step, env)
 

@@ -6,6 +6,7 @@ group's planes.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexengine.checkpoint.quantised import DECODERS, Decoder, Stored
 from flexengine.checkpoint.reader import CheckpointReader, ReadRequest
 from flexengine.models.spec import ModelSpec, ParamSpec, WeightSource
 from flexengine.native.reader import NUMBERS
@@ -38,29 +40,39 @@ class SourceRun(NamedTuple):
     count: int
 
 
+def stored_tensors(source: WeightSource) -> dict[str, Stored]:
+    """The tensors of a checkpoint that hold a source: itself, or what its decoder reads."""
+    if source.decode is None:
+        return {source.name: Stored(source.shape, NUMBERS)}
+    return DECODERS[source.decode].stored(source.name, source.shape)
+
+
 def check_complete(model: ModelSpec, reader: CheckpointReader) -> None:
-    """Raise ValueError naming tensors that a checkpoint lacks, or holds in another shape or as no floating-point
-    numbers. Reads nothing but headers.
+    """Raise ValueError naming tensors that a checkpoint lacks, or holds in another shape or in a dtype that they are
+    not read from. Reads nothing but headers.
     """
-    shapes = {s.name: s.shape for group in model.groups for param in group.params for s in param.sources}
-    missing = [name for name in shapes if name not in reader.tensors]
+    sources = (source for group in model.groups for param in group.params for source in param.sources)
+    wanted = {name: stored for source in sources for name, stored in stored_tensors(source).items()}
+    wanted |= {name: Stored(source.shape, NUMBERS) for name, source in model.buffers.items()}
+    missing = [name for name in wanted if name not in reader.tensors]
     if missing:
         raise ValueError(
-            f"{reader.folder}: the checkpoint lacks {len(missing)} of the model's {len(shapes)} tensors, such as"
+            f"{reader.folder}: the checkpoint lacks {len(missing)} of the model's {len(wanted)} tensors, such as"
             f" {missing[:3]}; it is incomplete or of another architecture. Fetch config.json and the weights of one"
             " model"
         )
-    for name, shape in shapes.items():
+    for name, (shape, dtypes) in wanted.items():
         entry = reader.tensors[name]
         if entry.shape != shape:
             raise ValueError(
                 f"{reader.folder}: tensor {name} has shape {list(entry.shape)} in the checkpoint, but config.json asks"
                 f" for {list(shape)}. Fetch config.json and the weights of one model"
             )
-        if entry.dtype not in NUMBERS:
+        if entry.dtype not in dtypes:
+            needed = "are floats of 16 to 64 bits" if dtypes is NUMBERS else f"is {' or '.join(map(str, dtypes))}"
             raise ValueError(
-                f"{reader.folder}: tensor {name} holds {entry.dtype}, which no weight can be read from; needed are"
-                " floats of 16 to 64 bits. Give the checkpoint that a quantised or converted one was made from"
+                f"{reader.folder}: tensor {name} holds {entry.dtype}, which no weight can be read from; needed {needed}"
+                ". Give the checkpoint that a quantised or converted one was made from"
             )
 
 
@@ -73,6 +85,14 @@ def check_checkpoint(model: ModelSpec, folder: Path) -> ModelSpec:
         named = model.named_as(reader.tensors)
         check_complete(named, reader)
     return named
+
+
+def load_buffers(reader: CheckpointReader, buffers: dict[str, Tensor]) -> None:
+    """Read the model's buffers, by name and on any device, from a checkpoint that was found complete."""
+    for name, buffer in buffers.items():
+        values = torch.empty(buffer.shape, dtype=buffer.dtype)
+        reader.read_into(name, values)
+        buffer.copy_(values)
 
 
 def on_host(request: ReadRequest) -> bool:
@@ -114,19 +134,36 @@ class WeightStore:
 
         What lives in host memory is read straight into the arena, all of it in parallel and converted on the way; what
         lives on the GPU passes through a buffer of tens of MiB. The format splits a bf16 weight from its float32.
+        Quantised weights are decoded on the CPU, some rows at a time.
         """
         check_complete(self.layout.model, reader)
         self.clear_states()
-        requests = [self._request(name, run) for name, run in self.runs.items()]
+        requests = [self._request(name, run) for name, run in self.runs.items() if run.source.decode is None]
         reader.read_many([request for request in requests if on_host(request)])
         elsewhere = [request for request in requests if not on_host(request)]
         if elsewhere:
             load_staged(reader, elsewhere, self.arenas.device)
+        for run in self.runs.values():
+            if run.source.decode is not None:
+                self._decode(reader, run, DECODERS[run.source.decode])
 
-    def _request(self, name: str, run: SourceRun) -> ReadRequest:
+    def _decode(self, reader: CheckpointReader, run: SourceRun, decoder: Decoder) -> None:
+        """Slab by slab, and each of them in pieces of PIECE_ELEMENTS."""
+        (name, shape), (weight, remainder) = (run.source.name, run.source.shape), self._master(run)
+        step, width = decoder.slab_rows(shape), math.prod(shape[1:])
+        for row in range(0, shape[0], step):
+            slab = decoder.decode(reader, name, shape, row, min(step, shape[0] - row)).flatten()
+            for start in range(0, slab.numel(), PIECE_ELEMENTS):
+                self._write_master(weight, remainder, row * width + start, slab[start : start + PIECE_ELEMENTS])
+
+    def _master(self, run: SourceRun) -> tuple[Tensor, Tensor | None]:
+        """The planes that a source's values are kept in."""
         weight = self.plane("weights", run)
         assert weight is not None
-        return ReadRequest(name, weight, self.plane("remainder", run))
+        return weight, self.plane("remainder", run)
+
+    def _request(self, name: str, run: SourceRun) -> ReadRequest:
+        return ReadRequest(name, *self._master(run))
 
     def initialize(self, seed: int) -> None:
         """Random initial weights: normal with the config's initializer_range, norms one, biases zero; states zero.
@@ -136,8 +173,7 @@ class WeightStore:
         """
         self.clear_states()
         for name, run in self.runs.items():
-            weight, remainder = self.plane("weights", run), self.plane("remainder", run)
-            assert weight is not None
+            weight, remainder = self._master(run)
             generator = torch.Generator(self.arenas.device).manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
             for start in range(0, run.count, PIECE_ELEMENTS):
                 count = min(PIECE_ELEMENTS, run.count - start)
@@ -174,8 +210,7 @@ class WeightStore:
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """The master value of a Hugging Face tensor on the CPU, exact in float32 (float64), or cast to `dtype`."""
         run = self.runs[name]
-        weight, remainder = self.plane("weights", run), self.plane("remainder", run)
-        assert weight is not None
+        weight, remainder = self._master(run)
         exact = torch.float32 if remainder is not None or weight.dtype == torch.bfloat16 else weight.dtype
         out = torch.empty(run.count, dtype=dtype or exact)
         for start in range(0, run.count, PIECE_ELEMENTS):

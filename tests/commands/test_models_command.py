@@ -20,7 +20,8 @@ PUBLISHED = {
     "qwen3-14b": 14768307200, "qwen3-32b": 32762123264, "mistral-7b": 7248023552, "gemma-2-2b": 2614341888,
     "gemma-2-9b": 9241705984, "gemma-2-27b": 27227128320, "gemma-3-1b": 999885952, "olmo-3-7b": 7298011136,
     "phi-4": 14659507200, "gpt2": 124439808, "mixtral-8x7b": 46702792704, "olmoe-1b-7b": 6919161856,
-    "qwen3-30b-a3b": 30532122624, "qwen3-235b-a22b": 235093634560,
+    "qwen3-30b-a3b": 30532122624, "qwen3-235b-a22b": 235093634560, "gpt-oss-20b": 20914757184,
+    "gpt-oss-120b": 116829156672, "deepseek-v2-lite": 15706484224, "deepseek-v3": 671026404352,
 }  # fmt: skip
 """Parameters of the published checkpoints, a tied tensor counted once."""
 

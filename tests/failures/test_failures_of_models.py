@@ -9,6 +9,12 @@ from flexengine.models.fields import LARGEST
 from flexengine.models.registry import MAX_CONFIG_BYTES
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "num_key_value_heads": None, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2,
+    "v_head_dim": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+}  # fmt: skip
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -120,13 +126,44 @@ CONFIGS = (
     ),
     Case(
         "balanced_experts",
-        having(model_type="mixtral", output_router_logits=True),
-        ("config.json asks for output_router_logits=true, a loss that balances experts: not supported with",),
+        having(**DEEPSEEK, output_router_logits=True),
+        ("config.json asks for output_router_logits=true, a loss that balances experts: not supported in",),
     ),
     Case(
         "more_experts_of_a_token_than_there_are",
         having(model_type="mixtral", num_local_experts=4, num_experts_per_tok=5),
         ("num_experts_per_tok=5 in config.json is more than its 4 experts", "fetch"),
+    ),
+    Case(
+        "layers_without_experts_that_there_are_not",
+        having(model_type="qwen3_moe", num_key_value_heads=None, mlp_only_layers=[99]),
+        ("mlp_only_layers=\\[99\\] in config.json; expected a list of layers, from 0 to [0-9]+", "Fetch"),
+    ),
+    Case(
+        "groups_of_experts_that_hold_too_few",
+        having(**DEEPSEEK | {"num_experts_per_tok": 5}),
+        ("n_routed_experts=8, n_group=4, topk_group=2 and num_experts_per_tok=5.*do not go together", "Fetch"),
+    ),
+    Case(
+        "another_choice_of_experts",
+        having(**DEEPSEEK | {"topk_method": "greedy"}),
+        ("config.json asks for topk_method='greedy': not supported in a deepseek_v3 model",),
+    ),
+    Case(
+        "values_wider_than_keys",
+        having(**DEEPSEEK | {"v_head_dim": 7}),
+        ("v_head_dim=7 in config.json is more than the 6 of", "not supported"),
+    ),
+    Case("an_odd_rotated_part", having(**DEEPSEEK | {"qk_rope_head_dim": 3}), ("qk_rope_head_dim=3.*is odd", "Fetch")),
+    Case(
+        "grouped_keys_of_a_latent",
+        having(**DEEPSEEK | {"num_key_value_heads": 1}),
+        ("num_key_value_heads=1 in config.json; latent attention has as many as num_attention_heads", "Fetch"),
+    ),
+    Case(
+        "fp8_in_other_blocks",
+        having(**DEEPSEEK, quantization_config={**FP8, "weight_block_size": [64, 64]}),
+        ("weight_block_size=\\[64, 64\\].*read in blocks of \\[128, 128\\]", "16 bits that it was made from"),
     ),
     Case(
         "both_ways_of_attention",
@@ -143,6 +180,11 @@ CONFIGS = (
         "quantised_weights",
         having(quantization_config={"quant_method": "awq", "bits": 4}),
         ("quantization_config \\(method 'awq'\\)", "16 or 32 bits that it was made from"),
+    ),
+    Case(
+        "mxfp4_of_an_odd_width",
+        having(model_type="gpt_oss", quantization_config={"quant_method": "mxfp4"}),
+        ("MXFP4 holds stacks of matrices whose 32 inputs share a scale.*\\[128, 16, 48\\]", "in 16 or 32 bits"),
     ),
     Case("unknown_rope_type", having(rope_scaling={"rope_type": "dynamic"}), ("rope type 'dynamic'", "supported: def")),
     Case("misspelt_rope_type", having(rope_scaling={"type": "lama3"}), ("rope type 'lama3'.*did you mean llama3",)),

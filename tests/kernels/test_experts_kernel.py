@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from flexengine.kernels import expert_biases
 from flexengine.kernels import experts as kernel
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -63,6 +64,34 @@ def check_products(checks, device, dtype, routing, shape):
     checks.assert_close(acc.cpu(), 2 * wanted, 1e-5, "twice")
 
 
+def check_biases(checks, device, dtype, routing, shape, weighted):
+    """Rows are multiplied by weights of their own, or not; sums over NaN and on top of what is there."""
+    tokens, count, num_experts, inner, columns = shape
+    _, ends, expert = route(routing, tokens, count, num_experts, device)
+    x = checks.normal(tokens * count, inner, dtype=dtype, device=device)
+    weight = checks.normal(num_experts, inner, columns, dtype=dtype, device=device)
+    bias = checks.normal(num_experts, columns, dtype=dtype, device=device)
+    row_weight = torch.rand(tokens * count, device=device) if weighted else None
+    out = checks.empty(tokens * count, columns, dtype=dtype, device=device)
+    kernel.grouped_product(x, weight, ends, out, True, bias, row_weight)
+    scale = torch.ones(tokens * count, 1).double() if row_weight is None else row_weight.double().cpu()[:, None]
+    own = torch.einsum("rd,rdf->rf", x.double().cpu(), weight.double().cpu()[expert])
+    checks.assert_close(out, own + scale * bias.double().cpu()[expert], checks.TOLERANCE[dtype], "y")
+    grad_y = checks.normal(tokens * count, columns, dtype=dtype, device=device)
+    wanted = torch.zeros(num_experts, columns).double().index_add_(0, expert, scale * grad_y.double().cpu())
+    acc = checks.empty(num_experts, columns, dtype=torch.float32, device=device)
+    expert_biases.bias_gradient(grad_y, ends, row_weight, acc, accumulate=False)
+    checks.assert_close(acc, wanted, 1e-5, "grad_bias")
+    expert_biases.bias_gradient(grad_y, ends, row_weight, acc, accumulate=True)
+    checks.assert_close(acc, 2 * wanted, 1e-5, "twice")
+    wanted = (grad_y.double().cpu() * bias.double().cpu()[expert]).sum(1)
+    found = checks.empty(tokens * count, dtype=torch.float32, device=device)
+    expert_biases.row_weight_gradient(grad_y, bias, ends, found, accumulate=False)
+    checks.assert_close(found, wanted, 1e-5, "grad_row_weight")
+    expert_biases.row_weight_gradient(grad_y, bias, ends, found, accumulate=True)
+    checks.assert_close(found, 2 * wanted, 1e-5, "twice")
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("tokens", "count", "width"), [(1, 1, 5), (7, 2, 33), (5, 3, 2500)])
 def test_rows_are_handed_out_and_gathered(checks, device, dtype, tokens, count, width):
@@ -76,9 +105,18 @@ def test_products_match_float64(checks, device, dtype, routing, shape):
     check_products(checks, device, dtype, routing, shape)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("weighted", [False, True], ids=["as they are", "weighted"])
+@pytest.mark.parametrize("shape", [(3, 1, 2, 8, 16), (20, 2, 5, 33, 70), (7, 2, 3, 9, 2100)], ids=str)
+def test_biases_match_float64(checks, device, dtype, routing, shape, weighted):
+    check_biases(checks, device, dtype, routing, shape, weighted)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_products_match_float64_on_gpu(checks, gpu, dtype, routing):
     check_rows(checks, gpu, dtype, 515, 8, 2048)
     check_products(checks, gpu, dtype, routing, (300, 4, 64, 136, 96))
+    check_biases(checks, gpu, dtype, routing, (300, 4, 64, 136, 96), weighted=True)

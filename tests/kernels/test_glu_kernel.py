@@ -16,10 +16,20 @@ ACTIVATIONS = {
 }
 
 
+CLAMPED = (2.5, 1.702)
+"""(limit, alpha): a half of the gates below is clamped, and a third of what they are multiplied by."""
+UNITS = [*glu.ACTIVATIONS, CLAMPED]
+
+
 def reference(gate_up, grad_out, activation="silu"):
     gate_up = gate_up.double().requires_grad_()
-    gate, up = gate_up.chunk(2, dim=-1)
-    out = ACTIVATIONS[activation](gate) * up
+    if isinstance(activation, tuple):
+        limit, alpha = activation
+        gate, up = gate_up[..., ::2].clamp(max=limit), gate_up[..., 1::2].clamp(-limit, limit)
+        out = gate * torch.sigmoid(alpha * gate) * (up + 1)
+    else:
+        gate, up = gate_up.chunk(2, dim=-1)
+        out = ACTIVATIONS[activation](gate) * up
     (grad,) = torch.autograd.grad(out, gate_up, grad_out.double())
     return out.detach(), grad
 
@@ -41,7 +51,7 @@ def check(checks, tokens, width, dtype, device, activation="silu"):
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in")  # the interpreter computes with numpy
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", glu.ACTIVATIONS)
+@pytest.mark.parametrize("activation", UNITS, ids=str)
 @pytest.mark.parametrize(("tokens", "width"), [(1, 48), (7, 257), (3, 2500)])
 def test_matches_float64(checks, device, tokens, width, dtype, activation):
     check(checks, tokens, width, dtype, device, activation)
@@ -60,11 +70,16 @@ def check_weighted(checks, tokens, width, dtype, device, activation):
     _, expected_grad = reference(gate_up, grad_out.double() * weight[:, None], activation)
     checks.assert_close(out, expected_out * weight[:, None], checks.TOLERANCE[dtype], "out")
     checks.assert_close(grad, expected_grad, checks.TOLERANCE[dtype], "grad_gate_up")
-    checks.assert_close(grad_weight, (expected_out * grad_out.double()).sum(1), 1e-5, "grad_row_weight")
+    wanted = (expected_out * grad_out.double()).sum(1)
+    checks.assert_close(grad_weight, wanted, 1e-5, "grad_row_weight")
+    before = torch.randn(tokens, device=device)
+    grad_weight.copy_(before)
+    glu.glu_backward(grad_out, gate_up, grad, activation, weight, grad_weight, accumulate=True)
+    checks.assert_close(grad_weight, wanted + before, 1e-5, "on top of what was there")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", glu.ACTIVATIONS)
+@pytest.mark.parametrize("activation", UNITS, ids=str)
 @pytest.mark.parametrize(("tokens", "width"), [(7, 257), (3, 2500)])
 @pytest.mark.filterwarnings("ignore:overflow encountered in")
 def test_weighted_rows_match_float64(checks, device, tokens, width, dtype, activation):
@@ -87,7 +102,7 @@ def test_refuses_weights_of_other_rows(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", glu.ACTIVATIONS)
+@pytest.mark.parametrize("activation", UNITS, ids=str)
 @pytest.mark.parametrize(("tokens", "width"), [(4097, 14336), (33, 12345)])
 def test_matches_float64_on_gpu(checks, gpu, tokens, width, dtype, activation):
     check(checks, tokens, width, dtype, gpu, activation)
@@ -108,7 +123,7 @@ def test_more_than_two_to_the_31_elements_on_gpu(checks, gpu):
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in")  # the interpreter computes with numpy
 @pytest.mark.parametrize("gate", [-200.0, -88.5, 0.0, 88.5, 200.0])
-@pytest.mark.parametrize("activation", glu.ACTIVATIONS)
+@pytest.mark.parametrize("activation", UNITS, ids=str)
 def test_extreme_gates_stay_finite(device, gate, activation):
     gate_up = torch.tensor([[gate, 2.0]], device=device)
     out, grad = torch.empty(1, 1, device=device), torch.empty(1, 2, device=device)
@@ -117,6 +132,21 @@ def test_extreme_gates_stay_finite(device, gate, activation):
     expected_out, expected_grad = reference(gate_up, torch.ones(1, 1, device=device), activation)
     torch.testing.assert_close(out, expected_out.float(), rtol=3e-5, atol=1e-30)
     torch.testing.assert_close(grad, expected_grad.float(), rtol=3e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("place", [(0, 2.5), (0, 2.6), (1, -2.5), (1, 2.6), (0, float("nan"))], ids=str)
+def test_the_edge_of_a_clamped_unit(device, place):
+    """At the limit itself there is a gradient, as torch.clamp has it; a NaN stays one."""
+    gate_up = torch.tensor([[1.0, 1.0]], device=device)
+    gate_up[0, place[0]] = place[1]
+    out, grad = torch.empty(1, 1, device=device), torch.empty(1, 2, device=device)
+    glu.glu_forward(gate_up, out, CLAMPED)
+    glu.glu_backward(torch.ones(1, 1, device=device), gate_up, grad, CLAMPED)
+    expected_out, expected_grad = reference(gate_up, torch.ones(1, 1, device=device), CLAMPED)
+    torch.testing.assert_close(out, expected_out.float(), equal_nan=True)
+    if place[1] == place[1]:
+        torch.testing.assert_close(grad, expected_grad.float())
+    assert out.isnan().any() == (place[1] != place[1])
 
 
 def test_refuses_halves_of_unequal_width(device):

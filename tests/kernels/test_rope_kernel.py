@@ -8,15 +8,17 @@ from flexengine.kernels import rope
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def reference(x, positions, inv_freq, scaling, num_rotated_heads, inverse):
+def reference(x, positions, inv_freq, scaling, num_rotated_heads, inverse, interleaved=False):
     """exp(i angle) times the complex number (a, b). The angle is the float32 product, as in Hugging Face."""
     half = inv_freq.numel()
     angle = (positions.float()[:, None] * inv_freq[None, :]).double()
     turn = torch.polar(torch.full_like(angle, scaling), -angle if inverse else angle)[:, None, :]
     out = x.double().clone()
-    rotated = out[:, :num_rotated_heads]
-    pair = torch.complex(rotated[..., :half].clone(), rotated[..., half : 2 * half].clone()) * turn
-    rotated[..., :half], rotated[..., half : 2 * half] = pair.real, pair.imag
+    rotated = out[:, :num_rotated_heads, : 2 * half]
+    a, b = (rotated[..., ::2], rotated[..., 1::2]) if interleaved else rotated.chunk(2, dim=-1)
+    pair = torch.complex(a.clone(), b.clone()) * turn
+    a.copy_(pair.real)
+    b.copy_(pair.imag)
     return out
 
 
@@ -24,14 +26,14 @@ def frequencies(rotary, device, theta=500_000.0):
     return 1.0 / theta ** (torch.arange(0, rotary, 2, device=device).float() / rotary)
 
 
-def check(checks, tokens, heads, rotated, head_dim, rotary, dtype, device, inverse):
+def check(checks, tokens, heads, rotated, head_dim, rotary, dtype, device, inverse, interleaved=False):
     storage = checks.normal(tokens, heads * head_dim + 5, dtype=dtype, device=device)
     before = storage.clone()
     x = storage[:, : heads * head_dim].unflatten(1, (heads, head_dim))
     positions = torch.randint(0, 1_000_000, (tokens,), dtype=torch.int32, device=device)
     inv_freq = frequencies(rotary, device)
-    expected = reference(x, positions, inv_freq, 1.25, rotated, inverse)
-    rope.rope_(x, positions, inv_freq, 1.25, rotated, inverse)
+    expected = reference(x, positions, inv_freq, 1.25, rotated, inverse, interleaved)
+    rope.rope_(x, positions, inv_freq, 1.25, rotated, inverse, interleaved)
     tolerance = {torch.float32: 3e-7, torch.bfloat16: checks.TOLERANCE[torch.bfloat16]}[dtype]
     checks.assert_close(x[:, :rotated, :rotary], expected[:, :rotated, :rotary], tolerance)
     old = before[:, : heads * head_dim].unflatten(1, (heads, head_dim))
@@ -40,7 +42,7 @@ def check(checks, tokens, heads, rotated, head_dim, rotary, dtype, device, inver
     assert torch.equal(storage[:, heads * head_dim :], before[:, heads * head_dim :])
     again = before.clone()
     view = again[:, : heads * head_dim].unflatten(1, (heads, head_dim))
-    rope.rope_(view, positions, inv_freq, 1.25, rotated, inverse)
+    rope.rope_(view, positions, inv_freq, 1.25, rotated, inverse, interleaved)
     assert torch.equal(again, storage)
 
 
@@ -54,12 +56,19 @@ def test_matches_complex_rotation(checks, device, tokens, heads, rotated, head_d
     check(checks, tokens, heads, rotated, head_dim, rotary, dtype, device, inverse)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("inverse", [False, True])
+def test_interleaved_pairs(checks, device, dtype, inverse):
+    check(checks, 7, 6, 5, 24, 20, dtype, device, inverse, interleaved=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize(("heads", "rotated", "head_dim", "rotary"), [(48, 40, 128, 128), (20, 18, 256, 64)])
 def test_matches_complex_rotation_on_gpu(checks, gpu, heads, rotated, head_dim, rotary, dtype, inverse):
     check(checks, 2049, heads, rotated, head_dim, rotary, dtype, gpu, inverse)
+    check(checks, 2049, heads, rotated, head_dim, rotary, dtype, gpu, inverse, interleaved=True)
 
 
 def test_inverse_is_the_transpose(device):

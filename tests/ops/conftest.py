@@ -104,7 +104,7 @@ class OpHarness:
         """
         params, previous = params or {}, previous or {}
         assert set(inputs) == set(op.inputs)
-        assert set(params) == set(op.params)
+        assert set(params) == {*op.params, *op.buffers}
         result = OpResult()
         saved = {**inputs, **self.forward(op, chunk, inputs, params)}
         result.outputs = {o.name: saved[o.name].clone() for o in op.outputs}
@@ -113,8 +113,8 @@ class OpHarness:
             return result
         first = previous_params is None
         accumulators = {
-            name: self.nan(*p.shape, dtype=wide(self.dtype)) if first else previous_params[name].clone()
-            for name, p in params.items()
+            name: self.nan(*params[name].shape, dtype=wide(self.dtype)) if first else previous_params[name].clone()
+            for name in op.params
         }
         given = {name: g.clone() for name, g in grad_outputs.items()}
         left: dict[str, torch.Tensor] = {}

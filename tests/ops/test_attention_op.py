@@ -8,10 +8,10 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
+from attention_helpers import PlainKernels, make, masked, random_rows
 
 from flexengine.ops import attention, attention_reference
-from flexengine.ops.attention import CausalAttention
-from flexengine.ops.attention_kernels import KERNELS, Kernels, Lengths, choose_kernels
+from flexengine.ops.attention_kernels import KERNELS, Lengths, choose_kernels
 from flexengine.ops.attention_style import CAUSAL, AttentionStyle
 from flexengine.ops.base import KeyValueWindow
 
@@ -29,29 +29,13 @@ STYLES = {
 }
 
 
-def make(n, g, width, style=CAUSAL):
-    return CausalAttention("attention", "qkv", "o", n, g, width, style)
-
-
-def masked(scores, style, first_query=0):
-    """Bounded scores of queries from `first_query` on, -inf where a key is hidden."""
-    if style.soft_cap:
-        scores = style.soft_cap * torch.tanh(scores / style.soft_cap)
-    queries = torch.arange(scores.shape[-2])[:, None] + first_query
-    keys = torch.arange(scores.shape[-1])[None, :]
-    hidden = keys > queries
-    if style.window:
-        hidden = hidden | (queries - keys >= style.window)
-    return scores.masked_fill(hidden, float("-inf"))
-
-
 def definition(qkv, grad_o, seq_lens, n, g, width, style=CAUSAL):
     """Output, log-sum-exp and gradient of a fused row, sequence by sequence with a full mask."""
     qkv = qkv.detach().double().cpu().requires_grad_()
     outs, stats = [], []
     for rows in qkv.split(list(seq_lens)):
-        heads = rows.view(len(rows), n + 2 * g, width).transpose(0, 1)
-        q, k, v = heads[:n], heads[n : n + g], heads[n + g :]
+        heads = rows[:, : (n + g) * width].unflatten(1, (n + g, width)).transpose(0, 1)
+        q, k, v = heads[:n], heads[n:], rows[:, (n + g) * width :].unflatten(1, (g, -1)).transpose(0, 1)
         k, v = (t.repeat_interleave(n // g, dim=0) for t in (k, v))
         scale = width**-0.5 if style.scale is None else style.scale
         scores = masked((q @ k.transpose(1, 2)) * scale, style)
@@ -62,13 +46,9 @@ def definition(qkv, grad_o, seq_lens, n, g, width, style=CAUSAL):
     return {"o": o, "o_lse": lse}, grad_qkv
 
 
-def random_rows(h, tokens, n, g, width):
-    return h.randn(tokens, (n + 2 * g) * width), h.randn(tokens, n * width)
-
-
 def check_uncut(h, checks, op, seq_lens, tolerance, kernels="flash"):
     n, g, width = op.num_heads, op.num_kv_heads, op.head_dim
-    qkv, grad_o = random_rows(h, sum(seq_lens), n, g, width)
+    qkv, grad_o = random_rows(h, sum(seq_lens), n, g, width, op.value_dim)
     chunk = h.chunk(seq_lens, attention=kernels)
     result = h.run(op, chunk, {"qkv": qkv}, grad_outputs={"o": grad_o})
     outputs, grad_qkv = definition(qkv, grad_o, seq_lens, n, g, width, op.style)
@@ -105,6 +85,38 @@ def test_a_cut_sequence_in_every_style(harness, checks, cuts, style):
     outputs, grad_qkv = definition(qkv, grad_o, (tokens,), 4, 2, 6, style)
     checks.close(o, outputs["o"])
     checks.close(grad, grad_qkv)
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["plain", "kernels"])
+@pytest.mark.parametrize(("n", "g"), HEADS, ids=HEAD_IDS)
+@pytest.mark.parametrize(("width", "value_dim"), [(6, 4), (7, 1), (2, 2)])
+def test_values_narrower_than_keys(make_harness, checks, monkeypatch, width, value_dim, n, g, kernels):
+    h, op = make_harness("cpu", torch.float32), make(n, g, width, value_dim=value_dim)
+    if kernels:
+        monkeypatch.setattr(attention, "choose_kernels", lambda *_: PlainKernels())
+    check_uncut(h, checks, op, (5, 1, 12), 1e-5)
+    qkv, grad_o = random_rows(h, 11, n, g, width, value_dim)
+    o, grad = run_cut(h, op, qkv, grad_o, (4, 4, 3), block_tokens=3)
+    outputs, grad_qkv = definition(qkv, grad_o, (11,), n, g, width)
+    checks.close(o, outputs["o"], 1e-5)
+    checks.close(grad, grad_qkv, 1e-5)
+
+
+def test_padding_takes_time_and_counts_for_nothing():
+    """In bf16 kernels multiply zeros behind the values; the plain path does not."""
+    narrow, padded = make(4, 4, 192, value_dim=128), make(4, 4, 192)
+    pairs = 4 * 64 * 32
+    for work, key_products, value_products in (
+        (narrow.forward_work(64, 64, 2), 1, 1),
+        (narrow.backward_input_work(64, 64, 2), 3, 2),
+    ):
+        assert work.attention_forward_flops + work.attention_backward_flops == (
+            2 * pairs * 192 * (key_products + value_products)
+        )
+        assert work.flops == 2 * pairs * (192 * key_products + 128 * value_products)
+    assert narrow.forward_work(64, 64, 4).attention_forward_flops == narrow.forward_work(64, 64, 2).flops
+    assert padded.forward_work(64, 64, 2).padding_flops == 0
+    assert narrow.workspace_bytes(64, 2) == padded.workspace_bytes(64, 2) + 64 * 12 * 192 * 2
 
 
 def test_pairs_that_a_window_leaves():
@@ -155,35 +167,6 @@ def test_a_window_equals_the_uncut_sequence(harness, checks, cuts, n, g):
     outputs, grad_qkv = definition(qkv, grad_o, (tokens,), n, g, 6)
     checks.close(o, outputs["o"])
     checks.close(grad, grad_qkv)
-
-
-class PlainKernels(Kernels):
-    """The interface of the CUDA kernels over full masks."""
-
-    def probabilities(self, q, k, lengths, style, lse=None):
-        scores = torch.einsum("tnh,knh->ntk", q.float(), k.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1))
-        scores = scores * style.scale_of(q.shape[-1])
-        if lengths is not None:
-            scores = masked(scores, style, len(k) - len(q))
-            sequence = torch.repeat_interleave(torch.arange(len(lengths.seq_lens)), torch.tensor(lengths.seq_lens))
-            if len(k) == len(q):
-                scores = scores.masked_fill(sequence[:, None] != sequence[None, :], float("-inf"))
-        stats = torch.logsumexp(scores, dim=-1) if lse is None else lse
-        return torch.exp(scores - stats[..., None]), stats
-
-    def forward(self, q, k, v, lengths, style=CAUSAL):
-        probs, lse = self.probabilities(q, k, lengths, style)
-        return torch.einsum("ntk,knh->tnh", probs, v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)), lse
-
-    def backward(self, grad_out, q, k, v, out, lse, lengths, rng, style=CAUSAL):
-        repeats = q.shape[1] // k.shape[1]
-        keys, values = (t.repeat_interleave(repeats, dim=1) for t in (k, v))
-        probs, _ = self.probabilities(q, k, lengths, style, lse)
-        delta = (grad_out * out).sum(-1).t()[..., None]
-        grad_scores = probs * (torch.einsum("tnh,knh->ntk", grad_out, values) - delta) * style.scale_of(q.shape[-1])
-        grads = torch.einsum("ntk,tnh->knh", grad_scores, q), torch.einsum("ntk,tnh->knh", probs, grad_out)
-        grad_k, grad_v = (g.unflatten(1, (-1, repeats)).sum(2) for g in grads)
-        return torch.einsum("ntk,knh->tnh", grad_scores, keys), grad_k, grad_v
 
 
 @pytest.mark.parametrize("style", [CAUSAL, AttentionStyle(0.4), AttentionStyle(window=4)], ids=str)
@@ -248,6 +231,19 @@ def test_deterministic_runs_use_flash():
 def test_cudnn_matches_definition(make_harness, checks, n, g, width, seq_lens):
     h = make_harness("cuda", torch.bfloat16)
     check_uncut(h, checks, make(n, g, width), seq_lens, checks.GPU_TOLERANCE[torch.bfloat16], "cudnn")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("width", "value_dim"), [(192, 128), (96, 64), (20, 12)])
+def test_narrow_values_on_cuda(make_harness, checks, width, value_dim, dtype):
+    h, op = make_harness("cuda", dtype), make(8, 8, width, value_dim=value_dim)
+    check_uncut(h, checks, op, (700, 1, 129, 213), checks.GPU_TOLERANCE[dtype])
+    qkv, grad_o = random_rows(h, 1024, 8, 8, width, value_dim)
+    o, grad = run_cut(h, op, qkv, grad_o, (512, 512), block_tokens=256)
+    outputs, grad_qkv = definition(qkv, grad_o, (1024,), 8, 8, width)
+    checks.close(o, outputs["o"], checks.GPU_TOLERANCE[dtype], "o")
+    checks.close(grad, grad_qkv, checks.GPU_TOLERANCE[dtype], "gradient")
 
 
 @pytest.mark.gpu

@@ -5,16 +5,16 @@ import torch
 
 from flexengine.ops.base import OpEnv
 from flexengine.ops.experts import Gather, GroupedLinear, HandOut, WeightedGLU
-from flexengine.ops.router import Router
+from flexengine.ops.router import Router, RouterStyle
 from flexengine.ops.shared_gate import SharedGate
 
 D, F, EXPERTS = 6, 5, 4
 CASES = [(1, True), (2, True), (2, False), (EXPERTS, False)]
 
 
-def router(h, tokens, per_token, normalised, scale=1.0):
-    op = Router("router", "x", D, EXPERTS, per_token, "w", normalised)
-    return op, {"x": h.randn(tokens, D)}, {"w": h.randn(EXPERTS, D, scale=scale)}
+def router(h, tokens, per_token, normalised, bias=False):
+    op = Router("router", "x", D, EXPERTS, per_token, "w", normalised, "b" if bias else None)
+    return op, {"x": h.randn(tokens, D)}, {"w": h.randn(EXPERTS, D)} | ({"b": h.randn(EXPERTS)} if bias else {})
 
 
 def route(h, tokens, per_token, favoured=None):
@@ -29,8 +29,8 @@ def route(h, tokens, per_token, favoured=None):
     return place.view(tokens, per_token).to(h.device), ends.to(h.device), expert
 
 
-def chosen_weights(x, weight, per_token, normalised):
-    probabilities = torch.softmax(x @ weight.t(), dim=-1)
+def chosen_weights(x, weight, per_token, normalised, bias=0.0):
+    probabilities = torch.softmax(x @ weight.t() + bias, dim=-1)
     values, indices = probabilities.topk(per_token, dim=-1)
     return (values / values.sum(-1, keepdim=True) if normalised else values), indices
 
@@ -39,11 +39,11 @@ def leaves(*tensors):
     return [t.detach().double().cpu().requires_grad_() for t in tensors]
 
 
-def check_router(h, checks, tokens, per_token, normalised, tolerance=1e-12):
-    op, inputs, params = router(h, tokens, per_token, normalised)
+def check_router(h, checks, tokens, per_token, normalised, tolerance=1e-12, bias=False):
+    op, inputs, params = router(h, tokens, per_token, normalised, bias)
     grad = h.randn(tokens, per_token)
-    x, weight = leaves(inputs["x"], params["w"])
-    values, indices = chosen_weights(x, weight, per_token, normalised)
+    x, weight, *biases = operands = leaves(inputs["x"], *params.values())
+    values, indices = chosen_weights(x, weight, per_token, normalised, *biases)
     outputs = h.run(op, h.chunk((tokens,)), inputs, params).outputs
     place = outputs[op.place].long().cpu()
     assert torch.equal(outputs[op.expert].long().cpu(), indices)
@@ -58,25 +58,92 @@ def check_router(h, checks, tokens, per_token, normalised, tolerance=1e-12):
     wide = torch.float64 if h.dtype == torch.float64 else torch.float32
     given = {op.weight: by_rows.view(tokens, per_token).to(wide)}
     result = h.run(op, h.chunk((tokens,)), inputs, params, given)
-    grad_x, grad_weight = torch.autograd.grad(values, (x, weight), grad.double().cpu())
+    wanted = torch.autograd.grad(values, operands, grad.double().cpu())
     if per_token > 1 or not normalised:  # one weight made to be 1 has no gradient
-        checks.close(result.grads["x"], grad_x, tolerance)
-        checks.close(result.param_grads["w"], grad_weight, tolerance)
+        checks.close(result.grads["x"], wanted[0], tolerance)
+        for name, expected in zip(params, wanted[1:], strict=True):
+            checks.close(result.param_grads[name], expected, tolerance, name)
 
 
 @pytest.mark.parametrize(("per_token", "normalised"), CASES)
 def test_router_matches_autograd(harness, checks, per_token, normalised):
     check_router(harness, checks, 9, per_token, normalised)
+    check_router(harness, checks, 9, per_token, normalised, bias=True)
+
+
+def test_a_normalised_router_is_a_softmax_over_the_chosen(harness, checks):
+    op, inputs, params = router(harness, 9, 2, normalised=True, bias=True)
+    outputs = harness.run(op, harness.chunk((9,)), inputs, params).outputs
+    chosen = (inputs["x"] @ params["w"].t() + params["b"]).topk(2, dim=-1).values.softmax(-1)
+    checks.close(outputs[op.weight].flatten()[outputs[op.place].long()], chosen)
 
 
 def test_router_adds_to_what_is_there(harness, checks):
-    op, inputs, params = router(harness, 5, 2, normalised=False)
+    op, inputs, params = router(harness, 5, 2, normalised=False, bias=True)
     given = {op.weight: harness.randn(5, 2)}
-    before, before_w = harness.randn(5, D), harness.randn(EXPERTS, D)
+    before, before_p = harness.randn(5, D), {"w": harness.randn(EXPERTS, D), "b": harness.randn(EXPERTS)}
     fresh = harness.run(op, harness.chunk((5,)), inputs, params, given)
-    added = harness.run(op, harness.chunk((5,)), inputs, params, given, {"x": before}, {"w": before_w})
+    added = harness.run(op, harness.chunk((5,)), inputs, params, given, {"x": before}, before_p)
     checks.close(added.grads["x"], fresh.grads["x"] + before)
-    checks.close(added.param_grads["w"], fresh.param_grads["w"] + before_w)
+    for name, value in before_p.items():
+        checks.close(added.param_grads[name], fresh.param_grads[name] + value)
+
+
+STYLES = {
+    "groups by their best": (RouterStyle(groups=4, groups_taken=2, scale=1.7, exact=True), False),
+    "sigmoid": (RouterStyle("sigmoid", scale=2.5), True),
+    "sigmoid, bias, groups by their best two": (RouterStyle("sigmoid", 4, 2, 2, 2.5, biased=True, exact=True), True),
+    "sigmoid, bias, not normalised": (RouterStyle("sigmoid", biased=True), False),
+}
+
+
+def chosen_in_style(x, weight, bias, per_token, normalised, style):
+    """(weights [T, K], experts [T, K]), token by token, group by group."""
+    logits, values, experts = x @ weight.t(), [], []
+    scores = torch.softmax(logits, -1) if style.scores == "softmax" else torch.sigmoid(logits)
+    size = scores.shape[1] // style.groups
+    for row in scores:
+        by = (row + bias if style.biased else row).detach()
+        ranks = [float(group.sort(descending=True).values[: style.group_best].sum()) for group in by.split(size)]
+        taken = sorted(range(style.groups), key=lambda i: -ranks[i])[: style.groups_taken]
+        allowed = [e for e in range(len(row)) if e // size in taken]
+        chosen = torch.tensor(sorted(allowed, key=lambda e: -float(by[e]))[:per_token])
+        weights = row[chosen]
+        values.append(style.scale * (weights / weights.sum() if normalised else weights))
+        experts.append(chosen)
+    return torch.stack(values), torch.stack(experts)
+
+
+def check_style(h, checks, tokens, style, normalised, tolerance=1e-12, previous=False):
+    experts, per_token = 12, 3
+    op = Router("router", "x", D, experts, per_token, "w", normalised, style=style)
+    inputs, params = {"x": h.randn(tokens, D)}, {"w": h.randn(experts, D)}
+    bias = torch.randn(experts, dtype=torch.float64)
+    if style.biased:
+        params["router.choice_bias"] = bias.to(h.device, torch.float64 if h.dtype == torch.float64 else torch.float32)
+    x, weight = leaves(inputs["x"], params["w"])
+    values, indices = chosen_in_style(x, weight, bias, per_token, normalised, style)
+    outputs = h.run(op, h.chunk((tokens,)), inputs, params).outputs
+    place = outputs[op.place].long().cpu()
+    assert torch.equal(outputs[op.expert].long().cpu(), indices)
+    checks.close(outputs[op.weight].cpu().flatten()[place.flatten()].view(tokens, per_token), values, tolerance)
+    grad = torch.randn(tokens, per_token, dtype=torch.float64)
+    by_rows = torch.empty(tokens * per_token, dtype=torch.float64)
+    by_rows[place.flatten()] = grad.flatten()
+    given = {op.weight: by_rows.view(tokens, per_token).to(outputs[op.weight])}
+    before, before_w = h.randn(tokens, D), h.randn(experts, D)
+    earlier = ({"x": before}, {"w": before_w}) if previous else (None, None)
+    result = h.run(op, h.chunk((tokens,)), inputs, params, given, *earlier)
+    grad_x, grad_weight = torch.autograd.grad(values, (x, weight), grad)
+    assert result.param_grads.keys() == {"w"}, "nothing trains the bias"
+    checks.close(result.grads["x"], grad_x + (before.cpu() if previous else 0.0), tolerance)
+    checks.close(result.param_grads["w"], grad_weight + (before_w.cpu() if previous else 0.0), tolerance)
+
+
+@pytest.mark.parametrize("previous", [False, True], ids=["first gradient", "added"])
+@pytest.mark.parametrize(("style", "normalised"), STYLES.values(), ids=STYLES.keys())
+def test_router_styles_match_autograd(harness, checks, style, normalised, previous):
+    check_style(harness, checks, 9, style, normalised, previous=previous)
 
 
 @pytest.mark.parametrize("per_token", [1, 3])
@@ -98,20 +165,61 @@ def test_rows_match_autograd(harness, checks, per_token):
     checks.close(result.grads["rows"], torch.autograd.grad(y, given, grad_y)[0])
 
 
+OPTIONS = {
+    "plain": {},
+    "input by output": {"transposed": True},
+    "biases": {"bias": "b"},
+    "weighted biases": {"bias": "b", "row_weight": "weight"},
+    "all of them": {"bias": "b", "row_weight": "weight", "transposed": True},
+}
+
+
+def check_products(h, checks, options, favoured=None, tokens=7, sizes=(D, F), tolerance=1e-12):
+    """Output and gradients of a product, over nothing and on top of what is there."""
+    d, f = sizes
+    _, ends, expert = route(h, tokens, 2, favoured)
+    op = GroupedLinear("experts", "x", "ends", "y", d, f, EXPERTS, 2, "w", **options)
+    inputs = {"x": h.randn(tokens, 2 * d), "ends": ends}
+    params = {"w": h.randn(EXPERTS, *((d, f) if op.transposed else (f, d)))}
+    rows = torch.rand(tokens, 2, dtype=torch.float64).to(h.device, torch.float64 if tolerance < 1e-9 else torch.float32)
+    inputs |= {} if op.row_weight is None else {"weight": rows}
+    params |= {} if op.bias is None else {"b": h.randn(EXPERTS, f)}
+    names = ["x", "w", *(n for n in ("b", "weight") if n in inputs | params)]
+    x, w, *others = operands = leaves(*((inputs | params)[n] for n in names))
+    y = torch.einsum("rd,rdf->rf" if op.transposed else "rd,rfd->rf", x.view(-1, d), w[expert])
+    if others:
+        y = y + others[0][expert] * (others[1].view(-1, 1) if op.row_weight else 1.0)
+    grad = h.randn(tokens, 2 * f)
+    wanted = dict(zip(names, torch.autograd.grad(y, operands, grad.double().cpu().view(-1, f)), strict=True))
+    before = {n: torch.randn(p.shape).to(h.device, rows.dtype) for n, p in (*params.items(), ("weight", rows))}
+    for there in ({}, before):
+        given = {"weight": there["weight"]} if there and op.row_weight else None
+        kept = {n: there[n] for n in params} if there else None
+        result = h.run(op, h.chunk((tokens,)), inputs, params, {"y": grad}, given, kept)
+        checks.close(result.outputs["y"].view(-1, f), y, tolerance)
+        for name, found in (result.grads | result.param_grads).items():
+            total = wanted[name] + (0.0 if name == "x" or not there else there[name].cpu())
+            checks.close(found, total, tolerance, name)
+
+
 @pytest.mark.parametrize("favoured", [None, 0, EXPERTS - 1])
-def test_products_match_autograd(harness, checks, favoured):
-    _, ends, expert = route(harness, 7, 2, favoured)
-    op = GroupedLinear("experts", "x", "ends", "y", D, F, EXPERTS, 2, "w")
-    x, weight = leaves(harness.randn(7, 2 * D), harness.randn(EXPERTS, F, D))
-    y = torch.einsum("rd,rfd->rf", x.view(-1, D), weight[expert])
-    grad, before = harness.randn(7, 2 * F), harness.randn(EXPERTS, F, D)
-    grad_x, grad_w = torch.autograd.grad(y, (x, weight), grad.view(-1, F))
-    inputs, params = {"x": x.detach(), "ends": ends}, {"w": weight.detach()}
-    for previous in (None, {"w": before}):
-        result = harness.run(op, harness.chunk((7,)), inputs, params, {"y": grad}, previous_params=previous)
-        checks.close(result.outputs["y"].view(-1, F), y)
-        checks.close(result.grads["x"], grad_x)
-        checks.close(result.param_grads["w"], grad_w + (before if previous else 0.0))
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_products_match_autograd(harness, checks, favoured, options):
+    check_products(harness, checks, options, favoured)
+
+
+@pytest.mark.parametrize("favoured", [None, 0])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_kernels_of_products_match_autograd(make_harness, checks, monkeypatch, options, favoured):
+    monkeypatch.setenv("FLEXENGINE_INTERPRET_KERNELS", "1")
+    check_products(make_harness("cpu", torch.float32), checks, options, favoured, 19, (20, 131), 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.usefixtures("deterministic")
+def test_products_on_cuda(make_harness, checks, options):
+    check_products(make_harness("cuda", torch.bfloat16), checks, options, None, 515, (136, 264), 1e-2)
 
 
 @pytest.mark.parametrize("write_over", [False, True], ids=["own buffer", "over gate_up"])
@@ -127,6 +235,9 @@ def test_weighted_unit_matches_autograd(harness, checks, write_over):
     wanted = torch.autograd.grad(a, (gate_up, weight), grad.view(-1, F))
     checks.close(result.grads["gate_up"], wanted[0])
     checks.close(result.grads["weight"], wanted[1])
+    before = {"weight": harness.randn(7, 2)}
+    result = harness.run(op, harness.chunk((7,)), inputs, {}, {"a": grad}, before, write_over=write_over)
+    checks.close(result.grads["weight"], wanted[1] + before["weight"])
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -213,7 +324,32 @@ def test_kernels_in_a_row_are_the_mixture(monkeypatch, make_harness, checks):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("per_token", "normalised"), CASES)
 def test_router_on_cuda(make_harness, checks, per_token, normalised):
-    check_router(make_harness("cuda", torch.float32), checks, 515, per_token, normalised, 1e-4)
+    check_router(make_harness("cuda", torch.float32), checks, 515, per_token, normalised, 1e-4, bias=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("style", "normalised"), STYLES.values(), ids=STYLES.keys())
+def test_router_styles_on_cuda(make_harness, checks, style, normalised):
+    check_style(make_harness("cuda", torch.float32), checks, 257, style, normalised, 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize(("style", "normalised"), STYLES.values(), ids=STYLES.keys())
+def test_router_styles_never_synchronise(make_harness, style, normalised):
+    h = make_harness("cuda", torch.bfloat16)
+    op = Router("router", "x", D, 12, 3, "w", normalised, style=style)
+    inputs, params = (
+        {"x": h.randn(64, D)},
+        {"w": h.randn(12, D), "router.choice_bias": torch.zeros(12, device=h.device)},
+    )
+    env = h.env(op, h.chunk((64,)), inputs, params, {op.weight: torch.ones(64, 3, device=h.device)})
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        op.forward(env)
+        op.backward_input(env)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
@@ -227,10 +363,11 @@ def test_nothing_synchronises_on_cuda(make_harness, checks):
     assert float((tensors["y"].double() - wanted).norm() / wanted.norm()) < 0.1  # a tie may go to another expert
     scratch = {ops[0].grad_logits.name: h.nan(64, EXPERTS)}
     grads = {"x": h.nan(64, D), ops[0].weight: torch.ones(64, 2, device=h.device)}
+    chunk = h.chunk((64,))
     torch.cuda.set_sync_debug_mode("error")
     try:
         for op in ops:
-            op.forward(OpEnv(tensors, params, {}, {}, None))
-        ops[0].backward_input(OpEnv({**tensors, **scratch}, params, grads, {}, None))
+            op.forward(OpEnv(tensors, params, {}, {}, chunk))
+        ops[0].backward_input(OpEnv({**tensors, **scratch}, params, grads, {}, chunk))
     finally:
         torch.cuda.set_sync_debug_mode("default")

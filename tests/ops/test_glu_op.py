@@ -5,12 +5,16 @@ from functools import partial
 import pytest
 import torch
 
-from flexengine.ops.glu import GLU
+from flexengine.ops.glu import GLU, ClampedSwiGLU
 
 ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
     "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
 }
+
+
+CLAMPED = ClampedSwiGLU(limit=1.5, alpha=1.702)
+UNITS = [*ACTIVATIONS, CLAMPED]
 
 
 def operands(h, tokens, width, activation):
@@ -20,13 +24,17 @@ def operands(h, tokens, width, activation):
 
 def definition(gate_up, grad_a, activation):
     gate_up = gate_up.detach().double().cpu().requires_grad_()
-    gate, up = gate_up.chunk(2, dim=-1)
-    a = ACTIVATIONS[activation](gate) * up
+    if isinstance(activation, ClampedSwiGLU):
+        gate, up = gate_up[:, ::2].clamp(max=1.5), gate_up[:, 1::2].clamp(-1.5, 1.5)
+        a = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    else:
+        gate, up = gate_up.chunk(2, dim=-1)
+        a = ACTIVATIONS[activation](gate) * up
     (grad,) = torch.autograd.grad(a, gate_up, grad_a.double().cpu())
     return {"a": a}, {"gate_up": grad}
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", UNITS, ids=str)
 @pytest.mark.parametrize("write_over", [False, True], ids=["own buffer", "over gate_up"])
 @pytest.mark.parametrize(("tokens", "width"), [(1, 3), (7, 33), (13, 48)])
 def test_matches_autograd(harness, checks, tokens, width, write_over, activation):
@@ -39,7 +47,7 @@ def test_matches_autograd(harness, checks, tokens, width, write_over, activation
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", UNITS, ids=str)
 @pytest.mark.parametrize("write_over", [False, True], ids=["own buffer", "over gate_up"])
 @pytest.mark.parametrize(("tokens", "width"), [(1024, 2048), (1027, 1000)])
 @pytest.mark.usefixtures("deterministic")

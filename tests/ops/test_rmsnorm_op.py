@@ -53,6 +53,19 @@ def test_adds_to_gradients_that_are_there(harness, checks):
     checks.close(result.param_grads["w"], param_grads["w"] + before_w)
 
 
+@pytest.mark.parametrize("added", [False, True], ids=["first gradient", "added"])
+def test_the_first_columns_of_a_wider_row(harness, checks, added):
+    """The others take no part: their gradient is zero, or what somebody else left there."""
+    op, chunk, inputs, params, grad_y = operands(harness, 7, 12)
+    x, before = torch.cat((inputs["x"], harness.randn(7, 5)), dim=1), harness.randn(7, 17)
+    result = harness.run(op, chunk, {"x": x}, params, {"y": grad_y}, {"x": before} if added else None)
+    outputs, grads, param_grads = definition(inputs, params["w"], grad_y)
+    checks.all_close(result.outputs, outputs)
+    checks.all_close(result.param_grads, param_grads)
+    wanted = torch.nn.functional.pad(grads["x"], (0, 5))
+    checks.close(result.grads["x"], wanted + before if added else wanted)
+
+
 def test_recomputes_the_same_bits(harness, checks):
     op, chunk, inputs, params, _ = operands(harness, 5, 9)
     checks.same_bits(harness.run(op, chunk, inputs, params), harness.run(op, chunk, inputs, params))

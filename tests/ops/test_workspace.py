@@ -58,6 +58,9 @@ CONFIGS = {
     "olmo2": {**CASES["olmo2"], **WIDER},
     "olmoe": {**CASES["olmoe, many experts"], **WIDER},
     "qwen2_moe": {**CASES["qwen2_moe"], **WIDER},
+    "gpt_oss": {**CASES["gpt_oss"], **WIDER},
+    "deepseek_v2": {**CASES["deepseek_v2, groups, biases, scaled"], **WIDER, "n_routed_experts": 48},
+    "deepseek_v3": {**CASES["deepseek_v3, experts everywhere"], **WIDER, "n_routed_experts": 64},
     "gpt2": gpt2(n_embd=96, vocab_size=997, n_positions=2000),
 }
 

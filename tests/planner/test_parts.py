@@ -7,20 +7,22 @@ import numpy as np
 import pytest
 
 from flexengine.hardware.presets import preset
-from flexengine.models.registry import open_model
+from flexengine.models.registry import build_model, open_model
 from flexengine.plan import Numerics, Request
 from flexengine.planner import knapsack, loads
 from flexengine.planner.cost_model import CostModel, price, round_shape
 from flexengine.planner.drafts import Drafting
-from flexengine.planner.frontier import frontier
+from flexengine.planner.frontier import frontier, pareto_sets, save_set
 from flexengine.planner.kinds import ever_smaller_sets
 from flexengine.planner.memory import gpu_required_bytes, host_required_bytes
 from flexengine.planner.report import describe
 from flexengine.planner.search import make_plan
 from flexengine.planner.solver import Placement, RoundProblem
 from flexengine.planner.templates import SlotCounts, Structure, Templates
+from flexengine.schedule.layer_program import save_sets
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_round
+from tests.family_configs import CASES
 from tests.planner.oracle import slow_link
 from tests.schedule.small_plans import FLOAT32, mixed_model, small_model
 
@@ -103,6 +105,14 @@ def test_frontier_is_a_frontier():
     assert sizes == sorted(sizes)
     assert seconds == sorted(seconds, reverse=True)
     assert (sets[0].ops, sets[-1].recompute_s) == ((), 0)
+
+
+@pytest.mark.parametrize("chunk", [48, 20], ids=["whole sequences", "slices"])
+@pytest.mark.parametrize("case", ["gemma2", "olmoe"])
+def test_frontier_is_that_of_all_sets(case, chunk):
+    layer, cost = build_model(case, CASES[case]).blocks[0], CostModel(preset("cpu-test"), 4, chunk, 48)
+    shape = round_shape(Request(48, 96, 1, 1), chunk, 3)
+    assert frontier(layer, shape, cost) == pareto_sets([save_set(layer, s, shape, cost) for s in save_sets(layer.ops)])
 
 
 def test_slices_cover_the_sequence():

@@ -1,0 +1,36 @@
+"""Experts as gpt-oss has them: one tensor for all of a layer, stored input by output, with biases; so has the router.
+
+Shapes: E experts, D model width, F FFN width: gate_up_proj [E, D, 2F] and its bias [E, 2F], down_proj [E, F, D] and its
+bias [E, D].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flexengine.models.spec import ParamSpec, WeightSource
+
+
+def stacked_options(row_weight: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of both products: the bias of the last one is multiplied by the rows' weights, as its rows are."""
+    gate_up = {"bias": "experts_gate_up.bias", "transposed": True}
+    return gate_up, {"bias": "experts_down.bias", "row_weight": row_weight, "transposed": True}
+
+
+def stacked_params(d: int, count: int, f: int, router: str, experts: str, decode: str | None) -> list[ParamSpec]:
+    """Router and experts, from tensors under these names; decode: the decoder of the experts' weights, if any."""
+
+    def param(name: str, source: str, *shape: int, decode: str | None = None) -> ParamSpec:
+        return ParamSpec(name, shape, (WeightSource(source, shape, decode),))
+
+    def bias(name: str, source: str, *shape: int, init: Any = "zeros") -> ParamSpec:
+        return ParamSpec(name, shape, (WeightSource(source, shape),), kind="vector", init=init)
+
+    return [
+        param("router.weight", f"{router}.weight", count, d),
+        bias("router.bias", f"{router}.bias", count, init="normal"),
+        param("experts_gate_up.weight", f"{experts}.gate_up_proj", count, d, 2 * f, decode=decode),
+        bias("experts_gate_up.bias", f"{experts}.gate_up_proj_bias", count, 2 * f),
+        param("experts_down.weight", f"{experts}.down_proj", count, f, d, decode=decode),
+        bias("experts_down.bias", f"{experts}.down_proj_bias", count, d),
+    ]

@@ -1,0 +1,58 @@
+"""The loss that balances experts: over a whole batch, experts that were given many rows cost their probability.
+
+Source: Fedus et al. 2021, "Switch Transformers", section 2.2, for K experts of each token and all layers at once, as
+transformers computes it: coefficient * E * sum over experts of f_e * P_e, with f_e the rows that expert e was given,
+and P_e the sum of its probabilities, each over all layers and tokens and divided by their number N. What rows were
+given has no gradient; that of a probability is coefficient * E * f_e / N, the same for all tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Balancing(NamedTuple):
+    """What a model asks for: the loss's coefficient, its experts, and how many layers have a router."""
+
+    coefficient: float
+    num_experts: int
+    num_routers: int
+
+
+@dataclass
+class ExpertBalance:
+    """Rows given and sums of probabilities [E], in float64, of all layers and tokens of a batch so far.
+
+    factor: of the loss as a sum over target tokens, factor * sum of rows * probabilities. collecting: forward adds to
+    both; else they are known from an earlier forward of the whole batch.
+    """
+
+    rows: Tensor
+    probabilities: Tensor
+    factor: float
+    collecting: bool = True
+
+    @staticmethod
+    def of_batch(balancing: Balancing, num_tokens: int, num_target_tokens: int, device: torch.device) -> ExpertBalance:
+        """Of a batch of so many tokens, of which nothing has been seen."""
+        zeros = torch.zeros(2, balancing.num_experts, dtype=torch.float64, device=device)
+        per_token = balancing.coefficient * balancing.num_experts / (balancing.num_routers * num_tokens) ** 2
+        return ExpertBalance(zeros[0], zeros[1], per_token * num_target_tokens)
+
+    def collect(self, ends: Tensor, probabilities: Tensor) -> None:
+        """Add a chunk's rows, given where those of each expert end [E], and its probabilities [T, E]."""
+        self.rows.add_(ends)
+        self.rows[1:].sub_(ends[:-1])
+        self.probabilities.add_(probabilities.sum(0, dtype=torch.float64))
+
+    def gradient(self) -> Tensor:
+        """Of every token's probabilities [E], once all rows are known."""
+        return self.factor * self.rows
+
+    def loss(self) -> Tensor:
+        """The sum over target tokens [], in float64."""
+        return self.factor * (self.rows @ self.probabilities)
