@@ -58,6 +58,24 @@ def experts(model_type: str, **changes: Any) -> dict:
     return config(model_type, **{**counts, "num_experts_per_tok": 2, **own, **ends, **changes})
 
 
+def qwen_next(model_type: str, **changes: Any) -> dict:
+    """Of three layers the last has full attention; rotated are 4 of 10 columns. eps is large, and so are weights: the
+    norm of what a first token gives would magnify the rounding of transformers in float32 a thousandfold."""
+    common = config(model_type) if model_type == "qwen3_5_text" else experts(model_type)
+    linear = {
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5,
+    }  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.4}
+    shared = {} if model_type == "qwen3_5_text" else {"shared_expert_intermediate_size": 12}
+    sizes = {"num_hidden_layers": 3, "full_attention_interval": 3, "head_dim": 10, "rope_parameters": rope}
+    ends = {"bos_token_id": None, "eos_token_id": None, "rms_norm_eps": 1e-2, "initializer_range": 0.3}
+    return {**common, **linear, **sizes, **shared, **ends, **changes}
+
+
+LINEAR_ONLY = {"layer_types": ["linear_attention"] * 2, "num_hidden_layers": 2}
+FULL_ONLY = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
+
+
 def gpt_oss(**changes: Any) -> dict:
     """The limit is so low that many a gate and factor is clamped."""
     rope = {**YARN, "truncate": False, "rope_theta": 700.0}
@@ -134,6 +152,31 @@ CASES: dict[str, dict] = {
     ),
     "qwen3_moe, tied, multi-query": experts(
         "qwen3_moe", norm_topk_prob=True, tie_word_embeddings=True, num_key_value_heads=1, attention_bias=True
+    ),
+    "qwen3_next": qwen_next("qwen3_next"),
+    "qwen3_next, linear attention, not normalised": qwen_next("qwen3_next", norm_topk_prob=False, **LINEAR_ONLY),
+    "qwen3_next, wide convolution, equal heads": qwen_next(
+        "qwen3_next", linear_conv_kernel_dim=7, linear_num_value_heads=2, num_key_value_heads=1, hidden_size=40
+    ),
+    "qwen3_5_text": qwen_next("qwen3_5_text"),
+    "qwen3_5_text, full attention, biases, tied": qwen_next(
+        "qwen3_5_text", attention_bias=True, tie_word_embeddings=True, **FULL_ONLY
+    ),
+    "qwen3_5_text, linear attention, narrow convolution": qwen_next(
+        "qwen3_5_text", linear_conv_kernel_dim=2, linear_num_value_heads=6, linear_value_head_dim=7, **LINEAR_ONLY
+    ),
+    "qwen3_5_moe_text": qwen_next("qwen3_5_moe_text"),
+    "qwen3_5_moe_text, tied, types": qwen_next(
+        "qwen3_5_moe_text",
+        tie_word_embeddings=True,
+        num_experts_per_tok=3,
+        **{
+            "num_hidden_layers": 2,
+            "layer_types": ["full_attention", "linear_attention"],
+        },
+    ),
+    "qwen3_5_moe_text, many experts": qwen_next(
+        "qwen3_5_moe_text", num_experts=9, num_key_value_heads=4, linear_num_key_heads=1, **LINEAR_ONLY
     ),
     "gpt_oss": gpt_oss(),
     "gpt_oss, types, gain, tied": gpt_oss(

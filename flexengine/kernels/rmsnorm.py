@@ -1,9 +1,9 @@
 """RMSNorm: y = weight * x / sqrt(mean(x^2) + eps), forward and the two halves of backward.
 
-T tokens, D width. Rows are [T, D], or K heads of width D side by side in each row, [T, K, D], which are normalised one
-by one with one weight. A program holds whole rows in registers: D up to about 65536. Source: Zhang and Sennrich 2019,
-https://arxiv.org/abs/1910.07467, in the order of roundings of Hugging Face's LlamaRMSNorm, or with `wide` of its
-Gemma and OLMo norms: the weight, plus `offset`, multiplies in fp32 before the one rounding.
+T tokens, D width. Rows are [T, D], or K heads of width D in each row, [T, K, D], at any distance from each other, which
+are normalised one by one with one weight. A program holds whole rows in registers: D up to about 65536. Source: Zhang
+and Sennrich 2019, https://arxiv.org/abs/1910.07467, in the order of roundings of Hugging Face's LlamaRMSNorm, or with
+`wide` of its Gemma and OLMo norms: the weight, plus `offset`, multiplies in fp32 before the one rounding.
 """
 
 import torch
@@ -48,8 +48,8 @@ def rmsnorm_forward(
     rows, block, num_warps = _row_tile(shape[-1])
     added = out if residual is None else residual
     _forward_kernel[(triton.cdiv(count, rows),)](
-        x, weight, out, rstd, added, count, shape[-1], heads, x.stride(0), out.stride(0),
-        0 if rstd is None else rstd.stride(0), added.stride(0), eps, offset, STORE_RSTD=rstd is not None,
+        x, weight, out, rstd, added, count, shape[-1], heads, *_strides(x), *_strides(out),
+        0 if rstd is None else rstd.stride(0), *_strides(added), eps, offset, STORE_RSTD=rstd is not None,
         RESIDUAL=residual is not None, WIDE=wide, ROWS=rows, BLOCK=block, num_warps=num_warps,
     )  # fmt: skip
 
@@ -77,7 +77,7 @@ def rmsnorm_backward_input(
         return
     rows, block, num_warps = _row_tile(shape[-1])
     _backward_input_kernel[(triton.cdiv(count, rows),)](
-        grad_y, x, weight, rstd, grad_x, count, shape[-1], heads, grad_y.stride(0), x.stride(0), grad_x.stride(0),
+        grad_y, x, weight, rstd, grad_x, count, shape[-1], heads, *_strides(grad_y), *_strides(x), *_strides(grad_x),
         rstd.stride(0), offset, 0.0 if eps is None else eps, FIND_RSTD=eps is not None, ACCUMULATE=accumulate,
         ROWS=rows, BLOCK=block, num_warps=num_warps,
     )  # fmt: skip
@@ -108,20 +108,28 @@ def rmsnorm_backward_weight(
     column_tiles = triton.cdiv(width, _WEIGHT_COLUMNS)
     _partial_weight_kernel[(groups * column_tiles,)](
         grad_y, x, rstd, partials, count, width, heads, triton.cdiv(count, groups), column_tiles,
-        grad_y.stride(0), x.stride(0), rstd.stride(0), WIDE=wide, ROWS=_WEIGHT_ROWS, COLUMNS=_WEIGHT_COLUMNS,
+        *_strides(grad_y), *_strides(x), rstd.stride(0), WIDE=wide, ROWS=_WEIGHT_ROWS, COLUMNS=_WEIGHT_COLUMNS,
         num_warps=4,
     )  # fmt: skip
+    sum_partials(partials, grad_weight, accumulate)
+
+
+def sum_partials(partials: Tensor, total: Tensor, accumulate: bool) -> None:
+    """total [D] = (or +=) the sum of partials [P, D] over P, both fp32 and contiguous, in an order that P fixes."""
+    groups, width = partials.shape
     _sum_partials_kernel[(triton.cdiv(width, _SUM_COLUMNS),)](
-        partials, grad_weight, groups, width,
-        ACCUMULATE=accumulate, ROWS=_SUM_ROWS, COLUMNS=_SUM_COLUMNS, num_warps=4,
-    )  # fmt: skip
+        partials, total, groups, width, ACCUMULATE=accumulate, ROWS=_SUM_ROWS, COLUMNS=_SUM_COLUMNS, num_warps=4
+    )
 
 
 def _check_rows(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
-    """Rows may be strided; heads of one row lie side by side."""
+    """Rows may be strided, and so may heads of one row."""
     check_tensor(name, tensor, shape, dtypes, strided_rows=True)
-    if len(shape) == 3 and shape[1] > 1 and tensor.stride(1) != shape[2]:
-        raise ValueError(f"{name} needs heads side by side, got shape {list(shape)}, strides {list(tensor.stride())}")
+
+
+def _strides(x: Tensor) -> tuple[int, int]:
+    """Elements from a row to the next, and from a head to the next in it."""
+    return x.stride(0), 0 if x.dim() == 2 else x.stride(1)
 
 
 def _rows(x: Tensor) -> tuple[int, int]:
@@ -138,26 +146,26 @@ def _row_tile(width: int) -> tuple[int, int, int]:
 
 
 @triton.jit
-def _offsets(rows, heads, stride, width):
-    """Where rows begin: `heads` of them side by side, then the next `stride` elements further on."""
-    return (rows // heads) * stride + (rows % heads) * width
+def _offsets(rows, heads, stride, step):
+    """Where rows begin: `heads` of them `step` elements apart, then the next `stride` elements further on."""
+    return (rows // heads) * stride + (rows % heads) * step
 
 
 @triton.jit
 def _forward_kernel(
-    x_ptr, weight_ptr, out_ptr, rstd_ptr, residual_ptr, count, width, heads, x_stride, out_stride, rstd_stride,
-    residual_stride, eps, offset,
+    x_ptr, weight_ptr, out_ptr, rstd_ptr, residual_ptr, count, width, heads, x_stride, x_step, out_stride, out_step,
+    rstd_stride, residual_stride, residual_step, eps, offset,
     STORE_RSTD: tl.constexpr, RESIDUAL: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     mask = (rows < count)[:, None] & (columns < width)[None, :]
-    source = x_ptr + _offsets(rows, heads, x_stride, width)[:, None] + columns[None, :]
+    source = x_ptr + _offsets(rows, heads, x_stride, x_step)[:, None] + columns[None, :]
     x = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     # before the sum over the row is waited for, so that all loads are under way together
     weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
     if RESIDUAL:
-        added = residual_ptr + _offsets(rows, heads, residual_stride, width)[:, None] + columns[None, :]
+        added = residual_ptr + _offsets(rows, heads, residual_stride, residual_step)[:, None] + columns[None, :]
         residual = tl.load(added, mask=mask, other=0.0).to(tl.float32)
     mean_square = tl.sum(x * x, axis=1) / width
     rstd = tl.div_rn(1.0, tl.sqrt_rn(mean_square + eps))
@@ -171,28 +179,28 @@ def _forward_kernel(
         y = normalised * round_to(weight + offset, dtype).to(tl.float32)[None, :]
     if RESIDUAL:
         y += residual
-    target = out_ptr + _offsets(rows, heads, out_stride, width)[:, None] + columns[None, :]
+    target = out_ptr + _offsets(rows, heads, out_stride, out_step)[:, None] + columns[None, :]
     tl.store(target, round_to(y, dtype), mask=mask)
 
 
 @triton.jit
 def _backward_input_kernel(
-    grad_y_ptr, x_ptr, weight_ptr, rstd_ptr, grad_x_ptr, count, width, heads, grad_y_stride, x_stride, grad_x_stride,
-    rstd_stride, offset, eps,
+    grad_y_ptr, x_ptr, weight_ptr, rstd_ptr, grad_x_ptr, count, width, heads, grad_y_stride, grad_y_step, x_stride,
+    x_step, grad_x_stride, grad_x_step, rstd_stride, offset, eps,
     FIND_RSTD: tl.constexpr, ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     mask = (rows < count)[:, None] & (columns < width)[None, :]
-    source = x_ptr + _offsets(rows, heads, x_stride, width)[:, None] + columns[None, :]
+    source = x_ptr + _offsets(rows, heads, x_stride, x_step)[:, None] + columns[None, :]
     x = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    grads = grad_y_ptr + _offsets(rows, heads, grad_y_stride, width)[:, None] + columns[None, :]
+    grads = grad_y_ptr + _offsets(rows, heads, grad_y_stride, grad_y_step)[:, None] + columns[None, :]
     grad_y = tl.load(grads, mask=mask, other=0.0)
     weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32) + offset
     rstd_ptrs = rstd_ptr + _offsets(rows, heads, rstd_stride, 1)
     if not FIND_RSTD:
         rstd = tl.load(rstd_ptrs, mask=rows < count, other=0.0)
-    target = grad_x_ptr + _offsets(rows, heads, grad_x_stride, width)[:, None] + columns[None, :]
+    target = grad_x_ptr + _offsets(rows, heads, grad_x_stride, grad_x_step)[:, None] + columns[None, :]
     if ACCUMULATE:  # all loads before the sum over the row is waited for
         previous = tl.load(target, mask=mask, other=0.0)
     if FIND_RSTD:
@@ -210,7 +218,8 @@ def _backward_input_kernel(
 @triton.jit
 def _partial_weight_kernel(
     grad_y_ptr, x_ptr, rstd_ptr, partials_ptr, count, width, heads, group_rows, column_tiles,
-    grad_y_stride, x_stride, rstd_stride, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    grad_y_stride, grad_y_step, x_stride, x_step, rstd_stride,
+    WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """partials[group] = the sum over the group's consecutive rows; lanes of a tile are summed once, at the end.
 
@@ -224,9 +233,9 @@ def _partial_weight_kernel(
     for row in range(begin, end, ROWS):
         rows = row + tl.arange(0, ROWS)
         mask = (rows < end)[:, None] & (columns < width)[None, :]
-        source = x_ptr + _offsets(rows, heads, x_stride, width)[:, None] + columns[None, :]
+        source = x_ptr + _offsets(rows, heads, x_stride, x_step)[:, None] + columns[None, :]
         x = tl.load(source, mask=mask, other=0.0)
-        grads = grad_y_ptr + _offsets(rows, heads, grad_y_stride, width)[:, None] + columns[None, :]
+        grads = grad_y_ptr + _offsets(rows, heads, grad_y_stride, grad_y_step)[:, None] + columns[None, :]
         grad_y = tl.load(grads, mask=mask, other=0.0)
         rstd = tl.load(rstd_ptr + _offsets(rows, heads, rstd_stride, 1), mask=rows < end, other=0.0)
         normalised = x.to(tl.float32) * rstd[:, None]

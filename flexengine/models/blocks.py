@@ -11,8 +11,10 @@ from flexengine.models.stacked_experts import stacked_options, stacked_params
 from flexengine.ops.attention import CausalAttention
 from flexengine.ops.attention_style import CAUSAL, AttentionStyle
 from flexengine.ops.base import Op
+from flexengine.ops.columns import Columns
 from flexengine.ops.experts import Gather, GroupedLinear, HandOut, WeightedGLU
 from flexengine.ops.glu import GLU, Activation
+from flexengine.ops.head_gate import HeadGate
 from flexengine.ops.linear import Linear
 from flexengine.ops.qk_norm import QKNorm, Span
 from flexengine.ops.rmsnorm import NormStyle, RMSNorm
@@ -56,6 +58,7 @@ class BlockShape:
     """Sizes and options of one block. Blocks of equal shape share their ops.
 
     qk_norm: queries and keys are normalised by head or by row. rope: the model's table of frequencies, None for none.
+    gated: each query head comes with a gate of its output (with qk_norm).
     """
 
     hidden_size: int
@@ -75,6 +78,7 @@ class BlockShape:
     activation: Activation = "silu"
     experts: ExpertShape | None = None
     mixer: Mixer | None = None
+    gated: bool = False
 
     @property
     def query_width(self) -> int:
@@ -85,6 +89,11 @@ class BlockShape:
     def key_width(self) -> int:
         """Columns of all key heads, and of all value heads."""
         return self.num_key_value_heads * self.head_dim
+
+    @property
+    def query_rows(self) -> int:
+        """Rows of the projection to queries: those of their gates among them."""
+        return self.query_width * (2 if self.gated else 1)
 
 
 @dataclass(frozen=True)
@@ -128,15 +137,20 @@ def _attention_ops(s: BlockShape) -> list[Op]:
     stages += ["qkv_normed"] if s.qk_norm and s.rope else []
     stages.append("qkv")
     ops.append(
-        Linear("qkv_proj", rows, stages[0], d, s.query_width + 2 * s.key_width, *weight_names("qkv_proj", s.qkv_bias))
+        Linear("qkv_proj", rows, stages[0], d, s.query_rows + 2 * s.key_width, *weight_names("qkv_proj", s.qkv_bias))
     )
     if s.qk_norm:
         weights = ("q_norm.weight", "k_norm.weight")
-        ops.append(QKNorm("qk_norm", stages[0], stages[1], n, g, h, s.qk_norm, weights, s.norm))
+        ops.append(QKNorm("qk_norm", stages[0], stages[1], n, g, h, s.qk_norm, weights, s.norm, s.gated))
     if s.rope:
         ops.append(RoPE("rope", stages[-2], stages[-1], n, g, h, s.rope_scaling, s.rope))
     ops.append(CausalAttention("attention", "qkv", "o", n, g, h, s.attention))
-    return [*ops, *closing(s, ("o_proj", "o", s.query_width, s.o_bias), "attn_post_norm", "x", "x1")]
+    result = "o"
+    if s.gated:
+        assert s.qk_norm == "head", "gates lie head by head, and pass where queries are normalised"
+        result = "gated_o"
+        ops.append(HeadGate("head_gate", "o", stages[0], result, Columns(h, n, 2 * h, h)))
+    return [*ops, *closing(s, ("o_proj", result, s.query_width, s.o_bias), "attn_post_norm", "x", "x1")]
 
 
 def _mlp_ops(s: BlockShape) -> list[Op]:
@@ -233,7 +247,7 @@ def block_params(s: BlockShape, prefix: str, names: BlockNames) -> tuple[ParamSp
     def attention() -> list[ParamSpec]:
         qk_norms = [norm("q_norm", names.q_norm, qk_widths[0]), norm("k_norm", names.k_norm, qk_widths[1])]
         return [
-            *linear("qkv_proj", names.qkv, (s.query_width, s.key_width, s.key_width), d, s.qkv_bias),
+            *linear("qkv_proj", names.qkv, (s.query_rows, s.key_width, s.key_width), d, s.qkv_bias),
             *(qk_norms if s.qk_norm else []),
             *([_sinks(s, f"{prefix}.{names.sinks}")] if s.attention.sinks else []),
             *linear("o_proj", (names.o,), (d,), s.query_width, s.o_bias),
@@ -275,14 +289,17 @@ def _expert_params(s: BlockShape, e: ExpertShape, prefix: str, names: BlockNames
     def source(expert: int, name: str, rows: int, columns: int) -> WeightSource:
         return WeightSource(f"{prefix}.{names.experts}.{expert}.{name}.weight", (rows, columns))
 
+    def fused(name: str, rows: int, columns: int) -> WeightSource:
+        return WeightSource(f"{prefix}.{names.experts}.{name}", (e.count, rows, columns))
+
     experts, d, f = range(e.count), s.hidden_size, e.width
     gate_up = tuple(source(i, name, f, d) for i in experts for name in names.expert_gate_up)
     down = tuple(source(i, names.expert_down, d, f) for i in experts)
     router = WeightSource(f"{prefix}.{names.router}.weight", (e.count, d))
     return [
         ParamSpec("router.weight", (e.count, d), (router,)),
-        ParamSpec("experts_gate_up.weight", (e.count, 2 * f, d), gate_up),
-        ParamSpec("experts_down.weight", (e.count, d, f), down),
+        ParamSpec("experts_gate_up.weight", (e.count, 2 * f, d), gate_up, fused=fused("gate_up_proj", 2 * f, d)),
+        ParamSpec("experts_down.weight", (e.count, d, f), down, fused=fused("down_proj", d, f)),
         *(_shared_params(s, e, f"{prefix}.{names.shared}") if e.shared_width else []),
     ]
 

@@ -46,7 +46,7 @@ def build(name: str, config: dict) -> ModelSpec:
     check_counts(name, options["experts"])
     sparse = sizes.block(norm, rope_scaling=table.scaling, **options)
     dense = replace(sparse, experts=None)
-    without = _layers_without_experts(fields, sizes.num_hidden_layers) if family.startswith("qwen") else set()
+    without = layers_without_experts(fields, sizes.num_hidden_layers) if family.startswith("qwen") else set()
     shape = DecoderShape(
         vocab_size=sizes.vocab_size,
         tie_word_embeddings=fields.switch("tie_word_embeddings", False),
@@ -87,7 +87,7 @@ def refuse_others(fields: Fields) -> None:
         raise ValueError(f"{fields.model}: config.json asks for {'; '.join(found)}: not supported with experts")
 
 
-def _layers_without_experts(fields: Fields, count: int) -> set[int]:
+def layers_without_experts(fields: Fields, count: int) -> set[int]:
     """Those that `mlp_only_layers` names, and all but every decoder_sparse_step-th."""
     named, step = fields.values.get("mlp_only_layers") or [], fields.whole("decoder_sparse_step", 1)
     if not isinstance(named, list) or any(type(i) is not int or not 0 <= i < count for i in named):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flexengine.models import deepseek, gemma, gpt2, gpt_oss, llama, mistral, moe, olmo, phi3, qwen
+from flexengine.models import deepseek, gemma, gpt2, gpt_oss, llama, mistral, moe, olmo, phi3, qwen, qwen_next
 from flexengine.models.sizes import with_class_defaults
 from flexengine.models.spec import ModelSpec
 from flexengine.models.unknown import unknown_family
@@ -78,6 +78,26 @@ FAMILIES: dict[str, Family] = {
         "experts with biases and clamped units, attention sinks, alternating windows; MXFP4 is read",
         4,
         ("mxfp4",),
+    ),
+    "qwen3_next": Family(
+        qwen_next.build,
+        "Qwen3-Next-80B-A3B",
+        "linear attention in most layers, gated attention in the others; experts and a gated one that all share",
+        3,
+    ),
+    "qwen3_5_text": Family(qwen_next.build, "Qwen3.5, Qwen3.6 (dense, text)", "as qwen3_next, with a dense FFN", 3),
+    "qwen3_5_moe_text": Family(qwen_next.build, "Qwen3.5, Qwen3.6 (experts, text)", "as qwen3_next", 3),
+    "qwen3_5": Family(
+        qwen_next.build_with_images,
+        "Qwen3.5-9B, Qwen3.6-27B: their text",
+        "as qwen3_5_text; what sees is exported as it is",
+        1,
+    ),
+    "qwen3_5_moe": Family(
+        qwen_next.build_with_images,
+        "Qwen3.5-35B-A3B: its text",
+        "as qwen3_5_moe_text; what sees is exported as it is",
+        1,
     ),
     "gpt2": Family(gpt2.build, "GPT-2", "LayerNorm, learned positions, GELU, weights input by output", 3),
 }

@@ -11,8 +11,8 @@ from flexengine.ops.glu import Activation
 from flexengine.ops.rmsnorm import NormStyle
 from flexengine.wording import shown
 
-SLIDING, FULL = "sliding_attention", "full_attention"
-LAYER_TYPES = (SLIDING, FULL)
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+LAYER_TYPES = (SLIDING, FULL, LINEAR)
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
 }  # fmt: skip
@@ -37,6 +37,20 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
         "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
         "sliding_window": 4096,
+    },
+    "qwen3_next": {
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48,
+        "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 32768,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    },
+    "qwen3_5_text": {
+        "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32768,
+    },
+    "qwen3_5_moe_text": {
+        "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 32768,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
     },
     "deepseek_v2": {
         "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
@@ -145,14 +159,14 @@ def read_window(fields: Fields) -> int:
     return fields.whole("sliding_window", None) or 0
 
 
-def layer_types(fields: Fields, count: int, default: list[str]) -> list[str]:
+def layer_types(fields: Fields, count: int, default: list[str], known: tuple[str, ...] = (SLIDING, FULL)) -> list[str]:
     """The kind of attention of every layer: `layer_types`, or the family's default. Raises ValueError for others."""
     found = fields.values.get("layer_types")
     if found is None:
         return default
-    if not isinstance(found, list) or len(found) != count or any(kind not in LAYER_TYPES for kind in found):
+    if not isinstance(found, list) or len(found) != count or any(kind not in known for kind in found):
         raise ValueError(
             f"{fields.model}: layer_types={shown(found)} in config.json; expected a list of num_hidden_layers={count} "
-            f"entries, each {' or '.join(LAYER_TYPES)}. Fetch the published config.json again"
+            f"entries, each {' or '.join(known)}. Fetch the published config.json again"
         )
     return found

@@ -33,6 +33,8 @@ class ParamSpec:
     sources: tuple[WeightSource, ...]
     kind: Literal["matrix", "vector"] = "matrix"
     init: Literal["normal", "ones", "zeros"] = "normal"
+    fused: WeightSource | None = None
+    """One tensor that some checkpoints hold in place of the sources, its elements in the same order."""
 
     @property
     def numel(self) -> int:
@@ -151,13 +153,20 @@ class ModelSpec:
         return self.groups[0].params[0].sources[0].name
 
     def named_as(self, names: Iterable[str]) -> ModelSpec:
-        """The model with its sources named as in a checkpoint of these tensors, which may lack the optional prefix."""
-        if not self.optional_prefix or any(name.startswith(self.optional_prefix) for name in names):
-            return self
+        """The model with its sources named as in a checkpoint of these tensors, which may lack the optional prefix and
+        may hold the sources of a parameter fused."""
+        names, prefix = set(names), self.optional_prefix
+        if any(name.startswith(prefix) for name in names):
+            prefix = ""
+
+        def named(source: WeightSource) -> WeightSource:
+            return replace(source, name=source.name.removeprefix(prefix))
 
         def renamed(param: ParamSpec) -> ParamSpec:
-            sources = (replace(s, name=s.name.removeprefix(self.optional_prefix)) for s in param.sources)
-            return replace(param, sources=tuple(sources))
+            fused = None if param.fused is None else named(param.fused)
+            if fused is not None and fused.name in names:
+                return replace(param, sources=(fused,))
+            return replace(param, sources=tuple(named(source) for source in param.sources)) if prefix else param
 
         groups = (replace(g, params=tuple(renamed(p) for p in g.params)) for g in self.groups)
         return replace(self, groups=tuple(groups))

@@ -38,7 +38,7 @@ from flexengine.ops.attention_reference import (
 )
 from flexengine.ops.attention_sinks import PARTIALS, add_sinks, sink_gradients
 from flexengine.ops.attention_style import CAUSAL, AttentionStyle
-from flexengine.ops.base import KeyValueWindow, Op, OpEnv, TensorSpec, Work
+from flexengine.ops.base import Carried, KeyValueWindow, Op, OpEnv, TensorSpec, Work
 
 
 def _first_call(window: KeyValueWindow, style: AttentionStyle, tokens: int) -> slice:
@@ -130,6 +130,7 @@ class CausalAttention(Op):
         self.outputs = (TensorSpec(y, (num_heads * self.value_dim,)), TensorSpec(self.lse, (num_heads,), "float32"))
         self.needs_input = (qkv, y, self.lse)
         self.grad_inputs = (qkv,)
+        self.carried = tuple(Carried(f"{name}_{part}", (num_kv_heads, head_dim)) for part in ("keys", "values"))
         self.params = ("sinks",) if style.sinks else ()
         self.needs_weight = (y, self.lse) if style.sinks else ()
         self.partials = TensorSpec(f"{name}_partials", (num_heads,), "float32", rows=PARTIALS)
@@ -140,9 +141,19 @@ class CausalAttention(Op):
         heads = qkv[:, : (n + g) * h].unflatten(1, (n + g, h))
         return heads[:, :n], heads[:, n:], qkv[:, (n + g) * h :].unflatten(1, (g, self.value_dim))
 
+    def window(self, env: OpEnv) -> KeyValueWindow | None:
+        """Keys, values and their gradients, where the chunk is a part of a longer sequence."""
+        window = env.chunk.window
+        if window is None:
+            return None
+        (keys, values), grads = (window.carried[c.name] for c in self.carried), window.grads
+        return KeyValueWindow(
+            keys, values, window.start, *(grads.get(c.name) for c in self.carried), block_tokens=window.chunk_tokens
+        )
+
     def fill_window(self, env: OpEnv) -> None:
         """Copy this chunk's keys and values into the window at its start."""
-        window = env.chunk.window
+        window = self.window(env)
         assert window is not None
         _, k, v = self.split(env.t[self.qkv])
         rows = slice(window.start, window.start + env.chunk.tokens)
@@ -156,7 +167,7 @@ class CausalAttention(Op):
     def _kernels(self, env: OpEnv, q: Tensor) -> tuple[Kernels | None, AttentionStyle]:
         """What serves, and the style without a window that hides no key of this chunk's queries."""
         window, seq_lens = env.chunk.window, env.chunk.seq_lens
-        other = () if window is None else (window.start, window.block_tokens)
+        other = () if window is None else (window.start, window.chunk_tokens)
         style = self.style.within(max(seq_lens) + (0 if window is None else window.start))
         return choose_kernels(env.chunk.attention, q, seq_lens, other, style), style
 
@@ -168,7 +179,7 @@ class CausalAttention(Op):
 
     def _attend(self, env: OpEnv, out: Tensor, lse: Tensor) -> None:
         """out and lse of all keys that the queries see."""
-        chunk, window = env.chunk, env.chunk.window
+        chunk, window = env.chunk, self.window(env)
         if window is not None:
             self.fill_window(env)
         q, k, v = self.split(env.t[self.qkv])
@@ -184,7 +195,7 @@ class CausalAttention(Op):
         lse.copy_(kernel_lse)
 
     def backward_input(self, env: OpEnv) -> None:
-        chunk, window = env.chunk, env.chunk.window
+        chunk, window = env.chunk, self.window(env)
         q, k, v = self.split(env.t[self.qkv])
         out, lse = self._views(env)
         grad_out = env.g[self.y].view(-1, self.num_heads, self.value_dim)
@@ -265,6 +276,10 @@ class CausalAttention(Op):
         if not self.style.sinks:
             return Work()
         return Work(memory_bytes=2.0 * tokens * self.num_heads * self.head_dim * compute_bytes, kernels=3)
+
+    def fill_window_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        row = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return Work(memory_bytes=2.0 * tokens * row * compute_bytes, kernels=2)
 
     def _has_kernels(self, compute_bytes: int) -> bool:
         """Whether kernels serve such operands on CUDA; else it is the plain path."""

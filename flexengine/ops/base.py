@@ -90,6 +90,47 @@ class Work(NamedTuple):
         return self.matmul_flops + self.fp8_flops + attention
 
 
+class Carried(NamedTuple):
+    """What the chunks of one long sequence hand on inside a layer: a row of `shape` for every token of the sequence, or
+    with per_chunk a row for every chunk, which holds what that chunk leaves to the next one.
+
+    Beside every row lies its gradient, wide, which is zero when backward comes to the sequence's last chunk.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType = "compute"
+    per_chunk: bool = False
+
+    def spec(self, sequence_tokens: int, chunk_tokens: int) -> TensorSpec:
+        """All rows of a sequence that is cut into chunks."""
+        rows = -(-sequence_tokens // chunk_tokens) if self.per_chunk else sequence_tokens
+        return TensorSpec(self.name, self.shape, self.dtype, rows=rows)
+
+
+@dataclass
+class Window:
+    """What the chunks of one long sequence left for the layer in work: `carried` and, in backward, `grads`, both by the
+    names that the layer's ops declare.
+
+    start: the position of this chunk's first token; chunk: its number within the sequence; chunk_tokens: of a full one.
+    """
+
+    start: int
+    chunk: int = 0
+    chunk_tokens: int = 1 << 14
+    carried: dict[str, Tensor] = field(default_factory=dict)
+    grads: dict[str, Tensor] = field(default_factory=dict)
+
+    def before(self, name: str, grad: bool = False) -> Tensor | None:
+        """What the chunk before left (its gradient, to write); None for the first chunk."""
+        return (self.grads if grad else self.carried)[name][self.chunk - 1] if self.chunk else None
+
+    def left(self, name: str, grad: bool = False) -> Tensor:
+        """Where this chunk leaves its own; the gradient of that, to read."""
+        return (self.grads if grad else self.carried)[name][self.chunk]
+
+
 @dataclass
 class KeyValueWindow:
     """Keys and values of the earlier chunks of one long sequence, for the layer in work.
@@ -142,7 +183,7 @@ class ChunkContext:
     seq_lens: tuple[int, ...]
     losses: Tensor
     constants: dict[str, Tensor]
-    window: KeyValueWindow | None = None
+    window: Window | None = None
     attention: KernelName = "flash"
     balance: ExpertBalance | None = None
 
@@ -192,6 +233,9 @@ class Op(ABC):
     """(input, output): forward writes the output over the input, backward the gradient over the gradient."""
     grad_over: tuple[str, ...] = ()
     """Inputs whose gradient may be written over their saved value, which dies with this call."""
+    carried: tuple[Carried, ...] = ()
+    """What goes from one chunk of a long sequence to the next. Forward leaves it; `fill_window` leaves the same and no
+    outputs, chunk after chunk before the sequence's backward, which then visits the chunks in reverse."""
     trained: bool = True
     """Whether its parameters are: without, there is no weight half."""
 
@@ -229,6 +273,10 @@ class Op(ABC):
         """Write (env.first) or add to env.gp[param] for every param."""
         raise AssertionError(f"{self.name} has no parameters")
 
+    def fill_window(self, env: OpEnv) -> None:
+        """Leave what forward leaves in env.chunk.window, from the inputs."""
+        raise AssertionError(f"{self.name} carries nothing")
+
     @abstractmethod
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         """Cost of forward for `tokens` tokens in sequences of `seq_len`."""
@@ -239,6 +287,10 @@ class Op(ABC):
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         """Cost of the weight half."""
+        return Work()
+
+    def fill_window_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        """Cost of `fill_window`."""
         return Work()
 
     def accumulation_work(self, compute_bytes: int) -> Work:

@@ -3,7 +3,9 @@ heads of a token together.
 
 Source: Dehghani et al. 2023, "Scaling Vision Transformers to 22 Billion Parameters" (query/key normalisation); per head
 as in Qwen3 and Gemma 3, over the whole row as in OLMo 2. Shapes: qkv [T, (N + 2G) * H]; weights [H], or [N * H] for
-queries and [G * H] for keys; statistics [T, N + G], or [T, 2]. Values pass unchanged.
+queries and [G * H] for keys; statistics [T, N + G], or [T, 2]. Values pass unchanged. Where queries are gated, the
+row before the norm holds the gate of every head behind its query, and is N * H columns wider; the gate is for a later
+op, which writes its gradient.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes
+from flexengine.ops.columns import Columns, whole
 from flexengine.ops.rmsnorm import (
     WEIGHT_GRAD_PARTIALS,
     NormStyle,
@@ -25,22 +28,17 @@ Span = Literal["head", "row"]
 
 
 class Part(NamedTuple):
-    """Queries or keys of a row: first column, how many rows are normalised side by side, their width, first statistic,
-    and the weight's name."""
+    """Queries or keys: their columns in the row before the norm and in the one after it, normalised group by group, the
+    first statistic, and the weight's name."""
 
-    start: int
-    count: int
-    width: int
+    x: Columns
+    y: Columns
     statistic: int
     weight: str
 
-    def of(self, rows: Tensor) -> Tensor:
-        """[T, (N + 2G) * H] -> [T, count, width], a view."""
-        return rows[:, self.start : self.start + self.count * self.width].unflatten(1, (self.count, self.width))
-
     def statistics(self, rstd: Tensor) -> Tensor:
-        """[T, all] -> [T, count], a view."""
-        return rstd[:, self.statistic : self.statistic + self.count]
+        """[T, all] -> [T, groups], a view."""
+        return rstd[:, self.statistic : self.statistic + self.y.groups]
 
 
 class QKNorm(Op):
@@ -50,18 +48,21 @@ class QKNorm(Op):
 
     def __init__(
         self, name: str, x: str, y: str, num_heads: int, num_kv_heads: int, head_dim: int, span: Span,
-        weights: tuple[str, str], style: NormStyle,
+        weights: tuple[str, str], style: NormStyle, gated: bool = False,
     ) -> None:  # fmt: skip
         self.name, self.x, self.y, self.style, self.params = name, x, y, style, weights
         queries, keys = num_heads * head_dim, num_kv_heads * head_dim
-        sizes = ((num_heads, head_dim), (num_kv_heads, head_dim)) if span == "head" else ((1, queries), (1, keys))
-        starts = ((0, 0), (queries, sizes[0][0]))
-        self.parts = tuple(
-            Part(start, count, width, statistic, weight)
-            for (start, statistic), (count, width), weight in zip(starts, sizes, weights, strict=True)
+        (n, by_query), (g, by_key) = (
+            ((num_heads, head_dim), (num_kv_heads, head_dim)) if span == "head" else ((1, queries), (1, keys))
         )
+        step = 2 * by_query if gated else by_query
+        self.parts = (
+            Part(Columns(0, n, step, by_query), Columns(0, n, by_query, by_query), 0, weights[0]),
+            Part(Columns(n * step, g, by_key, by_key), Columns(queries, g, by_key, by_key), n, weights[1]),
+        )
+        self.values = whole(n * step + keys, keys), whole(queries + keys, keys)
         self.width, self.normalised = queries + 2 * keys, queries + keys
-        self.statistics = TensorSpec(f"{name}_rstd", (sizes[0][0] + sizes[1][0],), "float32")
+        self.statistics = TensorSpec(f"{name}_rstd", (n + g,), "float32")
         self.inputs = (x,)
         self.outputs = (TensorSpec(y, (self.width,)),)
         self.needs_input = self.needs_weight = (x,)
@@ -70,26 +71,27 @@ class QKNorm(Op):
     def forward(self, env: OpEnv) -> None:
         x, y, (eps, offset, wide) = env.t[self.x], env.t[self.y], self.style
         for part in self.parts:
-            rmsnorm_forward(part.of(x), env.p[part.weight], eps, part.of(y), None, offset=offset, wide=wide)
-        y[:, self.normalised :].copy_(x[:, self.normalised :])
+            rmsnorm_forward(part.x.of(x), env.p[part.weight], eps, part.y.of(y), None, offset=offset, wide=wide)
+        source, target = self.values
+        target.of(y).copy_(source.of(x))
 
     def backward_input(self, env: OpEnv) -> None:
         x, rstd, grad_x, grad_y = env.t[self.x], env.t[self.statistics.name], env.g[self.x], env.g[self.y]
-        assert self.x not in env.accumulate, "nothing else reads the row before the norm"
         for part in self.parts:
-            operands = (part.of(grad_y), part.of(x), env.p[part.weight], part.statistics(rstd), part.of(grad_x))
+            operands = (part.y.of(grad_y), part.x.of(x), env.p[part.weight], part.statistics(rstd), part.x.of(grad_x))
             rmsnorm_backward_input(*operands, accumulate=False, offset=self.style.offset, eps=self.style.eps)
-        grad_x[:, self.normalised :].copy_(grad_y[:, self.normalised :])
+        target, source = self.values
+        target.of(grad_x).copy_(source.of(grad_y))
 
     def backward_weight(self, env: OpEnv) -> None:
         x, rstd, grad_y = env.t[self.x], env.t[self.statistics.name], env.g[self.y]
         for part in self.parts:
-            operands = (part.of(grad_y), part.of(x), part.statistics(rstd), env.gp[part.weight])
+            operands = (part.y.of(grad_y), part.x.of(x), part.statistics(rstd), env.gp[part.weight])
             rmsnorm_backward_weight(*operands, env.t[f"{part.weight}_partials"], not env.first, self.style.wide)
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
         partials = (
-            TensorSpec(f"{part.weight}_partials", (part.width,), "float32", rows=WEIGHT_GRAD_PARTIALS)
+            TensorSpec(f"{part.weight}_partials", (part.y.width,), "float32", rows=WEIGHT_GRAD_PARTIALS)
             for part in self.parts
         )
         return {"forward": (), "input": (self.statistics,), "weight": (self.statistics, *partials)}[half]

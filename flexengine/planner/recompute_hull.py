@@ -38,7 +38,7 @@ def recomputed(ops: tuple[Op, ...], layer_input: str | None, kept: tuple[str, ..
 
 def refilled(ops: tuple[Op, ...], layer_input: str | None, kept: tuple[str, ...]) -> tuple[int, ...]:
     """The same for what the key/value window of a sliced sequence is filled from."""
-    return _ran_again(ops, layer_input, kept, (n for op in ops if hasattr(op, "fill_window") for n in op.inputs))
+    return _ran_again(ops, layer_input, kept, (n for op in ops if op.carried for n in op.inputs))
 
 
 def _ran_again(

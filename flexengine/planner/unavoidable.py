@@ -20,6 +20,7 @@ from flexengine.planner.memory import GPU_SLACK_BYTES
 from flexengine.planner.recompute_hull import Keeping, lower_hull, recomputed, save_choices
 from flexengine.schedule.layer_program import LayerProgram, compile_layer, savable_ops
 from flexengine.schedule.layout import DTYPE_BYTES, PLANE_KINDS, element_bytes, group_layout
+from flexengine.schedule.window import window_layout
 
 
 @dataclass(frozen=True)
@@ -233,8 +234,7 @@ class SizeWork:
         program = compile_layer(block, savable_ops(block.ops), (), self._largest_chunk, width)
         window = 0
         if self.shape.chunks[0].is_slice:
-            row = self.step.model.num_key_value_heads * self.step.model.head_dim
-            window = 2 * self.step.request.max_seq_len * row * (width + self.step.acc_bytes)
+            window = window_layout(block.ops, self.step.request.max_seq_len, self.chunk_tokens, width).total_bytes
         return self._accumulator_bytes(block) + self._hidden_bytes + window + self._widest_step(program)
 
     def _accumulator_bytes(self, layer: LayerSpec) -> int:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.ops.base import ChunkContext, KernelName, KeyValueWindow
+from flexengine.ops.base import ChunkContext, KernelName, Window
 from flexengine.ops.cross_entropy import IGNORE_INDEX
 from flexengine.runtime.arena import Arenas
 from flexengine.schedule.layout import Layout, batch_offsets
@@ -177,7 +177,7 @@ class BatchWriter:
             seq_lens=tuple(lengths),
             losses=self.losses(i, tokens),
             constants=self.constants,
-            window=self._window(start) if chunk.first_slice >= 0 else None,
+            window=Window(start, i - chunk.first_slice, self.chunk_tokens) if chunk.first_slice >= 0 else None,
             attention=self.attention,
             input_ids=on_gpu["input_ids"],
             labels=on_gpu["labels"],
@@ -191,20 +191,3 @@ class BatchWriter:
         slot = self.layout.slots[self.layout.slot("losses")]
         dtype = torch.float64 if wide == 8 else torch.float32
         return self.arenas.view(slot, chunk * self.chunk_tokens * wide, (tokens,), dtype)
-
-    def _window(self, start: int) -> KeyValueWindow:
-        model, rows = self.layout.model, self.layout.window_rows
-        shape = (rows, model.num_key_value_heads, model.head_dim)
-        compute = torch.float64 if self.layout.compute_bytes == 8 else self.compute_dtype
-        wide = torch.float64 if self.layout.acc_bytes == 8 else torch.float32
-        parts = []
-        for name, dtype in (("window", compute), ("grad_window", wide)):
-            slot = self.layout.slots[self.layout.slot(name)]
-            half = slot.num_bytes // 2
-            parts += [self.arenas.view(slot, 0, shape, dtype), self.arenas.view(slot, half, shape, dtype)]
-        return KeyValueWindow(parts[0], parts[1], start, parts[2], parts[3], self.chunk_tokens)
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """dtype of activations."""
-        return getattr(torch, self.layout.plan.request.numerics.compute)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -26,10 +28,10 @@ class LayerRunner:
 
     def run(self, kind: str, call: LayerCall) -> None:
         """Run one command of kind forward, evaluate, backward or fill_window on the current stream."""
-        chunk, params = self.chunks[call.chunk], self._params(call)
+        chunk, params = self._in_window(call, self.chunks[call.chunk]), self._params(call)
         params |= {local: self.buffers[source.name] for local, source in self.layout.model.layers[call.layer].buffers}
-        if kind == "backward" and chunk.window is not None and "grad_window" in call.areas:
-            self._open_grad_window(call, chunk)
+        if kind == "backward":
+            self._open_grads(call, chunk)
         accumulators = self._accumulators(call) if kind == "backward" else {}
         if kind == "backward" and call.first:
             self._clear_unused(call)
@@ -86,17 +88,28 @@ class LayerRunner:
         offset = self.layout.groups[group].offsets[param.name] * dtype.itemsize
         return self.arenas.view(self.layout.slots[slot], offset, param.shape, dtype)
 
-    def _open_grad_window(self, call: LayerCall, chunk: ChunkContext) -> None:
-        """The last slice of a sequence starts from zero gradients of all its keys and values."""
-        window = chunk.window
-        assert window is not None
-        following = call.chunk + 1
-        continues = following < len(self.chunks) and self._start(following) > window.start
-        if not continues:
-            assert window.grad_keys is not None
-            assert window.grad_values is not None
-            window.grad_keys.zero_()
-            window.grad_values.zero_()
+    def _in_window(self, call: LayerCall, chunk: ChunkContext) -> ChunkContext:
+        """The chunk with views of what this layer carries, where it is a slice and the layer carries something."""
+        if chunk.window is None or "window" not in call.areas:
+            return chunk
+        places = self.layout.window_of(call.layer).places
+        window = replace(chunk.window, carried={}, grads={})
+        for spec, offset, grad_offset in places:
+            shape = (spec.height(0), *spec.shape)
+            slot = self.layout.slots[call.areas["window"]]
+            window.carried[spec.name] = self.arenas.view(slot, offset, shape, self.dtypes[spec.dtype])
+            if "grad_window" in call.areas:
+                slot = self.layout.slots[call.areas["grad_window"]]
+                window.grads[spec.name] = self.arenas.view(slot, grad_offset, shape, self.wide)
+        return replace(chunk, window=window)
+
+    def _open_grads(self, call: LayerCall, chunk: ChunkContext) -> None:
+        """The last slice of a sequence starts from zero gradients of all that its layer carries."""
+        window, following = chunk.window, call.chunk + 1
+        if window is None or (following < len(self.chunks) and self._start(following) > window.start):
+            return
+        for grad in window.grads.values():
+            grad.zero_()
 
     def _start(self, chunk: int) -> int:
         window = self.chunks[chunk].window
@@ -115,4 +128,4 @@ def _call(step: OpStep, env: OpEnv) -> None:
     elif step.half == "weight":
         step.op.backward_weight(env)
     else:
-        step.op.fill_window(env)  # type: ignore[attr-defined]
+        step.op.fill_window(env)

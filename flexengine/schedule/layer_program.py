@@ -42,21 +42,19 @@ class OpStep:
     recompute: bool = False
 
     def work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        """Cost of the call. Filling the key/value window is two copies of what the attention op reads at the most."""
-        if self.half == "window":
-            moved = sum(place.spec.num_bytes(tokens, compute_bytes) for _, place in self.tensors)
-            return Work(memory_bytes=2.0 * moved, kernels=2)
+        """Cost of the call."""
         cost = {
             "forward": self.op.forward_work,
             "input": self.op.backward_input_work,
             "weight": self.op.backward_weight_work,
+            "window": self.op.fill_window_work,
         }[self.half]
         return cost(tokens, seq_len, compute_bytes)
 
 
 @dataclass(frozen=True, eq=False)
 class LayerProgram:
-    """Forward, backward and (for sliced sequences) key/value window steps of a layer under one save set.
+    """Forward, backward and (for sliced sequences) window steps of a layer under one save set.
 
     Bytes are for a full chunk. `saved_gpu` and `saved_host` list the kept tensors with their places.
     """
@@ -95,7 +93,7 @@ class LayerProgram:
         return _total(tuple(s for s in self.backward if s.recompute), tokens, seq_len, compute_bytes)
 
     def window_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        """Cost of refilling the key/value window from one chunk."""
+        """Cost of refilling the window from one chunk."""
         return _total(self.window, tokens, seq_len, compute_bytes)
 
 
@@ -339,11 +337,11 @@ class _Compiler:
         steps.append(_DraftStep(op, "weight", tensors, grads, frozenset(), False))
 
     def _window_steps(self) -> list[_DraftStep]:
-        """Bring back what the window is filled from: the tensor that the attention op reads."""
+        """Bring back what the window is filled from: what the ops read that carry something."""
         self.live, self.available = {}, {"x", *self.saved}
         steps: list[_DraftStep] = []
         for op in self.ops:
-            if hasattr(op, "fill_window"):
+            if op.carried:
                 for name in op.inputs:
                     self._ensure(name, steps)
                 tensors = {name: self._locate(name, len(steps)) for name in op.inputs}

@@ -16,6 +16,7 @@ from flexengine.models.spec import GroupSpec, ModelSpec
 from flexengine.plan import Numerics, Plan
 from flexengine.schedule.commands import Memory, Slot, overlapping_slots
 from flexengine.schedule.layer_program import LayerProgram, align, compile_layer
+from flexengine.schedule.window import WindowLayout, window_layout
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 SCALAR_BYTES = 8
@@ -304,10 +305,16 @@ class Layout:
         region.add("scratch", self._scratch_bytes(), "scratch")
 
     def _window_slots(self, region: _Region) -> None:
-        row = self.model.num_key_value_heads * self.model.head_dim
+        """Slots for what the layer in work carries along a sliced sequence, as large as the largest layer's."""
         if self.window_rows:
-            region.add("window", 2 * self.window_rows * row * self.compute_bytes, "key/value window")
-            region.add("grad_window", 2 * self.window_rows * row * self.acc_bytes, "key/value window")
+            found = [self.window_of(i) for i, layer in enumerate(self.model.layers) if layer.kind == "block"]
+            region.add("window", max(w.num_bytes for w in found), "key/value window")
+            region.add("grad_window", max(w.grad_bytes for w in found), "key/value window")
+
+    def window_of(self, layer: int) -> WindowLayout:
+        """Places of what a layer carries."""
+        sizes = (self.window_rows, self.plan.chunk_tokens, self.compute_bytes)
+        return window_layout(self.model.layers[layer].ops, *sizes)
 
     def _scratch_bytes(self) -> int:
         evaluation = {self.evaluation_program(i) for i in range(len(self.programs))}

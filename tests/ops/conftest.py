@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from flexengine.ops.base import ChunkContext, KernelName, KeyValueWindow, Op, OpEnv, TensorSpec
+from flexengine.ops.base import ChunkContext, KernelName, Op, OpEnv, TensorSpec, Window
 
 BYTES_UNWRITTEN = {"uint8": (0x7F, torch.uint8), "int32": (-(2**31), torch.int32)}
 """What buffers of whole numbers hold until somebody writes them: NaN in FP8, an index that no tensor has."""
@@ -43,7 +43,7 @@ class OpHarness:
         seq_lens: tuple[int, ...],
         vocab_size: int = 11,
         inv_freq: torch.Tensor | None = None,
-        window: KeyValueWindow | None = None,
+        window: Window | None = None,
         labels: torch.Tensor | None = None,
         attention: KernelName = "flash",
     ) -> ChunkContext:
@@ -67,10 +67,13 @@ class OpHarness:
             attention=attention,
         )
 
-    def window(self, rows: int, kv_heads: int, head_dim: int, start: int) -> KeyValueWindow:
-        parts = [self.nan(rows, kv_heads, head_dim) for _ in range(2)]
-        grads = [self.nan(rows, kv_heads, head_dim, dtype=wide(self.dtype)) for _ in range(2)]
-        return KeyValueWindow(*parts, start, *grads)
+    def window(self, op: Op, sequence_tokens: int, chunk_tokens: int) -> Window:
+        """Unwritten rows of all that an op carries along a sequence, and of their gradients."""
+        window = Window(0, 0, chunk_tokens)
+        for spec in (carried.spec(sequence_tokens, chunk_tokens) for carried in op.carried):
+            window.carried |= self._buffers((spec,), chunk_tokens)
+            window.grads[spec.name] = self.nan(spec.height(0), *spec.shape, dtype=wide(self.dtype))
+        return window
 
     def _buffers(self, specs: tuple[TensorSpec, ...], tokens: int) -> dict[str, torch.Tensor]:
         dtypes = {"compute": self.dtype, "float32": wide(self.dtype)}

@@ -1,6 +1,7 @@
 """Causal attention: packed ragged sequences and windows of earlier keys, against autograd on explicit masks."""
 
 import os
+from dataclasses import replace
 from itertools import pairwise
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -135,21 +136,19 @@ def test_query_blocks_do_not_show(harness, checks, monkeypatch):
 
 def run_cut(h, op, qkv, grad_o, cuts, kernels="flash", block_tokens=300):
     """Forward over slices in order, backward in reverse, with one window, as the schedule does."""
-    g, width = op.num_kv_heads, op.head_dim
     bounds = [0, *torch.tensor(cuts).cumsum(0).tolist()]
-    shared = h.window(bounds[-1] + 3, g, width, 0)
+    shared = h.window(op, bounds[-1] + 3, block_tokens)
     slices = []
     for a, b in pairwise(bounds):
-        window = KeyValueWindow(shared.keys, shared.values, a, shared.grad_keys, shared.grad_values, block_tokens)
-        chunk = h.chunk((b - a,), window=window, attention=kernels)
+        chunk = h.chunk((b - a,), window=replace(shared, start=a), attention=kernels)
         slices.append((slice(a, b), chunk, h.forward(op, chunk, {"qkv": qkv[a:b]}, {})))
     # the window is rebuilt for backward from the kept rows; what is in it now must not matter
-    shared.keys.fill_(float("nan"))
-    shared.values.fill_(float("nan"))
+    for rows in shared.carried.values():
+        rows.fill_(float("nan"))
     for rows, chunk, _ in slices:
         op.fill_window(attention.OpEnv({"qkv": qkv[rows]}, {}, {}, {}, chunk))
-    shared.grad_keys.zero_()
-    shared.grad_values.zero_()
+    for grad in shared.grads.values():
+        grad.zero_()
     grads = {}
     for rows, chunk, outputs in reversed(slices):
         given = {"o": grad_o[rows].clone(), "qkv": h.nan(*qkv[rows].shape)}

@@ -14,19 +14,20 @@ def definition(op, qkv, params, grad_y):
     qkv, *weights = (t.detach().double().cpu().requires_grad_() for t in (qkv, *params.values()))
     outputs = []
     for part, weight in zip(op.parts, weights, strict=True):
-        rows = part.of(qkv)
+        rows = part.x.of(qkv)
         rstd = torch.rsqrt(rows.square().mean(-1) + EPS)
         outputs.append(((weight + op.style.offset) * rows * rstd[..., None]).flatten(1))
-    y = torch.cat((*outputs, qkv[:, op.normalised :]), dim=1)
+    y = torch.cat((*outputs, op.values[0].of(qkv).flatten(1)), dim=1)
     grads = torch.autograd.grad(y, (qkv, *weights), grad_y.double().cpu())
     param_grads = dict(zip(params, grads[1:], strict=True))
     return {"qkv": y}, {"raw": grads[0]}, param_grads
 
 
-def operands(h, tokens, heads, span, style):
-    op = QKNorm("norm", "raw", "qkv", *heads, span, ("q", "k"), style)
-    params = {part.weight: 1 - style.offset + h.randn(part.width, scale=0.2) for part in op.parts}
-    return op, h.chunk((tokens,)), {"raw": h.randn(tokens, op.width)}, params, h.randn(tokens, op.width)
+def operands(h, tokens, heads, span, style, gated=False):
+    op = QKNorm("norm", "raw", "qkv", *heads, span, ("q", "k"), style, gated)
+    params = {part.weight: 1 - style.offset + h.randn(part.y.width, scale=0.2) for part in op.parts}
+    width = op.width + gated * heads[0] * heads[2]
+    return op, h.chunk((tokens,)), {"raw": h.randn(tokens, width)}, params, h.randn(tokens, op.width)
 
 
 @pytest.mark.parametrize("style", [NormStyle(EPS), NormStyle(EPS, 1.0, True)], ids=["plain", "around zero"])
@@ -47,6 +48,30 @@ def test_adds_to_accumulators_that_are_there(harness, checks):
     result = harness.run(op, chunk, inputs, params, {"qkv": grad_y}, previous_params=before)
     _, _, param_grads = definition(op, inputs["raw"], params, grad_y)
     checks.all_close(result.param_grads, {name: grad + before[name] for name, grad in param_grads.items()})
+
+
+def check_gated(h, checks, heads, tolerance):
+    """The gates' columns get no gradient here."""
+    op, chunk, inputs, params, grad_y = operands(h, 5, heads, "head", NormStyle(EPS, 1.0, True), gated=True)
+    result = h.run(op, chunk, inputs, params, {"qkv": grad_y})
+    outputs, grads, param_grads = definition(op, inputs["raw"], params, grad_y)
+    n, _, width = heads
+    is_gate = torch.arange(inputs["raw"].shape[1]) // width % 2 == 1
+    is_gate[2 * n * width :] = False
+    checks.all_close(result.outputs, outputs, tolerance)
+    checks.close(result.grads["raw"][:, ~is_gate], grads["raw"][:, ~is_gate], tolerance)
+    assert result.grads["raw"][:, is_gate].isnan().all()
+    checks.all_close(result.param_grads, param_grads, tolerance)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_queries_with_gates_between_them(harness, checks, heads):
+    check_gated(harness, checks, heads, 1e-12)
+
+
+def test_kernels_on_queries_with_gates(monkeypatch, make_harness, checks):
+    monkeypatch.setenv("FLEXENGINE_INTERPRET_KERNELS", "1")
+    check_gated(make_harness("cpu", torch.float32), checks, HEADS[1], 1e-5)
 
 
 def test_kernels_on_views_of_a_row(monkeypatch, make_harness, checks):

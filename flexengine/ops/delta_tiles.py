@@ -1,0 +1,140 @@
+"""The gated delta rule over tiles of TILE tokens: products inside a tile at once, states from tile to tile in turn.
+
+Source: Yang et al. 2024, "Gated Delta Networks"; the tiled form: Yang et al. 2024, "Parallelizing Linear Transformers
+with the Delta Rule". With c_i the sum of log decays g up to token i of a tile (c of all its tokens: c_C), d_ij =
+exp(c_i - c_j) for j <= i, a state S [K, V] before the tile, rows q (scaled), k, v and strengths b:
+
+    A_ij = b_i (k_i . k_j) d_ij for j < i        U = (I + A)^-1 (b v)      W = (I + A)^-1 (b exp(c) k)
+    P_ij = (q_i . k_j) d_ij for j <= i           R = U - W S               (what is written into the state)
+    o = (q exp(c)) S + P R                       S' = exp(c_C) S + (k exp(c_C - c))^T R
+
+All exponents are <= 0. Shapes: B sequences, G key heads, r value heads of each, M tiles, C tokens of a tile, K and V
+head widths: q, k [B, G, 1, M, C, K], v [B, G, r, M, C, V], log decay and strength [B, G, r, M, C], states
+[B, G, r, K, V]; all of one wide dtype. Tokens beyond a sequence's end are zeros, which change nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+TILE = 64
+
+
+class Rows(NamedTuple):
+    """What a segment of tiles is made of, or the gradients of that."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor
+    strength: Tensor
+
+
+class Prepared(NamedTuple):
+    """What is the same whatever the state: `d`, `a` and `p` [.., C, C] as above, `grown` = exp(c), `rest` =
+    exp(c_C - c) and `last` = exp(c_C); `inverse` = (I + A)^-1."""
+
+    d: Tensor
+    a: Tensor
+    p: Tensor
+    grown: Tensor
+    rest: Tensor
+    last: Tensor
+    inverse: Tensor
+    u: Tensor
+    w: Tensor
+
+
+def unit_lower_inverse(lower: Tensor) -> Tensor:
+    """(I + lower)^-1 for strictly lower triangular [.., C, C], C a power of two.
+
+    Blocks on the diagonal grow twofold until there is one: the lower part of a pair is -second * lower * first. In
+    contrast to a product of powers of `lower`, no intermediate value is larger than those of the result's blocks.
+    """
+    size = lower.shape[-1]
+    inverse = torch.eye(size, dtype=lower.dtype, device=lower.device).expand_as(lower).contiguous()
+    half = 1
+    while half < size:
+        blocks, given = _diagonal_blocks(inverse, 2 * half), _diagonal_blocks(lower, 2 * half)
+        first, second = blocks[..., :half, :half], blocks[..., half:, half:]
+        blocks[..., half:, :half] = -(second @ given[..., half:, :half] @ first)
+        half *= 2
+    return inverse
+
+
+def _diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
+    """[.., C, C] -> [.., C / size, size, size], a view."""
+    grid = matrix.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
+    return grid.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+
+
+def prepare(rows: Rows) -> Prepared:
+    """All that needs no state."""
+    q, k, v, decay, strength = rows
+    ones = torch.ones(TILE, TILE, dtype=decay.dtype, device=decay.device)
+    total = decay @ ones.triu()  # sums up to each token; torch's own are not deterministic on CUDA
+    d = (total[..., :, None] - total[..., None, :]).clamp_(max=0.0).exp_().tril_()
+    a = ((k @ k.mT) * d).mul_(strength[..., None]).tril_(-1)
+    inverse, grown = unit_lower_inverse(a), total.exp()
+    last = total[..., -1:]
+    u, w = inverse @ (strength[..., None] * v), inverse @ ((strength * grown)[..., None] * k)
+    return Prepared(d, a, (q @ k.mT) * d, grown, (last - total).exp_(), last.exp()[..., None], inverse, u, w)
+
+
+def states_of(rows: Rows, made: Prepared, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """States before every tile [B, G, r, M, K, V], what is written R [B, G, r, M, C, V], and the state after all."""
+    tail, written = rows.k * made.rest[..., None], torch.empty_like(made.u)
+    states = state.new_empty((*made.w.shape[:4], *state.shape[3:]))
+    for i in range(made.u.shape[3]):
+        states[:, :, :, i] = state
+        new = torch.sub(made.u[:, :, :, i], made.w[:, :, :, i] @ state, out=written[:, :, :, i])
+        state = made.last[:, :, :, i] * state + tail[:, :, :, i].mT @ new
+    return states, written, state
+
+
+def outputs_of(rows: Rows, made: Prepared, states: Tensor, written: Tensor) -> Tensor:
+    """o [B, G, r, M, C, V]."""
+    return made.grown[..., None] * (rows.q @ states) + made.p @ written
+
+
+def backward(rows: Rows, made: Prepared, states: Tensor, written: Tensor, grad_o: Tensor, grad_state: Tensor) -> tuple[
+    Rows, Tensor
+]:  # fmt: skip
+    """Gradients of the rows (of q and k for every value head), and of the state before them; grad_state is that of the
+    state after them."""
+    tail, seen = rows.k * made.rest[..., None], rows.q * made.grown[..., None]
+    grad_written, from_o = made.p.mT @ grad_o, seen.mT @ grad_o
+    grad_last, grad_tail = torch.empty_like(made.last), torch.empty_like(made.w)
+    for i in reversed(range(made.u.shape[3])):
+        at = (slice(None), slice(None), slice(None), i)
+        grad_last[at] = (grad_state * states[at]).sum((-2, -1), keepdim=True)
+        grad_tail[at] = written[at] @ grad_state.mT
+        grad_written[at] += tail[at] @ grad_state
+        grad_state = from_o[at] + made.last[at] * grad_state - made.w[at].mT @ grad_written[at]
+    return _backward_inside(rows, made, states, written, grad_o, grad_written, grad_tail, grad_last), grad_state
+
+
+def _backward_inside(
+    rows: Rows, made: Prepared, states: Tensor, written: Tensor, grad_o: Tensor, grad_written: Tensor,
+    grad_tail: Tensor, grad_last: Tensor,
+) -> Rows:  # fmt: skip
+    """The part of `backward` that needs no order. `total` is c above."""
+    q, k, v, _, strength = rows
+    grad_p = (grad_o @ written.mT).tril_()
+    solved_u, solved_w = made.inverse.mT @ grad_written, made.inverse.mT @ -(grad_written @ states.mT)
+    grad_a = -(solved_u @ made.u.mT + solved_w @ made.w.mT).tril_(-1)
+    grad_seen, scale = grad_o @ states.mT, (strength * made.grown)[..., None]
+    grad_qk, grad_kk = grad_p * made.d, grad_a * made.d * strength[..., None]
+    grad_q = grad_seen * made.grown[..., None] + grad_qk @ k
+    grad_k = (grad_kk + grad_kk.mT) @ k + grad_qk.mT @ q + grad_tail * made.rest[..., None] + solved_w * scale
+    by_key = (solved_w * k).sum(-1)  # of strength * exp(c)
+    grad_strength = ((grad_a * made.d) * (k @ k.mT)).sum(-1) + (solved_u * v).sum(-1) + by_key * made.grown
+    pairs, left = grad_a * made.a + grad_p * made.p, (grad_tail * k).sum(-1) * made.rest
+    grad_total = pairs.sum(-1) - pairs.sum(-2) - left
+    grad_total += ((grad_seen * q).sum(-1) + by_key * strength) * made.grown
+    grad_total[..., -1] += left.sum(-1) + (grad_last * made.last)[..., 0, 0]
+    ones = torch.ones(TILE, TILE, dtype=q.dtype, device=q.device)
+    return Rows(grad_q, grad_k, strength[..., None] * solved_u, grad_total @ ones.tril(), grad_strength)

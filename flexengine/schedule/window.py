@@ -1,0 +1,44 @@
+"""Where the rows lie that a layer's ops carry along a sequence which is cut into chunks, and their gradients."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from flexengine.ops.base import FLOAT64_BYTES, Op, TensorSpec
+from flexengine.schedule.layer_program import align
+
+
+class CarriedPlace(NamedTuple):
+    """Bytes from the start of the window and of the window of gradients; `spec` has all rows of a sequence."""
+
+    spec: TensorSpec
+    offset: int
+    grad_offset: int
+
+
+class WindowLayout(NamedTuple):
+    """What a layer carries, and the bytes of both windows."""
+
+    places: tuple[CarriedPlace, ...]
+    num_bytes: int
+    grad_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of both."""
+        return self.num_bytes + self.grad_bytes
+
+
+@lru_cache(maxsize=4096)
+def window_layout(ops: tuple[Op, ...], sequence_tokens: int, chunk_tokens: int, compute_bytes: int) -> WindowLayout:
+    """Places for sequences of at most `sequence_tokens` tokens. Gradients take 8 bytes in float64 runs, else 4."""
+    grad_bytes = FLOAT64_BYTES if compute_bytes == FLOAT64_BYTES else 4
+    places, end, grad_end = [], 0, 0
+    for carried in (carried for op in ops for carried in op.carried):
+        assert carried.name not in {place.spec.name for place in places}, f"two ops of a layer carry {carried.name}"
+        spec = carried.spec(sequence_tokens, chunk_tokens)
+        places.append(CarriedPlace(spec, end, grad_end))
+        end += align(spec.num_bytes(chunk_tokens, compute_bytes))
+        grad_end += align(spec.elements(chunk_tokens) * grad_bytes)
+    return WindowLayout(tuple(places), end, grad_end)

@@ -1,0 +1,72 @@
+"""Gated RMSNorm and gated attention output against autograd, the gate in columns at any place of another tensor."""
+
+import pytest
+import torch
+
+from flexengine.ops.columns import Columns, whole
+from flexengine.ops.gated_rmsnorm import GatedRMSNorm
+from flexengine.ops.head_gate import HeadGate
+
+EPS, HEADS, HEAD_DIM, WIDTH = 1e-3, 4, 5, 43
+GATES = {"side by side": whole(3, HEADS * HEAD_DIM), "in two groups": Columns(2, 2, 21, 2 * HEAD_DIM)}
+
+
+def norm_definition(o, gate, weight):
+    rows = o.view(len(o), HEADS, HEAD_DIM)
+    normed = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + EPS) * weight
+    return normed.flatten(1) * torch.nn.functional.silu(gate)
+
+
+def make(kind, gate):
+    if kind == "norm":
+        return GatedRMSNorm("norm", "o", "z", "y", GATES[gate], HEAD_DIM, "w", EPS)
+    return HeadGate("gate", "o", "z", "y", GATES[gate])
+
+
+def check(h, checks, kind, gate, tokens, tolerance=1e-12, previous=None):
+    op = make(kind, gate)
+    inputs = {"o": h.randn(tokens, HEADS * HEAD_DIM), "z": h.randn(tokens, WIDTH)}
+    params, grad_y = ({"w": h.randn(HEAD_DIM)} if op.params else {}), h.randn(tokens, HEADS * HEAD_DIM)
+    result = h.run(op, h.chunk((tokens,)), inputs, params, {"y": grad_y}, previous_params=previous)
+    leaves = [t.detach().double().cpu().requires_grad_() for t in (*inputs.values(), *params.values())]
+    z = op.gate.of(leaves[1]).flatten(1)
+    y = norm_definition(leaves[0], z, leaves[2]) if params else leaves[0] * torch.sigmoid(z)
+    grads = torch.autograd.grad(y, leaves, grad_y.double().cpu())
+    checks.close(result.outputs["y"], y, tolerance, "y")
+    checks.close(result.grads["o"], grads[0], tolerance, "grad_o")
+    found, wanted = (op.gate.of(grad).flatten(1) for grad in (result.grads["z"], grads[1]))
+    checks.close(found, wanted, tolerance, "grad_z")
+    assert result.grads["z"].isnan().sum() == tokens * (WIDTH - HEADS * HEAD_DIM)  # other columns are for other ops
+    if params:
+        before = 0.0 if previous is None else previous["w"].cpu()
+        checks.close(result.param_grads["w"].cpu(), grads[2] + before, tolerance, "grad_w")
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("kind", ["norm", "gate"])
+def test_matches_autograd(harness, checks, kind, gate):
+    check(harness, checks, kind, gate, 7)
+
+
+def test_weight_gradients_add_up(harness, checks):
+    check(harness, checks, "norm", "side by side", 3, previous={"w": harness.randn(HEAD_DIM)})
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str)
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("kind", ["norm", "gate"])
+def test_kernels_match_autograd(monkeypatch, make_harness, checks, kind, gate, dtype, tolerance):
+    """What runs on CUDA, in Triton's interpreter."""
+    monkeypatch.setenv("FLEXENGINE_INTERPRET_KERNELS", "1")
+    check(make_harness("cpu", dtype), checks, kind, gate, 7, tolerance)
+    previous = {"w": torch.randn(HEAD_DIM)} if kind == "norm" else None
+    check(make_harness("cpu", dtype), checks, kind, gate, 131, tolerance, previous)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("kind", ["norm", "gate"])
+@pytest.mark.usefixtures("deterministic")
+def test_cuda_matches_autograd(make_harness, checks, kind, gate, dtype):
+    check(make_harness("cuda", dtype), checks, kind, gate, 1000, checks.GPU_TOLERANCE[dtype])
