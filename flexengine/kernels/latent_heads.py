@@ -104,7 +104,8 @@ def _copy_heads(from_ptr, from_stride, to_ptr, to_stride, heads, num_heads, colu
 def _turn_heads(from_ptr, from_stride, to_ptr, to_stride, heads, num_heads, a, b, pairs, half, cos, sin):
     """The pairs (a, b) of some heads, rotated."""
     mask = (heads < num_heads)[:, None] & (pairs < half)[None, :]
-    starts, dtype = from_ptr + heads[:, None] * from_stride, to_ptr.dtype.element_ty
+    starts = from_ptr + heads[:, None] * from_stride
+    dtype: tl.constexpr = to_ptr.dtype.element_ty
     first = tl.load(starts + a[None, :], mask=mask, other=0.0).to(tl.float32)
     second = tl.load(starts + b[None, :], mask=mask, other=0.0).to(tl.float32)
     targets = to_ptr + heads[:, None] * to_stride
@@ -192,7 +193,8 @@ def _store_key(
     grad_ptr, latent_width, first, second, a, b, mask, ACCUMULATE: tl.constexpr, LATENT: tl.constexpr
 ):  # fmt: skip
     """The gradient of the shared key behind that of the latent, which becomes zero unless it holds a value."""
-    key_ptr, dtype = grad_ptr + latent_width, grad_ptr.dtype.element_ty
+    key_ptr = grad_ptr + latent_width
+    dtype: tl.constexpr = grad_ptr.dtype.element_ty
     if ACCUMULATE:
         first += tl.load(key_ptr + a, mask=mask, other=0.0).to(tl.float32)
         second += tl.load(key_ptr + b, mask=mask, other=0.0).to(tl.float32)

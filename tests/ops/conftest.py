@@ -168,7 +168,7 @@ class OpHarness:
             elif write_over and name in op.grad_over:
                 grads[name] = tensors[name]
             else:
-                grads[name] = self.nan(*saved[name].shape)
+                grads[name] = self.nan(*saved[name].shape, dtype=saved[name].dtype)
         env = OpEnv(tensors, params, grads, accumulators, chunk, frozenset(previous), first)
         op.backward_input(env)
         return {name: grads[name].clone() for name in op.grad_inputs}

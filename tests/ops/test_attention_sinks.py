@@ -1,5 +1,6 @@
 """Attention with sinks: against a softmax over one more column, cut or whole, by every backend's interface."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,7 +10,7 @@ from attention_helpers import PlainKernels, make, masked, random_rows
 from flexengine.kernels import attention_sinks as kernel
 from flexengine.ops import attention
 from flexengine.ops.attention_style import AttentionStyle
-from flexengine.ops.base import KeyValueWindow, OpEnv
+from flexengine.ops.base import OpEnv
 
 STYLES = {
     "all keys": AttentionStyle(sinks=True),
@@ -56,14 +57,16 @@ def check_uncut(h, checks, op, seq_lens, tolerance):
 def run_cut(h, op, qkv, grad_o, sinks, cuts, block_tokens=300):
     """(o, grad_qkv, grad_sinks) of a sequence in slices, whose sinks add up in reverse."""
     bounds = [0, *torch.tensor(cuts).cumsum(0).tolist()]
-    shared, params, slices = h.window(bounds[-1] + 3, op.num_kv_heads, op.head_dim, 0), {"sinks": sinks}, []
+    shared, params, slices = h.window(op, bounds[-1] + 3, block_tokens), {"sinks": sinks}, []
     for a, b in pairwise(bounds):
-        window = KeyValueWindow(shared.keys, shared.values, a, shared.grad_keys, shared.grad_values, block_tokens)
-        chunk = h.chunk((b - a,), window=window)
+        chunk = h.chunk((b - a,), window=replace(shared, start=a))
         slices.append((slice(a, b), chunk, h.forward(op, chunk, {"qkv": qkv[a:b]}, params)))
-    shared.grad_keys.zero_()
-    shared.grad_values.zero_()
-    grads, total = {}, {"sinks": torch.full_like(shared.grad_keys[0, 0, :1].expand(op.num_heads), float("nan")).clone()}
+    for grad in shared.grads.values():
+        grad.zero_()
+    grads, total = (
+        {},
+        {"sinks": h.nan(op.num_heads, dtype=torch.float64 if h.dtype == torch.float64 else torch.float32)},
+    )
     for rows, chunk, outputs in reversed(slices):
         given = {"o": grad_o[rows].clone(), "qkv": h.nan(*qkv[rows].shape)}
         tensors = {"qkv": qkv[rows], **outputs, **h._buffers(op.scratch("weight"), chunk.tokens)}
