@@ -5,7 +5,8 @@
 Per cap: tokens/s, effective and hardware TFLOP/s, share of the 8192^3 bf16 matmul rate measured in the same process
 right before (at least 1 s, back to back, random data), share of the run without a cap, predicted against measured step
 time, how busy each stream was (in one more step, timed command by command) and was predicted to be, peaks of GPU and
-host memory. The batch is one set of random sequences repeated every step, so that the loss must fall.
+host memory. The batch is one set of random sequences repeated every step, so that the loss must fall. Effective FLOPs
+are those of ModelSpec.model_flops: with --freeze less than three times those of forward.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ def prepared_run(args: argparse.Namespace, cap_gib: float | None) -> Prepared:
         dtype=args.dtype,
         optimizer_state_dtype=args.optimizer_state_dtype,
         matmul_dtype=args.matmul_dtype,
+        freeze=args.freeze,
         max_grad_norm=args.max_grad_norm or None,
         recompute=args.recompute,
         chunk_tokens=args.chunk_tokens,
@@ -129,6 +131,8 @@ def run_cap(args: argparse.Namespace, cap_gib: float | None, first: bool = True)
         "seq_len": args.seq_len,
         "tokens_per_step": args.tokens_per_step,
         "max_grad_norm": args.max_grad_norm,
+        "freeze": list(args.freeze),
+        "trained_parameters": prepared.source.spec.num_trained_parameters,
         "step_s": step_s,
         "steps_s": timed.seconds,
         "predicted_step_s": plan.predicted.step_s,
@@ -205,6 +209,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--optimizer-state-dtype", default="bfloat16")
     parser.add_argument("--matmul-dtype", choices=["compute", "fp8"], default="compute")
+    parser.add_argument("--freeze", nargs="+", default=(), metavar="NAME", help="layers that are not trained")
     parser.add_argument("--max-grad-norm", type=float, default=1.0, help="0 = no clipping")
     parser.add_argument("--recompute", default="auto")
     parser.add_argument("--chunk-tokens", type=int, default=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -15,6 +16,7 @@ from flexengine.hardware.presets import preset
 from flexengine.hardware.probe import check_multiplies_fp8, probe
 from flexengine.hardware.profile import BlockShape, HardwareProfile, read_profile
 from flexengine.metrics import format_bytes
+from flexengine.models.freezing import with_frozen
 from flexengine.models.matmul_dtype import MatmulDtype, with_matmul_dtype
 from flexengine.models.registry import ModelSource, open_model
 from flexengine.models.spec import ModelSpec
@@ -68,6 +70,7 @@ def from_pretrained(
     grad_dtype: str | None = None,
     optimizer_state_dtype: str = "float32",
     matmul_dtype: MatmulDtype = "compute",
+    freeze: Sequence[str] = (),
     max_grad_norm: float | None = 1.0,
     seed: int = 0,
     hardware: HardwareProfile | str | Path | None = None,
@@ -98,6 +101,7 @@ def from_pretrained(
         grad_dtype=grad_dtype,
         optimizer_state_dtype=optimizer_state_dtype,
         matmul_dtype=matmul_dtype,
+        freeze=freeze,
         max_grad_norm=max_grad_norm,
         hardware=hardware,
         chunk_tokens=chunk_tokens,
@@ -158,6 +162,7 @@ def prepare(
     grad_dtype: str | None = None,
     optimizer_state_dtype: str = "float32",
     matmul_dtype: MatmulDtype = "compute",
+    freeze: Sequence[str] = (),
     max_grad_norm: float | None = 1.0,
     hardware: HardwareProfile | str | Path | None = None,
     chunk_tokens: int | None = None,
@@ -172,11 +177,12 @@ def prepare(
     exactly in 4 bytes beside bf16 compute) or bfloat16 (stochastic rounding). grad_dtype: storage of gradients
     between rounds, by default bfloat16 for bf16 compute and the compute type otherwise. optimizer_state_dtype:
     float32 or bfloat16. matmul_dtype: what the linear layers of the blocks multiply, compute (dtype) or fp8.
+    freeze: parameters that are not trained: embed, head, blocks (all of them), block.3, or ranges as block.0-15.
     max_grad_norm: as for `build`; with None nothing is clipped, and updates may begin before the last gradient.
     hardware: a HardwareProfile, a preset's name or a profile's JSON file; None measures this machine.
     """
     source = open_model(path_or_preset)
-    source = source._replace(spec=with_matmul_dtype(source.spec, matmul_dtype))
+    source = source._replace(spec=described(source.spec, matmul_dtype, freeze))
     check_sequence_length(source.spec, max_seq_len)
     if source.spec.notice:
         logger.warning("%s: %s", source.spec.name, source.spec.notice)
@@ -213,6 +219,11 @@ def prepare(
     if hardware is None:
         check_is_free(plan, profile, target.type)
     return Prepared(source, plan, profile, target)
+
+
+def described(spec: ModelSpec, matmul_dtype: str = "compute", freeze: Sequence[str] = ()) -> ModelSpec:
+    """A model as a run trains it. Raises: ValueError as `with_matmul_dtype` and `with_frozen`."""
+    return with_frozen(with_matmul_dtype(spec, matmul_dtype), freeze)
 
 
 def check_is_free(plan: Plan, profile: HardwareProfile, device_type: str) -> None:

@@ -14,6 +14,7 @@ from flexengine.config import (
     TrainConfig,
     choices_of,
     flag_of,
+    is_list,
     is_switch_with_value,
     options_from_yaml,
     value_type_of,
@@ -225,7 +226,7 @@ def build_parser(prog: str, base: Mapping[str, Any]) -> argparse.ArgumentParser:
     defaults = {name: field.default for name, field in TrainConfig.__dataclass_fields__.items()}
     for name, kind in OPTION_TYPES.items():
         default = base.get(name, defaults[name])
-        _add_flag(parser, name, kind, OPTION_HELP[name] if default in (None, "") else _with_default(name, default))
+        _add_flag(parser, name, kind, OPTION_HELP[name] if default in (None, "", ()) else _with_default(name, default))
     return parser
 
 
@@ -239,6 +240,9 @@ def _add_flag(parser: argparse.ArgumentParser, name: str, kind: Any, text: str) 
     if is_switch_with_value(kind):
         parser.add_argument(flag_of(name), nargs="?", const=True, metavar="FILE", help=text)
         parser.add_argument(f"--no-{flag_of(name)[2:]}", dest=name, action="store_false", help=argparse.SUPPRESS)
+        return
+    if is_list(kind):
+        parser.add_argument(flag_of(name), nargs="+", metavar="NAME", help=text)
         return
     if kind is bool:
         parser.add_argument(flag_of(name), action=argparse.BooleanOptionalAction, help=text)

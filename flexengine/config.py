@@ -45,7 +45,12 @@ class TrainConfig:
     model: Annotated[
         str, "Hugging Face model folder, or preset:NAME for a shipped config with random weights (required)"
     ] = ""
-    mode: Annotated[Literal["full"], "what is trained: full = every parameter"] = "full"
+    mode: Annotated[Literal["full"], "what is trained: full = every parameter, but for --freeze"] = "full"
+    freeze: Annotated[
+        tuple[str, ...],
+        "layers that are not trained, of the others: embed, head, blocks (all of them), block.N, or a range as"
+        " block.0-15; they have no gradients and no optimizer states, and backward ends above the lowest trained one",
+    ] = ()
 
     max_seq_len: Annotated[int, "longest sequence, in tokens"] = 2048
     max_global_batch_tokens: Annotated[int, "most tokens of one optimizer step"] = 131072
@@ -120,6 +125,8 @@ class TrainConfig:
     ] = "info"
 
     def __post_init__(self) -> None:
+        if isinstance(self.freeze, list):  # as YAML has it
+            object.__setattr__(self, "freeze", tuple(self.freeze))
         for name, kind in OPTION_TYPES.items():
             _check_type(name, getattr(self, name), kind)
         if not self.model:
@@ -272,6 +279,11 @@ def is_switch_with_value(kind: Any) -> bool:
     return set(get_args(kind)) == {bool, str}
 
 
+def is_list(kind: Any) -> bool:
+    """Whether an option takes any number of texts: --freeze NAME [NAME ...]."""
+    return get_origin(kind) is tuple
+
+
 def is_optional(kind: Any) -> bool:
     return type(None) in get_args(kind)
 
@@ -280,6 +292,10 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
     if value is None and is_optional(kind):
         return
     choices, wanted = choices_of(kind), value_type_of(kind)
+    if is_list(kind):
+        if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
+            raise ValueError(f"{flag_of(name)} must be a list of names, got {shown(value)}")
+        return
     if is_switch_with_value(kind):
         if not isinstance(value, (bool, str)):
             raise ValueError(f"{flag_of(name)} must be true, false or a file name, got {shown(value)}")

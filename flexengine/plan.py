@@ -51,19 +51,31 @@ class LayerPlan:
 class GroupPlan:
     """Where one parameter group's weights, stored gradients and optimizer states live, and which processor updates it.
 
-    The CPU updates only what lives on the host altogether, where it is.
+    The CPU updates only what lives on the host altogether, where it is. What is frozen is updated by none: it has no
+    gradients and no states.
     """
 
     weights: Home = "host"
     grads: Home = "host"
     states: Home = "host"
-    update: Literal["gpu", "cpu"] = "gpu"
+    update: Literal["gpu", "cpu", "none"] = "gpu"
 
     def __post_init__(self) -> None:
+        if self.update == "none" and "gpu" in (self.grads, self.states):
+            raise ValueError("what is not updated has no gradients and no optimizer states, so none on the GPU")
         if self.update == "cpu" and "gpu" in (self.weights, self.grads, self.states):
             raise ValueError("an update on the CPU needs weights, gradients and optimizer states on the host")
         if self.states == "gpu" and self.weights != "gpu":
             raise ValueError("optimizer states on the GPU need the weights there too")
+
+    @property
+    def trained(self) -> bool:
+        """Whether there are gradients, optimizer states and an update."""
+        return self.update != "none"
+
+    def of_frozen(self) -> GroupPlan:
+        """The same home for weights that are not trained."""
+        return GroupPlan(weights=self.weights, update="none")
 
 
 @dataclass(frozen=True)

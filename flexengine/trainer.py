@@ -111,7 +111,7 @@ def planning_arguments(config: TrainConfig) -> dict[str, Any]:
     """What decides the plan: keyword arguments of `flexengine.api.prepare`."""
     same_name = (
         "max_seq_len max_global_batch_tokens max_gpu_mem_gib max_host_mem_gib device dtype master_dtype grad_dtype"
-        " optimizer_state_dtype matmul_dtype max_grad_norm chunk_tokens round_tokens recompute"
+        " optimizer_state_dtype matmul_dtype freeze max_grad_norm chunk_tokens round_tokens recompute"
     )
     arguments = {name: getattr(config, name) for name in same_name.split()}
     return {**arguments, "max_grad_norm": config.max_grad_norm or None}

@@ -104,7 +104,7 @@ def make_plan(
     **decisions: Any,
 ) -> Plan:
     """A plan made by hand; by default everything stays on the GPU and nothing is recomputed."""
-    blocks = blocks or resident_layers(spec)
+    blocks, homes = blocks or resident_layers(spec), groups or [ON_GPU] * len(spec.groups)
     request = Request(max_seq_len, max_tokens, GIB, GIB, numerics=numerics)
     return Plan(
         model=spec.name,
@@ -112,7 +112,7 @@ def make_plan(
         chunk_tokens=chunk_tokens,
         chunks_per_round=chunks_per_round,
         layers=(LayerPlan(), *blocks, LayerPlan()),
-        groups=tuple(groups or [ON_GPU] * len(spec.groups)),
+        groups=tuple(h.of_frozen() if g.frozen else h for g, h in zip(spec.groups, homes, strict=True)),
         **{"optimizer_tile": 1 << 16, **decisions},
     )
 

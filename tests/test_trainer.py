@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
+import safetensors
 import torch
+from engine_helpers import saved_model, spec_of, tiny_config
 
 from flexengine import cli, trainer
 from flexengine.config import TrainConfig
@@ -313,7 +315,8 @@ def test_engine_arguments_are_those_of_the_contract(tmp_path):
     assert (optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay) == (1e-3, (0.9, 0.95), 1e-8, 0.1)
     contract = (
         "max_seq_len max_global_batch_tokens max_gpu_mem_gib max_host_mem_gib device dtype master_dtype grad_dtype"
-        " optimizer_state_dtype matmul_dtype max_grad_norm seed chunk_tokens round_tokens recompute deterministic"
+        " optimizer_state_dtype matmul_dtype freeze max_grad_norm seed chunk_tokens round_tokens recompute"
+        " deterministic"
     )
     assert sorted(arguments) == sorted(contract.split())
 
@@ -346,6 +349,25 @@ def test_end_to_end_on_the_real_engine(tmp_path, capsys):
     predicted = [json.loads(line)["predicted_step_s"] for line in (run / "train_log.jsonl").read_text().splitlines()]
     assert predicted[0] == predicted[2]
     assert predicted[3] == plan.predicted.step_s
+
+
+def test_frozen_layers_from_the_command_line(tmp_path, capsys):
+    """As `train.py --freeze`: the loss falls, the log counts what was done, and what is frozen is as it was."""
+    model, run = tmp_path / "model", tmp_path / "run"
+    tensors = saved_model(model, tiny_config(num_hidden_layers=3)).state_dict()
+    groups = spec_of(tiny_config(num_hidden_layers=3)).groups
+    flags = "--data-source synthetic --max-seq-len 16 --max-global-batch-tokens 64 --steps 3 --lr 1e-2 --save"
+    machine = "--device cpu --dtype bfloat16 --max-gpu-mem-gib 1 --max-host-mem-gib 4"
+    line = f"train --model {model} --output-dir {run} {flags} {machine} --freeze embed block.0-1"
+    assert cli.main(line.split()) == 0
+    assert "frozen: 3 of 5 groups" in capsys.readouterr().out
+    assert TrainConfig.from_yaml((run / "config.yaml").read_text()).freeze == ("embed", "block.0-1")
+    plan = Plan.from_json((run / "plan.json").read_text())
+    assert [group.update == "none" for group in plan.groups] == [True, True, True, False, False]
+    frozen = {s.name for g in groups[:3] for param in g.params for s in param.sources}
+    with safetensors.safe_open(run / "final" / "model.safetensors", framework="pt") as written:
+        for name, tensor in tensors.items():
+            assert torch.equal(written.get_tensor(name), tensor) == (name in frozen), name
 
 
 def test_a_full_disk_is_found_before_training(engine, tmp_path, monkeypatch):

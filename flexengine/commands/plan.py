@@ -11,14 +11,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flexengine.api import COMPUTE_DTYPES, block_shape, check_sequence_length, choose_device, make_request
+from flexengine.api import (
+    COMPUTE_DTYPES,
+    block_shape,
+    check_sequence_length,
+    choose_device,
+    described,
+    make_request,
+)
 from flexengine.commands.compare import Case, compare, comparison_json, comparison_table
 from flexengine.commands.files import check_target, print_output, write_whole
 from flexengine.config import LARGEST, OPTION_HELP, OPTION_TYPES, TrainConfig, choices_of, flag_of, value_type_of
 from flexengine.hardware.presets import PRESETS, preset, with_memory
 from flexengine.hardware.profile import HardwareProfile, read_profile
 from flexengine.metrics import GIB, format_bytes
-from flexengine.models.matmul_dtype import with_matmul_dtype
 from flexengine.models.registry import open_model, preset_names
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, PlanError, Request
@@ -64,7 +70,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     _check(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
-    model = with_matmul_dtype(open_model(arguments.model, needs_weights=False).spec, arguments.matmul_dtype)
+    spec = open_model(arguments.model, needs_weights=False).spec
+    model = described(spec, arguments.matmul_dtype, arguments.freeze)
     check_sequence_length(model, arguments.max_seq_len)
     options = {name: getattr(arguments, name) for name in SAME_AS_TRAIN}
     options["max_grad_norm"] = arguments.max_grad_norm or None
@@ -225,6 +232,7 @@ def _parser() -> argparse.ArgumentParser:
     work = parser.add_argument_group("work and numerics, as in train")
     for name in SAME_AS_TRAIN:
         _add_shared(work, name)
+    work.add_argument("--freeze", nargs="+", default=(), metavar="NAME", help=OPTION_HELP["freeze"])
     output = parser.add_argument_group("output")
     output.add_argument(
         "--json", action="store_true", help="print everything as JSON, sizes in bytes, times in seconds"

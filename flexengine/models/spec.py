@@ -44,11 +44,15 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Parameters that cross the link together. Groups of one `slot_class` share weight and gradient slots."""
+    """Parameters that cross the link together. Groups of one `slot_class` share weight and gradient slots.
+
+    frozen: they are not trained, so that they have weights alone: no gradient, no optimizer states, no update.
+    """
 
     name: str
     slot_class: str
     params: tuple[ParamSpec, ...]
+    frozen: bool = False
 
     @property
     def numel(self) -> int:
@@ -96,6 +100,16 @@ class LayerSpec:
         """Indices of the parameter groups that this layer reads, in order of first use."""
         return tuple(dict.fromkeys(group for _, group, _ in self.params))
 
+    @property
+    def has_backward(self) -> bool:
+        """Whether anything is trained in this layer or below it."""
+        return any(op.has_input_half or op.has_weight_half for op in self.ops)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether its input and outputs of its ops may be kept from forward to backward."""
+        return self.kind == "block" and self.has_backward
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -127,6 +141,11 @@ class ModelSpec:
     def num_parameters(self) -> int:
         """All parameters, a tied tensor counted once."""
         return sum(g.numel for g in self.groups)
+
+    @property
+    def num_trained_parameters(self) -> int:
+        """Those that are not frozen."""
+        return sum(g.numel for g in self.groups if not g.frozen)
 
     @property
     def embedding_source(self) -> str:
@@ -165,17 +184,24 @@ class ModelSpec:
     def model_flops(self, seq_lens: tuple[int, ...] | list[int]) -> float:
         """FLOPs of forward and backward without recompute for sequences of the given lengths.
 
-        Three times those of forward, in which a matrix parameter counts 2 per token (an embedding is a gather and
-        counts nothing, as head it counts), and attention 4 * heads * head_dim for every query and key that it sees,
-        half of all pairs where nothing else hides keys. Source: Chowdhery et al. 2022, "PaLM", appendix B, with causal
-        attention counted at half.
+        Three times those of forward where all is trained, in which a matrix parameter counts 2 per token (an embedding
+        is a gather and counts nothing, as head it counts), and attention 4 * heads * head_dim for every query and key
+        that it sees, half of all pairs where nothing else hides keys. Source: Chowdhery et al. 2022, "PaLM", appendix
+        B, with causal attention counted at half. A frozen matrix has no gradient of its own, and counts twice; what
+        lies below all that is trained counts once.
         """
         layers = Counter(layer.ops for layer in self.layers).items()
         lengths = Counter(seq_lens).items()
-        forward = sum(
-            count * times * op.forward_work(length, length, 2).flops
+        return sum(
+            count * times * _passes(op) * op.forward_work(length, length, 2).flops
             for ops, times in layers
             for op in ops
             for length, count in lengths
         )
-        return 3.0 * forward
+
+
+def _passes(op: Op) -> float:
+    """How often a step does what an op's forward takes: each half of backward takes as much, and the input half twice
+    as much where products are of activations alone."""
+    inputs = (1.0 if op.params else 2.0) if op.has_input_half else 0.0
+    return 1.0 + inputs + (1.0 if op.has_weight_half else 0.0)

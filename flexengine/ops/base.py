@@ -6,11 +6,12 @@ width.
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self, get_args
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -235,6 +236,30 @@ class Op(ABC):
     carried: tuple[Carried, ...] = ()
     """What goes from one chunk of a long sequence to the next. Forward leaves it; `fill_window` leaves the same and no
     outputs, chunk after chunk before the sequence's backward, which then visits the chunks in reverse."""
+    trained: bool = True
+    """Whether its parameters are: without, there is no weight half."""
+
+    @property
+    def has_input_half(self) -> bool:
+        """Whether backward makes gradients of inputs."""
+        return bool(self.grad_inputs)
+
+    @property
+    def has_weight_half(self) -> bool:
+        """Whether backward makes gradients of parameters."""
+        return self.trained and bool(self.params)
+
+    def untrained(self) -> Self:
+        """The same op with parameters that are not trained: of its backward there is the input half alone."""
+        op = copy.copy(self)
+        op.trained, op.needs_weight = False, ()
+        return op
+
+    def forward_only(self) -> Self:
+        """The same op without any backward."""
+        op = self.untrained()
+        op.needs_input = op.grad_inputs = op.grad_alias = op.grad_over = ()
+        return op
 
     @abstractmethod
     def forward(self, env: OpEnv) -> None:

@@ -83,7 +83,8 @@ class LMHeadLoss(Op):
             torch.mm(h, env.p[self.weight].t(), out=logits)
             cross_entropy_(logits, env.chunk.labels[rows], env.chunk.losses[rows], True, self.soft_cap)
             torch.mm(logits, env.p[self.weight], out=env.g[self.x][rows])
-            accumulate_weight_grad(env.gp[self.weight], logits, h, first)
+            if self.trained:
+                accumulate_weight_grad(env.gp[self.weight], logits, h, first)
             first = False
 
     def backward_weight(self, env: OpEnv) -> None:
@@ -112,8 +113,9 @@ class LMHeadLoss(Op):
         # logits read twice and written once by the loss; the accumulator is read and written once per block
         logits_bytes = 3.0 * tokens * self.vocab_size * compute_bytes
         accumulator_bytes = 2.0 * blocks * self.vocab_size * self.width * max(4, compute_bytes)
+        products = 3 if self.trained else 2
         return Work(
-            6.0 * tokens * self.width * self.vocab_size,
-            memory_bytes=logits_bytes + accumulator_bytes,
-            kernels=4 * blocks,
+            2.0 * products * tokens * self.width * self.vocab_size,
+            memory_bytes=logits_bytes + (accumulator_bytes if self.trained else 0.0),
+            kernels=(products + 1) * blocks,
         )

@@ -137,8 +137,8 @@ class Fp8Linear(Linear):
     def backward_input(self, env: OpEnv) -> None:
         grad_y, scales = env.g[self.y], env.t[f"{self.name}_grad_scales"]
         assert (self.x in env.accumulate) == self.adds, f"{self.name} adds to a gradient where it was made not to"
-        grad8, grad8_t = self._fp8(env, "grad8", GRADIENT_DTYPE), self._transposed(env, "grad8_t", GRADIENT_DTYPE)
-        weight8_t = self._fp8(env, "weight8_t", FORWARD_DTYPE)
+        grad8, weight8_t = self._fp8(env, "grad8", GRADIENT_DTYPE), self._fp8(env, "weight8_t", FORWARD_DTYPE)
+        grad8_t = self._transposed(env, "grad8_t", GRADIENT_DTYPE) if self.trained else None
         scale_weight = quantize(env.p[self.weight], scales, 1, columns=weight8_t)
         scale_grad = quantize(grad_y, scales, 0, rows=grad8, columns=grad8_t)
         grad_x = env.g[self.x]
@@ -195,7 +195,8 @@ class Fp8Linear(Linear):
 
         if half == "forward":
             return of_tokens("x8", d), of_weight("weight8", f, d), scale_buffer(self.name)
-        for_both = of_tokens("grad8_t", f, MULTIPLE), scale_buffer(f"{self.name}_grad")
+        for_weights = (of_tokens("grad8_t", f, MULTIPLE),) if self.trained else ()
+        for_both = *for_weights, scale_buffer(f"{self.name}_grad")
         if half == "input":
             return *for_both, of_tokens("grad8", f), of_weight("weight8_t", d, f)
         product = TensorSpec(f"{self.name}_product", (d,), "float32", rows=self._product_rows)
@@ -219,7 +220,7 @@ class Fp8Linear(Linear):
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         d, f = self.in_features, self.out_features
         work = self._product(tokens).plus(self._quantised(d * f, compute_bytes))
-        work = work.plus(self._quantised(tokens * f, compute_bytes, results=2))
+        work = work.plus(self._quantised(tokens * f, compute_bytes, results=2 if self.trained else 1))
         return work.plus(Work(memory_bytes=4.0 * tokens * d * compute_bytes, kernels=2)) if self.adds else work
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:

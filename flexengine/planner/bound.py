@@ -42,7 +42,8 @@ Without clipping no update needs the norm: the CPU may begin inside the last bac
 that it is a part of B, so the rows of the CPU and of host memory have V + B - head on the right, and no row counts on
 the link being slow beside the CPU in V.
 
-W' counts the groups that a layer reads both forward and backward. A link is alone for some seconds and shared for
+W' counts the groups that a layer reads both forward and backward: none of blocks below all that is trained. What is
+frozen has weights alone, which come back in no D2H row, and no u. A link is alone for some seconds and shared for
 others, at the rates of the profile, in V also beside the CPU; copies have no latency. At the turn the GPU holds all
 kept activations of a round that are not on the host, and the operands of the command that runs: the head's, or the last
 block's.

@@ -8,11 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from flexengine.planner import loads
-from flexengine.planner.kind_tables import KindTables
 from flexengine.planner.kinds import OfBlocks
 from flexengine.planner.sketch import Batch, EdgeCosts, RoundCosts, RowCosts, Sketch
 from flexengine.planner.solver import Placement, RoundProblem
-from flexengine.planner.tables import NEEDS_TILES, NUM_LEVELS, STREAMS_GRADS, STREAMS_WEIGHTS
+from flexengine.planner.tables import NUM_LEVELS, STREAMS_WEIGHTS, streams_grads
 from flexengine.planner.templates import SlotCounts
 from flexengine.planner.updates import exposed_s, stations
 from flexengine.schedule.layer_program import ALIGNMENT
@@ -116,6 +115,12 @@ class Drafting:
         return np.array([self.problem.templates.edge_slots(s) for s in self.structures]).T
 
     @cached_property
+    def edge_tiles(self) -> np.ndarray:
+        """Whether updates of the edge groups pass through tiles [S], under every structure."""
+        groups = np.arange(self.edge_levels.shape[1])
+        return np.any(self.problem.edge_needs_tiles[groups, self.edge_levels], axis=1)
+
+    @cached_property
     def edge_host(self) -> np.ndarray:
         """Host bytes [S] of the edge groups' planes under every structure."""
         groups = np.arange(self.edge_levels.shape[1])
@@ -127,8 +132,8 @@ class Drafting:
         templates = self.problem.templates
         total = np.full(len(levels), templates.accumulator_bytes)
         sizes = templates.slot_bytes[:, templates.kind_of]
-        for size, count, streams in zip(sizes, drafts.slots.T[:2], (STREAMS_WEIGHTS, STREAMS_GRADS), strict=True):
-            streamed = streams[levels]
+        streams = STREAMS_WEIGHTS[levels], self.problem.streams_grads.at(levels)
+        for size, count, streamed in zip(sizes, drafts.slots.T[:2], streams, strict=True):
             total = total + np.minimum(count, streamed.sum(axis=1)) * (size * streamed).max(axis=1)
         return total
 
@@ -146,7 +151,7 @@ class Drafting:
         """GPU bytes [P] of the process."""
         p, levels = self.problem, drafts.rows % NUM_LEVELS
         resident = self.edge_gpu[drafts.structures] + p.level_gpu.at(levels).sum(axis=1)
-        tiled = (NEEDS_TILES[levels]).any(axis=1) | NEEDS_TILES[self.edge_levels[drafts.structures]].any(axis=1)
+        tiled = p.needs_tiles.at(levels).any(axis=1) | self.edge_tiles[drafts.structures]
         region = np.maximum(self.region_bytes(drafts), np.where(tiled, p.templates.least_tile_bytes, 0))
         return p.activations.fixed_gpu_bytes + resident + region
 
@@ -154,9 +159,8 @@ class Drafting:
         """Host bytes [P] of the process."""
         p = self.problem
         planes = self.edge_host[drafts.structures] + p.row_host.at(drafts.rows).sum(axis=1)
-        scale = np.where(
-            (drafts.rows % NUM_LEVELS == loads.UPDATED_BY_CPU).any(axis=1), p.templates.cpu_update_host_bytes, 0
-        )
+        by_cpu = p.by_cpu.at(drafts.rows % NUM_LEVELS).any(axis=1)
+        scale = np.where(by_cpu, p.templates.cpu_update_host_bytes, 0)
         return p.activations.host_bytes + planes + scale
 
     def fitting(self, drafts: Drafts, gpu_bytes: int, host_bytes: int) -> Drafts:
@@ -196,12 +200,15 @@ class Drafting:
         return RoundCosts(
             p.of_blocks(lambda kind: np.array([s.forward_s for s in kind.seconds])).each(),
             p.of_blocks(lambda kind: np.array([s.backward_s for s in kind.seconds])).each(),
-            p.of_blocks(lambda kind: np.array(self._finish_s(kind.group))).each(),
+            p.of_blocks(lambda kind: np.array(self._finish_s(kind.group, kind.use.gradients))).each(),
             p.sliced,
+            sum(not layer.has_backward for layer in p.model.blocks),
         )
 
-    def _finish_s(self, group) -> float:
-        """Seconds to round a group's gradient, adding what was stored."""
+    def _finish_s(self, group, gradients: int) -> float:
+        """Seconds to round a group's gradient, adding what was stored; 0 where it has none."""
+        if not gradients:
+            return 0.0
         profile = self.problem.cost.profile
         touched = group.numel * self.problem.acc_bytes + 2 * group.plane_bytes["grad"]
         return touched / profile.memory_bytes_per_s + 2 * profile.launch_s
@@ -217,18 +224,19 @@ class Drafting:
     @cached_property
     def row_costs(self) -> dict[str, OfBlocks]:
         """What the rows [K] cost in a round, by field of RowCosts."""
-        found = [self._row_costs(kind) for kind in self.problem.kinds]
+        found = [self._row_costs(number) for number in range(len(self.problem.kinds))]
         columns = zip(RowCosts._fields, zip(*found, strict=True), strict=True)
         return {name: OfBlocks(np.stack(column), self.problem.templates.kind_of) for name, column in columns}
 
-    def _row_costs(self, kind: KindTables) -> RowCosts:
-        p, options, cost = self.problem, kind.options, self.problem.cost
+    def _row_costs(self, number: int) -> RowCosts:
+        p, kind, cost = self.problem, self.problem.kinds[number], self.problem.cost
+        options = kind.options
         copy_s = loads.issue_s(cost, "copy")
         option, level = p.row_option, p.row_level
         chunks, planes = len(p.shape.chunks), kind.group.plane_bytes
         inputs = np.where(options.host_bytes > options.staged_bytes, p.hidden_bytes, 0)[option]
         staged = options.staged_bytes[option]
-        weights, grads = STREAMS_WEIGHTS[level] * planes["weights"], STREAMS_GRADS[level] * planes["grad"]
+        weights, streams = STREAMS_WEIGHTS[level] * planes["weights"], p.streams_grads.by_kind[number][level]
         copies_s = copy_s * kind.copies[option]
         forward_s = sum(s.forward_issue_s for s in kind.seconds) / chunks
         backward_s = sum(s.backward_issue_s for s in kind.seconds) / chunks + kind.issue_s[option]
@@ -239,12 +247,12 @@ class Drafting:
             input_h2d_s=self._copy_s(inputs, True),
             save_h2d_s=self._copy_s(staged, True),
             weights_h2d_s=self._copy_s(weights, True),
-            grad_h2d_s=self._copy_s(grads, True),
-            grad_d2h_s=self._copy_s(grads, False),
+            grad_h2d_s=self._copy_s(streams * planes["grad"], True),
+            grad_d2h_s=self._copy_s(streams * planes["grad"], False),
             forward_issue_s=forward_s + copies_s,
             backward_issue_s=backward_s + (2 if p.sliced else 1) * copies_s,
             fetch_issue_s=np.full(len(option), copy_s),
-            finish_issue_s=loads.issue_s(cost, "finish_gradient") + 2 * copy_s * STREAMS_GRADS[level],
+            finish_issue_s=kind.use.gradients * loads.issue_s(cost, "finish_gradient") + 2 * copy_s * streams,
         )
 
     @cached_property
@@ -262,10 +270,11 @@ class Drafting:
                 continue
             planes, levels = templates.edge_layouts[i].plane_bytes, self.edge_levels[:, i]
             weights += self._copy_s(STREAMS_WEIGHTS[levels] * planes["weights"], True)
-            grads += self._copy_s(STREAMS_GRADS[levels] * planes["grad"], True)
+            streams = np.array([streams_grads(level) for level in templates.edge_levels[i]])[levels]
+            grads += self._copy_s(streams * planes["grad"], True)
             if edge == 0 and group in other:
-                again += self._copy_s(STREAMS_GRADS[levels] * planes["grad"], True)
-            finish_s += self._finish_s(templates.edge_layouts[i])
+                again += self._copy_s(streams * planes["grad"], True)
+            finish_s += self._finish_s(templates.edge_layouts[i], templates.uses[group].gradients)
         sent = grads * p.cost.profile.h2d_duplex_bytes_per_s / p.cost.profile.d2h_duplex_bytes_per_s
         seconds = p.edge_seconds[edge]
         return EdgeCosts(
@@ -273,7 +282,7 @@ class Drafting:
             seconds.backward_s,
             finish_s,
             seconds.forward_issue_s,
-            seconds.backward_issue_s + loads.issue_s(p.cost, "finish_gradient"),
+            seconds.backward_issue_s + (loads.issue_s(p.cost, "finish_gradient") if finish_s else 0.0),
             weights,
             grads,
             sent,
@@ -331,11 +340,13 @@ class Drafting:
             cost, templates = self.problem.cost, self.problem.templates
             kinds = len(templates.kinds)
             groups = [*templates.kind_layouts, *templates.edge_layouts]
-            found = [[stations(group, level, tile, cost) for level in loads.LEVELS] for group in groups]
+            levels = [*templates.kind_levels, *templates.edge_levels]
+            found = [[stations(group, v, tile, cost) for v in of] for group, of in zip(groups, levels, strict=True)]
             parts = np.array([[s.seconds(slots, cost) for s in by_level] for by_level in found])
             edges = parts[np.arange(kinds, len(groups)), self.edge_levels].sum(axis=1)
             blocks = OfBlocks(parts[:kinds], templates.kind_of)
-            self._updates[key] = blocks, edges, found[0][loads.STREAMED].first_s
+            first_s = next((s.first_s for s in (by_level[loads.STREAMED] for by_level in found) if s.first_s), 0.0)
+            self._updates[key] = blocks, edges, first_s
         return self._updates[key]
 
     @cached_property

@@ -17,12 +17,12 @@ from flexengine.planner.charts.streams import close_up, stream_chart
 from flexengine.planner.charts.style import SCRIPT, colour
 from flexengine.planner.machine_size import budget_notes
 from flexengine.planner.picture import Picture
-from flexengine.planner.report import alike, bound_line, kept_words, percent, spans, words
+from flexengine.planner.report import alike, bound_line, home_of_part, kept_words, percent, spans, words
 from flexengine.planner.report_data import place_of
 from flexengine.planner.shortage import ShortageError
 from flexengine.schedule.layer_program import savable_ops
 
-HOME_WORDS = {"gpu": "GPU", "host": "host"}
+HOME_WORDS = {"gpu": "GPU", "host": "host", None: "frozen"}
 
 
 def html_page(picture: Picture, command: str = "") -> str:
@@ -133,26 +133,26 @@ def _layer_names(model: ModelSpec, members: Sequence[int]) -> str:
 def _decisions(layer: LayerSpec, kept: LayerPlan, groups: Sequence[GroupPlan]) -> tuple[str, ...]:
     """What a layer keeps, and the homes of its weights, gradients and states, in words."""
     homes = [
-        words(dict.fromkeys(HOME_WORDS[getattr(groups[g], part)] for g in layer.groups))
+        words(dict.fromkeys(HOME_WORDS[home_of_part(groups[g], part)] for g in layer.groups))
         for part in ("weights", "grads", "states")
     ]
-    return kept_words(kept) if layer.kind == "block" else "nothing", *homes
+    return kept_words(kept if layer.keeps else None) if layer.kind == "block" else "nothing", *homes
 
 
 def _layer_places(picture: Picture) -> list[tuple[str, list[str | None]]]:
     """Rows of the layer chart: planes of parameters, then the input and what ops leave for backward."""
     plan, layers = picture.plan, picture.model.layers
     rows: list[tuple[str, list[str | None]]] = [
-        (word, [getattr(plan.groups[layer.groups[-1]], part) for layer in layers])
+        (word, [home_of_part(plan.groups[layer.groups[-1]], part) for layer in layers])
         for word, part in (("weights", "weights"), ("gradients", "grads"), ("optimizer states", "states"))
     ]
-    blocks = [layer.kind == "block" for layer in layers]
+    blocks = [layer.keeps for layer in layers]
     rows.append(
         ("input", [kept.input_home if block else None for kept, block in zip(plan.layers, blocks, strict=True)])
     )
     names = dict.fromkeys(name for layer in layers if layer.kind == "block" for name in savable_ops(layer.ops))
     for name in names:
-        has = [any(op.name == name for op in layer.ops) and layer.kind == "block" for layer in layers]
+        has = [any(op.name == name for op in layer.ops) and layer.keeps for layer in layers]
         rows.append((name, [place_of(name, kept) if h else None for kept, h in zip(plan.layers, has, strict=True)]))
     return rows
 

@@ -7,6 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from flexengine.models.spec import LayerSpec
+from flexengine.plan import GroupPlan
 from flexengine.planner import loads
 from flexengine.planner.cost_model import CostModel
 from flexengine.planner.options import Options
@@ -17,7 +18,7 @@ from flexengine.schedule.lowering import RoundShape
 
 
 class KindTables:
-    """Tables of one block, made when they are first read. [O]: keep options, [V]: levels.
+    """Tables of one block, made when they are first read. [O]: keep options, [V]: levels, by what they mean for it.
 
     sizes: chunks of all full rounds of a step, and rounds. acc_bytes: of an element of a gradient accumulator.
     """
@@ -26,6 +27,7 @@ class KindTables:
         self,
         layer: LayerSpec,
         group: GroupLayout,
+        levels: tuple[GroupPlan, ...],
         use: loads.GroupUse,
         options: Options,
         cost: CostModel,
@@ -33,7 +35,7 @@ class KindTables:
         rounds: tuple[int, float],
         acc_bytes: int,
     ) -> None:
-        self.layer, self.group, self.use, self.options = layer, group, use, options
+        self.layer, self.group, self.levels, self.use, self.options = layer, group, levels, use, options
         self.cost, self.shape, self.acc_bytes = cost, shape, acc_bytes
         self.rounds, self.full_rounds = rounds
         self.sliced = shape.chunks[0].is_slice
@@ -82,14 +84,14 @@ class KindTables:
     def level_loads(self) -> np.ndarray:
         """Loads [V, 12] of the parameters."""
         arguments = (self.use, self.rounds, self.acc_bytes, self.cost)
-        return np.array([loads.group_loads(self.group, level, *arguments) for level in loads.LEVELS])
+        return np.array([loads.group_loads(self.group, level, *arguments) for level in self.levels])
 
     @cached_property
     def level_gpu(self) -> np.ndarray:
         """GPU bytes [V] of the resident planes."""
-        return np.array([gpu_plane_bytes(self.group, v) for v in loads.LEVELS], dtype=np.int64)
+        return np.array([gpu_plane_bytes(self.group, v) for v in self.levels], dtype=np.int64)
 
     @cached_property
     def level_host(self) -> np.ndarray:
         """Host bytes [V] of the planes."""
-        return np.array([host_plane_bytes(self.group, v) for v in loads.LEVELS], dtype=np.int64)
+        return np.array([host_plane_bytes(self.group, v) for v in self.levels], dtype=np.int64)

@@ -25,7 +25,7 @@ Sets = tuple[tuple[tuple[str, ...], ...], ...]
 
 
 class Kind(NamedTuple):
-    """Blocks with the same ops: one of them, and its parameter group."""
+    """Blocks with the same ops, which frozen and trained ones have not: one of them, and its parameter group."""
 
     layer: LayerSpec
     group: int
@@ -87,6 +87,11 @@ def side_by_side(
     """
     if len({savable_ops(kind.layer.ops) for kind in kinds}) == 1:
         return (tuple(s.ops for s in frontier_of(kinds[0].layer)),) * len(kinds)
+    keeping = [number for number, kind in enumerate(kinds) if savable_ops(kind.layer.ops)]
+    if len(keeping) < len(kinds):  # those without a backward go along with any
+        found = side_by_side([kinds[i] for i in keeping], counts[keeping], frontier_of)
+        beside = iter(found)
+        return tuple(next(beside) if i in keeping else ((),) * len(found[0]) for i in range(len(kinds)))
     frontiers = [frontier_of(kind.layer) for kind in kinds]
     chosen = np.arange(len(frontiers[0]))[:, None]
     num_bytes, seconds = (counts[0] * column for column in _columns(frontiers[0]))

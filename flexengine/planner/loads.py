@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flexengine.models.spec import LayerSpec, ModelSpec
+from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec
 from flexengine.ops.base import Work
 from flexengine.plan import GroupPlan, Home
 from flexengine.planner.cost_model import CostModel
@@ -38,12 +38,14 @@ LEVELS = (
 STREAMED, RESIDENT_WEIGHTS, RESIDENT_GRADS, RESIDENT_BOTH, RESIDENT, UPDATED_BY_CPU = range(len(LEVELS))
 GPU_LEVELS = tuple(range(UPDATED_BY_CPU))
 """Those that the GPU updates."""
+FROZEN_LEVELS = tuple(level.of_frozen() for level in LEVELS)
+"""What the same numbers mean for a group that is not trained: the home of its weights."""
 
 
 class GroupUse(NamedTuple):
     """How often a round reads a group's weights: by layers forward, and by layers backward (the head counts there).
 
-    gradients: how many layers add to its gradient, each of which stores it (2 for a tied embedding).
+    gradients: how many layers add to its gradient, each of which stores it (2 for a tied embedding; 0 where frozen).
     """
 
     forward: int
@@ -52,14 +54,23 @@ class GroupUse(NamedTuple):
 
 
 def group_uses(model: ModelSpec) -> list[GroupUse]:
-    """Uses of every parameter group. The embedding's backward does not read its weights."""
+    """Uses of every parameter group. The embedding's backward does not read its weights; layers below all that is
+    trained have none."""
     forward, backward = [0] * len(model.groups), [0] * len(model.groups)
     for layer in model.layers:
         for group in layer.groups:
             forward[group] += layer.kind != "head"
-            backward[group] += layer.kind != "embedding"
-    gradients = [sum(group in layer.groups for layer in model.layers) for group in range(len(model.groups))]
+            backward[group] += layer.kind != "embedding" and layer.has_backward
+    gradients = [
+        0 if spec.frozen else sum(group in layer.groups for layer in model.layers)
+        for group, spec in enumerate(model.groups)
+    ]
     return [GroupUse(*use) for use in zip(forward, backward, gradients, strict=True)]
+
+
+def levels_of(group: GroupSpec) -> tuple[GroupPlan, ...]:
+    """What the numbers of levels mean for a group."""
+    return FROZEN_LEVELS if group.frozen else LEVELS
 
 
 def home_of(kind: str, level: GroupPlan) -> Home:
@@ -89,6 +100,8 @@ def group_loads(
         loads[BH] = rounds * use.backward * planes["weights"] / p.h2d_duplex_bytes_per_s
         loads[FI] = rounds * use.forward * copy_s
         loads[BI] = rounds * use.backward * copy_s
+    if not level.trained:
+        return loads
     if level.grads == "host":
         loads[BH] += (stores - 1) * planes["grad"] / p.h2d_duplex_bytes_per_s
         loads[BD] = stores * planes["grad"] / p.d2h_duplex_bytes_per_s

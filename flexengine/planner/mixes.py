@@ -15,7 +15,7 @@ import numpy as np
 
 from flexengine.planner import loads
 from flexengine.planner.drafts import Drafting, Mix, aligned
-from flexengine.planner.tables import NUM_LEVELS, STREAMS_GRADS, STREAMS_WEIGHTS
+from flexengine.planner.tables import NUM_LEVELS, STREAMS_WEIGHTS
 from flexengine.planner.templates import SlotCounts
 from flexengine.planner.updates import exposed_s
 
@@ -83,7 +83,7 @@ class Mixing:
     def parameters(self, levels: np.ndarray, structures: np.ndarray, slots: tuple[int, int, int]) -> Parameters:
         """Mixes of levels [Q, V] under structures [Q]."""
         p, d = self.problem, self.drafting
-        weights, grads = levels @ STREAMS_WEIGHTS, levels @ STREAMS_GRADS
+        weights, grads = levels @ STREAMS_WEIGHTS, levels @ p.streams_grads.mean
         weight, grad = p.templates.largest_slot_bytes
         block = (
             p.templates.accumulator_bytes + weight * np.minimum(slots[0], weights) + grad * np.minimum(slots[1], grads)

@@ -109,12 +109,16 @@ def _options(
     hidden_bytes: int,
     sliced: bool,
 ) -> Options:
-    """The options of one kind: (set, its part on the GPU, home of the input) of each."""
+    """The options of one kind: (set, its part on the GPU, home of the input) of each. Without a backward they are all
+    one: nothing is kept."""
     programs = tuple(compile_layer(layer, ops, (), cost.chunk_tokens, cost.compute_bytes) for ops in sets)
     sizes = {op.name: output_bytes(op, cost.chunk_tokens, cost.compute_bytes) for op in layer.ops}
     kept = np.array([sum(sizes[name] for name in on_gpu) for _, on_gpu, _ in found], dtype=np.int64)
     set_of = np.array([number for number, _, _ in found])
     staged = np.array([sum(sizes[name] for name in ops) for ops in sets], dtype=np.int64)[set_of] - kept
+    hidden_bytes = hidden_bytes if layer.has_backward else 0
+    if not layer.has_backward:
+        found = [(number, (), "gpu") for number, _, _ in found]
     input_on_gpu = np.array([home == "gpu" for _, _, home in found])
     return Options(
         plans=tuple(LayerPlan(on_gpu, tuple(x for x in sets[s] if x not in on_gpu), home) for s, on_gpu, home in found),

@@ -63,6 +63,7 @@ class Relaxation:
 
     def __init__(self, step: Unavoidable, size: SizeWork) -> None:
         self.step, self.size, self.rounds = step, size, size.rounds
+        self.trained = [p for p in step.parameters if p.trained]
         self.unit_bytes = float(sum(p.weights + p.grads + p.states for p in step.parameters))
         self.unit_s = size.compute_s
         self.lp = LinearProgram()
@@ -82,7 +83,7 @@ class Relaxation:
         values = found.values
         both = values["link both"]
         recompute_s = sum(coefficient * values[name] for name, coefficient in self.recompute.items())
-        spared_s = sum(values[f"u {p.name}"] * self.size.update_s_of(p) for p in self.step.parameters)
+        spared_s = sum(values[f"u {p.name}"] * self.size.update_s_of(p) for p in self.trained)
         prices = sorted(found.prices.items(), key=lambda item: -item[1])
         limits = dict.fromkeys(ROW_WORDS[row] for row, price in prices if price > LEAST_PRICE and row in ROW_WORDS)
         return Bound(
@@ -119,7 +120,7 @@ class Relaxation:
             add(name)
         self.lp.at_most("kept on host", {"on host": 1.0, **{k: -v for k, v in self.kept.items()}}, 0.0)
         self._hold_rows()
-        for p in self.step.parameters:
+        for p in self.trained:
             by_cpu = add(f"u {p.name}")
             for kind in "wgs":
                 total = self._total(kind, [p])
@@ -147,7 +148,7 @@ class Relaxation:
 
     def _by_cpu(self, kinds: str) -> dict[str, float]:
         """Terms of the bytes that an update by the CPU spares the link."""
-        return {f"u {p.name}": -sum(self._total(kind, [p]) for kind in kinds) for p in self.step.parameters}
+        return {f"u {p.name}": -sum(self._total(kind, [p]) for kind in kinds) for p in self.trained}
 
     def _total(self, kind: str, members=None) -> float:
         members = self.step.parameters if members is None else members
@@ -158,7 +159,7 @@ class Relaxation:
 
     def _stream_rows(self) -> None:
         size, first = self.size, self.size.first_share
-        spared = {f"u {p.name}": -size.update_s_of(p) / self.unit_s for p in self.step.parameters}
+        spared = {f"u {p.name}": -size.update_s_of(p) / self.unit_s for p in self.trained}
         forward_s = size.forward_s + size.head_s
         update_s, other_s = first * forward_s + size.update_s, (size.full_rounds - first) * forward_s
         self.lp.at_most("update compute", {"V": -1.0, **spared}, -update_s / self.unit_s)
@@ -176,11 +177,11 @@ class Relaxation:
         size, p, r = self.size, self.step.profile, self.rounds
         up, down = self._link_rates()
         head_s, total = size.first_share * size.head_s / self.unit_s, self._total
-        cpu_s = {f"u {q.name}": size.cpu_update_s_of(q) / self.unit_s for q in self.step.parameters}
+        cpu_s = {f"u {q.name}": size.cpu_update_s_of(q) / self.unit_s for q in self.trained}
         updating, slowing = ("V", cpu_s) if self.step.request.clipping else ("VB", {})
         self.lp.at_most("cpu", {**dict.fromkeys(updating, -1.0), **cpu_s}, -head_s)
 
-        touched = {f"u {q.name}": q.touched / self.unit_bytes for q in self.step.parameters}
+        touched = {f"u {q.name}": q.touched / self.unit_bytes for q in self.trained}
         homes = self._at_home("wgs", factor=-1.0)
         fetched = {**homes, **self._by_cpu("gs"), "hold end": -1.0, "hold grads": -1.0, "hold states": -1.0}
         moved = (fetched, total("w") + total("g") + total("s"))
@@ -247,9 +248,9 @@ class Relaxation:
     def _d2h(self) -> tuple[dict[str, float], float]:
         """Bytes to the host: gradients of every round, updated weights and states, kept activations."""
         r = self.rounds
-        terms = {**self._at_home("ws", factor=-1.0), **self._at_home("g", factor=-float(r))}
+        terms = {**self._at_home("ws", self.trained, factor=-1.0), **self._at_home("g", factor=-float(r))}
         terms |= {"hold grads": -1.0, "on host": 1.0, **self._by_cpu("ws")}
-        return terms, r * self._total("g") + self._total("w") + self._total("s")
+        return terms, r * self._total("g") + self._total("w", self.trained) + self._total("s")
 
     def _gpu_rows(self) -> None:
         """At the turn under the head's command and under the last block's, between rounds, and before the update."""

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from flexengine.metrics import format_bytes, format_seconds, format_tflops, format_tokens_per_s
 from flexengine.models.spec import ModelSpec
-from flexengine.plan import LayerPlan, Plan
+from flexengine.plan import GroupPlan, Home, LayerPlan, Plan
 from flexengine.planner.cost_model import ISSUE, StepEstimate
 from flexengine.planner.machine_size import budget_notes
 from flexengine.planner.memory_over_time import MemorySeries
@@ -180,7 +180,7 @@ def _decision_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
         f" x {plan.chunk_tokens} tokens, sequences up to {plan.request.max_seq_len}",
         *_parameter_lines(plan, model),
         *_update_lines(plan),
-        *_activation_lines(plan),
+        *_activation_lines(plan, model),
     ]
 
 
@@ -188,20 +188,38 @@ def _parameter_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
     layouts = [group_layout(g, plan.request.numerics) for g in model.groups] if model is not None else None
     lines = []
     for part, kinds in GROUP_PARTS:
-        homes = [getattr(g, part) for g in plan.groups]
+        homes = [home_of_part(g, part) for g in plan.groups]
+        some = sum(home is not None for home in homes)
         texts = []
         for home, word in (("gpu", "on the GPU"), ("host", "streamed from the host")):
             members = [i for i, h in enumerate(homes) if h == home]
             if members:
-                texts.append(f"{len(members)} of {len(homes)} groups {word}{_group_bytes(layouts, members, kinds)}")
+                texts.append(f"{len(members)} of {some} groups {word}{_group_bytes(layouts, members, kinds)}")
         lines.append(f"{PART_WORDS[part]}: {', '.join(texts)}")
-    return lines
+    return lines + _frozen_lines(plan, model)
+
+
+def home_of_part(home: GroupPlan, part: str) -> Home | None:
+    """Where a group's weights, grads or states live; None for what a frozen one does not have."""
+    return getattr(home, part) if part == "weights" or home.trained else None
+
+
+def _frozen_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
+    """What is not trained, if anything."""
+    frozen = [i for i, home in enumerate(plan.groups) if not home.trained]
+    if not frozen:
+        return []
+    size = ""
+    if model is not None:
+        size = f" ({sum(model.groups[i].numel for i in frozen) / 1e9:.2f} G parameters)"
+    return [f"frozen: {len(frozen)} of {len(plan.groups)} groups{size}, with weights alone"]
 
 
 def _update_lines(plan: Plan) -> list[str]:
+    trained = sum(home.trained for home in plan.groups)
     by_cpu = sum(home.update == "cpu" for home in plan.groups)
     since = " from the last backward on" if plan.updates_in_backward else ""
-    cpu = f"{by_cpu} of {len(plan.groups)} groups on the CPU{since}, the others " if by_cpu else ""
+    cpu = f"{by_cpu} of {trained} groups on the CPU{since}, the others " if by_cpu else ""
     if not plan.uses_tiles:
         return [f"update: {cpu}on the GPU, in place"]
     tile = f"{plan.optimizer_tile / 1e6:.2g} M" if plan.optimizer_tile >= 1e5 else f"{plan.optimizer_tile}"
@@ -215,9 +233,11 @@ def _group_bytes(layouts: Sequence[GroupLayout] | None, members: list[int], kind
     return f" ({format_bytes(sum(layouts[i].plane_bytes.get(kind, 0) for i in members for kind in kinds))})"
 
 
-def _activation_lines(plan: Plan) -> list[str]:
+def _activation_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
     """One line per way to keep activations, with the blocks that do."""
-    blocks = plan.layers[1:-1]
+    blocks: Sequence[LayerPlan | None] = plan.layers[1:-1]
+    if model is not None:
+        blocks = [kept if block.keeps else None for kept, block in zip(blocks, model.blocks, strict=True)]
     return [
         f"block{'' if len(members) == 1 else 's'} {spans(members)}: {kept_words(kept)}"
         for kept, members in alike(blocks).items()
@@ -243,8 +263,10 @@ def spans(numbers: Sequence[int]) -> str:
     return ", ".join("-".join(map(str, ends)) for ends in ranges)
 
 
-def kept_words(kept: LayerPlan) -> str:
-    """What a block keeps from forward to backward."""
+def kept_words(kept: LayerPlan | None) -> str:
+    """What a block keeps from forward to backward; None: it has none."""
+    if kept is None:
+        return "forward only, as nothing is trained there or below"
     on_gpu = [*(["input"] if kept.input_home == "gpu" else []), *kept.keep_gpu]
     on_host = [*(["input"] if kept.input_home == "host" else []), *kept.keep_host]
     texts = [f"GPU keeps {', '.join(on_gpu)}"] if on_gpu else []

@@ -13,6 +13,7 @@ from flexengine.plan import LayerPlan, Plan, Prediction
 from flexengine.planner.machine_size import budget_notes
 from flexengine.planner.memory_over_time import MemorySeries
 from flexengine.planner.picture import Picture
+from flexengine.planner.report import home_of_part
 from flexengine.planner.shortage import ShortageError
 from flexengine.schedule.layout import group_layout
 from flexengine.schedule.timeline import (
@@ -93,13 +94,14 @@ def _memory(
 
 
 def layer_rows(picture: Picture) -> list[dict[str, Any]]:
-    """What every layer keeps from forward to backward, and where; only blocks keep anything."""
+    """What every layer keeps from forward to backward, and where; only blocks that have a backward keep anything."""
     rows = []
     for layer, kept in zip(picture.model.layers, picture.plan.layers, strict=True):
         row: dict[str, Any] = {"name": layer.name, "kind": layer.kind}
         if layer.kind == "block":
-            places = {name: place_of(name, kept) for name in (op.name for op in layer.ops)}
-            row |= {"input": kept.input_home, "gpu": list(kept.keep_gpu), "host": list(kept.keep_host)}
+            places = {name: place_of(name, kept) for name in (op.name for op in layer.ops if layer.keeps)}
+            home = kept.input_home if layer.keeps else None
+            row |= {"input": home, "gpu": list(kept.keep_gpu), "host": list(kept.keep_host)}
             row["recomputed"] = [name for name, place in places.items() if place == "recomputed"]
         rows.append(row)
     return rows
@@ -112,14 +114,18 @@ def place_of(op_name: str, kept: LayerPlan) -> str:
     return "host" if op_name in kept.keep_host else "recomputed"
 
 
+GROUP_HOMES = (("weights", "weights"), ("gradients", "grads"), ("states", "states"))
+
+
 def group_rows(picture: Picture) -> list[dict[str, Any]]:
-    """Where every parameter group's weights, gradients and optimizer states live, with their bytes."""
+    """Where every parameter group's weights, gradients and optimizer states live, with their bytes; null for what a
+    frozen group does not have."""
     rows = []
     for group, home in zip(picture.model.groups, picture.plan.groups, strict=True):
         planes = group_layout(group, picture.plan.request.numerics).plane_bytes
         states = sum(num for kind, num in planes.items() if kind not in ("weights", "grad"))
         sizes = {"weights_bytes": planes["weights"], "gradients_bytes": planes["grad"], "states_bytes": states}
-        homes = {"weights": home.weights, "gradients": home.grads, "states": home.states, "update": home.update}
+        homes = {word: home_of_part(home, part) for word, part in GROUP_HOMES} | {"update": home.update}
         rows.append({"name": group.name, "parameters": group.numel, **homes, **sizes})
     return rows
 

@@ -59,12 +59,14 @@ class RoundCosts(NamedTuple):
 
     forward_s, backward_s: compute of the blocks [L, chunks], without recomputation; finish_s: rounding their gradients
     [L]. refill: sliced sequences fetch every chunk's kept tensors once more to rebuild the key/value window.
+    forward_only: so many of the first blocks have no backward.
     """
 
     forward_s: np.ndarray
     backward_s: np.ndarray
     finish_s: np.ndarray
     refill: bool
+    forward_only: int = 0
 
 
 class Batch(NamedTuple):
@@ -207,12 +209,13 @@ class Sketch:
         left = np.where(self.batch.grads_share & (head.grad_d2h_s > 0), self.d2h, 0.0)
         floor = np.where(share, np.maximum(self.compute, left), 0.0)
         held = np.where(share, 0, self.batch.slots[0])  # the last blocks' weights are still there
-        for i in reversed(range(len(self.layers))):
+        for i in reversed(range(self.costs.forward_only, len(self.layers))):
             self._backward(self.layers[i], floor, held, self.offloaded[i])
             self._measure_link()
-        last = np.where(share & self.layers[0].grads, self.d2h, 0.0)  # the first block's gradient must have left
-        self.compute = np.maximum(self.compute, last)
-        self._edge_backward(embedding, self.compute, np.zeros_like(last), gives_hidden=False)
+        if embedding.backward_s:
+            last = np.where(share & self.layers[0].grads, self.d2h, 0.0)  # the first block's gradient must have left
+            self.compute = np.maximum(self.compute, last)
+            self._edge_backward(embedding, self.compute, np.zeros_like(last), gives_hidden=False)
         return np.maximum(np.maximum(self.compute, self.h2d), self.d2h)
 
     # -- the link ----------------------------------------------------------------------------------------------------

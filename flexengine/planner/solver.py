@@ -17,7 +17,7 @@ import numpy as np
 
 from flexengine.plan import GroupPlan, LayerPlan, Plan
 from flexengine.planner import knapsack, loads
-from flexengine.planner.tables import NEEDS_TILES, STREAMS_GRADS, STREAMS_WEIGHTS, RoundTables
+from flexengine.planner.tables import STREAMS_WEIGHTS, RoundTables
 from flexengine.planner.templates import SlotCounts, Structure
 from flexengine.schedule.layer_program import align
 
@@ -104,28 +104,27 @@ class RoundProblem(RoundTables):
     def _largest(self, rows: list[int]) -> tuple[int, int]:
         """Bytes of the weight and gradient slots that the blocks of such rows need."""
         levels, (weights, grads) = self.row_level[rows], self.templates.slot_bytes[:, self.templates.kind_of]
-        return int((weights * STREAMS_WEIGHTS[levels]).max()), int((grads * STREAMS_GRADS[levels]).max())
+        return int((weights * STREAMS_WEIGHTS[levels]).max()), int((grads * self.streams_grads.at(levels)).max())
 
     def gpu_bytes(self, placement: Placement) -> int:
         """GPU bytes of the process under a placement."""
-        edges, rows = placement.structure.edge_levels, list(placement.rows)
-        resident = self.templates.resident_edge_bytes(edges) + int(self.level_gpu.at(self.row_level[rows]).sum())
-        levels = [*edges, *(int(v) for v in self.row_level[rows])]
+        edges, levels = placement.structure.edge_levels, self.row_level[list(placement.rows)]
+        resident = self.templates.resident_edge_bytes(edges) + int(self.level_gpu.at(levels).sum())
         region = self.region_bytes(placement)
-        if NEEDS_TILES[levels].any():
+        if self.needs_tiles.at(levels).any() or self.edge_needs_tiles[np.arange(len(edges)), list(edges)].any():
             region = max(region, self.templates.least_tile_bytes)
         return self.activations.fixed_gpu_bytes + resident + region
 
     def used_slots(self, placement: Placement) -> SlotCounts:
         """Slot counts of a layout: no more weight or gradient slots than groups that need one."""
         levels, slots = self.row_level[list(placement.rows)], placement.slots
-        weights, grads = int(STREAMS_WEIGHTS[levels].sum()), int(STREAMS_GRADS[levels].sum())
+        weights, grads = int(STREAMS_WEIGHTS[levels].sum()), int(self.streams_grads.at(levels).sum())
         return slots._replace(weight=max(1, min(slots.weight, weights)), grad=max(1, min(slots.grad, grads)))
 
     def host_bytes(self, structure: Structure, rows: Sequence[int]) -> int:
         """Host bytes of the process."""
         edges = sum(int(host[v]) for host, v in zip(self.edge_host, structure.edge_levels, strict=True))
-        by_cpu = bool((self.row_level[list(rows)] == loads.UPDATED_BY_CPU).any())
+        by_cpu = bool(self.by_cpu.at(self.row_level[list(rows)]).any())
         scale = self.templates.cpu_update_host_bytes * by_cpu
         planes = edges + int(self.row_host.at(np.array(rows)).sum())
         return self.activations.host_bytes + planes + scale
@@ -143,7 +142,7 @@ class RoundProblem(RoundTables):
     def normalised(self, placement: Placement) -> Placement:
         """With `blocks_hold` as the rows have it: planes that all blocks hold need no slots."""
         levels = self.row_level[list(placement.rows)]
-        weights, grads = not STREAMS_WEIGHTS[levels].any(), not STREAMS_GRADS[levels].any()
+        weights, grads = not STREAMS_WEIGHTS[levels].any(), not self.streams_grads.at(levels).any()
         hold = {
             (False, False): loads.STREAMED,
             (True, False): loads.RESIDENT_WEIGHTS,
@@ -226,9 +225,9 @@ class RoundProblem(RoundTables):
         t = self.templates
         for index, group, kind, row in zip(t.block_layers, t.block_groups, t.kind_of, placement.rows, strict=True):
             layers[index] = self.kinds[kind].options.plans[self.row_option[row]]
-            groups[group] = loads.LEVELS[self.row_level[row]]
-        for group, level in zip(self.templates.edge_groups, placement.structure.edge_levels, strict=True):
-            groups[group] = loads.LEVELS[level]
+            groups[group] = t.kind_levels[kind][self.row_level[row]]
+        for group, levels, level in zip(t.edge_groups, t.edge_levels, placement.structure.edge_levels, strict=True):
+            groups[group] = levels[level]
         count, tile = self.templates.tiles(self.region_bytes(placement), placement.slots.optimizer)
         slots = placement.slots._replace(optimizer=count)
         size = (self.chunk_tokens, self.chunks_per_round)

@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from flexengine.plan import GroupPlan
 from flexengine.planner import loads
 from flexengine.planner.cost_model import CostModel, full_rounds, round_shape, rounds_per_step
 from flexengine.planner.kind_tables import KindTables
@@ -16,11 +17,19 @@ from flexengine.schedule.layer_program import align
 from flexengine.schedule.layout import DTYPE_BYTES
 
 NUM_LEVELS = len(loads.LEVELS)
-NEEDS_TILES = np.array([level.update == "gpu" and "host" in (level.grads, level.states) for level in loads.LEVELS])
 STREAMS_WEIGHTS = np.array([level.weights == "host" for level in loads.LEVELS])
 COMPUTE_AND_ISSUE = [loads.FC, loads.BC, loads.FI, loads.BI]
 """What the seconds of a layer load, in the order of loads.LayerSeconds."""
-STREAMS_GRADS = np.array([level.grads == "host" for level in loads.LEVELS])
+
+
+def needs_tiles(level: GroupPlan) -> bool:
+    """Whether the GPU updates what does not live there altogether."""
+    return level.update == "gpu" and "host" in (level.grads, level.states)
+
+
+def streams_grads(level: GroupPlan) -> bool:
+    """Whether gradients leave for the host."""
+    return level.trained and level.grads == "host"
 
 
 class RoundTables:
@@ -55,8 +64,10 @@ class RoundTables:
         t, rounds = self.templates, (self.rounds, self.full_rounds)
         options = t.keep_options(self.cost, self.sets)
         return tuple(
-            KindTables(kind.layer, group, t.uses[kind.group], own, self.cost, self.shape, rounds, self.acc_bytes)
-            for kind, group, own in zip(t.kinds, t.kind_layouts, options, strict=True)
+            KindTables(
+                kind.layer, group, levels, t.uses[kind.group], own, self.cost, self.shape, rounds, self.acc_bytes
+            )
+            for kind, group, levels, own in zip(t.kinds, t.kind_layouts, t.kind_levels, options, strict=True)
         )
 
     def of_blocks(self, column: Callable[[KindTables], np.ndarray]) -> OfBlocks:
@@ -141,8 +152,28 @@ class RoundTables:
     def edge_loads(self) -> np.ndarray:
         """Loads [E, V, 12] of the edge groups' parameters."""
         t, sizes = self.templates, (self.rounds, self.acc_bytes, self.cost)
-        pairs = list(zip(t.edge_layouts, t.edge_groups, strict=True))
-        return np.array([[loads.group_loads(g, level, t.uses[i], *sizes) for level in loads.LEVELS] for g, i in pairs])
+        edges = list(zip(t.edge_layouts, t.edge_levels, t.edge_groups, strict=True))
+        return np.array([[loads.group_loads(g, level, t.uses[i], *sizes) for level in v] for g, v, i in edges])
+
+    @cached_property
+    def streams_grads(self) -> OfBlocks:
+        """Whether a block's gradient leaves for the host [V]."""
+        return self.of_blocks(lambda kind: np.array([streams_grads(level) for level in kind.levels]))
+
+    @cached_property
+    def needs_tiles(self) -> OfBlocks:
+        """Whether a block's update passes through tiles [V]."""
+        return self.of_blocks(lambda kind: np.array([needs_tiles(level) for level in kind.levels]))
+
+    @cached_property
+    def by_cpu(self) -> OfBlocks:
+        """Whether the CPU updates a block [V]."""
+        return self.of_blocks(lambda kind: np.array([level.update == "cpu" for level in kind.levels]))
+
+    @cached_property
+    def edge_needs_tiles(self) -> np.ndarray:
+        """Whether the edge groups' updates pass through tiles [E, V]."""
+        return np.array([[needs_tiles(level) for level in levels] for levels in self.templates.edge_levels])
 
     @cached_property
     def level_gpu(self) -> OfBlocks:
@@ -157,8 +188,8 @@ class RoundTables:
     @cached_property
     def edge_host(self) -> np.ndarray:
         """Host bytes [E, V] of the edge groups' planes."""
-        groups = self.templates.edge_layouts
-        return np.array([[host_plane_bytes(g, v) for v in loads.LEVELS] for g in groups], dtype=np.int64)
+        edges = zip(self.templates.edge_layouts, self.templates.edge_levels, strict=True)
+        return np.array([[host_plane_bytes(g, v) for v in levels] for g, levels in edges], dtype=np.int64)
 
     # -- rows --------------------------------------------------------------------------------------------------------
 

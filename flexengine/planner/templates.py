@@ -27,6 +27,7 @@ from flexengine.planner.loads import (
     UPDATED_BY_CPU,
     group_uses,
     home_of,
+    levels_of,
 )
 from flexengine.planner.memory import gpu_overhead_bytes, host_required_bytes
 from flexengine.planner.options import Options, keep_options
@@ -110,12 +111,14 @@ class Templates:
         self.edge_groups = [g for g in range(len(model.groups)) if g not in set(self.block_groups)]
         self.kinds, self.kind_of = block_kinds(model)
         self.small = self._small_model()
-        self.num_parameters = model.num_parameters
+        self.num_parameters = model.num_trained_parameters
         self.uses = group_uses(model)
         self.levels = np.array([*GPU_LEVELS, UPDATED_BY_CPU] if profile.device_type == "cuda" else GPU_LEVELS)
         """Those that blocks may have: on the CPU both updates are one."""
         self.kind_layouts = [group_layout(model.groups[kind.group], request.numerics) for kind in self.kinds]
         self.edge_layouts = [group_layout(model.groups[g], request.numerics) for g in self.edge_groups]
+        self.kind_levels = [levels_of(model.groups[kind.group]) for kind in self.kinds]
+        self.edge_levels = [levels_of(model.groups[g]) for g in self.edge_groups]
         self._options: dict[tuple[int, Sets], tuple[Options, ...]] = {}
         self._edge_slots: dict[Structure, EdgeSlots] = {}
         self._activations: dict[tuple[int, int], ActivationBytes] = {}
@@ -155,7 +158,8 @@ class Templates:
 
     def resident_edge_bytes(self, edge_levels: tuple[int, ...]) -> int:
         """Bytes of the edge groups' planes on the GPU."""
-        return sum(gpu_plane_bytes(g, LEVELS[v]) for g, v in zip(self.edge_layouts, edge_levels, strict=True))
+        edges = zip(self.edge_layouts, self.edge_levels, edge_levels, strict=True)
+        return sum(gpu_plane_bytes(group, levels[v]) for group, levels, v in edges)
 
     @cached_property
     def accumulator_bytes(self) -> int:
@@ -192,8 +196,8 @@ class Templates:
         """A layout of the small model to read parameter bytes off."""
         chunk = min(256, self.request.max_seq_len)
         size = (chunk, -(-self.request.max_seq_len // chunk))
-        level = LEVELS[structure.blocks_hold]
-        return Layout(self.small, self._plan(size, structure, SlotCounts(weight, grad), level, keep_all=False))
+        slots = SlotCounts(weight, grad)
+        return Layout(self.small, self._plan(size, structure, slots, structure.blocks_hold, keep_all=False))
 
     # -- activations -------------------------------------------------------------------------------------------------
 
@@ -202,7 +206,7 @@ class Templates:
         size = (chunk_tokens, chunks_per_round)
         if size not in self._activations:
             structure = Structure(False, False, (RESIDENT,) * len(self.edge_groups), RESIDENT)
-            layout = Layout(self.small, self._plan(size, structure, SlotCounts(), LEVELS[RESIDENT], keep_all=True))
+            layout = Layout(self.small, self._plan(size, structure, SlotCounts(), RESIDENT, keep_all=True))
             scalars = sum(
                 align(width * len(self.model.groups)) - align(width * len(self.small.groups))
                 for width in (NORM_SQUARE_BYTES, SCALE_BYTES)
@@ -228,13 +232,16 @@ class Templates:
     # -- plans -------------------------------------------------------------------------------------------------------
 
     def _plan(
-        self, size: tuple[int, int], structure: Structure, slots: SlotCounts, level: GroupPlan, *, keep_all: bool
+        self, size: tuple[int, int], structure: Structure, slots: SlotCounts, level: int, *, keep_all: bool
     ) -> Plan:
-        """A plan of the small model whose blocks keep all of their ops' outputs, or nothing."""
+        """A plan of the small model whose blocks keep all of their ops' outputs, or nothing, and have one level."""
         edges = iter(structure.edge_levels)
         nothing = LayerPlan((), (), "host")
-        blocks = (LayerPlan(tuple(op.name for op in b.ops)) if keep_all else nothing for b in self.small.blocks)
-        groups = tuple(level if g.slot_class == "block" else LEVELS[next(edges)] for g in self.small.groups)
+        blocks = (
+            LayerPlan(tuple(op.name for op in b.ops if b.keeps)) if keep_all else nothing for b in self.small.blocks
+        )
+        levels = (level if g.slot_class == "block" else next(edges) for g in self.small.groups)
+        groups = tuple(levels_of(g)[v] for g, v in zip(self.small.groups, levels, strict=True))
         layers = (LayerPlan(), *blocks, LayerPlan())
         return self.plan(size, structure, slots, layers, groups, LEAST_TILE)
 

@@ -25,10 +25,10 @@ from flexengine.schedule.window import window_layout
 
 @dataclass(frozen=True)
 class ParameterBytes:
-    """All parameter groups of one slot class: bytes of their planes.
+    """All parameter groups of one slot class that are treated alike: bytes of their planes.
 
     twice: a layer reads their weights forward and backward, so that a round needs them twice. head: the head reads
-    them.
+    them. trained: they have gradients and are updated.
     """
 
     name: str
@@ -37,11 +37,12 @@ class ParameterBytes:
     states: int
     twice: bool
     head: bool
+    trained: bool
 
     @property
     def touched(self) -> int:
         """Bytes that an update reads and writes."""
-        return 2 * (self.weights + self.states) + self.grads
+        return 2 * (self.weights + self.states) + self.grads if self.trained else 0
 
 
 @dataclass(frozen=True)
@@ -64,19 +65,21 @@ class Unavoidable:
 
     @cached_property
     def parameters(self) -> tuple[ParameterBytes, ...]:
-        """Groups of parameters by slot class."""
-        classes: dict[str, list[int]] = {}
+        """Groups of parameters by slot class, trained or not, and read by a block's backward or not."""
+        twice = {group for block in self.model.blocks if block.has_backward for group in block.groups}
+        classes: dict[tuple[str, bool, bool], list[int]] = {}
         for index, group in enumerate(self.model.groups):
-            classes.setdefault(group.slot_class, []).append(index)
-        return tuple(self._parameter_bytes(name, members) for name, members in classes.items())
+            classes.setdefault((group.slot_class, not group.frozen, index in twice), []).append(index)
+        return tuple(self._parameter_bytes(*key, members) for key, members in classes.items())
 
-    def _parameter_bytes(self, name: str, members: list[int]) -> ParameterBytes:
+    def _parameter_bytes(self, slot_class: str, trained: bool, twice: bool, members: list[int]) -> ParameterBytes:
         planes = Counter[str]()
         for index in members:
             planes.update(plane_bytes(self.model.groups[index], self.request.numerics))
-        readers = {layer.kind for layer in self.model.layers if set(members) & set(layer.groups)}
+        head = bool(set(members) & set(self.model.layers[-1].groups))
         states = sum(planes[kind] for kind in PLANE_KINDS if kind not in ("weights", "grad"))
-        return ParameterBytes(name, planes["weights"], planes["grad"], states, "block" in readers, "head" in readers)
+        name = slot_class if trained else f"{slot_class} frozen{' twice' if twice else ''}"
+        return ParameterBytes(name, planes["weights"], planes["grad"], states, twice, head, trained)
 
     @cached_property
     def layer_counts(self) -> tuple[tuple[LayerSpec, int], ...]:
@@ -88,7 +91,8 @@ class Unavoidable:
     @cached_property
     def stored_gradients(self) -> tuple[int, int, int]:
         """(elements, bytes, number) of the gradients that layers store in a round."""
-        stored = [self.model.groups[g] for layer in self.model.layers for g in layer.groups]
+        read = (self.model.groups[g] for layer in self.model.layers for g in layer.groups)
+        stored = [group for group in read if not group.frozen]
         grads = sum(plane_bytes(group, self.request.numerics)["grad"] for group in stored)
         return sum(group.numel for group in stored), grads, len(stored)
 
@@ -97,8 +101,8 @@ class Unavoidable:
         key = (ops, tokens, seq_len)
         if key not in self._chunk_work:
             sizes = (tokens, seq_len, self.compute_bytes)
-            backward = [op.backward_input_work(*sizes) for op in ops if op.grad_inputs]
-            backward += [op.backward_weight_work(*sizes) for op in ops if op.params]
+            backward = [Work(), *(op.backward_input_work(*sizes) for op in ops if op.has_input_half)]
+            backward += [op.backward_weight_work(*sizes) for op in ops if op.has_weight_half]
             self._chunk_work[key] = np.array([*(op.forward_work(*sizes) for op in ops), np.sum(backward, axis=0)])
         return self._chunk_work[key]
 
@@ -178,9 +182,9 @@ class SizeWork:
 
     @cached_property
     def blocks(self) -> tuple[BlockKind, ...]:
-        """The blocks, by their ops."""
+        """The blocks that have a backward, by their ops."""
         tokens, width = self.step.request.max_global_batch_tokens, self.step.model.hidden_size
-        blocks = [(layer, count) for layer, count in self.step.layer_counts if layer.kind == "block"]
+        blocks = [(layer, count) for layer, count in self.step.layer_counts if layer.keeps]
         inputs = float(tokens * width * self.step.compute_bytes)
         return tuple(BlockKind(count, inputs, self._keeps(block)) for block, count in blocks)
 
@@ -222,8 +226,11 @@ class SizeWork:
 
     @property
     def block_bytes(self) -> int:
-        """Operands of a block's backward: accumulators, a chunk's gradient, one op's buffers, the key/value window."""
+        """Operands of the last block's backward, if there is one: accumulators, a chunk's gradient, one op's buffers,
+        the key/value window."""
         block, width = self.step.model.blocks[-1], self.step.compute_bytes
+        if not block.has_backward:
+            return 0
         program = compile_layer(block, savable_ops(block.ops), (), self._largest_chunk, width)
         window = 0
         if self.shape.chunks[0].is_slice:
@@ -231,7 +238,8 @@ class SizeWork:
         return self._accumulator_bytes(block) + self._hidden_bytes + window + self._widest_step(program)
 
     def _accumulator_bytes(self, layer: LayerSpec) -> int:
-        return sum(self.step.model.groups[g].numel for g in layer.groups) * self.step.acc_bytes
+        groups = (self.step.model.groups[g] for g in layer.groups)
+        return sum(group.numel for group in groups if not group.frozen) * self.step.acc_bytes
 
     @property
     def _largest_chunk(self) -> int:

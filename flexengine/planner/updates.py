@@ -44,6 +44,8 @@ def stations(group: GroupLayout, level: GroupPlan, tile: int, cost: CostModel) -
     p = cost.profile
     planes = group.plane_bytes
     touched = 2 * sum(planes.values()) - planes["grad"]
+    if not level.trained:
+        return Stations(0.0, 0.0, 0.0, 0.0, 0.0)
     if level.update == "cpu":
         issued_s = len(group.segments) * issue_s(cost, "update")
         cpu_s = touched / p.cpu_adamw_bytes_per_s(cost.state_dtype)

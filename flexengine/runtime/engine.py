@@ -558,12 +558,14 @@ class Engine:
         return memory_peaks(self.meter)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Master weights by Hugging Face name, on the CPU, exact in float32 (float64 for float64 compute)."""
+        """Master weights by Hugging Face name, on the CPU, exact in float32 (float64 for float64 compute). What is
+        frozen has none: of it this is what is computed with, which a wider checkpoint is rounded to."""
         self.executor.synchronize()
         return {name: self.weights.read(name) for name in self.weights.runs}
 
     def gradients(self) -> dict[str, Tensor]:
-        """Gradients of the mean loss over all target tokens since the last step, by Hugging Face name, on the CPU.
+        """Gradients of the mean loss over all target tokens since the last step, by Hugging Face name, on the CPU; none
+        of what is frozen.
 
         Raises ValueError when there are none.
         """
@@ -571,12 +573,13 @@ class Engine:
             raise ValueError("there are no gradients: call fwd_bwd(batch) first")
         self.executor.synchronize()
         scale = 1.0 / self._num_target_tokens
-        return {name: self.weights.read_gradient(name, scale) for name in self.weights.runs}
+        trained = (name for name, run in self.weights.runs.items() if not run.frozen)
+        return {name: self.weights.read_gradient(name, scale) for name in trained}
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a Hugging Face folder that transformers loads unchanged: the source's tensor names, dtypes and shards,
-        its config and tokenizer. A preset is saved in the compute dtype, a quantised checkpoint in 16 bits, in shards
-        of the usual size. An error leaves the folder as it was."""
+        its config and tokenizer; what is frozen bit for bit. A preset is saved in the compute dtype, a quantised
+        checkpoint in 16 bits, in shards of the usual size. An error leaves the folder as it was."""
         self.executor.synchronize()
         beside = {} if self.source.support_folder is None else support_files(self.source.support_folder)
         if self.source.weights_folder is None:
@@ -607,12 +610,10 @@ class Engine:
 
     def _export_from(self, reader: CheckpointReader, name: str) -> TensorSource:
         """A tensor of the source checkpoint: trained, tied to a trained one, or carried through untouched."""
-        entry = reader.tensors[name]
-        if name in self.weights.runs:
-            return self._export(name, entry.dtype)
-        if self.model.tie_word_embeddings and name == "lm_head.weight":
-            tied = self._export(self.model.embedding_source, entry.dtype)
-            return tied._replace(name=name)
+        entry, tied = reader.tensors[name], self.model.tie_word_embeddings and name == "lm_head.weight"
+        source = self.model.embedding_source if tied else name
+        if source in self.weights.runs and not self.weights.runs[source].frozen:
+            return self._export(source, entry.dtype)._replace(name=name)
 
         def carried() -> Tensor:
             tensor = torch.empty(entry.shape, dtype=entry.dtype)

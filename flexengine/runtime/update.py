@@ -35,6 +35,8 @@ class UpdateRunner:
         for stored in layout.groups:
             self.first_element.append(total)
             total += stored.numel
+        trained = [not group.frozen for group in layout.model.groups]
+        self.trained = None if all(trained) else torch.tensor(trained, device=arenas.device)
 
     def _scalar(self, slot: str, offset: int) -> Tensor:
         return self.arenas.view(self.layout.slots[self.layout.slot(slot)], offset, (1,), torch.float32)
@@ -61,8 +63,11 @@ class UpdateRunner:
         return self.arenas.view(slot, 0, (len(self.layout.groups),), torch.float64)
 
     def clip(self, settings: UpdateSettings) -> None:
-        """Write the factors on all gradients (clip coefficient / target tokens) and their global norm."""
+        """Write the factors on all gradients (clip coefficient / target tokens) and their global norm; what is frozen
+        has no gradient, so nothing of it is written or counts."""
         squares = self.norm_squares()
+        if self.trained is not None:
+            squares = torch.where(self.trained, squares, 0.0)
         scales, norm = gradient_scales(squares, settings.num_target_tokens, settings.max_grad_norm)
         slot = self.layout.slots[self.layout.slot("scales")]
         self.arenas.view(slot, 0, (len(squares),), torch.float32).copy_(scales)

@@ -22,7 +22,7 @@ from flexengine.native.reader import NUMBERS
 from flexengine.optim.rounding import join_fp32, split_fp32
 from flexengine.runtime.arena import DTYPES, Arenas
 from flexengine.runtime.staging import load_staged
-from flexengine.schedule.layout import Layout, Segment
+from flexengine.schedule.layout import Layout, Segment, is_split
 
 PIECE_ELEMENTS = 1 << 22
 """Elements converted at a time: bounds what exporting takes beside the arenas to tens of MiB. Random initial weights
@@ -30,7 +30,10 @@ are drawn in pieces of this size, so it is part of what a seed means."""
 
 
 class SourceRun(NamedTuple):
-    """Where a Hugging Face tensor lies: `count` elements from `start` of a group's segment."""
+    """Where a Hugging Face tensor lies: `count` elements from `start` of a group's segment.
+
+    split: its weights are the upper halves of float32 masters; of what is frozen nobody keeps the lower ones.
+    """
 
     source: WeightSource
     param: ParamSpec
@@ -38,6 +41,8 @@ class SourceRun(NamedTuple):
     segment: Segment
     start: int
     count: int
+    frozen: bool
+    split: bool
 
 
 def stored_tensors(source: WeightSource) -> dict[str, Stored]:
@@ -113,9 +118,10 @@ class WeightStore:
             for param in group.params:
                 segment = next(s for s in stored.segments if s.name == param.kind)
                 start = stored.offsets[param.name] - segment.first_element
+                split = is_split(segment.name, self.layout.plan.request.numerics)
                 for source in param.sources:
                     count = torch.Size(source.shape).numel()
-                    yield SourceRun(source, param, index, segment, start, count)
+                    yield SourceRun(source, param, index, segment, start, count, group.frozen, split)
                     start += count
 
     def plane(self, kind: str, run: SourceRun) -> Tensor | None:
@@ -138,7 +144,11 @@ class WeightStore:
         """
         check_complete(self.layout.model, reader)
         self.clear_states()
-        requests = [self._request(name, run) for name, run in self.runs.items() if run.source.decode is None]
+        requests = [
+            self._request(name, run, reader.tensors[name].dtype)
+            for name, run in self.runs.items()
+            if run.source.decode is None
+        ]
         reader.read_many([request for request in requests if on_host(request)])
         elsewhere = [request for request in requests if not on_host(request)]
         if elsewhere:
@@ -154,7 +164,9 @@ class WeightStore:
         for row in range(0, shape[0], step):
             slab = decoder.decode(reader, name, shape, row, min(step, shape[0] - row)).flatten()
             for start in range(0, slab.numel(), PIECE_ELEMENTS):
-                self._write_master(weight, remainder, row * width + start, slab[start : start + PIECE_ELEMENTS])
+                self._write_master(
+                    weight, remainder, row * width + start, slab[start : start + PIECE_ELEMENTS], run.split
+                )
 
     def _master(self, run: SourceRun) -> tuple[Tensor, Tensor | None]:
         """The planes that a source's values are kept in."""
@@ -162,8 +174,12 @@ class WeightStore:
         assert weight is not None
         return weight, self.plane("remainder", run)
 
-    def _request(self, name: str, run: SourceRun) -> ReadRequest:
-        return ReadRequest(name, *self._master(run))
+    def _request(self, name: str, run: SourceRun, dtype: torch.dtype) -> ReadRequest:
+        """What is frozen is rounded as if it were trained: with a remainder, which takes no memory where it is kept."""
+        weight, remainder = self._master(run)
+        if run.frozen and run.split and dtype != torch.bfloat16:
+            remainder = torch.empty(run.count, dtype=torch.int16, device="meta")
+        return ReadRequest(name, weight, remainder)
 
     def initialize(self, seed: int) -> None:
         """Random initial weights: normal with the config's initializer_range, norms one, biases zero; states zero.
@@ -177,7 +193,8 @@ class WeightStore:
             generator = torch.Generator(self.arenas.device).manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
             for start in range(0, run.count, PIECE_ELEMENTS):
                 count = min(PIECE_ELEMENTS, run.count - start)
-                self._write_master(weight, remainder, start, self._draw(run.param, count, generator))
+                piece = self._draw(run.param, count, generator).flatten()
+                self._write_master(weight, remainder, start, piece, run.split)
 
     def _draw(self, param: ParamSpec, count: int, generator: torch.Generator) -> Tensor:
         device = self.arenas.device
@@ -186,29 +203,31 @@ class WeightStore:
             return torch.empty(count, device=device).normal_(0.0, std, generator=generator)
         return torch.full((count,), 1.0 if param.init == "ones" else 0.0, device=device)
 
-    def _write_master(self, weight: Tensor, remainder: Tensor | None, start: int, piece: Tensor) -> None:
-        piece = piece.flatten()
+    def _write_master(self, weight: Tensor, remainder: Tensor | None, start: int, piece: Tensor, split: bool) -> None:
         target = weight[start : start + piece.numel()]
-        if remainder is None:
+        if not split:
             target.copy_(piece)
             return
         piece = piece.float()
         halves = torch.empty_like(piece, dtype=torch.bfloat16), torch.empty_like(piece, dtype=torch.int16)
         split_fp32(piece, *halves)
         target.copy_(halves[0])
-        remainder[start : start + piece.numel()].copy_(halves[1])
+        if remainder is not None:
+            remainder[start : start + piece.numel()].copy_(halves[1])
 
     def clear_states(self) -> None:
         """Zero both moments of every parameter."""
         for index in range(len(self.layout.groups)):
             for kind in ("exp_avg", "exp_avg_sq"):
-                slot = self.layout.slots[self.layout.plane_slot(kind, index)]
-                self.arenas.view(slot, 0, (slot.num_bytes,), torch.uint8).zero_()
+                if self.layout.groups[index].plane_bytes[kind]:
+                    slot = self.layout.slots[self.layout.plane_slot(kind, index)]
+                    self.arenas.view(slot, 0, (slot.num_bytes,), torch.uint8).zero_()
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """The master value of a Hugging Face tensor on the CPU, exact in float32 (float64), or cast to `dtype`."""
+        """The master value of a Hugging Face tensor on the CPU, exact in float32 (float64), or cast to `dtype`; of a
+        frozen one what is computed with."""
         run = self.runs[name]
         weight, remainder = self._master(run)
         exact = torch.float32 if remainder is not None or weight.dtype == torch.bfloat16 else weight.dtype

@@ -277,9 +277,9 @@ class _Compiler:
         for op in reversed(self.ops):
             for name in (*op.needs_input, *op.needs_weight):
                 self._ensure(name, steps)
-            if op.grad_inputs:
+            if op.has_input_half:
                 self._add_input_half(op, steps)
-            if op.params:
+            if op.has_weight_half:
                 self._add_weight_half(op, steps)
         return steps
 
@@ -331,7 +331,7 @@ class _Compiler:
 
     def _add_weight_half(self, op: Op, steps: list[_DraftStep]) -> None:
         step = len(steps)
-        left = steps[-1].tensors if op.grad_inputs else None
+        left = steps[-1].tensors if op.has_input_half else None
         tensors = self._operands(op.needs_weight, op, "weight", step, left)
         grads = self._grad_operands(tuple(o.name for o in op.outputs), step)
         steps.append(_DraftStep(op, "weight", tensors, grads, frozenset(), False))

@@ -66,7 +66,8 @@ PLANE_KINDS: tuple[str, ...] = ("weights", "remainder", "exp_avg", "exp_avg_sq",
 
 
 def group_layout(group: GroupSpec, numerics: Numerics) -> GroupLayout:
-    """Planes of a group. Vectors always keep float32 states and, beside bf16 weights, the exact remainder."""
+    """Planes of a group. Vectors always keep float32 states and, beside bf16 weights, the exact remainder. What is
+    frozen has weights alone."""
     offsets, numel = {}, 0
     for kind in ("matrix", "vector"):
         for param in group.params:
@@ -79,10 +80,11 @@ def group_layout(group: GroupSpec, numerics: Numerics) -> GroupLayout:
     ends: dict[str, int] = dict.fromkeys(PLANE_KINDS, 0)
     for name, first, count in (("matrix", 0, matrices), ("vector", matrices, numel - matrices)):
         state = numerics.state if name == "matrix" and wide_state != "float64" else wide_state
-        split = numerics.compute == "bfloat16" and (name == "vector" or numerics.master == "split")
         dtypes = {"weights": numerics.compute, "exp_avg": state, "exp_avg_sq": state, "grad": numerics.grad}
-        if split:
+        if is_split(name, numerics):
             dtypes["remainder"] = "int16"
+        if group.frozen:
+            dtypes = {"weights": numerics.compute}
         planes = []
         for kind in PLANE_KINDS:
             if kind in dtypes:
@@ -93,6 +95,11 @@ def group_layout(group: GroupSpec, numerics: Numerics) -> GroupLayout:
         if count:
             segments.append(Segment(name, first, count, tuple(planes)))
     return GroupLayout(offsets, numel, tuple(segments), ends)
+
+
+def is_split(segment: str, numerics: Numerics) -> bool:
+    """Whether a segment's masters are float32 in two halves, where they are trained."""
+    return numerics.compute == "bfloat16" and (segment == "vector" or numerics.master == "split")
 
 
 def element_bytes(dtype: str) -> int:
@@ -122,6 +129,7 @@ class Layout:
 
     def __init__(self, model: ModelSpec, plan: Plan) -> None:
         self.model, self.plan = model, plan
+        check_frozen(model, plan)
         numerics = plan.request.numerics
         self.compute_bytes = DTYPE_BYTES[numerics.compute]
         self.acc_bytes = 8 if numerics.compute == "float64" else 4
@@ -257,7 +265,8 @@ class Layout:
                 classes.setdefault(group.slot_class, []).append(i)
         for name, members in classes.items():
             streamed = [i for i in members if self.plan.groups[i].weights == "host"]
-            staged = [i for i in members if self.plan.groups[i].grads == "host"]
+            trained = [i for i in members if not self.model.groups[i].frozen]
+            staged = [i for i in trained if self.plan.groups[i].grads == "host"]
             start, largest = region.end, self._largest("weights", streamed)
             for k in range(min(len(streamed), self.plan.weight_slots)):
                 region.add(f"weights.{name}[{k}]", largest, "weight slots")
@@ -267,7 +276,7 @@ class Layout:
                 for k in range(num_grads):
                     region.add(f"grad.{name}[{k}]", largest, "gradient slots")
                 region.end = max(end, region.end)
-            numel = max(self.groups[i].numel for i in members)
+            numel = max((self.groups[i].numel for i in trained), default=0)
             region.add(f"accumulator.{name}", numel * self.acc_bytes, "gradient accumulators")
             for k in range(0 if grads_over_weights else num_grads):
                 region.add(f"grad.{name}[{k}]", largest, "gradient slots")
@@ -285,7 +294,7 @@ class Layout:
         for k in range(plan.save_slots if staged else 0):
             region.add(f"save_host[{k}]", staged, "offload slots")
         for layer, (kept, program) in enumerate(zip(plan.layers, self.programs, strict=True)):
-            if self.model.layers[layer].kind != "block":
+            if not self.model.layers[layer].keeps:
                 continue
             for c in range(plan.chunks_per_round):
                 if kept.input_home == "gpu":
@@ -353,7 +362,7 @@ class Layout:
                     category = {"weights": "weights", "grad": "gradients"}.get(kind, "optimizer states")
                     region.add(f"host.{kind}.{group.name}", layout.plane_bytes[kind], category)
         for layer, (kept, program) in enumerate(zip(self.plan.layers, self.programs, strict=True)):
-            if self.model.layers[layer].kind != "block":
+            if not self.model.layers[layer].keeps:
                 continue
             for c in range(self.plan.chunks_per_round):
                 if kept.input_home == "host":
@@ -375,10 +384,18 @@ _GROUP_LAYOUTS: dict[tuple, GroupLayout] = {}
 
 
 def _cached_group_layout(group: GroupSpec, numerics: Numerics) -> GroupLayout:
-    key = (tuple((p.name, p.shape, p.kind) for p in group.params), numerics)
+    key = (tuple((p.name, p.shape, p.kind) for p in group.params), group.frozen, numerics)
     if key not in _GROUP_LAYOUTS:
         _GROUP_LAYOUTS[key] = group_layout(group, numerics)
     return _GROUP_LAYOUTS[key]
+
+
+def check_frozen(model: ModelSpec, plan: Plan) -> None:
+    """Raise ValueError unless a plan updates what the model trains, and nothing else."""
+    for group, home in zip(model.groups, plan.groups, strict=True):
+        if home.trained == group.frozen:
+            state = "frozen" if group.frozen else "trained"
+            raise ValueError(f"{group.name} of {model.name} is {state}, but the plan has update={home.update} for it")
 
 
 def batch_offsets(chunks_per_round: int, chunk_tokens: int) -> dict[str, int]:

@@ -138,7 +138,8 @@ class _RoundLowering:
             if layer.kind != "head":
                 self._forward_layer(index, layer)
         for index in reversed(range(len(self.model.layers))):
-            self._backward_layer(index, self.model.layers[index])
+            if self.model.layers[index].has_backward:
+                self._backward_layer(index, self.model.layers[index])
         return self.builder.build()
 
     def evaluate(self) -> Program:
@@ -206,7 +207,7 @@ class _RoundLowering:
     def _output_slot(self, index: int, c: int) -> int:
         """Where layer `index` writes chunk c: the next layer's kept input, or the ring of hidden states."""
         following = index + 1
-        kept_on_gpu = self.model.layers[following].kind == "block" and self.plan.layers[following].input_home == "gpu"
+        kept_on_gpu = self.model.layers[following].keeps and self.plan.layers[following].input_home == "gpu"
         slot = self.layout.slot(f"input.{following}[{c}]") if kept_on_gpu else self.hidden.take()
         self.inputs[following, c] = slot
         return slot
@@ -292,7 +293,7 @@ class _RoundLowering:
 
     def _offload(self, index: int, c: int, areas: dict[str, int]) -> None:
         """Send a chunk's input and kept outputs to the host where the plan says so."""
-        if self.model.layers[index].kind == "block" and self.plan.layers[index].input_home == "host":
+        if self.model.layers[index].keeps and self.plan.layers[index].input_home == "host":
             regions = [CopyRegion(areas["input"], 0, self._host("input", index, c), 0, self._hidden_bytes(c))]
             self.builder.copy(f"offload input {index} {c}", Stream.D2H, f"input {index} {c}", regions)
         if "save_host" in areas:
@@ -340,7 +341,8 @@ class _RoundLowering:
         """All chunks of a layer in reverse order, then its gradients leave. The head goes in forward order: its chunks
         arrive that way, and it starts the backward pass."""
         weights = self._acquire_weights(layer) if layer.input is not None else {}
-        accumulators = {g: self.layout.slot(f"accumulator.{self.model.groups[g].slot_class}") for g in layer.groups}
+        trained = [g for g in layer.groups if not self.model.groups[g].frozen]
+        accumulators = {g: self.layout.slot(f"accumulator.{self.model.groups[g].slot_class}") for g in trained}
         order = list(self.chunks) if layer.kind == "head" else list(reversed(self.chunks))
         for c in order:
             if layer.kind == "block" and self.shape.chunks[c].is_slice and c == self.shape.chunks[c].last_slice:

@@ -7,6 +7,8 @@ import pytest
 
 from bench import step
 from flexengine.hardware.presets import preset
+from flexengine.models.freezing import with_frozen
+from flexengine.models.registry import open_model
 
 
 def test_a_row_per_cap(tmp_path, monkeypatch, capsys):
@@ -26,6 +28,32 @@ def test_a_row_per_cap(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out.splitlines()
     assert printed[-3].split()[:2] == ["GPU", "cap"]
     assert "100.0%" in printed[-1]
+
+
+def test_frozen_layers_are_told(tmp_path, monkeypatch):
+    """Effective FLOPs are those that are left; the row says what was frozen."""
+    monkeypatch.setattr("flexengine.api.probe", lambda *_, **__: preset("cpu-test"))
+    out = tmp_path / "out.json"
+    flags = [
+        "--preset",
+        "demo",
+        "--caps",
+        "0.5",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--freeze",
+        "embed",
+        "blocks",
+    ]
+    sizes = ["--seq-len", "16", "--tokens-per-step", "32", "--warmup", "0", "--steps", "1", "--host-gib", "6"]
+    monkeypatch.setattr(sys, "argv", ["step", *flags, *sizes, "--json", str(out)])
+    step.main()
+    (row,) = json.loads(out.read_text())["rows"]
+    spec = with_frozen(open_model("preset:demo").spec, ["embed", "blocks"])
+    assert (row["freeze"], row["trained_parameters"]) == (["embed", "blocks"], spec.num_trained_parameters)
+    assert row["effective_tflops"] == pytest.approx(spec.model_flops([16, 16]) / row["step_s"] / 1e12)
 
 
 def test_a_table_without_an_uncapped_run():

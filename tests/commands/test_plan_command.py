@@ -76,6 +76,19 @@ def test_underscores_numerics_and_pinned_sizes(run):
     assert all(not row["gpu"] and not row["host"] for row in values["layers"] if row["kind"] == "block")
 
 
+def test_frozen_layers(run):
+    _, whole, _ = run("--gpu rtx4090 --json")
+    _, out, _ = run("--gpu rtx4090 --json --freeze embed block.0")
+    values, before = json.loads(out), json.loads(whole)
+    assert [row["update"] == "none" for row in values["groups"][:3]] == [True, True, False]
+    assert values["groups"][1]["gradients"] is values["groups"][1]["states"] is values["layers"][1]["input"] is None
+    assert values["groups"][1]["gradients_bytes"] == values["groups"][1]["states_bytes"] == 0
+    assert values["predicted"]["step_s"] < before["predicted"]["step_s"]
+    _, text, _ = run("--gpu rtx4090 --freeze embed block.0")
+    assert "frozen: 2 of" in text
+    assert "block 0: forward only, as nothing is trained there or below" in text
+
+
 def test_host_memory_is_the_machines_and_the_default_budget(run):
     _, out, _ = run("--gpu rtx4090 --host-mem-gib 32 --json")
     values = json.loads(out)

@@ -44,6 +44,7 @@ FLAGS = (
         ["--lr-final-pct", "10"],
         ("--lr-final-pct is a fraction from 0 to 1, got 10",),
     ),
+    Case("unknown_frozen_layer", ["--freeze", "blocs"], ("freeze='blocs': .* no such parameters; did you mean block",)),
     Case("data_set_beside_synthetic_data", ["--dataset", "x.jsonl"], ("synthetic reads no data.*--dataset x.jsonl",)),
     Case("unknown_device", ["--device", "gpu"], ("device='gpu' is not known; choose auto, cpu, cuda or cuda:N",)),
     Case("unsupported_device", ["--device", "meta"], ("device='meta' is not supported; choose auto, cpu, cuda",)),

@@ -54,6 +54,16 @@ PLANS = (
         ("matmul_dtype=fp8 needs dtype=bfloat16, got dtype=float32",),
     ),
     Case(
+        "plan_frozen_block_that_is_not_there",
+        ["--model", "odd", *SMALL, "--freeze", "embed", "block.0-2"],
+        ("freeze='block.0-2': odd has no such parameters", "there are embed, head, blocks .*, block.0 to block.1, and"),
+    ),
+    Case(
+        "plan_of_nothing_to_train",
+        ["--model", "odd", *SMALL, "--freeze", "embed", "blocks", "head"],
+        ("freeze=embed blocks head: that is all of odd, and nothing is left to train; leave out what is to",),
+    ),
+    Case(
         "plan_fp8_of_odd_sizes",
         ["--model", "odd", *SMALL, "--matmul-dtype", "fp8"],
         ("odd: down_proj has 24 input and 16 output features; FP8 products need multiples of 16; leave",),

@@ -12,6 +12,7 @@ from flexengine.planner.cost_model import StepPricer
 from flexengine.planner.memory import excess_bytes
 from flexengine.schedule.layer_program import savable_ops
 from flexengine.schedule.layout import Layout
+from tests.schedule.small_plans import homes_of
 
 LEVELS = (GroupPlan(), GroupPlan("gpu", "gpu"), GroupPlan("gpu", "gpu", "gpu"))
 SLOTS = ((1, 1, 1), (2, 2, 2))
@@ -35,7 +36,7 @@ def all_plans(model: ModelSpec, request: Request, chunk: int, chunks: int) -> It
     for rows in product(*choices):
         layers = (LayerPlan(), *(keep for keep, _ in rows), LayerPlan())
         for edge, share, (weight, grad, save) in product(LEVELS, (False, True), SLOTS):
-            groups = (edge, *(level for _, level in rows), edge)
+            groups = homes_of(model, (edge, *(level for _, level in rows), edge))
             yield Plan(model.name, request, chunk, chunks, layers, groups, weight, grad, save, 2, 1 << 12, share)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from flexengine.hardware.presets import preset
+from flexengine.models.freezing import with_frozen
 from flexengine.models.registry import build_model, open_model
 from flexengine.plan import Numerics, Request
 from flexengine.planner import knapsack, loads
@@ -62,13 +63,18 @@ def random_placement(problem: RoundProblem, random: Random) -> Placement:
     return problem.normalised(Placement(structure, slots, rows))
 
 
+FROZEN = ((), ("embed", "block.0"), ("embed", "blocks"), ("block.1", "head"), ("blocks", "head"))
+
+
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("name", ["cpu-test", "rtx-4090"])
-def test_bytes_by_formula_are_those_of_the_layout(seed, name):
+@pytest.mark.parametrize("frozen", FROZEN, ids=" ".join)
+def test_bytes_by_formula_are_those_of_the_layout(seed, name, frozen):
     random = Random(seed)
     profile, numerics = preset(name), random.choice([FLOAT32, Numerics()])
     count = random.randint(2, 6)
     model = mixed_model(count) if seed % 4 == 3 else small_model(count, tied=seed % 2 == 0, hidden=256)
+    model = with_frozen(model, frozen)
     problem = problem_of(model, profile, seq_len=32 if seed % 3 else 128, numerics=numerics)
     placement = random_placement(problem, random)
     layout = Layout(model, problem.plan(placement))
@@ -82,10 +88,11 @@ def test_bytes_by_formula_are_those_of_the_layout(seed, name):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_sketch_is_near_the_simulator(seed):
+@pytest.mark.parametrize("frozen", [(), ("embed", "block.0-3"), ("block.1-6",), ("block.0", "head")], ids=" ".join)
+def test_sketch_is_near_the_simulator(seed, frozen):
     random = Random(seed)
     profile = slow_link(random.choice([1e9, 4e9, 1e10]))
-    model = mixed_model(8) if seed % 4 == 3 else small_model(8, hidden=256)
+    model = with_frozen(mixed_model(8) if seed % 4 == 3 else small_model(8, hidden=256), frozen)
     problem = problem_of(model, profile, seq_len=32 if seed % 3 else 128, chunk=256 if seed % 3 else 64)
     placement = random_placement(problem, random)
     layout = Layout(model, problem.plan(placement))

@@ -26,6 +26,7 @@ from engine_helpers import (
     random_weights,
     same_bits,
     shuffled_order,
+    spec_of,
     streamed_plan,
     tiny_config,
     worst_error,
@@ -34,6 +35,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexengine.hardware.presets import preset
+from flexengine.models.freezing import with_frozen
 from flexengine.models.matmul_dtype import with_fp8_linears
 from flexengine.models.registry import ModelSource
 from flexengine.optim import AdamW
@@ -211,6 +213,38 @@ def test_any_plan_and_budget_gives_the_bits_of_the_resident_plan_for_blocks_of_s
 ):
     source = ModelSource(mixed_model(blocks=5, hidden=32), None, None)
     tokens, options = tokens_of(lengths, source.spec), size_options(size, FLOAT32)
+    resident = build_engine(source, make_plan(source.spec, **options))
+    planned = smallest_plan(source.spec, resident.plan, int(share * resident.layout.gpu_bytes))
+    drawn = make_plan(source.spec, **options, **data.draw(plan_decisions(source.spec)))
+    expected = train(resident, tokens)
+    for plan in (planned, drawn):
+        same_outcome(train(build_engine(source, plan, order=shuffled_order(seed)), tokens), expected)
+
+
+FROZEN = (("embed", "block.0"), ("embed", "blocks"), ("block.1-2", "head"), ("blocks", "head"))
+
+
+@settings(SETTINGS, max_examples=10)
+@given(
+    kind=st.sampled_from(("tied", "mixed", "fp8")),
+    names=st.sampled_from(FROZEN),
+    lengths=batches(),
+    size=sizes(),
+    data=st.data(),
+    share=st.floats(0.3, 1.1),
+    seed=st.integers(0, 99),
+)
+def test_any_plan_and_budget_gives_the_bits_of_the_resident_plan_with_frozen_layers(
+    kind, names, lengths, size, data, share, seed
+):
+    spec, numerics = mixed_model(blocks=4, hidden=32), FLOAT32
+    if kind == "tied":
+        spec = spec_of(tiny_config(num_hidden_layers=3, tie_word_embeddings=True))
+    elif kind == "fp8":
+        config = tiny_config(num_hidden_layers=3, hidden_size=32, intermediate_size=48, head_dim=8)
+        spec, numerics = with_fp8_linears(spec_of(config)), FP8
+    source = ModelSource(with_frozen(spec, names), None, None)
+    tokens, options = tokens_of(lengths, source.spec), size_options(size, numerics)
     resident = build_engine(source, make_plan(source.spec, **options))
     planned = smallest_plan(source.spec, resident.plan, int(share * resident.layout.gpu_bytes))
     drawn = make_plan(source.spec, **options, **data.draw(plan_decisions(source.spec)))

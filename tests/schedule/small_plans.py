@@ -1,5 +1,6 @@
 """Small models and random plans for tests of the schedule and the planner."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
@@ -50,7 +51,13 @@ def resident_plan(model: ModelSpec, request: Request, chunk: int = 64, chunks: i
     """Everything on the GPU, everything kept."""
     kept = (LayerPlan(savable_ops(block.ops), (), "gpu") for block in model.blocks)
     layers = (LayerPlan(), *kept, LayerPlan())
-    return Plan("small", request, chunk, chunks, layers, (GroupPlan("gpu", "gpu", "gpu"),) * len(model.groups))
+    groups = homes_of(model, [GroupPlan("gpu", "gpu", "gpu")] * len(model.groups))
+    return Plan("small", request, chunk, chunks, layers, groups)
+
+
+def homes_of(model: ModelSpec, groups: Sequence[GroupPlan]) -> tuple[GroupPlan, ...]:
+    """Homes of a model's groups, of which those that are frozen have only weights."""
+    return tuple(home.of_frozen() if g.frozen else home for g, home in zip(model.groups, groups, strict=True))
 
 
 def random_plan(random: Random, model: ModelSpec, sliced: bool) -> Plan:
@@ -75,7 +82,7 @@ def random_plan(random: Random, model: ModelSpec, sliced: bool) -> Plan:
         chunk_tokens=64,
         chunks_per_round=2,
         layers=(LayerPlan(), *(layer(block) for block in model.blocks), LayerPlan()),
-        groups=tuple(group() for _ in model.groups),
+        groups=homes_of(model, [group() for _ in model.groups]),
         weight_slots=random.randint(1, 3),
         grad_slots=random.randint(1, 2),
         save_slots=random.randint(1, 3),

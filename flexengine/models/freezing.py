@@ -1,0 +1,83 @@
+"""A model of which some parameter groups are not trained: they have weights alone, and backward ends above them.
+
+Whatever follows from that follows from the description: a group says that it is frozen, the ops of its layer have no
+weight half, and those of layers with nothing to train at or below them have no backward at all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from flexengine.models.spec import LayerSpec, ModelSpec
+from flexengine.ops.base import Op
+from flexengine.wording import did_you_mean, shown
+
+ALL_BLOCKS = "blocks"
+_BLOCKS = re.compile(r"block\.(\d+)(?:-(\d+))?")
+
+
+def with_frozen(model: ModelSpec, names: Sequence[str]) -> ModelSpec:
+    """`model` with the named groups frozen: a group's name (embed, block.3, head), blocks, or a range as block.0-15.
+
+    Comes after everything else that replaces ops. Layers that shared their ops share the new ones where they are
+    treated alike. Raises: ValueError for a name that no group has, or when nothing is left to train.
+    """
+    names = [names] if isinstance(names, str) else names
+    if not names:
+        return model
+    found = {group for name in names for group in _groups_named(model, name)}
+    if len(found) == len(model.groups):
+        raise ValueError(
+            f"freeze={' '.join(names)}: that is all of {model.name}, and nothing is left to train; leave out what is to"
+            f" be trained: {_what_there_is(model)}"
+        )
+    groups = tuple(replace(group, frozen=i in found) for i, group in enumerate(model.groups))
+    lowest = min(i for i, layer in enumerate(model.layers) if set(layer.groups) - found)
+    known: dict[tuple[tuple[Op, ...], tuple[str, ...] | None], tuple[Op, ...]] = {}
+
+    def treated(index: int, layer: LayerSpec) -> LayerSpec:
+        untrained = tuple(local for local, group, _ in layer.params if group in found)
+        key = (layer.ops, untrained if index >= lowest else None)
+        if key not in known:
+            known[key] = tuple(_treated(op, untrained, backward=index >= lowest) for op in layer.ops)
+        return replace(layer, ops=known[key])
+
+    layers = tuple(treated(i, layer) for i, layer in enumerate(model.layers))
+    return replace(model, groups=groups, layers=layers)
+
+
+def _treated(op: Op, untrained: Sequence[str], backward: bool) -> Op:
+    if not backward:
+        return op.forward_only()
+    frozen = [name in untrained for name in op.params]
+    assert all(frozen) or not any(frozen), f"{op.name} has parameters of several groups, of which some are frozen"
+    return op.untrained() if any(frozen) else op
+
+
+def _groups_named(model: ModelSpec, name: str) -> list[int]:
+    """Indices of the groups that a name stands for."""
+    names = [group.name for group in model.groups]
+    blocks = _BLOCKS.fullmatch(name)
+    if name == ALL_BLOCKS:
+        return [i for i, group in enumerate(names) if _BLOCKS.fullmatch(group)]
+    if blocks and blocks[2] is not None:
+        found = [f"block.{i}" for i in range(int(blocks[1]), min(int(blocks[2]), len(names)) + 1)]
+        wanted = int(blocks[2]) - int(blocks[1]) + 1
+        if wanted > 0 and len(found) == wanted and set(found) <= set(names):
+            return [names.index(block) for block in found]
+    elif name in names:
+        return [names.index(name)]
+    guess = did_you_mean(name, [ALL_BLOCKS, *names])
+    raise ValueError(
+        f"freeze={shown(name)}: {model.name} has no such parameters{guess}; there are {_what_there_is(model)}"
+    )
+
+
+def _what_there_is(model: ModelSpec) -> str:
+    """The names that a model's groups have."""
+    blocks = [group.name for group in model.groups if _BLOCKS.fullmatch(group.name)]
+    others = [group.name for group in model.groups if not _BLOCKS.fullmatch(group.name)]
+    last = blocks[-1].partition(".")[2]
+    return f"{', '.join(others)}, {ALL_BLOCKS} (all of them), block.0 to block.{last}, and ranges as block.0-{last}"
