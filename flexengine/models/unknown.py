@@ -22,6 +22,8 @@ MARKS: dict[str, tuple[str, ...]] = {
     "olmoe": ("num_experts", "num_experts_per_tok", "norm_topk_prob"),
     "qwen2_moe": ("num_experts", "num_experts_per_tok", "norm_topk_prob", "shared_expert_intermediate_size"),
     "qwen3_moe": ("num_experts", "num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size"),
+    "qwen3_next": ("linear_num_key_heads", "linear_conv_kernel_dim", "num_experts", "shared_expert_intermediate_size"),
+    "qwen3_5_text": ("linear_num_key_heads", "linear_conv_kernel_dim"),
     "deepseek_v2": ("kv_lora_rank", "qk_rope_head_dim", "n_routed_experts", "n_shared_experts"),
     "deepseek_v3": ("kv_lora_rank", "qk_rope_head_dim", "n_routed_experts", "n_shared_experts", "norm_topk_prob"),
 }
@@ -44,9 +46,7 @@ def _other_activation(config: Config) -> bool:
 
 MISSING: dict[str, Callable[[Config], bool]] = {
     "shared experts": _any("num_shared_experts"),
-    "state-space or linear-attention layers": _any(
-        "ssm_cfg", "state_size", "mamba_d_state", "linear_num_key_heads", "conv_kernel", "attn_layer_indices"
-    ),
+    "state-space layers": _any("ssm_cfg", "state_size", "mamba_d_state", "conv_kernel", "attn_layer_indices"),
     "layers of other kinds": _other_layers,
     "another activation": _other_activation,
     "ALiBi": _any("alibi"),

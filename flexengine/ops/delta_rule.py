@@ -189,7 +189,7 @@ class DeltaRule(Op):
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         width = FLOAT64_BYTES if compute_bytes == FLOAT64_BYTES else 4
         n, k, v = self.num_value_heads, self.key_dim, self.value_dim
-        tiles = SEGMENT_TILES * TILE * n * (8 * k + 9 * v + 9 * TILE + 16) + (SEGMENT_TILES + 10) * n * k * v
+        tiles = SEGMENT_TILES * n * (TILE * (14 * k + 7 * v + 12 * TILE) + 3 * k * v)  # of a segment's backward
         starts = (tokens // (2 * TILE) + 2) * n * k * v
         return width * (tiles + starts + 8 * tokens * n)
 

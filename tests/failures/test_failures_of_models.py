@@ -110,6 +110,11 @@ CONFIGS = (
         "layers_of_another_kind", having(model_type="ministral", layer_types=["mamba"]), ("layer_types=\\['mamba'\\]",)
     ),
     Case(
+        "value_heads_that_do_not_divide",
+        having(model_type="qwen3_5_text", linear_num_key_heads=3, linear_num_value_heads=4),
+        ("linear_num_value_heads=4 is not a multiple of linear_num_key_heads=3", "fetch"),
+    ),
+    Case(
         "gpt2_of_odd_heads",
         having(model_type="gpt2", n_embd=16, n_layer=1, n_head=3),
         ("n_embd=16 is not a multiple of n_head=3", "fetch"),

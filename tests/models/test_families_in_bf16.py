@@ -15,7 +15,8 @@ WIDE = {
     "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
     "vocab_size": 2000, "max_position_embeddings": 1024, "n_embd": 512, "n_head": 8, "n_positions": 600,
     "moe_intermediate_size": 256, "shared_expert_intermediate_size": 512, "sliding_window": 100,
-    "query_pre_attn_scalar": 64, "initializer_range": 0.02, "q_lora_rank": 192, "kv_lora_rank": 128,
+    "query_pre_attn_scalar": 64, "initializer_range": 0.02, "linear_key_head_dim": 64, "linear_value_head_dim": 32,
+    "q_lora_rank": 192, "kv_lora_rank": 128,
     "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
 }  # fmt: skip
 FACTORS = {name: [1.0 + i / 32 for i in range(32)] for name in ("short_factor", "long_factor")}

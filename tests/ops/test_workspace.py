@@ -16,7 +16,9 @@ from bench.block_ops import block_env
 from flexengine.ops import attention_reference
 from flexengine.ops.attention import CausalAttention
 from flexengine.ops.attention_style import CAUSAL, AttentionStyle
-from flexengine.ops.base import KeyValueWindow, OpEnv
+from flexengine.ops.base import ChunkContext, KeyValueWindow, OpEnv
+from flexengine.ops.columns import whole
+from flexengine.ops.delta_rule import DeltaRule
 from flexengine.optim.adamw import adamw_update
 from flexengine.runtime.gradients import finish_gradient
 
@@ -51,6 +53,12 @@ def env_of(spec, layer, tokens, seq_len, dtype):
 
 
 WIDER = {"hidden_size": 96, "intermediate_size": 200, "vocab_size": 997, "attention_bias": True}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 16,
+}
 CONFIGS = {
     "llama": tiny_config(**WIDER, mlp_bias=True),
     "gemma2": gemma2(**WIDER),
@@ -61,6 +69,8 @@ CONFIGS = {
     "gpt_oss": {**CASES["gpt_oss"], **WIDER},
     "deepseek_v2": {**CASES["deepseek_v2, groups, biases, scaled"], **WIDER, "n_routed_experts": 48},
     "deepseek_v3": {**CASES["deepseek_v3, experts everywhere"], **WIDER, "n_routed_experts": 64},
+    "qwen3_next": {**CASES["qwen3_next, linear attention, not normalised"], **WIDER, **LINEAR},
+    "qwen3_5_text": {**CASES["qwen3_5_text, full attention, biases, tied"], **WIDER},
     "gpt2": gpt2(n_embd=96, vocab_size=997, n_positions=2000),
 }
 
@@ -132,6 +142,38 @@ def test_the_plain_path_of_attention(case, score_elements, style, monkeypatch):
     operands = (grad_out, q, k, v, out, lse, seq_lens, before, totals, style)
     taken = peak_bytes(lambda: attention_reference.attention_backward_reference(*operands))
     assert taken <= allowed
+
+
+DELTA_CASES = {
+    "one sequence": ((2, 2, 64, 64), (1024,)),
+    "segments": ((2, 2, 64, 64), (4096,)),
+    "grouped": ((1, 4, 16, 32), (2048,)),
+    "wide keys": ((2, 2, 128, 8), (1024,)),
+    "wide values": ((2, 2, 8, 128), (1024,)),
+    "side by side": ((2, 2, 64, 64), (513,) * 8),
+    "ragged": ((2, 2, 64, 64), (1000, 900, 800, 700, 3)),
+    "many tiny ones": ((2, 2, 64, 64), (1,) * 64),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("case", DELTA_CASES)
+def test_the_delta_rule(case, dtype):
+    """One path for all dtypes: what it takes depends on segments, and hardly on the chunk."""
+    (g, n, k, v), seq_lens = DELTA_CASES[case]
+    tokens, wide = sum(seq_lens), torch.float64 if dtype == torch.float64 else torch.float32
+    op = DeltaRule("rule", "qkv", "gates", "o", (g, n, k, v), whole(0, n), whole(n, n))
+    rows = {"qkv": torch.randn(tokens, 2 * g * k + n * v).to(dtype), "gates": torch.randn(tokens, 2 * n).to(dtype)}
+    tensors = {**rows, "o": torch.empty(tokens, n * v, dtype=dtype), "rule_param_grads": torch.empty(2, n, dtype=wide)}
+    grads = {"o": tensors["o"].normal_(), **{name: torch.empty_like(x) for name, x in rows.items()}}
+    params = {"A_log": torch.zeros(n, dtype=dtype), "dt_bias": torch.ones(n, dtype=dtype)}
+    nothing = torch.empty(0)
+    chunk = ChunkContext(tokens, nothing, nothing, nothing, nothing, seq_lens, nothing, {})
+    env = OpEnv(tensors, params, grads, {}, chunk)
+    allowed = op.workspace_bytes(tokens, dtype.itemsize) + SMALL
+    for call in (op.forward, op.backward_input):
+        taken = peak_bytes(lambda call=call: call(env))
+        assert taken <= allowed, f"{taken} bytes, declared {allowed}"
 
 
 def test_blocks_of_any_size_give_the_same(monkeypatch):
