@@ -25,7 +25,7 @@ from torch.nn.functional import softplus
 
 from flexengine.ops.base import FLOAT64_BYTES, Carried, Op, OpEnv, TensorSpec, Work, wide
 from flexengine.ops.columns import Columns
-from flexengine.ops.delta_segments import SEGMENT_TILES, Segment, batches, gather, scatter
+from flexengine.ops.delta_segments import SEGMENT_TILES, SIDE_BY_SIDE, Segment, batches, gather, scatter
 from flexengine.ops.delta_tiles import TILE, Prepared, Rows, backward, outputs_of, prepare, states_of
 
 NORM_EPS = 1e-6
@@ -189,7 +189,8 @@ class DeltaRule(Op):
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         width = FLOAT64_BYTES if compute_bytes == FLOAT64_BYTES else 4
         n, k, v = self.num_value_heads, self.key_dim, self.value_dim
-        tiles = SEGMENT_TILES * n * (TILE * (14 * k + 7 * v + 12 * TILE) + 3 * k * v)  # of a segment's backward
+        most = min(SEGMENT_TILES, 2 * -(-tokens // TILE) + SIDE_BY_SIDE)  # a shorter sequence is filled up to its double
+        tiles = most * n * (TILE * (14 * k + 7 * v + 12 * TILE) + 3 * k * v)  # of a segment's backward
         starts = (tokens // (2 * TILE) + 2) * n * k * v
         return width * (tiles + starts + 8 * tokens * n)
 
