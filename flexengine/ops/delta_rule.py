@@ -2,7 +2,8 @@
 
 Source: Yang et al. 2024, "Gated Delta Networks". Per value head, with keys of length one (x / sqrt(|x|^2 + 1e-6)):
 S_t = exp(g_t) (I - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T, o_t = S_t^T q_t / sqrt(K), where b = sigmoid(b_raw) and
-g = -exp(A_log) * softplus(a_raw + dt_bias). All in float32 (float64); how tiles are computed: `delta_tiles`.
+g = -exp(A_log) * softplus(a_raw + dt_bias). All in float32 (float64), products of what came in bf16 in TF32; how tiles
+are computed: `delta_tiles`.
 
 Shapes: qkv [T, 2 G K + N V]: queries and keys of G heads of width K, values of N heads of width V, N a multiple of G;
 the gates' b and a [T, N] are columns of another tensor; o [T, N * V]; A_log and dt_bias [N].
@@ -26,7 +27,7 @@ from torch.nn.functional import softplus
 from flexengine.ops.base import FLOAT64_BYTES, Carried, Op, OpEnv, TensorSpec, Work, wide
 from flexengine.ops.columns import Columns
 from flexengine.ops.delta_segments import SEGMENT_TILES, SIDE_BY_SIDE, Segment, batches, gather, scatter
-from flexengine.ops.delta_tiles import TILE, Prepared, Rows, backward, outputs_of, prepare, states_of
+from flexengine.ops.delta_tiles import TILE, Prepared, Rows, backward, outputs_of, prepare, products_of, states_of
 
 NORM_EPS = 1e-6
 
@@ -105,10 +106,12 @@ class DeltaRule(Op):
     # -- the halves ----------------------------------------------------------------------------------------------------
 
     def forward(self, env: OpEnv) -> None:
-        self._run(env, env.t[self.y])
+        with products_of(env.t[self.qkv]):
+            self._run(env, env.t[self.y])
 
     def fill_window(self, env: OpEnv) -> None:
-        self._run(env, None)
+        with products_of(env.t[self.qkv]):
+            self._run(env, None)
 
     def _run(self, env: OpEnv, y: Tensor | None) -> None:
         """States through all sequences, and what is read from them where that is wanted."""
@@ -129,8 +132,9 @@ class DeltaRule(Op):
         assert self.qkv not in env.accumulate, "nothing else reads queries, keys and values"
         gates = self._gates(env)
         grads = torch.empty_like(gates[0]), torch.empty_like(gates[0])
-        for segments in batches(env.chunk.seq_lens):
-            self._batch_backward(env, segments, gates, grads)
+        with products_of(env.t[self.qkv]):
+            for segments in batches(env.chunk.seq_lens):
+                self._batch_backward(env, segments, gates, grads)
         self._gate_grads(env, *grads)
 
     def _batch_backward(
@@ -189,7 +193,7 @@ class DeltaRule(Op):
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         width = FLOAT64_BYTES if compute_bytes == FLOAT64_BYTES else 4
         n, k, v = self.num_value_heads, self.key_dim, self.value_dim
-        most = min(SEGMENT_TILES, 2 * -(-tokens // TILE) + SIDE_BY_SIDE)  # a shorter sequence is filled up to its double
+        most = min(SEGMENT_TILES, 2 * -(-tokens // TILE) + SIDE_BY_SIDE)  # short sequences are filled up with zeros
         tiles = most * n * (TILE * (14 * k + 7 * v + 12 * TILE) + 3 * k * v)  # of a segment's backward
         starts = (tokens // (2 * TILE) + 2) * n * k * v
         return width * (tiles + starts + 8 * tokens * n)
@@ -202,13 +206,13 @@ class DeltaRule(Op):
         return Work(flops, memory_bytes=4.0 * passes * tokens * n * (k + v) / 2, kernels=segments * kernels)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self._work(tokens, products=3, passes=40, kernels=140)
+        return self._work(tokens, products=3, passes=110, kernels=140)
 
     def fill_window_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self._work(tokens, products=2, passes=32, kernels=130)
+        return self._work(tokens, products=2, passes=90, kernels=130)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self._work(tokens, products=12, passes=160, kernels=500)
+        return self._work(tokens, products=12, passes=280, kernels=500)
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         return Work(kernels=2)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flexengine.ops.delta_tiles import TILE
 
-SEGMENT_TILES = 64
-"""Tiles of all sequences of a segment: 4096 tokens, so that launches are few beside what they do; buffers take 2 GiB at
+SEGMENT_TILES = 128
+"""Tiles of all sequences of a segment: 8192 tokens, so that launches are few beside what they do. Buffers take 4 GiB at
 32 heads of 128 columns."""
 SIDE_BY_SIDE = 8
 """Sequences of one segment at the most; their states go from tile to tile together."""

@@ -60,7 +60,7 @@ def losses_of_transformers(folder, batches, optimizer, device):
 
 def check(case, device, tmp_path):
     """Losses of five steps within 0.5%, and they fall."""
-    config, optimizer = widened(CASES[case]), AdamW(lr=5e-5, weight_decay=0.1)
+    config, optimizer = widened(CASES[case]), AdamW(lr=2**-12, weight_decay=0.1)
     saved_model(tmp_path, config, torch.bfloat16)
     batches = [random_batch(1, LENGTHS, 200)] * 5  # of few words, so that there is something to learn
     engine = from_pretrained(
@@ -77,7 +77,7 @@ def check(case, device, tmp_path):
     engine.close()
     wanted = losses_of_transformers(tmp_path, batches, optimizer, device)
     assert losses == pytest.approx(wanted, rel=5e-3)
-    assert losses[-1] < losses[0] - 0.01
+    assert losses[-1] < losses[0] - 0.1
 
 
 @pytest.mark.gpu
