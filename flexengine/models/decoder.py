@@ -109,7 +109,6 @@ def decoder_model(name: str, family: str, config: dict, s: DecoderShape) -> Mode
         head=Piece(head_ops, (final_norm,) if s.tie_word_embeddings else (final_norm, lm_head)),
         hidden_size=d,
         vocab_size=v,
-        num_key_value_heads=s.blocks[0].num_key_value_heads,
         head_dim=s.blocks[0].head_dim,
         max_position_embeddings=fields.whole("max_position_embeddings", 2048),
         initializer_range=fields.number("initializer_range", 0.02, high=100.0),

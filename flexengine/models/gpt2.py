@@ -54,7 +54,6 @@ def build(name: str, config: dict) -> ModelSpec:
         head=Piece(head, (*_norm("final_norm", "ln_f", d), *(() if tied else (lm_head,)))),
         hidden_size=d,
         vocab_size=v,
-        num_key_value_heads=heads,
         head_dim=d // heads,
         max_position_embeddings=positions,
         longest_sequence=positions,

@@ -120,7 +120,6 @@ class ModelSpec:
     hf_config: dict = field(hash=False, compare=False)
     hidden_size: int = 0
     vocab_size: int = 0
-    num_key_value_heads: int = 0
     head_dim: int = 0
     max_position_embeddings: int = 0
     longest_sequence: int | None = None
