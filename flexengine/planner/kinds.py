@@ -71,6 +71,8 @@ class OfBlocks:
 
     def at(self, members: np.ndarray) -> np.ndarray:
         """What the blocks take [..., L] of the members [..., L] that they have."""
+        if len(self.by_kind) == 1:
+            return self.by_kind[0].take(members, axis=0)
         return self.by_kind[self.kind_of, members]
 
     def each(self) -> np.ndarray:
