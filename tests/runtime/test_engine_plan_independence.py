@@ -253,7 +253,7 @@ def test_any_plan_and_budget_gives_the_bits_of_the_resident_plan_with_frozen_lay
         same_outcome(train(build_engine(source, plan, order=shuffled_order(seed)), tokens), expected)
 
 
-@SETTINGS
+@settings(SETTINGS, max_examples=12)
 @given(
     config=models(),
     lengths=batches(),
