@@ -77,12 +77,12 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
     size = lower.shape[-1]
     inverse = torch.eye(size, dtype=lower.dtype, device=lower.device).expand_as(lower).contiguous()
     half = 1
-    while half < size:
-        blocks, given = _diagonal_blocks(inverse, 2 * half), _diagonal_blocks(lower, 2 * half)
-        first, second = blocks[..., :half, :half], blocks[..., half:, half:]
-        with products_of(lower, exact=True):
+    with products_of(lower, exact=True):
+        while half < size:
+            blocks, given = _diagonal_blocks(inverse, 2 * half), _diagonal_blocks(lower, 2 * half)
+            first, second = blocks[..., :half, :half], blocks[..., half:, half:]
             blocks[..., half:, :half] = -(second @ given[..., half:, :half] @ first)
-        half *= 2
+            half *= 2
     return inverse
 
 

@@ -206,19 +206,24 @@ def test_any_plan_gives_the_bits_of_the_resident_plan_with_fp8_products(lengths,
     same_outcome(train(streamed, tokens), train(resident, tokens))
 
 
-@settings(SETTINGS, max_examples=4)
-@given(lengths=batches(), size=sizes(), data=st.data(), share=st.floats(0.3, 1.1), seed=st.integers(0, 99))
-def test_any_plan_and_budget_gives_the_bits_of_the_resident_plan_for_blocks_of_several_kinds(
-    lengths, size, data, share, seed
-):
-    source = ModelSource(mixed_model(blocks=5, hidden=32), None, None)
-    tokens, options = tokens_of(lengths, source.spec), size_options(size, FLOAT32)
+def check_planned_and_drawn(source, numerics, tokens, size, data, share, seed):
+    """A plan for a share of the resident plan's memory, and one drawn at random, give the resident plan's bits."""
+    options = size_options(size, numerics)
     resident = build_engine(source, make_plan(source.spec, **options))
     planned = smallest_plan(source.spec, resident.plan, int(share * resident.layout.gpu_bytes))
     drawn = make_plan(source.spec, **options, **data.draw(plan_decisions(source.spec)))
     expected = train(resident, tokens)
     for plan in (planned, drawn):
         same_outcome(train(build_engine(source, plan, order=shuffled_order(seed)), tokens), expected)
+
+
+@settings(SETTINGS, max_examples=4)
+@given(lengths=batches(), size=sizes(), data=st.data(), share=st.floats(0.3, 1.1), seed=st.integers(0, 99))
+def test_any_plan_and_budget_gives_the_bits_of_the_resident_plan_for_blocks_of_several_kinds(
+    lengths, size, data, share, seed
+):
+    source = ModelSource(mixed_model(blocks=5, hidden=32), None, None)
+    check_planned_and_drawn(source, FLOAT32, tokens_of(lengths, source.spec), size, data, share, seed)
 
 
 FROZEN = (("embed", "block.0"), ("embed", "blocks"), ("block.1-2", "head"), ("blocks", "head"))
@@ -244,13 +249,7 @@ def test_any_plan_and_budget_gives_the_bits_of_the_resident_plan_with_frozen_lay
         config = tiny_config(num_hidden_layers=3, hidden_size=32, intermediate_size=48, head_dim=8)
         spec, numerics = with_fp8_linears(spec_of(config)), FP8
     source = ModelSource(with_frozen(spec, names), None, None)
-    tokens, options = tokens_of(lengths, source.spec), size_options(size, numerics)
-    resident = build_engine(source, make_plan(source.spec, **options))
-    planned = smallest_plan(source.spec, resident.plan, int(share * resident.layout.gpu_bytes))
-    drawn = make_plan(source.spec, **options, **data.draw(plan_decisions(source.spec)))
-    expected = train(resident, tokens)
-    for plan in (planned, drawn):
-        same_outcome(train(build_engine(source, plan, order=shuffled_order(seed)), tokens), expected)
+    check_planned_and_drawn(source, numerics, tokens_of(lengths, source.spec), size, data, share, seed)
 
 
 @settings(SETTINGS, max_examples=12)
