@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flexengine.models.spec import LayerSpec, ModelSpec
+from flexengine.ops.base import Op
 from flexengine.planner.frontier import SaveSet
 from flexengine.schedule.layer_program import savable_ops
 
@@ -33,10 +34,11 @@ class Kind(NamedTuple):
 
 def block_kinds(model: ModelSpec) -> tuple[tuple[Kind, ...], np.ndarray]:
     """The kinds of a model's blocks in order of their first, and the kind [L] of every block."""
-    first = {layer.ops: layer for layer in reversed(model.blocks)}
-    order = list(dict.fromkeys(layer.ops for layer in model.blocks))
-    kind_of = np.array([order.index(layer.ops) for layer in model.blocks])
-    return tuple(Kind(first[ops], first[ops].groups[0]) for ops in order), kind_of
+    kinds: dict[tuple[Op, ...], Kind] = {}
+    for layer in model.blocks:
+        kinds.setdefault(layer.ops, Kind(layer, layer.groups[0]))
+    number = {ops: i for i, ops in enumerate(kinds)}
+    return tuple(kinds.values()), np.array([number[layer.ops] for layer in model.blocks])
 
 
 @dataclass(frozen=True, eq=False)
