@@ -1,8 +1,9 @@
 """What tokens and experts exchange: rows handed out and gathered, and products of each expert with its rows.
 
 T tokens, K experts of each, R = T * K rows sorted by expert, E experts. `place` [T, K]: the row of a token's k-th
-expert; `ends` [E]: where the rows of each expert end. Both stay on the device: grids depend on R and E alone, so
-nothing is read back and any routing, even all tokens to one expert, takes the same memory.
+expert; `bounds` [E + 1]: rows bounds[e] to bounds[e + 1] are those of expert e. Both stay on the device: grids depend
+on R and E alone, so nothing is read back and any routing, even all tokens to one expert, takes the same memory. E may
+be some consecutive experts of more: then other rows are neither read nor written.
 """
 
 from functools import lru_cache
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.rounding import round_to
+from flexengine.kernels.row_range import is_within, row_range
 
 
 class Tiling(NamedTuple):
@@ -54,8 +56,8 @@ def _shared_memory_bytes(device: int) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
-def hand_out(x: Tensor, place: Tensor, rows: Tensor) -> None:
-    """rows[place[t, k]] = x[t] for every k.
+def hand_out(x: Tensor, place: Tensor, rows: Tensor, bounds: Tensor | None = None) -> None:
+    """rows[place[t, k]] = x[t] for every k; with bounds [E + 1] int32 only the rows of these experts.
 
     Shapes: x [T, D] in bf16 or fp32, place [T, K] int32, rows [T * K, D]; rows of x and of rows may be strided.
     Cost: reads T*D and writes K*T*D elements. Order: launches on the current stream, never synchronises.
@@ -70,44 +72,53 @@ def hand_out(x: Tensor, place: Tensor, rows: Tensor) -> None:
         return
     block = min(2048, triton.next_power_of_2(width))
     _hand_out_kernel[(tokens,)](
-        x, place, rows, width, x.stride(0), rows.stride(0), COUNT=count, BLOCK=block, num_warps=4
-    )
+        x, place, rows, *row_range(bounds, place), width, x.stride(0), rows.stride(0),
+        SOME=bounds is not None, COUNT=count, BLOCK=block, num_warps=4,
+    )  # fmt: skip
 
 
-def gather(rows: Tensor, place: Tensor, out: Tensor, added: Tensor | None) -> None:
-    """out[t] = (added[t] +) sum over k of rows[place[t, k]], in fp32 with one rounding, k in order.
+def gather(
+    rows: Tensor, place: Tensor, out: Tensor, added: Tensor | None, bounds: Tensor | None = None,
+    sums: Tensor | None = None,
+) -> None:  # fmt: skip
+    """out[t] = (sums[t] +) (added[t] +) sum over k of rows[place[t, k]], in fp32 with one rounding, k in order; with
+    bounds [E + 1] int32 over the rows of these experts alone.
 
-    Shapes: rows [T * K, D] in bf16 or fp32, place [T, K] int32, out and added [T, D]; rows may be strided, added may be
-    out. Cost: reads K*T*D and writes T*D elements. Order: launches on the current stream, never synchronises.
+    Shapes: rows [T * K, D] in bf16 or fp32, place [T, K] int32, added [T, D] as rows, sums [T, D] fp32, out [T, D] as
+    rows or fp32; rows may be strided, added or sums may be out. Cost: reads K*T*D and writes T*D elements.
+    Order: launches on the current stream, never synchronises.
     Raises: ValueError on other shapes, dtypes or strides.
     """
     tokens, width = out.shape
     count = place.shape[1]
     check_tensor("rows", rows, (tokens * count, width), FLOATS, strided_rows=True)
     check_tensor("place", place, (tokens, count), (torch.int32,))
-    check_tensor("out", out, (tokens, width), (rows.dtype,), strided_rows=True)
+    check_tensor("out", out, (tokens, width), (rows.dtype, torch.float32), strided_rows=True)
     if added is not None:
         check_tensor("added", added, (tokens, width), (rows.dtype,), strided_rows=True)
+    if sums is not None:
+        check_tensor("sums", sums, (tokens, width), (torch.float32,))
     if out.numel() == 0:
         return
-    base = out if added is None else added
+    base, total = out if added is None else added, out if sums is None else sums
     block = min(2048, triton.next_power_of_2(width))
     _gather_kernel[(tokens,)](
-        rows, place, out, base, width, rows.stride(0), out.stride(0), base.stride(0),
-        ADDED=added is not None, COUNT=count, BLOCK=block, num_warps=4,
+        rows, place, out, base, total, *row_range(bounds, place), width, rows.stride(0), out.stride(0),
+        base.stride(0), SOME=bounds is not None, SUMS=sums is not None, ADDED=added is not None, COUNT=count,
+        BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 
 def grouped_product(
-    x: Tensor, weight: Tensor, ends: Tensor, out: Tensor, transposed: bool, bias: Tensor | None = None,
+    x: Tensor, weight: Tensor, bounds: Tensor, out: Tensor, transposed: bool, bias: Tensor | None = None,
     row_weight: Tensor | None = None,
 ) -> None:  # fmt: skip
     """out[r] = x[r] @ weight[e].T (+ (row_weight[r] *) bias[e]) for the rows r of every expert e; transposed:
     x[r] @ weight[e].
 
-    Shapes: x [R, D] and out [R, F] in bf16 or fp32, weight [E, F, D] (transposed: [E, D, F]), ends [E] int32, bias
-    [E, F] of x's dtype, row_weight [R] fp32. Sums in fp32, one rounding. Deterministic: the order of a sum depends on
-    shapes alone.
+    Shapes: x [R, D] and out [R, F] in bf16 or fp32, weight [E, F, D] (transposed: [E, D, F]), bounds [E + 1] int32,
+    bias [E, F] of x's dtype, row_weight [R] fp32. Sums in fp32, one rounding. Deterministic: the order of a sum depends
+    on shapes alone.
     Order: launches on the current stream, never synchronises. Raises: ValueError on other shapes, dtypes or strides.
     """
     (count, inner), columns, experts = x.shape, out.shape[1], weight.shape[0]
@@ -115,7 +126,7 @@ def grouped_product(
     check_tensor("out", out, (count, columns), (x.dtype,))
     shape = (experts, inner, columns) if transposed else (experts, columns, inner)
     check_tensor("weight", weight, shape, (x.dtype,))
-    check_tensor("ends", ends, (experts,), (torch.int32,))
+    check_tensor("bounds", bounds, (experts + 1,), (torch.int32,))
     if bias is not None:
         check_tensor("bias", bias, (experts, columns), (x.dtype,))
     if row_weight is not None:
@@ -126,36 +137,38 @@ def grouped_product(
     block_rows = min(t.rows, max(16, triton.next_power_of_2(count)))
     row_tiles = triton.cdiv(count, block_rows) + experts
     _product_kernel[(row_tiles * triton.cdiv(columns, t.columns),)](
-        x, weight, ends, out, out if bias is None else bias, out if row_weight is None else row_weight, inner, columns,
-        experts, row_tiles,
+        x, weight, bounds, out, out if bias is None else bias, out if row_weight is None else row_weight, inner,
+        columns, experts, row_tiles,
         weight.stride(0), weight.stride(2 if transposed else 1), weight.stride(1 if transposed else 2),
         WIDE=not x.is_cuda, EXPERTS=triton.next_power_of_2(experts), ROWS=block_rows, COLUMNS=t.columns, INNER=t.inner,
         GROUP=t.group, BIAS=bias is not None, WEIGHTED=row_weight is not None, **t.launch(),
     )  # fmt: skip
 
 
-def grouped_weight_gradient(grad_y: Tensor, x: Tensor, ends: Tensor, acc: Tensor, accumulate: bool) -> None:
+def grouped_weight_gradient(grad_y: Tensor, x: Tensor, bounds: Tensor, acc: Tensor, accumulate: bool) -> None:
     """acc[e] = (or +=) grad_y[rows of e].T @ x[rows of e]; an expert without rows has zero.
 
-    Shapes: grad_y [R, F] and x [R, D] in bf16 or fp32, ends [E] int32, acc [E, F, D] fp32. Sums in fp32, rows in order.
+    Shapes: grad_y [R, F] and x [R, D] in bf16 or fp32, bounds [E + 1] int32, acc [E, F, D] fp32. Sums in fp32, rows in
+    order.
     Order: launches on the current stream, never synchronises. Raises: ValueError on other shapes, dtypes or strides.
     """
     (count, columns), inner, experts = grad_y.shape, x.shape[1], acc.shape[0]
     check_tensor("grad_y", grad_y, (count, columns), FLOATS)
     check_tensor("x", x, (count, inner), (grad_y.dtype,))
-    check_tensor("ends", ends, (experts,), (torch.int32,))
+    check_tensor("bounds", bounds, (experts + 1,), (torch.int32,))
     check_tensor("acc", acc, (experts, columns, inner), (torch.float32,))
     t = _gradient_tiling(x)
     grid = (experts * triton.cdiv(columns, t.rows) * triton.cdiv(inner, t.columns),)
     _weight_gradient_kernel[grid](
-        grad_y, x, ends, acc, columns, inner, ACCUMULATE=accumulate, WIDE=not x.is_cuda, OUTS=t.rows, INS=t.columns,
+        grad_y, x, bounds, acc, columns, inner, ACCUMULATE=accumulate, WIDE=not x.is_cuda, OUTS=t.rows, INS=t.columns,
         ROWS=t.inner, GROUP=t.group, **t.launch(),
     )  # fmt: skip
 
 
 @triton.jit
 def _hand_out_kernel(
-    x_ptr, place_ptr, rows_ptr, width, x_stride, rows_stride, COUNT: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr, place_ptr, rows_ptr, bounds_ptr, experts, width, x_stride, rows_stride,
+    SOME: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     for first in range(0, width, BLOCK):
@@ -164,13 +177,17 @@ def _hand_out_kernel(
         x = tl.load(x_ptr + token * x_stride + columns, mask=mask, other=0.0)
         for k in range(COUNT):
             row = tl.load(place_ptr + token * COUNT + k).to(tl.int64)
-            tl.store(rows_ptr + row * rows_stride + columns, x, mask=mask)
+            wanted = mask
+            if SOME:
+                wanted = mask & is_within(row, bounds_ptr, experts)
+            tl.store(rows_ptr + row * rows_stride + columns, x, mask=wanted)
 
 
 @triton.jit
 def _gather_kernel(
-    rows_ptr, place_ptr, out_ptr, added_ptr, width, rows_stride, out_stride, added_stride,
-    ADDED: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    rows_ptr, place_ptr, out_ptr, added_ptr, sums_ptr, bounds_ptr, experts, width, rows_stride, out_stride,
+    added_stride,
+    SOME: tl.constexpr, SUMS: tl.constexpr, ADDED: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     for first in range(0, width, BLOCK):
@@ -179,7 +196,12 @@ def _gather_kernel(
         total = tl.zeros((BLOCK,), tl.float32)
         for k in range(COUNT):
             row = tl.load(place_ptr + token * COUNT + k).to(tl.int64)
-            total += tl.load(rows_ptr + row * rows_stride + columns, mask=mask, other=0.0).to(tl.float32)
+            wanted = mask
+            if SOME:
+                wanted = mask & is_within(row, bounds_ptr, experts)
+            total += tl.load(rows_ptr + row * rows_stride + columns, mask=wanted, other=0.0).to(tl.float32)
+        if SUMS:
+            total += tl.load(sums_ptr + token * width + columns, mask=mask, other=0.0)
         if ADDED:
             total += tl.load(added_ptr + token * added_stride + columns, mask=mask, other=0.0).to(tl.float32)
         tl.store(out_ptr + token * out_stride + columns, round_to(total, out_ptr.dtype.element_ty), mask=mask)
@@ -205,7 +227,7 @@ def _grouped_tile(program, row_tiles, column_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def _product_kernel(
-    x_ptr, weight_ptr, ends_ptr, out_ptr, bias_ptr, row_weight_ptr, inner, columns, experts, row_tiles,
+    x_ptr, weight_ptr, bounds_ptr, out_ptr, bias_ptr, row_weight_ptr, inner, columns, experts, row_tiles,
     expert_stride, column_stride, inner_stride,
     WIDE: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
     GROUP: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
@@ -213,8 +235,8 @@ def _product_kernel(
     """A tile of rows of one expert. The last tile of each may be part filled, so there are as many more as experts."""
     tile, column_tile = _grouped_tile(tl.program_id(0), row_tiles, tl.cdiv(columns, COLUMNS), GROUP)
     index = tl.arange(0, EXPERTS)
-    ends = tl.load(ends_ptr + index, mask=index < experts, other=0)
-    starts = tl.load(ends_ptr + index - 1, mask=(index > 0) & (index < experts), other=0)
+    starts = tl.load(bounds_ptr + index, mask=index < experts, other=0)
+    ends = tl.load(bounds_ptr + index + 1, mask=index < experts, other=0)
     tiles = tl.where(index < experts, (ends - starts + ROWS - 1) // ROWS, 0)
     tile_ends = tl.cumsum(tiles, 0)
     expert = tl.sum((tile_ends <= tile).to(tl.int32), 0)
@@ -246,15 +268,14 @@ def _product_kernel(
 
 @triton.jit
 def _weight_gradient_kernel(
-    grad_y_ptr, x_ptr, ends_ptr, acc_ptr, columns, inner,
+    grad_y_ptr, x_ptr, bounds_ptr, acc_ptr, columns, inner,
     ACCUMULATE: tl.constexpr, WIDE: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, ROWS: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
     out_tiles, in_tiles = tl.cdiv(columns, OUTS), tl.cdiv(inner, INS)
     expert = tl.program_id(0) // (out_tiles * in_tiles)
     out_tile, in_tile = _grouped_tile(tl.program_id(0) % (out_tiles * in_tiles), out_tiles, in_tiles, GROUP)
-    start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
-    end = tl.load(ends_ptr + expert)
+    start, end = tl.load(bounds_ptr + expert), tl.load(bounds_ptr + expert + 1)
     outs, ins = out_tile * OUTS + tl.arange(0, OUTS), in_tile * INS + tl.arange(0, INS)
     total = tl.zeros((OUTS, INS), tl.float32)
     for first in range(start, end, ROWS):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.rounding import round_to
+from flexengine.kernels.row_range import is_within, row_range
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 Activation = str | tuple[float, float]
@@ -25,8 +26,12 @@ _GELU_CUBIC = tl.constexpr(math.sqrt(8 / math.pi) * 0.044715)
 _BLOCK = 2048  # columns per program; 4 warps then hold 16 elements per thread and tensor
 
 
-def glu_forward(gate_up: Tensor, out: Tensor, activation: Activation, row_weight: Tensor | None = None) -> None:
-    """out = (row_weight *) act(gate) * up; activation: one of ACTIVATIONS, or a clamped unit; row_weight [T] fp32.
+def glu_forward(
+    gate_up: Tensor, out: Tensor, activation: Activation, row_weight: Tensor | None = None,
+    bounds: Tensor | None = None,
+) -> None:  # fmt: skip
+    """out = (row_weight *) act(gate) * up; activation: one of ACTIVATIONS, or a clamped unit; row_weight [T] fp32. With
+    bounds [E + 1] int32 of experts to which rows belong, only those from the first bound to the last.
 
     Shapes: gate_up [T, 2F] in bf16 or fp32, gate in columns 0..F-1, up in F..2F-1 (clamped: in turns); out [T, F]. Rows
     may be strided.
@@ -46,18 +51,20 @@ def glu_forward(gate_up: Tensor, out: Tensor, activation: Activation, row_weight
     block = min(_BLOCK, triton.next_power_of_2(width))
     tiles = triton.cdiv(width, block)
     _forward_kernel[(tokens * tiles,)](
-        gate_up, out, out if row_weight is None else row_weight, width, tiles, gate_up.stride(0), out.stride(0),
-        WEIGHTED=row_weight is not None, **unit, BLOCK=block, num_warps=4,
+        gate_up, out, out if row_weight is None else row_weight, *row_range(bounds, out), width, tiles,
+        gate_up.stride(0), out.stride(0), SOME=bounds is not None, WEIGHTED=row_weight is not None, **unit,
+        BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 
 def glu_backward(
     grad_out: Tensor, gate_up: Tensor, grad_gate_up: Tensor, activation: Activation, row_weight: Tensor | None = None,
-    grad_row_weight: Tensor | None = None, accumulate: bool = False,
+    grad_row_weight: Tensor | None = None, accumulate: bool = False, bounds: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Gradients of both halves, with s = sigmoid(u(gate)): grad_gate = grad_out * up * s * (1 + gate * (1 - s) * u'),
     grad_up = grad_out * gate * s. With row_weight [T] fp32 both are that many times as much, and grad_row_weight [T]
-    fp32 is the sum over columns of grad_out * act(gate) * up, on top of what is there with `accumulate`.
+    fp32 is the sum over columns of grad_out * act(gate) * up, on top of what is there with `accumulate`. With
+    row_weight and bounds as in forward, only rows from the first bound to the last.
 
     Shapes: grad_out [T, F], gate_up and grad_gate_up [T, 2F] in bf16 or fp32; rows may be strided.
     grad_gate_up may be gate_up itself: each program reads its elements before it writes the same ones.
@@ -79,8 +86,9 @@ def glu_backward(
         check_tensor("row_weight", row_weight, (tokens,), (torch.float32,))
         check_tensor("grad_row_weight", grad_row_weight, (tokens,), (torch.float32,))
         _weighted_backward_kernel[(tokens,)](
-            grad_out, gate_up, row_weight, grad_gate_up, grad_row_weight, width, grad_out.stride(0), gate_up.stride(0),
-            grad_gate_up.stride(0), ACCUMULATE=accumulate, **unit, BLOCK=block, num_warps=4,
+            grad_out, gate_up, row_weight, grad_gate_up, grad_row_weight, *row_range(bounds, gate_up), width,
+            grad_out.stride(0), gate_up.stride(0), grad_gate_up.stride(0), SOME=bounds is not None,
+            ACCUMULATE=accumulate, **unit, BLOCK=block, num_warps=4,
         )  # fmt: skip
         return
     _backward_kernel[(tokens * tiles,)](
@@ -170,18 +178,20 @@ def _tile(tiles, BLOCK: tl.constexpr):
 
 @triton.jit
 def _forward_kernel(
-    gate_up_ptr, out_ptr, row_weight_ptr, width, tiles, gate_up_stride, out_stride, limit, alpha,
-    WEIGHTED: tl.constexpr, GELU: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr,
+    gate_up_ptr, out_ptr, row_weight_ptr, bounds_ptr, experts, width, tiles, gate_up_stride, out_stride, limit, alpha,
+    SOME: tl.constexpr, WEIGHTED: tl.constexpr, GELU: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token, first = _tile(tiles, BLOCK)
-    gate, up = _load(gate_up_ptr + token * gate_up_stride, first, width, CLAMPED, BLOCK)
-    z, factor = _clamped(gate, up, limit, CLAMPED)
-    s, _ = _gate(z, alpha, GELU, CLAMPED)
-    out = z * s * factor
-    if WEIGHTED:
-        out *= tl.load(row_weight_ptr + token)
-    columns = first + tl.arange(0, BLOCK)
-    tl.store(out_ptr + token * out_stride + columns, round_to(out, out_ptr.dtype.element_ty), mask=columns < width)
+    if not SOME or is_within(token, bounds_ptr, experts):
+        gate, up = _load(gate_up_ptr + token * gate_up_stride, first, width, CLAMPED, BLOCK)
+        z, factor = _clamped(gate, up, limit, CLAMPED)
+        s, _ = _gate(z, alpha, GELU, CLAMPED)
+        out = z * s * factor
+        if WEIGHTED:
+            out *= tl.load(row_weight_ptr + token)
+        columns = first + tl.arange(0, BLOCK)
+        target = out_ptr + token * out_stride + columns
+        tl.store(target, round_to(out, out_ptr.dtype.element_ty), mask=columns < width)
 
 
 @triton.jit
@@ -199,22 +209,24 @@ def _backward_kernel(
 
 @triton.jit
 def _weighted_backward_kernel(
-    grad_out_ptr, gate_up_ptr, row_weight_ptr, grad_gate_up_ptr, grad_row_weight_ptr, width, grad_out_stride,
-    gate_up_stride, grad_gate_up_stride, limit, alpha,
-    ACCUMULATE: tl.constexpr, GELU: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr,
+    grad_out_ptr, gate_up_ptr, row_weight_ptr, grad_gate_up_ptr, grad_row_weight_ptr, bounds_ptr, experts, width,
+    grad_out_stride, gate_up_stride, grad_gate_up_stride, limit, alpha,
+    SOME: tl.constexpr, ACCUMULATE: tl.constexpr, GELU: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A row per program, whose columns add up to the gradient of its weight."""
     row = tl.program_id(0).to(tl.int64)
-    weight = tl.load(row_weight_ptr + row)
-    lanes = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, width, BLOCK):
-        columns = first + tl.arange(0, BLOCK)
-        gate, up = _load(gate_up_ptr + row * gate_up_stride, first, width, CLAMPED, BLOCK)
-        grad = tl.load(grad_out_ptr + row * grad_out_stride + columns, mask=columns < width, other=0.0).to(tl.float32)
-        unit, grad_gate, grad_up = _unit_gradients(grad * weight, gate, up, limit, alpha, GELU, CLAMPED)
-        lanes += grad * unit
-        _store(grad_gate_up_ptr + row * grad_gate_up_stride, first, width, grad_gate, grad_up, CLAMPED, BLOCK)
-    total = tl.sum(lanes, axis=0)
-    if ACCUMULATE:
-        total += tl.load(grad_row_weight_ptr + row)
-    tl.store(grad_row_weight_ptr + row, total)
+    if not SOME or is_within(row, bounds_ptr, experts):
+        weight = tl.load(row_weight_ptr + row)
+        lanes = tl.zeros((BLOCK,), tl.float32)
+        for first in range(0, width, BLOCK):
+            columns = first + tl.arange(0, BLOCK)
+            gate, up = _load(gate_up_ptr + row * gate_up_stride, first, width, CLAMPED, BLOCK)
+            grad = tl.load(grad_out_ptr + row * grad_out_stride + columns, mask=columns < width, other=0.0)
+            grad = grad.to(tl.float32)
+            unit, grad_gate, grad_up = _unit_gradients(grad * weight, gate, up, limit, alpha, GELU, CLAMPED)
+            lanes += grad * unit
+            _store(grad_gate_up_ptr + row * grad_gate_up_stride, first, width, grad_gate, grad_up, CLAMPED, BLOCK)
+        total = tl.sum(lanes, axis=0)
+        if ACCUMULATE:
+            total += tl.load(grad_row_weight_ptr + row)
+        tl.store(grad_row_weight_ptr + row, total)

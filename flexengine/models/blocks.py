@@ -12,7 +12,8 @@ from flexengine.ops.attention import CausalAttention
 from flexengine.ops.attention_style import CAUSAL, AttentionStyle
 from flexengine.ops.base import Op
 from flexengine.ops.columns import Columns
-from flexengine.ops.experts import Gather, GroupedLinear, HandOut, WeightedGLU
+from flexengine.ops.expert_rows import Gather, HandOut
+from flexengine.ops.experts import GroupedLinear, WeightedGLU
 from flexengine.ops.glu import GLU, Activation
 from flexengine.ops.head_gate import HeadGate
 from flexengine.ops.linear import Linear
@@ -121,12 +122,29 @@ class BlockNames:
     shared: str = "mlp.shared_expert"
 
 
-@lru_cache(maxsize=256)
+PART_ELEMENTS = 1 << 29
+"""Of the experts' weights that cross the link together, at the most: 1 GiB in bf16."""
+
+
+def expert_parts(s: BlockShape) -> int:
+    """The fewest equal parts of at most PART_ELEMENTS each that a block's experts divide into."""
+    if s.experts is None:
+        return 1
+    count, elements = s.experts.count, 3 * s.hidden_size * s.experts.width
+    divisors = (n for n in range(1, count + 1) if count % n == 0)
+    return next(n for n in divisors if count // n * elements <= PART_ELEMENTS or n == count)
+
+
 def block_ops(s: BlockShape) -> tuple[Op, ...]:
     """x -> norm -> qkv -> rope -> attention -> + x -> norm -> gate-up -> act(gate) * up -> down -> + -> y, with norms
-    where the shape has them."""
+    where the shape has them. The ops of experts in parts end the block."""
+    return _block_ops(s, expert_parts(s))
+
+
+@lru_cache(maxsize=256)
+def _block_ops(s: BlockShape, parts: int) -> tuple[Op, ...]:
     mixer = _attention_ops(s) if s.mixer is None else s.mixer.ops(s)
-    return (*mixer, *(_mlp_ops(s) if s.experts is None else _expert_ops(s, s.experts)))
+    return (*mixer, *(_mlp_ops(s) if s.experts is None else _expert_ops(s, s.experts, parts)))
 
 
 def _attention_ops(s: BlockShape) -> list[Op]:
@@ -162,31 +180,37 @@ def _mlp_ops(s: BlockShape) -> list[Op]:
     return [*ops, *closing(s, ("down_proj", "a", f, s.mlp_bias), "mlp_post_norm", "x1", "y")]
 
 
-def _expert_ops(s: BlockShape, e: ExpertShape) -> list[Op]:
-    """x1 -> y through the experts of each token."""
+def _expert_ops(s: BlockShape, e: ExpertShape, parts: int) -> list[Op]:
+    """x1 -> y through the expert of all tokens, if there is one, and the experts of each."""
     assert s.norms == "pre", "no family has norms after its experts"
     d, f, sizes = s.hidden_size, e.width, (e.count, e.per_token)
     ops, rows = opening_norm(s, "mlp_norm", "x1", "h2")
     bias = "router.bias" if e.stacked else None
     router = Router("router", rows, d, *sizes, "router.weight", e.normalised, bias, e.router)
     gate_up, down = stacked_options(router.weight) if e.stacked else ({}, {})
-    own, shared = ("y", []) if not e.shared_width else ("x2", _shared_ops(s, e, rows))
+    residual, shared = ("x1", []) if not e.shared_width else ("x2", _shared_ops(s, e, rows))
+    own = {"bounds": router.bounds, "num_parts": parts}
+    weights = [f"experts_{name}.weight" for name in ("gate_up", "down")]
     return [
         *ops,
-        router,
-        HandOut("hand_out", rows, router.place, "rows", d, e.per_token),
-        GroupedLinear(
-            "experts_gate_up", "rows", router.ends, "gate_up", d, 2 * f, *sizes, "experts_gate_up.weight", **gate_up
-        ),
-        WeightedGLU("experts_glu", "gate_up", router.weight, "a", f, e.per_token, s.activation),
-        GroupedLinear("experts_down", "a", router.ends, "results", f, d, *sizes, "experts_down.weight", **down),
-        Gather("gather", "results", router.place, own, d, e.per_token, "x1"),
         *shared,
-    ]
+        router,
+        HandOut("hand_out", rows, router.place, "rows", d, e.per_token, **own),
+        GroupedLinear(
+            "experts_gate_up", "rows", y="gate_up", in_features=d, out_features=2 * f, num_experts=e.count,
+            per_token=e.per_token, weight=weights[0], **own, **gate_up,
+        ),
+        WeightedGLU("experts_glu", "gate_up", router.weight, "a", f, e.per_token, s.activation, **own),
+        GroupedLinear(
+            "experts_down", "a", y="results", in_features=f, out_features=d, num_experts=e.count,
+            per_token=e.per_token, weight=weights[1], **own, **down,
+        ),
+        Gather("gather", "results", router.place, "y", d, e.per_token, residual, **own),
+    ]  # fmt: skip
 
 
 def _shared_ops(s: BlockShape, e: ExpertShape, x: str) -> list[Op]:
-    """x2 -> y: the expert of all tokens."""
+    """x1 -> x2: the expert of all tokens."""
     d, width, gated = s.hidden_size, e.shared_width, e.shared_gated
     gate_up, down = weight_names("shared_gate_up", s.mlp_bias), weight_names("shared_down", s.mlp_bias)
     unit = [
@@ -194,11 +218,11 @@ def _shared_ops(s: BlockShape, e: ExpertShape, x: str) -> list[Op]:
         GLU("shared_glu", "shared_gate_up", "shared_a", width, s.activation),
     ]
     if not gated:
-        return [*unit, Linear("shared_down", "shared_a", "y", width, d, *down, residual="x2")]
+        return [*unit, Linear("shared_down", "shared_a", "x2", width, d, *down, residual="x1")]
     return [
         *unit,
         Linear("shared_down", "shared_a", "shared", width, d, *down),
-        SharedGate("shared_gate", "shared", x, "y", d, "shared_gate.weight", "x2"),
+        SharedGate("shared_gate", "shared", x, "x2", d, "shared_gate.weight", "x1"),
     ]
 
 

@@ -67,7 +67,7 @@ def assemble(
     """
     groups = (
         GroupSpec("embed", "embed", embedding.params),
-        *(GroupSpec(f"block.{i}", "block", block.params) for i, block in enumerate(blocks)),
+        *(_block_group(i, block) for i, block in enumerate(blocks)),
         GroupSpec("head", "head", head.params),
     )
     tied = (("lm_head.weight", 0, "embed.weight"),) if sizes["tie_word_embeddings"] else ()
@@ -81,6 +81,13 @@ def assemble(
         LayerSpec("head", "head", head.ops, (*_layer_params(last, groups[last]), *tied), "x", None),
     )
     return ModelSpec(name=name, family=family, hf_config=config, groups=groups, layers=layers, **sizes)
+
+
+def _block_group(index: int, block: Piece) -> GroupSpec:
+    in_parts = [op for op in block.ops if op.num_parts > 1]
+    cut = tuple(name for op in in_parts for name in op.params)
+    parts = max((op.num_parts for op in in_parts), default=1)
+    return GroupSpec(f"block.{index}", "block", block.params, num_parts=parts, cut=cut)
 
 
 def _layer_params(group_index: int, group: GroupSpec) -> tuple[tuple[str, int, str], ...]:

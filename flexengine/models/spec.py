@@ -47,12 +47,16 @@ class GroupSpec:
     """Parameters that cross the link together. Groups of one `slot_class` share weight and gradient slots.
 
     frozen: they are not trained, so that they have weights alone: no gradient, no optimizer states, no update.
+    num_parts: the parameters named `cut` cross the link in so many equal parts of their first dimension, one by one,
+    after all others of the group (backward: before them).
     """
 
     name: str
     slot_class: str
     params: tuple[ParamSpec, ...]
     frozen: bool = False
+    num_parts: int = 1
+    cut: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:

@@ -43,10 +43,9 @@ class ExpertBalance:
         per_token = balancing.coefficient * balancing.num_experts / (balancing.num_routers * num_tokens) ** 2
         return ExpertBalance(zeros[0], zeros[1], per_token * num_target_tokens)
 
-    def collect(self, ends: Tensor, probabilities: Tensor) -> None:
-        """Add a chunk's rows, given where those of each expert end [E], and its probabilities [T, E]."""
-        self.rows.add_(ends)
-        self.rows[1:].sub_(ends[:-1])
+    def collect(self, rows: Tensor, probabilities: Tensor) -> None:
+        """Add a chunk's rows of each expert [E] and its probabilities [T, E]."""
+        self.rows.add_(rows)
         self.probabilities.add_(probabilities.sum(0, dtype=torch.float64))
 
     def gradient(self) -> Tensor:

@@ -83,6 +83,20 @@ class Work(NamedTuple):
             self.padding_flops + other.padding_flops,
         )
 
+    def shared(self, calls: int) -> Work:
+        """An equal share of so many calls."""
+        if calls == 1:
+            return self
+        return Work(
+            self.matmul_flops / calls,
+            self.attention_forward_flops / calls,
+            self.attention_backward_flops / calls,
+            self.memory_bytes / calls,
+            self.kernels // calls,
+            self.fp8_flops / calls,
+            self.padding_flops / calls,
+        )
+
     @property
     def flops(self) -> float:
         """All floating-point operations that count as hardware FLOPs."""
@@ -194,7 +208,8 @@ class OpEnv:
 
     t: activations; p: parameters; g: gradients of activations; gp: gradient accumulators of parameters (float32, or
     float64 for float64 compute). Gradients named in `accumulate` already hold a value to add to; `first` says that gp
-    holds nothing yet. again: a forward within backward, which recomputes.
+    holds nothing yet. again: a forward within backward, which recomputes. part: of an op that runs part by part, which
+    of them this call is for; p and gp hold that part's share of the parameters.
     """
 
     t: dict[str, Tensor]
@@ -205,6 +220,7 @@ class OpEnv:
     accumulate: frozenset[str] = field(default_factory=frozenset)
     first: bool = True
     again: bool = False
+    part: int = 0
 
 
 class Op(ABC):
@@ -238,6 +254,9 @@ class Op(ABC):
     outputs, chunk after chunk before the sequence's backward, which then visits the chunks in reverse."""
     trained: bool = True
     """Whether its parameters are: without, there is no weight half."""
+    num_parts: int = 1
+    """Calls that one run of the op takes: the first dimension of its parameters is cut into so many equal parts, which
+    cross the link one by one. Forward goes from the first part to the last, backward the other way."""
 
     @property
     def has_input_half(self) -> bool:
@@ -303,6 +322,10 @@ class Op(ABC):
         What both halves of backward declare under one name is one buffer: the weight half finds what the input half
         left.
         """
+        return ()
+
+    def part_sums(self, half: str) -> tuple[TensorSpec, ...]:
+        """Buffers of an op in parts that live from its first part's call to its last one's."""
         return ()
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:

@@ -1,57 +1,40 @@
-"""The FFN of many experts: tokens' rows handed out to their experts, products of each expert, and rows gathered again.
+"""The FFN of many experts: products of each expert with its rows, between which lies a gated unit.
 
 Source: Shazeer et al. 2017, "Outrageously Large Neural Networks". A router's weight multiplies what goes into the last
 product, not what comes out: the same by linearity, and no backward needs its output then. A bias of that product is
 multiplied by the weight itself, w * (a @ W + b) = (w * a) @ W + w * b, from which the weight has a gradient as well.
 
-Shapes: T tokens, K experts of each, R = T * K rows sorted by expert, E experts. `place` [T, K] and `ends` [E] as the
-router writes them. A chunk's buffers depend on T and K alone, whatever the routing.
+Shapes: T tokens, K experts of each, R = T * K rows sorted by expert, E experts. `place` [T, K] and `bounds` [E + 1] as
+the router writes them: rows bounds[e] to bounds[e + 1] are those of expert e. A chunk's buffers depend on T and K
+alone, whatever the routing.
+
+The experts may come in parts, which cross the link one by one: all ops from `HandOut` to `Gather` then run part by
+part, each on the rows of its experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel, wide
 from flexengine.ops.glu import Activation, glu_backward, glu_forward
+from flexengine.ops.row_range import own_bounds, part_of, rows_within
 
 
-def hand_out(x: Tensor, place: Tensor, rows: Tensor) -> None:
-    """rows [R, D] at place[t, k] = x [T, D][t]."""
-    if use_kernel(x) and x.dtype != torch.float64:
-        from flexengine.kernels import experts  # noqa: PLC0415 (Triton is imported when first used)
-
-        return experts.hand_out(x, place, rows)
-    for column in place.unbind(1):
-        rows.index_copy_(0, column.long(), x)
-
-
-def gather(rows: Tensor, place: Tensor, out: Tensor, added: Tensor | None) -> None:
-    """out [T, D] = (added +) sum over k of rows [R, D] at place[t, k]; added may be out."""
-    if use_kernel(rows) and rows.dtype != torch.float64:
-        from flexengine.kernels import experts  # noqa: PLC0415
-
-        return experts.gather(rows, place, out, added)
-    total = wide(rows[place[:, 0].long()])
-    for column in place.unbind(1)[1:]:
-        total = total + wide(rows[column.long()])
-    out.copy_(total if added is None else total + wide(added))
-
-
-def _slices(ends: Tensor) -> Iterator[tuple[int, slice]]:
+def _slices(bounds: Tensor) -> Iterator[tuple[int, slice]]:
     """(expert, its rows) of the plain path, which asks for the counts: on the CPU, and on CUDA in float64."""
-    start = 0
-    for expert, end in enumerate(ends.tolist()):
+    ends = bounds.tolist()
+    for expert, (start, end) in enumerate(pairwise(ends)):
         if end > start:
             yield expert, slice(start, end)
-        start = end
 
 
 def grouped_product(
-    x: Tensor, weight: Tensor, ends: Tensor, out: Tensor, transposed: bool, bias: Tensor | None = None,
+    x: Tensor, weight: Tensor, bounds: Tensor, out: Tensor, transposed: bool, bias: Tensor | None = None,
     row_weight: Tensor | None = None,
 ) -> None:  # fmt: skip
     """out [R, F] = x [R, D] @ weight [E, F, D][e].T (+ (row_weight [R] *) bias [E, F][e]) for the rows of every expert;
@@ -59,8 +42,8 @@ def grouped_product(
     if use_kernel(x) and x.dtype != torch.float64:
         from flexengine.kernels import experts  # noqa: PLC0415
 
-        return experts.grouped_product(x, weight, ends, out, transposed, bias, row_weight)
-    for expert, rows in _slices(ends):
+        return experts.grouped_product(x, weight, bounds, out, transposed, bias, row_weight)
+    for expert, rows in _slices(bounds):
         matrix = weight[expert] if transposed else weight[expert].t()
         if bias is None:
             torch.mm(x[rows], matrix, out=out[rows])
@@ -69,99 +52,41 @@ def grouped_product(
         torch.addmm(added, x[rows], matrix, out=out[rows])
 
 
-def grouped_weight_gradient(grad_y: Tensor, x: Tensor, ends: Tensor, acc: Tensor, accumulate: bool) -> None:
+def grouped_weight_gradient(grad_y: Tensor, x: Tensor, bounds: Tensor, acc: Tensor, accumulate: bool) -> None:
     """acc [E, F, D] (+)= grad_y [R, F][rows of e].T @ x [R, D][rows of e], summed in the accumulator's precision."""
     if use_kernel(x) and x.dtype != torch.float64:
         from flexengine.kernels import experts  # noqa: PLC0415
 
-        return experts.grouped_weight_gradient(grad_y, x, ends, acc, accumulate)
+        return experts.grouped_weight_gradient(grad_y, x, bounds, acc, accumulate)
     if not accumulate:
         acc.zero_()
-    for expert, rows in _slices(ends):
+    for expert, rows in _slices(bounds):
         acc[expert] += grad_y[rows].t().to(acc.dtype) @ x[rows].to(acc.dtype)
 
 
-def bias_gradient(grad_y: Tensor, ends: Tensor, row_weight: Tensor | None, acc: Tensor, accumulate: bool) -> None:
+def bias_gradient(grad_y: Tensor, bounds: Tensor, row_weight: Tensor | None, acc: Tensor, accumulate: bool) -> None:
     """acc [E, F] (+)= the sum over the rows of e of (row_weight [R] *) grad_y [R, F], in acc's precision."""
     if use_kernel(grad_y) and grad_y.dtype != torch.float64:
         from flexengine.kernels import expert_biases  # noqa: PLC0415
 
-        return expert_biases.bias_gradient(grad_y, ends, row_weight, acc, accumulate)
+        return expert_biases.bias_gradient(grad_y, bounds, row_weight, acc, accumulate)
     if not accumulate:
         acc.zero_()
-    for expert, rows in _slices(ends):
+    for expert, rows in _slices(bounds):
         weights = acc.new_ones(rows.stop - rows.start) if row_weight is None else row_weight[rows].to(acc.dtype)
         acc[expert] += weights @ grad_y[rows].to(acc.dtype)
 
 
-def row_weight_gradient(grad_y: Tensor, bias: Tensor, ends: Tensor, out: Tensor, accumulate: bool) -> None:
+def row_weight_gradient(grad_y: Tensor, bias: Tensor, bounds: Tensor, out: Tensor, accumulate: bool) -> None:
     """out [R] (+)= grad_y [R, F] . bias [E, F][e] for the rows of every expert."""
     if use_kernel(grad_y) and grad_y.dtype != torch.float64:
         from flexengine.kernels import expert_biases  # noqa: PLC0415
 
-        return expert_biases.row_weight_gradient(grad_y, bias, ends, out, accumulate)
+        return expert_biases.row_weight_gradient(grad_y, bias, bounds, out, accumulate)
     if not accumulate:
-        out.zero_()
-    for expert, rows in _slices(ends):
+        out[rows_within(bounds)] = 0.0
+    for expert, rows in _slices(bounds):
         out[rows] += wide(grad_y[rows]) @ wide(bias[expert])
-
-
-class HandOut(Op):
-    """rows [T, K * D]: every token's row once for each of its experts, sorted by expert."""
-
-    def __init__(self, name: str, x: str, place: str, y: str, width: int, per_token: int) -> None:
-        self.name, self.x, self.place, self.y = name, x, place, y
-        self.width, self.per_token = width, per_token
-        self.inputs = (x, place)
-        self.outputs = (TensorSpec(y, (per_token * width,)),)
-        self.needs_input = (place,)
-        self.grad_inputs = (x,)
-
-    def forward(self, env: OpEnv) -> None:
-        hand_out(env.t[self.x], env.t[self.place], env.t[self.y].view(-1, self.width))
-
-    def backward_input(self, env: OpEnv) -> None:
-        grad_x = env.g[self.x]
-        added = grad_x if self.x in env.accumulate else None
-        gather(env.g[self.y].view(-1, self.width), env.t[self.place], grad_x, added)
-
-    def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        return plain_bytes(4 * tokens * (self.width + 8), compute_bytes)
-
-    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return Work(memory_bytes=(1.0 + self.per_token) * tokens * self.width * compute_bytes, kernels=1)
-
-    def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return Work(memory_bytes=(2.0 + self.per_token) * tokens * self.width * compute_bytes, kernels=1)
-
-
-class Gather(Op):
-    """y [T, D] = residual + the sum of a token's rows. The gradient of the residual is that of y itself."""
-
-    def __init__(self, name: str, x: str, place: str, y: str, width: int, per_token: int, residual: str) -> None:
-        self.name, self.x, self.place, self.y, self.residual = name, x, place, y, residual
-        self.width, self.per_token = width, per_token
-        self.inputs = (x, place, residual)
-        self.outputs = (TensorSpec(y, (width,)),)
-        self.needs_input = (place,)
-        self.grad_inputs = (x, residual)
-        self.grad_alias = ((residual, y),)
-
-    def forward(self, env: OpEnv) -> None:
-        gather(env.t[self.x].view(-1, self.width), env.t[self.place], env.t[self.y], env.t[self.residual])
-
-    def backward_input(self, env: OpEnv) -> None:
-        assert self.x not in env.accumulate, "nothing else reads the experts' results"
-        hand_out(env.g[self.y], env.t[self.place], env.g[self.x].view(-1, self.width))
-
-    def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        return plain_bytes(4 * tokens * (self.width + 8), compute_bytes)
-
-    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return Work(memory_bytes=(2.0 + self.per_token) * tokens * self.width * compute_bytes, kernels=1)
-
-    def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return Work(memory_bytes=(1.0 + self.per_token) * tokens * self.width * compute_bytes, kernels=1)
 
 
 class GroupedLinear(Op):
@@ -171,19 +96,20 @@ class GroupedLinear(Op):
     """
 
     def __init__(
-        self, name: str, x: str, ends: str, y: str, in_features: int, out_features: int, num_experts: int,
+        self, name: str, x: str, bounds: str, y: str, in_features: int, out_features: int, num_experts: int,
         per_token: int, weight: str, bias: str | None = None, row_weight: str | None = None, transposed: bool = False,
+        num_parts: int = 1,
     ) -> None:  # fmt: skip
-        self.name, self.x, self.ends, self.y, self.weight = name, x, ends, y, weight
+        self.name, self.x, self.bounds, self.y, self.weight, self.num_parts = name, x, bounds, y, weight, num_parts
         self.in_features, self.out_features = in_features, out_features
         self.num_experts, self.per_token, self.transposed = num_experts, per_token, transposed
         self.bias, self.row_weight = bias, row_weight
         weights = () if row_weight is None else (row_weight,)
-        self.inputs = (x, ends, *weights)
+        self.inputs = (x, bounds, *weights)
         self.outputs = (TensorSpec(y, (per_token * out_features,)),)
         self.params = (weight,) if bias is None else (weight, bias)
-        self.needs_input = (ends,)
-        self.needs_weight = (x, ends, *weights)
+        self.needs_input = (bounds,)
+        self.needs_weight = (x, bounds, *weights)
         self.grad_inputs = (x, *weights)
 
     def _x(self, tensors: dict[str, Tensor]) -> Tensor:
@@ -197,27 +123,30 @@ class GroupedLinear(Op):
     def _row_weight(self, tensors: dict[str, Tensor]) -> Tensor | None:
         return None if self.row_weight is None else tensors[self.row_weight].view(-1)
 
+    def _bounds(self, env: OpEnv) -> Tensor:
+        return part_of(env.t[self.bounds], env.part, self.num_parts)
+
     def forward(self, env: OpEnv) -> None:
         bias = None if self.bias is None else env.p[self.bias]
-        operands = (self._x(env.t), env.p[self.weight], env.t[self.ends], self._y(env.t), self.transposed)
+        operands = (self._x(env.t), env.p[self.weight], self._bounds(env), self._y(env.t), self.transposed)
         grouped_product(*operands, bias, self._row_weight(env.t))
 
     def backward_input(self, env: OpEnv) -> None:
         assert self.x not in env.accumulate, "nothing else reads the experts' rows"
-        grad_y = self._y(env.g)
-        grouped_product(grad_y, env.p[self.weight], env.t[self.ends], self._x(env.g), not self.transposed)
+        grad_y, bounds = self._y(env.g), self._bounds(env)
+        grouped_product(grad_y, env.p[self.weight], bounds, self._x(env.g), not self.transposed)
         grad_weight = self._row_weight(env.g)
         if grad_weight is not None:
             assert self.bias is not None, "rows are weighed for their bias"
             added = self.row_weight in env.accumulate
-            row_weight_gradient(grad_y, env.p[self.bias], env.t[self.ends], grad_weight, added)
+            row_weight_gradient(grad_y, env.p[self.bias], bounds, grad_weight, added)
 
     def backward_weight(self, env: OpEnv) -> None:
-        x, grad_y, ends = self._x(env.t), self._y(env.g), env.t[self.ends]
+        x, grad_y, bounds = self._x(env.t), self._y(env.g), self._bounds(env)
         outs, ins = (x, grad_y) if self.transposed else (grad_y, x)
-        grouped_weight_gradient(outs, ins, ends, env.gp[self.weight], not env.first)
+        grouped_weight_gradient(outs, ins, bounds, env.gp[self.weight], not env.first)
         if self.bias is not None:
-            bias_gradient(grad_y, ends, self._row_weight(env.t), env.gp[self.bias], not env.first)
+            bias_gradient(grad_y, bounds, self._row_weight(env.t), env.gp[self.bias], not env.first)
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         matrix = 2 * self.in_features * self.out_features
@@ -252,26 +181,28 @@ class WeightedGLU(Op):
     """
 
     def __init__(
-        self, name: str, gate_up: str, row_weight: str, y: str, width: int, per_token: int, activation: Activation
-    ) -> None:
-        self.name, self.gate_up, self.row_weight, self.y = name, gate_up, row_weight, y
-        self.width, self.per_token = width, per_token
+        self, name: str, gate_up: str, row_weight: str, y: str, width: int, per_token: int, activation: Activation,
+        bounds: str = "", num_parts: int = 1,
+    ) -> None:  # fmt: skip
+        self.name, self.gate_up, self.row_weight, self.y, self.bounds = name, gate_up, row_weight, y, bounds
+        self.width, self.per_token, self.num_parts = width, per_token, num_parts
         self.activation: Activation = activation
-        self.inputs = (gate_up, row_weight)
+        limits = () if num_parts == 1 else (bounds,)
+        self.inputs = (gate_up, row_weight, *limits)
         self.outputs = (TensorSpec(y, (per_token * width,)),)
-        self.needs_input = (gate_up, row_weight)
+        self.needs_input = (gate_up, row_weight, *limits)
         self.grad_inputs = (gate_up, row_weight)
         self.grad_over = (gate_up,)
 
     def forward(self, env: OpEnv) -> None:
         gate_up, y = env.t[self.gate_up].view(-1, 2 * self.width), env.t[self.y].view(-1, self.width)
-        glu_forward(gate_up, y, self.activation, env.t[self.row_weight].view(-1))
+        glu_forward(gate_up, y, self.activation, env.t[self.row_weight].view(-1), own_bounds(self, env))
 
     def backward_input(self, env: OpEnv) -> None:
         rows = (env.g[self.y].view(-1, self.width), env.t[self.gate_up].view(-1, 2 * self.width))
         grad_gate_up, weight = env.g[self.gate_up].view(-1, 2 * self.width), env.t[self.row_weight].view(-1)
-        added = self.row_weight in env.accumulate
-        glu_backward(*rows, grad_gate_up, self.activation, weight, env.g[self.row_weight].view(-1), added)
+        given = (env.g[self.row_weight].view(-1), self.row_weight in env.accumulate, own_bounds(self, env))
+        glu_backward(*rows, grad_gate_up, self.activation, weight, *given)
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         return plain_bytes(9 * tokens * self.per_token * (self.width + 1), compute_bytes)

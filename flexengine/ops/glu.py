@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel, wide
+from flexengine.ops.row_range import rows_within
 
 
 class ClampedSwiGLU(NamedTuple):
@@ -69,12 +70,17 @@ def _put(grad_gate: Tensor, grad_up: Tensor, gate_up: Tensor, activation: Activa
     out[..., 1::2].copy_(grad_up)
 
 
-def glu_forward(gate_up: Tensor, out: Tensor, activation: Activation, row_weight: Tensor | None = None) -> None:
-    """out [T, F] = (row_weight [T] *) act(gate) * up."""
+def glu_forward(
+    gate_up: Tensor, out: Tensor, activation: Activation, row_weight: Tensor | None = None,
+    bounds: Tensor | None = None,
+) -> None:  # fmt: skip
+    """out [T, F] = (row_weight [T] *) act(gate) * up; bounds: only of rows from the first of them to the last."""
     if use_kernel(gate_up) and gate_up.dtype != torch.float64:
         from flexengine.kernels import glu  # noqa: PLC0415 (Triton is imported when first used)
 
-        return glu.glu_forward(gate_up, out, activation, row_weight)
+        return glu.glu_forward(gate_up, out, activation, row_weight, bounds)
+    rows = rows_within(bounds)
+    gate_up, out, row_weight = gate_up[rows], out[rows], None if row_weight is None else row_weight[rows]
     gate, up = _halves(gate_up, activation)
     value = gate * _gate(gate, activation)[0] * up
     out.copy_(value if row_weight is None else value * row_weight[:, None])
@@ -82,14 +88,21 @@ def glu_forward(gate_up: Tensor, out: Tensor, activation: Activation, row_weight
 
 def glu_backward(
     grad_out: Tensor, gate_up: Tensor, grad_gate_up: Tensor, activation: Activation, row_weight: Tensor | None = None,
-    grad_row_weight: Tensor | None = None, accumulate: bool = False,
+    grad_row_weight: Tensor | None = None, accumulate: bool = False, bounds: Tensor | None = None,
 ) -> None:  # fmt: skip
     """grad_gate_up [T, 2F] from grad_out [T, F], and with weights of rows their gradient [T], added to what is there
-    with `accumulate`; grad_gate_up may be gate_up itself."""
+    with `accumulate`; grad_gate_up may be gate_up itself. bounds: as in forward, where rows have weights."""
     if use_kernel(gate_up) and gate_up.dtype != torch.float64:
         from flexengine.kernels import glu  # noqa: PLC0415
 
-        return glu.glu_backward(grad_out, gate_up, grad_gate_up, activation, row_weight, grad_row_weight, accumulate)
+        rows = (row_weight, grad_row_weight, accumulate, bounds)
+        return glu.glu_backward(grad_out, gate_up, grad_gate_up, activation, *rows)
+    if bounds is not None:
+        assert row_weight is not None
+        assert grad_row_weight is not None
+        rows = rows_within(bounds)
+        row_weight, grad_row_weight = row_weight[rows], grad_row_weight[rows]
+        grad_out, gate_up, grad_gate_up = grad_out[rows], gate_up[rows], grad_gate_up[rows]
     gate, up = _halves(gate_up, activation)
     grad, (s, slope) = wide(grad_out), _gate(gate, activation)
     if row_weight is not None:

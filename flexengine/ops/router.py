@@ -47,8 +47,8 @@ SOFTMAX = RouterStyle()
 
 
 class Router(Op):
-    """weight [T * K] of every row sorted by expert, place [T, K] of a token's rows, expert [T, K], ends [E] of the rows
-    of each expert. Backward finds the probabilities again."""
+    """weight [T * K] of every row sorted by expert, place [T, K] of a token's rows, expert [T, K], bounds [E + 1] of
+    the rows of each expert. Backward finds the probabilities again."""
 
     def __init__(
         self, name: str, x: str, width: int, num_experts: int, per_token: int, weight: str, normalised: bool,
@@ -58,13 +58,13 @@ class Router(Op):
         self.num_experts, self.per_token, self.normalised = num_experts, per_token, normalised
         self.style, self.buffers = style, (f"{name}.choice_bias",) if style.biased else ()
         self.weight, self.place = f"{name}_weight", f"{name}_place"
-        self.expert, self.ends = f"{name}_expert", f"{name}_ends"
+        self.expert, self.bounds = f"{name}_expert", f"{name}_bounds"
         self.inputs = (x,)
         self.outputs = (
             TensorSpec(self.weight, (per_token,), "float32"),
             TensorSpec(self.place, (per_token,), "int32"),
             TensorSpec(self.expert, (per_token,), "int32"),
-            TensorSpec(self.ends, (), "int32", rows=num_experts),
+            TensorSpec(self.bounds, (), "int32", rows=num_experts + 1),
         )
         self.params = (weight,) if bias is None else (weight, bias)
         self.needs_input = (x, self.place, self.expert)
@@ -116,11 +116,13 @@ class Router(Op):
         place.view(-1).index_copy_(0, order, rows)
         env.t[self.expert].copy_(expert)
         experts = torch.arange(self.num_experts, device=order.device)
-        env.t[self.ends].copy_(torch.searchsorted(by_row, experts, right=True))
+        bounds = env.t[self.bounds]
+        bounds[0].zero_()
+        bounds[1:].copy_(torch.searchsorted(by_row, experts, right=True))
         env.t[self.weight].view(-1).copy_(chosen.flatten()[order])
         balance = env.chunk.balance
         if balance is not None and balance.collecting and not env.again:
-            balance.collect(env.t[self.ends].view(-1), probabilities)
+            balance.collect(bounds.diff(), probabilities)
 
     def backward_input(self, env: OpEnv) -> None:
         probabilities, expert = self._probabilities(env), env.t[self.expert].long()

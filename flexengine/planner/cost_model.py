@@ -15,8 +15,9 @@ from typing import NamedTuple
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.ops.base import Work
 from flexengine.plan import Request
-from flexengine.schedule.commands import Command, Program, Stream
+from flexengine.schedule.commands import Command, LayerCall, Program, Stream
 from flexengine.schedule.following import followed
+from flexengine.schedule.layer_program import Stage
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import ChunkShape, RoundShape, lower_round
 from flexengine.schedule.simulator import Rates, Timing, simulate
@@ -114,11 +115,14 @@ def issue_calls(command: Command) -> float:
     """What the host does for a command, in bindings of a view or launches: one per op and one per tensor of it."""
     if command.copies:
         return COPY_ISSUE_CALLS
-    program = getattr(command.args, "program", None)
-    if program is None:
+    if not isinstance(command.args, LayerCall):
         return OTHER_ISSUE_CALLS
-    steps = {"backward": program.backward, "fill_window": program.window}.get(command.kind, program.forward)
-    return sum(1 + len(step.tensors) + len(step.grads) for step in steps)
+    return stage_calls(command.args.program.stages(command.kind)[command.args.stage])
+
+
+def stage_calls(stage: Stage) -> int:
+    """The same for a stage of a layer."""
+    return sum(1 + len(step.tensors) + len(step.grads) for step in stage.steps)
 
 
 def round_shape(
@@ -262,17 +266,17 @@ def price(program: Program, cost: CostModel, timing: Timing | None = None) -> Pr
     head = max((c.args.layer for c in program.commands if c.kind == "backward"), default=-1)
     for command in program.commands:
         if command.kind == "backward" and command.args.layer != head:  # the head's forward runs in its backward alone
-            chunk = (command.args.program, command.work)
+            chunk = (command.args.program, command.args.stage, command.work)
             if chunk not in known:
                 known[chunk] = _recompute_s(command, cost)
             recompute_s += known[chunk]
-        elif command.kind == "fill_window":
+        elif command.kind in ("fill_window", "recompute"):
             recompute_s += cost.work_s(command.work)
     busy_s = {s.value: t for s, t in timing.busy_s.items()}
     return PricedProgram(timing.total_s, busy_s, recompute_s, stalls(program, timing))
 
 
-PHASES = {"finish_gradient": "backward", "scale": "backward", "fill_window": "backward", "clip": "update"}
+PHASES = dict.fromkeys(("finish_gradient", "scale", "fill_window", "recompute"), "backward") | {"clip": "update"}
 """Command kinds that belong to a phase of another name."""
 ISSUE = "issue"
 """What compute waits for when nothing but the host holds it back."""
@@ -305,9 +309,9 @@ def stalls(program: Program, timing: Timing) -> dict[tuple[str, str], float]:
 
 def _recompute_s(command: Command, cost: CostModel) -> float:
     """Seconds that a backward command spends on recomputation: its cost less what its other steps would take."""
-    program = command.args.program
-    full = program.backward_work(cost.chunk_tokens, cost.chunk_tokens, cost.compute_bytes)
-    again = program.recompute_work(cost.chunk_tokens, cost.chunk_tokens, cost.compute_bytes)
+    stage = command.args.program.stages(command.kind)[command.args.stage]
+    full = stage.work(cost.chunk_tokens, cost.chunk_tokens, cost.compute_bytes)
+    again = stage.recompute_work(cost.chunk_tokens, cost.chunk_tokens, cost.compute_bytes)
     share = cost.work_s(again) / max(cost.work_s(full), 1e-30)
     return share * cost.command_s(command)
 

@@ -16,8 +16,8 @@ import numpy as np
 from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec
 from flexengine.ops.base import Work
 from flexengine.plan import GroupPlan, Home
-from flexengine.planner.cost_model import CostModel
-from flexengine.schedule.commands import Command, CopyRegion, LayerCall, Stream
+from flexengine.planner.cost_model import CostModel, stage_calls
+from flexengine.schedule.commands import Command, CopyRegion, Stream
 from flexengine.schedule.layer_program import LayerProgram, compile_layer
 from flexengine.schedule.layout import GroupLayout
 from flexengine.schedule.lowering import ChunkShape, RoundShape
@@ -82,9 +82,10 @@ def home_of(kind: str, level: GroupPlan) -> Home:
 
 def issue_s(cost: CostModel, kind: str, program: LayerProgram | None = None) -> float:
     """Host seconds to issue a command of some kind: of a layer with its program, a copy, an update or another."""
-    args = None if program is None else LayerCall(0, 0, program, {}, {})
+    if program is not None:
+        return cost.profile.issue_s * sum(len(stage.parts) * stage_calls(stage) for stage in program.stages(kind))
     copies = (CopyRegion(0, 0, 0, 0, 1),) if kind == "copy" else ()
-    return cost.issue_s(Command(0, kind, "", Stream.COMPUTE, (), (), (), copies=copies, args=args))
+    return cost.issue_s(Command(0, kind, "", Stream.COMPUTE, (), (), (), copies=copies))
 
 
 def group_loads(

@@ -32,14 +32,14 @@ from flexengine.planner.loads import (
 from flexengine.planner.memory import gpu_overhead_bytes, host_required_bytes
 from flexengine.planner.options import Options, keep_options
 from flexengine.schedule.commands import Slot
-from flexengine.schedule.layer_program import align
+from flexengine.schedule.layer_program import align, keepable_ops
 from flexengine.schedule.layout import (
-    NORM_SQUARE_BYTES,
     SCALE_BYTES,
     GroupLayout,
     Layout,
     group_layout,
     host_scalar_bytes,
+    norm_square_bytes,
 )
 
 LEAST_TILE = 1 << 12
@@ -170,7 +170,7 @@ class Templates:
     @cached_property
     def slot_bytes(self) -> np.ndarray:
         """Bytes [2, C] of a weight slot and of a gradient slot for blocks of every kind."""
-        return np.array([[align(g.plane_bytes[kind]) for g in self.kind_layouts] for kind in ("weights", "grad")])
+        return np.array([[align(g.part_bytes(kind)) for g in self.kind_layouts] for kind in ("weights", "grad")])
 
     @cached_property
     def largest_slot_bytes(self) -> tuple[int, int]:
@@ -207,10 +207,8 @@ class Templates:
         if size not in self._activations:
             structure = Structure(False, False, (RESIDENT,) * len(self.edge_groups), RESIDENT)
             layout = Layout(self.small, self._plan(size, structure, SlotCounts(), RESIDENT, keep_all=True))
-            scalars = sum(
-                align(width * len(self.model.groups)) - align(width * len(self.small.groups))
-                for width in (NORM_SQUARE_BYTES, SCALE_BYTES)
-            )
+            scalars = align(SCALE_BYTES * len(self.model.groups)) - align(SCALE_BYTES * len(self.small.groups))
+            scalars += align(self._norm_square_bytes) - align(norm_square_bytes(layout.groups))
             self._activations[size] = ActivationBytes(
                 _bytes_of(layout, "batch", "scalars") + scalars + gpu_overhead_bytes(layout, self.profile),
                 _bytes_of(layout, "hidden states", "key/value window"),
@@ -237,9 +235,7 @@ class Templates:
         """A plan of the small model whose blocks keep all of their ops' outputs, or nothing, and have one level."""
         edges = iter(structure.edge_levels)
         nothing = LayerPlan((), (), "host")
-        blocks = (
-            LayerPlan(tuple(op.name for op in b.ops if b.keeps)) if keep_all else nothing for b in self.small.blocks
-        )
+        blocks = (LayerPlan(keepable_ops(b.ops) if b.keeps else ()) if keep_all else nothing for b in self.small.blocks)
         levels = (level if g.slot_class == "block" else next(edges) for g in self.small.groups)
         groups = tuple(levels_of(g)[v] for g, v in zip(self.small.groups, levels, strict=True))
         layers = (LayerPlan(), *blocks, LayerPlan())
@@ -270,6 +266,11 @@ class Templates:
             share_edge_slots=structure.share_edge_slots,
             grads_over_weights=structure.grads_over_weights,
         )
+
+    @cached_property
+    def _norm_square_bytes(self) -> int:
+        kinds = [self.kind_layouts[kind] for kind in self.kind_of]
+        return norm_square_bytes([*kinds, *self.edge_layouts])
 
     @property
     def cpu_update_host_bytes(self) -> int:

@@ -239,7 +239,8 @@ class SizeWork:
 
     def _accumulator_bytes(self, layer: LayerSpec) -> int:
         groups = (self.step.model.groups[g] for g in layer.groups)
-        return sum(group.numel for group in groups if not group.frozen) * self.step.acc_bytes
+        numerics = self.step.request.numerics
+        return sum(group_layout(g, numerics).part_numel for g in groups if not g.frozen) * self.step.acc_bytes
 
     @property
     def _largest_chunk(self) -> int:

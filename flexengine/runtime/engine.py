@@ -49,7 +49,7 @@ from flexengine.schedule.update_lowering import lower_update
 
 MAX_PROGRAMS = 64
 """Lowered programs held at once; a batch of packed sequences needs two or three."""
-LAYER_KINDS = ("forward", "evaluate", "backward", "fill_window")
+LAYER_KINDS = ("forward", "evaluate", "recompute", "backward", "fill_window")
 
 
 HALF_UPDATED = "an optimizer step was interrupted, so its weights are half updated"
@@ -460,16 +460,18 @@ class Engine:
             raise AssertionError(f"no handler for a command of kind {command.kind!r}")
 
     def _finish_gradient(self, args: FinishGradient) -> None:
-        slots, numel = self.layout.slots, self.layout.groups[args.group].numel
-        stored = self.arenas.view(slots[args.stored], 0, (numel,), getattr(torch, self.plan.request.numerics.grad))
-        partials = slots[self.layout.slot("partial_squares")]
-        finish_gradient(
-            self.arenas.view(slots[args.accumulator], 0, (numel,), self.layers.wide),
-            stored,
-            args.has_previous,
-            self.arenas.view(partials, 0, (PARTIAL_SQUARES,), torch.float32),
-            self.updates.norm_squares()[args.group],
-        )
+        slots, stored_dtype = self.layout.slots, getattr(torch, self.plan.request.numerics.grad)
+        partials = self.arenas.view(slots[self.layout.slot("partial_squares")], 0, (PARTIAL_SQUARES,), torch.float32)
+        wide, squares = self.layers.wide, self.updates.norm_squares()
+        for run in args.runs:
+            start, stored_start = run.start * wide.itemsize, run.stored_start * stored_dtype.itemsize
+            finish_gradient(
+                self.arenas.view(slots[args.accumulator], start, (run.numel,), wide),
+                self.arenas.view(slots[run.slot], stored_start, (run.numel,), stored_dtype),
+                args.has_previous,
+                partials,
+                squares[run.number],
+            )
 
     @contextmanager
     def _numerics_mode(self) -> Iterator[None]:

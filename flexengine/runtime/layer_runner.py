@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from flexengine.models.spec import ParamSpec
 from flexengine.ops.base import ChunkContext, OpEnv
 from flexengine.runtime.arena import Arenas
 from flexengine.schedule.commands import LayerCall
-from flexengine.schedule.layer_program import LayerProgram, OpStep, Place
+from flexengine.schedule.layer_program import OpStep, Place
 from flexengine.schedule.layout import Layout
 
 
@@ -27,7 +27,7 @@ class LayerRunner:
         self.chunks: list[ChunkContext] = []
 
     def run(self, kind: str, call: LayerCall) -> None:
-        """Run one command of kind forward, evaluate, backward or fill_window on the current stream."""
+        """Run one command of kind forward, evaluate, recompute, backward or fill_window on the current stream."""
         chunk, params = self._in_window(call, self.chunks[call.chunk]), self._params(call)
         params |= {local: self.buffers[source.name] for local, source in self.layout.model.layers[call.layer].buffers}
         if kind == "backward":
@@ -35,7 +35,7 @@ class LayerRunner:
         accumulators = self._accumulators(call) if kind == "backward" else {}
         if kind == "backward" and call.first:
             self._clear_unused(call)
-        for step in self._steps(kind, call.program):
+        for step in call.program.stages(kind)[call.stage].steps:
             env = OpEnv(
                 t=self.bind(call, step.tensors, chunk.tokens),
                 p=params,
@@ -44,7 +44,8 @@ class LayerRunner:
                 chunk=chunk,
                 accumulate=step.accumulate,
                 first=call.first,
-                again=kind == "backward",
+                again=kind in ("backward", "recompute"),
+                part=max(0, call.part - 1),
             )
             _call(step, env)
 
@@ -62,31 +63,35 @@ class LayerRunner:
         return self._params(call)
 
     def _params(self, call: LayerCall) -> dict[str, Tensor]:
-        return self._param_views(call, call.weights, self.compute)
+        resident = {g for g in call.weights if self.layout.plan.groups[g].weights == "gpu"}
+        return self._param_views(call, call.weights, self.compute, resident)
 
     def _accumulators(self, call: LayerCall) -> dict[str, Tensor]:
         return self._param_views(call, call.accumulators, self.wide)
 
-    def _param_views(self, call: LayerCall, slots: dict[int, int], dtype: torch.dtype) -> dict[str, Tensor]:
+    def _param_views(
+        self, call: LayerCall, slots: dict[int, int], dtype: torch.dtype, at_home: Container[int] = ()
+    ) -> dict[str, Tensor]:
+        """Parameters of the call's part; at_home: groups of which the slot holds all."""
         views = {}
+        pieces = {g: {p.name: p for p in self.layout.groups[g].parts[call.part].pieces} for g in slots}
         for local, group, name in self.layout.model.layers[call.layer].params:
-            if group not in slots:
-                continue
-            param = next(p for p in self.layout.model.groups[group].params if p.name == name)
-            views[local] = self._view(group, param, slots[group], dtype)
+            piece = pieces.get(group, {}).get(name)
+            if piece is not None:
+                start = piece.first if group in at_home else piece.start
+                views[local] = self._view(slots[group], start, piece.shape, dtype)
         return views
 
     def _clear_unused(self, call: LayerCall) -> None:
         """Zero what this layer leaves of its groups' accumulators: a tied head has no gradient of learned positions."""
         used = {(group, name) for _, group, name in self.layout.model.layers[call.layer].params}
         for group, slot in call.accumulators.items():
-            for param in self.layout.model.groups[group].params:
-                if (group, param.name) not in used:
-                    self._view(group, param, slot, self.wide).zero_()
+            for piece in self.layout.groups[group].parts[call.part].pieces:
+                if (group, piece.name) not in used:
+                    self._view(slot, piece.start, piece.shape, self.wide).zero_()
 
-    def _view(self, group: int, param: ParamSpec, slot: int, dtype: torch.dtype) -> Tensor:
-        offset = self.layout.groups[group].offsets[param.name] * dtype.itemsize
-        return self.arenas.view(self.layout.slots[slot], offset, param.shape, dtype)
+    def _view(self, slot: int, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self.arenas.view(self.layout.slots[slot], start * dtype.itemsize, shape, dtype)
 
     def _in_window(self, call: LayerCall, chunk: ChunkContext) -> ChunkContext:
         """The chunk with views of what this layer carries, where it is a slice and the layer carries something."""
@@ -114,10 +119,6 @@ class LayerRunner:
     def _start(self, chunk: int) -> int:
         window = self.chunks[chunk].window
         return -1 if window is None else window.start
-
-    @staticmethod
-    def _steps(kind: str, program: LayerProgram) -> tuple[OpStep, ...]:
-        return {"backward": program.backward, "fill_window": program.window}.get(kind, program.forward)
 
 
 def _call(step: OpStep, env: OpEnv) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -58,14 +59,22 @@ class UpdateRunner:
         return self._scalar("scalars.host", HOST_GRAD_NORM)
 
     def norm_squares(self) -> Tensor:
-        """Sums of squares of the stored gradients per group, float64 [groups]."""
+        """Sums of squares of the stored gradients per run of a group, float64 [runs]."""
         slot = self.layout.slots[self.layout.slot("norm_squares")]
-        return self.arenas.view(slot, 0, (len(self.layout.groups),), torch.float64)
+        return self.arenas.view(slot, 0, (self.layout.first_run(len(self.layout.groups)),), torch.float64)
+
+    def group_squares(self) -> Tensor:
+        """The same per group, float64 [groups]."""
+        squares = self.norm_squares()
+        if len(squares) == len(self.layout.groups):
+            return squares
+        bounds = [self.layout.first_run(group) for group in range(len(self.layout.groups) + 1)]
+        return torch.stack([squares[a:b].sum() for a, b in pairwise(bounds)])
 
     def clip(self, settings: UpdateSettings) -> None:
         """Write the factors on all gradients (clip coefficient / target tokens) and their global norm; what is frozen
         has no gradient, so nothing of it is written or counts."""
-        squares = self.norm_squares()
+        squares = self.group_squares()
         if self.trained is not None:
             squares = torch.where(self.trained, squares, 0.0)
         scales, norm = gradient_scales(squares, settings.num_target_tokens, settings.max_grad_norm)
@@ -76,7 +85,7 @@ class UpdateRunner:
     def scale_group(self, group: int, settings: UpdateSettings) -> None:
         """Write the factor on one gradient, which depends on no other: gradients are not clipped."""
         assert settings.max_grad_norm is None
-        scales, _ = gradient_scales(self.norm_squares()[group : group + 1], settings.num_target_tokens, None)
+        scales, _ = gradient_scales(self.group_squares()[group : group + 1], settings.num_target_tokens, None)
         self.scale(group).copy_(scales)
 
     def update(self, command: Command, slots: tuple, settings: UpdateSettings) -> None:

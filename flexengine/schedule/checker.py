@@ -90,7 +90,23 @@ def check_declarations(program: Program) -> None:
         writes = {access.slot for access in command.writes}
         read, written = _touched(command)
         for slot in (read - reads - writes) | (written - writes):
-            raise ProgramError(f"{command.label} uses slot {program.slots[slot].name} without declaring it")
+            if not _covered(program, slot, writes if slot in written else reads | writes):
+                raise ProgramError(f"{command.label} uses slot {program.slots[slot].name} without declaring it")
+
+
+def _covered(program: Program, slot: int, pieces: set[int]) -> bool:
+    """Whether slots that lie within one fill it."""
+    whole = program.slots[slot]
+    parts = (program.slots[piece] for piece in pieces)
+    within = sorted(
+        (p.offset, p.end) for p in parts if p.memory == whole.memory and whole.offset <= p.offset and p.end <= whole.end
+    )
+    reached = whole.offset
+    for start, end in within:
+        if start - reached >= ALIGNMENT:
+            return False
+        reached = max(reached, end)
+    return bool(within) and whole.end - reached < ALIGNMENT
 
 
 def _touched(command: Command) -> tuple[set[int], set[int]]:
@@ -99,11 +115,12 @@ def _touched(command: Command) -> tuple[set[int], set[int]]:
     args = command.args
     if isinstance(args, LayerCall):
         read |= {*args.areas.values(), *args.weights.values()}
-        written |= {args.areas[a] for a in ("output", "scratch") if a in args.areas} | {*args.accumulators.values()}
+        own = ("output", "scratch", "carry")
+        written |= {args.areas[a] for a in own if a in args.areas} | {*args.accumulators.values()}
         if command.kind == "forward":
             written |= {args.areas[a] for a in ("save_gpu", "save_host") if a in args.areas}
     elif isinstance(args, FinishGradient):
-        read, written = read | {args.accumulator}, written | {args.stored}
+        read, written = read | {args.accumulator}, written | {run.slot for run in args.runs}
     elif isinstance(args, UpdateTile):
         read |= {plane.slot for plane in args.planes.values()}
         written |= {plane.slot for kind, plane in args.planes.items() if kind != "grad"}

@@ -74,7 +74,7 @@ class LayerCall:
     """Arguments of forward, backward, head, fill_window: a layer program and the slots its areas are bound to.
 
     areas: area name -> slot; weights and accumulators: parameter group -> slot; `first` says that the accumulators hold
-    nothing yet.
+    nothing yet. stage: of the program's, with this part of the group.
     """
 
     layer: int
@@ -84,14 +84,27 @@ class LayerCall:
     weights: dict[int, int]
     accumulators: dict[int, int] = field(default_factory=dict)
     first: bool = True
+    stage: int = 0
+    part: int = 0
+
+
+class StoredRun(NamedTuple):
+    """Where consecutive elements of a gradient go: from element `start` of the accumulator to element `stored_start` of
+    a slot. number: of the entry for their sum of squares."""
+
+    start: int
+    slot: int
+    stored_start: int
+    numel: int
+    number: int
 
 
 class FinishGradient(NamedTuple):
-    """stored = round(accumulator (+ stored)), with the sum of squares of what was stored."""
+    """stored = round(accumulator (+ stored)) for a part of a group, with the sums of squares of what was stored."""
 
     group: int
     accumulator: int
-    stored: int
+    runs: tuple[StoredRun, ...]
     has_previous: bool
 
 

@@ -3,12 +3,16 @@
 From the ops' declarations and a save set follows everything: which outputs forward writes where, what backward
 recomputes just before it is needed, where every temporary lives (by liveness), and what it all costs. A step
 therefore allocates nothing.
+
+Ops in parts, which end a layer, make it one of several stages: what comes before them, and they once for every part.
+All chunks of a round pass through a stage before the next, so that weights cross the link part by part; what one stage
+leaves to another of the same chunk lies in the area `carry`. Backward first makes anew what the parts read.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import combinations
 from typing import Literal, NamedTuple
 
@@ -18,7 +22,7 @@ from flexengine.ops.base import Op, TensorSpec, Work
 ALIGNMENT = 256
 """Every tensor starts at a multiple of this many bytes, so that kernels see the same alignment in any plan."""
 
-Area = Literal["input", "output", "save_gpu", "save_host", "scratch", "grad"]
+Area = Literal["input", "output", "save_gpu", "save_host", "scratch", "carry", "grad"]
 Half = Literal["forward", "input", "weight", "window"]
 
 
@@ -42,35 +46,96 @@ class OpStep:
     recompute: bool = False
 
     def work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        """Cost of the call."""
+        """Cost of the call, of one in parts that of its calls for all of them."""
         cost = {
             "forward": self.op.forward_work,
             "input": self.op.backward_input_work,
             "weight": self.op.backward_weight_work,
             "window": self.op.fill_window_work,
         }[self.half]
-        return cost(tokens, seq_len, compute_bytes)
+        work = cost(tokens, seq_len, compute_bytes)
+        return work if self.op.num_parts == 1 else work._replace(kernels=work.kernels * self.op.num_parts)
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """Steps that follow each other with the same weights: those of a part of the layer's group, for each of `parts` in
+    turn."""
+
+    steps: tuple[OpStep, ...]
+    parts: tuple[int, ...] = (0,)
+
+    @cached_property
+    def areas(self) -> frozenset[Area]:
+        """Where the steps' operands lie."""
+        places = (place for step in self.steps for _, place in (*step.tensors, *step.grads))
+        return frozenset(place.area for place in places)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether all it does is to make anew what later stages read."""
+        return all(step.recompute for step in self.steps)
+
+    def work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        """Cost with one of the parts."""
+        return _total(self.steps, tokens, seq_len, compute_bytes).shared(len(self.parts))
+
+    def recompute_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        """Cost of what it makes anew with one of the parts."""
+        again = tuple(step for step in self.steps if step.recompute)
+        return _total(again, tokens, seq_len, compute_bytes).shared(len(self.parts))
+
+    def accumulation_work(self, compute_bytes: int) -> Work:
+        """What one of the parts costs on top for chunks after a round's first."""
+        work = Work()
+        for step in self.steps:
+            if step.half == "weight":
+                work = work.plus(step.op.accumulation_work(compute_bytes))
+        return work.shared(len(self.parts))
 
 
 @dataclass(frozen=True, eq=False)
 class LayerProgram:
     """Forward, backward and (for sliced sequences) window steps of a layer under one save set.
 
-    Bytes are for a full chunk. `saved_gpu` and `saved_host` list the kept tensors with their places.
+    Bytes are for a full chunk. `saved_gpu` and `saved_host` list the kept tensors with their places. A layer without
+    parts has one stage each way.
     """
 
-    forward: tuple[OpStep, ...]
-    backward: tuple[OpStep, ...]
-    window: tuple[OpStep, ...]
+    forward_stages: tuple[Stage, ...]
+    backward_stages: tuple[Stage, ...]
+    window_stages: tuple[Stage, ...]
     forward_scratch_bytes: int
     backward_scratch_bytes: int
     window_scratch_bytes: int
+    carry_bytes: int
     save_gpu_bytes: int
     save_host_bytes: int
     saved_gpu: tuple[Place, ...]
     saved_host: tuple[Place, ...]
     workspace_bytes: int
     window_workspace_bytes: int
+
+    def stages(self, kind: str) -> tuple[Stage, ...]:
+        """Those of commands of a kind: forward, evaluate, recompute, backward or fill_window."""
+        if kind == "fill_window":
+            return self.window_stages
+        return self.backward_stages if kind in ("recompute", "backward") else self.forward_stages
+
+    @cached_property
+    def forward(self) -> tuple[OpStep, ...]:
+        """Steps of forward."""
+        return tuple(step for stage in self.forward_stages for step in stage.steps)
+
+    @cached_property
+    def backward(self) -> tuple[OpStep, ...]:
+        """Steps of backward."""
+        return tuple(step for stage in self.backward_stages for step in stage.steps)
+
+    @cached_property
+    def window(self) -> tuple[OpStep, ...]:
+        """Steps that fill the window."""
+        return tuple(step for stage in self.window_stages for step in stage.steps)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         """Cost of forward."""
@@ -83,9 +148,9 @@ class LayerProgram:
     def accumulation_work(self, compute_bytes: int) -> Work:
         """What backward costs on top for chunks after a round's first."""
         work = Work()
-        for step in self.backward:
-            if step.half == "weight":
-                work = work.plus(step.op.accumulation_work(compute_bytes))
+        for stage in self.backward_stages:
+            for _ in stage.parts:
+                work = work.plus(stage.accumulation_work(compute_bytes))
         return work
 
     def recompute_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
@@ -112,8 +177,29 @@ def align(num_bytes: int) -> int:
 
 def savable_ops(ops: tuple[Op, ...]) -> tuple[str, ...]:
     """Names of ops with an output that some backward reads: the only ones worth keeping."""
-    needed = {t for op in ops for t in (*op.needs_input, *op.needs_weight)}
-    return tuple(op.name for op in ops if any(o.name in needed for o in op.outputs))
+    needed, kept = {t for op in ops for t in (*op.needs_input, *op.needs_weight)}, set(keepable_ops(ops))
+    return tuple(op.name for op in ops if op.name in kept and any(o.name in needed for o in op.outputs))
+
+
+def keepable_ops(ops: tuple[Op, ...]) -> tuple[str, ...]:
+    """Names of ops whose outputs can be kept: not those in parts, nor what these read in backward, which is made anew
+    for all of them together."""
+    read = _read_by_parts(ops)
+    return tuple(op.name for op in ops if op.num_parts == 1 and not any(o.name in read for o in op.outputs))
+
+
+@lru_cache(maxsize=1024)
+def _read_by_parts(ops: tuple[Op, ...]) -> frozenset[str]:
+    """What backward of the ops in parts reads of the others' outputs, also to make anew what it needs of their own."""
+    producer = {spec.name: op for op in ops if op.num_parts > 1 for spec in op.outputs}
+    waiting = [name for op in ops if op.num_parts > 1 for name in (*op.needs_input, *op.needs_weight)]
+    found: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += producer[name].inputs if name in producer else ()
+    return frozenset(found - set(producer))
 
 
 def save_sets(ops: tuple[Op, ...]) -> list[tuple[str, ...]]:
@@ -146,18 +232,25 @@ def compile_layer(
 
     Raises ValueError for an op the layer does not have.
     """
-    unknown = (set(keep_gpu) | set(keep_host)) - {op.name for op in layer.ops}
+    unknown = (set(keep_gpu) | set(keep_host)) - set(keepable_ops(layer.ops))
     if unknown:
-        raise ValueError(f"layer {layer.name} has no op {sorted(unknown)}; its ops: {[op.name for op in layer.ops]}")
+        raise ValueError(f"layer {layer.name} has no op {sorted(unknown)} to keep; its ops: {keepable_ops(layer.ops)}")
     return _compile(layer.ops, layer.input is not None, layer.output, keep_gpu, keep_host, chunk_tokens, compute_bytes)
 
 
 class _Temporary:
-    """A scratch buffer under construction: its spec, the first and last step that touch it, later its place."""
+    """A buffer under construction: its spec, the first and last step that touch it, later its place: in scratch, or in
+    what stages carry where several touch it, or one with several parts in turn."""
 
-    def __init__(self, spec: TensorSpec, step: int) -> None:
+    def __init__(self, spec: TensorSpec, step: int, stage: int, carried: bool = False) -> None:
         self.spec, self.first, self.last = spec, step, step
+        self.stage, self.carried = stage, carried
         self.place = Place("scratch", -1, spec)
+
+    def use(self, step: int, stage: int) -> None:
+        """Live at least until this step of a stage."""
+        self.last = step
+        self.carried |= stage != self.stage
 
 
 class _DraftStep(NamedTuple):
@@ -167,6 +260,12 @@ class _DraftStep(NamedTuple):
     grads: dict[str, Place | _Temporary]
     accumulate: frozenset[str]
     recompute: bool
+
+
+class _Placed(NamedTuple):
+    stages: tuple[Stage, ...]
+    scratch_bytes: int
+    carry_bytes: int
 
 
 class _Compiler:
@@ -190,21 +289,26 @@ class _Compiler:
         assert not lost, f"{lost} would be kept for backward, but an op in place writes over them"
         if has_input:
             self.specs["x"] = TensorSpec("x", _input_shape(ops, self.specs))
+        self.in_parts = tuple(op for op in ops if op.num_parts > 1)
+        self.before = ops[: len(ops) - len(self.in_parts)]
+        assert all(op.num_parts == 1 for op in self.before), "ops in parts end a layer"
+        self.num_parts = max(op.num_parts for op in ops)
 
     def build(self) -> LayerProgram:
         saved_gpu, gpu_bytes = self._lay_out("save_gpu", self.keep_gpu)
         saved_host, host_bytes = self._lay_out("save_host", self.keep_host)
         self.saved = {p.spec.name: p for p in (*saved_gpu, *saved_host)}
-        forward, forward_bytes = self._place(self._forward_steps())
-        backward, backward_bytes = self._place(self._backward_steps())
-        window, window_bytes = self._place(self._window_steps())
+        forward, backward, window = (
+            self._place(draft()) for draft in (self._forward_steps, self._backward_steps, self._window_steps)
+        )
         return LayerProgram(
-            forward=forward,
-            backward=backward,
-            window=window,
-            forward_scratch_bytes=forward_bytes,
-            backward_scratch_bytes=backward_bytes,
-            window_scratch_bytes=window_bytes,
+            forward_stages=forward.stages,
+            backward_stages=backward.stages,
+            window_stages=window.stages,
+            forward_scratch_bytes=forward.scratch_bytes,
+            backward_scratch_bytes=backward.scratch_bytes,
+            window_scratch_bytes=window.scratch_bytes,
+            carry_bytes=max(forward.carry_bytes, backward.carry_bytes),
             save_gpu_bytes=gpu_bytes,
             save_host_bytes=host_bytes,
             saved_gpu=saved_gpu,
@@ -232,17 +336,34 @@ class _Compiler:
             return Place("output", 0, self.specs[name])
         return self.saved.get(name)
 
-    def _forward_steps(self) -> list[_DraftStep]:
+    def _begin(self) -> None:
+        """Nothing is at hand but what the layer was given and kept."""
+        self.stage, self.ends = 0, list[tuple[int, tuple[int, ...]]]()
         self.live: dict[str, Place | _Temporary] = {}
+        self.available = {"x", *self.saved}
+
+    def _end_stage(self, steps: list[_DraftStep], parts: tuple[int, ...] = (0,)) -> None:
+        """The steps since the last end are a stage, unless there are none."""
+        if len(steps) > (self.ends[-1][0] if self.ends else 0):
+            self.ends.append((len(steps), parts))
+            self.stage += 1
+
+    def _forward_steps(self) -> list[_DraftStep]:
+        self._begin()
         steps: list[_DraftStep] = []
-        for op in self.ops:
+        for op in self.before:
             self._add_forward(op, steps, recompute=False)
+        self._end_stage(steps)
+        for op in self.in_parts:
+            self._add_forward(op, steps, recompute=False)
+        self._end_stage(steps, tuple(range(1, self.num_parts + 1)))
         return steps
 
     def _add_forward(self, op: Op, steps: list[_DraftStep], recompute: bool) -> None:
         names = [*op.inputs, *(o.name for o in op.outputs)]
         tensors = {name: self._locate(name, len(steps)) for name in names}
-        tensors.update({s.name: _Temporary(s, len(steps)) for s in op.scratch("forward")})
+        tensors.update({s.name: _Temporary(s, len(steps), self.stage) for s in op.scratch("forward")})
+        tensors.update({s.name: _Temporary(s, len(steps), self.stage, True) for s in op.part_sums("forward")})
         steps.append(_DraftStep(op, "forward", tensors, {}, frozenset(), recompute))
 
     def _locate(self, name: str, step: int) -> Place | _Temporary:
@@ -253,9 +374,9 @@ class _Compiler:
         key = self.renamed.get(name, name)
         place = self.live.get(key)
         if place is None:
-            place = self.live[key] = _Temporary(self.specs[key], step)
+            place = self.live[key] = _Temporary(self.specs[key], step, self.stage)
         if isinstance(place, _Temporary):
-            place.last = step
+            place.use(step, self.stage)
         return place
 
     def _ensure(self, name: str, steps: list[_DraftStep]) -> None:
@@ -269,25 +390,51 @@ class _Compiler:
         self.available.update(o.name for o in op.outputs)
 
     def _backward_steps(self) -> list[_DraftStep]:
-        self.live, self.available = {}, {"x", *self.saved}
+        self._begin()
         self.grads: dict[str, Place | _Temporary] = {}
         if self.output is not None:
             self.grads[self.output] = Place("grad", 0, self.specs[self.output])
         steps: list[_DraftStep] = []
-        for op in reversed(self.ops):
+        if self.in_parts and any(op.has_input_half or op.has_weight_half for op in self.in_parts):
+            carried = self._recompute_for_parts(steps)
+            self._end_stage(steps)
+            self._add_backward(self.in_parts, steps)
+            self._end_stage(steps, tuple(range(self.num_parts, 0, -1)))
+            self._forget_all_but(carried)
+        self._add_backward(self.before, steps)
+        self._end_stage(steps)
+        return steps
+
+    def _recompute_for_parts(self, steps: list[_DraftStep]) -> set[str]:
+        """Make anew what the ops in parts read of the others' outputs; all outputs of the ops that do."""
+        read = _read_by_parts(self.ops)
+        for name in sorted(read):
+            self._ensure(name, steps)
+        makers = {self.producer[name] for name in read if name in self.producer}
+        carried = {spec.name for op in makers for spec in op.outputs}
+        self._forget_all_but(carried)
+        return carried
+
+    def _forget_all_but(self, carried: set[str]) -> None:
+        """What a stage made anew is not there in the next, but for what is carried."""
+        self.live = {name: place for name, place in self.live.items() if name in carried}
+        self.available = {"x", *self.saved, *carried}
+
+    def _add_backward(self, ops: tuple[Op, ...], steps: list[_DraftStep]) -> None:
+        """Both halves of every op, last to first, each with what it needs made anew before it."""
+        for op in reversed(ops):
             for name in (*op.needs_input, *op.needs_weight):
                 self._ensure(name, steps)
             if op.has_input_half:
                 self._add_input_half(op, steps)
             if op.has_weight_half:
                 self._add_weight_half(op, steps)
-        return steps
 
     def _grad_operands(self, names: tuple[str, ...], step: int) -> dict[str, Place | _Temporary]:
         found = {name: self.grads[name] for name in names if name in self.grads}
         for place in found.values():
             if isinstance(place, _Temporary):
-                place.last = step
+                place.use(step, self.stage)
         return found
 
     def _operands(
@@ -296,15 +443,16 @@ class _Compiler:
         """Places of tensors and of the call's buffers; a buffer among `left` is the one that lies there."""
         tensors: dict[str, Place | _Temporary] = {name: self._locate(name, step) for name in names}
         for spec in op.scratch(half):
-            place = (left or {}).get(spec.name) or _Temporary(spec, step)
+            place = (left or {}).get(spec.name) or _Temporary(spec, step, self.stage)
             if isinstance(place, _Temporary):
-                place.last = step
+                place.use(step, self.stage)
             tensors[spec.name] = place
         return tensors
 
     def _add_input_half(self, op: Op, steps: list[_DraftStep]) -> None:
         step, aliases = len(steps), dict(op.grad_alias)
         tensors = self._operands(op.needs_input, op, "input", step)
+        tensors.update({s.name: _Temporary(s, step, self.stage, True) for s in op.part_sums("input")})
         accumulate = set()
         for name in op.grad_inputs:
             if name in aliases:
@@ -327,7 +475,7 @@ class _Compiler:
             return Place("grad", 0, self.specs["x"])
         if name in op.grad_over:
             return tensors[name]
-        return _Temporary(self.specs[name], step)
+        return _Temporary(self.specs[name], step, self.stage)
 
     def _add_weight_half(self, op: Op, steps: list[_DraftStep]) -> None:
         step = len(steps)
@@ -338,7 +486,7 @@ class _Compiler:
 
     def _window_steps(self) -> list[_DraftStep]:
         """Bring back what the window is filled from: what the ops read that carry something."""
-        self.live, self.available = {}, {"x", *self.saved}
+        self._begin()
         steps: list[_DraftStep] = []
         for op in self.ops:
             if op.carried:
@@ -346,10 +494,12 @@ class _Compiler:
                     self._ensure(name, steps)
                 tensors = {name: self._locate(name, len(steps)) for name in op.inputs}
                 steps.append(_DraftStep(op, "window", tensors, {}, frozenset(), True))
+        self._end_stage(steps)
         return steps
 
-    def _place(self, drafts: list[_DraftStep]) -> tuple[tuple[OpStep, ...], int]:
-        """Give every temporary an offset, largest first, so that no two live at once overlap."""
+    def _place(self, drafts: list[_DraftStep]) -> _Placed:
+        """Give every temporary an offset, largest first, so that no two live at once overlap; what stages carry lies
+        side by side."""
         found: dict[int, _Temporary] = {}
         for draft in drafts:
             for place in (*draft.tensors.values(), *draft.grads.values()):
@@ -357,15 +507,24 @@ class _Compiler:
                     found[id(place)] = place
         sized = [(temp.spec.num_bytes(self.tokens, self.compute_bytes), temp) for temp in found.values()]
         placed: list[tuple[int, int, _Temporary]] = []
+        carry_bytes = 0
         for num_bytes, temp in sorted(sized, key=lambda entry: entry[0], reverse=True):
             size, first, last = align(num_bytes), temp.first, temp.last
+            if temp.carried:
+                temp.place = Place("carry", carry_bytes, temp.spec)
+                carry_bytes += size
+                continue
             offset = _lowest_gap(size, [(a, b) for a, b, t in placed if t.first <= last and first <= t.last])
             temp.place = Place("scratch", offset, temp.spec)
             placed.append((offset, offset + size, temp))
-        steps = tuple(
+        steps = [
             OpStep(d.op, d.half, _resolve(d.tensors), _resolve(d.grads), d.accumulate, d.recompute) for d in drafts
+        ]
+        starts = [0, *(end for end, _ in self.ends)]
+        stages = tuple(
+            Stage(tuple(steps[start:end]), parts) for start, (end, parts) in zip(starts, self.ends, strict=False)
         )
-        return steps, max((end for _, end, _ in placed), default=0)
+        return _Placed(stages, max((end for _, end, _ in placed), default=0), carry_bytes)
 
 
 def _input_shape(ops: tuple[Op, ...], specs: dict[str, TensorSpec]) -> tuple[int, ...]:

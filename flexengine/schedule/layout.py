@@ -9,19 +9,22 @@ safe: hazards follow addresses, not names.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from flexengine.models.spec import GroupSpec, ModelSpec
 from flexengine.plan import Numerics, Plan
 from flexengine.schedule.commands import Memory, Slot, overlapping_slots
 from flexengine.schedule.layer_program import LayerProgram, align, compile_layer
+from flexengine.schedule.parts import Part, Run, parts_of
 from flexengine.schedule.window import WindowLayout, window_layout
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 SCALAR_BYTES = 8
 NORM_SQUARE_BYTES = 8
-"""Of one group's sum of squares."""
+"""Of one run's sum of squares."""
 SCALE_BYTES = 4
 """Of the factor on one group's gradient."""
 HOST_GRAD_NORM, HOST_SCALES = 0, SCALAR_BYTES
@@ -53,13 +56,33 @@ class Segment:
 class GroupLayout:
     """How one group's elements are stored: matrices first, then vectors, per plane kind.
 
-    offsets: parameter -> first element. plane_bytes: bytes of every plane kind's slot.
+    offsets: parameter -> first element. plane_bytes: bytes of every plane kind's slot. parts: what crosses the link
+    together, into slots of `part_bytes`.
     """
 
     offsets: dict[str, int]
     numel: int
     segments: tuple[Segment, ...]
     plane_bytes: dict[str, int]
+    parts: tuple[Part, ...]
+
+    @property
+    def part_numel(self) -> int:
+        """Elements of the largest part."""
+        return max(part.numel for part in self.parts)
+
+    @property
+    def num_runs(self) -> int:
+        """Runs of elements that all parts have together."""
+        return sum(len(part.runs) for part in self.parts)
+
+    def part_bytes(self, kind: str) -> int:
+        """Bytes of a slot for any part of a plane, weights or grad."""
+        return self.part_numel * self.element_bytes(kind) if self.plane_bytes[kind] else 0
+
+    def element_bytes(self, kind: str) -> int:
+        """Bytes of an element of the weights or the gradient."""
+        return self.plane_bytes[kind] // self.numel
 
 
 PLANE_KINDS: tuple[str, ...] = ("weights", "remainder", "exp_avg", "exp_avg_sq", "grad")
@@ -94,7 +117,7 @@ def group_layout(group: GroupSpec, numerics: Numerics) -> GroupLayout:
                 ends[kind] += count * element_bytes(dtypes[kind])
         if count:
             segments.append(Segment(name, first, count, tuple(planes)))
-    return GroupLayout(offsets, numel, tuple(segments), ends)
+    return GroupLayout(offsets, numel, tuple(segments), ends, parts_of(group, offsets))
 
 
 def is_split(segment: str, numerics: Numerics) -> bool:
@@ -105,6 +128,11 @@ def is_split(segment: str, numerics: Numerics) -> bool:
 def element_bytes(dtype: str) -> int:
     """Bytes of one element."""
     return 2 if dtype == "int16" else DTYPE_BYTES[dtype]
+
+
+def norm_square_bytes(groups: Iterable[GroupLayout]) -> int:
+    """Bytes of the slot for the sums of squares of all gradients, run by run."""
+    return NORM_SQUARE_BYTES * sum(group.num_runs for group in groups)
 
 
 def host_scalar_bytes(num_groups: int) -> int:
@@ -122,6 +150,20 @@ class _Region:
     def add(self, name: str, num_bytes: int, category: str) -> None:
         self.slots.append(Slot(name, self.memory, self.end, num_bytes, category))
         self.end += align(num_bytes)
+
+    def add_runs(self, group: GroupLayout, kind: str) -> None:
+        """Slots within the last one, a plane of weights or gradients, one for each run of a group that is cut."""
+        if len(group.parts) == 1 or kind not in ("weights", "grad"):
+            return
+        whole, width = self.slots[-1], group.element_bytes(kind)
+        for run in (run for part in group.parts for run in part.runs):
+            place = (whole.offset + run.first * width, run.numel * width)
+            self.slots.append(Slot(run_name(whole.name, run), self.memory, *place, whole.category))
+
+
+def run_name(plane: str, run: Run) -> str:
+    """The slot of a run within a plane's."""
+    return f"{plane}@{run.number}"
 
 
 class Layout:
@@ -206,7 +248,7 @@ class Layout:
     def _lay_out_gpu(self, slots: list[Slot]) -> int:
         region = _Region(slots, "gpu", 0)
         self._batch_slots(region, "gpu")
-        region.add("norm_squares", NORM_SQUARE_BYTES * len(self.groups), "scalars")
+        region.add("norm_squares", norm_square_bytes(self.groups), "scalars")
         region.add("partial_squares", 4 * PARTIAL_SQUARES, "scalars")
         region.add("scales", SCALE_BYTES * len(self.groups), "scalars")
         region.add("grad_norm", SCALAR_BYTES, "scalars")
@@ -226,6 +268,7 @@ class Layout:
                 region.add(f"weights.{group.name}", layout.plane_bytes["weights"], "resident weights")
             if home.grads == "gpu":
                 region.add(f"grad.{group.name}", layout.plane_bytes["grad"], "resident gradients")
+                region.add_runs(layout, "grad")
             if home.states == "gpu":
                 for kind in ("remainder", "exp_avg", "exp_avg_sq"):
                     region.add(f"{kind}.{group.name}", layout.plane_bytes[kind], "resident optimizer states")
@@ -268,28 +311,35 @@ class Layout:
             trained = [i for i in members if not self.model.groups[i].frozen]
             staged = [i for i in trained if self.plan.groups[i].grads == "host"]
             start, largest = region.end, self._largest("weights", streamed)
-            for k in range(min(len(streamed), self.plan.weight_slots)):
+            for k in range(min(self._num_parts(streamed), self.plan.weight_slots)):
                 region.add(f"weights.{name}[{k}]", largest, "weight slots")
-            end, largest, num_grads = region.end, self._largest("grad", staged), min(len(staged), self.plan.grad_slots)
+            end, largest = region.end, self._largest("grad", staged)
+            num_grads = min(self._num_parts(staged), self.plan.grad_slots)
             if grads_over_weights:
                 region.end = start
                 for k in range(num_grads):
                     region.add(f"grad.{name}[{k}]", largest, "gradient slots")
                 region.end = max(end, region.end)
-            numel = max((self.groups[i].numel for i in trained), default=0)
+            numel = max((self.groups[i].part_numel for i in trained), default=0)
             region.add(f"accumulator.{name}", numel * self.acc_bytes, "gradient accumulators")
             for k in range(0 if grads_over_weights else num_grads):
                 region.add(f"grad.{name}[{k}]", largest, "gradient slots")
 
     def _largest(self, kind: str, groups: list[int]) -> int:
-        return max((self.groups[i].plane_bytes[kind] for i in groups), default=0)
+        return max((self.groups[i].part_bytes(kind) for i in groups), default=0)
+
+    def _num_parts(self, groups: list[int]) -> int:
+        return sum(len(self.groups[i].parts) for i in groups)
 
     def _activation_slots(self, region: _Region) -> None:
         plan = self.plan
         for k in range(self.num_hidden_slots):
             region.add(f"hidden[{k}]", self.hidden_bytes, "hidden states")
+        carried = max(p.carry_bytes for p in self.programs)
         for c in range(plan.chunks_per_round):
             region.add(f"grad_hidden[{c}]", self.hidden_bytes, "hidden states")
+            if carried:
+                region.add(f"carry[{c}]", carried, "hidden states")
         staged = max(p.save_host_bytes for p in self.programs)
         for k in range(plan.save_slots if staged else 0):
             region.add(f"save_host[{k}]", staged, "offload slots")
@@ -361,6 +411,7 @@ class Layout:
                 if homes.get(kind, home.states) == "host" and layout.plane_bytes[kind]:
                     category = {"weights": "weights", "grad": "gradients"}.get(kind, "optimizer states")
                     region.add(f"host.{kind}.{group.name}", layout.plane_bytes[kind], category)
+                    region.add_runs(layout, kind)
         for layer, (kept, program) in enumerate(zip(self.plan.layers, self.programs, strict=True)):
             if not self.model.layers[layer].keeps:
                 continue
@@ -370,6 +421,19 @@ class Layout:
                 if program.save_host_bytes:
                     region.add(f"host.save.{layer}[{c}]", program.save_host_bytes, "offloaded activations")
         return region.end
+
+    def run_slot(self, kind: str, group: int, run: Run) -> int:
+        """The slot of a run within a plane: of a group that is not cut, the plane's."""
+        whole = self.plane_slot(kind, group)
+        return whole if len(self.groups[group].parts) == 1 else self._index[run_name(self.slots[whole].name, run)]
+
+    def first_run(self, group: int) -> int:
+        """The number of a group's first run among those of all groups."""
+        return self._first_runs[group]
+
+    @cached_property
+    def _first_runs(self) -> list[int]:
+        return [0, *accumulate(group.num_runs for group in self.groups)]
 
     def plane_slot(self, kind: str, group: int) -> int:
         """The persistent slot that holds a plane of a group, on whichever side the plan puts it."""
@@ -384,7 +448,7 @@ _GROUP_LAYOUTS: dict[tuple, GroupLayout] = {}
 
 
 def _cached_group_layout(group: GroupSpec, numerics: Numerics) -> GroupLayout:
-    key = (tuple((p.name, p.shape, p.kind) for p in group.params), group.frozen, numerics)
+    key = (tuple((p.name, p.shape, p.kind) for p in group.params), group.frozen, group.num_parts, group.cut, numerics)
     if key not in _GROUP_LAYOUTS:
         _GROUP_LAYOUTS[key] = group_layout(group, numerics)
     return _GROUP_LAYOUTS[key]

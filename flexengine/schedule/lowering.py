@@ -1,7 +1,8 @@
 """From a plan and the shape of a round to a program: the story of forward, turn and backward, layer by layer.
 
 A round is layer-major: every layer's weights cross the link once forward and once backward for all chunks of the
-round. Copies are issued just before the command that needs them; the streams run them as early as slots allow.
+round, part by part where they come in parts: then all chunks pass through a stage of the layer before the next. Copies
+are issued just before the command that needs them; the streams run them as early as slots allow.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from flexengine.schedule.commands import (
     Program,
     ProgramBuilder,
     Slot,
+    StoredRun,
     Stream,
     overlapping_slots,
 )
-from flexengine.schedule.layer_program import LayerProgram
+from flexengine.schedule.layer_program import LayerProgram, Stage
 from flexengine.schedule.layout import HOST_SCALES, SCALE_BYTES, Layout, batch_offsets
 from flexengine.schedule.update_lowering import cpu_groups, lower_cpu_update
 
@@ -97,13 +99,25 @@ class _Ring:
         return slot
 
 
-WORK_OF = {
-    "forward": LayerProgram.forward_work,
-    "evaluate": LayerProgram.forward_work,
-    "backward": LayerProgram.backward_work,
-    "fill_window": LayerProgram.window_work,
-}
-"""What a compute command costs, by its kind."""
+class _Turn(NamedTuple):
+    """A stage of a layer with one of its parts. opens, closes: the layer's first or last; in_parts: one of several
+    stages that runs with parts beyond the first."""
+
+    stage: Stage
+    number: int
+    part: int
+    opens: bool
+    closes: bool
+
+    @property
+    def in_parts(self) -> bool:
+        return self.part > 0
+
+
+def _turns(stages: tuple[Stage, ...]) -> list[_Turn]:
+    """Stages with their parts, in order."""
+    pairs = [(stage, number, part) for number, stage in enumerate(stages) for part in stage.parts]
+    return [_Turn(*pair, opens=i == 0, closes=i == len(pairs) - 1) for i, pair in enumerate(pairs)]
 
 
 class _RoundLowering:
@@ -118,10 +132,11 @@ class _RoundLowering:
         self.chunks = range(len(shape.chunks))
         self.hidden = _Ring([layout.slot(f"hidden[{k}]") for k in range(layout.num_hidden_slots)])
         self.staging = _Ring(self._numbered("save_host"))
-        self.weight_pools: dict[str, dict[int, int | None]] = {}
+        self.weight_pools: dict[str, dict[int, tuple[int, int] | None]] = {}
         self.grad_rings: dict[str, _Ring] = {}
-        self.has_gradient = set() if first else set(range(len(self.model.groups)))
+        self.first, self.stored = first, set[tuple[int, int]]()
         self.inputs: dict[tuple[int, int], int] = {}
+        self.carried: dict[int, str] = {}
 
     def _numbered(self, prefix: str) -> list[int]:
         found = []
@@ -146,9 +161,10 @@ class _RoundLowering:
         """All layers forward, keeping nothing; the head writes losses."""
         self._fetch_batch()
         for index, layer in enumerate(self.model.layers):
-            weights = self._acquire_weights(layer)
-            for c in self.chunks:
-                self._evaluate_chunk(index, layer, c, weights)
+            for at in _turns(self.layout.evaluation_program(index).forward_stages):
+                weights = self._acquire_weights(layer, at.part)
+                for c in self.chunks:
+                    self._evaluate_chunk(index, layer, c, at, weights)
         return self.builder.build()
 
     # -- batch -------------------------------------------------------------------------------------------------------
@@ -161,105 +177,136 @@ class _RoundLowering:
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
-    def _acquire_weights(self, layer: LayerSpec) -> dict[int, int]:
-        """Slots that hold the weights of the layer's groups, fetching what is not on the GPU."""
-        return {group: self._acquire_group(group, keep=layer.groups) for group in layer.groups}
+    def _acquire_weights(self, layer: LayerSpec, part: int) -> dict[int, int]:
+        """Slots that hold this part of the layer's groups, fetching what is not on the GPU."""
+        return {group: self._acquire_part(group, part, keep=layer.groups) for group in layer.groups}
 
-    def _acquire_group(self, group: int, keep: tuple[int, ...]) -> int:
+    def _acquire_part(self, group: int, part: int, keep: tuple[int, ...]) -> int:
         spec = self.model.groups[group]
         if self.plan.groups[group].weights == "gpu":
             slot = self.layout.slot(f"weights.{spec.name}")
-            self.builder.holds(slot, f"weights {spec.name}")
+            self.builder.holds(slot, self._weights_content(group, part))
             return slot
         if spec.slot_class not in self.weight_pools:
             slots = self._numbered(f"weights.{spec.slot_class}")
             self.weight_pools[spec.slot_class] = dict.fromkeys(slots)
-        pool = self.weight_pools[spec.slot_class]
-        slot = next((s for s, held in pool.items() if held == group and self._still_held(s)), None)
+        pool, wanted, used = self.weight_pools[spec.slot_class], (group, part), {(g, part) for g in keep}
+        slot = next((s for s, held in pool.items() if held == wanted and self._still_held(s)), None)
         if slot is None:
-            slot = next(s for s, held in pool.items() if held not in keep or not self._still_held(s))
-            self._fetch_weights(group, slot)
+            slot = next(s for s, held in pool.items() if held not in used or not self._still_held(s))
+            self._fetch_weights(group, part, slot)
         pool.pop(slot)
-        pool[slot] = group  # most recently used last
+        pool[slot] = wanted  # most recently used last
         return slot
+
+    def _part_name(self, group: int, part: int) -> str:
+        name = self.model.groups[group].name
+        return f"{name}/{part}" if len(self.layout.groups[group].parts) > 1 else name
+
+    def _weights_content(self, group: int, part: int) -> str:
+        """What a slot with weights holds; in their home on the GPU all parts lie together."""
+        resident = self.plan.groups[group].weights == "gpu"
+        return f"weights {self.model.groups[group].name if resident else self._part_name(group, part)}"
 
     def _still_held(self, slot: int) -> bool:
         """False when an overlapping slot was written since the weights arrived."""
         writer = self.builder.last_writer(slot)
         return all(self.builder.last_writer(o) <= writer for o in self.layout.overlaps[slot] if o != slot)
 
-    def _fetch_weights(self, group: int, slot: int) -> None:
-        name, num_bytes = self.model.groups[group].name, self.layout.groups[group].plane_bytes["weights"]
-        source, content = self.layout.plane_slot("weights", group), f"weights {name}"
-        self.builder.holds(source, content)
-        self.builder.copy(f"fetch {content}", Stream.H2D, content, [CopyRegion(source, 0, slot, 0, num_bytes)])
+    def _fetch_weights(self, group: int, part: int, slot: int) -> None:
+        content, layout = f"weights {self._part_name(group, part)}", self.layout.groups[group]
+        width, regions = layout.element_bytes("weights"), []
+        for run in layout.parts[part].runs:
+            source = self.layout.run_slot("weights", group, run)
+            self.builder.holds(source, content)
+            regions.append(CopyRegion(source, 0, slot, run.start * width, run.numel * width))
+        self.builder.copy(f"fetch {content}", Stream.H2D, content, regions)
 
-    def _weight_reads(self, weights: dict[int, int]) -> list[Access]:
-        return [Access(slot, f"weights {self.model.groups[g].name}") for g, slot in weights.items()]
+    def _weight_reads(self, weights: dict[int, int], part: int) -> list[Access]:
+        return [Access(slot, self._weights_content(g, part)) for g, slot in weights.items()]
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def _forward_layer(self, index: int, layer: LayerSpec) -> None:
-        weights = self._acquire_weights(layer)
-        for c in self.chunks:
-            self._forward_chunk(index, layer, c, weights)
+        for at in _turns(self.layout.programs[index].forward_stages):
+            weights = self._acquire_weights(layer, at.part)
+            for c in self.chunks:
+                self._forward_chunk(index, layer, c, at, weights)
 
     def _output_slot(self, index: int, c: int) -> int:
         """Where layer `index` writes chunk c: the next layer's kept input, or the ring of hidden states."""
         following = index + 1
-        kept_on_gpu = self.model.layers[following].keeps and self.plan.layers[following].input_home == "gpu"
-        slot = self.layout.slot(f"input.{following}[{c}]") if kept_on_gpu else self.hidden.take()
-        self.inputs[following, c] = slot
-        return slot
+        if (following, c) not in self.inputs:
+            kept_on_gpu = self.model.layers[following].keeps and self.plan.layers[following].input_home == "gpu"
+            slot = self.layout.slot(f"input.{following}[{c}]") if kept_on_gpu else self.hidden.take()
+            self.inputs[following, c] = slot
+        return self.inputs[following, c]
 
-    def _forward_chunk(self, index: int, layer: LayerSpec, c: int, weights: dict[int, int]) -> None:
+    def _forward_chunk(self, index: int, layer: LayerSpec, c: int, at: _Turn, weights: dict[int, int]) -> None:
         program = self.layout.programs[index]
-        areas, reads = self._input_area(index, layer, c)
-        reads += self._weight_reads(weights)
-        areas["output"] = self._output_slot(index, c)
-        writes = [Access(areas["output"], f"input {index + 1} {c}")]
-        if program.save_gpu_bytes:
+        areas, reads = self._input_area(index, layer, c) if at.opens else ({}, [])
+        writes = []
+        if "output" in at.stage.areas:
+            areas["output"] = self._output_slot(index, c)
+            writes.append(Access(areas["output"], f"input {index + 1} {c}"))
+        if program.save_gpu_bytes and at.opens:
             areas["save_gpu"] = self.layout.slot(f"save_gpu.{index}[{c}]")
             writes.append(Access(areas["save_gpu"], f"save_gpu {index} {c}"))
-        if program.save_host_bytes:
+        if program.save_host_bytes and at.opens:
             areas["save_host"] = self.staging.take()
             writes.append(Access(areas["save_host"], f"save_host {index} {c}"))
-        self._compute("forward", index, c, program, areas, weights, reads, writes)
-        self._offload(index, c, areas)
+        self._compute("forward", index, c, at, areas, weights, reads, writes, program=program)
+        if at.opens:
+            self._offload(index, c, areas)
 
     def _input_area(self, index: int, layer: LayerSpec, c: int) -> tuple[dict[str, int], list[Access]]:
-        reads = [Access(self.layout.slot("batch.gpu"), "batch")]
         if layer.input is None:
-            return {}, reads
+            return {}, []
         slot = self.inputs[index, c]
-        return {"input": slot}, [*reads, Access(slot, f"input {index} {c}")]
+        return {"input": slot}, [Access(slot, f"input {index} {c}")]
 
     def _compute(
         self,
         kind: str,
         index: int,
         c: int,
-        program: LayerProgram,
+        at: _Turn,
         areas: dict[str, int],
         weights: dict[int, int],
         reads: list[Access],
         writes: list[Access],
         accumulators: dict[int, int] | None = None,
         first: bool = True,
+        program: LayerProgram | None = None,
     ) -> None:
-        """Append a compute command with its scratch and, for slices, the key/value window."""
-        chunk = self.shape.chunks[c]
+        """Append a compute command with batch, weights and scratch, for slices the key/value window, and what stages
+        carry."""
+        chunk, program = self.shape.chunks[c], program or self.layout.programs[index]
+        reads = [*reads, Access(self.layout.slot("batch.gpu"), "batch"), *self._weight_reads(weights, at.part)]
         areas["scratch"] = self.layout.slot("scratch")
-        writes.append(Access(areas["scratch"], "scratch"))
-        if chunk.is_slice and self.model.layers[index].kind == "block":
+        writes = [*writes, Access(areas["scratch"], "scratch")]
+        if "carry" in at.stage.areas:
+            self._bind_carry(kind, index, c, at, areas, reads, writes)
+        if chunk.is_slice and self.model.layers[index].kind == "block" and not at.in_parts:
             self._bind_window(kind, index, c, areas, reads, writes)
-        cost = WORK_OF[kind]
-        work = cost(program, chunk.tokens, chunk.seq_len, self.layout.compute_bytes)
+        work = at.stage.work(chunk.tokens, chunk.seq_len, self.layout.compute_bytes)
         if not first:
-            work = work.plus(program.accumulation_work(self.layout.compute_bytes))
-        call = LayerCall(index, c, program, areas, weights, accumulators or {}, first)
-        label = f"{kind} {self.model.layers[index].name} chunk {c}"
+            work = work.plus(at.stage.accumulation_work(self.layout.compute_bytes))
+        call = LayerCall(index, c, program, areas, weights, accumulators or {}, first, at.number, at.part)
+        part = f" part {at.part}" if at.in_parts else ""
+        label = f"{kind} {self.model.layers[index].name}{part} chunk {c}"
         self.builder.add(kind, label, Stream.COMPUTE, reads, writes, work, args=call)
+
+    def _bind_carry(
+        self, kind: str, index: int, c: int, at: _Turn, areas: dict[str, int], reads: list[Access],
+        writes: list[Access],
+    ) -> None:  # fmt: skip
+        """What a chunk's earlier stages left, and this one adds to."""
+        areas["carry"] = self.layout.slot(f"carry[{c}]")
+        if not at.opens:
+            reads.append(Access(areas["carry"], self.carried[c]))
+        self.carried[c] = f"carry {index} {c} after {kind} stage {at.number} part {at.part}"
+        writes.append(Access(areas["carry"], self.carried[c]))
 
     def _bind_window(
         self, kind: str, index: int, c: int, areas: dict[str, int], reads: list[Access], writes: list[Access]
@@ -278,16 +325,18 @@ class _RoundLowering:
             reads.append(Access(areas["window"], f"{sequence} to {c - 1}"))
         writes.append(Access(areas["window"], f"{sequence} to {c}"))
 
-    def _evaluate_chunk(self, index: int, layer: LayerSpec, c: int, weights: dict[int, int]) -> None:
-        areas, reads = self._input_area(index, layer, c)
-        reads += self._weight_reads(weights)
+    def _evaluate_chunk(self, index: int, layer: LayerSpec, c: int, at: _Turn, weights: dict[int, int]) -> None:
+        areas, reads = self._input_area(index, layer, c) if at.opens else ({}, [])
         writes = []
         if layer.kind == "head":
             writes.append(Access(self.layout.slot("losses"), f"losses {c}"))
-        else:
-            areas["output"] = self.inputs[index + 1, c] = self.hidden.take()
+        elif "output" in at.stage.areas:
+            if (index + 1, c) not in self.inputs:
+                self.inputs[index + 1, c] = self.hidden.take()
+            areas["output"] = self.inputs[index + 1, c]
             writes.append(Access(areas["output"], f"input {index + 1} {c}"))
-        self._compute("evaluate", index, c, self.layout.evaluation_program(index), areas, weights, reads, writes)
+        program = self.layout.evaluation_program(index)
+        self._compute("evaluate", index, c, at, areas, weights, reads, writes, program=program)
 
     # -- activations to and from the host ----------------------------------------------------------------------------
 
@@ -340,38 +389,55 @@ class _RoundLowering:
     def _backward_layer(self, index: int, layer: LayerSpec) -> None:
         """All chunks of a layer in reverse order, then its gradients leave. The head goes in forward order: its chunks
         arrive that way, and it starts the backward pass."""
-        weights = self._acquire_weights(layer) if layer.input is not None else {}
-        trained = [g for g in layer.groups if not self.model.groups[g].frozen]
-        accumulators = {g: self.layout.slot(f"accumulator.{self.model.groups[g].slot_class}") for g in trained}
-        order = list(self.chunks) if layer.kind == "head" else list(reversed(self.chunks))
-        for c in order:
-            if layer.kind == "block" and self.shape.chunks[c].is_slice and c == self.shape.chunks[c].last_slice:
-                self._refill_window(index, c, weights)
-            self._backward_chunk(index, layer, c, weights, accumulators, first=c == order[0])
-        for group, slot in accumulators.items():
-            self._finish_gradient(group, slot)
+        for at in _turns(self.layout.programs[index].backward_stages):
+            weights = self._acquire_weights(layer, at.part) if layer.input is not None else {}
+            if at.stage.recomputes and not at.closes:
+                for c in self.chunks:
+                    areas, reads = self._fetch_saved(index, c)
+                    self._compute("recompute", index, c, at, areas, weights, reads, [])
+            else:
+                self._backward_stage(index, layer, at, weights)
+        for group in self._trained(layer):
             if group in self.scales and not any(group in below.groups for below in self.model.layers[:index]):
                 self._update_by_cpu(group)
 
+    def _trained(self, layer: LayerSpec) -> list[int]:
+        return [g for g in layer.groups if not self.model.groups[g].frozen]
+
+    def _backward_stage(self, index: int, layer: LayerSpec, at: _Turn, weights: dict[int, int]) -> None:
+        names = {g: self.model.groups[g].slot_class for g in self._trained(layer)}
+        accumulators = {g: self.layout.slot(f"accumulator.{name}") for g, name in names.items()}
+        order = list(self.chunks) if layer.kind == "head" else list(reversed(self.chunks))
+        for c in order:
+            chunk = self.shape.chunks[c]
+            if layer.kind == "block" and not at.in_parts and chunk.is_slice and c == chunk.last_slice:
+                self._refill_window(index, c, weights)
+            self._backward_chunk(index, layer, c, at, weights, accumulators, first=c == order[0])
+        for group, slot in accumulators.items():
+            self._finish_gradient(group, at.part, slot)
+
     def _refill_window(self, index: int, last: int, weights: dict[int, int]) -> None:
         """Rebuild the keys and values of a sliced sequence, first slice to last."""
+        [at] = _turns(self.layout.programs[index].window_stages)
         for c in range(self.shape.chunks[last].first_slice, last + 1):
             areas, reads = self._fetch_saved(index, c)
-            reads += [Access(self.layout.slot("batch.gpu"), "batch"), *self._weight_reads(weights)]
-            self._compute("fill_window", index, c, self.layout.programs[index], areas, weights, reads, [])
+            self._compute("fill_window", index, c, at, areas, weights, reads, [])
 
     def _backward_chunk(
-        self, index: int, layer: LayerSpec, c: int, weights: dict[int, int], accumulators: dict[int, int], first: bool
-    ) -> None:
-        areas, reads, writes = self._backward_areas(index, layer, c)
-        reads += [Access(self.layout.slot("batch.gpu"), "batch"), *self._weight_reads(weights)]
+        self, index: int, layer: LayerSpec, c: int, at: _Turn, weights: dict[int, int], accumulators: dict[int, int],
+        first: bool,
+    ) -> None:  # fmt: skip
+        if at.in_parts:
+            grad = self.layout.slot(f"grad_hidden[{c}]")
+            areas, reads, writes = {"grad": grad}, [Access(grad, f"grad {index + 1} {c}")], []
+        else:
+            areas, reads, writes = self._backward_areas(index, layer, c)
         for group, slot in accumulators.items():
-            name = self.model.groups[group].name
+            name = self._part_name(group, at.part)
             if not first:
                 reads.append(Access(slot, f"accumulator {name}"))
             writes.append(Access(slot, f"accumulator {name}"))
-        program = self.layout.programs[index]
-        self._compute("backward", index, c, program, areas, weights, reads, writes, accumulators, first)
+        self._compute("backward", index, c, at, areas, weights, reads, writes, accumulators, first)
 
     def _backward_areas(
         self, index: int, layer: LayerSpec, c: int
@@ -390,33 +456,42 @@ class _RoundLowering:
         spent = [Access(areas[a], f"spent {a} {index} {c}") for a in ("save_gpu", "save_host") if a in areas]
         return areas, [*reads, grad_read], [Access(grad, f"grad {index} {c}"), *spent]
 
-    def _finish_gradient(self, group: int, accumulator: int) -> None:
+    def _finish_gradient(self, group: int, part: int, accumulator: int) -> None:
         """Round the accumulator into the stored gradient, adding what earlier rounds stored, and send it home."""
-        name, has_previous = self.model.groups[group].name, group in self.has_gradient
-        self.has_gradient.add(group)
-        on_gpu, content = self.plan.groups[group].grads == "gpu", f"grad of {name}"
-        home, num_bytes = self.layout.plane_slot("grad", group), self.layout.groups[group].plane_bytes["grad"]
+        has_previous = not self.first or (group, part) in self.stored
+        self.stored.add((group, part))
+        content = f"grad of {self._part_name(group, part)}"
+        runs, width = self.layout.groups[group].parts[part].runs, self.layout.groups[group].element_bytes("grad")
+        pairs = [(self.layout.run_slot("grad", group, run), run) for run in runs]
         if has_previous:
-            self.builder.holds(home, content)
-        stored = home if on_gpu else self._grad_slot(group)
-        if has_previous and not on_gpu:
-            regions = [CopyRegion(home, 0, stored, 0, num_bytes)]
+            for home, _ in pairs:
+                self.builder.holds(home, content)
+        staging = None if self.plan.groups[group].grads == "gpu" else self._grad_slot(group)
+        if has_previous and staging is not None:
+            regions = [CopyRegion(home, 0, staging, r.start * width, r.numel * width) for home, r in pairs]
             self.builder.copy(f"fetch {content}", Stream.H2D, content, regions)
-        reads = [Access(accumulator, f"accumulator {name}")]
-        if has_previous:
-            reads.append(Access(stored, content))
+        first = self.layout.first_run(group)
+        stored = tuple(
+            StoredRun(r.start, *((home, 0) if staging is None else (staging, r.start)), r.numel, first + r.number)
+            for home, r in pairs
+        )
+        self._round_gradient(FinishGradient(group, accumulator, stored, has_previous), self._part_name(group, part))
+        if staging is not None:
+            regions = [CopyRegion(staging, r.start * width, home, 0, r.numel * width) for home, r in pairs]
+            self.builder.copy(f"offload {content}", Stream.D2H, content, regions)
+
+    def _round_gradient(self, args: FinishGradient, name: str) -> None:
+        content, numel = f"grad of {name}", sum(run.numel for run in args.runs)
+        targets = [Access(slot, content) for slot in dict.fromkeys(run.slot for run in args.runs)]
+        reads = [Access(args.accumulator, f"accumulator {name}"), *(targets if args.has_previous else [])]
         scalars = [
             Access(self.layout.slot("partial_squares"), "partial squares"),
             Access(self.layout.slot("norm_squares"), "norm squares"),
         ]
-        numel = self.layout.groups[group].numel
-        work = Work(memory_bytes=float(numel * self.layout.acc_bytes + num_bytes * (1 + has_previous)), kernels=2)
-        args = FinishGradient(group, accumulator, stored, has_previous)
-        writes = [Access(stored, content), *scalars]
-        self.builder.add("finish_gradient", f"finish {content}", Stream.COMPUTE, reads, writes, work, args=args)
-        if not on_gpu:
-            regions = [CopyRegion(stored, 0, home, 0, num_bytes)]
-            self.builder.copy(f"offload {content}", Stream.D2H, content, regions)
+        width = self.layout.groups[args.group].element_bytes("grad")
+        moved = float(numel * (self.layout.acc_bytes + width * (1 + args.has_previous)))
+        work, label = Work(memory_bytes=moved, kernels=2 * len(args.runs)), f"finish {content}"
+        self.builder.add("finish_gradient", label, Stream.COMPUTE, reads, [*targets, *scalars], work, args=args)
 
     def _update_by_cpu(self, group: int) -> None:
         """The factor on a gradient that is complete, told to the host, and AdamW there."""
@@ -425,7 +500,13 @@ class _RoundLowering:
         args, work = GroupScale(group), Work(kernels=6)
         self.builder.add("scale", content, Stream.COMPUTE, [norms], [Access(device, content)], work, args=args)
         self.builder.copy(f"{content} to the host", Stream.D2H, content, [CopyRegion(device, 0, host, 0, SCALE_BYTES)])
-        lower_cpu_update(self.builder, self.layout, group, Access(host, content))
+        parts = self.layout.groups[group].parts
+        grads = [
+            Access(self.layout.run_slot("grad", group, run), f"grad of {self._part_name(group, number)}")
+            for number, part in enumerate(parts)
+            for run in part.runs
+        ]
+        lower_cpu_update(self.builder, self.layout, group, Access(host, content), grads=grads)
 
     def _grad_slot(self, group: int) -> int:
         name = self.model.groups[group].slot_class

@@ -5,7 +5,7 @@ What the CPU updates may also be updated inside a round: `lower_cpu_update`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from flexengine.ops.base import Work
@@ -115,15 +115,20 @@ def _lower_scalars(builder: ProgramBuilder, layout: Layout) -> None:
     builder.add("copy", "scalars to the host", Stream.D2H, sources, writes, copies=regions)
 
 
-def lower_cpu_update(builder: ProgramBuilder, layout: Layout, group: int, scale: Access, left: float = 1.0) -> None:
+def lower_cpu_update(
+    builder: ProgramBuilder, layout: Layout, group: int, scale: Access, left: float = 1.0,
+    grads: Sequence[Access] | None = None,
+) -> None:  # fmt: skip
     """AdamW by the CPU on a group's planes where they are, matrices and vectors each in one piece.
 
     scale: where the host finds the factor on the gradient. left: the part of the work that remains, for its price.
+    grads: what an earlier command left of the gradient, where that is not the whole plane.
     """
     name, planes = layout.model.groups[group].name, layout.groups[group].plane_bytes
     contents = {kind: "weights" if kind == "weights" else f"{kind} of" for kind in PLANE_KINDS}
     held = {k: Access(layout.plane_slot(k, group), f"{contents[k]} {name}") for k in PLANE_KINDS if planes[k]}
-    for access in held.values():
+    grads = [held["grad"]] if grads is None else grads
+    for access in (*grads, *(access for kind, access in held.items() if kind != "grad")):
         if builder.last_writer(access.slot) < 0:
             builder.holds(*access)
     writes = [Access(slot, f"updated {content}") for kind, (slot, content) in held.items() if kind != "grad"]
@@ -137,7 +142,8 @@ def lower_cpu_update(builder: ProgramBuilder, layout: Layout, group: int, scale:
         )
         touched = sum(segment.numel * element_bytes(p.dtype) * (1 if p.kind == "grad" else 2) for p in segment.planes)
         work, label = Work(memory_bytes=touched * left), f"update {name} {segment.name}"
-        builder.add("update", label, Stream.CPU, [*held.values(), scale], writes, work, args=args)
+        reads = [*(access for kind, access in held.items() if kind != "grad"), *grads, scale]
+        builder.add("update", label, Stream.CPU, reads, writes, work, args=args)
         held.update({kind: Access(slot, f"updated {text}") for kind, (slot, text) in held.items() if kind != "grad"})
 
 

@@ -11,7 +11,7 @@ ROUTINGS = ["random", "all to one", "last alone"]
 
 
 def route(routing, tokens, count, num_experts, device):
-    """(place, ends, expert of each row)."""
+    """(place, bounds, expert of each row)."""
     chosen = torch.stack([torch.randperm(num_experts)[:count] for _ in range(tokens)])
     if routing == "all to one":
         chosen = torch.full((tokens, count), num_experts // 2)
@@ -20,8 +20,8 @@ def route(routing, tokens, count, num_experts, device):
     expert, order = chosen.flatten().sort(stable=True)
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order))
-    ends = torch.searchsorted(expert, torch.arange(num_experts), right=True)
-    return place.view(tokens, count).int().to(device), ends.int().to(device), expert
+    bounds = torch.searchsorted(expert, torch.arange(num_experts + 1))
+    return place.view(tokens, count).int().to(device), bounds.int().to(device), expert
 
 
 def check_rows(checks, device, dtype, tokens, count, width):
@@ -43,52 +43,52 @@ def check_rows(checks, device, dtype, tokens, count, width):
 
 def check_products(checks, device, dtype, routing, shape):
     tokens, count, num_experts, inner, columns = shape
-    _, ends, expert = route(routing, tokens, count, num_experts, device)
+    _, bounds, expert = route(routing, tokens, count, num_experts, device)
     x = checks.normal(tokens * count, inner, dtype=dtype, device=device)
     weight = checks.normal(num_experts, columns, inner, dtype=dtype, device=device)
     out = checks.empty(tokens * count, columns, dtype=dtype, device=device)
-    kernel.grouped_product(x, weight, ends, out, transposed=False)
+    kernel.grouped_product(x, weight, bounds, out, transposed=False)
     own = weight.double().cpu()[expert]
     checks.assert_close(out.cpu(), torch.einsum("rd,rfd->rf", x.double().cpu(), own), checks.TOLERANCE[dtype], "y")
     grad_y = checks.normal(tokens * count, columns, dtype=dtype, device=device)
     grad_x = checks.empty(tokens * count, inner, dtype=dtype, device=device)
-    kernel.grouped_product(grad_y, weight, ends, grad_x, transposed=True)
+    kernel.grouped_product(grad_y, weight, bounds, grad_x, transposed=True)
     wanted = torch.einsum("rf,rfd->rd", grad_y.double().cpu(), own)
     checks.assert_close(grad_x.cpu(), wanted, checks.TOLERANCE[dtype], "grad_x")
     acc = checks.empty(num_experts, columns, inner, dtype=torch.float32, device=device)
-    kernel.grouped_weight_gradient(grad_y, x, ends, acc, accumulate=False)
+    kernel.grouped_weight_gradient(grad_y, x, bounds, acc, accumulate=False)
     terms = torch.einsum("rf,rd->rfd", grad_y.double().cpu(), x.double().cpu())
     wanted = torch.zeros(num_experts, columns, inner, dtype=torch.float64).index_add_(0, expert, terms)
     checks.assert_close(acc.cpu(), wanted, 1e-5, "grad_weight")
-    kernel.grouped_weight_gradient(grad_y, x, ends, acc, accumulate=True)
+    kernel.grouped_weight_gradient(grad_y, x, bounds, acc, accumulate=True)
     checks.assert_close(acc.cpu(), 2 * wanted, 1e-5, "twice")
 
 
 def check_biases(checks, device, dtype, routing, shape, weighted):
     """Rows are multiplied by weights of their own, or not; sums over NaN and on top of what is there."""
     tokens, count, num_experts, inner, columns = shape
-    _, ends, expert = route(routing, tokens, count, num_experts, device)
+    _, bounds, expert = route(routing, tokens, count, num_experts, device)
     x = checks.normal(tokens * count, inner, dtype=dtype, device=device)
     weight = checks.normal(num_experts, inner, columns, dtype=dtype, device=device)
     bias = checks.normal(num_experts, columns, dtype=dtype, device=device)
     row_weight = torch.rand(tokens * count, device=device) if weighted else None
     out = checks.empty(tokens * count, columns, dtype=dtype, device=device)
-    kernel.grouped_product(x, weight, ends, out, True, bias, row_weight)
+    kernel.grouped_product(x, weight, bounds, out, True, bias, row_weight)
     scale = torch.ones(tokens * count, 1).double() if row_weight is None else row_weight.double().cpu()[:, None]
     own = torch.einsum("rd,rdf->rf", x.double().cpu(), weight.double().cpu()[expert])
     checks.assert_close(out, own + scale * bias.double().cpu()[expert], checks.TOLERANCE[dtype], "y")
     grad_y = checks.normal(tokens * count, columns, dtype=dtype, device=device)
     wanted = torch.zeros(num_experts, columns).double().index_add_(0, expert, scale * grad_y.double().cpu())
     acc = checks.empty(num_experts, columns, dtype=torch.float32, device=device)
-    expert_biases.bias_gradient(grad_y, ends, row_weight, acc, accumulate=False)
+    expert_biases.bias_gradient(grad_y, bounds, row_weight, acc, accumulate=False)
     checks.assert_close(acc, wanted, 1e-5, "grad_bias")
-    expert_biases.bias_gradient(grad_y, ends, row_weight, acc, accumulate=True)
+    expert_biases.bias_gradient(grad_y, bounds, row_weight, acc, accumulate=True)
     checks.assert_close(acc, 2 * wanted, 1e-5, "twice")
     wanted = (grad_y.double().cpu() * bias.double().cpu()[expert]).sum(1)
     found = checks.empty(tokens * count, dtype=torch.float32, device=device)
-    expert_biases.row_weight_gradient(grad_y, bias, ends, found, accumulate=False)
+    expert_biases.row_weight_gradient(grad_y, bias, bounds, found, accumulate=False)
     checks.assert_close(found, wanted, 1e-5, "grad_row_weight")
-    expert_biases.row_weight_gradient(grad_y, bias, ends, found, accumulate=True)
+    expert_biases.row_weight_gradient(grad_y, bias, bounds, found, accumulate=True)
     checks.assert_close(found, 2 * wanted, 1e-5, "twice")
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from flexengine.ops.base import OpEnv
-from flexengine.ops.experts import Gather, GroupedLinear, HandOut, WeightedGLU
+from flexengine.ops.expert_rows import Gather, HandOut
+from flexengine.ops.experts import GroupedLinear, WeightedGLU
 from flexengine.ops.router import Router, RouterStyle
 from flexengine.ops.shared_gate import SharedGate
 
@@ -18,15 +19,15 @@ def router(h, tokens, per_token, normalised, bias=False):
 
 
 def route(h, tokens, per_token, favoured=None):
-    """(place, ends, expert of each row) of random routing, or of all tokens to one expert among others."""
+    """(place, bounds, expert of each row) of random routing, or of all tokens to one expert among others."""
     score = torch.rand(tokens, EXPERTS)
     if favoured is not None:
         score[:, favoured] = 2.0
     expert, order = score.topk(per_token).indices.flatten().sort(stable=True)
     place = torch.empty(len(order), dtype=torch.int32)
     place[order] = torch.arange(len(order), dtype=torch.int32)
-    ends = torch.searchsorted(expert, torch.arange(EXPERTS), right=True).int()
-    return place.view(tokens, per_token).to(h.device), ends.to(h.device), expert
+    bounds = torch.searchsorted(expert, torch.arange(EXPERTS + 1)).int()
+    return place.view(tokens, per_token).to(h.device), bounds.to(h.device), expert
 
 
 def chosen_weights(x, weight, per_token, normalised, bias=0.0):
@@ -51,7 +52,7 @@ def check_router(h, checks, tokens, per_token, normalised, tolerance=1e-12, bias
     by_row = torch.empty(tokens * per_token, dtype=torch.int64)
     by_row[place.flatten()] = indices.flatten()
     assert torch.equal(by_row, by_row.sort().values)
-    assert torch.equal(outputs[op.ends].long().cpu(), torch.bincount(by_row, minlength=EXPERTS).cumsum(0))
+    assert torch.equal(outputs[op.bounds].long().cpu(), torch.searchsorted(by_row, torch.arange(EXPERTS + 1)))
     checks.close(outputs[op.weight].cpu().flatten()[place.flatten()].view(tokens, per_token), values, tolerance)
     by_rows = torch.empty(tokens * per_token, dtype=grad.dtype).to(grad.device)
     by_rows[place.flatten().to(grad.device)] = grad.flatten()
@@ -177,9 +178,9 @@ OPTIONS = {
 def check_products(h, checks, options, favoured=None, tokens=7, sizes=(D, F), tolerance=1e-12):
     """Output and gradients of a product, over nothing and on top of what is there."""
     d, f = sizes
-    _, ends, expert = route(h, tokens, 2, favoured)
-    op = GroupedLinear("experts", "x", "ends", "y", d, f, EXPERTS, 2, "w", **options)
-    inputs = {"x": h.randn(tokens, 2 * d), "ends": ends}
+    _, bounds, expert = route(h, tokens, 2, favoured)
+    op = GroupedLinear("experts", "x", "bounds", "y", d, f, EXPERTS, 2, "w", **options)
+    inputs = {"x": h.randn(tokens, 2 * d), "bounds": bounds}
     params = {"w": h.randn(EXPERTS, *((d, f) if op.transposed else (f, d)))}
     rows = torch.rand(tokens, 2, dtype=torch.float64).to(h.device, torch.float64 if tolerance < 1e-9 else torch.float32)
     inputs |= {} if op.row_weight is None else {"weight": rows}
@@ -282,9 +283,9 @@ def chain(per_token):
     return [
         route_op,
         HandOut("hand_out", "x", route_op.place, "rows", D, per_token),
-        GroupedLinear("gate_up", "rows", route_op.ends, "gate_up", D, 2 * F, EXPERTS, per_token, "w_gate_up"),
+        GroupedLinear("gate_up", "rows", route_op.bounds, "gate_up", D, 2 * F, EXPERTS, per_token, "w_gate_up"),
         WeightedGLU("glu", "gate_up", route_op.weight, "a", F, per_token, "silu"),
-        GroupedLinear("down", "a", route_op.ends, "results", F, D, EXPERTS, per_token, "w_down"),
+        GroupedLinear("down", "a", route_op.bounds, "results", F, D, EXPERTS, per_token, "w_down"),
         Gather("gather", "results", route_op.place, "y", D, per_token, "x"),
     ]
 

@@ -56,6 +56,7 @@ KINDS = {
     "forward": "#3b82c4",
     "backward": "#5b4fc4",
     "rebuild keys": "#7fd0d3",
+    "recompute": "#9b93e8",
     "round gradients": "#f2c230",
     "update": "#7c4ddb",
     "weights": "#2f6fed",
@@ -68,6 +69,7 @@ KINDS = {
 """Kinds of bars and their colours."""
 COMMAND_KINDS = {
     "fill_window": "rebuild keys",
+    "recompute": "recompute",
     "finish_gradient": "round gradients",
     "clip": "update",
     "scale": "update",

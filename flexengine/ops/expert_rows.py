@@ -1,0 +1,149 @@
+"""Tokens' rows handed out to their experts, and gathered again.
+
+Source: Shazeer et al. 2017, "Outrageously Large Neural Networks". Shapes: T tokens, K experts of each, R = T * K rows
+sorted by expert; `place` [T, K] and `bounds` [E + 1] as the router writes them. Where experts come in parts, what a
+token's rows add up to is kept in float32 (float64) from the first part to the last.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel, wide
+from flexengine.ops.row_range import own_bounds
+
+
+def hand_out(x: Tensor, place: Tensor, rows: Tensor, bounds: Tensor | None = None) -> None:
+    """rows [R, D] at place[t, k] = x [T, D][t]; bounds: only of rows from the first of them to the last."""
+    if use_kernel(x) and x.dtype != torch.float64:
+        from flexengine.kernels import experts  # noqa: PLC0415 (Triton is imported when first used)
+
+        return experts.hand_out(x, place, rows, bounds)
+    for column in place.unbind(1):
+        mine = _columns_within(column, bounds)
+        rows.index_copy_(0, column[mine].long(), x[mine])
+
+
+def _columns_within(column: Tensor, bounds: Tensor | None) -> slice | Tensor:
+    """Which of some rows [T] lie within bounds."""
+    return slice(None) if bounds is None else (column >= bounds[0]) & (column < bounds[-1])
+
+
+def gather(
+    rows: Tensor, place: Tensor, out: Tensor, added: Tensor | None, bounds: Tensor | None = None,
+    sums: Tensor | None = None,
+) -> None:  # fmt: skip
+    """out [T, D] = (sums +) (added +) sum over k of rows [R, D] at place[t, k]; sums or added may be out. bounds: only
+    of rows from the first of them to the last."""
+    if use_kernel(rows) and rows.dtype != torch.float64:
+        from flexengine.kernels import experts  # noqa: PLC0415
+
+        return experts.gather(rows, place, out, added, bounds, sums)
+    total = torch.zeros(out.shape, dtype=wide(rows[:0]).dtype, device=out.device)
+    for column in place.unbind(1):
+        mine = _columns_within(column, bounds)
+        total[mine] += rows[column[mine].long()]
+    for other in (sums, added):
+        if other is not None:
+            total += other
+    out.copy_(total)
+
+
+class HandOut(Op):
+    """rows [T, K * D]: every token's row once for each of its experts, sorted by expert. In parts, whose bounds it
+    reads, the gradients of rows add up beside those of x until the last part's are there."""
+
+    def __init__(
+        self, name: str, x: str, place: str, y: str, width: int, per_token: int, bounds: str = "", num_parts: int = 1
+    ) -> None:
+        self.name, self.x, self.place, self.y, self.bounds = name, x, place, y, bounds
+        self.width, self.per_token, self.num_parts = width, per_token, num_parts
+        limits = () if num_parts == 1 else (bounds,)
+        self.inputs = (x, place, *limits)
+        self.outputs = (TensorSpec(y, (per_token * width,)),)
+        self.needs_input = (place, *limits)
+        self.grad_inputs = (x,)
+        self.sums = TensorSpec(f"{name}_sums", (width,), "float32")
+
+    def part_sums(self, half: str) -> tuple[TensorSpec, ...]:
+        return (self.sums,) if half == "input" and self.num_parts > 1 else ()
+
+    def forward(self, env: OpEnv) -> None:
+        rows = env.t[self.y].view(-1, self.width)
+        hand_out(env.t[self.x], env.t[self.place], rows, own_bounds(self, env))
+
+    def backward_input(self, env: OpEnv) -> None:
+        rows, grad_x = env.g[self.y].view(-1, self.width), env.g[self.x]
+        added = grad_x if self.x in env.accumulate else None
+        _gather_part(self, env, rows, grad_x, added, first=self.num_parts - 1, last=0)
+
+    def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        return plain_bytes(4 * tokens * (self.width + 8), compute_bytes)
+
+    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        read = float(self.num_parts + self.per_token)
+        return Work(memory_bytes=read * tokens * self.width * compute_bytes, kernels=1)
+
+    def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        return _gather_work(self, tokens, compute_bytes)
+
+
+class Gather(Op):
+    """y [T, D] = residual + the sum of a token's rows. The gradient of the residual is that of y itself. In parts,
+    whose bounds it reads, rows add up beside y until the last part's are there."""
+
+    def __init__(
+        self, name: str, x: str, place: str, y: str, width: int, per_token: int, residual: str, bounds: str = "",
+        num_parts: int = 1,
+    ) -> None:  # fmt: skip
+        self.name, self.x, self.place, self.y, self.residual, self.bounds = name, x, place, y, residual, bounds
+        self.width, self.per_token, self.num_parts = width, per_token, num_parts
+        limits = () if num_parts == 1 else (bounds,)
+        self.inputs = (x, place, residual, *limits)
+        self.outputs = (TensorSpec(y, (width,)),)
+        self.needs_input = (place, *limits)
+        self.grad_inputs = (x, residual)
+        self.grad_alias = ((residual, y),)
+        self.sums = TensorSpec(f"{name}_sums", (width,), "float32")
+
+    def part_sums(self, half: str) -> tuple[TensorSpec, ...]:
+        return (self.sums,) if half == "forward" and self.num_parts > 1 else ()
+
+    def forward(self, env: OpEnv) -> None:
+        rows = env.t[self.x].view(-1, self.width)
+        _gather_part(self, env, rows, env.t[self.y], env.t[self.residual], first=0, last=self.num_parts - 1)
+
+    def backward_input(self, env: OpEnv) -> None:
+        assert self.x not in env.accumulate, "nothing else reads the experts' results"
+        hand_out(env.g[self.y], env.t[self.place], env.g[self.x].view(-1, self.width), own_bounds(self, env))
+
+    def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        return plain_bytes(4 * tokens * (self.width + 8), compute_bytes)
+
+    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        return _gather_work(self, tokens, compute_bytes)
+
+    def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        read = float(self.num_parts + self.per_token)
+        return Work(memory_bytes=read * tokens * self.width * compute_bytes, kernels=1)
+
+
+def _gather_part(
+    op: HandOut | Gather, env: OpEnv, rows: Tensor, out: Tensor, added: Tensor | None, first: int, last: int
+) -> None:
+    """Rows of one part on top of the earlier ones' sums, from the first part's to the last one's, which are rounded."""
+    bounds = own_bounds(op, env)
+    if bounds is None:
+        return gather(rows, env.t[op.place], out, added)
+    sums = env.t[op.sums.name]
+    before = None if env.part == first else sums
+    if env.part == last:
+        return gather(rows, env.t[op.place], out, added, bounds, before)
+    gather(rows, env.t[op.place], sums, None, bounds, before)
+
+
+def _gather_work(op: HandOut | Gather, tokens: int, compute_bytes: int) -> Work:
+    """What reads K rows of every token and one more, and writes one; sums between parts are written and read."""
+    sums = 2.0 * max(4, compute_bytes) * (op.num_parts - 1)
+    return Work(memory_bytes=tokens * op.width * ((2.0 + op.per_token) * compute_bytes + sums), kernels=1)

@@ -1,0 +1,35 @@
+"""Experts in parts: which rows, sorted by expert, a call is for.
+
+`bounds` [E + 1]: rows bounds[e] to bounds[e + 1] are those of expert e.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from flexengine.ops.base import OpEnv
+
+
+class RunsInParts(Protocol):
+    """An op that runs on the rows of all experts, or part by part."""
+
+    bounds: str
+    num_parts: int
+
+
+def rows_within(bounds: Tensor | None) -> slice:
+    """Rows from the first bound to the last, for plain paths, which ask for them; all without bounds."""
+    return slice(None) if bounds is None else slice(int(bounds[0]), int(bounds[-1]))
+
+
+def part_of(bounds: Tensor, part: int, parts: int) -> Tensor:
+    """The bounds [E / parts + 1] of one part's experts."""
+    count = (len(bounds) - 1) // parts
+    return bounds[part * count : (part + 1) * count + 1]
+
+
+def own_bounds(op: RunsInParts, env: OpEnv) -> Tensor | None:
+    """Bounds of the experts that a call is for; None where it is for all."""
+    return None if op.num_parts == 1 else part_of(env.t[op.bounds], env.part, op.num_parts)

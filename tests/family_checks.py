@@ -1,0 +1,90 @@
+"""One config against transformers in float32 on the CPU: loss, gradients, logits and export."""
+
+import random
+
+import pytest
+import torch
+import transformers
+from engine_helpers import (
+    FLOAT32,
+    build_engine,
+    random_batch,
+    relative_error,
+    saved_model,
+    spec_of,
+    streamed_plan,
+    worst_error,
+)
+
+from flexengine.models.registry import open_model
+from flexengine.optim import AdamW
+
+MAX_SEQ_LEN = 48
+
+
+def draw_batch(vocab_size):
+    """(input_ids, labels): ragged, one sequence of the full length, a third of the labels -100."""
+    rng = random.Random(5)
+    ids = random_batch(5, [MAX_SEQ_LEN, 3, *(rng.randint(4, MAX_SEQ_LEN) for _ in range(3))], vocab_size)
+    return ids, [[-100 if rng.random() < 0.3 else t for t in row] for row in ids]
+
+
+def reference_loss(model, ids, labels):
+    """Mean over all target tokens of the batch, each sequence alone."""
+    total, count = 0.0, 0
+    for row, unshifted in zip(ids, labels, strict=True):
+        logits = model(input_ids=torch.tensor([row]), use_cache=False).logits[0, :-1]
+        target = torch.tensor(unshifted[1:], dtype=torch.int64)
+        total = total + torch.nn.functional.cross_entropy(logits, target, reduction="sum", ignore_index=-100)
+        count += int((target != -100).sum())
+    return total / count
+
+
+def last_logits(model, tokens):
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
+
+
+def as_stored(model, tensors):
+    """Tensors by the names of the checkpoint: transformers holds the experts of a layer stacked, gate over up."""
+    if model.config.model_type == "gpt_oss":
+        return tensors  # and so does its checkpoint, in its own way
+    mixtral = model.config.model_type == "mixtral"
+    parts, down = (("w1", "w3"), "w2") if mixtral else (("gate_proj", "up_proj"), "down_proj")
+    stored = {}
+    for name, tensor in tensors.items():
+        block, found, kind = name.partition(".mlp.experts.")
+        mlp = "block_sparse_moe" if mixtral else "mlp"
+        if not found:
+            stored[name.replace(".mlp.gate.", f".{mlp}.gate.")] = tensor
+            continue
+        for i, expert in enumerate(tensor):
+            pieces = zip(parts, expert.chunk(2), strict=True) if kind == "gate_up_proj" else [(down, expert)]
+            stored |= {f"{block}.{mlp}.experts.{i}.{part}.weight": piece for part, piece in pieces}
+    return stored
+
+
+def check_against_transformers(config, chunk_tokens, tmp_path):
+    """Loss, gradients, logits and export of a streamed engine."""
+    model = saved_model(tmp_path / "source", config)
+    plan = streamed_plan(
+        spec_of(config), chunk_tokens=chunk_tokens, chunks_per_round=4, max_seq_len=MAX_SEQ_LEN, numerics=FLOAT32
+    )
+    engine = build_engine(open_model(tmp_path / "source"), plan, AdamW(lr=1e-2))
+    ids, labels = draw_batch(config["vocab_size"])
+    loss = reference_loss(model, ids, labels)
+    loss.backward()
+    assert engine.fwd_bwd(input_ids=ids, labels=labels).loss == pytest.approx(loss.item(), abs=1e-5)
+    error, name = worst_error(engine.gradients(), as_stored(model, {k: p.grad for k, p in model.named_parameters()}))
+    assert error <= 1e-4, f"gradient of {name}: relative error {error:.1e}"
+    for row in ids:
+        assert relative_error(engine.next_token_logits(row), last_logits(model, row)) <= 1e-4
+    engine.step()
+    engine.save_pretrained(tmp_path / "export")
+    exported = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "export", dtype="auto", attn_implementation="eager"
+    )
+    assert exported.state_dict().keys() == model.state_dict().keys()
+    assert relative_error(engine.next_token_logits(ids[0]), last_logits(exported, ids[0])) <= 1e-4
+    assert relative_error(last_logits(exported, ids[0]), last_logits(model, ids[0])) > 1e-4  # it was trained
+    engine.close()
