@@ -19,17 +19,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from flexengine.ops.base import FLOAT64_BYTES, Carried, Op, OpEnv, TensorSpec, Work, wide
+from flexengine.ops.base import FLOAT64_BYTES, Carried, Op, OpEnv, TensorSpec, Work, use_kernel, wide
 from flexengine.ops.columns import Columns
 from flexengine.ops.delta_segments import SEGMENT_TILES, SIDE_BY_SIDE, Segment, batches, gather, scatter
 from flexengine.ops.delta_tiles import TILE, Prepared, Rows, backward, outputs_of, prepare, products_of, states_of
 
 NORM_EPS = 1e-6
+KERNEL_WIDTH = 256
+"""Widest heads that kernels hold in registers."""
+
+
+def _kernels() -> ModuleType:
+    from flexengine.ops import delta_kernels  # noqa: PLC0415 (Triton is imported when first used)
+
+    return delta_kernels
 
 
 class DeltaRule(Op):
@@ -105,16 +114,35 @@ class DeltaRule(Op):
 
     # -- the halves ----------------------------------------------------------------------------------------------------
 
+    def _served(self, compute_bytes: int) -> bool:
+        """Whether kernels take this type and width on CUDA."""
+        return compute_bytes < FLOAT64_BYTES and max(self.key_dim, self.value_dim) <= KERNEL_WIDTH
+
+    def _operands(self, env: OpEnv) -> tuple:
+        """What the kernels start from; empty where the plain path runs."""
+        qkv, window = env.t[self.qkv], env.chunk.window
+        if not use_kernel(qkv) or not self._served(qkv.element_size()):
+            return ()
+        sizes = (self.num_key_heads, self.num_value_heads, self.key_dim, self.value_dim)
+        ends = (None, None) if window is None else (window.before(self.state), window.left(self.state))
+        return qkv, self._gates(env), (env.chunk.cu_seqlens, env.chunk.seq_lens), sizes, ends
+
     def forward(self, env: OpEnv) -> None:
-        with products_of(env.t[self.qkv]):
-            self._run(env, env.t[self.y])
+        if operands := self._operands(env):
+            return _kernels().forward(*operands, env.t[self.y])
+        self._run(env, env.t[self.y])
 
     def fill_window(self, env: OpEnv) -> None:
-        with products_of(env.t[self.qkv]):
-            self._run(env, None)
+        if operands := self._operands(env):
+            return _kernels().fill_window(*operands)
+        self._run(env, None)
 
     def _run(self, env: OpEnv, y: Tensor | None) -> None:
         """States through all sequences, and what is read from them where that is wanted."""
+        with products_of(env.t[self.qkv]):
+            self._run_batches(env, y)
+
+    def _run_batches(self, env: OpEnv, y: Tensor | None) -> None:
         gates = self._gates(env)
         for segments in batches(env.chunk.seq_lens):
             state = self._start(env, segments[0].count, gates[0].dtype)
