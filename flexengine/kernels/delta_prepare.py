@@ -85,6 +85,12 @@ class Tiles(NamedTuple):
             if tensor is not None:
                 check_tensor(name, tensor, (self.slots, self.heads, *shape), (torch.float32,))
 
+    def check_keys(self, **buffers: Tensor) -> None:
+        """The same for buffers [M, key heads, 64, K] fp32."""
+        shape = (self.slots, self.heads // self.ratio, TILE, self.sizes[2])
+        for name, tensor in buffers.items():
+            check_tensor(name, tensor, shape, (torch.float32,))
+
 
 def block_of(width: int, most: int | None = None) -> int:
     """Columns of a block: a power of two that tensor cores take, as wide as a head or `most`."""

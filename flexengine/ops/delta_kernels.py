@@ -13,9 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.kernels.delta_outputs import delta_outputs
+from flexengine.kernels.delta_backward import delta_gates_backward, delta_keys_backward, delta_norm_backward
+from flexengine.kernels.delta_backward import delta_pairs_backward, gate_parts
+from flexengine.kernels.delta_outputs import delta_outputs, delta_outputs_backward
 from flexengine.kernels.delta_prepare import Tiles, delta_prepare
-from flexengine.kernels.delta_states import delta_states
+from flexengine.kernels.delta_states import delta_states, delta_states_backward
 from flexengine.ops.delta_tiles import TILE
 
 TILE_HEADS = 4608
@@ -58,6 +60,42 @@ def fill_window(qkv: Tensor, gates: Gates, chunk: tuple[Tensor, Sequence[int]], 
         delta_states(tiles, *_prepared(tiles), None, *ends)
 
 
+def backward(
+    qkv: Tensor, gates: Gates, chunk: tuple[Tensor, Sequence[int]], sizes: Sizes, ends: Ends, grad_o: Tensor,
+    grad_ends: Ends, grad_qkv: Tensor, grads: Gates,
+) -> None:  # fmt: skip
+    """Gradients of qkv, of log decay and strength, and of the state before the sequence; `left` of grad_ends is read."""
+    for tiles in _parts(qkv, gates, chunk, sizes):
+        _part_backward(tiles, ends.before, grad_o, grad_ends, grad_qkv, grads)
+
+
+def _part_backward(
+    tiles: Tiles, before: Tensor | None, grad_o: Tensor, grad_ends: Ends, grad_qkv: Tensor, grads: Gates
+) -> None:
+    """Names as in `delta_backward`: X is `solved`, M `pairs`, Q `read`."""
+    *_, k, v = tiles.sizes
+    inverse, states, grad_states = (_buffer(tiles, *shape) for shape in ((TILE, TILE), (k, v), (k, v)))
+    total, scale, written, w = _prepared(tiles, inverse)
+    delta_states(tiles, total, scale, written, w, states, before, None)
+    query_scale, grad_written = _buffer(tiles, TILE), _buffer(tiles, TILE, v)
+    delta_outputs_backward(tiles, total, scale, grad_o, query_scale, grad_written)
+    delta_states_backward(tiles, total, scale, query_scale, w, grad_o, grad_written, grad_states, *grad_ends)
+    del w
+    scales, read, parts = (
+        (total, scale, query_scale),
+        _buffer(tiles, TILE, TILE),
+        _buffer(tiles, gate_parts(k), 2, TILE),
+    )
+    delta_pairs_backward(tiles, *scales, written, grad_o, grad_written, inverse, read, parts, grad_qkv)
+    pairs, solved = inverse, grad_written
+    grad_q, grad_k = (_key_buffer(tiles) for _ in range(2))
+    delta_keys_backward(
+        tiles, *scales, states, written, grad_o, grad_states, solved, pairs, read, grad_q, grad_k, parts
+    )
+    delta_gates_backward(tiles, parts, *grads)
+    delta_norm_backward(tiles, grad_q, grad_k, grad_qkv)
+
+
 def _prepared(tiles: Tiles, inverse: Tensor | None = None) -> Prepared:
     *_, k, v = tiles.sizes
     made = Prepared(*(_buffer(tiles, *shape) for shape in ((TILE,), (TILE,), (TILE, v), (TILE, k))))
@@ -67,6 +105,11 @@ def _prepared(tiles: Tiles, inverse: Tensor | None = None) -> Prepared:
 
 def _buffer(tiles: Tiles, *shape: int) -> Tensor:
     return torch.empty(tiles.slots, tiles.heads, *shape, dtype=torch.float32, device=tiles.qkv.device)
+
+
+def _key_buffer(tiles: Tiles) -> Tensor:
+    shape = (tiles.slots, tiles.heads // tiles.ratio, TILE, tiles.sizes[2])
+    return torch.empty(shape, dtype=torch.float32, device=tiles.qkv.device)
 
 
 # -- parts of a chunk --------------------------------------------------------------------------------------------------

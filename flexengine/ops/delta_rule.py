@@ -125,7 +125,8 @@ class DeltaRule(Op):
             return ()
         sizes = (self.num_key_heads, self.num_value_heads, self.key_dim, self.value_dim)
         ends = (None, None) if window is None else (window.before(self.state), window.left(self.state))
-        return qkv, self._gates(env), (env.chunk.cu_seqlens, env.chunk.seq_lens), sizes, ends
+        chunk = (env.chunk.cu_seqlens, env.chunk.seq_lens)
+        return qkv, self._gates(env), chunk, sizes, _kernels().Ends(*ends)
 
     def forward(self, env: OpEnv) -> None:
         if operands := self._operands(env):
@@ -158,12 +159,27 @@ class DeltaRule(Op):
 
     def backward_input(self, env: OpEnv) -> None:
         assert self.qkv not in env.accumulate, "nothing else reads queries, keys and values"
+        if operands := self._operands(env):
+            grads = self._kernel_backward(env, operands)
+        else:
+            grads = self._plain_backward(env)
+        self._gate_grads(env, *grads)
+
+    def _kernel_backward(self, env: OpEnv, operands: tuple) -> tuple[Tensor, Tensor]:
+        """Gradients of log decay and strength; the others are written."""
+        decay, window = operands[1][0], env.chunk.window
+        grads = torch.empty_like(decay), torch.empty_like(decay)
+        ends = (None, None) if window is None else (window.before(self.state, True), window.left(self.state, True))
+        _kernels().backward(*operands, env.g[self.y], _kernels().Ends(*ends), env.g[self.qkv], grads)
+        return grads
+
+    def _plain_backward(self, env: OpEnv) -> tuple[Tensor, Tensor]:
         gates = self._gates(env)
         grads = torch.empty_like(gates[0]), torch.empty_like(gates[0])
         with products_of(env.t[self.qkv]):
             for segments in batches(env.chunk.seq_lens):
                 self._batch_backward(env, segments, gates, grads)
-        self._gate_grads(env, *grads)
+        return grads
 
     def _batch_backward(
         self, env: OpEnv, segments: Sequence[Segment], gates: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor]
