@@ -17,8 +17,19 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
-from flexengine.kernels.delta_prepare import BLOCK_K, BLOCK_V, TILE, Tiles, block_of, load_block, load_gate, product
-from flexengine.kernels.delta_prepare import scale_of, squares_of, store_block
+from flexengine.kernels.delta_prepare import (
+    BLOCK_K,
+    BLOCK_V,
+    TILE,
+    Tiles,
+    block_of,
+    load_block,
+    load_gate,
+    product,
+    scale_of,
+    squares_of,
+    store_block,
+)
 from flexengine.kernels.rounding import round_to
 
 _KEY_COLUMNS = 64
