@@ -38,7 +38,7 @@ def delta_states(
     _states_kernel[(triton.cdiv(v, columns), tiles.heads, len(tiles.cu) - 1)](
         *tiles.inputs(), tiles.cu, total, scale, u, w, u if states is None else states, u if before is None else before,
         u if left is None else left, **tiles.constants(), STORE=states is not None, HAS_BEFORE=before is not None,
-        HAS_LEFT=left is not None, BLOCK_K=block_of(k), BLOCK_V=columns, **_FORWARD_LAUNCH,
+        HAS_LEFT=left is not None, BLOCK_K=block_of(k), BLOCK_V=columns, **_launch(_FORWARD_LAUNCH, k),
     )  # fmt: skip
 
 
@@ -62,8 +62,13 @@ def delta_states_backward(
         *tiles.inputs(), tiles.cu, total, scale, query_scale, w, grad_o, grad_written, grad_states,
         w if before is None else before, w if left is None else left, grad_o.stride(0), **tiles.constants(),
         HAS_BEFORE=before is not None, HAS_LEFT=left is not None, BLOCK_K=block_of(k), BLOCK_V=columns,
-        **_BACKWARD_LAUNCH,
+        **_launch(_BACKWARD_LAUNCH, k),
     )  # fmt: skip
+
+
+def _launch(options: dict[str, int], key_dim: int) -> dict[str, int]:
+    """Tiles of wide keys are not read ahead: two of 256 columns in fp32 are more than shared memory holds."""
+    return options if key_dim <= 128 else {**options, "num_stages": 1}
 
 
 def _check_ends(tiles: Tiles, before: Tensor | None, left: Tensor | None) -> None:

@@ -38,9 +38,13 @@ class Prepared(NamedTuple):
 def forward(given: Operands, o: Tensor) -> None:
     """o [T, N * V]."""
     for tiles in _parts(given):
-        made, states = _prepared(tiles), _buffer(tiles, *given.sizes[2:])
-        delta_states(tiles, *made, states, *given.ends)
-        delta_outputs(tiles, made.total, made.scale, states, made.u, o)
+        _part_forward(tiles, given.ends, o)
+
+
+def _part_forward(tiles: Tiles, ends: Ends, o: Tensor) -> None:
+    made, states = _prepared(tiles), _buffer(tiles, *tiles.sizes[2:])
+    delta_states(tiles, *made, states, *ends)
+    delta_outputs(tiles, made.total, made.scale, states, made.u, o)
 
 
 def fill_window(given: Operands) -> None:
@@ -58,13 +62,9 @@ def backward(
 
 
 def _part_backward(
-    tiles: Tiles,
-    before: Tensor | None,
-    grad_o: Tensor,
-    grad_ends: Ends,
-    grad_qkv: Tensor,
+    tiles: Tiles, before: Tensor | None, grad_o: Tensor, grad_ends: Ends, grad_qkv: Tensor,
     grad_gates: tuple[Tensor, Tensor],
-) -> None:
+) -> None:  # fmt: skip
     """Names as in `delta_backward`: X is `solved`, M `pairs`, Q `read`."""
     *_, k, v = tiles.sizes
     inverse, states, grad_states = (_buffer(tiles, *shape) for shape in ((TILE, TILE), (k, v), (k, v)))
@@ -74,11 +74,8 @@ def _part_backward(
     delta_outputs_backward(tiles, total, scale, grad_o, query_scale, grad_written)
     delta_states_backward(tiles, total, scale, query_scale, w, grad_o, grad_written, grad_states, *grad_ends)
     del w
-    scales, read, parts = (
-        (total, scale, query_scale),
-        _buffer(tiles, TILE, TILE),
-        _buffer(tiles, gate_parts(k), 2, TILE),
-    )
+    scales = total, scale, query_scale
+    read, parts = _buffer(tiles, TILE, TILE), _buffer(tiles, gate_parts(k), 2, TILE)
     delta_pairs_backward(tiles, *scales, written, grad_o, grad_written, inverse, read, parts, grad_qkv)
     pairs, solved = inverse, grad_written
     grad_q, grad_k = (_key_buffer(tiles) for _ in range(2))
