@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 _GOLDEN32, _MIX_A, _MIX_B = tl.constexpr(0x9E37_79B1), tl.constexpr(0x7FEB_352D), tl.constexpr(0x846C_A68B)
 _EXPONENT, _QUIET_NAN = tl.constexpr(0x7F80_0000), tl.constexpr(0x7FC0_0000)
 
@@ -17,7 +17,7 @@ def _is_nan(bits):
 def round_to(x, dtype: tl.constexpr):
     """x in float32, rounded to nearest even when dtype is bf16. Triton's interpreter truncates instead, so there the
     bits are rounded first."""
-    if _INTERPRETED and dtype == tl.bfloat16:
+    if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536  # -65536: the upper 16 bits
         x = tl.where(_is_nan(bits), _QUIET_NAN, rounded).to(tl.float32, bitcast=True)

@@ -1,7 +1,9 @@
-"""Packed sequences as segments of whole tiles: sequences of like length side by side, a few tiles of each at a time.
+"""Packed sequences as whole tiles, so many at a time that what they take is bounded whatever the lengths.
 
-Lengths are known on the host, so rows are copied sequence by sequence; no index is made on the device. What a segment
-takes there is bounded whatever the lengths: SEGMENT_TILES tiles.
+The plain path takes segments, sequences of like length side by side, a few tiles of each at a time; rows are copied
+sequence by sequence, as lengths are known on the host. Kernels take runs of consecutive sequences, all tiles of some
+key heads: tile i of sequence b lies in slot cu[b] // TILE + b + i, less that of the run's first, which no other tile
+does.
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.ops.delta_tiles import TILE
+from flexengine.ops.delta_tiles import TILE, Sizes
 
-SEGMENT_TILES = 128
-"""Tiles of all sequences of a segment: 8192 tokens, so that launches are few beside what they do. Buffers take 4 GiB at
-32 heads of 128 columns."""
+SEGMENT_TILES = 32
+"""Tiles of all sequences of a segment: 2048 tokens."""
 SIDE_BY_SIDE = 8
 """Sequences of one segment at the most; their states go from tile to tile together."""
+TILE_HEADS = 4608
+"""Slots of value heads that kernels take at a time, unless one sequence and one key head have more: 8192 tokens of 32
+heads, and some room for slots that are not full. Buffers take 1.2 GiB at heads of 128 columns."""
 
 
 class Segment(NamedTuple):
@@ -78,3 +82,42 @@ def scatter(rows: Tensor, segment: Segment, out: Tensor) -> None:
     """The reverse of `gather`: out [T, D] gets the rows of the segment's sequences."""
     for source, (first, count) in zip(rows, segment.spans, strict=True):
         out[first : first + count] = source[:count]
+
+
+class Run(NamedTuple):
+    """Sequences [begin, end) of a chunk, and their slots: a few may be without a tile."""
+
+    begin: int
+    end: int
+    slots: int
+
+    def heads(self, sizes: Sizes) -> int:
+        """Value heads to take at a time, those of whole key heads: nearly as many every time."""
+        groups = -(-sizes.key_heads // max(1, TILE_HEADS // (self.slots * sizes.ratio)))
+        return -(-sizes.key_heads // groups) * sizes.ratio
+
+
+def runs(seq_lens: Sequence[int], sizes: Sizes) -> list[Run]:
+    """All sequences in order."""
+    most, starts, row = _most_slots(sum(seq_lens), sizes), [0], 0
+    for number, length in enumerate(seq_lens, start=1):
+        row += length
+        starts.append(row // TILE + number)
+    found, begin = [], 0
+    for end in range(1, len(starts)):
+        if end == len(seq_lens) or starts[end + 1] - starts[begin] > most:
+            found.append(Run(begin, end, starts[end] - starts[begin]))
+            begin = end
+    return found
+
+
+def _most_slots(tokens: int, sizes: Sizes) -> int:
+    """Slots of a run of more than one sequence."""
+    return min(TILE_HEADS // sizes.ratio, 2 * _tiles(tokens) + SIDE_BY_SIDE)
+
+
+def most_tile_heads(tokens: int, sizes: Sizes) -> int:
+    """Slots times heads that kernels take at a time, at the most."""
+    alone = tokens // TILE + 2
+    slots = max(_most_slots(tokens, sizes), alone)
+    return min(sizes.value_heads * slots, max(TILE_HEADS, sizes.ratio * alone))

@@ -15,7 +15,7 @@ head widths: q, k [B, G, 1, M, C, K], v [B, G, r, M, C, V], log decay and streng
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -23,6 +23,39 @@ import torch
 from torch import Tensor
 
 TILE = 64
+
+
+class Sizes(NamedTuple):
+    """Key heads G, value heads N, and the widths K and V."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def ratio(self) -> int:
+        """Value heads of a key head."""
+        return self.value_heads // self.key_heads
+
+
+class Ends(NamedTuple):
+    """States [N, K, V] before a chunk's only sequence and after it, or their gradients; None where there are none."""
+
+    before: Tensor | None = None
+    left: Tensor | None = None
+
+
+class Operands(NamedTuple):
+    """What kernels and the plain path start from: qkv [T, 2 G K + N V] as it came, log decay and strength [T, N], the
+    chunk's sequences, and the states at their ends."""
+
+    qkv: Tensor
+    gates: tuple[Tensor, Tensor]
+    cu_seqlens: Tensor
+    seq_lens: Sequence[int]
+    sizes: Sizes
+    ends: Ends
 
 
 class Rows(NamedTuple):
@@ -121,9 +154,9 @@ def outputs_of(rows: Rows, made: Prepared, states: Tensor, written: Tensor) -> T
     return made.grown[..., None] * (rows.q @ states) + made.p @ written
 
 
-def backward(rows: Rows, made: Prepared, states: Tensor, written: Tensor, grad_o: Tensor, grad_state: Tensor) -> tuple[
-    Rows, Tensor
-]:  # fmt: skip
+def backward_of(
+    rows: Rows, made: Prepared, states: Tensor, written: Tensor, grad_o: Tensor, grad_state: Tensor
+) -> tuple[Rows, Tensor]:
     """Gradients of the rows (of q and k for every value head), and of the state before them; grad_state is that of the
     state after them."""
     tail, seen = rows.k * made.rest[..., None], rows.q * made.grown[..., None]
@@ -142,7 +175,7 @@ def _backward_inside(
     rows: Rows, made: Prepared, states: Tensor, written: Tensor, grad_o: Tensor, grad_written: Tensor,
     grad_tail: Tensor, grad_last: Tensor,
 ) -> Rows:  # fmt: skip
-    """The part of `backward` that needs no order. `total` is c above."""
+    """The part of `backward_of` that needs no order. `total` is c above."""
     q, k, v, _, strength = rows
     grad_p = (grad_o @ written.mT).tril_()
     solved_u, solved_w = made.inverse.mT @ grad_written, made.inverse.mT @ -(grad_written @ states.mT)

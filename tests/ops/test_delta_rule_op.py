@@ -11,8 +11,8 @@ from flexengine.ops import delta_segments
 from flexengine.ops.base import OpEnv
 from flexengine.ops.columns import Columns, whole
 from flexengine.ops.delta_rule import DeltaRule
-from flexengine.ops.delta_segments import SEGMENT_TILES, batches
-from flexengine.ops.delta_tiles import TILE, unit_lower_inverse
+from flexengine.ops.delta_segments import SEGMENT_TILES, batches, most_tile_heads, runs
+from flexengine.ops.delta_tiles import TILE, Sizes, unit_lower_inverse
 
 SIZES = [(2, 4, 5, 3), (3, 3, 4, 6), (1, 3, 2, 7)]  # key heads, value heads, their widths
 SIZE_IDS = ["grouped", "equal heads", "one key head"]
@@ -175,11 +175,51 @@ def test_every_row_is_in_one_segment(seq_lens):
     assert sorted(seen) == list(range(sum(seq_lens)))
 
 
+@pytest.mark.parametrize("sizes", [(16, 32, 128, 128), (2, 2, 64, 64), (1, 48, 64, 64)], ids=str)
+@pytest.mark.parametrize("seq_lens", [(1,) * 5000, (5000, 1, 700, 650, 64, 63), (400_000, 3), (1025, 1024)], ids=len)
+def test_every_tile_is_in_one_slot(seq_lens, sizes):
+    sizes, begin, starts = Sizes(*sizes), 0, [0, *torch.tensor(seq_lens).cumsum(0).tolist()]
+    for run in runs(seq_lens, sizes):
+        assert run.begin == begin < run.end
+        slots = []
+        for sequence in range(run.begin, run.end):
+            first = starts[sequence] // TILE - starts[run.begin] // TILE + sequence - run.begin
+            slots += range(first, first + -(-seq_lens[sequence] // TILE))
+        assert sorted(set(slots)) == slots
+        assert slots[-1] < run.slots
+        assert run.heads(sizes) % sizes.ratio == 0
+        assert run.slots * run.heads(sizes) <= most_tile_heads(sum(seq_lens), sizes)
+        begin = run.end
+    assert begin == len(seq_lens)
+
+
+TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 2e-2}
+"""On CUDA: the plain path for float64, kernels for the others."""
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("sizes", [(2, 4, 64, 64), (1, 3, 128, 72)], ids=str)
 @pytest.mark.parametrize("seq_lens", [(256,), (130, 1, 64, 5)], ids=str)
 @pytest.mark.usefixtures("deterministic")
-def test_cuda_matches_the_recurrence(make_harness, checks, dtype, seq_lens):
-    tolerance = {torch.float32: 1e-4, torch.bfloat16: 2e-2}[dtype]
-    first = check(make_harness("cuda", dtype), checks, make((2, 4, 64, 64)), seq_lens, tolerance)
+def test_cuda_matches_the_recurrence(make_harness, checks, dtype, sizes, seq_lens):
+    torch.manual_seed(0)
+    first = check(make_harness("cuda", dtype), checks, make(sizes), seq_lens, TOLERANCES[dtype])
+    torch.manual_seed(0)
+    checks.same_bits(first, check(make_harness("cuda", dtype), checks, make(sizes), seq_lens, TOLERANCES[dtype]))
     assert first.outputs["o"].is_cuda
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("cuts", [(70, 70, 20), (64, 64), (130, 1)], ids=str)
+def test_cut_on_cuda(make_harness, checks, dtype, cuts):
+    h, op, tolerance = make_harness("cuda", dtype), make((2, 4, 64, 48)), TOLERANCES[dtype]
+    inputs, params, grad_o = draw(h, op, sum(cuts))
+    o, grads, sums = run_cut(h, op, inputs, params, grad_o, cuts)
+    expected, wanted = definition(op, inputs, params, grad_o, (sum(cuts),))
+    checks.close(o, expected, tolerance)
+    checks.close(grads["qkv"], wanted["qkv"], tolerance)
+    checks.close(gates_only(op, grads["gates"]), gates_only(op, wanted["gates"]), tolerance)
+    for name in params:
+        checks.close(sums[name], wanted[name], tolerance)

@@ -13,7 +13,7 @@ from family_configs import CASES, gemma2, gemma3, gpt2
 from torch.profiler import ProfilerActivity, profile
 
 from bench.block_ops import block_env
-from flexengine.ops import attention_reference
+from flexengine.ops import attention_reference, delta_plain, delta_segments
 from flexengine.ops.attention import CausalAttention
 from flexengine.ops.attention_style import CAUSAL, AttentionStyle
 from flexengine.ops.base import ChunkContext, KeyValueWindow, OpEnv
@@ -156,23 +156,62 @@ DELTA_CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("case", DELTA_CASES)
-def test_the_delta_rule(case, dtype):
-    """One path for all dtypes: what it takes depends on segments, and hardly on the chunk."""
+def delta_rule(case, dtype, device="cpu"):
+    """(op, tokens, env)."""
     (g, n, k, v), seq_lens = DELTA_CASES[case]
     tokens, wide = sum(seq_lens), torch.float64 if dtype == torch.float64 else torch.float32
     op = DeltaRule("rule", "qkv", "gates", "o", (g, n, k, v), whole(0, n), whole(n, n))
-    rows = {"qkv": torch.randn(tokens, 2 * g * k + n * v).to(dtype), "gates": torch.randn(tokens, 2 * n).to(dtype)}
-    tensors = {**rows, "o": torch.empty(tokens, n * v, dtype=dtype), "rule_param_grads": torch.empty(2, n, dtype=wide)}
+    empty = lambda *shape, dtype=dtype: torch.empty(*shape, dtype=dtype, device=device)  # noqa: E731
+    rows = {"qkv": empty(tokens, 2 * g * k + n * v).normal_(), "gates": empty(tokens, 2 * n).normal_()}
+    tensors = {**rows, "o": empty(tokens, n * v), "rule_param_grads": empty(2, n, dtype=wide)}
     grads = {"o": tensors["o"].normal_(), **{name: torch.empty_like(x) for name, x in rows.items()}}
-    params = {"A_log": torch.zeros(n, dtype=dtype), "dt_bias": torch.ones(n, dtype=dtype)}
-    nothing = torch.empty(0)
-    chunk = ChunkContext(tokens, nothing, nothing, nothing, nothing, seq_lens, nothing, {})
-    env = OpEnv(tensors, params, grads, {}, chunk)
-    allowed = op.workspace_bytes(tokens, dtype.itemsize) + SMALL
+    params = {"A_log": empty(n).zero_(), "dt_bias": empty(n).fill_(1.0)}
+    nothing, cu = torch.empty(0), torch.tensor([0, *seq_lens]).cumsum(0).to(device, torch.int32)
+    chunk = ChunkContext(tokens, nothing, nothing, nothing, cu, seq_lens, nothing, {})
+    return op, tokens, OpEnv(tensors, params, grads, {}, chunk)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("case", DELTA_CASES)
+def test_the_delta_rule(case, dtype):
+    """The plain path: what it takes depends on segments, and hardly on the chunk."""
+    op, tokens, env = delta_rule(case, dtype)
+    allowed = delta_plain.workspace_bytes(tokens, max(4, dtype.itemsize), op.sizes) + SMALL
     for call in (op.forward, op.backward_input):
         taken = peak_bytes(lambda call=call: call(env))
+        assert taken <= allowed, f"{taken} bytes, declared {allowed}"
+
+
+@pytest.mark.parametrize("tile_heads", [4608, 20])
+@pytest.mark.parametrize("case", DELTA_CASES)
+def test_buffers_of_the_delta_rules_kernels(case, tile_heads, monkeypatch):
+    """The kernels themselves take nothing: they are left out."""
+    from flexengine.ops import delta_kernels  # noqa: PLC0415 (Triton is imported when first used)
+
+    monkeypatch.setenv("FLEXENGINE_INTERPRET_KERNELS", "1")
+    monkeypatch.setattr(delta_segments, "TILE_HEADS", tile_heads)
+    for name in [name for name in vars(delta_kernels) if name.startswith("delta_")]:
+        monkeypatch.setattr(delta_kernels, name, lambda *_: None)
+    op, tokens, env = delta_rule(case, torch.bfloat16)
+    allowed = op.workspace_bytes(tokens, 2) + SMALL
+    for call in (op.forward, op.backward_input):
+        taken = peak_bytes(lambda call=call: call(env))
+        assert taken <= allowed, f"{taken} bytes, declared {allowed}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("case", DELTA_CASES)
+def test_the_delta_rule_on_cuda(case, dtype):
+    op, tokens, env = delta_rule(case, dtype, "cuda")
+    allowed = op.workspace_bytes(tokens, dtype.itemsize) + SMALL
+    for call in (op.forward, op.backward_input):
+        call(env)
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call(env)
+        taken = torch.cuda.max_memory_allocated() - held
         assert taken <= allowed, f"{taken} bytes, declared {allowed}"
 
 
