@@ -127,14 +127,14 @@ class Drafting:
         return self.problem.edge_host[groups, self.edge_levels].sum(axis=1)
 
     def block_slot_bytes(self, drafts: Drafts) -> np.ndarray:
-        """Bytes [P] of the blocks' weight, accumulator and gradient slots, no more than blocks that need one."""
+        """Bytes [P] of the blocks' weight, accumulator and gradient slots, no more than parts that need one."""
         levels = drafts.rows % NUM_LEVELS
         templates = self.problem.templates
         total = np.full(len(levels), templates.accumulator_bytes)
         sizes = templates.slot_bytes[:, templates.kind_of]
         streams = STREAMS_WEIGHTS[levels], self.problem.streams_grads.at(levels)
         for size, count, streamed in zip(sizes, drafts.slots.T[:2], streams, strict=True):
-            total = total + np.minimum(count, streamed.sum(axis=1)) * (size * streamed).max(axis=1)
+            total = total + np.minimum(count, streamed @ templates.parts_of_blocks) * (size * streamed).max(axis=1)
         return total
 
     def region_bytes(self, drafts: Drafts) -> np.ndarray:

@@ -84,9 +84,10 @@ class Mixing:
         """Mixes of levels [Q, V] under structures [Q]."""
         p, d = self.problem, self.drafting
         weights, grads = levels @ STREAMS_WEIGHTS, levels @ p.streams_grads.mean
-        weight, grad = p.templates.largest_slot_bytes
-        block = (
-            p.templates.accumulator_bytes + weight * np.minimum(slots[0], weights) + grad * np.minimum(slots[1], grads)
+        slot_bytes, parts = p.templates.largest_slot_bytes, p.templates.parts_of_blocks.mean()
+        block = p.templates.accumulator_bytes + sum(
+            num_bytes * np.minimum(count, streamed * parts)
+            for num_bytes, count, streamed in zip(slot_bytes, slots, (weights, grads), strict=False)
         )
         edges, share = d.edge_slots[0][structures], d.share[structures]
         region = np.where(share, np.maximum(block, edges), block + edges)

@@ -116,9 +116,10 @@ class RoundProblem(RoundTables):
         return self.activations.fixed_gpu_bytes + resident + region
 
     def used_slots(self, placement: Placement) -> SlotCounts:
-        """Slot counts of a layout: no more weight or gradient slots than groups that need one."""
+        """Slot counts of a layout: no more weight or gradient slots than parts of blocks that need one."""
         levels, slots = self.row_level[list(placement.rows)], placement.slots
-        weights, grads = int(STREAMS_WEIGHTS[levels].sum()), int(self.streams_grads.at(levels).sum())
+        parts = self.templates.parts_of_blocks
+        weights, grads = int(parts @ STREAMS_WEIGHTS[levels]), int(parts @ self.streams_grads.at(levels))
         return slots._replace(weight=max(1, min(slots.weight, weights)), grad=max(1, min(slots.grad, grads)))
 
     def host_bytes(self, structure: Structure, rows: Sequence[int]) -> int:

@@ -173,6 +173,11 @@ class Templates:
         return np.array([[align(g.part_bytes(kind)) for g in self.kind_layouts] for kind in ("weights", "grad")])
 
     @cached_property
+    def parts_of_blocks(self) -> np.ndarray:
+        """Parts [L] in which each block's parameters cross the link."""
+        return np.array([len(layout.parts) for layout in self.kind_layouts])[self.kind_of]
+
+    @cached_property
     def largest_slot_bytes(self) -> tuple[int, int]:
         """Bytes of a weight slot and of a gradient slot for blocks of any kind."""
         weights, grads = self.slot_bytes.max(axis=1).tolist()

@@ -215,7 +215,8 @@ class Checks:
     def same_bits(a: OpResult, b: OpResult) -> None:
         for kind in ("outputs", "grads", "param_grads"):
             for name, value in getattr(a, kind).items():
-                assert torch.equal(value, getattr(b, kind)[name]), f"{kind} {name} differs between two runs"
+                bits, again = (x.contiguous().view(torch.uint8) for x in (value, getattr(b, kind)[name]))
+                assert torch.equal(bits, again), f"{kind} {name} differs between two runs"
 
 
 @pytest.fixture
