@@ -150,7 +150,8 @@ class Plan:
     Chunks hold up to `chunk_tokens` packed tokens; a round is up to `chunks_per_round` chunks. Slot counts are prefetch
     depths: `weight_slots` for streamed block weights, `save_slots` for kept outputs on their way to and from the
     host. `share_edge_slots` lays the embedding's and head's slots over the blocks' slots, `grads_over_weights` their
-    gradients' slots over their weights', which nobody reads once the gradient is made.
+    gradients' slots over their weights', which nobody reads once the gradient is made. in_parts: blocks whose experts
+    may be cut stream them part by part, so that a slot holds a part; `weight_slots` and `grad_slots` count such slots.
     """
 
     model: str
@@ -166,6 +167,7 @@ class Plan:
     optimizer_tile: int = 1 << 24
     share_edge_slots: bool = False
     grads_over_weights: bool = False
+    in_parts: bool = False
     predicted: Prediction = field(default_factory=Prediction)
 
     def __post_init__(self) -> None:

@@ -64,11 +64,16 @@ def as_stored(model, tensors):
     return stored
 
 
-def check_against_transformers(config, chunk_tokens, tmp_path):
+def check_against_transformers(config, chunk_tokens, tmp_path, **decisions):
     """Loss, gradients, logits and export of a streamed engine."""
     model = saved_model(tmp_path / "source", config)
     plan = streamed_plan(
-        spec_of(config), chunk_tokens=chunk_tokens, chunks_per_round=4, max_seq_len=MAX_SEQ_LEN, numerics=FLOAT32
+        spec_of(config),
+        chunk_tokens=chunk_tokens,
+        chunks_per_round=4,
+        max_seq_len=MAX_SEQ_LEN,
+        numerics=FLOAT32,
+        **decisions,
     )
     engine = build_engine(open_model(tmp_path / "source"), plan, AdamW(lr=1e-2))
     ids, labels = draw_batch(config["vocab_size"])

@@ -78,11 +78,11 @@ def hand_out(x: Tensor, place: Tensor, rows: Tensor, bounds: Tensor | None = Non
 
 
 def gather(
-    rows: Tensor, place: Tensor, out: Tensor, added: Tensor | None, bounds: Tensor | None = None,
-    sums: Tensor | None = None,
+    rows: Tensor, place: Tensor, out: Tensor, added: Tensor | None, last_first: bool = False,
+    bounds: Tensor | None = None, sums: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """out[t] = (sums[t] +) (added[t] +) sum over k of rows[place[t, k]], in fp32 with one rounding, k in order; with
-    bounds [E + 1] int32 over the rows of these experts alone.
+    """out[t] = (sums[t] +) sum over k of rows[place[t, k]] (+ added[t]), in fp32 with one rounding, in the order of
+    rows or, with last_first, against it; with bounds [E + 1] int32 over the rows of these experts alone.
 
     Shapes: rows [T * K, D] in bf16 or fp32, place [T, K] int32, added [T, D] as rows, sums [T, D] fp32, out [T, D] as
     rows or fp32; rows may be strided, added or sums may be out. Cost: reads K*T*D and writes T*D elements.
@@ -104,8 +104,8 @@ def gather(
     block = min(2048, triton.next_power_of_2(width))
     _gather_kernel[(tokens,)](
         rows, place, out, base, total, *row_range(bounds, place), width, rows.stride(0), out.stride(0),
-        base.stride(0), SOME=bounds is not None, SUMS=sums is not None, ADDED=added is not None, COUNT=count,
-        BLOCK=block, num_warps=4,
+        base.stride(0), SOME=bounds is not None, SUMS=sums is not None, ADDED=added is not None,
+        LAST_FIRST=last_first, COUNT=count, COUNTS=triton.next_power_of_2(count), BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 
@@ -187,21 +187,26 @@ def _hand_out_kernel(
 def _gather_kernel(
     rows_ptr, place_ptr, out_ptr, added_ptr, sums_ptr, bounds_ptr, experts, width, rows_stride, out_stride,
     added_stride,
-    SOME: tl.constexpr, SUMS: tl.constexpr, ADDED: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    SOME: tl.constexpr, SUMS: tl.constexpr, ADDED: tl.constexpr, LAST_FIRST: tl.constexpr, COUNT: tl.constexpr,
+    COUNTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, COUNTS)
+    places = tl.load(place_ptr + token * COUNT + index, mask=index < COUNT, other=2147483647)
+    rank = tl.sum((places[:, None] > places[None, :]).to(tl.int32), 1)
     for first in range(0, width, BLOCK):
         columns = first + tl.arange(0, BLOCK)
         mask = columns < width
         total = tl.zeros((BLOCK,), tl.float32)
+        if SUMS:
+            total = tl.load(sums_ptr + token * width + columns, mask=mask, other=0.0)
         for k in range(COUNT):
-            row = tl.load(place_ptr + token * COUNT + k).to(tl.int64)
+            wanted_rank = COUNT - 1 - k if LAST_FIRST else k
+            row = tl.sum(tl.where(rank == wanted_rank, places, 0), 0).to(tl.int64)
             wanted = mask
             if SOME:
                 wanted = mask & is_within(row, bounds_ptr, experts)
             total += tl.load(rows_ptr + row * rows_stride + columns, mask=wanted, other=0.0).to(tl.float32)
-        if SUMS:
-            total += tl.load(sums_ptr + token * width + columns, mask=mask, other=0.0)
         if ADDED:
             total += tl.load(added_ptr + token * added_stride + columns, mask=mask, other=0.0).to(tl.float32)
         tl.store(out_ptr + token * out_stride + columns, round_to(total, out_ptr.dtype.element_ty), mask=mask)

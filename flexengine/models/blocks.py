@@ -122,11 +122,11 @@ class BlockNames:
     shared: str = "mlp.shared_expert"
 
 
-PART_ELEMENTS = 1 << 29
-"""Of the experts' weights that cross the link together, at the most: 1 GiB in bf16."""
+PART_ELEMENTS = 1 << 28
+"""Of the experts' weights that cross the link together where they come in parts, at the most: 512 MiB in bf16."""
 
 
-def expert_parts(s: BlockShape) -> int:
+def expert_divisions(s: BlockShape) -> int:
     """The fewest equal parts of at most PART_ELEMENTS each that a block's experts divide into."""
     if s.experts is None:
         return 1
@@ -137,14 +137,14 @@ def expert_parts(s: BlockShape) -> int:
 
 def block_ops(s: BlockShape) -> tuple[Op, ...]:
     """x -> norm -> qkv -> rope -> attention -> + x -> norm -> gate-up -> act(gate) * up -> down -> + -> y, with norms
-    where the shape has them. The ops of experts in parts end the block."""
-    return _block_ops(s, expert_parts(s))
+    where the shape has them. Those that may run in parts end the block."""
+    return _block_ops(s, expert_divisions(s))
 
 
 @lru_cache(maxsize=256)
-def _block_ops(s: BlockShape, parts: int) -> tuple[Op, ...]:
+def _block_ops(s: BlockShape, divisions: int) -> tuple[Op, ...]:
     mixer = _attention_ops(s) if s.mixer is None else s.mixer.ops(s)
-    return (*mixer, *(_mlp_ops(s) if s.experts is None else _expert_ops(s, s.experts, parts)))
+    return (*mixer, *(_mlp_ops(s) if s.experts is None else _expert_ops(s, s.experts, divisions)))
 
 
 def _attention_ops(s: BlockShape) -> list[Op]:
@@ -180,7 +180,7 @@ def _mlp_ops(s: BlockShape) -> list[Op]:
     return [*ops, *closing(s, ("down_proj", "a", f, s.mlp_bias), "mlp_post_norm", "x1", "y")]
 
 
-def _expert_ops(s: BlockShape, e: ExpertShape, parts: int) -> list[Op]:
+def _expert_ops(s: BlockShape, e: ExpertShape, divisions: int) -> list[Op]:
     """x1 -> y through the expert of all tokens, if there is one, and the experts of each."""
     assert s.norms == "pre", "no family has norms after its experts"
     d, f, sizes = s.hidden_size, e.width, (e.count, e.per_token)
@@ -189,7 +189,7 @@ def _expert_ops(s: BlockShape, e: ExpertShape, parts: int) -> list[Op]:
     router = Router("router", rows, d, *sizes, "router.weight", e.normalised, bias, e.router)
     gate_up, down = stacked_options(router.weight) if e.stacked else ({}, {})
     residual, shared = ("x1", []) if not e.shared_width else ("x2", _shared_ops(s, e, rows))
-    own = {"bounds": router.bounds, "num_parts": parts}
+    own = {"bounds": router.bounds, "divisions": divisions}
     weights = [f"experts_{name}.weight" for name in ("gate_up", "down")]
     return [
         *ops,

@@ -84,10 +84,10 @@ def assemble(
 
 
 def _block_group(index: int, block: Piece) -> GroupSpec:
-    in_parts = [op for op in block.ops if op.num_parts > 1]
-    cut = tuple(name for op in in_parts for name in op.params)
-    parts = max((op.num_parts for op in in_parts), default=1)
-    return GroupSpec(f"block.{index}", "block", block.params, num_parts=parts, cut=cut)
+    divided = [op for op in block.ops if op.divisions > 1]
+    cut = tuple(name for op in divided for name in op.params)
+    divisions = max((op.divisions for op in divided), default=1)
+    return GroupSpec(f"block.{index}", "block", block.params, divisions=divisions, cut=cut)
 
 
 def _layer_params(group_index: int, group: GroupSpec) -> tuple[tuple[str, int, str], ...]:

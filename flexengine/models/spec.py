@@ -47,16 +47,17 @@ class GroupSpec:
     """Parameters that cross the link together. Groups of one `slot_class` share weight and gradient slots.
 
     frozen: they are not trained, so that they have weights alone: no gradient, no optimizer states, no update.
-    num_parts: the parameters named `cut` cross the link in so many equal parts of their first dimension, one by one,
-    after all others of the group (backward: before them).
+    divisions: the parameters named `cut` may be cut into so many equal parts of their first dimension. num_parts: if
+    they are, as many, which cross the link one by one, after all others of the group (backward: before them); else 1.
     """
 
     name: str
     slot_class: str
     params: tuple[ParamSpec, ...]
     frozen: bool = False
-    num_parts: int = 1
+    divisions: int = 1
     cut: tuple[str, ...] = ()
+    num_parts: int = 1
 
     @property
     def numel(self) -> int:

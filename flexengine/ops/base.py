@@ -254,9 +254,14 @@ class Op(ABC):
     outputs, chunk after chunk before the sequence's backward, which then visits the chunks in reverse."""
     trained: bool = True
     """Whether its parameters are: without, there is no weight half."""
+    divisions: int = 1
+    """Into how many equal parts the first dimension of its parameters may be cut, which then cross the link one by
+    one."""
     num_parts: int = 1
-    """Calls that one run of the op takes: the first dimension of its parameters is cut into so many equal parts, which
-    cross the link one by one. Forward goes from the first part to the last, backward the other way."""
+    """Calls that one run of the op takes: as many as there are parts, of one that runs in parts. Forward goes from the
+    first part to the last, backward the other way; results have the same bits as of one call."""
+    part_inputs: tuple[str, ...] = ()
+    """What such a call reads beside inputs and, in backward_input, needs_input."""
 
     @property
     def has_input_half(self) -> bool:
@@ -272,6 +277,15 @@ class Op(ABC):
         """The same op with parameters that are not trained: of its backward there is the input half alone."""
         op = copy.copy(self)
         op.trained, op.needs_weight = False, ()
+        return op
+
+    def in_parts(self) -> Self:
+        """The same op part by part, where it may be."""
+        if self.divisions == 1:
+            return self
+        op = copy.copy(self)
+        op.num_parts, op.inputs = self.divisions, (*self.inputs, *self.part_inputs)
+        op.needs_input = (*self.needs_input, *self.part_inputs) if self.grad_inputs else ()
         return op
 
     def forward_only(self) -> Self:

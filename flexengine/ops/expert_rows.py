@@ -1,8 +1,9 @@
 """Tokens' rows handed out to their experts, and gathered again.
 
 Source: Shazeer et al. 2017, "Outrageously Large Neural Networks". Shapes: T tokens, K experts of each, R = T * K rows
-sorted by expert; `place` [T, K] and `bounds` [E + 1] as the router writes them. Where experts come in parts, what a
-token's rows add up to is kept in float32 (float64) from the first part to the last.
+sorted by expert; `place` [T, K] and `bounds` [E + 1] as the router writes them. A token's rows add up in the order of
+their experts, backward in the other, so that where experts come in parts the sum, kept in float32 (float64) from one
+part to the next, has the same bits.
 """
 
 from __future__ import annotations
@@ -31,23 +32,22 @@ def _columns_within(column: Tensor, bounds: Tensor | None) -> slice | Tensor:
 
 
 def gather(
-    rows: Tensor, place: Tensor, out: Tensor, added: Tensor | None, bounds: Tensor | None = None,
-    sums: Tensor | None = None,
+    rows: Tensor, place: Tensor, out: Tensor, added: Tensor | None, last_first: bool = False,
+    bounds: Tensor | None = None, sums: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """out [T, D] = (sums +) (added +) sum over k of rows [R, D] at place[t, k]; sums or added may be out. bounds: only
-    of rows from the first of them to the last."""
+    """out [T, D] = (sums +) sum over k of rows [R, D] at place[t, k] (+ added), in the order of rows or, with
+    last_first, against it; sums or added may be out. bounds: only of rows from the first of them to the last."""
     if use_kernel(rows) and rows.dtype != torch.float64:
         from flexengine.kernels import experts  # noqa: PLC0415
 
-        return experts.gather(rows, place, out, added, bounds, sums)
+        return experts.gather(rows, place, out, added, last_first, bounds, sums)
     total = torch.zeros(out.shape, dtype=wide(rows[:0]).dtype, device=out.device)
-    for column in place.unbind(1):
+    if sums is not None:
+        total += sums
+    for column in place.sort(dim=1, descending=last_first).values.unbind(1):
         mine = _columns_within(column, bounds)
         total[mine] += rows[column[mine].long()]
-    for other in (sums, added):
-        if other is not None:
-            total += other
-    out.copy_(total)
+    out.copy_(total if added is None else total.add_(added))
 
 
 class HandOut(Op):
@@ -55,14 +55,13 @@ class HandOut(Op):
     reads, the gradients of rows add up beside those of x until the last part's are there."""
 
     def __init__(
-        self, name: str, x: str, place: str, y: str, width: int, per_token: int, bounds: str = "", num_parts: int = 1
+        self, name: str, x: str, place: str, y: str, width: int, per_token: int, bounds: str = "", divisions: int = 1
     ) -> None:
         self.name, self.x, self.place, self.y, self.bounds = name, x, place, y, bounds
-        self.width, self.per_token, self.num_parts = width, per_token, num_parts
-        limits = () if num_parts == 1 else (bounds,)
-        self.inputs = (x, place, *limits)
+        self.width, self.per_token, self.divisions, self.part_inputs = width, per_token, divisions, (bounds,)
+        self.inputs = (x, place)
         self.outputs = (TensorSpec(y, (per_token * width,)),)
-        self.needs_input = (place, *limits)
+        self.needs_input = (place,)
         self.grad_inputs = (x,)
         self.sums = TensorSpec(f"{name}_sums", (width,), "float32")
 
@@ -76,7 +75,7 @@ class HandOut(Op):
     def backward_input(self, env: OpEnv) -> None:
         rows, grad_x = env.g[self.y].view(-1, self.width), env.g[self.x]
         added = grad_x if self.x in env.accumulate else None
-        _gather_part(self, env, rows, grad_x, added, first=self.num_parts - 1, last=0)
+        _gather_part(self, env, rows, grad_x, added, last_first=True)
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         return plain_bytes(4 * tokens * (self.width + 8), compute_bytes)
@@ -95,14 +94,13 @@ class Gather(Op):
 
     def __init__(
         self, name: str, x: str, place: str, y: str, width: int, per_token: int, residual: str, bounds: str = "",
-        num_parts: int = 1,
+        divisions: int = 1,
     ) -> None:  # fmt: skip
         self.name, self.x, self.place, self.y, self.residual, self.bounds = name, x, place, y, residual, bounds
-        self.width, self.per_token, self.num_parts = width, per_token, num_parts
-        limits = () if num_parts == 1 else (bounds,)
-        self.inputs = (x, place, residual, *limits)
+        self.width, self.per_token, self.divisions, self.part_inputs = width, per_token, divisions, (bounds,)
+        self.inputs = (x, place, residual)
         self.outputs = (TensorSpec(y, (width,)),)
-        self.needs_input = (place, *limits)
+        self.needs_input = (place,)
         self.grad_inputs = (x, residual)
         self.grad_alias = ((residual, y),)
         self.sums = TensorSpec(f"{name}_sums", (width,), "float32")
@@ -112,7 +110,7 @@ class Gather(Op):
 
     def forward(self, env: OpEnv) -> None:
         rows = env.t[self.x].view(-1, self.width)
-        _gather_part(self, env, rows, env.t[self.y], env.t[self.residual], first=0, last=self.num_parts - 1)
+        _gather_part(self, env, rows, env.t[self.y], env.t[self.residual], last_first=False)
 
     def backward_input(self, env: OpEnv) -> None:
         assert self.x not in env.accumulate, "nothing else reads the experts' results"
@@ -130,17 +128,18 @@ class Gather(Op):
 
 
 def _gather_part(
-    op: HandOut | Gather, env: OpEnv, rows: Tensor, out: Tensor, added: Tensor | None, first: int, last: int
+    op: HandOut | Gather, env: OpEnv, rows: Tensor, out: Tensor, added: Tensor | None, last_first: bool
 ) -> None:
-    """Rows of one part on top of the earlier ones' sums, from the first part's to the last one's, which are rounded."""
-    bounds = own_bounds(op, env)
+    """All rows; or those of one part on top of the sums so far, which the last part rounds."""
+    place, bounds = env.t[op.place], own_bounds(op, env)
     if bounds is None:
-        return gather(rows, env.t[op.place], out, added)
-    sums = env.t[op.sums.name]
+        return gather(rows, place, out, added, last_first)
+    sums, first, last = env.t[op.sums.name], 0, op.num_parts - 1
+    if last_first:
+        first, last = last, first
     before = None if env.part == first else sums
-    if env.part == last:
-        return gather(rows, env.t[op.place], out, added, bounds, before)
-    gather(rows, env.t[op.place], sums, None, bounds, before)
+    target, added = (out, added) if env.part == last else (sums, None)
+    gather(rows, place, target, added, last_first, bounds, before)
 
 
 def _gather_work(op: HandOut | Gather, tokens: int, compute_bytes: int) -> Work:

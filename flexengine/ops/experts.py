@@ -98,9 +98,9 @@ class GroupedLinear(Op):
     def __init__(
         self, name: str, x: str, bounds: str, y: str, in_features: int, out_features: int, num_experts: int,
         per_token: int, weight: str, bias: str | None = None, row_weight: str | None = None, transposed: bool = False,
-        num_parts: int = 1,
+        divisions: int = 1,
     ) -> None:  # fmt: skip
-        self.name, self.x, self.bounds, self.y, self.weight, self.num_parts = name, x, bounds, y, weight, num_parts
+        self.name, self.x, self.bounds, self.y, self.weight, self.divisions = name, x, bounds, y, weight, divisions
         self.in_features, self.out_features = in_features, out_features
         self.num_experts, self.per_token, self.transposed = num_experts, per_token, transposed
         self.bias, self.row_weight = bias, row_weight
@@ -182,15 +182,14 @@ class WeightedGLU(Op):
 
     def __init__(
         self, name: str, gate_up: str, row_weight: str, y: str, width: int, per_token: int, activation: Activation,
-        bounds: str = "", num_parts: int = 1,
+        bounds: str = "", divisions: int = 1,
     ) -> None:  # fmt: skip
         self.name, self.gate_up, self.row_weight, self.y, self.bounds = name, gate_up, row_weight, y, bounds
-        self.width, self.per_token, self.num_parts = width, per_token, num_parts
+        self.width, self.per_token, self.divisions, self.part_inputs = width, per_token, divisions, (bounds,)
         self.activation: Activation = activation
-        limits = () if num_parts == 1 else (bounds,)
-        self.inputs = (gate_up, row_weight, *limits)
+        self.inputs = (gate_up, row_weight)
         self.outputs = (TensorSpec(y, (per_token * width,)),)
-        self.needs_input = (gate_up, row_weight, *limits)
+        self.needs_input = (gate_up, row_weight)
         self.grad_inputs = (gate_up, row_weight)
         self.grad_over = (gate_up,)
 

@@ -79,11 +79,10 @@ def glu_forward(
         from flexengine.kernels import glu  # noqa: PLC0415 (Triton is imported when first used)
 
         return glu.glu_forward(gate_up, out, activation, row_weight, bounds)
-    rows = rows_within(bounds)
-    gate_up, out, row_weight = gate_up[rows], out[rows], None if row_weight is None else row_weight[rows]
     gate, up = _halves(gate_up, activation)
     value = gate * _gate(gate, activation)[0] * up
-    out.copy_(value if row_weight is None else value * row_weight[:, None])
+    rows = rows_within(bounds)  # the others are computed as well: torch rounds the last few elements another way
+    out[rows] = (value if row_weight is None else value * row_weight[:, None])[rows].to(out.dtype)
 
 
 def glu_backward(
@@ -95,23 +94,19 @@ def glu_backward(
     if use_kernel(gate_up) and gate_up.dtype != torch.float64:
         from flexengine.kernels import glu  # noqa: PLC0415
 
-        rows = (row_weight, grad_row_weight, accumulate, bounds)
-        return glu.glu_backward(grad_out, gate_up, grad_gate_up, activation, *rows)
-    if bounds is not None:
-        assert row_weight is not None
-        assert grad_row_weight is not None
-        rows = rows_within(bounds)
-        row_weight, grad_row_weight = row_weight[rows], grad_row_weight[rows]
-        grad_out, gate_up, grad_gate_up = grad_out[rows], gate_up[rows], grad_gate_up[rows]
+        weights = (row_weight, grad_row_weight, accumulate, bounds)
+        return glu.glu_backward(grad_out, gate_up, grad_gate_up, activation, *weights)
+    rows = rows_within(bounds)
     gate, up = _halves(gate_up, activation)
     grad, (s, slope) = wide(grad_out), _gate(gate, activation)
     if row_weight is not None:
         assert grad_row_weight is not None
         total = (grad * gate * s * up).sum(-1)
-        grad_row_weight.copy_(grad_row_weight + total if accumulate else total)
+        total = grad_row_weight + total if accumulate else total
+        grad_row_weight[rows] = total[rows].to(grad_row_weight.dtype)
         grad = grad * row_weight[:, None]
     grad_gate, grad_up = grad * up * s * (1 + gate * (1 - s) * slope), grad * gate * s
-    _put(grad_gate, grad_up, gate_up, activation, grad_gate_up)
+    _put(grad_gate[rows], grad_up[rows], gate_up[rows], activation, grad_gate_up[rows])
 
 
 class GLU(Op):

@@ -31,5 +31,5 @@ def part_of(bounds: Tensor, part: int, parts: int) -> Tensor:
 
 
 def own_bounds(op: RunsInParts, env: OpEnv) -> Tensor | None:
-    """Bounds of the experts that a call is for; None where it is for all."""
+    """Bounds of the experts that a call is for; None where it is for all, as of an op that does not run in parts."""
     return None if op.num_parts == 1 else part_of(env.t[op.bounds], env.part, op.num_parts)

@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from flexengine.hardware.profile import HardwareProfile
+from flexengine.models.in_parts import in_parts, may_be_in_parts
 from flexengine.models.matmul_dtype import check_matmul_dtype
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, Prediction, Request
@@ -64,12 +65,18 @@ LONGER_ROUNDS = 2
 
 
 def make_plan(model: ModelSpec, request: Request, profile: HardwareProfile) -> Plan:
-    """The fastest plan found for a request on a machine.
+    """The fastest plan found for a request on a machine; experts are in parts only where nothing fits otherwise.
 
     Deterministic; takes seconds, needs no GPU. Raises PlanError when nothing fits, saying what would.
     """
     with collector_paused():
-        return Search(model, request, profile).run()
+        plan = Search(model, request, profile).run()
+        if plan is None and may_be_in_parts(model):
+            model = in_parts(model)
+            plan = Search(model, request, profile).run()
+        if plan is None:
+            raise shortage(model, request, profile)
+        return plan
 
 
 @contextmanager
@@ -97,8 +104,8 @@ class Search:
         self.coarse_near = COARSE_NEAR if self.few_blocks else MANY_BLOCKS_COARSE_NEAR
         self.num_near = NUM_NEAR if self.few_blocks else MANY_BLOCKS_NUM_NEAR
 
-    def run(self) -> Plan:
-        """Rank sizes, look closer and closer at the best, simulate, choose."""
+    def run(self) -> Plan | None:
+        """Rank sizes, look closer and closer at the best, simulate, choose; None where nothing fits."""
         sizes = self.dealt(self.near_sizes())
         quick_near = FEW_BLOCKS_NEAR if self.few_blocks else QUICK_NEAR
         sizes = near(sizes, quick_near, NUM_REFINED)
@@ -114,9 +121,7 @@ class Search:
         finalists = sorted((c for size in sizes for c in size.candidates(NUM_FINALISTS)), key=lambda c: c.key)
         plans = (c.problem.plan(c.placement) for c in finalists)
         best = self.simulated_best(plans) or self.simulated_best(self.last_resort())
-        if best is None:
-            raise shortage(self.model, self.request, self.profile)
-        return self.predicted(*best)
+        return None if best is None else self.predicted(*best)
 
     # -- sizes -------------------------------------------------------------------------------------------------------
 

@@ -270,6 +270,7 @@ class Templates:
             optimizer_tile=tile,
             share_edge_slots=structure.share_edge_slots,
             grads_over_weights=structure.grads_over_weights,
+            in_parts=any(group.num_parts > 1 for group in self.model.groups),
         )
 
     @cached_property

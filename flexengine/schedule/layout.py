@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from flexengine.models.in_parts import in_parts, may_be_in_parts
 from flexengine.models.spec import GroupSpec, ModelSpec
 from flexengine.plan import Numerics, Plan
 from flexengine.schedule.commands import Memory, Slot, overlapping_slots
@@ -170,7 +171,8 @@ class Layout:
     """Slots of both arenas for a plan. `slot(name)` gives an index into `slots`."""
 
     def __init__(self, model: ModelSpec, plan: Plan) -> None:
-        self.model, self.plan = model, plan
+        self.model = model = in_parts(model) if plan.in_parts and may_be_in_parts(model) else model
+        self.plan = plan
         check_frozen(model, plan)
         numerics = plan.request.numerics
         self.compute_bytes = DTYPE_BYTES[numerics.compute]
@@ -422,10 +424,12 @@ class Layout:
                     region.add(f"host.save.{layer}[{c}]", program.save_host_bytes, "offloaded activations")
         return region.end
 
-    def run_slot(self, kind: str, group: int, run: Run) -> int:
-        """The slot of a run within a plane: of a group that is not cut, the plane's."""
+    def run_place(self, kind: str, group: int, run: Run) -> tuple[int, int]:
+        """The slot of a run within a plane, and its first element there: of a group in one part, the plane's."""
         whole = self.plane_slot(kind, group)
-        return whole if len(self.groups[group].parts) == 1 else self._index[run_name(self.slots[whole].name, run)]
+        if len(self.groups[group].parts) == 1:
+            return whole, run.first
+        return self._index[run_name(self.slots[whole].name, run)], 0
 
     def first_run(self, group: int) -> int:
         """The number of a group's first run among those of all groups."""
@@ -448,7 +452,13 @@ _GROUP_LAYOUTS: dict[tuple, GroupLayout] = {}
 
 
 def _cached_group_layout(group: GroupSpec, numerics: Numerics) -> GroupLayout:
-    key = (tuple((p.name, p.shape, p.kind) for p in group.params), group.frozen, group.num_parts, group.cut, numerics)
+    key = (
+        tuple((p.name, p.shape, p.kind) for p in group.params),
+        group.frozen,
+        group.divisions,
+        group.num_parts,
+        numerics,
+    )
     if key not in _GROUP_LAYOUTS:
         _GROUP_LAYOUTS[key] = group_layout(group, numerics)
     return _GROUP_LAYOUTS[key]

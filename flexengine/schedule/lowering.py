@@ -217,9 +217,9 @@ class _RoundLowering:
         content, layout = f"weights {self._part_name(group, part)}", self.layout.groups[group]
         width, regions = layout.element_bytes("weights"), []
         for run in layout.parts[part].runs:
-            source = self.layout.run_slot("weights", group, run)
+            source, first = self.layout.run_place("weights", group, run)
             self.builder.holds(source, content)
-            regions.append(CopyRegion(source, 0, slot, run.start * width, run.numel * width))
+            regions.append(CopyRegion(source, first * width, slot, run.start * width, run.numel * width))
         self.builder.copy(f"fetch {content}", Stream.H2D, content, regions)
 
     def _weight_reads(self, weights: dict[int, int], part: int) -> list[Access]:
@@ -462,22 +462,26 @@ class _RoundLowering:
         self.stored.add((group, part))
         content = f"grad of {self._part_name(group, part)}"
         runs, width = self.layout.groups[group].parts[part].runs, self.layout.groups[group].element_bytes("grad")
-        pairs = [(self.layout.run_slot("grad", group, run), run) for run in runs]
+        pairs = [(self.layout.run_place("grad", group, run), run) for run in runs]
         if has_previous:
-            for home, _ in pairs:
+            for (home, _), _ in pairs:
                 self.builder.holds(home, content)
         staging = None if self.plan.groups[group].grads == "gpu" else self._grad_slot(group)
         if has_previous and staging is not None:
-            regions = [CopyRegion(home, 0, staging, r.start * width, r.numel * width) for home, r in pairs]
+            regions = [
+                CopyRegion(home, at * width, staging, r.start * width, r.numel * width) for (home, at), r in pairs
+            ]
             self.builder.copy(f"fetch {content}", Stream.H2D, content, regions)
         first = self.layout.first_run(group)
         stored = tuple(
-            StoredRun(r.start, *((home, 0) if staging is None else (staging, r.start)), r.numel, first + r.number)
+            StoredRun(r.start, *(home if staging is None else (staging, r.start)), r.numel, first + r.number)
             for home, r in pairs
         )
         self._round_gradient(FinishGradient(group, accumulator, stored, has_previous), self._part_name(group, part))
         if staging is not None:
-            regions = [CopyRegion(staging, r.start * width, home, 0, r.numel * width) for home, r in pairs]
+            regions = [
+                CopyRegion(staging, r.start * width, home, at * width, r.numel * width) for (home, at), r in pairs
+            ]
             self.builder.copy(f"offload {content}", Stream.D2H, content, regions)
 
     def _round_gradient(self, args: FinishGradient, name: str) -> None:
@@ -502,11 +506,11 @@ class _RoundLowering:
         self.builder.copy(f"{content} to the host", Stream.D2H, content, [CopyRegion(device, 0, host, 0, SCALE_BYTES)])
         parts = self.layout.groups[group].parts
         grads = [
-            Access(self.layout.run_slot("grad", group, run), f"grad of {self._part_name(group, number)}")
+            Access(self.layout.run_place("grad", group, run)[0], f"grad of {self._part_name(group, number)}")
             for number, part in enumerate(parts)
             for run in part.runs
         ]
-        lower_cpu_update(self.builder, self.layout, group, Access(host, content), grads=grads)
+        lower_cpu_update(self.builder, self.layout, group, Access(host, content), grads=list(dict.fromkeys(grads)))
 
     def _grad_slot(self, group: int) -> int:
         name = self.model.groups[group].slot_class

@@ -1,7 +1,8 @@
 """Parts of a parameter group that cross the link one by one, each into a slot of its own.
 
 A group that is not cut is one part, part 0, and lies in a slot as in its home. One that is cut has part 0, all that is
-not cut, and parts 1, 2, ...: the same share each of every parameter that is.
+not cut, and parts 1, 2, ...: the same share each of every parameter that is. Gradients are rounded, and their squares
+added up, run by run, which are the same in both cases.
 """
 
 from __future__ import annotations
@@ -49,42 +50,56 @@ class Part(NamedTuple):
 def parts_of(group: GroupSpec, offsets: dict[str, int]) -> tuple[Part, ...]:
     """Parts of a group whose parameters start at these elements, in the order in which forward needs them."""
     shapes = {p.name: p.shape for p in group.params}
-    whole = sorted((offset, name) for name, offset in offsets.items())
+    whole = [Piece(name, first, first, shapes[name]) for name, first in offsets.items()]
+    whole.sort(key=lambda piece: piece.first)
+    runs = _runs(group, whole)
     if group.num_parts == 1:
-        return _numbered([[Piece(name, first, first, shapes[name]) for first, name in whole]])
-    found = [_packed([(first, name, shapes[name]) for first, name in whole if name not in group.cut])]
-    for part in range(group.num_parts):
-        shares = []
-        for first, name in whole:
-            if name in group.cut:
-                rows, *rest = shapes[name]
-                shape = (rows // group.num_parts, *rest)
-                shares.append((first + part * math.prod(shape), name, shape))
-        found.append(_packed(shares))
-    return _numbered(found)
+        return (_part(whole, runs),)
+    cut = [piece for piece in whole if piece.name in group.cut]
+    shares = [[_share(piece, number, group.num_parts) for piece in cut] for number in range(group.num_parts)]
+    uncut = [piece for piece in whole if piece.name not in group.cut]
+    return tuple(_part(_packed(pieces), runs) for pieces in (uncut, *shares))
 
 
-def _packed(pieces: list[tuple[int, str, tuple[int, ...]]]) -> list[Piece]:
-    """Pieces (first element, name, shape) one after the other."""
+def _share(piece: Piece, number: int, parts: int) -> Piece:
+    """One of equal parts of a parameter."""
+    rows, *rest = piece.shape
+    share = Piece(piece.name, piece.first, 0, (rows // parts, *rest))
+    return share._replace(first=piece.first + number * share.numel)
+
+
+def _packed(pieces: list[Piece]) -> list[Piece]:
+    """The pieces one after the other."""
     packed, end = [], 0
-    for first, name, shape in pieces:
-        start = end + (first - end) % ALIGNED_ELEMENTS
-        packed.append(Piece(name, first, start, shape))
-        end = start + math.prod(shape)
+    for piece in pieces:
+        start = end + (piece.first - end) % ALIGNED_ELEMENTS
+        packed.append(piece._replace(start=start))
+        end = start + piece.numel
     return packed
 
 
-def _numbered(parts: list[list[Piece]]) -> tuple[Part, ...]:
-    """The same with their runs."""
-    found, number = [], 0
-    for pieces in parts:
-        runs: list[Run] = []
-        for piece in pieces:
-            last = runs[-1] if runs else None
-            if last and (last.first + last.numel, last.start + last.numel) == (piece.first, piece.start):
-                runs[-1] = last._replace(numel=last.numel + piece.numel)
-            else:
-                runs.append(Run(piece.first, piece.start, piece.numel, number))
-                number += 1
-        found.append(Part(tuple(pieces), tuple(runs), max((r.start + r.numel for r in runs), default=0)))
-    return tuple(found)
+def _runs(group: GroupSpec, whole: list[Piece]) -> list[Run]:
+    """Those of a group where it lies, the same whether it is in parts or not: shares of what may be cut, and whatever
+    lies between."""
+    found: list[tuple[int, int]] = []
+    joins = False
+    for piece in whole:
+        shares = group.divisions if piece.name in group.cut else 1
+        numel = piece.numel // shares
+        if joins and shares == 1:
+            found[-1] = (found[-1][0], found[-1][1] + numel)
+        else:
+            found += [(piece.first + i * numel, numel) for i in range(shares)]
+        joins = shares == 1
+    return [Run(first, first, numel, number) for number, (first, numel) in enumerate(found)]
+
+
+def _part(pieces: list[Piece], runs: list[Run]) -> Part:
+    """Pieces with the runs that begin in one of them."""
+    own = tuple(
+        run._replace(start=piece.start + run.first - piece.first)
+        for piece in pieces
+        for run in runs
+        if piece.first <= run.first < piece.first + piece.numel
+    )
+    return Part(tuple(pieces), own, max((piece.start + piece.numel for piece in pieces), default=0))
