@@ -106,7 +106,10 @@ def test_plan_survives_json():
 
 
 def test_same_request_same_plan():
-    first, second = (make_plan(small_model(), request_of(2 * MIB, chunk_tokens=64, round_tokens=128), slow_link(1e9)) for _ in range(2))
+    first, second = (
+        make_plan(small_model(), request_of(2 * MIB, chunk_tokens=64, round_tokens=128), slow_link(1e9))
+        for _ in range(2)
+    )
     assert first == second
 
 
