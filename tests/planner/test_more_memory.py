@@ -24,7 +24,7 @@ from tests.schedule.small_plans import FLOAT32, mixed_model, small_model
 
 GIB, ROOMY = 1 << 30, 1 << 40
 TOLERANCE = 1.02
-RAISES = ((1.0, 1.05, 1.35, 2.0), (1.0, 1.2, 1.4, 4.0))
+RAISES = ((1.0, 1.05, 2.0), (1.0, 1.35, 4.0))
 """Factors of the least budget, for even and odd seeds."""
 
 

@@ -252,7 +252,7 @@ def test_any_plan_and_budget_gives_the_bits_of_the_resident_plan_with_frozen_lay
     check_planned_and_drawn(source, numerics, tokens_of(lengths, source.spec), size, data, share, seed)
 
 
-@settings(SETTINGS, max_examples=12)
+@settings(SETTINGS, max_examples=8)
 @given(
     config=models(),
     lengths=batches(),
