@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Without an NVIDIA GPU this release of torch is installed first: package indexes that offer its CPU build serve that.
 TORCH_WITHOUT_GPU := torch==2.13.0
+# Tests run in a process per core, each with one thread; a process takes up to 2 GiB.
+TESTS_AT_A_TIME := -n auto --maxprocesses 8 --dist worksteal
 # What the native library is built from: installing again builds it anew.
 NATIVE := setup.py $(wildcard csrc/*.cpp csrc/*.h)
 
@@ -14,7 +16,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m flexengine demo
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TESTS_AT_A_TIME)
 
 lint: $(VENV)/.installed-test $(VENV)/.installed-lint
 	$(BIN)/ruff check .

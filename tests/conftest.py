@@ -1,10 +1,13 @@
-"""Set-up of all tests: Triton's interpreter without a GPU, CPU threads, seeds, the gpu mark; makes engine_helpers.py
+"""Set-up of all tests: one CPU thread, Triton's interpreter without a GPU, seeds, the gpu mark; makes engine_helpers.py
 importable (in its importlib mode pytest leaves sys.path alone)."""
 
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+# Tests are small: a second thread only waits, for very long when the machine is busy. Set before numpy and torch start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
@@ -14,21 +17,10 @@ if not torch.cuda.is_available():
 
 import pytest
 
-torch.set_num_threads(2)  # a fixed number: the order of floating-point sums depends on it
-ONE_THREAD = ("failures", "models", "runtime")
-"""Folders of tests whose models are tiny: a second thread only waits, for very long when the machine is busy."""
+torch.set_num_threads(1)  # whatever the environment says: the order of floating-point sums depends on it
 HELPERS = str(Path(__file__).resolve().parent)
 if HELPERS not in sys.path:
     sys.path.append(HELPERS)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    if request.path.parent.name in ONE_THREAD:
-        torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -39,6 +31,27 @@ def driver():
     driver = fake_driver()
     yield driver
     driver.reset()
+
+
+def search_quickly(patch: pytest.MonkeyPatch) -> None:
+    """The planner searches models of few blocks as it does those of many, in a fraction of the time."""
+    for module in ("dealing", "mixes", "search", "size_search"):
+        patch.setattr(f"flexengine.planner.{module}.FEW_BLOCKS", 0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_search_elsewhere(request: pytest.FixtureRequest) -> Iterator[None]:
+    """How good plans are is for the tests of the planner; others need some plan of its."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.parent.name != "planner":
+            search_quickly(patch)
+        yield
+
+
+@pytest.fixture
+def quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of the planner that need some plan, not the best."""
+    search_quickly(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

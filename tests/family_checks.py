@@ -82,7 +82,7 @@ def check_against_transformers(config, chunk_tokens, tmp_path, **decisions):
     assert engine.fwd_bwd(input_ids=ids, labels=labels).loss == pytest.approx(loss.item(), abs=1e-5)
     error, name = worst_error(engine.gradients(), as_stored(model, {k: p.grad for k, p in model.named_parameters()}))
     assert error <= 1e-4, f"gradient of {name}: relative error {error:.1e}"
-    for row in ids:
+    for row in ids[:3]:
         assert relative_error(engine.next_token_logits(row), last_logits(model, row)) <= 1e-4
     engine.step()
     engine.save_pretrained(tmp_path / "export")

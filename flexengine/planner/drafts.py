@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ from flexengine.planner.tables import NUM_LEVELS, STREAMS_WEIGHTS, streams_grads
 from flexengine.planner.templates import SlotCounts
 from flexengine.planner.updates import exposed_s, stations
 from flexengine.schedule.layer_program import ALIGNMENT
+
+MAX_NUMBER = np.iinfo(np.int64).max
 
 
 class Drafts(NamedTuple):
@@ -31,8 +34,8 @@ class Drafts(NamedTuple):
 
     def distinct(self) -> Drafts:
         """Without repetitions, order kept."""
-        keys = np.concatenate((self.rows, self.structures[:, None], self.slots), axis=1)
-        _, first = np.unique(keys, axis=0, return_index=True)
+        columns = (*self.rows.T, self.structures, *self.slots.T)
+        _, first = np.unique(numbered(columns), return_index=True)
         return self.take(np.sort(first))
 
     @staticmethod
@@ -49,6 +52,19 @@ class Mix(NamedTuple):
     levels: np.ndarray
     structure: int
     slots: tuple[int, int, int]
+
+
+def numbered(columns: Sequence[np.ndarray]) -> np.ndarray:
+    """A number [P] for every row of columns [P] of small counts, the same for equal rows alone: many times faster to
+    sort than rows."""
+    numbers, count = np.zeros(len(columns[0]), dtype=np.int64), 1
+    for column in columns:
+        width = int(column.max(initial=0)) + 1
+        if count * width > MAX_NUMBER:
+            _, numbers = np.unique(numbers, return_inverse=True)
+            count = len(numbers)
+        numbers, count = numbers * width + column, count * width
+    return numbers
 
 
 def aligned(num_bytes: np.ndarray) -> np.ndarray:

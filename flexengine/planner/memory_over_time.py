@@ -17,7 +17,7 @@ from flexengine.planner.memory import gpu_categories, host_categories
 from flexengine.planner.simulated_step import SimulatedStep
 from flexengine.schedule.commands import Memory
 from flexengine.schedule.layer_program import align
-from flexengine.schedule.layout import Layout
+from flexengine.schedule.layout import RUN, Layout
 
 LASTING = {
     "gpu": ("batch", "scalars", "resident weights", "resident gradients", "resident optimizer states"),
@@ -85,7 +85,7 @@ def slot_intervals(part: StepPart, layout: Layout, memory: Memory) -> dict[int, 
     comes_and_goes = [
         i
         for i, s in enumerate(layout.slots)
-        if s.memory == memory and s.category not in LASTING[memory] and s.num_bytes
+        if s.memory == memory and s.category not in (*LASTING[memory], RUN) and s.num_bytes
     ]
     found: dict[int, list[tuple[float, float]]] = {i: [] for i in comes_and_goes}
     for command in part.program.commands:

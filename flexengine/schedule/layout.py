@@ -30,6 +30,8 @@ SCALE_BYTES = 4
 """Of the factor on one group's gradient."""
 HOST_GRAD_NORM, HOST_SCALES = 0, SCALAR_BYTES
 """What the host wants to know of an update that it takes part in: offsets in their slot there, in bytes."""
+RUN = "run"
+"""Category of slots within planes, which take no bytes of their own."""
 PARTIAL_SQUARES = 1024
 """Partial sums of squares per gradient: fixed, so that the order of the sum depends on the group's size alone."""
 
@@ -159,7 +161,7 @@ class _Region:
         whole, width = self.slots[-1], group.element_bytes(kind)
         for run in (run for part in group.parts for run in part.runs):
             place = (whole.offset + run.first * width, run.numel * width)
-            self.slots.append(Slot(run_name(whole.name, run), self.memory, *place, whole.category))
+            self.slots.append(Slot(run_name(whole.name, run), self.memory, *place, RUN))
 
 
 def run_name(plane: str, run: Run) -> str:

@@ -45,7 +45,7 @@ def test_a_kernel_that_does_nothing_is_noticed(name: str):
     assert row.wrong
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.in_place])
 def test_in_place_cases_start_from_the_same_values_each_time(name: str):
     case, seen = CASES[name], []
     made: dict = {}

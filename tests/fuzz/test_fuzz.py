@@ -11,12 +11,12 @@ if not (Path(__file__).resolve().parents[2] / "bench" / "fuzz.py").is_file():
 from bench import fuzz
 from bench.fuzz_cases import Originals, damage
 
-SEEDS = range(1_000_000, 1_000_300)
+SEEDS = range(1_000_000, 1_000_100)
 """Beyond those of the committed result."""
 
 
 def test_damaged_inputs_end_in_a_message():
-    results = fuzz.run_cases(SEEDS, num_workers=2)
+    results = fuzz.run_cases(SEEDS, num_workers=1)
     assert [result.seed for result in results] == list(SEEDS)
     complaints = [result for result in results if result.complaint]
     assert not complaints, complaints[:3]

@@ -122,8 +122,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("style", [CAUSAL, AttentionStyle(window=50, soft_cap=9.0)], ids=["causal", "window, soft cap"])
-@pytest.mark.parametrize("score_elements", [1 << 24, 1 << 16])
+@pytest.mark.parametrize(
+    ("style", "score_elements"),
+    [(CAUSAL, 1 << 24), (AttentionStyle(window=50, soft_cap=9.0), 1 << 16)],
+    ids=["causal", "window, soft cap, small blocks"],
+)
 @pytest.mark.parametrize("case", CASES)
 def test_the_plain_path_of_attention(case, score_elements, style, monkeypatch):
     monkeypatch.setattr(attention_reference, "SCORE_ELEMENTS", score_elements)

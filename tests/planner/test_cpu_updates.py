@@ -50,14 +50,14 @@ def test_a_fast_cpu_updates_and_a_slow_one_does_not():
     assert f"{num_by_cpu(fast)} of {len(fast.groups)} groups on the CPU" in describe(fast, MODEL)
 
 
+@pytest.mark.usefixtures("quick_search")
 def test_on_a_cpu_both_updates_are_one():
     request = Request(32, 256, 2 << 20, 1 << 40, numerics=Numerics("float32", "full", "float32", "float32"))
     assert num_by_cpu(make_plan(small_model(), request, preset("cpu-test"))) == 0
 
 
 @pytest.mark.parametrize("clipping", [True, False])
-@pytest.mark.parametrize("rate", [0.5e9, 3e9, 9e9, 40e9])
-@pytest.mark.parametrize("gpu_gib", [4, 8, 40])
+@pytest.mark.parametrize(("rate", "gpu_gib"), [(0.5e9, 8), (3e9, 4), (9e9, 8), (9e9, 40), (40e9, 4)])
 def test_the_bound_is_below_plans_with_and_without(rate, gpu_gib, clipping):
     request, profile = replace(REQUEST, max_gpu_bytes=gpu_gib * GIB, clipping=clipping), machine(rate)
     bound_s = speed_of_light_s(MODEL, request, profile)
@@ -102,7 +102,7 @@ def test_plans_remember_who_updates():
     assert Plan.from_json(plan.to_json()) == plan
 
 
-@pytest.mark.parametrize("tokens", [8192, 32768, 40960])
+@pytest.mark.parametrize("tokens", [8192, 40960])
 def test_without_clipping_a_step_is_faster_and_its_parts_add_up(tokens):
     """The same plan, and the one that is chosen; the CPU takes about as long as a round."""
     profile = machine(9e9)

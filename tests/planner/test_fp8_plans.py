@@ -24,6 +24,7 @@ from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_round
 
 GIB = 2**30
+pytestmark = pytest.mark.usefixtures("quick_search")
 FP8 = Numerics(state="bfloat16", matmul="fp8")
 RATES = replace(
     preset("h200"), matmul_flops_per_s=((1024, 500e12),), fp8_matmul_flops_per_s=((1024, 1000e12),), launch_s=1e-9

@@ -39,9 +39,9 @@ def tight_request(model, profile, factor: float, **changes) -> Request:
     return replace(request, max_gpu_bytes=int(factor * least))
 
 
-@pytest.mark.parametrize("names", FROZEN, ids=" ".join)
-@pytest.mark.parametrize(("link", "seq_len", "factor"), [(4e8, 32, 1.25), (2e9, 128, 1.5)])
-def test_matches_the_exhaustive_oracle(names, link, seq_len, factor):
+@pytest.mark.parametrize("case", range(len(FROZEN)), ids=lambda case: " ".join(FROZEN[case]))
+def test_matches_the_exhaustive_oracle(case):
+    names, (link, seq_len, factor) = FROZEN[case], ((4e8, 32, 1.25), (2e9, 128, 1.5))[case % 2]
     model, profile = with_frozen(small_model(blocks=2), names), slow_link(link)
     request = tight_request(model, profile, factor, seq_len=seq_len, round_tokens=128)
     best_s = best_step_s(model, request, profile, 64, 2)
@@ -68,12 +68,13 @@ def test_the_bound_is_never_above_a_random_plan_that_just_fits(seed):
     assert 0 < bound.seconds <= step_seconds(layout, profile).step_s
 
 
+@pytest.mark.usefixtures("quick_search")
 @pytest.mark.parametrize("names", FROZEN, ids=" ".join)
 @pytest.mark.parametrize("seq_len", [32, 256], ids=["packed", "sliced"])
 @pytest.mark.parametrize("kind", ["tied", "mixed"])
 def test_plans_keep_their_promises(names, seq_len, kind):
     """Budgets hold on the exact layout, programs are proven, the prediction is the simulator's, and it can be told."""
-    model = with_frozen(mixed_model(5) if kind == "mixed" else small_model(3, tied=True), names)
+    model = with_frozen(mixed_model(3) if kind == "mixed" else small_model(3, tied=True), names)
     profile = slow_link(1e9)
     request = tight_request(model, profile, 1.3, seq_len=seq_len)
     plan = make_plan(model, request, profile)

@@ -14,6 +14,7 @@ from flexengine.planner.shortage import Feasibility, ShortageError
 from tests.schedule.small_plans import FLOAT32, small_model
 
 GIB = 1 << 30
+pytestmark = pytest.mark.usefixtures("quick_search")
 
 
 def refused(request: Request, profile) -> ShortageError:

@@ -64,7 +64,7 @@ def take_step(trained, seed: int, vocab_size: int) -> tuple[float, float]:
 
 @pytest.mark.usefixtures("roomy_arenas")
 @pytest.mark.parametrize("numerics", NUMERICS)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_plans_may_change_between_steps(numerics, seed):
     random = Random(seed)
     source = random_weights(tiny_config(num_hidden_layers=3, tie_word_embeddings=seed % 2 == 1))

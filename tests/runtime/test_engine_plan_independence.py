@@ -66,7 +66,7 @@ class Outcome(NamedTuple):
 
 
 def train(engine, batches, num_steps=2) -> Outcome:
-    """Two optimizer steps of two fwd_bwd calls each, with an evaluation in between that must leave no trace."""
+    """Optimizer steps of two fwd_bwd calls each, with an evaluation in between that must leave no trace."""
     losses = []
     for step in range(num_steps):
         losses.append(engine.fwd_bwd(batches[0]).loss)
@@ -171,7 +171,7 @@ def size_options(size, numerics):
 
 
 SETTINGS = settings(
-    max_examples=32,
+    max_examples=24,
     deadline=None,
     derandomize=True,
     database=None,
@@ -193,7 +193,7 @@ def test_any_plan_gives_the_bits_of_the_resident_plan(triple, numerics):
     same_outcome(train(streamed, tokens), train(resident, tokens))
 
 
-@settings(SETTINGS, max_examples=8)
+@settings(SETTINGS, max_examples=6)
 @given(lengths=batches(), size=sizes(), data=st.data(), seed=st.integers(0, 99))
 def test_any_plan_gives_the_bits_of_the_resident_plan_with_fp8_products(lengths, size, data, seed):
     widths = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
@@ -222,7 +222,7 @@ def check_planned_and_drawn(source, numerics, tokens, size, data, share, seed):
 def test_any_plan_and_budget_gives_the_bits_of_the_resident_plan_for_blocks_of_several_kinds(
     lengths, size, data, share, seed
 ):
-    source = ModelSource(mixed_model(blocks=5, hidden=32), None, None)
+    source = ModelSource(mixed_model(blocks=3, hidden=32), None, None)
     check_planned_and_drawn(source, FLOAT32, tokens_of(lengths, source.spec), size, data, share, seed)
 
 
@@ -242,7 +242,7 @@ FROZEN = (("embed", "block.0"), ("embed", "blocks"), ("block.1-2", "head"), ("bl
 def test_any_plan_and_budget_gives_the_bits_of_the_resident_plan_with_frozen_layers(
     kind, names, lengths, size, data, share, seed
 ):
-    spec, numerics = mixed_model(blocks=4, hidden=32), FLOAT32
+    spec, numerics = mixed_model(blocks=3, hidden=32), FLOAT32
     if kind == "tied":
         spec = spec_of(tiny_config(num_hidden_layers=3, tie_word_embeddings=True))
     elif kind == "fp8":
@@ -252,7 +252,7 @@ def test_any_plan_and_budget_gives_the_bits_of_the_resident_plan_with_frozen_lay
     check_planned_and_drawn(source, numerics, tokens_of(lengths, source.spec), size, data, share, seed)
 
 
-@settings(SETTINGS, max_examples=12)
+@settings(SETTINGS, max_examples=8)
 @given(
     config=models(),
     lengths=batches(),
@@ -328,7 +328,7 @@ def test_any_order_that_respects_waits_gives_the_same_bits(seed):
     same_outcome(train(shuffled, tokens), train(build_engine(source, plan), tokens))
 
 
-SIZES = [(64, 1), (64, 3), (40, 2), (16, 3), (16, 5), (11, 4), (7, 6), (1, 40)]
+SIZES = [(64, 1), (64, 3), (40, 2), (16, 5), (11, 4), (1, 40)]
 
 
 @pytest.mark.parametrize(("numerics", "tolerance"), [("float32", 2e-5), ("float64", 1e-11)])
@@ -340,7 +340,7 @@ def test_chunk_and_round_sizes_change_the_rounding_only(numerics, tolerance):
     for size in SIZES:
         plan = streamed_plan(source.spec, **size_options(size, NUMERICS[numerics]))
         optimizer = AdamW(lr=1e-2, eps=1e-3)
-        outcomes.append(train(build_engine(source, plan, optimizer, max_grad_norm=None), tokens))
+        outcomes.append(train(build_engine(source, plan, optimizer, max_grad_norm=None), tokens, num_steps=1))
     for size, outcome in zip(SIZES[1:], outcomes[1:], strict=True):
         assert outcome.losses == pytest.approx(outcomes[0].losses, rel=tolerance), size
         for actual, expected in ((outcome.gradients, outcomes[0].gradients), (outcome.weights, outcomes[0].weights)):
