@@ -24,8 +24,8 @@ from flexengine.optim import AdamW
 from flexengine.plan import GroupPlan, LayerPlan, Plan
 from flexengine.planner.cost_model import step_seconds
 from flexengine.planner.memory import excess_bytes
-from flexengine.schedule.layer_program import savable_ops
 from flexengine.schedule.layout import Layout
+from flexengine.schedule.save_sets import savable_ops
 
 SIZES = ((4096, 4), (8192, 1), (8192, 2), (8192, 4), (16384, 2))
 """(tokens of a chunk, chunks of a round)."""

@@ -16,7 +16,7 @@ from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan, Request
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.update import UpdateRunner, UpdateSettings
 from flexengine.schedule.commands import STREAMS, Command, Program, Stream
-from flexengine.schedule.layer_program import savable_ops
+from flexengine.schedule.save_sets import savable_ops
 
 GIB = 2**30
 FLOAT32 = Numerics("float32", "full", "float32", "float32")

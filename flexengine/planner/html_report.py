@@ -20,7 +20,7 @@ from flexengine.planner.picture import Picture
 from flexengine.planner.report import alike, bound_line, home_of_part, kept_words, percent, spans, words
 from flexengine.planner.report_data import place_of
 from flexengine.planner.shortage import ShortageError
-from flexengine.schedule.layer_program import savable_ops
+from flexengine.schedule.save_sets import savable_ops
 
 HOME_WORDS = {"gpu": "GPU", "host": "host", None: "frozen"}
 

@@ -16,7 +16,7 @@ import numpy as np
 from flexengine.models.spec import LayerSpec, ModelSpec
 from flexengine.ops.base import Op
 from flexengine.planner.frontier import SaveSet
-from flexengine.schedule.layer_program import savable_ops
+from flexengine.schedule.save_sets import savable_ops
 
 MAX_SETS = 12
 """Save sets of blocks of several kinds that are considered together."""

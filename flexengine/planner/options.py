@@ -21,8 +21,10 @@ from flexengine.planner.cost_model import CostModel
 from flexengine.planner.frontier import recompute_s
 from flexengine.planner.kinds import Sets
 from flexengine.planner.loads import issue_s
-from flexengine.schedule.layer_program import LayerProgram, align, compile_layer, savable_ops
+from flexengine.schedule.layer_compiler import compile_layer
+from flexengine.schedule.layer_program import LayerProgram, align
 from flexengine.schedule.lowering import RoundShape
+from flexengine.schedule.save_sets import savable_ops
 
 NUM_SPLITS = 4
 """GPU shares of a save set that are tried beside all and nothing: 1/4, 1/2, 3/4 as near as its parts allow."""

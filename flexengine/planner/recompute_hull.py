@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from flexengine.ops.base import Op
-from flexengine.schedule.layer_program import save_sets
+from flexengine.schedule.save_sets import save_sets
 
 
 class Keeping(NamedTuple):

@@ -32,7 +32,7 @@ from flexengine.planner.loads import (
 from flexengine.planner.memory import gpu_overhead_bytes, host_required_bytes
 from flexengine.planner.options import Options, keep_options
 from flexengine.schedule.commands import Slot
-from flexengine.schedule.layer_program import align, keepable_ops
+from flexengine.schedule.layer_program import align
 from flexengine.schedule.layout import (
     SCALE_BYTES,
     GroupLayout,
@@ -41,6 +41,7 @@ from flexengine.schedule.layout import (
     host_scalar_bytes,
     norm_square_bytes,
 )
+from flexengine.schedule.save_sets import keepable_ops
 
 LEAST_TILE = 1 << 12
 """Elements of the smallest optimizer tile."""

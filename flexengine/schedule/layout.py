@@ -18,7 +18,8 @@ from flexengine.models.in_parts import in_parts, may_be_in_parts
 from flexengine.models.spec import GroupSpec, ModelSpec
 from flexengine.plan import Numerics, Plan
 from flexengine.schedule.commands import Memory, Slot, overlapping_slots
-from flexengine.schedule.layer_program import LayerProgram, align, compile_layer
+from flexengine.schedule.layer_compiler import compile_layer
+from flexengine.schedule.layer_program import LayerProgram, align
 from flexengine.schedule.parts import Part, Run, parts_of
 from flexengine.schedule.window import WindowLayout, window_layout
 

@@ -10,8 +10,8 @@ from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan, Plan, Request
 from flexengine.planner.cost_model import StepPricer
 from flexengine.planner.memory import excess_bytes
-from flexengine.schedule.layer_program import savable_ops
 from flexengine.schedule.layout import Layout
+from flexengine.schedule.save_sets import savable_ops
 from tests.schedule.small_plans import homes_of
 
 LEVELS = (GroupPlan(), GroupPlan("gpu", "gpu"), GroupPlan("gpu", "gpu", "gpu"))

@@ -18,8 +18,9 @@ from flexengine.planner.memory import excess_bytes, gpu_required_bytes, host_req
 from flexengine.planner.recompute_hull import Keeping, lower_hull, recomputed
 from flexengine.planner.search import make_plan
 from flexengine.planner.unavoidable import SizeWork, Unavoidable
-from flexengine.schedule.layer_program import compile_layer, save_sets
+from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layout import Layout
+from flexengine.schedule.save_sets import save_sets
 from tests.planner.oracle import all_plans, slow_link
 from tests.schedule.small_plans import FLOAT32, random_plan, resident_plan, small_model
 

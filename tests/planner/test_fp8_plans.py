@@ -19,9 +19,10 @@ from flexengine.planner.bound import speed_of_light_s
 from flexengine.planner.correction import Factors, corrected_profile
 from flexengine.planner.cost_model import CostModel, round_shape
 from flexengine.planner.search import make_plan
-from flexengine.schedule.layer_program import compile_layer, savable_ops
+from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_round
+from flexengine.schedule.save_sets import savable_ops
 
 GIB = 2**30
 pytestmark = pytest.mark.usefixtures("quick_search")

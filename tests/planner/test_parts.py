@@ -20,9 +20,9 @@ from flexengine.planner.report import describe
 from flexengine.planner.search import make_plan
 from flexengine.planner.solver import Placement, RoundProblem
 from flexengine.planner.templates import SlotCounts, Structure, Templates
-from flexengine.schedule.layer_program import save_sets
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_round
+from flexengine.schedule.save_sets import save_sets
 from tests.family_configs import CASES
 from tests.planner.oracle import slow_link
 from tests.schedule.small_plans import FLOAT32, mixed_model, small_model

@@ -7,7 +7,7 @@ import torch
 
 from flexengine.plan import GroupPlan, LayerPlan, Numerics
 from flexengine.runtime import arena, engine
-from flexengine.schedule.layer_program import savable_ops
+from flexengine.schedule.save_sets import savable_ops
 from tests.engine_helpers import (
     FLOAT32,
     build_engine,

@@ -41,7 +41,7 @@ from flexengine.models.registry import ModelSource
 from flexengine.optim import AdamW
 from flexengine.plan import GroupPlan, LayerPlan, Numerics, PlanError
 from flexengine.planner import search
-from flexengine.schedule.layer_program import savable_ops
+from flexengine.schedule.save_sets import savable_ops
 from tests.schedule.small_plans import mixed_model
 
 NUMERICS = {

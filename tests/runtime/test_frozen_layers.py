@@ -23,7 +23,7 @@ from flexengine.models.matmul_dtype import with_fp8_linears
 from flexengine.models.registry import ModelSource, open_model
 from flexengine.optim.rounding import round_bf16_ties_away
 from flexengine.plan import GroupPlan, LayerPlan, Numerics
-from flexengine.schedule.layer_program import savable_ops
+from flexengine.schedule.save_sets import savable_ops
 from tests.schedule.small_plans import mixed_model
 
 SPLIT = Numerics("bfloat16", "split", "bfloat16", "float32")

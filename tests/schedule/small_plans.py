@@ -10,9 +10,9 @@ from flexengine.models.llama import build
 from flexengine.models.spec import LayerSpec, ModelSpec, Table
 from flexengine.ops.rmsnorm import NormStyle
 from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan, Request
-from flexengine.schedule.layer_program import savable_ops
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import ChunkShape, RoundShape
+from flexengine.schedule.save_sets import savable_ops
 
 FLOAT32 = Numerics("float32", "full", "float32", "float32")
 

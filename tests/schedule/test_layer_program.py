@@ -7,7 +7,9 @@ import pytest
 from flexengine.models.matmul_dtype import with_fp8_linears
 from flexengine.ops.base import Work
 from flexengine.ops.fp8 import Fp8Linear
-from flexengine.schedule.layer_program import LayerProgram, OpStep, align, compile_layer, savable_ops, save_sets
+from flexengine.schedule.layer_compiler import compile_layer
+from flexengine.schedule.layer_program import LayerProgram, OpStep, align
+from flexengine.schedule.save_sets import savable_ops, save_sets
 from tests.schedule.small_plans import small_model
 
 TOKENS, WIDTH = 64, 4  # a chunk in float32

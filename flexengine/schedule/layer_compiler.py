@@ -1,0 +1,356 @@
+"""From a layer's ops and a save set to its program.
+
+From the ops' declarations and a save set follows everything: which outputs forward writes where, what backward
+recomputes just before it is needed, where every temporary lives (by liveness), and what it all costs. A step
+therefore allocates nothing.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from flexengine.models.spec import LayerSpec
+from flexengine.ops.base import Op, TensorSpec
+from flexengine.schedule.layer_program import Area, Half, LayerProgram, OpStep, Place, Stage, align
+from flexengine.schedule.save_sets import keepable_ops, read_by_parts, savable_ops
+
+
+@lru_cache(maxsize=4096)
+def _compile(
+    ops: tuple[Op, ...],
+    has_input: bool,
+    output: str | None,
+    keep_gpu: tuple[str, ...],
+    keep_host: tuple[str, ...],
+    chunk_tokens: int,
+    compute_bytes: int,
+) -> LayerProgram:
+    return _Compiler(ops, has_input, output, keep_gpu, keep_host, chunk_tokens, compute_bytes).build()
+
+
+def compile_layer(
+    layer: LayerSpec,
+    keep_gpu: tuple[str, ...],
+    keep_host: tuple[str, ...],
+    chunk_tokens: int,
+    compute_bytes: int,
+) -> LayerProgram:
+    """The layer's program when the outputs of the ops `keep_gpu` and `keep_host` are kept; cached by the layer's ops.
+
+    Raises ValueError for an op the layer does not have.
+    """
+    unknown = (set(keep_gpu) | set(keep_host)) - set(keepable_ops(layer.ops))
+    if unknown:
+        raise ValueError(f"layer {layer.name} has no op {sorted(unknown)} to keep; its ops: {keepable_ops(layer.ops)}")
+    return _compile(layer.ops, layer.input is not None, layer.output, keep_gpu, keep_host, chunk_tokens, compute_bytes)
+
+
+class _Temporary:
+    """A buffer under construction: its spec, the first and last step that touch it, later its place: in scratch, or in
+    what stages carry where several touch it, or one with several parts in turn."""
+
+    def __init__(self, spec: TensorSpec, step: int, stage: int, carried: bool = False) -> None:
+        self.spec, self.first, self.last = spec, step, step
+        self.stage, self.carried = stage, carried
+        self.place = Place("scratch", -1, spec)
+
+    def use(self, step: int, stage: int) -> None:
+        """Live at least until this step of a stage."""
+        self.last = step
+        self.carried |= stage != self.stage
+
+
+class _DraftStep(NamedTuple):
+    op: Op
+    half: Half
+    tensors: dict[str, Place | _Temporary]
+    grads: dict[str, Place | _Temporary]
+    accumulate: frozenset[str]
+    recompute: bool
+
+
+class _Placed(NamedTuple):
+    stages: tuple[Stage, ...]
+    scratch_bytes: int
+    carry_bytes: int
+
+
+class _Compiler:
+    def __init__(
+        self,
+        ops: tuple[Op, ...],
+        has_input: bool,
+        output: str | None,
+        keep_gpu: tuple[str, ...],
+        keep_host: tuple[str, ...],
+        chunk_tokens: int,
+        compute_bytes: int,
+    ) -> None:
+        self.ops, self.has_input, self.output = ops, has_input, output
+        self.keep_gpu, self.keep_host = keep_gpu, keep_host
+        self.tokens, self.compute_bytes = chunk_tokens, compute_bytes
+        self.specs = {spec.name: spec for op in ops for spec in op.outputs}
+        self.producer = {spec.name: op for op in ops for spec in op.outputs}
+        self.renamed = {op.in_place[0]: op.in_place[1] for op in ops if op.in_place}
+        lost = [o.name for op in ops if op.name in savable_ops(ops) for o in op.outputs if o.name in self.renamed]
+        assert not lost, f"{lost} would be kept for backward, but an op in place writes over them"
+        if has_input:
+            self.specs["x"] = TensorSpec("x", _input_shape(ops, self.specs))
+        self.in_parts = tuple(op for op in ops if op.num_parts > 1)
+        self.before = ops[: len(ops) - len(self.in_parts)]
+        assert all(op.num_parts == 1 for op in self.before), "ops in parts end a layer"
+        self.num_parts = max(op.num_parts for op in ops)
+
+    def build(self) -> LayerProgram:
+        saved_gpu, gpu_bytes = self._lay_out("save_gpu", self.keep_gpu)
+        saved_host, host_bytes = self._lay_out("save_host", self.keep_host)
+        self.saved = {p.spec.name: p for p in (*saved_gpu, *saved_host)}
+        forward, backward, window = (
+            self._place(draft()) for draft in (self._forward_steps, self._backward_steps, self._window_steps)
+        )
+        return LayerProgram(
+            forward_stages=forward.stages,
+            backward_stages=backward.stages,
+            window_stages=window.stages,
+            forward_scratch_bytes=forward.scratch_bytes,
+            backward_scratch_bytes=backward.scratch_bytes,
+            window_scratch_bytes=window.scratch_bytes,
+            carry_bytes=max(forward.carry_bytes, backward.carry_bytes),
+            save_gpu_bytes=gpu_bytes,
+            save_host_bytes=host_bytes,
+            saved_gpu=saved_gpu,
+            saved_host=saved_host,
+            workspace_bytes=max(op.workspace_bytes(self.tokens, self.compute_bytes) for op in self.ops),
+            window_workspace_bytes=max(op.window_workspace_bytes(self.tokens, self.compute_bytes) for op in self.ops),
+        )
+
+    def _lay_out(self, area: Area, keep: tuple[str, ...]) -> tuple[tuple[Place, ...], int]:
+        """Places of the kept outputs, one after the other, in op order."""
+        places, offset = [], 0
+        for op in self.ops:
+            if op.name in keep:
+                for spec in op.outputs:
+                    places.append(Place(area, offset, spec))
+                    offset += align(spec.num_bytes(self.tokens, self.compute_bytes))
+        return tuple(places), offset
+
+    def _home(self, name: str) -> Place | None:
+        """The fixed place of a tensor outside scratch, if it has one."""
+        name = self.renamed.get(name, name)
+        if name == "x" and self.has_input:
+            return Place("input", 0, self.specs["x"])
+        if name == self.output:
+            return Place("output", 0, self.specs[name])
+        return self.saved.get(name)
+
+    def _begin(self) -> None:
+        """Nothing is at hand but what the layer was given and kept."""
+        self.stage, self.ends = 0, list[tuple[int, tuple[int, ...]]]()
+        self.live: dict[str, Place | _Temporary] = {}
+        self.available = {"x", *self.saved}
+
+    def _end_stage(self, steps: list[_DraftStep], parts: tuple[int, ...] = (0,)) -> None:
+        """The steps since the last end are a stage, unless there are none."""
+        if len(steps) > (self.ends[-1][0] if self.ends else 0):
+            self.ends.append((len(steps), parts))
+            self.stage += 1
+
+    def _forward_steps(self) -> list[_DraftStep]:
+        self._begin()
+        steps: list[_DraftStep] = []
+        for op in self.before:
+            self._add_forward(op, steps, recompute=False)
+        self._end_stage(steps)
+        for op in self.in_parts:
+            self._add_forward(op, steps, recompute=False)
+        self._end_stage(steps, tuple(range(1, self.num_parts + 1)))
+        return steps
+
+    def _add_forward(self, op: Op, steps: list[_DraftStep], recompute: bool) -> None:
+        names = [*op.inputs, *(o.name for o in op.outputs)]
+        tensors = {name: self._locate(name, len(steps)) for name in names}
+        tensors.update({s.name: _Temporary(s, len(steps), self.stage) for s in op.scratch("forward")})
+        tensors.update({s.name: _Temporary(s, len(steps), self.stage, True) for s in op.part_sums("forward")})
+        steps.append(_DraftStep(op, "forward", tensors, {}, frozenset(), recompute))
+
+    def _locate(self, name: str, step: int) -> Place | _Temporary:
+        """The tensor's place, making a temporary at its first use and stretching its life at every later one."""
+        home = self._home(name)
+        if home is not None:
+            return home
+        key = self.renamed.get(name, name)
+        place = self.live.get(key)
+        if place is None:
+            place = self.live[key] = _Temporary(self.specs[key], step, self.stage)
+        if isinstance(place, _Temporary):
+            place.use(step, self.stage)
+        return place
+
+    def _ensure(self, name: str, steps: list[_DraftStep]) -> None:
+        """Recompute a tensor, and first what it is made of, unless it is at hand."""
+        if name in self.available:
+            return
+        op = self.producer[name]
+        for source in op.inputs:
+            self._ensure(source, steps)
+        self._add_forward(op, steps, recompute=True)
+        self.available.update(o.name for o in op.outputs)
+
+    def _backward_steps(self) -> list[_DraftStep]:
+        self._begin()
+        self.grads: dict[str, Place | _Temporary] = {}
+        if self.output is not None:
+            self.grads[self.output] = Place("grad", 0, self.specs[self.output])
+        steps: list[_DraftStep] = []
+        if self.in_parts and any(op.has_input_half or op.has_weight_half for op in self.in_parts):
+            carried = self._recompute_for_parts(steps)
+            self._end_stage(steps)
+            self._add_backward(self.in_parts, steps)
+            self._end_stage(steps, tuple(range(self.num_parts, 0, -1)))
+            self._forget_all_but(carried)
+        self._add_backward(self.before, steps)
+        self._end_stage(steps)
+        return steps
+
+    def _recompute_for_parts(self, steps: list[_DraftStep]) -> set[str]:
+        """Make anew what the ops in parts read of the others' outputs; all outputs of the ops that do."""
+        read = read_by_parts(self.ops)
+        for name in sorted(read):
+            self._ensure(name, steps)
+        makers = {self.producer[name] for name in read if name in self.producer}
+        carried = {spec.name for op in makers for spec in op.outputs}
+        self._forget_all_but(carried)
+        return carried
+
+    def _forget_all_but(self, carried: set[str]) -> None:
+        """What a stage made anew is not there in the next, but for what is carried."""
+        self.live = {name: place for name, place in self.live.items() if name in carried}
+        self.available = {"x", *self.saved, *carried}
+
+    def _add_backward(self, ops: tuple[Op, ...], steps: list[_DraftStep]) -> None:
+        """Both halves of every op, last to first, each with what it needs made anew before it."""
+        for op in reversed(ops):
+            for name in (*op.needs_input, *op.needs_weight):
+                self._ensure(name, steps)
+            if op.has_input_half:
+                self._add_input_half(op, steps)
+            if op.has_weight_half:
+                self._add_weight_half(op, steps)
+
+    def _grad_operands(self, names: tuple[str, ...], step: int) -> dict[str, Place | _Temporary]:
+        found = {name: self.grads[name] for name in names if name in self.grads}
+        for place in found.values():
+            if isinstance(place, _Temporary):
+                place.use(step, self.stage)
+        return found
+
+    def _operands(
+        self, names: tuple[str, ...], op: Op, half: Half, step: int, left: dict[str, Place | _Temporary] | None = None
+    ) -> dict[str, Place | _Temporary]:
+        """Places of tensors and of the call's buffers; a buffer among `left` is the one that lies there."""
+        tensors: dict[str, Place | _Temporary] = {name: self._locate(name, step) for name in names}
+        for spec in op.scratch(half):
+            place = (left or {}).get(spec.name) or _Temporary(spec, step, self.stage)
+            if isinstance(place, _Temporary):
+                place.use(step, self.stage)
+            tensors[spec.name] = place
+        return tensors
+
+    def _add_input_half(self, op: Op, steps: list[_DraftStep]) -> None:
+        step, aliases = len(steps), dict(op.grad_alias)
+        tensors = self._operands(op.needs_input, op, "input", step)
+        tensors.update({s.name: _Temporary(s, step, self.stage, True) for s in op.part_sums("input")})
+        accumulate = set()
+        for name in op.grad_inputs:
+            if name in aliases:
+                assert name not in self.grads, f"{op.name}: the gradient of {name} already holds a value"
+                self.grads[name] = self.grads[aliases[name]]
+            elif name in self.grads:
+                accumulate.add(name)
+            else:
+                self.grads[name] = self._new_grad(op, name, tensors, step)
+        names = (*(o.name for o in op.outputs), *op.grad_inputs)
+        grads = self._grad_operands(names, step)
+        steps.append(_DraftStep(op, "input", tensors, grads, frozenset(accumulate), False))
+
+    def _new_grad(self, op: Op, name: str, tensors: dict[str, Place | _Temporary], step: int) -> Place | _Temporary:
+        """A place for a gradient's first value: in place over the output's, over a dying tensor, or fresh."""
+        if op.in_place and op.in_place[0] == name:
+            return self.grads[op.in_place[1]]
+        if name == "x" and self.has_input:
+            assert self.output is None, "a layer whose input gradient is not the residual's needs its own slot"
+            return Place("grad", 0, self.specs["x"])
+        if name in op.grad_over:
+            return tensors[name]
+        return _Temporary(self.specs[name], step, self.stage)
+
+    def _add_weight_half(self, op: Op, steps: list[_DraftStep]) -> None:
+        step = len(steps)
+        left = steps[-1].tensors if op.has_input_half else None
+        tensors = self._operands(op.needs_weight, op, "weight", step, left)
+        grads = self._grad_operands(tuple(o.name for o in op.outputs), step)
+        steps.append(_DraftStep(op, "weight", tensors, grads, frozenset(), False))
+
+    def _window_steps(self) -> list[_DraftStep]:
+        """Bring back what the window is filled from: what the ops read that carry something."""
+        self._begin()
+        steps: list[_DraftStep] = []
+        for op in self.ops:
+            if op.carried:
+                for name in op.inputs:
+                    self._ensure(name, steps)
+                tensors = {name: self._locate(name, len(steps)) for name in op.inputs}
+                steps.append(_DraftStep(op, "window", tensors, {}, frozenset(), True))
+        self._end_stage(steps)
+        return steps
+
+    def _place(self, drafts: list[_DraftStep]) -> _Placed:
+        """Give every temporary an offset, largest first, so that no two live at once overlap; what stages carry lies
+        side by side."""
+        found: dict[int, _Temporary] = {}
+        for draft in drafts:
+            for place in (*draft.tensors.values(), *draft.grads.values()):
+                if isinstance(place, _Temporary):
+                    found[id(place)] = place
+        sized = [(temp.spec.num_bytes(self.tokens, self.compute_bytes), temp) for temp in found.values()]
+        placed: list[tuple[int, int, _Temporary]] = []
+        carry_bytes = 0
+        for num_bytes, temp in sorted(sized, key=lambda entry: entry[0], reverse=True):
+            size, first, last = align(num_bytes), temp.first, temp.last
+            if temp.carried:
+                temp.place = Place("carry", carry_bytes, temp.spec)
+                carry_bytes += size
+                continue
+            offset = _lowest_gap(size, [(a, b) for a, b, t in placed if t.first <= last and first <= t.last])
+            temp.place = Place("scratch", offset, temp.spec)
+            placed.append((offset, offset + size, temp))
+        steps = [
+            OpStep(d.op, d.half, _resolve(d.tensors), _resolve(d.grads), d.accumulate, d.recompute) for d in drafts
+        ]
+        starts = [0, *(end for end, _ in self.ends)]
+        stages = tuple(
+            Stage(tuple(steps[start:end]), parts) for start, (end, parts) in zip(starts, self.ends, strict=False)
+        )
+        return _Placed(stages, max((end for _, end, _ in placed), default=0), carry_bytes)
+
+
+def _input_shape(ops: tuple[Op, ...], specs: dict[str, TensorSpec]) -> tuple[int, ...]:
+    """The shape of the layer input x: that of the sum it is the residual of, else of the norm that reads it."""
+    sums = [output for op in ops for residual, output in op.grad_alias if residual == "x"]
+    readers = [spec.name for op in ops if "x" in op.inputs for spec in op.outputs]
+    return specs[(sums or readers)[0]].shape
+
+
+def _lowest_gap(size: int, taken: list[tuple[int, int]]) -> int:
+    """The lowest offset where `size` bytes fit between the taken intervals."""
+    offset = 0
+    for start, end in sorted(taken):
+        if offset + size <= start:
+            break
+        offset = max(offset, end)
+    return offset
+
+
+def _resolve(places: dict[str, Place | _Temporary]) -> tuple[tuple[str, Place], ...]:
+    return tuple([(name, p.place if isinstance(p, _Temporary) else p) for name, p in places.items()])

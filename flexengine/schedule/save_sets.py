@@ -1,0 +1,41 @@
+"""Which outputs of a layer's ops can be kept from forward to backward, and which are worth it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import combinations
+
+from flexengine.ops.base import Op
+
+
+def savable_ops(ops: tuple[Op, ...]) -> tuple[str, ...]:
+    """Names of ops with an output that some backward reads: the only ones worth keeping."""
+    needed, kept = {t for op in ops for t in (*op.needs_input, *op.needs_weight)}, set(keepable_ops(ops))
+    return tuple(op.name for op in ops if op.name in kept and any(o.name in needed for o in op.outputs))
+
+
+def keepable_ops(ops: tuple[Op, ...]) -> tuple[str, ...]:
+    """Names of ops whose outputs can be kept: not those in parts, nor what these read in backward, which is made anew
+    for all of them together."""
+    read = read_by_parts(ops)
+    return tuple(op.name for op in ops if op.num_parts == 1 and not any(o.name in read for o in op.outputs))
+
+
+@lru_cache(maxsize=1024)
+def read_by_parts(ops: tuple[Op, ...]) -> frozenset[str]:
+    """What backward of the ops in parts reads of the others' outputs, also to make anew what it needs of their own."""
+    producer = {spec.name: op for op in ops if op.num_parts > 1 for spec in op.outputs}
+    waiting = [name for op in ops if op.num_parts > 1 for name in (*op.needs_input, *op.needs_weight)]
+    found: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += producer[name].inputs if name in producer else ()
+    return frozenset(found - set(producer))
+
+
+def save_sets(ops: tuple[Op, ...]) -> list[tuple[str, ...]]:
+    """Every subset of the savable ops, the empty one first."""
+    names = savable_ops(ops)
+    return [subset for count in range(len(names) + 1) for subset in combinations(names, count)]
