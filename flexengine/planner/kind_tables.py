@@ -12,8 +12,8 @@ from flexengine.planner import loads
 from flexengine.planner.cost_model import CostModel
 from flexengine.planner.options import Options
 from flexengine.planner.templates import gpu_plane_bytes, host_plane_bytes
+from flexengine.schedule.group_layout import GroupLayout
 from flexengine.schedule.layer_compiler import compile_layer
-from flexengine.schedule.layout import GroupLayout
 from flexengine.schedule.lowering import RoundShape
 
 

@@ -18,9 +18,9 @@ from flexengine.ops.base import Work
 from flexengine.plan import GroupPlan, Home
 from flexengine.planner.cost_model import CostModel, stage_calls
 from flexengine.schedule.commands import Command, CopyRegion, Stream
+from flexengine.schedule.group_layout import GroupLayout
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram
-from flexengine.schedule.layout import GroupLayout
 from flexengine.schedule.lowering import ChunkShape, RoundShape
 
 FC, FH, FD, FI, BC, BH, BD, BI, UC, UH, UD, UI = range(12)

@@ -13,7 +13,7 @@ from flexengine.planner.machine_size import budget_notes
 from flexengine.planner.memory_over_time import MemorySeries
 from flexengine.planner.picture import Picture
 from flexengine.planner.shortage import ShortageError
-from flexengine.schedule.layout import GroupLayout, group_layout
+from flexengine.schedule.group_layout import GroupLayout, group_layout
 
 GROUP_PARTS = (("weights", ("weights",)), ("grads", ("grad",)), ("states", ("remainder", "exp_avg", "exp_avg_sq")))
 T = TypeVar("T")

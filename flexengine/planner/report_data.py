@@ -15,7 +15,7 @@ from flexengine.planner.memory_over_time import MemorySeries
 from flexengine.planner.picture import Picture
 from flexengine.planner.report import home_of_part
 from flexengine.planner.shortage import ShortageError
-from flexengine.schedule.layout import group_layout
+from flexengine.schedule.group_layout import group_layout
 from flexengine.schedule.timeline import (
     MEASURED,
     SIMULATED,

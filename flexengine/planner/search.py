@@ -36,7 +36,8 @@ from flexengine.planner.size_search import FEW_BLOCKS, SizeSearch
 from flexengine.planner.sizes import chunk_sizes
 from flexengine.planner.solver import RoundProblem
 from flexengine.planner.templates import Templates
-from flexengine.schedule.layout import DTYPE_BYTES, Layout
+from flexengine.schedule.group_layout import DTYPE_BYTES
+from flexengine.schedule.layout import Layout
 
 MAX_CHUNK_LAYERS = 1024
 """Largest chunks_per_round * blocks that is simulated, where sizes allow a choice."""

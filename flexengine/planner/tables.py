@@ -13,8 +13,8 @@ from flexengine.planner.cost_model import CostModel, full_rounds, round_shape, r
 from flexengine.planner.kind_tables import KindTables
 from flexengine.planner.kinds import OfBlocks, Sets
 from flexengine.planner.templates import ActivationBytes, Templates, host_plane_bytes
+from flexengine.schedule.group_layout import DTYPE_BYTES
 from flexengine.schedule.layer_program import align
-from flexengine.schedule.layout import DTYPE_BYTES
 
 NUM_LEVELS = len(loads.LEVELS)
 STREAMS_WEIGHTS = np.array([level.weights == "host" for level in loads.LEVELS])

@@ -32,15 +32,9 @@ from flexengine.planner.loads import (
 from flexengine.planner.memory import gpu_overhead_bytes, host_required_bytes
 from flexengine.planner.options import Options, keep_options
 from flexengine.schedule.commands import Slot
+from flexengine.schedule.group_layout import GroupLayout, group_layout
 from flexengine.schedule.layer_program import align
-from flexengine.schedule.layout import (
-    SCALE_BYTES,
-    GroupLayout,
-    Layout,
-    group_layout,
-    host_scalar_bytes,
-    norm_square_bytes,
-)
+from flexengine.schedule.layout import SCALE_BYTES, Layout, host_scalar_bytes, norm_square_bytes
 from flexengine.schedule.save_sets import keepable_ops
 
 LEAST_TILE = 1 << 12

@@ -18,9 +18,9 @@ from flexengine.plan import Numerics, Request
 from flexengine.planner.cost_model import CostModel, full_rounds, round_shape, rounds_per_step
 from flexengine.planner.memory import GPU_SLACK_BYTES
 from flexengine.planner.recompute_hull import Keeping, lower_hull, recomputed, save_choices
+from flexengine.schedule.group_layout import DTYPE_BYTES, PLANE_KINDS, element_bytes, group_layout
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram
-from flexengine.schedule.layout import DTYPE_BYTES, PLANE_KINDS, element_bytes, group_layout
 from flexengine.schedule.save_sets import savable_ops
 from flexengine.schedule.window import window_layout
 

@@ -13,7 +13,7 @@ import numpy as np
 from flexengine.plan import GroupPlan
 from flexengine.planner.cost_model import CostModel
 from flexengine.planner.loads import home_of, issue_s, link_seconds
-from flexengine.schedule.layout import GroupLayout
+from flexengine.schedule.group_layout import GroupLayout
 from flexengine.schedule.simulator import cpu_share
 
 NUM_COPIES = 2

@@ -22,7 +22,8 @@ from flexengine.native.reader import NUMBERS
 from flexengine.optim.rounding import join_fp32, split_fp32
 from flexengine.runtime.arena import DTYPES, Arenas
 from flexengine.runtime.staging import load_staged
-from flexengine.schedule.layout import Layout, Segment, is_split
+from flexengine.schedule.group_layout import Segment, is_split
+from flexengine.schedule.layout import Layout
 
 PIECE_ELEMENTS = 1 << 22
 """Elements converted at a time: bounds what exporting takes beside the arenas to tens of MiB. Random initial weights

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flexengine.schedule.commands import Memory
-from flexengine.schedule.layout import PLANE_KINDS, Layout
+from flexengine.schedule.group_layout import PLANE_KINDS
+from flexengine.schedule.layout import Layout
 
 MEMORIES: tuple[Memory, ...] = ("host", "gpu")
 

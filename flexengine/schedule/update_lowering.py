@@ -20,16 +20,8 @@ from flexengine.schedule.commands import (
     UpdateTile,
     overlapping_slots,
 )
-from flexengine.schedule.layout import (
-    HOST_GRAD_NORM,
-    HOST_SCALES,
-    PLANE_KINDS,
-    SCALAR_BYTES,
-    SCALE_BYTES,
-    Layout,
-    Segment,
-    element_bytes,
-)
+from flexengine.schedule.group_layout import PLANE_KINDS, Segment, element_bytes
+from flexengine.schedule.layout import HOST_GRAD_NORM, HOST_SCALES, SCALAR_BYTES, SCALE_BYTES, Layout
 
 
 class _Tile(NamedTuple):

@@ -11,8 +11,9 @@ from flexengine.models.registry import open_model
 from flexengine.optim import AdamW
 from flexengine.plan import GroupPlan, Numerics
 from flexengine.planner.kinds import block_kinds
+from flexengine.schedule.group_layout import group_layout
 from flexengine.schedule.layer_compiler import compile_layer
-from flexengine.schedule.layout import Layout, group_layout
+from flexengine.schedule.layout import Layout
 from flexengine.schedule.save_sets import savable_ops
 
 SETTINGS = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)

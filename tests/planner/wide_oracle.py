@@ -34,7 +34,8 @@ from flexengine.planner.sizes import chunk_sizes
 from flexengine.planner.solver import RoundProblem
 from flexengine.planner.tables import NUM_LEVELS
 from flexengine.planner.templates import Templates
-from flexengine.schedule.layout import DTYPE_BYTES, Layout
+from flexengine.schedule.group_layout import DTYPE_BYTES
+from flexengine.schedule.layout import Layout
 
 MARGIN = 1.1
 """Plans with estimates up to this factor of the fastest simulated are simulated themselves."""
