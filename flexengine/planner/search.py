@@ -177,8 +177,10 @@ class Search:
         return self.sets
 
     def last_resort(self) -> list[Plan]:
-        """Plans of little host memory that fit where the search found none: the largest chunks in short rounds."""
-        return list(Feasibility(self.model, self.request, self.profile).fitting())[-NUM_LAST_RESORTS:]
+        """Plans of little host memory that fit where the search found none: the largest chunks in short rounds; where
+        there is none either, the one of the least GPU memory, which may fit."""
+        feasibility = Feasibility(self.model, self.request, self.profile)
+        return list(feasibility.fitting())[-NUM_LAST_RESORTS:] or [feasibility.least_gpu().plan]
 
     # -- the answer --------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,86 @@
+"""Plans whose experts cross the link in parts: only where nothing fits otherwise, with the same promises."""
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+
+from flexengine.hardware.presets import preset
+from flexengine.models.in_parts import in_parts
+from flexengine.plan import Numerics, Plan, PlanError, Request
+from flexengine.planner.cost_model import CostModel, price, round_shape
+from flexengine.planner.drafts import Drafting
+from flexengine.planner.memory import excess_bytes, gpu_required_bytes, host_required_bytes
+from flexengine.planner.search import make_plan
+from flexengine.planner.shortage import Feasibility
+from flexengine.schedule.checker import check_program
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.lowering import lower_evaluation, lower_round
+from flexengine.schedule.update_lowering import lower_update
+from tests.planner.oracle import slow_link
+from tests.planner.test_parts import problem_of, random_placement
+from tests.schedule.small_plans import FLOAT32, divided_model
+
+ROOMY = 1 << 40
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_bytes_by_formula_are_those_of_the_layout(seed):
+    random = Random(seed)
+    profile, numerics = preset("cpu-test"), random.choice([FLOAT32, Numerics()])
+    model = in_parts(divided_model(random.randint(2, 6)))
+    problem = problem_of(model, profile, seq_len=32 if seed % 3 else 128, numerics=numerics)
+    placement = random_placement(problem, random)
+    layout = Layout(model, problem.plan(placement))
+    assert problem.gpu_bytes(placement) == gpu_required_bytes(layout, profile)
+    drafting = Drafting(problem)
+    drafts = drafting.drafts([placement])
+    assert drafting.gpu_bytes(drafts)[0] == problem.gpu_bytes(placement)
+    assert drafting.host_bytes(drafts)[0] == problem.host_bytes(placement.structure, placement.rows)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_sketch_is_near_the_simulator(seed):
+    random = Random(seed)
+    profile, model = slow_link(random.choice([1e9, 4e9, 1e10])), in_parts(divided_model(8))
+    problem = problem_of(model, profile, chunk=256)
+    placement = random_placement(problem, random)
+    layout = Layout(model, problem.plan(placement))
+    cost = CostModel(profile, layout.compute_bytes, problem.chunk_tokens, layout.plan.request.max_seq_len)
+    simulated_s = price(lower_round(layout, problem.shape, first=False), cost).total_s
+    drafting = Drafting(problem)
+    sketched_s = drafting.round_s(drafting.drafts([placement]), np.array([True]))
+    assert sketched_s[0] == pytest.approx(simulated_s, rel=0.25)
+
+
+@pytest.mark.usefixtures("quick_search")
+@pytest.mark.parametrize("seq_len", [32, 256], ids=["packed", "sliced"])
+@pytest.mark.parametrize("factor", [1.0, 1.3])
+def test_small_budgets_are_met_in_parts(factor, seq_len):
+    """Below what whole blocks need, down to what parts need; there whole blocks are planned again."""
+    profile, model = slow_link(1e9), divided_model(4)
+    request = Request(seq_len, 256, ROOMY, ROOMY, chunk_tokens=64, numerics=FLOAT32)
+    whole, parts = (least_bytes(m, request, profile) for m in (model, in_parts(model)))
+    assert parts < 0.75 * whole
+    request = replace(request, max_gpu_bytes=int(min(factor * parts, whole - 1)))
+    plan = make_plan(model, request, profile)
+    assert plan.in_parts
+    assert Plan.from_json(plan.to_json()) == plan
+    layout = Layout(model, plan)
+    assert max(excess_bytes(layout, request, profile)) <= 0
+    assert plan.predicted.gpu_bytes == gpu_required_bytes(layout, profile)
+    assert plan.predicted.host_bytes == host_required_bytes(layout, profile)
+    assert 0 < plan.predicted.speed_of_light_s <= plan.predicted.step_s
+    shape = round_shape(request, plan.chunk_tokens, plan.chunks_per_round)
+    rounds = [lower_round(layout, shape, True), lower_round(layout, shape, False), lower_evaluation(layout, shape)]
+    for program in (*rounds, lower_update(layout)):
+        check_program(program, layout.gpu_bytes, layout.host_bytes)
+    assert not make_plan(model, replace(request, max_gpu_bytes=whole), profile).in_parts
+    with pytest.raises(PlanError, match="smallest plan needs"):
+        make_plan(model, replace(request, max_gpu_bytes=int(0.95 * parts)), profile)
+
+
+def least_bytes(model, request, profile):
+    """GPU bytes of the smallest plan."""
+    return Feasibility(model, request, profile).least_gpu().gpu_bytes
