@@ -7,23 +7,35 @@ which tile: `delta_segments`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from functools import lru_cache
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexengine.kernels.delta_backward import (
-    delta_gates_backward,
-    delta_keys_backward,
-    delta_norm_backward,
-    delta_pairs_backward,
-    gate_parts,
-)
-from flexengine.kernels.delta_outputs import delta_outputs, delta_outputs_backward
-from flexengine.kernels.delta_prepare import Tiles, delta_prepare
-from flexengine.kernels.delta_states import delta_states, delta_states_backward
 from flexengine.ops.delta_segments import runs
 from flexengine.ops.delta_tiles import TILE, Ends, Operands
+
+if TYPE_CHECKING:
+    from flexengine.kernels.delta_prepare import Tiles
+
+
+class _Kernels(NamedTuple):
+    """The kernels' files."""
+
+    prepare: ModuleType
+    states: ModuleType
+    outputs: ModuleType
+    backward: ModuleType
+
+
+@lru_cache(maxsize=1)
+def _kernels() -> _Kernels:
+    """Imported when first used, as Triton is."""
+    from flexengine.kernels import delta_backward, delta_outputs, delta_prepare, delta_states  # noqa: PLC0415
+
+    return _Kernels(delta_prepare, delta_states, delta_outputs, delta_backward)
 
 
 class Prepared(NamedTuple):
@@ -43,14 +55,14 @@ def forward(given: Operands, o: Tensor) -> None:
 
 def _part_forward(tiles: Tiles, ends: Ends, o: Tensor) -> None:
     made, states = _prepared(tiles), _buffer(tiles, *tiles.sizes[2:])
-    delta_states(tiles, *made, states, *ends)
-    delta_outputs(tiles, made.total, made.scale, states, made.u, o)
+    _kernels().states.delta_states(tiles, *made, states, *ends)
+    _kernels().outputs.delta_outputs(tiles, made.total, made.scale, states, made.u, o)
 
 
 def fill_window(given: Operands) -> None:
     """The state after the chunk's sequence."""
     for tiles in _parts(given):
-        delta_states(tiles, *_prepared(tiles), None, *given.ends)
+        _kernels().states.delta_states(tiles, *_prepared(tiles), None, *given.ends)
 
 
 def backward(
@@ -69,27 +81,31 @@ def _part_backward(
     *_, k, v = tiles.sizes
     inverse, states, grad_states = (_buffer(tiles, *shape) for shape in ((TILE, TILE), (k, v), (k, v)))
     total, scale, written, w = _prepared(tiles, inverse)
-    delta_states(tiles, total, scale, written, w, states, before, None)
+    _kernels().states.delta_states(tiles, total, scale, written, w, states, before, None)
     query_scale, grad_written = _buffer(tiles, TILE), _buffer(tiles, TILE, v)
-    delta_outputs_backward(tiles, total, scale, grad_o, query_scale, grad_written)
-    delta_states_backward(tiles, total, scale, query_scale, w, grad_o, grad_written, grad_states, *grad_ends)
+    _kernels().outputs.delta_outputs_backward(tiles, total, scale, grad_o, query_scale, grad_written)
+    _kernels().states.delta_states_backward(
+        tiles, total, scale, query_scale, w, grad_o, grad_written, grad_states, *grad_ends
+    )
     del w
     scales = total, scale, query_scale
-    read, parts = _buffer(tiles, TILE, TILE), _buffer(tiles, gate_parts(k), 2, TILE)
-    delta_pairs_backward(tiles, *scales, written, grad_o, grad_written, inverse, read, parts, grad_qkv)
+    read, parts = _buffer(tiles, TILE, TILE), _buffer(tiles, _kernels().backward.gate_parts(k), 2, TILE)
+    _kernels().backward.delta_pairs_backward(
+        tiles, *scales, written, grad_o, grad_written, inverse, read, parts, grad_qkv
+    )
     pairs, solved = inverse, grad_written
     grad_q, grad_k = (_key_buffer(tiles) for _ in range(2))
-    delta_keys_backward(
+    _kernels().backward.delta_keys_backward(
         tiles, *scales, states, written, grad_o, grad_states, solved, pairs, read, grad_q, grad_k, parts
     )
-    delta_gates_backward(tiles, parts, *grad_gates)
-    delta_norm_backward(tiles, grad_q, grad_k, grad_qkv)
+    _kernels().backward.delta_gates_backward(tiles, parts, *grad_gates)
+    _kernels().backward.delta_norm_backward(tiles, grad_q, grad_k, grad_qkv)
 
 
 def _prepared(tiles: Tiles, inverse: Tensor | None = None) -> Prepared:
     *_, k, v = tiles.sizes
     made = Prepared(*(_buffer(tiles, *shape) for shape in ((TILE,), (TILE,), (TILE, v), (TILE, k))))
-    delta_prepare(tiles, *made, inverse)
+    _kernels().prepare.delta_prepare(tiles, *made, inverse)
     return made
 
 
@@ -113,7 +129,7 @@ def _parts(given: Operands) -> Iterator[Tiles]:
         spans = _spans(cu, run.slots)
         for first in range(0, sizes.value_heads, heads):
             count = min(heads, sizes.value_heads - first)
-            yield Tiles(given.qkv, *given.gates, cu, spans, sizes, first, count)
+            yield _kernels().prepare.Tiles(given.qkv, *given.gates, cu, spans, sizes, first, count)
 
 
 def _spans(cu: Tensor, slots: int) -> Tensor:

@@ -67,6 +67,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flexengine.hardware.profile import HardwareProfile
+from flexengine.models.in_parts import in_parts, may_be_in_parts
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Request
 from flexengine.planner.relaxation import TOLERANCE, Bound, Relaxation
@@ -75,11 +76,17 @@ from flexengine.planner.unavoidable import SizeWork, Unavoidable
 
 
 def speed_of_light(model: ModelSpec, request: Request, profile: HardwareProfile) -> Bound | None:
-    """The bound over all chunk and round sizes of a request; None when not even the relaxation fits its budgets.
+    """The bound over all chunk and round sizes of a request, with experts whole or in parts; None when not even the
+    relaxation fits its budgets.
 
     Raises PlanError when pinned sizes contradict each other.
     """
-    step = Unavoidable(model, request, profile)
+    models = [model, in_parts(model)] if may_be_in_parts(model) else [model]
+    found = [_least(Unavoidable(one, request, profile)) for one in models]
+    return min((bound for bound in found if bound is not None), key=lambda bound: bound.seconds, default=None)
+
+
+def _least(step: Unavoidable) -> Bound | None:
     best: Bound | None = None
     for size in sorted(_sizes(step), key=lambda s: s.compute_s):
         least_s = size.compute_s - size.update_s

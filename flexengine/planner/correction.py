@@ -83,7 +83,7 @@ def corrected_prediction(layout: Layout, profile: HardwareProfile) -> Prediction
     return replace(
         plan.predicted,
         step_s=estimate.step_s,
-        speed_of_light_s=min(estimate.step_s, speed_of_light_s(layout.model, plan.request, profile)),
+        speed_of_light_s=min(estimate.step_s, speed_of_light_s(layout.given, plan.request, profile)),
         busy_s=estimate.busy_s,
         recompute_share=estimate.recompute_s / max(estimate.busy_s["compute"], 1e-30),
         limiter=limiter(estimate),

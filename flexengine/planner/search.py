@@ -61,23 +61,32 @@ SIMULATED_COMMANDS = 2_500
 """Plans are simulated until there were so many commands."""
 FAR_SIZES = 2
 """After so many sizes in a row whose placements are far from the best, no more are dealt out."""
+WHOLE_ENOUGH = 0.8
+"""Share of the speed of light from which on blocks whose experts may be in parts stay whole: what parts cost, in
+tensors made anew, they hardly win back then."""
 LONGER_ROUNDS = 2
 """After so many longer rounds in a row that are slower, no longer ones are looked at."""
 
 
 def make_plan(model: ModelSpec, request: Request, profile: HardwareProfile) -> Plan:
-    """The fastest plan found for a request on a machine; experts are in parts only where nothing fits otherwise.
+    """The fastest plan found for a request on a machine. Experts in parts are looked at only where whole blocks do not
+    fit or are far from the speed of light.
 
     Deterministic; takes seconds, needs no GPU. Raises PlanError when nothing fits, saying what would.
     """
     with collector_paused():
         plan = Search(model, request, profile).run()
-        if plan is None and may_be_in_parts(model):
-            model = in_parts(model)
-            plan = Search(model, request, profile).run()
+        if may_be_in_parts(model) and (plan is None or _share_of_light(plan) < WHOLE_ENOUGH):
+            found = (plan, Search(model, request, profile, in_parts(model)).run())
+            plan = min((p for p in found if p is not None), key=lambda p: p.predicted.step_s, default=None)
         if plan is None:
-            raise shortage(model, request, profile)
+            raise shortage(in_parts(model), request, profile)
         return plan
+
+
+def _share_of_light(plan: Plan) -> float:
+    """How near a plan comes to the speed of light."""
+    return plan.predicted.speed_of_light_s / plan.predicted.step_s
 
 
 @contextmanager
@@ -93,11 +102,17 @@ def collector_paused() -> Iterator[None]:
 
 
 class Search:
-    """One request's search: sizes, what was found for each, and the final choice."""
+    """One request's search: sizes, what was found for each, and the final choice.
 
-    def __init__(self, model: ModelSpec, request: Request, profile: HardwareProfile) -> None:
+    arranged: the model as plans stream it, where that is not as it was given.
+    """
+
+    def __init__(
+        self, model: ModelSpec, request: Request, profile: HardwareProfile, arranged: ModelSpec | None = None
+    ) -> None:
         check_matmul_dtype(model, request.numerics.matmul)
-        self.model, self.request, self.profile = model, request, profile
+        self.given, self.request, self.profile = model, request, profile
+        self.model = model = model if arranged is None else arranged
         self.templates = Templates(model, request, profile)
         self.pricer = StepPricer(profile)
         self.sets: Sets | None = None
@@ -203,7 +218,7 @@ class Search:
         layout = Layout(self.model, plan)
         prediction = Prediction(
             step_s=estimate.step_s,
-            speed_of_light_s=speed_of_light_s(self.model, self.request, self.profile),
+            speed_of_light_s=speed_of_light_s(self.given, self.request, self.profile),
             busy_s=estimate.busy_s,
             recompute_share=estimate.recompute_s / max(estimate.busy_s["compute"], 1e-30),
             gpu_bytes=gpu_required_bytes(layout, self.profile),

@@ -73,11 +73,14 @@ def run_name(plane: str, run: Run) -> str:
 
 
 class Layout:
-    """Slots of both arenas for a plan. `slot(name)` gives an index into `slots`."""
+    """Slots of both arenas for a plan. `slot(name)` gives an index into `slots`.
+
+    model: as the plan streams it, with experts whole or in parts; given: as it was given.
+    """
 
     def __init__(self, model: ModelSpec, plan: Plan) -> None:
+        self.given, self.plan = model, plan
         self.model = model = in_parts(model) if plan.in_parts and may_be_in_parts(model) else model
-        self.plan = plan
         check_frozen(model, plan)
         numerics = plan.request.numerics
         self.compute_bytes = DTYPE_BYTES[numerics.compute]

@@ -78,6 +78,6 @@ def test_even_rows_and_probabilities_cost_the_coefficient():
     """The least that the loss can be is coefficient * K."""
     balance = ExpertBalance.of_batch(Balancing(0.25, num_experts=4, num_routers=2), 6, 5, torch.device("cpu"))
     for _ in range(2):
-        balance.collect(torch.tensor([3, 6, 9, 12]), torch.full((6, 4), 0.25))
+        balance.collect(torch.tensor([3, 3, 3, 3]), torch.full((6, 4), 0.25))
     assert float(balance.loss()) == pytest.approx(0.25 * 2 * 5)
     assert balance.gradient().tolist() == pytest.approx([0.25 * 4 * 6 / 12**2 * 5] * 4)

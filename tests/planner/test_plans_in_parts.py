@@ -1,4 +1,4 @@
-"""Plans whose experts cross the link in parts: only where nothing fits otherwise, with the same promises."""
+"""Plans whose experts cross the link in parts: where whole blocks do not fit or are slower, with the same promises."""
 
 from dataclasses import replace
 from random import Random
@@ -12,7 +12,7 @@ from flexengine.plan import Numerics, Plan, PlanError, Request
 from flexengine.planner.cost_model import CostModel, price, round_shape
 from flexengine.planner.drafts import Drafting
 from flexengine.planner.memory import excess_bytes, gpu_required_bytes, host_required_bytes
-from flexengine.planner.search import make_plan
+from flexengine.planner.search import Search, make_plan
 from flexengine.planner.shortage import Feasibility
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.layout import Layout
@@ -58,7 +58,7 @@ def test_sketch_is_near_the_simulator(seed):
 @pytest.mark.parametrize("seq_len", [32, 256], ids=["packed", "sliced"])
 @pytest.mark.parametrize("factor", [1.0, 1.3])
 def test_small_budgets_are_met_in_parts(factor, seq_len):
-    """Below what whole blocks need, down to what parts need; there whole blocks are planned again."""
+    """Below what whole blocks need, down to what parts need; with room, blocks are whole."""
     profile, model = slow_link(1e9), divided_model(4)
     request = Request(seq_len, 256, ROOMY, ROOMY, chunk_tokens=64, numerics=FLOAT32)
     whole, parts = (least_bytes(m, request, profile) for m in (model, in_parts(model)))
@@ -76,7 +76,7 @@ def test_small_budgets_are_met_in_parts(factor, seq_len):
     rounds = [lower_round(layout, shape, True), lower_round(layout, shape, False), lower_evaluation(layout, shape)]
     for program in (*rounds, lower_update(layout)):
         check_program(program, layout.gpu_bytes, layout.host_bytes)
-    assert not make_plan(model, replace(request, max_gpu_bytes=whole), profile).in_parts
+    assert not make_plan(model, replace(request, max_gpu_bytes=ROOMY), profile).in_parts
     with pytest.raises(PlanError, match="smallest plan needs"):
         make_plan(model, replace(request, max_gpu_bytes=int(0.95 * parts)), profile)
 
@@ -84,3 +84,13 @@ def test_small_budgets_are_met_in_parts(factor, seq_len):
 def least_bytes(model, request, profile):
     """GPU bytes of the smallest plan."""
     return Feasibility(model, request, profile).least_gpu().gpu_bytes
+
+
+@pytest.mark.usefixtures("quick_search")
+def test_the_faster_of_both_where_whole_blocks_hardly_fit():
+    profile, model = slow_link(1e9), divided_model(4)
+    request = Request(32, 256, ROOMY, ROOMY, numerics=FLOAT32)
+    request = replace(request, max_gpu_bytes=int(1.02 * least_bytes(model, request, profile)))
+    plan, whole = make_plan(model, request, profile), Search(model, request, profile).run()
+    assert plan.in_parts
+    assert plan.predicted.step_s < whole.predicted.step_s
