@@ -5,7 +5,7 @@ from dataclasses import replace
 from random import Random
 from unittest.mock import patch
 
-from flexengine.models import blocks
+from flexengine.models import blocks as block_parts
 from flexengine.models.blocks import BlockShape, ExpertShape
 from flexengine.models.decoder import DecoderShape, decoder_model
 from flexengine.models.llama import build
@@ -19,13 +19,13 @@ from flexengine.schedule.save_sets import savable_ops
 FLOAT32 = Numerics("float32", "full", "float32", "float32")
 
 
-def small_model(num_blocks: int = 3, tied: bool = False, hidden: int = 64, vocab: int = 256) -> ModelSpec:
+def small_model(blocks: int = 3, tied: bool = False, hidden: int = 64, vocab: int = 256) -> ModelSpec:
     """A Llama of a few blocks."""
     config = {
         "model_type": "llama",
         "hidden_size": hidden,
         "intermediate_size": 3 * hidden,
-        "num_hidden_layers": num_blocks,
+        "num_hidden_layers": blocks,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "vocab_size": vocab,
@@ -34,7 +34,7 @@ def small_model(num_blocks: int = 3, tied: bool = False, hidden: int = 64, vocab
     return build("small", config)
 
 
-def mixed_model(num_blocks: int = 4, hidden: int = 64) -> ModelSpec:
+def mixed_model(blocks: int = 4, hidden: int = 64) -> ModelSpec:
     """A decoder whose blocks take turns: dense, with experts, dense with normalised queries and keys, with experts."""
     dense = BlockShape(hidden, 3 * hidden, 4, 2, hidden // 4, NormStyle(1e-5))
     experts = replace(dense, experts=ExpertShape(count=5, per_token=2, width=2 * hidden, normalised=True))
@@ -42,17 +42,17 @@ def mixed_model(num_blocks: int = 4, hidden: int = 64) -> ModelSpec:
     shape = DecoderShape(
         vocab_size=256,
         tie_word_embeddings=False,
-        blocks=tuple(turn[i % len(turn)] for i in range(num_blocks)),
+        blocks=tuple(turn[i % len(turn)] for i in range(blocks)),
         tables=(Table("inv_freq", tuple(0.1**i for i in range(hidden // 8))),),
         final_norm=dense.norm,
     )
     return decoder_model("mixed", "mixed", {}, shape)
 
 
-def divided_model(num_blocks: int = 4, hidden: int = 64) -> ModelSpec:
+def divided_model(blocks: int = 4, hidden: int = 64) -> ModelSpec:
     """The same with experts each of which may be a part of its own, and are most of what there is."""
-    with patch.object(blocks, "PART_ELEMENTS", 1):
-        return mixed_model(num_blocks, hidden)
+    with patch.object(block_parts, "PART_ELEMENTS", 1):
+        return mixed_model(blocks, hidden)
 
 
 def resident_plan(model: ModelSpec, request: Request, chunk: int = 64, chunks: int = 2) -> Plan:
