@@ -35,7 +35,7 @@ from flexengine.kernels.rounding import round_to
 _KEY_COLUMNS = 64
 _VALUE_COLUMNS = 64
 _NORM_ROWS = 16
-_PAIRS_LAUNCH = {"num_warps": 4, "num_stages": 2}
+_PAIRS_LAUNCH = {"num_warps": 4, "num_stages": 1}
 _KEYS_LAUNCH = {"num_warps": 8, "num_stages": 2}
 
 

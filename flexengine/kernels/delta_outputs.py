@@ -24,9 +24,9 @@ from flexengine.kernels.delta_prepare import (
 )
 from flexengine.kernels.rounding import round_to
 
-_COLUMNS = 128
+_COLUMNS = 64
 _BACKWARD_COLUMNS = 64
-_LAUNCH = {"num_warps": 4, "num_stages": 2}
+_LAUNCH = {"num_warps": 4, "num_stages": 1}
 _BACKWARD_LAUNCH = {"num_warps": 4, "num_stages": 2}
 
 

@@ -30,7 +30,7 @@ _SOLVED = 16
 """Rows of the blocks on the diagonal that are inverted by substitution; products merge them."""
 _SOLVE_PRECISION = "tf32x3"
 BLOCK_K, BLOCK_V = 64, 64
-_LAUNCH = {"num_warps": 4, "num_stages": 2}
+_LAUNCH = {"num_warps": 4, "num_stages": 1}
 
 
 class Tiles(NamedTuple):

@@ -33,8 +33,9 @@ def widened(config):
 
 
 def losses_of_transformers(folder, batches, optimizer, device):
-    """Mean loss per token of every step, each sequence alone, in float32."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    """Mean loss per token of every step, each sequence alone, in float32, its experts one by one."""
+    kinds = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **kinds)
     model = model.to(device).train()
     parameters = list(model.parameters())
     groups = [
