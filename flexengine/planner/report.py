@@ -196,7 +196,21 @@ def _parameter_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
             if members:
                 texts.append(f"{len(members)} of {some} groups {word}{_group_bytes(layouts, members, kinds)}")
         lines.append(f"{PART_WORDS[part]}: {', '.join(texts)}")
-    return lines + _frozen_lines(plan, model)
+    return lines + _lines_of_parts(plan, model) + _frozen_lines(plan, model)
+
+
+def _lines_of_parts(plan: Plan, model: ModelSpec | None) -> list[str]:
+    """How experts are streamed, where not with the rest of their blocks."""
+    if not plan.in_parts:
+        return []
+    if model is None:
+        return ["experts: streamed in parts"]
+    most = max(model.groups, key=lambda group: group.divisions)
+    cut = sum(param.numel for param in most.params if param.name in most.cut)
+    share = cut // most.divisions
+    return [
+        f"experts: streamed in {most.divisions} parts of {share / 1e6:.0f} M parameters, {plan.weight_slots} at once"
+    ]
 
 
 def home_of_part(home: GroupPlan, part: str) -> Home | None:
