@@ -36,6 +36,7 @@ from flexengine.planner.size_search import FEW_BLOCKS, SizeSearch
 from flexengine.planner.sizes import chunk_sizes
 from flexengine.planner.solver import RoundProblem
 from flexengine.planner.templates import Templates
+from flexengine.schedule.expert_fetch import least_touched_share
 from flexengine.schedule.group_layout import DTYPE_BYTES
 from flexengine.schedule.layout import Layout
 
@@ -61,6 +62,8 @@ SIMULATED_COMMANDS = 2_500
 """Plans are simulated until there were so many commands."""
 FAR_SIZES = 2
 """After so many sizes in a row whose placements are far from the best, no more are dealt out."""
+MOST_TOUCHED = 0.9
+"""Of the experts, that a round may be expected to touch where a plan is tried that fetches only these."""
 LONGER_ROUNDS = 2
 """After so many longer rounds in a row that are slower, no longer ones are looked at."""
 
@@ -122,7 +125,7 @@ class Search:
         finalists = sorted((c for size in sizes for c in size.candidates(NUM_FINALISTS)), key=lambda c: c.key)
         plans = (c.problem.plan(c.placement) for c in finalists)
         best = self.simulated_best(plans) or self.simulated_best(self.last_resort())
-        return None if best is None else self.predicted(*best)
+        return None if best is None else self.predicted(*self.touched_only(*best))
 
     # -- sizes -------------------------------------------------------------------------------------------------------
 
@@ -196,12 +199,23 @@ class Search:
                 break
         return best
 
+    def touched_only(self, plan: Plan, estimate: StepEstimate) -> tuple[Plan, StepEstimate]:
+        """The plan, or where a full round leaves experts in parts untouched and it is faster, the same plan that does
+        not fetch these. Memory is the same."""
+        shape = round_shape(self.request, plan.chunk_tokens, plan.chunks_per_round)
+        if least_touched_share(self.model, shape.num_tokens) >= MOST_TOUCHED:
+            return plan, estimate
+        sparing = replace(plan, touched_only=True)
+        found = self.pricer.step(Layout(self.model, sparing))
+        return (sparing, found) if found.step_s < estimate.step_s else (plan, estimate)
+
     def predicted(self, plan: Plan, estimate: StepEstimate) -> Plan:
-        """The plan with its prediction."""
+        """The plan with its prediction. The bound is of plans that fetch all experts."""
         layout = Layout(self.model, plan)
+        light_s = speed_of_light_s(self.model, self.request, self.profile)
         prediction = Prediction(
             step_s=estimate.step_s,
-            speed_of_light_s=speed_of_light_s(self.model, self.request, self.profile),
+            speed_of_light_s=min(light_s, estimate.step_s) if plan.touched_only else light_s,
             busy_s=estimate.busy_s,
             recompute_share=estimate.recompute_s / max(estimate.busy_s["compute"], 1e-30),
             gpu_bytes=gpu_required_bytes(layout, self.profile),

@@ -52,6 +52,11 @@ class RoundShape(NamedTuple):
 
     chunks: tuple[ChunkShape, ...]
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all chunks."""
+        return sum(chunk.tokens for chunk in self.chunks)
+
 
 def lower_round(layout: Layout, shape: RoundShape, first: bool, updates: bool = False) -> Program:
     """Forward, loss and backward of one round. `first`: no gradients are stored yet in this step.
@@ -229,8 +234,8 @@ class _RoundLowering:
 
     def _fetch_experts(self, content: str, regions: list[CopyRegion], at: _Turn) -> None:
         """Of a part's weights, those of experts that have rows in some chunk."""
-        tokens = sum(chunk.tokens for chunk in self.shape.chunks)
-        args = fetch_of_experts(at.stage, at.part, regions, [self._bounds_slot(c) for c in self.chunks], tokens)
+        bounds = [self._bounds_slot(c) for c in self.chunks]
+        args = fetch_of_experts(at.stage, at.part, regions, bounds, self.shape.num_tokens)
         reads = [Access(region.source, content) for region in regions]
         reads += [Access(self._bounds_slot(c), self.routed[c]) for c in self.chunks]
         writes = [Access(slot, content) for slot in dict.fromkeys(region.target for region in regions)]
