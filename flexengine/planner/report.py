@@ -179,6 +179,7 @@ def _decision_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
         f"step of {plan.request.max_global_batch_tokens} tokens: {plan.num_rounds} round(s) of {plan.chunks_per_round}"
         f" x {plan.chunk_tokens} tokens, sequences up to {plan.request.max_seq_len}",
         *_parameter_lines(plan, model),
+        *_expert_lines(plan),
         *_update_lines(plan),
         *_activation_lines(plan, model),
     ]
@@ -213,6 +214,14 @@ def _frozen_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
     if model is not None:
         size = f" ({sum(model.groups[i].numel for i in frozen) / 1e9:.2f} G parameters)"
     return [f"frozen: {len(frozen)} of {len(plan.groups)} groups{size}, with weights alone"]
+
+
+def _expert_lines(plan: Plan) -> list[str]:
+    """How experts cross the link, where not with the rest of their block."""
+    if not plan.in_parts:
+        return []
+    which = ", only those that some token of the round goes to" if plan.touched_only else ""
+    return [f"streamed experts: in parts{which}"]
 
 
 def _update_lines(plan: Plan) -> list[str]:

@@ -11,6 +11,8 @@ from flexengine.models.registry import build_model
 from flexengine.plan import GroupPlan, LayerPlan, Plan, Request
 from flexengine.planner.charts.streams import kind_of
 from flexengine.planner.cost_model import round_shape
+from flexengine.planner.picture import Picture
+from flexengine.planner.report import report
 from flexengine.planner.search import Search
 from flexengine.planner.templates import LEAST_TILE
 from flexengine.schedule.commands import Stream
@@ -97,3 +99,10 @@ def test_price_falls_with_the_share(model):
         found[16][0] * least_touched_share(model, 2) / least_touched_share(model, 16), rel=1e-3
     )
     assert found[2][1] < 0.8 * found[16][1]
+
+
+def test_reports_say_so(model):
+    search = search_of(model, 4)
+    plan = search.predicted(*search.touched_only(plan := streamed(search), search.pricer.step(Layout(model, plan))))
+    text = report(Picture(plan, model, PROFILE))
+    assert "only those that some token of the round goes to" in text
