@@ -10,8 +10,9 @@ from flexengine.models import blocks
 from flexengine.models.in_parts import in_parts
 from flexengine.models.registry import open_model
 from flexengine.optim import AdamW
-from flexengine.plan import Plan
+from flexengine.plan import Numerics, Plan
 from flexengine.runtime import engine as engine_module
+from flexengine.runtime import fetch_experts as fetch_module
 from flexengine.runtime.fetch_experts import fetch_experts
 from flexengine.schedule.checker import ProgramError, check_program
 from flexengine.schedule.expert_fetch import touched_share
@@ -70,6 +71,20 @@ def test_untouched_experts_stay_on_the_host(name, tmp_path, monkeypatch):
         assert losses == expected[0]
         same_bits(weights, expected[1])
     assert 0 < fetches.fetched_bytes < 0.6 * fetches.possible_bytes
+
+
+def test_the_kernel_gives_the_same_bits(tmp_path, monkeypatch):
+    """In bf16, with shares of an odd number of elements, in Triton's interpreter."""
+    config = {**CONFIGS["with biases"], "hidden_size": 21, "num_hidden_layers": 1}
+    saved_model(tmp_path, config)
+    whole = streamed_plan(spec_of(config), in_parts=True, numerics=Numerics(), **SIZES)
+    expected = trained(tmp_path, whole)
+    monkeypatch.setattr(fetch_module, "use_kernel", lambda target: True)
+    monkeypatch.setattr(engine_module, "fetch_experts", fetches := Fetches())
+    losses, weights = trained(tmp_path, replace(whole, touched_only=True))
+    assert losses == expected[0]
+    same_bits(weights, expected[1])
+    assert 0 < fetches.fetched_bytes < fetches.possible_bytes
 
 
 def test_the_plan_says_so():
