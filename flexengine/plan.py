@@ -152,6 +152,8 @@ class Plan:
     host. `share_edge_slots` lays the embedding's and head's slots over the blocks' slots, `grads_over_weights` their
     gradients' slots over their weights', which nobody reads once the gradient is made. in_parts: blocks whose experts
     may be cut stream them part by part, so that a slot holds a part; `weight_slots` and `grad_slots` count such slots.
+    touched_only: of such parts cross the link only weights of experts that some token of the round goes to, K of E for
+    each. That helps rounds of few tokens alone: of more than a few times E / K all experts are touched.
     """
 
     model: str
@@ -168,6 +170,7 @@ class Plan:
     share_edge_slots: bool = False
     grads_over_weights: bool = False
     in_parts: bool = False
+    touched_only: bool = False
     predicted: Prediction = field(default_factory=Prediction)
 
     def __post_init__(self) -> None:
@@ -177,6 +180,8 @@ class Plan:
             )
         if min(self.weight_slots, self.grad_slots, self.save_slots, self.optimizer_slots) < 1:
             raise ValueError("every kind of slot needs at least one")
+        if self.touched_only and not self.in_parts:
+            raise ValueError("touched_only is about experts that cross the link in parts, so it needs in_parts")
         longest = -(-self.request.max_seq_len // self.chunk_tokens)
         if longest > self.chunks_per_round:
             raise ValueError(

@@ -58,6 +58,8 @@ a part but used in it must be fetched in it, and no update begins before the las
 after the head has begun. Slots in use at one moment do not overlap, so the bytes on the left of the memory rows are
 part of what the plan takes. Hence the plan satisfies all rows with T = its time, and the least T of the relaxation is
 not above it.
+Left out is that rounds of few tokens may fetch only the experts that they touch (Plan.touched_only), which depends on
+the routing: a plan that does may be faster.
 The bound is the least over the sizes; a size with the same chunks and number of rounds as a smaller one asks for the
 same rows.
 """

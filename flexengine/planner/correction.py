@@ -29,6 +29,10 @@ MAX_FACTOR = 10.0
 """Factors are held between this and its inverse: a stream further off was not measured, but disturbed."""
 
 
+UNKNOWN_BYTES = ("fetch_experts",)
+"""Kinds of commands of which the routing decides how many bytes they move: they say nothing about a link's rate."""
+
+
 class Factors(NamedTuple):
     """Measured over predicted seconds of the same commands, by stream; 1 where nothing was measured."""
 
@@ -117,7 +121,7 @@ def stream_factors(
         took = expected = 0.0
         for key in sorted(measured.keys() & predicted.keys()):
             real, planned = measured[key], predicted[key]
-            if key[0] != stream.value or not planned.seconds or not real.count:
+            if key[0] != stream.value or key[1] in UNKNOWN_BYTES or not planned.seconds or not real.count:
                 continue
             scale = planned.num_bytes / real.num_bytes if real.num_bytes else planned.count / real.count
             took += real.seconds * scale

@@ -203,8 +203,9 @@ def _lines_of_parts(plan: Plan, model: ModelSpec | None) -> list[str]:
     """How experts are streamed, where not with the rest of their blocks."""
     if not plan.in_parts:
         return []
+    which = ", only those that some token of the round goes to" if plan.touched_only else ""
     if model is None:
-        return ["experts: streamed in parts"]
+        return [f"experts: streamed in parts{which}"]
     most = max(model.groups, key=lambda group: group.divisions)
     cut = sum(param.numel for param in most.params if param.name in most.cut)
     share = cut // most.divisions

@@ -36,6 +36,7 @@ from flexengine.planner.size_search import FEW_BLOCKS, SizeSearch
 from flexengine.planner.sizes import chunk_sizes
 from flexengine.planner.solver import RoundProblem
 from flexengine.planner.templates import Templates
+from flexengine.schedule.expert_fetch import least_touched_share
 from flexengine.schedule.group_layout import DTYPE_BYTES
 from flexengine.schedule.layout import Layout
 
@@ -64,29 +65,34 @@ FAR_SIZES = 2
 WHOLE_ENOUGH = 0.8
 """Share of the speed of light from which on blocks whose experts may be in parts stay whole: what parts cost, in
 tensors made anew, they hardly win back then."""
+MOST_TOUCHED = 0.9
+"""Of the experts, that a round may be expected to touch where a plan is tried that fetches only these."""
 LONGER_ROUNDS = 2
 """After so many longer rounds in a row that are slower, no longer ones are looked at."""
 
 
 def make_plan(model: ModelSpec, request: Request, profile: HardwareProfile) -> Plan:
     """The fastest plan found for a request on a machine. Experts in parts are looked at only where whole blocks do not
-    fit or are far from the speed of light.
+    fit or are far from the speed of light, or where rounds are so short that they touch only some experts.
 
     Deterministic; takes seconds, needs no GPU. Raises PlanError when nothing fits, saying what would.
     """
     with collector_paused():
         plan = Search(model, request, profile).run()
-        if may_be_in_parts(model) and (plan is None or _share_of_light(plan) < WHOLE_ENOUGH):
-            found = (plan, Search(model, request, profile, in_parts(model)).run())
+        parts = in_parts(model)
+        if may_be_in_parts(model) and (plan is None or not _is_good_whole(plan, parts)):
+            found = (plan, Search(model, request, profile, parts).run())
             plan = min((p for p in found if p is not None), key=lambda p: p.predicted.step_s, default=None)
         if plan is None:
-            raise shortage(in_parts(model), request, profile)
+            raise shortage(parts, request, profile)
         return plan
 
 
-def _share_of_light(plan: Plan) -> float:
-    """How near a plan comes to the speed of light."""
-    return plan.predicted.speed_of_light_s / plan.predicted.step_s
+def _is_good_whole(plan: Plan, parts: ModelSpec) -> bool:
+    """Whether a plan with whole blocks is hardly improved by parts."""
+    near_light = plan.predicted.speed_of_light_s / plan.predicted.step_s >= WHOLE_ENOUGH
+    tokens = round_shape(plan.request, plan.chunk_tokens, plan.chunks_per_round).num_tokens
+    return near_light and least_touched_share(parts, tokens) >= MOST_TOUCHED
 
 
 @contextmanager
@@ -137,7 +143,7 @@ class Search:
         finalists = sorted((c for size in sizes for c in size.candidates(NUM_FINALISTS)), key=lambda c: c.key)
         plans = (c.problem.plan(c.placement) for c in finalists)
         best = self.simulated_best(plans) or self.simulated_best(self.last_resort())
-        return None if best is None else self.predicted(*best)
+        return None if best is None else self.predicted(*self.touched_only(*best))
 
     # -- sizes -------------------------------------------------------------------------------------------------------
 
@@ -213,12 +219,23 @@ class Search:
                 break
         return best
 
+    def touched_only(self, plan: Plan, estimate: StepEstimate) -> tuple[Plan, StepEstimate]:
+        """The plan, or where a full round leaves experts in parts untouched and it is faster, the same plan that does
+        not fetch these. Memory is the same."""
+        shape = round_shape(self.request, plan.chunk_tokens, plan.chunks_per_round)
+        if least_touched_share(self.model, shape.num_tokens) >= MOST_TOUCHED:
+            return plan, estimate
+        sparing = replace(plan, touched_only=True)
+        found = self.pricer.step(Layout(self.model, sparing))
+        return (sparing, found) if found.step_s < estimate.step_s else (plan, estimate)
+
     def predicted(self, plan: Plan, estimate: StepEstimate) -> Plan:
-        """The plan with its prediction."""
+        """The plan with its prediction. The bound is of plans that fetch all experts."""
         layout = Layout(self.model, plan)
+        light_s = speed_of_light_s(self.given, self.request, self.profile)
         prediction = Prediction(
             step_s=estimate.step_s,
-            speed_of_light_s=speed_of_light_s(self.given, self.request, self.profile),
+            speed_of_light_s=min(light_s, estimate.step_s) if plan.touched_only else light_s,
             busy_s=estimate.busy_s,
             recompute_share=estimate.recompute_s / max(estimate.busy_s["compute"], 1e-30),
             gpu_bytes=gpu_required_bytes(layout, self.profile),

@@ -32,6 +32,7 @@ from flexengine.plan import Plan
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.batch import BatchWriter, Sequences, read_batch
 from flexengine.runtime.executor import CommandOrder, Executor
+from flexengine.runtime.fetch_experts import fetch_experts
 from flexengine.runtime.gradients import finish_gradient
 from flexengine.runtime.layer_runner import LayerRunner
 from flexengine.runtime.update import UpdateRunner, UpdateSettings
@@ -445,6 +446,8 @@ class Engine:
             self.layers.run(command.kind, command.args)
         elif command.kind == "finish_gradient":
             self._finish_gradient(command.args)
+        elif command.kind == "fetch_experts":
+            fetch_experts(command.args, program.slots, self.arenas)
         else:
             self._handle_update(program, settings, command)
 

@@ -14,9 +14,11 @@ Together: any execution that respects streams and waits computes what the issue 
 from __future__ import annotations
 
 from flexengine.schedule.commands import (
+    BOUND_BYTES,
     STREAM_INDEX,
     STREAMS,
     Command,
+    FetchExperts,
     FinishGradient,
     LayerCall,
     Program,
@@ -51,7 +53,7 @@ def check_bounds(program: Program, gpu_bytes: int, host_bytes: int) -> None:
                 f"slot {slot.name} ends at byte {slot.end}, but the {slot.memory} arena has {limits[slot.memory]} bytes"
             )
     for command in program.commands:
-        for c in command.copies:
+        for c in command.regions:
             source, target = program.slots[c.source], program.slots[c.target]
             if c.source_offset + c.num_bytes > source.num_bytes or c.target_offset + c.num_bytes > target.num_bytes:
                 raise ProgramError(
@@ -59,15 +61,27 @@ def check_bounds(program: Program, gpu_bytes: int, host_bytes: int) -> None:
                     f" or {target.name}+{c.target_offset}"
                 )
         _check_direction(program, command)
+        if isinstance(command.args, FetchExperts):
+            _check_routing(program, command)
+
+
+def _check_routing(program: Program, command: Command) -> None:
+    """A fetch of experts finds bounds of all of them within their slots, and cuts no share in two."""
+    args = command.args
+    for slot, offset in args.bounds:
+        if offset + BOUND_BYTES * (args.experts + 1) > program.slots[slot].num_bytes:
+            raise ProgramError(f"{command.label}: {args.experts} experts' bounds do not fit {program.slots[slot].name}")
+    if any(region.num_bytes % args.experts for region in args.regions):
+        raise ProgramError(f"{command.label}: some region has no equal shares for {args.experts} experts")
 
 
 def _check_direction(program: Program, command: Command) -> None:
     """A copy goes from host to GPU or back as its stream says, and leaves no gap in the host slot but padding."""
-    if not command.copies:
+    if not command.regions:
         return
     ends = {Stream.H2D: ("host", "gpu"), Stream.D2H: ("gpu", "host")}.get(command.stream)
     covered: dict[int, list[tuple[int, int]]] = {}
-    for c in command.copies:
+    for c in command.regions:
         if ends != (program.slots[c.source].memory, program.slots[c.target].memory):
             raise ProgramError(
                 f"{command.label} copies from {program.slots[c.source].name} to {program.slots[c.target].name} on"
@@ -111,16 +125,19 @@ def _covered(program: Program, slot: int, pieces: set[int]) -> bool:
 
 def _touched(command: Command) -> tuple[set[int], set[int]]:
     """Slots that a command reads and writes by its copies and arguments."""
-    read, written = {c.source for c in command.copies}, {c.target for c in command.copies}
+    read, written = {c.source for c in command.regions}, {c.target for c in command.regions}
     args = command.args
     if isinstance(args, LayerCall):
         read |= {*args.areas.values(), *args.weights.values()}
         own = ("output", "scratch", "carry")
+        own += ("bounds",) if args.stage == 0 else ()
         written |= {args.areas[a] for a in own if a in args.areas} | {*args.accumulators.values()}
         if command.kind == "forward":
             written |= {args.areas[a] for a in ("save_gpu", "save_host") if a in args.areas}
     elif isinstance(args, FinishGradient):
         read, written = read | {args.accumulator}, written | {run.slot for run in args.runs}
+    elif isinstance(args, FetchExperts):
+        read |= {place.slot for place in args.bounds}
     elif isinstance(args, UpdateTile):
         read |= {plane.slot for plane in args.planes.values()}
         written |= {plane.slot for kind, plane in args.planes.items() if kind != "grad"}

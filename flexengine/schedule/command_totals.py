@@ -13,7 +13,8 @@ CommandClass = tuple[str, str, str]
 
 
 class CommandTotal(NamedTuple):
-    """Commands of one class: how many, their seconds from start to end, and the bytes that they copied."""
+    """Commands of one class: how many, their seconds from start to end, and the bytes that they copied, or of experts
+    that a round touches were expected to."""
 
     count: int = 0
     seconds: float = 0.0

@@ -109,7 +109,7 @@ class FinishGradient(NamedTuple):
 
 
 class TilePlane(NamedTuple):
-    """Where one plane of an optimizer tile lies: slot and byte offset."""
+    """Where one plane of an optimizer tile, or something else, lies: slot and byte offset."""
 
     slot: int
     offset: int
@@ -123,6 +123,23 @@ class UpdateTile(NamedTuple):
     start: int
     count: int
     planes: dict[str, TilePlane]
+
+
+BOUND_BYTES = 4
+"""Of where an expert's rows begin or end."""
+
+
+class FetchExperts(NamedTuple):
+    """Of regions in equal shares for `experts` experts, one for every parameter, the shares of experts with rows.
+
+    bounds: where the [experts + 1] bounds of rows begin, for every chunk of the round. share: of the regions' bytes
+    that is expected to cross the link; the routing alone decides what does.
+    """
+
+    regions: tuple[CopyRegion, ...]
+    experts: int
+    bounds: tuple[TilePlane, ...]
+    share: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,9 +158,15 @@ class Command:
     args: Any = None
 
     @property
+    def regions(self) -> tuple[CopyRegion, ...]:
+        """What crosses the link, all of it or, of experts, some."""
+        return self.args.regions if isinstance(self.args, FetchExperts) else self.copies
+
+    @property
     def copy_bytes(self) -> int:
-        """Bytes that cross the link."""
-        return sum(c.num_bytes for c in self.copies)
+        """Bytes that cross the link: of experts, those that are expected to."""
+        num_bytes = sum(region.num_bytes for region in self.regions)
+        return round(self.args.share * num_bytes) if isinstance(self.args, FetchExperts) else num_bytes
 
 
 @dataclass(frozen=True, eq=False)

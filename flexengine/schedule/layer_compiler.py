@@ -74,6 +74,7 @@ class _Placed(NamedTuple):
     stages: tuple[Stage, ...]
     scratch_bytes: int
     carry_bytes: int
+    bounds_bytes: int
 
 
 class _Compiler:
@@ -101,6 +102,7 @@ class _Compiler:
         self.before = ops[: len(ops) - len(self.in_parts)]
         assert all(op.num_parts == 1 for op in self.before), "ops in parts end a layer"
         self.num_parts = max(op.num_parts for op in ops)
+        self.bounds = {name for op in self.in_parts for name in op.part_inputs}
 
     def build(self) -> LayerProgram:
         saved_gpu, gpu_bytes = self._lay_out("save_gpu", self.keep_gpu)
@@ -117,6 +119,7 @@ class _Compiler:
             backward_scratch_bytes=backward.scratch_bytes,
             window_scratch_bytes=window.scratch_bytes,
             carry_bytes=max(forward.carry_bytes, backward.carry_bytes),
+            bounds_bytes=max(forward.bounds_bytes, backward.bounds_bytes),
             save_gpu_bytes=gpu_bytes,
             save_host_bytes=host_bytes,
             saved_gpu=saved_gpu,
@@ -315,12 +318,13 @@ class _Compiler:
                     found[id(place)] = place
         sized = [(temp.spec.num_bytes(self.tokens, self.compute_bytes), temp) for temp in found.values()]
         placed: list[tuple[int, int, _Temporary]] = []
-        carry_bytes = 0
+        carried: dict[Area, int] = {"carry": 0, "bounds": 0}
         for num_bytes, temp in sorted(sized, key=lambda entry: entry[0], reverse=True):
             size, first, last = align(num_bytes), temp.first, temp.last
             if temp.carried:
-                temp.place = Place("carry", carry_bytes, temp.spec)
-                carry_bytes += size
+                area: Area = "bounds" if temp.spec.name in self.bounds else "carry"
+                temp.place = Place(area, carried[area], temp.spec)
+                carried[area] += size
                 continue
             offset = _lowest_gap(size, [(a, b) for a, b, t in placed if t.first <= last and first <= t.last])
             temp.place = Place("scratch", offset, temp.spec)
@@ -332,7 +336,7 @@ class _Compiler:
         stages = tuple(
             Stage(tuple(steps[start:end]), parts) for start, (end, parts) in zip(starts, self.ends, strict=False)
         )
-        return _Placed(stages, max((end for _, end, _ in placed), default=0), carry_bytes)
+        return _Placed(stages, max((end for _, end, _ in placed), default=0), carried["carry"], carried["bounds"])
 
 
 def _input_shape(ops: tuple[Op, ...], specs: dict[str, TensorSpec]) -> tuple[int, ...]:

@@ -2,7 +2,8 @@
 
 Ops in parts, which end a layer, make it one of several stages: what comes before them, and they once for every part.
 All chunks of a round pass through a stage before the next, so that weights cross the link part by part; what one stage
-leaves to another of the same chunk lies in the area `carry`. Backward first makes anew what the parts read.
+leaves to another of the same chunk lies in the area `carry`, and in `bounds` which rows are whose expert's, which later
+stages only read. Backward first makes anew what the parts read.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from flexengine.ops.base import Op, TensorSpec, Work
 ALIGNMENT = 256
 """Every tensor starts at a multiple of this many bytes, so that kernels see the same alignment in any plan."""
 
-Area = Literal["input", "output", "save_gpu", "save_host", "scratch", "carry", "grad"]
+Area = Literal["input", "output", "save_gpu", "save_host", "scratch", "carry", "bounds", "grad"]
 Half = Literal["forward", "input", "weight", "window"]
 
 
@@ -103,6 +104,7 @@ class LayerProgram:
     backward_scratch_bytes: int
     window_scratch_bytes: int
     carry_bytes: int
+    bounds_bytes: int
     save_gpu_bytes: int
     save_host_bytes: int
     saved_gpu: tuple[Place, ...]

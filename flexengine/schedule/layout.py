@@ -250,6 +250,9 @@ class Layout:
             region.add(f"grad_hidden[{c}]", self.hidden_bytes, "hidden states")
             if carried:
                 region.add(f"carry[{c}]", carried, "hidden states")
+        bounds = max(p.bounds_bytes for p in self.programs)
+        for c in range(plan.chunks_per_round if bounds else 0):
+            region.add(f"bounds[{c}]", bounds, "hidden states")
         staged = max(p.save_host_bytes for p in self.programs)
         for k in range(plan.save_slots if staged else 0):
             region.add(f"save_host[{k}]", staged, "offload slots")

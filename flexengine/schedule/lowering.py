@@ -25,6 +25,7 @@ from flexengine.schedule.commands import (
     Stream,
     overlapping_slots,
 )
+from flexengine.schedule.expert_fetch import fetch_of_experts
 from flexengine.schedule.layer_program import LayerProgram, Stage
 from flexengine.schedule.layout import HOST_SCALES, SCALE_BYTES, Layout, batch_offsets
 from flexengine.schedule.update_lowering import cpu_groups, lower_cpu_update
@@ -50,6 +51,11 @@ class RoundShape(NamedTuple):
     """The chunks of one round. Programs depend on nothing else of a batch, so they are lowered once per shape."""
 
     chunks: tuple[ChunkShape, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all chunks."""
+        return sum(chunk.tokens for chunk in self.chunks)
 
 
 def lower_round(layout: Layout, shape: RoundShape, first: bool, updates: bool = False) -> Program:
@@ -137,6 +143,7 @@ class _RoundLowering:
         self.first, self.stored = first, set[tuple[int, int]]()
         self.inputs: dict[tuple[int, int], int] = {}
         self.carried: dict[int, str] = {}
+        self.routed: dict[int, str] = {}
 
     def _numbered(self, prefix: str) -> list[int]:
         found = []
@@ -162,7 +169,7 @@ class _RoundLowering:
         self._fetch_batch()
         for index, layer in enumerate(self.model.layers):
             for at in _turns(self.layout.evaluation_program(index).forward_stages):
-                weights = self._acquire_weights(layer, at.part)
+                weights = self._acquire_weights(layer, at)
                 for c in self.chunks:
                     self._evaluate_chunk(index, layer, c, at, weights)
         return self.builder.build()
@@ -177,12 +184,12 @@ class _RoundLowering:
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
-    def _acquire_weights(self, layer: LayerSpec, part: int) -> dict[int, int]:
-        """Slots that hold this part of the layer's groups, fetching what is not on the GPU."""
-        return {group: self._acquire_part(group, part, keep=layer.groups) for group in layer.groups}
+    def _acquire_weights(self, layer: LayerSpec, at: _Turn) -> dict[int, int]:
+        """Slots that hold this turn's part of the layer's groups, fetching what is not on the GPU."""
+        return {group: self._acquire_part(group, at, keep=layer.groups) for group in layer.groups}
 
-    def _acquire_part(self, group: int, part: int, keep: tuple[int, ...]) -> int:
-        spec = self.model.groups[group]
+    def _acquire_part(self, group: int, at: _Turn, keep: tuple[int, ...]) -> int:
+        spec, part = self.model.groups[group], at.part
         if self.plan.groups[group].weights == "gpu":
             slot = self.layout.slot(f"weights.{spec.name}")
             self.builder.holds(slot, self._weights_content(group, part))
@@ -194,7 +201,7 @@ class _RoundLowering:
         slot = next((s for s, held in pool.items() if held == wanted and self._still_held(s)), None)
         if slot is None:
             slot = next(s for s, held in pool.items() if held not in used or not self._still_held(s))
-            self._fetch_weights(group, part, slot)
+            self._fetch_weights(group, at, slot)
         pool.pop(slot)
         pool[slot] = wanted  # most recently used last
         return slot
@@ -213,14 +220,29 @@ class _RoundLowering:
         writer = self.builder.last_writer(slot)
         return all(self.builder.last_writer(o) <= writer for o in self.layout.overlaps[slot] if o != slot)
 
-    def _fetch_weights(self, group: int, part: int, slot: int) -> None:
-        content, layout = f"weights {self._part_name(group, part)}", self.layout.groups[group]
+    def _fetch_weights(self, group: int, at: _Turn, slot: int) -> None:
+        content, layout = f"weights {self._part_name(group, at.part)}", self.layout.groups[group]
         width, regions = layout.element_bytes("weights"), []
-        for run in layout.parts[part].runs:
+        for run in layout.parts[at.part].runs:
             source, first = self.layout.run_place("weights", group, run)
             self.builder.holds(source, content)
             regions.append(CopyRegion(source, first * width, slot, run.start * width, run.numel * width))
-        self.builder.copy(f"fetch {content}", Stream.H2D, content, regions)
+        if at.in_parts and self.plan.touched_only:
+            self._fetch_experts(content, regions, at)
+        else:
+            self.builder.copy(f"fetch {content}", Stream.H2D, content, regions)
+
+    def _fetch_experts(self, content: str, regions: list[CopyRegion], at: _Turn) -> None:
+        """Of a part's weights, those of experts that have rows in some chunk."""
+        bounds = [self._bounds_slot(c) for c in self.chunks]
+        args = fetch_of_experts(at.stage, at.part, regions, bounds, self.shape.num_tokens)
+        reads = [Access(region.source, content) for region in regions]
+        reads += [Access(self._bounds_slot(c), self.routed[c]) for c in self.chunks]
+        writes = [Access(slot, content) for slot in dict.fromkeys(region.target for region in regions)]
+        self.builder.add("fetch_experts", f"fetch {content}", Stream.H2D, reads, writes, args=args)
+
+    def _bounds_slot(self, c: int) -> int:
+        return self.layout.slot(f"bounds[{c}]")
 
     def _weight_reads(self, weights: dict[int, int], part: int) -> list[Access]:
         return [Access(slot, self._weights_content(g, part)) for g, slot in weights.items()]
@@ -229,7 +251,7 @@ class _RoundLowering:
 
     def _forward_layer(self, index: int, layer: LayerSpec) -> None:
         for at in _turns(self.layout.programs[index].forward_stages):
-            weights = self._acquire_weights(layer, at.part)
+            weights = self._acquire_weights(layer, at)
             for c in self.chunks:
                 self._forward_chunk(index, layer, c, at, weights)
 
@@ -287,6 +309,8 @@ class _RoundLowering:
         writes = [*writes, Access(areas["scratch"], "scratch")]
         if "carry" in at.stage.areas:
             self._bind_carry(kind, index, c, at, areas, reads, writes)
+        if "bounds" in at.stage.areas:
+            self._bind_bounds(kind, index, c, at, areas, reads, writes)
         if chunk.is_slice and self.model.layers[index].kind == "block" and not at.in_parts:
             self._bind_window(kind, index, c, areas, reads, writes)
         work = at.stage.work(chunk.tokens, chunk.seq_len, self.layout.compute_bytes)
@@ -307,6 +331,16 @@ class _RoundLowering:
             reads.append(Access(areas["carry"], self.carried[c]))
         self.carried[c] = f"carry {index} {c} after {kind} stage {at.number} part {at.part}"
         writes.append(Access(areas["carry"], self.carried[c]))
+
+    def _bind_bounds(
+        self, kind: str, index: int, c: int, at: _Turn, areas: dict[str, int], reads: list[Access],
+        writes: list[Access],
+    ) -> None:  # fmt: skip
+        """Which rows are whose expert's: the first stage says, the others read."""
+        areas["bounds"] = self._bounds_slot(c)
+        if at.opens:
+            self.routed[c] = f"bounds {index} {c} by {kind}"
+        (writes if at.opens else reads).append(Access(areas["bounds"], self.routed[c]))
 
     def _bind_window(
         self, kind: str, index: int, c: int, areas: dict[str, int], reads: list[Access], writes: list[Access]
@@ -390,7 +424,7 @@ class _RoundLowering:
         """All chunks of a layer in reverse order, then its gradients leave. The head goes in forward order: its chunks
         arrive that way, and it starts the backward pass."""
         for at in _turns(self.layout.programs[index].backward_stages):
-            weights = self._acquire_weights(layer, at.part) if layer.input is not None else {}
+            weights = self._acquire_weights(layer, at) if layer.input is not None else {}
             if at.stage.recomputes and not at.closes:
                 for c in self.chunks:
                     areas, reads = self._fetch_saved(index, c)

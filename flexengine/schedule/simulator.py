@@ -141,7 +141,7 @@ class _Simulation:
             return self.rates.compute_s(command)
         if STREAMS[i] is Stream.CPU:
             return self.rates.cpu_s(command)
-        latency = self.rates.copy_latency_s * max(1, len(command.copies))
+        latency = self.rates.copy_latency_s * max(1, len(command.regions))
         return command.copy_bytes + latency * self.rates.alone_bytes_per_s[STREAMS[i]]
 
     def _speed(self, i: int) -> float:

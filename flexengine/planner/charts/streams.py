@@ -87,7 +87,7 @@ COPY_KINDS = {
 
 def kind_of(command: Command) -> str:
     """The kind of bar that a command is drawn as."""
-    return bar_kind(command.kind, command.label, bool(command.copies))
+    return bar_kind(command.kind, command.label, bool(command.regions))
 
 
 def bar_kind(kind: str, label: str, is_copy: bool) -> str:

@@ -1,0 +1,51 @@
+"""Carries out a fetch of those experts of a part that have rows in some chunk of the round."""
+
+from __future__ import annotations
+
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from flexengine.ops.base import use_kernel
+from flexengine.runtime.arena import Arenas
+from flexengine.schedule.commands import BOUND_BYTES, CopyRegion, FetchExperts, Slot
+
+
+def fetch_experts(args: FetchExperts, slots: tuple[Slot, ...], arenas: Arenas) -> None:
+    """From host memory to a weight slot, on the current stream; what the slot has of other experts stays.
+
+    Order: on CUDA it launches, and never waits for the device.
+    """
+    bounds = _bounds(args, slots, arenas)
+    for region in args.regions:
+        source, target = (end.view(args.experts, -1) for end in _ends(region, args.experts, slots, arenas))
+        if use_kernel(target):
+            from flexengine.kernels import fetch_experts as kernel  # noqa: PLC0415 (Triton is imported when first used)
+
+            kernel.fetch_experts(source, target, bounds)
+            continue
+        for expert in bounds.diff(dim=1).sum(dim=0).nonzero().flatten().tolist():
+            target[expert].copy_(source[expert])
+
+
+def _ends(region: CopyRegion, experts: int, slots: tuple[Slot, ...], arenas: Arenas) -> tuple[Tensor, Tensor]:
+    """Source and target in the widest words that every expert's share is whole ones of."""
+    places = [(slots[region.source], region.source_offset), (slots[region.target], region.target_offset)]
+    share = region.num_bytes // experts
+    width = gcd(share, *(slot.offset + offset for slot, offset in places))
+    dtype = torch.int32 if width % 4 == 0 else torch.int16
+    source, target = (
+        arenas.view(slot, offset, (region.num_bytes // dtype.itemsize,), dtype) for slot, offset in places
+    )
+    return source, target
+
+
+def _bounds(args: FetchExperts, slots: tuple[Slot, ...], arenas: Arenas) -> Tensor:
+    """[chunks, experts + 1] of the part's experts: the slots of chunks lie side by side."""
+    starts = [slots[slot].offset + offset for slot, offset in args.bounds]
+    apart = starts[1] - starts[0] if len(starts) > 1 else 0
+    assert starts == [starts[0] + apart * i for i in range(len(starts))], "bounds of chunks are equally far apart"
+    num_bytes = apart * (len(starts) - 1) + BOUND_BYTES * (args.experts + 1)
+    whole = arenas.bytes_view("gpu", starts[0], num_bytes).view(torch.int32)
+    return whole.as_strided((len(starts), args.experts + 1), (apart // BOUND_BYTES, 1))

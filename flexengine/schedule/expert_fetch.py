@@ -1,0 +1,45 @@
+"""Experts of a part that some token of a round goes to: what a fetch of them alone has to know, and how many to expect.
+
+Which they are, the router writes on the GPU while the round runs; a program depends on shapes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flexengine.models.spec import ModelSpec
+from flexengine.ops.experts import GroupedLinear
+from flexengine.schedule.commands import BOUND_BYTES, CopyRegion, FetchExperts, TilePlane
+from flexengine.schedule.layer_program import Stage
+
+
+def touched_share(num_experts: int, per_token: int, tokens: int) -> float:
+    """Expected share of E experts that some of T tokens goes to, K experts each: 1 - (1 - K / E)**T for even routing.
+
+    Source: elementary probability. A token leaves an expert out with probability 1 - K / E, all of T tokens that choose
+    independently with its T-th power. Uneven routing touches fewer.
+    """
+    return 1.0 - (1.0 - per_token / num_experts) ** tokens
+
+
+def least_touched_share(model: ModelSpec, tokens: int) -> float:
+    """That of the layer of a model that is expected to leave most experts out; 1 where none come in parts."""
+    ops = {op for layer in model.layers for op in layer.ops if isinstance(op, GroupedLinear) and op.num_parts > 1}
+    return min((touched_share(op.num_experts, op.per_token, tokens) for op in ops), default=1.0)
+
+
+def fetch_of_experts(
+    stage: Stage, part: int, regions: Iterable[CopyRegion], bounds_slots: Iterable[int], tokens: int
+) -> FetchExperts:
+    """Arguments of the fetch of a part, 1 or above, for a stage of a round of `tokens` tokens in all.
+
+    regions: one for every parameter of the part, all of it. bounds_slots: where each chunk's bounds are.
+    """
+    op, place = next(
+        (step.op, dict(step.tensors)[step.op.bounds]) for step in stage.steps if isinstance(step.op, GroupedLinear)
+    )
+    assert place.area == "bounds", "what is fetched is known before the parts begin"
+    experts = op.num_experts // op.num_parts
+    first = place.offset + BOUND_BYTES * (part - 1) * experts
+    bounds = tuple(TilePlane(slot, first) for slot in bounds_slots)
+    return FetchExperts(tuple(regions), experts, bounds, touched_share(op.num_experts, op.per_token, tokens))
