@@ -218,6 +218,7 @@ class Drafting:
             p.of_blocks(lambda kind: np.array([s.backward_s for s in kind.seconds])).each(),
             p.of_blocks(lambda kind: np.array(self._finish_s(kind.group, kind.use.gradients))).each(),
             p.sliced,
+            np.array([p.model.groups[layer.groups[0]].num_parts > 1 for layer in p.model.blocks]),
             sum(not layer.has_backward for layer in p.model.blocks),
         )
 
@@ -340,7 +341,7 @@ class Drafting:
         base, p = self.round_costs, self.problem.cost.profile
         costs = RowCosts(**{name: column.at(rows) for name, column in self.row_costs.items()})
         chunks = base.backward_s.shape[1]
-        saved_s = chunks * (costs.input_h2d_s + costs.save_h2d_s) * (2 if base.refill else 1)
+        saved_s = chunks * (costs.input_h2d_s + costs.save_h2d_s) * (1 + base.refill + base.in_parts)
         link_s = saved_s + costs.weights_h2d_s + (costs.grad_h2d_s if self.problem.rounds > 1 else 0.0)
         compute_s = base.backward_s.sum(axis=1) + base.finish_s + chunks * costs.recompute_s
         link_s, compute_s = link_s.sum(axis=1), compute_s.sum(axis=1)

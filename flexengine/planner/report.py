@@ -208,10 +208,8 @@ def _lines_of_parts(plan: Plan, model: ModelSpec | None) -> list[str]:
         return [f"experts: streamed in parts{which}"]
     most = max(model.groups, key=lambda group: group.divisions)
     cut = sum(param.numel for param in most.params if param.name in most.cut)
-    share = cut // most.divisions
-    return [
-        f"experts: streamed in {most.divisions} parts of {share / 1e6:.0f} M parameters, {plan.weight_slots} at once"
-    ]
+    size = f"{cut / most.divisions / 1e6:.0f} M parameters"
+    return [f"experts: streamed in {most.divisions} parts of {size}, {plan.weight_slots} at once{which}"]
 
 
 def home_of_part(home: GroupPlan, part: str) -> Home | None:

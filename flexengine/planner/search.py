@@ -89,7 +89,9 @@ def make_plan(model: ModelSpec, request: Request, profile: HardwareProfile) -> P
 
 
 def _is_good_whole(plan: Plan, parts: ModelSpec) -> bool:
-    """Whether a plan with whole blocks is hardly improved by parts."""
+    """Whether a plan with whole blocks is hardly improved by parts, or recomputes nothing, as asked: parts must."""
+    if plan.request.recompute == "none":
+        return True
     near_light = plan.predicted.speed_of_light_s / plan.predicted.step_s >= WHOLE_ENOUGH
     tokens = round_shape(plan.request, plan.chunk_tokens, plan.chunks_per_round).num_tokens
     return near_light and least_touched_share(parts, tokens) >= MOST_TOUCHED

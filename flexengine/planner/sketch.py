@@ -58,7 +58,8 @@ class RoundCosts(NamedTuple):
     """What all placements of a round have in common.
 
     forward_s, backward_s: compute of the blocks [L, chunks], without recomputation; finish_s: rounding their gradients
-    [L]. refill: sliced sequences fetch every chunk's kept tensors once more to rebuild the key/value window.
+    [L]. refill: sliced sequences fetch every chunk's kept tensors once more to rebuild the key/value window; in_parts
+    [L]: blocks that fetch them once more to make anew what their parts read.
     forward_only: so many of the first blocks have no backward.
     """
 
@@ -66,6 +67,7 @@ class RoundCosts(NamedTuple):
     backward_s: np.ndarray
     finish_s: np.ndarray
     refill: bool
+    in_parts: np.ndarray
     forward_only: int = 0
 
 
@@ -143,6 +145,7 @@ class _Layer(NamedTuple):
     saves: np.ndarray
     any_input: bool
     any_save: bool
+    in_parts: bool
     weight_slots: _Pick
     grad_slots: _Pick
     hidden_slots: _Pick
@@ -183,6 +186,7 @@ class Sketch:
             saves,
             bool(inputs.any()),
             bool(saves.any()),
+            bool(self.costs.in_parts[i]),
             self.weights.pick(weights),
             self.grads.pick(grads),
             self.hidden.pick(inputs),
@@ -284,7 +288,7 @@ class Sketch:
         self.weights.take(self.weights.pick(still))
         fetched = layer.weights & ~still
         ready = self._fetch_weights(layer, fetched, self.weights.pick(fetched), floor)
-        if self.costs.refill:
+        for _ in range(self.costs.refill + layer.in_parts):
             for c in range(self.chunks):
                 ready = self._fetch_saved(layer, c, sent, ready, 0.0)
         for c in reversed(range(self.chunks)):

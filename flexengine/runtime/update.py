@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -68,8 +67,10 @@ class UpdateRunner:
         squares = self.norm_squares()
         if len(squares) == len(self.layout.groups):
             return squares
-        bounds = [self.layout.first_run(group) for group in range(len(self.layout.groups) + 1)]
-        return torch.stack([squares[a:b].sum() for a, b in pairwise(bounds)])
+        return torch.stack([self._group_square(squares, group) for group in range(len(self.layout.groups))])
+
+    def _group_square(self, squares: Tensor, group: int) -> Tensor:
+        return squares[self.layout.first_run(group) : self.layout.first_run(group + 1)].sum()
 
     def clip(self, settings: UpdateSettings) -> None:
         """Write the factors on all gradients (clip coefficient / target tokens) and their global norm; what is frozen
@@ -85,7 +86,9 @@ class UpdateRunner:
     def scale_group(self, group: int, settings: UpdateSettings) -> None:
         """Write the factor on one gradient, which depends on no other: gradients are not clipped."""
         assert settings.max_grad_norm is None
-        scales, _ = gradient_scales(self.group_squares()[group : group + 1], settings.num_target_tokens, None)
+        scales, _ = gradient_scales(
+            self._group_square(self.norm_squares(), group)[None], settings.num_target_tokens, None
+        )
         self.scale(group).copy_(scales)
 
     def update(self, command: Command, slots: tuple, settings: UpdateSettings) -> None:

@@ -98,8 +98,14 @@ def _check_direction(program: Program, command: Command) -> None:
 
 
 def check_declarations(program: Program) -> None:
-    """Copies and arguments touch declared slots only, and write only what is declared as written."""
+    """Copies and arguments touch declared slots only, and write only what is declared as written; a layer's call has a
+    slot for every area that it uses."""
     for command in program.commands:
+        if isinstance(command.args, LayerCall):
+            call = command.args
+            missing = call.program.stages(command.kind)[call.stage].areas - call.areas.keys()
+            if missing:
+                raise ProgramError(f"{command.label} uses {', '.join(sorted(missing))} without a slot for it")
         reads = {access.slot for access in command.reads}
         writes = {access.slot for access in command.writes}
         read, written = _touched(command)

@@ -74,7 +74,7 @@ def group_layout(group: GroupSpec, numerics: Numerics) -> GroupLayout:
     """Planes of a group. Vectors always keep float32 states and, beside bf16 weights, the exact remainder. What is
     frozen has weights alone."""
     params = tuple((p.name, p.shape, p.kind) for p in group.params)
-    key = (params, group.frozen, group.divisions, group.num_parts, numerics)
+    key = (params, group.frozen, group.divisions, group.cut, group.num_parts, numerics)
     if key not in _KNOWN:
         _KNOWN[key] = _group_layout(group, numerics)
     return _KNOWN[key]

@@ -245,7 +245,8 @@ class Layout:
         plan = self.plan
         for k in range(self.num_hidden_slots):
             region.add(f"hidden[{k}]", self.hidden_bytes, "hidden states")
-        carried = max(p.carry_bytes for p in self.programs)
+        evaluation = (self.evaluation_program(i) for i in range(len(self.programs)))
+        carried = max(p.carry_bytes for p in (*self.programs, *evaluation))
         for c in range(plan.chunks_per_round):
             region.add(f"grad_hidden[{c}]", self.hidden_bytes, "hidden states")
             if carried:

@@ -15,9 +15,9 @@ def savable_ops(ops: tuple[Op, ...]) -> tuple[str, ...]:
 
 
 def keepable_ops(ops: tuple[Op, ...]) -> tuple[str, ...]:
-    """Names of ops whose outputs can be kept: not those in parts, nor what these read in backward, which is made anew
-    for all of them together."""
-    read = read_by_parts(ops)
+    """Names of ops whose outputs can be kept: not those in parts, nor what these read: in backward it is made anew for
+    all of them together, and where a stage lies a chunk's kept outputs are not at hand."""
+    read = read_by_parts(ops) | {name for op in ops if op.num_parts > 1 for name in op.inputs}
     return tuple(op.name for op in ops if op.num_parts == 1 and not any(o.name in read for o in op.outputs))
 
 

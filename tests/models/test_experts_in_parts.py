@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from engine_helpers import ON_GPU, build_engine, make_plan, random_batch, same_bits, saved_model, spec_of, streamed_plan
+from engine_helpers import ON_GPU, build_engine, random_batch, same_bits, saved_model, spec_of, streamed_plan
 from family_checks import MAX_SEQ_LEN, check_against_transformers
 from family_configs import CASES, FAMILY_CASES
 
@@ -11,7 +11,8 @@ from flexengine.models import blocks
 from flexengine.models.in_parts import in_parts, may_be_in_parts
 from flexengine.models.registry import open_model
 from flexengine.optim import AdamW
-from flexengine.plan import GroupPlan
+from flexengine.plan import GroupPlan, LayerPlan, Numerics
+from flexengine.schedule.save_sets import savable_ops
 
 WITH_EXPERTS = [
     name for name, config in CASES.items() if any(op.name == "gather" for b in spec_of(config).blocks for op in b.ops)
@@ -31,39 +32,60 @@ def test_parts_match_transformers(case, chunk_tokens, tmp_path):
     check_against_transformers(CASES[case], chunk_tokens, tmp_path, in_parts=True)
 
 
-def trained(folder, plan, steps=2, clip=0.5):
-    """Losses and weights after some steps."""
-    engine = build_engine(open_model(folder), plan, AdamW(lr=1e-2), max_grad_norm=clip)
-    losses = []
-    for step in range(steps):
-        losses.append(engine.fwd_bwd(random_batch(step, [48, 3, 20, 17, 31, 40], engine.model.vocab_size)).loss)
-        engine.step()
+def trained(folder, plan, device="cpu"):
+    """Losses and weights after two steps; gradients are clipped unless the plan lets the CPU update in backward."""
+    clip = 0.5 if plan.request.clipping else None
+    options = {"device": device, "max_grad_norm": clip, "deterministic": device == "cuda"}
+    engine, losses = build_engine(open_model(folder), plan, AdamW(lr=1e-2), **options), []
+    for step in range(2):
+        losses.append(engine.train_step(random_batch(step, [48, 3, 20, 17, 31, 40], engine.model.vocab_size))[0].loss)
     found = losses, engine.state_dict()
     engine.close()
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_parts_keep_the_bits(family, tmp_path):
+def kept_layers(spec):
+    """All that can be kept, on the GPU by one block and on the host by the next."""
+    kept = [savable_ops(block.ops) for block in spec.blocks]
+    blocks = [LayerPlan((), names, "host") if i % 2 else LayerPlan(names) for i, names in enumerate(kept)]
+    return (LayerPlan(), *blocks, LayerPlan())
+
+
+def check_bits(folder, config, device="cpu", **sizes):
     """In parts or not, all of them or those of touched experts, streamed or resident, updated by either processor, with
-    several rounds and clipped gradients."""
-    config = CASES[FAMILY_CASES[family]]
-    saved_model(tmp_path, config)
+    several rounds, with and without clipped gradients."""
+    saved_model(folder, config)
     spec = spec_of(config)
     assert may_be_in_parts(spec)
     assert not may_be_in_parts(in_parts(spec))
-    sizes = {"chunk_tokens": 20, "chunks_per_round": 3, "max_seq_len": MAX_SEQ_LEN}
-    streamed = streamed_plan(spec, **sizes)
-    expected = trained(tmp_path, streamed)
+    streamed = streamed_plan(spec, chunk_tokens=20, chunks_per_round=3, max_seq_len=MAX_SEQ_LEN, **sizes)
     homes = [GroupPlan(update="cpu"), ON_GPU, GroupPlan(weights="gpu"), GroupPlan(grads="gpu")]
-    groups = [homes[i % len(homes)] for i in range(len(spec.groups))]
+    groups = tuple(homes[i % len(homes)] for i in range(len(spec.groups)))
     plans = [
-        make_plan(spec, **sizes),
+        replace(streamed, groups=(ON_GPU,) * len(spec.groups)),
         replace(streamed, in_parts=True),
         replace(streamed, in_parts=True, weight_slots=1, grad_slots=1, touched_only=True),
-        replace(streamed, in_parts=True, weight_slots=5, grad_slots=3, groups=tuple(groups), touched_only=True),
+        replace(streamed, in_parts=True, weight_slots=5, grad_slots=3, groups=groups, touched_only=True),
+        replace(streamed, in_parts=True, layers=kept_layers(in_parts(spec))),
     ]
+    expected = trained(folder, streamed, device)
     for plan in plans:
-        losses, weights = trained(tmp_path, plan)
+        losses, weights = trained(folder, plan, device)
         assert losses == expected[0]
         same_bits(weights, expected[1])
+    hurried = replace(streamed, groups=groups, request=replace(streamed.request, clipping=False))
+    expected = trained(folder, hurried, device)
+    losses, weights = trained(folder, replace(hurried, in_parts=True), device)
+    assert losses == expected[0]
+    same_bits(weights, expected[1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_keep_the_bits(family, tmp_path):
+    check_bits(tmp_path, CASES[FAMILY_CASES[family]])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_keep_the_bits_on_cuda(family, tmp_path):
+    check_bits(tmp_path, CASES[FAMILY_CASES[family]], "cuda", numerics=Numerics())
