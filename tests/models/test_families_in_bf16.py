@@ -37,6 +37,8 @@ def losses_of_transformers(folder, batches, optimizer, device):
     kinds = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **kinds)
     model = model.to(device).train()
+    for experts in (module for module in model.modules() if hasattr(module, "limit")):
+        experts.limit = model.config.swiglu_limit  # some versions of transformers have 7 there whatever is asked for
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": optimizer.weight_decay},
