@@ -114,10 +114,10 @@ def test_parquet(hub, repo, tmp_path):
 @pytest.mark.parametrize(
     ("name", "contents"),
     [
-        ("a.jsonl.gz", gzip.compress(lines(ROWS))),
+        ("a.jsonl.gz", gzip.compress(lines(ROWS), mtime=0)),
         ("a.ndjson", lines(ROWS).replace(b"\n", b"\r\n\r\n")),
         ("a.json", json.dumps(ROWS, indent=2).encode()),
-        ("a.json.gz", gzip.compress(json.dumps(ROWS).encode())),
+        ("a.json.gz", gzip.compress(json.dumps(ROWS).encode(), mtime=0)),
         ("a.json", lines(ROWS)),
         ("a.json", json.dumps({"version": 1, "data": ROWS}, indent=1).encode()),
         ("a.json", json.dumps({"version": 1, "data": ROWS}).encode() + b"\n \n"),
@@ -170,7 +170,7 @@ def test_lone_surrogate_survives(tmp_path):
         ("a.json", b'[{"a": 1}, {"a": [-Infinity]}]', "row 2: .*not JSON compliant"),
         ("a.jsonl", b'{"a": 1e999, "b": "\\ud83d"}', "row 1: .*not JSON compliant"),
         ("a.jsonl.gz", b"plain", "damaged gzip"),
-        ("a.jsonl.gz", gzip.compress(lines(ROWS))[:-9], "damaged gzip"),
+        ("a.jsonl.gz", gzip.compress(lines(ROWS), mtime=0)[:-9], "damaged gzip"),
     ],
 )
 def test_unreadable_rows(tmp_path, name, contents, message):
