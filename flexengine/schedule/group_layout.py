@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from flexengine.models.spec import GroupSpec
 from flexengine.plan import Numerics
@@ -39,10 +41,10 @@ class GroupLayout:
     together, into slots of `part_bytes`.
     """
 
-    offsets: dict[str, int]
+    offsets: Mapping[str, int]
     numel: int
     segments: tuple[Segment, ...]
-    plane_bytes: dict[str, int]
+    plane_bytes: Mapping[str, int]
     parts: tuple[Part, ...]
 
     @property
@@ -67,7 +69,7 @@ class GroupLayout:
 PLANE_KINDS: tuple[str, ...] = ("weights", "remainder", "exp_avg", "exp_avg_sq", "grad")
 
 
-_KNOWN: dict[tuple, GroupLayout] = {}
+_KNOWN: dict[tuple, GroupLayout] = {}  # all who ask share a layout, so nobody can write to it
 
 
 def group_layout(group: GroupSpec, numerics: Numerics) -> GroupLayout:
@@ -107,7 +109,8 @@ def _group_layout(group: GroupSpec, numerics: Numerics) -> GroupLayout:
                 ends[kind] += count * element_bytes(dtypes[kind])
         if count:
             segments.append(Segment(name, first, count, tuple(planes)))
-    return GroupLayout(offsets, numel, tuple(segments), ends, parts_of(group, offsets))
+    parts = parts_of(group, offsets)
+    return GroupLayout(MappingProxyType(offsets), numel, tuple(segments), MappingProxyType(ends), parts)
 
 
 def is_split(segment: str, numerics: Numerics) -> bool:
