@@ -15,8 +15,14 @@ if not torch.cuda.is_available():
     # Read when triton is imported, so it is set before any test module brings triton in.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import hypothesis
 import pytest
 
+# The same examples in every run, however slow the machine.
+hypothesis.settings.register_profile(
+    "alike", deadline=None, derandomize=True, database=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("alike")
 torch.set_num_threads(1)  # whatever the environment says: the order of floating-point sums depends on it
 HELPERS = str(Path(__file__).resolve().parent)
 if HELPERS not in sys.path:

@@ -172,9 +172,6 @@ def size_options(size, numerics):
 
 SETTINGS = settings(
     max_examples=24,
-    deadline=None,
-    derandomize=True,
-    database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
 )
 

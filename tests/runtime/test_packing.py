@@ -1,7 +1,7 @@
 """Sequences into chunks into rounds: nothing is lost or reordered, whatever the sizes."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flexengine.schedule.packing import PackedChunk, Piece, pack, round_shape
@@ -54,7 +54,6 @@ def test_rounds_of_equal_structure_share_a_shape():
     assert round_shape(one, 8) == round_shape(other, 8)
 
 
-@settings(deadline=None, derandomize=True, database=None)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=20),
     chunk_tokens=st.integers(1, 60),
