@@ -78,11 +78,10 @@ class HandOut(Op):
         _gather_part(self, env, rows, grad_x, added, last_first=True)
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        return plain_bytes(4 * tokens * (self.width + 8), compute_bytes)
+        return _rows_workspace(self, tokens, compute_bytes)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        read = float(self.num_parts + self.per_token)
-        return Work(memory_bytes=read * tokens * self.width * compute_bytes, kernels=1)
+        return _hand_out_work(self, tokens, compute_bytes)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         return _gather_work(self, tokens, compute_bytes)
@@ -117,14 +116,13 @@ class Gather(Op):
         hand_out(env.g[self.y], env.t[self.place], env.g[self.x].view(-1, self.width), own_bounds(self, env))
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        return plain_bytes(4 * tokens * (self.width + 8), compute_bytes)
+        return _rows_workspace(self, tokens, compute_bytes)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         return _gather_work(self, tokens, compute_bytes)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        read = float(self.num_parts + self.per_token)
-        return Work(memory_bytes=read * tokens * self.width * compute_bytes, kernels=1)
+        return _hand_out_work(self, tokens, compute_bytes)
 
 
 def _gather_part(
@@ -140,6 +138,17 @@ def _gather_part(
     before = None if env.part == first else sums
     target, added = (out, added) if env.part == last else (sums, None)
     gather(rows, place, target, added, last_first, bounds, before)
+
+
+def _rows_workspace(op: HandOut | Gather, tokens: int, compute_bytes: int) -> int:
+    """Of the plain path in either direction: a few rows of every token, and where they lie."""
+    return plain_bytes(4 * tokens * (op.width + 8), compute_bytes)
+
+
+def _hand_out_work(op: HandOut | Gather, tokens: int, compute_bytes: int) -> Work:
+    """What reads a row of every token, once for each part, and writes K of them."""
+    rows = float(op.num_parts + op.per_token)
+    return Work(memory_bytes=rows * tokens * op.width * compute_bytes, kernels=1)
 
 
 def _gather_work(op: HandOut | Gather, tokens: int, compute_bytes: int) -> Work:

@@ -27,8 +27,7 @@ from flexengine.ops.row_range import own_bounds, part_of, rows_within
 
 def _slices(bounds: Tensor) -> Iterator[tuple[int, slice]]:
     """(expert, its rows) of the plain path, which asks for the counts: on the CPU, and on CUDA in float64."""
-    ends = bounds.tolist()
-    for expert, (start, end) in enumerate(pairwise(ends)):
+    for expert, (start, end) in enumerate(pairwise(bounds.tolist())):
         if end > start:
             yield expert, slice(start, end)
 
