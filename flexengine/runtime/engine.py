@@ -6,7 +6,6 @@ ModelSpec is data) and nothing of how the plan came about.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -18,10 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.checkpoint.layout import CONFIG_FILE
-from flexengine.checkpoint.quantised import EXPORT_DTYPE
 from flexengine.checkpoint.reader import CheckpointReader
-from flexengine.checkpoint.writer import TensorSource, support_files, write_checkpoint
 from flexengine.hardware.memory_usage import GpuMemoryMeter, MemoryPeaks, memory_peaks
 from flexengine.models.matmul_dtype import check_matmul_dtype
 from flexengine.models.registry import ModelSource
@@ -32,11 +28,12 @@ from flexengine.plan import Plan
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.batch import BatchWriter, Sequences, read_batch
 from flexengine.runtime.executor import CommandOrder, Executor
+from flexengine.runtime.export import export_checkpoint
 from flexengine.runtime.fetch_experts import fetch_experts
 from flexengine.runtime.gradients import finish_gradient
 from flexengine.runtime.layer_runner import LayerRunner
 from flexengine.runtime.update import UpdateRunner, UpdateSettings
-from flexengine.runtime.weight_store import WeightStore, load_buffers, stored_tensors
+from flexengine.runtime.weight_store import WeightStore, load_buffers
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.command_totals import CommandClass, CommandTotal, add_totals
 from flexengine.schedule.commands import Command, FinishGradient, Program
@@ -51,8 +48,6 @@ from flexengine.schedule.update_lowering import lower_update
 MAX_PROGRAMS = 64
 """Lowered programs held at once; a batch of packed sequences needs two or three."""
 LAYER_KINDS = ("forward", "evaluate", "recompute", "backward", "fill_window")
-
-
 HALF_UPDATED = "an optimizer step was interrupted, so its weights are half updated"
 
 
@@ -586,52 +581,7 @@ class Engine:
         its config and tokenizer; what is frozen bit for bit. A preset is saved in the compute dtype, a quantised
         checkpoint in 16 bits, in shards of the usual size. An error leaves the folder as it was."""
         self.executor.synchronize()
-        beside = {} if self.source.support_folder is None else support_files(self.source.support_folder)
-        if self.source.weights_folder is None:
-            compute = self.plan.request.numerics.compute
-            tensors = [self._export(name, getattr(torch, compute)) for name in self.weights.runs]
-            tensors += [
-                TensorSource(name, torch.float32, tuple(buffer.shape), buffer.float)
-                for name, buffer in self.buffers.items()
-            ]
-            write_checkpoint(folder, tensors, beside={**beside, CONFIG_FILE: self._config_text(compute)})
-            return
-        decoded = {
-            part: run.source.name
-            for run in self.weights.runs.values()
-            if run.source.decode is not None
-            for part in stored_tensors(run.source)
-        }
-        if decoded:
-            beside |= {CONFIG_FILE: self._config_text(str(EXPORT_DTYPE).removeprefix("torch."))}
-        with CheckpointReader.open(self.source.weights_folder) as reader:
-            kept = [self._export_from(reader, name) for name in reader.tensors if name not in decoded]
-            tensors = [*kept, *(self._export(name, EXPORT_DTYPE) for name in dict.fromkeys(decoded.values()))]
-            write_checkpoint(folder, tensors, None if decoded else reader.shard_of, beside=beside)
-
-    def _export(self, name: str, dtype: torch.dtype) -> TensorSource:
-        shape = self.weights.runs[name].source.shape
-        return TensorSource(name, dtype, shape, lambda: self.weights.read(name, dtype))
-
-    def _export_from(self, reader: CheckpointReader, name: str) -> TensorSource:
-        """A tensor of the source checkpoint: trained, tied to a trained one, or carried through untouched."""
-        entry, tied = reader.tensors[name], self.model.tie_word_embeddings and name == "lm_head.weight"
-        source = self.model.embedding_source if tied else name
-        if source in self.weights.runs and not self.weights.runs[source].frozen:
-            return self._export(source, entry.dtype)._replace(name=name)
-
-        def carried() -> Tensor:
-            tensor = torch.empty(entry.shape, dtype=entry.dtype)
-            reader.read_into(name, tensor)
-            return tensor
-
-        return TensorSource(name, entry.dtype, tuple(entry.shape), carried)
-
-    def _config_text(self, dtype: str) -> str:
-        config = {**self.model.hf_config, "dtype": dtype}
-        for name in ("torch_dtype", "quantization_config"):
-            config.pop(name, None)
-        return json.dumps(config, indent=2) + "\n"
+        export_checkpoint(folder, self.source, self.weights, self.buffers)
 
     def close(self) -> None:
         """Stop measuring and release both arenas; the engine is not usable afterwards."""
