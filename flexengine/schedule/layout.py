@@ -245,13 +245,13 @@ class Layout:
         plan = self.plan
         for k in range(self.num_hidden_slots):
             region.add(f"hidden[{k}]", self.hidden_bytes, "hidden states")
-        evaluation = (self.evaluation_program(i) for i in range(len(self.programs)))
-        carried = max(p.carry_bytes for p in (*self.programs, *evaluation))
+        programs = (*self.programs, *(self.evaluation_program(i) for i in range(len(self.programs))))
+        carried = max(p.carry_bytes for p in programs)
         for c in range(plan.chunks_per_round):
             region.add(f"grad_hidden[{c}]", self.hidden_bytes, "hidden states")
             if carried:
                 region.add(f"carry[{c}]", carried, "hidden states")
-        bounds = max(p.bounds_bytes for p in self.programs)
+        bounds = max(p.bounds_bytes for p in programs)
         for c in range(plan.chunks_per_round if bounds else 0):
             region.add(f"bounds[{c}]", bounds, "hidden states")
         staged = max(p.save_host_bytes for p in self.programs)
