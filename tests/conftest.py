@@ -1,9 +1,11 @@
 """Set-up of all tests: one CPU thread, Triton's interpreter without a GPU, seeds, the gpu mark; makes engine_helpers.py
 importable (in its importlib mode pytest leaves sys.path alone)."""
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # Tests are small: a second thread only waits, for very long when the machine is busy. Set before numpy and torch start.
@@ -58,6 +60,29 @@ def _quick_search_elsewhere(request: pytest.FixtureRequest) -> Iterator[None]:
 def quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of the planner that need some plan, not the best."""
     search_quickly(monkeypatch)
+
+
+@contextmanager
+def _logging_as_before() -> Iterator[None]:
+    """A command sets up logging for its process; the tests after it have their own."""
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    yield
+    root.setLevel(level)
+    root.handlers[:] = handlers
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _logging_before_the_module() -> Iterator[None]:
+    """Fixtures of a module run commands too."""
+    with _logging_as_before():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _logging_before_the_test() -> Iterator[None]:
+    with _logging_as_before():
+        yield
 
 
 @pytest.fixture(autouse=True)

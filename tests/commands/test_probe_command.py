@@ -1,11 +1,9 @@
 """`flexengine probe`: the table, the files it writes, and mistakes that are named before anything is measured."""
 
 import importlib.util
-import logging
 import os
 import stat
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,15 +28,6 @@ MEASURED = replace(
         Curve("host memory copy", "threads", "bytes/s", ((1, 14e9), (16, 121e9))),
     ),
 )
-
-
-@pytest.fixture(autouse=True)
-def restored_logging() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
 """Fixtures of the tests of failures: a small model, a profile that needs no measuring, and the command line."""
 
-import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,16 +14,6 @@ if HELPERS not in sys.path:
     sys.path.append(HELPERS)
 
 from provoke import Outcome, fingerprint, half_written, write_model  # noqa: E402, found from here on
-
-
-@pytest.fixture(autouse=True)
-def _logging_as_before() -> Iterator[None]:
-    """A command sets up logging for its process; the tests after it have their own."""
-    root = logging.getLogger()
-    level, handlers = root.level, root.handlers[:]
-    yield
-    root.setLevel(level)
-    root.handlers[:] = handlers
 
 
 @pytest.fixture
