@@ -37,13 +37,14 @@ class OpTime(NamedTuple):
 
 
 def block_times(
-    spec: ModelSpec, tokens: int, seq_len: int, device: torch.device, dtype: torch.dtype, timer: Timer, least_s: float
-) -> list[OpTime]:
-    """Every half of every op of the first block, on random data; sequences of `seq_len` tokens.
+    spec: ModelSpec, tokens: int, seq_len: int, device: torch.device, dtype: torch.dtype, timer: Timer, least_s: float,
+    block: int = 0,
+) -> list[OpTime]:  # fmt: skip
+    """Every half of every op of a block, on random data; sequences of `seq_len` tokens.
 
     Raises: ValueError unless seq_len divides tokens.
     """
-    layer = spec.blocks[0]
+    layer = spec.blocks[block]
     env = block_env(spec, layer, tokens, seq_len, device, dtype)
     times = []
     for op in layer.ops:
@@ -71,7 +72,7 @@ def kind_of(op: Op, tokens: int, seq_len: int) -> str:
     work = op.forward_work(tokens, seq_len, 2)
     if work.attention_forward_flops:
         return "attention"
-    return "matmuls" if work.matmul_flops or work.fp8_flops else "the rest"
+    return "matmuls" if work.matmul_flops or work.grouped_flops or work.fp8_flops else "the rest"
 
 
 def block_env(

@@ -70,6 +70,8 @@ class Work(NamedTuple):
     """FLOPs of products with FP8 operands, which are not among matmul_flops."""
     padding_flops: float = 0.0
     """Those among the attention's FLOPs that multiply zeros: they take time, and `flops` leaves them out."""
+    grouped_flops: float = 0.0
+    """FLOPs of products of many matrices, each with its own rows, which are not among matmul_flops."""
 
     def plus(self, other: Work) -> Work:
         """The sum of two pieces of work."""
@@ -81,6 +83,7 @@ class Work(NamedTuple):
             self.kernels + other.kernels,
             self.fp8_flops + other.fp8_flops,
             self.padding_flops + other.padding_flops,
+            self.grouped_flops + other.grouped_flops,
         )
 
     def shared(self, calls: int) -> Work:
@@ -95,13 +98,14 @@ class Work(NamedTuple):
             self.kernels // calls,
             self.fp8_flops / calls,
             self.padding_flops / calls,
+            self.grouped_flops / calls,
         )
 
     @property
     def flops(self) -> float:
         """All floating-point operations that count as hardware FLOPs."""
         attention = self.attention_forward_flops + self.attention_backward_flops - self.padding_flops
-        return self.matmul_flops + self.fp8_flops + attention
+        return self.matmul_flops + self.grouped_flops + self.fp8_flops + attention
 
 
 class Carried(NamedTuple):

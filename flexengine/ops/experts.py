@@ -154,7 +154,7 @@ class GroupedLinear(Op):
 
     def _work(self, tokens: int) -> Work:
         rows = tokens * self.per_token
-        return Work(matmul_flops=2.0 * rows * self.in_features * self.out_features, kernels=1)
+        return Work(grouped_flops=2.0 * rows * self.in_features * self.out_features, kernels=1)
 
     def _pass(self, tokens: int, compute_bytes: int) -> Work:
         """grad_y read once more."""

@@ -9,9 +9,10 @@ import pytest
 from flexengine.hardware.presets import preset
 from flexengine.models.freezing import with_frozen
 from flexengine.models.registry import build_model, open_model
+from flexengine.ops.base import Work
 from flexengine.plan import Numerics, Request
 from flexengine.planner import knapsack, loads
-from flexengine.planner.cost_model import CostModel, price, round_shape
+from flexengine.planner.cost_model import GROUPED_SHARE, CostModel, price, round_shape
 from flexengine.planner.drafts import Drafting
 from flexengine.planner.frontier import frontier, pareto_sets, save_set
 from flexengine.planner.kinds import ever_smaller_sets
@@ -120,6 +121,16 @@ def test_frontier_is_that_of_all_sets(case, chunk):
     layer, cost = build_model(case, CASES[case]).blocks[0], CostModel(preset("cpu-test"), 4, chunk, 48)
     shape = round_shape(Request(48, 96, 1, 1), chunk, 3)
     assert frontier(layer, shape, cost) == pareto_sets([save_set(layer, s, shape, cost) for s in save_sets(layer.ops)])
+
+
+def test_products_of_experts_run_at_a_share_of_the_rate_of_one_product():
+    profile, layer = preset("h200"), open_model("preset:olmoe-1b-7b").spec.blocks[0]
+    cost = CostModel(profile, 2, 8192, 2048)
+    work = next(op for op in layer.ops if op.name == "experts_down").forward_work(8192, 2048, 2)
+    assert work.flops == 2 * 8192 * 8 * 1024 * 2048
+    seconds = work.flops / (GROUPED_SHARE * profile.matmul_rate(8192)) + profile.launch_s
+    assert cost.work_s(work) == cost.work_s(work.plus(Work())) == pytest.approx(seconds)
+    assert cost.work_s(work.shared(4)) == pytest.approx((seconds - profile.launch_s) / 4)
 
 
 def test_slices_cover_the_sequence():
