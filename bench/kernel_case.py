@@ -51,8 +51,9 @@ class Sizes(NamedTuple):
 
 def sizes_of(spec: ModelSpec, tokens: int) -> Sizes:
     """The sizes of a model whose blocks have a gated unit, for chunks of `tokens` tokens."""
-    ffn = next(op.width for op in spec.blocks[0].ops if isinstance(op, (GLU, WeightedGLU)))
-    attention = next(op for op in spec.blocks[0].ops if isinstance(op, CausalAttention))
+    ops = [op for block in spec.blocks for op in block.ops]
+    ffn = next(op.width for op in ops if isinstance(op, (GLU, WeightedGLU)))
+    attention = next(op for op in ops if isinstance(op, CausalAttention))
     block = spec.groups[spec.blocks[0].groups[0]]
     return Sizes(
         tokens=tokens,

@@ -9,8 +9,9 @@ device memory reaches (read plus written) in the same run. Rows under 80% are ma
 path on the CPU, on other and less data. Letters: T tokens, D width, F FFN width, N query and G key/value heads, R
 rotated columns, B tokens of a block of logits, V vocabulary, n parameters of a block, P partial sums.
 
-Second table: every op of a block as training calls it, back to back; TFLOP/s of products and attention, and
-microseconds per token of matmuls (with the copies of their residuals), attention (with its copies) and the rest.
+Second table: every op of a block (--block N, where they differ) as training calls it, back to back; TFLOP/s of
+products and attention, and microseconds per token of matmuls (with the copies of their residuals), attention (with its
+copies) and the rest.
 """
 
 from __future__ import annotations
@@ -164,6 +165,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--seq-len", type=int, default=2048, help="tokens of a sequence, for attention")
     parser.add_argument("--only", nargs="+", metavar="NAME", help=f"kernels by name, and {BLOCK} for the second table")
+    parser.add_argument("--block", type=int, default=0, metavar="N", help="which one the second table is of, from 0")
     parser.add_argument(
         "--matmul-dtype", choices=["compute", "fp8"], default="compute", help="of the block's linear layers"
     )
@@ -193,19 +195,22 @@ class Clock(NamedTuple):
 def measure(args: argparse.Namespace, device: torch.device, clock: Clock) -> tuple[dict, list[Row]]:
     """Both tables as far as --only wants them, printed; returned ready for JSON, and the rows of the first.
 
-    Raises: SystemExit for a name that there is not.
+    Raises: SystemExit for a name or a block that there is not.
     """
     spec = with_matmul_dtype(open_model(args.model, needs_weights=False).spec, args.matmul_dtype)
+    if not 0 <= args.block < len(spec.blocks):
+        raise SystemExit(f"--block is {args.block}; {args.model} has {len(spec.blocks)} blocks, counted from 0")
     sizes = sizes_of(spec, args.tokens)
     names = chosen(args.only, [*(case.name for case in kernel_cases(sizes)), BLOCK])
-    results: dict = {"model": args.model, "sizes": sizes._asdict(), "seq_len": args.seq_len}
+    results: dict = {"model": args.model, "sizes": sizes._asdict(), "seq_len": args.seq_len, "of_block": args.block}
     rate = clock.memory_bytes_per_s
     print(f"copy within device memory: {rate / 1e9:.0f} GB/s, read plus written\n", flush=True)
     rows = kernel_rows(sizes, names, device, clock.cold, rate)
     print(kernel_table(rows), flush=True)
     results |= {"copy_bytes_per_s": rate, "kernels": [row_json(row) for row in rows]}
     if BLOCK in names:
-        times = block_times(spec, args.tokens, args.seq_len, device, torch.bfloat16, clock.back_to_back, LEAST_S)
+        sizes_of_chunk, dtype = (args.tokens, args.seq_len), torch.bfloat16
+        times = block_times(spec, *sizes_of_chunk, device, dtype, clock.back_to_back, LEAST_S, args.block)
         print("\n" + block_table(times, args.tokens))
         results["block"] = [time._asdict() for time in times]
         results["block_us_per_token"] = microseconds_per_token(times, args.tokens)

@@ -10,6 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engine_helpers import spec_of
+from family_configs import CASES as CONFIGS
+from family_configs import FAMILY_CASES
 
 from bench import kernels
 from bench.block_ops import HALVES, KINDS, block_times, microseconds_per_token
@@ -24,6 +27,8 @@ CPU = torch.device("cpu")
 SPEC = open_model("preset:tiny-llama3-50m", needs_weights=False).spec
 SIZES = sizes_of(SPEC, 11)._replace(vocab_size=1003, parameters=5003, partial_sums=3)
 CASES = {case.name: case for case in kernel_cases(SIZES)}
+
+pytestmark = pytest.mark.usefixtures("few_partials")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -104,6 +109,18 @@ def test_every_half_of_a_block_is_timed_and_lands_in_one_kind():
         assert totals["all"] == pytest.approx(sum(totals[kind] for kind in KINDS))
     table = kernels.block_table(times, 32).splitlines()
     assert len(table) == 1 + len(times) + 1 + 1 + 2
+
+
+def test_blocks_that_differ_are_timed_one_by_one():
+    spec = open_model("preset:qwen3.5-9b", needs_weights=False).spec
+    small = spec_of(CONFIGS[FAMILY_CASES["qwen3_5_text"]])
+    assert sizes_of(spec, 11).heads == 16  # of the first block with attention
+    for block, op in ((0, "delta_rule"), (len(small.blocks) - 1, "attention")):
+        times = block_times(small, 32, 16, CPU, torch.bfloat16, cpu_timer, 1e-5, block)
+        assert [t.op for t in times if t.half == HALVES[0]] == [each.name for each in small.blocks[block].ops]
+        assert op in {t.op for t in times}
+    with pytest.raises(SystemExit, match="--block is 12; preset:tiny-llama3-50m has 12 blocks, counted from 0"):
+        kernels.measure(kernels.parse(["--model", "preset:tiny-llama3-50m", "--block", "12"]), CPU, None)
 
 
 def test_a_run_prints_and_returns_what_was_asked_for(capsys: pytest.CaptureFixture[str]):
