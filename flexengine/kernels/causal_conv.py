@@ -16,8 +16,7 @@ from torch import Tensor
 from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.rounding import round_to
 
-_ROWS, _COLUMNS = 32, 64  # tile of a program; neighbouring columns, so that a row's reads are whole sectors
-_WEIGHT_ROWS = 16
+_ROWS, _COLUMNS, _WARPS = 8, 128, 1  # tile of a program: every row is read once, and found again in registers
 
 
 class Part(NamedTuple):
@@ -73,7 +72,7 @@ def causal_conv_forward(part: Part, y: Tensor) -> None:
     if part.rows:
         _forward_kernel[part.grid(part.rows)](
             *part.inputs(), y, y.stride(0), HAS_TAIL=part.tail is not None, TAPS=part.weight.shape[2], ROWS=_ROWS,
-            COLUMNS=_COLUMNS, num_warps=4,
+            COLUMNS=_COLUMNS, num_warps=_WARPS,
         )  # fmt: skip
 
 
@@ -97,7 +96,7 @@ def causal_conv_backward_input(
             *part.inputs(), grad_y, grad_x, grad_y if grad_left is None else grad_left,
             grad_y if grad_before is None else grad_before, grad_y.stride(0), *grad_x.stride()[:2],
             HAS_TAIL=part.tail is not None, HAS_LEFT=grad_left is not None, HAS_BEFORE=grad_before is not None,
-            TAPS=taps, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4,
+            TAPS=taps, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=_WARPS,
         )  # fmt: skip
 
 
@@ -110,44 +109,77 @@ def causal_conv_backward_weight(part: Part, grad_y: Tensor, partials: Tensor) ->
     part.check(grad_y=grad_y)
     groups, (channels, _, taps) = len(partials), part.weight.shape
     check_tensor("partials", partials, (groups, taps, channels), (torch.float32,))
-    _weight_kernel[(groups, triton.cdiv(part.columns, _COLUMNS), taps)](
+    _weight_kernel[(groups, triton.cdiv(part.columns, _COLUMNS))](
         *part.inputs(), grad_y, partials, grad_y.stride(0), triton.cdiv(part.rows, groups),
-        HAS_TAIL=part.tail is not None, TAPS=taps, ROWS=_WEIGHT_ROWS, COLUMNS=_COLUMNS, num_warps=4,
+        HAS_TAIL=part.tail is not None, TAPS=taps, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=_WARPS,
     )  # fmt: skip
 
 
 @triton.jit
-def _input(
-    x_ptr, tail_ptr, rows, back, position, columns, mask, width, channels, first, x_stride, x_step,
-    HAS_TAIL: tl.constexpr, TAPS: tl.constexpr,
-):  # fmt: skip
-    """x_(t - back) [ROWS, COLUMNS] in fp32, 0 before a sequence's first token."""
-    there = (position >= back)[:, None] & mask
-    source = (rows - back).to(tl.int64)
-    at = source[:, None] * x_stride + ((columns // width) * x_step + columns % width)[None, :]
-    x = tl.load(x_ptr + at, mask=there & (source >= 0)[:, None], other=0.0).to(tl.float32)
-    if HAS_TAIL:
-        at = (source + TAPS - 1)[:, None] * channels + (first + columns)[None, :]
-        x += tl.load(tail_ptr + at, mask=there & (source < 0)[:, None], other=0.0).to(tl.float32)
-    return x
+def _there(row, end, columns, column_count):
+    """Mask [COLUMNS]: a row from 0 to `end`, of columns that there are."""
+    row += tl.zeros_like(columns)  # in the interpreter a mask takes no number beside a vector
+    return (columns < column_count) & (row >= 0) & (row < end)
 
 
 @triton.jit
-def _sums(
-    x_ptr, weight_ptr, tail_ptr, rows, position, columns, mask, column_count, width, channels, first, x_stride, x_step,
-    HAS_TAIL: tl.constexpr, TAPS: tl.constexpr,
+def _rows(
+    x_ptr, tail_ptr, begin, columns, count, column_count, width, channels, first, x_stride, x_step,
+    HAS_TAIL: tl.constexpr, TAPS: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
-    """z [ROWS, COLUMNS]."""
-    z = tl.zeros(mask.shape, tl.float32)
+    """NUMBER rows of x from `begin` on, each [COLUMNS] in fp32; zeros beyond what there is."""
+    inside = (columns // width) * x_step + columns % width
+    found = ()
+    for i in tl.static_range(NUMBER):
+        row = begin + i
+        mask = _there(row, count, columns, column_count)
+        x = tl.load(x_ptr + row.to(tl.int64) * x_stride + inside, mask=mask, other=0.0).to(tl.float32)
+        if HAS_TAIL and i < 2 * (TAPS - 1):  # no tile begins further before row 0
+            left = row + TAPS - 1
+            mask = _there(left, TAPS - 1, columns, column_count)
+            x += tl.load(tail_ptr + left * channels + first + columns, mask=mask, other=0.0).to(tl.float32)
+        found += (x,)
+    return found
+
+
+@triton.jit
+def _weights(weight_ptr, columns, column_count, first, TAPS: tl.constexpr):
+    """The weight [COLUMNS] in fp32 of every number of tokens back."""
+    found = ()
     for back in tl.static_range(TAPS):
         taps = weight_ptr + (first + columns) * TAPS + (TAPS - 1 - back)
-        weight = tl.load(taps, mask=columns < column_count, other=0.0).to(tl.float32)
-        x = _input(
-            x_ptr, tail_ptr, rows, back, position, columns, mask, width, channels, first, x_stride, x_step, HAS_TAIL,
-            TAPS,
-        )  # fmt: skip
-        z += weight[None, :] * x
+        found += (tl.load(taps, mask=columns < column_count, other=0.0).to(tl.float32),)
+    return found
+
+
+@triton.jit
+def _sum(x, weights, position, row: tl.constexpr, TAPS: tl.constexpr):
+    """z [COLUMNS] of the row after TAPS - 1 + `row` others of x."""
+    z = tl.zeros_like(x[0])
+    for back in tl.static_range(TAPS):
+        z += tl.where(position >= back, weights[back] * x[row + TAPS - 1 - back], 0.0)
     return z
+
+
+@triton.jit
+def _grad_sums(
+    x, weights, positions_ptr, grad_y_ptr, begin, end, columns, column_count, first, grad_y_stride,
+    TAPS: tl.constexpr, NUMBER: tl.constexpr,
+):  # fmt: skip
+    """(grad_z [COLUMNS], position) of NUMBER rows from `begin` on, where they are from 0 to `end`; zeros and -1
+    elsewhere. x: the rows from TAPS - 1 before `begin`."""
+    grads, positions = (), ()
+    for i in tl.static_range(NUMBER):
+        row = begin + i
+        at = grad_y_ptr + row.to(tl.int64) * grad_y_stride + first + columns
+        grads += (tl.load(at, mask=_there(row, end, columns, column_count), other=0.0).to(tl.float32),)
+        positions += (tl.load(positions_ptr + row, mask=(row >= 0) & (row < end), other=-1),)
+    found = ()
+    for i in tl.static_range(NUMBER):
+        z = _sum(x, weights, positions[i], i, TAPS)
+        s = tl.sigmoid(z)
+        found += (grads[i] * s * (1.0 + z * (1.0 - s)),)
+    return found, positions
 
 
 @triton.jit
@@ -155,35 +187,19 @@ def _forward_kernel(
     x_ptr, weight_ptr, positions_ptr, tail_ptr, count, column_count, width, channels, first, x_stride, x_step, y_ptr,
     y_stride, HAS_TAIL: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    begin = tl.program_id(0) * ROWS
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    mask = (rows < count)[:, None] & (columns < column_count)[None, :]
-    position = tl.load(positions_ptr + rows, mask=rows < count, other=-1)
-    z = _sums(
-        x_ptr, weight_ptr, tail_ptr, rows, position, columns, mask, column_count, width, channels, first, x_stride,
-        x_step, HAS_TAIL, TAPS,
+    weights = _weights(weight_ptr, columns, column_count, first, TAPS)
+    x = _rows(
+        x_ptr, tail_ptr, begin - (TAPS - 1), columns, count, column_count, width, channels, first, x_stride, x_step,
+        HAS_TAIL, TAPS, ROWS + TAPS - 1,
     )  # fmt: skip
-    target = y_ptr + rows.to(tl.int64)[:, None] * y_stride + (first + columns)[None, :]
-    tl.store(target, round_to(z * tl.sigmoid(z), y_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _grad_sums(
-    x_ptr, weight_ptr, positions_ptr, tail_ptr, grad_y_ptr, rows, end, columns, column_count, width, channels, first,
-    x_stride, x_step, grad_y_stride, HAS_TAIL: tl.constexpr, TAPS: tl.constexpr,
-):  # fmt: skip
-    """(grad_z [ROWS, COLUMNS], positions [ROWS]) of rows from 0 to end; zeros and -1 elsewhere."""
-    inside = (rows >= 0) & (rows < end)
-    mask = inside[:, None] & (columns < column_count)[None, :]
-    position = tl.load(positions_ptr + rows, mask=inside, other=-1)
-    z = _sums(
-        x_ptr, weight_ptr, tail_ptr, rows, position, columns, mask, column_count, width, channels, first, x_stride,
-        x_step, HAS_TAIL, TAPS,
-    )  # fmt: skip
-    source = grad_y_ptr + rows.to(tl.int64)[:, None] * grad_y_stride + (first + columns)[None, :]
-    grad_y = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    s = tl.sigmoid(z)
-    return grad_y * s * (1.0 + z * (1.0 - s)), position
+    for i in tl.static_range(ROWS):
+        row = begin + i
+        z = _sum(x, weights, tl.load(positions_ptr + row, mask=row < count, other=-1), i, TAPS)
+        target = y_ptr + row.to(tl.int64) * y_stride + first + columns
+        mask = _there(row, count, columns, column_count)
+        tl.store(target, round_to(z * tl.sigmoid(z), y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -194,28 +210,34 @@ def _backward_kernel(
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Inputs from the tail's first row on: what is before row 0 belongs to the chunk before."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS) - (TAPS - 1)
+    begin = tl.program_id(0) * ROWS - (TAPS - 1)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    there = columns < column_count
-    grad = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for ahead in tl.static_range(TAPS):
-        grad_z, position = _grad_sums(
-            x_ptr, weight_ptr, positions_ptr, tail_ptr, grad_y_ptr, rows + ahead, count, columns, column_count, width,
-            channels, first, x_stride, x_step, grad_y_stride, HAS_TAIL, TAPS,
-        )  # fmt: skip
-        taps = weight_ptr + (first + columns) * TAPS + (TAPS - 1 - ahead)
-        weight = tl.load(taps, mask=there, other=0.0).to(tl.float32)
-        grad += tl.where((position >= ahead)[:, None], weight[None, :] * grad_z, 0.0)
-    if HAS_LEFT:
-        last = rows - (count - (TAPS - 1))
-        mask = ((last >= 0) & (rows < count))[:, None] & there[None, :]
-        grad += tl.load(grad_left_ptr + last[:, None] * channels + (first + columns)[None, :], mask=mask, other=0.0)
-    at = rows.to(tl.int64)[:, None] * grad_x_stride + ((columns // width) * grad_x_step + columns % width)[None, :]
-    mask = ((rows >= 0) & (rows < count))[:, None] & there[None, :]
-    tl.store(grad_x_ptr + at, round_to(grad, grad_x_ptr.dtype.element_ty), mask=mask)
-    if HAS_BEFORE:
-        at = (rows + TAPS - 1)[:, None] * channels + (first + columns)[None, :]
-        tl.store(grad_before_ptr + at, grad, mask=(rows < 0)[:, None] & there[None, :])
+    weights = _weights(weight_ptr, columns, column_count, first, TAPS)
+    x = _rows(
+        x_ptr, tail_ptr, begin - (TAPS - 1), columns, count, column_count, width, channels, first, x_stride, x_step,
+        HAS_TAIL, TAPS, ROWS + 2 * (TAPS - 1),
+    )  # fmt: skip
+    grad_z, positions = _grad_sums(
+        x, weights, positions_ptr, grad_y_ptr, begin, count, columns, column_count, first, grad_y_stride, TAPS,
+        ROWS + TAPS - 1,
+    )  # fmt: skip
+    inside = (columns // width) * grad_x_step + columns % width
+    for i in tl.static_range(ROWS):
+        row = begin + i
+        grad = tl.zeros((COLUMNS,), tl.float32)
+        for ahead in tl.static_range(TAPS):
+            grad += tl.where(positions[i + ahead] >= ahead, weights[ahead] * grad_z[i + ahead], 0.0)
+        if HAS_LEFT:
+            last = row - (count - (TAPS - 1))
+            at = grad_left_ptr + last * channels + first + columns
+            grad += tl.load(at, mask=_there(last, TAPS - 1, columns, column_count), other=0.0)
+        target = grad_x_ptr + row.to(tl.int64) * grad_x_stride + inside
+        mask = _there(row, count, columns, column_count)
+        tl.store(target, round_to(grad, grad_x_ptr.dtype.element_ty), mask=mask)
+        if HAS_BEFORE and i < TAPS - 1:
+            before = row + TAPS - 1
+            at = grad_before_ptr + before * channels + first + columns
+            tl.store(at, grad, mask=_there(before, TAPS - 1, columns, column_count))
 
 
 @triton.jit
@@ -224,21 +246,28 @@ def _weight_kernel(
     grad_y_ptr, partials_ptr, grad_y_stride, group_rows,
     HAS_TAIL: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    group, back = tl.program_id(0), tl.program_id(2)
+    group = tl.program_id(0)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    begin = group * group_rows
-    end = tl.minimum(begin + group_rows, count)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for row in range(begin, end, ROWS):
-        rows = row + tl.arange(0, ROWS)
-        grad_z, position = _grad_sums(
-            x_ptr, weight_ptr, positions_ptr, tail_ptr, grad_y_ptr, rows, end, columns, column_count, width, channels,
-            first, x_stride, x_step, grad_y_stride, HAS_TAIL, TAPS,
+    weights = _weights(weight_ptr, columns, column_count, first, TAPS)
+    end = tl.minimum((group + 1) * group_rows, count)
+    totals = ()
+    for _ in tl.static_range(TAPS):
+        totals += (tl.zeros((COLUMNS,), tl.float32),)
+    for tile in range(tl.cdiv(group_rows, ROWS)):
+        begin = group * group_rows + tile * ROWS
+        x = _rows(
+            x_ptr, tail_ptr, begin - (TAPS - 1), columns, count, column_count, width, channels, first, x_stride, x_step,
+            HAS_TAIL, TAPS, ROWS + TAPS - 1,
         )  # fmt: skip
-        mask = (rows < end)[:, None] & (columns < column_count)[None, :]
-        total += grad_z * _input(
-            x_ptr, tail_ptr, rows, back, position, columns, mask, width, channels, first, x_stride, x_step, HAS_TAIL,
-            TAPS,
+        grad_z, positions = _grad_sums(
+            x, weights, positions_ptr, grad_y_ptr, begin, end, columns, column_count, first, grad_y_stride, TAPS, ROWS,
         )  # fmt: skip
-    target = partials_ptr + (group * TAPS + back).to(tl.int64) * channels + first + columns
-    tl.store(target, tl.sum(total, axis=0), mask=columns < column_count)
+        for i in tl.static_range(ROWS):
+            added = ()
+            for back in tl.static_range(TAPS):
+                product = tl.where(positions[i] >= back, grad_z[i] * x[i + TAPS - 1 - back], 0.0)
+                added += (totals[back] + product,)
+            totals = added
+    for back in tl.static_range(TAPS):
+        target = partials_ptr + (group * TAPS + back).to(tl.int64) * channels + first + columns
+        tl.store(target, totals[back], mask=columns < column_count)

@@ -157,14 +157,20 @@ class CausalConv(Op):
         sums = 4 * (self.taps + 2) * self.channels * 4
         return sums + plain_bytes(8 * (tokens + 4 * self.taps) * self.channels, compute_bytes)
 
+    def _passes(self, tokens: int, compute_bytes: int, passes: int, more: int = 0) -> Work:
+        """passes: over all channels, as many as would take the time of the kernels on an H200, which their arithmetic
+        bounds (bench/results/h200_block_qwen3.5-9b.json); more: kernels beside one for each part."""
+        num_bytes = float(passes * tokens * self.channels * compute_bytes)
+        return Work(memory_bytes=num_bytes, kernels=len(self.parts) + more)
+
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return Work(memory_bytes=2.0 * tokens * self.channels * compute_bytes, kernels=1)
+        return self._passes(tokens, compute_bytes, passes=3)
 
     def fill_window_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         return Work(kernels=2)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return Work(memory_bytes=3.0 * tokens * self.channels * compute_bytes, kernels=1)
+        return self._passes(tokens, compute_bytes, passes=7)
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return Work(memory_bytes=2.0 * tokens * self.channels * compute_bytes, kernels=2)
+        return self._passes(tokens, compute_bytes, passes=8, more=3)

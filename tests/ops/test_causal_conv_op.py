@@ -105,14 +105,13 @@ def test_a_cut_sequence_equals_the_uncut_one(harness, checks, cuts, parts):
     [("side by side", 4, torch.bfloat16, 1e-2), ("interleaved", 3, torch.float32, 1e-5)],
     ids=str,
 )
+@pytest.mark.usefixtures("interpreted")
 def test_kernels_match_torch(monkeypatch, make_harness, checks, parts, taps, dtype, tolerance):
-    """What runs on CUDA, in Triton's interpreter, which takes a second for a few programs."""
-    monkeypatch.setenv("FLEXENGINE_INTERPRET_KERNELS", "1")
-    monkeypatch.setattr(causal_conv, "WEIGHT_GRAD_PARTIALS", 2)
+    """What runs on CUDA."""
     h, op = make_harness("cpu", dtype), make(parts, taps)
-    check(h, checks, op, (2, 1, 1, 35, 3), tolerance, {"w": torch.randn(op.channels, 1, taps)})
+    check(h, checks, op, (2, 1, 6), tolerance, {"w": torch.randn(op.channels, 1, taps)})
     monkeypatch.setattr(causal_conv, "WEIGHT_GRAD_PARTIALS", 1)
-    check_cut(h, checks, make(parts, taps), (5, 5, 1), tolerance)
+    check_cut(h, checks, make(parts, taps), (4, 1), tolerance)
 
 
 @pytest.mark.gpu
