@@ -24,6 +24,7 @@ Activation = str | tuple[float, float]
 _GELU_LINEAR = tl.constexpr(math.sqrt(8 / math.pi))
 _GELU_CUBIC = tl.constexpr(math.sqrt(8 / math.pi) * 0.044715)
 _BLOCK = 2048  # columns per program; 4 warps then hold 16 elements per thread and tensor
+_CLAMPED_FORWARD, _CLAMPED_BACKWARD = 1024, 512  # the same of clamped units: taking gate and up apart needs registers
 
 
 def glu_forward(
@@ -48,7 +49,7 @@ def glu_forward(
     unit = _unit_of(activation)
     if out.numel() == 0:
         return
-    block = min(_BLOCK, triton.next_power_of_2(width))
+    block = min(_CLAMPED_FORWARD if unit["CLAMPED"] else _BLOCK, triton.next_power_of_2(width))
     tiles = triton.cdiv(width, block)
     _forward_kernel[(tokens * tiles,)](
         gate_up, out, out if row_weight is None else row_weight, *row_range(bounds, out), width, tiles,
@@ -79,7 +80,7 @@ def glu_backward(
     unit = _unit_of(activation)
     if grad_out.numel() == 0:
         return
-    block = min(_BLOCK, triton.next_power_of_2(width))
+    block = min(_CLAMPED_BACKWARD if unit["CLAMPED"] else _BLOCK, triton.next_power_of_2(width))
     tiles = triton.cdiv(width, block)
     if row_weight is not None:
         assert grad_row_weight is not None
