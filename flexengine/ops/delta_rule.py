@@ -132,20 +132,21 @@ class DeltaRule(Op):
 
     def _work(self, tokens: int, products: int, passes: int, kernels: int, once: int) -> Work:
         """products: of a tile with a state; as many of a tile with a tile, which are half as large at usual widths.
-        passes: over a row of all value heads; kernels: for a group of heads, beside those that run once."""
+        passes: over a row of all value heads, as many as would take the time of the kernels on an H200; kernels: for a
+        group of heads, beside those that run once."""
         _, n, k, v = self.sizes
         flops = 2.0 * tokens * n * products * (k * v + TILE * (k + v) / 2)
         groups = -(-tokens * n // (TILE * TILE_HEADS))
         return Work(flops, memory_bytes=4.0 * passes * tokens * n * (k + v) / 2, kernels=groups * kernels + once)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self._work(tokens, products=3, passes=19, kernels=3, once=20)
+        return self._work(tokens, products=3, passes=35, kernels=3, once=20)
 
     def fill_window_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self._work(tokens, products=2, passes=11, kernels=2, once=20)
+        return self._work(tokens, products=2, passes=20, kernels=2, once=20)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self._work(tokens, products=12, passes=50, kernels=8, once=50)
+        return self._work(tokens, products=12, passes=93, kernels=8, once=50)
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         return Work(kernels=2)
