@@ -85,6 +85,22 @@ def _logging_before_the_test() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def few_partials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums over rows in a few groups, not one for each part of a card: the interpreter takes long for a program."""
+    from flexengine.ops import causal_conv, rmsnorm  # noqa: PLC0415 (after Triton's variable is set)
+
+    monkeypatch.setattr(causal_conv, "WEIGHT_GRAD_PARTIALS", 2)
+    monkeypatch.setattr(rmsnorm, "LEAST_PARTIALS", 3)
+    monkeypatch.setattr(rmsnorm, "LEAST_TILES", 3)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch, few_partials: None) -> None:
+    """Ops run their kernels without a GPU, in Triton's interpreter."""
+    monkeypatch.setenv("FLEXENGINE_INTERPRET_KERNELS", "1")
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """Every test starts from the same random state, in whatever order tests run."""

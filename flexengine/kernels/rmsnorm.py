@@ -15,7 +15,8 @@ from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.rounding import round_to
 
 _TILE_ELEMENTS = 2048  # elements per program when rows are short: several rows share a program
-_WEIGHT_ROWS, _WEIGHT_COLUMNS = 16, 256  # tile of the weight half: 512 bytes of a bf16 row, 16 rows in flight
+_WEIGHT_COLUMNS = 256  # of a tile of the weight half: 512 bytes of a bf16 row, fewer where rows are narrower
+_WEIGHT_ELEMENTS = 16 * _WEIGHT_COLUMNS
 _SUM_ROWS, _SUM_COLUMNS = 64, 64
 
 
@@ -90,7 +91,7 @@ def rmsnorm_backward_weight(
 
     Shapes: grad_y and x [T, D] or [T, K, D] in bf16 or fp32, rows may be strided; rstd from the forward; grad_weight
     [D] fp32; partials [P, D] fp32 is workspace. P groups of consecutive rows are summed side by side, then the P sums:
-    the order of the sum, so its bits, depends on T, K, D and P only (P = 128 keeps any card busy).
+    the order of the sum, so its bits, depends on T, K, D and P only (128 to 1024 keep any card busy).
     round is to x's dtype, as in the forward, whose exact derivative this is; with wide nothing is rounded.
     Order: two launches on the current stream, never synchronises. T = 0 adds nothing.
     Raises: ValueError on other shapes, dtypes or strides.
@@ -105,10 +106,11 @@ def rmsnorm_backward_weight(
     if groups == 0:
         raise ValueError("partials must have at least one row, got shape [0, D]")
     count, heads = _rows(x)
-    column_tiles = triton.cdiv(width, _WEIGHT_COLUMNS)
+    columns = min(_WEIGHT_COLUMNS, triton.next_power_of_2(width))
+    column_tiles = triton.cdiv(width, columns)
     _partial_weight_kernel[(groups * column_tiles,)](
         grad_y, x, rstd, partials, count, width, heads, triton.cdiv(count, groups), column_tiles,
-        *_strides(grad_y), *_strides(x), rstd.stride(0), WIDE=wide, ROWS=_WEIGHT_ROWS, COLUMNS=_WEIGHT_COLUMNS,
+        *_strides(grad_y), *_strides(x), rstd.stride(0), WIDE=wide, ROWS=_WEIGHT_ELEMENTS // columns, COLUMNS=columns,
         num_warps=4,
     )  # fmt: skip
     sum_partials(partials, grad_weight, accumulate)

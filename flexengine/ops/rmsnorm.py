@@ -14,10 +14,13 @@ from torch import Tensor
 
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel
 
-WEIGHT_GRAD_PARTIALS = 128
-"""Row groups of the weight-gradient reduction on CUDA: fixed, so that the order of the sum depends on the shape
-alone.
-"""
+LEAST_PARTIALS, LEAST_TILES, TILE_WIDTH = 128, 1024, 256
+"""Groups of rows in the weight half on CUDA, and tiles of groups and columns: enough to keep any card busy."""
+
+
+def weight_grad_partials(width: int) -> int:
+    """Groups of rows, more where rows are narrow: by width alone, so that the order of the sum depends on the shape."""
+    return max(LEAST_PARTIALS, LEAST_TILES // -(-width // TILE_WIDTH))
 
 
 class NormStyle(NamedTuple):
@@ -131,7 +134,10 @@ class RMSNorm(Op):
         found = () if self.residual is None else (self.statistics,)
         if half == "input":
             return found
-        return (*found, TensorSpec(f"{self.name}_partials", (self.width,), "float32", rows=WEIGHT_GRAD_PARTIALS))
+        return (
+            *found,
+            TensorSpec(f"{self.name}_partials", (self.width,), "float32", rows=weight_grad_partials(self.width)),
+        )
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         return plain_bytes(4 * tokens * (self.width + 2), compute_bytes)

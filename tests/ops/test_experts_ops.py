@@ -211,8 +211,8 @@ def test_products_match_autograd(harness, checks, favoured, options):
 
 @pytest.mark.parametrize("favoured", [None, 0])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_kernels_of_products_match_autograd(make_harness, checks, monkeypatch, options, favoured):
-    monkeypatch.setenv("FLEXENGINE_INTERPRET_KERNELS", "1")
+@pytest.mark.usefixtures("interpreted")
+def test_kernels_of_products_match_autograd(make_harness, checks, options, favoured):
     check_products(make_harness("cpu", torch.float32), checks, options, favoured, 19, (20, 131), 1e-5)
 
 
@@ -304,9 +304,9 @@ def test_the_ops_in_a_row_are_the_mixture(harness, checks):
     checks.close(tensors["y"], mixture(x, *params.values(), per_token=2))
 
 
-def test_kernels_in_a_row_are_the_mixture(monkeypatch, make_harness, checks):
-    """What runs on CUDA, in Triton's interpreter; backward of the weighted unit, whose rows add up, as well."""
-    monkeypatch.setenv("FLEXENGINE_INTERPRET_KERNELS", "1")
+@pytest.mark.usefixtures("interpreted")
+def test_kernels_in_a_row_are_the_mixture(make_harness, checks):
+    """What runs on CUDA; backward of the weighted unit, whose rows add up, as well."""
     h = make_harness("cpu", torch.float32)
     params, x, ops = random_params(h), h.randn(8, D), chain(2)
     tensors = run_chain(h, ops, 8, {"x": x}, params)

@@ -58,9 +58,9 @@ def test_weight_gradients_add_up(harness, checks):
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["norm", "gate"])
-def test_kernels_match_autograd(monkeypatch, make_harness, checks, kind, gate, dtype, tolerance):
-    """What runs on CUDA, in Triton's interpreter."""
-    monkeypatch.setenv("FLEXENGINE_INTERPRET_KERNELS", "1")
+@pytest.mark.usefixtures("interpreted")
+def test_kernels_match_autograd(make_harness, checks, kind, gate, dtype, tolerance):
+    """What runs on CUDA."""
     check(make_harness("cpu", dtype), checks, kind, gate, 7, tolerance)
     previous = {"w": torch.randn(HEAD_DIM)} if kind == "norm" else None
     check(make_harness("cpu", dtype), checks, kind, gate, 131, tolerance, previous)

@@ -69,14 +69,14 @@ def test_queries_with_gates_between_them(harness, checks, heads):
     check_gated(harness, checks, heads, 1e-12)
 
 
-def test_kernels_on_queries_with_gates(monkeypatch, make_harness, checks):
-    monkeypatch.setenv("FLEXENGINE_INTERPRET_KERNELS", "1")
+@pytest.mark.usefixtures("interpreted")
+def test_kernels_on_queries_with_gates(make_harness, checks):
     check_gated(make_harness("cpu", torch.float32), checks, HEADS[1], 1e-5)
 
 
-def test_kernels_on_views_of_a_row(monkeypatch, make_harness, checks):
-    """What runs on CUDA, in Triton's interpreter: heads are strided views, and so are their statistics."""
-    monkeypatch.setenv("FLEXENGINE_INTERPRET_KERNELS", "1")
+@pytest.mark.usefixtures("interpreted")
+def test_kernels_on_views_of_a_row(make_harness, checks):
+    """What runs on CUDA: heads are strided views, and so are their statistics."""
     h = make_harness("cpu", torch.float32)
     for span in ("head", "row"):
         op, chunk, inputs, params, grad_y = operands(h, 3, HEADS[0], span, NormStyle(EPS, 1.0, True))
