@@ -151,7 +151,7 @@ class Executor:
                 issue.close()
 
     def wait_for(self, program: Program, index: int) -> None:
-        """Block the host until a command of the program's last run, one that others wait for, has finished."""
+        """Block the host until a command of the program's last run has finished. On the CPU it has."""
         issue = self._last_issue.get(program)
         if issue is not None:
             issue.wait_for(index)

@@ -113,9 +113,19 @@ class Issue:
             self._cpu_work.issued(index)
 
     def wait_for(self, index: int) -> None:
-        """Block the host until a command of the last run, one that others wait for, has finished."""
-        if index in self._signals:
-            self._transfers.synchronize(self._signals[index])
+        """Block the host until a command of the last run has finished.
+
+        One that no other waits for has no event: a later one may imply it. Then the next on its stream that has one, or
+        the stream's end, tells of it.
+        """
+        self._transfers.synchronize(self._ending(index))
+
+    def _ending(self, index: int) -> int:
+        """The first event after a command on its stream."""
+        stream = self.program.commands[index].stream
+        later = (c.index for c in self.program.commands[index:] if c.stream is stream and c.index in self._signals)
+        following = next(later, None)
+        return self._joins[stream] if following is None else self._signals[following]
 
     def timings(self) -> list[tuple[float, float]]:
         """(start, end) of every command of the last run in seconds since it began. Order: it has finished."""

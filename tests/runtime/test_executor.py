@@ -8,6 +8,7 @@ import pytest
 import torch
 from engine_helpers import FLOAT32, build_engine, random_batch, random_weights, same_bits, streamed_plan, tiny_config
 
+from flexengine.hardware.timing import hold_stream
 from flexengine.native import library
 from flexengine.native.transfer_torch import TorchTransfers
 from flexengine.runtime.arena import Arenas
@@ -147,6 +148,25 @@ def test_gpu_native_and_torch_issue_give_the_same_bits(monkeypatch):
     fallback.close()
     assert losses == fallback_losses
     same_bits(weights, fallback_weights)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_gpu_rounds_keep_their_tokens_while_the_host_runs_ahead(monkeypatch, native):
+    """The host writes a round's tokens where those of the round before are fetched from, which may not have begun."""
+    monkeypatch.setenv(library.DISABLING_VARIABLE, native)
+    losses, weights = train(gpu_engine(chunk_tokens=64, chunks_per_round=1))
+    slow = gpu_engine(chunk_tokens=64, chunks_per_round=1)
+    run = slow.executor.run
+
+    def run_late(program, *rest, **options):
+        hold_stream(0.02)  # longer than issuing a program takes
+        run(program, *rest, **options)
+
+    monkeypatch.setattr(slow.executor, "run", run_late)
+    slow_losses, slow_weights = train(slow)
+    assert losses == slow_losses
+    same_bits(weights, slow_weights)
 
 
 @pytest.mark.gpu

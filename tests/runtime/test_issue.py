@@ -7,6 +7,7 @@ others run ahead as far as their waits allow. Compute commands are copies inside
 import contextlib
 import dataclasses
 import random
+import threading
 import time
 
 import pytest
@@ -231,17 +232,54 @@ def test_in_ranges_every_command_is_issued_inside_its_own(timed: bool):
     bench.close()
 
 
-def test_waiting_for_a_command():
-    driver, program = fake_driver(), random_program(1)
-    bench = Bench(driver, program)
-    bench.fill(0)
+def wait_beside(bench: Bench, index: int) -> None:
+    """`wait_for` a command of a program that is issued while the command's stream stands still."""
+    stream = bench.streams[bench.program.commands[index].stream]
+    bench.driver.hold(stream)
     bench.issue.run(bench._launch)
-    awaited = sorted({wait for c in program.commands for wait in c.waits})
-    bench.issue.wait_for(awaited[-1])
-    driver.settle()
-    before = driver.calls("cuEventSynchronize")
-    bench.issue.wait_for(next(c.index for c in program.commands if c.index not in awaited))
-    assert driver.calls("cuEventSynchronize") == before  # nobody waits for that command: there is nothing to ask
+    waiting = threading.Thread(target=bench.issue.wait_for, args=(index,))
+    waiting.start()
+    assert bench.driver.await_calls("cuEventSynchronize", 1)
+    assert waiting.is_alive()
+    bench.driver.release(stream)
+    waiting.join()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_waiting_for_a_command(seed: int):
+    program = random_program(seed, num_commands=15)
+    for command in program.commands:
+        bench = Bench(fake_driver(), program)
+        bench.fill(0)
+        wait_beside(bench, command.index)
+        earlier = [c for c in program.commands[: command.index + 1] if c.stream is command.stream]
+        wanted = sum(region.num_bytes for c in earlier for region in c.copies or c.args)
+        handle = bench.streams[command.stream].cuda_stream
+        assert sum(copy.num_bytes for copy in bench.driver.log() if copy.stream == handle) >= wanted
+        bench.driver.settle()
+        bench.close()
+
+
+def test_waiting_for_a_command_that_only_a_later_one_implies():
+    """What a host slot holds may change when its copy has ended, also where the copy after it is what others wait for.
+
+    The tokens of a round were overwritten by those of the next while their copy waited for the round before.
+    """
+    builder = ProgramBuilder("batch and weights", SLOTS, overlapping_slots(SLOTS))
+    for name, host, gpu in (("batch", 4, 0), ("weights", 5, 1)):
+        regions = (CopyRegion(host, 0, gpu, 0, SLOT_BYTES),)
+        builder.add("copy", name, Stream.H2D, [Access(host, name)], [Access(gpu, name)], copies=regions)
+    reads, moved = [Access(0, "batch"), Access(1, "weights")], (CopyRegion(0, 0, 2, 0, SLOT_BYTES),)
+    forward = builder.add("move", "forward", Stream.COMPUTE, reads, [Access(2, "hidden")], args=moved)
+    assert forward.waits == (1,)
+    bench = Bench(fake_driver(), builder.build())
+    bench.fill(0)
+    host, hidden = (bench.arenas.bytes_view(memory, at, SLOT_BYTES) for memory, at in (("host", 0), ("gpu", 96)))
+    batch = host.clone()
+    wait_beside(bench, 0)
+    host.fill_(0)
+    bench.driver.settle()
+    assert torch.equal(hidden, batch)
     bench.close()
 
 
