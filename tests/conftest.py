@@ -91,8 +91,8 @@ def few_partials(monkeypatch: pytest.MonkeyPatch) -> None:
     from flexengine.ops import causal_conv, rmsnorm  # noqa: PLC0415 (after Triton's variable is set)
 
     monkeypatch.setattr(causal_conv, "WEIGHT_GRAD_PARTIALS", 2)
-    monkeypatch.setattr(rmsnorm, "LEAST_PARTIALS", 3)
-    monkeypatch.setattr(rmsnorm, "LEAST_TILES", 3)
+    monkeypatch.setattr(rmsnorm, "WEIGHT_GRAD_PARTIALS", 3)
+    monkeypatch.setattr(rmsnorm, "HEAD_GRAD_PARTIALS", 3)
 
 
 @pytest.fixture

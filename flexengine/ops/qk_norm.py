@@ -18,10 +18,10 @@ from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes
 from flexengine.ops.columns import Columns, whole
 from flexengine.ops.rmsnorm import (
     NormStyle,
+    head_grad_partials,
     rmsnorm_backward_input,
     rmsnorm_backward_weight,
     rmsnorm_forward,
-    weight_grad_partials,
 )
 
 Span = Literal["head", "row"]
@@ -91,7 +91,7 @@ class QKNorm(Op):
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
         partials = (
-            TensorSpec(f"{part.weight}_partials", (part.y.width,), "float32", rows=weight_grad_partials(part.y.width))
+            TensorSpec(f"{part.weight}_partials", (part.y.width,), "float32", rows=head_grad_partials(part.y.width))
             for part in self.parts
         )
         return {"forward": (), "input": (self.statistics,), "weight": (self.statistics, *partials)}[half]

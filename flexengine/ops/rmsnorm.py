@@ -14,13 +14,17 @@ from torch import Tensor
 
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel
 
-LEAST_PARTIALS, LEAST_TILES, TILE_WIDTH = 128, 1024, 256
-"""Groups of rows in the weight half on CUDA, and tiles of groups and columns: enough to keep any card busy."""
+WEIGHT_GRAD_PARTIALS = 128
+"""Row groups of the weight-gradient reduction on CUDA: fixed, so that the order of the sum depends on the shape
+alone.
+"""
+HEAD_GRAD_PARTIALS = 1024
+"""The most where rows are heads: with a tile of columns each it takes more groups to keep a card busy."""
 
 
-def weight_grad_partials(width: int) -> int:
-    """Groups of rows, more where rows are narrow: by width alone, so that the order of the sum depends on the shape."""
-    return max(LEAST_PARTIALS, LEAST_TILES // -(-width // TILE_WIDTH))
+def head_grad_partials(width: int) -> int:
+    """Row groups for heads: fewer where they are wide, or so narrow that the sums would take more memory than rows."""
+    return max(WEIGHT_GRAD_PARTIALS, min(HEAD_GRAD_PARTIALS, 8 * width, 256 * HEAD_GRAD_PARTIALS // width))
 
 
 class NormStyle(NamedTuple):
@@ -134,10 +138,7 @@ class RMSNorm(Op):
         found = () if self.residual is None else (self.statistics,)
         if half == "input":
             return found
-        return (
-            *found,
-            TensorSpec(f"{self.name}_partials", (self.width,), "float32", rows=weight_grad_partials(self.width)),
-        )
+        return (*found, TensorSpec(f"{self.name}_partials", (self.width,), "float32", rows=WEIGHT_GRAD_PARTIALS))
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         return plain_bytes(4 * tokens * (self.width + 2), compute_bytes)
