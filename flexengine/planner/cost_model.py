@@ -24,8 +24,8 @@ from flexengine.schedule.simulator import Rates, Timing, simulate
 from flexengine.schedule.update_lowering import lower_update
 
 GROUPED_SHARE = 0.77
-"""Rate of the products of experts over that of linear layers of as many tokens, on an H200: 0.74 with 128 narrow
-experts, 0.77 with 64, 0.81 with 8 wide ones (bench/results/h200_block_*.json)."""
+"""Rate of the products of experts over that of linear layers of as many tokens, on an H200: 0.72 with 128 narrow
+experts, 0.76 with 64, 0.81 with 8 wide ones (bench/results/h200_block_*.json)."""
 
 
 @dataclass(frozen=True)
