@@ -398,7 +398,7 @@ class Engine:
     def _write(self, batch: Sequences, chunks: list[PackedChunk], balance: ExpertBalance | None) -> None:
         """Put a round's tokens where its program reads them."""
         if self._last_program is not None:
-            self.executor.wait_for(self._last_program, 0)  # its batch has left the host slot
+            self.executor.wait_for(self._last_program, 0)  # the batch before has left the host slot
         self.layers.chunks = self.batches.write(batch, chunks)
         for chunk in self.layers.chunks:
             chunk.balance = balance
