@@ -1,0 +1,182 @@
+"""Compiles Triton kernels for compute capability 9.0 without a GPU, and looks for matrix products whose operands are
+overwritten while they run.
+
+Such products (wgmma) run on while a warp goes on. Triton's pipelining of loads lets the one of an iteration run into
+the next; where the loaded tile is read in another way too, Triton 3.6 and 3.9 keep one copy of it all the same, and
+the next iteration's load overwrites it while the product still reads. Triton's interpreter knows nothing of that, and
+on a GPU it shows in some runs, in some rows.
+
+    python tests/hopper_compile.py
+
+prints the kernels that were compiled, with what is wrong with them, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime import jit
+from triton.runtime.driver import driver
+
+_NAME = r"%[\w#]+"
+
+
+class Compiled(Exception):  # noqa: N818 - no error
+    """Thrown once there is the code of a kernel, before it would be assembled."""
+
+
+class HopperDriver:
+    """What Triton asks a driver before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+@contextmanager
+def compiling() -> Iterator[list[tuple[str, str]]]:
+    """Launches compile only: the kernels' names and their code in Triton's GPU dialect. This process is left with a
+    driver that cannot launch."""
+    found: list[tuple[str, str]] = []
+    getitem, make = jit.KernelInterface.__getitem__, CUDABackend.make_ttgir
+
+    def launch(self, grid) -> Callable[..., None]:
+        def compiled(*args, **options) -> None:
+            changes = {"WIDE": False} if "WIDE" in options else {}  # CPU tensors ask for what the interpreter can do
+            try:
+                self.run(*args, grid=(1,), warmup=True, **{**options, **changes})
+            except Compiled as done:
+                found.append((self.fn.__name__, str(done)))
+
+        return compiled
+
+    def stop(*args, **options) -> None:
+        raise Compiled(str(make(*args, **options)))
+
+    driver.set_active(cast("Any", HopperDriver()))
+    jit.KernelInterface.__getitem__, CUDABackend.make_ttgir = launch, staticmethod(stop)
+    try:
+        yield found
+    finally:
+        jit.KernelInterface.__getitem__, CUDABackend.make_ttgir = getitem, staticmethod(make)
+
+
+def hazards(code: str) -> list[str]:
+    """Products that may still read a buffer when a copy to it begins, or whose registers are needed again before they
+    have been waited for; lines are looked at twice, as the end of a loop comes before its begin."""
+    found: list[str] = []
+    for body in _loops(code.splitlines()):
+        found += _hazards_of(code, body)
+    return found
+
+
+def _loops(lines: list[str]) -> Iterator[list[str]]:
+    """The bodies of the loops that hold products."""
+    for start, line in enumerate(lines):
+        if "scf.for" in line:
+            indent = len(line) - len(line.lstrip())
+            end = next(i for i in range(start + 1, len(lines)) if lines[i].startswith(" " * indent + "}"))
+            body = lines[start + 1 : end]
+            if any("warp_group_dot " in each for each in body):
+                yield body
+
+
+def _hazards_of(code: str, body: list[str]) -> list[str]:
+    depth = {
+        name: int(n) for name, n in re.findall(rf"({_NAME}) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x", code)
+    }
+    views = dict(re.findall(rf"({_NAME}) = ttg\.memdesc_\w+ ({_NAME})", code))
+
+    def buffer(name: str) -> str:
+        while name in views:
+            name = views[name]
+        return name
+
+    running: list[list[str]] = []
+    found = []
+    for line in body * 2:
+        if dot := re.search(rf"warp_group_dot ({_NAME}), ({_NAME})", line):
+            if "dot_op" in line:
+                running.append(["registers", buffer(dot[2])])
+            else:
+                running.append([buffer(name) for name in dot.groups()])
+        elif wait := re.search(r"warp_group_dot_wait .*pendings = (\d+)", line):
+            running = running[len(running) - int(wait[1]) :] if int(wait[1]) else []
+            if any("registers" in operands for operands in running):
+                found.append(f"registers of a product are not waited for: {line.strip()}")
+        elif copy := re.search(rf"async_copy_global_to_local {_NAME}, ({_NAME})", line):
+            target = buffer(copy[1])
+            if depth[target] == 1 and any(target in operands for operands in running):
+                found.append(f"a product may still read {target}, which there is once: {line.strip()}")
+    return sorted(set(found))
+
+
+# -- what is compiled --------------------------------------------------------------------------------------------------
+
+
+def delta_rule(key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
+    """Both halves of the gated delta rule."""
+    from flexengine.ops import delta_kernels  # noqa: PLC0415
+    from flexengine.ops.delta_tiles import Ends, Operands, Sizes  # noqa: PLC0415
+
+    sizes, lengths = Sizes(1, 2, key_dim, value_dim), (65, 3)
+    tokens = sum(lengths)
+    qkv, gates = torch.zeros(tokens, 2 * key_dim + 2 * value_dim, dtype=dtype), torch.zeros(2, tokens, 2)
+    given = Operands(qkv, (gates[0], gates[1]), torch.tensor((0, 65, 68), dtype=torch.int32), lengths, sizes, Ends())
+    o = torch.zeros(tokens, 2 * value_dim, dtype=dtype)
+    delta_kernels.forward(given, o)
+    delta_kernels.fill_window(given)
+    delta_kernels.backward(given, o, Ends(), qkv.clone(), (gates[0].clone(), gates[1].clone()))
+
+
+def experts(tiling: tuple[int, ...]) -> None:
+    """Products of experts and their weights' gradients."""
+    from flexengine.kernels import experts as kernels  # noqa: PLC0415
+
+    rows, bounds = torch.zeros(256, 128, dtype=torch.bfloat16), torch.tensor((0, 100, 256), dtype=torch.int32)
+    weight, acc = torch.zeros(2, 128, 128, dtype=torch.bfloat16), torch.zeros(2, 128, 128)
+    with patch.object(kernels, "_tiling", lambda _: kernels.Tiling(*tiling)):
+        for transposed in (False, True):
+            kernels.grouped_product(rows, weight, bounds, rows.clone(), transposed)
+    kernels.grouped_weight_gradient(rows, rows, bounds, acc, True)
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "delta rule, 128": lambda: delta_rule(128, 128, torch.bfloat16),
+    "delta rule, 64 and 256": lambda: delta_rule(64, 256, torch.bfloat16),
+    "delta rule, 256 and 128": lambda: delta_rule(256, 128, torch.bfloat16),
+    "delta rule, 128, fp32": lambda: delta_rule(128, 128, torch.float32),
+    "experts": lambda: experts((128, 128, 64, 8, 8, 3)),
+    "experts, wide tiles": lambda: experts((128, 256, 64, 8, 8, 3)),
+}
+
+
+def main() -> None:
+    """Compile all and print."""
+    rows = []
+    for case, launch in CASES.items():
+        with compiling() as codes, torch.no_grad():
+            launch()
+        rows += [
+            {"case": case, "kernel": name, "products": code.count("warp_group_dot "), "hazards": hazards(code)}
+            for name, code in dict.fromkeys(codes)
+        ]
+    print(json.dumps({"triton": triton.__version__, "kernels": rows}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

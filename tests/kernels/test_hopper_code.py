@@ -1,0 +1,56 @@
+"""What Triton makes of our kernels for compute capability 9.0: no product's operands are overwritten while it runs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hopper_compile import CASES, hazards
+
+ROOT = Path(__file__).resolve().parents[2]
+LOOP = """
+    %q = ttg.local_alloc : () -> !ttg.memdesc<{copies}x64x64xbf16, #shared, #smem, mutable>
+    %k = ttg.local_alloc : () -> !ttg.memdesc<2x64x64xbf16, #shared, #smem, mutable>
+    %place = ttg.memdesc_index %q[%c0] : !ttg.memdesc<{copies}x64x64xbf16> -> !ttg.memdesc<64x64xbf16>
+    %sum = scf.for %i = %c0 to %c4 step %c1 iter_args(%total = %zero) -> (tensor<64x64xf32, #mma>) {{
+      %copied = ttg.async_copy_global_to_local %pointers, %place mask %m : tensor<64x64xi64> -> <64x64xbf16>
+      %q_1 = ttg.memdesc_index %q[%i] : !ttg.memdesc<{copies}x64x64xbf16> -> !ttg.memdesc<64x64xbf16>
+      %q_2 = ttg.memdesc_trans %q_1 {{order = array<i32: 1, 0>}} : !ttg.memdesc<64x64xbf16>
+      %k_1 = ttg.memdesc_index %k[%i] : !ttg.memdesc<2x64x64xbf16> -> !ttg.memdesc<64x64xbf16>
+      %next = ttng.warp_group_dot {first}, %q_2, %total {{isAsync = true}} : {kind} * !ttg.memdesc<64x64xbf16>
+      %done:2 = ttng.warp_group_dot_wait %next, %q_2 {{pendings = {pendings} : i32}} : tensor<64x64xf32, #mma>
+      scf.yield %done#0 : tensor<64x64xf32, #mma>
+    }}
+"""
+SHARED = {"first": "%k_1", "kind": "!ttg.memdesc<64x64xbf16>"}
+REGISTERS = {"first": "%a", "kind": "tensor<64x64xf32, #ttg.dot_op<{opIdx = 0, parent = #mma}>>"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"copies": 1, "pendings": 1, **SHARED}, "may still read %q"),
+        ({"copies": 2, "pendings": 1, **SHARED}, None),
+        ({"copies": 1, "pendings": 0, **SHARED}, None),
+        ({"copies": 2, "pendings": 1, **REGISTERS}, "registers of a product are not waited for"),
+        ({"copies": 2, "pendings": 0, **REGISTERS}, None),
+    ],
+    ids=["one copy", "two copies", "one copy, waited for", "registers", "registers, waited for"],
+)
+def test_a_product_that_runs_into_the_next_copy_is_found(changes, message):
+    found = hazards(LOOP.format(**changes))
+    assert len(found) == (message is not None)
+    assert message is None or message in found[0]
+
+
+def test_no_product_runs_on_while_its_operands_are_overwritten():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = ROOT / "tests" / "hopper_compile.py"
+    command, options = [sys.executable, str(script)], {"cwd": ROOT, "env": environment}
+    run = subprocess.run(command, check=False, capture_output=True, text=True, **options)
+    assert run.returncode == 0, run.stderr[-3000:]
+    kernels = json.loads(run.stdout)["kernels"]
+    assert {row["case"] for row in kernels if row["products"]} == set(CASES)  # else nothing was looked at
+    assert [row for row in kernels if row["hazards"]] == []
