@@ -26,7 +26,7 @@ PRECISIONS = {torch.bfloat16: "tf32", torch.float32: "tf32x3"}
 """Of products, by the type of queries, keys and values. Three products in TF32 keep 22 bits, and fp32 without tensor
 cores would hold whole operands in registers."""
 _NORM_EPS = tl.constexpr(1e-6)
-_SOLVED = 16
+_SOLVED = 8
 """Rows of the blocks on the diagonal that are inverted by substitution; products merge them."""
 _SOLVE_PRECISION = "tf32x3"
 BLOCK_K, BLOCK_V = 64, 64

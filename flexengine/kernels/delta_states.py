@@ -15,7 +15,7 @@ from torch import Tensor
 from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.delta_prepare import TILE, Tiles, block_of, load_block, product, store_block
 
-_FORWARD_COLUMNS, _BACKWARD_COLUMNS = 32, 32
+_FORWARD_COLUMNS = 32
 _FORWARD_LAUNCH = {"num_warps": 4, "num_stages": 2}
 _BACKWARD_LAUNCH = {"num_warps": 4, "num_stages": 1}
 
@@ -57,7 +57,7 @@ def delta_states_backward(
     tiles.check(grad_written=(grad_written, (TILE, v)), grad_states=(grad_states, (k, v)))
     check_tensor("grad_o", grad_o, (len(tiles.qkv), n * v), FLOATS, strided_rows=True)
     _check_ends(tiles, before, left)
-    columns = block_of(v, _BACKWARD_COLUMNS)
+    columns = block_of(v, _backward_columns(k))
     _states_backward_kernel[(triton.cdiv(v, columns), tiles.heads, len(tiles.cu) - 1)](
         *tiles.inputs(), tiles.cu, total, scale, query_scale, w, grad_o, grad_written, grad_states,
         w if before is None else before, w if left is None else left, grad_o.stride(0), **tiles.constants(),
@@ -69,6 +69,11 @@ def delta_states_backward(
 def _launch(options: dict[str, int], key_dim: int) -> dict[str, int]:
     """Tiles of wide keys are not read ahead: two of 256 columns in fp32 are more than shared memory holds."""
     return options if key_dim <= 128 else {**options, "num_stages": 1}
+
+
+def _backward_columns(key_dim: int) -> int:
+    """Of wide keys fewer: a program holds all rows of its columns in registers."""
+    return 64 if key_dim <= 128 else 32
 
 
 def _check_ends(tiles: Tiles, before: Tensor | None, left: Tensor | None) -> None:

@@ -140,13 +140,13 @@ class DeltaRule(Op):
         return Work(flops, memory_bytes=4.0 * passes * tokens * n * (k + v) / 2, kernels=groups * kernels + once)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self._work(tokens, products=3, passes=35, kernels=3, once=20)
+        return self._work(tokens, products=3, passes=33, kernels=3, once=20)
 
     def fill_window_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self._work(tokens, products=2, passes=20, kernels=2, once=20)
+        return self._work(tokens, products=2, passes=19, kernels=2, once=20)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self._work(tokens, products=12, passes=93, kernels=8, once=50)
+        return self._work(tokens, products=12, passes=85, kernels=8, once=50)
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         return Work(kernels=2)
