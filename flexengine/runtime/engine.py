@@ -250,12 +250,13 @@ class Engine:
 
     def _forward_backward(self, sequences: Sequences, updates: UpdateSettings | None = None) -> FwdBwdOutput:
         """updates: of the CPU's updates inside the last round; None = no update comes before the next one."""
-        balance = self._balance_of(sequences)
-        loss_sum = self._run_rounds(sequences, train=True, updates=updates, balance=balance)
-        if balance is not None:
-            loss_sum += balance.loss()
-        self._num_target_tokens += sequences.num_target_tokens
-        loss = float(loss_sum) / sequences.num_target_tokens
+        with self._interruptible(train=True):
+            balance = self._balance_of(sequences)
+            loss_sum = self._run_rounds(sequences, train=True, updates=updates, balance=balance)
+            if balance is not None:
+                loss_sum += balance.loss()
+            self._num_target_tokens += sequences.num_target_tokens
+            loss = float(loss_sum) / sequences.num_target_tokens  # waits for the rounds
         model_flops = self.model.model_flops(sequences.lengths)
         extra = self._recompute_flops(sequences)
         return FwdBwdOutput(loss, sequences.num_tokens, sequences.num_target_tokens, model_flops, model_flops + extra)
@@ -266,8 +267,9 @@ class Engine:
             self._update_programs[cpu_has_updated] = self._checked(program)
         program = self._update_programs[cpu_has_updated]
         self._unusable = HALF_UPDATED
-        self._run(program, timed=self._measuring, settings=settings)
-        grad_norm = self._grad_norm(program)
+        with self._interruptible(train=True):
+            self._run(program, timed=self._measuring, settings=settings)
+            grad_norm = self._grad_norm(program)
         self._unusable = ""
         self._measuring = False
         skipped = not math.isfinite(grad_norm)
@@ -292,14 +294,16 @@ class Engine:
     ) -> EvaluateOutput:
         """Mean loss of a batch, forward only, in the same buffers; gradients and weights stay as they are."""
         sequences = self._read(batch, input_ids, labels, attention_mask)
-        loss_sum = self._run_rounds(sequences, train=False)
-        loss = float(loss_sum) / sequences.num_target_tokens
+        with self._interruptible(train=False):
+            loss = float(self._run_rounds(sequences, train=False)) / sequences.num_target_tokens
         return EvaluateOutput(loss, sequences.num_tokens, sequences.num_target_tokens)
 
     def next_token_logits(self, tokens: list[int]) -> Tensor:
         """Logits [V] of the token after `tokens`, float32 on the CPU; runs the whole prefix, for samples only."""
+        self._require_open()
         sequences = read_batch([tokens], None, None, self.model.vocab_size, self.plan.request.max_seq_len)
-        self._run_rounds(sequences, train=False)
+        with self._interruptible(train=False):
+            self._run_rounds(sequences, train=False)
         assert self._last_program is not None
         call = next(c.args for c in reversed(self._last_program.commands) if c.kind == "evaluate")
         head = call.program.forward[-1]
@@ -346,6 +350,18 @@ class Engine:
             return None
         return ExpertBalance.of_batch(self.model.balancing, batch.num_tokens, batch.num_target_tokens, self.device)
 
+    @contextmanager
+    def _interruptible(self, train: bool) -> Iterator[None]:
+        """What an error or an interrupt leaves: nothing that still runs and, of training, no gradients since the last
+        step, those of whole calls before included: some layers would hold this batch and others not."""
+        try:
+            yield
+        except BaseException:
+            if train:
+                self._start_accumulation()
+            self.executor.synchronize()
+            raise
+
     def _run_rounds(
         self,
         batch: Sequences,
@@ -353,23 +369,8 @@ class Engine:
         updates: UpdateSettings | None = None,
         balance: ExpertBalance | None = None,
     ) -> Tensor:
-        """Run all rounds of a batch; returns the summed loss [] in float64 on the device. updates: of the CPU's in the
-        last round.
-
-        When a training round is interrupted, the gradients since the last step are gone, whole calls before included:
-        some layers would hold this batch and others not.
-        """
-        try:
-            return self._issue_rounds(batch, train, updates, balance)
-        except BaseException:
-            if train:
-                self._start_accumulation()
-                self.executor.synchronize()
-            raise
-
-    def _issue_rounds(
-        self, batch: Sequences, train: bool, updates: UpdateSettings | None, balance: ExpertBalance | None
-    ) -> Tensor:
+        """Issue all rounds of a batch; returns the summed loss [] in float64 on the device. updates: of the CPU's in
+        the last round."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         rounds = pack(batch.lengths, self.plan.chunk_tokens, self.plan.chunks_per_round)
         with self._numerics_mode():
@@ -492,15 +493,18 @@ class Engine:
     def measure_next_step(self, keep_runs: bool = False) -> None:
         """Time every command of the next step; afterwards `command_totals` has their seconds by class.
 
-        keep_runs: also keep when each command of each program ran, for `take_timed_runs`.
+        keep_runs: also keep when each command of each program ran, for `take_timed_runs`. After a fwd_bwd of the step,
+        only what comes is measured.
 
         A measured step is slower: programs are bound anew with time stamps, and the host waits for the end of each. Its
         results are the same. What is evaluated in between is not counted.
         """
         self._measuring, self._keeping_runs, self.command_totals, self._timed_runs = True, keep_runs, {}, []
+        if self._has_gradients:
+            self.executor.start_clock()
 
     def take_timed_runs(self) -> list[TimedRun]:
-        """The programs of the last step measured with keep_runs, in order, in seconds since its first fwd_bwd began;
+        """The programs of the last step measured with keep_runs, in order, in seconds since its measured part began;
         the engine then forgets them. Empty when there are none."""
         runs, self._timed_runs = self._timed_runs, []
         return runs
@@ -559,7 +563,9 @@ class Engine:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Master weights by Hugging Face name, on the CPU, exact in float32 (float64 for float64 compute). What is
-        frozen has none: of it this is what is computed with, which a wider checkpoint is rounded to."""
+        frozen has none: of it this is what is computed with, which a wider checkpoint is rounded to. Raises ValueError
+        after an interrupted step."""
+        self._require_open()
         self.executor.synchronize()
         return {name: self.weights.read(name) for name in self.weights.runs}
 
@@ -569,6 +575,7 @@ class Engine:
 
         Raises ValueError when there are none.
         """
+        self._require_open()
         if not self._has_gradients:
             raise ValueError("there are no gradients: call fwd_bwd(batch) first")
         self.executor.synchronize()
@@ -579,7 +586,9 @@ class Engine:
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a Hugging Face folder that transformers loads unchanged: the source's tensor names, dtypes and shards,
         its config and tokenizer; what is frozen bit for bit. A preset is saved in the compute dtype, a quantised
-        checkpoint in 16 bits, in shards of the usual size. An error leaves the folder as it was."""
+        checkpoint in 16 bits, in shards of the usual size. An error leaves the folder as it was. Raises ValueError
+        after an interrupted step."""
+        self._require_open()
         self.executor.synchronize()
         export_checkpoint(folder, self.source, self.weights, self.buffers)
 

@@ -187,9 +187,11 @@ class Executor:
         before = self._cpu_work
         work = None
         if issue.cpu_commands:
-            work = self._start(issue.cpu_work(self._in_range(handler), self._cpu_threads, before))
-        torch.cuda.set_stream(self.streams[Stream.COMPUTE])
+            work = issue.cpu_work(self._in_range(handler), self._cpu_threads, before)
         try:
+            if work is not None:
+                self._start(work)
+            torch.cuda.set_stream(self.streams[Stream.COMPUTE])
             if self.range_of is None:
                 issue.run(call, gate)
             else:

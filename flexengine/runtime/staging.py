@@ -24,13 +24,13 @@ def load_staged(reader: CheckpointReader, requests: Iterable[ReadRequest], devic
     with allocate_host(2 * HALF_BYTES, page_locked=on_cuda) as buffer:
         halves = buffer.tensor.view(2, HALF_BYTES)
         try:
-            _load(reader, requests, halves, on_cuda)
+            _load(reader, requests, halves, device)
         finally:
             if on_cuda:  # nothing may be on its way when the buffer goes
                 torch.cuda.synchronize(device)
 
 
-def _load(reader: CheckpointReader, requests: Iterable[ReadRequest], halves: Tensor, on_cuda: bool) -> None:
+def _load(reader: CheckpointReader, requests: Iterable[ReadRequest], halves: Tensor, device: torch.device) -> None:
     sent: list[torch.cuda.Event | None] = [None, None]
     for number, fill in enumerate(_fills(requests, HALF_BYTES)):
         side = number % 2
@@ -40,9 +40,9 @@ def _load(reader: CheckpointReader, requests: Iterable[ReadRequest], halves: Ten
         staged = _place(fill, halves[side])
         reader.read_many(staged)
         _send(fill, staged)
-        if on_cuda:
+        if device.type == "cuda":
             event = sent[side] = torch.cuda.Event()
-            event.record()
+            event.record(torch.cuda.current_stream(device))  # where copies to it go, whichever device is current
 
 
 def _width(request: ReadRequest) -> int:

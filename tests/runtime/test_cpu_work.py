@@ -20,11 +20,14 @@ from engine_helpers import (
 )
 
 from flexengine.plan import GroupPlan
+from flexengine.runtime.arena import Arenas
 from flexengine.runtime.cpu_work import CpuWork
 from flexengine.runtime.executor import Executor
 from flexengine.schedule.commands import Stream
+from flexengine.schedule.layout import Layout
 from flexengine.schedule.update_lowering import lower_update
 
+CPU = torch.device("cpu")
 PATIENCE_S = 60.0
 SOURCE = random_weights(tiny_config(num_hidden_layers=3))
 BATCH = random_batch(0, [30, 11], SOURCE.spec.vocab_size)
@@ -279,3 +282,39 @@ def test_abandoned_work_ends_and_later_work_waits_for_earlier():
     with pytest.raises(RuntimeError, match="it was interrupted"):
         third.join()
     engine.close()
+
+
+@pytest.mark.parametrize("refused", ["second thread", "stream"])
+def test_work_that_could_not_begin_is_waited_for_by_nobody(driver, monkeypatch, refused):
+    """Its commands' own wait for what the host would have issued would never end."""
+    plan = make_plan(SOURCE.spec, **OPTIONS, groups=[GroupPlan(update="cpu")] * len(SOURCE.spec.groups))
+    layout = Layout(SOURCE.spec, plan)
+    executor = Executor(CPU, Arenas(CPU, layout.gpu_bytes, layout.host_bytes))
+    monkeypatch.setattr(executor, "on_cuda", True)
+    monkeypatch.setattr(executor, "streams", {s: driver.stream() for s in Stream if s is not Stream.CPU}, raising=False)
+    monkeypatch.setattr(executor, "_transfers", driver.open(), raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: driver.settle())
+    start, started, streams = threading.Thread.start, [], []
+
+    def start_first(thread):
+        started.append(thread)
+        if refused == "second thread" and len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def set_stream(_):
+        streams.append(True)
+        if refused == "stream" and len(streams) == 1:
+            raise RuntimeError("can't set the stream")
+
+    monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
+    program = lower_update(layout)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_first)
+        with pytest.raises(RuntimeError, match="can't"):
+            executor.run(program, lambda command: None)
+    waiting = threading.Thread(target=executor.synchronize, daemon=True)
+    waiting.start()
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive()
+    assert not any(thread.is_alive() for thread in started)

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import time
 
 import pytest
 import torch
@@ -439,15 +440,65 @@ def test_an_interrupted_call_leaves_no_half_gradients(monkeypatch):
     same_bits(engine.state_dict(), again.state_dict())
 
 
-def test_an_interrupted_step_ends_the_engine(monkeypatch):
+def test_an_interrupt_where_a_call_waits_for_its_loss_leaves_no_gradients(monkeypatch):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    engine, again = new_engine(), new_engine()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "__float__", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.fwd_bwd(BATCH)
+    with pytest.raises(ValueError, match="call fwd_bwd"):
+        engine.step()
+    for either in (engine, again):
+        either.fwd_bwd(BATCH)
+        either.step()
+    same_bits(engine.state_dict(), again.state_dict())
+
+
+def test_whatever_interrupts_a_call_nothing_runs_on(monkeypatch):
+    engine = new_engine()
+    for call in (engine.fwd_bwd, engine.evaluate, lambda batch: engine.next_token_logits(batch[0])):
+        waited = []
+        with monkeypatch.context() as patch:
+            interrupted_after(engine, patch, 1)
+            patch.setattr(engine.executor, "synchronize", lambda waited=waited: waited.append(True))
+            with pytest.raises(KeyboardInterrupt):
+                call(BATCH)
+        assert waited == [True]
+
+
+def test_an_interrupted_step_ends_the_engine(monkeypatch, tmp_path):
     engine = new_engine()
     engine.fwd_bwd(BATCH)
     with monkeypatch.context() as patch:
         interrupted_after(engine, patch, 2)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
-    with pytest.raises(ValueError, match="half updated"):
-        engine.fwd_bwd(BATCH)
+    calls = (
+        lambda: engine.fwd_bwd(BATCH), engine.step, lambda: engine.next_token_logits(BATCH[0]), engine.state_dict,
+        engine.gradients, lambda: engine.save_pretrained(tmp_path / "out"),
+    )  # fmt: skip
+    for call in calls:
+        with pytest.raises(ValueError, match="half updated"):
+            call()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("measured_before", [False, True])
+def test_the_rest_of_a_step_can_be_measured(measured_before):
+    engine = new_engine()
+    if measured_before:
+        engine.measure_next_step(keep_runs=True)
+        engine.train_step(BATCH)
+    engine.fwd_bwd(BATCH)
+    began_s = time.perf_counter()
+    engine.measure_next_step(keep_runs=True)
+    engine.step()
+    [run] = engine.take_timed_runs()
+    assert run.program.name == "update"
+    assert 0 <= run.start_s <= time.perf_counter() - began_s
 
 
 def test_a_closed_engine_says_so():

@@ -20,6 +20,7 @@ from engine_helpers import (
     tiny_config,
 )
 
+from flexengine.checkpoint.reader import ReadRequest
 from flexengine.models.registry import open_model
 from flexengine.plan import GroupPlan, Numerics
 from flexengine.runtime import staging, weight_store
@@ -76,6 +77,38 @@ def test_loading_through_the_staging_buffer(stored, numerics, half_bytes, tmp_pa
             assert a is None or torch.equal(a, b), f"{kind} of {name}"
 
 
+def test_a_half_is_waited_for_on_the_device_it_goes_to(monkeypatch):
+    """Copies go to the target's device, on its stream, whichever device is the current one."""
+    given = torch.arange(5000, dtype=torch.float32)
+    waited = []
+
+    class Reader:
+        def read_many(self, requests):
+            for request in requests:
+                first = request.first_element
+                request.target.copy_(given[first : first + request.target.numel()])
+
+    class Event:
+        def record(self, stream=None):
+            self.stream = stream
+
+        def synchronize(self):
+            waited.append(self.stream)
+
+    allocate = staging.allocate_host
+    monkeypatch.setattr(staging, "HALF_BYTES", 4096)
+    monkeypatch.setattr(staging, "allocate_host", lambda num_bytes, page_locked: allocate(num_bytes, page_locked=False))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: ("stream of", device))
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    target, device = torch.zeros_like(given), torch.device("cuda", 1)
+    staging.load_staged(Reader(), [ReadRequest("w", target, None, 0)], device)
+    assert torch.equal(target, given)
+    halves = len(waited) - 1
+    assert halves > 2
+    assert waited == [("stream of", device)] * halves + [device]
+
+
 LOAD_AND_WATCH = """
 import sys
 import torch
@@ -83,6 +116,7 @@ from pathlib import Path
 from engine_helpers import make_plan, streamed_plan
 from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.hardware.memory_usage import peak_resident_bytes, resident_bytes
+from flexengine.checkpoint.reader import ReadRequest
 from flexengine.models.registry import open_model
 from flexengine.plan import Numerics
 from flexengine.runtime.arena import Arenas
