@@ -78,7 +78,10 @@ def link_buffers(num_bytes: int, device: torch.device) -> Iterator[LinkBuffers]:
         up_gpu = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         down_gpu = torch.empty_like(up_gpu).random_()
         up.tensor.copy_(down_gpu)
-        yield LinkBuffers(up.tensor, up_gpu, down_gpu, down.tensor)
+        try:
+            yield LinkBuffers(up.tensor, up_gpu, down_gpu, down.tensor)
+        finally:
+            torch.cuda.synchronize(device)  # whatever failed: nothing may be on its way when host memory goes
 
 
 def link_rates(link: Link, device: torch.device, sizes: Sequence[int] | None = None) -> LinkRates:

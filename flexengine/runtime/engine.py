@@ -304,13 +304,13 @@ class Engine:
         sequences = read_batch([tokens], None, None, self.model.vocab_size, self.plan.request.max_seq_len)
         with self._interruptible(train=False):
             self._run_rounds(sequences, train=False)
-        assert self._last_program is not None
-        call = next(c.args for c in reversed(self._last_program.commands) if c.kind == "evaluate")
-        head = call.program.forward[-1]
-        chunk = self.layers.chunks[call.chunk]
-        hidden = self.layers.bind(call, head.tensors, chunk.tokens)[head.op.inputs[0]]
-        weight = self.layers.params_of(call)[head.op.params[0]]
-        return head.op.logits(hidden[-1:], weight)[0].float().cpu()
+            assert self._last_program is not None
+            call = next(c.args for c in reversed(self._last_program.commands) if c.kind == "evaluate")
+            head = call.program.forward[-1]
+            chunk = self.layers.chunks[call.chunk]
+            hidden = self.layers.bind(call, head.tensors, chunk.tokens)[head.op.inputs[0]]
+            weight = self.layers.params_of(call)[head.op.params[0]]
+            return head.op.logits(hidden[-1:], weight)[0].float().cpu()
 
     # -- rounds ------------------------------------------------------------------------------------------------------
 
@@ -352,10 +352,12 @@ class Engine:
 
     @contextmanager
     def _interruptible(self, train: bool) -> Iterator[None]:
-        """What an error or an interrupt leaves: nothing that still runs and, of training, no gradients since the last
-        step, those of whole calls before included: some layers would hold this batch and others not."""
+        """On the stream that computes. What an error or an interrupt leaves: nothing that still runs and, of training,
+        no gradients since the last step, those of whole calls before included: some layers would hold this batch and
+        others not."""
         try:
-            yield
+            with self.executor.on_compute_stream():
+                yield
         except BaseException:
             if train:
                 self._start_accumulation()
@@ -529,8 +531,9 @@ class Engine:
         self.executor.synchronize()
         self._unusable = "a change of plan was interrupted, so its weights are half moved"
         self._forget_programs()
-        self.arenas.relocate(moves)
-        self._use(layout)
+        with self.executor.on_compute_stream():
+            self.arenas.relocate(moves)
+            self._use(layout)
         self.plan, self._description = plan, description or self._description
         self._unusable = ""
 

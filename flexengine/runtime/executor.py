@@ -8,8 +8,8 @@ of the CPU runs on a thread of its own, into the next program, whose commands wa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -82,6 +82,15 @@ class Executor:
             self._run_in_turn(program, handler, timed, gate)
         if timed:
             self.finish_cpu_work()
+
+    @contextmanager
+    def on_compute_stream(self) -> Iterator[None]:
+        """What torch is given inside follows the programs of before, whichever stream its caller is on."""
+        if not self.on_cuda:
+            yield
+            return
+        with torch.cuda.stream(self.streams[Stream.COMPUTE]):
+            yield
 
     def finish_cpu_work(self) -> None:
         """Block until the CPU's commands have ended. Raises what made one of them fail, every time."""
@@ -178,11 +187,8 @@ class Executor:
 
         def call(command: Command) -> None:
             aside = command.stream in (Stream.H2D, Stream.D2H)
-            if aside:
-                torch.cuda.set_stream(self.streams[command.stream])
-            handler(command)
-            if aside:
-                torch.cuda.set_stream(self.streams[Stream.COMPUTE])
+            with torch.cuda.stream(self.streams[command.stream]) if aside else nullcontext():
+                handler(command)
 
         before = self._cpu_work
         work = None
@@ -191,18 +197,16 @@ class Executor:
         try:
             if work is not None:
                 self._start(work)
-            torch.cuda.set_stream(self.streams[Stream.COMPUTE])
-            if self.range_of is None:
-                issue.run(call, gate)
-            else:
-                issue.run_in_ranges(call, self.range_of, gate)
+            with self.on_compute_stream():
+                if self.range_of is None:
+                    issue.run(call, gate)
+                else:
+                    issue.run_in_ranges(call, self.range_of, gate)
         except BaseException:
             if work is not None:
                 work.abandon()
                 self._cpu_work = before
             raise
-        finally:
-            torch.cuda.set_stream(self.streams[Stream.COMPUTE])
         if work is not None and before is not None:
             before.join()
         if timed:

@@ -113,7 +113,7 @@ def fake_cuda(driver, monkeypatch: pytest.MonkeyPatch):
         current.pop()
 
     replacements = {"Stream": stream, "stream": inside, "Event": FakeEvent, "current_stream": lambda: current[-1]}
-    replacements |= {"synchronize": lambda: None, "_sleep": lambda cycles: None}
+    replacements |= {"synchronize": lambda device=None: None, "_sleep": lambda cycles: None}
     for name, value in replacements.items():
         monkeypatch.setattr(torch.cuda, name, value, raising=False)
     monkeypatch.setattr(links, "open_transfers", lambda device: driver.open())

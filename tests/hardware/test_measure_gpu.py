@@ -152,6 +152,15 @@ def test_opposite_copies_surround_the_measured_ones(fake_cuda: SimpleNamespace):
     assert len(fake_cuda.held_cycles) == 1
 
 
+def test_buffers_outlive_copies_that_a_failure_leaves(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    with pytest.raises(ZeroDivisionError), measure_links.link_buffers(MIB, CPU) as buffers:
+        buffers.upward(MIB)()
+        raise ZeroDivisionError
+    assert waited == [CPU]
+
+
 def test_free_memory_bounds_the_buffers(fake_cuda: SimpleNamespace):
     buffers = measure._cuda_buffers(CPU, torch.float32)
     assert buffers.operands.nbytes + buffers.results.nbytes <= 2 * MIB

@@ -1,5 +1,6 @@
 """Updates by the CPU go on while the next step begins, and nobody sees what is half updated."""
 
+import contextlib
 import os
 import threading
 import time
@@ -294,7 +295,7 @@ def test_work_that_could_not_begin_is_waited_for_by_nobody(driver, monkeypatch, 
     monkeypatch.setattr(executor, "streams", {s: driver.stream() for s in Stream if s is not Stream.CPU}, raising=False)
     monkeypatch.setattr(executor, "_transfers", driver.open(), raising=False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: driver.settle())
-    start, started, streams = threading.Thread.start, [], []
+    start, started = threading.Thread.start, []
 
     def start_first(thread):
         started.append(thread)
@@ -302,12 +303,13 @@ def test_work_that_could_not_begin_is_waited_for_by_nobody(driver, monkeypatch, 
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    def set_stream(_):
-        streams.append(True)
-        if refused == "stream" and len(streams) == 1:
+    @contextlib.contextmanager
+    def on_stream(_):
+        if refused == "stream":
             raise RuntimeError("can't set the stream")
+        yield
 
-    monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
+    monkeypatch.setattr(torch.cuda, "stream", on_stream)
     program = lower_update(layout)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start_first)

@@ -117,6 +117,41 @@ def test_forgetting_and_waiting(arenas):
     assert arenas.bytes_view("host", 0, 16).tolist() == [4] * 16
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_program_calls_finds_its_stream_and_the_caller_his_own(arenas, driver, monkeypatch, fails):
+    executor = Executor(CPU, arenas)
+    streams = {stream: driver.stream() for stream in Stream if stream is not Stream.CPU}
+    monkeypatch.setattr(executor, "on_cuda", True)
+    monkeypatch.setattr(executor, "streams", streams, raising=False)
+    monkeypatch.setattr(executor, "_transfers", driver.open(), raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: driver.settle())
+    current, seen = ["the caller's"], []
+
+    @contextlib.contextmanager
+    def on_stream(stream):
+        current.append(stream)
+        try:
+            yield
+        finally:
+            current.pop()
+
+    def handler(command):
+        seen.append((command.stream, current[-1]))
+        if fails and len(seen) == 3:
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(torch.cuda, "stream", on_stream)
+    builder = ProgramBuilder("calls", SLOTS, overlapping_slots(SLOTS))
+    for stream in (Stream.COMPUTE, Stream.H2D, Stream.D2H, Stream.COMPUTE):
+        builder.add("call", "call", stream, [], [])
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+        executor.run(builder.build(), handler)
+    assert len(seen) == (3 if fails else 4)
+    assert all(stream is streams[name] for name, stream in seen)
+    assert current == ["the caller's"]
+    executor.synchronize()
+
+
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
 
 
@@ -209,6 +244,31 @@ def test_gpu_programs_of_a_measured_step_follow_each_other(monkeypatch, native):
         assert run.start_s >= end_s
         end_s = run.start_s + run.timing.total_s
     assert end_s <= seconds
+    engine.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_gpu_engines_can_be_called_from_any_stream(monkeypatch, native):
+    """Also while that stream has much to do, and the caller is on it again afterwards."""
+    monkeypatch.setenv(library.DISABLING_VARIABLE, native)
+    losses, weights = train(gpu_engine())
+    engine, caller = gpu_engine(), torch.cuda.Stream()
+    fwd_bwd = engine.fwd_bwd
+
+    def fwd_bwd_while_busy(batch):
+        hold_stream(0.05)  # on the caller's stream
+        return fwd_bwd(batch)
+
+    monkeypatch.setattr(engine, "fwd_bwd", fwd_bwd_while_busy)
+    with torch.cuda.stream(caller):
+        late_losses, late_weights = train(engine)
+        engine.adopt(engine.plan)
+        evaluated = engine.evaluate(random_batch(0, [60, 33, 64, 12], engine.model.vocab_size)).loss
+        assert torch.cuda.current_stream() == caller
+    assert late_losses == losses
+    same_bits(late_weights, weights)
+    assert evaluated == engine.evaluate(random_batch(0, [60, 33, 64, 12], engine.model.vocab_size)).loss
     engine.close()
 
 
