@@ -21,7 +21,8 @@ class DecoderShape:
     """Sizes and options of a decoder. tables: rotary frequencies, under the names that the blocks' shapes use.
 
     embedding_scale multiplies the embedding's rows; logits are bounded by logit_soft_cap unless that is 0.
-    balance_coefficient: of the loss that balances experts; 0 for none.
+    balance_coefficient: of the loss that balances experts; 0 for none. prefix, head: what the checkpoint's names of
+    embedding, blocks and last norm begin with, and its name of the head.
     """
 
     vocab_size: int
@@ -34,6 +35,7 @@ class DecoderShape:
     balance_coefficient: float = 0.0
     names: BlockNames = field(default_factory=BlockNames)
     prefix: str = "model"
+    head: str = "lm_head.weight"
 
     @property
     def balancing(self) -> Balancing | None:
@@ -98,7 +100,7 @@ def decoder_model(name: str, family: str, config: dict, s: DecoderShape) -> Mode
     """A decoder of the given shape. Raises ValueError for what else it reads from the config."""
     fields, d, v = Fields(name, config), s.hidden_size, s.vocab_size
     embed = ParamSpec("embed.weight", (v, d), (WeightSource(f"{s.prefix}.embed_tokens.weight", (v, d)),))
-    lm_head = ParamSpec("lm_head.weight", (v, d), (WeightSource("lm_head.weight", (v, d)),))
+    lm_head = ParamSpec("lm_head.weight", (v, d), (WeightSource(s.head, (v, d)),))
     final_norm = norm_param("final_norm.weight", f"{s.prefix}.norm.weight", d, s.final_norm)
     head_ops = (
         RMSNorm("final_norm", "x", "h", d, "final_norm.weight", s.final_norm),
@@ -120,6 +122,7 @@ def decoder_model(name: str, family: str, config: dict, s: DecoderShape) -> Mode
         max_position_embeddings=fields.whole("max_position_embeddings", 2048),
         initializer_range=fields.number("initializer_range", 0.02, high=100.0),
         tie_word_embeddings=s.tie_word_embeddings,
+        head_source=s.head,
         tables=s.tables,
         balancing=s.balancing,
     )

@@ -63,7 +63,8 @@ _REQUIRED: Any = object()
 class Fields:
     """The object `values` of a config; `model` and `place` ("config.json", "rope_scaling") open every message.
 
-    A field that is absent or null takes the default. Raises ValueError for other values than a method allows.
+    A field that is absent takes the default, and so does null, but for a switch. Raises ValueError for other values
+    than a method allows.
     """
 
     def __init__(self, model: str, values: Mapping[str, Any], place: str = "config.json") -> None:
@@ -89,8 +90,10 @@ class Fields:
         return float(value)
 
     def switch(self, name: str, default: bool) -> bool:
-        """true or false."""
-        value = self._value(name, default)
+        """true or false; null is false."""
+        value = self.values.get(name, default)
+        if value is None:
+            return False
         if not isinstance(value, bool):
             raise self._error(name, value, "true or false")
         return value

@@ -39,22 +39,20 @@ def build(name: str, config: dict) -> ModelSpec:
 
 def build_with_images(name: str, config: dict) -> ModelSpec:
     """The text part of a config of type `gemma3`. Raises ValueError as the others do."""
-    text = with_class_defaults("gemma3_text", Fields(name, config).nested("text_config"))
-    spec = _build(name, text, "gemma3", prefix="language_model.model")
+    fields = Fields(name, config)
+    tied = fields.switch("tie_word_embeddings", True)
+    text = with_class_defaults("gemma3_text", fields.nested("text_config"))
+    text |= {"tie_word_embeddings": tied, "final_logit_softcapping": None}  # the text's own are for text alone
+    spec = _build(name, text, "gemma3", prefix="language_model.model", head="language_model.lm_head.weight")
     return replace(
         spec, notice="the text part is trained; vision_tower and multi_modal_projector are exported as they are"
     )
 
 
-def _build(name: str, config: dict, family: str, prefix: str = "model") -> ModelSpec:
+def _build(name: str, config: dict, family: str, prefix: str = "model", head: str = "lm_head.weight") -> ModelSpec:
     """config: the fields of the text."""
     fields = Fields(name, config)
     activation = read_activation(fields, family, "hidden_activation", "gelu_pytorch_tanh")
-    if fields.switch("use_bidirectional_attention", False):
-        raise ValueError(
-            f"{name}: use_bidirectional_attention=true in config.json: tokens see later ones, which a causal language "
-            "model is not trained with. Give a model without it"
-        )
     second, sizes = family == "gemma2", read_sizes(fields)
     pattern = 2 if second else fields.whole("sliding_window_pattern", 6)
     count, tables = sizes.num_hidden_layers, _tables(config, sizes.head_dim, name, second)
@@ -86,6 +84,7 @@ def _build(name: str, config: dict, family: str, prefix: str = "model") -> Model
         logit_soft_cap=fields.number("final_logit_softcapping", 0.0),
         names=NAMES,
         prefix=prefix,
+        head=head,
     )
     return decoder_model(name, family, config, shape)
 

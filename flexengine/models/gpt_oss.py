@@ -34,7 +34,7 @@ YARN = {
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
 """Of configs without rope options."""
-LIMIT, ALPHA, BALANCE = 7.0, 1.702, 0.9
+LIMIT, ALPHA, BALANCE = 7.0, 1.702, 0.001
 
 
 def build(name: str, config: dict) -> ModelSpec:
@@ -63,7 +63,7 @@ def build(name: str, config: dict) -> ModelSpec:
 
 def _table(name: str, config: dict, head_dim: int) -> Table:
     rope = {"rope_theta": THETA, **config}
-    if not config.get("rope_parameters") and not config.get("rope_scaling"):
+    if config.get("rope_parameters") is None and not config.get("rope_scaling"):
         rope["rope_parameters"] = YARN
     return rope_table(rope, head_dim, name, family="gpt_oss")
 

@@ -15,7 +15,15 @@ from flexengine.models.blocks import BlockNames, ExpertShape
 from flexengine.models.decoder import DecoderShape, decoder_model
 from flexengine.models.fields import Fields
 from flexengine.models.rope import rope_table
-from flexengine.models.sizes import Sizes, read_activation, read_rms_norm_eps, read_sizes, read_window
+from flexengine.models.sizes import (
+    FULL,
+    Sizes,
+    layer_types,
+    read_activation,
+    read_rms_norm_eps,
+    read_sizes,
+    read_window,
+)
 from flexengine.models.spec import ModelSpec
 from flexengine.ops.attention_style import AttentionStyle
 from flexengine.ops.rmsnorm import NormStyle
@@ -115,6 +123,7 @@ def _qwen2(fields: Fields, sizes: Sizes) -> dict[str, Any]:
     count, per_token = fields.whole("num_experts", 60), fields.whole("num_experts_per_tok", 4)
     width, normalised = fields.whole("moe_intermediate_size", 1408), fields.switch("norm_topk_prob", False)
     shared = fields.whole("shared_expert_intermediate_size", 5632)
+    layer_types(fields, sizes.num_hidden_layers, [], (FULL,))  # refuses windows
     experts = ExpertShape(count, per_token, width, normalised, shared)
     return {"experts": experts, "qkv_bias": fields.switch("qkv_bias", True)}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flexengine.models import deepseek, gemma, gpt2, gpt_oss, llama, mistral, moe, olmo, phi3, qwen, qwen_next
+from flexengine.models.any_family import dropout_notice, refuse_unsupported
 from flexengine.models.sizes import with_class_defaults
 from flexengine.models.spec import ModelSpec
 from flexengine.models.unknown import unknown_family
@@ -127,8 +128,8 @@ def preset_names() -> list[str]:
 def build_model(name: str, config: Any) -> ModelSpec:
     """The ModelSpec of a Hugging Face config.
 
-    Raises ValueError when it is no object, of an unknown family, quantised, lacks a field, or holds a value outside
-    models/fields.py:LARGEST or sizes that come to more than MAX_PARAMETERS.
+    Raises ValueError when it is no object, of an unknown family, quantised, asks for what no family has, lacks a field,
+    or holds a value outside models/fields.py:LARGEST or sizes that come to more than MAX_PARAMETERS.
     """
     if not isinstance(config, dict):
         found = type(config).__name__
@@ -137,7 +138,10 @@ def build_model(name: str, config: Any) -> ModelSpec:
     if not isinstance(family, str) or family not in FAMILIES:
         raise unknown_family(name, family, config, FAMILIES)
     _check_not_quantised(name, config, FAMILIES[family].quantised)
-    spec = replace(FAMILIES[family].build(name, with_class_defaults(family, config)), hf_config=config)
+    refuse_unsupported(name, config)
+    spec = FAMILIES[family].build(name, with_class_defaults(family, config))
+    notice = "; ".join(filter(None, (spec.notice, dropout_notice(name, config))))
+    spec = replace(spec, hf_config=config, notice=notice)
     if spec.num_parameters > MAX_PARAMETERS:
         raise ValueError(
             f"{name}: the sizes in config.json come to {spec.num_parameters} parameters, more than the "

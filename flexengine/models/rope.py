@@ -18,6 +18,8 @@ from flexengine.wording import did_you_mean, shown
 
 SUPPORTED = ("default", "linear", "llama3", "yarn", "longrope")
 OLD_NAMES = {"su": "longrope"}
+ORIGINAL = "original_max_position_embeddings"
+"""Tokens of a sequence before the context was made longer; beside the rope options it counts before theirs."""
 THETA_RANGE = (1.001, 1e30)  # published: 1e4 to 1e8; float32 powers of more overflow, of 1 all are equal
 FACTOR_RANGE = (1e-3, 1e6)  # published: 1 to 64
 
@@ -36,6 +38,8 @@ def _parameters(config: dict, model: str) -> tuple[str, float, Fields]:
     """(kind, theta, options) from `rope_scaling` + `rope_theta`, or from the newer `rope_parameters`."""
     fields = Fields(model, config)
     values = fields.nested("rope_parameters") | fields.nested("rope_scaling")
+    if config.get(ORIGINAL) is not None:
+        values[ORIGINAL] = config[ORIGINAL]
     options = Fields(model, values, "the rope options of config.json")
     kind = values.get("rope_type", values.get("type")) or "default"
     kind = OLD_NAMES.get(kind, kind) if isinstance(kind, str) else kind
@@ -63,9 +67,9 @@ def rope_parameters(config: dict, head_dim: int, model: str = "model") -> RopePa
         factor = options.number("factor", low=FACTOR_RANGE[0], high=FACTOR_RANGE[1])
         return RopeParameters(tuple(f / factor for f in inv_freq), 1.0)
     if kind == "llama3":
-        return RopeParameters(_llama3(inv_freq, options), 1.0)
+        return RopeParameters(_llama3(inv_freq, options, Fields(model, config)), 1.0)
     if kind == "yarn":
-        return _yarn(inv_freq, theta, rotary_dim, options, config)
+        return _yarn(inv_freq, theta, rotary_dim, options, Fields(model, config))
     if kind == "longrope":
         return _longrope(inv_freq, options, Fields(model, config))
     return RopeParameters(tuple(inv_freq), 1.0)
@@ -91,34 +95,37 @@ def rope_table(
 
 def typed_rope_table(config: dict, head_dim: int, model: str, kind: str, theta_field: str, theta: float) -> Table:
     """The frequencies of layers of a kind, where a config has several: an object for each kind in `rope_parameters`, or
-    the older fields, of which scaling is that of full attention and the base `theta_field` (by default `theta`).
+    `rope_scaling` for full attention; their base, unless stated there, is `theta_field` (by default `theta`).
 
     Raises: ValueError as `rope_parameters`.
     """
     fields = Fields(model, config)
     nested = fields.nested("rope_parameters")
-    bare = {**config, "rope_parameters": None, "rope_scaling": None}
+    base = fields.number(theta_field, theta, *THETA_RANGE)
+    bare = {**config, "rope_theta": base, "rope_parameters": None, "rope_scaling": None}
     if any(isinstance(options, dict) for options in nested.values()):
         own = Fields(model, nested, "the rope options of config.json").nested(kind)
-        bare |= {"rope_theta": theta, "rope_parameters": own}
-    else:
-        stated = fields.number(theta_field, theta, *THETA_RANGE)
-        scaling = config.get("rope_scaling") if kind == "full_attention" else None
-        bare |= {"rope_theta": stated, "rope_scaling": scaling}
+        bare |= {"rope_parameters": own, ORIGINAL: None}
+    elif kind == "full_attention":
+        bare["rope_scaling"] = config.get("rope_scaling")
     return rope_table(bare, head_dim, model, name=f"inv_freq.{kind}")
+
+
+def _original(options: Fields, config: Fields) -> float:
+    """Tokens of a sequence that the frequencies were trained with: stated, or the longest of today."""
+    original = options.number(ORIGINAL, config.whole("max_position_embeddings", None), low=1.0)
+    if original is None:
+        raise ValueError(
+            f"{options.model}: {options.place} have no {ORIGINAL}, and config.json no max_position_embeddings; fetch "
+            "the published one again"
+        )
+    return original
 
 
 def _longrope(inv_freq: list[float], options: Fields, config: Fields) -> RopeParameters:
     """Every frequency divided by a factor of its own, of which there are two sets: for runs up to the original length
     and for longer ones; cos and sin grow with the ratio of the lengths."""
-    longest = config.whole("max_position_embeddings", None)
-    own = options.number("original_max_position_embeddings", longest, low=1.0)
-    original = config.number("original_max_position_embeddings", own, low=1.0)
-    if original is None:
-        raise ValueError(
-            f"{options.model}: longrope needs original_max_position_embeddings in config.json; fetch the published one "
-            "again"
-        )
+    longest, original = config.whole("max_position_embeddings", None), _original(options, config)
     factor = options.number("factor", (longest or original) / original, *FACTOR_RANGE)
     grown = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
     scaling = options.number("attention_factor", grown, *FACTOR_RANGE)
@@ -130,10 +137,10 @@ def _longrope(inv_freq: list[float], options: Fields, config: Fields) -> RopePar
     return RopeParameters(tuple(short), scaling, tuple(long), int(original))
 
 
-def _llama3(inv_freq: list[float], options: Fields) -> tuple[float, ...]:
+def _llama3(inv_freq: list[float], options: Fields, config: Fields) -> tuple[float, ...]:
     """Keep short wavelengths, divide long ones by `factor`, blend linearly in between."""
     factor = options.number("factor", low=FACTOR_RANGE[0], high=FACTOR_RANGE[1])
-    original = options.number("original_max_position_embeddings", low=1.0)
+    original = _original(options, config)
     low, high = (options.number(f"{name}_freq_factor", low=1e-3, high=1e6) for name in ("low", "high"))
     if low >= high:
         raise ValueError(
@@ -153,14 +160,9 @@ def _llama3(inv_freq: list[float], options: Fields) -> tuple[float, ...]:
     return tuple(scaled(freq) for freq in inv_freq)
 
 
-def _yarn(inv_freq: list[float], theta: float, rotary_dim: int, options: Fields, config: dict) -> RopeParameters:
+def _yarn(inv_freq: list[float], theta: float, rotary_dim: int, options: Fields, config: Fields) -> RopeParameters:
     """NTK-by-parts: interpolate dimensions that turn seldom over the original length, keep those that turn often."""
-    longest = Fields(options.model, config).whole("max_position_embeddings", None)
-    original = options.number("original_max_position_embeddings", longest, low=1.0)
-    if original is None:
-        raise ValueError(
-            f"{options.model}: yarn needs max_position_embeddings in config.json; fetch the published one again"
-        )
+    longest, original = config.whole("max_position_embeddings", None), _original(options, config)
     factor = options.number("factor", (longest or original) / original, *FACTOR_RANGE)
     beta_fast, beta_slow = (
         options.number(name, default, 1e-3, 1e6) for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))

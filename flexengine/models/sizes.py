@@ -20,6 +20,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
     "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     "ministral": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     "mixtral": {"num_key_value_heads": 8, "max_position_embeddings": 131072},
@@ -28,7 +29,8 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_key_value_heads": 16, "max_position_embeddings": 32768},
     "qwen3_moe": {"num_key_value_heads": 4, "max_position_embeddings": 32768},
     "olmoe": {"max_position_embeddings": 4096},
-    "olmo3": {"sliding_window": 4096},
+    "olmo2": {"max_position_embeddings": 2048},
+    "olmo3": {"max_position_embeddings": 2048, "sliding_window": 4096},
     "gemma2": {
         "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192, "sliding_window": 4096,
         "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
@@ -54,7 +56,7 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {
         "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-        "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407,
+        "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407, "max_position_embeddings": 2048,
     },
     "deepseek_v3": {
         "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
@@ -68,11 +70,24 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """What a field that a config leaves out stands for in Hugging Face; null is another thing, and turns features off."""
+OTHER_NAMES: dict[str, dict[str, str]] = {
+    "mixtral": {"num_experts": "num_local_experts"},
+    "olmoe": {"num_local_experts": "num_experts"},
+    "deepseek_v2": {"num_experts": "n_routed_experts"},
+    "deepseek_v3": {"num_local_experts": "n_routed_experts"},
+    "gpt2": {
+        "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
+}  # fmt: skip
+"""What Hugging Face also takes for a field -> the field."""
 
 
 def with_class_defaults(family: str, config: dict) -> dict:
-    """The config with the fields that it leaves out."""
-    return {**CLASS_DEFAULTS.get(family, {}), **config}
+    """The config with the fields that it leaves out, or has under another name."""
+    names = OTHER_NAMES.get(family, {}).items()
+    stated = {field: config[other] for other, field in names if other in config and field not in config}
+    return {**CLASS_DEFAULTS.get(family, {}), **config, **stated}
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,8 @@ class ModelSpec:
     """What no sequence may exceed: there are no more learned positions. None: no such limit."""
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
+    head_source: str = "lm_head.weight"
+    """Name of the head's tensor, which a checkpoint may also hold where it is tied."""
     tables: tuple[Table, ...] = ()
     notice: str = ""
     """What a person should know of how the checkpoint is taken; empty: nothing."""

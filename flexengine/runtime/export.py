@@ -71,7 +71,7 @@ def _trained(weights: WeightStore, name: str, dtype: torch.dtype) -> TensorSourc
 
 def _as_stored(reader: CheckpointReader, name: str, model: ModelSpec, weights: WeightStore) -> TensorSource:
     """A tensor of the source checkpoint: trained, tied to a trained one, or carried through untouched."""
-    entry, tied = reader.tensors[name], model.tie_word_embeddings and name == "lm_head.weight"
+    entry, tied = reader.tensors[name], model.tie_word_embeddings and name == model.head_source
     source = model.embedding_source if tied else name
     if source in weights.runs and not weights.runs[source].frozen:
         return _trained(weights, source, entry.dtype)._replace(name=name)

@@ -83,14 +83,39 @@ def check_complete(model: ModelSpec, reader: CheckpointReader) -> None:
 
 
 def check_checkpoint(model: ModelSpec, folder: Path) -> ModelSpec:
-    """The model with its tensors named as in a checkpoint folder: headers only, before memory is taken.
+    """The model with its tensors named as in a checkpoint folder, before memory is taken: headers only, but for a tied
+    head that is stored beside the embedding.
 
     Raises ValueError unless the folder is whole and fits the model.
     """
     with CheckpointReader.open(folder) as reader:
         named = model.named_as(reader.tensors)
         check_complete(named, reader)
+        if named.tie_word_embeddings and named.head_source in reader.tensors:
+            _check_tied(named, reader)
     return named
+
+
+def _check_tied(model: ModelSpec, reader: CheckpointReader) -> None:
+    """Raise ValueError unless head and embedding, of which a tied model takes the latter, are alike."""
+    names = (model.embedding_source, model.head_source)
+    (rows, width), *others = (reader.tensors[name].shape for name in names)
+    step = max(1, PIECE_ELEMENTS // width)
+    pieces = torch.empty(2, step, width)
+    alike = others == [(rows, width)]
+    for first in range(0, rows if alike else 0, step):
+        count = min(step, rows - first)
+        for name, piece in zip(names, pieces, strict=True):
+            reader.read_into(name, piece[:count], first, count)
+        if not torch.equal(*pieces[:, :count]):
+            alike = False
+            break
+    if not alike:
+        raise ValueError(
+            f"{reader.folder}: config.json ties the head to the embedding (tie_word_embeddings), but the checkpoint has"
+            f" {names[1]} that differs from {names[0]}. Set tie_word_embeddings to false to train both, or remove "
+            f"{names[1]} from the checkpoint"
+        )
 
 
 def load_buffers(reader: CheckpointReader, buffers: dict[str, Tensor]) -> None:

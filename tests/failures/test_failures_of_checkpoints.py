@@ -55,6 +55,12 @@ def moved(folder: Path, num_bytes: int) -> None:
     write_header(folder / FIRST, header, data)
 
 
+def tied(folder: Path) -> None:
+    """The config says that the head is the embedding; both are stored, and differ."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+
+
 def duplicate_key(folder: Path) -> None:
     header, data = read_header(folder / FIRST)
     name = EMBEDDING
@@ -164,6 +170,11 @@ DAMAGE = (
         "tensor_of_another_shape",
         other_width,
         ("shape \\[24, 16\\] in the checkpoint.*asks for \\[32, 16\\]", "Fetch config.json and the weights"),
+    ),
+    Case(
+        "tied_head_that_differs",
+        tied,
+        ("lm_head.weight that differs from model.embed_tokens.weight", "Set tie_word_embeddings to false"),
     ),
     Case("integers_in_place_of_weights", as_integers, ("holds torch.int32", "floats of 16 to 64 bits.*Give")),
     Case("tensor_in_two_shards", in_two_shards, (EMBEDDING, f"is in {FIRST} and in {SECOND}", "again")),

@@ -175,6 +175,22 @@ CONFIGS = (
         having(model_type="gemma2", use_bidirectional_attention=True),
         ("use_bidirectional_attention=true", "Give a model without it"),
     ),
+    Case("no_causal_attention", having(is_causal=False), ("is_causal=false in", "Give a model without it")),
+    Case(
+        "both_ways_of_attention_of_the_text",
+        having(model_type="gemma3", text_config={"use_bidirectional_attention": True}),
+        ("use_bidirectional_attention=true", "Give a model without it"),
+    ),
+    Case(
+        "rope_options_twice",
+        having(rope_parameters={"rope_theta": 5e5}, rope_scaling={"rope_type": "linear", "factor": 2.0}),
+        ("rope_parameters and rope_scaling", "set rope_scaling to null"),
+    ),
+    Case(
+        "windows_between_experts",
+        having(model_type="qwen2_moe", layer_types=["sliding_attention"] * CONFIG["num_hidden_layers"]),
+        ("layer_types=.*each full_attention", "Fetch"),
+    ),
     Case(
         "longrope_of_few_factors", having(rope_scaling=LONGROPE), ("short_factor=\\[1.0\\].*a list of [0-9]+ numbers",)
     ),

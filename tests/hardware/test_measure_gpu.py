@@ -155,9 +155,13 @@ def test_opposite_copies_surround_the_measured_ones(fake_cuda: SimpleNamespace):
 def test_buffers_outlive_copies_that_a_failure_leaves(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
     waited = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    with pytest.raises(ZeroDivisionError), measure_links.link_buffers(MIB, CPU) as buffers:
+
+    def fail(buffers: measure_links.LinkBuffers) -> None:
         buffers.upward(MIB)()
         raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), measure_links.link_buffers(MIB, CPU) as buffers:
+        fail(buffers)
     assert waited == [CPU]
 
 

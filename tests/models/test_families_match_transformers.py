@@ -14,6 +14,7 @@ from engine_helpers import (
     saved_model,
     spec_of,
     streamed_plan,
+    tiny_config,
     worst_error,
 )
 from family_checks import MAX_SEQ_LEN, check_against_transformers, draw_batch, last_logits, reference_loss
@@ -119,10 +120,14 @@ GEMMA3_WITH_IMAGES = {
 }  # fmt: skip
 
 
-def test_the_text_of_a_model_with_images(tmp_path, caplog):
-    """Loss and gradients are those of transformers without an image; what sees comes back bit by bit, and is named."""
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_text_of_a_model_with_images(tied, tmp_path, caplog):
+    """Loss and gradients are those of transformers without an image; what sees comes back bit by bit, and is named.
+    What the text's own config says of its head and of bounds to logits counts for neither."""
     torch.manual_seed(7)
-    described = transformers.AutoConfig.for_model("gemma3", **GEMMA3_WITH_IMAGES)
+    text = {**CASES["gemma3"], "tie_word_embeddings": not tied, "final_logit_softcapping": 2.0}
+    config = {**GEMMA3_WITH_IMAGES, "text_config": text, "tie_word_embeddings": tied}
+    described = transformers.AutoConfig.for_model("gemma3", **config)
     model = transformers.AutoModelForImageTextToText.from_config(described, attn_implementation="eager").eval()
     model.save_pretrained(tmp_path / "source")
     engine = from_pretrained(
@@ -139,8 +144,9 @@ def test_the_text_of_a_model_with_images(tmp_path, caplog):
     loss = reference_loss(model, ids, labels)
     loss.backward()
     assert engine.fwd_bwd(input_ids=ids, labels=labels).loss == pytest.approx(loss.item(), abs=1e-5)
-    text = {name: p.grad for name, p in model.named_parameters() if ".language_model." in name}
-    stored = {name.replace("model.language_model.", "language_model.model."): grad for name, grad in text.items()}
+    grads = {name: p.grad for name, p in model.named_parameters() if ".language_model." in name or "lm_head" in name}
+    grads = {name.replace("lm_head", "language_model.lm_head"): grad for name, grad in grads.items()}
+    stored = {name.replace("model.language_model.", "language_model.model."): grad for name, grad in grads.items()}
     error, name = worst_error(engine.gradients(), stored)
     assert error <= 1e-4, f"gradient of {name}: relative error {error:.1e}"
     engine.step()
@@ -151,6 +157,24 @@ def test_the_text_of_a_model_with_images(tmp_path, caplog):
         assert torch.equal(export[name], tensor) == (not name.startswith("language_model.")), name
     exported = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "export").eval()
     assert relative_error(engine.next_token_logits(ids[0]), last_logits(exported, ids[0])) <= 1e-4
+
+
+def test_a_tied_head_that_is_stored_follows_the_embedding(tmp_path):
+    """Under the name that models with images have for it, too."""
+    described = transformers.AutoConfig.for_model("gemma3", **GEMMA3_WITH_IMAGES)
+    transformers.AutoModelForImageTextToText.from_config(described).save_pretrained(tmp_path / "source")
+    path, head = tmp_path / "source" / "model.safetensors", "language_model.lm_head.weight"
+    tensors = load_file(path)
+    embedding = next(name for name in tensors if name.endswith("embed_tokens.weight"))
+    save_file({**tensors, head: tensors[embedding].clone()}, path)
+    options = {"max_seq_len": 48, "max_global_batch_tokens": 256, "hardware": "cpu-test", "device": "cpu"}
+    engine = from_pretrained(tmp_path / "source", AdamW(lr=1e-2), **options)
+    engine.fwd_bwd(random_batch(0, [40, 20], 64))
+    engine.step()
+    engine.save_pretrained(tmp_path / "export")
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert torch.equal(exported[head], exported[embedding])
+    assert not torch.equal(exported[head], tensors[embedding])
 
 
 def test_published_gemma3_configs_leave_defaults_out():
@@ -167,7 +191,8 @@ def test_published_gemma3_configs_leave_defaults_out():
 @pytest.mark.parametrize(("family", "field"), [(f, field) for f in CLASS_DEFAULTS for field in CLASS_DEFAULTS[f]])
 def test_an_absent_field_is_what_transformers_takes_it_for(family, field):
     """The same description as of the config that transformers completes."""
-    config = {name: value for name, value in CASES[FAMILY_CASES.get(family, "gemma3")].items() if name != field}
+    case = tiny_config() if family == "llama" else CASES[FAMILY_CASES.get(family, "gemma3")]
+    config = {name: value for name, value in case.items() if name != field}
     if field in ("head_dim", "num_key_value_heads"):
         config |= {"num_attention_heads": 32, "hidden_size": 64}
     if field == "v_head_dim":

@@ -1,0 +1,40 @@
+"""What the config of any family may state: what none of them can train, and what all leave out."""
+
+from __future__ import annotations
+
+from flexengine.models.fields import Fields
+
+DROPOUTS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
+
+
+def refuse_unsupported(name: str, config: dict) -> None:
+    """Raise ValueError where a config, or the part of it that describes the text, asks for attention to later tokens,
+    or has rope options twice."""
+    for fields in _described(name, config):
+        for switch, harmless in (("is_causal", True), ("use_bidirectional_attention", False)):
+            if fields.switch(switch, harmless) is not harmless:
+                raise ValueError(
+                    f"{name}: {switch}={str(not harmless).lower()} in config.json: tokens see later ones, which a "
+                    "causal language model is not trained with. Give a model without it"
+                )
+        newer, older = fields.nested("rope_parameters"), fields.nested("rope_scaling")
+        if newer and older and newer != older:
+            raise ValueError(
+                f"{name}: config.json has rope_parameters and rope_scaling, of which readers take different parts. Put "
+                "all options into rope_parameters, and set rope_scaling to null"
+            )
+
+
+def dropout_notice(name: str, config: dict) -> str:
+    """Which dropout a config asks for, as all of it is left out; empty where it asks for none."""
+    found = {
+        field: rate for fields in _described(name, config) for field in DROPOUTS if (rate := fields.number(field, 0.0))
+    }
+    stated = ", ".join(f"{field}={rate:g}" for field, rate in found.items())
+    return f"dropout is left out ({stated} in config.json)" if found else ""
+
+
+def _described(name: str, config: dict) -> tuple[Fields, ...]:
+    """The config and, of a model with images, the text's."""
+    text = config.get("text_config")
+    return (Fields(name, config), *([Fields(name, text)] if isinstance(text, dict) else []))

@@ -1,0 +1,97 @@
+"""What a config.json leaves out, calls by another name, sets to null or states in two places means what transformers
+takes it for: both read the same file."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from engine_helpers import FLOAT32, build_engine, spec_of, streamed_plan, tiny_config
+from family_checks import MAX_SEQ_LEN, draw_batch, reference_loss
+from family_configs import CASES
+
+from flexengine.models.registry import open_model
+
+LLAMA = {**tiny_config(), "max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.5] * 3, "long_factor": [3.0] * 3}
+TYPED = {"full_attention": {"rope_type": "linear", "factor": 4.0}, "sliding_attention": {"rope_type": "default"}}
+
+
+def lacking(config, *names):
+    return {name: value for name, value in config.items() if name not in names}
+
+
+SPELLINGS = {
+    "yarn, original length beside it": {**LLAMA, "rope_scaling": YARN, "original_max_position_embeddings": 32},
+    "llama3, original length beside it": {
+        **LLAMA,
+        "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 8},
+        "original_max_position_embeddings": 32,
+    },
+    "llama3, no original length": {**LLAMA, "rope_scaling": LLAMA3},
+    "yarn, truncate null": {**LLAMA, "rope_scaling": {**YARN, "truncate": None}},
+    "yarn, factor by the longest": {
+        **lacking(LLAMA, "max_position_embeddings"), "rope_scaling": {**YARN, "factor": None}
+    },
+    "longrope, factor by the longest": {
+        **lacking(LLAMA, "max_position_embeddings"),
+        "rope_scaling": {**LONGROPE, "original_max_position_embeddings": 100},
+    },
+    "two bases beside the options by layer type": {
+        **CASES["gemma3"], "rope_parameters": TYPED, "rope_theta": 50.0, "rope_local_base_freq": 20.0
+    },
+    "gpt_oss, no rope options": {**CASES["gpt_oss"], "rope_parameters": {}},
+    "deepseek_v3, rope_interleave null": {**CASES["deepseek_v3"], "rope_interleave": None},
+    "deepseek_v3, norm_topk_prob null": {**CASES["deepseek_v3"], "norm_topk_prob": None},
+    "mixtral, num_experts": {**lacking(CASES["mixtral"], "num_local_experts"), "num_experts": 5},
+    "olmoe, num_local_experts": {**lacking(CASES["olmoe"], "num_experts"), "num_local_experts": 5},
+    "gpt2, as others call it": {
+        **lacking(CASES["gpt2"], "n_embd", "n_head", "n_layer", "n_positions"),
+        "hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "max_position_embeddings": 96,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", SPELLINGS.values(), ids=SPELLINGS.keys())
+def test_both_read_the_same(config, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    described = transformers.AutoConfig.from_pretrained(tmp_path)
+    torch.manual_seed(7)
+    transformers.AutoModelForCausalLM.from_config(described).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", attn_implementation="eager")
+    source = open_model(tmp_path)
+    engine = build_engine(source, streamed_plan(source.spec, max_seq_len=MAX_SEQ_LEN, numerics=FLOAT32))
+    ids, labels = draw_batch(config["vocab_size"])
+    with torch.no_grad():
+        expected = reference_loss(model, ids, labels).item()
+    assert engine.evaluate(input_ids=ids, labels=labels).loss == pytest.approx(expected, abs=1e-5)
+    engine.close()
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"])
+def test_the_balancing_loss_has_the_coefficient_of_the_class(family):
+    stated = transformers.AutoConfig.for_model(family).router_aux_loss_coef
+    config = {**lacking(CASES[family], "router_aux_loss_coef"), "output_router_logits": True}
+    assert spec_of(config).balancing.coefficient == stated
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({**LLAMA, "attention_dropout": 0.1}, "dropout is left out (attention_dropout=0.1 in config.json)"),
+        ({**CASES["gpt2"], "embd_pdrop": 0.0}, ""),
+        ({**CASES["gpt2"], "resid_pdrop": 0.2, "attn_pdrop": 0.1}, "(attn_pdrop=0.1, resid_pdrop=0.2 in"),
+    ],
+)
+def test_dropout_that_is_left_out_is_named(config, said):
+    assert said in spec_of(config).notice
+    assert bool(said) == bool(spec_of(config).notice)
+
+
+def test_a_notice_of_the_family_is_kept_beside_that_of_dropout():
+    config = {**CASES["qwen3_next"], "attention_dropout": 0.5}
+    dropout = "dropout is left out (attention_dropout=0.5 in config.json)"
+    assert spec_of(config).notice == f"{spec_of(CASES['qwen3_next']).notice}; {dropout}"
