@@ -1,6 +1,6 @@
 """The engine: a model under a plan, trained with train_step, or fwd_bwd and step.
 
-It owns the arenas, lowers every round structure once, and carries programs out. It knows nothing of architectures (a
+It owns the arenas and carries programs out. It knows nothing of architectures (a
 ModelSpec is data) and nothing of how the plan came about.
 """
 
@@ -32,32 +32,19 @@ from flexengine.runtime.export import export_checkpoint
 from flexengine.runtime.fetch_experts import fetch_experts
 from flexengine.runtime.gradients import finish_gradient
 from flexengine.runtime.layer_runner import LayerRunner
+from flexengine.runtime.programs import Programs, RoundKind
 from flexengine.runtime.update import UpdateRunner, UpdateSettings
 from flexengine.runtime.weight_store import WeightStore, load_buffers
-from flexengine.schedule.checker import check_program
 from flexengine.schedule.command_totals import CommandClass, CommandTotal, add_totals
 from flexengine.schedule.commands import Command, FinishGradient, Program
 from flexengine.schedule.following import cpu_commands
 from flexengine.schedule.layout import PARTIAL_SQUARES, Layout
-from flexengine.schedule.lowering import RoundShape, lower_evaluation, lower_round
 from flexengine.schedule.packing import PackedChunk, pack, round_shape
 from flexengine.schedule.relocation import relocation
 from flexengine.schedule.timeline import TimedRun
-from flexengine.schedule.update_lowering import lower_update
 
-MAX_PROGRAMS = 64
-"""Lowered programs held at once; a batch of packed sequences needs two or three."""
 LAYER_KINDS = ("forward", "evaluate", "recompute", "backward", "fill_window")
 HALF_UPDATED = "an optimizer step was interrupted, so its weights are half updated"
-
-
-class RoundKind(NamedTuple):
-    """What a round does beside going forward: a backward pass, one that finds no gradients stored yet, one in which the
-    CPU updates."""
-
-    train: bool
-    first: bool
-    updates: bool
 
 
 class FwdBwdOutput(NamedTuple):
@@ -122,8 +109,6 @@ class Engine:
         self.meter = self._start_meter(layout.gpu_bytes)
         self.arenas = Arenas(device, layout.gpu_bytes, layout.host_bytes)
         self.executor = Executor(device, self.arenas, order)
-        self._programs: dict[tuple[RoundShape, RoundKind], Program] = {}
-        self._update_programs: dict[bool, Program] = {}  # by whether the CPU has updated already
         self._last_program: Program | None = None
         self._unusable = ""
         self._measuring = self._keeping_runs = False
@@ -148,6 +133,7 @@ class Engine:
     def _use(self, layout: Layout) -> None:
         """Lay everything that runs over the arenas by `layout`."""
         self.layout = layout
+        self.programs = Programs(layout, self.executor)
         self.weights = WeightStore(layout, self.arenas)
         self.layers = LayerRunner(layout, self.arenas, self.buffers)
         self.updates = UpdateRunner(layout, self.arenas)
@@ -262,10 +248,7 @@ class Engine:
         return FwdBwdOutput(loss, sequences.num_tokens, sequences.num_target_tokens, model_flops, model_flops + extra)
 
     def _update(self, settings: UpdateSettings, cpu_has_updated: bool = False) -> StepOutput:
-        if cpu_has_updated not in self._update_programs:
-            program = lower_update(self.layout, by_cpu={} if cpu_has_updated else None)
-            self._update_programs[cpu_has_updated] = self._checked(program)
-        program = self._update_programs[cpu_has_updated]
+        program = self.programs.of_update(cpu_has_updated)
         self._unusable = HALF_UPDATED
         with self._interruptible(train=True):
             self._run(program, timed=self._measuring, settings=settings)
@@ -409,25 +392,7 @@ class Engine:
     def _program(self, chunks: list[PackedChunk], train: bool, updates: bool) -> Program:
         shape = round_shape(chunks, self.plan.chunk_tokens)
         kind = RoundKind(train, first=train and not self._has_gradients, updates=updates)
-        if (shape, kind) not in self._programs:
-            self._forget_oldest_program()
-            if train:
-                program = lower_round(self.layout, shape, kind.first, kind.updates)
-            else:
-                program = lower_evaluation(self.layout, shape)
-            self._programs[shape, kind] = self._checked(program)
-        return self._programs[shape, kind]
-
-    def _forget_oldest_program(self) -> None:
-        """Hold MAX_PROGRAMS programs at the most, so that ever new round structures do not fill host memory."""
-        if len(self._programs) >= MAX_PROGRAMS:
-            self.executor.synchronize()
-            self.executor.forget(self._programs.pop(next(iter(self._programs))))
-
-    def _checked(self, program: Program) -> Program:
-        """Every program is proven before it runs; it takes milliseconds."""
-        check_program(program, self.layout.gpu_bytes, self.layout.host_bytes)
-        return program
+        return self.programs.of_round(shape, kind)
 
     def _run(self, program: Program, timed: bool, settings: UpdateSettings | None = None) -> None:
         """settings: of its updates; None where it has none."""
@@ -538,10 +503,7 @@ class Engine:
         self._unusable = ""
 
     def _forget_programs(self) -> None:
-        for program in (*self._programs.values(), *self._update_programs.values()):
-            self.executor.forget(program)
-        self._programs.clear()
-        self._update_programs.clear()
+        self.programs.forget()
         self._last_program = None
         self.layers.chunks = []
 
