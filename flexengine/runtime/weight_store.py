@@ -98,24 +98,29 @@ def check_checkpoint(model: ModelSpec, folder: Path) -> ModelSpec:
 
 def _check_tied(model: ModelSpec, reader: CheckpointReader) -> None:
     """Raise ValueError unless head and embedding, of which a tied model takes the latter, are alike."""
-    names = (model.embedding_source, model.head_source)
-    (rows, width), *others = (reader.tensors[name].shape for name in names)
+    head, embedding = model.head_source, model.embedding_source
+    if not _alike(reader, head, embedding):
+        raise ValueError(
+            f"{reader.folder}: config.json ties the head to the embedding (tie_word_embeddings), but the checkpoint has"
+            f" {head} that differs from {embedding}. Set tie_word_embeddings to false to train both, or remove {head} "
+            "from the checkpoint"
+        )
+
+
+def _alike(reader: CheckpointReader, *names: str) -> bool:
+    """Whether two matrices of a checkpoint hold the same values; reads them in pieces, up to the first difference."""
+    (rows, width), shape = (reader.tensors[name].shape for name in names)
+    if shape != (rows, width):
+        return False
     step = max(1, PIECE_ELEMENTS // width)
     pieces = torch.empty(2, step, width)
-    alike = others == [(rows, width)]
-    for first in range(0, rows if alike else 0, step):
+    for first in range(0, rows, step):
         count = min(step, rows - first)
         for name, piece in zip(names, pieces, strict=True):
             reader.read_into(name, piece[:count], first, count)
         if not torch.equal(*pieces[:, :count]):
-            alike = False
-            break
-    if not alike:
-        raise ValueError(
-            f"{reader.folder}: config.json ties the head to the embedding (tie_word_embeddings), but the checkpoint has"
-            f" {names[1]} that differs from {names[0]}. Set tie_word_embeddings to false to train both, or remove "
-            f"{names[1]} from the checkpoint"
-        )
+            return False
+    return True
 
 
 def load_buffers(reader: CheckpointReader, buffers: dict[str, Tensor]) -> None:
