@@ -41,6 +41,22 @@ def driver():
     driver.reset()
 
 
+@pytest.fixture
+def driven(driver, monkeypatch: pytest.MonkeyPatch):
+    """Makes an executor issue to the driver without a GPU, as to CUDA; the tests say what torch.cuda.stream does."""
+    from flexengine.schedule.commands import Stream  # noqa: PLC0415 (with Triton's interpreter set above)
+
+    def drive(executor):
+        streams = {stream: driver.stream() for stream in Stream if stream is not Stream.CPU}
+        monkeypatch.setattr(executor, "on_cuda", True)
+        monkeypatch.setattr(executor, "streams", streams, raising=False)
+        monkeypatch.setattr(executor, "_transfers", driver.open(), raising=False)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda _: driver.settle())
+        return executor
+
+    return drive
+
+
 def search_quickly(patch: pytest.MonkeyPatch) -> None:
     """The planner searches models of few blocks as it does those of many, in a fraction of the time."""
     for module in ("dealing", "mixes", "search", "size_search"):

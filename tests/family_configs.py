@@ -36,8 +36,12 @@ def olmo3(**changes: Any) -> dict:
     return without_head_dim(config("olmo3", **{**options, **changes}))
 
 
+def lacking(values: dict, *names: str) -> dict:
+    return {name: value for name, value in values.items() if name not in names}
+
+
 def without_head_dim(values: dict) -> dict:
-    return {name: value for name, value in values.items() if name != "head_dim"}
+    return lacking(values, "head_dim")
 
 
 def phi3(**changes: Any) -> dict:

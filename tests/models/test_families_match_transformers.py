@@ -18,7 +18,7 @@ from engine_helpers import (
     worst_error,
 )
 from family_checks import MAX_SEQ_LEN, check_against_transformers, draw_batch, last_logits, reference_loss
-from family_configs import CASES, FAMILY_CASES, LONGROPE
+from family_configs import CASES, FAMILY_CASES, LONGROPE, lacking
 from safetensors.torch import load_file, save_file
 
 from flexengine import from_pretrained
@@ -191,8 +191,7 @@ def test_published_gemma3_configs_leave_defaults_out():
 @pytest.mark.parametrize(("family", "field"), [(f, field) for f in CLASS_DEFAULTS for field in CLASS_DEFAULTS[f]])
 def test_an_absent_field_is_what_transformers_takes_it_for(family, field):
     """The same description as of the config that transformers completes."""
-    case = tiny_config() if family == "llama" else CASES[FAMILY_CASES.get(family, "gemma3")]
-    config = {name: value for name, value in case.items() if name != field}
+    config = lacking(tiny_config() if family == "llama" else CASES[FAMILY_CASES.get(family, "gemma3")], field)
     if field in ("head_dim", "num_key_value_heads"):
         config |= {"num_attention_heads": 32, "hidden_size": 64}
     if field == "v_head_dim":

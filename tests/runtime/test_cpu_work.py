@@ -286,15 +286,11 @@ def test_abandoned_work_ends_and_later_work_waits_for_earlier():
 
 
 @pytest.mark.parametrize("refused", ["second thread", "stream"])
-def test_work_that_could_not_begin_is_waited_for_by_nobody(driver, monkeypatch, refused):
+def test_work_that_could_not_begin_is_waited_for_by_nobody(driven, monkeypatch, refused):
     """Its commands' own wait for what the host would have issued would never end."""
     plan = make_plan(SOURCE.spec, **OPTIONS, groups=[GroupPlan(update="cpu")] * len(SOURCE.spec.groups))
     layout = Layout(SOURCE.spec, plan)
-    executor = Executor(CPU, Arenas(CPU, layout.gpu_bytes, layout.host_bytes))
-    monkeypatch.setattr(executor, "on_cuda", True)
-    monkeypatch.setattr(executor, "streams", {s: driver.stream() for s in Stream if s is not Stream.CPU}, raising=False)
-    monkeypatch.setattr(executor, "_transfers", driver.open(), raising=False)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: driver.settle())
+    executor = driven(Executor(CPU, Arenas(CPU, layout.gpu_bytes, layout.host_bytes)))
     start, started = threading.Thread.start, []
 
     def start_first(thread):

@@ -425,6 +425,16 @@ def interrupted_after(engine, monkeypatch, commands):
     monkeypatch.setattr(engine, "_handle", counting)
 
 
+def goes_on_as_new(engine, new):
+    """There are no gradients left of an interrupted call, and the next step is that of a new engine."""
+    with pytest.raises(ValueError, match="call fwd_bwd"):
+        engine.step()
+    for either in (engine, new):
+        either.fwd_bwd(BATCH)
+        either.step()
+    same_bits(engine.state_dict(), new.state_dict())
+
+
 def test_an_interrupted_call_leaves_no_half_gradients(monkeypatch):
     engine, again = new_engine(), new_engine()
     engine.fwd_bwd(BATCH)
@@ -432,12 +442,7 @@ def test_an_interrupted_call_leaves_no_half_gradients(monkeypatch):
         interrupted_after(engine, patch, 12)
         with pytest.raises(KeyboardInterrupt):
             engine.fwd_bwd(BATCH)
-    with pytest.raises(ValueError, match="call fwd_bwd"):
-        engine.step()
-    for either in (engine, again):
-        either.fwd_bwd(BATCH)
-        either.step()
-    same_bits(engine.state_dict(), again.state_dict())
+    goes_on_as_new(engine, again)
 
 
 def test_an_interrupt_where_a_call_waits_for_its_loss_leaves_no_gradients(monkeypatch):
@@ -449,12 +454,7 @@ def test_an_interrupt_where_a_call_waits_for_its_loss_leaves_no_gradients(monkey
         patch.setattr(torch.Tensor, "__float__", interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.fwd_bwd(BATCH)
-    with pytest.raises(ValueError, match="call fwd_bwd"):
-        engine.step()
-    for either in (engine, again):
-        either.fwd_bwd(BATCH)
-        either.step()
-    same_bits(engine.state_dict(), again.state_dict())
+    goes_on_as_new(engine, again)
 
 
 def test_whatever_interrupts_a_call_nothing_runs_on(monkeypatch):

@@ -118,13 +118,8 @@ def test_forgetting_and_waiting(arenas):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_a_program_calls_finds_its_stream_and_the_caller_his_own(arenas, driver, monkeypatch, fails):
-    executor = Executor(CPU, arenas)
-    streams = {stream: driver.stream() for stream in Stream if stream is not Stream.CPU}
-    monkeypatch.setattr(executor, "on_cuda", True)
-    monkeypatch.setattr(executor, "streams", streams, raising=False)
-    monkeypatch.setattr(executor, "_transfers", driver.open(), raising=False)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: driver.settle())
+def test_what_a_program_calls_finds_its_stream_and_the_caller_his_own(arenas, driven, monkeypatch, fails):
+    executor = driven(Executor(CPU, arenas))
     current, seen = ["the caller's"], []
 
     @contextlib.contextmanager
@@ -147,7 +142,7 @@ def test_what_a_program_calls_finds_its_stream_and_the_caller_his_own(arenas, dr
     with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
         executor.run(builder.build(), handler)
     assert len(seen) == (3 if fails else 4)
-    assert all(stream is streams[name] for name, stream in seen)
+    assert all(stream is executor.streams[name] for name, stream in seen)
     assert current == ["the caller's"]
     executor.synchronize()
 

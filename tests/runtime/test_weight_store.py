@@ -116,7 +116,6 @@ from pathlib import Path
 from engine_helpers import make_plan, streamed_plan
 from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.hardware.memory_usage import peak_resident_bytes, resident_bytes
-from flexengine.checkpoint.reader import ReadRequest
 from flexengine.models.registry import open_model
 from flexengine.plan import Numerics
 from flexengine.runtime.arena import Arenas
