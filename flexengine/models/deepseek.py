@@ -97,8 +97,9 @@ def _read_heads(fields: Fields) -> HeadLayout:
 
 def _read_experts(fields: Fields, family: str) -> ExpertShape:
     """Raises ValueError for groups and counts that do not go together."""
-    count, per_token = fields.whole("n_routed_experts"), fields.whole("num_experts_per_tok")
-    third, method = family == "deepseek_v3", fields.text("topk_method", CHOICES[family][0])
+    third = family == "deepseek_v3"
+    count = fields.whole("num_local_experts" if third else "num_experts", other="n_routed_experts")
+    per_token, method = fields.whole("num_experts_per_tok"), fields.text("topk_method", CHOICES[family][0])
     grouped = third or method == "group_limited_greedy"
     groups, taken = (fields.whole("n_group"), fields.whole("topk_group")) if grouped else (1, 1)
     best = 2 if third else 1

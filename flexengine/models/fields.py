@@ -70,14 +70,16 @@ class Fields:
     def __init__(self, model: str, values: Mapping[str, Any], place: str = "config.json") -> None:
         self.model, self.values, self.place = model, values, place
 
-    def whole(self, name: str, default: Any = _REQUIRED, least: int = 1) -> Any:
-        """A whole number from `least` to LARGEST[name]; the default as it is."""
-        value = self._value(name, default)
+    def whole(self, name: str, default: Any = _REQUIRED, least: int = 1, other: str | None = None) -> Any:
+        """A whole number from `least` to LARGEST[name]; the default as it is. other: a second name that Hugging Face
+        has for the field, which counts where the first is absent or null."""
+        stated = other if other and other in self.values and self.values.get(name) is None else name
+        value = self._value(stated, default)
         if value is default:
             return default
         largest = LARGEST[name]
         if type(value) is not int or not least <= value <= largest:
-            raise self._error(name, value, f"a whole number from {least} to {largest}")
+            raise self._error(stated, value, f"a whole number from {least} to {largest}")
         return value
 
     def number(self, name: str, default: Any = _REQUIRED, low: float = 0.0, high: float = sys.float_info.max) -> Any:

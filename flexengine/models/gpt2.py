@@ -29,15 +29,18 @@ def build(name: str, config: dict) -> ModelSpec:
     for unsupported in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         if fields.switch(unsupported, False):
             raise ValueError(f"{name}: {unsupported}=true in config.json; a gpt2 model with it is not supported")
-    heads, d, v = fields.whole("n_head", 12), fields.whole("n_embd", 768), fields.whole("vocab_size", 50257)
+    heads, d = (
+        fields.whole("n_head", 12, other="num_attention_heads"), fields.whole("n_embd", 768, other="hidden_size")
+    )  # fmt: skip
+    v, layers = fields.whole("vocab_size", 50257), fields.whole("n_layer", 12, other="num_hidden_layers")
     if d % heads:
         raise ValueError(
             f"{name}: n_embd={d} is not a multiple of n_head={heads}; one of them is wrong in config.json: fetch the "
             "published one again"
         )
     f, eps = fields.whole("n_inner", None) or 4 * d, fields.number("layer_norm_epsilon", 1e-5, high=1.0)
-    positions, tied = fields.whole("n_positions", 1024), fields.switch("tie_word_embeddings", True)
-    scaled = fields.switch("scale_attn_weights", True)
+    positions = fields.whole("n_positions", 1024, other="max_position_embeddings")
+    tied, scaled = fields.switch("tie_word_embeddings", True), fields.switch("scale_attn_weights", True)
     ops = _block_ops(d, f, heads, eps, AttentionStyle(None if scaled else 1.0))
     embedding = (Embedding("embed", "tokens", v, d, "embed.weight"),
                  LearnedPositions("positions", "tokens", "y", positions, d, "positions.weight"))  # fmt: skip
@@ -50,7 +53,7 @@ def build(name: str, config: dict) -> ModelSpec:
         "gpt2",
         config,
         embedding=Piece(embedding, tables),
-        blocks=[Piece(ops, _block_params(f"h.{i}", d, f)) for i in range(fields.whole("n_layer", 12))],
+        blocks=[Piece(ops, _block_params(f"h.{i}", d, f)) for i in range(layers)],
         head=Piece(head, (*_norm("final_norm", "ln_f", d), *(() if tied else (lm_head,)))),
         hidden_size=d,
         vocab_size=v,

@@ -34,7 +34,7 @@ YARN = {
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
 """Of configs without rope options."""
-LIMIT, ALPHA, BALANCE = 7.0, 1.702, 0.001
+LIMIT, ALPHA = 7.0, 1.702
 
 
 def build(name: str, config: dict) -> ModelSpec:
@@ -53,7 +53,7 @@ def build(name: str, config: dict) -> ModelSpec:
         blocks=tuple(blocks[kind] for kind in kinds),
         tables=(table,),
         final_norm=norm,
-        balance_coefficient=read_balance(fields, BALANCE),
+        balance_coefficient=read_balance(fields),
         names=BlockNames(router="mlp.router", expert_decode="mxfp4" if quantised else None),
     )
     spec = decoder_model(name, "gpt_oss", config, shape)
@@ -70,7 +70,7 @@ def _table(name: str, config: dict, head_dim: int) -> Table:
 
 def _block(fields: Fields, sizes: Sizes, norm: NormStyle, table: Table, kind: str) -> BlockShape:
     bias = fields.switch("attention_bias", True)
-    count = fields.whole("num_experts", None) or fields.whole("num_local_experts", 128)
+    count = fields.whole("num_experts", 128, other="num_local_experts")
     per_token = fields.whole("num_experts_per_tok", 4)
     experts = ExpertShape(count, per_token, sizes.intermediate_size, normalised=True, stacked=True)
     check_counts(fields.model, experts)

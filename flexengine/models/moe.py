@@ -30,8 +30,8 @@ from flexengine.ops.rmsnorm import NormStyle
 from flexengine.wording import shown
 
 MIXTRAL_THETA = 1e6
-BALANCE = {"olmoe": 0.01}
-"""Coefficients of the loss that balances experts, where configs leave them out: 0.001 in the others."""
+BALANCE, OLMOE_BALANCE = 0.001, 0.01
+"""Coefficients of the loss that balances experts, where configs leave them out."""
 MIXTRAL_NAMES = BlockNames(
     router="block_sparse_moe.gate",
     experts="block_sparse_moe.experts",
@@ -62,12 +62,12 @@ def build(name: str, config: dict) -> ModelSpec:
         tables=(table,),
         final_norm=norm,
         names=MIXTRAL_NAMES if family == "mixtral" else BlockNames(),
-        balance_coefficient=read_balance(fields, BALANCE.get(family, 0.001)),
+        balance_coefficient=read_balance(fields, OLMOE_BALANCE if family == "olmoe" else BALANCE),
     )
     return decoder_model(name, family, config, shape)
 
 
-def read_balance(fields: Fields, coefficient: float) -> float:
+def read_balance(fields: Fields, coefficient: float = BALANCE) -> float:
     """The coefficient of the loss that balances experts, 0 where the config does not ask for it; the given one where
     it leaves it out."""
     coefficient = fields.number("router_aux_loss_coef", coefficient, high=1e6)
@@ -107,13 +107,15 @@ def layers_without_experts(fields: Fields, count: int) -> set[int]:
 
 
 def _mixtral(fields: Fields, sizes: Sizes) -> dict[str, Any]:
-    count, per_token = fields.whole("num_local_experts", 8), fields.whole("num_experts_per_tok", 2)
+    count = fields.whole("num_local_experts", 8, other="num_experts")
+    per_token = fields.whole("num_experts_per_tok", 2)
     experts = ExpertShape(count, per_token, sizes.intermediate_size, normalised=True)
     return {"experts": experts, "attention": AttentionStyle(window=read_window(fields))}
 
 
 def _olmoe(fields: Fields, sizes: Sizes) -> dict[str, Any]:
-    count, per_token = fields.whole("num_experts", 64), fields.whole("num_experts_per_tok", 8)
+    count = fields.whole("num_experts", 64, other="num_local_experts")
+    per_token = fields.whole("num_experts_per_tok", 8)
     normalised, bias = fields.switch("norm_topk_prob", False), fields.switch("attention_bias", False)
     experts = ExpertShape(count, per_token, sizes.intermediate_size, normalised)
     return {"experts": experts, "qk_norm": "row", "qkv_bias": bias, "o_bias": bias}
@@ -129,7 +131,7 @@ def _qwen2(fields: Fields, sizes: Sizes) -> dict[str, Any]:
 
 
 def _qwen3(fields: Fields, sizes: Sizes) -> dict[str, Any]:
-    count = fields.whole("num_experts", None) or fields.whole("num_local_experts", 128)
+    count = fields.whole("num_experts", 128, other="num_local_experts")
     per_token, bias = fields.whole("num_experts_per_tok", 8), fields.switch("attention_bias", False)
     width, normalised = fields.whole("moe_intermediate_size", 768), fields.switch("norm_topk_prob", False)
     experts = ExpertShape(count, per_token, width, normalised)

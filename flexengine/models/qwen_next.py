@@ -71,7 +71,7 @@ def _build(name: str, config: dict, family: str, prefix: str = "model") -> Model
         tables=(table,),
         final_norm=norm,
         prefix=prefix,
-        balance_coefficient=read_balance(fields, 0.001) if experts else 0.0,
+        balance_coefficient=read_balance(fields) if experts else 0.0,
     )
     return decoder_model(name, family, config, shape)
 

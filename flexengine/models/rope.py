@@ -58,7 +58,8 @@ def rope_parameters(config: dict, head_dim: int, model: str = "model") -> RopePa
     Raises ValueError for an unknown scaling, and for an option that is absent, of a wrong type or out of range.
     """
     kind, theta, options = _parameters(config, model)
-    share = Fields(model, config).number("partial_rotary_factor", 1.0, high=1.0)
+    fields = Fields(model, config)
+    share = fields.number("partial_rotary_factor", 1.0, high=1.0)
     rotary_dim = int(head_dim * options.number("partial_rotary_factor", share, high=1.0))
     # float32 like the reference implementation, whose rounding is part of the trained model
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
@@ -67,11 +68,11 @@ def rope_parameters(config: dict, head_dim: int, model: str = "model") -> RopePa
         factor = options.number("factor", low=FACTOR_RANGE[0], high=FACTOR_RANGE[1])
         return RopeParameters(tuple(f / factor for f in inv_freq), 1.0)
     if kind == "llama3":
-        return RopeParameters(_llama3(inv_freq, options, Fields(model, config)), 1.0)
+        return RopeParameters(_llama3(inv_freq, options, fields), 1.0)
     if kind == "yarn":
-        return _yarn(inv_freq, theta, rotary_dim, options, Fields(model, config))
+        return _yarn(inv_freq, theta, rotary_dim, options, fields)
     if kind == "longrope":
-        return _longrope(inv_freq, options, Fields(model, config))
+        return _longrope(inv_freq, options, fields)
     return RopeParameters(tuple(inv_freq), 1.0)
 
 

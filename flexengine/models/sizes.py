@@ -70,24 +70,11 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """What a field that a config leaves out stands for in Hugging Face; null is another thing, and turns features off."""
-OTHER_NAMES: dict[str, dict[str, str]] = {
-    "mixtral": {"num_experts": "num_local_experts"},
-    "olmoe": {"num_local_experts": "num_experts"},
-    "deepseek_v2": {"num_experts": "n_routed_experts"},
-    "deepseek_v3": {"num_local_experts": "n_routed_experts"},
-    "gpt2": {
-        "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
-        "num_hidden_layers": "n_layer",
-    },
-}  # fmt: skip
-"""What Hugging Face also takes for a field -> the field."""
 
 
 def with_class_defaults(family: str, config: dict) -> dict:
-    """The config with the fields that it leaves out, or has under another name."""
-    names = OTHER_NAMES.get(family, {}).items()
-    stated = {field: config[other] for other, field in names if other in config and field not in config}
-    return {**CLASS_DEFAULTS.get(family, {}), **config, **stated}
+    """The config with the fields that it leaves out."""
+    return {**CLASS_DEFAULTS.get(family, {}), **config}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 import transformers
 from engine_helpers import FLOAT32, build_engine, spec_of, streamed_plan, tiny_config
 from family_checks import MAX_SEQ_LEN, draw_batch, reference_loss
-from family_configs import CASES
+from family_configs import CASES, lacking
 
 from flexengine.models.registry import open_model
 
@@ -17,10 +17,6 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.5] * 3, "long_factor": [3.0] * 3}
 TYPED = {"full_attention": {"rope_type": "linear", "factor": 4.0}, "sliding_attention": {"rope_type": "default"}}
-
-
-def lacking(config, *names):
-    return {name: value for name, value in config.items() if name not in names}
 
 
 SPELLINGS = {
@@ -47,6 +43,8 @@ SPELLINGS = {
     "deepseek_v3, norm_topk_prob null": {**CASES["deepseek_v3"], "norm_topk_prob": None},
     "mixtral, num_experts": {**lacking(CASES["mixtral"], "num_local_experts"), "num_experts": 5},
     "olmoe, num_local_experts": {**lacking(CASES["olmoe"], "num_experts"), "num_local_experts": 5},
+    "deepseek_v2, num_experts": {**lacking(CASES["deepseek_v2"], "n_routed_experts"), "num_experts": 8},
+    "deepseek_v3, also num_local_experts": {**CASES["deepseek_v3"], "n_routed_experts": 16, "num_local_experts": 8},
     "gpt2, as others call it": {
         **lacking(CASES["gpt2"], "n_embd", "n_head", "n_layer", "n_positions"),
         "hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "max_position_embeddings": 96,
