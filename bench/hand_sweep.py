@@ -22,8 +22,8 @@ from bench.environment import write_json
 from flexengine.api import Prepared, build, prepare
 from flexengine.optim import AdamW
 from flexengine.plan import GroupPlan, LayerPlan, Plan
-from flexengine.planner.cost_model import step_seconds
-from flexengine.planner.memory import excess_bytes
+from flexengine.planner.cost.cost_model import step_seconds
+from flexengine.planner.cost.memory import excess_bytes
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.save_sets import savable_ops
 

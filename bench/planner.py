@@ -14,7 +14,7 @@ from flexengine.hardware.presets import preset
 from flexengine.metrics import GIB
 from flexengine.models.registry import open_model
 from flexengine.plan import Numerics, PlanError, Request
-from flexengine.planner.bound import speed_of_light
+from flexengine.planner.bound.speed_of_light import speed_of_light
 from flexengine.planner.search import make_plan
 
 CASES = (

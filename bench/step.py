@@ -24,7 +24,7 @@ from bench.environment import write_json
 from flexengine.api import Prepared, build, prepare
 from flexengine.hardware.memory_usage import forget_peak_resident
 from flexengine.optim import AdamW
-from flexengine.planner.report import table
+from flexengine.reports.plan_text import table
 from flexengine.runtime.engine import Engine
 
 GIB = 2**30

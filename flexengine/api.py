@@ -22,10 +22,10 @@ from flexengine.models.registry import ModelSource, open_model
 from flexengine.models.spec import ModelSpec
 from flexengine.optim.adamw import AdamW
 from flexengine.plan import Numerics, Plan, PlanError, PlanReason, Request
-from flexengine.planner.picture import Picture
-from flexengine.planner.report import describe
-from flexengine.planner.report_data import step_timeline
 from flexengine.planner.search import make_plan
+from flexengine.reports.picture import Picture
+from flexengine.reports.plan_data import step_timeline
+from flexengine.reports.plan_text import describe
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.weight_store import check_checkpoint
 

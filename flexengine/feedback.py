@@ -10,8 +10,8 @@ from dataclasses import replace
 from flexengine.api import Prepared
 from flexengine.plan import Plan, PlanError
 from flexengine.planner.correction import Review, review
-from flexengine.planner.report import describe
 from flexengine.planner.search import make_plan
+from flexengine.reports.plan_text import describe
 from flexengine.runtime.engine import Engine
 
 LEAST_GAIN = 0.01

@@ -11,7 +11,7 @@ from flexengine.checkpoint.atomic import atomic_file
 from flexengine.config import STEP_OPTIONS, TRACE_FILE, TrainConfig, flag_of
 from flexengine.metrics import TIMED_STEP, StepMetrics
 from flexengine.plan import Plan
-from flexengine.planner.report_data import measured_timeline
+from flexengine.reports.plan_data import measured_timeline
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.profiling import ProfiledSteps
 

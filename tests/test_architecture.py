@@ -23,12 +23,13 @@ ARROWS = {
     "schedule": {"plan", "models", "ops"},
     "hardware": {"wording", "native", "ops", "optim"},
     "planner": {"plan", "models", "ops", "schedule", "hardware", "metrics"},
+    "reports": {"plan", "models", "ops", "schedule", "hardware", "planner", "metrics"},
     "checkpoint": {"native", "wording"},
     "data": {"wording"},
     "runtime": {"plan", "models", "ops", "schedule", "optim", "kernels", "native", "checkpoint", "metrics", "hardware"},
-    "api": {"wording", "metrics", "plan", "models", "hardware", "optim", "planner", "runtime"},
-    "feedback": {"api", "plan", "planner", "runtime"},
-    "recording": {"api", "checkpoint", "config", "metrics", "plan", "planner", "runtime"},
+    "api": {"wording", "metrics", "plan", "models", "hardware", "optim", "planner", "reports", "runtime"},
+    "feedback": {"api", "plan", "planner", "reports", "runtime"},
+    "recording": {"api", "checkpoint", "config", "metrics", "plan", "reports", "runtime"},
     "trainer": {
         "wording",
         "recording",
@@ -44,7 +45,7 @@ ARROWS = {
         "metrics",
         "hardware",
     },
-    "commands": {"wording", "api", "config", "plan", "models", "hardware", "planner", "schedule", "metrics"},
+    "commands": {"wording", "api", "config", "plan", "models", "hardware", "planner", "reports", "schedule", "metrics"},
     "cli": {
         "wording",
         "commands",
@@ -62,7 +63,7 @@ ARROWS = {
     "__main__": {"cli"},
 }
 # Rooms that only describe and decide: torch reaches them by way of ops and models alone.
-WITHOUT_TORCH = ("plan", "config", "planner", "schedule")
+WITHOUT_TORCH = ("plan", "config", "planner", "reports", "schedule")
 
 
 def room_of(path: Path) -> str:

@@ -10,11 +10,11 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import format_bytes, format_seconds
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, Request
-from flexengine.planner.machine_size import budget_notes
-from flexengine.planner.report import percent, table
-from flexengine.planner.report_data import shortage_json
+from flexengine.planner.feasibility.machine_size import budget_notes
+from flexengine.planner.feasibility.shortage import ShortageError
 from flexengine.planner.search import make_plan
-from flexengine.planner.shortage import ShortageError
+from flexengine.reports.plan_data import shortage_json
+from flexengine.reports.plan_text import percent, table
 
 
 class Case(NamedTuple):

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 from flexengine.models.registry import FAMILIES, PRESET_PREFIX, open_model, preset_names
-from flexengine.planner.report import table
+from flexengine.reports.plan_text import table
 from flexengine.wording import FlagParser
 
 COMPARED = "losses, gradients, logits and exports equal those of transformers; tiny configs compared: {count}"

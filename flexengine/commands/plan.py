@@ -28,12 +28,12 @@ from flexengine.metrics import GIB, format_bytes
 from flexengine.models.registry import open_model, preset_names
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, PlanError, Request
-from flexengine.planner.html_report import html_page, shortage_page
-from flexengine.planner.picture import Picture
-from flexengine.planner.report import report, shortage_report
-from flexengine.planner.report_data import as_json, shortage_json, step_timeline
+from flexengine.planner.feasibility.shortage import ShortageError
 from flexengine.planner.search import make_plan
-from flexengine.planner.shortage import ShortageError
+from flexengine.reports.picture import Picture
+from flexengine.reports.plan_data import as_json, shortage_json, step_timeline
+from flexengine.reports.plan_page import html_page, shortage_page
+from flexengine.reports.plan_text import report, shortage_report
 from flexengine.wording import FlagParser
 
 DOES_NOT_FIT = 2

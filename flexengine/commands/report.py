@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flexengine.commands.files import check_target, write_whole
 from flexengine.commands.run_folder import read_run
-from flexengine.planner.run_report import HOW_TO_TRACE, run_page
+from flexengine.reports.run_page import HOW_TO_TRACE, run_page
 from flexengine.wording import FlagParser
 
 REPORT_FILE = "report.html"

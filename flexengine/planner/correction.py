@@ -15,9 +15,9 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import format_seconds
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, Prediction
-from flexengine.planner.bound import speed_of_light_s
-from flexengine.planner.cost_model import StepPricer, round_shape, step_seconds
-from flexengine.planner.report import limiter
+from flexengine.planner.bound.speed_of_light import speed_of_light_s
+from flexengine.planner.cost.cost_model import StepPricer, round_shape, step_seconds
+from flexengine.planner.cost.limiter import limiter
 from flexengine.schedule.command_totals import CommandClass, CommandTotal, add_totals
 from flexengine.schedule.commands import Stream
 from flexengine.schedule.layout import Layout

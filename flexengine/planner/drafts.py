@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flexengine.planner import loads
+from flexengine.planner.cost import loads
+from flexengine.planner.cost.updates import exposed_s, stations
 from flexengine.planner.kinds import OfBlocks
 from flexengine.planner.sketch import Batch, EdgeCosts, RoundCosts, RowCosts, Sketch
 from flexengine.planner.solver import Placement, RoundProblem
 from flexengine.planner.tables import NUM_LEVELS, STREAMS_WEIGHTS, streams_grads
 from flexengine.planner.templates import SlotCounts
-from flexengine.planner.updates import exposed_s, stations
 from flexengine.schedule.layer_program import ALIGNMENT
 
 MAX_NUMBER = np.iinfo(np.int64).max

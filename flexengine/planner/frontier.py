@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from flexengine.models.spec import LayerSpec
 from flexengine.ops.base import Op, Work
-from flexengine.planner.cost_model import CostModel
-from flexengine.planner.recompute_hull import refilled, save_choices
+from flexengine.planner.bound.recompute_hull import refilled, save_choices
+from flexengine.planner.cost.cost_model import CostModel
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram, align
 from flexengine.schedule.lowering import RoundShape

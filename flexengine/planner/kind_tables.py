@@ -8,8 +8,8 @@ import numpy as np
 
 from flexengine.models.spec import LayerSpec
 from flexengine.plan import GroupPlan
-from flexengine.planner import loads
-from flexengine.planner.cost_model import CostModel
+from flexengine.planner.cost import loads
+from flexengine.planner.cost.cost_model import CostModel
 from flexengine.planner.options import Options
 from flexengine.planner.templates import gpu_plane_bytes, host_plane_bytes
 from flexengine.schedule.group_layout import GroupLayout

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flexengine.planner import loads
+from flexengine.planner.cost import loads
+from flexengine.planner.cost.updates import exposed_s
 from flexengine.planner.drafts import Drafting, Mix, aligned
 from flexengine.planner.tables import NUM_LEVELS, STREAMS_WEIGHTS
 from flexengine.planner.templates import SlotCounts
-from flexengine.planner.updates import exposed_s
 
 FEW_BLOCKS = 3
 """Up to so many blocks, all mixes of the supported options are crossed; beyond, those of two."""

@@ -17,10 +17,10 @@ import numpy as np
 from flexengine.models.spec import LayerSpec
 from flexengine.ops.base import Op
 from flexengine.plan import Home, LayerPlan
-from flexengine.planner.cost_model import CostModel
+from flexengine.planner.cost.cost_model import CostModel
+from flexengine.planner.cost.loads import issue_s
 from flexengine.planner.frontier import recompute_s
 from flexengine.planner.kinds import Sets
-from flexengine.planner.loads import issue_s
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram, align
 from flexengine.schedule.lowering import RoundShape

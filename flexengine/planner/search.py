@@ -19,19 +19,19 @@ from flexengine.models.in_parts import in_parts, may_be_in_parts
 from flexengine.models.matmul_dtype import check_matmul_dtype
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, Prediction, Request
-from flexengine.planner.bound import speed_of_light_s
-from flexengine.planner.cost_model import CostModel, StepEstimate, StepPricer, round_shape
-from flexengine.planner.frontier import frontier
-from flexengine.planner.kinds import Sets, side_by_side
-from flexengine.planner.memory import (
+from flexengine.planner.bound.speed_of_light import speed_of_light_s
+from flexengine.planner.cost.cost_model import CostModel, StepEstimate, StepPricer, round_shape
+from flexengine.planner.cost.limiter import limiter
+from flexengine.planner.cost.memory import (
     excess_bytes,
     gpu_categories,
     gpu_required_bytes,
     host_categories,
     host_required_bytes,
 )
-from flexengine.planner.report import limiter
-from flexengine.planner.shortage import Feasibility, shortage
+from flexengine.planner.feasibility.shortage import Feasibility, shortage
+from flexengine.planner.frontier import frontier
+from flexengine.planner.kinds import Sets, side_by_side
 from flexengine.planner.size_search import FEW_BLOCKS, SizeSearch
 from flexengine.planner.sizes import chunk_sizes
 from flexengine.planner.solver import RoundProblem

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from flexengine.plan import GroupPlan, LayerPlan, Plan
-from flexengine.planner import knapsack, loads
+from flexengine.planner import knapsack
+from flexengine.planner.cost import loads
 from flexengine.planner.tables import STREAMS_WEIGHTS, RoundTables
 from flexengine.planner.templates import SlotCounts, Structure
 from flexengine.schedule.layer_program import align

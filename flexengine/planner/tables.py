@@ -8,8 +8,8 @@ from functools import cached_property
 import numpy as np
 
 from flexengine.plan import GroupPlan
-from flexengine.planner import loads
-from flexengine.planner.cost_model import CostModel, full_rounds, round_shape, rounds_per_step
+from flexengine.planner.cost import loads
+from flexengine.planner.cost.cost_model import CostModel, full_rounds, round_shape, rounds_per_step
 from flexengine.planner.kind_tables import KindTables
 from flexengine.planner.kinds import OfBlocks, Sets
 from flexengine.planner.templates import ActivationBytes, Templates, host_plane_bytes

@@ -16,9 +16,8 @@ import numpy as np
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan, Plan, Request
-from flexengine.planner.cost_model import CostModel
-from flexengine.planner.kinds import Sets, block_kinds
-from flexengine.planner.loads import (
+from flexengine.planner.cost.cost_model import CostModel
+from flexengine.planner.cost.loads import (
     GPU_LEVELS,
     LEVELS,
     RESIDENT,
@@ -29,7 +28,8 @@ from flexengine.planner.loads import (
     home_of,
     levels_of,
 )
-from flexengine.planner.memory import gpu_overhead_bytes, host_required_bytes
+from flexengine.planner.cost.memory import gpu_overhead_bytes, host_required_bytes
+from flexengine.planner.kinds import Sets, block_kinds
 from flexengine.planner.options import Options, keep_options
 from flexengine.schedule.commands import Slot
 from flexengine.schedule.group_layout import GroupLayout, group_layout

@@ -8,8 +8,8 @@ from flexengine.hardware.presets import preset
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan, Plan, Request
-from flexengine.planner.cost_model import StepPricer
-from flexengine.planner.memory import excess_bytes
+from flexengine.planner.cost.cost_model import StepPricer
+from flexengine.planner.cost.memory import excess_bytes
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.save_sets import savable_ops
 from tests.schedule.small_plans import homes_of

@@ -16,8 +16,8 @@ from flexengine.hardware.presets import preset
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Numerics, Request
-from flexengine.planner.memory import gpu_required_bytes, host_required_bytes
-from flexengine.planner.shortage import Feasibility
+from flexengine.planner.cost.memory import gpu_required_bytes, host_required_bytes
+from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.schedule.layout import Layout
 from tests.planner.wide_oracle import Verdict, judge
 from tests.schedule.small_plans import FLOAT32, resident_plan, small_model

@@ -7,7 +7,7 @@ import pytest
 from flexengine.hardware.presets import preset
 from flexengine.plan import Request
 from flexengine.planner.correction import MAX_FACTOR, Factors, corrected_profile, predicted_totals, review
-from flexengine.planner.cost_model import step_seconds
+from flexengine.planner.cost.cost_model import step_seconds
 from flexengine.planner.search import make_plan
 from flexengine.schedule.layout import Layout
 from tests.planner.oracle import slow_link

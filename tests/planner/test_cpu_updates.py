@@ -7,17 +7,17 @@ import pytest
 from flexengine.hardware.presets import preset
 from flexengine.models.registry import open_model
 from flexengine.plan import GroupPlan, Numerics, Plan, Request
-from flexengine.planner.bound import speed_of_light_s
-from flexengine.planner.cost_model import (
+from flexengine.planner.bound.speed_of_light import speed_of_light_s
+from flexengine.planner.cost.cost_model import (
     StepPricer,
     round_shape,
     step_seconds,
     unfinished_updates,
     until_gpu_ends,
 )
-from flexengine.planner.report import describe
+from flexengine.planner.cost.simulated_step import simulate_step
 from flexengine.planner.search import make_plan
-from flexengine.planner.simulated_step import simulate_step
+from flexengine.reports.plan_text import describe
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.commands import Stream
 from flexengine.schedule.following import followed

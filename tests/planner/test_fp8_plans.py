@@ -15,9 +15,9 @@ from flexengine.models.matmul_dtype import with_fp8_linears
 from flexengine.models.registry import open_model
 from flexengine.ops.fp8 import FORWARD_DTYPE, MULTIPLE
 from flexengine.plan import Numerics, Request
-from flexengine.planner.bound import speed_of_light_s
+from flexengine.planner.bound.speed_of_light import speed_of_light_s
 from flexengine.planner.correction import Factors, corrected_profile
-from flexengine.planner.cost_model import CostModel, round_shape
+from flexengine.planner.cost.cost_model import CostModel, round_shape
 from flexengine.planner.search import make_plan
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layout import Layout

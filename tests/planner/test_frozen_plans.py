@@ -9,15 +9,15 @@ from flexengine.hardware.presets import preset
 from flexengine.models.freezing import with_frozen
 from flexengine.models.registry import open_model
 from flexengine.plan import Plan, Request
-from flexengine.planner.bound import speed_of_light
-from flexengine.planner.cost_model import round_shape, step_seconds
-from flexengine.planner.html_report import html_page
-from flexengine.planner.memory import excess_bytes, gpu_required_bytes, host_required_bytes
-from flexengine.planner.picture import Picture
-from flexengine.planner.report import report
-from flexengine.planner.report_data import as_json
+from flexengine.planner.bound.speed_of_light import speed_of_light
+from flexengine.planner.cost.cost_model import round_shape, step_seconds
+from flexengine.planner.cost.memory import excess_bytes, gpu_required_bytes, host_required_bytes
+from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.planner.search import make_plan
-from flexengine.planner.shortage import Feasibility
+from flexengine.reports.picture import Picture
+from flexengine.reports.plan_data import as_json
+from flexengine.reports.plan_page import html_page
+from flexengine.reports.plan_text import report
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_round

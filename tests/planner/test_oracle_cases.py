@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from flexengine.planner.bound import speed_of_light_s
+from flexengine.planner.bound.speed_of_light import speed_of_light_s
 from flexengine.planner.search import make_plan
 from tests.planner.oracle_cases import NUM_CASES, answer, answers, case
 

@@ -11,16 +11,17 @@ from flexengine.models.freezing import with_frozen
 from flexengine.models.registry import build_model, open_model
 from flexengine.ops.base import Work
 from flexengine.plan import Numerics, Request
-from flexengine.planner import knapsack, loads
-from flexengine.planner.cost_model import GROUPED_SHARE, CostModel, price, round_shape
+from flexengine.planner import knapsack
+from flexengine.planner.cost import loads
+from flexengine.planner.cost.cost_model import GROUPED_SHARE, CostModel, price, round_shape
+from flexengine.planner.cost.memory import gpu_required_bytes, host_required_bytes
 from flexengine.planner.drafts import Drafting
 from flexengine.planner.frontier import frontier, pareto_sets, save_set
 from flexengine.planner.kinds import ever_smaller_sets
-from flexengine.planner.memory import gpu_required_bytes, host_required_bytes
-from flexengine.planner.report import describe
 from flexengine.planner.search import make_plan
 from flexengine.planner.solver import Placement, RoundProblem
 from flexengine.planner.templates import SlotCounts, Structure, Templates
+from flexengine.reports.plan_text import describe
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_round
 from flexengine.schedule.save_sets import save_sets

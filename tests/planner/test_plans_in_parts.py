@@ -9,11 +9,11 @@ import pytest
 from flexengine.hardware.presets import preset
 from flexengine.models.in_parts import in_parts
 from flexengine.plan import Numerics, Plan, PlanError, Request
-from flexengine.planner.cost_model import CostModel, price, round_shape
+from flexengine.planner.cost.cost_model import CostModel, price, round_shape
+from flexengine.planner.cost.memory import excess_bytes, gpu_required_bytes, host_required_bytes
 from flexengine.planner.drafts import Drafting
-from flexengine.planner.memory import excess_bytes, gpu_required_bytes, host_required_bytes
+from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.planner.search import Search, make_plan
-from flexengine.planner.shortage import Feasibility
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_evaluation, lower_round

@@ -7,11 +7,11 @@ import pytest
 from flexengine.hardware.presets import preset
 from flexengine.models.registry import open_model
 from flexengine.plan import GroupPlan, Numerics, Plan, PlanError, PlanReason, Request
-from flexengine.planner.cost_model import round_shape, step_seconds
-from flexengine.planner.memory import excess_bytes, gpu_required_bytes, host_required_bytes
+from flexengine.planner.cost.cost_model import round_shape, step_seconds
+from flexengine.planner.cost.memory import excess_bytes, gpu_required_bytes, host_required_bytes
+from flexengine.planner.cost.simulated_step import simulate_step
+from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.planner.search import make_plan
-from flexengine.planner.shortage import Feasibility
-from flexengine.planner.simulated_step import simulate_step
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_round

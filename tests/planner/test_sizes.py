@@ -5,7 +5,7 @@ import random
 import pytest
 
 from flexengine.plan import Plan, Request
-from flexengine.planner.cost_model import later_rounds, round_shape, rounds_per_step
+from flexengine.planner.cost.cost_model import later_rounds, round_shape, rounds_per_step
 from flexengine.planner.sizes import chunk_sizes, filled
 from flexengine.schedule.packing import pack
 

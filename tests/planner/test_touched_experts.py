@@ -9,12 +9,12 @@ from flexengine.models import blocks
 from flexengine.models.in_parts import in_parts
 from flexengine.models.registry import build_model
 from flexengine.plan import GroupPlan, LayerPlan, Plan, Request
-from flexengine.planner.charts.streams import kind_of
-from flexengine.planner.cost_model import round_shape
-from flexengine.planner.picture import Picture
-from flexengine.planner.report import report
+from flexengine.planner.cost.cost_model import round_shape
 from flexengine.planner.search import Search
 from flexengine.planner.templates import LEAST_TILE
+from flexengine.reports.charts.streams import kind_of
+from flexengine.reports.picture import Picture
+from flexengine.reports.plan_text import report
 from flexengine.schedule.commands import Stream
 from flexengine.schedule.expert_fetch import least_touched_share
 from flexengine.schedule.layout import Layout

@@ -24,12 +24,12 @@ import numpy as np
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Request
-from flexengine.planner import loads
-from flexengine.planner.cost_model import CostModel, StepPricer, round_shape
+from flexengine.planner.cost import loads
+from flexengine.planner.cost.cost_model import CostModel, StepPricer, round_shape
+from flexengine.planner.cost.memory import excess_bytes
 from flexengine.planner.drafts import Drafting, Drafts
 from flexengine.planner.frontier import frontier
 from flexengine.planner.kinds import Sets
-from flexengine.planner.memory import excess_bytes
 from flexengine.planner.sizes import chunk_sizes
 from flexengine.planner.solver import RoundProblem
 from flexengine.planner.tables import NUM_LEVELS

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from flexengine.plan import GroupPlan
-from flexengine.planner.cost_model import CostModel
-from flexengine.planner.loads import home_of, issue_s, link_seconds
+from flexengine.planner.cost.cost_model import CostModel
+from flexengine.planner.cost.loads import home_of, issue_s, link_seconds
 from flexengine.schedule.group_layout import GroupLayout
 from flexengine.schedule.simulator import cpu_share
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from flexengine.hardware.presets import preset
-from flexengine.planner.cost_model import StepPart
-from flexengine.planner.memory import gpu_required_bytes, host_required_bytes
-from flexengine.planner.memory_over_time import MemorySeries, merged, part_memory, slot_intervals, step_memory, thinned
-from flexengine.planner.simulated_step import simulate_step
+from flexengine.planner.cost.cost_model import StepPart
+from flexengine.planner.cost.memory import gpu_required_bytes, host_required_bytes
+from flexengine.planner.cost.simulated_step import simulate_step
+from flexengine.reports.memory_over_time import MemorySeries, merged, part_memory, slot_intervals, step_memory, thinned
 from flexengine.schedule.commands import Access, CopyRegion, ProgramBuilder, Slot, Stream, overlapping_slots
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.simulator import Timing

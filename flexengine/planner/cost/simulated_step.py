@@ -12,7 +12,7 @@ from functools import cached_property
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
-from flexengine.planner.cost_model import StepPart, StepPricer, simulated_rounds
+from flexengine.planner.cost.cost_model import StepPart, StepPricer, simulated_rounds
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.simulator import simulate
 from flexengine.schedule.update_lowering import lower_update

@@ -8,11 +8,10 @@ from typing import TypeVar
 from flexengine.metrics import format_bytes, format_seconds, format_tflops, format_tokens_per_s
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, Home, LayerPlan, Plan
-from flexengine.planner.cost_model import ISSUE, StepEstimate
-from flexengine.planner.machine_size import budget_notes
-from flexengine.planner.memory_over_time import MemorySeries
-from flexengine.planner.picture import Picture
-from flexengine.planner.shortage import ShortageError
+from flexengine.planner.feasibility.machine_size import budget_notes
+from flexengine.planner.feasibility.shortage import ShortageError
+from flexengine.reports.memory_over_time import MemorySeries
+from flexengine.reports.picture import Picture
 from flexengine.schedule.group_layout import GroupLayout, group_layout
 
 GROUP_PARTS = (("weights", ("weights",)), ("grads", ("grad",)), ("states", ("remainder", "exp_avg", "exp_avg_sq")))
@@ -311,25 +310,3 @@ def _categories(categories: dict[str, int]) -> str:
     total = sum(categories.values())
     shown = sorted(categories.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in shown if size * 100 >= total)
-
-
-LIMIT_WORDS = {
-    "h2d": "host-to-device link",
-    "d2h": "device-to-host link",
-    "compute": "compute",
-    "cpu": "CPU",
-    ISSUE: "the host, which issues commands,",
-}
-COMPUTE_BOUND_SHARE = 0.9
-"""With compute busy for this share of a step, compute limits it."""
-
-
-def limiter(estimate: StepEstimate) -> str:
-    """What limits a step, in words: compute, or what and in which phase compute waits for longest."""
-    busy_share = estimate.busy_s["compute"] / max(estimate.step_s, 1e-30)
-    if busy_share >= COMPUTE_BOUND_SHARE or not estimate.stalls_s:
-        again = estimate.recompute_s / max(estimate.busy_s["compute"], 1e-30)
-        return f"compute (busy {100 * busy_share:.0f}% of the step, {100 * again:.0f}% of it recomputation)"
-    (cause, phase), seconds = max(estimate.stalls_s.items(), key=lambda item: item[1])
-    share = f"{100 * seconds / estimate.step_s:.0f}% of the step"
-    return f"{LIMIT_WORDS[cause]} during {phase} (compute waits for it {share})"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexengine.planner.linear_program import LinearProgram, Optimum
-from flexengine.planner.memory import host_overhead_bytes
-from flexengine.planner.unavoidable import SizeWork, Unavoidable
+from flexengine.planner.bound.linear_program import LinearProgram, Optimum
+from flexengine.planner.bound.unavoidable import SizeWork, Unavoidable
+from flexengine.planner.cost.memory import host_overhead_bytes
 from flexengine.schedule.simulator import LEAST_CPU_SHARE, cpu_share
 
 TOLERANCE = 1e-6

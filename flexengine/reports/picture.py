@@ -8,10 +8,10 @@ from functools import cached_property
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
-from flexengine.planner.bound import Bound, speed_of_light
-from flexengine.planner.cost_model import ISSUE, stalls
-from flexengine.planner.memory_over_time import MemorySeries, step_memory
-from flexengine.planner.simulated_step import SimulatedStep, simulate_step
+from flexengine.planner.bound.speed_of_light import Bound, speed_of_light
+from flexengine.planner.cost.cost_model import ISSUE, stalls
+from flexengine.planner.cost.simulated_step import SimulatedStep, simulate_step
+from flexengine.reports.memory_over_time import MemorySeries, step_memory
 
 
 @dataclass(frozen=True)

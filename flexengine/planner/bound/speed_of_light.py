@@ -72,9 +72,9 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.in_parts import in_parts, may_be_in_parts
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Request
-from flexengine.planner.relaxation import TOLERANCE, Bound, Relaxation
+from flexengine.planner.bound.relaxation import TOLERANCE, Bound, Relaxation
+from flexengine.planner.bound.unavoidable import SizeWork, Unavoidable
 from flexengine.planner.sizes import chunk_sizes
-from flexengine.planner.unavoidable import SizeWork, Unavoidable
 
 
 def speed_of_light(model: ModelSpec, request: Request, profile: HardwareProfile) -> Bound | None:

@@ -15,9 +15,9 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec
 from flexengine.ops.base import Op, Work
 from flexengine.plan import Numerics, Request
-from flexengine.planner.cost_model import CostModel, full_rounds, round_shape, rounds_per_step
-from flexengine.planner.memory import GPU_SLACK_BYTES
-from flexengine.planner.recompute_hull import Keeping, lower_hull, recomputed, save_choices
+from flexengine.planner.bound.recompute_hull import Keeping, lower_hull, recomputed, save_choices
+from flexengine.planner.cost.cost_model import CostModel, full_rounds, round_shape, rounds_per_step
+from flexengine.planner.cost.memory import GPU_SLACK_BYTES
 from flexengine.schedule.group_layout import DTYPE_BYTES, PLANE_KINDS, element_bytes, group_layout
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram

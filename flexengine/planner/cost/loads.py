@@ -16,7 +16,7 @@ import numpy as np
 from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec
 from flexengine.ops.base import Work
 from flexengine.plan import GroupPlan, Home
-from flexengine.planner.cost_model import CostModel, stage_calls
+from flexengine.planner.cost.cost_model import CostModel, stage_calls
 from flexengine.schedule.commands import Command, CopyRegion, Stream
 from flexengine.schedule.group_layout import GroupLayout
 from flexengine.schedule.layer_compiler import compile_layer

@@ -10,16 +10,16 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import format_bytes, format_seconds, format_tflops, format_tokens_per_s
 from flexengine.models.spec import LayerSpec, ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan
-from flexengine.planner.charts.layers import layer_chart
-from flexengine.planner.charts.memory import memory_chart
-from flexengine.planner.charts.page import figure, page, table, tiles
-from flexengine.planner.charts.streams import close_up, stream_chart
-from flexengine.planner.charts.style import SCRIPT, colour
-from flexengine.planner.machine_size import budget_notes
-from flexengine.planner.picture import Picture
-from flexengine.planner.report import alike, bound_line, home_of_part, kept_words, percent, spans, words
-from flexengine.planner.report_data import place_of
-from flexengine.planner.shortage import ShortageError
+from flexengine.planner.feasibility.machine_size import budget_notes
+from flexengine.planner.feasibility.shortage import ShortageError
+from flexengine.reports.charts.layers import layer_chart
+from flexengine.reports.charts.memory import memory_chart
+from flexengine.reports.charts.page import figure, page, table, tiles
+from flexengine.reports.charts.streams import close_up, stream_chart
+from flexengine.reports.charts.style import SCRIPT, colour
+from flexengine.reports.picture import Picture
+from flexengine.reports.plan_data import place_of
+from flexengine.reports.plan_text import alike, bound_line, home_of_part, kept_words, percent, spans, words
 from flexengine.schedule.save_sets import savable_ops
 
 HOME_WORDS = {"gpu": "GPU", "host": "host", None: "frozen"}

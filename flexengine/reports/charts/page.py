@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from flexengine.planner.charts.style import CSS
+from flexengine.reports.charts.style import CSS
 
 
 def page(title: str, body: str, script: str = "") -> str:

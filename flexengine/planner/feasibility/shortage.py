@@ -12,16 +12,16 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import format_bytes
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, PlanError, PlanReason, Request
-from flexengine.planner import loads
-from flexengine.planner.kinds import Sets, ever_smaller_sets
-from flexengine.planner.machine_size import remedy_note
-from flexengine.planner.memory import (
+from flexengine.planner.cost import loads
+from flexengine.planner.cost.memory import (
     gpu_categories,
     gpu_required_bytes,
     host_categories,
     host_required_bytes,
 )
-from flexengine.planner.remedies import Least, Remedy, Try, gib_text, remedies
+from flexengine.planner.feasibility.machine_size import remedy_note
+from flexengine.planner.feasibility.remedies import Least, Remedy, Try, gib_text, remedies
+from flexengine.planner.kinds import Sets, ever_smaller_sets
 from flexengine.planner.sizes import chunk_sizes
 from flexengine.planner.solver import Caps, Goal, Placement, RoundProblem
 from flexengine.planner.templates import SlotCounts, Templates

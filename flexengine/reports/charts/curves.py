@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from flexengine.planner.charts.svg import BOTTOM, LEFT, RIGHT, TOP, Scale, svg, ticks
+from flexengine.reports.charts.svg import BOTTOM, LEFT, RIGHT, TOP, Scale, svg, ticks
 
 HEIGHT = 150
 Point = tuple[int, float | None]

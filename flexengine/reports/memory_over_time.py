@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flexengine.planner.cost_model import StepPart
-from flexengine.planner.memory import gpu_categories, host_categories
-from flexengine.planner.simulated_step import SimulatedStep
+from flexengine.planner.cost.cost_model import StepPart
+from flexengine.planner.cost.memory import gpu_categories, host_categories
+from flexengine.planner.cost.simulated_step import SimulatedStep
 from flexengine.schedule.commands import Memory
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.layout import RUN, Layout

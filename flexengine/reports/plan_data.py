@@ -10,11 +10,11 @@ from itertools import chain
 from typing import Any
 
 from flexengine.plan import LayerPlan, Plan, Prediction
-from flexengine.planner.machine_size import budget_notes
-from flexengine.planner.memory_over_time import MemorySeries
-from flexengine.planner.picture import Picture
-from flexengine.planner.report import home_of_part
-from flexengine.planner.shortage import ShortageError
+from flexengine.planner.feasibility.machine_size import budget_notes
+from flexengine.planner.feasibility.shortage import ShortageError
+from flexengine.reports.memory_over_time import MemorySeries
+from flexengine.reports.picture import Picture
+from flexengine.reports.plan_text import home_of_part
 from flexengine.schedule.group_layout import group_layout
 from flexengine.schedule.timeline import (
     MEASURED,

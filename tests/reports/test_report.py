@@ -10,16 +10,16 @@ from xml.etree import ElementTree
 import pytest
 
 from flexengine.plan import Plan, PlanReason, Request
-from flexengine.planner.charts.streams import kind_of, short_label, spans_of
-from flexengine.planner.charts.svg import ticks
-from flexengine.planner.cost_model import stalls
-from flexengine.planner.html_report import html_page, shortage_page
-from flexengine.planner.picture import Picture
-from flexengine.planner.remedies import Remedy
-from flexengine.planner.report import describe, report, shortage_report, table, words
-from flexengine.planner.report_data import as_json, shortage_json, step_timeline
+from flexengine.planner.cost.cost_model import stalls
+from flexengine.planner.feasibility.remedies import Remedy
+from flexengine.planner.feasibility.shortage import Feasibility, ShortageError
 from flexengine.planner.search import make_plan
-from flexengine.planner.shortage import Feasibility, ShortageError
+from flexengine.reports.charts.streams import kind_of, short_label, spans_of
+from flexengine.reports.charts.svg import ticks
+from flexengine.reports.picture import Picture
+from flexengine.reports.plan_data import as_json, shortage_json, step_timeline
+from flexengine.reports.plan_page import html_page, shortage_page
+from flexengine.reports.plan_text import describe, report, shortage_report, table, words
 from flexengine.schedule.commands import (
     STREAMS,
     Access,

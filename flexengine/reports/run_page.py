@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from flexengine.metrics import format_bytes, format_seconds, format_tokens_per_s
 from flexengine.plan import Plan
-from flexengine.planner.charts.curves import Reference, curve_chart
-from flexengine.planner.charts.page import figure, page, table, tiles
-from flexengine.planner.charts.streams import (
+from flexengine.reports.charts.curves import Reference, curve_chart
+from flexengine.reports.charts.page import figure, page, table, tiles
+from flexengine.reports.charts.streams import (
     GAP_PIXELS,
     KINDS,
     STREAM_NAMES,
@@ -21,8 +21,8 @@ from flexengine.planner.charts.streams import (
     merged,
     strips_chart,
 )
-from flexengine.planner.charts.svg import LEFT, RIGHT, Mark
-from flexengine.planner.report_data import plan_digest
+from flexengine.reports.charts.svg import LEFT, RIGHT, Mark
+from flexengine.reports.plan_data import plan_digest
 from flexengine.schedule.commands import STREAMS, Stream
 from flexengine.schedule.trace_reader import Trace, TracePart, expanded
 

@@ -8,8 +8,9 @@ from html import escape
 import numpy as np
 
 from flexengine.metrics import GIB, MIB, format_bytes
-from flexengine.planner.charts.style import colour
-from flexengine.planner.charts.svg import (
+from flexengine.planner.cost.simulated_step import SimulatedStep
+from flexengine.reports.charts.style import colour
+from flexengine.reports.charts.svg import (
     BOTTOM,
     LEFT,
     RIGHT,
@@ -24,8 +25,7 @@ from flexengine.planner.charts.svg import (
     ticks,
     time_axis,
 )
-from flexengine.planner.memory_over_time import MemorySeries
-from flexengine.planner.simulated_step import SimulatedStep
+from flexengine.reports.memory_over_time import MemorySeries
 
 HEIGHT = 250
 SMALL_SHARE = 0.004

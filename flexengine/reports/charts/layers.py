@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from flexengine.planner.charts.svg import RIGHT, TOP, legend, svg
+from flexengine.reports.charts.svg import RIGHT, TOP, legend, svg
 
 GPU_FILL, HOST_FILL, AGAIN_FILL = "#1f9d55", "#e0a526", "rgba(139,147,161,0.4)"
 PLACE_FILLS = {"gpu": GPU_FILL, "host": HOST_FILL, "recomputed": AGAIN_FILL}

@@ -9,11 +9,11 @@ import pytest
 
 from flexengine.metrics import format_seconds
 from flexengine.plan import Request
-from flexengine.planner.charts.curves import Reference, curve_chart
-from flexengine.planner.picture import Picture
-from flexengine.planner.report_data import measured_timeline, plan_digest, step_timeline
-from flexengine.planner.run_report import LoggedStep, RunRecord, busy_by, run_page
 from flexengine.planner.search import make_plan
+from flexengine.reports.charts.curves import Reference, curve_chart
+from flexengine.reports.picture import Picture
+from flexengine.reports.plan_data import measured_timeline, plan_digest, step_timeline
+from flexengine.reports.run_page import LoggedStep, RunRecord, busy_by, run_page
 from flexengine.schedule.timeline import MEASURED, SIMULATED, TimedRun
 from flexengine.schedule.trace_reader import read_trace
 from tests.planner.oracle import slow_link

@@ -8,7 +8,9 @@ from html import escape
 from typing import NamedTuple
 
 from flexengine.metrics import format_seconds
-from flexengine.planner.charts.svg import (
+from flexengine.planner.cost.cost_model import StepPart
+from flexengine.planner.cost.simulated_step import SimulatedStep
+from flexengine.reports.charts.svg import (
     BOTTOM,
     LEFT,
     RIGHT,
@@ -21,8 +23,6 @@ from flexengine.planner.charts.svg import (
     svg,
     time_axis,
 )
-from flexengine.planner.cost_model import StepPart
-from flexengine.planner.simulated_step import SimulatedStep
 from flexengine.schedule.commands import STREAM_INDEX, STREAMS, Command, Stream
 
 LANE_HEIGHT = 30

@@ -1,0 +1,1 @@
+"""The least seconds that any plan within the budgets could take."""

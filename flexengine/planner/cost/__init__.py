@@ -1,0 +1,1 @@
+"""Bytes and seconds of plans, rounds and commands."""
