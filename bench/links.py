@@ -5,8 +5,8 @@
 1. Page-locked copies of 64 KiB to 1 GiB in both directions, alone and while the other one is busy: as the engine's
    programs issue them (submitted to the transfer engine), and torch's own copies beside them.
 2. Copies within host memory by 1, 2, 4, ... threads: bytes read plus bytes written per second.
-3. Together: each direction and both, posted as the engine posts bulk copies, while nothing else runs, while all threads
-   copy within host memory, and while they run AdamW; the rate of each, and the host memory traffic of all of them. What
+3. Together: each direction and both, submitted to the transfer engine, while nothing else runs, while all threads copy
+   within host memory, and while they run AdamW; the rate of each, and the host memory traffic of all of them. What
    AdamW must move counts as in bench.cpu_adamw.
 """
 
@@ -16,11 +16,10 @@ import argparse
 import itertools
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,16 +31,20 @@ from flexengine.hardware.measure_links import Link, LinkBuffers, LinkRates, link
 from flexengine.hardware.timing import cpu_timer
 from flexengine.native import allocate_host
 from flexengine.native.adamw import instruction_sets
-from flexengine.native.transfer import Batch, Copy, Direction, Transfers, open_transfers
+from flexengine.native.transfer import open_transfers
+from flexengine.native.transfer_operations import Batch, Copy, Transfers
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, GIB)
-POSTED_BYTES = 64 * MIB  # of one posted copy: about a millisecond, so that rates over a second are exact to 0.1%
-POSTS_IN_FLIGHT = 2  # per direction: one under way, one to follow without a gap
+COPY_BYTES = 64 * MIB  # about a millisecond, so that rates over a second are exact to 0.1%
+COPIES_IN_FLIGHT = 2  # per direction: one under way, one to follow without a gap
 HOST_COPY_BYTES = 512 * MIB
 ADAMW_MODE = "split master, bf16 states, bf16 gradient"
 ADAMW_PARAMETERS = 2**26
 SECONDS = 1.0
+
+Direction = Literal["h2d", "d2h"]
+DIRECTIONS: tuple[Direction, ...] = ("h2d", "d2h")
 
 
 class EngineLink:
@@ -98,12 +101,13 @@ class HostWork(NamedTuple):
 class Pump:
     """Keeps one direction busy from a thread of its own; `moved_bytes` counts what has arrived.
 
-    Every direction has an engine of its own, since only one thread at a time may use an engine.
+    Every direction has an engine of its own, since only one thread at a time may use an engine. The thread sleeps while
+    it waits: a spinning one would take a core from the host's work.
     """
 
-    def __init__(self, transfers: Transfers, direction: Direction, copy: Copy) -> None:
+    def __init__(self, transfers: Transfers, copy: Copy) -> None:
         self.moved_bytes = 0
-        self._transfers, self._direction, self._copy = transfers, direction, copy
+        self._transfers, self._copy = transfers, copy
         self._stop, self._thread = threading.Event(), threading.Thread(target=self._run, name="pump")
         self._error: Exception | None = None
 
@@ -118,13 +122,17 @@ class Pump:
             raise self._error
 
     def _run(self) -> None:
-        tickets: deque[int] = deque()
         try:
-            while tickets or not self._stop.is_set():
-                while len(tickets) < POSTS_IN_FLIGHT and not self._stop.is_set():
-                    tickets.append(self._transfers.post(self._direction, [self._copy]))
-                if tickets:
-                    self._transfers.wait(self._direction, tickets.popleft())
+            batch = self._transfers.prepare([self._copy])
+            resting, flying = [torch.cuda.Event(blocking=True) for _ in range(COPIES_IN_FLIGHT)], []
+            while flying or not self._stop.is_set():
+                while resting and not self._stop.is_set():
+                    self._transfers.submit(batch)
+                    flying.append(resting.pop())
+                    flying[-1].record(self._copy.stream)
+                if flying:
+                    flying[0].synchronize()
+                    resting.append(flying.pop(0))
                     self.moved_bytes += self._copy.num_bytes
         except Exception as error:  # told to the thread that started this one
             self._error = error
@@ -135,24 +143,23 @@ def together(
 ) -> Together:
     """Rates of the copies and of `work` while all of them run, over at least `seconds`."""
     with ExitStack() as stack:
-        pumps = {d: stack.enter_context(Pump(engines[d], d, copy)) for d, copy in copies.items()}
+        pumps = {d: stack.enter_context(Pump(engines[d], copy)) for d, copy in copies.items()}
         time.sleep(seconds / 10)  # all under way
         before, start_s = {d: pump.moved_bytes for d, pump in pumps.items()}, time.perf_counter()
         call_s = cpu_timer(work.call, seconds) if work else time.sleep(seconds)
         moved = {d: pump.moved_bytes - before[d] for d, pump in pumps.items()}
         elapsed_s = time.perf_counter() - start_s
-    h2d, d2h = (moved.get(direction, 0) / elapsed_s for direction in Direction)
+    h2d, d2h = (moved.get(direction, 0) / elapsed_s for direction in DIRECTIONS)
     host = work.num_bytes / call_s if work and call_s else 0.0
     return Together("" if work is None else work.name, h2d, d2h, host)
 
 
-def posted_copies(buffers: LinkBuffers) -> dict[Direction, Copy]:
-    """One copy per direction for `Pump`. A post has streams of its own: the one named here is ignored."""
-    size = min(POSTED_BYTES, buffers.num_bytes)
-    stream = torch.cuda.current_stream()
+def pumped_copies(buffers: LinkBuffers) -> dict[Direction, Copy]:
+    """One copy per direction for `Pump`, each on a stream of its own."""
+    size = min(COPY_BYTES, buffers.num_bytes)
     return {
-        Direction.TO_DEVICE: Copy(stream, buffers.up_gpu, 0, buffers.up_host, 0, size),
-        Direction.TO_HOST: Copy(stream, buffers.down_host, 0, buffers.down_gpu, 0, size),
+        "h2d": Copy(torch.cuda.Stream(), buffers.up_gpu, 0, buffers.up_host, 0, size),
+        "d2h": Copy(torch.cuda.Stream(), buffers.down_host, 0, buffers.down_gpu, 0, size),
     }
 
 
@@ -160,7 +167,7 @@ def all_together(
     engines: dict[Direction, Transfers], copies: dict[Direction, Copy], works: Sequence[HostWork], seconds: float
 ) -> Iterator[Together]:
     """Every set of directions with every work of the host and without, but for nothing at all."""
-    sets = [[], [Direction.TO_DEVICE], [Direction.TO_HOST], list(Direction)]
+    sets: list[tuple[Direction, ...]] = [(), ("h2d",), ("d2h",), DIRECTIONS]
     for directions, work in itertools.product(sets, [None, *works]):
         if directions or work:
             yield together(engines, {d: copies[d] for d in directions}, work, seconds)
@@ -206,22 +213,22 @@ def together_table(rows: Sequence[Together]) -> str:
 def measure(device: torch.device, most_bytes: int, seconds: float) -> dict:
     """All three parts, printed as they come and returned ready for JSON."""
     sizes = [size for size in SIZES if size <= most_bytes]
-    engines = {direction: open_transfers(device) for direction in Direction}
+    engines: dict[Direction, Transfers] = {direction: open_transfers(device) for direction in DIRECTIONS}
     try:
         with link_buffers(sizes[-1], device) as buffers, host_works(HOST_COPY_BYTES, ADAMW_PARAMETERS) as works:
-            links: dict[str, Link] = {"engine": EngineLink(buffers, engines[Direction.TO_DEVICE]), "torch": buffers}
+            links: dict[str, Link] = {"engine": EngineLink(buffers, engines["h2d"]), "torch": buffers}
             rates = {way: link_rates(link, device, sizes) for way, link in links.items()}
             print(size_table(rates), flush=True)
             half = buffers.down_host[: sizes[-1] // 2]
             points = copy_curve(half, buffers.up_host[: half.numel()], seconds / 4)
             print("\n" + "\n".join(f"host copy, {n} threads: {rate / 1e9:.1f} GB/s" for n, rate in points), flush=True)
-            rows = list(all_together(engines, posted_copies(buffers), works, seconds))
+            rows = list(all_together(engines, pumped_copies(buffers), works, seconds))
             print("\n" + together_table(rows))
     finally:
         for transfers in engines.values():
             transfers.close()
     return {
-        "transfers": type(engines[Direction.TO_DEVICE]).__name__,
+        "transfers": type(engines["h2d"]).__name__,
         "threads": torch.get_num_threads(),
         "by_size": {way: [asdict(curve) for curve in rate.curves] for way, rate in rates.items()},
         "copy_latency_s": {way: rate.copy_latency_s for way, rate in rates.items()},

@@ -16,18 +16,12 @@ using CuStream = void*;      // CUstream; null is the default stream
 using CuEvent = void*;       // CUevent
 using CuAddress = uint64_t;  // CUdeviceptr; with unified addressing also the address of host memory
 
-constexpr unsigned kStreamNonBlocking = 1;   // CU_STREAM_NON_BLOCKING: not ordered with the default stream
-constexpr unsigned kEventBlockingSync = 1;   // CU_EVENT_BLOCKING_SYNC: who waits sleeps instead of spinning
 constexpr unsigned kEventDisableTiming = 2;  // CU_EVENT_DISABLE_TIMING
 
 struct CudaDriver {
     CuResult (*get_error_string)(CuResult, const char**) = nullptr;
     CuResult (*ctx_get_current)(CuContext*) = nullptr;
     CuResult (*ctx_set_current)(CuContext) = nullptr;
-    CuResult (*ctx_get_stream_priority_range)(int* least, int* greatest) = nullptr;
-    CuResult (*stream_create)(CuStream*, unsigned flags, int priority) = nullptr;
-    CuResult (*stream_destroy)(CuStream) = nullptr;
-    CuResult (*stream_synchronize)(CuStream) = nullptr;
     CuResult (*stream_wait_event)(CuStream, CuEvent, unsigned flags) = nullptr;
     CuResult (*event_create)(CuEvent*, unsigned flags) = nullptr;
     CuResult (*event_destroy)(CuEvent) = nullptr;
@@ -52,10 +46,6 @@ struct CudaDriver {
         need("cuGetErrorString", get_error_string);
         need("cuCtxGetCurrent", ctx_get_current);
         need("cuCtxSetCurrent", ctx_set_current);
-        need("cuCtxGetStreamPriorityRange", ctx_get_stream_priority_range);
-        need("cuStreamCreateWithPriority", stream_create);
-        need("cuStreamDestroy_v2", stream_destroy);
-        need("cuStreamSynchronize", stream_synchronize);
         need("cuStreamWaitEvent", stream_wait_event);
         need("cuEventCreate", event_create);
         need("cuEventDestroy_v2", event_destroy);

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from flexengine.native import library
-from flexengine.native.transfer import NativeTransfers, PlainStream
+from flexengine.native.transfer import NativeTransfers
 
 SOURCE = Path(__file__).resolve().parents[1] / "csrc" / "tests" / "fake_cuda.cpp"
 TIMEOUT_S = 60.0  # of waits that a broken engine would never end
@@ -28,6 +28,12 @@ class LoggedCopy(NamedTuple):
     num_bytes: int
 
 
+class PlainStream(NamedTuple):
+    """A stream by its CUstream handle."""
+
+    cuda_stream: int
+
+
 class FakeDriver:
     """Controls and log of the one fake device of this process; its functions are explained in fake_cuda.cpp."""
 
@@ -37,7 +43,8 @@ class FakeDriver:
         command = [_compiler(), "-std=c++17", "-O1", "-shared", "-fPIC", "-pthread", str(SOURCE), "-o", self.path]
         subprocess.run(command, check=True, capture_output=True, text=True)
         self.library = ctypes.CDLL(self.path)
-        self.library.fake_log_size.restype = ctypes.c_uint64
+        for name in ("fake_stream", "fake_log_size"):
+            getattr(self.library, name).restype = ctypes.c_uint64
         for name in ("fake_await_blocked", "fake_await_calls"):
             getattr(self.library, name).restype = ctypes.c_int
 
@@ -48,9 +55,7 @@ class FakeDriver:
         return NativeTransfers(self.path, **sizes)
 
     def stream(self) -> PlainStream:
-        handle = ctypes.c_uint64()
-        assert self.library.cuStreamCreateWithPriority(ctypes.byref(handle), 0, 0) == 0
-        return PlainStream(handle.value)
+        return PlainStream(self.library.fake_stream())
 
     def memcpy_async(self, target: int, source: int, num_bytes: int, stream: PlainStream) -> int:
         """The driver's own call, for work that does not come from the engine; returns its status."""

@@ -171,33 +171,6 @@ EXPORT int cuCtxSetCurrent(void*) {
     return enter("cuCtxSetCurrent");
 }
 
-EXPORT int cuCtxGetStreamPriorityRange(int* least, int* greatest) {
-    *least = 0, *greatest = -5;
-    return 0;
-}
-
-EXPORT int cuStreamCreateWithPriority(uint64_t* stream, unsigned, int) {
-    Device& d = device();
-    const std::lock_guard<std::mutex> lock(d.mutex);
-    if (int code = enter("cuStreamCreateWithPriority")) return code;
-    *stream = d.next_stream++;
-    d.streams[*stream];
-    return 0;
-}
-
-EXPORT int cuStreamDestroy_v2(uint64_t) {  // the queue stays: work that was issued still runs, as CUDA promises
-    const std::lock_guard<std::mutex> lock(device().mutex);
-    return enter("cuStreamDestroy_v2");
-}
-
-EXPORT int cuStreamSynchronize(uint64_t stream) {
-    Device& d = device();
-    std::unique_lock<std::mutex> lock(d.mutex);
-    if (int code = enter("cuStreamSynchronize")) return code;
-    d.changed.wait(lock, [&] { return d.streams[stream].items.empty(); });
-    return 0;
-}
-
 EXPORT int cuStreamWaitEvent(uint64_t stream, Event* event, unsigned) {
     Device& d = device();
     const std::lock_guard<std::mutex> lock(d.mutex);
@@ -267,6 +240,15 @@ EXPORT int cuMemcpyAsync(uint64_t target, uint64_t source, size_t num_bytes, uin
 }
 
 // -- what tests use ---------------------------------------------------------------------------------------------------
+
+// Makes a stream and returns its handle.
+EXPORT uint64_t fake_stream() {
+    Device& d = device();
+    const std::lock_guard<std::mutex> lock(d.mutex);
+    const uint64_t stream = d.next_stream++;
+    d.streams[stream];
+    return stream;
+}
 
 // Forgets log, counts, failures and holds, after everything that was issued has run.
 EXPORT void fake_reset() {

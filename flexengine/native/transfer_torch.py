@@ -1,7 +1,6 @@
 """The transfer engine on torch's own streams and events: what is used where csrc is not built.
 
-The results are the same. Every copy and event is a call from Python that holds the interpreter lock, and posted copies
-go to the driver whole, so that an urgent one may wait for all of them.
+The results are the same. Every copy and event is a call from Python that holds the interpreter lock.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.native.transfer import Batch, Copy, Direction, Operation, Record, Wait, byte_address, check_ranges
+from flexengine.native.transfer_operations import Batch, Copy, Operation, Record, Wait, byte_address, check_ranges
 
 
 class _BoundCopy(NamedTuple):
@@ -29,10 +28,6 @@ class TorchTransfers:
         self._events: dict[int, torch.cuda.Event] = {}
         self._recorded: set[int] = set()
         self._next_event = 1
-        self._bulk = {d: torch.cuda.Stream(device) for d in Direction}
-        self._urgent = {d: torch.cuda.Stream(device, priority=-1) for d in Direction}
-        self._posted: dict[tuple[Direction, int], torch.cuda.Event] = {}
-        self._num_posts = 0
 
     def create_events(self, count: int, timing: bool = False) -> list[int]:
         created = list(range(self._next_event, self._next_event + count))
@@ -57,31 +52,13 @@ class TorchTransfers:
         finally:
             torch.cuda.set_stream(before)
 
-    def post(self, direction: Direction, operations: Iterable[Operation]) -> int:
-        stream = self._bulk[direction]
-        self.submit(self.prepare(o._replace(stream=stream) for o in operations))
-        done = torch.cuda.Event()
-        done.record(stream)
-        self._num_posts += 1
-        self._posted[direction, self._num_posts] = done
-        return self._num_posts
-
-    def wait(self, direction: Direction, ticket: int) -> None:
-        for key in [key for key in self._posted if key[0] == direction and key[1] <= ticket]:
-            self._posted.pop(key).synchronize()
-
     def synchronize(self, event: int) -> None:
         self._events[event].synchronize()
 
     def elapsed_s(self, start: int, end: int) -> float:
         return self._events[start].elapsed_time(self._events[end]) * 1e-3
 
-    def urgent_stream(self, direction: Direction) -> torch.cuda.Stream:
-        return self._urgent[direction]
-
     def close(self) -> None:
-        for stream in (*self._bulk.values(), *self._urgent.values()):
-            stream.synchronize()
         self._events.clear()
 
     def _issue(self, operation: _BoundCopy | Wait | Record, stream: torch.cuda.Stream) -> None:

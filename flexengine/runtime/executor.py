@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from flexengine.native.adamw import update_threads
-from flexengine.native.transfer import Record, open_transfers
+from flexengine.native.transfer import open_transfers
+from flexengine.native.transfer_operations import Record
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.cpu_work import CpuWork
 from flexengine.runtime.issue import Call, Issue

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flexengine.native.transfer import Copy, Operation, Record, StreamHandle, Transfers, Wait
+from flexengine.native.transfer_operations import Copy, Operation, Record, StreamHandle, Transfers, Wait
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.cpu_work import CpuWork
 from flexengine.schedule.commands import Command, Program, Stream

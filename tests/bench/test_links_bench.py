@@ -3,6 +3,7 @@
 import json
 import time
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from flexengine.hardware import measure_links
 from flexengine.hardware.curve import Curve
 from flexengine.hardware.measure_links import CURVE_NAMES, LinkBuffers, LinkRates
 from flexengine.native import allocate_host
-from flexengine.native.transfer import Copy, Direction, Record
+from flexengine.native.transfer_operations import Copy, Record
 
 SIZE = 100_000
 
@@ -48,12 +49,12 @@ def test_engine_copies_go_to_the_current_stream(driver, buffers: LinkBuffers, mo
     assert used.count(streams[1].cuda_stream) == 3 + 4
 
 
-def test_together_counts_what_each_has_moved(driver, buffers: LinkBuffers):
-    engines = {direction: driver.open() for direction in Direction}
-    stream = driver.stream()
+def test_together_counts_what_each_has_moved(driver, buffers: LinkBuffers, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "Event", partial(FakeEvent, driver))
+    engines = {direction: driver.open() for direction in links.DIRECTIONS}
     copies = {
-        Direction.TO_DEVICE: Copy(stream, buffers.up_gpu, 0, buffers.up_host, 0, SIZE),
-        Direction.TO_HOST: Copy(stream, buffers.down_host, 0, buffers.down_gpu, 0, SIZE),
+        "h2d": Copy(driver.stream(), buffers.up_gpu, 0, buffers.up_host, 0, SIZE),
+        "d2h": Copy(driver.stream(), buffers.down_host, 0, buffers.down_gpu, 0, SIZE),
     }
     calls = []
     work = links.HostWork("host copy", lambda: (calls.append(1), time.sleep(0.001)), num_bytes=1000)
@@ -74,24 +75,30 @@ def test_together_counts_what_each_has_moved(driver, buffers: LinkBuffers):
     assert torch.equal(buffers.down_host, buffers.down_gpu)
 
 
-def test_a_failing_copy_ends_the_measurement(buffers: LinkBuffers):
-    class Broken:
-        def post(self, direction, operations):
-            raise OSError("the link is down")
-
-    copy = Copy(SimpleNamespace(cuda_stream=1), buffers.up_gpu, 0, buffers.up_host, 0, SIZE)
-    with pytest.raises(OSError, match="the link is down"):
-        links.together({Direction.TO_DEVICE: Broken()}, {Direction.TO_DEVICE: copy}, None, seconds=0.01)
+def test_a_failing_copy_ends_the_measurement(driver, buffers: LinkBuffers, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "Event", partial(FakeEvent, driver))
+    engine, copy = driver.open(), Copy(driver.stream(), buffers.up_gpu, 0, buffers.up_host, 0, SIZE)
+    driver.fail("cuMemcpyAsync", 719)
+    with pytest.raises(OSError, match="fake error 719"):
+        links.together({"h2d": engine}, {"h2d": copy}, None, seconds=0.01)
+    engine.close()
 
 
 class FakeEvent:
-    def __init__(self, enable_timing: bool = False) -> None:
+    """torch.cuda.Event: on a stream of the fake driver one of its events, on the current stream a time of the host."""
+
+    def __init__(self, driver, enable_timing: bool = False, blocking: bool = False) -> None:
         self.at_s = 0.0
+        self._engine = driver.open()
+        [self._event] = self._engine.create_events(1)
 
-    def record(self) -> None:
+    def record(self, stream=None) -> None:
         self.at_s = time.perf_counter()
+        if stream is not None:
+            self._engine.submit(self._engine.prepare([Record(stream, self._event)]))
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        self._engine.synchronize(self._event)
 
     def elapsed_time(self, end: "FakeEvent") -> float:
         return 1e3 * (end.at_s - self.at_s)
@@ -112,7 +119,12 @@ def fake_cuda(driver, monkeypatch: pytest.MonkeyPatch):
         yield
         current.pop()
 
-    replacements = {"Stream": stream, "stream": inside, "Event": FakeEvent, "current_stream": lambda: current[-1]}
+    replacements = {
+        "Stream": stream,
+        "stream": inside,
+        "Event": partial(FakeEvent, driver),
+        "current_stream": lambda: current[-1],
+    }
     replacements |= {"synchronize": lambda device=None: None, "_sleep": lambda cycles: None}
     for name, value in replacements.items():
         monkeypatch.setattr(torch.cuda, name, value, raising=False)

@@ -12,9 +12,9 @@ import time
 
 import pytest
 import torch
-from fake_driver import FakeDriver, fake_driver
+from fake_driver import FakeDriver, PlainStream, fake_driver
 
-from flexengine.native.transfer import PlainStream, Record
+from flexengine.native.transfer_operations import Record
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.cpu_work import CpuWork
 from flexengine.runtime.issue import Issue
