@@ -1,0 +1,51 @@
+"""Stored requests on real models are planned as well as before. `python -m bench.golden_plans --compare` takes all."""
+
+import pytest
+
+from bench.golden_cases import CASES, Case
+from bench.golden_plans import broken_bounds, compared, stored
+
+SUBSET = (
+    "llama-3.2-1b rtx-4090 8+60GiB 32768x2048 no-clipping",
+    "llama-3.2-1b a100-40 6+60GiB 4096x2048 fp32-states",
+    "llama-3.2-3b rtx-4090 16+110GiB 131072x65536 stochastic",
+    "llama-3.2-3b h200 28+110GiB 32768x2048 no-clipping",
+    "llama-3.1-8b h200 24+110GiB 131072x2048",
+    "llama-3.1-8b h200 24+110GiB 131072x2048 fp8",
+    "llama-3.1-8b h200 24+110GiB 8192x2048 no-clipping",
+    "llama-3.1-70b h100-80 80+1000GiB 131072x2048",
+    "llama-3.1-70b rtx-4090 24+400GiB 65536x2048 freeze=embed+block.0-59",
+    "llama-3.1-405b h200 141+6000GiB 131072x2048",
+    "mixtral-8x7b rtx-4090 8+700GiB 131072x2048",
+    "gpt-oss-20b a100-40 40+300GiB 65536x2048 stochastic",
+    "qwen3-30b-a3b rtx-4090 8+400GiB 32x32",
+    "qwen3.5-9b h200 32+126GiB 131072x2048",
+    "deepseek-v2-lite rtx-4090 24+240GiB 65536x2048",
+)
+"""A third of the requests: each feature once, sizes from 1B to 405B."""
+
+
+def test_stored_requests_are_those_that_the_script_plans():
+    assert [Case.from_json(row) for row in stored()] == list(CASES)
+    assert [row["id"] for row in stored()] == [case.id for case in CASES]
+    assert len({case.id for case in CASES}) == len(CASES)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    found = {row["id"]: row for row in stored()}
+    return [compared(found[name]) for name in SUBSET]
+
+
+def test_plans_are_as_fast_as_stored_and_within_budgets(rows):
+    assert broken_bounds(rows) == []
+
+
+def test_broken_bounds_are_told(rows):
+    slower = [{**row, "ratio": 1.004} for row in rows]
+    assert broken_bounds(slower) == ["mean of new over stored seconds is 1.0040, at most 1.003"]
+    far = [{**rows[0], "ratio": 1.021}, *({**row, "ratio": 1.0} for row in rows[1:])]
+    assert len(broken_bounds(far)) == 1
+    assert rows[0]["id"] in broken_bounds(far)[0]
+    above = [*rows[1:], {**rows[0], "excess_bytes": 1}]
+    assert broken_bounds(above) == [f"{rows[0]['id']}: 1 bytes above a budget"]
