@@ -26,7 +26,7 @@ from flexengine.planner.search import make_plan
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_data import step_timeline
 from flexengine.reports.plan_text import describe
-from flexengine.runtime.engine import Engine
+from flexengine.runtime.engine import Engine, EngineSettings
 from flexengine.runtime.weight_store import check_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -133,11 +133,7 @@ def build(
         )
     if prepared.device.type == "cuda":
         _cap_allocator(prepared)
-    return Engine(
-        prepared.source,
-        prepared.plan,
-        prepared.device,
-        optimizer or AdamW(),
+    settings = EngineSettings(
         max_grad_norm=max_grad_norm,
         seed=seed,
         deterministic=deterministic,
@@ -145,6 +141,7 @@ def build(
         matmul_flops_per_s=prepared.profile.peak_matmul_flops_per_s,
         description=prepared.describe(),
     )
+    return Engine(prepared.source, prepared.plan, prepared.device, optimizer or AdamW(), settings)
 
 
 def prepare(

@@ -13,7 +13,7 @@ from flexengine.models.registry import ModelSource, build_model
 from flexengine.models.spec import ModelSpec
 from flexengine.optim import AdamW
 from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan, Request
-from flexengine.runtime.engine import Engine
+from flexengine.runtime.engine import Engine, EngineSettings
 from flexengine.runtime.update import UpdateRunner, UpdateSettings
 from flexengine.schedule.commands import STREAMS, Command, Program, Stream
 from flexengine.schedule.save_sets import savable_ops
@@ -139,7 +139,7 @@ def build_engine(
     device: str = "cpu",
     **options: Any,
 ) -> Engine:
-    return NanEngine(source, plan, torch.device(device), optimizer or AdamW(lr=1e-2), **options)
+    return NanEngine(source, plan, torch.device(device), optimizer or AdamW(lr=1e-2), EngineSettings(**options))
 
 
 def shuffled_order(seed: int, respect_waits: bool = True) -> Callable[[Program], Iterable[int]]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flexengine.native import HostBuffer, allocate_host
 from flexengine.schedule.commands import Memory, Slot
+from flexengine.schedule.layout import Layout
 from flexengine.schedule.relocation import Move, Span
 
 DTYPES = {
@@ -20,6 +21,12 @@ DTYPES = {
     "int64": torch.int64,
     "uint8": torch.uint8,
 }
+
+
+def wide_dtype(layout: Layout) -> torch.dtype:
+    """The dtype of accumulators and losses: float64 where a run computes in it, else float32."""
+    return torch.float64 if layout.acc_bytes == 8 else torch.float32
+
 
 RELOCATION_PIECE_BYTES = 32 * 2**20
 """Bytes that move at a time when a plane shifts by less than its size."""

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from flexengine.ops.base import ChunkContext, KernelName, Window
 from flexengine.ops.cross_entropy import IGNORE_INDEX
-from flexengine.runtime.arena import Arenas
+from flexengine.plan import Request
+from flexengine.runtime.arena import Arenas, wide_dtype
 from flexengine.schedule.layout import Layout, batch_offsets
 from flexengine.schedule.packing import PackedChunk
 
@@ -61,6 +62,32 @@ def read_batch(
     for i, (row, target) in enumerate(zip(ids, targets, strict=True)):
         _check_row(i, row, target, vocab_size, max_seq_len)
     return Sequences(ids, [_shift(target) for target in targets])
+
+
+def read_call(
+    request: Request, vocab_size: int, batch: object, input_ids: object, labels: object, attention_mask: object
+) -> Sequences:
+    """The batch of one engine call, given as `batch` or as `input_ids` with labels.
+
+    Raises ValueError as `read_batch`, and for more tokens than max_global_batch_tokens or no target token.
+    """
+    if (batch is None) == (input_ids is None):
+        raise ValueError("give a batch of token lists, or input_ids=..., and not both")
+    if batch is not None and labels is not None:
+        raise ValueError("labels go with input_ids=...; a plain batch makes every token a target")
+    given = batch if input_ids is None else input_ids
+    sequences = read_batch(given, labels, attention_mask, vocab_size, request.max_seq_len)
+    if sequences.num_tokens > request.max_global_batch_tokens:
+        raise ValueError(
+            f"the batch has {sequences.num_tokens} tokens, more than max_global_batch_tokens="
+            f"{request.max_global_batch_tokens}; give it in several fwd_bwd calls before step()"
+        )
+    if sequences.num_target_tokens == 0:
+        raise ValueError(
+            f"the batch has no target token in {sequences.num_tokens} tokens: every label is -100, or every"
+            " sequence has a single token; give a sequence of two tokens or more with a label other than -100"
+        )
+    return sequences
 
 
 def _rows(value: object, name: str) -> list:
@@ -140,6 +167,16 @@ def _shift(labels: Tensor) -> Tensor:
     return torch.cat((labels[1:], labels.new_full((1,), IGNORE_INDEX)))
 
 
+def constant_tables(layout: Layout, device: torch.device) -> dict[str, Tensor]:
+    """Tensors that all chunks share by name: the model's tables, and the attention kernels' random state of zeros."""
+    longest, wide = layout.plan.request.max_seq_len, wide_dtype(layout)
+    tables = layout.model.tables
+    return {
+        **{table.name: torch.tensor(table.values_for(longest), dtype=wide, device=device) for table in tables},
+        "attention_rng": torch.zeros(2, dtype=torch.int64, device=device),
+    }
+
+
 class BatchWriter:
     """Fills the host batch slot of a round and makes the chunk contexts that point into the GPU slot."""
 
@@ -187,7 +224,6 @@ class BatchWriter:
 
     def losses(self, chunk: int, tokens: int) -> Tensor:
         """Per-token losses [tokens] of a chunk, float32 (float64 for float64 compute)."""
-        wide = self.layout.acc_bytes
+        dtype = wide_dtype(self.layout)
         slot = self.layout.slots[self.layout.slot("losses")]
-        dtype = torch.float64 if wide == 8 else torch.float32
-        return self.arenas.view(slot, chunk * self.chunk_tokens * wide, (tokens,), dtype)
+        return self.arenas.view(slot, chunk * self.chunk_tokens * dtype.itemsize, (tokens,), dtype)

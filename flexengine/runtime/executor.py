@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,12 +27,8 @@ CommandOrder = Callable[[Program], Iterable[int]]
 Timings = list[tuple[float, float]]
 RangeOf = Callable[[str], AbstractContextManager[object]]
 """Opens a named range around what is issued inside it, as torch.cuda.nvtx.range does."""
-
-
-class Handler(Protocol):
-    """Runs compute commands of the kinds it knows on the current stream."""
-
-    def __call__(self, command: Command) -> None: ...
+Handler = Call
+"""Launches a command that is no copy on the current stream."""
 
 
 class Executor:

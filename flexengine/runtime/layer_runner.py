@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexengine.ops.base import ChunkContext, OpEnv
-from flexengine.runtime.arena import Arenas
+from flexengine.runtime.arena import Arenas, wide_dtype
 from flexengine.schedule.commands import LayerCall
 from flexengine.schedule.layer_program import OpStep, Place
 from flexengine.schedule.layout import Layout
@@ -22,7 +22,7 @@ class LayerRunner:
     def __init__(self, layout: Layout, arenas: Arenas, buffers: dict[str, Tensor]) -> None:
         self.layout, self.arenas, self.buffers = layout, arenas, buffers
         self.compute = getattr(torch, layout.plan.request.numerics.compute)
-        self.wide = torch.float64 if layout.acc_bytes == 8 else torch.float32
+        self.wide = wide_dtype(layout)
         self.dtypes = {"compute": self.compute, "float32": self.wide, "int32": torch.int32, "uint8": torch.uint8}
         self.chunks: list[ChunkContext] = []
 

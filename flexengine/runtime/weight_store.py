@@ -20,7 +20,7 @@ from flexengine.checkpoint.reader import CheckpointReader, ReadRequest
 from flexengine.models.spec import ModelSpec, ParamSpec, WeightSource
 from flexengine.native.reader import NUMBERS
 from flexengine.optim.rounding import join_fp32, split_fp32
-from flexengine.runtime.arena import DTYPES, Arenas
+from flexengine.runtime.arena import DTYPES, Arenas, wide_dtype
 from flexengine.runtime.staging import load_staged
 from flexengine.schedule.group_layout import Segment, is_split
 from flexengine.schedule.layout import Layout
@@ -121,6 +121,12 @@ def _alike(reader: CheckpointReader, *names: str) -> bool:
         if not torch.equal(*pieces[:, :count]):
             return False
     return True
+
+
+def empty_buffers(layout: Layout, device: torch.device) -> dict[str, Tensor]:
+    """The model's buffers by name, filled with zeros."""
+    dtype, sources = wide_dtype(layout), layout.model.buffers
+    return {name: torch.zeros(source.shape, dtype=dtype, device=device) for name, source in sources.items()}
 
 
 def load_buffers(reader: CheckpointReader, buffers: dict[str, Tensor]) -> None:
@@ -274,5 +280,8 @@ class WeightStore:
         run = self.runs[name]
         grad = self.plane("grad", run)
         assert grad is not None
-        wide = torch.float64 if self.layout.acc_bytes == 8 else torch.float32
-        return (grad.to(device="cpu", dtype=wide) * scale).view(run.source.shape)
+        return (grad.to(device="cpu", dtype=wide_dtype(self.layout)) * scale).view(run.source.shape)
+
+    def read_gradients(self, scale: float) -> dict[str, Tensor]:
+        """Every stored gradient times `scale`, by Hugging Face name; frozen parameters have none."""
+        return {name: self.read_gradient(name, scale) for name, run in self.runs.items() if not run.frozen}

@@ -11,7 +11,7 @@ from flexengine.models.in_parts import in_parts
 from flexengine.models.registry import open_model
 from flexengine.optim import AdamW
 from flexengine.plan import Numerics, Plan
-from flexengine.runtime import engine as engine_module
+from flexengine.runtime import command_handlers as handlers_module
 from flexengine.runtime import fetch_experts as fetch_module
 from flexengine.runtime.fetch_experts import fetch_experts
 from flexengine.schedule.checker import ProgramError, check_program
@@ -65,7 +65,7 @@ def test_untouched_experts_stay_on_the_host(name, tmp_path, monkeypatch):
     saved_model(tmp_path, CONFIGS[name])
     whole = streamed_plan(spec_of(CONFIGS[name]), in_parts=True, **SIZES)
     expected = trained(tmp_path, whole)
-    monkeypatch.setattr(engine_module, "fetch_experts", fetches := Fetches())
+    monkeypatch.setattr(handlers_module, "fetch_experts", fetches := Fetches())
     for slots, order in ((1, None), (5, shuffled_order(2))):
         losses, weights = trained(tmp_path, replace(whole, touched_only=True, weight_slots=slots), order=order)
         assert losses == expected[0]
@@ -80,7 +80,7 @@ def test_the_kernel_gives_the_same_bits(tmp_path, monkeypatch):
     whole = streamed_plan(spec_of(config), in_parts=True, numerics=Numerics(), **SIZES)
     expected = trained(tmp_path, whole)
     monkeypatch.setattr(fetch_module, "use_kernel", lambda target: True)
-    monkeypatch.setattr(engine_module, "fetch_experts", fetches := Fetches())
+    monkeypatch.setattr(handlers_module, "fetch_experts", fetches := Fetches())
     losses, weights = trained(tmp_path, replace(whole, touched_only=True))
     assert losses == expected[0]
     same_bits(weights, expected[1])

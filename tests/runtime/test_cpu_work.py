@@ -182,7 +182,7 @@ def test_two_interrupts_leave_no_half_gradients(monkeypatch):
     engine = engine_of("cpu")
     engine.fwd_bwd(BATCH)
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_handle", interrupt)
+        patch.setattr(engine.handlers, "run", interrupt)
         patch.setattr(engine.executor, "synchronize", interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.fwd_bwd(BATCH)

@@ -414,7 +414,7 @@ def test_a_preset_trains_and_is_saved(tmp_path):
 
 def interrupted_after(engine, monkeypatch, commands):
     """Make the executor raise KeyboardInterrupt after so many compute commands."""
-    handle, seen = engine._handle, []
+    handle, seen = engine.handlers.run, []
 
     def counting(program, settings, command):
         seen.append(command)
@@ -422,7 +422,7 @@ def interrupted_after(engine, monkeypatch, commands):
             raise KeyboardInterrupt
         handle(program, settings, command)
 
-    monkeypatch.setattr(engine, "_handle", counting)
+    monkeypatch.setattr(engine.handlers, "run", counting)
 
 
 def goes_on_as_new(engine, new):

@@ -2,7 +2,6 @@
 
 import contextlib
 import time
-from functools import partial
 
 import pytest
 import torch
@@ -206,8 +205,8 @@ def test_gpu_times_respect_streams_and_waits(monkeypatch, native):
     engine = gpu_engine()
     batch = random_batch(0, [60, 33, 64, 12], engine.model.vocab_size)
     engine.fwd_bwd(batch)
-    program = engine._last_program
-    engine.executor.run(program, partial(engine._handle, program, None), timed=True)
+    program = engine.runner.last_program
+    engine.executor.run(program, engine.handlers.of_program(program, None), timed=True)
     timings = engine.executor.timings()
     engine.executor.wait_for(program, 0)
     assert len(timings) == len(program.commands)

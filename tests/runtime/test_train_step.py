@@ -169,15 +169,16 @@ def test_a_failure_of_the_cpu_is_raised_by_what_comes_next(monkeypatch):
 def test_a_gradient_that_is_not_finite(max_grad_norm, by_cpu, at_once):
     """With clipping no layer is updated, without it all but that of the gradient."""
     engine = new_engine(by_cpu, max_grad_norm=max_grad_norm)
-    before, finish, broken = engine.state_dict(), engine._finish_gradient, 2
+    before, handlers, broken = engine.state_dict(), engine.handlers.by_kind, 2
+    finish = handlers["finish_gradient"]
 
-    def finish_badly(args):
-        if args.group == broken:
-            slot = engine.layout.slots[args.accumulator]
+    def finish_badly(command, *rest):
+        if command.args.group == broken:
+            slot = engine.layout.slots[command.args.accumulator]
             engine.arenas.view(slot, 0, (1,), torch.float32).fill_(math.inf)
-        finish(args)
+        finish(command, *rest)
 
-    engine._finish_gradient = finish_badly
+    handlers["finish_gradient"] = finish_badly
     outcomes, after = trained(engine, BATCHES["one round"][:1], at_once)
     assert outcomes[0][1:] == (math.inf, True)
     for name, run in engine.weights.runs.items():
@@ -192,7 +193,7 @@ def test_an_interrupted_last_round_ends_the_engine(monkeypatch):
 
     engine = new_engine("all")
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_handle", interrupt)
+        patch.setattr(engine.handlers, "run", interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.train_step(BATCHES["one round"][0])
     with pytest.raises(ValueError, match="an optimizer step was interrupted, so its weights are half updated"):

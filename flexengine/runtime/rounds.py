@@ -1,0 +1,104 @@
+"""Runs the rounds of a batch: packs it, writes each round's tokens where its program reads them, sums the losses."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexengine.ops.balance import ExpertBalance
+from flexengine.runtime.batch import BatchWriter, Sequences
+from flexengine.runtime.layer_runner import LayerRunner
+from flexengine.runtime.program_runner import ProgramRunner
+from flexengine.runtime.programs import Programs, RoundKind
+from flexengine.runtime.step_state import HALF_UPDATED, StepState
+from flexengine.runtime.update import UpdateSettings
+from flexengine.schedule.commands import LayerCall, Program
+from flexengine.schedule.packing import PackedChunk, pack, round_shape
+
+
+class RoundRunner:
+    """Runs rounds under one layout."""
+
+    def __init__(
+        self, programs: Programs, batches: BatchWriter, layers: LayerRunner, runner: ProgramRunner, state: StepState
+    ) -> None:
+        self.programs, self._batches, self._layers = programs, batches, layers
+        self._runner, self._state = runner, state
+        self._plan, self._device = layers.layout.plan, layers.arenas.device
+
+    def train(
+        self, batch: Sequences, balance: ExpertBalance | None = None, updates: UpdateSettings | None = None
+    ) -> Tensor:
+        """Issue forward and backward of a batch; returns the summed loss [] in float64 on the device.
+
+        balance: what routers report to, where the model balances its experts. updates: settings of the CPU's updates
+        inside the last round; None when no round updates.
+        """
+        total = self._zero()
+        rounds = self._pack(batch)
+        if balance is not None and len(rounds) > 1:
+            self._count_tokens_of_experts(batch, rounds, balance)
+        for number, chunks in enumerate(rounds, start=1):
+            settings = updates if number == len(rounds) else None
+            kind = RoundKind(train=True, first=not self._state.has_gradients, updates=settings is not None)
+            program = self._program(chunks, kind)
+            self._write(batch, chunks, balance)
+            if settings is not None:
+                self._state.unusable = HALF_UPDATED  # until the step's own program has ended
+            self._runner.run(program, settings)
+            self._state.has_gradients = True
+            self._add_losses(total)
+        return total
+
+    def evaluate(self, batch: Sequences) -> Tensor:
+        """Issue forward of a batch; returns the summed loss [] in float64 on the device."""
+        total = self._zero()
+        for chunks in self._pack(batch):
+            self._forward(batch, chunks, None)
+            self._add_losses(total)
+        return total
+
+    def next_token_logits(self) -> Tensor:
+        """Logits [V] of the token after the last one that `evaluate` ran, float32 on the CPU."""
+        program = self._runner.last_program
+        assert program is not None
+        call: LayerCall = next(c.args for c in reversed(program.commands) if c.kind == "evaluate")
+        head = call.program.forward[-1]
+        chunk = self._layers.chunks[call.chunk]
+        hidden = self._layers.bind(call, head.tensors, chunk.tokens)[head.op.inputs[0]]
+        weight = self._layers.params_of(call)[head.op.params[0]]
+        return head.op.logits(hidden[-1:], weight)[0].float().cpu()  # type: ignore[attr-defined]
+
+    def _pack(self, batch: Sequences) -> list[list[PackedChunk]]:
+        return pack(batch.lengths, self._plan.chunk_tokens, self._plan.chunks_per_round)
+
+    def _program(self, chunks: list[PackedChunk], kind: RoundKind) -> Program:
+        return self.programs.of_round(round_shape(chunks, self._plan.chunk_tokens), kind)
+
+    def _count_tokens_of_experts(
+        self, batch: Sequences, rounds: list[list[PackedChunk]], balance: ExpertBalance
+    ) -> None:
+        """Run all rounds forward once: the balancing loss of any round depends on what experts get in all of them."""
+        for chunks in rounds:
+            self._forward(batch, chunks, balance)
+        balance.collecting = False
+
+    def _forward(self, batch: Sequences, chunks: list[PackedChunk], balance: ExpertBalance | None) -> None:
+        program = self._program(chunks, RoundKind(train=False, first=False, updates=False))
+        self._write(batch, chunks, balance)
+        self._runner.run(program, measured=False)
+
+    def _write(self, batch: Sequences, chunks: list[PackedChunk], balance: ExpertBalance | None) -> None:
+        """Put a round's tokens where its program reads them."""
+        self._runner.wait_for_batch()
+        self._layers.chunks = self._batches.write(batch, chunks)
+        for chunk in self._layers.chunks:
+            chunk.balance = balance
+
+    def _zero(self) -> Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self._device)
+
+    def _add_losses(self, total: Tensor) -> None:
+        """Add the losses of the round that was issued last, chunk by chunk: the order decides the bits of the sum."""
+        for chunk in self._layers.chunks:
+            total += chunk.losses.double().sum()

@@ -1,0 +1,87 @@
+"""Runs the two halves of a step, gradients and update, and evaluations, so that an interrupt leaves no half of one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import Tensor
+
+from flexengine.ops.balance import ExpertBalance
+from flexengine.runtime.batch import Sequences
+from flexengine.runtime.determinism import deterministic_kernels
+from flexengine.runtime.outputs import FwdBwdOutput, StepOutput, fwd_bwd_output
+from flexengine.runtime.program_runner import ProgramRunner
+from flexengine.runtime.rounds import RoundRunner
+from flexengine.runtime.step_state import HALF_UPDATED, StepState, interruptible
+from flexengine.runtime.update import UpdateRunner, UpdateSettings
+from flexengine.schedule.commands import Program
+from flexengine.schedule.following import cpu_commands
+
+Result = TypeVar("Result")
+
+
+class StepRunner:
+    """Runs steps and evaluations under one layout. deterministic: only kernels that torch knows to be deterministic."""
+
+    def __init__(
+        self, runner: ProgramRunner, rounds: RoundRunner, updates: UpdateRunner, state: StepState, deterministic: bool
+    ) -> None:
+        self._runner, self._rounds, self._updates, self._state = runner, rounds, updates, state
+        self._executor, self._layout, self._deterministic = runner.executor, updates.layout, deterministic
+
+    def forward_backward(self, batch: Sequences, updates: UpdateSettings | None = None) -> FwdBwdOutput:
+        """Add a batch's gradients to those since the last step. Waits for its loss.
+
+        updates: settings of the CPU's updates inside the last round; None = no update before the step's own program.
+        """
+        with interruptible(self._state, self._executor, train=True):
+            balance = self._balance_of(batch)
+            with deterministic_kernels(self._deterministic):
+                loss_sum = self._rounds.train(batch, balance, updates)
+            if balance is not None:
+                loss_sum += balance.loss()
+            self._state.num_target_tokens += batch.num_target_tokens
+            loss = float(loss_sum) / batch.num_target_tokens  # waits for the rounds
+        return fwd_bwd_output(loss, batch, self._layout)
+
+    def evaluate(self, batch: Sequences, read: Callable[[Tensor], Result]) -> Result:
+        """Run forward of a batch; returns what `read` makes of its summed loss before anything else runs."""
+        with interruptible(self._state, self._executor, train=False):
+            with deterministic_kernels(self._deterministic):
+                loss_sum = self._rounds.evaluate(batch)
+            return read(loss_sum)
+
+    def update(self, settings: UpdateSettings, cpu_has_updated: bool = False) -> StepOutput:
+        """Run the optimizer step and forget the gradients. cpu_has_updated: the last round did the CPU's updates."""
+        program = self._rounds.programs.of_update(cpu_has_updated)
+        self._state.unusable = HALF_UPDATED
+        with interruptible(self._state, self._executor, train=True):
+            self._runner.run(program, settings)
+            grad_norm = self._grad_norm(program)
+        self._state.unusable = ""
+        self._runner.measurement.active = False
+        skipped = not math.isfinite(grad_norm)
+        seconds = self._state.finish_step(counts=not skipped or settings.max_grad_norm is None)
+        return StepOutput(grad_norm, skipped, seconds)
+
+    def _balance_of(self, batch: Sequences) -> ExpertBalance | None:
+        """What routers report to, where the model balances its experts."""
+        balancing, device = self._layout.model.balancing, self._executor.device
+        if balancing is None:
+            return None
+        return ExpertBalance.of_batch(balancing, batch.num_tokens, batch.num_target_tokens, device)
+
+    def _grad_norm(self, program: Program) -> float:
+        """The gradient norm of the last update. Waits for the device, not for updates on the CPU.
+
+        Where the host is told the norm, it waits only for that: the device may go on with its own updates.
+        """
+        by_cpu = cpu_commands(program)
+        if by_cpu:
+            for index in by_cpu[0].waits:
+                self._executor.wait_for(program, index)
+            return float(self._updates.host_grad_norm())
+        self._executor.synchronize_device()
+        return float(self._updates.grad_norm())

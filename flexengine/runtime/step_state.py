@@ -1,0 +1,72 @@
+"""What an engine remembers between calls: gradients since the last step, steps taken, whether it can go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from flexengine.runtime.executor import Executor
+
+HALF_UPDATED = "an optimizer step was interrupted, so its weights are half updated"
+
+
+class StepState:
+    """Gradients and interruptions of one engine.
+
+    num_target_tokens: target tokens since the last step, which the stored gradients are sums over. unusable: why the
+    engine cannot go on; empty while it can.
+    """
+
+    def __init__(self) -> None:
+        self.step_count = 0
+        self.unusable = ""
+        self.start_accumulation()
+
+    def start_accumulation(self) -> None:
+        """Forget all gradients: nothing is stored for the next step."""
+        self.num_target_tokens = 0
+        self.has_gradients = False
+        self.started_s = 0.0
+
+    def start_step(self) -> bool:
+        """Note when a step begins. Returns False when an earlier call has begun it."""
+        if self.has_gradients:
+            return False
+        self.started_s = time.perf_counter()
+        return True
+
+    def finish_step(self, counts: bool) -> float:
+        """End a step; returns its seconds. counts: whether AdamW's bias correction counts it."""
+        self.step_count += counts
+        seconds = time.perf_counter() - self.started_s
+        self.start_accumulation()
+        return seconds
+
+    def require_usable(self) -> None:
+        """Raise ValueError when an interruption or `close` ended the engine."""
+        if self.unusable:
+            raise ValueError(f"this engine cannot go on: {self.unusable}; make a new one with from_pretrained")
+
+    def require_gradients(self, message: str) -> None:
+        """Raise ValueError with `message` unless gradients are stored in a usable engine."""
+        self.require_usable()
+        if not self.has_gradients:
+            raise ValueError(message)
+
+
+@contextmanager
+def interruptible(state: StepState, executor: Executor, train: bool) -> Iterator[None]:
+    """Run a call on the stream that computes; on an error or interrupt, wait until nothing runs any more.
+
+    An interrupted training call drops all gradients since the last step, those of earlier whole calls too: some layers
+    would hold this batch and others not.
+    """
+    try:
+        with executor.on_compute_stream():
+            yield
+    except BaseException:
+        if train:
+            state.start_accumulation()
+        executor.synchronize()
+        raise
