@@ -24,7 +24,7 @@ from bench.environment import write_json
 from flexengine.api import Prepared, build, prepare
 from flexengine.hardware.memory_usage import forget_peak_resident
 from flexengine.optim import AdamW
-from flexengine.reports.plan_text import table
+from flexengine.reports.text_format import align_columns
 from flexengine.runtime.engine import Engine
 
 GIB = 2**30
@@ -168,7 +168,7 @@ HEAD = (
 def summary(rows: list[dict]) -> list[str]:
     """One line per cap; a stream's share of the step as measured / predicted."""
     uncapped = next((row["tokens_per_s"] for row in rows if row["gpu_cap_gib"] is None), None)
-    return table([HEAD, *(_cells(row, uncapped) for row in rows)])
+    return align_columns([HEAD, *(_cells(row, uncapped) for row in rows)])
 
 
 def _cells(row: dict, uncapped: float | None) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from flexengine.planner.feasibility.machine_size import budget_notes
 from flexengine.planner.feasibility.shortage import ShortageError
 from flexengine.planner.search import make_plan
 from flexengine.reports.plan_data import shortage_json
-from flexengine.reports.plan_text import percent, table
+from flexengine.reports.text_format import align_columns, percent
 
 
 class Case(NamedTuple):
@@ -48,7 +48,7 @@ def comparison_table(rows: Sequence[Row]) -> str:
     """Aligned columns; a case that does not fit says what it would need."""
     head = ("case", "fits", "step", "tokens/s", "of light", "GPU memory", "host memory", "rounds", "limit / fits with")
     notes = [f"{row.case.label}: {note}" for row in rows if row.plan is not None for note in _notes(row.case)]
-    return "\n".join([*table([head, *(_cells(row) for row in rows)], left=(0, 1, 8)), *notes])
+    return "\n".join([*align_columns([head, *(_cells(row) for row in rows)], left=(0, 1, 8)), *notes])
 
 
 def _notes(case: Case) -> list[str]:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 from flexengine.models.registry import FAMILIES, PRESET_PREFIX, open_model, preset_names
-from flexengine.reports.plan_text import table
+from flexengine.reports.text_format import align_columns
 from flexengine.wording import FlagParser
 
 COMPARED = "losses, gradients, logits and exports equal those of transformers; tiny configs compared: {count}"
@@ -50,7 +50,7 @@ def describe() -> list[str]:
         ]
     rows = [(PRESET_PREFIX + name, family, _billions(count)) for name, family, count in _presets()]
     rows.insert(0, ("preset", "model_type", "parameters"))
-    return [*lines, "", "Presets, shapes without weights, for --model:", "", *table(rows, left=(0, 1))]
+    return [*lines, "", "Presets, shapes without weights, for --model:", "", *align_columns(rows, left=(0, 1))]
 
 
 def _presets() -> Iterator[tuple[str, str, int]]:

@@ -10,7 +10,7 @@ from typing import Any
 from flexengine.config import LOG_FILE, PLAN_FILE, TIMELINE_FILE, TRACE_FILE, TrainConfig, options_from_yaml
 from flexengine.metrics import TIMED_STEP
 from flexengine.plan import Plan
-from flexengine.reports.run_page import LoggedStep, RunRecord
+from flexengine.reports.run_record import LoggedStep, RunRecord
 from flexengine.schedule.timeline import MEASURED, SIMULATED
 from flexengine.schedule.trace_reader import Trace, read_trace
 from flexengine.wording import parse_json, shown

@@ -1,1 +1,1 @@
-"""Plans and runs in words, data and pictures. Reads the planner; the planner never reads it."""
+"""Describes plans and runs in words (plan_text), JSON and traces (plan_data), and HTML pages (plan_page, run_page)."""

@@ -1,4 +1,4 @@
-"""Bytes in use at every moment of a simulated step, by category, on either memory.
+"""Counts the bytes in use at every moment of a simulated step, by category, in either memory.
 
 Stored planes and the batch are there all the time. Any other slot is in use from the start of the command that writes
 it to the end of the last one that reads what was written. Slots that share bytes are never in use together, since
@@ -23,13 +23,16 @@ LASTING = {
     "gpu": ("batch", "scalars", "resident weights", "resident gradients", "resident optimizer states"),
     "host": ("batch", "weights", "gradients", "optimizer states"),
 }
-"""Categories of slots that hold something from step to step, or are filled by the host."""
+"""Categories of slots that hold something from step to step, or that the host fills."""
 MAX_POINTS = 300
+"""Moments that a chart of a thousand pixels shows; a large step has tens of thousands."""
 
 
 class MemorySeries(NamedTuple):
-    """Bytes in use: row i of `num_bytes` [times, categories] holds from times_s[i] to times_s[i + 1], the last one to
-    end_s."""
+    """Bytes in use over time, by category.
+
+    Row i of `num_bytes` [times, categories] holds from times_s[i] to times_s[i + 1], the last one to end_s.
+    """
 
     categories: tuple[str, ...]
     times_s: tuple[float, ...]
@@ -38,7 +41,7 @@ class MemorySeries(NamedTuple):
 
     @property
     def totals(self) -> np.ndarray:
-        """All categories together, by time."""
+        """Bytes of all categories together, by time."""
         return self.num_bytes.sum(axis=1)
 
     @property
@@ -48,7 +51,7 @@ class MemorySeries(NamedTuple):
 
 
 def step_memory(step: SimulatedStep, memory: Memory, max_points: int = MAX_POINTS) -> MemorySeries:
-    """The series over all parts of a step, each drawn once, at most about `max_points` times."""
+    """Give the bytes in use over all parts of a step, each shown once, at about `max_points` moments or fewer."""
     lasting = _outside_the_arena(step, memory) | _lasting_bytes(step.layout, memory)
     series = [part_memory(part, step.layout, memory, lasting) for part in step.parts]
     names = tuple(dict.fromkeys(name for s in series for name in s.categories))
@@ -63,47 +66,48 @@ def step_memory(step: SimulatedStep, memory: Memory, max_points: int = MAX_POINT
 
 
 def part_memory(part: StepPart, layout: Layout, memory: Memory, lasting: Mapping[str, int]) -> MemorySeries:
-    """Bytes in use over one program, at every moment that something changes."""
+    """Give the bytes in use over one program, at every moment at which they change."""
     slots, intervals = layout.slots, slot_intervals(part, layout, memory)
     names = (*lasting, *dict.fromkeys(slots[i].category for i in intervals))
     names = tuple(dict.fromkeys(names))
     column = {name: i for i, name in enumerate(names)}
-    moments = sorted({0.0, *(t for spans in intervals.values() for span in spans for t in span)})
-    place = {t: i for i, t in enumerate(moments)}
+    moments = sorted({0.0, *(t for times in intervals.values() for interval in times for t in interval)})
+    row = {t: i for i, t in enumerate(moments)}
     changes = np.zeros((len(moments), len(names)), dtype=np.int64)
-    for index, spans in intervals.items():
-        for begin, end in spans:
-            changes[place[begin], column[slots[index].category]] += align(slots[index].num_bytes)
-            changes[place[end], column[slots[index].category]] -= align(slots[index].num_bytes)
+    for index, times in intervals.items():
+        for begin, end in times:
+            changes[row[begin], column[slots[index].category]] += align(slots[index].num_bytes)
+            changes[row[end], column[slots[index].category]] -= align(slots[index].num_bytes)
     for name, num_bytes in lasting.items():
         changes[0, column[name]] += num_bytes
     return MemorySeries(names, tuple(moments), changes.cumsum(axis=0), part.timing.total_s)
 
 
 def slot_intervals(part: StepPart, layout: Layout, memory: Memory) -> dict[int, list[tuple[float, float]]]:
-    """For every slot that comes and goes: when it is in use, as disjoint spans of seconds in order."""
-    comes_and_goes = [
+    """Give for every slot that is not in use all the time the disjoint intervals of seconds in which it is."""
+    passing = [
         i
         for i, s in enumerate(layout.slots)
         if s.memory == memory and s.category not in (*LASTING[memory], RUN) and s.num_bytes
     ]
-    found: dict[int, list[tuple[float, float]]] = {i: [] for i in comes_and_goes}
+    found: dict[int, list[tuple[float, float]]] = {i: [] for i in passing}
     for command in part.program.commands:
         begin, end = part.timing.start_s[command.index], part.timing.end_s[command.index]
         reads = {access.slot for access in command.reads}
         for slot in reads & found.keys():
+            # A slot that is read before it is written holds what the program before this one left in it.
             since = found[slot].pop()[0] if found[slot] else 0.0
             found[slot].append((since, max(end, since)))
         for slot in {access.slot for access in command.writes} & found.keys():
             if slot not in reads:
                 found[slot].append((begin, end))
-    return {slot: merged(spans) for slot, spans in found.items() if spans}
+    return {slot: merge_intervals(intervals) for slot, intervals in found.items() if intervals}
 
 
-def merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Spans in order of time, those that touch as one."""
+def merge_intervals(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Sort intervals by time, and join those that touch or overlap."""
     result: list[tuple[float, float]] = []
-    for begin, end in sorted(spans):
+    for begin, end in sorted(intervals):
         if result and begin <= result[-1][1]:
             result[-1] = (result[-1][0], max(result[-1][1], end))
         else:
@@ -112,7 +116,7 @@ def merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def thinned(series: MemorySeries, max_points: int) -> MemorySeries:
-    """At most so many times: for each of `max_points` equal stretches the moment in it with the most bytes."""
+    """Keep at most `max_points` moments: of as many equal stretches of time, the moment with the most bytes of each."""
     if len(series.times_s) <= max_points:
         return series
     edges = np.linspace(0.0, series.end_s, max_points + 1)
@@ -132,7 +136,7 @@ def _lasting_bytes(layout: Layout, memory: Memory) -> dict[str, int]:
 
 
 def _outside_the_arena(step: SimulatedStep, memory: Memory) -> dict[str, int]:
-    """What the process takes beside the arena, by category."""
+    """Give what the process takes beside the arena, by category."""
     everything = {"gpu": gpu_categories, "host": host_categories}[memory](step.layout, step.profile)
     arena = step.layout.categories(memory)
     return {name: n for name, n in everything.items() if name not in arena and n}

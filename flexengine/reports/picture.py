@@ -1,4 +1,4 @@
-"""Everything that reports tell about a plan, computed once: the simulated step, memory over time, the bound."""
+"""Computes once what all reports of a plan need: the simulated step, memory over time, the bound."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flexengine.reports.memory_over_time import MemorySeries, step_memory
 
 @dataclass(frozen=True)
 class Picture:
-    """A plan with its model and machine, and what follows from them."""
+    """A plan with its model and machine, and the figures that follow from them."""
 
     plan: Plan
     model: ModelSpec
@@ -24,12 +24,12 @@ class Picture:
 
     @cached_property
     def step(self) -> SimulatedStep:
-        """The simulated step."""
+        """The step as the simulator runs it."""
         return simulate_step(self.plan, self.model, self.profile)
 
     @cached_property
     def bound(self) -> Bound | None:
-        """The speed of light."""
+        """The lower bound of the step time; None when not even its relaxed problem fits the budgets."""
         return speed_of_light(self.model, self.plan.request, self.profile)
 
     @cached_property
@@ -56,16 +56,16 @@ class Picture:
 
     @property
     def light_share(self) -> float:
-        """Speed of light over predicted time: 1 is a step that nothing could make faster."""
+        """Lower bound of the step time over the predicted time: 1 is a step that no plan could make faster."""
         return self.plan.predicted.speed_of_light_s / self.plan.predicted.step_s
 
     @cached_property
     def seconds_by_cause(self) -> dict[str, float]:
-        """Where a step's time goes on the compute stream: work, recomputation, and waits; they add up to the step."""
+        """Seconds of the compute stream by cause: work, recomputation, and waits; they add up to the step."""
         predicted = self.plan.predicted
         busy = predicted.busy_s["compute"]
-        again = predicted.recompute_share * busy
-        found = {"forward, backward and update": busy - again, "recomputation": again}
+        recompute_s = predicted.recompute_share * busy
+        found = {"forward, backward and update": busy - recompute_s, "recomputation": recompute_s}
         waits: dict[str, float] = {}
         for part in self.step.parts:
             for (cause, phase), seconds in stalls(part.program, part.timing).items():
@@ -80,7 +80,7 @@ class Picture:
 
 
 NEGLIGIBLE_SHARE = 1e-4
-"""Waits of less than this share of a step are told together."""
+"""Waits of less than this share of a step are told together, as they would only lengthen the list."""
 CAUSE_WORDS = {
     "h2d": "the host-to-device link",
     "d2h": "the device-to-host link",

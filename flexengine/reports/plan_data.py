@@ -1,4 +1,4 @@
-"""The plan for machines: the JSON of `plan --json`, and simulated and measured steps as Chrome traces."""
+"""A plan for programs to read: the JSON of `plan --json`, and simulated and measured steps as Chrome traces."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import asdict, replace
 from itertools import chain
 from typing import Any
 
-from flexengine.plan import LayerPlan, Plan, Prediction
+from flexengine.plan import Plan, Prediction
 from flexengine.planner.feasibility.machine_size import budget_notes
 from flexengine.planner.feasibility.shortage import ShortageError
 from flexengine.reports.memory_over_time import MemorySeries
 from flexengine.reports.picture import Picture
-from flexengine.reports.plan_text import home_of_part
+from flexengine.reports.plan_decisions import GROUP_DATA, output_place
 from flexengine.schedule.group_layout import group_layout
 from flexengine.schedule.timeline import (
     MEASURED,
@@ -31,7 +31,7 @@ from flexengine.schedule.timeline import (
 
 
 def as_json(picture: Picture) -> dict[str, Any]:
-    """Everything about a plan as JSON values; sizes in bytes, times in seconds."""
+    """Give everything about a plan as JSON values; sizes in bytes, times in seconds."""
     plan, p, request = picture.plan, picture.plan.predicted, picture.plan.request
     return {
         "fits": True,
@@ -94,12 +94,12 @@ def _memory(
 
 
 def layer_rows(picture: Picture) -> list[dict[str, Any]]:
-    """What every layer keeps from forward to backward, and where; only blocks that have a backward keep anything."""
+    """Give what every layer keeps from forward to backward, and where; layers without a backward pass keep nothing."""
     rows = []
     for layer, kept in zip(picture.model.layers, picture.plan.layers, strict=True):
         row: dict[str, Any] = {"name": layer.name, "kind": layer.kind}
         if layer.kind == "block":
-            places = {name: place_of(name, kept) for name in (op.name for op in layer.ops if layer.keeps)}
+            places = {op.name: output_place(op.name, kept) for op in layer.ops if layer.keeps}
             home = kept.input_home if layer.keeps else None
             row |= {"input": home, "gpu": list(kept.keep_gpu), "host": list(kept.keep_host)}
             row["recomputed"] = [name for name, place in places.items() if place == "recomputed"]
@@ -107,31 +107,23 @@ def layer_rows(picture: Picture) -> list[dict[str, Any]]:
     return rows
 
 
-def place_of(op_name: str, kept: LayerPlan) -> str:
-    """Where an op's outputs are between forward and backward: gpu, host, or nowhere."""
-    if op_name in kept.keep_gpu:
-        return "gpu"
-    return "host" if op_name in kept.keep_host else "recomputed"
-
-
-GROUP_HOMES = (("weights", "weights"), ("gradients", "grads"), ("states", "states"))
-
-
 def group_rows(picture: Picture) -> list[dict[str, Any]]:
-    """Where every parameter group's weights, gradients and optimizer states live, with their bytes; null for what a
-    frozen group does not have."""
+    """Give where every parameter group's weights, gradients and optimizer states live, with their bytes.
+
+    A home is null for what a frozen group does not have.
+    """
     rows = []
-    for group, home in zip(picture.model.groups, picture.plan.groups, strict=True):
-        planes = group_layout(group, picture.plan.request.numerics).plane_bytes
-        states = sum(num for kind, num in planes.items() if kind not in ("weights", "grad"))
-        sizes = {"weights_bytes": planes["weights"], "gradients_bytes": planes["grad"], "states_bytes": states}
-        homes = {word: home_of_part(home, part) for word, part in GROUP_HOMES} | {"update": home.update}
+    for group, planned in zip(picture.model.groups, picture.plan.groups, strict=True):
+        layout = group_layout(group, picture.plan.request.numerics)
+        names = [(data.name.removeprefix("optimizer "), data) for data in GROUP_DATA]
+        homes = {name: data.home(planned) for name, data in names} | {"update": planned.update}
+        sizes = {f"{name}_bytes": data.num_bytes(layout) for name, data in names}
         rows.append({"name": group.name, "parameters": group.numel, **homes, **sizes})
     return rows
 
 
 def shortage_json(error: ShortageError) -> dict[str, Any]:
-    """Why nothing fits, and what would."""
+    """Give why nothing fits, and the requests that would, as JSON values."""
     needs, request = error.needs, error.request
     return {
         "fits": False,
@@ -154,7 +146,7 @@ def _missing(needed: int, budget: int, categories: dict[str, int]) -> dict[str, 
 
 
 def step_timeline(picture: Picture) -> str:
-    """The simulated step as Chrome trace JSON (open it in Perfetto): commands by stream, and bytes in use."""
+    """Write the simulated step as Chrome trace JSON (open it in Perfetto): commands by stream, and bytes in use."""
     step, predicted = picture.step, picture.plan.predicted
     events = track_events(f"{picture.plan.model}, step of {predicted.step_s:.4g} s")
     for part, start_s in zip(step.parts, step.starts_s, strict=True):
@@ -176,11 +168,11 @@ def step_timeline(picture: Picture) -> str:
 
 
 def measured_timeline(plan: Plan, runs: Sequence[TimedRun], about: Mapping[str, Any]) -> Iterator[str]:
-    """A step that ran as Chrome trace JSON, in the format of the simulated one: rounds and update at their real times.
+    """Write a step that ran as Chrome trace JSON, in the format of the simulated one, with rounds at their real times.
 
-    about: what else the metadata tell, such as which step it was and its wall seconds. The text comes in pieces, as the
-    host memory of a run is spoken for.
+    about: further metadata, such as the number of the step and its wall seconds.
     """
+    # The text is yielded in pieces because a run may use its whole host budget: there is no room for all of it at once.
     names = [f"round {n}" if run.program.name == "round" else run.program.name for n, run in enumerate(runs, start=1)]
     parts = [part_about(name, 1, run.program, run.timing, run.start_s) for name, run in zip(names, runs, strict=True)]
     commands = (command_events(run.program, run.timing, run.start_s) for run in runs)
@@ -190,7 +182,7 @@ def measured_timeline(plan: Plan, runs: Sequence[TimedRun], about: Mapping[str, 
 
 
 def plan_digest(plan: Plan) -> str:
-    """16 hex digits that tell plans apart by what they decide; what is predicted of them does not count."""
+    """Identify a plan by 16 hex digits of its decisions; its prediction does not count."""
     decided = json.dumps(asdict(replace(plan, predicted=Prediction())), sort_keys=True)
     return hashlib.sha256(decided.encode()).hexdigest()[:16]
 

@@ -1,4 +1,4 @@
-"""The plan as one HTML page that needs nothing else: the answer, memory, streams, layers, numbers, request, machine."""
+"""A plan as one self-contained HTML page: the answer, memory, streams, layers, numbers, request and machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from html import escape
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import format_bytes, format_seconds, format_tflops, format_tokens_per_s
 from flexengine.models.spec import LayerSpec, ModelSpec
-from flexengine.plan import GroupPlan, LayerPlan
+from flexengine.plan import GroupPlan, LayerPlan, Plan
 from flexengine.planner.feasibility.machine_size import budget_notes
 from flexengine.planner.feasibility.shortage import ShortageError
 from flexengine.reports.charts.layers import layer_chart
@@ -18,15 +18,17 @@ from flexengine.reports.charts.page import figure, page, table, tiles
 from flexengine.reports.charts.streams import close_up, stream_chart
 from flexengine.reports.charts.style import SCRIPT, colour
 from flexengine.reports.picture import Picture
-from flexengine.reports.plan_data import place_of
-from flexengine.reports.plan_text import alike, bound_line, home_of_part, kept_words, percent, spans, words
+from flexengine.reports.plan_decisions import GROUP_DATA, kept_words, output_place
+from flexengine.reports.plan_text import bound_line
+from flexengine.reports.text_format import join_words, largest_first, number_ranges, percent, positions_by_value
 from flexengine.schedule.save_sets import savable_ops
 
 HOME_WORDS = {"gpu": "GPU", "host": "host", None: "frozen"}
+SOURCE_WORDS = {"preset": "published (preset)", "measured": "measured on this machine"}
 
 
 def html_page(picture: Picture, command: str = "") -> str:
-    """The report of a plan; `command` is the command line that made it."""
+    """Draw the page of a plan; `command` is the command line that made it."""
     plan = picture.plan
     title = f"{plan.model} on {picture.profile.name}"
     body = [
@@ -47,7 +49,7 @@ def html_page(picture: Picture, command: str = "") -> str:
             memory_chart("host-data", picture.host, picture.step, plan.request.max_host_bytes),
             "host-data",
         ),
-        figure("Close-up: the turn from forward to backward", close_up(picture.step.last_round)),
+        figure("Close-up: from forward to backward", close_up(picture.step.last_round)),
         "<h2>Decisions by layer</h2>",
         _layers(picture),
         "<h2>Numbers</h2>",
@@ -59,7 +61,7 @@ def html_page(picture: Picture, command: str = "") -> str:
 
 
 def shortage_page(error: ShortageError, profile: HardwareProfile, command: str = "") -> str:
-    """The report when nothing fits: what is missing, and what would fit."""
+    """Draw the page for a request that no plan fits: what is missing, and what would fit."""
     needs, request, model = error.needs, error.request, error.needs.plan.model
     tables, missing = [], []
     for place, needed, budget, categories in (
@@ -73,7 +75,7 @@ def shortage_page(error: ShortageError, profile: HardwareProfile, command: str =
     advice = f"<p>Each of these changes was tried and fits:</p><ul>{remedies}</ul>"
     body = [
         f"<h1>{escape(model)} on {escape(profile.name)}</h1>",
-        f'<p class="answer bad"><b>Does not fit:</b> {escape(words(missing))} missing.</p>',
+        f'<p class="answer bad"><b>Does not fit:</b> {escape(join_words(missing))} missing.</p>',
         "<h2>What would fit</h2>",
         advice if remedies else "<p>No change that was tried fits.</p>",
         "<h2>What the smallest plan needs</h2>",
@@ -112,48 +114,45 @@ def _tiles(picture: Picture) -> str:
 
 
 def _layers(picture: Picture) -> str:
-    """The chart of all layers, and a table of the ways in which they are treated."""
+    """Draw the chart of all layers, and a table with a row per distinct treatment."""
     plan, model = picture.plan, picture.model
     decided = (_decisions(layer, plan.layers[i], plan.groups) for i, layer in enumerate(model.layers))
-    rows = [(_layer_names(model, members), *decisions) for decisions, members in alike(decided).items()]
+    rows = [(_layer_names(model, members), *decisions) for decisions, members in positions_by_value(decided).items()]
     chart = layer_chart([layer.name for layer in model.layers], _layer_places(picture))
     ways = table(("layers", "from forward to backward", "weights", "gradients", "optimizer states"), rows, ())
     return figure("Where parameters live, and what each layer keeps for backward", chart) + ways
 
 
 def _layer_names(model: ModelSpec, members: Sequence[int]) -> str:
-    """Layers in words: blocks by number, as they are named."""
+    """Name layers in words, with blocks by their numbers."""
     first = next(i for i, layer in enumerate(model.layers) if layer.kind == "block")
     blocks = [i - first for i in members if model.layers[i].kind == "block"]
     edges = [model.layers[i].name for i in members if model.layers[i].kind != "block"]
     word = "block" if len(blocks) == 1 else "blocks"
-    return ", ".join([*edges, *([f"{word} {spans(blocks)}"] if blocks else [])])
+    return ", ".join([*edges, *([f"{word} {number_ranges(blocks)}"] if blocks else [])])
 
 
 def _decisions(layer: LayerSpec, kept: LayerPlan, groups: Sequence[GroupPlan]) -> tuple[str, ...]:
-    """What a layer keeps, and the homes of its weights, gradients and states, in words."""
-    homes = [
-        words(dict.fromkeys(HOME_WORDS[home_of_part(groups[g], part)] for g in layer.groups))
-        for part in ("weights", "grads", "states")
-    ]
+    """Tell what a layer keeps, and where its weights, gradients and optimizer states live."""
+    homes = [join_words(dict.fromkeys(HOME_WORDS[data.home(groups[g])] for g in layer.groups)) for data in GROUP_DATA]
     return kept_words(kept if layer.keeps else None) if layer.kind == "block" else "nothing", *homes
 
 
 def _layer_places(picture: Picture) -> list[tuple[str, list[str | None]]]:
-    """Rows of the layer chart: planes of parameters, then the input and what ops leave for backward."""
+    """Give the rows of the layer chart: data of parameters first, then the input and what ops keep for backward."""
     plan, layers = picture.plan, picture.model.layers
     rows: list[tuple[str, list[str | None]]] = [
-        (word, [home_of_part(plan.groups[layer.groups[-1]], part) for layer in layers])
-        for word, part in (("weights", "weights"), ("gradients", "grads"), ("optimizer states", "states"))
+        # The last group of a tied head is the embedding's, which holds nearly all of its parameters.
+        (data.name, [data.home(plan.groups[layer.groups[-1]]) for layer in layers])
+        for data in GROUP_DATA
     ]
-    blocks = [layer.keeps for layer in layers]
-    rows.append(
-        ("input", [kept.input_home if block else None for kept, block in zip(plan.layers, blocks, strict=True)])
-    )
+    inputs = [kept.input_home if layer.keeps else None for layer, kept in zip(layers, plan.layers, strict=True)]
+    rows.append(("input", inputs))
     names = dict.fromkeys(name for layer in layers if layer.kind == "block" for name in savable_ops(layer.ops))
     for name in names:
-        has = [any(op.name == name for op in layer.ops) and layer.keeps for layer in layers]
-        rows.append((name, [place_of(name, kept) if h else None for kept, h in zip(plan.layers, has, strict=True)]))
+        keeps = [layer.keeps and any(op.name == name for op in layer.ops) for layer in layers]
+        kept_by_layer = zip(keeps, plan.layers, strict=True)
+        rows.append((name, [output_place(name, kept) if has_it else None for has_it, kept in kept_by_layer]))
     return rows
 
 
@@ -180,19 +179,23 @@ def _numbers(picture: Picture) -> str:
 def _bytes_table(title: str, categories: dict[str, int], total: int, budget: int) -> str:
     rows = [
         (f'<i style="background:{colour(name)}"></i>{escape(name)}', format_bytes(num), percent(num / max(total, 1)))
-        for name, num in _largest_first(categories)
+        for name, num in largest_first(categories)
     ]
     rows.append(("<b>all</b>", f"<b>{format_bytes(total)}</b>", f"of {format_bytes(budget)}"))
     return table((title, "bytes", "share"), rows, safe=True)
 
 
-def _largest_first(categories: dict[str, int]) -> list[tuple[str, int]]:
-    return sorted(categories.items(), key=lambda item: -item[1])
-
-
 def _request(picture: Picture, command: str) -> str:
-    plan, request, profile = picture.plan, picture.plan.request, picture.profile
-    asked = [
+    tables = "".join(
+        f'<div class="keys">{table((title, ""), rows, ())}</div>'
+        for title, rows in (("request", _request_rows(picture.plan)), ("machine", _machine_rows(picture.profile)))
+    )
+    return f'<div class="columns">{tables}</div>{_command(command)}'
+
+
+def _request_rows(plan: Plan) -> list[tuple[str, str]]:
+    request = plan.request
+    return [
         ("tokens per step", f"{request.max_global_batch_tokens}"),
         ("longest sequence", f"{request.max_seq_len} tokens"),
         ("rounds", f"{plan.num_rounds} of {plan.chunks_per_round} x {plan.chunk_tokens} tokens"),
@@ -206,34 +209,23 @@ def _request(picture: Picture, command: str) -> str:
             f" {plan.optimizer_slots} optimizer tiles of {plan.optimizer_tile} elements",
         ),
     ]
-    machine = [
+
+
+def _machine_rows(profile: HardwareProfile) -> list[tuple[str, str]]:
+    return [
         ("name", profile.name),
-        (
-            "figures",
-            {"preset": "published (preset)", "measured": "measured on this machine"}.get(
-                profile.source, profile.source
-            ),
-        ),
+        ("figures", SOURCE_WORDS.get(profile.source, profile.source)),
         ("matrix products", format_tflops(profile.peak_matmul_flops_per_s)),
         ("device memory", f"{profile.memory_bytes_per_s / 1e9:.0f} GB/s"),
-        (
-            "link to the GPU",
-            f"{profile.h2d_bytes_per_s / 1e9:.1f} GB/s, {profile.h2d_duplex_bytes_per_s / 1e9:.1f} in duplex",
-        ),
-        (
-            "link to the host",
-            f"{profile.d2h_bytes_per_s / 1e9:.1f} GB/s, {profile.d2h_duplex_bytes_per_s / 1e9:.1f} in duplex",
-        ),
+        ("link to the GPU", _link_words(profile.h2d_bytes_per_s, profile.h2d_duplex_bytes_per_s)),
+        ("link to the host", _link_words(profile.d2h_bytes_per_s, profile.d2h_duplex_bytes_per_s)),
         ("GPU memory", format_bytes(profile.gpu_total_bytes)),
         ("host memory", format_bytes(profile.host_total_bytes)),
     ]
-    tables = "".join(
-        f'<div class="keys">{table((t, ""), rows, ())}</div>' for t, rows in (("request", asked), ("machine", machine))
-    )
-    return f'<div class="columns">{tables}</div>{_command(command)}'
 
 
-# ---- parts of a page -------------------------------------------------------------------------------------------
+def _link_words(alone_bytes_per_s: float, duplex_bytes_per_s: float) -> str:
+    return f"{alone_bytes_per_s / 1e9:.1f} GB/s, {duplex_bytes_per_s / 1e9:.1f} in duplex"
 
 
 def _command(command: str) -> str:

@@ -9,7 +9,14 @@ from flexengine.hardware.presets import preset
 from flexengine.planner.cost.cost_model import StepPart
 from flexengine.planner.cost.memory import gpu_required_bytes, host_required_bytes
 from flexengine.planner.cost.simulated_step import simulate_step
-from flexengine.reports.memory_over_time import MemorySeries, merged, part_memory, slot_intervals, step_memory, thinned
+from flexengine.reports.memory_over_time import (
+    MemorySeries,
+    merge_intervals,
+    part_memory,
+    slot_intervals,
+    step_memory,
+    thinned,
+)
 from flexengine.schedule.commands import Access, CopyRegion, ProgramBuilder, Slot, Stream, overlapping_slots
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.simulator import Timing
@@ -46,7 +53,7 @@ def test_a_slot_is_in_use_from_its_writer_to_its_last_reader():
 
 
 def test_spans_that_touch_are_one():
-    assert merged([(3, 4), (0, 1), (1, 2), (3.5, 6)]) == [(0, 2), (3, 6)]
+    assert merge_intervals([(3, 4), (0, 1), (1, 2), (3.5, 6)]) == [(0, 2), (3, 6)]
 
 
 @pytest.mark.parametrize("seed", range(16))

@@ -14,12 +14,13 @@ from flexengine.planner.cost.cost_model import stalls
 from flexengine.planner.feasibility.remedies import Remedy
 from flexengine.planner.feasibility.shortage import Feasibility, ShortageError
 from flexengine.planner.search import make_plan
-from flexengine.reports.charts.streams import kind_of, short_label, spans_of
+from flexengine.reports.charts.streams import kind_of, merged_bars, short_label
 from flexengine.reports.charts.svg import ticks
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_data import as_json, shortage_json, step_timeline
 from flexengine.reports.plan_page import html_page, shortage_page
-from flexengine.reports.plan_text import describe, report, shortage_report, table, words
+from flexengine.reports.plan_text import describe, report, shortage_report
+from flexengine.reports.text_format import align_columns, join_words
 from flexengine.schedule.commands import (
     STREAMS,
     Access,
@@ -118,10 +119,10 @@ def test_shortage_report_shows_what_is_missing_and_what_fits(error, picture):
 
 
 def test_columns_are_aligned():
-    assert table([("a", "1"), ("long", "23")]) == ["a      1", "long  23"]
-    assert table([("a", "x"), ("b", "long")], left=(0, 1)) == ["a  x", "b  long"]
-    assert table([]) == []
-    assert [words(parts) for parts in ([], ["a"], ["a", "b", "c"])] == ["nothing", "a", "a, b and c"]
+    assert align_columns([("a", "1"), ("long", "23")]) == ["a      1", "long  23"]
+    assert align_columns([("a", "x"), ("b", "long")], left=(0, 1)) == ["a  x", "b  long"]
+    assert align_columns([]) == []
+    assert [join_words(parts) for parts in ([], ["a"], ["a", "b", "c"])] == ["nothing", "a", "a, b and c"]
 
 
 # ---- JSON ------------------------------------------------------------------------------------------------------
@@ -288,7 +289,7 @@ def test_page_of_a_shortage(error):
 
 def test_bars_merge_neighbours_of_a_kind(picture):
     part = picture.step.parts[1]
-    single, merged = spans_of(part, 0.0), spans_of(part, part.timing.total_s)
+    single, merged = merged_bars(part, 0.0), merged_bars(part, part.timing.total_s)
     assert sum(len(lane) for lane in single) == len(part.program.commands)
     for many, few in zip(single, merged, strict=True):
         assert sum(span.count for span in few) == len(many)

@@ -13,7 +13,9 @@ from flexengine.planner.search import make_plan
 from flexengine.reports.charts.curves import Reference, curve_chart
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_data import measured_timeline, plan_digest, step_timeline
-from flexengine.reports.run_page import LoggedStep, RunRecord, busy_by, run_page
+from flexengine.reports.run_page import run_page
+from flexengine.reports.run_record import LoggedStep, RunRecord
+from flexengine.reports.run_tables import busy_by
 from flexengine.schedule.timeline import MEASURED, SIMULATED, TimedRun
 from flexengine.schedule.trace_reader import read_trace
 from tests.planner.oracle import slow_link
@@ -139,9 +141,9 @@ def test_steps_of_different_plans_or_sizes_are_told(run, picture):
 
 
 def test_steps_that_count(run):
-    assert [step.step for step in run.steady] == [3, 4, 5, 6, 7, 8]
-    assert [step.step for step in run._replace(steps=run.steps[:2]).steady] == [2]
-    assert [step.step for step in run._replace(steps=run.steps[:1]).steady] == [1]
+    assert [step.step for step in run.steady_steps] == [3, 4, 5, 6, 7, 8]
+    assert [step.step for step in run._replace(steps=run.steps[:2]).steady_steps] == [2]
+    assert [step.step for step in run._replace(steps=run.steps[:1]).steady_steps] == [1]
 
 
 def test_losses_that_are_not_finite_leave_a_gap(run):

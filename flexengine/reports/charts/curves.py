@@ -1,4 +1,4 @@
-"""A figure of every step as a line over the steps: loss, tokens per second."""
+"""Draws a figure of every step, such as the loss, as a line over the steps."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ Point = tuple[int, float | None]
 
 
 class Reference(NamedTuple):
-    """A dashed line to compare with, and what it is."""
+    """A dashed line to compare a curve with, and its name."""
 
     value: float
     text: str
 
 
 def curve_chart(points: Sequence[Point], label: str, fill: str, reference: Reference | None = None) -> str:
-    """Values over steps; steps without a finite value leave a gap. `label` is read to those who cannot see."""
+    """Draw values over steps; a step without a finite value leaves a gap. Screen readers read `label`."""
     known = [value for _, value in points if value is not None]
     shown = known if reference is None else [*known, reference.value]
     low, high = _range(shown)
     y = Scale(low, high, TOP + HEIGHT, TOP)
     first, last = points[0][0], max(points[-1][0], points[0][0] + 1)
     x = Scale(first, last, LEFT, RIGHT)
-    parts = [*_value_axis(y), *_step_axis(x)]
+    elements = [*_value_axis(y), *_step_axis(x)]
     for is_known, group in groupby(points, key=lambda point: point[1] is not None):
         if is_known:
-            parts.append(_line([(x(step), y(value)) for step, value in group if value is not None], fill))
+            elements.append(_line([(x(step), y(value)) for step, value in group if value is not None], fill))
     if reference is not None:
         line = y(reference.value)
-        parts.append(f'<line class="edge" x1="{LEFT}" x2="{RIGHT}" y1="{line:.1f}" y2="{line:.1f}"/>')
-        parts.append(f'<text class="soft" x="{RIGHT}" y="{line - 4:.1f}" text-anchor="end">{reference.text}</text>')
-    return svg(TOP + HEIGHT + BOTTOM, parts, label)
+        elements.append(f'<line class="edge" x1="{LEFT}" x2="{RIGHT}" y1="{line:.1f}" y2="{line:.1f}"/>')
+        elements.append(f'<text class="soft" x="{RIGHT}" y="{line - 4:.1f}" text-anchor="end">{reference.text}</text>')
+    return svg(TOP + HEIGHT + BOTTOM, elements, label)
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    """What the value axis spans: from 0 where that leaves the curve half of the height."""
+    """Choose the range of the value axis: it begins at 0 where that leaves the curve half of the height."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     if 0 <= low <= high / 2 or high - low < 1e-6 * max(abs(low), abs(high)):
         low, high = min(low, 0.0), max(high, 0.0)
@@ -57,7 +57,7 @@ def _line(points: list[tuple[float, float]], fill: str) -> str:
 
 
 def _thinned(points: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """At most four points for every pixel: those it begins and ends with, the highest and the lowest."""
+    """Keep at most four points per pixel: the first, the last, the highest and the lowest."""
     for _, group in groupby(points, key=lambda point: int(point[0])):
         inside = list(group)
         if len(inside) <= 4:

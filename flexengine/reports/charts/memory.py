@@ -1,4 +1,4 @@
-"""Bytes in use over the step, stacked by category against the budget."""
+"""Draws the bytes in use over a step, stacked by category, against the budget."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from flexengine.reports.memory_over_time import MemorySeries
 
 HEIGHT = 250
 SMALL_SHARE = 0.004
-"""Categories that never reach this share of the peak are drawn as one."""
+"""Categories that never reach this share of the peak are drawn as one: they would be thinner than a pixel."""
 BUDGET_IN_SIGHT = 2.5
-"""A budget of more than so many peaks is written above the chart, not drawn."""
+"""A budget above this multiple of the peak is written above the chart: drawn, it would flatten all else."""
 
 
 def memory_chart(identity: str, series: MemorySeries, step: SimulatedStep, budget_bytes: int) -> str:
-    """A stacked area chart of one memory against its budget, with legend and the data that its tooltip reads."""
+    """Draw one memory as stacked areas against its budget, with a legend and the data that the tooltip reads."""
     series = _without_small(series)
     peak = int(series.totals.max())
     shows_budget = budget_bytes <= BUDGET_IN_SIGHT * peak
@@ -43,16 +43,18 @@ def memory_chart(identity: str, series: MemorySeries, step: SimulatedStep, budge
     height = TOP + HEIGHT + BOTTOM
     y = Scale(0, top_bytes, TOP + HEIGHT, TOP)
     x = Scale(0, series.end_s, LEFT, RIGHT)
-    parts = [*_gib_grid(y, top_bytes), *_areas(series, x, y), *part_marks(marks_of(step), x, TOP, TOP + HEIGHT)]
+    elements = [*_gib_grid(y, top_bytes), *_areas(series, x, y), *part_marks(marks_of(step), x, TOP, TOP + HEIGHT)]
     budget = f"budget {format_bytes(budget_bytes)}"
     if shows_budget:
         line = y(budget_bytes)
-        parts.append(f'<line class="budget" x1="{LEFT}" x2="{RIGHT}" y1="{line:.1f}" y2="{line:.1f}"/>')
-        parts.append(f'<text class="bad" x="{RIGHT}" y="{line - 4:.1f}" text-anchor="end">{budget}</text>')
+        elements.append(f'<line class="budget" x1="{LEFT}" x2="{RIGHT}" y1="{line:.1f}" y2="{line:.1f}"/>')
+        elements.append(f'<text class="bad" x="{RIGHT}" y="{line - 4:.1f}" text-anchor="end">{budget}</text>')
     else:
-        parts.append(f'<text class="bad" x="{RIGHT}" y="{TOP - 8}" text-anchor="end">{budget}, above this chart</text>')
-    parts += time_axis(x, series.end_s, TOP + HEIGHT)
-    parts.append(f'<line class="cursor" x1="0" x2="0" y1="{TOP}" y2="{TOP + HEIGHT}"/>')
+        elements.append(
+            f'<text class="bad" x="{RIGHT}" y="{TOP - 8}" text-anchor="end">{budget}, above this chart</text>'
+        )
+    elements += time_axis(x, series.end_s, TOP + HEIGHT)
+    elements.append(f'<line class="cursor" x1="0" x2="0" y1="{TOP}" y2="{TOP + HEIGHT}"/>')
     data = {
         "width": WIDTH,
         "left": LEFT,
@@ -64,7 +66,7 @@ def memory_chart(identity: str, series: MemorySeries, step: SimulatedStep, budge
     }
     return "".join(
         (
-            svg(height, parts, f"bytes in use, peak {format_bytes(peak)}, {budget}"),
+            svg(height, elements, f"bytes in use, peak {format_bytes(peak)}, {budget}"),
             '<div class="tip"></div>',
             legend((f"{name} {format_bytes(num)}", colour(name)) for name, num in series.peaks.items()),
             f'<script type="application/json" id="{identity}">{embedded(data)}</script>',
@@ -73,7 +75,7 @@ def memory_chart(identity: str, series: MemorySeries, step: SimulatedStep, budge
 
 
 def _without_small(series: MemorySeries) -> MemorySeries:
-    """Categories that never matter as one, "other", at the bottom."""
+    """Merge the small categories into one, "other", at the bottom."""
     limit = SMALL_SHARE * series.totals.max()
     small = [i for i, name in enumerate(series.categories) if series.peaks[name] < limit]
     if len(small) < 2:
@@ -97,7 +99,7 @@ def _areas(series: MemorySeries, x: Scale, y: Scale) -> Iterator[str]:
 
 
 def _stairs(edges: Sequence[float], heights: Sequence[float]) -> list[tuple[float, float]]:
-    """Corners of a step line; flat stretches have two."""
+    """Give the corners of a step line, two per flat stretch."""
     corners: list[tuple[float, float]] = []
     for i, height in enumerate(heights):
         if corners and abs(corners[-1][1] - height) < 0.05:

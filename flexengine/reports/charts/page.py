@@ -1,4 +1,4 @@
-"""Parts of an HTML page that needs nothing else: the page itself, figures, tables, tiles of numbers."""
+"""Builds self-contained HTML pages: the page itself, figures, tables, tiles of numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flexengine.reports.charts.style import CSS
 
 
 def page(title: str, body: str, script: str = "") -> str:
-    """A whole page with the reports' style sheet; `body` is HTML, `title` is text."""
+    """Build a page with the reports' style sheet; `body` is HTML, `title` is text."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -19,7 +19,7 @@ def page(title: str, body: str, script: str = "") -> str:
 
 
 def figure(caption: str, content: str, data: str = "") -> str:
-    """A chart with its caption; `data` names the element whose JSON the tooltip reads."""
+    """Build a chart with its caption; `data` names the element whose JSON the tooltip reads."""
     attribute = f' data-chart="{data}"' if data else ""
     return f"<figure{attribute}><figcaption>{escape(caption)}</figcaption>{content}</figure>"
 
@@ -27,7 +27,7 @@ def figure(caption: str, content: str, data: str = "") -> str:
 def table(
     head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] | None = None, safe: bool = False
 ) -> str:
-    """A table; columns in `numbers` (default: all but the first) align right. safe: cells are HTML already."""
+    """Build a table; columns in `numbers` (default: all but the first) align right. safe: cells are HTML already."""
     numbers = range(1, len(head)) if numbers is None else numbers
     kind = [' class="n"' if i in numbers else "" for i in range(len(head))]
     top = "".join(f"<th{k}>{escape(name)}</th>" for k, name in zip(kind, head, strict=True))
@@ -40,7 +40,7 @@ def table(
 
 
 def tiles(shown: Iterable[tuple[str, str, float | None]]) -> str:
-    """(number, what it is, share of a whole or None) in large print; a share is drawn as a meter."""
+    """Print (number, what it is, share of a whole or None) in large type; a share is drawn as a meter."""
     cells = []
     for value, word, share in shown:
         meter = "" if share is None else f'<div class="meter"><i style="width:{100 * min(1.0, share):.1f}%"></i></div>'

@@ -1,4 +1,4 @@
-"""The streams of a step as rows of bars: what runs when."""
+"""Draws the streams of a step as rows of bars: which command runs when."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from flexengine.reports.charts.svg import (
 )
 from flexengine.schedule.commands import STREAM_INDEX, STREAMS, Command, Stream
 
-LANE_HEIGHT = 30
+ROW_HEIGHT = 30
 GAP_PIXELS, LEAST_PIXELS = 0.4, 0.5
 """Commands of one kind that are closer than this are drawn as one; none is drawn narrower."""
 STREAM_NAMES = {"compute": "compute", "h2d": "to GPU", "d2h": "to host", "cpu": "CPU"}
 
 
 class Bar(NamedTuple):
-    """A command as it is drawn."""
+    """A command to draw, with its times in seconds since its program began."""
 
     stream: Stream
     kind: str
@@ -41,7 +41,7 @@ class Bar(NamedTuple):
     end_s: float
 
 
-class Span(NamedTuple):
+class MergedBar(NamedTuple):
     """Commands of one kind that follow each other closely, drawn as one bar."""
 
     kind: str
@@ -66,7 +66,7 @@ KINDS = {
     "batch": "#a3a08f",
     "other": "#9aa1ad",
 }
-"""Kinds of bars and their colours."""
+"""Colours of the kinds of bars, in the order of the legend."""
 COMMAND_KINDS = {
     "fill_window": "rebuild keys",
     "recompute": "recompute",
@@ -86,12 +86,12 @@ COPY_KINDS = {
 
 
 def kind_of(command: Command) -> str:
-    """The kind of bar that a command is drawn as."""
+    """Give the kind of bar that a command is drawn as."""
     return bar_kind(command.kind, command.label, bool(command.regions))
 
 
 def bar_kind(kind: str, label: str, is_copy: bool) -> str:
-    """The kind of bar of a command by its own kind, its label, and whether it copies."""
+    """Give the kind of bar for a command's own kind and label; a copy is named by what it copies."""
     if is_copy:
         words = label.split()
         return COPY_KINDS.get(words[1] if len(words) > 1 else "", "other")
@@ -100,98 +100,101 @@ def bar_kind(kind: str, label: str, is_copy: bool) -> str:
 
 
 def stream_chart(step: SimulatedStep) -> str:
-    """All parts of a step, one row per stream, on the time axis of the memory charts."""
+    """Draw all parts of a simulated step, one row per stream, on the time axis of the memory charts."""
     gap_s = GAP_PIXELS / (RIGHT - LEFT) * step.shown_s
-    strips = [(start_s, spans_of(part, gap_s)) for part, start_s in zip(step.parts, step.starts_s, strict=True)]
-    return strips_chart(strips, marks_of(step), step.shown_s, "commands by stream")
+    programs = [(start_s, merged_bars(part, gap_s)) for part, start_s in zip(step.parts, step.starts_s, strict=True)]
+    return programs_chart(programs, marks_of(step), step.shown_s, "commands by stream")
 
 
-def strips_chart(
-    strips: Iterable[tuple[float, list[list[Span]]]], marks: Iterable[Mark], end_s: float, label: str
+def programs_chart(
+    programs: Iterable[tuple[float, list[list[MergedBar]]]], marks: Iterable[Mark], end_s: float, label: str
 ) -> str:
-    """Programs, each with its start and its bars by stream, on an axis from 0 to `end_s` seconds, with a legend."""
+    """Draw (start in seconds, bars by stream) of programs on an axis from 0 to `end_s` seconds, with a legend."""
     x = Scale(0, end_s, LEFT, RIGHT)
-    parts, used = list(_lanes()), set()
-    for start_s, spans in strips:
-        parts += _bars(spans, start_s, x)
-        used |= {span.kind for lane in spans for span in lane}
-    bottom = TOP + LANE_HEIGHT * len(STREAMS)
-    parts += [*part_marks(marks, x, TOP, bottom), *time_axis(x, end_s, bottom)]
-    return svg(bottom + BOTTOM, parts, label) + _kind_legend(used)
+    elements, used = list(_stream_rows()), set()
+    for start_s, rows in programs:
+        elements += _bars(rows, start_s, x)
+        used |= {bar.kind for row in rows for bar in row}
+    bottom = TOP + ROW_HEIGHT * len(STREAMS)
+    elements += [*part_marks(marks, x, TOP, bottom), *time_axis(x, end_s, bottom)]
+    return svg(bottom + BOTTOM, elements, label) + _kind_legend(used)
 
 
 def close_up(part: StepPart, share: float = 0.05) -> str:
-    """The turn from forward to backward of a round, close enough to see single commands."""
+    """Draw where forward ends and backward begins in a round, close enough to see single commands."""
     return bars_close_up(bars_of(part), share * part.timing.total_s, part.timing.total_s)
 
 
 def bars_close_up(bars: Sequence[Bar], width_s: float, total_s: float) -> str:
-    """`width_s` seconds around the first backward command of a program that takes `total_s`."""
+    """Draw `width_s` seconds around the first backward command of a program that takes `total_s`."""
     middle = next((bar.begin_s for bar in bars if bar.kind == "backward"), 0.0)
     begin = max(0.0, middle - width_s / 2)
     end = min(total_s, begin + width_s)
     x = Scale(begin, end, LEFT, RIGHT)
-    spans = [[s for s in lane if s.end_s > begin and s.begin_s < end] for lane in merged(bars, 0.0)]
-    clipped = [[s._replace(begin_s=max(s.begin_s, begin), end_s=min(s.end_s, end)) for s in lane] for lane in spans]
-    bottom = TOP + LANE_HEIGHT * len(STREAMS)
-    parts = [*_lanes(), *_bars(clipped, 0.0, x, labels=True), *time_axis(x, end, bottom, begin)]
-    return svg(bottom + BOTTOM, parts, "single commands at the turn from forward to backward")
+    rows = [[bar for bar in row if bar.end_s > begin and bar.begin_s < end] for row in merge_bars(bars, 0.0)]
+    clipped = [[b._replace(begin_s=max(b.begin_s, begin), end_s=min(b.end_s, end)) for b in row] for row in rows]
+    bottom = TOP + ROW_HEIGHT * len(STREAMS)
+    elements = [*_stream_rows(), *_bars(clipped, 0.0, x, labels=True), *time_axis(x, end, bottom, begin)]
+    return svg(bottom + BOTTOM, elements, "single commands where forward ends and backward begins")
 
 
-def spans_of(part: StepPart, gap_s: float) -> list[list[Span]]:
-    """Per stream the bars of a part: neighbours of one kind that are at most `gap_s` seconds apart are one."""
-    return merged(bars_of(part), gap_s)
+def merged_bars(part: StepPart, gap_s: float) -> list[list[MergedBar]]:
+    """Give the bars of a simulated part by stream, as `merge_bars` does."""
+    return merge_bars(bars_of(part), gap_s)
 
 
 def bars_of(part: StepPart) -> list[Bar]:
-    """Every command of a simulated part."""
+    """Give every command of a simulated part as a bar."""
     times = zip(part.program.commands, part.timing.start_s, part.timing.end_s, strict=True)
     return [Bar(c.stream, kind_of(c), c.label, begin, end) for c, begin, end in times]
 
 
-def merged(bars: Iterable[Bar], gap_s: float) -> list[list[Span]]:
-    """Bars of a program in the order of its commands, by stream: neighbours of one kind that are at most `gap_s`
-    seconds apart are one."""
-    lanes: list[list[Span]] = [[] for _ in STREAMS]
+def merge_bars(bars: Iterable[Bar], gap_s: float) -> list[list[MergedBar]]:
+    """Sort the bars of a program by stream, and merge neighbours of one kind at most `gap_s` seconds apart.
+
+    bars: in the order of the program's commands. A gap of 0 merges nothing.
+    """
+    # A step has tens of thousands of commands; a chart has a thousand pixels, and a page should stay below a megabyte.
+    rows: list[list[MergedBar]] = [[] for _ in STREAMS]
     for stream, kind, label, begin, end in bars:
-        lane = lanes[STREAM_INDEX[stream]]
-        if lane and lane[-1].kind == kind and gap_s and begin - lane[-1].end_s <= gap_s:
-            last = lane[-1]
-            lane[-1] = last._replace(end_s=end, busy_s=last.busy_s + end - begin, count=last.count + 1)
+        row = rows[STREAM_INDEX[stream]]
+        if row and row[-1].kind == kind and gap_s and begin - row[-1].end_s <= gap_s:
+            last = row[-1]
+            row[-1] = last._replace(end_s=end, busy_s=last.busy_s + end - begin, count=last.count + 1)
         else:
-            lane.append(Span(kind, begin, end, end - begin, 1, label))
-    return lanes
+            row.append(MergedBar(kind, begin, end, end - begin, 1, label))
+    return rows
 
 
-def _lanes() -> Iterator[str]:
+def _stream_rows() -> Iterator[str]:
     for row, stream in enumerate(STREAMS):
-        top = TOP + row * LANE_HEIGHT
-        yield f'<rect class="lane" x="{LEFT}" y="{top + 2}" width="{RIGHT - LEFT}" height="{LANE_HEIGHT - 4}"/>'
+        top = TOP + row * ROW_HEIGHT
+        yield f'<rect class="lane" x="{LEFT}" y="{top + 2}" width="{RIGHT - LEFT}" height="{ROW_HEIGHT - 4}"/>'
         name = STREAM_NAMES.get(str(stream), str(stream))
-        yield f'<text class="soft" x="{LEFT - 6}" y="{top + LANE_HEIGHT / 2 + 4}" text-anchor="end">{name}</text>'
+        yield f'<text class="soft" x="{LEFT - 6}" y="{top + ROW_HEIGHT / 2 + 4}" text-anchor="end">{name}</text>'
 
 
-def _bars(spans: list[list[Span]], start_s: float, x: Scale, labels: bool = False) -> Iterator[str]:
-    """Bars of all rows. What would lie wholly under the bar before it, being too narrow to see, is left out."""
-    for row, lane in enumerate(spans):
-        top, reached = TOP + row * LANE_HEIGHT + 2, -math.inf
-        for span in lane:
-            left, right = max(x(start_s + span.begin_s), reached), x(start_s + span.end_s)
+def _bars(rows: list[list[MergedBar]], start_s: float, x: Scale, labels: bool = False) -> Iterator[str]:
+    """Draw the bars of all rows; a bar too narrow to be seen beside the one before it is left out."""
+    for number, row in enumerate(rows):
+        top, reached = TOP + number * ROW_HEIGHT + 2, -math.inf
+        for bar in row:
+            left, right = max(x(start_s + bar.begin_s), reached), x(start_s + bar.end_s)
             if right <= reached:
                 continue
             reached = max(right, left + LEAST_PIXELS)
-            what = span.label if span.count == 1 else f"{span.count} x {span.kind}"
+            what = bar.label if bar.count == 1 else f"{bar.count} x {bar.kind}"
             yield (
-                f'<rect x="{left:.1f}" y="{top}" width="{reached - left:.1f}" height="{LANE_HEIGHT - 4}" '
-                f'fill="{KINDS[span.kind]}"><title>{escape(what)}: {format_seconds(span.busy_s)}</title></rect>'
+                f'<rect x="{left:.1f}" y="{top}" width="{reached - left:.1f}" height="{ROW_HEIGHT - 4}" '
+                f'fill="{KINDS[bar.kind]}"><title>{escape(what)}: {format_seconds(bar.busy_s)}</title></rect>'
             )
-            short = short_label(span.label)
+            short = short_label(bar.label)
             if labels and reached - left > 6.5 * len(short) + 8:
                 yield f'<text class="on-bar" x="{left + 4:.1f}" y="{top + 17}">{escape(short)}</text>'
 
 
 def short_label(label: str) -> str:
-    """A command's label without its verb, which the colour tells: "backward block.3 chunk 0" is "block.3 0"."""
+    """Shorten a command's label by its verb, which the colour tells: "backward block.3 chunk 0" is "block.3 0"."""
     return " ".join(word for word in label.split()[1:] if word != "chunk")
 
 

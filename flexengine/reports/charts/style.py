@@ -1,4 +1,4 @@
-"""Style sheet and script of the HTML report: no network, no fonts but those of the system, light and dark, print."""
+"""Style sheet, script and colours of the HTML reports; they load nothing from the network."""
 
 CSS = """
 :root { color-scheme: light dark; --ink: #1a1d23; --soft: #5b6472; --line: #d9dde4; --page: #ffffff; --card: #f6f7f9;
@@ -91,11 +91,11 @@ COLOURS = {
     "scratch": "#cf3d86",
     "other": "#9aa1ad",
 }
-"""Colours of memory categories: one hue per kind of tensor, lighter where it only passes through."""
+"""Colours of memory categories: one hue per kind of tensor, lighter for slots that data only pass through."""
 OTHER_COLOURS = ("#5b8c2a", "#8c6d2a", "#2a6d8c", "#8c2a5b")
-"""For categories that are not listed."""
+"""Colours for categories that are not listed above."""
 
 
 def colour(category: str) -> str:
-    """The colour of a memory category."""
+    """Give the colour of a memory category; an unlisted one always gets the same colour, too."""
     return COLOURS.get(category) or OTHER_COLOURS[sum(category.encode()) % len(OTHER_COLOURS)]

@@ -1,4 +1,4 @@
-"""What the charts share: frame, axes, legends, the parts of a step on the time axis."""
+"""Builds what all charts share: the frame, axes, legends, and marks for the parts of a step."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ class Scale(NamedTuple):
         return self.start + (value - self.low) / max(self.high - self.low, 1e-30) * (self.end - self.start)
 
 
-def svg(height: float, parts: Iterable[str], label: str) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
+def svg(height: float, elements: Iterable[str], label: str) -> str:
+    """Frame SVG elements; screen readers read `label`."""
+    return f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(label)}">{"".join(elements)}</svg>'
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """(text, colour) pairs in a row."""
+    """Lay out (text, colour) pairs in a row."""
     items = "".join(f'<span><i style="background:{fill}"></i>{escape(text)}</span>' for text, fill in entries)
     return f'<div class="legend">{items}</div>'
 
 
 class Mark(NamedTuple):
-    """A part of a step on the time axis."""
+    """A part of a step to mark on the time axis."""
 
     name: str
     start_s: float
@@ -49,7 +50,7 @@ class Mark(NamedTuple):
 
 
 def marks_of(step: SimulatedStep) -> list[Mark]:
-    """The parts of a simulated step, each drawn once."""
+    """Give the marks of a simulated step, whose parts are drawn once each."""
     return [
         Mark(p.name if p.repeats == 1 else f"{p.name}, one of {p.repeats}", start_s, p.timing.total_s)
         for p, start_s in zip(step.parts, step.starts_s, strict=True)
@@ -57,7 +58,7 @@ def marks_of(step: SimulatedStep) -> list[Mark]:
 
 
 def part_marks(marks: Iterable[Mark], x: Scale, top: float, bottom: float) -> Iterator[str]:
-    """Where one part of the step ends and the next begins, with their names where there is room."""
+    """Draw a line where a part of the step begins, and its name where there is room."""
     reached = -math.inf
     for name, start_s, seconds in marks:
         left, right = x(start_s), x(start_s + seconds)
@@ -69,6 +70,7 @@ def part_marks(marks: Iterable[Mark], x: Scale, top: float, bottom: float) -> It
 
 
 def time_axis(x: Scale, end_s: float, y: float, begin_s: float = 0.0) -> Iterator[str]:
+    """Draw ticks from `begin_s`, which is called 0, to `end_s`; in ms for less than half a second."""
     unit, word = (1.0, "s") if end_s - begin_s >= 0.5 else (1e-3, "ms")
     for value in ticks((end_s - begin_s) / unit, 8):
         place = x(begin_s + value * unit)
@@ -79,7 +81,7 @@ def time_axis(x: Scale, end_s: float, y: float, begin_s: float = 0.0) -> Iterato
 
 
 def ticks(top: float, about: int) -> list[float]:
-    """Round values from 0 to `top`."""
+    """Choose round values from 0 to `top`, about as many as asked."""
     raw = top / about
     size = 10 ** math.floor(math.log10(max(raw, 1e-12)))
     step = next(size * m for m in (1, 2, 5, 10) if size * m >= raw)
@@ -87,5 +89,5 @@ def ticks(top: float, about: int) -> list[float]:
 
 
 def embedded(data: object) -> str:
-    """JSON that may stand inside a script element."""
+    """Write JSON that may stand inside a script element."""
     return json.dumps(data, separators=(",", ":")).replace("</", "<\\/")

@@ -1,0 +1,145 @@
+"""What a plan decides, in words: where parameters live, how they are updated, what each block keeps for backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from flexengine.metrics import format_bytes
+from flexengine.models.spec import ModelSpec
+from flexengine.plan import GroupPlan, Home, LayerPlan, Plan
+from flexengine.reports.text_format import number_ranges, positions_by_value
+from flexengine.schedule.group_layout import GroupLayout, group_layout
+
+
+class GroupData(NamedTuple):
+    """One kind of data that a parameter group has: its name in reports and the field of `GroupPlan` that places it."""
+
+    name: str
+    field: str
+
+    def home(self, group: GroupPlan) -> Home | None:
+        """Where a group's data of this kind live; None for gradients and states that a frozen group does not have."""
+        return getattr(group, self.field) if self.field == "weights" or group.trained else None
+
+    def num_bytes(self, layout: GroupLayout) -> int:
+        """Bytes of this kind of data in one group."""
+        # States are every plane but these two, so that a new optimizer's planes are counted without a change here.
+        own_plane = {"weights": "weights", "grads": "grad"}
+        if self.field in own_plane:
+            return layout.plane_bytes[own_plane[self.field]]
+        return sum(size for plane, size in layout.plane_bytes.items() if plane not in own_plane.values())
+
+
+GROUP_DATA = (
+    GroupData("weights", "weights"),
+    GroupData("gradients", "grads"),
+    GroupData("optimizer states", "states"),
+)
+
+
+def decision_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
+    """Tell all decisions of a plan, a line each; without the model the lines lack sizes."""
+    size = f", {model.num_parameters / 1e9:.2f} G parameters" if model is not None else ""
+    return [
+        f"model {plan.model}{size}",
+        f"step of {plan.request.max_global_batch_tokens} tokens: {plan.num_rounds} round(s) of {plan.chunks_per_round}"
+        f" x {plan.chunk_tokens} tokens, sequences up to {plan.request.max_seq_len}",
+        *_residency_lines(plan, model),
+        *_expert_lines(plan, model),
+        *_frozen_lines(plan, model),
+        _update_line(plan),
+        *_activation_lines(plan, model),
+    ]
+
+
+# ---- parameters ------------------------------------------------------------------------------------------------
+
+
+def _residency_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
+    """Count the groups that live on the GPU and on the host, a line per kind of data."""
+    layouts = [group_layout(group, plan.request.numerics) for group in model.groups] if model is not None else None
+    lines = []
+    for data in GROUP_DATA:
+        homes = [data.home(group) for group in plan.groups]
+        num_groups = sum(home is not None for home in homes)
+        texts = []
+        for place, words in (("gpu", "on the GPU"), ("host", "streamed from the host")):
+            members = [i for i, home in enumerate(homes) if home == place]
+            if members:
+                texts.append(f"{len(members)} of {num_groups} groups {words}{_size(data, members, layouts)}")
+        lines.append(f"{data.name}: {', '.join(texts)}")
+    return lines
+
+
+def _size(data: GroupData, members: Sequence[int], layouts: Sequence[GroupLayout] | None) -> str:
+    if layouts is None:
+        return ""
+    return f" ({format_bytes(sum(data.num_bytes(layouts[i]) for i in members))})"
+
+
+def _expert_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
+    """Tell how experts are streamed when they do not cross the link with the rest of their block."""
+    if not plan.in_parts:
+        return []
+    which = ", only those that some token of the round goes to" if plan.touched_only else ""
+    if model is None:
+        return [f"experts: streamed in parts{which}"]
+    divided = max(model.groups, key=lambda group: group.divisions)
+    expert_numel = sum(param.numel for param in divided.params if param.name in divided.cut)
+    size = f"{expert_numel / divided.divisions / 1e6:.0f} M parameters"
+    return [f"experts: streamed in {divided.divisions} parts of {size}, {plan.weight_slots} at once{which}"]
+
+
+def _frozen_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
+    frozen = [i for i, group in enumerate(plan.groups) if not group.trained]
+    if not frozen:
+        return []
+    size = ""
+    if model is not None:
+        size = f" ({sum(model.groups[i].numel for i in frozen) / 1e9:.2f} G parameters)"
+    return [f"frozen: {len(frozen)} of {len(plan.groups)} groups{size}, with weights alone"]
+
+
+def _update_line(plan: Plan) -> str:
+    trained = sum(group.trained for group in plan.groups)
+    by_cpu = sum(group.update == "cpu" for group in plan.groups)
+    since = " from the last backward on" if plan.updates_in_backward else ""
+    cpu = f"{by_cpu} of {trained} groups on the CPU{since}, the others " if by_cpu else ""
+    if not plan.uses_tiles:
+        return f"update: {cpu}on the GPU, in place"
+    tile = f"{plan.optimizer_tile / 1e6:.2g} M" if plan.optimizer_tile >= 1e5 else f"{plan.optimizer_tile}"
+    slots = f"{plan.optimizer_slots} tile(s) of {tile} elements"
+    return f"update: {cpu}on the GPU, what lives on the host through {slots}"
+
+
+# ---- activations -----------------------------------------------------------------------------------------------
+
+
+def _activation_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
+    """Tell what blocks keep for backward, a line per distinct choice."""
+    blocks: Sequence[LayerPlan | None] = plan.layers[1:-1]
+    if model is not None:
+        blocks = [kept if block.keeps else None for kept, block in zip(blocks, model.blocks, strict=True)]
+    return [
+        f"block{'' if len(members) == 1 else 's'} {number_ranges(members)}: {kept_words(kept)}"
+        for kept, members in positions_by_value(blocks).items()
+    ]
+
+
+def kept_words(kept: LayerPlan | None) -> str:
+    """Tell what a block keeps from forward to backward; None stands for a block without a backward pass."""
+    if kept is None:
+        return "forward only, as nothing is trained there or below"
+    on_gpu = [*(["input"] if kept.input_home == "gpu" else []), *kept.keep_gpu]
+    on_host = [*(["input"] if kept.input_home == "host" else []), *kept.keep_host]
+    texts = [f"GPU keeps {', '.join(on_gpu)}"] if on_gpu else []
+    texts += [f"host keeps {', '.join(on_host)}"] if on_host else []
+    return "; ".join([*texts, "the rest is recomputed"])
+
+
+def output_place(op_name: str, kept: LayerPlan) -> str:
+    """Say where an op's outputs are between forward and backward: "gpu", "host" or "recomputed"."""
+    if op_name in kept.keep_gpu:
+        return "gpu"
+    return "host" if op_name in kept.keep_host else "recomputed"
