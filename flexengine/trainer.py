@@ -161,7 +161,7 @@ def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
             f"the tokenizer has ids up to {tokenizer.max_id}, but the model's vocab_size is {vocab_size};"
             " tokenizer.json and config.json are of different models: fetch both again"
         )
-    prepared = prepare_sequences(map(tokenizer.encode_record, records), config.max_seq_len, config.truncate_long)
+    prepared = prepare_sequences(tokenizer.encode_records(records), config.max_seq_len, config.truncate_long)
     text = f"{config.dataset}: {prepared.describe()}"
     if source.support_folder is None:
         text += "; this preset has no tokenizer of its own, so the bundled demo tokenizer is used"

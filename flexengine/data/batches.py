@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from flexengine.data.chat_template import IGNORE, TokenizedRecord
+from flexengine.data.records import IGNORE, TokenizedRecord
 
 
 @dataclass(frozen=True)

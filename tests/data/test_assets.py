@@ -64,7 +64,7 @@ def test_demo_folder():
     assert tokenizer.tokenizer.token_to_id("<|end|>") == config["eos_token_id"]
     data = DEMO / "demo_instructions.jsonl"
     assert data.stat().st_size < 800_000
-    prepared = prepare_sequences(map(tokenizer.encode_record, read_json_sft(data)), 128, truncate_long=False)
+    prepared = prepare_sequences(tokenizer.encode_records(read_json_sft(data)), 128, truncate_long=False)
     assert len(prepared.sequences) == prepared.num_records == 3000
 
 

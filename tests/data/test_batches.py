@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexengine.data.batches import GlobalBatches, prepare_sequences, split_epoch
-from flexengine.data.chat_template import IGNORE, TokenizedRecord
+from flexengine.data.records import IGNORE, TokenizedRecord
 from flexengine.data.synthetic import DEFAULT_STEPS, SyntheticBatches
 
 

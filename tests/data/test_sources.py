@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from flexengine.data.sources import Message, Record, read_json_sft
+from flexengine.data.records import Message, Record
+from flexengine.data.sources import read_json_sft
 
 PAIR = (Message("user", "2+2?"), Message("assistant", "4"))
 FORMATS = {

@@ -1,11 +1,16 @@
+import dataclasses
 import json
 import shutil
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
-from flexengine.data.chat_template import IGNORE, ChatTokenizer
-from flexengine.data.sources import Message, Record
+import flexengine.data.tokenizer as module
+from flexengine.data.records import IGNORE, Message, Record, TokenizedRecord
+from flexengine.data.tokenizer import ChatTokenizer
 from flexengine.models.registry import ASSETS
 
 DEMO = ASSETS / "demo"
@@ -22,8 +27,13 @@ LLAMA_3 = (  # written after the published description of the Llama 3 prompt for
     "{% endfor %}{% if add_generation_prompt %}{{ '<|user|>assistant\n\n' }}{% endif %}"
 )
 CHATML = (  # a newline after the end-of-turn token
-    "{%- for m in messages %}<|user|>{{ m.role }}\n{% generation %}{{ m.content }}<|end|>\n{% endgeneration %}"
+    "{%- for m in messages %}<|user|>{{ m.role }}\n{{ m.content }}<|end|>\n"
     "{%- endfor %}{% if add_generation_prompt %}<|user|>assistant\n{% endif %}"
+)
+MARKED = (  # marks the content of each answer in a piece of its own, and its end
+    "{%- for m in messages %}<|user|>{{ m.role }}:{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}{% generation %}<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}"
+    "{%- endfor %}"
 )
 STRICT = (  # refuses a conversation that does not begin with a user, and a prefix without messages
     "{% if not messages or messages[0].role == 'assistant' %}{{ raise_exception('user first') }}{% endif %}"
@@ -61,7 +71,7 @@ def targets(chat, record):
     return [chat.tokenizer.decode(run, skip_special_tokens=False) for run in runs]
 
 
-@pytest.mark.parametrize("template", [LLAMA_3, CHATML, STRICT], ids=["llama3", "chatml", "strict"])
+@pytest.mark.parametrize("template", [LLAMA_3, CHATML, STRICT, MARKED], ids=["llama3", "chatml", "strict", "marked"])
 def test_loss_on_answers_and_their_end_token(template, caplog):
     assert targets(with_template(template), Record(messages=TURNS[1:])) == ["Paris.<|end|>", "Rome.<|end|>"]
     assert not caplog.records
@@ -84,12 +94,88 @@ def test_prompt_is_the_prefix_of_the_training_sequence(demo):
 
 def test_template_that_rewrites_history_says_so_once(caplog):
     chat = with_template(REWRITING)
-    # The last answer follows a blank, which is part of its first token.
-    assert targets(chat, Record(messages=TURNS[1:])) == ["Paris.<|end|>", " Rome.<|end|>"]
+    assert targets(chat, Record(messages=TURNS[1:])) == ["(thought) Rome.<|end|>"]
     targets(chat, Record(messages=TURNS[1:]))
     assert [r.message for r in caplog.records] == [
-        "the chat template rewrites earlier turns; targets are found by the content of each answer"
+        "the chat template rewrites earlier turns; of such a conversation only the last are trained"
     ]
+
+
+def test_marks_of_a_turn_are_found_where_only_some_turns_are_trained():
+    first = dataclasses.replace(TURNS[2], train=False)
+    chat = with_template(MARKED)
+    assert targets(chat, Record(messages=TURNS[1:])) == ["Paris.<|end|>", "Rome.<|end|>"]
+    assert targets(chat, Record(messages=(TURNS[1], first, *TURNS[3:]))) == ["Rome.<|end|>"]
+    chat.train_on = "last"
+    assert targets(chat, Record(messages=TURNS[1:])) == ["Rome.<|end|>"]
+
+
+LATIN = st.text(st.characters(categories=["L", "N", "P", "Zs"], exclude_characters="<>|"), max_size=12)
+
+
+@given(st.lists(st.tuples(LATIN, LATIN), min_size=1, max_size=4), st.sampled_from([LLAMA_3, CHATML, STRICT, MARKED]))
+def test_trained_tokens_say_every_answer_once_and_nothing_of_a_user(pairs, template):
+    said = [(f"u{question}", answer.strip()) for question, answer in pairs]
+    turns = [turn for q, a in said for turn in (Message("user", q), Message("assistant", a))]
+    assert targets(with_template(template), Record(messages=tuple(turns))) == [f"{a}<|end|>" for _, a in said]
+
+
+def test_stored_truncation_and_padding_are_switched_off(tmp_path):
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=100)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    text = Record(text="The river is wide and long, and slow.")
+    assert ChatTokenizer.from_folder(tmp_path).encode_record(text) == with_template(None).__class__(
+        Tokenizer.from_file(str(DEMO / "tokenizer.json")), None
+    ).encode_record(text)
+
+
+def test_what_the_tokenizer_cannot_encode_is_told_with_the_text():
+    tokenizer = Tokenizer(WordLevel({"a": 0}, unk_token="[UNK]"))
+    with pytest.raises(ValueError, match=r"the tokenizer cannot encode 'b'.*fetch tokenizer.json"):
+        ChatTokenizer(tokenizer, None).encode_record(Record(text="b"))
+
+
+def test_templates_have_a_limit_of_time(monkeypatch):
+    monkeypatch.setattr(module, "TEMPLATE_SECONDS", 0.2)
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(ValueError, match=r"refuses.*did not end within 0.2 s"):
+        with_template(endless).encode_record(Record(messages=TURNS))
+
+
+def test_templates_have_a_limit_of_size(monkeypatch):
+    monkeypatch.setattr(module, "TEMPLATE_CHARACTERS", 1000)
+    with pytest.raises(ValueError, match="wrote 5000 characters, the limit is 1000"):
+        with_template("{{ 'a' * 5000 }}").encode_record(Record(messages=TURNS))
+
+
+def test_many_records_are_encoded_as_one_is(demo, monkeypatch):
+    monkeypatch.setattr(module, "BATCH_CHARACTERS", 100)
+    tokens = Record(tokens=TokenizedRecord([5, 6], [IGNORE, 6]))
+    records = [Record(messages=TURNS), Record(text="The river."), tokens, *[Record(messages=TURNS[1:])] * 5]
+    assert list(demo.encode_records(records)) == [demo.encode_record(record) for record in records]
+
+
+def test_a_record_that_a_template_would_lose_a_part_of_is_left_out_and_counted(demo):
+    with_tools = Record(messages=TURNS, tools=({"type": "function", "function": {"name": "get_weather"}},))
+    assert list(demo.encode_records([with_tools, with_tools])) == []
+    assert demo.left_out == {"the chat template does not write the record's tools": 2}
+
+
+def test_ids_above_the_vocabulary_are_refused(demo):
+    with pytest.raises(ValueError, match=r"input_ids hold 999999, the tokenizer's largest id is \d+"):
+        demo.encode_record(Record(tokens=TokenizedRecord([1, 999999], [1, 1])))
+
+
+def test_invented_template_is_told_and_exported(tmp_path, caplog):
+    chat = with_template(None)
+    chat.encode_record(Record(messages=TURNS))
+    assert "no chat template" in caplog.text
+    assert "### {{ message['role'] | capitalize }}" in caplog.text
+    chat.export_template(tmp_path)
+    assert (tmp_path / "chat_template.jinja").read_text() == chat.template
+    with_template(LLAMA_3).export_template(tmp_path / "not_there")  # the folder has its own already
 
 
 def test_fallback_template_ends_answers_with_eos():
@@ -124,7 +210,7 @@ def test_sandbox_refuses_private_attributes():
 def test_agrees_with_transformers(demo):
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoTokenizer.from_pretrained(DEMO)
-    conversation = [m._asdict() for m in TURNS]
+    conversation = [m.for_template() for m in TURNS]
     expected = reference.apply_chat_template(conversation, tokenize=True, return_dict=True)["input_ids"]
     assert demo.encode_record(Record(messages=TURNS)).input_ids == expected
 

@@ -1,0 +1,169 @@
+"""Records of each schema, and that nothing of them is lost without a word."""
+
+from collections import Counter
+
+import pytest
+
+from flexengine.data.records import IGNORE, Message, TokenizedRecord, parse_record
+
+USER, ANSWER = Message("user", "2+2?"), Message("assistant", "4")
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+
+def turns(*pairs, keys=("role", "content")):
+    return [dict(zip(keys, pair, strict=True)) for pair in pairs]
+
+
+PAIR = turns(("user", "2+2?"), ("assistant", "4"))
+CONVERSATIONS = {
+    "role_content_in_conversations": ({"conversations": PAIR}, [USER, ANSWER]),
+    "from_value_in_messages": (
+        {"messages": turns(("human", "2+2?"), ("gpt", "4"), keys=("from", "value"))},
+        [USER, ANSWER],
+    ),
+    "system_beside_messages": ({"messages": PAIR, "system": "Be brief"}, [Message("system", "Be brief"), USER, ANSWER]),
+    "system_beside_conversations": (
+        {"conversations": PAIR, "system_prompt": "Be brief"},
+        [Message("system", "Be brief"), USER, ANSWER],
+    ),
+    "list_content": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "2+"}, {"text": "2?"}]}, PAIR[1]]},
+        [USER, ANSWER],
+    ),
+    "null_columns": ({"messages": PAIR, "tools": None, "system": None, "images": None}, [USER, ANSWER]),
+    "tool_calls": (
+        {"messages": [PAIR[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}]},
+        [USER, Message("assistant", None, {"tool_calls": [CALL]})],
+    ),
+    "arguments_as_text": (
+        {
+            "messages": [
+                PAIR[0],
+                {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2}'}}]},
+            ]
+        },
+        [USER, Message("assistant", None, {"tool_calls": [CALL]})],
+    ),
+    "old_function_call": (
+        {
+            "messages": [
+                PAIR[0],
+                {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 2}'}},
+                {"role": "function", "name": "add", "content": "4"},
+            ]
+        },
+        [USER, Message("assistant", None, {"tool_calls": [CALL]}), Message("tool", "4", {"name": "add"})],
+    ),
+    "sharegpt_calls": (
+        {
+            "conversations": turns(
+                ("human", "2+2?"),
+                ("function_call", '{"name": "add", "arguments": {"a": 2}}'),
+                ("observation", "4"),
+                ("gpt", "4"),
+                keys=("from", "value"),
+            ),
+            "tools": '[{"name": "add", "parameters": {}}]',
+        },
+        [USER, Message("assistant", None, {"tool_calls": [CALL]}), Message("tool", "4"), ANSWER],
+    ),
+    "reasoning": (
+        {"messages": [PAIR[0], {**PAIR[1], "reasoning_content": "two pairs"}]},
+        [USER, Message("assistant", "4", {"reasoning_content": "two pairs"})],
+    ),
+    "weights": (
+        {"messages": [{**PAIR[0], "weight": 0}, {**PAIR[1], "weight": 0}, PAIR[0], {**PAIR[1], "train": True}]},
+        [
+            Message("user", "2+2?", train=False),
+            Message("assistant", "4", train=False),
+            USER,
+            Message("assistant", "4", train=True),
+        ],
+    ),
+    "alpaca_history": (
+        {"instruction": "2+2?", "input": "", "output": "4", "history": [["1+1?", "2"]], "system": "Be brief"},
+        [Message("system", "Be brief"), Message("user", "1+1?"), Message("assistant", "2"), USER, ANSWER],
+    ),
+    "trl_lists": (
+        {"prompt": turns(("user", "1+1?"), ("assistant", "2"), ("user", "2+2?")), "completion": [PAIR[1]]},
+        [
+            Message("user", "1+1?", train=False),
+            Message("assistant", "2", train=False),
+            Message("user", "2+2?", train=False),
+            ANSWER,
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_conversations(name):
+    raw, messages = CONVERSATIONS[name]
+    unread = Counter()
+    record = parse_record(raw, name, unread)
+    assert list(record.messages) == messages
+    assert not unread
+    assert list(record.tools) == ([TOOL] if raw.get("tools") else [])
+
+
+TOKENS = {
+    "all": ({"input_ids": [1, 2, 3]}, ([1, 2, 3], [1, 2, 3])),
+    "labels": ({"input_ids": [1, 2, 3], "labels": [IGNORE, 2, 3]}, ([1, 2, 3], [IGNORE, 2, 3])),
+    "mask": ({"input_ids": [1, 2, 3], "assistant_masks": [0, 0, 1]}, ([1, 2, 3], [IGNORE, IGNORE, 3])),
+    "completion_mask": ({"input_ids": [1, 2], "completion_mask": [0, 1], "length": 2}, ([1, 2], [IGNORE, 2])),
+    "padding_left": ({"input_ids": [0, 1, 2], "attention_mask": [0, 1, 1]}, ([1, 2], [1, 2])),
+}
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_tokens(name):
+    raw, expected = TOKENS[name]
+    unread = Counter()
+    assert parse_record(raw, name, unread).tokens == TokenizedRecord(*expected)
+    assert not unread
+
+
+REFUSED = {
+    "preferences": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference pair.*keep chosen as completion.*DPO"),
+    "good_and_bad_answers": ({"prompt": "a", "completion": "b", "label": False}, "whether the answer is a good one"),
+    "images": ({"messages": PAIR, "images": ["cat.png"]}, "images is not read, train takes text only"),
+    "image_parts": (
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": "cat.png"}]}, PAIR[1]]},
+        r"part that is no text \(image\)",
+    ),
+    "two_systems": (
+        {"messages": [{"role": "system", "content": "a"}, *PAIR], "system": "b"},
+        "beside the conversation and another one in it",
+    ),
+    "half_a_weight": ({"messages": [PAIR[0], {**PAIR[1], "weight": 0.5}]}, "weight of a message is 0 or 1, found 0.5"),
+    "trained_user": ({"messages": [{**PAIR[0], "train": True}, PAIR[1]]}, "train is set on a turn of user"),
+    "call_without_name": (
+        {"messages": [PAIR[0], {"role": "assistant", "tool_calls": [{"arguments": {}}]}]},
+        "a tool call needs the name of a function",
+    ),
+    "call_that_is_no_json": (
+        {"conversations": turns(("human", "a"), ("function_call", "add(2)"), keys=("from", "value"))},
+        r"tools and tool calls must be JSON, found 'add\(2\)'",
+    ),
+    "null_content": ({"messages": [PAIR[0], {"role": "assistant", "content": None}]}, "content must be a string"),
+    "history_of_texts": ({"instruction": "a", "output": "b", "history": ["c"]}, "history must be a list of pairs"),
+    "shifted_labels": ({"input_ids": [1, 2], "labels": [2, 3]}, "label 2 at position 0 is neither.*not shifted"),
+    "uneven_labels": ({"input_ids": [1, 2], "labels": [2]}, "labels has 1 entries, input_ids has 2"),
+    "negative_ids": ({"input_ids": [1, -100]}, "input_ids holds a negative number"),
+    "nested_ids": ({"input_ids": [[1], [2]]}, "input_ids must be a flat list of integers"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    raw, message = REFUSED[name]
+    with pytest.raises(ValueError, match=rf"x\.jsonl, line 3: .*{message}"):
+        parse_record(raw, "x.jsonl, line 3")
+
+
+def test_keys_that_are_not_read_are_counted():
+    unread = Counter()
+    parse_record({"messages": [{**PAIR[0], "mood": "calm"}, PAIR[1]], "source": "web", "score": None}, "x", unread)
+    parse_record({"text": "a", "source": "web"}, "x", unread)
+    assert unread == {"source": 2, "mood of a message": 1}
