@@ -1,0 +1,63 @@
+"""Pages of documentation: their lines fit a screen, and every file, module and section that they name exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+LONGEST_LINE = 120
+FOLDERS = ("", "flexengine", "bench/results")
+"""Where a path in a page may begin, beside the page's own folder."""
+CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+TARGET = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", CODE_BLOCK.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_lines_are_not_too_long(page):
+    """Rows of tables and targets of links cannot be wrapped, so they do not count."""
+    lines = enumerate(page.read_text().splitlines(), start=1)
+    long = [number for number, line in lines if not line.startswith("|") and len(TARGET.sub("]", line)) > LONGEST_LINE]
+    assert not long, f"{name_of(page)} has more than {LONGEST_LINE} columns in lines {long}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    for target in TARGET.findall(CODE_BLOCK.sub("", page.read_text())):
+        if not target.startswith(("http://", "https://")):
+            file, _, anchor = target.partition("#")
+            linked = page.parent / file if file else page
+            assert linked.exists(), f"{name_of(page)} links to {target}"
+            assert not anchor or anchor in anchors_of(linked), f"{name_of(page)} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_that_are_named_exist(page):
+    named = re.findall(r"`([\w.-]+/[\w./-]+\.(?:py|json|md|cpp|h))(?::\w+)?`", page.read_text())
+    for name in named:
+        places = [page.parent / name, *(ROOT / folder / name for folder in FOLDERS)]
+        assert any(place.exists() for place in places), f"{name_of(page)} names {name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_that_are_named_exist(page):
+    for module in re.findall(r"python -m ((?:bench|tests)\.[\w.]+)", page.read_text()):
+        assert (ROOT / f"{module.replace('.', '/')}.py").exists(), f"{name_of(page)} names python -m {module}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_results_that_are_named_exist(page):
+    """Files of figures stand without their folder in tables."""
+    for name in re.findall(r"`(h200_[\w.-]+\.json)`", page.read_text()):
+        assert (ROOT / "bench" / "results" / name).exists(), f"{name_of(page)} names {name}"
