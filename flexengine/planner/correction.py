@@ -21,9 +21,8 @@ from flexengine.planner.cost.limiter import limiter
 from flexengine.schedule.command_totals import CommandClass, CommandTotal, add_totals
 from flexengine.schedule.commands import Stream
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import lower_round
+from flexengine.schedule.lowering import lower_round, lower_update
 from flexengine.schedule.simulator import simulate
-from flexengine.schedule.update_lowering import lower_update
 
 MAX_FACTOR = 10.0
 """Factors are held between this and its inverse: a stream further off was not measured, but disturbed."""

@@ -8,8 +8,7 @@ from flexengine.runtime.executor import Executor
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.commands import Program
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import RoundShape, lower_evaluation, lower_round
-from flexengine.schedule.update_lowering import lower_update
+from flexengine.schedule.lowering import RoundShape, lower_evaluation, lower_round, lower_update
 
 MAX_ROUNDS = 64
 """Programs of rounds held at once; a batch of packed sequences needs two or three."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flexengine.schedule.lowering import ChunkShape, RoundShape
+from flexengine.schedule.lowering.shape import ChunkShape, RoundShape
 
 
 class Piece(NamedTuple):

@@ -22,9 +22,8 @@ from flexengine.schedule.checker import check_program
 from flexengine.schedule.commands import Stream
 from flexengine.schedule.following import followed
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import lower_round
+from flexengine.schedule.lowering import lower_round, lower_update
 from flexengine.schedule.simulator import simulate
-from flexengine.schedule.update_lowering import lower_update
 from tests.schedule.small_plans import resident_plan, small_model
 
 GIB = 2**30

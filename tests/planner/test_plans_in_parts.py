@@ -16,8 +16,7 @@ from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.planner.search import Search, make_plan
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import lower_evaluation, lower_round
-from flexengine.schedule.update_lowering import lower_update
+from flexengine.schedule.lowering import lower_evaluation, lower_round, lower_update
 from tests.planner.oracle import slow_link
 from tests.planner.test_parts import problem_of, random_placement
 from tests.schedule.small_plans import FLOAT32, divided_model

@@ -14,8 +14,7 @@ from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.planner.search import make_plan
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import lower_round
-from flexengine.schedule.update_lowering import lower_update
+from flexengine.schedule.lowering import lower_round, lower_update
 from tests.planner.oracle import best_step_s, slow_link
 from tests.schedule.small_plans import FLOAT32, mixed_model, small_model
 

@@ -26,7 +26,7 @@ from flexengine.runtime.cpu_work import CpuWork
 from flexengine.runtime.executor import Executor
 from flexengine.schedule.commands import Stream
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.update_lowering import lower_update
+from flexengine.schedule.lowering import lower_update
 
 CPU = torch.device("cpu")
 PATIENCE_S = 60.0

@@ -17,9 +17,8 @@ from flexengine.models.spec import LayerSpec, ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan, Request
 from flexengine.schedule.commands import Program
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import ChunkShape, RoundShape, lower_evaluation, lower_round
+from flexengine.schedule.lowering import ChunkShape, RoundShape, lower_evaluation, lower_round, lower_update
 from flexengine.schedule.save_sets import savable_ops
-from flexengine.schedule.update_lowering import lower_update
 from tests.schedule.small_plans import FLOAT32, divided_model, homes_of, mixed_model, small_model
 
 CHUNK = 64

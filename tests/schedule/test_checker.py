@@ -9,8 +9,7 @@ from flexengine.plan import GroupPlan
 from flexengine.schedule.checker import ProgramError, check_program
 from flexengine.schedule.commands import Access, Program, ProgramBuilder, Slot, Stream, UpdateTile, overlapping_slots
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import lower_evaluation, lower_round
-from flexengine.schedule.update_lowering import lower_update
+from flexengine.schedule.lowering import lower_evaluation, lower_round, lower_update
 from tests.schedule.small_plans import full_round, random_plan, small_model
 
 

@@ -9,9 +9,8 @@ from flexengine.plan import GroupPlan, Request
 from flexengine.schedule.commands import Access, CopyRegion, ProgramBuilder, Slot, Stream, overlapping_slots
 from flexengine.schedule.following import cpu_commands, cpu_waits, followed
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import lower_round
+from flexengine.schedule.lowering import lower_round, lower_update
 from flexengine.schedule.simulator import Rates, simulate
-from flexengine.schedule.update_lowering import lower_update
 from tests.schedule.small_plans import full_round, random_plan, resident_plan, small_model
 
 SLOTS = (

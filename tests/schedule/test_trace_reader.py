@@ -7,7 +7,7 @@ import pytest
 from flexengine.plan import Request
 from flexengine.schedule.commands import STREAMS
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import ChunkShape, RoundShape, lower_round
+from flexengine.schedule.lowering import ChunkShape, RoundShape, lower_round, lower_update
 from flexengine.schedule.simulator import Timing
 from flexengine.schedule.timeline import (
     MEASURED,
@@ -19,7 +19,6 @@ from flexengine.schedule.timeline import (
     track_events,
 )
 from flexengine.schedule.trace_reader import expanded, read_trace
-from flexengine.schedule.update_lowering import lower_update
 from tests.schedule.small_plans import FLOAT32, resident_plan, small_model
 
 

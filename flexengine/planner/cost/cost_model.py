@@ -19,9 +19,8 @@ from flexengine.schedule.commands import Command, LayerCall, Program, Stream
 from flexengine.schedule.following import followed
 from flexengine.schedule.layer_program import Stage
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import ChunkShape, RoundShape, lower_round
+from flexengine.schedule.lowering import ChunkShape, RoundShape, lower_round, lower_update
 from flexengine.schedule.simulator import Rates, Timing, simulate
-from flexengine.schedule.update_lowering import lower_update
 
 GROUPED_SHARE = 0.77
 """Rate of the products of experts over that of linear layers of as many tokens, on an H200: 0.72 with 128 narrow

@@ -14,8 +14,8 @@ from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
 from flexengine.planner.cost.cost_model import StepPart, StepPricer, simulated_rounds
 from flexengine.schedule.layout import Layout
+from flexengine.schedule.lowering import lower_update
 from flexengine.schedule.simulator import simulate
-from flexengine.schedule.update_lowering import lower_update
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,149 @@
+"""Gradients of a round: accumulators become stored gradients, which go home; the CPU's updates in a last round."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flexengine.models.spec import LayerSpec
+from flexengine.ops.base import Work
+from flexengine.schedule.commands import Access, CopyRegion, FinishGradient, GroupScale, Slot, StoredRun, Stream
+from flexengine.schedule.layout import HOST_SCALES, SCALE_BYTES, Layout
+from flexengine.schedule.lowering.context import RoundContext, SlotRing
+from flexengine.schedule.lowering.update import cpu_groups, lower_cpu_update
+from flexengine.schedule.parts import Run
+
+
+class ScaleSlots(NamedTuple):
+    """Where the factor on one group's gradient lies on both sides."""
+
+    device: int
+    host: int
+
+
+def scale_slots(layout: Layout) -> tuple[dict[int, ScaleSlots], tuple[Slot, ...]]:
+    """A slot on either side for each factor that the CPU needs, and the layout's slots with these behind them.
+
+    They lie within the slots of all factors. With slots of their own, no group's update waits for another's factor.
+    """
+    slots, found = list(layout.slots), {}
+    device, host = layout.slots[layout.slot("scales")], layout.slots[layout.slot("scalars.host")]
+    for group in cpu_groups(layout):
+        found[group] = ScaleSlots(len(slots), len(slots) + 1)
+        for whole, start in ((device, 0), (host, HOST_SCALES)):
+            offset = whole.offset + start + SCALE_BYTES * group
+            slots.append(Slot(f"{whole.name}@{group}", whole.memory, offset, SCALE_BYTES, "scalars"))
+    return found, tuple(slots)
+
+
+class _StoredPart(NamedTuple):
+    """A group's part of the stored gradient: its runs, and for each the slot and first element of its home."""
+
+    group: int
+    name: str
+    content: str
+    runs: tuple[Run, ...]
+    homes: list[tuple[int, int]]
+    element_bytes: int
+
+    def regions_home(self, staging: int) -> list[CopyRegion]:
+        """Copies from a staging slot to the runs' homes."""
+        width = self.element_bytes
+        return [
+            CopyRegion(staging, run.start * width, home, first * width, run.numel * width)
+            for run, (home, first) in zip(self.runs, self.homes, strict=True)
+        ]
+
+    def regions_back(self, staging: int) -> list[CopyRegion]:
+        """Copies from the runs' homes to a staging slot."""
+        return [
+            CopyRegion(target, target_offset, source, source_offset, num_bytes)
+            for source, source_offset, target, target_offset, num_bytes in self.regions_home(staging)
+        ]
+
+    def stored_runs(self, staging: int | None, first_run: int) -> tuple[StoredRun, ...]:
+        """Where the accumulator's runs go: to a staging slot, or to their homes where there is none."""
+        places = self.homes if staging is None else [(staging, run.start) for run in self.runs]
+        return tuple(
+            StoredRun(run.start, slot, first, run.numel, first_run + run.number)
+            for run, (slot, first) in zip(self.runs, places, strict=True)
+        )
+
+
+class GradientLowering:
+    """Finishes gradients. first: no gradients are stored yet in this step. scales: groups that the CPU updates here."""
+
+    def __init__(self, context: RoundContext, first: bool, scales: dict[int, ScaleSlots]) -> None:
+        self._context, self._builder, self._layout = context, context.builder, context.layout
+        self._first, self._scales = first, scales
+        self._stored: set[tuple[int, int]] = set()  # parts of groups that this round has stored
+        self._rings: dict[str, SlotRing] = {}
+
+    def accumulators(self, layer: LayerSpec) -> dict[int, int]:
+        """Slots of the accumulators of a layer's trained groups."""
+        classes = {group: self._context.model.groups[group].slot_class for group in self._trained(layer)}
+        return {group: self._layout.slot(f"accumulator.{name}") for group, name in classes.items()}
+
+    def finish(self, group: int, part: int, accumulator: int) -> None:
+        """Round the accumulator into the stored gradient, adding what earlier rounds stored, and send it home."""
+        stored = self._stored_part(group, part)
+        has_previous = not self._first or (group, part) in self._stored
+        self._stored.add((group, part))
+        if has_previous:
+            for home, _ in stored.homes:
+                self._builder.holds(home, stored.content)
+        staging = None if self._context.plan.groups[group].grads == "gpu" else self._staging_slot(group)
+        if has_previous and staging is not None:
+            self._builder.copy(f"fetch {stored.content}", Stream.H2D, stored.content, stored.regions_back(staging))
+        self._round(stored, accumulator, has_previous, staging)
+        if staging is not None:
+            self._builder.copy(f"offload {stored.content}", Stream.D2H, stored.content, stored.regions_home(staging))
+
+    def update_complete_groups(self, index: int, layer: LayerSpec) -> None:
+        """Update on the CPU those of a layer's groups that no layer below adds to."""
+        for group in self._trained(layer):
+            if group in self._scales and not any(group in below.groups for below in self._context.model.layers[:index]):
+                self._update_by_cpu(group)
+
+    def _trained(self, layer: LayerSpec) -> list[int]:
+        return [group for group in layer.groups if not self._context.model.groups[group].frozen]
+
+    def _stored_part(self, group: int, part: int) -> _StoredPart:
+        stored, name = self._layout.groups[group], self._context.part_name(group, part)
+        runs = stored.parts[part].runs
+        homes = [self._layout.run_place("grad", group, run) for run in runs]
+        return _StoredPart(group, name, f"grad of {name}", runs, homes, stored.element_bytes("grad"))
+
+    def _staging_slot(self, group: int) -> int:
+        name = self._context.model.groups[group].slot_class
+        if name not in self._rings:
+            self._rings[name] = SlotRing(self._context.numbered(f"grad.{name}"))
+        return self._rings[name].take()
+
+    def _round(self, stored: _StoredPart, accumulator: int, has_previous: bool, staging: int | None) -> None:
+        """Append the command that rounds; it writes the staging slot, or the homes where there is none."""
+        runs = stored.stored_runs(staging, self._layout.first_run(stored.group))
+        targets = [Access(slot, stored.content) for slot in dict.fromkeys(run.slot for run in runs)]
+        reads = [Access(accumulator, f"accumulator {stored.name}"), *(targets if has_previous else [])]
+        partials = Access(self._layout.slot("partial_squares"), "partial squares")
+        writes = [*targets, partials, Access(self._layout.slot("norm_squares"), "norm squares")]
+        element_bytes = self._layout.acc_bytes + stored.element_bytes * (1 + has_previous)
+        moved_bytes = float(sum(run.numel for run in runs) * element_bytes)
+        work, label = Work(memory_bytes=moved_bytes, kernels=2 * len(runs)), f"finish {stored.content}"
+        args = FinishGradient(stored.group, accumulator, runs, has_previous)
+        self._builder.add("finish_gradient", label, Stream.COMPUTE, reads, writes, work, args=args)
+
+    def _update_by_cpu(self, group: int) -> None:
+        """Tell the host the factor on a gradient that is complete, and run AdamW there."""
+        name, (device, host) = self._context.model.groups[group].name, self._scales[group]
+        norms, content = Access(self._layout.slot("norm_squares"), "norm squares"), f"scale of {name}"
+        args, work = GroupScale(group), Work(kernels=6)
+        self._builder.add("scale", content, Stream.COMPUTE, [norms], [Access(device, content)], work, args=args)
+        region = CopyRegion(device, 0, host, 0, SCALE_BYTES)
+        self._builder.copy(f"{content} to the host", Stream.D2H, content, [region])
+        grads = [
+            Access(home, stored.content)
+            for part in range(len(self._layout.groups[group].parts))
+            for stored in [self._stored_part(group, part)]
+            for home, _ in stored.homes
+        ]
+        lower_cpu_update(self._builder, self._layout, group, Access(host, content), grads=list(dict.fromkeys(grads)))

@@ -1,0 +1,178 @@
+"""The story of a round: all layers forward, the head with its loss, all layers backward.
+
+A round is layer-major: every layer's weights cross the link once forward and once backward for all chunks of the round,
+part by part where they come in parts. Then all chunks pass through a stage of the layer before the next begins.
+"""
+
+from __future__ import annotations
+
+from flexengine.models.spec import LayerSpec
+from flexengine.schedule.commands import Access, CopyRegion, Program, ProgramBuilder, Stream, overlapping_slots
+from flexengine.schedule.layout import Layout, batch_offsets
+from flexengine.schedule.lowering.activations import ActivationLowering
+from flexengine.schedule.lowering.compute import ComputeCall, ComputeLowering
+from flexengine.schedule.lowering.context import RoundContext, StagePart, stage_parts
+from flexengine.schedule.lowering.gradients import GradientLowering, scale_slots
+from flexengine.schedule.lowering.shape import RoundShape
+from flexengine.schedule.lowering.weights import WeightLowering
+
+
+def lower_round(layout: Layout, shape: RoundShape, first: bool, updates: bool = False) -> Program:
+    """Forward, loss and backward of one round. first: no gradients are stored yet in this step.
+
+    updates: the CPU updates its groups in this round, each as soon as its gradient has reached the host. So it is the
+    last round of a step, and gradients are not clipped.
+    """
+    return _RoundLowering(layout, shape, first, updates).train()
+
+
+def lower_evaluation(layout: Layout, shape: RoundShape) -> Program:
+    """Forward and loss of one round; keeps nothing."""
+    return _RoundLowering(layout, shape, first=True).evaluate()
+
+
+class _RoundLowering:
+    """Walks the layers of one round; each subject (weights, activations, compute, gradients) appends its commands."""
+
+    def __init__(self, layout: Layout, shape: RoundShape, first: bool, updates: bool = False) -> None:
+        scales, slots, overlaps = {}, layout.slots, layout.overlaps
+        if updates and layout.plan.updates_on_cpu:
+            scales, slots = scale_slots(layout)
+            overlaps = overlapping_slots(slots)
+        self.layout, self.model = layout, layout.model
+        self.builder = ProgramBuilder("round", slots, overlaps)
+        self.context = RoundContext(layout, shape, self.builder)
+        self.weights = WeightLowering(self.context)
+        self.activations = ActivationLowering(self.context)
+        self.compute = ComputeLowering(self.context, self.weights)
+        self.gradients = GradientLowering(self.context, first, scales)
+
+    def train(self) -> Program:
+        """All layers forward, the head with its loss, all layers backward."""
+        self._fetch_batch()
+        for index, layer in enumerate(self.model.layers):
+            if layer.kind != "head":  # its one command is forward, loss and backward
+                self._forward_layer(index, layer)
+        for index in reversed(range(len(self.model.layers))):
+            if self.model.layers[index].has_backward:
+                self._backward_layer(index, self.model.layers[index])
+        return self.builder.build()
+
+    def evaluate(self) -> Program:
+        """All layers forward, keeping nothing; the head writes losses."""
+        self._fetch_batch()
+        for index, layer in enumerate(self.model.layers):
+            for at in stage_parts(self.layout.evaluation_program(index).forward_stages):
+                weights = self.weights.acquire(layer, at)
+                for c in self.context.chunks:
+                    self._evaluate_chunk(index, c, at, weights)
+        return self.builder.build()
+
+    def _fetch_batch(self) -> None:
+        source, target, plan = self.layout.slot("batch.host"), self.layout.slot("batch.gpu"), self.layout.plan
+        size = batch_offsets(plan.chunks_per_round, plan.chunk_tokens)["end"]
+        self.builder.holds(source, "batch")
+        self.builder.copy("fetch batch", Stream.H2D, "batch", [CopyRegion(source, 0, target, 0, size)])
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def _forward_layer(self, index: int, layer: LayerSpec) -> None:
+        for at in stage_parts(self.layout.programs[index].forward_stages):
+            weights = self.weights.acquire(layer, at)
+            for c in self.context.chunks:
+                self._forward_chunk(index, c, at, weights)
+
+    def _forward_chunk(self, index: int, c: int, at: StagePart, weights: dict[int, int]) -> None:
+        areas, reads = self.activations.input_of(index, c) if at.opens else ({}, [])
+        call = ComputeCall("forward", index, c, at, self.layout.programs[index], weights, areas, reads)
+        if "output" in at.stage.areas:
+            call.writes_area("output", self.activations.output_of(index, c, keeps=True))
+        if at.opens:
+            for area, access in self.activations.kept_by(index, c).items():
+                call.writes_area(area, access)
+        self.compute.add(call)
+        if at.opens:
+            self.activations.offload(index, c, call.areas)
+
+    def _evaluate_chunk(self, index: int, c: int, at: StagePart, weights: dict[int, int]) -> None:
+        areas, reads = self.activations.input_of(index, c) if at.opens else ({}, [])
+        program = self.layout.evaluation_program(index)
+        call = ComputeCall("evaluate", index, c, at, program, weights, areas, reads)
+        if self.model.layers[index].kind == "head":
+            call.writes.append(self._losses(c))
+        elif "output" in at.stage.areas:
+            call.writes_area("output", self.activations.output_of(index, c, keeps=False))
+        self.compute.add(call)
+
+    def _losses(self, c: int) -> Access:
+        return Access(self.layout.slot("losses"), f"losses {c}")
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def _backward_layer(self, index: int, layer: LayerSpec) -> None:
+        """Run all chunks of a layer through every stage; then its gradients leave."""
+        for at in stage_parts(self.layout.programs[index].backward_stages):
+            weights = self.weights.acquire(layer, at) if layer.input is not None else {}
+            if at.stage.recomputes and not at.closes:
+                self._use_kept("recompute", index, self.context.chunks, at, weights)
+            else:
+                self._backward_stage(index, layer, at, weights)
+        self.gradients.update_complete_groups(index, layer)
+
+    def _backward_stage(self, index: int, layer: LayerSpec, at: StagePart, weights: dict[int, int]) -> None:
+        """Run the chunks in reverse order, which is that of a sliced sequence's gradients.
+
+        The head goes in forward order: its chunks arrive that way, and it starts the backward pass.
+        """
+        accumulators = self.gradients.accumulators(layer)
+        order = self.context.chunks if layer.kind == "head" else self.context.chunks[::-1]
+        for c in order:
+            chunk = self.context.shape.chunks[c]
+            if layer.kind == "block" and not at.in_parts and chunk.is_slice and c == chunk.last_slice:
+                self._refill_window(index, range(chunk.first_slice, c + 1), weights)
+            self._backward_chunk(index, c, at, weights, accumulators, first=c == order[0])
+        for group, slot in accumulators.items():
+            self.gradients.finish(group, at.part, slot)
+
+    def _refill_window(self, index: int, slices: range, weights: dict[int, int]) -> None:
+        """Rebuild the keys and values of a sliced sequence, first slice to last."""
+        [at] = stage_parts(self.layout.programs[index].window_stages)
+        self._use_kept("fill_window", index, slices, at, weights)
+
+    def _use_kept(self, kind: str, index: int, chunks: range, at: StagePart, weights: dict[int, int]) -> None:
+        """Append commands that read only what a layer kept, for each of some chunks."""
+        for c in chunks:
+            areas, reads = self.activations.fetch_kept(index, c)
+            self.compute.add(ComputeCall(kind, index, c, at, self.layout.programs[index], weights, areas, reads))
+
+    def _backward_chunk(
+        self, index: int, c: int, at: StagePart, weights: dict[int, int], accumulators: dict[int, int], first: bool
+    ) -> None:
+        call = ComputeCall("backward", index, c, at, self.layout.programs[index], weights)
+        call.accumulators, call.first = accumulators, first
+        self._bind_activations(call)
+        for group, slot in accumulators.items():
+            access = Access(slot, f"accumulator {self.context.part_name(group, at.part)}")
+            if not first:
+                call.reads.append(access)
+            call.writes.append(access)
+        self.compute.add(call)
+
+    def _bind_activations(self, call: ComputeCall) -> None:
+        """Bind the gradient of a layer's output, which its input's replaces, and what the layer kept."""
+        index, c, kind = call.layer, call.chunk, self.model.layers[call.layer].kind
+        grad = self.layout.slot(f"grad_hidden[{c}]")
+        grad_read, grad_write = Access(grad, f"grad {index + 1} {c}"), Access(grad, f"grad {index} {c}")
+        if kind == "head":
+            call.areas, call.reads = self.activations.input_of(index, c)
+            call.writes += [grad_write, self._losses(c)]
+        elif kind == "embedding" or call.at.in_parts:
+            call.reads.append(grad_read)
+        else:
+            call.areas, call.reads = self.activations.fetch_kept(index, c)
+            call.reads.append(grad_read)
+            call.writes.append(grad_write)
+            # backward may overwrite what was kept: it is the last to read it
+            kept = [area for area in ("save_gpu", "save_host") if area in call.areas]
+            call.writes += [Access(call.areas[area], f"spent {area} {index} {c}") for area in kept]
+        call.areas["grad"] = grad
