@@ -9,13 +9,14 @@ import json
 import os
 import re
 import secrets
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
-HASH_BLOCK_BYTES = 4 << 20  # large enough that SHA-256, not the system call, sets the rate
+HASH_BLOCK_BYTES = 1 << 20  # large enough that SHA-256, not the system call, sets the rate
 STALE_AFTER_S = 24 * 3600.0  # a temporary file that nobody wrote to for so long has lost its writer
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.flexengine\.tmp")
 
@@ -43,14 +44,14 @@ def remove_stale(folder: Path) -> None:
                         os.unlink(entry.path)
 
 
-def _refuse_folder(target: Path) -> None:
+def refuse_folder(target: Path) -> None:
     """Raise what a rename onto a folder would, before anything is renamed. A link to a folder can be replaced."""
     if target.is_dir() and not target.is_symlink():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def naming(path: Path) -> Iterator[None]:
     """Errors of the disk get a name: a failed write, unlike a failed open, comes without."""
     try:
         yield
@@ -75,11 +76,11 @@ def atomic_file(target: Path, mode: str = "wb", **open_arguments: Any) -> Iterat
     loss `target` is the old file or the complete new one. Leftovers of killed writers beside it are removed.
     Raises: OSError of the file system; whatever the block raises, after removing the temporary file.
     """
-    _refuse_folder(target)
+    refuse_folder(target)
     remove_stale(target.parent)
     temporary = temporary_name(target)
     try:
-        with _naming(target), open(temporary, mode, **open_arguments) as file:
+        with naming(target), open(temporary, mode, **open_arguments) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -87,45 +88,6 @@ def atomic_file(target: Path, mode: str = "wb", **open_arguments: Any) -> Iterat
         sync_folder(target.parent)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def staged_files(folder: Path) -> Iterator[Callable[[str], Path]]:
-    """Files that appear in `folder` together: the block writes each to the path that stage(name) gives it.
-
-    When the block ends well all are synced, then renamed in the order in which they were staged, unless a folder has
-    the name of one of them. When it raises, all are removed, and `folder` too, with parents, where it did not exist: an
-    earlier set of files stays as it was. Leftovers of killed writers in `folder` are removed first.
-    Raises: OSError of the file system; what the block raises.
-    """
-    created = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    remove_stale(folder)
-    staged: dict[Path, Path] = {}
-
-    def stage(name: str) -> Path:
-        _refuse_folder(folder / name)  # before gigabytes are written for it
-        temporary = temporary_name(folder / name)
-        staged[temporary] = folder / name
-        return temporary
-
-    try:
-        with _naming(folder):
-            yield stage
-        for temporary in staged:
-            sync_file(temporary)
-        for target in staged.values():
-            _refuse_folder(target)
-        for temporary, target in staged.items():
-            os.replace(temporary, target)
-        sync_folder(folder)
-        created = []
-    finally:
-        for temporary in staged:
-            temporary.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # not empty: somebody else writes there too
-            for path in created:
-                path.rmdir()
 
 
 def write_json(target: Path, value: Any) -> None:
@@ -150,9 +112,18 @@ def sync_folder(folder: Path) -> None:
 
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file's contents as 64 hex digits, read in blocks of HASH_BLOCK_BYTES."""
+    digest = sha256_unless(path, threading.Event())
+    assert digest is not None, "nobody stops it"
+    return digest
+
+
+def sha256_unless(path: Path, stop: threading.Event) -> str | None:
+    """`sha256_of`, or None once `stop` is set."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(HASH_BLOCK_BYTES):
+            if stop.is_set():
+                return None
             digest.update(block)
     return digest.hexdigest()
 

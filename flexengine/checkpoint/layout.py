@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from pathlib import PurePath
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -20,6 +21,16 @@ SUPPORT_FILES = (
     "merges.txt",
     "chat_template.*",
 )
+
+
+MAX_FILE_NAME_BYTES = 255  # NAME_MAX of Linux
+
+
+def is_file_name(value: object) -> bool:
+    """Whether a value out of an index can be a file beside it, on any file system."""
+    if not isinstance(value, str) or PurePath(value).name != value or not value.isprintable():
+        return False  # half of a character is not printable, so what follows can be encoded
+    return value not in ("", "..") and len(value.encode()) <= MAX_FILE_NAME_BYTES
 
 
 def is_support_file(name: str) -> bool:

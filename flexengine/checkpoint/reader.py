@@ -11,18 +11,19 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from flexengine.checkpoint.layout import INDEX_FILE, SINGLE_FILE
+from flexengine.checkpoint.layout import INDEX_FILE, SINGLE_FILE, is_file_name
+from flexengine.checkpoint.manifest import DownloadError, check_files
 from flexengine.checkpoint.safetensors_format import CheckpointError, TensorEntry, parse_json_object, read_header
 from flexengine.native.reader import NUMBERS, ReadFailureError, ReadJob, read_jobs
 from flexengine.wording import shown
-
-MAX_FILE_NAME_BYTES = 255  # NAME_MAX of Linux
 
 __all__ = ["CheckpointError", "CheckpointReader", "ReadRequest", "TensorEntry"]
 
@@ -110,6 +111,30 @@ class CheckpointReader:
     def __del__(self) -> None:
         if hasattr(self, "_descriptors"):
             self.close()
+
+    @contextlib.contextmanager
+    def verifying(self) -> Iterator[None]:
+        """Compare the weights' files with the manifest of sizes and SHA-256 in the folder while the block reads them.
+
+        A folder without a manifest, as other programs write it, is taken as it is.
+        Raises: CheckpointError when the block has ended well and a file is not what the manifest says.
+        """
+        stop = threading.Event()
+        with ThreadPoolExecutor(1, "checksums") as aside:
+            check = aside.submit(self._check_manifest, stop)
+            try:
+                yield
+            except BaseException:
+                stop.set()
+                raise
+            check.result()
+
+    def _check_manifest(self, stop: threading.Event) -> None:
+        names = [*self._descriptors, *([INDEX_FILE] if list(self._descriptors) != [SINGLE_FILE] else [])]
+        try:
+            check_files(self.folder, names, stop)
+        except DownloadError as error:
+            raise CheckpointError(str(error)) from None
 
     def read_into(self, name: str, dest: torch.Tensor, row_start: int = 0, num_rows: int | None = None) -> None:
         """Fill `dest` with rows [row_start, row_start + num_rows) of tensor `name` (all rows from row_start if None).
@@ -203,19 +228,12 @@ def _find_files(folder: Path) -> tuple[dict[str, str] | None, dict[str, str]]:
             f"{index_path}: needs a non-empty 'weight_map' of tensor name to file name; fetch it again."
         )
     for name, file in weight_map.items():
-        if not _is_file_name(file):
+        if not is_file_name(file):
             raise CheckpointError(
                 f"{index_path}: tensor {shown(name)} lies in {shown(file)}, which is no name of a file; fetch it again."
             )
     metadata = index.get("metadata")
     return weight_map, {key: str(value) for key, value in metadata.items()} if isinstance(metadata, dict) else {}
-
-
-def _is_file_name(value: object) -> bool:
-    """Whether a value out of an index can be a file beside it, on any file system."""
-    if not isinstance(value, str) or Path(value).name != value or not value.isprintable():
-        return False  # half of a character is not printable, so what follows can be encoded
-    return value not in ("", "..") and len(value.encode()) <= MAX_FILE_NAME_BYTES
 
 
 def _add_entries(found: dict[str, TensorEntry], entries: list[TensorEntry], folder: Path) -> None:

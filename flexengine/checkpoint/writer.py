@@ -1,24 +1,29 @@
 """Write a Hugging Face checkpoint folder, one tensor in memory at a time.
 
-Headers follow from declared dtypes and shapes, so data streams to its final offset. All files are written under
-temporary names, synced, then renamed, the index last: an error leaves the folder as it was.
+Headers follow from declared dtypes and shapes, so data streams to its final offset. All files are written into a new
+folder, synced, and take the old folder's place together (staged_folder.py): an error leaves the folder as it was.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from flexengine.checkpoint.atomic import format_gib, staged_files
-from flexengine.checkpoint.layout import INDEX_FILE, SINGLE_FILE, is_support_file
+from flexengine.checkpoint.atomic import format_gib, sha256_of
+from flexengine.checkpoint.layout import INDEX_FILE, SINGLE_FILE, is_file_name, is_support_file
+from flexengine.checkpoint.manifest import FOLDER_MANIFEST, FileRecord, manifest_text
 from flexengine.checkpoint.safetensors_format import CheckpointError, build_header
+from flexengine.checkpoint.staged_folder import staged_folder
+from flexengine.wording import parse_json
 
 __all__ = ["TensorSource", "support_files", "write_checkpoint"]
 
@@ -48,6 +53,7 @@ def write_checkpoint(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     metadata: dict[str, str] | None = None,
     beside: Mapping[str, Path | str] | None = None,
+    with_manifest: bool = False,
 ) -> list[Path]:
     """Write `tensors` as safetensors files into `folder` (created if absent); returns the paths, index last.
 
@@ -56,6 +62,8 @@ def write_checkpoint(
     enough, else model-0000i-of-0000n.safetensors. Any split but a lone model.safetensors gets an index.
     metadata: strings for each file's header, {"format": "pt"} by default, which transformers requires.
     beside: files that appear with the tensors, such as the configuration: name -> a file to copy, or a text.
+    with_manifest: also write the sizes and SHA-256 of all files, which `CheckpointReader` checks when it reads.
+    A checkpoint that was in `folder` is replaced: shards that its index names go, other files stay.
     Order: tensors are read shard by shard, within a shard by falling element size (keeps them aligned), then as given.
     Raises: CheckpointError for repeated names, a `shards` map that does not name exactly these tensors, read() results
     that differ from the declaration, too little disk space, a folder holding a checkpoint of the other layout, which
@@ -67,14 +75,17 @@ def write_checkpoint(
     single = list(plan) == [SINGLE_FILE]
     headers = {file: _header(group, {"format": "pt"} if metadata is None else metadata) for file, group in plan.items()}
     files = [*plan, *([] if single else [INDEX_FILE])]
-    with staged_files(folder) as stage:
+    with staged_folder(folder) as staged:
         _check_folder(folder, single, sum(source.num_bytes for source in sources))
-        for name, contents in (beside or {}).items():
-            _write_beside(stage(name), contents)
+        staged.drop({FOLDER_MANIFEST, *_listed_shards(folder)})
+        records = {name: _write_beside(staged.stage(name), contents) for name, contents in (beside or {}).items()}
         for file, group in plan.items():
-            _write_shard(stage(file), group, *headers[file])
+            records[file] = _write_shard(staged.stage(file), group, *headers[file])
         if not single:
-            _write_beside(stage(INDEX_FILE), json.dumps(_index(plan), indent=2) + "\n")
+            text = json.dumps(_index(plan), indent=2) + "\n"
+            records[INDEX_FILE] = _write_beside(staged.stage(INDEX_FILE), text)
+        if with_manifest:
+            _write_beside(staged.stage(FOLDER_MANIFEST), manifest_text(records, {"source": "export"}))
     return [folder / file for file in files]
 
 
@@ -145,7 +156,7 @@ def _check_folder(folder: Path, single: bool, needed_bytes: int) -> None:
             f"{folder}: already holds {rival.name}, and this checkpoint is {'one file' if single else 'sharded'}; with "
             "both, loaders may pick the old one. Write to an empty folder or remove the old checkpoint first."
         )
-    free_bytes = shutil.disk_usage(folder).free
+    free_bytes = shutil.disk_usage(folder if folder.exists() else folder.parent).free
     if needed_bytes > free_bytes:
         raise CheckpointError(
             f"{folder}: the checkpoint needs {format_gib(needed_bytes)}, the disk has {format_gib(free_bytes)} free. "
@@ -153,19 +164,34 @@ def _check_folder(folder: Path, single: bool, needed_bytes: int) -> None:
         )
 
 
-def _write_shard(path: Path, group: list[TensorSource], header: bytes, offset_of: dict[str, int]) -> None:
-    with open(path, "wb") as file:
+def _write_shard(path: Path, group: list[TensorSource], header: bytes, offset_of: dict[str, int]) -> FileRecord:
+    digest = hashlib.sha256(header)
+    with open(path, "wb") as file, ThreadPoolExecutor(1, "checksum") as aside:
         file.write(header)
         for source in group:
             assert file.tell() == offset_of[source.name], f"{source.name}: at {file.tell()}, header says otherwise"
-            file.write(_bytes_of(source))
+            data = _bytes_of(source)
+            hashed = aside.submit(digest.update, data)  # neither holds the interpreter lock
+            file.write(data)
+            hashed.result()
+        return FileRecord(file.tell(), digest.hexdigest())
 
 
-def _write_beside(path: Path, contents: Path | str) -> None:
+def _write_beside(path: Path, contents: Path | str) -> FileRecord:
     if isinstance(contents, Path):
         shutil.copyfile(contents, path)
     else:
         path.write_text(contents, encoding="utf-8")
+    return FileRecord(path.stat().st_size, sha256_of(path))
+
+
+def _listed_shards(folder: Path) -> set[str]:
+    """The shards that an index in `folder` names; none where there is no index that can be read."""
+    try:
+        weight_map = parse_json((folder / INDEX_FILE).read_bytes(), INDEX_FILE)["weight_map"]
+        return {file for file in weight_map.values() if is_file_name(file) and file.endswith(".safetensors")}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return set()
 
 
 def _bytes_of(source: TensorSource) -> memoryview:

@@ -44,7 +44,8 @@ def _export_preset(
     tensors += [
         TensorSource(name, torch.float32, tuple(buffer.shape), buffer.float) for name, buffer in buffers.items()
     ]
-    write_checkpoint(folder, tensors, beside={**beside, CONFIG_FILE: _config_text(model, compute)})
+    beside = {**beside, CONFIG_FILE: _config_text(model, compute)}
+    write_checkpoint(folder, tensors, beside=beside, with_manifest=True)
 
 
 def _export_over(
@@ -62,7 +63,8 @@ def _export_over(
     with CheckpointReader.open(original) as reader:
         kept = [_as_stored(reader, name, model, weights) for name in reader.tensors if name not in decoded]
         tensors = [*kept, *(_trained(weights, name, EXPORT_DTYPE) for name in dict.fromkeys(decoded.values()))]
-        write_checkpoint(folder, tensors, None if decoded else reader.shard_of, beside=beside)
+        shards = None if decoded else reader.shard_of
+        write_checkpoint(folder, tensors, shards, beside=beside, with_manifest=True)
 
 
 def _trained(weights: WeightStore, name: str, dtype: torch.dtype) -> TensorSource:

@@ -177,7 +177,8 @@ class WeightStore:
 
         What lives in host memory is read straight into the arena, all of it in parallel and converted on the way; what
         lives on the GPU passes through a buffer of tens of MiB. The format splits a bf16 weight from its float32.
-        Quantised weights are decoded on the CPU, some rows at a time.
+        Quantised weights are decoded on the CPU, some rows at a time. Files that a manifest lists are compared with it
+        meanwhile. Raises: CheckpointError where they differ.
         """
         check_complete(self.layout.model, reader)
         self.clear_states()
@@ -186,13 +187,14 @@ class WeightStore:
             for name, run in self.runs.items()
             if run.source.decode is None
         ]
-        reader.read_many([request for request in requests if on_host(request)])
         elsewhere = [request for request in requests if not on_host(request)]
-        if elsewhere:
-            load_staged(reader, elsewhere, self.arenas.device)
-        for run in self.runs.values():
-            if run.source.decode is not None:
-                self._decode(reader, run, DECODERS[run.source.decode])
+        with reader.verifying():
+            reader.read_many([request for request in requests if on_host(request)])
+            if elsewhere:
+                load_staged(reader, elsewhere, self.arenas.device)
+            for run in self.runs.values():
+                if run.source.decode is not None:
+                    self._decode(reader, run, DECODERS[run.source.decode])
 
     def _decode(self, reader: CheckpointReader, run: SourceRun, decoder: Decoder) -> None:
         """Slab by slab, and each of them in pieces of PIECE_ELEMENTS."""

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from provoke import INDEX, SHARDS, Case, arguments, cases, check_message, check_python_face, write_model
+from provoke import INDEX, SHARDS, Case, arguments, cases, check_message, check_python_face, half_written, write_model
 
 from flexengine import cli
+from flexengine.checkpoint.atomic import sha256_of
+from flexengine.checkpoint.manifest import FileRecord, write_manifest
 
 FIRST, SECOND = SHARDS
 
@@ -103,6 +105,15 @@ def no_weights(folder: Path) -> None:
 def converted_weights(folder: Path) -> None:
     no_weights(folder)
     (folder / "pytorch_model.bin").write_bytes(b"PK")
+
+
+def changed_since_the_manifest(folder: Path) -> None:
+    """One bit of a weight, which no header tells of."""
+    records = {path.name: FileRecord(path.stat().st_size, sha256_of(path)) for path in folder.iterdir()}
+    write_manifest(folder, records, {})
+    data = bytearray((folder / SECOND).read_bytes())
+    data[-1] ^= 1
+    (folder / SECOND).write_bytes(data)
 
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -241,7 +252,24 @@ def test_command_line(case, model, command, known_machine, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("case", DAMAGE[::4], ids=lambda case: case.name)
+CHANGED = Case(
+    "weights_that_changed",
+    changed_since_the_manifest,
+    ("1 files differ from flexengine_manifest.json", f"{SECOND}: SHA-256 \\w+, expected \\w+", "fetch or export"),
+)
+
+
+def test_weights_that_changed_since_the_manifest(model, command, known_machine, tmp_path):
+    """Every byte is compared while weights are read, when the run folder exists already."""
+    changed_since_the_manifest(model)
+    outcome = command("train", *arguments(model=model, output_dir=tmp_path / "run", save=True))
+    assert outcome.status == cli.BAD_INPUT
+    check_message(outcome.err, CHANGED.says)
+    assert half_written(tmp_path / "run") == []
+    assert not (tmp_path / "run" / "final").exists()
+
+
+@pytest.mark.parametrize("case", [*DAMAGE[::4], CHANGED], ids=lambda case: case.name)
 def test_python_face(case, model):
     check_python_face(case, model)
 
