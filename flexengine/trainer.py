@@ -21,7 +21,14 @@ from tqdm import tqdm
 from flexengine.api import Prepared, build, prepare
 from flexengine.checkpoint.atomic import write_text
 from flexengine.config import LOG_FILE, PLAN_FILE, TIMELINE_FILE, TRACE_FILE, TrainConfig
-from flexengine.data import ChatTokenizer, GlobalBatches, SyntheticBatches, prepare_sequences, read_json_sft
+from flexengine.data import (
+    ChatTokenizer,
+    GlobalBatches,
+    SyntheticBatches,
+    default_cache,
+    parse_source,
+    prepare_sources,
+)
 from flexengine.data.batches import Batch
 from flexengine.feedback import change_plan, correct_prediction, review_step
 from flexengine.metrics import (
@@ -154,15 +161,15 @@ def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
         text = f"{batches.num_sequences} random sequences of {config.max_seq_len} tokens a step"
         return TrainingData(batches, None, text)
     assert config.dataset is not None, "TrainConfig requires a dataset for json_sft"
-    records = read_json_sft(config.dataset)
+    sources = [parse_source(config.dataset)]
     tokenizer = ChatTokenizer.from_folder(source.support_folder or DEMO_FOLDER)
     if tokenizer.max_id >= vocab_size:
         raise ValueError(
             f"the tokenizer has ids up to {tokenizer.max_id}, but the model's vocab_size is {vocab_size};"
             " tokenizer.json and config.json are of different models: fetch both again"
         )
-    prepared = prepare_sequences(tokenizer.encode_records(records), config.max_seq_len, config.truncate_long)
-    text = f"{config.dataset}: {prepared.describe()}"
+    (prepared,) = prepare_sources(sources, tokenizer, config.max_seq_len, config.truncate_long, default_cache())
+    text = prepared.describe()
     if source.support_folder is None:
         text += "; this preset has no tokenizer of its own, so the bundled demo tokenizer is used"
     batches = GlobalBatches(prepared.sequences, config.max_global_batch_tokens, config.seed)

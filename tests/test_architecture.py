@@ -25,7 +25,7 @@ ARROWS = {
     "planner": {"plan", "models", "ops", "schedule", "hardware", "metrics"},
     "reports": {"plan", "models", "ops", "schedule", "hardware", "planner", "metrics"},
     "checkpoint": {"native", "wording"},
-    "data": {"wording"},
+    "data": {"checkpoint", "wording"},
     "runtime": {"plan", "models", "ops", "schedule", "optim", "kernels", "native", "checkpoint", "metrics", "hardware"},
     "api": {"wording", "metrics", "plan", "models", "hardware", "optim", "planner", "reports", "runtime"},
     "feedback": {"api", "plan", "planner", "reports", "runtime"},

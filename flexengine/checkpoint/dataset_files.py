@@ -24,6 +24,7 @@ FORMATS = {
     ".csv": "csv",
     ".tsv": "tsv",
     ".parquet": "parquet",
+    ".arrow": "arrow",
 }
 NOT_DATA = frozenset({"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"})
 SPLIT_WORDS = {
@@ -36,12 +37,12 @@ FRONT_MATTER = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\
 
 
 def format_of(path: str) -> str | None:
-    """jsonl, json, csv, tsv or parquet by the file's extension (.gz allowed on all but parquet), else None."""
+    """jsonl, json, csv, tsv, parquet or arrow by the file's extension (.gz on the first four), else None."""
     pure = PurePosixPath(path.lower())
     compressed = pure.suffix == ".gz"
     kind = FORMATS.get(PurePosixPath(pure.stem).suffix if compressed else pure.suffix)
     hidden = any(part.startswith((".", "__")) for part in pure.parts)
-    return None if hidden or pure.name in NOT_DATA or (compressed and kind == "parquet") else kind
+    return None if hidden or pure.name in NOT_DATA or (compressed and kind in ("parquet", "arrow")) else kind
 
 
 def select_data_files(paths: list[str], readme: str | None, split: str, config: str | None) -> list[str]:

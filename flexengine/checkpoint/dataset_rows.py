@@ -1,22 +1,25 @@
-"""Data files to JSON lines: one object per line, whatever the source format.
+"""Rows of data files, whatever their format, in order and a bounded piece of a file at a time; and JSON lines of them.
 
-JSON, JSON lines and CSV (plain or gzip) are read here, parquet through pyarrow where it is installed.
+JSON stays JSON: libraries that read it into typed columns add nulls for keys that other rows have, which would change
+tool calls and their schemas. Parquet and Arrow are read through pyarrow, and such nulls are taken out.
 """
 
 from __future__ import annotations
 
-import contextlib
+import codecs
 import csv
 import datetime
 import gzip
 import hashlib
+import io
 import itertools
 import json
+import re
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from flexengine.checkpoint.atomic import atomic_file
 from flexengine.checkpoint.dataset_files import format_of
@@ -24,6 +27,9 @@ from flexengine.checkpoint.manifest import DownloadError, FileRecord
 from flexengine.wording import parse_json, shown
 
 PARQUET_BATCH_ROWS = 1024  # bounds memory to a batch of rows instead of a row group
+MAX_ROW_BYTES = 2**26  # one row in memory is several times its bytes; the longest sequence is a quarter of this
+READ_BYTES = 2**20
+LONGEST_WORD = 16  # of JSON's names and escapes, which the end of a buffer may cut
 TURN_KEYS = ({"role", "content"}, {"from", "value"})  # of a turn in the formats of chats that are in use
 
 csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a text field may be as long as a book; the default is 128 KiB
@@ -32,7 +38,7 @@ csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a text field may be as long
 def write_json_lines(files: list[Path], target: Path) -> tuple[FileRecord, int]:
     """Write the rows of `files`, in order, to `target` as UTF-8 JSON lines; returns its record and the row count.
 
-    Memory: one row at a time, except for .json files holding one array or one object, which are parsed whole.
+    Memory: one row at a time, except for .json files holding one object, which are parsed whole.
     Raises: DownloadError naming file and row of what cannot be read or expressed in JSON, for a row that is not an
     object and for files without any row; `target` is then left as it was.
     """
@@ -40,7 +46,7 @@ def write_json_lines(files: list[Path], target: Path) -> tuple[FileRecord, int]:
     num_bytes = num_rows = 0
     with atomic_file(target) as out:
         for path in files:
-            for row_number, row in enumerate(_rows(path), start=1):
+            for row_number, row in enumerate(_rows_to_write(path), start=1):
                 line = _encode(row, f"{path.name}, row {row_number}")
                 out.write(line)
                 digest.update(line)
@@ -72,83 +78,149 @@ def _express(value: Any) -> str:
     raise TypeError(f"a value of type {type(value).__name__} has no JSON form")
 
 
-def _rows(path: Path) -> Iterator[Any]:
+def _rows_to_write(path: Path) -> Iterator[Any]:
+    try:
+        for row, _ in read_rows(path):
+            yield row
+    except ValueError as error:
+        raise DownloadError(str(error)) from error
+
+
+def read_rows(path: Path) -> Iterator[tuple[Any, str]]:
+    """Rows of a file with the place of each ("FILE, line 3"), for messages.
+
+    The ending of the name tells CSV, TSV, Parquet and Arrow; all else is JSON, as lines or as one array by its content.
+    Raises: ValueError naming file and place for what cannot be read, or for a row of more than MAX_ROW_BYTES.
+    """
     kind = format_of(path.name)
     try:
-        if kind == "parquet":
-            yield from _parquet_rows(path)
-            return
-        with _open_text(path) as file:
-            if kind in ("csv", "tsv"):
+        if kind in ("parquet", "arrow"):
+            rows = _parquet_rows(path) if kind == "parquet" else _arrow_rows(path)
+            yield from ((without_nulls(row), f"{path}, row {i}") for i, row in enumerate(rows, start=1))
+        elif kind in ("csv", "tsv"):
+            with io.TextIOWrapper(_open(path), encoding="utf-8-sig", newline="") as file:
                 yield from _csv_rows(file, path, "," if kind == "csv" else "\t")
-            elif kind == "jsonl":
-                yield from _line_rows(enumerate(file, start=1), path)
-            else:
-                yield from _json_rows(file, path)
+        else:
+            with _open(path) as file:
+                yield from _json_rows(file, path, lone_object=kind == "json")
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise DownloadError(
-            f"{path.name}: damaged gzip data ({error}), and so at its source; tell its authors."
-        ) from error
+        raise ValueError(f"{path}: damaged gzip data ({error}), and so at its source; tell its authors.") from error
     except UnicodeDecodeError as error:
-        raise DownloadError(f"{path.name}: not UTF-8 text ({error.reason} at byte {error.start}).") from error
+        raise ValueError(_not_text(str(path), error)) from error
 
 
-@contextlib.contextmanager
-def _open_text(path: Path) -> Iterator[TextIO]:
-    """UTF-8 text of a plain or gzip file, line ends as they are (csv needs that), byte order mark dropped."""
-    opener = gzip.open if path.suffix.lower() == ".gz" else open
-    with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
-        yield file  # type: ignore[misc] # text mode, which the two openers' joint type does not say
+def _open(path: Path) -> BinaryIO:
+    return gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb")  # type: ignore[return-value]
 
 
-def _line_rows(numbered_lines: Iterable[tuple[int, str]], path: Path) -> Iterator[Any]:
-    for number, line in numbered_lines:
-        if line.strip():
-            try:
-                yield parse_json(line, f"{path.name}, line {number}")
-            except ValueError as error:
-                raise DownloadError(f"{error}. The line begins with {line[:80].strip()!r}.") from error
+def _not_text(where: str, error: UnicodeDecodeError) -> str:
+    return f"{where}: not UTF-8 text: {error.reason} at byte {error.start}; convert the file to UTF-8"
 
 
-def _json_rows(file: TextIO, path: Path) -> Iterator[Any]:
-    """Rows of a .json file: an array of objects, JSON lines, or one object (a row, or around one list of rows)."""
-    lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
-    first = next(lines, (1, ""))
-    try:
-        value = parse_json(first[1], path.name)
-    except ValueError:  # the beginning of a longer value
-        value = None
-    second = next(lines, None) if isinstance(value, dict) else None
-    if second is not None:
-        yield from _line_rows(itertools.chain([first, second], lines), path)
-        return
-    if not isinstance(value, dict):
+def _json_rows(file: BinaryIO, path: Path, lone_object: bool) -> Iterator[tuple[Any, str]]:
+    """Rows of an array, of JSON lines, or of one object where the file may be one (a row, or around a list of rows)."""
+    opening = file.read(READ_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
+    file.seek(0)
+    if opening.startswith(b"["):
+        yield from _array_rows(io.TextIOWrapper(file, encoding="utf-8-sig"), path)
+    elif lone_object and not _is_lines(file, path):
+        text = io.TextIOWrapper(file, encoding="utf-8-sig").read(4 * MAX_ROW_BYTES + 1)
+        if len(text) > 4 * MAX_ROW_BYTES:
+            raise ValueError(f"{path}: one JSON object of more than {4 * MAX_ROW_BYTES >> 20} MiB; write JSON lines")
         try:
-            value = parse_json(first[1] + file.read(), path.name)
+            value = parse_json(text, path)
         except ValueError as error:
-            raise DownloadError(f"{error}. It is neither one JSON value nor JSON lines.") from error
-    if isinstance(value, dict):
-        value = _rows_around(value)
-    yield from value if isinstance(value, list) else [value]
+            raise ValueError(f"{error}. It is neither one JSON value nor JSON lines.") from error
+        yield from ((row, f"{path}, record {i}") for i, row in enumerate(_rows_around(value), start=1))
+    else:
+        for number, line in _lines(file, path):
+            where = f"{path}, line {number}"
+            try:
+                yield parse_json(line, where), where
+            except ValueError as error:
+                raise ValueError(f"{error}. The line begins with {line[:80].strip()!r}.") from error
 
 
-def _rows_around(value: dict[str, Any]) -> list[Any]:
+def _is_lines(file: BinaryIO, path: Path) -> bool:
+    """Whether the first line is a JSON value of its own and others follow, or there is no line at all."""
+    first_two = [line for _, line in itertools.islice(_lines(file, path), 2)]
+    file.seek(0)
+    try:
+        return not first_two or (isinstance(parse_json(first_two[0], path), dict) and len(first_two) == 2)
+    except ValueError:
+        return False
+
+
+def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, str]]:
+    """(number, text) of lines that are not blank; a byte order mark is dropped. Only "\\n" ends a line."""
+    for number in itertools.count(1):
+        raw = file.readline(MAX_ROW_BYTES + 1)
+        if not raw:
+            return
+        where = f"{path}, line {number}"
+        if len(raw) > MAX_ROW_BYTES:
+            raise ValueError(f"{where}: longer than {MAX_ROW_BYTES >> 20} MiB; split it into several records")
+        try:
+            text = raw.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").decode("utf-8").strip(" \t\r\n")
+        except UnicodeDecodeError as error:
+            raise ValueError(_not_text(where, error)) from error
+        if text:
+            yield number, text
+
+
+def _array_rows(file: TextIO, path: Path) -> Iterator[tuple[Any, str]]:
+    """Values of one JSON array, decoded one at a time from a buffer that holds few of them."""
+    decode, skip_space = json.JSONDecoder().raw_decode, re.compile(r"[ \t\r\n]*").match
+    buffer, number = file.read(READ_BYTES), 0
+    at = buffer.index("[") + 1
+    while True:
+        at = skip_space(buffer, at).end()  # pyright: ignore[reportOptionalMemberAccess], it matches anywhere
+        more_may_help = True
+        try:
+            if buffer[at : at + 1] == "]" and not (buffer[at + 1 :] + file.read(READ_BYTES)).strip():
+                return
+            value, end = decode(buffer, at)
+            following = skip_space(buffer, end).end()  # pyright: ignore[reportOptionalMemberAccess]
+            if buffer[following : following + 1] in (",", "]"):
+                number += 1
+                yield value, f"{path}, record {number}"
+                at = following + (buffer[following] == ",")
+                continue
+            more_may_help = following == len(buffer)
+        except RecursionError:
+            more_may_help = False
+        except json.JSONDecodeError as error:  # the value may go on in what is read next
+            more_may_help = error.msg.startswith("Unterminated") or error.pos > len(buffer) - LONGEST_WORD
+        except ValueError:  # a number of too many digits
+            more_may_help = False
+        more = file.read(max(READ_BYTES, len(buffer) - at)) if more_may_help else ""
+        if not more:
+            parse_json(f"[{buffer[at : at + MAX_ROW_BYTES]}", path)  # says what is wrong
+            raise ValueError(f"{path}: not valid JSON after record {number} of the array; write the file again")
+        buffer, at = buffer[at:] + more, 0
+        if len(buffer) > 2 * MAX_ROW_BYTES:
+            raise ValueError(f"{path}, record {number + 1}: longer than {MAX_ROW_BYTES >> 20} MiB; split it")
+
+
+def _rows_around(value: Any) -> list[Any]:
     """The one list of objects in `value`, else `value` as the only row: the turns of a conversation are no rows."""
+    if not isinstance(value, dict):
+        return [value]
     lists = [item for item in value.values() if isinstance(item, list) and item and isinstance(item[0], dict)]
     is_rows = len(lists) == 1 and not any(turn <= lists[0][0].keys() for turn in TURN_KEYS)
     return lists[0] if is_rows else [value]
 
 
-def _csv_rows(file: TextIO, path: Path, delimiter: str) -> Iterator[dict[str, str | None]]:
+def _csv_rows(file: TextIO, path: Path, delimiter: str) -> Iterator[tuple[dict[str, str | None], str]]:
     """Rows by the header's names; values stay text, absent trailing fields are null."""
     reader = csv.DictReader(file, delimiter=delimiter, strict=True)
     try:
         for row in reader:
             if None in row:
-                raise DownloadError(f"{path.name}, line {reader.line_num}: more fields than the header names.")
-            yield row
+                raise ValueError(f"{path}, line {reader.line_num}: more fields than the header names.")
+            yield row, f"{path}, line {reader.line_num}"
     except csv.Error as error:
-        raise DownloadError(f"{path.name}, after line {reader.line_num}: not CSV ({error}).") from error
+        raise ValueError(f"{path}, after line {reader.line_num}: not CSV ({error}).") from error
 
 
 def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -158,16 +230,41 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
             for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
                 yield from batch.to_pylist()
     except (OSError, ValueError) as error:  # pyarrow's errors for damaged files derive from OSError and ValueError
-        raise DownloadError(f"{path.name}: not readable as parquet ({error}).") from error
+        raise ValueError(f"{path}: not readable as parquet ({error}).") from error
+
+
+def _arrow_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of an Arrow file, in either of its forms: a stream, as the `datasets` library saves them, or a file."""
+    import_parquet()
+    from pyarrow import ipc, memory_map  # noqa: PLC0415
+
+    try:
+        with memory_map(str(path)) as file:
+            is_file = file.read(6) == b"ARROW1"
+            file.seek(0)
+            reader = ipc.open_file(file) if is_file else ipc.open_stream(file)
+            batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+            for batch in batches:
+                for start in range(0, batch.num_rows, PARQUET_BATCH_ROWS):
+                    yield from batch.slice(start, PARQUET_BATCH_ROWS).to_pylist()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: not readable as Arrow ({error}).") from error
+
+
+def without_nulls(value: Any) -> Any:
+    """A row of typed columns without the nulls that stand where other rows have a key."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def import_parquet() -> Any:
-    """pyarrow.parquet, which is not a dependency of flexengine.
+    """pyarrow.parquet, which comes with the `datasets` library.
 
     Raises: DownloadError saying how to install it.
     """
     try:
-        import pyarrow.parquet  # noqa: PLC0415 # type: ignore[import-not-found] - optional
+        import pyarrow.parquet  # noqa: PLC0415 - takes a while
     except ImportError:
         raise DownloadError("the data set is stored as parquet, which needs pyarrow: pip install pyarrow.") from None
     return pyarrow.parquet

@@ -1,8 +1,10 @@
-"""From files of records, or from a seed, to global batches: sources, records, tokenizer, masks, batches, synthetic."""
+"""From data sets, or from a seed, to global batches: sources, records, tokenizer, masks, store, prepare, batches."""
 
-from flexengine.data.batches import Batch, GlobalBatches, PreparedSequences, prepare_sequences
+from flexengine.data.batches import Batch, GlobalBatches
+from flexengine.data.prepare import Prepared, prepare_sequences, prepare_sources
 from flexengine.data.records import IGNORE, Message, Record, TokenizedRecord, parse_record
-from flexengine.data.sources import read_json_sft
+from flexengine.data.sources import parse_source, read_json_sft
+from flexengine.data.store import StoredSequences, default_cache
 from flexengine.data.synthetic import SyntheticBatches
 from flexengine.data.tokenizer import ChatTokenizer
 
@@ -12,11 +14,15 @@ __all__ = [
     "ChatTokenizer",
     "GlobalBatches",
     "Message",
-    "PreparedSequences",
+    "Prepared",
     "Record",
+    "StoredSequences",
     "SyntheticBatches",
     "TokenizedRecord",
+    "default_cache",
     "parse_record",
+    "parse_source",
     "prepare_sequences",
+    "prepare_sources",
     "read_json_sft",
 ]

@@ -6,10 +6,15 @@ plan, so the same command under another budget trains on the same batches.
 
 import math
 import random
-from collections.abc import Iterable, Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from flexengine.data.prepare import Prepared
 from flexengine.data.records import IGNORE, TokenizedRecord
+from flexengine.data.store import StoredSequences
 
 
 @dataclass(frozen=True)
@@ -29,85 +34,56 @@ class Batch:
         return sum(num_targets(labels) for labels in self.labels)
 
 
-@dataclass(frozen=True)
-class PreparedSequences:
-    """What the records became, and what was left out. Counts are in records."""
-
-    sequences: list[TokenizedRecord]
-    num_records: int
-    num_too_long: int
-    num_truncated: int
-    num_without_targets: int
-
-    def describe(self) -> str:
-        """One line for people."""
-        tokens = sum(len(s.input_ids) for s in self.sequences)
-        parts = [f"{len(self.sequences)} of {self.num_records} records, {tokens} tokens"]
-        parts += [f"{self.num_too_long} dropped as longer than --max-seq-len"] if self.num_too_long else []
-        parts += [f"{self.num_truncated} truncated to --max-seq-len"] if self.num_truncated else []
-        parts += [f"{self.num_without_targets} dropped without target tokens"] if self.num_without_targets else []
-        return "; ".join(parts)
-
-
 def num_targets(labels: list[int]) -> int:
     """Labels that give a loss after the shift by one: all but the first."""
     return sum(label != IGNORE for label in labels[1:])
 
 
-def prepare_sequences(records: Iterable[TokenizedRecord], max_seq_len: int, truncate_long: bool) -> PreparedSequences:
-    """Drops (or cuts) records longer than max_seq_len tokens and drops records that have no target token left.
-
-    Raises ValueError when nothing is left, saying why.
-    """
-    sequences: list[TokenizedRecord] = []
-    num_records = num_too_long = num_truncated = num_without_targets = longest = 0
-    for ids, labels in records:
-        num_records += 1
-        longest = max(longest, len(ids))
-        too_long = len(ids) > max_seq_len
-        if too_long and not truncate_long:
-            num_too_long += 1
-        elif num_targets(labels[:max_seq_len]) == 0:
-            num_without_targets += 1
-        else:
-            num_truncated += too_long
-            sequences.append(TokenizedRecord(ids[:max_seq_len], labels[:max_seq_len]))
-    if not sequences:
-        remedy = f"\n  works with: --max-seq-len {longest}, or --truncate-long" if num_too_long else ""
-        raise ValueError(
-            f"no record is left to train on: of {num_records}, {num_too_long} are longer than --max-seq-len"
-            f" {max_seq_len} tokens (longest: {longest}) and {num_without_targets} have no target token{remedy}"
-        )
-    return PreparedSequences(sequences, num_records, num_too_long, num_truncated, num_without_targets)
-
-
-def split_epoch(lengths: list[int], max_tokens: int, order: list[int]) -> list[list[int]]:
+def split_epoch(lengths: Sequence[int] | np.ndarray, max_tokens: int, order: Sequence[int]) -> list[Sequence[int]]:
     """Indices of each batch: sequences in the given order, a new batch where max_tokens would be exceeded.
 
     lengths in tokens, each <= max_tokens. The last batch may be short: an epoch is every sequence exactly once.
     """
-    batches: list[list[int]] = []
-    room = 0
-    for i in order:
-        if lengths[i] > room or not batches:
-            batches.append([])
-            room = max_tokens
-        batches[-1].append(i)
-        room -= lengths[i]
+    ends = np.cumsum(np.asarray(lengths, np.int64)[np.asarray(order, np.int64)])
+    batches: list[Sequence[int]] = []
+    first, tokens_before = 0, 0
+    while first < len(order):
+        last = int(np.searchsorted(ends, tokens_before + max_tokens, side="right"))
+        batches.append(order[first:last])
+        first, tokens_before = last, int(ends[last - 1])
     return batches
 
 
 class GlobalBatches:
-    """Batches of a fixed list of sequences, shuffled anew in every epoch from the seed."""
+    """Batches of a fixed set of sequences, shuffled again in every epoch from the seed."""
 
-    def __init__(self, sequences: list[TokenizedRecord], max_global_batch_tokens: int, seed: int) -> None:
-        """Raises ValueError when a sequence is longer than a whole batch (max_global_batch_tokens)."""
-        longest = max((len(s.input_ids) for s in sequences), default=0)
+    def __init__(
+        self,
+        sequences: Sequence[TokenizedRecord],
+        max_global_batch_tokens: int,
+        seed: int,
+        weights: Sequence[tuple[int, float]] = (),
+    ) -> None:
+        """weights: (number of sequences, times that an epoch sees each) of consecutive parts; default: all once.
+
+        Raises ValueError when a sequence is longer than a whole batch (max_global_batch_tokens).
+        """
+        known = getattr(sequences, "lengths", None)
+        self._lengths = np.array([len(s.input_ids) for s in sequences], np.int64) if known is None else known
+        longest = int(self._lengths.max(initial=0))
         if longest > max_global_batch_tokens:
             raise ValueError(
                 f"a sequence of {longest} tokens exceeds --max-global-batch-tokens {max_global_batch_tokens}"
             )
         self.sequences, self.max_global_batch_tokens, self.seed = sequences, max_global_batch_tokens, seed
+        self._weights = weights or [(len(sequences), 1.0)]
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[Prepared], max_global_batch_tokens: int, seed: int) -> "GlobalBatches":
+        """Batches of several sources, mixed by their weights."""
+        sequences = StoredSequences([(part.table.file, part.cut) for part in parts])
+        weights = [(len(part.cut.lengths), part.weight) for part in parts]
+        return cls(sequences, max_global_batch_tokens, seed, weights)
 
     def num_steps(self, steps: int | None, epochs: float | None) -> int:
         """steps if given (epochs follow one another as needed), else the batches of that many epochs (default 1).
@@ -125,14 +101,24 @@ class GlobalBatches:
         step = epoch = 0
         while step < num_steps:
             for indices in self._epoch(epoch)[: num_steps - step]:
-                yield Batch(
-                    [self.sequences[i].input_ids for i in indices],
-                    [self.sequences[i].labels for i in indices],
-                )
+                rows = [self.sequences[i] for i in indices]
+                yield Batch([row.input_ids for row in rows], [row.labels for row in rows])
                 step += 1
             epoch += 1
 
-    def _epoch(self, epoch: int) -> list[list[int]]:
-        order = list(range(len(self.sequences)))
-        random.Random(f"{self.seed}/{epoch}").shuffle(order)
-        return split_epoch([len(s.input_ids) for s in self.sequences], self.max_global_batch_tokens, order)
+    def _epoch(self, epoch: int) -> list[Sequence[int]]:
+        order = array("q")
+        rng = random.Random(f"{self.seed}/{epoch}")
+        first = 0
+        for count, weight in self._weights:
+            times, part = divmod(weight, 1.0)
+            order.extend(array("q", range(first, first + count)) * int(times))
+            if part:
+                order.extend(
+                    random.Random(f"{self.seed}/{epoch}/{first}").sample(
+                        range(first, first + count), round(part * count)
+                    )
+                )
+            first += count
+        rng.shuffle(order)
+        return split_epoch(self._lengths, self.max_global_batch_tokens, order)

@@ -1,45 +1,129 @@
-"""Readers of instruction data: a JSON list of records, or JSON Lines with one record a line (source `json_sft`)."""
+"""Where records come from: files, folders, data sets of the hub, and shards of tokens, several at once with weights.
 
+A source is written as `PLACE[:SPLIT][=WEIGHT]`: a file of records (JSON, JSON Lines, CSV, TSV, Parquet, Arrow; .gz),
+a folder of such files, an id on the Hugging Face hub (`ORG/NAME[:CONFIG][:SPLIT]`), or a shard of tokens (.bin, .npy).
+"""
+
+import hashlib
+import os
+import re
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flexengine.checkpoint.atomic import sha256_of
+from flexengine.checkpoint.dataset_files import format_of, select_data_files
+from flexengine.checkpoint.dataset_rows import read_rows, without_nulls
+from flexengine.checkpoint.manifest import DownloadError
 from flexengine.data.records import Record, parse_record
-from flexengine.wording import parse_json
+from flexengine.data.store import SHARD_SUFFIXES
+
+WEIGHT = re.compile(r"(.+)=(\d+(?:\.\d*)?|\.\d+)")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+DEFAULT_SPLIT = "train"
+WANTED = "--dataset wants a JSON or JSON Lines file, CSV, Parquet, Arrow, a folder of them, or an id on the hub"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One place of records; weight says how often an epoch sees it (0.5: half of it, 2: twice)."""
+
+    place: str
+    split: str = DEFAULT_SPLIT
+    config: str | None = None
+    weight: float = 1.0
+
+    @property
+    def is_shard(self) -> bool:
+        """Whether it holds tokens rather than records."""
+        return Path(self.place).suffix in SHARD_SUFFIXES
+
+
+def parse_source(text: str) -> Source:
+    """The source that an option names. Raises ValueError where there is no such file, folder or id."""
+    match = None if os.path.exists(text) else WEIGHT.fullmatch(text)
+    name, weight = (match[1], float(match[2])) if match else (text, 1.0)
+    if weight <= 0:
+        raise ValueError(f"data set {text}: a weight must be more than 0; leave the data set out instead")
+    place, *rest = [name] if os.path.exists(name) else name.split(":")
+    if len(rest) > 2 or (len(rest) == 2 and os.path.exists(place)):
+        raise ValueError(f"data set {text}: too many colons; write PLACE:SPLIT, or ORG/NAME:CONFIG:SPLIT for the hub")
+    if not os.path.exists(place) and (not HUB_ID.fullmatch(place) or format_of(place) or place.startswith(".")):
+        raise ValueError(f"data set {text}: no such file; {WANTED}")
+    config, split = (None, *rest) if len(rest) == 1 else (rest or (None, DEFAULT_SPLIT))
+    return Source(place, split or DEFAULT_SPLIT, config, weight)
+
+
+class Reader:
+    """The records of one source, read as they are asked for. Its key changes when they do."""
+
+    def __init__(self, source: Source) -> None:
+        """Finds the files, or the data set in the cache of the hub, which fetches it first. Raises ValueError."""
+        self.source = source
+        self.unread: Counter[str] = Counter()
+        on_disk = os.path.exists(source.place)
+        self._files = files_of(source) if on_disk else []
+        self._hub = None if on_disk else _load_from_hub(source)
+
+    def key(self) -> str:
+        """A digest of the contents."""
+        if self._hub is not None:
+            return f"hub {self._hub._fingerprint}"
+        return hashlib.sha256("".join(map(sha256_of, self._files)).encode()).hexdigest()
+
+    def records(self) -> Iterator[Record]:
+        """Every record, in order. Raises ValueError naming file and place of what cannot be read."""
+        found = False
+        for row, where in self._rows():
+            found = True
+            yield parse_record(row, where, self.unread)
+        if not found:
+            num_bytes = sum(path.stat().st_size for path in self._files)
+            raise ValueError(
+                f"data set {self.source.place} holds no record ({num_bytes} bytes); --dataset wants one record or more"
+            )
+
+    def _rows(self) -> Iterator[tuple[Any, str]]:
+        if self._hub is not None:
+            for i, row in enumerate(self._hub, start=1):
+                yield without_nulls(row), f"{self.source.place}, row {i}"
+        for path in self._files:
+            yield from read_rows(path)
+
+
+def files_of(source: Source) -> list[Path]:
+    """The files of a source on disk: itself, or those of a folder that make up the split."""
+    path = Path(source.place)
+    if path.is_file():
+        return [path]
+    names = sorted(str(found.relative_to(path)) for found in path.rglob("*") if found.is_file())
+    if not any(map(format_of, names)):
+        raise ValueError(f"data set {path}: is a folder; {WANTED}, and it holds no such file")
+    try:
+        return [path / name for name in select_data_files(names, None, source.split, source.config)]
+    except DownloadError as error:
+        raise ValueError(f"data set {path}: {str(error).replace('--split', f'--dataset {path}:SPLIT')}") from None
+
+
+def _load_from_hub(source: Source) -> Any:
+    """A data set of the hub, through the cache of the `datasets` library: mapped from disk, and there when offline."""
+    import datasets  # noqa: PLC0415 - takes a second
+
+    try:
+        return datasets.load_dataset(source.place, source.config, split=source.split)
+    except Exception as error:  # of the network, the hub, its loaders: any
+        found = (str(error).splitlines() or [type(error).__name__])[0][:300]
+        raise ValueError(
+            f"data set {source.place} (split {source.split}): no such file, and not to be had from the hub: {found}\n"
+            f"  check the name, or fetch it where there is a network: python download.py dataset {source.place}"
+            f" --split {source.split} --target {source.place.split('/')[-1]}.jsonl"
+        ) from None
 
 
 def read_json_sft(path: str | Path) -> list[Record]:
-    """All records of a .json or .jsonl file, in file order.
-
-    The content decides between the two, not the suffix: a file whose first character is "[" is a list. Blank lines are
-    skipped.
-    Raises: ValueError naming file and line (in a list: the number of the record) when the file is missing, empty or
-    not JSON, or when a record has an unknown format.
-    """
-    path = Path(path)
-    if not path.is_file():
-        found = "is a folder" if path.is_dir() else "no such file"
-        raise ValueError(f"data set {path}: {found}; --dataset wants a JSON or JSON Lines file")
-    records = [parse_record(raw, where) for raw, where in _raw_records(path)]
-    if not records:
-        num_bytes = path.stat().st_size
-        raise ValueError(f"data set {path} holds no record ({num_bytes} bytes); --dataset wants one record or more")
-    return records
-
-
-def _raw_records(path: Path) -> Iterator[tuple[Any, str]]:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"data set {path} is not UTF-8 text: {error.reason} at byte {error.start}; convert the file to UTF-8"
-        ) from None
-    if text.lstrip().startswith("["):
-        values = parse_json(text, path)
-        for number, raw in enumerate(values, start=1):
-            yield raw, f"{path}, record {number}"
-        return
-    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: it also cuts at U+2028 inside strings
-        if line.strip():
-            where = f"{path}, line {number}"
-            yield parse_json(line, where), where
+    """All records of a file, in order. Raises ValueError naming file and place, or when it is missing or empty."""
+    if not os.path.exists(path):
+        raise ValueError(f"data set {path}: no such file; {WANTED}")
+    return list(Reader(Source(str(path))).records())

@@ -8,6 +8,7 @@ transformers' sandbox, under a limit of time and size.
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import logging
 import re
@@ -16,6 +17,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +42,10 @@ TEMPLATE_SECONDS = 20
 """Longest time that one rendering may take: real ones take microseconds a turn, an endless loop takes for ever."""
 TEMPLATE_CHARACTERS = 2**28
 """Longest rendering, far above what any sequence length takes."""
-BATCH_CHARACTERS = 2**22
-"""Text that is tokenized at once: enough for every core, and small beside a host budget."""
+BATCH_CHARACTERS, BATCH_RECORDS = 2**21, 2**14
+"""Text and records that are tokenized at once: enough for every core, and small beside a host budget."""
+LONGEST_TEXT = 2**25
+"""Characters of the longest record: beyond it a tokenizer takes gigabytes, and no sequence is as long."""
 
 
 class ChatTokenizer:
@@ -103,6 +107,11 @@ class ChatTokenizer:
         """The largest token id; a model needs vocab_size > max_id."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values())
 
+    def key(self) -> str:
+        """A digest of all that decides which tokens a record becomes and which of them are trained."""
+        parts = (self.tokenizer.to_str(), self.template, sorted(self._variables.items()), self.train_on)
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of one user message, ready for the assistant to answer."""
         prompt = self._render([Message("user", text)], add_generation_prompt=True).text
@@ -129,7 +138,17 @@ class ChatTokenizer:
         Loss is on what the assistant says and on the token that ends it, or on all of a plain text. A token that only
         overlaps an answer, such as the space before its first word, counts as part of it.
         """
-        waiting: list[tuple[Record, Marked | None]] = []
+        with ThreadPoolExecutor(1) as executor:  # while one batch is tokenized, the templates of the next are rendered
+            running: Future[list[TokenizedRecord]] | None = None
+            for batch in self._marked_batches(records):
+                following = executor.submit(self._encode_batch, batch)
+                yield from running.result() if running else ()
+                running = following
+            yield from running.result() if running else ()
+
+    def _marked_batches(self, records: Iterable[Record]) -> Iterator[list[tuple[Record, Marked | None]]]:
+        """Records with their text and spans, about BATCH_CHARACTERS at a time, without those that are left out."""
+        batch: list[tuple[Record, Marked | None]] = []
         num_characters = 0
         for record in records:
             try:
@@ -139,19 +158,24 @@ class ChatTokenizer:
                 continue
             except ValueError as error:
                 raise ValueError(f"{record.where}: {error}" if record.where else str(error)) from None
-            waiting.append((record, found))
-            num_characters += len(found.text) if found else 0
-            if num_characters >= BATCH_CHARACTERS:
-                yield from self._encode_waiting(waiting)
-                waiting, num_characters = [], 0
-        yield from self._encode_waiting(waiting)
+            if found and len(found.text) > LONGEST_TEXT:
+                size = f"{record.where}: a text of {len(found.text)} characters"
+                raise ValueError(f"{size}; the longest is {LONGEST_TEXT}: split it into several records")
+            batch.append((record, found))
+            num_characters += len(found.text) if found else BATCH_CHARACTERS // BATCH_RECORDS
+            if num_characters >= BATCH_CHARACTERS or len(batch) >= BATCH_RECORDS:
+                yield batch
+                batch, num_characters = [], 0
+        yield batch
 
-    def _encode_waiting(self, waiting: list[tuple[Record, Marked | None]]) -> Iterator[TokenizedRecord]:
-        texts = [found.text for record, found in waiting if record.text is not None and found]
-        chats = [found.text for record, found in waiting if record.messages and found]
+    def _encode_batch(self, batch: list[tuple[Record, Marked | None]]) -> list[TokenizedRecord]:
+        texts = [found.text for record, found in batch if record.text is not None and found]
+        chats = [found.text for record, found in batch if record.messages and found]
         encoded = {True: iter(self._encode(texts, plain=True)), False: iter(self._encode(chats))}
-        for record, found in waiting:
-            yield self._tokenized(record, found, next(encoded[record.text is not None]) if found else None)
+        return [
+            self._tokenized(record, found, next(encoded[record.text is not None]) if found else None)
+            for record, found in batch
+        ]
 
     def _mark(self, record: Record) -> Marked | None:
         """The record as text with its trained spans; None for one of tokens."""

@@ -28,10 +28,11 @@ BOS_EOS = {
     "smollm3": ("<|begin_of_text|>", "<|im_end|>"),
 }
 SPECIAL = """
-<｜User｜> <｜Assistant｜> <｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜>
-<｜tool▁sep｜> <｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜> <start_of_turn> <end_of_turn> <|start|> <|message|> <|channel|> <|call|>
-<|end|> <|start_header_id|> <|end_header_id|> <|eot_id|> <|eom_id|> <|im_start|> <|im_end|> <|im_sep|> [INST] [/INST]
-[TOOL_CALLS] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS]
+<｜User｜> <｜Assistant｜> <｜tool▁sep｜> <｜tool▁calls▁begin｜> <｜tool▁calls▁end｜>
+<｜tool▁call▁begin｜> <｜tool▁call▁end｜> <｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜>
+<start_of_turn> <end_of_turn> <|start|> <|message|> <|channel|> <|call|> <|end|> <|start_header_id|> <|end_header_id|>
+<|eot_id|> <|eom_id|> <|im_start|> <|im_end|> <|im_sep|> [INST] [/INST] [TOOL_CALLS] [AVAILABLE_TOOLS]
+[/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS]
 """
 AS_TEXT = {"llama-2": {"[INST]", "[/INST]"}, "mistral-v1": {"[INST]", "[/INST]"}}
 """Markers that the tokenizers of these models split like any text."""

@@ -65,7 +65,7 @@ def test_demo_folder():
     data = DEMO / "demo_instructions.jsonl"
     assert data.stat().st_size < 800_000
     prepared = prepare_sequences(tokenizer.encode_records(read_json_sft(data)), 128, truncate_long=False)
-    assert len(prepared.sequences) == prepared.num_records == 3000
+    assert len(prepared.sequences) == prepared.cut.num_records == 3000
 
 
 @pytest.mark.skipif(not BENCH.is_file(), reason="bench/ is not beside the package")

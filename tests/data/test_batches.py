@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexengine.data.batches import GlobalBatches, prepare_sequences, split_epoch
+from flexengine.data.batches import GlobalBatches, split_epoch
+from flexengine.data.prepare import prepare_sequences
 from flexengine.data.records import IGNORE, TokenizedRecord
 from flexengine.data.synthetic import DEFAULT_STEPS, SyntheticBatches
 
@@ -62,17 +63,17 @@ def test_long_records_are_dropped_or_cut():
         TokenizedRecord([11], [11]),
     ]
     dropped = prepare_sequences(records, max_seq_len=3, truncate_long=False)
-    assert dropped.sequences == [([9, 10], [9, 10])]
-    assert (dropped.num_records, dropped.num_too_long, dropped.num_without_targets) == (4, 2, 1)
+    assert list(dropped.sequences) == [([9, 10], [9, 10])]
+    assert (dropped.cut.num_records, dropped.cut.num_too_long, dropped.cut.num_without_targets) == (4, 2, 1)
     cut = prepare_sequences(records, max_seq_len=3, truncate_long=True)
-    assert cut.sequences == [([1, 2, 3], [IGNORE, 2, 3]), ([9, 10], [9, 10])]
-    assert (cut.num_truncated, cut.num_without_targets) == (1, 2)
+    assert list(cut.sequences) == [([1, 2, 3], [IGNORE, 2, 3]), ([9, 10], [9, 10])]
+    assert (cut.cut.num_truncated, cut.cut.num_without_targets) == (1, 2)
     assert cut.describe() == ("2 of 4 records, 5 tokens; 1 truncated to --max-seq-len; 2 dropped without target tokens")
 
 
 def test_nothing_left_says_what_would_work():
     with pytest.raises(ValueError, match="works with: --max-seq-len 4"):
-        prepare_sequences([TokenizedRecord([1, 2, 3, 4], [1, 2, 3, 4])], max_seq_len=3, truncate_long=False)
+        prepare_sequences([TokenizedRecord([1, 2, 3, 4], [IGNORE, 2, 3, 4])], max_seq_len=3, truncate_long=False)
 
 
 def test_target_tokens_leave_out_the_first_of_each_sequence():

@@ -43,7 +43,7 @@ DATA = (
     ),
     Case(
         "data_longer_than_the_sequence",
-        json.dumps({"text": "the river is wide " * 40}),
+        json.dumps({"question": "the river is wide " * 40, "answer": "it is"}),
         (
             "of 1, 1 are longer than --max-seq-len 16 tokens \\(longest: \\d+\\)",
             "works with: --max-seq-len \\d+, or --trunc",

@@ -1,0 +1,249 @@
+"""Tokens on disk: records tokenized once into a compact file, and files of token shards, read by position.
+
+Four bytes a token: the id as a signed integer, with all its bits flipped (so negative) where the token has no loss. Two
+numbers a record stand beside it. Tokens are read with positioned reads rather than through a mapping, whose pages would
+count as resident memory of the process: what a run holds is the index and one batch.
+"""
+
+import json
+import logging
+import os
+import shutil
+import tempfile
+import zipfile
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from flexengine.data.records import IGNORE, TokenizedRecord
+
+logger = logging.getLogger(__name__)
+
+WHOLE = -1
+"""In place of a record's first target: all its tokens are targets, so that the record may be split."""
+TOKENS_FILE, INDEX_FILE, COUNTS_FILE = "tokens.bin", "index.npz", "counts.json"
+SHARD_SUFFIXES = (".bin", ".npy")
+LLM_C_MAGIC = {20240520: np.uint16, 20240801: np.uint32}
+"""First number of the 256 that open llm.c's shards (https://github.com/karpathy/llm.c, dev/data) -> dtype of tokens."""
+LLM_C_HEADER_BYTES = 1024
+LARGEST_UINT16_VOCABULARY = 2**16
+
+
+class TokenFile:
+    """A file of token ids, read by position; `signed` ones say with their sign which tokens have a loss."""
+
+    def __init__(self, file: int, dtype: np.dtype, offset_bytes: int = 0, signed: bool = True) -> None:
+        """file: descriptor, owned from here on."""
+        self._file, self._dtype, self._offset_bytes, self._signed = file, dtype, offset_bytes, signed
+
+    def __del__(self) -> None:
+        os.close(self._file)
+
+    def read(self, start: int, length: int) -> TokenizedRecord:
+        """Tokens start..start+length of the file with their labels."""
+        size = self._dtype.itemsize
+        raw = os.pread(self._file, length * size, self._offset_bytes + start * size)
+        tokens = np.frombuffer(raw, self._dtype)
+        if len(tokens) != length:
+            raise ValueError(f"a file of tokens ends {length - len(tokens)} tokens early; it changed while it was read")
+        if not self._signed:
+            ids = tokens.tolist()
+            return TokenizedRecord(ids, ids)
+        ids, labels = np.where(tokens < 0, ~tokens, tokens), np.where(tokens < 0, IGNORE, tokens)
+        return TokenizedRecord(ids.tolist(), labels.tolist())
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """Records in a file of tokens: where each ends, and its first token with a loss (after the first of all) or WHOLE.
+
+    left_out and notes count, by reason, what the records lost on the way here.
+    """
+
+    file: TokenFile
+    ends: np.ndarray
+    first_targets: np.ndarray
+    left_out: dict[str, int] = field(default_factory=dict)
+    notes: dict[str, int] = field(default_factory=dict)
+
+
+class Cut(NamedTuple):
+    """Sequences of one table, as positions in its file, and what became of its records. Counts are in records."""
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    num_records: int
+    num_too_long: int
+    num_truncated: int
+    num_split: int
+    num_without_targets: int
+    longest: int
+
+
+def cut_records(table: TokenTable, max_seq_len: int, truncate_long: bool) -> Cut:
+    """Sequences of at most max_seq_len tokens, in the order of the records.
+
+    A longer record is split where all of it is trained, each part beginning with the last token of the one before, so
+    that every token but the first is predicted once; others are dropped, or cut with truncate_long. A record without a
+    token to learn is dropped.
+    """
+    begins = np.concatenate((np.zeros(1, np.int64), table.ends[:-1]))[: len(table.ends)]
+    sizes = table.ends - begins
+    whole, is_long = table.first_targets == WHOLE, sizes > max_seq_len
+    has_target = np.where(whole, sizes > 1, table.first_targets < np.minimum(sizes, max_seq_len))
+    too_long = is_long & ~whole & (not truncate_long)
+    kept = has_target & ~too_long
+    stride = max(max_seq_len - 1, 1)
+    num_parts = np.where(kept, np.where(is_long & whole, -(-(sizes - 1) // stride), 1), 0)
+    record = np.repeat(np.arange(len(sizes)), num_parts)
+    offset = (np.arange(len(record)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)) * stride
+    return Cut(
+        starts=begins[record] + offset,
+        lengths=np.minimum(sizes[record] - offset, max_seq_len),
+        num_records=len(sizes),
+        num_too_long=int(too_long.sum()),
+        num_truncated=int((kept & is_long & ~whole).sum()),
+        num_split=int((kept & is_long & whole).sum()),
+        num_without_targets=int((~has_target & ~too_long).sum()),
+        longest=int(sizes.max(initial=0)),
+    )
+
+
+class StoredSequences(Sequence[TokenizedRecord]):
+    """Sequences of several tables, read from disk when asked for. lengths in tokens, of all of them in order."""
+
+    def __init__(self, parts: Sequence[tuple[TokenFile, Cut]]) -> None:
+        self._parts = parts
+        self._ends = np.cumsum([len(cut.lengths) for _, cut in parts])
+        self.lengths = np.concatenate([cut.lengths for _, cut in parts]) if parts else np.zeros(0, np.int64)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, i: int) -> TokenizedRecord:  # pyright: ignore[reportIncompatibleMethodOverride], no slices
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        part = int(np.searchsorted(self._ends, i, side="right"))
+        file, cut = self._parts[part]
+        at = i - int(self._ends[part]) + len(cut.lengths)
+        return file.read(int(cut.starts[at]), int(cut.lengths[at]))
+
+
+# ---- tokenized once --------------------------------------------------------------------------------------------
+
+
+def default_cache() -> Path:
+    """data/ of $FLEXENGINE_CACHE, else of flexengine/ in the XDG cache folder."""
+    if folder := os.environ.get("FLEXENGINE_CACHE"):
+        return Path(folder) / "data"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flexengine" / "data"
+
+
+def write_tokens(records: Iterable[TokenizedRecord], file: int) -> tuple[np.ndarray, np.ndarray]:
+    """Writes records to an open file; returns where each ends and its first target (TokenTable)."""
+    ends, first_targets, total = array("q"), array("i"), 0
+    with open(file, "wb", closefd=False, buffering=2**20) as out:
+        for ids, labels in records:
+            tokens = np.array(ids, np.int32)
+            first = WHOLE
+            if labels is not ids:
+                ignored = np.array(labels, np.int32) == IGNORE
+                np.invert(tokens, out=tokens, where=ignored)
+                if ignored.any():
+                    first = len(tokens) if ignored[1:].all() else 1 + int(np.argmin(ignored[1:]))
+            out.write(tokens.data)
+            total += len(tokens)
+            ends.append(total)
+            first_targets.append(first)
+    return np.array(ends, np.int64), np.array(first_targets, np.int32)
+
+
+def table_in_scratch(records: Iterable[TokenizedRecord]) -> TokenTable:
+    """A table in a file without a name, which the system removes with the process."""
+    with tempfile.TemporaryFile() as file:
+        index = write_tokens(records, file.fileno())
+        return TokenTable(TokenFile(os.dup(file.fileno()), np.dtype(np.int32)), *index)
+
+
+def open_table(folder: Path) -> TokenTable | None:
+    """The table that an earlier run left in a folder of the cache; None where there is none."""
+    try:
+        counts = json.loads((folder / COUNTS_FILE).read_text())
+        with np.load(folder / INDEX_FILE) as index:
+            ends, first_targets = index["ends"], index["first_targets"]
+        file = os.open(folder / TOKENS_FILE, os.O_RDONLY)
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile):  # absent or damaged: it is written again
+        return None
+    table = TokenTable(TokenFile(file, np.dtype(np.int32)), ends, first_targets, counts["left_out"], counts["notes"])
+    whole = os.fstat(file).st_size == 4 * (int(ends[-1]) if len(ends) else 0)
+    return table if whole else None
+
+
+def write_table(folder: Path, records: Iterable[TokenizedRecord], counts: dict[str, dict[str, int]]) -> None:
+    """Writes a table beside `folder` and gives it that name when it is whole; counts are read when records end."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    try:
+        file = os.open(partial / TOKENS_FILE, os.O_WRONLY | os.O_CREAT)
+        try:
+            ends, first_targets = write_tokens(records, file)
+        finally:
+            os.close(file)
+        np.savez(partial / INDEX_FILE, ends=ends, first_targets=first_targets)
+        (partial / COUNTS_FILE).write_text(json.dumps(counts))
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged one
+        os.rename(partial, folder)
+    except FileExistsError:
+        pass  # another process was faster
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+# ---- shards of tokens ------------------------------------------------------------------------------------------
+
+
+def open_shard(path: Path, vocab_size: int) -> TokenTable:
+    """A .bin or .npy file of token ids as one long record.
+
+    .bin: llm.c's shards by their header, else bare numbers, of 16 bits where the vocabulary fits in them and of 32
+    elsewhere. Raises ValueError for other contents and for ids outside of the vocabulary (the first million are read).
+    """
+    dtype, offset_bytes, num_tokens = _npy_layout(path) if path.suffix == ".npy" else _bin_layout(path, vocab_size)
+    table = TokenTable(
+        TokenFile(os.open(path, os.O_RDONLY), dtype, offset_bytes, signed=False),
+        np.array([num_tokens], np.int64),
+        np.array([WHOLE], np.int32),
+    )
+    ids = table.file.read(0, min(num_tokens, 10**6)).input_ids
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise ValueError(
+            f"{path}: holds the token {max(ids)}, read as {dtype}, but the model's vocab_size is {vocab_size}; it is of"
+            " another tokenizer, or of another number format: write shards as .npy"
+        )
+    return table
+
+
+def _npy_layout(path: Path) -> tuple[np.dtype, int, int]:
+    try:
+        array = np.load(path, mmap_mode="r")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read as a NumPy array ({error}); write it with numpy.save") from None
+    if not isinstance(array, np.memmap) or array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueError(f"{path}: holds {array.dtype} of shape {array.shape}; token ids are a flat array of integers")
+    return array.dtype, array.offset, len(array)
+
+
+def _bin_layout(path: Path, vocab_size: int) -> tuple[np.dtype, int, int]:
+    num_bytes = path.stat().st_size
+    magic = int.from_bytes(path.open("rb").read(4), "little")
+    if magic in LLM_C_MAGIC and num_bytes >= LLM_C_HEADER_BYTES:
+        dtype, offset_bytes = np.dtype(LLM_C_MAGIC[magic]), LLM_C_HEADER_BYTES
+    else:
+        dtype, offset_bytes = np.dtype(np.uint16 if vocab_size <= LARGEST_UINT16_VOCABULARY else np.uint32), 0
+    if (num_bytes - offset_bytes) % dtype.itemsize:
+        raise ValueError(f"{path}: {num_bytes} bytes are no whole number of {dtype} tokens; write shards as .npy")
+    return dtype, offset_bytes, (num_bytes - offset_bytes) // dtype.itemsize
