@@ -16,7 +16,8 @@ from huggingface_hub.utils import logging as hub_logging
 from flexengine.checkpoint.atomic import format_gib, sha256_of
 from flexengine.checkpoint.dataset_files import format_of, select_data_files
 from flexengine.checkpoint.dataset_rows import import_parquet, write_json_lines
-from flexengine.checkpoint.hub import RepoListing, Transfer, fetch_files, list_repo, partial_folder
+from flexengine.checkpoint.hub import fetch_files, partial_folder, unverified
+from flexengine.checkpoint.hub_listing import RepoListing, Transfer, list_repo
 from flexengine.checkpoint.layout import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, is_support_file
 from flexengine.checkpoint.manifest import DownloadError, manifest_path, read_manifest, verify_manifest, write_manifest
 from flexengine.wording import FlagParser, explain_os_error, parse_json, shown
@@ -57,7 +58,8 @@ def download_model(
         source = {"repo": repo, "repo_type": "model", "requested_revision": revision, "revision": listing.commit}
         path = write_manifest(target, records, source)
     total_bytes = sum(record.num_bytes for record in records.values())
-    transfer.log(f"complete: {len(records)} files, {format_gib(total_bytes)}, verified; manifest {path}")
+    checked = unverified(listing, records)
+    transfer.log(f"complete: {len(records)} files, {format_gib(total_bytes)}{checked}; manifest {path}")
     return path
 
 
@@ -157,7 +159,8 @@ def download_dataset(
     sources = {name: {"size": part.num_bytes, "sha256": part.sha256} for name, part in records.items()}
     path = write_manifest(target, {target.name: record}, {**source, "num_rows": num_rows, "source_files": sources})
     shutil.rmtree(folder, ignore_errors=True)
-    transfer.log(f"complete: {num_rows} rows, {format_gib(record.num_bytes)} in {target}; manifest {path}")
+    checked = unverified(listing, records)
+    transfer.log(f"complete: {num_rows} rows, {format_gib(record.num_bytes)} in {target}{checked}; manifest {path}")
     return path
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from huggingface_hub.errors import (
     EntryNotFoundError,
@@ -16,6 +17,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import hf_raise_for_status
 
 from flexengine.checkpoint.manifest import DownloadError
 
@@ -24,6 +26,10 @@ from flexengine.checkpoint.manifest import DownloadError
 HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 MAX_WAIT_S = 8.0  # longest pause between attempts
+MAX_LINE_CHARACTERS = 300  # of what a server said, in a message
+
+_PASSWORD = re.compile(r"(?<=://)[^/\s@]+@")
+_QUERY = re.compile(r"(https?://[^\s'\"?]+)\?[^\s'\"]+")
 
 Result = TypeVar("Result")
 
@@ -34,10 +40,12 @@ def with_retries(
     num_retries: int,
     log: Callable[[str], None],
     progressed: Callable[[], bool] = lambda: False,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Result:
     """Run `action` until it succeeds; transient failures are tried again num_retries times in a row without progress.
 
-    asked: what the messages say was being done. progressed() tells whether anything arrived since it was last asked.
+    asked: what the messages say was being done. progressed() tells whether anything arrived since it was last asked;
+    once stopped() is true nothing is tried again.
     Raises: DownloadError that explains the last failure; other errors (disk, interrupt) as they are.
     """
     failures = 0
@@ -46,7 +54,7 @@ def with_retries(
             return action()
         except (HTTP_ERROR, HFValidationError, OfflineModeIsEnabled, EntryNotFoundError) as error:
             failures = 1 if progressed() else failures + 1
-            if not _is_transient(error) or failures > num_retries:
+            if not _is_transient(error) or failures > num_retries or stopped():
                 raise DownloadError(f"{asked}: {explain(error)}") from error
             wait_s = min(2.0 ** (failures - 1), MAX_WAIT_S)
             log(f"  {asked}: {_first_line(error)}; trying again in {wait_s:.0f} s")
@@ -64,7 +72,23 @@ def _status(error: Exception) -> int | None:
 
 
 def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return without_secrets(line)[:MAX_LINE_CHARACTERS]
+
+
+def without_secrets(text: str) -> str:
+    """A text without passwords in addresses and without their queries: those of the hub's storage are signed."""
+    return _QUERY.sub(r"\1", _PASSWORD.sub("", text))
+
+
+def raise_for_status(response: Any) -> None:
+    """Raise the error of the hub that a response stands for, if it is one.
+
+    Its status and headers say which; its body, which may be anything of any length, is not read.
+    """
+    if response.is_error:
+        headers = {name: value for name, value in response.headers.items() if name.startswith("x-")}
+        hf_raise_for_status(type(response)(response.status_code, headers=headers, request=response.request))
 
 
 def explain(error: Exception) -> str:

@@ -13,7 +13,7 @@ from safetensors.torch import save
 
 from flexengine.checkpoint import download as download_module
 from flexengine.checkpoint import hub as hub_module
-from flexengine.checkpoint import hub_errors
+from flexengine.checkpoint import hub_errors, hub_file, hub_listing
 from flexengine.checkpoint.download import DownloadError, main, verify_manifest
 from flexengine.checkpoint.reader import CheckpointReader
 
@@ -138,8 +138,8 @@ def test_partial_file_longer_than_the_real_one(hub, repo, tmp_path):
     partial = tmp_path / hub_module.PARTIAL_FOLDER
     partial.mkdir()
     sha256 = hub.describe(f"models/{REPO}")["siblings"][list(repo).index(SHARDS[0])]["lfs"]["sha256"]
-    file = hub_module.RemoteFile(SHARDS[0], len(repo[SHARDS[0]]), sha256, None)
-    (partial / hub_module._partial_name(file)).write_bytes(b"x" * (len(repo[SHARDS[0]]) + 5))
+    file = hub_listing.RemoteFile(SHARDS[0], len(repo[SHARDS[0]]), sha256, None)
+    (partial / hub_file.partial_name(file)).write_bytes(b"x" * (len(repo[SHARDS[0]]) + 5))
     assert fetch(hub, tmp_path) == 0
     verify_manifest(tmp_path)
 
@@ -156,14 +156,14 @@ def test_files_with_equal_contents_at_once(hub, repo, tmp_path, contents):
 
 @pytest.mark.parametrize("spoil", [Path.unlink, lambda path: path.write_bytes(b"{")], ids=["gone", "shorter"])
 def test_partial_file_that_another_program_changes(hub, repo, tmp_path, capsys, monkeypatch, spoil):
-    check = hub_module._FileFetch._check_contents
+    check = hub_file.FileFetch._check_contents
 
     def check_then_spoil(self):
         check(self)
         if self.file.path == "config.json":
             spoil(self.partial_path)
 
-    monkeypatch.setattr(hub_module._FileFetch, "_check_contents", check_then_spoil)
+    monkeypatch.setattr(hub_file.FileFetch, "_check_contents", check_then_spoil)
     assert fetch(hub, tmp_path) == 1
     assert "config.json of model 'org/tiny'" in (message := capsys.readouterr().err)
     assert "another program" in message
