@@ -1,4 +1,4 @@
-"""What the config of any family may state: what none of them can train, and what all leave out."""
+"""Checks what the config of any family may state: features that none can train, and dropout, which all leave out."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ DROPOUTS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
 
 
 def refuse_unsupported(name: str, config: dict) -> None:
-    """Raise ValueError where a config, or the part of it that describes the text, asks for attention to later tokens,
-    or has rope options twice."""
+    """Raise ValueError if a config attends to later tokens or has rope options twice, also in its part on the text."""
     for fields in _described(name, config):
         for switch, harmless in (("is_causal", True), ("use_bidirectional_attention", False)):
             if fields.switch(switch, harmless) is not harmless:
@@ -26,7 +25,7 @@ def refuse_unsupported(name: str, config: dict) -> None:
 
 
 def dropout_notice(name: str, config: dict) -> str:
-    """Which dropout a config asks for, as all of it is left out; empty where it asks for none."""
+    """Tell which dropout of a config is left out; empty if the config asks for none."""
     found = {
         field: rate for fields in _described(name, config) for field in DROPOUTS if (rate := fields.number(field, 0.0))
     }
@@ -35,6 +34,6 @@ def dropout_notice(name: str, config: dict) -> str:
 
 
 def _described(name: str, config: dict) -> tuple[Fields, ...]:
-    """The config and, of a model with images, the text's."""
+    """Give the fields of the config and, for a model with images, those of its text part."""
     text = config.get("text_config")
     return (Fields(name, config), *([Fields(name, text)] if isinstance(text, dict) else []))

@@ -1,4 +1,7 @@
-"""Ops composed into blocks. A family names its options; what a block keeps, costs and streams follows from the ops."""
+"""Composes ops into transformer blocks, and names the checkpoint's tensors for their parameters.
+
+A family only chooses options of `BlockShape`; what a block keeps, costs and streams follows from its ops.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,12 @@ Norms = Literal["pre", "post", "both"]
 
 
 class ExpertShape(NamedTuple):
-    """The FFN of a block with experts: how many, how many of them for each token, their width, and whether the weights
-    of a token's experts are made to add up to 1. shared_width: of one more for all tokens, gated or not; 0: none.
-    stacked: as models/stacked_experts.py has them, with biases."""
+    """The FFN of a block with experts.
+
+    count: experts of the block. per_token: experts of each token. width: FFN width of one expert. normalised: the
+    weights of a token's experts are scaled to add up to 1. shared_width: width of one more expert that all tokens
+    share, 0 for none. stacked: the experts have biases and lie in one tensor (models/stacked_experts.py).
+    """
 
     count: int
     per_token: int
@@ -43,14 +49,17 @@ class ExpertShape(NamedTuple):
 
 
 class Mixer(Protocol):
-    """What a block has in the place of queries, keys and values of its input, from x to x1; equal ones hash alike."""
+    """What replaces attention over queries, keys and values of the input in a block, from x to x1.
+
+    Equal mixers must have equal hashes, since blocks of equal shape share their ops.
+    """
 
     def ops(self, block: BlockShape) -> list[Op]:
-        """From x to x1: the norms and the residual's sum are among them."""
+        """List the ops from x to x1, including the norms and the sum with the residual."""
         ...
 
     def params(self, block: BlockShape, prefix: str, names: BlockNames) -> list[ParamSpec]:
-        """Parameters of these ops, norms not among them, from tensors under `prefix`."""
+        """List the parameters of these ops, without those of norms, from tensors under `prefix`."""
         ...
 
 
@@ -58,8 +67,8 @@ class Mixer(Protocol):
 class BlockShape:
     """Sizes and options of one block. Blocks of equal shape share their ops.
 
-    qk_norm: queries and keys are normalised by head or by row. rope: the model's table of frequencies, None for none.
-    gated: each query head comes with a gate of its output (with qk_norm).
+    qk_norm: queries and keys are normalised by head or by row. rope: name of the model's table of rotary frequencies,
+    None for no rotation. gated: each query head has a gate for its output (only together with qk_norm).
     """
 
     hidden_size: int
@@ -83,24 +92,26 @@ class BlockShape:
 
     @property
     def query_width(self) -> int:
-        """Columns of all query heads."""
+        """Number of columns of all query heads."""
         return self.num_attention_heads * self.head_dim
 
     @property
     def key_width(self) -> int:
-        """Columns of all key heads, and of all value heads."""
+        """Number of columns of all key heads, which is also that of all value heads."""
         return self.num_key_value_heads * self.head_dim
 
     @property
     def query_rows(self) -> int:
-        """Rows of the projection to queries: those of their gates among them."""
+        """Number of rows of the projection to queries, including the rows of their gates."""
         return self.query_width * (2 if self.gated else 1)
 
 
 @dataclass(frozen=True)
 class BlockNames:
-    """Modules of a block in the checkpoint. A fused projection has one name, the usual ones one for each part.
-    expert_decode: how the checkpoint holds stacked experts, if it does not as they are."""
+    """Names of a block's modules in the checkpoint; a fused projection has one name, others one per part.
+
+    expert_decode: decoder of stacked experts, for checkpoints that hold them quantised.
+    """
 
     attn_norm: str = "input_layernorm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -123,11 +134,14 @@ class BlockNames:
 
 
 PART_ELEMENTS = 1 << 28
-"""Of the experts' weights that cross the link together where they come in parts, at the most: 512 MiB in bf16."""
+"""Most weights in a part of a block's experts: 512 MiB in bf16.
+
+Larger parts take more memory at a time; smaller ones take more calls of the experts' kernels.
+"""
 
 
 def expert_divisions(s: BlockShape) -> int:
-    """The fewest equal parts of at most PART_ELEMENTS each that a block's experts divide into."""
+    """Find the fewest equal parts, of at most PART_ELEMENTS each, that a block's experts divide into."""
     if s.experts is None:
         return 1
     count, elements = s.experts.count, 3 * s.hidden_size * s.experts.width
@@ -136,11 +150,14 @@ def expert_divisions(s: BlockShape) -> int:
 
 
 def block_ops(s: BlockShape) -> tuple[Op, ...]:
-    """x -> norm -> qkv -> rope -> attention -> + x -> norm -> gate-up -> act(gate) * up -> down -> + -> y, with norms
-    where the shape has them. Those that may run in parts end the block."""
+    """List the ops of a block: x -> norm, qkv, rope, attention, + x -> norm, gate-up, act(gate) * up, down, + -> y.
+
+    Norms stand where the shape has them. Ops that may run in parts end the block.
+    """
     return _block_ops(s, expert_divisions(s))
 
 
+# A model of 126 equal blocks builds its ops once. `divisions` is part of the key because tests change PART_ELEMENTS.
 @lru_cache(maxsize=256)
 def _block_ops(s: BlockShape, divisions: int) -> tuple[Op, ...]:
     mixer = _attention_ops(s) if s.mixer is None else s.mixer.ops(s)
@@ -148,9 +165,10 @@ def _block_ops(s: BlockShape, divisions: int) -> tuple[Op, ...]:
 
 
 def _attention_ops(s: BlockShape) -> list[Op]:
-    """x -> x1."""
+    """List the ops of causal attention, from x to x1."""
     d, n, g, h = s.hidden_size, s.num_attention_heads, s.num_key_value_heads, s.head_dim
     ops, rows = opening_norm(s, "attn_norm", "x", "h1")
+    # Names of the tensors from the projection to attention, which always reads the last one, "qkv".
     stages = ["qkv_raw"] if s.qk_norm or s.rope else []
     stages += ["qkv_normed"] if s.qk_norm and s.rope else []
     stages.append("qkv")
@@ -172,7 +190,7 @@ def _attention_ops(s: BlockShape) -> list[Op]:
 
 
 def _mlp_ops(s: BlockShape) -> list[Op]:
-    """x1 -> y."""
+    """List the ops of a dense FFN, from x1 to y."""
     f, unit = s.intermediate_size, "swiglu" if s.activation == "silu" else "geglu"
     ops, rows = opening_norm(s, "mlp_norm", "x1", "h2")
     ops.append(Linear("gate_up_proj", rows, "gate_up", s.hidden_size, 2 * f, *weight_names("gate_up_proj", s.mlp_bias)))
@@ -181,7 +199,7 @@ def _mlp_ops(s: BlockShape) -> list[Op]:
 
 
 def _expert_ops(s: BlockShape, e: ExpertShape, divisions: int) -> list[Op]:
-    """x1 -> y through the expert of all tokens, if there is one, and the experts of each."""
+    """List the ops of an FFN with experts, from x1 to y: first the shared expert, if any, then those of each token."""
     assert s.norms == "pre", "no family has norms after its experts"
     d, f, sizes = s.hidden_size, e.width, (e.count, e.per_token)
     ops, rows = opening_norm(s, "mlp_norm", "x1", "h2")
@@ -210,7 +228,7 @@ def _expert_ops(s: BlockShape, e: ExpertShape, divisions: int) -> list[Op]:
 
 
 def _shared_ops(s: BlockShape, e: ExpertShape, x: str) -> list[Op]:
-    """x1 -> x2: the expert of all tokens."""
+    """List the ops of the expert that all tokens share, from x1 to x2."""
     d, width, gated = s.hidden_size, e.shared_width, e.shared_gated
     gate_up, down = weight_names("shared_gate_up", s.mlp_bias), weight_names("shared_down", s.mlp_bias)
     unit = [
@@ -227,19 +245,24 @@ def _shared_ops(s: BlockShape, e: ExpertShape, x: str) -> list[Op]:
 
 
 def weight_names(name: str, bias: bool) -> tuple[str, str | None]:
+    """Name the weight of a linear layer, and its bias if it has one."""
     return f"{name}.weight", f"{name}.bias" if bias else None
 
 
 def opening_norm(s: BlockShape, name: str, x: str, y: str) -> tuple[list[Op], str]:
-    """The norm before a branch, if the block has it, and the tensor that the branch reads."""
+    """Give the norm before a branch, if the block has one, and the name of the tensor that the branch reads."""
     if s.norms == "post":
         return [], x
     return [RMSNorm(name, x, y, s.hidden_size, f"{name}.weight", s.norm)], y
 
 
 def closing(s: BlockShape, linear: tuple[str, str, int, bool], norm: str, residual: str, y: str) -> list[Op]:
-    """The projection that ends a branch, the norm after it if the block has one, and the residual's sum."""
+    """Give the projection that ends a branch, the norm after it if the block has one, and the sum with the residual.
+
+    linear: name, input, input width and bias of the projection.
+    """
     name, x, width, bias = linear
+    # The last op of the branch adds the residual: a product takes the sum in its accumulator and rounds it once.
     if s.norms == "pre":
         return [Linear(name, x, y, width, s.hidden_size, *weight_names(name, bias), residual=residual)]
     return [
@@ -249,7 +272,7 @@ def closing(s: BlockShape, linear: tuple[str, str, int, bool], norm: str, residu
 
 
 def norm_param(name: str, source: str, width: int, style: NormStyle) -> ParamSpec:
-    """A norm weight, one at first: stored as 1 less the style's offset."""
+    """Describe the weight of a norm. It multiplies by 1 at first, so with an offset of 1 it is stored as 0."""
     init = "zeros" if style.offset else "ones"
     return ParamSpec(name, (width,), (WeightSource(source, (width,)),), kind="vector", init=init)
 
@@ -260,7 +283,7 @@ def _sinks(s: BlockShape, source: str) -> ParamSpec:
 
 
 def block_params(s: BlockShape, prefix: str, names: BlockNames) -> tuple[ParamSpec, ...]:
-    """Parameters of one block, in the order of its ops, from tensors under `prefix` (such as model.layers.3)."""
+    """List the parameters of a block in the order of its ops, from tensors under `prefix` (such as model.layers.3)."""
 
     def norm(name: str, source: str, width: int = s.hidden_size) -> ParamSpec:
         return norm_param(f"{name}.weight", f"{prefix}.{source}.weight", width, s.norm)
@@ -298,14 +321,14 @@ def block_params(s: BlockShape, prefix: str, names: BlockNames) -> tuple[ParamSp
 
 
 def block_buffers(s: BlockShape, prefix: str, names: BlockNames) -> tuple[tuple[str, WeightSource], ...]:
-    """What the ops of one block read that nothing trains."""
+    """List the tensors that the ops of one block read and that nothing trains."""
     if s.experts is None or not s.experts.router.biased:
         return ()
     return (("router.choice_bias", WeightSource(f"{prefix}.{names.router_bias}", (s.experts.count,))),)
 
 
 def _expert_params(s: BlockShape, e: ExpertShape, prefix: str, names: BlockNames) -> list[ParamSpec]:
-    """Router, and the weights of all experts, expert by expert."""
+    """List the router and the weights of all experts, expert by expert."""
     if e.stacked:
         sources = (f"{prefix}.{names.router}", f"{prefix}.{names.experts}")
         return stacked_params(s.hidden_size, e.count, e.width, *sources, names.expert_decode)
@@ -339,12 +362,12 @@ def _shared_params(s: BlockShape, e: ExpertShape, prefix: str) -> list[ParamSpec
 
 
 def _parts(sources: list[str], rows: tuple[int, ...]) -> list[tuple[str, int]]:
-    """(module, rows) of each source: one that is fused in the checkpoint has all rows."""
+    """Pair modules with their rows; a single module is fused in the checkpoint and has all rows."""
     return [(sources[0], sum(rows))] if len(sources) == 1 else list(zip(sources, rows, strict=True))
 
 
 def stacked(name: str, parts: list[tuple[str, int]], columns: int, bias: bool) -> list[ParamSpec]:
-    """A linear layer: its weight, and its bias when there is one, from modules stacked by rows."""
+    """Describe a linear layer, its weight and its bias if it has one, from modules that are stacked by rows."""
     rows = sum(r for _, r in parts)
     weights = tuple(WeightSource(f"{part}.weight", (r, columns)) for part, r in parts)
     params = [ParamSpec(f"{name}.weight", (rows, columns), weights)]

@@ -1,4 +1,4 @@
-"""Embedding, blocks and head assembled into the description of a decoder."""
+"""Assembles embedding, blocks and head into the description of a decoder."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from flexengine.ops.rmsnorm import NormStyle, RMSNorm
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """Sizes and options of a decoder. tables: rotary frequencies, under the names that the blocks' shapes use.
+    """Sizes and options of a decoder.
 
-    embedding_scale multiplies the embedding's rows; logits are bounded by logit_soft_cap unless that is 0.
-    balance_coefficient: of the loss that balances experts; 0 for none. prefix, head: what the checkpoint's names of
-    embedding, blocks and last norm begin with, and its name of the head.
+    tables: rotary frequencies, under the names that the blocks' shapes use. embedding_scale multiplies the embedding's
+    rows. logit_soft_cap bounds logits; 0 for none. balance_coefficient: weight of the loss that balances experts; 0 for
+    none. prefix: start of the checkpoint's names of embedding, blocks and last norm. head: its name of the head.
     """
 
     vocab_size: int
@@ -39,7 +39,7 @@ class DecoderShape:
 
     @property
     def balancing(self) -> Balancing | None:
-        """The loss over all layers that have experts."""
+        """The loss that balances experts, over all layers that have some; None if there is no such loss."""
         counts = [block.experts.count for block in self.blocks if block.experts is not None]
         return (
             Balancing(self.balance_coefficient, counts[0], len(counts)) if self.balance_coefficient and counts else None
@@ -51,7 +51,7 @@ class DecoderShape:
         return self.blocks[0].hidden_size
 
 
-class Piece(NamedTuple):
+class LayerContent(NamedTuple):
     """A layer's ops, the parameters that stream with it, and its buffers."""
 
     ops: tuple[Op, ...]
@@ -60,11 +60,18 @@ class Piece(NamedTuple):
 
 
 def assemble(
-    name: str, family: str, config: dict, *, embedding: Piece, blocks: Sequence[Piece], head: Piece, **sizes: Any
+    name: str,
+    family: str,
+    config: dict,
+    *,
+    embedding: LayerContent,
+    blocks: Sequence[LayerContent],
+    head: LayerContent,
+    **sizes: Any,
 ) -> ModelSpec:
-    """A model of an embedding, blocks and a head, in which each has a parameter group: embed, block.0 and on, head.
+    """Assemble a model whose embedding, blocks and head have a parameter group each: embed, block.0 and on, head.
 
-    With tie_word_embeddings among `sizes`, the fields of `ModelSpec`, the head's `lm_head.weight` is the embedding's
+    sizes: fields of `ModelSpec`. With tie_word_embeddings among them the head's `lm_head.weight` is the embedding's
     `embed.weight`.
     """
     groups = (
@@ -85,7 +92,7 @@ def assemble(
     return ModelSpec(name=name, family=family, hf_config=config, groups=groups, layers=layers, **sizes)
 
 
-def _block_group(index: int, block: Piece) -> GroupSpec:
+def _block_group(index: int, block: LayerContent) -> GroupSpec:
     divided = [op for op in block.ops if op.divisions > 1]
     cut = tuple(name for op in divided for name in op.params)
     divisions = max((op.divisions for op in divided), default=1)
@@ -97,7 +104,7 @@ def _layer_params(group_index: int, group: GroupSpec) -> tuple[tuple[str, int, s
 
 
 def decoder_model(name: str, family: str, config: dict, s: DecoderShape) -> ModelSpec:
-    """A decoder of the given shape. Raises ValueError for what else it reads from the config."""
+    """Describe a decoder of the given shape. Raises ValueError for what else it reads from the config."""
     fields, d, v = Fields(name, config), s.hidden_size, s.vocab_size
     embed = ParamSpec("embed.weight", (v, d), (WeightSource(f"{s.prefix}.embed_tokens.weight", (v, d)),))
     lm_head = ParamSpec("lm_head.weight", (v, d), (WeightSource(s.head, (v, d)),))
@@ -110,12 +117,12 @@ def decoder_model(name: str, family: str, config: dict, s: DecoderShape) -> Mode
         name,
         family,
         config,
-        embedding=Piece((Embedding("embed", "y", v, d, "embed.weight", s.embedding_scale),), (embed,)),
+        embedding=LayerContent((Embedding("embed", "y", v, d, "embed.weight", s.embedding_scale),), (embed,)),
         blocks=[
-            Piece(block_ops(shape), block_params(shape, prefix, s.names), block_buffers(shape, prefix, s.names))
+            LayerContent(block_ops(shape), block_params(shape, prefix, s.names), block_buffers(shape, prefix, s.names))
             for prefix, shape in ((f"{s.prefix}.layers.{i}", shape) for i, shape in enumerate(s.blocks))
         ],
-        head=Piece(head_ops, (final_norm,) if s.tie_word_embeddings else (final_norm, lm_head)),
+        head=LayerContent(head_ops, (final_norm,) if s.tie_word_embeddings else (final_norm, lm_head)),
         hidden_size=d,
         vocab_size=v,
         head_dim=s.blocks[0].head_dim,

@@ -1,5 +1,5 @@
-"""DeepSeek-V2 (type `deepseek_v2`) and DeepSeek-V3 (`deepseek_v3`): latent attention, and experts beside shared ones in
-all layers but the first few.
+"""DeepSeek-V2 (type `deepseek_v2`) and DeepSeek-V3 (`deepseek_v3`): latent attention, and routed experts beside shared
+ones in all layers but the first few.
 
 Source: DeepSeek-AI 2024, "DeepSeek-V2" and "DeepSeek-V3 Technical Report"; config fields as in Hugging Face.
 """
@@ -24,18 +24,19 @@ from flexengine.wording import shown
 
 NAMES = BlockNames(shared="mlp.shared_experts")
 CHOICES = {"deepseek_v2": ("greedy", "group_limited_greedy"), "deepseek_v3": ("noaux_tc",)}
-"""What `topk_method` may be; the first where it is left out."""
+"""Values of `topk_method` that each type may have; the first is the default."""
 SCORES = {"deepseek_v2": "softmax", "deepseek_v3": "sigmoid"}
 
 
 def build(name: str, config: dict) -> ModelSpec:
-    """The model of a config of one of these types. Raises ValueError as the others do."""
+    """Describe the model of a config of one of these types. Raises ValueError as the others do."""
     fields, family = Fields(name, config), config["model_type"]
     read_activation(fields, family)
     _refuse_others(fields, family)
     heads = _read_heads(fields)
     table = rope_table(config, heads.rope_dim, name, family)
     norm = NormStyle(read_rms_norm_eps(fields))
+    # V2 always rotates interleaved pairs; V3 says so in its config.
     mixer = LatentAttention(
         heads,
         query_rank=fields.whole("q_lora_rank", 0),
@@ -43,6 +44,7 @@ def build(name: str, config: dict) -> ModelSpec:
         bias=fields.switch("attention_bias", False),
         interleaved=family == "deepseek_v2" or fields.switch("rope_interleave", True),
     )
+    # Every head has keys of its own: all are made from one latent. The width of a head is that of its queries and keys.
     dense = BlockShape(
         fields.whole("hidden_size"),
         fields.whole("intermediate_size"),
@@ -73,7 +75,7 @@ def build(name: str, config: dict) -> ModelSpec:
 
 
 def _read_heads(fields: Fields) -> HeadLayout:
-    """Raises ValueError for widths that do not go together."""
+    """Read the widths of heads. Raises ValueError for widths that do not go together."""
     count = fields.whole("num_attention_heads")
     nope, rope = fields.whole("qk_nope_head_dim"), fields.whole("qk_rope_head_dim")
     heads = HeadLayout(count, nope, rope, fields.whole("v_head_dim"))
@@ -96,13 +98,13 @@ def _read_heads(fields: Fields) -> HeadLayout:
 
 
 def _read_experts(fields: Fields, family: str) -> ExpertShape:
-    """Raises ValueError for groups and counts that do not go together."""
+    """Read the experts. Raises ValueError for groups and counts that do not go together."""
     third = family == "deepseek_v3"
     count = fields.whole("num_local_experts" if third else "num_experts", other="n_routed_experts")
     per_token, method = fields.whole("num_experts_per_tok"), fields.text("topk_method", CHOICES[family][0])
     grouped = third or method == "group_limited_greedy"
     groups, taken = (fields.whole("n_group"), fields.whole("topk_group")) if grouped else (1, 1)
-    best = 2 if third else 1
+    best = 2 if third else 1  # experts whose scores make that of their group
     if count % groups or taken > groups or per_token > taken * (count // groups) or count // groups < best:
         raise ValueError(
             f"{fields.model}: n_routed_experts={count}, n_group={groups}, topk_group={taken} and num_experts_per_tok="
@@ -125,7 +127,7 @@ def _read_experts(fields: Fields, family: str) -> ExpertShape:
 
 
 def _refuse_others(fields: Fields, family: str) -> None:
-    """Raise ValueError for what the configs can ask for and no op does."""
+    """Raise ValueError for features that configs of these types can ask for and no op has."""
     method, scores = fields.text("topk_method", CHOICES[family][0]), fields.text("scoring_func", SCORES[family])
     asked = {
         "output_router_logits=true, a loss that balances experts": fields.switch("output_router_logits", False),

@@ -1,8 +1,8 @@
-"""The linear attention of a block: Gated DeltaNet, in place of attention.
+"""Gated DeltaNet, the linear attention that replaces attention in a block.
 
 Source: Yang et al. 2024, "Gated Delta Networks". One projection gives queries, keys, values, the gate z of the output
-and the gates b and a of every value head; a convolution passes over queries, keys and values; the delta rule reads
-them; what it gives is normalised head by head and gated.
+and the gates b and a of every value head. A convolution passes over queries, keys and values, and the delta rule reads
+its result. The output of the rule is normalised head by head and gated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flexengine.ops.linear import Linear
 
 
 class Layout(NamedTuple):
-    """Columns of the projection."""
+    """Where each part of the projection has its columns."""
 
     q: Columns
     k: Columns
@@ -33,8 +33,11 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class DeltaShape:
-    """A block's mixer: sizes of linear attention. interleaved: the projection's rows come key head by key head, each
-    with its queries, keys, values and gates; else queries of all heads, keys of all, values, gates."""
+    """Sizes of linear attention, as the mixer of a block.
+
+    interleaved: the projection's rows come key head by key head, each with its queries, keys, values and gates;
+    otherwise come the queries of all heads, then all keys, all values and all gates.
+    """
 
     num_key_heads: int
     num_value_heads: int
@@ -46,23 +49,25 @@ class DeltaShape:
 
     @property
     def key_width(self) -> int:
-        """Columns of all queries, and of all keys."""
+        """Number of columns of all queries, which is also that of all keys."""
         return self.num_key_heads * self.key_dim
 
     @property
     def value_width(self) -> int:
-        """Columns of all values, and of the gate z."""
+        """Number of columns of all values, which is also that of the gate z."""
         return self.num_value_heads * self.value_dim
 
     @property
     def layout(self) -> Layout:
-        """Where the parts of the projection lie."""
+        """The columns of every part of the projection."""
         k, v, n = self.key_width, self.value_width, self.num_value_heads
         end = 2 * (k + v)
         if not self.interleaved:
             ends = (0, k, 2 * k, 2 * k + v, end, end + n)
             widths = (k, k, v, v, n, n)
             return Layout(*(whole(start, width) for start, width in zip(ends, widths, strict=True)))
+        # Key head by key head: its queries and keys, then values and z of the value heads that it serves. The gates b
+        # and a have a projection of their own in the checkpoint, whose rows follow all of these.
         g, key, each = self.num_key_heads, self.key_dim, n // self.num_key_heads
         value, step = each * self.value_dim, end // self.num_key_heads
         starts, widths = (0, key, 2 * key, 2 * key + value), (key, key, value, value)
@@ -70,7 +75,7 @@ class DeltaShape:
         return Layout(*parts, *(Columns(start, g, 2 * each, each) for start in (end, end + each)))
 
     def ops(self, block: BlockShape) -> list[Op]:
-        """x -> x1."""
+        """List the ops from x to x1."""
         d, to, width = block.hidden_size, self.layout, 2 * (self.key_width + self.value_width + self.num_value_heads)
         sizes = (self.num_key_heads, self.num_value_heads, self.key_dim, self.value_dim)
         ops, rows = opening_norm(block, "attn_norm", "x", "h1")
@@ -84,7 +89,7 @@ class DeltaShape:
         ]
 
     def params(self, block: BlockShape, prefix: str, names: BlockNames) -> list[ParamSpec]:
-        """In the order of the ops."""
+        """List the parameters in the order of the ops."""
 
         def param(name: str, sources: dict[str, tuple[int, ...]], *shape: int, **kind: Any) -> ParamSpec:
             found = tuple(WeightSource(f"{module}.{source}", size) for source, size in sources.items())

@@ -1,7 +1,7 @@
 """Reads the fields of a Hugging Face config one by one, each checked against a type and a range.
 
-A config is a file that people edit and downloads damage: what is read here is refused with the field, its value and
-what is allowed, before anything is built from it.
+People edit configs and downloads damage them. A wrong value is refused here, with the field, its value and what is
+allowed, before anything is built from it.
 """
 
 from __future__ import annotations
@@ -54,36 +54,40 @@ LARGEST = {
     "n_head": 4096,
     "n_positions": 2**24,
 }
-"""Field -> largest value: 8 to 40 times the largest published model (Llama 3.1 405B), or what an int32 position
-holds. More is a damaged file, and descriptions, plans and tables of such a size would fill memory."""
+"""Largest value of each field: 8 to 40 times that of the largest published model (Llama 3.1 405B), or what an int32
+position holds. A larger value means a damaged file; descriptions, plans and tables of such a size would fill memory.
+"""
 
 _REQUIRED: Any = object()
 
 
 class Fields:
-    """The object `values` of a config; `model` and `place` ("config.json", "rope_scaling") open every message.
+    """Reads the object `values` of a config; `model` and `place` ("config.json", "rope_scaling") open every message.
 
-    A field that is absent takes the default, and so does null, but for a switch. Raises ValueError for other values
-    than a method allows.
+    A field that is absent or null takes the default; only a switch reads null as false. Methods raise ValueError for
+    values that they do not allow.
     """
 
     def __init__(self, model: str, values: Mapping[str, Any], place: str = "config.json") -> None:
         self.model, self.values, self.place = model, values, place
 
     def whole(self, name: str, default: Any = _REQUIRED, least: int = 1, other: str | None = None) -> Any:
-        """A whole number from `least` to LARGEST[name]; the default as it is. other: a second name that Hugging Face
-        has for the field, which counts where the first is absent or null."""
+        """Read a whole number from `least` to LARGEST[name]; the default is not checked.
+
+        other: a second name that Hugging Face has for the field, which counts when the first is absent or null.
+        """
         stated = other if other and other in self.values and self.values.get(name) is None else name
         value = self._value(stated, default)
         if value is default:
             return default
         largest = LARGEST[name]
+        # bool is a kind of int in Python, so isinstance would take true for 1.
         if type(value) is not int or not least <= value <= largest:
             raise self._error(stated, value, f"a whole number from {least} to {largest}")
         return value
 
     def number(self, name: str, default: Any = _REQUIRED, low: float = 0.0, high: float = sys.float_info.max) -> Any:
-        """A number in low..high as float; the default as it is."""
+        """Read a number in low..high as float; the default is not checked."""
         value = self._value(name, default)
         if value is default:
             return default
@@ -92,7 +96,8 @@ class Fields:
         return float(value)
 
     def switch(self, name: str, default: bool) -> bool:
-        """true or false; null is false."""
+        """Read true or false; null is false."""
+        # transformers tests switches for truth, so that null turns a feature off whatever its default.
         value = self.values.get(name, default)
         if value is None:
             return False
@@ -101,14 +106,14 @@ class Fields:
         return value
 
     def text(self, name: str, default: Any = _REQUIRED) -> Any:
-        """A text; the default as it is."""
+        """Read a text; the default is not checked."""
         value = self._value(name, default)
         if value is not default and not isinstance(value, str):
             raise self._error(name, value, "a text")
         return value
 
     def numbers(self, name: str, count: int, low: float, high: float) -> list[float]:
-        """A list of `count` numbers in low..high."""
+        """Read a list of `count` numbers in low..high."""
         value = self._value(name, _REQUIRED)
         fits = isinstance(value, list) and len(value) == count
         if not fits or any(type(x) not in (int, float) or not low <= x <= high for x in value):
@@ -116,7 +121,7 @@ class Fields:
         return [float(x) for x in value]
 
     def nested(self, name: str) -> dict[str, Any]:
-        """An object inside the config; {} where it is absent or null."""
+        """Read an object inside the config; {} if it is absent or null."""
         value = self._value(name, None)
         if value is not None and not isinstance(value, dict):
             raise self._error(name, value, "an object or null")

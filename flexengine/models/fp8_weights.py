@@ -1,4 +1,4 @@
-"""Models whose checkpoint holds the matrices of blocks in FP8, with a scale for every block of 128 rows and columns."""
+"""Describes models whose checkpoint holds matrices in FP8, with a scale for every block of 128 rows and columns."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from flexengine.models.spec import GroupSpec, ModelSpec, ParamSpec
 from flexengine.wording import shown
 
 BLOCK_SIZE = [128, 128]
-"""The one that checkpoint/quantised.py reads."""
+"""The block size that checkpoint/quantised.py reads."""
 NOTICE = "weights are read from FP8, and exported in bfloat16 without a quantization_config"
 
 
 def fp8_weights(model: ModelSpec, config: dict, plain: tuple[str, ...]) -> ModelSpec:
-    """`model` as its checkpoint has it: unchanged where the config has no quantization_config.
+    """Mark the weights of `model` that its checkpoint holds in FP8; none if the config has no quantization_config.
 
-    plain: modules that are not quantised, by a part of their names, beside those of `modules_to_not_convert`.
+    plain: parts of the names of modules that are not quantised, beside those in `modules_to_not_convert`.
     Raises ValueError for blocks of another size, and for activations with scales of their own.
     """
     options = Fields(model.name, config).nested("quantization_config")

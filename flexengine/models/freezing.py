@@ -1,7 +1,7 @@
-"""A model of which some parameter groups are not trained: they have weights alone, and backward ends above them.
+"""Describes a model with parameter groups that are not trained.
 
-Whatever follows from that follows from the description: a group says that it is frozen, the ops of its layer have no
-weight half, and those of layers with nothing to train at or below them have no backward at all.
+Everything else follows from the description: a frozen group has weights alone, the ops of its layer have no weight
+half, and ops of layers with nothing to train at or below them have no backward at all.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ _BLOCKS = re.compile(r"block\.(\d+)(?:-(\d+))?")
 
 
 def with_frozen(model: ModelSpec, names: Sequence[str]) -> ModelSpec:
-    """`model` with the named groups frozen: a group's name (embed, block.3, head), blocks, or a range as block.0-15.
+    """Freeze the named groups of `model`.
 
-    Comes after everything else that replaces ops. Layers that shared their ops share the new ones where they are
-    treated alike. Raises: ValueError for a name that no group has, or when nothing is left to train.
+    names: a group's name (embed, block.3, head), blocks (all of them), or a range such as block.0-15. Call it after
+    everything else that replaces ops. Layers that shared their ops share the new ones if they are treated equally.
+    Raises: ValueError for a name that no group has, or when nothing is left to train.
     """
     names = [names] if isinstance(names, str) else names
     if not names:
@@ -34,11 +35,13 @@ def with_frozen(model: ModelSpec, names: Sequence[str]) -> ModelSpec:
             f" be trained: {_what_there_is(model)}"
         )
     groups = tuple(replace(group, frozen=i in found) for i, group in enumerate(model.groups))
+    # Backward ends here: nothing below this layer has anything to train.
     lowest = min(i for i, layer in enumerate(model.layers) if set(layer.groups) - found)
     known: dict[tuple[tuple[Op, ...], tuple[str, ...] | None], tuple[Op, ...]] = {}
 
     def treated(index: int, layer: LayerSpec) -> LayerSpec:
         untrained = tuple(local for local, group, _ in layer.params if group in found)
+        # Equal blocks must go on sharing one tuple of ops: everything derived from ops is cached by it.
         key = (layer.ops, untrained if index >= lowest else None)
         if key not in known:
             known[key] = tuple(_treated(op, untrained, backward=index >= lowest) for op in layer.ops)
@@ -57,7 +60,7 @@ def _treated(op: Op, untrained: Sequence[str], backward: bool) -> Op:
 
 
 def _groups_named(model: ModelSpec, name: str) -> list[int]:
-    """Indices of the groups that a name stands for."""
+    """Find the groups that a name stands for."""
     names = [group.name for group in model.groups]
     blocks = _BLOCKS.fullmatch(name)
     if name == ALL_BLOCKS:
@@ -76,7 +79,7 @@ def _groups_named(model: ModelSpec, name: str) -> list[int]:
 
 
 def _what_there_is(model: ModelSpec) -> str:
-    """The names that a model's groups have."""
+    """List the names that may be frozen, for messages."""
     blocks = [group.name for group in model.groups if _BLOCKS.fullmatch(group.name)]
     others = [group.name for group in model.groups if not _BLOCKS.fullmatch(group.name)]
     last = blocks[-1].partition(".")[2]

@@ -33,12 +33,12 @@ NAMES = BlockNames(mlp_norm="pre_feedforward_layernorm")
 
 
 def build(name: str, config: dict) -> ModelSpec:
-    """The model of a config of type `gemma2` or `gemma3_text`. Raises ValueError as the others do."""
+    """Describe the model of a config of type `gemma2` or `gemma3_text`. Raises ValueError as the others do."""
     return _build(name, config, config["model_type"])
 
 
 def build_with_images(name: str, config: dict) -> ModelSpec:
-    """The text part of a config of type `gemma3`. Raises ValueError as the others do."""
+    """Describe the text part of a config of type `gemma3`. Raises ValueError as the others do."""
     fields = Fields(name, config)
     tied = fields.switch("tie_word_embeddings", True)
     text = with_class_defaults("gemma3_text", fields.nested("text_config"))
@@ -50,13 +50,14 @@ def build_with_images(name: str, config: dict) -> ModelSpec:
 
 
 def _build(name: str, config: dict, family: str, prefix: str = "model", head: str = "lm_head.weight") -> ModelSpec:
-    """config: the fields of the text."""
+    """Describe the model; `config` has the fields of the text part."""
     fields = Fields(name, config)
     activation = read_activation(fields, family, "hidden_activation", "gelu_pytorch_tanh")
     second, sizes = family == "gemma2", read_sizes(fields)
     pattern = 2 if second else fields.whole("sliding_window_pattern", 6)
     count, tables = sizes.num_hidden_layers, _tables(config, sizes.head_dim, name, second)
     default = [SLIDING if (i + 1) % pattern else FULL for i in range(count)]
+    # Checkpoints store the weights of norms less 1.
     norm = NormStyle(read_rms_norm_eps(fields), offset=1.0, wide=True)
     bias = fields.switch("attention_bias", False)
 
@@ -78,7 +79,7 @@ def _build(name: str, config: dict, family: str, prefix: str = "model", head: st
         vocab_size=sizes.vocab_size,
         tie_word_embeddings=fields.switch("tie_word_embeddings", True),
         blocks=tuple(blocks[kind] for kind in layer_types(fields, count, default)),
-        tables=tuple(dict.fromkeys(tables.values())),
+        tables=tuple(dict.fromkeys(tables.values())),  # each once: Gemma 2 has the same table twice
         final_norm=norm,
         embedding_scale=math.sqrt(sizes.hidden_size),
         logit_soft_cap=fields.number("final_logit_softcapping", 0.0),
@@ -96,7 +97,7 @@ def _style(fields: Fields, kind: str, second: bool) -> AttentionStyle:
 
 
 def _tables(config: dict, head_dim: int, name: str, second: bool) -> dict[str, Table]:
-    """Layer type -> frequencies: one table for both in Gemma 2."""
+    """Give the frequencies of each layer type; Gemma 2 has one table for both."""
     if second:
         return dict.fromkeys((FULL, SLIDING), rope_table(config, head_dim, name, "gemma2"))
     thetas = {FULL: ("rope_theta", 1e6), SLIDING: ("rope_local_base_freq", 1e4)}

@@ -6,7 +6,7 @@ Published checkpoints name their tensors without the leading `transformer.`.
 
 from __future__ import annotations
 
-from flexengine.models.decoder import Piece, assemble
+from flexengine.models.decoder import LayerContent, assemble
 from flexengine.models.fields import Fields
 from flexengine.models.sizes import read_activation
 from flexengine.models.spec import ModelSpec, ParamSpec, WeightSource
@@ -23,12 +23,13 @@ PREFIX = "transformer."
 
 
 def build(name: str, config: dict) -> ModelSpec:
-    """The model of a config of type `gpt2`. Raises ValueError as the others do."""
+    """Describe the model of a config of type `gpt2`. Raises ValueError as the others do."""
     fields = Fields(name, config)
     read_activation(fields, "gpt2", "activation_function", "gelu_new")
     for unsupported in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         if fields.switch(unsupported, False):
             raise ValueError(f"{name}: {unsupported}=true in config.json; a gpt2 model with it is not supported")
+    # GPT-2's configs have names of their own, which transformers also reads by the usual ones.
     heads, d = (
         fields.whole("n_head", 12, other="num_attention_heads"), fields.whole("n_embd", 768, other="hidden_size")
     )  # fmt: skip
@@ -52,9 +53,9 @@ def build(name: str, config: dict) -> ModelSpec:
         name,
         "gpt2",
         config,
-        embedding=Piece(embedding, tables),
-        blocks=[Piece(ops, _block_params(f"h.{i}", d, f)) for i in range(layers)],
-        head=Piece(head, (*_norm("final_norm", "ln_f", d), *(() if tied else (lm_head,)))),
+        embedding=LayerContent(embedding, tables),
+        blocks=[LayerContent(ops, _block_params(f"h.{i}", d, f)) for i in range(layers)],
+        head=LayerContent(head, (*_norm("final_norm", "ln_f", d), *(() if tied else (lm_head,)))),
         hidden_size=d,
         vocab_size=v,
         head_dim=d // heads,

@@ -33,12 +33,13 @@ YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
-"""Of configs without rope options."""
+"""Rope options of a config that states none."""
 LIMIT, ALPHA = 7.0, 1.702
+"""Bound and slope of the clamped gated unit in a config that states none."""
 
 
 def build(name: str, config: dict) -> ModelSpec:
-    """The model of a config of type `gpt_oss`. Raises ValueError as the others do."""
+    """Describe the model of a config of type `gpt_oss`. Raises ValueError as the others do."""
     fields, quantised = Fields(name, config), bool(config.get("quantization_config"))
     read_activation(fields, "gpt_oss")
     refuse_others(fields)

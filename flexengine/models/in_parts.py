@@ -1,7 +1,7 @@
-"""A model of which parameters that may be cut cross the link part by part, for plans whose slots they exceed whole.
+"""Describes a model whose experts cross the link part by part, for plans whose slots cannot hold whole blocks.
 
-Whatever follows from that follows from the description: ops say how many calls they take, groups in how many parts they
-come. Results keep their bits.
+Everything else follows from the description: ops say how many calls they take, and groups in how many parts they come.
+Results keep their bits.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from flexengine.ops.base import Op
 
 
 def may_be_in_parts(model: ModelSpec) -> bool:
-    """Whether any of its parameters may be cut."""
+    """Tell whether any parameters of the model may be cut into parts."""
     return any(group.divisions > group.num_parts for group in model.groups)
 
 
 def in_parts(model: ModelSpec) -> ModelSpec:
-    """The model with all that may be cut in parts. Layers that shared their ops share the new ones."""
+    """Cut all parameters that may be cut. Layers that shared their ops share the new ones."""
     return replace(
         model,
         groups=tuple(replace(group, num_parts=group.divisions) for group in model.groups),
@@ -27,6 +27,7 @@ def in_parts(model: ModelSpec) -> ModelSpec:
     )
 
 
+# The cache is what keeps equal layers on one tuple of ops.
 @lru_cache(maxsize=1024)
 def _ops_in_parts(ops: tuple[Op, ...]) -> tuple[Op, ...]:
     return tuple(op.in_parts() for op in ops)

@@ -1,5 +1,7 @@
-"""Multi-head latent attention in a block: queries from the input or from a latent of it, keys and values from a latent
-and one rotated key for all heads.
+"""Multi-head latent attention, which replaces attention in a block.
+
+Queries come from the input or from a latent of it; keys and values come from a latent and one rotated key that all
+heads share.
 
 Source: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1. Names as in its checkpoints.
 """
@@ -25,13 +27,15 @@ from flexengine.ops.linear import Linear
 from flexengine.ops.rmsnorm import NormStyle, RMSNorm
 
 LATENT_NORM = NormStyle(1e-6)
-"""Of the latents: whatever the config says of the other norms."""
+"""The norm of latents, whatever epsilon the config gives the other norms."""
 
 
 class LatentAttention(NamedTuple):
-    """A block's mixer. query_rank: width of the queries' latent, 0 for none; key_rank: of that of keys and values.
+    """Latent attention as the mixer of a block.
 
-    bias: of what makes latents, and of the output. The block's `rope` is rotated in the last columns of heads.
+    query_rank: width of the queries' latent, 0 for none. key_rank: width of the latent of keys and values. bias:
+    whether the projections to latents and of the output have biases. The block's `rope` rotates the last columns of
+    each head.
     """
 
     heads: HeadLayout
@@ -41,7 +45,7 @@ class LatentAttention(NamedTuple):
     interleaved: bool
 
     def ops(self, block: BlockShape) -> list[Op]:
-        """x -> x1."""
+        """List the ops from x to x1."""
         assert block.rope is not None, "latent attention rotates a part of each head"
         heads, rank = self.heads, self.key_rank
         ops, rows = opening_norm(block, "attn_norm", "x", "h1")
@@ -64,7 +68,7 @@ class LatentAttention(NamedTuple):
         ]  # fmt: skip
 
     def _query_ops(self, width: int, x: str) -> list[Op]:
-        """x -> q."""
+        """List the ops from x to the queries q."""
         rank, columns = self.query_rank, self.heads.query_width
         if not rank:
             return [Linear("q_proj", x, "q", width, columns, "q_proj.weight")]
@@ -79,7 +83,7 @@ class LatentAttention(NamedTuple):
         return self.heads.num_heads * self.heads.value_dim
 
     def params(self, block: BlockShape, prefix: str, names: BlockNames) -> list[ParamSpec]:
-        """In the order of the ops."""
+        """List the parameters in the order of the ops."""
         heads, d, module = self.heads, block.hidden_size, f"{prefix}.self_attn"
 
         def linear(name: str, source: str, rows: int, columns: int, bias: bool = False) -> list[ParamSpec]:

@@ -15,8 +15,9 @@ from flexengine.ops.rmsnorm import NormStyle
 
 
 def build(name: str, config: dict) -> ModelSpec:
-    """The model of a Hugging Face config of type `llama`. Raises ValueError where the config asks for something
-    else, or where a field is absent, of a wrong type or out of range.
+    """Describe the model of a Hugging Face config of type `llama`.
+
+    Raises ValueError if the config asks for something else, or if a field is absent, of a wrong type or out of range.
     """
     fields = Fields(name, config)
     read_activation(fields, "llama")

@@ -1,4 +1,4 @@
-"""A model whose blocks multiply in another type than they compute in."""
+"""Describes a model whose blocks multiply in another type than they compute in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexengine.ops.fp8 import Fp8Linear
 from flexengine.ops.linear import Linear
 
 MatmulDtype = Literal["compute", "fp8"]
-"""What the linear layers of blocks multiply: the type that is computed in, or FP8."""
+"""Type of the operands in linear layers of blocks: the compute dtype, or FP8."""
 
 
 def check_matmul_dtype(model: ModelSpec, matmul: str) -> None:
@@ -22,15 +22,15 @@ def check_matmul_dtype(model: ModelSpec, matmul: str) -> None:
 
 
 def with_matmul_dtype(model: ModelSpec, matmul: str) -> ModelSpec:
-    """`model` with the linear layers of its blocks as `matmul` asks. Raises: ValueError as `with_fp8_linears`."""
+    """Give the linear layers of the model's blocks the type `matmul`. Raises: ValueError as `with_fp8_linears`."""
     return with_fp8_linears(model) if matmul == "fp8" else model
 
 
 def with_fp8_linears(model: ModelSpec) -> ModelSpec:
-    """`model` with every linear layer of its blocks as `Fp8Linear`; embedding and head, where FP8 costs most accuracy
-    and gains least time, stay as they are.
+    """Replace every linear layer of the model's blocks by `Fp8Linear`.
 
-    Blocks that shared their ops share the new ones. Raises: ValueError naming a layer whose sizes FP8 cannot take.
+    Embedding and head, where FP8 costs most accuracy and gains least time, stay as they are. Blocks that
+    shared their ops share the new ones. Raises: ValueError naming a layer whose sizes FP8 cannot take.
     """
     known: dict[tuple[Op, ...], tuple[Op, ...]] = {}
 
@@ -38,6 +38,7 @@ def with_fp8_linears(model: ModelSpec) -> ModelSpec:
         if layer.kind != "block":
             return layer
         if layer.ops not in known:
+            # The second argument says that a later op reads the same input, whose gradient is then added to.
             known[layer.ops] = tuple(
                 Fp8Linear(op, any(op.x in later.grad_inputs for later in layer.ops[i + 1 :]))
                 if isinstance(op, Linear)

@@ -24,7 +24,7 @@ from flexengine.ops.rmsnorm import NormStyle
 
 
 def build(name: str, config: dict) -> ModelSpec:
-    """The model of a config of type `mistral` or `ministral`. Raises ValueError as the others do."""
+    """Describe the model of a config of type `mistral` or `ministral`. Raises ValueError as the others do."""
     fields, family = Fields(name, config), config["model_type"]
     read_activation(fields, family)
     sizes, norm, window = read_sizes(fields), NormStyle(read_rms_norm_eps(fields)), read_window(fields)

@@ -31,7 +31,7 @@ from flexengine.wording import shown
 
 MIXTRAL_THETA = 1e6
 BALANCE, OLMOE_BALANCE = 0.001, 0.01
-"""Coefficients of the loss that balances experts, where configs leave them out."""
+"""Coefficients of the loss that balances experts, for configs that leave them out."""
 MIXTRAL_NAMES = BlockNames(
     router="block_sparse_moe.gate",
     experts="block_sparse_moe.experts",
@@ -41,7 +41,7 @@ MIXTRAL_NAMES = BlockNames(
 
 
 def build(name: str, config: dict) -> ModelSpec:
-    """The model of a config of one of these types. Raises ValueError as the others do."""
+    """Describe the model of a config of one of these types. Raises ValueError as the others do."""
     fields, family = Fields(name, config), config["model_type"]
     read_activation(fields, family)
     refuse_others(fields)
@@ -68,14 +68,16 @@ def build(name: str, config: dict) -> ModelSpec:
 
 
 def read_balance(fields: Fields, coefficient: float = BALANCE) -> float:
-    """The coefficient of the loss that balances experts, 0 where the config does not ask for it; the given one where
-    it leaves it out."""
+    """Read the coefficient of the loss that balances experts; 0 if the config does not ask for the loss.
+
+    coefficient: what the config stands for when it leaves the coefficient out.
+    """
     coefficient = fields.number("router_aux_loss_coef", coefficient, high=1e6)
     return coefficient if fields.switch("output_router_logits", False) else 0.0
 
 
 def check_counts(name: str, experts: ExpertShape) -> None:
-    """Raise ValueError where a token has more experts than there are."""
+    """Raise ValueError if a token has more experts than there are."""
     if experts.per_token > experts.count:
         raise ValueError(
             f"{name}: num_experts_per_tok={experts.per_token} in config.json is more than its {experts.count} experts; "
@@ -84,7 +86,7 @@ def check_counts(name: str, experts: ExpertShape) -> None:
 
 
 def refuse_others(fields: Fields) -> None:
-    """Raise ValueError for what the family's configs can ask for and no op does."""
+    """Raise ValueError for features that configs with experts can ask for and no op has."""
     asked = {
         "clip_qkv, clamped queries, keys and values": fields.number("clip_qkv", 0.0) > 0,
         "router_jitter_noise, noise before the router": fields.number("router_jitter_noise", 0.0) > 0,
@@ -96,7 +98,7 @@ def refuse_others(fields: Fields) -> None:
 
 
 def layers_without_experts(fields: Fields, count: int) -> set[int]:
-    """Those that `mlp_only_layers` names, and all but every decoder_sparse_step-th."""
+    """Find the layers that `mlp_only_layers` names, and all but every decoder_sparse_step-th layer."""
     named, step = fields.values.get("mlp_only_layers") or [], fields.whole("decoder_sparse_step", 1)
     if not isinstance(named, list) or any(type(i) is not int or not 0 <= i < count for i in named):
         raise ValueError(

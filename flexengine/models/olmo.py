@@ -24,10 +24,11 @@ from flexengine.ops.attention_style import CAUSAL, AttentionStyle
 from flexengine.ops.rmsnorm import NormStyle
 
 OLMO3_THETA = 500000.0
+"""Base of the rotations in a config that states none."""
 
 
 def build(name: str, config: dict) -> ModelSpec:
-    """The model of a config of type `olmo2` or `olmo3`. Raises ValueError as the others do."""
+    """Describe the model of a config of type `olmo2` or `olmo3`. Raises ValueError as the others do."""
     fields, family = Fields(name, config), config["model_type"]
     read_activation(fields, family)
     sizes, norm = read_sizes(fields), NormStyle(read_rms_norm_eps(fields, 1e-5), wide=True)

@@ -17,12 +17,12 @@ from flexengine.ops.rmsnorm import NormStyle
 from flexengine.wording import shown
 
 ROPE_TYPES = {None: None, "default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
-"""What the family's configs call them -> what they are."""
+"""Rope types by the names in the family's configs; early ones say "su" or "yarn" for longrope."""
 NAMES = BlockNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
 
 
 def build(name: str, config: dict) -> ModelSpec:
-    """The model of a config of type `phi3`. Raises ValueError as the others do."""
+    """Describe the model of a config of type `phi3`. Raises ValueError as the others do."""
     fields, config = Fields(name, config), _with_longrope(name, config)
     read_activation(fields, "phi3")
     sizes, norm = read_sizes(fields), NormStyle(read_rms_norm_eps(fields, 1e-5))
@@ -40,7 +40,7 @@ def build(name: str, config: dict) -> ModelSpec:
 
 
 def _with_longrope(name: str, config: dict) -> dict:
-    """The config with its rope type by today's name. Raises ValueError for others than the family has."""
+    """Name the config's rope type as today's configs do. Raises ValueError for types that the family does not have."""
     fields = Fields(name, config)
     options = fields.nested("rope_parameters") | fields.nested("rope_scaling")
     kind = options.get("rope_type", options.get("type"))

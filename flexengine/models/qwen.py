@@ -24,7 +24,7 @@ from flexengine.ops.rmsnorm import NormStyle
 
 
 def build(name: str, config: dict) -> ModelSpec:
-    """The model of a config of type `qwen2` or `qwen3`. Raises ValueError as the others do."""
+    """Describe the model of a config of type `qwen2` or `qwen3`. Raises ValueError as the others do."""
     fields, family = Fields(name, config), config["model_type"]
     read_activation(fields, family)
     third = family == "qwen3"
@@ -47,11 +47,12 @@ def build(name: str, config: dict) -> ModelSpec:
 
 
 def _window(fields: Fields) -> int:
+    # Published configs state a window that they switch off.
     return read_window(fields) if fields.switch("use_sliding_window", False) else 0
 
 
 def _kinds(fields: Fields, count: int) -> list[str]:
-    """layer_types, or a window from layer `max_window_layers` on."""
+    """Read `layer_types`; a config without it has a window from layer `max_window_layers` on."""
     if not _window(fields):
         return [FULL] * count
     full = min(count, fields.whole("max_window_layers", 28, least=0))

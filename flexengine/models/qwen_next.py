@@ -33,13 +33,13 @@ NOTICE = "{}heads that predict further tokens (mtp), if any, are exported as the
 
 
 def build(name: str, config: dict) -> ModelSpec:
-    """The model of a config of text alone. Raises ValueError as the others do."""
+    """Describe the model of a config of text alone. Raises ValueError as the others do."""
     spec = _build(name, config, config["model_type"])
     return replace(spec, notice=NOTICE.format("")) if config["model_type"] == "qwen3_next" else spec
 
 
 def build_with_images(name: str, config: dict) -> ModelSpec:
-    """The text part of a config of type `qwen3_5` or `qwen3_5_moe`. Raises ValueError as the others do."""
+    """Describe the text part of a config of type `qwen3_5` or `qwen3_5_moe`. Raises ValueError as the others do."""
     family, fields = config["model_type"], Fields(name, config)
     text = with_class_defaults(f"{family}_text", fields.nested("text_config"))
     tied = fields.switch("tie_word_embeddings", Fields(name, text).switch("tie_word_embeddings", False))
@@ -48,12 +48,12 @@ def build_with_images(name: str, config: dict) -> ModelSpec:
 
 
 def _build(name: str, config: dict, family: str, prefix: str = "model") -> ModelSpec:
-    """config: the fields of the text."""
+    """Describe the model; `config` has the fields of the text part."""
     fields, experts, without = Fields(name, config), None, set()
     read_activation(fields, family)
     if family not in ("qwen3_5", "qwen3_5_text"):
         experts = _experts(fields, family)
-        config = {"intermediate_size": experts.width, **config}  # which Qwen3.5 lacks
+        config = {"intermediate_size": experts.width, **config}  # Qwen3.5 lacks it, and has no dense FFN
     sizes = read_sizes(Fields(name, config))
     if family == "qwen3_next":
         without = layers_without_experts(fields, sizes.num_hidden_layers)
@@ -77,7 +77,7 @@ def _build(name: str, config: dict, family: str, prefix: str = "model") -> Model
 
 
 def _kinds(fields: Fields, count: int) -> list[str]:
-    """layer_types, or full attention in every so many-th layer."""
+    """Read `layer_types`; a config without it has full attention in every full_attention_interval-th layer."""
     interval = fields.whole("full_attention_interval", 4)
     default = [LINEAR if (i + 1) % interval else FULL for i in range(count)]
     return layer_types(fields, count, default, (LINEAR, FULL))

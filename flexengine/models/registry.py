@@ -1,4 +1,7 @@
-"""From what a person names (a folder or preset:NAME) to a ModelSpec. The one place that knows which families exist."""
+"""Turns what a person names, a folder or preset:NAME, into a ModelSpec.
+
+No other module knows which families exist.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,11 @@ from flexengine.wording import did_you_mean, parse_json, shown
 
 
 class Family(NamedTuple):
-    """A Hugging Face `model_type`: its builder, checkpoints that load, what it has beside Llama's block, with how many
-    tiny configs it is compared with transformers, parameter by parameter, and the `quant_method`s that it reads."""
+    """One Hugging Face `model_type`.
+
+    checkpoints: published ones that load. options: what its block has beside Llama's. configs_compared: tiny configs
+    that tests compare with transformers, parameter by parameter. quantised: each `quant_method` that it reads.
+    """
 
     build: Callable[[str, dict], ModelSpec]
     checkpoints: str
@@ -48,16 +54,17 @@ FAMILIES: dict[str, Family] = {
         gemma.build, "Gemma 3 (text)", "as Gemma 2; normalised queries and keys in place of caps, two rope bases", 3
     ),
     "gemma3": Family(
-        gemma.build_with_images, "Gemma 3 with images: its text", "as gemma3_text; what sees is exported as it is", 1
+        gemma.build_with_images,
+        "Gemma 3 with images: its text",
+        "as gemma3_text; the vision tower is exported unchanged",
+        1,
     ),
     "olmo2": Family(olmo.build, "OLMo 2", "norms after attention and FFN, queries and keys normalised by row", 3),
     "olmo3": Family(olmo.build, "OLMo 3", "as OLMo 2; windows in three layers of four, two rope tables", 3),
     "phi3": Family(phi3.build, "Phi-3, Phi-3.5, Phi-4", "fused projections, longrope, a part of each head rotated", 4),
-    "mixtral": Family(moe.build, "Mixtral 8x7B, 8x22B", "experts, the weights of a token's made to add up to 1", 3),
+    "mixtral": Family(moe.build, "Mixtral 8x7B, 8x22B", "experts; the weights of a token's experts add up to 1", 3),
     "olmoe": Family(moe.build, "OLMoE", "experts; queries and keys normalised by row", 3),
-    "qwen2_moe": Family(
-        moe.build, "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B", "experts and a gated one that all tokens share; biases", 4
-    ),
+    "qwen2_moe": Family(moe.build, "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B", "experts and a gated shared expert; biases", 4),
     "qwen3_moe": Family(moe.build, "Qwen3-30B-A3B, Qwen3-235B-A22B", "experts; queries and keys normalised by head", 4),
     "deepseek_v2": Family(
         deepseek.build,
@@ -69,7 +76,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(
         deepseek.build,
         "DeepSeek-V3, V3.1, R1, Moonlight",
-        "as DeepSeek-V2; experts by their sigmoids and a bias that stays as it is",
+        "as DeepSeek-V2; experts chosen by sigmoids and a bias that is not trained",
         4,
         quantised=("fp8",),
     ),
@@ -83,7 +90,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Family(
         qwen_next.build,
         "Qwen3-Next-80B-A3B",
-        "linear attention in most layers, gated attention in the others; experts and a gated one that all share",
+        "linear attention in most layers, gated attention in the others; experts and a gated shared expert",
         3,
     ),
     "qwen3_5_text": Family(qwen_next.build, "Qwen3.5, Qwen3.6 (dense, text)", "as qwen3_next, with a dense FFN", 3),
@@ -91,13 +98,13 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5": Family(
         qwen_next.build_with_images,
         "Qwen3.5-9B, Qwen3.6-27B: their text",
-        "as qwen3_5_text; what sees is exported as it is",
+        "as qwen3_5_text; the vision tower is exported unchanged",
         1,
     ),
     "qwen3_5_moe": Family(
         qwen_next.build_with_images,
         "Qwen3.5-35B-A3B: its text",
-        "as qwen3_5_moe_text; what sees is exported as it is",
+        "as qwen3_5_moe_text; the vision tower is exported unchanged",
         1,
     ),
     "gpt2": Family(gpt2.build, "GPT-2", "LayerNorm, learned positions, GELU, weights input by output", 3),
@@ -112,8 +119,11 @@ MAX_PARAMETERS = 2**43
 
 
 class ModelSource(NamedTuple):
-    """Where a model comes from: its description, its folder of weights (None: random initial weights) and of support
-    files such as the tokenizer (None: there are none)."""
+    """Where a model comes from.
+
+    weights_folder: None for random initial weights. support_folder: the folder with files such as the tokenizer, None
+    if there are none.
+    """
 
     spec: ModelSpec
     weights_folder: Path | None
@@ -121,12 +131,12 @@ class ModelSource(NamedTuple):
 
 
 def preset_names() -> list[str]:
-    """Names that follow `preset:`."""
+    """List the names that may follow `preset:`."""
     return ["demo", *sorted(p.stem for p in (ASSETS / "presets").glob("*.json"))]
 
 
 def build_model(name: str, config: Any) -> ModelSpec:
-    """The ModelSpec of a Hugging Face config.
+    """Describe the model of a Hugging Face config.
 
     Raises ValueError when it is no object, of an unknown family, quantised, asks for what no family has, lacks a field,
     or holds a value outside models/fields.py:LARGEST or sizes that come to more than MAX_PARAMETERS.
@@ -141,6 +151,7 @@ def build_model(name: str, config: Any) -> ModelSpec:
     refuse_unsupported(name, config)
     spec = FAMILIES[family].build(name, with_class_defaults(family, config))
     notice = "; ".join(filter(None, (spec.notice, dropout_notice(name, config))))
+    # The config as it was read, without class defaults: the export writes it back.
     spec = replace(spec, hf_config=config, notice=notice)
     if spec.num_parameters > MAX_PARAMETERS:
         raise ValueError(
@@ -210,7 +221,7 @@ def _read_config(folder: Path) -> Any:
 
 
 def _no_config(folder: Path) -> str:
-    """What was found in place of a model folder, and the names that come closest."""
+    """Tell what was found instead of a model folder, and which names come closest."""
     name = str(folder)
     if folder.is_file():
         return f"model {name} is a file; give the folder that holds config.json and the weights"

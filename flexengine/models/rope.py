@@ -1,4 +1,4 @@
-"""Rotary frequencies of a Hugging Face config: default, linear, llama3, yarn and longrope scaling.
+"""Computes the rotary frequencies of a Hugging Face config: default, linear, llama3, yarn and longrope scaling.
 
 Sources: linear: Chen et al. 2023, "Extending Context Window of Large Language Models via Positional Interpolation";
 yarn: Peng et al. 2023, "YaRN"; llama3: the Llama 3.1 model card's wavelength bands; longrope: Ding et al. 2024,
@@ -19,14 +19,17 @@ from flexengine.wording import did_you_mean, shown
 SUPPORTED = ("default", "linear", "llama3", "yarn", "longrope")
 OLD_NAMES = {"su": "longrope"}
 ORIGINAL = "original_max_position_embeddings"
-"""Tokens of a sequence before the context was made longer; beside the rope options it counts before theirs."""
+"""Field with the sequence length before the context was extended; outside of the rope options it overrides theirs."""
 THETA_RANGE = (1.001, 1e30)  # published: 1e4 to 1e8; float32 powers of more overflow, of 1 all are equal
 FACTOR_RANGE = (1e-3, 1e6)  # published: 1 to 64
 
 
 class RopeParameters(NamedTuple):
-    """inv_freq: R/2 frequencies in radians per position; scaling multiplies cos and sin (yarn's attention factor).
-    longrope has others for runs of more than `long_from` tokens."""
+    """Rotary frequencies of a config.
+
+    inv_freq: R/2 frequencies in radians per position. scaling multiplies cos and sin (yarn's attention factor).
+    long_inv_freq: longrope's frequencies for runs of more than `long_from` tokens.
+    """
 
     inv_freq: tuple[float, ...]
     scaling: float
@@ -35,7 +38,7 @@ class RopeParameters(NamedTuple):
 
 
 def _parameters(config: dict, model: str) -> tuple[str, float, Fields]:
-    """(kind, theta, options) from `rope_scaling` + `rope_theta`, or from the newer `rope_parameters`."""
+    """Read (kind, theta, options) from `rope_scaling` + `rope_theta`, or from the newer `rope_parameters`."""
     fields = Fields(model, config)
     values = fields.nested("rope_parameters") | fields.nested("rope_scaling")
     if config.get(ORIGINAL) is not None:
@@ -53,7 +56,7 @@ def _parameters(config: dict, model: str) -> tuple[str, float, Fields]:
 
 
 def rope_parameters(config: dict, head_dim: int, model: str = "model") -> RopeParameters:
-    """Frequencies for heads of width `head_dim`; `model` is for messages.
+    """Compute the frequencies for heads of width `head_dim`; `model` is for messages.
 
     Raises ValueError for an unknown scaling, and for an option that is absent, of a wrong type or out of range.
     """
@@ -79,10 +82,10 @@ def rope_parameters(config: dict, head_dim: int, model: str = "model") -> RopePa
 def rope_table(
     config: dict, head_dim: int, model: str, family: str = "", name: str = "inv_freq", partial: bool = False
 ) -> Table:
-    """The rotary frequencies of a config as a table of that name.
+    """Compute the rotary frequencies of a config as a table called `name`.
 
-    Raises ValueError as `rope_parameters`, and where a family that rotates whole heads (partial=False) is asked for
-    less.
+    Raises ValueError as `rope_parameters`, and if the config of a family that rotates whole heads (partial=False) asks
+    for less.
     """
     rope = rope_parameters(config, head_dim, model)
     rotated = 2 * len(rope.inv_freq)
@@ -95,10 +98,10 @@ def rope_table(
 
 
 def typed_rope_table(config: dict, head_dim: int, model: str, kind: str, theta_field: str, theta: float) -> Table:
-    """The frequencies of layers of a kind, where a config has several: an object for each kind in `rope_parameters`, or
-    `rope_scaling` for full attention; their base, unless stated there, is `theta_field` (by default `theta`).
+    """Compute the frequencies of one kind of layers, for configs that have several kinds.
 
-    Raises: ValueError as `rope_parameters`.
+    Such a config has an object for each kind in `rope_parameters`, or `rope_scaling` for full attention. The base,
+    unless stated there, is `theta_field` (by default `theta`). Raises: ValueError as `rope_parameters`.
     """
     fields = Fields(model, config)
     nested = fields.nested("rope_parameters")
@@ -113,7 +116,7 @@ def typed_rope_table(config: dict, head_dim: int, model: str, kind: str, theta_f
 
 
 def _original(options: Fields, config: Fields) -> float:
-    """Tokens of a sequence that the frequencies were trained with: stated, or the longest of today."""
+    """Read the sequence length that the frequencies were trained with; by default the longest of the config."""
     original = options.number(ORIGINAL, config.whole("max_position_embeddings", None), low=1.0)
     if original is None:
         raise ValueError(
@@ -124,12 +127,15 @@ def _original(options: Fields, config: Fields) -> float:
 
 
 def _longrope(inv_freq: list[float], options: Fields, config: Fields) -> RopeParameters:
-    """Every frequency divided by a factor of its own, of which there are two sets: for runs up to the original length
-    and for longer ones; cos and sin grow with the ratio of the lengths."""
+    """Divide every frequency by a factor of its own; cos and sin grow with the ratio of the lengths.
+
+    There are two sets of factors: for runs up to the original length and for longer ones.
+    """
     longest, original = config.whole("max_position_embeddings", None), _original(options, config)
     factor = options.number("factor", (longest or original) / original, *FACTOR_RANGE)
     grown = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
     scaling = options.number("attention_factor", grown, *FACTOR_RANGE)
+    # float32, and the reciprocal first: the reference rounds in this order
     wide = torch.tensor(inv_freq, dtype=torch.float32).reciprocal()
     short, long = (
         (1.0 / (torch.tensor(options.numbers(f"{name}_factor", len(inv_freq), *FACTOR_RANGE)) * wide)).tolist()
@@ -172,12 +178,13 @@ def _yarn(inv_freq: list[float], theta: float, rotary_dim: int, options: Fields,
     def dimension(rotations: float) -> float:
         return rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
+    # Dimensions up to `low` keep their frequency, those from `high` on are interpolated, those between are blended.
     low, high = dimension(beta_fast), dimension(beta_slow)
     if options.switch("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary_dim - 1)
     if low == high:
-        high += 0.001
+        high += 0.001  # no division by zero below; the reference adds the same
     blended = []
     for i, freq in enumerate(inv_freq):
         keep = 1 - min(1.0, max(0.0, (i - low) / (high - low)))
@@ -186,7 +193,7 @@ def _yarn(inv_freq: list[float], theta: float, rotary_dim: int, options: Fields,
 
 
 def _yarn_attention_factor(factor: float, options: Fields) -> float:
-    """0.1 ln(factor) + 1, or the ratio of the two mscale variants, or what the config states."""
+    """Read the attention factor, or compute it: the ratio of the two mscale variants, else 0.1 ln(factor) + 1."""
     stated = options.number("attention_factor", None, *FACTOR_RANGE)
     if stated is not None:
         return stated
@@ -196,12 +203,14 @@ def _yarn_attention_factor(factor: float, options: Fields) -> float:
 
 
 def _mscale(factor: float, weight: float) -> float:
-    """How much sharper attention gets over a context that is `factor` times as long."""
+    """Tell how much sharper attention gets over a context that is `factor` times as long."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def score_scale(config: dict, model: str) -> float:
-    """What DeepSeek's models multiply scores by where `mscale_all_dim` is set: mscale twice, for queries and keys.
+    """Compute the factor of attention scores in DeepSeek's models: mscale twice, for queries and keys.
+
+    It is 1 unless `mscale_all_dim` is set.
 
     Raises ValueError as `rope_parameters`.
     """

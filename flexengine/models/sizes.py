@@ -1,4 +1,4 @@
-"""What the configs of most decoders have in common: sizes, the activation, windows by layer."""
+"""Reads what the configs of most decoders have in common: sizes, the activation, windows by layer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ LAYER_TYPES = (SLIDING, FULL, LINEAR)
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
 }  # fmt: skip
-"""Names in configs -> ours. Plain "gelu" is another function, and not among them."""
-
+"""Activations by their names in configs. Plain "gelu" is another function, and is not supported."""
 
 CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
@@ -69,17 +68,17 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072, "sliding_window": 128,
     },
 }  # fmt: skip
-"""What a field that a config leaves out stands for in Hugging Face; null is another thing, and turns features off."""
+"""Values that transformers gives to fields that a config leaves out; null is not left out, and turns a feature off."""
 
 
 def with_class_defaults(family: str, config: dict) -> dict:
-    """The config with the fields that it leaves out."""
+    """Add the fields that a config leaves out."""
     return {**CLASS_DEFAULTS.get(family, {}), **config}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a decoder, checked."""
+    """Sizes of a decoder, checked against each other."""
 
     hidden_size: int
     intermediate_size: int
@@ -90,7 +89,7 @@ class Sizes:
     vocab_size: int
 
     def block(self, norm: NormStyle, **options: Any) -> BlockShape:
-        """A block of these sizes with the options of `BlockShape`."""
+        """Describe a block of these sizes with the options of `BlockShape`."""
         return BlockShape(
             self.hidden_size,
             self.intermediate_size,
@@ -103,7 +102,7 @@ class Sizes:
 
 
 def read_sizes(fields: Fields) -> Sizes:
-    """The sizes of a config. Raises ValueError where a field is absent, out of range or does not go with the others."""
+    """Read the sizes of a config. Raises ValueError if one is absent, out of range or does not go with the others."""
     heads, hidden = fields.whole("num_attention_heads"), fields.whole("hidden_size")
     kv_heads = fields.whole("num_key_value_heads", heads)
     width = _head_dim(fields, heads, hidden)
@@ -124,7 +123,7 @@ def read_sizes(fields: Fields) -> Sizes:
 
 
 def _head_dim(fields: Fields, heads: int, hidden: int) -> int:
-    """Width of a head: stated, or an equal share of hidden_size."""
+    """Read the width of a head; by default an equal share of hidden_size."""
     head_dim = fields.whole("head_dim", None)
     if head_dim is None and hidden % heads:
         raise ValueError(
@@ -141,7 +140,7 @@ def _head_dim(fields: Fields, heads: int, hidden: int) -> int:
 
 
 def read_activation(fields: Fields, family: str, key: str = "hidden_act", default: str = "silu") -> Activation:
-    """The activation of the gated unit. Raises ValueError for another than the family's."""
+    """Read the activation of the gated unit. Raises ValueError for another than the family's."""
     expected, found = ACTIVATIONS[default], fields.text(key, default)
     if ACTIVATIONS.get(found) != expected:
         raise ValueError(
@@ -152,17 +151,17 @@ def read_activation(fields: Fields, family: str, key: str = "hidden_act", defaul
 
 
 def read_rms_norm_eps(fields: Fields, default: float = 1e-6) -> float:
-    """What is added to the mean square."""
+    """Read what RMSNorm adds to the mean square."""
     return fields.number("rms_norm_eps", default, high=1.0)
 
 
 def read_window(fields: Fields) -> int:
-    """`sliding_window`, 0 where there is none."""
+    """Read `sliding_window`; 0 if there is none."""
     return fields.whole("sliding_window", None) or 0
 
 
 def layer_types(fields: Fields, count: int, default: list[str], known: tuple[str, ...] = (SLIDING, FULL)) -> list[str]:
-    """The kind of attention of every layer: `layer_types`, or the family's default. Raises ValueError for others."""
+    """Read the kind of attention of every layer, or give the default. Raises ValueError for kinds not in `known`."""
     found = fields.values.get("layer_types")
     if found is None:
         return default

@@ -1,4 +1,8 @@
-"""A model as data: parameter groups that stream as one piece, and layers of ops over named tensors."""
+"""A model as data: parameter groups that cross the link together, and layers of ops over named tensors.
+
+A group is not a layer: a tied head reads the embedding's group, so that the shared tensor is stored, updated and
+exported once.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,8 @@ from flexengine.ops.base import Op
 class WeightSource:
     """One tensor of the Hugging Face file; a parameter is its sources stacked along dimension 0.
 
-    decode: the decoder of checkpoint/quantised.py that finds it in the checkpoint's tensors; None: it is one of them.
+    decode: the decoder of checkpoint/quantised.py that makes the tensor from others of the checkpoint; None if the
+    checkpoint holds it as it is.
     """
 
     name: str
@@ -26,7 +31,7 @@ class WeightSource:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter as the ops see it. kind `vector` (norms, biases) is never decayed and keeps float32 states."""
+    """One parameter as the ops see it. A `vector` (norms, biases) is never decayed and keeps float32 states."""
 
     name: str
     shape: tuple[int, ...]
@@ -34,7 +39,7 @@ class ParamSpec:
     kind: Literal["matrix", "vector"] = "matrix"
     init: Literal["normal", "ones", "zeros"] = "normal"
     fused: WeightSource | None = None
-    """One tensor that some checkpoints hold in place of the sources, its elements in the same order."""
+    """One tensor that some checkpoints hold instead of the sources, with the elements in the same order."""
 
     @property
     def numel(self) -> int:
@@ -46,9 +51,10 @@ class ParamSpec:
 class GroupSpec:
     """Parameters that cross the link together. Groups of one `slot_class` share weight and gradient slots.
 
-    frozen: they are not trained, so that they have weights alone: no gradient, no optimizer states, no update.
-    divisions: the parameters named `cut` may be cut into so many equal parts of their first dimension. num_parts: if
-    they are, as many, which cross the link one by one, after all others of the group (backward: before them); else 1.
+    frozen: the group is not trained and has weights alone: no gradient, no optimizer states, no update. divisions: the
+    parameters named `cut` may be cut into this many equal parts of their first dimension. num_parts: `divisions` when
+    they are cut, else 1. Parts cross the link one by one, after all other parameters of the group (in backward before
+    them).
     """
 
     name: str
@@ -68,8 +74,8 @@ class GroupSpec:
 class Table(NamedTuple):
     """Rotary frequencies, in radians per position, which ops find as the constant `name`.
 
-    scaling multiplies cos and sin. Where `long_values` are given, they take the place of `values` in runs whose
-    max_seq_len is above `long_from`.
+    scaling multiplies cos and sin. `long_values`, if given, replace `values` in runs whose max_seq_len is above
+    `long_from`.
     """
 
     name: str
@@ -79,7 +85,7 @@ class Table(NamedTuple):
     long_from: int = 0
 
     def values_for(self, max_seq_len: int) -> tuple[float, ...]:
-        """The frequencies of a run."""
+        """Choose the frequencies of a run by its longest sequence."""
         return self.long_values if self.long_values and max_seq_len > self.long_from else self.values
 
 
@@ -87,9 +93,9 @@ class Table(NamedTuple):
 class LayerSpec:
     """A unit of weight streaming: a straight line of ops from `input` to `output` over named tensors.
 
-    `params` maps the names the ops use to (group index, parameter name), `buffers` to tensors of the checkpoint that
-    nothing trains: a few numbers, which stay on the device and are exported as they are. Blocks
-    of one class share the same `ops` tuple, so that whatever is derived from the ops is derived once.
+    `params` maps the names that the ops use to (group index, parameter name), and `buffers` to tensors of the
+    checkpoint that nothing trains: a few numbers, which stay on the device and are exported unchanged. Blocks of one
+    kind share the same `ops` tuple, so that whatever is derived from the ops is derived once.
     """
 
     name: str
@@ -112,7 +118,7 @@ class LayerSpec:
 
     @property
     def keeps(self) -> bool:
-        """Whether its input and outputs of its ops may be kept from forward to backward."""
+        """Whether the layer may keep its input and outputs of its ops from forward to backward."""
         return self.kind == "block" and self.has_backward
 
 
@@ -128,29 +134,29 @@ class ModelSpec:
     head_dim: int = 0
     max_position_embeddings: int = 0
     longest_sequence: int | None = None
-    """What no sequence may exceed: there are no more learned positions. None: no such limit."""
+    """Longest sequence that learned positions allow; None for models without learned positions."""
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
     head_source: str = "lm_head.weight"
-    """Name of the head's tensor, which a checkpoint may also hold where it is tied."""
+    """Name of the head's tensor, which a checkpoint may hold even when the head is tied."""
     tables: tuple[Table, ...] = ()
     notice: str = ""
-    """What a person should know of how the checkpoint is taken; empty: nothing."""
+    """What a person should know about how the checkpoint is read; empty if nothing."""
     optional_prefix: str = ""
-    """With what all names of sources begin that some checkpoints leave out."""
+    """A prefix of all names of sources that some checkpoints leave out."""
     balancing: Balancing | None = None
-    """The loss that balances experts, where the config asks for it."""
+    """The loss that balances experts, if the config asks for it."""
     groups: tuple[GroupSpec, ...] = ()
     layers: tuple[LayerSpec, ...] = ()
 
     @property
     def num_parameters(self) -> int:
-        """All parameters, a tied tensor counted once."""
+        """Number of parameters; a tied tensor counts once."""
         return sum(g.numel for g in self.groups)
 
     @property
     def num_trained_parameters(self) -> int:
-        """Those that are not frozen."""
+        """Number of parameters that are not frozen."""
         return sum(g.numel for g in self.groups if not g.frozen)
 
     @property
@@ -159,8 +165,10 @@ class ModelSpec:
         return self.groups[0].params[0].sources[0].name
 
     def named_as(self, names: Iterable[str]) -> ModelSpec:
-        """The model with its sources named as in a checkpoint of these tensors, which may lack the optional prefix and
-        may hold the sources of a parameter fused."""
+        """Name the sources as a checkpoint of these tensors does.
+
+        The checkpoint may lack the optional prefix, and may hold the sources of a parameter as one fused tensor.
+        """
         names, prefix = set(names), self.optional_prefix
         if any(name.startswith(prefix) for name in names):
             prefix = ""
@@ -179,7 +187,7 @@ class ModelSpec:
 
     @property
     def buffers(self) -> dict[str, WeightSource]:
-        """What layers read beside parameters, by the checkpoint's names."""
+        """Tensors that layers read beside parameters, by their names in the checkpoint."""
         return {source.name: source for layer in self.layers for _, source in layer.buffers}
 
     @property
@@ -188,14 +196,15 @@ class ModelSpec:
         return tuple(layer for layer in self.layers if layer.kind == "block")
 
     def model_flops(self, seq_lens: tuple[int, ...] | list[int]) -> float:
-        """FLOPs of forward and backward without recompute for sequences of the given lengths.
+        """Count FLOPs of forward and backward, without recomputation, for sequences of the given lengths.
 
-        Three times those of forward where all is trained, in which a matrix parameter counts 2 per token (an embedding
-        is a gather and counts nothing, as head it counts), and attention 4 * heads * head_dim for every query and key
-        that it sees, half of all pairs where nothing else hides keys. Source: Chowdhery et al. 2022, "PaLM", appendix
-        B, with causal attention counted at half. A frozen matrix has no gradient of its own, and counts twice; what
-        lies below all that is trained counts once.
+        A model of which all is trained takes three times the FLOPs of its forward. In forward a matrix parameter counts
+        2 per token (an embedding is a lookup and counts nothing; as head it counts). Attention counts
+        4 * heads * head_dim for every visible pair of query and key, half of all pairs if nothing else hides keys.
+        Source: Chowdhery et al. 2022, "PaLM", appendix B, with causal attention counted at half. A frozen matrix has no
+        gradient of its own and counts twice; layers below everything that is trained count once.
         """
+        # Blocks share their ops and batches repeat lengths, so each distinct pair is counted once and multiplied.
         layers = Counter(layer.ops for layer in self.layers).items()
         lengths = Counter(seq_lens).items()
         return sum(
@@ -207,7 +216,8 @@ class ModelSpec:
 
 
 def _passes(op: Op) -> float:
-    """How often a step does what an op's forward takes: each half of backward takes as much, and the input half twice
-    as much where products are of activations alone."""
+    """Count how many times a step does the work of an op's forward."""
+    # Each half of backward takes as much as forward. An op without parameters, such as attention, multiplies
+    # activations with each other, so its input half has two gradients to compute.
     inputs = (1.0 if op.params else 2.0) if op.has_input_half else 0.0
     return 1.0 + inputs + (1.0 if op.has_weight_half else 0.0)

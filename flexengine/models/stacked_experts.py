@@ -1,4 +1,6 @@
-"""Experts as gpt-oss has them: one tensor for all of a layer, stored input by output, with biases; so has the router.
+"""Experts as gpt-oss has them: one tensor for all experts of a layer, stored input by output, with biases.
+
+The router has a bias, too.
 
 Shapes: E experts, D model width, F FFN width: gate_up_proj [E, D, 2F] and its bias [E, 2F], down_proj [E, F, D] and its
 bias [E, D].
@@ -12,13 +14,16 @@ from flexengine.models.spec import ParamSpec, WeightSource
 
 
 def stacked_options(row_weight: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options of both products: the bias of the last one is multiplied by the rows' weights, as its rows are."""
+    """Give the options of both products of the experts.
+
+    A router's weight multiplies the input of the last product, so it must multiply that product's bias as well.
+    """
     gate_up = {"bias": "experts_gate_up.bias", "transposed": True}
     return gate_up, {"bias": "experts_down.bias", "row_weight": row_weight, "transposed": True}
 
 
 def stacked_params(d: int, count: int, f: int, router: str, experts: str, decode: str | None) -> list[ParamSpec]:
-    """Router and experts, from tensors under these names; decode: the decoder of the experts' weights, if any."""
+    """List router and experts, from tensors under these names; decode: the decoder of the experts' weights, if any."""
 
     def param(name: str, source: str, *shape: int, decode: str | None = None) -> ParamSpec:
         return ParamSpec(name, shape, (WeightSource(source, shape, decode),))

@@ -1,4 +1,4 @@
-"""What can be said of a config of an unknown family: the known one that comes nearest, and what no known one has."""
+"""Explains the config of an unknown family: which known family is nearest, and what no known one has."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MARKS: dict[str, tuple[str, ...]] = {
     "deepseek_v2": ("kv_lora_rank", "qk_rope_head_dim", "n_routed_experts", "n_shared_experts"),
     "deepseek_v3": ("kv_lora_rank", "qk_rope_head_dim", "n_routed_experts", "n_shared_experts", "norm_topk_prob"),
 }
-"""Family -> fields that tell of it; what has none of them is nearest to `llama`."""
+"""Fields that are typical of each family; a config with none of them is nearest to `llama`."""
 
 
 def _any(*fields: str) -> Callable[[Config], bool]:
@@ -58,11 +58,11 @@ MISSING: dict[str, Callable[[Config], bool]] = {
     "an encoder": _any("is_encoder_decoder", "encoder_layers"),
     "images or sound": _any("vision_config", "audio_config"),
 }
-"""What no known family has, by fields that tell of it."""
+"""Features that no known family has, with tests for the fields that ask for them."""
 
 
 def nearest_family(family: str, config: Config, known: Iterable[str]) -> str:
-    """The known family of which the config has most fields; of several the one with the nearest name."""
+    """Find the known family of which the config has most fields; a tie goes to the nearest name."""
 
     def score(name: str) -> tuple[int, int]:
         marks = sum(field in config for field in MARKS.get(name, ()))
@@ -78,7 +78,7 @@ def _common_start(a: str, b: str) -> str:
 
 
 def unknown_family(model: str, family: Any, config: Config, known: Iterable[str]) -> ValueError:
-    """The error for a config of a family that is not known."""
+    """Make the error for a config of an unknown family."""
     known = list(known)
     if not isinstance(family, str):
         return ValueError(
