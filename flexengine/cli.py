@@ -132,6 +132,12 @@ def run_models(argv: list[str]) -> int:
     return models.main(argv)
 
 
+def run_data(argv: list[str]) -> int:
+    from flexengine.commands import data  # noqa: PLC0415
+
+    return data.main(argv)
+
+
 def run_report(argv: list[str]) -> int:
     from flexengine.commands import report  # noqa: PLC0415
 
@@ -163,6 +169,7 @@ COMMANDS = {
     "plan": Command(
         run_plan, "what fits, where everything lives and how fast it would be; needs no GPU and no weights"
     ),
+    "data": Command(run_data, "what a run would learn from data sets: `flexengine data preview`"),
     "models": Command(run_models, "the architectures that can be trained, and the presets"),
     "probe": Command(run_probe, "measure this machine and remember its rates"),
     "report": Command(run_report, "where the time of a run went, simulated and measured, as one page"),
