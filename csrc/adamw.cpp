@@ -17,8 +17,9 @@ using flex::InstructionSet;
 
 // Pieces are multiples of this, so that in page-aligned planes of 16-bit values no two threads share a page.
 constexpr int64_t kPieceStep = 2048;
-constexpr int64_t kMaxPiece = 1 << 15;   // elements; 0.9 MB of planes, long enough for the hardware's prefetching
-constexpr int64_t kPiecesPerThread = 4;  // evens out threads that start late or share a core
+constexpr int64_t kMaxPiece = 1 << 15;  // elements; 0.9 MB of planes, long enough for the hardware's prefetching
+constexpr int64_t kMaxElements = int64_t{1} << 60;  // more than any address space holds; products below do not overflow
+constexpr int64_t kPiecesPerThread = 4;             // evens out threads that start late or share a core
 
 using Range = void (*)(const FlexAdamW&, int64_t begin, int64_t end);
 
@@ -85,7 +86,8 @@ extern "C" FLEX_API int flex_adamw_instruction_set() { return static_cast<int>(b
 // One step in place on num_threads threads; has finished when it returns. num_elements may be 0.
 extern "C" FLEX_API int flex_adamw(const FlexAdamW* call, int num_threads, int instruction_set) {
     FLEX_REQUIRE(call != nullptr, "no arguments");
-    FLEX_REQUIRE(call->num_elements >= 0, "num_elements is %lld, expected at least 0", (long long)call->num_elements);
+    FLEX_REQUIRE(call->num_elements >= 0 && call->num_elements <= kMaxElements,
+                 "num_elements is %lld, expected 0 to 2^60", (long long)call->num_elements);
     FLEX_REQUIRE(num_threads >= 1, "num_threads is %d, expected at least 1", num_threads);
     const int master = static_cast<int>(call->master);
     FLEX_REQUIRE(master >= 0 && master <= 2, "master is %d, expected 0, 1 or 2", master);

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdint>
 
 #include "common.h"
 #include "parallel.h"
@@ -30,6 +31,10 @@ int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit
 // errno set where the kernel refuses.
 char* map_aligned(int64_t num_bytes) {
     const int64_t slack = num_bytes >= kHugePageBytes ? kHugePageBytes : 0;
+    if (num_bytes > INT64_MAX - slack) {
+        errno = ENOMEM;
+        return nullptr;
+    }
     void* mapped = mmap(nullptr, num_bytes + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mapped == MAP_FAILED) return nullptr;
     char* const start = static_cast<char*>(mapped);

@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <new>
 #include <system_error>
 #include <thread>
 
@@ -29,17 +30,28 @@ struct Job {
     }
 };
 
+// Signals belong to the threads of the interpreter: while it lives, threads start with all of them blocked.
+class SignalsBlocked {
+ public:
+    SignalsBlocked() {
+        sigset_t all;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before_);
+    }
+    ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+    SignalsBlocked(const SignalsBlocked&) = delete;
+    SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+ private:
+    sigset_t before_;
+};
+
 // The queue holds one entry per helper that a job may still have. A job lies on its caller's stack: the caller takes
 // its unclaimed entries back and waits for the helpers inside before it returns.
 class Pool {
  public:
     void run(Job& job, int num_helpers) {
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            grow(num_helpers);
-            queue_.insert(queue_.end(), num_helpers, &job);
-        }
-        work_.notify_all();
+        call_helpers(job, num_helpers);
         job.run();
         std::unique_lock<std::mutex> lock(mutex_);
         queue_.erase(std::remove(queue_.begin(), queue_.end(), &job), queue_.end());
@@ -47,17 +59,25 @@ class Pool {
     }
 
  private:
+    // Fewer helpers come, or none, where the system refuses threads or memory: the caller takes their pieces.
+    void call_helpers(Job& job, int num_helpers) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        grow(num_helpers);
+        try {
+            queue_.insert(queue_.end(), num_helpers, &job);
+        } catch (const std::bad_alloc&) {
+            return;  // an insertion at the end leaves nothing behind
+        }
+        work_.notify_all();
+    }
+
     void grow(int num_workers) {
-        // Signals belong to the threads of the interpreter: helpers are started with all of them blocked.
-        sigset_t all, before;
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);
+        const SignalsBlocked blocked;
         try {
             for (; num_workers_ < num_workers; ++num_workers_) std::thread([this] { work(); }).detach();
         } catch (const std::system_error&) {
-            // Fewer helpers: the caller takes their pieces.
+        } catch (const std::bad_alloc&) {
         }
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
 
     void work() {
@@ -84,10 +104,10 @@ std::atomic<Pool*> current_pool{nullptr};
 std::mutex creation;
 
 // The pool is never destroyed: its threads wait in it until the process ends. A forked child has none of the threads,
-// and perhaps a locked mutex, so it forgets the pool.
-Pool& pool() {
+// and perhaps a locked mutex, so it forgets the pool. Null where there is no memory for a pool.
+Pool* pool() {
     Pool* found = current_pool.load(std::memory_order_acquire);
-    if (found != nullptr) return *found;
+    if (found != nullptr) return found;
     std::lock_guard<std::mutex> lock(creation);
     static const int registered = pthread_atfork([] { creation.lock(); }, [] { creation.unlock(); },
                                                  [] {
@@ -97,10 +117,14 @@ Pool& pool() {
     (void)registered;
     found = current_pool.load(std::memory_order_acquire);
     if (found == nullptr) {
-        found = new Pool;
+        try {
+            found = new Pool;
+        } catch (const std::bad_alloc&) {
+            return nullptr;
+        }
         current_pool.store(found, std::memory_order_release);
     }
-    return *found;
+    return found;
 }
 
 }  // namespace
@@ -110,11 +134,12 @@ namespace flex {
 void parallel_for(int64_t num_pieces, int num_threads, void (*body)(void*, int64_t), void* context) {
     Job job{body, context, num_pieces};
     const int64_t num_helpers = std::min<int64_t>(num_threads, num_pieces) - 1;
-    if (num_helpers < 1) {
+    Pool* const helpers = num_helpers < 1 ? nullptr : pool();
+    if (helpers == nullptr) {
         job.run();
         return;
     }
-    pool().run(job, static_cast<int>(num_helpers));
+    helpers->run(job, static_cast<int>(num_helpers));
 }
 
 }  // namespace flex

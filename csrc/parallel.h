@@ -10,8 +10,8 @@ namespace flex {
 // differs from run to run, so results must not depend on it.
 //
 // Calls from several threads at once share the pool; each makes progress by itself, so none waits for another. The pool
-// grows to the largest num_threads seen; where the system refuses a thread, the loop runs on fewer. A forked child
-// starts a pool of its own. body must not throw and must not call parallel_for.
+// grows to the largest num_threads seen; where the system refuses a thread or memory, the loop runs on fewer. It never
+// throws. A forked child starts a pool of its own. body must not throw and must not call parallel_for.
 void parallel_for(int64_t num_pieces, int num_threads, void (*body)(void* context, int64_t piece), void* context);
 
 // The same for a callable: parallel_for(n, threads, [&](int64_t piece) { ... });

@@ -1,8 +1,8 @@
 // Parallel reader: byte ranges of files into memory, converted on the way where the formats differ.
 //
 // Jobs are cut into blocks, which threads take one after the other. A block of equal types goes from the file into its
-// place; others pass through a buffer on the thread's stack, small enough to stay in the processor's second-level
-// cache.
+// place; others pass through a buffer, small enough to stay in the processor's second-level cache. It is not on the
+// stack, since the calling thread's may be as small as 32 KiB (Python's threading.stack_size).
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -10,6 +10,8 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <limits>
+#include <memory>
 #include <mutex>
 #include <new>
 #include <vector>
@@ -42,6 +44,8 @@ struct ReadFailureError {
 };
 
 constexpr uint64_t kBufferBytes = 256 << 10;
+constexpr uint64_t kMaxBytes =
+    std::numeric_limits<int64_t>::max();  // of an offset in a file, and of a number of blocks
 
 struct Block {
     const ReadJob* job;
@@ -55,8 +59,7 @@ class Blocks {
         starts_.reserve(num_jobs + 1);
         starts_.push_back(0);
         for (uint64_t i = 0; i < num_jobs; ++i) {
-            const uint64_t per_block = elements_per_block(jobs[i]);
-            starts_.push_back(starts_.back() + (jobs[i].count + per_block - 1) / per_block);
+            starts_.push_back(starts_.back() + blocks_of(jobs[i]));
         }
     }
 
@@ -72,6 +75,11 @@ class Blocks {
  private:
     uint64_t elements_per_block(const ReadJob& job) const {
         return std::max<uint64_t>(1, block_bytes_ / flex::size_of(job.source_type));
+    }
+
+    uint64_t blocks_of(const ReadJob& job) const {
+        const uint64_t per_block = elements_per_block(job);
+        return job.count / per_block + (job.count % per_block != 0);
     }
 
     const ReadJob* jobs_;
@@ -99,13 +107,62 @@ class Outcome {
     ReadFailureError failure_{};
 };
 
+struct alignas(64) Buffer {
+    unsigned char bytes[kBufferBytes];
+};
+
+// One buffer for every thread that may convert at the same time.
+class Buffers {
+ public:
+    // Returns the buffer when it goes.
+    class Lease {
+     public:
+        explicit Lease(Buffers& owner) : owner_(owner), buffer_(owner.take()) {}
+        ~Lease() { owner_.give_back(buffer_); }
+        Lease(const Lease&) = delete;
+        Lease& operator=(const Lease&) = delete;
+        unsigned char* bytes() { return buffer_->bytes; }
+
+     private:
+        Buffers& owner_;
+        Buffer* buffer_;
+    };
+
+    void reserve(uint64_t count) {
+        free_.reserve(count);
+        while (all_.size() < count) {
+            all_.emplace_back(new Buffer);
+            free_.push_back(all_.back().get());
+        }
+    }
+
+ private:
+    Buffer* take() {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        Buffer* const buffer = free_.back();
+        free_.pop_back();
+        return buffer;
+    }
+    void give_back(Buffer* buffer) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        free_.push_back(buffer);
+    }
+
+    std::mutex mutex_;
+    std::vector<std::unique_ptr<Buffer>> all_;
+    std::vector<Buffer*> free_;
+};
+
 class Reading {
  public:
     Reading(const ReadJob* jobs, uint64_t num_jobs, uint64_t block_bytes)
-        : jobs_(jobs), blocks_(jobs, num_jobs, block_bytes) {}
+        : jobs_(jobs), blocks_(jobs, num_jobs, block_bytes) {
+        for (uint64_t i = 0; i < num_jobs; ++i) converts_ |= jobs[i].source_type != jobs[i].target_type;
+    }
 
     const Outcome& run(int num_threads) {
         const int64_t num_blocks = static_cast<int64_t>(blocks_.size());
+        if (converts_) buffers_.reserve(std::min<uint64_t>(num_threads, blocks_.size()));
         flex::parallel_for(num_blocks, num_threads, [this](int64_t i) {
             if (!outcome_.failed()) read_block(blocks_.at(static_cast<uint64_t>(i)));
         });
@@ -125,13 +182,13 @@ class Reading {
     }
 
     void read_converting(const ReadJob& job, const Block& block) {
-        alignas(64) unsigned char buffer[kBufferBytes];
+        Buffers::Lease buffer(buffers_);
         const flex::Convert convert = flex::find_conversion(job.source_type, job.target_type, job.remainder != nullptr);
         const uint64_t width = flex::size_of(job.source_type), step = kBufferBytes / width;
         for (uint64_t first = block.first; first < block.first + block.count; first += step) {
             const uint64_t count = std::min(step, block.first + block.count - first);
-            if (!read_fully(job, first * width, buffer, count * width)) return;
-            convert(buffer, target_of(job, first), remainder_of(job, first), count);
+            if (!read_fully(job, first * width, buffer.bytes(), count * width)) return;
+            convert(buffer.bytes(), target_of(job, first), remainder_of(job, first), count);
         }
     }
 
@@ -160,6 +217,8 @@ class Reading {
 
     const ReadJob* jobs_;
     Blocks blocks_;
+    bool converts_ = false;
+    Buffers buffers_;
     Outcome outcome_;
 };
 
@@ -174,6 +233,10 @@ int check_job(const ReadJob& job, uint64_t index) {
                  "job %llu: no conversion from type %u to type %u%s", Number(index), unsigned(job.source_type),
                  unsigned(job.target_type), split ? " with a remainder" : "");
     FLEX_REQUIRE(job.count == 0 || job.target != nullptr, "job %llu has no target", Number(index));
+    const bool fits =
+        job.offset_bytes <= kMaxBytes && job.count <= (kMaxBytes - job.offset_bytes) / flex::size_of(job.source_type);
+    FLEX_REQUIRE(fits, "job %llu: %llu elements from byte %llu end beyond any file", Number(index), Number(job.count),
+                 Number(job.offset_bytes));
     return flex::kOk;
 }
 
@@ -192,8 +255,11 @@ extern "C" FLEX_API int flex_read(const ReadJob* jobs, uint64_t num_jobs, int32_
                                   ReadFailureError* failure) {
     FLEX_REQUIRE(num_threads > 0, "num_threads is %d, expected at least 1", num_threads);
     FLEX_REQUIRE(block_bytes > 0, "block_bytes is 0, expected at least 1");
+    uint64_t num_elements = 0;  // of all jobs: as many as there may be blocks
     for (uint64_t i = 0; i < num_jobs; ++i) {
         if (int status = check_job(jobs[i], i)) return status;
+        FLEX_REQUIRE(jobs[i].count <= kMaxBytes - num_elements, "the jobs have more elements than can be counted");
+        num_elements += jobs[i].count;
     }
     try {
         Reading reading(jobs, num_jobs, block_bytes);

@@ -48,5 +48,10 @@ int main() {
     expect(std::strstr(flex_last_error(), "not a positive number of pages") != nullptr, "and said so");
     expect(flex_host_map(int64_t{1} << 62, -1, 0, 1, &address, &bound) == -2, "4 EiB are refused");
     expect(std::strstr(flex_last_error(), "mmap: ") != nullptr, "and said so");
+    for (int64_t below : {int64_t{0}, int64_t{512} * page}) {
+        const int64_t most = INT64_MAX / page * page - below;
+        expect(flex_host_map(most, -1, 0, 3, &address, &bound) == -2, "what overflows beside a huge page is refused");
+        expect(std::strstr(flex_last_error(), "mmap: ") != nullptr, "and said so");
+    }
     return failures == 0 ? 0 : 1;
 }

@@ -1,6 +1,7 @@
 // The parallel reader under sanitizers: straight and converting jobs in small blocks by many threads, ends of files and
-// bad descriptors, and every conversion over special values.
+// bad descriptors, every conversion over special values, sizes near 2^64, and a calling thread of little stack.
 #include <fcntl.h>
+#include <pthread.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -8,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
+#include <utility>
 #include <vector>
 
 #include "../convert.h"
@@ -112,6 +114,54 @@ void check_failures(const Bytes& contents, int descriptor) {
     expect(flex_read(jobs, 1, 4, 4096, &failure) == -1, "an unknown type that is equal on both sides");
 }
 
+// Blocks of any size give the same bytes; what cannot be counted or lie in a file is refused.
+void check_extremes(const Bytes& contents, int descriptor) {
+    ReadFailureError failure{};
+    for (uint64_t block_bytes : {uint64_t{1} << 63, ~uint64_t{0} - 1, ~uint64_t{0}}) {
+        Bytes target(contents.size());
+        const ReadJob job = job_of(descriptor, 0, contents.size(), Type::kRaw, Type::kRaw, target.data());
+        expect(flex_read(&job, 1, 3, block_bytes, &failure) == 0 && target == contents, "one huge block");
+    }
+    unsigned char byte = 0;
+    const uint64_t most = INT64_MAX;
+    for (const auto& [offset, count] : std::initializer_list<std::pair<uint64_t, uint64_t>>{
+             {0, ~uint64_t{0}}, {~uint64_t{0}, 1}, {most, 1}, {1, most}, {most + 1, 0}}) {
+        const ReadJob job = job_of(descriptor, offset, count, Type::kRaw, Type::kRaw, &byte);
+        expect(flex_read(&job, 1, 3, 4096, &failure) == -1, "an end beyond any file");
+    }
+    const ReadJob half = job_of(descriptor, 0, most / 2 + 2, Type::kRaw, Type::kRaw, &byte);
+    const ReadJob jobs[] = {half, half};
+    expect(flex_read(jobs, 2, 3, 1, &failure) == -1, "more blocks than can be counted");
+    const ReadJob wide = job_of(descriptor, 0, most / 8 + 1, Type::kF64, Type::kF32, &byte);
+    expect(flex_read(&wide, 1, 3, 4096, &failure) == -1, "wide elements beyond any file");
+}
+
+struct Call {
+    ReadJob job;
+    int status;
+};
+
+// The calling thread converts too: its buffer must not lie on a stack of 160 KiB.
+void check_little_stack(const Bytes& contents, int descriptor) {
+    const uint64_t count = contents.size() / 4;
+    Bytes target(count * 2);
+    Call call{job_of(descriptor, 0, count, Type::kF32, Type::kBf16, target.data()), 1};
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    expect(pthread_attr_setstacksize(&attributes, 160 << 10) == 0, "stack size");
+    pthread_t thread;
+    const auto run = [](void* argument) -> void* {
+        Call& made = *static_cast<Call*>(argument);
+        ReadFailureError failure{};
+        made.status = flex_read(&made.job, 1, 1, 1 << 20, &failure);
+        return nullptr;
+    };
+    expect(pthread_create(&thread, &attributes, run, &call) == 0, "thread");
+    pthread_join(thread, nullptr);
+    pthread_attr_destroy(&attributes);
+    expect(call.status == 0, "read on a small stack");
+}
+
 }  // namespace
 
 int main() {
@@ -120,6 +170,8 @@ int main() {
     check_straight(contents, descriptor);
     check_conversions(contents, descriptor);
     check_failures(contents, descriptor);
+    check_extremes(contents, descriptor);
+    check_little_stack(contents, descriptor);
     close(descriptor);
     return failures == 0 ? 0 : 1;
 }

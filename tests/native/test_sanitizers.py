@@ -94,7 +94,7 @@ def test_no_report(build, source):
 
 
 def test_there_are_programs():
-    assert {"adamw_test", "host_arena_test"} <= {path.stem for path in PROGRAMS}
+    assert {"adamw_test", "host_arena_test", "parallel_test", "reader_test", "transfer_test"} <= {path.stem for path in PROGRAMS}
 
 
 def test_flaws_are_reported(build):
