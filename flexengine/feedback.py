@@ -1,4 +1,4 @@
-"""After the first steps: predicted against measured, and another plan if measured speeds make a faster one.
+"""Compares predicted with measured seconds after the first steps, and changes to a plan that measured speeds favour.
 
 Planner and runtime meet here a second time, after `api`: what the engine measured corrects what the planner assumed.
 """
@@ -15,24 +15,24 @@ from flexengine.reports.plan_text import describe
 from flexengine.runtime.engine import Engine
 
 LEAST_GAIN = 0.01
-"""A new plan must promise at least this share of a step less: predictions are no better than that."""
+"""Least share of the step time that a new plan must save: predictions are no better than that."""
 
 
 def review_step(prepared: Prepared, engine: Engine, measured_step_s: float) -> Review:
     """Compare the engine's plan with a step whose commands were timed (`Engine.measure_next_step`).
 
-    measured_step_s: wall seconds of a step, better of one without time stamps, which cost time.
+    measured_step_s: wall seconds of a step, preferably one without time stamps, which cost time.
     """
     return review(engine.plan, prepared.source.spec, prepared.profile, engine.command_totals, measured_step_s)
 
 
 def correct_prediction(engine: Engine, found: Review) -> None:
-    """From now on the engine's plan tells what the corrected profile predicts; its decisions stay."""
+    """Give the engine's plan the prediction of the corrected profile; its decisions stay."""
     engine.plan = replace(engine.plan, predicted=found.expected)
 
 
 def faster_plan(prepared: Prepared, engine: Engine, found: Review) -> Plan | None:
-    """A plan that should be faster under the corrected profile, or None.
+    """Search a plan that should be faster under the corrected profile; None if there is none.
 
     It keeps chunk and round sizes, so that results keep their bits, and fits the memory that the engine already holds,
     so that changing to it allocates nothing.
@@ -51,12 +51,14 @@ def faster_plan(prepared: Prepared, engine: Engine, found: Review) -> Plan | Non
         return None
     if other.predicted.step_s > (1 - LEAST_GAIN) * found.expected.step_s:
         return None
-    light_s = min(found.expected.speed_of_light_s, other.predicted.step_s)  # of the whole request, not the pinned one
+    light_s = min(
+        found.expected.speed_of_light_s, other.predicted.step_s
+    )  # the bound of the whole request, not of the pinned one
     return replace(other, request=plan.request, predicted=replace(other.predicted, speed_of_light_s=light_s))
 
 
 def change_plan(prepared: Prepared, engine: Engine, found: Review) -> str:
-    """Change to a faster plan if there is one that fits; returns what was done, in words."""
+    """Change to a faster plan if there is one that fits; returns what was done in words."""
     plan = faster_plan(prepared, engine, found)
     if plan is None:
         return "the plan stays: no other within its memory promises to be faster"

@@ -1,7 +1,7 @@
-"""What a step reports: the record of train_log.jsonl, and the one home of printed units.
+"""The record of a step in train_log.jsonl, and the formatting of all printed units.
 
 Inside the package bytes are ints and times are seconds; GiB (2**30 bytes), ms and TFLOP/s (10**12) appear only in text
-made here.
+that this module makes.
 """
 
 import json
@@ -15,11 +15,11 @@ GIB = 2**30
 MIB = 2**20
 TERA = 1e12
 TIMED_STEP = 2
-"""The step whose commands are timed in every run, which slows it: kernels and libraries are loaded by then."""
+"""The step whose commands every run times, which slows it. The first step loads kernels, so its times say little."""
 
 
 def format_bytes(num_bytes: float | None) -> str:
-    """GiB from 0.1 GiB on, else MiB, else bytes: "23.10 GiB", "12.5 MiB", "512 bytes"; None is "not measured"."""
+    """Format bytes as "23.10 GiB" (from 0.1 GiB on), "12.5 MiB" or "512 bytes"; None is "not measured"."""
     if num_bytes is None:
         return "not measured"
     if num_bytes >= 0.1 * GIB:
@@ -30,7 +30,7 @@ def format_bytes(num_bytes: float | None) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three significant digits in the unit a person would use: "2 h 05 min", "3 min 20 s", "7.25 s", "12.3 ms"."""
+    """Format seconds in the unit that a person would use: "2 h 05 min", "3 min 20 s", "7.25 s", "12.3 ms"."""
     if not math.isfinite(seconds):
         return str(seconds)
     if seconds >= 3600:
@@ -45,12 +45,12 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_tokens_per_s(tokens_per_s: float) -> str:
-    """ "12345 tokens/s", with one decimal below 100."""
+    """Format a rate as "12345 tokens/s", with one decimal below 100."""
     return f"{tokens_per_s:.0f} tokens/s" if tokens_per_s >= 99.95 else f"{tokens_per_s:.1f} tokens/s"
 
 
 def format_tflops(flops_per_s: float) -> str:
-    """ "412.3 TFLOP/s" from FLOP/s; three significant digits below 100."""
+    """Format FLOP/s as "412.3 TFLOP/s", with three significant digits below 100."""
     tflops = flops_per_s / TERA
     return f"{tflops:.1f} TFLOP/s" if tflops >= 99.95 else f"{_three_digits(tflops)} TFLOP/s"
 
@@ -65,10 +65,10 @@ def _three_digits(value: float) -> str:
 class StepMetrics:
     """One line of train_log.jsonl; the fields are its keys, in this order.
 
-    step: from 1. loss: mean over the target tokens of the step. grad_norm: before clipping. num_tokens: all tokens of
-    the step, targets or not. effective_tflops counts forward and backward once, hardware_tflops the recomputation too,
-    both in 10**12 FLOP/s. sol_pct: the least time any schedule could take, as a percentage of step_s. Peaks: most bytes
-    of the process so far; None where nothing measures them (the GPU of a CPU run).
+    step: counted from 1. loss: mean over the target tokens of the step. grad_norm: before clipping. num_tokens: all
+    tokens of the step, targets or not. effective_tflops counts forward and backward once, hardware_tflops also the
+    recomputation, both in 10**12 FLOP/s. sol_pct: the least time that any schedule could take, as a percentage of
+    step_s. Peaks: most bytes of the process so far; None if nothing measures them (the GPU of a CPU run).
     """
 
     step: int
@@ -102,7 +102,7 @@ class StepMetrics:
         gpu_peak_bytes: int | None,
         host_peak_bytes: int,
     ) -> "StepMetrics":
-        """The rates of a step from what was measured; FLOPs are those of the whole step, seconds its wall time > 0."""
+        """Compute the rates of a step from its measurements; FLOPs are those of the whole step, step_s is above 0."""
         return cls(
             step=step,
             loss=loss,
@@ -120,7 +120,7 @@ class StepMetrics:
         )
 
     def describe(self, num_steps: int) -> str:
-        """One line for people."""
+        """Describe the step in one line."""
         width = len(str(num_steps))
         light = "above the predicted speed of light"  # a step smaller than planned for, or a profile too slow
         if round(self.sol_pct) <= 100:
@@ -134,7 +134,7 @@ class StepMetrics:
 
 
 class JsonlWriter:
-    """Appends records to a JSON Lines file that starts empty; each line is on disk for readers when write returns.
+    """Appends records to a JSON Lines file that starts empty; readers see each line when write returns.
 
     NaN and infinities become null, which every JSON reader understands.
     """

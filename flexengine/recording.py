@@ -1,4 +1,4 @@
-"""What a person asked to see of single steps: a measured timeline of one (--trace), a profile of some by nsys."""
+"""Records single steps on request: a measured timeline of one (--trace), a profile of some by nsys."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from flexengine.runtime.engine import Engine
 from flexengine.runtime.profiling import ProfiledSteps
 
 REVIEWED_STEP = 3
-"""The step whose wall time is compared with the prediction: time stamps make the timed one slower."""
+"""The step whose wall time is compared with the prediction: time stamps slow the timed step before it."""
 
 
 def reviewed_step(plan: Plan) -> int:
-    """The step to compare with a plan's prediction. The end of a timed step waits for what the CPU updates, so the step
-    after it begins with less left to do than others."""
+    """Choose the step to compare with a plan's prediction.
+
+    The end of a timed step waits for the updates of the CPU. The step after it therefore begins with less left to do
+    than other steps, and is passed over when the CPU updates.
+    """
     return REVIEWED_STEP + plan.updates_on_cpu
 
 
 def check_recording(config: TrainConfig, num_steps: int) -> None:
-    """Raises ValueError where steps that are to be traced or profiled never come, or a profile has no GPU."""
+    """Raise ValueError if a step to be traced or profiled never comes, or if a profile has no GPU."""
     for name in STEP_OPTIONS:
         step = getattr(config, name)
         if step is not None and step > num_steps:
@@ -43,10 +46,11 @@ def check_recording(config: TrainConfig, num_steps: int) -> None:
 
 
 def traced_step(config: TrainConfig, num_steps: int, reviewed: int = REVIEWED_STEP) -> int | None:
-    """The step that --trace measures; None without --trace.
+    """Choose the step that --trace measures; None without --trace.
 
-    By default the timed one, which costs nothing more. A profiled step is disturbed by the profile and disturbs it, the
-    reviewed one is to run without time stamps, and with --replan the plan that goes on comes after that.
+    The default is the step that is timed anyway. Others are avoided for these reasons: the profile disturbs a profiled
+    step and is disturbed by the trace; the reviewed step must run without time stamps; and with --replan the plan that
+    the run continues with comes after the reviewed step.
     """
     if not config.trace or config.trace_step is not None:
         return config.trace_step
@@ -59,7 +63,7 @@ def traced_step(config: TrainConfig, num_steps: int, reviewed: int = REVIEWED_ST
 
 
 class Recorder:
-    """Stands around every step of a run; does nothing around those that nobody asked to see."""
+    """Is called before and after every step of a run; does nothing for steps that nobody asked to see."""
 
     def __init__(self, config: TrainConfig, prepared: Prepared, engine: Engine, num_steps: int) -> None:
         self.config, self.prepared, self.engine = config, prepared, engine
@@ -67,14 +71,14 @@ class Recorder:
         self.profile = ProfiledSteps(engine.executor, config.profiled_steps) if config.profiled_steps else None
 
     def before_step(self, step: int) -> None:
-        """Called before every step, counted from 1."""
+        """Prepare a step, counted from 1."""
         if step == self.traced_step:
             self.engine.measure_next_step(keep_runs=True)
         if self.profile is not None:
             self.profile.before_step(step)
 
     def after_step(self, metrics: StepMetrics) -> None:
-        """Called when a step has ended, before the plan may change; writes the trace."""
+        """Finish a step, and write its trace if it has one. Call it before the plan may change."""
         if self.profile is not None:
             self.profile.after_step(metrics.step)
         if metrics.step == self.traced_step:
@@ -83,23 +87,23 @@ class Recorder:
             tqdm.write(f"step {metrics.step} traced: {self._trace_paths()[-1]}; {show}")
 
     def close(self) -> None:
-        """End a profile that the run did not reach the end of."""
+        """Stop a profile whose last step the run did not reach."""
         if self.profile is not None:
             self.profile.stop()
 
     def slowed_by(self, step: int) -> str:
-        """What makes a step slower than others, in words; empty for an undisturbed one."""
+        """Tell what makes a step slower than others; empty for an undisturbed one."""
         if step in (TIMED_STEP, self.traced_step):
             return "timing its commands"
         return "profiling" if step in self.config.profiled_steps else ""
 
     def disturbed(self, step: int) -> bool:
-        """Whether a step took longer than others, or less, as one after a slowed step does where the CPU updates."""
+        """Tell whether a step's time is unusual: it was slowed, or the CPU updates and the step before was slowed."""
         by_cpu = self.prepared.plan.updates_on_cpu
         return bool(self.slowed_by(step)) or (by_cpu and bool(self.slowed_by(step - 1)))
 
     def _trace_paths(self) -> list[Path]:
-        """The run folder's, which `report` reads, and the one that was named."""
+        """List the trace file in the run folder, which `report` reads, and the one that was named."""
         named = [Path(self.config.trace)] if isinstance(self.config.trace, str) else []
         return [self.config.run_folder / TRACE_FILE, *named]
 

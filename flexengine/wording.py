@@ -1,6 +1,6 @@
-"""How the package answers a mistake: what was probably meant, what a system error calls for, and a flag parser.
+"""Words for mistakes: what was probably meant, what a system error calls for, and a parser of flags.
 
-It stands alone, so that every room that reads what a person wrote can use it.
+The module imports nothing of the package, so that every room that reads what a person wrote can use it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any, NoReturn
 WRONG_USAGE = 2
 """Exit status for flags that do not exist or hold no usable value, as argparse has it."""
 SHOWN_CHARACTERS = 100
-"""Longest quotation of a text out of a file: damaged files hold values of any size."""
+"""Longest quotation from a file: damaged files hold values of any size."""
 OUTPUT = "output"
-"""What `explain_os_error` takes for the place of what a command prints."""
+"""Name of the standard output as the place of an error in `explain_os_error`."""
 
 _NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^-(inf|nan)$")
-"""What argparse takes for a value rather than a flag; its own pattern does not know -1e-4."""
+"""Arguments that argparse shall take for a value rather than a flag; its own pattern does not know -1e-4."""
 _LOCKED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ALLOCATION_FAILED = re.compile(r"out of memory|can't allocate memory|Cannot allocate memory|bad_alloc", re.IGNORECASE)
@@ -36,19 +36,19 @@ _shortening.maxstring = _shortening.maxlong = _shortening.maxother = SHOWN_CHARA
 
 
 def shown(value: object) -> str:
-    """A value out of a file as a message quotes it: one line, long texts and deep or long containers abridged."""
+    """Quote a value from a file for a message: in one line, with long texts and deep or long containers abridged."""
     return _shortening.repr(value)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean X?" with the known word closest to `word`, or ""; case and leading dashes do not count."""
+    """Write "; did you mean X?" for the known word closest to `word`, or ""; case and leading dashes do not count."""
     by_text = {name.lower().lstrip("-"): name for name in known}
     close = difflib.get_close_matches(word.lower().lstrip("-")[:SHOWN_CHARACTERS], by_text, n=1)
     return f"; did you mean {by_text[close[0]]}?" if close else ""
 
 
 def parse_json(text: bytes | str, where: object, unique: bool = False) -> Any:
-    """The value of a JSON text; `where` names it in messages. unique: no object may have a key twice.
+    """Parse a JSON text; `where` names it in messages. unique: no object may have a key twice.
 
     Raises ValueError for what is no UTF-8, no JSON, nested too deep, holds a number too long, or repeats a key.
     """
@@ -69,7 +69,7 @@ def parse_json(text: bytes | str, where: object, unique: bool = False) -> Any:
 
 
 class _RepeatedKeyError(ValueError):
-    """An object has a key twice."""
+    """Raised when an object of a JSON text has a key twice."""
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -85,10 +85,10 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def explain_os_error(error: OSError, flag: str | None = None) -> str:
-    """An error of the file system in words: which file, what happened, what to do.
+    """Explain an error of the file system: which file, what happened, what to do.
 
-    flag: names the place that was chosen for writing, None where that can only be --output-dir; OUTPUT is what is
-    printed. An error that came with a text of its own keeps it.
+    flag: names the place that was chosen for writing; None if that can only be --output-dir, OUTPUT for what is
+    printed. An error with a text of its own keeps it.
     """
     if error.errno is None or error.strerror is None:
         return str(error) or type(error).__name__
@@ -107,7 +107,7 @@ def explain_os_error(error: OSError, flag: str | None = None) -> str:
 
 
 def _free_space(error: OSError) -> str:
-    """How much is free where the error happened, as far as that can be told."""
+    """Tell how much is free where the error happened, if that is known."""
     if error.filename is None:
         return ""
     path = Path(str(error.filename)).absolute()
@@ -119,12 +119,12 @@ def _free_space(error: OSError) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out; torch raises RuntimeError for host and device memory alike."""
+    """Tell whether an error says that memory ran out; torch raises RuntimeError for host and for device memory."""
     return isinstance(error, MemoryError) or bool(_ALLOCATION_FAILED.search(str(error)))
 
 
 def explain_out_of_memory(error: BaseException) -> str:
-    """What ran out, in the words of the error where it has some, and what to do."""
+    """Explain what ran out, in the words of the error if it has some, and what to do."""
     found = str(error).strip().splitlines()
     first = found[0] if found else "the operating system refused more memory"
     if isinstance(error, MemoryError) and found:
@@ -140,7 +140,7 @@ def explain_out_of_memory(error: BaseException) -> str:
 
 
 def with_dashes(argument: str) -> str:
-    """--max_seq_len=2_048 -> --max-seq-len=2_048: flags may be written with underscores, values stay as they are."""
+    """Turn --max_seq_len=2_048 into --max-seq-len=2_048: underscores become dashes in flags, not in values."""
     if not argument.startswith("--"):
         return argument
     flag, equals, value = argument.partition("=")
@@ -159,7 +159,7 @@ class FlagParser(argparse.ArgumentParser):
         self._negative_number_matcher = _NUMBER
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # pyright: ignore
-        """The namespace of `args` (default: the command line). Exits when something is unknown or has no value."""
+        """Parse `args` (default: the command line). Exits when something is unknown or has no value."""
         given = [with_dashes(argument) for argument in (sys.argv[1:] if args is None else args)]
         values, unknown = self.parse_known_args(given, namespace)
         if unknown:
@@ -178,7 +178,7 @@ class FlagParser(argparse.ArgumentParser):
         return "; ".join(f"unknown flag {shown(flag)[1:-1]}{did_you_mean(flag, known)}" for flag in flags[:3])
 
     def _known_flags(self) -> Iterator[str]:
-        """The long flags of this parser and of the commands below it."""
+        """List the long flags of this parser and of its sub-commands."""
         for action in self._actions:
             yield from (flag for flag in action.option_strings if flag.startswith("--"))
             if isinstance(action, argparse._SubParsersAction):

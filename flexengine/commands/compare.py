@@ -1,4 +1,4 @@
-"""Several plans of one model side by side: budgets, cards, or both."""
+"""Plans one model for several budgets, cards, or both, and compares the plans in a table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flexengine.reports.text_format import align_columns, percent
 
 
 class Case(NamedTuple):
-    """One line of a comparison: its name, the machine and what is asked of it."""
+    """One line of a comparison: its name, the machine, and the request to plan for it."""
 
     label: str
     profile: HardwareProfile
@@ -26,7 +26,7 @@ class Case(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A case with its plan, or with why there is none."""
+    """A case with its plan, or with the error that says why there is none."""
 
     case: Case
     plan: Plan | None
@@ -45,7 +45,7 @@ def compare(model: ModelSpec, cases: Sequence[Case]) -> list[Row]:
 
 
 def comparison_table(rows: Sequence[Row]) -> str:
-    """Aligned columns; a case that does not fit says what it would need."""
+    """Write the comparison as aligned columns; a case that does not fit says what it would need."""
     head = ("case", "fits", "step", "tokens/s", "of light", "GPU memory", "host memory", "rounds", "limit / fits with")
     notes = [f"{row.case.label}: {note}" for row in rows if row.plan is not None for note in _notes(row.case)]
     return "\n".join([*align_columns([head, *(_cells(row) for row in rows)], left=(0, 1, 8)), *notes])
@@ -91,7 +91,7 @@ def _of(used: int, budget: int) -> str:
 
 
 def comparison_json(rows: Sequence[Row]) -> dict[str, Any]:
-    """The comparison as JSON values."""
+    """Give the comparison as JSON values."""
     return {"cases": [{"case": row.case.label, "hardware": row.case.profile.name, **_values(row)} for row in rows]}
 
 

@@ -1,4 +1,4 @@
-"""What a command is asked to write: files appear whole or not at all, and an error says which flag named the place."""
+"""Writes the files of commands: they appear whole or not at all, and an error says which flag named the place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flexengine.wording import OUTPUT, explain_os_error
 
 
 def check_target(flag: str, path: Path | None) -> None:
-    """Raise ValueError where a file cannot be written: before anything is planned or measured for it."""
+    """Raise ValueError if a file cannot be written. Call it before anything is planned or measured for the file."""
     if path is None:
         return
     folder = _followed(path).parent
@@ -28,7 +28,7 @@ def check_target(flag: str, path: Path | None) -> None:
 
 
 def _try_to_write(flag: str, path: Path, folder: Path) -> None:
-    """Make a file in the folder and remove it, as rights alone do not tell: nobody can write to /proc."""
+    """Make a file in the folder and remove it: rights alone do not tell, as nobody can write to /proc."""
     try:
         descriptor, name = tempfile.mkstemp(dir=folder, prefix=f".{path.stem}-")
         os.close(descriptor)
@@ -39,20 +39,20 @@ def _try_to_write(flag: str, path: Path, folder: Path) -> None:
 
 
 def _followed(path: Path) -> Path:
-    """The absolute path without links; unlike Path.resolve it leaves links that lead in a circle as they are."""
+    """Give the absolute path without links. Unlike Path.resolve it leaves links that lead in a circle as they are."""
     return Path(os.path.realpath(path))
 
 
 def _is_special(path: Path) -> bool:
-    """Whether there is something that no file may replace, such as a device or a FIFO; links are followed."""
+    """Tell whether a path is something that no file may replace, such as a device or a FIFO; links are followed."""
     return path.exists() and not path.is_file()
 
 
 def print_output(text: str) -> None:
-    """Print what a command was asked for, to the last byte. Raises ValueError when the file system refuses."""
+    """Print the output of a command to its last byte. Raises ValueError when the file system refuses."""
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # its reader went away, which is no mistake
+    except BrokenPipeError:  # the reader went away, which is no mistake
         raise
     except OSError as error:
         with contextlib.suppress(OSError):  # what is left in the buffer would fail again when the process ends
@@ -72,6 +72,7 @@ def write_whole(flag: str, path: Path, write: Callable[[Path], object]) -> None:
             write(path)
             return
         target = _followed(path)
+        # In the same folder, so that the rename stays within one file system and is atomic.
         beside = target.parent / f".{path.stem}-{secrets.token_hex(8)}{path.suffix}"
         try:
             write(beside)
@@ -86,7 +87,7 @@ def write_whole(flag: str, path: Path, write: Callable[[Path], object]) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Bring the contents of a file, or the names in a folder, to the disk."""
+    """Bring the contents of a file, or the names in a folder, to the disk: a rename alone may get there before them."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

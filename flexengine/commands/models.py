@@ -1,4 +1,4 @@
-"""`flexengine models`: the families that can be trained, what each was compared with, and presets of their shapes."""
+"""`flexengine models`: lists the families that can be trained, what each was compared with, and the presets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def as_json() -> dict[str, object]:
-    """Families by `model_type`, and presets."""
+    """Give families by `model_type`, and presets, as JSON values."""
     families = {
         name: {"checkpoints": f.checkpoints, "options": f.options, "configs_compared": f.configs_compared}
         for name, f in FAMILIES.items()
@@ -40,7 +40,7 @@ def as_json() -> dict[str, object]:
 
 
 def describe() -> list[str]:
-    """The lines that are printed."""
+    """Give the lines to print."""
     lines = ["Families, by model_type in config.json:", ""]
     for name, family in FAMILIES.items():
         lines += [
@@ -54,7 +54,7 @@ def describe() -> list[str]:
 
 
 def _presets() -> Iterator[tuple[str, str, int]]:
-    """(name, family, parameters) of every preset."""
+    """Give (name, family, parameters) of every preset."""
     for name in preset_names():
         spec = open_model(PRESET_PREFIX + name).spec
         yield name, spec.family, spec.num_parameters

@@ -1,4 +1,4 @@
-"""`flexengine probe`: measure this machine, or show a preset, as a table, a chart and a file for `--gpu`."""
+"""`flexengine probe`: measures this machine, or shows a preset, as a table, a chart and a file for `--gpu`."""
 
 import argparse
 import logging
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Everything that can be known to be wrong before seconds are spent on measuring."""
+    """Raise ValueError for everything that can be known to be wrong before the machine is measured."""
     if arguments.preset is not None:
         preset(arguments.preset)
         given = [f"--{name}" for name in ("device", "model", "dtype", "force") if getattr(arguments, name)]
@@ -86,7 +86,7 @@ def _preset(name: str) -> tuple[HardwareProfile, list[str]]:
 
 
 def _probed(arguments: argparse.Namespace) -> tuple[HardwareProfile, list[str]]:
-    """The profile of this machine, and where it comes from in words."""
+    """Give the profile of this machine, and tell where it comes from."""
     shape = DEFAULT_SHAPE if arguments.model is None else block_shape(open_model(arguments.model).spec)
     dtype = arguments.dtype or COMPUTE_DTYPES[0]
     device = choose_device(arguments.device or "auto")
@@ -111,7 +111,7 @@ def _place(result: ProbeResult) -> str:
 
 
 def _chart_note(profile: HardwareProfile, origin: Sequence[str]) -> str:
-    """What stands below the chart's title: costs that are no curves, and where a preset's figures come from."""
+    """Write the note below the chart's title: costs that are no curves, and the source of a preset's figures."""
     costs = (
         f"kernel launch {format_seconds(profile.launch_s)}",
         f"host time per command {format_seconds(profile.issue_s)}" if profile.issue_s else "",
@@ -126,7 +126,7 @@ def _chart_note(profile: HardwareProfile, origin: Sequence[str]) -> str:
 
 
 def describe(profile: HardwareProfile) -> list[str]:
-    """The lines of a table of everything in a profile, with units."""
+    """Tabulate everything in a profile, with units."""
     sections = [_compute_lines(profile), _copy_lines(profile), _host_lines(profile), _memory_lines(profile)]
     return [line for lines in sections for line in ("", *lines)][1:]
 

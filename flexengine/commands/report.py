@@ -1,4 +1,4 @@
-"""`flexengine report`: where the time of a run went, simulated and measured, as one page; needs no GPU."""
+"""`flexengine report`: draws where the time of a run went, simulated and measured, on one page; needs no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads what a run left in its folder, for `flexengine report`; every damage is one ValueError that names the file."""
+"""Reads what a run left in its folder, for `flexengine report`; any damage is a ValueError that names the file."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from flexengine.schedule.trace_reader import Trace, read_trace
 from flexengine.wording import parse_json, shown
 
 LARGEST = 1e30
-"""Of a number in a log; a loss above it has diverged, and is drawn as one that is not finite."""
+"""Largest number in a log; a loss above it has diverged, and is drawn as one that is not finite."""
 
 
 def read_run(folder: Path) -> RunRecord:
-    """What there is of a run. Raises ValueError when it is no folder of a run, or a file in it is damaged."""
+    """Read what there is of a run. Raises ValueError if the folder is not that of a run, or a file in it is damaged."""
     if not folder.is_dir():
         found = "is a file, not a folder" if folder.exists() else "there is no such folder"
         raise ValueError(f"run folder {folder}: {found}; give the --output-dir of a run of train.py")
@@ -40,7 +40,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def _text(path: Path) -> str | None:
-    """The text of a file; None where there is none."""
+    """Read the text of a file; None if there is no such file."""
     if not path.exists():
         return None
     if not path.is_file():
@@ -69,8 +69,11 @@ def _trace(path: Path, text: str | None, timeline: str) -> Trace | None:
 
 
 def _disturbed(folder: Path, plan: Plan | None, measured: Trace | None) -> Callable[[int], bool]:
-    """Tells steps whose time says little: the first, which warms up, those that were timed or profiled, and, where the
-    CPU updates, those after them."""
+    """Make a function that tells which steps have unusual times, by their number.
+
+    They are the first step, which warms up, steps that were timed or profiled, and, when the CPU updates, the steps
+    after those, which begin with less left to do.
+    """
     steps = {1, TIMED_STEP}
     if measured is not None and isinstance(measured.about.get("step"), int):
         steps.add(measured.about["step"])
@@ -105,7 +108,7 @@ def _step(value: Any, where: str, disturbed: Callable[[int], bool]) -> LoggedSte
 
 
 def _finite(value: object, name: str, where: object) -> float:
-    """A number from 0 to LARGEST."""
+    """Read a number from 0 to LARGEST. Raises ValueError for anything else."""
     number = _finite_or_none(value)
     if number is None or number < 0:
         raise ValueError(f"{where}: {name} is {shown(value)}, expected a number of at least 0; do the run again")

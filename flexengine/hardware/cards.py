@@ -1,4 +1,4 @@
-"""Published figures of cards people own, each with its source, and what part of them is attained.
+"""Published figures of cards that people own, each with its source, and the share of them that is attained.
 
 Rates are dense bf16 with float32 accumulation, which on GeForce cards runs at half the rate of float16 accumulation.
 Cards since 2022 (compute capability 8.9) multiply dense FP8 at twice that rate.
@@ -39,7 +39,11 @@ HOPPER_ATTENTION_BACKWARD: Points = ((2048, 387e12), (8192, 487e12), (32768, 530
 
 
 class Card(NamedTuple):
-    """A card and the usual host around it. `gpu_total_bytes` is what CUDA reports, a little less than the label."""
+    """A card and the usual host around it.
+
+    gpu_total_bytes: what CUDA reports, a little less than the label says. matmul_share: attained over published rate.
+    hopper_attention: cuDNN's attention kernels for Hopper run on it. multiplies_fp8: compute capability 8.9 or more.
+    """
 
     name: str
     bf16_flops_per_s: float

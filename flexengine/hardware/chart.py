@@ -1,4 +1,4 @@
-"""The curves of a profile as a picture. Needs matplotlib (`pip install 'flexengine[plot]'`); never opens a window."""
+"""Draws the curves of a profile. Needs matplotlib (`pip install 'flexengine[plot]'`); never opens a window."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PASS_STYLES = {"forward": "-", "input gradient": "--", "weight gradient": ":"}
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # Okabe and Ito: told apart by colour-blind readers too
 LINE_COLOUR, NOTE_COLOUR = "#222222", "#777777"
 MARKERS = (("o", 4.0), ("s", 6.5))  # of different size, so that curves that lie on each other are both seen
-HEADROOM = 1.07
+HEADROOM = 1.07  # of the largest value, so that the highest curve does not touch the frame
 TERA, GIGA = 1e12, 1e9
 
 
@@ -33,12 +33,12 @@ def check_can_plot(path: Path) -> None:
 
 
 def draw_profile(profile: HardwareProfile, path: Path, note: str = "") -> None:
-    """Write the chart of `profile` to `path`, in the format of its suffix; `note`, of a few lines, is for its head."""
+    """Write the chart of `profile` to `path` in the format of its suffix; `note` stands below the title."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415, an optional package
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     figure = Figure(figsize=SIZE_INCHES, layout="constrained")
-    FigureCanvasAgg(figure)
+    FigureCanvasAgg(figure)  # a canvas of its own: pyplot would choose one that may need a display
     _draw(figure, profile, note)
     figure.savefig(path, dpi=DOTS_PER_INCH, format=path.suffix.lower().removeprefix("."))
 
@@ -88,7 +88,7 @@ def _draw_attention(axes: Axes, profile: HardwareProfile) -> None:
 
 
 def _draw_link(axes: Axes, profile: HardwareProfile) -> None:
-    """Measured copies by size; without them, what the planner takes them to be: latency plus size over rate."""
+    """Draw measured copies by size; without them, copies as the planner prices them: latency plus size over rate."""
     curves = [curve for curve in profile.curves if curve.x_unit == "bytes"] or _planned_copies(profile)
     keys = []
     for i, curve in enumerate(curves):
@@ -156,7 +156,7 @@ def _count_ticks(axes: Axes, counts: Sequence[int]) -> None:
 
 
 def _ticks(axes: Axes, places: Sequence[int], labels: Sequence[str]) -> None:
-    """A logarithmic x axis with ticks where something was measured."""
+    """Set a logarithmic x axis with ticks where something was measured."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(places), labels=list(labels), fontsize=9)
     axes.minorticks_off()

@@ -1,4 +1,4 @@
-"""Measured curves: (x, rate) points with units, read between the points. Plain Python."""
+"""Measured curves: (x, rate) points with units, and rates between the points. Plain Python."""
 
 import math
 import sys
@@ -11,9 +11,9 @@ from typing import Any
 from flexengine.wording import shown
 
 Points = tuple[tuple[int, float], ...]
-"""(x, rate) pairs, x whole, at least 1 and strictly ascending; rates finite and above 0."""
+"""(x, rate) pairs: x is whole, at least 1 and strictly ascending; rates are finite and above 0."""
 MAX_WHOLE = 2**63 - 1
-"""Largest count of bytes or tokens: what 64 bits hold. Python's whole numbers may be too long for arithmetic."""
+"""Largest count of bytes or tokens, what 64 bits hold: longer whole numbers would overflow arithmetic with floats."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Curve:
 
     @classmethod
     def from_dict(cls, values: Any) -> "Curve":
-        """The curve that `dataclasses.asdict` described. Raises: ValueError."""
+        """Make the curve that `dataclasses.asdict` described. Raises: ValueError."""
         keys = ("name", "x_unit", "y_unit", "points")
         if not isinstance(values, dict) or set(values) != set(keys):
             raise ValueError(f"hardware profile: curves: expected objects of {', '.join(keys)}, got {shown(values)}")
@@ -47,7 +47,10 @@ class Curve:
 
 
 def interpolate(points: Sequence[tuple[int, float]], x: int) -> float:
-    """The rate at x: linear in the logarithm of x between points, constant outside them."""
+    """Give the rate at x: linear in the logarithm of x between points, constant outside them.
+
+    Rates are measured at powers of two, which are spaced evenly in the logarithm.
+    """
     right = bisect_right(points, x, key=lambda point: point[0])
     if right == 0:
         return points[0][1]
@@ -59,14 +62,14 @@ def interpolate(points: Sequence[tuple[int, float]], x: int) -> float:
 
 
 def as_points(name: str, values: Any) -> Any:
-    """Lists of JSON as tuples, checked later. Raises: ValueError if `values` is no list of pairs."""
+    """Turn lists of JSON into tuples, unchecked. Raises: ValueError if `values` is no list of lists."""
     if not isinstance(values, list | tuple) or not all(isinstance(point, list | tuple) for point in values):
         raise ValueError(f"hardware profile: {name} is {shown(values)}, expected a list of [x, rate] pairs")
     return tuple(tuple(point) for point in values)
 
 
 def check_points(name: str, points: Any, x_unit: str, y_unit: str) -> None:
-    """Raises: ValueError unless `points` are `Points`."""
+    """Check that `points` are `Points`. Raises: ValueError."""
     form = f"({x_unit}, {y_unit}) pairs"
     if not isinstance(points, tuple) or not points:
         raise ValueError(f"hardware profile: {name} is {shown(points)}, expected at least one of {form}")
@@ -84,18 +87,18 @@ def check_points(name: str, points: Any, x_unit: str, y_unit: str) -> None:
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Raises: ValueError unless `value` is a finite number above 0."""
+    """Check that `value` is a finite number above 0. Raises: ValueError."""
     if not is_finite(value) or value <= 0:
         raise ValueError(f"hardware profile: {name} is {shown(value)}, expected a finite number above 0")
 
 
 def is_finite(value: Any) -> bool:
-    """Whether `value` is a number that a float can hold; JSON has whole numbers of any length."""
+    """Tell whether `value` is a number that a float can hold; JSON has whole numbers of any length."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     return math.isfinite(value) if isinstance(value, float) else abs(value) <= sys.float_info.max
 
 
 def is_whole(value: object, least: int) -> bool:
-    """Whether `value` is a whole number from `least` to MAX_WHOLE."""
+    """Tell whether `value` is a whole number from `least` to MAX_WHOLE."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= MAX_WHOLE

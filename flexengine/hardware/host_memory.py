@@ -1,4 +1,4 @@
-"""How much host memory this process may use: RAM, the container's limits and the process's own, whichever is least."""
+"""Reads how much host memory this process may use: the least of RAM, the container's limits and its own."""
 
 import resource
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ PROCESS_LIMITS = {"RLIMIT_AS": "VmSize:", "RLIMIT_DATA": "VmData:", "RLIMIT_RSS"
 def host_memory(
     proc: Path = PROC, cgroups: Path = CGROUPS, process_limits_bytes: Mapping[str, int] | None = None
 ) -> HostMemory:
-    """The least of RAM (MemTotal, MemAvailable), control-group limits (v1 and v2, with ancestors) and `ulimit`.
+    """Give the least of RAM (MemTotal, MemAvailable), control-group limits (v1 and v2, with ancestors) and `ulimit`.
 
     `available_bytes` counts page cache as free, since the kernel drops it on demand, and leaves out what the process
     already has. `proc` is where that file system lies, `cgroups` where control groups are when /proc does not tell;
@@ -29,11 +29,12 @@ def host_memory(
     sizes = [*host_memory_sizes(proc, cgroups), *_process_sizes(proc, limits)]
     total_bytes = min(size.total_bytes for size in sizes)
     available_bytes = min(size.available_bytes for size in sizes)
+    # One limit may have the least total and another the least room, so the two are taken apart.
     return HostMemory(total_bytes, max(0, min(available_bytes, total_bytes)))
 
 
 def _process_limits() -> dict[str, int]:
-    """Soft limits by name; RLIM_INFINITY is -1, or near 2**64 on some systems."""
+    """Read soft limits by name; RLIM_INFINITY is -1, or near 2**64 on some systems."""
     return {name: resource.getrlimit(getattr(resource, name))[0] for name in PROCESS_LIMITS if hasattr(resource, name)}
 
 

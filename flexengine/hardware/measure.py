@@ -1,4 +1,4 @@
-"""The benchmarks of a GPU and its host, in an order that keeps a card at its sustained clock.
+"""Measures a GPU and its host, in an order that keeps the card at its sustained clock.
 
 Random data throughout: zeros draw less power and make a power-capped card look faster than it is in training.
 """
@@ -81,7 +81,7 @@ class Rates(NamedTuple):
 
 
 class HostRates(NamedTuple):
-    """Copies within host memory by threads, AdamW by state dtype; and the link, alone and beside AdamW."""
+    """Rates of copies in host memory by threads, of AdamW by state dtype, and of the link alone and beside AdamW."""
 
     copies: Points
     adamw: tuple[tuple[str, float], ...]
@@ -93,10 +93,11 @@ class HostRates(NamedTuple):
 def measure_cuda(
     device: torch.device, dtype: torch.dtype, shape: BlockShape, host_free_bytes: int, scale: float = 1.0
 ) -> Rates:
-    """Rates of a GPU and its link, in about 10 s on a current card; `scale` stretches the sustained measurements.
+    """Measure a GPU and its link, in about 10 s on a current card; `scale` stretches the sustained measurements.
 
-    Takes up to 1.4 GiB of GPU memory, 256 MiB of page-locked host memory and up to MOST_HOST_BYTES of other (less
-    where less is free), all given back to the allocators: the host's first, while the process holds nothing else.
+    Takes up to 1.4 GiB of GPU memory, 256 MiB of page-locked host memory and up to MOST_HOST_BYTES of other host memory
+    (less if less is free), and gives all of it back to the allocators. Host memory comes first, while the process holds
+    nothing else.
     Order: runs on the current stream of `device` and synchronises. The device should be idle otherwise.
     """
     least_s = CALL_S * scale
@@ -140,7 +141,7 @@ def measure_cuda(
 
 
 def run_engine_kernels(device: torch.device, dtype: torch.dtype) -> None:
-    """Bring in what every engine loads and no benchmark does: Triton with one kernel, cuBLAS with its workspace.
+    """Load what every engine loads and no benchmark does: Triton with one kernel, cuBLAS with its workspace.
 
     The workspace comes first of all, so that it lies in a segment of its own and not in one that could be given back.
     """
@@ -156,7 +157,7 @@ def run_engine_kernels(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _cube_rate(device: torch.device, dtype: torch.dtype, sustained_s: float) -> float:
-    """FLOP/s of 8192^3 (4096^3 for wider types) on random data, after a quarter of `sustained_s` to heat up."""
+    """Measure FLOP/s of 8192^3 (4096^3 for wider types) on random data, after a quarter of `sustained_s` to heat up."""
     size = 8192 if dtype.itemsize <= 2 and _free_bytes(device) >= LEAST_CUBE_BYTES else 4096
     multiply = _square_product(size, device, dtype)
     once_s = cuda_timer(multiply, sustained_s / 4)
@@ -164,14 +165,14 @@ def _cube_rate(device: torch.device, dtype: torch.dtype, sustained_s: float) -> 
 
 
 def _square_product(size: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Tensor]:
-    """What issues one product of two square matrices of random data."""
+    """Make a function that issues one product of two square matrices of random data."""
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     product = torch.empty_like(a)
     return lambda: torch.mm(a, b.T, out=product)
 
 
 def _free_bytes(device: torch.device) -> int:
-    """What torch's allocator may still take: free memory, or what a cap on this process leaves."""
+    """Read what torch's allocator may still take: free memory, or what a cap on this process leaves."""
     torch.cuda.empty_cache()
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
@@ -179,14 +180,14 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _cuda_buffers(device: torch.device, dtype: torch.dtype) -> Buffers:
-    """Operands and results for products, within a share of the free memory."""
+    """Allocate operands and results for products, within a share of the free memory."""
     share = min(1.0, MEMORY_SHARE * _free_bytes(device) / (OPERAND_BYTES + RESULT_BYTES))
     operands = torch.randn(int(share * OPERAND_BYTES) // dtype.itemsize, device=device, dtype=dtype)
     return Buffers(operands, torch.empty(int(share * RESULT_BYTES), device=device, dtype=torch.uint8))
 
 
 def _fp8_rates(shape: BlockShape, counts: list[int], device: torch.device, least_s: float) -> Points:
-    """Rates of the block's products with FP8 operands, of sizes that these can have; none where the card has none."""
+    """Measure the block's products with FP8 operands, at sizes that FP8 can have; none on a card without FP8."""
     if not multiplies_fp8(device):
         return ()
     whole = 2 * MULTIPLE  # keys and values are half as wide as the hidden state
@@ -198,7 +199,10 @@ def _fp8_rates(shape: BlockShape, counts: list[int], device: torch.device, least
 
 
 def _in_fp8(buffers: Buffers) -> Buffers:
-    """Operands rounded to FP8 where they lie, in pieces from the front: what is written was read before."""
+    """Round operands to FP8 in place, piece by piece from the front.
+
+    FP8 takes fewer bytes, so a piece overwrites only operands that were read before, and no second buffer is needed.
+    """
     target, start = buffers.operands.view(torch.uint8), 0
     for piece in buffers.operands.split(FP8_PIECE):
         target[start : start + len(piece)] = piece.to(FORWARD_DTYPE).view(torch.uint8)
@@ -207,8 +211,10 @@ def _in_fp8(buffers: Buffers) -> Buffers:
 
 
 def _cuda_attention(head_dim: int, device: torch.device, dtype: torch.dtype, least_s: float) -> AttentionRates:
-    """The fastest kernels that give the right answer, or the plain path where heads, dtype or card have none. Between
-    matrix products, whose clock a power-capped card then has."""
+    """Measure the fastest attention kernels that give the right answer, or the plain path if there are none.
+
+    They run between matrix products, so that a power-capped card has the clock that it has in training.
+    """
     found: list[AttentionRates] = []
     timer = warmed_timer(_products(device, dtype, PART_S), PART_S)
     rows = fitting_rows(head_dim, int(MEMORY_SHARE * _free_bytes(device)))
@@ -227,7 +233,7 @@ def _cuda_attention(head_dim: int, device: torch.device, dtype: torch.dtype, lea
 
 
 def _products(device: torch.device, dtype: torch.dtype, seconds: float) -> Callable[[], None]:
-    """What issues matrix products of random data for about so many seconds."""
+    """Make a function that issues matrix products of random data for about so many seconds."""
     multiply = _square_product(WARMING_SIZE, device, dtype)
     calls = math.ceil(seconds / cuda_timer(multiply, seconds))
 
@@ -239,7 +245,7 @@ def _products(device: torch.device, dtype: torch.dtype, seconds: float) -> Calla
 
 
 def _device_copy_rate(device: torch.device, least_s: float) -> float:
-    """Bytes read plus bytes written per second by copies within the device, larger than its cache."""
+    """Measure bytes read plus bytes written per second by copies within the device, larger than its cache."""
     num_bytes = _copy_bytes(_free_bytes(device))
     source = torch.empty(num_bytes, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
@@ -247,19 +253,19 @@ def _device_copy_rate(device: torch.device, least_s: float) -> float:
 
 
 def _copy_bytes(free_bytes: int) -> int:
-    """Size of the largest copies: two buffers of it stay within a share of the free memory."""
+    """Choose the size of the largest copies: two buffers of it stay within a share of the free memory."""
     return min(COPY_BYTES, max(MIB, int(MEMORY_SHARE * free_bytes) // 2))
 
 
 def _launch_seconds(device: torch.device) -> float:
-    """From one small kernel to the next, issued back to back from Python with nothing to hide behind."""
+    """Measure seconds from one small kernel to the next, issued from Python with nothing to hide behind."""
     counter = torch.zeros(1, device=device)
-    timed_calls(lambda: counter.add_(1), NUM_ISSUED)
+    timed_calls(lambda: counter.add_(1), NUM_ISSUED)  # loads the kernel and warms Python up
     return timed_calls(lambda: counter.add_(1), NUM_ISSUED)
 
 
 def _issue_seconds(device: torch.device) -> float:
-    """Host seconds per command as the executor issues it: choose a stream, wait, bind views, one small op, record."""
+    """Measure host seconds per command as the executor issues it: choose a stream, wait, bind views, launch, record."""
     stream, waited, done = torch.cuda.current_stream(device), torch.cuda.Event(), torch.cuda.Event()
     arena = torch.zeros(3 * 64 * 64, device=device)
     waited.record(torch.cuda.Stream(device))
@@ -283,7 +289,7 @@ def _issue_seconds(device: torch.device) -> float:
 
 
 def _host_rates(device: torch.device, dtype: torch.dtype, host_free_bytes: int, least_s: float) -> HostRates:
-    """Host memory and the link to it, each alone and together."""
+    """Measure host memory and the link to it, each alone and both together."""
     most_bytes = _copy_bytes(min(host_free_bytes // 2, _free_bytes(device)))
     with link_buffers(min(LINK_BYTES, most_bytes), device) as buffers:
         links = link_rates(buffers, device)

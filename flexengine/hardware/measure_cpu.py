@@ -1,4 +1,4 @@
-"""The benchmarks of the CPU backend, where the "GPU" is an arena of ordinary memory and every link is a memory copy."""
+"""Measures the CPU backend, where the "GPU" is an arena of ordinary memory and every link is a memory copy."""
 
 import torch
 
@@ -22,9 +22,9 @@ LONGEST_BLOCK_S = 0.1  # token counts whose three passes through a block take lo
 
 
 def measure_cpu(dtype: torch.dtype, shape: BlockShape, scale: float = 1.0) -> Rates:
-    """Rates of the CPU backend in about a second; `scale` stretches every measurement.
+    """Measure the CPU backend in about a second; `scale` stretches every measurement.
 
-    Takes up to 256 MiB of memory, all given back. Heads are taken to be HEAD_DIM wide.
+    Takes up to 256 MiB of memory and gives all of it back. Heads are HEAD_DIM wide, whatever the model's.
     """
     least_s = CALL_S * scale
     with torch.no_grad():
@@ -36,6 +36,7 @@ def measure_cpu(dtype: torch.dtype, shape: BlockShape, scale: float = 1.0) -> Ra
             fp8 = block_rates(shape[:2], counts, torch.float32, _buffers(torch.float32), cpu_timer, least_s / 20)
         attention = plain_rates(LENGTHS, 4, HEAD_DIM, torch.device("cpu"), dtype, cpu_timer, least_s)
         copies, host_curve, adamw = _memory_rates(dtype, least_s)
+        # Both arenas are ordinary memory: a launch is a call of torch, and the fixed part of a copy is one, too.
         counter, few = torch.zeros(1), torch.zeros(2, 64, dtype=torch.uint8)
         launch_s = cpu_timer(lambda: counter.add_(1), least_s / 4)
         copy_latency_s = cpu_timer(lambda: few[0].copy_(few[1]), least_s / 4)
@@ -66,7 +67,7 @@ def measure_cpu(dtype: torch.dtype, shape: BlockShape, scale: float = 1.0) -> Ra
 
 
 def _cube_rate(dtype: torch.dtype, least_s: float) -> float:
-    """FLOP/s of 512^3 on random data."""
+    """Measure FLOP/s of 512^3 on random data."""
     a, b = (torch.randn(512, 512).to(dtype) for _ in range(2))
     return 2 * 512**3 / cpu_timer(lambda: torch.mm(a, b), least_s)
 
@@ -77,7 +78,7 @@ def _buffers(dtype: torch.dtype) -> Buffers:
 
 
 def _memory_rates(dtype: torch.dtype, least_s: float) -> tuple[Curve, Curve, tuple[tuple[str, float], ...]]:
-    """Bytes/s of copies between the two arenas by size, host memory traffic by threads, and AdamW by state dtype."""
+    """Measure copies between the two arenas by size, host memory traffic by threads, and AdamW by state dtype."""
     with allocate_host(2 * COPY_SIZES[-1], page_locked=False) as memory:
         source, target = memory.tensor.chunk(2)
         points = []

@@ -1,4 +1,4 @@
-"""The host's own rates: memory copies by threads, and AdamW on parameters and states in host memory."""
+"""Measures the host: memory copies by threads, and AdamW on parameters and states in host memory."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,16 +14,16 @@ from flexengine.hardware.timing import cpu_timer
 from flexengine.native.adamw import update_threads
 from flexengine.optim.adamw import adamw_update
 
-FIRST_PARAMETERS = 2**18  # a piece that even the plain torch path updates in a fraction of a second
-SLOW_PARAMETERS_PER_S = 50e6  # below this a larger piece would take too long, and shows nothing new
+FIRST_PARAMETERS = 2**18  # that even the plain torch path updates in a fraction of a second
+SLOW_PARAMETERS_PER_S = 50e6  # at a lower rate more parameters would take too long, and show nothing new
 PIECE_ALIGNMENT = 64  # parameters: whole cache lines in every plane
 CPUS = Path("/sys/devices/system/cpu")
 UNKNOWN_CACHE_BYTES = 64 * 2**20
-CACHE_SHARE = 0.45  # of a buffer that is swept again and again, what may still be found in the cache
+CACHE_SHARE = 0.45  # share of a buffer that the caches may hold: each sweep evicts most of it before the next
 
 
 class Planes(NamedTuple):
-    """What AdamW reads and writes of n parameters; `remainder` as in a split master, or None."""
+    """The arrays of n parameters that AdamW reads and writes; `remainder` is that of a split master, or None."""
 
     weight: Tensor
     remainder: Tensor | None
@@ -33,7 +33,7 @@ class Planes(NamedTuple):
 
 
 def copy_curve(target: Tensor, source: Tensor, least_s: float) -> Points:
-    """(threads, bytes read plus bytes written per second) of a copy by 1, 2, 4, ... and all of torch's threads.
+    """Measure (threads, bytes read plus written per second) of a copy by 1, 2, 4, ... and all of torch's threads.
 
     target and source: uint8 of one length, larger than the processor's caches. Restores the number of threads.
     """
@@ -50,22 +50,22 @@ def copy_curve(target: Tensor, source: Tensor, least_s: float) -> Points:
 
 
 def thread_counts(most: int) -> list[int]:
-    """Powers of two below `most`, and `most`."""
+    """List the powers of two below `most`, and `most`."""
     return [*takewhile(lambda count: count < most, (2**power for power in range(20))), most]
 
 
 def host_copy_curve(points: Points) -> Curve:
-    """The curve of `copy_curve` for people."""
+    """Name the points of `copy_curve` for the chart."""
     return Curve("host memory copy", "threads", "bytes/s", points)
 
 
 def adamw_rates(dtype: torch.dtype, memory: Tensor, least_s: float) -> tuple[tuple[str, float], ...]:
-    """(state dtype, parameters/s) of the engine's update for masters as they come with `dtype`, by all threads but one,
-    which the engine leaves to the host.
+    """Measure (state dtype, parameters/s) of the engine's update for masters as they come with `dtype`.
 
-    bfloat16 compute has split masters and bf16 gradients, float32 and float64 have whole ones. memory: uint8, filled
-    with as many parameters as it holds; it should exceed the processor's caches (`working_bytes`). Where the native
-    update is missing, a small piece is timed instead.
+    All threads but one work, as in the engine, which leaves one to issue commands. bfloat16 compute has split masters
+    and bf16 gradients; float32 and float64 have whole ones. memory: uint8, filled with as many parameters as it holds;
+    it should exceed the processor's caches (`working_bytes`). Without the native update only FIRST_PARAMETERS are
+    timed.
     """
     rates = []
     with engine_threads():
@@ -79,8 +79,10 @@ def adamw_rates(dtype: torch.dtype, memory: Tensor, least_s: float) -> tuple[tup
 
 
 def adamw_work(dtype: torch.dtype, memory: Tensor, rates: tuple[tuple[str, float], ...]) -> Callable[[], object]:
-    """An update with the last of the state dtypes that have such rates, of the parameters that fill `memory`, or of few
-    where it is slow."""
+    """Make a function that updates the parameters that fill `memory`, or few of them if that is slow.
+
+    rates: what `adamw_rates` measured; the update has the last of their state dtypes.
+    """
     state, rate = rates[-1]
     layout = _plane_dtypes(dtype, getattr(torch, state))
     most = memory.numel() if rate > SLOW_PARAMETERS_PER_S else FIRST_PARAMETERS
@@ -89,7 +91,7 @@ def adamw_work(dtype: torch.dtype, memory: Tensor, rates: tuple[tuple[str, float
 
 @contextmanager
 def engine_threads() -> Iterator[None]:
-    """As many of torch's threads as the engine updates with."""
+    """Give torch as many threads as the engine updates with."""
     most = torch.get_num_threads()
     torch.set_num_threads(update_threads())
     try:
@@ -99,13 +101,15 @@ def engine_threads() -> Iterator[None]:
 
 
 def working_bytes(least_bytes: int, most_bytes: int) -> int:
-    """Size of a buffer that is swept again and again, of which the last cache holds but a small part."""
+    """Choose the size of a buffer for repeated sweeps, of which the caches hold only a part."""
     return min(max(least_bytes, int(cache_bytes() / CACHE_SHARE)), most_bytes)
 
 
 def cache_bytes() -> int:
-    """Size of all last caches of the processors as Linux tells them ("32768K"), each of which several cores share; a
-    usual one where it does not."""
+    """Read the size of all last-level caches, UNKNOWN_CACHE_BYTES if Linux does not tell.
+
+    Several cores share a cache, and each of them lists it ("32768K"), so caches are told apart by their cores.
+    """
     sizes: dict[str, int] = {}
     try:
         for folder in CPUS.glob("cpu[0-9]*/cache/index3"):
@@ -123,18 +127,18 @@ def _adamw_rate(memory: Tensor, layout: tuple[torch.dtype, ...], most_parameters
 
 
 def _fitting(memory: Tensor, layout: tuple[torch.dtype, ...]) -> int:
-    """Parameters whose planes fit."""
+    """Count the parameters whose planes fit into `memory`."""
     return memory.numel() // sum(t.itemsize for t in layout) // PIECE_ALIGNMENT * PIECE_ALIGNMENT
 
 
 def _plane_dtypes(dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """Types of states, weight, gradient and (for bf16 compute) remainder: wide ones first, which keeps all aligned."""
+    """List the types of states, weight, gradient and (for bf16 compute) remainder; wide ones first keep all aligned."""
     planes = (state_dtype, state_dtype, dtype, dtype)
     return (*planes, torch.int16) if dtype == torch.bfloat16 else planes
 
 
 def _planes(memory: Tensor, layout: tuple[torch.dtype, ...], num_parameters: int) -> Planes:
-    """Views of `memory`: zeros, but for a random gradient, of which one piece is repeated."""
+    """Cut `memory` into planes: zeros, but for a random gradient that repeats every PIECE_ALIGNMENT elements."""
     memory.zero_()
     views, offset = [], 0
     for dtype in layout:

@@ -1,4 +1,4 @@
-"""The link between GPU and page-locked host memory: each direction alone, both at once, and beside work of the CPU."""
+"""Measures the link to page-locked host memory: each direction alone, both at once, and beside work of the CPU."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,13 +13,13 @@ from flexengine.native import allocate_host
 
 MIB = 2**20
 SIZES = (2**16, 2**18, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 128 * MIB)
-LATENCY_SIZE = MIB  # the size that the fixed part of a copy is read from
+LATENCY_SIZE = MIB  # the fixed part of a copy is read from copies of this size
 LEAST_COPIES, MOST_COPIES = 4, 64
 BESIDE_COPIES = 48  # long enough for several calls of what the CPU does
 
 
 class LinkRates(NamedTuple):
-    """Bytes per second of the largest copies, seconds of overhead per copy, and all of it by size."""
+    """Bytes per second of the largest copies, fixed seconds per copy, and rates by size."""
 
     h2d_bytes_per_s: float
     d2h_bytes_per_s: float
@@ -36,11 +36,11 @@ class Link(Protocol):
     def num_bytes(self) -> int: ...
 
     def upward(self, num_bytes: int) -> Callable[[], object]:
-        """A copy of the first `num_bytes` to the device."""
+        """Make a function that copies the first `num_bytes` to the device."""
         ...
 
     def downward(self, num_bytes: int) -> Callable[[], object]:
-        """A copy of the first `num_bytes` to the host."""
+        """Make a function that copies the first `num_bytes` to the host."""
         ...
 
 
@@ -57,23 +57,23 @@ class LinkBuffers(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Length of each."""
+        """Length of each tensor."""
         return self.up_host.numel()
 
     def upward(self, num_bytes: int) -> Callable[[], object]:
-        """A copy of the first `num_bytes` to the device."""
+        """Make a function that copies the first `num_bytes` to the device."""
         target, source = self.up_gpu[:num_bytes], self.up_host[:num_bytes]
         return lambda: target.copy_(source, non_blocking=True)
 
     def downward(self, num_bytes: int) -> Callable[[], object]:
-        """A copy of the first `num_bytes` to the host."""
+        """Make a function that copies the first `num_bytes` to the host."""
         target, source = self.down_host[:num_bytes], self.down_gpu[:num_bytes]
         return lambda: target.copy_(source, non_blocking=True)
 
 
 @contextmanager
 def link_buffers(num_bytes: int, device: torch.device) -> Iterator[LinkBuffers]:
-    """Page-locked and device memory of this size, with random contents."""
+    """Allocate page-locked and device memory of this size, with random contents."""
     with allocate_host(num_bytes, page_locked=True) as up, allocate_host(num_bytes, page_locked=True) as down:
         up_gpu = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         down_gpu = torch.empty_like(up_gpu).random_()
@@ -85,10 +85,9 @@ def link_buffers(num_bytes: int, device: torch.device) -> Iterator[LinkBuffers]:
 
 
 def link_rates(link: Link, device: torch.device, sizes: Sequence[int] | None = None) -> LinkRates:
-    """Copies of every size (default SIZES, and LATENCY_SIZE among them) that the link takes, on two streams beside the
-    current one.
+    """Measure copies of every size that the link takes, on two streams beside the current one.
 
-    Order: synchronises the device before and after.
+    sizes: default SIZES; LATENCY_SIZE must be among them. Order: synchronises the device before and after.
     """
     streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
     sizes = [size for size in sizes or SIZES if size <= link.num_bytes]
@@ -101,10 +100,9 @@ def link_rates(link: Link, device: torch.device, sizes: Sequence[int] | None = N
 
 
 def rates_beside(link: Link, device: torch.device, work: Callable[[], object]) -> tuple[float, float]:
-    """Bytes per second to the device and to the host with both directions busy, while this thread calls `work` again
-    and again.
+    """Measure bytes per second to the device and to the host, with both directions busy beside work of this thread.
 
-    Order: synchronises the device before and after.
+    This thread calls `work` again and again. Order: synchronises the device before and after.
     """
     streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
     up, down = link.upward(link.num_bytes), link.downward(link.num_bytes)
@@ -118,7 +116,7 @@ CURVE_NAMES = ("host to device", "device to host", "host to device, both busy", 
 
 
 def _link_rates(sizes: Sequence[int], seconds: dict[str, list[float]]) -> LinkRates:
-    """Rates from the seconds of one copy by curve and size."""
+    """Compute rates from the seconds of one copy by curve and size."""
     curves = tuple(
         Curve(name, "bytes", "bytes/s", tuple((size, size / s) for size, s in zip(sizes, seconds[name], strict=True)))
         for name in CURVE_NAMES
@@ -138,10 +136,10 @@ def _copy_seconds(
     opposite: Callable[[], object] | None = None,
     meanwhile: Callable[[], object] | None = None,
 ) -> float:
-    """Seconds per `copy` on the first stream, with `opposite` running on the second from before until after, and this
-    thread calling `meanwhile`.
+    """Measure seconds per `copy` on the first stream.
 
-    Everything is issued behind a gate, so that short copies follow each other as fast as the link takes them.
+    `opposite` runs on the second stream from before until after the copies, and this thread calls `meanwhile`. All
+    copies are issued while the streams are held, so that short ones follow each other as fast as the link takes them.
     """
     least = LEAST_COPIES if meanwhile is None else BESIDE_COPIES
     copies = min(max(least, 64 * MIB // size), MOST_COPIES)

@@ -1,8 +1,9 @@
-"""Rates of the linear layers of one transformer block: forward, input gradient and weight gradient.
+"""Measures the linear layers of one transformer block: forward, input gradient and weight gradient.
 
 Shapes: T tokens; a product has D input and F output features: x [T, D], weight [F, D], y [T, F]. The calls are those
-of the engine's linear op: weight gradients are added to an accumulator in float32 (float64 for float64 compute); of its
-FP8 linear op where the dtype is that of FP8 operands, which then make results in bf16 and write the accumulator.
+of the engine's linear op: weight gradients are added to an accumulator in float32 (float64 for float64 compute). With
+the dtype of FP8 operands they are the calls of its FP8 linear op, which gives results in bf16 and writes the
+accumulator.
 Random data throughout: zeros draw less power and make a power-capped card look faster than it is in training.
 """
 
@@ -39,7 +40,7 @@ class Product(NamedTuple):
         return 2.0 * tokens * self.in_features * self.out_features
 
     def operand_bytes(self, tokens: int, dtype: torch.dtype) -> tuple[int, int]:
-        """(bytes of the two operands, bytes of the result), the largest of the three passes."""
+        """Give (bytes of the two operands, bytes of the result), the largest of the three passes."""
         x, y = tokens * self.in_features, tokens * self.out_features
         weight = self.in_features * self.out_features
         operands = max(x + weight, y + weight, x + y) + 2 * ALIGNMENT
@@ -48,21 +49,21 @@ class Product(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Flat memory that products are cut from: random operands in the compute dtype, and bytes for results."""
+    """Flat memory for all products: random operands in the compute dtype, and bytes for results."""
 
     operands: Tensor
     results: Tensor
 
 
 class BlockRates(NamedTuple):
-    """The rate of a block's linear layers by tokens, all passes together, and one curve per layer and pass."""
+    """Rates of a block's linear layers by tokens, all passes together, and one curve per layer and pass."""
 
     matmul_flops_per_s: Points
     curves: tuple[Curve, ...]
 
 
 def block_products(shape: tuple[int, int]) -> tuple[Product, ...]:
-    """The linear layers of a block with (hidden_size, intermediate_size) = shape, fused as the engine fuses them."""
+    """List a block's linear layers for (hidden_size, intermediate_size) = shape, fused as the engine fuses them."""
     hidden_size, intermediate_size = shape
     key_value_size = 2 * hidden_size // QUERY_HEADS_PER_KEY_HEAD
     return (
@@ -74,15 +75,15 @@ def block_products(shape: tuple[int, int]) -> tuple[Product, ...]:
 
 
 def affordable_tokens(counts: Sequence[int], shape: tuple[int, int], flops_per_s: float, most_s: float) -> list[int]:
-    """The token counts, at least the first, at which a block's three passes take at most `most_s` seconds."""
+    """Select the token counts, at least the first, at which a block's three passes take at most `most_s` seconds."""
     per_token = len(PASSES) * sum(product.flops(1) for product in block_products(shape))
     return [counts[0], *(tokens for tokens in counts[1:] if tokens * per_token / flops_per_s <= most_s)]
 
 
 def fitting(product: Product, tokens: int, dtype: torch.dtype, buffers: Buffers) -> Product | None:
-    """`product`, its features halved until it fits the buffers; None if fewer than LEAST_FEATURES would be left.
+    """Halve the features of `product` until it fits the buffers; None if fewer than LEAST_FEATURES would be left.
 
-    So long a product has tiles enough for every multiprocessor many times over, and half of it runs at the same rate.
+    A product that large has many times as many tiles as there are multiprocessors, so half of it runs at the same rate.
     """
     while True:
         operand_bytes, result_bytes = product.operand_bytes(tokens, dtype)
@@ -98,9 +99,9 @@ def fitting(product: Product, tokens: int, dtype: torch.dtype, buffers: Buffers)
 def block_rates(
     shape: tuple[int, int], counts: Sequence[int], dtype: torch.dtype, buffers: Buffers, timer: Timer, least_s: float
 ) -> BlockRates:
-    """Rates at every token count that fits the buffers, each layer and pass timed for `least_s` twice.
+    """Measure rates at every token count that fits the buffers, timing each layer and pass for `least_s` twice.
 
-    Order: counts down and up again with no gap between, so that a drifting clock weighs on all alike, and a card
+    Order: counts down and up again with no gap between, so that a drifting clock affects all counts equally, and a card
     that has been at work stays at its sustained clock.
     Raises: ValueError if not even the smallest count fits.
     """
@@ -123,7 +124,7 @@ def block_rates(
 
 
 def _weighted_rate(products: Sequence[Product], tokens: int, seconds: dict[tuple[int, str, str], float]) -> float:
-    """FLOPs of all products and passes over their time; `seconds` are sums of two measurements."""
+    """Divide the FLOPs of all products and passes by their time; `seconds` are sums of two measurements."""
     total_s = sum(seconds[tokens, product.name, name] for product in products for name in PASSES)
     return 2 * len(PASSES) * sum(product.flops(tokens) for product in products) / total_s
 
@@ -136,14 +137,14 @@ def _curve(product: Product, name: str, counts: Sequence[int], seconds: dict[tup
 def _seconds(
     product: Product, tokens: int, name: str, dtype: torch.dtype, buffers: Buffers, timer: Timer, least_s: float
 ) -> float:
-    """Seconds of one pass of a whole product, from as much of it as fits the buffers."""
+    """Measure seconds of one pass of a whole product, from as much of it as fits the buffers."""
     part = fitting(product, tokens, dtype, buffers)
     assert part is not None
     return timer(_work(part, tokens, name, dtype, buffers), least_s) * product.flops(tokens) / part.flops(tokens)
 
 
 def _work(part: Product, tokens: int, name: str, dtype: torch.dtype, buffers: Buffers) -> Callable[[], object]:
-    """A call that runs one pass, each time on the next of a few sets of operands."""
+    """Make a function that runs one pass, each time on the next of a few sets of operands."""
     if dtype == FORWARD_DTYPE:
         return _fp8_work(part, tokens, name, buffers)
     x, y, weight = (tokens, part.in_features), (tokens, part.out_features), (part.out_features, part.in_features)
@@ -161,7 +162,7 @@ def _work(part: Product, tokens: int, name: str, dtype: torch.dtype, buffers: Bu
 
 
 def _fp8_work(part: Product, tokens: int, name: str, buffers: Buffers) -> Callable[[], object]:
-    """The same with FP8 operands, of which both are read along what is summed."""
+    """Make the function of `_work` for FP8 operands, which must both be contiguous along the summed dimension."""
     d, f = part.in_features, part.out_features
     one = torch.ones(1, device=buffers.operands.device)
     if name == "forward":
@@ -180,7 +181,7 @@ def _repeat(sets: Sequence[tuple[Tensor, Tensor]], work: Callable[[Tensor, Tenso
 
 
 def _operand_sets(buffers: Buffers, first: tuple[int, int], second: tuple[int, int]) -> list[tuple[Tensor, Tensor]]:
-    """Up to OPERAND_SETS disjoint pairs of matrices of two shapes, read from the random operands."""
+    """Cut up to OPERAND_SETS disjoint pairs of matrices of two shapes out of the random operands."""
     lengths = [-(-math.prod(shape) // ALIGNMENT) * ALIGNMENT for shape in (first, second)]
     count = max(1, min(OPERAND_SETS, buffers.operands.numel() // sum(lengths)))
     sets = []
@@ -192,5 +193,5 @@ def _operand_sets(buffers: Buffers, first: tuple[int, int], second: tuple[int, i
 
 
 def _result(buffers: Buffers, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """A zeroed matrix for results, in place of the last one."""
+    """Give a zeroed matrix for results, in the memory of the last one."""
     return buffers.results[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape).zero_()

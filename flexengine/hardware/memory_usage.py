@@ -1,6 +1,6 @@
-"""How much memory this process really uses: GPU bytes as NVML shows them, host bytes as the kernel counts them.
+"""Reads how much memory this process really uses: GPU bytes as NVML shows them, host bytes as the kernel counts them.
 
-The figures that budgets are promises about; what the arenas hold is only their largest part.
+Budgets are promises about these figures; what the arenas hold is only their largest part.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ SAMPLE_PERIOD_S = 0.02
 
 
 class MemoryPeaks(NamedTuple):
-    """The most memory a process had in use at once, in bytes; `gpu_bytes` is None where nothing measures it."""
+    """The most memory that a process had in use at once, in bytes; `gpu_bytes` is None if nothing measures it."""
 
     gpu_bytes: int | None
     host_bytes: int
@@ -28,10 +28,10 @@ class MemoryPeaks(NamedTuple):
 class GpuMemoryMeter:
     """GPU bytes of this process, now and at most since `start`, sampled by a thread every 20 ms.
 
-    Make it, or call `note_baseline`, before the process first uses CUDA: then what others hold on the device is known
-    and left out, even in containers where NVML does not list the process. `read_bytes` replaces NVML; without it a
-    CPU device reads None.
-    A peak shorter than the period may be missed; arenas hold their memory throughout, so budgets are unaffected.
+    Make it, or call `note_baseline`, before the process first uses CUDA: then memory of others on the device is known
+    and left out, even in containers where NVML does not list the process. `read_bytes` replaces NVML; without it a CPU
+    device reads None. A peak shorter than the period may be missed; arenas hold their memory throughout, so budgets are
+    unaffected.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class GpuMemoryMeter:
             self._read_bytes = lambda: nvml.process_gpu_bytes(index)
 
     def used_bytes(self) -> int | None:
-        """Bytes in use now. Raises: RuntimeError if the device cannot be read at all."""
+        """Read the bytes in use now. Raises: RuntimeError if the device cannot be read at all."""
         if self._read_bytes is None:
             return None
         used_bytes = self._read_bytes()
@@ -60,7 +60,7 @@ class GpuMemoryMeter:
         return used_bytes
 
     def peak_bytes(self) -> int | None:
-        """Most bytes seen since `start` (or since the meter was made), counting this moment."""
+        """Give the most bytes seen since `start` (or since the meter was made), including this moment."""
         return None if self.used_bytes() is None else self._peak_bytes
 
     def start(self) -> "GpuMemoryMeter":
@@ -93,23 +93,23 @@ class GpuMemoryMeter:
 
 
 def memory_peaks(meter: GpuMemoryMeter) -> MemoryPeaks:
-    """Peaks of both memories: the meter's since its start, the host's since the process began."""
+    """Give the peaks of both memories: the meter's since its start, the host's since the process began."""
     return MemoryPeaks(gpu_bytes=meter.peak_bytes(), host_bytes=peak_resident_bytes())
 
 
 def note_baseline() -> None:
-    """Note what other processes hold on every GPU, for where NVML does not tell processes apart.
+    """Note what other processes hold on every GPU, for machines where NVML does not tell processes apart.
 
-    Order: before anything makes a CUDA context, as `torch.cuda.current_device()` does. Only the first call counts;
-    once CUDA has started nothing can be told any more, and others' memory is taken for this process's own.
+    Order: before anything makes a CUDA context, as `torch.cuda.current_device()` does. Only the first call counts.
+    After CUDA has started, memory of others can no longer be told from this process's own and counts as its own.
     """
     nvml.baselines()
 
 
 def gpu_used_bytes(device: torch.device) -> int:
-    """GPU bytes of this process as NVML shows them: context, kernels, libraries, arenas.
+    """Read the GPU bytes of this process as NVML shows them: context, kernels, libraries, arenas.
 
-    Where NVML does not list the process (in many containers) this is what the device has in use less what it had at
+    If NVML does not list the process (in many containers), this is what the device has in use less what it had at
     `note_baseline`: an upper bound if others share the card and take more later.
     Raises: ValueError if `device` is no CUDA device.
     """
@@ -119,12 +119,12 @@ def gpu_used_bytes(device: torch.device) -> int:
 
 
 def resident_bytes() -> int:
-    """Resident set of this process now (VmRSS), page-locked memory included."""
+    """Read the resident set of this process now (VmRSS), which includes page-locked memory."""
     return _status_bytes("VmRSS") or _statm_resident_bytes() or peak_resident_bytes()
 
 
 def peak_resident_bytes() -> int:
-    """Largest resident set since the process began, or since `forget_peak_resident` (VmHWM)."""
+    """Read the largest resident set since the process began, or since `forget_peak_resident` (VmHWM)."""
     recorded = _status_bytes("VmHWM")
     if recorded:
         return recorded
@@ -133,7 +133,7 @@ def peak_resident_bytes() -> int:
 
 
 def forget_peak_resident() -> bool:
-    """Have `peak_resident_bytes` begin anew at what is resident now; False where the system offers no such thing.
+    """Restart `peak_resident_bytes` at what is resident now; returns False if the system cannot do that.
 
     Source: proc_pid_clear_refs(5), Linux.
     """
@@ -146,7 +146,7 @@ def forget_peak_resident() -> bool:
 
 
 def _status_bytes(key: str) -> int | None:
-    """A "Vm" line of /proc/self/status in bytes; None where the system has no such line."""
+    """Read a "Vm" line of /proc/self/status in bytes; None if there is no such line."""
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as status:
             for line in status:
@@ -158,7 +158,7 @@ def _status_bytes(key: str) -> int | None:
 
 
 def _statm_resident_bytes() -> int | None:
-    """Second field of /proc/self/statm, pages; some sandboxes have it without VmRSS."""
+    """Read the second field of /proc/self/statm, in pages; some sandboxes have it without VmRSS."""
     try:
         with open("/proc/self/statm", encoding="ascii") as statm:
             return int(statm.read().split()[1]) * resource.getpagesize()
@@ -167,13 +167,14 @@ def _statm_resident_bytes() -> int | None:
 
 
 def release_unused_heap() -> None:
-    """Have the C library give freed memory back to the operating system where it can (glibc), before a reading."""
+    """Have the C library (glibc) give freed memory back to the operating system, before a reading."""
+    # Otherwise buffers of the probe would count as memory that every later process takes.
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _device_index(device: torch.device) -> int:
-    """Torch's index of a CUDA device; "cuda" alone is the current one, which is 0 until CUDA is initialised."""
+    """Give torch's index of a CUDA device; "cuda" alone is the current one, which is 0 until CUDA is initialised."""
     if device.index is not None:
         return device.index
     return torch.cuda.current_device() if torch.cuda.is_initialized() else 0

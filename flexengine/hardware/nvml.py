@@ -1,6 +1,7 @@
-"""What NVML, the driver's management library, tells of a GPU and who uses it, without making a CUDA context.
+"""Asks NVML, the driver's management library, about a GPU and who uses it, without making a CUDA context.
 
-Source: NVML API reference, https://docs.nvidia.com/deploy/nvml-api/. Everything here works without NVML, knowing less.
+Source: NVML API reference, https://docs.nvidia.com/deploy/nvml-api/. Every function also works without NVML, and then
+knows less.
 """
 
 import os
@@ -13,7 +14,7 @@ import torch
 
 
 def nvidia_driver_version() -> str:
-    """Version of the NVIDIA driver, "unknown" without NVML."""
+    """Read the version of the NVIDIA driver; "unknown" without NVML."""
     nvml = library()
     if nvml is None:
         return "unknown"
@@ -24,7 +25,7 @@ def nvidia_driver_version() -> str:
 
 
 def process_gpu_bytes(index: int) -> int:
-    """GPU bytes of this process on torch's device `index`; see `memory_usage.gpu_used_bytes`."""
+    """Read the GPU bytes of this process on torch's device `index`; see `memory_usage.gpu_used_bytes`."""
     baseline_bytes = _baseline_bytes(index)
     listed_bytes = _listed_bytes(index)
     if listed_bytes is not None:
@@ -33,7 +34,7 @@ def process_gpu_bytes(index: int) -> int:
 
 
 def _baseline_bytes(index: int) -> int:
-    """What the device had in use before this process made its context; 0 if that is not known."""
+    """Give the bytes that the device had in use before this process made its context; 0 if unknown."""
     known, nvml, handle = baselines(), library(), _handle(index)
     if nvml is None or handle is None or not known:
         return 0
@@ -45,7 +46,7 @@ def _baseline_bytes(index: int) -> int:
 
 @cache
 def baselines() -> dict[str, int]:
-    """Bytes in use by UUID on every GPU at the first call; empty if CUDA had been initialised by then.
+    """Read bytes in use by UUID on every GPU, at the first call; empty if CUDA had been initialised by then.
 
     Only NVML can tell: asking the CUDA driver makes the context. Slices of a GPU (MIG) are found by
     CUDA_VISIBLE_DEVICES.
@@ -65,7 +66,7 @@ def baselines() -> dict[str, int]:
 
 
 def _listed_bytes(index: int) -> int | None:
-    """NVML's figure for this process; None if it lists no such process, gives no figure, or cannot mean this one."""
+    """Read NVML's figure for this process; None if it lists no such process, gives no figure, or means another one."""
     nvml = library()
     handle = _handle(index)
     if nvml is None or handle is None:
@@ -83,7 +84,7 @@ def _listed_bytes(index: int) -> int | None:
 
 
 def device_used_bytes(index: int) -> int:
-    """Bytes in use on the whole device, by all processes."""
+    """Read bytes in use on the whole device, by all processes."""
     nvml = library()
     handle = _handle(index)
     if nvml is not None and handle is not None:
@@ -96,7 +97,7 @@ def device_used_bytes(index: int) -> int:
 
 
 def _memory(nvml: ModuleType, handle: Any) -> Any:
-    """NVML's memory figures; version 2 leaves what the driver reserves for itself out of `used`."""
+    """Read NVML's memory figures; version 2 leaves what the driver reserves for itself out of `used`."""
     version = getattr(nvml, "nvmlMemory_v2", None)
     if version is not None:
         try:
@@ -108,7 +109,7 @@ def _memory(nvml: ModuleType, handle: Any) -> Any:
 
 @cache
 def library() -> ModuleType | None:
-    """The NVML binding, initialised for the life of the process; None without driver or binding."""
+    """Load the NVML binding, initialised for the life of the process; None without driver or binding."""
     try:
         import pynvml  # noqa: PLC0415 - only machines with NVIDIA GPUs need it
     except ImportError:
@@ -121,7 +122,7 @@ def library() -> ModuleType | None:
 
 
 def _handle(index: int) -> Any | None:
-    """NVML's handle of torch's device `index`, without making a CUDA context; None if it cannot be told."""
+    """Find NVML's handle of torch's device `index` without making a CUDA context; None if that is impossible."""
     nvml = library()
     if nvml is None:
         return None
@@ -138,7 +139,7 @@ def _handle(index: int) -> Any | None:
 
 
 def _visible_devices() -> list[str]:
-    """Entries of CUDA_VISIBLE_DEVICES: indices or UUIDs; empty where all are visible."""
+    """List the entries of CUDA_VISIBLE_DEVICES, indices or UUIDs; empty if all devices are visible."""
     return [entry.strip() for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.strip()]
 
 
@@ -148,5 +149,5 @@ def _device_uuid(nvml: ModuleType, handle: Any) -> str:
 
 
 def _uuid(text: str) -> str:
-    """NVML's spelling of a UUID; torch leaves the prefix out."""
+    """Spell a UUID as NVML does; torch leaves the prefix out."""
     return text if text.startswith(("GPU-", "MIG-")) else f"GPU-{text}"

@@ -1,6 +1,6 @@
 """Profiles of known cards, to plan for a machine that is not at hand.
 
-Published figures of `cards.py` turned into attained ones by the shares below; the H200 is measured. A preset is a
+The shares below turn the published figures of `cards.py` into attained ones; the H200 is measured. A preset is a
 starting point: on the machine itself `probe.probe` replaces it.
 """
 
@@ -23,13 +23,13 @@ from flexengine.wording import did_you_mean
 
 GIB = 2**30
 
-# Of the attained matmul rate, at 2048 tokens. FlashAttention-2, causal, head_dim 128 on an A100 does 58% and 48% of the
-# published rate, of which products attain 85%: https://arxiv.org/abs/2307.08691, figures 5 and 6.
+# Shares of the attained matmul rate, at 2048 tokens. FlashAttention-2, causal, head_dim 128 on an A100 does 58% and 48%
+# of the published rate, of which products attain 85%: https://arxiv.org/abs/2307.08691, figures 5 and 6.
 ATTENTION_FORWARD_SHARE, ATTENTION_BACKWARD_SHARE = 0.58 / 0.85, 0.48 / 0.85
 MEMORY_SHARE = 0.90  # of the published bandwidth; an H200 copies at 4.24 of 4.8 TB/s
 DUPLEX_SHARE = 0.92  # per direction with both busy; an H200 moves 50.8 of 55.4 GB/s
-# Of the link's rate, beside AdamW on the CPU, which has the better of host memory: an H200's host moves 22 and 31 of 55
-# GB/s then.
+# Shares of the link's rate beside AdamW on the CPU, which takes most of host memory's rate: the host of an H200 moves
+# 22 and 31 of 55 GB/s then.
 H2D_BESIDE_CPU_SHARE, D2H_BESIDE_CPU_SHARE = 0.40, 0.56
 LAUNCH_S, ISSUE_S, COPY_LATENCY_S = 4e-6, 30e-6, 3e-6
 
@@ -41,9 +41,10 @@ SHAPE = BlockShape(4096, 14336)
 
 
 def matmul_curve(peak_flops_per_s: float, memory_bytes_per_s: float) -> Points:
-    """(tokens, FLOP/s) of a large bf16 linear layer: time = FLOPs at the peak rate + one read of the weight.
+    """Estimate (tokens, FLOP/s) of a large bf16 linear layer: time = FLOPs at the peak rate + one read of the weight.
 
-    With T tokens that is peak / (1 + peak / (T * memory rate)), as a weight costs 2*T FLOPs and 2 bytes per element.
+    With T tokens that gives a rate of peak / (1 + peak / (T * memory rate)), as a weight costs 2*T FLOPs and 2 bytes
+    per element.
     """
     return tuple(
         (tokens, peak_flops_per_s / (1 + peak_flops_per_s / (tokens * memory_bytes_per_s))) for tokens in CURVE_TOKENS
@@ -51,17 +52,17 @@ def matmul_curve(peak_flops_per_s: float, memory_bytes_per_s: float) -> Points:
 
 
 def fp8_matmul_curve(peak_flops_per_s: float, memory_bytes_per_s: float) -> Points:
-    """The same with FP8 operands, beside a bf16 peak: weights have half the bytes."""
+    """Estimate the curve of `matmul_curve` with FP8 operands, from a bf16 peak; weights have half the bytes."""
     return matmul_curve(FP8_GAIN * peak_flops_per_s, 2 * memory_bytes_per_s)
 
 
 def attention_curve(flops_per_s: float, like: Points) -> Points:
-    """A curve that starts at `flops_per_s` and rises with the length of sequences as `like` does."""
+    """Make a curve that starts at `flops_per_s` and rises with the length of sequences as `like` does."""
     return tuple((length, flops_per_s * rate / like[0][1]) for length, rate in like)
 
 
 def _published(card: Card) -> HardwareProfile:
-    """A preset from data-sheet peaks, with 128 GiB of RAM."""
+    """Make a preset from data-sheet peaks, with 128 GiB of RAM."""
     peak = card.bf16_flops_per_s * card.matmul_share
     memory = card.memory_bytes_per_s * MEMORY_SHARE
     forward = attention_curve(peak * ATTENTION_FORWARD_SHARE, FLASH_ATTENTION_FORWARD)
@@ -107,8 +108,10 @@ def _adamw_rates(host_bytes_per_s: float) -> tuple[tuple[str, float], ...]:
 
 
 def _h200() -> HardwareProfile:
-    """Measured on an H200 (SXM, 700 W, PCIe 5 x16, 16 vCPU): products of Llama-3.1-8B at 8192 tokens and more, a
-    roofline below; attention through cuDNN; 256 MiB copies; host copy by 16 threads.
+    """Make the preset of the H200 from rates measured on one (SXM, 700 W, PCIe 5 x16, 16 vCPU).
+
+    Measured are products of Llama-3.1-8B at 8192 tokens and more (fewer follow a roofline), attention through cuDNN,
+    256 MiB copies, and a host copy by 16 threads.
     """
     return replace(
         _published(CARDS["h200"]),
@@ -171,16 +174,16 @@ PRESETS: dict[str, HardwareProfile] = {
 
 
 def preset(name: str) -> HardwareProfile:
-    """The profile shipped under `name`, as people write it: "RTX 4090", "rtx4090", "NVIDIA A100 80GB"; and "H100", of
-    which one size is known.
+    """Give the profile shipped under `name`, as people write it: "RTX 4090", "rtx4090", "NVIDIA A100 80GB".
 
-    Raises: ValueError listing the names, or those that are meant by an ambiguous one.
+    A name without its size, such as "H100", will do if one size is known. Raises: ValueError listing the names, or
+    those that are meant by an ambiguous one.
     """
     return PRESETS[preset_name(name)]
 
 
 def preset_name(name: str) -> str:
-    """The key of PRESETS that `name` means. Raises: ValueError, as `preset`."""
+    """Find the key of PRESETS that `name` means. Raises: ValueError, as `preset`."""
     wanted = _letters_and_digits(name)
     for known in PRESETS:
         if _letters_and_digits(known) == wanted:
@@ -195,7 +198,7 @@ def preset_name(name: str) -> str:
 
 
 def preset_source(name: str) -> str:
-    """Where the figures of a preset were published. Raises: ValueError, as `preset`."""
+    """Tell where the figures of a preset were published. Raises: ValueError, as `preset`."""
     known = preset_name(name)
     return CARDS[known].source if known in CARDS else "made up for tests"
 
@@ -203,9 +206,9 @@ def preset_source(name: str) -> str:
 def with_memory(
     profile: HardwareProfile, gpu_total_bytes: int | None = None, host_total_bytes: int | None = None
 ) -> HardwareProfile:
-    """`profile` on a machine with other memory sizes and nothing else running; None keeps a size.
+    """Put `profile` on a machine with other memory sizes and nothing else running; None keeps a size.
 
-    Free bytes become the new total less what context and process take. Raises: ValueError if less than those is given.
+    Free bytes become the new total less what context and process take. Raises: ValueError if the total is less.
     """
     sizes: dict[str, int] = {}
     if gpu_total_bytes is not None:
@@ -224,11 +227,11 @@ def _remainder(name: str, total_bytes: int, taken_by: str, taken_bytes: int) -> 
 
 
 def _letters_and_digits(name: str) -> str:
-    """What is left of a name without maker, family, unit and punctuation."""
+    """Strip a name of maker, family, unit and punctuation."""
     return re.sub(r"nvidia|geforce|gi?b$|[^a-z0-9]", "", name.lower())
 
 
 def _beginnings(known: str) -> Iterable[str]:
-    """The first word of a preset's name, the first two, and so on, joined."""
+    """List the first word of a preset's name, the first two, and so on, joined."""
     words = known.split("-")
     return ["".join(words[:count]) for count in range(1, len(words))]

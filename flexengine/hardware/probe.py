@@ -1,4 +1,4 @@
-"""Measures the machine once, remembers the rates on disk, and reads free memory anew on every call."""
+"""Measures the machine once, remembers the rates on disk, and reads free memory again on every call."""
 
 import logging
 import os
@@ -23,7 +23,7 @@ from flexengine.ops.fp8 import multiplies_fp8
 PROBE_VERSION = 6  # part of the cache key: raise it when what is measured changes its meaning
 DEFAULT_SECONDS = 10.0
 DEFAULT_SHAPE = BlockShape(4096, 14336)
-"""Where no model is named: an 8B one's."""
+"""Shape to measure with when no model is named: that of an 8B model."""
 CPU_SIZES = (256, 512, 1024)  # the CPU's rate hardly depends on the shape: models of similar size share a profile
 # A context with every library loaded takes 0.4-1 GiB. More than this is another process that NVML cannot tell apart.
 MAX_CONTEXT_BYTES = 2 * 2**30
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProbeResult(NamedTuple):
-    """A profile and where it came from. `age_s`: seconds since it was measured; None if no file remembers it."""
+    """A profile and its origin. age_s: seconds since it was measured, None if no file remembers it."""
 
     profile: HardwareProfile
     path: Path | None
@@ -47,7 +47,7 @@ def probe(
     seconds_budget: float = DEFAULT_SECONDS,
     force: bool = False,
 ) -> HardwareProfile:
-    """Profile of `device` and its host for products in `dtype`; see `run_probe`."""
+    """Give the profile of `device` and its host for products in `dtype`; see `run_probe`."""
     return run_probe(device, dtype, shape, seconds_budget, force).profile
 
 
@@ -58,14 +58,14 @@ def run_probe(
     seconds_budget: float = DEFAULT_SECONDS,
     force: bool = False,
 ) -> ProbeResult:
-    """Profile of `device` and its host for products in `dtype`, from the cache or measured in about `seconds_budget`.
+    """Give the profile of `device` and its host for products in `dtype`, cached or measured in about `seconds_budget`.
 
-    shape: of the model whose linear layers and attention are timed. Rates and context size are
-    cached per device, driver, versions, dtype, shape, CPU and thread count, under $FLEXENGINE_CACHE or the user's cache
-    folder; `force` measures again. Memory totals are always read anew.
-    Order: call it first in a process, before the arenas take their memory and while the device is idle. All memory it
-    takes is given back, and torch's random numbers go on as if it had not run. A cache that cannot be read or written
-    is passed over.
+    shape: that of the model whose linear layers and attention are timed. Rates and context size are cached per device,
+    driver, versions, dtype, shape, CPU and thread count, under $FLEXENGINE_CACHE or the user's cache folder; `force`
+    measures again. Memory totals are always read again.
+    Order: call it first in a process, before the arenas take their memory and while the device is idle. It gives all
+    memory back, and torch's random numbers continue as if it had not run. It ignores a cache that it cannot read or
+    write.
     Raises: ValueError if `device` is neither CUDA nor CPU, a size of `shape` is below 1, or seconds_budget is not above
     0; MemoryError if CUDA refuses to page-lock the buffers.
     """
@@ -148,9 +148,9 @@ def _probe_cpu(dtype: torch.dtype, shape: BlockShape, scale: float) -> HardwareP
 
 
 def _with_current_memory(profile: HardwareProfile, device: torch.device) -> HardwareProfile:
-    """`profile` with today's memory: what the machine has, what is free, and what this process has already.
+    """Update the memory fields of `profile`: what the machine has, what is free, and what this process has already.
 
-    With rates from the cache, kernels and libraries are not loaded yet, and will still take their part of what is free.
+    With rates from the cache, kernels and libraries are not loaded yet and will still take their part of what is free.
     """
     host, resident = host_memory(), resident_bytes()
     free_host_bytes = max(0, host.available_bytes - max(0, profile.host_base_bytes - resident))
@@ -172,7 +172,7 @@ def _with_current_memory(profile: HardwareProfile, device: torch.device) -> Hard
 
 
 def _release_cached_memory() -> None:
-    """Give back what torch's allocator holds without use, and cuBLAS workspaces that it would count as in use."""
+    """Give back unused memory of torch's allocator, and cuBLAS workspaces that it would count as in use."""
     clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear_workspaces is not None:
         clear_workspaces()
@@ -180,12 +180,12 @@ def _release_cached_memory() -> None:
 
 
 def _nearby_size(size: int) -> int:
-    """The first of CPU_SIZES that is at least `size`, or the last."""
+    """Choose the first of CPU_SIZES that is at least `size`, or the last."""
     return next((nearby for nearby in CPU_SIZES if nearby >= size), CPU_SIZES[-1])
 
 
 def _path(device: torch.device, dtype: torch.dtype, shape: BlockShape) -> Path | None:
-    """File of this machine's profile; None if the user has no cache folder."""
+    """Give the file of this machine's profile; None if the user has no cache folder."""
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else _cpu_name()
     total_bytes = torch.cuda.get_device_properties(device).total_memory if cuda else 0

@@ -1,6 +1,7 @@
-"""What one machine can do, as numbers: the only thing the planner knows about hardware.
+"""The hardware profile: what one machine attains, as numbers. The planner knows nothing else about hardware.
 
-Plain Python, so that plans can be made anywhere. `probe.py` measures a profile, `presets.py` ships a few.
+This module is plain Python, so that plans can be made anywhere. `probe.py` measures a profile, `presets.py` ships a
+few.
 """
 
 import json
@@ -35,7 +36,7 @@ POINT_FIELDS = {
     "attention_forward_flops_per_s": "tokens of a sequence",
     "attention_backward_flops_per_s": "tokens of a sequence",
 }
-"""Fields that are curves the planner reads, and the unit of their x."""
+"""Fields that are curves, which the planner reads, and the unit of their x."""
 
 
 class BlockShape(NamedTuple):
@@ -62,7 +63,7 @@ class HardwareProfile:
     matmul_flops_per_s: Points
     """(tokens, attained FLOP/s) of linear layers: forward, input and weight gradients together, weighted by time."""
     fp8_matmul_flops_per_s: Points
-    """The same with FP8 operands, quantised already; empty where the device multiplies none."""
+    """Rates of linear layers with operands that are FP8 already; empty if the device multiplies none."""
     matmul_shape: tuple[int, int]
     """(hidden_size, intermediate_size) of the block whose linear layers gave these curves."""
     peak_matmul_flops_per_s: float
@@ -70,11 +71,11 @@ class HardwareProfile:
     attention_forward_flops_per_s: Points
     """(tokens of a sequence, FLOP/s) of causal attention, counting 4 * head_dim FLOPs per head and visible pair."""
     attention_backward_flops_per_s: Points
-    """Its backward, counting 10 * head_dim FLOPs per head and visible pair (five products instead of two)."""
+    """Rates of attention's backward, counting 10 * head_dim FLOPs per head and visible pair (five products)."""
     attention_head_dim: int
     """Width of the heads that gave these curves: kernels do less per second for narrow ones."""
     attention_kernels: KernelName
-    """Whose kernels have these rates on CUDA, and are preferred there."""
+    """The kernels that have these rates on CUDA; training prefers them."""
     memory_bytes_per_s: float
     """Device memory traffic of a large copy, bytes read plus bytes written."""
 
@@ -95,7 +96,7 @@ class HardwareProfile:
     cpu_adamw_parameters_per_s: tuple[tuple[str, float], ...]
     """(dtype of the optimizer states, parameters updated per second by all threads of the CPU)."""
     launch_s: float
-    """From one small kernel to the next, issued back to back from Python."""
+    """Seconds from one small kernel to the next, issued back to back from Python."""
     issue_s: float
     """Host seconds to issue one command of the engine: bind views, wait, launch, record. 0 where it runs in place."""
     copy_latency_s: float
@@ -103,13 +104,13 @@ class HardwareProfile:
 
     gpu_total_bytes: int
     gpu_free_bytes: int
-    """What the device can still give to this process, on top of its context: the largest possible arena."""
+    """Bytes that the device can still give to this process, on top of its context: the largest possible arena."""
     gpu_context_bytes: int
-    """What NVML shows for CUDA context, loaded kernels, libraries and cuBLAS workspace before any arena."""
+    """Bytes that NVML shows for CUDA context, loaded kernels, libraries and cuBLAS workspace before any arena."""
     host_total_bytes: int
     """RAM, or the container's or process's limit where that is smaller."""
     host_available_bytes: int
-    """What this process can still take on top of its resident set without swapping or breaking a limit."""
+    """Bytes that this process can still take on top of its resident set without swapping or breaking a limit."""
     host_base_bytes: int
     """Resident set of a process that has imported torch, initialised the device and loaded its kernels."""
 
@@ -146,48 +147,50 @@ class HardwareProfile:
         _check_at_most("host_available_bytes", self.host_available_bytes, "host_total_bytes", self.host_total_bytes)
 
     def matmul_rate(self, tokens: int) -> float:
-        """Attained FLOP/s of a linear layer over `tokens` tokens.
+        """Give the attained FLOP/s of a linear layer over `tokens` tokens.
 
-        Linear in the logarithm of tokens between measured points, constant outside them.
+        It is linear in the logarithm of tokens between measured points, constant outside them.
         Raises: ValueError if tokens < 1.
         """
         return _rate("matmul_rate: tokens", self.matmul_flops_per_s, tokens)
 
     def fp8_matmul_rate(self, tokens: int) -> float:
-        """The same with FP8 operands. Raises: ValueError also where the device multiplies none."""
+        """Give the rate of `matmul_rate` with FP8 operands. Raises: ValueError also if the device multiplies none."""
         if not self.fp8_matmul_flops_per_s:
             raise ValueError(f"fp8_matmul_rate: {self.name} multiplies no FP8 operands")
         return _rate("fp8_matmul_rate: tokens", self.fp8_matmul_flops_per_s, tokens)
 
     def attention_forward_rate(self, seq_len: int) -> float:
-        """Attained FLOP/s of causal attention over sequences of `seq_len` tokens; read as `matmul_rate` is."""
+        """Give the attained FLOP/s of causal attention over sequences of `seq_len` tokens, as `matmul_rate`."""
         return _rate("attention_forward_rate: seq_len", self.attention_forward_flops_per_s, seq_len)
 
     def attention_backward_rate(self, seq_len: int) -> float:
-        """Attained FLOP/s of attention's backward over sequences of `seq_len` tokens; read as `matmul_rate` is."""
+        """Give the attained FLOP/s of attention's backward over sequences of `seq_len` tokens, as `matmul_rate`."""
         return _rate("attention_backward_rate: seq_len", self.attention_backward_flops_per_s, seq_len)
 
     def cpu_adamw_rate(self, state_dtype: str) -> float:
-        """Parameters/s of AdamW on the CPU with states in `state_dtype`; the slowest rate for one not measured."""
+        """Give parameters/s of AdamW on the CPU with states in `state_dtype`; the slowest rate for one not measured."""
         rates = dict(self.cpu_adamw_parameters_per_s)
         return rates.get(state_dtype, min(rates.values()))
 
     def cpu_adamw_bytes_per_s(self, state_dtype: str) -> float:
-        """Bytes of host memory/s that this moves while nothing else uses it."""
+        """Give bytes/s of host memory that AdamW on the CPU moves while nothing else uses it."""
         return self.cpu_adamw_rate(state_dtype) * ADAMW_BYTES.get(state_dtype, max(ADAMW_BYTES.values()))
 
     def host_rate(self, state_dtype: str) -> float:
-        """Bytes/s of host memory, of which copies over the link and updates by the CPU each take a part: what either a
-        plain copy or an update attains."""
+        """Give bytes/s of host memory, which copies over the link and updates by the CPU share.
+
+        It is the larger of what a plain copy and an update attain.
+        """
         return max(self.host_bytes_per_s, self.cpu_adamw_bytes_per_s(state_dtype))
 
     def to_dict(self) -> dict[str, Any]:
-        """Values JSON can hold, one key per field and "format"; `from_dict` is the inverse."""
+        """Give values that JSON can hold, one key per field and "format"; `from_dict` is the inverse."""
         return {"format": FORMAT, **asdict(self)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "HardwareProfile":
-        """The profile that `to_dict` described. Raises: ValueError on another format, missing or invalid fields."""
+        """Make the profile that `to_dict` described. Raises: ValueError on another format, missing or wrong fields."""
         if not isinstance(values, dict):
             raise ValueError(f"hardware profile: expected an object with one key per field, got {shown(values)}")
         if values.get("format") != FORMAT:
@@ -209,7 +212,7 @@ class HardwareProfile:
         return cls(**{**values, **pairs, "matmul_shape": shape, "curves": curves})
 
     def to_json(self) -> str:
-        """JSON text; floats survive the round trip exactly."""
+        """Give JSON text; floats survive the round trip exactly."""
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
     @classmethod
@@ -219,7 +222,7 @@ class HardwareProfile:
 
 
 def read_profile(path: Path) -> HardwareProfile:
-    """The profile in a JSON file. Raises: ValueError naming the file if it is absent or holds no valid profile."""
+    """Read the profile in a JSON file. Raises: ValueError naming the file if it is absent or holds no valid profile."""
     try:
         return HardwareProfile.from_json(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Seconds per call of a piece of work, on the device's clock or on the host's."""
+"""Times calls of a function, on the device's clock or on the host's."""
 
 import math
 import time
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 Timer = Callable[[Callable[[], object], float], float]
-"""(work, least_s) -> seconds per call of `work`, repeated for at least `least_s` seconds after a call to warm up."""
+"""Called as (work, least_s); gives seconds per call of `work`, repeated for `least_s` seconds after a first call."""
 
 SHORT_CALL_S = 30e-6  # a shorter call may end before Python has issued the next one
 MOST_SHORT_CALLS = 500  # below the depth of CUDA's launch queue, so that issuing never has to wait
@@ -17,7 +17,7 @@ MOST_CYCLES_PER_S = 3e9  # no GPU's clock is faster, so a sleep of this many cyc
 
 
 def cuda_timer(work: Callable[[], object], least_s: float) -> float:
-    """Device seconds per call of `work`, issued back to back on the current stream, without gaps of the host's."""
+    """Measure device seconds per call of `work`, issued back to back on the current stream without gaps of the host."""
     work()
     once_s = timed_calls(work, 1)
     if once_s >= least_s:
@@ -25,13 +25,14 @@ def cuda_timer(work: Callable[[], object], least_s: float) -> float:
     calls = math.ceil(least_s / once_s)
     if once_s >= SHORT_CALL_S:
         return timed_calls(work, calls)
+    # Short calls: hold the stream until all are issued, or the host's gaps between them would be timed.
     calls = min(calls, MOST_SHORT_CALLS)
     hold_stream(calls * ISSUE_S)
     return timed_calls(work, calls)
 
 
 def warmed_timer(warm: Callable[[], object], part_s: float) -> Timer:
-    """A timer of device seconds that takes work in parts of about `part_s`, each right behind a call of `warm`.
+    """Make a timer that runs work in parts of about `part_s` seconds, each right behind a call of `warm`.
 
     Alone, work that draws less power than matrix products would run at a higher clock than between them.
     """
@@ -50,8 +51,10 @@ def warmed_timer(warm: Callable[[], object], part_s: float) -> Timer:
 
 
 def timed_calls(work: Callable[[], object], calls: int, meanwhile: Callable[[], object] | None = None) -> float:
-    """Mean seconds per call between two events on the current stream; blocks until the last call has ended, and calls
-    `meanwhile` again and again until then."""
+    """Measure mean seconds per call between two events on the current stream; blocks until the last call has ended.
+
+    Calls `meanwhile` again and again until then.
+    """
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     for _ in range(calls):
@@ -74,7 +77,7 @@ def hold_stream(seconds: float) -> None:
 
 
 def cpu_timer(work: Callable[[], object], least_s: float) -> float:
-    """Wall seconds per call of `work` on the host."""
+    """Measure wall seconds per call of `work` on the host."""
     work()
     calls = 0
     start_s = time.perf_counter()
