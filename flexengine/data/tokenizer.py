@@ -44,8 +44,8 @@ TEMPLATE_CHARACTERS = 2**28
 """Longest rendering, far above what any sequence length takes."""
 BATCH_CHARACTERS, BATCH_RECORDS = 2**21, 2**14
 """Text and records that are tokenized at once: enough for every core, and small beside a host budget."""
-LONGEST_TEXT = 2**25
-"""Characters of the longest record: beyond it a tokenizer takes gigabytes, and no sequence is as long."""
+LONGEST_TEXT = 2**23
+"""Characters of the longest record: a tokenizer takes about 100 bytes for each, so this is a GiB at most."""
 
 
 class ChatTokenizer:

@@ -21,13 +21,14 @@ from flexengine.ops.base import KernelName
 from flexengine.optim.adamw import AdamW
 from flexengine.plan import Plan, Request
 from flexengine.runtime.arena import Arenas
-from flexengine.runtime.batch import BatchWriter, Sequences, constant_tables, read_batch, read_call
+from flexengine.runtime.batch import BatchWriter, constant_tables
+from flexengine.runtime.batch_input import Sequences, read_batch, read_call
 from flexengine.runtime.command_handlers import CommandHandlers
 from flexengine.runtime.executor import CommandOrder, Executor
 from flexengine.runtime.export import export_checkpoint
 from flexengine.runtime.layer_runner import LayerRunner
 from flexengine.runtime.measurement import StepMeasurement
-from flexengine.runtime.outputs import EvaluateOutput, FwdBwdOutput, StepOutput
+from flexengine.runtime.outputs import EvaluateOutput, FwdBwdOutput, StepOutput, evaluate_output
 from flexengine.runtime.program_runner import ProgramRunner
 from flexengine.runtime.programs import Programs
 from flexengine.runtime.rounds import RoundRunner
@@ -126,19 +127,25 @@ class Engine:
         """Optimizer steps taken, skipped ones left out where gradients are clipped."""
         return self.state.step_count
 
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def fwd_bwd(
-        self, batch: object = None, *, input_ids: object = None, labels: object = None, attention_mask: object = None
-    ) -> FwdBwdOutput:
+    def fwd_bwd(self, batch: object = None, **columns: object) -> FwdBwdOutput:
         """Forward and backward of a batch; its gradients are added to those since the last step.
 
-        batch: ragged token lists, where every token is a target of the one before it; or input_ids and labels (lists or
-        [B, S] tensors; labels unshifted, -100 = no loss) with an optional right-padding attention_mask.
+        batch: ragged token lists, where every token is a target of the one before it; or a mapping of columns, as
+        tokenizers and collators make them. The columns may be keywords instead: input_ids, and optionally labels
+        (unshifted, -100 = no loss), attention_mask (0 = padding, on either side) and position_ids (0 begins a sequence
+        of a row that holds several); each a list of rows, a [B, S] tensor or array, or a column of a data set.
         Raises ValueError for tokens outside the vocabulary, sequences over max_seq_len, more tokens than
         max_global_batch_tokens, or no target token.
         """
-        sequences = self._read(batch, input_ids, labels, attention_mask)
+        sequences = self._read(batch, columns)
         self._start_step()
         return self.steps.forward_backward(sequences)
 
@@ -154,20 +161,14 @@ class Engine:
         return self.steps.update(self._update_settings(lr, self.state.num_target_tokens))
 
     def train_step(
-        self,
-        batch: object = None,
-        *,
-        input_ids: object = None,
-        labels: object = None,
-        attention_mask: object = None,
-        lr: float | None = None,
+        self, batch: object = None, *, lr: float | None = None, **columns: object
     ) -> tuple[FwdBwdOutput, StepOutput]:
         """fwd_bwd and step in one call, with the same results; arguments and errors are theirs.
 
         Without clipping it is faster where the CPU updates: it does so inside the backward pass of the last round, as
         soon as a layer's gradient has reached the host.
         """
-        sequences = self._read(batch, input_ids, labels, attention_mask)
+        sequences = self._read(batch, columns)
         settings = self._update_settings(lr, self.state.num_target_tokens + sequences.num_target_tokens)
         self._start_step()
         # a clipped gradient is scaled by the norm of all, so no update may begin before backward has ended
@@ -176,23 +177,21 @@ class Engine:
         out = self.steps.forward_backward(sequences, settings)
         return out, self.steps.update(settings, cpu_has_updated=True)
 
-    def evaluate(
-        self, batch: object = None, *, input_ids: object = None, labels: object = None, attention_mask: object = None
-    ) -> EvaluateOutput:
-        """Mean loss of a batch, forward only, in the same buffers; gradients and weights stay as they are."""
-        sequences = self._read(batch, input_ids, labels, attention_mask)
-        loss = self.steps.evaluate(sequences, float) / sequences.num_target_tokens
-        return EvaluateOutput(loss, sequences.num_tokens, sequences.num_target_tokens)
+    def evaluate(self, batch: object = None, *, per_token: bool = False, **columns: object) -> EvaluateOutput:
+        """Mean loss of a batch, forward only; nothing else changes. per_token: also each token's log-probability."""
+        sequences = self._read(batch, columns)
+        token_losses = [torch.zeros(length) for length in sequences.lengths] if per_token else None
+        return evaluate_output(self.steps.evaluate(sequences, float, token_losses), sequences, token_losses)
 
     def next_token_logits(self, tokens: list[int]) -> Tensor:
         """Logits [V] of the token after `tokens`, float32 on the CPU; runs the whole prefix, for samples only."""
         self.state.require_usable()
-        sequences = read_batch([tokens], None, None, self.model.vocab_size, self.plan.request.max_seq_len)
+        sequences = read_batch({"input_ids": [tokens]}, self.model.vocab_size, self.plan.request.max_seq_len)
         return self.steps.evaluate(sequences, lambda _: self.rounds.next_token_logits())
 
-    def _read(self, *given: object) -> Sequences:
+    def _read(self, batch: object, columns: dict[str, object]) -> Sequences:
         self.state.require_usable()
-        return read_call(self.plan.request, self.model.vocab_size, *given)
+        return read_call(self.plan.request, self.model.vocab_size, batch, columns)
 
     def _start_step(self) -> None:
         """Begin a step's clocks, unless an earlier call did."""

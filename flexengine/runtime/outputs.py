@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flexengine.runtime.batch import Sequences
+import torch
+from torch import Tensor
+
+from flexengine.runtime.batch_input import Sequences
 from flexengine.schedule.layout import Layout
 
 
@@ -31,11 +34,24 @@ class StepOutput(NamedTuple):
 
 
 class EvaluateOutput(NamedTuple):
-    """One evaluate call: the mean loss over its target tokens, and its sizes."""
+    """One evaluate call: the mean loss over its target tokens, and its sizes.
+
+    token_log_probs: with per_token=True, for each sequence a float32 tensor [tokens] on the CPU. Entry t is the
+    log-probability of token t after those before it, and 0 where token t has no loss.
+    """
 
     loss: float
     num_tokens: int
     num_target_tokens: int
+    token_log_probs: list[Tensor] | None = None
+
+
+def evaluate_output(loss_sum: float, batch: Sequences, token_losses: list[Tensor] | None) -> EvaluateOutput:
+    """Divide a batch's summed loss by its targets. token_losses: the losses after each token of every sequence."""
+    log_probs = None
+    if token_losses is not None:  # what comes after the last token is no target
+        log_probs = [-torch.cat((losses.new_zeros(1), losses[:-1])) for losses in token_losses]
+    return EvaluateOutput(loss_sum / batch.num_target_tokens, batch.num_tokens, batch.num_target_tokens, log_probs)
 
 
 def fwd_bwd_output(loss: float, batch: Sequences, layout: Layout) -> FwdBwdOutput:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from flexengine.ops.balance import ExpertBalance
-from flexengine.runtime.batch import BatchWriter, Sequences
+from flexengine.runtime.batch import BatchWriter
+from flexengine.runtime.batch_input import Sequences
 from flexengine.runtime.layer_runner import LayerRunner
 from flexengine.runtime.program_runner import ProgramRunner
 from flexengine.runtime.programs import Programs, RoundKind
@@ -50,12 +51,18 @@ class RoundRunner:
             self._add_losses(total)
         return total
 
-    def evaluate(self, batch: Sequences) -> Tensor:
-        """Issue forward of a batch; returns the summed loss [] in float64 on the device."""
+    def evaluate(self, batch: Sequences, token_losses: list[Tensor] | None = None) -> Tensor:
+        """Issue forward of a batch; returns the summed loss [] in float64 on the device.
+
+        token_losses: one tensor [tokens] per sequence, on the CPU, that takes the loss after each token. Filling them
+        waits for every round.
+        """
         total = self._zero()
         for chunks in self._pack(batch):
             self._forward(batch, chunks, None)
             self._add_losses(total)
+            if token_losses is not None:
+                self._copy_losses(chunks, token_losses)
         return total
 
     def next_token_logits(self) -> Tensor:
@@ -94,6 +101,13 @@ class RoundRunner:
         self._layers.chunks = self._batches.write(batch, chunks)
         for chunk in self._layers.chunks:
             chunk.balance = balance
+
+    def _copy_losses(self, chunks: list[PackedChunk], token_losses: list[Tensor]) -> None:
+        """Copy the losses of the round that was issued last to the sequences that its chunks are made of."""
+        for packed, chunk in zip(chunks, self._layers.chunks, strict=True):
+            parts = chunk.losses.cpu().split([piece.length for piece in packed.pieces])
+            for piece, losses in zip(packed.pieces, parts, strict=True):
+                token_losses[piece.sequence][piece.start : piece.start + piece.length] = losses
 
     def _zero(self) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=self._device)

@@ -9,7 +9,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from flexengine.ops.balance import ExpertBalance
-from flexengine.runtime.batch import Sequences
+from flexengine.runtime.batch_input import Sequences
 from flexengine.runtime.determinism import deterministic_kernels
 from flexengine.runtime.outputs import FwdBwdOutput, StepOutput, fwd_bwd_output
 from flexengine.runtime.program_runner import ProgramRunner
@@ -46,11 +46,16 @@ class StepRunner:
             loss = float(loss_sum) / batch.num_target_tokens  # waits for the rounds
         return fwd_bwd_output(loss, batch, self._layout)
 
-    def evaluate(self, batch: Sequences, read: Callable[[Tensor], Result]) -> Result:
-        """Run forward of a batch; returns what `read` makes of its summed loss before anything else runs."""
+    def evaluate(
+        self, batch: Sequences, read: Callable[[Tensor], Result], token_losses: list[Tensor] | None = None
+    ) -> Result:
+        """Run forward of a batch; returns what `read` makes of its summed loss before anything else runs.
+
+        token_losses: as of `RoundRunner.evaluate`.
+        """
         with interruptible(self._state, self._executor, train=False):
             with deterministic_kernels(self._deterministic):
-                loss_sum = self._rounds.evaluate(batch)
+                loss_sum = self._rounds.evaluate(batch, token_losses)
             return read(loss_sum)
 
     def update(self, settings: UpdateSettings, cpu_has_updated: bool = False) -> StepOutput:

@@ -61,9 +61,9 @@ BATCHES = {
     "ragged_tokens": ({"batch": [[1, [2, 3]]]}, (r"input_ids\[0\].*integers of 64 bits, got a list",)),
     "complex_tokens": ({"batch": [[1j, 2]]}, (r"input_ids\[0\].*flat sequence of integers, got torch.complex64",)),
     "mask_of_words": ({"input_ids": IDS, "attention_mask": [["a"]]}, (r"attention_mask\[0\].*integers",)),
-    "left_padding": (
-        {"input_ids": TENSOR, "attention_mask": torch.tensor([[0, 1, 1, 1]] * 2)},
-        ("is not right padding",),
+    "mask_with_a_hole": (
+        {"input_ids": TENSOR, "attention_mask": torch.tensor([[1, 0, 1, 1]] * 2)},
+        ("is 0 between tokens; it may be so before or behind them",),
     ),
     "mask_of_another_shape": (
         {"input_ids": TENSOR, "attention_mask": TENSOR[:, :2]},

@@ -119,7 +119,7 @@ BAD_BATCHES = {
     "text": ({"batch": "hello"}, "token lists or a tensor, got str"),
     "nothing": ({}, "give a batch of token lists, or input_ids"),
     "both": ({"batch": [[1, 2]], "input_ids": [[1, 2]]}, "not both"),
-    "left padding": ({"input_ids": [[0, 1, 2]], "attention_mask": [[0, 1, 1]]}, r"attention_mask\[0\].*right padding"),
+    "mask with a hole": ({"input_ids": [[0, 1, 2]], "attention_mask": [[1, 0, 1]]}, r"attention_mask\[0\].*as padding"),
     "mask of another shape": ({"input_ids": [[1, 2]], "attention_mask": [[1]]}, "shape of input_ids"),
     "mask of zeros": ({"input_ids": [[1, 2]], "attention_mask": [[0, 0]]}, "sequence 0 of the batch is empty"),
 }

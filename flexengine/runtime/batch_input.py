@@ -1,0 +1,241 @@
+"""What people give as a batch, read as sequences: token lists, tensors, NumPy arrays, batches of a collator.
+
+Rows may be padded on either side, and several sequences may share a row where position_ids begin again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexengine.ops.cross_entropy import IGNORE_INDEX
+from flexengine.plan import Request
+
+
+class Sequences(NamedTuple):
+    """A batch: token ids and labels per sequence (int64, CPU). Labels are shifted: labels[t] is what follows t."""
+
+    input_ids: list[Tensor]
+    labels: list[Tensor]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every sequence."""
+        return [ids.numel() for ids in self.input_ids]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the batch."""
+        return sum(self.lengths)
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Tokens with a loss."""
+        return sum(int((labels != IGNORE_INDEX).sum()) for labels in self.labels)
+
+
+READ_COLUMNS = ("input_ids", "labels", "attention_mask", "position_ids")
+IMPLIED_COLUMNS = ("token_type_ids", "special_tokens_mask", "length", "seq_idx", "num_items_in_batch")
+IMPLIED_COLUMNS += ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""What collators add that says nothing more: sequences follow from position_ids, and losses are summed over targets."""
+
+
+def read_batch(columns: Mapping[str, object], vocab_size: int, max_seq_len: int) -> Sequences:
+    """Check and shift a batch as a person gives it: rows of ids, of labels unshifted as in Hugging Face, of masks.
+
+    Without labels every token is a target of the one before it. Padding, on either side, is where attention_mask is 0.
+    A row in which position_ids begin again holds several sequences.
+    Raises ValueError naming the sequence, what was found and what is allowed.
+    """
+    ids = [_row(row, f"input_ids[{i}]") for i, row in enumerate(_rows(columns["input_ids"], "input_ids"))]
+    if not ids:
+        raise ValueError("the batch has no sequences; give at least one list of token ids")
+    targets, masks, positions = (_beside(ids, columns.get(name), name) for name in READ_COLUMNS[1:])
+    if masks is not None:
+        bounds = [_unpadded(i, mask) for i, mask in enumerate(masks)]
+        ids, targets, positions = (
+            None if rows is None else [row[start:end] for row, (start, end) in zip(rows, bounds, strict=True)]
+            for rows in (ids, targets, positions)
+        )
+        assert ids is not None, "there are input_ids"
+    if positions is not None:
+        ids, targets = _split_rows(ids, targets, positions)
+    targets = ids if targets is None else targets
+    for i, (row, target) in enumerate(zip(ids, targets, strict=True)):
+        _check_row(i, row, target, vocab_size, max_seq_len)
+    return Sequences(ids, [_shift(target) for target in targets])
+
+
+def read_call(request: Request, vocab_size: int, batch: object, columns: Mapping[str, object]) -> Sequences:
+    """The batch of one engine call, given as `batch` (rows, or a mapping of columns) or as `columns`.
+
+    Raises ValueError as `read_batch`, for columns that are not read, for more tokens than max_global_batch_tokens or no
+    target token.
+    """
+    columns = _columns_of(batch, {name: value for name, value in columns.items() if value is not None})
+    sequences = read_batch(columns, vocab_size, request.max_seq_len)
+    if sequences.num_tokens > request.max_global_batch_tokens:
+        raise ValueError(
+            f"the batch has {sequences.num_tokens} tokens, more than max_global_batch_tokens="
+            f"{request.max_global_batch_tokens}; give it in several fwd_bwd calls before step()"
+        )
+    if sequences.num_target_tokens == 0:
+        raise ValueError(
+            f"the batch has no target token in {sequences.num_tokens} tokens: every label is -100, or every"
+            " sequence has a single token; give a sequence of two tokens or more with a label other than -100"
+        )
+    return sequences
+
+
+def _columns_of(batch: object, columns: dict[str, object]) -> Mapping[str, object]:
+    """The columns of a call. Raises ValueError where it is not said once which they are."""
+    if (batch is None) == ("input_ids" not in columns):
+        raise ValueError("give a batch of token lists, or input_ids=..., and not both")
+    if isinstance(batch, Mapping):  # a dict, or the BatchEncoding of a tokenizer
+        if columns:
+            raise ValueError(f"{', '.join(columns)} stand beside a batch that has columns of its own; put them into it")
+        if "input_ids" not in batch:
+            raise ValueError(
+                f"the batch has no input_ids, only {', '.join(map(str, batch)) or 'no columns'}; tokenize it"
+            )
+        columns = {name: value for name, value in batch.items() if value is not None}
+    elif batch is not None:
+        if "labels" in columns:
+            raise ValueError("labels go with input_ids=...; a plain batch makes every token a target")
+        columns = {**columns, "input_ids": batch}
+    unread = [name for name in columns if name not in READ_COLUMNS and name not in IMPLIED_COLUMNS]
+    if unread:
+        raise ValueError(
+            f"the batch has {', '.join(map(str, unread))}, which would be ignored; leave it out (read are"
+            f" {', '.join(READ_COLUMNS)})"
+        )
+    return columns
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------
+
+
+def _rows(value: object, name: str) -> list[Any]:
+    """The rows of a column: of a matrix, or of anything that lists its rows (a `datasets.Column`, say)."""
+    shape = getattr(value, "shape", None)
+    is_ragged = getattr(value, "dtype", None) == np.dtype(object)  # an array of rows of their own
+    if shape is not None and len(shape) != 2 and not is_ragged:
+        raise ValueError(f"{name} must have shape [batch, tokens], got {list(shape)}; reshape it")
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise ValueError(f"{name} must be a list of token lists or a tensor, got {type(value).__name__}")
+    rows = list(value)
+    if rows and not hasattr(rows[0], "__len__"):
+        raise ValueError(
+            f"{name} must be a list of sequences, got a list of {type(rows[0]).__name__}; write [[...]] for one"
+        )
+    return rows
+
+
+def _row(value: object, name: str) -> Tensor:
+    row = _tensor(value, name)
+    if row.dim() != 1 or row.is_floating_point() or row.is_complex() or row.dtype == torch.bool:
+        if row.numel() == 0:
+            raise ValueError(f"{name} is empty; every sequence needs at least one token")
+        raise ValueError(f"{name} must be a flat sequence of integers, got {row.dtype} of shape {list(row.shape)}")
+    return row.to(device="cpu", dtype=torch.int64)
+
+
+def _tensor(value: object, name: str) -> Tensor:
+    """The value as torch holds it. Raises ValueError where it cannot: words, ragged lists, numbers beyond 64 bits."""
+    try:
+        if isinstance(value, np.ndarray) and not value.flags.writeable:
+            value = value.copy()  # torch warns of sharing it
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        kind = type(value).__name__
+        raise ValueError(f"{name} must be a flat sequence of integers of 64 bits, got a {kind}: {error}") from None
+
+
+def _beside(ids: list[Tensor], value: object, name: str) -> list[Tensor] | None:
+    """Rows of another column, None where it is absent. Raises ValueError unless they are as many and as long."""
+    if value is None:
+        return None
+    rows = _rows(value, name)
+    if name == "attention_mask":
+        rows = [_tensor(row, f"{name}[{i}]").long() for i, row in enumerate(rows)]
+    found = [_row(row, f"{name}[{i}]") for i, row in enumerate(rows)]
+    if len(found) != len(ids):
+        raise ValueError(
+            f"the batch has {len(ids)} sequences of input_ids but {len(found)} of {name}; give one list of {name} for"
+            " every sequence"
+        )
+    uneven = next((i for i, row in enumerate(ids) if row.numel() != found[i].numel()), None)
+    if name == "labels" and uneven is not None:
+        raise ValueError(
+            f"sequence {uneven} has {ids[uneven].numel()} input_ids but {found[uneven].numel()} labels; give one label"
+            " a token"
+        )
+    if uneven is not None:
+        lengths, wanted = ([row.numel() for row in some[:8]] for some in (found, ids))
+        raise ValueError(f"{name} must have the shape of input_ids: it has rows of {lengths}, they of {wanted}")
+    return found
+
+
+def _unpadded(i: int, mask: Tensor) -> tuple[int, int]:
+    """Where the tokens of a row begin and end. Raises ValueError for a mask with holes."""
+    ones = mask.nonzero().flatten()
+    start, end = (int(ones[0]), int(ones[-1]) + 1) if ones.numel() else (0, 0)
+    if end - start != ones.numel():
+        raise ValueError(
+            f"attention_mask[{i}] is 0 between tokens; it may be so before or behind them, as padding: set labels to"
+            f" {IGNORE_INDEX} for tokens without loss"
+        )
+    return start, end
+
+
+def _split_rows(
+    ids: list[Tensor], targets: list[Tensor] | None, positions: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor] | None]:
+    """Rows cut where position_ids are 0. Raises ValueError unless they count up by one from there."""
+    cuts = []
+    for i, row in enumerate(positions):
+        starts = [*(row == 0).nonzero().flatten().tolist(), row.numel()]
+        lengths = [end - start for start, end in pairwise(starts)]
+        counted = torch.cat([torch.arange(0), *(torch.arange(n) for n in lengths)])
+        if not torch.equal(counted, row):
+            raise ValueError(
+                f"position_ids[{i}] must count 0, 1, 2, ... and begin again at 0 with every sequence of the row; leave"
+                " position_ids out where each row is one sequence"
+            )
+        cuts.append(lengths)
+
+    def cut(rows: list[Tensor]) -> list[Tensor]:
+        return [part for row, lengths in zip(rows, cuts, strict=True) for part in row.split(lengths)]
+
+    return cut(ids), None if targets is None else cut(targets)
+
+
+def _check_row(i: int, row: Tensor, labels: Tensor, vocab_size: int, max_seq_len: int) -> None:
+    if row.numel() == 0:
+        raise ValueError(f"sequence {i} of the batch is empty; every sequence needs at least one token")
+    if row.numel() > max_seq_len:
+        raise ValueError(
+            f"sequence {i} has {row.numel()} tokens, more than max_seq_len={max_seq_len}; cut it, or make the engine"
+            f" for max_seq_len={row.numel()}"
+        )
+    low, high = int(row.min()), int(row.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"sequence {i} has token ids {low}..{high}, outside the vocabulary 0..{vocab_size - 1}; use the tokenizer"
+            " of this model"
+        )
+    active = labels[labels != IGNORE_INDEX]
+    if active.numel() and (int(active.min()) < 0 or int(active.max()) >= vocab_size):
+        raise ValueError(
+            f"sequence {i} has labels {int(active.min())}..{int(active.max())}, outside 0..{vocab_size - 1}"
+            f" and not {IGNORE_INDEX}; labels are the token ids themselves, unshifted, or {IGNORE_INDEX} for no loss"
+        )
+
+
+def _shift(labels: Tensor) -> Tensor:
+    return torch.cat((labels[1:], labels.new_full((1,), IGNORE_INDEX)))
