@@ -31,11 +31,12 @@ import torch
 from bench.environment import write_json
 from bench.fuzz_cases import Damaged, Originals, damage
 from flexengine import from_pretrained
-from flexengine.api import make_request
 from flexengine.hardware.presets import preset
+from flexengine.job import Job
 from flexengine.models.registry import open_model
 from flexengine.plan import PlanError
 from flexengine.planner.search import make_plan
+from flexengine.request import make_request
 from flexengine.runtime.weight_store import check_checkpoint
 
 MIB, GIB = 2**20, 2**30
@@ -54,7 +55,7 @@ TRAINED_SHARE, PLANNED_SHARE = 4, 8
 """Of the inputs that are accepted one in 4 is trained for a step, and of the configs one in 8 planned for without its
 weights: planning takes half a second."""
 SHAPE = {"max_seq_len": 16, "max_global_batch_tokens": 32, "dtype": "float32"}
-BUDGETS = {"max_gpu_mem_bytes": GIB, "max_host_mem_bytes": 2 * GIB}
+BUDGETS = {"max_gpu_mem_gib": 1.0, "max_host_mem_gib": 2.0}
 
 
 class Result(NamedTuple):
@@ -79,7 +80,7 @@ def use(case: Damaged, seed: int) -> None:
     spec = open_model(case.folder).spec
     if case.kind == "config" and seed % PLANNED_SHARE == 0:
         profile = preset("cpu-test")
-        make_plan(spec, make_request(profile, "cpu", **SHAPE, **BUDGETS), profile)
+        make_plan(spec, make_request(Job(**SHAPE, **BUDGETS), profile, "cpu"), profile)
     check_checkpoint(spec, case.folder)  # what `prepare` does next
     if seed % TRAINED_SHARE == 0:
         with contextlib.closing(

@@ -19,7 +19,8 @@ from typing import NamedTuple
 import torch
 
 from bench.environment import write_json
-from flexengine.api import Prepared, build, prepare
+from bench.job_flags import add_job_flags, job_from
+from flexengine.api import PlannedRun, build, prepare_job
 from flexengine.optim import AdamW
 from flexengine.plan import GroupPlan, LayerPlan, Plan
 from flexengine.planner.cost.cost_model import step_seconds
@@ -42,7 +43,7 @@ class Point(NamedTuple):
     plan: Plan | None
 
 
-def points(prepared: Prepared) -> Iterator[Point]:
+def points(prepared: PlannedRun) -> Iterator[Point]:
     """The sweep under a prepared run's budgets."""
     for size in SIZES:
         for recompute in ("everything", "what does not fit"):
@@ -50,7 +51,7 @@ def points(prepared: Prepared) -> Iterator[Point]:
                 yield Point(*size, recompute, residency, hand_made(prepared, size, recompute, residency))
 
 
-def hand_made(prepared: Prepared, size: tuple[int, int], recompute: str, residency: str) -> Plan | None:
+def hand_made(prepared: PlannedRun, size: tuple[int, int], recompute: str, residency: str) -> Plan | None:
     """Resident blocks first, then kept activations, each as many as fit; None when not even none of them fits."""
     blocks = len(prepared.source.spec.blocks)
 
@@ -68,7 +69,7 @@ def hand_made(prepared: Prepared, size: tuple[int, int], recompute: str, residen
     return plan(resident, kept)
 
 
-def with_counts(prepared: Prepared, size: tuple[int, int], resident: int, kept: int) -> Plan:
+def with_counts(prepared: PlannedRun, size: tuple[int, int], resident: int, kept: int) -> Plan:
     """The first blocks are resident; the last ones keep all their outputs on the GPU, the others only their inputs,
     which wait on the host."""
     spec, request = prepared.source.spec, prepared.plan.request
@@ -84,7 +85,7 @@ def with_counts(prepared: Prepared, size: tuple[int, int], resident: int, kept: 
     return Plan(spec.name, request, *size, layers, groups, optimizer_tile=1 << 23, share_edge_slots=True)
 
 
-def fits(prepared: Prepared, plan: Plan) -> bool:
+def fits(prepared: PlannedRun, plan: Plan) -> bool:
     """Within both budgets, exactly."""
     return max(excess_bytes(Layout(prepared.source.spec, plan), plan.request, prepared.profile)) <= 0
 
@@ -98,7 +99,7 @@ def most(limit: int, works: Callable[[int], bool]) -> int:
     return low
 
 
-def measure(prepared: Prepared, plan: Plan, steps: int) -> float:
+def measure(prepared: PlannedRun, plan: Plan, steps: int) -> float:
     """Median seconds of a step after one to warm up."""
     engine = build(replace(prepared, plan=plan), AdamW(lr=1e-4))
     request = plan.request
@@ -116,16 +117,7 @@ def measure(prepared: Prepared, plan: Plan, steps: int) -> float:
 
 def sweep(args: argparse.Namespace, cap_gib: float) -> dict:
     """The planner's plan and all points under one cap."""
-    prepared = prepare(
-        args.model,
-        max_seq_len=args.seq_len,
-        max_global_batch_tokens=args.tokens_per_step,
-        max_gpu_mem_gib=cap_gib,
-        max_host_mem_gib=args.host_gib,
-        device=args.device,
-        dtype=args.dtype,
-        optimizer_state_dtype="bfloat16",
-    )
+    prepared = prepare_job(args.model, job_from(args, max_gpu_mem_gib=cap_gib, optimizer_state_dtype="bfloat16"))
     planned = [measure(prepared, prepared.plan, args.steps)]
     rows = []
     for point in points(prepared):
@@ -154,12 +146,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="preset:llama-3.2-3b")
     parser.add_argument("--caps", nargs="+", type=float, default=[12.0, 24.0], help="GPU budgets in GiB")
-    parser.add_argument("--host-gib", type=float, default=110.0)
-    parser.add_argument("--seq-len", type=int, default=2048)
-    parser.add_argument("--tokens-per-step", type=int, default=32768)
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="bfloat16")
+    sizes = ("max_seq_len", "max_global_batch_tokens", "max_host_mem_gib")
+    add_job_flags(parser, *sizes, "device", "dtype", max_global_batch_tokens=32768, max_host_mem_gib=110.0)
     parser.add_argument("--json", default=None, help="write the figures to this file")
     args = parser.parse_args()
     results = []

@@ -21,13 +21,19 @@ import torch
 from torch import Tensor
 
 from bench.environment import write_json
-from flexengine.api import Prepared, build, prepare
+from bench.job_flags import add_job_flags, job_from
+from flexengine.api import build, prepare_job
 from flexengine.hardware.memory_usage import forget_peak_resident
 from flexengine.optim import AdamW
 from flexengine.reports.text_format import align_columns
 from flexengine.runtime.engine import Engine
 
 GIB = 2**30
+OPTIONS = (
+    "max_seq_len", "max_global_batch_tokens", "max_host_mem_gib", "device", "dtype", "optimizer_state_dtype",
+    "matmul_dtype", "freeze", "max_grad_norm", "recompute", "chunk_tokens", "round_tokens", "deterministic",
+)  # fmt: skip
+"""Options of a job that are flags here."""
 
 
 def matmul_rate(seconds: float = 1.5) -> float:
@@ -87,37 +93,17 @@ def measured_busy_s(engine: Engine, batch: Tensor) -> dict[str, float]:
     return busy_s
 
 
-def prepared_run(args: argparse.Namespace, cap_gib: float | None) -> Prepared:
-    """The plan under one budget."""
-    return prepare(
-        args.model,
-        max_seq_len=args.seq_len,
-        max_global_batch_tokens=args.tokens_per_step,
-        max_gpu_mem_gib=cap_gib,
-        max_host_mem_gib=args.host_gib,
-        device=args.device,
-        dtype=args.dtype,
-        optimizer_state_dtype=args.optimizer_state_dtype,
-        matmul_dtype=args.matmul_dtype,
-        freeze=args.freeze,
-        max_grad_norm=args.max_grad_norm or None,
-        recompute=args.recompute,
-        chunk_tokens=args.chunk_tokens,
-        round_tokens=args.round_tokens,
-    )
-
-
 def run_cap(args: argparse.Namespace, cap_gib: float | None, first: bool = True) -> dict:
     """Train under one budget, the first of the process or a later one; returns the row of figures."""
     own_peak = forget_peak_resident() or first
-    prepared = prepared_run(args, cap_gib)
-    print(prepared.describe(), flush=True)
+    job = job_from(args, max_gpu_mem_gib=cap_gib)
+    planned = prepare_job(args.model, job)
+    print(planned.describe(), flush=True)
     rate = matmul_rate()
     started = time.perf_counter()
-    max_grad_norm = args.max_grad_norm or None
-    engine = build(prepared, AdamW(lr=args.lr), max_grad_norm=max_grad_norm, seed=0, deterministic=args.deterministic)
+    engine = build(planned, AdamW(lr=args.lr))
     build_s = time.perf_counter() - started
-    shape = (args.tokens_per_step // args.seq_len, args.seq_len)
+    shape = (job.max_global_batch_tokens // job.max_seq_len, job.max_seq_len)
     batch = torch.randint(0, engine.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     timed = timed_steps(engine, batch, args.warmup, args.steps)
     busy_s = measured_busy_s(engine, batch)
@@ -127,12 +113,12 @@ def run_cap(args: argparse.Namespace, cap_gib: float | None, first: bool = True)
     return {
         "model": args.model,
         "gpu_cap_gib": cap_gib,
-        "host_cap_gib": args.host_gib,
-        "seq_len": args.seq_len,
-        "tokens_per_step": args.tokens_per_step,
-        "max_grad_norm": args.max_grad_norm,
-        "freeze": list(args.freeze),
-        "trained_parameters": prepared.source.spec.num_trained_parameters,
+        "host_cap_gib": job.max_host_mem_gib,
+        "seq_len": job.max_seq_len,
+        "tokens_per_step": job.max_global_batch_tokens,
+        "max_grad_norm": job.max_grad_norm or 0.0,
+        "freeze": list(job.freeze),
+        "trained_parameters": planned.source.spec.num_trained_parameters,
         "step_s": step_s,
         "steps_s": timed.seconds,
         "predicted_step_s": plan.predicted.step_s,
@@ -140,7 +126,7 @@ def run_cap(args: argparse.Namespace, cap_gib: float | None, first: bool = True)
         "limiter": plan.predicted.limiter,
         "busy_s": busy_s,
         "predicted_busy_s": plan.predicted.busy_s,
-        "tokens_per_s": args.tokens_per_step / step_s,
+        "tokens_per_s": job.max_global_batch_tokens / step_s,
         "effective_tflops": timed.model_flops / step_s / 1e12,
         "hardware_tflops": timed.hardware_flops / step_s / 1e12,
         "matmul_8192_tflops": rate / 1e12,
@@ -154,7 +140,7 @@ def run_cap(args: argparse.Namespace, cap_gib: float | None, first: bool = True)
         "losses": timed.losses,
         "build_s": build_s,
         "within_gpu_cap": cap_gib is None or peaks.gpu_bytes is None or peaks.gpu_bytes <= cap_gib * GIB,
-        "within_host_cap": args.host_gib is None or peaks.host_bytes <= args.host_gib * GIB,
+        "within_host_cap": job.max_host_mem_gib is None or peaks.host_bytes <= job.max_host_mem_gib * GIB,
         "loss_finite_and_falling": all(map(math.isfinite, timed.losses)) and timed.losses[-1] < timed.losses[0],
     }
 
@@ -199,22 +185,10 @@ def parse() -> argparse.Namespace:
     model.add_argument("--model", default="preset:llama-3.1-8b", help="a folder, or preset:NAME")
     model.add_argument("--preset", default=None, help="name of a preset")
     parser.add_argument("--caps", nargs="+", default=["24"], help="GPU budgets in GiB, or none")
-    parser.add_argument("--host-gib", type=float, default=None)
-    parser.add_argument("--seq-len", type=int, default=2048)
-    parser.add_argument("--tokens-per-step", type=int, default=131072)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--lr", type=float, default=1e-4)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--optimizer-state-dtype", default="bfloat16")
-    parser.add_argument("--matmul-dtype", choices=["compute", "fp8"], default="compute")
-    parser.add_argument("--freeze", nargs="+", default=(), metavar="NAME", help="layers that are not trained")
-    parser.add_argument("--max-grad-norm", type=float, default=1.0, help="0 = no clipping")
-    parser.add_argument("--recompute", default="auto")
-    parser.add_argument("--chunk-tokens", type=int, default=None)
-    parser.add_argument("--round-tokens", type=int, default=None)
-    parser.add_argument("--deterministic", action="store_true")
+    add_job_flags(parser, *OPTIONS, optimizer_state_dtype="bfloat16")
     parser.add_argument("--json", default=None, help="write the figures to this file")
     args = parser.parse_args()
     args.model = f"preset:{args.preset}" if args.preset else args.model

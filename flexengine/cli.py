@@ -8,17 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from flexengine.config import (
-    OPTION_HELP,
-    OPTION_TYPES,
-    TrainConfig,
-    choices_of,
-    flag_of,
-    is_list,
-    is_switch_with_value,
-    options_from_yaml,
-    value_type_of,
-)
+from flexengine.config import TrainConfig, options_from_yaml
+from flexengine.flags import add_flag, overlay
+from flexengine.job import Job
+from flexengine.options import options_of
 from flexengine.wording import (
     WRONG_USAGE,
     FlagParser,
@@ -205,24 +198,8 @@ def _read_text(path: Path) -> str:
         raise ValueError(f"--config {path}: no UTF-8 text ({error.reason} at byte {error.start})") from None
 
 
-def overlay(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of all layers, the later the stronger, also where two options exclude each other.
-
-    A layer that sets the length of the run in one unit replaces the other unit; synthetic data replaces a data set.
-    """
-    merged: dict[str, Any] = {}
-    for layer in layers:
-        if "steps" in layer or "epochs" in layer:
-            merged.pop("steps", None)
-            merged.pop("epochs", None)
-        if layer.get("data_source") == "synthetic":
-            merged.pop("dataset", None)
-        merged.update(layer)
-    return merged
-
-
 def build_parser(prog: str, base: Mapping[str, Any]) -> argparse.ArgumentParser:
-    """One flag per TrainConfig field; a flag that is not given is absent from the result."""
+    """One flag per option of TrainConfig; a flag that is not given is absent from the result."""
     parser = FlagParser(
         prog=prog,
         usage="%(prog)s --model DIR_OR_PRESET [options]",
@@ -230,33 +207,11 @@ def build_parser(prog: str, base: Mapping[str, Any]) -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--config", metavar="FILE.yaml", help="options from a file; flags go before them")
-    defaults = {name: field.default for name, field in TrainConfig.__dataclass_fields__.items()}
-    for name, kind in OPTION_TYPES.items():
-        default = base.get(name, defaults[name])
-        _add_flag(parser, name, kind, OPTION_HELP[name] if default in (None, "", ()) else _with_default(name, default))
+    run = parser.add_argument_group("run: model, data, length and files")
+    job = parser.add_argument_group("job: batch, budgets, numerics and pins, which Python takes as keywords")
+    for name, option in options_of(TrainConfig).items():
+        add_flag(job if name in options_of(Job) else run, option, base.get(name, option.default))
     return parser
-
-
-def _with_default(name: str, default: Any) -> str:
-    text = OPTION_HELP[name].split(" (default:")[0]
-    return f"{text} (default: {'no' if default is False else 'yes' if default is True else default})"
-
-
-def _add_flag(parser: argparse.ArgumentParser, name: str, kind: Any, text: str) -> None:
-    text = text.replace("%", "%%")
-    if is_switch_with_value(kind):
-        parser.add_argument(flag_of(name), nargs="?", const=True, metavar="FILE", help=text)
-        parser.add_argument(f"--no-{flag_of(name)[2:]}", dest=name, action="store_false", help=argparse.SUPPRESS)
-        return
-    if is_list(kind):
-        parser.add_argument(flag_of(name), nargs="+", metavar="NAME", help=text)
-        return
-    if kind is bool:
-        parser.add_argument(flag_of(name), action=argparse.BooleanOptionalAction, help=text)
-        return
-    choices = choices_of(kind)
-    metavar = None if choices else {int: "N", float: "X", str: "TEXT"}[value_type_of(kind)]
-    parser.add_argument(flag_of(name), type=value_type_of(kind), choices=choices, metavar=metavar, help=text)
 
 
 def demo_options() -> dict[str, Any]:

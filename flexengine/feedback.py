@@ -7,23 +7,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flexengine.api import Prepared
+from tqdm import tqdm
+
+from flexengine.api import PlannedRun
+from flexengine.config import TrainConfig
+from flexengine.metrics import TIMED_STEP, StepMetrics
 from flexengine.plan import Plan, PlanError
 from flexengine.planner.correction import Review, review
 from flexengine.planner.search import make_plan
+from flexengine.recording import Recorder, reviewed_step
 from flexengine.reports.plan_text import describe
+from flexengine.run_folder import write_plan
 from flexengine.runtime.engine import Engine
 
 LEAST_GAIN = 0.01
 """Least share of the step time that a new plan must save: predictions are no better than that."""
 
 
-def review_step(prepared: Prepared, engine: Engine, measured_step_s: float) -> Review:
+def review_step(planned: PlannedRun, engine: Engine, measured_step_s: float) -> Review:
     """Compare the engine's plan with a step whose commands were timed (`Engine.measure_next_step`).
 
     measured_step_s: wall seconds of a step, preferably one without time stamps, which cost time.
     """
-    return review(engine.plan, prepared.source.spec, prepared.profile, engine.command_totals, measured_step_s)
+    return review(engine.plan, planned.source.spec, planned.profile, engine.command_totals, measured_step_s)
 
 
 def correct_prediction(engine: Engine, found: Review) -> None:
@@ -31,13 +37,13 @@ def correct_prediction(engine: Engine, found: Review) -> None:
     engine.plan = replace(engine.plan, predicted=found.expected)
 
 
-def faster_plan(prepared: Prepared, engine: Engine, found: Review) -> Plan | None:
+def faster_plan(planned: PlannedRun, engine: Engine, found: Review) -> Plan | None:
     """Search a plan that should be faster under the corrected profile; None if there is none.
 
     It keeps chunk and round sizes, so that results keep their bits, and fits the memory that the engine already holds,
     so that changing to it allocates nothing.
     """
-    plan, spec = engine.plan, prepared.source.spec
+    plan, spec = engine.plan, planned.source.spec
     request = replace(
         plan.request,
         max_gpu_bytes=plan.predicted.gpu_bytes,
@@ -57,13 +63,44 @@ def faster_plan(prepared: Prepared, engine: Engine, found: Review) -> Plan | Non
     return replace(other, request=plan.request, predicted=replace(other.predicted, speed_of_light_s=light_s))
 
 
-def change_plan(prepared: Prepared, engine: Engine, found: Review) -> str:
+def change_plan(planned: PlannedRun, engine: Engine, found: Review) -> str:
     """Change to a faster plan if there is one that fits; returns what was done in words."""
-    plan = faster_plan(prepared, engine, found)
+    plan = faster_plan(planned, engine, found)
     if plan is None:
         return "the plan stays: no other within its memory promises to be faster"
     try:
-        engine.adopt(plan, describe(plan, prepared.source.spec))
+        engine.adopt(plan, describe(plan, planned.source.spec))
     except ValueError as error:  # the engine checks before it moves anything
         return f"the plan stays: {error}"
     return f"changed the plan: {plan.predicted.step_s:.3g} s per step expected instead of {found.expected.step_s:.3g} s"
+
+
+class Reviewer:
+    """Compares one step with the prediction and corrects what is predicted of later ones.
+
+    The commands of an earlier step are timed for that. With config.replan it also changes to a plan that the measured
+    speeds make faster. A run of two steps is compared by its timed one; a run of a single step is not reviewed.
+    """
+
+    def __init__(
+        self, config: TrainConfig, planned: PlannedRun, engine: Engine, num_steps: int, recorder: Recorder
+    ) -> None:
+        self.config, self.planned, self.engine, self.recorder = config, planned, engine, recorder
+        self.reviewed_step = max(TIMED_STEP, min(reviewed_step(planned.plan), num_steps))
+
+    def after_step(self, metrics: StepMetrics) -> None:
+        """Called when a step has ended."""
+        if metrics.step == TIMED_STEP - 1:
+            self.engine.measure_next_step()
+        if metrics.step == self.reviewed_step:
+            self._review(metrics)
+
+    def _review(self, metrics: StepMetrics) -> None:
+        found = review_step(self.planned, self.engine, metrics.step_s)
+        reason = self.recorder.slowed_by(metrics.step)
+        slowed = f" (slowed by {reason})" if reason else ""
+        tqdm.write(f"step {metrics.step}{slowed}: {found.describe()}")
+        correct_prediction(self.engine, found)
+        if self.config.replan:
+            tqdm.write(change_plan(self.planned, self.engine, found))
+            write_plan(self.config, replace(self.planned, plan=self.engine.plan, profile=found.profile))

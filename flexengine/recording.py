@@ -6,10 +6,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from flexengine.api import Prepared, choose_device
+from flexengine.api import PlannedRun
 from flexengine.checkpoint.atomic import atomic_file
-from flexengine.config import STEP_OPTIONS, TRACE_FILE, TrainConfig, flag_of
+from flexengine.config import STEP_OPTIONS, TRACE_FILE, TrainConfig
+from flexengine.hardware.devices import choose_device
 from flexengine.metrics import TIMED_STEP, StepMetrics
+from flexengine.options import flag_of
 from flexengine.plan import Plan
 from flexengine.reports.plan_data import measured_timeline
 from flexengine.runtime.engine import Engine
@@ -65,9 +67,9 @@ def traced_step(config: TrainConfig, num_steps: int, reviewed: int = REVIEWED_ST
 class Recorder:
     """Is called before and after every step of a run; does nothing for steps that nobody asked to see."""
 
-    def __init__(self, config: TrainConfig, prepared: Prepared, engine: Engine, num_steps: int) -> None:
-        self.config, self.prepared, self.engine = config, prepared, engine
-        self.traced_step = traced_step(config, num_steps, reviewed_step(prepared.plan))
+    def __init__(self, config: TrainConfig, planned: PlannedRun, engine: Engine, num_steps: int) -> None:
+        self.config, self.planned, self.engine = config, planned, engine
+        self.traced_step = traced_step(config, num_steps, reviewed_step(planned.plan))
         self.profile = ProfiledSteps(engine.executor, config.profiled_steps) if config.profiled_steps else None
 
     def before_step(self, step: int) -> None:
@@ -99,7 +101,7 @@ class Recorder:
 
     def disturbed(self, step: int) -> bool:
         """Tell whether a step's time is unusual: it was slowed, or the CPU updates and the step before was slowed."""
-        by_cpu = self.prepared.plan.updates_on_cpu
+        by_cpu = self.planned.plan.updates_on_cpu
         return bool(self.slowed_by(step)) or (by_cpu and bool(self.slowed_by(step - 1)))
 
     def _trace_paths(self) -> list[Path]:
@@ -110,8 +112,8 @@ class Recorder:
     def _write_trace(self, metrics: StepMetrics) -> None:
         about = {
             "what": f"one measured step: step {metrics.step} of the run",
-            "hardware": f"{self.prepared.profile.name} ({self.prepared.device})",
-            "device": self.prepared.device.type,
+            "hardware": f"{self.planned.profile.name} ({self.planned.device})",
+            "device": self.planned.device.type,
             "step": metrics.step,
             "step_s": metrics.step_s,
             "tokens": metrics.num_tokens,

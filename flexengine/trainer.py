@@ -6,21 +6,18 @@ weights are read.
 
 import logging
 import math
-import os
 import shutil
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from dataclasses import replace as replaced
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
-from flexengine.api import Prepared, build, prepare
+from flexengine.api import PlannedRun, build, prepare_job
 from flexengine.checkpoint.atomic import write_text
-from flexengine.config import LOG_FILE, PLAN_FILE, TIMELINE_FILE, TRACE_FILE, TrainConfig
+from flexengine.config import FINAL_FOLDER, LOG_FILE, TrainConfig
 from flexengine.data import (
     ChatTokenizer,
     GlobalBatches,
@@ -30,9 +27,8 @@ from flexengine.data import (
     prepare_sources,
 )
 from flexengine.data.batches import Batch
-from flexengine.feedback import change_plan, correct_prediction, review_step
+from flexengine.feedback import Reviewer
 from flexengine.metrics import (
-    TIMED_STEP,
     JsonlWriter,
     StepMetrics,
     format_bytes,
@@ -43,7 +39,8 @@ from flexengine.metrics import (
 from flexengine.models.registry import ASSETS, ModelSource, open_model
 from flexengine.optim import AdamW
 from flexengine.optim.lr_schedule import LrSchedule
-from flexengine.recording import Recorder, check_recording, reviewed_step
+from flexengine.recording import Recorder, check_recording
+from flexengine.run_folder import check_disk, check_run_folder, start_run_folder
 from flexengine.runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -86,12 +83,12 @@ def train(config: TrainConfig, prompts: Sequence[str] = (), replace: bool = Fals
     if config.save:
         check_disk(config, source)
 
-    prepared = prepare_run(config)
-    print(prepared.describe())
-    start_run_folder(config, prepared)
-    engine = build_engine(config, prepared)
-    recorder = Recorder(config, prepared, engine, num_steps)
-    reviewer = Reviewer(config, prepared, engine, num_steps, recorder)
+    planned = prepare_run(config)
+    print(planned.describe())
+    start_run_folder(config, planned)
+    engine = build_engine(config, planned)
+    recorder = Recorder(config, planned, engine, num_steps)
+    reviewer = Reviewer(config, planned, engine, num_steps, recorder)
     with JsonlWriter(config.run_folder / LOG_FILE) as log:
         show = config.logging != "warning"
         steps, interrupted = run_steps(engine, data.batches, schedule, log, show, recorder, reviewer)
@@ -103,8 +100,9 @@ def train(config: TrainConfig, prompts: Sequence[str] = (), replace: bool = Fals
         print(_diverged(steps, config.save), file=sys.stderr)
         return DIVERGED
     if config.save:
-        engine.save_pretrained(config.run_folder / "final")
-        print(f"model: {config.run_folder / 'final'}")
+        final = config.run_folder / FINAL_FOLDER
+        engine.save_pretrained(final)
+        print(f"model: {final}")
     if data.tokenizer is not None:
         for prompt in prompts:
             print(f"sample: {prompt!r} -> {answer(engine, data.tokenizer, prompt)!r}")
@@ -114,42 +112,27 @@ def train(config: TrainConfig, prompts: Sequence[str] = (), replace: bool = Fals
 # ---- before the engine ----------------------------------------------------------------------------------------
 
 
-def planning_arguments(config: TrainConfig) -> dict[str, Any]:
-    """What decides the plan: keyword arguments of `flexengine.api.prepare`."""
-    same_name = (
-        "max_seq_len max_global_batch_tokens max_gpu_mem_gib max_host_mem_gib device dtype master_dtype grad_dtype"
-        " optimizer_state_dtype matmul_dtype freeze max_grad_norm chunk_tokens round_tokens recompute"
-    )
-    arguments = {name: getattr(config, name) for name in same_name.split()}
-    return {**arguments, "max_grad_norm": config.max_grad_norm or None}
-
-
-def engine_arguments(config: TrainConfig) -> dict[str, Any]:
-    """What decides the training beside the plan: keyword arguments of `flexengine.api.build`."""
-    return {
-        "optimizer": AdamW(lr=config.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=config.weight_decay),
-        "max_grad_norm": config.max_grad_norm or None,
-        "seed": config.seed,
-        "deterministic": config.deterministic,
-    }
-
-
-def prepare_run(config: TrainConfig) -> Prepared:
+def prepare_run(config: TrainConfig) -> PlannedRun:
     """The plan and what it was made for; loads no weights. Raises PlanError when nothing fits."""
-    return prepare(config.model, **planning_arguments(config))
+    return prepare_job(config.model, config.as_job())
 
 
-def build_engine(config: TrainConfig, prepared: Prepared) -> Engine:
+def optimizer_of(config: TrainConfig) -> AdamW:
+    """The optimizer that the options ask for."""
+    return AdamW(lr=config.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=config.weight_decay)
+
+
+def build_engine(config: TrainConfig, planned: PlannedRun) -> Engine:
     """The engine with its weights loaded."""
-    return build(prepared, **engine_arguments(config))
+    return build(planned, optimizer_of(config))
 
 
 def dry_run(config: TrainConfig) -> int:
     """Prints the plan and writes it where --plan-json says; the run folder is left alone."""
-    prepared = prepare_run(config)
-    print(prepared.describe())
+    planned = prepare_run(config)
+    print(planned.describe())
     if config.plan_json:
-        write_text(Path(config.plan_json), prepared.plan.to_json())
+        write_text(Path(config.plan_json), planned.plan.to_json())
     return 0
 
 
@@ -176,98 +159,7 @@ def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
     return TrainingData(batches, tokenizer, text)
 
 
-def check_run_folder(config: TrainConfig, replace: bool) -> None:
-    """Raises ValueError when the run folder cannot be used.
-
-    It may be new, empty, or that of an earlier run, whose log is then replaced. A trained model in final/ is kept
-    safe: only a run with the same config, which gives the same model, or replace=True may go over it.
-    """
-    folder = config.run_folder
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--output-dir {folder} is a file, not a folder")
-    _check_can_write("--output-dir", folder)
-    if config.plan_json:
-        _check_can_write("--plan-json", Path(config.plan_json).absolute().parent)
-    if isinstance(config.trace, str):
-        _check_can_write("--trace", Path(config.trace).absolute().parent)
-    if not folder.is_dir() or not any(folder.iterdir()):
-        return
-    earlier = folder / "config.yaml"
-    if not earlier.is_file():
-        raise ValueError(f"--output-dir {folder} holds files that are not of a run; choose a new or empty folder")
-    same = earlier.read_text(encoding="utf-8", errors="replace") == config.to_yaml()
-    if (folder / "final").exists() and not same and not replace:
-        raise ValueError(f"{folder / 'final'} is the model of another run; choose another --output-dir or remove it")
-
-
-def _check_can_write(flag: str, folder: Path) -> None:
-    """Raises ValueError when a folder can neither be written to nor be made."""
-    nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    if not nearest.is_dir():
-        raise ValueError(f"{flag} {folder} cannot be made: {nearest} is a file, not a folder; choose another path")
-    if not os.access(nearest, os.W_OK):
-        raise ValueError(f"{flag} {folder} cannot be written: no permission in {nearest}; choose another path")
-
-
-def check_disk(config: TrainConfig, source: ModelSource) -> None:
-    """Raises ValueError when the trained model would not fit on the disk of the run folder, at 4 bytes a parameter."""
-    nearest = next(p for p in (config.run_folder, *config.run_folder.absolute().parents) if p.exists())
-    needed, free = 4 * source.spec.num_parameters, shutil.disk_usage(nearest).free
-    if free < needed:
-        raise ValueError(
-            f"--save needs up to {format_bytes(needed)} in {config.run_folder}, the disk has {format_bytes(free)} free;"
-            " choose another --output-dir or free some space"
-        )
-
-
-def start_run_folder(config: TrainConfig, prepared: Prepared) -> None:
-    """Creates the folder and writes what is known before anything is loaded."""
-    config.run_folder.mkdir(parents=True, exist_ok=True)
-    (config.run_folder / TRACE_FILE).unlink(missing_ok=True)  # of an earlier run, like the log that is replaced
-    write_text(config.run_folder / "config.yaml", config.to_yaml())
-    write_plan(config, prepared)
-
-
-def write_plan(config: TrainConfig, prepared: Prepared) -> None:
-    """The plan and the simulated step, in the run folder and where --plan-json says."""
-    write_text(config.run_folder / PLAN_FILE, prepared.plan.to_json())
-    write_text(config.run_folder / TIMELINE_FILE, prepared.timeline())
-    if config.plan_json:
-        write_text(Path(config.plan_json), prepared.plan.to_json())
-
-
 # ---- the steps ------------------------------------------------------------------------------------------------
-
-
-class Reviewer:
-    """Times the commands of one step, compares a later one with the prediction, and corrects what is predicted of
-    later ones; with config.replan it also changes to a plan that the measured speeds make faster.
-
-    A run of two steps is compared by its timed one; a run of a single step is not reviewed.
-    """
-
-    def __init__(
-        self, config: TrainConfig, prepared: Prepared, engine: Engine, num_steps: int, recorder: Recorder
-    ) -> None:
-        self.config, self.prepared, self.engine, self.recorder = config, prepared, engine, recorder
-        self.reviewed_step = max(TIMED_STEP, min(reviewed_step(prepared.plan), num_steps))
-
-    def after_step(self, metrics: StepMetrics) -> None:
-        """Called when a step has ended."""
-        if metrics.step == TIMED_STEP - 1:
-            self.engine.measure_next_step()
-        if metrics.step == self.reviewed_step:
-            self._review(metrics)
-
-    def _review(self, metrics: StepMetrics) -> None:
-        found = review_step(self.prepared, self.engine, metrics.step_s)
-        reason = self.recorder.slowed_by(metrics.step)
-        slowed = f" (slowed by {reason})" if reason else ""
-        tqdm.write(f"step {metrics.step}{slowed}: {found.describe()}")
-        correct_prediction(self.engine, found)
-        if self.config.replan:
-            tqdm.write(change_plan(self.prepared, self.engine, found))
-            write_plan(self.config, replaced(self.prepared, plan=self.engine.plan, profile=found.profile))
 
 
 def run_steps(

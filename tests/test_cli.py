@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from flexengine import cli
-from flexengine.config import OPTION_TYPES, TrainConfig, flag_of
+from flexengine.config import TrainConfig
+from flexengine.options import flag_of, options_of
 
 ROOT = Path(__file__).resolve().parent.parent
 SYNTHETIC = ["--model", "preset:demo", "--data-source", "synthetic"]
@@ -44,7 +45,7 @@ def test_help_names_every_flag_default_and_unit(capsys):
         cli.main(["train", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert stopped.value.code == 0
-    assert all(flag_of(name) in text for name in OPTION_TYPES)
+    assert all(flag_of(name) in text for name in options_of(TrainConfig))
     for part in ("in GiB (default: what is free)", "in tokens (default: 2048)", "(default: 3e-05)", "(default: no)"):
         assert part in text
 

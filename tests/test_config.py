@@ -1,9 +1,11 @@
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 
-from flexengine.config import OPTION_HELP, OPTION_TYPES, TrainConfig, options_from_yaml
+from flexengine.config import TrainConfig, options_from_yaml
+from flexengine.options import options_of
 
 SYNTHETIC = {"model": "preset:demo", "data_source": "synthetic"}
 
@@ -14,8 +16,8 @@ def test_yaml_both_ways():
 
 
 def test_every_option_has_help():
-    assert set(OPTION_HELP) == set(OPTION_TYPES)
-    assert all(OPTION_HELP.values())
+    assert set(options_of(TrainConfig)) == {field.name for field in fields(TrainConfig)}
+    assert all(option.help for option in options_of(TrainConfig).values())
 
 
 def test_yaml_numbers_without_a_dot_and_keys_with_dashes():

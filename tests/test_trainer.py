@@ -2,7 +2,7 @@
 
 import json
 import logging
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +10,7 @@ import safetensors
 import torch
 from engine_helpers import saved_model, spec_of, tiny_config
 
-from flexengine import cli, trainer
+from flexengine import cli, feedback, run_folder, trainer
 from flexengine.config import TrainConfig
 from flexengine.data.batches import num_targets
 from flexengine.metrics import StepMetrics
@@ -107,7 +107,7 @@ def use(monkeypatch):
             fake.reviewed_s.append(step_s)
             return review
 
-        monkeypatch.setattr(trainer, "review_step", review_step)
+        monkeypatch.setattr(feedback, "review_step", review_step)
         return fake
 
     return use
@@ -209,7 +209,7 @@ def test_a_changed_plan_is_written_everywhere(engine, tmp_path, capsys, monkeypa
         engine.plan = FakePlan(chunk_tokens=32)
         return "changed the plan"
 
-    monkeypatch.setattr(trainer, "change_plan", change_plan)
+    monkeypatch.setattr(feedback, "change_plan", change_plan)
     copy = tmp_path / "copy.json"
     trainer.train(config_in(tmp_path, replan=True, plan_json=str(copy)))
     assert "changed the plan" in capsys.readouterr().out
@@ -308,23 +308,24 @@ def test_preset_without_tokenizer_uses_the_bundled_one(engine, tmp_path, capsys)
     assert "bundled demo tokenizer is used" in capsys.readouterr().out
 
 
-def test_engine_arguments_are_those_of_the_contract(tmp_path):
+def test_options_of_a_job_are_those_of_the_contract(tmp_path):
     config = config_in(tmp_path, lr=1e-3, weight_decay=0.1, max_gpu_mem_gib=2.0)
-    arguments = {**trainer.planning_arguments(config), **trainer.engine_arguments(config)}
-    optimizer = arguments.pop("optimizer")
+    optimizer = trainer.optimizer_of(config)
     assert (optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay) == (1e-3, (0.9, 0.95), 1e-8, 0.1)
     contract = (
         "max_seq_len max_global_batch_tokens max_gpu_mem_gib max_host_mem_gib device dtype master_dtype grad_dtype"
         " optimizer_state_dtype matmul_dtype freeze max_grad_norm seed chunk_tokens round_tokens recompute"
         " deterministic"
     )
-    assert sorted(arguments) == sorted(contract.split())
+    assert sorted(asdict(config.as_job())) == sorted(contract.split())
+    assert config.as_job().max_gpu_mem_gib == 2.0
 
 
 def test_no_clipping_is_planned_and_built_alike(tmp_path):
     config = config_in(tmp_path, max_grad_norm=0.0)
-    assert not trainer.prepare_run(config).plan.request.clipping
-    assert trainer.engine_arguments(config)["max_grad_norm"] is None
+    planned = trainer.prepare_run(config)
+    assert not planned.plan.request.clipping
+    assert planned.job.max_grad_norm is None
     assert trainer.prepare_run(config_in(tmp_path)).plan.request.clipping
 
 
@@ -371,7 +372,7 @@ def test_frozen_layers_from_the_command_line(tmp_path, capsys):
 
 
 def test_a_full_disk_is_found_before_training(engine, tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(ValueError, match="the disk has 1000 bytes free"):
         trainer.train(config_in(tmp_path, save=True))
     assert not engine.batches

@@ -9,20 +9,25 @@ from pathlib import Path
 
 import torch
 
-from flexengine.api import COMPUTE_DTYPES, block_shape, choose_device
 from flexengine.commands.files import check_target, write_whole
+from flexengine.flags import add_flag
 from flexengine.hardware.chart import check_can_plot, draw_profile
 from flexengine.hardware.curve import Points
+from flexengine.hardware.devices import choose_device
 from flexengine.hardware.presets import PRESETS, preset, preset_source
 from flexengine.hardware.probe import DEFAULT_SHAPE, ProbeResult, run_probe
 from flexengine.hardware.profile import HardwareProfile
+from flexengine.job import Job
 from flexengine.metrics import format_bytes, format_seconds, format_tflops
 from flexengine.models.registry import open_model
+from flexengine.options import options_of
+from flexengine.request import block_shape
 from flexengine.wording import FlagParser
 
 LABEL_WIDTH = 52
 CELL_WIDTH = 9
 TERA, GIGA = 1e12, 1e9
+DEVICE, DTYPE = options_of(Job)["device"], options_of(Job)["dtype"]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,14 +54,14 @@ def _parser() -> argparse.ArgumentParser:
         prog="flexengine probe",
         description="Measures in a few seconds what this machine attains, and remembers it for training and planning.",
     )
-    parser.add_argument("--device", default=None, metavar="NAME", help="auto, cpu, cuda or cuda:N (default: auto)")
+    add_flag(parser, DEVICE, help_text=f"{DEVICE.help} (default: {DEVICE.default})")
     parser.add_argument(
         "--model",
         metavar="DIR_OR_PRESET",
         help="time linear layers and attention of this model's sizes (default: those of an 8B model, "
         f"hidden {DEFAULT_SHAPE.hidden_size}, intermediate {DEFAULT_SHAPE.intermediate_size})",
     )
-    parser.add_argument("--dtype", choices=COMPUTE_DTYPES, default=None, help="compute dtype (default: bfloat16)")
+    add_flag(parser, DTYPE, help_text=f"{DTYPE.help} (default: {DTYPE.default})")
     parser.add_argument("--force", action="store_true", help="measure again, whatever is remembered")
     parser.add_argument("--preset", metavar="NAME", help=f"show a shipped profile instead: {', '.join(PRESETS)}")
     parser.add_argument("--json", metavar="FILE.json", type=Path, help="write the profile, for --gpu and hardware=")
@@ -88,8 +93,8 @@ def _preset(name: str) -> tuple[HardwareProfile, list[str]]:
 def _probed(arguments: argparse.Namespace) -> tuple[HardwareProfile, list[str]]:
     """Give the profile of this machine, and tell where it comes from."""
     shape = DEFAULT_SHAPE if arguments.model is None else block_shape(open_model(arguments.model).spec)
-    dtype = arguments.dtype or COMPUTE_DTYPES[0]
-    device = choose_device(arguments.device or "auto")
+    dtype = arguments.dtype or DTYPE.default
+    device = choose_device(arguments.device or DEVICE.default)
     start_s = time.perf_counter()
     result = run_probe(device, getattr(torch, dtype), shape, force=arguments.force)
     age = _age(result, time.perf_counter() - start_s)

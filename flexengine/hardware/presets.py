@@ -7,6 +7,7 @@ starting point: on the machine itself `probe.probe` replaces it.
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 from flexengine.hardware.cards import (
     CARDS,
@@ -18,7 +19,7 @@ from flexengine.hardware.cards import (
     Card,
 )
 from flexengine.hardware.curve import Points
-from flexengine.hardware.profile import ADAMW_BYTES, BlockShape, HardwareProfile
+from flexengine.hardware.profile import ADAMW_BYTES, BlockShape, HardwareProfile, read_profile
 from flexengine.wording import did_you_mean
 
 GIB = 2**30
@@ -171,6 +172,12 @@ PRESETS: dict[str, HardwareProfile] = {
     "h200": _h200(),
     "cpu-test": _CPU_TEST,
 }
+
+
+def named_profile(name: str | Path) -> HardwareProfile:
+    """The profile that a person names: a JSON file of one, or a preset. Raises: ValueError."""
+    path = Path(name)
+    return read_profile(path) if path.suffix == ".json" else preset(str(name))
 
 
 def preset(name: str) -> HardwareProfile:

@@ -6,8 +6,10 @@ import shlex
 import pytest
 
 from flexengine.cli import main
-from flexengine.config import LARGEST, OPTION_TYPES, TrainConfig, flag_of, value_type_of
+from flexengine.config import TrainConfig
 from flexengine.hardware.presets import preset
+from flexengine.job import Job
+from flexengine.options import flag_of, options_of
 from flexengine.plan import Plan
 
 CONFIG = {
@@ -237,9 +239,21 @@ def test_wrong_input_is_one_message(run, flags, message):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("name", [name for name in LARGEST if name not in ("steps", "epochs", "seed")])
+LARGEST = {
+    name: option.value_type(option.most)
+    for name, option in options_of(Job).items()
+    if option.most is not None and option.decides_plan
+}
+
+
+def test_sizes_and_budgets_have_limits():
+    sizes = {"max_seq_len", "max_global_batch_tokens", "chunk_tokens", "round_tokens"}
+    assert set(LARGEST) == {*sizes, "max_gpu_mem_gib", "max_host_mem_gib"}
+
+
+@pytest.mark.parametrize("name", LARGEST)
 def test_limits_are_those_of_train(run, name):
-    options = {name: value_type_of(OPTION_TYPES[name])(LARGEST[name] + 1)}
+    options = {name: LARGEST[name] + 1}
     if name == "max_seq_len":
         options["max_global_batch_tokens"] = LARGEST["max_global_batch_tokens"]
     with pytest.raises(ValueError, match="is at most") as refused:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from provoke import Case, arguments, cases, check_error, check_message, fingerprint, half_written
 
-from flexengine import from_pretrained, trainer
+from flexengine import from_pretrained, run_folder, trainer
 from flexengine.checkpoint import writer
 from flexengine.checkpoint.atomic import atomic_file
 from flexengine.checkpoint.writer import TensorSource, write_checkpoint
@@ -63,14 +63,14 @@ def test_places(case, model, command, tmp_path):
 
 
 def test_no_permission(model, command, monkeypatch):
-    monkeypatch.setattr(trainer.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(run_folder.os, "access", lambda path, mode: False)
     outcome = command("train", *arguments(model=model, output_dir="run"))
     assert outcome.status == 2
     check_message(outcome.err, ("--output-dir run cannot be written: no permission in .*choose another path",))
 
 
 def test_disk_full_before_training(model, command, monkeypatch, tmp_path):
-    monkeypatch.setattr(trainer.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     outcome = command("train", *arguments(model=model, output_dir="run", save=True))
     assert outcome.status == 2
     check_message(

@@ -7,12 +7,13 @@ import torch
 from provoke import Case, arguments, cases, check_error, check_message
 
 from flexengine import from_pretrained
-from flexengine.api import check_is_free, prepare
+from flexengine.api import prepare
 from flexengine.hardware import cache, probe
 from flexengine.hardware.host_memory import host_memory
 from flexengine.hardware.presets import preset, with_memory
 from flexengine.native import page_lock
 from flexengine.plan import PlanError, PlanReason
+from flexengine.request import check_is_free
 
 GIB = 2**30
 BUDGETS = (

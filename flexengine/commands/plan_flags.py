@@ -1,0 +1,126 @@
+"""The flags of `flexengine plan`: those of a job, as `train` has them, and what is planned for and written."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from flexengine.commands.files import check_target
+from flexengine.config import TrainConfig
+from flexengine.flags import add_flag, from_flags, positive_count, positive_number
+from flexengine.hardware.presets import PRESETS
+from flexengine.job import Job
+from flexengine.models.registry import preset_names
+from flexengine.options import flag_of, options_of
+from flexengine.wording import FlagParser
+
+FILES = ("timeline", "html", "plan_json")
+"""Flags that name a file to be written."""
+BUDGETS = {
+    "max_gpu_mem_gib": "GPU memory budget of the process in GiB (default: all of the card)",
+    "max_host_mem_gib": "host memory budget of the process in GiB (default: all of the machine)",
+}
+"""Budgets mean what they mean to `train`, but nobody else's memory counts: what is planned for may be elsewhere."""
+JOB = [option for option in options_of(Job).values() if option.decides_plan]
+WORK = [option for option in JOB if option.name not in (*BUDGETS, "device")]
+"""Options that mean exactly what they mean to `train`."""
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Job]:
+    """The flags, and the job that they describe. Raises: ValueError for what is wrong whatever the model is."""
+    arguments = _parser().parse_args(argv)
+    _check_files(arguments)
+    job = from_flags(JOB, vars(arguments))
+    host = options_of(Job)["max_host_mem_gib"]
+    _check_largest("--host-mem-gib", arguments.host_mem_gib, host.most)
+    for case in arguments.compare or ():
+        budget = budget_of_case(case)
+        if budget is not None and not budget > 0:
+            raise ValueError(f"--compare {case}: a budget must be more than 0 GiB, got {budget:g}")
+        _check_largest(f"--compare {case}: a budget", budget, host.most)
+    return arguments, Job(**job)
+
+
+def budget_of_case(case: str) -> float | None:
+    """The GiB that a case of --compare ends in; None if it names a card alone."""
+    try:
+        return float(case.rpartition(":")[2])
+    except ValueError:
+        return None
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    for name in FILES:
+        flag, path = flag_of(name), getattr(arguments, name)
+        check_target(flag, path)
+        if path is not None and arguments.compare:
+            raise ValueError(f"--compare prints one table of several plans; leave {flag} out, or plan one of them")
+
+
+def _check_largest(what: str, value: float | None, largest: float | None) -> None:
+    if value is not None and largest is not None and value > largest:
+        raise ValueError(f"{what} is at most {largest}, got {value}")  # in the words of train
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = FlagParser(
+        prog="flexengine plan",
+        description="Plans a training step and predicts its speed; needs no GPU and no weights, and loads nothing.",
+        epilog=f"Presets of models: {', '.join(f'preset:{name}' for name in preset_names())}.",
+    )
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="DIR_OR_PRESET",
+        help="Hugging Face model folder (a config.json is enough), or preset:NAME (required)",
+    )
+    mode = options_of(TrainConfig)["mode"]
+    add_flag(parser, mode, mode.default)
+    _add_machine(parser.add_argument_group("machine and budgets"))
+    work = parser.add_argument_group("work and numerics, as in train")
+    for option in WORK:
+        add_flag(work, option, option.default, read=positive_count if option.value_type is int else None)
+    _add_output(parser.add_argument_group("output"))
+    return parser
+
+
+def _add_machine(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--gpu",
+        metavar="NAME_OR_FILE",
+        help=f"card to plan for: {', '.join(PRESETS)}, or a JSON file of `flexengine probe --json` (default: this"
+        " machine, measured once and remembered)",
+    )
+    group.add_argument(
+        "--device",
+        choices=["auto", "cpu"],
+        default="auto",
+        help="cpu = plan for this machine's CPU (default: auto, the GPU)",
+    )
+    group.add_argument(
+        "--host-mem-gib",
+        type=positive_number,
+        metavar="X",
+        help="host memory of the machine in GiB, and the host budget (default: what the profile has)",
+    )
+    for name, text in BUDGETS.items():
+        add_flag(group, options_of(Job)[name], read=positive_number, help_text=text)
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--json", action="store_true", help="print everything as JSON, sizes in bytes, times in seconds")
+    for name, text in (
+        ("timeline", "write the simulated step as a Chrome trace (open it in Perfetto)"),
+        ("html", "write the report as one self-contained page"),
+        ("plan_json", "write the plan itself, as a run folder has it"),
+    ):
+        suffix = "html" if name == "html" else "json"
+        group.add_argument(flag_of(name), type=Path, metavar=f"FILE.{suffix}", help=text)
+    group.add_argument(
+        "--compare",
+        nargs="+",
+        metavar="CASE",
+        help="plan several cases and print one table: budgets in GiB (12 16 24), cards (rtx4090 l40s), or both"
+        " (rtx4090:16)",
+    )

@@ -1,0 +1,137 @@
+"""A job: how a model is trained, as far as that decides the plan of a run or the bits of its results.
+
+Each option stands here once. `train` and `plan` take them as flags, YAML as keys, `from_pretrained` and `prepare` as
+keywords; `config.py` adds what only a run of `train` needs. The model is no option here: it is named first, and
+everything else is checked against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from flexengine.options import KeywordWords, Option, Words, options_of
+from flexengine.plan import Numerics
+
+ComputeDtype = Literal["bfloat16", "float32", "float64"]
+StorageDtype = Literal["float32", "bfloat16"]
+
+MOST_TOKENS = 2**28
+"""Limits are far above what any machine could use: a slip of the keyboard is named, not tried."""
+MOST_GIB = 2**20
+LARGEST_SEED = 2**32 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What decides the plan of a run, and what decides its bits. Raises ValueError for values that no run can have."""
+
+    words: ClassVar[Words] = KeywordWords()
+
+    max_seq_len: Annotated[int, Option("longest sequence, in tokens", above=0, most=2**24)] = 2048
+    max_global_batch_tokens: Annotated[int, Option("most tokens of one optimizer step", above=0, most=MOST_TOKENS)] = (
+        131072
+    )
+    max_gpu_mem_gib: Annotated[
+        float | None, Option("GPU memory budget of the process in GiB (default: what is free)", above=0, most=MOST_GIB)
+    ] = None
+    max_host_mem_gib: Annotated[
+        float | None, Option("host memory budget of the process in GiB (default: what is free)", above=0, most=MOST_GIB)
+    ] = None
+    device: Annotated[str, Option("auto, cuda, cuda:N or cpu; auto = an NVIDIA GPU if there is one")] = "auto"
+    dtype: Annotated[ComputeDtype, Option("dtype of the computation")] = "bfloat16"
+    master_dtype: Annotated[
+        StorageDtype, Option("precision of the master weights; bfloat16 = rounded stochastically, no extra bytes")
+    ] = "float32"
+    grad_dtype: Annotated[
+        ComputeDtype | None, Option("dtype in which gradients are stored (default: that of --dtype)")
+    ] = None
+    optimizer_state_dtype: Annotated[
+        StorageDtype, Option("dtype of the two AdamW states; float64 computation keeps them in float64")
+    ] = "float32"
+    matmul_dtype: Annotated[
+        Literal["compute", "fp8"],
+        Option(
+            "what the linear layers of the blocks multiply: compute = --dtype, fp8 = FP8 scaled per tensor, for"
+            " bfloat16"
+        ),
+    ] = "compute"
+    freeze: Annotated[
+        Sequence[str],
+        Option(
+            "layers that are not trained, of the others: embed, head, blocks (all of them), block.N, or a range as"
+            " block.0-15; they have no gradients and no optimizer states, and backward ends above the lowest"
+            " trained one"
+        ),
+    ] = ()
+    max_grad_norm: Annotated[
+        float | None,
+        Option(
+            "clip the global gradient norm to this; without clipping, updates start in backward",
+            above=0,
+            zero_means="no clipping",
+        ),
+    ] = 1.0
+    seed: Annotated[
+        int,
+        Option(
+            "seed of initial weights, order of the data and stochastic rounding",
+            least=0,
+            most=LARGEST_SEED,
+            decides_plan=False,
+        ),
+    ] = 0
+    chunk_tokens: Annotated[
+        int | None, Option("tokens computed at once (default: the planner decides)", above=0, most=MOST_TOKENS)
+    ] = None
+    round_tokens: Annotated[
+        int | None,
+        Option("tokens that pass a layer together (default: the planner decides)", above=0, most=MOST_TOKENS),
+    ] = None
+    recompute: Annotated[
+        Literal["auto", "none", "full"], Option("activations recomputed in backward; auto = the planner decides")
+    ] = "auto"
+    deterministic: Annotated[
+        bool, Option("allow only kernels that give the same bits in every run", decides_plan=False)
+    ] = False
+
+    def __post_init__(self) -> None:
+        for option in options_of(type(self)).values():
+            value = option.normalised(getattr(self, option.name))
+            object.__setattr__(self, option.name, value)
+            option.check(value, self.words)
+        self._check_lengths()
+        self._check_dtypes()
+
+    def _check_lengths(self) -> None:
+        longest, tokens = self.max_seq_len, self.max_global_batch_tokens
+        if longest > tokens:
+            raise ValueError(
+                f"{self.words.setting('max_seq_len', longest)} tokens exceeds"
+                f" {self.words.setting('max_global_batch_tokens', tokens)}: no such sequence would fit in a step"
+            )
+
+    def _check_dtypes(self) -> None:
+        """Refuse dtypes that contradict each other."""
+        for name, value, needed in (
+            ("grad_dtype", "float64", "float64"),
+            ("matmul_dtype", "fp8", "bfloat16"),
+            ("master_dtype", "bfloat16", "bfloat16"),
+        ):
+            if getattr(self, name) == value and self.dtype != needed:
+                raise ValueError(f"{name}={value} needs dtype={needed}, got dtype={self.dtype}")
+
+    @property
+    def numerics(self) -> Numerics:
+        """The dtypes as a plan states them: a bf16 weight with an exact fp32 master is split into two halves."""
+        grad = self.grad_dtype or self.dtype
+        if self.dtype != "bfloat16":
+            state = "float64" if self.dtype == "float64" else self.optimizer_state_dtype
+            return Numerics(compute=self.dtype, master="full", grad=grad, state=state)
+        master = "split" if self.master_dtype == "float32" else "stochastic"
+        return Numerics(self.dtype, master, grad, self.optimizer_state_dtype, self.matmul_dtype)
+
+    def as_job(self) -> Job:
+        """The options of a job alone, without what a subclass adds."""
+        return Job(**{name: getattr(self, name) for name in options_of(Job)})

@@ -1,0 +1,136 @@
+"""From a job and a machine to what is asked of the planner: the trained model, budgets in bytes, and early refusals."""
+
+from __future__ import annotations
+
+import logging
+from numbers import Real
+
+from flexengine.hardware.profile import BlockShape, HardwareProfile
+from flexengine.job import Job
+from flexengine.metrics import GIB, format_bytes
+from flexengine.models.freezing import with_frozen
+from flexengine.models.matmul_dtype import with_matmul_dtype
+from flexengine.models.spec import ModelSpec
+from flexengine.plan import Plan, PlanError, PlanReason, Request
+
+logger = logging.getLogger(__name__)
+
+
+def described(spec: ModelSpec, job: Job) -> ModelSpec:
+    """The model as a job trains it: its linear layers in the job's matmul dtype, its frozen layers marked.
+
+    Warns when sequences may be longer than the model was made for. Raises ValueError where it cannot take them, or as
+    `with_matmul_dtype` and `with_frozen`.
+    """
+    model = with_frozen(with_matmul_dtype(spec, job.matmul_dtype), job.freeze)
+    _check_sequence_length(model, job.max_seq_len)
+    return model
+
+
+def _check_sequence_length(spec: ModelSpec, max_seq_len: int) -> None:
+    longest = spec.longest_sequence
+    if longest is not None and max_seq_len > longest:
+        raise ValueError(
+            f"max_seq_len={max_seq_len}, but {spec.name} has learned positions for {longest} tokens and none for later "
+            f"ones; give --max-seq-len {longest} or less"
+        )
+    if max_seq_len > spec.max_position_embeddings:
+        logger.warning(
+            "max_seq_len=%d is longer than the %d positions that %s was made for",
+            max_seq_len,
+            spec.max_position_embeddings,
+            spec.name,
+        )
+
+
+def block_shape(spec: ModelSpec) -> BlockShape:
+    """Sizes of a model's blocks, for the probe: the widest input of a block's matrices is that of the MLP's last."""
+    groups = [spec.groups[index] for layer in spec.blocks for index in layer.groups]
+    widths = [param.shape[-1] for group in groups for param in group.params if param.kind == "matrix"]
+    return BlockShape(spec.hidden_size, max([spec.hidden_size, *widths]), spec.head_dim)
+
+
+# ---- budgets ----------------------------------------------------------------------------------------------------
+
+
+def make_request(job: Job, profile: HardwareProfile, device_type: str) -> Request:
+    """What a job asks of the planner on one machine; a budget that is not given is what is free there.
+
+    device_type: cuda or cpu, on which the GPU budget is taken out of the host's. Raises ValueError where the machine
+    has no memory left or cannot multiply as the job wants.
+    """
+    if job.matmul_dtype == "fp8" and not profile.fp8_matmul_flops_per_s:
+        raise ValueError(
+            f"matmul_dtype=fp8: {profile.name} multiplies no FP8 operands; that takes compute capability 8.9 or more"
+            " (L40S, RTX 4090, H100 and newer); leave it out"
+        )
+    free_host = profile.host_available_bytes + profile.host_base_bytes
+    free_gpu = profile.gpu_free_bytes + profile.gpu_context_bytes if device_type == "cuda" else free_host // 2
+    gpu_bytes = _budget_bytes("gpu", job.max_gpu_mem_gib, free_gpu)
+    if device_type == "cpu":
+        free_host = max(1, free_host - gpu_bytes)
+    return Request(
+        max_seq_len=job.max_seq_len,
+        max_global_batch_tokens=job.max_global_batch_tokens,
+        max_gpu_bytes=gpu_bytes,
+        max_host_bytes=_budget_bytes("host", job.max_host_mem_gib, free_host),
+        chunk_tokens=job.chunk_tokens,
+        round_tokens=job.round_tokens,
+        recompute=job.recompute,
+        numerics=job.numerics,
+        clipping=job.max_grad_norm is not None,
+    )
+
+
+def _budget_bytes(place: str, gib: float | None, free_bytes: int) -> int:
+    if gib is None and free_bytes <= 0:
+        raise ValueError(
+            f"no {place} memory is free on this machine; end what else uses it, or give max_{place}_mem_gib"
+        )
+    return free_bytes if gib is None else positive_budget(place, int(gib * GIB))
+
+
+def budget_gib(place: str, gib: float | None, num_bytes: int | None) -> float | None:
+    """One budget of Python's two keywords, max_PLACE_mem_gib and max_PLACE_mem_bytes, in GiB.
+
+    A count of bytes below 2**53 is exact in GiB, since a division by 2**30 only changes the exponent. Raises ValueError
+    where both are given, or the budget is nothing.
+    """
+    if gib is not None and num_bytes is not None:
+        raise ValueError(f"give max_{place}_mem_gib or max_{place}_mem_bytes, not both")
+    if num_bytes is not None:
+        return positive_budget(place, num_bytes) / GIB
+    if isinstance(gib, Real):
+        if not abs(gib) < 2**53:  # NaN too
+            raise ValueError(f"max_{place}_mem_gib must be a finite number of GiB, got {gib}")
+        positive_budget(place, int(gib * GIB))
+    return gib
+
+
+def positive_budget(place: str, num_bytes: int) -> int:
+    """A budget in whole bytes. Raises: ValueError when it is nothing."""
+    if num_bytes <= 0:
+        raise ValueError(f"the {place} memory budget must be positive, got {num_bytes} bytes")
+    return int(num_bytes)
+
+
+def check_is_free(plan: Plan, profile: HardwareProfile, device_type: str) -> None:
+    """Raise PlanError when a plan within its budgets takes more than the machine that it is for has left now."""
+    gpu_bytes, host_bytes = plan.predicted.gpu_bytes, plan.predicted.host_bytes
+    free_gpu = profile.gpu_free_bytes + profile.gpu_context_bytes
+    free_host = profile.host_available_bytes + profile.host_base_bytes
+    if device_type == "cpu":  # both arenas are host memory
+        gpu_bytes, host_bytes = 0, gpu_bytes + host_bytes
+    for needed, free, total, name, flag, reason in (
+        (gpu_bytes, free_gpu, profile.gpu_total_bytes, "GPU", "gpu", PlanReason.INSUFFICIENT_DEVICE_MEMORY),
+        (host_bytes, free_host, profile.host_total_bytes, "host", "host", PlanReason.INSUFFICIENT_HOST_MEMORY),
+    ):
+        if needed > free:
+            raise PlanError(
+                reason,
+                f"the plan takes {format_bytes(needed)} of {name} memory, but {format_bytes(free)} of"
+                f" {format_bytes(total)} are left on this machine or in its container\n"
+                f"  end what else uses it, raise the container's limit, or give --max-{flag}-mem-gib {free / GIB:.2f}",
+                needed,
+                free,
+            )

@@ -1,0 +1,80 @@
+"""The folder of a run: whether it can be used, and what is written there before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from flexengine.api import PlannedRun
+from flexengine.checkpoint.atomic import write_text
+from flexengine.config import CONFIG_FILE, FINAL_FOLDER, PLAN_FILE, TIMELINE_FILE, TRACE_FILE, TrainConfig
+from flexengine.metrics import format_bytes
+from flexengine.models.registry import ModelSource
+
+
+def check_run_folder(config: TrainConfig, replace: bool) -> None:
+    """Raises ValueError when the run folder cannot be used.
+
+    It may be new, empty, or that of an earlier run, whose log is then replaced. A trained model in final/ is kept
+    safe: only a run with the same config, which gives the same model, or replace=True may go over it.
+    """
+    folder = config.run_folder
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output-dir {folder} is a file, not a folder")
+    _check_can_write("--output-dir", folder)
+    if config.plan_json:
+        _check_can_write("--plan-json", Path(config.plan_json).absolute().parent)
+    if isinstance(config.trace, str):
+        _check_can_write("--trace", Path(config.trace).absolute().parent)
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    if not (folder / CONFIG_FILE).is_file():
+        raise ValueError(f"--output-dir {folder} holds files that are not of a run; choose a new or empty folder")
+    final = folder / FINAL_FOLDER
+    if final.exists() and not replace and not _has_config(folder, config):
+        raise ValueError(f"{final} is the model of another run; choose another --output-dir or remove it")
+
+
+def _has_config(folder: Path, config: TrainConfig) -> bool:
+    """Whether the run that a folder is of was asked for the same, however its file is written."""
+    try:
+        return TrainConfig.from_yaml((folder / CONFIG_FILE).read_text(encoding="utf-8")) == config
+    except ValueError:  # damaged, or with options that are gone
+        return False
+
+
+def _check_can_write(flag: str, folder: Path) -> None:
+    """Raises ValueError when a folder can neither be written to nor be made."""
+    nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    if not nearest.is_dir():
+        raise ValueError(f"{flag} {folder} cannot be made: {nearest} is a file, not a folder; choose another path")
+    if not os.access(nearest, os.W_OK):
+        raise ValueError(f"{flag} {folder} cannot be written: no permission in {nearest}; choose another path")
+
+
+def check_disk(config: TrainConfig, source: ModelSource) -> None:
+    """Raises ValueError when the trained model would not fit on the disk of the run folder, at 4 bytes a parameter."""
+    nearest = next(p for p in (config.run_folder, *config.run_folder.absolute().parents) if p.exists())
+    needed, free = 4 * source.spec.num_parameters, shutil.disk_usage(nearest).free
+    if free < needed:
+        raise ValueError(
+            f"--save needs up to {format_bytes(needed)} in {config.run_folder}, the disk has {format_bytes(free)} free;"
+            " choose another --output-dir or free some space"
+        )
+
+
+def start_run_folder(config: TrainConfig, planned: PlannedRun) -> None:
+    """Creates the folder and writes what is known before anything is loaded."""
+    config.run_folder.mkdir(parents=True, exist_ok=True)
+    (config.run_folder / TRACE_FILE).unlink(missing_ok=True)  # of an earlier run, like the log that is replaced
+    write_text(config.run_folder / CONFIG_FILE, config.to_yaml())
+    write_plan(config, planned)
+
+
+def write_plan(config: TrainConfig, planned: PlannedRun) -> None:
+    """The plan and the simulated step, in the run folder and where --plan-json says."""
+    write_text(config.run_folder / PLAN_FILE, planned.plan.to_json())
+    write_text(config.run_folder / TIMELINE_FILE, planned.timeline())
+    if config.plan_json:
+        write_text(Path(config.plan_json), planned.plan.to_json())
