@@ -173,7 +173,7 @@ def test_zero_stands_for_no_clipping_in_flags_and_yaml_alone():
 def test_build_changes_what_the_plan_does_not_know():
     planned = prepare("preset:demo", seed=3, max_grad_norm=None, dtype="float32", **SMALL)
     engine = build(planned, deterministic=True)
-    assert (engine.max_grad_norm, engine.seed) == (None, 3)
+    assert (engine.max_grad_norm, engine.settings.seed, engine.settings.deterministic) == (None, 3, True)
     engine.close()
     with pytest.raises(ValueError, match="max_seq_len=16 decides the plan, which is made; give it to prepare"):
         build(planned, max_seq_len=16)
