@@ -1,4 +1,4 @@
-"""What tokens and experts exchange: rows handed out and gathered, and products of each expert with its rows.
+"""Dispatches rows of tokens to experts, combines the results, and multiplies each expert with its rows.
 
 T tokens, K experts of each, R = T * K rows sorted by expert, E experts. `place` [T, K]: the row of a token's k-th
 expert; `bounds` [E + 1]: rows bounds[e] to bounds[e + 1] are those of expert e. Both stay on the device: grids depend
@@ -20,8 +20,10 @@ from flexengine.kernels.row_range import is_within, row_range
 
 
 class Tiling(NamedTuple):
-    """A program's tile of rows by columns, and how many terms of its sums it takes at a time. Neighbouring programs
-    share `group` tiles of rows, so that what they read stays in the card's cache."""
+    """A program's tile of rows by columns; it takes `inner` terms of its sums at a time.
+
+    Neighbouring programs share `group` tiles of rows, so that what they read stays in the card's cache.
+    """
 
     rows: int
     columns: int
@@ -36,8 +38,11 @@ class Tiling(NamedTuple):
 
 
 def _tiling(x: Tensor) -> Tiling:
-    """Of a product. The stages of both operands fit the 99 KiB of shared memory of smaller cards; where 144 KiB fit,
-    tiles are twice as wide."""
+    """Choose the tiles of a product.
+
+    The stages of both operands fit the 99 KiB of shared memory of smaller cards. Tiles are twice as wide if 144 KiB
+    fit.
+    """
     if x.element_size() == 4:
         return Tiling(128, 128, 32, 8, 8, 3)
     wide = x.is_cuda and _shared_memory_bytes(x.get_device()) >= 160 * 1024
@@ -45,18 +50,20 @@ def _tiling(x: Tensor) -> Tiling:
 
 
 def _gradient_tiling(x: Tensor) -> Tiling:
-    """Of a weight's gradient, whose accumulator is read and written beside the next tile's sums: two programs share a
-    processor."""
+    """Choose the tiles of a weight's gradient.
+
+    Two programs share a multiprocessor: one reads and writes its accumulator while the other computes its sums.
+    """
     return Tiling(128, 128, 32, 8, 8, 3) if x.element_size() == 4 else Tiling(128, 128, 64, 8, 4, 3)
 
 
 @lru_cache
 def _shared_memory_bytes(device: int) -> int:
-    """What one program may use."""
+    """Read how much shared memory one program may use."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
-def hand_out(x: Tensor, place: Tensor, rows: Tensor, bounds: Tensor | None = None) -> None:
+def dispatch(x: Tensor, place: Tensor, rows: Tensor, bounds: Tensor | None = None) -> None:
     """rows[place[t, k]] = x[t] for every k; with bounds [E + 1] int32 only the rows of these experts.
 
     Shapes: x [T, D] in bf16 or fp32, place [T, K] int32, rows [T * K, D]; rows of x and of rows may be strided.
@@ -71,13 +78,13 @@ def hand_out(x: Tensor, place: Tensor, rows: Tensor, bounds: Tensor | None = Non
     if x.numel() == 0:
         return
     block = min(2048, triton.next_power_of_2(width))
-    _hand_out_kernel[(tokens,)](
+    _dispatch_kernel[(tokens,)](
         x, place, rows, *row_range(bounds, place), width, x.stride(0), rows.stride(0),
         SOME=bounds is not None, COUNT=count, BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 
-def gather(
+def combine(
     rows: Tensor, place: Tensor, out: Tensor, added: Tensor | None, last_first: bool = False,
     bounds: Tensor | None = None, sums: Tensor | None = None,
 ) -> None:  # fmt: skip
@@ -102,7 +109,7 @@ def gather(
         return
     base, total = out if added is None else added, out if sums is None else sums
     block = min(2048, triton.next_power_of_2(width))
-    _gather_kernel[(tokens,)](
+    _combine_kernel[(tokens,)](
         rows, place, out, base, total, *row_range(bounds, place), width, rows.stride(0), out.stride(0),
         base.stride(0), SOME=bounds is not None, SUMS=sums is not None, ADDED=added is not None,
         LAST_FIRST=last_first, COUNT=count, COUNTS=triton.next_power_of_2(count), BLOCK=block, num_warps=4,
@@ -166,7 +173,7 @@ def grouped_weight_gradient(grad_y: Tensor, x: Tensor, bounds: Tensor, acc: Tens
 
 
 @triton.jit
-def _hand_out_kernel(
+def _dispatch_kernel(
     x_ptr, place_ptr, rows_ptr, bounds_ptr, experts, width, x_stride, rows_stride,
     SOME: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -184,7 +191,7 @@ def _hand_out_kernel(
 
 
 @triton.jit
-def _gather_kernel(
+def _combine_kernel(
     rows_ptr, place_ptr, out_ptr, added_ptr, sums_ptr, bounds_ptr, experts, width, rows_stride, out_stride,
     added_stride,
     SOME: tl.constexpr, SUMS: tl.constexpr, ADDED: tl.constexpr, LAST_FIRST: tl.constexpr, COUNT: tl.constexpr,

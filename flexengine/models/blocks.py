@@ -15,7 +15,7 @@ from flexengine.ops.attention import CausalAttention
 from flexengine.ops.attention_style import CAUSAL, AttentionStyle
 from flexengine.ops.base import Op
 from flexengine.ops.columns import Columns
-from flexengine.ops.expert_rows import Gather, HandOut
+from flexengine.ops.expert_rows import Combine, Dispatch
 from flexengine.ops.experts import GroupedLinear, WeightedGLU
 from flexengine.ops.glu import GLU, Activation
 from flexengine.ops.head_gate import HeadGate
@@ -213,7 +213,7 @@ def _expert_ops(s: BlockShape, e: ExpertShape, divisions: int) -> list[Op]:
         *ops,
         *shared,
         router,
-        HandOut("hand_out", rows, router.place, "rows", d, e.per_token, **own),
+        Dispatch("dispatch", rows, router.place, "rows", d, e.per_token, **own),
         GroupedLinear(
             "experts_gate_up", "rows", y="gate_up", in_features=d, out_features=2 * f, num_experts=e.count,
             per_token=e.per_token, weight=weights[0], **own, **gate_up,
@@ -223,7 +223,7 @@ def _expert_ops(s: BlockShape, e: ExpertShape, divisions: int) -> list[Op]:
             "experts_down", "a", y="results", in_features=f, out_features=d, num_experts=e.count,
             per_token=e.per_token, weight=weights[1], **own, **down,
         ),
-        Gather("gather", "results", router.place, "y", d, e.per_token, residual, **own),
+        Combine("combine", "results", router.place, "y", d, e.per_token, residual, **own),
     ]  # fmt: skip
 
 

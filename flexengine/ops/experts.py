@@ -8,7 +8,7 @@ Shapes: T tokens, K experts of each, R = T * K rows sorted by expert, E experts.
 the router writes them: rows bounds[e] to bounds[e + 1] are those of expert e. A chunk's buffers depend on T and K
 alone, whatever the routing.
 
-The experts may come in parts, which cross the link one by one: all ops from `HandOut` to `Gather` then run part by
+The experts may come in parts, which cross the link one by one: all ops from `Dispatch` to `Combine` then run part by
 part, each on the rows of its experts.
 """
 

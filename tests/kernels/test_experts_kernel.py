@@ -28,16 +28,16 @@ def check_rows(checks, device, dtype, tokens, count, width):
     place, _, _ = route("random", tokens, count, 8, device)
     x = checks.normal(tokens, width, dtype=dtype, device=device)
     rows = checks.empty(tokens * count, width, dtype=dtype, device=device)
-    kernel.hand_out(x, place, rows)
+    kernel.dispatch(x, place, rows)
     assert torch.equal(rows[place.flatten().long()], x.repeat_interleave(count, dim=0))
     rows = checks.normal(tokens * count, width, dtype=dtype, device=device)
     added, out = (checks.normal(tokens, width, dtype=dtype, device=device) for _ in range(2))
     out.fill_(float("nan"))
     total = rows.double()[place.long()].sum(1)
-    kernel.gather(rows, place, out, None)
+    kernel.combine(rows, place, out, None)
     checks.assert_close(out, total, checks.TOLERANCE[dtype], "sum")
     total += added.double()
-    kernel.gather(rows, place, added, added)
+    kernel.combine(rows, place, added, added)
     checks.assert_close(added, total, checks.TOLERANCE[dtype], "sum on top")
 
 
@@ -94,7 +94,7 @@ def check_biases(checks, device, dtype, routing, shape, weighted):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("tokens", "count", "width"), [(1, 1, 5), (7, 2, 33), (5, 3, 2500)])
-def test_rows_are_handed_out_and_gathered(checks, device, dtype, tokens, count, width):
+def test_rows_are_dispatched_and_combined(checks, device, dtype, tokens, count, width):
     check_rows(checks, device, dtype, tokens, count, width)
 
 

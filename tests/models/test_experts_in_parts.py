@@ -15,7 +15,7 @@ from flexengine.plan import GroupPlan, LayerPlan, Numerics
 from flexengine.schedule.save_sets import savable_ops
 
 WITH_EXPERTS = [
-    name for name, config in CASES.items() if any(op.name == "gather" for b in spec_of(config).blocks for op in b.ops)
+    name for name, config in CASES.items() if any(op.name == "combine" for b in spec_of(config).blocks for op in b.ops)
 ]
 FAMILIES = [family for family, case in FAMILY_CASES.items() if case in WITH_EXPERTS]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flexengine.ops.base import OpEnv
-from flexengine.ops.expert_rows import Gather, HandOut
+from flexengine.ops.expert_rows import Combine, Dispatch
 from flexengine.ops.experts import GroupedLinear, WeightedGLU
 from flexengine.ops.router import Router, RouterStyle
 from flexengine.ops.shared_gate import SharedGate
@@ -152,12 +152,12 @@ def test_rows_match_autograd(harness, checks, per_token):
     place, _, _ = route(harness, 7, per_token)
     (x,), index = leaves(harness.randn(7, D)), place.flatten().long().cpu()
     rows = torch.zeros(7 * per_token, D, dtype=torch.float64).index_copy(0, index, x.repeat_interleave(per_token, 0))
-    out = HandOut("hand_out", "x", "place", "rows", D, per_token)
+    out = Dispatch("dispatch", "x", "place", "rows", D, per_token)
     grad = harness.randn(7, per_token * D)
     result = harness.run(out, harness.chunk((7,)), {"x": x.detach(), "place": place}, grad_outputs={"rows": grad})
     checks.close(result.outputs["rows"].view(-1, D), rows)
     checks.close(result.grads["x"], torch.autograd.grad(rows, x, grad.view(-1, D))[0])
-    back = Gather("gather", "rows", "place", "y", D, per_token, "r")
+    back = Combine("combine", "rows", "place", "y", D, per_token, "r")
     given, residual, grad_y = leaves(harness.randn(7, per_token * D))[0], harness.randn(7, D), harness.randn(7, D)
     y = residual + given.view(-1, D)[place.long()].sum(1)
     inputs = {"rows": given.detach(), "place": place, "r": residual}
@@ -282,11 +282,11 @@ def chain(per_token):
     route_op = Router("router", "x", D, EXPERTS, per_token, "w_router", True)
     return [
         route_op,
-        HandOut("hand_out", "x", route_op.place, "rows", D, per_token),
+        Dispatch("dispatch", "x", route_op.place, "rows", D, per_token),
         GroupedLinear("gate_up", "rows", route_op.bounds, "gate_up", D, 2 * F, EXPERTS, per_token, "w_gate_up"),
         WeightedGLU("glu", "gate_up", route_op.weight, "a", F, per_token, "silu"),
         GroupedLinear("down", "a", route_op.bounds, "results", F, D, EXPERTS, per_token, "w_down"),
-        Gather("gather", "results", route_op.place, "y", D, per_token, "x"),
+        Combine("combine", "results", route_op.place, "y", D, per_token, "x"),
     ]
 
 
