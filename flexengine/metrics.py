@@ -36,6 +36,7 @@ def format_seconds(seconds: float) -> str:
     if seconds >= 3600:
         minutes = round(seconds / 60)
         return f"{minutes // 60} h {minutes % 60:02d} min"
+    # Limits lie where rounding would otherwise print one digit more: 99.95 s is "1 min 40 s", not "100 s".
     if seconds >= 99.95:
         return f"{round(seconds) // 60} min {round(seconds) % 60:02d} s"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
@@ -144,6 +145,7 @@ class JsonlWriter:
 
     def write(self, metrics: StepMetrics) -> None:
         record = {key: _finite_or_none(value) for key, value in asdict(metrics).items()}
+        # Flushed line by line: a run that is killed leaves every step it took.
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
 

@@ -86,6 +86,7 @@ class Recorder:
         if metrics.step == self.traced_step:
             self._write_trace(metrics)
             show = f"`flexengine report {self.config.run_folder}` draws it beside the simulated one"
+            # Through tqdm, so that the line does not cut the progress bar in two.
             tqdm.write(f"step {metrics.step} traced: {self._trace_paths()[-1]}; {show}")
 
     def close(self) -> None:
@@ -119,6 +120,7 @@ class Recorder:
             "tokens": metrics.num_tokens,
             "predicted_step_s": metrics.predicted_step_s,
         }
+        # Taken once for both files: the engine forgets the times when they are taken.
         runs = self.engine.take_timed_runs()
         for path in self._trace_paths():
             path.parent.mkdir(parents=True, exist_ok=True)

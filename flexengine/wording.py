@@ -42,6 +42,7 @@ def shown(value: object) -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Write "; did you mean X?" for the known word closest to `word`, or ""; case and leading dashes do not count."""
+    # The word is cut because matching takes quadratic time, and damaged files hold words of any length.
     by_text = {name.lower().lstrip("-"): name for name in known}
     close = difflib.get_close_matches(word.lower().lstrip("-")[:SHOWN_CHARACTERS], by_text, n=1)
     return f"; did you mean {by_text[close[0]]}?" if close else ""
@@ -63,7 +64,7 @@ def parse_json(text: bytes | str, where: object, unique: bool = False) -> Any:
         found = "not valid JSON: values are nested too deep"
     except _RepeatedKeyError as error:
         found = str(error)
-    except ValueError:  # what else Python refuses
+    except ValueError:  # Python limits the digits of a number, as reading them takes quadratic time
         found = f"not valid JSON: a number of more than {sys.get_int_max_str_digits()} digits"
     raise ValueError(f"{where}: {found}; fetch or write the file again")
 
@@ -127,6 +128,7 @@ def explain_out_of_memory(error: BaseException) -> str:
     """Explain what ran out, in the words of the error if it has some, and what to do."""
     found = str(error).strip().splitlines()
     first = found[0] if found else "the operating system refused more memory"
+    # Python's own MemoryError has no text; those that the package raises say what was asked and what to do.
     if isinstance(error, MemoryError) and found:
         return str(error)
     return (
@@ -161,6 +163,7 @@ class FlagParser(argparse.ArgumentParser):
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # pyright: ignore
         """Parse `args` (default: the command line). Exits when something is unknown or has no value."""
         given = [with_dashes(argument) for argument in (sys.argv[1:] if args is None else args)]
+        # argparse itself would name unknown flags without a suggestion.
         values, unknown = self.parse_known_args(given, namespace)
         if unknown:
             self.error(self._unknown(unknown))

@@ -37,6 +37,7 @@ def compare(model: ModelSpec, cases: Sequence[Case]) -> list[Row]:
     """Plan every case. Raises PlanError for a request that no machine could carry out."""
     rows = []
     for case in cases:
+        # A case that does not fit is an answer too; the others are still wanted.
         try:
             rows.append(Row(case, make_plan(model, case.request, case.profile), None))
         except ShortageError as error:

@@ -21,6 +21,7 @@ def check_target(flag: str, path: Path | None) -> None:
     if path.is_dir() or not (folder.is_dir() or path.exists()):
         found = "is a folder" if path.is_dir() else f"there is no folder {folder}"
         raise ValueError(f"{flag} {path}: {found}; name a file in a folder that exists")
+    # A device or a FIFO is written in place: a rename would replace it by a file.
     if not _is_special(path):
         _try_to_write(flag, path, folder)
     elif not os.access(path, os.W_OK):  # not opened: a FIFO would wait for its reader
@@ -82,6 +83,7 @@ def write_whole(flag: str, path: Path, write: Callable[[Path], object]) -> None:
         finally:
             beside.unlink(missing_ok=True)
     except OSError as error:
+        # Name the path that the user gave, not the hidden file beside it.
         named = OSError(error.errno, error.strerror, str(path)) if error.errno else error
         raise ValueError(explain_os_error(named, flag)) from error
 

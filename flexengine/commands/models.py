@@ -55,6 +55,7 @@ def describe() -> list[str]:
 
 def _presets() -> Iterator[tuple[str, str, int]]:
     """Give (name, family, parameters) of every preset."""
+    # A description of billions of parameters takes milliseconds: no weights are read.
     for name in preset_names():
         spec = open_model(PRESET_PREFIX + name).spec
         yield name, spec.family, spec.num_parameters

@@ -95,6 +95,7 @@ def _probed(arguments: argparse.Namespace) -> tuple[HardwareProfile, list[str]]:
     shape = DEFAULT_SHAPE if arguments.model is None else block_shape(open_model(arguments.model).spec)
     dtype = arguments.dtype or DTYPE.default
     device = choose_device(arguments.device or DEVICE.default)
+    # Timed here because a remembered profile answers at once, and the difference is worth telling.
     start_s = time.perf_counter()
     result = run_probe(device, getattr(torch, dtype), shape, force=arguments.force)
     age = _age(result, time.perf_counter() - start_s)
@@ -141,6 +142,7 @@ def _compute_lines(profile: HardwareProfile) -> list[str]:
     unit, scale = ("TFLOP/s", TERA) if profile.peak_matmul_flops_per_s >= TERA else ("GFLOP/s", GIGA)
     linear = [curve for curve in profile.curves if curve.x_unit == "tokens"]
     attention = (profile.attention_forward_flops_per_s, profile.attention_backward_flops_per_s)
+    # Forward and backward may have been measured at different lengths; the header has all of them.
     lengths = sorted({length for points in attention for length, _ in points})
     cube = profile.peak_matmul_flops_per_s
     return [
@@ -230,6 +232,7 @@ def _header(label: str, points: Sequence[tuple[int, float]], text: Callable[[int
 
 def _cells(label: str, points: Points, scale: float) -> str:
     values = [y / scale for _, y in points]
+    # 9.995 is the first value that two decimals would round to five characters.
     cells = (f"{value:.2f}" if value < 9.995 else f"{value:.1f}" for value in values)
     return f"    {label:<{LABEL_WIDTH - 2}}" + "".join(f"{cell:>{CELL_WIDTH}}" for cell in cells)
 

@@ -21,6 +21,7 @@ def main(argv: Sequence[str]) -> int:
     """
     arguments = _parser().parse_args(argv)
     folder: Path = arguments.run_folder
+    # Everything is read before anything is written: a damaged run leaves no page.
     run = read_run(folder)
     target = arguments.html if arguments.html is not None else folder / REPORT_FILE
     check_target("--html", target)

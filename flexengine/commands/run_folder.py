@@ -28,6 +28,7 @@ def read_run(folder: Path) -> RunRecord:
     if not any(text is not None for text in texts.values()):
         looked_for = ", ".join(texts)
         raise ValueError(f"run folder {folder} holds none of {looked_for}; give the --output-dir of a run of train.py")
+    # The plan and the trace come first: they tell which steps of the log were disturbed.
     measured = _trace(folder / TRACE_FILE, texts[TRACE_FILE], MEASURED)
     plan = _plan(folder / PLAN_FILE, texts[PLAN_FILE])
     return RunRecord(
@@ -77,6 +78,7 @@ def _disturbed(folder: Path, plan: Plan | None, measured: Trace | None) -> Calla
     steps = {1, TIMED_STEP}
     if measured is not None and isinstance(measured.about.get("step"), int):
         steps.add(measured.about["step"])
+    # The options of the run say which steps were profiled; a folder without them has no such steps.
     path = folder / "config.yaml"
     text = _text(path)
     profiled = range(0) if text is None else TrainConfig(**options_from_yaml(text, str(path))).profiled_steps
@@ -98,6 +100,7 @@ def _step(value: Any, where: str, disturbed: Callable[[int], bool]) -> LoggedSte
     step = int(_finite(value.get("step"), "step", where))
     return LoggedStep(
         step=step,
+        # Rates divide by it; a damaged log must not divide by zero.
         step_s=max(1e-9, _finite(value.get("step_s"), "step_s", where)),
         num_tokens=int(_finite(value.get("num_tokens"), "num_tokens", where)),
         loss=_finite_or_none(value.get("loss")),
@@ -121,6 +124,7 @@ def _bytes(value: object) -> int | None:
 
 
 def _finite_or_none(value: object) -> float | None:
+    # JSON's true is a whole number to Python, and JSON written by others may hold NaN.
     if (
         isinstance(value, bool)
         or not isinstance(value, (int, float))

@@ -16,6 +16,7 @@ def refuse_unsupported(name: str, config: dict) -> None:
                     f"{name}: {switch}={str(not harmless).lower()} in config.json: tokens see later ones, which a "
                     "causal language model is not trained with. Give a model without it"
                 )
+        # Old and new readers take different ones of the two, so only equal options are safe.
         newer, older = fields.nested("rope_parameters"), fields.nested("rope_scaling")
         if newer and older and newer != older:
             raise ValueError(

@@ -184,6 +184,7 @@ def _attention_ops(s: BlockShape) -> list[Op]:
     result = "o"
     if s.gated:
         assert s.qk_norm == "head", "gates lie head by head, and pass where queries are normalised"
+        # The projection gives a gate beside each query head, so the gates are still in its output, stages[0].
         result = "gated_o"
         ops.append(HeadGate("head_gate", "o", stages[0], result, Columns(h, n, 2 * h, h)))
     return [*ops, *closing(s, ("o_proj", result, s.query_width, s.o_bias), "attn_post_norm", "x", "x1")]
@@ -206,7 +207,9 @@ def _expert_ops(s: BlockShape, e: ExpertShape, divisions: int) -> list[Op]:
     bias = "router.bias" if e.stacked else None
     router = Router("router", rows, d, *sizes, "router.weight", e.normalised, bias, e.router)
     gate_up, down = stacked_options(router.weight) if e.stacked else ({}, {})
+    # The shared expert adds its result to the residual first; the combining op then adds the others to that sum.
     residual, shared = ("x1", []) if not e.shared_width else ("x2", _shared_ops(s, e, rows))
+    # Every op on rows reads the router's bounds on the device, so that the host never waits for the routing.
     own = {"bounds": router.bounds, "divisions": divisions}
     weights = [f"experts_{name}.weight" for name in ("gate_up", "down")]
     return [
@@ -218,6 +221,8 @@ def _expert_ops(s: BlockShape, e: ExpertShape, divisions: int) -> list[Op]:
             "experts_gate_up", "rows", y="gate_up", in_features=d, out_features=2 * f, num_experts=e.count,
             per_token=e.per_token, weight=weights[0], **own, **gate_up,
         ),
+        # The router's weight multiplies before the last product: its gradient then needs no result of that product,
+        # which therefore is never kept nor recomputed.
         WeightedGLU("experts_glu", "gate_up", router.weight, "a", f, e.per_token, s.activation, **own),
         GroupedLinear(
             "experts_down", "a", y="results", in_features=f, out_features=d, num_experts=e.count,
@@ -235,6 +240,7 @@ def _shared_ops(s: BlockShape, e: ExpertShape, x: str) -> list[Op]:
         Linear("shared_gate_up", x, "shared_gate_up", d, 2 * width, *gate_up),
         GLU("shared_glu", "shared_gate_up", "shared_a", width, s.activation),
     ]
+    # Without a gate the product adds the residual itself; with one the gate has to multiply before the sum.
     if not gated:
         return [*unit, Linear("shared_down", "shared_a", "x2", width, d, *down, residual="x1")]
     return [
@@ -307,7 +313,7 @@ def block_params(s: BlockShape, prefix: str, names: BlockNames) -> tuple[ParamSp
         ]
 
     d, f, qk_widths = s.hidden_size, s.intermediate_size, (s.head_dim, s.head_dim)
-    if s.qk_norm == "row":
+    if s.qk_norm == "row":  # one norm over all heads of a token, so a weight for each of their columns
         qk_widths = (s.query_width, s.key_width)
     pre, post = s.norms != "post", s.norms != "pre"
     return (
@@ -336,6 +342,7 @@ def _expert_params(s: BlockShape, e: ExpertShape, prefix: str, names: BlockNames
     def source(expert: int, name: str, rows: int, columns: int) -> WeightSource:
         return WeightSource(f"{prefix}.{names.experts}.{expert}.{name}.weight", (rows, columns))
 
+    # Some checkpoints (Qwen3.5) hold all experts of a layer in one tensor; `ModelSpec.named_as` chooses.
     def fused(name: str, rows: int, columns: int) -> WeightSource:
         return WeightSource(f"{prefix}.{names.experts}.{name}", (e.count, rows, columns))
 
@@ -368,6 +375,7 @@ def _parts(sources: list[str], rows: tuple[int, ...]) -> list[tuple[str, int]]:
 
 def stacked(name: str, parts: list[tuple[str, int]], columns: int, bias: bool) -> list[ParamSpec]:
     """Describe a linear layer, its weight and its bias if it has one, from modules that are stacked by rows."""
+    # One product for modules that read the same rows (queries, keys and values; gate and up) is faster than several.
     rows = sum(r for _, r in parts)
     weights = tuple(WeightSource(f"{part}.weight", (r, columns)) for part, r in parts)
     params = [ParamSpec(f"{name}.weight", (rows, columns), weights)]

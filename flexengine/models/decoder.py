@@ -40,6 +40,7 @@ class DecoderShape:
     @property
     def balancing(self) -> Balancing | None:
         """The loss that balances experts, over all layers that have some; None if there is no such loss."""
+        # Layers without experts do not take part; those with experts have equally many in every family.
         counts = [block.experts.count for block in self.blocks if block.experts is not None]
         return (
             Balancing(self.balance_coefficient, counts[0], len(counts)) if self.balance_coefficient and counts else None
@@ -79,6 +80,7 @@ def assemble(
         *(_block_group(i, block) for i, block in enumerate(blocks)),
         GroupSpec("head", "head", head.params),
     )
+    # A tied head has no group member of its own: it reads the embedding's tensor, whose gradient both add to.
     tied = (("lm_head.weight", 0, "embed.weight"),) if sizes["tie_word_embeddings"] else ()
     last = len(groups) - 1
     layers = (
@@ -93,6 +95,7 @@ def assemble(
 
 
 def _block_group(index: int, block: LayerContent) -> GroupSpec:
+    # Ops that run part by part name the parameters that may be cut, and into how many parts.
     divided = [op for op in block.ops if op.divisions > 1]
     cut = tuple(name for op in divided for name in op.params)
     divisions = max((op.divisions for op in divided), default=1)

@@ -57,6 +57,7 @@ def build(name: str, config: dict) -> ModelSpec:
         attention=AttentionStyle(scale=heads.head_dim**-0.5 * score_scale(config, name)),
         mixer=mixer,
     )
+    # The first layers have a plain FFN, all others experts.
     sparse, first = replace(dense, experts=_read_experts(fields, family)), fields.whole("first_k_dense_replace", 0, 0)
     shape = DecoderShape(
         vocab_size=fields.whole("vocab_size"),
@@ -66,6 +67,7 @@ def build(name: str, config: dict) -> ModelSpec:
         final_norm=norm,
         names=NAMES,
     )
+    # The router stays in 16 bits in FP8 checkpoints, though their config does not list it.
     spec = fp8_weights(decoder_model(name, family, config, shape), config, plain=(NAMES.router,))
     if not fields.whole("num_nextn_predict_layers", 0, 0):
         return spec
@@ -102,6 +104,7 @@ def _read_experts(fields: Fields, family: str) -> ExpertShape:
     third = family == "deepseek_v3"
     count = fields.whole("num_local_experts" if third else "num_experts", other="n_routed_experts")
     per_token, method = fields.whole("num_experts_per_tok"), fields.text("topk_method", CHOICES[family][0])
+    # A token first chooses groups of experts, then experts in these; without groups all experts are one group.
     grouped = third or method == "group_limited_greedy"
     groups, taken = (fields.whole("n_group"), fields.whole("topk_group")) if grouped else (1, 1)
     best = 2 if third else 1  # experts whose scores make that of their group

@@ -95,8 +95,10 @@ class DeltaShape:
             found = tuple(WeightSource(f"{module}.{source}", size) for source, size in sources.items())
             return ParamSpec(name, shape, found, **kind)
 
+        # The shape of the convolution is that of torch's depthwise Conv1d, as the checkpoint has it.
         module, d, n = f"{prefix}.linear_attn", block.hidden_size, self.num_value_heads
         k, v, conv = self.key_width, self.value_width, (2 * self.key_width + self.value_width, 1, self.taps)
+        # Qwen3-Next stores two fused projections, Qwen3.5 four; both are stacked into one product here.
         rows = {"qkvz": 2 * (k + v), "ba": 2 * n} if self.interleaved else {"qkv": 2 * k + v, "z": v, "b": n, "a": n}
         projection = {f"in_proj_{name}.weight": (count, d) for name, count in rows.items()}
         return [

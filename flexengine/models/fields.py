@@ -58,7 +58,7 @@ LARGEST = {
 position holds. A larger value means a damaged file; descriptions, plans and tables of such a size would fill memory.
 """
 
-_REQUIRED: Any = object()
+_REQUIRED: Any = object()  # None is a default that some fields have
 
 
 class Fields:

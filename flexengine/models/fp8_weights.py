@@ -35,12 +35,14 @@ def fp8_weights(model: ModelSpec, config: dict, plain: tuple[str, ...]) -> Model
     def decoded(param: ParamSpec) -> ParamSpec:
         if param.kind != "matrix":
             return param
+        # Dots on both sides compare whole modules: `mlp.gate` must not match `mlp.gate_proj`.
         sources = (
             source if any(f".{part}." in f".{source.name}" for part in kept) else replace(source, decode="fp8")
             for source in param.sources
         )
         return replace(param, sources=tuple(sources))
 
+    # Embedding and head are not quantised in these checkpoints.
     def of_group(group: GroupSpec) -> GroupSpec:
         return replace(group, params=tuple(map(decoded, group.params))) if group.slot_class == "block" else group
 

@@ -54,6 +54,7 @@ def with_frozen(model: ModelSpec, names: Sequence[str]) -> ModelSpec:
 def _treated(op: Op, untrained: Sequence[str], backward: bool) -> Op:
     if not backward:
         return op.forward_only()
+    # Parameters of one op stream and update together, so an op has one answer.
     frozen = [name in untrained for name in op.params]
     assert all(frozen) or not any(frozen), f"{op.name} has parameters of several groups, of which some are frozen"
     return op.untrained() if any(frozen) else op
@@ -66,6 +67,7 @@ def _groups_named(model: ModelSpec, name: str) -> list[int]:
     if name == ALL_BLOCKS:
         return [i for i, group in enumerate(names) if _BLOCKS.fullmatch(group)]
     if blocks and blocks[2] is not None:
+        # Clipped to the number of groups: a range such as block.0-999999999999 must not fill memory with names.
         found = [f"block.{i}" for i in range(int(blocks[1]), min(int(blocks[2]), len(names)) + 1)]
         wanted = int(blocks[2]) - int(blocks[1]) + 1
         if wanted > 0 and len(found) == wanted and set(found) <= set(names):

@@ -54,6 +54,7 @@ def _build(name: str, config: dict, family: str, prefix: str = "model", head: st
     fields = Fields(name, config)
     activation = read_activation(fields, family, "hidden_activation", "gelu_pytorch_tanh")
     second, sizes = family == "gemma2", read_sizes(fields)
+    # Every `pattern`-th layer has full attention: every second one in Gemma 2, by default every sixth in Gemma 3.
     pattern = 2 if second else fields.whole("sliding_window_pattern", 6)
     count, tables = sizes.num_hidden_layers, _tables(config, sizes.head_dim, name, second)
     default = [SLIDING if (i + 1) % pattern else FULL for i in range(count)]

@@ -39,9 +39,11 @@ def build(name: str, config: dict) -> ModelSpec:
             f"{name}: n_embd={d} is not a multiple of n_head={heads}; one of them is wrong in config.json: fetch the "
             "published one again"
         )
+    # A config without n_inner, or with null, means four times the width.
     f, eps = fields.whole("n_inner", None) or 4 * d, fields.number("layer_norm_epsilon", 1e-5, high=1.0)
     positions = fields.whole("n_positions", 1024, other="max_position_embeddings")
     tied, scaled = fields.switch("tie_word_embeddings", True), fields.switch("scale_attn_weights", True)
+    # None is the usual scale of 1 / sqrt(head_dim).
     ops = _block_ops(d, f, heads, eps, AttentionStyle(None if scaled else 1.0))
     embedding = (Embedding("embed", "tokens", v, d, "embed.weight"),
                  LearnedPositions("positions", "tokens", "y", positions, d, "positions.weight"))  # fmt: skip

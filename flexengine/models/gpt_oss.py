@@ -46,6 +46,7 @@ def build(name: str, config: dict) -> ModelSpec:
     sizes = read_sizes(fields)
     norm, count = NormStyle(read_rms_norm_eps(fields, 1e-5)), sizes.num_hidden_layers
     table = _table(name, config, sizes.head_dim)
+    # Layers alternate, the first one with a window.
     kinds = layer_types(fields, count, [(SLIDING, FULL)[i % 2] for i in range(count)])
     blocks = {kind: _block(fields, sizes, norm, table, kind) for kind in (SLIDING, FULL)}
     shape = DecoderShape(

@@ -94,7 +94,7 @@ class LatentAttention(NamedTuple):
             return [*linear(f"{name}_proj", source, rows, d, self.bias), norm]
 
         queries = linear("q_proj", "q_proj", heads.query_width, d)
-        if self.query_rank:
+        if self.query_rank:  # the large models compress queries, too
             queries = latent("q_a", self.query_rank, self.query_rank, "q_a_proj")
             queries += linear("q_b_proj", "q_b_proj", heads.query_width, self.query_rank)
         return [

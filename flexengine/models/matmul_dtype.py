@@ -16,6 +16,7 @@ MatmulDtype = Literal["compute", "fp8"]
 
 def check_matmul_dtype(model: ModelSpec, matmul: str) -> None:
     """Raise ValueError unless the blocks multiply as numerics say: `compute` or `fp8`."""
+    # A plan priced for one type must not run in the other: its seconds and bytes would be wrong.
     found = "fp8" if any(isinstance(op, Fp8Linear) for layer in model.blocks for op in layer.ops) else "compute"
     if found != matmul:
         raise ValueError(f"{model.name} has linear layers that multiply in {found}, but numerics ask for {matmul}")

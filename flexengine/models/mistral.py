@@ -29,6 +29,7 @@ def build(name: str, config: dict) -> ModelSpec:
     read_activation(fields, family)
     sizes, norm, window = read_sizes(fields), NormStyle(read_rms_norm_eps(fields)), read_window(fields)
     table = rope_table(config, sizes.head_dim, name, family=family)
+    # Without layer_types all layers have the window, or none has one.
     styles = {FULL: CAUSAL, SLIDING: AttentionStyle(window=window)}
     kinds = layer_types(fields, sizes.num_hidden_layers, [SLIDING if window else FULL] * sizes.num_hidden_layers)
     shape = DecoderShape(

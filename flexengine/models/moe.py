@@ -52,6 +52,7 @@ def build(name: str, config: dict) -> ModelSpec:
     table = rope_table(config, sizes.head_dim, name, family=family)
     options = {"mixtral": _mixtral, "olmoe": _olmoe, "qwen2_moe": _qwen2, "qwen3_moe": _qwen3}[family](fields, sizes)
     check_counts(name, options["experts"])
+    # A layer without experts differs in its FFN alone, which has the config's intermediate_size.
     sparse = sizes.block(norm, rope_scaling=table.scaling, **options)
     dense = replace(sparse, experts=None)
     without = layers_without_experts(fields, sizes.num_hidden_layers) if family.startswith("qwen") else set()
@@ -72,6 +73,7 @@ def read_balance(fields: Fields, coefficient: float = BALANCE) -> float:
 
     coefficient: what the config stands for when it leaves the coefficient out.
     """
+    # Read and checked even if the loss is off, so that a damaged config does not pass.
     coefficient = fields.number("router_aux_loss_coef", coefficient, high=1e6)
     return coefficient if fields.switch("output_router_logits", False) else 0.0
 

@@ -33,6 +33,7 @@ def build(name: str, config: dict) -> ModelSpec:
     read_activation(fields, family)
     sizes, norm = read_sizes(fields), NormStyle(read_rms_norm_eps(fields, 1e-5), wide=True)
     count, bias = sizes.num_hidden_layers, fields.switch("attention_bias", False)
+    # OLMo 2 has one kind of layers; OLMo 3 rotates layers with and without a window by tables of their own.
     kinds = [FULL] * count
     tables = {FULL: rope_table(config, sizes.head_dim, name, family)} if family == "olmo2" else {}
     if family == "olmo3":

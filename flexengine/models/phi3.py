@@ -49,4 +49,5 @@ def _with_longrope(name: str, config: dict) -> dict:
             f"{name}: rope type {shown(kind)} in config.json; a phi3 model has none, default or longrope, others are "
             "not supported"
         )
+    # Options of either place go to one, so that the reader of frequencies sees a single set.
     return {**config, "rope_parameters": None, "rope_scaling": {**options, "rope_type": ROPE_TYPES[kind]}}

@@ -42,6 +42,7 @@ def build_with_images(name: str, config: dict) -> ModelSpec:
     """Describe the text part of a config of type `qwen3_5` or `qwen3_5_moe`. Raises ValueError as the others do."""
     family, fields = config["model_type"], Fields(name, config)
     text = with_class_defaults(f"{family}_text", fields.nested("text_config"))
+    # The outer config decides about the tied head; the text's own value counts if the outer one has none.
     tied = fields.switch("tie_word_embeddings", Fields(name, text).switch("tie_word_embeddings", False))
     spec = _build(name, {**text, "tie_word_embeddings": tied}, family, prefix="model.language_model")
     return replace(spec, notice=NOTICE.format("the text part is trained; model.visual, and "))
@@ -55,10 +56,11 @@ def _build(name: str, config: dict, family: str, prefix: str = "model") -> Model
         experts = _experts(fields, family)
         config = {"intermediate_size": experts.width, **config}  # Qwen3.5 lacks it, and has no dense FFN
     sizes = read_sizes(Fields(name, config))
-    if family == "qwen3_next":
+    if family == "qwen3_next":  # only these configs may name layers without experts
         without = layers_without_experts(fields, sizes.num_hidden_layers)
     norm, bias = NormStyle(read_rms_norm_eps(fields), offset=1.0, wide=True), fields.switch("attention_bias", False)
     table = rope_table({"partial_rotary_factor": 0.25, **config}, sizes.head_dim, name, family, partial=True)
+    # All layers share these sizes; a layer of linear attention ignores the options of attention.
     block = sizes.block(norm, qk_norm="head", gated=True, qkv_bias=bias, o_bias=bias, rope_scaling=table.scaling)
     mixers = {FULL: None, LINEAR: _delta(fields, norm.eps, family == "qwen3_next")}
     shape = DecoderShape(

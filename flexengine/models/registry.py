@@ -147,12 +147,14 @@ def build_model(name: str, config: Any) -> ModelSpec:
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise unknown_family(name, family, config, FAMILIES)
+    # Refusals come before the builder: it would read a config that asks for something else without noticing.
     _check_not_quantised(name, config, FAMILIES[family].quantised)
     refuse_unsupported(name, config)
     spec = FAMILIES[family].build(name, with_class_defaults(family, config))
     notice = "; ".join(filter(None, (spec.notice, dropout_notice(name, config))))
     # The config as it was read, without class defaults: the export writes it back.
     spec = replace(spec, hf_config=config, notice=notice)
+    # Sizes within their ranges may still multiply to more than any machine holds.
     if spec.num_parameters > MAX_PARAMETERS:
         raise ValueError(
             f"{name}: the sizes in config.json come to {spec.num_parameters} parameters, more than the "
@@ -186,6 +188,7 @@ def open_model(path_or_preset: str | Path, needs_weights: bool = True) -> ModelS
         return _open_preset(text.removeprefix(PRESET_PREFIX))
     folder = Path(text)
     config = _read_config(folder)
+    # Planning needs the config alone, so the weights may be missing there.
     if not any(folder.glob("*.safetensors")):
         if not needs_weights:
             return ModelSource(build_model(folder.name, config), None, folder)

@@ -41,9 +41,11 @@ def _parameters(config: dict, model: str) -> tuple[str, float, Fields]:
     """Read (kind, theta, options) from `rope_scaling` + `rope_theta`, or from the newer `rope_parameters`."""
     fields = Fields(model, config)
     values = fields.nested("rope_parameters") | fields.nested("rope_scaling")
+    # Some configs state the original length in both places; transformers takes the outer one.
     if config.get(ORIGINAL) is not None:
         values[ORIGINAL] = config[ORIGINAL]
     options = Fields(model, values, "the rope options of config.json")
+    # Older configs say "type".
     kind = values.get("rope_type", values.get("type")) or "default"
     kind = OLD_NAMES.get(kind, kind) if isinstance(kind, str) else kind
     theta = options.number("rope_theta", None, *THETA_RANGE) or fields.number("rope_theta", 10000.0, *THETA_RANGE)
@@ -155,6 +157,7 @@ def _llama3(inv_freq: list[float], options: Fields, config: Fields) -> tuple[flo
             "fetch the published one again"
         )
 
+    # In radians per position a frequency turns once in `wavelength` tokens.
     def scaled(freq: float) -> float:
         wavelength = 2 * math.pi / freq
         if wavelength < original / high:

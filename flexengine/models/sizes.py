@@ -106,6 +106,7 @@ def read_sizes(fields: Fields) -> Sizes:
     heads, hidden = fields.whole("num_attention_heads"), fields.whole("hidden_size")
     kv_heads = fields.whole("num_key_value_heads", heads)
     width = _head_dim(fields, heads, hidden)
+    # Query heads share key heads in equal numbers.
     if heads % kv_heads:
         raise ValueError(
             f"{fields.model}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}; one of "

@@ -169,6 +169,7 @@ class ModelSpec:
 
         The checkpoint may lack the optional prefix, and may hold the sources of a parameter as one fused tensor.
         """
+        # Published checkpoints of one model differ in both, so the names themselves have to tell.
         names, prefix = set(names), self.optional_prefix
         if any(name.startswith(prefix) for name in names):
             prefix = ""

@@ -28,6 +28,7 @@ def stacked_params(d: int, count: int, f: int, router: str, experts: str, decode
     def param(name: str, source: str, *shape: int, decode: str | None = None) -> ParamSpec:
         return ParamSpec(name, shape, (WeightSource(source, shape, decode),))
 
+    # Vectors are never quantised in these checkpoints, so only weights have a decoder.
     def bias(name: str, source: str, *shape: int, init: Any = "zeros") -> ParamSpec:
         return ParamSpec(name, shape, (WeightSource(source, shape),), kind="vector", init=init)
 

@@ -68,6 +68,7 @@ def nearest_family(family: str, config: Config, known: Iterable[str]) -> str:
         marks = sum(field in config for field in MARKS.get(name, ()))
         return marks, len(_common_start(family, name))
 
+    # max takes the first of equals, so llama, which has no marks, comes last.
     names = [name for name in known if name in MARKS] + ["llama"]
     return max(names, key=score)
 
@@ -84,6 +85,7 @@ def unknown_family(model: str, family: Any, config: Config, known: Iterable[str]
         return ValueError(
             f"{model}: model_type {shown(family)} in config.json is not supported; known: {', '.join(known)}"
         )
+    # A feature is named only if a field asks for it: absent fields say nothing about an unknown architecture.
     missing = [feature for feature, found in MISSING.items() if found(config)]
     lacks = f"; not supported in it: {', '.join(missing)}" if missing else ""
     return ValueError(

@@ -52,11 +52,13 @@ class MemorySeries(NamedTuple):
 
 def step_memory(step: SimulatedStep, memory: Memory, max_points: int = MAX_POINTS) -> MemorySeries:
     """Give the bytes in use over all parts of a step, each shown once, at about `max_points` moments or fewer."""
+    # What is never freed is counted once, over all parts; slots come and go within a part.
     lasting = _outside_the_arena(step, memory) | _lasting_bytes(step.layout, memory)
     series = [part_memory(part, step.layout, memory, lasting) for part in step.parts]
     names = tuple(dict.fromkeys(name for s in series for name in s.categories))
     times, rows = [], []
     for one, part, start_s in zip(series, step.parts, step.starts_s, strict=True):
+        # Points are shared out by seconds, so that a short update does not take them from a long round.
         share = part.timing.total_s / max(step.shown_s, 1e-30)
         thin = thinned(one, max(8, round(max_points * share)))
         times += [start_s + t for t in thin.times_s]
@@ -73,6 +75,8 @@ def part_memory(part: StepPart, layout: Layout, memory: Memory, lasting: Mapping
     column = {name: i for i, name in enumerate(names)}
     moments = sorted({0.0, *(t for times in intervals.values() for interval in times for t in interval)})
     row = {t: i for i, t in enumerate(moments)}
+    # Bytes that a slot gains or loses at a moment; the running sum is what is in use. A step has tens of thousands of
+    # commands, and asking every slot at every moment would take their product.
     changes = np.zeros((len(moments), len(names)), dtype=np.int64)
     for index, times in intervals.items():
         for begin, end in times:
@@ -99,7 +103,7 @@ def slot_intervals(part: StepPart, layout: Layout, memory: Memory) -> dict[int, 
             since = found[slot].pop()[0] if found[slot] else 0.0
             found[slot].append((since, max(end, since)))
         for slot in {access.slot for access in command.writes} & found.keys():
-            if slot not in reads:
+            if slot not in reads:  # a command that reads and writes a slot continues its interval
                 found[slot].append((begin, end))
     return {slot: merge_intervals(intervals) for slot, intervals in found.items() if intervals}
 

@@ -66,6 +66,7 @@ class Picture:
         busy = predicted.busy_s["compute"]
         recompute_s = predicted.recompute_share * busy
         found = {"forward, backward and update": busy - recompute_s, "recomputation": recompute_s}
+        # A part is drawn once but runs `repeats` times.
         waits: dict[str, float] = {}
         for part in self.step.parts:
             for (cause, phase), seconds in stalls(part.program, part.timing).items():
@@ -73,6 +74,7 @@ class Picture:
                 waits[name] = waits.get(name, 0.0) + part.repeats * seconds
         least_s = NEGLIGIBLE_SHARE * predicted.step_s
         found |= {name: s for name, s in sorted(waits.items(), key=lambda item: -item[1]) if s > least_s}
+        # Small waits were left out above; together they may still be worth a line.
         rest = predicted.step_s - sum(found.values())
         if rest > least_s:
             found["other waits"] = rest

@@ -50,6 +50,7 @@ def as_json(picture: Picture) -> dict[str, Any]:
             "limited_by": p.limiter,
         },
         "speed_of_light": {
+            # The plan's figure comes last and wins: a corrected profile may have changed it since.
             **(asdict(picture.bound) if picture.bound is not None else {}),
             "seconds": p.speed_of_light_s,
             "share_reached": picture.light_share,
@@ -173,22 +174,26 @@ def measured_timeline(plan: Plan, runs: Sequence[TimedRun], about: Mapping[str, 
     about: further metadata, such as the number of the step and its wall seconds.
     """
     # The text is yielded in pieces because a run may use its whole host budget: there is no room for all of it at once.
+    # Rounds of a simulation are named by what they do; those that ran are numbered.
     names = [f"round {n}" if run.program.name == "round" else run.program.name for n, run in enumerate(runs, start=1)]
     parts = [part_about(name, 1, run.program, run.timing, run.start_s) for name, run in zip(names, runs, strict=True)]
     commands = (command_events(run.program, run.timing, run.start_s) for run in runs)
     events = chain(track_events(f"{plan.model}, measured step"), chain.from_iterable(commands))
+    # `parts` stands last: a key of `about` must not replace it.
     about = {"timeline": MEASURED, "plan": plan_digest(plan), "model": plan.model, **about, "parts": parts}
     return trace_pieces(events, about)
 
 
 def plan_digest(plan: Plan) -> str:
     """Identify a plan by 16 hex digits of its decisions; its prediction does not count."""
+    # A corrected prediction must not make a plan another one: traces of both are still of one plan.
     decided = json.dumps(asdict(replace(plan, predicted=Prediction())), sort_keys=True)
     return hashlib.sha256(decided.encode()).hexdigest()[:16]
 
 
 def _memory_counters(name: str, series: MemorySeries) -> list[Event]:
     return [
+        # Whole MiB: counters with all digits would make up most of the file.
         counter_event(name, time_s, {c: int(b) >> 20 for c, b in zip(series.categories, row, strict=True)})
         for time_s, row in zip(series.times_s, series.num_bytes, strict=True)
     ]

@@ -62,6 +62,7 @@ def _residency_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
     lines = []
     for data in GROUP_DATA:
         homes = [data.home(group) for group in plan.groups]
+        # Frozen groups have no gradients and no states, so they do not count among the groups of these lines.
         num_groups = sum(home is not None for home in homes)
         texts = []
         for place, words in (("gpu", "on the GPU"), ("host", "streamed from the host")):
@@ -85,6 +86,7 @@ def _expert_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
     which = ", only those that some token of the round goes to" if plan.touched_only else ""
     if model is None:
         return [f"experts: streamed in parts{which}"]
+    # Blocks with experts are of one size in every model; groups without experts divide into one part.
     divided = max(model.groups, key=lambda group: group.divisions)
     expert_numel = sum(param.numel for param in divided.params if param.name in divided.cut)
     size = f"{expert_numel / divided.divisions / 1e6:.0f} M parameters"
@@ -108,6 +110,7 @@ def _update_line(plan: Plan) -> str:
     cpu = f"{by_cpu} of {trained} groups on the CPU{since}, the others " if by_cpu else ""
     if not plan.uses_tiles:
         return f"update: {cpu}on the GPU, in place"
+    # Small models have tiles of a few thousand elements, which "0.0 M" would not tell.
     tile = f"{plan.optimizer_tile / 1e6:.2g} M" if plan.optimizer_tile >= 1e5 else f"{plan.optimizer_tile}"
     slots = f"{plan.optimizer_slots} tile(s) of {tile} elements"
     return f"update: {cpu}on the GPU, what lives on the host through {slots}"
@@ -118,6 +121,7 @@ def _update_line(plan: Plan) -> str:
 
 def _activation_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
     """Tell what blocks keep for backward, a line per distinct choice."""
+    # The embedding has nothing to keep, and the head runs forward and backward in one command.
     blocks: Sequence[LayerPlan | None] = plan.layers[1:-1]
     if model is not None:
         blocks = [kept if block.keeps else None for kept, block in zip(blocks, model.blocks, strict=True)]

@@ -118,6 +118,7 @@ def _layers(picture: Picture) -> str:
     plan, model = picture.plan, picture.model
     decided = (_decisions(layer, plan.layers[i], plan.groups) for i, layer in enumerate(model.layers))
     rows = [(_layer_names(model, members), *decisions) for decisions, members in positions_by_value(decided).items()]
+    # The chart shows where single layers differ; the table says in words what each treatment is.
     chart = layer_chart([layer.name for layer in model.layers], _layer_places(picture))
     ways = table(("layers", "from forward to backward", "weights", "gradients", "optimizer states"), rows, ())
     return figure("Where parameters live, and what each layer keeps for backward", chart) + ways
@@ -125,6 +126,7 @@ def _layers(picture: Picture) -> str:
 
 def _layer_names(model: ModelSpec, members: Sequence[int]) -> str:
     """Name layers in words, with blocks by their numbers."""
+    # People count blocks from 0, as checkpoints name them; layers also count the embedding.
     first = next(i for i, layer in enumerate(model.layers) if layer.kind == "block")
     blocks = [i - first for i in members if model.layers[i].kind == "block"]
     edges = [model.layers[i].name for i in members if model.layers[i].kind != "block"]
@@ -148,6 +150,7 @@ def _layer_places(picture: Picture) -> list[tuple[str, list[str | None]]]:
     ]
     inputs = [kept.input_home if layer.keeps else None for layer, kept in zip(layers, plan.layers, strict=True)]
     rows.append(("input", inputs))
+    # Blocks of several kinds have different ops: a row per op that any block may keep, in the order of first use.
     names = dict.fromkeys(name for layer in layers if layer.kind == "block" for name in savable_ops(layer.ops))
     for name in names:
         keeps = [layer.keeps and any(op.name == name for op in layer.ops) for layer in layers]
@@ -181,6 +184,7 @@ def _bytes_table(title: str, categories: dict[str, int], total: int, budget: int
         (f'<i style="background:{colour(name)}"></i>{escape(name)}', format_bytes(num), percent(num / max(total, 1)))
         for name, num in largest_first(categories)
     ]
+    # Cells are HTML here, for the swatches, so names are escaped above.
     rows.append(("<b>all</b>", f"<b>{format_bytes(total)}</b>", f"of {format_bytes(budget)}"))
     return table((title, "bytes", "share"), rows, safe=True)
 

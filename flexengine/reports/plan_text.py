@@ -86,6 +86,7 @@ def _memory_lines(picture: Picture, place: str, series: MemorySeries) -> list[st
 def _part_peaks(picture: Picture, series: MemorySeries) -> list[int]:
     """Find the most bytes in use in each part of the step."""
     starts, totals = picture.step.starts_s, series.totals.tolist()
+    # The last part takes every later moment, also the one at which the step ends.
     ends = [*starts[1:], float("inf")]
     return [
         max(total for t, total in zip(series.times_s, totals, strict=True) if start <= t < end)
@@ -152,9 +153,10 @@ def shortage_report(error: ShortageError, planned: Plan | None) -> str:
         lines.append(
             f"the smallest plan needs {format_bytes(required)} of {format_bytes(budget)} {place} memory{missing}"
         )
-        if missing:
+        if missing:  # the categories of a memory that suffices do not help
             lines += indented_columns([(name, format_bytes(size)) for name, size in largest_first(categories) if size])
     lines.append("fits with one of" if error.remedies else "no change that was tried makes it fit")
+    # Only the first remedy was planned in full: a plan takes about a second.
     speeds = [_speed(planned) if i == 0 else "" for i, _ in enumerate(error.remedies)]
     lines += indented_columns([(str(remedy), speed) for remedy, speed in zip(error.remedies, speeds, strict=True)])
     return "\n".join(line.rstrip() for line in lines)

@@ -68,6 +68,7 @@ def _answer(run: RunRecord) -> str:
 def _tiles(run: RunRecord) -> str:
     if not run.steps or run.step_s is None:
         return ""
+    # Peaks are those since the run began, so the last line of the log has them.
     first, last = run.steps[0], run.steps[-1]
     speed = statistics.median(step.tokens_per_s for step in run.steady_steps)
     return tiles(
@@ -102,6 +103,7 @@ def _notes(run: RunRecord) -> Iterator[str]:
     if run.plan is not None and isinstance(tokens, int) and tokens < run.plan.request.max_global_batch_tokens:
         full = run.plan.request.max_global_batch_tokens
         yield f"The measured step had {tokens} tokens, the simulated one has {full}; copies of weights are the same."
+    # --replan may change the plan after the traced step; the traces and plan.json then tell of different ones.
     digests = {trace.about.get("plan") for trace in (run.simulated, measured) if trace is not None}
     if run.plan is not None:
         digests.add(plan_digest(run.plan))
@@ -116,6 +118,7 @@ def _timelines(run: RunRecord) -> Iterator[str]:
     """Draw each trace on one time axis, then a close-up of one round of each over equally many seconds."""
     named = [("Simulated", run.simulated), ("Measured", run.measured)]
     traces = [(name, trace) for name, trace in named if trace is not None]
+    # One axis for both, or a slower step would look as long as the predicted one.
     end_s = max((trace.total_s for _, trace in traces), default=0.0)
     for name, trace in traces:
         yield figure(f"{name}: {format_seconds(trace.total_s)}", _timeline(trace, end_s, f"{name} commands by stream"))
@@ -128,6 +131,7 @@ def _timelines(run: RunRecord) -> Iterator[str]:
 
 def _timeline(trace: Trace, end_s: float, label: str) -> str:
     gap_s = GAP_PIXELS / (RIGHT - LEFT) * end_s
+    # Every part is merged once and drawn as often as it ran.
     rows = {id(part): merge_bars(_bars(part), gap_s) for part in trace.parts}
     runs = [(part, part.start_s + later_s) for part, later_s in expanded(trace)]
     marks = [
@@ -164,6 +168,7 @@ def _curves(run: RunRecord) -> Iterator[str]:
     if not run.steps:
         yield '<p class="soft">There is no step in train_log.jsonl: train.py writes a line when a step has ended.</p>'
         return
+    # All steps are drawn, disturbed ones too: only averages leave them out.
     losses = [(step.step, step.loss) for step in run.steps]
     yield figure("Loss", curve_chart(losses, "loss by step", KINDS["weights"]))
     speeds = [(step.step, step.tokens_per_s) for step in run.steps]

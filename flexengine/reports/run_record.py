@@ -42,6 +42,7 @@ class RunRecord(NamedTuple):
     @property
     def steady_steps(self) -> Sequence[LoggedStep]:
         """The steps whose speed counts: the undisturbed ones, else all but the first, else all."""
+        # A run of one or two steps still deserves a figure, even if it has nothing but disturbed steps.
         return [step for step in self.steps if not step.disturbed] or self.steps[1:] or self.steps
 
     @property

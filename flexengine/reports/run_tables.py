@@ -40,6 +40,7 @@ def stream_table(run: RunRecord) -> str:
     rows: list[tuple[str, ...]] = []
     if run.step_s is not None:
         rows.append(_row(f"step, median of {len(run.steady_steps)}", run.predicted_s, run.step_s))
+    # The wall time has what no program has: the host between two rounds.
     measured_s = None if run.measured is None else _wall_s(run.measured)
     if run.measured is not None:
         rows.append(_row(f"step {run.measured.about.get('step', '')}, with time stamps", run.predicted_s, measured_s))
@@ -47,7 +48,7 @@ def stream_table(run: RunRecord) -> str:
     for stream in STREAMS:
         busy_s = [_seconds(busy) for busy in pairs.get(str(stream), (None, None))]
         rows.append(_row(f"{STREAM_NAMES[stream]}, busy", *busy_s))
-        if stream is Stream.COMPUTE:
+        if stream is Stream.COMPUTE:  # only its waiting is lost time: the others wait for something to copy or update
             whole_s = (run.simulated.total_s if run.simulated is not None else None, measured_s)
             rows.append(_row(f"{STREAM_NAMES[stream]}, waiting", *map(_remainder, whole_s, busy_s)))
     if run.measured is not None:
@@ -98,6 +99,7 @@ def _seconds(busy: Busy | None) -> float | None:
 
 def _remainder(whole_s: float | None, part_s: float | None) -> float | None:
     """Subtract a part from the whole; None if either is unknown."""
+    # Clocks of device and host differ by a little, so the difference may fall below zero.
     return None if whole_s is None or part_s is None else max(0.0, whole_s - part_s)
 
 

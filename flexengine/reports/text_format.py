@@ -45,6 +45,7 @@ def largest_first(bytes_by_category: dict[str, int]) -> list[tuple[str, int]]:
 
 def align_columns(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
     """Pad cells to lines with aligned columns: those in `left` align left, the others right."""
+    # zip of no rows gives no columns, so an empty table gives no lines.
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

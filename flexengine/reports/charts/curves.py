@@ -30,6 +30,7 @@ def curve_chart(points: Sequence[Point], label: str, fill: str, reference: Refer
     first, last = points[0][0], max(points[-1][0], points[0][0] + 1)
     x = Scale(first, last, LEFT, RIGHT)
     elements = [*_value_axis(y), *_step_axis(x)]
+    # A diverged step breaks the line: joining its neighbours would hide it.
     for is_known, group in groupby(points, key=lambda point: point[1] is not None):
         if is_known:
             elements.append(_line([(x(step), y(value)) for step, value in group if value is not None], fill))
@@ -43,6 +44,7 @@ def curve_chart(points: Sequence[Point], label: str, fill: str, reference: Refer
 def _range(values: Sequence[float]) -> tuple[float, float]:
     """Choose the range of the value axis: it begins at 0 where that leaves the curve half of the height."""
     low, high = min(values, default=0.0), max(values, default=1.0)
+    # Losses that fall from 8 to 7 would be a flat line on an axis from 0.
     if 0 <= low <= high / 2 or high - low < 1e-6 * max(abs(low), abs(high)):
         low, high = min(low, 0.0), max(high, 0.0)
     room = 0.06 * (high - low) if high - low > 1e-9 else 1.0
@@ -50,7 +52,7 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _line(points: list[tuple[float, float]], fill: str) -> str:
-    if len(points) == 1:
+    if len(points) == 1:  # a path of one point draws nothing
         return f'<circle cx="{points[0][0]:.1f}" cy="{points[0][1]:.1f}" r="2.5" fill="{fill}"/>'
     path = "L".join(f"{a:.1f},{b:.1f}" for a, b in _thinned(points))
     return f'<path d="M{path}" fill="none" stroke="{fill}" stroke-width="1.5"/>'

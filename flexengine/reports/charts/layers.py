@@ -26,6 +26,7 @@ def layer_chart(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[str |
                     f'<rect x="{NAMES_WIDTH + c * cell:.1f}" y="{top + 1}" width="{max(1.0, cell - 1.2):.1f}" '
                     f'height="{ROW_HEIGHT - 2}" fill="{PLACE_FILLS[place]}"><title>{escape(title)}</title></rect>'
                 )
+    # At most 24 labels, or those of a deep model would run into each other.
     every = max(1, math.ceil(len(columns) / 24))
     for c in range(0, len(columns), every):
         short = columns[c].rpartition(".")[2]

@@ -61,6 +61,7 @@ def memory_chart(identity: str, series: MemorySeries, step: SimulatedStep, budge
         "right": RIGHT,
         "end": series.end_s,
         "names": series.categories,
+        # Rounded to what a tooltip shows: the data are most of the page.
         "times": [float(f"{t:.6g}") for t in series.times_s],
         "mib": np.rint(series.num_bytes / MIB).astype(int).tolist(),
     }
@@ -77,6 +78,7 @@ def memory_chart(identity: str, series: MemorySeries, step: SimulatedStep, budge
 def _without_small(series: MemorySeries) -> MemorySeries:
     """Merge the small categories into one, "other", at the bottom."""
     limit = SMALL_SHARE * series.totals.max()
+    # One small category alone is clearer by its own name.
     small = [i for i, name in enumerate(series.categories) if series.peaks[name] < limit]
     if len(small) < 2:
         return series
@@ -87,6 +89,7 @@ def _without_small(series: MemorySeries) -> MemorySeries:
 
 
 def _areas(series: MemorySeries, x: Scale, y: Scale) -> Iterator[str]:
+    # Bytes hold until the next moment, so areas have steps, not slopes.
     edges = [x(t) for t in (*series.times_s, series.end_s)]
     above = series.num_bytes.cumsum(axis=1)
     below = above - series.num_bytes
@@ -110,6 +113,7 @@ def _stairs(edges: Sequence[float], heights: Sequence[float]) -> list[tuple[floa
 
 
 def _gib_grid(y: Scale, top_bytes: float) -> Iterator[str]:
+    # Tests and tiny models use less than a GiB.
     unit, word = (GIB, "GiB") if top_bytes >= 0.5 * GIB else (MIB, "MiB")
     for value in ticks(top_bytes / unit, 5):
         line = y(value * unit)

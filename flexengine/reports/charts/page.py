@@ -28,6 +28,7 @@ def table(
     head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] | None = None, safe: bool = False
 ) -> str:
     """Build a table; columns in `numbers` (default: all but the first) align right. safe: cells are HTML already."""
+    # Digits align right, so that sizes can be compared by eye.
     numbers = range(1, len(head)) if numbers is None else numbers
     kind = [' class="n"' if i in numbers else "" for i in range(len(head))]
     top = "".join(f"<th{k}>{escape(name)}</th>" for k, name in zip(kind, head, strict=True))

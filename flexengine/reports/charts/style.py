@@ -98,4 +98,5 @@ OTHER_COLOURS = ("#5b8c2a", "#8c6d2a", "#2a6d8c", "#8c2a5b")
 
 def colour(category: str) -> str:
     """Give the colour of a memory category; an unlisted one always gets the same colour, too."""
+    # By its letters, as the hash of a text differs from process to process.
     return COLOURS.get(category) or OTHER_COLOURS[sum(category.encode()) % len(OTHER_COLOURS)]

@@ -65,7 +65,7 @@ def part_marks(marks: Iterable[Mark], x: Scale, top: float, bottom: float) -> It
         if start_s > 0 and left - reached >= LEAST_BETWEEN_MARKS:
             yield f'<line class="edge" x1="{left:.1f}" x2="{left:.1f}" y1="{top - 14}" y2="{bottom}"/>'
             reached = left
-        if right - left > 6.5 * len(name) + 10:
+        if right - left > 6.5 * len(name) + 10:  # a character of 12 pixels is about 6.5 wide
             yield f'<text class="soft" x="{left + 5:.1f}" y="{top - 8}">{escape(name)}</text>'
 
 
@@ -75,13 +75,14 @@ def time_axis(x: Scale, end_s: float, y: float, begin_s: float = 0.0) -> Iterato
     for value in ticks((end_s - begin_s) / unit, 8):
         place = x(begin_s + value * unit)
         yield f'<line class="grid" x1="{place:.1f}" x2="{place:.1f}" y1="{y}" y2="{y + 4}"/>'
-        if place < RIGHT - 24:
+        if place < RIGHT - 24:  # the unit stands at the end of the axis
             yield f'<text class="soft" x="{place:.1f}" y="{y + 16}" text-anchor="middle">{value:g}</text>'
     yield f'<text class="soft" x="{RIGHT}" y="{y + 16}" text-anchor="end">{word}</text>'
 
 
 def ticks(top: float, about: int) -> list[float]:
     """Choose round values from 0 to `top`, about as many as asked."""
+    # Steps of 1, 2 or 5 times a power of ten are what people read at a glance.
     raw = top / about
     size = 10 ** math.floor(math.log10(max(raw, 1e-12)))
     step = next(size * m for m in (1, 2, 5, 10) if size * m >= raw)
@@ -90,4 +91,5 @@ def ticks(top: float, about: int) -> list[float]:
 
 def embedded(data: object) -> str:
     """Write JSON that may stand inside a script element."""
+    # "</script>" inside a string would end the element.
     return json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
