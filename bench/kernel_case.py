@@ -15,7 +15,7 @@ from flexengine.ops.cross_entropy import block_tokens
 from flexengine.ops.experts import WeightedGLU
 from flexengine.ops.glu import GLU
 from flexengine.optim.rounding import join_fp32
-from flexengine.schedule.layout import PARTIAL_SQUARES
+from flexengine.schedule.fixed_slots import PARTIAL_SQUARES
 
 BF16 = torch.bfloat16
 Tensors = dict[str, Tensor]

@@ -31,11 +31,12 @@ from flexengine.planner.cost.loads import (
 from flexengine.planner.cost.memory import gpu_overhead_bytes, host_required_bytes
 from flexengine.planner.kinds import Sets, block_kinds
 from flexengine.planner.options import Options, keep_options
-from flexengine.schedule.commands import Slot
+from flexengine.schedule.fixed_slots import SCALE_BYTES, host_scalar_bytes, norm_square_bytes
 from flexengine.schedule.group_layout import GroupLayout, group_layout
 from flexengine.schedule.layer_program import align
-from flexengine.schedule.layout import SCALE_BYTES, Layout, host_scalar_bytes, norm_square_bytes
+from flexengine.schedule.layout import Layout
 from flexengine.schedule.save_sets import keepable_ops
+from flexengine.schedule.slots import Slot, SlotKey
 
 LEAST_TILE = 1 << 12
 """Elements of the smallest optimizer tile."""
@@ -183,12 +184,12 @@ class Templates:
         key = structure._replace(blocks_hold=RESIDENT_BOTH)
         if key not in self._edge_slots:
             layout = self._reference(key, 1, 1)
-            start = layout.slots[layout.slot("accumulator.block")].offset
+            start = layout.place("accumulator", "block").offset
             start += 0 if structure.share_edge_slots else _block_part(layout)
             edges = _edge_slots_of(layout)
-            heads = {f"grad.{self.small.groups[g].slot_class}[0]" for g in self.small.layers[-1].groups}
+            heads = {SlotKey("grad", self.small.groups[g].slot_class, 0) for g in self.small.layers[-1].groups}
             end = max((align(s.end) for s in edges), default=start) - start
-            head_grad = min((s.offset - start for s in edges if s.name in heads), default=end)
+            head_grad = min((s.offset - start for s in edges if s.key in heads), default=end)
             self._edge_slots[key] = EdgeSlots(end, head_grad)
         return self._edge_slots[key]
 
@@ -212,7 +213,7 @@ class Templates:
             self._activations[size] = ActivationBytes(
                 _bytes_of(layout, "batch", "scalars") + scalars + gpu_overhead_bytes(layout, self.profile),
                 _bytes_of(layout, "hidden states", "key/value window"),
-                layout.slots[layout.slot("scratch")].num_bytes,
+                layout.place("scratch").num_bytes,
                 host_required_bytes(layout, self.profile),
             )
         return self._activations[size]
@@ -305,14 +306,17 @@ class Templates:
 
 def _block_part(layout: Layout) -> int:
     """Bytes of the blocks' parameter slots."""
-    prefixes = ("weights.block[", "accumulator.block", "grad.block[")
-    return sum(align(s.num_bytes) for s in layout.slots if s.memory == "gpu" and s.name.startswith(prefixes))
+    return sum(align(s.num_bytes) for s in _parameter_slots(layout) if s.key.owner == "block")
 
 
 def _edge_slots_of(layout: Layout) -> list[Slot]:
     """Weight, accumulator and gradient slots of embedding and head."""
-    kinds = {"weight slots", "gradient accumulators", "gradient slots"}
-    return [s for s in layout.slots if s.memory == "gpu" and s.category in kinds and ".block" not in s.name]
+    return [s for s in _parameter_slots(layout) if s.key.owner != "block"]
+
+
+def _parameter_slots(layout: Layout) -> list[Slot]:
+    """Slots that weights and gradients of several groups pass through; each belongs to a slot class."""
+    return [s for s in layout.slots if s.category in ("weight slots", "gradient accumulators", "gradient slots")]
 
 
 def _bytes_of(layout: Layout, *categories: str) -> int:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from flexengine.native import HostBuffer, allocate_host
-from flexengine.schedule.commands import Memory, Slot
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.relocation import Move, Span
+from flexengine.schedule.slots import Memory, Slot
 
 DTYPES = {
     "float64": torch.float64,

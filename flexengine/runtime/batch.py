@@ -8,8 +8,10 @@ from torch import Tensor
 from flexengine.ops.base import ChunkContext, KernelName, Window
 from flexengine.runtime.arena import Arenas, wide_dtype
 from flexengine.runtime.batch_input import Sequences
-from flexengine.schedule.layout import Layout, batch_offsets
+from flexengine.schedule.fixed_slots import batch_offsets
+from flexengine.schedule.layout import Layout
 from flexengine.schedule.packing import PackedChunk
+from flexengine.schedule.slots import Memory
 
 
 def constant_tables(layout: Layout, device: torch.device) -> dict[str, Tensor]:
@@ -31,10 +33,10 @@ class BatchWriter:
         self.chunk_tokens = layout.plan.chunk_tokens
         self.offsets = batch_offsets(layout.plan.chunks_per_round, self.chunk_tokens)
 
-    def _field(self, memory: str, name: str, chunk: int, count: int) -> Tensor:
+    def _field(self, memory: Memory, name: str, chunk: int, count: int) -> Tensor:
         width = {"input_ids": 8, "labels": 8}.get(name, 4)
         rows = self.chunk_tokens + 2 if name == "cu_seqlens" else self.chunk_tokens
-        slot = self.layout.slots[self.layout.slot(f"batch.{memory}")]
+        slot = self.layout.place("batch", memory=memory)
         dtype = torch.int64 if width == 8 else torch.int32
         return self.arenas.view(slot, self.offsets[name] + chunk * rows * width, (count,), dtype)
 
@@ -70,5 +72,5 @@ class BatchWriter:
     def losses(self, chunk: int, tokens: int) -> Tensor:
         """Per-token losses [tokens] of a chunk, float32 (float64 for float64 compute)."""
         dtype = wide_dtype(self.layout)
-        slot = self.layout.slots[self.layout.slot("losses")]
+        slot = self.layout.place("losses")
         return self.arenas.view(slot, chunk * self.chunk_tokens * dtype.itemsize, (tokens,), dtype)

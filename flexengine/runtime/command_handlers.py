@@ -13,7 +13,8 @@ from flexengine.runtime.gradients import finish_gradient
 from flexengine.runtime.layer_runner import LayerRunner
 from flexengine.runtime.update import UpdateRunner, UpdateSettings
 from flexengine.schedule.commands import Command, FinishGradient, Program
-from flexengine.schedule.layout import PARTIAL_SQUARES, Layout
+from flexengine.schedule.fixed_slots import PARTIAL_SQUARES
+from flexengine.schedule.layout import Layout
 
 CommandHandler = Callable[[Command, Program, UpdateSettings | None], None]
 """Launches a command of a program. The settings are None in a program that updates nothing."""
@@ -54,8 +55,7 @@ class CommandHandlers:
     def _finish_gradient(self, command: Command, program: Program, settings: UpdateSettings | None) -> None:
         args: FinishGradient = command.args
         slots, stored_dtype = self._layout.slots, getattr(torch, self._layout.plan.request.numerics.grad)
-        workspace = slots[self._layout.slot("partial_squares")]
-        partials = self._arenas.view(workspace, 0, (PARTIAL_SQUARES,), torch.float32)
+        partials = self._arenas.view(self._layout.place("partial_squares"), 0, (PARTIAL_SQUARES,), torch.float32)
         wide, squares = self._layers.wide, self._updates.norm_squares()
         for run in args.runs:
             start, stored_start = run.start * wide.itemsize, run.stored_start * stored_dtype.itemsize

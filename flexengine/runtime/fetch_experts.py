@@ -9,7 +9,8 @@ from torch import Tensor
 
 from flexengine.ops.base import use_kernel
 from flexengine.runtime.arena import Arenas
-from flexengine.schedule.commands import BOUND_BYTES, CopyRegion, FetchExperts, Slot
+from flexengine.schedule.commands import BOUND_BYTES, CopyRegion, FetchExperts
+from flexengine.schedule.slots import Slot
 
 
 def fetch_experts(args: FetchExperts, slots: tuple[Slot, ...], arenas: Arenas) -> None:

@@ -11,7 +11,9 @@ from flexengine.optim.adamw import AdamW, adamw_update
 from flexengine.optim.clipping import gradient_scales
 from flexengine.runtime.arena import DTYPES, Arenas
 from flexengine.schedule.commands import Command, Stream, UpdateTile
-from flexengine.schedule.layout import HOST_GRAD_NORM, HOST_SCALES, SCALE_BYTES, Layout
+from flexengine.schedule.fixed_slots import HOST_GRAD_NORM, HOST_SCALES, SCALE_BYTES
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.slots import Memory, Role
 
 
 class UpdateSettings(NamedTuple):
@@ -38,8 +40,8 @@ class UpdateRunner:
         trained = [not group.frozen for group in layout.model.groups]
         self.trained = None if all(trained) else torch.tensor(trained, device=arenas.device)
 
-    def _scalar(self, slot: str, offset: int) -> Tensor:
-        return self.arenas.view(self.layout.slots[self.layout.slot(slot)], offset, (1,), torch.float32)
+    def _scalar(self, role: Role, offset: int, memory: Memory = "gpu") -> Tensor:
+        return self.arenas.view(self.layout.place(role, memory=memory), offset, (1,), torch.float32)
 
     def scale(self, group: int) -> Tensor:
         """Factor on a group's gradient, one element."""
@@ -47,7 +49,7 @@ class UpdateRunner:
 
     def host_scale(self, group: int) -> Tensor:
         """What the host has of it; only where the CPU updates."""
-        return self._scalar("scalars.host", HOST_SCALES + SCALE_BYTES * group)
+        return self._scalar("scalars", HOST_SCALES + SCALE_BYTES * group, "host")
 
     def grad_norm(self) -> Tensor:
         """Global norm of the gradients, one element."""
@@ -55,11 +57,11 @@ class UpdateRunner:
 
     def host_grad_norm(self) -> Tensor:
         """What the host has of it; only where the CPU updates."""
-        return self._scalar("scalars.host", HOST_GRAD_NORM)
+        return self._scalar("scalars", HOST_GRAD_NORM, "host")
 
     def norm_squares(self) -> Tensor:
         """Sums of squares of the stored gradients per run of a group, float64 [runs]."""
-        slot = self.layout.slots[self.layout.slot("norm_squares")]
+        slot = self.layout.place("norm_squares")
         return self.arenas.view(slot, 0, (self.layout.first_run(len(self.layout.groups)),), torch.float64)
 
     def group_squares(self) -> Tensor:
@@ -79,8 +81,7 @@ class UpdateRunner:
         if self.trained is not None:
             squares = torch.where(self.trained, squares, 0.0)
         scales, norm = gradient_scales(squares, settings.num_target_tokens, settings.max_grad_norm)
-        slot = self.layout.slots[self.layout.slot("scales")]
-        self.arenas.view(slot, 0, (len(squares),), torch.float32).copy_(scales)
+        self.arenas.view(self.layout.place("scales"), 0, (len(squares),), torch.float32).copy_(scales)
         self.grad_norm().copy_(norm)
 
     def scale_group(self, group: int, settings: UpdateSettings) -> None:

@@ -24,6 +24,7 @@ from flexengine.runtime.arena import DTYPES, Arenas, wide_dtype
 from flexengine.runtime.staging import load_staged
 from flexengine.schedule.group_layout import Segment, is_split
 from flexengine.schedule.layout import Layout
+from flexengine.schedule.slots import PlaneKind
 
 PIECE_ELEMENTS = 1 << 22
 """Elements converted at a time: bounds what exporting takes beside the arenas to tens of MiB. Random initial weights
@@ -161,7 +162,7 @@ class WeightStore:
                     yield SourceRun(source, param, index, segment, start, count, group.frozen, split)
                     start += count
 
-    def plane(self, kind: str, run: SourceRun) -> Tensor | None:
+    def plane(self, kind: PlaneKind, run: SourceRun) -> Tensor | None:
         """Flat view of one plane of a source's elements, or None when the format has no such plane."""
         plane = next((p for p in run.segment.planes if p.kind == kind), None)
         if plane is None:

@@ -25,9 +25,9 @@ from flexengine.schedule.commands import (
     Stream,
     UpdateTile,
     cpu_turn,
-    overlapping_slots,
 )
 from flexengine.schedule.layer_program import ALIGNMENT
+from flexengine.schedule.slots import overlapping_slots
 
 
 class ProgramError(AssertionError):

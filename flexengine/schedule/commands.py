@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from flexengine.ops.base import Work
 from flexengine.schedule.layer_program import LayerProgram
-
-Memory = Literal["gpu", "host"]
+from flexengine.schedule.slots import Slot
 
 
 class Stream(StrEnum):
@@ -29,21 +28,6 @@ class Stream(StrEnum):
 
 STREAMS = tuple(Stream)
 STREAM_INDEX = {stream: i for i, stream in enumerate(STREAMS)}
-
-
-class Slot(NamedTuple):
-    """A fixed piece of an arena: `num_bytes` bytes at `offset`. `category` groups slots in memory reports."""
-
-    name: str
-    memory: Memory
-    offset: int
-    num_bytes: int
-    category: str
-
-    @property
-    def end(self) -> int:
-        """First byte after the slot."""
-        return self.offset + self.num_bytes
 
 
 class Access(NamedTuple):
@@ -177,22 +161,6 @@ class Program:
     slots: tuple[Slot, ...]
     commands: tuple[Command, ...]
     initial: tuple[Access, ...] = ()
-
-
-def overlapping_slots(slots: tuple[Slot, ...]) -> list[tuple[int, ...]]:
-    """For every slot the indices of all slots, itself included, that share a byte with it."""
-    result: list[list[int]] = [[i] for i in range(len(slots))]
-    for memory in ("gpu", "host"):
-        order = sorted((i for i, s in enumerate(slots) if s.memory == memory), key=lambda i: slots[i].offset)
-        active: list[int] = []
-        for i in order:
-            active = [j for j in active if slots[j].end > slots[i].offset]
-            for j in active:
-                if slots[j].num_bytes and slots[i].num_bytes:
-                    result[i].append(j)
-                    result[j].append(i)
-            active.append(i)
-    return [tuple(r) for r in result]
 
 
 def cpu_turn(command: Command) -> tuple[int, int]:

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flexengine.schedule.commands import Access, Command, Program, Slot, Stream
+from flexengine.schedule.commands import Access, Command, Program, Stream
+from flexengine.schedule.slots import Slot
 
 
 class _Touched(NamedTuple):

@@ -10,6 +10,7 @@ from flexengine.models.spec import GroupSpec
 from flexengine.plan import Numerics
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.parts import Part, parts_of
+from flexengine.schedule.slots import PlaneKind
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
@@ -18,7 +19,7 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 class Plane:
     """One stored array of a group's segment: `start` counts bytes from the start of the plane kind's slot."""
 
-    kind: str
+    kind: PlaneKind
     start: int
     dtype: str
 
@@ -66,7 +67,7 @@ class GroupLayout:
         return self.plane_bytes[kind] // self.numel
 
 
-PLANE_KINDS: tuple[str, ...] = ("weights", "remainder", "exp_avg", "exp_avg_sq", "grad")
+PLANE_KINDS: tuple[PlaneKind, ...] = ("weights", "remainder", "exp_avg", "exp_avg_sq", "grad")
 
 
 _KNOWN: dict[tuple, GroupLayout] = {}  # all who ask share a layout, so nobody can write to it

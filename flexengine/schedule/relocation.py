@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flexengine.schedule.commands import Memory
 from flexengine.schedule.group_layout import PLANE_KINDS
 from flexengine.schedule.layout import Layout
+from flexengine.schedule.slots import Memory, PlaneKind
 
 MEMORIES: tuple[Memory, ...] = ("host", "gpu")
 
@@ -81,7 +81,7 @@ def _planes(old: Layout, new: Layout) -> list[_Plane]:
     return found
 
 
-def _span(layout: Layout, kind: str, group: int) -> Span:
+def _span(layout: Layout, kind: PlaneKind, group: int) -> Span:
     slot = layout.slots[layout.plane_slot(kind, group)]
     return Span(slot.memory, slot.offset, slot.num_bytes)
 

@@ -17,9 +17,10 @@ from flexengine.reports.memory_over_time import (
     step_memory,
     thinned,
 )
-from flexengine.schedule.commands import Access, CopyRegion, ProgramBuilder, Slot, Stream, overlapping_slots
+from flexengine.schedule.commands import Access, CopyRegion, ProgramBuilder, Stream
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.simulator import Timing
+from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
 from tests.planner.oracle import slow_link
 from tests.schedule.small_plans import random_plan, small_model
 
@@ -27,7 +28,10 @@ from tests.schedule.small_plans import random_plan, small_model
 class TwoSlots:
     """As much of a layout as the series needs: a ring slot on the GPU and its home on the host."""
 
-    slots = (Slot("ring", "gpu", 0, 256, "hidden states"), Slot("home", "host", 0, 256, "offloaded activations"))
+    slots = (
+        Slot(SlotKey("ring", memory="gpu"), 0, 256, "hidden states"),
+        Slot(SlotKey("home", memory="host"), 0, 256, "offloaded activations"),
+    )
 
 
 def made_by_hand() -> StepPart:

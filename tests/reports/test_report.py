@@ -21,16 +21,9 @@ from flexengine.reports.plan_data import as_json, shortage_json, step_timeline
 from flexengine.reports.plan_page import html_page, shortage_page
 from flexengine.reports.plan_text import describe, report, shortage_report
 from flexengine.reports.text_format import align_columns, join_words
-from flexengine.schedule.commands import (
-    STREAMS,
-    Access,
-    CopyRegion,
-    ProgramBuilder,
-    Slot,
-    Stream,
-    overlapping_slots,
-)
+from flexengine.schedule.commands import STREAMS, Access, CopyRegion, ProgramBuilder, Stream
 from flexengine.schedule.simulator import Timing
+from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
 from tests.planner.oracle import slow_link
 from tests.schedule.small_plans import FLOAT32, small_model
 
@@ -91,7 +84,7 @@ def test_a_host_that_issues_slowly_is_named():
 
 
 def test_a_wait_is_split_at_the_end_of_what_was_waited_for():
-    slots = (Slot("a", "gpu", 0, 16, "test"), Slot("b", "host", 0, 16, "test"))
+    slots = (Slot(SlotKey("a", memory="gpu"), 0, 16, "test"), Slot(SlotKey("b", memory="host"), 0, 16, "test"))
     builder = ProgramBuilder("waits", slots, overlapping_slots(slots))
     builder.copy("fetch", Stream.H2D, "x", [CopyRegion(1, 0, 0, 0, 16)])
     builder.add("forward", "forward", Stream.COMPUTE, [Access(0, "x")], [Access(0, "y")])

@@ -12,9 +12,10 @@ from flexengine.native import library
 from flexengine.native.transfer_torch import TorchTransfers
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.executor import Executor
-from flexengine.schedule.commands import Access, CopyRegion, ProgramBuilder, Slot, Stream, overlapping_slots
+from flexengine.schedule.commands import Access, CopyRegion, ProgramBuilder, Stream
+from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
 
-SLOTS = (Slot("a", "gpu", 0, 16, "test"), Slot("b", "host", 0, 16, "test"))
+SLOTS = (Slot(SlotKey("a", memory="gpu"), 0, 16, "test"), Slot(SlotKey("b", memory="host"), 0, 16, "test"))
 CPU = torch.device("cpu")
 
 

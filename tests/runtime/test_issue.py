@@ -18,24 +18,16 @@ from flexengine.native.transfer_operations import Record
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.cpu_work import CpuWork
 from flexengine.runtime.issue import Issue
-from flexengine.schedule.commands import (
-    Access,
-    Command,
-    CopyRegion,
-    Program,
-    ProgramBuilder,
-    Slot,
-    Stream,
-    overlapping_slots,
-)
+from flexengine.schedule.commands import Access, Command, CopyRegion, Program, ProgramBuilder, Stream
 from flexengine.schedule.following import cpu_waits
+from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
 
 GPU_STREAMS = (Stream.COMPUTE, Stream.H2D, Stream.D2H)
 SLOT_BYTES, SLOTS_PER_SIDE = 48, 4
 ARENA_BYTES = SLOT_BYTES * SLOTS_PER_SIDE
 CPU = torch.device("cpu")
 SLOTS = tuple(
-    Slot(f"{memory}{i}", memory, i * SLOT_BYTES, SLOT_BYTES, "test")
+    Slot(SlotKey(f"{memory}{i}", memory=memory), i * SLOT_BYTES, SLOT_BYTES, "test")
     for memory in ("gpu", "host")
     for i in range(SLOTS_PER_SIDE)
 )

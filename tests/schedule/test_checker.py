@@ -7,9 +7,10 @@ import pytest
 
 from flexengine.plan import GroupPlan
 from flexengine.schedule.checker import ProgramError, check_program
-from flexengine.schedule.commands import Access, Program, ProgramBuilder, Slot, Stream, UpdateTile, overlapping_slots
+from flexengine.schedule.commands import Access, Program, ProgramBuilder, Stream, UpdateTile
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_evaluation, lower_round, lower_update
+from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
 from tests.schedule.small_plans import full_round, random_plan, small_model
 
 
@@ -55,9 +56,9 @@ def test_slots_at_one_address_are_rejected(seed):
     """Activations that wait from forward to backward cannot lie over the scratch that every command writes."""
     layout = random_layout(seed)
     program = programs(layout)[0]
-    scratch = layout.slots[layout.slot("scratch")]
+    scratch = layout.place("scratch")
     kept = [i for i, s in enumerate(layout.slots) if s.category in ("kept activations", "resident weights")]
-    for i in kept or [layout.slot("hidden[0]")]:
+    for i in kept or [layout.slot("hidden", index=0)]:
         moved = tuple(s._replace(offset=scratch.offset) if j == i else s for j, s in enumerate(program.slots))
         with pytest.raises(ProgramError):
             check_program(replace(program, slots=moved), layout.gpu_bytes + (1 << 30), layout.host_bytes)
@@ -134,7 +135,7 @@ def test_slot_beyond_the_arena_is_rejected():
 
 
 def test_updates_by_the_cpu_of_different_groups_may_not_conflict():
-    slots = tuple(Slot(f"host{i}", "host", 16 * i, 16, "") for i in range(2))
+    slots = tuple(Slot(SlotKey(f"host{i}", memory="host"), 16 * i, 16, "") for i in range(2))
     for second, fine in ((0, True), (1, False)):
         b = ProgramBuilder("updates", slots, overlapping_slots(slots))
         b.holds(0, "x")

@@ -6,17 +6,18 @@ from random import Random
 import pytest
 
 from flexengine.plan import GroupPlan, Request
-from flexengine.schedule.commands import Access, CopyRegion, ProgramBuilder, Slot, Stream, overlapping_slots
+from flexengine.schedule.commands import Access, CopyRegion, ProgramBuilder, Stream
 from flexengine.schedule.following import cpu_commands, cpu_waits, followed
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_round, lower_update
 from flexengine.schedule.simulator import Rates, simulate
+from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
 from tests.schedule.small_plans import full_round, random_plan, resident_plan, small_model
 
 SLOTS = (
-    *(Slot(f"gpu{i}", "gpu", 16 * i, 16, "") for i in range(2)),
-    *(Slot(f"host{i}", "host", 16 * i, 16, "") for i in range(4)),
-    Slot("host 0 and half of 1", "host", 0, 24, ""),
+    *(Slot(SlotKey(f"gpu{i}", memory="gpu"), 16 * i, 16, "") for i in range(2)),
+    *(Slot(SlotKey(f"host{i}", memory="host"), 16 * i, 16, "") for i in range(4)),
+    Slot(SlotKey("host 0 and half of 1", memory="host"), 0, 24, ""),
 )
 GPU0, GPU1, HOST0, HOST1, HOST2, HOST3, WIDE = range(7)
 

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from flexengine.ops.base import Work
-from flexengine.schedule.commands import Access, CopyRegion, ProgramBuilder, Slot, Stream, UpdateTile, overlapping_slots
+from flexengine.schedule.commands import Access, CopyRegion, ProgramBuilder, Stream, UpdateTile
 from flexengine.schedule.simulator import LEAST_CPU_SHARE, Rates, simulate
+from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
 from flexengine.schedule.timeline import command_events, trace_json, track_events
 
 
@@ -17,7 +18,7 @@ def rates(latency_s: float = 0.0) -> Rates:
 
 
 def builder() -> ProgramBuilder:
-    slots = tuple(Slot(f"{m}{i}", m, 100 * i, 100, "") for m in ("gpu", "host") for i in range(3))
+    slots = tuple(Slot(SlotKey(f"{m}{i}", memory=m), 100 * i, 100, "") for m in ("gpu", "host") for i in range(3))
     return ProgramBuilder("paper", slots, overlapping_slots(slots))
 
 
@@ -128,7 +129,9 @@ def test_the_cpu_never_stands_still():
 
 def test_the_cpu_takes_what_is_ready_by_turn():
     """Groups 3, 2, 1, 0 become ready one second after another; each takes 1.5 s."""
-    slots = tuple(Slot(f"{memory}{i}", memory, 16 * i, 16, "") for memory in ("gpu", "host") for i in range(4))
+    slots = tuple(
+        Slot(SlotKey(f"{memory}{i}", memory=memory), 16 * i, 16, "") for memory in ("gpu", "host") for i in range(4)
+    )
     b = ProgramBuilder("turns", slots, overlapping_slots(slots))
     for group in (3, 2, 1, 0):
         b.copy(f"send {group}", Stream.D2H, "x", [CopyRegion(group, 0, 4 + group, 0, 16)])

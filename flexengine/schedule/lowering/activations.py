@@ -14,8 +14,8 @@ class ActivationLowering:
 
     def __init__(self, context: RoundContext) -> None:
         self._context, self._builder, self._layout = context, context.builder, context.layout
-        self._hidden = SlotRing(context.numbered("hidden"))
-        self._staging = SlotRing(context.numbered("save_host"))
+        self._hidden = SlotRing(self._layout.ring("hidden"))
+        self._staging = SlotRing(self._layout.ring("save_host"))
         self._inputs: dict[tuple[int, int], int] = {}  # (layer, chunk) -> slot
 
     # -- forward -----------------------------------------------------------------------------------------------------
@@ -37,13 +37,13 @@ class ActivationLowering:
     def _input_slot(self, index: int, c: int) -> int:
         """The slot that keeps a layer's input, or the next of the ring where it is not kept on the GPU."""
         kept = self._context.model.layers[index].keeps and self._context.plan.layers[index].input_home == "gpu"
-        return self._layout.slot(f"input.{index}[{c}]") if kept else self._hidden.take()
+        return self._layout.slot("input", index, c) if kept else self._hidden.take()
 
     def kept_by(self, index: int, c: int) -> dict[str, Access]:
         """Where forward of a layer writes the outputs that it keeps, by area."""
         program, kept = self._layout.programs[index], {}
         if program.save_gpu_bytes:
-            kept["save_gpu"] = Access(self._layout.slot(f"save_gpu.{index}[{c}]"), f"save_gpu {index} {c}")
+            kept["save_gpu"] = Access(self._layout.slot("save_gpu", index, c), f"save_gpu {index} {c}")
         if program.save_host_bytes:
             kept["save_host"] = Access(self._staging.take(), f"save_host {index} {c}")
         return kept
@@ -52,10 +52,12 @@ class ActivationLowering:
         """Send a chunk's input and kept outputs to the host where the plan says so."""
         layer, content = self._context.model.layers[index], f"input {index} {c}"
         if layer.keeps and self._context.plan.layers[index].input_home == "host":
-            regions = [CopyRegion(areas["input"], 0, self._host_slot("input", index, c), 0, self._hidden_bytes(c))]
+            regions = [
+                CopyRegion(areas["input"], 0, self._layout.slot("input", index, c, "host"), 0, self._hidden_bytes(c))
+            ]
             self._builder.copy(f"offload {content}", Stream.D2H, content, regions)
         if "save_host" in areas:
-            regions = self._save_regions(index, c, areas["save_host"], self._host_slot("save", index, c))
+            regions = self._save_regions(index, c, areas["save_host"], self._layout.slot("save", index, c, "host"))
             self._builder.copy(f"offload save {index} {c}", Stream.D2H, f"save_host {index} {c}", regions)
 
     # -- backward ----------------------------------------------------------------------------------------------------
@@ -65,27 +67,24 @@ class ActivationLowering:
         program, areas = self._layout.programs[index], {"input": self._fetch_input(index, c)}
         reads = [Access(areas["input"], f"input {index} {c}")]
         if program.save_gpu_bytes:
-            areas["save_gpu"] = self._layout.slot(f"save_gpu.{index}[{c}]")
+            areas["save_gpu"] = self._layout.slot("save_gpu", index, c)
             reads.append(Access(areas["save_gpu"], f"save_gpu {index} {c}"))
         if program.save_host_bytes:
             areas["save_host"] = self._staging.take()
-            regions = self._save_regions(index, c, self._host_slot("save", index, c), areas["save_host"])
+            regions = self._save_regions(index, c, self._layout.slot("save", index, c, "host"), areas["save_host"])
             self._builder.copy(f"fetch save {index} {c}", Stream.H2D, f"save_host {index} {c}", regions)
             reads.append(Access(areas["save_host"], f"save_host {index} {c}"))
         return areas, reads
 
     def _fetch_input(self, index: int, c: int) -> int:
         if self._context.plan.layers[index].input_home == "gpu":
-            return self._layout.slot(f"input.{index}[{c}]")
+            return self._layout.slot("input", index, c)
         slot, content = self._hidden.take(), f"input {index} {c}"
-        regions = [CopyRegion(self._host_slot("input", index, c), 0, slot, 0, self._hidden_bytes(c))]
+        regions = [CopyRegion(self._layout.slot("input", index, c, "host"), 0, slot, 0, self._hidden_bytes(c))]
         self._builder.copy(f"fetch {content}", Stream.H2D, content, regions)
         return slot
 
     # -- sizes and places --------------------------------------------------------------------------------------------
-
-    def _host_slot(self, kind: str, index: int, c: int) -> int:
-        return self._layout.slot(f"host.{kind}.{index}[{c}]")
 
     def _hidden_bytes(self, c: int) -> int:
         return self._context.shape.chunks[c].tokens * self._context.model.hidden_size * self._layout.compute_bytes

@@ -41,7 +41,7 @@ class ComputeLowering:
     def __init__(self, context: RoundContext, weights: WeightLowering) -> None:
         self._context, self._layout, self._weights = context, context.layout, weights
         self._carried: dict[int, str] = {}  # by chunk, what its slot `carry` holds
-        self._batch = Access(self._layout.slot("batch.gpu"), "batch")
+        self._batch = Access(self._layout.slot("batch"), "batch")
         self._scratch = Access(self._layout.slot("scratch"), "scratch")
 
     def add(self, call: ComputeCall) -> None:
@@ -66,7 +66,7 @@ class ComputeLowering:
 
     def _bind_carry(self, call: ComputeCall) -> None:
         """Bind what a chunk's earlier stages left, and this one adds to."""
-        slot, c = self._layout.slot(f"carry[{call.chunk}]"), call.chunk
+        slot, c = self._layout.slot("carry", index=call.chunk), call.chunk
         if not call.at.opens:
             call.reads.append(Access(slot, self._carried[c]))
         self._carried[c] = f"carry {call.layer} {c} after {call.kind} stage {call.at.number} part {call.at.part}"
@@ -74,7 +74,7 @@ class ComputeLowering:
 
     def _bind_bounds(self, call: ComputeCall) -> None:
         """Bind which rows are whose expert's: the first stage says, the others read."""
-        slot, routed = self._layout.slot(f"bounds[{call.chunk}]"), self._context.routed
+        slot, routed = self._layout.slot("bounds", index=call.chunk), self._context.routed
         call.areas["bounds"] = slot
         if call.at.opens:
             routed[call.chunk] = f"bounds {call.layer} {call.chunk} by {call.kind}"

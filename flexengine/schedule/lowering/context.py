@@ -20,13 +20,6 @@ class RoundContext:
         self.chunks = range(len(shape.chunks))
         self.routed: dict[int, str] = {}
 
-    def numbered(self, prefix: str) -> list[int]:
-        """All slots `prefix[0]`, `prefix[1]`, ... that the plan gives."""
-        found: list[int] = []
-        while self.layout.has(name := f"{prefix}[{len(found)}]"):
-            found.append(self.layout.slot(name))
-        return found
-
     def part_name(self, group: int, part: int) -> str:
         """A parameter group, or one of its parts where it has several."""
         name = self.model.groups[group].name

@@ -6,11 +6,13 @@ from typing import NamedTuple
 
 from flexengine.models.spec import LayerSpec
 from flexengine.ops.base import Work
-from flexengine.schedule.commands import Access, CopyRegion, FinishGradient, GroupScale, Slot, StoredRun, Stream
-from flexengine.schedule.layout import HOST_SCALES, SCALE_BYTES, Layout
+from flexengine.schedule.commands import Access, CopyRegion, FinishGradient, GroupScale, StoredRun, Stream
+from flexengine.schedule.fixed_slots import HOST_SCALES, SCALE_BYTES
+from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.context import RoundContext, SlotRing
 from flexengine.schedule.lowering.update import cpu_groups, lower_cpu_update
 from flexengine.schedule.parts import Run
+from flexengine.schedule.slots import Slot
 
 
 class ScaleSlots(NamedTuple):
@@ -26,12 +28,11 @@ def scale_slots(layout: Layout) -> tuple[dict[int, ScaleSlots], tuple[Slot, ...]
     They lie within the slots of all factors. With slots of their own, no group's update waits for another's factor.
     """
     slots, found = list(layout.slots), {}
-    device, host = layout.slots[layout.slot("scales")], layout.slots[layout.slot("scalars.host")]
+    device, host = layout.place("scales"), layout.place("scalars", memory="host")
     for group in cpu_groups(layout):
         found[group] = ScaleSlots(len(slots), len(slots) + 1)
         for whole, start in ((device, 0), (host, HOST_SCALES)):
-            offset = whole.offset + start + SCALE_BYTES * group
-            slots.append(Slot(f"{whole.name}@{group}", whole.memory, offset, SCALE_BYTES, "scalars"))
+            slots.append(whole.piece((group,), start + SCALE_BYTES * group, SCALE_BYTES, "scalars"))
     return found, tuple(slots)
 
 
@@ -81,7 +82,7 @@ class GradientLowering:
     def accumulators(self, layer: LayerSpec) -> dict[int, int]:
         """Slots of the accumulators of a layer's trained groups."""
         classes = {group: self._context.model.groups[group].slot_class for group in self._trained(layer)}
-        return {group: self._layout.slot(f"accumulator.{name}") for group, name in classes.items()}
+        return {group: self._layout.slot("accumulator", name) for group, name in classes.items()}
 
     def finish(self, group: int, part: int, accumulator: int) -> None:
         """Round the accumulator into the stored gradient, adding what earlier rounds stored, and send it home."""
@@ -116,7 +117,7 @@ class GradientLowering:
     def _staging_slot(self, group: int) -> int:
         name = self._context.model.groups[group].slot_class
         if name not in self._rings:
-            self._rings[name] = SlotRing(self._context.numbered(f"grad.{name}"))
+            self._rings[name] = SlotRing(self._layout.ring("grad", name))
         return self._rings[name].take()
 
     def _round(self, stored: _StoredPart, accumulator: int, has_previous: bool, staging: int | None) -> None:

@@ -7,14 +7,16 @@ part by part where they come in parts. Then all chunks pass through a stage of t
 from __future__ import annotations
 
 from flexengine.models.spec import LayerSpec
-from flexengine.schedule.commands import Access, CopyRegion, Program, ProgramBuilder, Stream, overlapping_slots
-from flexengine.schedule.layout import Layout, batch_offsets
+from flexengine.schedule.commands import Access, CopyRegion, Program, ProgramBuilder, Stream
+from flexengine.schedule.fixed_slots import batch_offsets
+from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.activations import ActivationLowering
 from flexengine.schedule.lowering.compute import ComputeCall, ComputeLowering
 from flexengine.schedule.lowering.context import RoundContext, StagePart, stage_parts
 from flexengine.schedule.lowering.gradients import GradientLowering, scale_slots
 from flexengine.schedule.lowering.shape import RoundShape
 from flexengine.schedule.lowering.weights import WeightLowering
+from flexengine.schedule.slots import overlapping_slots
 
 
 def lower_round(layout: Layout, shape: RoundShape, first: bool, updates: bool = False) -> Program:
@@ -69,7 +71,7 @@ class _RoundLowering:
         return self.builder.build()
 
     def _fetch_batch(self) -> None:
-        source, target, plan = self.layout.slot("batch.host"), self.layout.slot("batch.gpu"), self.layout.plan
+        source, target, plan = self.layout.slot("batch", memory="host"), self.layout.slot("batch"), self.layout.plan
         size = batch_offsets(plan.chunks_per_round, plan.chunk_tokens)["end"]
         self.builder.holds(source, "batch")
         self.builder.copy("fetch batch", Stream.H2D, "batch", [CopyRegion(source, 0, target, 0, size)])
@@ -161,7 +163,7 @@ class _RoundLowering:
     def _bind_activations(self, call: ComputeCall) -> None:
         """Bind the gradient of a layer's output, which its input's replaces, and what the layer kept."""
         index, c, kind = call.layer, call.chunk, self.model.layers[call.layer].kind
-        grad = self.layout.slot(f"grad_hidden[{c}]")
+        grad = self.layout.slot("grad_hidden", index=c)
         grad_read, grad_write = Access(grad, f"grad {index + 1} {c}"), Access(grad, f"grad {index} {c}")
         if kind == "head":
             call.areas, call.reads = self.activations.input_of(index, c)

@@ -14,14 +14,14 @@ from flexengine.schedule.commands import (
     CopyRegion,
     Program,
     ProgramBuilder,
-    Slot,
     Stream,
     TilePlane,
     UpdateTile,
-    overlapping_slots,
 )
+from flexengine.schedule.fixed_slots import HOST_GRAD_NORM, HOST_SCALES, SCALAR_BYTES, SCALE_BYTES
 from flexengine.schedule.group_layout import PLANE_KINDS, Segment, element_bytes
-from flexengine.schedule.layout import HOST_GRAD_NORM, HOST_SCALES, SCALAR_BYTES, SCALE_BYTES, Layout
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.slots import Slot, overlapping_slots
 
 
 class _Tile(NamedTuple):
@@ -60,7 +60,7 @@ def lower_update(layout: Layout, by_cpu: Mapping[int, float] | None = None) -> P
     number = 0
     for group in range(len(groups)):
         if group in left:
-            scales = Access(layout.slot("scalars.host"), "scalars")
+            scales = Access(layout.slot("scalars", memory="host"), "scalars")
             lower_cpu_update(builder, layout, group, scales, left[group])
         for tile, homes in tiles.get(group, []):
             _lower_tile(builder, layout, tile, homes, number)
@@ -88,17 +88,15 @@ def _tile_homes(layout: Layout, tile: _Tile, pieces: list[Slot]) -> dict[str, in
     homes = {}
     for plane in tile.segment.planes:
         width, whole = element_bytes(plane.dtype), layout.slots[layout.plane_slot(plane.kind, tile.group)]
-        offset = whole.offset + plane.start + tile.start * width
         homes[plane.kind] = len(layout.slots) + len(pieces)
-        pieces.append(
-            Slot(f"{whole.name}@{tile.segment.name}+{tile.start}", whole.memory, offset, tile.count * width, "tile")
-        )
+        within, start = (tile.segment.name, tile.start), plane.start + tile.start * width
+        pieces.append(whole.piece(within, start, tile.count * width, "tile"))
     return homes
 
 
 def _lower_scalars(builder: ProgramBuilder, layout: Layout) -> None:
     """The factors on the gradients and their norm, for the host."""
-    target, scales, norm = (layout.slot(name) for name in ("scalars.host", "scales", "grad_norm"))
+    target, scales, norm = layout.slot("scalars", memory="host"), layout.slot("scales"), layout.slot("grad_norm")
     regions = (
         CopyRegion(norm, 0, target, HOST_GRAD_NORM, SCALAR_BYTES),
         CopyRegion(scales, 0, target, HOST_SCALES, SCALE_BYTES * len(layout.groups)),
@@ -155,7 +153,7 @@ def _lower_tile(builder: ProgramBuilder, layout: Layout, tile: _Tile, homes: dic
     reads = [Access(slot, f"{kind} of {name}") for kind, slot in resident.items()]
     writes = [Access(slot, f"{kind} of {name}") for kind, slot in resident.items() if kind != "grad"]
     if streamed:
-        staging = layout.slot(f"tile[{number % layout.plan.optimizer_slots}]")
+        staging = layout.slot("tile", index=number % layout.plan.optimizer_slots)
         planes.update({kind: TilePlane(staging, layout.tile_offsets[kind]) for kind in streamed})
         fetched = [
             CopyRegion(slot, 0, staging, layout.tile_offsets[kind], builder.slots[slot].num_bytes)

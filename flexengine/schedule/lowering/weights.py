@@ -30,11 +30,11 @@ class WeightLowering:
         """The slot of a group's part. needed: groups whose parts the layer needs at once, so that none is evicted."""
         spec, wanted = self._context.model.groups[group], (group, at.part)
         if self._is_resident(group):
-            slot = self._layout.slot(f"weights.{spec.name}")
+            slot = self._layout.slot("weights", spec.name)
             self._builder.holds(slot, self._content(group, at.part))
             return slot
         if spec.slot_class not in self._pools:
-            self._pools[spec.slot_class] = dict.fromkeys(self._context.numbered(f"weights.{spec.slot_class}"))
+            self._pools[spec.slot_class] = dict.fromkeys(self._layout.ring("weights", spec.slot_class))
         pool, in_use = self._pools[spec.slot_class], {(g, at.part) for g in needed}
         slot = next((s for s, held in pool.items() if held == wanted and self._still_held(s)), None)
         if slot is None:
@@ -71,7 +71,7 @@ class WeightLowering:
 
     def _fetch_experts(self, content: str, regions: list[CopyRegion], at: StagePart) -> None:
         """Fetch those of a part's experts that have rows in some chunk, as its slot of bounds tells."""
-        routed = [Access(self._layout.slot(f"bounds[{c}]"), self._context.routed[c]) for c in self._context.chunks]
+        routed = [Access(self._layout.slot("bounds", index=c), self._context.routed[c]) for c in self._context.chunks]
         slots, tokens = [access.slot for access in routed], self._context.shape.num_tokens
         args = fetch_of_experts(at.stage, at.part, regions, slots, tokens)
         reads = [*(Access(region.source, content) for region in regions), *routed]

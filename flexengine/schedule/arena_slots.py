@@ -1,0 +1,241 @@
+"""Lays slots one after the other in the two arenas: what is resident, a round's slots, optimizer tiles, the host's.
+
+Overlaps save GPU memory: optimizer tiles lie over the slots of forward and backward, which are idle then. An untied
+embedding's and head's slots lie over each other, with `share_edge_slots` over the blocks' as well. With
+`grads_over_weights` their gradients lie over their weights, which nobody reads once the gradient is made. Overlap is
+safe: hazards follow addresses, not names.
+"""
+
+from __future__ import annotations
+
+from flexengine.plan import GroupPlan
+from flexengine.schedule.fixed_slots import (
+    PARTIAL_SQUARES,
+    SCALAR_BYTES,
+    SCALE_BYTES,
+    batch_offsets,
+    host_scalar_bytes,
+    norm_square_bytes,
+)
+from flexengine.schedule.group_layout import PLANE_KINDS, GroupLayout
+from flexengine.schedule.layer_program import align
+from flexengine.schedule.planned_sizes import PlannedSizes
+from flexengine.schedule.slots import Memory, PlaneKind, Role, Slot, SlotKey
+
+RUN = "run"
+"""Category of slots within planes, which take no bytes of their own."""
+STATE_KINDS: tuple[PlaneKind, ...] = ("remainder", "exp_avg", "exp_avg_sq")
+
+
+def lay_out(sizes: PlannedSizes) -> tuple[tuple[Slot, ...], int, int]:
+    """All slots of a plan, and the bytes of the GPU and of the host arena."""
+    slots: list[Slot] = []
+    gpu_bytes = _GpuSlots(sizes, slots).lay_out()
+    host_bytes = _HostSlots(sizes, slots).lay_out()
+    return tuple(slots), gpu_bytes, host_bytes
+
+
+def home_of_plane(kind: str, home: GroupPlan) -> str:
+    """The memory that a plan keeps a plane of a group in."""
+    return {"weights": home.weights, "grad": home.grads}.get(kind, home.states)
+
+
+class _Region:
+    """Appends slots of one memory to a list, one after the other from `start`; `end` is where the next one begins."""
+
+    def __init__(self, slots: list[Slot], memory: Memory, start: int = 0) -> None:
+        self.slots, self.end = slots, align(start)
+        self.memory: Memory = memory
+
+    def add(self, role: Role, num_bytes: int, category: str, owner: str | int = "", index: int = -1) -> None:
+        """Append a slot."""
+        self.slots.append(Slot(SlotKey(role, owner, index, self.memory), self.end, num_bytes, category))
+        self.end += align(num_bytes)
+
+    def add_plane(self, kind: PlaneKind, owner: str, group: GroupLayout, category: str) -> None:
+        """Append a plane; within it, for weights and gradients of a group in parts, a slot for each run."""
+        self.add(kind, group.plane_bytes[kind], category, owner)
+        if len(group.parts) == 1 or kind not in ("weights", "grad"):
+            return
+        plane, width = self.slots[-1], group.element_bytes(kind)
+        for run in (run for part in group.parts for run in part.runs):
+            self.slots.append(plane.piece((run.number,), run.first * width, run.numel * width, RUN))
+
+    def add_batch(self, sizes: PlannedSizes) -> None:
+        """Append token ids, labels, positions and lengths of one round's chunks."""
+        self.add("batch", batch_offsets(sizes.plan.chunks_per_round, sizes.plan.chunk_tokens)["end"], "batch")
+
+
+class _HostSlots:
+    """The host arena: the batch, the homes of planes, and offloaded activations."""
+
+    def __init__(self, sizes: PlannedSizes, slots: list[Slot]) -> None:
+        self._sizes, self._region = sizes, _Region(slots, "host")
+
+    def lay_out(self) -> int:
+        """Append all slots; returns the bytes of the arena."""
+        sizes, region = self._sizes, self._region
+        region.add_batch(sizes)
+        if sizes.plan.updates_on_cpu:
+            region.add("scalars", host_scalar_bytes(len(sizes.groups)), "scalars")
+        self._planes()
+        self._offloaded_activations()
+        return region.end
+
+    def _planes(self) -> None:
+        categories = {"weights": "weights", "grad": "gradients"}
+        for spec, stored, home in zip(
+            self._sizes.model.groups, self._sizes.groups, self._sizes.plan.groups, strict=True
+        ):
+            for kind in PLANE_KINDS:
+                if home_of_plane(kind, home) == "host" and stored.plane_bytes[kind]:
+                    self._region.add_plane(kind, spec.name, stored, categories.get(kind, "optimizer states"))
+
+    def _offloaded_activations(self) -> None:
+        sizes, region = self._sizes, self._region
+        for layer, (kept, program) in enumerate(zip(sizes.plan.layers, sizes.programs, strict=True)):
+            if not sizes.model.layers[layer].keeps:
+                continue
+            for c in range(sizes.plan.chunks_per_round):
+                if kept.input_home == "host":
+                    region.add("input", sizes.hidden_bytes, "offloaded activations", layer, c)
+                if program.save_host_bytes:
+                    region.add("save", program.save_host_bytes, "offloaded activations", layer, c)
+
+
+class _GpuSlots:
+    """The GPU arena: batch, scalars, what is resident; then one region used by a round and by the update in turn."""
+
+    def __init__(self, sizes: PlannedSizes, slots: list[Slot]) -> None:
+        self._sizes, self._slots = sizes, slots
+        self._model, self._plan, self._groups = sizes.model, sizes.plan, sizes.groups
+
+    def lay_out(self) -> int:
+        """Append all slots; returns the bytes of the arena."""
+        region = _Region(self._slots, "gpu")
+        region.add_batch(self._sizes)
+        region.add("losses", 8 * self._plan.round_tokens, "batch")
+        region.add("norm_squares", norm_square_bytes(self._groups), "scalars")
+        region.add("partial_squares", 4 * PARTIAL_SQUARES, "scalars")
+        region.add("scales", SCALE_BYTES * len(self._groups), "scalars")
+        region.add("grad_norm", SCALAR_BYTES, "scalars")
+        self._resident_planes(region)
+        return max(self._round_slots(region.end), self._optimizer_tiles(region.end))
+
+    def _resident_planes(self, region: _Region) -> None:
+        for spec, stored, home in zip(self._model.groups, self._groups, self._plan.groups, strict=True):
+            if home.weights == "gpu":
+                # no runs: whoever computes with resident weights reads the whole plane
+                region.add("weights", stored.plane_bytes["weights"], "resident weights", spec.name)
+            if home.grads == "gpu":
+                region.add_plane("grad", spec.name, stored, "resident gradients")
+            if home.states == "gpu":
+                for kind in STATE_KINDS:
+                    region.add_plane(kind, spec.name, stored, "resident optimizer states")
+
+    def _optimizer_tiles(self, start: int) -> int:
+        """Append tiles of the update, over the same bytes as the round's slots; returns where they end."""
+        region = _Region(self._slots, "gpu", start)
+        for k in range(self._plan.optimizer_slots if self._plan.uses_tiles else 0):
+            region.add("tile", self._sizes.tile_bytes, "optimizer slots", index=k)
+        return region.end
+
+    # -- a round -----------------------------------------------------------------------------------------------------
+
+    def _round_slots(self, start: int) -> int:
+        """Append slots of forward and backward; returns where they end."""
+        region = _Region(self._slots, "gpu", start)
+        self._parameter_slots(region, {"block"}, grads_over_weights=False)
+        edge_start = start if self._plan.share_edge_slots else region.end
+        for classes in self._edge_classes():
+            edge = _Region(self._slots, "gpu", edge_start)
+            self._parameter_slots(edge, classes, self._plan.grads_over_weights)
+            region.end = max(region.end, edge.end)
+        self._activation_slots(region)
+        return region.end
+
+    def _edge_classes(self) -> list[set[str]]:
+        """Slot classes of embedding and head, those that one layer uses together in one set.
+
+        An untied embedding and head are never at work at the same time, so their slots lie over each other.
+        """
+        found: list[set[str]] = []
+        for layer in self._model.layers:
+            used = {self._model.groups[g].slot_class for g in layer.groups} - {"block"}
+            together = [classes for classes in found if classes & used]
+            found = [classes for classes in found if not classes & used]
+            if used:
+                found.append(used.union(*together))
+        return found
+
+    def _parameter_slots(self, region: _Region, slot_classes: set[str], grads_over_weights: bool) -> None:
+        """Append weight, accumulator and gradient staging slots of the given slot classes."""
+        members: dict[str, list[int]] = {}
+        for i, group in enumerate(self._model.groups):
+            if group.slot_class in slot_classes:
+                members.setdefault(group.slot_class, []).append(i)
+        for name, groups in members.items():
+            self._slots_of_class(region, name, groups, grads_over_weights)
+
+    def _slots_of_class(self, region: _Region, name: str, groups: list[int], grads_over_weights: bool) -> None:
+        trained = [i for i in groups if not self._model.groups[i].frozen]
+        streamed = [i for i in groups if self._plan.groups[i].weights == "host"]
+        staged = [i for i in trained if self._plan.groups[i].grads == "host"]
+        accumulated = max((self._groups[i].part_numel for i in trained), default=0) * self._sizes.acc_bytes
+        weights_start = region.end
+        self._ring(region, "weights", name, streamed, self._plan.weight_slots)
+        if grads_over_weights:
+            weights_end, region.end = region.end, weights_start
+            self._ring(region, "grad", name, staged, self._plan.grad_slots)
+            region.end = max(weights_end, region.end)
+        region.add("accumulator", accumulated, "gradient accumulators", name)
+        if not grads_over_weights:
+            self._ring(region, "grad", name, staged, self._plan.grad_slots)
+
+    def _ring(self, region: _Region, kind: PlaneKind, name: str, groups: list[int], most: int) -> None:
+        """Append a slot class's slots for parts of weights or gradients.
+
+        They are as large as the largest part, and no more than there are parts.
+        """
+        largest = max((self._groups[i].part_bytes(kind) for i in groups), default=0)
+        num_parts = sum(len(self._groups[i].parts) for i in groups)
+        category = {"weights": "weight slots", "grad": "gradient slots"}[kind]
+        for k in range(min(num_parts, most)):
+            region.add(kind, largest, category, name, k)
+
+    def _activation_slots(self, region: _Region) -> None:
+        sizes, chunks = self._sizes, range(self._plan.chunks_per_round)
+        for k in range(sizes.num_hidden_slots):
+            region.add("hidden", sizes.hidden_bytes, "hidden states", index=k)
+        carried = max(p.carry_bytes for p in sizes.all_programs)
+        for c in chunks:
+            region.add("grad_hidden", sizes.hidden_bytes, "hidden states", index=c)
+            if carried:
+                region.add("carry", carried, "hidden states", index=c)
+        bounds = max(p.bounds_bytes for p in sizes.all_programs)
+        for c in chunks if bounds else ():
+            region.add("bounds", bounds, "hidden states", index=c)
+        staged = max(p.save_host_bytes for p in sizes.programs)
+        for k in range(self._plan.save_slots if staged else 0):
+            region.add("save_host", staged, "offload slots", index=k)
+        self._kept_activations(region)
+        self._window_slots(region)
+        region.add("scratch", sizes.scratch_bytes, "scratch")
+
+    def _kept_activations(self, region: _Region) -> None:
+        for layer, (kept, program) in enumerate(zip(self._plan.layers, self._sizes.programs, strict=True)):
+            if not self._model.layers[layer].keeps:
+                continue
+            for c in range(self._plan.chunks_per_round):
+                if kept.input_home == "gpu":
+                    region.add("input", self._sizes.hidden_bytes, "kept activations", layer, c)
+                if program.save_gpu_bytes:
+                    region.add("save_gpu", program.save_gpu_bytes, "kept activations", layer, c)
+
+    def _window_slots(self, region: _Region) -> None:
+        """Append slots for what the layer in work carries along a sliced sequence, as large as the largest layer's."""
+        if self._sizes.window_rows:
+            layers = [i for i, layer in enumerate(self._model.layers) if layer.kind == "block"]
+            windows = [self._sizes.window_of(layer) for layer in layers]
+            region.add("window", max(w.num_bytes for w in windows), "key/value window")
+            region.add("grad_window", max(w.grad_bytes for w in windows), "key/value window")

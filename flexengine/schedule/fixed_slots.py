@@ -1,0 +1,47 @@
+"""Sizes of slots that every plan has: a round's batch, and the numbers that the optimizer step depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flexengine.schedule.group_layout import GroupLayout
+from flexengine.schedule.layer_program import align
+
+SCALAR_BYTES = 8
+NORM_SQUARE_BYTES = 8
+"""Bytes of one run's sum of squares, a float64."""
+SCALE_BYTES = 4
+"""Bytes of the factor on one group's gradient, a float32."""
+HOST_GRAD_NORM, HOST_SCALES = 0, SCALAR_BYTES
+"""Byte offsets in the host's slot of scalars: what it wants to know of an update that it takes part in."""
+PARTIAL_SQUARES = 1024
+"""Partial sums of squares per gradient. It is fixed, so that the order of a sum depends on the group's size alone."""
+
+
+def norm_square_bytes(groups: Iterable[GroupLayout]) -> int:
+    """Bytes of the slot for the sums of squares of all gradients, run by run."""
+    return NORM_SQUARE_BYTES * sum(group.num_runs for group in groups)
+
+
+def host_scalar_bytes(num_groups: int) -> int:
+    """Bytes of the slot that tells the host the gradients' norm and the factor on each."""
+    return HOST_SCALES + SCALE_BYTES * num_groups
+
+
+def batch_offsets(chunks_per_round: int, chunk_tokens: int) -> dict[str, int]:
+    """Byte offsets inside a batch slot, and its `end`.
+
+    ids and labels are int64, positions and cumulative lengths int32. Rows are per chunk: chunk_tokens for the first
+    three, chunk_tokens + 2 for cu_seqlens.
+    """
+    tokens, offsets, end = chunks_per_round * chunk_tokens, {}, 0
+    sizes = {
+        "input_ids": 8 * tokens,
+        "labels": 8 * tokens,
+        "positions": 4 * tokens,
+        "cu_seqlens": 4 * chunks_per_round * (chunk_tokens + 2),
+    }
+    for name, size in sizes.items():
+        offsets[name] = end
+        end += align(size)
+    return {**offsets, "end": end}

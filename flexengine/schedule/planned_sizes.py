@@ -1,0 +1,110 @@
+"""Sizes that follow from a model and a plan alone: layer programs, stored groups, windows, scratch, tiles."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from flexengine.models.in_parts import in_parts, may_be_in_parts
+from flexengine.models.spec import ModelSpec
+from flexengine.plan import Plan
+from flexengine.schedule.group_layout import DTYPE_BYTES, PLANE_KINDS, element_bytes, group_layout
+from flexengine.schedule.layer_compiler import compile_layer
+from flexengine.schedule.layer_program import LayerProgram, align
+from flexengine.schedule.window import WindowLayout, window_layout
+
+
+class PlannedSizes:
+    """A model under a plan, in bytes.
+
+    given: the model as it was given. model: as the plan streams it, with experts whole or in parts.
+    """
+
+    def __init__(self, model: ModelSpec, plan: Plan) -> None:
+        self.given, self.plan = model, plan
+        self.model = model = in_parts(model) if plan.in_parts and may_be_in_parts(model) else model
+        check_frozen(model, plan)
+        numerics = plan.request.numerics
+        self.compute_bytes = DTYPE_BYTES[numerics.compute]
+        self.acc_bytes = 8 if numerics.compute == "float64" else 4
+        self.groups = tuple(group_layout(g, numerics) for g in model.groups)
+        self.programs = tuple(self.layer_program(i) for i in range(len(model.layers)))
+
+    def layer_program(self, layer: int) -> LayerProgram:
+        """The compiled program of a layer under its save set."""
+        kept = self.plan.layers[layer]
+        return compile_layer(
+            self.model.layers[layer], kept.keep_gpu, kept.keep_host, self.plan.chunk_tokens, self.compute_bytes
+        )
+
+    def evaluation_program(self, layer: int) -> LayerProgram:
+        """The compiled program of a layer that keeps nothing."""
+        return compile_layer(self.model.layers[layer], (), (), self.plan.chunk_tokens, self.compute_bytes)
+
+    # -- activations -------------------------------------------------------------------------------------------------
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of one chunk of the tensor between layers."""
+        return self.plan.chunk_tokens * self.model.hidden_size * self.compute_bytes
+
+    @property
+    def num_hidden_slots(self) -> int:
+        """Slots of the ring that carries hidden states: a round's chunks and two in transit."""
+        return self.plan.chunks_per_round + 2
+
+    @cached_property
+    def all_programs(self) -> tuple[LayerProgram, ...]:
+        """The programs of all layers, of training and of evaluation."""
+        return (*self.programs, *(self.evaluation_program(i) for i in range(len(self.programs))))
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of temporaries that some layer needs at one moment."""
+        needs = [max(p.forward_scratch_bytes, p.backward_scratch_bytes, p.window_scratch_bytes) for p in self.programs]
+        return max(*needs, *(p.forward_scratch_bytes for p in self.all_programs))
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes that the calls of ops may take from the device allocator at one moment."""
+        sliced = self.plan.slices_sequences
+        return max(p.workspace_bytes + sliced * p.window_workspace_bytes for p in self.programs)
+
+    @property
+    def window_rows(self) -> int:
+        """Rows of the key/value window: the longest sequence in whole chunks; 0 when no sequence is sliced."""
+        if not self.plan.slices_sequences:
+            return 0
+        return -(-self.plan.request.max_seq_len // self.plan.chunk_tokens) * self.plan.chunk_tokens
+
+    def window_of(self, layer: int) -> WindowLayout:
+        """Places of what a layer carries along a sliced sequence."""
+        sizes = (self.window_rows, self.plan.chunk_tokens, self.compute_bytes)
+        return window_layout(self.model.layers[layer].ops, *sizes)
+
+    # -- the optimizer -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def tile_offsets(self) -> dict[str, int]:
+        """Byte offset of every plane kind within an optimizer tile, and its `end`."""
+        offsets, end = {}, 0
+        for kind in PLANE_KINDS:
+            offsets[kind] = end
+            widths = [
+                element_bytes(p.dtype) for g in self.groups for s in g.segments for p in s.planes if p.kind == kind
+            ]
+            end += align(self.plan.optimizer_tile * max(widths, default=0))
+        offsets["end"] = end
+        return offsets
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of one optimizer tile slot."""
+        return self.tile_offsets["end"]
+
+
+def check_frozen(model: ModelSpec, plan: Plan) -> None:
+    """Raise ValueError unless a plan updates what the model trains, and nothing else."""
+    for group, home in zip(model.groups, plan.groups, strict=True):
+        if home.trained == group.frozen:
+            state = "frozen" if group.frozen else "trained"
+            raise ValueError(f"{group.name} of {model.name} is {state}, but the plan has update={home.update} for it")

@@ -1,0 +1,87 @@
+"""Slots: fixed pieces of an arena, what each of them is for, and which of them share bytes."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+Memory = Literal["gpu", "host"]
+PlaneKind = Literal["weights", "remainder", "exp_avg", "exp_avg_sq", "grad"]
+Role = Literal[
+    # planes of a group, and slots that parts of weights and gradients pass through
+    "weights", "remainder", "exp_avg", "exp_avg_sq", "grad", "accumulator",
+    # one round's tokens and losses
+    "batch", "losses",
+    # numbers that the optimizer step depends on
+    "norm_squares", "partial_squares", "scales", "grad_norm", "scalars",
+    # between layers, between stages of a layer, and between slices of a sequence
+    "hidden", "grad_hidden", "carry", "bounds", "window", "grad_window",
+    # what a layer keeps for backward: its input, its outputs on the GPU, staged for the host, and on the host
+    "input", "save_gpu", "save_host", "save",
+    "scratch", "tile",
+]  # fmt: skip
+"""What a slot holds."""
+
+
+class SlotKey(NamedTuple):
+    """What a slot is for, as fields; its printed name follows from them.
+
+    owner: the group of a plane, the slot class of slots that several groups share, or the layer of kept activations.
+    index: its number in a ring of equal slots, or its chunk; -1 for a slot that is one of its kind. within: which piece
+    of the slot with the other fields it is; empty for a whole one.
+    """
+
+    role: Role
+    owner: str | int = ""
+    index: int = -1
+    memory: Memory = "gpu"
+    within: tuple[str | int, ...] = ()
+
+    def __str__(self) -> str:
+        """Its name, as in `host.input.3[1]`, `weights.block[0]` or `grad.head@2`."""
+        place = ["host"] * (self.memory == "host") + [self.role] + [str(self.owner)] * (self.owner != "")
+        index = f"[{self.index}]" if self.index >= 0 else ""
+        return ".".join(place) + index + ("@" + "+".join(map(str, self.within)) if self.within else "")
+
+
+class Slot(NamedTuple):
+    """A fixed piece of an arena: `num_bytes` bytes at `offset`. `category` groups slots in memory reports."""
+
+    key: SlotKey
+    offset: int
+    num_bytes: int
+    category: str
+
+    @property
+    def memory(self) -> Memory:
+        """The arena that it lies in."""
+        return self.key.memory
+
+    @property
+    def name(self) -> str:
+        """Its key in words, for messages."""
+        return str(self.key)
+
+    @property
+    def end(self) -> int:
+        """First byte after the slot."""
+        return self.offset + self.num_bytes
+
+    def piece(self, within: tuple[str | int, ...], start: int, num_bytes: int, category: str) -> Slot:
+        """A slot inside this one, `start` bytes from its beginning."""
+        return Slot(self.key._replace(within=within), self.offset + start, num_bytes, category)
+
+
+def overlapping_slots(slots: tuple[Slot, ...]) -> list[tuple[int, ...]]:
+    """For every slot the indices of all slots, itself included, that share a byte with it."""
+    result: list[list[int]] = [[i] for i in range(len(slots))]
+    for memory in ("gpu", "host"):
+        order = sorted((i for i, s in enumerate(slots) if s.memory == memory), key=lambda i: slots[i].offset)
+        active: list[int] = []
+        for i in order:
+            active = [j for j in active if slots[j].end > slots[i].offset]
+            for j in active:
+                if slots[j].num_bytes and slots[i].num_bytes:
+                    result[i].append(j)
+                    result[j].append(i)
+            active.append(i)
+    return [tuple(r) for r in result]
