@@ -146,8 +146,8 @@ def _bars(part: TracePart) -> list[Bar]:
     return [
         Bar(
             c.stream,
-            bar_kind(c.kind, c.label, c.num_bytes > 0),
-            c.label,
+            bar_kind(c.kind, c.name, is_copy=c.num_bytes > 0),
+            c.name,
             c.start_s - part.start_s,
             c.end_s - part.start_s,
         )

@@ -28,7 +28,7 @@ def busy_by(trace: Trace, by_kind: bool) -> dict[str, Busy]:
     found: dict[str, Busy] = {}
     for part in trace.parts:
         for command in part.commands:
-            kind = bar_kind(command.kind, command.label, command.num_bytes > 0)
+            kind = bar_kind(command.kind, command.name, is_copy=command.num_bytes > 0)
             key = kind if by_kind else str(command.stream)
             count, seconds = found.get(key, Busy())
             found[key] = Busy(count + part.repeats, seconds + part.repeats * (command.end_s - command.start_s))

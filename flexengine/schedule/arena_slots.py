@@ -37,7 +37,9 @@ def lay_out(sizes: PlannedSizes) -> tuple[tuple[Slot, ...], int, int]:
 
 def home_of_plane(kind: str, home: GroupPlan) -> str:
     """The memory that a plan keeps a plane of a group in."""
-    return {"weights": home.weights, "grad": home.grads}.get(kind, home.states)
+    if kind == "weights":
+        return home.weights
+    return home.grads if kind == "grad" else home.states
 
 
 class _Region:

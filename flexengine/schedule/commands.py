@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from flexengine.ops.base import Work
 from flexengine.schedule.layer_program import LayerProgram
@@ -30,6 +30,32 @@ STREAMS = tuple(Stream)
 STREAM_INDEX = {stream: i for i, stream in enumerate(STREAMS)}
 
 
+Subject = Literal["", "weights", "grad", "input", "save", "tile", "batch", "scale", "scalars"]
+"""What a command moves or finishes; empty where its kind says all."""
+
+
+class CommandName(NamedTuple):
+    """What a command does, as fields; its label follows from them.
+
+    owner: the layer, group, part of a group or tile that it is about. chunk: the chunk of the round, -1 for none.
+    """
+
+    verb: str
+    subject: Subject = ""
+    owner: str = ""
+    chunk: int = -1
+
+    def __str__(self) -> str:
+        """Its label, as in `fetch weights block.3` or `backward block.3 chunk 0`."""
+        chunk = f"chunk {self.chunk}" if self.chunk >= 0 else ""
+        return " ".join(filter(None, (self.verb, self.subject, self.owner, chunk)))
+
+    @property
+    def short(self) -> str:
+        """The label without its verb, for a bar whose colour tells that: `block.3 0`."""
+        return " ".join(filter(None, (self.subject, self.owner, str(self.chunk) if self.chunk >= 0 else "")))
+
+
 class Access(NamedTuple):
     """A slot (by index) with the content that a command expects to read or leaves behind."""
 
@@ -45,6 +71,11 @@ class CopyRegion(NamedTuple):
     target: int
     target_offset: int
     num_bytes: int
+
+    @property
+    def reversed(self) -> CopyRegion:
+        """The same bytes the other way."""
+        return CopyRegion(self.target, self.target_offset, self.source, self.source_offset, self.num_bytes)
 
 
 class GroupScale(NamedTuple):
@@ -132,7 +163,7 @@ class Command:
 
     index: int
     kind: str
-    label: str
+    name: CommandName
     stream: Stream
     reads: tuple[Access, ...]
     writes: tuple[Access, ...]
@@ -140,6 +171,11 @@ class Command:
     work: Work = Work()  # noqa: RUF009 (an immutable NamedTuple)
     copies: tuple[CopyRegion, ...] = ()
     args: Any = None
+
+    @property
+    def label(self) -> str:
+        """Its name in words."""
+        return str(self.name)
 
     @property
     def regions(self) -> tuple[CopyRegion, ...]:
@@ -198,7 +234,7 @@ class ProgramBuilder:
     def add(
         self,
         kind: str,
-        label: str,
+        name: CommandName,
         stream: Stream,
         reads: list[Access],
         writes: list[Access],
@@ -224,16 +260,16 @@ class ProgramBuilder:
             if readers is None:
                 readers = self._readers[slot] = [-1] * len(STREAMS)
             readers[own] = index
-        command = Command(index, kind, label, stream, tuple(reads), tuple(writes), waits, work, copies, args)
+        command = Command(index, kind, name, stream, tuple(reads), tuple(writes), waits, work, copies, args)
         self.commands.append(command)
         return command
 
-    def copy(self, label: str, stream: Stream, content: str, regions: list[CopyRegion]) -> Command:
+    def copy(self, name: CommandName, stream: Stream, content: str, regions: list[CopyRegion]) -> Command:
         """Append a copy of `content` along `regions`, adjoining regions merged."""
         merged = merge_regions(regions)
         reads = [Access(s, content) for s in dict.fromkeys(r.source for r in merged)]
         writes = [Access(s, content) for s in dict.fromkeys(r.target for r in merged)]
-        return self.add("copy", label, stream, reads, writes, copies=merged)
+        return self.add("copy", name, stream, reads, writes, copies=merged)
 
     def build(self) -> Program:
         """The finished program."""

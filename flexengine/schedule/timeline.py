@@ -96,6 +96,7 @@ def _command_event(program: Program, command: Command, timing: Timing, start_s: 
         "ts": max(0.0, start_s + begin) * MICROSECONDS,  # a GPU's clock has ticks of a microsecond
         "dur": (end - begin) * MICROSECONDS,
         "args": {
+            **{field: value for field, value in command.name._asdict().items() if value not in ("", -1)},
             "bytes": command.copy_bytes,
             "flops": command.work.flops,
             "waits": [program.commands[w].label for w in command.waits],

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from flexengine.schedule.commands import STREAMS, Stream
+from flexengine.schedule.commands import STREAMS, CommandName, Stream, Subject
 from flexengine.schedule.timeline import MEASURED, MICROSECONDS, SIMULATED, thread_of
 
 STREAM_OF_THREAD = {thread_of(stream): stream for stream in STREAMS}
@@ -20,10 +20,15 @@ class TraceCommand(NamedTuple):
 
     stream: Stream
     kind: str
-    label: str
+    name: CommandName
     start_s: float
     end_s: float
     num_bytes: int
+
+    @property
+    def label(self) -> str:
+        """Its name in words."""
+        return str(self.name)
 
 
 class TracePart(NamedTuple):
@@ -112,11 +117,20 @@ def _command(event: Mapping[str, Any], where: object) -> TraceCommand:
     return TraceCommand(
         stream=stream,
         kind=_text(event, "cat", where),
-        label=_text(event, "name", where),
+        name=_command_name(event, args, where),
         start_s=begin_s,
         end_s=begin_s + _number(event, "dur", where) / MICROSECONDS,
         num_bytes=int(_number(args, "bytes", where)),
     )
+
+
+def _command_name(event: Mapping[str, Any], args: Mapping[str, Any], where: object) -> CommandName:
+    """The fields of a command's name. A trace of an older version has only the label, which becomes the verb."""
+    label = _text(event, "name", where)
+    fields = {"verb": label, "subject": "", "owner": "", **args}
+    verb, subject, owner = (_text(fields, field, where) for field in ("verb", "subject", "owner"))
+    chunk = int(_number(args, "chunk", where)) if "chunk" in args else -1
+    return CommandName(verb, cast("Subject", subject), owner, chunk)
 
 
 def _number(values: Mapping[str, Any], key: str, where: object) -> float:

@@ -17,7 +17,7 @@ from flexengine.reports.memory_over_time import (
     step_memory,
     thinned,
 )
-from flexengine.schedule.commands import Access, CopyRegion, ProgramBuilder, Stream
+from flexengine.schedule.commands import Access, CommandName, CopyRegion, ProgramBuilder, Stream
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.simulator import Timing
 from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
@@ -37,11 +37,11 @@ class TwoSlots:
 def made_by_hand() -> StepPart:
     """Write the ring (0-1 s), send it home (2-4), write it anew (5-6), fetch (7-9), read (10-12)."""
     builder = ProgramBuilder("hand", TwoSlots.slots, overlapping_slots(TwoSlots.slots))
-    builder.add("forward", "write", Stream.COMPUTE, [], [Access(0, "a")])
-    builder.copy("send a", Stream.D2H, "a", [CopyRegion(0, 0, 1, 0, 256)])
-    builder.add("forward", "write again", Stream.COMPUTE, [], [Access(0, "b")])
-    builder.copy("fetch a", Stream.H2D, "a", [CopyRegion(1, 0, 0, 0, 256)])
-    builder.add("backward", "read", Stream.COMPUTE, [Access(0, "a")], [])
+    builder.add("forward", CommandName("write"), Stream.COMPUTE, [], [Access(0, "a")])
+    builder.copy(CommandName("send a"), Stream.D2H, "a", [CopyRegion(0, 0, 1, 0, 256)])
+    builder.add("forward", CommandName("write again"), Stream.COMPUTE, [], [Access(0, "b")])
+    builder.copy(CommandName("fetch a"), Stream.H2D, "a", [CopyRegion(1, 0, 0, 0, 256)])
+    builder.add("backward", CommandName("read"), Stream.COMPUTE, [Access(0, "a")], [])
     timing = Timing([0, 2, 5, 7, 10], [1, 4, 6, 9, 12], 12.0, {})
     return StepPart("by hand", 1, builder.build(), timing)
 

@@ -14,14 +14,14 @@ from flexengine.planner.cost.cost_model import stalls
 from flexengine.planner.feasibility.remedies import Remedy
 from flexengine.planner.feasibility.shortage import Feasibility, ShortageError
 from flexengine.planner.search import make_plan
-from flexengine.reports.charts.streams import kind_of, merged_bars, short_label
+from flexengine.reports.charts.streams import kind_of, merged_bars
 from flexengine.reports.charts.svg import ticks
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_data import as_json, shortage_json, step_timeline
 from flexengine.reports.plan_page import html_page, shortage_page
 from flexengine.reports.plan_text import describe, report, shortage_report
 from flexengine.reports.text_format import align_columns, join_words
-from flexengine.schedule.commands import STREAMS, Access, CopyRegion, ProgramBuilder, Stream
+from flexengine.schedule.commands import STREAMS, Access, CommandName, CopyRegion, ProgramBuilder, Stream
 from flexengine.schedule.simulator import Timing
 from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
 from tests.planner.oracle import slow_link
@@ -86,9 +86,9 @@ def test_a_host_that_issues_slowly_is_named():
 def test_a_wait_is_split_at_the_end_of_what_was_waited_for():
     slots = (Slot(SlotKey("a", memory="gpu"), 0, 16, "test"), Slot(SlotKey("b", memory="host"), 0, 16, "test"))
     builder = ProgramBuilder("waits", slots, overlapping_slots(slots))
-    builder.copy("fetch", Stream.H2D, "x", [CopyRegion(1, 0, 0, 0, 16)])
-    builder.add("forward", "forward", Stream.COMPUTE, [Access(0, "x")], [Access(0, "y")])
-    builder.add("backward", "backward", Stream.COMPUTE, [], [])
+    builder.copy(CommandName("fetch"), Stream.H2D, "x", [CopyRegion(1, 0, 0, 0, 16)])
+    builder.add("forward", CommandName("forward"), Stream.COMPUTE, [Access(0, "x")], [Access(0, "y")])
+    builder.add("backward", CommandName("backward"), Stream.COMPUTE, [], [])
     program = builder.build()
     timing = Timing([0.0, 5.0, 8.0], [3.0, 6.0, 9.0], 9.0, {})
     found = {key: seconds for key, seconds in stalls(program, timing).items() if seconds}
@@ -289,7 +289,8 @@ def test_bars_merge_neighbours_of_a_kind(picture):
         assert sum(span.busy_s for span in few) == pytest.approx(sum(span.busy_s for span in many))
         assert all(a.kind != b.kind for a, b in pairwise(few))
     assert "other" not in {kind_of(command) for command in part.program.commands}
-    assert short_label("backward block.3 chunk 0") == "block.3 0"
+    name = CommandName("backward", owner="block.3", chunk=0)
+    assert (str(name), name.short) == ("backward block.3 chunk 0", "block.3 0")
 
 
 def test_axis_marks_are_round():

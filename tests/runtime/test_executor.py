@@ -12,7 +12,7 @@ from flexengine.native import library
 from flexengine.native.transfer_torch import TorchTransfers
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.executor import Executor
-from flexengine.schedule.commands import Access, CopyRegion, ProgramBuilder, Stream
+from flexengine.schedule.commands import Access, CommandName, CopyRegion, ProgramBuilder, Stream
 from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
 
 SLOTS = (Slot(SlotKey("a", memory="gpu"), 0, 16, "test"), Slot(SlotKey("b", memory="host"), 0, 16, "test"))
@@ -22,9 +22,9 @@ CPU = torch.device("cpu")
 def small_program(name="small"):
     """A copy to the GPU, a computation on it, a copy back."""
     builder = ProgramBuilder(name, SLOTS, overlapping_slots(SLOTS))
-    builder.copy("fetch", Stream.H2D, "x", [CopyRegion(1, 0, 0, 0, 16)])
-    builder.add("add", "add", Stream.COMPUTE, [Access(0, "x")], [Access(0, "y")])
-    builder.copy("return", Stream.D2H, "y", [CopyRegion(0, 0, 1, 0, 16)])
+    builder.copy(CommandName("fetch"), Stream.H2D, "x", [CopyRegion(1, 0, 0, 0, 16)])
+    builder.add("add", CommandName("add"), Stream.COMPUTE, [Access(0, "x")], [Access(0, "y")])
+    builder.copy(CommandName("return"), Stream.D2H, "y", [CopyRegion(0, 0, 1, 0, 16)])
     return builder.build()
 
 
@@ -73,7 +73,7 @@ def test_timed_runs_begin_one_after_the_other(arenas):
 def test_times_are_by_index_whatever_the_order(arenas):
     builder = ProgramBuilder("independent", SLOTS, overlapping_slots(SLOTS))
     for _ in range(3):
-        builder.add("nothing", "nothing", Stream.COMPUTE, [], [])
+        builder.add("nothing", CommandName("nothing"), Stream.COMPUTE, [], [])
     seen = []
     executor = Executor(CPU, arenas, order=lambda _: [2, 0, 1])
     executor.run(builder.build(), lambda command: seen.append(command.index), timed=True)
@@ -138,7 +138,7 @@ def test_what_a_program_calls_finds_its_stream_and_the_caller_his_own(arenas, dr
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
     builder = ProgramBuilder("calls", SLOTS, overlapping_slots(SLOTS))
     for stream in (Stream.COMPUTE, Stream.H2D, Stream.D2H, Stream.COMPUTE):
-        builder.add("call", "call", stream, [], [])
+        builder.add("call", CommandName("call"), stream, [], [])
     with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
         executor.run(builder.build(), handler)
     assert len(seen) == (3 if fails else 4)

@@ -18,7 +18,7 @@ from flexengine.native.transfer_operations import Record
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.cpu_work import CpuWork
 from flexengine.runtime.issue import Issue
-from flexengine.schedule.commands import Access, Command, CopyRegion, Program, ProgramBuilder, Stream
+from flexengine.schedule.commands import Access, Command, CommandName, CopyRegion, Program, ProgramBuilder, Stream
 from flexengine.schedule.following import cpu_waits
 from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
 
@@ -45,9 +45,9 @@ def random_program(seed: int, num_commands: int = 40) -> Program:
         regions = (CopyRegion(source, 0, target, cut, SLOT_BYTES - cut), CopyRegion(source, 9, target, 0, cut // 2))
         reads, writes = [Access(source, "any")], [Access(target, "any")]
         if stream is Stream.COMPUTE:
-            builder.add("move", f"move {index}", stream, reads, writes, args=regions)
+            builder.add("move", CommandName(f"move {index}"), stream, reads, writes, args=regions)
         else:
-            builder.add("copy", f"copy {index}", stream, reads, writes, copies=regions[: 1 + (cut > 1)])
+            builder.add("copy", CommandName(f"copy {index}"), stream, reads, writes, copies=regions[: 1 + (cut > 1)])
     return builder.build()
 
 
@@ -260,9 +260,9 @@ def test_waiting_for_a_command_that_only_a_later_one_implies():
     builder = ProgramBuilder("batch and weights", SLOTS, overlapping_slots(SLOTS))
     for name, host, gpu in (("batch", 4, 0), ("weights", 5, 1)):
         regions = (CopyRegion(host, 0, gpu, 0, SLOT_BYTES),)
-        builder.add("copy", name, Stream.H2D, [Access(host, name)], [Access(gpu, name)], copies=regions)
+        builder.add("copy", CommandName(name), Stream.H2D, [Access(host, name)], [Access(gpu, name)], copies=regions)
     reads, moved = [Access(0, "batch"), Access(1, "weights")], (CopyRegion(0, 0, 2, 0, SLOT_BYTES),)
-    forward = builder.add("move", "forward", Stream.COMPUTE, reads, [Access(2, "hidden")], args=moved)
+    forward = builder.add("move", CommandName("forward"), Stream.COMPUTE, reads, [Access(2, "hidden")], args=moved)
     assert forward.waits == (1,)
     bench = Bench(fake_driver(), builder.build())
     bench.fill(0)
@@ -300,10 +300,10 @@ def test_times_of_every_command(lagging: Stream | None):
 def program_with_cpu() -> Program:
     """A copy to the host that the CPU waits for, and a copy of something else that comes later."""
     builder = ProgramBuilder("cpu", SLOTS, overlapping_slots(SLOTS))
-    builder.copy("send", Stream.D2H, "x", [CopyRegion(0, 0, 4, 0, SLOT_BYTES)])
-    builder.add("work", "first", Stream.CPU, [Access(4, "x")], [Access(5, "y")])
-    builder.add("work", "second", Stream.CPU, [Access(5, "y")], [Access(4, "z")])
-    builder.copy("fetch", Stream.H2D, "w", [CopyRegion(6, 0, 1, 0, SLOT_BYTES)])
+    builder.copy(CommandName("send"), Stream.D2H, "x", [CopyRegion(0, 0, 4, 0, SLOT_BYTES)])
+    builder.add("work", CommandName("first"), Stream.CPU, [Access(4, "x")], [Access(5, "y")])
+    builder.add("work", CommandName("second"), Stream.CPU, [Access(5, "y")], [Access(4, "z")])
+    builder.copy(CommandName("fetch"), Stream.H2D, "w", [CopyRegion(6, 0, 1, 0, SLOT_BYTES)])
     return builder.build()
 
 
@@ -337,10 +337,10 @@ def test_the_cpu_of_a_run_goes_on_under_the_next_and_sees_its_own_data():
     """The same program again and again, as with steps of one round: its events are recorded anew for every run, but no
     sooner than who waits for them has gone on."""
     builder = ProgramBuilder("steps", SLOTS, overlapping_slots(SLOTS))
-    builder.add("make", "make", Stream.COMPUTE, [], [Access(0, "x")], args=())
-    builder.copy("send", Stream.D2H, "x", [CopyRegion(0, 0, 4, 0, SLOT_BYTES)])
-    builder.add("work", "work", Stream.CPU, [Access(4, "x")], [Access(5, "y")])
-    builder.add("make", "make more", Stream.COMPUTE, [], [Access(1, "z")], args=())
+    builder.add("make", CommandName("make"), Stream.COMPUTE, [], [Access(0, "x")], args=())
+    builder.copy(CommandName("send"), Stream.D2H, "x", [CopyRegion(0, 0, 4, 0, SLOT_BYTES)])
+    builder.add("work", CommandName("work"), Stream.CPU, [Access(4, "x")], [Access(5, "y")])
+    builder.add("make", CommandName("make more"), Stream.COMPUTE, [], [Access(1, "z")], args=())
     program, driver = builder.build(), fake_driver()
     bench, waits = Bench(driver, program), cpu_waits(program, program)
     made = [torch.full((SLOT_BYTES,), run, dtype=torch.uint8) for run in range(30)]
@@ -375,9 +375,9 @@ def test_the_cpu_of_a_run_goes_on_under_the_next_and_sees_its_own_data():
 
 def test_no_stream_waits_for_the_cpu_within_a_program():
     builder = ProgramBuilder("cpu", SLOTS, overlapping_slots(SLOTS))
-    builder.copy("send", Stream.D2H, "x", [CopyRegion(0, 0, 4, 0, SLOT_BYTES)])
-    builder.add("work", "work", Stream.CPU, [Access(4, "x")], [Access(5, "y")])
-    builder.copy("fetch", Stream.H2D, "y", [CopyRegion(5, 0, 1, 0, SLOT_BYTES)])
+    builder.copy(CommandName("send"), Stream.D2H, "x", [CopyRegion(0, 0, 4, 0, SLOT_BYTES)])
+    builder.add("work", CommandName("work"), Stream.CPU, [Access(4, "x")], [Access(5, "y")])
+    builder.copy(CommandName("fetch"), Stream.H2D, "y", [CopyRegion(5, 0, 1, 0, SLOT_BYTES)])
     with pytest.raises(AssertionError, match="fetch waits for the CPU"):
         Bench(fake_driver(), builder.build())
 

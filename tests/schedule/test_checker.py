@@ -7,7 +7,7 @@ import pytest
 
 from flexengine.plan import GroupPlan
 from flexengine.schedule.checker import ProgramError, check_program
-from flexengine.schedule.commands import Access, Program, ProgramBuilder, Stream, UpdateTile
+from flexengine.schedule.commands import Access, CommandName, Program, ProgramBuilder, Stream, UpdateTile
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_evaluation, lower_round, lower_update
 from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
@@ -141,10 +141,12 @@ def test_updates_by_the_cpu_of_different_groups_may_not_conflict():
         b.holds(0, "x")
         for group, content in ((0, "x"), (second, "y")):
             args = UpdateTile(group, "matrix", 0, 1, {})
-            b.add("update", f"update {group}", Stream.CPU, [Access(0, content)], [Access(0, "y")], args=args)
+            b.add(
+                "update", CommandName(f"update {group}"), Stream.CPU, [Access(0, content)], [Access(0, "y")], args=args
+            )
         program = b.build()
         if fine:
             check_program(program, 32, 32)
         else:
-            with pytest.raises(ProgramError, match=r"update 1 and update 0 are of different groups.* slot host0"):
+            with pytest.raises(ProgramError, match=r"update 1 and update 0 are of different groups.* slot host.host0"):
                 check_program(program, 32, 32)

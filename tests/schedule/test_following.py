@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from flexengine.plan import GroupPlan, Request
-from flexengine.schedule.commands import Access, CopyRegion, ProgramBuilder, Stream
+from flexengine.schedule.commands import Access, CommandName, CopyRegion, ProgramBuilder, Stream
 from flexengine.schedule.following import cpu_commands, cpu_waits, followed
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_round, lower_update
@@ -29,9 +29,9 @@ def builder(name: str) -> ProgramBuilder:
 def working():
     """The CPU makes host1 of host0, then host2 of host1."""
     b = builder("before")
-    b.copy("send", Stream.D2H, "x", [CopyRegion(GPU0, 0, HOST0, 0, 16)])
-    b.add("work", "first", Stream.CPU, [Access(HOST0, "x")], [Access(HOST1, "y")])
-    b.add("work", "second", Stream.CPU, [Access(HOST1, "y")], [Access(HOST2, "z")])
+    b.copy(CommandName("send"), Stream.D2H, "x", [CopyRegion(GPU0, 0, HOST0, 0, 16)])
+    b.add("work", CommandName("first"), Stream.CPU, [Access(HOST0, "x")], [Access(HOST1, "y")])
+    b.add("work", CommandName("second"), Stream.CPU, [Access(HOST1, "y")], [Access(HOST2, "z")])
     return b.build()
 
 
@@ -50,27 +50,27 @@ def working():
 )
 def test_commands_wait_for_what_touches_the_same_bytes(stream, source, target, waits):
     b = builder("after")
-    b.copy("copy", stream, "c", [CopyRegion(source, 0, target, 0, 16)])
+    b.copy(CommandName("copy"), stream, "c", [CopyRegion(source, 0, target, 0, 16)])
     assert cpu_waits(working(), b.build()) == ({0: waits} if waits else {})
 
 
 def test_work_of_the_cpu_waits_for_the_gpu_and_is_waited_for_by_none():
     b = builder("no wait")
-    b.add("work", "work", Stream.CPU, [], [Access(HOST1, "y")])
+    b.add("work", CommandName("work"), Stream.CPU, [], [Access(HOST1, "y")])
     with pytest.raises(AssertionError, match="work waits for nothing"):
         cpu_commands(b.build())
     b = builder("waited for")
-    b.copy("send", Stream.D2H, "x", [CopyRegion(GPU0, 0, HOST0, 0, 16)])
-    b.add("work", "work", Stream.CPU, [Access(HOST0, "x")], [Access(HOST1, "y")])
-    b.copy("fetch", Stream.H2D, "y", [CopyRegion(HOST1, 0, GPU1, 0, 16)])
+    b.copy(CommandName("send"), Stream.D2H, "x", [CopyRegion(GPU0, 0, HOST0, 0, 16)])
+    b.add("work", CommandName("work"), Stream.CPU, [Access(HOST0, "x")], [Access(HOST1, "y")])
+    b.copy(CommandName("fetch"), Stream.H2D, "y", [CopyRegion(HOST1, 0, GPU1, 0, 16)])
     with pytest.raises(AssertionError, match="fetch waits for the CPU"):
         cpu_commands(b.build())
 
 
 def test_what_does_not_touch_the_work_overlaps_it():
     b = builder("after")
-    b.copy("fetch other", Stream.H2D, "c", [CopyRegion(HOST3, 0, GPU0, 0, 16)])
-    b.copy("fetch first", Stream.H2D, "y", [CopyRegion(HOST1, 0, GPU1, 0, 16)])
+    b.copy(CommandName("fetch other"), Stream.H2D, "c", [CopyRegion(HOST3, 0, GPU0, 0, 16)])
+    b.copy(CommandName("fetch first"), Stream.H2D, "y", [CopyRegion(HOST1, 0, GPU1, 0, 16)])
     both = followed(working(), b.build())
     alone = {Stream.H2D: 16.0, Stream.D2H: 16.0}
     timing = simulate(both, Rates(lambda c: 0.0, alone, alone, 0.0, cpu_s=lambda c: 4.0))

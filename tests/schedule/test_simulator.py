@@ -5,7 +5,7 @@ import json
 import pytest
 
 from flexengine.ops.base import Work
-from flexengine.schedule.commands import Access, CopyRegion, ProgramBuilder, Stream, UpdateTile
+from flexengine.schedule.commands import Access, CommandName, CopyRegion, ProgramBuilder, Stream, UpdateTile
 from flexengine.schedule.simulator import LEAST_CPU_SHARE, Rates, simulate
 from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
 from flexengine.schedule.timeline import command_events, trace_json, track_events
@@ -23,11 +23,13 @@ def builder() -> ProgramBuilder:
 
 
 def copy(b: ProgramBuilder, stream: Stream, source: int, target: int, num_bytes: int = 100) -> None:
-    b.copy("copy", stream, "c", [CopyRegion(source, 0, target, 0, num_bytes)])
+    b.copy(CommandName("copy"), stream, "c", [CopyRegion(source, 0, target, 0, num_bytes)])
 
 
 def compute(b: ProgramBuilder, seconds: float, reads: int, writes: int) -> None:
-    b.add("op", "op", Stream.COMPUTE, [Access(reads, "c")], [Access(writes, "c")], Work(matmul_flops=seconds))
+    b.add(
+        "op", CommandName("op"), Stream.COMPUTE, [Access(reads, "c")], [Access(writes, "c")], Work(matmul_flops=seconds)
+    )
 
 
 def test_one_slot_serialises_fetch_and_compute():
@@ -62,7 +64,7 @@ def test_both_directions_slow_each_other_down():
 
 def test_latency_counts_per_region():
     b = builder()
-    b.copy("c", Stream.H2D, "c", [CopyRegion(3, 0, 0, 50, 10), CopyRegion(3, 50, 0, 0, 10)])
+    b.copy(CommandName("c"), Stream.H2D, "c", [CopyRegion(3, 0, 0, 50, 10), CopyRegion(3, 50, 0, 0, 10)])
     assert simulate(b.build(), rates(latency_s=1.0)).total_s == pytest.approx(4.0)
 
 
@@ -92,7 +94,7 @@ def test_nothing_starts_before_the_host_has_issued_it():
 def test_copies_slow_the_cpu_by_what_they_take_of_host_memory():
     b = builder()
     copy(b, Stream.H2D, 3, 0, 60)
-    b.add("update", "update", Stream.CPU, [], [Access(4, "y")])
+    b.add("update", CommandName("update"), Stream.CPU, [], [Access(4, "y")])
     timing = simulate(b.build(), rates()._replace(cpu_s=lambda command: 8.0, host_bytes_per_s=40.0))
     alone = rates().alone_bytes_per_s[Stream.H2D]
     copied_s = 60 / alone
@@ -105,7 +107,7 @@ def test_copies_slow_the_cpu_by_what_they_take_of_host_memory():
 def test_the_cpu_slows_copies_down_while_it_works():
     b = builder()
     copy(b, Stream.H2D, 3, 0, 60)
-    b.add("update", "update", Stream.CPU, [], [Access(4, "y")])
+    b.add("update", CommandName("update"), Stream.CPU, [], [Access(4, "y")])
     alone = rates().alone_bytes_per_s[Stream.H2D]
     beside = {Stream.H2D: alone / 4, Stream.D2H: 2 * alone}
     timing = simulate(b.build(), rates()._replace(cpu_s=lambda command: 2.0, beside_cpu_bytes_per_s=beside))
@@ -114,7 +116,7 @@ def test_the_cpu_slows_copies_down_while_it_works():
 
     b = builder()
     copy(b, Stream.D2H, 3, 0, 60)
-    b.add("update", "update", Stream.CPU, [], [Access(4, "y")])
+    b.add("update", CommandName("update"), Stream.CPU, [], [Access(4, "y")])
     never_faster = simulate(b.build(), rates()._replace(cpu_s=lambda command: 99.0, beside_cpu_bytes_per_s=beside))
     assert never_faster.end_s[0] == pytest.approx(60 / rates().alone_bytes_per_s[Stream.D2H])
 
@@ -122,7 +124,7 @@ def test_the_cpu_slows_copies_down_while_it_works():
 def test_the_cpu_never_stands_still():
     b = builder()
     copy(b, Stream.H2D, 3, 0, 60)
-    b.add("update", "update", Stream.CPU, [], [Access(4, "y")])
+    b.add("update", CommandName("update"), Stream.CPU, [], [Access(4, "y")])
     timing = simulate(b.build(), rates()._replace(cpu_s=lambda command: 0.2, host_bytes_per_s=1.0))
     assert timing.end_s[1] == pytest.approx(0.2 / LEAST_CPU_SHARE)
 
@@ -134,9 +136,16 @@ def test_the_cpu_takes_what_is_ready_by_turn():
     )
     b = ProgramBuilder("turns", slots, overlapping_slots(slots))
     for group in (3, 2, 1, 0):
-        b.copy(f"send {group}", Stream.D2H, "x", [CopyRegion(group, 0, 4 + group, 0, 16)])
+        b.copy(CommandName(f"send {group}"), Stream.D2H, "x", [CopyRegion(group, 0, 4 + group, 0, 16)])
         args = UpdateTile(group, "matrix", 0, 1, {})
-        b.add("update", f"update {group}", Stream.CPU, [Access(4 + group, "x")], [Access(4 + group, "y")], args=args)
+        b.add(
+            "update",
+            CommandName(f"update {group}"),
+            Stream.CPU,
+            [Access(4 + group, "x")],
+            [Access(4 + group, "y")],
+            args=args,
+        )
     rate = {Stream.H2D: 16.0, Stream.D2H: 16.0}
     program = b.build()
     timing = simulate(program, Rates(lambda c: 0.0, rate, rate, 0.0, cpu_s=lambda c: 1.5))

@@ -17,7 +17,7 @@ from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec
 from flexengine.ops.base import Work
 from flexengine.plan import GroupPlan, Home
 from flexengine.planner.cost.cost_model import CostModel, stage_calls
-from flexengine.schedule.commands import Command, CopyRegion, Stream
+from flexengine.schedule.commands import Command, CommandName, CopyRegion, Stream
 from flexengine.schedule.group_layout import GroupLayout
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram
@@ -86,7 +86,7 @@ def issue_s(cost: CostModel, kind: str, program: LayerProgram | None = None) -> 
     if program is not None:
         return cost.profile.issue_s * sum(len(stage.parts) * stage_calls(stage) for stage in program.stages(kind))
     copies = (CopyRegion(0, 0, 0, 0, 1),) if kind == "copy" else ()
-    return cost.issue_s(Command(0, kind, "", Stream.COMPUTE, (), (), (), copies=copies))
+    return cost.issue_s(Command(0, kind, CommandName(""), Stream.COMPUTE, (), (), (), copies=copies))
 
 
 def group_loads(

@@ -23,12 +23,12 @@ from flexengine.reports.charts.svg import (
     svg,
     time_axis,
 )
-from flexengine.schedule.commands import STREAM_INDEX, STREAMS, Command, Stream
+from flexengine.schedule.commands import STREAM_INDEX, STREAMS, Command, CommandName, Stream, Subject
 
 ROW_HEIGHT = 30
 GAP_PIXELS, LEAST_PIXELS = 0.4, 0.5
 """Commands of one kind that are closer than this are drawn as one; none is drawn narrower."""
-STREAM_NAMES = {"compute": "compute", "h2d": "to GPU", "d2h": "to host", "cpu": "CPU"}
+STREAM_NAMES = {Stream.COMPUTE: "compute", Stream.H2D: "to GPU", Stream.D2H: "to host", Stream.CPU: "CPU"}
 
 
 class Bar(NamedTuple):
@@ -36,7 +36,7 @@ class Bar(NamedTuple):
 
     stream: Stream
     kind: str
-    label: str
+    name: CommandName
     begin_s: float
     end_s: float
 
@@ -49,7 +49,7 @@ class MergedBar(NamedTuple):
     end_s: float
     busy_s: float
     count: int
-    label: str
+    name: CommandName
 
 
 KINDS = {
@@ -74,7 +74,7 @@ COMMAND_KINDS = {
     "clip": "update",
     "scale": "update",
 }
-COPY_KINDS = {
+COPY_KINDS: dict[Subject, str] = {
     "weights": "weights",
     "grad": "gradients",
     "save": "activations",
@@ -82,19 +82,18 @@ COPY_KINDS = {
     "tile": "optimizer",
     "batch": "batch",
 }
-"""Second word of a copy's label -> its kind."""
+"""What a copy moves -> the kind of its bar."""
 
 
 def kind_of(command: Command) -> str:
     """Give the kind of bar that a command is drawn as."""
-    return bar_kind(command.kind, command.label, bool(command.regions))
+    return bar_kind(command.kind, command.name, is_copy=bool(command.regions))
 
 
-def bar_kind(kind: str, label: str, is_copy: bool) -> str:
-    """Give the kind of bar for a command's own kind and label; a copy is named by what it copies."""
+def bar_kind(kind: str, name: CommandName, is_copy: bool) -> str:
+    """Give the kind of bar for a command's own kind; for a copy, that of what it moves."""
     if is_copy:
-        words = label.split()
-        return COPY_KINDS.get(words[1] if len(words) > 1 else "", "other")
+        return COPY_KINDS.get(name.subject, "other")
     kind = COMMAND_KINDS.get(kind, kind)
     return kind if kind in KINDS else "other"
 
@@ -146,7 +145,7 @@ def merged_bars(part: StepPart, gap_s: float) -> list[list[MergedBar]]:
 def bars_of(part: StepPart) -> list[Bar]:
     """Give every command of a simulated part as a bar."""
     times = zip(part.program.commands, part.timing.start_s, part.timing.end_s, strict=True)
-    return [Bar(c.stream, kind_of(c), c.label, begin, end) for c, begin, end in times]
+    return [Bar(c.stream, kind_of(c), c.name, begin, end) for c, begin, end in times]
 
 
 def merge_bars(bars: Iterable[Bar], gap_s: float) -> list[list[MergedBar]]:
@@ -156,13 +155,13 @@ def merge_bars(bars: Iterable[Bar], gap_s: float) -> list[list[MergedBar]]:
     """
     # A step has tens of thousands of commands; a chart has a thousand pixels, and a page should stay below a megabyte.
     rows: list[list[MergedBar]] = [[] for _ in STREAMS]
-    for stream, kind, label, begin, end in bars:
+    for stream, kind, name, begin, end in bars:
         row = rows[STREAM_INDEX[stream]]
         if row and row[-1].kind == kind and gap_s and begin - row[-1].end_s <= gap_s:
             last = row[-1]
             row[-1] = last._replace(end_s=end, busy_s=last.busy_s + end - begin, count=last.count + 1)
         else:
-            row.append(MergedBar(kind, begin, end, end - begin, 1, label))
+            row.append(MergedBar(kind, begin, end, end - begin, 1, name))
     return rows
 
 
@@ -170,7 +169,7 @@ def _stream_rows() -> Iterator[str]:
     for row, stream in enumerate(STREAMS):
         top = TOP + row * ROW_HEIGHT
         yield f'<rect class="lane" x="{LEFT}" y="{top + 2}" width="{RIGHT - LEFT}" height="{ROW_HEIGHT - 4}"/>'
-        name = STREAM_NAMES.get(str(stream), str(stream))
+        name = STREAM_NAMES[stream]
         yield f'<text class="soft" x="{LEFT - 6}" y="{top + ROW_HEIGHT / 2 + 4}" text-anchor="end">{name}</text>'
 
 
@@ -183,19 +182,14 @@ def _bars(rows: list[list[MergedBar]], start_s: float, x: Scale, labels: bool = 
             if right <= reached:
                 continue
             reached = max(right, left + LEAST_PIXELS)
-            what = bar.label if bar.count == 1 else f"{bar.count} x {bar.kind}"
+            what = str(bar.name) if bar.count == 1 else f"{bar.count} x {bar.kind}"
             yield (
                 f'<rect x="{left:.1f}" y="{top}" width="{reached - left:.1f}" height="{ROW_HEIGHT - 4}" '
                 f'fill="{KINDS[bar.kind]}"><title>{escape(what)}: {format_seconds(bar.busy_s)}</title></rect>'
             )
-            short = short_label(bar.label)
+            short = bar.name.short  # the colour tells the verb
             if labels and reached - left > 6.5 * len(short) + 8:
                 yield f'<text class="on-bar" x="{left + 4:.1f}" y="{top + 17}">{escape(short)}</text>'
-
-
-def short_label(label: str) -> str:
-    """Shorten a command's label by its verb, which the colour tells: "backward block.3 chunk 0" is "block.3 0"."""
-    return " ".join(word for word in label.split()[1:] if word != "chunk")
 
 
 def _kind_legend(used: Iterable[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexengine.schedule.commands import Access, CopyRegion, Stream
+from flexengine.schedule.commands import Access, CommandName, CopyRegion, Stream, Subject
 from flexengine.schedule.lowering.context import RoundContext, SlotRing
 
 Bound = tuple[dict[str, int], list[Access]]
@@ -55,10 +55,10 @@ class ActivationLowering:
             regions = [
                 CopyRegion(areas["input"], 0, self._layout.slot("input", index, c, "host"), 0, self._hidden_bytes(c))
             ]
-            self._builder.copy(f"offload {content}", Stream.D2H, content, regions)
+            self._builder.copy(self._name("offload", "input", index, c), Stream.D2H, content, regions)
         if "save_host" in areas:
             regions = self._save_regions(index, c, areas["save_host"], self._layout.slot("save", index, c, "host"))
-            self._builder.copy(f"offload save {index} {c}", Stream.D2H, f"save_host {index} {c}", regions)
+            self._builder.copy(self._name("offload", "save", index, c), Stream.D2H, f"save_host {index} {c}", regions)
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -72,7 +72,7 @@ class ActivationLowering:
         if program.save_host_bytes:
             areas["save_host"] = self._staging.take()
             regions = self._save_regions(index, c, self._layout.slot("save", index, c, "host"), areas["save_host"])
-            self._builder.copy(f"fetch save {index} {c}", Stream.H2D, f"save_host {index} {c}", regions)
+            self._builder.copy(self._name("fetch", "save", index, c), Stream.H2D, f"save_host {index} {c}", regions)
             reads.append(Access(areas["save_host"], f"save_host {index} {c}"))
         return areas, reads
 
@@ -81,8 +81,11 @@ class ActivationLowering:
             return self._layout.slot("input", index, c)
         slot, content = self._hidden.take(), f"input {index} {c}"
         regions = [CopyRegion(self._layout.slot("input", index, c, "host"), 0, slot, 0, self._hidden_bytes(c))]
-        self._builder.copy(f"fetch {content}", Stream.H2D, content, regions)
+        self._builder.copy(self._name("fetch", "input", index, c), Stream.H2D, content, regions)
         return slot
+
+    def _name(self, verb: str, subject: Subject, index: int, c: int) -> CommandName:
+        return CommandName(verb, subject, self._context.model.layers[index].name, c)
 
     # -- sizes and places --------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flexengine.schedule.commands import Access, LayerCall, Stream
+from flexengine.schedule.commands import Access, CommandName, LayerCall, Stream
 from flexengine.schedule.layer_program import LayerProgram
 from flexengine.schedule.lowering.context import RoundContext, StagePart
 from flexengine.schedule.lowering.weights import WeightLowering
@@ -58,10 +58,10 @@ class ComputeLowering:
         work = at.stage.work(chunk.tokens, chunk.seq_len, self._layout.compute_bytes)
         if not call.first:
             work = work.plus(at.stage.accumulation_work(self._layout.compute_bytes))
-        part = f" part {at.part}" if at.in_parts else ""
-        label = f"{call.kind} {layer.name}{part} chunk {call.chunk}"
+        owner = f"{layer.name} part {at.part}" if at.in_parts else layer.name
+        name = CommandName(call.kind, owner=owner, chunk=call.chunk)
         self._context.builder.add(
-            call.kind, label, Stream.COMPUTE, call.reads, call.writes, work, args=_layer_call(call)
+            call.kind, name, Stream.COMPUTE, call.reads, call.writes, work, args=_layer_call(call)
         )
 
     def _bind_carry(self, call: ComputeCall) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from flexengine.models.spec import LayerSpec
 from flexengine.ops.base import Work
-from flexengine.schedule.commands import Access, CopyRegion, FinishGradient, GroupScale, StoredRun, Stream
+from flexengine.schedule.commands import Access, CommandName, CopyRegion, FinishGradient, GroupScale, StoredRun, Stream
 from flexengine.schedule.fixed_slots import HOST_SCALES, SCALE_BYTES
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.context import RoundContext, SlotRing
@@ -54,13 +54,6 @@ class _StoredPart(NamedTuple):
             for run, (home, first) in zip(self.runs, self.homes, strict=True)
         ]
 
-    def regions_back(self, staging: int) -> list[CopyRegion]:
-        """Copies from the runs' homes to a staging slot."""
-        return [
-            CopyRegion(target, target_offset, source, source_offset, num_bytes)
-            for source, source_offset, target, target_offset, num_bytes in self.regions_home(staging)
-        ]
-
     def stored_runs(self, staging: int | None, first_run: int) -> tuple[StoredRun, ...]:
         """Where the accumulator's runs go: to a staging slot, or to their homes where there is none."""
         places = self.homes if staging is None else [(staging, run.start) for run in self.runs]
@@ -94,10 +87,13 @@ class GradientLowering:
                 self._builder.holds(home, stored.content)
         staging = None if self._context.plan.groups[group].grads == "gpu" else self._staging_slot(group)
         if has_previous and staging is not None:
-            self._builder.copy(f"fetch {stored.content}", Stream.H2D, stored.content, stored.regions_back(staging))
+            back = [region.reversed for region in stored.regions_home(staging)]
+            self._builder.copy(CommandName("fetch", "grad", stored.name), Stream.H2D, stored.content, back)
         self._round(stored, accumulator, has_previous, staging)
         if staging is not None:
-            self._builder.copy(f"offload {stored.content}", Stream.D2H, stored.content, stored.regions_home(staging))
+            self._builder.copy(
+                CommandName("offload", "grad", stored.name), Stream.D2H, stored.content, stored.regions_home(staging)
+            )
 
     def update_complete_groups(self, index: int, layer: LayerSpec) -> None:
         """Update on the CPU those of a layer's groups that no layer below adds to."""
@@ -129,18 +125,19 @@ class GradientLowering:
         writes = [*targets, partials, Access(self._layout.slot("norm_squares"), "norm squares")]
         element_bytes = self._layout.acc_bytes + stored.element_bytes * (1 + has_previous)
         moved_bytes = float(sum(run.numel for run in runs) * element_bytes)
-        work, label = Work(memory_bytes=moved_bytes, kernels=2 * len(runs)), f"finish {stored.content}"
+        work, name = Work(memory_bytes=moved_bytes, kernels=2 * len(runs)), CommandName("finish", "grad", stored.name)
         args = FinishGradient(stored.group, accumulator, runs, has_previous)
-        self._builder.add("finish_gradient", label, Stream.COMPUTE, reads, writes, work, args=args)
+        self._builder.add("finish_gradient", name, Stream.COMPUTE, reads, writes, work, args=args)
 
     def _update_by_cpu(self, group: int) -> None:
         """Tell the host the factor on a gradient that is complete, and run AdamW there."""
         name, (device, host) = self._context.model.groups[group].name, self._scales[group]
         norms, content = Access(self._layout.slot("norm_squares"), "norm squares"), f"scale of {name}"
         args, work = GroupScale(group), Work(kernels=6)
-        self._builder.add("scale", content, Stream.COMPUTE, [norms], [Access(device, content)], work, args=args)
+        label = CommandName("scale", owner=name)
+        self._builder.add("scale", label, Stream.COMPUTE, [norms], [Access(device, content)], work, args=args)
         region = CopyRegion(device, 0, host, 0, SCALE_BYTES)
-        self._builder.copy(f"{content} to the host", Stream.D2H, content, [region])
+        self._builder.copy(CommandName("offload", "scale", name), Stream.D2H, content, [region])
         grads = [
             Access(home, stored.content)
             for part in range(len(self._layout.groups[group].parts))

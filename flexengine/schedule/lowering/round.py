@@ -7,7 +7,7 @@ part by part where they come in parts. Then all chunks pass through a stage of t
 from __future__ import annotations
 
 from flexengine.models.spec import LayerSpec
-from flexengine.schedule.commands import Access, CopyRegion, Program, ProgramBuilder, Stream
+from flexengine.schedule.commands import Access, CommandName, CopyRegion, Program, ProgramBuilder, Stream
 from flexengine.schedule.fixed_slots import batch_offsets
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.activations import ActivationLowering
@@ -74,7 +74,7 @@ class _RoundLowering:
         source, target, plan = self.layout.slot("batch", memory="host"), self.layout.slot("batch"), self.layout.plan
         size = batch_offsets(plan.chunks_per_round, plan.chunk_tokens)["end"]
         self.builder.holds(source, "batch")
-        self.builder.copy("fetch batch", Stream.H2D, "batch", [CopyRegion(source, 0, target, 0, size)])
+        self.builder.copy(CommandName("fetch", "batch"), Stream.H2D, "batch", [CopyRegion(source, 0, target, 0, size)])
 
     # -- forward -----------------------------------------------------------------------------------------------------
 

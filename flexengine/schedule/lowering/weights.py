@@ -6,7 +6,7 @@ Copies are issued just before the command that needs them. The h2d stream runs t
 from __future__ import annotations
 
 from flexengine.models.spec import LayerSpec
-from flexengine.schedule.commands import Access, CopyRegion, Stream
+from flexengine.schedule.commands import Access, CommandName, CopyRegion, Stream
 from flexengine.schedule.expert_fetch import fetch_of_experts
 from flexengine.schedule.lowering.context import RoundContext, StagePart
 
@@ -59,21 +59,22 @@ class WeightLowering:
 
     def _fetch(self, group: int, at: StagePart, slot: int) -> None:
         content, stored = self._content(group, at.part), self._layout.groups[group]
+        name = CommandName("fetch", "weights", self._context.part_name(group, at.part))
         width, regions = stored.element_bytes("weights"), []
         for run in stored.parts[at.part].runs:
             source, first = self._layout.run_place("weights", group, run)
             self._builder.holds(source, content)
             regions.append(CopyRegion(source, first * width, slot, run.start * width, run.numel * width))
         if at.in_parts and self._context.plan.touched_only:
-            self._fetch_experts(content, regions, at)
+            self._fetch_experts(name, content, regions, at)
         else:
-            self._builder.copy(f"fetch {content}", Stream.H2D, content, regions)
+            self._builder.copy(name, Stream.H2D, content, regions)
 
-    def _fetch_experts(self, content: str, regions: list[CopyRegion], at: StagePart) -> None:
+    def _fetch_experts(self, name: CommandName, content: str, regions: list[CopyRegion], at: StagePart) -> None:
         """Fetch those of a part's experts that have rows in some chunk, as its slot of bounds tells."""
         routed = [Access(self._layout.slot("bounds", index=c), self._context.routed[c]) for c in self._context.chunks]
         slots, tokens = [access.slot for access in routed], self._context.shape.num_tokens
         args = fetch_of_experts(at.stage, at.part, regions, slots, tokens)
         reads = [*(Access(region.source, content) for region in regions), *routed]
         writes = [Access(slot, content) for slot in dict.fromkeys(region.target for region in regions)]
-        self._builder.add("fetch_experts", f"fetch {content}", Stream.H2D, reads, writes, args=args)
+        self._builder.add("fetch_experts", name, Stream.H2D, reads, writes, args=args)
