@@ -94,7 +94,8 @@ def test_no_report(build, source):
 
 
 def test_there_are_programs():
-    assert {"adamw_test", "host_arena_test", "parallel_test", "reader_test", "transfer_test"} <= {path.stem for path in PROGRAMS}
+    expected = {"adamw_test", "host_arena_test", "parallel_test", "reader_test", "transfer_test"}
+    assert expected <= {path.stem for path in PROGRAMS}
 
 
 def test_flaws_are_reported(build):
