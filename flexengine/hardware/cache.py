@@ -4,6 +4,7 @@ import hashlib
 import logging
 import os
 import re
+import stat
 import tempfile
 import time
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from functools import cache
 from pathlib import Path
 
 from flexengine.hardware.profile import HardwareProfile
+
+MAX_PROFILE_BYTES = 1 << 20  # a profile takes some 20 KB
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +33,10 @@ def read_cached(path: Path | None) -> HardwareProfile | None:
     if path is None:
         return None
     try:
-        text = path.read_text(encoding="utf-8")
+        text = _read_small_file(path)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:  # no permission, a folder in its place, bytes that are no text
+    except (OSError, ValueError) as error:  # no permission, no plain file, too long, bytes that are no text
         _say_unusable(path, str(error))
         return None
     try:
@@ -41,6 +44,20 @@ def read_cached(path: Path | None) -> HardwareProfile | None:
     except ValueError as error:
         _say_unusable(path, str(error))
         return None
+
+
+def _read_small_file(path: Path) -> str:
+    """The text of a plain file. Reading anything else, such as a FIFO, could wait for ever."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("it is no plain file")
+        text = os.read(descriptor, MAX_PROFILE_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    if len(text) > MAX_PROFILE_BYTES:
+        raise ValueError(f"it is longer than {MAX_PROFILE_BYTES} bytes")
+    return text.decode("utf-8")
 
 
 def write_cached(path: Path | None, profile: HardwareProfile) -> bool:

@@ -14,6 +14,9 @@ Points = tuple[tuple[int, float], ...]
 """(x, rate) pairs: x is whole, at least 1 and strictly ascending; rates are finite and above 0."""
 MAX_WHOLE = 2**63 - 1
 """Largest count of bytes or tokens, what 64 bits hold: longer whole numbers would overflow arithmetic with floats."""
+LEAST_RATE, MOST_RATE = 1.0, 1e21
+"""Bytes or operations per second of any machine. Planning with rates far outside of these would not end: at 1e-300
+bytes/s no two plans differ in floating point."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def check_points(name: str, points: Any, x_unit: str, y_unit: str) -> None:
     for x, rate in points:
         if not is_whole(x, 1):
             raise ValueError(f"hardware profile: {name} has a point at {shown(x)} {x_unit}, expected 1 to {MAX_WHOLE}")
-        check_positive(f"{name} at {x} {x_unit}", rate)
+        check_rate(f"{name} at {x} {x_unit}", rate)
     places = [x for x, _ in points]
     if any(later <= earlier for earlier, later in pairwise(places)):
         raise ValueError(
@@ -90,6 +93,15 @@ def check_positive(name: str, value: Any) -> None:
     """Check that `value` is a finite number above 0. Raises: ValueError."""
     if not is_finite(value) or value <= 0:
         raise ValueError(f"hardware profile: {name} is {shown(value)}, expected a finite number above 0")
+
+
+def check_rate(name: str, value: Any) -> None:
+    """Raises: ValueError unless `value` is a rate that a machine can have."""
+    check_positive(name, value)
+    if not LEAST_RATE <= value <= MOST_RATE:
+        raise ValueError(
+            f"hardware profile: {name} is {shown(value)}, expected {LEAST_RATE:g} to {MOST_RATE:g} per second"
+        )
 
 
 def is_finite(value: Any) -> bool:

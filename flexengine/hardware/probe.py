@@ -20,7 +20,7 @@ from flexengine.hardware.profile import BlockShape, HardwareProfile
 from flexengine.native import library
 from flexengine.ops.fp8 import multiplies_fp8
 
-PROBE_VERSION = 6  # part of the cache key: raise it when what is measured changes its meaning
+PROBE_VERSION = 7  # part of the cache key: raise it when what is measured changes its meaning
 DEFAULT_SECONDS = 10.0
 DEFAULT_SHAPE = BlockShape(4096, 14336)
 """Shape to measure with when no model is named: that of an 8B model."""
@@ -29,6 +29,11 @@ CPU_SIZES = (256, 512, 1024)  # the CPU's rate hardly depends on the shape: mode
 MAX_CONTEXT_BYTES = 2 * 2**30
 
 logger = logging.getLogger(__name__)
+
+_AT_IMPORT_BYTES = resident_bytes()
+"""Resident set before this process loads data."""
+_at_first_probe_bytes: dict[str, int] = {}
+"""Resident set when a device type was first asked for: kernels and libraries come on top of it."""
 
 
 class ProbeResult(NamedTuple):
@@ -78,6 +83,7 @@ def run_probe(
         raise ValueError(
             f"probe: shape is {tuple(shape)}, expected hidden_size, intermediate_size and head_dim of at least 1"
         )
+    _at_first_probe_bytes.setdefault(device.type, resident_bytes())
     if device.type == "cuda":
         note_baseline()
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
@@ -108,7 +114,8 @@ def _measured(device: torch.device, dtype: torch.dtype, shape: BlockShape, scale
 
 def _probe_cuda(device: torch.device, dtype: torch.dtype, shape: BlockShape, scale: float) -> HardwareProfile:
     _release_cached_memory()
-    held_bytes = torch.cuda.memory_reserved(device)
+    release_unused_heap()
+    before_bytes, held_bytes = resident_bytes(), torch.cuda.memory_reserved(device)
     rates = measure_cuda(device, dtype, shape, host_memory().available_bytes, scale)
     torch.cuda.empty_cache()  # keeps the cuBLAS workspace, which counts as context from here on
     context_bytes = min(max(gpu_used_bytes(device) - held_bytes, 0), MAX_CONTEXT_BYTES)
@@ -125,11 +132,13 @@ def _probe_cuda(device: torch.device, dtype: torch.dtype, shape: BlockShape, sca
         gpu_context_bytes=context_bytes,
         host_total_bytes=host.total_bytes,
         host_available_bytes=host.available_bytes,
-        host_base_bytes=resident_bytes(),
+        host_base_bytes=_base_bytes(before_bytes),
     )
 
 
 def _probe_cpu(dtype: torch.dtype, shape: BlockShape, scale: float) -> HardwareProfile:
+    release_unused_heap()
+    before_bytes = resident_bytes()
     rates = measure_cpu(dtype, shape, scale)
     release_unused_heap()
     host = host_memory()
@@ -143,17 +152,31 @@ def _probe_cpu(dtype: torch.dtype, shape: BlockShape, scale: float) -> HardwareP
         gpu_context_bytes=0,
         host_total_bytes=host.total_bytes,
         host_available_bytes=host.available_bytes,
-        host_base_bytes=resident_bytes(),
+        host_base_bytes=_base_bytes(before_bytes),
     )
+
+
+def _base_bytes(before_bytes: int) -> int:
+    """Resident set of a process that has imported this package, and then measured.
+
+    before_bytes: that of this process before it measured. What it had loaded besides by then, such as data, is left
+    out.
+    """
+    now_bytes = resident_bytes()
+    return min(now_bytes, _AT_IMPORT_BYTES + max(0, now_bytes - before_bytes))
 
 
 def _with_current_memory(profile: HardwareProfile, device: torch.device) -> HardwareProfile:
     """Update the memory fields of `profile`: what the machine has, what is free, and what this process has already.
 
-    With rates from the cache, kernels and libraries are not loaded yet and will still take their part of what is free.
+    With rates from the cache, kernels and libraries are not loaded yet. As far as the process has not grown by them
+    since its first probe, they will come on top of what it holds, and take their part of what is free.
     """
     host, resident = host_memory(), resident_bytes()
-    free_host_bytes = max(0, host.available_bytes - max(0, profile.host_base_bytes - resident))
+    grown_bytes = max(0, resident - _at_first_probe_bytes.get(device.type, resident))
+    pending_bytes = max(0, profile.host_base_bytes - _AT_IMPORT_BYTES - grown_bytes)
+    base_bytes = max(profile.host_base_bytes, resident + pending_bytes)
+    free_host_bytes = max(0, host.available_bytes - (base_bytes - resident))
     free_bytes = total_bytes = free_host_bytes
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -167,7 +190,7 @@ def _with_current_memory(profile: HardwareProfile, device: torch.device) -> Hard
         gpu_context_bytes=min(profile.gpu_context_bytes, total_bytes),
         host_total_bytes=host.total_bytes,
         host_available_bytes=free_host_bytes,
-        host_base_bytes=max(profile.host_base_bytes, resident),
+        host_base_bytes=base_bytes,
     )
 
 

@@ -16,6 +16,7 @@ from flexengine.hardware.curve import (
     as_points,
     check_points,
     check_positive,
+    check_rate,
     interpolate,
     is_finite,
     is_whole,
@@ -37,6 +38,9 @@ POINT_FIELDS = {
     "attention_backward_flops_per_s": "tokens of a sequence",
 }
 """Fields that are curves, which the planner reads, and the unit of their x."""
+SECONDS_FIELDS = ("launch_s", "issue_s", "copy_latency_s")
+MOST_SECONDS = 60.0
+"""Of what passes before anything moves: real ones are microseconds, and planning with 1e300 would not end."""
 
 
 class BlockShape(NamedTuple):
@@ -137,8 +141,12 @@ class HardwareProfile:
                 _check_count(name, value)
             elif name.endswith("_bytes"):
                 _check_bytes(name, value)
+            elif name.endswith("_per_s"):
+                check_rate(name, value)
             elif name.endswith("_s"):
                 check_positive(name, value)
+            if name in SECONDS_FIELDS and value > MOST_SECONDS:
+                raise ValueError(f"hardware profile: {name} is {shown(value)}, expected at most {MOST_SECONDS:g} s")
         _check_shape("matmul_shape", self.matmul_shape)
         if not isinstance(self.curves, tuple) or not all(isinstance(curve, Curve) for curve in self.curves):
             raise ValueError(f"hardware profile: curves is {shown(self.curves)}, expected a tuple of Curve")
@@ -279,6 +287,6 @@ def _check_named_rates(name: str, value: Any) -> None:
             raise ValueError(
                 f"hardware profile: {name} names the dtype {shown(dtype)}, expected text such as 'float32'"
             )
-        check_positive(f"{name} for {dtype}", rate)
+        check_rate(f"{name} for {dtype}", rate)
     if len({dtype for dtype, _ in value}) < len(value):
         raise ValueError(f"hardware profile: {name} is {shown(value)}, expected each dtype once")

@@ -155,6 +155,43 @@ def test_what_libraries_will_still_take_is_not_free(measurements: list[torch.dty
     assert (profile.host_base_bytes, profile.host_available_bytes) == (5000, 2**39 - 1000)
 
 
+def test_data_of_one_run_is_not_remembered_for_the_next(measurements: list[torch.dtype], monkeypatch):
+    """A process that holds 4000 bytes of data measures, and loads 500 of libraries; then one without data, and one with
+    other data, read what it has remembered."""
+    resident = [1000 + 4000]
+    monkeypatch.setattr(probe_module, "_AT_IMPORT_BYTES", 1000)
+    monkeypatch.setattr(probe_module, "_at_first_probe_bytes", {})
+    monkeypatch.setattr(probe_module, "resident_bytes", lambda: resident[0])
+    monkeypatch.setattr(probe_module, "host_memory", lambda: HostMemory(2**40, 2**39))
+    measure = probe_module.measure_cpu
+
+    def measure_and_load(*arguments: object) -> Rates:
+        resident[0] += 500
+        return measure(*arguments)
+
+    monkeypatch.setattr(probe_module, "measure_cpu", measure_and_load)
+    assert probe(CPU, torch.float32).host_base_bytes == 5500
+    for data_bytes in (0, 700):
+        monkeypatch.setattr(probe_module, "_at_first_probe_bytes", {})
+        resident[0] = 1000 + data_bytes
+        profile = probe(CPU, torch.float32)
+        assert profile.host_base_bytes == 1500 + data_bytes
+        assert profile.host_available_bytes == 2**39 - 500
+    assert len(measurements) == 1
+
+
+def test_a_fifo_in_place_of_the_cache_is_passed_over(measurements: list[torch.dtype], caplog: pytest.LogCaptureFixture):
+    path = run_probe(CPU, torch.float32).path
+    assert path is not None
+    path.unlink()
+    os.mkfifo(path)
+    with caplog.at_level(logging.INFO, logger="flexengine"):
+        probe(CPU, torch.float32)
+    assert "it is no plain file" in caplog.text
+    assert len(measurements) == 2
+    assert run_probe(CPU, torch.float32).from_cache  # it took the FIFO's place
+
+
 OLD_FORMAT = json.dumps({name: value for name, value in preset("cpu-test").to_dict().items() if name != "format"})
 
 
@@ -171,8 +208,27 @@ OLD_FORMAT = json.dumps({name: value for name, value in preset("cpu-test").to_di
         b"[" * 200_000,
         json.dumps(preset("h200").to_dict() | {"h2d_bytes_per_s": 10**400}).encode(),
         json.dumps(preset("h200").to_dict() | {"cpu_adamw_parameters_per_s": [[["float32"], 1e9]]}).encode(),
+        json.dumps(preset("h200").to_dict() | {"h2d_bytes_per_s": 1e-300}).encode(),
+        json.dumps(preset("h200").to_dict() | {"matmul_flops_per_s": [[1024, 1e300]]}).encode(),
+        json.dumps(preset("h200").to_dict() | {"copy_latency_s": 1e300}).encode(),
+        preset("h200").to_json().encode() + b" " * cache.MAX_PROFILE_BYTES,
     ],
-    ids=["empty", "no fields", "no JSON", "zero", "no text", "truncated", "older", "deep", "huge", "list as dtype"],
+    ids=[
+        "empty",
+        "no fields",
+        "no JSON",
+        "zero",
+        "no text",
+        "truncated",
+        "older",
+        "deep",
+        "huge",
+        "list as dtype",
+        "slow link",
+        "fast products",
+        "late copies",
+        "long",
+    ],
 )
 def test_spoilt_cache_is_measured_again_and_named_once(
     content: bytes, cache_folder: Path, measurements: list[torch.dtype], caplog: pytest.LogCaptureFixture
