@@ -76,6 +76,10 @@ class EngineArguments(PrepareArguments):
 
     optimizer: AdamW | None = field(default=None, kw_only=False)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_optimizer(self.optimizer)
+
 
 @takes(EngineArguments)
 def from_pretrained(arguments: EngineArguments) -> Engine:
@@ -141,6 +145,7 @@ def build(planned: PlannedRun, optimizer: AdamW | None = None, **changes: Any) -
     changes: options of the job that leave the plan as it is: seed, deterministic, another max_grad_norm. Raises
     ValueError for those that the plan was made for.
     """
+    check_optimizer(optimizer)
     job = replace(planned.job, **changes)
     _check_same_plan(planned, job)
     if job.deterministic:
@@ -156,6 +161,20 @@ def build(planned: PlannedRun, optimizer: AdamW | None = None, **changes: Any) -
         description=planned.describe(),
     )
     return Engine(planned.source, planned.plan, planned.device, optimizer or AdamW(), settings)
+
+
+def check_optimizer(optimizer: object) -> None:
+    """Raise ValueError, saying what to write, for what is no optimizer of this package."""
+    if optimizer is None or isinstance(optimizer, AdamW):
+        return
+    given = getattr(optimizer, "defaults", {})  # an optimizer of torch keeps its options there
+    same = {name: given[name] for name in ("lr", "betas", "eps", "weight_decay") if name in given}
+    options = ", ".join(f"{name}={value!r}" for name, value in same.items()) or "lr=3e-5"
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    raise ValueError(
+        f"optimizer is {kind.__module__}.{kind.__qualname__}, but an engine updates its weights itself, where the plan"
+        f" puts them; write optimizer=flexengine.optim.AdamW({options})"
+    )
 
 
 def _check_same_plan(planned: PlannedRun, job: Job) -> None:

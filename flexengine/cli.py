@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -43,8 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     nobody can correct by other input is a bug of the package and keeps its traceback.
     """
     arguments = [with_dashes(argument) for argument in (sys.argv[1:] if argv is None else argv)]
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(commands_help())
+    if not arguments or arguments[0] in ("-h", "--help", "--version"):
+        told = f"flexengine {metadata.version('flexengine')}" if "--version" in arguments[:1] else commands_help()
+        print(told)
         return 0 if arguments else BAD_INPUT
     name, rest = arguments[0], arguments[1:]
     if name not in COMMANDS:

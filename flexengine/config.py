@@ -7,6 +7,7 @@ from `job.py`; this file adds data, length, learning rate and files. It imports 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -43,8 +44,23 @@ class TrainConfig(Job):
     data_source: Annotated[
         Literal["json_sft", "synthetic"], Option("json_sft = records of --dataset, synthetic = random tokens")
     ] = "json_sft"
-    dataset: Annotated[str | None, Option("JSON or JSON Lines file of the records; json_sft needs it")] = None
-    truncate_long: Annotated[bool, Option("cut records longer than --max-seq-len instead of dropping them")] = False
+    dataset: Annotated[
+        Sequence[str],
+        Option(
+            "where records come from, as PLACE[:SPLIT][=WEIGHT]: files (JSON, CSV, Parquet, Arrow) or folders of them,"
+            " ids on the Hugging Face hub, shards of tokens (.bin, .npy); json_sft needs one or more"
+        ),
+    ] = ()
+    train_on: Annotated[
+        Literal["assistant", "last", "all"],
+        Option("what has a loss in conversations: the assistant's turns, the last of them, or every token"),
+    ] = "assistant"
+    truncate_long: Annotated[
+        bool, Option("cut conversations longer than --max-seq-len instead of dropping them; texts are always split")
+    ] = False
+    data_cache: Annotated[
+        str | None, Option("folder of tokenized records (default: data/ in flexengine's cache folder)")
+    ] = None
     steps: Annotated[int | None, Option("optimizer steps; without it --epochs decides", above=0, most=10**9)] = None
     epochs: Annotated[
         float | None,
@@ -106,6 +122,8 @@ class TrainConfig(Job):
     def __post_init__(self) -> None:
         for option in options_of(TrainConfig).values():
             object.__setattr__(self, option.name, option.from_flag(getattr(self, option.name)))
+        if isinstance(self.dataset, str):
+            object.__setattr__(self, "dataset", (self.dataset,))
         super().__post_init__()
         if not self.model:
             raise ValueError("--model is missing: give a Hugging Face model folder or preset:NAME")
@@ -120,7 +138,9 @@ class TrainConfig(Job):
                 "--data-source json_sft needs --dataset FILE; for random tokens use --data-source synthetic"
             )
         if self.data_source == "synthetic" and self.dataset:
-            raise ValueError(f"--data-source synthetic reads no data, but --dataset {self.dataset} was given; give one")
+            raise ValueError(
+                f"--data-source synthetic reads no data, but --dataset {' '.join(self.dataset)} was given; give one"
+            )
         if self.steps is not None and self.epochs is not None:
             raise ValueError(
                 f"--steps {self.steps} and --epochs {self.epochs} both set the length of the run; give one"

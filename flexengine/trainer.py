@@ -27,6 +27,7 @@ from flexengine.data import (
     prepare_sources,
 )
 from flexengine.data.batches import Batch
+from flexengine.data.preview import MARKS, marked_text, shortened
 from flexengine.feedback import Reviewer
 from flexengine.metrics import (
     JsonlWriter,
@@ -71,11 +72,10 @@ def train(config: TrainConfig, prompts: Sequence[str] = (), replace: bool = Fals
     Raises ValueError (PlanError when no plan fits) for what a person can correct, before any step is taken.
     """
     source = open_model(config.model)
-    data = open_data(config, source) if config.dataset or config.data_source == "synthetic" else None
-    if data is not None:
-        print(f"data: {data.description}")
-    if config.dry_run or data is None:
+    if config.dry_run:
         return dry_run(config)
+    data = open_data(config, source)
+    print(f"data: {data.description}")
     num_steps = data.batches.num_steps(config.steps, config.epochs)
     schedule = LrSchedule(config.lr, num_steps, config.lr_warmup_pct, config.lr_cooldown_start_pct, config.lr_final_pct)
     check_recording(config, num_steps)
@@ -102,6 +102,8 @@ def train(config: TrainConfig, prompts: Sequence[str] = (), replace: bool = Fals
     if config.save:
         final = config.run_folder / FINAL_FOLDER
         engine.save_pretrained(final)
+        if data.tokenizer is not None:
+            data.tokenizer.export_template(final)
         print(f"model: {final}")
     if data.tokenizer is not None:
         for prompt in prompts:
@@ -128,7 +130,9 @@ def build_engine(config: TrainConfig, planned: PlannedRun) -> Engine:
 
 
 def dry_run(config: TrainConfig) -> int:
-    """Prints the plan and writes it where --plan-json says; the run folder is left alone."""
+    """Prints the plan and writes it where --plan-json says; data and the run folder are left alone."""
+    for text in config.dataset:
+        parse_source(text)  # says what is missing
     planned = prepare_run(config)
     print(planned.describe())
     if config.plan_json:
@@ -143,19 +147,22 @@ def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
         batches = SyntheticBatches(vocab_size, config.max_seq_len, config.max_global_batch_tokens, config.seed)
         text = f"{batches.num_sequences} random sequences of {config.max_seq_len} tokens a step"
         return TrainingData(batches, None, text)
-    assert config.dataset is not None, "TrainConfig requires a dataset for json_sft"
-    sources = [parse_source(config.dataset)]
+    sources = [parse_source(text) for text in config.dataset]
     tokenizer = ChatTokenizer.from_folder(source.support_folder or DEMO_FOLDER)
     if tokenizer.max_id >= vocab_size:
         raise ValueError(
             f"the tokenizer has ids up to {tokenizer.max_id}, but the model's vocab_size is {vocab_size};"
             " tokenizer.json and config.json are of different models: fetch both again"
         )
-    (prepared,) = prepare_sources(sources, tokenizer, config.max_seq_len, config.truncate_long, default_cache())
-    text = prepared.describe()
+    tokenizer.train_on = config.train_on
+    cache = Path(config.data_cache) if config.data_cache else default_cache()
+    prepared = prepare_sources(sources, tokenizer, config.max_seq_len, config.truncate_long, cache)
+    text = "; ".join(part.describe() for part in prepared)
     if source.support_folder is None:
         text += "; this preset has no tokenizer of its own, so the bundled demo tokenizer is used"
-    batches = GlobalBatches(prepared.sequences, config.max_global_batch_tokens, config.seed)
+    batches = GlobalBatches.of_parts(prepared, config.max_global_batch_tokens, config.seed)
+    text += f"\n  the first sequence, trained between {MARKS[0]} and {MARKS[1]}: "
+    text += shortened(marked_text(tokenizer, batches.sequences[0]))
     return TrainingData(batches, tokenizer, text)
 
 

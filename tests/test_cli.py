@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -98,11 +99,11 @@ def test_exit_status_of_errors(error, status, monkeypatch, capsys):
 def test_demo_options_make_a_config_that_flags_override():
     base = cli.demo_options()
     config = TrainConfig(**base)
-    assert Path(config.dataset or "").is_file()
+    assert Path(*config.dataset).is_file()
     assert config.save
     assert cli.parse_config("demo", ["--steps", "3"], base).steps == 3
     assert cli.parse_config("demo", ["--epochs", "1"], base).steps is None
-    assert cli.parse_config("demo", ["--data-source", "synthetic"], base).dataset is None
+    assert cli.parse_config("demo", ["--data-source", "synthetic"], base).dataset == ()
 
 
 def test_train_script_and_module_start():
@@ -110,3 +111,8 @@ def test_train_script_and_module_start():
         run = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
         assert run.returncode == cli.BAD_INPUT
         assert run.stderr.startswith("flexengine train: ")
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"flexengine {version('flexengine')}\n"

@@ -69,7 +69,7 @@ def test_refused_options_name_flag_and_value(changes, message):
 
 
 def test_dry_run_needs_no_data():
-    assert TrainConfig(model="preset:llama-3.1-8b", dry_run=True).dataset is None
+    assert TrainConfig(model="preset:llama-3.1-8b", dry_run=True).dataset == ()
 
 
 @pytest.mark.parametrize(

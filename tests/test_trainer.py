@@ -9,6 +9,7 @@ import pytest
 import safetensors
 import torch
 from engine_helpers import saved_model, spec_of, tiny_config
+from tokenizers import Tokenizer
 
 from flexengine import cli, feedback, run_folder, trainer
 from flexengine.config import TrainConfig
@@ -165,6 +166,43 @@ def test_instruction_data_and_sample(engine, tmp_path, capsys):
     assert (
         f"sample: 'What is 2 plus 3?' -> {trainer.ChatTokenizer.from_folder(ASSETS / 'demo').decode([40, 41])!r}" in out
     )
+
+
+def test_data_sets_are_mixed_by_weight_and_shown(engine, tmp_path, capsys):
+    for name in ("a", "b"):
+        turns = [{"role": "user", "content": "Letter?"}, {"role": "assistant", "content": name}]
+        turns += [{"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    places = [str(tmp_path / "a.jsonl"), f"{tmp_path / 'b.jsonl'}=3"]
+    options = {"train_on": "last", "data_cache": str(tmp_path / "cache"), "max_seq_len": 40, "steps": None}
+    config = config_in(tmp_path, data_source="json_sft", dataset=places, epochs=1.0, **options)
+    assert TrainConfig.from_yaml(config.to_yaml()) == config
+    assert trainer.train(config) == 0
+    assert sum(len(input_ids) for input_ids, _ in engine.batches) == 4
+    out = capsys.readouterr().out
+    assert "a.jsonl: 1 of 1 records" in out
+    assert "weight 3" in out
+    assert "<|assistant|>a<|end|><|user|>Sure?<|end|><|assistant|>[[Yes.<|end|>]]" in out
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_a_template_that_was_made_up_is_exported(engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer.ChatTokenizer, "from_folder", lambda _: bare)
+    bare = trainer.ChatTokenizer(Tokenizer.from_file(str(ASSETS / "demo" / "tokenizer.json")), None, "", "<|end|>")
+    (tmp_path / "a.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+    dataset = str(tmp_path / "a.jsonl")
+    trainer.train(config_in(tmp_path, data_source="json_sft", dataset=dataset, save=True, max_seq_len=32))
+    assert (tmp_path / "run" / "final" / "chat_template.jinja").read_text() == bare.template
+
+
+def test_dry_run_reads_no_data(monkeypatch, tmp_path):
+    monkeypatch.setattr(trainer, "prepare_run", lambda config: SimpleNamespace(describe=lambda: "the plan"))
+    monkeypatch.setattr(trainer, "prepare_sources", None)
+    (tmp_path / "a.jsonl").write_text("no record")
+    config = {"data_source": "json_sft", "dry_run": True, "save": False}
+    assert trainer.train(config_in(tmp_path, dataset=str(tmp_path / "a.jsonl"), **config)) == 0
+    with pytest.raises(ValueError, match="no such file"):
+        trainer.train(config_in(tmp_path, dataset=str(tmp_path / "b.jsonl"), **config))
 
 
 def test_dry_run_prints_the_plan_and_leaves_the_run_folder_alone(monkeypatch, tmp_path, capsys):

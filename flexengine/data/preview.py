@@ -15,6 +15,7 @@ MARKS = ("[[", "]]")
 COUNTED_SEQUENCES = 10_000
 """Of how many sequences the trained tokens are counted; the share hardly changes after."""
 BAR_CHARACTERS = 40
+LONGEST_LINE = 600
 
 
 def marked_text(tokenizer: ChatTokenizer, sequence: TokenizedRecord) -> str:
@@ -25,6 +26,12 @@ def marked_text(tokenizer: ChatTokenizer, sequence: TokenizedRecord) -> str:
         text = tokenizer.tokenizer.decode([token for token, _ in run], skip_special_tokens=False)
         pieces.append(f"{MARKS[0]}{text}{MARKS[1]}" if trained else text)
     return "".join(pieces)
+
+
+def shortened(text: str) -> str:
+    """A text on one line, its middle left out where it is long."""
+    line, half = text.replace("\n", "\\n"), LONGEST_LINE // 2
+    return line if len(line) <= LONGEST_LINE else f"{line[:half]} ... {line[-half:]}"
 
 
 def preview(prepared: Sequence[Prepared], tokenizer: ChatTokenizer, num_shown: int) -> Iterator[str]:

@@ -307,8 +307,14 @@ class Engine:
             self.meter.stop()
             self._forget_programs()
             self.arenas.close()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            release_device(self.device)
+
+
+def release_device(device: torch.device) -> None:
+    """Give back what torch's allocator keeps of a GPU, and the limit that the engine's budget set it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def _start_meter(device: torch.device, arena_bytes: int) -> GpuMemoryMeter:

@@ -9,7 +9,9 @@ import transformers
 from engine_helpers import FLOAT32, build_engine, random_batch, saved_model, streamed_plan, tiny_config
 from tokenizers import Tokenizer, models
 
+from flexengine import from_pretrained
 from flexengine.models.registry import open_model
+from flexengine.runtime.engine import release_device
 
 CONFIG = tiny_config()
 BATCH = random_batch(0, (20, 7, 33), CONFIG["vocab_size"])
@@ -168,6 +170,27 @@ def test_an_engine_is_a_context(tmp_path):
         engine.evaluate(BATCH)
     with pytest.raises(ValueError, match="it was closed"):
         engine.evaluate(BATCH)
+
+
+def test_closing_gives_the_limit_of_the_allocator_back(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("emptied"))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: calls.append(given))
+    release_device(torch.device("cuda:1"))
+    release_device(torch.device("cpu"))
+    assert calls == ["emptied", (1.0, torch.device("cuda:1"))]
+
+
+def test_another_optimizer_is_answered_before_anything_loads(tmp_path):
+    ours = torch.optim.AdamW([torch.zeros(1)], lr=2e-5, weight_decay=0.1)
+    message = (
+        r"optimizer is torch.optim.adamw.AdamW, .* write optimizer=flexengine.optim.AdamW\(lr=2e-05,"
+        r" betas=\(0.9, 0.999\), eps=1e-08, weight_decay=0.1\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        from_pretrained(tmp_path / "nothing", optimizer=ours)
+    with pytest.raises(ValueError, match=r"optimizer is torch.optim.sgd.SGD.*AdamW\(lr=3e-5\)"):
+        from_pretrained(tmp_path / "nothing", optimizer=torch.optim.SGD)
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
