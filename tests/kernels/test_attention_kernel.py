@@ -1,0 +1,256 @@
+"""Kernels of attention against the plain path in float64, over NaN-filled buffers."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from flexengine.kernels import attention as forward_kernel
+from flexengine.kernels import attention_backward as backward_kernel
+from flexengine.kernels.attention import Operands, attention_forward
+from flexengine.kernels.attention_backward import Forward, Gradients, attention_backward
+from flexengine.kernels.attention_tiles import Scoring, Tiling, Widths
+from flexengine.ops.attention_reference import attention_backward_reference, attention_forward_reference
+from flexengine.ops.attention_sinks import add_sinks
+from flexengine.ops.attention_style import AttentionStyle
+
+STYLES = {
+    "all keys": AttentionStyle(),
+    "scaled": AttentionStyle(0.31),
+    "window 1": AttentionStyle(window=1),
+    "window 5": AttentionStyle(window=5),
+    "window 37": AttentionStyle(window=37),
+    "soft cap": AttentionStyle(soft_cap=1.5),
+    "all of them": AttentionStyle(0.7, 19, 2.0),
+}
+HEADS = {"GQA": (4, 2), "MHA": (3, 3), "MQA of 6": (6, 1)}
+WIDTHS = [(16, 16), (24, 20), (12, 9), (7, 3), (40, 40)]
+LENGTHS = [(1,), (70,), (5, 1, 33, 16), (16, 32)]
+TILES = [Tiling(16, 16, 4, 1), Tiling(32, 16, 4, 1), Tiling(16, 32, 4, 1)]
+PRECISE = 4e-6
+
+
+class Case(NamedTuple):
+    """Sizes of a call."""
+
+    heads: tuple[int, int] = (4, 2)
+    widths: tuple[int, int] = (16, 16)
+    seq_lens: tuple[int, ...] = (70,)
+    before: int = 0
+    sinks: bool = False
+
+
+@pytest.fixture(params=TILES, ids=str)
+def tiling(request, monkeypatch):
+    use_tiles(monkeypatch, request.param)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    use_tiles(monkeypatch, TILES[0])
+
+
+def use_tiles(patch, tile):
+    for module, name in (
+        (forward_kernel, "forward_tiling"),
+        (backward_kernel, "query_tiling"),
+        (backward_kernel, "key_tiling"),
+    ):
+        patch.setattr(module, name, lambda _, tile=tile: tile)
+
+
+def strided(x, pad):
+    """The same rows with NaN between them, as heads of a fused row have neighbours."""
+    whole = torch.full((x.shape[0] + 2, x.shape[1] + pad, x.shape[2]), float("nan"), dtype=x.dtype, device=x.device)
+    whole[1:-1, : x.shape[1]] = x
+    return whole[1:-1, : x.shape[1]]
+
+
+def scoring_of(style, head_dim):
+    return Scoring(style.scale_of(head_dim), style.soft_cap, style.window)
+
+
+def make(case, dtype, device):
+    (n, g), (h, v), tokens = case.heads, case.widths, sum(case.seq_lens)
+    shapes = (tokens, n, h), (case.before + tokens, g, h), (case.before + tokens, g, v), (tokens, n, v)
+    q, k, values, grad_out = (strided(torch.randn(*s, device=device).to(dtype), i) for i, s in enumerate(shapes))
+    cu = torch.tensor((0, *case.seq_lens), device=device).cumsum(0).int()
+    return Operands(q, k, values, cu), grad_out
+
+
+def wanted_of(case, style, operands, grad_out, sinks):
+    q, k, v = (x.double().cpu() for x in operands[:3])
+    grad_out = grad_out.double().cpu()
+    out, lse = torch.empty_like(grad_out), torch.empty(q.shape[1], len(q), dtype=torch.float64)
+    attention_forward_reference(q, k, v, case.seq_lens, case.before, out, lse, style)
+    if sinks is not None:
+        add_sinks(out, lse, sinks.double().cpu())
+    grads = attention_backward_reference(grad_out, q, k, v, out, lse, case.seq_lens, case.before, style=style)
+    return out, lse, grads
+
+
+def run(case, style, dtype, device, add=False):
+    """((name, found, wanted), ...), and what else must not have changed."""
+    operands, grad_out = make(case, dtype, device)
+    scoring = scoring_of(style, case.widths[0])
+    sinks = torch.randn(case.heads[0], device=device).to(dtype) if case.sinks else None
+    wanted = wanted_of(case, style, operands, grad_out, sinks)
+    out = strided(torch.full_like(grad_out, float("nan")), 1)
+    lse = torch.full((case.heads[0], len(operands.q)), float("nan"), device=device)
+    attention_forward(operands, scoring, out, lse, sinks)
+    grads = [strided(torch.full_like(x, float("nan")), 1) for x in operands[:3]]
+    begin = [0.0, 0.0, 0.0]
+    if add:
+        grads[1:] = [torch.randn(x.shape, device=device) for x in operands[1:3]]
+        begin[1:] = [x.double().cpu() for x in grads[1:]]
+    attention_backward(operands, scoring, Forward(grad_out, out, lse), Gradients(*grads, add))
+    results = [("out", out, wanted[0]), ("lse", lse, wanted[1])]
+    results += [
+        (name, grad, expected + start)
+        for name, grad, expected, start in zip(("grad_q", "grad_k", "grad_v"), grads, wanted[2], begin, strict=True)
+    ]
+    return results
+
+
+def check(checks, results, tolerance):
+    """Rows of sequences of one token have no gradients of queries and keys: errors are held against the output's."""
+    for name, found, wanted in results:
+        found, wanted = found.double().cpu(), wanted.double()
+        error, least = float((found - wanted).norm()), 0.1 * float(wanted.numel()) ** 0.5
+        assert error <= tolerance * max(float(wanted.norm()), least), f"{name}: {error / max(float(wanted.norm()), least):.2e}"
+
+
+@pytest.mark.parametrize("style", STYLES.values(), ids=STYLES.keys())
+@pytest.mark.parametrize("seq_lens", LENGTHS, ids=str)
+@pytest.mark.usefixtures("small_tiles")
+def test_styles(checks, device, seq_lens, style):
+    check(checks, run(Case(seq_lens=seq_lens), style, torch.float32, device), PRECISE)
+
+
+@pytest.mark.parametrize("style", [STYLES["all keys"], STYLES["all of them"]], ids=["all keys", "all of them"])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.usefixtures("small_tiles")
+def test_heads_and_widths(checks, device, widths, heads, style):
+    check(checks, run(Case(heads, widths, (5, 1, 33)), style, torch.float32, device), PRECISE)
+
+
+@pytest.mark.parametrize("style", STYLES.values(), ids=STYLES.keys())
+@pytest.mark.usefixtures("tiling")
+def test_tiles(checks, device, style):
+    check(checks, run(Case(seq_lens=(45, 20)), style, torch.float32, device), PRECISE)
+
+
+@pytest.mark.parametrize("style", STYLES.values(), ids=STYLES.keys())
+@pytest.mark.parametrize(("before", "tokens"), [(1, 33), (48, 16), (50, 7)])
+@pytest.mark.usefixtures("small_tiles")
+def test_earlier_keys(checks, device, before, tokens, style):
+    """Gradients of keys are added to float32 sums that earlier calls left."""
+    check(checks, run(Case(seq_lens=(tokens,), before=before), style, torch.float32, device, add=True), PRECISE)
+
+
+@pytest.mark.parametrize("style", [STYLES["all keys"], STYLES["window 5"]], ids=["all keys", "window 5"])
+@pytest.mark.usefixtures("small_tiles")
+def test_sinks(checks, device, style):
+    check(checks, run(Case(seq_lens=(5, 33), sinks=True), style, torch.float32, device), PRECISE)
+    check(checks, run(Case(seq_lens=(20,), before=30, sinks=True), style, torch.float32, device, add=True), PRECISE)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_scores_beyond_the_range_of_exponentials(checks, device):
+    for style in (AttentionStyle(200.0), AttentionStyle(200.0, soft_cap=50.0), AttentionStyle(200.0, window=3)):
+        results = run(Case(seq_lens=(40,)), style, torch.float32, device)
+        check(checks, results, 1e-3)  # gradients are differences of scores of 1000 and more
+
+
+@pytest.mark.parametrize("seq_lens", [(40,), (5, 33)], ids=str)
+@pytest.mark.usefixtures("small_tiles")
+def test_both_ways(checks, device, seq_lens):
+    """Without a causal mask every query sees all keys of its sequence."""
+    operands, grad_out = make(Case(seq_lens=seq_lens), torch.float32, device)
+    q, k, v = (x.double().cpu().requires_grad_() for x in operands[:3])
+    keys, values = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    parts = []
+    for rows in torch.arange(len(q)).split(list(seq_lens)):
+        scores = torch.einsum("tnh,knh->ntk", q[rows], keys[rows]) / 4.0
+        parts.append(torch.einsum("ntk,knh->tnh", scores.softmax(-1), values[rows]))
+    wanted = torch.cat(parts)
+    expected = torch.autograd.grad(wanted, (q, k, v), grad_out.double().cpu())
+    out, lse = torch.full_like(grad_out, float("nan")), torch.empty(4, len(q), device=device)
+    scoring = Scoring(0.25, causal=False)
+    attention_forward(operands, scoring, out, lse)
+    grads = [torch.full_like(x, float("nan")) for x in operands[:3]]
+    attention_backward(operands, scoring, Forward(grad_out, out, lse), Gradients(*grads))
+    check(checks, [("out", out, wanted.detach()), *zip("qkv", grads, expected, strict=True)], PRECISE)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_bf16(checks, device):
+    """Probabilities and their gradients are rounded before they are multiplied, so errors exceed one rounding's."""
+    for style in (STYLES["all keys"], STYLES["all of them"]):
+        check(checks, run(Case(seq_lens=(5, 60)), style, torch.bfloat16, device), 8e-3)
+
+
+def test_no_tokens_is_fine(device):
+    operands, grad_out = make(Case(seq_lens=(0,)), torch.float32, device)
+    out, lse = torch.empty_like(grad_out), torch.empty(4, 0, device=device)
+    attention_forward(operands, Scoring(1.0), out, lse)
+    attention_backward(operands, Scoring(1.0), Forward(grad_out, out, lse), Gradients(*map(torch.empty_like, operands[:3])))
+
+
+def test_refuses_what_it_cannot_do(device):
+    operands, grad_out = make(Case(), torch.float32, device)
+    out, lse = torch.empty_like(grad_out), torch.empty(4, 70, device=device)
+    for scoring, message in ((Scoring(0.0), "scale is 0"), (Scoring(1.0, window=3, causal=False), "window is for causal")):
+        with pytest.raises(ValueError, match=message):
+            attention_forward(operands, scoring, out, lse)
+    wide = torch.zeros(70, 4, 257, device=device)
+    with pytest.raises(ValueError, match="widths go to 256"):
+        attention_forward(Operands(wide, wide, wide, operands.cu_seqlens), Scoring(1.0), wide, lse)
+    with pytest.raises(ValueError, match="earlier keys go with one sequence"):
+        packed = torch.tensor((0, 20, 40), dtype=torch.int32, device=device)
+        attention_forward(operands._replace(q=operands.q[:40], cu_seqlens=packed), Scoring(1.0), out, lse)
+
+
+@pytest.mark.parametrize(
+    ("widths", "parts"),
+    [
+        ((128, 128), (128, 0, 128)),
+        ((192, 128), (128, 64, 128)),
+        ((80, 80), (64, 16, 128)),
+        ((112, 112), (128, 0, 128)),
+        ((7, 3), (16, 0, 16)),
+        ((256, 256), (256, 0, 256)),
+    ],
+)
+def test_heads_lie_in_powers_of_two(widths, parts):
+    assert Widths.of(*widths)[2:] == parts
+
+
+GPU_CASES = [
+    Case((32, 8), (128, 128), (700, 1, 129, 1213)),
+    Case((8, 4), (256, 256), (700, 1, 129, 213)),
+    Case((16, 16), (192, 128), (700, 1, 129, 213)),
+    Case((64, 8), (64, 64), (700, 1, 129, 213), sinks=True),
+    Case((4, 2), (80, 80), (700, 1, 129, 213)),
+    Case((6, 2), (100, 100), (513,), before=700),
+]
+GPU_STYLES = [AttentionStyle(), AttentionStyle(window=128), AttentionStyle(0.1, 300, 50.0)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("style", GPU_STYLES, ids=str)
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_on_gpu(checks, gpu, case, style):
+    check(checks, run(case, style, torch.bfloat16, gpu, case.before > 0), 8e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_the_same_bits_every_time(gpu, case):
+    results = []
+    for _ in range(5):
+        torch.manual_seed(0)
+        results.append(run(case, GPU_STYLES[0], torch.bfloat16, gpu, case.before > 0))
+    for again in results[1:]:
+        assert all(torch.equal(a[1], b[1]) for a, b in zip(results[0], again, strict=True))
