@@ -4,8 +4,8 @@ Source: Dao 2023, "FlashAttention-2" (arXiv 2307.08691): softmax in one pass wit
 is new here is what the project's models need of it: soft caps, sinks, windows whose far keys are not read, values
 narrower than keys, heads of any width to 256, and queries that follow keys of earlier chunks.
 
-Shapes: q, out's rows [T, N, H], [T, N, V]; k [K, G, H], v [K, G, V], where K = T, or K > T for one sequence whose last T
-keys are the queries' own; lse [N, T] float32; cu_seqlens [sequences + 1] int32, of the queries. Rows may be strided.
+Shapes: q [T, N, H], out [T, N, V], k [K, G, H], v [K, G, V], where K = T, or K > T for one sequence whose last T keys
+are the queries' own; lse [N, T] float32; cu_seqlens [sequences + 1] int32, of the queries. Rows may be strided.
 """
 
 from typing import NamedTuple
@@ -18,23 +18,19 @@ from torch import Tensor
 from flexengine.kernels.attention_tiles import (
     HIDDEN,
     LN_2,
-    LOG2_E,
-    Scoring,
-    Tiling,
-    Widths,
     find_tile,
     key_steps,
     load_columns,
-    packed_heads,
     product,
     row_products,
-    slots,
     step_of,
     store_columns,
     values_of,
     visible,
 )
+from flexengine.kernels.attention_tilings import LOG2_E, Scoring, Widths, forward_tiling, packed_heads, slots
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.rounding import round_to
 
 MOST_WIDTH = 256
 """Of a head's keys and values: the sums of a tile of wider ones would not stay in registers."""
@@ -67,8 +63,8 @@ class Operands(NamedTuple):
         check_tensor("cu_seqlens", self.cu_seqlens, (len(self.cu_seqlens),), (torch.int32,))
         if max(width, value_width) > MOST_WIDTH or heads % groups:
             raise ValueError(
-                f"attention: {heads} heads of width {width} over {groups} of width {width} and {value_width}; widths go "
-                f"to {MOST_WIDTH}, and groups must divide heads"
+                f"attention: {heads} query heads over {groups} key heads of widths {width} and {value_width}; expected "
+                f"widths up to {MOST_WIDTH}, and a number of key heads that divides that of query heads"
             )
         if keys < tokens or (keys > tokens and len(self.cu_seqlens) != 2):
             raise ValueError(
@@ -79,13 +75,6 @@ class Operands(NamedTuple):
     def strides(self) -> tuple[int, ...]:
         """From row to row and from head to head, of q, k and v."""
         return tuple(x.stride(dim) for x in (self.q, self.k, self.v) for dim in (0, 1))
-
-
-def forward_tiling(widths: Widths) -> Tiling:
-    """The tile of the forward kernel."""
-    if max(widths.columns, widths.VALUES) > 128:
-        return Tiling(128, 64, 8, 2)
-    return Tiling(128, 64, 4, 3)
 
 
 def attention_forward(
@@ -108,26 +97,26 @@ def attention_forward(
     if tokens == 0:
         return
     widths = operands.widths
-    tiling = forward_tiling(widths)
+    tiling = forward_tiling(widths, scoring, q.device)
     pack = packed_heads(heads, groups, tiling.rows)
     grid = (slots(tokens, cu_seqlens, tiling.rows // pack), heads // pack)
     _forward_kernel[grid](
         q, k, v, out, lse, lse if sinks is None else sinks, cu_seqlens,
         *operands.strides(), out.stride(0), out.stride(1),
         tokens, operands.before, len(cu_seqlens) - 1, scoring.window, heads // groups, *scoring.factors(), LOG2_E,
-        **widths._asdict(), PACK=pack, ROWS=tiling.rows, BLOCK=tiling.keys, CAUSAL=scoring.causal,
-        WINDOW=scoring.window > 0, CAPPED=scoring.soft_cap > 0, WIDE=not q.is_cuda, SINKS=sinks is not None, **tiling.launch(),
+        **widths._asdict(), PACK=pack, APART=tiling.apart, ROWS=tiling.rows, BLOCK=tiling.keys, **scoring.constants(),
+        WIDE=not q.is_cuda, SINKS=sinks is not None, **tiling.launch(),
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens", "before", "sequences", "window"])
 def _forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, cu_ptr,
-    q_stride, q_head, k_stride, k_head, v_stride, v_head, out_stride, out_head,
-    tokens, before, sequences, window, members, factor, unit, log2_e,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, cu_ptr, q_stride: tl.constexpr, q_head: tl.constexpr,
+    k_stride: tl.constexpr, k_head: tl.constexpr, v_stride: tl.constexpr, v_head: tl.constexpr,
+    out_stride: tl.constexpr, out_head: tl.constexpr, tokens, before, sequences, window, members, factor, unit, log2_e,
     H: tl.constexpr, V: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, VALUES: tl.constexpr,
-    PACK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr, WIDE: tl.constexpr, SINKS: tl.constexpr,
+    PACK: tl.constexpr, APART: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, WIDE: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     QUERIES: tl.constexpr = ROWS // PACK
     start, length, tile = find_tile(cu_ptr, sequences, tl.program_id(0), QUERIES)
@@ -135,44 +124,50 @@ def _forward_kernel(
     if tile < 0:
         return
     index, head = tl.arange(0, ROWS), tl.program_id(1) * PACK
-    queries, heads = tile * QUERIES + index // PACK, head + index % PACK
-    here, first = queries < length, before + tile * QUERIES
-    rows = (start + queries).to(tl.int64)
-    q = load_columns(q_ptr, rows * q_stride + heads * q_head, here, 0, FIRST, H, True)
+    queries, heads, first = index // PACK, index % PACK, tile * QUERIES
+    here, own = first + queries < length, (start + first).to(tl.int64)
+    q_ptr += own * q_stride + head * q_head
+    q = load_columns(q_ptr, queries * q_stride + heads * q_head, here, 0, FIRST, H, True)
     q_second = q
     if SECOND > 0:
-        q_second = load_columns(q_ptr, rows * q_stride + heads * q_head, here, FIRST, SECOND, H, True)
+        q_second = load_columns(q_ptr, queries * q_stride + heads * q_head, here, FIRST, SECOND, H, True)
     group, row = head // members, start.to(tl.int64)
     k_ptr += row * k_stride + group * k_head
     v_ptr += row * v_stride + group * v_head
     if SINKS:
-        top, total = tl.load(sinks_ptr + heads).to(tl.float32) * log2_e, tl.full((ROWS,), 1.0, tl.float32)
+        top, total = tl.load(sinks_ptr + head + heads).to(tl.float32) * log2_e, tl.full((ROWS,), 1.0, tl.float32)
     else:
         top, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, VALUES), tl.float32)
-    keys = before + length
+    first += before
+    positions, keys = first + queries, before + length
     begin, low, high, steps = key_steps(first, first + QUERIES - 1, keys, window, CAUSAL, WINDOW, BLOCK)
+    if APART:
+        acc, total, top = _take_keys(
+            acc, total, top, q, q_second, k_ptr, v_ptr, k_stride, v_stride, positions, keys, window, factor, unit,
+            begin, low, high, high - low,
+            H, V, FIRST, SECOND, VALUES, BLOCK, CAUSAL, WINDOW, CAPPED, WIDE, False,
+        )  # fmt: skip
+    else:
+        high = low
     acc, total, top = _take_keys(
-        acc, total, top, q, q_second, k_ptr, v_ptr, k_stride, v_stride, before + queries, keys, window, factor, unit,
-        begin, low, high, high - low,
-        H, V, FIRST, SECOND, VALUES, BLOCK, CAUSAL, WINDOW, CAPPED, WIDE, False,
-    )  # fmt: skip
-    acc, total, top = _take_keys(
-        acc, total, top, q, q_second, k_ptr, v_ptr, k_stride, v_stride, before + queries, keys, window, factor, unit,
+        acc, total, top, q, q_second, k_ptr, v_ptr, k_stride, v_stride, positions, keys, window, factor, unit,
         begin, low, high, steps - (high - low),
         H, V, FIRST, SECOND, VALUES, BLOCK, CAUSAL, WINDOW, CAPPED, WIDE, True,
     )  # fmt: skip
-    store_columns(out_ptr, rows * out_stride + heads * out_head, here, acc / total[:, None], 0, VALUES, V, False)
-    lse = (top + tl.log2(total)) * LN_2
-    tl.store(lse_ptr + heads.to(tl.int64) * tokens + rows, lse, mask=here)
+    out_ptr += own * out_stride + head * out_head
+    offsets = queries * out_stride + heads * out_head
+    store_columns(out_ptr, offsets, here, acc / total[:, None], 0, VALUES, V, False)
+    lse_ptr += head.to(tl.int64) * tokens + own
+    tl.store(lse_ptr + (heads * tokens + queries), (top + tl.log2(total)) * LN_2, mask=here)
 
 
 @triton.jit
 def _take_keys(
-    acc, total, top, q, q_second, k_ptr, v_ptr, k_stride, v_stride, positions, num_keys, window, factor, unit,
-    begin, low, high, steps,
-    H: tl.constexpr, V: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, VALUES: tl.constexpr,
-    BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
+    acc, total, top, q, q_second, k_ptr, v_ptr, k_stride, v_stride, positions, num_keys, window, factor, unit, begin,
+    low, high, steps, H: tl.constexpr, V: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, VALUES: tl.constexpr,
+    BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, WIDE: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Sums of values, of exponentials, and the highest score, with so many more steps of keys."""
     offsets = tl.arange(0, BLOCK)
@@ -182,7 +177,9 @@ def _take_keys(
         k = load_columns(k_ptr + row * k_stride, offsets * k_stride, keys < num_keys, 0, FIRST, H, MASKED)
         k_second = k
         if SECOND > 0:
-            k_second = load_columns(k_ptr + row * k_stride, offsets * k_stride, keys < num_keys, FIRST, SECOND, H, MASKED)
+            k_second = load_columns(
+                k_ptr + row * k_stride, offsets * k_stride, keys < num_keys, FIRST, SECOND, H, MASKED
+            )
         values = values_of(row_products(q, q_second, k, k_second, SECOND, WIDE), factor, CAPPED)
         if MASKED:
             seen = visible(positions[:, None], keys[None, :], num_keys, window, CAUSAL, WINDOW)
@@ -193,6 +190,6 @@ def _take_keys(
         total = total * before + tl.sum(powers, 1)
         acc *= before[:, None]
         v = load_columns(v_ptr + row * v_stride, offsets * v_stride, keys < num_keys, 0, VALUES, V, MASKED)
-        acc = product(powers.to(v.dtype), v, acc, WIDE)
+        acc = product(round_to(powers, v.dtype), v, acc, WIDE)
         top = higher
     return acc, total, top

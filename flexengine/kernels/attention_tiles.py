@@ -1,7 +1,7 @@
 """What the kernels of attention share: tiles of packed sequences, which pairs a query sees, bounded scores.
 
-A tile of queries has ROWS rows: ROWS / PACK queries of PACK query heads that read the same keys. So keys are loaded once
-for all of them, and a tile spans few queries, which wastes little where a window or the diagonal cuts through it.
+A tile of queries has ROWS rows: ROWS / PACK queries of PACK query heads that read the same keys. So keys are loaded
+once for all of them, and a tile spans few queries, which wastes little where a window or the diagonal cuts through it.
 
 Positions are counted in the keys of a sequence: a query's own is `before` + its index, where `before` keys of earlier
 chunks precede a chunk that continues a sequence. Scores are kept as `values`, which times `unit` are scores in units
@@ -9,99 +9,17 @@ of log(2), so that their exponentials are those of the hardware, base 2.
 """
 
 import math
-from functools import lru_cache
-from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-LOG2_E = math.log2(math.e)
+from flexengine.kernels.rounding import round_to
+
 LN_2 = tl.constexpr(math.log(2.0))
-HIDDEN = tl.constexpr(-1e30)
-"""Score of a hidden key. Finite, so that a row whose first keys are all hidden has no difference of infinities; what it
-sums then is multiplied by 0 when its own key arrives."""
-
-
-class Scoring(NamedTuple):
-    """Scores are scale * q.k, bounded by soft_cap where that is not 0; a query sees its last `window` keys, 0: all.
-
-    Not causal: every query sees all keys of its sequence.
-    """
-
-    scale: float
-    soft_cap: float = 0.0
-    window: int = 0
-    causal: bool = True
-
-    def check(self) -> None:
-        """Raises: ValueError on a scale that is not positive, or a window of a call that is not causal."""
-        if not self.scale > 0.0:
-            raise ValueError(f"attention: scale is {self.scale}, expected more than 0")
-        if self.window and not self.causal:
-            raise ValueError("attention: a window is for causal calls; give window=0 or causal=True")
-
-    def factors(self) -> tuple[float, float]:
-        """(factor on q.k, unit of the values) as `values_of` takes them."""
-        if self.soft_cap:
-            return 2.0 * LOG2_E * self.scale / self.soft_cap, LOG2_E * self.soft_cap
-        return LOG2_E * self.scale, LOG2_E * self.scale
-
-
-class Tiling(NamedTuple):
-    """Rows of queries and keys of a program's tile, warps, and how many tiles its loop has in flight."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-    def launch(self) -> dict[str, int]:
-        """Keywords of a launch."""
-        return {"num_warps": self.warps, "num_stages": self.stages}
-
-
-class Widths(NamedTuple):
-    """How a kernel holds heads: keys of width H as FIRST + SECOND columns (SECOND 0: none), values of V as VALUES, all
-    powers of two of at least 16."""
-
-    H: int
-    V: int
-    FIRST: int
-    SECOND: int
-    VALUES: int
-
-    @classmethod
-    def of(cls, head_dim: int, value_dim: int) -> "Widths":
-        """192 columns are 128 and 64, not 256."""
-        first = max(16, 1 << (head_dim.bit_length() - 1))
-        second = 0 if head_dim <= first else max(16, triton.next_power_of_2(head_dim - first))
-        if second == first:
-            first, second = 2 * first, 0
-        return cls(head_dim, value_dim, first, second, max(16, triton.next_power_of_2(value_dim)))
-
-    @property
-    def columns(self) -> int:
-        """Of a key, padding included."""
-        return self.FIRST + self.SECOND
-
-
-def packed_heads(num_heads: int, num_groups: int, rows: int) -> int:
-    """Query heads of a tile of so many rows: the largest power of two that divides the heads of a group."""
-    members = num_heads // num_groups
-    return min(members & -members, rows)
-
-
-def slots(tokens: int, cu_seqlens: Tensor, tile: int) -> int:
-    """Programs that surely cover all tiles of the packed sequences, whatever their lengths; see `find_tile`."""
-    return tokens // tile + len(cu_seqlens) - 1
-
-
-@lru_cache
-def shared_memory_bytes(device: int) -> int:
-    """What one program may use on a CUDA device."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+HIDDEN = tl.constexpr(-(2.0**100))
+"""The value of a hidden key. Finite, so that a row whose first keys are all hidden has no difference of infinities;
+what it sums then is multiplied by 0 when its own key arrives. A power of two, so that its product with a unit is exact:
+a fused multiply-add that subtracts the rounded one from it would else leave a number beyond all exponents."""
 
 
 @triton.jit
@@ -121,7 +39,7 @@ def find_tile(cu_ptr, sequences, slot, TILE: tl.constexpr):
 @triton.jit
 def key_steps(first, last, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
     """(begin, low, high, steps) for queries from position first to last: step i takes the keys from begin + i * BLOCK
-    on, and those from low to high - 1 hide none of them from anyone."""
+    on, and in those from low to high - 1 all keys are there and no query misses one."""
     begin, end = first * 0, keys
     if WINDOW:
         begin = tl.maximum(first - window + 1, 0)
@@ -150,12 +68,12 @@ def query_steps(
     if WINDOW:
         end = tl.minimum(first + BLOCK - 1 + window - before, tokens)
     steps = tl.cdiv(tl.maximum(end - begin, 0), QUERIES)
-    low, high = steps * 0, steps
+    low, whole = steps * 0, end - begin
     if CAUSAL:
         low = tl.minimum(tl.cdiv(tl.maximum(first + BLOCK - 1 - before - begin, 0), QUERIES), steps)
     if WINDOW:
-        high = tl.minimum(tl.maximum(tl.maximum(first + window - before - begin, 0) // QUERIES, low), steps)
-    return begin, low, high, steps
+        whole = tl.minimum(whole, first + window - before - begin)
+    return begin, low, tl.maximum(tl.maximum(whole, 0) // QUERIES, low), steps
 
 
 @triton.jit
@@ -184,7 +102,7 @@ def load_columns(
     """Columns START to START + BLOCK of the rows at `offsets`, 0 past a row's WIDTH and, where MASKED, in rows that are
     not here."""
     columns = START + tl.arange(0, BLOCK)
-    pointers = ptr + offsets[:, None] + columns[None, :]
+    pointers = ptr + (offsets[:, None] + columns[None, :])
     if START + BLOCK > WIDTH:
         return tl.load(pointers, mask=here[:, None] & (columns < WIDTH)[None, :], other=0.0)
     if MASKED:
@@ -198,11 +116,19 @@ def store_columns(
 ):
     """Columns START to START + BLOCK of the rows at `offsets` that are here; ADD: added to what is there."""
     columns = START + tl.arange(0, BLOCK)
-    pointers = ptr + offsets[:, None] + columns[None, :]
+    pointers = ptr + (offsets[:, None] + columns[None, :])
     mask = here[:, None] & (columns < WIDTH)[None, :]
     if ADD:
         x += tl.load(pointers, mask=mask, other=0.0)
-    tl.store(pointers, x.to(ptr.dtype.element_ty), mask=mask)
+    tl.store(pointers, round_to(x, ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_stats(ptr, offsets, here, other: tl.constexpr, MASKED: tl.constexpr):
+    """One float32 per row, `other` in rows that are not here."""
+    if MASKED:
+        return tl.load(ptr + offsets, mask=here, other=other)
+    return tl.load(ptr + offsets)
 
 
 @triton.jit
