@@ -2,9 +2,29 @@
 
 import torch
 
+from flexengine.kernels import attention as attention_kernel
+from flexengine.kernels import attention_backward
+from flexengine.kernels.attention_tilings import Tiling
+from flexengine.ops import attention
 from flexengine.ops.attention import CausalAttention
-from flexengine.ops.attention_kernels import Kernels
+from flexengine.ops.attention_kernels import OWN, Kernels
 from flexengine.ops.attention_style import CAUSAL
+
+SMALL_TILE = Tiling(16, 16, 4, 1)
+"""For Triton's interpreter."""
+
+
+def use_tiles(monkeypatch, tiling=SMALL_TILE):
+    """Let our own kernels work in such tiles."""
+    monkeypatch.setattr(attention_kernel, "forward_tiling", lambda *_: tiling)
+    for name in ("query_tiling", "key_tiling"):
+        monkeypatch.setattr(attention_backward, name, lambda *_: tiling)
+
+
+def use_own_kernels(monkeypatch):
+    """Let attention run our own kernels on the CPU, in Triton's interpreter."""
+    monkeypatch.setattr(attention, "choose_kernels", lambda *_: OWN)
+    use_tiles(monkeypatch)
 
 
 def make(n, g, width, style=CAUSAL, value_dim=None):

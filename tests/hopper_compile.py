@@ -155,7 +155,29 @@ def experts(tiling: tuple[int, ...]) -> None:
     kernels.grouped_weight_gradient(rows, rows, bounds, acc, True)
 
 
+def attention(heads: tuple[int, int], widths: tuple[int, int], soft_cap: float = 0.0, window: int = 0) -> None:
+    """Both directions of attention, with the tiles of a Hopper card."""
+    from flexengine.kernels import attention as forward  # noqa: PLC0415
+    from flexengine.kernels import attention_backward as backward  # noqa: PLC0415
+    from flexengine.kernels.attention_tilings import Scoring  # noqa: PLC0415
+
+    (n, g), (h, v), tokens = heads, widths, 256
+    q, k, out = (torch.zeros(tokens, *shape, dtype=torch.bfloat16) for shape in ((n, h), (g, h), (n, v)))
+    values, lse = torch.zeros(tokens, g, v, dtype=torch.bfloat16), torch.zeros(n, tokens)
+    operands = forward.Operands(q, k, values, torch.tensor((0, 100, tokens), dtype=torch.int32))
+    scoring = Scoring(h**-0.5, soft_cap, window)
+    forward.attention_forward(operands, scoring, out, lse)
+    grads = backward.Gradients(q.clone(), k.clone(), values.clone())
+    backward.attention_backward(operands, scoring, backward.Forward(out, out, lse), grads)
+
+
 CASES: dict[str, Callable[[], None]] = {
+    "attention, 64": lambda: attention((8, 1), (64, 64)),
+    "attention, 64, window": lambda: attention((8, 1), (64, 64), window=128),
+    "attention, 128": lambda: attention((8, 2), (128, 128)),
+    "attention, 128, window": lambda: attention((7, 1), (128, 128), window=4096),
+    "attention, 256, soft cap": lambda: attention((4, 2), (256, 256), 50.0),
+    "attention, 192 and 128": lambda: attention((2, 2), (192, 128)),
     "delta rule, 128": lambda: delta_rule(128, 128, torch.bfloat16),
     "delta rule, 64 and 256": lambda: delta_rule(64, 256, torch.bfloat16),
     "delta rule, 256 and 128": lambda: delta_rule(256, 128, torch.bfloat16),

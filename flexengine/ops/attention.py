@@ -9,26 +9,29 @@ Two windows meet here: the KeyValueWindow holds the keys of a long sequence's ea
 there is one, lets a query see the last so many keys only. A chunk then reads no more of the former than the latter
 reaches.
 
-Values may be narrower than keys (V < H). The plain path takes them as they are; kernels want equal widths, so there
-they are padded with zeros for the call, and outputs and gradients cut again. A window's rows have width H throughout.
+Values may be narrower than keys (V < H): the plain path and our own kernels take them as they are.
 
-On CUDA the keys of a window are taken a block at a time, and the parts are joined by their log-sum-exps, so that what a
-call needs besides its operands does not grow with the sequence.
+Our own kernels take all keys of a window in one call. Other kernels take them a block at a time, and the parts are
+joined by their log-sum-exps, so that what a call needs besides its operands does not grow with the sequence.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from flexengine.ops.attention_kernels import (
+    OWN,
     Kernels,
     Lengths,
+    Results,
+    RowGradients,
+    Rows,
     can_serve,
     choose_kernels,
     kernel_key_bytes,
     kernel_workspace_bytes,
+    own_workspace_bytes,
 )
 from flexengine.ops.attention_reference import (
     attention_backward_reference,
@@ -38,23 +41,23 @@ from flexengine.ops.attention_reference import (
 )
 from flexengine.ops.attention_sinks import PARTIALS, add_sinks, sink_gradients
 from flexengine.ops.attention_style import CAUSAL, AttentionStyle
-from flexengine.ops.base import Carried, KeyValueWindow, Op, OpEnv, TensorSpec, Work
+from flexengine.ops.base import Carried, KernelName, KeyValueWindow, Op, OpEnv, TensorSpec, Work
+
+
+def _seen_keys(window: KeyValueWindow, style: AttentionStyle, tokens: int) -> slice:
+    """Rows of all keys that a chunk's queries see."""
+    return slice(style.first_key(window.start), window.start + tokens)
 
 
 def _first_call(window: KeyValueWindow, style: AttentionStyle, tokens: int) -> slice:
-    """Rows that a causal call takes: a chunk's own keys, and with a window all that its queries see."""
-    first = style.first_key(window.start) if style.window else window.start
-    return slice(first, window.start + tokens)
+    """Rows that a causal call takes: a chunk's own keys, and with a style's window all that its queries see."""
+    return _seen_keys(window, style, tokens) if style.window else slice(window.start, window.start + tokens)
 
 
-def _padded(x: Tensor, width: int) -> Tensor:
-    """[..., V] -> [..., H] with zeros behind; x itself where the widths are equal."""
-    return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
-
-
-def _cut(x: Tensor, like: Tensor) -> Tensor:
-    """The columns of x [..., H] that `like` [..., V] has."""
-    return x[..., : like.shape[-1]]
+def _window_rows(q: Tensor, window: KeyValueWindow, style: AttentionStyle) -> Rows:
+    """Queries with all keys and values of the window that they see."""
+    seen = _seen_keys(window, style, len(q))
+    return Rows(q, window.keys[seen], window.values[seen])
 
 
 def window_forward(
@@ -66,7 +69,7 @@ def window_forward(
     part, stats = kernels.forward(q, window.keys[own], window.values[own], lengths, style)
     lse.copy_(stats)
     if window.start == 0 or style.window:
-        out.copy_(_cut(part, out))
+        out.copy_(part)
         return
     from flexengine.kernels.attention_merge import attention_merge_  # noqa: PLC0415 (Triton: imported when first used)
 
@@ -74,7 +77,7 @@ def window_forward(
     for rows in window.blocks():
         part, stats = kernels.forward(q, window.keys[rows], window.values[rows], None, style)
         attention_merge_(total, lse, part.contiguous(), stats.contiguous())
-    out.copy_(_cut(total, out))
+    out.copy_(total)
 
 
 def window_backward(
@@ -123,14 +126,15 @@ class CausalAttention(Op):
         style: AttentionStyle = CAUSAL, value_dim: int | None = None,
     ) -> None:  # fmt: skip
         self.style, self.value_dim = style, value_dim or head_dim
-        assert self.value_dim <= head_dim, "values are padded to the width of keys, not keys to that of values"
+        assert self.value_dim <= head_dim, "values may be narrower than keys, not wider"
         self.name, self.qkv, self.y, self.lse = name, qkv, y, f"{y}_lse"
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.inputs = (qkv,)
         self.outputs = (TensorSpec(y, (num_heads * self.value_dim,)), TensorSpec(self.lse, (num_heads,), "float32"))
         self.needs_input = (qkv, y, self.lse)
         self.grad_inputs = (qkv,)
-        self.carried = tuple(Carried(f"{name}_{part}", (num_kv_heads, head_dim)) for part in ("keys", "values"))
+        widths = {"keys": head_dim, "values": self.value_dim}
+        self.carried = tuple(Carried(f"{name}_{part}", (num_kv_heads, width)) for part, width in widths.items())
         self.params = ("sinks",) if style.sinks else ()
         self.needs_weight = (y, self.lse) if style.sinks else ()
         self.partials = TensorSpec(f"{name}_partials", (num_heads,), "float32", rows=PARTIALS)
@@ -158,7 +162,7 @@ class CausalAttention(Op):
         _, k, v = self.split(env.t[self.qkv])
         rows = slice(window.start, window.start + env.chunk.tokens)
         window.keys[rows].copy_(k)
-        window.values[rows].copy_(_padded(v, self.head_dim))
+        window.values[rows].copy_(v)
 
     def _views(self, env: OpEnv) -> tuple[Tensor, Tensor]:
         """out [T, N, V] and lse [N, T]."""
@@ -169,30 +173,31 @@ class CausalAttention(Op):
         window, seq_lens = env.chunk.window, env.chunk.seq_lens
         other = () if window is None else (window.start, window.chunk_tokens)
         style = self.style.within(max(seq_lens) + (0 if window is None else window.start))
-        return choose_kernels(env.chunk.attention, q, seq_lens, other, style), style
+        return choose_kernels(env.chunk.attention, q, seq_lens, other, style, self.value_dim), style
 
     def forward(self, env: OpEnv) -> None:
         out, lse = self._views(env)
-        self._attend(env, out, lse)
-        if self.style.sinks:
-            add_sinks(out, lse, env.p["sinks"])
-
-    def _attend(self, env: OpEnv, out: Tensor, lse: Tensor) -> None:
-        """out and lse of all keys that the queries see."""
-        chunk, window = env.chunk, self.window(env)
+        window = self.window(env)
         if window is not None:
             self.fill_window(env)
         q, k, v = self.split(env.t[self.qkv])
         kernels, style = self._kernels(env, q)
+        lengths, sinks = Lengths(env.chunk.seq_lens, env.chunk.cu_seqlens), env.p["sinks"] if self.style.sinks else None
+        if kernels is OWN:
+            rows = Rows(q, k, v) if window is None else _window_rows(q, window, style)
+            OWN.attend(rows, lengths, style, Results(out, lse), sinks)
+            return
         if kernels is None:
-            keys, values, before = (k, v, 0) if window is None else window.seen(chunk.tokens)
-            return attention_forward_reference(q, keys, _cut(values, v), chunk.seq_lens, before, out, lse, style)
-        lengths = Lengths(chunk.seq_lens, chunk.cu_seqlens)
-        if window is not None:
-            return window_forward(kernels, q, window, lengths, style, out, lse)
-        kernel_out, kernel_lse = kernels.forward(q, k, _padded(v, self.head_dim), lengths, style)
-        out.copy_(_cut(kernel_out, out))
-        lse.copy_(kernel_lse)
+            keys, values, before = (k, v, 0) if window is None else window.seen(env.chunk.tokens)
+            attention_forward_reference(q, keys, values, env.chunk.seq_lens, before, out, lse, style)
+        elif window is not None:
+            window_forward(kernels, q, window, lengths, style, out, lse)
+        else:
+            kernel_out, kernel_lse = kernels.forward(q, k, v, lengths, style)
+            out.copy_(kernel_out)
+            lse.copy_(kernel_lse)
+        if sinks is not None:
+            add_sinks(out, lse, sinks)
 
     def backward_input(self, env: OpEnv) -> None:
         chunk, window = env.chunk, self.window(env)
@@ -200,22 +205,40 @@ class CausalAttention(Op):
         out, lse = self._views(env)
         grad_out = env.g[self.y].view(-1, self.num_heads, self.value_dim)
         (kernels, style), lengths = self._kernels(env, q), Lengths(chunk.seq_lens, chunk.cu_seqlens)
-        rng = chunk.constants["attention_rng"]
-        if kernels is not None:
-            grad_out, out = _padded(grad_out, self.head_dim), _padded(out, self.head_dim)
+        targets, rng = self.split(env.g[self.qkv]), chunk.constants["attention_rng"]
+        if kernels is OWN:
+            return self._own_backward(Rows(q, k, v), window, lengths, style, Results(out, lse), grad_out, targets)
         if window is None:
             if kernels is None:
                 grads = attention_backward_reference(grad_out, q, k, v, out, lse, chunk.seq_lens, 0, style=style)
             else:
-                values = _padded(v, self.head_dim)
-                grads = kernels.backward(grad_out, q, k, values, out, lse, lengths, rng, style)
+                grads = kernels.backward(grad_out, q, k, v, out, lse, lengths, rng, style)
         elif kernels is None:
             grads = self._plain_window_backward(grad_out, q, window, out, lse, style)
         else:
             grad_q = window_backward(kernels, grad_out, q, window, out, lse, lengths, rng, style)
             grads = (grad_q, *window.own_grads(chunk.tokens))
-        for target, grad in zip(self.split(env.g[self.qkv]), grads, strict=True):
-            target.copy_(_cut(grad, target))
+        for target, grad in zip(targets, grads, strict=True):
+            target.copy_(grad)
+
+    @staticmethod
+    def _own_backward(
+        rows: Rows, window: KeyValueWindow | None, lengths: Lengths, style: AttentionStyle, results: Results,
+        grad_out: Tensor, targets: tuple[Tensor, Tensor, Tensor],
+    ) -> None:  # fmt: skip
+        """Write the gradients of a fused row; those of a window's keys and values are added to its sums."""
+        if window is None:
+            OWN.differentiate(rows, lengths, style, results, grad_out, RowGradients(Rows(*targets)))
+            return
+        assert window.grad_keys is not None
+        assert window.grad_values is not None
+        seen = _seen_keys(window, style, len(rows.q))
+        grads = Rows(targets[0], window.grad_keys[seen], window.grad_values[seen])
+        OWN.differentiate(
+            _window_rows(rows.q, window, style), lengths, style, results, grad_out, RowGradients(grads, add=True)
+        )
+        for target, grad in zip(targets[1:], window.own_grads(len(rows.q)), strict=True):
+            target.copy_(grad)
 
     @staticmethod
     def _plain_window_backward(
@@ -224,8 +247,8 @@ class CausalAttention(Op):
         assert window.grad_keys is not None
         assert window.grad_values is not None
         keys, values, before = window.seen(len(q))
-        totals = window.grad_keys[: len(keys)], _cut(window.grad_values[: len(keys)], out)
-        operands = (grad_out, q, keys, _cut(values, out), out, lse)
+        totals = window.grad_keys[: len(keys)], window.grad_values[: len(keys)]
+        operands = (grad_out, q, keys, values, out, lse)
         grads = attention_backward_reference(*operands, (len(q),), before, totals, style)
         return (grads[0], *window.own_grads(len(q)))
 
@@ -237,40 +260,28 @@ class CausalAttention(Op):
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
         return (self.partials,) if half == "weight" and self.style.sinks else ()
 
-    def _padding(self, compute_bytes: int) -> int:
-        """Columns of a value head that kernels find zeros in: they multiply them, and rows are copied to have them."""
-        return self.head_dim - self.value_dim if self._has_kernels(compute_bytes) else 0
-
-    def _flops(self, tokens: int, seq_len: int, key_products: int, value_products: int, value_dim: int) -> float:
+    def _flops(self, tokens: int, seq_len: int, key_products: int, value_products: int) -> float:
         """2 * H FLOPs per head and visible pair for a product with keys, 2 * V for one with values."""
-        per_pair = 2.0 * (key_products * self.head_dim + value_products * value_dim)
+        per_pair = 2.0 * (key_products * self.head_dim + value_products * self.value_dim)
         return tokens * self.num_heads * per_pair * self.style.mean_keys(seq_len)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        padding = self._padding(compute_bytes)
-        columns = self.num_heads * self.value_dim
-        if padding:
-            columns += self.num_kv_heads * self.head_dim
-        if self.style.sinks:
-            columns += self.num_heads * self.value_dim
+        flops = self._flops(tokens, seq_len, 1, 1)
+        if self._own_only(compute_bytes):
+            return Work(attention_forward_flops=flops, kernels=1)
+        columns = self.num_heads * self.value_dim * (2 if self.style.sinks else 1)
         return Work(
-            attention_forward_flops=self._flops(tokens, seq_len, 1, 1, self.value_dim + padding),
+            attention_forward_flops=flops,
             memory_bytes=2.0 * tokens * columns * compute_bytes,
-            kernels=(5 if padding else 3) + (5 if self.style.sinks else 0),
-            padding_flops=self._flops(tokens, seq_len, 0, 1, padding),
+            kernels=3 + (5 if self.style.sinks else 0),
         )
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        padding = self._padding(compute_bytes)
+        flops = self._flops(tokens, seq_len, 3, 2)
+        if self._own_only(compute_bytes):
+            return Work(attention_backward_flops=flops, kernels=3)
         columns = (self.num_heads + self.num_kv_heads) * self.head_dim + self.num_kv_heads * self.value_dim
-        if padding:
-            columns += (2 * self.num_heads + self.num_kv_heads) * self.head_dim
-        return Work(
-            attention_backward_flops=self._flops(tokens, seq_len, 3, 2, self.value_dim + padding),
-            memory_bytes=2.0 * tokens * columns * compute_bytes,
-            kernels=13 if padding else 7,
-            padding_flops=self._flops(tokens, seq_len, 0, 2, padding),
-        )
+        return Work(attention_backward_flops=flops, memory_bytes=2.0 * tokens * columns * compute_bytes, kernels=7)
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         if not self.style.sinks:
@@ -281,19 +292,27 @@ class CausalAttention(Op):
         row = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         return Work(memory_bytes=2.0 * tokens * row * compute_bytes, kernels=2)
 
-    def _has_kernels(self, compute_bytes: int) -> bool:
-        """Whether kernels serve such operands on CUDA; else it is the plain path."""
-        return can_serve("flash", torch.bfloat16 if compute_bytes == 2 else torch.float32, self.head_dim, self.style)
+    def _serves(self, kernels: KernelName, compute_bytes: int) -> bool:
+        """Whether such kernels serve on CUDA."""
+        dtype = torch.bfloat16 if compute_bytes == 2 else torch.float32
+        return can_serve(kernels, dtype, self.head_dim, self.style, self.value_dim)
+
+    def _own_only(self, compute_bytes: int) -> bool:
+        """Whether no kernels but our own serve, which need no copies of operands or results."""
+        return self._serves("triton", compute_bytes) and not self._serves("flash", compute_bytes)
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         sizes = (tokens, self.num_heads, self.num_kv_heads, self.head_dim)
-        if self._has_kernels(compute_bytes):
-            padded = (2 * self.num_heads + self.num_kv_heads) * self.head_dim if self._padding(compute_bytes) else 0
-            return kernel_workspace_bytes(*sizes, compute_bytes) + tokens * padded * compute_bytes
+        if self._own_only(compute_bytes):
+            return own_workspace_bytes(tokens, self.num_heads)
+        if self._serves("flash", compute_bytes):
+            return kernel_workspace_bytes(*sizes, compute_bytes)
         return plain_workspace_bytes(*sizes, max(4, compute_bytes), bool(self.style.soft_cap))
 
     def window_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        if not self._has_kernels(compute_bytes):
+        if self._own_only(compute_bytes):
+            return 0
+        if not self._serves("flash", compute_bytes):
             return plain_window_bytes(max(4, compute_bytes), bool(self.style.soft_cap))
         blocks = 4 * tokens * self.num_heads * self.head_dim  # float32 sum over the blocks of keys
         if not self.style.window:

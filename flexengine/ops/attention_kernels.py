@@ -1,4 +1,4 @@
-"""Attention kernels on CUDA behind one interface: torch's flash kernels, and cuDNN's through torch's operators.
+"""Attention kernels on CUDA behind one interface: torch's flash kernels, cuDNN's through torch's operators, our own.
 
 A call is causal over packed sequences, every query with the keys of its own sequence up to itself, or it is over some
 earlier keys of one long sequence, which all queries see; or, with more keys than queries, causal over the end of one
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from flexengine.ops.attention_style import CAUSAL, AttentionStyle
-from flexengine.ops.base import KernelName
+from flexengine.ops.base import KERNEL_NAMES, KernelName
 
 CUDNN_LENGTHS = 256
 """cuDNN serves lengths that are multiples of this: it prepares itself for every new one, which takes up to a second."""
 
-MOST_HEAD_DIM: dict[KernelName, int] = {"flash": 256, "cudnn": 128}
+MOST_HEAD_DIM: dict[KernelName, int] = {"flash": 256, "cudnn": 128, "triton": 256}
 
 
 class Lengths(NamedTuple):
@@ -125,35 +125,126 @@ def _by_head(x: Tensor, batch: int) -> Tensor:
     return x.unflatten(0, (batch, -1)).transpose(1, 2)
 
 
-KERNELS: dict[KernelName, Kernels] = {"flash": Flash(), "cudnn": Cudnn()}
+class Rows(NamedTuple):
+    """Queries, and keys and values of all tokens that they see; values may be narrower than keys."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class Results(NamedTuple):
+    """Where forward writes out [T, N, V] and lse [N, T]."""
+
+    out: Tensor
+    lse: Tensor
+
+
+class RowGradients(NamedTuple):
+    """Where gradients of `Rows` go. add: to float32 sums that keys and values have already; else all are written."""
+
+    rows: Rows
+    add: bool = False
+
+
+class Triton(Kernels):
+    """Our own kernels for bf16: every style, values narrower than keys, earlier keys in the same call, results and
+    gradients written where they belong. Deterministic."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None, style: AttentionStyle = CAUSAL
+    ) -> tuple[Tensor, Tensor]:
+        out = q.new_empty(*q.shape[:2], v.shape[2])
+        lse = torch.empty(q.shape[1], len(q), dtype=torch.float32, device=q.device)
+        self.attend(Rows(q, k, v), lengths, style, Results(out, lse))
+        return out, lse
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths | None,
+        rng: Tensor, style: AttentionStyle = CAUSAL,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        grads = Rows(*(torch.empty_like(x) for x in (q, k, v)))
+        self.differentiate(Rows(q, k, v), lengths, style, Results(out, lse), grad_out, RowGradients(grads))
+        return grads
+
+    def attend(
+        self, rows: Rows, lengths: Lengths | None, style: AttentionStyle, results: Results, sinks: Tensor | None = None
+    ) -> None:
+        """Write results, with what the sinks [N] of a style take."""
+        from flexengine.kernels import attention as kernel  # noqa: PLC0415 (Triton is imported when first used)
+
+        kernel.attention_forward(*_operands(rows, lengths, style), *results, sinks)
+
+    def differentiate(
+        self, rows: Rows, lengths: Lengths | None, style: AttentionStyle, results: Results, grad_out: Tensor,
+        grads: RowGradients,
+    ) -> None:  # fmt: skip
+        """Write the gradients of rows, from what `attend` left in results."""
+        from flexengine.kernels import attention_backward as kernel  # noqa: PLC0415 (Triton is imported when first used)
+
+        forward, targets = kernel.Forward(grad_out, *results), kernel.Gradients(*grads.rows, grads.add)
+        kernel.attention_backward(*_operands(rows, lengths, style), forward, targets)
+
+
+def _operands(rows: Rows, lengths: Lengths | None, style: AttentionStyle) -> tuple[Any, Any]:
+    """The kernels' operands and scoring; without lengths it is one sequence, whose queries see all keys."""
+    from flexengine.kernels.attention import Operands  # noqa: PLC0415 (Triton is imported when first used)
+    from flexengine.kernels.attention_tilings import Scoring  # noqa: PLC0415
+
+    causal = lengths is not None
+    ends = lengths.cu_seqlens if causal else torch.tensor((0, len(rows.q)), dtype=torch.int32, device=rows.q.device)
+    scoring = Scoring(style.scale_of(rows.q.shape[2]), style.soft_cap, style.window if causal else 0, causal)
+    return Operands(*rows, ends), scoring
+
+
+OWN = Triton()
+KERNELS: dict[KernelName, Kernels] = {"flash": Flash(), "cudnn": Cudnn(), "triton": OWN}
 
 
 def choose_kernels(
     preferred: KernelName, q: Tensor, seq_lens: tuple[int, ...], other_lens: tuple[int, ...] = (),
-    style: AttentionStyle = CAUSAL,
+    style: AttentionStyle = CAUSAL, value_dim: int | None = None,
 ) -> Kernels | None:  # fmt: skip
-    """What serves q [T, N, H]: the preferred kernels where they can, else flash; None where only the plain path can.
+    """What serves q [T, N, H] and values of width value_dim, by default H: the preferred kernels where they can, else
+    our own where a window hides keys or no others can, else flash; None where only the plain path can.
 
     seq_lens: of the packed sequences; other_lens: further numbers of keys, where the chunk continues a sequence. With
-    torch's deterministic algorithms it is flash, whose backward then sums in a fixed order; cuDNN's does not.
+    torch's deterministic algorithms it is not cuDNN, whose backward sums in any order.
     """
-    width = q.shape[-1]
-    if not q.is_cuda or not can_serve("flash", q.dtype, width, style):
+    if not q.is_cuda:
         return None
-    cudnn = preferred == "cudnn" and can_serve("cudnn", q.dtype, width, style)
-    if cudnn and not torch.are_deterministic_algorithms_enabled():
-        known = all(length % CUDNN_LENGTHS == 0 for length in (*seq_lens, *other_lens))
-        if known and len(set(seq_lens)) == 1:
-            return KERNELS["cudnn"]
-    return KERNELS["flash"]
+    width = q.shape[-1]
+    able: list[KernelName] = [name for name in KERNEL_NAMES if can_serve(name, q.dtype, width, style, value_dim)]
+    if "cudnn" in able and not _serves_cudnn(seq_lens, other_lens):
+        able.remove("cudnn")
+    order: tuple[KernelName, ...] = ("triton", "flash") if style.window else ("flash", "triton")
+    found = next((name for name in (preferred, *order) if name in able), None)
+    return None if found is None else KERNELS[found]
 
 
-def can_serve(kernels: KernelName, dtype: torch.dtype, head_dim: int, style: AttentionStyle = CAUSAL) -> bool:
-    """Whether such kernels are written for operands like these; a card may still have none of them. No kernel has a
-    soft cap, and cuDNN's no window through torch's operators."""
-    if style.soft_cap or (style.window and kernels == "cudnn"):
+def _serves_cudnn(seq_lens: tuple[int, ...], other_lens: tuple[int, ...]) -> bool:
+    """Whether cuDNN is for calls of such lengths."""
+    known = all(length % CUDNN_LENGTHS == 0 for length in (*seq_lens, *other_lens))
+    return known and len(set(seq_lens)) == 1 and not torch.are_deterministic_algorithms_enabled()
+
+
+def can_serve(
+    kernels: KernelName, dtype: torch.dtype, head_dim: int, style: AttentionStyle = CAUSAL, value_dim: int | None = None
+) -> bool:
+    """Whether such kernels are written for operands like these; a card may still have none of them. Only our own have
+    soft caps, values narrower than keys and heads of any width, and cuDNN has no window through torch's operators."""
+    if head_dim > MOST_HEAD_DIM[kernels]:
         return False
-    return dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= MOST_HEAD_DIM[kernels]
+    if kernels == "triton":
+        return dtype == torch.bfloat16
+    if style.soft_cap or (value_dim or head_dim) < head_dim or (style.window and kernels == "cudnn"):
+        return False
+    return dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0
+
+
+def own_workspace_bytes(tokens: int, num_heads: int) -> int:
+    """Bytes that backward of our own kernels takes from the allocator: two float32 statistics of every row."""
+    return 2 * 4 * tokens * num_heads
 
 
 def kernel_workspace_bytes(tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, compute_bytes: int) -> int:

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from flexengine.ops.balance import ExpertBalance
 
 DType = Literal["compute", "float32", "int32", "uint8"]
-KernelName = Literal["flash", "cudnn"]
-"""Attention kernels on CUDA. flash: FlashAttention-2, any lengths. cudnn: faster on Hopper, equal lengths only."""
+KernelName = Literal["flash", "cudnn", "triton"]
+"""Attention kernels on CUDA. flash: FlashAttention-2, any lengths. cudnn: faster on Hopper, equal lengths only. triton:
+our own, for bf16 of every style."""
 KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
 FLOAT64_BYTES = 8
 

@@ -4,9 +4,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from attention_helpers import SMALL_TILE, use_tiles
 
-from flexengine.kernels import attention as forward_kernel
-from flexengine.kernels import attention_backward as backward_kernel
 from flexengine.kernels.attention import Operands, attention_forward
 from flexengine.kernels.attention_backward import Forward, Gradients, attention_backward
 from flexengine.kernels.attention_tilings import Scoring, Tiling, Widths
@@ -24,9 +23,9 @@ STYLES = {
     "all of them": AttentionStyle(0.7, 19, 2.0),
 }
 HEADS = {"GQA": (4, 2), "MHA": (3, 3), "MQA of 6": (6, 1)}
-WIDTHS = [(16, 16), (24, 20), (12, 9), (7, 3), (40, 40)]
-LENGTHS = [(1,), (70,), (5, 1, 33, 16), (16, 32)]
-TILES = [Tiling(16, 16, 4, 1), Tiling(32, 16, 4, 1, False), Tiling(16, 32, 4, 1, passes=2)]
+WIDTHS = [(24, 20), (12, 9), (40, 40)]
+LENGTHS = [(1,), (53,), (5, 1, 33)]
+TILES = [SMALL_TILE, Tiling(32, 16, 4, 1, False), Tiling(16, 32, 4, 1, passes=2)]
 PRECISE = 4e-6
 ROUNDED = 4e-3
 """In bf16: probabilities and their gradients are rounded before they are multiplied, then results are."""
@@ -49,16 +48,7 @@ def tiling(request, monkeypatch):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    use_tiles(monkeypatch, TILES[0])
-
-
-def use_tiles(patch, tile):
-    for module, name in (
-        (forward_kernel, "forward_tiling"),
-        (backward_kernel, "query_tiling"),
-        (backward_kernel, "key_tiling"),
-    ):
-        patch.setattr(module, name, lambda *_: tile)
+    use_tiles(monkeypatch)
 
 
 def strided(x, pad):
@@ -114,60 +104,60 @@ def run(case, style, dtype, device, add=False):
     return results
 
 
-def check(checks, results, tolerance):
+def check(results, tolerance):
     """Rows of sequences of one token have no gradients of queries and keys: errors are held against the output's."""
     for name, found, wanted in results:
-        found, wanted = found.double().cpu(), wanted.double()
-        error, least = float((found - wanted).norm()), 0.1 * float(wanted.numel()) ** 0.5
-        assert error <= tolerance * max(float(wanted.norm()), least), f"{name}: {error / max(float(wanted.norm()), least):.2e}"
+        norm = max(float(wanted.norm()), 0.1 * float(wanted.numel()) ** 0.5)
+        error = float((found.double().cpu() - wanted.double()).norm()) / norm
+        assert error <= tolerance, f"{name}: relative error {error:.2e}"
 
 
 @pytest.mark.parametrize("style", STYLES.values(), ids=STYLES.keys())
 @pytest.mark.parametrize("seq_lens", LENGTHS, ids=str)
 @pytest.mark.usefixtures("small_tiles")
-def test_styles(checks, device, seq_lens, style):
-    check(checks, run(Case(seq_lens=seq_lens), style, torch.float32, device), PRECISE)
+def test_styles(device, seq_lens, style):
+    check(run(Case(seq_lens=seq_lens), style, torch.float32, device), PRECISE)
 
 
 @pytest.mark.parametrize("style", [STYLES["all keys"], STYLES["all of them"]], ids=["all keys", "all of them"])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 @pytest.mark.usefixtures("small_tiles")
-def test_heads_and_widths(checks, device, widths, heads, style):
-    check(checks, run(Case(heads, widths, (5, 1, 33)), style, torch.float32, device), PRECISE)
+def test_heads_and_widths(device, widths, heads, style):
+    check(run(Case(heads, widths, (3, 19)), style, torch.float32, device), PRECISE)
 
 
 @pytest.mark.parametrize("style", STYLES.values(), ids=STYLES.keys())
 @pytest.mark.usefixtures("tiling")
-def test_tiles(checks, device, style):
-    check(checks, run(Case(seq_lens=(45, 20)), style, torch.float32, device), PRECISE)
+def test_tiles(device, style):
+    check(run(Case(seq_lens=(35, 20)), style, torch.float32, device), PRECISE)
 
 
 @pytest.mark.parametrize("style", STYLES.values(), ids=STYLES.keys())
-@pytest.mark.parametrize(("before", "tokens"), [(1, 33), (48, 16), (50, 7)])
+@pytest.mark.parametrize(("before", "tokens"), [(1, 17), (48, 16), (34, 7)])
 @pytest.mark.usefixtures("small_tiles")
-def test_earlier_keys(checks, device, before, tokens, style):
+def test_earlier_keys(device, before, tokens, style):
     """Gradients of keys are added to float32 sums that earlier calls left."""
-    check(checks, run(Case(seq_lens=(tokens,), before=before), style, torch.float32, device, add=True), PRECISE)
+    check(run(Case(seq_lens=(tokens,), before=before), style, torch.float32, device, add=True), PRECISE)
 
 
 @pytest.mark.parametrize("style", [STYLES["all keys"], STYLES["window 5"]], ids=["all keys", "window 5"])
 @pytest.mark.usefixtures("small_tiles")
-def test_sinks(checks, device, style):
-    check(checks, run(Case(seq_lens=(5, 33), sinks=True), style, torch.float32, device), PRECISE)
-    check(checks, run(Case(seq_lens=(20,), before=30, sinks=True), style, torch.float32, device, add=True), PRECISE)
+def test_sinks(device, style):
+    check(run(Case(seq_lens=(5, 33), sinks=True), style, torch.float32, device), PRECISE)
+    check(run(Case(seq_lens=(20,), before=30, sinks=True), style, torch.float32, device, add=True), PRECISE)
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_scores_beyond_the_range_of_exponentials(checks, device):
+def test_scores_beyond_the_range_of_exponentials(device):
     for style in (AttentionStyle(200.0), AttentionStyle(200.0, soft_cap=50.0), AttentionStyle(200.0, window=3)):
         results = run(Case(seq_lens=(40,)), style, torch.float32, device)
-        check(checks, results, 1e-3)  # gradients are differences of scores of 1000 and more
+        check(results, 1e-3)  # gradients are differences of scores of 1000 and more
 
 
 @pytest.mark.parametrize("seq_lens", [(40,), (5, 33)], ids=str)
 @pytest.mark.usefixtures("small_tiles")
-def test_both_ways(checks, device, seq_lens):
+def test_both_ways(device, seq_lens):
     """Without a causal mask every query sees all keys of its sequence."""
     operands, grad_out = make(Case(seq_lens=seq_lens), torch.float32, device)
     q, k, v = (x.double().cpu().requires_grad_() for x in operands[:3])
@@ -183,34 +173,36 @@ def test_both_ways(checks, device, seq_lens):
     attention_forward(operands, scoring, out, lse)
     grads = [torch.full_like(x, float("nan")) for x in operands[:3]]
     attention_backward(operands, scoring, Forward(grad_out, out, lse), Gradients(*grads))
-    check(checks, [("out", out, wanted.detach()), *zip("qkv", grads, expected, strict=True)], PRECISE)
+    check([("out", out, wanted.detach()), *zip("qkv", grads, expected, strict=True)], PRECISE)
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_bf16(checks, device):
+def test_bf16(device):
     for style in (STYLES["all keys"], STYLES["all of them"]):
-        check(checks, run(Case(seq_lens=(5, 60)), style, torch.bfloat16, device), ROUNDED)
+        check(run(Case(seq_lens=(5, 40)), style, torch.bfloat16, device), ROUNDED)
 
 
 def test_no_tokens_is_fine(device):
     operands, grad_out = make(Case(seq_lens=(0,)), torch.float32, device)
     out, lse = torch.empty_like(grad_out), torch.empty(4, 0, device=device)
     attention_forward(operands, Scoring(1.0), out, lse)
-    attention_backward(operands, Scoring(1.0), Forward(grad_out, out, lse), Gradients(*map(torch.empty_like, operands[:3])))
+    grads = Gradients(*(torch.empty_like(x) for x in operands[:3]))
+    attention_backward(operands, Scoring(1.0), Forward(grad_out, out, lse), grads)
 
 
 def test_refuses_what_it_cannot_do(device):
     operands, grad_out = make(Case(), torch.float32, device)
     out, lse = torch.empty_like(grad_out), torch.empty(4, 70, device=device)
-    for scoring, message in ((Scoring(0.0), "scale is 0"), (Scoring(1.0, window=3, causal=False), "window is for causal")):
+    both_ways = Scoring(1.0, window=3, causal=False)
+    for scoring, message in ((Scoring(0.0), "scale is 0"), (both_ways, "window is for causal")):
         with pytest.raises(ValueError, match=message):
             attention_forward(operands, scoring, out, lse)
     wide = torch.zeros(70, 4, 257, device=device)
     with pytest.raises(ValueError, match="widths up to 256"):
         attention_forward(Operands(wide, wide, wide, operands.cu_seqlens), Scoring(1.0), wide, lse)
+    packed = operands._replace(q=operands.q[:40], cu_seqlens=torch.tensor((0, 20, 40), dtype=torch.int32))
     with pytest.raises(ValueError, match="earlier keys go with one sequence"):
-        packed = torch.tensor((0, 20, 40), dtype=torch.int32, device=device)
-        attention_forward(operands._replace(q=operands.q[:40], cu_seqlens=packed), Scoring(1.0), out, lse)
+        attention_forward(packed, Scoring(1.0), out, lse)
 
 
 @pytest.mark.parametrize(
@@ -242,8 +234,8 @@ GPU_STYLES = [AttentionStyle(), AttentionStyle(window=128), AttentionStyle(0.1, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("style", GPU_STYLES, ids=str)
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
-def test_on_gpu(checks, gpu, case, style):
-    check(checks, run(case, style, torch.bfloat16, gpu, case.before > 0), ROUNDED)
+def test_on_gpu(gpu, case, style):
+    check(run(case, style, torch.bfloat16, gpu, case.before > 0), ROUNDED)
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
-from attention_helpers import PlainKernels, make, masked, random_rows
+from attention_helpers import PlainKernels, make, masked, random_rows, use_own_kernels
 
 from flexengine.ops import attention, attention_reference
 from flexengine.ops.attention_kernels import KERNELS, Lengths, choose_kernels
@@ -102,21 +102,20 @@ def test_values_narrower_than_keys(make_harness, checks, monkeypatch, width, val
     checks.close(grad, grad_qkv, 1e-5)
 
 
-def test_padding_takes_time_and_counts_for_nothing():
-    """In bf16 kernels multiply zeros behind the values; the plain path does not."""
-    narrow, padded = make(4, 4, 192, value_dim=128), make(4, 4, 192)
+def test_narrow_values_are_not_padded():
+    """Products with values cost what these are wide, and our own kernels take nothing but statistics."""
+    narrow, wide = make(4, 4, 192, value_dim=128), make(4, 4, 192)
     pairs = 4 * 64 * 32
     for work, key_products, value_products in (
         (narrow.forward_work(64, 64, 2), 1, 1),
         (narrow.backward_input_work(64, 64, 2), 3, 2),
     ):
-        assert work.attention_forward_flops + work.attention_backward_flops == (
-            2 * pairs * 192 * (key_products + value_products)
-        )
+        assert work.flops == work.attention_forward_flops + work.attention_backward_flops
         assert work.flops == 2 * pairs * (192 * key_products + 128 * value_products)
     assert narrow.forward_work(64, 64, 4).attention_forward_flops == narrow.forward_work(64, 64, 2).flops
-    assert padded.forward_work(64, 64, 2).padding_flops == 0
-    assert narrow.workspace_bytes(64, 2) == padded.workspace_bytes(64, 2) + 64 * 12 * 192 * 2
+    assert narrow.workspace_bytes(64, 2) == 2 * 64 * 4 * 4 < wide.workspace_bytes(64, 2)
+    assert narrow.window_workspace_bytes(64, 2) == 0
+    assert [spec.shape for spec in narrow.carried] == [(4, 192), (4, 128)]
 
 
 def test_pairs_that_a_window_leaves():
@@ -182,17 +181,55 @@ def test_blocks_of_a_window_add_up(make_harness, checks, monkeypatch, cuts, bloc
     checks.close(grad, grad_qkv, 1e-5)
 
 
+@pytest.fixture
+def own_kernels(monkeypatch):
+    use_own_kernels(monkeypatch)
+
+
+OWN_STYLES = {"all keys": CAUSAL, **{name: STYLES[name] for name in ("window 3", "all of them")}}
+
+
+@pytest.mark.usefixtures("own_kernels")
+@pytest.mark.parametrize("style", OWN_STYLES.values(), ids=OWN_STYLES.keys())
+@pytest.mark.parametrize(("n", "g", "width", "value_dim"), [(4, 2, 6, 6), (3, 3, 7, 4)])
+def test_our_own_kernels(make_harness, checks, n, g, width, value_dim, style):
+    h, op = make_harness("cpu", torch.float32), make(n, g, width, style, value_dim)
+    checks.same_bits(*check_uncut(h, checks, op, (5, 1, 22), 1e-5))
+    qkv, grad_o = random_rows(h, 28, n, g, width, value_dim)
+    o, grad = run_cut(h, op, qkv, grad_o, (8, 17, 3))
+    outputs, grad_qkv = definition(qkv, grad_o, (28,), n, g, width, style)
+    checks.close(o, outputs["o"], 1e-5)
+    checks.close(grad, grad_qkv, 1e-5)
+
+
 def test_kernels_are_for_16_bits_on_cuda():
     assert choose_kernels("cudnn", torch.zeros(4, 2, 64, dtype=torch.bfloat16), (4,)) is None
 
 
 @pytest.mark.parametrize(
     ("style", "name"),
-    [(AttentionStyle(0.1), "cudnn"), (AttentionStyle(window=9), "flash"), (AttentionStyle(soft_cap=50.0), None)],
+    [(AttentionStyle(0.1), "cudnn"), (AttentionStyle(window=9), "triton"), (AttentionStyle(soft_cap=50.0), "triton")],
     ids=str,
 )
 def test_kernels_serve_what_they_can(style, name):
-    assert choose_kernels("cudnn", Queries(), (2048,), (), style) is (None if name is None else KERNELS[name])
+    assert choose_kernels("cudnn", Queries(), (2048,), (), style) is KERNELS[name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_soft_caps_take_the_plain_path_in_other_types_than_bf16(dtype):
+    queries = Queries()
+    queries.dtype = dtype
+    assert choose_kernels("flash", queries, (2048,), (), AttentionStyle(soft_cap=50.0)) is None
+
+
+def test_values_narrower_than_keys_are_for_our_own_kernels():
+    assert choose_kernels("cudnn", Queries(), (2048,), (), CAUSAL, 64) is KERNELS["triton"]
+    assert choose_kernels("cudnn", Queries(), (2048,), (), CAUSAL, 128) is KERNELS["cudnn"]
+
+
+def test_kernels_that_are_preferred_serve_where_they_can():
+    for style, name in ((CAUSAL, "triton"), (AttentionStyle(window=9), "flash")):
+        assert choose_kernels(name, Queries(), (2048, 100), (), style) is KERNELS[name]
 
 
 class Queries:
@@ -213,7 +250,8 @@ class Queries:
         (128, (2048,), (0, 2048), "cudnn"),
         (128, (2048,), (4096, 1000), "flash"),
         (256, (2048,), (), "flash"),
-        (100, (2048,), (), None),
+        (100, (2048,), (), "triton"),
+        (300, (2048,), (), None),
     ],
 )
 def test_cudnn_serves_equal_lengths_that_come_again(width, seq_lens, other, name):

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from attention_helpers import PlainKernels, make, masked, random_rows
+from attention_helpers import PlainKernels, make, masked, random_rows, use_own_kernels
 
 from flexengine.kernels import attention_sinks as kernel
 from flexengine.ops import attention
@@ -136,6 +136,15 @@ def check_kernel(checks, device, dtype, tokens, heads, width, parts):
 @pytest.mark.parametrize(("tokens", "heads", "width", "parts"), [(1, 1, 8, 4), (37, 3, 20, 2), (130, 2, 64, 8)])
 def test_the_kernel_matches_float64(checks, dtype, tokens, heads, width, parts):
     check_kernel(checks, "cpu", dtype, tokens, heads, width, parts)
+
+
+@by_style
+def test_our_own_kernels(make_harness, checks, monkeypatch, style):
+    """They have the sinks in the call, however a sequence is cut."""
+    use_own_kernels(monkeypatch)
+    h, op = make_harness("cpu", torch.float32), make(4, 2, 6, style)
+    check_uncut(h, checks, op, (5, 1, 12), 1e-5)
+    check_cut(h, checks, op, (4, 17, 3), 1e-5)
 
 
 @pytest.mark.gpu
