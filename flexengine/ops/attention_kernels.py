@@ -218,8 +218,8 @@ def choose_kernels(
     if "cudnn" in able and not _serves_cudnn(seq_lens, other_lens):
         able.remove("cudnn")
     order: tuple[KernelName, ...] = ("triton", "flash") if style.window else ("flash", "triton")
-    found = next((name for name in (preferred, *order) if name in able), None)
-    return None if found is None else KERNELS[found]
+    choices: tuple[KernelName, ...] = (preferred, *order)
+    return next((KERNELS[name] for name in choices if name in able), None)
 
 
 def _serves_cudnn(seq_lens: tuple[int, ...], other_lens: tuple[int, ...]) -> bool:
