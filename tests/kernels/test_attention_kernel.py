@@ -71,12 +71,12 @@ def make(case, dtype, device):
 
 
 def wanted_of(case, style, operands, grad_out, sinks):
-    q, k, v = (x.double().cpu() for x in operands[:3])
-    grad_out = grad_out.double().cpu()
-    out, lse = torch.empty_like(grad_out), torch.empty(q.shape[1], len(q), dtype=torch.float64)
+    q, k, v = (x.double() for x in operands[:3])
+    grad_out = grad_out.double()
+    out, lse = torch.empty_like(grad_out), torch.empty(q.shape[1], len(q), dtype=torch.float64, device=q.device)
     attention_forward_reference(q, k, v, case.seq_lens, case.before, out, lse, style)
     if sinks is not None:
-        add_sinks(out, lse, sinks.double().cpu())
+        add_sinks(out, lse, sinks.double())
     grads = attention_backward_reference(grad_out, q, k, v, out, lse, case.seq_lens, case.before, style=style)
     return out, lse, grads
 
@@ -94,7 +94,7 @@ def run(case, style, dtype, device, add=False):
     begin = [0.0, 0.0, 0.0]
     if add:
         grads[1:] = [torch.randn(x.shape, device=device) for x in operands[1:3]]
-        begin[1:] = [x.double().cpu() for x in grads[1:]]
+        begin[1:] = [x.double() for x in grads[1:]]
     attention_backward(operands, scoring, Forward(grad_out, out, lse), Gradients(*grads, add))
     results = [("out", out, wanted[0]), ("lse", lse, wanted[1])]
     results += [
@@ -108,7 +108,7 @@ def check(results, tolerance):
     """Rows of sequences of one token have no gradients of queries and keys: errors are held against the output's."""
     for name, found, wanted in results:
         norm = max(float(wanted.norm()), 0.1 * float(wanted.numel()) ** 0.5)
-        error = float((found.double().cpu() - wanted.double()).norm()) / norm
+        error = float((found.double() - wanted.to(found.device, torch.float64)).norm()) / norm
         assert error <= tolerance, f"{name}: relative error {error:.2e}"
 
 
