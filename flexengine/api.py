@@ -25,7 +25,7 @@ from flexengine.planner.search import make_plan
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_data import step_timeline
 from flexengine.reports.plan_text import describe
-from flexengine.request import block_shape, budget_gib, check_is_free, described, make_request
+from flexengine.request import budget_gib, check_is_free, described, make_request, probe_shape
 from flexengine.runtime.engine import Engine, EngineSettings
 from flexengine.runtime.weight_store import check_checkpoint
 
@@ -135,7 +135,7 @@ def _profile(
     if isinstance(hardware, HardwareProfile):
         return hardware
     if hardware is None:
-        return probe(device, getattr(torch, job.dtype), block_shape(source.spec))
+        return probe(device, getattr(torch, job.dtype), probe_shape(source.spec))
     return named_profile(hardware)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from numbers import Real
 
-from flexengine.hardware.profile import BlockShape, HardwareProfile
+from flexengine.hardware.profile import HardwareProfile, ProbeShape
 from flexengine.job import Job
 from flexengine.metrics import GIB, format_bytes
 from flexengine.models.freezing import with_frozen
@@ -43,11 +43,11 @@ def _check_sequence_length(spec: ModelSpec, max_seq_len: int) -> None:
         )
 
 
-def block_shape(spec: ModelSpec) -> BlockShape:
+def probe_shape(spec: ModelSpec) -> ProbeShape:
     """Sizes of a model's blocks, for the probe: the widest input of a block's matrices is that of the MLP's last."""
     groups = [spec.groups[index] for layer in spec.blocks for index in layer.groups]
     widths = [param.shape[-1] for group in groups for param in group.params if param.kind == "matrix"]
-    return BlockShape(spec.hidden_size, max([spec.hidden_size, *widths]), spec.head_dim)
+    return ProbeShape(spec.hidden_size, max([spec.hidden_size, *widths]), spec.head_dim)
 
 
 # ---- budgets ----------------------------------------------------------------------------------------------------

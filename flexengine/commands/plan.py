@@ -29,7 +29,7 @@ from flexengine.reports.picture import Picture
 from flexengine.reports.plan_data import as_json, shortage_json, step_timeline
 from flexengine.reports.plan_page import html_page, shortage_page
 from flexengine.reports.plan_text import report, shortage_report
-from flexengine.request import block_shape, described, make_request
+from flexengine.request import described, make_request, probe_shape
 
 DOES_NOT_FIT = 2
 """Exit status when nothing fits, as for any request that cannot be carried out."""
@@ -131,7 +131,7 @@ def _this_machine(asked: Asked) -> HardwareProfile:
     from flexengine.hardware.devices import choose_device  # noqa: PLC0415
     from flexengine.hardware.probe import probe  # noqa: PLC0415
 
-    return probe(choose_device(asked.job.device), getattr(torch, asked.job.dtype), block_shape(asked.model))
+    return probe(choose_device(asked.job.device), getattr(torch, asked.job.dtype), probe_shape(asked.model))
 
 
 # ---- several machines ------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from flexengine.job import Job
 from flexengine.metrics import format_bytes, format_seconds, format_tflops
 from flexengine.models.registry import open_model
 from flexengine.options import options_of
-from flexengine.request import block_shape
+from flexengine.request import probe_shape
 from flexengine.wording import FlagParser
 
 LABEL_WIDTH = 52
@@ -92,7 +92,7 @@ def _preset(name: str) -> tuple[HardwareProfile, list[str]]:
 
 def _probed(arguments: argparse.Namespace) -> tuple[HardwareProfile, list[str]]:
     """Give the profile of this machine, and tell where it comes from."""
-    shape = DEFAULT_SHAPE if arguments.model is None else block_shape(open_model(arguments.model).spec)
+    shape = DEFAULT_SHAPE if arguments.model is None else probe_shape(open_model(arguments.model).spec)
     dtype = arguments.dtype or DTYPE.default
     device = choose_device(arguments.device or DEVICE.default)
     # Timed here because a remembered profile answers at once, and the difference is worth telling.

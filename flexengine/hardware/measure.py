@@ -24,7 +24,7 @@ from flexengine.hardware.measure_host import (
 from flexengine.hardware.measure_links import LinkRates, link_buffers, link_rates, rates_beside
 from flexengine.hardware.measure_matmul import Buffers, affordable_tokens, block_rates
 from flexengine.hardware.memory_usage import release_unused_heap
-from flexengine.hardware.profile import BlockShape
+from flexengine.hardware.profile import ProbeShape
 from flexengine.hardware.timing import cuda_timer, timed_calls, warmed_timer
 from flexengine.native import allocate_host
 from flexengine.ops.attention_kernels import can_serve
@@ -91,7 +91,7 @@ class HostRates(NamedTuple):
 
 
 def measure_cuda(
-    device: torch.device, dtype: torch.dtype, shape: BlockShape, host_free_bytes: int, scale: float = 1.0
+    device: torch.device, dtype: torch.dtype, shape: ProbeShape, host_free_bytes: int, scale: float = 1.0
 ) -> Rates:
     """Measure a GPU and its link, in about 10 s on a current card; `scale` stretches the sustained measurements.
 
@@ -186,7 +186,7 @@ def _cuda_buffers(device: torch.device, dtype: torch.dtype) -> Buffers:
     return Buffers(operands, torch.empty(int(share * RESULT_BYTES), device=device, dtype=torch.uint8))
 
 
-def _fp8_rates(shape: BlockShape, counts: list[int], device: torch.device, least_s: float) -> Points:
+def _fp8_rates(shape: ProbeShape, counts: list[int], device: torch.device, least_s: float) -> Points:
     """Measure the block's products with FP8 operands, at sizes that FP8 can have; none on a card without FP8."""
     if not multiplies_fp8(device):
         return ()

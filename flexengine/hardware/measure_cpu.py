@@ -7,7 +7,7 @@ from flexengine.hardware.measure import Rates
 from flexengine.hardware.measure_attention import plain_rates
 from flexengine.hardware.measure_host import adamw_rates, copy_curve, host_copy_curve
 from flexengine.hardware.measure_matmul import Buffers, affordable_tokens, block_rates
-from flexengine.hardware.profile import BlockShape
+from flexengine.hardware.profile import ProbeShape
 from flexengine.hardware.timing import cpu_timer
 from flexengine.native import allocate_host
 
@@ -21,7 +21,7 @@ CALL_S = 0.02
 LONGEST_BLOCK_S = 0.1  # token counts whose three passes through a block take longer are left out
 
 
-def measure_cpu(dtype: torch.dtype, shape: BlockShape, scale: float = 1.0) -> Rates:
+def measure_cpu(dtype: torch.dtype, shape: ProbeShape, scale: float = 1.0) -> Rates:
     """Measure the CPU backend in about a second; `scale` stretches every measurement.
 
     Takes up to 256 MiB of memory and gives all of it back. Heads are HEAD_DIM wide, whatever the model's.

@@ -19,7 +19,7 @@ from flexengine.hardware.cards import (
     Card,
 )
 from flexengine.hardware.curve import Points
-from flexengine.hardware.profile import ADAMW_BYTES, BlockShape, HardwareProfile, read_profile
+from flexengine.hardware.profile import ADAMW_BYTES, HardwareProfile, ProbeShape, read_profile
 from flexengine.wording import did_you_mean
 
 GIB = 2**30
@@ -38,7 +38,7 @@ PROCESS_HOST_BYTES = 3 * GIB  # torch and CUDA libraries in RAM
 HOST_TOTAL_BYTES = 128 * GIB
 
 CURVE_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-SHAPE = BlockShape(4096, 14336)
+SHAPE = ProbeShape(4096, 14336)
 
 
 def matmul_curve(peak_flops_per_s: float, memory_bytes_per_s: float) -> Points:

@@ -16,13 +16,13 @@ from flexengine.hardware.measure_cpu import HEAD_DIM as CPU_HEAD_DIM
 from flexengine.hardware.measure_cpu import measure_cpu
 from flexengine.hardware.memory_usage import gpu_used_bytes, note_baseline, release_unused_heap, resident_bytes
 from flexengine.hardware.nvml import nvidia_driver_version
-from flexengine.hardware.profile import BlockShape, HardwareProfile
+from flexengine.hardware.profile import HardwareProfile, ProbeShape
 from flexengine.native import library
 from flexengine.ops.fp8 import multiplies_fp8
 
 PROBE_VERSION = 7  # part of the cache key: raise it when what is measured changes its meaning
 DEFAULT_SECONDS = 10.0
-DEFAULT_SHAPE = BlockShape(4096, 14336)
+DEFAULT_SHAPE = ProbeShape(4096, 14336)
 """Shape to measure with when no model is named: that of an 8B model."""
 CPU_SIZES = (256, 512, 1024)  # the CPU's rate hardly depends on the shape: models of similar size share a profile
 # A context with every library loaded takes 0.4-1 GiB. More than this is another process that NVML cannot tell apart.
@@ -48,7 +48,7 @@ class ProbeResult(NamedTuple):
 def probe(
     device: torch.device,
     dtype: torch.dtype,
-    shape: BlockShape = DEFAULT_SHAPE,
+    shape: ProbeShape = DEFAULT_SHAPE,
     seconds_budget: float = DEFAULT_SECONDS,
     force: bool = False,
 ) -> HardwareProfile:
@@ -59,7 +59,7 @@ def probe(
 def run_probe(
     device: torch.device,
     dtype: torch.dtype,
-    shape: BlockShape = DEFAULT_SHAPE,
+    shape: ProbeShape = DEFAULT_SHAPE,
     seconds_budget: float = DEFAULT_SECONDS,
     force: bool = False,
 ) -> ProbeResult:
@@ -78,7 +78,7 @@ def run_probe(
         raise ValueError(f"probe: device is {device}, expected a CUDA device or the CPU")
     if seconds_budget <= 0:
         raise ValueError(f"probe: seconds_budget is {seconds_budget}, expected more than 0 seconds")
-    shape = BlockShape(*shape)
+    shape = ProbeShape(*shape)
     if min(shape) < 1:
         raise ValueError(
             f"probe: shape is {tuple(shape)}, expected hidden_size, intermediate_size and head_dim of at least 1"
@@ -88,7 +88,7 @@ def run_probe(
         note_baseline()
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     else:
-        shape = BlockShape(_nearby_size(shape.hidden_size), _nearby_size(shape.intermediate_size), CPU_HEAD_DIM)
+        shape = ProbeShape(_nearby_size(shape.hidden_size), _nearby_size(shape.intermediate_size), CPU_HEAD_DIM)
     path = _path(device, dtype, shape)
     profile = None if force else read_cached(path)
     from_cache = profile is not None
@@ -105,14 +105,14 @@ def check_multiplies_fp8(device: torch.device) -> None:
         raise ValueError(f"matmul_dtype=fp8: {name} multiplies no FP8 operands; leave it out")
 
 
-def _measured(device: torch.device, dtype: torch.dtype, shape: BlockShape, scale: float) -> HardwareProfile:
+def _measured(device: torch.device, dtype: torch.dtype, shape: ProbeShape, scale: float) -> HardwareProfile:
     logger.info("measuring the rates of %s once (a few seconds)", device)
     on_cuda = device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if on_cuda else []):
         return _probe_cuda(device, dtype, shape, scale) if on_cuda else _probe_cpu(dtype, shape, scale)
 
 
-def _probe_cuda(device: torch.device, dtype: torch.dtype, shape: BlockShape, scale: float) -> HardwareProfile:
+def _probe_cuda(device: torch.device, dtype: torch.dtype, shape: ProbeShape, scale: float) -> HardwareProfile:
     _release_cached_memory()
     release_unused_heap()
     before_bytes, held_bytes = resident_bytes(), torch.cuda.memory_reserved(device)
@@ -136,7 +136,7 @@ def _probe_cuda(device: torch.device, dtype: torch.dtype, shape: BlockShape, sca
     )
 
 
-def _probe_cpu(dtype: torch.dtype, shape: BlockShape, scale: float) -> HardwareProfile:
+def _probe_cpu(dtype: torch.dtype, shape: ProbeShape, scale: float) -> HardwareProfile:
     release_unused_heap()
     before_bytes = resident_bytes()
     rates = measure_cpu(dtype, shape, scale)
@@ -207,7 +207,7 @@ def _nearby_size(size: int) -> int:
     return next((nearby for nearby in CPU_SIZES if nearby >= size), CPU_SIZES[-1])
 
 
-def _path(device: torch.device, dtype: torch.dtype, shape: BlockShape) -> Path | None:
+def _path(device: torch.device, dtype: torch.dtype, shape: ProbeShape) -> Path | None:
     """Give the file of this machine's profile; None if the user has no cache folder."""
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else _cpu_name()

@@ -43,7 +43,7 @@ MOST_SECONDS = 60.0
 """Of what passes before anything moves: real ones are microseconds, and planning with 1e300 would not end."""
 
 
-class BlockShape(NamedTuple):
+class ProbeShape(NamedTuple):
     """Sizes of the transformer block that a machine is measured with."""
 
     hidden_size: int

@@ -20,7 +20,7 @@ from flexengine.ops.experts import GroupedLinear, WeightedGLU
 from flexengine.ops.glu import GLU, Activation
 from flexengine.ops.head_gate import HeadGate
 from flexengine.ops.linear import Linear
-from flexengine.ops.qk_norm import QKNorm, Span
+from flexengine.ops.qk_norm import NormSpan, QKNorm
 from flexengine.ops.rmsnorm import NormStyle, RMSNorm
 from flexengine.ops.rope import RoPE
 from flexengine.ops.router import SOFTMAX, Router, RouterStyle
@@ -81,7 +81,7 @@ class BlockShape:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: Span | None = None
+    qk_norm: NormSpan | None = None
     rope: str | None = "inv_freq"
     rope_scaling: float = 1.0
     attention: AttentionStyle = CAUSAL

@@ -20,7 +20,7 @@ from flexengine.ops.gated_rmsnorm import GatedRMSNorm
 from flexengine.ops.linear import Linear
 
 
-class Layout(NamedTuple):
+class ProjectionColumns(NamedTuple):
     """Where each part of the projection has its columns."""
 
     q: Columns
@@ -58,25 +58,25 @@ class DeltaShape:
         return self.num_value_heads * self.value_dim
 
     @property
-    def layout(self) -> Layout:
+    def columns(self) -> ProjectionColumns:
         """The columns of every part of the projection."""
         k, v, n = self.key_width, self.value_width, self.num_value_heads
         end = 2 * (k + v)
         if not self.interleaved:
             ends = (0, k, 2 * k, 2 * k + v, end, end + n)
             widths = (k, k, v, v, n, n)
-            return Layout(*(whole(start, width) for start, width in zip(ends, widths, strict=True)))
+            return ProjectionColumns(*(whole(start, width) for start, width in zip(ends, widths, strict=True)))
         # Key head by key head: its queries and keys, then values and z of the value heads that it serves. The gates b
         # and a have a projection of their own in the checkpoint, whose rows follow all of these.
         g, key, each = self.num_key_heads, self.key_dim, n // self.num_key_heads
         value, step = each * self.value_dim, end // self.num_key_heads
         starts, widths = (0, key, 2 * key, 2 * key + value), (key, key, value, value)
         parts = [Columns(start, g, step, width) for start, width in zip(starts, widths, strict=True)]
-        return Layout(*parts, *(Columns(start, g, 2 * each, each) for start in (end, end + each)))
+        return ProjectionColumns(*parts, *(Columns(start, g, 2 * each, each) for start in (end, end + each)))
 
     def ops(self, block: BlockShape) -> list[Op]:
         """List the ops from x to x1."""
-        d, to, width = block.hidden_size, self.layout, 2 * (self.key_width + self.value_width + self.num_value_heads)
+        d, to, width = block.hidden_size, self.columns, 2 * (self.key_width + self.value_width + self.num_value_heads)
         sizes = (self.num_key_heads, self.num_value_heads, self.key_dim, self.value_dim)
         ops, rows = opening_norm(block, "attn_norm", "x", "h1")
         return [

@@ -24,12 +24,16 @@ from flexengine.ops.rmsnorm import (
     rmsnorm_forward,
 )
 
-Span = Literal["head", "row"]
+NormSpan = Literal["head", "row"]
+"""What one norm covers: one head of a token, or all its query (key) heads together."""
 
 
-class Part(NamedTuple):
-    """Queries or keys: their columns in the row before the norm and in the one after it, normalised group by group, the
-    first statistic, and the weight's name."""
+class NormedColumns(NamedTuple):
+    """Queries or keys of a row, normalised group by group.
+
+    x, y: their columns in the row before and after the norm. statistic: index of their first statistic. weight: its
+    name.
+    """
 
     x: Columns
     y: Columns
@@ -37,17 +41,19 @@ class Part(NamedTuple):
     weight: str
 
     def statistics(self, rstd: Tensor) -> Tensor:
-        """[T, all] -> [T, groups], a view."""
+        """Select the statistics of these columns: a view [T, groups] of [T, all]."""
         return rstd[:, self.statistic : self.statistic + self.y.groups]
 
 
 class QKNorm(Op):
-    """qkv with normalised queries and keys. Backward reads the row before it, and finds its statistics anew there: what
-    is kept for them would be the whole row, over which the rotation that follows writes.
+    """Writes qkv with normalised queries and keys.
+
+    Backward reads the row before the norm and recomputes its statistics: an op is kept with all its outputs, so keeping
+    the statistics would keep the whole row, which the rotation that follows overwrites.
     """
 
     def __init__(
-        self, name: str, x: str, y: str, num_heads: int, num_kv_heads: int, head_dim: int, span: Span,
+        self, name: str, x: str, y: str, num_heads: int, num_kv_heads: int, head_dim: int, span: NormSpan,
         weights: tuple[str, str], style: NormStyle, gated: bool = False,
     ) -> None:  # fmt: skip
         self.name, self.x, self.y, self.style, self.params = name, x, y, style, weights
@@ -57,8 +63,8 @@ class QKNorm(Op):
         )
         step = 2 * by_query if gated else by_query
         self.parts = (
-            Part(Columns(0, n, step, by_query), Columns(0, n, by_query, by_query), 0, weights[0]),
-            Part(Columns(n * step, g, by_key, by_key), Columns(queries, g, by_key, by_key), n, weights[1]),
+            NormedColumns(Columns(0, n, step, by_query), Columns(0, n, by_query, by_query), 0, weights[0]),
+            NormedColumns(Columns(n * step, g, by_key, by_key), Columns(queries, g, by_key, by_key), n, weights[1]),
         )
         self.values = whole(n * step + keys, keys), whole(queries + keys, keys)
         self.width, self.normalised = queries + 2 * keys, queries + keys

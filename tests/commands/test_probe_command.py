@@ -15,7 +15,7 @@ from flexengine.commands import probe as command
 from flexengine.hardware.curve import Curve
 from flexengine.hardware.presets import preset
 from flexengine.hardware.probe import DEFAULT_SHAPE, ProbeResult
-from flexengine.hardware.profile import BlockShape, HardwareProfile, read_profile
+from flexengine.hardware.profile import HardwareProfile, ProbeShape, read_profile
 
 MEASURED = replace(
     preset("h200"),
@@ -35,7 +35,7 @@ def probes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple]:
     """Replaces measuring; the list grows by (device, dtype, shape, force) of each call."""
     calls: list[tuple] = []
 
-    def run(device: torch.device, dtype: torch.dtype, shape: BlockShape, force: bool) -> ProbeResult:
+    def run(device: torch.device, dtype: torch.dtype, shape: ProbeShape, force: bool) -> ProbeResult:
         calls.append((device.type, dtype, shape, force))
         return ProbeResult(MEASURED, tmp_path / "cached.json", not force, 7200.0 if not force else 0.0)
 

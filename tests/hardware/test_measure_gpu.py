@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexengine.hardware import measure, measure_links, timing
-from flexengine.hardware.profile import BlockShape, HardwareProfile
+from flexengine.hardware.profile import HardwareProfile, ProbeShape
 from flexengine.native import allocate_host
 
 MIB = 2**20
@@ -86,7 +86,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_every_field_is_measured_and_the_profile_accepts_it(fake_cuda: SimpleNamespace):
-    rates = measure.measure_cuda(CPU, torch.bfloat16, BlockShape(64, 96, 24), host_free_bytes=8 * MIB, scale=0.01)
+    rates = measure.measure_cuda(CPU, torch.bfloat16, ProbeShape(64, 96, 24), host_free_bytes=8 * MIB, scale=0.01)
     memory = dict.fromkeys(("gpu_total_bytes", "gpu_free_bytes", "host_total_bytes", "host_available_bytes"), 2**40)
     profile = HardwareProfile(
         "fake", "cuda", "measured", **rates._asdict(), **memory, gpu_context_bytes=1, host_base_bytes=1

@@ -17,7 +17,7 @@ from flexengine.hardware.measure import Rates
 from flexengine.hardware.measure_cpu import measure_cpu
 from flexengine.hardware.presets import preset
 from flexengine.hardware.probe import probe, run_probe
-from flexengine.hardware.profile import BlockShape, HardwareProfile
+from flexengine.hardware.profile import HardwareProfile, ProbeShape
 from flexengine.native import library
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     calls: list[torch.dtype] = []
     rates = Rates(*(getattr(preset("cpu-test"), name) for name in Rates._fields))
 
-    def measure(dtype: torch.dtype, shape: BlockShape, scale: float) -> Rates:
+    def measure(dtype: torch.dtype, shape: ProbeShape, scale: float) -> Rates:
         assert scale > 0
         calls.append(dtype)
         torch.randn(3)
@@ -56,7 +56,7 @@ def assert_measured(profile: HardwareProfile, device_type: str) -> None:
 def test_cpu_probe_is_valid():
     threads = torch.get_num_threads()
     profile = probe(
-        CPU, torch.float32, BlockShape(64, 96), seconds_budget=2.0, force=True
+        CPU, torch.float32, ProbeShape(64, 96), seconds_budget=2.0, force=True
     )  # the profile checks every rate
     assert_measured(profile, "cpu")
     assert (profile.gpu_context_bytes, profile.issue_s) == (0, 0.0)
@@ -73,7 +73,7 @@ def test_cpu_probe_is_valid():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_measured_fields_are_fields_of_the_profile(dtype: torch.dtype):
     assert set(Rates._fields) <= {field.name for field in fields(HardwareProfile)}
-    assert measure_cpu(dtype, BlockShape(256, 256), scale=0.02).launch_s > 0
+    assert measure_cpu(dtype, ProbeShape(256, 256), scale=0.02).launch_s > 0
 
 
 def test_second_probe_reads_the_cache(measurements: list[torch.dtype]):
@@ -102,10 +102,10 @@ def test_result_says_where_the_profile_comes_from(cache_folder: Path, measuremen
 def test_shapes_have_profiles_of_their_own_and_small_cpu_ones_share(
     cache_folder: Path, measurements: list[torch.dtype]
 ):
-    assert probe(CPU, torch.float32, BlockShape(64, 172)).matmul_shape == (256, 256)
-    assert probe(CPU, torch.float32, BlockShape(256, 200)).matmul_shape == (256, 256)
+    assert probe(CPU, torch.float32, ProbeShape(64, 172)).matmul_shape == (256, 256)
+    assert probe(CPU, torch.float32, ProbeShape(256, 200)).matmul_shape == (256, 256)
     assert len(measurements) == 1
-    assert probe(CPU, torch.float32, BlockShape(512, 1500)).matmul_shape == (512, 1024)
+    assert probe(CPU, torch.float32, ProbeShape(512, 1500)).matmul_shape == (512, 1024)
     assert probe(CPU, torch.float32).matmul_shape == (1024, 1024)
     assert len(measurements) == 3
     assert len(list((cache_folder / "profiles").iterdir())) == 3
@@ -292,7 +292,7 @@ def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match="seconds_budget is 0"):
         probe(CPU, torch.float32, seconds_budget=0)
     with pytest.raises(ValueError, match=r"shape is \(0, 64, 128\)"):
-        probe(CPU, torch.float32, BlockShape(0, 64))
+        probe(CPU, torch.float32, ProbeShape(0, 64))
 
 
 @pytest.mark.gpu
@@ -304,7 +304,7 @@ def test_cuda_probe(dtype: torch.dtype):
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     threads = torch.get_num_threads()
-    profile = probe(device, dtype, BlockShape(2048, 8192), seconds_budget=4.0, force=True)
+    profile = probe(device, dtype, ProbeShape(2048, 8192), seconds_budget=4.0, force=True)
     assert_measured(profile, "cuda")
     assert profile.matmul_shape == (2048, 8192)
     assert 2**26 < profile.gpu_context_bytes < 4 * 2**30
@@ -319,7 +319,7 @@ def test_cuda_probe(dtype: torch.dtype):
     by_size = {curve.name: curve.points for curve in profile.curves}
     assert by_size["host to device, both busy"][-1] == (2**27, profile.h2d_duplex_bytes_per_s)
     assert by_size["device to host"][0][1] < by_size["device to host"][-1][1]
-    result = run_probe(device, dtype, BlockShape(2048, 8192))
+    result = run_probe(device, dtype, ProbeShape(2048, 8192))
     assert result.from_cache
     memory_names = ("gpu_free_bytes", "host_total_bytes", "host_available_bytes", "host_base_bytes")
     assert replace(result.profile, **{name: getattr(profile, name) for name in memory_names}) == profile
@@ -331,7 +331,7 @@ def test_cuda_probe_of_a_large_model_stays_in_its_memory():
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     held_bytes = torch.cuda.memory_reserved()
-    profile = probe(torch.device("cuda"), torch.bfloat16, BlockShape(8192, 28672), seconds_budget=2.0, force=True)
+    profile = probe(torch.device("cuda"), torch.bfloat16, ProbeShape(8192, 28672), seconds_budget=2.0, force=True)
     assert torch.cuda.max_memory_reserved() <= held_bytes + 1.75 * 2**30
     assert profile.matmul_flops_per_s[-1][0] >= 4096
     lengths = [length for length, _ in profile.attention_forward_flops_per_s]
