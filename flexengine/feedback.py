@@ -19,6 +19,7 @@ from flexengine.recording import Recorder, reviewed_step
 from flexengine.reports.plan_text import describe
 from flexengine.run_folder import write_plan
 from flexengine.runtime.engine import Engine
+from flexengine.wording import going_on_without
 
 LEAST_GAIN = 0.01
 """Least share of the step time that a new plan must save: predictions are no better than that."""
@@ -103,4 +104,5 @@ class Reviewer:
         correct_prediction(self.engine, found)
         if self.config.replan:
             tqdm.write(change_plan(self.planned, self.engine, found))
-            write_plan(self.config, replace(self.planned, plan=self.engine.plan, profile=found.profile))
+            with going_on_without("the plan that the run changed to"):
+                write_plan(self.config, replace(self.planned, plan=self.engine.plan, profile=found.profile))

@@ -5,15 +5,23 @@ that this module makes.
 """
 
 import json
+import logging
 import math
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
+
+from flexengine.wording import explain_os_error
+
+logger = logging.getLogger(__name__)
 
 GIB = 2**30
 MIB = 2**20
 TERA = 1e12
+MOST_PENDING_BYTES = 16 * MIB
+"""Log lines kept for a disk that takes none: some 40000 steps."""
 TIMED_STEP = 2
 """The step whose commands every run times, which slows it. The first step loads kernels, so its times say little."""
 
@@ -137,17 +145,33 @@ class StepMetrics:
 class JsonlWriter:
     """Appends records to a JSON Lines file that starts empty; readers see each line when write returns.
 
-    NaN and infinities become null, which every JSON reader understands.
+    NaN and infinities become null, which every JSON reader understands. Where the disk takes no line, the run goes on:
+    this is said once, and lines wait until the disk takes them again.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file: IO[str] = path.open("w", encoding="utf-8")
+        self._path, self._pending, self._failing = path, b"", False
+        self._file = path.open("wb", buffering=0)
 
     def write(self, metrics: StepMetrics) -> None:
         record = {key: _finite_or_none(value) for key, value in asdict(metrics).items()}
-        # Flushed line by line: a run that is killed leaves every step it took.
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        # Written line by line: a run that is killed leaves every step it took.
+        self._pending += json.dumps(record, allow_nan=False).encode() + b"\n"
+        self._write_pending()
+
+    def _write_pending(self) -> None:
+        try:
+            while self._pending:
+                # A full disk may take a part of a line, and the rest later.
+                self._pending = self._pending[self._file.write(self._pending) :]
+            self._failing = False
+        except OSError as error:
+            error.filename = error.filename or os.fspath(self._path)
+            if not self._failing:
+                logger.warning("the log of steps waits, and the run goes on: %s", explain_os_error(error))
+            self._failing = True
+            if len(self._pending) > MOST_PENDING_BYTES:
+                self._pending = b""
 
     def __enter__(self) -> "JsonlWriter":
         return self
@@ -155,7 +179,13 @@ class JsonlWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        self._write_pending()
+        if self._pending:
+            logger.warning("the last %d bytes of %s are missing", len(self._pending), self._path)
+        try:
+            self._file.close()
+        except OSError as close_error:
+            logger.warning("the log of steps may be incomplete: %s", explain_os_error(close_error))
 
 
 def _finite_or_none(value: Any) -> Any:

@@ -16,6 +16,7 @@ from flexengine.plan import Plan
 from flexengine.reports.plan_data import measured_timeline
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.profiling import ProfiledSteps
+from flexengine.wording import going_on_without
 
 REVIEWED_STEP = 3
 """The step whose wall time is compared with the prediction: time stamps slow the timed step before it."""
@@ -84,7 +85,8 @@ class Recorder:
         if self.profile is not None:
             self.profile.after_step(metrics.step)
         if metrics.step == self.traced_step:
-            self._write_trace(metrics)
+            if not self._write_trace(metrics):
+                return
             show = f"`flexengine report {self.config.run_folder}` draws it beside the simulated one"
             # Through tqdm, so that the line does not cut the progress bar in two.
             tqdm.write(f"step {metrics.step} traced: {self._trace_paths()[-1]}; {show}")
@@ -110,7 +112,8 @@ class Recorder:
         named = [Path(self.config.trace)] if isinstance(self.config.trace, str) else []
         return [self.config.run_folder / TRACE_FILE, *named]
 
-    def _write_trace(self, metrics: StepMetrics) -> None:
+    def _write_trace(self, metrics: StepMetrics) -> bool:
+        """Write the trace where it belongs; tells whether it got there. A disk that takes none does not end the run."""
         about = {
             "what": f"one measured step: step {metrics.step} of the run",
             "hardware": f"{self.planned.profile.name} ({self.planned.device})",
@@ -122,7 +125,11 @@ class Recorder:
         }
         # Taken once for both files: the engine forgets the times when they are taken.
         runs = self.engine.take_timed_runs()
+        written = 0
         for path in self._trace_paths():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_file(path, "w", encoding="utf-8") as file:
-                file.writelines(measured_timeline(self.engine.plan, runs, about))
+            with going_on_without("the trace"):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with atomic_file(path, "w", encoding="utf-8") as file:
+                    file.writelines(measured_timeline(self.engine.plan, runs, about))
+                written += 1
+        return written == len(self._trace_paths())

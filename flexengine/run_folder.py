@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flexengine.api import PlannedRun
 from flexengine.checkpoint.atomic import write_text
+from flexengine.checkpoint.staged_folder import check_takes_files
 from flexengine.config import CONFIG_FILE, FINAL_FOLDER, PLAN_FILE, TIMELINE_FILE, TRACE_FILE, TrainConfig
 from flexengine.metrics import format_bytes
 from flexengine.models.registry import ModelSource
@@ -65,8 +66,13 @@ def check_disk(config: TrainConfig, source: ModelSource) -> None:
 
 
 def start_run_folder(config: TrainConfig, planned: PlannedRun) -> None:
-    """Creates the folder and writes what is known before anything is loaded."""
+    """Creates the folder and writes what is known before anything is loaded.
+
+    With config.save it also tries whether the trained model can be written at the end.
+    """
     config.run_folder.mkdir(parents=True, exist_ok=True)
+    if config.save:
+        check_takes_files(config.run_folder / FINAL_FOLDER)
     (config.run_folder / TRACE_FILE).unlink(missing_ok=True)  # of an earlier run, like the log that is replaced
     write_text(config.run_folder / CONFIG_FILE, config.to_yaml())
     write_plan(config, planned)

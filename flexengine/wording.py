@@ -6,9 +6,11 @@ The module imports nothing of the package, so that every room that reads what a 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import errno
 import json
+import logging
 import re
 import reprlib
 import shutil
@@ -23,6 +25,8 @@ SHOWN_CHARACTERS = 100
 """Longest quotation from a file: damaged files hold values of any size."""
 OUTPUT = "output"
 """Name of the standard output as the place of an error in `explain_os_error`."""
+
+logger = logging.getLogger(__name__)
 
 _NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^-(inf|nan)$")
 """Arguments that argparse shall take for a value rather than a flag; its own pattern does not know -1e-4."""
@@ -105,6 +109,18 @@ def explain_os_error(error: OSError, flag: str | None = None) -> str:
     if error.errno == errno.ENOENT:
         return f"{where}: no such file or folder. {check}"
     return f"{where}: {error.strerror} (error {error.errno})."
+
+
+@contextlib.contextmanager
+def going_on_without(what: str) -> Iterator[None]:
+    """Make a warning of an error of the file system: what only tells of a run must not end it.
+
+    what: names what is not written then.
+    """
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s is not written, and the run goes on without it: %s", what, explain_os_error(error))
 
 
 def _free_space(error: OSError) -> str:

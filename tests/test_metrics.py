@@ -1,4 +1,7 @@
 import json
+import logging
+import resource
+from pathlib import Path
 
 import pytest
 
@@ -95,6 +98,33 @@ def test_log_has_exactly_the_keys_and_is_readable_while_open(tmp_path):
     second = json.loads(path.read_text().splitlines()[1])
     assert second["loss"] is None
     assert second["gpu_peak_bytes"] is None
+
+
+def test_a_disk_that_takes_no_line_does_not_end_the_run(caplog):
+    with caplog.at_level(logging.WARNING), JsonlWriter(Path("/dev/full")) as log:
+        for _ in range(3):
+            log.write(step_metrics())
+    first, last = [record.getMessage() for record in caplog.records]
+    assert first.startswith("the log of steps waits, and the run goes on: /dev/full: no space left on the disk")
+    assert last.endswith("bytes of /dev/full are missing")
+
+
+def test_lines_that_waited_for_the_disk_are_whole(tmp_path, caplog):
+    """The kernel takes a part of a line, as a full disk does, then nothing, then everything."""
+    path = tmp_path / "train_log.jsonl"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with caplog.at_level(logging.WARNING), JsonlWriter(path) as log:
+        log.write(step_metrics(step=1))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 100, hard))
+        try:
+            for step in (2, 3):
+                log.write(step_metrics(step=step))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert len(path.read_text().splitlines()[1]) == 100
+        log.write(step_metrics(step=4))
+        assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+    assert len(caplog.records) == 1
 
 
 def test_a_step_above_the_bound_is_said_in_words():

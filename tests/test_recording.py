@@ -1,5 +1,6 @@
 """Tracing and profiling single steps: which ones, what is written, and that other steps are left alone."""
 
+import errno
 import json
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from flexengine import cli
+from flexengine.checkpoint.atomic import atomic_file
 from flexengine.config import TrainConfig
 from flexengine.hardware.presets import preset
 from flexengine.recording import Recorder, check_recording, reviewed_step, traced_step
@@ -236,6 +238,35 @@ def test_a_trace_of_the_plan_that_a_run_changed_to(train):
     measured, simulated = trace_in(folder / "trace.json", MEASURED), trace_in(folder / "timeline.json", SIMULATED)
     assert measured.about["step"] == 4
     assert measured.about["plan"] == simulated.about["plan"]
+
+
+def test_a_trace_that_cannot_be_written_does_not_end_the_run(train, tmp_path, monkeypatch, capsys):
+    """The run folder takes none; the file that was named is written all the same."""
+
+    def full_below_the_run_folder(path, *arguments, **keywords):
+        if path.parent.name == "run":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return atomic_file(path, *arguments, **keywords)
+
+    monkeypatch.setattr("flexengine.recording.atomic_file", full_below_the_run_folder)
+    named = tmp_path / "named.json"
+    folder = train("--steps", "3", "--trace", str(named))
+    assert len((folder / "train_log.jsonl").read_text().splitlines()) == 3
+    assert trace_in(named, MEASURED).about["step"] == 2
+    assert not (folder / "trace.json").exists()
+    output = capsys.readouterr()
+    assert "the trace is not written, and the run goes on without it" in output.err
+    assert "traced" not in output.out
+
+
+def test_a_plan_that_cannot_be_written_does_not_end_the_run(train, monkeypatch, capsys):
+    def full(config, planned):
+        raise OSError(errno.ENOSPC, "No space left on device", "plan.json")
+
+    monkeypatch.setattr("flexengine.feedback.write_plan", full)
+    folder = train("--steps", "4", "--replan")
+    assert len((folder / "train_log.jsonl").read_text().splitlines()) == 4
+    assert "the plan that the run changed to is not written" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -127,6 +127,19 @@ def staged_folder(folder: Path) -> Iterator[StagedFolder]:
                         path.rmdir()
 
 
+class _NothingToSaveError(Exception):
+    """Ends a save that was only tried."""
+
+
+def check_takes_files(folder: Path) -> None:
+    """Write a small file where a save to `folder` would write, and remove it. Raises: OSError as a save would."""
+    with contextlib.suppress(_NothingToSaveError), staged_folder(folder) as staged:
+        path = staged.stage("model.safetensors")
+        path.write_bytes(bytes(4096))
+        sync_file(path)
+        raise _NothingToSaveError
+
+
 def _work_folder(folder: Path, held: contextlib.ExitStack) -> Path | None:
     """A new folder beside `folder`, locked until `held` ends; None where it could not take the other's place.
 

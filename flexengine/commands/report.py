@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flexengine.commands.files import check_target, write_whole
 from flexengine.commands.run_folder import read_run
+from flexengine.config import LOG_FILE
 from flexengine.reports.run_page import HOW_TO_TRACE, run_page
 from flexengine.wording import FlagParser
 
@@ -28,6 +29,8 @@ def main(argv: Sequence[str]) -> int:
     text = run_page(run)
     write_whole("--html", target, lambda beside: beside.write_text(text, encoding="utf-8"))
     print(f"wrote {target}")
+    if run.num_damaged_lines:
+        print(f"{run.num_damaged_lines} damaged lines of {folder / LOG_FILE} are left out")
     if run.measured is None:
         print(f"no step was measured: {HOW_TO_TRACE}")
     return 0

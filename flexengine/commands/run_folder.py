@@ -24,30 +24,33 @@ def read_run(folder: Path) -> RunRecord:
     if not folder.is_dir():
         found = "is a file, not a folder" if folder.exists() else "there is no such folder"
         raise ValueError(f"run folder {folder}: {found}; give the --output-dir of a run of train.py")
-    texts = {name: _text(folder / name) for name in (PLAN_FILE, TIMELINE_FILE, TRACE_FILE, LOG_FILE)}
+    texts = {name: _text(folder / name) for name in (PLAN_FILE, TIMELINE_FILE, TRACE_FILE)}
+    texts[LOG_FILE] = _text(folder / LOG_FILE, "replace")
     if not any(text is not None for text in texts.values()):
         looked_for = ", ".join(texts)
         raise ValueError(f"run folder {folder} holds none of {looked_for}; give the --output-dir of a run of train.py")
     # The plan and the trace come first: they tell which steps of the log were disturbed.
     measured = _trace(folder / TRACE_FILE, texts[TRACE_FILE], MEASURED)
     plan = _plan(folder / PLAN_FILE, texts[PLAN_FILE])
+    steps, num_damaged = _steps(folder / LOG_FILE, texts[LOG_FILE], _disturbed(folder, plan, measured))
     return RunRecord(
         folder=folder.resolve().name,
         plan=plan,
         simulated=_trace(folder / TIMELINE_FILE, texts[TIMELINE_FILE], SIMULATED),
         measured=measured,
-        steps=_steps(folder / LOG_FILE, texts[LOG_FILE], _disturbed(folder, plan, measured)),
+        steps=steps,
+        num_damaged_lines=num_damaged,
     )
 
 
-def _text(path: Path) -> str | None:
-    """Read the text of a file; None if there is no such file."""
+def _text(path: Path, errors: str = "strict") -> str | None:
+    """Read the text of a file; None if there is no such file. errors: what to do with bytes that are no text."""
     if not path.exists():
         return None
     if not path.is_file():
         raise ValueError(f"{path} is no file; move it away, or give the folder of another run")
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8", errors=errors)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: no UTF-8 text at byte {error.start}; the run has to be done again") from None
 
@@ -87,11 +90,18 @@ def _disturbed(folder: Path, plan: Plan | None, measured: Trace | None) -> Calla
     return lambda step: step in slowed or step in after
 
 
-def _steps(path: Path, text: str | None, disturbed: Callable[[int], bool]) -> list[LoggedStep]:
-    lines = enumerate(text.splitlines() if text is not None else (), start=1)
-    return [
-        _step(parse_json(line, f"{path}, line {number}"), f"{path}, line {number}", disturbed) for number, line in lines
-    ]
+def _steps(path: Path, text: str | None, disturbed: Callable[[int], bool]) -> tuple[list[LoggedStep], int]:
+    """Read the lines of a log, and count those that hold no step. Raises ValueError if none of them does."""
+    steps, errors = list[LoggedStep](), list[ValueError]()
+    for number, line in enumerate(text.splitlines() if text is not None else (), start=1):
+        where = f"{path}, line {number}"
+        try:
+            steps.append(_step(parse_json(line, where), where, disturbed))
+        except ValueError as error:
+            errors.append(error)
+    if errors and not steps:
+        raise errors[0]
+    return steps, len(errors)
 
 
 def _step(value: Any, where: str, disturbed: Callable[[int], bool]) -> LoggedStep:

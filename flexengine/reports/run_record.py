@@ -31,13 +31,17 @@ class LoggedStep(NamedTuple):
 
 
 class RunRecord(NamedTuple):
-    """The files of a run folder; a missing file is None, a missing log is empty."""
+    """The files of a run folder; a missing file is None, a missing log is empty.
+
+    num_damaged_lines: lines of the log that hold no step, as a full disk or a power loss leaves them.
+    """
 
     folder: str
     plan: Plan | None
     simulated: Trace | None
     measured: Trace | None
     steps: Sequence[LoggedStep]
+    num_damaged_lines: int = 0
 
     @property
     def steady_steps(self) -> Sequence[LoggedStep]:

@@ -9,7 +9,7 @@ import torch
 from provoke import Case, arguments, cases, check_error, check_message, fingerprint, half_written
 
 from flexengine import from_pretrained, run_folder, trainer
-from flexengine.checkpoint import writer
+from flexengine.checkpoint import staged_folder, writer
 from flexengine.checkpoint.atomic import atomic_file
 from flexengine.checkpoint.writer import TensorSource, write_checkpoint
 
@@ -124,6 +124,21 @@ def test_disk_full_while_the_run_folder_is_begun(model, command, monkeypatch, tm
     outcome = command("train", *arguments(model=model, output_dir="run"))
     assert outcome.status == 2
     check_message(outcome.err, ("no space left on the disk.*Free some or choose another --output-dir",))
+
+
+def test_a_place_that_takes_no_model_is_known_before_the_first_step(model, command, monkeypatch, tmp_path):
+    """A small file is written where the trained model is to go."""
+
+    def full(path):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(staged_folder, "sync_file", full)
+    outcome = command("train", *arguments(model=model, output_dir="run", save=True))
+    assert outcome.status == 2
+    check_message(outcome.err, ("run/.*no space left on the disk.*Free some or choose another --output-dir",))
+    assert not (tmp_path / "run" / "train_log.jsonl").exists()
+    assert half_written(tmp_path / "run") == []
+    assert command("train", *arguments(model=model, output_dir="run")).status == 0  # without --save nothing is tried
 
 
 def test_file_size_limit_in_the_middle_of_a_file(tmp_path):

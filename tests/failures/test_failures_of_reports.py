@@ -151,6 +151,15 @@ def test_reports_of_damaged_runs(case, run_folder, command):
     assert not (run_folder / "report.html").exists()
 
 
+@pytest.mark.parametrize("damage", [b'{"step": 1, "st\n', b"\x00\xff\n", b"[1]\n"], ids=["cut", "no text", "no step"])
+def test_report_of_a_log_with_a_damaged_line(damage, run_folder, command):
+    log = run_folder / LOG_FILE
+    log.write_bytes(damage + log.read_bytes())
+    outcome = command("report", "run", untouched=run_folder / "none")
+    says = "wrote run/report.html\n1 damaged lines of run/train_log.jsonl are left out\n"
+    assert (outcome.status, outcome.out, outcome.err) == (0, says, "")
+
+
 def test_every_damage_is_to_a_run_that_can_be_drawn(run_folder, command):
     outcome = command("report", "run", untouched=run_folder / "none")
     assert (outcome.status, outcome.out, outcome.err) == (0, "wrote run/report.html\n", "")
