@@ -32,7 +32,7 @@ from flexengine.hardware.timing import cpu_timer
 from flexengine.native import allocate_host
 from flexengine.native.adamw import instruction_sets
 from flexengine.native.transfer import open_transfers
-from flexengine.native.transfer_operations import Batch, Copy, Transfers
+from flexengine.native.transfer_operations import Copy, PreparedOperations, Transfers
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, GIB)
@@ -64,7 +64,7 @@ class EngineLink:
         return self._copy(self._buffers.down_host, self._buffers.down_gpu, num_bytes)
 
     def _copy(self, target: Tensor, source: Tensor, num_bytes: int) -> Callable[[], object]:
-        prepared: dict[int, Batch] = {}
+        prepared: dict[int, PreparedOperations] = {}
 
         def submit() -> None:
             stream = torch.cuda.current_stream()

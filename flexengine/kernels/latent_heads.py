@@ -13,7 +13,7 @@ from torch import Tensor
 from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.rounding import round_to
 
-HeadLayout = tuple[int, int, int, int]
+HeadSizes = tuple[int, int, int, int]
 """N, P, R, V."""
 _TILE_ELEMENTS = 4096
 """Elements that a program holds at a time: as many heads as fill it."""
@@ -22,7 +22,7 @@ _LATENT_TILE = 1024
 
 def latent_heads_forward(
     q: Tensor, kv: Tensor, shared: Tensor, positions: Tensor, inv_freq: Tensor, scaling: float, interleaved: bool,
-    heads: HeadLayout, row: Tensor,
+    heads: HeadSizes, row: Tensor,
 ) -> None:  # fmt: skip
     """row [T, N * (2H + V)]: queries of q [T, N * H], keys of kv [T, N * (P + V)] beside the key of shared [T, C + R],
     values of kv; the last R columns of queries and keys rotated.
@@ -42,7 +42,7 @@ def latent_heads_forward(
 
 
 def latent_heads_backward(
-    grad_row: Tensor, positions: Tensor, inv_freq: Tensor, scaling: float, interleaved: bool, heads: HeadLayout,
+    grad_row: Tensor, positions: Tensor, inv_freq: Tensor, scaling: float, interleaved: bool, heads: HeadSizes,
     grad_q: Tensor, grad_kv: Tensor, grad_shared: Tensor, accumulate: bool,
 ) -> None:  # fmt: skip
     """grad_q, grad_kv and grad_shared, in shapes and dtypes of the forward, from grad_row.
@@ -61,7 +61,7 @@ def latent_heads_backward(
 
 
 def _check(
-    q: Tensor, kv: Tensor, shared: Tensor, positions: Tensor, inv_freq: Tensor, heads: HeadLayout, row: Tensor
+    q: Tensor, kv: Tensor, shared: Tensor, positions: Tensor, inv_freq: Tensor, heads: HeadSizes, row: Tensor
 ) -> None:
     tokens, dtypes, (num_heads, nope_dim, rope_dim, value_dim) = len(q), (q.dtype,), heads
     head_dim = nope_dim + rope_dim
@@ -78,7 +78,7 @@ def _check(
         )
 
 
-def _tiles(heads: HeadLayout) -> dict[str, int]:
+def _tiles(heads: HeadSizes) -> dict[str, int]:
     """Powers of two that hold a head's parts, and how many heads a program takes at a time."""
     nope, pairs, value = (triton.next_power_of_2(max(1, n)) for n in (heads[1], heads[2] // 2, heads[3]))
     count = max(1, min(_TILE_ELEMENTS // max(nope, pairs, value), triton.next_power_of_2(heads[0])))
@@ -101,7 +101,7 @@ def _copy_heads(from_ptr, from_stride, to_ptr, to_stride, heads, num_heads, colu
 
 
 @triton.jit
-def _turn_heads(from_ptr, from_stride, to_ptr, to_stride, heads, num_heads, a, b, pairs, half, cos, sin):
+def _rotate_heads(from_ptr, from_stride, to_ptr, to_stride, heads, num_heads, a, b, pairs, half, cos, sin):
     """The pairs (a, b) of some heads, rotated."""
     mask = (heads < num_heads)[:, None] & (pairs < half)[None, :]
     starts = from_ptr + heads[:, None] * from_stride
@@ -140,7 +140,7 @@ def _forward_kernel(
     for start in range(0, num_heads, HEADS):
         heads = start + tl.arange(0, HEADS)
         _copy_heads(q_ptr, head_dim, queries_ptr, head_dim, heads, num_heads, nope, nope_dim)
-        _turn_heads(
+        _rotate_heads(
             q_ptr + nope_dim, head_dim, queries_ptr + nope_dim, head_dim, heads, num_heads, a, b, pairs, half, cos, sin
         )
         _copy_heads(kv_ptr, latent_dim, keys_ptr, head_dim, heads, num_heads, nope, nope_dim)
@@ -172,7 +172,7 @@ def _backward_kernel(
     for start in range(0, num_heads, HEADS):
         heads = start + tl.arange(0, HEADS)
         _copy_heads(queries_ptr, head_dim, grad_q_ptr, head_dim, heads, num_heads, nope, nope_dim)
-        _turn_heads(
+        _rotate_heads(
             queries_ptr + nope_dim, head_dim, grad_q_ptr + nope_dim, head_dim, heads, num_heads, a, b, pairs, half, cos,
             -sin,
         )  # fmt: skip

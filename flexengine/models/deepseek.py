@@ -17,7 +17,7 @@ from flexengine.models.rope import rope_table, score_scale
 from flexengine.models.sizes import read_activation, read_rms_norm_eps
 from flexengine.models.spec import ModelSpec
 from flexengine.ops.attention_style import AttentionStyle
-from flexengine.ops.latent_heads import HeadLayout
+from flexengine.ops.latent_heads import HeadSizes
 from flexengine.ops.rmsnorm import NormStyle
 from flexengine.ops.router import RouterStyle
 from flexengine.wording import shown
@@ -76,11 +76,11 @@ def build(name: str, config: dict) -> ModelSpec:
     return replace(spec, notice="; ".join(filter(None, (spec.notice, notice))))
 
 
-def _read_heads(fields: Fields) -> HeadLayout:
+def _read_heads(fields: Fields) -> HeadSizes:
     """Read the widths of heads. Raises ValueError for widths that do not go together."""
     count = fields.whole("num_attention_heads")
     nope, rope = fields.whole("qk_nope_head_dim"), fields.whole("qk_rope_head_dim")
-    heads = HeadLayout(count, nope, rope, fields.whole("v_head_dim"))
+    heads = HeadSizes(count, nope, rope, fields.whole("v_head_dim"))
     if rope % 2:
         raise ValueError(
             f"{fields.model}: qk_rope_head_dim={rope} in config.json is odd; rotary embeddings need an even width. "

@@ -22,7 +22,7 @@ from flexengine.models.blocks import (
 from flexengine.models.spec import ParamSpec
 from flexengine.ops.attention import CausalAttention
 from flexengine.ops.base import Op
-from flexengine.ops.latent_heads import HeadLayout, LatentHeads
+from flexengine.ops.latent_heads import HeadSizes, LatentHeads
 from flexengine.ops.linear import Linear
 from flexengine.ops.rmsnorm import NormStyle, RMSNorm
 
@@ -38,7 +38,7 @@ class LatentAttention(NamedTuple):
     each head.
     """
 
-    heads: HeadLayout
+    heads: HeadSizes
     query_rank: int
     key_rank: int
     bias: bool

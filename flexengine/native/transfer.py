@@ -15,7 +15,15 @@ from typing import Any
 import torch
 
 from flexengine.native import library
-from flexengine.native.transfer_operations import Batch, Copy, Operation, Transfers, Wait, byte_address, check_ranges
+from flexengine.native.transfer_operations import (
+    Copy,
+    Operation,
+    PreparedOperations,
+    Transfers,
+    Wait,
+    byte_address,
+    check_ranges,
+)
 from flexengine.native.transfer_torch import TorchTransfers
 
 DRIVER_PATH = "libcuda.so.1"
@@ -69,17 +77,17 @@ class NativeTransfers:
         addresses = (ctypes.c_uint64 * len(events))(*events)
         self._check("release_events", self._call["release_events"](self._engine, len(events), addresses))
 
-    def prepare(self, operations: Iterable[Operation]) -> Batch:
+    def prepare(self, operations: Iterable[Operation]) -> PreparedOperations:
         listed = list(operations)
         tensors = {id(t): t for o in listed if isinstance(o, Copy) for t in (o.target, o.source)}
         addresses = {key: byte_address(tensor) for key, tensor in tensors.items()}
         rows = (_Operation * len(listed))(*[_row(operation, addresses) for operation in listed])
-        return Batch(rows, len(listed), tuple(tensors.values()))
+        return PreparedOperations(rows, len(listed), tuple(tensors.values()))
 
-    def submit(self, batch: Batch, first: int = 0, last: int | None = None) -> None:
-        last = batch.num_operations if last is None else last
-        assert 0 <= first <= last <= batch.num_operations, (first, last, batch.num_operations)
-        start = ctypes.addressof(batch.operations) + first * _OPERATION_BYTES
+    def submit(self, prepared: PreparedOperations, first: int = 0, last: int | None = None) -> None:
+        last = prepared.num_operations if last is None else last
+        assert 0 <= first <= last <= prepared.num_operations, (first, last, prepared.num_operations)
+        start = ctypes.addressof(prepared.operations) + first * _OPERATION_BYTES
         self._check("submit", self._call["submit"](self._engine, start, last - first))
 
     def synchronize(self, event: int) -> None:

@@ -44,7 +44,7 @@ class Record(NamedTuple):
 Operation = Copy | Wait | Record
 
 
-class Batch(NamedTuple):
+class PreparedOperations(NamedTuple):
     """Operations made ready by `prepare`; holds their tensors."""
 
     operations: Any
@@ -63,15 +63,15 @@ class Transfers(Protocol):
         """Free events; nothing that is issued later may name them."""
         ...
 
-    def prepare(self, operations: Iterable[Operation]) -> Batch:
+    def prepare(self, operations: Iterable[Operation]) -> PreparedOperations:
         """Check operations and lay them out for the driver, once for many submits.
 
         Raises: ValueError for tensors that are not contiguous uint8, or ranges outside of them.
         """
         ...
 
-    def submit(self, batch: Batch, first: int = 0, last: int | None = None) -> None:
-        """Hand over operations [first, last) of a batch (all by default), in order, each to its stream.
+    def submit(self, prepared: PreparedOperations, first: int = 0, last: int | None = None) -> None:
+        """Submit operations [first, last) of those prepared (all by default), in order, each to its stream.
 
         Raises: ValueError for a wait on an event that nothing has recorded; OSError with the driver's words. What came
         before the failing operation has been issued.

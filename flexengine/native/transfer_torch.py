@@ -11,7 +11,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.native.transfer_operations import Batch, Copy, Operation, Record, Wait, byte_address, check_ranges
+from flexengine.native.transfer_operations import (
+    Copy,
+    Operation,
+    PreparedOperations,
+    Record,
+    Wait,
+    byte_address,
+    check_ranges,
+)
 
 
 class _BoundCopy(NamedTuple):
@@ -40,14 +48,14 @@ class TorchTransfers:
             del self._events[event]
         self._recorded.difference_update(events)
 
-    def prepare(self, operations: Iterable[Operation]) -> Batch:
+    def prepare(self, operations: Iterable[Operation]) -> PreparedOperations:
         bound = [_bind(o) if isinstance(o, Copy) else o for o in operations]
-        return Batch(bound, len(bound), ())
+        return PreparedOperations(bound, len(bound), ())
 
-    def submit(self, batch: Batch, first: int = 0, last: int | None = None) -> None:
+    def submit(self, prepared: PreparedOperations, first: int = 0, last: int | None = None) -> None:
         before = torch.cuda.current_stream(self.device)
         try:
-            for operation in batch.operations[first:last]:
+            for operation in prepared.operations[first:last]:
                 self._issue(operation, operation.stream)
         finally:
             torch.cuda.set_stream(before)

@@ -21,7 +21,7 @@ from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes, use_ke
 from flexengine.ops.rope import rope_
 
 
-class HeadLayout(NamedTuple):
+class HeadSizes(NamedTuple):
     """num_heads N; columns of a head: nope_dim P without position, rope_dim R rotated, value_dim V."""
 
     num_heads: int
@@ -64,13 +64,13 @@ class Rotation(NamedTuple):
     scaling: float
     interleaved: bool
 
-    def turn(self, x: Tensor, inverse: bool) -> None:
+    def rotate(self, x: Tensor, inverse: bool) -> None:
         """Rotate x [T, heads, R] in place."""
         rope_(x, self.positions, self.inv_freq, self.scaling, x.shape[1], inverse, self.interleaved)
 
 
 def latent_heads_forward(
-    q: Tensor, kv: Tensor, shared: Tensor, rotation: Rotation, heads: HeadLayout, row: Tensor
+    q: Tensor, kv: Tensor, shared: Tensor, rotation: Rotation, heads: HeadSizes, row: Tensor
 ) -> None:
     """row from its parts."""
     if use_kernel(q) and q.dtype != torch.float64:
@@ -79,18 +79,18 @@ def latent_heads_forward(
         return latent_heads.latent_heads_forward(q, kv, shared, *rotation, heads, row)
     nope, (queries, keys, values) = heads.nope_dim, heads.split(row)
     queries.copy_(q.unflatten(1, (heads.num_heads, -1)))
-    rotation.turn(queries[..., nope:], inverse=False)
+    rotation.rotate(queries[..., nope:], inverse=False)
     from_latent = kv.unflatten(1, (heads.num_heads, -1))
     keys[..., :nope].copy_(from_latent[..., :nope])
     values.copy_(from_latent[..., nope:])
     key = keys[:, :1, nope:]
     key.copy_(shared[:, None, -heads.rope_dim :])
-    rotation.turn(key, inverse=False)
+    rotation.rotate(key, inverse=False)
     keys[:, 1:, nope:] = key
 
 
 def latent_heads_backward(
-    grad_row: Tensor, rotation: Rotation, heads: HeadLayout, grads: tuple[Tensor, Tensor, Tensor], accumulate: bool
+    grad_row: Tensor, rotation: Rotation, heads: HeadSizes, grads: tuple[Tensor, Tensor, Tensor], accumulate: bool
 ) -> None:
     """Gradients of q, kv and shared from that of the row. accumulate: the last one holds a value, and the key's
     gradient is added to it; else its first C columns become zero."""
@@ -102,11 +102,11 @@ def latent_heads_backward(
     grad_queries, grad_keys, grad_values = heads.split(grad_row)
     queries, from_latent = (x.unflatten(1, (heads.num_heads, -1)) for x in (grad_q, grad_kv))
     queries.copy_(grad_queries)
-    rotation.turn(queries[..., nope:], inverse=True)
+    rotation.rotate(queries[..., nope:], inverse=True)
     from_latent[..., :nope].copy_(grad_keys[..., :nope])
     from_latent[..., nope:].copy_(grad_values)
     total = wide(grad_keys[..., nope:]).sum(1, keepdim=True)
-    rotation.turn(total, inverse=True)
+    rotation.rotate(total, inverse=True)
     if not accumulate:
         grad_shared.zero_()
     grad_shared[:, -heads.rope_dim :] += total[:, 0]
@@ -119,7 +119,7 @@ class LatentHeads(Op):
     """
 
     def __init__(
-        self, name: str, parts: tuple[str, str, str], y: str, heads: HeadLayout, latent_dim: int, scaling: float,
+        self, name: str, parts: tuple[str, str, str], y: str, heads: HeadSizes, latent_dim: int, scaling: float,
         interleaved: bool, table: str = "inv_freq",
     ) -> None:  # fmt: skip
         self.name, self.inputs, self.y, self.heads, self.table = name, parts, y, heads, table

@@ -12,7 +12,7 @@ from flexengine.planner.cost import loads
 from flexengine.planner.cost.cost_model import CostModel
 from flexengine.planner.options import Options
 from flexengine.planner.templates import gpu_plane_bytes, host_plane_bytes
-from flexengine.schedule.group_layout import GroupLayout
+from flexengine.schedule.group_storage import GroupStorage
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.lowering import RoundShape
 
@@ -26,7 +26,7 @@ class KindTables:
     def __init__(
         self,
         layer: LayerSpec,
-        group: GroupLayout,
+        group: GroupStorage,
         levels: tuple[GroupPlan, ...],
         use: loads.GroupUse,
         options: Options,

@@ -37,7 +37,7 @@ from flexengine.planner.sizes import chunk_sizes
 from flexengine.planner.solver import RoundProblem
 from flexengine.planner.templates import Templates
 from flexengine.schedule.expert_fetch import least_touched_share
-from flexengine.schedule.group_layout import DTYPE_BYTES
+from flexengine.schedule.group_storage import DTYPE_BYTES
 from flexengine.schedule.layout import Layout
 
 MAX_CHUNK_LAYERS = 1024

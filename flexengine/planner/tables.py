@@ -13,7 +13,7 @@ from flexengine.planner.cost.cost_model import CostModel, full_rounds, round_sha
 from flexengine.planner.kind_tables import KindTables
 from flexengine.planner.kinds import OfBlocks, Sets
 from flexengine.planner.templates import ActivationBytes, Templates, host_plane_bytes
-from flexengine.schedule.group_layout import DTYPE_BYTES
+from flexengine.schedule.group_storage import DTYPE_BYTES
 from flexengine.schedule.layer_program import align
 
 NUM_LEVELS = len(loads.LEVELS)

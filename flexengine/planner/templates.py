@@ -32,7 +32,7 @@ from flexengine.planner.cost.memory import gpu_overhead_bytes, host_required_byt
 from flexengine.planner.kinds import Sets, block_kinds
 from flexengine.planner.options import Options, keep_options
 from flexengine.schedule.fixed_slots import SCALE_BYTES, host_scalar_bytes, norm_square_bytes
-from flexengine.schedule.group_layout import GroupLayout, group_layout
+from flexengine.schedule.group_storage import GroupStorage, group_storage
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.save_sets import keepable_ops
@@ -87,12 +87,12 @@ class ActivationBytes(NamedTuple):
     host_bytes: int
 
 
-def gpu_plane_bytes(group: GroupLayout, level: GroupPlan) -> int:
+def gpu_plane_bytes(group: GroupStorage, level: GroupPlan) -> int:
     """GPU bytes of the planes that a level holds there, as slots."""
     return sum(align(num) for kind, num in group.plane_bytes.items() if home_of(kind, level) == "gpu")
 
 
-def host_plane_bytes(group: GroupLayout, level: GroupPlan) -> int:
+def host_plane_bytes(group: GroupStorage, level: GroupPlan) -> int:
     """Host bytes of the planes that a level holds there, as slots."""
     return sum(align(num) for kind, num in group.plane_bytes.items() if home_of(kind, level) == "host")
 
@@ -111,8 +111,8 @@ class Templates:
         self.uses = group_uses(model)
         self.levels = np.array([*GPU_LEVELS, UPDATED_BY_CPU] if profile.device_type == "cuda" else GPU_LEVELS)
         """Those that blocks may have: on the CPU both updates are one."""
-        self.kind_layouts = [group_layout(model.groups[kind.group], request.numerics) for kind in self.kinds]
-        self.edge_layouts = [group_layout(model.groups[g], request.numerics) for g in self.edge_groups]
+        self.kind_layouts = [group_storage(model.groups[kind.group], request.numerics) for kind in self.kinds]
+        self.edge_layouts = [group_storage(model.groups[g], request.numerics) for g in self.edge_groups]
         self.kind_levels = [levels_of(model.groups[kind.group]) for kind in self.kinds]
         self.edge_levels = [levels_of(model.groups[g]) for g in self.edge_groups]
         self._options: dict[tuple[int, Sets], tuple[Options, ...]] = {}

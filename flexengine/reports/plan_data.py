@@ -15,7 +15,7 @@ from flexengine.planner.feasibility.shortage import ShortageError
 from flexengine.reports.memory_over_time import MemorySeries
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_decisions import GROUP_DATA, output_place
-from flexengine.schedule.group_layout import group_layout
+from flexengine.schedule.group_storage import group_storage
 from flexengine.schedule.timeline import (
     MEASURED,
     SIMULATED,
@@ -115,7 +115,7 @@ def group_rows(picture: Picture) -> list[dict[str, Any]]:
     """
     rows = []
     for group, planned in zip(picture.model.groups, picture.plan.groups, strict=True):
-        layout = group_layout(group, picture.plan.request.numerics)
+        layout = group_storage(group, picture.plan.request.numerics)
         names = [(data.name.removeprefix("optimizer "), data) for data in GROUP_DATA]
         homes = {name: data.home(planned) for name, data in names} | {"update": planned.update}
         sizes = {f"{name}_bytes": data.num_bytes(layout) for name, data in names}

@@ -9,7 +9,7 @@ from flexengine.metrics import format_bytes
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, Home, LayerPlan, Plan
 from flexengine.reports.text_format import number_ranges, positions_by_value
-from flexengine.schedule.group_layout import GroupLayout, group_layout
+from flexengine.schedule.group_storage import GroupStorage, group_storage
 
 
 class GroupData(NamedTuple):
@@ -22,7 +22,7 @@ class GroupData(NamedTuple):
         """Where a group's data of this kind live; None for gradients and states that a frozen group does not have."""
         return getattr(group, self.field) if self.field == "weights" or group.trained else None
 
-    def num_bytes(self, layout: GroupLayout) -> int:
+    def num_bytes(self, layout: GroupStorage) -> int:
         """Bytes of this kind of data in one group."""
         # States are every plane but these two, so that a new optimizer's planes are counted without a change here.
         own_plane = {"weights": "weights", "grads": "grad"}
@@ -58,7 +58,7 @@ def decision_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
 
 def _residency_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
     """Count the groups that live on the GPU and on the host, a line per kind of data."""
-    layouts = [group_layout(group, plan.request.numerics) for group in model.groups] if model is not None else None
+    layouts = [group_storage(group, plan.request.numerics) for group in model.groups] if model is not None else None
     lines = []
     for data in GROUP_DATA:
         homes = [data.home(group) for group in plan.groups]
@@ -73,7 +73,7 @@ def _residency_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
     return lines
 
 
-def _size(data: GroupData, members: Sequence[int], layouts: Sequence[GroupLayout] | None) -> str:
+def _size(data: GroupData, members: Sequence[int], layouts: Sequence[GroupStorage] | None) -> str:
     if layouts is None:
         return ""
     return f" ({format_bytes(sum(data.num_bytes(layouts[i]) for i in members))})"

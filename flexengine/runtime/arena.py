@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexengine.native import HostBuffer, allocate_host
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.relocation import Move, Span
+from flexengine.schedule.relocation import ByteRange, Move
 from flexengine.schedule.slots import Memory, Slot
 
 DTYPES = {
@@ -91,7 +91,7 @@ class Arenas:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _shift(self, source: Span, target: Span) -> None:
+    def _shift(self, source: ByteRange, target: ByteRange) -> None:
         """Move bytes onto a range that overlaps theirs: piece by piece, from the side that they move towards."""
         piece = min(RELOCATION_PIECE_BYTES, source.num_bytes)
         spare = torch.empty(piece, dtype=torch.uint8, device=self._typed[source.memory][torch.uint8].device)
@@ -101,7 +101,7 @@ class Arenas:
             spare[:count].copy_(self.bytes_view(source.memory, source.offset + start, count))
             self.bytes_view(target.memory, target.offset + start, count).copy_(spare[:count])
 
-    def _bytes(self, span: Span) -> Tensor:
+    def _bytes(self, span: ByteRange) -> Tensor:
         return self.bytes_view(span.memory, span.offset, span.num_bytes)
 
     def close(self) -> None:

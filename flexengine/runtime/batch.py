@@ -45,14 +45,14 @@ class BatchWriter:
         return [self._write_chunk(batch, chunk, i) for i, chunk in enumerate(chunks)]
 
     def _write_chunk(self, batch: Sequences, chunk: PackedChunk, i: int) -> ChunkContext:
-        tokens, lengths = chunk.tokens, [p.length for p in chunk.pieces]
+        tokens, lengths = chunk.tokens, [p.length for p in chunk.ranges]
         rows = {
-            "input_ids": torch.cat([batch.input_ids[p.sequence][p.start : p.start + p.length] for p in chunk.pieces]),
-            "labels": torch.cat([batch.labels[p.sequence][p.start : p.start + p.length] for p in chunk.pieces]),
-            "positions": torch.cat([torch.arange(p.start, p.start + p.length) for p in chunk.pieces]),
+            "input_ids": torch.cat([batch.input_ids[p.sequence][p.start : p.start + p.length] for p in chunk.ranges]),
+            "labels": torch.cat([batch.labels[p.sequence][p.start : p.start + p.length] for p in chunk.ranges]),
+            "positions": torch.cat([torch.arange(p.start, p.start + p.length) for p in chunk.ranges]),
             "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0),
         }
-        start = chunk.pieces[0].start if chunk.first_slice >= 0 else 0
+        start = chunk.ranges[0].start if chunk.first_slice >= 0 else 0
         for name, row in rows.items():
             self._field("host", name, i, row.numel()).copy_(row)
         on_gpu = {name: self._field("gpu", name, i, row.numel()) for name, row in rows.items()}

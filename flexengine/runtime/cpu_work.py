@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from flexengine.schedule.commands import Command, Program, cpu_turn
+from flexengine.schedule.commands import Command, Program, cpu_priority
 
 
 class CpuWork:
@@ -16,7 +16,7 @@ class CpuWork:
 
     A command may run when `ready`, which blocks until what it waits for has ended, has returned for it and for those
     before it; that is asked on a thread of its own, when the host has issued so far (`issued`). None: all may run. Of
-    those that may run the first by `cpu_turn` does. num_threads: of torch, in calls. before: work that ends first.
+    those that may run the first by `cpu_priority` does. num_threads: of torch, in calls. before: work that ends first.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class CpuWork:
                     raise RuntimeError("it was interrupted")
                 if self._failure is not None:
                     return
-                command = min(self._waiting, key=cpu_turn)
+                command = min(self._waiting, key=cpu_priority)
                 self._waiting.remove(command)
             start = time.perf_counter()
             self._call(command)

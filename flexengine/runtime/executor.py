@@ -75,7 +75,7 @@ class Executor:
         if self.on_cuda:
             self._run_streams(program, handler, timed, gate)
         else:
-            self._run_in_turn(program, handler, timed, gate)
+            self._run_in_order(program, handler, timed, gate)
         if timed:
             self.finish_cpu_work()
 
@@ -222,7 +222,7 @@ class Executor:
 
     # -- on the CPU --------------------------------------------------------------------------------------------------
 
-    def _run_in_turn(self, program: Program, handler: Handler, timed: bool, gate: Call | None) -> None:
+    def _run_in_order(self, program: Program, handler: Handler, timed: bool, gate: Call | None) -> None:
         copies, later = self._bind_copies(program), list[Command]()
         indices = range(len(program.commands)) if self.order is None else self.order(program)
         clock = [(0.0, 0.0)] * len(program.commands)

@@ -25,15 +25,15 @@ Call = Callable[[Command], None]
 
 
 class Leg(NamedTuple):
-    """Operations [first, last) of the batch, and the command that is called after them; None ends the program."""
+    """Prepared operations [first, last), and the command that is called after them; None ends the program."""
 
     first: int
     last: int
     command: Command | None
 
 
-class Place(NamedTuple):
-    """A command's operations [first, last) of the batch; one that is no copy is called at `call_at` among them."""
+class IssuedCommand(NamedTuple):
+    """A command's prepared operations [first, last); one that is no copy is called at `call_at` among them."""
 
     first: int
     call_at: int
@@ -58,8 +58,8 @@ class Issue:
         self._signals = dict(zip(awaited, transfers.create_events(len(awaited)), strict=True))
         self._joins = dict(zip(streams, transfers.create_events(len(streams)), strict=True))
         self._begin, *self._clock = transfers.create_events(1 + 2 * len(program.commands), True) if timed else [0]
-        self._places: list[Place] = []
-        self._batch = transfers.prepare(self._operations())
+        self._issued: list[IssuedCommand] = []
+        self._prepared = transfers.prepare(self._operations())
         self._legs = self._make_legs()
 
     def run(self, call: Call, gate: Call | None = None) -> None:
@@ -70,7 +70,7 @@ class Issue:
         if gate is not None:
             return self.run_in_ranges(call, lambda label: nullcontext(), gate)
         for first, last, command in self._legs:
-            self._transfers.submit(self._batch, first, last)
+            self._transfers.submit(self._prepared, first, last)
             if command is not None:
                 self._tell(command.index - 1)
                 call(command)
@@ -80,18 +80,18 @@ class Issue:
         self, call: Call, range_of: Callable[[str], AbstractContextManager], gate: Call | None = None
     ) -> None:
         """As `run`, each command inside the range of its label; more calls into the transfer engine, the same order."""
-        submit, batch = self._transfers.submit, self._batch
-        submit(batch, 0, self._places[0].first if self._places else 0)
-        for first, call_at, last, command in self._places:
+        submit, prepared = self._transfers.submit, self._prepared
+        submit(prepared, 0, self._issued[0].first if self._issued else 0)
+        for first, call_at, last, command in self._issued:
             with range_of(command.label):
                 if gate is not None:
                     gate(command)
-                submit(batch, first, call_at)
+                submit(prepared, first, call_at)
                 if not command.copies:
                     call(command)
-                submit(batch, call_at, last)
+                submit(prepared, call_at, last)
             self._tell(command.index)
-        submit(batch, self._places[-1].last if self._places else 0, batch.num_operations)
+        submit(prepared, self._issued[-1].last if self._issued else 0, prepared.num_operations)
 
     def cpu_work(self, call: Call, num_threads: int, before: CpuWork | None) -> CpuWork:
         """The CPU's commands, for `call` to run when what they wait for has ended; to be started before `run`, which
@@ -167,7 +167,7 @@ class Issue:
             operations += self._copies(command)
             call_at = len(operations)
             operations += self._after(command)
-            self._places.append(Place(first, call_at, len(operations), command))
+            self._issued.append(IssuedCommand(first, call_at, len(operations), command))
         return operations + list(self._join_streams())
 
     def _before(self, command: Command) -> Iterator[Operation]:
@@ -204,10 +204,10 @@ class Issue:
             yield from (Wait(stream, event) for other, event in self._joins.items() if other != name)
 
     def _make_legs(self) -> list[Leg]:
-        calls = [place for place in self._places if not place.command.copies]
-        starts = [0, *(place.call_at for place in calls)]
-        ends = [*starts[1:], self._batch.num_operations]
-        commands = [*(place.command for place in calls), None]
+        calls = [issued for issued in self._issued if not issued.command.copies]
+        starts = [0, *(issued.call_at for issued in calls)]
+        ends = [*starts[1:], self._prepared.num_operations]
+        commands = [*(issued.command for issued in calls), None]
         return [Leg(*leg) for leg in zip(starts, ends, commands, strict=True)]
 
 

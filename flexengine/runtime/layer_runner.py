@@ -74,21 +74,21 @@ class LayerRunner:
     ) -> dict[str, Tensor]:
         """Parameters of the call's part; at_home: groups of which the slot holds all."""
         views = {}
-        pieces = {g: {p.name: p for p in self.layout.groups[g].parts[call.part].pieces} for g in slots}
+        stored = {g: {p.name: p for p in self.layout.groups[g].parts[call.part].params} for g in slots}
         for local, group, name in self.layout.model.layers[call.layer].params:
-            piece = pieces.get(group, {}).get(name)
-            if piece is not None:
-                start = piece.first if group in at_home else piece.start
-                views[local] = self._view(slots[group], start, piece.shape, dtype)
+            param = stored.get(group, {}).get(name)
+            if param is not None:
+                start = param.first if group in at_home else param.start
+                views[local] = self._view(slots[group], start, param.shape, dtype)
         return views
 
     def _clear_unused(self, call: LayerCall) -> None:
         """Zero what this layer leaves of its groups' accumulators: a tied head has no gradient of learned positions."""
         used = {(group, name) for _, group, name in self.layout.model.layers[call.layer].params}
         for group, slot in call.accumulators.items():
-            for piece in self.layout.groups[group].parts[call.part].pieces:
-                if (group, piece.name) not in used:
-                    self._view(slot, piece.start, piece.shape, self.wide).zero_()
+            for param in self.layout.groups[group].parts[call.part].params:
+                if (group, param.name) not in used:
+                    self._view(slot, param.start, param.shape, self.wide).zero_()
 
     def _view(self, slot: int, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self.arenas.view(self.layout.slots[slot], start * dtype.itemsize, shape, dtype)

@@ -14,7 +14,7 @@ from flexengine.runtime.programs import Programs, RoundKind
 from flexengine.runtime.step_state import HALF_UPDATED, StepState
 from flexengine.runtime.update import UpdateSettings
 from flexengine.schedule.commands import LayerCall, Program
-from flexengine.schedule.packing import PackedChunk, pack, round_shape
+from flexengine.schedule.packing import PackedChunk, pack, packed_shape
 
 
 class RoundRunner:
@@ -80,7 +80,7 @@ class RoundRunner:
         return pack(batch.lengths, self._plan.chunk_tokens, self._plan.chunks_per_round)
 
     def _program(self, chunks: list[PackedChunk], kind: RoundKind) -> Program:
-        return self.programs.of_round(round_shape(chunks, self._plan.chunk_tokens), kind)
+        return self.programs.of_round(packed_shape(chunks, self._plan.chunk_tokens), kind)
 
     def _count_tokens_of_experts(
         self, batch: Sequences, rounds: list[list[PackedChunk]], balance: ExpertBalance
@@ -105,8 +105,8 @@ class RoundRunner:
     def _copy_losses(self, chunks: list[PackedChunk], token_losses: list[Tensor]) -> None:
         """Copy the losses of the round that was issued last to the sequences that its chunks are made of."""
         for packed, chunk in zip(chunks, self._layers.chunks, strict=True):
-            parts = chunk.losses.cpu().split([piece.length for piece in packed.pieces])
-            for piece, losses in zip(packed.pieces, parts, strict=True):
+            parts = chunk.losses.cpu().split([piece.length for piece in packed.ranges])
+            for piece, losses in zip(packed.ranges, parts, strict=True):
                 token_losses[piece.sequence][piece.start : piece.start + piece.length] = losses
 
     def _zero(self) -> Tensor:

@@ -22,7 +22,7 @@ from flexengine.native.reader import NUMBERS
 from flexengine.optim.rounding import join_fp32, split_fp32
 from flexengine.runtime.arena import DTYPES, Arenas, wide_dtype
 from flexengine.runtime.staging import load_staged
-from flexengine.schedule.group_layout import Segment, is_split
+from flexengine.schedule.group_storage import Segment, is_split
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.slots import PlaneKind
 
@@ -100,7 +100,7 @@ def check_checkpoint(model: ModelSpec, folder: Path) -> ModelSpec:
 def _check_tied(model: ModelSpec, reader: CheckpointReader) -> None:
     """Raise ValueError unless head and embedding, of which a tied model takes the latter, are alike."""
     head, embedding = model.head_source, model.embedding_source
-    if not _alike(reader, head, embedding):
+    if not _equal_values(reader, head, embedding):
         raise ValueError(
             f"{reader.folder}: config.json ties the head to the embedding (tie_word_embeddings), but the checkpoint has"
             f" {head} that differs from {embedding}. Set tie_word_embeddings to false to train both, or remove {head} "
@@ -108,7 +108,7 @@ def _check_tied(model: ModelSpec, reader: CheckpointReader) -> None:
         )
 
 
-def _alike(reader: CheckpointReader, *names: str) -> bool:
+def _equal_values(reader: CheckpointReader, *names: str) -> bool:
     """Whether two matrices of a checkpoint hold the same values; reads them in pieces, up to the first difference."""
     (rows, width), shape = (reader.tensors[name].shape for name in names)
     if shape != (rows, width):

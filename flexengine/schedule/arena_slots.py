@@ -17,7 +17,7 @@ from flexengine.schedule.fixed_slots import (
     host_scalar_bytes,
     norm_square_bytes,
 )
-from flexengine.schedule.group_layout import PLANE_KINDS, GroupLayout
+from flexengine.schedule.group_storage import PLANE_KINDS, GroupStorage
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.planned_sizes import PlannedSizes
 from flexengine.schedule.slots import Memory, PlaneKind, Role, Slot, SlotKey
@@ -54,7 +54,7 @@ class _Region:
         self.slots.append(Slot(SlotKey(role, owner, index, self.memory), self.end, num_bytes, category))
         self.end += align(num_bytes)
 
-    def add_plane(self, kind: PlaneKind, owner: str, group: GroupLayout, category: str) -> None:
+    def add_plane(self, kind: PlaneKind, owner: str, group: GroupStorage, category: str) -> None:
         """Append a plane; within it, for weights and gradients of a group in parts, a slot for each run."""
         self.add(kind, group.plane_bytes[kind], category, owner)
         if len(group.parts) == 1 or kind not in ("weights", "grad"):

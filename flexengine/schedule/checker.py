@@ -24,7 +24,7 @@ from flexengine.schedule.commands import (
     Program,
     Stream,
     UpdateTile,
-    cpu_turn,
+    cpu_priority,
 )
 from flexengine.schedule.layer_program import ALIGNMENT
 from flexengine.schedule.slots import overlapping_slots
@@ -40,7 +40,7 @@ def check_program(program: Program, gpu_bytes: int, host_bytes: int) -> None:
     check_bounds(program, gpu_bytes, host_bytes)
     check_declarations(program)
     check_order(program, overlaps)
-    check_turns(program, overlaps)
+    check_cpu_order(program, overlaps)
     check_contents(program, overlaps)
 
 
@@ -199,7 +199,7 @@ def check_order(program: Program, overlaps: list[tuple[int, ...]]) -> None:
             readers.setdefault(access.slot, {})[STREAM_INDEX[command.stream]] = command.index
 
 
-def check_turns(program: Program, overlaps: list[tuple[int, ...]]) -> None:
+def check_cpu_order(program: Program, overlaps: list[tuple[int, ...]]) -> None:
     """No command of the CPU writes what one of another group touches."""
     writers: dict[int, Command] = {}
     touching: dict[int, Command] = {}
@@ -211,7 +211,7 @@ def check_turns(program: Program, overlaps: list[tuple[int, ...]]) -> None:
         for slots, others in ((written, touching), (read, writers)):
             for slot in slots:
                 other = others.get(slot, command)
-                if cpu_turn(other)[0] != cpu_turn(command)[0]:
+                if cpu_priority(other)[0] != cpu_priority(command)[0]:
                     raise ProgramError(
                         f"{command.label} and {other.label} are of different groups, so that either may run first, and"
                         f" both touch slot {program.slots[slot].name}"

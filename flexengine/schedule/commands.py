@@ -123,7 +123,7 @@ class FinishGradient(NamedTuple):
     has_previous: bool
 
 
-class TilePlane(NamedTuple):
+class SlotOffset(NamedTuple):
     """Where one plane of an optimizer tile, or something else, lies: slot and byte offset."""
 
     slot: int
@@ -137,7 +137,7 @@ class UpdateTile(NamedTuple):
     segment: str
     start: int
     count: int
-    planes: dict[str, TilePlane]
+    planes: dict[str, SlotOffset]
 
 
 BOUND_BYTES = 4
@@ -153,7 +153,7 @@ class FetchExperts(NamedTuple):
 
     regions: tuple[CopyRegion, ...]
     experts: int
-    bounds: tuple[TilePlane, ...]
+    bounds: tuple[SlotOffset, ...]
     share: float
 
 
@@ -199,7 +199,7 @@ class Program:
     initial: tuple[Access, ...] = ()
 
 
-def cpu_turn(command: Command) -> tuple[int, int]:
+def cpu_priority(command: Command) -> tuple[int, int]:
     """Of the commands of the CPU that are ready, the one with the least of this runs first: that of the first group,
     as the next forward pass wants it. They become ready in their order."""
     return getattr(command.args, "group", 0), command.index

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from flexengine.models.spec import ModelSpec
 from flexengine.ops.experts import GroupedLinear
-from flexengine.schedule.commands import BOUND_BYTES, CopyRegion, FetchExperts, TilePlane
+from flexengine.schedule.commands import BOUND_BYTES, CopyRegion, FetchExperts, SlotOffset
 from flexengine.schedule.layer_program import Stage
 
 
@@ -41,5 +41,5 @@ def fetch_of_experts(
     assert place.area == "bounds", "what is fetched is known before the parts begin"
     experts = op.num_experts // op.num_parts
     first = place.offset + BOUND_BYTES * (part - 1) * experts
-    bounds = tuple(TilePlane(slot, first) for slot in bounds_slots)
+    bounds = tuple(SlotOffset(slot, first) for slot in bounds_slots)
     return FetchExperts(tuple(regions), experts, bounds, touched_share(op.num_experts, op.per_token, tokens))

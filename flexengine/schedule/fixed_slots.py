@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flexengine.schedule.group_layout import GroupLayout
+from flexengine.schedule.group_storage import GroupStorage
 from flexengine.schedule.layer_program import align
 
 SCALAR_BYTES = 8
@@ -18,7 +18,7 @@ PARTIAL_SQUARES = 1024
 """Partial sums of squares per gradient. It is fixed, so that the order of a sum depends on the group's size alone."""
 
 
-def norm_square_bytes(groups: Iterable[GroupLayout]) -> int:
+def norm_square_bytes(groups: Iterable[GroupStorage]) -> int:
     """Bytes of the slot for the sums of squares of all gradients, run by run."""
     return NORM_SQUARE_BYTES * sum(group.num_runs for group in groups)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from flexengine.schedule.lowering.shape import ChunkShape, RoundShape
 
 
-class Piece(NamedTuple):
+class SequenceRange(NamedTuple):
     """Tokens [start, start + length) of sequence number `sequence`."""
 
     sequence: int
@@ -20,16 +20,20 @@ class Piece(NamedTuple):
 
 
 class PackedChunk(NamedTuple):
-    """The pieces of one chunk; for a slice, the chunk numbers (within the round) of its sequence's first and last."""
+    """What one chunk holds: ranges of sequences.
 
-    pieces: tuple[Piece, ...]
+    first_slice, last_slice: for a slice of a long sequence, the numbers of that sequence's first and last chunk in the
+    round; -1 otherwise.
+    """
+
+    ranges: tuple[SequenceRange, ...]
     first_slice: int = -1
     last_slice: int = -1
 
     @property
     def tokens(self) -> int:
         """Tokens of the chunk."""
-        return sum(p.length for p in self.pieces)
+        return sum(p.length for p in self.ranges)
 
 
 def pack(seq_lens: list[int], chunk_tokens: int, chunks_per_round: int) -> list[list[PackedChunk]]:
@@ -40,7 +44,7 @@ def pack(seq_lens: list[int], chunk_tokens: int, chunks_per_round: int) -> list[
     rounds: list[list[PackedChunk]] = [[]]
     for unit in _units(seq_lens, chunk_tokens):
         if len(unit) > chunks_per_round:
-            longest = sum(piece.length for chunk in unit for piece in chunk)
+            longest = sum(part.length for chunk in unit for part in chunk)
             raise ValueError(
                 f"a sequence of {longest} tokens does not fit in a round of {chunk_tokens * chunks_per_round} tokens"
             )
@@ -52,31 +56,31 @@ def pack(seq_lens: list[int], chunk_tokens: int, chunks_per_round: int) -> list[
     return rounds
 
 
-def _units(seq_lens: list[int], chunk_tokens: int) -> list[list[list[Piece]]]:
+def _units(seq_lens: list[int], chunk_tokens: int) -> list[list[list[SequenceRange]]]:
     """Chunks that must stay together: one chunk of whole sequences, or all slices of a long one."""
-    units: list[list[list[Piece]]] = []
+    units: list[list[list[SequenceRange]]] = []
     room = 0
     for i, length in enumerate(seq_lens):
         if length < 1:
             raise ValueError(f"sequence {i} of the batch is empty; every sequence needs at least one token")
         if length > chunk_tokens:
-            units.append([[Piece(i, s, min(chunk_tokens, length - s))] for s in range(0, length, chunk_tokens)])
+            units.append([[SequenceRange(i, s, min(chunk_tokens, length - s))] for s in range(0, length, chunk_tokens)])
             room = 0
         elif length <= room:
-            units[-1][0].append(Piece(i, 0, length))
+            units[-1][0].append(SequenceRange(i, 0, length))
             room -= length
         else:
-            units.append([[Piece(i, 0, length)]])
+            units.append([[SequenceRange(i, 0, length)]])
             room = chunk_tokens - length
     return units
 
 
-def round_shape(chunks: list[PackedChunk], chunk_tokens: int) -> RoundShape:
+def packed_shape(chunks: list[PackedChunk], chunk_tokens: int) -> RoundShape:
     """The shape to lower for: full chunks, so that rounds of equal structure share one program."""
     return RoundShape(
         tuple(
             ChunkShape(
-                chunk_tokens, chunk_tokens, c.first_slice, c.last_slice, c.pieces[0].start if c.first_slice >= 0 else 0
+                chunk_tokens, chunk_tokens, c.first_slice, c.last_slice, c.ranges[0].start if c.first_slice >= 0 else 0
             )
             for c in chunks
         )

@@ -1,8 +1,8 @@
 """Parts of a parameter group that cross the link one by one, each into a slot of its own.
 
-A group that is not cut is one part, part 0, and lies in a slot as in its home. One that is cut has part 0, all that is
-not cut, and parts 1, 2, ...: the same share each of every parameter that is. Gradients are rounded, and their squares
-added up, run by run, which are the same in both cases.
+A group that is not cut is one part, part 0, and lies in a slot as in its home. In a group that is cut, part 0 has the
+parameters that stay whole; parts 1, 2, ... have equal shares of every other parameter. Gradients are rounded, and their
+squares added up, run by run. Runs are the same in both cases, so the bits of the gradient norm are too.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import NamedTuple
 from flexengine.models.spec import GroupSpec
 
 ALIGNED_ELEMENTS = 128
-"""A piece lies in its slot as far beyond a multiple of this as in the group, so that its address is aligned alike."""
+"""A parameter lies in its slot as far beyond a multiple of this as in the group: both addresses have one alignment."""
 
 
-class Piece(NamedTuple):
+class PartParam(NamedTuple):
     """A parameter of a part: its elements start at `first` in the group and at `start` in the part."""
 
     name: str
@@ -40,9 +40,9 @@ class Run(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What shares a slot: its parameters, the same as runs, and how many elements the slot has."""
+    """What a slot holds at one time: parameters, the runs of elements that make them up, and the slot's elements."""
 
-    pieces: tuple[Piece, ...]
+    params: tuple[PartParam, ...]
     runs: tuple[Run, ...]
     numel: int
 
@@ -50,56 +50,58 @@ class Part(NamedTuple):
 def parts_of(group: GroupSpec, offsets: dict[str, int]) -> tuple[Part, ...]:
     """Parts of a group whose parameters start at these elements, in the order in which forward needs them."""
     shapes = {p.name: p.shape for p in group.params}
-    whole = [Piece(name, first, first, shapes[name]) for name, first in offsets.items()]
-    whole.sort(key=lambda piece: piece.first)
+    whole = [PartParam(name, first, first, shapes[name]) for name, first in offsets.items()]
+    whole.sort(key=lambda param: param.first)
     runs = _runs(group, whole)
     if group.num_parts == 1:
         return (_part(whole, runs),)
-    cut = [piece for piece in whole if piece.name in group.cut]
-    shares = [[_share(piece, number, group.num_parts) for piece in cut] for number in range(group.num_parts)]
-    uncut = [piece for piece in whole if piece.name not in group.cut]
-    return tuple(_part(_packed(pieces), runs) for pieces in (uncut, *shares))
+    cut = [param for param in whole if param.name in group.cut]
+    shares = [[_share(param, number, group.num_parts) for param in cut] for number in range(group.num_parts)]
+    uncut = [param for param in whole if param.name not in group.cut]
+    return tuple(_part(_packed(params), runs) for params in (uncut, *shares))
 
 
-def _share(piece: Piece, number: int, parts: int) -> Piece:
-    """One of equal parts of a parameter."""
-    rows, *rest = piece.shape
-    share = Piece(piece.name, piece.first, 0, (rows // parts, *rest))
-    return share._replace(first=piece.first + number * share.numel)
+def _share(param: PartParam, number: int, parts: int) -> PartParam:
+    """Cut a parameter into equal parts by rows; returns one of them."""
+    rows, *rest = param.shape
+    share = PartParam(param.name, param.first, 0, (rows // parts, *rest))
+    return share._replace(first=param.first + number * share.numel)
 
 
-def _packed(pieces: list[Piece]) -> list[Piece]:
-    """The pieces one after the other."""
+def _packed(params: list[PartParam]) -> list[PartParam]:
+    """Lay parameters one after the other, each aligned as in its group."""
     packed, end = [], 0
-    for piece in pieces:
-        start = end + (piece.first - end) % ALIGNED_ELEMENTS
-        packed.append(piece._replace(start=start))
-        end = start + piece.numel
+    for param in params:
+        start = end + (param.first - end) % ALIGNED_ELEMENTS
+        packed.append(param._replace(start=start))
+        end = start + param.numel
     return packed
 
 
-def _runs(group: GroupSpec, whole: list[Piece]) -> list[Run]:
-    """Those of a group where it lies, the same whether it is in parts or not: shares of what may be cut, and whatever
-    lies between."""
+def _runs(group: GroupSpec, whole: list[PartParam]) -> list[Run]:
+    """The runs of a group: the shares of every parameter that may be cut, and whatever lies between them.
+
+    They are the same whether the group is in parts or not.
+    """
     found: list[tuple[int, int]] = []
     joins = False
-    for piece in whole:
-        shares = group.divisions if piece.name in group.cut else 1
-        numel = piece.numel // shares
+    for param in whole:
+        shares = group.divisions if param.name in group.cut else 1
+        numel = param.numel // shares
         if joins and shares == 1:
             found[-1] = (found[-1][0], found[-1][1] + numel)
         else:
-            found += [(piece.first + i * numel, numel) for i in range(shares)]
+            found += [(param.first + i * numel, numel) for i in range(shares)]
         joins = shares == 1
     return [Run(first, first, numel, number) for number, (first, numel) in enumerate(found)]
 
 
-def _part(pieces: list[Piece], runs: list[Run]) -> Part:
-    """Pieces with the runs that begin in one of them."""
+def _part(params: list[PartParam], runs: list[Run]) -> Part:
+    """A part of these parameters, with the runs that begin in one of them."""
     own = tuple(
-        run._replace(start=piece.start + run.first - piece.first)
-        for piece in pieces
+        run._replace(start=param.start + run.first - param.first)
+        for param in params
         for run in runs
-        if piece.first <= run.first < piece.first + piece.numel
+        if param.first <= run.first < param.first + param.numel
     )
-    return Part(tuple(pieces), own, max((piece.start + piece.numel for piece in pieces), default=0))
+    return Part(tuple(params), own, max((param.start + param.numel for param in params), default=0))

@@ -7,10 +7,10 @@ from functools import cached_property
 from flexengine.models.in_parts import in_parts, may_be_in_parts
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
-from flexengine.schedule.group_layout import DTYPE_BYTES, PLANE_KINDS, element_bytes, group_layout
+from flexengine.schedule.group_storage import DTYPE_BYTES, PLANE_KINDS, element_bytes, group_storage
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram, align
-from flexengine.schedule.window import WindowLayout, window_layout
+from flexengine.schedule.window import WindowPlaces, window_places
 
 
 class PlannedSizes:
@@ -26,7 +26,7 @@ class PlannedSizes:
         numerics = plan.request.numerics
         self.compute_bytes = DTYPE_BYTES[numerics.compute]
         self.acc_bytes = 8 if numerics.compute == "float64" else 4
-        self.groups = tuple(group_layout(g, numerics) for g in model.groups)
+        self.groups = tuple(group_storage(g, numerics) for g in model.groups)
         self.programs = tuple(self.layer_program(i) for i in range(len(model.layers)))
 
     def layer_program(self, layer: int) -> LayerProgram:
@@ -76,10 +76,10 @@ class PlannedSizes:
             return 0
         return -(-self.plan.request.max_seq_len // self.plan.chunk_tokens) * self.plan.chunk_tokens
 
-    def window_of(self, layer: int) -> WindowLayout:
+    def window_of(self, layer: int) -> WindowPlaces:
         """Places of what a layer carries along a sliced sequence."""
         sizes = (self.window_rows, self.plan.chunk_tokens, self.compute_bytes)
-        return window_layout(self.model.layers[layer].ops, *sizes)
+        return window_places(self.model.layers[layer].ops, *sizes)
 
     # -- the optimizer -----------------------------------------------------------------------------------------------
 

@@ -11,21 +11,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flexengine.schedule.group_layout import PLANE_KINDS
+from flexengine.schedule.group_storage import PLANE_KINDS
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.slots import Memory, PlaneKind
 
 MEMORIES: tuple[Memory, ...] = ("host", "gpu")
 
 
-class Span(NamedTuple):
+class ByteRange(NamedTuple):
     """`num_bytes` bytes from `offset` of a memory."""
 
     memory: Memory
     offset: int
     num_bytes: int
 
-    def overlaps(self, other: Span) -> bool:
+    def overlaps(self, other: ByteRange) -> bool:
         """Whether the two share a byte."""
         if self.memory != other.memory:
             return False
@@ -33,18 +33,18 @@ class Span(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A plane's bytes go from one span to another of the same size; the two may overlap."""
+    """A plane's bytes go from one place to another of the same size; the two may overlap."""
 
     name: str
-    source: Span
-    target: Span
+    source: ByteRange
+    target: ByteRange
 
 
 @dataclass
 class _Plane:
     name: str
-    now: Span
-    goal: Span
+    now: ByteRange
+    goal: ByteRange
     stepped_aside: bool = False
 
 
@@ -77,20 +77,22 @@ def _planes(old: Layout, new: Layout) -> list[_Plane]:
         for kind in PLANE_KINDS:
             if kind != "grad" and layout.plane_bytes[kind]:
                 name = f"{kind} of {old.model.groups[group].name}"
-                found.append(_Plane(name, _span(old, kind, group), _span(new, kind, group)))
+                found.append(_Plane(name, _place_of(old, kind, group), _place_of(new, kind, group)))
     return found
 
 
-def _span(layout: Layout, kind: PlaneKind, group: int) -> Span:
+def _place_of(layout: Layout, kind: PlaneKind, group: int) -> ByteRange:
     slot = layout.slots[layout.plane_slot(kind, group)]
-    return Span(slot.memory, slot.offset, slot.num_bytes)
+    return ByteRange(slot.memory, slot.offset, slot.num_bytes)
 
 
-def _is_free(span: Span, planes: list[_Plane], mover: _Plane) -> bool:
-    return not any(p is not mover and p.now.overlaps(span) for p in planes)
+def _is_free(place: ByteRange, planes: list[_Plane], mover: _Plane) -> bool:
+    return not any(p is not mover and p.now.overlaps(place) for p in planes)
 
 
-def _step_aside(pending: list[_Plane], planes: list[_Plane], capacity: Mapping[Memory, int]) -> tuple[_Plane, Span]:
+def _step_aside(
+    pending: list[_Plane], planes: list[_Plane], capacity: Mapping[Memory, int]
+) -> tuple[_Plane, ByteRange]:
     """A plane of a circle, each once, and free space for it, away from where others go if possible."""
     waiting = sorted((p for p in pending if not p.stepped_aside), key=lambda p: p.now.num_bytes)
     for avoid_goals in (True, False):
@@ -105,11 +107,11 @@ def _step_aside(pending: list[_Plane], planes: list[_Plane], capacity: Mapping[M
     raise ValueError(f"planes are in each other's way, and neither arena has {smallest} bytes free in one piece")
 
 
-def _gap(num_bytes: int, memory: Memory, taken: list[Span], capacity: int) -> Span | None:
-    """The first free span of so many bytes."""
+def _gap(num_bytes: int, memory: Memory, taken: list[ByteRange], capacity: int) -> ByteRange | None:
+    """The first free place of so many bytes."""
     start = 0
-    for span in sorted((s for s in taken if s.memory == memory), key=lambda s: s.offset):
-        if span.offset - start >= num_bytes:
+    for place in sorted((s for s in taken if s.memory == memory), key=lambda s: s.offset):
+        if place.offset - start >= num_bytes:
             break
-        start = max(start, span.offset + span.num_bytes)
-    return Span(memory, start, num_bytes) if capacity - start >= num_bytes else None
+        start = max(start, place.offset + place.num_bytes)
+    return ByteRange(memory, start, num_bytes) if capacity - start >= num_bytes else None

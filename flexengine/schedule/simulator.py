@@ -13,7 +13,7 @@ from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
-from flexengine.schedule.commands import STREAM_INDEX, STREAMS, Command, Program, Stream, cpu_turn
+from flexengine.schedule.commands import STREAM_INDEX, STREAMS, Command, Program, Stream, cpu_priority
 
 
 class Rates(NamedTuple):
@@ -125,7 +125,7 @@ class _Simulation:
             self.cpu_ready.append(queue[self.heads[i]])
             self.heads[i] += 1
         if self.running[i] is None and self.cpu_ready:
-            command = min(self.cpu_ready, key=cpu_turn)
+            command = min(self.cpu_ready, key=cpu_priority)
             self.cpu_ready.remove(command)
             self._start(i, command, now)
         return self._ready_s(queue[self.heads[i]]) if self.heads[i] < len(queue) else inf

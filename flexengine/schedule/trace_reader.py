@@ -82,8 +82,8 @@ def expanded(trace: Trace) -> Iterator[tuple[TracePart, float]]:
     """Every run of every part, and by how many seconds it is later than the part is drawn in the trace."""
     later_s = 0.0
     for part in trace.parts:
-        for turn in range(part.repeats):
-            yield part, later_s + turn * part.seconds
+        for repeat in range(part.repeats):
+            yield part, later_s + repeat * part.seconds
         later_s += (part.repeats - 1) * part.seconds
 
 

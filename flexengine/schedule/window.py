@@ -17,7 +17,7 @@ class CarriedPlace(NamedTuple):
     grad_offset: int
 
 
-class WindowLayout(NamedTuple):
+class WindowPlaces(NamedTuple):
     """What a layer carries, and the bytes of both windows."""
 
     places: tuple[CarriedPlace, ...]
@@ -31,7 +31,7 @@ class WindowLayout(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def window_layout(ops: tuple[Op, ...], sequence_tokens: int, chunk_tokens: int, compute_bytes: int) -> WindowLayout:
+def window_places(ops: tuple[Op, ...], sequence_tokens: int, chunk_tokens: int, compute_bytes: int) -> WindowPlaces:
     """Places for sequences of at most `sequence_tokens` tokens. Gradients take 8 bytes in float64 runs, else 4."""
     grad_bytes = FLOAT64_BYTES if compute_bytes == FLOAT64_BYTES else 4
     places, end, grad_end = [], 0, 0
@@ -41,4 +41,4 @@ def window_layout(ops: tuple[Op, ...], sequence_tokens: int, chunk_tokens: int, 
         places.append(CarriedPlace(spec, end, grad_end))
         end += align(spec.num_bytes(chunk_tokens, compute_bytes))
         grad_end += align(spec.elements(chunk_tokens) * grad_bytes)
-    return WindowLayout(tuple(places), end, grad_end)
+    return WindowPlaces(tuple(places), end, grad_end)

@@ -5,10 +5,10 @@ import torch
 
 from flexengine.kernels import latent_heads
 from flexengine.ops import latent_heads as plain
-from flexengine.ops.latent_heads import HeadLayout, Rotation
+from flexengine.ops.latent_heads import HeadSizes, Rotation
 
 DTYPES = [torch.float32, torch.bfloat16]
-LAYOUTS = [HeadLayout(1, 1, 2, 1), HeadLayout(3, 20, 12, 17), HeadLayout(5, 16, 8, 24)]
+LAYOUTS = [HeadSizes(1, 1, 2, 1), HeadSizes(3, 20, 12, 17), HeadSizes(5, 16, 8, 24)]
 
 
 def rotation_of(tokens, heads, interleaved, device):
@@ -104,7 +104,7 @@ def test_refuses_rows_of_another_width(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", [HeadLayout(16, 128, 64, 128), HeadLayout(128, 128, 64, 128)], ids=str)
+@pytest.mark.parametrize("heads", [HeadSizes(16, 128, 64, 128), HeadSizes(128, 128, 64, 128)], ids=str)
 def test_on_gpu(checks, gpu, heads, dtype):
     check_forward(checks, 1025, heads, 512, True, dtype, gpu)
     for accumulate in (False, True):

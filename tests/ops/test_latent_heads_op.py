@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from flexengine.ops.latent_heads import HeadLayout, LatentHeads
+from flexengine.ops.latent_heads import HeadSizes, LatentHeads
 
-LAYOUTS = [HeadLayout(1, 1, 2, 1), HeadLayout(3, 5, 4, 7), HeadLayout(4, 3, 6, 9)]
+LAYOUTS = [HeadSizes(1, 1, 2, 1), HeadSizes(3, 5, 4, 7), HeadSizes(4, 3, 6, 9)]
 LATENT, SCALING = 5, 1.3
 PARTS = ("q", "kv", "kv_a")
 
@@ -77,6 +77,6 @@ def test_scores_do_not_depend_on_where_pairs_lie(harness, checks):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("previous", [False, True])
 def test_on_cuda(make_harness, checks, previous, dtype):
-    heads = HeadLayout(16, 128, 64, 128)
+    heads = HeadSizes(16, 128, 64, 128)
     tolerance = checks.GPU_TOLERANCE[dtype]
     check(make_harness("cuda", dtype), checks, heads, True, (300, 1, 212), previous, tolerance)

@@ -34,7 +34,7 @@ from flexengine.planner.sizes import chunk_sizes
 from flexengine.planner.solver import RoundProblem
 from flexengine.planner.tables import NUM_LEVELS
 from flexengine.planner.templates import Templates
-from flexengine.schedule.group_layout import DTYPE_BYTES
+from flexengine.schedule.group_storage import DTYPE_BYTES
 from flexengine.schedule.layout import Layout
 
 MARGIN = 1.1

@@ -219,7 +219,7 @@ def test_in_ranges_every_command_is_issued_inside_its_own(timed: bool):
     assert [label for label in said if label] == [c.label for c in program.commands]
     assert called == [(c.label, c.label) for c in program.commands if c.stream is Stream.COMPUTE]
     assert [first for first, _, _ in submitted] == [0, *(last for _, last, _ in submitted[:-1])]
-    assert submitted[-1][1] == bench.issue._batch.num_operations
+    assert submitted[-1][1] == bench.issue._prepared.num_operations
     assert [label for _, _, label in submitted] == ["", *(c.label for c in program.commands for _ in range(2)), ""]
     bench.close()
 

@@ -4,31 +4,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexengine.schedule.packing import PackedChunk, Piece, pack, round_shape
+from flexengine.schedule.packing import PackedChunk, SequenceRange, pack, packed_shape
 
 
-def pieces(rounds):
-    return [[[tuple(p) for p in chunk.pieces] for chunk in chunks] for chunks in rounds]
+def ranges(rounds):
+    return [[[tuple(p) for p in chunk.ranges] for chunk in chunks] for chunks in rounds]
 
 
 def test_whole_sequences_fill_chunks_in_order():
-    assert pieces(pack([4, 3, 2, 6], chunk_tokens=8, chunks_per_round=2)) == [
+    assert ranges(pack([4, 3, 2, 6], chunk_tokens=8, chunks_per_round=2)) == [
         [[(0, 0, 4), (1, 0, 3)], [(2, 0, 2), (3, 0, 6)]],
     ]
 
 
 def test_a_full_round_starts_another():
-    assert pieces(pack([8, 8, 8], chunk_tokens=8, chunks_per_round=2)) == [[[(0, 0, 8)], [(1, 0, 8)]], [[(2, 0, 8)]]]
+    assert ranges(pack([8, 8, 8], chunk_tokens=8, chunks_per_round=2)) == [[[(0, 0, 8)], [(1, 0, 8)]], [[(2, 0, 8)]]]
 
 
 def test_a_long_sequence_becomes_slices_of_its_own():
     (chunks,) = pack([3, 20, 2], chunk_tokens=8, chunks_per_round=5)
     assert chunks == [
-        PackedChunk((Piece(0, 0, 3),)),
-        PackedChunk((Piece(1, 0, 8),), 1, 3),
-        PackedChunk((Piece(1, 8, 8),), 1, 3),
-        PackedChunk((Piece(1, 16, 4),), 1, 3),
-        PackedChunk((Piece(2, 0, 2),)),
+        PackedChunk((SequenceRange(0, 0, 3),)),
+        PackedChunk((SequenceRange(1, 0, 8),), 1, 3),
+        PackedChunk((SequenceRange(1, 8, 8),), 1, 3),
+        PackedChunk((SequenceRange(1, 16, 4),), 1, 3),
+        PackedChunk((SequenceRange(2, 0, 2),)),
     ]
 
 
@@ -40,7 +40,7 @@ def test_slices_stay_in_one_round():
 
 def test_a_shape_has_full_chunks_and_the_starts_of_slices():
     (chunks,) = pack([3, 20], chunk_tokens=8, chunks_per_round=4)
-    shape = round_shape(chunks, 8).chunks
+    shape = packed_shape(chunks, 8).chunks
     assert [(c.tokens, c.seq_len, c.start, c.is_slice) for c in shape] == [
         (8, 8, 0, False),
         (8, 8, 0, True),
@@ -51,7 +51,7 @@ def test_a_shape_has_full_chunks_and_the_starts_of_slices():
 
 def test_rounds_of_equal_structure_share_a_shape():
     one, other = (pack(lengths, 8, 2)[0] for lengths in ([5, 3, 7], [8, 2]))
-    assert round_shape(one, 8) == round_shape(other, 8)
+    assert packed_shape(one, 8) == packed_shape(other, 8)
 
 
 @given(
@@ -62,15 +62,15 @@ def test_rounds_of_equal_structure_share_a_shape():
 def test_every_token_appears_once_in_order(lengths, chunk_tokens, spare):
     chunks_per_round = -(-max(lengths) // chunk_tokens) + spare
     rounds = pack(lengths, chunk_tokens, chunks_per_round)
-    found = [(p.sequence, t) for r in rounds for c in r for p in c.pieces for t in range(p.start, p.start + p.length)]
+    found = [(p.sequence, t) for r in rounds for c in r for p in c.ranges for t in range(p.start, p.start + p.length)]
     assert found == [(i, t) for i, n in enumerate(lengths) for t in range(n)]
     for chunks in rounds:
         assert 1 <= len(chunks) <= chunks_per_round
         for number, chunk in enumerate(chunks):
             assert 1 <= chunk.tokens <= chunk_tokens
-            cut = any(p.length < lengths[p.sequence] for p in chunk.pieces)
+            cut = any(p.length < lengths[p.sequence] for p in chunk.ranges)
             assert cut == (chunk.first_slice >= 0)
-            assert not cut or (len(chunk.pieces) == 1 and chunk.first_slice <= number <= chunk.last_slice)
+            assert not cut or (len(chunk.ranges) == 1 and chunk.first_slice <= number <= chunk.last_slice)
 
 
 @pytest.mark.parametrize(

@@ -7,20 +7,20 @@ import pytest
 
 from flexengine.plan import GroupPlan, Request
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.relocation import Span, _gap, _Plane, _step_aside, relocation
+from flexengine.schedule.relocation import ByteRange, _gap, _Plane, _step_aside, relocation
 from tests.schedule.small_plans import FLOAT32, random_plan, resident_plan, small_model
 
 STREAMED, RESIDENT = GroupPlan(), GroupPlan("gpu", "gpu", "gpu")
 
 
-def homes(layout: Layout) -> dict[str, Span]:
+def homes(layout: Layout) -> dict[str, ByteRange]:
     spans = {}
     for group in range(len(layout.groups)):
         for kind in ("weights", "remainder", "exp_avg", "exp_avg_sq"):
             if layout.groups[group].plane_bytes[kind]:
                 slot = layout.slots[layout.plane_slot(kind, group)]
                 name = f"{kind} of {layout.model.groups[group].name}"
-                spans[name] = Span(slot.memory, slot.offset, slot.num_bytes)
+                spans[name] = ByteRange(slot.memory, slot.offset, slot.num_bytes)
     return spans
 
 
@@ -68,12 +68,12 @@ def test_planes_that_wait_for_each_other_step_aside():
 
 
 def test_without_room_to_step_aside_it_says_so():
-    left, right = Span("gpu", 0, 10), Span("gpu", 10, 10)
+    left, right = ByteRange("gpu", 0, 10), ByteRange("gpu", 10, 10)
     planes = [_Plane("a", left, right), _Plane("b", right, left)]
     with pytest.raises(ValueError, match="neither arena has 10 bytes free"):
         _step_aside(planes, planes, {"gpu": 20, "host": 9})
     mover, gap = _step_aside(planes, planes, {"gpu": 20, "host": 10})
-    assert (mover.name, gap) == ("a", Span("host", 0, 10))
+    assert (mover.name, gap) == ("a", ByteRange("host", 0, 10))
 
 
 def test_a_larger_layout_is_refused():
@@ -83,7 +83,7 @@ def test_a_larger_layout_is_refused():
 
 
 def test_gaps_are_found_before_between_and_after():
-    taken = [Span("gpu", 10, 10), Span("gpu", 30, 10), Span("host", 0, 99)]
-    assert _gap(10, "gpu", taken, 100) == Span("gpu", 0, 10)
-    assert _gap(11, "gpu", taken, 100) == Span("gpu", 40, 11)
+    taken = [ByteRange("gpu", 10, 10), ByteRange("gpu", 30, 10), ByteRange("host", 0, 99)]
+    assert _gap(10, "gpu", taken, 100) == ByteRange("gpu", 0, 10)
+    assert _gap(11, "gpu", taken, 100) == ByteRange("gpu", 40, 11)
     assert _gap(61, "gpu", taken, 100) is None

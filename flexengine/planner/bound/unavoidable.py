@@ -18,11 +18,11 @@ from flexengine.plan import Numerics, Request
 from flexengine.planner.bound.recompute_hull import Keeping, lower_hull, recomputed, save_choices
 from flexengine.planner.cost.cost_model import CostModel, full_rounds, round_shape, rounds_per_step
 from flexengine.planner.cost.memory import GPU_SLACK_BYTES
-from flexengine.schedule.group_layout import DTYPE_BYTES, PLANE_KINDS, element_bytes, group_layout
+from flexengine.schedule.group_storage import DTYPE_BYTES, PLANE_KINDS, element_bytes, group_storage
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram
 from flexengine.schedule.save_sets import savable_ops
-from flexengine.schedule.window import window_layout
+from flexengine.schedule.window import window_places
 
 
 @dataclass(frozen=True)
@@ -236,13 +236,13 @@ class SizeWork:
         program = compile_layer(block, savable_ops(block.ops), (), self._largest_chunk, width)
         window = 0
         if self.shape.chunks[0].is_slice:
-            window = window_layout(block.ops, self.step.request.max_seq_len, self.chunk_tokens, width).total_bytes
+            window = window_places(block.ops, self.step.request.max_seq_len, self.chunk_tokens, width).total_bytes
         return self._accumulator_bytes(block) + self._hidden_bytes + window + self._widest_step(program)
 
     def _accumulator_bytes(self, layer: LayerSpec) -> int:
         groups = (self.step.model.groups[g] for g in layer.groups)
         numerics = self.step.request.numerics
-        return sum(group_layout(g, numerics).part_numel for g in groups if not g.frozen) * self.step.acc_bytes
+        return sum(group_storage(g, numerics).part_numel for g in groups if not g.frozen) * self.step.acc_bytes
 
     @property
     def _largest_chunk(self) -> int:
@@ -270,7 +270,7 @@ class SizeWork:
 def plane_bytes(group: GroupSpec, numerics: Numerics) -> Counter[str]:
     """Bytes of a group's planes by kind, without padding."""
     planes = Counter[str]()
-    for segment in group_layout(group, numerics).segments:
+    for segment in group_storage(group, numerics).segments:
         for plane in segment.planes:
             planes[plane.kind] += segment.numel * element_bytes(plane.dtype)
     return planes

@@ -18,7 +18,7 @@ from flexengine.ops.base import Work
 from flexengine.plan import GroupPlan, Home
 from flexengine.planner.cost.cost_model import CostModel, stage_calls
 from flexengine.schedule.commands import Command, CommandName, CopyRegion, Stream
-from flexengine.schedule.group_layout import GroupLayout
+from flexengine.schedule.group_storage import GroupStorage
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram
 from flexengine.schedule.lowering import ChunkShape, RoundShape
@@ -90,7 +90,7 @@ def issue_s(cost: CostModel, kind: str, program: LayerProgram | None = None) -> 
 
 
 def group_loads(
-    group: GroupLayout, level: GroupPlan, use: GroupUse, rounds: int, acc_bytes: int, cost: CostModel
+    group: GroupStorage, level: GroupPlan, use: GroupUse, rounds: int, acc_bytes: int, cost: CostModel
 ) -> np.ndarray:
     """Loads [12] of a parameter group: weights per round, gradients per round, and the optimizer's update (but for
     its issue, which the size of the tiles decides)."""

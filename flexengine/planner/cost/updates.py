@@ -13,7 +13,7 @@ import numpy as np
 from flexengine.plan import GroupPlan
 from flexengine.planner.cost.cost_model import CostModel
 from flexengine.planner.cost.loads import home_of, issue_s, link_seconds
-from flexengine.schedule.group_layout import GroupLayout
+from flexengine.schedule.group_storage import GroupStorage
 from flexengine.schedule.simulator import cpu_share
 
 NUM_COPIES = 2
@@ -39,7 +39,7 @@ class Stations(NamedTuple):
         return max(link_s, way_s / slots) if self.h2d_s else 0.0, self.compute_s, self.issue_s, self.cpu_s
 
 
-def stations(group: GroupLayout, level: GroupPlan, tile: int, cost: CostModel) -> Stations:
+def stations(group: GroupStorage, level: GroupPlan, tile: int, cost: CostModel) -> Stations:
     """Seconds of a group's tiles of at most `tile` elements under a level of residency."""
     p = cost.profile
     planes = group.plane_bytes

@@ -15,12 +15,12 @@ from flexengine.schedule.commands import (
     CopyRegion,
     Program,
     ProgramBuilder,
+    SlotOffset,
     Stream,
-    TilePlane,
     UpdateTile,
 )
 from flexengine.schedule.fixed_slots import HOST_GRAD_NORM, HOST_SCALES, SCALAR_BYTES, SCALE_BYTES
-from flexengine.schedule.group_layout import PLANE_KINDS, Segment, element_bytes
+from flexengine.schedule.group_storage import PLANE_KINDS, Segment, element_bytes
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.slots import PlaneKind, Slot, overlapping_slots
 
@@ -107,7 +107,7 @@ def lower_cpu_update(
             builder.holds(*access)
     writes = [Access(slot, f"updated {content}") for kind, (slot, content) in held.items() if kind != "grad"]
     for segment in layout.groups[group].segments:
-        tile = {plane.kind: TilePlane(held[plane.kind].slot, plane.start) for plane in segment.planes}
+        tile = {plane.kind: SlotOffset(held[plane.kind].slot, plane.start) for plane in segment.planes}
         args = UpdateTile(group, segment.name, 0, segment.numel, tile)
         work, label = Work(memory_bytes=_touched_bytes(segment) * left), f"{name} {segment.name}"
         reads = [*(access for kind, access in held.items() if kind != "grad"), *grads, scale]
@@ -146,7 +146,7 @@ def _lower_tile(builder: ProgramBuilder, layout: Layout, tile: _Tile, number: in
     resident = {kind: access for kind, access in contents.items() if kind not in streamed}
     for access in contents.values():
         builder.holds(*access)
-    planes = {kind: TilePlane(access.slot, 0) for kind, access in resident.items()}
+    planes = {kind: SlotOffset(access.slot, 0) for kind, access in resident.items()}
     reads = list(resident.values())
     writes = [access for kind, access in resident.items() if kind != "grad"]
     staging = layout.slot("tile", index=number) if streamed else -1
@@ -155,7 +155,7 @@ def _lower_tile(builder: ProgramBuilder, layout: Layout, tile: _Tile, number: in
         for kind, (slot, _) in streamed.items()
     }
     if streamed:
-        planes.update({kind: TilePlane(staging, layout.tile_offsets[kind]) for kind in streamed})
+        planes.update({kind: SlotOffset(staging, layout.tile_offsets[kind]) for kind in streamed})
         sources, targets = list(streamed.values()), [Access(staging, f"tile {name}")]
         fetch = CommandName("fetch", "tile", name)
         builder.add("copy", fetch, Stream.H2D, sources, targets, copies=tuple(fetched.values()))

@@ -35,7 +35,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class GroupLayout:
+class GroupStorage:
     """How one group's elements are stored: matrices first, then vectors, per plane kind.
 
     offsets: parameter -> first element. plane_bytes: bytes of every plane kind's slot. parts: what crosses the link
@@ -70,20 +70,20 @@ class GroupLayout:
 PLANE_KINDS: tuple[PlaneKind, ...] = ("weights", "remainder", "exp_avg", "exp_avg_sq", "grad")
 
 
-_KNOWN: dict[tuple, GroupLayout] = {}  # all who ask share a layout, so nobody can write to it
+_KNOWN: dict[tuple, GroupStorage] = {}  # all who ask share a layout, so nobody can write to it
 
 
-def group_layout(group: GroupSpec, numerics: Numerics) -> GroupLayout:
+def group_storage(group: GroupSpec, numerics: Numerics) -> GroupStorage:
     """Planes of a group. Vectors always keep float32 states and, beside bf16 weights, the exact remainder. What is
     frozen has weights alone."""
     params = tuple((p.name, p.shape, p.kind) for p in group.params)
     key = (params, group.frozen, group.divisions, group.cut, group.num_parts, numerics)
     if key not in _KNOWN:
-        _KNOWN[key] = _group_layout(group, numerics)
+        _KNOWN[key] = _group_storage(group, numerics)
     return _KNOWN[key]
 
 
-def _group_layout(group: GroupSpec, numerics: Numerics) -> GroupLayout:
+def _group_storage(group: GroupSpec, numerics: Numerics) -> GroupStorage:
     offsets, numel = {}, 0
     for kind in ("matrix", "vector"):
         for param in group.params:
@@ -111,7 +111,7 @@ def _group_layout(group: GroupSpec, numerics: Numerics) -> GroupLayout:
         if count:
             segments.append(Segment(name, first, count, tuple(planes)))
     parts = parts_of(group, offsets)
-    return GroupLayout(MappingProxyType(offsets), numel, tuple(segments), MappingProxyType(ends), parts)
+    return GroupStorage(MappingProxyType(offsets), numel, tuple(segments), MappingProxyType(ends), parts)
 
 
 def is_split(segment: str, numerics: Numerics) -> bool:
