@@ -3,9 +3,10 @@
     python -m bench.tokenizing --tokens 20000000 --json out.json
 
 Texts of the bundled demo's words are tokenized by `tokenizers.encode_batch` alone, then read from a file of JSON lines
-and tokenized into a cache as `train` does it, by the same tokenizer on the same cores; seconds are of the wall, so run
-it on a calm machine (of the CPU where they say so). Then an epoch's batches are drawn from a shard of random tokens in a process of its own, whose
-resident set is told. Conversations of one length in tokens, cut into more and more turns, show how time grows.
+and tokenized into a cache as `train` does it, by the same tokenizer on the same cores. Seconds are of the wall, so run
+it on a calm machine, or of the CPU where they say so. Then an epoch's batches are drawn from a shard of random
+tokens in a process of its own, whose resident set is told. Conversations of one length in tokens, cut into more and
+more turns, show how time grows.
 """
 
 from __future__ import annotations

@@ -32,11 +32,22 @@ class Rendered(NamedTuple):
 
 
 class Marked(NamedTuple):
-    """A conversation as text, its trained spans in order, and how many turns the template keeps from being trained."""
+    """A conversation as text, its trained spans in order, and how many turns the template keeps from being trained.
+
+    is_ended: a special token ends the last span, so that the model learns to stop.
+    """
 
     text: str
     spans: list[Span]
-    num_rewritten: int
+    num_rewritten: int = 0
+    is_ended: bool = True
+
+
+class AddedTokens(NamedTuple):
+    """Texts of the tokens that a tokenizer finds before it splits a text: all of them, and the special ones."""
+
+    every: Sequence[str]
+    special: Sequence[str]
 
 
 class LeftOutError(ValueError):
@@ -47,10 +58,10 @@ Render = Callable[[Sequence[Message], bool], Rendered]
 """(messages, add_generation_prompt) -> text; raises ValueError where the template refuses them."""
 
 
-def mark(record: Record, render: Render, marks: bool, special_tokens: Sequence[str], train_on: TrainOn) -> Marked:
+def mark(record: Record, render: Render, marks: bool, tokens: AddedTokens, train_on: TrainOn) -> Marked:
     """The rendered conversation with its trained spans.
 
-    marks: the template has `{% generation %}`. special_tokens: texts of tokens that may close a turn.
+    marks: the template has `{% generation %}`. tokens: the special ones may close a turn.
     Raises LeftOutError for a record that the template loses a part of, or whose answers it rewrites.
     """
     messages = record.messages
@@ -65,13 +76,19 @@ def mark(record: Record, render: Render, marks: bool, special_tokens: Sequence[s
         spans = _by_marks(messages, whole, wanted, answers, render)
         looked_in = dict.fromkeys(wanted, "".join(whole.text[span.start : span.end] for span in spans))
     else:
-        prefixes = _Prefixes(messages, whole.text, render, special_tokens)
+        prefixes = _Prefixes(messages, whole.text, render, tokens)
         found = {i: span for i in wanted if (span := prefixes.span(i)) is not None}
         if wanted and not found:
             raise LeftOutError("the chat template writes the answer otherwise than it asks for it")
         spans, looked_in = list(found.values()), {i: whole.text[s.start : s.end] for i, s in found.items()}
     _check_nothing_is_lost(record, whole.text, looked_in)
-    return Marked(whole.text, spans, len(wanted) - len(looked_in) if train_on != "all" else 0)
+    num_rewritten = len(wanted) - len(looked_in) if train_on != "all" else 0
+    is_ended = not spans or _is_ended(whole.text[: spans[-1].end], tokens)
+    return Marked(whole.text, spans, num_rewritten, is_ended)
+
+
+def _is_ended(text: str, tokens: AddedTokens) -> bool:
+    return text.rstrip().endswith(tuple(tokens.special))
 
 
 def _by_marks(
@@ -90,8 +107,8 @@ def _by_marks(
 class _Prefixes:
     """Finds the span of a turn by rendering the conversation before it and up to it."""
 
-    def __init__(self, messages: Sequence[Message], text: str, render: Render, special_tokens: Sequence[str]) -> None:
-        self._messages, self._text, self._render, self._special = messages, text, render, special_tokens
+    def __init__(self, messages: Sequence[Message], text: str, render: Render, tokens: AddedTokens) -> None:
+        self._messages, self._text, self._render, self._tokens = messages, text, render, tokens
 
     def span(self, i: int) -> Span | None:
         """None where the whole conversation does not begin with turn i as it was asked for and answered."""
@@ -110,17 +127,17 @@ class _Prefixes:
     def _start_without_opening(self, i: int, asked: str, up_to: str) -> int | None:
         """Where an answer begins that lacks the end of the generation prompt, as one that opens a reasoning.
 
-        The two must agree to the end of a special token that the generation prompt wrote.
+        The two must agree to the end of a line or of an added token that the generation prompt wrote.
         """
         common = commonprefix([asked, up_to])  # noqa: RUF071, characters are what is compared
-        ends = [at + len(token) for token in self._special if (at := common.rfind(token)) >= 0]
+        ends = [at + len(token) for token in (*self._tokens.every, "\n") if (at := common.rfind(token)) >= 0]
         history = self._render(self._messages[:i], False).text if i else ""
         return max(ends) if ends and asked.startswith(history) and max(ends) > len(history) else None
 
     def _shared(self, up_to: str) -> str:
         """What the whole conversation shares with that up to a turn, which may add tokens that close a conversation."""
         while not self._text.startswith(up_to):
-            closing = next((token for token in self._special if up_to.rstrip().endswith(token)), None)
+            closing = next((token for token in self._tokens.special if up_to.rstrip().endswith(token)), None)
             if closing is None:
                 return ""
             up_to = up_to.rstrip()[: -len(closing)]
@@ -128,8 +145,7 @@ class _Prefixes:
 
     def _without_space_after_end(self, turn: str) -> str:
         """Cuts the white space that some templates write after the end-of-turn token: no model has to learn it."""
-        stripped = turn.rstrip()
-        return stripped if any(stripped.endswith(token) for token in self._special) else turn
+        return turn.rstrip() if _is_ended(turn, self._tokens) else turn
 
 
 # ---- nothing is lost without a word ----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from typing import Any
 
 from tokenizers import Encoding, Tokenizer
 
-from flexengine.data.masks import LeftOutError, Marked, Rendered, Span, TrainOn, mark
+from flexengine.data.masks import AddedTokens, LeftOutError, Marked, Rendered, Span, TrainOn, mark
 from flexengine.data.records import IGNORE, Message, Record, TokenizedRecord
 from flexengine.wording import parse_json, shown
 
@@ -75,8 +75,8 @@ class ChatTokenizer:
         self.notes: Counter[str] = Counter()
         self._variables = {**(special_tokens or {}), "bos_token": bos_token, "eos_token": eos_token}
         self._marks_generation = MARKS_GENERATION.search(self.template) is not None
-        added = tokenizer.get_added_tokens_decoder().values()
-        self._special_tokens = sorted((t.content for t in added if t.special), key=len, reverse=True)
+        added = sorted(tokenizer.get_added_tokens_decoder().values(), key=lambda token: -len(token.content))
+        self._added = AddedTokens([t.content for t in added], [t.content for t in added if t.special])
         self._ends = tuple(tokenizer.token_to_id(token) if token else None for token in (bos_token, eos_token))
         self._warned: set[str] = set()
         _check_template(self.template)
@@ -98,7 +98,7 @@ class ChatTokenizer:
     def stop_ids(self) -> frozenset[int]:
         """Ids that end a generated answer: the end-of-sequence token and the token that closes an assistant turn."""
         turn = self._render([Message("user", "a"), Message("assistant", "b")]).text
-        closing = [t for t in self._special_tokens if turn.rstrip().endswith(t)]
+        closing = [t for t in self._added.special if turn.rstrip().endswith(t)]
         ids = (self.tokenizer.token_to_id(token) for token in (self.eos_token, *closing) if token)
         return frozenset(i for i in ids if i is not None)
 
@@ -182,7 +182,7 @@ class ChatTokenizer:
         if record.tokens is not None:
             return None
         if record.text is not None:
-            return Marked(record.text, [], 0)
+            return Marked(record.text, [])
         found = self._mark_conversation(record)
         if found.num_rewritten:
             self.notes["answers are context only, since the chat template rewrites them in later turns"] += (
@@ -191,6 +191,10 @@ class ChatTokenizer:
             self._warn_once(
                 "the chat template rewrites earlier turns; of such a conversation only the last are trained"
             )
+        if not found.is_ended:
+            self.notes[
+                "conversations end without a token that ends a turn, so that the model may not learn to stop"
+            ] += 1
         if not self.has_own_template:
             self._warn_once(
                 f"the model has no chat template; conversations are written with this one, which is exported with the "
@@ -205,7 +209,7 @@ class ChatTokenizer:
         refused: ValueError | None = None
         for variant in _variants(record):
             try:
-                return mark(variant, render, self._marks_generation, self._special_tokens, self.train_on)
+                return mark(variant, render, self._marks_generation, self._added, self.train_on)
             except LeftOutError:
                 raise
             except ValueError as error:

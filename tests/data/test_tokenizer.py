@@ -110,6 +110,20 @@ def test_marks_of_a_turn_are_found_where_only_some_turns_are_trained():
     assert targets(chat, Record(messages=TURNS[1:])) == ["Rome.<|end|>"]
 
 
+def test_an_answer_that_lacks_the_opening_it_is_asked_with_begins_after_what_they_share():
+    opened = "{% for m in messages %}<|user|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}"
+    opened += "{% if add_generation_prompt %}<|user|>assistant\n(thinks:{% endif %}"
+    said = Message("assistant", "(thinking is over) Rome.")  # shares "(think" with the opening, which is no boundary
+    assert targets(with_template(opened), Record(messages=(TURNS[1], said))) == ["(thinking is over) Rome.<|end|>"]
+
+
+def test_conversations_without_an_end_are_counted():
+    chat = with_template("{% for m in messages %}<|user|>{{ m.content }}{% endfor %}")
+    list(chat.encode_records([Record(messages=TURNS[1:])] * 3))
+    (note,) = chat.notes.items()
+    assert note == ("conversations end without a token that ends a turn, so that the model may not learn to stop", 3)
+
+
 LATIN = st.text(st.characters(categories=["L", "N", "P", "Zs"], exclude_characters="<>|"), max_size=12)
 
 
