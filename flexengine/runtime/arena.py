@@ -60,11 +60,11 @@ class Arenas:
         return buffer.tensor
 
     def bytes_view(self, memory: Memory, offset: int, num_bytes: int) -> Tensor:
-        """uint8 view of a range."""
+        """View `num_bytes` bytes of an arena as uint8."""
         return self._typed[memory][torch.uint8].narrow(0, offset, num_bytes)
 
     def view(self, slot: Slot, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Contiguous tensor of `shape` and `dtype` at `offset` bytes into a slot (aligned to the element)."""
+        """View a slot from `offset` bytes on as a contiguous tensor; the offset is aligned to the element."""
         stride, count = [], 1
         for size in reversed(shape):
             stride.append(count)
@@ -76,13 +76,14 @@ class Arenas:
         return self._typed[slot.memory][dtype].as_strided(shape, stride[::-1], start)
 
     def fill(self, memory: Memory, byte: int) -> None:
-        """Set every byte of an arena; 255 makes every float a NaN, which tests use to find reads of unwritten
-        memory.
+        """Set every byte of an arena.
+
+        255 makes every float a NaN, which tests use to find reads of unwritten memory.
         """
         self._typed[memory][torch.uint8].fill_(byte)
 
     def relocate(self, moves: Iterable[Move]) -> None:
-        """Carry out moves one after the other; blocks until the last has ended. Needs RELOCATION_PIECE_BYTES more."""
+        """Make moves one after the other; blocks until the last has ended. Takes RELOCATION_PIECE_BYTES more."""
         for move in moves:
             if move.source.overlaps(move.target):
                 self._shift(move.source, move.target)
@@ -118,5 +119,5 @@ class Arenas:
 
 
 def _whole(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """All of a byte buffer as another dtype, a tail shorter than one element left off."""
+    """View a byte buffer in another dtype, without a tail shorter than one element."""
     return raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)

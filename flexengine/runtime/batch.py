@@ -1,4 +1,4 @@
-"""From sequences of tokens to the batch slot of a round: ids, shifted labels, positions and lengths."""
+"""Fills the batch slot of a round from sequences: token ids, shifted labels, positions and lengths."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class BatchWriter:
         return self.arenas.view(slot, self.offsets[name] + chunk * rows * width, (count,), dtype)
 
     def write(self, batch: Sequences, chunks: list[PackedChunk]) -> list[ChunkContext]:
-        """Fill the host slot for one round; the previous round's copy from it must have finished."""
+        """Fill the host slot for one round. Order: the copy of the round before must have left it."""
         return [self._write_chunk(batch, chunk, i) for i, chunk in enumerate(chunks)]
 
     def _write_chunk(self, batch: Sequences, chunk: PackedChunk, i: int) -> ChunkContext:

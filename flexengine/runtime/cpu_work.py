@@ -1,4 +1,4 @@
-"""Commands of the CPU on threads of their own, while the host goes on issuing others."""
+"""Runs commands of the CPU on threads of their own, while the host goes on issuing others."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ class CpuWork:
         ]
 
     def start(self) -> None:
-        """Begin."""
+        """Start the threads."""
         for thread in self._threads:
             thread.start()
 
     def issued(self, index: int) -> None:
-        """The host has issued all commands up to this one."""
+        """Note that the host has issued all commands up to this one."""
         with self._changed:
             self._issued = index
             self._changed.notify_all()
 
     def abandon(self) -> None:
-        """End after the command that runs; blocks until then. What comes next raises a failure."""
+        """End after the running command. Blocks until then; later waits raise a failure."""
         with self._changed:
             self._abandoned = True
             self._changed.notify_all()

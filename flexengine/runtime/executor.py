@@ -61,8 +61,9 @@ class Executor:
         self._cpu_waits: dict[tuple[Program, Program], dict[int, frozenset[int]]] = {}
 
     def run(self, program: Program, handler: Handler, timed: bool = False) -> None:
-        """Issue all commands of a program; on CUDA returns before they have run. The CPU's run on a thread of their own
-        until `synchronize`, or until a later program needs what they leave.
+        """Issue all commands of a program; on CUDA returns before they have run.
+
+        Commands of the CPU run on a thread of their own, until `synchronize` or a later program needs what they leave.
 
         Order: `handler` is called by that thread, too, for commands of the CPU; what it looks at then must not change
         before `finish_cpu_work`.
@@ -81,7 +82,7 @@ class Executor:
 
     @contextmanager
     def on_compute_stream(self) -> Iterator[None]:
-        """What torch is given inside follows the programs of before, whichever stream its caller is on."""
+        """Make torch's calls inside follow earlier programs, whichever stream the caller is on."""
         if not self.on_cuda:
             yield
             return
@@ -89,7 +90,7 @@ class Executor:
             yield
 
     def finish_cpu_work(self) -> None:
-        """Block until the CPU's commands have ended. Raises what made one of them fail, every time."""
+        """Block until the CPU's commands have ended. Raises what made one fail, at every call."""
         if self._cpu_work is not None:
             self._cpu_work.join()
             self._cpu_work = None
@@ -100,7 +101,7 @@ class Executor:
         return work
 
     def _gate(self, program: Program) -> Call | None:
-        """What a command of `program` waits for before it is issued: work of the CPU for the program before."""
+        """A function that blocks until a command may be issued: the CPU may still work for the program before."""
         work = self._cpu_work
         if work is None:
             return None
@@ -127,7 +128,7 @@ class Executor:
         return self._timings()
 
     def start_clock(self) -> None:
-        """Begin the time that `began_s` counts; on CUDA when the compute stream gets here."""
+        """Set the time that `began_s` counts from; on CUDA it is when the compute stream gets here."""
         self._zero_s = time.perf_counter()
         if self.on_cuda:
             zero = Record(self.streams[Stream.COMPUTE], self._zero)
@@ -209,7 +210,7 @@ class Executor:
             self._timings, self._began_s = issue.timings, lambda: issue.began_s(self._zero)
 
     def _in_range(self, handler: Handler) -> Call:
-        """The handler, in a profile inside the range of the command."""
+        """The handler; in a profile, each call inside the range of its command."""
         range_of = self.range_of
         if range_of is None:
             return handler
@@ -247,7 +248,7 @@ class Executor:
             ]
 
     def _bind_copies(self, program: Program) -> dict[int, list[tuple[Tensor, Tensor]]]:
-        """(target, source) byte views of every copy command, made once per program."""
+        """Byte views (target, source) of every copy command, made once per program."""
         if program not in self._copies:
             self._copies[program] = {
                 c.index: [(self._bytes(program, r.target, r.target_offset, r.num_bytes),

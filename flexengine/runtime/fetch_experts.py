@@ -1,4 +1,4 @@
-"""Carries out a fetch of those experts of a part that have rows in some chunk of the round."""
+"""Copies those experts of a part to the GPU that have rows in some chunk of the round."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flexengine.schedule.slots import Slot
 
 
 def fetch_experts(args: FetchExperts, slots: tuple[Slot, ...], arenas: Arenas) -> None:
-    """From host memory to a weight slot, on the current stream; what the slot has of other experts stays.
+    """Copy touched experts from host memory to a weight slot, on the current stream; others stay as they are.
 
     Order: on CUDA it launches, and never waits for the device.
     """
@@ -31,7 +31,7 @@ def fetch_experts(args: FetchExperts, slots: tuple[Slot, ...], arenas: Arenas) -
 
 
 def _ends(region: CopyRegion, experts: int, slots: tuple[Slot, ...], arenas: Arenas) -> tuple[Tensor, Tensor]:
-    """Source and target in the widest words that every expert's share is whole ones of."""
+    """Source and target of a region as integers, in the widest type that divides every expert's share."""
     places = [(slots[region.source], region.source_offset), (slots[region.target], region.target_offset)]
     share = region.num_bytes // experts
     width = gcd(share, *(slot.offset + offset for slot, offset in places))
@@ -43,7 +43,7 @@ def _ends(region: CopyRegion, experts: int, slots: tuple[Slot, ...], arenas: Are
 
 
 def _bounds(args: FetchExperts, slots: tuple[Slot, ...], arenas: Arenas) -> Tensor:
-    """[chunks, experts + 1] of the part's experts: the slots of chunks lie side by side."""
+    """Bounds of rows [chunks, experts + 1] of the part's experts, as one view: chunks' slots lie side by side."""
     starts = [slots[slot].offset + offset for slot, offset in args.bounds]
     apart = starts[1] - starts[0] if len(starts) > 1 else 0
     assert starts == [starts[0] + apart * i for i in range(len(starts))], "bounds of chunks are equally far apart"

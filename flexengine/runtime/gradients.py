@@ -1,4 +1,4 @@
-"""The end of a layer's backward: accumulator into stored gradient, with the sum of squares of what was stored."""
+"""Ends a layer's backward: rounds the accumulator into the stored gradient, and sums the squares of what it stored."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flexengine.ops.base import use_kernel
 
-PIECE_ELEMENTS = 1 << 20
+ROUNDED_ELEMENTS = 1 << 20
 """Elements that the plain path works on at once, which bounds its temporaries to 24 MiB."""
 
 
@@ -26,6 +26,6 @@ def finish_gradient(
         norm_square.copy_(partial_squares.double().sum())
         return
     norm_square.zero_()
-    for acc, part in zip(accumulator.split(PIECE_ELEMENTS), stored.split(PIECE_ELEMENTS), strict=True):
+    for acc, part in zip(accumulator.split(ROUNDED_ELEMENTS), stored.split(ROUNDED_ELEMENTS), strict=True):
         part.copy_(acc + part.to(acc.dtype) if has_previous else acc)
         norm_square += part.double().square().sum()

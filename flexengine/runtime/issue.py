@@ -1,4 +1,4 @@
-"""A program bound to streams: what the executor hands over without thinking again.
+"""A program bound to streams, prepared once and issued many times.
 
 Copies, waits and records between two compute commands are one call into the transfer engine. The order is that of the
 program, command by command, because a wait for an event sees only records that were issued before it; an event still
@@ -94,8 +94,9 @@ class Issue:
         submit(prepared, self._issued[-1].last if self._issued else 0, prepared.num_operations)
 
     def cpu_work(self, call: Call, num_threads: int, before: CpuWork | None) -> CpuWork:
-        """The CPU's commands, for `call` to run when what they wait for has ended; to be started before `run`, which
-        tells it how far the host is.
+        """The CPU's commands as work that calls `call` for each when what it waits for has ended.
+
+        Order: start it before `run`, which tells it how far the host is.
 
         Events that they wait for are not recorded again by a later run before that: what records them touches bytes
         that the waiting command touches, so that it waits for it (`cpu_waits`).
@@ -108,7 +109,7 @@ class Issue:
             self.wait_for(wait)
 
     def _tell(self, index: int) -> None:
-        """All commands up to this one have been issued."""
+        """Tell the CPU's work that all commands up to this one have been issued."""
         if self._cpu_work is not None:
             self._cpu_work.issued(index)
 
@@ -121,14 +122,14 @@ class Issue:
         self._transfers.synchronize(self._ending(index))
 
     def _ending(self, index: int) -> int:
-        """The first event after a command on its stream."""
+        """The first event on a command's stream that is recorded when the command has ended."""
         stream = self.program.commands[index].stream
         later = (c.index for c in self.program.commands[index:] if c.stream is stream and c.index in self._signals)
         following = next(later, None)
         return self._joins[stream] if following is None else self._signals[following]
 
     def timings(self) -> list[tuple[float, float]]:
-        """(start, end) of every command of the last run in seconds since it began. Order: it has finished."""
+        """(start, end) of every command of the last run, in seconds since it began. Order: it has finished."""
         spans, free = [(0.0, 0.0)] * len(self.program.commands), 0.0
         for command in self.program.commands:
             if command.stream is not Stream.CPU:
@@ -197,7 +198,7 @@ class Issue:
             yield Record(stream, self._signals[command.index])
 
     def _join_streams(self) -> Iterator[Operation]:
-        """Every stream waits for what all others have been given so far."""
+        """Operations that make every stream wait for what all others have been given so far."""
         for name, stream in self._streams.items():
             yield Record(stream, self._joins[name])
         for name, stream in self._streams.items():

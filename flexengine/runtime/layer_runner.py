@@ -16,8 +16,10 @@ from flexengine.schedule.layout import Layout
 
 
 class LayerRunner:
-    """Executes LayerCalls of a layout. `chunks` are the contexts of the round in work; `buffers` are the model's, by
-    name."""
+    """Executes the layer calls of one layout.
+
+    chunks: the contexts of the round that is running. buffers: the model's buffers by name.
+    """
 
     def __init__(self, layout: Layout, arenas: Arenas, buffers: dict[str, Tensor]) -> None:
         self.layout, self.arenas, self.buffers = layout, arenas, buffers
@@ -50,7 +52,7 @@ class LayerRunner:
             _call(step, env)
 
     def bind(self, call: LayerCall, places: tuple[tuple[str, Place], ...], tokens: int) -> dict[str, Tensor]:
-        """Views of named places for a chunk of `tokens` tokens."""
+        """Views of places by name, for a chunk of `tokens` tokens."""
         views = {}
         for name, place in places:
             spec, slot = place.spec, self.layout.slots[call.areas[place.area]]
@@ -72,7 +74,7 @@ class LayerRunner:
     def _param_views(
         self, call: LayerCall, slots: dict[int, int], dtype: torch.dtype, at_home: Container[int] = ()
     ) -> dict[str, Tensor]:
-        """Parameters of the call's part; at_home: groups of which the slot holds all."""
+        """Views of the parameters of the call's part. at_home: groups whose slot holds the whole plane."""
         views = {}
         stored = {g: {p.name: p for p in self.layout.groups[g].parts[call.part].params} for g in slots}
         for local, group, name in self.layout.model.layers[call.layer].params:
@@ -83,7 +85,7 @@ class LayerRunner:
         return views
 
     def _clear_unused(self, call: LayerCall) -> None:
-        """Zero what this layer leaves of its groups' accumulators: a tied head has no gradient of learned positions."""
+        """Zero those parts of accumulators that this layer never writes: a tied head leaves learned positions alone."""
         used = {(group, name) for _, group, name in self.layout.model.layers[call.layer].params}
         for group, slot in call.accumulators.items():
             for param in self.layout.groups[group].parts[call.part].params:
@@ -94,7 +96,7 @@ class LayerRunner:
         return self.arenas.view(self.layout.slots[slot], start * dtype.itemsize, shape, dtype)
 
     def _in_window(self, call: LayerCall, chunk: ChunkContext) -> ChunkContext:
-        """The chunk with views of what this layer carries, where it is a slice and the layer carries something."""
+        """Add views of what the layer carries along a sequence to the context of a slice; others stay as they are."""
         if chunk.window is None or "window" not in call.areas:
             return chunk
         places = self.layout.window_of(call.layer).places
@@ -109,7 +111,7 @@ class LayerRunner:
         return replace(chunk, window=window)
 
     def _open_grads(self, call: LayerCall, chunk: ChunkContext) -> None:
-        """The last slice of a sequence starts from zero gradients of all that its layer carries."""
+        """Zero the gradients of all that the layer carries, where the chunk is the last slice of its sequence."""
         window, following = chunk.window, call.chunk + 1
         if window is None or (following < len(self.chunks) and self._start(following) > window.start):
             return

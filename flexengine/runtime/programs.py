@@ -1,4 +1,4 @@
-"""The programs of an engine: one for every structure of a round, and the update's, each lowered and proven once."""
+"""Caches the programs of an engine: one for every structure of a round, and the update's."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape, lower_evaluation, lower_round, lower_update
 
 MAX_ROUNDS = 64
-"""Programs of rounds held at once; a batch of packed sequences needs two or three."""
+"""Most programs of rounds that are held at once. A batch of packed sequences needs two or three."""
 
 
 class RoundKind(NamedTuple):
-    """What a round does beside going forward: a backward pass, one that finds no gradients stored yet, one in which the
-    CPU updates."""
+    """What a round does beside forward.
+
+    train: it has a backward pass. first: no gradients are stored yet. updates: the CPU updates inside it.
+    """
 
     train: bool
     first: bool
@@ -24,7 +26,7 @@ class RoundKind(NamedTuple):
 
 
 class Programs:
-    """Of one layout. `executor` runs them, and forgets those that are not held any more."""
+    """Lowers and proves each program of one layout once. The executor forgets a program that is not held any more."""
 
     def __init__(self, layout: Layout, executor: Executor) -> None:
         self.layout, self.executor = layout, executor
@@ -32,7 +34,7 @@ class Programs:
         self._updates: dict[bool, Program] = {}  # by whether the CPU has updated already
 
     def of_round(self, shape: RoundShape, kind: RoundKind) -> Program:
-        """That of a round."""
+        """The program of a round."""
         if (shape, kind) not in self._rounds:
             self._forget_oldest_round()
             if kind.train:
@@ -43,26 +45,26 @@ class Programs:
         return self._rounds[shape, kind]
 
     def of_update(self, cpu_has_updated: bool) -> Program:
-        """That of an optimizer step; cpu_has_updated: the last round did what the CPU updates."""
+        """The program of an optimizer step. cpu_has_updated: the last round did the CPU's updates."""
         if cpu_has_updated not in self._updates:
             program = lower_update(self.layout, by_cpu={} if cpu_has_updated else None)
             self._updates[cpu_has_updated] = self._checked(program)
         return self._updates[cpu_has_updated]
 
     def forget(self) -> None:
-        """Drop all. Order: nothing of them may be running."""
+        """Drop all programs. Order: none of them may be running."""
         for program in (*self._rounds.values(), *self._updates.values()):
             self.executor.forget(program)
         self._rounds.clear()
         self._updates.clear()
 
     def _forget_oldest_round(self) -> None:
-        """Hold MAX_ROUNDS programs at the most, so that ever new round structures do not fill host memory."""
+        """Drop the oldest of MAX_ROUNDS programs, so that ever new round structures do not fill host memory."""
         if len(self._rounds) >= MAX_ROUNDS:
             self.executor.synchronize()
             self.executor.forget(self._rounds.pop(next(iter(self._rounds))))
 
     def _checked(self, program: Program) -> Program:
-        """Every program is proven before it runs; it takes milliseconds."""
+        """Prove a program before it runs; that takes milliseconds."""
         check_program(program, self.layout.gpu_bytes, self.layout.host_bytes)
         return program

@@ -1,4 +1,4 @@
-"""Loading onto the GPU: pieces of many tensors go through two halves of a small buffer, one read while the other goes.
+"""Loads onto the GPU through a small buffer: one half of it is read into while the other is sent.
 
 The buffer is page-locked, so that sending runs beside reading; it is all that loading takes beside the arenas.
 """
@@ -14,12 +14,12 @@ from flexengine.checkpoint.reader import CheckpointReader, ReadRequest
 from flexengine.native import allocate_host
 
 HALF_BYTES = 16 << 20
-"""Of each half: 0.3 ms of the link at 55 GB/s, long against the fixed cost of a read and a copy."""
+"""Bytes of each half: 0.3 ms of the link at 55 GB/s, long against the fixed cost of a read and a copy."""
 ALIGNMENT_BYTES = 64
 
 
 def load_staged(reader: CheckpointReader, requests: Iterable[ReadRequest], device: torch.device) -> None:
-    """Carry out requests whose targets or remainders (flat) may live on the GPU. Order: blocks until all is there."""
+    """Read requests whose flat targets or remainders may live on the GPU. Blocks until all is there."""
     on_cuda = device.type == "cuda"
     with allocate_host(2 * HALF_BYTES, page_locked=on_cuda) as buffer:
         halves = buffer.tensor.view(2, HALF_BYTES)
@@ -55,7 +55,7 @@ def _padded(num_bytes: int) -> int:
 
 
 def _fills(requests: Iterable[ReadRequest], capacity_bytes: int) -> Iterator[list[ReadRequest]]:
-    """The requests cut into pieces, in groups that fit `capacity_bytes` with every tensor aligned."""
+    """Cut requests into pieces, and group these so that each group fits `capacity_bytes` with every tensor aligned."""
     fill: list[ReadRequest] = []
     left = capacity_bytes
     for request in requests:
@@ -81,7 +81,7 @@ def _part(request: ReadRequest, start: int, count: int) -> ReadRequest:
 
 
 def _place(fill: list[ReadRequest], half: Tensor) -> list[ReadRequest]:
-    """The same requests with targets and remainders in the buffer, one behind the other."""
+    """Give requests other targets and remainders: one behind the other in half of the buffer."""
     used = 0
 
     def take(like: Tensor) -> Tensor:

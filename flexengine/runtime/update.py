@@ -1,4 +1,4 @@
-"""The optimizer's commands: factors on gradients, of all at once or of one group, and AdamW on tiles."""
+"""Runs the optimizer's commands: factors on all gradients or on one group's, and AdamW on tiles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flexengine.schedule.slots import Memory, Role
 
 
 class UpdateSettings(NamedTuple):
-    """What one optimizer step depends on besides the stored tensors. `step` counts from 1."""
+    """What one optimizer step depends on beside the stored tensors. `step` counts from 1."""
 
     optimizer: AdamW
     lr: float
@@ -48,7 +48,7 @@ class UpdateRunner:
         return self._scalar("scales", SCALE_BYTES * group)
 
     def host_scale(self, group: int) -> Tensor:
-        """What the host has of it; only where the CPU updates."""
+        """The host's copy of the factor on a group's gradient; it exists only where the CPU updates."""
         return self._scalar("scalars", HOST_SCALES + SCALE_BYTES * group, "host")
 
     def grad_norm(self) -> Tensor:
@@ -56,7 +56,7 @@ class UpdateRunner:
         return self._scalar("grad_norm", 0)
 
     def host_grad_norm(self) -> Tensor:
-        """What the host has of it; only where the CPU updates."""
+        """The host's copy of the gradients' global norm; it exists only where the CPU updates."""
         return self._scalar("scalars", HOST_GRAD_NORM, "host")
 
     def norm_squares(self) -> Tensor:
@@ -65,7 +65,7 @@ class UpdateRunner:
         return self.arenas.view(slot, 0, (self.layout.first_run(len(self.layout.groups)),), torch.float64)
 
     def group_squares(self) -> Tensor:
-        """The same per group, float64 [groups]."""
+        """Sums of squares of the stored gradients per group, float64 [groups]."""
         squares = self.norm_squares()
         if len(squares) == len(self.layout.groups):
             return squares
@@ -75,8 +75,10 @@ class UpdateRunner:
         return squares[self.layout.first_run(group) : self.layout.first_run(group + 1)].sum()
 
     def clip(self, settings: UpdateSettings) -> None:
-        """Write the factors on all gradients (clip coefficient / target tokens) and their global norm; what is frozen
-        has no gradient, so nothing of it is written or counts."""
+        """Write the factors on all gradients (clip coefficient / target tokens) and their global norm.
+
+        Nothing writes the sums of squares of frozen groups, so they are left out.
+        """
         squares = self.group_squares()
         if self.trained is not None:
             squares = torch.where(self.trained, squares, 0.0)
@@ -85,7 +87,7 @@ class UpdateRunner:
         self.grad_norm().copy_(norm)
 
     def scale_group(self, group: int, settings: UpdateSettings) -> None:
-        """Write the factor on one gradient, which depends on no other: gradients are not clipped."""
+        """Write the factor on one gradient. Without clipping it depends on no other gradient."""
         assert settings.max_grad_norm is None
         scales, _ = gradient_scales(
             self._group_square(self.norm_squares(), group)[None], settings.num_target_tokens, None
@@ -93,7 +95,7 @@ class UpdateRunner:
         self.scale(group).copy_(scales)
 
     def update(self, command: Command, slots: tuple, settings: UpdateSettings) -> None:
-        """AdamW on one tile, or by the CPU on what it updates in place; `slots` is the program's slot table."""
+        """Run AdamW on one tile, or on the CPU on a whole segment in place. slots: the program's slot table."""
         tile: UpdateTile = command.args
         segment, s = self.segments[tile.group, tile.segment], settings
         planes = {

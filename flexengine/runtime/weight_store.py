@@ -1,4 +1,4 @@
-"""Parameters at rest: reading checkpoints into the arenas, random initial weights, and reading masters back out.
+"""Stores parameters in the arenas: reads checkpoints, draws random initial weights, and reads masters back out.
 
 A parameter is its Hugging Face sources stacked by rows, so every source is a contiguous run of elements of its
 group's planes.
@@ -27,8 +27,10 @@ from flexengine.schedule.layout import Layout
 from flexengine.schedule.slots import PlaneKind
 
 PIECE_ELEMENTS = 1 << 22
-"""Elements converted at a time: bounds what exporting takes beside the arenas to tens of MiB. Random initial weights
-are drawn in pieces of this size, so it is part of what a seed means."""
+"""Elements converted at a time, which bounds what exporting takes beside the arenas to tens of MiB.
+
+Random initial weights are drawn in pieces of this size: changing it changes the weights that a seed gives.
+"""
 
 
 class SourceRun(NamedTuple):
@@ -48,16 +50,14 @@ class SourceRun(NamedTuple):
 
 
 def stored_tensors(source: WeightSource) -> dict[str, Stored]:
-    """The tensors of a checkpoint that hold a source: itself, or what its decoder reads."""
+    """The tensors of a checkpoint that hold a source: the one of its name, or those that its decoder reads."""
     if source.decode is None:
         return {source.name: Stored(source.shape, NUMBERS)}
     return DECODERS[source.decode].stored(source.name, source.shape)
 
 
 def check_complete(model: ModelSpec, reader: CheckpointReader) -> None:
-    """Raise ValueError naming tensors that a checkpoint lacks, or holds in another shape or in a dtype that they are
-    not read from. Reads nothing but headers.
-    """
+    """Raise ValueError naming tensors that a checkpoint lacks or holds in a wrong shape or dtype; reads headers only."""
     sources = (source for group in model.groups for param in group.params for source in param.sources)
     wanted = {name: stored for source in sources for name, stored in stored_tensors(source).items()}
     wanted |= {name: Stored(source.shape, NUMBERS) for name, source in model.buffers.items()}
@@ -84,10 +84,10 @@ def check_complete(model: ModelSpec, reader: CheckpointReader) -> None:
 
 
 def check_checkpoint(model: ModelSpec, folder: Path) -> ModelSpec:
-    """The model with its tensors named as in a checkpoint folder, before memory is taken: headers only, but for a tied
-    head that is stored beside the embedding.
+    """The model with its tensors named as in a checkpoint folder, checked before memory is taken.
 
-    Raises ValueError unless the folder is whole and fits the model.
+    Reads headers only, but for a tied head that is stored beside the embedding. Raises ValueError unless the folder is
+    whole and fits the model.
     """
     with CheckpointReader.open(folder) as reader:
         named = model.named_as(reader.tensors)
@@ -98,7 +98,7 @@ def check_checkpoint(model: ModelSpec, folder: Path) -> ModelSpec:
 
 
 def _check_tied(model: ModelSpec, reader: CheckpointReader) -> None:
-    """Raise ValueError unless head and embedding, of which a tied model takes the latter, are alike."""
+    """Raise ValueError unless a tied model's head equals its embedding; only the embedding is loaded."""
     head, embedding = model.head_source, model.embedding_source
     if not _equal_values(reader, head, embedding):
         raise ValueError(
@@ -139,7 +139,7 @@ def load_buffers(reader: CheckpointReader, buffers: dict[str, Tensor]) -> None:
 
 
 def on_host(request: ReadRequest) -> bool:
-    """Whether a request can be read straight into its place."""
+    """Whether a request can be read straight into its place, without staging."""
     return request.target.device.type == "cpu" and (request.remainder is None or request.remainder.device.type == "cpu")
 
 
@@ -198,7 +198,7 @@ class WeightStore:
                     self._decode(reader, run, DECODERS[run.source.decode])
 
     def _decode(self, reader: CheckpointReader, run: SourceRun, decoder: Decoder) -> None:
-        """Slab by slab, and each of them in pieces of PIECE_ELEMENTS."""
+        """Decode a quantised source some rows at a time, and write each slab in pieces of PIECE_ELEMENTS."""
         (name, shape), (weight, remainder) = (run.source.name, run.source.shape), self._master(run)
         step, width = decoder.slab_rows(shape), math.prod(shape[1:])
         for row in range(0, shape[0], step):
@@ -215,7 +215,10 @@ class WeightStore:
         return weight, self.plane("remainder", run)
 
     def _request(self, name: str, run: SourceRun, dtype: torch.dtype) -> ReadRequest:
-        """What is frozen is rounded as if it were trained: with a remainder, which takes no memory where it is kept."""
+        """What to read into the planes of a tensor.
+
+        A frozen one is rounded as if it were trained, with a remainder that takes no memory and is lost.
+        """
         weight, remainder = self._master(run)
         if run.frozen and run.split and dtype != torch.bfloat16:
             remainder = torch.empty(run.count, dtype=torch.int16, device="meta")
@@ -266,8 +269,10 @@ class WeightStore:
     # -- out ---------------------------------------------------------------------------------------------------------
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """The master value of a Hugging Face tensor on the CPU, exact in float32 (float64), or cast to `dtype`; of a
-        frozen one what is computed with."""
+        """The master value of a Hugging Face tensor on the CPU, exact in float32 (float64), or cast to `dtype`.
+
+        A frozen tensor has no master; its value is the one that is computed with.
+        """
         run = self.runs[name]
         weight, remainder = self._master(run)
         exact = torch.float32 if remainder is not None or weight.dtype == torch.bfloat16 else weight.dtype

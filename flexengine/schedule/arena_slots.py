@@ -61,7 +61,7 @@ class _Region:
             return
         plane, width = self.slots[-1], group.element_bytes(kind)
         for run in (run for part in group.parts for run in part.runs):
-            self.slots.append(plane.piece((run.number,), run.first * width, run.numel * width, RUN))
+            self.slots.append(plane.subslot((run.number,), run.first * width, run.numel * width, RUN))
 
     def add_batch(self, sizes: PlannedSizes) -> None:
         """Append token ids, labels, positions and lengths of one round's chunks."""

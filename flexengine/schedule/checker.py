@@ -5,8 +5,8 @@
 - declarations: what a command really touches, the ends of its copies and the slots in its arguments, it declares as
   read or written;
 - order: any two commands that touch a common byte, one of them writing, are ordered by stream order and waits;
-- turns: the CPU, which takes what is ready by turn, keeps the order of those of its commands that are of one group;
-  those of different groups do not conflict;
+- CPU order: the CPU runs ready commands by group, so it keeps the order within a group; its commands for different
+  groups must not conflict;
 - contents: walking the commands in issue order, every read finds what it expects, whichever slots lie over each other.
 Together: any execution that respects streams and waits computes what the issue order says.
 """
@@ -45,7 +45,7 @@ def check_program(program: Program, gpu_bytes: int, host_bytes: int) -> None:
 
 
 def check_bounds(program: Program, gpu_bytes: int, host_bytes: int) -> None:
-    """Slots within arenas; copies within slots, in the direction of their stream, covering their host slots."""
+    """Check that slots lie within arenas, and copies within slots, in their stream's direction, covering host slots."""
     limits = {"gpu": gpu_bytes, "host": host_bytes}
     for slot in program.slots:
         if slot.offset < 0 or slot.end > limits[slot.memory]:
@@ -66,7 +66,7 @@ def check_bounds(program: Program, gpu_bytes: int, host_bytes: int) -> None:
 
 
 def _check_routing(program: Program, command: Command) -> None:
-    """A fetch of experts finds bounds of all of them within their slots, and cuts no share in two."""
+    """Check that a fetch of experts finds all their bounds within slots, and cuts no expert's share in two."""
     args = command.args
     for slot, offset in args.bounds:
         if offset + BOUND_BYTES * (args.experts + 1) > program.slots[slot].num_bytes:
@@ -76,7 +76,7 @@ def _check_routing(program: Program, command: Command) -> None:
 
 
 def _check_direction(program: Program, command: Command) -> None:
-    """A copy goes from host to GPU or back as its stream says, and leaves no gap in the host slot but padding."""
+    """Check that a copy goes the way its stream says, and leaves no gap in the host slot but padding."""
     if not command.regions:
         return
     ends = {Stream.H2D: ("host", "gpu"), Stream.D2H: ("gpu", "host")}.get(command.stream)
@@ -98,8 +98,10 @@ def _check_direction(program: Program, command: Command) -> None:
 
 
 def check_declarations(program: Program) -> None:
-    """Copies and arguments touch declared slots only, and write only what is declared as written; a layer's call has a
-    slot for every area that it uses."""
+    """Check that commands touch only slots that they declare, and write only those declared as written.
+
+    A layer's call must have a slot for every area that it uses.
+    """
     for command in program.commands:
         if isinstance(command.args, LayerCall):
             call = command.args
@@ -115,7 +117,7 @@ def check_declarations(program: Program) -> None:
 
 
 def _covered(program: Program, slot: int, pieces: set[int]) -> bool:
-    """Whether slots that lie within one fill it."""
+    """Whether the pieces that lie within a slot fill it, padding aside."""
     whole = program.slots[slot]
     parts = (program.slots[piece] for piece in pieces)
     within = sorted(
@@ -151,8 +153,9 @@ def _touched(command: Command) -> tuple[set[int], set[int]]:
 
 
 def _completed_before(program: Program) -> list[list[int]]:
-    """Vector clocks: for every command the last command of every stream known to be finished when it starts or by
-    FIFO.
+    """Vector clocks: for every command, the last command of each stream that has surely ended when it starts.
+
+    A stream runs its commands in order, and waits carry over what the awaited command knew.
     """
     clocks: list[list[int]] = []
     latest = [[-1] * len(STREAMS) for _ in STREAMS]
@@ -170,7 +173,7 @@ def _completed_before(program: Program) -> list[list[int]]:
 
 
 def check_order(program: Program, overlaps: list[tuple[int, ...]]) -> None:
-    """Every pair of conflicting commands is ordered."""
+    """Check that streams and waits order every pair of conflicting commands."""
     clocks = _completed_before(program)
     writers: dict[int, int] = {}
     readers: dict[int, dict[int, int]] = {}
@@ -200,7 +203,7 @@ def check_order(program: Program, overlaps: list[tuple[int, ...]]) -> None:
 
 
 def check_cpu_order(program: Program, overlaps: list[tuple[int, ...]]) -> None:
-    """No command of the CPU writes what one of another group touches."""
+    """Check that no command of the CPU writes what one of another group touches."""
     writers: dict[int, Command] = {}
     touching: dict[int, Command] = {}
     for command in program.commands:
@@ -221,7 +224,7 @@ def check_cpu_order(program: Program, overlaps: list[tuple[int, ...]]) -> None:
 
 
 def check_contents(program: Program, overlaps: list[tuple[int, ...]]) -> None:
-    """Every read finds the content it names."""
+    """Check that every read finds the content it names, walking the commands in issue order."""
     held = {access.slot: access.content for access in program.initial}
     for command in program.commands:
         for access in command.reads:

@@ -1,4 +1,4 @@
-"""Seconds of commands by class: what a measured and a simulated program are compared by."""
+"""Adds up seconds of commands by class, so that a measured and a simulated program can be compared."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ CommandClass = tuple[str, str, str]
 
 
 class CommandTotal(NamedTuple):
-    """Commands of one class: how many, their seconds from start to end, and the bytes that they copied, or of experts
-    that a round touches were expected to."""
+    """Commands of one class: how many, their seconds from start to end, and the bytes that they copied.
+
+    Of fetches of touched experts, num_bytes has what was expected.
+    """
 
     count: int = 0
     seconds: float = 0.0
@@ -22,7 +24,7 @@ class CommandTotal(NamedTuple):
 
 
 def command_class(command: Command, model: ModelSpec) -> CommandClass:
-    """The class of a command; layers of one kind are alike."""
+    """The class of a command; layers of one kind share it."""
     layer = getattr(command.args, "layer", None)
     return command.stream.value, command.kind, "" if layer is None else model.layers[layer].kind
 

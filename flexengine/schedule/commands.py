@@ -86,10 +86,10 @@ class GroupScale(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """Arguments of forward, backward, head, fill_window: a layer program and the slots its areas are bound to.
+    """Arguments of a layer's commands: a layer program and the slots its areas are bound to.
 
-    areas: area name -> slot; weights and accumulators: parameter group -> slot; `first` says that the accumulators hold
-    nothing yet. stage: of the program's, with this part of the group.
+    areas: area name -> slot. weights and accumulators: parameter group -> slot. first: the accumulators hold nothing
+    yet. stage: which of the program's stages runs, with this part of the group.
     """
 
     layer: int
@@ -104,8 +104,11 @@ class LayerCall:
 
 
 class StoredRun(NamedTuple):
-    """Where consecutive elements of a gradient go: from element `start` of the accumulator to element `stored_start` of
-    a slot. number: of the entry for their sum of squares."""
+    """Where consecutive elements of a gradient go.
+
+    They go from element `start` of the accumulator to element `stored_start` of a slot; their sum of squares is entry
+    `number` of all.
+    """
 
     start: int
     slot: int
@@ -124,14 +127,14 @@ class FinishGradient(NamedTuple):
 
 
 class SlotOffset(NamedTuple):
-    """Where one plane of an optimizer tile, or something else, lies: slot and byte offset."""
+    """A place inside a slot: `offset` bytes from its start."""
 
     slot: int
     offset: int
 
 
 class UpdateTile(NamedTuple):
-    """AdamW on elements [start, start + count) of a group's segment; planes by name with their places."""
+    """Arguments of `update`: AdamW on elements [start, start + count) of a group's segment, with the planes' places."""
 
     group: int
     segment: str
@@ -141,14 +144,15 @@ class UpdateTile(NamedTuple):
 
 
 BOUND_BYTES = 4
-"""Of where an expert's rows begin or end."""
+"""Bytes of the int32 that says where an expert's rows begin or end."""
 
 
 class FetchExperts(NamedTuple):
-    """Of regions in equal shares for `experts` experts, one for every parameter, the shares of experts with rows.
+    """Arguments of `fetch_experts`: copy the experts that have rows in some chunk.
 
-    bounds: where the [experts + 1] bounds of rows begin, for every chunk of the round. share: of the regions' bytes
-    that is expected to cross the link; the routing alone decides what does.
+    regions: one for every parameter, cut into equal shares for `experts` experts. bounds: where each chunk's
+    [experts + 1] bounds of rows begin. share: the part of the regions' bytes that is expected to cross the
+    link, for prices; the routing decides what does.
     """
 
     regions: tuple[CopyRegion, ...]
@@ -179,12 +183,12 @@ class Command:
 
     @property
     def regions(self) -> tuple[CopyRegion, ...]:
-        """What crosses the link, all of it or, of experts, some."""
+        """The copies that it makes; a fetch of experts makes only some of them."""
         return self.args.regions if isinstance(self.args, FetchExperts) else self.copies
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes that cross the link: of experts, those that are expected to."""
+        """Bytes that cross the link; for a fetch of experts, those that are expected to."""
         num_bytes = sum(region.num_bytes for region in self.regions)
         return round(self.args.share * num_bytes) if isinstance(self.args, FetchExperts) else num_bytes
 
@@ -200,8 +204,10 @@ class Program:
 
 
 def cpu_priority(command: Command) -> tuple[int, int]:
-    """Of the commands of the CPU that are ready, the one with the least of this runs first: that of the first group,
-    as the next forward pass wants it. They become ready in their order."""
+    """The CPU runs the ready command with the least of this first: the first group's, which forward needs first.
+
+    Commands become ready in program order.
+    """
     return getattr(command.args, "group", 0), command.index
 
 

@@ -1,6 +1,7 @@
-"""Experts of a part that some token of a round goes to: what a fetch of them alone has to know, and how many to expect.
+"""Fetches of touched experts alone: how many to expect, and the arguments of the command.
 
-Which they are, the router writes on the GPU while the round runs; a program depends on shapes alone.
+An expert is touched when some token of the round goes to it. The router writes on the GPU which ones are, while the
+round runs; a program depends on shapes alone.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def touched_share(num_experts: int, per_token: int, tokens: int) -> float:
 
 
 def least_touched_share(model: ModelSpec, tokens: int) -> float:
-    """That of the layer of a model that is expected to leave most experts out; 1 where none come in parts."""
+    """The least `touched_share` of any layer of a model; 1 where no experts come in parts."""
     ops = {op for layer in model.layers for op in layer.ops if isinstance(op, GroupedLinear) and op.num_parts > 1}
     return min((touched_share(op.num_experts, op.per_token, tokens) for op in ops), default=1.0)
 
@@ -31,9 +32,9 @@ def least_touched_share(model: ModelSpec, tokens: int) -> float:
 def fetch_of_experts(
     stage: Stage, part: int, regions: Iterable[CopyRegion], bounds_slots: Iterable[int], tokens: int
 ) -> FetchExperts:
-    """Arguments of the fetch of a part, 1 or above, for a stage of a round of `tokens` tokens in all.
+    """Arguments of the command that fetches part 1 or above, for a stage of a round of `tokens` tokens in all.
 
-    regions: one for every parameter of the part, all of it. bounds_slots: where each chunk's bounds are.
+    regions: one for every whole parameter of the part. bounds_slots: the slots of each chunk's bounds.
     """
     op, place = next(
         (step.op, dict(step.tensors)[step.op.bounds]) for step in stage.steps if isinstance(step.op, GroupedLinear)

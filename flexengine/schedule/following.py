@@ -1,6 +1,6 @@
-"""Programs that follow each other while the CPU still works on the first: what of the second must wait for what.
+"""Two programs in a row, the CPU still at work on the first: which commands of the second wait for which of its.
 
-On the GPU a program starts when the one before has ended. Commands of the CPU may go on, and only what touches the same
+On the GPU a program starts when the one before has ended. Commands of the CPU may still run; only what touches the same
 bytes waits for them.
 """
 
@@ -16,7 +16,7 @@ from flexengine.schedule.slots import Slot
 
 
 class _Touched(NamedTuple):
-    """Pieces [start, end) of host memory that commands of the CPU touch, the command, and whether it writes."""
+    """Ranges [start, end) of host memory that commands of the CPU touch, the command, and whether it writes."""
 
     start: np.ndarray
     end: np.ndarray
@@ -24,7 +24,7 @@ class _Touched(NamedTuple):
     writes: np.ndarray
 
     def touching(self, slot: Slot, among: np.ndarray) -> frozenset[int]:
-        """The commands that touch a slot, of those with `among`."""
+        """The commands that touch a slot, among those where `among` is True."""
         here = among & (self.start < slot.end) & (self.end > slot.offset)
         return frozenset(self.index[here].tolist())
 
@@ -43,8 +43,10 @@ def cpu_commands(program: Program) -> list[Command]:
 
 
 def cpu_waits(before: Program, after: Program) -> dict[int, frozenset[int]]:
-    """Commands of `after`, by index, that must wait for commands of the CPU of `before`, with those: they read what it
-    writes, or write what it reads or writes."""
+    """For commands of `after`, by index, the commands of the CPU in `before` that they must wait for.
+
+    They read what such a command writes, or write what it reads or writes.
+    """
     touched = _touched(before)
     everyone = np.ones(len(touched.index), dtype=bool)
     to_read: dict[int, frozenset[int]] = {}
@@ -76,7 +78,7 @@ def _touched(program: Program) -> _Touched:
 
 
 def followed(before: Program, after: Program) -> Program:
-    """Both as one program, to be priced and drawn. The slots of `before` begin with those of `after`.
+    """Join both into one program, to be priced and drawn. The slots of `before` begin with those of `after`.
 
     `after` starts on every stream of the GPU when all of them have ended `before`, and waits for the CPU where it must.
     """

@@ -17,7 +17,7 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Plane:
-    """One stored array of a group's segment: `start` counts bytes from the start of the plane kind's slot."""
+    """One stored array of a group's segment, `start` bytes from the beginning of the plane kind's slot."""
 
     kind: PlaneKind
     start: int
@@ -26,7 +26,7 @@ class Plane:
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive elements of a group that are stored alike: matrices, or vectors (norms and biases)."""
+    """Consecutive elements of a group with the same planes: its matrices, or its vectors (norms and biases)."""
 
     name: str
     first_element: int
@@ -55,7 +55,7 @@ class GroupStorage:
 
     @property
     def num_runs(self) -> int:
-        """Runs of elements that all parts have together."""
+        """Number of runs of elements in all parts."""
         return sum(len(part.runs) for part in self.parts)
 
     def part_bytes(self, kind: str) -> int:
@@ -70,12 +70,14 @@ class GroupStorage:
 PLANE_KINDS: tuple[PlaneKind, ...] = ("weights", "remainder", "exp_avg", "exp_avg_sq", "grad")
 
 
-_KNOWN: dict[tuple, GroupStorage] = {}  # all who ask share a layout, so nobody can write to it
+_KNOWN: dict[tuple, GroupStorage] = {}  # groups of equal shape share one value, so nobody may write to it
 
 
 def group_storage(group: GroupSpec, numerics: Numerics) -> GroupStorage:
-    """Planes of a group. Vectors always keep float32 states and, beside bf16 weights, the exact remainder. What is
-    frozen has weights alone."""
+    """How a group is stored under these numerics.
+
+    Vectors always keep float32 states and, beside bf16 weights, the exact remainder. A frozen group has weights alone.
+    """
     params = tuple((p.name, p.shape, p.kind) for p in group.params)
     key = (params, group.frozen, group.divisions, group.cut, group.num_parts, numerics)
     if key not in _KNOWN:
@@ -115,7 +117,7 @@ def _group_storage(group: GroupSpec, numerics: Numerics) -> GroupStorage:
 
 
 def is_split(segment: str, numerics: Numerics) -> bool:
-    """Whether a segment's masters are float32 in two halves, where they are trained."""
+    """Whether a trained segment keeps float32 masters in two halves: bf16 weights and the remainder."""
     return numerics.compute == "bfloat16" and (segment == "vector" or numerics.master == "split")
 
 

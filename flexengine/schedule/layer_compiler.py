@@ -1,8 +1,7 @@
-"""From a layer's ops and a save set to its program.
+"""Compiles a layer's ops and a save set to its program.
 
-From the ops' declarations and a save set follows everything: which outputs forward writes where, what backward
-recomputes just before it is needed, where every temporary lives (by liveness), and what it all costs. A step
-therefore allocates nothing.
+The ops' declarations and the save set decide everything: which outputs forward writes where, what backward recomputes
+just before it is needed, where every temporary lies (by liveness), and what it all costs. So a step allocates nothing.
 """
 
 from __future__ import annotations
@@ -47,8 +46,10 @@ def compile_layer(
 
 
 class _Temporary:
-    """A buffer under construction: its spec, the first and last step that touch it, later its place: in scratch, or in
-    what stages carry where several touch it, or one with several parts in turn."""
+    """A tensor without a fixed place: its spec, the first and last step that touch it, and in the end its place.
+
+    It lies in scratch, or in the area `carry` where several stages touch it, or one stage that runs for several parts.
+    """
 
     def __init__(self, spec: TensorSpec, step: int, stage: int, carried: bool = False) -> None:
         self.spec, self.first, self.last = spec, step, step
@@ -56,7 +57,7 @@ class _Temporary:
         self.place = Place("scratch", -1, spec)
 
     def use(self, step: int, stage: int) -> None:
-        """Live at least until this step of a stage."""
+        """Keep it alive until this step of a stage, at least."""
         self.last = step
         self.carried |= stage != self.stage
 
@@ -148,13 +149,13 @@ class _Compiler:
         return self.saved.get(name)
 
     def _begin(self) -> None:
-        """Nothing is at hand but what the layer was given and kept."""
+        """Begin a list of steps: only what the layer was given and what it kept is at hand."""
         self.stage, self.ends = 0, list[tuple[int, tuple[int, ...]]]()
         self.live: dict[str, Place | _Temporary] = {}
         self.available = {"x", *self.saved}
 
     def _end_stage(self, steps: list[_DraftStep], parts: tuple[int, ...] = (0,)) -> None:
-        """The steps since the last end are a stage, unless there are none."""
+        """Make a stage of the steps since the last end, unless there are none."""
         if len(steps) > (self.ends[-1][0] if self.ends else 0):
             self.ends.append((len(steps), parts))
             self.stage += 1
@@ -178,7 +179,7 @@ class _Compiler:
         steps.append(_DraftStep(op, "forward", tensors, {}, frozenset(), recompute))
 
     def _locate(self, name: str, step: int) -> Place | _Temporary:
-        """The tensor's place, making a temporary at its first use and stretching its life at every later one."""
+        """The tensor's place. Without a fixed one it is a temporary, which lives from its first use to its last."""
         home = self._home(name)
         if home is not None:
             return home
@@ -191,7 +192,7 @@ class _Compiler:
         return place
 
     def _ensure(self, name: str, steps: list[_DraftStep]) -> None:
-        """Recompute a tensor, and first what it is made of, unless it is at hand."""
+        """Append what recomputes a tensor, and first what it is computed from, unless it is at hand."""
         if name in self.available:
             return
         op = self.producer[name]
@@ -217,7 +218,10 @@ class _Compiler:
         return steps
 
     def _recompute_for_parts(self, steps: list[_DraftStep]) -> set[str]:
-        """Make anew what the ops in parts read of the others' outputs; all outputs of the ops that do."""
+        """Append what recomputes the tensors that ops in parts read.
+
+        Returns the names that the next stage has at hand: all outputs of the ops that ran, as their places are.
+        """
         read = read_by_parts(self.ops)
         for name in sorted(read):
             self._ensure(name, steps)
@@ -227,12 +231,12 @@ class _Compiler:
         return carried
 
     def _forget_all_but(self, carried: set[str]) -> None:
-        """What a stage made anew is not there in the next, but for what is carried."""
+        """Forget what a stage recomputed: the next one has only what is carried."""
         self.live = {name: place for name, place in self.live.items() if name in carried}
         self.available = {"x", *self.saved, *carried}
 
     def _add_backward(self, ops: tuple[Op, ...], steps: list[_DraftStep]) -> None:
-        """Both halves of every op, last to first, each with what it needs made anew before it."""
+        """Append both halves of every op, last to first, each after what recomputes the tensors that it needs."""
         for op in reversed(ops):
             for name in (*op.needs_input, *op.needs_weight):
                 self._ensure(name, steps)
@@ -251,7 +255,7 @@ class _Compiler:
     def _operands(
         self, names: tuple[str, ...], op: Op, half: Half, step: int, left: dict[str, Place | _Temporary] | None = None
     ) -> dict[str, Place | _Temporary]:
-        """Places of tensors and of the call's buffers; a buffer among `left` is the one that lies there."""
+        """Places of tensors and of the call's buffers; a buffer in `left` is used again where it lies."""
         tensors: dict[str, Place | _Temporary] = {name: self._locate(name, step) for name in names}
         for spec in op.scratch(half):
             place = (left or {}).get(spec.name) or _Temporary(spec, step, self.stage)
@@ -296,7 +300,7 @@ class _Compiler:
         steps.append(_DraftStep(op, "weight", tensors, grads, frozenset(), False))
 
     def _window_steps(self) -> list[_DraftStep]:
-        """Bring back what the window is filled from: what the ops read that carry something."""
+        """Recompute the inputs of ops that carry something along a sequence, which the window is filled from."""
         self._begin()
         steps: list[_DraftStep] = []
         for op in self.ops:
@@ -309,8 +313,10 @@ class _Compiler:
         return steps
 
     def _place(self, drafts: list[_DraftStep]) -> _Placed:
-        """Give every temporary an offset, largest first, so that no two live at once overlap; what stages carry lies
-        side by side."""
+        """Give every temporary an offset, largest first, so that no two overlap that are alive at once.
+
+        What stages carry lies side by side: it is alive while other chunks pass through a stage.
+        """
         found: dict[int, _Temporary] = {}
         for draft in drafts:
             for place in (*draft.tensors.values(), *draft.grads.values()):

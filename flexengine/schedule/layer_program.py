@@ -1,9 +1,9 @@
 """One layer's work on one chunk, as a straight line of op calls whose operands have fixed places, and what it costs.
 
-Ops in parts, which end a layer, make it one of several stages: what comes before them, and they once for every part.
-All chunks of a round pass through a stage before the next, so that weights cross the link part by part; what one stage
-leaves to another of the same chunk lies in the area `carry`, and in `bounds` which rows are whose expert's, which later
-stages only read. Backward first makes anew what the parts read.
+A layer has one stage, or, where it ends with ops in parts, several: the ops before them, then these ops once for every
+part. All chunks of a round pass through a stage before the next begins, so that weights cross the link part by part.
+What a stage leaves to a later one of the same chunk lies in the area `carry`; which rows belong to which expert lies in
+`bounds`, which later stages only read. Backward begins with a stage that recomputes what the parts read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Half = Literal["forward", "input", "weight", "window"]
 
 
 class Place(NamedTuple):
-    """Where a tensor of the layer lies: bytes from the start of an area. `spec` has its shape."""
+    """Where a tensor of the layer lies: `offset` bytes from the start of an area. `spec` has its shape."""
 
     area: Area
     offset: int
@@ -41,7 +41,7 @@ class OpStep:
     recompute: bool = False
 
     def work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        """Cost of the call, of one in parts that of its calls for all of them."""
+        """Cost of the call; for an op in parts, of its calls for all parts together."""
         cost = {
             "forward": self.op.forward_work,
             "input": self.op.backward_input_work,
@@ -54,34 +54,33 @@ class OpStep:
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """Steps that follow each other with the same weights: those of a part of the layer's group, for each of `parts` in
-    turn."""
+    """Steps that follow each other with the same weights; the stage runs once for each of `parts` of the group."""
 
     steps: tuple[OpStep, ...]
     parts: tuple[int, ...] = (0,)
 
     @cached_property
     def areas(self) -> frozenset[Area]:
-        """Where the steps' operands lie."""
+        """The areas that the steps' operands lie in."""
         places = (place for step in self.steps for _, place in (*step.tensors, *step.grads))
         return frozenset(place.area for place in places)
 
     @property
     def recomputes(self) -> bool:
-        """Whether all it does is to make anew what later stages read."""
+        """Whether all steps recompute what later stages read."""
         return all(step.recompute for step in self.steps)
 
     def work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        """Cost with one of the parts."""
+        """Cost of one of the stage's runs, with one part."""
         return _total(self.steps, tokens, seq_len, compute_bytes).shared(len(self.parts))
 
     def recompute_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        """Cost of what it makes anew with one of the parts."""
+        """Cost of what one of the stage's runs recomputes."""
         again = tuple(step for step in self.steps if step.recompute)
         return _total(again, tokens, seq_len, compute_bytes).shared(len(self.parts))
 
     def accumulation_work(self, compute_bytes: int) -> Work:
-        """What one of the parts costs on top for chunks after a round's first."""
+        """Extra cost of one of the stage's runs for chunks after a round's first, which add to accumulators."""
         work = Work()
         for step in self.steps:
             if step.half == "weight":
@@ -113,24 +112,24 @@ class LayerProgram:
     window_workspace_bytes: int
 
     def stages(self, kind: str) -> tuple[Stage, ...]:
-        """Those of commands of a kind: forward, evaluate, recompute, backward or fill_window."""
+        """The stages that a kind of command runs: forward, evaluate, recompute, backward or fill_window."""
         if kind == "fill_window":
             return self.window_stages
         return self.backward_stages if kind in ("recompute", "backward") else self.forward_stages
 
     @cached_property
     def forward(self) -> tuple[OpStep, ...]:
-        """Steps of forward."""
+        """The steps of all forward stages."""
         return tuple(step for stage in self.forward_stages for step in stage.steps)
 
     @cached_property
     def backward(self) -> tuple[OpStep, ...]:
-        """Steps of backward."""
+        """The steps of all backward stages."""
         return tuple(step for stage in self.backward_stages for step in stage.steps)
 
     @cached_property
     def window(self) -> tuple[OpStep, ...]:
-        """Steps that fill the window."""
+        """The steps of all stages that fill the window."""
         return tuple(step for stage in self.window_stages for step in stage.steps)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
@@ -142,7 +141,7 @@ class LayerProgram:
         return _total(self.backward, tokens, seq_len, compute_bytes)
 
     def accumulation_work(self, compute_bytes: int) -> Work:
-        """What backward costs on top for chunks after a round's first."""
+        """Extra cost of backward for chunks after a round's first, which add to accumulators."""
         work = Work()
         for stage in self.backward_stages:
             for _ in stage.parts:
@@ -154,7 +153,7 @@ class LayerProgram:
         return _total(tuple(s for s in self.backward if s.recompute), tokens, seq_len, compute_bytes)
 
     def window_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        """Cost of refilling the window from one chunk."""
+        """Cost of filling the window from one chunk."""
         return _total(self.window, tokens, seq_len, compute_bytes)
 
 

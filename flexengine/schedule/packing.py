@@ -1,4 +1,4 @@
-"""Whole sequences into chunks, chunks into rounds. Depends on chunk and round sizes only, never on memory.
+"""Packs whole sequences into chunks, and chunks into rounds. It depends on chunk and round sizes, never on memory.
 
 Sequences keep their order. A chunk takes whole sequences while they fit; a sequence longer than a chunk becomes
 consecutive chunks of its own in one round.
@@ -37,7 +37,7 @@ class PackedChunk(NamedTuple):
 
 
 def pack(seq_lens: list[int], chunk_tokens: int, chunks_per_round: int) -> list[list[PackedChunk]]:
-    """Rounds of chunks for sequences of the given lengths.
+    """Pack sequences of the given lengths into rounds of chunks.
 
     Raises ValueError for an empty sequence or one that does not fit in a round.
     """
@@ -76,7 +76,7 @@ def _units(seq_lens: list[int], chunk_tokens: int) -> list[list[list[SequenceRan
 
 
 def packed_shape(chunks: list[PackedChunk], chunk_tokens: int) -> RoundShape:
-    """The shape to lower for: full chunks, so that rounds of equal structure share one program."""
+    """The shape to lower packed chunks for: full chunks, so that rounds of equal structure share one program."""
     return RoundShape(
         tuple(
             ChunkShape(

@@ -1,4 +1,4 @@
-"""From one layout to another in the same two arenas: which stored plane moves where, and in which order.
+"""Moves from one layout to another in the same two arenas: which stored plane goes where, and in which order.
 
 Between steps only weights, masters and optimizer states live; everything else in the arenas is free. Nothing is
 allocated, so a change of plan can exceed no budget. A plane moves when nothing alive lies where it goes; where planes
@@ -26,7 +26,7 @@ class ByteRange(NamedTuple):
     num_bytes: int
 
     def overlaps(self, other: ByteRange) -> bool:
-        """Whether the two share a byte."""
+        """Whether two ranges share a byte."""
         if self.memory != other.memory:
             return False
         return self.offset < other.offset + other.num_bytes and other.offset < self.offset + self.num_bytes
@@ -93,7 +93,7 @@ def _is_free(place: ByteRange, planes: list[_Plane], mover: _Plane) -> bool:
 def _step_aside(
     pending: list[_Plane], planes: list[_Plane], capacity: Mapping[Memory, int]
 ) -> tuple[_Plane, ByteRange]:
-    """A plane of a circle, each once, and free space for it, away from where others go if possible."""
+    """Pick a plane of a circle, each at most once, and free space for it, away from where others go if possible."""
     waiting = sorted((p for p in pending if not p.stepped_aside), key=lambda p: p.now.num_bytes)
     for avoid_goals in (True, False):
         for plane in waiting:
@@ -108,7 +108,7 @@ def _step_aside(
 
 
 def _gap(num_bytes: int, memory: Memory, taken: list[ByteRange], capacity: int) -> ByteRange | None:
-    """The first free place of so many bytes."""
+    """The first free place of `num_bytes` bytes; None where there is none."""
     start = 0
     for place in sorted((s for s in taken if s.memory == memory), key=lambda s: s.offset):
         if place.offset - start >= num_bytes:

@@ -15,15 +15,18 @@ def savable_ops(ops: tuple[Op, ...]) -> tuple[str, ...]:
 
 
 def keepable_ops(ops: tuple[Op, ...]) -> tuple[str, ...]:
-    """Names of ops whose outputs can be kept: not those in parts, nor what these read: in backward it is made anew for
-    all of them together, and where a stage lies a chunk's kept outputs are not at hand."""
+    """Names of ops whose outputs can be kept: neither ops in parts, nor ops whose outputs these read.
+
+    Backward recomputes what parts read once for all parts, in a stage of its own, and the stages after it do not have
+    a chunk's kept outputs at hand.
+    """
     read = read_by_parts(ops) | {name for op in ops if op.num_parts > 1 for name in op.inputs}
     return tuple(op.name for op in ops if op.num_parts == 1 and not any(o.name in read for o in op.outputs))
 
 
 @lru_cache(maxsize=1024)
 def read_by_parts(ops: tuple[Op, ...]) -> frozenset[str]:
-    """What backward of the ops in parts reads of the others' outputs, also to make anew what it needs of their own."""
+    """Tensors of other ops that backward of ops in parts reads, also to recompute those ops' own outputs."""
     producer = {spec.name: op for op in ops if op.num_parts > 1 for spec in op.outputs}
     waiting = [name for op in ops if op.num_parts > 1 for name in (*op.needs_input, *op.needs_weight)]
     found: set[str] = set()

@@ -1,9 +1,9 @@
 """Prices a program: when every command would start and end on a machine, as the streams and the link allow.
 
-Event-driven: each stream runs its commands in order, the CPU by turn; a command starts when its stream is free, its
-waits have ended and the host has issued it, which it does one command after another. A copy slows down while the other
-direction of the link is busy, as measured (`h2d_duplex_bytes_per_s`), and again while the CPU works; work of the CPU
-slows down by what copies take of the host memory's rate.
+Event-driven: each stream runs its commands in order, the CPU by priority. A command starts when its stream is free, its
+waits have ended and the host has issued it; the host issues one command after another. A copy slows down while the
+other direction of the link is busy, as measured (`h2d_duplex_bytes_per_s`), and again while the CPU works. Work of the
+CPU slows down by what copies take of the host memory's rate.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from flexengine.schedule.commands import STREAM_INDEX, STREAMS, Command, Program
 
 
 class Rates(NamedTuple):
-    """How long a command takes. `compute_s` prices a compute command; copies take latency + bytes / rate, where the
-    rate depends on whether the other direction is busy. `issue_s` is what the host takes to issue a command.
+    """How long commands take on a machine.
 
-    cpu_s: a command of the CPU with the link idle; host_bytes_per_s: of host memory, of which copies take a part;
-    beside_cpu_bytes_per_s: most that a direction then moves, as the CPU has the better of host memory.
+    compute_s: seconds of a compute command. Copies take latency + bytes / rate, alone or beside a copy the other way.
+    issue_s: seconds of the host to issue a command. cpu_s: seconds of a command of the CPU while the link is idle.
+    host_bytes_per_s: rate of host memory, which copies take a part of. beside_cpu_bytes_per_s: most that a direction of
+    the link moves while the CPU works, as the CPU has the better of host memory.
     """
 
     compute_s: Callable[[Command], float]
@@ -36,11 +37,11 @@ class Rates(NamedTuple):
 
 LINKS = (Stream.H2D, Stream.D2H)
 LEAST_CPU_SHARE = 0.2
-"""Of the host memory's rate, what is left to the CPU at the least however busy the link is."""
+"""The CPU keeps at least this share of its speed, however busy the link is."""
 
 
 def cpu_share(copied_bytes_per_s: float, host_bytes_per_s: float) -> float:
-    """Of its speed, what the CPU keeps while copies take so much of the host memory's rate."""
+    """The share of its speed that the CPU keeps while copies take `copied_bytes_per_s` of the host memory's rate."""
     return max(LEAST_CPU_SHARE, 1 - copied_bytes_per_s / host_bytes_per_s)
 
 
@@ -59,7 +60,7 @@ class _Running(NamedTuple):
 
 
 def simulate(program: Program, rates: Rates) -> Timing:
-    """Run the program on the model of a machine."""
+    """Run a program on the model of a machine; returns when every command would start and end."""
     return _Simulation(program, rates).run()
 
 
@@ -99,7 +100,7 @@ class _Simulation:
         return Timing(self.start, self.end, now, self.busy)
 
     def _start_ready(self, now: float) -> float:
-        """Start what can start; returns when the host will have issued the next command that waits for nothing else."""
+        """Start what can start. Returns when the host issues the next command that waits for nothing but that."""
         due = inf
         for i, queue in enumerate(self.queues):
             if STREAMS[i] is Stream.CPU:
@@ -115,11 +116,11 @@ class _Simulation:
         return due
 
     def _ready_s(self, command: Command) -> float:
-        """When the host will have issued a command that waits for nothing else; infinite for others."""
+        """When the host has issued a command whose waits have ended; infinite while one has not."""
         return self.issued[command.index] if all(self.end[w] >= 0 for w in command.waits) else inf
 
     def _start_cpu(self, i: int, now: float) -> float:
-        """The same for the CPU, whose commands become ready in their order and run by turn."""
+        """`_start_ready` for the CPU, whose commands become ready in order and run by priority."""
         queue = self.queues[i]
         while self.heads[i] < len(queue) and self._ready_s(queue[self.heads[i]]) <= now:
             self.cpu_ready.append(queue[self.heads[i]])
@@ -136,7 +137,7 @@ class _Simulation:
         self.remaining[i] = self._amount(i, command)
 
     def _amount(self, i: int, command: Command) -> float:
-        """Seconds for compute and the CPU; bytes, latency included, for copies."""
+        """The work of a command: seconds for compute and the CPU; bytes for copies, latency counted as bytes."""
         if STREAMS[i] is Stream.COMPUTE:
             return self.rates.compute_s(command)
         if STREAMS[i] is Stream.CPU:

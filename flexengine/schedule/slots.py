@@ -26,8 +26,8 @@ class SlotKey(NamedTuple):
     """What a slot is for, as fields; its printed name follows from them.
 
     owner: the group of a plane, the slot class of slots that several groups share, or the layer of kept activations.
-    index: its number in a ring of equal slots, or its chunk; -1 for a slot that is one of its kind. within: which piece
-    of the slot with the other fields it is; empty for a whole one.
+    index: its number in a ring of equal slots, or its chunk; -1 for the only slot of its kind. within: for a subslot,
+    which one it is of the slot with the same other fields; empty for a whole slot.
     """
 
     role: Role
@@ -66,9 +66,9 @@ class Slot(NamedTuple):
         """First byte after the slot."""
         return self.offset + self.num_bytes
 
-    def piece(self, within: tuple[str | int, ...], start: int, num_bytes: int, category: str) -> Slot:
+    def subslot(self, within: tuple[str | int, ...], start: int, num_bytes: int, category: str) -> Slot:
         """A slot inside this one, `start` bytes from its beginning."""
-        role, owner, index, memory, _ = self.key  # an update has 100,000 pieces; `_replace` takes three times as long
+        role, owner, index, memory, _ = self.key  # an update has 100,000 subslots; `_replace` takes three times as long
         return Slot(SlotKey(role, owner, index, memory, within), self.offset + start, num_bytes, category)
 
 

@@ -12,7 +12,7 @@ STREAM_OF_THREAD = {thread_of(stream): stream for stream in STREAMS}
 MOST_REPEATS = 2**20
 """More rounds than any step has: a damaged number is named, not drawn."""
 LARGEST = 1e18
-"""Of any number in a trace; not finite ones are above it, NaN is not below it."""
+"""No number in a trace is larger. Infinities are above it, and NaN is not below it, so one comparison refuses both."""
 
 
 class TraceCommand(NamedTuple):
@@ -55,7 +55,7 @@ class Trace(NamedTuple):
 
 
 def read_trace(value: object, where: object, timeline: str) -> Trace:
-    """The trace in a JSON value that `trace_json` wrote; `where` names its file in messages.
+    """Read the trace in a JSON value that `trace_json` wrote; `where` names its file in messages.
 
     timeline: SIMULATED or MEASURED, whichever it has to be. Raises ValueError for what is no such trace.
     """
@@ -134,7 +134,7 @@ def _command_name(event: Mapping[str, Any], args: Mapping[str, Any], where: obje
 
 
 def _number(values: Mapping[str, Any], key: str, where: object) -> float:
-    """A finite number of at least 0."""
+    """A finite number of at least 0 among values. Raises ValueError for anything else."""
     found = values.get(key)
     if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found <= LARGEST:
         raise ValueError(f"{where}: {key} is {str(found)[:40]!r}, expected a number of at least 0; {_REMEDY[MEASURED]}")

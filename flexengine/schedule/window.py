@@ -1,4 +1,4 @@
-"""Where the rows lie that a layer's ops carry along a sequence which is cut into chunks, and their gradients."""
+"""The window of a sliced sequence: where the rows lie that a layer carries from slice to slice, and their gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flexengine.schedule.layer_program import align
 
 
 class CarriedPlace(NamedTuple):
-    """Bytes from the start of the window and of the window of gradients; `spec` has all rows of a sequence."""
+    """A carried tensor, with all rows of a sequence, and its byte offsets in the window and the window of gradients."""
 
     spec: TensorSpec
     offset: int
@@ -18,7 +18,7 @@ class CarriedPlace(NamedTuple):
 
 
 class WindowPlaces(NamedTuple):
-    """What a layer carries, and the bytes of both windows."""
+    """Places of all that a layer carries, and the bytes of both windows."""
 
     places: tuple[CarriedPlace, ...]
     num_bytes: int
@@ -26,7 +26,7 @@ class WindowPlaces(NamedTuple):
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of both."""
+        """Bytes of both windows."""
         return self.num_bytes + self.grad_bytes
 
 

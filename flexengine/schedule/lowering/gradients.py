@@ -32,7 +32,7 @@ def scale_slots(layout: Layout) -> tuple[dict[int, ScaleSlots], tuple[Slot, ...]
     for group in cpu_groups(layout):
         found[group] = ScaleSlots(len(slots), len(slots) + 1)
         for whole, start in ((device, 0), (host, HOST_SCALES)):
-            slots.append(whole.piece((group,), start + SCALE_BYTES * group, SCALE_BYTES, "scalars"))
+            slots.append(whole.subslot((group,), start + SCALE_BYTES * group, SCALE_BYTES, "scalars"))
     return found, tuple(slots)
 
 

@@ -133,7 +133,7 @@ def _tiles(layout: Layout, group: int, pieces: list[Slot]) -> list[_Tile]:
             for plane, whole, width in planes:
                 slots[plane.kind] = len(layout.slots) + len(pieces)
                 within = (segment.name, start)
-                pieces.append(whole.piece(within, plane.start + start * width, count * width, "tile"))
+                pieces.append(whole.subslot(within, plane.start + start * width, count * width, "tile"))
             found.append(_Tile(group, segment.name, start, count, slots))
     return found
 
