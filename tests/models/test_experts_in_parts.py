@@ -3,7 +3,16 @@
 from dataclasses import replace
 
 import pytest
-from engine_helpers import ON_GPU, build_engine, random_batch, same_bits, saved_model, spec_of, streamed_plan
+from engine_helpers import (
+    ON_GPU,
+    build_engine,
+    random_batch,
+    random_weights,
+    same_bits,
+    saved_model,
+    spec_of,
+    streamed_plan,
+)
 from family_checks import MAX_SEQ_LEN, check_against_transformers
 from family_configs import CASES, FAMILY_CASES
 
@@ -28,8 +37,31 @@ def one_expert_each(monkeypatch):
 
 @pytest.mark.parametrize("chunk_tokens", [MAX_SEQ_LEN, 20], ids=["whole sequences", "cut sequences"])
 @pytest.mark.parametrize("case", WITH_EXPERTS)
-def test_parts_match_transformers(case, chunk_tokens, tmp_path):
-    check_against_transformers(CASES[case], chunk_tokens, tmp_path, in_parts=True)
+def test_parts_give_the_bits_that_match_transformers(case, chunk_tokens):
+    """Experts that come whole match transformers in test_families_match_transformers.py, under the same plan."""
+    source, found = random_weights(CASES[case]), []
+    ids = random_batch(5, [MAX_SEQ_LEN, 3, 17], source.spec.vocab_size)
+    for in_parts_too in (False, True):
+        sizes = {"chunk_tokens": chunk_tokens, "chunks_per_round": 4, "max_seq_len": MAX_SEQ_LEN}
+        engine = build_engine(source, streamed_plan(source.spec, in_parts=in_parts_too, **sizes), AdamW(lr=1e-2))
+        loss, gradients = engine.fwd_bwd(ids).loss, engine.gradients()
+        engine.step()
+        found.append((loss, gradients, {"logits": engine.next_token_logits(ids[0]), **engine.state_dict()}))
+        engine.close()
+    whole, parts = found
+    assert parts[0] == whole[0]
+    same_bits(parts[1], whole[1])
+    same_bits(parts[2], whole[2])  # after a step, so that no bias is zero
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_an_engine_with_parts_is_saved_as_transformers_reads_it(family, tmp_path):
+    """Each of them stores its experts in another way."""
+    check_against_transformers(CASES[FAMILY_CASES[family]], 20, tmp_path, in_parts=True)
+
+
+STEPS = ([48, 3, 20, 17, 31], [40, 9])
+"""Sequences of two steps: three rounds, cut sequences and whole ones, then a single round."""
 
 
 def trained(folder, plan, device="cpu"):
@@ -37,8 +69,8 @@ def trained(folder, plan, device="cpu"):
     clip = 0.5 if plan.request.clipping else None
     options = {"device": device, "max_grad_norm": clip, "deterministic": device == "cuda"}
     engine, losses = build_engine(open_model(folder), plan, AdamW(lr=1e-2), **options), []
-    for step in range(2):
-        losses.append(engine.train_step(random_batch(step, [48, 3, 20, 17, 31, 40], engine.model.vocab_size))[0].loss)
+    for step, lengths in enumerate(STEPS):
+        losses.append(engine.train_step(random_batch(step, lengths, engine.model.vocab_size))[0].loss)
     found = losses, engine.state_dict()
     engine.close()
     return found
