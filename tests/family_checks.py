@@ -1,17 +1,17 @@
 """One config against transformers in float32 on the CPU: loss, gradients, logits and export."""
 
 import random
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import transformers
 from engine_helpers import (
-    FLOAT32,
     build_engine,
     random_batch,
     relative_error,
     saved_model,
-    spec_of,
     streamed_plan,
     worst_error,
 )
@@ -64,32 +64,52 @@ def as_stored(model, tensors):
     return stored
 
 
-def check_against_transformers(config, chunk_tokens, tmp_path, **decisions):
-    """Loss, gradients, logits and export of a streamed engine."""
-    model = saved_model(tmp_path / "source", config)
-    plan = streamed_plan(
-        spec_of(config),
-        chunk_tokens=chunk_tokens,
-        chunks_per_round=4,
-        max_seq_len=MAX_SEQ_LEN,
-        numerics=FLOAT32,
-        **decisions,
-    )
-    engine = build_engine(open_model(tmp_path / "source"), plan, AdamW(lr=1e-2))
+class Reference(NamedTuple):
+    """A saved model of transformers, and what it says of a batch. Of the first rows `logits` has those of the last
+    token."""
+
+    folder: Path
+    model: Any
+    ids: list[list[int]]
+    labels: list[list[int]]
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    logits: list[torch.Tensor]
+
+
+def reference_of(config, folder):
+    """The reference of a config; `folder` takes the checkpoint."""
+    model = saved_model(folder, config)
     ids, labels = draw_batch(config["vocab_size"])
     loss = reference_loss(model, ids, labels)
     loss.backward()
-    assert engine.fwd_bwd(input_ids=ids, labels=labels).loss == pytest.approx(loss.item(), abs=1e-5)
-    error, name = worst_error(engine.gradients(), as_stored(model, {k: p.grad for k, p in model.named_parameters()}))
+    gradients = as_stored(model, {name: p.grad for name, p in model.named_parameters()})
+    return Reference(folder, model, ids, labels, loss.item(), gradients, [last_logits(model, row) for row in ids[:3]])
+
+
+def engine_like(reference, chunk_tokens, **decisions):
+    """A streamed engine on the checkpoint of a reference."""
+    source = open_model(reference.folder)
+    sizes = {"chunk_tokens": chunk_tokens, "chunks_per_round": 4, "max_seq_len": MAX_SEQ_LEN}
+    return build_engine(source, streamed_plan(source.spec, **sizes, **decisions), AdamW(lr=1e-2))
+
+
+def check_against_transformers(engine, reference):
+    """Loss, gradients and logits of an engine."""
+    result = engine.fwd_bwd(input_ids=reference.ids, labels=reference.labels)
+    assert result.loss == pytest.approx(reference.loss, abs=1e-5)
+    error, name = worst_error(engine.gradients(), reference.gradients)
     assert error <= 1e-4, f"gradient of {name}: relative error {error:.1e}"
-    for row in ids[:3]:
-        assert relative_error(engine.next_token_logits(row), last_logits(model, row)) <= 1e-4
+    for row, logits in zip(reference.ids, reference.logits, strict=False):
+        assert relative_error(engine.next_token_logits(row), logits) <= 1e-4
+
+
+def check_export(engine, reference, folder):
+    """What an engine saves after a step is read by transformers, which says what the engine does."""
     engine.step()
-    engine.save_pretrained(tmp_path / "export")
-    exported = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "export", dtype="auto", attn_implementation="eager"
-    )
-    assert exported.state_dict().keys() == model.state_dict().keys()
-    assert relative_error(engine.next_token_logits(ids[0]), last_logits(exported, ids[0])) <= 1e-4
-    assert relative_error(last_logits(exported, ids[0]), last_logits(model, ids[0])) > 1e-4  # it was trained
-    engine.close()
+    engine.save_pretrained(folder)
+    exported = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation="eager")
+    assert exported.state_dict().keys() == reference.model.state_dict().keys()
+    trained = last_logits(exported, reference.ids[0])
+    assert relative_error(engine.next_token_logits(reference.ids[0]), trained) <= 1e-4
+    assert relative_error(trained, reference.logits[0]) > 1e-4  # it was trained

@@ -13,7 +13,7 @@ from engine_helpers import (
     spec_of,
     streamed_plan,
 )
-from family_checks import MAX_SEQ_LEN, check_against_transformers
+from family_checks import MAX_SEQ_LEN, check_against_transformers, check_export, engine_like, reference_of
 from family_configs import CASES, FAMILY_CASES
 
 from flexengine.models import blocks
@@ -57,7 +57,11 @@ def test_parts_give_the_bits_that_match_transformers(case, chunk_tokens):
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
 def test_an_engine_with_parts_is_saved_as_transformers_reads_it(family, tmp_path):
     """Each of them stores its experts in another way."""
-    check_against_transformers(CASES[FAMILY_CASES[family]], 20, tmp_path, in_parts=True)
+    reference = reference_of(CASES[FAMILY_CASES[family]], tmp_path / "source")
+    engine = engine_like(reference, chunk_tokens=20, in_parts=True)
+    check_against_transformers(engine, reference)
+    check_export(engine, reference, tmp_path / "export")
+    engine.close()
 
 
 STEPS = ([48, 3, 20, 17, 31], [40, 9])

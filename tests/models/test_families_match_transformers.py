@@ -17,7 +17,16 @@ from engine_helpers import (
     tiny_config,
     worst_error,
 )
-from family_checks import MAX_SEQ_LEN, check_against_transformers, draw_batch, last_logits, reference_loss
+from family_checks import (
+    MAX_SEQ_LEN,
+    check_against_transformers,
+    check_export,
+    draw_batch,
+    engine_like,
+    last_logits,
+    reference_loss,
+    reference_of,
+)
 from family_configs import CASES, FAMILY_CASES, LONGROPE, lacking
 from safetensors.torch import load_file, save_file
 
@@ -29,10 +38,23 @@ from flexengine.optim import AdamW
 from flexengine.plan import Numerics
 
 
-@pytest.mark.parametrize("chunk_tokens", [MAX_SEQ_LEN, 20], ids=["whole sequences", "cut sequences"])
-@pytest.mark.parametrize("case", CASES)
-def test_loss_gradients_and_logits(case, chunk_tokens, tmp_path):
-    check_against_transformers(CASES[case], chunk_tokens, tmp_path)
+@pytest.fixture(scope="module", params=CASES)
+def reference(request, tmp_path_factory):
+    """What transformers says of each config, for all tests of it."""
+    return reference_of(CASES[request.param], tmp_path_factory.mktemp("reference"))
+
+
+def test_loss_gradients_and_logits(reference):
+    engine = engine_like(reference, chunk_tokens=MAX_SEQ_LEN)
+    check_against_transformers(engine, reference)
+    engine.close()
+
+
+def test_cut_sequences_and_export(reference, tmp_path):
+    engine = engine_like(reference, chunk_tokens=20)
+    check_against_transformers(engine, reference)
+    check_export(engine, reference, tmp_path)
+    engine.close()
 
 
 @pytest.mark.parametrize("family", FAMILY_CASES)
