@@ -107,13 +107,14 @@ def test_products_match_float64(checks, device, dtype, routing, shape):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("weighted", [False, True], ids=["as they are", "weighted"])
-@pytest.mark.parametrize(
-    ("shape", "routing"),
-    [*(((20, 2, 5, 33, 70), routing) for routing in ROUTINGS), ((7, 2, 3, 9, 2100), "random")],
-    ids=str,
-)
-def test_biases_match_float64(checks, device, dtype, routing, shape, weighted):
-    check_biases(checks, device, dtype, routing, shape, weighted)
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_biases_match_float64(checks, device, dtype, routing, weighted):
+    check_biases(checks, device, dtype, routing, (20, 2, 5, 33, 70), weighted)
+
+
+@pytest.mark.parametrize(("dtype", "weighted"), zip(DTYPES, (False, True), strict=True), ids=str)
+def test_biases_of_more_columns_than_a_block_match_float64(checks, device, dtype, weighted):
+    check_biases(checks, device, dtype, "random", (7, 2, 3, 9, 2100), weighted)
 
 
 @pytest.mark.gpu

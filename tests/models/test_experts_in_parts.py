@@ -98,12 +98,12 @@ def check_bits(folder, config, device="cpu", **sizes):
     homes = [GroupPlan(update="cpu"), ON_GPU, GroupPlan(weights="gpu"), GroupPlan(grads="gpu")]
     groups = tuple(homes[i % len(homes)] for i in range(len(spec.groups)))
     plans = [
-        replace(streamed, groups=(ON_GPU,) * len(spec.groups)),
-        replace(streamed, in_parts=True),
         replace(streamed, in_parts=True, weight_slots=1, grad_slots=1, touched_only=True),
         replace(streamed, in_parts=True, weight_slots=5, grad_slots=3, groups=groups, touched_only=True),
         replace(streamed, in_parts=True, layers=kept_layers(in_parts(spec))),
     ]
+    if device == "cuda":  # on a CPU the test above compares one of these, test_families_match_transformers.py the other
+        plans += [replace(streamed, in_parts=True), replace(streamed, groups=(ON_GPU,) * len(spec.groups))]
     expected = trained(folder, streamed, device)
     for plan in plans:
         losses, weights = trained(folder, plan, device)
