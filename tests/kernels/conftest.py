@@ -9,6 +9,14 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _quick_interpreter() -> None:
+    if not torch.cuda.is_available():
+        from quick_interpreter import replace_once_per_launch  # noqa: PLC0415 (after Triton's variable is set)
+
+        replace_once_per_launch()
+
+
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
