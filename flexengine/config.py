@@ -79,6 +79,15 @@ class TrainConfig(Job):
     ] = 0.1
     weight_decay: Annotated[float, Option("AdamW weight decay; not applied to norms and biases", least=0)] = 0.0
 
+    max_skipped_steps: Annotated[
+        int | None,
+        Option(
+            "end the run after this many steps in a row that train nothing, as their loss or gradient is not finite",
+            above=0,
+            most=10**9,
+            zero_means="never",
+        ),
+    ] = 10
     replan: Annotated[
         bool,
         Option("plan again with the speeds that the second step showed, within the memory already held; results stay"),

@@ -103,7 +103,7 @@ class Option:
     def to_flag(self, value: Any) -> Any:
         """The value as flags and YAML write it: 0 for the None that it stands for."""
         if self.zero_means and value is None:
-            return 0.0
+            return self.value_type(0)
         return list(value) if isinstance(value, tuple) else value
 
     def check(self, value: Any, words: Words) -> None:

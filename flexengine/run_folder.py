@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from flexengine.api import PlannedRun
@@ -12,14 +17,26 @@ from flexengine.checkpoint.staged_folder import check_takes_files
 from flexengine.config import CONFIG_FILE, FINAL_FOLDER, PLAN_FILE, TIMELINE_FILE, TRACE_FILE, TrainConfig
 from flexengine.metrics import format_bytes
 from flexengine.models.registry import ModelSource
+from flexengine.options import options_of
+
+RUN_FILE = "flexengine_run.json"
+"""Stands in final/ and tells which run made the model."""
 
 
 def check_run_folder(config: TrainConfig, replace: bool) -> None:
     """Raises ValueError when the run folder cannot be used.
 
     It may be new, empty, or that of an earlier run, whose log is then replaced. A trained model in final/ is kept
-    safe: only a run with the same config, which gives the same model, or replace=True may go over it.
+    safe: only a run with the same config, which gives the same model, or replace=True may go over it. A folder that
+    another process trains in is refused.
     """
+    _check_contents(config, replace)
+    if config.run_folder.is_dir():
+        with held(config.run_folder):
+            pass
+
+
+def _check_contents(config: TrainConfig, replace: bool) -> None:
     folder = config.run_folder
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output-dir {folder} is a file, not a folder")
@@ -65,17 +82,50 @@ def check_disk(config: TrainConfig, source: ModelSource) -> None:
         )
 
 
-def start_run_folder(config: TrainConfig, planned: PlannedRun) -> None:
-    """Creates the folder and writes what is known before anything is loaded.
+@contextlib.contextmanager
+def started_run_folder(config: TrainConfig, planned: PlannedRun, replace: bool) -> Iterator[None]:
+    """Create the folder, hold it for this process, and write what is known before anything is loaded.
 
-    With config.save it also tries whether the trained model can be written at the end.
+    It is checked again, as another run may have used it since. With config.save it also tries whether the trained model
+    can be written at the end. Raises: ValueError as `check_run_folder`.
     """
     config.run_folder.mkdir(parents=True, exist_ok=True)
-    if config.save:
-        check_takes_files(config.run_folder / FINAL_FOLDER)
-    (config.run_folder / TRACE_FILE).unlink(missing_ok=True)  # of an earlier run, like the log that is replaced
-    write_text(config.run_folder / CONFIG_FILE, config.to_yaml())
-    write_plan(config, planned)
+    with held(config.run_folder):
+        _check_contents(config, replace)
+        if config.save:
+            check_takes_files(config.run_folder / FINAL_FOLDER)
+        (config.run_folder / TRACE_FILE).unlink(missing_ok=True)  # of an earlier run, like the log that is replaced
+        write_text(config.run_folder / CONFIG_FILE, config.to_yaml())
+        write_plan(config, planned)
+        yield
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Hold a folder against other processes; the system lets go of it when this one ends, however it does.
+
+    Raises: ValueError when another process holds it. A file system without locks holds nothing.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"--output-dir {folder} is in use by another run; wait for its end, or choose another folder"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF):
+                raise
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def run_record(config: TrainConfig, num_steps: int) -> str:
+    """What made a model, as JSON: the steps that were taken and every option."""
+    options = {name: option.to_flag(getattr(config, name)) for name, option in options_of(TrainConfig).items()}
+    return json.dumps({"steps": num_steps, "config": options}, indent=1) + "\n"
 
 
 def write_plan(config: TrainConfig, planned: PlannedRun) -> None:

@@ -4,8 +4,6 @@ Everything cheap that can be wrong (options, model config, data, run folder) is 
 weights are read.
 """
 
-import logging
-import math
 import shutil
 import sys
 import time
@@ -29,6 +27,7 @@ from flexengine.data import (
 from flexengine.data.batches import Batch
 from flexengine.data.preview import MARKS, marked_text, shortened
 from flexengine.feedback import Reviewer
+from flexengine.health import RunHealth, explain_divergence, where_not_finite
 from flexengine.metrics import (
     JsonlWriter,
     StepMetrics,
@@ -41,10 +40,10 @@ from flexengine.models.registry import ASSETS, ModelSource, open_model
 from flexengine.optim import AdamW
 from flexengine.optim.lr_schedule import LrSchedule
 from flexengine.recording import Recorder, check_recording
-from flexengine.run_folder import check_disk, check_run_folder, start_run_folder
+from flexengine.run_folder import RUN_FILE, check_disk, check_run_folder, run_record, started_run_folder
 from flexengine.runtime.engine import Engine
-
-logger = logging.getLogger(__name__)
+from flexengine.runtime.not_finite import NotFiniteError
+from flexengine.runtime.outputs import StepOutput
 
 DEMO_FOLDER = ASSETS / "demo"
 INTERRUPTED = 130
@@ -85,26 +84,29 @@ def train(config: TrainConfig, prompts: Sequence[str] = (), replace: bool = Fals
 
     planned = prepare_run(config)
     print(planned.describe())
-    start_run_folder(config, planned)
-    engine = build_engine(config, planned)
+    with started_run_folder(config, planned, replace):
+        return run(config, planned, data, schedule, prompts)
+
+
+def run(
+    config: TrainConfig, planned: PlannedRun, data: TrainingData, schedule: LrSchedule, prompts: Sequence[str]
+) -> int:
+    """Load the model, take all steps, judge and export the model; returns the exit status."""
+    engine, num_steps = build_engine(config, planned), schedule.num_steps
     recorder = Recorder(config, planned, engine, num_steps)
     reviewer = Reviewer(config, planned, engine, num_steps, recorder)
+    health = RunHealth(engine, config.max_skipped_steps)
     with JsonlWriter(config.run_folder / LOG_FILE) as log:
         show = config.logging != "warning"
-        steps, interrupted = run_steps(engine, data.batches, schedule, log, show, recorder, reviewer)
+        steps, interrupted = run_steps(engine, data.batches, schedule, log, show, recorder, reviewer, health)
     print(summary(engine, steps, [step for step in steps if not recorder.disturbed(step.step)]))
     if interrupted:
         print(f"interrupted after step {len(steps)} of {num_steps}; the log is in {config.run_folder}", file=sys.stderr)
         return INTERRUPTED
-    if not math.isfinite(steps[-1].loss):
-        print(_diverged(steps, config.save), file=sys.stderr)
+    if not is_worth_keeping(config, health, steps[-1]) or (
+        config.save and not export(config, engine, data.tokenizer, len(steps))
+    ):
         return DIVERGED
-    if config.save:
-        final = config.run_folder / FINAL_FOLDER
-        engine.save_pretrained(final)
-        if data.tokenizer is not None:
-            data.tokenizer.export_template(final)
-        print(f"model: {final}")
     if data.tokenizer is not None:
         for prompt in prompts:
             print(f"sample: {prompt!r} -> {answer(engine, data.tokenizer, prompt)!r}")
@@ -177,11 +179,13 @@ def run_steps(
     show: bool,
     recorder: Recorder,
     reviewer: Reviewer,
+    health: RunHealth,
 ) -> tuple[list[StepMetrics], bool]:
     """Takes schedule.num_steps steps, each logged when it ends; returns them, and whether Ctrl-C cut them short.
 
     On a terminal a progress bar shows the last step; elsewhere every step is a line. show=False prints neither.
-    The recorder stands around every step; the reviewer looks at its metrics afterwards.
+    The recorder stands around every step; the reviewer looks at its metrics afterwards. The steps end early when too
+    many in a row train nothing.
     """
     num_steps, done = schedule.num_steps, []
     on_terminal = sys.stderr.isatty() and sys.stdout.isatty()
@@ -190,7 +194,7 @@ def run_steps(
     try:
         for index, batch in enumerate(batches.batches(num_steps)):
             recorder.before_step(index + 1)
-            metrics = take_step(engine, batch, index + 1, schedule.at(index))
+            metrics, update = take_step(engine, batch, index + 1, schedule.at(index))
             log.write(metrics)
             done.append(metrics)
             if show and bar.disable:
@@ -199,6 +203,9 @@ def run_steps(
             bar.update()
             recorder.after_step(metrics)
             reviewer.after_step(metrics)
+            health.after_step(batch, metrics, update)
+            if health.must_end:
+                break
     except KeyboardInterrupt:
         return done, True
     finally:
@@ -207,16 +214,13 @@ def run_steps(
     return done, False
 
 
-def take_step(engine: Engine, batch: Batch, step: int, lr: float) -> StepMetrics:
+def take_step(engine: Engine, batch: Batch, step: int, lr: float) -> tuple[StepMetrics, StepOutput]:
     """Forward, backward and update of one global batch; step_s is their wall time."""
     start_s = time.perf_counter()
     out, update = engine.train_step(input_ids=batch.input_ids, labels=batch.labels, lr=lr)
     step_s = time.perf_counter() - start_s
-    if update.skipped:
-        what = "its update" if engine.max_grad_norm is not None else "the update of layers with such a gradient"
-        logger.warning("step %d skipped %s: the gradient norm is %s", step, what, update.grad_norm)
     peaks = engine.memory_peaks()
-    return StepMetrics.of_step(
+    metrics = StepMetrics.of_step(
         step=step,
         loss=float(out.loss),
         grad_norm=float(update.grad_norm),
@@ -230,6 +234,7 @@ def take_step(engine: Engine, batch: Batch, step: int, lr: float) -> StepMetrics
         gpu_peak_bytes=peaks.gpu_bytes,
         host_peak_bytes=peaks.host_bytes,
     )
+    return metrics, update
 
 
 # ---- after the steps ------------------------------------------------------------------------------------------
@@ -259,6 +264,32 @@ def summary(engine: Engine, steps: Sequence[StepMetrics], undisturbed: Sequence[
     )
 
 
+def is_worth_keeping(config: TrainConfig, health: RunHealth, last: StepMetrics) -> bool:
+    """Judge the model after the last step; says why when it is not worth an export, and which steps were bad."""
+    if health.diverged():
+        print(explain_divergence(health, last, where_not_finite(health.engine)), file=sys.stderr)
+        if config.save:
+            print("  the model was not exported", file=sys.stderr)
+        return False
+    if health.bad_steps:
+        print(health.describe())
+    return True
+
+
+def export(config: TrainConfig, engine: Engine, tokenizer: ChatTokenizer | None, num_steps: int) -> bool:
+    """Write final/ with a record of its run; returns False, with a message, where weights are not finite."""
+    final = config.run_folder / FINAL_FOLDER
+    try:
+        engine.save_pretrained(final, beside={RUN_FILE: run_record(config, num_steps)})
+    except NotFiniteError as error:
+        print(error, file=sys.stderr)
+        return False
+    if tokenizer is not None:
+        tokenizer.export_template(final)
+    print(f"model: {final}")
+    return True
+
+
 def answer(engine: Engine, tokenizer: ChatTokenizer, prompt: str, max_new_tokens: int = 32) -> str:
     """Greedy answer of the trained model to one user message, up to a stop token, max_new_tokens or max_seq_len."""
     ids = tokenizer.encode_prompt(prompt)
@@ -270,14 +301,3 @@ def answer(engine: Engine, tokenizer: ChatTokenizer, prompt: str, max_new_tokens
             break
         new.append(token)
     return tokenizer.decode(new).strip()
-
-
-def _diverged(steps: Sequence[StepMetrics], save: bool) -> str:
-    """What a loss that is no number means, and what became of the model."""
-    first = next(step for step in steps if not math.isfinite(step.loss))
-    text = f"the loss of the last step is {steps[-1].loss}: the run diverged at step {first.step} of {len(steps)}"
-    if first.step == 1:
-        text += "; no update came before, so the weights themselves hold NaN or infinity: fetch or export them again"
-    else:
-        text += "; try a smaller --lr, or more warm-up (--lr-warmup-pct)"
-    return f"{text}\n  the model was not exported" if save else text

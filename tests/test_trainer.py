@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
 
@@ -14,9 +15,11 @@ from tokenizers import Tokenizer
 from flexengine import cli, feedback, run_folder, trainer
 from flexengine.config import TrainConfig
 from flexengine.data.batches import num_targets
+from flexengine.health import NotFinite
 from flexengine.metrics import StepMetrics
 from flexengine.models.registry import ASSETS
 from flexengine.plan import Plan, PlanError, PlanReason, Prediction
+from flexengine.runtime.not_finite import NotFiniteError
 
 STOP = 6  # <|end|> of the bundled tokenizer
 
@@ -45,14 +48,17 @@ class FakeEngine:
     loss: float = 4.0
     interrupt_at: int = 0
     skip_at: int = 0
+    nan_at: tuple[int, ...] = ()
     measured_step: int = 0
     batches: list = field(default_factory=list)
+    evaluated: list = field(default_factory=list)
     lrs: list = field(default_factory=list)
     reviewed_s: list = field(default_factory=list)
     plan: FakePlan = field(default_factory=FakePlan)
     profile: object = None
     matmul_flops_per_s: float = 1e12
     max_grad_norm: float | None = 1.0
+    bad_weight: str = ""
 
     def describe(self):
         return "plan: everything streams"
@@ -65,13 +71,18 @@ class FakeEngine:
         if len(self.batches) == self.interrupt_at:
             raise KeyboardInterrupt
         self.loss -= 0.5
+        loss = math.nan if len(self.batches) in self.nan_at else self.loss
         tokens = sum(map(len, input_ids))
         targets = sum(map(num_targets, labels))
         out = SimpleNamespace(
-            loss=self.loss, num_tokens=tokens, num_target_tokens=targets, model_flops=6e9, hardware_flops=8e9
+            loss=loss, num_tokens=tokens, num_target_tokens=targets, model_flops=6e9, hardware_flops=8e9
         )
         self.lrs.append(lr)
         return out, SimpleNamespace(grad_norm=1.5, skipped=len(self.lrs) == self.skip_at, seconds=0.1)
+
+    def evaluate(self, input_ids, labels):
+        self.evaluated.append((input_ids, labels))
+        return SimpleNamespace(loss=self.loss)
 
     def measure_next_step(self):
         self.measured_step = len(self.batches) + 1
@@ -90,9 +101,12 @@ class FakeEngine:
         """The prompt ends with the <|assistant|> token, id 5."""
         return ids.index(5) + 1
 
-    def save_pretrained(self, folder):
+    def save_pretrained(self, folder, beside):
+        if self.bad_weight:
+            raise NotFiniteError(f"{self.bad_weight} holds values that are not finite, so nothing is exported")
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text("{}")
+        for name, text in {"config.json": "{}", **beside}.items():
+            (folder / name).write_text(text)
 
 
 @pytest.fixture
@@ -109,6 +123,7 @@ def use(monkeypatch):
             return review
 
         monkeypatch.setattr(feedback, "review_step", review_step)
+        monkeypatch.setattr(trainer, "where_not_finite", lambda engine: NotFinite(fake.bad_weight, "block.3"))
         return fake
 
     return use
@@ -289,6 +304,76 @@ def test_skipped_update_is_said(engine, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         trainer.train(config_in(tmp_path))
     assert [r.message for r in caplog.records] == ["step 2 skipped its update: the gradient norm is 1.5"]
+
+
+def test_one_bad_last_batch_does_not_discard_a_good_run(use, tmp_path, capsys):
+    engine = use(FakeEngine(nan_at=(2, 4)))
+    assert trainer.train(config_in(tmp_path, save=True)) == 0
+    assert (tmp_path / "run" / "final" / "config.json").is_file()
+    assert engine.evaluated == [engine.batches[2]]
+    out = capsys.readouterr().out
+    assert "skipped: 2 of 4 steps, whose loss or gradient was not finite (step 2, 4)" in out
+    assert "still works on other batches" in out
+
+
+def test_a_model_that_has_lost_good_batches_too_is_not_exported(use, tmp_path, capsys):
+    engine = use(FakeEngine(nan_at=(4,)))
+    engine.evaluate = lambda input_ids, labels: SimpleNamespace(loss=math.inf)
+    assert trainer.train(config_in(tmp_path, save=True)) == trainer.DIVERGED
+    err = capsys.readouterr().err
+    assert "the run diverged at step 4 of 4; every weight is finite, and the first gradient that is not" in err
+    assert "that of block.3" in err
+    assert "not exported" in err
+    assert not (tmp_path / "run" / "final").exists()
+
+
+@pytest.mark.parametrize(("most", "taken", "status"), [(3, 5, 1), (2, 4, 1), (4, 12, 0), (0, 12, 0)])
+def test_bad_steps_in_a_row_end_a_run(use, tmp_path, capsys, most, taken, status):
+    engine = use(FakeEngine(nan_at=(1, 3, 4, 5)))
+    assert trainer.train(config_in(tmp_path, steps=12, max_skipped_steps=most)) == status
+    assert len(engine.batches) == taken
+    if status:
+        err = capsys.readouterr().err
+        assert f"the run diverged at step 3 of {taken} and ended after {most} such steps (--max-skipped-steps)" in err
+
+
+def test_a_weight_that_is_not_finite_is_not_exported(use, tmp_path, capsys):
+    use(FakeEngine(bad_weight="model.norm.weight"))
+    assert trainer.train(config_in(tmp_path, save=True)) == trainer.DIVERGED
+    assert "model.norm.weight holds values that are not finite" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "final").exists()
+
+
+def test_final_tells_which_run_made_it(engine, tmp_path):
+    config = config_in(tmp_path, save=True, max_grad_norm=0)
+    assert trainer.train(config) == 0
+    record = json.loads((tmp_path / "run" / "final" / run_folder.RUN_FILE).read_text())
+    assert record["steps"] == 4
+    assert TrainConfig(**record["config"]) == config
+
+
+def test_a_folder_that_another_run_uses_is_refused(engine, tmp_path):
+    config = config_in(tmp_path)
+    config.run_folder.mkdir()
+    with run_folder.held(config.run_folder), pytest.raises(ValueError, match="run is in use by another run; wait"):
+        trainer.train(config)
+    assert not engine.batches
+    assert list(config.run_folder.iterdir()) == []
+    assert trainer.train(config) == 0
+
+
+def test_a_folder_that_was_used_while_planning_is_checked_again(engine, tmp_path, monkeypatch):
+    first, second = config_in(tmp_path, save=True), config_in(tmp_path, save=True, steps=5)
+
+    def meanwhile(config):
+        monkeypatch.setattr(trainer, "prepare_run", lambda config: engine)
+        assert trainer.train(first) == 0
+        return engine
+
+    monkeypatch.setattr(trainer, "prepare_run", meanwhile)
+    with pytest.raises(ValueError, match="the model of another run"):
+        trainer.train(second)
+    assert TrainConfig.from_yaml((tmp_path / "run" / "config.yaml").read_text()) == first
 
 
 def test_batches_do_not_depend_on_the_budget(use, tmp_path):

@@ -7,6 +7,7 @@ how the plan came about.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -287,16 +288,19 @@ class Engine:
         self.executor.synchronize()
         return self.weights.read_gradients(scale=1.0 / self.state.num_target_tokens)
 
-    def save_pretrained(self, folder: str | Path) -> None:
+    def save_pretrained(self, folder: str | Path, beside: Mapping[str, str] | None = None) -> None:
         """Write a Hugging Face folder that transformers loads unchanged.
 
         It has the source's tensor names, dtypes and shards, its config and tokenizer; frozen tensors bit for bit. A
         preset is saved in the compute dtype, a quantised checkpoint in 16 bits, in shards of the usual size. An error
-        leaves the folder as it was. Raises ValueError after an interrupted step.
+        leaves the folder as it was.
+        beside: further texts that appear with the model, by file name.
+        Raises ValueError after an interrupted step, NotFiniteError (a ValueError) for a trained weight with NaN or
+        infinity.
         """
         self.state.require_usable()
         self.executor.synchronize()
-        export_checkpoint(folder, self.source, self.weights, self.buffers)
+        export_checkpoint(folder, self.source, self.weights, self.buffers, beside or {})
 
     def close(self) -> None:
         """Stop measuring and release both arenas; the engine is not usable afterwards."""

@@ -15,17 +15,18 @@ from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.checkpoint.writer import TensorSource, support_files, write_checkpoint
 from flexengine.models.registry import ModelSource
 from flexengine.models.spec import ModelSpec
+from flexengine.runtime.not_finite import checked
 from flexengine.runtime.weight_store import WeightStore, stored_tensors
 
 
 def export_checkpoint(
-    folder: str | Path, source: ModelSource, weights: WeightStore, buffers: dict[str, Tensor]
+    folder: str | Path, source: ModelSource, weights: WeightStore, buffers: dict[str, Tensor], texts: Mapping[str, str]
 ) -> None:
     """Write what `Engine.save_pretrained` promises. Buffers are written for a preset alone; a checkpoint has its own.
 
-    Order: nothing may be running that writes weights.
+    texts: further files by name. Order: nothing may be running that writes weights.
     """
-    beside = {} if source.support_folder is None else support_files(source.support_folder)
+    beside = {**({} if source.support_folder is None else support_files(source.support_folder)), **texts}
     if source.weights_folder is None:
         _export_preset(folder, source.spec, weights, buffers, beside)
     else:
@@ -68,7 +69,13 @@ def _export_over(
 
 
 def _trained(weights: WeightStore, name: str, dtype: torch.dtype) -> TensorSource:
-    return TensorSource(name, dtype, weights.runs[name].source.shape, lambda: weights.read(name, dtype))
+    """A trained tensor, which is checked when its turn comes; an error then leaves the old folder as it was."""
+
+    def read() -> Tensor:
+        weight = weights.read(name, dtype)
+        return weight if weights.runs[name].frozen else checked(name, weight)
+
+    return TensorSource(name, dtype, weights.runs[name].source.shape, read)
 
 
 def _as_stored(reader: CheckpointReader, name: str, model: ModelSpec, weights: WeightStore) -> TensorSource:

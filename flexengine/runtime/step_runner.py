@@ -6,11 +6,13 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from flexengine.ops.balance import ExpertBalance
 from flexengine.runtime.batch_input import Sequences
 from flexengine.runtime.determinism import deterministic_kernels
+from flexengine.runtime.not_finite import first_bad_gradient
 from flexengine.runtime.outputs import FwdBwdOutput, StepOutput, fwd_bwd_output
 from flexengine.runtime.program_runner import ProgramRunner
 from flexengine.runtime.rounds import RoundRunner
@@ -65,11 +67,20 @@ class StepRunner:
         with interruptible(self._state, self._executor, train=True):
             self._runner.run(program, settings)
             grad_norm = self._grad_norm(program)
+            skipped = not math.isfinite(grad_norm)
+            self._state.bad_layer = self._bad_layer() if skipped else ""
         self._state.unusable = ""
         self._runner.measurement.active = False
-        skipped = not math.isfinite(grad_norm)
         seconds = self._state.finish_step(counts=not skipped or settings.max_grad_norm is None)
         return StepOutput(grad_norm, skipped, seconds)
+
+    def _bad_layer(self) -> str:
+        """Name the group whose gradient was the first that is not finite. Waits for the device."""
+        self._executor.synchronize_device()
+        finite = torch.isfinite(self._updates.group_squares()).tolist()
+        groups = self._layout.model.groups
+        bad = {i for i, group in enumerate(groups) if not group.frozen and not finite[i]}
+        return first_bad_gradient(self._layout.model, bad)
 
     def _balance_of(self, batch: Sequences) -> ExpertBalance | None:
         """What routers report to, where the model balances its experts."""

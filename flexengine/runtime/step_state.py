@@ -15,12 +15,14 @@ class StepState:
     """Gradients and interruptions of one engine.
 
     num_target_tokens: target tokens since the last step, which the stored gradients are sums over. unusable: why the
-    engine cannot go on; empty while it can.
+    engine cannot go on; empty while it can. bad_layer: whose gradient made the last step skip its update; empty when
+    none did.
     """
 
     def __init__(self) -> None:
         self.step_count = 0
         self.unusable = ""
+        self.bad_layer = ""
         self.start_accumulation()
 
     def start_accumulation(self) -> None:

@@ -1,0 +1,102 @@
+"""Steps that train nothing: they are counted, too many in a row end a run, and at the end the model is judged.
+
+A step is bad when its loss or its gradient is not finite. Its update was skipped, so a batch that no model could learn
+from leaves the weights as they were, and what was learnt before is worth keeping.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import NamedTuple
+
+from flexengine.data.batches import Batch
+from flexengine.metrics import StepMetrics
+from flexengine.runtime.engine import Engine
+from flexengine.runtime.not_finite import first_bad_weight
+from flexengine.runtime.outputs import StepOutput
+
+logger = logging.getLogger(__name__)
+
+MOST_NAMED = 10
+"""Bad steps that are listed by number."""
+
+
+class RunHealth:
+    """Follows the steps of one run. most_in_a_row: bad steps after which it ends; None = it never ends for them."""
+
+    def __init__(self, engine: Engine, most_in_a_row: int | None) -> None:
+        self.engine, self.most_in_a_row = engine, most_in_a_row
+        self.bad_steps: list[int] = []
+        self.in_a_row = 0
+        self.num_steps = 0
+        self.good_batch: Batch | None = None
+
+    def after_step(self, batch: Batch, metrics: StepMetrics, update: StepOutput) -> None:
+        """Called when a step has ended."""
+        self.num_steps += 1
+        if update.skipped:
+            clipped = self.engine.max_grad_norm is not None
+            what = "its update" if clipped else "the update of layers with such a gradient"
+            logger.warning("step %d skipped %s: the gradient norm is %s", metrics.step, what, update.grad_norm)
+        if update.skipped or not math.isfinite(metrics.loss):
+            self.bad_steps.append(metrics.step)
+            self.in_a_row += 1
+        else:
+            self.in_a_row, self.good_batch = 0, batch
+
+    @property
+    def must_end(self) -> bool:
+        """Whether so many steps in a row were bad that more would change nothing."""
+        return self.most_in_a_row is not None and self.in_a_row >= self.most_in_a_row
+
+    def diverged(self) -> bool:
+        """Judge the model when a run ends: after bad steps it must still give a finite loss on the last good batch."""
+        if not self.in_a_row:
+            return False
+        if self.must_end or self.good_batch is None:
+            return True
+        batch = self.good_batch
+        return not math.isfinite(float(self.engine.evaluate(input_ids=batch.input_ids, labels=batch.labels).loss))
+
+    def describe(self) -> str:
+        """The bad steps in one line; empty when there were none."""
+        if not self.bad_steps:
+            return ""
+        named = ", ".join(map(str, self.bad_steps[:MOST_NAMED])) + (", ..." if len(self.bad_steps) > MOST_NAMED else "")
+        kept = " The last ones are among them; the model still works on other batches." if self.in_a_row else ""
+        return (
+            f"skipped: {len(self.bad_steps)} of {self.num_steps} steps, whose loss or gradient was not finite"
+            f" (step {named}).{kept}"
+        )
+
+
+class NotFinite(NamedTuple):
+    """Where values that are not finite began. weight: a tensor's name; layer: whose gradient; empty where none did."""
+
+    weight: str = ""
+    layer: str = ""
+
+
+def where_not_finite(engine: Engine) -> NotFinite:
+    """Look for values that are not finite. Reads every weight, so it is for runs that went wrong."""
+    engine.executor.synchronize()
+    return NotFinite(first_bad_weight(engine.weights), engine.state.bad_layer)
+
+
+def explain_divergence(health: RunHealth, last: StepMetrics, found: NotFinite) -> str:
+    """Say when a run diverged, where, and what to try."""
+    first = health.bad_steps[-health.in_a_row]
+    name, value = ("gradient norm", last.grad_norm) if math.isfinite(last.loss) else ("loss", last.loss)
+    text = f"the {name} of the last step is {value}: the run diverged at step {first} of {health.num_steps}"
+    if health.must_end:
+        text += f" and ended after {health.in_a_row} such steps (--max-skipped-steps)"
+    if found.weight and first == 1:
+        text += (
+            f"; no update came before, and the weight {found.weight} holds NaN or infinity: fetch or export it again"
+        )
+    elif found.weight:
+        text += f"; the first weight with NaN or infinity is {found.weight}"
+    elif found.layer:
+        text += f"; every weight is finite, and the first gradient that is not is that of {found.layer}"
+    return text if first == 1 and found.weight else f"{text}\n  try a smaller --lr, or more warm-up (--lr-warmup-pct)"
