@@ -29,6 +29,7 @@ from flexengine.runtime.executor import CommandOrder, Executor
 from flexengine.runtime.export import export_checkpoint
 from flexengine.runtime.layer_runner import LayerRunner
 from flexengine.runtime.measurement import StepMeasurement
+from flexengine.runtime.one_caller import one_caller
 from flexengine.runtime.outputs import EvaluateOutput, FwdBwdOutput, StepOutput, evaluate_output
 from flexengine.runtime.program_runner import ProgramRunner
 from flexengine.runtime.programs import Programs
@@ -66,7 +67,8 @@ class Engine:
     """Trains one model under one plan. `flexengine.from_pretrained` makes it.
 
     fwd_bwd adds the gradients of a batch, several calls accumulate; step updates the weights with the gradients of the
-    mean loss over all target tokens since the last step. train_step is both.
+    mean loss over all target tokens since the last step. train_step is both. One call runs at a time: a second one from
+    another thread raises RuntimeError.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class Engine:
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
+    @one_caller
     def fwd_bwd(self, batch: object = None, **columns: object) -> FwdBwdOutput:
         """Forward and backward of a batch; its gradients are added to those since the last step.
 
@@ -150,6 +153,7 @@ class Engine:
         self._start_step()
         return self.steps.forward_backward(sequences)
 
+    @one_caller
     def step(self, lr: float | None = None) -> StepOutput:
         """AdamW with the gradients of the mean loss over all target tokens since the last step, clipped by global norm.
 
@@ -161,6 +165,7 @@ class Engine:
         self.state.require_gradients("step() without gradients: call fwd_bwd(batch) first")
         return self.steps.update(self._update_settings(lr, self.state.num_target_tokens))
 
+    @one_caller
     def train_step(
         self, batch: object = None, *, lr: float | None = None, **columns: object
     ) -> tuple[FwdBwdOutput, StepOutput]:
@@ -178,12 +183,14 @@ class Engine:
         out = self.steps.forward_backward(sequences, settings)
         return out, self.steps.update(settings, cpu_has_updated=True)
 
+    @one_caller
     def evaluate(self, batch: object = None, *, per_token: bool = False, **columns: object) -> EvaluateOutput:
         """Mean loss of a batch, forward only; nothing else changes. per_token: also each token's log-probability."""
         sequences = self._read(batch, columns)
         token_losses = [torch.zeros(length) for length in sequences.lengths] if per_token else None
         return evaluate_output(self.steps.evaluate(sequences, float, token_losses), sequences, token_losses)
 
+    @one_caller
     def next_token_logits(self, tokens: list[int]) -> Tensor:
         """Logits [V] of the token after `tokens`, float32 on the CPU; runs the whole prefix, for samples only."""
         self.state.require_usable()
@@ -232,6 +239,7 @@ class Engine:
         """
         return self.measurement.take_runs()
 
+    @one_caller
     def adopt(self, plan: Plan, description: str = "") -> None:
         """Go on under another plan of the same model and request; weights and optimizer states move to where it wants.
 
@@ -269,6 +277,7 @@ class Engine:
         """Most GPU and host memory the process has had in use, bytes; on the CPU the GPU figure is the device arena."""
         return memory_peaks(self.meter)
 
+    @one_caller
     def state_dict(self) -> dict[str, Tensor]:
         """Master weights by Hugging Face name, on the CPU, exact in float32 (float64 for float64 compute).
 
@@ -279,6 +288,7 @@ class Engine:
         self.executor.synchronize()
         return {name: self.weights.read(name) for name in self.weights.runs}
 
+    @one_caller
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of the mean loss over all target tokens since the last step, by Hugging Face name, on the CPU.
 
@@ -288,6 +298,7 @@ class Engine:
         self.executor.synchronize()
         return self.weights.read_gradients(scale=1.0 / self.state.num_target_tokens)
 
+    @one_caller
     def save_pretrained(self, folder: str | Path, beside: Mapping[str, str] | None = None) -> None:
         """Write a Hugging Face folder that transformers loads unchanged.
 

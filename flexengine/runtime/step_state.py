@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,13 +17,14 @@ class StepState:
 
     num_target_tokens: target tokens since the last step, which the stored gradients are sums over. unusable: why the
     engine cannot go on; empty while it can. bad_layer: whose gradient made the last step skip its update; empty when
-    none did.
+    none did. busy: held while a call of the engine runs.
     """
 
     def __init__(self) -> None:
         self.step_count = 0
         self.unusable = ""
         self.bad_layer = ""
+        self.busy = threading.Lock()
         self.start_accumulation()
 
     def start_accumulation(self) -> None:

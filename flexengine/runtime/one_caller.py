@@ -1,0 +1,40 @@
+"""One call of an engine at a time: its arenas, slots and gradients are those of one step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from flexengine.runtime.step_state import StepState
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class HasState(Protocol):
+    """Whose calls exclude each other."""
+
+    state: StepState
+
+
+Self = TypeVar("Self", bound=HasState)
+
+
+def one_caller(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[Self, P], R]:
+    """Have a method refuse to begin while another call of the same engine runs, in whichever thread.
+
+    Raises (when called): RuntimeError at once. Two calls that begin in the same instant run one after the other.
+    """
+
+    @functools.wraps(method)
+    def called(self: Self, *args: P.args, **keywords: P.kwargs) -> R:
+        if self.state.busy.locked():
+            raise RuntimeError(
+                f"{method.__name__}() while another call of this engine runs, in another thread or in a signal"
+                " handler; make calls one after the other"
+            )
+        with self.state.busy:  # `with` lets no interrupt between taking the lock and the block that gives it back
+            return method(self, *args, **keywords)
+
+    return called
