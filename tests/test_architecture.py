@@ -58,7 +58,8 @@ ARROWS = {
         "runtime",
         "wording",
     },
-    "run_folder": {"api", "checkpoint", "config", "metrics", "models"},
+    "run_folder": {"api", "checkpoint", "config", "metrics", "models", "options"},
+    "health": {"data", "metrics", "runtime"},
     "feedback": {
         "api",
         "config",
@@ -77,6 +78,7 @@ ARROWS = {
         "config",
         "data",
         "feedback",
+        "health",
         "metrics",
         "models",
         "optim",

@@ -154,3 +154,13 @@ def test_clipping_of_another_plan(folder, planned, built, word):
     prepared = prepare(folder, hardware="cpu-test", max_grad_norm=planned, **SHAPE)
     says = (f"max_grad_norm={built}, but the plan was made {word} clipping; give prepare the same max_grad_norm",)
     check_error(lambda: build(prepared, max_grad_norm=built), says)
+
+
+def test_two_threads(folder):
+    """The second call would mix its batch with that of the first, and give wrong weights."""
+    engine = from_pretrained(folder, hardware="cpu-test", **SHAPE)
+    with engine.state.busy:  # as while a call of another thread runs
+        says = (r"train_step\(\) while another call of this engine runs, in another thread.*one after the other",)
+        check_error(lambda: engine.train_step([[1, 2, 3]]), says, RuntimeError)
+    engine.train_step([[1, 2, 3]])
+    engine.close()

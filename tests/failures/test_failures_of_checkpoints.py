@@ -7,9 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from provoke import INDEX, SHARDS, Case, arguments, cases, check_message, check_python_face, half_written, write_model
+from provoke import (
+    INDEX,
+    SHARDS,
+    Case,
+    arguments,
+    cases,
+    check_error,
+    check_message,
+    check_python_face,
+    half_written,
+    write_model,
+)
 
-from flexengine import cli
+from flexengine import cli, from_pretrained
 from flexengine.checkpoint.atomic import sha256_of
 from flexengine.checkpoint.manifest import FileRecord, write_manifest
 
@@ -274,12 +285,16 @@ def test_python_face(case, model):
     check_python_face(case, model)
 
 
-def test_nan_in_the_weights_ends_as_a_diverged_run(model, command, known_machine, tmp_path):
-    """The update is skipped and said so, nothing is exported as if it were trained, and the status tells."""
+def with_nan_in_the_embedding(model: Path) -> None:
     header, data = read_header(model / FIRST)
     begin, end = header[EMBEDDING]["data_offsets"]
     nan = torch.full(((end - begin) // 4,), float("nan")).numpy().tobytes()
     write_header(model / FIRST, header, data[:begin] + nan + data[end:])
+
+
+def test_nan_in_the_weights_ends_as_a_diverged_run(model, command, known_machine, tmp_path):
+    """The update is skipped and said so, nothing is exported as if it were trained, and the status tells."""
+    with_nan_in_the_embedding(model)
     outcome = command("train", *arguments(model=model, output_dir=tmp_path / "run", save=True))
     assert outcome.status == 1
     assert outcome.status != cli.BAD_INPUT
@@ -287,3 +302,26 @@ def test_nan_in_the_weights_ends_as_a_diverged_run(model, command, known_machine
     assert not (tmp_path / "run" / "final").exists()
     log = [json.loads(line) for line in (tmp_path / "run" / "train_log.jsonl").read_text().splitlines()]
     assert [entry["loss"] for entry in log] == [None, None]
+
+
+def test_steps_that_train_nothing_end_a_run(model, command, known_machine, tmp_path):
+    with_nan_in_the_embedding(model)
+    flags = arguments(model=model, output_dir=tmp_path / "run", save=True, steps=9, max_skipped_steps=3)
+    outcome = command("train", *flags)
+    assert outcome.status == 1
+    says = (
+        "loss of the last step is nan: the run diverged at step 1 of 3 and ended after 3 such steps",
+        f"the weight {EMBEDDING} holds NaN or infinity: fetch or export it again",
+        "not exported",
+    )
+    check_message(outcome.err, says)
+    assert not (tmp_path / "run" / "final").exists()
+
+
+def test_export_of_a_weight_that_is_not_finite(model, tmp_path):
+    with_nan_in_the_embedding(model)
+    engine = from_pretrained(model, device="cpu", dtype="float32", hardware="cpu-test", max_seq_len=16)
+    says = (f"{EMBEDDING} holds values that are not finite in torch.float32, so nothing is exported; load an earlier",)
+    check_error(lambda: engine.save_pretrained(tmp_path / "out"), says)
+    assert not (tmp_path / "out").exists()
+    engine.close()

@@ -2,6 +2,8 @@
 
 import errno
 import resource
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -60,6 +62,26 @@ def test_places(case, model, command, tmp_path):
     outcome = command("train", *arguments(**options))
     assert outcome.status == case.status
     check_message(outcome.err, case.says)
+
+
+def test_folder_of_a_run_that_goes_on(model, command, tmp_path):
+    """The lock goes with the process that holds it, so nothing of a run that was killed blocks the next."""
+    (tmp_path / "run").mkdir()
+    holder = "import sys; from flexengine.run_folder import held; from pathlib import Path\nwith held(Path('run')): "
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{holder}print('held', flush=True), sys.stdin.read()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=tmp_path,
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        outcome = command("train", *arguments(model=model, output_dir="run"))
+        assert outcome.status == 2
+        check_message(outcome.err, ("--output-dir run is in use by another run; wait for its end, or choose another",))
+        assert list((tmp_path / "run").iterdir()) == []
+        other.kill()
+    assert command("train", *arguments(model=model, output_dir="run")).status == 0
 
 
 def test_no_permission(model, command, monkeypatch):
