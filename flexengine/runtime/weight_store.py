@@ -57,7 +57,7 @@ def stored_tensors(source: WeightSource) -> dict[str, Stored]:
 
 
 def check_complete(model: ModelSpec, reader: CheckpointReader) -> None:
-    """Raise ValueError naming tensors that a checkpoint lacks or holds in a wrong shape or dtype; reads headers only."""
+    """Raise ValueError naming tensors that a checkpoint lacks, or has in a wrong shape or dtype. Reads headers only."""
     sources = (source for group in model.groups for param in group.params for source in param.sources)
     wanted = {name: stored for source in sources for name, stored in stored_tensors(source).items()}
     wanted |= {name: Stored(source.shape, NUMBERS) for name, source in model.buffers.items()}
