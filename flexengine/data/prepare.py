@@ -26,6 +26,8 @@ from flexengine.data.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
 
+TOKEN_CODE = ("records.py", "masks.py", "templates.py", "tokenizer.py")
+"""What makes tokens of rows."""
 SHOWN_NOTES = 8
 """Most remarks about one source: a file may have thousands of columns."""
 
@@ -129,6 +131,6 @@ def _key(reader: Reader, tokenizer: ChatTokenizer) -> str:
 @functools.cache
 def _code_key() -> str:
     """A digest of the code that makes tokens of rows, here and in the libraries: another version tokenizes again."""
-    sources = [Path(__file__).with_name(name).read_bytes() for name in ("records.py", "masks.py", "tokenizer.py")]
+    sources = [Path(__file__).with_name(name).read_bytes() for name in TOKEN_CODE]
     versions = [importlib.metadata.version(name) for name in ("tokenizers", "transformers", "jinja2")]
     return hashlib.sha256(b"".join([*sources, repr(versions).encode()])).hexdigest()

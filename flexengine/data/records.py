@@ -168,6 +168,8 @@ def _chat(raw: dict[str, Any], messages: list[Message], where: str) -> Record:
 
 
 def _turns(turns: Any, where: str, unread: Counter[str]) -> list[Message]:
+    with contextlib.suppress(ValueError):  # tables may hold a conversation as its JSON text
+        turns = json.loads(turns) if isinstance(turns, str) else turns
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"{where}: the conversation must be a list of at least one message, found {shown(turns)}")
     return [_turn(turn, where, unread) for turn in turns]

@@ -71,7 +71,8 @@ class Reader:
         """A digest of the contents."""
         if self._hub is not None:
             return f"hub {self._hub._fingerprint}"
-        return hashlib.sha256("".join(map(sha256_of, self._files)).encode()).hexdigest()
+        parts = [f"{format_of(path.name)} {sha256_of(path)}" for path in self._files]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def records(self) -> Iterator[Record]:
         """Every record, in order. Raises ValueError naming file and place of what cannot be read."""

@@ -1,5 +1,6 @@
 """Records of each schema, and that nothing of them is lost without a word."""
 
+import json
 from collections import Counter
 
 import pytest
@@ -31,6 +32,7 @@ CONVERSATIONS = {
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "2+"}, {"text": "2?"}]}, PAIR[1]]},
         [USER, ANSWER],
     ),
+    "conversation_as_text": ({"messages": json.dumps(PAIR)}, [USER, ANSWER]),
     "null_columns": ({"messages": PAIR, "tools": None, "system": None, "images": None}, [USER, ANSWER]),
     "tool_calls": (
         {"messages": [PAIR[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}]},

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 import flexengine.data.tokenizer as module
+from flexengine.data import templates
 from flexengine.data.records import IGNORE, Message, Record, TokenizedRecord
 from flexengine.data.tokenizer import ChatTokenizer
 from flexengine.models.registry import ASSETS
@@ -152,14 +153,14 @@ def test_what_the_tokenizer_cannot_encode_is_told_with_the_text():
 
 
 def test_templates_have_a_limit_of_time(monkeypatch):
-    monkeypatch.setattr(module, "TEMPLATE_SECONDS", 0.2)
+    monkeypatch.setattr(templates, "TEMPLATE_SECONDS", 0.2)
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(ValueError, match=r"refuses.*did not end within 0.2 s"):
         with_template(endless).encode_record(Record(messages=TURNS))
 
 
 def test_templates_have_a_limit_of_size(monkeypatch):
-    monkeypatch.setattr(module, "TEMPLATE_CHARACTERS", 1000)
+    monkeypatch.setattr(templates, "TEMPLATE_CHARACTERS", 1000)
     with pytest.raises(ValueError, match="wrote 5000 characters, the limit is 1000"):
         with_template("{{ 'a' * 5000 }}").encode_record(Record(messages=TURNS))
 
@@ -180,6 +181,23 @@ def test_a_record_that_a_template_would_lose_a_part_of_is_left_out_and_counted(d
 def test_ids_above_the_vocabulary_are_refused(demo):
     with pytest.raises(ValueError, match=r"input_ids hold 999999, the tokenizer's largest id is \d+"):
         demo.encode_record(Record(tokens=TokenizedRecord([1, 999999], [1, 1])))
+
+
+@pytest.mark.parametrize("place", ["config", "file"])
+def test_conversations_with_tools_may_have_a_template_of_their_own(tmp_path, place):
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    with_tools = STRICT.replace("{% for m", "{{ tools[0].function.name }}{% for m", 1)
+    named = [{"name": "default", "template": STRICT}]
+    if place == "config":
+        named.append({"name": "tool_use", "template": with_tools})
+    else:
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(with_tools)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    chat, tool = ChatTokenizer.from_folder(tmp_path), {"type": "function", "function": {"name": "get_weather"}}
+    called = chat.encode_record(Record(messages=TURNS[1:], tools=(tool,)))
+    assert chat.tokenizer.decode(called.input_ids, skip_special_tokens=False).startswith("get_weather<|user|>")
+    assert targets(chat, Record(messages=TURNS[1:])) == ["Paris.<|end|>", "Rome.<|end|>"]
 
 
 def test_invented_template_is_told_and_exported(tmp_path, caplog):
