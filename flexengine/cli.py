@@ -76,7 +76,7 @@ def _unknown_command(name: str) -> str:
 
 
 def _correctable(error: Exception) -> str | None:
-    """The message of an error that other input or another machine would avoid; None for a bug."""
+    """Word an error that other input or another machine would avoid; returns None for a bug."""
     if is_out_of_memory(error):
         return explain_out_of_memory(error)
     if isinstance(error, OSError):
@@ -176,7 +176,7 @@ COMMANDS = {
 
 
 def parse_config(prog: str, argv: list[str], base: Mapping[str, Any] | None = None) -> TrainConfig:
-    """The TrainConfig of a command line: defaults, base, --config FILE.yaml and flags, the later the stronger.
+    """Make the TrainConfig of a command line from defaults, base, --config FILE.yaml and flags, the later the stronger.
 
     Raises ValueError on values that TrainConfig refuses; exits with status 2 on flags that do not exist.
     """
@@ -190,7 +190,7 @@ def parse_config(prog: str, argv: list[str], base: Mapping[str, Any] | None = No
 
 
 def _read_text(path: Path) -> str:
-    """The text of a --config file. Raises ValueError when there is no such file, or no text in it."""
+    """Read a --config file. Raises ValueError when there is no such file, or no text in it."""
     if not path.is_file():
         found = "a folder; name a file in it" if path.is_dir() else "no such file"
         raise ValueError(f"--config {path}: {found}")
@@ -201,7 +201,7 @@ def _read_text(path: Path) -> str:
 
 
 def build_parser(prog: str, base: Mapping[str, Any]) -> argparse.ArgumentParser:
-    """One flag per option of TrainConfig; a flag that is not given is absent from the result."""
+    """Make a parser with one flag per option of TrainConfig; a flag that is not given is absent from its result."""
     parser = FlagParser(
         prog=prog,
         usage="%(prog)s --model DIR_OR_PRESET [options]",
@@ -217,7 +217,7 @@ def build_parser(prog: str, base: Mapping[str, Any]) -> argparse.ArgumentParser:
 
 
 def demo_options() -> dict[str, Any]:
-    """What `demo` sets: the bundled model and data, and a device budget below the 0.13 GiB of training state.
+    """Choose what `demo` sets: the bundled model and data, and a device budget below the 0.13 GiB of training state.
 
     8.2 million parameters with float32 weights, gradients and two states are 16 bytes each. With an NVIDIA GPU the
     budget also covers the CUDA context and the libraries, hence the larger figure.

@@ -19,7 +19,7 @@ def add_flag(
     read: Callable[[str], Any] | None = None,
     help_text: str | None = None,
 ) -> None:
-    """One flag; values that are not given take the parser's `argument_default`, unless that is None.
+    """Add one flag; a value that is not given takes the parser's `argument_default`, unless that is None.
 
     default: what the help says of it, and the value where the parser has no other; flag: another spelling; read: turns
     the text into the value, instead of the option's type; help_text: replaces the option's.
@@ -41,12 +41,12 @@ def add_flag(
 
 
 def option_help(option: Option) -> str:
-    """The help of an option on the command line, which writes 0 where Python has None."""
+    """Word an option for the command line, which writes 0 where Python has None."""
     return f"{option.help}; 0 = {option.zero_means}" if option.zero_means else option.help
 
 
 def _help(text: str, default: Any) -> str:
-    """The help with its default, where that is not told in words."""
+    """Add the default to a help text, where that is not told in words."""
     if default not in (None, "", ()):
         said = "no" if default is False else "yes" if default is True else default
         text = f"{text.partition(' (default:')[0]} (default: {said})"
@@ -54,7 +54,7 @@ def _help(text: str, default: Any) -> str:
 
 
 def from_flags(options: Iterable[Option], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of those options that are among `values`, as Python has them and checked each for itself.
+    """Take the options that are among `values`, each as Python has it and checked for itself.
 
     Raises: ValueError in the words of flags.
     """
@@ -68,7 +68,7 @@ def from_flags(options: Iterable[Option], values: Mapping[str, Any]) -> dict[str
 
 
 def positive_count(text: str) -> int:
-    """A whole number above 0, for `read` of `add_flag`."""
+    """Read a whole number above 0, for `add_flag`."""
     try:
         value = int(text)
     except ValueError:
@@ -79,7 +79,7 @@ def positive_count(text: str) -> int:
 
 
 def positive_number(text: str) -> float:
-    """A number above 0, for `read` of `add_flag`."""
+    """Read a number above 0, for `add_flag`."""
     try:
         value = float(text)
     except ValueError:
@@ -90,7 +90,7 @@ def positive_number(text: str) -> float:
 
 
 def overlay(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of all layers, the later the stronger, also where two options exclude each other.
+    """Merge layers of options, the later the stronger, also where two options exclude each other.
 
     A layer that sets the length of the run in one unit replaces the other unit; synthetic data replaces a data set.
     """

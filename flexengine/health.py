@@ -47,7 +47,7 @@ class RunHealth:
 
     @property
     def must_end(self) -> bool:
-        """Whether so many steps in a row were bad that more would change nothing."""
+        """True when so many steps in a row were bad that more would change nothing."""
         return self.most_in_a_row is not None and self.in_a_row >= self.most_in_a_row
 
     def diverged(self) -> bool:
@@ -60,7 +60,7 @@ class RunHealth:
         return not math.isfinite(float(self.engine.evaluate(input_ids=batch.input_ids, labels=batch.labels).loss))
 
     def describe(self) -> str:
-        """The bad steps in one line; empty when there were none."""
+        """Describe the bad steps in one line; empty when there were none."""
         if not self.bad_steps:
             return ""
         named = ", ".join(map(str, self.bad_steps[:MOST_NAMED])) + (", ..." if len(self.bad_steps) > MOST_NAMED else "")

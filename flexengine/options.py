@@ -145,7 +145,7 @@ class Option:
 
 @cache
 def options_of(declared: type) -> Mapping[str, Option]:
-    """Name -> option of a dataclass: its own first, then those that it inherits; fields without an Option are left out.
+    """Map names to the options of a dataclass, its own first; fields without an Option are left out.
 
     A default that only a factory makes is not told.
     """
@@ -169,7 +169,7 @@ def _annotated(hint: Any) -> Option | None:
 
 
 def flag_of(name: str) -> str:
-    """Field name -> flag: max_seq_len -> --max-seq-len."""
+    """Spell a field as a flag: max_seq_len becomes --max-seq-len."""
     return f"--{name.replace('_', '-')}"
 
 

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def described(spec: ModelSpec, job: Job) -> ModelSpec:
-    """The model as a job trains it: its linear layers in the job's matmul dtype, its frozen layers marked.
+    """Describe the model as a job trains it: its linear layers in the job's matmul dtype, its frozen layers marked.
 
     Warns when sequences may be longer than the model was made for. Raises ValueError where it cannot take them, or as
     `with_matmul_dtype` and `with_frozen`.
@@ -44,7 +44,7 @@ def _check_sequence_length(spec: ModelSpec, max_seq_len: int) -> None:
 
 
 def probe_shape(spec: ModelSpec) -> ProbeShape:
-    """Sizes of a model's blocks, for the probe: the widest input of a block's matrices is that of the MLP's last."""
+    """Measure a model's blocks for the probe: the widest input of a block's matrices is that of the MLP's last."""
     groups = [spec.groups[index] for layer in spec.blocks for index in layer.groups]
     widths = [param.shape[-1] for group in groups for param in group.params if param.kind == "matrix"]
     return ProbeShape(spec.hidden_size, max([spec.hidden_size, *widths]), spec.head_dim)
@@ -54,7 +54,7 @@ def probe_shape(spec: ModelSpec) -> ProbeShape:
 
 
 def make_request(job: Job, profile: HardwareProfile, device_type: str) -> Request:
-    """What a job asks of the planner on one machine; a budget that is not given is what is free there.
+    """Make what a job asks of the planner on one machine; a budget that is not given is what is free there.
 
     device_type: cuda or cpu, on which the GPU budget is taken out of the host's. Raises ValueError where the machine
     has no memory left or cannot multiply as the job wants.
@@ -91,7 +91,7 @@ def _budget_bytes(place: str, gib: float | None, free_bytes: int) -> int:
 
 
 def budget_gib(place: str, gib: float | None, num_bytes: int | None) -> float | None:
-    """One budget of Python's two keywords, max_PLACE_mem_gib and max_PLACE_mem_bytes, in GiB.
+    """Convert Python's two keywords of one budget, max_PLACE_mem_gib and max_PLACE_mem_bytes, to GiB.
 
     A count of bytes below 2**53 is exact in GiB, since a division by 2**30 only changes the exponent. Raises ValueError
     where both are given, or the budget is nothing.
@@ -108,7 +108,7 @@ def budget_gib(place: str, gib: float | None, num_bytes: int | None) -> float | 
 
 
 def positive_budget(place: str, num_bytes: int) -> int:
-    """A budget in whole bytes. Raises: ValueError when it is nothing."""
+    """Round a budget to whole bytes. Raises: ValueError when it is nothing."""
     if num_bytes <= 0:
         raise ValueError(f"the {place} memory budget must be positive, got {num_bytes} bytes")
     return int(num_bytes)

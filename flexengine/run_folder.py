@@ -24,7 +24,7 @@ RUN_FILE = "flexengine_run.json"
 
 
 def check_run_folder(config: TrainConfig, replace: bool) -> None:
-    """Raises ValueError when the run folder cannot be used.
+    """Raise ValueError when the run folder cannot be used.
 
     It may be new, empty, or that of an earlier run, whose log is then replaced. A trained model in final/ is kept
     safe: only a run with the same config, which gives the same model, or replace=True may go over it. A folder that
@@ -55,7 +55,7 @@ def _check_contents(config: TrainConfig, replace: bool) -> None:
 
 
 def _has_config(folder: Path, config: TrainConfig) -> bool:
-    """Whether the run that a folder is of was asked for the same, however its file is written."""
+    """Tell whether a folder belongs to a run with the same options, however its file is written."""
     try:
         return TrainConfig.from_yaml((folder / CONFIG_FILE).read_text(encoding="utf-8")) == config
     except ValueError:  # damaged, or with options that are gone
@@ -63,7 +63,7 @@ def _has_config(folder: Path, config: TrainConfig) -> bool:
 
 
 def _check_can_write(flag: str, folder: Path) -> None:
-    """Raises ValueError when a folder can neither be written to nor be made."""
+    """Raise ValueError when a folder can neither be written to nor be made."""
     nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not nearest.is_dir():
         raise ValueError(f"{flag} {folder} cannot be made: {nearest} is a file, not a folder; choose another path")
@@ -72,7 +72,7 @@ def _check_can_write(flag: str, folder: Path) -> None:
 
 
 def check_disk(config: TrainConfig, source: ModelSource) -> None:
-    """Raises ValueError when the trained model would not fit on the disk of the run folder, at 4 bytes a parameter."""
+    """Raise ValueError when the trained model would not fit on the disk of the run folder, at 4 bytes a parameter."""
     nearest = next(p for p in (config.run_folder, *config.run_folder.absolute().parents) if p.exists())
     needed, free = 4 * source.spec.num_parameters, shutil.disk_usage(nearest).free
     if free < needed:
@@ -123,13 +123,13 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def run_record(config: TrainConfig, num_steps: int) -> str:
-    """What made a model, as JSON: the steps that were taken and every option."""
+    """Describe what made a model, as JSON: the steps that were taken and every option."""
     options = {name: option.to_flag(getattr(config, name)) for name, option in options_of(TrainConfig).items()}
     return json.dumps({"steps": num_steps, "config": options}, indent=1) + "\n"
 
 
 def write_plan(config: TrainConfig, planned: PlannedRun) -> None:
-    """The plan and the simulated step, in the run folder and where --plan-json says."""
+    """Write the plan and the simulated step into the run folder, and the plan where --plan-json says."""
     write_text(config.run_folder / PLAN_FILE, planned.plan.to_json())
     write_text(config.run_folder / TIMELINE_FILE, planned.timeline())
     if config.plan_json:

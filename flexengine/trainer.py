@@ -8,7 +8,6 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm
@@ -20,12 +19,9 @@ from flexengine.data import (
     ChatTokenizer,
     GlobalBatches,
     SyntheticBatches,
-    default_cache,
     parse_source,
-    prepare_sources,
 )
 from flexengine.data.batches import Batch
-from flexengine.data.preview import MARKS, marked_text, shortened
 from flexengine.feedback import Reviewer
 from flexengine.health import RunHealth, explain_divergence, where_not_finite
 from flexengine.metrics import (
@@ -36,7 +32,7 @@ from flexengine.metrics import (
     format_tflops,
     format_tokens_per_s,
 )
-from flexengine.models.registry import ASSETS, ModelSource, open_model
+from flexengine.models.registry import open_model
 from flexengine.optim import AdamW
 from flexengine.optim.lr_schedule import LrSchedule
 from flexengine.recording import Recorder, check_recording
@@ -44,21 +40,12 @@ from flexengine.run_folder import RUN_FILE, check_disk, check_run_folder, run_re
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.not_finite import NotFiniteError
 from flexengine.runtime.outputs import StepOutput
+from flexengine.training_data import TrainingData, open_data
 
-DEMO_FOLDER = ASSETS / "demo"
 INTERRUPTED = 130
 """Exit status after Ctrl-C: 128 + SIGINT, as shells report it."""
 DIVERGED = 1
-"""Exit status of a run whose last loss is not a finite number."""
-
-
-@dataclass(frozen=True)
-class TrainingData:
-    """Where batches come from, the tokenizer (None for synthetic data), and one line about both."""
-
-    batches: GlobalBatches | SyntheticBatches
-    tokenizer: ChatTokenizer | None
-    description: str
+"""Exit status of a run whose model is not worth keeping."""
 
 
 def train(config: TrainConfig, prompts: Sequence[str] = (), replace: bool = False) -> int:
@@ -117,22 +104,22 @@ def run(
 
 
 def prepare_run(config: TrainConfig) -> PlannedRun:
-    """The plan and what it was made for; loads no weights. Raises PlanError when nothing fits."""
+    """Measure the machine and plan; loads no weights. Raises PlanError when nothing fits."""
     return prepare_job(config.model, config.as_job())
 
 
 def optimizer_of(config: TrainConfig) -> AdamW:
-    """The optimizer that the options ask for."""
+    """Make the optimizer that the options ask for."""
     return AdamW(lr=config.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=config.weight_decay)
 
 
 def build_engine(config: TrainConfig, planned: PlannedRun) -> Engine:
-    """The engine with its weights loaded."""
+    """Load the weights of a planned run."""
     return build(planned, optimizer_of(config))
 
 
 def dry_run(config: TrainConfig) -> int:
-    """Prints the plan and writes it where --plan-json says; data and the run folder are left alone."""
+    """Print the plan and write it where --plan-json says; data and the run folder are left alone."""
     for text in config.dataset:
         parse_source(text)  # says what is missing
     planned = prepare_run(config)
@@ -140,32 +127,6 @@ def dry_run(config: TrainConfig) -> int:
     if config.plan_json:
         write_text(Path(config.plan_json), planned.plan.to_json())
     return 0
-
-
-def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
-    """Reads, tokenizes and prepares the data. Raises ValueError when it does not fit the model or nothing is left."""
-    vocab_size = source.spec.vocab_size
-    if config.data_source == "synthetic":
-        batches = SyntheticBatches(vocab_size, config.max_seq_len, config.max_global_batch_tokens, config.seed)
-        text = f"{batches.num_sequences} random sequences of {config.max_seq_len} tokens a step"
-        return TrainingData(batches, None, text)
-    sources = [parse_source(text) for text in config.dataset]
-    tokenizer = ChatTokenizer.from_folder(source.support_folder or DEMO_FOLDER)
-    if tokenizer.max_id >= vocab_size:
-        raise ValueError(
-            f"the tokenizer has ids up to {tokenizer.max_id}, but the model's vocab_size is {vocab_size};"
-            " tokenizer.json and config.json are of different models: fetch both again"
-        )
-    tokenizer.train_on = config.train_on
-    cache = Path(config.data_cache) if config.data_cache else default_cache()
-    prepared = prepare_sources(sources, tokenizer, config.max_seq_len, config.truncate_long, cache)
-    text = "; ".join(part.describe() for part in prepared)
-    if source.support_folder is None:
-        text += "; this preset has no tokenizer of its own, so the bundled demo tokenizer is used"
-    batches = GlobalBatches.of_parts(prepared, config.max_global_batch_tokens, config.seed)
-    text += f"\n  the first sequence, trained between {MARKS[0]} and {MARKS[1]}: "
-    text += shortened(marked_text(tokenizer, batches.sequences[0]))
-    return TrainingData(batches, tokenizer, text)
 
 
 # ---- the steps ------------------------------------------------------------------------------------------------
@@ -181,7 +142,7 @@ def run_steps(
     reviewer: Reviewer,
     health: RunHealth,
 ) -> tuple[list[StepMetrics], bool]:
-    """Takes schedule.num_steps steps, each logged when it ends; returns them, and whether Ctrl-C cut them short.
+    """Take schedule.num_steps steps, each logged when it ends; returns them, and whether Ctrl-C cut them short.
 
     On a terminal a progress bar shows the last step; elsewhere every step is a line. show=False prints neither.
     The recorder stands around every step; the reviewer looks at its metrics afterwards. The steps end early when too
@@ -215,7 +176,7 @@ def run_steps(
 
 
 def take_step(engine: Engine, batch: Batch, step: int, lr: float) -> tuple[StepMetrics, StepOutput]:
-    """Forward, backward and update of one global batch; step_s is their wall time."""
+    """Run forward, backward and update of one global batch; step_s is their wall time."""
     start_s = time.perf_counter()
     out, update = engine.train_step(input_ids=batch.input_ids, labels=batch.labels, lr=lr)
     step_s = time.perf_counter() - start_s
@@ -241,7 +202,7 @@ def take_step(engine: Engine, batch: Batch, step: int, lr: float) -> tuple[StepM
 
 
 def summary(engine: Engine, steps: Sequence[StepMetrics], undisturbed: Sequence[StepMetrics]) -> str:
-    """The run in three lines: loss, speed, memory.
+    """Describe the run in three lines: loss, speed, memory.
 
     Rates leave out the first step, which warms up, and those that are not among the `undisturbed` ones, as they were
     timed or profiled, as far as there are others.
@@ -291,7 +252,7 @@ def export(config: TrainConfig, engine: Engine, tokenizer: ChatTokenizer | None,
 
 
 def answer(engine: Engine, tokenizer: ChatTokenizer, prompt: str, max_new_tokens: int = 32) -> str:
-    """Greedy answer of the trained model to one user message, up to a stop token, max_new_tokens or max_seq_len."""
+    """Answer one user message greedily with the trained model, up to a stop token, max_new_tokens or max_seq_len."""
     ids = tokenizer.encode_prompt(prompt)
     new: list[int] = []
     room = engine.plan.request.max_seq_len - len(ids)

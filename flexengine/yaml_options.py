@@ -12,7 +12,7 @@ from flexengine.wording import did_you_mean, shown
 
 
 def read_yaml(text: str, source: str, options: Mapping[str, Option]) -> dict[str, Any]:
-    """The options that a YAML file sets, of those that there are.
+    """Read the options that a YAML text sets, of those that there are.
 
     Raises ValueError when it is not YAML, not a mapping, or has a key that is no option; `source` names the file.
     """

@@ -60,6 +60,7 @@ ARROWS = {
     },
     "run_folder": {"api", "checkpoint", "config", "metrics", "models", "options"},
     "health": {"data", "metrics", "runtime"},
+    "training_data": {"config", "data", "models"},
     "feedback": {
         "api",
         "config",
@@ -85,6 +86,7 @@ ARROWS = {
         "recording",
         "run_folder",
         "runtime",
+        "training_data",
     },
     "commands": {
         "wording",

@@ -12,7 +12,7 @@ import torch
 from engine_helpers import saved_model, spec_of, tiny_config
 from tokenizers import Tokenizer
 
-from flexengine import cli, feedback, run_folder, trainer
+from flexengine import cli, feedback, run_folder, trainer, training_data
 from flexengine.config import TrainConfig
 from flexengine.data.batches import num_targets
 from flexengine.health import NotFinite
@@ -212,7 +212,7 @@ def test_a_template_that_was_made_up_is_exported(engine, tmp_path, monkeypatch):
 
 def test_dry_run_reads_no_data(monkeypatch, tmp_path):
     monkeypatch.setattr(trainer, "prepare_run", lambda config: SimpleNamespace(describe=lambda: "the plan"))
-    monkeypatch.setattr(trainer, "prepare_sources", None)
+    monkeypatch.setattr(training_data, "prepare_sources", None)
     (tmp_path / "a.jsonl").write_text("no record")
     config = {"data_source": "json_sft", "dry_run": True, "save": False}
     assert trainer.train(config_in(tmp_path, dataset=str(tmp_path / "a.jsonl"), **config)) == 0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flexengine.commands.files import check_target, write_whole
-from flexengine.commands.run_folder import read_run
+from flexengine.commands.read_run import read_run
 from flexengine.config import LOG_FILE
 from flexengine.reports.run_page import HOW_TO_TRACE, run_page
 from flexengine.wording import FlagParser

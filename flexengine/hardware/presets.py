@@ -175,7 +175,7 @@ PRESETS: dict[str, HardwareProfile] = {
 
 
 def named_profile(name: str | Path) -> HardwareProfile:
-    """The profile that a person names: a JSON file of one, or a preset. Raises: ValueError."""
+    """Find the profile that a person names: a JSON file of one, or a preset. Raises: ValueError."""
     path = Path(name)
     return read_profile(path) if path.suffix == ".json" else preset(str(name))
 

@@ -1,0 +1,55 @@
+"""The data of a run: records read, tokenized and packed into batches of the size that the options name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexengine.config import TrainConfig
+from flexengine.data import (
+    ChatTokenizer,
+    GlobalBatches,
+    SyntheticBatches,
+    default_cache,
+    parse_source,
+    prepare_sources,
+)
+from flexengine.data.preview import MARKS, marked_text, shortened
+from flexengine.models.registry import ASSETS, ModelSource
+
+DEMO_FOLDER = ASSETS / "demo"
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Where batches come from, the tokenizer (None for synthetic data), and one line about both."""
+
+    batches: GlobalBatches | SyntheticBatches
+    tokenizer: ChatTokenizer | None
+    description: str
+
+
+def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
+    """Read, tokenize and pack the data. Raises ValueError when it does not fit the model or nothing is left."""
+    vocab_size = source.spec.vocab_size
+    if config.data_source == "synthetic":
+        batches = SyntheticBatches(vocab_size, config.max_seq_len, config.max_global_batch_tokens, config.seed)
+        text = f"{batches.num_sequences} random sequences of {config.max_seq_len} tokens a step"
+        return TrainingData(batches, None, text)
+    sources = [parse_source(text) for text in config.dataset]
+    tokenizer = ChatTokenizer.from_folder(source.support_folder or DEMO_FOLDER)
+    if tokenizer.max_id >= vocab_size:
+        raise ValueError(
+            f"the tokenizer has ids up to {tokenizer.max_id}, but the model's vocab_size is {vocab_size};"
+            " tokenizer.json and config.json are of different models: fetch both again"
+        )
+    tokenizer.train_on = config.train_on
+    cache = Path(config.data_cache) if config.data_cache else default_cache()
+    prepared = prepare_sources(sources, tokenizer, config.max_seq_len, config.truncate_long, cache)
+    text = "; ".join(part.describe() for part in prepared)
+    if source.support_folder is None:
+        text += "; this preset has no tokenizer of its own, so the bundled demo tokenizer is used"
+    batches = GlobalBatches.of_parts(prepared, config.max_global_batch_tokens, config.seed)
+    text += f"\n  the first sequence, trained between {MARKS[0]} and {MARKS[1]}: "
+    text += shortened(marked_text(tokenizer, batches.sequences[0]))
+    return TrainingData(batches, tokenizer, text)
