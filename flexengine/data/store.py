@@ -136,11 +136,14 @@ class StoredSequences(Sequence[TokenizedRecord]):
 # ---- tokenized once --------------------------------------------------------------------------------------------
 
 
-def default_cache() -> Path:
-    """data/ of $FLEXENGINE_CACHE, else of flexengine/ in the XDG cache folder."""
+def default_cache() -> Path | None:
+    """data/ of $FLEXENGINE_CACHE, else of flexengine/ in the XDG cache folder; None for a user without a home."""
     if folder := os.environ.get("FLEXENGINE_CACHE"):
         return Path(folder) / "data"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flexengine" / "data"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flexengine" / "data"
+    except RuntimeError:
+        return None
 
 
 def write_tokens(records: Iterable[TokenizedRecord], file: int) -> tuple[np.ndarray, np.ndarray]:

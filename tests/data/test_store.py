@@ -1,12 +1,22 @@
 """Tokens on disk: what is written is read, records are cut as they say, and shards of tokens are understood."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flexengine.data.records import IGNORE, TokenizedRecord
-from flexengine.data.store import StoredSequences, cut_records, open_shard, open_table, table_in_scratch, write_table
+from flexengine.data.store import (
+    StoredSequences,
+    cut_records,
+    default_cache,
+    open_shard,
+    open_table,
+    table_in_scratch,
+    write_table,
+)
 
 RECORDS = [
     TokenizedRecord([1, 2, 3], [1, 2, 3]),
@@ -26,6 +36,14 @@ def test_what_is_written_is_read(tmp_path):
     assert table.left_out == {"a reason": 2}
     assert (tmp_path / "a" / "key" / "tokens.bin").stat().st_size == 4 * 9
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["key"]
+
+
+def test_where_tokens_are_kept(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    monkeypatch.delenv("FLEXENGINE_CACHE", raising=False)
+    assert default_cache() == Path("/xdg/flexengine/data")
+    monkeypatch.setenv("FLEXENGINE_CACHE", "/own")
+    assert default_cache() == Path("/own/data")
 
 
 def test_damaged_table_is_none_and_written_again(tmp_path):

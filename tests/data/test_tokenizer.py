@@ -247,6 +247,13 @@ def test_agrees_with_transformers(demo):
     assert demo.encode_record(Record(messages=TURNS)).input_ids == expected
 
 
+def test_a_tokenizer_model_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer.model").write_bytes(b"no sentencepiece model")
+    with pytest.raises(ValueError, match=r"tokenizer\.model cannot be read as a tokenizer: .*; fetch tokenizer\.model"):
+        ChatTokenizer.from_folder(tmp_path)
+
+
 def test_folder_variants(tmp_path):
     with pytest.raises(ValueError, match=r"no tokenizer\.json"):
         ChatTokenizer.from_folder(tmp_path)
