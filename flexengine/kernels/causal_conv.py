@@ -19,7 +19,7 @@ from flexengine.kernels.rounding import round_to
 _ROWS, _COLUMNS, _WARPS = 8, 128, 1  # tile of a program: every row is read once, and found again in registers
 
 
-class Part(NamedTuple):
+class ConvChannels(NamedTuple):
     """Channels [first, first + groups * width) of all: their inputs x [T, groups, width], rows and groups may be
     strided, all channels' weight [C, 1, W], positions [T] int32, and what the chunk before left, tail [W - 1, C]."""
 
@@ -63,7 +63,7 @@ class Part(NamedTuple):
             check_tensor(name, tensor, (self.rows, channels), FLOATS, strided_rows=True)
 
 
-def causal_conv_forward(part: Part, y: Tensor) -> None:
+def causal_conv_forward(part: ConvChannels, y: Tensor) -> None:
     """y[:, channels of the part] = silu(z); y [T, C] in bf16 or fp32, rows may be strided.
 
     Order: launches on the current stream, never synchronises. Raises: ValueError on other shapes, dtypes or strides.
@@ -77,7 +77,7 @@ def causal_conv_forward(part: Part, y: Tensor) -> None:
 
 
 def causal_conv_backward_input(
-    part: Part, grad_y: Tensor, grad_x: Tensor, grad_left: Tensor | None, grad_before: Tensor | None
+    part: ConvChannels, grad_y: Tensor, grad_x: Tensor, grad_left: Tensor | None, grad_before: Tensor | None
 ) -> None:
     """grad_x [T, groups, width] of the part's inputs, from grad_y [T, C] and from what the chunk after hands back.
 
@@ -100,7 +100,7 @@ def causal_conv_backward_input(
         )  # fmt: skip
 
 
-def causal_conv_backward_weight(part: Part, grad_y: Tensor, partials: Tensor) -> None:
+def causal_conv_backward_weight(part: ConvChannels, grad_y: Tensor, partials: Tensor) -> None:
     """partials[:, p, channels of the part] = sums of grad_z_t * x_(t - p) over P groups of consecutive tokens.
 
     partials [P, W, C] fp32; the sum over P is the caller's. Order: launches on the current stream, never synchronises.

@@ -25,7 +25,7 @@ def rmsnorm_forward(
     offset: float = 0.0, wide: bool = False,
 ) -> None:  # fmt: skip
     """out = (residual +) (weight + offset) * (x * rstd), rstd = 1 / sqrt(mean(x^2, over D) + eps), which is kept for
-    backward unless that finds it anew (None).
+    backward unless that recomputes it (None).
 
     Shapes: x, out and residual [T, D] or [T, K, D] in bf16 or fp32, rows may be strided; weight [D]; rstd [T] or
     [T, K] fp32, rows may be strided. out may be x or residual.
@@ -63,7 +63,7 @@ def rmsnorm_backward_input(
     gw = grad_y * (weight + offset).
 
     Shapes: grad_y, x, grad_x [T, D] or [T, K, D] in bf16 or fp32, rows may be strided; weight [D]; rstd from the
-    forward, or with eps found anew and written. accumulate adds the old grad_x in fp32 before the one rounding. grad_x
+    forward, or with eps recomputed and written. accumulate adds the old grad_x in fp32 before the one rounding. grad_x
     may be grad_y or x.
     Order: launches on the current stream, never synchronises.
     Raises: ValueError on other shapes, dtypes or strides.

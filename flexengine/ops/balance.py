@@ -1,4 +1,4 @@
-"""The loss that balances experts: over a whole batch, experts that were given many rows cost their probability.
+"""The loss that balances experts: a token's probability for an expert costs more, the more rows the expert got.
 
 Source: Fedus et al. 2021, "Switch Transformers", section 2.2, for K experts of each token and all layers at once, as
 transformers computes it: coefficient * E * sum over experts of f_e * P_e, with f_e the rows that expert e was given,
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Balancing(NamedTuple):
-    """What a model asks for: the loss's coefficient, its experts, and how many layers have a router."""
+    """How a model balances: the loss's coefficient, the number of experts, and how many layers have a router."""
 
     coefficient: float
     num_experts: int
@@ -25,7 +25,7 @@ class Balancing(NamedTuple):
 
 @dataclass
 class ExpertBalance:
-    """Rows given and sums of probabilities [E], in float64, of all layers and tokens of a batch so far.
+    """Adds up each expert's rows and probabilities [E], in float64, over all layers and tokens of a batch.
 
     factor: of the loss as a sum over target tokens, factor * sum of rows * probabilities. collecting: forward adds to
     both; else they are known from an earlier forward of the whole batch.
@@ -38,7 +38,7 @@ class ExpertBalance:
 
     @staticmethod
     def of_batch(balancing: Balancing, num_tokens: int, num_target_tokens: int, device: torch.device) -> ExpertBalance:
-        """Of a batch of so many tokens, of which nothing has been seen."""
+        """Begin a batch of `num_tokens` tokens."""
         zeros = torch.zeros(2, balancing.num_experts, dtype=torch.float64, device=device)
         per_token = balancing.coefficient * balancing.num_experts / (balancing.num_routers * num_tokens) ** 2
         return ExpertBalance(zeros[0], zeros[1], per_token * num_target_tokens)
@@ -49,9 +49,9 @@ class ExpertBalance:
         self.probabilities.add_(probabilities.sum(0, dtype=torch.float64))
 
     def gradient(self) -> Tensor:
-        """Of every token's probabilities [E], once all rows are known."""
+        """Gradient [E] of every token's probabilities, once all rows are known."""
         return self.factor * self.rows
 
     def loss(self) -> Tensor:
-        """The sum over target tokens [], in float64."""
+        """The loss times target tokens [], in float64, as sums over tokens are."""
         return self.factor * (self.rows @ self.probabilities)

@@ -21,7 +21,7 @@ from flexengine.ops.base import Carried, Op, OpEnv, TensorSpec, Work, plain_byte
 from flexengine.ops.columns import Columns
 
 if TYPE_CHECKING:
-    from flexengine.kernels.causal_conv import Part
+    from flexengine.kernels.causal_conv import ConvChannels
 
 WEIGHT_GRAD_PARTIALS = 32
 """Groups of tokens in the weight half on CUDA: fixed, so that the order of the sum depends on the shape alone."""
@@ -49,36 +49,36 @@ class CausalConv(Op):
     # -- the plain path ------------------------------------------------------------------------------------------------
 
     def _rows(self, env: OpEnv) -> Tensor:
-        """[W - 1 + T, C]: the inputs, wide, after those that the chunk before left, or zeros."""
+        """The inputs [W - 1 + T, C], wide, behind those that the chunk before left, or behind zeros."""
         x, window = env.t[self.x], env.chunk.window
         own = torch.cat([part.of(x).flatten(1) for part in self.parts], dim=1)
         before = None if window is None else window.before(self.tail)
         return wide(torch.cat((own.new_zeros(self.taps - 1, self.channels) if before is None else before, own)))
 
     def _shifted(self, env: OpEnv, rows: Tensor, back: int) -> Tensor:
-        """x_p [T, C] for p = back."""
+        """The inputs [T, C] of `back` tokens before; zero across the start of a sequence."""
         taken = rows[self.taps - 1 - back : len(rows) - back]
         return taken * (env.chunk.positions >= back)[:, None]
 
     def _weights(self, env: OpEnv) -> list[Tensor]:
-        """[C] for every number of tokens back."""
+        """The weights [C] for every number of tokens back."""
         return list(wide(env.p[self.weight])[:, 0].flip(1).unbind(1))
 
     def _sums(self, env: OpEnv, rows: Tensor) -> Tensor:
-        """z [T, C]."""
+        """The sums z [T, C] before silu."""
         z = torch.zeros_like(rows[self.taps - 1 :])
         for back, weight in enumerate(self._weights(env)):
             z += weight * self._shifted(env, rows, back)
         return z
 
     def _grad_sums(self, env: OpEnv, rows: Tensor) -> Tensor:
-        """grad_z [T, C]."""
+        """The gradient of the sums z [T, C]."""
         z = self._sums(env, rows)
         s = torch.sigmoid(z)
         return wide(env.g[self.y]) * s * (1 + z * (1 - s))
 
     def _plain_backward(self, env: OpEnv, before: Tensor | None, left: Tensor | None) -> None:
-        """before, left: gradients of what the chunk before left, and of what this one does."""
+        """Backward in plain torch. before, left: gradients of what the chunk before left, and of what this leaves."""
         rows = self._rows(env)
         grad_z, grad_rows = self._grad_sums(env, rows), torch.zeros_like(rows)
         for back, weight in enumerate(self._weights(env)):
@@ -94,14 +94,15 @@ class CausalConv(Op):
 
     # -- the halves ----------------------------------------------------------------------------------------------------
 
-    def _kernel_parts(self, env: OpEnv) -> list[tuple[Columns, Part]]:
-        """Operands of the kernels; none where these do not serve."""
+    def _kernel_parts(self, env: OpEnv) -> list[tuple[Columns, ConvChannels]]:
+        """Operands of the kernels; empty where the kernels do not serve."""
         x, window, found, first = env.t[self.x], env.chunk.window, [], 0
         if not use_kernel(x) or x.dtype == torch.float64:
             return found
         tail = None if window is None else window.before(self.tail)
         for part in self.parts:
-            found.append((part, _kernels().Part(part.of(x), first, env.p[self.weight], env.chunk.positions, tail)))
+            channels = _kernels().ConvChannels(part.of(x), first, env.p[self.weight], env.chunk.positions, tail)
+            found.append((part, channels))
             first += part.total
         return found
 

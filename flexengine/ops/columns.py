@@ -21,16 +21,16 @@ class Columns(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Columns of all groups."""
+        """Number of columns of all groups."""
         return self.groups * self.width
 
     def of(self, rows: Tensor) -> Tensor:
-        """[T, all] -> [T, groups, width]."""
+        """View rows [T, all] as these columns [T, groups, width]."""
         offset = rows.storage_offset() + self.start
         return rows.as_strided((len(rows), self.groups, self.width), (rows.stride(0), self.step, 1), offset)
 
     def heads(self, rows: Tensor, head_dim: int) -> Tensor:
-        """[T, all] -> [T, groups, heads of a group, head_dim]."""
+        """View rows [T, all] as heads [T, groups, heads of a group, head_dim]."""
         return self.of(rows).unflatten(2, (-1, head_dim))
 
 

@@ -88,7 +88,7 @@ class LMHeadLoss(Op):
             first = False
 
     def backward_weight(self, env: OpEnv) -> None:
-        """Nothing left to do: backward_input has the logits' gradient only block by block, so it does both halves."""
+        """Do nothing: backward_input has the logits' gradient only block by block, so it does both halves."""
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """Logits [T, V] of x [T, D], for samples: what the losses are made of."""

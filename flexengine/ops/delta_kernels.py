@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _Kernels(NamedTuple):
-    """The kernels' files."""
+    """The modules with the kernels."""
 
     prepare: ModuleType
     states: ModuleType
@@ -32,14 +32,14 @@ class _Kernels(NamedTuple):
 
 @lru_cache(maxsize=1)
 def _kernels() -> _Kernels:
-    """Imported when first used, as Triton is."""
+    """The modules with the kernels, imported when first used, as Triton is."""
     from flexengine.kernels import delta_backward, delta_outputs, delta_prepare, delta_states  # noqa: PLC0415
 
     return _Kernels(delta_prepare, delta_states, delta_outputs, delta_backward)
 
 
 class Prepared(NamedTuple):
-    """Buffers of `delta_prepare`."""
+    """What `delta_prepare` writes."""
 
     total: Tensor
     scale: Tensor
@@ -48,7 +48,7 @@ class Prepared(NamedTuple):
 
 
 def forward(given: Operands, o: Tensor) -> None:
-    """o [T, N * V]."""
+    """The output o [T, N * V] of all tokens."""
     for tiles in _parts(given):
         _part_forward(tiles, given.ends, o)
 

@@ -30,7 +30,7 @@ NORM_EPS = 1e-6
 
 
 def forward(given: Operands, o: Tensor) -> None:
-    """o [T, N * V]."""
+    """The output o [T, N * V] of all tokens."""
     with products_of(given.qkv):
         _run(given, o)
 
@@ -42,7 +42,7 @@ def fill_window(given: Operands) -> None:
 
 
 def _run(given: Operands, o: Tensor | None) -> None:
-    """States through all sequences, and what is read from them where that is wanted."""
+    """Run the states through all sequences; where wanted, also return what queries read from them."""
     for segments in batches(given.seq_lens):
         state = _start(given, segments[0].count)
         for segment in segments:
@@ -66,7 +66,7 @@ def backward(
 
 
 def workspace_bytes(tokens: int, width: int, sizes: Sizes) -> int:
-    """Bytes of either half; width: of an element of the wide dtype."""
+    """Bytes that forward or backward allocates. width: bytes of an element of the wide dtype."""
     _, n, k, v = sizes
     most = min(SEGMENT_TILES, 2 * -(-tokens // TILE) + SIDE_BY_SIDE)  # short sequences are filled up with zeros
     tiles = most * n * (TILE * (14 * k + 7 * v + 12 * TILE) + 3 * k * v)  # of a segment's backward
@@ -78,7 +78,7 @@ def workspace_bytes(tokens: int, width: int, sizes: Sizes) -> int:
 
 
 def _heads(qkv: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, M * TILE, all] -> q and k [B, G, 1, M, TILE, K] as they came, v [B, G, r, M, TILE, V]; views."""
+    """View [B, M * TILE, all] as q and k [B, G, 1, M, TILE, K], not yet normalised, and v [B, G, r, M, TILE, V]."""
     g, n, k, v = sizes
     tiles = qkv.unflatten(1, (-1, TILE))
     parts = tiles.split((g * k, g * k, n * v), dim=-1)
@@ -131,7 +131,7 @@ def _segment_backward(
     given: Operands, segment: Segment, start: Tensor, grad_state: Tensor, grad_o: Tensor, grad_qkv: Tensor,
     grad_gates: tuple[Tensor, Tensor],
 ) -> Tensor:  # fmt: skip
-    """Gradients of a segment's rows, written; that of the state before it."""
+    """Write the gradients of a segment's rows; returns that of the state before it."""
     rows, by_q, by_k = _rows(given, segment)
     made: Prepared = prepare(rows)
     states, written, _ = states_of(rows, made, start)

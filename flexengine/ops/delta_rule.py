@@ -34,7 +34,7 @@ KERNEL_WIDTH = 256
 
 
 class DeltaRule(Op):
-    """o = delta rule of (qkv, gates). Backward finds the states again."""
+    """o = delta rule of (qkv, gates). Backward recomputes the states."""
 
     def __init__(
         self, name: str, qkv: str, gates: str, y: str, sizes: tuple[int, int, int, int], strength: Columns,

@@ -34,7 +34,7 @@ class Segment(NamedTuple):
 
     @property
     def count(self) -> int:
-        """Sequences."""
+        """Number of sequences."""
         return len(self.spans)
 
 
@@ -85,7 +85,7 @@ def scatter(rows: Tensor, segment: Segment, out: Tensor) -> None:
 
 
 class Run(NamedTuple):
-    """Sequences [begin, end) of a chunk, and their slots: a few may be without a tile."""
+    """Sequences [begin, end) of a chunk, and their slots for tiles; a few slots may be empty."""
 
     begin: int
     end: int
@@ -98,7 +98,7 @@ class Run(NamedTuple):
 
 
 def runs(seq_lens: Sequence[int], sizes: Sizes) -> list[Run]:
-    """All sequences in order."""
+    """Cut the sequences, in order, into runs that kernels take at a time."""
     most, starts, row = _most_slots(sum(seq_lens), sizes), [0], 0
     for number, length in enumerate(seq_lens, start=1):
         row += length

@@ -1,4 +1,4 @@
-"""The gated delta rule over tiles of TILE tokens: products inside a tile at once, states from tile to tile in turn.
+"""The gated delta rule over tiles of TILE tokens: products inside all tiles at once, states from tile to tile.
 
 Source: Yang et al. 2024, "Gated Delta Networks"; the tiled form: Yang et al. 2024, "Parallelizing Linear Transformers
 with the Delta Rule". With c_i the sum of log decays g up to token i of a tile (c of all its tokens: c_C), d_ij =
@@ -59,7 +59,7 @@ class Operands(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a segment of tiles is made of, or the gradients of that."""
+    """Queries, keys, values and gates of a segment of tiles, or their gradients."""
 
     q: Tensor
     k: Tensor
@@ -120,13 +120,13 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
 
 
 def _diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
-    """[.., C, C] -> [.., C / size, size, size], a view."""
+    """View the diagonal blocks of [.., C, C] as [.., C / size, size, size]."""
     grid = matrix.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
     return grid.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
 def prepare(rows: Rows) -> Prepared:
-    """All that needs no state."""
+    """Compute all that needs no state."""
     q, k, v, decay, strength = rows
     ones = torch.ones(TILE, TILE, dtype=decay.dtype, device=decay.device)
     total = decay @ ones.triu()  # sums up to each token; torch's own are not deterministic on CUDA
@@ -150,7 +150,7 @@ def states_of(rows: Rows, made: Prepared, state: Tensor) -> tuple[Tensor, Tensor
 
 
 def outputs_of(rows: Rows, made: Prepared, states: Tensor, written: Tensor) -> Tensor:
-    """o [B, G, r, M, C, V]."""
+    """The output o [B, G, r, M, C, V] of all tiles."""
     return made.grown[..., None] * (rows.q @ states) + made.p @ written
 
 

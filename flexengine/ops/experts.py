@@ -26,7 +26,7 @@ from flexengine.ops.row_range import own_bounds, part_of, rows_within
 
 
 def _slices(bounds: Tensor) -> Iterator[tuple[int, slice]]:
-    """(expert, its rows) of the plain path, which asks for the counts: on the CPU, and on CUDA in float64."""
+    """Each expert with its rows, for the plain path, which reads the counts: on the CPU, and on CUDA in float64."""
     for expert, (start, end) in enumerate(pairwise(bounds.tolist())):
         if end > start:
             yield expert, slice(start, end)
@@ -157,7 +157,7 @@ class GroupedLinear(Op):
         return Work(grouped_flops=2.0 * rows * self.in_features * self.out_features, kernels=1)
 
     def _pass(self, tokens: int, compute_bytes: int) -> Work:
-        """grad_y read once more."""
+        """Work of reading grad_y once more."""
         return Work(memory_bytes=float(tokens * self.per_token * self.out_features * compute_bytes), kernels=1)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:

@@ -29,7 +29,7 @@ SCALE_STRIDE = 4
 CUBLASLT_BYTES = 33 * 2**20
 """What torch gives cuBLASLt to work in on Hopper, for the time of a call; less on other cards."""
 PRODUCT_ELEMENTS = 1 << 24
-"""Of the part of a weight gradient that is made at once when it is added to an accumulator."""
+"""Bytes of the part of a weight gradient that is computed at once where it is added to an accumulator."""
 
 
 def multiplies_fp8(device: torch.device) -> bool:
@@ -85,12 +85,12 @@ def scaled_product(
 
 
 def scale_buffer(name: str) -> TensorSpec:
-    """Two scales, and behind them what the maximum is taken from."""
+    """A buffer with two scales, and behind them the values that maxima are taken from."""
     return TensorSpec(f"{name}_scales", (), "float32", rows=2 * SCALE_STRIDE + PARTIALS)
 
 
 def scale_of(scales: Tensor, index: int) -> Tensor:
-    """One of the scales of such a buffer, [1]."""
+    """One of the scales [1] of a scale buffer."""
     return scales[SCALE_STRIDE * index : SCALE_STRIDE * index + 1]
 
 
@@ -206,7 +206,7 @@ class Fp8Linear(Linear):
         return Work(fp8_flops=2.0 * tokens * self.in_features * self.out_features, kernels=1)
 
     def _quantised(self, elements: int, compute_bytes: int, results: int = 1) -> Work:
-        """Two reads, one for the maximum, and a write per result."""
+        """Work of quantising: two reads, one of them for the maximum, and a write per result."""
         return Work(memory_bytes=float(elements * (2 * compute_bytes + results)), kernels=2)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
@@ -228,5 +228,5 @@ class Fp8Linear(Linear):
         return work.plus(self._quantised(tokens * self.in_features, compute_bytes))
 
     def accumulation_work(self, compute_bytes: int) -> Work:
-        """The product is written, and added to the accumulator, which is read and written."""
+        """Work of writing the product and adding it to the accumulator, which is read and written."""
         return Work(memory_bytes=16.0 * self.in_features * self.out_features, kernels=1)

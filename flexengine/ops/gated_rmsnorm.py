@@ -19,7 +19,7 @@ from flexengine.ops.rmsnorm import head_grad_partials
 
 
 class GatedRMSNorm(Op):
-    """The normalised and gated heads. Backward finds its statistics again, and writes its columns of z's gradient."""
+    """Writes the normalised and gated heads. Backward recomputes statistics, and writes its columns of z's gradient."""
 
     def __init__(
         self, name: str, x: str, z: str, y: str, gate: Columns, head_dim: int, weight: str, eps: float
@@ -32,7 +32,7 @@ class GatedRMSNorm(Op):
         self.partials = TensorSpec(f"{name}_partials", (head_dim,), "float32", rows=head_grad_partials(head_dim))
 
     def _heads(self, rows: Tensor) -> Tensor:
-        """[T, N * V] -> [T, groups, heads of a group, V]."""
+        """View [T, N * V] as heads [T, groups, heads of a group, V]."""
         return rows.unflatten(1, (self.gate.groups, -1, self.head_dim))
 
     def _operands(self, env: OpEnv) -> tuple[Tensor, Tensor]:
@@ -40,7 +40,7 @@ class GatedRMSNorm(Op):
         return self._heads(env.t[self.x]), self.gate.heads(env.t[self.z], self.head_dim)
 
     def _parts(self, env: OpEnv) -> tuple[Tensor, Tensor, Tensor]:
-        """n, r and z, wide."""
+        """The normalised values n, the factors r and the gates z, wide."""
         x, z = (wide(part) for part in self._operands(env))
         r = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
         return x * r, r, z

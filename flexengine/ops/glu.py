@@ -34,7 +34,7 @@ GELU_LINEAR, GELU_CUBIC = math.sqrt(8 / math.pi), math.sqrt(8 / math.pi) * 0.044
 
 
 def _parts(gate_up: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
-    """Gate and up as they are stored, wide."""
+    """The gate and up columns as they are stored, wide."""
     if isinstance(activation, ClampedSwiGLU):
         return wide(gate_up[..., ::2]), wide(gate_up[..., 1::2])
     gate, up = wide(gate_up).chunk(2, dim=-1)
@@ -59,7 +59,7 @@ def _gate(z: Tensor, activation: Activation) -> tuple[Tensor, Tensor | float]:
 
 
 def _put(grad_gate: Tensor, grad_up: Tensor, gate_up: Tensor, activation: Activation, out: Tensor) -> None:
-    """Gradients to where gate and up lie, which `out` may be."""
+    """Write gradients to where gate and up lie, which `out` may be."""
     if not isinstance(activation, ClampedSwiGLU):
         out.copy_(torch.cat((grad_gate, grad_up), dim=-1))
         return

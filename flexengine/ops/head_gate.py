@@ -14,7 +14,7 @@ from flexengine.ops.columns import Columns
 
 
 class HeadGate(Op):
-    """The gated output. Backward writes its columns of z's gradient."""
+    """Writes the gated output. Backward writes its columns of z's gradient."""
 
     def __init__(self, name: str, o: str, z: str, y: str, gate: Columns) -> None:
         self.name, self.o, self.z, self.y, self.gate = name, o, z, y, gate
@@ -22,7 +22,7 @@ class HeadGate(Op):
         self.outputs = (TensorSpec(y, (gate.total,)),)
 
     def _heads(self, rows: Tensor) -> Tensor:
-        """[T, N * H] -> [T, groups, columns of a group]."""
+        """View [T, N * H] as [T, groups, columns of a group]."""
         return rows.unflatten(1, (self.gate.groups, -1))
 
     def forward(self, env: OpEnv) -> None:

@@ -1,4 +1,4 @@
-"""Queries, keys and values of latent attention put side by side in one row, the rotated parts of them rotated.
+"""Puts queries, keys and values of latent attention side by side in one row, and rotates the parts with a position.
 
 Source: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1 (multi-head latent attention, decoupled rotary embedding): a head's
 query is (query without position, rotated query), its key (key of the latent, rotated key); the rotated key is one for
@@ -22,7 +22,7 @@ from flexengine.ops.rope import rope_
 
 
 class HeadSizes(NamedTuple):
-    """num_heads N; columns of a head: nope_dim P without position, rope_dim R rotated, value_dim V."""
+    """Sizes of the heads of a row: num_heads N, nope_dim P without position, rope_dim R rotated, value_dim V."""
 
     num_heads: int
     nope_dim: int
@@ -31,7 +31,7 @@ class HeadSizes(NamedTuple):
 
     @property
     def head_dim(self) -> int:
-        """H, of queries and keys."""
+        """Columns H of a head of queries and keys."""
         return self.nope_dim + self.rope_dim
 
     @property
@@ -72,7 +72,7 @@ class Rotation(NamedTuple):
 def latent_heads_forward(
     q: Tensor, kv: Tensor, shared: Tensor, rotation: Rotation, heads: HeadSizes, row: Tensor
 ) -> None:
-    """row from its parts."""
+    """Write the row from q, kv and the key that all heads share."""
     if use_kernel(q) and q.dtype != torch.float64:
         from flexengine.kernels import latent_heads  # noqa: PLC0415 (Triton is imported when first used)
 

@@ -2,7 +2,7 @@
 
 Source: Ba et al. 2016, "Layer Normalization". With n = (x - mean) * r and gw = grad_y * weight:
 grad_x = r * (gw - mean(gw) - n * mean(gw * n)), grad_weight = sum of grad_y * n, grad_bias = sum of grad_y.
-Statistics are found anew in backward, from the row that it reads anyway.
+Backward recomputes the statistics from the row, which it reads anyway.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, wide
 
 
 def _normalised(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(n [T, D], r [T, 1]), wide."""
+    """The normalised rows n [T, D] and factors r [T, 1], wide."""
     x = wide(x)
     centred = x - x.mean(-1, keepdim=True)
     r = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)

@@ -25,7 +25,7 @@ class LearnedPositions(Op):
         y.add_(env.t[self.x])
 
     def backward_input(self, env: OpEnv) -> None:
-        """Nothing to do: the gradients are one."""
+        """Do nothing: the gradient of x is that of y."""
 
     def backward_weight(self, env: OpEnv) -> None:
         acc = env.gp[self.weight]

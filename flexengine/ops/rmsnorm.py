@@ -45,7 +45,7 @@ def rmsnorm_forward(
     offset: float = 0.0, wide: bool = False,
 ) -> None:  # fmt: skip
     """out = (residual +) rmsnorm(x) * (weight [D] + offset) for rows [T, D] or heads [T, K, D]; rstd [T] or [T, K] in
-    float32 is kept for backward unless that finds it anew. out may be residual."""
+    float32 is kept for backward unless that recomputes it. out may be residual."""
     if use_kernel(x) and x.dtype != torch.float64:
         from flexengine.kernels import rmsnorm  # noqa: PLC0415 (Triton is imported when first used)
 

@@ -26,7 +26,7 @@ LEAST_SUM = 1e-20
 
 
 class RouterStyle(NamedTuple):
-    """What scores are, and among which experts a token chooses.
+    """How scores are computed, and among which experts a token chooses.
 
     groups: experts side by side form so many groups; a token's come from the groups_taken of them in which the sum of
     the best `group_best` scores is largest. scale: factor on weights. biased: a bias is added for the choice only.
@@ -73,7 +73,7 @@ class Router(Op):
         self.grad_logits = TensorSpec(f"{name}_grad_logits", (num_experts,))
 
     def _probabilities(self, env: OpEnv) -> Tensor:
-        """[T, E], wide, of logits in the compute dtype unless they are exact."""
+        """Probabilities [T, E], wide, of logits in the compute dtype unless they are exact."""
         x, weight = env.t[self.x], env.p[self.param]
         if self.style.exact:
             assert self.bias is None, "no family has a bias of exact logits"
@@ -84,7 +84,7 @@ class Router(Op):
         return torch.softmax(logits, dim=-1) if self.style.scores == "softmax" else logits.sigmoid_()
 
     def _choice(self, env: OpEnv, probabilities: Tensor) -> Tensor:
-        """The experts of each token [T, K]."""
+        """The experts [T, K] that each token chooses."""
         style, scores = self.style, probabilities
         if style.biased:
             scores = scores + env.p[self.buffers[0]]

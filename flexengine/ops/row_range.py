@@ -1,4 +1,4 @@
-"""Experts in parts: which rows, sorted by expert, a call is for.
+"""Which rows, sorted by expert, a call of an op in parts works on.
 
 `bounds` [E + 1]: rows bounds[e] to bounds[e + 1] are those of expert e.
 """
@@ -31,5 +31,5 @@ def part_of(bounds: Tensor, part: int, parts: int) -> Tensor:
 
 
 def own_bounds(op: RunsInParts, env: OpEnv) -> Tensor | None:
-    """Bounds of the experts that a call is for; None where it is for all, as of an op that does not run in parts."""
+    """Bounds of the experts that a call works on; None where it works on all, as an op without parts does."""
     return None if op.num_parts == 1 else part_of(env.t[op.bounds], env.part, op.num_parts)

@@ -1,4 +1,4 @@
-"""What all tokens share beside their own experts: y = residual + sigmoid(x . weight) * shared.
+"""Adds the gated output of the expert that all tokens share: y = residual + sigmoid(x . weight) * shared.
 
 Source: Qwen Team 2024, "Qwen1.5-MoE". With g = sigmoid(x . weight) and d = sum over columns of grad_y * shared:
 grad_shared = g * grad_y, grad_gate = d * g * (1 - g), grad_x += grad_gate * weight, grad_weight = sum of grad_gate * x.
@@ -15,7 +15,7 @@ from flexengine.ops.linear import accumulate_weight_grad
 
 
 class SharedGate(Op):
-    """The gated sum. The gradient of the residual is that of y itself."""
+    """Writes the gated sum. The gradient of the residual is that of y itself."""
 
     def __init__(self, name: str, shared: str, x: str, y: str, width: int, weight: str, residual: str) -> None:
         self.name, self.shared, self.x, self.y, self.width = name, shared, x, y, width
@@ -30,7 +30,7 @@ class SharedGate(Op):
         self.grad_gate = TensorSpec(f"{name}_grad_gate", (1,))
 
     def _gate(self, env: OpEnv) -> Tensor:
-        """[T, 1], wide."""
+        """The gate [T, 1], wide."""
         return torch.sigmoid(wide(env.t[self.x] @ env.p[self.weight].t()))
 
     def forward(self, env: OpEnv) -> None:
