@@ -1,10 +1,14 @@
 """Published chat templates against kinds of conversations: trained is what the model would be asked to write."""
 
+from functools import cache
+
 import pytest
 from conversations import BOS_EOS, EARLIER, ENDED, KINDS, chat_of, record_of, trained_runs
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flexengine.data.masks import LeftOutError
-from flexengine.data.records import IGNORE
+from flexengine.data.records import IGNORE, Message, Record
 
 PLAIN = ("single", "several", "system", "system_several", "one_letter", "echo", "unicode", "empty_answer")
 NO_SYSTEM = {"gemma-2", "mistral-v1"}
@@ -46,6 +50,19 @@ def test_answers_and_their_end_are_trained(named, kind):
         *earlier, last = answers(kind)
         kept = [EARLIER[name].format(text) for text in earlier if EARLIER[name]]
         assert trained_runs(chat, record_of(kind)) == [*kept, ENDED[name].format(last)]
+
+
+SAID = st.text(st.characters(codec="utf-8", exclude_characters="<>[]|｜▁"), max_size=20).map(str.strip)
+chat_once = cache(chat_of)
+
+
+@settings(max_examples=150)
+@given(st.sampled_from(sorted(BOS_EOS)), st.lists(st.tuples(SAID, SAID), min_size=1, max_size=3))
+def test_any_answers_are_trained_once_and_no_question(name, pairs):
+    turns = [turn for q, a in pairs for turn in (Message("user", q), Message("assistant", a))]
+    *earlier, last = [answer for _, answer in pairs]
+    expected = [EARLIER[name].format(text) for text in earlier if EARLIER[name]] + [ENDED[name].format(last)]
+    assert trained_runs(chat_once(name), Record(messages=tuple(turns))) == expected
 
 
 def test_a_turn_of_weight_0_is_context(named):
