@@ -157,6 +157,7 @@ def build(planned: PlannedRun, optimizer: AdamW | None = None, **changes: Any) -
         seed=job.seed,
         deterministic=job.deterministic,
         attention=planned.profile.attention_kernels,
+        attention_choices=planned.profile.attention_choices,
         matmul_flops_per_s=planned.profile.peak_matmul_flops_per_s,
         description=planned.describe(),
     )

@@ -8,6 +8,7 @@ from numbers import Real
 from flexengine.hardware.profile import HardwareProfile, ProbeShape
 from flexengine.job import Job
 from flexengine.metrics import GIB, format_bytes
+from flexengine.models.attention_shapes import attention_shapes
 from flexengine.models.freezing import with_frozen
 from flexengine.models.matmul_dtype import with_matmul_dtype
 from flexengine.models.spec import ModelSpec
@@ -47,7 +48,7 @@ def probe_shape(spec: ModelSpec) -> ProbeShape:
     """Measure a model's blocks for the probe: the widest input of a block's matrices is that of the MLP's last."""
     groups = [spec.groups[index] for layer in spec.blocks for index in layer.groups]
     widths = [param.shape[-1] for group in groups for param in group.params if param.kind == "matrix"]
-    return ProbeShape(spec.hidden_size, max([spec.hidden_size, *widths]), spec.head_dim)
+    return ProbeShape(spec.hidden_size, max([spec.hidden_size, *widths]), spec.head_dim, attention_shapes(spec))
 
 
 # ---- budgets ----------------------------------------------------------------------------------------------------

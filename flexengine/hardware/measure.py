@@ -12,7 +12,18 @@ import torch
 from torch import Tensor
 
 from flexengine.hardware.curve import Curve, Points
-from flexengine.hardware.measure_attention import AttentionRates, error_of, fitting_rows, kernel_rates, plain_rates
+from flexengine.hardware.measure_attention import (
+    AttentionRates,
+    error_of,
+    fastest_first,
+    fitting_rows,
+    kernel_rates,
+    mixed_rates,
+    plain_rates,
+    rates_of,
+    serves,
+    shape_of,
+)
 from flexengine.hardware.measure_host import (
     adamw_rates,
     adamw_work,
@@ -25,10 +36,10 @@ from flexengine.hardware.measure_links import LinkRates, link_buffers, link_rate
 from flexengine.hardware.measure_matmul import Buffers, affordable_tokens, block_rates
 from flexengine.hardware.memory_usage import release_unused_heap
 from flexengine.hardware.profile import ProbeShape
-from flexengine.hardware.timing import cuda_timer, timed_calls, warmed_timer
+from flexengine.hardware.timing import Timer, cuda_timer, timed_calls, warmed_timer
 from flexengine.native import allocate_host
-from flexengine.ops.attention_kernels import can_serve
-from flexengine.ops.base import KERNEL_NAMES, KernelName
+from flexengine.ops.attention_choice import KERNEL_NAMES, AttentionChoice, KernelName
+from flexengine.ops.attention_style import AttentionShape
 from flexengine.ops.fp8 import FORWARD_DTYPE, MULTIPLE, multiplies_fp8
 from flexengine.optim.adamw import adamw_update
 
@@ -78,6 +89,7 @@ class Rates(NamedTuple):
     issue_s: float
     copy_latency_s: float
     curves: tuple[Curve, ...]
+    attention_choices: tuple[AttentionChoice, ...] = ()
 
 
 class HostRates(NamedTuple):
@@ -111,7 +123,7 @@ def measure_cuda(
         # at once, while the card is still at its sustained clock
         block = block_rates(shape[:2], counts, dtype, _cuda_buffers(device, dtype), cuda_timer, PRODUCT_S * scale)
         fp8 = _fp8_rates(shape, counts, device, PRODUCT_S * scale)
-        attention = _cuda_attention(shape.head_dim, device, dtype, least_s)
+        attention, choices = _cuda_attention(shape, device, dtype, least_s)
         memory_rate = _device_copy_rate(device, least_s)
         launch_s, issue_s = _launch_seconds(device), _issue_seconds(device)
     links = host.links
@@ -137,6 +149,7 @@ def measure_cuda(
         issue_s=issue_s,
         copy_latency_s=links.copy_latency_s,
         curves=(*block.curves, *links.curves, host_copy_curve(host.copies)),
+        attention_choices=choices,
     )
 
 
@@ -210,26 +223,43 @@ def _in_fp8(buffers: Buffers) -> Buffers:
     return Buffers(target[:start].view(FORWARD_DTYPE), buffers.results)
 
 
-def _cuda_attention(head_dim: int, device: torch.device, dtype: torch.dtype, least_s: float) -> AttentionRates:
-    """Measure the fastest attention kernels that give the right answer, or the plain path if there are none.
+def _cuda_attention(
+    shape: ProbeShape, device: torch.device, dtype: torch.dtype, least_s: float
+) -> tuple[AttentionRates, tuple[AttentionChoice, ...]]:
+    """Measure attention of all shapes of a model: their rates together, and the fastest kernels for each.
 
-    They run between matrix products, so that a power-capped card has the clock that it has in training.
+    Calls run between matrix products, so that a power-capped card has the clock that it has in training.
     """
-    found: list[AttentionRates] = []
     timer = warmed_timer(_products(device, dtype, PART_S), PART_S)
-    rows = fitting_rows(head_dim, int(MEMORY_SHARE * _free_bytes(device)))
-    for kernels in KERNEL_NAMES:
-        if not can_serve(kernels, dtype, head_dim):
+    shapes = shape.attention or ((shape_of(shape.head_dim), 1),)
+    parts, choices = [], []
+    for each, heads in shapes:
+        found = _attention_rates(each, device, dtype, timer, least_s)
+        if found:
+            choice = fastest_first(each, found)
+            parts.append((each, heads, rates_of(choice, found)))
+            choices.append(choice)
+    if parts:
+        return mixed_rates(parts), tuple(choices)
+    return plain_rates(PLAIN_LENGTHS, 16, shape.head_dim, device, dtype, timer, least_s), ()
+
+
+def _attention_rates(
+    shape: AttentionShape, device: torch.device, dtype: torch.dtype, timer: Timer, least_s: float
+) -> list[AttentionRates]:
+    """Measure all kernels that give the right answer for a shape; none where heads, dtype or card have no kernels."""
+    found: list[AttentionRates] = []
+    rows = fitting_rows(shape.head_dim, int(MEMORY_SHARE * _free_bytes(device)))
+    for kernels in KERNEL_NAMES if device.type == "cuda" else ():
+        if not serves(kernels, dtype, shape, KERNEL_LENGTHS[0]):
             continue
         try:
-            if error_of(kernels, head_dim, device, dtype) <= ATTENTION_ERROR:
-                found.append(kernel_rates(kernels, KERNEL_LENGTHS, head_dim, device, dtype, timer, least_s, rows))
+            if error_of(kernels, shape, device, dtype) <= ATTENTION_ERROR:
+                found.append(kernel_rates(kernels, KERNEL_LENGTHS, shape, device, dtype, timer, least_s, rows))
         except (RuntimeError, NotImplementedError):  # an older card
             pass
         torch.cuda.empty_cache()
-    if found:
-        return max(found, key=lambda rates: rates.mean)
-    return plain_rates(PLAIN_LENGTHS, 16, head_dim, device, dtype, timer, least_s)
+    return found
 
 
 def _products(device: torch.device, dtype: torch.dtype, seconds: float) -> Callable[[], None]:

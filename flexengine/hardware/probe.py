@@ -79,9 +79,9 @@ def run_probe(
     if seconds_budget <= 0:
         raise ValueError(f"probe: seconds_budget is {seconds_budget}, expected more than 0 seconds")
     shape = ProbeShape(*shape)
-    if min(shape) < 1:
+    if min(shape[:3]) < 1:
         raise ValueError(
-            f"probe: shape is {tuple(shape)}, expected hidden_size, intermediate_size and head_dim of at least 1"
+            f"probe: shape is {tuple(shape[:3])}, expected hidden_size, intermediate_size and head_dim of at least 1"
         )
     _at_first_probe_bytes.setdefault(device.type, resident_bytes())
     if device.type == "cuda":
@@ -215,7 +215,7 @@ def _path(device: torch.device, dtype: torch.dtype, shape: ProbeShape) -> Path |
     versions = (PROBE_VERSION, torch.__version__, torch.version.cuda, nvidia_driver_version() if cuda else "none")
     native = library.ABI_VERSION if library.load() is not None else None  # AdamW on the CPU is far slower without
     host = (_cpu_name(), os.cpu_count(), torch.get_num_threads())
-    readable = f"{name} {dtype} {' '.join(map(str, shape))}".replace("torch.", "")
+    readable = f"{name} {dtype} {' '.join(map(str, shape[:3]))}".replace("torch.", "")
     return profile_path(readable, (*versions, native, name, total_bytes, str(dtype), tuple(shape), *host))
 
 

@@ -21,13 +21,14 @@ from flexengine.hardware.curve import (
     is_finite,
     is_whole,
 )
-from flexengine.ops.base import KERNEL_NAMES, KernelName
+from flexengine.ops.attention_choice import KERNEL_NAMES, AttentionChoice, KernelName
+from flexengine.ops.attention_style import AttentionShape
 from flexengine.wording import parse_json, shown
 
 DeviceType = Literal["cuda", "cpu"]
 ProfileSource = Literal["measured", "preset", "synthetic"]
 
-FORMAT = 5
+FORMAT = 6
 """Version of the JSON form; raised when fields appear or change their meaning."""
 ADAMW_BYTES = {"float32": 26, "bfloat16": 18}
 """Bytes that AdamW moves per parameter with split masters and bf16 gradients, by state dtype; memory bounds it."""
@@ -49,6 +50,9 @@ class ProbeShape(NamedTuple):
     hidden_size: int
     intermediate_size: int
     head_dim: int = 128
+    attention: tuple[tuple[AttentionShape, int], ...] = ()
+    """Shapes of the model's attention with the query heads that all its blocks have of each; none: one of `head_dim`
+    with four query heads per key head."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +77,15 @@ class HardwareProfile:
     peak_matmul_flops_per_s: float
     """Sustained rate of a large cube (8192^3 on a GPU) on random data: the unit that speeds are quoted in."""
     attention_forward_flops_per_s: Points
-    """(tokens of a sequence, FLOP/s) of causal attention, counting 4 * head_dim FLOPs per head and visible pair."""
+    """(tokens of a sequence, FLOP/s) of the model's attention: all shapes that its blocks have together, weighted by
+    time, each by its fastest kernels. It counts 2 * (H + V) FLOPs per head and visible pair, for keys of width H and
+    values of width V."""
     attention_backward_flops_per_s: Points
-    """Rates of attention's backward, counting 10 * head_dim FLOPs per head and visible pair (five products)."""
+    """The same backward, counting 2 * (3 * H + 2 * V) FLOPs per head and visible pair: five products, not two."""
     attention_head_dim: int
-    """Width of the heads that gave these curves: kernels do less per second for narrow ones."""
+    """Width of the heads that gave these curves, because kernels do less per second on narrow heads."""
     attention_kernels: KernelName
-    """The kernels that have these rates on CUDA; training prefers them."""
+    """The library whose kernels are preferred on CUDA for shapes that were not measured."""
     memory_bytes_per_s: float
     """Device memory traffic of a large copy, bytes read plus bytes written."""
 
@@ -120,6 +126,8 @@ class HardwareProfile:
 
     curves: tuple[Curve, ...]
     """Everything that was measured by size, for people and the chart; empty in presets."""
+    attention_choices: tuple[AttentionChoice, ...] = ()
+    """Kernels for the shapes that were measured, fastest first, by tokens of a sequence; empty in presets."""
 
     def __post_init__(self) -> None:
         _check_choice("device_type", self.device_type, get_args(DeviceType))
@@ -217,7 +225,8 @@ class HardwareProfile:
         if not isinstance(values["matmul_shape"], list | tuple) or not isinstance(values["curves"], list | tuple):
             raise ValueError("hardware profile: matmul_shape and curves must be lists")
         shape, curves = tuple(values["matmul_shape"]), tuple(Curve.from_dict(curve) for curve in values["curves"])
-        return cls(**{**values, **pairs, "matmul_shape": shape, "curves": curves})
+        choices = attention_choices(values["attention_choices"])
+        return cls(**{**values, **pairs, "matmul_shape": shape, "curves": curves, "attention_choices": choices})
 
     def to_json(self) -> str:
         """Give JSON text; floats survive the round trip exactly."""
@@ -237,6 +246,28 @@ def read_profile(path: Path) -> HardwareProfile:
         raise ValueError(f"{path}: cannot read this profile: {error.strerror}") from None
     except ValueError as error:  # bad JSON, bad fields, or bytes that are no text
         raise ValueError(f"{path}: {error}") from None
+
+
+def attention_choices(values: Any) -> tuple[AttentionChoice, ...]:
+    """Read what JSON holds of `HardwareProfile.attention_choices`. Raises: ValueError."""
+    try:
+        return tuple(_attention_choice(*value) for value in values)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"hardware profile: attention_choices is {shown(values)}, expected pairs of a shape (heads per key head, "
+            "widths of keys and values, window, whether there is a soft cap) and (tokens, names of kernels) pairs"
+        ) from None
+
+
+def _attention_choice(shape: Any, orders: Any) -> AttentionChoice:
+    members, head_dim, value_dim, window, capped = shape
+    sizes = (members, head_dim, value_dim, window)
+    orders = tuple((length, tuple(names)) for length, names in orders)
+    whole = all(is_whole(size, least) for size, least in zip(sizes, (1, 1, 1, 0), strict=True))
+    known = all(is_whole(length, 1) and names and set(names) <= set(KERNEL_NAMES) for length, names in orders)
+    if not whole or not known or not orders or not isinstance(capped, bool):
+        raise ValueError
+    return AttentionChoice(AttentionShape(members, head_dim, value_dim, window, capped), orders)
 
 
 def _rate(name: str, points: Points, x: int) -> float:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexengine.ops.attention_choice import KernelName, order_of
 from flexengine.ops.attention_kernels import (
     OWN,
     Kernels,
@@ -40,8 +41,8 @@ from flexengine.ops.attention_reference import (
     plain_workspace_bytes,
 )
 from flexengine.ops.attention_sinks import PARTIALS, add_sinks, sink_gradients
-from flexengine.ops.attention_style import CAUSAL, AttentionStyle
-from flexengine.ops.base import Carried, KernelName, KeyValueWindow, Op, OpEnv, TensorSpec, Work
+from flexengine.ops.attention_style import CAUSAL, AttentionShape, AttentionStyle
+from flexengine.ops.base import Carried, KeyValueWindow, Op, OpEnv, TensorSpec, Work
 
 
 def _seen_keys(window: KeyValueWindow, style: AttentionStyle, tokens: int) -> slice:
@@ -139,6 +140,12 @@ class CausalAttention(Op):
         self.needs_weight = (y, self.lse) if style.sinks else ()
         self.partials = TensorSpec(f"{name}_partials", (num_heads,), "float32", rows=PARTIALS)
 
+    @property
+    def shape(self) -> AttentionShape:
+        """What its speed depends on."""
+        members, style = self.num_heads // self.num_kv_heads, self.style
+        return AttentionShape(members, self.head_dim, self.value_dim, style.window, style.soft_cap > 0)
+
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, N, H], k [T, G, H], v [T, G, V] as views of a fused row."""
         n, g, h = self.num_heads, self.num_kv_heads, self.head_dim
@@ -172,8 +179,10 @@ class CausalAttention(Op):
         """What serves, and the style without a window that hides no key of this chunk's queries."""
         window, seq_lens = env.chunk.window, env.chunk.seq_lens
         other = () if window is None else (window.start, window.chunk_tokens)
-        style = self.style.within(max(seq_lens) + (0 if window is None else window.start))
-        return choose_kernels(env.chunk.attention, q, seq_lens, other, style, self.value_dim), style
+        longest = max(seq_lens) + (0 if window is None else window.start)
+        style = self.style.within(longest)
+        preferred = (*order_of(env.chunk.attention_choices, self.shape, longest), env.chunk.attention)
+        return choose_kernels(preferred, q, seq_lens, other, style, self.value_dim), style
 
     def forward(self, env: OpEnv) -> None:
         out, lse = self._views(env)
@@ -260,13 +269,8 @@ class CausalAttention(Op):
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
         return (self.partials,) if half == "weight" and self.style.sinks else ()
 
-    def _flops(self, tokens: int, seq_len: int, key_products: int, value_products: int) -> float:
-        """2 * H FLOPs per head and visible pair for a product with keys, 2 * V for one with values."""
-        per_pair = 2.0 * (key_products * self.head_dim + value_products * self.value_dim)
-        return tokens * self.num_heads * per_pair * self.style.mean_keys(seq_len)
-
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        flops = self._flops(tokens, seq_len, 1, 1)
+        flops = tokens * self.num_heads * self.shape.forward_flops(seq_len)
         if self._own_only(compute_bytes):
             return Work(attention_forward_flops=flops, kernels=1)
         columns = self.num_heads * self.value_dim * (2 if self.style.sinks else 1)
@@ -277,7 +281,7 @@ class CausalAttention(Op):
         )
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        flops = self._flops(tokens, seq_len, 3, 2)
+        flops = tokens * self.num_heads * self.shape.backward_flops(seq_len)
         if self._own_only(compute_bytes):
             return Work(attention_backward_flops=flops, kernels=3)
         columns = (self.num_heads + self.num_kv_heads) * self.head_dim + self.num_kv_heads * self.value_dim

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexengine.ops.attention_choice import KERNEL_NAMES, KernelName
 from flexengine.ops.attention_style import CAUSAL, AttentionStyle
-from flexengine.ops.base import KERNEL_NAMES, KernelName
 
 CUDNN_LENGTHS = 256
 """cuDNN serves lengths that are multiples of this: it prepares itself for every new one, which takes up to a second."""
@@ -202,11 +202,11 @@ KERNELS: dict[KernelName, Kernels] = {"flash": Flash(), "cudnn": Cudnn(), "trito
 
 
 def choose_kernels(
-    preferred: KernelName, q: Tensor, seq_lens: tuple[int, ...], other_lens: tuple[int, ...] = (),
-    style: AttentionStyle = CAUSAL, value_dim: int | None = None,
+    preferred: tuple[KernelName, ...] | KernelName, q: Tensor, seq_lens: tuple[int, ...],
+    other_lens: tuple[int, ...] = (), style: AttentionStyle = CAUSAL, value_dim: int | None = None,
 ) -> Kernels | None:  # fmt: skip
-    """What serves q [T, N, H] and values of width value_dim, by default H: the preferred kernels where they can, else
-    our own where a window hides keys or no others can, else flash; None where only the plain path can.
+    """What serves q [T, N, H] and values of width value_dim, by default H: the first of the preferred kernels that can,
+    else our own where a window hides keys or no others can, else flash; None where only the plain path can.
 
     seq_lens: of the packed sequences; other_lens: further numbers of keys, where the chunk continues a sequence. With
     torch's deterministic algorithms it is not cuDNN, whose backward sums in any order.
@@ -218,7 +218,7 @@ def choose_kernels(
     if "cudnn" in able and not _serves_cudnn(seq_lens, other_lens):
         able.remove("cudnn")
     order: tuple[KernelName, ...] = ("triton", "flash") if style.window else ("flash", "triton")
-    choices: tuple[KernelName, ...] = (preferred, *order)
+    choices: tuple[KernelName, ...] = (*((preferred,) if isinstance(preferred, str) else preferred), *order)
     return next((KERNELS[name] for name in choices if name in able), None)
 
 

@@ -38,5 +38,29 @@ class AttentionStyle(NamedTuple):
         return self.window - self.window**2 / (2 * seq_len)
 
 
+class AttentionShape(NamedTuple):
+    """What the speed of attention depends on, beside lengths: query heads of a key head, widths of a key and of a
+    value, the window (0: none), and whether scores have a soft cap."""
+
+    members: int
+    head_dim: int
+    value_dim: int
+    window: int = 0
+    capped: bool = False
+
+    @property
+    def style(self) -> AttentionStyle:
+        """A style of this shape; any soft cap is as fast as another."""
+        return AttentionStyle(window=self.window, soft_cap=50.0 if self.capped else 0.0)
+
+    def forward_flops(self, seq_len: float) -> float:
+        """FLOPs of a query of one head, on average over a sequence: a product with keys and one with values."""
+        return 2.0 * (self.head_dim + self.value_dim) * self.style.mean_keys(seq_len)
+
+    def backward_flops(self, seq_len: float) -> float:
+        """The same backward: three products with keys and two with values."""
+        return 2.0 * (3 * self.head_dim + 2 * self.value_dim) * self.style.mean_keys(seq_len)
+
+
 CAUSAL = AttentionStyle()
 """All keys up to the query's own, scaled by 1 / sqrt(H)."""

@@ -11,18 +11,17 @@ import math
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple, Self, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self
+
+from flexengine.ops.attention_choice import AttentionChoice, KernelName
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from flexengine.ops.attention_choice import AttentionChoice
     from flexengine.ops.balance import ExpertBalance
 
 DType = Literal["compute", "float32", "int32", "uint8"]
-KernelName = Literal["flash", "cudnn", "triton"]
-"""Attention kernels on CUDA. flash: FlashAttention-2, any lengths. cudnn: faster on Hopper, equal lengths only. triton:
-our own, for bf16 of every style."""
-KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
 FLOAT64_BYTES = 8
 
 
@@ -190,8 +189,8 @@ class ChunkContext:
 
     input_ids, labels [T] int64 (labels are already shifted, -100 = no loss); positions [T] int32; cu_seqlens
     [num_seqs+1] int32; seq_lens as Python ints. `constants` holds per-model tensors such as inv_freq; `losses` [T]
-    float32 is written by the head. attention: the kernels that are preferred on CUDA, where they serve. balance: what
-    routers report to, where experts are balanced.
+    float32 is written by the head. attention_choices: kernels that are preferred on CUDA for shapes that were measured;
+    attention: for other shapes. balance: what routers report to, where experts are balanced.
     """
 
     tokens: int
@@ -204,6 +203,7 @@ class ChunkContext:
     constants: dict[str, Tensor]
     window: Window | None = None
     attention: KernelName = "flash"
+    attention_choices: tuple[AttentionChoice, ...] = ()
     balance: ExpertBalance | None = None
 
 

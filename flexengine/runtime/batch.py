@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexengine.ops.base import ChunkContext, KernelName, Window
+from flexengine.ops.attention_choice import AttentionChoice, KernelName
+from flexengine.ops.base import ChunkContext, Window
 from flexengine.runtime.arena import Arenas, wide_dtype
 from flexengine.runtime.batch_input import Sequences
 from flexengine.schedule.fixed_slots import batch_offsets
@@ -27,9 +28,13 @@ def constant_tables(layout: Layout, device: torch.device) -> dict[str, Tensor]:
 class BatchWriter:
     """Fills the host batch slot of a round and makes the chunk contexts that point into the GPU slot."""
 
-    def __init__(self, layout: Layout, arenas: Arenas, constants: dict[str, Tensor], attention: KernelName) -> None:
+    def __init__(
+        self, layout: Layout, arenas: Arenas, constants: dict[str, Tensor], attention: KernelName,
+        attention_choices: tuple[AttentionChoice, ...] = (),
+    ) -> None:  # fmt: skip
         self.layout, self.arenas, self.constants = layout, arenas, constants
         self.attention: KernelName = attention
+        self.attention_choices = attention_choices
         self.chunk_tokens = layout.plan.chunk_tokens
         self.offsets = batch_offsets(layout.plan.chunks_per_round, self.chunk_tokens)
 
@@ -63,6 +68,7 @@ class BatchWriter:
             constants=self.constants,
             window=Window(start, i - chunk.first_slice, self.chunk_tokens) if chunk.first_slice >= 0 else None,
             attention=self.attention,
+            attention_choices=self.attention_choices,
             input_ids=on_gpu["input_ids"],
             labels=on_gpu["labels"],
             positions=on_gpu["positions"],

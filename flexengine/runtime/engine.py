@@ -18,7 +18,7 @@ from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.hardware.memory_usage import GpuMemoryMeter, MemoryPeaks, memory_peaks
 from flexengine.models.matmul_dtype import check_matmul_dtype
 from flexengine.models.registry import ModelSource
-from flexengine.ops.base import KernelName
+from flexengine.ops.attention_choice import AttentionChoice, KernelName
 from flexengine.optim.adamw import AdamW
 from flexengine.plan import Plan, Request
 from flexengine.runtime.arena import Arenas
@@ -49,15 +49,16 @@ class EngineSettings:
     """How an engine trains, beside its model, plan and optimizer.
 
     max_grad_norm: global norm that gradients are clipped to; None = no clipping. seed: of random initial weights and
-    stochastic rounding. deterministic: only kernels that torch knows to be deterministic. attention: the kernels for
-    it. matmul_flops_per_s: measured rate that reports compare with. description: the plan in words. order: the order of
-    commands on the CPU, for tests.
+    stochastic rounding. deterministic: only kernels that torch knows to be deterministic. attention_choices: kernels
+    for the shapes of attention that were measured; attention: for others. matmul_flops_per_s: measured rate that
+    reports compare with. description: the plan in words. order: the order of commands on the CPU, for tests.
     """
 
     max_grad_norm: float | None = 1.0
     seed: int = 0
     deterministic: bool = False
     attention: KernelName = "flash"
+    attention_choices: tuple[AttentionChoice, ...] = ()
     matmul_flops_per_s: float = 0.0
     description: str = ""
     order: CommandOrder | None = None
@@ -101,7 +102,7 @@ class Engine:
         self.handlers = CommandHandlers(layout, self.arenas, self.layers, self.updates)
         self.runner = ProgramRunner(self.executor, self.handlers, self.measurement)
         constants = constant_tables(layout, self.device)
-        batches = BatchWriter(layout, self.arenas, constants, self.settings.attention)
+        batches = BatchWriter(layout, self.arenas, constants, self.settings.attention, self.settings.attention_choices)
         self.programs = Programs(layout, self.executor)
         self.rounds = RoundRunner(self.programs, batches, self.layers, self.runner, self.state)
         self.steps = StepRunner(self.runner, self.rounds, self.updates, self.state, self.settings.deterministic)

@@ -13,8 +13,13 @@ from flexengine.hardware.measure_attention import (
     _kernel_calls,
     _plain_calls,
     error_of,
+    fastest_first,
     fitting_rows,
+    mixed_rates,
     plain_rates,
+    rates_of,
+    serves,
+    shape_of,
 )
 from flexengine.hardware.measure_host import (
     FIRST_PARAMETERS,
@@ -37,7 +42,8 @@ from flexengine.hardware.measure_matmul import (
     fitting,
 )
 from flexengine.hardware.timing import cpu_timer
-from flexengine.ops.base import KERNEL_NAMES, KernelName
+from flexengine.ops.attention_choice import KERNEL_NAMES, AttentionChoice, KernelName, order_of
+from flexengine.ops.attention_style import AttentionShape
 from flexengine.ops.linear import accumulate_weight_grad
 
 MIB = 2**20
@@ -294,14 +300,60 @@ def test_link_rates_come_from_the_largest_copies_and_latency_from_one_mib():
 @pytest.mark.parametrize("length", [512, 32768])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_kernels_of_attention_run(length: int, kernels: KernelName, head_dim: int):
-    calls = _kernel_calls(kernels, length, head_dim, torch.device("cuda"), torch.bfloat16)
+    shape = shape_of(head_dim)
+    calls = _kernel_calls(kernels, length, shape, torch.device("cuda"), torch.bfloat16)
     out, lse, *_ = calls.forward()
     assert torch.isfinite(out.float()).all()
     assert torch.isfinite(lse).all()
     assert all(torch.isfinite(grad.float()).all() for grad in calls.backward())
     tokens = max(length, 16384)
     assert calls.pairs == 262144 // tokens * tokens * (length + 1) / 2
-    assert error_of(kernels, head_dim, torch.device("cuda"), torch.bfloat16) < 0.01
+    assert error_of(kernels, shape, torch.device("cuda"), torch.bfloat16) < 0.01
+
+
+SHAPES = [AttentionShape(8, 64, 64, 128), AttentionShape(2, 256, 256, capped=True), AttentionShape(1, 192, 128)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernels_of_every_shape_are_right(shape: AttentionShape):
+    for name in KERNEL_NAMES:
+        if serves(name, torch.bfloat16, shape, 512):
+            assert error_of(name, shape, torch.device("cuda"), torch.bfloat16) < 0.01
+
+
+def test_kernels_serve_by_shape_and_by_length():
+    def names(shape: AttentionShape, length: int) -> list[KernelName]:
+        return [name for name in KERNEL_NAMES if serves(name, torch.bfloat16, shape, length)]
+
+    assert names(SHAPES[0], 512) == ["flash", "triton"]
+    assert names(SHAPES[0], 128) == ["flash", "cudnn", "triton"]  # the window hides nothing
+    assert names(SHAPES[1], 512) == names(SHAPES[2], 512) == ["triton"]
+
+
+def test_the_fastest_kernels_are_found_for_every_length():
+    shape = AttentionShape(4, 64, 64)
+    flash = AttentionRates(((512, 4e12), (2048, 4e12)), ((512, 4e12), (2048, 4e12)), "flash")
+    cudnn = AttentionRates(((512, 9e12),), ((512, 8e12),), "cudnn")
+    own = AttentionRates(((512, 9e12), (2048, 5e12)), ((512, 6e12), (2048, 6e12)), "triton")
+    choice = fastest_first(shape, [flash, cudnn, own])
+    assert choice == AttentionChoice(shape, ((512, ("cudnn", "triton", "flash")), (2048, ("triton", "flash"))))
+    assert choice.order(600) == ("cudnn", "triton", "flash")
+    assert choice.order(1100) == choice.order(10**6) == ("triton", "flash")
+    assert rates_of(choice, [flash, cudnn, own])[:2] == (((512, 9e12), (2048, 5e12)), ((512, 8e12), (2048, 6e12)))
+    assert order_of((choice,), shape, 1) == ("cudnn", "triton", "flash")
+    assert order_of((choice,), shape._replace(window=9), 512) == ()
+
+
+def test_shapes_share_the_time():
+    """A window of 64 at 512 tokens costs an eighth of the FLOPs, less half of what its first queries lack."""
+    whole, window = AttentionShape(4, 64, 64), AttentionShape(4, 64, 64, 64)
+    rates = [AttentionRates(((512, rate), (2048, 1.0)), ((512, rate), (2048, 1.0))) for rate in (4e12, 1e12)]
+    share = window.style.mean_keys(512) / 256
+    mixed = mixed_rates([(whole, 8, rates[0]), (window, 16, rates[1])])
+    wanted = (1 + 2 * share) / (1 / 4e12 + 2 * share / 1e12)
+    assert [mixed.forward[0], mixed.backward[0]] == [(512, pytest.approx(wanted))] * 2
+    assert mixed.forward[1] == (2048, pytest.approx(1.0))
 
 
 def test_mean_rate_is_geometric():

@@ -13,6 +13,8 @@ import flexengine
 from flexengine.hardware.curve import Curve
 from flexengine.hardware.presets import PRESETS, preset
 from flexengine.hardware.profile import FORMAT, HardwareProfile, read_profile
+from flexengine.ops.attention_choice import AttentionChoice
+from flexengine.ops.attention_style import AttentionShape
 
 GIB = 2**30
 CURVES = (Curve("device to host", "bytes", "bytes/s", ((2**16, 9.5e9), (2**28, 5.55e10 / 3))),)
@@ -26,6 +28,18 @@ def test_json_round_trip_is_exact(name: str):
 def test_curves_survive_the_round_trip():
     profile = replace(preset("cpu-test"), curves=CURVES, matmul_shape=(64, 96))
     assert HardwareProfile.from_json(profile.to_json()) == profile
+
+
+def test_choices_of_attention_survive_the_round_trip():
+    orders = ((512, ("cudnn", "triton")), (2048, ("triton",)))
+    choices = (AttentionChoice(AttentionShape(2, 192, 128, 4096, True), orders),)
+    profile = replace(preset("cpu-test"), attention_choices=choices)
+    assert HardwareProfile.from_json(profile.to_json()) == profile
+    values = profile.to_dict()
+    shapes = ([2, 192, 128, 0], [2, 0, 128, 0, False])
+    for wrong in (7, *([[shape, orders]] for shape in shapes), [[[2, 1, 1, 0, True], [[9, ["x"]]]]]):
+        with pytest.raises(ValueError, match="attention_choices is"):
+            HardwareProfile.from_dict(values | {"attention_choices": wrong})
 
 
 def test_matmul_rate_is_linear_in_log_tokens_and_clamped():

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from flexengine.ops.base import ChunkContext, KernelName, Op, OpEnv, TensorSpec, Window
+from flexengine.ops.attention_choice import KernelName
+from flexengine.ops.base import ChunkContext, Op, OpEnv, TensorSpec, Window
 
 BYTES_UNWRITTEN = {"uint8": (0x7F, torch.uint8), "int32": (-(2**31), torch.int32)}
 """What buffers of whole numbers hold until somebody writes them: NaN in FP8, an index that no tensor has."""

@@ -11,8 +11,9 @@ import torch
 from attention_helpers import PlainKernels, make, masked, random_rows, use_own_kernels
 
 from flexengine.ops import attention, attention_reference
+from flexengine.ops.attention_choice import AttentionChoice
 from flexengine.ops.attention_kernels import KERNELS, Lengths, choose_kernels
-from flexengine.ops.attention_style import CAUSAL, AttentionStyle
+from flexengine.ops.attention_style import CAUSAL, AttentionShape, AttentionStyle
 from flexengine.ops.base import KeyValueWindow
 
 HEADS = [(4, 2), (3, 3), (6, 1)]  # grouped, multi-head, multi-query
@@ -230,6 +231,16 @@ def test_values_narrower_than_keys_are_for_our_own_kernels():
 def test_kernels_that_are_preferred_serve_where_they_can():
     for style, name in ((CAUSAL, "triton"), (AttentionStyle(window=9), "flash")):
         assert choose_kernels(name, Queries(), (2048, 100), (), style) is KERNELS[name]
+
+
+def test_the_fastest_kernels_of_a_measured_shape_serve(harness, monkeypatch):
+    op, asked = make(8, 2, 64, AttentionStyle(window=9)), []
+    monkeypatch.setattr(attention, "choose_kernels", lambda preferred, *_: asked.append(preferred))
+    choices = (AttentionChoice(AttentionShape(4, 64, 64, 9), ((16, ("flash",)), (64, ("triton", "flash")))),)
+    for length in (8, 100):
+        chunk = replace(harness.chunk((length,), attention="cudnn"), attention_choices=choices)
+        op._kernels(attention.OpEnv({}, {}, {}, {}, chunk), Queries(64))
+    assert asked == [("flash", "cudnn"), ("triton", "flash", "cudnn")]
 
 
 class Queries:
