@@ -89,10 +89,11 @@ def fastest_first(shape: AttentionShape, found: Sequence[AttentionRates]) -> Att
 
 def rates_of(choice: AttentionChoice, found: Sequence[AttentionRates]) -> AttentionRates:
     """The rates of the fastest kernels at every length; `kernels` are those of most lengths."""
-    best = [(length, order[0]) for length, order in choice.orders]
+    best: list[tuple[int, KernelName]] = [(length, order[0]) for length, order in choice.orders]
     by_name = {rates.kernels: (dict(rates.forward), dict(rates.backward)) for rates in found}
     forward, backward = (tuple((n, by_name[name][half][n]) for n, name in best) for half in (0, 1))
-    return AttentionRates(forward, backward, Counter[KernelName](name for _, name in best).most_common(1)[0][0])
+    usual, _ = Counter([name for _, name in best]).most_common(1)[0]
+    return AttentionRates(forward, backward, usual)
 
 
 def mixed_rates(parts: Sequence[tuple[AttentionShape, int, AttentionRates]]) -> AttentionRates:

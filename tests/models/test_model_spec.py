@@ -7,8 +7,10 @@ import torch
 import transformers
 from engine_helpers import spec_of, tiny_config
 
+from flexengine.models.attention_shapes import attention_shapes
 from flexengine.models.matmul_dtype import with_fp8_linears
 from flexengine.models.registry import ASSETS, open_model, preset_names
+from flexengine.ops.attention_style import AttentionShape
 from flexengine.ops.fp8 import Fp8Linear
 from flexengine.ops.linear import Linear
 
@@ -149,6 +151,15 @@ def test_null_is_as_good_as_absent(field):
     null = spec_of({**config, field: None})
     for name in ("max_position_embeddings", "initializer_range", "tables", "groups"):
         assert getattr(null, name) == getattr(absent, name)
+
+
+def test_attention_of_all_blocks_by_shape():
+    """Gemma 2 alternates between a window and none, with soft caps in both; DeepSeek has narrow values."""
+    gemma = open_model("preset:gemma-2-9b", needs_weights=False).spec
+    whole, window = (AttentionShape(2, 256, 256, window, True) for window in (0, 4096))
+    assert dict(attention_shapes(gemma)) == {whole: 21 * 16, window: 21 * 16}
+    deepseek = open_model("preset:deepseek-v2-lite", needs_weights=False).spec
+    assert attention_shapes(deepseek) == ((AttentionShape(1, 192, 128), 27 * 16),)
 
 
 def test_fp8_linears_replace_those_of_blocks_and_nothing_else():
