@@ -4,7 +4,6 @@ Shapes: T tokens, N query heads, G key/value heads, H head width, S tokens of a 
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -92,8 +91,8 @@ def rates_of(choice: AttentionChoice, found: Sequence[AttentionRates]) -> Attent
     best: list[tuple[int, KernelName]] = [(length, order[0]) for length, order in choice.orders]
     by_name = {rates.kernels: (dict(rates.forward), dict(rates.backward)) for rates in found}
     forward, backward = (tuple((n, by_name[name][half][n]) for n, name in best) for half in (0, 1))
-    usual, _ = Counter([name for _, name in best]).most_common(1)[0]
-    return AttentionRates(forward, backward, usual)
+    names = [name for _, name in best]
+    return AttentionRates(forward, backward, max(best, key=lambda each: names.count(each[1]))[1])
 
 
 def mixed_rates(parts: Sequence[tuple[AttentionShape, int, AttentionRates]]) -> AttentionRates:
@@ -125,7 +124,8 @@ def error_of(kernels: KernelName, shape: AttentionShape, device: torch.device, d
     The plain path runs on the CPU, because its many small kernels would stay loaded and raise the process's memory.
     """
     style = shape.style.within(512)
-    operands, grad_out, lengths = _operands(1024, 2, 512, shape, device, dtype)
+    groups = max(1, KERNEL_ROWS // KERNEL_TOKENS // shape.members)  # as for rates: our own are compiled for each number
+    operands, grad_out, lengths = _operands(1024, groups, 512, shape, device, dtype)
     rng = torch.zeros(2, dtype=torch.int64, device=device)
     out, lse = KERNELS[kernels].forward(*operands, lengths, style)
     grads = KERNELS[kernels].backward(grad_out, *operands, out, lse, lengths, rng, style)
