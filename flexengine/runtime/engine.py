@@ -6,7 +6,6 @@ how the plan came about.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.hardware.memory_usage import GpuMemoryMeter, MemoryPeaks, memory_peaks
 from flexengine.models.matmul_dtype import check_matmul_dtype
 from flexengine.models.registry import ModelSource
@@ -36,8 +34,8 @@ from flexengine.runtime.programs import Programs
 from flexengine.runtime.rounds import RoundRunner
 from flexengine.runtime.step_runner import StepRunner
 from flexengine.runtime.step_state import StepState
-from flexengine.runtime.update import UpdateRunner, UpdateSettings
-from flexengine.runtime.weight_store import WeightStore, empty_buffers, load_buffers
+from flexengine.runtime.update import UpdateRunner, UpdateSettings, update_settings
+from flexengine.runtime.weight_store import WeightStore, empty_buffers, fill_weights
 from flexengine.schedule.command_totals import CommandClass, CommandTotal
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.relocation import relocation
@@ -108,12 +106,7 @@ class Engine:
         self.steps = StepRunner(self.runner, self.rounds, self.updates, self.state, self.settings.deterministic)
 
     def _load(self) -> None:
-        if self.source.weights_folder is None:
-            self.weights.initialize(self.settings.seed)
-        else:
-            with CheckpointReader.open(self.source.weights_folder) as reader:
-                self.weights.load(reader)
-                load_buffers(reader, self.buffers)
+        fill_weights(self.weights, self.buffers, self.source.weights_folder, self.settings.seed)
         self.executor.synchronize()
 
     @property
@@ -151,7 +144,7 @@ class Engine:
         max_global_batch_tokens, or no target token.
         """
         sequences = self._read(batch, columns)
-        self._start_step()
+        self.steps.start()
         return self.steps.forward_backward(sequences)
 
     @one_caller
@@ -177,7 +170,7 @@ class Engine:
         """
         sequences = self._read(batch, columns)
         settings = self._update_settings(lr, self.state.num_target_tokens + sequences.num_target_tokens)
-        self._start_step()
+        self.steps.start()
         # a clipped gradient is scaled by the norm of all, so no update may begin before backward has ended
         if settings.max_grad_norm is not None or not self.plan.updates_on_cpu:
             return self.steps.forward_backward(sequences), self.steps.update(settings)
@@ -202,18 +195,10 @@ class Engine:
         self.state.require_usable()
         return read_call(self.plan.request, self.model.vocab_size, batch, columns)
 
-    def _start_step(self) -> None:
-        """Begin a step's clocks, unless an earlier call did."""
-        if self.state.start_step():
-            self.measurement.start_step()
-
     def _update_settings(self, lr: float | None, num_target_tokens: int) -> UpdateSettings:
         """What the next step's update depends on. Raises ValueError when lr is negative."""
-        lr = self.optimizer.lr if lr is None else lr
-        if not (math.isfinite(lr) and lr >= 0):
-            raise ValueError(f"lr must be a finite number >= 0, got {lr}")
         step, seed = self.step_count + 1, self.settings.seed
-        return UpdateSettings(self.optimizer, lr, self.max_grad_norm, num_target_tokens, step, seed)
+        return update_settings(self.optimizer, lr, self.max_grad_norm, num_target_tokens, step, seed)
 
     # -- measuring and changing the plan -----------------------------------------------------------------------------
 

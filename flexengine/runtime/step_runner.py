@@ -33,6 +33,11 @@ class StepRunner:
         self._runner, self._rounds, self._updates, self._state = runner, rounds, updates, state
         self._executor, self._layout, self._deterministic = runner.executor, updates.layout, deterministic
 
+    def start(self) -> None:
+        """Begin a step's clocks, unless an earlier call of the step did."""
+        if self._state.start_step():
+            self._runner.measurement.start_step()
+
     def forward_backward(self, batch: Sequences, updates: UpdateSettings | None = None) -> FwdBwdOutput:
         """Add a batch's gradients to those since the last step. Waits for its loss.
 

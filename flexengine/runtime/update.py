@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,16 @@ class UpdateSettings(NamedTuple):
     num_target_tokens: int
     step: int
     seed: int
+
+
+def update_settings(
+    optimizer: AdamW, lr: float | None, max_grad_norm: float | None, num_target_tokens: int, step: int, seed: int
+) -> UpdateSettings:
+    """Settings of one step; lr None takes the optimizer's. Raises ValueError when lr is negative or not finite."""
+    lr = optimizer.lr if lr is None else lr
+    if not (math.isfinite(lr) and lr >= 0):
+        raise ValueError(f"lr must be a finite number >= 0, got {lr}")
+    return UpdateSettings(optimizer, lr, max_grad_norm, num_target_tokens, step, seed)
 
 
 class UpdateRunner:

@@ -293,3 +293,13 @@ class WeightStore:
     def read_gradients(self, scale: float) -> dict[str, Tensor]:
         """Every stored gradient times `scale`, by Hugging Face name; frozen parameters have none."""
         return {name: self.read_gradient(name, scale) for name, run in self.runs.items() if not run.frozen}
+
+
+def fill_weights(weights: WeightStore, buffers: dict[str, Tensor], folder: Path | None, seed: int) -> None:
+    """Load weights and buffers from a checkpoint folder; without one, draw random initial weights."""
+    if folder is None:
+        weights.initialize(seed)
+        return
+    with CheckpointReader.open(folder) as reader:
+        weights.load(reader)
+        load_buffers(reader, buffers)

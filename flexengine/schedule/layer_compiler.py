@@ -313,28 +313,8 @@ class _Compiler:
         return steps
 
     def _place(self, drafts: list[_DraftStep]) -> _Placed:
-        """Give every temporary an offset, largest first, so that no two overlap that are alive at once.
-
-        What stages carry lies side by side: it is alive while other chunks pass through a stage.
-        """
-        found: dict[int, _Temporary] = {}
-        for draft in drafts:
-            for place in (*draft.tensors.values(), *draft.grads.values()):
-                if isinstance(place, _Temporary):
-                    found[id(place)] = place
-        sized = [(temp.spec.num_bytes(self.tokens, self.compute_bytes), temp) for temp in found.values()]
-        placed: list[tuple[int, int, _Temporary]] = []
-        carried: dict[Area, int] = {"carry": 0, "bounds": 0}
-        for num_bytes, temp in sorted(sized, key=lambda entry: entry[0], reverse=True):
-            size, first, last = align(num_bytes), temp.first, temp.last
-            if temp.carried:
-                area: Area = "bounds" if temp.spec.name in self.bounds else "carry"
-                temp.place = Place(area, carried[area], temp.spec)
-                carried[area] += size
-                continue
-            offset = _lowest_gap(size, [(a, b) for a, b, t in placed if t.first <= last and first <= t.last])
-            temp.place = Place("scratch", offset, temp.spec)
-            placed.append((offset, offset + size, temp))
+        """Place the temporaries of all steps, and cut the steps into stages."""
+        sizes = _place_temporaries(drafts, self.bounds, self.tokens, self.compute_bytes)
         steps = [
             OpStep(d.op, d.half, _resolve(d.tensors), _resolve(d.grads), d.accumulate, d.recompute) for d in drafts
         ]
@@ -342,7 +322,33 @@ class _Compiler:
         stages = tuple(
             Stage(tuple(steps[start:end]), parts) for start, (end, parts) in zip(starts, self.ends, strict=False)
         )
-        return _Placed(stages, max((end for _, end, _ in placed), default=0), carried["carry"], carried["bounds"])
+        return _Placed(stages, *sizes)
+
+
+def _place_temporaries(
+    drafts: list[_DraftStep], bounds: set[str], tokens: int, compute_bytes: int
+) -> tuple[int, int, int]:
+    """Give every temporary a place, so that no two overlap that are alive at once.
+
+    Scratch is filled largest first. What stages carry lies side by side: it is alive while other chunks pass through a
+    stage. bounds: names of those that lie in the area `bounds`. Returns the bytes of scratch, carry and bounds.
+    """
+    operands = (place for draft in drafts for place in (*draft.tensors.values(), *draft.grads.values()))
+    found = {id(place): place for place in operands if isinstance(place, _Temporary)}
+    sized = [(temp.spec.num_bytes(tokens, compute_bytes), temp) for temp in found.values()]
+    placed: list[tuple[int, int, _Temporary]] = []
+    carried: dict[Area, int] = {"carry": 0, "bounds": 0}
+    for num_bytes, temp in sorted(sized, key=lambda entry: entry[0], reverse=True):
+        size, first, last = align(num_bytes), temp.first, temp.last
+        if temp.carried:
+            area: Area = "bounds" if temp.spec.name in bounds else "carry"
+            temp.place = Place(area, carried[area], temp.spec)
+            carried[area] += size
+            continue
+        offset = _lowest_gap(size, [(a, b) for a, b, t in placed if t.first <= last and first <= t.last])
+        temp.place = Place("scratch", offset, temp.spec)
+        placed.append((offset, offset + size, temp))
+    return max((end for _, end, _ in placed), default=0), carried["carry"], carried["bounds"]
 
 
 def _input_shape(ops: tuple[Op, ...], specs: dict[str, TensorSpec]) -> tuple[int, ...]:

@@ -17,8 +17,9 @@ from flexengine.reports.memory_over_time import (
     step_memory,
     thinned,
 )
-from flexengine.schedule.commands import Access, CommandName, CopyRegion, ProgramBuilder, Stream
+from flexengine.schedule.commands import Access, CommandName, CopyRegion, Stream
 from flexengine.schedule.layout import Layout
+from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.simulator import Timing
 from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
 from tests.planner.oracle import slow_link

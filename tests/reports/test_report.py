@@ -21,7 +21,8 @@ from flexengine.reports.plan_data import as_json, shortage_json, step_timeline
 from flexengine.reports.plan_page import html_page, shortage_page
 from flexengine.reports.plan_text import describe, report, shortage_report
 from flexengine.reports.text_format import align_columns, join_words
-from flexengine.schedule.commands import STREAMS, Access, CommandName, CopyRegion, ProgramBuilder, Stream
+from flexengine.schedule.commands import STREAMS, Access, CommandName, CopyRegion, Stream
+from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.simulator import Timing
 from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
 from tests.planner.oracle import slow_link

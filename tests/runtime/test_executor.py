@@ -12,7 +12,8 @@ from flexengine.native import library
 from flexengine.native.transfer_torch import TorchTransfers
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.executor import Executor
-from flexengine.schedule.commands import Access, CommandName, CopyRegion, ProgramBuilder, Stream
+from flexengine.schedule.commands import Access, CommandName, CopyRegion, Stream
+from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
 
 SLOTS = (Slot(SlotKey("a", memory="gpu"), 0, 16, "test"), Slot(SlotKey("b", memory="host"), 0, 16, "test"))

@@ -18,8 +18,9 @@ from flexengine.native.transfer_operations import Record
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.cpu_work import CpuWork
 from flexengine.runtime.issue import Issue
-from flexengine.schedule.commands import Access, Command, CommandName, CopyRegion, Program, ProgramBuilder, Stream
+from flexengine.schedule.commands import Access, Command, CommandName, CopyRegion, Program, Stream
 from flexengine.schedule.following import cpu_waits
+from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
 
 GPU_STREAMS = (Stream.COMPUTE, Stream.H2D, Stream.D2H)

@@ -7,9 +7,10 @@ import pytest
 
 from flexengine.plan import GroupPlan
 from flexengine.schedule.checker import ProgramError, check_program
-from flexengine.schedule.commands import Access, CommandName, Program, ProgramBuilder, Stream, UpdateTile
+from flexengine.schedule.commands import Access, CommandName, Program, Stream, UpdateTile
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_evaluation, lower_round, lower_update
+from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
 from tests.schedule.small_plans import full_round, random_plan, small_model
 

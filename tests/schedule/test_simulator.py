@@ -5,7 +5,8 @@ import json
 import pytest
 
 from flexengine.ops.base import Work
-from flexengine.schedule.commands import Access, CommandName, CopyRegion, ProgramBuilder, Stream, UpdateTile
+from flexengine.schedule.commands import Access, CommandName, CopyRegion, Stream, UpdateTile
+from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.simulator import LEAST_CPU_SHARE, Rates, simulate
 from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
 from flexengine.schedule.timeline import command_events, trace_json, track_events

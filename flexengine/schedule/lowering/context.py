@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flexengine.schedule.commands import ProgramBuilder
 from flexengine.schedule.layer_program import Stage
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.shape import RoundShape
+from flexengine.schedule.program_builder import ProgramBuilder
 
 
 class RoundContext:

@@ -7,7 +7,7 @@ part by part where they come in parts. Then all chunks pass through a stage of t
 from __future__ import annotations
 
 from flexengine.models.spec import LayerSpec
-from flexengine.schedule.commands import Access, CommandName, CopyRegion, Program, ProgramBuilder, Stream
+from flexengine.schedule.commands import Access, CommandName, CopyRegion, Program, Stream
 from flexengine.schedule.fixed_slots import batch_offsets
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.activations import ActivationLowering
@@ -16,6 +16,7 @@ from flexengine.schedule.lowering.context import RoundContext, StagePart, stage_
 from flexengine.schedule.lowering.gradients import GradientLowering, scale_slots
 from flexengine.schedule.lowering.shape import RoundShape
 from flexengine.schedule.lowering.weights import WeightLowering
+from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.slots import overlapping_slots
 
 

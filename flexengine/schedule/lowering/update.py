@@ -9,19 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from flexengine.ops.base import Work
-from flexengine.schedule.commands import (
-    Access,
-    CommandName,
-    CopyRegion,
-    Program,
-    ProgramBuilder,
-    SlotOffset,
-    Stream,
-    UpdateTile,
-)
+from flexengine.schedule.commands import Access, CommandName, CopyRegion, Program, SlotOffset, Stream, UpdateTile
 from flexengine.schedule.fixed_slots import HOST_GRAD_NORM, HOST_SCALES, SCALAR_BYTES, SCALE_BYTES
 from flexengine.schedule.group_storage import PLANE_KINDS, Segment, element_bytes
 from flexengine.schedule.layout import Layout
+from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.slots import PlaneKind, Slot, overlapping_slots
 
 

@@ -1,0 +1,129 @@
+"""Builds a program command by command, and derives every wait from hazards on slots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flexengine.ops.base import Work
+from flexengine.schedule.commands import (
+    STREAM_INDEX,
+    STREAMS,
+    Access,
+    Command,
+    CommandName,
+    CopyRegion,
+    Program,
+    Stream,
+)
+from flexengine.schedule.slots import Slot
+
+
+class ProgramBuilder:
+    """Appends commands and derives their waits.
+
+    Every slot remembers its last writer and its readers since; a command waits for the last writer of what it reads and
+    for the last writer and readers of what it writes, through every slot that overlaps in memory. A vector clock per
+    command drops waits that earlier waits already imply, so that every wait left is necessary.
+    """
+
+    def __init__(self, name: str, slots: tuple[Slot, ...], overlaps: list[tuple[int, ...]]) -> None:
+        self.name, self.slots, self.overlaps = name, slots, overlaps
+        self.commands: list[Command] = []
+        self.initial: dict[int, str] = {}
+        self._writer = [-1] * len(slots)
+        self._readers: list[list[int] | None] = [None] * len(slots)  # the last one of every stream since the last write
+        self._streams: list[int] = []
+        self._clocks: list[list[int]] = []
+        self._stream_clock = [[-1] * len(STREAMS) for _ in STREAMS]
+
+    def last_writer(self, slot: int) -> int:
+        """Index of the last command that wrote the slot, -1 when none has."""
+        return self._writer[slot]
+
+    def holds(self, slot: int, content: str) -> None:
+        """State that a slot holds `content` before the program starts."""
+        self.initial.setdefault(slot, content)
+
+    def add(
+        self,
+        kind: str,
+        name: CommandName,
+        stream: Stream,
+        reads: list[Access],
+        writes: list[Access],
+        work: Work = Work(),  # noqa: B008 (an immutable NamedTuple)
+        copies: tuple[CopyRegion, ...] = (),
+        args: Any = None,
+    ) -> Command:
+        """Append a command; returns it with its derived waits."""
+        index, own = len(self.commands), STREAM_INDEX[stream]
+        waits = self._derive_waits(own, reads, writes)
+        clock = self._stream_clock[own]
+        for wait in waits:
+            clock = list(map(max, clock, self._clocks[wait]))
+        clock = [*clock[:own], index, *clock[own + 1 :]]
+        self._clocks.append(clock)
+        self._streams.append(own)
+        self._stream_clock[own] = clock
+        for slot, _ in writes:
+            self._writer[slot] = index
+            self._readers[slot] = None
+        for slot, _ in reads:
+            readers = self._readers[slot]
+            if readers is None:
+                readers = self._readers[slot] = [-1] * len(STREAMS)
+            readers[own] = index
+        command = Command(index, kind, name, stream, tuple(reads), tuple(writes), waits, work, copies, args)
+        self.commands.append(command)
+        return command
+
+    def copy(self, name: CommandName, stream: Stream, content: str, regions: list[CopyRegion]) -> Command:
+        """Append a copy of `content` along `regions`, adjoining regions merged."""
+        merged = merge_regions(regions)
+        reads = [Access(s, content) for s in dict.fromkeys(r.source for r in merged)]
+        writes = [Access(s, content) for s in dict.fromkeys(r.target for r in merged)]
+        return self.add("copy", name, stream, reads, writes, copies=merged)
+
+    def build(self) -> Program:
+        """The finished program."""
+        initial = tuple(Access(slot, content) for slot, content in self.initial.items())
+        return Program(self.name, self.slots, tuple(self.commands), initial)
+
+    def _derive_waits(self, own: int, reads: list[Access], writes: list[Access]) -> tuple[int, ...]:
+        latest = [-1] * len(STREAMS)
+        overlaps, streams = self.overlaps, self._streams
+        for slot in (other for access, _ in (*reads, *writes) for other in overlaps[access]):
+            writer = self._writer[slot]
+            if writer >= 0 and writer > latest[streams[writer]]:
+                latest[streams[writer]] = writer
+        for slot in (other for access, _ in writes for other in overlaps[access]):
+            readers = self._readers[slot]
+            if readers is not None:
+                latest = list(map(max, latest, readers))
+        known = self._stream_clock[own]
+        needed = [i for s, i in enumerate(latest) if s != own and i > known[s]]
+        # a wait that another wait of this command implies is dropped too
+        if len(needed) > 1:
+            needed = [i for i in needed if not any(j != i and self._clocks[j][streams[i]] >= i for j in needed)]
+        return tuple(sorted(needed))
+
+
+def merge_regions(regions: list[CopyRegion]) -> tuple[CopyRegion, ...]:
+    """Regions with adjoining ends on both sides as one; empty ones dropped."""
+    merged: list[CopyRegion] = []
+    for r in regions:
+        if r.num_bytes == 0:
+            continue
+        if merged:
+            last = merged[-1]
+            adjoining = (
+                last.source == r.source
+                and last.target == r.target
+                and last.source_offset + last.num_bytes == r.source_offset
+                and last.target_offset + last.num_bytes == r.target_offset
+            )
+            if adjoining:
+                merged[-1] = last._replace(num_bytes=last.num_bytes + r.num_bytes)
+                continue
+        merged.append(r)
+    return tuple(merged)
