@@ -154,6 +154,7 @@ def _compute_lines(profile: HardwareProfile) -> list[str]:
         *_fp8_lines(profile, unit, scale),
         _header(_attention_title(profile, unit), [(length, 0.0) for length in lengths]),
         *(_cells(name, points, scale) for name, points in zip(("forward", "backward"), attention, strict=True)),
+        *_choice_lines(profile),
         _row("kernel launch", format_seconds(profile.launch_s)),
         _row("host time per command", format_seconds(profile.issue_s) if profile.issue_s else "runs in place"),
     ]
@@ -164,6 +165,17 @@ def _fp8_lines(profile: HardwareProfile, unit: str, scale: float) -> list[str]:
     if not points:
         return [_row("the same with FP8 operands", "not on this card")]
     return [_header(f"the same with FP8 operands, {unit} by tokens", points), _cells("all", points, scale)]
+
+
+def _choice_lines(profile: HardwareProfile) -> list[str]:
+    """Tell the fastest attention kernels by tokens of a sequence, a line for each shape that was measured."""
+    lines = []
+    for shape, orders in profile.attention_choices:
+        width = f"{shape.head_dim}" if shape.head_dim == shape.value_dim else f"{shape.head_dim}/{shape.value_dim}"
+        style = f", window {shape.window}" * bool(shape.window) + ", soft cap" * shape.capped
+        fastest = ", ".join(f"{length}: {order[0]}" for length, order in orders)
+        lines.append(_row(f"fastest, {shape.members} x {width}{style}", fastest))
+    return lines
 
 
 def _attention_title(profile: HardwareProfile, unit: str) -> str:

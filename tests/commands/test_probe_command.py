@@ -16,12 +16,18 @@ from flexengine.hardware.curve import Curve
 from flexengine.hardware.presets import preset
 from flexengine.hardware.probe import DEFAULT_SHAPE, ProbeResult
 from flexengine.hardware.profile import HardwareProfile, ProbeShape, read_profile
+from flexengine.ops.attention_choice import AttentionChoice
+from flexengine.ops.attention_style import AttentionShape
 
 MEASURED = replace(
     preset("h200"),
     source="measured",
     issue_s=21.5e-6,
     gpu_context_bytes=3 * 2**28,
+    attention_choices=(
+        AttentionChoice(AttentionShape(8, 64, 64, 128), ((512, ("triton", "flash")), (2048, ("flash", "triton")))),
+        AttentionChoice(AttentionShape(1, 192, 128, capped=True), ((512, ("triton",)),)),
+    ),
     curves=(
         Curve("down_proj forward", "tokens", "FLOP/s", ((256, 401e12), (8192, 655.5e12))),
         Curve("host to device", "bytes", "bytes/s", ((2**16, 9.87e9), (2**28, 55.5e9))),
@@ -54,6 +60,8 @@ def test_table_has_every_figure_with_its_unit(probes: list[tuple], capsys: pytes
         "down_proj forward 401.0 655.5",
         "attention (cudnn, head_dim 128), TFLOP/s by length 2048 8192 32768",
         "backward 387.0 487.0 530.0",
+        "fastest, 8 x 64, window 128 512: triton, 2048: flash",
+        "fastest, 1 x 192/128, soft cap 512: triton",
         "kernel launch 4.00 us",
         "host time per command 21.5 us",
         "host to device, alone / both busy 55.5 / 50.8 GB/s",
@@ -72,7 +80,9 @@ def test_table_has_every_figure_with_its_unit(probes: list[tuple], capsys: pytes
 def test_model_sets_the_shape_and_force_measures(probes: list[tuple], capsys: pytest.CaptureFixture[str]):
     arguments = ["probe", "--device=cpu", "--model", "preset:llama-3.2-1b", "--dtype", "float32", "--force"]
     assert cli.main(arguments) == 0
-    assert probes == [("cpu", torch.float32, (2048, 8192, 64), True)]
+    heads = 16 * 32
+    shape = (2048, 8192, 64, (((4, 64, 64, 0, False), heads),))
+    assert probes == [("cpu", torch.float32, shape, True)]
     assert "measured now" in capsys.readouterr().out
 
 
