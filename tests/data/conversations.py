@@ -1,5 +1,6 @@
-"""Published chat templates with a small tokenizer that knows their special tokens, and kinds of conversations."""
+"""Chat templates of many models with a small tokenizer that knows their special tokens, and kinds of conversations."""
 
+from importlib.metadata import distribution
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
@@ -9,6 +10,18 @@ from flexengine.data.tokenizer import ChatTokenizer
 from flexengine.models.registry import ASSETS
 
 TEMPLATES = Path(__file__).parent / "templates"
+SHIPPED_BY_TRL = {
+    "deepseek-v3": "deepseekv3",
+    "gemma-2": "gemma",
+    "gemma-3": "gemma3",
+    "gpt-oss": "gptoss",
+    "llama-3": "llama3",
+    "llama-3.1": "llama3_1",
+    "phi-3": "phi3",
+    "qwen2.5": "qwen2_5",
+    "qwen3": "qwen3",
+}
+"""The published templates that the package trl ships, by its names of them; TEMPLATES holds the others."""
 BOS_EOS = {
     "chatml": ("", "<|im_end|>"),
     "deepseek-v3": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
@@ -131,13 +144,22 @@ KINDS = {
 }
 
 
+def template_of(name: str) -> str:
+    """The text of the template `name`; trl is not imported, so its dependencies need not be there."""
+    if name in SHIPPED_BY_TRL:
+        path = Path(distribution("trl").locate_file(f"trl/chat_templates/{SHIPPED_BY_TRL[name]}.jinja"))
+    else:
+        path = TEMPLATES / f"{name}.jinja"
+    return path.read_text(encoding="utf-8")
+
+
 def chat_of(name: str) -> ChatTokenizer:
-    """The published template `name` with a tokenizer that has its special tokens."""
+    """The template `name` with a tokenizer that has its special tokens."""
     tokenizer = Tokenizer.from_file(str(ASSETS / "demo" / "tokenizer.json"))
     bos, eos = BOS_EOS[name]
     special = [token for token in (*SPECIAL.split(), bos, eos) if token and token not in AS_TEXT.get(name, ())]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    return ChatTokenizer(tokenizer, (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8"), bos, eos)
+    return ChatTokenizer(tokenizer, template_of(name), bos, eos)
 
 
 def record_of(kind: str) -> Record:

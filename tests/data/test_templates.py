@@ -1,4 +1,4 @@
-"""Published chat templates against kinds of conversations: trained is what the model would be asked to write."""
+"""Chat templates of many models against kinds of conversations: trained is what the model would be asked to write."""
 
 from functools import cache
 
