@@ -35,7 +35,7 @@ from flexengine.hardware.presets import preset
 from flexengine.job import Job
 from flexengine.models.registry import open_model
 from flexengine.plan import PlanError
-from flexengine.planner.search import make_plan
+from flexengine.planner.planner import make_plan
 from flexengine.request import make_request
 from flexengine.runtime.weight_store import check_checkpoint
 

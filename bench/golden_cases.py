@@ -14,7 +14,7 @@ from flexengine.models.matmul_dtype import with_matmul_dtype
 from flexengine.models.registry import open_model
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Numerics, Plan, Request
-from flexengine.planner.search import make_plan
+from flexengine.planner.planner import make_plan
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from flexengine.metrics import GIB
 from flexengine.models.registry import open_model
 from flexengine.plan import Numerics, PlanError, Request
 from flexengine.planner.bound.speed_of_light import speed_of_light
-from flexengine.planner.search import make_plan
+from flexengine.planner.planner import make_plan
 
 CASES = (
     ("llama-3.2-1b", "rtx-4090", 4, 60),

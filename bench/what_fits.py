@@ -19,7 +19,7 @@ from flexengine.models.registry import open_model
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Numerics, PlanError, Request
 from flexengine.planner.feasibility.shortage import Feasibility, ShortageError
-from flexengine.planner.search import make_plan
+from flexengine.planner.planner import make_plan
 
 MODELS = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-2-13b", "llama-3.1-70b")
 SEQ_LEN, BATCH_TOKENS = 2048, 131072

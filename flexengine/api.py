@@ -21,7 +21,7 @@ from flexengine.models.registry import ModelSource, open_model
 from flexengine.optim.adamw import AdamW
 from flexengine.options import options_of
 from flexengine.plan import Plan
-from flexengine.planner.search import make_plan
+from flexengine.planner.planner import make_plan
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_data import step_timeline
 from flexengine.reports.plan_text import describe

@@ -14,7 +14,7 @@ from flexengine.config import TrainConfig
 from flexengine.metrics import TIMED_STEP, StepMetrics
 from flexengine.plan import Plan, PlanError
 from flexengine.planner.correction import Review, review
-from flexengine.planner.search import make_plan
+from flexengine.planner.planner import make_plan
 from flexengine.recording import Recorder, reviewed_step
 from flexengine.reports.plan_text import describe
 from flexengine.run_folder import write_plan

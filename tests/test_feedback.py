@@ -36,8 +36,8 @@ def prepared():
 
 
 def slow_link(prepared) -> Review:
-    """What a step would have shown on a machine whose link is a million times slower."""
-    factors = Factors(1.0, 1e6, 1e6)
+    """What a step would have shown on a machine whose link is five million times slower."""
+    factors = Factors(1.0, 5e6, 5e6)
     profile = corrected_profile(prepared.profile, factors)
     expected = corrected_prediction(Layout(prepared.source.spec, prepared.plan), profile)
     return Review(prepared.plan.predicted.step_s, expected.step_s, expected, factors, profile)

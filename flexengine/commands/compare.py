@@ -12,7 +12,7 @@ from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, Request
 from flexengine.planner.feasibility.machine_size import budget_notes
 from flexengine.planner.feasibility.shortage import ShortageError
-from flexengine.planner.search import make_plan
+from flexengine.planner.planner import make_plan
 from flexengine.reports.plan_data import shortage_json
 from flexengine.reports.text_format import align_columns, percent
 

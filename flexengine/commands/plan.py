@@ -24,7 +24,7 @@ from flexengine.models.spec import ModelSpec
 from flexengine.options import flag_of
 from flexengine.plan import Plan, PlanError
 from flexengine.planner.feasibility.shortage import ShortageError
-from flexengine.planner.search import make_plan
+from flexengine.planner.planner import make_plan
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_data import as_json, shortage_json, step_timeline
 from flexengine.reports.plan_page import html_page, shortage_page

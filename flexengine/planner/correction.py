@@ -16,8 +16,8 @@ from flexengine.metrics import format_seconds
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, Prediction
 from flexengine.planner.bound.speed_of_light import speed_of_light_s
-from flexengine.planner.cost.cost_model import StepPricer, round_shape, step_seconds
-from flexengine.planner.cost.limiter import limiter
+from flexengine.planner.cost.cost_model import StepPricer, full_round, step_seconds
+from flexengine.planner.cost.simulated_step import limiter
 from flexengine.schedule.command_totals import CommandClass, CommandTotal, add_totals
 from flexengine.schedule.commands import Stream
 from flexengine.schedule.layout import Layout
@@ -98,7 +98,7 @@ def predicted_totals(layout: Layout, profile: HardwareProfile) -> dict[CommandCl
     to update after it, by class."""
     plan = layout.plan
     cost = StepPricer(profile).cost(layout)
-    shape = round_shape(plan.request, plan.chunk_tokens, plan.chunks_per_round)
+    shape = full_round(plan.request, plan.chunk_tokens, plan.chunks_per_round)
     totals: dict[CommandClass, CommandTotal] = {}
     last = lower_round(layout, shape, first=plan.num_rounds == 1, updates=plan.updates_in_backward)
     for program in (last, lower_update(layout, by_cpu={} if plan.updates_in_backward else None)):

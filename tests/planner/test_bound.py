@@ -13,11 +13,12 @@ from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan, Request
 from flexengine.planner.bound.linear_program import LinearProgram
 from flexengine.planner.bound.recompute_hull import Keeping, lower_hull, recomputed
-from flexengine.planner.bound.speed_of_light import TOLERANCE, Bound, speed_of_light, speed_of_light_s
+from flexengine.planner.bound.relaxation import TOLERANCE, Bound
+from flexengine.planner.bound.speed_of_light import speed_of_light, speed_of_light_s
 from flexengine.planner.bound.unavoidable import SizeWork, Unavoidable
 from flexengine.planner.cost.cost_model import StepPricer, step_seconds
 from flexengine.planner.cost.memory import excess_bytes, gpu_required_bytes, host_required_bytes
-from flexengine.planner.search import make_plan
+from flexengine.planner.planner import make_plan
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.save_sets import save_sets

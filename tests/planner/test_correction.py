@@ -8,7 +8,7 @@ from flexengine.hardware.presets import preset
 from flexengine.plan import Request
 from flexengine.planner.correction import MAX_FACTOR, Factors, corrected_profile, predicted_totals, review
 from flexengine.planner.cost.cost_model import step_seconds
-from flexengine.planner.search import make_plan
+from flexengine.planner.planner import make_plan
 from flexengine.schedule.layout import Layout
 from tests.planner.oracle import slow_link
 from tests.schedule.small_plans import FLOAT32, small_model

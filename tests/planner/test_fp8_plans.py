@@ -17,8 +17,8 @@ from flexengine.ops.fp8 import FORWARD_DTYPE, MULTIPLE
 from flexengine.plan import Numerics, Request
 from flexengine.planner.bound.speed_of_light import speed_of_light_s
 from flexengine.planner.correction import Factors, corrected_profile
-from flexengine.planner.cost.cost_model import CostModel, round_shape
-from flexengine.planner.search import make_plan
+from flexengine.planner.cost.cost_model import CostModel, full_round
+from flexengine.planner.planner import make_plan
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_round
@@ -58,7 +58,7 @@ def test_chunks_after_the_first_pay_for_the_sum():
     model = llama()
     request = Request(2048, 8192, 80 * GIB, 100 * GIB, chunk_tokens=2048, round_tokens=8192, numerics=FP8)
     plan = make_plan(model, request, RATES)
-    program = lower_round(Layout(model, plan), round_shape(request, 2048, 4), first=True)
+    program = lower_round(Layout(model, plan), full_round(request, 2048, 4), first=True)
     backward = [c for c in program.commands if c.kind == "backward" and c.args.layer == 5]
     first, *others = [c.work.memory_bytes for c in backward]
     parameters = sum(p.numel for p in model.groups[model.layers[5].groups[0]].params if p.kind == "matrix")

@@ -10,10 +10,10 @@ from flexengine.models.freezing import with_frozen
 from flexengine.models.registry import open_model
 from flexengine.plan import Plan, Request
 from flexengine.planner.bound.speed_of_light import speed_of_light
-from flexengine.planner.cost.cost_model import round_shape, step_seconds
+from flexengine.planner.cost.cost_model import full_round, step_seconds
 from flexengine.planner.cost.memory import excess_bytes, gpu_required_bytes, host_required_bytes
 from flexengine.planner.feasibility.shortage import Feasibility
-from flexengine.planner.search import make_plan
+from flexengine.planner.planner import make_plan
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_data import as_json
 from flexengine.reports.plan_page import html_page
@@ -82,7 +82,7 @@ def test_plans_keep_their_promises(names, seq_len, kind):
     assert plan.predicted.gpu_bytes == gpu_required_bytes(layout, profile)
     assert step_seconds(layout, profile).step_s == pytest.approx(plan.predicted.step_s)
     assert 0 < plan.predicted.speed_of_light_s <= plan.predicted.step_s
-    shape = round_shape(request, plan.chunk_tokens, plan.chunks_per_round)
+    shape = full_round(request, plan.chunk_tokens, plan.chunks_per_round)
     for program in (lower_round(layout, shape, True), lower_round(layout, shape, False), lower_update(layout)):
         check_program(program, layout.gpu_bytes, layout.host_bytes)
     assert Plan.from_json(plan.to_json()) == plan

@@ -18,7 +18,7 @@ from flexengine.models.registry import open_model
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Numerics, Request
 from flexengine.planner.feasibility.shortage import Feasibility
-from flexengine.planner.search import make_plan
+from flexengine.planner.planner import make_plan
 from tests.planner.oracle import slow_link
 from tests.schedule.small_plans import FLOAT32, mixed_model, small_model
 

@@ -1,4 +1,4 @@
-"""The planner's parts: knapsack against brute force, memory by formula against layouts, sketch against simulator."""
+"""The planner's parts: dynamic programme against brute force, bytes against layouts, surrogate against simulator."""
 
 from itertools import combinations_with_replacement
 from random import Random
@@ -11,16 +11,17 @@ from flexengine.models.freezing import with_frozen
 from flexengine.models.registry import build_model, open_model
 from flexengine.ops.base import Work
 from flexengine.plan import Numerics, Request
-from flexengine.planner import knapsack
-from flexengine.planner.cost import loads
-from flexengine.planner.cost.cost_model import GROUPED_SHARE, CostModel, price, round_shape
+from flexengine.planner.block_kinds import ever_smaller_sets
+from flexengine.planner.candidates import CandidateMemory, Candidates
+from flexengine.planner.cost.cost_model import GROUPED_SHARE, CostModel, full_round, price, step_seconds
 from flexengine.planner.cost.memory import gpu_required_bytes, host_required_bytes
-from flexengine.planner.drafts import Drafting
-from flexengine.planner.frontier import frontier, pareto_sets, save_set
-from flexengine.planner.kinds import ever_smaller_sets
-from flexengine.planner.search import make_plan
-from flexengine.planner.solver import Placement, RoundProblem
-from flexengine.planner.templates import SlotCounts, Structure, Templates
+from flexengine.planner.cost.stream_loads import STREAMED
+from flexengine.planner.dynamic_program import frontier_of
+from flexengine.planner.planner import Planner, make_plan
+from flexengine.planner.save_set_frontier import frontier, pareto_sets, save_set
+from flexengine.planner.shared_buffers import SharedBuffers
+from flexengine.planner.size_tables import SizeTables
+from flexengine.planner.surrogate import Surrogate
 from flexengine.reports.plan_text import describe
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_round
@@ -31,38 +32,54 @@ from tests.schedule.small_plans import FLOAT32, mixed_model, small_model
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_knapsack_finds_the_best_multiset(seed):
+def test_the_dynamic_programme_finds_the_best_multiset(seed):
     random = np.random.default_rng(seed)
     num_bytes, cost = random.integers(0, 100, 6), random.random(6)
-    layer = knapsack.one_layer(num_bytes, cost, np.arange(6))
-    choices = knapsack.repeat(layer, 5, 10_000)
-    for budget in (100, 200, 300, 500):
+    frontier = frontier_of(num_bytes[None], cost[None], np.arange(6), [5], 10_000)
+    for budget in (0, 100, 200, 300, 500):
         fitting = [c for c in combinations_with_replacement(range(6), 5) if num_bytes[list(c)].sum() <= budget]
         best = min((cost[list(c)].sum() for c in fitting), default=None)
-        point = choices.best_within(budget)
-        assert (point is None) == (best is None)
-        if point is not None:
-            assert choices.cost[point] == pytest.approx(best, rel=0.02)
-            counts = choices.counts(point)
+        point = int(frontier.best_within(np.array([budget]))[0])
+        assert (point < 0) == (best is None)
+        if point >= 0:
+            assert frontier.cost[point] == pytest.approx(best, rel=0.02)
+            counts = frontier.counts(point)
             assert sum(counts.values()) == 5
             assert sum(int(num_bytes[o]) * n for o, n in counts.items()) <= budget
 
 
-def problem_of(model, profile, seq_len=32, chunk=64, chunks=2, numerics=FLOAT32) -> RoundProblem:
-    request = Request(seq_len, 512, 1 << 40, 1 << 40, numerics=numerics)
-    templates = Templates(model, request, profile)
-    return RoundProblem(templates, chunk, chunks, ever_smaller_sets(templates.kinds))
+def test_the_dynamic_programme_of_two_kinds_is_that_of_all_blocks():
+    random = np.random.default_rng(7)
+    num_bytes, cost = random.integers(0, 50, (2, 4)), random.random((2, 4))
+    frontier = frontier_of(num_bytes, cost, np.arange(4), [2, 3], 10_000)
+    for budget in (60, 100, 150):
+        best = min(
+            (
+                cost[0, list(a)].sum() + cost[1, list(b)].sum()
+                for a in combinations_with_replacement(range(4), 2)
+                for b in combinations_with_replacement(range(4), 3)
+                if num_bytes[0, list(a)].sum() + num_bytes[1, list(b)].sum() <= budget
+            ),
+            default=None,
+        )
+        point = int(frontier.best_within(np.array([budget]))[0])
+        assert (point < 0) == (best is None)
+        assert best is None or frontier.cost[point] == pytest.approx(best, rel=0.02)
+    assert frontier_of(num_bytes, cost, np.arange(4), [2, 3], -1) is None
 
 
-def random_placement(problem: RoundProblem, random: Random) -> Placement:
-    share = random.random() < 0.5
-    levels = (loads.STREAMED, loads.RESIDENT_BOTH, loads.RESIDENT)[0 if share else 1 :]
-    slots = SlotCounts(random.randint(1, 3), random.randint(1, 2), random.randint(1, 3), 2)
-    rows = tuple(random.randrange(len(problem.row_option)) for _ in range(problem.num_blocks))
-    edges = tuple(random.choice(levels) for _ in range(2))
-    over_weights = share and loads.STREAMED in edges and random.random() < 0.5
-    structure = Structure(share, over_weights, edges, loads.STREAMED)
-    return problem.normalised(Placement(structure, slots, rows))
+def memory_of(model, profile, seq_len=32, chunk=64, chunks=2, numerics=FLOAT32, **request) -> CandidateMemory:
+    asked = Request(seq_len, 512, 1 << 40, 1 << 40, numerics=numerics, **request)
+    buffers = SharedBuffers(model, asked, profile)
+    return CandidateMemory(SizeTables(buffers, chunk, chunks, ever_smaller_sets(buffers.kinds)))
+
+
+def random_candidate(memory: CandidateMemory, random: Random) -> Candidates:
+    tables = memory.tables
+    edge = random.choice([e for e in memory.edge_choices if e.share_slots or min(e.residencies) > STREAMED])
+    slots = (random.randint(1, 3), random.randint(1, 2), random.randint(1, 3))
+    choices = np.array([random.randrange(len(tables.choice_option)) for _ in range(tables.num_blocks)])
+    return Candidates.of([(choices, memory.edge_choices.index(edge), slots)])
 
 
 FROZEN = ((), ("embed", "block.0"), ("embed", "blocks"), ("block.1", "head"), ("blocks", "head"))
@@ -77,38 +94,48 @@ def test_bytes_by_formula_are_those_of_the_layout(seed, name, frozen):
     count = random.randint(2, 6)
     model = mixed_model(count) if seed % 4 == 3 else small_model(count, tied=seed % 2 == 0, hidden=256)
     model = with_frozen(model, frozen)
-    problem = problem_of(model, profile, seq_len=32 if seed % 3 else 128, numerics=numerics)
-    placement = random_placement(problem, random)
-    layout = Layout(model, problem.plan(placement))
-    assert problem.gpu_bytes(placement) == gpu_required_bytes(layout, profile)
-    host = problem.host_bytes(placement.structure, placement.rows)
-    drafting = Drafting(problem)
-    drafts = drafting.drafts([placement])
-    assert drafting.gpu_bytes(drafts)[0] == problem.gpu_bytes(placement)
-    assert drafting.host_bytes(drafts)[0] == host
-    assert host == pytest.approx(host_required_bytes(layout, profile), abs=256 * 8 * len(model.groups) * 3)
+    memory = memory_of(model, profile, seq_len=32 if seed % 3 else 128, numerics=numerics)
+    candidate = random_candidate(memory, random)
+    layout = Layout(model, memory.plan(candidate, 0))
+    assert memory.gpu_bytes(candidate)[0] == gpu_required_bytes(layout, profile)
+    host = host_required_bytes(layout, profile)
+    assert memory.host_bytes(candidate)[0] == pytest.approx(host, abs=256 * 8 * len(model.groups) * 3)
 
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("frozen", [(), ("embed", "block.0-3"), ("block.1-6",), ("block.0", "head")], ids=" ".join)
-def test_sketch_is_near_the_simulator(seed, frozen):
+def test_the_surrogate_is_near_the_simulator(seed, frozen):
     random = Random(seed)
     profile = slow_link(random.choice([1e9, 4e9, 1e10]))
     model = with_frozen(mixed_model(8) if seed % 4 == 3 else small_model(8, hidden=256), frozen)
-    problem = problem_of(model, profile, seq_len=32 if seed % 3 else 128, chunk=256 if seed % 3 else 64)
-    placement = random_placement(problem, random)
-    layout = Layout(model, problem.plan(placement))
-    cost = CostModel(profile, layout.compute_bytes, problem.chunk_tokens, layout.plan.request.max_seq_len)
-    simulated_s = price(lower_round(layout, problem.shape, first=False), cost).total_s
-    drafting = Drafting(problem)
-    sketched_s = drafting.round_s(drafting.drafts([placement]), np.array([True]))
-    assert sketched_s[0] == pytest.approx(simulated_s, rel=0.25)
+    memory = memory_of(model, profile, seq_len=32 if seed % 3 else 128, chunk=256 if seed % 3 else 64)
+    candidate = random_candidate(memory, random)
+    layout = Layout(model, memory.plan(candidate, 0))
+    cost = CostModel(profile, layout.compute_bytes, memory.tables.chunk_tokens, layout.plan.request.max_seq_len)
+    simulated_s = price(lower_round(layout, memory.tables.shape, first=False), cost).total_s
+    estimated_s, _ = Surrogate(memory).round_s(candidate, np.array([True]), np.array([False]))
+    assert estimated_s[0] == pytest.approx(simulated_s, rel=0.25)
+
+
+@pytest.mark.parametrize("clipping", [True, False], ids=["clipped", "updates in backward"])
+@pytest.mark.parametrize("gib", [10, 16, 24])
+def test_the_surrogate_knows_updates_by_the_cpu(gib, clipping):
+    """Whole steps of the planner's own plans, in which the CPU updates most blocks while the link is busy."""
+    model, profile = open_model("preset:llama-3.1-8b").spec, preset("h200")
+    numerics = Numerics(state="bfloat16")
+    request = Request(2048, 16384, gib << 30, 110 << 30, 8192, 16384, numerics=numerics, clipping=clipping)
+    size = Planner(model, request, profile).bounded()[0]
+    size.start()
+    size.search.run(1, 1)
+    plan = size.search.memory.plan(size.search.found, 0)
+    assert plan.updates_on_cpu
+    assert size.best_s == pytest.approx(step_seconds(Layout(model, plan), profile).step_s, rel=0.05)
 
 
 def test_frontier_is_a_frontier():
     model = open_model("preset:llama-3.1-8b").spec
     cost = CostModel(preset("h200"), 2, 8192, 2048)
-    shape = round_shape(Request(2048, 131072, 1, 1), 8192, 2)
+    shape = full_round(Request(2048, 131072, 1, 1), 8192, 2)
     sets = frontier(model.blocks[0], shape, cost)
     sizes, seconds = [s.num_bytes for s in sets], [s.recompute_s for s in sets]
     assert sizes == sorted(sizes)
@@ -119,7 +146,7 @@ def test_frontier_is_a_frontier():
 @pytest.mark.parametrize(("case", "chunk"), [("gemma2", 48), ("olmoe", 20)], ids=["whole sequences", "slices"])
 def test_frontier_is_that_of_all_sets(case, chunk):
     layer, cost = build_model(case, CASES[case]).blocks[0], CostModel(preset("cpu-test"), 4, chunk, 48)
-    shape = round_shape(Request(48, 96, 1, 1), chunk, 3)
+    shape = full_round(Request(48, 96, 1, 1), chunk, 3)
     assert frontier(layer, shape, cost) == pareto_sets([save_set(layer, s, shape, cost) for s in save_sets(layer.ops)])
 
 
@@ -134,7 +161,7 @@ def test_products_of_experts_run_at_a_share_of_the_rate_of_one_product():
 
 
 def test_slices_cover_the_sequence():
-    shape = round_shape(Request(250, 1000, 1, 1), 64, 8)
+    shape = full_round(Request(250, 1000, 1, 1), 64, 8)
     assert [c.tokens for c in shape.chunks] == [64, 64, 64, 58] * 2
     assert [c.first_slice for c in shape.chunks] == [0] * 4 + [4] * 4
     # causal pairs of all slices together are those of the whole sequence

@@ -9,16 +9,16 @@ import pytest
 from flexengine.hardware.presets import preset
 from flexengine.models.in_parts import in_parts
 from flexengine.plan import Numerics, Plan, PlanError, Request
-from flexengine.planner.cost.cost_model import CostModel, price, round_shape
+from flexengine.planner.cost.cost_model import CostModel, full_round, price
 from flexengine.planner.cost.memory import excess_bytes, gpu_required_bytes, host_required_bytes
-from flexengine.planner.drafts import Drafting
 from flexengine.planner.feasibility.shortage import Feasibility
-from flexengine.planner.search import Search, make_plan
+from flexengine.planner.planner import Planner, make_plan
+from flexengine.planner.surrogate import Surrogate
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_evaluation, lower_round, lower_update
 from tests.planner.oracle import slow_link
-from tests.planner.test_parts import problem_of, random_placement
+from tests.planner.test_parts import memory_of, random_candidate
 from tests.schedule.small_plans import FLOAT32, divided_model
 
 ROOMY = 1 << 40
@@ -29,28 +29,25 @@ def test_bytes_by_formula_are_those_of_the_layout(seed):
     random = Random(seed)
     profile, numerics = preset("cpu-test"), random.choice([FLOAT32, Numerics()])
     model = in_parts(divided_model(random.randint(2, 6)))
-    problem = problem_of(model, profile, seq_len=32 if seed % 3 else 128, numerics=numerics)
-    placement = random_placement(problem, random)
-    layout = Layout(model, problem.plan(placement))
-    assert problem.gpu_bytes(placement) == gpu_required_bytes(layout, profile)
-    drafting = Drafting(problem)
-    drafts = drafting.drafts([placement])
-    assert drafting.gpu_bytes(drafts)[0] == problem.gpu_bytes(placement)
-    assert drafting.host_bytes(drafts)[0] == problem.host_bytes(placement.structure, placement.rows)
+    memory = memory_of(model, profile, seq_len=32 if seed % 3 else 128, numerics=numerics)
+    candidate = random_candidate(memory, random)
+    layout = Layout(model, memory.plan(candidate, 0))
+    assert memory.gpu_bytes(candidate)[0] == gpu_required_bytes(layout, profile)
+    host = host_required_bytes(layout, profile)
+    assert memory.host_bytes(candidate)[0] == pytest.approx(host, abs=256 * 8 * len(model.groups) * 3)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_sketch_is_near_the_simulator(seed):
+def test_the_surrogate_is_near_the_simulator(seed):
     random = Random(seed)
     profile, model = slow_link(random.choice([1e9, 4e9, 1e10])), in_parts(divided_model(8))
-    problem = problem_of(model, profile, chunk=256)
-    placement = random_placement(problem, random)
-    layout = Layout(model, problem.plan(placement))
-    cost = CostModel(profile, layout.compute_bytes, problem.chunk_tokens, layout.plan.request.max_seq_len)
-    simulated_s = price(lower_round(layout, problem.shape, first=False), cost).total_s
-    drafting = Drafting(problem)
-    sketched_s = drafting.round_s(drafting.drafts([placement]), np.array([True]))
-    assert sketched_s[0] == pytest.approx(simulated_s, rel=0.25)
+    memory = memory_of(model, profile, chunk=256)
+    candidate = random_candidate(memory, random)
+    layout = Layout(model, memory.plan(candidate, 0))
+    cost = CostModel(profile, layout.compute_bytes, memory.tables.chunk_tokens, layout.plan.request.max_seq_len)
+    simulated_s = price(lower_round(layout, memory.tables.shape, first=False), cost).total_s
+    estimated_s, _ = Surrogate(memory).round_s(candidate, np.array([True]), np.array([False]))
+    assert estimated_s[0] == pytest.approx(simulated_s, rel=0.25)
 
 
 @pytest.mark.usefixtures("quick_search")
@@ -71,7 +68,7 @@ def test_small_budgets_are_met_in_parts(factor, seq_len):
     assert plan.predicted.gpu_bytes == gpu_required_bytes(layout, profile)
     assert plan.predicted.host_bytes == host_required_bytes(layout, profile)
     assert 0 < plan.predicted.speed_of_light_s <= plan.predicted.step_s
-    shape = round_shape(request, plan.chunk_tokens, plan.chunks_per_round)
+    shape = full_round(request, plan.chunk_tokens, plan.chunks_per_round)
     rounds = [lower_round(layout, shape, True), lower_round(layout, shape, False), lower_evaluation(layout, shape)]
     for program in (*rounds, lower_update(layout)):
         check_program(program, layout.gpu_bytes, layout.host_bytes)
@@ -90,6 +87,6 @@ def test_the_faster_of_both_where_whole_blocks_hardly_fit():
     profile, model = slow_link(1e9), divided_model(4)
     request = Request(32, 256, ROOMY, ROOMY, numerics=FLOAT32)
     request = replace(request, max_gpu_bytes=int(1.02 * least_bytes(model, request, profile)))
-    plan, whole = make_plan(model, request, profile), Search(model, request, profile).run()
+    plan, whole = make_plan(model, request, profile), Planner(model, request, profile).plan()
     assert plan.in_parts
     assert plan.predicted.step_s < whole.predicted.step_s

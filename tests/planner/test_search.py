@@ -7,11 +7,11 @@ import pytest
 from flexengine.hardware.presets import preset
 from flexengine.models.registry import open_model
 from flexengine.plan import GroupPlan, Numerics, Plan, PlanError, PlanReason, Request
-from flexengine.planner.cost.cost_model import round_shape, step_seconds
+from flexengine.planner.cost.cost_model import full_round, step_seconds
 from flexengine.planner.cost.memory import excess_bytes, gpu_required_bytes, host_required_bytes
 from flexengine.planner.cost.simulated_step import simulate_step
 from flexengine.planner.feasibility.shortage import Feasibility
-from flexengine.planner.search import make_plan
+from flexengine.planner.planner import make_plan
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_round, lower_update
@@ -79,7 +79,7 @@ def test_plans_keep_their_promises(factor, model, seq_len):
     assert sum(predicted.gpu_categories.values()) == pytest.approx(predicted.gpu_bytes, rel=0.01)
     assert step_seconds(layout, profile).step_s == pytest.approx(predicted.step_s)
     assert 0 < predicted.speed_of_light_s <= predicted.step_s
-    shape = round_shape(request, plan.chunk_tokens, plan.chunks_per_round)
+    shape = full_round(request, plan.chunk_tokens, plan.chunks_per_round)
     for program in (lower_round(layout, shape, True), lower_round(layout, shape, False), lower_update(layout)):
         check_program(program, layout.gpu_bytes, layout.host_bytes)
 

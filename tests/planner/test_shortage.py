@@ -10,7 +10,7 @@ from flexengine.models.registry import open_model
 from flexengine.plan import PlanError, PlanReason, Request
 from flexengine.planner.feasibility.remedies import LARGEST_CARD_BYTES, Least, Try, remedies
 from flexengine.planner.feasibility.shortage import Feasibility, ShortageError
-from flexengine.planner.search import make_plan
+from flexengine.planner.planner import make_plan
 from tests.schedule.small_plans import FLOAT32, small_model
 
 GIB = 1 << 30

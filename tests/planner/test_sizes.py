@@ -5,7 +5,7 @@ import random
 import pytest
 
 from flexengine.plan import Plan, Request
-from flexengine.planner.cost.cost_model import later_rounds, round_shape, rounds_per_step
+from flexengine.planner.cost.cost_model import full_round, later_rounds, rounds_per_step
 from flexengine.planner.sizes import chunk_sizes, filled
 from flexengine.schedule.packing import pack
 
@@ -23,7 +23,7 @@ def test_rounds_are_those_that_packing_makes(seed):
     asked = request(seq_len, seq_len * sequences)
     for chunk, chunks in rng.sample(chunk_sizes(asked), 3):
         packed = pack([seq_len] * sequences, chunk, chunks)
-        shape = round_shape(asked, chunk, chunks)
+        shape = full_round(asked, chunk, chunks)
         assert rounds_per_step(asked, shape) == len(packed)
         assert Plan("any", asked, chunk, chunks, (), ()).num_rounds == len(packed)
         assert [c.tokens for c in shape.chunks] == [c.tokens for c in packed[0]]

@@ -9,9 +9,9 @@ from flexengine.models import blocks
 from flexengine.models.in_parts import in_parts
 from flexengine.models.registry import build_model
 from flexengine.plan import GroupPlan, LayerPlan, Plan, Request
-from flexengine.planner.cost.cost_model import round_shape
-from flexengine.planner.search import Search
-from flexengine.planner.templates import LEAST_TILE
+from flexengine.planner.cost.cost_model import full_round
+from flexengine.planner.planner import Planner
+from flexengine.planner.shared_buffers import LEAST_TILE
 from flexengine.reports.charts.streams import kind_of
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_text import report
@@ -37,7 +37,7 @@ def model(monkeypatch):
 def search_of(model, tokens, max_gpu_bytes=1 << 30):
     """For rounds of so many tokens in two chunks."""
     sizes = {"chunk_tokens": tokens // 2, "round_tokens": tokens}
-    return Search(model, Request(tokens // 2, 2 * tokens, max_gpu_bytes, 1 << 40, numerics=FLOAT32, **sizes), PROFILE)
+    return Planner(model, Request(tokens // 2, 2 * tokens, max_gpu_bytes, 1 << 40, numerics=FLOAT32, **sizes), PROFILE)
 
 
 def streamed(search, **decisions):
@@ -76,7 +76,7 @@ def test_the_search_ends_with_it(model):
     few = {"weight_slots": 2, "optimizer_tile": LEAST_TILE, "share_edge_slots": True}
     smallest = Layout(model, streamed(search_of(model, 4), **few)).gpu_bytes
     for max_gpu_bytes, streams in ((1 << 30, False), (smallest, True)):
-        plan = search_of(model, 4, max_gpu_bytes).run()
+        plan = search_of(model, 4, max_gpu_bytes).plan()
         assert plan is not None
         assert plan.touched_only == streams
         assert plan.predicted.speed_of_light_s <= plan.predicted.step_s
@@ -88,7 +88,7 @@ def test_price_falls_with_the_share(model):
     for tokens in (2, 4, 8, 16):
         search = search_of(model, tokens)
         layout = Layout(model, streamed(search, touched_only=True))
-        shape = round_shape(search.request, tokens // 2, 2)
+        shape = full_round(search.request, tokens // 2, 2)
         program = lower_round(layout, shape, first=True)
         fetches = [c for c in program.commands if c.kind == "fetch_experts"]
         assert {kind_of(command) for command in fetches} == {"weights"}

@@ -5,11 +5,12 @@ input on either side, and holds its parameters at one of the levels of residency
 resident but for states or resident, with slots of their own or shared ones; every count of slots up to a limit. How
 fine the choices are depends on the number of blocks (WIDTHS), so that all combinations can be looked at.
 
-All that fit both budgets are estimated by the sketch, in batches, and simulated from the best estimate on, until the
-estimate is MARGIN above the fastest simulated or MOST_SIMULATED are. So every placement is looked at, but which is the
-fastest is proven only as far as the sketch does not hide it: bytes and estimates are the planner's, the verdict is the
-simulator's. The same is done for all placements whose blocks are alike, with every save set and split there is. The
-fastest of both is changed in one block at a time, to every option and level there is, as long as that makes it faster.
+All that fit both budgets are estimated by the surrogate, in batches, and simulated from the best estimate on, until
+the estimate is MARGIN above the fastest simulated or MOST_SIMULATED are. So every placement is looked at, but which is
+the fastest is proven only as far as the surrogate does not hide it: bytes and estimates are the planner's, the verdict
+is the simulator's. The same is done for all placements whose blocks are alike, with every save set and split there is.
+The fastest of both is changed in one block at a time, to every option and level there is, as long as that makes it
+faster.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ import numpy as np
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Request
-from flexengine.planner.cost import loads
-from flexengine.planner.cost.cost_model import CostModel, StepPricer, round_shape
+from flexengine.planner.block_kinds import SaveSets
+from flexengine.planner.candidates import CandidateMemory, Candidates
+from flexengine.planner.cost.cost_model import CostModel, StepPricer, full_round
 from flexengine.planner.cost.memory import excess_bytes
-from flexengine.planner.drafts import Drafting, Drafts
-from flexengine.planner.frontier import frontier
-from flexengine.planner.kinds import Sets
+from flexengine.planner.cost.stream_loads import GPU_RESIDENCIES, RESIDENT, RESIDENT_BOTH, STREAMED
+from flexengine.planner.save_set_frontier import frontier
+from flexengine.planner.shared_buffers import SharedBuffers
+from flexengine.planner.size_tables import NUM_RESIDENCIES, SizeTables
 from flexengine.planner.sizes import chunk_sizes
-from flexengine.planner.solver import RoundProblem
-from flexengine.planner.tables import NUM_LEVELS
-from flexengine.planner.templates import Templates
+from flexengine.planner.surrogate import Surrogate
 from flexengine.schedule.group_storage import DTYPE_BYTES
 from flexengine.schedule.layout import Layout
 
@@ -64,8 +65,8 @@ class Width(NamedTuple):
     slots: int
 
 
-ALL_LEVELS = loads.GPU_LEVELS
-THREE_LEVELS = (loads.STREAMED, loads.RESIDENT_BOTH, loads.RESIDENT)
+ALL_LEVELS = GPU_RESIDENCIES
+THREE_LEVELS = (STREAMED, RESIDENT_BOTH, RESIDENT)
 WIDTHS = {
     1: (Width(24, 5, ALL_LEVELS, 3),),
     2: (
@@ -99,36 +100,38 @@ class Verdict:
 
 def judge(model: ModelSpec, request: Request, profile: HardwareProfile) -> Verdict:
     """The fastest of all placements at all chunk and round sizes of the request."""
-    templates, verdict = Templates(model, request, profile), Verdict()
+    buffers, verdict = SharedBuffers(model, request, profile), Verdict()
     for chunk, chunks in chunk_sizes(request):
-        problem = RoundProblem(templates, chunk, chunks, all_sets(model, request, profile, chunk))
+        problem = SizeTables(buffers, chunk, chunks, all_sets(model, request, profile, chunk))
         _Size(problem, StepPricer(profile), verdict).judge()
     return verdict
 
 
-def all_sets(model: ModelSpec, request: Request, profile: HardwareProfile, chunk: int) -> Sets:
+def all_sets(model: ModelSpec, request: Request, profile: HardwareProfile, chunk: int) -> SaveSets:
     """The frontier at a chunk size, from nothing to everything, of a model whose blocks are alike."""
     cost = CostModel(profile, DTYPE_BYTES[request.numerics.compute], chunk, request.max_seq_len)
-    shape = round_shape(request, chunk, max(1, -(-request.max_seq_len // chunk)))
+    shape = full_round(request, chunk, max(1, -(-request.max_seq_len // chunk)))
     return (tuple(s.ops for s in frontier(model.blocks[0], shape, cost)),)
 
 
 class _Size:
     """All placements at one chunk and round size."""
 
-    def __init__(self, problem: RoundProblem, pricer: StepPricer, verdict: Verdict) -> None:
-        self.problem, self.pricer, self.verdict, self.drafting = problem, pricer, verdict, Drafting(problem)
-        self.best_s, self.best = float("inf"), self.drafting.none
+    def __init__(self, problem: SizeTables, pricer: StepPricer, verdict: Verdict) -> None:
+        self.problem, self.pricer, self.verdict = problem, pricer, verdict
+        self.memory = CandidateMemory(problem)
+        self.surrogate = Surrogate(self.memory)
+        self.best_s, self.best = float("inf"), self.memory.none
 
     def judge(self) -> None:
         """Estimate all, simulate the best, then change the fastest one block at a time; the same from uniform ones."""
         for batches, most in ((self.batches(), MOST_SIMULATED), (self.uniform(), MOST_UNIFORM)):
-            self.best_s, self.best = float("inf"), self.drafting.none
-            ranked = [self.ranked(self.fitting(drafts), KEPT_PER_BATCH) for drafts in batches]
+            self.best_s, self.best = float("inf"), self.memory.none
+            ranked = [self.ranked(self.fitting(candidates), KEPT_PER_BATCH) for candidates in batches]
             if ranked:
-                seconds, drafts = np.concatenate([s for s, _ in ranked]), Drafts.joined([d for _, d in ranked])
+                seconds, candidates = np.concatenate([s for s, _ in ranked]), Candidates.joined([d for _, d in ranked])
                 order = np.argsort(seconds, kind="stable")
-                self.simulate(seconds[order], drafts.take(order), most)
+                self.simulate(seconds[order], candidates.take(order), most)
                 self.descend()
 
     def descend(self) -> None:
@@ -138,43 +141,42 @@ class _Size:
             before = self.best_s
             self.simulate(*self.ranked(self.fitting(self.changed()), MOST_CHANGES), MOST_CHANGES)
 
-    def fitting(self, drafts: Drafts) -> Drafts:
+    def fitting(self, candidates: Candidates) -> Candidates:
         """Those within both budgets."""
-        request = self.problem.request
-        fitting = self.drafting.fitting(drafts, request.max_gpu_bytes, request.max_host_bytes)
-        self.verdict.fitting += len(fitting.rows)
+        fitting = candidates.take(np.flatnonzero(self.memory.fits(candidates)))
+        self.verdict.fitting += len(fitting.choices)
         return fitting
 
-    def ranked(self, drafts: Drafts, count: int) -> tuple[np.ndarray, Drafts]:
+    def ranked(self, candidates: Candidates, count: int) -> tuple[np.ndarray, Candidates]:
         """The best estimates and their placements."""
-        seconds = self.drafting.step_s(drafts) if len(drafts.rows) else np.zeros(0)
+        seconds = self.surrogate.step_s(candidates)
         best = np.argsort(seconds, kind="stable")[:count]
-        return seconds[best], drafts.take(best)
+        return seconds[best], candidates.take(best)
 
-    def simulate(self, seconds: np.ndarray, drafts: Drafts, most: int) -> None:
+    def simulate(self, seconds: np.ndarray, candidates: Candidates, most: int) -> None:
         """Simulate at most so many placements in order of their estimates."""
         simulated = 0
         for index in range(len(seconds)):
             if seconds[index] > MARGIN * self.best_s or simulated >= most:
                 break
-            plan = self.problem.plan(self.drafting.placement(drafts, index))
+            plan = self.memory.plan(candidates, index)
             key = plan.to_json()
             if key in self.verdict.seen:
-                self.keep(self.verdict.seen[key], drafts, index)
+                self.keep(self.verdict.seen[key], candidates, index)
                 continue
             layout = Layout(self.problem.model, plan)
-            if max(excess_bytes(layout, self.problem.request, self.problem.templates.profile)) > 0:
+            if max(excess_bytes(layout, self.problem.request, self.problem.buffers.profile)) > 0:
                 continue
             step_s = self.verdict.seen[key] = self.pricer.step(layout).step_s
             simulated += 1
             self.verdict.simulated += 1
-            self.keep(step_s, drafts, index)
+            self.keep(step_s, candidates, index)
         self.verdict.best_s = min(self.verdict.best_s, self.best_s)
 
-    def keep(self, step_s: float, drafts: Drafts, index: int) -> None:
+    def keep(self, step_s: float, candidates: Candidates, index: int) -> None:
         """Remember a placement if it is the fastest."""
         if step_s < self.best_s:
-            self.best_s, self.best = step_s, drafts.take(np.array([index]))
+            self.best_s, self.best = step_s, candidates.take(np.array([index]))
 
     # -- placements --------------------------------------------------------------------------------------------------
 
@@ -190,21 +192,21 @@ class _Size:
                 alike.sort(key=lambda i: int(options.gpu_bytes[i]))
                 some = {round(k * (len(alike) - 1) / (width.splits - 1)) for k in range(width.splits)}
                 chosen += [alike[k] for k in sorted(some)]
-        return np.array([option * NUM_LEVELS + level for option in chosen for level in width.levels])
+        return np.array([option * NUM_RESIDENCIES + level for option in chosen for level in width.levels])
 
     def dealt(self, rows: np.ndarray) -> np.ndarray:
         """Rows [P, blocks] of all placements whose blocks do not take too much by themselves."""
         problem, parts = self.problem, self.problem.activations
         dealt = np.stack([r.ravel() for r in np.meshgrid(*[rows] * problem.num_blocks, indexing="ij")], axis=1)
         fixed = parts.fixed_gpu_bytes + parts.round_gpu_bytes + parts.scratch_floor
-        fixed += problem.templates.accumulator_bytes
-        within = problem.row_gpu.at(dealt).sum(axis=1) + fixed <= problem.request.max_gpu_bytes
-        within &= problem.row_host.at(dealt).sum(axis=1) + parts.host_bytes <= problem.request.max_host_bytes
+        fixed += problem.buffers.accumulator_bytes
+        within = problem.choice_gpu.at(dealt).sum(axis=1) + fixed <= problem.request.max_gpu_bytes
+        within &= problem.choice_host.at(dealt).sum(axis=1) + parts.host_bytes <= problem.request.max_host_bytes
         return dealt[within]
 
-    def batches(self) -> Iterator[Drafts]:
+    def batches(self) -> Iterator[Candidates]:
         """All placements, some at a time."""
-        structures, widths = range(len(self.drafting.structures)), WIDTHS[self.problem.num_blocks]
+        structures, widths = range(len(self.memory.edge_choices)), WIDTHS[self.problem.num_blocks]
         for width in widths:
             rows = self.rows(width)
             dealt, counts = self.dealt(rows), np.array(list(product(range(1, width.slots + 1), repeat=3)))
@@ -216,33 +218,33 @@ class _Size:
         for start in range(0, len(dealt), step):
             some = dealt[start : start + step]
             structure, slots = np.tile(around, (len(some), 1)).T
-            yield Drafts(np.repeat(some, len(around), axis=0), structure, counts[slots])
+            yield Candidates(np.repeat(some, len(around), axis=0), structure, counts[slots])
 
     @property
     def all_rows(self) -> np.ndarray:
         """Every option with every level that the machine has."""
-        return np.flatnonzero(np.isin(self.problem.row_level, self.problem.templates.levels))
+        return np.flatnonzero(np.isin(self.problem.choice_residency, self.problem.buffers.residencies))
 
-    def uniform(self) -> Iterator[Drafts]:
+    def uniform(self) -> Iterator[Candidates]:
         """All blocks alike, with every option and level, structure and up to three slots of each kind."""
-        around = list(product(range(len(self.drafting.structures)), product((1, 2, 3), repeat=3)))
+        around = list(product(range(len(self.memory.edge_choices)), product((1, 2, 3), repeat=3)))
         structures, slots = np.array([s for s, _ in around]), np.array([c for _, c in around])
         rows = self.all_rows
         self.verdict.placements += len(rows) * len(around)
         for start in range(0, len(rows), BATCH // len(around)):
             some = rows[start : start + BATCH // len(around)]
             alike = np.repeat(some, len(around))[:, None] + np.zeros(self.problem.num_blocks, dtype=np.int64)
-            yield Drafts(alike, np.tile(structures, len(some)), np.tile(slots, (len(some), 1)))
+            yield Candidates(alike, np.tile(structures, len(some)), np.tile(slots, (len(some), 1)))
 
-    def changed(self) -> Drafts:
+    def changed(self) -> Candidates:
         """The fastest with one block changed to any row, or with other slots or another structure."""
-        rows, structure, slots = self.best.rows[0], self.best.structures[0], self.best.slots[0]
+        rows, structure, slots = self.best.choices[0], self.best.edges[0], self.best.slots[0]
         blocks, others = len(rows), self.all_rows
         many = len(others)
         single = np.tile(rows, (blocks * many, 1))
         single[np.arange(blocks * many), np.repeat(np.arange(blocks), many)] = np.tile(others, blocks)
-        around = list(product(range(len(self.drafting.structures)), product((1, 2, 3), repeat=3)))
-        return Drafts(
+        around = list(product(range(len(self.memory.edge_choices)), product((1, 2, 3), repeat=3)))
+        return Candidates(
             np.concatenate((single, np.tile(rows, (len(around), 1)))),
             np.concatenate((np.full(len(single), structure), [s for s, _ in around])),
             np.concatenate((np.tile(slots, (len(single), 1)), [c for _, c in around])),

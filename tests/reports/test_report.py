@@ -13,7 +13,7 @@ from flexengine.plan import Plan, PlanReason, Request
 from flexengine.planner.cost.cost_model import stalls
 from flexengine.planner.feasibility.remedies import Remedy
 from flexengine.planner.feasibility.shortage import Feasibility, ShortageError
-from flexengine.planner.search import make_plan
+from flexengine.planner.planner import make_plan
 from flexengine.reports.charts.streams import kind_of, merged_bars
 from flexengine.reports.charts.svg import ticks
 from flexengine.reports.picture import Picture

@@ -9,7 +9,7 @@ import pytest
 
 from flexengine.metrics import format_seconds
 from flexengine.plan import Request
-from flexengine.planner.search import make_plan
+from flexengine.planner.planner import make_plan
 from flexengine.reports.charts.curves import Reference, curve_chart
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_data import measured_timeline, plan_digest, step_timeline

@@ -40,7 +40,7 @@ from flexengine.models.matmul_dtype import with_fp8_linears
 from flexengine.models.registry import ModelSource
 from flexengine.optim import AdamW
 from flexengine.plan import GroupPlan, LayerPlan, Numerics, PlanError
-from flexengine.planner import search
+from flexengine.planner import planner
 from flexengine.schedule.save_sets import savable_ops
 from tests.schedule.small_plans import mixed_model
 
@@ -277,7 +277,7 @@ def smallest_plan(spec, resident, gpu_bytes):
             resident.request, **sizes, max_global_batch_tokens=400, max_gpu_bytes=gpu_bytes, max_host_bytes=8 * GIB
         )
         try:
-            return search.make_plan(spec, request, preset("cpu-test"))
+            return planner.make_plan(spec, request, preset("cpu-test"))
         except PlanError:
             gpu_bytes = int(1.5 * gpu_bytes)
 

@@ -16,7 +16,7 @@ from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec
 from flexengine.ops.base import Op, Work
 from flexengine.plan import Numerics, Request
 from flexengine.planner.bound.recompute_hull import Keeping, lower_hull, recomputed, save_choices
-from flexengine.planner.cost.cost_model import CostModel, full_rounds, round_shape, rounds_per_step
+from flexengine.planner.cost.cost_model import CostModel, full_round, full_rounds, rounds_per_step
 from flexengine.planner.cost.memory import GPU_SLACK_BYTES
 from flexengine.schedule.group_storage import DTYPE_BYTES, PLANE_KINDS, element_bytes, group_storage
 from flexengine.schedule.layer_compiler import compile_layer
@@ -114,7 +114,7 @@ class SizeWork:
 
     def __init__(self, step: Unavoidable, chunk_tokens: int, chunks_per_round: int) -> None:
         self.step, self.chunk_tokens = step, chunk_tokens
-        self.shape = round_shape(step.request, chunk_tokens, chunks_per_round)
+        self.shape = full_round(step.request, chunk_tokens, chunks_per_round)
         self.rounds, self.full_rounds = rounds_per_step(step.request, self.shape), full_rounds(step.request, self.shape)
         sizes = (step.compute_bytes, chunk_tokens, step.request.max_seq_len)
         self.cost = CostModel(step.profile, *sizes, step.request.numerics.state)

@@ -128,7 +128,7 @@ def stage_calls(stage: Stage) -> int:
     return sum(1 + len(step.tensors) + len(step.grads) for step in stage.steps)
 
 
-def round_shape(
+def full_round(
     request: Request, chunk_tokens: int, chunks_per_round: int, left_tokens: int | None = None
 ) -> RoundShape:
     """A full round of sequences of max_seq_len tokens, as `schedule.packing` packs them: a chunk takes whole sequences,
@@ -190,7 +190,7 @@ def simulated_rounds(layout: Layout, cost: CostModel) -> list[StepPart]:
     """
     plan = layout.plan
     sizes = (plan.request, plan.chunk_tokens, plan.chunks_per_round)
-    full, later = round_shape(*sizes), later_rounds(*sizes)
+    full, later = full_round(*sizes), later_rounds(*sizes)
     rates, alone, last, left = cost.rates(), not later, None, None
     if plan.updates_in_backward:
         shape, count = (full, 1) if alone else later.pop()
@@ -244,10 +244,10 @@ def until_gpu_ends(program: Program, timing: Timing) -> Timing:
 def later_rounds(request: Request, chunk_tokens: int, chunks_per_round: int) -> list[tuple[RoundShape, int]]:
     """The rounds of a full step after its first, as shapes and how many there are of each: full ones, and a shorter one
     where the batch ends within a round."""
-    full = round_shape(request, chunk_tokens, chunks_per_round)
+    full = full_round(request, chunk_tokens, chunks_per_round)
     tokens = sum(c.tokens for c in full.chunks)
     count = rounds_per_step(request, full) - 1
-    last = round_shape(request, chunk_tokens, chunks_per_round, request.max_global_batch_tokens - count * tokens)
+    last = full_round(request, chunk_tokens, chunks_per_round, request.max_global_batch_tokens - count * tokens)
     rounds = [(full, count)] if last == full else [(full, count - 1), (last, 1)]
     return [(shape, number) for shape, number in rounds if number]
 

@@ -12,24 +12,25 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import format_bytes
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, PlanError, PlanReason, Request
-from flexengine.planner.cost import loads
+from flexengine.planner.block_kinds import SaveSets, ever_smaller_sets
+from flexengine.planner.candidates import CandidateMemory, Candidates
 from flexengine.planner.cost.memory import (
     gpu_categories,
     gpu_required_bytes,
     host_categories,
     host_required_bytes,
 )
+from flexengine.planner.cost.stream_loads import GPU_RESIDENCIES
 from flexengine.planner.feasibility.machine_size import remedy_note
 from flexengine.planner.feasibility.remedies import Least, Remedy, Try, gib_text, remedies
-from flexengine.planner.kinds import Sets, ever_smaller_sets
+from flexengine.planner.seeds import LEAST_SLOTS, Seeder
+from flexengine.planner.shared_buffers import SharedBuffers
+from flexengine.planner.size_tables import SizeTables
 from flexengine.planner.sizes import chunk_sizes
-from flexengine.planner.solver import Caps, Goal, Placement, RoundProblem
-from flexengine.planner.templates import SlotCounts, Templates
+from flexengine.planner.surrogate import Surrogate
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.layout import Layout
 
-LEAST_SLOTS = SlotCounts(1, 1, 1, 1)
-LEAST_HOST = Goal(weights=(0.0,) * loads.NUM_LOADS, host_s_per_byte=1.0)
 NUM_SHOWN = 4
 
 
@@ -61,31 +62,36 @@ class Feasibility:
     def __init__(self, model: ModelSpec, request: Request, profile: HardwareProfile) -> None:
         self.model, self.request, self.profile = model, request, profile
         self.sizes = _shortest_rounds(chunk_sizes(request))
-        self._problems: list[RoundProblem] = []
+        self._memories: list[CandidateMemory] = []
 
     @cached_property
-    def _templates(self) -> Templates:
-        return Templates(self.model, self.request, self.profile)
+    def _buffers(self) -> SharedBuffers:
+        return SharedBuffers(self.model, self.request, self.profile)
 
     @cached_property
-    def _sets(self) -> Sets:
-        return ever_smaller_sets(self._templates.kinds)
+    def _sets(self) -> SaveSets:
+        return ever_smaller_sets(self._buffers.kinds)
 
-    def problems(self) -> Iterator[RoundProblem]:
-        """A problem for every chunk size, smallest first, made when it is first asked for."""
+    def memories(self) -> Iterator[CandidateMemory]:
+        """Bytes of candidates at every chunk size, smallest first, made when first asked for."""
         for i, (chunk, chunks) in enumerate(self.sizes):
-            if i == len(self._problems):
-                self._problems.append(RoundProblem(self._templates, chunk, chunks, self._sets))
-            yield self._problems[i]
+            if i == len(self._memories):
+                self._memories.append(CandidateMemory(SizeTables(self._buffers, chunk, chunks, self._sets)))
+            yield self._memories[i]
 
     def least_gpu(self) -> Needs:
-        """The plan that takes the least GPU memory, whatever it takes on the host."""
-        found = [(problem.gpu_bytes(p), i, p) for i, problem in enumerate(self.problems()) for p in _uniform(problem)]
-        _, index, placement = min(found, key=lambda x: (x[0], x[1]))
-        return self._needs(self._problems[index].plan(placement))
+        """Find the plan that takes the least GPU memory, whatever it takes on the host."""
+        found = []
+        for number, memory in enumerate(self.memories()):
+            candidates = _uniform(memory)
+            num_bytes = memory.gpu_bytes(candidates)
+            best = int(num_bytes.argmin())
+            found.append((int(num_bytes[best]), number, candidates.take(np.array([best]))))
+        _, number, one = min(found, key=lambda entry: entry[:2])
+        return self._needs(self._memories[number].plan(one, 0))
 
     def least_host(self) -> Needs | None:
-        """Of the plans within the GPU budget one that takes the least host memory; None when none is."""
+        """Find a plan within the GPU budget that takes the least host memory; None when none is within it."""
         return min(self._least_host_plans(), key=lambda n: n.host_bytes, default=None)
 
     def fits(self) -> bool:
@@ -98,15 +104,16 @@ class Feasibility:
         return (needs.plan for needs in within)
 
     def _least_host_plans(self) -> Iterator[Needs]:
-        """For every chunk size plans within the GPU budget that take little host memory."""
-        for problem in self.problems():
-            for caps in (Caps(0, problem.widest_caps.scratch_bytes), problem.widest_caps):
-                solution = problem.solve(LEAST_HOST, LEAST_SLOTS, self.request.max_gpu_bytes, caps)
-                if solution is not None:
-                    placement = problem.normalised(Placement(solution.structure, solution.slots, solution.rows))
-                    needs = self._needs(problem.plan(placement))
-                    if needs.gpu_bytes <= self.request.max_gpu_bytes:
-                        yield needs
+        """For every chunk size the plan within the GPU budget that takes the least host memory."""
+        for memory in self.memories():
+            seeds = list(Seeder(Surrogate(memory)).least_memory())
+            if not seeds:
+                continue
+            candidates = Candidates.of(seeds).distinct()
+            host = memory.host_bytes(candidates) * 1.0
+            host[memory.gpu_bytes(candidates) > self.request.max_gpu_bytes] = np.inf
+            if np.isfinite(host.min()):
+                yield self._needs(memory.plan(candidates, int(host.argmin())))
 
     def _needs(self, plan: Plan) -> Needs:
         layout = Layout(self.model, plan)
@@ -124,18 +131,19 @@ def _shortest_rounds(sizes: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return sorted({chunk: min(n for c, n in sizes if c == chunk) for chunk, _ in sizes}.items())
 
 
-def _uniform(problem: RoundProblem) -> Iterator[Placement]:
-    """Placements that treat all blocks alike, with the fewest slots: for every level of residency and structure the row
-    that takes the fewest bytes."""
-    floor = problem.activations.scratch_floor
-    shared = np.array([align(max(floor, int(b))) for b in problem.row_scratch])
-    shared += np.array([align(int(b)) for b in problem.row_staged])
-    totals = problem.row_gpu.total + shared
-    for level in loads.GPU_LEVELS:
-        candidates = np.flatnonzero(problem.row_level == level)
-        rows = (int(candidates[totals[candidates].argmin()]),) * problem.num_blocks
-        for structure in problem.templates.structures(len(problem.edge_host), loads.STREAMED):
-            yield problem.normalised(Placement(structure, LEAST_SLOTS, rows))
+def _uniform(memory: CandidateMemory) -> Candidates:
+    """Treat all blocks alike, with the fewest slots: every residency with its smallest option, under all edges."""
+    tables = memory.tables
+    floor = tables.activations.scratch_floor
+    shared = np.array([align(max(floor, int(b))) for b in tables.choice_scratch])
+    shared += np.array([align(int(b)) for b in tables.choice_staged])
+    totals = tables.choice_gpu.total + shared
+    made = []
+    for home in range(len(GPU_RESIDENCIES)):
+        alike = np.flatnonzero(tables.choice_residency == home)
+        choice = int(alike[totals[alike].argmin()])
+        made += [(np.full(tables.num_blocks, choice), e, LEAST_SLOTS) for e in range(len(memory.edge_choices))]
+    return Candidates.of(made)
 
 
 # ---- the error -------------------------------------------------------------------------------------------------

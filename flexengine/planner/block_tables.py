@@ -1,4 +1,4 @@
-"""Blocks of one kind at one chunk and round size, as arrays: what options and levels take and cost one of them."""
+"""Blocks of one kind at one chunk and round size, as arrays: what options and residencies take and cost one of them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,31 @@ import numpy as np
 
 from flexengine.models.spec import LayerSpec
 from flexengine.plan import GroupPlan
-from flexengine.planner.cost import loads
 from flexengine.planner.cost.cost_model import CostModel
-from flexengine.planner.options import Options
-from flexengine.planner.templates import gpu_plane_bytes, host_plane_bytes
+from flexengine.planner.cost.stream_loads import (
+    BC,
+    BH,
+    BI,
+    FD,
+    FI,
+    NUM_LOADS,
+    GroupUse,
+    LayerSeconds,
+    chunk_seconds,
+    group_loads,
+    issue_s,
+)
+from flexengine.planner.keep_options import KeepOptions
+from flexengine.planner.shared_buffers import gpu_plane_bytes, host_plane_bytes
 from flexengine.schedule.group_storage import GroupStorage
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.lowering import RoundShape
 
 
-class KindTables:
-    """Tables of one block, made when they are first read. [O]: keep options, [V]: levels, by what they mean for it.
+class BlockTables:
+    """Tables of one block, made when they are first read.
+
+    [O]: keep options, [V]: residencies, by what they mean for this kind.
 
     sizes: chunks of all full rounds of a step, and rounds. acc_bytes: of an element of a gradient accumulator.
     """
@@ -27,23 +41,23 @@ class KindTables:
         self,
         layer: LayerSpec,
         group: GroupStorage,
-        levels: tuple[GroupPlan, ...],
-        use: loads.GroupUse,
-        options: Options,
+        residencies: tuple[GroupPlan, ...],
+        use: GroupUse,
+        options: KeepOptions,
         cost: CostModel,
         shape: RoundShape,
         rounds: tuple[int, float],
         acc_bytes: int,
     ) -> None:
-        self.layer, self.group, self.levels, self.use, self.options = layer, group, levels, use, options
+        self.layer, self.group, self.residencies, self.use, self.options = layer, group, residencies, use, options
         self.cost, self.shape, self.acc_bytes = cost, shape, acc_bytes
         self.rounds, self.full_rounds = rounds
         self.sliced = shape.chunks[0].is_slice
 
     @cached_property
-    def seconds(self) -> tuple[loads.LayerSeconds, ...]:
+    def seconds(self) -> tuple[LayerSeconds, ...]:
         """Compute per chunk, nothing recomputed."""
-        return loads.chunk_seconds(self.layer, self.shape, self.cost)
+        return chunk_seconds(self.layer, self.shape, self.cost)
 
     # -- keep options ------------------------------------------------------------------------------------------------
 
@@ -63,35 +77,35 @@ class KindTables:
         """Loads [O, 12] of a step; backward fetches every chunk's tensors twice when sequences are sliced."""
         p, options = self.cost.profile, self.options
         chunks, fetches = self.full_rounds * len(self.shape.chunks), 2 if self.sliced else 1
-        table = np.zeros((len(options.plans), loads.NUM_LOADS))
-        table[:, loads.FD] = chunks * options.host_bytes / p.d2h_duplex_bytes_per_s
-        table[:, loads.BH] = fetches * chunks * options.host_bytes / p.h2d_duplex_bytes_per_s
-        table[:, loads.BC] = self.full_rounds * self.recompute_s
-        copies_s = chunks * loads.issue_s(self.cost, "copy") * self.copies
-        table[:, loads.FI] = copies_s
-        table[:, loads.BI] = fetches * copies_s + chunks * self.issue_s
+        table = np.zeros((len(options.plans), NUM_LOADS))
+        table[:, FD] = chunks * options.host_bytes / p.d2h_duplex_bytes_per_s
+        table[:, BH] = fetches * chunks * options.host_bytes / p.h2d_duplex_bytes_per_s
+        table[:, BC] = self.full_rounds * self.recompute_s
+        copies_s = chunks * issue_s(self.cost, "copy") * self.copies
+        table[:, FI] = copies_s
+        table[:, BI] = fetches * copies_s + chunks * self.issue_s
         return table
 
     @cached_property
     def issue_s(self) -> np.ndarray:
         """Host seconds [O] per chunk to issue backward, less those with everything recomputed."""
         program = compile_layer(self.layer, (), (), self.cost.chunk_tokens, self.cost.compute_bytes)
-        return self.options.issue_s(self.cost, self.sliced) - loads.issue_s(self.cost, "backward", program)
+        return self.options.issue_s(self.cost, self.sliced) - issue_s(self.cost, "backward", program)
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
     @cached_property
-    def level_loads(self) -> np.ndarray:
+    def residency_loads(self) -> np.ndarray:
         """Loads [V, 12] of the parameters."""
         arguments = (self.use, self.rounds, self.acc_bytes, self.cost)
-        return np.array([loads.group_loads(self.group, level, *arguments) for level in self.levels])
+        return np.array([group_loads(self.group, home, *arguments) for home in self.residencies])
 
     @cached_property
-    def level_gpu(self) -> np.ndarray:
+    def residency_gpu(self) -> np.ndarray:
         """GPU bytes [V] of the resident planes."""
-        return np.array([gpu_plane_bytes(self.group, v) for v in self.levels], dtype=np.int64)
+        return np.array([gpu_plane_bytes(self.group, home) for home in self.residencies], dtype=np.int64)
 
     @cached_property
-    def level_host(self) -> np.ndarray:
+    def residency_host(self) -> np.ndarray:
         """Host bytes [V] of the planes."""
-        return np.array([host_plane_bytes(self.group, v) for v in self.levels], dtype=np.int64)
+        return np.array([host_plane_bytes(self.group, home) for home in self.residencies], dtype=np.int64)

@@ -15,34 +15,34 @@ import numpy as np
 
 from flexengine.models.spec import LayerSpec, ModelSpec
 from flexengine.ops.base import Op
-from flexengine.planner.frontier import SaveSet
+from flexengine.planner.save_set_frontier import SaveSet
 from flexengine.schedule.save_sets import savable_ops
 
 MAX_SETS = 12
 """Save sets of blocks of several kinds that are considered together."""
 
-Sets = tuple[tuple[tuple[str, ...], ...], ...]
+SaveSets = tuple[tuple[tuple[str, ...], ...], ...]
 """Save sets by kind [C][S]; those of one number go together."""
 
 
-class Kind(NamedTuple):
+class BlockKind(NamedTuple):
     """Blocks with the same ops, which frozen and trained ones have not: one of them, and its parameter group."""
 
     layer: LayerSpec
     group: int
 
 
-def block_kinds(model: ModelSpec) -> tuple[tuple[Kind, ...], np.ndarray]:
+def block_kinds(model: ModelSpec) -> tuple[tuple[BlockKind, ...], np.ndarray]:
     """The kinds of a model's blocks in order of their first, and the kind [L] of every block."""
-    kinds: dict[tuple[Op, ...], Kind] = {}
+    kinds: dict[tuple[Op, ...], BlockKind] = {}
     for layer in model.blocks:
-        kinds.setdefault(layer.ops, Kind(layer, layer.groups[0]))
+        kinds.setdefault(layer.ops, BlockKind(layer, layer.groups[0]))
     number = {ops: i for i, ops in enumerate(kinds)}
     return tuple(kinds.values()), np.array([number[layer.ops] for layer in model.blocks])
 
 
 @dataclass(frozen=True, eq=False)
-class OfBlocks:
+class PerKind:
     """Numbers [C, N, ...] of N members (options, levels or rows) by kind, and the kind [L] of every block."""
 
     by_kind: np.ndarray
@@ -83,8 +83,8 @@ class OfBlocks:
 
 
 def side_by_side(
-    kinds: Sequence[Kind], counts: np.ndarray, frontier_of: Callable[[LayerSpec], tuple[SaveSet, ...]]
-) -> Sets:
+    kinds: Sequence[BlockKind], counts: np.ndarray, frontier_of: Callable[[LayerSpec], tuple[SaveSet, ...]]
+) -> SaveSets:
     """Save sets of every kind that together no others beat in bytes and recompute seconds of all blocks.
 
     Kinds whose ops have the same names, such as those with and without a window, keep the same ones.
@@ -127,7 +127,7 @@ def _undominated(num_bytes: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     return kept[np.unique(np.searchsorted(num_bytes[kept], wanted))]
 
 
-def ever_smaller_sets(kinds: Sequence[Kind]) -> Sets:
+def ever_smaller_sets(kinds: Sequence[BlockKind]) -> SaveSets:
     """For every kind from nothing kept to all: the last ops first."""
     names = [savable_ops(kind.layer.ops) for kind in kinds]
     most = max(map(len, names))

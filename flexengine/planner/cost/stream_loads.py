@@ -27,7 +27,7 @@ FC, FH, FD, FI, BC, BH, BD, BI, UC, UH, UD, UI = range(12)
 NUM_LOADS = 12
 NUM_STREAMS = 4
 
-LEVELS = (
+RESIDENCIES = (
     GroupPlan(),
     GroupPlan(weights="gpu"),
     GroupPlan(grads="gpu"),
@@ -36,10 +36,10 @@ LEVELS = (
     GroupPlan(update="cpu"),
 )
 """Ways to hold a parameter group, from fully streamed to fully resident, and streamed with the CPU to update it."""
-STREAMED, RESIDENT_WEIGHTS, RESIDENT_GRADS, RESIDENT_BOTH, RESIDENT, UPDATED_BY_CPU = range(len(LEVELS))
-GPU_LEVELS = tuple(range(UPDATED_BY_CPU))
+STREAMED, RESIDENT_WEIGHTS, RESIDENT_GRADS, RESIDENT_BOTH, RESIDENT, UPDATED_BY_CPU = range(len(RESIDENCIES))
+GPU_RESIDENCIES = tuple(range(UPDATED_BY_CPU))
 """Those that the GPU updates."""
-FROZEN_LEVELS = tuple(level.of_frozen() for level in LEVELS)
+FROZEN_RESIDENCIES = tuple(home.of_frozen() for home in RESIDENCIES)
 """What the same numbers mean for a group that is not trained: the home of its weights."""
 
 
@@ -69,16 +69,16 @@ def group_uses(model: ModelSpec) -> list[GroupUse]:
     return [GroupUse(*use) for use in zip(forward, backward, gradients, strict=True)]
 
 
-def levels_of(group: GroupSpec) -> tuple[GroupPlan, ...]:
-    """What the numbers of levels mean for a group."""
-    return FROZEN_LEVELS if group.frozen else LEVELS
+def residencies_of(group: GroupSpec) -> tuple[GroupPlan, ...]:
+    """What the numbers of homes mean for a group."""
+    return FROZEN_RESIDENCIES if group.frozen else RESIDENCIES
 
 
-def home_of(kind: str, level: GroupPlan) -> Home:
-    """The side that a level holds a kind of planes on."""
+def home_of(kind: str, home: GroupPlan) -> Home:
+    """The side that a home holds a kind of planes on."""
     if kind == "weights":
-        return level.weights
-    return level.grads if kind == "grad" else level.states
+        return home.weights
+    return home.grads if kind == "grad" else home.states
 
 
 def issue_s(cost: CostModel, kind: str, program: LayerProgram | None = None) -> float:
@@ -90,32 +90,32 @@ def issue_s(cost: CostModel, kind: str, program: LayerProgram | None = None) -> 
 
 
 def group_loads(
-    group: GroupStorage, level: GroupPlan, use: GroupUse, rounds: int, acc_bytes: int, cost: CostModel
+    group: GroupStorage, home: GroupPlan, use: GroupUse, rounds: int, acc_bytes: int, cost: CostModel
 ) -> np.ndarray:
     """Loads [12] of a parameter group: weights per round, gradients per round, and the optimizer's update (but for
     its issue, which the size of the tiles decides)."""
     p, planes = cost.profile, group.plane_bytes
     loads, stores = np.zeros(NUM_LOADS), rounds * use.gradients
     copy_s = issue_s(cost, "copy")
-    if level.weights == "host":
+    if home.weights == "host":
         loads[FH] = rounds * use.forward * planes["weights"] / p.h2d_duplex_bytes_per_s
         loads[BH] = rounds * use.backward * planes["weights"] / p.h2d_duplex_bytes_per_s
         loads[FI] = rounds * use.forward * copy_s
         loads[BI] = rounds * use.backward * copy_s
-    if not level.trained:
+    if not home.trained:
         return loads
-    if level.grads == "host":
+    if home.grads == "host":
         loads[BH] += (stores - 1) * planes["grad"] / p.h2d_duplex_bytes_per_s
         loads[BD] = stores * planes["grad"] / p.d2h_duplex_bytes_per_s
         loads[BI] += (2 * stores - 1) * copy_s
     touched = stores * group.numel * acc_bytes + (2 * stores - 1) * planes["grad"]
     loads[BC] = touched / p.memory_bytes_per_s + 2 * stores * p.launch_s
     loads[BI] += stores * issue_s(cost, "finish_gradient")
-    if level.update == "cpu":
+    if home.update == "cpu":
         return loads
-    back = sum(num for kind, num in planes.items() if kind != "grad" and home_of(kind, level) == "host")
+    back = sum(num for kind, num in planes.items() if kind != "grad" and home_of(kind, home) == "host")
     loads[UC] = (2 * sum(planes.values()) - planes["grad"]) / p.memory_bytes_per_s
-    loads[UH] = (back + (planes["grad"] if level.grads == "host" else 0)) / p.h2d_duplex_bytes_per_s
+    loads[UH] = (back + (planes["grad"] if home.grads == "host" else 0)) / p.h2d_duplex_bytes_per_s
     loads[UD] = back / p.d2h_duplex_bytes_per_s
     return loads
 
@@ -164,19 +164,3 @@ def chunk_seconds(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> tuple
     last = len(shape.chunks) - 1  # backward begins with it
     found = [known[ChunkShape(c.tokens, c.seq_len)] for c in shape.chunks]
     return tuple(s if i == last else s._replace(backward_s=s.backward_s + adding_s) for i, s in enumerate(found))
-
-
-def link_seconds(h2d_s: np.ndarray, d2h_s: np.ndarray, cost: CostModel) -> np.ndarray:
-    """Seconds that both directions of the link take side by side, from their seconds at the rates of a busy link: when
-    the shorter one has ended, the longer goes on at the rate it has alone."""
-    p = cost.profile
-    h2d_gain = 1 - p.h2d_duplex_bytes_per_s / p.h2d_bytes_per_s
-    d2h_gain = 1 - p.d2h_duplex_bytes_per_s / p.d2h_bytes_per_s
-    both = np.minimum(h2d_s, d2h_s)
-    return both + (h2d_s - both) * (1 - h2d_gain) + (d2h_s - both) * (1 - d2h_gain)
-
-
-def phase_seconds(loads: np.ndarray) -> np.ndarray:
-    """Seconds of loads [..., 12] when the streams of each phase overlap perfectly: the sum of each phase's largest."""
-    phases = loads.reshape(*loads.shape[:-1], 3, NUM_STREAMS)
-    return phases.max(axis=-1).sum(axis=-1)

@@ -1,7 +1,8 @@
 """Bytes of the buffers that all layers share, read off layouts of a small model, so that memory numbers have one home.
 
-What a layout takes is a part for parameter slots (decided by the structure and the slot counts), a part for activations
-(by chunk and round size), and each block's own bytes; the parts add up, so few layouts price every plan exactly.
+What a layout takes is a part for parameter slots (decided by the edge choice and the slot counts), a part for
+activations (by chunk and round size), and each block's own bytes; the parts add up, so few layouts price every plan
+exactly.
 """
 
 from __future__ import annotations
@@ -16,21 +17,20 @@ import numpy as np
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan, Plan, Request
+from flexengine.planner.block_kinds import SaveSets, block_kinds
 from flexengine.planner.cost.cost_model import CostModel
-from flexengine.planner.cost.loads import (
-    GPU_LEVELS,
-    LEVELS,
+from flexengine.planner.cost.memory import gpu_overhead_bytes, host_required_bytes
+from flexengine.planner.cost.stream_loads import (
+    GPU_RESIDENCIES,
     RESIDENT,
     RESIDENT_BOTH,
     STREAMED,
     UPDATED_BY_CPU,
     group_uses,
     home_of,
-    levels_of,
+    residencies_of,
 )
-from flexengine.planner.cost.memory import gpu_overhead_bytes, host_required_bytes
-from flexengine.planner.kinds import Sets, block_kinds
-from flexengine.planner.options import Options, keep_options
+from flexengine.planner.keep_options import KeepOptions, keep_options
 from flexengine.schedule.fixed_slots import SCALE_BYTES, host_scalar_bytes, norm_square_bytes
 from flexengine.schedule.group_storage import GroupStorage, group_storage
 from flexengine.schedule.layer_program import align
@@ -55,15 +55,13 @@ class SlotCounts(NamedTuple):
     optimizer: int = 4
 
 
-class Structure(NamedTuple):
-    """What decides which shared buffers exist: edge slots over block slots or not, the edges' gradients over their
-    weights or not, a level per edge group (see loads.LEVELS), and which planes all blocks hold on the GPU, so that they
-    need no slots."""
+class EdgeChoice(NamedTuple):
+    """What embedding and head do: whether their slots lie over the blocks', whether their gradients lie over their
+    weights, and a residency per edge group (see stream_loads.RESIDENCIES)."""
 
-    share_edge_slots: bool
+    share_slots: bool
     grads_over_weights: bool
-    edge_levels: tuple[int, ...]
-    blocks_hold: int
+    residencies: tuple[int, ...]
 
 
 class EdgeSlots(NamedTuple):
@@ -87,17 +85,17 @@ class ActivationBytes(NamedTuple):
     host_bytes: int
 
 
-def gpu_plane_bytes(group: GroupStorage, level: GroupPlan) -> int:
-    """GPU bytes of the planes that a level holds there, as slots."""
-    return sum(align(num) for kind, num in group.plane_bytes.items() if home_of(kind, level) == "gpu")
+def gpu_plane_bytes(group: GroupStorage, home: GroupPlan) -> int:
+    """GPU bytes of a group's planes that live there, as slots."""
+    return sum(align(num) for kind, num in group.plane_bytes.items() if home_of(kind, home) == "gpu")
 
 
-def host_plane_bytes(group: GroupStorage, level: GroupPlan) -> int:
-    """Host bytes of the planes that a level holds there, as slots."""
-    return sum(align(num) for kind, num in group.plane_bytes.items() if home_of(kind, level) == "host")
+def host_plane_bytes(group: GroupStorage, home: GroupPlan) -> int:
+    """Host bytes of a group's planes that live there, as slots."""
+    return sum(align(num) for kind, num in group.plane_bytes.items() if home_of(kind, home) == "host")
 
 
-class Templates:
+class SharedBuffers:
     """Shared bytes of plans for one model and request."""
 
     def __init__(self, model: ModelSpec, request: Request, profile: HardwareProfile) -> None:
@@ -109,14 +107,14 @@ class Templates:
         self.small = self._small_model()
         self.num_parameters = model.num_trained_parameters
         self.uses = group_uses(model)
-        self.levels = np.array([*GPU_LEVELS, UPDATED_BY_CPU] if profile.device_type == "cuda" else GPU_LEVELS)
-        """Those that blocks may have: on the CPU both updates are one."""
+        homes = [*GPU_RESIDENCIES, UPDATED_BY_CPU] if profile.device_type == "cuda" else GPU_RESIDENCIES
+        self.residencies = np.array(homes)  # what blocks may have; on the CPU both updates are one
         self.kind_layouts = [group_storage(model.groups[kind.group], request.numerics) for kind in self.kinds]
         self.edge_layouts = [group_storage(model.groups[g], request.numerics) for g in self.edge_groups]
-        self.kind_levels = [levels_of(model.groups[kind.group]) for kind in self.kinds]
-        self.edge_levels = [levels_of(model.groups[g]) for g in self.edge_groups]
-        self._options: dict[tuple[int, Sets], tuple[Options, ...]] = {}
-        self._edge_slots: dict[Structure, EdgeSlots] = {}
+        self.kind_residencies = [residencies_of(model.groups[kind.group]) for kind in self.kinds]
+        self.edge_residencies = [residencies_of(model.groups[g]) for g in self.edge_groups]
+        self._options: dict[tuple[int, SaveSets], tuple[KeepOptions, ...]] = {}
+        self._edge_slots: dict[EdgeChoice, EdgeSlots] = {}
         self._activations: dict[tuple[int, int], ActivationBytes] = {}
 
     def _small_model(self) -> ModelSpec:
@@ -137,31 +135,16 @@ class Templates:
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
-    def parameter_slot_bytes(
-        self, structure: Structure, slots: SlotCounts, largest: tuple[int, int] | None = None
-    ) -> int:
-        """Bytes of weight, accumulator and gradient slots, edges' and blocks'; the blocks have only slots for planes
-        that not all of them hold. largest: bytes of a weight and of a gradient slot, those of any block if None."""
-        weights, grads = largest or self.largest_slot_bytes
-        hold = LEVELS[structure.blocks_hold]
-        block = (
-            self.accumulator_bytes
-            + weights * slots.weight * (hold.weights == "host")
-            + grads * slots.grad * (hold.grads == "host")
-        )
-        edges = self.edge_slots(structure).num_bytes
-        return max(block, edges) if structure.share_edge_slots else block + edges
-
-    def resident_edge_bytes(self, edge_levels: tuple[int, ...]) -> int:
+    def resident_edge_bytes(self, residencies: tuple[int, ...]) -> int:
         """Bytes of the edge groups' planes on the GPU."""
-        edges = zip(self.edge_layouts, self.edge_levels, edge_levels, strict=True)
-        return sum(gpu_plane_bytes(group, levels[v]) for group, levels, v in edges)
+        edges = zip(self.edge_layouts, self.edge_residencies, residencies, strict=True)
+        return sum(gpu_plane_bytes(group, homes[v]) for group, homes, v in edges)
 
     @cached_property
     def accumulator_bytes(self) -> int:
         """Bytes of the blocks' gradient accumulator."""
         resident = (RESIDENT_BOTH,) * len(self.edge_groups)
-        return _block_part(self._reference(Structure(False, False, resident, RESIDENT_BOTH), 1, 1))
+        return _block_part(self._reference(EdgeChoice(False, False, resident), RESIDENT_BOTH))
 
     @cached_property
     def slot_bytes(self) -> np.ndarray:
@@ -179,26 +162,24 @@ class Templates:
         weights, grads = self.slot_bytes.max(axis=1).tolist()
         return weights, grads
 
-    def edge_slots(self, structure: Structure) -> EdgeSlots:
+    def edge_slots(self, edge: EdgeChoice) -> EdgeSlots:
         """Where the edges' slots lie, behind the blocks' or over them."""
-        key = structure._replace(blocks_hold=RESIDENT_BOTH)
-        if key not in self._edge_slots:
-            layout = self._reference(key, 1, 1)
+        if edge not in self._edge_slots:
+            layout = self._reference(edge, RESIDENT_BOTH)
             start = layout.place("accumulator", "block").offset
-            start += 0 if structure.share_edge_slots else _block_part(layout)
+            start += 0 if edge.share_slots else _block_part(layout)
             edges = _edge_slots_of(layout)
             heads = {SlotKey("grad", self.small.groups[g].slot_class, 0) for g in self.small.layers[-1].groups}
             end = max((align(s.end) for s in edges), default=start) - start
             head_grad = min((s.offset - start for s in edges if s.key in heads), default=end)
-            self._edge_slots[key] = EdgeSlots(end, head_grad)
-        return self._edge_slots[key]
+            self._edge_slots[edge] = EdgeSlots(end, head_grad)
+        return self._edge_slots[edge]
 
-    def _reference(self, structure: Structure, weight: int, grad: int) -> Layout:
-        """A layout of the small model to read parameter bytes off."""
+    def _reference(self, edge: EdgeChoice, residency: int) -> Layout:
+        """Lay out the small model with one slot of each kind, to read parameter bytes off."""
         chunk = min(256, self.request.max_seq_len)
         size = (chunk, -(-self.request.max_seq_len // chunk))
-        slots = SlotCounts(weight, grad)
-        return Layout(self.small, self._plan(size, structure, slots, structure.blocks_hold, keep_all=False))
+        return Layout(self.small, self._plan(size, edge, SlotCounts(1, 1), residency, keep_all=False))
 
     # -- activations -------------------------------------------------------------------------------------------------
 
@@ -206,8 +187,8 @@ class Templates:
         """What a chunk and round size takes beside parameters, staging, kept activations and larger scratch."""
         size = (chunk_tokens, chunks_per_round)
         if size not in self._activations:
-            structure = Structure(False, False, (RESIDENT,) * len(self.edge_groups), RESIDENT)
-            layout = Layout(self.small, self._plan(size, structure, SlotCounts(), RESIDENT, keep_all=True))
+            edge = EdgeChoice(False, False, (RESIDENT,) * len(self.edge_groups))
+            layout = Layout(self.small, self._plan(size, edge, SlotCounts(), RESIDENT, keep_all=True))
             scalars = align(SCALE_BYTES * len(self.model.groups)) - align(SCALE_BYTES * len(self.small.groups))
             scalars += align(self._norm_square_bytes) - align(norm_square_bytes(layout.groups))
             self._activations[size] = ActivationBytes(
@@ -218,7 +199,7 @@ class Templates:
             )
         return self._activations[size]
 
-    def keep_options(self, cost: CostModel, sets: Sets) -> tuple[Options, ...]:
+    def keep_options(self, cost: CostModel, sets: SaveSets) -> tuple[KeepOptions, ...]:
         """The keep options of every kind at the chunk size of `cost`, over save sets."""
         key = (cost.chunk_tokens, sets)
         if key not in self._options:
@@ -231,27 +212,27 @@ class Templates:
     # -- plans -------------------------------------------------------------------------------------------------------
 
     def _plan(
-        self, size: tuple[int, int], structure: Structure, slots: SlotCounts, level: int, *, keep_all: bool
+        self, size: tuple[int, int], edge: EdgeChoice, slots: SlotCounts, residency: int, *, keep_all: bool
     ) -> Plan:
-        """A plan of the small model whose blocks keep all of their ops' outputs, or nothing, and have one level."""
-        edges = iter(structure.edge_levels)
+        """Plan the small model: blocks keep all of their ops' outputs, or nothing, and have one residency."""
+        edges = iter(edge.residencies)
         nothing = LayerPlan((), (), "host")
         blocks = (LayerPlan(keepable_ops(b.ops) if b.keeps else ()) if keep_all else nothing for b in self.small.blocks)
-        levels = (level if g.slot_class == "block" else next(edges) for g in self.small.groups)
-        groups = tuple(levels_of(g)[v] for g, v in zip(self.small.groups, levels, strict=True))
+        homes = (residency if g.slot_class == "block" else next(edges) for g in self.small.groups)
+        groups = tuple(residencies_of(g)[v] for g, v in zip(self.small.groups, homes, strict=True))
         layers = (LayerPlan(), *blocks, LayerPlan())
-        return self.plan(size, structure, slots, layers, groups, LEAST_TILE)
+        return self.plan(size, edge, slots, layers, groups, LEAST_TILE)
 
     def plan(
         self,
         size: tuple[int, int],
-        structure: Structure,
+        edge: EdgeChoice,
         slots: SlotCounts,
         layers: tuple[LayerPlan, ...],
         groups: tuple[GroupPlan, ...],
         tile: int,
     ) -> Plan:
-        """A plan with everything named."""
+        """Make a plan of its parts; size: tokens of a chunk, and chunks of a round."""
         return Plan(
             model=self.model.name,
             request=self.request,
@@ -264,8 +245,8 @@ class Templates:
             save_slots=slots.save,
             optimizer_slots=slots.optimizer,
             optimizer_tile=tile,
-            share_edge_slots=structure.share_edge_slots,
-            grads_over_weights=structure.grads_over_weights,
+            share_edge_slots=edge.share_slots,
+            grads_over_weights=edge.grads_over_weights,
             in_parts=any(group.num_parts > 1 for group in self.model.groups),
         )
 
@@ -282,8 +263,8 @@ class Templates:
     @cached_property
     def least_tile_bytes(self) -> int:
         """Bytes of an optimizer slot with the smallest tile; larger ones are multiples of it."""
-        streamed = Structure(False, False, (STREAMED,) * len(self.edge_groups), STREAMED)
-        return align(self._reference(streamed, 1, 1).tile_bytes)
+        streamed = EdgeChoice(False, False, (STREAMED,) * len(self.edge_groups))
+        return align(self._reference(streamed, STREAMED).tile_bytes)
 
     def tiles(self, region_bytes: int, most: int) -> tuple[int, int]:
         """(slots, elements of a tile) for the update: as many of at most `most` slots as fit the round's region, the
@@ -293,15 +274,11 @@ class Templates:
         limit = min(limit, LEAST_TILE * (region_bytes // (count * self.least_tile_bytes)))
         return count, max(LEAST_TILE, _power_of_two(limit))
 
-    @staticmethod
-    def structures(num_edges: int, blocks_hold: int) -> list[Structure]:
+    def edge_choices(self) -> list[EdgeChoice]:
         """Ways to lay the edges' slots and to hold each edge group: streamed, resident but for states, or resident."""
-        levels = list(product((STREAMED, RESIDENT_BOTH, RESIDENT), repeat=num_edges))
-        streaming = [edges for edges in levels if STREAMED in edges]
-        return [
-            *(Structure(share, False, edges, blocks_hold) for share in (False, True) for edges in levels),
-            *(Structure(True, True, edges, blocks_hold) for edges in streaming),
-        ]
+        homes = list(product((STREAMED, RESIDENT_BOTH, RESIDENT), repeat=len(self.edge_groups)))
+        separate_or_shared = (EdgeChoice(share, False, edges) for share in (False, True) for edges in homes)
+        return [*separate_or_shared, *(EdgeChoice(True, True, edges) for edges in homes if STREAMED in edges)]
 
 
 def _block_part(layout: Layout) -> int:

@@ -17,10 +17,10 @@ import numpy as np
 from flexengine.models.spec import LayerSpec
 from flexengine.ops.base import Op
 from flexengine.plan import Home, LayerPlan
+from flexengine.planner.block_kinds import SaveSets
 from flexengine.planner.cost.cost_model import CostModel
-from flexengine.planner.cost.loads import issue_s
-from flexengine.planner.frontier import recompute_s
-from flexengine.planner.kinds import Sets
+from flexengine.planner.cost.stream_loads import issue_s
+from flexengine.planner.save_set_frontier import recompute_s
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram, align
 from flexengine.schedule.lowering import RoundShape
@@ -31,7 +31,7 @@ NUM_SPLITS = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Options:
+class KeepOptions:
     """Keep options [O] of blocks of one kind. All bytes are int64 and of one chunk.
 
     gpu_bytes and host_bytes stay from forward to backward; staged_bytes is what one offload slot must hold; set_of says
@@ -68,12 +68,12 @@ class _Choice(NamedTuple):
 
 def keep_options(
     layers: Sequence[LayerSpec],
-    sets: Sets,
+    sets: SaveSets,
     cost: CostModel,
     recompute: Literal["auto", "none", "full"],
     hidden_bytes: int,
     sliced: bool,
-) -> tuple[Options, ...]:
+) -> tuple[KeepOptions, ...]:
     """Placements of input and save sets at the chunk size of `cost`, by kind of block; layers: one block of each.
 
     recompute `none` keeps all that backward needs, `full` only the layer's input. sliced: the chunk is part of a
@@ -110,7 +110,7 @@ def _options(
     cost: CostModel,
     hidden_bytes: int,
     sliced: bool,
-) -> Options:
+) -> KeepOptions:
     """The options of one kind: (set, its part on the GPU, home of the input) of each. Without a backward they are all
     one: nothing is kept."""
     programs = tuple(compile_layer(layer, ops, (), cost.chunk_tokens, cost.compute_bytes) for ops in sets)
@@ -122,7 +122,7 @@ def _options(
     if not layer.has_backward:
         found = [(number, (), "gpu") for number, _, _ in found]
     input_on_gpu = np.array([home == "gpu" for _, _, home in found])
-    return Options(
+    return KeepOptions(
         plans=tuple(LayerPlan(on_gpu, tuple(x for x in sets[s] if x not in on_gpu), home) for s, on_gpu, home in found),
         programs=programs,
         set_of=set_of,

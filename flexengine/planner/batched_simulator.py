@@ -13,9 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from flexengine.hardware.profile import HardwareProfile
+from flexengine.schedule.simulator import LEAST_CPU_SHARE
 
 
-class RowCosts(NamedTuple):
+class ChoiceCosts(NamedTuple):
     """What the rows (keep option x level) of a block cost: arrays [K], or [L, P] for placements.
 
     Seconds on the streams, copies at the rates of a busy link: recompute_s to save_h2d_s per chunk, weights_h2d_s to
@@ -35,6 +36,7 @@ class RowCosts(NamedTuple):
     backward_issue_s: np.ndarray
     fetch_issue_s: np.ndarray
     finish_issue_s: np.ndarray
+    cpu_update_s: np.ndarray
 
 
 class EdgeCosts(NamedTuple):
@@ -79,7 +81,7 @@ class Batch(NamedTuple):
     accumulating: rounds that add to earlier gradients.
     """
 
-    rows: RowCosts
+    rows: ChoiceCosts
     embedding: EdgeCosts
     head: EdgeCosts
     slots: np.ndarray
@@ -88,6 +90,9 @@ class Batch(NamedTuple):
     refilled: np.ndarray
     grads_share: np.ndarray
     accumulating: np.ndarray
+    updating: np.ndarray
+    pending_s: np.ndarray
+    done_s: np.ndarray
 
 
 class _Pick(NamedTuple):
@@ -135,7 +140,7 @@ class _Ring:
 class _Layer(NamedTuple):
     """One layer's rows [P], its compute by chunk, which of its copies exist, and so which slots it takes."""
 
-    costs: RowCosts
+    costs: ChoiceCosts
     forward_s: list[float]
     backward_s: list[float]
     finish_s: float
@@ -150,12 +155,13 @@ class _Layer(NamedTuple):
     grad_slots: _Pick
     hidden_slots: _Pick
     save_slots: _Pick
+    number: int
 
 
-class Sketch:
+class BatchedSimulator:
     """The clocks of one batch of rounds: three streams, the host, and the slots between them."""
 
-    def __init__(self, round_costs: RoundCosts, batch: Batch, profile: HardwareProfile) -> None:
+    def __init__(self, round_costs: RoundCosts, batch: Batch, profile: HardwareProfile, state_dtype: str) -> None:
         self.costs, self.batch = round_costs, batch
         size = len(batch.share_edge_slots)
         self.compute, self.h2d, self.d2h, self.host = (np.zeros(size) for _ in range(4))
@@ -164,6 +170,14 @@ class Sketch:
         self.h2d_gain = 1 - profile.h2d_duplex_bytes_per_s / profile.h2d_bytes_per_s
         self.d2h_gain = 1 - profile.d2h_duplex_bytes_per_s / profile.d2h_bytes_per_s
         self.since = np.zeros(size)
+        self.profile, self.cpu, self.cpu_share = profile, -batch.done_s, np.ones(size)
+        self.left = batch.pending_s.sum(axis=0)
+        self.any_pending = self.any_pending_left = bool(self.left.any())
+        self.any_updating = bool(batch.updating.any())
+        self.work, self.worked_until, self.worked = np.zeros(batch.pending_s.shape), np.zeros(size), np.zeros(size)
+        self.host_rate = profile.host_rate(state_dtype)
+        self.beside_h2d = max(1.0, profile.h2d_duplex_bytes_per_s / profile.h2d_beside_cpu_bytes_per_s)
+        self.beside_d2h = max(1.0, profile.d2h_duplex_bytes_per_s / profile.d2h_beside_cpu_bytes_per_s)
         self.chunks = round_costs.forward_s.shape[1]
         self.weights, self.grads, self.saves = (_Ring(count) for count in batch.slots)
         self.hidden = _Ring(np.full(size, self.chunks + 2))
@@ -172,7 +186,7 @@ class Sketch:
         self.offloaded: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
 
     def _layer(self, i: int) -> _Layer:
-        costs = RowCosts(*(column[i] for column in self.batch.rows))
+        costs = ChoiceCosts(*(column[i] for column in self.batch.rows))
         weights, grads = costs.weights_h2d_s > 0, costs.grad_d2h_s > 0
         inputs, saves = costs.input_d2h_s > 0, costs.save_d2h_s > 0
         return _Layer(
@@ -191,11 +205,14 @@ class Sketch:
             self.grads.pick(grads),
             self.hidden.pick(inputs),
             self.saves.pick(saves),
+            i,
         )
 
-    def run(self) -> np.ndarray:
-        """Seconds [P] of forward, head and backward."""
+    def run(self) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds [P] of forward, head and backward, and by block [L, P] of the CPU's updates that are left then."""
         embedding, head, share = self.batch.embedding, self.batch.head, self.batch.share_edge_slots
+        if self.any_pending:
+            self._measure_cpu(np.full_like(self.since, 1e-3), self.h2d_busy, self.d2h_busy)
         self._fetch(embedding.weights_h2d_s, 0.0)
         self.host += embedding.forward_issue_s
         self.compute = np.maximum(self.h2d, self.host) + embedding.forward_s
@@ -205,6 +222,11 @@ class Sketch:
             self.hidden.take(self.layers[0].hidden_slots)
         for i, layer in enumerate(self.layers):
             following = self.layers[i + 1].hidden_slots if i + 1 < len(self.layers) else self.everyone
+            if self.any_pending:
+                pending = self.batch.pending_s[i]
+                self.cpu = self.cpu + pending / self.cpu_share
+                self.left = self.left - pending
+                floor = np.where(pending > 0, np.maximum(floor, self.cpu), floor)
             self._forward(layer, floor, arrived, following)
             self._measure_link()
         self._edge_backward(
@@ -220,16 +242,47 @@ class Sketch:
             last = np.where(share & self.layers[0].grads, self.d2h, 0.0)  # the first block's gradient must have left
             self.compute = np.maximum(self.compute, last)
             self._edge_backward(embedding, self.compute, np.zeros_like(last), gives_hidden=False)
-        return np.maximum(np.maximum(self.compute, self.h2d), self.d2h)
+        end = np.maximum(np.maximum(self.compute, self.h2d), self.d2h)
+        if self.any_updating:
+            self._update(0, end)
+        return end, self.work
 
     # -- the link ----------------------------------------------------------------------------------------------------
 
     def _measure_link(self) -> None:
         """Pace of each direction in the next layer, by how busy the other was in this one."""
         elapsed = np.maximum(self.compute - self.since, 1e-30)
-        self.h2d_pace = 1 - self.h2d_gain * (1 - np.minimum(1.0, self.d2h_busy / elapsed))
-        self.d2h_pace = 1 - self.d2h_gain * (1 - np.minimum(1.0, self.h2d_busy / elapsed))
+        h2d_busy, d2h_busy = np.minimum(1.0, self.h2d_busy / elapsed), np.minimum(1.0, self.d2h_busy / elapsed)
+        self.h2d_pace = 1 - self.h2d_gain * (1 - d2h_busy)
+        self.d2h_pace = 1 - self.d2h_gain * (1 - h2d_busy)
+        if self.any_updating or self.any_pending_left:
+            self._measure_cpu(elapsed, h2d_busy, d2h_busy)
         self.h2d_busy, self.d2h_busy, self.since = np.zeros_like(elapsed), np.zeros_like(elapsed), self.compute
+
+    def _measure_cpu(self, elapsed: np.ndarray, h2d_busy: np.ndarray, d2h_busy: np.ndarray) -> None:
+        """Slows the link down where the CPU was at work in this layer, and the CPU where the link was."""
+        p = self.profile
+        ends = self.cpu + self.left / self.cpu_share - self.since
+        if not self.any_updating and not (ends > 0).any():
+            self.any_pending_left = False
+            return
+        busy = np.clip(np.maximum(ends, self.worked / self.cpu_share) / elapsed, 0.0, 1.0)
+        self.worked = np.zeros_like(elapsed)
+        self.h2d_pace += busy * np.maximum(self.beside_h2d - self.h2d_pace, 0.0)
+        self.d2h_pace += busy * np.maximum(self.beside_d2h - self.d2h_pace, 0.0)
+        up = np.minimum(p.h2d_beside_cpu_bytes_per_s, p.h2d_duplex_bytes_per_s)
+        down = np.minimum(p.d2h_beside_cpu_bytes_per_s, p.d2h_duplex_bytes_per_s)
+        self.cpu_share = np.maximum(LEAST_CPU_SHARE, 1 - (h2d_busy * up + d2h_busy * down) / self.host_rate)
+
+    def _update(self, first: int, until: np.ndarray) -> None:
+        """Lets the CPU work on the gradients that have arrived, of blocks from `first` on, the lowest block first."""
+        able = np.maximum(until - self.worked_until, 0.0) * self.cpu_share
+        self.worked_until = np.maximum(self.worked_until, until)
+        waiting = self.work[first:]
+        if len(waiting):
+            done = np.clip(able - (np.cumsum(waiting, axis=0) - waiting), 0.0, waiting)
+            waiting -= done
+            self.worked += done.sum(axis=0)
 
     def _fetch(self, seconds: np.ndarray, earliest: np.ndarray | float) -> np.ndarray:
         """A copy to the device, where it takes any time; when it has arrived (0 where there is none)."""
@@ -300,6 +353,9 @@ class Sketch:
         self.host = self.host + layer.costs.finish_issue_s
         self._finish(layer.grads, free, again, layer.finish_s, layer.costs.grad_d2h_s)
         self.grads.give(self.d2h, layer.grad_slots)
+        if self.any_updating:
+            self._update(layer.number + 1, self.d2h)
+            self.work[layer.number] = self.batch.updating * layer.costs.cpu_update_s
 
     def _fetch_saved(
         self,

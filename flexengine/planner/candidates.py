@@ -1,0 +1,198 @@
+"""Candidates of one chunk and round size as arrays, what they take of both memories, and the plan of each.
+
+A candidate says for every block what it keeps and where its parameters live (a choice: keep option x residency), what
+embedding and head do (an edge choice), and how many slots there are of each kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from flexengine.plan import GroupPlan, LayerPlan, Plan
+from flexengine.planner.shared_buffers import SlotCounts
+from flexengine.planner.size_tables import NUM_RESIDENCIES, STREAMS_WEIGHTS, SizeTables
+from flexengine.schedule.layer_program import ALIGNMENT
+
+LARGEST_NUMBER = np.iinfo(np.int64).max
+Slots = tuple[int, int, int]
+"""Weight, gradient and offload slots."""
+
+
+class Candidates(NamedTuple):
+    """Candidates [P]: choices [P, L] of the blocks, indices [P] into the edge choices, and slots [P, 3]."""
+
+    choices: np.ndarray
+    edges: np.ndarray
+    slots: np.ndarray
+
+    def take(self, index: np.ndarray) -> Candidates:
+        """Select some candidates."""
+        return Candidates(self.choices[index], self.edges[index], self.slots[index])
+
+    def distinct(self) -> Candidates:
+        """Drop repetitions and keep the order."""
+        _, first = np.unique(row_numbers((*self.choices.T, self.edges, *self.slots.T)), return_index=True)
+        return self.take(np.sort(first))
+
+    @staticmethod
+    def joined(parts: Sequence[Candidates]) -> Candidates:
+        """Concatenate several arrays of candidates."""
+        return Candidates(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+    @staticmethod
+    def of(made: Sequence[tuple[np.ndarray, int, Slots]]) -> Candidates:
+        """Build the arrays from single candidates: choices [L], an edge choice, slots."""
+        return Candidates(*(np.array(column) for column in zip(*made, strict=True)))
+
+
+def row_numbers(columns: Sequence[np.ndarray]) -> np.ndarray:
+    """Number [P] the rows of columns [P] of small counts: equal rows get equal numbers, others different ones.
+
+    Numbers sort many times faster than rows.
+    """
+    numbers, count = np.zeros(len(columns[0]), dtype=np.int64), 1
+    for column in columns:
+        width = int(column.max(initial=0)) + 1
+        if count * width > LARGEST_NUMBER:
+            _, numbers = np.unique(numbers, return_inverse=True)
+            count = len(numbers)
+        numbers, count = numbers * width + column, count * width
+    return numbers
+
+
+def aligned(num_bytes: np.ndarray) -> np.ndarray:
+    """Round up to multiples of ALIGNMENT."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class CandidateMemory:
+    """Bytes of candidates of one size, exact to the byte on the GPU, and their plans."""
+
+    def __init__(self, tables: SizeTables) -> None:
+        self.tables, self.buffers = tables, tables.buffers
+        self.edge_choices = self.buffers.edge_choices()
+        self.edge_residencies = np.array([edge.residencies for edge in self.edge_choices])
+        self.share = np.array([edge.share_slots for edge in self.edge_choices])
+        self.grads_over_weights = np.array([edge.grads_over_weights for edge in self.edge_choices])
+
+    @property
+    def none(self) -> Candidates:
+        """No candidates."""
+        shapes = ((0, self.tables.num_blocks), (0,), (0, 3))
+        return Candidates(*(np.zeros(shape, dtype=np.int64) for shape in shapes))
+
+    # -- edges, by edge choice [S] -----------------------------------------------------------------------------------
+
+    @cached_property
+    def edge_gpu(self) -> np.ndarray:
+        """GPU bytes [S] of the edge groups' resident planes."""
+        return np.array([self.buffers.resident_edge_bytes(edge.residencies) for edge in self.edge_choices])
+
+    @cached_property
+    def edge_slots(self) -> np.ndarray:
+        """Bytes [0, S] of the edges' slots, and offsets [1, S] of the head's gradient slots among them."""
+        return np.array([self.buffers.edge_slots(edge) for edge in self.edge_choices]).T
+
+    @cached_property
+    def edge_tiles(self) -> np.ndarray:
+        """Whether updates of the edge groups pass through tiles [S]."""
+        return np.max(self._of_edges(self.tables.edge_needs_tiles), axis=1)
+
+    @cached_property
+    def edge_host(self) -> np.ndarray:
+        """Host bytes [S] of the edge groups' planes."""
+        return self._of_edges(self.tables.edge_host).sum(axis=1)
+
+    @cached_property
+    def edge_loads(self) -> np.ndarray:
+        """Loads [S, 12] of the edge groups' parameters."""
+        return self._of_edges(self.tables.edge_loads).sum(axis=1)
+
+    def _of_edges(self, table: np.ndarray) -> np.ndarray:
+        """Read a table [E, V, ...] of the edge groups by residency: [S, E, ...]."""
+        return table[np.arange(len(table)), self.edge_residencies]
+
+    # -- bytes -------------------------------------------------------------------------------------------------------
+
+    def fixed_gpu_bytes(self, slots: Slots, staged_bytes: int, scratch_bytes: int) -> np.ndarray:
+        """GPU bytes [S] beside what blocks hold or keep, when slots and scratch have at most such bytes."""
+        weight, grad = (size * count for size, count in zip(self.buffers.largest_slot_bytes, slots, strict=False))
+        block, edges = self.buffers.accumulator_bytes + weight + grad, self.edge_slots[0]
+        region = np.where(self.share, np.maximum(block, edges), block + edges) + slots[2] * staged_bytes
+        activations = self.tables.activations
+        fixed = activations.fixed_gpu_bytes + activations.round_gpu_bytes
+        return fixed + max(activations.scratch_floor, scratch_bytes) + self.edge_gpu + region
+
+    def block_slot_bytes(self, candidates: Candidates) -> np.ndarray:
+        """Bytes [P] of the blocks' weight, accumulator and gradient slots, no more of them than parts need."""
+        buffers, residencies = self.buffers, candidates.choices % NUM_RESIDENCIES
+        total = np.full(len(residencies), buffers.accumulator_bytes)
+        sizes = buffers.slot_bytes[:, buffers.kind_of]
+        streams = STREAMS_WEIGHTS[residencies], self.tables.streams_grads.at(residencies)
+        for size, count, streamed in zip(sizes, candidates.slots.T[:2], streams, strict=True):
+            total = total + np.minimum(count, streamed @ buffers.parts_of_blocks) * (size * streamed).max(axis=1)
+        return total
+
+    def region_bytes(self, candidates: Candidates) -> np.ndarray:
+        """Bytes [P] of a round's slots, over which optimizer tiles lie."""
+        tables, options = self.tables, candidates.choices // NUM_RESIDENCIES
+        block, edges = self.block_slot_bytes(candidates), self.edge_slots[0][candidates.edges]
+        slots = np.where(self.share[candidates.edges], np.maximum(block, edges), block + edges)
+        staging = candidates.slots[:, 2] * aligned(tables.option_staged.at(options).max(axis=1))
+        scratch = np.maximum(tables.activations.scratch_floor, tables.option_scratch.at(options).max(axis=1))
+        kept = tables.chunks_per_round * tables.option_gpu.at(options).sum(axis=1)
+        return slots + tables.activations.round_gpu_bytes + staging + aligned(scratch) + kept
+
+    def gpu_bytes(self, candidates: Candidates) -> np.ndarray:
+        """GPU bytes [P] of the process."""
+        tables, residencies = self.tables, candidates.choices % NUM_RESIDENCIES
+        resident = self.edge_gpu[candidates.edges] + tables.residency_gpu.at(residencies).sum(axis=1)
+        tiled = tables.needs_tiles.at(residencies).any(axis=1) | self.edge_tiles[candidates.edges]
+        region = np.maximum(self.region_bytes(candidates), np.where(tiled, self.buffers.least_tile_bytes, 0))
+        return tables.activations.fixed_gpu_bytes + resident + region
+
+    def host_bytes(self, candidates: Candidates) -> np.ndarray:
+        """Host bytes [P] of the process."""
+        tables = self.tables
+        planes = self.edge_host[candidates.edges] + tables.choice_host.at(candidates.choices).sum(axis=1)
+        by_cpu = tables.by_cpu.at(candidates.choices % NUM_RESIDENCIES).any(axis=1)
+        return tables.activations.host_bytes + planes + np.where(by_cpu, self.buffers.cpu_update_host_bytes, 0)
+
+    def fits(self, candidates: Candidates) -> np.ndarray:
+        """Whether both budgets hold [P]."""
+        gpu, host = self.gpu_bytes(candidates), self.host_bytes(candidates)
+        request = self.tables.request
+        return np.asarray((gpu <= request.max_gpu_bytes) & (host <= request.max_host_bytes))
+
+    # -- plans -------------------------------------------------------------------------------------------------------
+
+    def plan(self, candidates: Candidates, index: int) -> Plan:
+        """Make the plan of one candidate."""
+        one = candidates.take(np.array([index]))
+        tables, buffers, choices = self.tables, self.buffers, one.choices[0]
+        layers = [LayerPlan()] * len(tables.model.layers)
+        groups = [GroupPlan()] * len(tables.model.groups)
+        blocks = zip(buffers.block_layers, buffers.block_groups, buffers.kind_of, choices, strict=True)
+        for layer, group, kind, choice in blocks:
+            option, residency = divmod(int(choice), NUM_RESIDENCIES)
+            layers[layer] = tables.kinds[kind].options.plans[option]
+            groups[group] = buffers.kind_residencies[kind][residency]
+        edge = self.edge_choices[int(one.edges[0])]
+        edges = zip(buffers.edge_groups, buffers.edge_residencies, edge.residencies, strict=True)
+        for group, residencies, residency in edges:
+            groups[group] = residencies[residency]
+        weight, grad, save = self._used_slots(one)
+        count, tile = buffers.tiles(int(self.region_bytes(one)[0]), SlotCounts().optimizer)
+        size = (tables.chunk_tokens, tables.chunks_per_round)
+        return buffers.plan(size, edge, SlotCounts(weight, grad, save, count), tuple(layers), tuple(groups), tile)
+
+    def _used_slots(self, one: Candidates) -> Slots:
+        """Slots of one candidate's layout: no more weight or gradient slots than parts of blocks need one."""
+        residencies, parts = one.choices[0] % NUM_RESIDENCIES, self.buffers.parts_of_blocks
+        weight, grad, save = one.slots[0].tolist()
+        weights, grads = parts @ STREAMS_WEIGHTS[residencies], parts @ self.tables.streams_grads.at(residencies)
+        return max(1, min(weight, int(weights))), max(1, min(grad, int(grads))), save

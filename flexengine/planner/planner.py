@@ -1,0 +1,251 @@
+"""Chooses a plan in four steps: bound, seed, local search, simulate.
+
+Every (chunk, round) size has a lower bound. Sizes are started in order of their bounds, until the bound reaches what
+was found already; a race gives the best of them more and more seeds and local search on the surrogate; the finalists
+are lowered and simulated as real programs, and the fastest is the plan. All limits are counts, never clocks, so a
+request has one answer. docs/planner.md explains each step with an example.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from flexengine.hardware.profile import HardwareProfile
+from flexengine.models.in_parts import in_parts, may_be_in_parts
+from flexengine.models.matmul_dtype import check_matmul_dtype
+from flexengine.models.spec import ModelSpec
+from flexengine.plan import Plan, Prediction, Request
+from flexengine.planner.block_kinds import SaveSets, side_by_side
+from flexengine.planner.bound.relaxation import Bound
+from flexengine.planner.bound.speed_of_light import least, size_bounds, speed_of_light_s
+from flexengine.planner.cost.cost_model import CostModel, StepEstimate, StepPricer, full_round
+from flexengine.planner.cost.memory import (
+    excess_bytes,
+    gpu_categories,
+    gpu_required_bytes,
+    host_categories,
+    host_required_bytes,
+)
+from flexengine.planner.cost.simulated_step import limiter
+from flexengine.planner.feasibility.shortage import Feasibility, shortage
+from flexengine.planner.save_set_frontier import frontier
+from flexengine.planner.shared_buffers import SharedBuffers
+from flexengine.planner.size_search import SizeSearch
+from flexengine.planner.size_tables import SizeTables
+from flexengine.schedule.expert_fetch import least_touched_share
+from flexengine.schedule.group_storage import DTYPE_BYTES
+from flexengine.schedule.layout import Layout
+
+
+class Race(NamedTuple):
+    """A round of the race: the most sizes that run it, within which factor of the best, and how far each goes."""
+
+    num_sizes: int
+    near: float
+    blocks: int
+    steps: int
+
+
+RACE = (Race(8, 1.08, 1, 1), Race(4, 1.03, 80_000, 16), Race(2, 1.012, 200_000, 16))
+"""Blocks times chunks that local search simulates per size, in at most so many steps. Twice as many take a third
+longer and give plans that are 0.1% faster on average."""
+PATIENCE, FAR = 8, 1.05
+"""After so many sizes in a row with seeds above this factor of the best, no more are started."""
+NUM_FINALISTS, SIMULATED_COMMANDS = 12, 6_000
+"""Candidates of a size that may be simulated, and commands after which no more are; a second has about 20,000."""
+MAX_CHUNK_LAYERS = 1024
+"""Largest chunks per round times blocks that is planned for, where sizes allow a choice: programs grow with it."""
+WHOLE_ENOUGH = 0.8
+"""Do not try experts in parts when the plan with whole experts reaches this share of the bound: parts cost
+recomputation, which they hardly win back then."""
+MOST_TOUCHED = 0.9
+"""Try `touched_only` when a full round is expected to touch less than this share of the experts."""
+
+
+def make_plan(model: ModelSpec, request: Request, profile: HardwareProfile) -> Plan:
+    """Find the fastest plan for a request on a machine.
+
+    Experts in parts are tried only where whole experts do not fit or are far from the bound, or where rounds are so
+    short that they touch only some experts. Deterministic; takes seconds, needs no GPU.
+    Raises: PlanError when nothing fits, saying what would; ValueError for products that the model cannot do in FP8.
+    """
+    with _collector_paused():
+        plan = Planner(model, request, profile).plan()
+        parts = in_parts(model)
+        if may_be_in_parts(model) and (plan is None or not _is_good_whole(plan, parts)):
+            found = (plan, Planner(model, request, profile, parts).plan())
+            plan = min((p for p in found if p is not None), key=lambda p: p.predicted.step_s, default=None)
+        if plan is None:
+            raise shortage(parts, request, profile)
+        return plan
+
+
+def _is_good_whole(plan: Plan, parts: ModelSpec) -> bool:
+    """Whether parts can hardly improve a plan with whole experts, or would recompute where none was asked for."""
+    if plan.request.recompute == "none":
+        return True
+    near_bound = plan.predicted.speed_of_light_s / plan.predicted.step_s >= WHOLE_ENOUGH
+    tokens = full_round(plan.request, plan.chunk_tokens, plan.chunks_per_round).num_tokens
+    return near_bound and least_touched_share(parts, tokens) >= MOST_TOUCHED
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Pause Python's search for cyclic garbage, which takes a tenth of a plan's time and finds next to nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class Planner:
+    """Plans one request."""
+
+    def __init__(
+        self, model: ModelSpec, request: Request, profile: HardwareProfile, arranged: ModelSpec | None = None
+    ) -> None:
+        """arranged: the model with experts in parts, where plans shall stream it so."""
+        check_matmul_dtype(model, request.numerics.matmul)
+        self.given, self.model = model, model if arranged is None else arranged
+        self.request, self.profile = request, profile
+        self.buffers = SharedBuffers(self.model, request, profile)
+        self.pricer = StepPricer(profile)
+
+    def plan(self) -> Plan | None:
+        """Bound, seed, search and simulate; None where nothing fits."""
+        sizes = self.race(self.started(self.bounded()))
+        best = self.simulated(self.finalists(sizes)) or self.simulated(self.last_resort())
+        return None if best is None else self.predicted(*self.touched_only(*best))
+
+    # -- sizes -------------------------------------------------------------------------------------------------------
+
+    def bounded(self) -> list[SizeSearch]:
+        """Sizes that may fit, the lowest bound first; only those of small programs, where there are such."""
+        bounds, blocks = self.bounds, len(self.model.blocks)
+        limit = max(MAX_CHUNK_LAYERS, min((chunks for _, chunks in bounds), default=0) * blocks)
+        sizes = [
+            SizeSearch(SizeTables(self.buffers, *size, self.save_sets), bound)
+            for size, bound in bounds.items()
+            if bound is not None and size[1] * blocks <= limit
+        ]
+        return sorted(sizes, key=lambda size: size.bound.seconds)
+
+    @cached_property
+    def bounds(self) -> dict[tuple[int, int], Bound | None]:
+        """The bound of every size."""
+        return size_bounds(self.model, self.request, self.profile)
+
+    def started(self, sizes: Iterable[SizeSearch]) -> list[SizeSearch]:
+        """Start sizes until the bound of the next one reaches the best seed, or too many in a row are far from it."""
+        started: list[SizeSearch] = []
+        best_s, far = float("inf"), 0
+        for size in sizes:
+            if size.bound.seconds >= best_s or far == PATIENCE:
+                break
+            size.start()
+            if np.isfinite(size.best_s):
+                started.append(size)
+                far = far + 1 if size.best_s > FAR * best_s else 0
+                best_s = min(best_s, size.best_s)
+        return started
+
+    def race(self, sizes: list[SizeSearch]) -> list[SizeSearch]:
+        """Search the best sizes further and further; fewer are left after every round."""
+        for number, race in enumerate(RACE):
+            if number == 0:
+                sizes = _nearest({size.name: size.rank_s for size in sizes}, sizes, race)
+            else:
+                sizes = _nearest({size.name: size.best_s for size in sizes}, sizes, race)
+            for size in sizes:
+                if number == 1:
+                    size.seed_more()
+                size.search.run(race.blocks, race.steps)
+        return sizes
+
+    @cached_property
+    def save_sets(self) -> SaveSets:
+        """Save sets that no other beats in bytes and recompute seconds. They hardly depend on the chunk size."""
+        chunk, longest = max(chunk for chunk, _ in self.bounds), self.request.max_seq_len
+        cost = CostModel(self.profile, DTYPE_BYTES[self.request.numerics.compute], chunk, longest)
+        shape = full_round(self.request, chunk, max(1, -(-longest // chunk)))
+        counts = np.bincount(self.buffers.kind_of)
+        return side_by_side(self.buffers.kinds, counts, lambda layer: frontier(layer, shape, cost))
+
+    # -- the answer --------------------------------------------------------------------------------------------------
+
+    def finalists(self, sizes: list[SizeSearch]) -> Iterator[Plan]:
+        """The best candidate of every size, then others by their estimates."""
+        found = [
+            (place, float(size.search.seconds[index]), number, index)
+            for number, size in enumerate(sizes)
+            for place, index in enumerate(size.search.finalists(NUM_FINALISTS))
+        ]
+        for _, _, number, index in sorted(found, key=lambda entry: (entry[0] > 0, *entry[1:])):
+            search = sizes[number].search
+            yield search.memory.plan(search.found, index)
+
+    def last_resort(self) -> list[Plan]:
+        """Plans of little memory, tried where the search found none: of the largest chunks that fit, else the one of
+        the least GPU memory, which may fit."""
+        feasibility = Feasibility(self.model, self.request, self.profile)
+        return list(feasibility.fitting())[-2:] or [feasibility.least_gpu().plan]
+
+    def simulated(self, plans: Iterable[Plan]) -> tuple[Plan, StepEstimate] | None:
+        """The fastest plan by simulation of its real programs; None when none fits."""
+        best: tuple[Plan, StepEstimate] | None = None
+        for plan in plans:
+            layout = Layout(self.model, plan)
+            if max(excess_bytes(layout, self.request, self.profile)) > 0:
+                continue
+            estimate = self.pricer.step(layout)
+            if best is None or estimate.step_s < best[1].step_s:
+                best = (plan, estimate)
+            if self.pricer.simulated_commands > SIMULATED_COMMANDS:
+                break
+        return best
+
+    def touched_only(self, plan: Plan, estimate: StepEstimate) -> tuple[Plan, StepEstimate]:
+        """Fetch only touched experts where that is faster and a full round leaves some untouched."""
+        shape = full_round(self.request, plan.chunk_tokens, plan.chunks_per_round)
+        if least_touched_share(self.model, shape.num_tokens) >= MOST_TOUCHED:
+            return plan, estimate
+        sparing = replace(plan, touched_only=True)
+        found = self.pricer.step(Layout(self.model, sparing))
+        return (sparing, found) if found.step_s < estimate.step_s else (plan, estimate)
+
+    def predicted(self, plan: Plan, estimate: StepEstimate) -> Plan:
+        """Add the prediction to a plan. The bound is of plans that fetch all experts."""
+        layout = Layout(self.model, plan)
+        bound = least(self.bounds)
+        bound_s = bound.seconds if bound is not None else 0.0
+        if may_be_in_parts(self.given):  # whole or in parts, whichever this planner looked at
+            bound_s = speed_of_light_s(self.given, self.request, self.profile)
+        prediction = Prediction(
+            step_s=estimate.step_s,
+            speed_of_light_s=min(bound_s, estimate.step_s) if plan.touched_only else bound_s,
+            busy_s=estimate.busy_s,
+            recompute_share=estimate.recompute_s / max(estimate.busy_s["compute"], 1e-30),
+            gpu_bytes=gpu_required_bytes(layout, self.profile),
+            host_bytes=host_required_bytes(layout, self.profile),
+            gpu_categories=gpu_categories(layout, self.profile),
+            host_categories=host_categories(layout, self.profile),
+            limiter=limiter(estimate),
+        )
+        return replace(plan, predicted=prediction)
+
+
+def _nearest(seconds: dict[tuple[int, int], float], sizes: list[SizeSearch], race: Race) -> list[SizeSearch]:
+    """The sizes of the fewest seconds, as a round of the race takes them."""
+    ranked = sorted(sizes, key=lambda size: seconds[size.name])
+    near = [size for size in ranked if seconds[size.name] <= race.near * seconds[ranked[0].name]]
+    return near[: race.num_sizes]

@@ -1,0 +1,224 @@
+"""One chunk and round size as arrays: what every keep option and every residency takes and costs blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+import numpy as np
+
+from flexengine.plan import GroupPlan
+from flexengine.planner.block_kinds import PerKind, SaveSets
+from flexengine.planner.block_tables import BlockTables
+from flexengine.planner.cost.cost_model import CostModel, full_round, full_rounds, rounds_per_step
+from flexengine.planner.cost.stream_loads import BC, BI, FC, FI, RESIDENCIES, LayerSeconds, group_loads, layer_seconds
+from flexengine.planner.shared_buffers import ActivationBytes, SharedBuffers, host_plane_bytes
+from flexengine.schedule.group_storage import DTYPE_BYTES
+from flexengine.schedule.layer_program import align
+
+NUM_RESIDENCIES = len(RESIDENCIES)
+STREAMS_WEIGHTS = np.array([home.weights == "host" for home in RESIDENCIES])
+COMPUTE_AND_ISSUE = [FC, BC, FI, BI]
+"""Columns that the seconds of a layer load, in the order of LayerSeconds."""
+
+
+def needs_tiles(home: GroupPlan) -> bool:
+    """Whether the GPU updates what does not live there altogether."""
+    return home.update == "gpu" and "host" in (home.grads, home.states)
+
+
+def streams_grads(home: GroupPlan) -> bool:
+    """Whether gradients leave for the host."""
+    return home.trained and home.grads == "host"
+
+
+class SizeTables:
+    """Tables of rounds of `chunks_per_round` chunks of `chunk_tokens` tokens, made when they are first read.
+
+    [O]: keep options, [V]: residencies, [E, V]: edge groups by residency, [K]: choices, an option and a residency each,
+    choice = option * NUM_RESIDENCIES + residency. Blocks may be of several kinds, for which a number means different
+    things.
+    """
+
+    def __init__(self, buffers: SharedBuffers, chunk_tokens: int, chunks_per_round: int, sets: SaveSets) -> None:
+        self.buffers, self.model, self.request = buffers, buffers.model, buffers.request
+        self.chunk_tokens, self.chunks_per_round, self.sets = chunk_tokens, chunks_per_round, sets
+        self.compute_bytes = DTYPE_BYTES[self.request.numerics.compute]
+        self.acc_bytes = 8 if self.request.numerics.compute == "float64" else 4
+        sizes = (self.compute_bytes, chunk_tokens, self.request.max_seq_len)
+        self.cost = CostModel(buffers.profile, *sizes, self.request.numerics.state)
+        self.shape = full_round(self.request, chunk_tokens, chunks_per_round)
+        self.rounds = rounds_per_step(self.request, self.shape)
+        self.full_rounds = full_rounds(self.request, self.shape)
+        self.num_blocks = len(buffers.block_layers)
+        self.sliced = self.shape.chunks[0].is_slice
+        self.hidden_bytes = align(chunk_tokens * self.model.hidden_size * self.compute_bytes)
+
+    @property
+    def activations(self) -> ActivationBytes:
+        """What this size takes whatever is kept."""
+        return self.buffers.activation_bytes(self.chunk_tokens, self.chunks_per_round)
+
+    @cached_property
+    def kinds(self) -> tuple[BlockTables, ...]:
+        """What one block of every kind takes and costs."""
+        t, rounds = self.buffers, (self.rounds, self.full_rounds)
+        options = t.keep_options(self.cost, self.sets)
+        return tuple(
+            BlockTables(
+                kind.layer, group, homes, t.uses[kind.group], own, self.cost, self.shape, rounds, self.acc_bytes
+            )
+            for kind, group, homes, own in zip(t.kinds, t.kind_layouts, t.kind_residencies, options, strict=True)
+        )
+
+    def of_blocks(self, column: Callable[[BlockTables], np.ndarray]) -> PerKind:
+        """A table of every kind, to be read by block."""
+        return PerKind(np.stack([column(kind) for kind in self.kinds]), self.buffers.kind_of)
+
+    # -- seconds that no choice changes ------------------------------------------------------------------------------
+
+    @cached_property
+    def edge_seconds(self) -> tuple[LayerSeconds, LayerSeconds]:
+        """Compute of embedding and head per round."""
+        first, last = self.model.layers[0], self.model.layers[-1]
+        return layer_seconds(first, self.shape, self.cost), layer_seconds(last, self.shape, self.cost)
+
+    # -- keep options ------------------------------------------------------------------------------------------------
+
+    @property
+    def num_options(self) -> int:
+        """O: ways a block can keep its activations."""
+        return len(self.kinds[0].options.plans)
+
+    @cached_property
+    def option_gpu(self) -> PerKind:
+        """GPU bytes [O] of a chunk that stay from forward to backward."""
+        return self.of_blocks(lambda kind: kind.options.gpu_bytes)
+
+    @cached_property
+    def option_host(self) -> PerKind:
+        """Host bytes [O] of a chunk that stay from forward to backward."""
+        return self.of_blocks(lambda kind: kind.options.host_bytes)
+
+    @cached_property
+    def option_staged(self) -> PerKind:
+        """Bytes [O] that an offload slot must hold."""
+        return self.of_blocks(lambda kind: kind.options.staged_bytes)
+
+    @cached_property
+    def option_scratch(self) -> PerKind:
+        """Scratch bytes [O]."""
+        return self.of_blocks(lambda kind: kind.options.scratch_bytes)
+
+    @cached_property
+    def option_recompute_s(self) -> PerKind:
+        """Seconds [O] of recomputation per round."""
+        return self.of_blocks(lambda kind: kind.recompute_s)
+
+    @cached_property
+    def option_loads(self) -> PerKind:
+        """Loads [O, 12] of a step."""
+        return self.of_blocks(lambda kind: kind.option_loads)
+
+    # -- parameters --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def residency_loads(self) -> PerKind:
+        """Loads [V, 12] of a block's parameters."""
+        return self.of_blocks(lambda kind: kind.residency_loads)
+
+    @cached_property
+    def edge_loads(self) -> np.ndarray:
+        """Loads [E, V, 12] of the edge groups' parameters."""
+        t, sizes = self.buffers, (self.rounds, self.acc_bytes, self.cost)
+        edges = list(zip(t.edge_layouts, t.edge_residencies, t.edge_groups, strict=True))
+        return np.array([[group_loads(g, home, t.uses[i], *sizes) for home in homes] for g, homes, i in edges])
+
+    @cached_property
+    def streams_grads(self) -> PerKind:
+        """Whether a block's gradient leaves for the host [V]."""
+        return self.of_blocks(lambda kind: np.array([streams_grads(home) for home in kind.residencies]))
+
+    @cached_property
+    def needs_tiles(self) -> PerKind:
+        """Whether a block's update passes through tiles [V]."""
+        return self.of_blocks(lambda kind: np.array([needs_tiles(home) for home in kind.residencies]))
+
+    @cached_property
+    def by_cpu(self) -> PerKind:
+        """Whether the CPU updates a block [V]."""
+        return self.of_blocks(lambda kind: np.array([home.update == "cpu" for home in kind.residencies]))
+
+    @cached_property
+    def edge_needs_tiles(self) -> np.ndarray:
+        """Whether the edge groups' updates pass through tiles [E, V]."""
+        return np.array([[needs_tiles(home) for home in homes] for homes in self.buffers.edge_residencies])
+
+    @cached_property
+    def residency_gpu(self) -> PerKind:
+        """GPU bytes [V] of a block's resident planes."""
+        return self.of_blocks(lambda kind: kind.residency_gpu)
+
+    @cached_property
+    def residency_host(self) -> PerKind:
+        """Host bytes [V] of a block's planes."""
+        return self.of_blocks(lambda kind: kind.residency_host)
+
+    @cached_property
+    def edge_host(self) -> np.ndarray:
+        """Host bytes [E, V] of the edge groups' planes."""
+        edges = zip(self.buffers.edge_layouts, self.buffers.edge_residencies, strict=True)
+        return np.array([[host_plane_bytes(g, home) for home in homes] for g, homes in edges], dtype=np.int64)
+
+    # -- choices-----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def choice_option(self) -> np.ndarray:
+        """Option [K] of every choice."""
+        return np.repeat(np.arange(self.num_options), NUM_RESIDENCIES)
+
+    @cached_property
+    def choice_residency(self) -> np.ndarray:
+        """Residency [K] of every choice."""
+        return np.tile(np.arange(NUM_RESIDENCIES), self.num_options)
+
+    @cached_property
+    def choice_loads(self) -> PerKind:
+        """Loads [K, 12] of a block."""
+
+        def of(kind: BlockTables) -> np.ndarray:
+            table = kind.option_loads[self.choice_option] + kind.residency_loads[self.choice_residency]
+            table[:, COMPUTE_AND_ISSUE] += self.full_rounds * sum(np.array(s) for s in kind.seconds)
+            return table
+
+        return self.of_blocks(of)
+
+    @cached_property
+    def choice_gpu(self) -> PerKind:
+        """GPU bytes [K] that a block holds: planes, and a round's kept activations."""
+        return self.of_blocks(
+            lambda kind: (
+                self.chunks_per_round * kind.options.gpu_bytes[self.choice_option]
+                + kind.residency_gpu[self.choice_residency]
+            )
+        )
+
+    @cached_property
+    def choice_host(self) -> PerKind:
+        """Host bytes [K] that a block holds."""
+        return self.of_blocks(
+            lambda kind: (
+                self.chunks_per_round * kind.options.host_bytes[self.choice_option]
+                + kind.residency_host[self.choice_residency]
+            )
+        )
+
+    @cached_property
+    def choice_staged(self) -> np.ndarray:
+        """Bytes [K] that an offload slot must hold at the most."""
+        return self.option_staged.largest[self.choice_option]
+
+    @cached_property
+    def choice_scratch(self) -> np.ndarray:
+        """Scratch bytes [K] at the most."""
+        return self.option_scratch.largest[self.choice_option]

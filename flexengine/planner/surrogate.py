@@ -1,0 +1,239 @@
+"""Estimated seconds of a step for many candidates at once: what their choices cost, run by the batched simulator.
+
+A step is an update, a first round, and the rounds that add to its gradients. The CPU's updates go on under the first
+round; without clipping they begin inside the last round's backward pass. The estimate is within about 2% of the real
+program's simulation where plans are fast; only the simulation of real programs decides.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+from flexengine.planner.batched_simulator import Batch, BatchedSimulator, ChoiceCosts, EdgeCosts, RoundCosts
+from flexengine.planner.block_kinds import PerKind
+from flexengine.planner.candidates import CandidateMemory, Candidates
+from flexengine.planner.cost.stream_loads import STREAMED, issue_s
+from flexengine.planner.cost.update_cost import TileTimes, cpu_update_s, gpu_update_s, tile_times
+from flexengine.planner.shared_buffers import SlotCounts
+from flexengine.planner.size_tables import NUM_RESIDENCIES, STREAMS_WEIGHTS, streams_grads
+from flexengine.schedule.group_storage import GroupStorage
+
+MOST_TILES = 1 << 40
+"""Tiles in a region beyond which their size depends on the model alone."""
+
+
+class Surrogate:
+    """Estimates steps of candidates of one size."""
+
+    def __init__(self, memory: CandidateMemory) -> None:
+        self.memory, self.tables, self.buffers = memory, memory.tables, memory.buffers
+        self.cost, self.profile = self.tables.cost, self.tables.cost.profile
+        self._updates: dict[tuple[int, int], tuple[PerKind, np.ndarray, float]] = {}
+
+    def step_s(self, candidates: Candidates) -> np.ndarray:
+        """Estimated seconds [P] of a step."""
+        tables, count = self.tables, len(candidates.choices)
+        if not count:
+            return np.zeros(0)
+        cpu_s = self.choice_costs["cpu_update_s"].at(candidates.choices).T
+        several = tables.rounds > 1
+        in_backward = bool(cpu_s.any()) and not tables.request.clipping
+        none, last_s = np.zeros(count, dtype=bool), 0.0
+        if in_backward:
+            last_s, cpu_s = self.round_s(candidates, none | several, ~none)
+        update_s, done_s = self.update_s(candidates, cpu_s.sum(axis=0))
+        later = tables.full_rounds - (2 if in_backward else 1)
+        if not several or later <= 0:
+            updating = none | (in_backward and not several)
+            first_s, _ = self.round_s(candidates, none, updating, cpu_s, done_s)
+            return update_s + first_s + (last_s if several else 0.0)
+        # both kinds of rounds in one batch, as larger batches take less time per candidate
+        both, accumulating = Candidates.joined([candidates, candidates]), np.concatenate((none, ~none))
+        pending_s = np.concatenate((cpu_s, np.zeros_like(cpu_s)), axis=1)
+        seconds, _ = self.round_s(
+            both, accumulating, np.zeros(2 * count, dtype=bool), pending_s, np.tile(done_s, 2) * ~accumulating
+        )
+        first_s, again_s = np.split(seconds, 2)
+        return update_s + first_s + later * again_s + last_s
+
+    # -- rounds ------------------------------------------------------------------------------------------------------
+
+    def round_s(
+        self,
+        candidates: Candidates,
+        accumulating: np.ndarray,
+        updating: np.ndarray,
+        pending_s: np.ndarray | None = None,
+        done_s: np.ndarray | None = None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Estimated seconds [P] of a round, and seconds [L, P] of the CPU's updates that it leaves.
+
+        accumulating [P]: earlier gradients are added; updating [P]: the CPU updates what has arrived; pending_s [L, P]:
+        seconds of updates that the CPU begins with, of which done_s [P] are done.
+        """
+        if pending_s is None or done_s is None:
+            pending_s, done_s = np.zeros(candidates.choices.T.shape), np.zeros(len(candidates.choices))
+        memory, edges = self.memory, candidates.edges
+        costs = ChoiceCosts(**{name: column.at(candidates.choices).T for name, column in self.choice_costs.items()})
+        embedding, head = (EdgeCosts(*edge[:5], *(column[edges] for column in edge[5:])) for edge in self.edge_costs)
+        share = memory.share[edges]
+        refilled = share & STREAMS_WEIGHTS[candidates.choices % NUM_RESIDENCIES].any(axis=1)
+        if self.tables.model.tie_word_embeddings:  # what the embedding read is still there for the head
+            head = head._replace(weights_h2d_s=np.where(refilled, head.weights_h2d_s, 0.0))
+        batch = Batch(
+            costs,
+            embedding,
+            head,
+            slots=candidates.slots.T,
+            share_edge_slots=share,
+            grads_over_weights=memory.grads_over_weights[edges],
+            refilled=refilled,
+            grads_share=share & (memory.block_slot_bytes(candidates) > memory.edge_slots[1][edges]),
+            accumulating=accumulating,
+            updating=updating,
+            pending_s=pending_s,
+            done_s=done_s,
+        )
+        return BatchedSimulator(self.round_costs, batch, self.profile, self.cost.state_dtype).run()
+
+    @cached_property
+    def round_costs(self) -> RoundCosts:
+        """Compute of the blocks per chunk."""
+        tables = self.tables
+        return RoundCosts(
+            tables.of_blocks(lambda kind: np.array([s.forward_s for s in kind.seconds])).each(),
+            tables.of_blocks(lambda kind: np.array([s.backward_s for s in kind.seconds])).each(),
+            tables.of_blocks(lambda kind: np.array(self._finish_s(kind.group, kind.use.gradients))).each(),
+            tables.sliced,
+            np.array([tables.model.groups[layer.groups[0]].num_parts > 1 for layer in tables.model.blocks]),
+            sum(not layer.has_backward for layer in tables.model.blocks),
+        )
+
+    def _finish_s(self, group: GroupStorage, gradients: int) -> float:
+        """Seconds to round a group's gradient, adding what was stored; 0 where it has none."""
+        if not gradients:
+            return 0.0
+        touched = group.numel * self.tables.acc_bytes + 2 * group.plane_bytes["grad"]
+        return touched / self.profile.memory_bytes_per_s + 2 * self.profile.launch_s
+
+    def _copy_s(self, num_bytes: np.ndarray, up: bool) -> np.ndarray:
+        """Seconds of copies to (`up`) or from the device at the rate of a busy link; 0 for nothing."""
+        p = self.profile
+        alone, busy = (
+            (p.h2d_bytes_per_s, p.h2d_duplex_bytes_per_s) if up else (p.d2h_bytes_per_s, p.d2h_duplex_bytes_per_s)
+        )
+        return np.where(num_bytes > 0, (num_bytes + p.copy_latency_s * alone) / busy, 0.0)
+
+    @cached_property
+    def choice_costs(self) -> dict[str, PerKind]:
+        """What the choices [K] cost in a round, by field of ChoiceCosts."""
+        found = [self._choice_costs(number) for number in range(len(self.tables.kinds))]
+        columns = zip(ChoiceCosts._fields, zip(*found, strict=True), strict=True)
+        return {name: PerKind(np.stack(column), self.buffers.kind_of) for name, column in columns}
+
+    def _choice_costs(self, number: int) -> ChoiceCosts:
+        tables, kind, cost = self.tables, self.tables.kinds[number], self.cost
+        options, option, residency = kind.options, tables.choice_option, tables.choice_residency
+        copy_s, chunks, planes = issue_s(cost, "copy"), len(tables.shape.chunks), kind.group.plane_bytes
+        inputs = np.where(options.host_bytes > options.staged_bytes, tables.hidden_bytes, 0)[option]
+        staged = options.staged_bytes[option]
+        weights = STREAMS_WEIGHTS[residency] * planes["weights"]
+        streams = tables.streams_grads.by_kind[number][residency]
+        copies_s = copy_s * kind.copies[option]
+        forward_s = sum(s.forward_issue_s for s in kind.seconds) / chunks
+        backward_s = sum(s.backward_issue_s for s in kind.seconds) / chunks + kind.issue_s[option]
+        return ChoiceCosts(
+            recompute_s=kind.recompute_s[option] / chunks,
+            input_d2h_s=self._copy_s(inputs, False),
+            save_d2h_s=self._copy_s(staged, False),
+            input_h2d_s=self._copy_s(inputs, True),
+            save_h2d_s=self._copy_s(staged, True),
+            weights_h2d_s=self._copy_s(weights, True),
+            grad_h2d_s=self._copy_s(streams * planes["grad"], True),
+            grad_d2h_s=self._copy_s(streams * planes["grad"], False),
+            forward_issue_s=forward_s + copies_s,
+            backward_issue_s=backward_s + (2 if tables.sliced else 1) * copies_s,
+            fetch_issue_s=np.full(len(option), copy_s),
+            finish_issue_s=kind.use.gradients * issue_s(cost, "finish_gradient") + 2 * copy_s * streams,
+            cpu_update_s=np.array([cpu_update_s(kind.group, home, cost) for home in kind.residencies])[residency],
+        )
+
+    @cached_property
+    def edge_costs(self) -> tuple[EdgeCosts, EdgeCosts]:
+        """Embedding and head with the groups they read, under every edge choice [S]."""
+        return self._edge_costs(0), self._edge_costs(1)
+
+    def _edge_costs(self, edge: int) -> EdgeCosts:
+        tables, buffers = self.tables, self.buffers
+        layer = tables.model.layers[0 if edge == 0 else -1]
+        weights, grads, again = (np.zeros(len(self.memory.edge_choices)) for _ in range(3))
+        finish_s, other = 0.0, set(tables.model.layers[-1 if edge == 0 else 0].groups)
+        for i, group in enumerate(buffers.edge_groups):
+            if group not in layer.groups:
+                continue
+            planes, residencies = buffers.edge_layouts[i].plane_bytes, self.memory.edge_residencies[:, i]
+            weights += self._copy_s(STREAMS_WEIGHTS[residencies] * planes["weights"], True)
+            streams = np.array([streams_grads(home) for home in buffers.edge_residencies[i]])[residencies]
+            grads += self._copy_s(streams * planes["grad"], True)
+            if edge == 0 and group in other:
+                again += self._copy_s(streams * planes["grad"], True)
+            finish_s += self._finish_s(buffers.edge_layouts[i], buffers.uses[group].gradients)
+        sent = grads * self.profile.h2d_duplex_bytes_per_s / self.profile.d2h_duplex_bytes_per_s
+        seconds = tables.edge_seconds[edge]
+        return EdgeCosts(
+            seconds.forward_s,
+            seconds.backward_s,
+            finish_s,
+            seconds.forward_issue_s,
+            seconds.backward_issue_s + (issue_s(self.cost, "finish_gradient") if finish_s else 0.0),
+            weights,
+            grads,
+            sent,
+            again,
+        )
+
+    # -- update ------------------------------------------------------------------------------------------------------
+
+    def update_s(self, candidates: Candidates, cpu_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Estimated seconds [P] of the GPU's updates, and of the CPU's work, of cpu_s [P], that is done meanwhile."""
+        region, least = self.memory.region_bytes(candidates), self.buffers.least_tile_bytes
+        found, done = np.zeros(len(region)), np.zeros(len(region))
+        regions, which = np.unique(np.minimum(region // least, MOST_TILES), return_inverse=True)
+        tiles = [self.buffers.tiles(int(n) * least, SlotCounts().optimizer) for n in regions]
+        for tile in set(tiles):
+            mine = np.array([t == tile for t in tiles])[which]
+            blocks, edges, first_s = self._update_parts(*tile)
+            residencies = candidates.choices[mine] % NUM_RESIDENCIES
+            parts = _summed(blocks, residencies) + edges[candidates.edges[mine]]
+            found[mine], done[mine] = gpu_update_s(parts, cpu_s[mine], first_s, self.cost)
+        return found, done
+
+    def _update_parts(self, slots: int, tile: int) -> tuple[PerKind, np.ndarray, float]:
+        """`TileTimes.seconds` of blocks by residency [V, 3] and of edges by edge choice [S, 3] with such tiles, and the
+        seconds of the first tile's way."""
+        key = (slots, tile)
+        if key not in self._updates:
+            buffers = self.buffers
+            groups = [*buffers.kind_layouts, *buffers.edge_layouts]
+            homes = [*buffers.kind_residencies, *buffers.edge_residencies]
+            found: list[list[TileTimes]] = [
+                [tile_times(group, home, tile, self.cost) for home in of_group]
+                for group, of_group in zip(groups, homes, strict=True)
+            ]
+            parts = np.array([[times.seconds(slots, self.cost) for times in of_group] for of_group in found])
+            kinds = len(buffers.kinds)
+            edges = parts[np.arange(kinds, len(groups)), self.memory.edge_residencies].sum(axis=1)
+            first_s = next((of_group[STREAMED].first_s for of_group in found if of_group[STREAMED].first_s), 0.0)
+            self._updates[key] = PerKind(parts[:kinds], buffers.kind_of), edges, first_s
+        return self._updates[key]
+
+
+def _summed(blocks: PerKind, residencies: np.ndarray) -> np.ndarray:
+    """Sum [P, 3] over blocks what their residencies [P, L] take."""
+    total = np.zeros((len(residencies), blocks.by_kind.shape[-1]))
+    for kind, table in enumerate(blocks.by_kind):
+        own = residencies[:, blocks.kind_of == kind]
+        total += np.stack([(own == v).sum(axis=1) for v in range(NUM_RESIDENCIES)], axis=1) @ table
+    return total
