@@ -40,7 +40,7 @@ def test_every_field_of_a_job_is_an_option():
 
 
 @pytest.mark.parametrize(
-    ("function", "arguments"), [(from_pretrained, EngineArguments), (prepare, PrepareArguments)], ids=str
+    ("function", "arguments"), [(from_pretrained, EngineArguments), (prepare, PrepareArguments)], ids=["engine", "plan"]
 )
 def test_python_shows_every_option_with_its_default(function, arguments):
     shown = inspect.signature(function).parameters

@@ -315,7 +315,9 @@ def release_device(device: torch.device) -> None:
     """Give back what torch's allocator keeps of a GPU, and the limit that the engine's budget set it."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        # "cuda" without a number is the current device, but torch takes only numbered ones here
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.set_per_process_memory_fraction(1.0, index)
 
 
 def _start_meter(device: torch.device, arena_bytes: int) -> GpuMemoryMeter:

@@ -4,7 +4,7 @@ import pytest
 import safetensors
 import torch
 from engine_helpers import build_engine, make_plan, random_batch, saved_model, spec_of, streamed_plan, tiny_config
-from flexengine.schedule.group_layout import group_layout
+from flexengine.schedule.group_storage import group_storage
 
 from flexengine.models.freezing import with_frozen
 from flexengine.models.matmul_dtype import with_fp8_linears
@@ -99,15 +99,15 @@ def test_a_frozen_embedding_is_frozen_for_a_tied_head_too():
 @pytest.mark.parametrize("numerics", [Numerics(), Numerics(master="stochastic"), Numerics("float32", "full")], ids=str)
 def test_frozen_groups_have_weights_alone(numerics):
     group = with_frozen(four_blocks(), ["block.1"]).groups[2]
-    planes = dict(group_layout(group, numerics).plane_bytes)
+    planes = dict(group_storage(group, numerics).plane_bytes)
     assert planes.pop("weights") == group.numel * (2 if numerics.compute == "bfloat16" else 4)
     assert set(planes.values()) == {0}
 
 
 def test_a_groups_layout_is_shared_and_cannot_be_written_to():
     group = four_blocks().groups[2]
-    layout = group_layout(group, Numerics())
-    assert group_layout(group, Numerics()) is layout
+    layout = group_storage(group, Numerics())
+    assert group_storage(group, Numerics()) is layout
     for mapping in (layout.plane_bytes, layout.offsets):
         with pytest.raises(TypeError):
             mapping["weights"] = 0
