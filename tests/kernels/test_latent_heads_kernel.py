@@ -22,7 +22,7 @@ def exact(rotation):
     angle = (rotation.positions.float()[:, None] * rotation.inv_freq[None]).double()
 
     class Exact(Rotation):
-        def turn(self, x, inverse):
+        def rotate(self, x, inverse):
             cos, sin = (f(angle.cpu())[:, None] * self.scaling for f in (torch.cos, torch.sin))
             a, b = (x[..., ::2], x[..., 1::2]) if self.interleaved else x.chunk(2, dim=-1)
             sin = -sin if inverse else sin

@@ -4,7 +4,6 @@ import pytest
 import safetensors
 import torch
 from engine_helpers import build_engine, make_plan, random_batch, saved_model, spec_of, streamed_plan, tiny_config
-from flexengine.schedule.group_storage import group_storage
 
 from flexengine.models.freezing import with_frozen
 from flexengine.models.matmul_dtype import with_fp8_linears
@@ -12,6 +11,7 @@ from flexengine.models.registry import open_model
 from flexengine.optim import AdamW
 from flexengine.plan import GroupPlan, Numerics
 from flexengine.planner.block_kinds import block_kinds
+from flexengine.schedule.group_storage import group_storage
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.save_sets import savable_ops
