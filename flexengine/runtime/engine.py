@@ -316,8 +316,8 @@ def release_device(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         # "cuda" without a number is the current device, but torch takes only numbered ones here
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.set_per_process_memory_fraction(1.0, index)
+        numbered = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        torch.cuda.set_per_process_memory_fraction(1.0, numbered)
 
 
 def _start_meter(device: torch.device, arena_bytes: int) -> GpuMemoryMeter:
