@@ -25,7 +25,6 @@ from flexengine.schedule.lowering import ChunkShape, RoundShape
 
 FC, FH, FD, FI, BC, BH, BD, BI, UC, UH, UD, UI = range(12)
 NUM_LOADS = 12
-NUM_STREAMS = 4
 
 RESIDENCIES = (
     GroupPlan(),
