@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TextIO
 
 from flexengine.config import TrainConfig, options_from_yaml
 from flexengine.flags import add_flag, overlay
+from flexengine.hf_names import renamed_flag
 from flexengine.job import Job
 from flexengine.options import options_of
 from flexengine.wording import (
@@ -181,7 +182,7 @@ def parse_config(prog: str, argv: list[str], base: Mapping[str, Any] | None = No
     Raises ValueError on values that TrainConfig refuses; exits with status 2 on flags that do not exist.
     """
     base = base or {}
-    flags = vars(build_parser(prog, base).parse_args(argv))
+    flags = vars(build_parser(prog, base).parse_args([renamed_flag(argument) for argument in argv]))
     path = flags.pop("config", None)
     from_file: dict[str, Any] = {}
     if path is not None:

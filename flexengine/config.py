@@ -14,7 +14,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 
+from flexengine.hf_names import renamed
 from flexengine.job import Job
+from flexengine.learning_options import LearningOptions
 from flexengine.options import FlagWords, Option, Words, flag_of, options_of
 from flexengine.yaml_options import read_yaml
 
@@ -28,7 +30,7 @@ STEP_OPTIONS = ("trace_step", "profile_start_step", "profile_stop_step")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(Job):
+class TrainConfig(LearningOptions, Job):
     """Everything `train` can be asked: a job, and what only a run needs.
 
     Raises ValueError naming the flag, the value and what is allowed.
@@ -66,18 +68,6 @@ class TrainConfig(Job):
         float | None,
         Option("passes over the data, when --steps is not given (default: 1)", above=0, most=10**4),
     ] = None
-
-    lr: Annotated[float, Option("learning rate after warm-up", above=0)] = 3e-5
-    lr_warmup_pct: Annotated[
-        float, Option("linear warm-up over this fraction (0 to 1) of the steps", least=0, most=1)
-    ] = 0.1
-    lr_cooldown_start_pct: Annotated[
-        float, Option("cosine cool-down starts at this fraction (0 to 1) of the steps", least=0, most=1)
-    ] = 0.8
-    lr_final_pct: Annotated[
-        float, Option("learning rate of the last step as a fraction (0 to 1) of --lr", least=0, most=1)
-    ] = 0.1
-    weight_decay: Annotated[float, Option("AdamW weight decay; not applied to norms and biases", least=0)] = 0.0
 
     max_skipped_steps: Annotated[
         int | None,
@@ -137,7 +127,7 @@ class TrainConfig(Job):
         if not self.model:
             raise ValueError("--model is missing: give a Hugging Face model folder or preset:NAME")
         self._check_data()
-        self._check_learning_rate()
+        self.check_learning()
         self._check_recording()
 
     def _check_data(self) -> None:
@@ -153,13 +143,6 @@ class TrainConfig(Job):
         if self.steps is not None and self.epochs is not None:
             raise ValueError(
                 f"--steps {self.steps} and --epochs {self.epochs} both set the length of the run; give one"
-            )
-
-    def _check_learning_rate(self) -> None:
-        if self.lr_warmup_pct > self.lr_cooldown_start_pct:
-            raise ValueError(
-                f"--lr-cooldown-start-pct {self.lr_cooldown_start_pct} is before the end of the warm-up,"
-                f" --lr-warmup-pct {self.lr_warmup_pct}; raise the first or lower the second"
             )
 
     def _check_recording(self) -> None:
@@ -214,4 +197,4 @@ def options_from_yaml(text: str, source: str) -> dict[str, Any]:
 
     Raises ValueError when it is not YAML, not a mapping, or has a key that is no option; `source` names the file.
     """
-    return read_yaml(text, source, options_of(TrainConfig))
+    return read_yaml(text, source, options_of(TrainConfig), renamed)

@@ -63,7 +63,7 @@ def train(config: TrainConfig, prompts: Sequence[str] = (), replace: bool = Fals
     data = open_data(config, source)
     print(f"data: {data.description}")
     num_steps = data.batches.num_steps(config.steps, config.epochs)
-    schedule = LrSchedule(config.lr, num_steps, config.lr_warmup_pct, config.lr_cooldown_start_pct, config.lr_final_pct)
+    schedule = schedule_of(config, num_steps)
     check_recording(config, num_steps)
     check_run_folder(config, replace)
     if config.save:
@@ -110,7 +110,21 @@ def prepare_run(config: TrainConfig) -> PlannedRun:
 
 def optimizer_of(config: TrainConfig) -> AdamW:
     """Make the optimizer that the options ask for."""
-    return AdamW(lr=config.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=config.weight_decay)
+    betas = config.adam_beta1, config.adam_beta2
+    return AdamW(lr=config.lr, betas=betas, eps=config.adam_eps, weight_decay=config.weight_decay)
+
+
+def schedule_of(config: TrainConfig, num_steps: int) -> LrSchedule:
+    """Make the learning-rate schedule that the options ask for."""
+    return LrSchedule(
+        config.lr,
+        num_steps,
+        config.lr_warmup_pct,
+        config.lr_cooldown_start_pct,
+        config.lr_final_pct,
+        config.lr_schedule,
+        config.lr_warmup_steps,
+    )
 
 
 def build_engine(config: TrainConfig, planned: PlannedRun) -> Engine:

@@ -1,10 +1,13 @@
+import re
 import subprocess
 import sys
 from dataclasses import fields
 
 import pytest
 
+from flexengine.cli import parse_config
 from flexengine.config import TrainConfig, options_from_yaml
+from flexengine.hf_names import OTHERWISE, SAME
 from flexengine.options import options_of
 
 SYNTHETIC = {"model": "preset:demo", "data_source": "synthetic"}
@@ -24,12 +27,35 @@ def test_yaml_numbers_without_a_dot_and_keys_with_dashes():
     assert options_from_yaml("lr: 3e-5\nmax-seq-len: 64\n", "f") == {"lr": 3e-5, "max_seq_len": 64}
 
 
+def test_names_of_transformers():
+    text = "learning_rate: 1.0e-4\nnum-train-epochs: 2\nwarmup_steps: 5\nlr_scheduler_type: cosine\n"
+    assert options_from_yaml(text, "f") == {"lr": 1e-4, "epochs": 2, "lr_warmup_steps": 5, "lr_schedule": "cosine"}
+    flags = ["--learning-rate=1e-4", "--num_train_epochs", "2", "--adam-epsilon", "1e-6"]
+    config = parse_config("train", flags, {"model": "preset:demo", "data_source": "synthetic"})
+    assert (config.lr, config.epochs, config.adam_eps) == (1e-4, 2.0, 1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(SAME))
+def test_names_of_transformers_lead_to_options(name):
+    assert SAME[name] in options_of(TrainConfig)
+    assert name not in options_of(TrainConfig)
+
+
+@pytest.mark.parametrize("name", sorted(OTHERWISE))
+def test_names_without_counterpart_are_explained(name):
+    assert name not in options_of(TrainConfig)
+    flags = re.findall("--([a-z-]+)", OTHERWISE[name])
+    assert {flag.replace("-", "_") for flag in flags} <= set(options_of(TrainConfig))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("- a\n", "must hold one `option: value` a line, found list"),
         ("a: [\n", "is not valid YAML"),
-        ("learning-rate: 1\n", "unknown options: learning_rate"),
+        ("learning-speed: 1\n", "unknown options: learning_speed"),
+        ("learning_rate: 1\nlr: 2\n", "gives lr twice, once by another name"),
+        ("per_device_train_batch_size: 8\n", "is not an option: .*--max-global-batch-tokens"),
         ("max-gpu-mem: 8\n", "unknown options: max_gpu_mem; did you mean max_gpu_mem_gib?"),
         ("lr: 1\nlr: 2\n", "'lr' is given twice"),
         ("", "found nothing"),
@@ -54,6 +80,9 @@ def test_bad_yaml(text, message):
         ({"weight_decay": -0.1}, "--weight-decay must not be negative"),
         ({"lr_final_pct": 10.0}, "--lr-final-pct is a fraction from 0 to 1, got 10.0"),
         ({"lr_warmup_pct": 0.9}, "--lr-cooldown-start-pct 0.8 is before the end of the warm-up"),
+        ({"lr_final_pct": 0.1, "lr_schedule": "constant"}, "--lr-schedule constant ends nowhere"),
+        ({"lr_schedule": "polynomial"}, "--lr-schedule must be one of warmup_cooldown, linear"),
+        ({"adam_beta2": 1.0}, "--adam-beta2 must be below 1, got 1.0"),
         ({"steps": 3, "epochs": 1.0}, "give one"),
         ({"dataset": "x.json"}, "reads no data"),
         ({"data_source": "json_sft"}, "needs --dataset"),

@@ -7,6 +7,7 @@ import pytest
 
 from flexengine.commands.plan_flags import FILES
 from flexengine.config import TrainConfig
+from flexengine.hf_names import OTHERWISE, SAME
 from flexengine.options import flag_of, options_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,9 +57,10 @@ def test_files_that_are_named_exist(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_flags_that_are_named_exist(page):
-    """Every --flag is an option of `train` or stands in a command or benchmark; --rank shows how to add one."""
+    """Every --flag is an option of `train`, by its own or another tool's name, or stands in a command or benchmark; --rank shows how to add one."""
     sources = "".join(path.read_text() for room in ("flexengine", "bench") for path in (ROOT / room).rglob("*.py"))
     known = {option.flag for option in options_of(TrainConfig).values()} | {flag_of(name) for name in FILES}
+    known |= {flag_of(name) for name in (*SAME, *OTHERWISE)}
     known |= {*re.findall(r'"(--[a-z][a-z0-9-]*)"', sources), "--rank"}
     text = page.read_text().replace("unknown flag --max-gpu-mem;", "")
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) <= known

@@ -44,6 +44,11 @@ FLAGS = (
         ["--lr-final-pct", "10"],
         ("--lr-final-pct is a fraction from 0 to 1, got 10",),
     ),
+    Case(
+        "batch_size_per_device",
+        ["--per-device-train-batch-size", "8"],
+        ("--per-device-train-batch-size is not an option.*give --max-global-batch-tokens",),
+    ),
     Case("unknown_frozen_layer", ["--freeze", "blocs"], ("freeze='blocs': .* no such parameters; did you mean block",)),
     Case("data_set_beside_synthetic_data", ["--dataset", "x.jsonl"], ("synthetic reads no data.*--dataset x.jsonl",)),
     Case("unknown_device", ["--device", "gpu"], ("device='gpu' is not known; choose auto, cpu, cuda or cuda:N",)),

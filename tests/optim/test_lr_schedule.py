@@ -1,6 +1,8 @@
 import math
 
 import pytest
+import torch
+import transformers
 
 from flexengine.optim.lr_schedule import LrSchedule
 
@@ -42,3 +44,46 @@ def test_steps_out_of_range():
         LrSchedule(1.0, 0)
     with pytest.raises(ValueError, match=r"outside the schedule's 0\.\.9"):
         LrSchedule(1.0, 10).at(10)
+
+
+NAMES = {"wsd": "warmup_stable_decay"}
+CASES = [
+    (name, num_steps, warmup, final)
+    for name in ("linear", "cosine", "constant", "constant_with_warmup", "wsd", "inverse_sqrt")
+    for num_steps, warmup in ((1, 0), (7, 0), (20, 3), (20, 20), (100, 10))
+    for final in ((0.0, 0.25) if name == "wsd" else (0.0,))
+]
+
+
+@pytest.mark.parametrize(("name", "num_steps", "warmup", "final"), CASES)
+def test_schedules_of_transformers(name, num_steps, warmup, final):
+    schedule = LrSchedule(3e-4, num_steps, final_pct=final, name=name, warmup_steps=warmup)
+    special = None
+    if name == "wsd":
+        special = {"num_decay_steps": num_steps - schedule.cooldown_start_step, "min_lr_ratio": final}
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
+    theirs = transformers.get_scheduler(
+        NAMES.get(name, name), optimizer, num_warmup_steps=warmup, num_training_steps=num_steps,
+        scheduler_specific_kwargs=special,
+    )  # fmt: skip
+    for step in range(num_steps):
+        assert schedule.at(step) == pytest.approx(theirs.get_last_lr()[0], rel=1e-12, abs=1e-20), step
+        optimizer.step()
+        theirs.step()
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+def test_last_rate_of_lines_and_cosines(name):
+    schedule = LrSchedule(1.0, 10, final_pct=0.5, name=name, warmup_steps=0)
+    assert schedule.at(0) == 1.0
+    assert schedule.at(5) == pytest.approx(0.75)
+
+
+def test_shares_of_warm_up_round_up_as_in_transformers():
+    assert LrSchedule(1.0, 25, 0.1, name="linear").num_warmup_steps == 3
+    assert LrSchedule(1.0, 25, 0.1).num_warmup_steps == 2
+
+
+def test_unknown_name():
+    with pytest.raises(ValueError, match="'polynomial' is not known; choose warmup_cooldown, linear"):
+        LrSchedule(1.0, 10, name="polynomial")
