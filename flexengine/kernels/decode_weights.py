@@ -1,0 +1,128 @@
+"""Decode matrices that are stored in fewer bytes: codes and scales in, elements of the compute dtype out.
+
+Bit for bit what the torch paths of ops/nf4.py and ops/scaled_codes.py give: products in float32, rounded once. Elements
+are counted in 32 bits within a matrix, in 64 over a stack of matrices.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.rounding import round_to
+
+_NF4_BLOCKS = 64  # blocks of 64 elements that a program decodes: 2 KiB in, 8 KiB out in bf16
+_ROWS, _COLUMNS = 8, 512  # elements that a program decodes of 8-bit codes
+_ALIGNMENT = 16
+
+
+def decode_nf4(
+    stored: Tensor, starts: tuple[int, int, int], codebook: Tensor, dynamic_map: Tensor, out: Tensor
+) -> None:
+    """out[u] = the elements of NF4 matrix u.
+
+    Shapes: stored [U, B] uint8, codes first; starts: bytes to the magnitudes (uint8), their magnitudes (float32) and
+    the mean (float32); codebook [16] and dynamic_map [256] float32; out [U, N] in bf16 or fp32, N even.
+    Cost: reads stored, writes out.
+    Order: launches on the current stream, never synchronises. Raises: ValueError on other shapes or dtypes.
+    """
+    units, numel = out.shape
+    _check(stored, units, out)
+    check_tensor("codebook", codebook, (16,), (torch.float32,))
+    check_tensor("dynamic_map", dynamic_map, (256,), (torch.float32,))
+    if numel % 2:
+        raise ValueError(f"out must have pairs of elements, got {numel}")
+    absmax, nested, offset = starts
+    grid = (triton.cdiv(numel, 64 * _NF4_BLOCKS), units)
+    _nf4_kernel[grid](
+        stored, codebook, dynamic_map, out, stored.stride(0), numel, absmax, nested, offset,
+        BLOCKS=_NF4_BLOCKS, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def decode_scaled(
+    stored: Tensor,
+    codes: torch.dtype,
+    scales_start: int,
+    block: tuple[int, int],
+    shape: tuple[int, int],
+    out: Tensor,
+) -> None:
+    """out[u] = codes of matrix u times the scales of their blocks.
+
+    Shapes: stored [U, B] uint8, codes [R, C] of E4M3 or int8 first, and `scales_start` bytes from the beginning float32
+    scales, one for each block of (rows, columns), row by row; shape: (R, C); out [U, R * C] in bf16 or fp32.
+    Cost: reads stored, writes out.
+    Order: launches on the current stream, never synchronises. Raises: ValueError on other shapes or dtypes.
+    """
+    (rows, columns), units = shape, len(out)
+    _check(stored, units, out)
+    if out.shape[1] != rows * columns or codes not in (torch.float8_e4m3fn, torch.int8):
+        raise ValueError(f"codes of E4M3 or int8 give {rows} x {columns} elements, got {codes} and {out.shape[1]}")
+    grid = (triton.cdiv(rows, _ROWS) * triton.cdiv(columns, _COLUMNS), units)
+    _scaled_kernel[grid](
+        stored, out, stored.stride(0), rows, columns, scales_start, triton.cdiv(columns, block[1]), *block,
+        E4M3=codes == torch.float8_e4m3fn, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4,
+    )  # fmt: skip
+
+
+def _check(stored: Tensor, units: int, out: Tensor) -> None:
+    check_tensor("stored", stored, (units, stored.shape[-1]), (torch.uint8,), strided_rows=True)
+    check_tensor("out", out, out.shape, FLOATS)
+    if stored.data_ptr() % _ALIGNMENT or stored.stride(0) % _ALIGNMENT:
+        raise ValueError(f"stored matrices must begin at multiples of {_ALIGNMENT} bytes")
+
+
+@triton.jit
+def _nf4_kernel(
+    stored_ptr, codebook_ptr, map_ptr, out_ptr, unit_bytes, numel, absmax_start, nested_start, offset_start,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    unit = tl.program_id(1).to(tl.int64)
+    matrix_ptr = stored_ptr + unit * unit_bytes
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    inside = block * 64 < numel
+    number = tl.load(map_ptr + tl.load(matrix_ptr + absmax_start + block, mask=inside, other=0).to(tl.int32))
+    nested_ptr = (matrix_ptr + nested_start).to(tl.pointer_type(tl.float32))
+    nested = tl.load(nested_ptr + block // 256, mask=inside, other=0.0)
+    mean = tl.load((matrix_ptr + offset_start).to(tl.pointer_type(tl.float32)))
+    scale = number * nested + mean  # two roundings, as the torch path: the launch forbids a fused one
+    pair = block[:, None] * 32 + tl.arange(0, 32)[None, :]
+    codes = tl.load(matrix_ptr + pair, mask=pair * 2 < numel, other=0).to(tl.int32)
+    first = tl.load(codebook_ptr + (codes >> 4)) * scale[:, None]
+    second = tl.load(codebook_ptr + (codes & 15)) * scale[:, None]
+    element = block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    values = round_to(tl.interleave(first, second), out_ptr.dtype.element_ty)
+    tl.store(out_ptr + unit * numel + element, values, mask=element < numel)
+
+
+@triton.jit
+def _scaled_kernel(
+    stored_ptr, out_ptr, unit_bytes, rows, columns, scales_start, scale_columns, block_rows, block_columns,
+    E4M3: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    unit = tl.program_id(1).to(tl.int64)
+    matrix_ptr = stored_ptr + unit * unit_bytes
+    across = tl.cdiv(columns, COLUMNS)
+    row = (tl.program_id(0) // across) * ROWS + tl.arange(0, ROWS)
+    column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    at = row[:, None] * columns + column[None, :]
+    code = tl.load(matrix_ptr + at, mask=inside, other=0).to(tl.int32)
+    scales_ptr = (matrix_ptr + scales_start).to(tl.pointer_type(tl.float32))
+    scale_at = (row // block_rows)[:, None] * scale_columns + (column // block_columns)[None, :]
+    value = _from_e4m3(code) if E4M3 else ((code ^ 128) - 128).to(tl.float32)
+    value = value * tl.load(scales_ptr + scale_at, mask=inside, other=0.0)
+    tl.store(out_ptr + unit * rows * columns + at, round_to(value, out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _from_e4m3(code):
+    """float32 of E4M3 patterns in int32, exact. By hand, as cards before Ada have no instruction for it."""
+    exponent = (code >> 3) & 15
+    mantissa = code & 7
+    normal = (((exponent + 120) << 23) | (mantissa << 20)).to(tl.float32, bitcast=True)
+    magnitude = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.001953125, normal)  # 2**-9: a subnormal's step
+    magnitude = tl.where((code & 127) == 127, float("nan"), magnitude)
+    return tl.where(code >= 128, -magnitude, magnitude)

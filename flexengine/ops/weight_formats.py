@@ -1,0 +1,9 @@
+"""The formats that frozen matrices may be stored in, by name."""
+
+from __future__ import annotations
+
+from flexengine.ops.nf4 import Nf4
+from flexengine.ops.scaled_codes import FP8_BLOCKS, INT8_ROWS
+from flexengine.ops.weight_format import WeightFormat
+
+FORMATS: dict[str, WeightFormat] = {form.name: form for form in (FP8_BLOCKS, Nf4(), INT8_ROWS)}
