@@ -18,14 +18,23 @@ IGNORE_LABEL = -100  # the label of tokens that carry no loss, as in torch and H
 _BLOCK = 8192  # columns at a time: 16 warps hold 16 per thread, and two rows share a multiprocessor
 
 
-def cross_entropy_(logits: Tensor, labels: Tensor, losses: Tensor, write_grad: bool, soft_cap: float = 0.0) -> None:
+def cross_entropy_(
+    logits: Tensor,
+    labels: Tensor,
+    losses: Tensor,
+    write_grad: bool,
+    soft_cap: float = 0.0,
+    weights: Tensor | None = None,
+) -> None:
     """losses[i] = logsumexp(logits[i]) - logits[i, labels[i]]; with write_grad, logits become their gradient.
 
     soft_cap: logits count as soft_cap * tanh(logits / soft_cap) where it is not 0; the gradient is that of the logits.
+    weights: factors on the losses and their gradients.
 
-    Shapes: logits [B, V] in bf16 or fp32, rows may be strided; labels [B] int64; losses [B] fp32. Any V.
-    The gradient is that of the SUM of the losses: softmax - onehot, rounded once. Label -100: loss 0 and a row of
-    zeros. A label outside 0..V-1 other than -100 gives a NaN loss, so that it is noticed.
+    Shapes: logits [B, V] in bf16 or fp32, rows may be strided; labels [B] int64; losses and weights [B]
+    fp32. Any V.
+    The gradient is that of the SUM of the losses: weight * (softmax - onehot), rounded once. Label -100: loss 0 and a
+    row of zeros. A label outside 0..V-1 other than -100 gives a NaN loss, so that it is noticed.
     Cost: reads B*V elements; with write_grad reads them twice and writes them once.
     Deterministic for given strides and alignment, which set the order of the sum.
     Order: launches on the current stream, never synchronises.
@@ -35,20 +44,22 @@ def cross_entropy_(logits: Tensor, labels: Tensor, losses: Tensor, write_grad: b
     check_tensor("logits", logits, (num_tokens, vocab_size), FLOATS, strided_rows=True)
     check_tensor("labels", labels, (num_tokens,), (torch.int64,))
     check_tensor("losses", losses, (num_tokens,), (torch.float32,))
+    if weights is not None:
+        check_tensor("weights", weights, (num_tokens,), (torch.float32,))
     if num_tokens == 0:
         return
     block = min(_BLOCK, triton.next_power_of_2(vocab_size))
     _cross_entropy_kernel[(num_tokens,)](
-        logits, labels, losses, vocab_size, logits.stride(0), float(soft_cap),
-        CAP=soft_cap != 0, IGNORE=IGNORE_LABEL, WRITE_GRAD=write_grad, BLOCK=block,
+        logits, labels, losses if weights is None else weights, losses, vocab_size, logits.stride(0), float(soft_cap),
+        WEIGHTS=weights is not None, CAP=soft_cap != 0, IGNORE=IGNORE_LABEL, WRITE_GRAD=write_grad, BLOCK=block,
         num_warps=16 if block >= 4096 else 4,
     )  # fmt: skip
 
 
 @triton.jit
 def _cross_entropy_kernel(
-    logits_ptr, labels_ptr, losses_ptr, vocab_size, row_stride, soft_cap,
-    CAP: tl.constexpr, IGNORE: tl.constexpr, WRITE_GRAD: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, labels_ptr, weights_ptr, losses_ptr, vocab_size, row_stride, soft_cap,
+    WEIGHTS: tl.constexpr, CAP: tl.constexpr, IGNORE: tl.constexpr, WRITE_GRAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_ptr + row)
@@ -78,7 +89,8 @@ def _cross_entropy_kernel(
             lane_sums = lane_sums * tl.exp(maximum - new_maximum) + tl.exp(logits - new_maximum)
             maximum = new_maximum
         total = tl.sum(lane_sums, axis=0)
-        tl.store(losses_ptr + row, tl.log(total) + (maximum - label_logit))
+        weight = _weight(weights_ptr + row, WEIGHTS)
+        tl.store(losses_ptr + row, weight * (tl.log(total) + (maximum - label_logit)))
         if WRITE_GRAD:
             inverse_total = 1.0 / total
             last_tile = tl.cdiv(vocab_size, BLOCK) - 1
@@ -95,7 +107,15 @@ def _cross_entropy_kernel(
                 grad = tl.where(columns == label, softmax - 1.0, softmax)
                 if CAP:
                     grad *= 1.0 - share * share
-                tl.store(row_ptr + columns, round_to(grad, dtype), mask=columns < vocab_size)
+                tl.store(row_ptr + columns, round_to(weight * grad, dtype), mask=columns < vocab_size)
+
+
+@triton.jit
+def _weight(pointer, WEIGHTS: tl.constexpr):
+    if WEIGHTS:
+        return tl.load(pointer)
+    else:
+        return 1.0
 
 
 @triton.jit

@@ -37,11 +37,11 @@ class ExpertBalance:
     collecting: bool = True
 
     @staticmethod
-    def of_batch(balancing: Balancing, num_tokens: int, num_target_tokens: int, device: torch.device) -> ExpertBalance:
-        """Begin a batch of `num_tokens` tokens."""
+    def of_batch(balancing: Balancing, num_tokens: int, loss_weight: float, device: torch.device) -> ExpertBalance:
+        """Begin a batch of `num_tokens` tokens. loss_weight: what the sum of its losses is divided by."""
         zeros = torch.zeros(2, balancing.num_experts, dtype=torch.float64, device=device)
         per_token = balancing.coefficient * balancing.num_experts / (balancing.num_routers * num_tokens) ** 2
-        return ExpertBalance(zeros[0], zeros[1], per_token * num_target_tokens)
+        return ExpertBalance(zeros[0], zeros[1], per_token * loss_weight)
 
     def collect(self, rows: Tensor, probabilities: Tensor) -> None:
         """Add a chunk's rows of each expert [E] and its probabilities [T, E]."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from flexengine.ops.attention_choice import AttentionChoice
     from flexengine.ops.balance import ExpertBalance
+    from flexengine.ops.custom_loss import CustomLoss
 
 DType = Literal["compute", "float32", "int32", "uint8"]
 FLOAT64_BYTES = 8
@@ -190,7 +191,8 @@ class ChunkContext:
     input_ids, labels [T] int64 (labels are already shifted, -100 = no loss); positions [T] int32; cu_seqlens
     [num_seqs+1] int32; seq_lens as Python ints. `constants` holds per-model tensors such as inv_freq; `losses` [T]
     float32 is written by the head. attention_choices: kernels that are preferred on CUDA for shapes that were measured;
-    attention: for other shapes. balance: what routers report to, where experts are balanced.
+    attention: for other shapes. balance: what routers report to, where experts are balanced. weights [T], in the dtype
+    of losses: factors on the losses; None = 1. custom_loss: takes the place of the cross-entropy.
     """
 
     tokens: int
@@ -205,6 +207,8 @@ class ChunkContext:
     attention: KernelName = "flash"
     attention_choices: tuple[AttentionChoice, ...] = ()
     balance: ExpertBalance | None = None
+    weights: Tensor | None = None
+    custom_loss: CustomLoss | None = None
 
 
 @dataclass

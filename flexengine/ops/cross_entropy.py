@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel
+from flexengine.ops.base import ChunkContext, Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel
+from flexengine.ops.custom_loss import IGNORE_INDEX, custom_loss_
 from flexengine.ops.linear import accumulate_weight_grad
 
-IGNORE_INDEX = -100
 LOGITS_BLOCK_BYTES = 256 * 2**20
 """Size of one block of bf16 logits. With the vocabulary it fixes the block's tokens, so budgets never change the
 sums.
@@ -26,14 +26,22 @@ def block_tokens(vocab_size: int) -> int:
     return max(64, min(4096, 1 << (fitting.bit_length() - 1)))
 
 
-def cross_entropy_(logits: Tensor, labels: Tensor, losses: Tensor, write_grad: bool, soft_cap: float = 0.0) -> None:
+def cross_entropy_(
+    logits: Tensor,
+    labels: Tensor,
+    losses: Tensor,
+    write_grad: bool,
+    soft_cap: float = 0.0,
+    weights: Tensor | None = None,
+) -> None:
     """losses [B] = -log softmax(logits [B, V])[label], 0 where label is -100; optionally logits <- their gradient.
 
-    With a soft cap C, logits count as C * tanh(logits / C) (Gemma Team 2024, "Gemma 2")."""
+    With a soft cap C, logits count as C * tanh(logits / C) (Gemma Team 2024, "Gemma 2"). weights [B], in the dtype of
+    losses: factors on losses and gradients."""
     if use_kernel(logits) and logits.dtype != torch.float64:
         from flexengine.kernels import cross_entropy  # noqa: PLC0415 (Triton is imported when first used)
 
-        return cross_entropy.cross_entropy_(logits, labels, losses, write_grad, soft_cap)
+        return cross_entropy.cross_entropy_(logits, labels, losses, write_grad, soft_cap, weights)
     wide = logits if logits.dtype == torch.float64 else logits.float()
     share = torch.tanh(wide / soft_cap) if soft_cap else None
     if share is not None:
@@ -42,12 +50,15 @@ def cross_entropy_(logits: Tensor, labels: Tensor, losses: Tensor, write_grad: b
     targets = labels.clamp(min=0)[:, None]
     lse = torch.logsumexp(wide, dim=-1)
     losses.copy_(torch.where(active, lse - wide.gather(1, targets)[:, 0], torch.zeros_like(lse)))
+    factors = active if weights is None else active * weights
+    if weights is not None:
+        losses *= weights
     if write_grad:
         grad = torch.exp(wide - lse[:, None])
         grad.scatter_add_(1, targets, -torch.ones_like(grad[:, :1]))
         if share is not None:
             grad *= 1 - share.square()
-        logits.copy_(grad * active[:, None])
+        logits.copy_(grad * factors[:, None])
 
 
 class LMHeadLoss(Op):
@@ -74,14 +85,14 @@ class LMHeadLoss(Op):
         for rows in self._blocks(env):
             logits = env.t["logits"][: rows.stop - rows.start]
             torch.mm(env.t[self.x][rows], env.p[self.weight].t(), out=logits)
-            cross_entropy_(logits, env.chunk.labels[rows], env.chunk.losses[rows], False, self.soft_cap)
+            self._losses(env.chunk, rows, logits, False)
 
     def backward_input(self, env: OpEnv) -> None:
         first = env.first
         for rows in self._blocks(env):
             logits, h = env.t["logits"][: rows.stop - rows.start], env.t[self.x][rows]
             torch.mm(h, env.p[self.weight].t(), out=logits)
-            cross_entropy_(logits, env.chunk.labels[rows], env.chunk.losses[rows], True, self.soft_cap)
+            self._losses(env.chunk, rows, logits, True)
             torch.mm(logits, env.p[self.weight], out=env.g[self.x][rows])
             if self.trained:
                 accumulate_weight_grad(env.gp[self.weight], logits, h, first)
@@ -89,6 +100,15 @@ class LMHeadLoss(Op):
 
     def backward_weight(self, env: OpEnv) -> None:
         """Do nothing: backward_input has the logits' gradient only block by block, so it does both halves."""
+
+    def _losses(self, chunk: ChunkContext, rows: slice, logits: Tensor, write_grad: bool) -> None:
+        """Write the losses of a block of tokens and, where asked for, their gradient over the logits."""
+        labels, losses = chunk.labels[rows], chunk.losses[rows]
+        weights = None if chunk.weights is None else chunk.weights[rows]
+        if chunk.custom_loss is None:
+            return cross_entropy_(logits, labels, losses, write_grad, self.soft_cap, weights)
+        custom = chunk.custom_loss.of_rows(rows)
+        return custom_loss_(custom, logits, labels, weights, losses, write_grad, self.soft_cap)
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """Logits [T, V] of x [T, D], for samples: what the losses are made of."""

@@ -4,11 +4,12 @@ import torch
 from torch import Tensor
 
 
-def gradient_scales(norm_squares: Tensor, num_target_tokens: int, max_grad_norm: float | None) -> tuple[Tensor, Tensor]:
+def gradient_scales(norm_squares: Tensor, loss_weight: float, max_grad_norm: float | None) -> tuple[Tensor, Tensor]:
     """Multipliers of the stored gradients, and the global norm of the gradients they stand for.
 
     Gradients in memory are sums over target tokens. The loss is their mean, so the gradient that a person thinks of is
-    stored / num_target_tokens, and clipping shrinks it to norm max_grad_norm if it is longer.
+    stored / loss_weight (the number of target tokens, where they have no weights of their own), and clipping shrinks it
+    to norm max_grad_norm if it is longer.
 
     Shapes: norm_squares [G] in float32 or float64, the sums of squares of all stored gradients in any grouping (for
     example one per group of parameters); summed here in float64, in the order given.
@@ -17,11 +18,11 @@ def gradient_scales(norm_squares: Tensor, num_target_tokens: int, max_grad_norm:
     update leave its tensors as they are, where the norm that it depends on is not finite: with clipping the global one,
     so that nothing is updated; without it that of its own gradient, since no update waits for another gradient.
     Order: launches on the current stream, never synchronises.
-    Raises: ValueError if num_target_tokens < 1, max_grad_norm <= 0, or norm_squares is not a float vector.
+    Raises: ValueError if loss_weight is not above 0, max_grad_norm <= 0, or norm_squares is not a float vector.
     Source: torch.nn.utils.clip_grad_norm_, coefficient min(1, max_norm / (norm + 1e-6)).
     """
-    if num_target_tokens < 1:
-        raise ValueError(f"num_target_tokens must be at least 1, got {num_target_tokens}")
+    if not loss_weight > 0:
+        raise ValueError(f"loss_weight must be above 0, got {loss_weight}")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be above 0, or None for no clipping, got {max_grad_norm}")
     if norm_squares.ndim != 1 or norm_squares.dtype not in (torch.float32, torch.float64):
@@ -29,8 +30,8 @@ def gradient_scales(norm_squares: Tensor, num_target_tokens: int, max_grad_norm:
             f"norm_squares must be a float32 or float64 vector, got {norm_squares.dtype} {list(norm_squares.shape)}"
         )
     squares = norm_squares.to(torch.float64)
-    norm = squares.sum(dim=0, keepdim=True).sqrt() / num_target_tokens
-    decisive, scales = squares, torch.full_like(squares, 1.0 / num_target_tokens)
+    norm = squares.sum(dim=0, keepdim=True).sqrt() / loss_weight
+    decisive, scales = squares, torch.full_like(squares, 1.0 / loss_weight)
     if max_grad_norm is not None:
         decisive = norm.expand_as(squares)
         scales = scales * torch.clamp(max_grad_norm / (norm + 1e-6), max=1.0)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from flexengine.ops.attention_choice import AttentionChoice, KernelName
 from flexengine.ops.base import ChunkContext, Window
+from flexengine.ops.custom_loss import CustomLoss, LossFunction
 from flexengine.runtime.arena import Arenas, wide_dtype
 from flexengine.runtime.batch_input import Sequences
 from flexengine.schedule.fixed_slots import batch_offsets
@@ -73,7 +74,19 @@ class BatchWriter:
             labels=on_gpu["labels"],
             positions=on_gpu["positions"],
             cu_seqlens=on_gpu["cu_seqlens"],
+            weights=None if batch.weights is None else self._weights(batch.weights, chunk),
+            custom_loss=None if batch.loss is None else self._custom_loss(batch.loss, chunk),
         )
+
+    def _weights(self, weights: list[Tensor], chunk: PackedChunk) -> Tensor:
+        """Weights [T] of a chunk's labels on the device. Few batches have any, so no plan keeps a slot for them."""
+        row = torch.cat([weights[p.sequence][p.start : p.start + p.length] for p in chunk.ranges])
+        return row.to(self.arenas.device, wide_dtype(self.layout))
+
+    def _custom_loss(self, function: LossFunction, chunk: PackedChunk) -> CustomLoss:
+        sequences = torch.cat([torch.full((p.length,), p.sequence) for p in chunk.ranges])
+        positions = torch.cat([torch.arange(p.start, p.start + p.length) + 1 for p in chunk.ranges])
+        return CustomLoss(function, sequences.to(self.arenas.device), positions.to(self.arenas.device))
 
     def losses(self, chunk: int, tokens: int) -> Tensor:
         """Per-token losses [tokens] of a chunk, float32 (float64 for float64 compute)."""

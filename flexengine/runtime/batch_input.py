@@ -13,15 +13,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexengine.ops.cross_entropy import IGNORE_INDEX
+from flexengine.ops.custom_loss import IGNORE_INDEX, LossFunction
 from flexengine.plan import Request
 
 
 class Sequences(NamedTuple):
-    """A batch: token ids and labels per sequence (int64, CPU). Labels are shifted: labels[t] is what follows t."""
+    """A batch: token ids and labels per sequence (int64, CPU). Labels are shifted: labels[t] is what follows t.
+
+    weights: factors on the losses of labels (float64, CPU), shifted with them; None = 1. loss: takes the place of the
+    cross-entropy.
+    """
 
     input_ids: list[Tensor]
     labels: list[Tensor]
+    weights: list[Tensor] | None = None
+    loss: LossFunction | None = None
 
     @property
     def lengths(self) -> list[int]:
@@ -38,8 +44,23 @@ class Sequences(NamedTuple):
         """Tokens with a loss."""
         return sum(int((labels != IGNORE_INDEX).sum()) for labels in self.labels)
 
+    @property
+    def loss_weight(self) -> float:
+        """What the sum of the losses is divided by: the tokens with a loss, or the sum of their weights' sizes."""
+        if self.weights is None:
+            return self.num_target_tokens
+        return sum(
+            float(weights[labels != IGNORE_INDEX].abs().sum())
+            for weights, labels in zip(self.weights, self.labels, strict=True)
+        )
 
-READ_COLUMNS = ("input_ids", "labels", "attention_mask", "position_ids")
+    def weighted(self, token_losses: list[Tensor]) -> float:
+        """The sum of the losses of all tokens, each multiplied by its weight."""
+        assert self.weights is not None, "the batch has no weights"
+        return sum(float((row * losses).sum()) for row, losses in zip(self.weights, token_losses, strict=True))
+
+
+READ_COLUMNS = ("input_ids", "labels", "attention_mask", "position_ids", "weights")
 IMPLIED_COLUMNS = ("token_type_ids", "special_tokens_mask", "length", "seq_idx", "num_items_in_batch")
 IMPLIED_COLUMNS += ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """What collators add that says nothing more: sequences follow from position_ids, and losses are summed over targets."""
@@ -49,26 +70,31 @@ def read_batch(columns: Mapping[str, object], vocab_size: int, max_seq_len: int)
     """Check and shift a batch as a person gives it: rows of ids, of labels unshifted as in Hugging Face, of masks.
 
     Without labels every token is a target of the one before it. Padding, on either side, is where attention_mask is 0.
-    A row in which position_ids begin again holds several sequences.
+    A row in which position_ids begin again holds several sequences. weights[t] is the factor on the loss of token t.
     Raises ValueError naming the sequence, what was found and what is allowed.
     """
     ids = [_row(row, f"input_ids[{i}]") for i, row in enumerate(_rows(columns["input_ids"], "input_ids"))]
     if not ids:
         raise ValueError("the batch has no sequences; give at least one list of token ids")
-    targets, masks, positions = (_beside(ids, columns.get(name), name) for name in READ_COLUMNS[1:])
+    targets, masks, positions, weights = (_beside(ids, columns.get(name), name) for name in READ_COLUMNS[1:])
     if masks is not None:
         bounds = [_unpadded(i, mask) for i, mask in enumerate(masks)]
-        ids, targets, positions = (
+        ids, targets, positions, weights = (
             None if rows is None else [row[start:end] for row, (start, end) in zip(rows, bounds, strict=True)]
-            for rows in (ids, targets, positions)
+            for rows in (ids, targets, positions, weights)
         )
-        assert ids is not None, "there are input_ids"
     if positions is not None:
-        ids, targets = _split_rows(ids, targets, positions)
+        lengths = [_lengths_within(i, row) for i, row in enumerate(positions)]
+        ids, targets, weights = (
+            None if rows is None else [part for row, cut in zip(rows, lengths, strict=True) for part in row.split(cut)]
+            for rows in (ids, targets, weights)
+        )
+    assert ids is not None, "there are input_ids"
     targets = ids if targets is None else targets
     for i, (row, target) in enumerate(zip(ids, targets, strict=True)):
         _check_row(i, row, target, vocab_size, max_seq_len)
-    return Sequences(ids, [_shift(target) for target in targets])
+    shifted = None if weights is None else [_shift(row, 0) for row in weights]
+    return Sequences(ids, [_shift(target, IGNORE_INDEX) for target in targets], shifted)
 
 
 def read_call(request: Request, vocab_size: int, batch: object, columns: Mapping[str, object]) -> Sequences:
@@ -89,11 +115,17 @@ def read_call(request: Request, vocab_size: int, batch: object, columns: Mapping
             f"the batch has no target token in {sequences.num_tokens} tokens: every label is -100, or every"
             " sequence has a single token; give a sequence of two tokens or more with a label other than -100"
         )
+    if not sequences.loss_weight:
+        raise ValueError("every token with a loss has weight 0, so that nothing would be trained; leave the batch out")
     return sequences
 
 
 def _columns_of(batch: object, columns: dict[str, object]) -> Mapping[str, object]:
-    """The columns of a call. Raises ValueError where it is not said once which they are."""
+    """The columns of a call; weights may stand beside a batch that has columns of its own.
+
+    Raises ValueError where it is not said once which they are.
+    """
+    beside = {"weights": columns.pop("weights")} if "weights" in columns else {}
     if (batch is None) == ("input_ids" not in columns):
         raise ValueError("give a batch of token lists, or input_ids=..., and not both")
     if isinstance(batch, Mapping):  # a dict, or the BatchEncoding of a tokenizer
@@ -104,10 +136,13 @@ def _columns_of(batch: object, columns: dict[str, object]) -> Mapping[str, objec
                 f"the batch has no input_ids, only {', '.join(map(str, batch)) or 'no columns'}; tokenize it"
             )
         columns = {name: value for name, value in batch.items() if value is not None}
+        if beside and "weights" in columns:
+            raise ValueError("weights stand in the batch and beside it; give them once")
     elif batch is not None:
         if "labels" in columns:
             raise ValueError("labels go with input_ids=...; a plain batch makes every token a target")
         columns = {**columns, "input_ids": batch}
+    columns = {**columns, **beside}
     unread = [name for name in columns if name not in READ_COLUMNS and name not in IMPLIED_COLUMNS]
     if unread:
         raise ValueError(
@@ -134,6 +169,16 @@ def _rows(value: object, name: str) -> list[Any]:
             f"{name} must be a list of sequences, got a list of {type(rows[0]).__name__}; write [[...]] for one"
         )
     return rows
+
+
+def _weights(value: object, name: str) -> Tensor:
+    try:
+        row = torch.as_tensor(value, device="cpu", dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        row = torch.tensor(torch.nan)
+    if row.dim() != 1 or not bool(row.isfinite().all()):
+        raise ValueError(f"{name} must be a flat sequence of finite numbers, one a token")
+    return row
 
 
 def _row(value: object, name: str) -> Tensor:
@@ -163,7 +208,8 @@ def _beside(ids: list[Tensor], value: object, name: str) -> list[Tensor] | None:
     rows = _rows(value, name)
     if name == "attention_mask":
         rows = [_tensor(row, f"{name}[{i}]").long() for i, row in enumerate(rows)]
-    found = [_row(row, f"{name}[{i}]") for i, row in enumerate(rows)]
+    read = _weights if name == "weights" else _row
+    found = [read(row, f"{name}[{i}]") for i, row in enumerate(rows)]
     if len(found) != len(ids):
         raise ValueError(
             f"the batch has {len(ids)} sequences of input_ids but {len(found)} of {name}; give one list of {name} for"
@@ -193,26 +239,20 @@ def _unpadded(i: int, mask: Tensor) -> tuple[int, int]:
     return start, end
 
 
-def _split_rows(
-    ids: list[Tensor], targets: list[Tensor] | None, positions: list[Tensor]
-) -> tuple[list[Tensor], list[Tensor] | None]:
-    """Rows cut where position_ids are 0. Raises ValueError unless they count up by one from there."""
-    cuts = []
-    for i, row in enumerate(positions):
-        starts = [*(row == 0).nonzero().flatten().tolist(), row.numel()]
-        lengths = [end - start for start, end in pairwise(starts)]
-        counted = torch.cat([torch.arange(0), *(torch.arange(n) for n in lengths)])
-        if not torch.equal(counted, row):
-            raise ValueError(
-                f"position_ids[{i}] must count 0, 1, 2, ... and begin again at 0 with every sequence of the row; leave"
-                " position_ids out where each row is one sequence"
-            )
-        cuts.append(lengths)
+def _lengths_within(i: int, positions: Tensor) -> list[int]:
+    """Lengths of the sequences of a row, of which each begins where position_ids are 0.
 
-    def cut(rows: list[Tensor]) -> list[Tensor]:
-        return [part for row, lengths in zip(rows, cuts, strict=True) for part in row.split(lengths)]
-
-    return cut(ids), None if targets is None else cut(targets)
+    Raises ValueError unless they count up by one from there.
+    """
+    starts = [*(positions == 0).nonzero().flatten().tolist(), positions.numel()]
+    lengths = [end - start for start, end in pairwise(starts)]
+    counted = torch.cat([torch.arange(0), *(torch.arange(n) for n in lengths)])
+    if not torch.equal(counted, positions):
+        raise ValueError(
+            f"position_ids[{i}] must count 0, 1, 2, ... and begin again at 0 with every sequence of the row; leave"
+            " position_ids out where each row is one sequence"
+        )
+    return lengths
 
 
 def _check_row(i: int, row: Tensor, labels: Tensor, vocab_size: int, max_seq_len: int) -> None:
@@ -237,5 +277,5 @@ def _check_row(i: int, row: Tensor, labels: Tensor, vocab_size: int, max_seq_len
         )
 
 
-def _shift(labels: Tensor) -> Tensor:
-    return torch.cat((labels[1:], labels.new_full((1,), IGNORE_INDEX)))
+def _shift(row: Tensor, last: int) -> Tensor:
+    return torch.cat((row[1:], row.new_full((1,), last)))

@@ -6,6 +6,7 @@ how the plan came about.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from flexengine.hardware.memory_usage import GpuMemoryMeter, MemoryPeaks, memory
 from flexengine.models.matmul_dtype import check_matmul_dtype
 from flexengine.models.registry import ModelSource
 from flexengine.ops.attention_choice import AttentionChoice, KernelName
+from flexengine.ops.custom_loss import LossFunction
 from flexengine.optim.adamw import AdamW
 from flexengine.plan import Plan, Request
 from flexengine.runtime.arena import Arenas
@@ -133,43 +135,55 @@ class Engine:
     # -- a step ------------------------------------------------------------------------------------------------------
 
     @one_caller
-    def fwd_bwd(self, batch: object = None, **columns: object) -> FwdBwdOutput:
+    def fwd_bwd(self, batch: object = None, *, loss: LossFunction | None = None, **columns: object) -> FwdBwdOutput:
         """Forward and backward of a batch; its gradients are added to those since the last step.
 
         batch: ragged token lists, where every token is a target of the one before it; or a mapping of columns, as
         tokenizers and collators make them. The columns may be keywords instead: input_ids, and optionally labels
         (unshifted, -100 = no loss), attention_mask (0 = padding, on either side) and position_ids (0 begins a sequence
         of a row that holds several); each a list of rows, a [B, S] tensor or array, or a column of a data set.
+        weights: one more column, which may stand beside any batch: the factor on the loss of each token, negative ones
+        too. What is trained is then sum(weights * losses) / sum(|weights|), both sums over the tokens with a loss of
+        all calls since the last step; tokens without a weight have weight 1. `step(divisor=...)` divides otherwise.
+        loss: takes the place of the cross-entropy: a function of a `LogitsBlock` that returns the sum of the losses of
+        its tokens, differentiated by autograd (docs/losses.md).
         Raises ValueError for tokens outside the vocabulary, sequences over max_seq_len, more tokens than
         max_global_batch_tokens, or no target token.
         """
-        sequences = self._read(batch, columns)
+        sequences = self._read(batch, columns, loss)
         self.steps.start()
         return self.steps.forward_backward(sequences)
 
     @one_caller
-    def step(self, lr: float | None = None) -> StepOutput:
+    def step(self, lr: float | None = None, *, divisor: float | None = None) -> StepOutput:
         """AdamW with the gradients of the mean loss over all target tokens since the last step, clipped by global norm.
 
-        lr overrides the optimizer's for this step. A gradient norm that is not finite skips the update and leaves
-        every weight and state as it was; without clipping, only those of the layers whose own gradient is not finite,
-        and the step counts (for AdamW's bias correction).
-        Raises ValueError when there are no gradients or lr is negative.
+        lr overrides the optimizer's for this step. divisor: what the sum of the losses is divided by, instead of the
+        target tokens or the sum of the sizes of their weights. A gradient norm that is not finite skips the update and
+        leaves every weight and state as it was; without clipping, only those of the layers whose own gradient is not
+        finite, and the step counts (for AdamW's bias correction).
+        Raises ValueError when there are no gradients, lr is negative, or divisor is not above 0.
         """
         self.state.require_gradients("step() without gradients: call fwd_bwd(batch) first")
-        return self.steps.update(self._update_settings(lr, self.state.num_target_tokens))
+        return self.steps.update(self._update_settings(lr, self.state.loss_weight, divisor))
 
     @one_caller
     def train_step(
-        self, batch: object = None, *, lr: float | None = None, **columns: object
+        self,
+        batch: object = None,
+        *,
+        lr: float | None = None,
+        divisor: float | None = None,
+        loss: LossFunction | None = None,
+        **columns: object,
     ) -> tuple[FwdBwdOutput, StepOutput]:
         """fwd_bwd and step in one call, with the same results; arguments and errors are theirs.
 
         Without clipping it is faster where the CPU updates: it does so inside the backward pass of the last round, as
         soon as a layer's gradient has reached the host.
         """
-        sequences = self._read(batch, columns)
-        settings = self._update_settings(lr, self.state.num_target_tokens + sequences.num_target_tokens)
+        sequences = self._read(batch, columns, loss)
+        settings = self._update_settings(lr, self.state.loss_weight + sequences.loss_weight, divisor)
         self.steps.start()
         # a clipped gradient is scaled by the norm of all, so no update may begin before backward has ended
         if settings.max_grad_norm is not None or not self.plan.updates_on_cpu:
@@ -178,11 +192,21 @@ class Engine:
         return out, self.steps.update(settings, cpu_has_updated=True)
 
     @one_caller
-    def evaluate(self, batch: object = None, *, per_token: bool = False, **columns: object) -> EvaluateOutput:
+    def evaluate(
+        self,
+        batch: object = None,
+        *,
+        per_token: bool = False,
+        loss: LossFunction | None = None,
+        **columns: object,
+    ) -> EvaluateOutput:
         """Mean loss of a batch, forward only; nothing else changes. per_token: also each token's log-probability."""
-        sequences = self._read(batch, columns)
+        sequences = self._read(batch, columns, loss)
+        if per_token and loss is not None:
+            raise ValueError("per_token gives log-probabilities, which a loss of your own has not; leave one out")
         token_losses = [torch.zeros(length) for length in sequences.lengths] if per_token else None
-        return evaluate_output(self.steps.evaluate(sequences, float, token_losses), sequences, token_losses)
+        plain = sequences._replace(weights=None) if per_token else sequences
+        return evaluate_output(self.steps.evaluate(plain, float, token_losses), sequences, token_losses)
 
     @one_caller
     def next_token_logits(self, tokens: list[int]) -> Tensor:
@@ -191,14 +215,17 @@ class Engine:
         sequences = read_batch({"input_ids": [tokens]}, self.model.vocab_size, self.plan.request.max_seq_len)
         return self.steps.evaluate(sequences, lambda _: self.rounds.next_token_logits())
 
-    def _read(self, batch: object, columns: dict[str, object]) -> Sequences:
+    def _read(self, batch: object, columns: dict[str, object], loss: LossFunction | None) -> Sequences:
         self.state.require_usable()
-        return read_call(self.plan.request, self.model.vocab_size, batch, columns)
+        return read_call(self.plan.request, self.model.vocab_size, batch, columns)._replace(loss=loss)
 
-    def _update_settings(self, lr: float | None, num_target_tokens: int) -> UpdateSettings:
-        """What the next step's update depends on. Raises ValueError when lr is negative."""
+    def _update_settings(self, lr: float | None, loss_weight: float, divisor: float | None) -> UpdateSettings:
+        """What the next step's update depends on. Raises ValueError when lr is negative or divisor is not above 0."""
+        if divisor is not None and not 0 < divisor < math.inf:
+            raise ValueError(f"divisor must be a finite number above 0, got {divisor}")
         step, seed = self.step_count + 1, self.settings.seed
-        return update_settings(self.optimizer, lr, self.max_grad_norm, num_target_tokens, step, seed)
+        weight = loss_weight if divisor is None else divisor
+        return update_settings(self.optimizer, lr, self.max_grad_norm, weight, step, seed)
 
     # -- measuring and changing the plan -----------------------------------------------------------------------------
 
@@ -282,7 +309,7 @@ class Engine:
         """
         self.state.require_gradients("there are no gradients: call fwd_bwd(batch) first")
         self.executor.synchronize()
-        return self.weights.read_gradients(scale=1.0 / self.state.num_target_tokens)
+        return self.weights.read_gradients(scale=1.0 / self.state.loss_weight)
 
     @one_caller
     def save_pretrained(self, folder: str | Path, beside: Mapping[str, str] | None = None) -> None:

@@ -12,7 +12,10 @@ from flexengine.schedule.layout import Layout
 
 
 class FwdBwdOutput(NamedTuple):
-    """One fwd_bwd call: the mean loss over its target tokens, its sizes, its FLOPs without and with recompute."""
+    """One fwd_bwd call: the mean loss over its target tokens, its sizes, its FLOPs without and with recompute.
+
+    With weights loss is sum(weights * losses) / sum(|weights|), with a loss of one's own its sum / target tokens.
+    """
 
     loss: float
     num_tokens: int
@@ -34,7 +37,7 @@ class StepOutput(NamedTuple):
 
 
 class EvaluateOutput(NamedTuple):
-    """One evaluate call: the mean loss over its target tokens, and its sizes.
+    """One evaluate call: the mean loss over its target tokens (as of `FwdBwdOutput`), and its sizes.
 
     token_log_probs: with per_token=True, for each sequence a float32 tensor [tokens] on the CPU. Entry t is the
     log-probability of token t after those before it, and 0 where token t has no loss.
@@ -47,11 +50,13 @@ class EvaluateOutput(NamedTuple):
 
 
 def evaluate_output(loss_sum: float, batch: Sequences, token_losses: list[Tensor] | None) -> EvaluateOutput:
-    """Divide a batch's summed loss by its targets. token_losses: the losses after each token of every sequence."""
+    """Divide a batch's summed loss by its weight. token_losses: the losses after each token of every sequence."""
     log_probs = None
+    if token_losses is not None and batch.weights is not None:  # they were evaluated without weights
+        loss_sum = batch.weighted(token_losses)
     if token_losses is not None:  # what comes after the last token is no target
         log_probs = [-torch.cat((losses.new_zeros(1), losses[:-1])) for losses in token_losses]
-    return EvaluateOutput(loss_sum / batch.num_target_tokens, batch.num_tokens, batch.num_target_tokens, log_probs)
+    return EvaluateOutput(loss_sum / batch.loss_weight, batch.num_tokens, batch.num_target_tokens, log_probs)
 
 
 def fwd_bwd_output(loss: float, batch: Sequences, layout: Layout) -> FwdBwdOutput:

@@ -49,8 +49,8 @@ class StepRunner:
                 loss_sum = self._rounds.train(batch, balance, updates)
             if balance is not None:
                 loss_sum += balance.loss()
-            self._state.num_target_tokens += batch.num_target_tokens
-            loss = float(loss_sum) / batch.num_target_tokens  # waits for the rounds
+            self._state.loss_weight += batch.loss_weight
+            loss = float(loss_sum) / batch.loss_weight  # waits for the rounds
         return fwd_bwd_output(loss, batch, self._layout)
 
     def evaluate(
@@ -92,7 +92,7 @@ class StepRunner:
         balancing, device = self._layout.model.balancing, self._executor.device
         if balancing is None:
             return None
-        return ExpertBalance.of_batch(balancing, batch.num_tokens, batch.num_target_tokens, device)
+        return ExpertBalance.of_batch(balancing, batch.num_tokens, batch.loss_weight, device)
 
     def _grad_norm(self, program: Program) -> float:
         """The gradient norm of the last update. Waits for the device, not for updates on the CPU.

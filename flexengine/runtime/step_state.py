@@ -15,7 +15,8 @@ HALF_UPDATED = "an optimizer step was interrupted, so its weights are half updat
 class StepState:
     """Gradients and interruptions of one engine.
 
-    num_target_tokens: target tokens since the last step, which the stored gradients are sums over. unusable: why the
+    loss_weight: target tokens since the last step, or the sum of their weights' sizes: what the stored gradients, which
+    are sums, are divided by. unusable: why the
     engine cannot go on; empty while it can. bad_layer: whose gradient made the last step skip its update; empty when
     none did. busy: held while a call of the engine runs.
     """
@@ -29,7 +30,7 @@ class StepState:
 
     def start_accumulation(self) -> None:
         """Forget all gradients: nothing is stored for the next step."""
-        self.num_target_tokens = 0
+        self.loss_weight: float = 0
         self.has_gradients = False
         self.started_s = 0.0
 

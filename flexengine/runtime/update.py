@@ -23,19 +23,19 @@ class UpdateSettings(NamedTuple):
     optimizer: AdamW
     lr: float
     max_grad_norm: float | None
-    num_target_tokens: int
+    loss_weight: float
     step: int
     seed: int
 
 
 def update_settings(
-    optimizer: AdamW, lr: float | None, max_grad_norm: float | None, num_target_tokens: int, step: int, seed: int
+    optimizer: AdamW, lr: float | None, max_grad_norm: float | None, loss_weight: float, step: int, seed: int
 ) -> UpdateSettings:
     """Settings of one step; lr None takes the optimizer's. Raises ValueError when lr is negative or not finite."""
     lr = optimizer.lr if lr is None else lr
     if not (math.isfinite(lr) and lr >= 0):
         raise ValueError(f"lr must be a finite number >= 0, got {lr}")
-    return UpdateSettings(optimizer, lr, max_grad_norm, num_target_tokens, step, seed)
+    return UpdateSettings(optimizer, lr, max_grad_norm, loss_weight, step, seed)
 
 
 class UpdateRunner:
@@ -93,16 +93,14 @@ class UpdateRunner:
         squares = self.group_squares()
         if self.trained is not None:
             squares = torch.where(self.trained, squares, 0.0)
-        scales, norm = gradient_scales(squares, settings.num_target_tokens, settings.max_grad_norm)
+        scales, norm = gradient_scales(squares, settings.loss_weight, settings.max_grad_norm)
         self.arenas.view(self.layout.place("scales"), 0, (len(squares),), torch.float32).copy_(scales)
         self.grad_norm().copy_(norm)
 
     def scale_group(self, group: int, settings: UpdateSettings) -> None:
         """Write the factor on one gradient. Without clipping it depends on no other gradient."""
         assert settings.max_grad_norm is None
-        scales, _ = gradient_scales(
-            self._group_square(self.norm_squares(), group)[None], settings.num_target_tokens, None
-        )
+        scales, _ = gradient_scales(self._group_square(self.norm_squares(), group)[None], settings.loss_weight, None)
         self.scale(group).copy_(scales)
 
     def update(self, command: Command, slots: tuple, settings: UpdateSettings) -> None:

@@ -87,3 +87,28 @@ def test_refuses_int32_labels(device):
     labels = torch.zeros(2, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match=r"labels must be torch.int64, got torch.int32"):
         cross_entropy.cross_entropy_(torch.zeros(2, 3, device=device), labels, torch.zeros(2, device=device), False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("soft_cap", [0.0, 5.0])
+def test_weights_multiply_losses_and_gradients(checks, device, dtype, soft_cap):
+    check_weights(checks, 7, 1003, dtype, device, soft_cap)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_multiply_losses_and_gradients_on_gpu(checks, gpu, dtype):
+    check_weights(checks, 129, 128256, dtype, gpu, 0.0)
+
+
+def check_weights(checks, tokens, vocab_size, dtype, device, soft_cap):
+    logits = (4 * checks.normal(tokens, vocab_size, dtype=dtype, device=device)).to(dtype)
+    labels = torch.randint(0, vocab_size, (tokens,), device=device)
+    labels[2], weights = -100, torch.linspace(-1.0, 2.0, tokens, device=device)
+    losses, expected_grad = reference(logits, labels, soft_cap)
+    expected = weights[:, None] * expected_grad
+    found = checks.empty(tokens, dtype=torch.float32, device=device)
+    cross_entropy.cross_entropy_(logits, labels, found, True, soft_cap, weights)
+    checks.assert_close(found, weights * losses, 1e-6, "losses")
+    rounded = float((expected.to(dtype).double() - expected).norm() / expected.norm())
+    checks.assert_close(logits, expected, max(checks.TOLERANCE[dtype], 1.01 * rounded), "gradient")

@@ -52,7 +52,7 @@ def test_zero_gradients_are_no_division_by_zero():
 @pytest.mark.parametrize(
     ("squares", "tokens", "max_grad_norm", "message"),
     [
-        (torch.ones(1), 0, 1.0, "num_target_tokens must be at least 1, got 0"),
+        (torch.ones(1), 0, 1.0, "loss_weight must be above 0, got 0"),
         (torch.ones(1), 1, 0.0, "max_grad_norm must be above 0, or None for no clipping, got 0.0"),
         (torch.ones(1, 1), 1, 1.0, "norm_squares must be a float32 or float64 vector"),
         (torch.ones(1, dtype=torch.bfloat16), 1, 1.0, "got torch.bfloat16"),

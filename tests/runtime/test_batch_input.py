@@ -201,8 +201,8 @@ WRONG = {
         "the batch has pixel_values, which would be ignored; leave it out",
     ),
     "keywords_that_are_not_read": (
-        {"input_ids": BATCH, "weights": [1]},
-        "the batch has weights, which would be ignored",
+        {"input_ids": BATCH, "rewards": [1]},
+        "the batch has rewards, which would be ignored",
     ),
     "mapping_without_ids": ({"batch": {"text": ["a"]}}, "has no input_ids, only text; tokenize it"),
     "mapping_and_keywords": ({"batch": {"input_ids": BATCH}, "labels": LABELS}, "labels stand beside a batch"),
