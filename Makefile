@@ -1,4 +1,4 @@
-# make demo | test | lint | sanitize | clean. PYTHON chooses the interpreter that .venv is made from (3.11 or newer).
+# make demo | test | lint | sanitize | dist | clean. PYTHON chooses the interpreter that .venv is made from (3.11 or newer).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +10,7 @@ TESTS_AT_A_TIME := -n auto --maxprocesses 8 --dist worksteal
 # What the native library is built from: installing again builds it anew.
 NATIVE := setup.py $(wildcard csrc/*.cpp csrc/*.h)
 
-.PHONY: demo test lint sanitize clean
+.PHONY: demo test lint sanitize dist clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m flexengine demo
@@ -27,6 +27,10 @@ lint: $(VENV)/.installed-test $(VENV)/.installed-lint
 # The programs of csrc/tests under AddressSanitizer with UndefinedBehaviorSanitizer, and under ThreadSanitizer.
 sanitize: $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests/native/test_sanitizers.py
+
+# An sdist and a wheel in dist/; tests/test_distribution.py installs what this makes.
+dist: $(VENV)/.installed-test
+	$(BIN)/python -m build --no-isolation
 
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info flexengine/_native*.so .pytest_cache .ruff_cache .hypothesis

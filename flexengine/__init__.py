@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from flexengine.api import from_pretrained
 
 __all__ = ["__version__", "from_pretrained"]
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 
 def __getattr__(name: str) -> Any:

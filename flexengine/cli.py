@@ -5,10 +5,10 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from flexengine import __version__
 from flexengine.config import TrainConfig, options_from_yaml
 from flexengine.flags import add_flag, overlay
 from flexengine.hf_names import renamed_flag
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = [with_dashes(argument) for argument in (sys.argv[1:] if argv is None else argv)]
     if not arguments or arguments[0] in ("-h", "--help", "--version"):
-        told = f"flexengine {metadata.version('flexengine')}" if "--version" in arguments[:1] else commands_help()
+        told = f"flexengine {__version__}" if "--version" in arguments[:1] else commands_help()
         print(told)
         return 0 if arguments else BAD_INPUT
     name, rest = arguments[0], arguments[1:]

@@ -1,11 +1,10 @@
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from flexengine import cli
+from flexengine import __version__, cli
 from flexengine.config import TrainConfig
 from flexengine.options import flag_of, options_of
 
@@ -115,4 +114,4 @@ def test_train_script_and_module_start():
 
 def test_version(capsys):
     assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"flexengine {version('flexengine')}\n"
+    assert capsys.readouterr().out == f"flexengine {__version__}\n"

@@ -66,6 +66,14 @@ def test_flags_that_are_named_exist(page):
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) <= known
 
 
+def test_nothing_tells_to_install_the_other_flexengine():
+    """The name belongs to another project on PyPI; extras (`flexengine[plot]`) would be its extras."""
+    texts = {path: path.read_text() for room in ("flexengine", "bench") for path in (ROOT / room).rglob("*.py")}
+    texts |= {page: page.read_text() for page in PAGES} | {ROOT / "Makefile": (ROOT / "Makefile").read_text()}
+    told = re.compile(r"pip install[^\n`]*[ '\"]flexengine\b(?!-train)")
+    assert [name_of(path) for path, text in texts.items() if told.search(text)] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_that_are_named_exist(page):
     for module in re.findall(r"python -m ((?:bench|tests)\.[\w.]+)", page.read_text()):

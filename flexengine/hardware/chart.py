@@ -1,4 +1,4 @@
-"""Draws the curves of a profile. Needs matplotlib (`pip install 'flexengine[plot]'`); never opens a window."""
+"""Draws the curves of a profile. Needs matplotlib (`pip install matplotlib`); never opens a window."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_can_plot(path: Path) -> None:
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f"--plot {path}: pictures end in {', '.join(FORMATS)}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib, which is not installed: pip install 'flexengine[plot]'")
+        raise ValueError("--plot needs matplotlib, which is not installed: pip install matplotlib")
 
 
 def draw_profile(profile: HardwareProfile, path: Path, note: str = "") -> None:
