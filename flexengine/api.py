@@ -17,7 +17,7 @@ from flexengine.hardware.probe import check_multiplies_fp8, probe
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.job import Job
 from flexengine.keywords import takes
-from flexengine.models.registry import ModelSource, open_model
+from flexengine.models.registry import ModelSource, open_initial
 from flexengine.optim.adamw import AdamW
 from flexengine.options import options_of
 from flexengine.plan import Plan
@@ -85,6 +85,7 @@ class EngineArguments(PrepareArguments):
 def from_pretrained(arguments: EngineArguments) -> Engine:
     """An engine for a Hugging Face model folder, or for `preset:NAME` with random initial weights.
 
+    init: "random" takes a folder without weights, such as config.json and a tokenizer alone.
     optimizer: AdamW(...) (default: AdamW()). The other keywords are those of `prepare`.
     Nothing is loaded before a plan is found. Raises PlanError when none fits, ValueError for bad input.
     """
@@ -111,7 +112,7 @@ def prepare_job(
     path_or_preset: str | Path, job: Job, hardware: HardwareProfile | str | Path | None = None
 ) -> PlannedRun:
     """What `prepare` does, for a job that is a value already."""
-    source = open_model(path_or_preset)
+    source = open_initial(path_or_preset, job.init)
     source = source._replace(spec=described(source.spec, job))
     if source.spec.notice:
         logger.warning("%s: %s", source.spec.name, source.spec.notice)

@@ -65,6 +65,14 @@ class Job:
             " trained one"
         ),
     ] = ()
+    init: Annotated[
+        Literal["checkpoint", "random"],
+        Option(
+            "weights to begin with: checkpoint = those of the model folder; random = drawn from --seed, normal with the"
+            " config's initializer_range, for a folder with a config.json and a tokenizer but no weights",
+            decides_plan=False,
+        ),
+    ] = "checkpoint"
     max_grad_norm: Annotated[
         float | None,
         Option(

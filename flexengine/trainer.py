@@ -32,7 +32,7 @@ from flexengine.metrics import (
     format_tflops,
     format_tokens_per_s,
 )
-from flexengine.models.registry import open_model
+from flexengine.models.registry import open_initial
 from flexengine.optim import AdamW
 from flexengine.optim.lr_schedule import LrSchedule
 from flexengine.recording import Recorder, check_recording
@@ -57,7 +57,7 @@ def train(config: TrainConfig, prompts: Sequence[str] = (), replace: bool = Fals
     and, with config.save, final/ in config.run_folder.
     Raises ValueError (PlanError when no plan fits) for what a person can correct, before any step is taken.
     """
-    source = open_model(config.model)
+    source = open_initial(config.model, config.init)
     if config.dry_run:
         return dry_run(config)
     data = open_data(config, source)

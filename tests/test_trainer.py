@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import safetensors
 import torch
+import transformers
 from engine_helpers import saved_model, spec_of, tiny_config
 from tokenizers import Tokenizer
 
@@ -438,7 +439,7 @@ def test_options_of_a_job_are_those_of_the_contract(tmp_path):
     contract = (
         "max_seq_len max_global_batch_tokens max_gpu_mem_gib max_host_mem_gib device dtype master_dtype grad_dtype"
         " optimizer_state_dtype matmul_dtype freeze max_grad_norm seed chunk_tokens round_tokens recompute"
-        " deterministic"
+        " deterministic init"
     )
     assert sorted(asdict(config.as_job())) == sorted(contract.split())
     assert config.as_job().max_gpu_mem_gib == 2.0
@@ -492,6 +493,25 @@ def test_frozen_layers_from_the_command_line(tmp_path, capsys):
     with safetensors.safe_open(run / "final" / "model.safetensors", framework="pt") as written:
         for name, tensor in tensors.items():
             assert torch.equal(written.get_tensor(name), tensor) == (name in frozen), name
+
+
+def test_from_scratch_from_the_command_line(tmp_path, capsys):
+    """As `train.py --init random`, from config.json alone: the seed decides, and transformers loads the model."""
+    model, heads = tmp_path / "model", {}
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(tiny_config(initializer_range=0.05)))
+    flags = "--data-source synthetic --max-seq-len 16 --max-global-batch-tokens 64 --steps 1 --lr 1e-9 --save"
+    machine = "--device cpu --dtype float32 --max-gpu-mem-gib 1 --max-host-mem-gib 4"
+    for run, seed in (("a", 1), ("b", 1), ("c", 2)):
+        line = f"train --model {model} --output-dir {tmp_path / run} {flags} {machine} --init random --seed {seed}"
+        assert cli.main(line.split()) == 0
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / run / "final", dtype=torch.float32)
+        heads[run] = loaded.lm_head.weight.detach()
+    assert float(heads["a"].std()) == pytest.approx(0.05, rel=0.1)
+    assert torch.equal(heads["a"], heads["b"])
+    assert not torch.allclose(heads["a"], heads["c"])
+    assert cli.main(f"train --model {model} --output-dir {tmp_path / 'd'} {flags} {machine}".split()) == cli.BAD_INPUT
+    assert "or train from scratch with --init random" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_found_before_training(engine, tmp_path, monkeypatch):

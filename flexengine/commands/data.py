@@ -17,7 +17,7 @@ from flexengine.wording import FlagParser
 def main(argv: Sequence[str]) -> int:
     """Print the preview; returns the exit status."""
     arguments = _parser().parse_args(argv)
-    folder = open_model(arguments.model).support_folder or ASSETS / "demo"
+    folder = open_model(arguments.model, needs_weights=False).support_folder or ASSETS / "demo"
     tokenizer = ChatTokenizer.from_folder(folder)
     tokenizer.train_on = arguments.train_on
     sources = [parse_source(text) for text in arguments.dataset]

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from flexengine.models import deepseek, gemma, gpt2, gpt_oss, llama, mistral, moe, olmo, phi3, qwen, qwen_next
 from flexengine.models.any_family import dropout_notice, refuse_unsupported
@@ -196,9 +196,24 @@ def open_model(path_or_preset: str | Path, needs_weights: bool = True) -> ModelS
         raise ValueError(
             f"model folder {folder} has a config.json but no *.safetensors file"
             f"{' (found ' + ', '.join(found) + ', which must be converted first)' if found else ''};"
-            " download the weights first: python download.py model ORG/NAME --target DIR"
+            " download the weights first: python download.py model ORG/NAME --target DIR, or train from scratch with"
+            " --init random"
         )
     return ModelSource(build_model(folder.name, config), folder, folder)
+
+
+def open_initial(path_or_preset: str | Path, init: Literal["checkpoint", "random"]) -> ModelSource:
+    """Read the description of a model that is trained from its weights, or from random ones.
+
+    Raises ValueError as `open_model`, and for random weights where the folder has some that would be passed over.
+    """
+    source = open_model(path_or_preset, needs_weights=init == "checkpoint")
+    if init == "random" and source.weights_folder is not None:
+        raise ValueError(
+            f"init is random, but model folder {source.weights_folder} has weights; leave --init out to train these, or"
+            " give a folder with its config.json and tokenizer files alone"
+        )
+    return source
 
 
 def _open_preset(name: str) -> ModelSource:

@@ -263,6 +263,12 @@ def test_command_line(case, model, command, known_machine, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_random_weights_in_place_of_those_of_a_folder(model, command, known_machine, tmp_path):
+    outcome = command("train", *arguments(model=model, output_dir=tmp_path / "run", init="random"))
+    assert outcome.status == cli.BAD_INPUT
+    check_message(outcome.err, ("init is random, but model folder .* has weights", "leave --init out"))
+
+
 CHANGED = Case(
     "weights_that_changed",
     changed_since_the_manifest,
