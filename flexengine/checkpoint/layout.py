@@ -15,13 +15,24 @@ SUPPORT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "tokenizer.model",
+    "tokenizer.model*",  # Mistral's end in their version
+    "tekken.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
     "added_tokens.json",
     "vocab.*",
     "merges.txt",
+    "*.tiktoken",
     "chat_template.*",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "*_preprocessor_config.json",
+    "*_processor_config.json",
 )
-
+"""Patterns of configuration, tokenizer and processor files: what transformers reads beside the weights, of a model that
+takes images, video or audio as well."""
+CHAT_TEMPLATES = "additional_chat_templates"
+"""A folder in the model's with further chat templates, such as tool_use.jinja."""
 
 MAX_FILE_NAME_BYTES = 255  # NAME_MAX of Linux
 
@@ -34,5 +45,8 @@ def is_file_name(value: object) -> bool:
 
 
 def is_support_file(name: str) -> bool:
-    """Whether a file of the folder's top level is configuration or tokenizer, to be kept beside the weights."""
+    """Whether a file is to be kept beside the weights; `name` is its path in the folder, with slashes."""
+    folder, _, file = name.rpartition("/")
+    if folder:
+        return folder == CHAT_TEMPLATES and file.endswith(".jinja")
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in SUPPORT_FILES)

@@ -47,6 +47,7 @@ class StagedFolder:
         """Where to write the file that is to appear as `name`. Raises: IsADirectoryError if a folder has the name."""
         refuse_folder(self._folder / name)  # before gigabytes are written for it
         path = temporary_name(self._folder / name) if self._work is None else self._work / name
+        path.parent.mkdir(exist_ok=True)  # a name may be in a folder of its own
         self._staged[name] = path
         return path
 
@@ -83,7 +84,8 @@ class StagedFolder:
         exists = self._folder.exists()
         if exists:
             _carry_over(self._folder, work, self._staged.keys() | self._dropped)
-        sync_folder(work)
+        for place in {path.parent for path in self._staged.values()} | {work}:
+            sync_folder(place)
         if not exists:
             os.rename(work, self._folder)
         elif not _exchange(work, self._folder):
@@ -204,7 +206,8 @@ def _carry_over(source: Path, target: Path, left_out: Iterable[str]) -> None:
     omitted = {*left_out, FOLDER_MANIFEST}  # an old manifest does not describe the new files
 
     def not_carried(directory: str, names: list[str]) -> set[str]:
-        return omitted & set(names) if Path(directory) == source else set()
+        inside = Path(directory).relative_to(source)
+        return {name for name in names if str(inside / name) in omitted}
 
     def link(path: str, to: str) -> None:
         try:

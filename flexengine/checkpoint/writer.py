@@ -90,9 +90,10 @@ def write_checkpoint(
 
 
 def support_files(folder: Path | str) -> dict[str, Path]:
-    """Configuration and tokenizer files (layout.SUPPORT_FILES) of a model folder, as `write_checkpoint` takes them."""
-    paths = sorted(path for path in Path(folder).iterdir() if path.is_file() and is_support_file(path.name))
-    return {path.name: path for path in paths}
+    """Return what `layout.is_support_file` keeps of a model folder, as `write_checkpoint` takes it."""
+    folder = Path(folder)
+    found = {path.relative_to(folder).as_posix(): path for pattern in ("*", "*/*") for path in folder.glob(pattern)}
+    return {name: found[name] for name in sorted(found) if is_support_file(name) and found[name].is_file()}
 
 
 def _plan_shards(

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from flexengine.checkpoint.atomic import STALE_AFTER_S, atomic_file, temporary_name
+from flexengine.checkpoint.manifest import verify_manifest
 from flexengine.checkpoint.reader import CheckpointError, CheckpointReader
 from flexengine.checkpoint.writer import TensorSource, support_files, write_checkpoint
 
@@ -142,6 +143,36 @@ def test_wrong_requests(tmp_path, tensors, arguments, message):
     with pytest.raises(CheckpointError, match=message):
         write_checkpoint(tmp_path / "out", tensors, **arguments)
     assert not (tmp_path / "out").exists()
+
+
+PROCESSOR_FILES = [
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+    "additional_chat_templates/tool_use.jinja",
+]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["new folder", "second save"])
+@pytest.mark.parametrize("in_place", [False, True], ids=["exchanged", "file by file"])
+def test_files_of_processors_are_exported(tmp_path, monkeypatch, in_place, again):
+    """A model that takes images keeps them, and so does one with further chat templates; other folders' files stay."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    for name in [*PROCESSOR_FILES, "onnx/preprocessor_config.json", "additional_chat_templates/notes.txt"]:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(name)
+    assert list(support_files(source)) == sorted(PROCESSOR_FILES)
+    if again:
+        write_checkpoint(target, sources({"a": torch.zeros(4)}), beside=dict.fromkeys(PROCESSOR_FILES, "old"))
+    if in_place:
+        target.mkdir(exist_ok=True)
+        monkeypatch.chdir(target)
+    write_checkpoint(target, sources({"a": torch.ones(4)}), beside=support_files(source), with_manifest=True)
+    found = {path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()}
+    assert found == {*PROCESSOR_FILES, "model.safetensors", "flexengine_manifest.json"}
+    assert all((target / name).read_text() == name for name in PROCESSOR_FILES)
+    assert PROCESSOR_FILES[-1] in verify_manifest(target)["files"]
 
 
 def test_support_files(tmp_path):
