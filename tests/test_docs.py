@@ -57,7 +57,9 @@ def test_files_that_are_named_exist(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_flags_that_are_named_exist(page):
-    """Every --flag is an option of `train`, by its own or another tool's name, or stands in a command or benchmark; --rank shows how to add one."""
+    """Every --flag is an option of `train`, by its own or another tool's name, or stands in a command or benchmark.
+
+    --rank shows how to add one."""
     sources = "".join(path.read_text() for room in ("flexengine", "bench") for path in (ROOT / room).rglob("*.py"))
     known = {option.flag for option in options_of(TrainConfig).values()} | {flag_of(name) for name in FILES}
     known |= {flag_of(name) for name in (*SAME, *OTHERWISE)}
