@@ -84,7 +84,8 @@ class Numerics:
 
     compute: dtype of weights and activations in compute; master: `split` (bf16 + 16-bit remainder = exact fp32), `full`
     (the weight itself is the master) or `stochastic` (bf16 with stochastic rounding); grad and state: storage dtypes;
-    matmul: what the linear layers of blocks multiply, `compute` or `fp8`.
+    matmul: what the linear layers of blocks multiply, `compute` or `fp8`; optimizer: the name of what updates, which
+    decides the rules of all parameters.
     """
 
     compute: str = "bfloat16"
@@ -92,6 +93,7 @@ class Numerics:
     grad: str = "bfloat16"
     state: str = "float32"
     matmul: Literal["compute", "fp8"] = "compute"
+    optimizer: str = "adamw"
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ ARROWS = {
     "ops": {"kernels", "native"},
     "optim": {"kernels", "native"},
     "models": {"ops", "wording"},
-    "schedule": {"plan", "models", "ops"},
+    "schedule": {"plan", "models", "ops", "optim"},
     "hardware": {"wording", "native", "ops", "optim"},
     "planner": {"plan", "models", "ops", "schedule", "hardware", "metrics"},
     "reports": {"plan", "models", "ops", "schedule", "hardware", "planner", "metrics"},

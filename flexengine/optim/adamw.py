@@ -13,6 +13,7 @@ from torch import Tensor
 from flexengine.native import adamw as native_adamw
 from flexengine.native.library import fallback_notice
 from flexengine.optim.rounding import join_fp32, split_fp32, stochastic_round_bf16, stream_keys
+from flexengine.optim.rule import Rule, StatePlane, Update
 
 # Streams of random bits of one update: tensors rounded in the same step must not share their bits.
 WEIGHT_STREAM, EXP_AVG_STREAM, EXP_AVG_SQ_STREAM = 0, 1, 2
@@ -67,6 +68,31 @@ def adamw_factors(lr: float, betas: tuple[float, float], eps: float, weight_deca
         inverse_root_correction2=(1.0 - beta2**step) ** -0.5,
         eps=eps,
         step_size=lr / (1.0 - beta1**step),
+    )
+
+
+def adamw_rule(state_dtype: str) -> Rule:
+    """AdamW with both moments of every element in one dtype."""
+    states = (StatePlane("exp_avg", state_dtype), StatePlane("exp_avg_sq", state_dtype))
+    return Rule("AdamW", states, _update)
+
+
+def _update(update: Update) -> None:
+    planes, settings = update.planes, update.settings
+    adamw_update(
+        weight=planes["weights"],
+        remainder=planes.get("remainder"),
+        exp_avg=planes["exp_avg"],
+        exp_avg_sq=planes["exp_avg_sq"],
+        grad=planes["grad"],
+        grad_scale=update.grad_scale,
+        lr=update.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=update.weight_decay,
+        step=update.step,
+        seed=update.seed,
+        element_offset=update.element_offset,
     )
 
 

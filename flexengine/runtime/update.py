@@ -1,4 +1,4 @@
-"""Runs the optimizer's commands: factors on all gradients or on one group's, and AdamW on tiles."""
+"""Runs the optimizer's commands: factors on all gradients or on one group's, and updates of tiles."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.optim.adamw import AdamW, adamw_update
+from flexengine.optim.adamw import AdamW
 from flexengine.optim.clipping import gradient_scales
+from flexengine.optim.rule import Update
 from flexengine.runtime.arena import DTYPES, Arenas
 from flexengine.schedule.commands import Command, Stream, UpdateTile
 from flexengine.schedule.fixed_slots import HOST_GRAD_NORM, HOST_SCALES, SCALE_BYTES
@@ -104,27 +105,28 @@ class UpdateRunner:
         self.scale(group).copy_(scales)
 
     def update(self, command: Command, slots: tuple, settings: UpdateSettings) -> None:
-        """Run AdamW on one tile, or on the CPU on a whole segment in place. slots: the program's slot table."""
+        """Update one tile, or on the CPU a whole segment in place, by its rule. slots: the program's slot table."""
         tile: UpdateTile = command.args
         segment, s = self.segments[tile.group, tile.segment], settings
+        assert segment.rule is not None
         planes = {
             plane.kind: self.arenas.view(
-                slots[tile.planes[plane.kind].slot], tile.planes[plane.kind].offset, (tile.count,), DTYPES[plane.dtype]
+                slots[tile.planes[plane.kind].slot],
+                tile.planes[plane.kind].offset,
+                (-(-tile.count // plane.block),),
+                DTYPES[plane.dtype],
             )
             for plane in segment.planes
         }
-        adamw_update(
-            weight=planes["weights"],
-            remainder=planes.get("remainder"),
-            exp_avg=planes["exp_avg"],
-            exp_avg_sq=planes["exp_avg_sq"],
-            grad=planes["grad"],
-            grad_scale=(self.host_scale if command.stream is Stream.CPU else self.scale)(tile.group),
-            lr=s.lr,
-            betas=s.optimizer.betas,
-            eps=s.optimizer.eps,
-            weight_decay=s.optimizer.weight_decay if tile.segment == "matrix" else 0.0,
-            step=s.step,
-            seed=s.seed,
-            element_offset=self.first_element[tile.group] + segment.first_element + tile.start,
+        segment.rule.update(
+            Update(
+                planes,
+                grad_scale=(self.host_scale if command.stream is Stream.CPU else self.scale)(tile.group),
+                settings=s.optimizer,
+                lr=s.lr,
+                weight_decay=s.optimizer.weight_decay if segment.decays else 0.0,
+                step=s.step,
+                seed=s.seed,
+                element_offset=self.first_element[tile.group] + segment.first_element + tile.start,
+            )
         )

@@ -154,7 +154,7 @@ class WeightStore:
         for index, group in enumerate(self.layout.model.groups):
             stored = self.layout.groups[index]
             for param in group.params:
-                segment = next(s for s in stored.segments if s.name == param.kind)
+                segment = stored.segment_of(param.name)
                 start = stored.offsets[param.name] - segment.first_element
                 split = is_split(segment.name, self.layout.plan.request.numerics)
                 for source in param.sources:
@@ -259,12 +259,11 @@ class WeightStore:
             remainder[start : start + piece.numel()].copy_(halves[1])
 
     def clear_states(self) -> None:
-        """Zero both moments of every parameter."""
-        for index in range(len(self.layout.groups)):
-            for kind in ("exp_avg", "exp_avg_sq"):
-                if self.layout.groups[index].plane_bytes[kind]:
-                    slot = self.layout.slots[self.layout.plane_slot(kind, index)]
-                    self.arenas.view(slot, 0, (slot.num_bytes,), torch.uint8).zero_()
+        """Zero the optimizer states of every parameter."""
+        for index, stored in enumerate(self.layout.groups):
+            for kind in stored.rule_states:
+                slot = self.layout.slots[self.layout.plane_slot(kind, index)]
+                self.arenas.view(slot, 0, (slot.num_bytes,), torch.uint8).zero_()
 
     # -- out ---------------------------------------------------------------------------------------------------------
 

@@ -17,14 +17,13 @@ from flexengine.schedule.fixed_slots import (
     host_scalar_bytes,
     norm_square_bytes,
 )
-from flexengine.schedule.group_storage import PLANE_KINDS, GroupStorage
+from flexengine.schedule.group_storage import GroupStorage
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.planned_sizes import PlannedSizes
 from flexengine.schedule.slots import Memory, PlaneKind, Role, Slot, SlotKey
 
 RUN = "run"
 """Category of slots within planes, which take no bytes of their own."""
-STATE_KINDS: tuple[PlaneKind, ...] = ("remainder", "exp_avg", "exp_avg_sq")
 
 
 def lay_out(sizes: PlannedSizes) -> tuple[tuple[Slot, ...], int, int]:
@@ -89,8 +88,8 @@ class _HostSlots:
         for spec, stored, home in zip(
             self._sizes.model.groups, self._sizes.groups, self._sizes.plan.groups, strict=True
         ):
-            for kind in PLANE_KINDS:
-                if home_of_plane(kind, home) == "host" and stored.plane_bytes[kind]:
+            for kind, num_bytes in stored.plane_bytes.items():
+                if num_bytes and home_of_plane(kind, home) == "host":
                     self._region.add_plane(kind, spec.name, stored, categories.get(kind, "optimizer states"))
 
     def _offloaded_activations(self) -> None:
@@ -132,7 +131,7 @@ class _GpuSlots:
             if home.grads == "gpu":
                 region.add_plane("grad", spec.name, stored, "resident gradients")
             if home.states == "gpu":
-                for kind in STATE_KINDS:
+                for kind in stored.state_kinds:
                     region.add_plane(kind, spec.name, stored, "resident optimizer states")
 
     def _optimizer_tiles(self, start: int) -> int:

@@ -134,7 +134,7 @@ class SlotOffset(NamedTuple):
 
 
 class UpdateTile(NamedTuple):
-    """Arguments of `update`: AdamW on elements [start, start + count) of a group's segment, with the planes' places."""
+    """Arguments of `update`: elements [start, start + count) of a group's segment, with the places of their planes."""
 
     group: int
     segment: str

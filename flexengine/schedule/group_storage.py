@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from flexengine.models.spec import GroupSpec
+from flexengine.optim.rule import Rule
+from flexengine.optim.rules import rule_of
 from flexengine.plan import Numerics
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.parts import Part, parts_of
@@ -17,29 +19,55 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Plane:
-    """One stored array of a group's segment, `start` bytes from the beginning of the plane kind's slot."""
+    """One stored array of a group's segment, `start` bytes from the beginning of the plane kind's slot.
+
+    block: consecutive elements of the segment that share an entry of the array; 1 for all but scales.
+    """
 
     kind: PlaneKind
     start: int
     dtype: str
+    block: int = 1
+
+    def num_bytes(self, elements: int) -> int:
+        """Bytes of so many elements from a multiple of `block` on."""
+        return -(-elements // self.block) * element_bytes(self.dtype)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive elements of a group with the same planes: its matrices, or its vectors (norms and biases)."""
+    """Consecutive elements of a group with the same planes: its matrices, or its vectors (norms and biases).
+
+    rule: what updates them; None where they are frozen. decays: whether weight decay applies.
+    """
 
     name: str
     first_element: int
     numel: int
     planes: tuple[Plane, ...]
+    rule: Rule | None = None
+    decays: bool = False
+
+    def tiles(self, most: int) -> list[tuple[int, int]]:
+        """Cut the segment into pieces (start, elements) that are updated at once, of at most `most` elements.
+
+        A rule's blocks stay whole, so that a piece may have more where `most` is less than a block.
+        """
+        size = self.tile_elements(most)
+        return [(start, min(size, self.numel - start)) for start in range(0, self.numel, size)]
+
+    def tile_elements(self, most: int) -> int:
+        """Elements of the largest piece of `tiles`, if the segment is large."""
+        block = 1 if self.rule is None else self.rule.block
+        return max(block, most // block * block)
 
 
 @dataclass(frozen=True)
 class GroupStorage:
     """How one group's elements are stored: matrices first, then vectors, per plane kind.
 
-    offsets: parameter -> first element. plane_bytes: bytes of every plane kind's slot. parts: what crosses the link
-    together, into slots of `part_bytes`.
+    offsets: parameter -> first element. plane_bytes: bytes of every plane kind's slot, with weights and grad in any
+    case. parts: what crosses the link together, into slots of `part_bytes`.
     """
 
     offsets: Mapping[str, int]
@@ -47,6 +75,20 @@ class GroupStorage:
     segments: tuple[Segment, ...]
     plane_bytes: Mapping[str, int]
     parts: tuple[Part, ...]
+
+    @property
+    def state_kinds(self) -> tuple[PlaneKind, ...]:
+        """The planes that only the update reads and writes: the lower halves of masters, and the rules' states."""
+        return tuple(kind for kind in self.plane_bytes if kind not in ("weights", "grad"))
+
+    @property
+    def rule_states(self) -> tuple[PlaneKind, ...]:
+        """The planes of the optimizer rules' states."""
+        return tuple(kind for kind in self.state_kinds if kind != "remainder")
+
+    def segment_of(self, param: str) -> Segment:
+        """The segment that a parameter lies in."""
+        return max((s for s in self.segments if s.first_element <= self.offsets[param]), key=lambda s: s.first_element)
 
     @property
     def part_numel(self) -> int:
@@ -67,9 +109,6 @@ class GroupStorage:
         return self.plane_bytes[kind] // self.numel
 
 
-PLANE_KINDS: tuple[PlaneKind, ...] = ("weights", "remainder", "exp_avg", "exp_avg_sq", "grad")
-
-
 _KNOWN: dict[tuple, GroupStorage] = {}  # groups of equal shape share one value, so nobody may write to it
 
 
@@ -86,34 +125,61 @@ def group_storage(group: GroupSpec, numerics: Numerics) -> GroupStorage:
 
 
 def _group_storage(group: GroupSpec, numerics: Numerics) -> GroupStorage:
-    offsets, numel = {}, 0
-    for kind in ("matrix", "vector"):
+    offsets, counts, numel = {}, {"matrix": 0, "vector": 0}, 0
+    for kind in counts:
         for param in group.params:
             if param.kind == kind:
                 offsets[param.name] = numel
                 numel += param.numel
-    matrices = sum(p.numel for p in group.params if p.kind == "matrix")
-    wide_state = "float64" if numerics.compute == "float64" else "float32"
+                counts[kind] += param.numel
+    declared = {kind: _planes(kind, group.frozen, numerics) for kind, count in counts.items() if count}
+    ends = dict.fromkeys(_kinds_in_order(declared.values()), 0)
     segments: list[Segment] = []
-    ends: dict[str, int] = dict.fromkeys(PLANE_KINDS, 0)
-    for name, first, count in (("matrix", 0, matrices), ("vector", matrices, numel - matrices)):
-        state = numerics.state if name == "matrix" and wide_state != "float64" else wide_state
-        dtypes = {"weights": numerics.compute, "exp_avg": state, "exp_avg_sq": state, "grad": numerics.grad}
-        if is_split(name, numerics):
-            dtypes["remainder"] = "int16"
-        if group.frozen:
-            dtypes = {"weights": numerics.compute}
-        planes = []
-        for kind in PLANE_KINDS:
-            if kind in dtypes:
-                if kind not in ("weights", "grad"):  # those two stay flat, so that a whole group is one array
-                    ends[kind] = align(ends[kind])
-                planes.append(Plane(kind, ends[kind], dtypes[kind]))
-                ends[kind] += count * element_bytes(dtypes[kind])
-        if count:
-            segments.append(Segment(name, first, count, tuple(planes)))
+    for name, planes in declared.items():
+        rule = None if group.frozen else rule_of(numerics.optimizer, name, numerics.state, numerics.compute)
+        placed = []
+        for plane in planes:
+            if plane.kind not in ("weights", "grad"):  # those two stay flat, so that a whole group is one array
+                ends[plane.kind] = align(ends[plane.kind])
+            placed.append(replace(plane, start=ends[plane.kind]))
+            ends[plane.kind] += plane.num_bytes(counts[name])
+        first = 0 if name == "matrix" else counts["matrix"]
+        segments.append(Segment(name, first, counts[name], tuple(placed), rule, decays=name == "matrix"))
     parts = parts_of(group, offsets)
     return GroupStorage(MappingProxyType(offsets), numel, tuple(segments), MappingProxyType(ends), parts)
+
+
+def _planes(segment: str, frozen: bool, numerics: Numerics) -> list[Plane]:
+    """What is stored of a segment's elements, in the order of the slots; all starts are 0."""
+    planes = [Plane("weights", 0, numerics.compute)]
+    if frozen:
+        return planes
+    if is_split(segment, numerics):
+        planes.append(Plane("remainder", 0, "int16"))
+    rule = rule_of(numerics.optimizer, segment, numerics.state, numerics.compute)
+    planes += [Plane(state.kind, 0, state.dtype, state.block) for state in rule.states]
+    return [*planes, Plane("grad", 0, numerics.grad)]
+
+
+def _kinds_in_order(segments: Iterable[Iterable[Plane]]) -> list[PlaneKind]:
+    """The plane kinds of all segments: weights, remainder, states, gradient."""
+    found = dict.fromkeys(plane.kind for planes in segments for plane in planes)
+    states = [kind for kind in found if kind not in ("weights", "remainder", "grad")]
+    return ["weights", *(["remainder"] if "remainder" in found else []), *states, "grad"]
+
+
+def tile_offsets(groups: Iterable[GroupStorage], most: int) -> dict[str, int]:
+    """Byte offset of every plane kind within a slot for any tile of at most `most` elements, and its `end`."""
+    segments = [segment for group in groups for segment in group.segments]
+    needed = dict.fromkeys(_kinds_in_order(segment.planes for segment in segments), 0)
+    for segment in segments:
+        for plane in segment.planes:
+            needed[plane.kind] = max(needed[plane.kind], plane.num_bytes(segment.tile_elements(most)))
+    offsets, end = {}, 0
+    for kind, num_bytes in needed.items():
+        offsets[kind] = end
+        end += align(num_bytes)
+    return {**offsets, "end": end}
 
 
 def is_split(segment: str, numerics: Numerics) -> bool:
@@ -123,4 +189,4 @@ def is_split(segment: str, numerics: Numerics) -> bool:
 
 def element_bytes(dtype: str) -> int:
     """Bytes of one element."""
-    return 2 if dtype == "int16" else DTYPE_BYTES[dtype]
+    return {"int16": 2, "uint8": 1}.get(dtype) or DTYPE_BYTES[dtype]

@@ -7,9 +7,9 @@ from functools import cached_property
 from flexengine.models.in_parts import in_parts, may_be_in_parts
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
-from flexengine.schedule.group_storage import DTYPE_BYTES, PLANE_KINDS, element_bytes, group_storage
+from flexengine.schedule.group_storage import DTYPE_BYTES, group_storage, tile_offsets
 from flexengine.schedule.layer_compiler import compile_layer
-from flexengine.schedule.layer_program import LayerProgram, align
+from flexengine.schedule.layer_program import LayerProgram
 from flexengine.schedule.window import WindowPlaces, window_places
 
 
@@ -86,15 +86,7 @@ class PlannedSizes:
     @cached_property
     def tile_offsets(self) -> dict[str, int]:
         """Byte offset of every plane kind within an optimizer tile, and its `end`."""
-        offsets, end = {}, 0
-        for kind in PLANE_KINDS:
-            offsets[kind] = end
-            widths = [
-                element_bytes(p.dtype) for g in self.groups for s in g.segments for p in s.planes if p.kind == kind
-            ]
-            end += align(self.plan.optimizer_tile * max(widths, default=0))
-        offsets["end"] = end
-        return offsets
+        return tile_offsets(self.groups, self.plan.optimizer_tile)
 
     @property
     def tile_bytes(self) -> int:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flexengine.schedule.group_storage import PLANE_KINDS
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.slots import Memory, PlaneKind
 
@@ -74,8 +73,8 @@ def relocation(old: Layout, new: Layout, capacity: Mapping[Memory, int]) -> tupl
 def _planes(old: Layout, new: Layout) -> list[_Plane]:
     found = []
     for group, layout in enumerate(old.groups):
-        for kind in PLANE_KINDS:
-            if kind != "grad" and layout.plane_bytes[kind]:
+        for kind, num_bytes in layout.plane_bytes.items():
+            if kind != "grad" and num_bytes:
                 name = f"{kind} of {old.model.groups[group].name}"
                 found.append(_Plane(name, _place_of(old, kind, group), _place_of(new, kind, group)))
     return found

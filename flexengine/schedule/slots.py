@@ -5,21 +5,19 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 Memory = Literal["gpu", "host"]
-PlaneKind = Literal["weights", "remainder", "exp_avg", "exp_avg_sq", "grad"]
-Role = Literal[
-    # planes of a group, and slots that parts of weights and gradients pass through
-    "weights", "remainder", "exp_avg", "exp_avg_sq", "grad", "accumulator",
-    # one round's tokens and losses
-    "batch", "losses",
-    # numbers that the optimizer step depends on
-    "norm_squares", "partial_squares", "scales", "grad_norm", "scalars",
-    # between layers, between stages of a layer, and between slices of a sequence
-    "hidden", "grad_hidden", "carry", "bounds", "window", "grad_window",
-    # what a layer keeps for backward: its input, its outputs on the GPU, staged for the host, and on the host
-    "input", "save_gpu", "save_host", "save",
-    "scratch", "tile",
-]  # fmt: skip
-"""What a slot holds."""
+PlaneKind = str
+"""Name of a stored array of a group: weights, remainder, grad, or a state that an optimizer rule declares."""
+Role = str
+"""What a slot holds. Beside planes of a group (`PlaneKind`), and slots that parts of weights and grad pass through:
+
+- accumulator: a group's gradient of the round at work;
+- batch, losses: one round's tokens and losses;
+- norm_squares, partial_squares, scales, grad_norm, scalars: numbers that the optimizer step depends on;
+- hidden, grad_hidden, carry, bounds, window, grad_window: between layers, stages of a layer, and slices of a sequence;
+- input, save_gpu, save_host, save: what a layer keeps for backward: its input, its outputs on the GPU, staged for the
+  host, and on the host;
+- scratch, tile: temporaries of a layer; what an optimizer tile is updated in.
+"""
 
 
 class SlotKey(NamedTuple):

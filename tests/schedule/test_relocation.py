@@ -17,7 +17,7 @@ def homes(layout: Layout) -> dict[str, ByteRange]:
     spans = {}
     for group in range(len(layout.groups)):
         for kind in ("weights", "remainder", "exp_avg", "exp_avg_sq"):
-            if layout.groups[group].plane_bytes[kind]:
+            if layout.groups[group].plane_bytes.get(kind):
                 slot = layout.slots[layout.plane_slot(kind, group)]
                 name = f"{kind} of {layout.model.groups[group].name}"
                 spans[name] = ByteRange(slot.memory, slot.offset, slot.num_bytes)

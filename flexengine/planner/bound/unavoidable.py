@@ -18,7 +18,7 @@ from flexengine.plan import Numerics, Request
 from flexengine.planner.bound.recompute_hull import Keeping, lower_hull, recomputed, save_choices
 from flexengine.planner.cost.cost_model import CostModel, full_round, full_rounds, rounds_per_step
 from flexengine.planner.cost.memory import GPU_SLACK_BYTES
-from flexengine.schedule.group_storage import DTYPE_BYTES, PLANE_KINDS, element_bytes, group_storage
+from flexengine.schedule.group_storage import DTYPE_BYTES, group_storage
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram
 from flexengine.schedule.save_sets import savable_ops
@@ -79,7 +79,7 @@ class Unavoidable:
         for index in members:
             planes.update(plane_bytes(self.model.groups[index], self.request.numerics))
         head = bool(set(members) & set(self.model.layers[-1].groups))
-        states = sum(planes[kind] for kind in PLANE_KINDS if kind not in ("weights", "grad"))
+        states = sum(num for kind, num in planes.items() if kind not in ("weights", "grad"))
         name = slot_class if trained else f"{slot_class} frozen{' twice' if twice else ''}"
         return ParameterBytes(name, planes["weights"], planes["grad"], states, twice, head, trained)
 
@@ -272,5 +272,5 @@ def plane_bytes(group: GroupSpec, numerics: Numerics) -> Counter[str]:
     planes = Counter[str]()
     for segment in group_storage(group, numerics).segments:
         for plane in segment.planes:
-            planes[plane.kind] += segment.numel * element_bytes(plane.dtype)
+            planes[plane.kind] += plane.num_bytes(segment.numel)
     return planes

@@ -56,7 +56,7 @@ def tile_times(group: GroupStorage, home: GroupPlan, tile: int, cost: CostModel)
         return TileTimes(issue_s=len(group.segments) * issue_s(cost, "update"))
     fetched = [kind for kind, num in planes.items() if num and home_of(kind, home) == "host"]
     returned = [kind for kind in fetched if kind != "grad"]
-    count = sum(-(-segment.numel // tile) for segment in group.segments)
+    count = sum(len(segment.tiles(tile)) for segment in group.segments)
     latency_s = count * p.copy_latency_s
     fetch_s = sum(planes[kind] for kind in fetched) + latency_s * len(fetched) * p.h2d_bytes_per_s
     return_s = sum(planes[kind] for kind in returned) + latency_s * len(returned) * p.d2h_bytes_per_s

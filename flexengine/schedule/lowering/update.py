@@ -1,4 +1,4 @@
-"""The optimizer step as a program: AdamW over all groups in forward order, on the GPU tile by tile.
+"""The optimizer step as a program: updates of all groups in forward order, on the GPU tile by tile.
 
 What the CPU updates may also be updated inside a round: `lower_cpu_update`.
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from flexengine.ops.base import Work
 from flexengine.schedule.commands import Access, CommandName, CopyRegion, Program, SlotOffset, Stream, UpdateTile
 from flexengine.schedule.fixed_slots import HOST_GRAD_NORM, HOST_SCALES, SCALAR_BYTES, SCALE_BYTES
-from flexengine.schedule.group_storage import PLANE_KINDS, Segment, element_bytes
+from flexengine.schedule.group_storage import Segment
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.slots import PlaneKind, Slot, overlapping_slots
@@ -28,7 +28,7 @@ class _Tile(NamedTuple):
 
 
 def lower_update(layout: Layout, by_cpu: Mapping[int, float] | None = None) -> Program:
-    """Clip factor, then AdamW over all groups in forward order.
+    """Clip factor, then updates of all groups in forward order.
 
     The GPU updates tile by tile, host planes streaming through tile slots; the CPU updates in place.
 
@@ -85,14 +85,14 @@ def lower_cpu_update(
     builder: ProgramBuilder, layout: Layout, group: int, scale: Access, left: float = 1.0,
     grads: Sequence[Access] | None = None,
 ) -> None:  # fmt: skip
-    """AdamW by the CPU on a group's planes where they are, matrices and vectors each in one call.
+    """Update a group's planes by the CPU where they are, each segment in one call.
 
     scale: where the host finds the factor on the gradient. left: the share of the work that remains, for its price.
     grads: what an earlier command left of the gradient, where that is not the whole plane.
     """
     name, planes = layout.model.groups[group].name, layout.groups[group].plane_bytes
-    contents = {kind: "weights" if kind == "weights" else f"{kind} of" for kind in PLANE_KINDS}
-    held = {k: Access(layout.plane_slot(k, group), f"{contents[k]} {name}") for k in PLANE_KINDS if planes[k]}
+    contents = {kind: "weights" if kind == "weights" else f"{kind} of" for kind in planes}
+    held = {k: Access(layout.plane_slot(k, group), f"{contents[k]} {name}") for k in planes if planes[k]}
     grads = [held["grad"]] if grads is None else grads
     for access in (*grads, *(access for kind, access in held.items() if kind != "grad")):
         if builder.last_writer(access.slot) < 0:
@@ -109,7 +109,7 @@ def lower_cpu_update(
 
 def _touched_bytes(segment: Segment) -> int:
     """Bytes of memory that an update reads and writes: all planes, the gradient only read."""
-    return sum(segment.numel * element_bytes(p.dtype) * (1 if p.kind == "grad" else 2) for p in segment.planes)
+    return sum(p.num_bytes(segment.numel) * (1 if p.kind == "grad" else 2) for p in segment.planes)
 
 
 # -- on the GPU ------------------------------------------------------------------------------------------------------
@@ -119,13 +119,13 @@ def _tiles(layout: Layout, group: int, pieces: list[Slot]) -> list[_Tile]:
     """Cut a group into tiles; every plane of a tile gets a slot inside the plane, which is appended to `pieces`."""
     found, size = [], layout.plan.optimizer_tile
     for segment in layout.groups[group].segments:
-        planes = [(p, layout.slots[layout.plane_slot(p.kind, group)], element_bytes(p.dtype)) for p in segment.planes]
-        for start in range(0, segment.numel, size):
-            count, slots = min(size, segment.numel - start), {}
-            for plane, whole, width in planes:
+        planes = [(p, layout.slots[layout.plane_slot(p.kind, group)]) for p in segment.planes]
+        for start, count in segment.tiles(size):
+            slots, within = {}, (segment.name, start)
+            for plane, whole in planes:
                 slots[plane.kind] = len(layout.slots) + len(pieces)
-                within = (segment.name, start)
-                pieces.append(whole.subslot(within, plane.start + start * width, count * width, "tile"))
+                first = plane.start + plane.num_bytes(start)
+                pieces.append(whole.subslot(within, first, plane.num_bytes(count), "tile"))
             found.append(_Tile(group, segment.name, start, count, slots))
     return found
 

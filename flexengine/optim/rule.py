@@ -1,0 +1,57 @@
+"""What an optimizer rule declares: which states it stores, in which pieces it updates, and how.
+
+Layout, lowering, weight store, planner and reports read these declarations, so that a rule is one file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class StatePlane(NamedTuple):
+    """One stored state: an entry of `dtype` for every `block` consecutive elements. All of its bytes begin as 0."""
+
+    kind: str
+    dtype: str
+    block: int = 1
+
+
+class Update(NamedTuple):
+    """One update of consecutive elements of a group: their stored arrays by name, and the numbers of the step.
+
+    planes: `weights`, `grad`, `remainder` where masters are split, and the rule's states, all flat. grad_scale [1]
+    multiplies the gradient; where it is not finite nothing changes. settings: the optimizer's. lr and weight_decay: of
+    these elements. step counts from 1. seed and element_offset (position of the first element in the run's numbering of
+    parameters) choose random bits.
+    """
+
+    planes: Mapping[str, Tensor]
+    grad_scale: Tensor
+    settings: Any
+    lr: float
+    weight_decay: float
+    step: int
+    seed: int
+    element_offset: int
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the elements of a segment are updated.
+
+    name: as reports tell it. states: what is stored beside weights and gradient. update: runs in place, on the side
+    where the tensors are; its bits do not depend on how a segment is cut into pieces.
+    """
+
+    name: str
+    states: tuple[StatePlane, ...]
+    update: Callable[[Update], None]
+
+    @property
+    def block(self) -> int:
+        """Elements that must be updated together: pieces of a segment begin at multiples of this."""
+        return max((state.block for state in self.states), default=1)

@@ -1,0 +1,22 @@
+"""Chooses the rule of every kind of parameters by the optimizer's name and the dtype of its states."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from flexengine.optim.adamw import adamw_rule
+from flexengine.optim.rule import Rule
+
+
+@cache
+def rule_of(optimizer: str, param_kind: str, state: str, compute: str) -> Rule:
+    """The rule of an optimizer for matrices or for vectors (norms and biases).
+
+    state: dtype of stored states. Vectors keep theirs in float32, and float64 computation keeps all in float64.
+    Raises: ValueError for an optimizer that there is not.
+    """
+    wide = "float64" if compute == "float64" else "float32"
+    dtype = state if param_kind == "matrix" and wide == "float32" else wide
+    if optimizer == "adamw":
+        return adamw_rule(dtype)
+    raise ValueError(f"optimizer={optimizer!r} is not known; there is adamw")
