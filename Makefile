@@ -1,4 +1,4 @@
-# make demo | test | lint | sanitize | dist | clean. PYTHON chooses the interpreter that .venv is made from (3.11 or newer).
+# make demo | test | lint | docs | sanitize | dist | clean. PYTHON chooses the interpreter that .venv is made from (3.11 or newer).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +10,7 @@ TESTS_AT_A_TIME := -n auto --maxprocesses 8 --dist worksteal
 # What the native library is built from: installing again builds it anew.
 NATIVE := setup.py $(wildcard csrc/*.cpp csrc/*.h)
 
-.PHONY: demo test lint sanitize dist clean
+.PHONY: demo test lint docs sanitize dist clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m flexengine demo
@@ -24,6 +24,10 @@ lint: $(VENV)/.installed-test $(VENV)/.installed-lint
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h csrc/tests/*.cpp
 
+# docs/ as a site in site/. A warning, such as a link to a page that is not there, is an error.
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m mkdocs build --strict
+
 # The programs of csrc/tests under AddressSanitizer with UndefinedBehaviorSanitizer, and under ThreadSanitizer.
 sanitize: $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests/native/test_sanitizers.py
@@ -33,7 +37,7 @@ dist: $(VENV)/.installed-test
 	$(BIN)/python -m build --no-isolation
 
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info flexengine/_native*.so .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs build dist site *.egg-info flexengine/_native*.so .pytest_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -53,4 +57,8 @@ $(VENV)/.installed-test: pyproject.toml $(NATIVE) $(VENV)/.torch
 
 $(VENV)/.installed-lint: pyproject.toml $(VENV)/.torch
 	$(PIP) install --editable ".[lint]"
+	touch $@
+
+$(VENV)/.installed-docs: pyproject.toml $(VENV)/.torch
+	$(PIP) install --editable ".[docs]"
 	touch $@

@@ -68,6 +68,11 @@ def test_flags_that_are_named_exist(page):
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) <= known
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=name_of)
+def test_pages_have_a_place_in_the_site(page):
+    assert f"- {page.name}\n" in (ROOT / "mkdocs.yml").read_text(), f"name {page.name} under nav in mkdocs.yml"
+
+
 def test_nothing_tells_to_install_the_other_flexengine():
     """The name belongs to another project on PyPI; extras (`flexengine[plot]`) would be its extras."""
     texts = {path: path.read_text() for room in ("flexengine", "bench") for path in (ROOT / room).rglob("*.py")}
