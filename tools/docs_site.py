@@ -106,7 +106,7 @@ def default_of(option: Option) -> str:
     default = option.default
     if isinstance(default, bool):
         return "yes" if default else "no"
-    return f"`{default}`" if isinstance(default, str | int | float) else ""
+    return f"`{default}`" if default != "" and isinstance(default, str | int | float) else ""
 
 
 def escaped(text: str) -> str:
