@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flexengine.data.records import TokenizedRecord
-from flexengine.data.sources import Reader, Source
+from flexengine.data.sources import NotFromHubError, Reader, Source
 from flexengine.data.store import (
     Cut,
     StoredSequences,
@@ -19,6 +19,7 @@ from flexengine.data.store import (
     cut_records,
     open_shard,
     open_table,
+    point_to,
     table_in_scratch,
     write_table,
 )
@@ -97,7 +98,14 @@ def prepare_table(
 def _open(source: Source, tokenizer: ChatTokenizer, cache: Path | None) -> TokenTable:
     if source.is_shard:
         return open_shard(Path(source.place), tokenizer.max_id + 1)
-    reader = Reader(source)
+    try:
+        reader = Reader(source)
+    except NotFromHubError as error:
+        table = open_table(_last_of_hub(source, tokenizer, cache).resolve()) if cache is not None else None
+        if table is None:
+            raise
+        logger.warning("%s\n  the tokens that an earlier run left in %s are used", error, cache)
+        return table
     counts: dict[str, dict[str, int]] = {}
     if cache is not None:
         folder = cache / _key(reader, tokenizer)
@@ -107,11 +115,19 @@ def _open(source: Source, tokenizer: ChatTokenizer, cache: Path | None) -> Token
                 write_table(folder, _encoded(reader, tokenizer, counts), counts)
                 table = open_table(folder)
             if table is not None:
+                if not reader.is_on_disk:
+                    point_to(_last_of_hub(source, tokenizer, cache), folder)
                 return table
         except OSError as error:
             logger.warning("the data cache %s cannot be used (%s); tokens go to a scratch file", cache, error)
     table = table_in_scratch(_encoded(reader, tokenizer, counts))
     return replace(table, **counts)
+
+
+def _last_of_hub(source: Source, tokenizer: ChatTokenizer, cache: Path) -> Path:
+    """A link in the cache to the tokens of a data set of the hub, as it last was, for runs without a network."""
+    place = (source.place, source.config, source.split)
+    return cache / f"hub-{_digest(*place, tokenizer.key(), _code_key())}"
 
 
 def _encoded(reader: Reader, tokenizer: ChatTokenizer, counts: dict[str, dict[str, int]]) -> Iterator[TokenizedRecord]:
@@ -123,8 +139,11 @@ def _encoded(reader: Reader, tokenizer: ChatTokenizer, counts: dict[str, dict[st
 
 
 def _key(reader: Reader, tokenizer: ChatTokenizer) -> str:
-    """A digest of what decides the tokens of a source: its contents, the tokenizer and template, and our own code."""
-    parts = (reader.key(), tokenizer.key(), _code_key())
+    return _digest(reader.key(), tokenizer.key(), _code_key())
+
+
+def _digest(*parts: str | None) -> str:
+    """A name in the cache for what decides tokens: the source, the tokenizer and template, and our own code."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 

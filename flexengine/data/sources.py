@@ -8,10 +8,10 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flexengine.checkpoint.atomic import sha256_of
 from flexengine.checkpoint.dataset_files import format_of, select_data_files
@@ -60,17 +60,22 @@ class Reader:
     """The records of one source, read as they are asked for. Its key changes when they do."""
 
     def __init__(self, source: Source) -> None:
-        """Finds the files, or the data set in the cache of the hub, which fetches it first. Raises ValueError."""
+        """Finds the files, or the data set on the hub. Raises ValueError."""
         self.source = source
         self.unread: Counter[str] = Counter()
         on_disk = os.path.exists(source.place)
         self._files = files_of(source) if on_disk else []
-        self._hub = None if on_disk else _load_from_hub(source)
+        self._hub = None if on_disk else open_on_hub(source)
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether the source is a file or a folder, rather than on the hub."""
+        return self._hub is None
 
     def key(self) -> str:
         """A digest of the contents."""
         if self._hub is not None:
-            return f"hub {self._hub._fingerprint}"
+            return self._hub.key
         parts = [f"{format_of(path.name)} {sha256_of(path)}" for path in self._files]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -88,8 +93,7 @@ class Reader:
 
     def _rows(self) -> Iterator[tuple[Any, str]]:
         if self._hub is not None:
-            for i, row in enumerate(self._hub, start=1):
-                yield without_nulls(row), f"{self.source.place}, row {i}"
+            yield from self._hub.rows(self.source)
         for path in self._files:
             yield from read_rows(path)
 
@@ -108,19 +112,48 @@ def files_of(source: Source) -> list[Path]:
         raise ValueError(f"data set {path}: {str(error).replace('--split', f'--dataset {path}:SPLIT')}") from None
 
 
-def _load_from_hub(source: Source) -> Any:
-    """A data set of the hub, through the cache of the `datasets` library: mapped from disk, and there when offline."""
+class NotFromHubError(ValueError):
+    """The hub does not give a data set, or there is no network."""
+
+
+class HubRows(NamedTuple):
+    """A data set of the hub. Its rows come over the network while they are read; key changes when they do."""
+
+    stream: Iterable[Any]
+    key: str
+
+    def rows(self, source: Source) -> Iterator[tuple[Any, str]]:
+        """Every row with its place. Raises NotFromHubError when the network or the hub fails on the way."""
+        number = 0
+        try:
+            for number, row in enumerate(self.stream, start=1):
+                yield without_nulls(row), f"{source.place}, row {number}"
+        except Exception as error:  # of the network, the hub, its loaders: any
+            raise _not_from_hub(source, error, f"the stream ended after {number} rows") from None
+
+
+def open_on_hub(source: Source) -> HubRows:
+    """A data set of the hub, through the `datasets` library, which when offline knows what it has in its cache.
+
+    Rows are streamed, since they are read once and kept as tokens. Raises NotFromHubError.
+    """
     import datasets  # noqa: PLC0415 - takes a second
 
     try:
-        return datasets.load_dataset(source.place, source.config, split=source.split)
+        builder = datasets.load_dataset_builder(source.place, source.config)
+        key = f"hub {source.place} {builder.config.name} {source.split} {builder.hash}"  # the hash is the commit
+        return HubRows(builder.as_streaming_dataset(split=source.split), key)
     except Exception as error:  # of the network, the hub, its loaders: any
-        found = (str(error).splitlines() or [type(error).__name__])[0][:300]
-        raise ValueError(
-            f"data set {source.place} (split {source.split}): no such file, and not to be had from the hub: {found}\n"
-            f"  check the name, or fetch it where there is a network: python download.py dataset {source.place}"
-            f" --split {source.split} --target {source.place.split('/')[-1]}.jsonl"
-        ) from None
+        raise _not_from_hub(source, error, "no such file, and not to be had from the hub") from None
+
+
+def _not_from_hub(source: Source, error: Exception, what: str) -> NotFromHubError:
+    found = (str(error).splitlines() or [type(error).__name__])[0][:300]
+    return NotFromHubError(
+        f"data set {source.place} (split {source.split}): {what}: {found}\n"
+        f"  check the name, or fetch it where there is a network: python download.py dataset {source.place}"
+        f" --split {source.split} --target {source.place.split('/')[-1]}.jsonl"
+    )
 
 
 def read_json_sft(path: str | Path) -> list[Record]:

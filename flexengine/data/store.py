@@ -206,6 +206,13 @@ def write_table(folder: Path, records: Iterable[TokenizedRecord], counts: dict[s
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def point_to(link: Path, folder: Path) -> None:
+    """Makes a link to a folder beside it, in place of the one that was there."""
+    partial = link.with_name(f"{link.name}.{os.getpid()}")
+    partial.symlink_to(folder.name)
+    partial.replace(link)
+
+
 # ---- shards of tokens ------------------------------------------------------------------------------------------
 
 

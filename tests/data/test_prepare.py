@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import hashlib
 import json
 
 import numpy as np
@@ -93,32 +94,71 @@ def test_typed_columns_add_no_nulls(tmp_path):
     assert where == f"{tmp_path / 'a.parquet'}, row 1"
 
 
-def test_hub_ids_go_through_datasets(monkeypatch, chat):
-    import datasets  # noqa: PLC0415
+class Hub:
+    """Data sets of the hub as `datasets` gives them, from a file in place of the network."""
 
-    asked = []
+    def __init__(self, path, monkeypatch):
+        import datasets  # noqa: PLC0415
 
-    def load(name, config, split):
-        asked.append((name, config, split))
-        return datasets.Dataset.from_list(ROWS)
+        self.path, self.asked, self.is_offline = path, [], False
+        self._open = datasets.load_dataset_builder
+        monkeypatch.setattr(datasets, "load_dataset_builder", self.open)
 
-    monkeypatch.setattr(datasets, "load_dataset", load)
+    def open(self, name, config):
+        self.asked.append((name, config))
+        if self.is_offline:
+            raise ConnectionError("no route to host")
+        cache = str(self.path.parent / "datasets")
+        files = {"train": str(self.path), "test": str(self.path)}
+        builder = self._open("json", config or "default", data_files=files, cache_dir=cache)
+        builder.hash = hashlib.sha256(self.path.read_bytes()).hexdigest()  # on the hub it is the commit
+        return builder
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    write_lines(tmp_path / "rows.jsonl")
+    return Hub(tmp_path / "rows.jsonl", monkeypatch)
+
+
+def test_hub_ids_are_streamed_through_datasets(hub, chat, tmp_path):
     texts = ("org/name", "org/name:test", "org/name:main:test=0.5")
     prepared = prepare_sources([parse_source(text) for text in texts], chat, 64, False, None)
-    assert asked == [("org/name", None, "train"), ("org/name", None, "test"), ("org/name", "main", "test")]
+    assert hub.asked == [("org/name", None), ("org/name", None), ("org/name", "main")]
     assert [len(part.sequences) for part in prepared] == [5, 5, 5]
     assert prepared[2].weight == 0.5
+    (expected,) = prepare_sources([parse_source(str(hub.path))], chat, 64, False, None)
+    assert list(prepared[0].sequences) == list(expected.sequences)
+    assert not list(tmp_path.glob("datasets/**/*.arrow"))  # nothing was written to the cache of the library
 
 
-def test_what_the_hub_refuses_names_the_command(monkeypatch):
-    import datasets  # noqa: PLC0415
-
-    def load(*_, **__):
-        raise ConnectionError("no route to host")
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
+def test_what_the_hub_refuses_names_the_command(hub):
+    hub.is_offline = True
     with pytest.raises(ValueError, match=r"no route to host\n.*python download.py dataset openai/gsm8k --split train"):
         Reader(Source("openai/gsm8k"))
+
+
+def test_without_a_network_the_tokens_of_an_earlier_run_are_used(hub, chat, tmp_path, caplog):
+    def sequences(text="org/name"):
+        (found,) = prepare_sources([parse_source(text)], chat, 64, False, tmp_path / "cache")
+        return list(found.sequences)
+
+    before = sequences()
+    write_lines(hub.path, ROWS[:2])
+    assert len(now := sequences()) == 2 < len(before)
+    hub.is_offline = True
+    assert sequences() == now
+    assert "no route to host" in caplog.text
+    assert "an earlier run left" in caplog.text
+    with pytest.raises(ValueError, match="no route to host"):
+        sequences("org/name:test")
+
+
+def test_a_stream_that_breaks_leaves_nothing(hub, chat, tmp_path):
+    hub.path.write_text(json.dumps(ROWS[0]) + "\n{")
+    with pytest.raises(ValueError, match=r"data set org/name \(split train\): the stream ended after \d+ rows: "):
+        prepare_sources([parse_source("org/name")], chat, 64, False, tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 @pytest.mark.parametrize(
