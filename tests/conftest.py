@@ -67,6 +67,14 @@ def search_quickly(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(f"flexengine.planner.{module}.BLOCKS_PER_EXPANSION", 1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Profiles and tokens of tests stay out of the user's cache folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLEXENGINE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _quick_search_elsewhere(request: pytest.FixtureRequest) -> Iterator[None]:
     """How good plans are is for the tests of the planner; others need some plan of its."""

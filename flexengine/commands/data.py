@@ -1,28 +1,39 @@
-"""`flexengine data preview`: what a run would learn from a data set, before it runs."""
+"""`flexengine data`: shows what a run would learn from its data before it runs, and clears the tokens that are kept."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
+from flexengine.config import TrainConfig
 from flexengine.data import ChatTokenizer, default_cache, parse_source, prepare_sources
-from flexengine.data.masks import TrainOn
 from flexengine.data.preview import MARKS, preview
+from flexengine.data.store import clear_cache
+from flexengine.flags import add_flag, from_flags, positive_count
+from flexengine.metrics import format_bytes
 from flexengine.models.registry import ASSETS, open_model
+from flexengine.options import options_of
 from flexengine.wording import FlagParser
+
+PREVIEWED = [options_of(TrainConfig)[name] for name in ("max_seq_len", "truncate_long", "train_on", "data_cache")]
+"""Options that mean what they mean to `train`, beside --model and --dataset."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the preview; returns the exit status."""
+    """Carry out `preview` or `clear-cache`; returns the exit status."""
     arguments = _parser().parse_args(argv)
-    folder = open_model(arguments.model, needs_weights=False).support_folder or ASSETS / "demo"
-    tokenizer = ChatTokenizer.from_folder(folder)
-    tokenizer.train_on = arguments.train_on
-    sources = [parse_source(text) for text in arguments.dataset]
     cache = Path(arguments.data_cache) if arguments.data_cache else default_cache()
-    prepared = prepare_sources(sources, tokenizer, arguments.max_seq_len, arguments.truncate_long, cache)
+    if arguments.what == "clear-cache":
+        num_bytes = clear_cache(cache) if cache is not None else 0
+        print(f"removed {format_bytes(num_bytes)} of tokens from {cache}; runs tokenize their data again")
+        return 0
+    folder = open_model(arguments.model, needs_weights=False).support_folder or ASSETS / "demo"
+    options = from_flags(PREVIEWED, vars(arguments))
+    tokenizer = ChatTokenizer.from_folder(folder)
+    tokenizer.train_on = options["train_on"]
+    sources = [parse_source(text) for text in arguments.dataset]
+    prepared = prepare_sources(sources, tokenizer, options["max_seq_len"], options["truncate_long"], cache)
     print(f"tokenizer: {folder}; trained tokens stand between {MARKS[0]} and {MARKS[1]}")
     for line in preview(prepared, tokenizer, arguments.records):
         print(line)
@@ -30,25 +41,24 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = FlagParser(
-        prog="flexengine data",
-        description="Shows what a run would learn from data sets: records as the model sees them, the trained tokens"
-        " marked, counts, lengths, and what was cut or left out and why. Tokens are kept for the run.",
+    parser = FlagParser(prog="flexengine data", description="Shows what a run would learn from data sets.")
+    commands = parser.add_subparsers(dest="what", required=True, metavar="preview | clear-cache")
+    shown = commands.add_parser(
+        "preview",
+        help="records as the model sees them, with the trained tokens marked",
+        description="Shows records as the model sees them with the trained tokens marked, counts, lengths, and what was"
+        " cut or left out and why. Tokens are kept for the run.",
     )
-    parser.add_argument("what", choices=["preview"], help="preview is all there is")
-    parser.add_argument("--model", required=True, help="model folder, for its tokenizer and chat template")
-    parser.add_argument(
-        "--dataset",
-        nargs="+",
-        required=True,
-        metavar="PLACE[:SPLIT][=WEIGHT]",
-        help="file or folder of records, id on the Hugging Face hub, or shard of tokens (.bin, .npy)",
+    options = options_of(TrainConfig)
+    shown.add_argument("--model", required=True, help="model folder, for its tokenizer and chat template (required)")
+    shown.add_argument(
+        "--dataset", nargs="+", required=True, metavar="PLACE[:SPLIT][=WEIGHT]", help=f"{options['dataset'].help}"
     )
-    parser.add_argument("--max-seq-len", type=int, default=2048, help="longest sequence, in tokens (default: 2048)")
-    parser.add_argument("--truncate-long", action="store_true", help="cut conversations that are longer")
-    parser.add_argument(
-        "--train-on", choices=get_args(TrainOn), default="assistant", help="what is trained (default: assistant)"
+    for option in PREVIEWED:
+        add_flag(shown, option, option.default)
+    shown.add_argument(
+        "--records", type=positive_count, default=3, metavar="N", help="sequences to show of each data set (default: 3)"
     )
-    parser.add_argument("--data-cache", metavar="DIR", help="where tokens are kept (default: the user's cache folder)")
-    parser.add_argument("--records", type=int, default=3, help="sequences to show of each data set (default: 3)")
+    cleared = commands.add_parser("clear-cache", help="remove the tokens of earlier runs")
+    add_flag(cleared, options["data_cache"])
     return parser

@@ -8,6 +8,7 @@ count as resident memory of the process: what a run holds is the index and one b
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 import zipfile
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 WHOLE = -1
 """In place of a record's first target: all its tokens are targets, so that the record may be split."""
+TABLE_NAME = re.compile(r"(hub-)?[0-9a-f]{32}(\..*)?")
+"""What lies in a cache: folders by their key, links of the hub to them, and those that are being written."""
 TOKENS_FILE, INDEX_FILE, COUNTS_FILE = "tokens.bin", "index.npz", "counts.json"
 SHARD_SUFFIXES = (".bin", ".npy")
 LLM_C_MAGIC = {20240520: np.uint16, 20240801: np.uint32}
@@ -204,6 +207,15 @@ def write_table(folder: Path, records: Iterable[TokenizedRecord], counts: dict[s
         pass  # another process was faster
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def clear_cache(cache: Path) -> int:
+    """Removes all tables of a cache, and nothing else in the folder; returns their bytes. Runs keep what they read."""
+    entries = [entry for entry in cache.glob("*") if TABLE_NAME.fullmatch(entry.name)]
+    num_bytes = sum(file.stat().st_size for entry in entries for file in entry.glob("*") if not entry.is_symlink())
+    for entry in entries:
+        entry.unlink() if entry.is_symlink() else shutil.rmtree(entry, ignore_errors=True)
+    return num_bytes
 
 
 def point_to(link: Path, folder: Path) -> None:

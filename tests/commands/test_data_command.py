@@ -52,6 +52,24 @@ def test_train_on_last_and_weights(capsys, data):
     assert "weight 2" in out
 
 
+def test_clearing_the_cache_removes_tokens_alone(capsys, data, tmp_path):
+    cache = tmp_path / "cache" / "data"
+    preview(capsys, "--dataset", data, "--max-seq-len", 64)
+    (table,) = cache.iterdir()
+    (cache / f"hub-{table.name}").symlink_to(table.name)
+    (cache / "notes.txt").write_text("mine")
+    assert cli.main(["data", "clear-cache"]) == 0
+    assert capsys.readouterr().out.startswith("removed ")
+    assert [path.name for path in cache.iterdir()] == ["notes.txt"]
+    assert cli.main(["data", "clear-cache", "--data-cache", str(tmp_path / "none")]) == 0
+    assert capsys.readouterr().out.startswith("removed 0 bytes")
+
+
+def test_options_are_checked_as_those_of_train(capsys, data):
+    assert cli.main(["data", "preview", "--model", "preset:demo", "--dataset", str(data), "--max-seq-len", "0"]) == 2
+    assert "--max-seq-len must be more than 0, got 0" in capsys.readouterr().err
+
+
 def test_wrong_data_is_one_message(capsys, tmp_path):
     assert cli.main(["data", "preview", "--model", "preset:demo", "--dataset", str(tmp_path / "no.jsonl")]) == 2
     assert capsys.readouterr().err.startswith("flexengine data: data set ")
