@@ -16,10 +16,10 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
         return
     before = torch.are_deterministic_algorithms_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True)
-    # by default it also fills every torch.empty, which costs a kernel for each temporary
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
+        torch.use_deterministic_algorithms(True)
+        # by default it also fills every torch.empty, which costs a kernel for each temporary
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         yield
     finally:
         torch.use_deterministic_algorithms(before)

@@ -29,7 +29,7 @@ from flexengine.runtime.executor import CommandOrder, Executor
 from flexengine.runtime.export import export_checkpoint
 from flexengine.runtime.layer_runner import LayerRunner
 from flexengine.runtime.measurement import StepMeasurement
-from flexengine.runtime.one_caller import one_caller
+from flexengine.runtime.one_caller import one_caller, training_call
 from flexengine.runtime.outputs import EvaluateOutput, FwdBwdOutput, StepOutput, evaluate_output
 from flexengine.runtime.program_runner import ProgramRunner
 from flexengine.runtime.programs import Programs
@@ -70,6 +70,10 @@ class Engine:
     fwd_bwd adds the gradients of a batch, several calls accumulate; step updates the weights with the gradients of the
     mean loss over all target tokens since the last step. train_step is both. One call runs at a time: a second one from
     another thread raises RuntimeError.
+
+    A call that is interrupted (Ctrl-C) drops the gradients since the last step, so that all of that step's batches may
+    be given again; `has_gradients` and `step_count` tell what there is. Where weights were being updated, later calls
+    raise ValueError instead.
     """
 
     def __init__(
@@ -126,6 +130,11 @@ class Engine:
         """Optimizer steps taken, skipped ones left out where gradients are clipped."""
         return self.state.step_count
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether fwd_bwd calls since the last step have left gradients; an interrupted call leaves none."""
+        return self.state.has_gradients and not self.state.under_way
+
     def __enter__(self) -> Engine:
         return self
 
@@ -134,7 +143,7 @@ class Engine:
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    @one_caller
+    @training_call
     def fwd_bwd(self, batch: object = None, *, loss: LossFunction | None = None, **columns: object) -> FwdBwdOutput:
         """Forward and backward of a batch; its gradients are added to those since the last step.
 
@@ -154,7 +163,7 @@ class Engine:
         self.steps.start()
         return self.steps.forward_backward(sequences)
 
-    @one_caller
+    @training_call
     def step(self, lr: float | None = None, *, divisor: float | None = None) -> StepOutput:
         """AdamW with the gradients of the mean loss over all target tokens since the last step, clipped by global norm.
 
@@ -167,7 +176,7 @@ class Engine:
         self.state.require_gradients("step() without gradients: call fwd_bwd(batch) first")
         return self.steps.update(self._update_settings(lr, self.state.loss_weight, divisor))
 
-    @one_caller
+    @training_call
     def train_step(
         self,
         batch: object = None,
@@ -238,7 +247,7 @@ class Engine:
         A measured step is slower: programs are bound again with time stamps, and the host waits for the end of each.
         Its results are the same. What is evaluated in between is not counted.
         """
-        self.measurement.request(keep_runs, under_way=self.state.has_gradients)
+        self.measurement.request(keep_runs, under_way=self.has_gradients)
 
     @property
     def command_totals(self) -> dict[CommandClass, CommandTotal]:
@@ -326,12 +335,13 @@ class Engine:
         self.executor.synchronize()
         export_checkpoint(folder, self.source, self.weights, self.buffers, beside or {})
 
+    @one_caller
     def close(self) -> None:
-        """Stop measuring and release both arenas; the engine is not usable afterwards."""
+        """Stop measuring and release both arenas; the engine is not usable afterwards. A second call does nothing."""
+        self.state.unusable = "it was closed"  # first: an engine that an interrupt left half closed must not go on
         try:
             self.executor.synchronize()
         finally:
-            self.state.unusable = "it was closed"
             self.meter.stop()
             self._forget_programs()
             self.arenas.close()

@@ -74,7 +74,6 @@ class StepRunner:
             grad_norm = self._grad_norm(program)
             skipped = not math.isfinite(grad_norm)
             self._state.bad_layer = self._bad_layer() if skipped else ""
-        self._state.unusable = ""
         self._runner.measurement.active = False
         seconds = self._state.finish_step(counts=not skipped or settings.max_grad_norm is None)
         return StepOutput(grad_norm, skipped, seconds)

@@ -16,14 +16,15 @@ class StepState:
     """Gradients and interruptions of one engine.
 
     loss_weight: target tokens since the last step, or the sum of their weights' sizes: what the stored gradients, which
-    are sums, are divided by. unusable: why the
-    engine cannot go on; empty while it can. bad_layer: whose gradient made the last step skip its update; empty when
-    none did. busy: held while a call of the engine runs.
+    are sums, are divided by. unusable: why the engine cannot go on; empty while it can. under_way: a call changes the
+    gradients; what it leaves is dropped unless it ends by clearing this. bad_layer: whose gradient made the last step
+    skip its update; empty when none did. busy: held while a call of the engine runs.
     """
 
     def __init__(self) -> None:
         self.step_count = 0
         self.unusable = ""
+        self.under_way = False
         self.bad_layer = ""
         self.busy = threading.Lock()
         self.start_accumulation()
@@ -33,6 +34,12 @@ class StepState:
         self.loss_weight: float = 0
         self.has_gradients = False
         self.started_s = 0.0
+
+    def drop_interrupted(self) -> None:
+        """Forget the gradients if the training call before this one did not come to its end."""
+        if self.under_way:
+            self.start_accumulation()
+            self.under_way = False
 
     def start_step(self) -> bool:
         """Note when a step begins. Returns False when an earlier call has begun it."""
@@ -46,6 +53,7 @@ class StepState:
         self.step_count += counts
         seconds = time.perf_counter() - self.started_s
         self.start_accumulation()
+        self.unusable = ""  # last: an interrupt up to here leaves an engine that refuses to go on
         return seconds
 
     def require_usable(self) -> None:
@@ -67,6 +75,8 @@ def interruptible(state: StepState, executor: Executor, train: bool) -> Iterator
     An interrupted training call drops all gradients since the last step, those of earlier whole calls too: some layers
     would hold this batch and others not.
     """
+    if train:
+        state.under_way = True
     try:
         with executor.on_compute_stream():
             yield
