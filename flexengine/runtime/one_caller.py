@@ -1,4 +1,6 @@
 """One call of an engine at a time, each of which counts wholly or not at all: slots and gradients are those of one step.
+
+An interrupt may strike at any line here, also where a call is done and only the return is left.
 """
 
 from __future__ import annotations
@@ -25,44 +27,43 @@ Self = TypeVar("Self", bound=HasState)
 def one_caller(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[Self, P], R]:
     """Have a method refuse to begin while another call of the same engine runs, in whichever thread.
 
-    Raises (when called): RuntimeError at once. Two calls that begin in the same instant run one after the other.
+    Raises (when called): RuntimeError at once.
     """
-
-    @functools.wraps(method)
-    def called(self: Self, *args: P.args, **keywords: P.kwargs) -> R:
-        if self.state.busy.locked():
-            raise RuntimeError(
-                f"{method.__name__}() while another call of this engine runs, in another thread or in a signal"
-                " handler; make calls one after the other"
-            )
-        with self.state.busy:  # `with` lets no interrupt between taking the lock and the block that gives it back
-            self.state.drop_interrupted()
-            return method(self, *args, **keywords)
-
-    return called
+    return _alone(method, trains=False)
 
 
 def training_call(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[Self, P], R]:
     """As `one_caller`, for a method that changes gradients: one that is interrupted drops those since the last step.
 
-    That holds wherever the interrupt strikes, also when all is done and only the return is left: who sees it raised
-    may repeat the batch, and no gradient counts twice. An error about arguments, before anything began, drops nothing.
+    Who sees an interrupt raised may give the step's batches again, and none counts twice. An error about arguments,
+    before anything began, drops nothing.
     """
+    return _alone(method, trains=True)
 
-    @one_caller
-    @functools.wraps(method)
-    def whole(self: Self, *args: P.args, **keywords: P.kwargs) -> R:
-        result = method(self, *args, **keywords)
-        self.state.under_way = False
-        return result
 
+def _alone(method: Callable[Concatenate[Self, P], R], trains: bool) -> Callable[Concatenate[Self, P], R]:
     @functools.wraps(method)
     def called(self: Self, *args: P.args, **keywords: P.kwargs) -> R:
+        state, this = self.state, object()
         try:
-            return whole(self, *args, **keywords)
+            if (
+                state.running.setdefault("call", this) is not this
+            ):  # one operation: no interrupt comes between its halves
+                raise RuntimeError(
+                    f"{method.__name__}() while another call of this engine runs, in another thread or in a signal"
+                    " handler; make calls one after the other"
+                )
+            state.drop_interrupted()
+            result = method(self, *args, **keywords)
+            if trains:
+                state.under_way = False
+            state.running.clear()
+            return result
         except BaseException as error:
-            if not isinstance(error, Exception):
-                self.state.under_way = True
+            if trains and not isinstance(error, Exception):
+                state.under_way = True
+            if state.running.get("call") is this:
+                state.running.clear()
             raise
 
     return called

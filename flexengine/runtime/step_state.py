@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,8 @@ class StepState:
     loss_weight: target tokens since the last step, or the sum of their weights' sizes: what the stored gradients, which
     are sums, are divided by. unusable: why the engine cannot go on; empty while it can. under_way: a call changes the
     gradients; what it leaves is dropped unless it ends by clearing this. bad_layer: whose gradient made the last step
-    skip its update; empty when none did. busy: held while a call of the engine runs.
+    skip its update; empty when none did. running: the call that runs, under the
+    key "call"; empty while none does.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class StepState:
         self.unusable = ""
         self.under_way = False
         self.bad_layer = ""
-        self.busy = threading.Lock()
+        self.running: dict[str, object] = {}
         self.start_accumulation()
 
     def start_accumulation(self) -> None:
