@@ -1,4 +1,4 @@
-"""One call of an engine at a time, each of which counts wholly or not at all: slots and gradients are those of one step.
+"""One call of an engine at a time, which counts wholly or not at all: its slots and gradients are those of one step.
 
 An interrupt may strike at any line here, also where a call is done and only the return is left.
 """

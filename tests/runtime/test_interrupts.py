@@ -1,4 +1,4 @@
-"""An interrupt at any line: the next step is right, or the engine refuses. bench.interrupts tries thousands of points."""
+"""An interrupt at any line: the next step is right, or the engine refuses. bench.interrupts tries thousands."""
 
 import sys
 from pathlib import Path
