@@ -17,8 +17,7 @@ class StepState:
     loss_weight: target tokens since the last step, or the sum of their weights' sizes: what the stored gradients, which
     are sums, are divided by. unusable: why the engine cannot go on; empty while it can. under_way: a call changes the
     gradients; what it leaves is dropped unless it ends by clearing this. bad_layer: whose gradient made the last step
-    skip its update; empty when none did. running: the call that runs, under the
-    key "call"; empty while none does.
+    skip its update; empty when none did. running: the call that runs, under the key "call"; empty while none does.
     """
 
     def __init__(self) -> None:
