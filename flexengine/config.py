@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 
+from flexengine.evaluation_options import EvaluationOptions
 from flexengine.hf_names import renamed
 from flexengine.job import Job
 from flexengine.learning_options import LearningOptions
@@ -22,15 +23,17 @@ from flexengine.yaml_options import read_yaml
 
 PLAN_FILE, TIMELINE_FILE, TRACE_FILE, LOG_FILE = "plan.json", "timeline.json", "trace.json", "train_log.jsonl"
 """What a run folder holds about its speed: the plan, the simulated step, the measured one (--trace), a line a step."""
-CONFIG_FILE, FINAL_FOLDER = "config.yaml", "final"
-"""What was asked for, and the trained model (--save)."""
+CONFIG_FILE, FINAL_FOLDER, BEST_FOLDER = "config.yaml", "final", "best"
+"""What was asked for, the trained model (--save), and the one with the lowest validation loss."""
+EVAL_LOG_FILE = "eval_log.jsonl"
+"""A line per evaluation, where there are validation data."""
 
 STEP_OPTIONS = ("trace_step", "profile_start_step", "profile_stop_step")
 """Options that name a step, counted from 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(LearningOptions, Job):
+class TrainConfig(LearningOptions, EvaluationOptions, Job):
     """Everything `train` can be asked: a job, and what only a run needs.
 
     Raises ValueError naming the flag, the value and what is allowed.
@@ -121,13 +124,15 @@ class TrainConfig(LearningOptions, Job):
     def __post_init__(self) -> None:
         for option in options_of(TrainConfig).values():
             object.__setattr__(self, option.name, option.from_flag(getattr(self, option.name)))
-        if isinstance(self.dataset, str):
-            object.__setattr__(self, "dataset", (self.dataset,))
+        for name in ("dataset", "val_dataset", "report_to"):
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, (getattr(self, name),))
         super().__post_init__()
         if not self.model:
             raise ValueError("--model is missing: give a Hugging Face model folder or preset:NAME")
         self._check_data()
         self.check_learning()
+        self.check_evaluation(has_records=self.data_source != "synthetic")
         self._check_recording()
 
     def _check_data(self) -> None:

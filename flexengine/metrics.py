@@ -141,6 +141,35 @@ class StepMetrics:
             f"  {light}"
         )
 
+    def describe_shortly(self) -> str:
+        """Describe the step beside a progress bar."""
+        speed = format_tokens_per_s(self.tokens_per_s)
+        return f"loss {self.loss:.4f}, norm {self.grad_norm:.3g}, lr {self.lr:.2e}, {speed}"
+
+
+@dataclass(frozen=True)
+class EvalMetrics:
+    """One line of eval_log.jsonl; the fields are its keys, in this order.
+
+    step: steps taken so far. loss: mean over the target tokens of all validation data. perplexity: e to its power.
+    is_best: no earlier evaluation of the run gave a lower loss.
+    """
+
+    step: int
+    loss: float
+    perplexity: float
+    num_target_tokens: int
+    eval_s: float
+    is_best: bool
+
+    def describe(self) -> str:
+        """Describe the evaluation in one line."""
+        best = ", the lowest so far" if self.is_best else ""
+        return (
+            f"validation after step {self.step}: loss {self.loss:.4f}{best}, perplexity {self.perplexity:.2f}"
+            f" ({self.num_target_tokens} target tokens, {format_seconds(self.eval_s)})"
+        )
+
 
 class JsonlWriter:
     """Appends records to a JSON Lines file that starts empty; readers see each line when write returns.
@@ -153,7 +182,7 @@ class JsonlWriter:
         self._path, self._pending, self._failing = path, b"", False
         self._file = path.open("wb", buffering=0)
 
-    def write(self, metrics: StepMetrics) -> None:
+    def write(self, metrics: StepMetrics | EvalMetrics) -> None:
         record = {key: _finite_or_none(value) for key, value in asdict(metrics).items()}
         # Written line by line: a run that is killed leaves every step it took.
         self._pending += json.dumps(record, allow_nan=False).encode() + b"\n"

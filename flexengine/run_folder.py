@@ -14,7 +14,15 @@ from pathlib import Path
 from flexengine.api import PlannedRun
 from flexengine.checkpoint.atomic import write_text
 from flexengine.checkpoint.staged_folder import check_takes_files
-from flexengine.config import CONFIG_FILE, FINAL_FOLDER, PLAN_FILE, TIMELINE_FILE, TRACE_FILE, TrainConfig
+from flexengine.config import (
+    CONFIG_FILE,
+    EVAL_LOG_FILE,
+    FINAL_FOLDER,
+    PLAN_FILE,
+    TIMELINE_FILE,
+    TRACE_FILE,
+    TrainConfig,
+)
 from flexengine.metrics import format_bytes
 from flexengine.models.registry import ModelSource
 from flexengine.options import options_of
@@ -72,9 +80,13 @@ def _check_can_write(flag: str, folder: Path) -> None:
 
 
 def check_disk(config: TrainConfig, source: ModelSource) -> None:
-    """Raise ValueError when the trained model would not fit on the disk of the run folder, at 4 bytes a parameter."""
+    """Raise ValueError when the trained model would not fit on the disk of the run folder, at 4 bytes a parameter.
+
+    With validation data the best model lies beside it, and a better one beside that until it takes its place.
+    """
     nearest = next(p for p in (config.run_folder, *config.run_folder.absolute().parents) if p.exists())
-    needed, free = 4 * source.spec.num_parameters, shutil.disk_usage(nearest).free
+    copies = 3 if config.validates else 1
+    needed, free = 4 * copies * source.spec.num_parameters, shutil.disk_usage(nearest).free
     if free < needed:
         raise ValueError(
             f"--save needs up to {format_bytes(needed)} in {config.run_folder}, the disk has {format_bytes(free)} free;"
@@ -94,7 +106,8 @@ def started_run_folder(config: TrainConfig, planned: PlannedRun, replace: bool) 
         _check_contents(config, replace)
         if config.save:
             check_takes_files(config.run_folder / FINAL_FOLDER)
-        (config.run_folder / TRACE_FILE).unlink(missing_ok=True)  # of an earlier run, like the log that is replaced
+        for name in (TRACE_FILE, EVAL_LOG_FILE):  # of an earlier run, like the log that is replaced
+            (config.run_folder / name).unlink(missing_ok=True)
         write_text(config.run_folder / CONFIG_FILE, config.to_yaml())
         write_plan(config, planned)
         yield

@@ -4,17 +4,20 @@ Everything cheap that can be wrong (options, model config, data, run folder) is 
 weights are read.
 """
 
+import contextlib
 import shutil
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from tqdm import tqdm
 
 from flexengine.api import PlannedRun, build, prepare_job
+from flexengine.callbacks import Callback, Callbacks
 from flexengine.checkpoint.atomic import write_text
-from flexengine.config import FINAL_FOLDER, LOG_FILE, TrainConfig
+from flexengine.config import BEST_FOLDER, EVAL_LOG_FILE, FINAL_FOLDER, LOG_FILE, TrainConfig
 from flexengine.data import (
     ChatTokenizer,
     GlobalBatches,
@@ -22,9 +25,11 @@ from flexengine.data import (
     parse_source,
 )
 from flexengine.data.batches import Batch
+from flexengine.evaluation import EVALUATIONS, Evaluator, EvaluatorActions
 from flexengine.feedback import Reviewer
 from flexengine.health import RunHealth, explain_divergence, where_not_finite
 from flexengine.metrics import (
+    EvalMetrics,
     JsonlWriter,
     StepMetrics,
     format_bytes,
@@ -40,7 +45,9 @@ from flexengine.run_folder import RUN_FILE, check_disk, check_run_folder, run_re
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.not_finite import NotFiniteError
 from flexengine.runtime.outputs import StepOutput
+from flexengine.trackers import open_trackers
 from flexengine.training_data import TrainingData, open_data
+from flexengine.watchers import Watchers
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C: 128 + SIGINT, as shells report it."""
@@ -48,18 +55,22 @@ DIVERGED = 1
 """Exit status of a run whose model is not worth keeping."""
 
 
-def train(config: TrainConfig, prompts: Sequence[str] = (), replace: bool = False) -> int:
+def train(
+    config: TrainConfig, prompts: Sequence[str] = (), replace: bool = False, callbacks: Sequence[Callback] = ()
+) -> int:
     """Run one training from config to the exported model; returns the exit status.
 
     prompts are answered greedily at the end and printed. replace allows a run folder whose final/ belongs to
-    another config. Writes config.yaml, plan.json, timeline.json (the simulated step: first round, accumulating
-    round, update; for Perfetto), train_log.jsonl, with config.trace trace.json (a measured step in the same format)
-    and, with config.save, final/ in config.run_folder.
+    another config. callbacks are told of steps, evaluations and saves.
+    Writes config.yaml, plan.json, timeline.json (the simulated step: first round, accumulating round, update; for
+    Perfetto), train_log.jsonl, with validation data eval_log.jsonl, with config.trace trace.json (a measured step in
+    the same format) and, with config.save, final/ (and best/, of the lowest validation loss) in config.run_folder.
     Raises ValueError (PlanError when no plan fits) for what a person can correct, before any step is taken.
     """
     source = open_initial(config.model, config.init)
     if config.dry_run:
         return dry_run(config)
+    told = Callbacks([*open_trackers(config.report_to), *callbacks])
     data = open_data(config, source)
     print(f"data: {data.description}")
     num_steps = data.batches.num_steps(config.steps, config.epochs)
@@ -71,29 +82,39 @@ def train(config: TrainConfig, prompts: Sequence[str] = (), replace: bool = Fals
 
     planned = prepare_run(config)
     print(planned.describe())
-    with started_run_folder(config, planned, replace):
-        return run(config, planned, data, schedule, prompts)
+    with started_run_folder(config, planned, replace), told:
+        return told.ending_with(run(config, planned, data, schedule, prompts, told))
 
 
 def run(
-    config: TrainConfig, planned: PlannedRun, data: TrainingData, schedule: LrSchedule, prompts: Sequence[str]
+    config: TrainConfig,
+    planned: PlannedRun,
+    data: TrainingData,
+    schedule: LrSchedule,
+    prompts: Sequence[str],
+    callbacks: Callbacks,
 ) -> int:
     """Load the model, take all steps, judge and export the model; returns the exit status."""
     engine, num_steps = build_engine(config, planned), schedule.num_steps
-    recorder = Recorder(config, planned, engine, num_steps)
-    reviewer = Reviewer(config, planned, engine, num_steps, recorder)
-    health = RunHealth(engine, config.max_skipped_steps)
-    with JsonlWriter(config.run_folder / LOG_FILE) as log:
-        show = config.logging != "warning"
-        steps, interrupted = run_steps(engine, data.batches, schedule, log, show, recorder, reviewer, health)
+    with contextlib.ExitStack() as logs:
+        watchers = watchers_of(config, planned, data, engine, num_steps, callbacks, logs)
+        log = logs.enter_context(JsonlWriter(config.run_folder / LOG_FILE))
+        callbacks.on_start(asdict(config), num_steps, config.run_folder)
+        steps, interrupted = run_steps(engine, data.batches, schedule, log, config.logging != "warning", watchers)
+    recorder, health, evaluator = watchers.recorder, watchers.health, watchers.evaluator
     print(summary(engine, steps, [step for step in steps if not recorder.disturbed(step.step)]))
+    if evaluator is not None and evaluator.best_step:
+        print(evaluator.describe())
     if interrupted:
         print(f"interrupted after step {len(steps)} of {num_steps}; the log is in {config.run_folder}", file=sys.stderr)
         return INTERRUPTED
-    if not is_worth_keeping(config, health, steps[-1]) or (
-        config.save and not export(config, engine, data.tokenizer, len(steps))
-    ):
+    if not is_worth_keeping(config, health, steps[-1]):
         return DIVERGED
+    if config.save:
+        final = config.run_folder / FINAL_FOLDER
+        if not export(config, engine, data.tokenizer, len(steps), final):
+            return DIVERGED
+        callbacks.on_save(final, len(steps))
     if data.tokenizer is not None:
         for prompt in prompts:
             print(f"sample: {prompt!r} -> {answer(engine, data.tokenizer, prompt)!r}")
@@ -146,21 +167,46 @@ def dry_run(config: TrainConfig) -> int:
 # ---- the steps ------------------------------------------------------------------------------------------------
 
 
+def watchers_of(
+    config: TrainConfig,
+    planned: PlannedRun,
+    data: TrainingData,
+    engine: Engine,
+    num_steps: int,
+    callbacks: Callbacks,
+    logs: contextlib.ExitStack,
+) -> Watchers:
+    """Make those who stand around every step. logs: closes the log of evaluations."""
+    recorder = Recorder(config, planned, engine, num_steps)
+    reviewer = Reviewer(config, planned, engine, num_steps, recorder)
+    watchers = Watchers(recorder, reviewer, RunHealth(engine, config.max_skipped_steps), callbacks)
+    if data.validation is None:
+        return watchers
+
+    def keep_best(step: int) -> None:
+        folder = config.run_folder / BEST_FOLDER
+        if config.save and export(config, engine, data.tokenizer, step, folder):
+            callbacks.on_save(folder, step)
+
+    log = logs.enter_context(JsonlWriter(config.run_folder / EVAL_LOG_FILE))
+    actions = EvaluatorActions(log, callbacks.on_eval, keep_best)
+    every = config.eval_steps or max(1, num_steps // EVALUATIONS)
+    watchers.evaluator = Evaluator(engine, data.validation, every, config.early_stopping_patience, actions)
+    return watchers
+
+
 def run_steps(
     engine: Engine,
     batches: GlobalBatches | SyntheticBatches,
     schedule: LrSchedule,
     log: JsonlWriter,
     show: bool,
-    recorder: Recorder,
-    reviewer: Reviewer,
-    health: RunHealth,
+    watchers: Watchers,
 ) -> tuple[list[StepMetrics], bool]:
     """Take schedule.num_steps steps, each logged when it ends; returns them, and whether Ctrl-C cut them short.
 
     On a terminal a progress bar shows the last step; elsewhere every step is a line. show=False prints neither.
-    The recorder stands around every step; the reviewer looks at its metrics afterwards. The steps end early when too
-    many in a row train nothing.
+    The watchers stand around every step and may end the steps early.
     """
     num_steps, done = schedule.num_steps, []
     on_terminal = sys.stderr.isatty() and sys.stdout.isatty()
@@ -168,25 +214,31 @@ def run_steps(
     bar = tqdm(total=num_steps, unit="step", ncols=width, disable=not (show and on_terminal))
     try:
         for index, batch in enumerate(batches.batches(num_steps)):
-            recorder.before_step(index + 1)
+            watchers.before_step(index + 1)
             metrics, update = take_step(engine, batch, index + 1, schedule.at(index))
             log.write(metrics)
             done.append(metrics)
             if show and bar.disable:
                 print(metrics.describe(num_steps), flush=True)
-            bar.set_postfix_str(f"loss {metrics.loss:.4f}, {format_tokens_per_s(metrics.tokens_per_s)}", refresh=False)
+            bar.set_postfix_str(metrics.describe_shortly(), refresh=False)
             bar.update()
-            recorder.after_step(metrics)
-            reviewer.after_step(metrics)
-            health.after_step(batch, metrics, update)
-            if health.must_end:
+            show_evaluation(watchers.after_step(batch, metrics, update), show)
+            if watchers.must_end:
                 break
+        show_evaluation(watchers.finish(len(done)), show)
     except KeyboardInterrupt:
         return done, True
     finally:
-        recorder.close()
+        watchers.close()
         bar.close()
     return done, False
+
+
+def show_evaluation(metrics: EvalMetrics | None, show: bool) -> None:
+    """Print an evaluation, if there was one; above the progress bar where there is a bar."""
+    if metrics is not None and show:
+        tqdm.write(metrics.describe())
+        sys.stdout.flush()
 
 
 def take_step(engine: Engine, batch: Batch, step: int, lr: float) -> tuple[StepMetrics, StepOutput]:
@@ -251,17 +303,16 @@ def is_worth_keeping(config: TrainConfig, health: RunHealth, last: StepMetrics) 
     return True
 
 
-def export(config: TrainConfig, engine: Engine, tokenizer: ChatTokenizer | None, num_steps: int) -> bool:
-    """Write final/ with a record of its run; returns False, with a message, where weights are not finite."""
-    final = config.run_folder / FINAL_FOLDER
+def export(config: TrainConfig, engine: Engine, tokenizer: ChatTokenizer | None, num_steps: int, folder: Path) -> bool:
+    """Write the model to a folder with a record of its run; returns False, with a message, unless it is finite."""
     try:
-        engine.save_pretrained(final, beside={RUN_FILE: run_record(config, num_steps)})
+        engine.save_pretrained(folder, beside={RUN_FILE: run_record(config, num_steps)})
     except NotFiniteError as error:
         print(error, file=sys.stderr)
         return False
     if tokenizer is not None:
-        tokenizer.export_template(final)
-    print(f"model: {final}")
+        tokenizer.export_template(folder)
+    tqdm.write(f"model: {folder}")
     return True
 
 

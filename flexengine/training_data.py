@@ -9,8 +9,11 @@ from flexengine.config import TrainConfig
 from flexengine.data import (
     ChatTokenizer,
     GlobalBatches,
+    Prepared,
     SyntheticBatches,
+    ValidationBatches,
     default_cache,
+    hold_out,
     parse_source,
     prepare_sources,
 )
@@ -22,11 +25,15 @@ DEMO_FOLDER = ASSETS / "demo"
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Where batches come from, the tokenizer (None for synthetic data), and one line about both."""
+    """Where batches come from, the tokenizer (None for synthetic data), and one line about both.
+
+    validation: None when the run evaluates nothing.
+    """
 
     batches: GlobalBatches | SyntheticBatches
     tokenizer: ChatTokenizer | None
     description: str
+    validation: ValidationBatches | None = None
 
 
 def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
@@ -47,9 +54,27 @@ def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
     cache = Path(config.data_cache) if config.data_cache else default_cache()
     prepared = prepare_sources(sources, tokenizer, config.max_seq_len, config.truncate_long, cache)
     text = "; ".join(part.describe() for part in prepared)
+    prepared, validation = _with_validation(config, prepared, tokenizer, cache)
     if source.support_folder is None:
         text += "; this preset has no tokenizer of its own, so the bundled demo tokenizer is used"
     batches = GlobalBatches.of_parts(prepared, config.max_global_batch_tokens, config.seed)
     text += f"\n  the first sequence, trained between {MARKS[0]} and {MARKS[1]}: "
     text += shortened(marked_text(tokenizer, batches.sequences[0]))
-    return TrainingData(batches, tokenizer, text)
+    if validation is not None:
+        text += f"\n  evaluated, not trained: {len(validation.sequences)} sequences, {validation.num_tokens} tokens"
+    return TrainingData(batches, tokenizer, text, validation)
+
+
+def _with_validation(
+    config: TrainConfig, prepared: list[Prepared], tokenizer: ChatTokenizer, cache: Path | None
+) -> tuple[list[Prepared], ValidationBatches | None]:
+    """Return what is trained of the prepared sources, and what is evaluated."""
+    if not config.validates:
+        return prepared, None
+    if config.val_fraction is not None:
+        split = [hold_out(part, config.val_fraction, config.seed) for part in prepared]
+        prepared, held_out = [part for part, _ in split], [part for _, part in split]
+    else:
+        sources = [parse_source(text) for text in config.val_dataset]
+        held_out = prepare_sources(sources, tokenizer, config.max_seq_len, config.truncate_long, cache)
+    return prepared, ValidationBatches.of_parts(held_out, config.max_global_batch_tokens)

@@ -5,15 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from flexengine.config import LOG_FILE, PLAN_FILE, TIMELINE_FILE, TRACE_FILE, TrainConfig, options_from_yaml
+from flexengine.config import (
+    EVAL_LOG_FILE,
+    LOG_FILE,
+    PLAN_FILE,
+    TIMELINE_FILE,
+    TRACE_FILE,
+    TrainConfig,
+    options_from_yaml,
+)
 from flexengine.metrics import TIMED_STEP
 from flexengine.plan import Plan
-from flexengine.reports.run_record import LoggedStep, RunRecord
+from flexengine.reports.run_record import LoggedEvaluation, LoggedStep, RunRecord
 from flexengine.schedule.timeline import MEASURED, SIMULATED
 from flexengine.schedule.trace_reader import Trace, read_trace
 from flexengine.wording import parse_json, shown
+
+Line = TypeVar("Line")
 
 LARGEST = 1e30
 """Largest number in a log; a loss above it has diverged, and is drawn as one that is not finite."""
@@ -32,14 +42,18 @@ def read_run(folder: Path) -> RunRecord:
     # The plan and the trace come first: they tell which steps of the log were disturbed.
     measured = _trace(folder / TRACE_FILE, texts[TRACE_FILE], MEASURED)
     plan = _plan(folder / PLAN_FILE, texts[PLAN_FILE])
-    steps, num_damaged = _steps(folder / LOG_FILE, texts[LOG_FILE], _disturbed(folder, plan, measured))
+    disturbed = _disturbed(folder, plan, measured)
+    steps, num_damaged = _lines(folder / LOG_FILE, texts[LOG_FILE], lambda value, where: _step(value, where, disturbed))
+    eval_text = _text(folder / EVAL_LOG_FILE, "replace")
+    evaluations, num_damaged_evaluations = _lines(folder / EVAL_LOG_FILE, eval_text, _evaluation)
     return RunRecord(
         folder=folder.resolve().name,
         plan=plan,
         simulated=_trace(folder / TIMELINE_FILE, texts[TIMELINE_FILE], SIMULATED),
         measured=measured,
         steps=steps,
-        num_damaged_lines=num_damaged,
+        num_damaged_lines=num_damaged + num_damaged_evaluations,
+        evaluations=evaluations,
     )
 
 
@@ -90,23 +104,22 @@ def _disturbed(folder: Path, plan: Plan | None, measured: Trace | None) -> Calla
     return lambda step: step in slowed or step in after
 
 
-def _steps(path: Path, text: str | None, disturbed: Callable[[int], bool]) -> tuple[list[LoggedStep], int]:
+def _lines(path: Path, text: str | None, read: Callable[[Any, str], Line]) -> tuple[list[Line], int]:
     """Read the lines of a log, and count those that hold no step. Raises ValueError if none of them does."""
-    steps, errors = list[LoggedStep](), list[ValueError]()
+    found, errors = list[Line](), list[ValueError]()
     for number, line in enumerate(text.splitlines() if text is not None else (), start=1):
         where = f"{path}, line {number}"
         try:
-            steps.append(_step(parse_json(line, where), where, disturbed))
+            found.append(read(parse_json(line, where), where))
         except ValueError as error:
             errors.append(error)
-    if errors and not steps:
+    if errors and not found:
         raise errors[0]
-    return steps, len(errors)
+    return found, len(errors)
 
 
 def _step(value: Any, where: str, disturbed: Callable[[int], bool]) -> LoggedStep:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} is no step of a run: found {shown(value)}; move the file away, or do the run again")
+    _check_is_step(value, where)
     step = int(_finite(value.get("step"), "step", where))
     return LoggedStep(
         step=step,
@@ -117,7 +130,19 @@ def _step(value: Any, where: str, disturbed: Callable[[int], bool]) -> LoggedSte
         gpu_peak_bytes=_bytes(value.get("gpu_peak_bytes")),
         host_peak_bytes=_bytes(value.get("host_peak_bytes")),
         disturbed=disturbed(step),
+        grad_norm=_finite_or_none(value.get("grad_norm")),
+        lr=_finite_or_none(value.get("lr")),
     )
+
+
+def _evaluation(value: Any, where: str) -> LoggedEvaluation:
+    _check_is_step(value, where)
+    return LoggedEvaluation(int(_finite(value.get("step"), "step", where)), _finite_or_none(value.get("loss")))
+
+
+def _check_is_step(value: Any, where: str) -> None:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is no step of a run: found {shown(value)}; move the file away, or do the run again")
 
 
 def _finite(value: object, name: str, where: object) -> float:

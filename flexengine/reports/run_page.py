@@ -171,6 +171,15 @@ def _curves(run: RunRecord) -> Iterator[str]:
     # All steps are drawn, disturbed ones too: only averages leave them out.
     losses = [(step.step, step.loss) for step in run.steps]
     yield figure("Loss", curve_chart(losses, "loss by step", KINDS["weights"]))
+    if run.evaluations:
+        evaluated = [(evaluation.step, evaluation.loss) for evaluation in run.evaluations]
+        yield figure("Validation loss", curve_chart(evaluated, "validation loss by step", KINDS["weights"]))
+    for name, label, points in (
+        ("Gradient norm before clipping", "gradient norm by step", [(step.step, step.grad_norm) for step in run.steps]),
+        ("Learning rate", "learning rate by step", [(step.step, step.lr) for step in run.steps]),
+    ):
+        if any(value is not None for _, value in points):
+            yield figure(name, curve_chart(points, label, KINDS["other"]))
     speeds = [(step.step, step.tokens_per_s) for step in run.steps]
     reference = None
     if run.plan is not None and run.plan.predicted.step_s > 0:

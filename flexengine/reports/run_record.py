@@ -23,11 +23,20 @@ class LoggedStep(NamedTuple):
     gpu_peak_bytes: int | None
     host_peak_bytes: int | None
     disturbed: bool
+    grad_norm: float | None = None
+    lr: float | None = None
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens of the step over its wall time."""
         return self.num_tokens / self.step_s
+
+
+class LoggedEvaluation(NamedTuple):
+    """One line of eval_log.jsonl; a loss that was not finite is None."""
+
+    step: int
+    loss: float | None
 
 
 class RunRecord(NamedTuple):
@@ -42,6 +51,7 @@ class RunRecord(NamedTuple):
     measured: Trace | None
     steps: Sequence[LoggedStep]
     num_damaged_lines: int = 0
+    evaluations: Sequence[LoggedEvaluation] = ()
 
     @property
     def steady_steps(self) -> Sequence[LoggedStep]:

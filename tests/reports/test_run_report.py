@@ -14,7 +14,7 @@ from flexengine.reports.charts.curves import Reference, curve_chart
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_data import measured_timeline, plan_digest, step_timeline
 from flexengine.reports.run_page import run_page
-from flexengine.reports.run_record import LoggedStep, RunRecord
+from flexengine.reports.run_record import LoggedEvaluation, LoggedStep, RunRecord
 from flexengine.reports.run_tables import busy_by
 from flexengine.schedule.timeline import MEASURED, SIMULATED, TimedRun
 from flexengine.schedule.trace_reader import read_trace
@@ -179,3 +179,12 @@ def test_long_curves_keep_their_peaks():
     heights = [float(pair.split(",")[1]) for pair in path[1:].split("L")]
     assert len(heights) <= 4 * 1141
     assert sum(height < 60 for height in heights) == 1
+
+
+def test_curves_of_evaluation_norm_and_rate(run):
+    steps = [step._replace(grad_norm=1.5, lr=1e-4) for step in run.steps]
+    text = run_page(run._replace(steps=steps, evaluations=[LoggedEvaluation(4, 3.5), LoggedEvaluation(8, None)]))
+    captions = re.findall("<figcaption>(.*?)</figcaption>", text)
+    assert captions[-5:] == [
+        "Loss", "Validation loss", "Gradient norm before clipping", "Learning rate", "Tokens per second",
+    ]  # fmt: skip

@@ -1,0 +1,60 @@
+"""Validation data: records held out of the training data, and batches in the order of the records."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from flexengine.data.batches import Batch, split_epoch
+from flexengine.data.prepare import Prepared
+from flexengine.data.records import TokenizedRecord
+from flexengine.data.store import StoredSequences
+
+
+def hold_out(part: Prepared, fraction: float, seed: int) -> tuple[Prepared, Prepared]:
+    """Split a source in what is trained and what is evaluated: whole records, drawn from the seed.
+
+    A long text that was split into several sequences goes to one side whole. Where there are fewer records than one of
+    them can be held out of, as in a shard that is one text, the last sequences are held out instead.
+    Raises: ValueError when only one sequence is left.
+    """
+    records = np.searchsorted(part.table.ends, part.cut.starts, side="right")
+    known = np.unique(records)
+    count = round(fraction * len(known))
+    if 0 < count < len(known):
+        drawn = random.Random(f"{seed}/validation/{part.place}").sample(range(len(known)), count)
+        held = np.isin(records, known[drawn])
+    elif len(records) > 1:
+        held = np.arange(len(records)) >= len(records) - min(len(records) - 1, max(1, round(fraction * len(records))))
+    else:
+        where = f"{part.place}: " if part.place else ""
+        raise ValueError(
+            f"{where}--val-fraction {fraction} of 1 sequence would leave nothing to train on; give --val-dataset"
+        )
+    return _chosen(part, ~held), _chosen(part, held)
+
+
+def _chosen(part: Prepared, chosen: np.ndarray) -> Prepared:
+    cut = part.cut._replace(starts=part.cut.starts[chosen], lengths=part.cut.lengths[chosen])
+    return Prepared(part.table, cut, part.place, part.weight)
+
+
+class ValidationBatches:
+    """All sequences of the validation data, each once, in their order."""
+
+    def __init__(self, sequences: Sequence[TokenizedRecord], lengths: np.ndarray, max_tokens: int) -> None:
+        self.sequences, self.num_tokens = sequences, int(lengths.sum())
+        self._batches = split_epoch(lengths, max_tokens, range(len(lengths)))
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[Prepared], max_tokens: int) -> ValidationBatches:
+        """Make the batches of several sources; their weights do not count."""
+        stored = StoredSequences([(part.table.file, part.cut) for part in parts])
+        return cls(stored, stored.lengths, max_tokens)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for indices in self._batches:
+            rows = [self.sequences[i] for i in indices]
+            yield Batch([row.input_ids for row in rows], [row.labels for row in rows])

@@ -1,0 +1,96 @@
+"""Evaluates the validation data while a run goes on, keeps the best model, and ends a run that no longer improves."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from flexengine.data.batches import Batch
+from flexengine.metrics import EvalMetrics, JsonlWriter
+from flexengine.runtime.engine import Engine
+
+EVALUATIONS = 10
+"""Evaluations of a run that says nothing about them."""
+
+
+def evaluate_batches(engine: Engine, batches: Iterable[Batch]) -> tuple[float, int]:
+    """Return the mean loss over all target tokens of all batches, and their number. Gradients and weights stay.
+
+    The mean is over tokens, not over batches, so that it does not depend on how sequences were batched.
+    """
+    loss_sum, num_targets = 0.0, 0
+    for batch in batches:
+        out = engine.evaluate(input_ids=batch.input_ids, labels=batch.labels)
+        loss_sum += out.loss * out.num_target_tokens
+        num_targets += out.num_target_tokens
+    return loss_sum / num_targets, num_targets
+
+
+def perplexity_of(loss: float) -> float:
+    """Return e to the power of a mean loss; infinity where that is no float."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+@dataclass
+class EvaluatorActions:
+    """What follows an evaluation: the log that it goes to, who is told, and how a better model is kept."""
+
+    log: JsonlWriter
+    tell: Callable[[EvalMetrics], None]
+    keep_best: Callable[[int], None] = lambda step: None
+
+
+class Evaluator:
+    """Evaluates after every `every` steps and after the last.
+
+    patience: evaluations in a row without a lower loss after which the run ends; None = it does not end for them.
+    """
+
+    def __init__(
+        self, engine: Engine, batches: Iterable[Batch], every: int, patience: int | None, actions: EvaluatorActions
+    ) -> None:
+        self._engine, self._batches, self._every, self._patience = engine, batches, every, patience
+        self._actions = actions
+        self.best_loss, self.best_step, self._last_step = math.inf, 0, 0
+        self._without_gain = 0
+
+    @property
+    def must_end(self) -> bool:
+        """True when the loss did not fall for as long as the run's patience lasts."""
+        return self._patience is not None and self._without_gain >= self._patience
+
+    def after_step(self, step: int) -> EvalMetrics | None:
+        """Evaluate if it is time to."""
+        return self.evaluate(step) if step % self._every == 0 else None
+
+    def finish(self, step: int) -> EvalMetrics | None:
+        """Evaluate after the last step, unless that was done."""
+        return self.evaluate(step) if step != self._last_step else None
+
+    def evaluate(self, step: int) -> EvalMetrics:
+        """Evaluate the model after `step` steps, log it, and keep the model if it is the best so far."""
+        start_s = time.perf_counter()
+        loss, num_targets = evaluate_batches(self._engine, self._batches)
+        is_best = loss < self.best_loss
+        metrics = EvalMetrics(step, loss, perplexity_of(loss), num_targets, time.perf_counter() - start_s, is_best)
+        self._last_step = step
+        self._without_gain = 0 if is_best else self._without_gain + 1
+        self._actions.log.write(metrics)
+        if is_best:
+            self.best_loss, self.best_step = loss, step
+            self._actions.keep_best(step)
+        self._actions.tell(metrics)
+        return metrics
+
+    def describe(self) -> str:
+        """Describe the best evaluation in one line, and why the run ended if it ended for it."""
+        text = f"validation: lowest loss {self.best_loss:.4f}"
+        text += f" (perplexity {perplexity_of(self.best_loss):.2f}) after step {self.best_step}"
+        if self.must_end:
+            text += f"; ended after {self._without_gain} evaluations without a lower one (--early-stopping-patience)"
+        return text

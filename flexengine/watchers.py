@@ -1,0 +1,51 @@
+"""What stands around every step of a run: timing, review, health, evaluation, callbacks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexengine.callbacks import Callbacks
+from flexengine.data.batches import Batch
+from flexengine.evaluation import Evaluator
+from flexengine.feedback import Reviewer
+from flexengine.health import RunHealth
+from flexengine.metrics import EvalMetrics, StepMetrics
+from flexengine.recording import Recorder
+from flexengine.runtime.outputs import StepOutput
+
+
+@dataclass
+class Watchers:
+    """Those who stand around every step, called in a fixed order. evaluator: None without validation data."""
+
+    recorder: Recorder
+    reviewer: Reviewer
+    health: RunHealth
+    callbacks: Callbacks
+    evaluator: Evaluator | None = None
+
+    def before_step(self, step: int) -> None:
+        """Called before step `step`, counted from 1."""
+        self.recorder.before_step(step)
+
+    def after_step(self, batch: Batch, metrics: StepMetrics, update: StepOutput) -> EvalMetrics | None:
+        """Called when a step has ended; returns the evaluation, if there was one."""
+        self.recorder.after_step(metrics)
+        self.reviewer.after_step(metrics)
+        self.health.after_step(batch, metrics, update)
+        self.callbacks.on_step(metrics)
+        return None if self.evaluator is None or self.health.must_end else self.evaluator.after_step(metrics.step)
+
+    @property
+    def must_end(self) -> bool:
+        """Whether no further step is to be taken."""
+        by_loss = self.evaluator is not None and self.evaluator.must_end
+        return self.health.must_end or self.callbacks.must_end or by_loss
+
+    def finish(self, last_step: int) -> EvalMetrics | None:
+        """Called after the last step of a run that was not interrupted."""
+        return None if self.evaluator is None or self.health.must_end else self.evaluator.finish(last_step)
+
+    def close(self) -> None:
+        """Called when no further step comes, whatever the reason."""
+        self.recorder.close()
