@@ -16,6 +16,7 @@ from flexengine.plan import Numerics
 
 ComputeDtype = Literal["bfloat16", "float32", "float64"]
 StorageDtype = Literal["float32", "bfloat16"]
+BaseDtype = Literal["compute", "bf16", "fp8", "int8", "nf4"]
 
 MOST_TOKENS = 2**28
 """Limits are far above what any machine could use: a slip of the keyboard is named, not tried."""
@@ -65,6 +66,13 @@ class Job:
             " trained one"
         ),
     ] = ()
+    base_dtype: Annotated[
+        BaseDtype,
+        Option(
+            "what the frozen linear layers of blocks are stored in and cross the link as: compute = --dtype, bf16, fp8"
+            " or int8 = 8 bits, nf4 = 4 bits; they multiply the decoded values"
+        ),
+    ] = "compute"
     init: Annotated[
         Literal["checkpoint", "random"],
         Option(
@@ -126,6 +134,7 @@ class Job:
             ("grad_dtype", "float64", "float64"),
             ("matmul_dtype", "fp8", "bfloat16"),
             ("master_dtype", "bfloat16", "bfloat16"),
+            ("base_dtype", "bf16", "bfloat16"),
         ):
             if getattr(self, name) == value and self.dtype != needed:
                 raise ValueError(f"{name}={value} needs dtype={needed}, got dtype={self.dtype}")
@@ -133,12 +142,17 @@ class Job:
     @property
     def numerics(self) -> Numerics:
         """The dtypes as a plan states them: a bf16 weight with an exact fp32 master is split into two halves."""
-        grad = self.grad_dtype or self.dtype
+        grad, base = self.grad_dtype or self.dtype, self.stored_base
         if self.dtype != "bfloat16":
             state = "float64" if self.dtype == "float64" else self.optimizer_state_dtype
-            return Numerics(compute=self.dtype, master="full", grad=grad, state=state)
+            return Numerics(compute=self.dtype, master="full", grad=grad, state=state, base=base)
         master = "split" if self.master_dtype == "float32" else "stochastic"
-        return Numerics(self.dtype, master, grad, self.optimizer_state_dtype, self.matmul_dtype)
+        return Numerics(self.dtype, master, grad, self.optimizer_state_dtype, self.matmul_dtype, base)
+
+    @property
+    def stored_base(self) -> Literal["compute", "fp8", "int8", "nf4"]:
+        """What frozen linear layers are stored in; bf16 is the dtype of the computation where it is allowed."""
+        return "compute" if self.base_dtype == "bf16" else self.base_dtype
 
     def as_job(self) -> Job:
         """The options of a job alone, without what a subclass adds."""

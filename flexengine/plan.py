@@ -85,7 +85,8 @@ class Numerics:
     compute: dtype of weights and activations in compute; master: `split` (bf16 + 16-bit remainder = exact fp32), `full`
     (the weight itself is the master) or `stochastic` (bf16 with stochastic rounding); grad and state: storage dtypes;
     matmul: what the linear layers of blocks multiply, `compute` or `fp8`; optimizer: the name of what updates, which
-    decides the rules of all parameters.
+    decides the rules of all parameters; base: what frozen linear layers of blocks are stored in, `compute` or a format
+    of fewer bytes.
     """
 
     compute: str = "bfloat16"
@@ -94,6 +95,7 @@ class Numerics:
     state: str = "float32"
     matmul: Literal["compute", "fp8"] = "compute"
     optimizer: str = "adamw"
+    base: Literal["compute", "fp8", "nf4", "int8"] = "compute"
 
 
 @dataclass(frozen=True)

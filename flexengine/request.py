@@ -9,6 +9,7 @@ from flexengine.hardware.profile import HardwareProfile, ProbeShape
 from flexengine.job import Job
 from flexengine.metrics import GIB, format_bytes
 from flexengine.models.attention_shapes import attention_shapes
+from flexengine.models.base_dtype import with_base_dtype
 from flexengine.models.freezing import with_frozen
 from flexengine.models.matmul_dtype import with_matmul_dtype
 from flexengine.models.spec import ModelSpec
@@ -18,12 +19,14 @@ logger = logging.getLogger(__name__)
 
 
 def described(spec: ModelSpec, job: Job) -> ModelSpec:
-    """Describe the model as a job trains it: its linear layers in the job's matmul dtype, its frozen layers marked.
+    """Describe the model as a job trains it: its linear layers in the job's matmul dtype, its frozen layers marked, and
+    these in the job's base dtype.
 
     Warns when sequences may be longer than the model was made for. Raises ValueError where it cannot take them, or as
-    `with_matmul_dtype` and `with_frozen`.
+    `with_matmul_dtype`, `with_frozen` and `with_base_dtype`.
     """
     model = with_frozen(with_matmul_dtype(spec, job.matmul_dtype), job.freeze)
+    model = with_base_dtype(model, job.stored_base)
     _check_sequence_length(model, job.max_seq_len)
     return model
 

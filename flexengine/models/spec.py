@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 from flexengine.ops.balance import Balancing
 from flexengine.ops.base import Op
+from flexengine.ops.weight_format import BaseDtype
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class ParamSpec:
     sources: tuple[WeightSource, ...]
     kind: Literal["matrix", "vector"] = "matrix"
     init: Literal["normal", "ones", "zeros"] = "normal"
+    storage: BaseDtype = "compute"
+    """What a frozen matrix is stored in; layers read it decoded to the compute dtype."""
     fused: WeightSource | None = None
     """One tensor that some checkpoints hold instead of the sources, with the elements in the same order."""
 

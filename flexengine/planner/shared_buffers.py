@@ -293,7 +293,8 @@ def _edge_slots_of(layout: Layout) -> list[Slot]:
 
 def _parameter_slots(layout: Layout) -> list[Slot]:
     """Slots that weights and gradients of several groups pass through; each belongs to a slot class."""
-    return [s for s in layout.slots if s.category in ("weight slots", "gradient accumulators", "gradient slots")]
+    categories = ("weight slots", "gradient accumulators", "decoded weights", "gradient slots")
+    return [s for s in layout.slots if s.category in categories]
 
 
 def _bytes_of(layout: Layout, *categories: str) -> int:

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from flexengine.runtime.arena import Arenas
+from flexengine.runtime.decode_weights import decode_weights
 from flexengine.runtime.fetch_experts import fetch_experts
 from flexengine.runtime.gradients import finish_gradient
 from flexengine.runtime.layer_runner import LayerRunner
@@ -30,6 +31,7 @@ class CommandHandlers:
             **dict.fromkeys(LAYER_KINDS, self._run_layer),
             "finish_gradient": self._finish_gradient,
             "fetch_experts": self._fetch_experts,
+            "decode": self._decode,
             "clip": self._clip,
             "scale": self._scale,
             "update": self._update,
@@ -51,6 +53,9 @@ class CommandHandlers:
 
     def _fetch_experts(self, command: Command, program: Program, settings: UpdateSettings | None) -> None:
         fetch_experts(command.args, program.slots, self._arenas)
+
+    def _decode(self, command: Command, program: Program, settings: UpdateSettings | None) -> None:
+        decode_weights(command.args, program.slots, self._arenas, self._layers.compute)
 
     def _finish_gradient(self, command: Command, program: Program, settings: UpdateSettings | None) -> None:
         args: FinishGradient = command.args

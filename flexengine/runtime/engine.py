@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flexengine.hardware.memory_usage import GpuMemoryMeter, MemoryPeaks, memory_peaks
+from flexengine.models.base_dtype import check_base_dtype
 from flexengine.models.matmul_dtype import check_matmul_dtype
 from flexengine.models.registry import ModelSource
 from flexengine.ops.attention_choice import AttentionChoice, KernelName
@@ -85,6 +86,7 @@ class Engine:
         settings: EngineSettings | None = None,
     ) -> None:
         check_matmul_dtype(source.spec, plan.request.numerics.matmul)
+        check_base_dtype(source.spec, plan.request.numerics.base)
         self.source, self.model, self.plan, self.device = source, source.spec, plan, device
         self.optimizer, self.settings = optimizer, settings or EngineSettings()
         self._description = self.settings.description

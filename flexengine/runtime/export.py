@@ -82,7 +82,9 @@ def _as_stored(reader: CheckpointReader, name: str, model: ModelSpec, weights: W
     """A tensor of the source checkpoint: trained, tied to a trained one, or carried through untouched."""
     entry, tied = reader.tensors[name], model.tie_word_embeddings and name == model.head_source
     source = model.embedding_source if tied else name
-    if source in weights.runs and not weights.runs[source].frozen:
+    run = weights.runs.get(source)
+    # What is trained beside a base in fewer bytes was fitted to its decoded values, so these are the model.
+    if run is not None and (not run.frozen or run.in_fewer_bytes):
         return _trained(weights, source, entry.dtype)._replace(name=name)
 
     def carried() -> Tensor:

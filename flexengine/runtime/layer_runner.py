@@ -65,7 +65,8 @@ class LayerRunner:
         return self._params(call)
 
     def _params(self, call: LayerCall) -> dict[str, Tensor]:
-        resident = {g for g in call.weights if self.layout.plan.groups[g].weights == "gpu"}
+        plans, groups = self.layout.plan.groups, self.layout.groups
+        resident = {g for g in call.weights if plans[g].weights == "gpu" and groups[g].stored is None}
         return self._param_views(call, call.weights, self.compute, resident)
 
     def _accumulators(self, call: LayerCall) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from flexengine.native.reader import NUMBERS
 from flexengine.optim.rounding import join_fp32, split_fp32
 from flexengine.runtime.arena import DTYPES, Arenas, wide_dtype
 from flexengine.runtime.staging import load_staged
+from flexengine.runtime.stored_matrices import Span, StoredMatrices, read_pieces
 from flexengine.schedule.group_storage import Segment, is_split
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.slots import PlaneKind
@@ -36,7 +37,8 @@ Random initial weights are drawn in pieces of this size: changing it changes the
 class SourceRun(NamedTuple):
     """Where a Hugging Face tensor lies: `count` elements from `start` of a group's segment.
 
-    split: its weights are the upper halves of float32 masters; of what is frozen nobody keeps the lower ones.
+    split: its weights are the upper halves of float32 masters; of what is frozen nobody keeps the lower ones. spans:
+    where it lies in a group with matrices in fewer bytes.
     """
 
     source: WeightSource
@@ -47,6 +49,17 @@ class SourceRun(NamedTuple):
     count: int
     frozen: bool
     split: bool
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def in_fewer_bytes(self) -> bool:
+        """Whether it is stored in a format that must be decoded."""
+        return self.param.storage != "compute"
+
+    @property
+    def whole(self) -> bool:
+        """Whether its elements lie one behind the other in the planes, as they are."""
+        return not self.spans
 
 
 def stored_tensors(source: WeightSource) -> dict[str, Stored]:
@@ -147,7 +160,7 @@ class WeightStore:
     """Reads and writes the stored planes of all parameter groups, on whichever side they live."""
 
     def __init__(self, layout: Layout, arenas: Arenas) -> None:
-        self.layout, self.arenas = layout, arenas
+        self.layout, self.arenas, self.stored = layout, arenas, StoredMatrices(layout, arenas)
         self.runs = {run.source.name: run for run in self._all_runs()}
 
     def _all_runs(self) -> Iterator[SourceRun]:
@@ -159,11 +172,16 @@ class WeightStore:
                 split = is_split(segment.name, self.layout.plan.request.numerics)
                 for source in param.sources:
                     count = torch.Size(source.shape).numel()
-                    yield SourceRun(source, param, index, segment, start, count, group.frozen, split)
+                    run = SourceRun(source, param, index, segment, start, count, group.frozen, split)
+                    if stored.stored is not None:
+                        spans = self.stored.spans(index, segment.first_element + start, count)
+                        run = run._replace(spans=tuple(spans))
+                    yield run
                     start += count
 
     def plane(self, kind: PlaneKind, run: SourceRun) -> Tensor | None:
         """Flat view of one plane of a source's elements, or None when the format has no such plane."""
+        assert run.whole, "what lies in spans is written and read span by span"
         plane = next((p for p in run.segment.planes if p.kind == kind), None)
         if plane is None:
             return None
@@ -178,7 +196,8 @@ class WeightStore:
 
         What lives in host memory is read straight into the arena, all of it in parallel and converted on the way; what
         lives on the GPU passes through a buffer of tens of MiB. The format splits a bf16 weight from its float32.
-        Quantised weights are decoded on the CPU, some rows at a time. Files that a manifest lists are compared with it
+        Quantised weights are decoded on the CPU, some rows at a time, and what is to be in fewer bytes is stored so, one
+        tensor after the other. Files that a manifest lists are compared with it
         meanwhile. Raises: CheckpointError where they differ.
         """
         check_complete(self.layout.model, reader)
@@ -186,7 +205,7 @@ class WeightStore:
         requests = [
             self._request(name, run, reader.tensors[name].dtype)
             for name, run in self.runs.items()
-            if run.source.decode is None
+            if run.source.decode is None and run.whole
         ]
         elsewhere = [request for request in requests if not on_host(request)]
         with reader.verifying():
@@ -194,8 +213,28 @@ class WeightStore:
             if elsewhere:
                 load_staged(reader, elsewhere, self.arenas.device)
             for run in self.runs.values():
-                if run.source.decode is not None:
+                if not run.whole:
+                    self._store(run, self._values(reader, run))
+                elif run.source.decode is not None:
                     self._decode(reader, run, DECODERS[run.source.decode])
+
+    def _store(self, run: SourceRun, values: Iterable[Tensor]) -> None:
+        """Store a source that lies in spans. Raises: ValueError naming a tensor with NaN or infinity."""
+        try:
+            self.stored.write(run.spans, values, run.split)
+        except ValueError as error:
+            raise ValueError(f"{run.source.name}: {error}. Fetch the checkpoint again, or leave --base-dtype out") from None
+
+    def _values(self, reader: CheckpointReader, run: SourceRun) -> Iterator[Tensor]:
+        """The values of a source, flat, some at a time."""
+        name, shape = run.source.name, run.source.shape
+        if run.source.decode is None:
+            yield from read_pieces(reader, name, run.count)
+            return
+        decoder = DECODERS[run.source.decode]
+        step = decoder.slab_rows(shape)
+        for row in range(0, shape[0], step):
+            yield decoder.decode(reader, name, shape, row, min(step, shape[0] - row)).flatten()
 
     def _decode(self, reader: CheckpointReader, run: SourceRun, decoder: Decoder) -> None:
         """Decode a quantised source some rows at a time, and write each slab in pieces of PIECE_ELEMENTS."""
@@ -232,11 +271,14 @@ class WeightStore:
         """
         self.clear_states()
         for name, run in self.runs.items():
-            weight, remainder = self._master(run)
             generator = torch.Generator(self.arenas.device).manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
-            for start in range(0, run.count, PIECE_ELEMENTS):
-                count = min(PIECE_ELEMENTS, run.count - start)
-                piece = self._draw(run.param, count, generator).flatten()
+            starts = range(0, run.count, PIECE_ELEMENTS)
+            pieces = (self._draw(run.param, min(PIECE_ELEMENTS, run.count - start), generator) for start in starts)
+            if not run.whole:
+                self._store(run, pieces)
+                continue
+            weight, remainder = self._master(run)
+            for start, piece in zip(starts, pieces, strict=True):
                 self._write_master(weight, remainder, start, piece, run.split)
 
     def _draw(self, param: ParamSpec, count: int, generator: torch.Generator) -> Tensor:
@@ -270,9 +312,14 @@ class WeightStore:
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """The master value of a Hugging Face tensor on the CPU, exact in float32 (float64), or cast to `dtype`.
 
-        A frozen tensor has no master; its value is the one that is computed with.
+        A frozen tensor has no master; its value is the one that is computed with, decoded where it is in fewer bytes.
         """
         run = self.runs[name]
+        if not run.whole:
+            wide = DTYPES[self.layout.plan.request.numerics.compute]
+            out = torch.empty(run.count, dtype=dtype or (torch.float32 if wide == torch.bfloat16 else wide))
+            self.stored.read(run.spans, out)
+            return out.view(run.source.shape)
         weight, remainder = self._master(run)
         exact = torch.float32 if remainder is not None or weight.dtype == torch.bfloat16 else weight.dtype
         out = torch.empty(run.count, dtype=dtype or exact)

@@ -58,9 +58,10 @@ class _Region:
         self.add(kind, group.plane_bytes[kind], category, owner)
         if len(group.parts) == 1 or kind not in ("weights", "grad"):
             return
-        plane, width = self.slots[-1], group.element_bytes(kind)
+        plane = self.slots[-1]
         for run in (run for part in group.parts for run in part.runs):
-            self.slots.append(plane.subslot((run.number,), run.first * width, run.numel * width, RUN))
+            start, _, num_bytes = group.run_bytes(kind, run)
+            self.slots.append(plane.subslot((run.number,), start, num_bytes, RUN))
 
     def add_batch(self, sizes: PlannedSizes) -> None:
         """Append token ids, labels, positions and lengths of one round's chunks."""
@@ -190,6 +191,9 @@ class _GpuSlots:
             self._ring(region, "grad", name, staged, self._plan.grad_slots)
             region.end = max(weights_end, region.end)
         region.add("accumulator", accumulated, "gradient accumulators", name)
+        decoded = max((self._groups[i].part_numel for i in groups if self._groups[i].stored is not None), default=0)
+        if decoded:  # one is enough: the stream that decodes is the one that computes
+            region.add("decoded", decoded * self._sizes.compute_bytes, "decoded weights", name)
         if not grads_over_weights:
             self._ring(region, "grad", name, staged, self._plan.grad_slots)
 

@@ -18,6 +18,7 @@ from flexengine.schedule.commands import (
     STREAM_INDEX,
     STREAMS,
     Command,
+    DecodeWeights,
     FetchExperts,
     FinishGradient,
     LayerCall,
@@ -63,6 +64,8 @@ def check_bounds(program: Program, gpu_bytes: int, host_bytes: int) -> None:
         _check_direction(program, command)
         if isinstance(command.args, FetchExperts):
             _check_routing(program, command)
+        if isinstance(command.args, DecodeWeights):
+            _check_pieces(program, command.label, command.args)
 
 
 def _check_routing(program: Program, command: Command) -> None:
@@ -73,6 +76,22 @@ def _check_routing(program: Program, command: Command) -> None:
             raise ProgramError(f"{command.label}: {args.experts} experts' bounds do not fit {program.slots[slot].name}")
     if any(region.num_bytes % args.experts for region in args.regions):
         raise ProgramError(f"{command.label}: some region has no equal shares for {args.experts} experts")
+
+
+def _check_pieces(program: Program, label: str, args: DecodeWeights) -> None:
+    """Check that decoded pieces lie within both slots on the GPU, and that no two write the same element."""
+    source, target = program.slots[args.source], program.slots[args.target]
+    if (source.memory, target.memory) != ("gpu", "gpu"):
+        raise ProgramError(f"{label} decodes from {source.name} to {target.name}, and both must be on the GPU")
+    reached = 0
+    for piece, source_offset, first_element in sorted(args.pieces, key=lambda place: place.first_element):
+        if source_offset + piece.total_bytes > source.num_bytes:
+            raise ProgramError(f"{label}: {piece.total_bytes} bytes do not fit {source.name}+{source_offset}")
+        if first_element < reached:
+            raise ProgramError(f"{label} writes elements {first_element}..{reached} of {target.name} twice")
+        reached = first_element + piece.numel
+    if reached * args.element_bytes > target.num_bytes:
+        raise ProgramError(f"{label}: {reached} elements do not fit {target.name}")
 
 
 def _check_direction(program: Program, command: Command) -> None:
@@ -142,6 +161,8 @@ def _touched(command: Command) -> tuple[set[int], set[int]]:
         written |= {args.areas[a] for a in own if a in args.areas} | {*args.accumulators.values()}
         if command.kind == "forward":
             written |= {args.areas[a] for a in ("save_gpu", "save_host") if a in args.areas}
+    elif isinstance(args, DecodeWeights):
+        read, written = {args.source}, {args.target}
     elif isinstance(args, FinishGradient):
         read, written = read | {args.accumulator}, written | {run.slot for run in args.runs}
     elif isinstance(args, FetchExperts):

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 from flexengine.ops.base import Work
 from flexengine.schedule.layer_program import LayerProgram
 from flexengine.schedule.slots import Slot
+from flexengine.schedule.stored_pieces import Piece
 
 
 class Stream(StrEnum):
@@ -115,6 +116,24 @@ class StoredRun(NamedTuple):
     stored_start: int
     numel: int
     number: int
+
+
+class DecodedPiece(NamedTuple):
+    """A piece of a group's part: where its bytes begin in the source slot, and its elements in the target slot."""
+
+    piece: Piece
+    source_offset: int
+    first_element: int
+
+
+class DecodeWeights(NamedTuple):
+    """Arguments of `decode`: elements of `element_bytes` bytes in slot `target`, from stored bytes in `source`."""
+
+    group: int
+    source: int
+    target: int
+    element_bytes: int
+    pieces: tuple[DecodedPiece, ...]
 
 
 class FinishGradient(NamedTuple):

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from flexengine.models.spec import GroupSpec
+from flexengine.models.spec import GroupSpec, ParamSpec
 from flexengine.optim.rule import Rule
 from flexengine.optim.rules import rule_of
 from flexengine.plan import Numerics
 from flexengine.schedule.layer_program import align
-from flexengine.schedule.parts import Part, parts_of
+from flexengine.schedule.parts import Part, Run, parts_of
 from flexengine.schedule.slots import PlaneKind
+from flexengine.schedule.stored_pieces import RunBytes, StoredPieces, stored_pieces
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
@@ -67,7 +68,9 @@ class GroupStorage:
     """How one group's elements are stored: matrices first, then vectors, per plane kind.
 
     offsets: parameter -> first element. plane_bytes: bytes of every plane kind's slot, with weights and grad in any
-    case. parts: what crosses the link together, into slots of `part_bytes`.
+    case. parts: what crosses the link together, into slots of `part_bytes`. stored: where the weights lie that are
+    stored in fewer bytes than the compute dtype takes; None where all are stored as they are. Only the segments of
+    those have a plane of weights.
     """
 
     offsets: Mapping[str, int]
@@ -75,6 +78,7 @@ class GroupStorage:
     segments: tuple[Segment, ...]
     plane_bytes: Mapping[str, int]
     parts: tuple[Part, ...]
+    stored: StoredPieces | None = None
 
     @property
     def state_kinds(self) -> tuple[PlaneKind, ...]:
@@ -102,11 +106,21 @@ class GroupStorage:
 
     def part_bytes(self, kind: str) -> int:
         """Bytes of a slot for any part of a plane, weights or grad."""
+        if self.stored is not None and kind == "weights":
+            return max(map(self.stored.part_bytes, self.parts))
         return self.part_numel * self.element_bytes(kind) if self.plane_bytes[kind] else 0
 
     def element_bytes(self, kind: str) -> int:
-        """Bytes of an element of the weights or the gradient."""
+        """Bytes of an element of the weights or the gradient, which are stored as they are."""
+        assert self.stored is None or kind != "weights", "weights in fewer bytes have no bytes of one element"
         return self.plane_bytes[kind] // self.numel
+
+    def run_bytes(self, kind: str, run: Run) -> RunBytes:
+        """Where a run of the weights or the gradient lies in its plane and in a slot with its part."""
+        if self.stored is not None and kind == "weights":
+            return self.stored.runs[run.number]
+        width = self.element_bytes(kind)
+        return RunBytes(run.first * width, run.start * width, run.numel * width)
 
 
 _KNOWN: dict[tuple, GroupStorage] = {}  # groups of equal shape share one value, so nobody may write to it
@@ -117,7 +131,7 @@ def group_storage(group: GroupSpec, numerics: Numerics) -> GroupStorage:
 
     Vectors always keep float32 states and, beside bf16 weights, the exact remainder. A frozen group has weights alone.
     """
-    params = tuple((p.name, p.shape, p.kind) for p in group.params)
+    params = tuple((p.name, p.shape, p.kind, p.storage, _matrices(p)) for p in group.params)
     key = (params, group.frozen, group.divisions, group.cut, group.num_parts, numerics)
     if key not in _KNOWN:
         _KNOWN[key] = _group_storage(group, numerics)
@@ -146,7 +160,15 @@ def _group_storage(group: GroupSpec, numerics: Numerics) -> GroupStorage:
         first = 0 if name == "matrix" else counts["matrix"]
         segments.append(Segment(name, first, counts[name], tuple(placed), rule, decays=name == "matrix"))
     parts = parts_of(group, offsets)
-    return GroupStorage(MappingProxyType(offsets), numel, tuple(segments), MappingProxyType(ends), parts)
+    stored = stored_pieces(group, offsets, parts, element_bytes(numerics.compute))
+    if stored is not None:
+        segments, ends = [replace(segment, planes=()) for segment in segments], {**ends, "weights": stored.num_bytes}
+    return GroupStorage(MappingProxyType(offsets), numel, tuple(segments), MappingProxyType(ends), parts, stored)
+
+
+def _matrices(param: ParamSpec) -> tuple[tuple[int, ...], ...]:
+    """The shapes of what a parameter in fewer bytes is stored in, matrix by matrix."""
+    return () if param.storage == "compute" else tuple(source.shape for source in param.sources)
 
 
 def _planes(segment: str, frozen: bool, numerics: Numerics) -> list[Plane]:

@@ -11,6 +11,7 @@ Role = str
 """What a slot holds. Beside planes of a group (`PlaneKind`), and slots that parts of weights and grad pass through:
 
 - accumulator: a group's gradient of the round at work;
+- decoded: elements of the compute dtype, made of weights that are stored in fewer bytes;
 - batch, losses: one round's tokens and losses;
 - norm_squares, partial_squares, scales, grad_norm, scalars: numbers that the optimizer step depends on;
 - hidden, grad_hidden, carry, bounds, window, grad_window: between layers, stages of a layer, and slices of a sequence;

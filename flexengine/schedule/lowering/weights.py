@@ -1,4 +1,5 @@
-"""Weights of a round: which slot holds a layer's parameters, and the copies that bring what is not on the GPU.
+"""Weights of a round: which slot holds a layer's parameters, the copies that bring what is not on the GPU, and the
+decoding of what is stored in fewer bytes.
 
 Copies are issued just before the command that needs them. The h2d stream runs them as early as slots allow.
 """
@@ -6,9 +7,12 @@ Copies are issued just before the command that needs them. The h2d stream runs t
 from __future__ import annotations
 
 from flexengine.models.spec import LayerSpec
-from flexengine.schedule.commands import Access, CommandName, CopyRegion, Stream
+from flexengine.ops.base import Work
+from flexengine.schedule.commands import Access, CommandName, CopyRegion, DecodedPiece, DecodeWeights, Stream
 from flexengine.schedule.expert_fetch import fetch_of_experts
+from flexengine.schedule.layer_program import align
 from flexengine.schedule.lowering.context import RoundContext, StagePart
+from flexengine.schedule.stored_pieces import Piece, StoredPieces
 
 
 class WeightLowering:
@@ -17,21 +21,33 @@ class WeightLowering:
     def __init__(self, context: RoundContext) -> None:
         self._context, self._builder, self._layout = context, context.builder, context.layout
         self._pools: dict[str, dict[int, tuple[int, int] | None]] = {}  # slot class -> slot -> (group, part) it holds
+        self._decoded: dict[int, tuple[int, int]] = {}  # slot with decoded weights -> (group, part) it holds
 
     def acquire(self, layer: LayerSpec, at: StagePart) -> dict[int, int]:
-        """Slots by group that hold this part of the layer's groups; fetches what is not on the GPU."""
-        return {group: self._acquire_part(group, at, needed=layer.groups) for group in layer.groups}
+        """Slots by group that hold this part of the layer's groups; fetches and decodes what is not there yet."""
+        return {group: self._ready_part(group, at, needed=layer.groups) for group in layer.groups}
 
     def reads(self, weights: dict[int, int], part: int) -> list[Access]:
         """What a command reads that computes with these slots."""
-        return [Access(slot, self._content(group, part)) for group, slot in weights.items()]
+        return [Access(slot, self._content(group, part, slot)) for group, slot in weights.items()]
+
+    def _ready_part(self, group: int, at: StagePart, needed: tuple[int, ...]) -> int:
+        """The slot that layers read a group's part from."""
+        stored = self._layout.groups[group].stored
+        if stored is None:
+            return self._acquire_part(group, at, needed)
+        target, wanted = self._layout.slot("decoded", self._context.model.groups[group].slot_class), (group, at.part)
+        if self._decoded.get(target) != wanted or not self._still_held(target):
+            self._decode(group, at, stored, self._acquire_part(group, at, needed), target)
+            self._decoded[target] = wanted
+        return target
 
     def _acquire_part(self, group: int, at: StagePart, needed: tuple[int, ...]) -> int:
         """The slot of a group's part. needed: groups whose parts the layer needs at once, so that none is evicted."""
         spec, wanted = self._context.model.groups[group], (group, at.part)
         if self._is_resident(group):
             slot = self._layout.slot("weights", spec.name)
-            self._builder.holds(slot, self._content(group, at.part))
+            self._builder.holds(slot, self._content(group, at.part, slot))
             return slot
         if spec.slot_class not in self._pools:
             self._pools[spec.slot_class] = dict.fromkeys(self._layout.ring("weights", spec.slot_class))
@@ -47,8 +63,10 @@ class WeightLowering:
     def _is_resident(self, group: int) -> bool:
         return self._context.plan.groups[group].weights == "gpu"
 
-    def _content(self, group: int, part: int) -> str:
+    def _content(self, group: int, part: int, slot: int) -> str:
         """What a slot with weights holds; in their home on the GPU all parts lie together."""
+        if self._layout.slots[slot].key.role == "decoded":
+            return f"decoded {self._context.part_name(group, part)}"
         name = self._context.model.groups[group].name if self._is_resident(group) else None
         return f"weights {name or self._context.part_name(group, part)}"
 
@@ -57,14 +75,19 @@ class WeightLowering:
         writer = self._builder.last_writer(slot)
         return all(self._builder.last_writer(o) <= writer for o in self._layout.overlaps[slot] if o != slot)
 
+    # -- over the link -----------------------------------------------------------------------------------------------
+
     def _fetch(self, group: int, at: StagePart, slot: int) -> None:
-        content, stored = self._content(group, at.part), self._layout.groups[group]
+        content, stored = self._content(group, at.part, slot), self._layout.groups[group]
         name = CommandName("fetch", "weights", self._context.part_name(group, at.part))
-        width, regions = stored.element_bytes("weights"), []
+        whole, regions = len(stored.parts) == 1, []
         for run in stored.parts[at.part].runs:
-            source, first = self._layout.run_place("weights", group, run)
+            source, _ = self._layout.run_place("weights", group, run)
             self._builder.holds(source, content)
-            regions.append(CopyRegion(source, first * width, slot, run.start * width, run.numel * width))
+            start, slot_start, num_bytes = stored.run_bytes("weights", run)
+            if whole and stored.stored is not None:  # padding goes along, so that all runs are one copy
+                num_bytes = align(num_bytes)
+            regions.append(CopyRegion(source, start if whole else 0, slot, slot_start, num_bytes))
         if at.in_parts and self._context.plan.touched_only:
             self._fetch_experts(name, content, regions, at)
         else:
@@ -78,3 +101,31 @@ class WeightLowering:
         reads = [*(Access(region.source, content) for region in regions), *routed]
         writes = [Access(slot, content) for slot in dict.fromkeys(region.target for region in regions)]
         self._builder.add("fetch_experts", name, Stream.H2D, reads, writes, args=args)
+
+    # -- from fewer bytes --------------------------------------------------------------------------------------------
+
+    def _decode(self, group: int, at: StagePart, stored: StoredPieces, source: int, target: int) -> None:
+        """Decode a part once for all chunks of a round, just before the first of them."""
+        pieces = tuple(self._decoded_pieces(group, at.part, stored))
+        reads = [Access(source, self._content(group, at.part, source))]
+        writes = [Access(target, self._content(group, at.part, target))]
+        work = Work()
+        for place in pieces:
+            work = work.plus(decode_work(place.piece, self._layout.compute_bytes))
+        name = CommandName("decode", "weights", self._context.part_name(group, at.part))
+        args = DecodeWeights(group, source, target, self._layout.compute_bytes, pieces)
+        self._builder.add("decode", name, Stream.COMPUTE, reads, writes, work, args=args)
+
+    def _decoded_pieces(self, group: int, part: int, stored: StoredPieces) -> list[DecodedPiece]:
+        found, resident = [], self._is_resident(group)
+        for run in self._layout.groups[group].parts[part].runs:
+            start, slot_start, _ = stored.runs[run.number]
+            for piece in stored.pieces_of(run):
+                offset = piece.start if resident else piece.start - start + slot_start
+                found.append(DecodedPiece(piece, offset, piece.first - run.first + run.start))
+        return found
+
+
+def decode_work(piece: Piece, compute_bytes: int) -> Work:
+    """Work of decoding a piece: its bytes are read, and its elements written in the compute dtype."""
+    return Work(memory_bytes=float(piece.total_bytes + piece.numel * compute_bytes), kernels=1)

@@ -1,0 +1,62 @@
+"""Describes a model whose frozen linear layers are stored in fewer bytes than the compute dtype takes.
+
+Everything else follows from the description: planes and slots are smaller, a layer's weights are decoded before its
+first chunk, and reports say what a base takes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+from flexengine.models.spec import GroupSpec, ModelSpec, ParamSpec
+from flexengine.ops.experts import GroupedLinear
+from flexengine.ops.linear import Linear
+from flexengine.ops.weight_format import BaseDtype
+
+
+def with_base_dtype(model: ModelSpec, base: BaseDtype) -> ModelSpec:
+    """Store the frozen linear layers of the model's blocks, experts too, in the format `base`.
+
+    Embedding, head, routers, norms and biases stay in the compute dtype: they are few, and rounding them costs most
+    accuracy. Call it after everything that freezes groups. Raises: ValueError when no block is frozen.
+    """
+    if base == "compute":
+        return model
+    stored = _products(model)
+    if not stored:
+        raise ValueError(
+            f"base_dtype={base} stores what is frozen in fewer bytes, but all linear layers of {model.name} are trained;"
+            " freeze blocks (--freeze blocks), or leave --base-dtype out"
+        )
+
+    def of_param(group: int, param: ParamSpec) -> ParamSpec:
+        return replace(param, storage=base) if param.name in stored[group] else param
+
+    def of_group(index: int, group: GroupSpec) -> GroupSpec:
+        if index not in stored:
+            return group
+        return replace(group, params=tuple(of_param(index, param) for param in group.params))
+
+    return replace(model, groups=tuple(of_group(i, group) for i, group in enumerate(model.groups)))
+
+
+def check_base_dtype(model: ModelSpec, base: str) -> None:
+    """Raise ValueError unless the frozen layers are stored as numerics say."""
+    # A plan priced for one format must not run with another: its seconds and bytes would be wrong.
+    found = {param.storage for group in model.groups for param in group.params} - {"compute"} or {"compute"}
+    if found != {base}:
+        raise ValueError(f"{model.name} stores linear layers in {', '.join(sorted(found))}, but numerics ask for {base}")
+
+
+def _products(model: ModelSpec) -> dict[int, set[str]]:
+    """Find the weights of linear layers in frozen groups of blocks: names by group."""
+    found: dict[int, set[str]] = defaultdict(set)
+    for layer in model.blocks:
+        places = {local: (group, name) for local, group, name in layer.params}
+        for op in layer.ops:
+            if isinstance(op, (Linear, GroupedLinear)):
+                group, name = places[op.weight]
+                if model.groups[group].frozen:
+                    found[group].add(name)
+    return found
