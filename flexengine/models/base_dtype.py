@@ -26,8 +26,8 @@ def with_base_dtype(model: ModelSpec, base: BaseDtype) -> ModelSpec:
     stored = _products(model)
     if not stored:
         raise ValueError(
-            f"base_dtype={base} stores what is frozen in fewer bytes, but all linear layers of {model.name} are trained;"
-            " freeze blocks (--freeze blocks), or leave --base-dtype out"
+            f"base_dtype={base} stores frozen linear layers in fewer bytes, but all of {model.name} are trained; freeze"
+            " blocks (--freeze blocks), or leave --base-dtype out"
         )
 
     def of_param(group: int, param: ParamSpec) -> ParamSpec:
@@ -46,7 +46,9 @@ def check_base_dtype(model: ModelSpec, base: str) -> None:
     # A plan priced for one format must not run with another: its seconds and bytes would be wrong.
     found = {param.storage for group in model.groups for param in group.params} - {"compute"} or {"compute"}
     if found != {base}:
-        raise ValueError(f"{model.name} stores linear layers in {', '.join(sorted(found))}, but numerics ask for {base}")
+        raise ValueError(
+            f"{model.name} stores linear layers in {', '.join(sorted(found))}, but numerics ask for {base}"
+        )
 
 
 def _products(model: ModelSpec) -> dict[int, set[str]]:

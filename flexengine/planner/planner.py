@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from flexengine.hardware.profile import HardwareProfile
-from flexengine.models.in_parts import in_parts, may_be_in_parts
 from flexengine.models.base_dtype import check_base_dtype
+from flexengine.models.in_parts import in_parts, may_be_in_parts
 from flexengine.models.matmul_dtype import check_matmul_dtype
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, Prediction, Request

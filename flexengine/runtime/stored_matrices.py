@@ -26,7 +26,7 @@ READ_ELEMENTS = 1 << 20
 
 
 class Span(NamedTuple):
-    """Matrices that lie one behind the other, uint8 [U, bytes]; or, without a format, elements that stay as they are."""
+    """Matrices that lie one behind the other, uint8 [U, bytes]; without a format, elements that stay as they are."""
 
     form: WeightFormat | None
     layout: StoredMatrix | None

@@ -196,9 +196,9 @@ class WeightStore:
 
         What lives in host memory is read straight into the arena, all of it in parallel and converted on the way; what
         lives on the GPU passes through a buffer of tens of MiB. The format splits a bf16 weight from its float32.
-        Quantised weights are decoded on the CPU, some rows at a time, and what is to be in fewer bytes is stored so, one
-        tensor after the other. Files that a manifest lists are compared with it
-        meanwhile. Raises: CheckpointError where they differ.
+        Quantised weights are decoded on the CPU, some rows at a time; what is to be in fewer bytes is stored so, one
+        tensor after the other. Files that a manifest lists are compared with it meanwhile. Raises: CheckpointError
+        where they differ.
         """
         check_complete(self.layout.model, reader)
         self.clear_states()
@@ -223,7 +223,9 @@ class WeightStore:
         try:
             self.stored.write(run.spans, values, run.split)
         except ValueError as error:
-            raise ValueError(f"{run.source.name}: {error}. Fetch the checkpoint again, or leave --base-dtype out") from None
+            raise ValueError(
+                f"{run.source.name}: {error}. Fetch the checkpoint again, or leave --base-dtype out"
+            ) from None
 
     def _values(self, reader: CheckpointReader, run: SourceRun) -> Iterator[Tensor]:
         """The values of a source, flat, some at a time."""

@@ -80,7 +80,9 @@ class StoredPieces(NamedTuple):
 
     def part_bytes(self, part: Part) -> int:
         """Bytes of a slot for a part."""
-        return max((self.runs[r.number].slot_start + align(self.runs[r.number].num_bytes) for r in part.runs), default=0)
+        return max(
+            (self.runs[r.number].slot_start + align(self.runs[r.number].num_bytes) for r in part.runs), default=0
+        )
 
 
 def stored_pieces(

@@ -149,5 +149,7 @@ def test_weights_that_are_not_finite_are_named(tmp_path):
         model.model.layers[1].mlp.down_proj.weight[3, 4] = torch.inf
     model.save_pretrained(tmp_path)
     source = with_base(open_model(tmp_path), "nf4")
-    with pytest.raises(ValueError, match=r"model.layers.1.mlp.down_proj.weight: it has values that are NaN or infinite"):
+    with pytest.raises(
+        ValueError, match=r"model.layers.1.mlp.down_proj.weight: it has values that are NaN or infinite"
+    ):
         build_engine(source, stored_plans(source.spec, SPLIT)[0])

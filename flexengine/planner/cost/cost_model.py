@@ -295,7 +295,9 @@ def stalls(program: Program, timing: Timing) -> dict[tuple[str, str], float]:
     free, phase = 0.0, "forward"
     for command in program.commands:
         if command.stream is Stream.COMPUTE:
-            phase, start = PHASES.get(command.kind, command.kind), timing.start_s[command.index]
+            if command.kind != "decode":  # of the weights for the phase that it lies in
+                phase = PHASES.get(command.kind, command.kind)
+            start = timing.start_s[command.index]
             ready = max([free, *(timing.end_s[w] for w in command.waits)])
             if ready > free:
                 last = max(command.waits, key=lambda w: timing.end_s[w])

@@ -58,6 +58,7 @@ KINDS = {
     "rebuild keys": "#7fd0d3",
     "recompute": "#9b93e8",
     "round gradients": "#f2c230",
+    "decode weights": "#58a6a6",
     "update": "#7c4ddb",
     "weights": "#2f6fed",
     "gradients": "#e8661b",
@@ -71,6 +72,7 @@ COMMAND_KINDS = {
     "fill_window": "rebuild keys",
     "recompute": "recompute",
     "finish_gradient": "round gradients",
+    "decode": "decode weights",
     "clip": "update",
     "scale": "update",
 }

@@ -76,6 +76,7 @@ COLOURS = {
     "weights": "#2f6fed",
     "resident weights": "#2f6fed",
     "weight slots": "#86b0ff",
+    "decoded weights": "#b5d0ff",
     "gradients": "#e8661b",
     "resident gradients": "#e8661b",
     "gradient slots": "#f7a468",
