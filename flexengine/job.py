@@ -147,7 +147,7 @@ class Job:
             state = "float64" if self.dtype == "float64" else self.optimizer_state_dtype
             return Numerics(compute=self.dtype, master="full", grad=grad, state=state, base=base)
         master = "split" if self.master_dtype == "float32" else "stochastic"
-        return Numerics(self.dtype, master, grad, self.optimizer_state_dtype, self.matmul_dtype, base)
+        return Numerics(self.dtype, master, grad, self.optimizer_state_dtype, self.matmul_dtype, base=base)
 
     @property
     def stored_base(self) -> Literal["compute", "fp8", "int8", "nf4"]:

@@ -81,7 +81,7 @@ def same_outcome(found, expected):
         ("stacked experts", "fp8", SPLIT),
         ("transposed", "int8", FLOAT32),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "compute", value),
 )
 def test_training_beside_a_stored_base_is_training_beside_its_decoded_values(case, base, numerics, tmp_path):
     """An export has the decoded values, so a run on it is the reference; every plan gives its bits."""
