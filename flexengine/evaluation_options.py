@@ -38,7 +38,7 @@ class EvaluationOptions:
         Option("end the run after this many evaluations in a row without a lower loss", above=0, most=10**9),
     ] = None
     report_to: Annotated[
-        Sequence[str], Option(f"also send metrics to these, each an extra of the package: {', '.join(TRACKERS)}")
+        Sequence[str], Option(f"also send metrics to these, each a package of its own: {', '.join(TRACKERS)}")
     ] = ()
 
     @property

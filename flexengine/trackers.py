@@ -26,7 +26,7 @@ def open_trackers(names: Sequence[str]) -> list[Callback]:
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ValueError(
-                f"--report-to {name} needs the package {name}; pip install 'flexengine[{name}]', or leave it out:"
+                f"--report-to {name} needs the package {name}; pip install {name}, or leave it out:"
                 " train_log.jsonl has every figure"
             )
     return [TRACKERS[name]() for name in names]

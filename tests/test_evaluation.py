@@ -303,7 +303,5 @@ def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(monkeypatch, caplo
 
 def test_a_tracker_that_is_not_installed(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        ValueError, match=r"--report-to trackio needs the package trackio; pip install 'flexengine\[tra"
-    ):
+    with pytest.raises(ValueError, match=r"--report-to trackio needs the package trackio; pip install trackio, or"):
         trackers.open_trackers(["trackio"])
