@@ -9,18 +9,25 @@ Project 2023, "OCP Microscaling Formats (MX) Specification", version 1.0.
 
 FP8: values of E4M3, and a float32 factor for every block of 128 rows by 128 columns, cut at the edges. Source:
 DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.3, and the layout of its published checkpoints.
+
+NF4: as bitsandbytes writes it with double quantisation. Beside the codes, two in a byte, the first in the high half,
+lie the magnitudes of blocks of 64 in 8 bits, those of 256 blocks in float32, both tables of numbers, and a JSON text
+with the mean of the magnitudes. Source: Dettmers et al. 2023, "QLoRA", section 3; the layout of published checkpoints.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexengine.checkpoint.reader import CheckpointReader
-from flexengine.checkpoint.safetensors_format import CheckpointError
+from flexengine.checkpoint.safetensors_format import CheckpointError, parse_json_object
+from flexengine.wording import shown
 
 EXPORT_DTYPE = torch.bfloat16
 """What a weight that was quantised is exported in."""
@@ -35,15 +42,17 @@ _SLAB_ELEMENTS = 1 << 22
 
 
 class Stored(NamedTuple):
-    """A tensor as it must be in the checkpoint: its shape, and the dtypes that it may have."""
+    """A tensor as it must be in the checkpoint: its shape, None for any, and the dtypes that it may have."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None
     dtypes: frozenset[torch.dtype]
 
 
 class Decoder(ABC):
     """One way to quantise a weight. `name` and `shape` are those of the model's source; all methods may be called from
-    several threads."""
+    several threads. same_as: the format of fewer bytes that has the same codes and scales, if one has."""
+
+    same_as: str = ""
 
     @abstractmethod
     def stored(self, name: str, shape: tuple[int, ...]) -> dict[str, Stored]:
@@ -60,6 +69,11 @@ class Decoder(ABC):
     ) -> Tensor:
         """Rows first_row and on of the weight, [num_rows, *shape[1:]] on the CPU, in bf16 where that is exact, else in
         float32. Raises what reading raises."""
+
+    def fields(self, reader: CheckpointReader, name: str, shape: tuple[int, ...]) -> dict[str, Tensor] | None:
+        """The codes and scales of a matrix by the names that the format `same_as` gives them, on the CPU; None where
+        the checkpoint's differ from that format's."""
+        return None
 
 
 class Mxfp4(Decoder):
@@ -82,10 +96,7 @@ class Mxfp4(Decoder):
     def decode(
         self, reader: CheckpointReader, name: str, shape: tuple[int, ...], first_row: int, num_rows: int
     ) -> Tensor:
-        parts = []
-        for part, (stored, _) in self.stored(name, shape).items():
-            parts.append(torch.empty((num_rows, *stored[1:]), dtype=torch.uint8))
-            reader.read_into(part, parts[-1], first_row, num_rows)
+        parts = (_rows(reader, part, first_row, num_rows) for part in self.stored(name, shape))
         return mxfp4_values(*parts).transpose(1, 2)
 
 
@@ -100,6 +111,8 @@ def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
 class Fp8(Decoder):
     """A matrix [F, D] of E4M3, and beside it `_scale_inv`, which despite its name multiplies. 5 bytes for each value of
     a slab of whole blocks."""
+
+    same_as = "fp8"
 
     def stored(self, name: str, shape: tuple[int, ...]) -> dict[str, Stored]:
         if len(shape) != 2:
@@ -123,6 +136,10 @@ class Fp8(Decoder):
         reader.read_into(f"{name}_scale_inv", scales, first_row // _BLOCK, len(scales))
         return fp8_values(values, scales)
 
+    def fields(self, reader: CheckpointReader, name: str, shape: tuple[int, ...]) -> dict[str, Tensor] | None:
+        values, scales = (_whole(reader, part) for part in self.stored(name, shape))
+        return {"codes": values, "scales": scales}
+
 
 def fp8_values(values: Tensor, scales: Tensor) -> Tensor:
     """[F, D] in float32 of E4M3 values [F, D] and the scales [ceil(F / 128), ceil(D / 128)] of their blocks."""
@@ -132,5 +149,93 @@ def fp8_values(values: Tensor, scales: Tensor) -> Tensor:
     return wide
 
 
-DECODERS: dict[str, Decoder] = {"mxfp4": Mxfp4(), "fp8": Fp8()}
-"""`WeightSource.decode` -> what reads it, by the name that `quant_method` has in configs."""
+_NF4_STATE = ".quant_state.bitsandbytes__nf4"
+_NF4_BLOCK, _NF4_NESTED = 64, 256
+
+
+class Nf4(Decoder):
+    """A matrix [F, D] as pairs of codes [F * D / 2, 1], with its magnitudes in tensors beside it. Values have the dtype
+    that the checkpoint's state names: they are what it multiplies."""
+
+    same_as = "nf4"
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> dict[str, Stored]:
+        numel = math.prod(shape)
+        blocks, byte, wide = -(-numel // _NF4_BLOCK), frozenset({torch.uint8}), frozenset({torch.float32})
+        return {
+            name: Stored((-(-numel // 2), 1), byte),
+            f"{name}.absmax": Stored((blocks,), byte),
+            f"{name}.nested_absmax": Stored((-(-blocks // _NF4_NESTED),), wide),
+            f"{name}.quant_map": Stored((16,), wide),
+            f"{name}.nested_quant_map": Stored((256,), wide),
+            f"{name}{_NF4_STATE}": Stored(None, byte),
+        }
+
+    def slab_rows(self, shape: tuple[int, ...]) -> int:
+        step = _NF4_BLOCK * _NF4_NESTED // math.gcd(_NF4_BLOCK * _NF4_NESTED, shape[1])
+        return step * max(1, _SLAB_ELEMENTS // (step * shape[1]))
+
+    def decode(
+        self, reader: CheckpointReader, name: str, shape: tuple[int, ...], first_row: int, num_rows: int
+    ) -> Tensor:
+        state = self._state(reader, name, shape)
+        first, count = first_row * shape[1], num_rows * shape[1]
+        blocks = first // _NF4_BLOCK, -(-count // _NF4_BLOCK)
+        pairs = _rows(reader, name, first // 2, -(-count // 2)).flatten().int()
+        codes = torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten()[:count]
+        absmax = _rows(reader, f"{name}.absmax", *blocks).int()
+        nested = _rows(reader, f"{name}.nested_absmax", blocks[0] // _NF4_NESTED, -(-blocks[1] // _NF4_NESTED))
+        scales = _whole(reader, f"{name}.nested_quant_map")[absmax]
+        scales = scales * nested.repeat_interleave(_NF4_NESTED)[: blocks[1]] + state["nested_offset"]
+        values = _whole(reader, f"{name}.quant_map")[codes] * scales.repeat_interleave(_NF4_BLOCK)[:count]
+        return values.view(num_rows, shape[1]).to(getattr(torch, state["dtype"]))
+
+    def fields(self, reader: CheckpointReader, name: str, shape: tuple[int, ...]) -> dict[str, Tensor] | None:
+        state = self._state(reader, name, shape)
+        return {
+            "codes": _whole(reader, name).flatten(),
+            "absmax": _whole(reader, f"{name}.absmax"),
+            "nested_absmax": _whole(reader, f"{name}.nested_absmax"),
+            "offset": torch.tensor([state["nested_offset"]]),
+            "codebook": _whole(reader, f"{name}.quant_map"),
+            "dynamic_map": _whole(reader, f"{name}.nested_quant_map"),
+        }
+
+    def _state(self, reader: CheckpointReader, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+        """What the JSON text beside a matrix says. Raises CheckpointError for what this decoder does not read."""
+        state = parse_json_object(bytes(_whole(reader, f"{name}{_NF4_STATE}").tolist()), Path(f"{name}{_NF4_STATE}"))
+        wanted = {"quant_type": "nf4", "blocksize": _NF4_BLOCK, "nested_blocksize": _NF4_NESTED, "shape": list(shape)}
+        for key, value in wanted.items():
+            if state.get(key) != value:
+                raise CheckpointError(
+                    f"{name}: stored in 4 bits with {key}={shown(state.get(key))}, and {shown(value)} is read. Give the"
+                    " checkpoint in 16 bits that it was made from"
+                )
+        if state.get("dtype") not in _NF4_DTYPES or not isinstance(state.get("nested_offset"), float):
+            raise CheckpointError(
+                f"{name}: its state in 4 bits lacks dtype or nested_offset; fetch the checkpoint again"
+            )
+        return state
+
+
+_NF4_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def _rows(reader: CheckpointReader, name: str, first: int, count: int) -> Tensor:
+    """Rows of a tensor as the checkpoint holds them."""
+    entry = reader.tensors[name]
+    values = torch.empty((count, *entry.shape[1:]), dtype=entry.dtype)
+    reader.read_into(name, values, first, count)
+    return values
+
+
+def _whole(reader: CheckpointReader, name: str) -> Tensor:
+    """A tensor as the checkpoint holds it."""
+    entry = reader.tensors[name]
+    values = torch.empty(entry.shape, dtype=entry.dtype)
+    reader.read_into(name, values)
+    return values
+
+
+DECODERS: dict[str, Decoder] = {"mxfp4": Mxfp4(), "fp8": Fp8(), "nf4": Nf4()}
+"""`WeightSource.decode` -> what reads it."""

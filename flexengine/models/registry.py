@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 from flexengine.models import deepseek, gemma, gpt2, gpt_oss, llama, mistral, moe, olmo, phi3, qwen, qwen_next
 from flexengine.models.any_family import dropout_notice, refuse_unsupported
+from flexengine.models.fp8_weights import fp8_weights
+from flexengine.models.nf4_checkpoints import METHOD, NOTICE, check_nf4
 from flexengine.models.sizes import with_class_defaults
 from flexengine.models.spec import ModelSpec
 from flexengine.models.unknown import unknown_family
@@ -23,7 +25,8 @@ class Family(NamedTuple):
     """One Hugging Face `model_type`.
 
     checkpoints: published ones that load. options: what its block has beside Llama's. configs_compared: tiny configs
-    that tests compare with transformers, parameter by parameter. quantised: each `quant_method` that it reads.
+    that tests compare with transformers, parameter by parameter. quantised: each `quant_method` that it reads, beside
+    NF4, which all read.
     """
 
     build: Callable[[str, dict], ModelSpec]
@@ -43,7 +46,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family(mistral.build, "Mistral 7B, Mistral Nemo, Mistral Small 24B", "sliding window", 3),
     "ministral": Family(mistral.build, "Ministral", "sliding window in some layers", 1),
     "qwen2": Family(qwen.build, "Qwen2, Qwen2.5", "biases on queries, keys and values; windows in upper layers", 3),
-    "qwen3": Family(qwen.build, "Qwen3 (dense)", "queries and keys normalised head by head", 3),
+    "qwen3": Family(qwen.build, "Qwen3 (dense)", "queries and keys normalised head by head", 3, ("fp8",)),
     "gemma2": Family(
         gemma.build,
         "Gemma 2",
@@ -65,7 +68,9 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(moe.build, "Mixtral 8x7B, 8x22B", "experts; the weights of a token's experts add up to 1", 3),
     "olmoe": Family(moe.build, "OLMoE", "experts; queries and keys normalised by row", 3),
     "qwen2_moe": Family(moe.build, "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B", "experts and a gated shared expert; biases", 4),
-    "qwen3_moe": Family(moe.build, "Qwen3-30B-A3B, Qwen3-235B-A22B", "experts; queries and keys normalised by head", 4),
+    "qwen3_moe": Family(
+        moe.build, "Qwen3-30B-A3B, Qwen3-235B-A22B", "experts; queries and keys normalised by head", 4, ("fp8",)
+    ),
     "deepseek_v2": Family(
         deepseek.build,
         "DeepSeek-V2, V2-Lite, Coder-V2",
@@ -110,6 +115,8 @@ FAMILIES: dict[str, Family] = {
     "gpt2": Family(gpt2.build, "GPT-2", "LayerNorm, learned positions, GELU, weights input by output", 3),
 }
 
+ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
+"""Modules that checkpoints in FP8 hold in 16 bits, and some leave out where they name such modules."""
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 PRESET_PREFIX = "preset:"
 MAX_CONFIG_BYTES = 2**24
@@ -148,10 +155,15 @@ def build_model(name: str, config: Any) -> ModelSpec:
     if not isinstance(family, str) or family not in FAMILIES:
         raise unknown_family(name, family, config, FAMILIES)
     # Refusals come before the builder: it would read a config that asks for something else without noticing.
-    _check_not_quantised(name, config, FAMILIES[family].quantised)
+    method = _check_quantised(name, config, FAMILIES[family].quantised)
     refuse_unsupported(name, config)
     spec = FAMILIES[family].build(name, with_class_defaults(family, config))
-    notice = "; ".join(filter(None, (spec.notice, dropout_notice(name, config))))
+    if method == "fp8" and not any(
+        source.decode for group in spec.groups for p in group.params for source in p.sources
+    ):
+        spec = fp8_weights(spec, config, plain=ROUTERS)
+    in_nf4 = NOTICE if method == METHOD else ""
+    notice = "; ".join(filter(None, (spec.notice, in_nf4, dropout_notice(name, config))))
     # The config as it was read, without class defaults: the export writes it back.
     spec = replace(spec, hf_config=config, notice=notice)
     # Sizes within their ranges may still multiply to more than any machine holds.
@@ -164,7 +176,12 @@ def build_model(name: str, config: Any) -> ModelSpec:
     return spec
 
 
-def _check_not_quantised(name: str, config: dict, readable: tuple[str, ...]) -> None:
+def _check_quantised(name: str, config: dict, readable: tuple[str, ...]) -> str:
+    """Give the method by which a checkpoint is quantised, empty for none. Raises ValueError for one not read."""
+    options = config.get("quantization_config")
+    if isinstance(options, dict) and options.get("quant_method") == METHOD:
+        check_nf4(name, config)
+        return METHOD
     for key in ("quantization_config", "compression_config"):
         found = config.get(key)
         method = found.get("quant_method") if isinstance(found, dict) else found
@@ -173,6 +190,7 @@ def _check_not_quantised(name: str, config: dict, readable: tuple[str, ...]) -> 
                 f"{name}: config.json has a {key} (method {shown(method)}): its weights are quantised. Give the "
                 "checkpoint in 16 or 32 bits that it was made from"
             )
+    return options["quant_method"] if isinstance(options, dict) and options else ""
 
 
 def open_model(path_or_preset: str | Path, needs_weights: bool = True) -> ModelSource:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
+from flexengine.models.nf4_checkpoints import is_in_nf4
 from flexengine.ops.balance import Balancing
 from flexengine.ops.base import Op
 from flexengine.ops.weight_format import BaseDtype
@@ -170,7 +171,8 @@ class ModelSpec:
     def named_as(self, names: Iterable[str]) -> ModelSpec:
         """Name the sources as a checkpoint of these tensors does.
 
-        The checkpoint may lack the optional prefix, and may hold the sources of a parameter as one fused tensor.
+        The checkpoint may lack the optional prefix, and may hold the sources of a parameter as one fused tensor, or any
+        matrix in NF4.
         """
         # Published checkpoints of one model differ in both, so the names themselves have to tell.
         names, prefix = set(names), self.optional_prefix
@@ -178,13 +180,15 @@ class ModelSpec:
             prefix = ""
 
         def named(source: WeightSource) -> WeightSource:
-            return replace(source, name=source.name.removeprefix(prefix))
+            name = source.name.removeprefix(prefix)
+            # A config does not say which layers are in 4 bits: some of any kind may be left out.
+            return replace(source, name=name, decode="nf4" if is_in_nf4(name, names) else source.decode)
 
         def renamed(param: ParamSpec) -> ParamSpec:
             fused = None if param.fused is None else named(param.fused)
             if fused is not None and fused.name in names:
                 return replace(param, sources=(fused,))
-            return replace(param, sources=tuple(named(source) for source in param.sources)) if prefix else param
+            return replace(param, sources=tuple(named(source) for source in param.sources))
 
         groups = (replace(g, params=tuple(renamed(p) for p in g.params)) for g in self.groups)
         return replace(self, groups=tuple(groups))

@@ -107,6 +107,10 @@ class Nf4(WeightFormat):
     def encoder(self, stored: Tensor, layout: StoredMatrix) -> Encoder:
         return _Nf4Encoder(layout.views(stored), layout)
 
+    def constants(self) -> dict[str, Tensor]:
+        cpu = torch.device("cpu")
+        return {"codebook": codebook(cpu), "dynamic_map": dynamic_map(cpu)}
+
     def values(self, fields: Mapping[str, Tensor], layout: StoredMatrix, first_row: int, num_rows: int) -> Tensor:
         first, end = first_row * layout.columns, (first_row + num_rows) * layout.columns
         pairs = fields["codes"][first // 2 : end // 2].int()

@@ -117,6 +117,10 @@ class WeightFormat(ABC):
     def encoder(self, stored: Tensor, layout: StoredMatrix) -> Encoder:
         """What writes one matrix into uint8 [num_bytes], on any device."""
 
+    def constants(self) -> dict[str, Tensor]:
+        """Tables of numbers, on the CPU, that codes stand for."""
+        return {}
+
     @abstractmethod
     def values(self, fields: Mapping[str, Tensor], layout: StoredMatrix, first_row: int, num_rows: int) -> Tensor:
         """Some rows of a stored matrix in float32, [num_rows, C]; first_row is a multiple of `row_step`."""

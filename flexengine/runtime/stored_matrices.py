@@ -6,7 +6,7 @@ They are stored while they are loaded, one tensor after the other and some rows 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -91,6 +91,17 @@ class StoredMatrices:
                     slab = next(slabs).to(self._arenas.device, torch.float32)
                     encoder.add(first, slab.view(count, layout.columns))
                 encoder.finish()
+
+    def keep(self, spans: Sequence[Span], fields: Mapping[str, Tensor]) -> bool:
+        """Take over one matrix's codes and scales; False, writing nothing, where they were made with other numbers."""
+        [(form, layout, stored)] = spans
+        assert form is not None
+        assert layout is not None
+        if any(not torch.equal(fields[name], numbers) for name, numbers in form.constants().items()):
+            return False
+        for name, target in layout.views(stored[0]).items():
+            target.copy_(fields[name].view(target.shape))
+        return True
 
     # -- out ---------------------------------------------------------------------------------------------------------
 

@@ -83,7 +83,7 @@ def check_complete(model: ModelSpec, reader: CheckpointReader) -> None:
         )
     for name, (shape, dtypes) in wanted.items():
         entry = reader.tensors[name]
-        if entry.shape != shape:
+        if shape is not None and entry.shape != shape:
             raise ValueError(
                 f"{reader.folder}: tensor {name} has shape {list(entry.shape)} in the checkpoint, but config.json asks"
                 f" for {list(shape)}. Fetch config.json and the weights of one model"
@@ -214,9 +214,19 @@ class WeightStore:
                 load_staged(reader, elsewhere, self.arenas.device)
             for run in self.runs.values():
                 if not run.whole:
-                    self._store(run, self._values(reader, run))
+                    if not self._keep(reader, run):
+                        self._store(run, self._values(reader, run))
                 elif run.source.decode is not None:
                     self._decode(reader, run, DECODERS[run.source.decode])
+
+    def _keep(self, reader: CheckpointReader, run: SourceRun) -> bool:
+        """Take over codes and scales that the checkpoint holds in the format that they are to be in; False if it has
+        none."""
+        decoder = None if run.source.decode is None else DECODERS[run.source.decode]
+        if decoder is None or decoder.same_as != run.param.storage:
+            return False
+        fields = decoder.fields(reader, run.source.name, run.source.shape)
+        return fields is not None and self.stored.keep(run.spans, fields)
 
     def _store(self, run: SourceRun, values: Iterable[Tensor]) -> None:
         """Store a source that lies in spans. Raises: ValueError naming a tensor with NaN or infinity."""
