@@ -16,12 +16,12 @@ from flexengine.metrics import format_seconds
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, Prediction
 from flexengine.planner.bound.speed_of_light import speed_of_light_s
-from flexengine.planner.cost.cost_model import StepPricer, full_round, step_seconds
-from flexengine.planner.cost.simulated_step import limiter
+from flexengine.planner.cost.cost_model import StepPricer, limiter, step_seconds
 from flexengine.schedule.command_totals import CommandClass, CommandTotal, add_totals
 from flexengine.schedule.commands import Stream
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_round, lower_update
+from flexengine.schedule.packing import full_round
 from flexengine.schedule.simulator import simulate
 
 MAX_FACTOR = 10.0

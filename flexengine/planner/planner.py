@@ -26,7 +26,7 @@ from flexengine.plan import Plan, Prediction, Request
 from flexengine.planner.block_kinds import SaveSets, side_by_side
 from flexengine.planner.bound.relaxation import Bound
 from flexengine.planner.bound.speed_of_light import least, size_bounds, speed_of_light_s
-from flexengine.planner.cost.cost_model import CostModel, StepEstimate, StepPricer, full_round
+from flexengine.planner.cost.cost_model import CostModel, StepEstimate, StepPricer, limiter
 from flexengine.planner.cost.memory import (
     excess_bytes,
     gpu_categories,
@@ -34,7 +34,6 @@ from flexengine.planner.cost.memory import (
     host_categories,
     host_required_bytes,
 )
-from flexengine.planner.cost.simulated_step import limiter
 from flexengine.planner.feasibility.shortage import Feasibility, shortage
 from flexengine.planner.save_set_frontier import frontier
 from flexengine.planner.shared_buffers import SharedBuffers
@@ -43,6 +42,7 @@ from flexengine.planner.size_tables import SizeTables
 from flexengine.schedule.expert_fetch import least_touched_share
 from flexengine.schedule.group_storage import DTYPE_BYTES
 from flexengine.schedule.layout import Layout
+from flexengine.schedule.packing import full_round
 
 
 class Race(NamedTuple):

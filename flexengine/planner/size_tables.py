@@ -10,11 +10,12 @@ import numpy as np
 from flexengine.plan import GroupPlan
 from flexengine.planner.block_kinds import PerKind, SaveSets
 from flexengine.planner.block_tables import BlockTables
-from flexengine.planner.cost.cost_model import CostModel, full_round, full_rounds, rounds_per_step
+from flexengine.planner.cost.cost_model import CostModel
 from flexengine.planner.cost.stream_loads import BC, BI, FC, FI, RESIDENCIES, LayerSeconds, group_loads, layer_seconds
 from flexengine.planner.shared_buffers import ActivationBytes, SharedBuffers, host_plane_bytes
 from flexengine.schedule.group_storage import DTYPE_BYTES
 from flexengine.schedule.layer_program import align
+from flexengine.schedule.packing import full_round, full_rounds, rounds_per_step
 
 NUM_RESIDENCIES = len(RESIDENCIES)
 STREAMS_WEIGHTS = np.array([home.weights == "host" for home in RESIDENCIES])

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flexengine.planner.cost.cost_model import StepPart
 from flexengine.planner.cost.memory import gpu_categories, host_categories
-from flexengine.planner.cost.simulated_step import SimulatedStep
+from flexengine.reports.simulated_step import SimulatedStep
 from flexengine.schedule.arena_slots import RUN
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.slots import Memory
+from flexengine.schedule.step_parts import StepPart
 
 LASTING = {
     "gpu": ("batch", "scalars", "resident weights", "resident gradients", "resident optimizer states"),

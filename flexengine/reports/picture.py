@@ -9,9 +9,9 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
 from flexengine.planner.bound.speed_of_light import Bound, speed_of_light
-from flexengine.planner.cost.cost_model import ISSUE, stalls
-from flexengine.planner.cost.simulated_step import SimulatedStep, simulate_step
 from flexengine.reports.memory_over_time import MemorySeries, step_memory
+from flexengine.reports.simulated_step import SimulatedStep, simulate_step
+from flexengine.schedule.step_parts import ISSUE, stalls
 
 
 @dataclass(frozen=True)

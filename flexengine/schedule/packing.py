@@ -6,8 +6,10 @@ consecutive chunks of its own in one round.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
+from flexengine.plan import Request
 from flexengine.schedule.lowering.shape import ChunkShape, RoundShape
 
 
@@ -85,3 +87,59 @@ def packed_shape(chunks: list[PackedChunk], chunk_tokens: int) -> RoundShape:
             for c in chunks
         )
     )
+
+
+def full_round(
+    request: Request, chunk_tokens: int, chunks_per_round: int, left_tokens: int | None = None
+) -> RoundShape:
+    """A full round of sequences of max_seq_len tokens, as `pack` packs them: a chunk takes whole sequences,
+    and one longer than a chunk is cut into slices. left_tokens: of the batch, where it is not all.
+
+    A slice's seq_len is the one whose causal cost per token is that of its queries over all keys before them:
+    2 * start + tokens.
+    """
+    longest = request.max_seq_len
+    batch = request.max_global_batch_tokens if left_tokens is None else left_tokens
+    if longest <= chunk_tokens:
+        counts = _full_chunks(batch, chunk_tokens // longest * longest, chunks_per_round)
+        return RoundShape(tuple(ChunkShape(count, min(longest, count)) for count in counts))
+    slices = -(-longest // chunk_tokens)
+    sequences = max(1, min(chunks_per_round // slices, -(-batch // longest)))
+    chunks = []
+    for first in range(0, sequences * slices, slices):
+        for i in range(slices):
+            start = i * chunk_tokens
+            tokens = min(chunk_tokens, longest - start)
+            chunks.append(ChunkShape(tokens, 2 * start + tokens, first, first + slices - 1, start))
+    return RoundShape(tuple(chunks))
+
+
+def _full_chunks(batch_tokens: int, tokens_per_chunk: int, chunks_per_round: int) -> list[int]:
+    """Tokens per chunk when a round takes as much of the batch as it can."""
+    left = min(batch_tokens, tokens_per_chunk * chunks_per_round)
+    counts = []
+    while left > 0:
+        counts.append(min(tokens_per_chunk, left))
+        left -= counts[-1]
+    return counts
+
+
+def rounds_per_step(request: Request, shape: RoundShape) -> int:
+    """Rounds of a full step made of such rounds."""
+    return max(1, math.ceil(full_rounds(request, shape)))
+
+
+def full_rounds(request: Request, shape: RoundShape) -> float:
+    """The same as a fraction: the last one may be short."""
+    return request.max_global_batch_tokens / sum(c.tokens for c in shape.chunks)
+
+
+def later_rounds(request: Request, chunk_tokens: int, chunks_per_round: int) -> list[tuple[RoundShape, int]]:
+    """The rounds of a full step after its first, as shapes and how many there are of each: full ones, and a shorter one
+    where the batch ends within a round."""
+    full = full_round(request, chunk_tokens, chunks_per_round)
+    tokens = sum(c.tokens for c in full.chunks)
+    count = rounds_per_step(request, full) - 1
+    last = full_round(request, chunk_tokens, chunks_per_round, request.max_global_batch_tokens - count * tokens)
+    rounds = [(full, count)] if last == full else [(full, count - 1), (last, 1)]
+    return [(shape, number) for shape, number in rounds if number]

@@ -8,22 +8,18 @@ from flexengine.hardware.presets import preset
 from flexengine.models.registry import open_model
 from flexengine.plan import GroupPlan, Numerics, Plan, Request
 from flexengine.planner.bound.speed_of_light import speed_of_light_s
-from flexengine.planner.cost.cost_model import (
-    StepPricer,
-    full_round,
-    step_seconds,
-    unfinished_updates,
-    until_gpu_ends,
-)
-from flexengine.planner.cost.simulated_step import simulate_step
+from flexengine.planner.cost.cost_model import StepPricer, step_seconds
 from flexengine.planner.planner import make_plan
 from flexengine.reports.plan_text import describe
+from flexengine.reports.simulated_step import simulate_step
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.commands import Stream
 from flexengine.schedule.following import followed
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_round, lower_update
+from flexengine.schedule.packing import full_round
 from flexengine.schedule.simulator import simulate
+from flexengine.schedule.step_parts import unfinished_updates, until_gpu_ends
 from tests.schedule.small_plans import resident_plan, small_model
 
 GIB = 2**30

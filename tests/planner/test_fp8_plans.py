@@ -17,11 +17,12 @@ from flexengine.ops.fp8 import FORWARD_DTYPE, MULTIPLE
 from flexengine.plan import Numerics, Request
 from flexengine.planner.bound.speed_of_light import speed_of_light_s
 from flexengine.planner.correction import Factors, corrected_profile
-from flexengine.planner.cost.cost_model import CostModel, full_round
+from flexengine.planner.cost.cost_model import CostModel
 from flexengine.planner.planner import make_plan
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_round
+from flexengine.schedule.packing import full_round
 from flexengine.schedule.save_sets import savable_ops
 
 GIB = 2**30

@@ -10,7 +10,7 @@ from flexengine.models.freezing import with_frozen
 from flexengine.models.registry import open_model
 from flexengine.plan import Plan, Request
 from flexengine.planner.bound.speed_of_light import speed_of_light
-from flexengine.planner.cost.cost_model import full_round, step_seconds
+from flexengine.planner.cost.cost_model import step_seconds
 from flexengine.planner.cost.memory import excess_bytes, gpu_required_bytes, host_required_bytes
 from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.planner.planner import make_plan
@@ -21,6 +21,7 @@ from flexengine.reports.plan_text import report
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_round, lower_update
+from flexengine.schedule.packing import full_round
 from tests.planner.oracle import best_step_s, slow_link
 from tests.schedule.small_plans import FLOAT32, mixed_model, random_plan, small_model
 

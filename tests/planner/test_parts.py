@@ -13,7 +13,7 @@ from flexengine.ops.base import Work
 from flexengine.plan import Numerics, Request
 from flexengine.planner.block_kinds import ever_smaller_sets
 from flexengine.planner.candidates import CandidateMemory, Candidates
-from flexengine.planner.cost.cost_model import GROUPED_SHARE, CostModel, full_round, price, step_seconds
+from flexengine.planner.cost.cost_model import GROUPED_SHARE, CostModel, price, step_seconds
 from flexengine.planner.cost.memory import gpu_required_bytes, host_required_bytes
 from flexengine.planner.cost.stream_loads import STREAMED
 from flexengine.planner.dynamic_program import frontier_of
@@ -25,6 +25,7 @@ from flexengine.planner.surrogate import Surrogate
 from flexengine.reports.plan_text import describe
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_round
+from flexengine.schedule.packing import full_round
 from flexengine.schedule.save_sets import save_sets
 from tests.family_configs import CASES
 from tests.planner.oracle import slow_link

@@ -9,7 +9,7 @@ import pytest
 from flexengine.hardware.presets import preset
 from flexengine.models.in_parts import in_parts
 from flexengine.plan import Numerics, Plan, PlanError, Request
-from flexengine.planner.cost.cost_model import CostModel, full_round, price
+from flexengine.planner.cost.cost_model import CostModel, price
 from flexengine.planner.cost.memory import excess_bytes, gpu_required_bytes, host_required_bytes
 from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.planner.planner import Planner, make_plan
@@ -17,6 +17,7 @@ from flexengine.planner.surrogate import Surrogate
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_evaluation, lower_round, lower_update
+from flexengine.schedule.packing import full_round
 from tests.planner.oracle import slow_link
 from tests.planner.test_parts import memory_of, random_candidate
 from tests.schedule.small_plans import FLOAT32, divided_model

@@ -7,14 +7,15 @@ import pytest
 from flexengine.hardware.presets import preset
 from flexengine.models.registry import open_model
 from flexengine.plan import GroupPlan, Numerics, Plan, PlanError, PlanReason, Request
-from flexengine.planner.cost.cost_model import full_round, step_seconds
+from flexengine.planner.cost.cost_model import step_seconds
 from flexengine.planner.cost.memory import excess_bytes, gpu_required_bytes, host_required_bytes
-from flexengine.planner.cost.simulated_step import simulate_step
 from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.planner.planner import make_plan
+from flexengine.reports.simulated_step import simulate_step
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_round, lower_update
+from flexengine.schedule.packing import full_round
 from tests.planner.oracle import best_step_s, slow_link
 from tests.schedule.small_plans import FLOAT32, mixed_model, small_model
 

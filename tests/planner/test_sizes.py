@@ -5,9 +5,8 @@ import random
 import pytest
 
 from flexengine.plan import Plan, Request
-from flexengine.planner.cost.cost_model import full_round, later_rounds, rounds_per_step
 from flexengine.planner.sizes import chunk_sizes, filled
-from flexengine.schedule.packing import pack
+from flexengine.schedule.packing import full_round, later_rounds, pack, rounds_per_step
 
 GIB = 2**30
 

@@ -9,7 +9,6 @@ from flexengine.models import blocks
 from flexengine.models.in_parts import in_parts
 from flexengine.models.registry import build_model
 from flexengine.plan import GroupPlan, LayerPlan, Plan, Request
-from flexengine.planner.cost.cost_model import full_round
 from flexengine.planner.planner import Planner
 from flexengine.planner.shared_buffers import LEAST_TILE
 from flexengine.reports.charts.streams import kind_of
@@ -19,6 +18,7 @@ from flexengine.schedule.commands import Stream
 from flexengine.schedule.expert_fetch import least_touched_share
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_round
+from flexengine.schedule.packing import full_round
 from flexengine.schedule.simulator import simulate
 from tests.planner.oracle import slow_link
 from tests.schedule.small_plans import FLOAT32

@@ -27,7 +27,7 @@ from flexengine.models.spec import ModelSpec
 from flexengine.plan import Request
 from flexengine.planner.block_kinds import SaveSets
 from flexengine.planner.candidates import CandidateMemory, Candidates
-from flexengine.planner.cost.cost_model import CostModel, StepPricer, full_round
+from flexengine.planner.cost.cost_model import CostModel, StepPricer
 from flexengine.planner.cost.memory import excess_bytes
 from flexengine.planner.cost.stream_loads import GPU_RESIDENCIES, RESIDENT, RESIDENT_BOTH, STREAMED
 from flexengine.planner.save_set_frontier import frontier
@@ -37,6 +37,7 @@ from flexengine.planner.sizes import chunk_sizes
 from flexengine.planner.surrogate import Surrogate
 from flexengine.schedule.group_storage import DTYPE_BYTES
 from flexengine.schedule.layout import Layout
+from flexengine.schedule.packing import full_round
 
 MARGIN = 1.1
 """Plans with estimates up to this factor of the fastest simulated are simulated themselves."""

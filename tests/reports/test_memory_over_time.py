@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from flexengine.hardware.presets import preset
-from flexengine.planner.cost.cost_model import StepPart
 from flexengine.planner.cost.memory import gpu_required_bytes, host_required_bytes
-from flexengine.planner.cost.simulated_step import simulate_step
 from flexengine.reports.memory_over_time import (
     MemorySeries,
     merge_intervals,
@@ -17,11 +15,13 @@ from flexengine.reports.memory_over_time import (
     step_memory,
     thinned,
 )
+from flexengine.reports.simulated_step import simulate_step
 from flexengine.schedule.commands import Access, CommandName, CopyRegion, Stream
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.simulator import Timing
 from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
+from flexengine.schedule.step_parts import StepPart
 from tests.planner.oracle import slow_link
 from tests.schedule.small_plans import random_plan, small_model
 

@@ -10,7 +10,6 @@ from xml.etree import ElementTree
 import pytest
 
 from flexengine.plan import Plan, PlanReason, Request
-from flexengine.planner.cost.cost_model import stalls
 from flexengine.planner.feasibility.remedies import Remedy
 from flexengine.planner.feasibility.shortage import Feasibility, ShortageError
 from flexengine.planner.planner import make_plan
@@ -25,6 +24,7 @@ from flexengine.schedule.commands import STREAMS, Access, CommandName, CopyRegio
 from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.simulator import Timing
 from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
+from flexengine.schedule.step_parts import stalls
 from tests.planner.oracle import slow_link
 from tests.schedule.small_plans import FLOAT32, small_model
 

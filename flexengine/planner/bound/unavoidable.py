@@ -16,11 +16,12 @@ from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec
 from flexengine.ops.base import Op, Work
 from flexengine.plan import Numerics, Request
 from flexengine.planner.bound.recompute_hull import Keeping, lower_hull, recomputed, save_choices
-from flexengine.planner.cost.cost_model import CostModel, full_round, full_rounds, rounds_per_step
+from flexengine.planner.cost.cost_model import CostModel
 from flexengine.planner.cost.memory import GPU_SLACK_BYTES
 from flexengine.schedule.group_storage import DTYPE_BYTES, group_storage
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram
+from flexengine.schedule.packing import full_round, full_rounds, rounds_per_step
 from flexengine.schedule.save_sets import savable_ops
 from flexengine.schedule.window import window_places
 

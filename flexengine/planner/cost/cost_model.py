@@ -6,21 +6,17 @@ whom is the simulator's answer on the real program.
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.ops.base import Work
-from flexengine.plan import Request
 from flexengine.schedule.commands import Command, LayerCall, Program, Stream
-from flexengine.schedule.following import followed
 from flexengine.schedule.layer_program import Stage
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import ChunkShape, RoundShape, lower_round, lower_update
+from flexengine.schedule.lowering import lower_update
 from flexengine.schedule.simulator import Rates, Timing, simulate
+from flexengine.schedule.step_parts import ISSUE, simulated_rounds, stalls
 
 GROUPED_SHARE = 0.77
 """Rate of the products of experts over that of linear layers of as many tokens, on an H200: 0.72 with 128 narrow
@@ -128,130 +124,6 @@ def stage_calls(stage: Stage) -> int:
     return sum(1 + len(step.tensors) + len(step.grads) for step in stage.steps)
 
 
-def full_round(
-    request: Request, chunk_tokens: int, chunks_per_round: int, left_tokens: int | None = None
-) -> RoundShape:
-    """A full round of sequences of max_seq_len tokens, as `schedule.packing` packs them: a chunk takes whole sequences,
-    and one longer than a chunk is cut into slices. left_tokens: of the batch, where it is not all.
-
-    A slice's seq_len is the one whose causal cost per token is that of its queries over all keys before them:
-    2 * start + tokens.
-    """
-    longest = request.max_seq_len
-    batch = request.max_global_batch_tokens if left_tokens is None else left_tokens
-    if longest <= chunk_tokens:
-        counts = _full_chunks(batch, chunk_tokens // longest * longest, chunks_per_round)
-        return RoundShape(tuple(ChunkShape(count, min(longest, count)) for count in counts))
-    slices = -(-longest // chunk_tokens)
-    sequences = max(1, min(chunks_per_round // slices, -(-batch // longest)))
-    chunks = []
-    for first in range(0, sequences * slices, slices):
-        for i in range(slices):
-            start = i * chunk_tokens
-            tokens = min(chunk_tokens, longest - start)
-            chunks.append(ChunkShape(tokens, 2 * start + tokens, first, first + slices - 1, start))
-    return RoundShape(tuple(chunks))
-
-
-def _full_chunks(batch_tokens: int, tokens_per_chunk: int, chunks_per_round: int) -> list[int]:
-    """Tokens per chunk when a round takes as much of the batch as it can."""
-    left = min(batch_tokens, tokens_per_chunk * chunks_per_round)
-    counts = []
-    while left > 0:
-        counts.append(min(tokens_per_chunk, left))
-        left -= counts[-1]
-    return counts
-
-
-def rounds_per_step(request: Request, shape: RoundShape) -> int:
-    """Rounds of a full step made of such rounds."""
-    return max(1, math.ceil(full_rounds(request, shape)))
-
-
-def full_rounds(request: Request, shape: RoundShape) -> float:
-    """The same as a fraction: the last one may be short."""
-    return request.max_global_batch_tokens / sum(c.tokens for c in shape.chunks)
-
-
-class StepPart(NamedTuple):
-    """A program of a step, how often it runs there, what it is in words, and its times until the GPU has ended it."""
-
-    name: str
-    repeats: int
-    program: Program
-    timing: Timing
-
-
-def simulated_rounds(layout: Layout, cost: CostModel) -> list[StepPart]:
-    """The rounds of a full step in order: the first, and those that add to its gradients.
-
-    Where the CPU updates, it goes on under the next step's first round, so the update comes before that: with all of
-    its work, or without clipping with what is left when the last round, in which it began, has ended on the GPU.
-    """
-    plan = layout.plan
-    sizes = (plan.request, plan.chunk_tokens, plan.chunks_per_round)
-    full, later = full_round(*sizes), later_rounds(*sizes)
-    rates, alone, last, left = cost.rates(), not later, None, None
-    if plan.updates_in_backward:
-        shape, count = (full, 1) if alone else later.pop()
-        later += [(shape, count - 1)] if count > 1 else []
-        last = lower_round(layout, shape, first=alone, updates=True)
-    rounds = []
-    for shape, count in later:
-        label = "accumulating round" if shape == full else "shorter last round"
-        rounds.append(_simulated(label, count, lower_round(layout, shape, first=False), rates))
-    if last is None or not alone:
-        first, name = lower_round(layout, full, first=True), "the round" if alone else "first round"
-    else:
-        first, name = last, "the round with updates by the CPU"
-    if last is not None:
-        timing = simulate(last, rates)
-        left = unfinished_updates(last, timing)
-        if not alone:
-            rounds.append(StepPart("last round with updates by the CPU", 1, last, until_gpu_ends(last, timing)))
-    if plan.updates_on_cpu:
-        update = "update" if last is None else "rest of the update"
-        first, name = followed(lower_update(layout, left), first), f"{update} of the step before, then {name}"
-    return [_simulated(name, 1, first, rates), *rounds]
-
-
-def _simulated(name: str, repeats: int, program: Program, rates: Rates) -> StepPart:
-    return StepPart(name, repeats, program, until_gpu_ends(program, simulate(program, rates)))
-
-
-def unfinished_updates(program: Program, timing: Timing) -> dict[int, float]:
-    """Groups whose update by the CPU has not ended when the GPU has ended a program, with the part that is left."""
-    cut, left_s, all_s = until_gpu_ends(program, timing), dict[int, float](), dict[int, float]()
-    for command in program.commands:
-        if command.stream is Stream.CPU:
-            group, seconds = command.args.group, timing.end_s[command.index] - timing.start_s[command.index]
-            ended_s = cut.end_s[command.index] - cut.start_s[command.index]
-            all_s[group] = all_s.get(group, 0.0) + seconds
-            left_s[group] = left_s.get(group, 0.0) + seconds - ended_s
-    return {group: seconds / all_s[group] for group, seconds in sorted(left_s.items()) if seconds > 0}
-
-
-def until_gpu_ends(program: Program, timing: Timing) -> Timing:
-    """A program's times cut off when all streams but the CPU's have ended it; what comes later takes no time."""
-    end_s = max((timing.end_s[c.index] for c in program.commands if c.stream is not Stream.CPU), default=0.0)
-    if end_s >= timing.total_s:
-        return timing
-    starts, ends = ([min(end_s, at_s) for at_s in times] for times in (timing.start_s, timing.end_s))
-    cpu_s = sum(ends[c.index] - starts[c.index] for c in program.commands if c.stream is Stream.CPU)
-    return Timing(starts, ends, end_s, {**timing.busy_s, Stream.CPU: cpu_s})
-
-
-def later_rounds(request: Request, chunk_tokens: int, chunks_per_round: int) -> list[tuple[RoundShape, int]]:
-    """The rounds of a full step after its first, as shapes and how many there are of each: full ones, and a shorter one
-    where the batch ends within a round."""
-    full = full_round(request, chunk_tokens, chunks_per_round)
-    tokens = sum(c.tokens for c in full.chunks)
-    count = rounds_per_step(request, full) - 1
-    last = full_round(request, chunk_tokens, chunks_per_round, request.max_global_batch_tokens - count * tokens)
-    rounds = [(full, count)] if last == full else [(full, count - 1), (last, 1)]
-    return [(shape, number) for shape, number in rounds if number]
-
-
 @dataclass(frozen=True)
 class PricedProgram:
     """Makespan, busy seconds per stream, recompute seconds and stalls of one program."""
@@ -277,39 +149,6 @@ def price(program: Program, cost: CostModel, timing: Timing | None = None) -> Pr
             recompute_s += cost.work_s(command.work)
     busy_s = {s.value: t for s, t in timing.busy_s.items()}
     return PricedProgram(timing.total_s, busy_s, recompute_s, stalls(program, timing))
-
-
-PHASES = dict.fromkeys(("finish_gradient", "scale", "fill_window", "recompute"), "backward") | {"clip": "update"}
-"""Command kinds that belong to a phase of another name."""
-ISSUE = "issue"
-"""What compute waits for when nothing but the host holds it back."""
-
-
-def stalls(program: Program, timing: Timing) -> dict[tuple[str, str], float]:
-    """Seconds that the compute stream waits, by what it waits for and by phase.
-
-    It waits for the stream whose command ends last of those it needs; when all of them have ended, for the host to
-    issue the next command: "issue".
-    """
-    found: dict[tuple[str, str], float] = defaultdict(float)
-    free, phase = 0.0, "forward"
-    for command in program.commands:
-        if command.stream is Stream.COMPUTE:
-            if command.kind != "decode":  # of the weights for the phase that it lies in
-                phase = PHASES.get(command.kind, command.kind)
-            start = timing.start_s[command.index]
-            ready = max([free, *(timing.end_s[w] for w in command.waits)])
-            if ready > free:
-                last = max(command.waits, key=lambda w: timing.end_s[w])
-                found[program.commands[last].stream.value, phase] += ready - free
-            if start > ready:
-                found[ISSUE, phase] += start - ready
-            free = timing.end_s[command.index]
-    if timing.total_s > free:
-        # where the times are cut off, the CPU's end with the last of the GPU's
-        last = max(program.commands, key=lambda c: (timing.end_s[c.index], c.stream is not Stream.CPU))
-        found[last.stream.value, phase] += timing.total_s - free
-    return dict(found)
 
 
 def _recompute_s(command: Command, cost: CostModel) -> float:
@@ -339,7 +178,7 @@ class StepPricer:
         """One first round, accumulating rounds for the rest of the batch, and the update: one after the other, but for
         what the CPU updates."""
         cost, parts = self.cost(layout), []
-        for _, count, program, timing in simulated_rounds(layout, cost):
+        for _, count, program, timing in simulated_rounds(layout, cost.rates()):
             self.simulated_commands += len(program.commands)
             parts.append((price(program, cost, timing), count))
         if not layout.plan.updates_on_cpu:
@@ -373,3 +212,25 @@ def _weighted_stalls(parts: list[tuple[PricedProgram, int]]) -> dict[tuple[str, 
 def step_seconds(layout: Layout, profile: HardwareProfile) -> StepEstimate:
     """Predicted time of a full step under a layout's plan."""
     return StepPricer(profile).step(layout)
+
+
+LIMIT_WORDS = {
+    "h2d": "host-to-device link",
+    "d2h": "device-to-host link",
+    "compute": "compute",
+    "cpu": "CPU",
+    ISSUE: "the host, which issues commands,",
+}
+COMPUTE_BOUND_SHARE = 0.9
+"""With compute busy for this share of a step, compute limits it."""
+
+
+def limiter(estimate: StepEstimate) -> str:
+    """What limits a step, in words: compute, or what and in which phase compute waits for longest."""
+    busy_share = estimate.busy_s["compute"] / max(estimate.step_s, 1e-30)
+    if busy_share >= COMPUTE_BOUND_SHARE or not estimate.stalls_s:
+        again = estimate.recompute_s / max(estimate.busy_s["compute"], 1e-30)
+        return f"compute (busy {100 * busy_share:.0f}% of the step, {100 * again:.0f}% of it recomputation)"
+    (cause, phase), seconds = max(estimate.stalls_s.items(), key=lambda item: item[1])
+    share = f"{100 * seconds / estimate.step_s:.0f}% of the step"
+    return f"{LIMIT_WORDS[cause]} during {phase} (compute waits for it {share})"

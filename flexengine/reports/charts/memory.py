@@ -8,7 +8,6 @@ from html import escape
 import numpy as np
 
 from flexengine.metrics import GIB, MIB, format_bytes
-from flexengine.planner.cost.simulated_step import SimulatedStep
 from flexengine.reports.charts.style import colour
 from flexengine.reports.charts.svg import (
     BOTTOM,
@@ -26,6 +25,7 @@ from flexengine.reports.charts.svg import (
     time_axis,
 )
 from flexengine.reports.memory_over_time import MemorySeries
+from flexengine.reports.simulated_step import SimulatedStep
 
 HEIGHT = 250
 SMALL_SHARE = 0.004

@@ -8,8 +8,6 @@ from html import escape
 from typing import NamedTuple
 
 from flexengine.metrics import format_seconds
-from flexengine.planner.cost.cost_model import StepPart
-from flexengine.planner.cost.simulated_step import SimulatedStep
 from flexengine.reports.charts.svg import (
     BOTTOM,
     LEFT,
@@ -23,7 +21,9 @@ from flexengine.reports.charts.svg import (
     svg,
     time_axis,
 )
+from flexengine.reports.simulated_step import SimulatedStep
 from flexengine.schedule.commands import STREAM_INDEX, STREAMS, Command, CommandName, Stream, Subject
+from flexengine.schedule.step_parts import StepPart
 
 ROW_HEIGHT = 30
 GAP_PIXELS, LEAST_PIXELS = 0.4, 0.5

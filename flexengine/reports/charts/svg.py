@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from html import escape
 from typing import NamedTuple
 
-from flexengine.planner.cost.simulated_step import SimulatedStep
+from flexengine.reports.simulated_step import SimulatedStep
 
 WIDTH, LEFT, RIGHT = 1216, 66, 1206
 """Pixels of a chart, and where its plot begins and ends."""

@@ -12,10 +12,11 @@ from functools import cached_property
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
-from flexengine.planner.cost.cost_model import ISSUE, StepEstimate, StepPart, StepPricer, simulated_rounds
+from flexengine.planner.cost.cost_model import StepPricer
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_update
 from flexengine.schedule.simulator import simulate
+from flexengine.schedule.step_parts import StepPart, simulated_rounds
 
 
 @dataclass(frozen=True)
@@ -61,31 +62,9 @@ class SimulatedStep:
 def simulate_step(plan: Plan, model: ModelSpec, profile: HardwareProfile) -> SimulatedStep:
     """Lower and simulate a full step of a plan."""
     layout = Layout(model, plan)
-    cost = StepPricer(profile).cost(layout)
-    parts = simulated_rounds(layout, cost)
+    rates = StepPricer(profile).cost(layout).rates()
+    parts = simulated_rounds(layout, rates)
     if not plan.updates_on_cpu:
         program = lower_update(layout)
-        parts.append(StepPart("update", 1, program, simulate(program, cost.rates())))
+        parts.append(StepPart("update", 1, program, simulate(program, rates)))
     return SimulatedStep(plan, layout, profile, tuple(parts))
-
-
-LIMIT_WORDS = {
-    "h2d": "host-to-device link",
-    "d2h": "device-to-host link",
-    "compute": "compute",
-    "cpu": "CPU",
-    ISSUE: "the host, which issues commands,",
-}
-COMPUTE_BOUND_SHARE = 0.9
-"""With compute busy for this share of a step, compute limits it."""
-
-
-def limiter(estimate: StepEstimate) -> str:
-    """What limits a step, in words: compute, or what and in which phase compute waits for longest."""
-    busy_share = estimate.busy_s["compute"] / max(estimate.step_s, 1e-30)
-    if busy_share >= COMPUTE_BOUND_SHARE or not estimate.stalls_s:
-        again = estimate.recompute_s / max(estimate.busy_s["compute"], 1e-30)
-        return f"compute (busy {100 * busy_share:.0f}% of the step, {100 * again:.0f}% of it recomputation)"
-    (cause, phase), seconds = max(estimate.stalls_s.items(), key=lambda item: item[1])
-    share = f"{100 * seconds / estimate.step_s:.0f}% of the step"
-    return f"{LIMIT_WORDS[cause]} during {phase} (compute waits for it {share})"

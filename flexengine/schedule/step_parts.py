@@ -1,0 +1,118 @@
+"""The programs of a whole step, simulated: when each part ends, and what its compute stream waits for.
+
+Where the CPU updates, that goes on under the next step's first round, so the update comes first; without clipping it
+begins in the last round, and what is left of it comes first.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import NamedTuple
+
+from flexengine.schedule.commands import Program, Stream
+from flexengine.schedule.following import followed
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.lowering import lower_round, lower_update
+from flexengine.schedule.packing import full_round, later_rounds
+from flexengine.schedule.simulator import Rates, Timing, simulate
+
+
+class StepPart(NamedTuple):
+    """A program of a step, how often it runs there, what it is in words, and its times until the GPU has ended it."""
+
+    name: str
+    repeats: int
+    program: Program
+    timing: Timing
+
+
+def simulated_rounds(layout: Layout, rates: Rates) -> list[StepPart]:
+    """The rounds of a full step in order: the first, and those that add to its gradients.
+
+    Where the CPU updates, it goes on under the next step's first round, so the update comes before that: with all of
+    its work, or without clipping with what is left when the last round, in which it began, has ended on the GPU.
+    """
+    plan = layout.plan
+    sizes = (plan.request, plan.chunk_tokens, plan.chunks_per_round)
+    full, later = full_round(*sizes), later_rounds(*sizes)
+    alone, last, left = not later, None, None
+    if plan.updates_in_backward:
+        shape, count = (full, 1) if alone else later.pop()
+        later += [(shape, count - 1)] if count > 1 else []
+        last = lower_round(layout, shape, first=alone, updates=True)
+    rounds = []
+    for shape, count in later:
+        label = "accumulating round" if shape == full else "shorter last round"
+        rounds.append(_simulated(label, count, lower_round(layout, shape, first=False), rates))
+    if last is None or not alone:
+        first, name = lower_round(layout, full, first=True), "the round" if alone else "first round"
+    else:
+        first, name = last, "the round with updates by the CPU"
+    if last is not None:
+        timing = simulate(last, rates)
+        left = unfinished_updates(last, timing)
+        if not alone:
+            rounds.append(StepPart("last round with updates by the CPU", 1, last, until_gpu_ends(last, timing)))
+    if plan.updates_on_cpu:
+        update = "update" if last is None else "rest of the update"
+        first, name = followed(lower_update(layout, left), first), f"{update} of the step before, then {name}"
+    return [_simulated(name, 1, first, rates), *rounds]
+
+
+def _simulated(name: str, repeats: int, program: Program, rates: Rates) -> StepPart:
+    return StepPart(name, repeats, program, until_gpu_ends(program, simulate(program, rates)))
+
+
+def unfinished_updates(program: Program, timing: Timing) -> dict[int, float]:
+    """Groups whose update by the CPU has not ended when the GPU has ended a program, with the part that is left."""
+    cut, left_s, all_s = until_gpu_ends(program, timing), dict[int, float](), dict[int, float]()
+    for command in program.commands:
+        if command.stream is Stream.CPU:
+            group, seconds = command.args.group, timing.end_s[command.index] - timing.start_s[command.index]
+            ended_s = cut.end_s[command.index] - cut.start_s[command.index]
+            all_s[group] = all_s.get(group, 0.0) + seconds
+            left_s[group] = left_s.get(group, 0.0) + seconds - ended_s
+    return {group: seconds / all_s[group] for group, seconds in sorted(left_s.items()) if seconds > 0}
+
+
+def until_gpu_ends(program: Program, timing: Timing) -> Timing:
+    """A program's times cut off when all streams but the CPU's have ended it; what comes later takes no time."""
+    end_s = max((timing.end_s[c.index] for c in program.commands if c.stream is not Stream.CPU), default=0.0)
+    if end_s >= timing.total_s:
+        return timing
+    starts, ends = ([min(end_s, at_s) for at_s in times] for times in (timing.start_s, timing.end_s))
+    cpu_s = sum(ends[c.index] - starts[c.index] for c in program.commands if c.stream is Stream.CPU)
+    return Timing(starts, ends, end_s, {**timing.busy_s, Stream.CPU: cpu_s})
+
+
+PHASES = dict.fromkeys(("finish_gradient", "scale", "fill_window", "recompute"), "backward") | {"clip": "update"}
+"""Command kinds that belong to a phase of another name."""
+ISSUE = "issue"
+"""What compute waits for when nothing but the host holds it back."""
+
+
+def stalls(program: Program, timing: Timing) -> dict[tuple[str, str], float]:
+    """Seconds that the compute stream waits, by what it waits for and by phase.
+
+    It waits for the stream whose command ends last of those it needs; when all of them have ended, for the host to
+    issue the next command: "issue".
+    """
+    found: dict[tuple[str, str], float] = defaultdict(float)
+    free, phase = 0.0, "forward"
+    for command in program.commands:
+        if command.stream is Stream.COMPUTE:
+            if command.kind != "decode":  # of the weights for the phase that it lies in
+                phase = PHASES.get(command.kind, command.kind)
+            start = timing.start_s[command.index]
+            ready = max([free, *(timing.end_s[w] for w in command.waits)])
+            if ready > free:
+                last = max(command.waits, key=lambda w: timing.end_s[w])
+                found[program.commands[last].stream.value, phase] += ready - free
+            if start > ready:
+                found[ISSUE, phase] += start - ready
+            free = timing.end_s[command.index]
+    if timing.total_s > free:
+        # where the times are cut off, the CPU's end with the last of the GPU's
+        last = max(program.commands, key=lambda c: (timing.end_s[c.index], c.stream is not Stream.CPU))
+        found[last.stream.value, phase] += timing.total_s - free
+    return dict(found)
