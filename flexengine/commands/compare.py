@@ -10,7 +10,7 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import format_bytes, format_seconds
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, Request
-from flexengine.planner.feasibility.machine_size import budget_notes
+from flexengine.planner.feasibility.remedies import budget_notes
 from flexengine.planner.feasibility.shortage import ShortageError
 from flexengine.planner.planner import make_plan
 from flexengine.reports.plan_data import shortage_json

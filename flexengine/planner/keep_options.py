@@ -17,12 +17,11 @@ import numpy as np
 from flexengine.models.spec import LayerSpec
 from flexengine.ops.base import Op
 from flexengine.plan import Home, LayerPlan
-from flexengine.planner.block_kinds import SaveSets
 from flexengine.planner.cost.cost_model import CostModel
+from flexengine.planner.cost.save_sets import SaveSets, output_bytes, recompute_s
 from flexengine.planner.cost.stream_loads import issue_s
-from flexengine.planner.save_set_frontier import recompute_s
 from flexengine.schedule.layer_compiler import compile_layer
-from flexengine.schedule.layer_program import LayerProgram, align
+from flexengine.schedule.layer_program import LayerProgram
 from flexengine.schedule.lowering import RoundShape
 from flexengine.schedule.save_sets import savable_ops
 
@@ -148,8 +147,3 @@ def splits(ops: tuple[Op, ...], kept: tuple[str, ...], chunk_tokens: int, comput
     # of parts equally near the one with the fewest ops, as they come ordered by their number
     shares = taken[-1] * np.arange(NUM_SPLITS + 1) / NUM_SPLITS
     return [parts[int(np.abs(taken - share).argmin())] for share in shares]
-
-
-def output_bytes(op: Op, chunk_tokens: int, compute_bytes: int) -> int:
-    """Bytes of an op's outputs for one chunk, as a save area holds them."""
-    return sum(align(spec.num_bytes(chunk_tokens, compute_bytes)) for spec in op.outputs)

@@ -23,7 +23,6 @@ from flexengine.models.in_parts import in_parts, may_be_in_parts
 from flexengine.models.matmul_dtype import check_matmul_dtype
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, Prediction, Request
-from flexengine.planner.block_kinds import SaveSets, side_by_side
 from flexengine.planner.bound.relaxation import Bound
 from flexengine.planner.bound.speed_of_light import least, size_bounds, speed_of_light_s
 from flexengine.planner.cost.cost_model import CostModel, StepEstimate, StepPricer, limiter
@@ -34,8 +33,8 @@ from flexengine.planner.cost.memory import (
     host_categories,
     host_required_bytes,
 )
+from flexengine.planner.cost.save_sets import SaveSets, frontier, side_by_side
 from flexengine.planner.feasibility.shortage import Feasibility, shortage
-from flexengine.planner.save_set_frontier import frontier
 from flexengine.planner.shared_buffers import SharedBuffers
 from flexengine.planner.size_search import SizeSearch
 from flexengine.planner.size_tables import SizeTables
@@ -181,7 +180,9 @@ class Planner:
         cost = CostModel(self.profile, DTYPE_BYTES[self.request.numerics.compute], chunk, longest)
         shape = full_round(self.request, chunk, max(1, -(-longest // chunk)))
         counts = np.bincount(self.buffers.kind_of)
-        return side_by_side(self.buffers.kinds, counts, lambda layer: frontier(layer, shape, cost))
+        return side_by_side(
+            [kind.layer for kind in self.buffers.kinds], counts, lambda layer: frontier(layer, shape, cost)
+        )
 
     # -- the answer --------------------------------------------------------------------------------------------------
 

@@ -17,9 +17,10 @@ import numpy as np
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan, Plan, Request
-from flexengine.planner.block_kinds import SaveSets, block_kinds
+from flexengine.planner.blocks import block_kinds
 from flexengine.planner.cost.cost_model import CostModel
 from flexengine.planner.cost.memory import gpu_overhead_bytes, host_required_bytes
+from flexengine.planner.cost.save_sets import SaveSets
 from flexengine.planner.cost.stream_loads import (
     GPU_RESIDENCIES,
     RESIDENT,
@@ -27,12 +28,12 @@ from flexengine.planner.cost.stream_loads import (
     STREAMED,
     UPDATED_BY_CPU,
     group_uses,
-    home_of,
+    plane_bytes_in,
     residencies_of,
 )
 from flexengine.planner.keep_options import KeepOptions, keep_options
 from flexengine.schedule.fixed_slots import SCALE_BYTES, host_scalar_bytes, norm_square_bytes
-from flexengine.schedule.group_storage import GroupStorage, group_storage
+from flexengine.schedule.group_storage import group_storage
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.save_sets import keepable_ops
@@ -85,16 +86,6 @@ class ActivationBytes(NamedTuple):
     host_bytes: int
 
 
-def gpu_plane_bytes(group: GroupStorage, home: GroupPlan) -> int:
-    """GPU bytes of a group's planes that live there, as slots."""
-    return sum(align(num) for kind, num in group.plane_bytes.items() if home_of(kind, home) == "gpu")
-
-
-def host_plane_bytes(group: GroupStorage, home: GroupPlan) -> int:
-    """Host bytes of a group's planes that live there, as slots."""
-    return sum(align(num) for kind, num in group.plane_bytes.items() if home_of(kind, home) == "host")
-
-
 class SharedBuffers:
     """Shared bytes of plans for one model and request."""
 
@@ -138,7 +129,7 @@ class SharedBuffers:
     def resident_edge_bytes(self, residencies: tuple[int, ...]) -> int:
         """Bytes of the edge groups' planes on the GPU."""
         edges = zip(self.edge_layouts, self.edge_residencies, residencies, strict=True)
-        return sum(gpu_plane_bytes(group, homes[v]) for group, homes, v in edges)
+        return sum(plane_bytes_in("gpu", group, homes[v]) for group, homes, v in edges)
 
     @cached_property
     def accumulator_bytes(self) -> int:

@@ -8,11 +8,21 @@ from functools import cached_property
 import numpy as np
 
 from flexengine.plan import GroupPlan
-from flexengine.planner.block_kinds import PerKind, SaveSets
-from flexengine.planner.block_tables import BlockTables
+from flexengine.planner.blocks import BlockTables, PerKind
 from flexengine.planner.cost.cost_model import CostModel
-from flexengine.planner.cost.stream_loads import BC, BI, FC, FI, RESIDENCIES, LayerSeconds, group_loads, layer_seconds
-from flexengine.planner.shared_buffers import ActivationBytes, SharedBuffers, host_plane_bytes
+from flexengine.planner.cost.save_sets import SaveSets
+from flexengine.planner.cost.stream_loads import (
+    BC,
+    BI,
+    FC,
+    FI,
+    RESIDENCIES,
+    LayerSeconds,
+    group_loads,
+    layer_seconds,
+    plane_bytes_in,
+)
+from flexengine.planner.shared_buffers import ActivationBytes, SharedBuffers
 from flexengine.schedule.group_storage import DTYPE_BYTES
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.packing import full_round, full_rounds, rounds_per_step
@@ -169,7 +179,7 @@ class SizeTables:
     def edge_host(self) -> np.ndarray:
         """Host bytes [E, V] of the edge groups' planes."""
         edges = zip(self.buffers.edge_layouts, self.buffers.edge_residencies, strict=True)
-        return np.array([[host_plane_bytes(g, home) for home in homes] for g, homes in edges], dtype=np.int64)
+        return np.array([[plane_bytes_in("host", g, home) for home in homes] for g, homes in edges], dtype=np.int64)
 
     # -- choices-----------------------------------------------------------------------------------------------------
 

@@ -12,10 +12,9 @@ from functools import cached_property
 import numpy as np
 
 from flexengine.planner.batched_simulator import Batch, BatchedSimulator, ChoiceCosts, EdgeCosts, RoundCosts
-from flexengine.planner.block_kinds import PerKind
+from flexengine.planner.blocks import PerKind
 from flexengine.planner.candidates import CandidateMemory, Candidates
-from flexengine.planner.cost.stream_loads import STREAMED, issue_s
-from flexengine.planner.cost.update_cost import TileTimes, cpu_update_s, gpu_update_s, tile_times
+from flexengine.planner.cost.stream_loads import STREAMED, TileTimes, cpu_update_s, gpu_update_s, issue_s, tile_times
 from flexengine.planner.shared_buffers import SlotCounts
 from flexengine.planner.size_tables import NUM_RESIDENCIES, STREAMS_WEIGHTS, streams_grads
 from flexengine.schedule.group_storage import GroupStorage

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from flexengine.plan import Plan, Prediction
-from flexengine.planner.feasibility.machine_size import budget_notes
+from flexengine.planner.feasibility.remedies import budget_notes
 from flexengine.planner.feasibility.shortage import ShortageError
 from flexengine.reports.memory_over_time import MemorySeries
 from flexengine.reports.picture import Picture

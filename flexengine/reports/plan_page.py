@@ -10,7 +10,7 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import format_bytes, format_seconds, format_tflops, format_tokens_per_s
 from flexengine.models.spec import LayerSpec, ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan, Plan
-from flexengine.planner.feasibility.machine_size import budget_notes
+from flexengine.planner.feasibility.remedies import budget_notes
 from flexengine.planner.feasibility.shortage import ShortageError
 from flexengine.reports.charts.layers import layer_chart
 from flexengine.reports.charts.memory import memory_chart

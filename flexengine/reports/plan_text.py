@@ -5,7 +5,7 @@ from __future__ import annotations
 from flexengine.metrics import format_bytes, format_seconds, format_tflops, format_tokens_per_s
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
-from flexengine.planner.feasibility.machine_size import budget_notes
+from flexengine.planner.feasibility.remedies import budget_notes
 from flexengine.planner.feasibility.shortage import ShortageError
 from flexengine.reports.memory_over_time import MemorySeries
 from flexengine.reports.picture import Picture

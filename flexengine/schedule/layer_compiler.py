@@ -12,7 +12,7 @@ from typing import NamedTuple
 from flexengine.models.spec import LayerSpec
 from flexengine.ops.base import Op, TensorSpec
 from flexengine.schedule.layer_program import Area, Half, LayerProgram, OpStep, Place, Stage, align
-from flexengine.schedule.save_sets import keepable_ops, read_by_parts, savable_ops
+from flexengine.schedule.save_sets import keepable_ops, makers, read_by_parts, savable_ops
 
 
 @lru_cache(maxsize=4096)
@@ -193,13 +193,8 @@ class _Compiler:
 
     def _ensure(self, name: str, steps: list[_DraftStep]) -> None:
         """Append what recomputes a tensor, and first what it is computed from, unless it is at hand."""
-        if name in self.available:
-            return
-        op = self.producer[name]
-        for source in op.inputs:
-            self._ensure(source, steps)
-        self._add_forward(op, steps, recompute=True)
-        self.available.update(o.name for o in op.outputs)
+        for op in makers(name, self.producer, self.available):
+            self._add_forward(op, steps, recompute=True)
 
     def _backward_steps(self) -> list[_DraftStep]:
         self._begin()

@@ -1,7 +1,8 @@
-"""Which outputs of a layer's ops can be kept from forward to backward, and which are worth it."""
+"""Which outputs of a layer's ops can be kept from forward to backward, and which ops run again for the others."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import combinations
 
@@ -42,3 +43,32 @@ def save_sets(ops: tuple[Op, ...]) -> list[tuple[str, ...]]:
     """Every subset of the savable ops, the empty one first."""
     names = savable_ops(ops)
     return [subset for count in range(len(names) + 1) for subset in combinations(names, count)]
+
+
+def makers(name: str, producer: Mapping[str, Op], at_hand: set[str]) -> Iterator[Op]:
+    """Ops to run, in order, for a tensor to be at hand; `producer` makes each tensor. Adds to `at_hand` what they make.
+
+    at_hand: tensors that are there.
+    """
+    if name not in at_hand:
+        op = producer[name]
+        for source in op.inputs:
+            yield from makers(source, producer, at_hand)
+        yield op
+        at_hand.update(output.name for output in op.outputs)
+
+
+def recomputed(ops: tuple[Op, ...], layer_input: str | None, kept: tuple[str, ...]) -> list[str]:
+    """Names of the ops whose forward runs again in a backward that finds the outputs of the ops named in `kept`."""
+    return _run_again(ops, layer_input, kept, (n for op in reversed(ops) for n in (*op.needs_input, *op.needs_weight)))
+
+
+def refilled(ops: tuple[Op, ...], layer_input: str | None, kept: tuple[str, ...]) -> list[str]:
+    """The same for what the key/value window of a sliced sequence is filled from."""
+    return _run_again(ops, layer_input, kept, (n for op in ops if op.carried for n in op.inputs))
+
+
+def _run_again(ops: tuple[Op, ...], layer_input: str | None, kept: tuple[str, ...], needed: Iterable[str]) -> list[str]:
+    producer = {output.name: op for op in ops for output in op.outputs}
+    at_hand = {layer_input or "", *(output.name for op in ops if op.name in kept for output in op.outputs)}
+    return [op.name for name in needed for op in makers(name, producer, at_hand)]

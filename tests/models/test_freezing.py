@@ -10,7 +10,7 @@ from flexengine.models.matmul_dtype import with_fp8_linears
 from flexengine.models.registry import open_model
 from flexengine.optim import AdamW
 from flexengine.plan import GroupPlan, Numerics
-from flexengine.planner.block_kinds import block_kinds
+from flexengine.planner.blocks import block_kinds
 from flexengine.schedule.group_storage import group_storage
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layout import Layout

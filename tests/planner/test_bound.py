@@ -12,16 +12,16 @@ from flexengine.models.registry import open_model
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan, Request
 from flexengine.planner.bound.linear_program import LinearProgram
-from flexengine.planner.bound.recompute_hull import Keeping, lower_hull, recomputed
 from flexengine.planner.bound.relaxation import TOLERANCE, Bound
 from flexengine.planner.bound.speed_of_light import speed_of_light, speed_of_light_s
 from flexengine.planner.bound.unavoidable import SizeWork, Unavoidable
 from flexengine.planner.cost.cost_model import StepPricer, step_seconds
 from flexengine.planner.cost.memory import excess_bytes, gpu_required_bytes, host_required_bytes
+from flexengine.planner.cost.save_sets import Keeping, lower_hull
 from flexengine.planner.planner import make_plan
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.save_sets import save_sets
+from flexengine.schedule.save_sets import recomputed, save_sets
 from tests.planner.oracle import all_plans, slow_link
 from tests.schedule.small_plans import FLOAT32, random_plan, resident_plan, small_model
 
@@ -213,7 +213,7 @@ def test_recomputed_ops_are_those_of_the_compiled_layer():
     for kept in save_sets(block.ops):
         program = compile_layer(block, kept, (), 64, 4)
         steps = [step.op.name for step in program.backward if step.recompute]
-        assert [block.ops[i].name for i in recomputed(block.ops, block.input, kept)] == steps
+        assert recomputed(block.ops, block.input, kept) == steps
 
 
 @pytest.mark.parametrize("kept_share", [0.0, 0.5])

@@ -25,12 +25,11 @@ import numpy as np
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Request
-from flexengine.planner.block_kinds import SaveSets
 from flexengine.planner.candidates import CandidateMemory, Candidates
 from flexengine.planner.cost.cost_model import CostModel, StepPricer
 from flexengine.planner.cost.memory import excess_bytes
+from flexengine.planner.cost.save_sets import SaveSets, frontier
 from flexengine.planner.cost.stream_loads import GPU_RESIDENCIES, RESIDENT, RESIDENT_BOTH, STREAMED
-from flexengine.planner.save_set_frontier import frontier
 from flexengine.planner.shared_buffers import SharedBuffers
 from flexengine.planner.size_tables import NUM_RESIDENCIES, SizeTables
 from flexengine.planner.sizes import chunk_sizes

@@ -15,14 +15,14 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec
 from flexengine.ops.base import Op, Work
 from flexengine.plan import Numerics, Request
-from flexengine.planner.bound.recompute_hull import Keeping, lower_hull, recomputed, save_choices
 from flexengine.planner.cost.cost_model import CostModel
 from flexengine.planner.cost.memory import GPU_SLACK_BYTES
+from flexengine.planner.cost.save_sets import Keeping, lower_hull, save_choices
 from flexengine.schedule.group_storage import DTYPE_BYTES, group_storage
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram
 from flexengine.schedule.packing import full_round, full_rounds, rounds_per_step
-from flexengine.schedule.save_sets import savable_ops
+from flexengine.schedule.save_sets import recomputed, savable_ops
 from flexengine.schedule.window import window_places
 
 
@@ -141,8 +141,9 @@ class SizeWork:
     def _layer_s(self, layer: LayerSpec) -> float:
         """Forward and backward of a layer in a round; the head's forward is what its backward recomputes."""
         work = self._round_work(layer.ops)
-        runs = range(len(layer.ops)) if layer.kind != "head" else recomputed(layer.ops, layer.input, ())
-        return self._seconds(work[list(runs)].sum(axis=0) + work[-1])
+        again = recomputed(layer.ops, layer.input, ())
+        runs = [i for i, op in enumerate(layer.ops) if layer.kind != "head" or op.name in again]
+        return self._seconds(work[runs].sum(axis=0) + work[-1])
 
     @cached_property
     def forward_s(self) -> float:

@@ -12,7 +12,6 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import format_bytes
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, PlanError, PlanReason, Request
-from flexengine.planner.block_kinds import SaveSets, ever_smaller_sets
 from flexengine.planner.candidates import CandidateMemory, Candidates
 from flexengine.planner.cost.memory import (
     gpu_categories,
@@ -20,9 +19,9 @@ from flexengine.planner.cost.memory import (
     host_categories,
     host_required_bytes,
 )
+from flexengine.planner.cost.save_sets import SaveSets, ever_smaller_sets
 from flexengine.planner.cost.stream_loads import GPU_RESIDENCIES
-from flexengine.planner.feasibility.machine_size import remedy_note
-from flexengine.planner.feasibility.remedies import Least, Remedy, Try, gib_text, remedies
+from flexengine.planner.feasibility.remedies import Least, Remedy, Try, gib_text, remedies, remedy_note
 from flexengine.planner.seeds import LEAST_SLOTS, Seeder
 from flexengine.planner.shared_buffers import SharedBuffers
 from flexengine.planner.size_tables import SizeTables
@@ -70,7 +69,7 @@ class Feasibility:
 
     @cached_property
     def _sets(self) -> SaveSets:
-        return ever_smaller_sets(self._buffers.kinds)
+        return ever_smaller_sets([kind.layer for kind in self._buffers.kinds])
 
     def memories(self) -> Iterator[CandidateMemory]:
         """Bytes of candidates at every chunk size, smallest first, made when first asked for."""

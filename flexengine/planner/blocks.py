@@ -1,12 +1,19 @@
-"""Blocks of one kind at one chunk and round size, as arrays: what options and residencies take and cost one of them."""
+"""Blocks of one kind as arrays: what keep options and residencies take and cost one of them, and tables by kind.
+
+The search says of every block which option and residency it takes, by number. What a number means depends on the
+block's kind: the same numbers are, for every kind, save sets at about the same price of a byte.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
-from flexengine.models.spec import LayerSpec
+from flexengine.models.spec import LayerSpec, ModelSpec
+from flexengine.ops.base import Op
 from flexengine.plan import GroupPlan
 from flexengine.planner.cost.cost_model import CostModel
 from flexengine.planner.cost.stream_loads import (
@@ -21,12 +28,69 @@ from flexengine.planner.cost.stream_loads import (
     chunk_seconds,
     group_loads,
     issue_s,
+    plane_bytes_in,
 )
 from flexengine.planner.keep_options import KeepOptions
-from flexengine.planner.shared_buffers import gpu_plane_bytes, host_plane_bytes
 from flexengine.schedule.group_storage import GroupStorage
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.lowering import RoundShape
+
+
+class BlockKind(NamedTuple):
+    """Blocks with the same ops, which frozen and trained ones have not: one of them, and its parameter group."""
+
+    layer: LayerSpec
+    group: int
+
+
+def block_kinds(model: ModelSpec) -> tuple[tuple[BlockKind, ...], np.ndarray]:
+    """The kinds of a model's blocks in order of their first, and the kind [L] of every block."""
+    kinds: dict[tuple[Op, ...], BlockKind] = {}
+    for layer in model.blocks:
+        kinds.setdefault(layer.ops, BlockKind(layer, layer.groups[0]))
+    number = {ops: i for i, ops in enumerate(kinds)}
+    return tuple(kinds.values()), np.array([number[layer.ops] for layer in model.blocks])
+
+
+@dataclass(frozen=True, eq=False)
+class PerKind:
+    """Numbers [C, N, ...] of N members (options, levels or rows) by kind, and the kind [L] of every block."""
+
+    by_kind: np.ndarray
+    kind_of: np.ndarray
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """Blocks [C] of every kind."""
+        return np.bincount(self.kind_of, minlength=len(self.by_kind))
+
+    @cached_property
+    def total(self) -> np.ndarray:
+        """The sum [N, ...] over all blocks, when all take the same member."""
+        return np.tensordot(self.counts, self.by_kind, axes=1)
+
+    @cached_property
+    def mean(self) -> np.ndarray:
+        """About what a block takes of a member [N, ...]: bytes are rounded up."""
+        if len(self.by_kind) == 1:
+            return self.by_kind[0]
+        blocks = len(self.kind_of)
+        return -(-self.total // blocks) if self.by_kind.dtype.kind == "i" else self.total / blocks
+
+    @cached_property
+    def largest(self) -> np.ndarray:
+        """The largest [N, ...] of all kinds."""
+        return self.by_kind.max(axis=0)
+
+    def at(self, members: np.ndarray) -> np.ndarray:
+        """What the blocks take [..., L] of the members [..., L] that they have."""
+        if len(self.by_kind) == 1:
+            return self.by_kind[0].take(members, axis=0)
+        return self.by_kind[self.kind_of, members]
+
+    def each(self) -> np.ndarray:
+        """By block: [L, N, ...]."""
+        return self.by_kind[self.kind_of]
 
 
 class BlockTables:
@@ -103,9 +167,9 @@ class BlockTables:
     @cached_property
     def residency_gpu(self) -> np.ndarray:
         """GPU bytes [V] of the resident planes."""
-        return np.array([gpu_plane_bytes(self.group, home) for home in self.residencies], dtype=np.int64)
+        return np.array([plane_bytes_in("gpu", self.group, home) for home in self.residencies], dtype=np.int64)
 
     @cached_property
     def residency_host(self) -> np.ndarray:
         """Host bytes [V] of the planes."""
-        return np.array([host_plane_bytes(self.group, home) for home in self.residencies], dtype=np.int64)
+        return np.array([plane_bytes_in("host", self.group, home) for home in self.residencies], dtype=np.int64)

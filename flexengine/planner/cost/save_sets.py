@@ -1,0 +1,172 @@
+"""What blocks can keep: bytes and recompute seconds of save sets, their Pareto frontier, and sets of unlike blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from flexengine.models.spec import LayerSpec
+from flexengine.ops.base import Op, Work
+from flexengine.planner.cost.cost_model import CostModel
+from flexengine.schedule.layer_program import LayerProgram, align
+from flexengine.schedule.lowering import RoundShape
+from flexengine.schedule.save_sets import recomputed, refilled, savable_ops, save_sets
+
+MAX_SETS = 12
+"""Save sets of blocks of several kinds that are considered together."""
+ROUNDING_S = 1e-12
+"""Sums of the same seconds in another order differ by less."""
+
+SaveSets = tuple[tuple[tuple[str, ...], ...], ...]
+"""Save sets by kind [C][S]; those of one number go together."""
+
+
+class SaveSet(NamedTuple):
+    """Bytes that a set keeps per chunk, seconds per round to recompute the rest, and the ops whose outputs it keeps.
+
+    The seconds leave out the copies into a key/value window, which are the same for all sets.
+    """
+
+    num_bytes: int
+    recompute_s: float
+    ops: tuple[str, ...]
+
+
+class SaveChoice(NamedTuple):
+    """Ops whose outputs are kept, ops whose forward then runs again in backward, and those that run to fill a key/value
+    window again, by index."""
+
+    kept: tuple[int, ...]
+    recomputed: tuple[int, ...]
+    refilled: tuple[int, ...]
+
+
+class Keeping(NamedTuple):
+    """Bytes kept from forward to backward, and the seconds that recomputing the rest takes."""
+
+    num_bytes: float
+    recompute_s: float
+
+
+@lru_cache(maxsize=64)
+def save_choices(ops: tuple[Op, ...], layer_input: str | None) -> tuple[SaveChoice, ...]:
+    """Every save set of a layer, the one that keeps nothing first."""
+    index, found = {op.name: i for i, op in enumerate(ops)}, []
+    for kept in save_sets(ops):
+        again = (recomputed(ops, layer_input, kept), refilled(ops, layer_input, kept))
+        found.append(SaveChoice(*(tuple(index[name] for name in names) for names in (kept, *again))))
+    return tuple(found)
+
+
+def frontier(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> tuple[SaveSet, ...]:
+    """Save sets of a layer that no other set beats in both bytes and recompute seconds, fewest bytes first."""
+    seconds, refill_s = _op_seconds(layer, shape, cost)
+    sizes = [output_bytes(op, cost.chunk_tokens, cost.compute_bytes) for op in layer.ops]
+    found = []
+    for choice in save_choices(layer.ops, layer.input):
+        again_s = sum(seconds[i] for i in choice.recomputed) + sum(refill_s[i] for i in choice.refilled)
+        names = tuple(layer.ops[i].name for i in choice.kept)
+        found.append(SaveSet(sum(sizes[i] for i in choice.kept), again_s, names))
+    best: list[SaveSet] = []
+    for candidate in sorted(found):
+        if not best or candidate.recompute_s < best[-1].recompute_s - ROUNDING_S:
+            best.append(candidate)
+    return tuple(best)
+
+
+def output_bytes(op: Op, chunk_tokens: int, compute_bytes: int) -> int:
+    """Bytes of an op's outputs for one chunk, as a save area holds them."""
+    return sum(align(spec.num_bytes(chunk_tokens, compute_bytes)) for spec in op.outputs)
+
+
+def _op_seconds(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> tuple[list[float], list[float]]:
+    """Seconds per round of every op's forward, over all chunks and over those that continue a sequence."""
+    counts = Counter((chunk.tokens, chunk.seq_len, chunk.is_slice) for chunk in shape.chunks)
+
+    def total(op: Op, slices: bool) -> float:
+        keys = ((tokens, seq_len, n) for (tokens, seq_len, is_slice), n in counts.items() if is_slice or not slices)
+        return sum(n * cost.work_s(op.forward_work(tokens, length, cost.compute_bytes)) for tokens, length, n in keys)
+
+    return [total(op, False) for op in layer.ops], [total(op, True) for op in layer.ops]
+
+
+def recompute_s(program: LayerProgram, shape: RoundShape, cost: CostModel) -> float:
+    """Seconds per round that backward spends on recomputation, refilling the key/value window included."""
+    counts = Counter((chunk.tokens, chunk.seq_len, chunk.is_slice) for chunk in shape.chunks)
+    return sum(n * cost.work_s(_recompute_work(program, *key, cost.compute_bytes)) for key, n in counts.items())
+
+
+@lru_cache(maxsize=4096)
+def _recompute_work(program: LayerProgram, tokens: int, seq_len: int, is_slice: bool, compute_bytes: int) -> Work:
+    work = program.recompute_work(tokens, seq_len, compute_bytes)
+    return work.plus(program.window_work(tokens, seq_len, compute_bytes)) if is_slice else work
+
+
+def lower_hull(points: Iterable[Keeping]) -> tuple[Keeping, ...]:
+    """The points that are least for some weighting of bytes and seconds, fewest bytes first."""
+    hull: list[Keeping] = []
+    for point in sorted(points):
+        if hull and point.recompute_s >= hull[-1].recompute_s:
+            continue
+        while len(hull) > 1 and _on_or_above(hull[-2], hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    return tuple(hull)
+
+
+def _on_or_above(a: Keeping, b: Keeping, c: Keeping) -> bool:
+    """Whether b lies on or above the line from a to c."""
+    run, rise = c.num_bytes - a.num_bytes, c.recompute_s - a.recompute_s
+    return (b.recompute_s - a.recompute_s) * run >= (b.num_bytes - a.num_bytes) * rise
+
+
+# ---- blocks of several kinds -----------------------------------------------------------------------------------
+
+
+def side_by_side(
+    layers: Sequence[LayerSpec], counts: np.ndarray, frontier_of: Callable[[LayerSpec], tuple[SaveSet, ...]]
+) -> SaveSets:
+    """Save sets of every kind of block that together no others beat in bytes and recompute seconds of all blocks.
+
+    layers: one block of each kind; counts: how many there are. Kinds whose ops have the same names, such as those with
+    and without a window, keep the same ones.
+    """
+    if len({savable_ops(layer.ops) for layer in layers}) == 1:
+        return (tuple(s.ops for s in frontier_of(layers[0])),) * len(layers)
+    keeping = [number for number, layer in enumerate(layers) if savable_ops(layer.ops)]
+    if len(keeping) < len(layers):  # those without a backward go along with any
+        found = side_by_side([layers[i] for i in keeping], counts[keeping], frontier_of)
+        beside = iter(found)
+        return tuple(next(beside) if i in keeping else ((),) * len(found[0]) for i in range(len(layers)))
+    chosen, num_bytes, seconds = np.zeros((1, 0), dtype=np.int64), np.zeros(1), np.zeros(1)
+    frontiers = [frontier_of(layer) for layer in layers]
+    for sets, count in zip(frontiers, counts, strict=True):
+        num_bytes = (num_bytes[:, None] + [count * s.num_bytes for s in sets]).ravel()
+        seconds = (seconds[:, None] + [count * s.recompute_s for s in sets]).ravel()
+        before, added = np.indices((len(chosen), len(sets))).reshape(2, -1)
+        best = _undominated(num_bytes, seconds)
+        chosen = np.column_stack((chosen[before], added))[best]
+        num_bytes, seconds = num_bytes[best], seconds[best]
+    return tuple(tuple(sets[i].ops for i in column) for sets, column in zip(frontiers, chosen.T.tolist(), strict=True))
+
+
+def _undominated(num_bytes: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Positions that no other beats, fewest bytes first; of many those evenly apart in bytes, and both ends."""
+    order = np.lexsort((seconds, num_bytes))
+    before = np.concatenate(([np.inf], np.minimum.accumulate(seconds[order])))[: len(order)]
+    kept = order[seconds[order] < before - ROUNDING_S]
+    if len(kept) <= MAX_SETS:
+        return kept
+    wanted = np.linspace(num_bytes[kept[0]], num_bytes[kept[-1]], MAX_SETS)
+    return kept[np.unique(np.searchsorted(num_bytes[kept], wanted))]
+
+
+def ever_smaller_sets(layers: Sequence[LayerSpec]) -> SaveSets:
+    """For every kind from nothing kept to all: the last ops first."""
+    names = [savable_ops(layer.ops) for layer in layers]
+    most = max(map(len, names))
+    return tuple(tuple(own[max(0, len(own) - kept) :] for kept in range(most + 1)) for own in names)
