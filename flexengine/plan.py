@@ -73,6 +73,16 @@ class GroupPlan:
         """Whether there are gradients, optimizer states and an update."""
         return self.update != "none"
 
+    @property
+    def streams_grads(self) -> bool:
+        """Whether gradients leave for the host."""
+        return self.trained and self.grads == "host"
+
+    @property
+    def uses_tiles(self) -> bool:
+        """Whether the GPU updates what does not live there altogether, and so passes through tile slots."""
+        return self.update == "gpu" and "host" in (self.grads, self.states)
+
     def of_frozen(self) -> GroupPlan:
         """The same home for weights that are not trained."""
         return GroupPlan(weights=self.weights, update="none")
@@ -220,8 +230,8 @@ class Plan:
 
     @property
     def uses_tiles(self) -> bool:
-        """True when the GPU updates something that does not live there altogether, and so passes through tile slots."""
-        return any(home.update == "gpu" and "host" in (home.states, home.grads) for home in self.groups)
+        """True when the update of some group passes through tile slots."""
+        return any(home.uses_tiles for home in self.groups)
 
     @property
     def slices_sequences(self) -> bool:

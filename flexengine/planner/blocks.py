@@ -70,14 +70,6 @@ class PerKind:
         return np.tensordot(self.counts, self.by_kind, axes=1)
 
     @cached_property
-    def mean(self) -> np.ndarray:
-        """About what a block takes of a member [N, ...]: bytes are rounded up."""
-        if len(self.by_kind) == 1:
-            return self.by_kind[0]
-        blocks = len(self.kind_of)
-        return -(-self.total // blocks) if self.by_kind.dtype.kind == "i" else self.total / blocks
-
-    @cached_property
     def largest(self) -> np.ndarray:
         """The largest [N, ...] of all kinds."""
         return self.by_kind.max(axis=0)
@@ -98,7 +90,7 @@ class BlockTables:
 
     [O]: keep options, [V]: residencies, by what they mean for this kind.
 
-    sizes: chunks of all full rounds of a step, and rounds. acc_bytes: of an element of a gradient accumulator.
+    rounds: of a step, and the same as a fraction.
     """
 
     def __init__(
@@ -111,10 +103,9 @@ class BlockTables:
         cost: CostModel,
         shape: RoundShape,
         rounds: tuple[int, float],
-        acc_bytes: int,
     ) -> None:
         self.layer, self.group, self.residencies, self.use, self.options = layer, group, residencies, use, options
-        self.cost, self.shape, self.acc_bytes = cost, shape, acc_bytes
+        self.cost, self.shape = cost, shape
         self.rounds, self.full_rounds = rounds
         self.sliced = shape.chunks[0].is_slice
 
@@ -161,8 +152,7 @@ class BlockTables:
     @cached_property
     def residency_loads(self) -> np.ndarray:
         """Loads [V, 12] of the parameters."""
-        arguments = (self.use, self.rounds, self.acc_bytes, self.cost)
-        return np.array([group_loads(self.group, home, *arguments) for home in self.residencies])
+        return np.array([group_loads(self.group, home, self.use, self.rounds, self.cost) for home in self.residencies])
 
     @cached_property
     def residency_gpu(self) -> np.ndarray:

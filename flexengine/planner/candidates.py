@@ -6,15 +6,17 @@ embedding and head do (an edge choice), and how many slots there are of each kin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from flexengine.plan import GroupPlan, LayerPlan, Plan
+from flexengine.planner.cost.stream_loads import GroupUse, group_loads, plane_bytes_in
 from flexengine.planner.shared_buffers import SlotCounts
 from flexengine.planner.size_tables import NUM_RESIDENCIES, STREAMS_WEIGHTS, SizeTables
+from flexengine.schedule.group_storage import GroupStorage
 from flexengine.schedule.layer_program import ALIGNMENT
 
 LARGEST_NUMBER = np.iinfo(np.int64).max
@@ -90,31 +92,35 @@ class CandidateMemory:
     @cached_property
     def edge_gpu(self) -> np.ndarray:
         """GPU bytes [S] of the edge groups' resident planes."""
-        return np.array([self.buffers.resident_edge_bytes(edge.residencies) for edge in self.edge_choices])
+        return self._of_edges(lambda group, home, _: plane_bytes_in("gpu", group, home)).sum(axis=1)
+
+    @cached_property
+    def edge_host(self) -> np.ndarray:
+        """Host bytes [S] of the edge groups' planes."""
+        return self._of_edges(lambda group, home, _: plane_bytes_in("host", group, home)).sum(axis=1)
+
+    @cached_property
+    def edge_loads(self) -> np.ndarray:
+        """Loads [S, 12] of the edge groups' parameters."""
+        rounds, cost = self.tables.rounds, self.tables.cost
+        return self._of_edges(lambda group, home, use: group_loads(group, home, use, rounds, cost)).sum(axis=1)
+
+    @cached_property
+    def edge_tiles(self) -> np.ndarray:
+        """Whether updates of the edge groups pass through tiles [S]."""
+        return self._of_edges(lambda _, home, use: home.uses_tiles).any(axis=1)
+
+    def _of_edges(self, of: Callable[[GroupStorage, GroupPlan, GroupUse], object]) -> np.ndarray:
+        """A number, or an array of them, of every edge group under every edge choice: [S, E, ...]."""
+        t = self.buffers
+        edges = zip(t.edge_layouts, t.edge_residencies, t.edge_groups, strict=True)
+        table = np.array([[of(group, home, t.uses[i]) for home in homes] for group, homes, i in edges])
+        return table[np.arange(len(table)), self.edge_residencies]
 
     @cached_property
     def edge_slots(self) -> np.ndarray:
         """Bytes [0, S] of the edges' slots, and offsets [1, S] of the head's gradient slots among them."""
         return np.array([self.buffers.edge_slots(edge) for edge in self.edge_choices]).T
-
-    @cached_property
-    def edge_tiles(self) -> np.ndarray:
-        """Whether updates of the edge groups pass through tiles [S]."""
-        return np.max(self._of_edges(self.tables.edge_needs_tiles), axis=1)
-
-    @cached_property
-    def edge_host(self) -> np.ndarray:
-        """Host bytes [S] of the edge groups' planes."""
-        return self._of_edges(self.tables.edge_host).sum(axis=1)
-
-    @cached_property
-    def edge_loads(self) -> np.ndarray:
-        """Loads [S, 12] of the edge groups' parameters."""
-        return self._of_edges(self.tables.edge_loads).sum(axis=1)
-
-    def _of_edges(self, table: np.ndarray) -> np.ndarray:
-        """Read a table [E, V, ...] of the edge groups by residency: [S, E, ...]."""
-        return table[np.arange(len(table)), self.edge_residencies]
 
     # -- bytes -------------------------------------------------------------------------------------------------------
 

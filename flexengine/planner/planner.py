@@ -24,7 +24,7 @@ from flexengine.models.matmul_dtype import check_matmul_dtype
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, Prediction, Request
 from flexengine.planner.bound.relaxation import Bound
-from flexengine.planner.bound.speed_of_light import least, size_bounds, speed_of_light_s
+from flexengine.planner.bound.speed_of_light import size_bounds, speed_of_light_s
 from flexengine.planner.cost.cost_model import CostModel, StepEstimate, StepPricer, limiter
 from flexengine.planner.cost.memory import (
     excess_bytes,
@@ -39,21 +39,24 @@ from flexengine.planner.shared_buffers import SharedBuffers
 from flexengine.planner.size_search import SizeSearch
 from flexengine.planner.size_tables import SizeTables
 from flexengine.schedule.expert_fetch import least_touched_share
-from flexengine.schedule.group_storage import DTYPE_BYTES
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.packing import full_round
 
 
 class Race(NamedTuple):
-    """A round of the race: the most sizes that run it, within which factor of the best, and how far each goes."""
+    """A round of the race: the most sizes that run it, within which factor of the best, and how far each goes.
+
+    seeds: whether all seeds are tried first.
+    """
 
     num_sizes: int
     near: float
     blocks: int
     steps: int
+    seeds: bool = False
 
 
-RACE = (Race(8, 1.08, 1, 1), Race(4, 1.03, 80_000, 16), Race(2, 1.012, 200_000, 16))
+RACE = (Race(8, 1.08, 1, 1), Race(4, 1.03, 80_000, 16, seeds=True), Race(2, 1.012, 200_000, 16))
 """Blocks times chunks that local search simulates per size, in at most so many steps. Twice as many take a third
 longer and give plans that are 0.1% faster on average."""
 PATIENCE, FAR = 8, 1.05
@@ -162,22 +165,20 @@ class Planner:
 
     def race(self, sizes: list[SizeSearch]) -> list[SizeSearch]:
         """Search the best sizes further and further; fewer are left after every round."""
-        for number, race in enumerate(RACE):
-            if number == 0:
-                sizes = _nearest({size.name: size.rank_s for size in sizes}, sizes, race)
-            else:
-                sizes = _nearest({size.name: size.best_s for size in sizes}, sizes, race)
+        for race in RACE:
+            ranked = sorted(sizes, key=lambda size: size.rank_s)
+            sizes = [size for size in ranked if size.rank_s <= race.near * ranked[0].rank_s][: race.num_sizes]
             for size in sizes:
-                if number == 1:
+                if race.seeds:
                     size.seed_more()
-                size.search.run(race.blocks, race.steps)
+                size.run(race.blocks, race.steps)
         return sizes
 
     @cached_property
     def save_sets(self) -> SaveSets:
         """Save sets that no other beats in bytes and recompute seconds. They hardly depend on the chunk size."""
         chunk, longest = max(chunk for chunk, _ in self.bounds), self.request.max_seq_len
-        cost = CostModel(self.profile, DTYPE_BYTES[self.request.numerics.compute], chunk, longest)
+        cost = CostModel.of(self.request, self.profile, chunk)
         shape = full_round(self.request, chunk, max(1, -(-longest // chunk)))
         counts = np.bincount(self.buffers.kind_of)
         return side_by_side(
@@ -229,10 +230,7 @@ class Planner:
     def predicted(self, plan: Plan, estimate: StepEstimate) -> Plan:
         """Add the prediction to a plan. The bound is of plans that fetch all experts."""
         layout = Layout(self.model, plan)
-        bound = least(self.bounds)
-        bound_s = bound.seconds if bound is not None else 0.0
-        if may_be_in_parts(self.given):  # whole or in parts, whichever this planner looked at
-            bound_s = speed_of_light_s(self.given, self.request, self.profile)
+        bound_s = speed_of_light_s(self.given, self.request, self.profile)
         prediction = Prediction(
             step_s=estimate.step_s,
             speed_of_light_s=min(bound_s, estimate.step_s) if plan.touched_only else bound_s,
@@ -245,10 +243,3 @@ class Planner:
             limiter=limiter(estimate),
         )
         return replace(plan, predicted=prediction)
-
-
-def _nearest(seconds: dict[tuple[int, int], float], sizes: list[SizeSearch], race: Race) -> list[SizeSearch]:
-    """The sizes of the fewest seconds, as a round of the race takes them."""
-    ranked = sorted(sizes, key=lambda size: seconds[size.name])
-    near = [size for size in ranked if seconds[size.name] <= race.near * seconds[ranked[0].name]]
-    return near[: race.num_sizes]

@@ -245,7 +245,7 @@ class Seeder:
         tables = self.tables
         staged = tables.option_staged.largest
         alike = tables.chunks_per_round * tables.option_gpu.total + staged + tables.option_scratch.largest
-        own = (tables.option_gpu.mean, tables.option_host.mean, tables.option_recompute_s.mean, staged, alike)
+        own = (tables.option_gpu.total, tables.option_host.total, tables.option_recompute_s.total, staged, alike)
         table = np.column_stack(own).astype(float)
         table /= np.maximum(table.max(axis=0), 1e-30)
         octaves = 2.0 ** np.arange(-5, 6)

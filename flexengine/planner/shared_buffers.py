@@ -28,7 +28,6 @@ from flexengine.planner.cost.stream_loads import (
     STREAMED,
     UPDATED_BY_CPU,
     group_uses,
-    plane_bytes_in,
     residencies_of,
 )
 from flexengine.planner.keep_options import KeepOptions, keep_options
@@ -125,11 +124,6 @@ class SharedBuffers:
         return replace(self.model, layers=tuple(layers), groups=groups)
 
     # -- parameters --------------------------------------------------------------------------------------------------
-
-    def resident_edge_bytes(self, residencies: tuple[int, ...]) -> int:
-        """Bytes of the edge groups' planes on the GPU."""
-        edges = zip(self.edge_layouts, self.edge_residencies, residencies, strict=True)
-        return sum(plane_bytes_in("gpu", group, homes[v]) for group, homes, v in edges)
 
     @cached_property
     def accumulator_bytes(self) -> int:

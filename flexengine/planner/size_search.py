@@ -15,7 +15,10 @@ from flexengine.planner.surrogate import Surrogate
 
 
 class SizeSearch:
-    """What is known of one size. `relaxed_s` is the step of the relaxed counts, infinite where they do not fit."""
+    """What is known of one size.
+
+    relaxed_s: the step of the relaxed counts; infinite where they do not fit, and once local search knows more.
+    """
 
     def __init__(self, tables: SizeTables, bound: Bound) -> None:
         self.tables, self.bound = tables, bound
@@ -43,7 +46,7 @@ class SizeSearch:
 
     @property
     def rank_s(self) -> float:
-        """Halfway from the relaxed step to the best seed's: seeds of short rounds improve most."""
+        """Before local search halfway from the relaxed step to the best seed's: seeds of short rounds improve most."""
         return (min(self.relaxed_s, self.best_s) + self.best_s) / 2
 
     @property
@@ -78,6 +81,11 @@ class SizeSearch:
                 self.search.try_seeds(seeds)
                 if staged_bytes == self.seeder.staged_limits[-1]:
                     self.search.try_seeds(list(self.seeder.priced_alike(found, prices, self._uniform_options())))
+
+    def run(self, blocks: int, most_steps: int) -> None:
+        """Search around the best candidates: see `LocalSearch.run`."""
+        self.search.run(blocks, most_steps)
+        self.relaxed_s = np.inf
 
     def _under_all_edges(self, found: Relaxed, slot_choices: tuple) -> list[Seed]:
         """Rounded counts under every edge choice; those that do not fit are left out when they are tried."""

@@ -7,7 +7,6 @@ from functools import cached_property
 
 import numpy as np
 
-from flexengine.plan import GroupPlan
 from flexengine.planner.blocks import BlockTables, PerKind
 from flexengine.planner.cost.cost_model import CostModel
 from flexengine.planner.cost.save_sets import SaveSets
@@ -18,12 +17,9 @@ from flexengine.planner.cost.stream_loads import (
     FI,
     RESIDENCIES,
     LayerSeconds,
-    group_loads,
     layer_seconds,
-    plane_bytes_in,
 )
 from flexengine.planner.shared_buffers import ActivationBytes, SharedBuffers
-from flexengine.schedule.group_storage import DTYPE_BYTES
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.packing import full_round, full_rounds, rounds_per_step
 
@@ -31,16 +27,6 @@ NUM_RESIDENCIES = len(RESIDENCIES)
 STREAMS_WEIGHTS = np.array([home.weights == "host" for home in RESIDENCIES])
 COMPUTE_AND_ISSUE = [FC, BC, FI, BI]
 """Columns that the seconds of a layer load, in the order of LayerSeconds."""
-
-
-def needs_tiles(home: GroupPlan) -> bool:
-    """Whether the GPU updates what does not live there altogether."""
-    return home.update == "gpu" and "host" in (home.grads, home.states)
-
-
-def streams_grads(home: GroupPlan) -> bool:
-    """Whether gradients leave for the host."""
-    return home.trained and home.grads == "host"
 
 
 class SizeTables:
@@ -54,16 +40,13 @@ class SizeTables:
     def __init__(self, buffers: SharedBuffers, chunk_tokens: int, chunks_per_round: int, sets: SaveSets) -> None:
         self.buffers, self.model, self.request = buffers, buffers.model, buffers.request
         self.chunk_tokens, self.chunks_per_round, self.sets = chunk_tokens, chunks_per_round, sets
-        self.compute_bytes = DTYPE_BYTES[self.request.numerics.compute]
-        self.acc_bytes = 8 if self.request.numerics.compute == "float64" else 4
-        sizes = (self.compute_bytes, chunk_tokens, self.request.max_seq_len)
-        self.cost = CostModel(buffers.profile, *sizes, self.request.numerics.state)
+        self.cost = CostModel.of(self.request, buffers.profile, chunk_tokens)
         self.shape = full_round(self.request, chunk_tokens, chunks_per_round)
         self.rounds = rounds_per_step(self.request, self.shape)
         self.full_rounds = full_rounds(self.request, self.shape)
         self.num_blocks = len(buffers.block_layers)
         self.sliced = self.shape.chunks[0].is_slice
-        self.hidden_bytes = align(chunk_tokens * self.model.hidden_size * self.compute_bytes)
+        self.hidden_bytes = align(chunk_tokens * self.model.hidden_size * self.cost.compute_bytes)
 
     @property
     def activations(self) -> ActivationBytes:
@@ -76,9 +59,7 @@ class SizeTables:
         t, rounds = self.buffers, (self.rounds, self.full_rounds)
         options = t.keep_options(self.cost, self.sets)
         return tuple(
-            BlockTables(
-                kind.layer, group, homes, t.uses[kind.group], own, self.cost, self.shape, rounds, self.acc_bytes
-            )
+            BlockTables(kind.layer, group, homes, t.uses[kind.group], own, self.cost, self.shape, rounds)
             for kind, group, homes, own in zip(t.kinds, t.kind_layouts, t.kind_residencies, options, strict=True)
         )
 
@@ -126,34 +107,17 @@ class SizeTables:
         """Seconds [O] of recomputation per round."""
         return self.of_blocks(lambda kind: kind.recompute_s)
 
-    @cached_property
-    def option_loads(self) -> PerKind:
-        """Loads [O, 12] of a step."""
-        return self.of_blocks(lambda kind: kind.option_loads)
-
     # -- parameters --------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def residency_loads(self) -> PerKind:
-        """Loads [V, 12] of a block's parameters."""
-        return self.of_blocks(lambda kind: kind.residency_loads)
-
-    @cached_property
-    def edge_loads(self) -> np.ndarray:
-        """Loads [E, V, 12] of the edge groups' parameters."""
-        t, sizes = self.buffers, (self.rounds, self.acc_bytes, self.cost)
-        edges = list(zip(t.edge_layouts, t.edge_residencies, t.edge_groups, strict=True))
-        return np.array([[group_loads(g, home, t.uses[i], *sizes) for home in homes] for g, homes, i in edges])
 
     @cached_property
     def streams_grads(self) -> PerKind:
         """Whether a block's gradient leaves for the host [V]."""
-        return self.of_blocks(lambda kind: np.array([streams_grads(home) for home in kind.residencies]))
+        return self.of_blocks(lambda kind: np.array([home.streams_grads for home in kind.residencies]))
 
     @cached_property
     def needs_tiles(self) -> PerKind:
         """Whether a block's update passes through tiles [V]."""
-        return self.of_blocks(lambda kind: np.array([needs_tiles(home) for home in kind.residencies]))
+        return self.of_blocks(lambda kind: np.array([home.uses_tiles for home in kind.residencies]))
 
     @cached_property
     def by_cpu(self) -> PerKind:
@@ -161,25 +125,9 @@ class SizeTables:
         return self.of_blocks(lambda kind: np.array([home.update == "cpu" for home in kind.residencies]))
 
     @cached_property
-    def edge_needs_tiles(self) -> np.ndarray:
-        """Whether the edge groups' updates pass through tiles [E, V]."""
-        return np.array([[needs_tiles(home) for home in homes] for homes in self.buffers.edge_residencies])
-
-    @cached_property
     def residency_gpu(self) -> PerKind:
         """GPU bytes [V] of a block's resident planes."""
         return self.of_blocks(lambda kind: kind.residency_gpu)
-
-    @cached_property
-    def residency_host(self) -> PerKind:
-        """Host bytes [V] of a block's planes."""
-        return self.of_blocks(lambda kind: kind.residency_host)
-
-    @cached_property
-    def edge_host(self) -> np.ndarray:
-        """Host bytes [E, V] of the edge groups' planes."""
-        edges = zip(self.buffers.edge_layouts, self.buffers.edge_residencies, strict=True)
-        return np.array([[plane_bytes_in("host", g, home) for home in homes] for g, homes in edges], dtype=np.int64)
 
     # -- choices-----------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from flexengine.planner.blocks import PerKind
 from flexengine.planner.candidates import CandidateMemory, Candidates
 from flexengine.planner.cost.stream_loads import STREAMED, TileTimes, cpu_update_s, gpu_update_s, issue_s, tile_times
 from flexengine.planner.shared_buffers import SlotCounts
-from flexengine.planner.size_tables import NUM_RESIDENCIES, STREAMS_WEIGHTS, streams_grads
+from flexengine.planner.size_tables import NUM_RESIDENCIES, STREAMS_WEIGHTS
 from flexengine.schedule.group_storage import GroupStorage
 
 MOST_TILES = 1 << 40
@@ -114,7 +114,7 @@ class Surrogate:
         """Seconds to round a group's gradient, adding what was stored; 0 where it has none."""
         if not gradients:
             return 0.0
-        touched = group.numel * self.tables.acc_bytes + 2 * group.plane_bytes["grad"]
+        touched = group.numel * self.cost.acc_bytes + 2 * group.plane_bytes["grad"]
         return touched / self.profile.memory_bytes_per_s + 2 * self.profile.launch_s
 
     def _copy_s(self, num_bytes: np.ndarray, up: bool) -> np.ndarray:
@@ -174,7 +174,7 @@ class Surrogate:
                 continue
             planes, residencies = buffers.edge_layouts[i].plane_bytes, self.memory.edge_residencies[:, i]
             weights += self._copy_s(STREAMS_WEIGHTS[residencies] * planes["weights"], True)
-            streams = np.array([streams_grads(home) for home in buffers.edge_residencies[i]])[residencies]
+            streams = np.array([home.streams_grads for home in buffers.edge_residencies[i]])[residencies]
             grads += self._copy_s(streams * planes["grad"], True)
             if edge == 0 and group in other:
                 again += self._copy_s(streams * planes["grad"], True)

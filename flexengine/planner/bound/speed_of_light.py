@@ -7,6 +7,7 @@ variables and rows, and why its least step is below that of every plan.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.in_parts import in_parts, may_be_in_parts
@@ -23,7 +24,7 @@ def speed_of_light(model: ModelSpec, request: Request, profile: HardwareProfile)
     Returns None when not even the relaxation fits the budgets. Raises: PlanError when pinned sizes contradict.
     """
     models = [model, in_parts(model)] if may_be_in_parts(model) else [model]
-    found = [least(size_bounds(one, request, profile)) for one in models]
+    found = [bound for one in models for bound in size_bounds(one, request, profile).values()]
     return min((bound for bound in found if bound is not None), key=lambda bound: bound.seconds, default=None)
 
 
@@ -33,13 +34,8 @@ def speed_of_light_s(model: ModelSpec, request: Request, profile: HardwareProfil
     return 0.0 if bound is None else bound.seconds
 
 
-def least(bounds: Mapping[tuple[int, int], Bound | None]) -> Bound | None:
-    """The lowest of several bounds; None when nothing fits."""
-    fitting = [bound for bound in bounds.values() if bound is not None]
-    return min(fitting, key=lambda bound: bound.seconds, default=None)
-
-
-def size_bounds(model: ModelSpec, request: Request, profile: HardwareProfile) -> dict[tuple[int, int], Bound | None]:
+@lru_cache(maxsize=4)
+def size_bounds(model: ModelSpec, request: Request, profile: HardwareProfile) -> Mapping[tuple[int, int], Bound | None]:
     """Bound a step at every (chunk tokens, chunks per round) size; None where the relaxation does not fit.
 
     Sizes with the same chunks and number of rounds have the same rows, so one of them is solved.

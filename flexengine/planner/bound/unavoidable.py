@@ -63,7 +63,6 @@ class Unavoidable:
     def __init__(self, model: ModelSpec, request: Request, profile: HardwareProfile) -> None:
         self.model, self.request, self.profile = model, request, profile
         self.compute_bytes = DTYPE_BYTES[request.numerics.compute]
-        self.acc_bytes = 8 if request.numerics.compute == "float64" else 4
         self._chunk_work: dict[tuple[tuple[Op, ...], int, int], np.ndarray] = {}
 
     @cached_property
@@ -117,8 +116,7 @@ class SizeWork:
         self.step, self.chunk_tokens = step, chunk_tokens
         self.shape = full_round(step.request, chunk_tokens, chunks_per_round)
         self.rounds, self.full_rounds = rounds_per_step(step.request, self.shape), full_rounds(step.request, self.shape)
-        sizes = (step.compute_bytes, chunk_tokens, step.request.max_seq_len)
-        self.cost = CostModel(step.profile, *sizes, step.request.numerics.state)
+        self.cost = CostModel.of(step.request, step.profile, chunk_tokens)
 
     @property
     def first_share(self) -> float:
@@ -166,7 +164,7 @@ class SizeWork:
     def _gradient_s(self) -> float:
         """Accumulators are rounded into stored gradients, once per round and layer, earlier ones read and added."""
         numel, grads, layers = self.step.stored_gradients
-        moved = self.rounds * numel * self.step.acc_bytes + (2 * self.rounds - 1) * grads
+        moved = self.rounds * numel * self.cost.acc_bytes + (2 * self.rounds - 1) * grads
         return self.cost.work_s(Work(memory_bytes=float(moved), kernels=2 * self.rounds * layers))
 
     @cached_property
@@ -244,7 +242,7 @@ class SizeWork:
     def _accumulator_bytes(self, layer: LayerSpec) -> int:
         groups = (self.step.model.groups[g] for g in layer.groups)
         numerics = self.step.request.numerics
-        return sum(group_storage(g, numerics).part_numel for g in groups if not g.frozen) * self.step.acc_bytes
+        return sum(group_storage(g, numerics).part_numel for g in groups if not g.frozen) * self.cost.acc_bytes
 
     @property
     def _largest_chunk(self) -> int:

@@ -11,7 +11,9 @@ from functools import cached_property
 
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.ops.base import Work
+from flexengine.plan import Request
 from flexengine.schedule.commands import Command, LayerCall, Program, Stream
+from flexengine.schedule.group_storage import DTYPE_BYTES
 from flexengine.schedule.layer_program import Stage
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_update
@@ -48,6 +50,17 @@ class CostModel:
     chunk_tokens: int
     seq_len: int
     state_dtype: str = "float32"
+
+    @staticmethod
+    def of(request: Request, profile: HardwareProfile, chunk_tokens: int) -> CostModel:
+        """The costs of a request's chunks of some size."""
+        numerics = request.numerics
+        return CostModel(profile, DTYPE_BYTES[numerics.compute], chunk_tokens, request.max_seq_len, numerics.state)
+
+    @property
+    def acc_bytes(self) -> int:
+        """Bytes of an element of a gradient accumulator."""
+        return max(4, self.compute_bytes)
 
     @cached_property
     def matmul_rate(self) -> float:
@@ -170,9 +183,7 @@ class StepPricer:
 
     def cost(self, layout: Layout) -> CostModel:
         """The cost model at the chunk size of a layout's plan."""
-        request = layout.plan.request
-        sizes = (layout.compute_bytes, layout.plan.chunk_tokens, request.max_seq_len)
-        return CostModel(self.profile, *sizes, request.numerics.state)
+        return CostModel.of(layout.plan.request, self.profile, layout.plan.chunk_tokens)
 
     def step(self, layout: Layout) -> StepEstimate:
         """One first round, accumulating rounds for the rest of the batch, and the update: one after the other, but for

@@ -15,33 +15,34 @@ loads them, the driver's records of page-locked memory, batches. On an H200 thes
 
 def gpu_categories(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
     """GPU bytes by category. On a CPU the device is an arena alone, so nothing is added to it."""
-    categories = layout.categories("gpu")
-    if profile.device_type == "cuda":
-        categories["CUDA context"] = profile.gpu_context_bytes
-        categories["library workspace"] = layout.workspace_bytes
-        categories["slack"] = GPU_SLACK_BYTES
-    return categories
+    return layout.categories("gpu") | _gpu_overhead(layout, profile)
 
 
 def host_categories(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
     """Host bytes by category."""
-    categories = layout.categories("host")
-    categories["process"] = profile.host_base_bytes
-    if profile.device_type == "cuda":
-        categories["slack"] = HOST_SLACK_BYTES
-    return categories
+    return layout.categories("host") | _host_overhead(profile)
+
+
+def _gpu_overhead(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
+    if profile.device_type != "cuda":
+        return {}
+    context, workspace = profile.gpu_context_bytes, layout.workspace_bytes
+    return {"CUDA context": context, "library workspace": workspace, "slack": GPU_SLACK_BYTES}
+
+
+def _host_overhead(profile: HardwareProfile) -> dict[str, int]:
+    slack = {"slack": HOST_SLACK_BYTES} if profile.device_type == "cuda" else {}
+    return {"process": profile.host_base_bytes} | slack
 
 
 def gpu_overhead_bytes(layout: Layout, profile: HardwareProfile) -> int:
     """GPU bytes of the process outside the arena."""
-    if profile.device_type != "cuda":
-        return 0
-    return profile.gpu_context_bytes + layout.workspace_bytes + GPU_SLACK_BYTES
+    return sum(_gpu_overhead(layout, profile).values())
 
 
 def host_overhead_bytes(profile: HardwareProfile) -> int:
     """Host bytes of the process outside the arena."""
-    return profile.host_base_bytes + (HOST_SLACK_BYTES if profile.device_type == "cuda" else 0)
+    return sum(_host_overhead(profile).values())
 
 
 def gpu_required_bytes(layout: Layout, profile: HardwareProfile) -> int:

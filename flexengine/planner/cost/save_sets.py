@@ -12,6 +12,7 @@ import numpy as np
 from flexengine.models.spec import LayerSpec
 from flexengine.ops.base import Op, Work
 from flexengine.planner.cost.cost_model import CostModel
+from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram, align
 from flexengine.schedule.lowering import RoundShape
 from flexengine.schedule.save_sets import recomputed, refilled, savable_ops, save_sets
@@ -63,7 +64,10 @@ def save_choices(ops: tuple[Op, ...], layer_input: str | None) -> tuple[SaveChoi
 
 
 def frontier(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> tuple[SaveSet, ...]:
-    """Save sets of a layer that no other set beats in both bytes and recompute seconds, fewest bytes first."""
+    """Save sets of a layer that no other set beats in both bytes and recompute seconds, fewest bytes first.
+
+    Of equal sets it is the one with the least scratch.
+    """
     seconds, refill_s = _op_seconds(layer, shape, cost)
     sizes = [output_bytes(op, cost.chunk_tokens, cost.compute_bytes) for op in layer.ops]
     found = []
@@ -71,11 +75,18 @@ def frontier(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> tuple[Save
         again_s = sum(seconds[i] for i in choice.recomputed) + sum(refill_s[i] for i in choice.refilled)
         names = tuple(layer.ops[i].name for i in choice.kept)
         found.append(SaveSet(sum(sizes[i] for i in choice.kept), again_s, names))
-    best: list[SaveSet] = []
-    for candidate in sorted(found):
-        if not best or candidate.recompute_s < best[-1].recompute_s - ROUNDING_S:
-            best.append(candidate)
-    return tuple(best)
+    best: list[list[SaveSet]] = []  # those in one list are equal
+    for one in sorted(found):
+        if not best or one.recompute_s < best[-1][0].recompute_s - ROUNDING_S:
+            best.append([one])
+        elif one.num_bytes == best[-1][0].num_bytes and one.recompute_s < best[-1][0].recompute_s + ROUNDING_S:
+            best[-1].append(one)
+    return tuple(min(equal, key=lambda s: _scratch_bytes(layer, s.ops, cost)) for equal in best)
+
+
+def _scratch_bytes(layer: LayerSpec, ops: tuple[str, ...], cost: CostModel) -> int:
+    program = compile_layer(layer, ops, (), cost.chunk_tokens, cost.compute_bytes)
+    return max(program.forward_scratch_bytes, program.backward_scratch_bytes, program.window_scratch_bytes)
 
 
 def output_bytes(op: Op, chunk_tokens: int, compute_bytes: int) -> int:
@@ -148,9 +159,10 @@ def side_by_side(
         num_bytes = (num_bytes[:, None] + [count * s.num_bytes for s in sets]).ravel()
         seconds = (seconds[:, None] + [count * s.recompute_s for s in sets]).ravel()
         before, added = np.indices((len(chosen), len(sets))).reshape(2, -1)
-        best = _undominated(num_bytes, seconds)
-        chosen = np.column_stack((chosen[before], added))[best]
-        num_bytes, seconds = num_bytes[best], seconds[best]
+        chosen = np.column_stack((chosen[before], added))
+        if chosen.shape[1] > 1:
+            best = _undominated(num_bytes, seconds)
+            chosen, num_bytes, seconds = chosen[best], num_bytes[best], seconds[best]
     return tuple(tuple(sets[i].ops for i in column) for sets, column in zip(frontiers, chosen.T.tolist(), strict=True))
 
 

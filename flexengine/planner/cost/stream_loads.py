@@ -37,7 +37,7 @@ RESIDENCIES = (
     GroupPlan(update="cpu"),
 )
 """Ways to hold a parameter group, from fully streamed to fully resident, and streamed with the CPU to update it."""
-STREAMED, RESIDENT_WEIGHTS, RESIDENT_GRADS, RESIDENT_BOTH, RESIDENT, UPDATED_BY_CPU = range(len(RESIDENCIES))
+STREAMED, _, _, RESIDENT_BOTH, RESIDENT, UPDATED_BY_CPU = range(len(RESIDENCIES))
 GPU_RESIDENCIES = tuple(range(UPDATED_BY_CPU))
 """Those that the GPU updates."""
 FROZEN_RESIDENCIES = tuple(home.of_frozen() for home in RESIDENCIES)
@@ -88,9 +88,7 @@ def issue_s(cost: CostModel, kind: str, program: LayerProgram | None = None) -> 
     return cost.issue_s(Command(0, kind, CommandName(""), Stream.COMPUTE, (), (), (), copies=copies))
 
 
-def group_loads(
-    group: GroupStorage, home: GroupPlan, use: GroupUse, rounds: int, acc_bytes: int, cost: CostModel
-) -> np.ndarray:
+def group_loads(group: GroupStorage, home: GroupPlan, use: GroupUse, rounds: int, cost: CostModel) -> np.ndarray:
     """Loads [12] of a parameter group: weights per round, gradients per round, and the optimizer's update (but for
     its issue, which the size of the tiles decides)."""
     p, planes = cost.profile, group.plane_bytes
@@ -107,7 +105,7 @@ def group_loads(
         loads[BH] += (stores - 1) * planes["grad"] / p.h2d_duplex_bytes_per_s
         loads[BD] = stores * planes["grad"] / p.d2h_duplex_bytes_per_s
         loads[BI] += (2 * stores - 1) * copy_s
-    touched = stores * group.numel * acc_bytes + (2 * stores - 1) * planes["grad"]
+    touched = stores * group.numel * cost.acc_bytes + (2 * stores - 1) * planes["grad"]
     loads[BC] = touched / p.memory_bytes_per_s + 2 * stores * p.launch_s
     loads[BI] += stores * issue_s(cost, "finish_gradient")
     if home.update == "cpu":
