@@ -137,25 +137,19 @@ class _Ring:
         self.free.put(index, until)
 
 
-class _Layer(NamedTuple):
+class _Layer:
     """One layer's rows [P], its compute by chunk, which of its copies exist, and so which slots it takes."""
 
-    costs: ChoiceCosts
-    forward_s: list[float]
-    backward_s: list[float]
-    finish_s: float
-    weights: np.ndarray
-    grads: np.ndarray
-    inputs: np.ndarray
-    saves: np.ndarray
-    any_input: bool
-    any_save: bool
-    in_parts: bool
-    weight_slots: _Pick
-    grad_slots: _Pick
-    hidden_slots: _Pick
-    save_slots: _Pick
-    number: int
+    def __init__(self, number: int, simulator: BatchedSimulator) -> None:
+        costs, rounds = ChoiceCosts(*(column[number] for column in simulator.batch.rows)), simulator.costs
+        self.number, self.costs, self.in_parts = number, costs, bool(rounds.in_parts[number])
+        self.forward_s, self.backward_s = rounds.forward_s[number].tolist(), rounds.backward_s[number].tolist()
+        self.finish_s = float(rounds.finish_s[number])
+        self.weights, self.grads = costs.weights_h2d_s > 0, costs.grad_d2h_s > 0
+        self.inputs, saves = costs.input_d2h_s > 0, costs.save_d2h_s > 0
+        self.saves, self.any_input, self.any_save = saves, bool(self.inputs.any()), bool(saves.any())
+        self.weight_slots, self.grad_slots = simulator.weights.pick(self.weights), simulator.grads.pick(self.grads)
+        self.hidden_slots, self.save_slots = simulator.hidden.pick(self.inputs), simulator.saves.pick(saves)
 
 
 class BatchedSimulator:
@@ -182,31 +176,8 @@ class BatchedSimulator:
         self.weights, self.grads, self.saves = (_Ring(count) for count in batch.slots)
         self.hidden = _Ring(np.full(size, self.chunks + 2))
         self.everyone = self.hidden.pick(np.ones(size, dtype=bool))
-        self.layers = [self._layer(i) for i in range(len(batch.rows.recompute_s))]
+        self.layers = [_Layer(i, self) for i in range(len(batch.rows.recompute_s))]
         self.offloaded: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
-
-    def _layer(self, i: int) -> _Layer:
-        costs = ChoiceCosts(*(column[i] for column in self.batch.rows))
-        weights, grads = costs.weights_h2d_s > 0, costs.grad_d2h_s > 0
-        inputs, saves = costs.input_d2h_s > 0, costs.save_d2h_s > 0
-        return _Layer(
-            costs,
-            self.costs.forward_s[i].tolist(),
-            self.costs.backward_s[i].tolist(),
-            float(self.costs.finish_s[i]),
-            weights,
-            grads,
-            inputs,
-            saves,
-            bool(inputs.any()),
-            bool(saves.any()),
-            bool(self.costs.in_parts[i]),
-            self.weights.pick(weights),
-            self.grads.pick(grads),
-            self.hidden.pick(inputs),
-            self.saves.pick(saves),
-            i,
-        )
 
     def run(self) -> tuple[np.ndarray, np.ndarray]:
         """Seconds [P] of forward, head and backward, and by block [L, P] of the CPU's updates that are left then."""

@@ -19,7 +19,6 @@ from flexengine.planner.size_tables import NUM_RESIDENCIES, STREAMS_WEIGHTS, Siz
 from flexengine.schedule.group_storage import GroupStorage
 from flexengine.schedule.layer_program import ALIGNMENT
 
-LARGEST_NUMBER = np.iinfo(np.int64).max
 Slots = tuple[int, int, int]
 """Weight, gradient and offload slots."""
 
@@ -37,8 +36,10 @@ class Candidates(NamedTuple):
 
     def distinct(self) -> Candidates:
         """Drop repetitions and keep the order."""
-        _, first = np.unique(row_numbers((*self.choices.T, self.edges, *self.slots.T)), return_index=True)
-        return self.take(np.sort(first))
+        rows = np.column_stack((self.choices, self.edges, self.slots))
+        last = len(rows) - 1
+        first = {row.tobytes(): last - i for i, row in enumerate(rows[::-1])}
+        return self.take(np.array(sorted(first.values())))
 
     @staticmethod
     def joined(parts: Sequence[Candidates]) -> Candidates:
@@ -51,21 +52,6 @@ class Candidates(NamedTuple):
         return Candidates(*(np.array(column) for column in zip(*made, strict=True)))
 
 
-def row_numbers(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """Number [P] the rows of columns [P] of small counts: equal rows get equal numbers, others different ones.
-
-    Numbers sort many times faster than rows.
-    """
-    numbers, count = np.zeros(len(columns[0]), dtype=np.int64), 1
-    for column in columns:
-        width = int(column.max(initial=0)) + 1
-        if count * width > LARGEST_NUMBER:
-            _, numbers = np.unique(numbers, return_inverse=True)
-            count = len(numbers)
-        numbers, count = numbers * width + column, count * width
-    return numbers
-
-
 def aligned(num_bytes: np.ndarray) -> np.ndarray:
     """Round up to multiples of ALIGNMENT."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
@@ -76,6 +62,7 @@ class CandidateMemory:
 
     def __init__(self, tables: SizeTables) -> None:
         self.tables, self.buffers = tables, tables.buffers
+        self.budgets = np.array([tables.request.max_gpu_bytes, tables.request.max_host_bytes])
         self.edge_choices = self.buffers.edge_choices()
         self.edge_residencies = np.array([edge.residencies for edge in self.edge_choices])
         self.share = np.array([edge.share_slots for edge in self.edge_choices])
@@ -126,7 +113,7 @@ class CandidateMemory:
 
     def fixed_gpu_bytes(self, slots: Slots, staged_bytes: int, scratch_bytes: int) -> np.ndarray:
         """GPU bytes [S] beside what blocks hold or keep, when slots and scratch have at most such bytes."""
-        weight, grad = (size * count for size, count in zip(self.buffers.largest_slot_bytes, slots, strict=False))
+        weight, grad = (size * count for size, count in zip(self.buffers.slot_bytes.max(axis=1), slots, strict=False))
         block, edges = self.buffers.accumulator_bytes + weight + grad, self.edge_slots[0]
         region = np.where(self.share, np.maximum(block, edges), block + edges) + slots[2] * staged_bytes
         activations = self.tables.activations
@@ -168,11 +155,13 @@ class CandidateMemory:
         by_cpu = tables.by_cpu.at(candidates.choices % NUM_RESIDENCIES).any(axis=1)
         return tables.activations.host_bytes + planes + np.where(by_cpu, self.buffers.cpu_update_host_bytes, 0)
 
+    def num_bytes(self, candidates: Candidates) -> np.ndarray:
+        """Bytes [2, P] on the GPU and the host."""
+        return np.stack((self.gpu_bytes(candidates), self.host_bytes(candidates)))
+
     def fits(self, candidates: Candidates) -> np.ndarray:
         """Whether both budgets hold [P]."""
-        gpu, host = self.gpu_bytes(candidates), self.host_bytes(candidates)
-        request = self.tables.request
-        return np.asarray((gpu <= request.max_gpu_bytes) & (host <= request.max_host_bytes))
+        return (self.num_bytes(candidates) <= self.budgets[:, None]).all(axis=0)
 
     # -- plans -------------------------------------------------------------------------------------------------------
 

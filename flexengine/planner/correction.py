@@ -16,7 +16,7 @@ from flexengine.metrics import format_seconds
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, Prediction
 from flexengine.planner.bound.speed_of_light import speed_of_light_s
-from flexengine.planner.cost.cost_model import StepPricer, limiter, step_seconds
+from flexengine.planner.cost.cost_model import CostModel, limiter, step_seconds
 from flexengine.schedule.command_totals import CommandClass, CommandTotal, add_totals
 from flexengine.schedule.commands import Stream
 from flexengine.schedule.layout import Layout
@@ -97,7 +97,7 @@ def predicted_totals(layout: Layout, profile: HardwareProfile) -> dict[CommandCl
     """Predicted seconds of a step's last round, which adds to earlier gradients or is the only one, and of what is left
     to update after it, by class."""
     plan = layout.plan
-    cost = StepPricer(profile).cost(layout)
+    cost = CostModel.of(plan.request, profile, plan.chunk_tokens)
     shape = full_round(plan.request, plan.chunk_tokens, plan.chunks_per_round)
     totals: dict[CommandClass, CommandTotal] = {}
     last = lower_round(layout, shape, first=plan.num_rounds == 1, updates=plan.updates_in_backward)

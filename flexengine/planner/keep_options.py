@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations, product
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from flexengine.models.spec import LayerSpec
 from flexengine.ops.base import Op
 from flexengine.plan import Home, LayerPlan
 from flexengine.planner.cost.cost_model import CostModel
-from flexengine.planner.cost.save_sets import SaveSets, output_bytes, recompute_s
+from flexengine.planner.cost.save_sets import SaveSets, output_bytes, recompute_s, scratch_bytes
 from flexengine.planner.cost.stream_loads import issue_s
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram
@@ -57,14 +57,6 @@ class KeepOptions:
         return np.array(found)[self.set_of]
 
 
-class _Choice(NamedTuple):
-    """An option: the number of its save set, its part on the GPU by kind, and the home of the input."""
-
-    number: int
-    on_gpu: tuple[tuple[str, ...], ...]
-    input_home: Home
-
-
 def keep_options(
     layers: Sequence[LayerSpec],
     sets: SaveSets,
@@ -84,10 +76,15 @@ def keep_options(
         sets = tuple((savable_ops(layer.ops),) for layer in layers)
     homes: tuple[Home, ...] = ("gpu", "host")
     parts = [_splits_side_by_side(layers, together, cost) for together in zip(*sets, strict=True)]
-    found = [_Choice(number, *pair) for number, on_gpu in enumerate(parts) for pair in product(on_gpu, homes)]
+    found = [(number, *pair) for number, on_gpu in enumerate(parts) for pair in product(on_gpu, homes)]
     return tuple(
         _options(
-            layer, sets[kind], [(c.number, c.on_gpu[kind], c.input_home) for c in found], cost, hidden_bytes, sliced
+            layer,
+            sets[kind],
+            [(number, on_gpu[kind], home) for number, on_gpu, home in found],
+            cost,
+            hidden_bytes,
+            sliced,
         )
         for kind, layer in enumerate(layers)
     )
@@ -128,13 +125,7 @@ def _options(
         gpu_bytes=kept + np.where(input_on_gpu, hidden_bytes, 0),
         host_bytes=staged + np.where(input_on_gpu, 0, hidden_bytes),
         staged_bytes=staged,
-        scratch_bytes=np.array([_scratch_bytes(p, sliced) for p in programs], dtype=np.int64)[set_of],
-    )
-
-
-def _scratch_bytes(program: LayerProgram, sliced: bool) -> int:
-    return max(
-        program.forward_scratch_bytes, program.backward_scratch_bytes, program.window_scratch_bytes if sliced else 0
+        scratch_bytes=np.array([scratch_bytes(p, sliced) for p in programs], dtype=np.int64)[set_of],
     )
 
 

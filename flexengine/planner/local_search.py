@@ -57,8 +57,6 @@ class LocalSearch:
         self.found, self.seconds = self.memory.none, np.zeros(0)
         self.expanded: set[bytes] = set()
         self.simulated_blocks = 0
-        request = self.tables.request
-        self.budgets = np.array([request.max_gpu_bytes, request.max_host_bytes])
 
     @property
     def best_s(self) -> float:
@@ -128,15 +126,11 @@ class LocalSearch:
         start, start_s = self.found.take(np.array([index])), float(self.seconds[index])
         made = Candidates.joined([self._singles(start), self._varied(start)])
         seconds = self._step_s(made)
-        num_bytes = self._num_bytes(made)
-        fitting = np.flatnonzero((num_bytes <= self.budgets[:, None]).all(axis=0))
+        num_bytes = self.memory.num_bytes(made)
+        fitting = np.flatnonzero((num_bytes <= self.memory.budgets[:, None]).all(axis=0))
         pairs = self._pairs(Expanded(start, start_s, made, seconds, num_bytes))
         self._add(made.take(fitting), seconds[fitting])
         self._try(pairs)
-
-    def _num_bytes(self, candidates: Candidates) -> np.ndarray:
-        """Bytes [2, P] on the GPU and the host."""
-        return np.stack((self.memory.gpu_bytes(candidates), self.memory.host_bytes(candidates)))
 
     def _singles(self, start: Candidates) -> Candidates:
         """Give some or all blocks of the same choice another option or residency: first, last or spread ones."""
@@ -191,15 +185,15 @@ class LocalSearch:
     def _pairs(self, around: Expanded) -> Candidates:
         """Join a change that gains but exceeds a budget with one that frees enough, by the sum of what they gain."""
         gain = around.start_s - around.seconds
-        over = (around.num_bytes > self.budgets[:, None]).any(axis=0)
+        over = (around.num_bytes > self.memory.budgets[:, None]).any(axis=0)
         same_frame = (around.made.edges == around.start.edges) & (around.made.slots == around.start.slots).all(axis=1)
         spending, freeing = np.flatnonzero(over & (gain > 0) & same_frame), np.flatnonzero(~over)
         spending = spending[np.argsort(-gain[spending], kind="stable")][:NUM_SPENDING]
         if not len(spending) or not len(freeing):
             return self.memory.none
-        before = self._num_bytes(around.start)[:, :, None]
+        before = self.memory.num_bytes(around.start)[:, :, None]
         together = around.num_bytes[:, spending, None] + around.num_bytes[:, None, freeing] - before
-        fits = (together <= self.budgets[:, None, None]).all(axis=0)
+        fits = (together <= self.memory.budgets[:, None, None]).all(axis=0)
         total = np.where(fits, gain[spending][:, None] + gain[freeing][None, :], -np.inf).ravel()
         return self._joined(around, spending, freeing, total)
 

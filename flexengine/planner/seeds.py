@@ -18,20 +18,7 @@ import numpy as np
 from scipy.optimize import linprog
 
 from flexengine.planner.candidates import Candidates, Slots
-from flexengine.planner.cost.stream_loads import (
-    BC,
-    BD,
-    BH,
-    BI,
-    FC,
-    FD,
-    FH,
-    FI,
-    NUM_LOADS,
-    UC,
-    UD,
-    UH,
-)
+from flexengine.planner.cost.stream_loads import BC, BD, BH, BI, FC, FD, FH, FI, NUM_LOADS, UC, UD, UH
 from flexengine.planner.dynamic_program import frontier_of
 from flexengine.planner.size_tables import COMPUTE_AND_ISSUE, NUM_RESIDENCIES, STREAMS_WEIGHTS
 from flexengine.planner.surrogate import Surrogate
@@ -188,12 +175,6 @@ class Seeder:
         streams_grads = np.max(self.tables.streams_grads.by_kind, axis=0)[homes]
         return choices[~(resident[0] & STREAMS_WEIGHTS[homes]) & ~(resident[1] & streams_grads)]
 
-    def priced_alike(self, found: Relaxed, prices: np.ndarray, options: Iterable[int]) -> Iterator[Seed]:
-        """The same with one keep option for all blocks: the least priced seconds for every option."""
-        for option in options:
-            choices = option * NUM_RESIDENCIES + self.buffers.residencies
-            yield from self.priced(prices, found.cpu_price, found.host_price, choices)
-
     def least_memory(self, options: Iterable[int] = ()) -> Iterator[Seed]:
         """Find what takes the least host memory within the GPU budget, whatever its seconds.
 
@@ -245,7 +226,9 @@ class Seeder:
         tables = self.tables
         staged = tables.option_staged.largest
         alike = tables.chunks_per_round * tables.option_gpu.total + staged + tables.option_scratch.largest
-        own = (tables.option_gpu.total, tables.option_host.total, tables.option_recompute_s.total, staged, alike)
+        on_host = tables.of_blocks(lambda kind: kind.options.host_bytes).total
+        again_s = tables.of_blocks(lambda kind: kind.recompute_s).total
+        own = (tables.option_gpu.total, on_host, again_s, staged, alike)
         table = np.column_stack(own).astype(float)
         table /= np.maximum(table.max(axis=0), 1e-30)
         octaves = 2.0 ** np.arange(-5, 6)

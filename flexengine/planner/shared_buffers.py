@@ -64,14 +64,6 @@ class EdgeChoice(NamedTuple):
     residencies: tuple[int, ...]
 
 
-class EdgeSlots(NamedTuple):
-    """Bytes of the weight, accumulator and gradient slots of embedding and head, which lie over each other, and where
-    the first gradient slot that the head needs starts."""
-
-    num_bytes: int
-    head_grad_start: int
-
-
 class ActivationBytes(NamedTuple):
     """What a chunk and round size takes whatever is kept.
 
@@ -104,7 +96,7 @@ class SharedBuffers:
         self.kind_residencies = [residencies_of(model.groups[kind.group]) for kind in self.kinds]
         self.edge_residencies = [residencies_of(model.groups[g]) for g in self.edge_groups]
         self._options: dict[tuple[int, SaveSets], tuple[KeepOptions, ...]] = {}
-        self._edge_slots: dict[EdgeChoice, EdgeSlots] = {}
+        self._edge_slots: dict[EdgeChoice, tuple[int, int]] = {}
         self._activations: dict[tuple[int, int], ActivationBytes] = {}
 
     def _small_model(self) -> ModelSpec:
@@ -141,23 +133,18 @@ class SharedBuffers:
         """Parts [L] in which each block's parameters cross the link."""
         return np.array([len(layout.parts) for layout in self.kind_layouts])[self.kind_of]
 
-    @cached_property
-    def largest_slot_bytes(self) -> tuple[int, int]:
-        """Bytes of a weight slot and of a gradient slot for blocks of any kind."""
-        weights, grads = self.slot_bytes.max(axis=1).tolist()
-        return weights, grads
-
-    def edge_slots(self, edge: EdgeChoice) -> EdgeSlots:
-        """Where the edges' slots lie, behind the blocks' or over them."""
+    def edge_slots(self, edge: EdgeChoice) -> tuple[int, int]:
+        """Bytes of the weight, accumulator and gradient slots of embedding and head, which lie over each other, and
+        where the first gradient slot that the head needs starts."""
         if edge not in self._edge_slots:
             layout = self._reference(edge, RESIDENT_BOTH)
             start = layout.place("accumulator", "block").offset
             start += 0 if edge.share_slots else _block_part(layout)
-            edges = _edge_slots_of(layout)
+            edges = [s for s in _parameter_slots(layout) if s.key.owner != "block"]
             heads = {SlotKey("grad", self.small.groups[g].slot_class, 0) for g in self.small.layers[-1].groups}
             end = max((align(s.end) for s in edges), default=start) - start
             head_grad = min((s.offset - start for s in edges if s.key in heads), default=end)
-            self._edge_slots[edge] = EdgeSlots(end, head_grad)
+            self._edge_slots[edge] = (end, head_grad)
         return self._edge_slots[edge]
 
     def _reference(self, edge: EdgeChoice, residency: int) -> Layout:
@@ -175,7 +162,8 @@ class SharedBuffers:
             edge = EdgeChoice(False, False, (RESIDENT,) * len(self.edge_groups))
             layout = Layout(self.small, self._plan(size, edge, SlotCounts(), RESIDENT, keep_all=True))
             scalars = align(SCALE_BYTES * len(self.model.groups)) - align(SCALE_BYTES * len(self.small.groups))
-            scalars += align(self._norm_square_bytes) - align(norm_square_bytes(layout.groups))
+            groups = [*(self.kind_layouts[kind] for kind in self.kind_of), *self.edge_layouts]
+            scalars += align(norm_square_bytes(groups)) - align(norm_square_bytes(layout.groups))
             self._activations[size] = ActivationBytes(
                 _bytes_of(layout, "batch", "scalars") + scalars + gpu_overhead_bytes(layout, self.profile),
                 _bytes_of(layout, "hidden states", "key/value window"),
@@ -235,11 +223,6 @@ class SharedBuffers:
             in_parts=any(group.num_parts > 1 for group in self.model.groups),
         )
 
-    @cached_property
-    def _norm_square_bytes(self) -> int:
-        kinds = [self.kind_layouts[kind] for kind in self.kind_of]
-        return norm_square_bytes([*kinds, *self.edge_layouts])
-
     @property
     def cpu_update_host_bytes(self) -> int:
         """Host bytes that updates by the CPU take beside planes."""
@@ -257,7 +240,7 @@ class SharedBuffers:
         count = max(1, min(most, region_bytes // self.least_tile_bytes))
         limit = self.num_parameters // TILES_PER_MODEL
         limit = min(limit, LEAST_TILE * (region_bytes // (count * self.least_tile_bytes)))
-        return count, max(LEAST_TILE, _power_of_two(limit))
+        return count, max(LEAST_TILE, 1 << max(0, limit.bit_length() - 1))
 
     def edge_choices(self) -> list[EdgeChoice]:
         """Ways to lay the edges' slots and to hold each edge group: streamed, resident but for states, or resident."""
@@ -271,11 +254,6 @@ def _block_part(layout: Layout) -> int:
     return sum(align(s.num_bytes) for s in _parameter_slots(layout) if s.key.owner == "block")
 
 
-def _edge_slots_of(layout: Layout) -> list[Slot]:
-    """Weight, accumulator and gradient slots of embedding and head."""
-    return [s for s in _parameter_slots(layout) if s.key.owner != "block"]
-
-
 def _parameter_slots(layout: Layout) -> list[Slot]:
     """Slots that weights and gradients of several groups pass through; each belongs to a slot class."""
     categories = ("weight slots", "gradient accumulators", "decoded weights", "gradient slots")
@@ -285,8 +263,3 @@ def _parameter_slots(layout: Layout) -> list[Slot]:
 def _bytes_of(layout: Layout, *categories: str) -> int:
     """GPU bytes of some categories' slots."""
     return sum(align(s.num_bytes) for s in layout.slots if s.memory == "gpu" and s.category in categories)
-
-
-def _power_of_two(value: int) -> int:
-    """The largest power of two not above value (at least 1)."""
-    return 1 << max(0, value.bit_length() - 1)

@@ -10,7 +10,7 @@ from flexengine.planner.bound.relaxation import Bound
 from flexengine.planner.candidates import CandidateMemory
 from flexengine.planner.local_search import BLOCKS_PER_EXPANSION, LocalSearch
 from flexengine.planner.seeds import LEAST_LINK_PRICE, LEAST_SLOTS, LINKS, USUAL_SLOTS, Relaxed, Seed, Seeder
-from flexengine.planner.size_tables import SizeTables
+from flexengine.planner.size_tables import NUM_RESIDENCIES, SizeTables
 from flexengine.planner.surrogate import Surrogate
 
 
@@ -57,7 +57,7 @@ class SizeSearch:
     def start(self) -> None:
         """Try uniform candidates and one relaxation's rounded counts, or where budgets are tight the least memory."""
         limits = self.seeder.staged_limits
-        found = self.seeder.relaxed(self._shared_edges, limits[len(limits) // 2])
+        found = self.seeder.relaxed(self._edges(streamed=True), limits[len(limits) // 2])
         options = self._uniform_options()
         seeds = self.seeder.uniform(options)
         if found is not None:
@@ -70,8 +70,8 @@ class SizeSearch:
     def seed_more(self) -> None:
         """Try the relaxations of every size of offload slots, and the dynamic programme at their prices."""
         for staged_bytes in self.seeder.staged_limits:
-            found = self.seeder.relaxed(self._resident_edges, staged_bytes)
-            found = found or self.seeder.relaxed(self._shared_edges, staged_bytes)
+            found = self.seeder.relaxed(self._edges(streamed=False), staged_bytes)
+            found = found or self.seeder.relaxed(self._edges(streamed=True), staged_bytes)
             if found is not None:
                 prices = found.prices.copy()
                 prices[LINKS] = np.maximum(prices[LINKS], LEAST_LINK_PRICE)
@@ -79,8 +79,10 @@ class SizeSearch:
                 choices = self.seeder.staging(staged_bytes)
                 seeds += self.seeder.priced(prices, found.cpu_price, found.host_price, choices)
                 self.search.try_seeds(seeds)
-                if staged_bytes == self.seeder.staged_limits[-1]:
-                    self.search.try_seeds(list(self.seeder.priced_alike(found, prices, self._uniform_options())))
+                if staged_bytes == self.seeder.staged_limits[-1]:  # one keep option for all blocks
+                    homes, of_found = self.tables.buffers.residencies, (prices, found.cpu_price, found.host_price)
+                    alike = (option * NUM_RESIDENCIES + homes for option in self._uniform_options())
+                    self.search.try_seeds([seed for own in alike for seed in self.seeder.priced(*of_found, own)])
 
     def run(self, blocks: int, most_steps: int) -> None:
         """Search around the best candidates: see `LocalSearch.run`."""
@@ -104,17 +106,9 @@ class SizeSearch:
         blocks = tables.num_blocks * tables.chunks_per_round * len(tables.buffers.residencies)
         return list(ordered)[: max(len(promising), BLOCKS_PER_EXPANSION // blocks)]
 
-    @property
-    def _shared_edges(self) -> int:
-        """The edge choice that streams the edges through the blocks' slots, which takes the least GPU memory."""
-        return self._edges(streamed=True)
-
-    @property
-    def _resident_edges(self) -> int:
-        """The edge choice that holds the edges on the GPU altogether, which moves the least."""
-        return self._edges(streamed=False)
-
     def _edges(self, streamed: bool) -> int:
+        """The edge choice that streams the edges through the blocks' slots, which takes the least GPU memory, or that
+        holds them on the GPU altogether, which moves the least."""
         memory = self.surrogate.memory
         wanted = memory.edge_residencies.min() if streamed else memory.edge_residencies.max()
         whole = (memory.edge_residencies == wanted).all(axis=1) & memory.share & ~memory.grads_over_weights

@@ -7,20 +7,28 @@ from functools import cached_property
 
 import numpy as np
 
-from flexengine.planner.blocks import BlockTables, PerKind
+from flexengine.planner.blocks import PerKind
 from flexengine.planner.cost.cost_model import CostModel
 from flexengine.planner.cost.save_sets import SaveSets
 from flexengine.planner.cost.stream_loads import (
     BC,
+    BH,
     BI,
     FC,
+    FD,
     FI,
+    NUM_LOADS,
     RESIDENCIES,
     LayerSeconds,
-    layer_seconds,
+    chunk_seconds,
+    group_loads,
+    issue_s,
+    plane_bytes_in,
+    round_seconds,
 )
+from flexengine.planner.keep_options import KeepOptions
 from flexengine.planner.shared_buffers import ActivationBytes, SharedBuffers
-from flexengine.schedule.layer_program import align
+from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.packing import full_round, full_rounds, rounds_per_step
 
 NUM_RESIDENCIES = len(RESIDENCIES)
@@ -46,7 +54,6 @@ class SizeTables:
         self.full_rounds = full_rounds(self.request, self.shape)
         self.num_blocks = len(buffers.block_layers)
         self.sliced = self.shape.chunks[0].is_slice
-        self.hidden_bytes = align(chunk_tokens * self.model.hidden_size * self.cost.compute_bytes)
 
     @property
     def activations(self) -> ActivationBytes:
@@ -56,12 +63,8 @@ class SizeTables:
     @cached_property
     def kinds(self) -> tuple[BlockTables, ...]:
         """What one block of every kind takes and costs."""
-        t, rounds = self.buffers, (self.rounds, self.full_rounds)
-        options = t.keep_options(self.cost, self.sets)
-        return tuple(
-            BlockTables(kind.layer, group, homes, t.uses[kind.group], own, self.cost, self.shape, rounds)
-            for kind, group, homes, own in zip(t.kinds, t.kind_layouts, t.kind_residencies, options, strict=True)
-        )
+        options = self.buffers.keep_options(self.cost, self.sets)
+        return tuple(BlockTables(self, number, own) for number, own in enumerate(options))
 
     def of_blocks(self, column: Callable[[BlockTables], np.ndarray]) -> PerKind:
         """A table of every kind, to be read by block."""
@@ -73,7 +76,7 @@ class SizeTables:
     def edge_seconds(self) -> tuple[LayerSeconds, LayerSeconds]:
         """Compute of embedding and head per round."""
         first, last = self.model.layers[0], self.model.layers[-1]
-        return layer_seconds(first, self.shape, self.cost), layer_seconds(last, self.shape, self.cost)
+        return round_seconds(first, self.shape, self.cost), round_seconds(last, self.shape, self.cost)
 
     # -- keep options ------------------------------------------------------------------------------------------------
 
@@ -88,11 +91,6 @@ class SizeTables:
         return self.of_blocks(lambda kind: kind.options.gpu_bytes)
 
     @cached_property
-    def option_host(self) -> PerKind:
-        """Host bytes [O] of a chunk that stay from forward to backward."""
-        return self.of_blocks(lambda kind: kind.options.host_bytes)
-
-    @cached_property
     def option_staged(self) -> PerKind:
         """Bytes [O] that an offload slot must hold."""
         return self.of_blocks(lambda kind: kind.options.staged_bytes)
@@ -101,11 +99,6 @@ class SizeTables:
     def option_scratch(self) -> PerKind:
         """Scratch bytes [O]."""
         return self.of_blocks(lambda kind: kind.options.scratch_bytes)
-
-    @cached_property
-    def option_recompute_s(self) -> PerKind:
-        """Seconds [O] of recomputation per round."""
-        return self.of_blocks(lambda kind: kind.recompute_s)
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
@@ -181,3 +174,72 @@ class SizeTables:
     def choice_scratch(self) -> np.ndarray:
         """Scratch bytes [K] at the most."""
         return self.option_scratch.largest[self.choice_option]
+
+
+class BlockTables:
+    """Tables of one block of a kind, made when they are first read.
+
+    [O]: keep options, [V]: residencies, by what they mean for this kind.
+    """
+
+    def __init__(self, tables: SizeTables, number: int, options: KeepOptions) -> None:
+        buffers, kind = tables.buffers, tables.buffers.kinds[number]
+        self.layer, self.group, self.use = kind.layer, buffers.kind_layouts[number], buffers.uses[kind.group]
+        self.residencies, self.options = buffers.kind_residencies[number], options
+        self.cost, self.shape, self.sliced = tables.cost, tables.shape, tables.sliced
+        self.rounds, self.full_rounds = tables.rounds, tables.full_rounds
+
+    @cached_property
+    def seconds(self) -> tuple[LayerSeconds, ...]:
+        """Compute per chunk, nothing recomputed."""
+        return chunk_seconds(self.layer, self.shape, self.cost)
+
+    # -- keep options ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def recompute_s(self) -> np.ndarray:
+        """Seconds [O] of recomputation per round."""
+        return self.options.recompute_s(self.shape, self.cost)
+
+    @cached_property
+    def copies(self) -> np.ndarray:
+        """Copies [O] of a chunk's tensors in one direction: the input's and the kept outputs'."""
+        staged = self.options.staged_bytes
+        return (self.options.host_bytes > staged).astype(float) + (staged > 0)
+
+    @cached_property
+    def option_loads(self) -> np.ndarray:
+        """Loads [O, 12] of a step; backward fetches every chunk's tensors twice when sequences are sliced."""
+        p, options = self.cost.profile, self.options
+        chunks, fetches = self.full_rounds * len(self.shape.chunks), 2 if self.sliced else 1
+        table = np.zeros((len(options.plans), NUM_LOADS))
+        table[:, FD] = chunks * options.host_bytes / p.d2h_duplex_bytes_per_s
+        table[:, BH] = fetches * chunks * options.host_bytes / p.h2d_duplex_bytes_per_s
+        table[:, BC] = self.full_rounds * self.recompute_s
+        copies_s = chunks * issue_s(self.cost, "copy") * self.copies
+        table[:, FI] = copies_s
+        table[:, BI] = fetches * copies_s + chunks * self.issue_s
+        return table
+
+    @cached_property
+    def issue_s(self) -> np.ndarray:
+        """Host seconds [O] per chunk to issue backward, less those with everything recomputed."""
+        program = compile_layer(self.layer, (), (), self.cost.chunk_tokens, self.cost.compute_bytes)
+        return self.options.issue_s(self.cost, self.sliced) - issue_s(self.cost, "backward", program)
+
+    # -- parameters --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def residency_loads(self) -> np.ndarray:
+        """Loads [V, 12] of the parameters."""
+        return np.array([group_loads(self.group, home, self.use, self.rounds, self.cost) for home in self.residencies])
+
+    @cached_property
+    def residency_gpu(self) -> np.ndarray:
+        """GPU bytes [V] of the resident planes."""
+        return np.array([plane_bytes_in("gpu", self.group, home) for home in self.residencies], dtype=np.int64)
+
+    @cached_property
+    def residency_host(self) -> np.ndarray:
+        """Host bytes [V] of the planes."""
+        return np.array([plane_bytes_in("host", self.group, home) for home in self.residencies], dtype=np.int64)

@@ -19,9 +19,6 @@ from flexengine.planner.shared_buffers import SlotCounts
 from flexengine.planner.size_tables import NUM_RESIDENCIES, STREAMS_WEIGHTS
 from flexengine.schedule.group_storage import GroupStorage
 
-MOST_TILES = 1 << 40
-"""Tiles in a region beyond which their size depends on the model alone."""
-
 
 class Surrogate:
     """Estimates steps of candidates of one size."""
@@ -39,23 +36,20 @@ class Surrogate:
         cpu_s = self.choice_costs["cpu_update_s"].at(candidates.choices).T
         several = tables.rounds > 1
         in_backward = bool(cpu_s.any()) and not tables.request.clipping
-        none, last_s = np.zeros(count, dtype=bool), 0.0
+        last_s = np.zeros(count)
         if in_backward:
-            last_s, cpu_s = self.round_s(candidates, none | several, ~none)
+            no_updates = np.zeros_like(cpu_s), np.zeros(count)
+            last_s, cpu_s = self.round_s(candidates, np.full(count, several), np.ones(count, dtype=bool), *no_updates)
         update_s, done_s = self.update_s(candidates, cpu_s.sum(axis=0))
-        later = tables.full_rounds - (2 if in_backward else 1)
-        if not several or later <= 0:
-            updating = none | (in_backward and not several)
-            first_s, _ = self.round_s(candidates, none, updating, cpu_s, done_s)
-            return update_s + first_s + (last_s if several else 0.0)
-        # both kinds of rounds in one batch, as larger batches take less time per candidate
-        both, accumulating = Candidates.joined([candidates, candidates]), np.concatenate((none, ~none))
-        pending_s = np.concatenate((cpu_s, np.zeros_like(cpu_s)), axis=1)
-        seconds, _ = self.round_s(
-            both, accumulating, np.zeros(2 * count, dtype=bool), pending_s, np.tile(done_s, 2) * ~accumulating
-        )
-        first_s, again_s = np.split(seconds, 2)
-        return update_s + first_s + later * again_s + last_s
+        later = max(0.0, tables.full_rounds - (2 if in_backward else 1)) if several else 0.0
+        # the first round and one of the later in one batch, as larger batches take less time per candidate
+        sorts = 2 if later else 1
+        accumulating = np.repeat([False, True][:sorts], count)
+        updating = np.full(sorts * count, in_backward and not several)
+        pending_s = np.concatenate((cpu_s, np.zeros_like(cpu_s))[:sorts], axis=1)
+        rounds = Candidates.joined([candidates] * sorts)
+        seconds, _ = self.round_s(rounds, accumulating, updating, pending_s, np.tile(done_s, sorts) * ~accumulating)
+        return update_s + seconds[:count] + later * seconds[-count:] + (last_s if several else 0.0)
 
     # -- rounds ------------------------------------------------------------------------------------------------------
 
@@ -64,16 +58,14 @@ class Surrogate:
         candidates: Candidates,
         accumulating: np.ndarray,
         updating: np.ndarray,
-        pending_s: np.ndarray | None = None,
-        done_s: np.ndarray | None = None,
+        pending_s: np.ndarray,
+        done_s: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Estimated seconds [P] of a round, and seconds [L, P] of the CPU's updates that it leaves.
 
         accumulating [P]: earlier gradients are added; updating [P]: the CPU updates what has arrived; pending_s [L, P]:
         seconds of updates that the CPU begins with, of which done_s [P] are done.
         """
-        if pending_s is None or done_s is None:
-            pending_s, done_s = np.zeros(candidates.choices.T.shape), np.zeros(len(candidates.choices))
         memory, edges = self.memory, candidates.edges
         costs = ChoiceCosts(**{name: column.at(candidates.choices).T for name, column in self.choice_costs.items()})
         embedding, head = (EdgeCosts(*edge[:5], *(column[edges] for column in edge[5:])) for edge in self.edge_costs)
@@ -136,8 +128,8 @@ class Surrogate:
         tables, kind, cost = self.tables, self.tables.kinds[number], self.cost
         options, option, residency = kind.options, tables.choice_option, tables.choice_residency
         copy_s, chunks, planes = issue_s(cost, "copy"), len(tables.shape.chunks), kind.group.plane_bytes
-        inputs = np.where(options.host_bytes > options.staged_bytes, tables.hidden_bytes, 0)[option]
         staged = options.staged_bytes[option]
+        inputs = options.host_bytes[option] - staged
         weights = STREAMS_WEIGHTS[residency] * planes["weights"]
         streams = tables.streams_grads.by_kind[number][residency]
         copies_s = copy_s * kind.copies[option]
@@ -199,13 +191,13 @@ class Surrogate:
         """Estimated seconds [P] of the GPU's updates, and of the CPU's work, of cpu_s [P], that is done meanwhile."""
         region, least = self.memory.region_bytes(candidates), self.buffers.least_tile_bytes
         found, done = np.zeros(len(region)), np.zeros(len(region))
-        regions, which = np.unique(np.minimum(region // least, MOST_TILES), return_inverse=True)
+        regions, which = np.unique(region // least, return_inverse=True)
         tiles = [self.buffers.tiles(int(n) * least, SlotCounts().optimizer) for n in regions]
         for tile in set(tiles):
             mine = np.array([t == tile for t in tiles])[which]
             blocks, edges, first_s = self._update_parts(*tile)
             residencies = candidates.choices[mine] % NUM_RESIDENCIES
-            parts = _summed(blocks, residencies) + edges[candidates.edges[mine]]
+            parts = blocks.at(residencies).sum(axis=1) + edges[candidates.edges[mine]]
             found[mine], done[mine] = gpu_update_s(parts, cpu_s[mine], first_s, self.cost)
         return found, done
 
@@ -227,12 +219,3 @@ class Surrogate:
             first_s = next((of_group[STREAMED].first_s for of_group in found if of_group[STREAMED].first_s), 0.0)
             self._updates[key] = PerKind(parts[:kinds], buffers.kind_of), edges, first_s
         return self._updates[key]
-
-
-def _summed(blocks: PerKind, residencies: np.ndarray) -> np.ndarray:
-    """Sum [P, 3] over blocks what their residencies [P, L] take."""
-    total = np.zeros((len(residencies), blocks.by_kind.shape[-1]))
-    for kind, table in enumerate(blocks.by_kind):
-        own = residencies[:, blocks.kind_of == kind]
-        total += np.stack([(own == v).sum(axis=1) for v in range(NUM_RESIDENCIES)], axis=1) @ table
-    return total

@@ -12,7 +12,7 @@ from functools import cached_property
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
-from flexengine.planner.cost.cost_model import StepPricer
+from flexengine.planner.cost.cost_model import CostModel
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_update
 from flexengine.schedule.simulator import simulate
@@ -62,7 +62,7 @@ class SimulatedStep:
 def simulate_step(plan: Plan, model: ModelSpec, profile: HardwareProfile) -> SimulatedStep:
     """Lower and simulate a full step of a plan."""
     layout = Layout(model, plan)
-    rates = StepPricer(profile).cost(layout).rates()
+    rates = CostModel.of(plan.request, profile, plan.chunk_tokens).rates()
     parts = simulated_rounds(layout, rates)
     if not plan.updates_on_cpu:
         program = lower_update(layout)

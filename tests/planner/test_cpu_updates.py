@@ -8,7 +8,7 @@ from flexengine.hardware.presets import preset
 from flexengine.models.registry import open_model
 from flexengine.plan import GroupPlan, Numerics, Plan, Request
 from flexengine.planner.bound.speed_of_light import speed_of_light_s
-from flexengine.planner.cost.cost_model import StepPricer, step_seconds
+from flexengine.planner.cost.cost_model import CostModel, step_seconds
 from flexengine.planner.planner import make_plan
 from flexengine.reports.plan_text import describe
 from flexengine.reports.simulated_step import simulate_step
@@ -128,7 +128,7 @@ def test_what_is_left_of_updates_when_the_gpu_has_ended():
     check_program(program, layout.gpu_bytes, layout.host_bytes)
     left = {}
     for rate in (1e3, 1e14):
-        timing = simulate(program, StepPricer(machine(rate)).cost(layout).rates())
+        timing = simulate(program, CostModel.of(plan.request, machine(rate), plan.chunk_tokens).rates())
         left[rate] = unfinished_updates(program, timing)
         cut = until_gpu_ends(program, timing)
         assert cut.total_s <= timing.total_s
@@ -146,7 +146,7 @@ def test_steps_one_after_another_take_what_is_predicted(rate):
     plan = make_plan(MODEL, replace(REQUEST, max_global_batch_tokens=8192, chunk_tokens=8192, clipping=False), profile)
     groups = tuple(GroupPlan(update="cpu") if g.states == "host" else g for g in plan.groups)
     layout = Layout(MODEL, replace(plan, groups=groups))
-    cost = StepPricer(profile).cost(layout)
+    cost = CostModel.of(plan.request, profile, plan.chunk_tokens)
     shape = full_round(plan.request, plan.chunk_tokens, plan.chunks_per_round)
     program = lower_round(layout, shape, first=True, updates=True)
     both = followed(program, program)

@@ -85,6 +85,26 @@ def random_candidate(memory: CandidateMemory, random: Random) -> Candidates:
     return Candidates.of([(choices, memory.edge_choices.index(edge), slots)])
 
 
+def check_bytes(memory: CandidateMemory, candidate: Candidates) -> None:
+    """The bytes of one candidate by formula are those of its layout."""
+    model, profile = memory.buffers.model, memory.buffers.profile
+    layout = Layout(model, memory.plan(candidate, 0))
+    assert memory.gpu_bytes(candidate)[0] == gpu_required_bytes(layout, profile)
+    host = host_required_bytes(layout, profile)
+    assert memory.host_bytes(candidate)[0] == pytest.approx(host, abs=256 * 8 * len(model.groups) * 3)
+
+
+def check_surrogate(memory: CandidateMemory, candidate: Candidates) -> None:
+    """A round of one candidate by the surrogate takes about as long as its program."""
+    profile, blocks = memory.buffers.profile, memory.tables.num_blocks
+    layout = Layout(memory.buffers.model, memory.plan(candidate, 0))
+    cost = CostModel(profile, layout.compute_bytes, memory.tables.chunk_tokens, layout.plan.request.max_seq_len)
+    simulated_s = price(lower_round(layout, memory.tables.shape, first=False), cost).step_s
+    accumulating, updating, nothing_left = np.array([True]), np.array([False]), (np.zeros((blocks, 1)), np.zeros(1))
+    estimated_s, _ = Surrogate(memory).round_s(candidate, accumulating, updating, *nothing_left)
+    assert estimated_s[0] == pytest.approx(simulated_s, rel=0.25)
+
+
 FROZEN = ((), ("embed", "block.0"), ("embed", "blocks"), ("block.1", "head"), ("blocks", "head"))
 
 
@@ -98,11 +118,7 @@ def test_bytes_by_formula_are_those_of_the_layout(seed, name, frozen):
     model = mixed_model(count) if seed % 4 == 3 else small_model(count, tied=seed % 2 == 0, hidden=256)
     model = with_frozen(model, frozen)
     memory = memory_of(model, profile, seq_len=32 if seed % 3 else 128, numerics=numerics)
-    candidate = random_candidate(memory, random)
-    layout = Layout(model, memory.plan(candidate, 0))
-    assert memory.gpu_bytes(candidate)[0] == gpu_required_bytes(layout, profile)
-    host = host_required_bytes(layout, profile)
-    assert memory.host_bytes(candidate)[0] == pytest.approx(host, abs=256 * 8 * len(model.groups) * 3)
+    check_bytes(memory, random_candidate(memory, random))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -112,12 +128,7 @@ def test_the_surrogate_is_near_the_simulator(seed, frozen):
     profile = slow_link(random.choice([1e9, 4e9, 1e10]))
     model = with_frozen(mixed_model(8) if seed % 4 == 3 else small_model(8, hidden=256), frozen)
     memory = memory_of(model, profile, seq_len=32 if seed % 3 else 128, chunk=256 if seed % 3 else 64)
-    candidate = random_candidate(memory, random)
-    layout = Layout(model, memory.plan(candidate, 0))
-    cost = CostModel(profile, layout.compute_bytes, memory.tables.chunk_tokens, layout.plan.request.max_seq_len)
-    simulated_s = price(lower_round(layout, memory.tables.shape, first=False), cost).total_s
-    estimated_s, _ = Surrogate(memory).round_s(candidate, np.array([True]), np.array([False]))
-    assert estimated_s[0] == pytest.approx(simulated_s, rel=0.25)
+    check_surrogate(memory, random_candidate(memory, random))
 
 
 @pytest.mark.parametrize("clipping", [True, False], ids=["clipped", "updates in backward"])

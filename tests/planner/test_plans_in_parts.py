@@ -3,23 +3,20 @@
 from dataclasses import replace
 from random import Random
 
-import numpy as np
 import pytest
 
 from flexengine.hardware.presets import preset
 from flexengine.models.in_parts import in_parts
 from flexengine.plan import Numerics, Plan, PlanError, Request
-from flexengine.planner.cost.cost_model import CostModel, price
 from flexengine.planner.cost.memory import excess_bytes, gpu_required_bytes, host_required_bytes
 from flexengine.planner.feasibility.shortage import Feasibility
 from flexengine.planner.planner import Planner, make_plan
-from flexengine.planner.surrogate import Surrogate
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_evaluation, lower_round, lower_update
 from flexengine.schedule.packing import full_round
 from tests.planner.oracle import slow_link
-from tests.planner.test_parts import memory_of, random_candidate
+from tests.planner.test_parts import check_bytes, check_surrogate, memory_of, random_candidate
 from tests.schedule.small_plans import FLOAT32, divided_model
 
 ROOMY = 1 << 40
@@ -31,11 +28,7 @@ def test_bytes_by_formula_are_those_of_the_layout(seed):
     profile, numerics = preset("cpu-test"), random.choice([FLOAT32, Numerics()])
     model = in_parts(divided_model(random.randint(2, 6)))
     memory = memory_of(model, profile, seq_len=32 if seed % 3 else 128, numerics=numerics)
-    candidate = random_candidate(memory, random)
-    layout = Layout(model, memory.plan(candidate, 0))
-    assert memory.gpu_bytes(candidate)[0] == gpu_required_bytes(layout, profile)
-    host = host_required_bytes(layout, profile)
-    assert memory.host_bytes(candidate)[0] == pytest.approx(host, abs=256 * 8 * len(model.groups) * 3)
+    check_bytes(memory, random_candidate(memory, random))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -43,12 +36,7 @@ def test_the_surrogate_is_near_the_simulator(seed):
     random = Random(seed)
     profile, model = slow_link(random.choice([1e9, 4e9, 1e10])), in_parts(divided_model(8))
     memory = memory_of(model, profile, chunk=256)
-    candidate = random_candidate(memory, random)
-    layout = Layout(model, memory.plan(candidate, 0))
-    cost = CostModel(profile, layout.compute_bytes, memory.tables.chunk_tokens, layout.plan.request.max_seq_len)
-    simulated_s = price(lower_round(layout, memory.tables.shape, first=False), cost).total_s
-    estimated_s, _ = Surrogate(memory).round_s(candidate, np.array([True]), np.array([False]))
-    assert estimated_s[0] == pytest.approx(simulated_s, rel=0.25)
+    check_surrogate(memory, random_candidate(memory, random))
 
 
 @pytest.mark.usefixtures("quick_search")

@@ -9,6 +9,7 @@ from flexengine.models import blocks
 from flexengine.models.in_parts import in_parts
 from flexengine.models.registry import build_model
 from flexengine.plan import GroupPlan, LayerPlan, Plan, Request
+from flexengine.planner.cost.cost_model import CostModel
 from flexengine.planner.planner import Planner
 from flexengine.planner.shared_buffers import LEAST_TILE
 from flexengine.reports.charts.streams import kind_of
@@ -92,7 +93,8 @@ def test_price_falls_with_the_share(model):
         program = lower_round(layout, shape, first=True)
         fetches = [c for c in program.commands if c.kind == "fetch_experts"]
         assert {kind_of(command) for command in fetches} == {"weights"}
-        busy_s = simulate(program, search.pricer.cost(layout).rates()).busy_s[Stream.H2D]
+        rates = CostModel.of(search.request, search.profile, tokens // 2).rates()
+        busy_s = simulate(program, rates).busy_s[Stream.H2D]
         found[tokens] = sum(c.copy_bytes for c in fetches), busy_s
     assert list(found.values()) == sorted(found.values())
     assert found[2][0] == pytest.approx(

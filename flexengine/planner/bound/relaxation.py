@@ -15,29 +15,16 @@ LINK_PRICE = 1e-5
 """Of all steps of the least time, the one with the least link seconds is reported: they are added at this price."""
 LEAST_PRICE = 1e-3
 """Rows whose relaxation by one unit would save a smaller share of the step are not named as limits."""
-ROW_WORDS = {
-    "update compute": "compute",
-    "forward compute": "compute",
-    "backward compute": "compute",
+LIMIT_WORDS = {
+    "compute": "compute",
     "cpu": "the CPU",
-    "update h2d": "the host-to-device link",
-    "update d2h": "the device-to-host link",
-    "first d2h": "the device-to-host link",
-    "update host": "the rate of host memory",
-    "forward h2d": "the host-to-device link",
-    "forward d2h": "the device-to-host link",
-    "backward h2d": "the host-to-device link",
     "h2d": "the host-to-device link",
     "d2h": "the device-to-host link",
-    "gpu head": "GPU memory",
-    "gpu begin": "GPU memory",
-    "gpu block": "GPU memory",
-    "gpu between": "GPU memory",
-    "gpu end": "GPU memory",
-    "host turn": "host memory",
-    "host end": "host memory",
+    "rate": "the rate of host memory",
+    "gpu": "GPU memory",
+    "host": "host memory",
 }
-"""What a row of the relaxation stands for."""
+"""What a row of the relaxation stands for, by the last word of its name."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +72,8 @@ class Relaxation:
         recompute_s = sum(coefficient * values[name] for name, coefficient in self.recompute.items())
         spared_s = sum(values[f"u {p.name}"] * self.size.update_s_of(p) for p in self.trained)
         prices = sorted(found.prices.items(), key=lambda item: -item[1])
-        limits = dict.fromkeys(ROW_WORDS[row] for row, price in prices if price > LEAST_PRICE and row in ROW_WORDS)
+        costly = (LIMIT_WORDS.get(row.split()[-1]) for row, price in prices if price > LEAST_PRICE)
+        limits = dict.fromkeys(words for words in costly if words)
         return Bound(
             # the link's seconds are at most T, so that the least T is at least this
             seconds=found.least / (1 + LINK_PRICE) * self.unit_s * (1 - TOLERANCE),
@@ -118,7 +106,7 @@ class Relaxation:
             self.lp.equals(dict.fromkeys(shares, 1.0), 1.0)
         for name in ("on host", "T", "V", "F", "B", "link h2d", "link d2h", "link both"):
             add(name)
-        self.lp.at_most("kept on host", {"on host": 1.0, **{k: -v for k, v in self.kept.items()}}, 0.0)
+        self.lp.at_most("host share", {"on host": 1.0, **{k: -v for k, v in self.kept.items()}}, 0.0)
         self._hold_rows()
         for p in self.trained:
             by_cpu = add(f"u {p.name}")
@@ -190,7 +178,7 @@ class Relaxation:
         returned = {**self._at_home("s", factor=-1.0), **self._by_cpu("s"), "hold unsent": -1.0}
         self._part_row("update d2h", "V", (returned, total("s")), down, beside, head_s)
         both = (_added(fetched, returned, touched), moved[1] + total("s"))
-        self._part_row("update host", updating, both, self._host_rate(), left_s=head_s)
+        self._part_row("update rate", updating, both, self._host_rate(), left_s=head_s)
         self._part_row("first d2h", "V", ({"on host": size.round_share}, 0.0), down, beside)
 
         others = 1 - min(1.0, 1 / size.full_rounds)
@@ -263,14 +251,14 @@ class Relaxation:
         head = {**turn, **self._at_home("w", [p for p in params if not p.head])}
         head_weights = self._total("w", [p for p in params if p.head])
         head_room = budget - head_weights - size.head_bytes / unit
-        self.lp.at_most("gpu head", head, head_room)
+        self.lp.at_most("head gpu", head, head_room)
         begin = {name: factor for name, factor in head.items() if name != "hold turn"}
-        self.lp.at_most("gpu begin", {**begin, "hold unsent": 1.0}, head_room)
-        self.lp.at_most("gpu block", {**turn, **self._at_home("w")}, budget - size.block_bytes / unit)
+        self.lp.at_most("begin gpu", {**begin, "hold unsent": 1.0}, head_room)
+        self.lp.at_most("block gpu", {**turn, **self._at_home("w")}, budget - size.block_bytes / unit)
         home = self._at_home("wgs")
         if self.rounds > 1:
-            self.lp.at_most("gpu between", {**home, "hold between": 1.0}, budget)
-        self.lp.at_most("gpu end", {**home, "hold end": 1.0, "hold grads": 1.0, "hold states": 1.0}, budget)
+            self.lp.at_most("between gpu", {**home, "hold between": 1.0}, budget)
+        self.lp.at_most("end gpu", {**home, "hold end": 1.0, "hold grads": 1.0, "hold states": 1.0}, budget)
 
     def _host_rows(self) -> None:
         """Everything that is not at home on the GPU, and a round's kept activations."""
@@ -278,11 +266,11 @@ class Relaxation:
         states, grads = self._total("w") + self._total("s"), self._total("g")
         away, kept = self._at_home("ws", factor=-1.0), {"on host": self.size.round_share}
         if self.rounds > 1:
-            self.lp.at_most("host turn", {**away, **self._at_home("g", factor=-1.0), **kept}, budget - states - grads)
+            self.lp.at_most("turn host", {**away, **self._at_home("g", factor=-1.0), **kept}, budget - states - grads)
         else:
-            self.lp.at_most("host turn", {**away, **kept}, budget - states)
+            self.lp.at_most("turn host", {**away, **kept}, budget - states)
             last = {**away, **self._at_home("g", factor=-1.0), "hold grads": -1.0}
-            self.lp.at_most("host end", last, budget - states - grads)
+            self.lp.at_most("end host", last, budget - states - grads)
 
 
 def _added(*terms: dict[str, float]) -> dict[str, float]:

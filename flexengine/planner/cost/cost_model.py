@@ -27,7 +27,7 @@ experts, 0.76 with 64, 0.81 with 8 wide ones (bench/results/h200_block_*.json)."
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """Predicted seconds of a full step, busy seconds per stream, and the compute seconds spent on recomputation.
+    """Predicted seconds of a step or of one program, busy seconds per stream, and compute seconds of recomputation.
 
     stalls_s: seconds that compute waits, by (stream waited for or "issue", phase): see `stalls`.
     """
@@ -137,17 +137,7 @@ def stage_calls(stage: Stage) -> int:
     return sum(1 + len(step.tensors) + len(step.grads) for step in stage.steps)
 
 
-@dataclass(frozen=True)
-class PricedProgram:
-    """Makespan, busy seconds per stream, recompute seconds and stalls of one program."""
-
-    total_s: float
-    busy_s: dict[str, float]
-    recompute_s: float
-    stalls_s: dict[tuple[str, str], float]
-
-
-def price(program: Program, cost: CostModel, timing: Timing | None = None) -> PricedProgram:
+def price(program: Program, cost: CostModel, timing: Timing | None = None) -> StepEstimate:
     """What a program takes, by its simulated times; None simulates it."""
     timing = simulate(program, cost.rates()) if timing is None else timing
     recompute_s, known = 0.0, {}
@@ -161,7 +151,7 @@ def price(program: Program, cost: CostModel, timing: Timing | None = None) -> Pr
         elif command.kind in ("fill_window", "recompute"):
             recompute_s += cost.work_s(command.work)
     busy_s = {s.value: t for s, t in timing.busy_s.items()}
-    return PricedProgram(timing.total_s, busy_s, recompute_s, stalls(program, timing))
+    return StepEstimate(timing.total_s, busy_s, recompute_s, stalls(program, timing))
 
 
 def _recompute_s(command: Command, cost: CostModel) -> float:
@@ -178,30 +168,21 @@ class StepPricer:
 
     def __init__(self, profile: HardwareProfile) -> None:
         self.profile = profile
-        self.updates: dict[tuple, PricedProgram] = {}
+        self.updates: dict[tuple, StepEstimate] = {}
         self.simulated_commands = 0
-
-    def cost(self, layout: Layout) -> CostModel:
-        """The cost model at the chunk size of a layout's plan."""
-        return CostModel.of(layout.plan.request, self.profile, layout.plan.chunk_tokens)
 
     def step(self, layout: Layout) -> StepEstimate:
         """One first round, accumulating rounds for the rest of the batch, and the update: one after the other, but for
         what the CPU updates."""
-        cost, parts = self.cost(layout), []
+        cost, parts = CostModel.of(layout.plan.request, self.profile, layout.plan.chunk_tokens), []
         for _, count, program, timing in simulated_rounds(layout, cost.rates()):
             self.simulated_commands += len(program.commands)
             parts.append((price(program, cost, timing), count))
         if not layout.plan.updates_on_cpu:
             parts.append((self.update(layout, cost), 1))
-        return StepEstimate(
-            step_s=sum(count * part.total_s for part, count in parts),
-            busy_s={s.value: sum(count * part.busy_s[s.value] for part, count in parts) for s in Stream},
-            recompute_s=sum(count * part.recompute_s for part, count in parts),
-            stalls_s=_weighted_stalls(parts),
-        )
+        return _summed(parts)
 
-    def update(self, layout: Layout, cost: CostModel) -> PricedProgram:
+    def update(self, layout: Layout, cost: CostModel) -> StepEstimate:
         """The optimizer's update; it depends on the groups' homes and the tiles alone."""
         plan = layout.plan
         key = (plan.groups, plan.optimizer_tile, plan.optimizer_slots)
@@ -212,12 +193,18 @@ class StepPricer:
         return self.updates[key]
 
 
-def _weighted_stalls(parts: list[tuple[PricedProgram, int]]) -> dict[tuple[str, str], float]:
-    total: dict[tuple[str, str], float] = {}
+def _summed(parts: list[tuple[StepEstimate, int]]) -> StepEstimate:
+    """The sum of programs that run so many times."""
+    stalls_s: dict[tuple[str, str], float] = {}
     for program, count in parts:
         for key, seconds in program.stalls_s.items():
-            total[key] = total.get(key, 0.0) + count * seconds
-    return total
+            stalls_s[key] = stalls_s.get(key, 0.0) + count * seconds
+    return StepEstimate(
+        step_s=sum(count * part.step_s for part, count in parts),
+        busy_s={s.value: sum(count * part.busy_s[s.value] for part, count in parts) for s in Stream},
+        recompute_s=sum(count * part.recompute_s for part, count in parts),
+        stalls_s=stalls_s,
+    )
 
 
 def step_seconds(layout: Layout, profile: HardwareProfile) -> StepEstimate:

@@ -81,12 +81,14 @@ def frontier(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> tuple[Save
             best.append([one])
         elif one.num_bytes == best[-1][0].num_bytes and one.recompute_s < best[-1][0].recompute_s + ROUNDING_S:
             best[-1].append(one)
-    return tuple(min(equal, key=lambda s: _scratch_bytes(layer, s.ops, cost)) for equal in best)
+    sizes, sliced = (cost.chunk_tokens, cost.compute_bytes), shape.chunks[0].is_slice
+    return tuple(min(eq, key=lambda s: scratch_bytes(compile_layer(layer, s.ops, (), *sizes), sliced)) for eq in best)
 
 
-def _scratch_bytes(layer: LayerSpec, ops: tuple[str, ...], cost: CostModel) -> int:
-    program = compile_layer(layer, ops, (), cost.chunk_tokens, cost.compute_bytes)
-    return max(program.forward_scratch_bytes, program.backward_scratch_bytes, program.window_scratch_bytes)
+def scratch_bytes(program: LayerProgram, sliced: bool) -> int:
+    """Scratch of a chunk; sliced: it is part of a sequence."""
+    window = program.window_scratch_bytes if sliced else 0
+    return max(program.forward_scratch_bytes, program.backward_scratch_bytes, window)
 
 
 def output_bytes(op: Op, chunk_tokens: int, compute_bytes: int) -> int:

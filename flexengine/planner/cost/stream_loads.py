@@ -7,7 +7,6 @@ bounds it from below.
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ from flexengine.schedule.commands import Command, CommandName, CopyRegion, Strea
 from flexengine.schedule.group_storage import GroupStorage
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram, align
-from flexengine.schedule.lowering import ChunkShape, RoundShape
+from flexengine.schedule.lowering import RoundShape
 from flexengine.schedule.simulator import cpu_share
 
 FC, FH, FD, FI, BC, BH, BD, BI, UC, UH, UD, UI = range(12)
@@ -119,7 +118,7 @@ def group_loads(group: GroupStorage, home: GroupPlan, use: GroupUse, rounds: int
 
 class LayerSeconds(NamedTuple):
     """A layer on one chunk or round: compute seconds with nothing recomputed, and what the host takes to issue it with
-    everything recomputed."""
+    everything recomputed. The head's forward is in its backward."""
 
     forward_s: float
     backward_s: float
@@ -127,19 +126,20 @@ class LayerSeconds(NamedTuple):
     backward_issue_s: float
 
 
-def layer_seconds(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> LayerSeconds:
-    """Seconds of a layer per round; the head's forward is in its backward."""
+def chunk_seconds(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> tuple[LayerSeconds, ...]:
+    """Seconds of a layer for every chunk of a round."""
     program = compile_layer(layer, (), (), cost.chunk_tokens, cost.compute_bytes)
-    forward_s = backward_s = 0.0
-    for (tokens, seq_len), count in Counter((c.tokens, c.seq_len) for c in shape.chunks).items():
-        forward, backward, again = _layer_work(program, tokens, seq_len, cost.compute_bytes)
-        backward_s += count * cost.work_s(backward)
-        if layer.kind != "head":
-            forward_s += count * cost.work_s(forward)
-            backward_s -= count * cost.work_s(again)
-    chunks = len(shape.chunks)
-    forward_issue_s = 0.0 if layer.kind == "head" else chunks * issue_s(cost, "forward", program)
-    return LayerSeconds(forward_s, backward_s, forward_issue_s, chunks * issue_s(cost, "backward", program))
+    adding_s, last = cost.work_s(program.accumulation_work(cost.compute_bytes)), len(shape.chunks) - 1
+    issued_s, found = (issue_s(cost, "forward", program), issue_s(cost, "backward", program)), []
+    for i, chunk in enumerate(shape.chunks):
+        works = _layer_work(program, chunk.tokens, chunk.seq_len, cost.compute_bytes)
+        forward_s, backward_s, again_s = (cost.work_s(work) for work in works)
+        backward_s += adding_s if i < last else 0.0  # backward begins with the last chunk
+        if layer.kind == "head":
+            found.append(LayerSeconds(0.0, backward_s, 0.0, issued_s[1]))
+        else:
+            found.append(LayerSeconds(forward_s, backward_s - again_s, *issued_s))
+    return tuple(found)
 
 
 @lru_cache(maxsize=4096)
@@ -149,18 +149,9 @@ def _layer_work(program: LayerProgram, tokens: int, seq_len: int, compute_bytes:
     return program.forward_work(*sizes), program.backward_work(*sizes), program.recompute_work(*sizes)
 
 
-def chunk_seconds(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> tuple[LayerSeconds, ...]:
-    """Seconds of a layer for every chunk of a round."""
-    known: dict[ChunkShape, LayerSeconds] = {}
-    for chunk in shape.chunks:
-        alike = ChunkShape(chunk.tokens, chunk.seq_len)
-        if alike not in known:
-            known[alike] = layer_seconds(layer, RoundShape((alike,)), cost)
-    program = compile_layer(layer, (), (), cost.chunk_tokens, cost.compute_bytes)
-    adding_s = cost.work_s(program.accumulation_work(cost.compute_bytes))
-    last = len(shape.chunks) - 1  # backward begins with it
-    found = [known[ChunkShape(c.tokens, c.seq_len)] for c in shape.chunks]
-    return tuple(s if i == last else s._replace(backward_s=s.backward_s + adding_s) for i, s in enumerate(found))
+def round_seconds(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> LayerSeconds:
+    """Seconds of a layer per round."""
+    return LayerSeconds(*np.sum(chunk_seconds(layer, shape, cost), axis=0).tolist())
 
 
 # ---- the update ------------------------------------------------------------------------------------------------

@@ -13,12 +13,7 @@ from flexengine.metrics import format_bytes
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, PlanError, PlanReason, Request
 from flexengine.planner.candidates import CandidateMemory, Candidates
-from flexengine.planner.cost.memory import (
-    gpu_categories,
-    gpu_required_bytes,
-    host_categories,
-    host_required_bytes,
-)
+from flexengine.planner.cost.memory import gpu_categories, gpu_required_bytes, host_categories, host_required_bytes
 from flexengine.planner.cost.save_sets import SaveSets, ever_smaller_sets
 from flexengine.planner.cost.stream_loads import GPU_RESIDENCIES
 from flexengine.planner.feasibility.remedies import Least, Remedy, Try, gib_text, remedies, remedy_note
