@@ -95,7 +95,7 @@ class CandidateMemory:
     @cached_property
     def edge_tiles(self) -> np.ndarray:
         """Whether updates of the edge groups pass through tiles [S]."""
-        return self._of_edges(lambda _, home, use: home.uses_tiles).any(axis=1)
+        return np.asarray(self._of_edges(lambda _, home, use: home.uses_tiles).any(axis=1))
 
     def _of_edges(self, of: Callable[[GroupStorage, GroupPlan, GroupUse], object]) -> np.ndarray:
         """A number, or an array of them, of every edge group under every edge choice: [S, E, ...]."""
@@ -161,7 +161,7 @@ class CandidateMemory:
 
     def fits(self, candidates: Candidates) -> np.ndarray:
         """Whether both budgets hold [P]."""
-        return (self.num_bytes(candidates) <= self.budgets[:, None]).all(axis=0)
+        return np.asarray((self.num_bytes(candidates) <= self.budgets[:, None]).all(axis=0))
 
     # -- plans -------------------------------------------------------------------------------------------------------
 

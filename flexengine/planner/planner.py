@@ -9,7 +9,7 @@ request has one answer. docs/planner.md explains each step with an example.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -145,7 +145,7 @@ class Planner:
         return sorted(sizes, key=lambda size: size.bound.seconds)
 
     @cached_property
-    def bounds(self) -> dict[tuple[int, int], Bound | None]:
+    def bounds(self) -> Mapping[tuple[int, int], Bound | None]:
         """The bound of every size."""
         return size_bounds(self.model, self.request, self.profile)
 

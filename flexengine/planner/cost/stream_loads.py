@@ -151,7 +151,7 @@ def _layer_work(program: LayerProgram, tokens: int, seq_len: int, compute_bytes:
 
 def round_seconds(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> LayerSeconds:
     """Seconds of a layer per round."""
-    return LayerSeconds(*np.sum(chunk_seconds(layer, shape, cost), axis=0).tolist())
+    return LayerSeconds(*np.sum(np.array(chunk_seconds(layer, shape, cost)), axis=0).tolist())
 
 
 # ---- the update ------------------------------------------------------------------------------------------------
