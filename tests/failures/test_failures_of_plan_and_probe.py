@@ -68,6 +68,11 @@ PLANS = (
         ["--model", "odd", *SMALL, "--matmul-dtype", "fp8"],
         ("odd: down_proj has 24 input and 16 output features; FP8 products need multiples of 16; leave",),
     ),
+    Case(
+        "plan_base_of_a_trained_model",
+        ["--model", "odd", *SMALL, "--base-dtype", "nf4"],
+        ("base_dtype=nf4 stores frozen linear layers in fewer bytes, but all of odd are trained; freeze blocks",),
+    ),
     Case("plan_of_no_tokens", ["--model", "preset:demo", "--max-seq-len", "0"], ("'0' is not a whole number above 0",)),
     Case(
         "plan_cpu_on_a_card", ["--model", "preset:demo", "--device", "cpu", *SMALL], ("--gpu rtx-4090 is a GPU; leave",)
