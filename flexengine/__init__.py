@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flexengine.api import from_pretrained
+    from flexengine.lora import LoRA
 
-__all__ = ["__version__", "from_pretrained"]
+__all__ = ["LoRA", "__version__", "from_pretrained"]
 __version__ = "0.2.0.dev0"
 
 
@@ -17,4 +18,8 @@ def __getattr__(name: str) -> Any:
         from flexengine.api import from_pretrained  # noqa: PLC0415
 
         return from_pretrained
+    if name == "LoRA":
+        from flexengine.lora import LoRA  # noqa: PLC0415
+
+        return LoRA
     raise AttributeError(f"module 'flexengine' has no attribute {name!r}")

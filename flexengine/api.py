@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from flexengine.hardware.probe import check_multiplies_fp8, probe
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.job import Job
 from flexengine.keywords import takes
+from flexengine.lora import LoRA
 from flexengine.models.registry import ModelSource, open_initial
 from flexengine.optim.adamw import AdamW
 from flexengine.options import options_of
@@ -25,7 +26,15 @@ from flexengine.planner.planner import make_plan
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_data import step_timeline
 from flexengine.reports.plan_text import describe
-from flexengine.request import budget_gib, check_is_free, described, make_request, probe_shape
+from flexengine.request import (
+    budget_gib,
+    check_is_free,
+    described,
+    lora_options,
+    make_request,
+    probe_shape,
+    with_read_adapter,
+)
 from flexengine.runtime.engine import Engine, EngineSettings
 from flexengine.runtime.weight_store import check_checkpoint
 
@@ -53,20 +62,25 @@ class PlannedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareArguments(Job):
-    """What `prepare` is called with: a job's options, budgets in bytes instead of GiB, a machine."""
+    """What `prepare` is called with: a job's options, budgets in bytes too, a machine, adapters as a value."""
 
     path_or_preset: str | Path = field(kw_only=False)
     max_gpu_mem_bytes: int | None = None
     max_host_mem_bytes: int | None = None
     hardware: HardwareProfile | str | Path | None = None
+    lora: InitVar[LoRA | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, lora: LoRA | None) -> None:
         for place in ("gpu", "host"):
             gib, num_bytes = f"max_{place}_mem_gib", f"max_{place}_mem_bytes"
             budget = budget_gib(place, getattr(self, gib), getattr(self, num_bytes))
             object.__setattr__(self, gib, budget)
         if isinstance(self.freeze, str):
             object.__setattr__(self, "freeze", (self.freeze,))
+        if isinstance(self.lora_targets, str):
+            object.__setattr__(self, "lora_targets", (self.lora_targets,))
+        for name, value in {} if lora is None else lora_options(lora).items():
+            object.__setattr__(self, name, value)
         super().__post_init__()
 
 
@@ -76,8 +90,8 @@ class EngineArguments(PrepareArguments):
 
     optimizer: AdamW | None = field(default=None, kw_only=False)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __post_init__(self, lora: LoRA | None) -> None:
+        super().__post_init__(lora)
         check_optimizer(self.optimizer)
 
 
@@ -98,7 +112,8 @@ def prepare(arguments: PrepareArguments) -> PlannedRun:
 
     Budgets bound the whole process: GPU memory as NVML shows it, and the resident set; None takes what is free. On the
     CPU the GPU budget bounds the device arena, which is ordinary memory there, and the host budget everything else.
-    max_gpu_mem_bytes, max_host_mem_bytes: the same budgets in another unit.
+    max_gpu_mem_bytes, max_host_mem_bytes: the same budgets in another unit. lora: LoRA(...) in place of mode and the
+    options of adapters.
     hardware: a HardwareProfile, a preset's name or a profile's JSON file; None measures this machine.
     """
     return _prepare(arguments)
@@ -112,7 +127,7 @@ def prepare_job(
     path_or_preset: str | Path, job: Job, hardware: HardwareProfile | str | Path | None = None
 ) -> PlannedRun:
     """What `prepare` does, for a job that is a value already."""
-    source = open_initial(path_or_preset, job.init)
+    source, job = open_initial(path_or_preset, job.init), with_read_adapter(job)
     source = source._replace(spec=described(source.spec, job))
     if source.spec.notice:
         logger.warning("%s: %s", source.spec.name, source.spec.notice)
@@ -161,6 +176,7 @@ def build(planned: PlannedRun, optimizer: AdamW | None = None, **changes: Any) -
         attention_choices=planned.profile.attention_choices,
         matmul_flops_per_s=planned.profile.peak_matmul_flops_per_s,
         description=planned.describe(),
+        adapter=None if job.adapter is None else Path(job.adapter),
     )
     return Engine(planned.source, planned.plan, planned.device, optimizer or AdamW(), settings)
 

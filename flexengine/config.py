@@ -44,7 +44,6 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
     model: Annotated[
         str, Option("Hugging Face model folder, or preset:NAME for a shipped config with random weights (required)")
     ] = ""
-    mode: Annotated[Literal["full"], Option("what is trained: full = every parameter, but for --freeze")] = "full"
 
     data_source: Annotated[
         Literal["json_sft", "synthetic"], Option("json_sft = records of --dataset, synthetic = random tokens")

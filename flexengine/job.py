@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
+from flexengine.lora import LoRA
 from flexengine.options import KeywordWords, Option, Words, options_of
 from flexengine.plan import Numerics
+from flexengine.wording import shown
 
 ComputeDtype = Literal["bfloat16", "float32", "float64"]
 StorageDtype = Literal["float32", "bfloat16"]
@@ -21,7 +23,10 @@ BaseDtype = Literal["compute", "bf16", "fp8", "int8", "nf4"]
 MOST_TOKENS = 2**28
 """Limits are far above what any machine could use: a slip of the keyboard is named, not tried."""
 MOST_GIB = 2**20
+MOST_LORA_RANK = 2**14
 LARGEST_SEED = 2**32 - 1
+LORA_OPTIONS = ("lora_rank", "lora_alpha", "lora_targets", "use_rslora")
+"""Options that mean something in mode lora alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +86,25 @@ class Job:
             decides_plan=False,
         ),
     ] = "checkpoint"
+    mode: Annotated[
+        Literal["full", "lora"],
+        Option("what is trained: full = all weights, lora = low-rank adapters of the blocks' linear layers alone"),
+    ] = "full"
+    lora_rank: Annotated[int, Option("rank of the adapters", above=0, most=MOST_LORA_RANK)] = 16
+    lora_alpha: Annotated[
+        float, Option("the product of an adapter is multiplied by alpha / rank", above=0, most=MOST_LORA_RANK)
+    ] = 16.0
+    lora_targets: Annotated[
+        Sequence[str],
+        Option(
+            "modules that have adapters: all-linear (all linear layers of the blocks), names as q_proj, or regular"
+            " expressions for whole names"
+        ),
+    ] = ("all-linear",)
+    adapter: Annotated[
+        str | None, Option("folder of an adapter to start from, as PEFT writes it; it says rank, alpha and targets")
+    ] = None
+    use_rslora: Annotated[bool, Option("multiply the product of an adapter by alpha / sqrt(rank) instead")] = False
     max_grad_norm: Annotated[
         float | None,
         Option(
@@ -119,6 +143,7 @@ class Job:
             option.check(value, self.words)
         self._check_lengths()
         self._check_dtypes()
+        self._check_mode()
 
     def _check_lengths(self) -> None:
         longest, tokens = self.max_seq_len, self.max_global_batch_tokens
@@ -138,6 +163,26 @@ class Job:
         ):
             if getattr(self, name) == value and self.dtype != needed:
                 raise ValueError(f"{name}={value} needs dtype={needed}, got dtype={self.dtype}")
+
+    def _check_mode(self) -> None:
+        """Refuse options of one mode in the other."""
+        if self.mode == "full":
+            changed = [n for n in LORA_OPTIONS if getattr(self, n) != options_of(Job)[n].default]
+            if changed:
+                words = self.words.setting(changed[0], shown(getattr(self, changed[0])))
+                raise ValueError(f"{words} is for adapters; add {self.words.setting('mode', 'lora')}")
+        elif self.freeze:
+            raise ValueError(
+                f"{self.words.setting('freeze', ' '.join(self.freeze))}: in mode lora all but the adapters is frozen;"
+                f" choose modules with {self.words.spelled('lora_targets')} instead"
+            )
+
+    @property
+    def lora_setup(self) -> LoRA | None:
+        """The adapters that are trained, if any."""
+        if self.mode == "full":
+            return None
+        return LoRA(self.lora_targets, self.lora_rank, self.lora_alpha, self.use_rslora)
 
     @property
     def numerics(self) -> Numerics:

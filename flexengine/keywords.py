@@ -6,6 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import InitVar
 from typing import Any, ParamSpec, TypeVar, get_type_hints
 
 from flexengine.options import options_of
@@ -49,7 +50,8 @@ def _plain_signature(arguments: Callable[..., Any]) -> inspect.Signature:
     """The constructor's signature with types only: what an option means is told by the docstring."""
     hints = get_type_hints(arguments)
     signature = inspect.signature(arguments)
-    plain = [p.replace(annotation=hints.get(name, p.annotation)) for name, p in signature.parameters.items()]
+    named = [(p, hints.get(name, p.annotation)) for name, p in signature.parameters.items()]
+    plain = [p.replace(annotation=hint.type if isinstance(hint, InitVar) else hint) for p, hint in named]
     return signature.replace(parameters=plain)
 
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from numbers import Real
+from typing import Any
 
+from flexengine.checkpoint.adapter_config import read_lora
 from flexengine.hardware.profile import HardwareProfile, ProbeShape
 from flexengine.job import Job
+from flexengine.lora import LoRA
 from flexengine.metrics import GIB, format_bytes
 from flexengine.models.attention_shapes import attention_shapes
 from flexengine.models.base_dtype import with_base_dtype
 from flexengine.models.freezing import with_frozen
+from flexengine.models.lora import with_lora
 from flexengine.models.matmul_dtype import with_matmul_dtype
 from flexengine.models.spec import ModelSpec
+from flexengine.options import options_of
 from flexengine.plan import Plan, PlanError, PlanReason, Request
+from flexengine.wording import shown
 
 logger = logging.getLogger(__name__)
 
@@ -25,10 +32,38 @@ def described(spec: ModelSpec, job: Job) -> ModelSpec:
     Warns when sequences may be longer than the model was made for. Raises ValueError where it cannot take them, or as
     `with_matmul_dtype`, `with_frozen` and `with_base_dtype`.
     """
-    model = with_frozen(with_matmul_dtype(spec, job.matmul_dtype), job.freeze)
+    model = with_matmul_dtype(spec, job.matmul_dtype)
+    model = with_lora(model, job.lora_setup) if job.lora_setup is not None else with_frozen(model, job.freeze)
     model = with_base_dtype(model, job.stored_base)
     _check_sequence_length(model, job.max_seq_len)
     return model
+
+
+def lora_options(lora: LoRA) -> dict[str, Any]:
+    """Adapters as options of a job."""
+    return {
+        "mode": "lora",
+        "lora_rank": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_targets": lora.targets,
+        "use_rslora": lora.use_rslora,
+    }
+
+
+def with_read_adapter(job: Job) -> Job:
+    """Fill in what the adapter that a job starts from says of itself.
+
+    Raises ValueError where the job says otherwise, or where there is no adapter.
+    """
+    if job.adapter is None:
+        return job
+    lora, options = read_lora(job.adapter), options_of(Job)
+    stored = lora_options(lora)
+    for name, value in stored.items():
+        if getattr(job, name) not in (options[name].default, value):
+            given = job.words.setting(name, getattr(job, name))
+            raise ValueError(f"{given}, but {job.adapter} was made with {shown(value)}; leave it out")
+    return replace(job, **stored)
 
 
 def _check_sequence_length(spec: ModelSpec, max_seq_len: int) -> None:

@@ -70,7 +70,7 @@ def test_bad_yaml(text, message):
     ("changes", "message"),
     [
         ({"model": ""}, "--model is missing"),
-        ({"mode": "lora"}, "--mode must be one of full, got 'lora'"),
+        ({"mode": "qlora"}, "--mode must be one of full, lora, got 'qlora'"),
         ({"max_seq_len": 0}, "--max-seq-len must be more than 0, got 0"),
         ({"max_seq_len": 64.0}, "--max-seq-len must be of type int, got 64.0"),
         ({"steps": True}, "--steps must be of type int, got True"),

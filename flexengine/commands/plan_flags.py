@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flexengine.commands.files import check_target
-from flexengine.config import TrainConfig
 from flexengine.flags import add_flag, from_flags, positive_count, positive_number
 from flexengine.hardware.presets import PRESETS
 from flexengine.job import Job
@@ -75,8 +74,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR_OR_PRESET",
         help="Hugging Face model folder (a config.json is enough), or preset:NAME (required)",
     )
-    mode = options_of(TrainConfig)["mode"]
-    add_flag(parser, mode, mode.default)
     _add_machine(parser.add_argument_group("machine and budgets"))
     work = parser.add_argument_group("work and numerics, as in train")
     for option in WORK:

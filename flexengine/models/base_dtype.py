@@ -26,8 +26,8 @@ def with_base_dtype(model: ModelSpec, base: BaseDtype) -> ModelSpec:
     stored = _products(model)
     if not stored:
         raise ValueError(
-            f"base_dtype={base} stores frozen linear layers in fewer bytes, but all of {model.name} are trained; freeze"
-            " blocks (--freeze blocks), or leave --base-dtype out"
+            f"base_dtype={base} stores frozen linear layers in fewer bytes, but all of {model.name} are trained; train"
+            " adapters (--mode lora), freeze blocks (--freeze blocks), or leave --base-dtype out"
         )
 
     def of_param(group: int, param: ParamSpec) -> ParamSpec:

@@ -34,6 +34,11 @@ def with_frozen(model: ModelSpec, names: Sequence[str]) -> ModelSpec:
             f"freeze={' '.join(names)}: that is all of {model.name}, and nothing is left to train; leave out what is to"
             f" be trained: {_what_there_is(model)}"
         )
+    return freeze_groups(model, found)
+
+
+def freeze_groups(model: ModelSpec, found: set[int]) -> ModelSpec:
+    """Freeze groups of `model` by their indices. Call it after everything else that replaces ops."""
     groups = tuple(replace(group, frozen=i in found) for i, group in enumerate(model.groups))
     # Backward ends here: nothing below this layer has anything to train.
     lowest = min(i for i, layer in enumerate(model.layers) if set(layer.groups) - found)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
+from flexengine.lora import LoRA
 from flexengine.models.nf4_checkpoints import is_in_nf4
 from flexengine.ops.balance import Balancing
 from flexengine.ops.base import Op
@@ -39,9 +40,11 @@ class ParamSpec:
     shape: tuple[int, ...]
     sources: tuple[WeightSource, ...]
     kind: Literal["matrix", "vector"] = "matrix"
-    init: Literal["normal", "ones", "zeros"] = "normal"
+    init: Literal["normal", "ones", "zeros", "kaiming"] = "normal"
     storage: BaseDtype = "compute"
     """What a frozen matrix is stored in; layers read it decoded to the compute dtype."""
+    added: bool = False
+    """Whether checkpoints lack it because it is new: it then starts as `init` says."""
     fused: WeightSource | None = None
     """One tensor that some checkpoints hold instead of the sources, with the elements in the same order."""
 
@@ -58,7 +61,7 @@ class GroupSpec:
     frozen: the group is not trained and has weights alone: no gradient, no optimizer states, no update. divisions: the
     parameters named `cut` may be cut into this many equal parts of their first dimension. num_parts: `divisions` when
     they are cut, else 1. Parts cross the link one by one, after all other parameters of the group (in backward before
-    them).
+    them). adapter: the group is trained beside a frozen one of its layer, and always lives on the GPU.
     """
 
     name: str
@@ -68,6 +71,7 @@ class GroupSpec:
     divisions: int = 1
     cut: tuple[str, ...] = ()
     num_parts: int = 1
+    adapter: bool = False
 
     @property
     def numel(self) -> int:
@@ -150,6 +154,8 @@ class ModelSpec:
     """A prefix of all names of sources that some checkpoints leave out."""
     balancing: Balancing | None = None
     """The loss that balances experts, if the config asks for it."""
+    lora: LoRA | None = None
+    """The adapters that are trained beside a frozen model, if any."""
     groups: tuple[GroupSpec, ...] = ()
     layers: tuple[LayerSpec, ...] = ()
 
@@ -216,16 +222,5 @@ class ModelSpec:
         layers = Counter(layer.ops for layer in self.layers).items()
         lengths = Counter(seq_lens).items()
         return sum(
-            count * times * _passes(op) * op.forward_work(length, length, 2).flops
-            for ops, times in layers
-            for op in ops
-            for length, count in lengths
+            count * times * op.model_flops(length) for ops, times in layers for op in ops for length, count in lengths
         )
-
-
-def _passes(op: Op) -> float:
-    """Count how many times a step does the work of an op's forward."""
-    # Each half of backward takes as much as forward. An op without parameters, such as attention, multiplies
-    # activations with each other, so its input half has two gradients to compute.
-    inputs = (1.0 if op.params else 2.0) if op.has_input_half else 0.0
-    return 1.0 + inputs + (1.0 if op.has_weight_half else 0.0)

@@ -335,6 +335,14 @@ class Op(ABC):
         """Cost of `fill_window`."""
         return Work()
 
+    def model_flops(self, seq_len: int) -> float:
+        """FLOPs of forward and backward of one sequence, without recomputation."""
+        # Each half of backward takes as much as forward. An op without parameters, such as attention, multiplies
+        # activations with each other, so its input half has two gradients to compute.
+        inputs = (1.0 if self.params else 2.0) if self.has_input_half else 0.0
+        passes = 1.0 + inputs + (1.0 if self.has_weight_half else 0.0)
+        return passes * self.forward_work(seq_len, seq_len, 2).flops
+
     def accumulation_work(self, compute_bytes: int) -> Work:
         """What the weight half costs on top where accumulators hold an earlier chunk's sum already."""
         return Work()

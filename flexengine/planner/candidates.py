@@ -14,7 +14,7 @@ import numpy as np
 
 from flexengine.plan import GroupPlan, LayerPlan, Plan
 from flexengine.planner.cost.stream_loads import GroupUse, group_loads, plane_bytes_in
-from flexengine.planner.shared_buffers import SlotCounts
+from flexengine.planner.shared_buffers import ADAPTER_HOME, SlotCounts
 from flexengine.planner.size_tables import NUM_RESIDENCIES, STREAMS_WEIGHTS, SizeTables
 from flexengine.schedule.group_storage import GroupStorage
 from flexengine.schedule.layer_program import ALIGNMENT
@@ -180,6 +180,8 @@ class CandidateMemory:
         edges = zip(buffers.edge_groups, buffers.edge_residencies, edge.residencies, strict=True)
         for group, residencies, residency in edges:
             groups[group] = residencies[residency]
+        for group in buffers.adapter_groups:
+            groups[group] = ADAPTER_HOME
         weight, grad, save = self._used_slots(one)
         count, tile = buffers.tiles(int(self.region_bytes(one)[0]), SlotCounts().optimizer)
         size = (tables.chunk_tokens, tables.chunks_per_round)

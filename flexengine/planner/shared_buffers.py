@@ -23,11 +23,13 @@ from flexengine.planner.cost.memory import gpu_overhead_bytes, host_required_byt
 from flexengine.planner.cost.save_sets import SaveSets
 from flexengine.planner.cost.stream_loads import (
     GPU_RESIDENCIES,
+    RESIDENCIES,
     RESIDENT,
     RESIDENT_BOTH,
     STREAMED,
     UPDATED_BY_CPU,
     group_uses,
+    plane_bytes_in,
     residencies_of,
 )
 from flexengine.planner.keep_options import KeepOptions, keep_options
@@ -44,6 +46,10 @@ TILES_PER_MODEL = 64
 """An optimizer tile is at most this share of the parameters: larger ones only fill and drain the pipeline longer."""
 SMALL_BLOCKS = 4
 """Blocks of the small model: at least as many as there are weight slots."""
+
+
+ADAPTER_HOME = RESIDENCIES[RESIDENT]
+"""Where adapters live: they are small, and every chunk reads them."""
 
 
 class SlotCounts(NamedTuple):
@@ -84,7 +90,9 @@ class SharedBuffers:
         self.model, self.request, self.profile = model, request, profile
         self.block_layers = [i for i, layer in enumerate(model.layers) if layer.kind == "block"]
         self.block_groups = [model.layers[i].groups[0] for i in self.block_layers]
-        self.edge_groups = [g for g in range(len(model.groups)) if g not in set(self.block_groups)]
+        self.adapter_groups = [g for g, group in enumerate(model.groups) if group.adapter]
+        others = {*self.block_groups, *self.adapter_groups}
+        self.edge_groups = [g for g in range(len(model.groups)) if g not in others]
         self.kinds, self.kind_of = block_kinds(model)
         self.small = self._small_model()
         self.num_parameters = model.num_trained_parameters
@@ -93,6 +101,7 @@ class SharedBuffers:
         self.residencies = np.array(homes)  # what blocks may have; on the CPU both updates are one
         self.kind_layouts = [group_storage(model.groups[kind.group], request.numerics) for kind in self.kinds]
         self.edge_layouts = [group_storage(model.groups[g], request.numerics) for g in self.edge_groups]
+        self.adapter_layouts = [group_storage(model.groups[g], request.numerics) for g in self.adapter_groups]
         self.kind_residencies = [residencies_of(model.groups[kind.group]) for kind in self.kinds]
         self.edge_residencies = [residencies_of(model.groups[g]) for g in self.edge_groups]
         self._options: dict[tuple[int, SaveSets], tuple[KeepOptions, ...]] = {}
@@ -106,7 +115,7 @@ class SharedBuffers:
         layers = [
             self.model.layers[i] for i in (0, *(self.block_layers[b] for b in blocks), len(self.model.layers) - 1)
         ]
-        kept = sorted({*self.edge_groups, *(self.block_groups[b] for b in blocks)})
+        kept = sorted({*self.edge_groups, *(group for layer in layers for group in layer.groups)})
         number = {group: i for i, group in enumerate(kept)}
         layers = [
             replace(layer, params=tuple((local, number[group], name) for local, group, name in layer.params))
@@ -116,6 +125,11 @@ class SharedBuffers:
         return replace(self.model, layers=tuple(layers), groups=groups)
 
     # -- parameters --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def adapter_bytes(self) -> int:
+        """GPU bytes of the adapters' planes, which always live there."""
+        return sum(plane_bytes_in("gpu", group, ADAPTER_HOME) for group in self.adapter_layouts)
 
     @cached_property
     def accumulator_bytes(self) -> int:
@@ -162,10 +176,13 @@ class SharedBuffers:
             edge = EdgeChoice(False, False, (RESIDENT,) * len(self.edge_groups))
             layout = Layout(self.small, self._plan(size, edge, SlotCounts(), RESIDENT, keep_all=True))
             scalars = align(SCALE_BYTES * len(self.model.groups)) - align(SCALE_BYTES * len(self.small.groups))
-            groups = [*(self.kind_layouts[kind] for kind in self.kind_of), *self.edge_layouts]
+            groups = [*(self.kind_layouts[kind] for kind in self.kind_of), *self.edge_layouts, *self.adapter_layouts]
             scalars += align(norm_square_bytes(groups)) - align(norm_square_bytes(layout.groups))
             self._activations[size] = ActivationBytes(
-                _bytes_of(layout, "batch", "scalars") + scalars + gpu_overhead_bytes(layout, self.profile),
+                _bytes_of(layout, "batch", "scalars")
+                + scalars
+                + self.adapter_bytes
+                + gpu_overhead_bytes(layout, self.profile),
                 _bytes_of(layout, "hidden states", "key/value window"),
                 layout.place("scratch").num_bytes,
                 host_required_bytes(layout, self.profile),
@@ -191,7 +208,9 @@ class SharedBuffers:
         edges = iter(edge.residencies)
         nothing = LayerPlan((), (), "host")
         blocks = (LayerPlan(keepable_ops(b.ops) if b.keeps else ()) if keep_all else nothing for b in self.small.blocks)
-        homes = (residency if g.slot_class == "block" else next(edges) for g in self.small.groups)
+        homes = (
+            RESIDENT if g.adapter else residency if g.slot_class == "block" else next(edges) for g in self.small.groups
+        )
         groups = tuple(residencies_of(g)[v] for g, v in zip(self.small.groups, homes, strict=True))
         layers = (LayerPlan(), *blocks, LayerPlan())
         return self.plan(size, edge, slots, layers, groups, LEAST_TILE)

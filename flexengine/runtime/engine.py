@@ -27,7 +27,7 @@ from flexengine.runtime.batch import BatchWriter, constant_tables
 from flexengine.runtime.batch_input import Sequences, read_batch, read_call
 from flexengine.runtime.command_handlers import CommandHandlers
 from flexengine.runtime.executor import CommandOrder, Executor
-from flexengine.runtime.export import export_checkpoint
+from flexengine.runtime.export import export_adapter, export_checkpoint
 from flexengine.runtime.layer_runner import LayerRunner
 from flexengine.runtime.measurement import StepMeasurement
 from flexengine.runtime.one_caller import one_caller, training_call
@@ -38,7 +38,7 @@ from flexengine.runtime.rounds import RoundRunner
 from flexengine.runtime.step_runner import StepRunner
 from flexengine.runtime.step_state import StepState
 from flexengine.runtime.update import UpdateRunner, UpdateSettings, update_settings
-from flexengine.runtime.weight_store import WeightStore, empty_buffers, fill_weights
+from flexengine.runtime.weight_store import WeightStore, empty_buffers, fill_weights, load_adapter
 from flexengine.schedule.command_totals import CommandClass, CommandTotal
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.relocation import relocation
@@ -52,7 +52,8 @@ class EngineSettings:
     max_grad_norm: global norm that gradients are clipped to; None = no clipping. seed: of random initial weights and
     stochastic rounding. deterministic: only kernels that torch knows to be deterministic. attention_choices: kernels
     for the shapes of attention that were measured; attention: for others. matmul_flops_per_s: measured rate that
-    reports compare with. description: the plan in words. order: the order of commands on the CPU, for tests.
+    reports compare with. description: the plan in words. adapter: a folder that the adapters start from. order: the
+    order of commands on the CPU, for tests.
     """
 
     max_grad_norm: float | None = 1.0
@@ -62,6 +63,7 @@ class EngineSettings:
     attention_choices: tuple[AttentionChoice, ...] = ()
     matmul_flops_per_s: float = 0.0
     description: str = ""
+    adapter: Path | None = None
     order: CommandOrder | None = None
 
 
@@ -115,6 +117,8 @@ class Engine:
 
     def _load(self) -> None:
         fill_weights(self.weights, self.buffers, self.source.weights_folder, self.settings.seed)
+        if self.settings.adapter is not None:
+            load_adapter(self.weights, self.settings.adapter)
         self.executor.synchronize()
 
     @property
@@ -323,19 +327,28 @@ class Engine:
         return self.weights.read_gradients(scale=1.0 / self.state.loss_weight)
 
     @one_caller
-    def save_pretrained(self, folder: str | Path, beside: Mapping[str, str] | None = None) -> None:
-        """Write a Hugging Face folder that transformers loads unchanged.
+    def save_pretrained(
+        self, folder: str | Path, beside: Mapping[str, str] | None = None, merged: bool | None = None
+    ) -> None:
+        """Write a Hugging Face folder that transformers loads unchanged, or of a model with adapters these alone.
 
         It has the source's tensor names, dtypes and shards, its config and tokenizer; frozen tensors bit for bit. A
         preset is saved in the compute dtype, a quantised checkpoint in 16 bits, in shards of the usual size. An error
         leaves the folder as it was.
-        beside: further texts that appear with the model, by file name.
+        beside: further texts that appear with the model, by file name. merged: for a model with adapters, whether to
+        write the whole model with them added to its weights, computed in float32 and rounded once; None and False write
+        the adapters, as PEFT does.
         Raises ValueError after an interrupted step, NotFiniteError (a ValueError) for a trained weight with NaN or
         infinity.
         """
         self.state.require_usable()
         self.executor.synchronize()
-        export_checkpoint(folder, self.source, self.weights, self.buffers, beside or {})
+        if merged is not None and self.model.lora is None:
+            raise ValueError(f"merged={merged}, but {self.model.name} has no adapters; leave it out")
+        if self.model.lora is None or merged:
+            export_checkpoint(folder, self.source, self.weights, self.buffers, beside or {})
+        else:
+            export_adapter(folder, self.source, self.weights, beside or {})
 
     @one_caller
     def close(self) -> None:

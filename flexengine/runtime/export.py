@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flexengine.checkpoint.adapter import save_adapter
+from flexengine.checkpoint.adapter_config import adapter_config
 from flexengine.checkpoint.layout import CONFIG_FILE
 from flexengine.checkpoint.quantised import EXPORT_DTYPE
 from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.checkpoint.writer import TensorSource, support_files, write_checkpoint
+from flexengine.models.lora import Adapter, adapters
 from flexengine.models.registry import ModelSource
 from flexengine.models.spec import ModelSpec
 from flexengine.runtime.not_finite import checked
@@ -33,6 +37,54 @@ def export_checkpoint(
         _export_over(folder, source.weights_folder, source.spec, weights, beside)
 
 
+def export_adapter(folder: str | Path, source: ModelSource, weights: WeightStore, texts: Mapping[str, str]) -> None:
+    """Write the adapters of a model that has some, as PEFT does, with the tokenizer of the model beneath.
+
+    texts: further files by name. Order: nothing may be running that writes weights. Raises: NotFiniteError.
+    """
+    model, found = source.spec, list(adapters(source.spec))
+    assert model.lora is not None
+    names = [part.name for adapter in found for part in (adapter.down, adapter.up)]
+    tensors = {name: checked(name, weights.read(name)) for name in names}
+    base = "" if source.weights_folder is None else str(source.weights_folder)
+    config = adapter_config(model.lora, _target_names(model, found), base, any(a.transposed for a in found))
+    beside = {} if source.support_folder is None else support_files(source.support_folder)
+    beside.pop(CONFIG_FILE, None)  # it would make a model of the folder
+    save_adapter(folder, config, tensors, {**beside, **texts})
+
+
+def _target_names(model: ModelSpec, found: Sequence[Adapter]) -> set[str]:
+    """Name the adapted modules: by their own names where every module of a name is adapted, else by whole names."""
+    adapted = {adapter.module for adapter in found}
+    sources = (
+        s.name for layer in model.blocks for g in layer.groups for p in model.groups[g].params for s in p.sources
+    )
+    modules = {name.removesuffix(".weight") for name in sources if name.endswith(".weight")}
+    partly = {name.rpartition(".")[2] for name in modules - adapted}
+    return {name if (short := name.rpartition(".")[2]) in partly else short for name in adapted}
+
+
+class _Merging(NamedTuple):
+    """The adapters that are added to the tensors of a model, by the names of these."""
+
+    weights: WeightStore
+    scale: float
+    by_weight: dict[str, Adapter]
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """weight + scale * B @ A in float32 (float64), rounded once to `dtype`."""
+        adapter, merged = self.by_weight[name], self.weights.read(name)
+        product = self.weights.read(adapter.up.name) @ self.weights.read(adapter.down.name)
+        merged.add_(product.t() if adapter.transposed else product, alpha=self.scale)
+        return checked(name, merged.to(dtype))
+
+
+def _merging(weights: WeightStore) -> _Merging:
+    model = weights.layout.model
+    scale = model.lora.scale if model.lora is not None else 0.0
+    return _Merging(weights, scale, {adapter.weight.name: adapter for adapter in adapters(model)})
+
+
 def _export_preset(
     folder: str | Path,
     model: ModelSpec,
@@ -41,7 +93,8 @@ def _export_preset(
     beside: Mapping[str, Path | str],
 ) -> None:
     compute = weights.layout.plan.request.numerics.compute
-    tensors = [_trained(weights, name, getattr(torch, compute)) for name in weights.runs]
+    own = [name for name, run in weights.runs.items() if not run.param.added]
+    tensors = [_trained(weights, name, getattr(torch, compute)) for name in own]
     tensors += [
         TensorSource(name, torch.float32, tuple(buffer.shape), buffer.float) for name, buffer in buffers.items()
     ]
@@ -71,7 +124,11 @@ def _export_over(
 def _trained(weights: WeightStore, name: str, dtype: torch.dtype) -> TensorSource:
     """A trained tensor, which is checked when its turn comes; an error then leaves the old folder as it was."""
 
+    merging = _merging(weights)
+
     def read() -> Tensor:
+        if name in merging.by_weight:
+            return merging.read(name, dtype)
         weight = weights.read(name, dtype)
         return weight if weights.runs[name].frozen else checked(name, weight)
 
@@ -84,7 +141,8 @@ def _as_stored(reader: CheckpointReader, name: str, model: ModelSpec, weights: W
     source = model.embedding_source if tied else name
     run = weights.runs.get(source)
     # What is trained beside a base in fewer bytes was fitted to its decoded values, so these are the model.
-    if run is not None and (not run.frozen or run.in_fewer_bytes):
+    own = run is not None and (not run.frozen or run.in_fewer_bytes)
+    if own or source in _merging(weights).by_weight:
         return _trained(weights, source, entry.dtype)._replace(name=name)
 
     def carried() -> Tensor:

@@ -13,6 +13,7 @@ from flexengine.runtime.arena import Arenas, wide_dtype
 from flexengine.schedule.commands import LayerCall
 from flexengine.schedule.layer_program import OpStep, Place
 from flexengine.schedule.layout import Layout
+from flexengine.schedule.parts import Part
 
 
 class LayerRunner:
@@ -77,7 +78,7 @@ class LayerRunner:
     ) -> dict[str, Tensor]:
         """Views of the parameters of the call's part. at_home: groups whose slot holds the whole plane."""
         views = {}
-        stored = {g: {p.name: p for p in self.layout.groups[g].parts[call.part].params} for g in slots}
+        stored = {g: {p.name: p for p in self._part(g, call.part).params} for g in slots}
         for local, group, name in self.layout.model.layers[call.layer].params:
             param = stored.get(group, {}).get(name)
             if param is not None:
@@ -89,9 +90,14 @@ class LayerRunner:
         """Zero those parts of accumulators that this layer never writes: a tied head leaves learned positions alone."""
         used = {(group, name) for _, group, name in self.layout.model.layers[call.layer].params}
         for group, slot in call.accumulators.items():
-            for param in self.layout.groups[group].parts[call.part].params:
+            for param in self._part(group, call.part).params:
                 if (group, param.name) not in used:
                     self._view(slot, param.start, param.shape, self.wide).zero_()
+
+    def _part(self, group: int, part: int) -> Part:
+        """A part of a group; adapters stay whole beside a group in parts."""
+        parts = self.layout.groups[group].parts
+        return parts[part if len(parts) > 1 else 0]
 
     def _view(self, slot: int, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self.arenas.view(self.layout.slots[slot], start * dtype.itemsize, shape, dtype)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexengine.checkpoint.adapter import adapter_tensors
 from flexengine.checkpoint.quantised import DECODERS, Decoder, Stored
 from flexengine.checkpoint.reader import CheckpointReader, ReadRequest
 from flexengine.models.spec import ModelSpec, ParamSpec, WeightSource
@@ -71,7 +72,8 @@ def stored_tensors(source: WeightSource) -> dict[str, Stored]:
 
 def check_complete(model: ModelSpec, reader: CheckpointReader) -> None:
     """Raise ValueError naming tensors that a checkpoint lacks, or has in a wrong shape or dtype. Reads headers only."""
-    sources = (source for group in model.groups for param in group.params for source in param.sources)
+    params = (param for group in model.groups for param in group.params if not param.added)
+    sources = (source for param in params for source in param.sources)
     wanted = {name: stored for source in sources for name, stored in stored_tensors(source).items()}
     wanted |= {name: Stored(source.shape, NUMBERS) for name, source in model.buffers.items()}
     missing = [name for name in wanted if name not in reader.tensors]
@@ -205,7 +207,7 @@ class WeightStore:
         requests = [
             self._request(name, run, reader.tensors[name].dtype)
             for name, run in self.runs.items()
-            if run.source.decode is None and run.whole
+            if run.source.decode is None and run.whole and not run.param.added
         ]
         elsewhere = [request for request in requests if not on_host(request)]
         with reader.verifying():
@@ -282,7 +284,15 @@ class WeightStore:
         seed, name and kind of device only.
         """
         self.clear_states()
-        for name, run in self.runs.items():
+        self._draw_all(seed, self.runs)
+
+    def initialize_added(self, seed: int) -> None:
+        """The same for parameters that no checkpoint has yet, such as new adapters."""
+        self._draw_all(seed, [name for name, run in self.runs.items() if run.param.added])
+
+    def _draw_all(self, seed: int, names: Iterable[str]) -> None:
+        for name in names:
+            run = self.runs[name]
             generator = torch.Generator(self.arenas.device).manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
             starts = range(0, run.count, PIECE_ELEMENTS)
             pieces = (self._draw(run.param, min(PIECE_ELEMENTS, run.count - start), generator) for start in starts)
@@ -295,10 +305,21 @@ class WeightStore:
 
     def _draw(self, param: ParamSpec, count: int, generator: torch.Generator) -> Tensor:
         device = self.arenas.device
+        if param.init == "kaiming":  # uniform, as torch.nn.Linear and PEFT begin
+            bound = param.shape[-1] ** -0.5
+            return torch.empty(count, device=device).uniform_(-bound, bound, generator=generator)
         if param.init == "normal":
             std = self.layout.model.initializer_range
             return torch.empty(count, device=device).normal_(0.0, std, generator=generator)
         return torch.full((count,), 1.0 if param.init == "ones" else 0.0, device=device)
+
+    def write(self, name: str, values: Tensor) -> None:
+        """Give a parameter the values of a tensor of its shape on the CPU."""
+        run = self.runs[name]
+        weight, remainder = self._master(run)
+        flat = values.reshape(-1).to(self.arenas.device)
+        for start in range(0, run.count, PIECE_ELEMENTS):
+            self._write_master(weight, remainder, start, flat[start : start + PIECE_ELEMENTS], run.split)
 
     def _write_master(self, weight: Tensor, remainder: Tensor | None, start: int, piece: Tensor, split: bool) -> None:
         target = weight[start : start + piece.numel()]
@@ -360,4 +381,13 @@ def fill_weights(weights: WeightStore, buffers: dict[str, Tensor], folder: Path 
         return
     with CheckpointReader.open(folder) as reader:
         weights.load(reader)
+        weights.initialize_added(seed)
         load_buffers(reader, buffers)
+
+
+def load_adapter(weights: WeightStore, folder: Path) -> None:
+    """Read all adapters from a folder as PEFT writes it. Raises: CheckpointError where it has other ones."""
+    names = [name for name, run in weights.runs.items() if run.param.added]
+    shapes = {name: weights.runs[name].source.shape for name in names}
+    for name, tensor in adapter_tensors(folder, shapes):
+        weights.write(name, tensor)

@@ -1,0 +1,155 @@
+"""Linear layers with low-rank adapters: y = x @ weight.T (+ bias or residual) + scale * (x @ A.T) @ B.T.
+
+Shapes: x [T, D], weight [F, D] (transposed: [D, F]), A [J * R, D], B [rows of the adapted modules, R], y [T, F]. A
+fused projection has an adapter for each of its modules: A holds theirs one below the other, and so does B.
+Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", https://arxiv.org/abs/2106.09685; scale
+as Kalajdzievski 2023 (rsLoRA) where that is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexengine.ops.base import OpEnv, TensorSpec, Work
+from flexengine.ops.linear import Linear, accumulate_weight_grad
+
+
+class AdaptedRows(NamedTuple):
+    """Columns [start, end) of the output that one module makes, which has an adapter of its own."""
+
+    start: int
+    end: int
+
+
+class LoRALinear(Linear):
+    """A frozen linear layer and the adapters of some of its modules, which are never merged.
+
+    The adapters' product is written first and the large product adds to it, so that the sum is rounded once and costs
+    no pass over memory of its own. Backward computes x @ A.T again: it reads x for the gradient of A in any case.
+    """
+
+    def __init__(self, base: Linear, rank: int, scale: float, adapted: tuple[AdaptedRows, ...]) -> None:
+        super().__init__(
+            base.name, base.x, base.y, base.in_features, base.out_features,
+            base.weight, base.bias, base.residual, base.transposed,
+        )  # fmt: skip
+        self.rank, self.scale, self.adapted = rank, scale, adapted
+        self.down, self.up = f"{self.name}.lora_A", f"{self.name}.lora_B"
+        self.params = (self.down, self.up)
+        width = len(adapted) * rank
+        self.low = TensorSpec(f"{self.name}.low", (width,))
+        self.grad_low = TensorSpec(f"{self.name}.grad_low", (width,))
+
+    def scratch(self, half: str) -> tuple[TensorSpec, ...]:
+        if half == "forward":
+            return (self.low,)
+        return (self.grad_low,) if half == "input" else (self.grad_low, self.low)
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def forward(self, env: OpEnv) -> None:
+        x, y = env.t[self.x], env.t[self.y]
+        self._write_low(env)
+        start = self._start(env)
+        reached = 0
+        for rows, low, up in self._modules(env.t[self.low.name], env.p[self.up]):
+            self._fill(y, start, reached, rows.start)
+            out, reached = y[:, rows.start : rows.end], rows.end
+            if start is None:
+                torch.mm(low, up.t(), out=out)
+            else:
+                torch.addmm(start[..., rows.start : rows.end], low, up.t(), out=out)
+        self._fill(y, start, reached, self.out_features)
+        torch.addmm(y, x, self._matrix(env).t(), out=y)
+
+    def _write_low(self, env: OpEnv) -> None:
+        """low = scale * x @ A.T."""
+        low = env.t[self.low.name]
+        torch.addmm(low, env.t[self.x], env.p[self.down].t(), beta=0, alpha=self.scale, out=low)
+
+    def _start(self, env: OpEnv) -> Tensor | None:
+        """What the products are added to: residual [T, F], bias [F], their sum, or None."""
+        if self.residual is None:
+            return None if self.bias is None else env.p[self.bias]
+        residual, y = env.t[self.residual], env.t[self.y]
+        if self.bias is None:
+            return residual
+        torch.add(residual, env.p[self.bias], out=y)
+        return y
+
+    @staticmethod
+    def _fill(y: Tensor, start: Tensor | None, first: int, end: int) -> None:
+        """Columns [first, end) of y, which no adapter makes, become what the large product is added to."""
+        if first == end:
+            return
+        columns = y[:, first:end]
+        if start is None:
+            columns.zero_()
+        elif start.data_ptr() != y.data_ptr():
+            columns.copy_(start[..., first:end].expand_as(columns))
+
+    def _modules(self, low: Tensor, up: Tensor) -> list[tuple[AdaptedRows, Tensor, Tensor]]:
+        """Every adapted module with its columns of a tensor [T, J * R] and its rows of one like B."""
+        found, first = [], 0
+        for number, rows in enumerate(self.adapted):
+            end = first + rows.end - rows.start
+            found.append((rows, low[:, number * self.rank : (number + 1) * self.rank], up[first:end]))
+            first = end
+        return found
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def backward_input(self, env: OpEnv) -> None:
+        grad_x, grad_y, grad_low = env.g[self.x], env.g[self.y], env.t[self.grad_low.name]
+        for rows, low, up in self._modules(grad_low, env.p[self.up]):
+            torch.addmm(low, grad_y[:, rows.start : rows.end], up, beta=0, alpha=self.scale, out=low)
+        if self.x in env.accumulate:
+            torch.addmm(grad_x, grad_low, env.p[self.down], out=grad_x)
+        else:
+            torch.mm(grad_low, env.p[self.down], out=grad_x)
+        torch.addmm(grad_x, grad_y, self._matrix(env), out=grad_x)
+
+    def backward_weight(self, env: OpEnv) -> None:
+        grad_y, grad_low = env.g[self.y], env.t[self.grad_low.name]
+        self._write_low(env)
+        accumulate_weight_grad(env.gp[self.down], grad_low, env.t[self.x], env.first)
+        for rows, low, grad_up in self._modules(env.t[self.low.name], env.gp[self.up]):
+            accumulate_weight_grad(grad_up, grad_y[:, rows.start : rows.end], low, env.first)
+
+    # -- costs -------------------------------------------------------------------------------------------------------
+
+    @property
+    def adapted_features(self) -> int:
+        """Columns of the output that adapters add to."""
+        return sum(rows.end - rows.start for rows in self.adapted)
+
+    def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        return 0
+
+    def _low_work(self, tokens: int, columns: int, passes: int, kernels: int, compute_bytes: int) -> Work:
+        """Products with A or B of so many columns: they take as long as reading or writing the columns."""
+        width = len(self.adapted) * self.rank
+        flops = 2.0 * tokens * columns * (width if columns == self.in_features else self.rank)
+        return Work(matmul_flops=flops, memory_bytes=float(passes * tokens * columns * compute_bytes), kernels=kernels)
+
+    def _both(self, tokens: int, compute_bytes: int) -> Work:
+        """One product with A and one with B."""
+        down = self._low_work(tokens, self.in_features, 1, 1, compute_bytes)
+        return down.plus(self._low_work(tokens, self.adapted_features, 1, len(self.adapted), compute_bytes))
+
+    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        return self._product(tokens).plus(self._both(tokens, compute_bytes))
+
+    def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        return self._product(tokens).plus(self._both(tokens, compute_bytes))
+
+    def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        again = self._low_work(tokens, self.in_features, 1, 1, compute_bytes)
+        return self._both(tokens, compute_bytes).plus(again)
+
+    def model_flops(self, seq_len: int) -> float:
+        """The frozen product forward and for the gradient of x, the adapters' once more for their own gradients."""
+        return 2 * self._product(seq_len).flops + 3 * self._both(seq_len, 2).flops

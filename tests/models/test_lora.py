@@ -1,0 +1,194 @@
+"""Adapters in float32 on the CPU against PEFT on transformers: loss, gradients, five steps, files both ways."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from engine_helpers import (
+    FLOAT32,
+    GIB,
+    ON_GPU,
+    build_engine,
+    make_plan,
+    random_batch,
+    random_weights,
+    relative_error,
+    same_bits,
+    saved_model,
+    streamed_plan,
+    tiny_config,
+    worst_error,
+)
+from family_checks import MAX_SEQ_LEN, draw_batch, last_logits, reference_loss
+from family_configs import CASES, FAMILY_CASES
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+
+from flexengine import LoRA
+from flexengine.hardware.presets import named_profile
+from flexengine.job import Job
+from flexengine.lora import ALL_LINEAR
+from flexengine.models.base_dtype import with_base_dtype
+from flexengine.models.lora import adapters, with_lora
+from flexengine.models.registry import build_model, open_model
+from flexengine.optim import AdamW
+from flexengine.plan import Numerics, Request
+from flexengine.planner import planner
+from flexengine.request import with_read_adapter
+from flexengine.schedule.layout import Layout
+
+SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-4}
+"""A large eps: AdamW's first steps are the signs of gradients, however small, and so of their rounding."""
+
+
+def adapted_source(folder, lora):
+    source = open_model(folder)
+    return source._replace(spec=with_lora(source.spec, lora))
+
+
+def peft_model(config, folder, lora, **options):
+    """A saved model with adapters of its own, whose B is not zero, saved in `folder`/adapter."""
+    base = saved_model(folder / "base", config)
+    modules = [adapter.module for adapter in adapters(adapted_source(folder / "base", lora).spec)]
+    settings = LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=modules, use_rslora=lora.use_rslora, **options
+    )
+    model = get_peft_model(base, settings)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_(0.0, 0.2)
+    model.save_pretrained(folder / "adapter")
+    return model
+
+
+def engine_on(folder, lora, **decisions):
+    source = adapted_source(folder / "base", lora)
+    plan = streamed_plan(source.spec, **{"chunk_tokens": MAX_SEQ_LEN, "chunks_per_round": 4, **decisions})
+    return build_engine(source, plan, AdamW(**SETTINGS), max_grad_norm=None, adapter=folder / "adapter")
+
+
+def stored_names(tensors):
+    return {name.replace(".default.", "."): tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("family", FAMILY_CASES)
+def test_loss_gradients_steps_and_files(family, tmp_path):
+    config = CASES[FAMILY_CASES[family]]
+    has_experts = any("experts" in field for field in config)
+    # Of a model with experts PEFT takes the names of other MLPs for those of experts.
+    targets = ALL_LINEAR if not has_experts else r".*(attn|attention)\..*"
+    lora = LoRA(targets, rank=3, alpha=5.0, use_rslora=family in ("mistral", "qwen3"))
+    model = peft_model(config, tmp_path, lora)
+    ids, labels = draw_batch(config["vocab_size"])
+    engine = engine_on(tmp_path, lora)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, **SETTINGS)
+    for step in range(5):
+        loss = reference_loss(model, ids, labels)
+        loss.backward()
+        out = engine.fwd_bwd(input_ids=ids, labels=labels)
+        assert out.loss == pytest.approx(loss.item(), abs=1e-5)
+        if step == 0:
+            expected = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+            error, name = worst_error(engine.gradients(), stored_names(expected))
+            assert error <= 1e-4, f"gradient of {name}: relative error {error:.1e}"
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.step()
+    expected = stored_names({name: p.detach() for name, p in model.named_parameters() if p.requires_grad})
+    state = engine.state_dict()
+    assert {name for name in state if ".lora_" in name} == expected.keys()
+    for name, tensor in expected.items():
+        assert (state[name] - tensor).abs().max() <= 1e-5 * max(1.0, tensor.abs().max().item()), name
+    check_files(engine, model, ids[0], tmp_path)
+    engine.close()
+
+
+def check_files(engine, model, tokens, folder):
+    """PEFT reads the adapters and transformers the merged model; both say what the engine says."""
+    logits = engine.next_token_logits(tokens)
+    engine.save_pretrained(folder / "out")
+    engine.save_pretrained(folder / "merged", merged=True)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", attn_implementation="eager")
+    assert relative_error(logits, last_logits(PeftModel.from_pretrained(base, folder / "out"), tokens)) <= 1e-4
+    merged = transformers.AutoModelForCausalLM.from_pretrained(folder / "merged", attn_implementation="eager")
+    assert relative_error(logits, last_logits(merged, tokens)) <= 1e-4
+    assert (
+        load_file(folder / "out" / "adapter_model.safetensors").keys()
+        == load_file(folder / "adapter" / "adapter_model.safetensors").keys()
+    )
+
+
+def bits_of_three_steps(source, plan):
+    engine = build_engine(source, plan, AdamW(lr=1e-2), seed=3)
+    losses = [engine.train_step(random_batch(step, [48, 7, 31], 67))[0].loss for step in range(3)]
+    state = {name: tensor for name, tensor in engine.state_dict().items() if ".lora_" in name}
+    engine.close()
+    return losses, state
+
+
+@pytest.mark.parametrize(
+    ("family", "base"),
+    [("qwen3", "compute"), ("gemma2", "nf4"), ("qwen3_next", "compute"), ("gpt_oss", "compute"), ("mistral", "int8")],
+)
+def test_the_plan_changes_no_bit(family, base):
+    source = random_weights(CASES[FAMILY_CASES[family]])
+    source = source._replace(spec=with_base_dtype(with_lora(source.spec, LoRA(rank=4)), base))
+    numerics = replace(FLOAT32, base=base)
+    sizes = {"chunk_tokens": 48, "chunks_per_round": 2, "numerics": numerics}
+    everywhere = [ON_GPU] * len(source.spec.groups)
+    losses, state = bits_of_three_steps(source, streamed_plan(source.spec, **sizes))
+    others, other_state = bits_of_three_steps(source, make_plan(source.spec, groups=everywhere, **sizes))
+    assert losses == others
+    same_bits(other_state, state)
+    assert losses[2] != losses[0]
+
+
+def test_planned_bytes_are_those_of_the_layout():
+    spec = with_lora(build_model("small", tiny_config(num_hidden_layers=6)), LoRA(rank=8))
+    for gpu_mib in (3, 6, 400):
+        request = Request(48, 480, gpu_mib << 20, 3 * GIB, numerics=Numerics())
+        plan = planner.make_plan(spec, request, named_profile("cpu-test"))
+        assert plan.predicted.gpu_bytes == Layout(spec, plan).gpu_bytes <= gpu_mib << 20
+        assert [home for home, group in zip(plan.groups, spec.groups, strict=True) if group.adapter] == [ON_GPU] * 6
+
+
+def test_targets():
+    spec = build_model("tiny", tiny_config())
+    names = {adapter.module for adapter in adapters(with_lora(spec, LoRA(["q_proj", r".*layers\.1\.mlp\.up_proj"])))}
+    assert names == {"model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"}
+    with pytest.raises(
+        ValueError, match=r"no linear layer of tiny's blocks has that name; did you mean q_proj\?.*all-lin"
+    ):
+        with_lora(spec, LoRA("q_prj"))
+    with pytest.raises(ValueError, match="no regular expression"):
+        with_lora(spec, LoRA("q_proj("))
+
+
+def test_only_adapters_are_trained():
+    model = with_lora(build_model("tiny", tiny_config()), LoRA("all-linear", rank=2))
+    assert model.num_trained_parameters == sum(
+        2 * (shape[0] + shape[1]) for adapter in adapters(model) for shape in [adapter.weight.shape]
+    )
+    assert all(group.frozen != group.adapter for group in model.groups)
+
+
+def test_modes_and_adapters_that_contradict_each_other(tmp_path):
+    with pytest.raises(ValueError, match="lora_rank=8 is for adapters; add mode=lora"):
+        Job(lora_rank=8)
+    with pytest.raises(ValueError, match="in mode lora all but the adapters is frozen"):
+        Job(mode="lora", freeze=("blocks",))
+    with pytest.raises(ValueError, match=r"there is no adapter_config\.json"):
+        with_read_adapter(Job(adapter=str(tmp_path)))
+    config = tmp_path / "adapter_config.json"
+    config.write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}))
+    assert with_read_adapter(Job(adapter=str(tmp_path))).lora_setup == LoRA(["q_proj"], 4, 8)
+    with pytest.raises(ValueError, match=r"lora_rank=8, but .* was made with 4"):
+        with_read_adapter(Job(mode="lora", lora_rank=8, adapter=str(tmp_path)))
+    config.write_text(json.dumps({"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "use_dora": True}))
+    with pytest.raises(ValueError, match="use_dora=True is not supported"):
+        with_read_adapter(Job(adapter=str(tmp_path)))
