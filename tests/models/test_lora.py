@@ -123,12 +123,30 @@ def check_files(engine, model, tokens, folder):
     )
 
 
-def bits_of_three_steps(source, plan):
-    engine = build_engine(source, plan, AdamW(lr=1e-2), seed=3)
+def bits_of_three_steps(source, plan, device="cpu"):
+    engine = build_engine(source, plan, AdamW(lr=1e-2), device, seed=3, deterministic=device != "cpu")
     losses = [engine.train_step(random_batch(step, [48, 7, 31], 67))[0].loss for step in range(3)]
     state = {name: tensor for name, tensor in engine.state_dict().items() if ".lora_" in name}
     engine.close()
     return losses, state
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("base", ["compute", "nf4", "fp8", "int8"])
+def test_the_plan_changes_no_bit_on_a_gpu(base):
+    config = tiny_config(hidden_size=256, intermediate_size=384, head_dim=64, num_attention_heads=4)
+    source = random_weights(config)
+    source = source._replace(spec=with_base_dtype(with_lora(source.spec, LoRA(rank=16)), base))
+    numerics = replace(Numerics(), base=base)
+    sizes = {"chunk_tokens": 64, "chunks_per_round": 2, "numerics": numerics}
+    losses, state = bits_of_three_steps(source, streamed_plan(source.spec, **sizes), "cuda")
+    everywhere = make_plan(source.spec, groups=[ON_GPU] * len(source.spec.groups), **sizes)
+    others, other_state = bits_of_three_steps(source, everywhere, "cuda")
+    assert losses == others
+    same_bits(other_state, state)
+    cpu_losses, _ = bits_of_three_steps(source, streamed_plan(source.spec, **sizes))
+    assert losses == pytest.approx(cpu_losses, abs=0.05)
+    assert losses[2] != losses[0]
 
 
 @pytest.mark.parametrize(
