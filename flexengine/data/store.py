@@ -46,13 +46,18 @@ class TokenFile:
     def __del__(self) -> None:
         os.close(self._file)
 
-    def read(self, start: int, length: int) -> TokenizedRecord:
-        """Tokens start..start+length of the file with their labels."""
+    def numbers(self, start: int, length: int) -> np.ndarray:
+        """Numbers start..start+length of the file as they are stored."""
         size = self._dtype.itemsize
         raw = os.pread(self._file, length * size, self._offset_bytes + start * size)
         tokens = np.frombuffer(raw, self._dtype)
         if len(tokens) != length:
             raise ValueError(f"a file of tokens ends {length - len(tokens)} tokens early; it changed while it was read")
+        return tokens
+
+    def read(self, start: int, length: int) -> TokenizedRecord:
+        """Tokens start..start+length of the file with their labels."""
+        tokens = self.numbers(start, length)
         if not self._signed:
             ids = tokens.tolist()
             return TokenizedRecord(ids, ids)
@@ -240,10 +245,10 @@ def open_shard(path: Path, vocab_size: int) -> TokenTable:
         np.array([num_tokens], np.int64),
         np.array([WHOLE], np.int32),
     )
-    ids = table.file.read(0, min(num_tokens, 10**6)).input_ids
-    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+    ids = table.file.numbers(0, min(num_tokens, 10**6))
+    if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
         raise ValueError(
-            f"{path}: holds the token {max(ids)}, read as {dtype}, but the model's vocab_size is {vocab_size}; it is of"
+            f"{path}: holds the token {ids.max()}, read as {dtype}, but the model's vocab_size is {vocab_size}; it is of"
             " another tokenizer, or of another number format: write shards as .npy"
         )
     return table

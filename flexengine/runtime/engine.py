@@ -232,6 +232,8 @@ class Engine:
 
     def _read(self, batch: object, columns: dict[str, object], loss: LossFunction | None) -> Sequences:
         self.state.require_usable()
+        if loss is not None and not callable(loss):
+            raise ValueError(f"loss must be a function of a block of logits, got {type(loss).__name__}: docs/losses.md")
         return read_call(self.plan.request, self.model.vocab_size, batch, columns)._replace(loss=loss)
 
     def _update_settings(self, lr: float | None, loss_weight: float, divisor: float | None) -> UpdateSettings:

@@ -4,6 +4,7 @@ import csv
 import gzip
 import hashlib
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -130,6 +131,27 @@ def test_hub_ids_are_streamed_through_datasets(hub, chat, tmp_path):
     (expected,) = prepare_sources([parse_source(str(hub.path))], chat, 64, False, None)
     assert list(prepared[0].sequences) == list(expected.sequences)
     assert not list(tmp_path.glob("datasets/**/*.arrow"))  # nothing was written to the cache of the library
+
+
+def test_a_billion_tokens_take_a_window_of_memory(chat, tmp_path):
+    """Their file is sparse: it takes no room on the disk either. What was 50 GiB is an index and a batch."""
+    shard = np.lib.format.open_memmap(tmp_path / "shard.npy", "w+", np.int32, (10**9,))
+    shard[-4:] = [1, 2, 3, 4]
+    del shard
+    tracemalloc.start()  # counts NumPy's arrays too
+    try:
+        prepared = prepare_sources([Source(str(tmp_path / "shard.npy"))], chat, 16384, False, tmp_path / "cache")
+        batches = GlobalBatches.of_parts(prepared, 131072, seed=0)
+        num_steps = batches.num_steps(None, None)
+        sizes = [batch.num_tokens for batch in batches.batches(3)]
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert num_steps == 7630
+    assert sizes == [131072] * 3
+    assert peak_bytes < 100e6
+    assert batches.sequences[len(batches.sequences) - 1].input_ids[-4:] == [1, 2, 3, 4]
+    assert not (tmp_path / "cache").exists()  # shards are read where they are
 
 
 def test_what_the_hub_refuses_names_the_command(hub):

@@ -135,6 +135,15 @@ def test_collator_with_flattening(pair, options):
     assert out.loss == pytest.approx(loss_of_transformers(model, read), rel=1e-5)
 
 
+def test_padded_batches_of_trl(pair):
+    """Rows padded on the right, labels and mask with them, as SFTTrainer's collator makes them of completions."""
+    model, engine = pair
+    mask = pad([[1] * len(row) for row in BATCH], 0)
+    columns = {"input_ids": pad(BATCH, 0), "labels": pad(LABELS, -100), "attention_mask": mask}
+    batch = {name: torch.tensor(rows) for name, rows in columns.items()}
+    assert engine.fwd_bwd(batch).loss == pytest.approx(loss_of_transformers(model, batch), rel=1e-5)
+
+
 def test_padding_free_batches_of_trl(pair):
     """Rows end to end with position_ids, labels ignored by a completion mask, as SFTTrainer's collator makes them."""
     model, engine = pair
@@ -142,9 +151,12 @@ def test_padding_free_batches_of_trl(pair):
     positions = torch.cat([torch.arange(len(row)) for row in BATCH])[None]
     labels = ids.clone()
     labels[positions < 4] = -100
-    batch = {"input_ids": ids, "labels": labels, "position_ids": positions}
-    assert engine.evaluate(batch).loss == pytest.approx(loss_of_transformers(model, batch), rel=1e-5)
-    assert engine.fwd_bwd(batch).loss == pytest.approx(loss_of_transformers(model, batch), rel=1e-5)
+    read = {"input_ids": ids, "labels": labels, "position_ids": positions}
+    ends = torch.tensor([0, 20, 27, 60], dtype=torch.int32)
+    implied = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 33, "max_length_k": 33}
+    batch = {**read, **implied, "seq_idx": torch.tensor([[0] * 20 + [1] * 7 + [2] * 33], dtype=torch.int32)}
+    assert engine.evaluate(batch).loss == pytest.approx(loss_of_transformers(model, read), rel=1e-5)
+    assert engine.fwd_bwd(batch).loss == pytest.approx(loss_of_transformers(model, read), rel=1e-5)
 
 
 # -- log-probabilities -------------------------------------------------------------------------------------------------

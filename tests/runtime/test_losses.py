@@ -253,6 +253,7 @@ WRONG = {
     "not finite": ({"weights": [[float("nan")] * len(row) for row in BATCH]}, r"weights\[0\] must be .* finite"),
     "words": ({"weights": [["a"] * len(row) for row in BATCH]}, r"weights\[0\] must be .* numbers"),
     "all zero": ({"weights": [[0] * len(row) for row in BATCH]}, "every token with a loss has weight 0"),
+    "no function": ({"loss": "dpo"}, "loss must be a function of a block of logits, got str"),
     "no sum": ({"loss": lambda block: block.logits.sum(1)}, r"tensor of shape \[\d+\]; return the sum"),
     "a number": ({"loss": lambda block: 1.0}, "loss returned a float"),
     "no gradient": ({"loss": lambda block: block.logits.detach().sum()}, "does not depend on the logits"),
