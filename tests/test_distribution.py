@@ -93,7 +93,8 @@ def test_a_wheel_made_from_the_sdist_trains_in_an_empty_environment(tmp_path):
     python = install(wheel, tmp_path / "environment")
     command = python.parent / "flexengine"
     assert run(command, "--version", cwd=tmp_path).stdout == f"flexengine {__version__}\n"
-    demo = run(command, "demo", "--steps", "2", "--device", "cpu", "--dtype", "float32", "--save", cwd=tmp_path)
+    few = ("--steps", "2", "--max-global-batch-tokens", "256", "--chunk-tokens", "256", "--round-tokens", "256")
+    demo = run(command, "demo", *few, "--device", "cpu", "--dtype", "float32", "--save", cwd=tmp_path)
     assert demo.returncode == 0, demo.stdout + demo.stderr
     assert len((tmp_path / "runs/demo/train_log.jsonl").read_text().splitlines()) == 2
     assert yaml.safe_load((tmp_path / "runs/demo/config.yaml").read_text())["model"] == "preset:demo"

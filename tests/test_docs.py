@@ -11,7 +11,7 @@ from flexengine.hf_names import OTHERWISE, SAME
 from flexengine.options import flag_of, options_of
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples/README.md"]
 LONGEST_LINE = 120
 FOLDERS = ("", "flexengine", "bench/results")
 """Where a path in a page may begin, beside the page's own folder."""

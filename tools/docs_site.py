@@ -25,7 +25,12 @@ from flexengine.runtime.engine import Engine
 from flexengine.runtime.outputs import EvaluateOutput, FwdBwdOutput, StepOutput
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES_OF_FILES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES_OF_FILES = {
+    "README.md": "index.md",
+    "examples/README.md": "examples.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
 FUNCTIONS = (flexengine.from_pretrained, prepare, build)
 CLASSES = (Engine, FwdBwdOutput, StepOutput, EvaluateOutput, optim.AdamW, PlannedRun, PlanError)
 
@@ -46,7 +51,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Rewrite the links of a page; code stays as it is."""
-    folder = ROOT if page.file.src_uri in PAGES_OF_FILES.values() else ROOT / "docs"
+    sources = {name: file for file, name in PAGES_OF_FILES.items()}
+    folder = (ROOT / sources.get(page.file.src_uri, f"docs/{page.file.src_uri}")).parent
     pieces, end = [], 0
     for code in CODE.finditer(markdown):
         pieces += [with_links(markdown[end : code.start()], folder), code[0]]

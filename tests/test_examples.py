@@ -1,0 +1,43 @@
+"""Every example runs as a user would run it: scripts as programs, notebooks cell after cell."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+
+
+def name_of(path: Path) -> str:
+    return path.name
+
+
+@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=name_of)
+def test_script_runs(script, capsys):
+    runpy.run_path(str(script), run_name="__main__")
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("notebook", sorted(EXAMPLES.glob("*.ipynb")), ids=name_of)
+def test_notebook_runs_and_holds_no_output(notebook, capsys):
+    cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    names: dict = {"__name__": "__main__"}
+    for i, cell in enumerate(cells):
+        assert cell["outputs"] == [], f"clear the outputs of {notebook.name}"
+        assert cell["execution_count"] is None
+        exec(compile("".join(cell["source"]), f"{notebook.name}, cell {i}", "exec"), names)
+    assert capsys.readouterr().out
+
+
+def test_the_table_names_every_example():
+    table = (EXAMPLES / "README.md").read_text()
+    examples = [path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")]
+    assert examples
+    assert [name for name in examples if f"]({name})" not in table] == []
