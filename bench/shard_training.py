@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--model", default="preset:demo")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tokens", type=int, default=10**9, help="tokens of the shard")
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--max-seq-len", type=int, default=256)
     parser.add_argument("--max-global-batch-tokens", type=int, default=1024)
     parser.add_argument("--max-gpu-mem-gib", type=float, default=0.25)

@@ -7,12 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flexengine.config import TrainConfig
-from flexengine.data import ChatTokenizer, default_cache, parse_source, prepare_sources
-from flexengine.data.preview import MARKS, preview
-from flexengine.data.store import clear_cache
 from flexengine.flags import add_flag, from_flags, positive_count
 from flexengine.metrics import format_bytes
-from flexengine.models.registry import ASSETS, open_model
 from flexengine.options import options_of
 from flexengine.wording import FlagParser
 
@@ -23,11 +19,21 @@ PREVIEWED = [options_of(TrainConfig)[name] for name in ("max_seq_len", "truncate
 def main(argv: Sequence[str]) -> int:
     """Carry out `preview` or `clear-cache`; returns the exit status."""
     arguments = _parser().parse_args(argv)
-    cache = Path(arguments.data_cache) if arguments.data_cache else default_cache()
-    if arguments.what == "clear-cache":
-        num_bytes = clear_cache(cache) if cache is not None else 0
-        print(f"removed {format_bytes(num_bytes)} of tokens from {cache}; runs tokenize their data again")
-        return 0
+    from flexengine.data import store  # noqa: PLC0415 - what takes a second is not waited for by --help
+
+    cache = Path(arguments.data_cache) if arguments.data_cache else store.default_cache()
+    if arguments.what == "preview":
+        return _preview(arguments, cache)
+    num_bytes = store.clear_cache(cache) if cache is not None else 0
+    print(f"removed {format_bytes(num_bytes)} of tokens from {cache}; runs tokenize their data again")
+    return 0
+
+
+def _preview(arguments: argparse.Namespace, cache: Path | None) -> int:
+    from flexengine.data import ChatTokenizer, parse_source, prepare_sources  # noqa: PLC0415
+    from flexengine.data.preview import MARKS, preview  # noqa: PLC0415
+    from flexengine.models.registry import ASSETS, open_model  # noqa: PLC0415
+
     folder = open_model(arguments.model, needs_weights=False).support_folder or ASSETS / "demo"
     options = from_flags(PREVIEWED, vars(arguments))
     tokenizer = ChatTokenizer.from_folder(folder)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 IGNORE_INDEX = -100
 """The label of tokens without a loss, as in torch and Hugging Face."""
-CALL_BYTES = 2**24
+CALL_BYTES = 2**23
 """Float32 logits of one call. A function and autograd hold several such matrices, which stay within the memory that a
 plan leaves free beside its slots; a larger one would launch fewer kernels."""
 

@@ -278,3 +278,21 @@ def test_wrong_combinations(make_engine):
     engine.fwd_bwd(BATCH)
     with pytest.raises(ValueError, match=r"divisor must be a finite number above 0, got 0"):
         engine.step(divisor=0)
+
+
+@pytest.mark.gpu
+def test_weights_and_losses_of_logits_on_the_gpu(make_engine, saved):
+    """As on the CPU: the kernel's weights, and autograd inside the head's blocks."""
+    source, padded = saved[1], torch.zeros(len(BATCH), 48, device="cuda")
+
+    def weighted(block):
+        losses = torch.nn.functional.cross_entropy(block.logits, block.labels, reduction="none")
+        return (block.weights * losses + padded[block.sequences, block.positions]).sum()
+
+    engines = [make_engine(numerics=FLOAT32)]
+    engines += [build_engine(source, streamed_plan(source.spec, numerics=FLOAT32), device="cuda") for _ in range(2)]
+    for engine, loss in zip(engines, (None, None, weighted), strict=True):
+        engine.fwd_bwd(input_ids=BATCH, labels=LABELS, weights=WEIGHTS, loss=loss)
+    for engine in engines[1:]:
+        error, name = worst_error(engine.gradients(), engines[0].gradients())
+        assert error < 1e-4, f"{name}: {error:.1e}"
