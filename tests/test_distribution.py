@@ -137,7 +137,7 @@ def test_every_package_that_is_imported_is_required():
     assert missing == set()
 
 
-@pytest.mark.parametrize("command", [["--help"], ["train", "--help"], ["--version"]], ids=" ".join)
+@pytest.mark.parametrize("command", [["--help"], ["train", "--help"], ["data", "--help"], ["--version"]], ids=" ".join)
 def test_help_is_quick(command):
     """What takes seconds to import is not imported to print a text."""
     listed = (
