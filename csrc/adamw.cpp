@@ -1,4 +1,4 @@
-// The door of the CPU AdamW: checks, choice of the instruction set, cutting into pieces for threads.
+// The door of updates on the CPU: checks, choice of the instruction set, cutting into pieces for threads.
 #include "adamw.h"
 
 #include <algorithm>
@@ -21,7 +21,7 @@ constexpr int64_t kMaxPiece = 1 << 15;  // elements; 0.9 MB of planes, long enou
 constexpr int64_t kMaxElements = int64_t{1} << 60;  // more than any address space holds; products below do not overflow
 constexpr int64_t kPiecesPerThread = 4;             // evens out threads that start late or share a core
 
-using Range = void (*)(const FlexAdamW&, int64_t begin, int64_t end);
+using Range = void (*)(const FlexUpdate&, int64_t begin, int64_t end);
 
 InstructionSet best_instruction_set() {
 #if defined(__x86_64__)
@@ -38,10 +38,10 @@ Range range_for(InstructionSet wanted) {
     if (wanted > best) return nullptr;
     switch (wanted) {
 #if defined(__x86_64__)
-        case InstructionSet::kAvx2: return flex::adamw_range_avx2;
-        case InstructionSet::kAvx512: return flex::adamw_range_avx512;
+        case InstructionSet::kAvx2: return flex::update_range_avx2;
+        case InstructionSet::kAvx512: return flex::update_range_avx512;
 #endif
-        case InstructionSet::kScalar: return flex::adamw_range_scalar;
+        case InstructionSet::kScalar: return flex::update_range_scalar;
         default: return nullptr;
     }
 }
@@ -60,14 +60,21 @@ class StandardArithmetic {
 #endif
 };
 
-// [begin, end), cut where the upper half of the counter changes.
-void update_piece(const FlexAdamW& call, Range range, int64_t begin, int64_t end) {
+// [begin, end), cut where the upper half of the counter changes; a block in which that happens goes by itself.
+void update_piece(const FlexUpdate& call, Range range, int64_t begin, int64_t end) {
     const StandardArithmetic standard;
     const uint64_t first = call.element_offset + static_cast<uint64_t>(begin);
     const uint64_t until_carry = (uint64_t{1} << 32) - (first & 0xFFFFFFFFu);
     if (until_carry < static_cast<uint64_t>(end - begin)) {
-        const int64_t middle = begin + static_cast<int64_t>(until_carry);
-        range(call, begin, middle);
+        int64_t middle = begin + static_cast<int64_t>(until_carry);
+        if (call.states == flex::States::kBlocks) {
+            const int64_t block = middle / flex::kBlock * flex::kBlock;
+            range(call, begin, block);
+            middle = std::min(block + flex::kBlock, end);
+            flex::update_range_scalar(call, block, middle);
+        } else {
+            range(call, begin, middle);
+        }
         begin = middle;
     }
     range(call, begin, end);
@@ -78,30 +85,54 @@ int64_t piece_size(int64_t num_elements, int num_threads) {
     return std::clamp((even + kPieceStep - 1) / kPieceStep * kPieceStep, kPieceStep, kMaxPiece);
 }
 
+int check(const FlexUpdate& call, int num_threads) {
+    FLEX_REQUIRE(call.num_elements >= 0 && call.num_elements <= kMaxElements,
+                 "num_elements is %lld, expected 0 to 2^60", (long long)call.num_elements);
+    FLEX_REQUIRE(num_threads >= 1, "num_threads is %d, expected at least 1", num_threads);
+    const int master = static_cast<int>(call.master), states = static_cast<int>(call.states);
+    FLEX_REQUIRE(master >= 0 && master <= 2, "master is %d, expected 0, 1 or 2", master);
+    FLEX_REQUIRE(states >= 0 && states <= 2, "states is %d, expected 0, 1 or 2", states);
+    const int rule = static_cast<int>(call.rule);
+    FLEX_REQUIRE(rule >= 0 && rule <= 2, "rule is %d, expected 0, 1 or 2", rule);
+    FLEX_REQUIRE(call.states != flex::States::kBlocks || call.rule == flex::Rule::kAdamW,
+                 "states in blocks belong to AdamW and to no other rule");
+    if (call.num_elements == 0) return flex::kOk;  // pointers may be null
+    FLEX_REQUIRE((call.master == flex::Master::kSplit) == (call.remainder != nullptr),
+                 "a remainder belongs to a split master and to no other");
+    return flex::kOk;
+}
+
+int update(const FlexUpdate& call, int num_threads, int instruction_set) {
+    if (const int status = check(call, num_threads); status != flex::kOk) return status;
+    if (call.num_elements == 0) return flex::kOk;
+    const Range range = range_for(static_cast<InstructionSet>(instruction_set));
+    FLEX_REQUIRE(range != nullptr, "instruction set %d is not that of this processor, whose best is %d",
+                 instruction_set, static_cast<int>(best_instruction_set()));
+    if (!std::isfinite(call.grad_scale)) return flex::kOk;
+    const int64_t piece = piece_size(call.num_elements, num_threads);
+    const int64_t num_pieces = (call.num_elements + piece - 1) / piece;
+    flex::parallel_for(num_pieces, num_threads, [&](int64_t index) {
+        update_piece(call, range, index * piece, std::min((index + 1) * piece, call.num_elements));
+    });
+    return flex::kOk;
+}
+
 }  // namespace
 
 // Number of the widest InstructionSet that this processor has.
 extern "C" FLEX_API int flex_adamw_instruction_set() { return static_cast<int>(best_instruction_set()); }
 
 // One step in place on num_threads threads; has finished when it returns. num_elements may be 0.
+extern "C" FLEX_API int flex_update(const FlexUpdate* call, int num_threads, int instruction_set) {
+    FLEX_REQUIRE(call != nullptr, "no arguments");
+    return update(*call, num_threads, instruction_set);
+}
+
+// The same for AdamW with states as floats.
 extern "C" FLEX_API int flex_adamw(const FlexAdamW* call, int num_threads, int instruction_set) {
     FLEX_REQUIRE(call != nullptr, "no arguments");
-    FLEX_REQUIRE(call->num_elements >= 0 && call->num_elements <= kMaxElements,
-                 "num_elements is %lld, expected 0 to 2^60", (long long)call->num_elements);
-    FLEX_REQUIRE(num_threads >= 1, "num_threads is %d, expected at least 1", num_threads);
-    const int master = static_cast<int>(call->master);
-    FLEX_REQUIRE(master >= 0 && master <= 2, "master is %d, expected 0, 1 or 2", master);
-    if (call->num_elements == 0) return flex::kOk;  // pointers may be null
-    FLEX_REQUIRE((call->master == flex::Master::kSplit) == (call->remainder != nullptr),
-                 "a remainder belongs to a split master and to no other");
-    const Range range = range_for(static_cast<InstructionSet>(instruction_set));
-    FLEX_REQUIRE(range != nullptr, "instruction set %d is not that of this processor, whose best is %d",
-                 instruction_set, flex_adamw_instruction_set());
-    if (!std::isfinite(call->grad_scale)) return flex::kOk;
-    const int64_t piece = piece_size(call->num_elements, num_threads);
-    const int64_t num_pieces = (call->num_elements + piece - 1) / piece;
-    flex::parallel_for(num_pieces, num_threads, [&](int64_t index) {
-        update_piece(*call, range, index * piece, std::min((index + 1) * piece, call->num_elements));
-    });
-    return flex::kOk;
+    FLEX_REQUIRE(call->states != flex::States::kBlocks, "states in blocks need scales");
+    FlexUpdate whole = {};
+    static_cast<FlexAdamW&>(whole) = *call;
+    return update(whole, num_threads, instruction_set);
 }

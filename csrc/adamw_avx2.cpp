@@ -1,4 +1,4 @@
-// The AdamW formula on 8 floats at a time. No fused multiply-add: AVX2 does not bring it.
+// The formulas on 8 floats at a time. No fused multiply-add: AVX2 does not bring it.
 #if defined(__x86_64__)
 #define FLEX_TARGET __attribute__((target("avx2")))
 #include "adamw_formula.h"
@@ -37,6 +37,23 @@ struct Avx2 {
         return _mm256_srli_epi16(a, n);
     }
 
+    FLEX_INLINE I load_u8(const uint8_t* from) {
+        return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+    }
+    FLEX_INLINE void store_u8(uint8_t* to, I x) {  // every lane is below 256: nothing saturates
+        const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(halves, halves));
+    }
+    FLEX_INLINE void store_u32(uint32_t* to, I x) { store_i(to, x); }
+    FLEX_INLINE F gather_f32(const float* table, I index) { return _mm256_i32gather_ps(table, index, 4); }
+    FLEX_INLINE I gather_u8(const uint8_t* table, I index) {
+        return and_i(_mm256_i32gather_epi32(reinterpret_cast<const int*>(table), index, 1), set_i(0xFF));
+    }
+    FLEX_INLINE I max_i(I a, I b) { return _mm256_max_epi32(a, b); }
+    FLEX_INLINE I one_where_reached(F x, F y) {
+        return _mm256_srli_epi32(_mm256_castps_si256(_mm256_cmp_ps(x, y, _CMP_GE_OQ)), 31);
+    }
+
     FLEX_INLINE F add(F a, F b) { return _mm256_add_ps(a, b); }
     FLEX_INLINE F sub(F a, F b) { return _mm256_sub_ps(a, b); }
     FLEX_INLINE F mul(F a, F b) { return _mm256_mul_ps(a, b); }
@@ -71,7 +88,7 @@ struct Avx2 {
 
 }  // namespace
 
-void flex::adamw_range_avx2(const FlexAdamW& call, int64_t begin, int64_t end) {
-    adamw_range_scalar(call, update_range<Avx2>(call, begin, end), end);
+void flex::update_range_avx2(const FlexUpdate& call, int64_t begin, int64_t end) {
+    update_range_scalar(call, update_range<Avx2>(call, begin, end), end);
 }
 #endif

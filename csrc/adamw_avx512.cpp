@@ -1,4 +1,4 @@
-// The AdamW formula on 16 floats at a time; BW is for pairs of 16-bit values, and part of every server's AVX-512.
+// The formulas on 16 floats at a time; BW is for pairs of 16-bit values, and part of every server's AVX-512.
 #if defined(__x86_64__)
 // AVX-512 brings fused multiply-add; -ffp-contract=off (setup.py) keeps the compiler from using it.
 #define FLEX_TARGET __attribute__((target("avx512f,avx512bw")))
@@ -39,6 +39,22 @@ struct Avx512 {
         return _mm512_srli_epi16(a, n);
     }
 
+    FLEX_INLINE I load_u8(const uint8_t* from) {
+        return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    }
+    FLEX_INLINE void store_u8(uint8_t* to, I x) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(x));
+    }
+    FLEX_INLINE void store_u32(uint32_t* to, I x) { store_i(to, x); }
+    FLEX_INLINE F gather_f32(const float* table, I index) { return _mm512_i32gather_ps(index, table, 4); }
+    FLEX_INLINE I gather_u8(const uint8_t* table, I index) {
+        return and_i(_mm512_i32gather_epi32(index, table, 1), set_i(0xFF));
+    }
+    FLEX_INLINE I max_i(I a, I b) { return _mm512_max_epi32(a, b); }
+    FLEX_INLINE I one_where_reached(F x, F y) {
+        return _mm512_maskz_mov_epi32(_mm512_cmp_ps_mask(x, y, _CMP_GE_OQ), set_i(1));
+    }
+
     FLEX_INLINE F add(F a, F b) { return _mm512_add_ps(a, b); }
     FLEX_INLINE F sub(F a, F b) { return _mm512_sub_ps(a, b); }
     FLEX_INLINE F mul(F a, F b) { return _mm512_mul_ps(a, b); }
@@ -73,7 +89,7 @@ struct Avx512 {
 
 }  // namespace
 
-void flex::adamw_range_avx512(const FlexAdamW& call, int64_t begin, int64_t end) {
-    adamw_range_scalar(call, update_range<Avx512>(call, begin, end), end);
+void flex::update_range_avx512(const FlexUpdate& call, int64_t begin, int64_t end) {
+    update_range_scalar(call, update_range<Avx512>(call, begin, end), end);
 }
 #endif

@@ -6,6 +6,8 @@
 //   V::add, sub, mul, div, sqrt on F, each rounded once as IEEE 754 says
 //   V::add_i, sub_i, mul_i, and_i, or_i, xor_i, shift_left<n>, shift_right<n> (logical) on I
 //   V::bits, floats (reinterpret), canonical_bits (any NaN as the quiet one), zero_unless_finite, is_ordered
+//   V::load_u8, store_u8 (widened to lanes, low quarters of lanes), store_u32; gather_f32, gather_u8 (by index; reads four
+//   bytes); max_i (of values below 2^31); one_where_reached(x, y) (1 where x >= y, else 0)
 // and for Pairs<V>: load_i, store_i, blend_low, sub_16, shift_right_16<n>.
 // Everything lies in an unnamed namespace, so that no linker takes one instruction set's copy for another's.
 #pragma once
@@ -41,12 +43,20 @@ struct Pairs {
     FLEX_INLINE F sqrt(F a) { return {V::sqrt(a.even), V::sqrt(a.odd)}; }
     FLEX_INLINE I add_i(I a, I b) { return {V::add_i(a.even, b.even), V::add_i(a.odd, b.odd)}; }
     FLEX_INLINE I mul_i(I a, I b) { return {V::mul_i(a.even, b.even), V::mul_i(a.odd, b.odd)}; }
+    FLEX_INLINE I sub_i(I a, I b) { return {V::sub_i(a.even, b.even), V::sub_i(a.odd, b.odd)}; }
+    FLEX_INLINE I and_i(I a, I b) { return {V::and_i(a.even, b.even), V::and_i(a.odd, b.odd)}; }
+    FLEX_INLINE I or_i(I a, I b) { return {V::or_i(a.even, b.even), V::or_i(a.odd, b.odd)}; }
     FLEX_INLINE I xor_i(I a, I b) { return {V::xor_i(a.even, b.even), V::xor_i(a.odd, b.odd)}; }
+    template <int n>
+    FLEX_INLINE I shift_left(I a) {
+        return {V::template shift_left<n>(a.even), V::template shift_left<n>(a.odd)};
+    }
     template <int n>
     FLEX_INLINE I shift_right(I a) {
         return {V::template shift_right<n>(a.even), V::template shift_right<n>(a.odd)};
     }
     FLEX_INLINE I bits(F a) { return {V::bits(a.even), V::bits(a.odd)}; }
+    FLEX_INLINE F floats(I a) { return {V::floats(a.even), V::floats(a.odd)}; }
     FLEX_INLINE I canonical_bits(F a) { return {V::canonical_bits(a.even), V::canonical_bits(a.odd)}; }
     FLEX_INLINE I zero_unless_finite(I a, I b) {
         return {V::zero_unless_finite(a.even, b.even), V::zero_unless_finite(a.odd, b.odd)};

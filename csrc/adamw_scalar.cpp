@@ -1,4 +1,4 @@
-// The reference: the formula on one float at a time, for any processor.
+// The reference: the formulas on one float at a time, for any processor.
 #define FLEX_TARGET
 #include "adamw_formula.h"
 
@@ -19,6 +19,14 @@ struct Scalar {
     FLEX_INLINE I load_u16(const uint16_t* from) { return *from; }
     FLEX_INLINE void store_f32(float* to, F x) { *to = x; }
     FLEX_INLINE void store_u16(uint16_t* to, I x) { *to = static_cast<uint16_t>(x); }
+
+    FLEX_INLINE I load_u8(const uint8_t* from) { return *from; }
+    FLEX_INLINE void store_u8(uint8_t* to, I x) { *to = static_cast<uint8_t>(x); }
+    FLEX_INLINE void store_u32(uint32_t* to, I x) { *to = x; }
+    FLEX_INLINE F gather_f32(const float* table, I index) { return table[index]; }
+    FLEX_INLINE I gather_u8(const uint8_t* table, I index) { return table[index]; }
+    FLEX_INLINE I max_i(I a, I b) { return a > b ? a : b; }
+    FLEX_INLINE I one_where_reached(F x, F y) { return x >= y ? 1 : 0; }
 
     FLEX_INLINE F add(F a, F b) { return a + b; }
     FLEX_INLINE F sub(F a, F b) { return a - b; }
@@ -59,6 +67,6 @@ struct Scalar {
 
 }  // namespace
 
-void flex::adamw_range_scalar(const FlexAdamW& call, int64_t begin, int64_t end) {
+void flex::update_range_scalar(const FlexUpdate& call, int64_t begin, int64_t end) {
     update_range<Scalar>(call, begin, end);
 }

@@ -15,11 +15,11 @@ from flexengine.hardware.memory_usage import release_unused_heap
 from flexengine.hardware.presets import named_profile
 from flexengine.hardware.probe import check_multiplies_fp8, probe
 from flexengine.hardware.profile import HardwareProfile
-from flexengine.job import Job
+from flexengine.job import Job, OptimizerName
 from flexengine.keywords import takes
 from flexengine.lora import LoRA
 from flexengine.models.registry import ModelSource, open_initial
-from flexengine.optim.adamw import AdamW
+from flexengine.optim import OPTIMIZERS, Optimizer, name_of
 from flexengine.options import options_of
 from flexengine.plan import Plan
 from flexengine.planner.planner import make_plan
@@ -88,11 +88,26 @@ class PrepareArguments(Job):
 class EngineArguments(PrepareArguments):
     """What `from_pretrained` is called with."""
 
-    optimizer: AdamW | None = field(default=None, kw_only=False)
+    optimizer: Optimizer | OptimizerName = "adamw"
 
     def __post_init__(self, lora: LoRA | None) -> None:
+        if self.optimizer is None:
+            object.__setattr__(self, "optimizer", "adamw")
         super().__post_init__(lora)
-        check_optimizer(self.optimizer)
+        if not isinstance(self.optimizer, str):
+            check_optimizer(self.optimizer)
+
+    def as_job(self) -> Job:
+        """The options of a job alone; what the plan knows of the optimizer is its name."""
+        values = {name: getattr(self, name) for name in options_of(Job)}
+        if not isinstance(self.optimizer, str):
+            values["optimizer"] = name_of(self.optimizer)
+        return Job(**values)
+
+    @property
+    def settings(self) -> Optimizer | None:
+        """The optimizer's settings; None for the defaults of the one that the job names."""
+        return None if isinstance(self.optimizer, str) else self.optimizer
 
 
 @takes(EngineArguments)
@@ -100,10 +115,11 @@ def from_pretrained(arguments: EngineArguments) -> Engine:
     """An engine for a Hugging Face model folder, or for `preset:NAME` with random initial weights.
 
     init: "random" takes a folder without weights, such as config.json and a tokenizer alone.
-    optimizer: AdamW(...) (default: AdamW()). The other keywords are those of `prepare`.
+    optimizer: AdamW(...), Lion(...) or SGD(...) of `flexengine.optim`, or a name. The other keywords
+    are those of `prepare`.
     Nothing is loaded before a plan is found. Raises PlanError when none fits, ValueError for bad input.
     """
-    return build(_prepare(arguments), arguments.optimizer)
+    return build(_prepare(arguments), arguments.settings)
 
 
 @takes(PrepareArguments)
@@ -155,13 +171,21 @@ def _profile(
     return named_profile(hardware)
 
 
-def build(planned: PlannedRun, optimizer: AdamW | None = None, **changes: Any) -> Engine:
+def build(planned: PlannedRun, optimizer: Optimizer | None = None, **changes: Any) -> Engine:
     """Load the weights of a planned run and return its engine.
 
     changes: options of the job that leave the plan as it is: seed, deterministic, another max_grad_norm. Raises
     ValueError for those that the plan was made for.
     """
     check_optimizer(optimizer)
+    name = planned.plan.request.numerics.optimizer
+    if optimizer is None:
+        optimizer = OPTIMIZERS[name]()
+    elif name_of(optimizer) != name:
+        raise ValueError(
+            f"the plan was made for optimizer={name!r}, which decides what is stored, but {optimizer} was given; give"
+            f" prepare optimizer={name_of(optimizer)!r}"
+        )
     job = replace(planned.job, **changes)
     _check_same_plan(planned, job)
     if job.deterministic:
@@ -178,12 +202,12 @@ def build(planned: PlannedRun, optimizer: AdamW | None = None, **changes: Any) -
         description=planned.describe(),
         adapter=None if job.adapter is None else Path(job.adapter),
     )
-    return Engine(planned.source, planned.plan, planned.device, optimizer or AdamW(), settings)
+    return Engine(planned.source, planned.plan, planned.device, optimizer, settings)
 
 
 def check_optimizer(optimizer: object) -> None:
     """Raise ValueError, saying what to write, for what is no optimizer of this package."""
-    if optimizer is None or isinstance(optimizer, AdamW):
+    if optimizer is None or isinstance(optimizer, Optimizer):
         return
     given = getattr(optimizer, "defaults", {})  # an optimizer of torch keeps its options there
     same = {name: given[name] for name in ("lr", "betas", "eps", "weight_decay") if name in given}

@@ -17,7 +17,7 @@ import yaml
 from flexengine.evaluation_options import EvaluationOptions
 from flexengine.hf_names import renamed
 from flexengine.job import Job
-from flexengine.learning_options import LearningOptions
+from flexengine.learning_options import ADAPTER_LR, DEFAULT_LR, LearningOptions
 from flexengine.options import FlagWords, Option, Words, flag_of, options_of
 from flexengine.yaml_options import read_yaml
 
@@ -166,6 +166,13 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
         for name in ("trace", "profile_start_step"):
             if getattr(self, name) and self.dry_run:
                 raise ValueError(f"{flag_of(name)} observes a step, but --dry-run takes none; leave one of them out")
+
+    @property
+    def base_lr(self) -> float:
+        """The learning rate after warm-up: the one given, or the optimizer's; AdamW's is higher for adapters."""
+        if self.lr is not None:
+            return self.lr
+        return ADAPTER_LR if (self.mode, self.optimizer) == ("lora", "adamw") else DEFAULT_LR[self.optimizer]
 
     @property
     def profiled_steps(self) -> range:

@@ -19,7 +19,11 @@ from flexengine.wording import shown
 ComputeDtype = Literal["bfloat16", "float32", "float64"]
 StorageDtype = Literal["float32", "bfloat16"]
 BaseDtype = Literal["compute", "bf16", "fp8", "int8", "nf4"]
+StateDtype = Literal["float32", "bfloat16", "int8"]
+OptimizerName = Literal["adamw", "lion", "sgd"]
 
+WITHOUT_CODES = ("lion", "sgd")
+"""Optimizers that have no states in 8 bits."""
 MOST_TOKENS = 2**28
 """Limits are far above what any machine could use: a slip of the keyboard is named, not tried."""
 MOST_GIB = 2**20
@@ -53,8 +57,15 @@ class Job:
     grad_dtype: Annotated[
         ComputeDtype | None, Option("dtype in which gradients are stored (default: that of --dtype)")
     ] = None
+    optimizer: Annotated[
+        OptimizerName, Option("what updates the weights: adamw, lion (one state instead of two) or sgd (with momentum)")
+    ] = "adamw"
     optimizer_state_dtype: Annotated[
-        StorageDtype, Option("dtype of the two AdamW states; float64 computation keeps them in float64")
+        StateDtype,
+        Option(
+            "dtype of the optimizer's states of matrices; bfloat16 = rounded stochastically, int8 = 8-bit codes in"
+            " blocks of 256 with a scale each, for adamw; float64 computation keeps states in float64"
+        ),
     ] = "float32"
     matmul_dtype: Annotated[
         Literal["compute", "fp8"],
@@ -163,6 +174,11 @@ class Job:
         ):
             if getattr(self, name) == value and self.dtype != needed:
                 raise ValueError(f"{name}={value} needs dtype={needed}, got dtype={self.dtype}")
+        if self.optimizer_state_dtype == "int8" and self.optimizer in WITHOUT_CODES:
+            raise ValueError(
+                f"{self.words.setting('optimizer_state_dtype', 'int8')} is for adamw, got"
+                f" {self.words.setting('optimizer', self.optimizer)}; give bfloat16"
+            )
 
     def _check_mode(self) -> None:
         """Refuse options of one mode in the other."""
@@ -190,9 +206,10 @@ class Job:
         grad, base = self.grad_dtype or self.dtype, self.stored_base
         if self.dtype != "bfloat16":
             state = "float64" if self.dtype == "float64" else self.optimizer_state_dtype
-            return Numerics(compute=self.dtype, master="full", grad=grad, state=state, base=base)
+            return Numerics(self.dtype, "full", grad, state, optimizer=self.optimizer, base=base)
         master = "split" if self.master_dtype == "float32" else "stochastic"
-        return Numerics(self.dtype, master, grad, self.optimizer_state_dtype, self.matmul_dtype, base=base)
+        state = self.optimizer_state_dtype
+        return Numerics(self.dtype, master, grad, state, self.matmul_dtype, self.optimizer, base)
 
     @property
     def stored_base(self) -> Literal["compute", "fp8", "int8", "nf4"]:

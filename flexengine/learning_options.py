@@ -14,11 +14,23 @@ WITHOUT_END = ("constant", "constant_with_warmup", "inverse_sqrt")
 """Schedules that know no last rate."""
 
 
+DEFAULT_LR = {"adamw": 3e-5, "lion": 1e-5, "sgd": 1e-2}
+"""Learning rates by optimizer where none is given."""
+ADAPTER_LR = 1e-4
+"""AdamW's where only adapters are trained."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LearningOptions:
     """Learning rate, schedule, and the constants of AdamW."""
 
-    lr: Annotated[float, Option("learning rate after warm-up", above=0)] = 3e-5
+    lr: Annotated[
+        float | None,
+        Option(
+            "learning rate after warm-up (default: 3e-05); without it adapters (--mode lora) take 1e-04, lion 1e-05, sgd 0.01",
+            above=0,
+        ),
+    ] = None
     lr_schedule: Annotated[
         ScheduleName,
         Option(
@@ -49,7 +61,9 @@ class LearningOptions:
             most=1,
         ),
     ] = None
-    weight_decay: Annotated[float, Option("AdamW weight decay; not applied to norms and biases", least=0)] = 0.0
+    weight_decay: Annotated[
+        float, Option("weight decay, decoupled from the gradient; not applied to norms and biases", least=0)
+    ] = 0.0
     adam_beta1: Annotated[float, Option("decay of AdamW's mean of gradients", least=0, most=1)] = 0.9
     adam_beta2: Annotated[float, Option("decay of AdamW's mean of squared gradients", least=0, most=1)] = 0.95
     adam_eps: Annotated[float, Option("what AdamW adds to the root of the mean square", above=0, most=1)] = 1e-8

@@ -38,7 +38,7 @@ from flexengine.metrics import (
     format_tokens_per_s,
 )
 from flexengine.models.registry import open_initial
-from flexengine.optim import AdamW
+from flexengine.optim import OPTIMIZERS, AdamW, Optimizer
 from flexengine.optim.lr_schedule import LrSchedule
 from flexengine.recording import Recorder, check_recording
 from flexengine.run_folder import RUN_FILE, check_disk, check_run_folder, run_record, started_run_folder
@@ -129,16 +129,18 @@ def prepare_run(config: TrainConfig) -> PlannedRun:
     return prepare_job(config.model, config.as_job())
 
 
-def optimizer_of(config: TrainConfig) -> AdamW:
+def optimizer_of(config: TrainConfig) -> Optimizer:
     """Make the optimizer that the options ask for."""
+    if config.optimizer != "adamw":
+        return OPTIMIZERS[config.optimizer](lr=config.base_lr, weight_decay=config.weight_decay)
     betas = config.adam_beta1, config.adam_beta2
-    return AdamW(lr=config.lr, betas=betas, eps=config.adam_eps, weight_decay=config.weight_decay)
+    return AdamW(lr=config.base_lr, betas=betas, eps=config.adam_eps, weight_decay=config.weight_decay)
 
 
 def schedule_of(config: TrainConfig, num_steps: int) -> LrSchedule:
     """Make the learning-rate schedule that the options ask for."""
     return LrSchedule(
-        config.lr,
+        config.base_lr,
         num_steps,
         config.lr_warmup_pct,
         config.lr_cooldown_start_pct,

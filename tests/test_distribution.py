@@ -28,7 +28,7 @@ USERS_SCRIPT = """
 from flexengine import from_pretrained
 from flexengine.optim import AdamW
 
-engine = from_pretrained("preset:demo", AdamW(lr=1e-3), max_seq_len=64, max_gpu_mem_gib=0.09)
+engine = from_pretrained("preset:demo", optimizer=AdamW(lr=1e-3), max_seq_len=64, max_gpu_mem_gib=0.09)
 loss: float = engine.fwd_bwd([[1, 2, 3]]).loss
 norm: float = engine.step().grad_norm
 from_pretrained("preset:demo", max_seq_len="64")

@@ -13,9 +13,9 @@ from flexengine.cli import build_parser
 from flexengine.commands.plan_flags import parse
 from flexengine.config import TrainConfig
 from flexengine.flags import add_flag, from_flags
-from flexengine.job import Job
+from flexengine.job import Job, OptimizerName
 from flexengine.keywords import takes
-from flexengine.optim import AdamW
+from flexengine.optim import SGD, Lion, Optimizer
 from flexengine.options import Option, options_of
 from flexengine.plan import Numerics
 from flexengine.request import budget_gib
@@ -57,11 +57,29 @@ def test_python_shows_every_option_with_its_default(function, arguments):
 def test_python_types_are_those_of_the_declaration():
     hints = get_type_hints(Job)
     shown = inspect.signature(from_pretrained)
-    assert {name: shown.parameters[name].annotation for name in options_of(Job)} == {
-        name: hints[name] for name in options_of(Job)
-    }
-    assert shown.parameters["optimizer"].annotation == AdamW | None
-    assert shown.parameters["optimizer"].kind == inspect.Parameter.POSITIONAL_OR_KEYWORD
+    found = {name: shown.parameters[name].annotation for name in options_of(Job)}
+    assert found.pop("optimizer") == Optimizer | OptimizerName  # settings, or a name as in a job
+    assert found == {name: hints[name] for name in options_of(Job) if name != "optimizer"}
+    assert inspect.signature(prepare).parameters["optimizer"].annotation == OptimizerName
+
+
+@pytest.mark.parametrize("optimizer", [Lion(lr=1e-3), "lion"], ids=["settings", "name"])
+def test_python_takes_an_optimizers_settings_or_its_name(optimizer):
+    job = EngineArguments(path_or_preset="preset:demo", optimizer=optimizer).as_job()
+    assert job.optimizer == "lion"
+    assert job.numerics.optimizer == "lion"
+
+
+def test_an_engine_gets_the_optimizer_that_it_was_planned_for():
+    planned = prepare("preset:demo", optimizer="lion", **SMALL)
+    with pytest.raises(ValueError, match=r"plan was made for optimizer='lion'.*give prepare optimizer='sgd'"):
+        build(planned, SGD())
+
+
+def test_states_in_8_bits_are_for_adamw():
+    assert Job(optimizer_state_dtype="int8").numerics.state == "int8"
+    with pytest.raises(ValueError, match="optimizer_state_dtype=int8 is for adamw, got optimizer=sgd; give bfloat16"):
+        Job(optimizer="sgd", optimizer_state_dtype="int8")
 
 
 def test_train_and_plan_have_a_flag_for_every_option():

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,24 +11,16 @@ from torch import Tensor
 from flexengine.hardware.curve import Curve, Points
 from flexengine.hardware.timing import cpu_timer
 from flexengine.native.adamw import update_threads
-from flexengine.optim.adamw import adamw_update
+from flexengine.optim import AdamW
+from flexengine.optim.rule import Rule, Update
+from flexengine.optim.rules import rule_of
 
 FIRST_PARAMETERS = 2**18  # that even the plain torch path updates in a fraction of a second
 SLOW_PARAMETERS_PER_S = 50e6  # at a lower rate more parameters would take too long, and show nothing new
-PIECE_ALIGNMENT = 64  # parameters: whole cache lines in every plane
+PIECE_ALIGNMENT = 64  # parameters (with states in blocks: blocks): whole cache lines in every plane
 CPUS = Path("/sys/devices/system/cpu")
 UNKNOWN_CACHE_BYTES = 64 * 2**20
 CACHE_SHARE = 0.45  # share of a buffer that the caches may hold: each sweep evicts most of it before the next
-
-
-class Planes(NamedTuple):
-    """The arrays of n parameters that AdamW reads and writes; `remainder` is that of a split master, or None."""
-
-    weight: Tensor
-    remainder: Tensor | None
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    grad: Tensor
 
 
 def copy_curve(target: Tensor, source: Tensor, least_s: float) -> Points:
@@ -69,11 +60,10 @@ def adamw_rates(dtype: torch.dtype, memory: Tensor, least_s: float) -> tuple[tup
     """
     rates = []
     with engine_threads():
-        for state in ("float64",) if dtype == torch.float64 else ("float32", "bfloat16"):
-            layout = _plane_dtypes(dtype, getattr(torch, state))
-            rate = _adamw_rate(memory, layout, FIRST_PARAMETERS, least_s / 4)
+        for state in ("float64",) if dtype == torch.float64 else ("float32", "bfloat16", "int8"):
+            rate = _adamw_rate(memory, dtype, state, FIRST_PARAMETERS, least_s / 4)
             if rate > SLOW_PARAMETERS_PER_S:
-                rate = _adamw_rate(memory, layout, memory.numel(), least_s)
+                rate = _adamw_rate(memory, dtype, state, memory.numel(), least_s)
             rates.append((state, rate))
     return tuple(rates)
 
@@ -81,12 +71,12 @@ def adamw_rates(dtype: torch.dtype, memory: Tensor, least_s: float) -> tuple[tup
 def adamw_work(dtype: torch.dtype, memory: Tensor, rates: tuple[tuple[str, float], ...]) -> Callable[[], object]:
     """Make a function that updates the parameters that fill `memory`, or few of them if that is slow.
 
-    rates: what `adamw_rates` measured; the update has the last of their state dtypes.
+    rates: what `adamw_rates` measured; the update has states in bfloat16 if these are among them.
     """
-    state, rate = rates[-1]
-    layout = _plane_dtypes(dtype, getattr(torch, state))
-    most = memory.numel() if rate > SLOW_PARAMETERS_PER_S else FIRST_PARAMETERS
-    return _update(_planes(memory, layout, min(most, _fitting(memory, layout))))
+    known = dict(rates)
+    state = "bfloat16" if "bfloat16" in known else next(iter(known))
+    most = memory.numel() if known[state] > SLOW_PARAMETERS_PER_S else FIRST_PARAMETERS
+    return _update(memory, dtype, state, most)
 
 
 @contextmanager
@@ -121,43 +111,47 @@ def cache_bytes() -> int:
     return sum(sizes.values()) or UNKNOWN_CACHE_BYTES
 
 
-def _adamw_rate(memory: Tensor, layout: tuple[torch.dtype, ...], most_parameters: int, least_s: float) -> float:
-    num_parameters = min(most_parameters, _fitting(memory, layout))
-    return num_parameters / cpu_timer(_update(_planes(memory, layout, num_parameters)), least_s)
+def _adamw_rate(memory: Tensor, dtype: torch.dtype, state: str, most_parameters: int, least_s: float) -> float:
+    update = _update(memory, dtype, state, most_parameters)
+    return _fitting(memory, dtype, state, most_parameters) / cpu_timer(update, least_s)
 
 
-def _fitting(memory: Tensor, layout: tuple[torch.dtype, ...]) -> int:
-    """Count the parameters whose planes fit into `memory`."""
-    return memory.numel() // sum(t.itemsize for t in layout) // PIECE_ALIGNMENT * PIECE_ALIGNMENT
+def _rule(dtype: torch.dtype, state: str) -> Rule:
+    return rule_of("adamw", "matrix", state, str(dtype).removeprefix("torch."))
 
 
-def _plane_dtypes(dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """List the types of states, weight, gradient and (for bf16 compute) remainder; wide ones first keep all aligned."""
-    planes = (state_dtype, state_dtype, dtype, dtype)
-    return (*planes, torch.int16) if dtype == torch.bfloat16 else planes
+def _layout(dtype: torch.dtype, state: str) -> dict[str, tuple[torch.dtype, int]]:
+    """Give the type of every plane and how many elements share an entry; wide types first, which keeps all aligned.
+
+    bfloat16 compute has a remainder of split masters.
+    """
+    planes = {plane.kind: (getattr(torch, plane.dtype), plane.block) for plane in _rule(dtype, state).states}
+    planes |= {"weights": (dtype, 1), "grad": (dtype, 1)}
+    if dtype == torch.bfloat16:
+        planes["remainder"] = (torch.int16, 1)
+    return dict(sorted(planes.items(), key=lambda plane: -plane[1][0].itemsize))
 
 
-def _planes(memory: Tensor, layout: tuple[torch.dtype, ...], num_parameters: int) -> Planes:
-    """Cut `memory` into planes: zeros, but for a random gradient that repeats every PIECE_ALIGNMENT elements."""
+def _fitting(memory: Tensor, dtype: torch.dtype, state: str, most: int) -> int:
+    """Count the parameters, at most `most`, whose planes fit into `memory`, in whole pieces."""
+    piece, planes = PIECE_ALIGNMENT * _rule(dtype, state).block, _layout(dtype, state).values()
+    bytes_per_piece = sum(t.itemsize * piece // block for t, block in planes)
+    return min(memory.numel() // bytes_per_piece, most // piece) * piece
+
+
+def _update(memory: Tensor, dtype: torch.dtype, state: str, most: int) -> Callable[[], None]:
+    """Make a function that updates at most `most` parameters in `memory`.
+
+    Planes hold zeros, but for a random gradient that repeats every PIECE_ALIGNMENT elements.
+    """
     memory.zero_()
-    views, offset = [], 0
-    for dtype in layout:
-        num_bytes = num_parameters * dtype.itemsize
-        views.append(memory[offset : offset + num_bytes].view(dtype))
+    count, planes, offset = _fitting(memory, dtype, state, most), {}, 0
+    for name, (plane_dtype, block) in _layout(dtype, state).items():
+        num_bytes = count // block * plane_dtype.itemsize
+        planes[name] = memory[offset : offset + num_bytes].view(plane_dtype)
         offset += num_bytes
-    exp_avg, exp_avg_sq, weight, grad, *rest = views
-    piece = torch.randn(PIECE_ALIGNMENT, dtype=torch.float64).to(grad.dtype)
-    grad.view(-1, PIECE_ALIGNMENT).copy_(piece)
-    return Planes(weight, rest[0] if rest else None, exp_avg, exp_avg_sq, grad)
-
-
-def _update(planes: Planes) -> Callable[[], None]:
-    grad_scale = torch.ones(1, dtype=torch.float64 if planes.weight.dtype == torch.float64 else torch.float32)
-
-    def update() -> None:
-        adamw_update(
-            **planes._asdict(), grad_scale=grad_scale, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, step=1,
-            seed=0, element_offset=0,
-        )  # fmt: skip
-
-    return update
+    planes["grad"].view(-1, PIECE_ALIGNMENT).copy_(torch.randn(PIECE_ALIGNMENT, dtype=torch.float64).to(dtype))
+    scale = torch.ones(1, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    update = Update(planes, scale, AdamW(lr=1e-4), lr=1e-4, weight_decay=0.0, step=1, seed=0, element_offset=0)
+    rule = _rule(dtype, state)
+    return lambda: rule.update(update)

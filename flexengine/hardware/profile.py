@@ -30,7 +30,7 @@ ProfileSource = Literal["measured", "preset", "synthetic"]
 
 FORMAT = 6
 """Version of the JSON form; raised when fields appear or change their meaning."""
-ADAMW_BYTES = {"float32": 26, "bfloat16": 18}
+ADAMW_BYTES = {"float32": 26, "bfloat16": 18, "int8": 14.0625}
 """Bytes that AdamW moves per parameter with split masters and bf16 gradients, by state dtype; memory bounds it."""
 POINT_FIELDS = {
     "matmul_flops_per_s": "tokens",
@@ -191,6 +191,9 @@ class HardwareProfile:
 
     def cpu_adamw_bytes_per_s(self, state_dtype: str) -> float:
         """Give bytes/s of host memory that AdamW on the CPU moves while nothing else uses it."""
+        rates = dict(self.cpu_adamw_parameters_per_s)
+        if state_dtype not in rates and state_dtype in ADAMW_BYTES:  # measured before there were such states
+            return min(rate * ADAMW_BYTES.get(name, max(ADAMW_BYTES.values())) for name, rate in rates.items())
         return self.cpu_adamw_rate(state_dtype) * ADAMW_BYTES.get(state_dtype, max(ADAMW_BYTES.values()))
 
     def host_rate(self, state_dtype: str) -> float:

@@ -1,6 +1,6 @@
 """AdamW on flat tensors: one formula for float32, split and bf16 master weights, with float32 or bf16 states.
 
-The order of the operations is part of the definition: every line of `_new_values` is one rounding per operator, no
+The order of the operations is part of the definition: every line of `adamw_values` is one rounding per operator, no
 fused multiply-add, so that the Triton kernel (and any other implementation) can give the same bits.
 """
 
@@ -189,7 +189,7 @@ def adamw_update_reference(
     scale = grad_scale.to(math_dtype)
     apply = torch.isfinite(scale)
     master = weight.to(math_dtype) if remainder is None else join_fp32(weight, remainder)
-    new_master, new_exp_avg, new_exp_avg_sq = _new_values(
+    new_master, new_exp_avg, new_exp_avg_sq = adamw_values(
         master, exp_avg.to(math_dtype), exp_avg_sq.to(math_dtype), grad.to(math_dtype) * scale, factors
     )
 
@@ -206,7 +206,7 @@ def adamw_update_reference(
     store(exp_avg_sq, new_exp_avg_sq, EXP_AVG_SQ_STREAM)
 
 
-def _new_values(
+def adamw_values(
     master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, factors: AdamWFactors
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The formula. One rounding per operator; a division by a host scalar is written as a product on purpose."""

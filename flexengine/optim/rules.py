@@ -5,7 +5,13 @@ from __future__ import annotations
 from functools import cache
 
 from flexengine.optim.adamw import adamw_rule
+from flexengine.optim.adamw_blocks import adamw_in_blocks_rule
+from flexengine.optim.lion import lion_rule
 from flexengine.optim.rule import Rule
+from flexengine.optim.sgd import sgd_rule
+
+IN_BLOCKS = "int8"
+"""The name of states in 8 bits, as codes in blocks."""
 
 
 @cache
@@ -13,10 +19,16 @@ def rule_of(optimizer: str, param_kind: str, state: str, compute: str) -> Rule:
     """The rule of an optimizer for matrices or for vectors (norms and biases).
 
     state: dtype of stored states. Vectors keep theirs in float32, and float64 computation keeps all in float64.
-    Raises: ValueError for an optimizer that there is not.
+    Raises: ValueError for an optimizer that there is not, or states in 8 bits that it does not have.
     """
     wide = "float64" if compute == "float64" else "float32"
     dtype = state if param_kind == "matrix" and wide == "float32" else wide
     if optimizer == "adamw":
-        return adamw_rule(dtype)
-    raise ValueError(f"optimizer={optimizer!r} is not known; there is adamw")
+        return adamw_in_blocks_rule() if dtype == IN_BLOCKS else adamw_rule(dtype)
+    if dtype == IN_BLOCKS:
+        raise ValueError(f"optimizer={optimizer!r} has no states in 8 bits; only adamw has")
+    if optimizer == "lion":
+        return lion_rule(dtype)
+    if optimizer == "sgd":
+        return sgd_rule(dtype)
+    raise ValueError(f"optimizer={optimizer!r} is not known; there are adamw, lion and sgd")

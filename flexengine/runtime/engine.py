@@ -20,7 +20,7 @@ from flexengine.models.matmul_dtype import check_matmul_dtype
 from flexengine.models.registry import ModelSource
 from flexengine.ops.attention_choice import AttentionChoice, KernelName
 from flexengine.ops.custom_loss import LossFunction
-from flexengine.optim.adamw import AdamW
+from flexengine.optim import Optimizer
 from flexengine.plan import Plan, Request
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.batch import BatchWriter, constant_tables
@@ -84,7 +84,7 @@ class Engine:
         source: ModelSource,
         plan: Plan,
         device: torch.device,
-        optimizer: AdamW,
+        optimizer: Optimizer,
         settings: EngineSettings | None = None,
     ) -> None:
         check_matmul_dtype(source.spec, plan.request.numerics.matmul)
@@ -171,7 +171,7 @@ class Engine:
 
     @training_call
     def step(self, lr: float | None = None, *, divisor: float | None = None) -> StepOutput:
-        """AdamW with the gradients of the mean loss over all target tokens since the last step, clipped by global norm.
+        """Update with the gradients of the mean loss over all target tokens since the last step, clipped by their norm.
 
         lr overrides the optimizer's for this step. divisor: what the sum of the losses is divided by, instead of the
         target tokens or the sum of the sizes of their weights. A gradient norm that is not finite skips the update and

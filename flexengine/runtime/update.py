@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.optim.adamw import AdamW
+from flexengine.optim import Optimizer
 from flexengine.optim.clipping import gradient_scales
 from flexengine.optim.rule import Update
 from flexengine.runtime.arena import DTYPES, Arenas
@@ -21,7 +21,7 @@ from flexengine.schedule.slots import Memory, Role
 class UpdateSettings(NamedTuple):
     """What one optimizer step depends on beside the stored tensors. `step` counts from 1."""
 
-    optimizer: AdamW
+    optimizer: Optimizer
     lr: float
     max_grad_norm: float | None
     loss_weight: float
@@ -30,7 +30,7 @@ class UpdateSettings(NamedTuple):
 
 
 def update_settings(
-    optimizer: AdamW, lr: float | None, max_grad_norm: float | None, loss_weight: float, step: int, seed: int
+    optimizer: Optimizer, lr: float | None, max_grad_norm: float | None, loss_weight: float, step: int, seed: int
 ) -> UpdateSettings:
     """Settings of one step; lr None takes the optimizer's. Raises ValueError when lr is negative or not finite."""
     lr = optimizer.lr if lr is None else lr

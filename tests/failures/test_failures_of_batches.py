@@ -102,7 +102,9 @@ def test_step_without_a_batch(folder):
 
 def test_an_engine_goes_on_after_failures(folder):
     """The same losses and weights, bit by bit, as an engine that never saw a wrong batch."""
-    quiet, troubled = (from_pretrained(folder, AdamW(lr=1e-2), hardware="cpu-test", **SHAPE) for _ in range(2))
+    quiet, troubled = (
+        from_pretrained(folder, optimizer=AdamW(lr=1e-2), hardware="cpu-test", **SHAPE) for _ in range(2)
+    )
     for _ in range(2):
         for given, _ in BATCHES.values():
             with pytest.raises(ValueError, match=r"."):
@@ -124,7 +126,7 @@ REQUESTS = {
     "beta_of_one": (lambda: AdamW(betas=(0.9, 1.0)), (r"betas.*got \(0.9, 1.0\)",)),
     "eps_zero": (lambda: AdamW(eps=0.0), ("eps must be finite and above 0, got 0.0",)),
     "dtype_unknown": ({"dtype": "float8"}, ("dtype='float8' is not supported; choose bfloat16, float32, float64",)),
-    "state_dtype_unknown": ({"optimizer_state_dtype": "int8"}, ("optimizer_state_dtype='int8'.*choose float32",)),
+    "state_dtype_unknown": ({"optimizer_state_dtype": "int4"}, ("optimizer_state_dtype='int4'.*choose float32",)),
     "recompute_unknown": ({"recompute": "some"}, ("recompute='some'; choose auto, none or full",)),
     "budget_twice": (
         {"max_gpu_mem_gib": 1.0, "max_gpu_mem_bytes": 5},

@@ -395,7 +395,7 @@ def test_a_preset_trains_and_is_saved(tmp_path):
     """from_pretrained on random weights, and a folder that opens again with the same loss."""
     options = {"hardware": "cpu-test", "device": "cpu", "dtype": "float32", "max_seq_len": 32}
     options["max_global_batch_tokens"] = 64
-    engine = flexengine.from_pretrained("preset:demo", AdamW(lr=1e-3), seed=3, **options)
+    engine = flexengine.from_pretrained("preset:demo", optimizer=AdamW(lr=1e-3), seed=3, **options)
     batch = random_batch(1, (32, 20), engine.model.vocab_size)
     first = engine.fwd_bwd(batch).loss
     engine.step()

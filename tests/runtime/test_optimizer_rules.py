@@ -1,0 +1,76 @@
+"""Engines with every optimizer rule: no plan changes a bit, programs are proven and priced, loss falls."""
+
+import random
+
+import pytest
+from engine_helpers import build_engine, make_plan, random_batch, same_bits, shuffled_order, streamed_plan
+
+from flexengine.hardware.presets import preset
+from flexengine.models.registry import ModelSource
+from flexengine.optim import OPTIMIZERS
+from flexengine.plan import GroupPlan, Numerics
+from flexengine.planner.cost.cost_model import CostModel
+from flexengine.schedule.checker import check_program
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.lowering import lower_update
+from flexengine.schedule.simulator import simulate
+from tests.schedule.small_plans import mixed_model
+
+RULES = {
+    "lion": Numerics("bfloat16", "split", "bfloat16", "bfloat16", optimizer="lion"),
+    "lion, rounded masters": Numerics("bfloat16", "stochastic", "bfloat16", "bfloat16", optimizer="lion"),
+    "sgd": Numerics("float32", "full", "float32", "float32", optimizer="sgd"),
+    "8-bit adamw": Numerics("bfloat16", "split", "bfloat16", "int8"),
+    "8-bit adamw, rounded masters": Numerics("bfloat16", "stochastic", "bfloat16", "int8"),
+    "8-bit adamw, float32": Numerics("float32", "full", "float32", "int8"),
+}
+LR = {"adamw": 1e-2, "lion": 1e-2, "sgd": 1e-1}
+SIZE = {"chunk_tokens": 16, "chunks_per_round": 3, "max_seq_len": 40}
+
+
+def plans_of(spec, numerics):
+    """A resident plan, one that streams all, one with updates by the CPU, and a mixture."""
+    options = {**SIZE, "numerics": numerics}
+    by_cpu = [GroupPlan(update="cpu")] * len(spec.groups)
+    homes = (GroupPlan(), GroupPlan("gpu"), GroupPlan("gpu", "gpu"), GroupPlan("gpu", "gpu", "gpu"), by_cpu[0])
+    choose = random.Random(0)
+    mixed = [choose.choice(homes) for _ in spec.groups]
+    return {
+        "resident": make_plan(spec, **options),
+        "streamed": streamed_plan(spec, **options, optimizer_tile=999, share_edge_slots=True),
+        "by the CPU": make_plan(spec, **options, groups=by_cpu),
+        "mixed": make_plan(spec, **options, groups=mixed, optimizer_tile=1 << 12, optimizer_slots=1),
+    }
+
+
+def train(source, plan, seed=0):
+    """Losses and weights of three steps."""
+    name = plan.request.numerics.optimizer
+    optimizer = OPTIMIZERS[name](lr=LR[name], weight_decay=0.1)
+    batch = random_batch(1, [40, 3, 17], source.spec.vocab_size)
+    with build_engine(source, plan, optimizer, order=shuffled_order(seed)) as engine:
+        losses = [engine.train_step(batch)[0].loss for _ in range(3)]
+        return losses, engine.state_dict()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_no_plan_changes_a_bit(rule):
+    source = ModelSource(mixed_model(blocks=2, hidden=32), None, None)
+    plans = plans_of(source.spec, RULES[rule])
+    losses, weights = train(source, plans.pop("resident"))
+    assert losses[2] < losses[0]
+    for name, plan in plans.items():
+        other_losses, other_weights = train(source, plan, seed=len(name))
+        assert other_losses == losses, name
+        same_bits(other_weights, weights)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_programs_are_proven_and_priced(rule):
+    spec = mixed_model(blocks=2, hidden=32)
+    for plan in plans_of(spec, RULES[rule]).values():
+        layout = Layout(spec, plan)
+        program = lower_update(layout)
+        check_program(program, layout.gpu_bytes, layout.host_bytes)
+        cost = CostModel(preset("h200"), 2, plan.chunk_tokens, plan.chunk_tokens, plan.request.numerics.state)
+        assert simulate(program, cost.rates()).total_s > 0
