@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.ops.base import Work, use_kernel
+from flexengine.ops.base import use_kernel
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -150,10 +150,6 @@ class WeightFormat(ABC):
             fields, rows = layout.views(matrix), target.view(layout.rows, layout.columns)
             for first, count in self.slabs(layout):
                 rows[first : first + count].copy_(self.values(fields, layout, first, count))
-
-    def decode_work(self, layout: StoredMatrix, count: int, compute_bytes: int) -> Work:
-        """Work of decoding `count` matrices."""
-        return Work(memory_bytes=float(count * (layout.num_bytes + layout.numel * compute_bytes)), kernels=1)
 
 
 def on_device(value: float, like: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from flexengine.planner.cost.stream_loads import (
     issue_s,
     plane_bytes_in,
     round_seconds,
+    with_decoding,
 )
 from flexengine.planner.keep_options import KeepOptions
 from flexengine.planner.shared_buffers import ActivationBytes, SharedBuffers
@@ -191,8 +192,8 @@ class BlockTables:
 
     @cached_property
     def seconds(self) -> tuple[LayerSeconds, ...]:
-        """Compute per chunk, nothing recomputed."""
-        return chunk_seconds(self.layer, self.shape, self.cost)
+        """Compute per chunk, nothing recomputed; with the chunk that is first, the decoding of the weights."""
+        return with_decoding(chunk_seconds(self.layer, self.shape, self.cost), self.group, self.use, self.cost)
 
     # -- keep options ------------------------------------------------------------------------------------------------
 

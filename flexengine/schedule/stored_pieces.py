@@ -8,12 +8,13 @@ into the elements that layers read.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache, reduce
 from itertools import groupby
 from typing import NamedTuple
 
 from flexengine.models.spec import GroupSpec, ParamSpec
+from flexengine.ops.base import Work
 from flexengine.ops.weight_format import StoredMatrix
 from flexengine.ops.weight_formats import FORMATS
 from flexengine.schedule.layer_program import align
@@ -49,10 +50,19 @@ class Piece(NamedTuple):
         """How one matrix is stored."""
         return _layout(self.storage, self.rows, self.columns)
 
+    def decode_work(self, compute_bytes: int) -> Work:
+        """Work of decoding: the bytes are read, and the elements written in the compute dtype."""
+        return Work(memory_bytes=float(self.total_bytes + self.numel * compute_bytes), kernels=1)
+
 
 @lru_cache(maxsize=1024)
 def _layout(storage: str, rows: int, columns: int) -> StoredMatrix:
     return FORMATS[storage].layout(rows, columns)
+
+
+def total_work(works: Iterable[Work]) -> Work:
+    """The sum of several pieces of work."""
+    return reduce(Work.plus, works, Work())
 
 
 class RunBytes(NamedTuple):
@@ -77,6 +87,10 @@ class StoredPieces(NamedTuple):
     def pieces_of(self, run: Run) -> list[Piece]:
         """The pieces of a run."""
         return [p for p in self.pieces if run.first <= p.first < run.first + run.numel]
+
+    def decode_work(self, compute_bytes: int) -> Work:
+        """Work of decoding the whole group."""
+        return total_work(piece.decode_work(compute_bytes) for piece in self.pieces)
 
     def part_bytes(self, part: Part) -> int:
         """Bytes of a slot for a part."""

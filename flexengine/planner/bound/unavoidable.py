@@ -23,6 +23,7 @@ from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram
 from flexengine.schedule.packing import full_round, full_rounds, rounds_per_step
 from flexengine.schedule.save_sets import recomputed, savable_ops
+from flexengine.schedule.stored_pieces import total_work
 from flexengine.schedule.window import window_places
 
 
@@ -98,6 +99,20 @@ class Unavoidable:
         grads = sum(plane_bytes(group, self.request.numerics)["grad"] for group in stored)
         return sum(group.numel for group in stored), grads, len(stored)
 
+    @cached_property
+    def decoding(self) -> tuple[Work, Work]:
+        """Work of a round that decodes weights in fewer bytes, forward and backward.
+
+        What the last block has decoded in forward may still be there in backward.
+        """
+        blocks = self.model.blocks
+        forward = total_work(self._decode_work(block) for block in blocks)
+        return forward, total_work(self._decode_work(block) for block in blocks[:-1] if block.has_backward)
+
+    def _decode_work(self, layer: LayerSpec) -> Work:
+        storages = (group_storage(self.model.groups[group], self.request.numerics).stored for group in layer.groups)
+        return total_work(stored.decode_work(self.compute_bytes) for stored in storages if stored is not None)
+
     def work(self, ops: tuple[Op, ...], tokens: int, seq_len: int) -> np.ndarray:
         """[ops + 1, kinds of work] of a chunk: forward of every op, and in the last row backward of all."""
         key = (ops, tokens, seq_len)
@@ -134,7 +149,8 @@ class SizeWork:
     def compute_s(self) -> float:
         """Seconds of forward, backward, gradients and update of a step, without recomputation."""
         layers_s = sum(count * self._layer_s(layer) for layer, count in self.step.layer_counts)
-        return layers_s * self.full_rounds + self._gradient_s() + self.update_s
+        decode_s = sum(map(self.cost.work_s, self.step.decoding))
+        return (layers_s + decode_s) * self.full_rounds + self._gradient_s() + self.update_s
 
     def _layer_s(self, layer: LayerSpec) -> float:
         """Forward and backward of a layer in a round; the head's forward is what its backward recomputes."""
@@ -147,7 +163,8 @@ class SizeWork:
     def forward_s(self) -> float:
         """Forward of a full round up to its head."""
         layers = [(layer, count) for layer, count in self.step.layer_counts if layer.kind != "head"]
-        return sum(count * self._seconds(self._round_work(layer.ops)[:-1].sum(axis=0)) for layer, count in layers)
+        layers_s = sum(count * self._seconds(self._round_work(layer.ops)[:-1].sum(axis=0)) for layer, count in layers)
+        return layers_s + self.cost.work_s(self.step.decoding[0])
 
     @cached_property
     def head_s(self) -> float:
@@ -228,8 +245,8 @@ class SizeWork:
 
     @property
     def block_bytes(self) -> int:
-        """Operands of the last block's backward, if there is one: accumulators, a chunk's gradient, one op's buffers,
-        the key/value window."""
+        """Operands of the last block's backward, if there is one: accumulators, decoded weights, a chunk's gradient,
+        one op's buffers, the key/value window."""
         block, width = self.step.model.blocks[-1], self.step.compute_bytes
         if not block.has_backward:
             return 0
@@ -237,7 +254,14 @@ class SizeWork:
         window = 0
         if self.shape.chunks[0].is_slice:
             window = window_places(block.ops, self.step.request.max_seq_len, self.chunk_tokens, width).total_bytes
-        return self._accumulator_bytes(block) + self._hidden_bytes + window + self._widest_step(program)
+        operands = self._accumulator_bytes(block) + self._decoded_bytes(block) + self._hidden_bytes
+        return operands + window + self._widest_step(program)
+
+    def _decoded_bytes(self, layer: LayerSpec) -> int:
+        """Bytes of a part of a layer's weights in the compute dtype, where they are stored in fewer bytes."""
+        numerics = self.step.request.numerics
+        storages = (group_storage(self.step.model.groups[group], numerics) for group in layer.groups)
+        return sum(s.part_numel for s in storages if s.stored is not None) * self.step.compute_bytes
 
     def _accumulator_bytes(self, layer: LayerSpec) -> int:
         groups = (self.step.model.groups[g] for g in layer.groups)
@@ -269,8 +293,10 @@ class SizeWork:
 @lru_cache(maxsize=4096)
 def plane_bytes(group: GroupSpec, numerics: Numerics) -> Counter[str]:
     """Bytes of a group's planes by kind, without padding."""
-    planes = Counter[str]()
-    for segment in group_storage(group, numerics).segments:
+    planes, stored = Counter[str](), group_storage(group, numerics)
+    for segment in stored.segments:
         for plane in segment.planes:
             planes[plane.kind] += plane.num_bytes(segment.numel)
+    if stored.stored is not None:
+        planes["weights"] += sum(piece.total_bytes for piece in stored.stored.pieces)
     return planes

@@ -142,6 +142,21 @@ def chunk_seconds(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> tuple
     return tuple(found)
 
 
+def with_decoding(
+    chunks: tuple[LayerSeconds, ...], group: GroupStorage, use: GroupUse, cost: CostModel
+) -> tuple[LayerSeconds, ...]:
+    """Seconds of a layer's chunks with the decoding of its weights, before its first chunk in either direction."""
+    if group.stored is None:
+        return chunks
+    decode_s, decode_issue_s = cost.work_s(group.stored.decode_work(cost.compute_bytes)), issue_s(cost, "decode")
+    found = [list(seconds) for seconds in chunks]
+    for column, uses, chunk in ((0, use.forward, 0), (1, use.backward, -1)):  # backward begins with the last chunk
+        if uses:
+            found[chunk][column] += decode_s
+            found[chunk][column + 2] += decode_issue_s
+    return tuple(LayerSeconds(*seconds) for seconds in found)
+
+
 @lru_cache(maxsize=4096)
 def _layer_work(program: LayerProgram, tokens: int, seq_len: int, compute_bytes: int) -> tuple[Work, Work, Work]:
     """Forward, backward, and the recomputation in backward."""

@@ -7,12 +7,11 @@ Copies are issued just before the command that needs them. The h2d stream runs t
 from __future__ import annotations
 
 from flexengine.models.spec import LayerSpec
-from flexengine.ops.base import Work
 from flexengine.schedule.commands import Access, CommandName, CopyRegion, DecodedPiece, DecodeWeights, Stream
 from flexengine.schedule.expert_fetch import fetch_of_experts
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.lowering.context import RoundContext, StagePart
-from flexengine.schedule.stored_pieces import Piece, StoredPieces
+from flexengine.schedule.stored_pieces import StoredPieces, total_work
 
 
 class WeightLowering:
@@ -109,9 +108,7 @@ class WeightLowering:
         pieces = tuple(self._decoded_pieces(group, at.part, stored))
         reads = [Access(source, self._content(group, at.part, source))]
         writes = [Access(target, self._content(group, at.part, target))]
-        work = Work()
-        for place in pieces:
-            work = work.plus(decode_work(place.piece, self._layout.compute_bytes))
+        work = total_work(place.piece.decode_work(self._layout.compute_bytes) for place in pieces)
         name = CommandName("decode", "weights", self._context.part_name(group, at.part))
         args = DecodeWeights(group, source, target, self._layout.compute_bytes, pieces)
         self._builder.add("decode", name, Stream.COMPUTE, reads, writes, work, args=args)
@@ -124,8 +121,3 @@ class WeightLowering:
                 offset = piece.start if resident else piece.start - start + slot_start
                 found.append(DecodedPiece(piece, offset, piece.first - run.first + run.start))
         return found
-
-
-def decode_work(piece: Piece, compute_bytes: int) -> Work:
-    """Work of decoding a piece: its bytes are read, and its elements written in the compute dtype."""
-    return Work(memory_bytes=float(piece.total_bytes + piece.numel * compute_bytes), kernels=1)
