@@ -223,8 +223,8 @@ def test_a_run_without_a_trace_is_drawn_and_says_how_to_get_one(train, tmp_path,
     capsys.readouterr()
     page = tmp_path / "page.html"
     assert cli.main(["report", str(folder), "--html", str(page)]) == 0
-    assert "no step was measured: run train.py with --trace" in capsys.readouterr().out
-    assert "run train.py with --trace" in page.read_text()
+    assert "no step was measured: run flexengine train with --trace" in capsys.readouterr().out
+    assert "run flexengine train with --trace" in page.read_text()
     assert not (folder / "report.html").exists()
     for name in ("plan.json", "timeline.json", "config.yaml", "train_log.jsonl"):
         (folder / name).unlink()

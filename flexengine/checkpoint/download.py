@@ -178,7 +178,7 @@ def _is_complete(target: Path, source: dict[str, str | None]) -> bool:
 
 def _parser() -> argparse.ArgumentParser:
     parser = FlagParser(
-        prog="download.py",
+        prog="flexengine download",
         description="Fetch a model or a data set from the Hugging Face hub, verified and resumable.",
         epilog="Environment: HF_ENDPOINT (a mirror), HF_TOKEN (private and gated repositories), HF_HUB_OFFLINE "
         "(refuse). An interrupted download continues when run again. Exit status: 0 complete and verified, 1 failed, "

@@ -33,12 +33,14 @@ def read_run(folder: Path) -> RunRecord:
     """Read what there is of a run. Raises ValueError if the folder is not that of a run, or a file in it is damaged."""
     if not folder.is_dir():
         found = "is a file, not a folder" if folder.exists() else "there is no such folder"
-        raise ValueError(f"run folder {folder}: {found}; give the --output-dir of a run of train.py")
+        raise ValueError(f"run folder {folder}: {found}; give the --output-dir of a run of flexengine train")
     texts = {name: _text(folder / name) for name in (PLAN_FILE, TIMELINE_FILE, TRACE_FILE)}
     texts[LOG_FILE] = _text(folder / LOG_FILE, "replace")
     if not any(text is not None for text in texts.values()):
         looked_for = ", ".join(texts)
-        raise ValueError(f"run folder {folder} holds none of {looked_for}; give the --output-dir of a run of train.py")
+        raise ValueError(
+            f"run folder {folder} holds none of {looked_for}; give the --output-dir of a run of flexengine train"
+        )
     # The plan and the trace come first: they tell which steps of the log were disturbed.
     measured = _trace(folder / TRACE_FILE, texts[TRACE_FILE], MEASURED)
     plan = _plan(folder / PLAN_FILE, texts[PLAN_FILE])

@@ -41,8 +41,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="flexengine report",
         description="Draws a run as one self-contained page: the simulated step above the measured one on one time"
         " axis, seconds per stream and per kind of command, predicted and measured, loss and tokens/s step by step."
-        " A run has a measured step if train.py was given --trace; without one the page shows what there is.",
+        " A run has a measured step if flexengine train was given --trace; without one the page shows what there is.",
     )
-    parser.add_argument("run_folder", type=Path, metavar="RUN_FOLDER", help="the --output-dir of a run of train.py")
+    parser.add_argument("run_folder", type=Path, metavar="RUN_FOLDER", help="the --output-dir of flexengine train")
     parser.add_argument("--html", type=Path, metavar="FILE.html", help="the page (default: RUN_FOLDER/report.html)")
     return parser

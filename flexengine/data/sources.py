@@ -151,8 +151,9 @@ def _not_from_hub(source: Source, error: Exception, what: str) -> NotFromHubErro
     found = (str(error).splitlines() or [type(error).__name__])[0][:300]
     return NotFromHubError(
         f"data set {source.place} (split {source.split}): {what}: {found}\n"
-        f"  check the name, or fetch it where there is a network: python download.py dataset {source.place}"
-        f" --split {source.split} --target {source.place.split('/')[-1]}.jsonl"
+        f"  check the name, or fetch it where there is a network: flexengine download dataset {source.place}"
+        f"{f' --config {source.config}' if source.config else ''} --split {source.split}"
+        f" --target {source.place.split('/')[-1]}.jsonl"
     )
 
 

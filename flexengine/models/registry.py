@@ -214,7 +214,7 @@ def open_model(path_or_preset: str | Path, needs_weights: bool = True) -> ModelS
         raise ValueError(
             f"model folder {folder} has a config.json but no *.safetensors file"
             f"{' (found ' + ', '.join(found) + ', which must be converted first)' if found else ''};"
-            " download the weights first: python download.py model ORG/NAME --target DIR, or train from scratch with"
+            " download the weights first: flexengine download model ORG/NAME --target DIR, or train from scratch with"
             " --init random"
         )
     return ModelSource(build_model(folder.name, config), folder, folder)
@@ -268,6 +268,6 @@ def _no_config(folder: Path) -> str:
     meant = did_you_mean(PRESET_PREFIX + folder.name, presets)
     hub = name if len(folder.parts) == 2 and not folder.is_absolute() else "ORG/NAME"
     return (
-        f"model {name}: no such folder{meant}\n  give a Hugging Face model folder (python download.py model {hub} "
+        f"model {name}: no such folder{meant}\n  give a Hugging Face model folder (flexengine download model {hub} "
         f"--target DIR makes one) or {PRESET_PREFIX}NAME, such as {PRESET_PREFIX}demo"
     )

@@ -26,7 +26,7 @@ from flexengine.schedule.trace_reader import Trace, TracePart, expanded
 
 CLOSE_UP_SHARE = 0.05
 """A close-up shows this share of the longest round drawn: enough to read single commands, and both phases."""
-HOW_TO_TRACE = "run train.py with --trace (and --trace-step N for another step than the second)"
+HOW_TO_TRACE = "run flexengine train with --trace (and --trace-step N for another step than the second)"
 
 
 def run_page(run: RunRecord) -> str:
@@ -91,7 +91,7 @@ def _notes(run: RunRecord) -> Iterator[str]:
     if run.simulated is not None:
         yield f"Above, {run.simulated.about.get('what', 'one simulated step')}, every part as often as it runs."
     else:
-        yield "There is no simulated step: timeline.json is not in the run folder; every run of train.py writes it."
+        yield "There is no simulated step: the run folder has no timeline.json, which every flexengine train writes."
     measured = run.measured
     if measured is None:
         yield f"There is no measured step: to see where the time really went, {HOW_TO_TRACE}."
@@ -166,7 +166,7 @@ def _last_round(trace: Trace) -> TracePart:
 
 def _curves(run: RunRecord) -> Iterator[str]:
     if not run.steps:
-        yield '<p class="soft">There is no step in train_log.jsonl: train.py writes a line when a step has ended.</p>'
+        yield '<p class="soft">There is no step in train_log.jsonl, which gets a line when a step has ended.</p>'
         return
     # All steps are drawn, disturbed ones too: only averages leave them out.
     losses = [(step.step, step.loss) for step in run.steps]

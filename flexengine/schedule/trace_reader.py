@@ -89,7 +89,7 @@ def expanded(trace: Trace) -> Iterator[tuple[TracePart, float]]:
 
 _REMEDY = {
     SIMULATED: "`flexengine plan --timeline FILE` and every run write such a file",
-    MEASURED: "run `train.py --trace` again",
+    MEASURED: "run `flexengine train --trace` again",
 }
 
 

@@ -156,8 +156,11 @@ def test_a_billion_tokens_take_a_window_of_memory(chat, tmp_path):
 
 def test_what_the_hub_refuses_names_the_command(hub):
     hub.is_offline = True
-    with pytest.raises(ValueError, match=r"no route to host\n.*python download.py dataset openai/gsm8k --split train"):
+    command = "flexengine download dataset openai/gsm8k"
+    with pytest.raises(ValueError, match=rf"no route to host\n.*{command} --split train --target gsm8k\.jsonl"):
         Reader(Source("openai/gsm8k"))
+    with pytest.raises(ValueError, match=f"{command} --config main --split test"):
+        Reader(parse_source("openai/gsm8k:main:test"))
 
 
 def test_without_a_network_the_tokens_of_an_earlier_run_are_used(hub, chat, tmp_path, caplog):

@@ -249,7 +249,7 @@ DAMAGE = (
     Case(
         "index_without_weight_map", lambda f: (f / INDEX).write_text("{}"), (INDEX, "non-empty 'weight_map'", "fetch")
     ),
-    Case("folder_without_weights", no_weights, ("no \\*.safetensors file", "python download.py model")),
+    Case("folder_without_weights", no_weights, ("no \\*.safetensors file", "flexengine download model")),
     Case("folder_with_pickled_weights", converted_weights, ("found pytorch_model.bin, which must be converted",)),
 )
 

@@ -239,11 +239,11 @@ def test_python_face(case, model):
 
 
 NAMES = (
-    Case("no_such_folder", "nowhere", ("model nowhere: no such folder", "python download.py model", "preset:demo")),
+    Case("no_such_folder", "nowhere", ("model nowhere: no such folder", "flexengine download model", "preset:demo")),
     Case(
         "hub_name_that_was_not_downloaded",
         "meta-llama/Llama-3.1-8B",
-        ("no such folder; did you mean preset:llama-3.1-8b\\?", "python download.py model meta-llama/Llama-3.1-8B"),
+        ("no such folder; did you mean preset:llama-3.1-8b\\?", "flexengine download model meta-llama/Llama-3.1-8B"),
     ),
     Case("preset_without_its_prefix", "llama-3.2-1b", ("did you mean preset:llama-3.2-1b\\?",)),
     Case(

@@ -113,7 +113,11 @@ DAMAGES = (
     Case(
         "trace_that_is_a_list", replaced(TRACE_FILE, b"[1, 2]"), ("is no trace of flexengine: it has no traceEvents",)
     ),
-    Case("trace_that_was_simulated", simulated, ("trace.json is a simulated step, not a measured one; run `train.py",)),
+    Case(
+        "trace_that_was_simulated",
+        simulated,
+        ("trace.json is a simulated step, not a measured one; run `flexengine train",),
+    ),
     Case(
         "trace_with_a_time_of_text",
         edited(TRACE_FILE, lambda trace: trace["traceEvents"][-1].update(ts="soon")),
@@ -122,7 +126,7 @@ DAMAGES = (
     Case(
         "trace_with_commands_missing",
         edited(TRACE_FILE, lambda trace: trace["traceEvents"].pop()),
-        ("trace.json holds \\d+ commands, its parts name \\d+; run `train.py --trace` again",),
+        ("trace.json holds \\d+ commands, its parts name \\d+; run `flexengine train --trace` again",),
     ),
     Case(
         "timeline_of_endless_rounds",

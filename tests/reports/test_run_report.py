@@ -110,7 +110,7 @@ def test_tables_compare_the_whole_step(run, picture):
 
 def test_a_run_without_a_trace_says_how_to_get_one(run):
     text = run_page(run._replace(measured=None))
-    assert "run train.py with --trace" in text
+    assert "run flexengine train with --trace" in text
     assert len(charts_of(text)) == 4
     assert cells_of(text)["compute, busy"][1:] == ["", ""]
 
