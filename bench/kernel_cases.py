@@ -17,6 +17,8 @@ from flexengine.ops import fp8 as fp8_op
 from flexengine.ops import glu as glu_op
 from flexengine.ops import rmsnorm as norm_op
 from flexengine.ops import rope as rope_op
+from flexengine.ops.weight_format import WeightFormat
+from flexengine.ops.weight_formats import FORMATS
 from flexengine.optim.adamw import adamw_factors, adamw_update_reference
 from flexengine.optim.rounding import split_fp32, stream_keys
 from flexengine.runtime.gradients import finish_gradient
@@ -29,9 +31,10 @@ ADAMW_STEP, ADAMW_SEED = 10, 0
 
 
 def kernel_cases(sizes: Sizes) -> tuple[Case, ...]:
-    """All kernels of flexengine.kernels, in the order of a block's forward, then the update and FP8 operands."""
+    """All kernels of flexengine.kernels, in the order of a block's forward, then the update, FP8 operands and weights
+    in fewer bytes."""
     block = (*norm_cases(sizes), *rope_cases(sizes), *swiglu_cases(sizes))
-    return (*block, *loss_cases(sizes), *update_cases(sizes), *fp8_cases(sizes))
+    return (*block, *loss_cases(sizes), *update_cases(sizes), *fp8_cases(sizes), *decode_cases(sizes))
 
 
 def norm_cases(s: Sizes) -> tuple[Case, ...]:
@@ -302,3 +305,33 @@ def fp8_cases(s: Sizes) -> tuple[Case, ...]:
             )
         ),
     )  # fmt: skip
+
+
+def decode_cases(s: Sizes) -> tuple[Case, ...]:
+    """Gate and up projection out of every format of fewer bytes."""
+    from flexengine.kernels import decode_weights as kernel  # noqa: PLC0415 - Triton is imported when first used
+
+    rows, columns = 2 * s.ffn_width, s.width
+
+    def case(form: WeightFormat, formula: str) -> Case:
+        layout = form.layout(rows, columns)
+
+        def make(random: Random) -> Tensors:
+            stored = torch.zeros(1, layout.num_bytes, dtype=torch.uint8, device=random.device)
+            encoder = form.encoder(stored[0], layout)
+            for first, count in form.slabs(layout):
+                encoder.add(first, random.normal(count, columns, dtype=F32))
+            encoder.finish()
+            return {"stored": stored, "out": random.empty(1, layout.numel)}
+
+        def run(t: Tensors) -> None:
+            form.launch(kernel, t["stored"], layout, t["out"])
+
+        def plain(t: Tensors) -> None:
+            form.decode(t["stored"], layout, t["out"])
+
+        num_bytes = layout.num_bytes + 2 * layout.numel
+        return Case(f"decode-{form.name}", formula, num_bytes, make, run, plain, ("stored",), ("out",))
+
+    formulas = {"nf4": "2.516*2FD", "fp8": "3*2FD + 4 for 128 x 128", "int8": "3*2FD + 4*2F"}
+    return tuple(case(form, formulas[name]) for name, form in FORMATS.items())
