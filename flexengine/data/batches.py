@@ -4,11 +4,14 @@ The composition of a batch depends on the data, the seed, --max-seq-len and --ma
 plan, so the same command under another budget trains on the same batches.
 """
 
+from __future__ import annotations
+
 import math
 import random
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice, pairwise
 
 import numpy as np
 
@@ -39,19 +42,23 @@ def num_targets(labels: list[int]) -> int:
     return sum(label != IGNORE for label in labels[1:])
 
 
-def split_epoch(lengths: Sequence[int] | np.ndarray, max_tokens: int, order: Sequence[int]) -> list[Sequence[int]]:
-    """Indices of each batch: sequences in the given order, a new batch where max_tokens would be exceeded.
+def batch_ends(lengths: Sequence[int] | np.ndarray, max_tokens: int, order: Sequence[int]) -> array[int]:
+    """Where in the order each batch ends: a new one begins where max_tokens would be exceeded.
 
     lengths in tokens, each <= max_tokens. The last batch may be short: an epoch is every sequence exactly once.
     """
-    ends = np.cumsum(np.asarray(lengths, np.int64)[np.asarray(order, np.int64)])
-    batches: list[Sequence[int]] = []
-    first, tokens_before = 0, 0
-    while first < len(order):
-        last = int(np.searchsorted(ends, tokens_before + max_tokens, side="right"))
-        batches.append(order[first:last])
-        first, tokens_before = last, int(ends[last - 1])
-    return batches
+    tokens = np.cumsum(np.asarray(lengths)[np.asarray(order)], dtype=np.int64)
+    ends, end, tokens_before = array("I"), 0, 0
+    while end < len(tokens):
+        end = int(np.searchsorted(tokens, tokens_before + max_tokens, side="right"))
+        ends.append(end)
+        tokens_before = int(tokens[end - 1])
+    return ends
+
+
+def split_epoch(lengths: Sequence[int] | np.ndarray, max_tokens: int, order: Sequence[int]) -> list[Sequence[int]]:
+    """Indices of the sequences of each batch."""
+    return [order[first:last] for first, last in pairwise([0, *batch_ends(lengths, max_tokens, order)])]
 
 
 class GlobalBatches:
@@ -79,7 +86,7 @@ class GlobalBatches:
         self._weights = weights or [(len(sequences), 1.0)]
 
     @classmethod
-    def of_parts(cls, parts: Sequence[Prepared], max_global_batch_tokens: int, seed: int) -> "GlobalBatches":
+    def of_parts(cls, parts: Sequence[Prepared], max_global_batch_tokens: int, seed: int) -> GlobalBatches:
         """Batches of several sources, mixed by their weights."""
         sequences = StoredSequences([(part.table.file, part.cut) for part in parts])
         weights = [(len(part.cut.lengths), part.weight) for part in parts]
@@ -93,26 +100,32 @@ class GlobalBatches:
         if steps is not None:
             return steps
         whole, part = divmod(1.0 if epochs is None else epochs, 1.0)
-        steps_of_part = math.ceil(part * len(self._epoch(int(whole)))) if part else 0
-        return sum(len(self._epoch(e)) for e in range(int(whole))) + steps_of_part
+        steps_of_part = math.ceil(part * self._num_batches(int(whole))) if part else 0
+        return sum(map(self._num_batches, range(int(whole)))) + steps_of_part
 
     def batches(self, num_steps: int) -> Iterator[Batch]:
         """The first num_steps batches; the iterator may be restarted and gives the same again."""
         step = epoch = 0
         while step < num_steps:
-            for indices in self._epoch(epoch)[: num_steps - step]:
-                rows = [self.sequences[i] for i in indices]
+            order = self._order(epoch)
+            ends = batch_ends(self._lengths, self.max_global_batch_tokens, order)
+            for first, last in islice(pairwise(chain([0], ends)), num_steps - step):
+                rows = [self.sequences[i] for i in order[first:last]]
                 yield Batch([row.input_ids for row in rows], [row.labels for row in rows])
                 step += 1
             epoch += 1
 
-    def _epoch(self, epoch: int) -> list[Sequence[int]]:
-        order = array("q")
+    def _num_batches(self, epoch: int) -> int:
+        return len(batch_ends(self._lengths, self.max_global_batch_tokens, self._order(epoch)))
+
+    def _order(self, epoch: int) -> array[int]:
+        """Indices of all sequences that an epoch sees, shuffled."""
+        order = array("I")
         rng = random.Random(f"{self.seed}/{epoch}")
         first = 0
         for count, weight in self._weights:
             times, part = divmod(weight, 1.0)
-            order.extend(array("q", range(first, first + count)) * int(times))
+            order.extend(array("I", range(first, first + count)) * int(times))
             if part:
                 order.extend(
                     random.Random(f"{self.seed}/{epoch}/{first}").sample(
@@ -121,4 +134,4 @@ class GlobalBatches:
                 )
             first += count
         rng.shuffle(order)
-        return split_epoch(self._lengths, self.max_global_batch_tokens, order)
+        return order

@@ -107,11 +107,15 @@ def cut_records(table: TokenTable, max_seq_len: int, truncate_long: bool) -> Cut
     kept = has_target & ~too_long
     stride = max(max_seq_len - 1, 1)
     num_parts = np.where(kept, np.where(is_long & whole, -(-(sizes - 1) // stride), 1), 0)
-    record = np.repeat(np.arange(len(sizes)), num_parts)
-    offset = (np.arange(len(record)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)) * stride
+    record = np.repeat(np.arange(len(sizes), dtype=np.int32), num_parts)
+    starts = np.arange(len(record))  # arrays of this length fill the memory of a run: they are changed in place
+    starts -= np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
+    starts *= stride
+    lengths = np.minimum(sizes[record] - starts, max_seq_len).astype(np.int32)
+    starts += begins[record]
     return Cut(
-        starts=begins[record] + offset,
-        lengths=np.minimum(sizes[record] - offset, max_seq_len),
+        starts=starts,
+        lengths=lengths,
         num_records=len(sizes),
         num_too_long=int(too_long.sum()),
         num_truncated=int((kept & is_long & ~whole).sum()),
@@ -127,7 +131,7 @@ class StoredSequences(Sequence[TokenizedRecord]):
     def __init__(self, parts: Sequence[tuple[TokenFile, Cut]]) -> None:
         self._parts = parts
         self._ends = np.cumsum([len(cut.lengths) for _, cut in parts])
-        self.lengths = np.concatenate([cut.lengths for _, cut in parts]) if parts else np.zeros(0, np.int64)
+        self.lengths = parts[0][1].lengths if len(parts) == 1 else np.concatenate([cut.lengths for _, cut in parts])
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -248,8 +252,8 @@ def open_shard(path: Path, vocab_size: int) -> TokenTable:
     ids = table.file.numbers(0, min(num_tokens, 10**6))
     if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
         raise ValueError(
-            f"{path}: holds the token {ids.max()}, read as {dtype}, but the model's vocab_size is {vocab_size}; it is of"
-            " another tokenizer, or of another number format: write shards as .npy"
+            f"{path}: holds the token {ids.max()}, read as {dtype}, but the model's vocab_size is {vocab_size}; it is"
+            " of another tokenizer, or of another number format: write shards as .npy"
         )
     return table
 
