@@ -115,9 +115,9 @@ def run(
         if not export(config, engine, data.tokenizer, len(steps), final):
             return DIVERGED
         callbacks.on_save(final, len(steps))
-    if data.tokenizer is not None:
-        for prompt in prompts:
-            print(f"sample: {prompt!r} -> {answer(engine, data.tokenizer, prompt)!r}")
+    if data.tokenizer is not None and prompts:
+        for prompt, text in zip(prompts, answer(engine, data.tokenizer, prompts), strict=True):
+            print(f"sample: {prompt!r} -> {text!r}")
     return 0
 
 
@@ -318,14 +318,15 @@ def export(config: TrainConfig, engine: Engine, tokenizer: ChatTokenizer | None,
     return True
 
 
-def answer(engine: Engine, tokenizer: ChatTokenizer, prompt: str, max_new_tokens: int = 32) -> str:
-    """Answer one user message greedily with the trained model, up to a stop token, max_new_tokens or max_seq_len."""
-    ids = tokenizer.encode_prompt(prompt)
-    new: list[int] = []
-    room = engine.plan.request.max_seq_len - len(ids)
-    while len(new) < min(max_new_tokens, room):
-        token = int(engine.next_token_logits(ids + new).argmax())
-        if token in tokenizer.stop_ids:
-            break
-        new.append(token)
-    return tokenizer.decode(new).strip()
+def answer(engine: Engine, tokenizer: ChatTokenizer, prompts: Sequence[str], max_new_tokens: int = 32) -> list[str]:
+    """Answer user messages greedily, each up to a stop token, max_new_tokens or max_seq_len.
+
+    A message that leaves no room for an answer has an empty one.
+    """
+    ids = [tokenizer.encode_prompt(prompt) for prompt in prompts]
+    fitting = [i for i, row in enumerate(ids) if len(row) < engine.plan.request.max_seq_len]
+    answers = [""] * len(ids)
+    found = engine.generate([ids[i] for i in fitting], max_new_tokens, stop_ids=tokenizer.stop_ids)
+    for i, tokens in zip(fitting, found, strict=True):
+        answers[i] = tokenizer.decode(tokens).strip()
+    return answers

@@ -7,7 +7,7 @@ how the plan came about.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from flexengine.runtime.batch_input import Sequences, read_batch, read_call
 from flexengine.runtime.command_handlers import CommandHandlers
 from flexengine.runtime.executor import CommandOrder, Executor
 from flexengine.runtime.export import export_adapter, export_checkpoint
+from flexengine.runtime.generation import GenerationRequest, Generator, Sampling
 from flexengine.runtime.layer_runner import LayerRunner
 from flexengine.runtime.measurement import StepMeasurement
 from flexengine.runtime.one_caller import one_caller, training_call
@@ -53,7 +54,8 @@ class EngineSettings:
     stochastic rounding. deterministic: only kernels that torch knows to be deterministic. attention_choices: kernels
     for the shapes of attention that were measured; attention: for others. matmul_flops_per_s: measured rate that
     reports compare with. description: the plan in words. adapter: a folder that the adapters start from. order: the
-    order of commands on the CPU, for tests.
+    order of commands on the CPU, for tests. cache_bytes: GPU memory beside the plan's, for what sequences leave that
+    are generated.
     """
 
     max_grad_norm: float | None = 1.0
@@ -65,6 +67,7 @@ class EngineSettings:
     description: str = ""
     adapter: Path | None = None
     order: CommandOrder | None = None
+    cache_bytes: int = 0
 
 
 class Engine:
@@ -93,8 +96,9 @@ class Engine:
         self.optimizer, self.settings = optimizer, settings or EngineSettings()
         self._description = self.settings.description
         layout = Layout(self.model, plan)
-        self.meter = _start_meter(device, layout.gpu_bytes)
-        self.arenas = Arenas(device, layout.gpu_bytes, layout.host_bytes)
+        gpu_bytes = layout.gpu_bytes + self.settings.cache_bytes
+        self.meter = _start_meter(device, gpu_bytes)
+        self.arenas = Arenas(device, gpu_bytes, layout.host_bytes)
         self.executor = Executor(device, self.arenas, self.settings.order)
         self.state, self.measurement = StepState(), StepMeasurement(self.executor, self.model)
         self.buffers = empty_buffers(layout, device)
@@ -229,6 +233,33 @@ class Engine:
         self.state.require_usable()
         sequences = read_batch({"input_ids": [tokens]}, self.model.vocab_size, self.plan.request.max_seq_len)
         return self.steps.evaluate(sequences, lambda _: self.rounds.next_token_logits())
+
+    @one_caller
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int = 128,
+        *,
+        stop_ids: Collection[int] = (),
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> list[list[int]]:
+        """Return the tokens that follow each prompt, up to a stop token, max_new_tokens or max_seq_len.
+
+        prompts: token ids. Each pass runs the new tokens of as many prompts as there is room for the keys, values and
+        states of in the GPU memory that the plan leaves free between steps; others follow when one has ended. Weights
+        and gradients stay as they are. temperature 0 takes the likeliest token; above it tokens are drawn, by the seed
+        and the number of the prompt, from the likeliest ones that together have the probability top_p.
+        Raises ValueError for a prompt that leaves no room for an answer, and where no sequence's cache fits.
+        """
+        self.state.require_usable()
+        sampling = Sampling(temperature, top_p, seed)
+        request = GenerationRequest([list(prompt) for prompt in prompts], max_new_tokens, stop_ids, sampling)
+        request.check(self.model.vocab_size, self.plan.request.max_seq_len)
+        if not request.prompts:
+            return []
+        return self.steps.between_steps(lambda: Generator(self.rounds, self.layers).generate(request))
 
     def _read(self, batch: object, columns: dict[str, object], loss: LossFunction | None) -> Sequences:
         self.state.require_usable()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexengine.ops.base import ChunkContext, OpEnv
 from flexengine.runtime.arena import Arenas, wide_dtype
+from flexengine.runtime.decoding import Decoder
 from flexengine.schedule.commands import LayerCall
 from flexengine.schedule.layer_program import OpStep, Place
 from flexengine.schedule.layout import Layout
@@ -20,6 +21,7 @@ class LayerRunner:
     """Executes the layer calls of one layout.
 
     chunks: the contexts of the round that is running. buffers: the model's buffers by name.
+    decoder: runs some ops in its own way while tokens are generated; None in training.
     """
 
     def __init__(self, layout: Layout, arenas: Arenas, buffers: dict[str, Tensor]) -> None:
@@ -28,6 +30,7 @@ class LayerRunner:
         self.wide = wide_dtype(layout)
         self.dtypes = {"compute": self.compute, "float32": self.wide, "int32": torch.int32, "uint8": torch.uint8}
         self.chunks: list[ChunkContext] = []
+        self.decoder: Decoder | None = None
 
     def run(self, kind: str, call: LayerCall) -> None:
         """Run one command of kind forward, evaluate, recompute, backward or fill_window on the current stream."""
@@ -50,7 +53,8 @@ class LayerRunner:
                 again=kind in ("backward", "recompute"),
                 part=max(0, call.part - 1),
             )
-            _call(step, env)
+            if self.decoder is None or not self.decoder.runs(step.op, env, call):
+                _call(step, env)
 
     def bind(self, call: LayerCall, places: tuple[tuple[str, Place], ...], tokens: int) -> dict[str, Tensor]:
         """Views of places by name, for a chunk of `tokens` tokens."""

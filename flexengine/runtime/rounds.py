@@ -14,6 +14,7 @@ from flexengine.runtime.programs import Programs, RoundKind
 from flexengine.runtime.step_state import HALF_UPDATED, StepState
 from flexengine.runtime.update import UpdateSettings
 from flexengine.schedule.commands import LayerCall, Program
+from flexengine.schedule.lowering import ChunkShape, RoundShape
 from flexengine.schedule.packing import PackedChunk, pack, packed_shape
 
 
@@ -64,6 +65,16 @@ class RoundRunner:
             if token_losses is not None:
                 self._copy_losses(chunks, token_losses)
         return total
+
+    def forward_program(self) -> Program:
+        """The program of a forward pass of one chunk."""
+        shape = RoundShape((ChunkShape(self._plan.chunk_tokens, self._plan.chunk_tokens),))
+        return self.programs.of_round(shape, RoundKind(train=False, first=False, updates=False))
+
+    def forward_chunk(self, batch: Sequences, chunk: PackedChunk) -> None:
+        """Issue forward of one chunk of whole sequences or pieces of them; nothing is kept."""
+        self._write(batch, [chunk], None)
+        self._runner.run(self.forward_program(), measured=False)
 
     def next_token_logits(self) -> Tensor:
         """Logits [V] of the token after the last one that `evaluate` ran, float32 on the CPU."""

@@ -65,6 +65,14 @@ class StepRunner:
                 loss_sum = self._rounds.evaluate(batch, token_losses)
             return read(loss_sum)
 
+    def between_steps(self, call: Callable[[], Result]) -> Result:
+        """Run a call that uses memory between steps: nothing of a step runs before, meanwhile and after."""
+        self._executor.synchronize()
+        with interruptible(self._state, self._executor, train=False), deterministic_kernels(self._deterministic):
+            result = call()
+        self._executor.synchronize()
+        return result
+
     def update(self, settings: UpdateSettings, cpu_has_updated: bool = False) -> StepOutput:
         """Run the optimizer step and forget the gradients. cpu_has_updated: the last round did the CPU's updates."""
         program = self._rounds.programs.of_update(cpu_has_updated)

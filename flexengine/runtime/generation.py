@@ -1,0 +1,185 @@
+"""Generates tokens after prompts, many prompts at a time, each token's forward pass reading a cache of those before.
+
+A prompt enters as soon as a cache is free, so that its first pass goes together with the next token of others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexengine.ops.custom_loss import IGNORE_INDEX
+from flexengine.runtime.batch_input import Sequences
+from flexengine.runtime.decoding import Cache, CacheRoom, Decoder, Piece
+from flexengine.runtime.layer_runner import LayerRunner
+from flexengine.runtime.rounds import RoundRunner
+from flexengine.schedule.decoding_cache import cached_tensors, free_ranges, sequence_cache_bytes
+from flexengine.schedule.packing import PackedChunk, SequenceRange
+
+
+class Sampling(NamedTuple):
+    """How the next token is chosen: the likeliest at temperature 0, else drawn from the likeliest that sum to top_p.
+
+    seed: of the draws; each prompt has its own, so that they do not depend on what else is generated.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise ValueError for values that mean nothing."""
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be a finite number of at least 0, got {self.temperature}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+
+    def choose(self, logits: Tensor, generator: torch.Generator) -> int:
+        """Choose a token by its logits [V], float32 on the CPU."""
+        probabilities = torch.softmax(logits.double() / self.temperature, dim=0)
+        likeliest, tokens = probabilities.sort(descending=True)
+        before = likeliest.cumsum(0) - likeliest
+        likeliest[before >= self.top_p] = 0.0
+        return int(tokens[torch.multinomial(likeliest, 1, generator=generator)])
+
+
+@dataclass
+class _Sequence:
+    """A sequence that is generated. done: how many of its tokens are in the cache; pieces: in how many passes."""
+
+    index: int
+    ids: list[int]
+    most_tokens: int
+    cache: Cache
+    generator: torch.Generator
+    done: int = 0
+    pieces: int = 0
+    new: list[int] = field(default_factory=list)
+
+
+class GenerationRequest(NamedTuple):
+    """What to generate: at most max_new_tokens after every prompt, up to one of stop_ids, which is left out."""
+
+    prompts: Sequence[Sequence[int]]
+    max_new_tokens: int
+    stop_ids: Collection[int]
+    sampling: Sampling
+
+    def check(self, vocab_size: int, max_seq_len: int) -> None:
+        """Raise ValueError naming the prompt, what was found and what is allowed."""
+        self.sampling.check()
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        for i, prompt in enumerate(self.prompts):
+            if not len(prompt):
+                raise ValueError(f"prompt {i} is empty; give at least one token")
+            if len(prompt) >= max_seq_len:
+                raise ValueError(
+                    f"prompt {i} has {len(prompt)} tokens, which leaves none of max_seq_len={max_seq_len} for an"
+                    " answer; shorten it, or raise max_seq_len"
+                )
+            if not all(0 <= token < vocab_size for token in prompt):
+                raise ValueError(f"prompt {i} has token ids outside of 0..{vocab_size - 1}; use the model's tokenizer")
+
+    def cached_tokens(self, max_seq_len: int) -> int:
+        """Tokens that the longest sequence leaves in its cache: all but the last, which nothing follows."""
+        longest = max(len(prompt) for prompt in self.prompts)
+        return min(longest + self.max_new_tokens, max_seq_len) - 1
+
+
+class Generator:
+    """Generates under one layout. Order: nothing else may run on the device, before, in between and after."""
+
+    def __init__(self, rounds: RoundRunner, layers: LayerRunner) -> None:
+        self._rounds, self._layers, self._layout = rounds, layers, layers.layout
+        self._chunk_tokens = layers.layout.plan.chunk_tokens
+
+    def generate(self, request: GenerationRequest) -> list[list[int]]:
+        """Return the new tokens after each prompt. Raises ValueError where no cache of one sequence fits."""
+        waiting = list(enumerate(request.prompts))[::-1]
+        answers: list[list[int]] = [[] for _ in waiting]
+        caches = self._caches(request)
+        active: list[_Sequence] = []
+        while waiting or active:
+            while waiting and caches:
+                active.append(self._admitted(*waiting.pop(), caches.pop(), request))
+            for sequence, logits in zip(active, self._forward(active), strict=True):
+                self._extend(sequence, logits, request)
+            for sequence in [s for s in active if len(s.ids) >= s.most_tokens or s.ids[-1] in request.stop_ids]:
+                active.remove(sequence)
+                caches.append(sequence.cache)
+                answers[sequence.index] = sequence.new
+        return answers
+
+    def _caches(self, request: GenerationRequest) -> list[Cache]:
+        layout, arenas = self._layout, self._layers.arenas
+        tokens = request.cached_tokens(layout.plan.request.max_seq_len)
+        ranges = free_ranges(layout, self._rounds.forward_program(), arenas.capacity["gpu"])
+        room = CacheRoom(arenas, ranges, cached_tensors(layout.model, tokens), self._layers.compute)
+        caches = room.caches(len(request.prompts))
+        if not caches:
+            needed = sequence_cache_bytes(layout.model, tokens, self._layers.compute.itemsize)
+            free = sum(place.num_bytes for place in ranges)
+            raise ValueError(
+                f"the cache of one sequence of {tokens} tokens takes {needed} bytes, and {free} bytes of the GPU memory"
+                " of this plan are free between steps; give fewer new tokens, a shorter prompt, or a larger GPU budget"
+            )
+        return caches
+
+    @staticmethod
+    def _admitted(index: int, prompt: Sequence[int], cache: Cache, request: GenerationRequest) -> _Sequence:
+        most = len(prompt) + request.max_new_tokens
+        generator = torch.Generator().manual_seed((request.sampling.seed << 20) + index)
+        return _Sequence(index, list(prompt), most, cache, generator)
+
+    def _extend(self, sequence: _Sequence, logits: Tensor, request: GenerationRequest) -> None:
+        """Append the next token; a stop token ends the sequence and is not part of the answer."""
+        max_seq_len, sampling = self._layout.plan.request.max_seq_len, request.sampling
+        greedy = sampling.temperature == 0.0
+        token = int(logits.argmax()) if greedy else sampling.choose(logits.cpu(), sequence.generator)
+        sequence.ids.append(token)
+        sequence.most_tokens = min(sequence.most_tokens, max_seq_len)
+        if token not in request.stop_ids:
+            sequence.new.append(token)
+
+    # -- passes ------------------------------------------------------------------------------------------------------
+
+    def _forward(self, active: list[_Sequence]) -> list[Tensor]:
+        """Run forward of all tokens that are not cached; returns the logits [V] after the last one of each sequence."""
+        ids = [torch.tensor(sequence.ids) for sequence in active]
+        batch = Sequences(ids, [torch.full_like(row, IGNORE_INDEX) for row in ids])
+        found: list[Tensor] = []
+        for ranges in self._chunks(active):
+            pieces = [self._piece(active[r.sequence], r) for r in ranges]
+            self._layers.decoder = decoder = Decoder(pieces, self._chunk_tokens)
+            try:
+                self._rounds.forward_chunk(batch, PackedChunk(tuple(ranges)))
+            finally:
+                self._layers.decoder = None
+            found += [] if decoder.logits is None else decoder.logits.unbind(0)
+        return found
+
+    @staticmethod
+    def _piece(sequence: _Sequence, taken: SequenceRange) -> Piece:
+        number, end = sequence.pieces, taken.start + taken.length
+        sequence.pieces, sequence.done = number + 1, end
+        return Piece(sequence.cache, taken.start, taken.length, number, end == len(sequence.ids))
+
+    def _chunks(self, active: list[_Sequence]) -> list[list[SequenceRange]]:
+        """Fill chunks with the tokens that are not cached, sequence after sequence; long prompts are cut."""
+        chunks: list[list[SequenceRange]] = [[]]
+        room = self._chunk_tokens
+        for index, sequence in enumerate(active):
+            start = sequence.done
+            while start < len(sequence.ids):
+                if not room:
+                    chunks.append([])
+                    room = self._chunk_tokens
+                length = min(room, len(sequence.ids) - start)
+                chunks[-1].append(SequenceRange(index, start, length))
+                start, room = start + length, room - length
+        return chunks
