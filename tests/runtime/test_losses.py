@@ -250,9 +250,12 @@ def test_a_loss_sees_capped_logits(tmp_path):
 WRONG = {
     "weights_of_another_length": ({"weights": [[1.0]]}, "1 of weights"),
     "weights_of_a_shorter_row": ({"weights": [[1.0] * (len(row) - 1) for row in BATCH]}, "weights must have the shape"),
-    "weights_that_are_not_finite": ({"weights": [[float("nan")] * len(row) for row in BATCH]}, r"weights\[0\] must be .* finite"),
+    "weights_that_are_not_finite": (
+        {"weights": [[float("nan")] * len(row) for row in BATCH]},
+        r"weights\[0\].* finite",
+    ),
     "weights_that_are_words": ({"weights": [["a"] * len(row) for row in BATCH]}, r"weights\[0\] must be .* numbers"),
-    "weights_that_are_all_zero": ({"weights": [[0] * len(row) for row in BATCH]}, "every token with a loss has weight 0"),
+    "weights_that_are_all_zero": ({"weights": [[0] * len(row) for row in BATCH]}, "every token with a loss .*weight 0"),
     "loss_that_is_no_function": ({"loss": "dpo"}, "loss must be a function of a block of logits, got str"),
     "loss_that_is_no_sum": ({"loss": lambda block: block.logits.sum(1)}, r"tensor of shape \[\d+\]; return the sum"),
     "loss_that_is_a_number": ({"loss": lambda block: 1.0}, "loss returned a float"),
