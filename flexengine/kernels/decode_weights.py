@@ -18,17 +18,23 @@ _ALIGNMENT = 16
 
 
 def decode_nf4(
-    stored: Tensor, starts: tuple[int, int, int], codebook: Tensor, dynamic_map: Tensor, out: Tensor
+    stored: Tensor,
+    starts: tuple[int, int, int],
+    codebook: Tensor,
+    dynamic_map: Tensor,
+    out: Tensor,
+    unit_rows: Tensor | None = None,
 ) -> None:
-    """out[u] = the elements of NF4 matrix u.
+    """out[u] = the elements of NF4 matrix u, where unit_rows[u] is not 0.
 
     Shapes: stored [U, B] uint8, codes first; starts: bytes to the magnitudes (uint8), their magnitudes (float32) and
-    the mean (float32); codebook [16] and dynamic_map [256] float32; out [U, N] in bf16 or fp32, N even.
+    the mean (float32); codebook [16] and dynamic_map [256] float32; out [U, N] in bf16 or fp32, N even; unit_rows [U]
+    int32, None for all.
     Cost: reads stored, writes out.
     Order: launches on the current stream, never synchronises. Raises: ValueError on other shapes or dtypes.
     """
     units, numel = out.shape
-    _check(stored, units, out)
+    _check(stored, units, out, unit_rows)
     check_tensor("codebook", codebook, (16,), (torch.float32,))
     check_tensor("dynamic_map", dynamic_map, (256,), (torch.float32,))
     if numel % 2:
@@ -36,8 +42,8 @@ def decode_nf4(
     absmax, nested, offset = starts
     grid = (triton.cdiv(numel, 64 * _NF4_BLOCKS), units)
     _nf4_kernel[grid](
-        stored, codebook, dynamic_map, out, stored.stride(0), numel, absmax, nested, offset,
-        BLOCKS=_NF4_BLOCKS, num_warps=4, enable_fp_fusion=False,
+        stored, codebook, dynamic_map, out, unit_rows, stored.stride(0), numel, absmax, nested, offset,
+        CHOSEN=unit_rows is not None, BLOCKS=_NF4_BLOCKS, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -48,38 +54,45 @@ def decode_scaled(
     block: tuple[int, int],
     shape: tuple[int, int],
     out: Tensor,
+    unit_rows: Tensor | None = None,
 ) -> None:
-    """out[u] = codes of matrix u times the scales of their blocks.
+    """out[u] = codes of matrix u times the scales of their blocks, where unit_rows[u] is not 0.
 
     Shapes: stored [U, B] uint8, codes [R, C] of E4M3 or int8 first, and `scales_start` bytes from the beginning float32
-    scales, one for each block of (rows, columns), row by row; shape: (R, C); out [U, R * C] in bf16 or fp32.
+    scales, one for each block of (rows, columns), row by row; shape: (R, C); out [U, R * C] in bf16 or fp32; unit_rows
+    [U] int32, None for all.
     Cost: reads stored, writes out.
     Order: launches on the current stream, never synchronises. Raises: ValueError on other shapes or dtypes.
     """
     (rows, columns), units = shape, len(out)
-    _check(stored, units, out)
+    _check(stored, units, out, unit_rows)
     if out.shape[1] != rows * columns or codes not in (torch.float8_e4m3fn, torch.int8):
         raise ValueError(f"codes of E4M3 or int8 give {rows} x {columns} elements, got {codes} and {out.shape[1]}")
     grid = (triton.cdiv(rows, _ROWS) * triton.cdiv(columns, _COLUMNS), units)
     _scaled_kernel[grid](
-        stored, out, stored.stride(0), rows, columns, scales_start, triton.cdiv(columns, block[1]), *block,
-        E4M3=codes == torch.float8_e4m3fn, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4,
+        stored, out, unit_rows, stored.stride(0), rows, columns, scales_start, triton.cdiv(columns, block[1]), *block,
+        CHOSEN=unit_rows is not None, E4M3=codes == torch.float8_e4m3fn, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4,
     )  # fmt: skip
 
 
-def _check(stored: Tensor, units: int, out: Tensor) -> None:
+def _check(stored: Tensor, units: int, out: Tensor, unit_rows: Tensor | None) -> None:
     check_tensor("stored", stored, (units, stored.shape[-1]), (torch.uint8,), strided_rows=True)
     check_tensor("out", out, out.shape, FLOATS)
+    if unit_rows is not None:
+        check_tensor("unit_rows", unit_rows, (units,), (torch.int32,))
     if stored.data_ptr() % _ALIGNMENT or stored.stride(0) % _ALIGNMENT:
         raise ValueError(f"stored matrices must begin at multiples of {_ALIGNMENT} bytes")
 
 
 @triton.jit
 def _nf4_kernel(
-    stored_ptr, codebook_ptr, map_ptr, out_ptr, unit_bytes, numel, absmax_start, nested_start, offset_start,
-    BLOCKS: tl.constexpr,
+    stored_ptr, codebook_ptr, map_ptr, out_ptr, rows_ptr, unit_bytes, numel, absmax_start, nested_start, offset_start,
+    CHOSEN: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     unit = tl.program_id(1).to(tl.int64)
+    if CHOSEN:  # noqa: SIM102 - without it there is no pointer to load from
+        if tl.load(rows_ptr + unit) == 0:
+            return
     matrix_ptr = stored_ptr + unit * unit_bytes
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     inside = block * 64 < numel
@@ -99,10 +112,13 @@ def _nf4_kernel(
 
 @triton.jit
 def _scaled_kernel(
-    stored_ptr, out_ptr, unit_bytes, rows, columns, scales_start, scale_columns, block_rows, block_columns,
-    E4M3: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    stored_ptr, out_ptr, rows_ptr, unit_bytes, rows, columns, scales_start, scale_columns, block_rows, block_columns,
+    CHOSEN: tl.constexpr, E4M3: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     unit = tl.program_id(1).to(tl.int64)
+    if CHOSEN:  # noqa: SIM102 - without it there is no pointer to load from
+        if tl.load(rows_ptr + unit) == 0:
+            return
     matrix_ptr = stored_ptr + unit * unit_bytes
     across = tl.cdiv(columns, COLUMNS)
     row = (tl.program_id(0) // across) * ROWS + tl.arange(0, ROWS)

@@ -120,9 +120,11 @@ class Nf4(WeightFormat):
         scales = block_magnitudes(fields, blocks).repeat_interleave(BLOCK)[: numbers.numel()]
         return (numbers * scales).view(num_rows, layout.columns)
 
-    def launch(self, kernels: ModuleType, stored: Tensor, layout: StoredMatrix, out: Tensor) -> None:
+    def launch(
+        self, kernels: ModuleType, stored: Tensor, layout: StoredMatrix, out: Tensor, rows: Tensor | None = None
+    ) -> None:
         starts = tuple(layout.fields[name].start for name in ("absmax", "nested_absmax", "offset"))
-        kernels.decode_nf4(stored, starts, codebook(out.device), dynamic_map(out.device), out)
+        kernels.decode_nf4(stored, starts, codebook(out.device), dynamic_map(out.device), out, rows)
 
 
 def block_magnitudes(fields: Mapping[str, Tensor], blocks: slice) -> Tensor:

@@ -61,10 +61,12 @@ class ScaledCodes(WeightFormat):
             return by_row
         return by_row.repeat_interleave(self.block_columns, dim=1)[:, :columns]
 
-    def launch(self, kernels: ModuleType, stored: Tensor, layout: StoredMatrix, out: Tensor) -> None:
+    def launch(
+        self, kernels: ModuleType, stored: Tensor, layout: StoredMatrix, out: Tensor, rows: Tensor | None = None
+    ) -> None:
         blocks = self.block_rows, self.block_columns or layout.columns
         start, shape = layout.fields["scales"].start, (layout.rows, layout.columns)
-        kernels.decode_scaled(stored, self.dtype, start, blocks, shape, out)
+        kernels.decode_scaled(stored, self.dtype, start, blocks, shape, out, rows)
 
 
 class _ScaledEncoder(Encoder):

@@ -126,8 +126,10 @@ class WeightFormat(ABC):
         """Some rows of a stored matrix in float32, [num_rows, C]; first_row is a multiple of `row_step`."""
 
     @abstractmethod
-    def launch(self, kernels: ModuleType, stored: Tensor, layout: StoredMatrix, out: Tensor) -> None:
-        """Launch the format's kernel of `kernels.decode_weights` on stored [U, num_bytes] and out [U, N]."""
+    def launch(
+        self, kernels: ModuleType, stored: Tensor, layout: StoredMatrix, out: Tensor, rows: Tensor | None = None
+    ) -> None:
+        """Launch the format's kernel of `kernels.decode_weights`; arguments are those of `decode`."""
 
     def slabs(self, layout: StoredMatrix) -> Iterator[tuple[int, int]]:
         """(first row, rows) of the slabs that a matrix is encoded and decoded in."""
@@ -135,21 +137,23 @@ class WeightFormat(ABC):
         step *= max(1, SLAB_ELEMENTS // (step * layout.columns))
         return ((first, min(step, layout.rows - first)) for first in range(0, layout.rows, step))
 
-    def decode(self, stored: Tensor, layout: StoredMatrix, out: Tensor) -> None:
+    def decode(self, stored: Tensor, layout: StoredMatrix, out: Tensor, rows: Tensor | None = None) -> None:
         """out = the matrices' values, rounded once to out's dtype.
 
-        Shapes: stored [U, num_bytes] uint8, out [U, N] contiguous in bf16, fp32 or fp64.
+        Shapes: stored [U, num_bytes] uint8, out [U, N] contiguous in bf16, fp32 or fp64; rows [U] int32, None for all:
+        a matrix with 0 rows is left out, and its part of out stays as it is.
         Cost: reads the stored bytes, writes out.
         Order: launches on the current stream, never synchronises.
         """
         if use_kernel(out) and out.dtype != torch.float64:
             from flexengine.kernels import decode_weights  # noqa: PLC0415 (Triton is imported when first used)
 
-            return self.launch(decode_weights, stored, layout, out)
-        for matrix, target in zip(stored, out, strict=True):
-            fields, rows = layout.views(matrix), target.view(layout.rows, layout.columns)
+            return self.launch(decode_weights, stored, layout, out, rows)
+        wanted = range(len(stored)) if rows is None else rows.nonzero().flatten().tolist()
+        for number in wanted:
+            fields, target = layout.views(stored[number]), out[number].view(layout.rows, layout.columns)
             for first, count in self.slabs(layout):
-                rows[first : first + count].copy_(self.values(fields, layout, first, count))
+                target[first : first + count].copy_(self.values(fields, layout, first, count))
 
 
 def on_device(value: float, like: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexengine.ops.base import use_kernel
 from flexengine.runtime.arena import Arenas
-from flexengine.schedule.commands import BOUND_BYTES, CopyRegion, FetchExperts
+from flexengine.schedule.commands import BOUND_BYTES, CopyRegion, FetchExperts, SlotOffset
 from flexengine.schedule.slots import Slot
 
 
@@ -18,7 +18,7 @@ def fetch_experts(args: FetchExperts, slots: tuple[Slot, ...], arenas: Arenas) -
 
     Order: on CUDA it launches, and never waits for the device.
     """
-    bounds = _bounds(args, slots, arenas)
+    bounds = bounds_of_experts(args.experts, args.bounds, slots, arenas)
     for region in args.regions:
         source, target = (end.view(args.experts, -1) for end in _ends(region, args.experts, slots, arenas))
         if use_kernel(target):
@@ -42,11 +42,11 @@ def _ends(region: CopyRegion, experts: int, slots: tuple[Slot, ...], arenas: Are
     return source, target
 
 
-def _bounds(args: FetchExperts, slots: tuple[Slot, ...], arenas: Arenas) -> Tensor:
-    """Bounds of rows [chunks, experts + 1] of the part's experts, as one view: chunks' slots lie side by side."""
-    starts = [slots[slot].offset + offset for slot, offset in args.bounds]
+def bounds_of_experts(experts: int, bounds: tuple[SlotOffset, ...], slots: tuple[Slot, ...], arenas: Arenas) -> Tensor:
+    """Bounds of rows [chunks, experts + 1] of a part's experts, as one view: chunks' slots lie side by side."""
+    starts = [slots[slot].offset + offset for slot, offset in bounds]
     apart = starts[1] - starts[0] if len(starts) > 1 else 0
     assert starts == [starts[0] + apart * i for i in range(len(starts))], "bounds of chunks are equally far apart"
-    num_bytes = apart * (len(starts) - 1) + BOUND_BYTES * (args.experts + 1)
+    num_bytes = apart * (len(starts) - 1) + BOUND_BYTES * (experts + 1)
     whole = arenas.bytes_view("gpu", starts[0], num_bytes).view(torch.int32)
-    return whole.as_strided((len(starts), args.experts + 1), (apart // BOUND_BYTES, 1))
+    return whole.as_strided((len(starts), experts + 1), (apart // BOUND_BYTES, 1))

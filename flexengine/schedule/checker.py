@@ -23,6 +23,7 @@ from flexengine.schedule.commands import (
     FinishGradient,
     LayerCall,
     Program,
+    SlotOffset,
     Stream,
     UpdateTile,
     cpu_priority,
@@ -66,16 +67,22 @@ def check_bounds(program: Program, gpu_bytes: int, host_bytes: int) -> None:
             _check_routing(program, command)
         if isinstance(command.args, DecodeWeights):
             _check_pieces(program, command.label, command.args)
+            if command.args.touched is not None:
+                _check_bounds_of_experts(program, command.label, *command.args.touched[:2])
 
 
 def _check_routing(program: Program, command: Command) -> None:
     """Check that a fetch of experts finds all their bounds within slots, and cuts no expert's share in two."""
     args = command.args
-    for slot, offset in args.bounds:
-        if offset + BOUND_BYTES * (args.experts + 1) > program.slots[slot].num_bytes:
-            raise ProgramError(f"{command.label}: {args.experts} experts' bounds do not fit {program.slots[slot].name}")
+    _check_bounds_of_experts(program, command.label, args.experts, args.bounds)
     if any(region.num_bytes % args.experts for region in args.regions):
         raise ProgramError(f"{command.label}: some region has no equal shares for {args.experts} experts")
+
+
+def _check_bounds_of_experts(program: Program, label: str, experts: int, bounds: tuple[SlotOffset, ...]) -> None:
+    for slot, offset in bounds:
+        if offset + BOUND_BYTES * (experts + 1) > program.slots[slot].num_bytes:
+            raise ProgramError(f"{label}: {experts} experts' bounds do not fit {program.slots[slot].name}")
 
 
 def _check_pieces(program: Program, label: str, args: DecodeWeights) -> None:
@@ -162,7 +169,8 @@ def _touched(command: Command) -> tuple[set[int], set[int]]:
         if command.kind == "forward":
             written |= {args.areas[a] for a in ("save_gpu", "save_host") if a in args.areas}
     elif isinstance(args, DecodeWeights):
-        read, written = {args.source}, {args.target}
+        bounds = () if args.touched is None else args.touched.bounds
+        read, written = {args.source, *(place.slot for place in bounds)}, {args.target}
     elif isinstance(args, FinishGradient):
         read, written = read | {args.accumulator}, written | {run.slot for run in args.runs}
     elif isinstance(args, FetchExperts):

@@ -118,6 +118,13 @@ class StoredRun(NamedTuple):
     number: int
 
 
+class SlotOffset(NamedTuple):
+    """A place inside a slot: `offset` bytes from its start."""
+
+    slot: int
+    offset: int
+
+
 class DecodedPiece(NamedTuple):
     """A piece of a group's part: where its bytes begin in the source slot, and its elements in the target slot."""
 
@@ -126,14 +133,29 @@ class DecodedPiece(NamedTuple):
     first_element: int
 
 
+class Touched(NamedTuple):
+    """Which of a part's experts have rows in some chunk: where each chunk's [experts + 1] bounds of rows begin.
+
+    share: of the experts that are expected to, for prices; the routing decides which do.
+    """
+
+    experts: int
+    bounds: tuple[SlotOffset, ...]
+    share: float
+
+
 class DecodeWeights(NamedTuple):
-    """Arguments of `decode`: elements of `element_bytes` bytes in slot `target`, from stored bytes in `source`."""
+    """Arguments of `decode`: elements of `element_bytes` bytes in slot `target`, from stored bytes in `source`.
+
+    touched: what is decoded of the experts, where the others were not fetched; None for all.
+    """
 
     group: int
     source: int
     target: int
     element_bytes: int
     pieces: tuple[DecodedPiece, ...]
+    touched: Touched | None = None
 
 
 class FinishGradient(NamedTuple):
@@ -143,13 +165,6 @@ class FinishGradient(NamedTuple):
     accumulator: int
     runs: tuple[StoredRun, ...]
     has_previous: bool
-
-
-class SlotOffset(NamedTuple):
-    """A place inside a slot: `offset` bytes from its start."""
-
-    slot: int
-    offset: int
 
 
 class UpdateTile(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from flexengine.models.spec import ModelSpec
 from flexengine.ops.experts import GroupedLinear
-from flexengine.schedule.commands import BOUND_BYTES, CopyRegion, FetchExperts, SlotOffset
+from flexengine.schedule.commands import BOUND_BYTES, CopyRegion, FetchExperts, SlotOffset, Touched
 from flexengine.schedule.layer_program import Stage
 
 
@@ -36,6 +36,11 @@ def fetch_of_experts(
 
     regions: one for every whole parameter of the part. bounds_slots: the slots of each chunk's bounds.
     """
+    return FetchExperts(tuple(regions), *touched_experts(stage, part, bounds_slots, tokens))
+
+
+def touched_experts(stage: Stage, part: int, bounds_slots: Iterable[int], tokens: int) -> Touched:
+    """Which experts of part 1 or above are touched, for a stage of a round of `tokens` tokens in all."""
     op, place = next(
         (step.op, dict(step.tensors)[step.op.bounds]) for step in stage.steps if isinstance(step.op, GroupedLinear)
     )
@@ -43,4 +48,4 @@ def fetch_of_experts(
     experts = op.num_experts // op.num_parts
     first = place.offset + BOUND_BYTES * (part - 1) * experts
     bounds = tuple(SlotOffset(slot, first) for slot in bounds_slots)
-    return FetchExperts(tuple(regions), experts, bounds, touched_share(op.num_experts, op.per_token, tokens))
+    return Touched(experts, bounds, touched_share(op.num_experts, op.per_token, tokens))

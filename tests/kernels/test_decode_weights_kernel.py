@@ -38,6 +38,23 @@ def test_the_kernel_gives_the_bits_of_the_torch_path(name, shape, dtype, device,
     check(name, 3, *shape, dtype, device, monkeypatch)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_matrices_without_rows_are_left_out(name, device, monkeypatch):
+    if device.type == "cpu":
+        monkeypatch.setenv("FLEXENGINE_INTERPRET_KERNELS", "1")
+    layout, matrices = stored(name, 4, 6, 70, device)
+    whole, chosen = (torch.full((4, layout.numel), -1.0, dtype=torch.float32, device=device) for _ in range(2))
+    FORMATS[name].decode(matrices, layout, whole)
+    rows = torch.tensor([3, 0, 0, 1], dtype=torch.int32, device=device)
+    FORMATS[name].decode(matrices, layout, chosen, rows)
+    left_out = torch.full_like(whole, -1.0)
+    expected = torch.where(rows[:, None] > 0, whole, left_out)
+    assert torch.equal(chosen.nan_to_num(nan=12345.0), expected.nan_to_num(nan=12345.0))
+    monkeypatch.setattr("flexengine.ops.weight_format.use_kernel", lambda tensor: False)
+    FORMATS[name].decode(matrices, layout, left_out, rows)
+    assert torch.equal(left_out.nan_to_num(nan=12345.0), expected.nan_to_num(nan=12345.0))
+
+
 def test_wrong_shapes_are_refused(device):
     out = torch.zeros(2, 32, device=device)
     matrices = torch.zeros(2, 64, dtype=torch.uint8, device=device)

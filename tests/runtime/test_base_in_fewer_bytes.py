@@ -24,6 +24,8 @@ from flexengine.models.base_dtype import with_base_dtype
 from flexengine.models.freezing import with_frozen
 from flexengine.models.registry import ModelSource, open_model
 from flexengine.plan import GroupPlan, Numerics
+from flexengine.runtime import command_handlers
+from flexengine.runtime.decode_weights import decode_weights, rows_of_experts
 
 SPLIT = Numerics("bfloat16", "split", "bfloat16", "float32")
 SIZES = {"chunk_tokens": 24, "chunks_per_round": 3}
@@ -101,6 +103,28 @@ def test_training_beside_a_stored_base_is_training_beside_its_decoded_values(cas
         for touched_only in (False, True):
             [_, plan, _] = stored_plans(source.spec, numerics, in_parts=True, touched_only=touched_only)
             same_outcome(outcome(source, plan, batch, order=shuffled_order(5)), expected)
+
+
+@pytest.mark.parametrize("case", ["experts", "stacked experts"])
+def test_only_touched_experts_are_decoded(case, monkeypatch):
+    """Rounds of at most four tokens: memory of experts without rows holds NaN, and bits are those of whole layers."""
+    decoded = []
+
+    def watched(args, slots, arenas, compute):
+        if args.touched is not None:
+            arenas.bytes_view("gpu", slots[args.target].offset, slots[args.target].num_bytes).fill_(255)
+            decoded.append(bool((rows_of_experts(args.touched, slots, arenas) == 0).any()))
+        decode_weights(args, slots, arenas, compute)
+
+    monkeypatch.setattr(command_handlers, "decode_weights", watched)
+    source = with_base(random_weights(CONFIGS[case]), "nf4")
+    sizes = {"chunk_tokens": 2, "chunks_per_round": 2, "max_seq_len": 4}
+    batch, found = random_batch(1, (4, 2, 3), source.spec.vocab_size), []
+    for decisions in ({}, {"in_parts": True, "touched_only": True}):
+        [_, plan, _] = stored_plans(source.spec, SPLIT, **{**sizes, **decisions})
+        found.append(outcome(source, plan, batch))
+    same_outcome(found[1], found[0])
+    assert any(decoded)
 
 
 def test_some_blocks_may_be_frozen_and_some_trained():

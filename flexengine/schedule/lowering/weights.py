@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from flexengine.models.spec import LayerSpec
 from flexengine.schedule.commands import Access, CommandName, CopyRegion, DecodedPiece, DecodeWeights, Stream
-from flexengine.schedule.expert_fetch import fetch_of_experts
+from flexengine.schedule.expert_fetch import fetch_of_experts, touched_experts
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.lowering.context import RoundContext, StagePart
 from flexengine.schedule.stored_pieces import StoredPieces, total_work
@@ -94,12 +94,16 @@ class WeightLowering:
 
     def _fetch_experts(self, name: CommandName, content: str, regions: list[CopyRegion], at: StagePart) -> None:
         """Fetch those of a part's experts that have rows in some chunk, as its slot of bounds tells."""
-        routed = [Access(self._layout.slot("bounds", index=c), self._context.routed[c]) for c in self._context.chunks]
+        routed = self._routed()
         slots, tokens = [access.slot for access in routed], self._context.shape.num_tokens
         args = fetch_of_experts(at.stage, at.part, regions, slots, tokens)
         reads = [*(Access(region.source, content) for region in regions), *routed]
         writes = [Access(slot, content) for slot in dict.fromkeys(region.target for region in regions)]
         self._builder.add("fetch_experts", name, Stream.H2D, reads, writes, args=args)
+
+    def _routed(self) -> list[Access]:
+        """Every chunk's slot of bounds, which says what rows are whose expert's."""
+        return [Access(self._layout.slot("bounds", index=c), self._context.routed[c]) for c in self._context.chunks]
 
     # -- from fewer bytes --------------------------------------------------------------------------------------------
 
@@ -109,8 +113,15 @@ class WeightLowering:
         reads = [Access(source, self._content(group, at.part, source))]
         writes = [Access(target, self._content(group, at.part, target))]
         work = total_work(place.piece.decode_work(self._layout.compute_bytes) for place in pieces)
+        touched = None
+        if at.in_parts and self._context.plan.touched_only:
+            routed = self._routed()
+            reads += routed
+            slots, tokens = [access.slot for access in routed], self._context.shape.num_tokens
+            touched = touched_experts(at.stage, at.part, slots, tokens)
+            work = work._replace(memory_bytes=touched.share * work.memory_bytes)
         name = CommandName("decode", "weights", self._context.part_name(group, at.part))
-        args = DecodeWeights(group, source, target, self._layout.compute_bytes, pieces)
+        args = DecodeWeights(group, source, target, self._layout.compute_bytes, pieces, touched)
         self._builder.add("decode", name, Stream.COMPUTE, reads, writes, work, args=args)
 
     def _decoded_pieces(self, group: int, part: int, stored: StoredPieces) -> list[DecodedPiece]:
