@@ -101,7 +101,10 @@ def run_train(argv: list[str]) -> int:
 
 
 def run_demo(argv: list[str]) -> int:
-    return _train(parse_config("flexengine demo", argv, demo_options()), prompts=DEMO_PROMPTS, replace=True)
+    options = demo_options()
+    if "--lora" in argv:  # short for what shows adapters; every other flag is one of train
+        argv, options = [argument for argument in argv if argument != "--lora"], {**options, **demo_lora_options()}
+    return _train(parse_config("flexengine demo", argv, options), prompts=DEMO_PROMPTS, replace=True)
 
 
 def run_download(argv: list[str]) -> int:
@@ -161,7 +164,10 @@ def _train(config: TrainConfig, **keywords: Any) -> int:
 
 COMMANDS = {
     "train": Command(run_train, "train a model under GPU and host memory budgets"),
-    "demo": Command(run_demo, "train the bundled small model on the bundled data (the options of train apply)"),
+    "demo": Command(
+        run_demo,
+        "train the bundled small model on the bundled data, or with --lora adapters of it (the options of train apply)",
+    ),
     "plan": Command(
         run_plan, "what fits, where everything lives and how fast it would be; needs no GPU and no weights"
     ),
@@ -215,6 +221,18 @@ def build_parser(prog: str, base: Mapping[str, Any]) -> argparse.ArgumentParser:
     for name, option in options_of(TrainConfig).items():
         add_flag(job if name in options_of(Job) else run, option, base.get(name, option.default))
     return parser
+
+
+def demo_lora_options() -> dict[str, Any]:
+    """Choose what `demo --lora` sets beside: adapters on the model that `demo` trained, or on random weights."""
+    trained = Path("runs/demo/final")
+    return {
+        "model": str(trained) if (trained / "config.json").is_file() else "preset:demo",
+        "mode": "lora",
+        "output_dir": "runs/demo_lora",
+        "steps": 60,
+        "lr": 5e-3,
+    }
 
 
 def demo_options() -> dict[str, Any]:

@@ -95,6 +95,21 @@ def test_exit_status_of_errors(error, status, monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("flexengine train: ")
 
 
+def test_demo_of_adapters_begins_with_the_model_of_the_demo(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    configs = []
+    monkeypatch.setattr(cli, "_train", lambda config, **_: configs.append(config) or 0)
+    assert cli.run_demo(["--lora", "--lora-rank", "4"]) == 0
+    final = tmp_path / "runs" / "demo" / "final"
+    final.mkdir(parents=True)
+    (final / "config.json").write_text("{}")
+    assert cli.run_demo(["--lora"]) == 0
+    assert [(c.model, c.mode, c.lora_rank) for c in configs] == [
+        ("preset:demo", "lora", 4),
+        ("runs/demo/final", "lora", 16),
+    ]
+
+
 def test_demo_options_make_a_config_that_flags_override():
     base = cli.demo_options()
     config = TrainConfig(**base)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from flexengine.metrics import format_bytes
+from flexengine.models.lora import adapter_counts
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, Home, LayerPlan, Plan
 from flexengine.reports.text_format import number_ranges, positions_by_value
@@ -48,6 +49,7 @@ def decision_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
         *_residency_lines(plan, model),
         *_expert_lines(plan, model),
         *_frozen_lines(plan, model),
+        *_adapter_lines(model),
         _update_line(plan),
         *_activation_lines(plan, model),
     ]
@@ -103,6 +105,14 @@ def _frozen_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
     base = plan.request.numerics.base
     stored = "" if base == "compute" else f"; linear layers of frozen blocks are stored in {base}, decoded on the GPU"
     return [f"frozen: {len(frozen)} of {len(plan.groups)} groups{size}, with weights alone{stored}"]
+
+
+def _adapter_lines(model: ModelSpec | None) -> list[str]:
+    """Tell how many parameters of adapters are trained, by the modules that have them."""
+    if model is None or model.lora is None:
+        return []
+    counts = ", ".join(f"{name} {count:,}" for name, count in adapter_counts(model).items())
+    return [f"adapters: rank {model.lora.rank}, {model.num_trained_parameters:,} parameters ({counts})"]
 
 
 def _update_line(plan: Plan) -> str:

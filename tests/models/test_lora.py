@@ -133,9 +133,9 @@ def bits_of_three_steps(source, plan, device="cpu"):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("base", ["compute", "nf4", "fp8", "int8"])
-def test_the_plan_changes_no_bit_on_a_gpu(base):
-    config = tiny_config(hidden_size=256, intermediate_size=384, head_dim=64, num_attention_heads=4)
-    source = random_weights(config)
+def test_the_plan_changes_no_bit_on_a_gpu(base, tmp_path):
+    saved_model(tmp_path, tiny_config(hidden_size=256, intermediate_size=384, head_dim=64, initializer_range=0.05))
+    source = open_model(tmp_path)
     source = source._replace(spec=with_base_dtype(with_lora(source.spec, LoRA(rank=16)), base))
     numerics = replace(Numerics(), base=base)
     sizes = {"chunk_tokens": 64, "chunks_per_round": 2, "numerics": numerics}
@@ -144,8 +144,8 @@ def test_the_plan_changes_no_bit_on_a_gpu(base):
     others, other_state = bits_of_three_steps(source, everywhere, "cuda")
     assert losses == others
     same_bits(other_state, state)
-    cpu_losses, _ = bits_of_three_steps(source, streamed_plan(source.spec, **sizes))
-    assert losses == pytest.approx(cpu_losses, abs=0.05)
+    on_cpu, _ = bits_of_three_steps(source, streamed_plan(source.spec, **sizes))
+    assert losses[0] == pytest.approx(on_cpu[0], abs=0.02)  # B is zero; A is drawn by the device
     assert losses[2] != losses[0]
 
 
