@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"flexengine: {_unknown_command(name)}\n\n{commands_help()}", file=sys.stderr)
         return BAD_INPUT
     try:
+        if {"-h", "--help"} & set(rest):
+            _print_help(name)
         return COMMANDS[name].run(rest)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer has no reader
@@ -68,6 +70,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"flexengine {name}: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _print_help(name: str) -> None:
+    """Print the help of a command that takes seconds to load, and exit; return for others, which print their own."""
+    from flexengine.commands.parsers import PARSERS  # noqa: PLC0415, other commands do not need these
+
+    if name in PARSERS:
+        PARSERS[name]().parse_args(["--help"])
 
 
 def _unknown_command(name: str) -> str:

@@ -137,7 +137,15 @@ def test_every_package_that_is_imported_is_required():
     assert missing == set()
 
 
-@pytest.mark.parametrize("command", [["--help"], ["train", "--help"], ["data", "--help"], ["--version"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["--help"],
+        ["--version"],
+        *([name, "--help"] for name in ("train", "data", "plan", "models", "probe", "report")),
+    ],
+    ids=" ".join,
+)
 def test_help_is_quick(command):
     """What takes seconds to import is not imported to print a text."""
     listed = (

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Sequence
 
+from flexengine.commands.parsers import models_parser
 from flexengine.models.registry import FAMILIES, PRESET_PREFIX, open_model, preset_names
 from flexengine.reports.text_format import align_columns
-from flexengine.wording import FlagParser
 
 COMPARED = "losses, gradients, logits and exports equal those of transformers; tiny configs compared: {count}"
 
 
 def main(argv: Sequence[str]) -> int:
     """Print families and presets; returns the exit status."""
-    arguments = _parser().parse_args(argv)
+    arguments = models_parser().parse_args(argv)
     print(json.dumps(as_json(), indent=2) if arguments.json else "\n".join(describe()))
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = FlagParser(
-        prog="flexengine models",
-        description="Lists the architectures that can be trained, by model_type in config.json, and the presets.",
-    )
-    parser.add_argument("--json", action="store_true", help="print the same as JSON")
-    return parser
 
 
 def as_json() -> dict[str, object]:

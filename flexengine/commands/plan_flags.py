@@ -10,7 +10,7 @@ from flexengine.commands.files import check_target
 from flexengine.flags import add_flag, from_flags, positive_count, positive_number
 from flexengine.hardware.presets import PRESETS
 from flexengine.job import Job
-from flexengine.models.registry import preset_names
+from flexengine.models.preset_files import preset_names
 from flexengine.options import flag_of, options_of
 from flexengine.wording import FlagParser
 
@@ -28,7 +28,7 @@ WORK = [option for option in JOB if option.name not in (*BUDGETS, "device")]
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Job]:
     """The flags, and the job that they describe. Raises: ValueError for what is wrong whatever the model is."""
-    arguments = _parser().parse_args(argv)
+    arguments = plan_parser().parse_args(argv)
     _check_files(arguments)
     job = from_flags(JOB, vars(arguments))
     host = options_of(Job)["max_host_mem_gib"]
@@ -62,7 +62,8 @@ def _check_largest(what: str, value: float | None, largest: float | None) -> Non
         raise ValueError(f"{what} is at most {largest}, got {value}")  # in the words of train
 
 
-def _parser() -> argparse.ArgumentParser:
+def plan_parser() -> FlagParser:
+    """Make the parser of `flexengine plan`."""
     parser = FlagParser(
         prog="flexengine plan",
         description="Plans a training step and predicts its speed; needs no GPU and no weights, and loads nothing.",

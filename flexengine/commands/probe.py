@@ -5,16 +5,15 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
 from flexengine.commands.files import check_target, write_whole
-from flexengine.flags import add_flag
+from flexengine.commands.parsers import probe_parser
 from flexengine.hardware.chart import check_can_plot, draw_profile
 from flexengine.hardware.curve import Points
 from flexengine.hardware.devices import choose_device
-from flexengine.hardware.presets import PRESETS, preset, preset_source
+from flexengine.hardware.presets import preset, preset_source
 from flexengine.hardware.probe import DEFAULT_SHAPE, ProbeResult, run_probe
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.job import Job
@@ -22,7 +21,6 @@ from flexengine.metrics import format_bytes, format_seconds, format_tflops
 from flexengine.models.registry import open_model
 from flexengine.options import options_of
 from flexengine.request import probe_shape
-from flexengine.wording import FlagParser
 
 LABEL_WIDTH = 52
 CELL_WIDTH = 9
@@ -35,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
 
     Raises: ValueError for what a person can correct, before anything is measured.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = probe_parser().parse_args(argv)
     _check(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
     profile, origin = _preset(arguments.preset) if arguments.preset else _probed(arguments)
@@ -47,26 +45,6 @@ def main(argv: Sequence[str]) -> int:
         write_whole("--plot", arguments.plot, lambda path: draw_profile(profile, path, _chart_note(profile, origin)))
         print(f"wrote {arguments.plot}")
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = FlagParser(
-        prog="flexengine probe",
-        description="Measures in a few seconds what this machine attains, and remembers it for training and planning.",
-    )
-    add_flag(parser, DEVICE, help_text=f"{DEVICE.help} (default: {DEVICE.default})")
-    parser.add_argument(
-        "--model",
-        metavar="DIR_OR_PRESET",
-        help="time linear layers and attention of this model's sizes (default: those of an 8B model, "
-        f"hidden {DEFAULT_SHAPE.hidden_size}, intermediate {DEFAULT_SHAPE.intermediate_size})",
-    )
-    add_flag(parser, DTYPE, help_text=f"{DTYPE.help} (default: {DTYPE.default})")
-    parser.add_argument("--force", action="store_true", help="measure again, whatever is remembered")
-    parser.add_argument("--preset", metavar="NAME", help=f"show a shipped profile instead: {', '.join(PRESETS)}")
-    parser.add_argument("--json", metavar="FILE.json", type=Path, help="write the profile, for --gpu and hardware=")
-    parser.add_argument("--plot", metavar="FILE.png", type=Path, help="draw the curves (needs matplotlib)")
-    return parser
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from flexengine.commands.files import check_target, write_whole
+from flexengine.commands.parsers import report_parser
 from flexengine.commands.read_run import read_run
 from flexengine.config import LOG_FILE
 from flexengine.reports.run_page import HOW_TO_TRACE, run_page
-from flexengine.wording import FlagParser
 
 REPORT_FILE = "report.html"
 
@@ -20,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
 
     Raises: ValueError for what a person can correct, before anything is written.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = report_parser().parse_args(argv)
     folder: Path = arguments.run_folder
     # Everything is read before anything is written: a damaged run leaves no page.
     run = read_run(folder)
@@ -34,15 +33,3 @@ def main(argv: Sequence[str]) -> int:
     if run.measured is None:
         print(f"no step was measured: {HOW_TO_TRACE}")
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = FlagParser(
-        prog="flexengine report",
-        description="Draws a run as one self-contained page: the simulated step above the measured one on one time"
-        " axis, seconds per stream and per kind of command, predicted and measured, loss and tokens/s step by step."
-        " A run has a measured step if flexengine train was given --trace; without one the page shows what there is.",
-    )
-    parser.add_argument("run_folder", type=Path, metavar="RUN_FOLDER", help="the --output-dir of flexengine train")
-    parser.add_argument("--html", type=Path, metavar="FILE.html", help="the page (default: RUN_FOLDER/report.html)")
-    return parser

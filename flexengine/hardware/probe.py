@@ -16,14 +16,12 @@ from flexengine.hardware.measure_cpu import HEAD_DIM as CPU_HEAD_DIM
 from flexengine.hardware.measure_cpu import measure_cpu
 from flexengine.hardware.memory_usage import gpu_used_bytes, note_baseline, release_unused_heap, resident_bytes
 from flexengine.hardware.nvml import nvidia_driver_version
-from flexengine.hardware.profile import HardwareProfile, ProbeShape
+from flexengine.hardware.profile import DEFAULT_SHAPE, HardwareProfile, ProbeShape
 from flexengine.native import library
 from flexengine.ops.fp8 import multiplies_fp8
 
 PROBE_VERSION = 7  # part of the cache key: raise it when what is measured changes its meaning
 DEFAULT_SECONDS = 10.0
-DEFAULT_SHAPE = ProbeShape(4096, 14336)
-"""Shape to measure with when no model is named: that of an 8B model."""
 CPU_SIZES = (256, 512, 1024)  # the CPU's rate hardly depends on the shape: models of similar size share a profile
 # A context with every library loaded takes 0.4-1 GiB. More than this is another process that NVML cannot tell apart.
 MAX_CONTEXT_BYTES = 2 * 2**30

@@ -55,6 +55,10 @@ class ProbeShape(NamedTuple):
     with four query heads per key head."""
 
 
+DEFAULT_SHAPE = ProbeShape(4096, 14336)
+"""Shape to measure with when no model is named: that of an 8B model."""
+
+
 @dataclass(frozen=True)
 class HardwareProfile:
     """Rates and memory sizes of one GPU and its host. All times in seconds, sizes in bytes.

@@ -15,6 +15,7 @@ from flexengine.models import deepseek, gemma, gpt2, gpt_oss, llama, mistral, mo
 from flexengine.models.any_family import dropout_notice, refuse_unsupported
 from flexengine.models.fp8_weights import fp8_weights
 from flexengine.models.nf4_checkpoints import METHOD, NOTICE, check_nf4
+from flexengine.models.preset_files import ASSETS, PRESET_PREFIX, preset_names
 from flexengine.models.sizes import with_class_defaults
 from flexengine.models.spec import ModelSpec
 from flexengine.models.unknown import unknown_family
@@ -117,8 +118,6 @@ FAMILIES: dict[str, Family] = {
 
 ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
 """Modules that checkpoints in FP8 hold in 16 bits, and some leave out where they name such modules."""
-ASSETS = Path(__file__).resolve().parent.parent / "assets"
-PRESET_PREFIX = "preset:"
 MAX_CONFIG_BYTES = 2**24
 """Largest config.json that is read; published ones have a few KiB."""
 MAX_PARAMETERS = 2**43
@@ -135,11 +134,6 @@ class ModelSource(NamedTuple):
     spec: ModelSpec
     weights_folder: Path | None
     support_folder: Path | None
-
-
-def preset_names() -> list[str]:
-    """List the names that may follow `preset:`."""
-    return ["demo", *sorted(p.stem for p in (ASSETS / "presets").glob("*.json"))]
 
 
 def build_model(name: str, config: Any) -> ModelSpec:
