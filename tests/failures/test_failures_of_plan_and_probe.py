@@ -71,7 +71,7 @@ PLANS = (
     Case(
         "plan_base_of_a_trained_model",
         ["--model", "odd", *SMALL, "--base-dtype", "nf4"],
-        ("base_dtype=nf4 stores frozen linear layers in fewer bytes, but all of odd are trained; freeze blocks",),
+        ("base_dtype=nf4 stores frozen linear layers in fewer bytes, but all of odd are trained; train adapters",),
     ),
     Case("plan_of_no_tokens", ["--model", "preset:demo", "--max-seq-len", "0"], ("'0' is not a whole number above 0",)),
     Case(

@@ -19,9 +19,11 @@ from engine_helpers import (
 )
 from family_configs import CASES
 
+from flexengine import LoRA
 from flexengine.models import blocks
 from flexengine.models.base_dtype import with_base_dtype
 from flexengine.models.freezing import with_frozen
+from flexengine.models.lora import with_lora
 from flexengine.models.registry import ModelSource, open_model
 from flexengine.plan import GroupPlan, Numerics
 from flexengine.runtime import command_handlers
@@ -125,6 +127,47 @@ def test_only_touched_experts_are_decoded(case, monkeypatch):
         found.append(outcome(source, plan, batch))
     same_outcome(found[1], found[0])
     assert any(decoded)
+
+
+def check_adapters(config, base, device="cpu"):
+    """Adapters beside a stored base and beside its decoded values: equal losses and gradients, bit for bit."""
+    adapted = with_lora(spec_of(config), LoRA(rank=4))
+    sizes, found = {"chunk_tokens": 48, "chunks_per_round": 2}, []
+    for spec, numerics in (
+        (with_base_dtype(adapted, base), replace(SPLIT, base=base)),
+        (adapted, SPLIT),
+    ):
+        plan = streamed_plan(spec, **sizes, numerics=numerics)
+        engine = build_engine(ModelSource(spec, None, None), plan, None, device, deterministic=device != "cpu")
+        if found:
+            for name, values in found[0][2].items():
+                plane = engine.weights.plane("weights", engine.weights.runs[name])
+                plane.copy_(values.flatten())
+        losses = [engine.train_step(random_batch(step, (48, 31), spec.vocab_size))[0].loss for step in range(2)]
+        losses.append(engine.fwd_bwd(random_batch(9, (40, 48), spec.vocab_size)).loss)
+        runs = engine.weights.runs.items()
+        stored = {name: engine.weights.read(name, torch.bfloat16) for name, run in runs if run.in_fewer_bytes}
+        found.append((losses, engine.gradients(), stored))
+        engine.close()
+    (losses, gradients, stored), (plain_losses, plain_gradients, _) = found
+    assert stored
+    assert losses == plain_losses
+    assert any(gradient.abs().max() > 0 for name, gradient in gradients.items() if "lora_A" in name)
+    same_bits(gradients, plain_gradients)
+
+
+@pytest.mark.parametrize("base", ["nf4", "fp8"])
+def test_adapters_learn_as_beside_the_decoded_values(base):
+    check_adapters(CONFIGS["dense"], base)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("base", ["nf4", "fp8", "int8"])
+@pytest.mark.parametrize("width", [2048, 3456, 10752, 21504], ids=lambda width: f"{width * 2**15 >> 20} MiB")
+def test_adapters_of_large_layers_learn_as_beside_the_decoded_values(base, width):
+    """A gate and up projection of 64 MiB to 672 MiB in bf16, which is decoded at once."""
+    shape = {"hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}
+    check_adapters(tiny_config(**shape, intermediate_size=width, num_hidden_layers=1), base, "cuda")
 
 
 def test_some_blocks_may_be_frozen_and_some_trained():
