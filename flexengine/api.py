@@ -33,7 +33,9 @@ from flexengine.request import (
     lora_options,
     make_request,
     probe_shape,
+    with_cache,
     with_read_adapter,
+    without_cache,
 )
 from flexengine.runtime.engine import Engine, EngineSettings
 from flexengine.runtime.weight_store import check_checkpoint
@@ -50,6 +52,7 @@ class PlannedRun:
     plan: Plan
     profile: HardwareProfile
     device: torch.device
+    cache_bytes: int = 0
 
     def describe(self) -> str:
         """The plan in words."""
@@ -140,9 +143,15 @@ def _prepare(arguments: PrepareArguments) -> PlannedRun:
 
 
 def prepare_job(
-    path_or_preset: str | Path, job: Job, hardware: HardwareProfile | str | Path | None = None
+    path_or_preset: str | Path,
+    job: Job,
+    hardware: HardwareProfile | str | Path | None = None,
+    cache_bytes: int = 0,
 ) -> PlannedRun:
-    """What `prepare` does, for a job that is a value already."""
+    """What `prepare` does, for a job that is a value already.
+
+    cache_bytes: of the GPU budget, what the plan leaves to sequences that are generated.
+    """
     source, job = open_initial(path_or_preset, job.init), with_read_adapter(job)
     source = source._replace(spec=described(source.spec, job))
     if source.spec.notice:
@@ -154,11 +163,11 @@ def prepare_job(
         check_multiplies_fp8(device)
     profile = _profile(hardware, device, job, source)
     request = make_request(job, profile, device.type)
-    plan = make_plan(source.spec, request, profile)
+    plan = with_cache(make_plan(source.spec, without_cache(request, cache_bytes), profile), request, cache_bytes)
     release_unused_heap()  # the profile's process, to which arenas are added, holds nothing of planning
     if hardware is None:
         check_is_free(plan, profile, device.type)
-    return PlannedRun(source, job, plan, profile, device)
+    return PlannedRun(source, job, plan, profile, device, cache_bytes)
 
 
 def _profile(
@@ -201,6 +210,7 @@ def build(planned: PlannedRun, optimizer: Optimizer | None = None, **changes: An
         matmul_flops_per_s=planned.profile.peak_matmul_flops_per_s,
         description=planned.describe(),
         adapter=None if job.adapter is None else Path(job.adapter),
+        cache_bytes=planned.cache_bytes,
     )
     return Engine(planned.source, planned.plan, planned.device, optimizer, settings)
 

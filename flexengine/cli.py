@@ -153,6 +153,12 @@ def run_report(argv: list[str]) -> int:
     return report.main(argv)
 
 
+def run_generate(argv: list[str]) -> int:
+    from flexengine.commands import generate  # noqa: PLC0415
+
+    return generate.main(argv)
+
+
 class StderrHandler(logging.StreamHandler):
     """Writes to what sys.stderr is when a line is written: whoever calls `main` may have replaced it since."""
 
@@ -182,6 +188,7 @@ COMMANDS = {
         run_plan, "what fits, where everything lives and how fast it would be; needs no GPU and no weights"
     ),
     "data": Command(run_data, "what a run would learn from data sets: `flexengine data preview`"),
+    "generate": Command(run_generate, "answers of a model to prompts, many at a time, within the budgets"),
     "models": Command(run_models, "the architectures that can be trained, and the presets"),
     "probe": Command(run_probe, "measure this machine and remember its rates"),
     "report": Command(run_report, "where the time of a run went, simulated and measured, as one page"),

@@ -38,6 +38,7 @@ class Job:
     """What decides the plan of a run, and what decides its bits. Raises ValueError for values that no run can have."""
 
     words: ClassVar[Words] = KeywordWords()
+    trains: ClassVar[bool] = True
 
     max_seq_len: Annotated[int, Option("longest sequence, in tokens", above=0, most=2**24)] = 2048
     max_global_batch_tokens: Annotated[int, Option("most tokens of one optimizer step", above=0, most=MOST_TOKENS)] = (
@@ -219,3 +220,10 @@ class Job:
     def as_job(self) -> Job:
         """The options of a job alone, without what a subclass adds."""
         return Job(**{name: getattr(self, name) for name in options_of(Job)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardJob(Job):
+    """A job that trains nothing and only runs forward, as to generate: weights have no gradients and no states."""
+
+    trains: ClassVar[bool] = False

@@ -27,7 +27,8 @@ class LearningOptions:
     lr: Annotated[
         float | None,
         Option(
-            "learning rate after warm-up (default: 3e-05); without it adapters (--mode lora) take 1e-04, lion 1e-05, sgd 0.01",
+            "learning rate after warm-up (default: 3e-05); without it adapters (--mode lora) take 1e-04, lion 1e-05,"
+            " sgd 0.01",
             above=0,
         ),
     ] = None

@@ -14,7 +14,7 @@ from flexengine.lora import LoRA
 from flexengine.metrics import GIB, format_bytes
 from flexengine.models.attention_shapes import attention_shapes
 from flexengine.models.base_dtype import with_base_dtype
-from flexengine.models.freezing import with_frozen
+from flexengine.models.freezing import forward_only, with_frozen
 from flexengine.models.lora import with_lora
 from flexengine.models.matmul_dtype import with_matmul_dtype
 from flexengine.models.spec import ModelSpec
@@ -34,6 +34,7 @@ def described(spec: ModelSpec, job: Job) -> ModelSpec:
     """
     model = with_matmul_dtype(spec, job.matmul_dtype)
     model = with_lora(model, job.lora_setup) if job.lora_setup is not None else with_frozen(model, job.freeze)
+    model = model if job.trains else forward_only(model)
     model = with_base_dtype(model, job.stored_base)
     _check_sequence_length(model, job.max_seq_len)
     return model
@@ -119,6 +120,23 @@ def make_request(job: Job, profile: HardwareProfile, device_type: str) -> Reques
         numerics=job.numerics,
         clipping=job.max_grad_norm is not None,
     )
+
+
+def without_cache(request: Request, cache_bytes: int) -> Request:
+    """Take the cache of sequences that are generated out of the GPU budget. Raises PlanError where it takes all."""
+    if cache_bytes >= request.max_gpu_bytes:
+        raise PlanError(
+            PlanReason.INSUFFICIENT_DEVICE_MEMORY,
+            f"the cache of the sequences takes {format_bytes(cache_bytes)}, the GPU budget is"
+            f" {format_bytes(request.max_gpu_bytes)}; give shorter prompts, fewer new tokens, or a larger budget",
+        )
+    return replace(request, max_gpu_bytes=request.max_gpu_bytes - cache_bytes)
+
+
+def with_cache(plan: Plan, request: Request, cache_bytes: int) -> Plan:
+    """Count the cache in a plan that was made without it: its bytes, and the budget that was asked for."""
+    predicted = replace(plan.predicted, gpu_bytes=plan.predicted.gpu_bytes + cache_bytes)
+    return replace(plan, request=request, predicted=predicted) if cache_bytes else plan
 
 
 def _budget_bytes(place: str, gib: float | None, free_bytes: int) -> int:

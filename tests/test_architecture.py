@@ -102,6 +102,7 @@ ARROWS = {
         "watchers",
     },
     "commands": {
+        "api",
         "wording",
         "options",
         "job",

@@ -56,6 +56,13 @@ def freeze_groups(model: ModelSpec, found: set[int]) -> ModelSpec:
     return replace(model, groups=groups, layers=layers)
 
 
+def forward_only(model: ModelSpec) -> ModelSpec:
+    """Freeze all of a model, so that it has no backward. Layers that shared their ops go on sharing them."""
+    ops = {layer.ops: tuple(op.forward_only() for op in layer.ops) for layer in model.layers}
+    layers = tuple(replace(layer, ops=ops[layer.ops]) for layer in model.layers)
+    return replace(model, groups=tuple(replace(group, frozen=True) for group in model.groups), layers=layers)
+
+
 def _treated(op: Op, untrained: Sequence[str], backward: bool) -> Op:
     if not backward:
         return op.forward_only()

@@ -1,0 +1,151 @@
+"""`flexengine generate`: answers of a model to prompts, many at a time, within the memory budgets."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flexengine.config import TrainConfig
+from flexengine.flags import add_flag, from_flags, positive_count
+from flexengine.metrics import format_bytes
+from flexengine.options import options_of
+from flexengine.wording import FlagParser, parse_json
+
+if TYPE_CHECKING:
+    from flexengine.api import PlannedRun
+    from flexengine.data import ChatTokenizer
+
+TAKEN = [
+    options_of(TrainConfig)[name]
+    for name in ("max_gpu_mem_gib", "max_host_mem_gib", "device", "dtype", "base_dtype", "adapter", "seed")
+]
+"""Options that mean what they mean to `train`."""
+PREFILL_TOKENS = 4096
+"""Tokens of prompts that go through the model together, where memory allows; more would wait less for weights."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Answer the prompts of a command line; returns the exit status.
+
+    Raises: ValueError for what a person can correct, PlanError where not even one sequence fits; both before any weight
+    is read.
+    """
+    arguments = _parser().parse_args(argv)
+    prompts = [*arguments.prompt, *(_read_prompts(arguments.prompts) if arguments.prompts else ())]
+    if not prompts:
+        raise ValueError("there is no prompt: give --prompt TEXT, or --prompts FILE")
+    from flexengine.api import build  # noqa: PLC0415, loads torch
+    from flexengine.data import ChatTokenizer  # noqa: PLC0415
+    from flexengine.models.registry import ASSETS, open_model  # noqa: PLC0415
+
+    source = open_model(arguments.model)
+    tokenizer = ChatTokenizer.from_folder(source.support_folder or ASSETS / "demo")
+    ids = [_encoded(tokenizer, prompt, arguments.raw) for prompt in prompts]
+    planned = _plan(arguments, ids)
+    sampling = {"temperature": arguments.temperature, "top_p": arguments.top_p, "seed": arguments.seed}
+    with build(planned) as engine:
+        start_s = time.perf_counter()
+        answers = engine.generate(ids, arguments.max_new_tokens, stop_ids=tokenizer.stop_ids, **sampling)
+        seconds = time.perf_counter() - start_s
+    _show(prompts, [tokenizer.decode(answer).strip() for answer in answers], arguments.json)
+    count = sum(map(len, answers))
+    print(f"{count} tokens after {len(prompts)} prompts, {count / seconds:.1f} tokens/s", file=sys.stderr)
+    return 0
+
+
+def _plan(arguments: argparse.Namespace, ids: list[list[int]]) -> PlannedRun:
+    """Plan for as many prompts at a time as fit: all, half, a quarter ... Raises PlanError when one is too many."""
+    from flexengine.api import prepare_job  # noqa: PLC0415
+    from flexengine.job import ForwardJob, Job  # noqa: PLC0415
+    from flexengine.models.registry import open_model  # noqa: PLC0415
+    from flexengine.plan import PlanError  # noqa: PLC0415
+    from flexengine.schedule.decoding_cache import sequence_cache_bytes  # noqa: PLC0415
+    from flexengine.schedule.group_storage import DTYPE_BYTES  # noqa: PLC0415
+
+    options: dict[str, Any] = from_flags(TAKEN, vars(arguments))
+    longest = max(map(len, ids)) + arguments.max_new_tokens
+    tokens = max(longest, min(PREFILL_TOKENS, sum(map(len, ids))))
+    kind = ForwardJob
+    if options["adapter"] is not None:  # what is trained on it is not merged here, and has little beside it
+        kind, options["mode"] = Job, "lora"
+    job = kind(max_seq_len=longest, max_global_batch_tokens=tokens, **options)
+    sequence_bytes = sequence_cache_bytes(open_model(arguments.model).spec, longest, DTYPE_BYTES[job.dtype])
+    count = min(len(ids), arguments.batch_size or len(ids))
+    while True:
+        try:
+            return prepare_job(arguments.model, job, cache_bytes=count * sequence_bytes)
+        except PlanError as error:
+            if count == 1:
+                cache = f"the cache of one sequence of {longest} tokens takes {format_bytes(sequence_bytes)}"
+                more = f"{cache} of the GPU budget beside that; answers of fewer tokens take less"
+                raise ValueError(f"{error}\n  {more}") from None
+            count //= 2
+
+
+def _encoded(tokenizer: ChatTokenizer, prompt: str, raw: bool) -> list[int]:
+    """Turn a prompt into tokens: a user's message in the model's template, or as it is."""
+    return list(tokenizer.tokenizer.encode(prompt).ids) if raw else tokenizer.encode_prompt(prompt)
+
+
+def _read_prompts(path: Path) -> list[str]:
+    """Read a prompt a line, or with .jsonl the `prompt` of each. Raises ValueError for what is neither."""
+    if not path.is_file():
+        raise ValueError(f"--prompts {path}: no such file; give a text with a prompt a line, or .jsonl")
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompts {path}: no UTF-8 text ({error.reason} at byte {error.start})") from None
+    if path.suffix != ".jsonl":
+        return lines
+    rows = [parse_json(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
+            raise ValueError(f'{path}, line {number} has no text "prompt"; write {{"prompt": "..."}}')
+    return [row["prompt"] for row in rows]
+
+
+def _show(prompts: list[str], answers: list[str], as_json: bool) -> None:
+    for prompt, answer in zip(prompts, answers, strict=True):
+        if as_json:
+            print(json.dumps({"prompt": prompt, "answer": answer}, ensure_ascii=False))
+        else:
+            print(answer if len(prompts) == 1 else f"> {prompt}\n{answer}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = FlagParser(
+        prog="flexengine generate",
+        description="Answers prompts with a model, many at a time. Weights beyond the GPU budget stream from"
+        " the host; keys, values and states of the answers count in the budget.",
+    )
+    parser.add_argument(
+        "--model", required=True, help="model folder, such as final/ of a run, or preset:NAME (required)"
+    )
+    parser.add_argument("--prompt", nargs="+", default=[], metavar="TEXT", help="prompts, each a user's message")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help='a prompt a line, or .jsonl with {"prompt": ...}')
+    parser.add_argument(
+        "--max-new-tokens", type=positive_count, default=128, metavar="N", help="longest answer (default: 128)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="X", help="0 takes the likeliest token (default); more draws"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="draw from the likeliest tokens that sum to X (default 1)",
+    )
+    parser.add_argument(
+        "--batch-size", type=positive_count, metavar="N", help="most prompts at a time (default: as many as fit)"
+    )
+    parser.add_argument("--raw", action="store_true", help="prompts are texts to go on with, without a chat template")
+    parser.add_argument("--json", action="store_true", help="print a JSON object a line")
+    for option in TAKEN:
+        add_flag(parser, option, option.default)
+    return parser

@@ -1,0 +1,61 @@
+"""`flexengine generate`: answers equal to the engine's, in as many passes as memory takes, and what is refused."""
+
+import json
+
+import pytest
+from engine_helpers import saved_model, tiny_config
+
+from flexengine import cli, from_pretrained
+from flexengine.data import ChatTokenizer
+from flexengine.models.registry import ASSETS
+
+PROMPTS = ["What is 2 plus 3?", "Which day comes after Monday?", "Name a river."]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    saved_model(folder, tiny_config(vocab_size=2944, tie_word_embeddings=True, max_position_embeddings=512))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_text((ASSETS / "demo" / name).read_text())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    tokenizer = ChatTokenizer.from_folder(model)
+    with from_pretrained(model, dtype="float32", device="cpu", max_seq_len=64, max_global_batch_tokens=256) as engine:
+        rows = engine.generate([tokenizer.encode_prompt(p) for p in PROMPTS], 8, stop_ids=tokenizer.stop_ids)
+    return [tokenizer.decode(row).strip() for row in rows]
+
+
+def arguments(model, *more):
+    return ["generate", "--model", str(model), "--dtype", "float32", "--device", "cpu", "--max-new-tokens", "8", *more]
+
+
+@pytest.mark.parametrize("more", [(), ("--batch-size", "2"), ("--max-gpu-mem-gib", "0.004")])
+def test_answers(model, expected, capsys, more, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS[1:]))
+    assert cli.main(arguments(model, "--prompt", PROMPTS[0], "--prompts", str(path), "--json", *more)) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [{"prompt": p, "answer": a} for p, a in zip(PROMPTS, expected, strict=True)]
+
+
+def test_one_answer_is_printed_alone(model, expected, capsys):
+    assert cli.main(arguments(model, "--prompt", PROMPTS[1])) == 0
+    assert capsys.readouterr().out.strip() == expected[1]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ((), "there is no prompt: give --prompt TEXT"),
+        (("--prompts", "missing.txt"), "--prompts missing.txt: no such file"),
+        (("--prompt", "a", "--max-gpu-mem-gib", "0.00001"), "the cache of one sequence of"),
+        (("--prompt", "a", "--top-p", "0"), "top_p must be above 0"),
+    ],
+)
+def test_refusals(model, capsys, more, message):
+    assert cli.main(arguments(model, *more)) == cli.BAD_INPUT
+    assert message in capsys.readouterr().err
