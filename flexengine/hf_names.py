@@ -32,7 +32,7 @@ OTHERWISE = {
     "gradient_checkpointing": "the planner decides what is recomputed; --recompute full or none pins it",
     "bf16": "bfloat16 is the default; --dtype float32 computes wider",
     "fp16": "float16 is not offered, as it needs loss scaling; --dtype bfloat16 is the default",
-    "optim": "give --optimizer adamw, lion or sgd, and --optimizer-state-dtype int8 for states in 8 bits",
+    "optim": "give --optimizer adamw, muon, lion or sgd, and --optimizer-state-dtype int8 for states in 8 bits",
     "packing": "sequences are always packed, and never attend to each other",
     "deepspeed": "memory is planned here; give --max-gpu-mem-gib and --max-host-mem-gib",
     "fsdp": "memory is planned here; give --max-gpu-mem-gib and --max-host-mem-gib",

@@ -20,7 +20,7 @@ ComputeDtype = Literal["bfloat16", "float32", "float64"]
 StorageDtype = Literal["float32", "bfloat16"]
 BaseDtype = Literal["compute", "bf16", "fp8", "int8", "nf4"]
 StateDtype = Literal["float32", "bfloat16", "int8"]
-OptimizerName = Literal["adamw", "lion", "sgd"]
+OptimizerName = Literal["adamw", "muon", "lion", "sgd"]
 
 WITHOUT_CODES = ("lion", "sgd")
 """Optimizers that have no states in 8 bits."""
@@ -59,13 +59,14 @@ class Job:
         ComputeDtype | None, Option("dtype in which gradients are stored (default: that of --dtype)")
     ] = None
     optimizer: Annotated[
-        OptimizerName, Option("what updates the weights: adamw, lion (one state instead of two) or sgd (with momentum)")
+        OptimizerName,
+        Option("what updates the weights: adamw, muon (hidden matrices of blocks; adamw the rest), lion or sgd"),
     ] = "adamw"
     optimizer_state_dtype: Annotated[
         StateDtype,
         Option(
             "dtype of the optimizer's states of matrices; bfloat16 = rounded stochastically, int8 = 8-bit codes in"
-            " blocks of 256 with a scale each, for adamw; float64 computation keeps states in float64"
+            " blocks of 256 with a scale each, for adamw and muon; float64 computation keeps states in float64"
         ),
     ] = "float32"
     matmul_dtype: Annotated[
@@ -177,7 +178,7 @@ class Job:
                 raise ValueError(f"{name}={value} needs dtype={needed}, got dtype={self.dtype}")
         if self.optimizer_state_dtype == "int8" and self.optimizer in WITHOUT_CODES:
             raise ValueError(
-                f"{self.words.setting('optimizer_state_dtype', 'int8')} is for adamw, got"
+                f"{self.words.setting('optimizer_state_dtype', 'int8')} is for adamw and muon, got"
                 f" {self.words.setting('optimizer', self.optimizer)}; give bfloat16"
             )
 

@@ -14,7 +14,7 @@ WITHOUT_END = ("constant", "constant_with_warmup", "inverse_sqrt")
 """Schedules that know no last rate."""
 
 
-DEFAULT_LR = {"adamw": 3e-5, "lion": 1e-5, "sgd": 1e-2}
+DEFAULT_LR = {"adamw": 3e-5, "muon": 1e-3, "lion": 1e-5, "sgd": 1e-2}
 """Learning rates by optimizer where none is given."""
 ADAPTER_LR = 1e-4
 """AdamW's where only adapters are trained."""
@@ -27,8 +27,8 @@ class LearningOptions:
     lr: Annotated[
         float | None,
         Option(
-            "learning rate after warm-up (default: 3e-05); without it adapters (--mode lora) take 1e-04, lion 1e-05,"
-            " sgd 0.01",
+            "learning rate after warm-up (default: 3e-05); without it adapters take 1e-04, muon 1e-03, lion 1e-05, sgd"
+            " 0.01",
             above=0,
         ),
     ] = None

@@ -38,7 +38,7 @@ from flexengine.metrics import (
     format_tokens_per_s,
 )
 from flexengine.models.registry import open_initial
-from flexengine.optim import OPTIMIZERS, AdamW, Optimizer
+from flexengine.optim import OPTIMIZERS, AdamW, Muon, Optimizer
 from flexengine.optim.lr_schedule import LrSchedule
 from flexengine.recording import Recorder, check_recording
 from flexengine.run_folder import RUN_FILE, check_disk, check_run_folder, run_record, started_run_folder
@@ -131,10 +131,11 @@ def prepare_run(config: TrainConfig) -> PlannedRun:
 
 def optimizer_of(config: TrainConfig) -> Optimizer:
     """Make the optimizer that the options ask for."""
-    if config.optimizer != "adamw":
-        return OPTIMIZERS[config.optimizer](lr=config.base_lr, weight_decay=config.weight_decay)
-    betas = config.adam_beta1, config.adam_beta2
-    return AdamW(lr=config.base_lr, betas=betas, eps=config.adam_eps, weight_decay=config.weight_decay)
+    lr, decay = config.base_lr, config.weight_decay
+    if config.optimizer in ("adamw", "muon"):
+        kind, betas = AdamW if config.optimizer == "adamw" else Muon, (config.adam_beta1, config.adam_beta2)
+        return kind(lr=lr, betas=betas, eps=config.adam_eps, weight_decay=decay)
+    return OPTIMIZERS[config.optimizer](lr=lr, weight_decay=decay)
 
 
 def schedule_of(config: TrainConfig, num_steps: int) -> LrSchedule:

@@ -78,7 +78,9 @@ def test_an_engine_gets_the_optimizer_that_it_was_planned_for():
 
 def test_states_in_8_bits_are_for_adamw():
     assert Job(optimizer_state_dtype="int8").numerics.state == "int8"
-    with pytest.raises(ValueError, match="optimizer_state_dtype=int8 is for adamw, got optimizer=sgd; give bfloat16"):
+    with pytest.raises(
+        ValueError, match="optimizer_state_dtype=int8 is for adamw and muon, got optimizer=sgd; give bfloat16"
+    ):
         Job(optimizer="sgd", optimizer_state_dtype="int8")
 
 

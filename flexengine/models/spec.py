@@ -47,6 +47,13 @@ class ParamSpec:
     """Whether checkpoints lack it because it is new: it then starts as `init` says."""
     fused: WeightSource | None = None
     """One tensor that some checkpoints hold instead of the sources, with the elements in the same order."""
+    matrices: tuple[tuple[int, ...], ...] = ()
+    """Shapes of the matrices (or stacks of them) that it consists of: those of the sources, also where `fused` replaces
+    them."""
+
+    def __post_init__(self) -> None:
+        if not self.matrices:
+            object.__setattr__(self, "matrices", tuple(source.shape for source in self.sources))
 
     @property
     def numel(self) -> int:

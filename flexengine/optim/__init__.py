@@ -2,13 +2,14 @@
 
 from flexengine.optim.adamw import AdamW
 from flexengine.optim.lion import Lion
+from flexengine.optim.muon import Muon
 from flexengine.optim.sgd import SGD
 
-Optimizer = AdamW | Lion | SGD
-OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": AdamW, "lion": Lion, "sgd": SGD}
+Optimizer = AdamW | Muon | Lion | SGD
+OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": AdamW, "muon": Muon, "lion": Lion, "sgd": SGD}
 """Settings of optimizers by the names that options have for them."""
 
-__all__ = ["OPTIMIZERS", "SGD", "AdamW", "Lion", "Optimizer", "name_of"]
+__all__ = ["OPTIMIZERS", "SGD", "AdamW", "Lion", "Muon", "Optimizer", "name_of"]
 
 
 def name_of(optimizer: Optimizer) -> str:

@@ -26,7 +26,8 @@ class Update(NamedTuple):
     planes: `weights`, `grad`, `remainder` where masters are split, and the rule's states, all flat. grad_scale [1]
     multiplies the gradient; where it is not finite nothing changes. settings: the optimizer's. lr and weight_decay: of
     these elements. step counts from 1. seed and element_offset (position of the first element in the run's numbering of
-    parameters) choose random bits.
+    parameters) choose random bits. matrices: for a rule of matrices the shapes of those that the elements are;
+    scratch: bytes of the device for their temporaries.
     """
 
     planes: Mapping[str, Tensor]
@@ -37,6 +38,8 @@ class Update(NamedTuple):
     step: int
     seed: int
     element_offset: int
+    matrices: tuple[tuple[int, int], ...] = ()
+    scratch: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,16 @@ class Rule:
     """How the elements of a segment are updated.
 
     name: as reports tell it. states: what is stored beside weights and gradient. update: runs in place, on the side
-    where the tensors are; its bits do not depend on how a segment is cut into pieces.
+    where the tensors are; its bits do not depend on how a segment is cut into pieces. matrix_flops: FLOPs for a matrix
+    of (rows, columns), which is updated as a whole, and on the GPU alone; None for rules of elements. scratch_bytes: of
+    the temporaries of such a matrix, from (rows, columns, bytes of an element in compute).
     """
 
     name: str
     states: tuple[StatePlane, ...]
     update: Callable[[Update], None]
+    matrix_flops: Callable[[int, int], float] | None = None
+    scratch_bytes: Callable[[int, int, int], int] | None = None
 
     @property
     def block(self) -> int:

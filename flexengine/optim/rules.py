@@ -7,6 +7,7 @@ from functools import cache
 from flexengine.optim.adamw import adamw_rule
 from flexengine.optim.adamw_blocks import adamw_in_blocks_rule
 from flexengine.optim.lion import lion_rule
+from flexengine.optim.muon import muon_rule
 from flexengine.optim.rule import Rule
 from flexengine.optim.sgd import sgd_rule
 
@@ -16,19 +17,21 @@ IN_BLOCKS = "int8"
 
 @cache
 def rule_of(optimizer: str, param_kind: str, state: str, compute: str) -> Rule:
-    """The rule of an optimizer for matrices or for vectors (norms and biases).
+    """The rule of an optimizer for the matrices or vectors (norms and biases) of a model; `hidden` matrices are Muon's.
 
     state: dtype of stored states. Vectors keep theirs in float32, and float64 computation keeps all in float64.
     Raises: ValueError for an optimizer that there is not, or states in 8 bits that it does not have.
     """
     wide = "float64" if compute == "float64" else "float32"
-    dtype = state if param_kind == "matrix" and wide == "float32" else wide
-    if optimizer == "adamw":
+    dtype = state if param_kind != "vector" and wide == "float32" else wide
+    if optimizer == "muon" and param_kind == "hidden":
+        return muon_rule("bfloat16" if state == IN_BLOCKS and wide == "float32" else dtype)
+    if optimizer in ("adamw", "muon"):
         return adamw_in_blocks_rule() if dtype == IN_BLOCKS else adamw_rule(dtype)
     if dtype == IN_BLOCKS:
-        raise ValueError(f"optimizer={optimizer!r} has no states in 8 bits; only adamw has")
+        raise ValueError(f"optimizer={optimizer!r} has no states in 8 bits; only adamw and muon have")
     if optimizer == "lion":
         return lion_rule(dtype)
     if optimizer == "sgd":
         return sgd_rule(dtype)
-    raise ValueError(f"optimizer={optimizer!r} is not known; there are adamw, lion and sgd")
+    raise ValueError(f"optimizer={optimizer!r} is not known; there are adamw, muon, lion and sgd")

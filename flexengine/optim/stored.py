@@ -51,10 +51,11 @@ def write_state(update: Update, name: str, value: Tensor, stream: int) -> None:
 def pieces(update: Update, size: int) -> list[Update]:
     """Cut an update into updates of at most `size` elements, a multiple of all blocks, with the same bits."""
     count = len(update.planes["grad"])
-    return [_piece(update, start, min(size, count - start)) for start in range(0, count, size)]
+    return [part_of(update, start, min(size, count - start)) for start in range(0, count, size)]
 
 
-def _piece(update: Update, start: int, count: int) -> Update:
+def part_of(update: Update, start: int, count: int) -> Update:
+    """The update of `count` elements from `start` on, which is a multiple of all blocks."""
     numel = len(update.planes["grad"])
     planes = {}
     for name, plane in update.planes.items():

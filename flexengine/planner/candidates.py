@@ -145,7 +145,10 @@ class CandidateMemory:
         tables, residencies = self.tables, candidates.choices % NUM_RESIDENCIES
         resident = self.edge_gpu[candidates.edges] + tables.residency_gpu.at(residencies).sum(axis=1)
         tiled = tables.needs_tiles.at(residencies).any(axis=1) | self.edge_tiles[candidates.edges]
-        region = np.maximum(self.region_bytes(candidates), np.where(tiled, self.buffers.least_tile_bytes, 0))
+        region = np.maximum(
+            self.region_bytes(candidates),
+            np.where(tiled, self.buffers.least_tile_bytes, self.buffers.update_scratch_bytes),
+        )
         return tables.activations.fixed_gpu_bytes + resident + region
 
     def host_bytes(self, candidates: Candidates) -> np.ndarray:

@@ -34,7 +34,7 @@ from flexengine.planner.cost.stream_loads import (
 )
 from flexengine.planner.keep_options import KeepOptions, keep_options
 from flexengine.schedule.fixed_slots import SCALE_BYTES, host_scalar_bytes, norm_square_bytes
-from flexengine.schedule.group_storage import group_storage
+from flexengine.schedule.group_storage import DTYPE_BYTES, group_storage, tile_offsets
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.save_sets import keepable_ops
@@ -97,13 +97,15 @@ class SharedBuffers:
         self.small = self._small_model()
         self.num_parameters = model.num_trained_parameters
         self.uses = group_uses(model)
-        homes = [*GPU_RESIDENCIES, UPDATED_BY_CPU] if profile.device_type == "cuda" else GPU_RESIDENCIES
-        self.residencies = np.array(homes)  # what blocks may have; on the CPU both updates are one
         self.kind_layouts = [group_storage(model.groups[kind.group], request.numerics) for kind in self.kinds]
         self.edge_layouts = [group_storage(model.groups[g], request.numerics) for g in self.edge_groups]
+        by_cpu = profile.device_type == "cuda" and not any(layout.on_gpu_only for layout in self.kind_layouts)
+        # what blocks may have; on the CPU both updates are one
+        self.residencies = np.array([*GPU_RESIDENCIES, UPDATED_BY_CPU] if by_cpu else GPU_RESIDENCIES)
         self.adapter_layouts = [group_storage(model.groups[g], request.numerics) for g in self.adapter_groups]
         self.kind_residencies = [residencies_of(model.groups[kind.group]) for kind in self.kinds]
         self.edge_residencies = [residencies_of(model.groups[g]) for g in self.edge_groups]
+        self._tiles: dict[int, int] = {}
         self._options: dict[tuple[int, SaveSets], tuple[KeepOptions, ...]] = {}
         self._edge_slots: dict[EdgeChoice, tuple[int, int]] = {}
         self._activations: dict[tuple[int, int], ActivationBytes] = {}
@@ -249,17 +251,31 @@ class SharedBuffers:
 
     @cached_property
     def least_tile_bytes(self) -> int:
-        """Bytes of an optimizer slot with the smallest tile; larger ones are multiples of it."""
-        streamed = EdgeChoice(False, False, (STREAMED,) * len(self.edge_groups))
-        return align(self._reference(streamed, STREAMED).tile_bytes)
+        """Bytes that an update takes with one slot of the smallest tile."""
+        return self._tile_bytes(LEAST_TILE) + self.update_scratch_bytes
+
+    @cached_property
+    def update_scratch_bytes(self) -> int:
+        """Bytes of temporaries of the update of the largest matrix, where matrices are multiplied; else 0."""
+        compute_bytes = DTYPE_BYTES[self.request.numerics.compute]
+        return align(max(layout.update_scratch_bytes(compute_bytes) for layout in self.kind_layouts))
+
+    def _tile_bytes(self, tile: int) -> int:
+        """Bytes of an optimizer slot for tiles of at most so many elements, as far as matrices may be cut."""
+        if tile not in self._tiles:
+            layouts = [*self.kind_layouts, *self.edge_layouts, *self.adapter_layouts]
+            self._tiles[tile] = align(tile_offsets(layouts, tile)["end"])
+        return self._tiles[tile]
 
     def tiles(self, region_bytes: int, most: int) -> tuple[int, int]:
         """(slots, elements of a tile) for the update: as many of at most `most` slots as fit the round's region, the
         tiles as large as is useful. One smallest tile there is in any case."""
-        count = max(1, min(most, region_bytes // self.least_tile_bytes))
-        limit = self.num_parameters // TILES_PER_MODEL
-        limit = min(limit, LEAST_TILE * (region_bytes // (count * self.least_tile_bytes)))
-        return count, max(LEAST_TILE, 1 << max(0, limit.bit_length() - 1))
+        room = region_bytes - self.update_scratch_bytes
+        count = max(1, min(most, room // self._tile_bytes(LEAST_TILE)))
+        tile = 1 << max(0, (self.num_parameters // TILES_PER_MODEL).bit_length() - 1)
+        while tile > LEAST_TILE and count * self._tile_bytes(tile) > room:
+            tile //= 2
+        return count, max(LEAST_TILE, tile)
 
     def edge_choices(self) -> list[EdgeChoice]:
         """Ways to lay the edges' slots and to hold each edge group: streamed, resident but for states, or resident."""

@@ -128,5 +128,16 @@ class UpdateRunner:
                 step=s.step,
                 seed=s.seed,
                 element_offset=self.first_element[tile.group] + segment.first_element + tile.start,
+                matrices=segment.matrices_in(tile.start, tile.count),
+                scratch=self._scratch(tile, slots),
             )
+        )
+
+    def _scratch(self, tile: UpdateTile, slots: tuple) -> Tensor | None:
+        """The temporaries of a rule of matrices, in bytes."""
+        place = tile.planes.get("scratch")
+        return (
+            None
+            if place is None
+            else self.arenas.view(slots[place.slot], 0, (slots[place.slot].num_bytes,), torch.uint8)
         )

@@ -140,6 +140,8 @@ class _GpuSlots:
         region = _Region(self._slots, "gpu", start)
         for k in range(self._plan.optimizer_slots if self._plan.uses_tiles else 0):
             region.add("tile", self._sizes.tile_bytes, "optimizer slots", index=k)
+        if self._sizes.update_scratch_bytes:
+            region.add("update_scratch", self._sizes.update_scratch_bytes, "optimizer slots")
         return region.end
 
     # -- a round -----------------------------------------------------------------------------------------------------

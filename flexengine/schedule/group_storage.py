@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -39,7 +40,8 @@ class Plane:
 class Segment:
     """Consecutive elements of a group with the same planes: its matrices, or its vectors (norms and biases).
 
-    rule: what updates them; None where they are frozen. decays: whether weight decay applies.
+    rule: what updates them; None where they are frozen. decays: whether weight decay applies. matrices: the shapes of
+    the matrices that follow each other, for a rule of whole matrices.
     """
 
     name: str
@@ -48,17 +50,40 @@ class Segment:
     planes: tuple[Plane, ...]
     rule: Rule | None = None
     decays: bool = False
+    matrices: tuple[tuple[int, int], ...] = ()
 
     def tiles(self, most: int) -> list[tuple[int, int]]:
         """Cut the segment into pieces (start, elements) that are updated at once, of at most `most` elements.
 
-        A rule's blocks stay whole, so that a piece may have more where `most` is less than a block.
+        A rule's blocks and matrices stay whole, so that a piece may have more where `most` is less than one of them.
         """
+        if self.matrices:
+            return self._whole_matrices(most)
         size = self.tile_elements(most)
         return [(start, min(size, self.numel - start)) for start in range(0, self.numel, size)]
 
+    def _whole_matrices(self, most: int) -> list[tuple[int, int]]:
+        found, start, count = [], 0, 0
+        for rows, columns in self.matrices:
+            if count and count + rows * columns > most:
+                found.append((start, count))
+                start, count = start + count, 0
+            count += rows * columns
+        return [*found, (start, count)]
+
+    def matrices_in(self, start: int, count: int) -> tuple[tuple[int, int], ...]:
+        """The shapes of the matrices of a piece."""
+        found, end = [], 0
+        for rows, columns in self.matrices:
+            if start <= end < start + count:
+                found.append((rows, columns))
+            end += rows * columns
+        return tuple(found)
+
     def tile_elements(self, most: int) -> int:
         """Elements of the largest piece of `tiles`, if the segment is large."""
+        if self.matrices:
+            return max(count for _, count in self.tiles(most))
         block = 1 if self.rule is None else self.rule.block
         return max(block, most // block * block)
 
@@ -93,6 +118,21 @@ class GroupStorage:
     def segment_of(self, param: str) -> Segment:
         """The segment that a parameter lies in."""
         return max((s for s in self.segments if s.first_element <= self.offsets[param]), key=lambda s: s.first_element)
+
+    @property
+    def update_flops(self) -> float:
+        """FLOPs of the matrix products of an update."""
+        return sum(matrix_flops(segment.rule, segment.matrices) for segment in self.segments)
+
+    @property
+    def on_gpu_only(self) -> bool:
+        """Whether the CPU cannot update the group, as some of its matrices are multiplied."""
+        return any(segment.matrices for segment in self.segments)
+
+    def update_scratch_bytes(self, compute_bytes: int) -> int:
+        """Bytes of temporaries that the update of a matrix takes at the most."""
+        rules = [(s.rule.scratch_bytes, s.matrices) for s in self.segments if s.rule is not None]
+        return max((size(*shape, compute_bytes) for size, shapes in rules if size for shape in shapes), default=0)
 
     @property
     def part_numel(self) -> int:
@@ -132,6 +172,8 @@ def group_storage(group: GroupSpec, numerics: Numerics) -> GroupStorage:
     Vectors always keep float32 states and, beside bf16 weights, the exact remainder. A frozen group has weights alone.
     """
     params = tuple((p.name, p.shape, p.kind, p.storage, _matrices(p)) for p in group.params)
+    if numerics.optimizer == "muon":
+        params = (params, group.slot_class, group.adapter, tuple(p.matrices for p in group.params))
     key = (params, group.frozen, group.divisions, group.cut, group.num_parts, numerics)
     if key not in _KNOWN:
         _KNOWN[key] = _group_storage(group, numerics)
@@ -139,16 +181,19 @@ def group_storage(group: GroupSpec, numerics: Numerics) -> GroupStorage:
 
 
 def _group_storage(group: GroupSpec, numerics: Numerics) -> GroupStorage:
-    offsets, counts, numel = {}, {"matrix": 0, "vector": 0}, 0
+    offsets, counts, numel = {}, {"hidden": 0, "matrix": 0, "vector": 0}, 0
+    shapes: list[tuple[int, int]] = []
     for kind in counts:
         for param in group.params:
-            if param.kind == kind:
+            if _kind_of(param, group, numerics) == kind:
                 offsets[param.name] = numel
                 numel += param.numel
                 counts[kind] += param.numel
+                shapes += _plain_matrices(param) if kind == "hidden" else []
     declared = {kind: _planes(kind, group.frozen, numerics) for kind, count in counts.items() if count}
     ends = dict.fromkeys(_kinds_in_order(declared.values()), 0)
     segments: list[Segment] = []
+    first = 0
     for name, planes in declared.items():
         rule = None if group.frozen else rule_of(numerics.optimizer, name, numerics.state, numerics.compute)
         placed = []
@@ -157,13 +202,41 @@ def _group_storage(group: GroupSpec, numerics: Numerics) -> GroupStorage:
                 ends[plane.kind] = align(ends[plane.kind])
             placed.append(replace(plane, start=ends[plane.kind]))
             ends[plane.kind] += plane.num_bytes(counts[name])
-        first = 0 if name == "matrix" else counts["matrix"]
-        segments.append(Segment(name, first, counts[name], tuple(placed), rule, decays=name == "matrix"))
+        matrices = tuple(shapes) if name == "hidden" else ()
+        segments.append(Segment(name, first, counts[name], tuple(placed), rule, name != "vector", matrices))
+        first += counts[name]
     parts = parts_of(group, offsets)
     stored = stored_pieces(group, offsets, parts, element_bytes(numerics.compute))
     if stored is not None:
         segments, ends = [replace(segment, planes=()) for segment in segments], {**ends, "weights": stored.num_bytes}
     return GroupStorage(MappingProxyType(offsets), numel, tuple(segments), MappingProxyType(ends), parts, stored)
+
+
+def _kind_of(param: ParamSpec, group: GroupSpec, numerics: Numerics) -> str:
+    """The segment that a parameter belongs to: its kind, or `hidden` for the matrices of blocks that Muon updates.
+
+    Muon leaves rows that stand alone, such as the taps of a convolution, to AdamW.
+    """
+    hidden = numerics.optimizer == "muon" and group.slot_class == "block" and not (group.frozen or group.adapter)
+    if param.kind == "matrix" and hidden and all(min(shape) > 1 for shape in _plain_matrices(param)):
+        return "hidden"
+    return param.kind
+
+
+def _plain_matrices(param: ParamSpec) -> list[tuple[int, int]]:
+    """The shape of each matrix of a parameter, one after the other; stacks are taken apart."""
+    found: list[tuple[int, int]] = []
+    for *stack, rows, columns in param.matrices:
+        found += [(rows, columns)] * math.prod(stack)
+    assert sum(rows * columns for rows, columns in found) == param.numel
+    return found
+
+
+def matrix_flops(rule: Rule | None, matrices: Iterable[tuple[int, int]]) -> float:
+    """FLOPs that a rule takes for these matrices; 0 for rules of elements."""
+    if rule is None or rule.matrix_flops is None:
+        return 0.0
+    return sum(rule.matrix_flops(rows, columns) for rows, columns in matrices)
 
 
 def _matrices(param: ParamSpec) -> tuple[tuple[int, ...], ...]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 
 from flexengine.models.in_parts import in_parts, may_be_in_parts
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
-from flexengine.schedule.group_storage import DTYPE_BYTES, group_storage, tile_offsets
+from flexengine.schedule.group_storage import DTYPE_BYTES, GroupStorage, group_storage, tile_offsets
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram
 from flexengine.schedule.window import WindowPlaces, window_places
@@ -27,6 +28,7 @@ class PlannedSizes:
         self.compute_bytes = DTYPE_BYTES[numerics.compute]
         self.acc_bytes = 8 if numerics.compute == "float64" else 4
         self.groups = tuple(group_storage(g, numerics) for g in model.groups)
+        check_updates(model, self.groups, plan)
         self.programs = tuple(self.layer_program(i) for i in range(len(model.layers)))
 
     def layer_program(self, layer: int) -> LayerProgram:
@@ -88,10 +90,23 @@ class PlannedSizes:
         """Byte offset of every plane kind within an optimizer tile, and its `end`."""
         return tile_offsets(self.groups, self.plan.optimizer_tile)
 
+    @cached_property
+    def update_scratch_bytes(self) -> int:
+        """Bytes of temporaries of the GPU's updates."""
+        groups = (g for g, home in zip(self.groups, self.plan.groups, strict=True) if home.update == "gpu")
+        return max((group.update_scratch_bytes(self.compute_bytes) for group in groups), default=0)
+
     @property
     def tile_bytes(self) -> int:
         """Bytes of one optimizer tile slot."""
         return self.tile_offsets["end"]
+
+
+def check_updates(model: ModelSpec, groups: Iterable[GroupStorage], plan: Plan) -> None:
+    """Raise ValueError where a plan has the CPU update what only the GPU can."""
+    for group, stored, home in zip(model.groups, groups, plan.groups, strict=True):
+        if home.update == "cpu" and stored.on_gpu_only:
+            raise ValueError(f"{group.name} has matrices that are updated by products on the GPU, not by the CPU")
 
 
 def check_frozen(model: ModelSpec, plan: Plan) -> None:

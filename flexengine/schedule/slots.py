@@ -17,7 +17,7 @@ Role = str
 - hidden, grad_hidden, carry, bounds, window, grad_window: between layers, stages of a layer, and slices of a sequence;
 - input, save_gpu, save_host, save: what a layer keeps for backward: its input, its outputs on the GPU, staged for the
   host, and on the host;
-- scratch, tile: temporaries of a layer; what an optimizer tile is updated in.
+- scratch, tile, update_scratch: temporaries of a layer; what an optimizer tile is updated in, and its temporaries.
 """
 
 

@@ -20,19 +20,23 @@ RULES = {
     "lion": Numerics("bfloat16", "split", "bfloat16", "bfloat16", optimizer="lion"),
     "lion, rounded masters": Numerics("bfloat16", "stochastic", "bfloat16", "bfloat16", optimizer="lion"),
     "sgd": Numerics("float32", "full", "float32", "float32", optimizer="sgd"),
+    "muon": Numerics("bfloat16", "split", "bfloat16", "bfloat16", optimizer="muon"),
+    "muon, rounded masters": Numerics("bfloat16", "stochastic", "bfloat16", "int8", optimizer="muon"),
+    "muon, float32": Numerics("float32", "full", "float32", "float32", optimizer="muon"),
     "8-bit adamw": Numerics("bfloat16", "split", "bfloat16", "int8"),
     "8-bit adamw, rounded masters": Numerics("bfloat16", "stochastic", "bfloat16", "int8"),
     "8-bit adamw, float32": Numerics("float32", "full", "float32", "int8"),
 }
-LR = {"adamw": 1e-2, "lion": 1e-2, "sgd": 1e-1}
+LR = {"adamw": 1e-2, "muon": 1e-2, "lion": 1e-2, "sgd": 1e-1}
 SIZE = {"chunk_tokens": 16, "chunks_per_round": 3, "max_seq_len": 40}
 
 
 def plans_of(spec, numerics):
     """A resident plan, one that streams all, one with updates by the CPU, and a mixture."""
     options = {**SIZE, "numerics": numerics}
-    by_cpu = [GroupPlan(update="cpu")] * len(spec.groups)
-    homes = (GroupPlan(), GroupPlan("gpu"), GroupPlan("gpu", "gpu"), GroupPlan("gpu", "gpu", "gpu"), by_cpu[0])
+    muon = numerics.optimizer == "muon"  # its matrices are multiplied on the GPU
+    by_cpu = [GroupPlan(update="gpu" if muon and g.slot_class == "block" else "cpu") for g in spec.groups]
+    homes = (GroupPlan(), GroupPlan("gpu"), GroupPlan("gpu", "gpu"), GroupPlan("gpu", "gpu", "gpu"), by_cpu[1])
     choose = random.Random(0)
     mixed = [choose.choice(homes) for _ in spec.groups]
     return {

@@ -111,6 +111,7 @@ def group_loads(group: GroupStorage, home: GroupPlan, use: GroupUse, rounds: int
         return loads
     back = sum(num for kind, num in planes.items() if kind != "grad" and home_of_plane(kind, home) == "host")
     loads[UC] = (2 * sum(planes.values()) - planes["grad"]) / p.memory_bytes_per_s
+    loads[UC] += group.update_flops / cost.matmul_rate
     loads[UH] = (back + (planes["grad"] if home.grads == "host" else 0)) / p.h2d_duplex_bytes_per_s
     loads[UD] = back / p.d2h_duplex_bytes_per_s
     return loads
@@ -219,6 +220,7 @@ def tile_times(group: GroupStorage, home: GroupPlan, tile: int, cost: CostModel)
     return_s = sum(planes[kind] for kind in returned) + latency_s * len(returned) * p.d2h_bytes_per_s
     fetch_s, return_s = fetch_s / p.h2d_duplex_bytes_per_s, return_s / p.d2h_duplex_bytes_per_s
     compute_s = touched_bytes(group) / p.memory_bytes_per_s + count * p.launch_s
+    compute_s += group.update_flops / cost.matmul_rate
     copies_s = NUM_COPIES * issue_s(cost, "copy") if fetched else 0.0
     issued_s = count * (issue_s(cost, "update") + copies_s)
     first_s = min(1.0, tile / max(1, group.numel)) * (fetch_s + compute_s + return_s)

@@ -11,10 +11,13 @@ from typing import NamedTuple
 from flexengine.ops.base import Work
 from flexengine.schedule.commands import Access, CommandName, CopyRegion, Program, SlotOffset, Stream, UpdateTile
 from flexengine.schedule.fixed_slots import HOST_GRAD_NORM, HOST_SCALES, SCALAR_BYTES, SCALE_BYTES
-from flexengine.schedule.group_storage import Segment
+from flexengine.schedule.group_storage import Segment, matrix_flops
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.slots import PlaneKind, Slot, overlapping_slots
+
+KERNELS_PER_MATRIX = 20
+"""Kernels of an update by matrix products: five iterations of three, the norm, what comes before and after."""
 
 
 class _Tile(NamedTuple):
@@ -154,8 +157,15 @@ def _lower_tile(builder: ProgramBuilder, layout: Layout, tile: _Tile, number: in
         reads += targets
         writes.append(Access(staging, f"updated tile {name}"))
     reads.append(Access(layout.slot("scales"), "scales"))
+    segment = next(s for s in layout.groups[tile.group].segments if s.name == tile.segment)
+    matrices = segment.matrices_in(tile.start, tile.count)
+    if matrices:
+        scratch = layout.slot("update_scratch")
+        writes.append(Access(scratch, "scratch of an update"))
+        planes["scratch"] = SlotOffset(scratch, 0)
     args = UpdateTile(tile.group, tile.segment, tile.start, tile.count, planes)
-    work = Work(memory_bytes=_moved_bytes(builder, tile), kernels=1)
+    flops, kernels = matrix_flops(segment.rule, matrices), max(1, KERNELS_PER_MATRIX * len(matrices))
+    work = Work(flops, memory_bytes=_moved_bytes(builder, tile), kernels=kernels)
     builder.add("update", CommandName("update", owner=name), Stream.COMPUTE, reads, writes, work, args=args)
     changed = [kind for kind in streamed if kind != "grad"]
     if changed:
