@@ -49,31 +49,34 @@ class CheckpointReader:
     Safe to read from several threads (reads are positional); close() or leave the `with` block to free the files.
     """
 
-    def __init__(self, folder: Path, descriptors: dict[str, int], tensors: dict[str, TensorEntry]) -> None:
+    def __init__(
+        self, folder: Path, descriptors: dict[str, int], tensors: dict[str, TensorEntry], index_file: str = INDEX_FILE
+    ) -> None:
         """Take over open files; use CheckpointReader.open."""
         assert sys.byteorder == "little", "safetensors are little-endian and are read without swapping"
         self.folder = folder
         self.tensors = tensors
         self.metadata: dict[str, str] = {}
         self.unlisted: tuple[str, ...] = ()
-        self._descriptors = descriptors
+        self._descriptors, self._index_file = descriptors, index_file
 
     @classmethod
-    def open(cls, folder: Path | str) -> CheckpointReader:
+    def open(cls, folder: Path | str, index_file: str = INDEX_FILE) -> CheckpointReader:
         """Open `folder`, which holds model.safetensors, or model.safetensors.index.json with its shards.
 
         Where both exist model.safetensors is read, as transformers does. Reads headers only.
+        index_file: another index than that of a model, whose shards are then the only ones.
         Raises: CheckpointError when files are missing, truncated or damaged, when the index lists a tensor that its
         shard lacks, and when two shards hold the same tensor.
         """
         folder = Path(folder)
-        weight_map, index_metadata = _find_files(folder)
+        weight_map, index_metadata = _find_files(folder, index_file)
         files = [SINGLE_FILE] if weight_map is None else list(dict.fromkeys(weight_map.values()))
         missing = [name for name in files if not (folder / name).is_file()]
         if missing:
             names = ", ".join(shown(name)[1:-1] for name in missing[:5])
             raise CheckpointError(
-                f"{folder}: {INDEX_FILE} names {len(files)} shards, {len(missing)} are missing: "
+                f"{folder}: {index_file} names {len(files)} shards, {len(missing)} are missing: "
                 f"{names}{' ...' if len(missing) > 5 else ''}. Finish the download or copy them here."
             )
         with contextlib.ExitStack() as undo:
@@ -86,9 +89,12 @@ class CheckpointReader:
                 header = read_header(descriptors[name], folder / name)
                 _add_entries(found, header.entries, folder)
                 metadata.update(header.metadata)
-            reader = cls(folder, descriptors, found if weight_map is None else _listed(weight_map, found, folder))
+            names = list(found)
+            if weight_map is not None:
+                found = _listed(weight_map, found, folder / index_file)
+            reader = cls(folder, descriptors, found, index_file)
             reader.metadata = metadata
-            reader.unlisted = tuple(name for name in found if name not in reader.tensors)
+            reader.unlisted = tuple(name for name in names if name not in reader.tensors)
             undo.pop_all()
         return reader
 
@@ -130,7 +136,7 @@ class CheckpointReader:
             check.result()
 
     def _check_manifest(self, stop: threading.Event) -> None:
-        names = [*self._descriptors, *([INDEX_FILE] if list(self._descriptors) != [SINGLE_FILE] else [])]
+        names = [*self._descriptors, *([self._index_file] if list(self._descriptors) != [SINGLE_FILE] else [])]
         try:
             check_files(self.folder, names, stop)
         except DownloadError as error:
@@ -209,11 +215,11 @@ class CheckpointReader:
         return self.tensors[name]
 
 
-def _find_files(folder: Path) -> tuple[dict[str, str] | None, dict[str, str]]:
+def _find_files(folder: Path, index_file: str) -> tuple[dict[str, str] | None, dict[str, str]]:
     """The index's weight map and metadata, or (None, {}) where a single file holds everything."""
-    if (folder / SINGLE_FILE).is_file():
+    if index_file == INDEX_FILE and (folder / SINGLE_FILE).is_file():
         return None, {}
-    index_path = folder / INDEX_FILE
+    index_path = folder / index_file
     if not index_path.is_file():
         names = sorted(path.name for path in folder.iterdir())[:8] if folder.is_dir() else None
         found = "the folder does not exist" if names is None else f"found {', '.join(names) or 'an empty folder'}"
@@ -246,13 +252,13 @@ def _add_entries(found: dict[str, TensorEntry], entries: list[TensorEntry], fold
         found[entry.name] = entry
 
 
-def _listed(weight_map: dict[str, str], found: dict[str, TensorEntry], folder: Path) -> dict[str, TensorEntry]:
+def _listed(weight_map: dict[str, str], found: dict[str, TensorEntry], index: Path) -> dict[str, TensorEntry]:
     """The entries that the index lists, in its order."""
     for name, file in weight_map.items():
         if name not in found or found[name].file != file:
             where = f"it is in {found[name].file}" if name in found else "no shard holds it"
             raise CheckpointError(
-                f"{folder / INDEX_FILE}: lists tensor {shown(name)} in {file}, but {where}. Index and shards are from "
+                f"{index}: lists tensor {shown(name)} in {file}, but {where}. Index and shards are from "
                 "different checkpoints, or damaged; fetch them again."
             )
     return {name: found[name] for name in weight_map}

@@ -25,6 +25,7 @@ from flexengine.plan import Plan, Request
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.batch import BatchWriter, constant_tables
 from flexengine.runtime.batch_input import Sequences, read_batch, read_call
+from flexengine.runtime.checkpoint_calls import CLOSED, CheckpointCalls
 from flexengine.runtime.command_handlers import CommandHandlers
 from flexengine.runtime.executor import CommandOrder, Executor
 from flexengine.runtime.export import export_adapter, export_checkpoint
@@ -70,7 +71,7 @@ class EngineSettings:
     cache_bytes: int = 0
 
 
-class Engine:
+class Engine(CheckpointCalls):
     """Trains one model under one plan. `flexengine.from_pretrained` makes it.
 
     fwd_bwd adds the gradients of a batch, several calls accumulate; step updates the weights with the gradients of the
@@ -94,7 +95,7 @@ class Engine:
         check_base_dtype(source.spec, plan.request.numerics.base)
         self.source, self.model, self.plan, self.device = source, source.spec, plan, device
         self.optimizer, self.settings = optimizer, settings or EngineSettings()
-        self._description = self.settings.description
+        self._description, self.seed = self.settings.description, self.settings.seed
         layout = Layout(self.model, plan)
         gpu_bytes = layout.gpu_bytes + self.settings.cache_bytes
         self.meter = _start_meter(device, gpu_bytes)
@@ -314,6 +315,7 @@ class Engine:
         _check_same_run(self.plan.request, plan.request)
         layout = Layout(self.model, plan)
         moves = relocation(self.layout, layout, self.arenas.capacity)
+        self._finish_save()
         self.executor.synchronize()
         self.state.unusable = "a change of plan was interrupted, so its weights are half moved"
         self._forget_programs()
@@ -386,8 +388,9 @@ class Engine:
     @one_caller
     def close(self) -> None:
         """Stop measuring and release both arenas; the engine is not usable afterwards. A second call does nothing."""
-        self.state.unusable = "it was closed"  # first: an engine that an interrupt left half closed must not go on
+        self.state.unusable = CLOSED  # first: an engine that an interrupt left half closed must not go on
         try:
+            self._finish_save()
             self.executor.synchronize()
         finally:
             self.meter.stop()

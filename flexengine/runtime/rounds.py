@@ -46,6 +46,7 @@ class RoundRunner:
             program = self._program(chunks, kind)
             self._write(batch, chunks, balance)
             if settings is not None:
+                self._state.before_update()
                 self._state.unusable = HALF_UPDATED  # until the step's own program has ended
             self._runner.run(program, settings)
             self._state.has_gradients = True

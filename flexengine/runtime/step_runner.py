@@ -76,6 +76,7 @@ class StepRunner:
     def update(self, settings: UpdateSettings, cpu_has_updated: bool = False) -> StepOutput:
         """Run the optimizer step and forget the gradients. cpu_has_updated: the last round did the CPU's updates."""
         program = self._rounds.programs.of_update(cpu_has_updated)
+        self._state.before_update()
         self._state.unusable = HALF_UPDATED
         with interruptible(self._state, self._executor, train=True):
             self._runner.run(program, settings)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from flexengine.runtime.executor import Executor
 
 HALF_UPDATED = "an optimizer step was interrupted, so its weights are half updated"
+
+
+def _nobody_reads() -> None:
+    """Stored weights and optimizer states may change at any time."""
 
 
 class StepState:
@@ -18,6 +22,7 @@ class StepState:
     are sums, are divided by. unusable: why the engine cannot go on; empty while it can. under_way: a call changes the
     gradients; what it leaves is dropped unless it ends by clearing this. bad_layer: whose gradient made the last step
     skip its update; empty when none did. running: the call that runs, under the key "call"; empty while none does.
+    before_update: called before stored weights or states change; it blocks while somebody reads them.
     """
 
     def __init__(self) -> None:
@@ -26,6 +31,7 @@ class StepState:
         self.under_way = False
         self.bad_layer = ""
         self.running: dict[str, object] = {}
+        self.before_update: Callable[[], None] = _nobody_reads
         self.start_accumulation()
 
     def start_accumulation(self) -> None:

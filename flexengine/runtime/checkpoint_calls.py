@@ -1,0 +1,115 @@
+"""Calls of an engine that save and load a training state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flexengine.checkpoint.reader import CheckpointReader
+from flexengine.checkpoint.state_files import STATE_FILE, STATE_INDEX_FILE, read_description
+from flexengine.checkpoint.state_writer import StateSave
+from flexengine.runtime.one_caller import one_caller
+from flexengine.runtime.step_state import StepState
+from flexengine.runtime.training_state import (
+    check_description,
+    describe_state,
+    load_tensors,
+    state_tensors,
+)
+
+if TYPE_CHECKING:
+    from flexengine.models.registry import ModelSource
+    from flexengine.optim.adamw import AdamW
+    from flexengine.plan import Plan
+    from flexengine.runtime.executor import Executor
+    from flexengine.runtime.weight_store import WeightStore
+
+CLOSED = "it was closed"
+HALF_LOADED = "a checkpoint was loaded half-way"
+
+
+class CheckpointCalls:
+    """The part of an engine that saves and loads its training state."""
+
+    state: StepState
+    executor: Executor
+    weights: WeightStore
+    source: ModelSource
+    plan: Plan
+    optimizer: AdamW
+    seed: int
+    _save: StateSave | None = None
+
+    @one_caller
+    def save_checkpoint(self, folder: str | Path, run_state: Mapping[str, Any] | None = None) -> None:
+        """Write weights, exact masters and optimizer states, from which `load_checkpoint` goes on bit by bit.
+
+        The folder appears when all of it is on the disk; an error leaves what was there before. run_state: what the
+        caller wants back from `load_checkpoint`, as JSON values.
+        Raises ValueError between fwd_bwd and step, after an interrupted step, and where the disk is too small; OSError.
+        """
+        self._start_save(folder, run_state, None).wait()
+
+    @one_caller
+    def start_checkpoint(
+        self,
+        folder: str | Path,
+        run_state: Mapping[str, Any] | None = None,
+        after: Callable[[], None] | None = None,
+    ) -> StateSave:
+        """Start what `save_checkpoint` does, and return while it is written.
+
+        The next update waits for what is still read of weights and states, less what fits in the host memory that the
+        plan left free of its budget. after: called on another thread when the folder is whole. Errors of the disk are
+        raised by `wait()` of what is returned.
+        """
+        return self._start_save(folder, run_state, after)
+
+    @one_caller
+    def load_checkpoint(self, folder: str | Path) -> dict[str, Any]:
+        """Take weights, masters and optimizer states from a checkpoint; returns its run_state.
+
+        The plan, budgets and machine may be others than those that saved it; with the same chunk and round sizes every
+        later loss is bit-identical to what it would have been. Gradients are dropped.
+        Raises ValueError for a checkpoint of another model, optimizer, dtype or seed, before anything changes;
+        CheckpointError for one that is damaged, after which the engine is unusable until another is loaded.
+        """
+        if self.state.unusable == CLOSED:
+            self.state.require_usable()
+        found = read_description(folder)
+        check_description(found["engine"], folder, json.loads(self._describe())["engine"])
+        self._finish_save()
+        self.executor.synchronize()
+        with CheckpointReader.open(folder, STATE_INDEX_FILE) as reader:
+            self.state.unusable = HALF_LOADED
+            with self.executor.on_compute_stream():
+                load_tensors(self.weights, reader, self.source.weights_folder is not None)
+        self.executor.synchronize()
+        self.state.start_accumulation()
+        self.state.step_count, self.state.unusable = int(found["engine"]["step_count"]), ""
+        return found["run"]
+
+    def _start_save(
+        self, folder: str | Path, run_state: Mapping[str, Any] | None, after: Callable[[], None] | None
+    ) -> StateSave:
+        self.state.require_usable()
+        if self.state.has_gradients:
+            raise ValueError("a checkpoint between fwd_bwd and step would lose the gradients; call step() first")
+        self._finish_save()
+        self.executor.synchronize()
+        tensors = state_tensors(self.weights, self.source.weights_folder is not None)
+        save = StateSave(folder, tensors, {STATE_FILE: self._describe(run_state)}, after)
+        window_bytes = max(0, self.plan.request.max_host_bytes - self.plan.predicted.host_bytes)
+        self._save, self.state.before_update = save, lambda: save.release(window_bytes)
+        return save
+
+    def _finish_save(self) -> None:
+        """Block until no save reads the stored planes any more, however it ends."""
+        if self._save is not None:
+            self._save.release(0)
+            self._save = None
+
+    def _describe(self, run_state: Mapping[str, Any] | None = None) -> str:
+        return describe_state(self.plan, self.optimizer, self.seed, self.state.step_count, run_state)
