@@ -6,6 +6,7 @@ plan, so the same command under another budget trains on the same batches.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 from array import array
@@ -84,6 +85,7 @@ class GlobalBatches:
             )
         self.sequences, self.max_global_batch_tokens, self.seed = sequences, max_global_batch_tokens, seed
         self._weights = weights or [(len(sequences), 1.0)]
+        self._batches_of: dict[int, int] = {}  # number by epoch; shuffling millions of sequences again takes seconds
 
     @classmethod
     def of_parts(cls, parts: Sequence[Prepared], max_global_batch_tokens: int, seed: int) -> GlobalBatches:
@@ -103,20 +105,42 @@ class GlobalBatches:
         steps_of_part = math.ceil(part * self._num_batches(int(whole))) if part else 0
         return sum(map(self._num_batches, range(int(whole)))) + steps_of_part
 
-    def batches(self, num_steps: int) -> Iterator[Batch]:
-        """The first num_steps batches; the iterator may be restarted and gives the same again."""
-        step = epoch = 0
+    def batches(self, num_steps: int, start: int = 0) -> Iterator[Batch]:
+        """The first num_steps batches, from number `start` on; the iterator may be restarted and gives the same."""
+        epoch, position = self.cursor(start)
+        step = start
         while step < num_steps:
             order = self._order(epoch)
             ends = batch_ends(self._lengths, self.max_global_batch_tokens, order)
-            for first, last in islice(pairwise(chain([0], ends)), num_steps - step):
+            self._batches_of[epoch] = len(ends)
+            for first, last in islice(pairwise(chain([0], ends)), position, position + num_steps - step):
                 rows = [self.sequences[i] for i in order[first:last]]
                 yield Batch([row.input_ids for row in rows], [row.labels for row in rows])
                 step += 1
+            epoch, position = epoch + 1, 0
+
+    def cursor(self, step: int) -> tuple[int, int]:
+        """The epoch that the batch after `step` batches is in, and its position there."""
+        epoch = 0
+        while step and step >= self._num_batches(epoch):
+            step -= self._num_batches(epoch)
             epoch += 1
+        return epoch, step
+
+    def fingerprint(self) -> str:
+        """What decides the batches, in 16 hex digits: lengths of sequences, some of their tokens, sizes and seed."""
+        digest = hashlib.sha256(np.ascontiguousarray(self._lengths, np.int64).tobytes())
+        last = len(self._lengths) - 1
+        shown = [self.sequences[i] for i in (0, last // 2, last) if last >= 0]
+        digest.update(repr([(list(row.input_ids), list(row.labels)) for row in shown]).encode())
+        digest.update(repr((self.max_global_batch_tokens, self.seed, list(self._weights))).encode())
+        return digest.hexdigest()[:16]
 
     def _num_batches(self, epoch: int) -> int:
-        return len(batch_ends(self._lengths, self.max_global_batch_tokens, self._order(epoch)))
+        if epoch not in self._batches_of:
+            ends = batch_ends(self._lengths, self.max_global_batch_tokens, self._order(epoch))
+            self._batches_of[epoch] = len(ends)
+        return self._batches_of[epoch]
 
     def _order(self, epoch: int) -> array[int]:
         """Indices of all sequences that an epoch sees, shuffled."""

@@ -31,10 +31,18 @@ class SyntheticBatches:
             raise ValueError("--epochs has no meaning for --data-source synthetic, which never ends; give --steps")
         return DEFAULT_STEPS if steps is None else steps
 
-    def batches(self, num_steps: int) -> Iterator[Batch]:
-        """The first num_steps batches."""
-        for step in range(num_steps):
+    def batches(self, num_steps: int, start: int = 0) -> Iterator[Batch]:
+        """The first num_steps batches, from number `start` on."""
+        for step in range(start, num_steps):
             yield self.batch(0 if self.repeat else step)
+
+    def cursor(self, step: int) -> tuple[int, int]:
+        """The epoch and the position of the batch after `step` batches: random data is one epoch without end."""
+        return 0, step
+
+    def fingerprint(self) -> str:
+        """What decides the batches, in words."""
+        return f"{self.num_sequences} x {self.max_seq_len} of {self.vocab_size}, seed {self.seed}, {self.repeat}"
 
     def batch(self, step: int) -> Batch:
         """The batch of one step."""
