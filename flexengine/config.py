@@ -86,6 +86,26 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
     ] = False
     output_dir: Annotated[str | None, Option("run folder (default: runs/ and the name of the model)")] = None
     save: Annotated[bool, Option("write the trained model to final/ of the run folder, as Hugging Face does")] = False
+    save_steps: Annotated[
+        int | None,
+        Option(
+            "write a checkpoint to checkpoints/step-N of the run folder every so many steps and after the last one,"
+            " while training goes on; --resume continues from it",
+            above=0,
+            most=10**9,
+        ),
+    ] = None
+    save_total_limit: Annotated[
+        int | None,
+        Option("checkpoints that are kept, the newest ones", above=0, most=10**9, zero_means="all"),
+    ] = 2
+    resume: Annotated[
+        str | None,
+        Option(
+            "continue from a checkpoint, bit by bit, also within other budgets: auto = the newest of the run folder"
+            " (from the beginning where there is none), or the folder of a run or of a checkpoint"
+        ),
+    ] = None
     dry_run: Annotated[bool, Option("print the plan and stop before anything is loaded")] = False
     plan_json: Annotated[str | None, Option("also write the plan to this JSON file")] = None
     trace: Annotated[
@@ -133,6 +153,8 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
         self.check_learning()
         self.check_evaluation(has_records=self.data_source != "synthetic")
         self._check_recording()
+        if self.resume == "":
+            raise ValueError("--resume is given an empty name; give auto, or the folder of a run or of a checkpoint")
 
     def _check_data(self) -> None:
         """Data source, data set and length of the run that contradict each other."""
@@ -180,6 +202,11 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
         if self.profile_start_step is None:
             return range(0)
         return range(self.profile_start_step, (self.profile_stop_step or self.profile_start_step) + 1)
+
+    @property
+    def makes_checkpoints(self) -> bool:
+        """Whether a run that is asked to stop saves where it is."""
+        return self.save or self.save_steps is not None
 
     @property
     def run_folder(self) -> Path:

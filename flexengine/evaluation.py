@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from flexengine.data.batches import Batch
 from flexengine.metrics import EvalMetrics, JsonlWriter
@@ -58,6 +59,22 @@ class Evaluator:
         self._actions = actions
         self.best_loss, self.best_step, self._last_step = math.inf, 0, 0
         self._without_gain = 0
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs to go on, as JSON values."""
+        best_loss = self.best_loss if math.isfinite(self.best_loss) else None
+        return {
+            "best_loss": best_loss,
+            "best_step": self.best_step,
+            "last_step": self._last_step,
+            "without_gain": self._without_gain,
+        }
+
+    def restore(self, state: Mapping[str, Any], batch_of: Callable[[int], Batch]) -> None:
+        """Go on from the `state` of a run that was resumed."""
+        self.best_loss = math.inf if state["best_loss"] is None else float(state["best_loss"])
+        self.best_step, self._last_step = int(state["best_step"]), int(state["last_step"])
+        self._without_gain = int(state["without_gain"])
 
     @property
     def must_end(self) -> bool:

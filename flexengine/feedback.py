@@ -87,11 +87,13 @@ class Reviewer:
         self, config: TrainConfig, planned: PlannedRun, engine: Engine, num_steps: int, recorder: Recorder
     ) -> None:
         self.config, self.planned, self.engine, self.recorder = config, planned, engine, recorder
-        self.reviewed_step = max(TIMED_STEP, min(reviewed_step(planned.plan), num_steps))
+        self.timed_step = recorder.timed_step
+        start = self.timed_step - TIMED_STEP
+        self.reviewed_step = start + max(TIMED_STEP, min(reviewed_step(planned.plan), num_steps - start))
 
     def after_step(self, metrics: StepMetrics) -> None:
         """Called when a step has ended."""
-        if metrics.step == TIMED_STEP - 1:
+        if metrics.step == self.timed_step - 1:
             self.engine.measure_next_step()
         if metrics.step == self.reviewed_step:
             self._review(metrics)

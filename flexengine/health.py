@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from flexengine.data.batches import Batch
 from flexengine.metrics import StepMetrics
@@ -31,6 +32,23 @@ class RunHealth:
         self.in_a_row = 0
         self.num_steps = 0
         self.good_batch: Batch | None = None
+        self.good_step = 0
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs to follow the rest of a run, as JSON values."""
+        return {
+            "bad_steps": self.bad_steps,
+            "in_a_row": self.in_a_row,
+            "num_steps": self.num_steps,
+            "good_step": self.good_step,
+        }
+
+    def restore(self, state: Mapping[str, Any], batch_of: Callable[[int], Batch]) -> None:
+        """Go on from the `state` of a run that was resumed. batch_of: the batch of a step."""
+        self.bad_steps, self.in_a_row = [int(step) for step in state["bad_steps"]], int(state["in_a_row"])
+        self.num_steps, self.good_step = int(state["num_steps"]), int(state["good_step"])
+        if self.in_a_row and self.good_step:
+            self.good_batch = batch_of(self.good_step)
 
     def after_step(self, batch: Batch, metrics: StepMetrics, update: StepOutput) -> None:
         """Called when a step has ended."""
@@ -43,7 +61,7 @@ class RunHealth:
             self.bad_steps.append(metrics.step)
             self.in_a_row += 1
         else:
-            self.in_a_row, self.good_batch = 0, batch
+            self.in_a_row, self.good_batch, self.good_step = 0, batch, metrics.step
 
     @property
     def must_end(self) -> bool:

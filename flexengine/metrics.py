@@ -174,13 +174,15 @@ class EvalMetrics:
 class JsonlWriter:
     """Appends records to a JSON Lines file that starts empty; readers see each line when write returns.
 
+    append: it goes on after the lines that are there.
+
     NaN and infinities become null, which every JSON reader understands. Where the disk takes no line, the run goes on:
     this is said once, and lines wait until the disk takes them again.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, append: bool = False) -> None:
         self._path, self._pending, self._failing = path, b"", False
-        self._file = path.open("wb", buffering=0)
+        self._file = path.open("ab" if append else "wb", buffering=0)
 
     def write(self, metrics: StepMetrics | EvalMetrics) -> None:
         record = {key: _finite_or_none(value) for key, value in asdict(metrics).items()}

@@ -66,11 +66,19 @@ def traced_step(config: TrainConfig, num_steps: int, reviewed: int = REVIEWED_ST
 
 
 class Recorder:
-    """Is called before and after every step of a run; does nothing for steps that nobody asked to see."""
+    """Is called before and after every step of a run; does nothing for steps that nobody asked to see.
 
-    def __init__(self, config: TrainConfig, planned: PlannedRun, engine: Engine, num_steps: int) -> None:
+    start: steps that were taken before the run was resumed; the timed step is counted from there.
+    """
+
+    def __init__(
+        self, config: TrainConfig, planned: PlannedRun, engine: Engine, num_steps: int, start: int = 0
+    ) -> None:
         self.config, self.planned, self.engine = config, planned, engine
-        self.traced_step = traced_step(config, num_steps, reviewed_step(planned.plan))
+        self.timed_step = start + TIMED_STEP
+        self.traced_step = traced_step(config, num_steps - start, reviewed_step(planned.plan))
+        if self.traced_step is not None and config.trace_step is None:
+            self.traced_step += start
         self.profile = ProfiledSteps(engine.executor, config.profiled_steps) if config.profiled_steps else None
 
     def before_step(self, step: int) -> None:
@@ -98,7 +106,7 @@ class Recorder:
 
     def slowed_by(self, step: int) -> str:
         """Tell what makes a step slower than others; empty for an undisturbed one."""
-        if step in (TIMED_STEP, self.traced_step):
+        if step in (self.timed_step, self.traced_step):
             return "timing its commands"
         return "profiling" if step in self.config.profiled_steps else ""
 

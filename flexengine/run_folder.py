@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import json
@@ -13,6 +14,13 @@ from pathlib import Path
 
 from flexengine.api import PlannedRun
 from flexengine.checkpoint.atomic import write_text
+from flexengine.checkpoint.run_checkpoints import (
+    CHECKPOINTS_FOLDER,
+    checkpoint_folder,
+    checkpoints_of,
+    clean_up,
+    remove_checkpoints,
+)
 from flexengine.checkpoint.staged_folder import check_takes_files
 from flexengine.config import (
     CONFIG_FILE,
@@ -27,6 +35,7 @@ from flexengine.metrics import format_bytes
 from flexengine.models.registry import ModelSource
 from flexengine.options import options_of
 
+ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 RUN_FILE = "flexengine_run.json"
 """Stands in final/ and tells which run made the model."""
 
@@ -57,15 +66,22 @@ def _check_contents(config: TrainConfig, replace: bool) -> None:
         return
     if not (folder / CONFIG_FILE).is_file():
         raise ValueError(f"--output-dir {folder} holds files that are not of a run; choose a new or empty folder")
+    checkpoints = checkpoints_of(folder)
+    if checkpoints and config.resume is None and not replace:
+        raise ValueError(
+            f"{checkpoints[0].folder} is of an earlier run; give --resume auto to continue it, or choose another"
+            f" --output-dir, or remove {folder / CHECKPOINTS_FOLDER}"
+        )
     final = folder / FINAL_FOLDER
     if final.exists() and not replace and not _has_config(folder, config):
         raise ValueError(f"{final} is the model of another run; choose another --output-dir or remove it")
 
 
 def _has_config(folder: Path, config: TrainConfig) -> bool:
-    """Tell whether a folder belongs to a run with the same options, however its file is written."""
+    """Tell whether a folder belongs to a run with the same options, resumed or not, however its file is written."""
     try:
-        return TrainConfig.from_yaml((folder / CONFIG_FILE).read_text(encoding="utf-8")) == config
+        found = TrainConfig.from_yaml((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        return dataclasses.replace(found, resume=None) == dataclasses.replace(config, resume=None)
     except ValueError:  # damaged, or with options that are gone
         return False
 
@@ -80,18 +96,30 @@ def _check_can_write(flag: str, folder: Path) -> None:
 
 
 def check_disk(config: TrainConfig, source: ModelSource) -> None:
-    """Raise ValueError when the trained model would not fit on the disk of the run folder, at 4 bytes a parameter.
+    """Raise ValueError when what is to be written would not fit on the disk of the run folder.
 
-    With validation data the best model lies beside it, and a better one beside that until it takes its place.
+    The trained model takes 4 bytes a parameter. With validation data the best model lies beside it, and a better one
+    beside that until it takes its place. Two checkpoints, as the old one stays until the new one is
+    durable, take the weights and states of trained parameters.
     """
-    nearest = next(p for p in (config.run_folder, *config.run_folder.absolute().parents) if p.exists())
     copies = 3 if config.validates else 1
-    needed, free = 4 * copies * source.spec.num_parameters, shutil.disk_usage(nearest).free
+    model = 4 * copies * source.spec.num_parameters if config.save else 0
+    checkpoints = 0 if config.save_steps is None else 2 * _checkpoint_bytes(config, source)
+    nearest = next(p for p in (config.run_folder, *config.run_folder.absolute().parents) if p.exists())
+    flags = " and ".join([*["--save"][: bool(model)], *["--save-steps"][: bool(checkpoints)]])
+    needed, free = model + checkpoints, shutil.disk_usage(nearest).free
     if free < needed:
         raise ValueError(
-            f"--save needs up to {format_bytes(needed)} in {config.run_folder}, the disk has {format_bytes(free)} free;"
-            " choose another --output-dir or free some space"
+            f"{flags} needs up to {format_bytes(needed)} in {config.run_folder}, the disk has {format_bytes(free)}"
+            " free; choose another --output-dir or free some space"
         )
+
+
+def _checkpoint_bytes(config: TrainConfig, source: ModelSource) -> int:
+    """Bytes of a checkpoint, as if every parameter were trained and a matrix."""
+    numerics = config.numerics
+    weight = 4 if numerics.master == "split" else ELEMENT_BYTES[numerics.compute]
+    return source.spec.num_parameters * (weight + 2 * ELEMENT_BYTES[numerics.state])
 
 
 @contextlib.contextmanager
@@ -106,9 +134,14 @@ def started_run_folder(config: TrainConfig, planned: PlannedRun, replace: bool) 
         _check_contents(config, replace)
         if config.save:
             check_takes_files(config.run_folder / FINAL_FOLDER)
-        for name in (TRACE_FILE, EVAL_LOG_FILE):  # of an earlier run, like the log that is replaced
-            (config.run_folder / name).unlink(missing_ok=True)
-        write_text(config.run_folder / CONFIG_FILE, config.to_yaml())
+        if config.makes_checkpoints:
+            check_takes_files(checkpoint_folder(config.run_folder, 0))
+        if config.resume is None:
+            remove_checkpoints(config.run_folder)
+            (config.run_folder / EVAL_LOG_FILE).unlink(missing_ok=True)  # as the log of steps is replaced
+        clean_up(config.run_folder)
+        (config.run_folder / TRACE_FILE).unlink(missing_ok=True)
+        write_text(config.run_folder / CONFIG_FILE, dataclasses.replace(config, resume=None).to_yaml())
         write_plan(config, planned)
         yield
 

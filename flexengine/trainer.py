@@ -6,6 +6,7 @@ weights are read.
 
 import contextlib
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -41,7 +42,16 @@ from flexengine.models.registry import open_initial
 from flexengine.optim import OPTIMIZERS, AdamW, Muon, Optimizer
 from flexengine.optim.lr_schedule import LrSchedule
 from flexengine.recording import Recorder, check_recording
+from flexengine.resuming import (
+    ResumePoint,
+    check_same_data,
+    cut_logs,
+    describe_resumption,
+    load_point,
+    resume_points,
+)
 from flexengine.run_folder import RUN_FILE, check_disk, check_run_folder, run_record, started_run_folder
+from flexengine.run_saver import STOPPED, RunSaver
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.not_finite import NotFiniteError
 from flexengine.runtime.outputs import StepOutput
@@ -77,13 +87,16 @@ def train(
     schedule = schedule_of(config, num_steps)
     check_recording(config, num_steps)
     check_run_folder(config, replace)
-    if config.save:
+    if config.makes_checkpoints:
         check_disk(config, source)
+    points = resume_points(config)
+    if points:
+        check_same_data(points[0], data, num_steps)
 
-    planned = prepare_run(config)
+    planned = prepare_run(points[0].pinned(config) if points else config)
     print(planned.describe())
     with started_run_folder(config, planned, replace), told:
-        return told.ending_with(run(config, planned, data, schedule, prompts, told))
+        return told.ending_with(run(config, planned, data, schedule, prompts, told, points))
 
 
 def run(
@@ -93,32 +106,59 @@ def run(
     schedule: LrSchedule,
     prompts: Sequence[str],
     callbacks: Callbacks,
+    points: list[ResumePoint],
 ) -> int:
-    """Load the model, take all steps, judge and export the model; returns the exit status."""
+    """Load the model, take all steps that are left, judge and export the model; returns the exit status."""
     engine, num_steps = build_engine(config, planned), schedule.num_steps
+    point = load_point(engine, points) if points else None
     with contextlib.ExitStack() as logs:
-        watchers = watchers_of(config, planned, data, engine, num_steps, callbacks, logs)
-        log = logs.enter_context(JsonlWriter(config.run_folder / LOG_FILE))
+        watchers = watchers_of(config, planned, data, engine, num_steps, callbacks, logs, point)
+        log = logs.enter_context(JsonlWriter(config.run_folder / LOG_FILE, append=point is not None))
         callbacks.on_start(asdict(config), num_steps, config.run_folder)
-        steps, interrupted = run_steps(engine, data.batches, schedule, log, config.logging != "warning", watchers)
-    recorder, health, evaluator = watchers.recorder, watchers.health, watchers.evaluator
+        with watchers.saver.signals:
+            status = take_steps_and_export(config, data, engine, schedule, log, watchers, point)
+    if status == 0 and data.tokenizer is not None and prompts:
+        for prompt, text in zip(prompts, answer(engine, data.tokenizer, prompts), strict=True):
+            print(f"sample: {prompt!r} -> {text!r}")
+    return status
+
+
+def take_steps_and_export(
+    config: TrainConfig,
+    data: TrainingData,
+    engine: Engine,
+    schedule: LrSchedule,
+    log: JsonlWriter,
+    watchers: Watchers,
+    point: ResumePoint | None,
+) -> int:
+    """Take the steps after `point`, judge the model and export it; returns the exit status."""
+    start, show = 0 if point is None else point.step, config.logging != "warning"
+    steps, interrupted = run_steps(engine, data.batches, schedule, log, show, watchers, start)
+    recorder, evaluator, saver = watchers.recorder, watchers.evaluator, watchers.saver
     print(summary(engine, steps, [step for step in steps if not recorder.disturbed(step.step)]))
     if evaluator is not None and evaluator.best_step:
         print(evaluator.describe())
+    last_step = steps[-1].step if steps else start
     if interrupted:
-        print(f"interrupted after step {len(steps)} of {num_steps}; the log is in {config.run_folder}", file=sys.stderr)
-        return INTERRUPTED
-    if not is_worth_keeping(config, health, steps[-1]):
+        print(saver.describe_stop(last_step), file=sys.stderr)
+        return stop_status(saver, last_step)
+    if steps and not is_worth_keeping(config, watchers.health, steps[-1]):
         return DIVERGED
     if config.save:
         final = config.run_folder / FINAL_FOLDER
-        if not export(config, engine, data.tokenizer, len(steps), final):
+        if not export(config, engine, data.tokenizer, last_step, final):
             return DIVERGED
-        callbacks.on_save(final, len(steps))
-    if data.tokenizer is not None and prompts:
-        for prompt, text in zip(prompts, answer(engine, data.tokenizer, prompts), strict=True):
-            print(f"sample: {prompt!r} -> {text!r}")
+        watchers.callbacks.on_save(final, last_step)
     return 0
+
+
+def stop_status(saver: RunSaver, last_step: int) -> int:
+    """Choose the exit status of a run that was stopped: STOPPED where a scheduler asked and nothing is lost."""
+    received = saver.signals.received
+    if received in (None, signal.SIGINT):
+        return INTERRUPTED
+    return STOPPED if saver.saved_step == last_step else 128 + received
 
 
 # ---- before the engine ----------------------------------------------------------------------------------------
@@ -178,24 +218,46 @@ def watchers_of(
     num_steps: int,
     callbacks: Callbacks,
     logs: contextlib.ExitStack,
+    point: ResumePoint | None = None,
 ) -> Watchers:
-    """Make those who stand around every step. logs: closes the log of evaluations."""
-    recorder = Recorder(config, planned, engine, num_steps)
+    """Make those who stand around every step. logs: closes the log of evaluations. point: what the run goes on from."""
+    recorder = Recorder(config, planned, engine, num_steps, 0 if point is None else point.step)
     reviewer = Reviewer(config, planned, engine, num_steps, recorder)
-    watchers = Watchers(recorder, reviewer, RunHealth(engine, config.max_skipped_steps), callbacks)
-    if data.validation is None:
-        return watchers
+    health, saver = RunHealth(engine, config.max_skipped_steps), RunSaver(config, engine, data.batches, num_steps)
+    watchers = Watchers(recorder, reviewer, health, callbacks, saver)
+    saver.parts, saver.tell = {"health": health}, callbacks.on_save
+    if point is not None:
+        cut_logs(config.run_folder, point.step)
+    if data.validation is not None:
+        evaluator = watchers.evaluator = evaluator_of(config, data, engine, num_steps, callbacks, logs, point)
+        saver.parts["evaluation"] = evaluator
+    if point is not None:
+        saver.restore(point)
+        print(describe_resumption(point, config, num_steps))
+    return watchers
+
+
+def evaluator_of(
+    config: TrainConfig,
+    data: TrainingData,
+    engine: Engine,
+    num_steps: int,
+    callbacks: Callbacks,
+    logs: contextlib.ExitStack,
+    point: ResumePoint | None,
+) -> Evaluator:
+    """Make the evaluator of the validation data, which keeps the best model."""
+    assert data.validation is not None
 
     def keep_best(step: int) -> None:
         folder = config.run_folder / BEST_FOLDER
         if config.save and export(config, engine, data.tokenizer, step, folder):
             callbacks.on_save(folder, step)
 
-    log = logs.enter_context(JsonlWriter(config.run_folder / EVAL_LOG_FILE))
+    log = logs.enter_context(JsonlWriter(config.run_folder / EVAL_LOG_FILE, append=point is not None))
     actions = EvaluatorActions(log, callbacks.on_eval, keep_best)
     every = config.eval_steps or max(1, num_steps // EVALUATIONS)
-    watchers.evaluator = Evaluator(engine, data.validation, every, config.early_stopping_patience, actions)
-    return watchers
+    return Evaluator(engine, data.validation, every, config.early_stopping_patience, actions)
 
 
 def run_steps(
@@ -205,18 +267,19 @@ def run_steps(
     log: JsonlWriter,
     show: bool,
     watchers: Watchers,
+    start: int = 0,
 ) -> tuple[list[StepMetrics], bool]:
-    """Take schedule.num_steps steps, each logged when it ends; returns them, and whether Ctrl-C cut them short.
+    """Take the steps after `start`, each logged when it ends; returns them, and whether a signal cut them short.
 
     On a terminal a progress bar shows the last step; elsewhere every step is a line. show=False prints neither.
-    The watchers stand around every step and may end the steps early.
+    The watchers stand around every step and may end the steps early. KeyboardInterrupt ends them at once.
     """
     num_steps, done = schedule.num_steps, []
     on_terminal = sys.stderr.isatty() and sys.stdout.isatty()
     width = shutil.get_terminal_size().columns  # 80 where the terminal reports 0
-    bar = tqdm(total=num_steps, unit="step", ncols=width, disable=not (show and on_terminal))
+    bar = tqdm(total=num_steps, initial=start, unit="step", ncols=width, disable=not (show and on_terminal))
     try:
-        for index, batch in enumerate(batches.batches(num_steps)):
+        for index, batch in enumerate(batches.batches(num_steps, start), start=start):
             watchers.before_step(index + 1)
             metrics, update = take_step(engine, batch, index + 1, schedule.at(index))
             log.write(metrics)
@@ -228,13 +291,15 @@ def run_steps(
             show_evaluation(watchers.after_step(batch, metrics, update), show)
             if watchers.must_end:
                 break
-        show_evaluation(watchers.finish(len(done)), show)
+        last_step = start + len(done)
+        show_evaluation(watchers.finish(last_step), show)
     except KeyboardInterrupt:
+        watchers.saver.abandon()
         return done, True
     finally:
         watchers.close()
         bar.close()
-    return done, False
+    return done, watchers.saver.stopped and last_step < num_steps
 
 
 def show_evaluation(metrics: EvalMetrics | None, show: bool) -> None:
@@ -278,14 +343,14 @@ def summary(engine: Engine, steps: Sequence[StepMetrics], undisturbed: Sequence[
     """
     if not steps:
         return "no step was taken"
-    warm = [step for step in undisturbed if step.step > 1] or steps[1:] or steps
+    warm = [step for step in undisturbed if step is not steps[0]] or steps[1:] or steps
     seconds = sum(s.step_s for s in warm)
     flops_per_s = sum(s.effective_tflops * 1e12 * s.step_s for s in warm) / seconds
     share = 100.0 * flops_per_s / engine.matmul_flops_per_s if engine.matmul_flops_per_s else float("nan")
     last = steps[-1]
     return "\n".join(
         (
-            f"loss: {steps[0].loss:.4f} at step 1, {last.loss:.4f} at step {last.step}",
+            f"loss: {steps[0].loss:.4f} at step {steps[0].step}, {last.loss:.4f} at step {last.step}",
             f"speed: {format_tokens_per_s(sum(s.num_tokens for s in warm) / seconds)},"
             f" {format_seconds(seconds / len(warm))} a step, effective {format_tflops(flops_per_s)}"
             f" ({share:.0f}% of this machine's matmul rate)",

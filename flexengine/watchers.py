@@ -1,4 +1,4 @@
-"""What stands around every step of a run: timing, review, health, evaluation, callbacks."""
+"""What stands around every step of a run: timing, review, health, evaluation, callbacks, checkpoints."""
 
 from __future__ import annotations
 
@@ -11,17 +11,22 @@ from flexengine.feedback import Reviewer
 from flexengine.health import RunHealth
 from flexengine.metrics import EvalMetrics, StepMetrics
 from flexengine.recording import Recorder
+from flexengine.run_saver import RunSaver
 from flexengine.runtime.outputs import StepOutput
 
 
 @dataclass
 class Watchers:
-    """Those who stand around every step, called in a fixed order. evaluator: None without validation data."""
+    """Those who stand around every step, called in a fixed order. evaluator: None without validation data.
+
+    The saver comes last, so that a checkpoint knows all that the others found.
+    """
 
     recorder: Recorder
     reviewer: Reviewer
     health: RunHealth
     callbacks: Callbacks
+    saver: RunSaver
     evaluator: Evaluator | None = None
 
     def before_step(self, step: int) -> None:
@@ -34,18 +39,27 @@ class Watchers:
         self.reviewer.after_step(metrics)
         self.health.after_step(batch, metrics, update)
         self.callbacks.on_step(metrics)
-        return None if self.evaluator is None or self.health.must_end else self.evaluator.after_step(metrics.step)
+        evaluation = None
+        if self.evaluator is not None and not self.health.must_end:
+            evaluation = self.evaluator.after_step(metrics.step)
+        self.saver.after_step(metrics)
+        return evaluation
 
     @property
     def must_end(self) -> bool:
         """Whether no further step is to be taken."""
         by_loss = self.evaluator is not None and self.evaluator.must_end
-        return self.health.must_end or self.callbacks.must_end or by_loss
+        return self.health.must_end or self.callbacks.must_end or by_loss or self.saver.stopped
 
     def finish(self, last_step: int) -> EvalMetrics | None:
-        """Called after the last step of a run that was not interrupted."""
-        return None if self.evaluator is None or self.health.must_end else self.evaluator.finish(last_step)
+        """Called after the last step that is taken, unless an exception ended it."""
+        evaluation = None
+        if self.evaluator is not None and not self.health.must_end and not self.saver.stopped:
+            evaluation = self.evaluator.finish(last_step)
+        self.saver.finish(last_step)
+        return evaluation
 
     def close(self) -> None:
         """Called when no further step comes, whatever the reason."""
         self.recorder.close()
+        self.saver.wait()  # an error in a step leaves the checkpoint before it

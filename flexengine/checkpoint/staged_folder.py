@@ -147,7 +147,7 @@ def _work_folder(folder: Path, held: contextlib.ExitStack) -> Path | None:
 
     Raises: OSError where `folder` does not exist and no folder can be made beside it.
     """
-    _remove_leftovers(folder)
+    remove_leftovers(folder.parent, re.escape(folder.name))
     if not folder.exists():
         return _locked_folder(folder, held)
     if os.stat(folder).st_dev != os.stat(folder.parent).st_dev or os.path.ismount(folder):
@@ -179,11 +179,14 @@ def _locked_folder(folder: Path, held: contextlib.ExitStack) -> Path:
                 return work
 
 
-def _remove_leftovers(folder: Path) -> None:
-    """Remove what killed saves left beside `folder`; what a living one has locked stays."""
-    pattern = re.compile(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{16}}\.flexengine\.tmp")
+def remove_leftovers(parent: Path, names: str) -> None:
+    """Remove what killed saves of folders left in `parent`; what a living one has locked stays.
+
+    names: a regular expression of the folders' names.
+    """
+    pattern = re.compile(rf"\.{names}\.[0-9a-f]{{16}}\.flexengine\.tmp")
     with contextlib.suppress(OSError):
-        for path in [path for path in folder.parent.iterdir() if pattern.fullmatch(path.name)]:
+        for path in [path for path in parent.iterdir() if pattern.fullmatch(path.name)]:
             with contextlib.suppress(OSError):  # a file, locked, or not ours to remove
                 descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
                 try:

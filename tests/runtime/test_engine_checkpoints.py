@@ -1,11 +1,6 @@
 """A training state saved by an engine and loaded by another: every later step has the bits it would have had."""
 
-import json
-import threading
-from pathlib import Path
-
 import pytest
-import torch
 from engine_helpers import (
     FLOAT32,
     ON_GPU,
@@ -14,18 +9,11 @@ from engine_helpers import (
     random_batch,
     random_weights,
     same_bits,
-    saved_model,
-    spec_of,
     streamed_plan,
     tiny_config,
 )
 
-from flexengine.checkpoint import snapshot, state_writer
 from flexengine.checkpoint.manifest import verify_manifest
-from flexengine.checkpoint.reader import CheckpointError
-from flexengine.models.freezing import with_frozen
-from flexengine.models.registry import open_model
-from flexengine.optim import AdamW
 from flexengine.plan import GroupPlan, Numerics
 
 NUMERICS = {
@@ -41,8 +29,10 @@ def planned(spec, kind, numerics):
     if kind == "on the GPU":
         return make_plan(spec, numerics=numerics, groups=[ON_GPU] * len(spec.groups))
     if kind == "updated by the CPU":
-        return streamed_plan(spec, numerics=numerics, prefetch=2) if False else make_plan(
-            spec, numerics=numerics, groups=[BY_CPU] * len(spec.groups)
+        return (
+            streamed_plan(spec, numerics=numerics, prefetch=2)
+            if False
+            else make_plan(spec, numerics=numerics, groups=[BY_CPU] * len(spec.groups))
         )
     return streamed_plan(spec, numerics=numerics)
 
@@ -57,7 +47,9 @@ def train(engine, batches):
 
 
 @pytest.mark.parametrize("numerics", NUMERICS.values(), ids=NUMERICS)
-@pytest.mark.parametrize("kinds", [("streamed", "on the GPU"), ("on the GPU", "updated by the CPU"), ("updated by the CPU", "streamed")])
+@pytest.mark.parametrize(
+    "kinds", [("streamed", "on the GPU"), ("on the GPU", "updated by the CPU"), ("updated by the CPU", "streamed")]
+)
 def test_resumed_under_another_plan_bit_by_bit(tmp_path, numerics, kinds):
     source = random_weights(tiny_config())
     first, second = (planned(source.spec, kind, numerics) for kind in kinds)

@@ -1,0 +1,149 @@
+"""Saves the checkpoints of a run: every --save-steps steps, after the last one, and when the run is asked to stop."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from tqdm import tqdm
+
+from flexengine.checkpoint.run_checkpoints import checkpoint_folder, keep_newest
+from flexengine.checkpoint.state_writer import StateSave
+from flexengine.config import TrainConfig
+from flexengine.data import GlobalBatches, SyntheticBatches
+from flexengine.data.batches import Batch
+from flexengine.metrics import StepMetrics
+from flexengine.resuming import ResumePoint, options_as_flags
+from flexengine.runtime.engine import Engine
+from flexengine.stop_signals import StopSignals
+from flexengine.wording import explain_os_error
+
+logger = logging.getLogger(__name__)
+
+STOPPED = 75
+"""Exit status of a run that SIGTERM or SIGUSR1 stopped with a checkpoint: EX_TEMPFAIL of sysexits.h, "try again"."""
+
+
+class Resumable(Protocol):
+    """A follower of a run whose findings belong into a checkpoint."""
+
+    def state(self) -> dict[str, Any]:
+        """Its findings, as JSON values."""
+        ...
+
+    def restore(self, state: Mapping[str, Any], batch_of: Callable[[int], Batch]) -> None:
+        """Go on from the `state` of a run that is resumed. batch_of: the batch of a step."""
+        ...
+
+
+class RunSaver:
+    """Is called after every step of a run. A save that fails is said, and training goes on.
+
+    parts: followers of the run whose findings are saved, by name. tell: called with the folder and the step of every
+    checkpoint that is whole.
+    """
+
+    def __init__(
+        self, config: TrainConfig, engine: Engine, batches: GlobalBatches | SyntheticBatches, num_steps: int
+    ) -> None:
+        self.config, self.engine, self.batches, self.num_steps = config, engine, batches, num_steps
+        self.signals = StopSignals(config.makes_checkpoints)
+        self.parts: dict[str, Resumable] = {}
+        self.tell: Callable[[Path, int], None] = lambda folder, step: None
+        self.saved_step: int | None = None
+        self._save: StateSave | None = None
+        self._saving_step = self._last_started = 0
+        self._loss_sum, self._num_tokens = 0.0, 0
+        self._fingerprint = batches.fingerprint() if config.makes_checkpoints else ""
+
+    def restore(self, point: ResumePoint) -> None:
+        """Go on with the sums and findings of a checkpoint."""
+        self.saved_step = self._last_started = point.step
+        self._loss_sum, self._num_tokens = point.run["loss_sum"], point.run["num_tokens"]
+        for name, part in self.parts.items():
+            if name in point.run:
+                part.restore(point.run[name], lambda step: next(self.batches.batches(step, step - 1)))
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run was asked to stop."""
+        return self.signals.received is not None
+
+    def after_step(self, metrics: StepMetrics) -> None:
+        """Called when a step has ended and its health is known."""
+        self._loss_sum += metrics.loss if math.isfinite(metrics.loss) else 0.0
+        self._num_tokens += metrics.num_tokens
+        if self._save is not None and self._save.ended:
+            self.wait()
+        every = self.config.save_steps
+        due = every is not None and (metrics.step % every == 0 or metrics.step == self.num_steps)
+        if due or (self.stopped and self.config.makes_checkpoints):
+            self._start(metrics.step)
+
+    def finish(self, last_step: int) -> None:
+        """Wait until the last checkpoint is whole; with --save-steps a run that ended early saves its last step, too."""
+        if self.config.save_steps is not None and last_step > self._last_started:
+            self._start(last_step)
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written; says what is wrong where it cannot be."""
+        save, self._save = self._save, None
+        if save is None:
+            return
+        try:
+            save.wait()
+        except (OSError, ValueError) as error:
+            self._warn(error)
+        else:
+            self.saved_step = self._saving_step
+            self.tell(save.folder, self._saving_step)
+
+    def abandon(self) -> None:
+        """Give up the checkpoint that is being written."""
+        if self._save is not None:
+            self._save.abandon()
+            self._save = None
+
+    def describe_stop(self, step: int) -> str:
+        """Say after which step the run was stopped, and how to continue."""
+        text = f"interrupted after step {step} of {self.num_steps}; the log is in {self.config.run_folder}"
+        if self.saved_step is None:
+            return text
+        folder = checkpoint_folder(self.config.run_folder, self.saved_step)
+        return f"{text}\n  checkpoint: {folder}; run the same command with --resume auto to continue"
+
+    def _start(self, step: int) -> None:
+        self.wait()
+        folder = self.config.run_folder
+        self._saving_step = self._last_started = step
+
+        def after() -> None:
+            keep_newest(folder, step, self.config.save_total_limit)
+
+        try:
+            self._save = self.engine.start_checkpoint(checkpoint_folder(folder, step), self._run_state(step), after)
+        except (OSError, ValueError) as error:
+            self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
+        text = explain_os_error(error) if isinstance(error, OSError) else str(error)
+        last = "there is none yet" if self.saved_step is None else f"the last one is of step {self.saved_step}"
+        with tqdm.external_write_mode(file=sys.stderr):
+            logger.warning("the checkpoint of step %d was not saved (%s): %s", self._saving_step, last, text)
+
+    def _run_state(self, step: int) -> dict[str, Any]:
+        epoch, position = self.batches.cursor(step)
+        return {
+            "step": step,
+            "num_steps": self.num_steps,
+            "data": {"epoch": epoch, "position": position, "seed": self.config.seed, "fingerprint": self._fingerprint},
+            "loss_sum": self._loss_sum,
+            "num_tokens": self._num_tokens,
+            "options": options_as_flags(self.config),
+            **{name: part.state() for name, part in self.parts.items()},
+        }
