@@ -1,6 +1,6 @@
 """Signals that ask a run to stop: the step is finished first, so that a checkpoint can be saved.
 
-Schedulers send SIGTERM before they kill, or what `sbatch --signal=B:USR1@300` names. A second Ctrl-C stops at once.
+Schedulers send SIGTERM before they kill, or what SBATCH_SIGNAL=USR1@300 names. A second Ctrl-C stops at once.
 """
 
 from __future__ import annotations

@@ -55,6 +55,7 @@ from flexengine.run_saver import STOPPED, RunSaver
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.not_finite import NotFiniteError
 from flexengine.runtime.outputs import StepOutput
+from flexengine.runtime.training_state import check_same_training, training_of
 from flexengine.trackers import open_trackers
 from flexengine.training_data import TrainingData, open_data
 from flexengine.watchers import Watchers
@@ -91,6 +92,8 @@ def train(
         check_disk(config, source)
     points = resume_points(config)
     if points:
+        wanted = training_of(optimizer_of(config), config.numerics, config.seed)
+        check_same_training(points[0].engine, points[0].checkpoint.folder, wanted)
         check_same_data(points[0], data, num_steps)
 
     planned = prepare_run(points[0].pinned(config) if points else config)

@@ -83,10 +83,16 @@ def verify_manifest(target: Path | str) -> dict[str, Any]:
     return manifest
 
 
-def check_files(folder: Path, names: Iterable[str], stop: threading.Event) -> None:
+DAMAGED_MODEL = (
+    f"They are damaged, or of two models: fetch or export the model again. If they were changed on purpose, remove"
+    f" {FOLDER_MANIFEST}."
+)
+
+
+def check_files(folder: Path, names: Iterable[str], stop: threading.Event, remedy: str = DAMAGED_MODEL) -> None:
     """Check those of the files `names` of a model folder that its manifest lists; without a manifest, none.
 
-    stop: once it is set, what was not compared yet is taken as right.
+    stop: once it is set, what was not compared yet is taken as right. remedy: what to do where one differs.
     Raises: DownloadError naming each file that differs, or where the manifest is damaged.
     """
     if not manifest_path(folder).is_file():
@@ -95,9 +101,7 @@ def check_files(folder: Path, names: Iterable[str], stop: threading.Event) -> No
     problems = _differences(folder, {name: records[name] for name in names if name in records}, stop)
     if problems:
         raise DownloadError(
-            f"{folder}: {len(problems)} files differ from {FOLDER_MANIFEST}:{_listed(problems)}\n"
-            "They are damaged, or of two models: fetch or export the model again. If they were changed on purpose, "
-            f"remove {FOLDER_MANIFEST}."
+            f"{folder}: {len(problems)} files differ from {FOLDER_MANIFEST}:{_listed(problems)}\n{remedy}"
         )
 
 

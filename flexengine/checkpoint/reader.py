@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from flexengine.checkpoint.layout import INDEX_FILE, SINGLE_FILE, is_file_name
-from flexengine.checkpoint.manifest import DownloadError, check_files
+from flexengine.checkpoint.manifest import DAMAGED_MODEL, DownloadError, check_files
 from flexengine.checkpoint.safetensors_format import CheckpointError, TensorEntry, parse_json_object, read_header
 from flexengine.native.reader import NUMBERS, ReadFailureError, ReadJob, read_jobs
 from flexengine.wording import shown
@@ -138,7 +138,8 @@ class CheckpointReader:
     def _check_manifest(self, stop: threading.Event) -> None:
         names = [*self._descriptors, *([self._index_file] if list(self._descriptors) != [SINGLE_FILE] else [])]
         try:
-            check_files(self.folder, names, stop)
+            remedy = DAMAGED_MODEL if self._index_file == INDEX_FILE else "The checkpoint is damaged; resume another."
+            check_files(self.folder, names, stop, remedy)
         except DownloadError as error:
             raise CheckpointError(str(error)) from None
 

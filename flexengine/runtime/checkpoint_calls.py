@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,10 +12,11 @@ from flexengine.checkpoint.state_writer import StateSave
 from flexengine.runtime.one_caller import one_caller
 from flexengine.runtime.step_state import StepState
 from flexengine.runtime.training_state import (
-    check_description,
+    check_same_training,
     describe_state,
     load_tensors,
     state_tensors,
+    training_of,
 )
 
 if TYPE_CHECKING:
@@ -79,13 +79,14 @@ class CheckpointCalls:
         if self.state.unusable == CLOSED:
             self.state.require_usable()
         found = read_description(folder)
-        check_description(found["engine"], folder, json.loads(self._describe())["engine"])
+        numerics = self.plan.request.numerics
+        check_same_training(found["engine"], folder, training_of(self.optimizer, numerics, self.seed))
         self._finish_save()
         self.executor.synchronize()
         with CheckpointReader.open(folder, STATE_INDEX_FILE) as reader:
             self.state.unusable = HALF_LOADED
             with self.executor.on_compute_stream():
-                load_tensors(self.weights, reader, self.source.weights_folder is not None)
+                load_tensors(self.weights, reader)
         self.executor.synchronize()
         self.state.start_accumulation()
         self.state.step_count, self.state.unusable = int(found["engine"]["step_count"]), ""
@@ -99,7 +100,7 @@ class CheckpointCalls:
             raise ValueError("a checkpoint between fwd_bwd and step would lose the gradients; call step() first")
         self._finish_save()
         self.executor.synchronize()
-        tensors = state_tensors(self.weights, self.source.weights_folder is not None)
+        tensors = state_tensors(self.weights)
         save = StateSave(folder, tensors, {STATE_FILE: self._describe(run_state)}, after)
         window_bytes = max(0, self.plan.request.max_host_bytes - self.plan.predicted.host_bytes)
         self._save, self.state.before_update = save, lambda: save.release(window_bytes)

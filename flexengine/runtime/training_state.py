@@ -11,13 +11,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from flexengine.checkpoint.reader import CheckpointReader, ReadRequest
 from flexengine.checkpoint.safetensors_format import CheckpointError
 from flexengine.checkpoint.snapshot import StoredTensor
 from flexengine.checkpoint.state_files import FORMAT_VERSION
-from flexengine.plan import Plan
+from flexengine.plan import Numerics, Plan
+from flexengine.runtime.arena import DTYPES
 from flexengine.runtime.staging import load_staged
 from flexengine.runtime.weight_store import SourceRun, WeightStore, on_host
+from flexengine.schedule.group_storage import Plane
 
 
 def tensor_name(plane: str, source: str) -> str:
@@ -25,30 +29,44 @@ def tensor_name(plane: str, source: str) -> str:
     return f"{plane}/{source}"
 
 
-def is_stored(run: SourceRun, from_folder: bool) -> bool:
-    """Whether a checkpoint holds a tensor. Frozen ones that lie in the model's folder as they are come from there."""
-    return not (run.frozen and from_folder and run.source.decode is None)
+def state_tensors(weights: WeightStore) -> list[StoredTensor]:
+    """Views of all planes of what is trained, but for gradients, in the order of the model.
 
-
-def state_tensors(weights: WeightStore, from_folder: bool) -> list[StoredTensor]:
-    """Views of all planes but gradients, group by group in the order of the model."""
-    found = []
+    What is frozen comes from the model's folder or from the seed. A plane whose entries stand for blocks of elements,
+    as scales do, is one tensor for each segment of a group, since tensors need not begin with a block.
+    """
+    found: dict[str, StoredTensor] = {}
     for name, run in weights.runs.items():
-        for plane in run.segment.planes if is_stored(run, from_folder) else ():
-            if plane.kind != "grad":
+        for plane in () if run.frozen else run.segment.planes:
+            if plane.kind == "grad":
+                continue
+            if plane.block == 1:
                 data = weights.plane(plane.kind, run)
                 assert data is not None
-                found.append(StoredTensor(tensor_name(plane.kind, name), run.source.shape, data))
-    return found
+                stored = StoredTensor(tensor_name(plane.kind, name), run.source.shape, data)
+            else:
+                group = weights.layout.model.groups[run.group].name
+                data = _whole_plane(weights, run, plane)
+                stored = StoredTensor(tensor_name(plane.kind, f"{group}.{run.segment.name}"), tuple(data.shape), data)
+            found[stored.name] = stored
+    return list(found.values())
 
 
-def load_tensors(weights: WeightStore, reader: CheckpointReader, from_folder: bool) -> None:
+def _whole_plane(weights: WeightStore, run: SourceRun, plane: Plane) -> Tensor:
+    """View one plane of the segment that a source lies in."""
+    dtype = DTYPES[plane.dtype]
+    slot = weights.layout.slots[weights.layout.plane_slot(plane.kind, run.group)]
+    count = plane.num_bytes(run.segment.numel) // dtype.itemsize
+    return weights.arenas.view(slot, plane.start, (count,), dtype)
+
+
+def load_tensors(weights: WeightStore, reader: CheckpointReader) -> None:
     """Read all planes of a checkpoint to where the plan puts them, and compare the files with their checksums.
 
     Raises: CheckpointError where a tensor is missing or of another shape or dtype, before anything is read, and where
     a file differs from its checksum, when all is read.
     """
-    wanted = state_tensors(weights, from_folder)
+    wanted = state_tensors(weights)
     _check_tensors(wanted, reader)
     requests = [ReadRequest(tensor.name, tensor.data) for tensor in wanted]
     elsewhere = [request for request in requests if not on_host(request)]
@@ -73,30 +91,38 @@ def _check_tensors(wanted: list[StoredTensor], reader: CheckpointReader) -> None
 # ---- the description ------------------------------------------------------------------------------------------
 
 
+def training_of(optimizer: Any, numerics: Numerics, seed: int) -> dict[str, Any]:
+    """What a checkpoint and the engine that loads it must have in common, as JSON values."""
+    options = {name: value for name, value in asdict(optimizer).items() if name != "lr"}  # every step has its own lr
+    value = {"optimizer": {"name": type(optimizer).__name__, **options}, "numerics": asdict(numerics), "seed": seed}
+    return json.loads(json.dumps(value))
+
+
 def describe_state(
     plan: Plan, optimizer: Any, seed: int, step_count: int, run_state: Mapping[str, Any] | None = None
 ) -> str:
     """Describe an engine's state as JSON. run_state: what the caller adds, such as where its data stands."""
-    options = {name: value for name, value in asdict(optimizer).items() if name != "lr"}  # every step has its own lr
     engine = {
         "model": plan.model,
         "step_count": step_count,
-        "optimizer": {"name": type(optimizer).__name__, "options": options},
-        "numerics": asdict(plan.request.numerics),
-        "seed": seed,
+        **training_of(optimizer, plan.request.numerics, seed),
         "chunk_tokens": plan.chunk_tokens,
         "round_tokens": plan.round_tokens,
     }
     return json.dumps({"format_version": FORMAT_VERSION, "engine": engine, "run": dict(run_state or {})}, indent=1)
 
 
-def check_description(engine: Mapping[str, Any], folder: Path | str, expected: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a checkpoint's engine trained as this one will: optimizer, dtypes and seed."""
-    names = {"optimizer": "the optimizer", "numerics": "the dtypes", "seed": "the seed"}
+def check_same_training(engine: Mapping[str, Any], folder: Path | str, wanted: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a checkpoint's engine trained as `wanted`, which `training_of` gives."""
     found = [
-        f"{words} was {engine.get(name)}, but is {expected[name]}"
-        for name, words in names.items()
-        if engine.get(name) != expected[name]
+        f"{name} was {_shown(engine.get(name))}, is {_shown(wanted[name])}"
+        for name in wanted
+        if engine.get(name) != wanted[name]
     ]
     if found:
         raise ValueError(f"{folder} cannot be resumed: {'; '.join(found)}. Give what it was saved with")
+
+
+def _shown(value: Any) -> str:
+    """Write a mapping as its values with names, without braces and quotation marks."""
+    return " ".join(f"{name}={item}" for name, item in value.items()) if isinstance(value, dict) else str(value)
