@@ -85,7 +85,7 @@ class RunSaver:
             self._start(metrics.step)
 
     def finish(self, last_step: int) -> None:
-        """Wait until the last checkpoint is whole; with --save-steps a run that ended early saves its last step, too."""
+        """Wait until the last checkpoint is whole. With --save-steps a run that ended early saves its last step."""
         if self.config.save_steps is not None and last_step > self._last_started:
             self._start(last_step)
         self.wait()

@@ -21,7 +21,7 @@ from flexengine.runtime.training_state import (
 
 if TYPE_CHECKING:
     from flexengine.models.registry import ModelSource
-    from flexengine.optim.adamw import AdamW
+    from flexengine.optim import Optimizer
     from flexengine.plan import Plan
     from flexengine.runtime.executor import Executor
     from flexengine.runtime.weight_store import WeightStore
@@ -38,7 +38,7 @@ class CheckpointCalls:
     weights: WeightStore
     source: ModelSource
     plan: Plan
-    optimizer: AdamW
+    optimizer: Optimizer
     seed: int
     _save: StateSave | None = None
 
