@@ -19,7 +19,14 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from flexengine.ops.weight_format import Encoder, StoredMatrix, WeightFormat, require_finite, stored_matrix
+from flexengine.ops.weight_format import (
+    SLAB_ELEMENTS,
+    Encoder,
+    StoredMatrix,
+    WeightFormat,
+    require_finite,
+    stored_matrix,
+)
 
 BLOCK = 64
 """Elements that share a magnitude."""
@@ -138,7 +145,7 @@ def block_magnitudes(fields: Mapping[str, Tensor], blocks: slice) -> Tensor:
 
 class _Nf4Encoder(Encoder):
     def __init__(self, fields: dict[str, Tensor], layout: StoredMatrix) -> None:
-        self.fields, self.columns = fields, layout.columns
+        self.fields, self.columns, self.device = fields, layout.columns, torch.device("cpu")
         self.magnitudes: list[Tensor] = []
 
     def add(self, first_row: int, slab: Tensor) -> None:
@@ -148,12 +155,18 @@ class _Nf4Encoder(Encoder):
         codes = nearest(scaled).view(-1)[: flat.numel()]
         first = first_row * self.columns // 2
         self.fields["codes"][first : first + flat.numel() // 2].copy_(codes[0::2] << 4 | codes[1::2])
-        self.magnitudes.append(largest)
+        # Those of a large matrix would be tens of MiB on the device, and their mean is the same wherever it is taken.
+        self.magnitudes.append(largest.cpu())
+        self.device = slab.device
 
     def finish(self) -> None:
         magnitudes = torch.cat(self.magnitudes)
         mean = magnitudes.double().mean().float()
-        scaled, largest = _scaled(_padded_rows(magnitudes - mean, NESTED_BLOCK))
-        self.fields["absmax"].copy_(nearest(scaled, nested=True).view(-1)[: magnitudes.numel()])
-        self.fields["nested_absmax"].copy_(largest)
         self.fields["offset"].copy_(mean.view(1))
+        for first in range(0, magnitudes.numel(), SLAB_ELEMENTS):  # a multiple of NESTED_BLOCK
+            part = (magnitudes[first : first + SLAB_ELEMENTS] - mean).to(self.device)
+            scaled, largest = _scaled(_padded_rows(part, NESTED_BLOCK))
+            codes = nearest(scaled, nested=True).view(-1)[: part.numel()]
+            self.fields["absmax"][first : first + part.numel()].copy_(codes)
+            nested = first // NESTED_BLOCK
+            self.fields["nested_absmax"][nested : nested + largest.numel()].copy_(largest)

@@ -378,11 +378,13 @@ def fill_weights(weights: WeightStore, buffers: dict[str, Tensor], folder: Path 
     """Load weights and buffers from a checkpoint folder; without one, draw random initial weights."""
     if folder is None:
         weights.initialize(seed)
-        return
-    with CheckpointReader.open(folder) as reader:
-        weights.load(reader)
-        weights.initialize_added(seed)
-        load_buffers(reader, buffers)
+    else:
+        with CheckpointReader.open(folder) as reader:
+            weights.load(reader)
+            weights.initialize_added(seed)
+            load_buffers(reader, buffers)
+    if weights.arenas.device.type == "cuda":
+        torch.cuda.empty_cache()  # a step's budget has no room for what torch keeps of loading's temporaries
 
 
 def load_adapter(weights: WeightStore, folder: Path) -> None:

@@ -132,6 +132,7 @@ def test_slabs_do_not_change_bits(name, monkeypatch):
     values = weights(400, 96)
     _, whole = stored_as(name, values)
     monkeypatch.setattr("flexengine.ops.weight_format.SLAB_ELEMENTS", 1)
+    monkeypatch.setattr("flexengine.ops.nf4.SLAB_ELEMENTS", 256)
     layout, parts = stored_as(name, values)
     for field in layout.fields:
         assert torch.equal(layout.views(parts)[field].view(torch.uint8), layout.views(whole)[field].view(torch.uint8))
