@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -152,27 +153,19 @@ def _under_config(paths: list[str], config: str | None) -> list[str]:
 def _splits_by_name(paths: list[str], wanted: str) -> dict[str, list[str]]:
     """Split -> data files by the naming conventions; the first convention that recognises any file decides for all."""
     data = [path for path in paths if format_of(path)]
-    for rule in (_split_by_shards, _split_by_folder, _split_by_file):
+    rules: tuple[Callable[[PurePosixPath], str | None], ...] = (
+        lambda path: match.group(1) if (match := SHARDED_NAME.search(str(path))) else None,
+        lambda path: _split_word(str(path.parent), wanted),
+        lambda path: _split_word(path.name, wanted),
+    )
+    for rule in rules:
         by_split: dict[str, list[str]] = {}
         for path in data:
-            if (split := rule(path, wanted)) is not None:
+            if (split := rule(PurePosixPath(path))) is not None:
                 by_split.setdefault(split, []).append(path)
         if by_split:
             return by_split
     return {"train": data or [path for path in paths if "/" in path or not path.startswith((".", "README"))]}
-
-
-def _split_by_shards(path: str, wanted: str) -> str | None:
-    match = SHARDED_NAME.search(path)
-    return match.group(1) if match else None
-
-
-def _split_by_folder(path: str, wanted: str) -> str | None:
-    return _split_word("/".join(PurePosixPath(path).parts[:-1]), wanted)
-
-
-def _split_by_file(path: str, wanted: str) -> str | None:
-    return _split_word(PurePosixPath(path).name, wanted)
 
 
 def _split_word(text: str, wanted: str) -> str | None:
