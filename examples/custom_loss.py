@@ -24,7 +24,12 @@ generator = torch.Generator().manual_seed(0)
 batch = torch.randint(0, 2944, (2, 32), generator=generator).tolist()  # lists of token ids; every token is a target
 
 with from_pretrained(
-    "preset:demo", AdamW(lr=1e-3), max_seq_len=32, max_global_batch_tokens=64, max_gpu_mem_gib=1, dtype="float32"
+    "preset:demo",
+    optimizer=AdamW(lr=1e-3),
+    max_seq_len=32,
+    max_global_batch_tokens=64,
+    max_gpu_mem_gib=1,
+    dtype="float32",
 ) as engine:
     for step in range(1, STEPS + 1):
         out, _ = engine.train_step(batch, loss=smoothed)

@@ -39,7 +39,7 @@ loader = DataLoader(data, batch_size=4, shuffle=True, collate_fn=DataCollatorFor
 
 with from_pretrained(
     "preset:demo",
-    AdamW(weight_decay=0.01),
+    optimizer=AdamW(weight_decay=0.01),
     max_seq_len=64,
     max_global_batch_tokens=256,
     max_gpu_mem_gib=1,

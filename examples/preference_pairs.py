@@ -27,7 +27,12 @@ def margins_of(log_probs: list[torch.Tensor], reference: torch.Tensor) -> torch.
 
 
 with from_pretrained(
-    "preset:demo", AdamW(lr=1e-4), max_seq_len=32, max_global_batch_tokens=128, max_gpu_mem_gib=1, dtype="float32"
+    "preset:demo",
+    optimizer=AdamW(lr=1e-4),
+    max_seq_len=32,
+    max_global_batch_tokens=128,
+    max_gpu_mem_gib=1,
+    dtype="float32",
 ) as engine:
     reference = torch.stack([row.sum() for row in engine.evaluate(batch, per_token=True).token_log_probs])
     for step in range(1, STEPS + 1):

@@ -23,7 +23,7 @@ batches = GlobalBatches.of_parts(prepared, TOKENS_PER_STEP, seed=0)
 # float32 suits a CPU; on a GPU leave dtype out, and bfloat16 is used. The host budget is what is free.
 with from_pretrained(
     MODEL,
-    AdamW(lr=2e-3),
+    optimizer=AdamW(lr=2e-3),
     max_seq_len=MAX_SEQ_LEN,
     max_global_batch_tokens=TOKENS_PER_STEP,
     max_gpu_mem_gib=1.0,

@@ -19,6 +19,7 @@ from flexengine import optim
 from flexengine.api import PlannedRun, build, prepare
 from flexengine.config import TrainConfig
 from flexengine.job import Job
+from flexengine.ops.custom_loss import LogitsBlock
 from flexengine.options import Option, options_of
 from flexengine.plan import PlanError
 from flexengine.runtime.engine import Engine
@@ -32,7 +33,11 @@ PAGES_OF_FILES = {
     "CHANGELOG.md": "changelog.md",
 }
 FUNCTIONS = (flexengine.from_pretrained, prepare, build)
-CLASSES = (Engine, FwdBwdOutput, StepOutput, EvaluateOutput, optim.AdamW, PlannedRun, PlanError)
+CLASSES = (
+    *(Engine, FwdBwdOutput, StepOutput, EvaluateOutput, LogitsBlock),
+    *optim.OPTIMIZERS.values(),
+    *(flexengine.LoRA, PlannedRun, PlanError),
+)
 
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
 LONGEST_SIGNATURE = 100
