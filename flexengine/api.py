@@ -18,6 +18,7 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.job import Job, OptimizerName
 from flexengine.keywords import takes
 from flexengine.lora import LoRA
+from flexengine.models.group_factors import group_factors
 from flexengine.models.registry import ModelSource, open_initial
 from flexengine.optim import OPTIMIZERS, Optimizer, name_of
 from flexengine.options import options_of
@@ -78,10 +79,9 @@ class PrepareArguments(Job):
             gib, num_bytes = f"max_{place}_mem_gib", f"max_{place}_mem_bytes"
             budget = budget_gib(place, getattr(self, gib), getattr(self, num_bytes))
             object.__setattr__(self, gib, budget)
-        if isinstance(self.freeze, str):
-            object.__setattr__(self, "freeze", (self.freeze,))
-        if isinstance(self.lora_targets, str):
-            object.__setattr__(self, "lora_targets", (self.lora_targets,))
+        for name in ("freeze", "lora_targets", "lr_groups", "weight_decay_groups"):
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, (getattr(self, name),))
         for name, value in {} if lora is None else lora_options(lora).items():
             object.__setattr__(self, name, value)
         super().__post_init__()
@@ -211,6 +211,8 @@ def build(planned: PlannedRun, optimizer: Optimizer | None = None, **changes: An
         description=planned.describe(),
         adapter=None if job.adapter is None else Path(job.adapter),
         cache_bytes=planned.cache_bytes,
+        lr_factors=group_factors(planned.source.spec, "lr_groups", job.lr_groups),
+        decay_factors=group_factors(planned.source.spec, "weight_decay_groups", job.weight_decay_groups),
     )
     return Engine(planned.source, planned.plan, planned.device, optimizer, settings)
 

@@ -69,6 +69,17 @@ class Job:
             " blocks of 256 with a scale each, for adamw and muon; float64 computation keeps states in float64"
         ),
     ] = "float32"
+    lr_groups: Annotated[
+        Sequence[str],
+        Option(
+            "factors on the learning rate of layers, as NAME=FACTOR with names as in --freeze: embed=0.1 block.0-3=0.5",
+            decides_plan=False,
+        ),
+    ] = ()
+    weight_decay_groups: Annotated[
+        Sequence[str],
+        Option("factors on the weight decay of layers, in the same form: embed=0", decides_plan=False),
+    ] = ()
     matmul_dtype: Annotated[
         Literal["compute", "fp8"],
         Option(

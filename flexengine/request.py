@@ -15,6 +15,7 @@ from flexengine.metrics import GIB, format_bytes
 from flexengine.models.attention_shapes import attention_shapes
 from flexengine.models.base_dtype import with_base_dtype
 from flexengine.models.freezing import forward_only, with_frozen
+from flexengine.models.group_factors import group_factors
 from flexengine.models.lora import with_lora
 from flexengine.models.matmul_dtype import with_matmul_dtype
 from flexengine.models.spec import ModelSpec
@@ -37,6 +38,8 @@ def described(spec: ModelSpec, job: Job) -> ModelSpec:
     model = model if job.trains else forward_only(model)
     model = with_base_dtype(model, job.stored_base)
     _check_sequence_length(model, job.max_seq_len)
+    for option in ("lr_groups", "weight_decay_groups"):
+        group_factors(model, option, getattr(job, option))
     return model
 
 

@@ -203,3 +203,19 @@ def test_choices_of_words_and_of_dtypes():
     option = Option("a", name="kind", kind=Literal["a", "b", "c"])
     with pytest.raises(ValueError, match="kind='d'; choose a, b or c"):
         option.check("d", Job.words)
+
+
+def test_factors_of_groups_are_read_and_checked():
+    planned = prepare("preset:demo", lr_groups=["blocks=0.5", "block.0=2"], weight_decay_groups="embed=0", **SMALL)
+    with build(planned) as engine:
+        blocks = len(planned.source.spec.blocks)
+        assert engine.settings.lr_factors == (
+            1.0,
+            2.0,
+            *(0.5,) * (blocks - 1),
+            *engine.settings.lr_factors[blocks + 1 :],
+        )
+        assert engine.settings.decay_factors[:2] == (0.0, 1.0)
+    for wrong, message in (("embed", "write NAME=FACTOR"), ("embed=-1", "at least 0"), ("hed=1", "no such parameters")):
+        with pytest.raises(ValueError, match=f"lr_groups=.*{message}"):
+            prepare("preset:demo", lr_groups=wrong, **SMALL)

@@ -28,7 +28,7 @@ def with_frozen(model: ModelSpec, names: Sequence[str]) -> ModelSpec:
     names = [names] if isinstance(names, str) else names
     if not names:
         return model
-    found = {group for name in names for group in _groups_named(model, name)}
+    found = {group for name in names for group in groups_named(model, name)}
     if len(found) == len(model.groups):
         raise ValueError(
             f"freeze={' '.join(names)}: that is all of {model.name}, and nothing is left to train; leave out what is to"
@@ -72,8 +72,8 @@ def _treated(op: Op, untrained: Sequence[str], backward: bool) -> Op:
     return op.untrained() if any(frozen) else op
 
 
-def _groups_named(model: ModelSpec, name: str) -> list[int]:
-    """Find the groups that a name stands for."""
+def groups_named(model: ModelSpec, name: str, option: str = "freeze") -> list[int]:
+    """Find the groups that a name stands for. Raises ValueError, naming the option, for one that no group has."""
     names = [group.name for group in model.groups]
     blocks = _BLOCKS.fullmatch(name)
     if name == ALL_BLOCKS:
@@ -88,7 +88,7 @@ def _groups_named(model: ModelSpec, name: str) -> list[int]:
         return [names.index(name)]
     guess = did_you_mean(name, [ALL_BLOCKS, *names])
     raise ValueError(
-        f"freeze={shown(name)}: {model.name} has no such parameters{guess}; there are {_what_there_is(model)}"
+        f"{option}={shown(name)}: {model.name} has no such parameters{guess}; there are {_what_there_is(model)}"
     )
 
 

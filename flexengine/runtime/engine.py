@@ -56,7 +56,7 @@ class EngineSettings:
     for the shapes of attention that were measured; attention: for others. matmul_flops_per_s: measured rate that
     reports compare with. description: the plan in words. adapter: a folder that the adapters start from. order: the
     order of commands on the CPU, for tests. cache_bytes: GPU memory beside the plan's, for what sequences leave that
-    are generated.
+    are generated. lr_factors, decay_factors: of every group, on its learning rate and its weight decay; none: all 1.
     """
 
     max_grad_norm: float | None = 1.0
@@ -69,6 +69,8 @@ class EngineSettings:
     adapter: Path | None = None
     order: CommandOrder | None = None
     cache_bytes: int = 0
+    lr_factors: tuple[float, ...] = ()
+    decay_factors: tuple[float, ...] = ()
 
 
 class Engine(CheckpointCalls):
@@ -111,7 +113,7 @@ class Engine(CheckpointCalls):
         self.layout = layout
         self.weights = WeightStore(layout, self.arenas)
         self.layers = LayerRunner(layout, self.arenas, self.buffers)
-        self.updates = UpdateRunner(layout, self.arenas)
+        self.updates = UpdateRunner(layout, self.arenas, self.settings.lr_factors, self.settings.decay_factors)
         self.handlers = CommandHandlers(layout, self.arenas, self.layers, self.updates)
         self.runner = ProgramRunner(self.executor, self.handlers, self.measurement)
         constants = constant_tables(layout, self.device)

@@ -42,8 +42,16 @@ def update_settings(
 class UpdateRunner:
     """Runs `clip`, `scale` and `update` commands."""
 
-    def __init__(self, layout: Layout, arenas: Arenas) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        arenas: Arenas,
+        lr_factors: tuple[float, ...] = (),
+        decay_factors: tuple[float, ...] = (),
+    ) -> None:
         self.layout, self.arenas = layout, arenas
+        ones = (1.0,) * len(layout.groups)
+        self.lr_factors, self.decay_factors = lr_factors or ones, decay_factors or ones
         self.segments = {(g, s.name): s for g, stored in enumerate(layout.groups) for s in stored.segments}
         self.first_element, total = [], 0
         for stored in layout.groups:
@@ -123,8 +131,8 @@ class UpdateRunner:
                 planes,
                 grad_scale=(self.host_scale if command.stream is Stream.CPU else self.scale)(tile.group),
                 settings=s.optimizer,
-                lr=s.lr,
-                weight_decay=s.optimizer.weight_decay if segment.decays else 0.0,
+                lr=s.lr * self.lr_factors[tile.group],
+                weight_decay=s.optimizer.weight_decay * self.decay_factors[tile.group] if segment.decays else 0.0,
                 step=s.step,
                 seed=s.seed,
                 element_offset=self.first_element[tile.group] + segment.first_element + tile.start,

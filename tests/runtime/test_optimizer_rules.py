@@ -3,6 +3,7 @@
 import random
 
 import pytest
+import torch
 from engine_helpers import build_engine, make_plan, random_batch, same_bits, shuffled_order, streamed_plan
 
 from flexengine.hardware.presets import preset
@@ -78,3 +79,23 @@ def test_programs_are_proven_and_priced(rule):
         check_program(program, layout.gpu_bytes, layout.host_bytes)
         cost = CostModel(preset("h200"), 2, plan.chunk_tokens, plan.chunk_tokens, plan.request.numerics.state)
         assert simulate(program, cost.rates()).total_s > 0
+
+
+@pytest.mark.parametrize("rule", ["muon, float32", "sgd"])
+def test_groups_have_learning_rates_and_decays_of_their_own(rule):
+    spec = mixed_model(blocks=2, hidden=32)
+    plan = plans_of(spec, RULES[rule])["resident"]
+    optimizer = OPTIMIZERS[plan.request.numerics.optimizer](lr=1e-2, weight_decay=0.5)
+    factors = {"lr_factors": (0.0, 1.0, 0.5, 1.0), "decay_factors": (1.0, 0.0, 1.0, 1.0)}
+    moved = []
+    for options in ({}, factors):
+        with build_engine(ModelSource(spec, None, None), plan, optimizer, **options) as engine:
+            before = engine.state_dict()
+            engine.train_step(random_batch(1, [40, 3, 17], spec.vocab_size))
+            moved.append({name: value - before[name] for name, value in engine.state_dict().items()})
+    assert moved[1]["model.embed_tokens.weight"].count_nonzero() == 0
+    assert torch.equal(moved[1]["lm_head.weight"], moved[0]["lm_head.weight"])
+    half = "model.layers.1.self_attn.o_proj.weight"
+    assert torch.allclose(moved[1][half], 0.5 * moved[0][half], atol=1e-6)
+    decay = "model.layers.0.self_attn.o_proj.weight"
+    assert torch.allclose(moved[1][decay] - moved[0][decay], 1e-2 * 0.5 * before[decay], atol=1e-6)
