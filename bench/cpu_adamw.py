@@ -26,7 +26,7 @@ from flexengine.hardware.timing import cpu_timer
 from flexengine.native import allocate_host
 from flexengine.native.adamw import adamw_update_, instruction_sets
 from flexengine.optim.adamw import adamw_factors
-from flexengine.optim.rounding import stream_keys
+from flexengine.random_bits import stream_keys
 
 F32, BF16, I16 = torch.float32, torch.bfloat16, torch.int16
 SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

@@ -20,7 +20,8 @@ from flexengine.ops import rope as rope_op
 from flexengine.ops.weight_format import WeightFormat
 from flexengine.ops.weight_formats import FORMATS
 from flexengine.optim.adamw import adamw_factors, adamw_update_reference
-from flexengine.optim.rounding import split_fp32, stream_keys
+from flexengine.optim.rounding import split_fp32
+from flexengine.random_bits import stream_keys
 from flexengine.runtime.gradients import finish_gradient
 
 F32 = torch.float32

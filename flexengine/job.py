@@ -29,7 +29,7 @@ MOST_TOKENS = 2**28
 MOST_GIB = 2**20
 MOST_LORA_RANK = 2**14
 LARGEST_SEED = 2**32 - 1
-LORA_OPTIONS = ("lora_rank", "lora_alpha", "lora_targets", "use_rslora")
+LORA_OPTIONS = ("lora_rank", "lora_alpha", "lora_targets", "lora_dropout", "use_rslora")
 """Options that mean something in mode lora alone."""
 
 
@@ -128,6 +128,10 @@ class Job:
     adapter: Annotated[
         str | None, Option("folder of an adapter to start from, as PEFT writes it; it says rank, alpha and targets")
     ] = None
+    lora_dropout: Annotated[
+        float,
+        Option("probability that an element of what an adapter reads is dropped in training", least=0, most=0.99),
+    ] = 0.0
     use_rslora: Annotated[bool, Option("multiply the product of an adapter by alpha / sqrt(rank) instead")] = False
     max_grad_norm: Annotated[
         float | None,
@@ -211,7 +215,7 @@ class Job:
         """The adapters that are trained, if any."""
         if self.mode == "full":
             return None
-        return LoRA(self.lora_targets, self.lora_rank, self.lora_alpha, self.use_rslora)
+        return LoRA(self.lora_targets, self.lora_rank, self.lora_alpha, self.use_rslora, self.lora_dropout)
 
     @property
     def numerics(self) -> Numerics:

@@ -16,7 +16,7 @@ class LoRA:
 
     targets: all-linear (every linear layer of the blocks), names of modules (q_proj, mlp.down_proj) or regular
     expressions that match a whole name. rank, alpha: the product of an adapter is multiplied by alpha / rank, with
-    use_rslora by alpha / sqrt(rank).
+    use_rslora by alpha / sqrt(rank). dropout: probability for an element of what an adapter reads, while training.
     Raises: ValueError for values that no adapter can have.
     """
 
@@ -24,6 +24,7 @@ class LoRA:
     rank: int = 16
     alpha: float = 16.0
     use_rslora: bool = False
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", (self.targets,) if isinstance(self.targets, str) else tuple(self.targets))
@@ -31,6 +32,8 @@ class LoRA:
             raise ValueError(f"lora rank must be at least 1, got {self.rank}")
         if not 0 < self.alpha < math.inf:
             raise ValueError(f"lora alpha must be finite and more than 0, got {self.alpha}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"lora dropout must be at least 0 and below 1, got {self.dropout}")
         if not self.targets:
             raise ValueError(f"lora targets is empty; give {ALL_LINEAR} or names of modules, such as q_proj v_proj")
 

@@ -51,6 +51,7 @@ def lora_options(lora: LoRA) -> dict[str, Any]:
         "lora_alpha": lora.alpha,
         "lora_targets": lora.targets,
         "use_rslora": lora.use_rslora,
+        "lora_dropout": lora.dropout,
     }
 
 
@@ -62,7 +63,7 @@ def with_read_adapter(job: Job) -> Job:
     if job.adapter is None:
         return job
     lora, options = read_lora(job.adapter), options_of(Job)
-    stored = lora_options(lora)
+    stored = {name: value for name, value in lora_options(lora).items() if name != "lora_dropout"}
     for name, value in stored.items():
         if getattr(job, name) not in (options[name].default, value):
             given = job.words.setting(name, getattr(job, name))

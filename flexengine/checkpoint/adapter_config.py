@@ -64,7 +64,7 @@ def adapter_config(lora: LoRA, modules: Collection[str], base: str, transposed: 
         "inference_mode": True,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
         "use_rslora": lora.use_rslora,
         "use_dora": False,
         "bias": "none",

@@ -52,7 +52,10 @@ def with_lora(model: ModelSpec, lora: LoRA) -> ModelSpec:
         # Equal blocks must go on sharing one tuple of ops: everything derived from ops is cached by it.
         rows = tuple((name, tuple(module.rows for module in modules)) for name, modules in found.items())
         if (layer.ops, rows) not in known:
-            known[layer.ops, rows] = tuple(_adapted(op, dict(rows).get(op.name), lora) for op in layer.ops)
+            adapted_rows = dict(rows)
+            known[layer.ops, rows] = tuple(
+                _adapted(op, number, adapted_rows.get(op.name), lora) for number, op in enumerate(layer.ops)
+            )
         ops = known[layer.ops, rows]
         params = [param for op in ops if isinstance(op, LoRALinear) for param in _params(op, found[op.name])]
         own = tuple((param.name, len(groups), param.name) for param in params)
@@ -63,11 +66,11 @@ def with_lora(model: ModelSpec, lora: LoRA) -> ModelSpec:
     return freeze_groups(adapted, set(range(len(model.groups))))
 
 
-def _adapted(op: Op, rows: tuple[AdaptedRows, ...] | None, lora: LoRA) -> Op:
+def _adapted(op: Op, number: int, rows: tuple[AdaptedRows, ...] | None, lora: LoRA) -> Op:
     if rows is None:
         return op
     assert isinstance(op, Linear)
-    return LoRALinear(op, lora.rank, lora.scale, rows)
+    return LoRALinear(op, lora.rank, lora.scale, rows, lora.dropout, number)
 
 
 def _params(op: LoRALinear, modules: Sequence[_Module]) -> list[ParamSpec]:

@@ -184,6 +184,14 @@ class KeyValueWindow:
         return self.grad_keys[own], self.grad_values[own]
 
 
+class DropoutDraws(NamedTuple):
+    """What decides the draws of one chunk: the run's seed, the step, and the number of the chunk's first row in it."""
+
+    seed: int
+    step: int
+    first_row: int
+
+
 @dataclass
 class ChunkContext:
     """The batch side of one chunk: everything that is not an activation.
@@ -192,7 +200,8 @@ class ChunkContext:
     [num_seqs+1] int32; seq_lens as Python ints. `constants` holds per-model tensors such as inv_freq; `losses` [T]
     float32 is written by the head. attention_choices: kernels that are preferred on CUDA for shapes that were measured;
     attention: for other shapes. balance: what routers report to, where experts are balanced. weights [T], in the dtype
-    of losses: factors on the losses; None = 1. custom_loss: takes the place of the cross-entropy.
+    of losses: factors on the losses; None = 1. custom_loss: takes the place of the cross-entropy. dropout: what dropout
+    draws; None where nothing is trained.
     """
 
     tokens: int
@@ -207,6 +216,7 @@ class ChunkContext:
     attention: KernelName = "flash"
     attention_choices: tuple[AttentionChoice, ...] = ()
     balance: ExpertBalance | None = None
+    dropout: DropoutDraws | None = None
     weights: Tensor | None = None
     custom_loss: CustomLoss | None = None
 
@@ -218,7 +228,7 @@ class OpEnv:
     t: activations; p: parameters; g: gradients of activations; gp: gradient accumulators of parameters (float32, or
     float64 for float64 compute). Gradients named in `accumulate` already hold a value to add to; `first` says that gp
     holds nothing yet. again: a forward within backward, which recomputes. part: of an op that runs part by part, which
-    of them this call is for; p and gp hold that part's share of the parameters.
+    of them this call is for; p and gp hold that part's share of the parameters. layer: the layer's number in the model.
     """
 
     t: dict[str, Tensor]
@@ -230,6 +240,7 @@ class OpEnv:
     first: bool = True
     again: bool = False
     part: int = 0
+    layer: int = 0
 
 
 class Op(ABC):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flexengine.ops.base import OpEnv, TensorSpec, Work
+from flexengine.ops.dropout import drop
 from flexengine.ops.linear import Linear, accumulate_weight_grad
 
 
@@ -29,9 +30,15 @@ class LoRALinear(Linear):
 
     The adapters' product is written first and the large product adds to it, so that the sum is rounded once and costs
     no pass over memory of its own. Backward computes x @ A.T again: it reads x for the gradient of A in any case.
+
+    dropout: probability for an element of what A reads, drawn once for all modules of a fused projection. number: of
+    the op among its layer's, for the draws.
     """
 
-    def __init__(self, base: Linear, rank: int, scale: float, adapted: tuple[AdaptedRows, ...]) -> None:
+    def __init__(
+        self, base: Linear, rank: int, scale: float, adapted: tuple[AdaptedRows, ...], dropout: float = 0.0,
+        number: int = 0,
+    ) -> None:  # fmt: skip
         super().__init__(
             base.name, base.x, base.y, base.in_features, base.out_features,
             base.weight, base.bias, base.residual, base.transposed,
@@ -42,17 +49,20 @@ class LoRALinear(Linear):
         width = len(adapted) * rank
         self.low = TensorSpec(f"{self.name}.low", (width,))
         self.grad_low = TensorSpec(f"{self.name}.grad_low", (width,))
+        self.dropout, self.number = dropout, number
+        self.dropped = TensorSpec(f"{self.name}.dropped", (self.in_features,))
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
+        dropped = (self.dropped,) if self.dropout else ()
         if half == "forward":
-            return (self.low,)
-        return (self.grad_low,) if half == "input" else (self.grad_low, self.low)
+            return (self.low, *dropped)
+        return (self.grad_low, *dropped) if half == "input" else (self.grad_low, self.low, *dropped)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def forward(self, env: OpEnv) -> None:
         x, y = env.t[self.x], env.t[self.y]
-        self._write_low(env)
+        self._write_low(env, self._what_a_reads(env))
         start = self._start(env)
         reached = 0
         for rows, low, up in self._modules(env.t[self.low.name], env.p[self.up]):
@@ -65,10 +75,23 @@ class LoRALinear(Linear):
         self._fill(y, start, reached, self.out_features)
         torch.addmm(y, x, self._matrix(env).t(), out=y)
 
-    def _write_low(self, env: OpEnv) -> None:
+    def _what_a_reads(self, env: OpEnv) -> Tensor:
+        """x, or while training with dropout what is left of it."""
+        x = env.t[self.x]
+        if not self.dropout or env.chunk.dropout is None:
+            return x
+        self._drop(x, env)
+        return env.t[self.dropped.name]
+
+    def _drop(self, x: Tensor, env: OpEnv) -> None:
+        """dropped = x with the elements of this call's draws set to zero."""
+        assert env.chunk.dropout is not None
+        drop(x, env.t[self.dropped.name], self.dropout, env.chunk.dropout, env.layer, self.number)
+
+    def _write_low(self, env: OpEnv, x: Tensor) -> None:
         """low = scale * x @ A.T."""
         low = env.t[self.low.name]
-        torch.addmm(low, env.t[self.x], env.p[self.down].t(), beta=0, alpha=self.scale, out=low)
+        torch.addmm(low, x, env.p[self.down].t(), beta=0, alpha=self.scale, out=low)
 
     def _start(self, env: OpEnv) -> Tensor | None:
         """What the products are added to: residual [T, F], bias [F], their sum, or None."""
@@ -106,16 +129,26 @@ class LoRALinear(Linear):
         grad_x, grad_y, grad_low = env.g[self.x], env.g[self.y], env.t[self.grad_low.name]
         for rows, low, up in self._modules(grad_low, env.p[self.up]):
             torch.addmm(low, grad_y[:, rows.start : rows.end], up, beta=0, alpha=self.scale, out=low)
-        if self.x in env.accumulate:
+        if self.dropout:
+            self._add_dropped(env, grad_x, grad_low)
+        elif self.x in env.accumulate:
             torch.addmm(grad_x, grad_low, env.p[self.down], out=grad_x)
         else:
             torch.mm(grad_low, env.p[self.down], out=grad_x)
         torch.addmm(grad_x, grad_y, self._matrix(env), out=grad_x)
 
+    def _add_dropped(self, env: OpEnv, grad_x: Tensor, grad_low: Tensor) -> None:
+        """grad_x (+)= grad_low @ A where forward dropped nothing."""
+        through = env.t[self.dropped.name]
+        torch.mm(grad_low, env.p[self.down], out=through)
+        self._drop(through, env)
+        grad_x.add_(through) if self.x in env.accumulate else grad_x.copy_(through)
+
     def backward_weight(self, env: OpEnv) -> None:
         grad_y, grad_low = env.g[self.y], env.t[self.grad_low.name]
-        self._write_low(env)
-        accumulate_weight_grad(env.gp[self.down], grad_low, env.t[self.x], env.first)
+        x = self._what_a_reads(env)
+        self._write_low(env, x)
+        accumulate_weight_grad(env.gp[self.down], grad_low, x, env.first)
         for rows, low, grad_up in self._modules(env.t[self.low.name], env.gp[self.up]):
             accumulate_weight_grad(grad_up, grad_y[:, rows.start : rows.end], low, env.first)
 
@@ -140,15 +173,22 @@ class LoRALinear(Linear):
         down = self._low_work(tokens, self.in_features, 1, 1, compute_bytes)
         return down.plus(self._low_work(tokens, self.adapted_features, 1, len(self.adapted), compute_bytes))
 
+    def _dropping(self, tokens: int, passes: int, kernels: int, compute_bytes: int) -> Work:
+        """Reading and writing tensors like x where there is dropout."""
+        num_bytes = float(passes * tokens * self.in_features * compute_bytes)
+        return Work(memory_bytes=num_bytes, kernels=kernels) if self.dropout else Work()
+
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self._product(tokens).plus(self._both(tokens, compute_bytes))
+        products = self._product(tokens).plus(self._both(tokens, compute_bytes))
+        return products.plus(self._dropping(tokens, 2, 1, compute_bytes))
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self._product(tokens).plus(self._both(tokens, compute_bytes))
+        products = self._product(tokens).plus(self._both(tokens, compute_bytes))
+        return products.plus(self._dropping(tokens, 4, 2, compute_bytes))
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         again = self._low_work(tokens, self.in_features, 1, 1, compute_bytes)
-        return self._both(tokens, compute_bytes).plus(again)
+        return self._both(tokens, compute_bytes).plus(again).plus(self._dropping(tokens, 2, 1, compute_bytes))
 
     def model_flops(self, seq_len: int) -> float:
         """The frozen product forward and for the gradient of x, the adapters' once more for their own gradients."""

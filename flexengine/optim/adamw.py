@@ -12,8 +12,9 @@ from torch import Tensor
 
 from flexengine.native import adamw as native_adamw
 from flexengine.native.library import fallback_notice
-from flexengine.optim.rounding import join_fp32, split_fp32, stochastic_round_bf16, stream_keys
+from flexengine.optim.rounding import join_fp32, split_fp32, stochastic_round_bf16
 from flexengine.optim.rule import Rule, StatePlane, Update
+from flexengine.random_bits import stream_keys
 
 # Streams of random bits of one update: tensors rounded in the same step must not share their bits.
 WEIGHT_STREAM, EXP_AVG_STREAM, EXP_AVG_SQ_STREAM = 0, 1, 2

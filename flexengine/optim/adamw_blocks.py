@@ -9,9 +9,9 @@ from flexengine.native import update as native
 from flexengine.native.library import fallback_notice
 from flexengine.optim.adamw import AdamWFactors, adamw_factors, adamw_values
 from flexengine.optim.blockwise import BLOCK, Codebook, codebook, decode_blocks, encode_blocks
-from flexengine.optim.rounding import stream_keys
 from flexengine.optim.rule import Rule, StatePlane, Update
 from flexengine.optim.stored import WEIGHT_STREAM, pieces, read_master, scaled_grad, write_master, write_state
+from flexengine.random_bits import stream_keys
 
 _TILE_ELEMENTS = 1 << 18  # whole blocks; bounds the temporaries of a plain update to 20 MB
 _SCALES = {"exp_avg": "exp_avg_scale", "exp_avg_sq": "exp_avg_sq_scale"}

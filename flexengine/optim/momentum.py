@@ -11,7 +11,6 @@ from torch import Tensor
 from flexengine.native import update as native
 from flexengine.native.library import fallback_notice
 from flexengine.optim.adamw import AdamWFactors
-from flexengine.optim.rounding import stream_keys
 from flexengine.optim.rule import Update
 from flexengine.optim.stored import (
     MOMENTUM_STREAM,
@@ -23,6 +22,7 @@ from flexengine.optim.stored import (
     write_master,
     write_state,
 )
+from flexengine.random_bits import stream_keys
 
 Formula = Callable[[Tensor, Tensor, Tensor, AdamWFactors], tuple[Tensor, Tensor]]
 """(master, momentum, scaled gradient, factors) -> new master and new momentum."""

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from flexengine.optim.momentum import STATE, check_settings
-from flexengine.optim.rounding import stream_keys
 from flexengine.optim.rule import Rule, StatePlane, Update
 from flexengine.optim.stored import (
     MOMENTUM_STREAM,
@@ -28,6 +27,7 @@ from flexengine.optim.stored import (
     write_master,
     write_state,
 )
+from flexengine.random_bits import stream_keys
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of x, x^3 and x^5 in an iteration on singular values, chosen to bring small ones to about 1 as fast as possible."""

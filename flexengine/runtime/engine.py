@@ -119,7 +119,7 @@ class Engine(CheckpointCalls):
         constants = constant_tables(layout, self.device)
         batches = BatchWriter(layout, self.arenas, constants, self.settings.attention, self.settings.attention_choices)
         self.programs = Programs(layout, self.executor)
-        self.rounds = RoundRunner(self.programs, batches, self.layers, self.runner, self.state)
+        self.rounds = RoundRunner(self.programs, batches, self.layers, self.runner, self.state, self.settings.seed)
         self.steps = StepRunner(self.runner, self.rounds, self.updates, self.state, self.settings.deterministic)
 
     def _load(self) -> None:

@@ -52,6 +52,7 @@ class LayerRunner:
                 first=call.first,
                 again=kind in ("backward", "recompute"),
                 part=max(0, call.part - 1),
+                layer=call.layer,
             )
             if self.decoder is None or not self.decoder.runs(step.op, env, call):
                 _call(step, env)

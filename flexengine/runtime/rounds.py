@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flexengine.ops.balance import ExpertBalance
+from flexengine.ops.base import DropoutDraws
 from flexengine.runtime.batch import BatchWriter
 from flexengine.runtime.batch_input import Sequences
 from flexengine.runtime.layer_runner import LayerRunner
@@ -19,13 +20,15 @@ from flexengine.schedule.packing import PackedChunk, pack, packed_shape
 
 
 class RoundRunner:
-    """Runs rounds under one layout."""
+    """Runs rounds under one layout. seed: what dropout draws from."""
 
     def __init__(
-        self, programs: Programs, batches: BatchWriter, layers: LayerRunner, runner: ProgramRunner, state: StepState
-    ) -> None:
+        self, programs: Programs, batches: BatchWriter, layers: LayerRunner, runner: ProgramRunner, state: StepState,
+        seed: int,
+    ) -> None:  # fmt: skip
         self.programs, self._batches, self._layers = programs, batches, layers
         self._runner, self._state = runner, state
+        self._seed = seed
         self._plan, self._device = layers.layout.plan, layers.arenas.device
 
     def train(
@@ -45,6 +48,7 @@ class RoundRunner:
             kind = RoundKind(train=True, first=not self._state.has_gradients, updates=settings is not None)
             program = self._program(chunks, kind)
             self._write(batch, chunks, balance)
+            self._count_rows()
             if settings is not None:
                 self._state.before_update()
                 self._state.unusable = HALF_UPDATED  # until the step's own program has ended
@@ -113,6 +117,14 @@ class RoundRunner:
         self._layers.chunks = self._batches.write(batch, chunks)
         for chunk in self._layers.chunks:
             chunk.balance = balance
+
+    def _count_rows(self) -> None:
+        """Number the rows of a round of training within the step, which decides what dropout draws."""
+        first_row = self._state.num_rounds * self._plan.round_tokens
+        for number, chunk in enumerate(self._layers.chunks):
+            row = first_row + number * self._plan.chunk_tokens
+            chunk.dropout = DropoutDraws(self._seed, self._state.step_count, row)
+        self._state.num_rounds += 1
 
     def _copy_losses(self, chunks: list[PackedChunk], token_losses: list[Tensor]) -> None:
         """Copy the losses of the round that was issued last to the sequences that its chunks are made of."""

@@ -19,10 +19,11 @@ class StepState:
     """Gradients and interruptions of one engine.
 
     loss_weight: target tokens since the last step, or the sum of their weights' sizes: what the stored gradients, which
-    are sums, are divided by. unusable: why the engine cannot go on; empty while it can. under_way: a call changes the
-    gradients; what it leaves is dropped unless it ends by clearing this. bad_layer: whose gradient made the last step
-    skip its update; empty when none did. running: the call that runs, under the key "call"; empty while none does.
-    before_update: called before stored weights or states change; it blocks while somebody reads them.
+    are sums, are divided by. num_rounds: rounds of training since then. unusable: why the engine cannot go on; empty
+    while it can. under_way: a call changes the gradients; what it leaves is dropped unless it ends by clearing this.
+    bad_layer: whose gradient made the last step skip its update; empty when none did. running: the call that runs,
+    under the key "call"; empty while none does. before_update: called before stored weights or states change; it blocks
+    while somebody reads them.
     """
 
     def __init__(self) -> None:
@@ -38,6 +39,7 @@ class StepState:
         """Forget all gradients: nothing is stored for the next step."""
         self.loss_weight: float = 0
         self.has_gradients = False
+        self.num_rounds = 0
         self.started_s = 0.0
 
     def drop_interrupted(self) -> None:

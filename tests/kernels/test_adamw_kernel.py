@@ -5,7 +5,8 @@ import torch
 
 from flexengine.kernels.adamw import adamw_update_
 from flexengine.optim.adamw import adamw_factors, adamw_update, adamw_update_reference
-from flexengine.optim.rounding import split_fp32, stream_keys
+from flexengine.optim.rounding import split_fp32
+from flexengine.random_bits import stream_keys
 
 SETTINGS = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 MODES = ["fp32", "split", "bf16"]

@@ -5,9 +5,10 @@ import torch
 
 from flexengine.kernels.muon import apply_, take_momentum_
 from flexengine.optim.muon import muon_values
-from flexengine.optim.rounding import stochastic_round_bf16, stream_keys
+from flexengine.optim.rounding import stochastic_round_bf16
 from flexengine.optim.rule import Update
 from flexengine.optim.stored import read_master, write_master
+from flexengine.random_bits import stream_keys
 from tests.rule_helpers import MASTERS, assert_same_bits, copied, random_update
 
 COUNT, OFFSET = 2500, 2**32 - 1000

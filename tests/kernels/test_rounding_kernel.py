@@ -6,6 +6,7 @@ import triton.language as tl
 
 from flexengine.kernels import rounding as device_rounding
 from flexengine.optim import rounding
+from flexengine.random_bits import stream_keys
 
 _round_to = device_rounding.round_to
 _stochastic_pattern = device_rounding.stochastic_pattern
@@ -36,7 +37,7 @@ def launch(x, seed, step, element_offset, stream):
     nearest = torch.empty_like(x, dtype=torch.bfloat16)
     random, weight, remainder = (torch.empty_like(x, dtype=torch.int16) for _ in range(3))
     joined = torch.empty_like(x)
-    keys = [key - (1 << 32) if key >= 1 << 31 else key for key in rounding.stream_keys(seed, step, stream)]
+    keys = [key - (1 << 32) if key >= 1 << 31 else key for key in stream_keys(seed, step, stream)]
     grid = (triton.cdiv(x.numel(), 1024),)
     _roundings_kernel[grid](
         x, nearest, random, weight, remainder, joined, x.numel(), *keys, element_offset, BLOCK=1024

@@ -10,8 +10,8 @@ from flexengine.native import library
 from flexengine.optim.adamw import adamw_factors
 from flexengine.optim.blockwise import codebook
 from flexengine.optim.lion import lion_factors
-from flexengine.optim.rounding import stream_keys
 from flexengine.optim.sgd import sgd_factors
+from flexengine.random_bits import stream_keys
 from tests.rule_helpers import MASTERS, STATES, assert_same_bits, copied, random_update
 
 

@@ -33,6 +33,9 @@ from flexengine.lora import ALL_LINEAR
 from flexengine.models.base_dtype import with_base_dtype
 from flexengine.models.lora import adapters, with_lora
 from flexengine.models.registry import build_model, open_model
+from flexengine.ops.base import DropoutDraws
+from flexengine.ops.dropout import drop
+from flexengine.ops.lora import LoRALinear
 from flexengine.optim import AdamW
 from flexengine.plan import Numerics, Request
 from flexengine.planner import planner
@@ -65,10 +68,10 @@ def peft_model(config, folder, lora, **options):
     return model
 
 
-def engine_on(folder, lora, **decisions):
+def engine_on(folder, lora, **options):
     source = adapted_source(folder / "base", lora)
-    plan = streamed_plan(source.spec, **{"chunk_tokens": MAX_SEQ_LEN, "chunks_per_round": 4, **decisions})
-    return build_engine(source, plan, AdamW(**SETTINGS), max_grad_norm=None, adapter=folder / "adapter")
+    plan = streamed_plan(source.spec, chunk_tokens=MAX_SEQ_LEN, chunks_per_round=4)
+    return build_engine(source, plan, AdamW(**SETTINGS), max_grad_norm=None, adapter=folder / "adapter", **options)
 
 
 def stored_names(tensors):
@@ -155,7 +158,7 @@ def test_the_plan_changes_no_bit_on_a_gpu(base, tmp_path):
 )
 def test_the_plan_changes_no_bit(family, base):
     source = random_weights(CASES[FAMILY_CASES[family]])
-    source = source._replace(spec=with_base_dtype(with_lora(source.spec, LoRA(rank=4)), base))
+    source = source._replace(spec=with_base_dtype(with_lora(source.spec, LoRA(rank=4, dropout=0.1)), base))
     numerics = replace(FLOAT32, base=base)
     sizes = {"chunk_tokens": 48, "chunks_per_round": 2, "numerics": numerics}
     everywhere = [ON_GPU] * len(source.spec.groups)
@@ -210,3 +213,40 @@ def test_modes_and_adapters_that_contradict_each_other(tmp_path):
     config.write_text(json.dumps({"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "use_dora": True}))
     with pytest.raises(ValueError, match="use_dora=True is not supported"):
         with_read_adapter(Job(adapter=str(tmp_path)))
+
+
+class CountedDropout(torch.nn.Module):
+    """In the place of PEFT's dropout: the draws of one op in one layer, for a batch of one sequence."""
+
+    def __init__(self, layer, number, step=0, seed=3):
+        super().__init__()
+        self.draws, self.layer, self.number = DropoutDraws(seed, step, 0), layer, number
+
+    def forward(self, x):
+        ones = torch.ones_like(x[0])
+        drop(ones, ones, 0.25, self.draws, self.layer, self.number)
+        return x * ones
+
+
+def test_dropout_with_the_same_draws(tmp_path):
+    lora = LoRA(rank=3, dropout=0.25)
+    config = CASES[FAMILY_CASES["qwen3"]]
+    model = peft_model(config, tmp_path, lora)
+    engine = engine_on(tmp_path, lora, seed=3)
+    for index, layer in enumerate(engine.model.layers):
+        for op in layer.ops:
+            if isinstance(op, LoRALinear):
+                names = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+                for name, module in model.named_modules():
+                    if f"layers.{index - 1}." in name and name.rpartition(".")[2] in names.get(op.name, [op.name]):
+                        module.lora_dropout["default"] = CountedDropout(index, op.number)
+    model.train()
+    ids = random_batch(2, [41], config["vocab_size"])
+    loss = reference_loss(model, ids, ids)
+    loss.backward()
+    assert engine.fwd_bwd(input_ids=ids, labels=ids).loss == pytest.approx(loss.item(), abs=1e-5)
+    expected = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    error, name = worst_error(engine.gradients(), stored_names(expected))
+    assert error <= 1e-4, f"gradient of {name}: relative error {error:.1e}"
+    assert abs(engine.evaluate(input_ids=ids, labels=ids).loss - loss.item()) > 1e-4
+    engine.close()

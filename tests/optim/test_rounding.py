@@ -5,14 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexengine.optim.rounding import (
-    join_fp32,
-    random_bits16,
-    round_bf16_ties_away,
-    split_fp32,
-    stochastic_round_bf16,
-    stream_keys,
-)
+from flexengine.optim.rounding import join_fp32, round_bf16_ties_away, split_fp32, stochastic_round_bf16
+from flexengine.random_bits import random_bits16, stream_keys
 
 CPU = torch.device("cpu")
 PINNED_KEYS = (2149365497, 2492623918)
