@@ -160,9 +160,9 @@ class BatchedSimulator:
         size = len(batch.share_edge_slots)
         self.compute, self.h2d, self.d2h, self.host = (np.zeros(size) for _ in range(4))
         self.h2d_busy, self.d2h_busy = np.zeros(size), np.zeros(size)
-        self.h2d_pace, self.d2h_pace = np.ones(size), np.ones(size)
-        self.h2d_gain = 1 - profile.h2d_duplex_bytes_per_s / profile.h2d_bytes_per_s
-        self.d2h_gain = 1 - profile.d2h_duplex_bytes_per_s / profile.d2h_bytes_per_s
+        self.h2d_rate, self.d2h_rate = np.ones(size), np.ones(size)  # of that of a busy link
+        self.h2d_gain = profile.h2d_bytes_per_s / profile.h2d_duplex_bytes_per_s - 1
+        self.d2h_gain = profile.d2h_bytes_per_s / profile.d2h_duplex_bytes_per_s - 1
         self.since = np.zeros(size)
         self.profile, self.cpu, self.cpu_share = profile, -batch.done_s, np.ones(size)
         self.left = batch.pending_s.sum(axis=0)
@@ -170,8 +170,8 @@ class BatchedSimulator:
         self.any_updating = bool(batch.updating.any())
         self.work, self.worked_until, self.worked = np.zeros(batch.pending_s.shape), np.zeros(size), np.zeros(size)
         self.host_rate = profile.host_rate(state_dtype)
-        self.beside_h2d = max(1.0, profile.h2d_duplex_bytes_per_s / profile.h2d_beside_cpu_bytes_per_s)
-        self.beside_d2h = max(1.0, profile.d2h_duplex_bytes_per_s / profile.d2h_beside_cpu_bytes_per_s)
+        self.h2d_beside = profile.h2d_beside_cpu_bytes_per_s / profile.h2d_duplex_bytes_per_s
+        self.d2h_beside = profile.d2h_beside_cpu_bytes_per_s / profile.d2h_duplex_bytes_per_s
         self.chunks = round_costs.forward_s.shape[1]
         self.weights, self.grads, self.saves = (_Ring(count) for count in batch.slots)
         self.hidden = _Ring(np.full(size, self.chunks + 2))
@@ -221,11 +221,11 @@ class BatchedSimulator:
     # -- the link ----------------------------------------------------------------------------------------------------
 
     def _measure_link(self) -> None:
-        """Pace of each direction in the next layer, by how busy the other was in this one."""
+        """Mean rate of each direction in the next layer, by how busy the other was in this one."""
         elapsed = np.maximum(self.compute - self.since, 1e-30)
         h2d_busy, d2h_busy = np.minimum(1.0, self.h2d_busy / elapsed), np.minimum(1.0, self.d2h_busy / elapsed)
-        self.h2d_pace = 1 - self.h2d_gain * (1 - d2h_busy)
-        self.d2h_pace = 1 - self.d2h_gain * (1 - h2d_busy)
+        self.h2d_rate = 1 + self.h2d_gain * (1 - d2h_busy)
+        self.d2h_rate = 1 + self.d2h_gain * (1 - h2d_busy)
         if self.any_updating or self.any_pending_left:
             self._measure_cpu(elapsed, h2d_busy, d2h_busy)
         self.h2d_busy, self.d2h_busy, self.since = np.zeros_like(elapsed), np.zeros_like(elapsed), self.compute
@@ -239,8 +239,8 @@ class BatchedSimulator:
             return
         busy = np.clip(np.maximum(ends, self.worked / self.cpu_share) / elapsed, 0.0, 1.0)
         self.worked = np.zeros_like(elapsed)
-        self.h2d_pace += busy * np.maximum(self.beside_h2d - self.h2d_pace, 0.0)
-        self.d2h_pace += busy * np.maximum(self.beside_d2h - self.d2h_pace, 0.0)
+        self.h2d_rate -= busy * np.maximum(self.h2d_rate - self.h2d_beside, 0.0)
+        self.d2h_rate -= busy * np.maximum(self.d2h_rate - self.d2h_beside, 0.0)
         up = np.minimum(p.h2d_beside_cpu_bytes_per_s, p.h2d_duplex_bytes_per_s)
         down = np.minimum(p.d2h_beside_cpu_bytes_per_s, p.d2h_duplex_bytes_per_s)
         self.cpu_share = np.maximum(LEAST_CPU_SHARE, 1 - (h2d_busy * up + d2h_busy * down) / self.host_rate)
@@ -258,7 +258,7 @@ class BatchedSimulator:
     def _fetch(self, seconds: np.ndarray, earliest: np.ndarray | float) -> np.ndarray:
         """A copy to the device, where it takes any time; when it has arrived (0 where there is none)."""
         mask = seconds > 0
-        took = seconds * self.h2d_pace
+        took = seconds / self.h2d_rate
         end = np.maximum(np.maximum(self.h2d, earliest), self.host) + took
         self.h2d = np.where(mask, end, self.h2d)
         self.h2d_busy += took
@@ -266,7 +266,7 @@ class BatchedSimulator:
 
     def _send(self, seconds: np.ndarray, earliest: np.ndarray, mask: np.ndarray) -> None:
         """A copy to the host, where the mask says so."""
-        took = seconds * self.d2h_pace
+        took = seconds / self.d2h_rate
         end = np.maximum(np.maximum(self.d2h, earliest), self.host) + took
         self.d2h = np.where(mask, end, self.d2h)
         self.d2h_busy += took

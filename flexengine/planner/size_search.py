@@ -9,7 +9,7 @@ import numpy as np
 from flexengine.planner.bound.relaxation import Bound
 from flexengine.planner.candidates import CandidateMemory
 from flexengine.planner.local_search import BLOCKS_PER_EXPANSION, LocalSearch
-from flexengine.planner.seeds import LEAST_LINK_PRICE, LEAST_SLOTS, LINKS, USUAL_SLOTS, Relaxed, Seed, Seeder
+from flexengine.planner.seeds import LEAST_LINK_PRICE, LINKS, SLOT_CHOICES, Relaxed, Seed, Seeder
 from flexengine.planner.size_tables import NUM_RESIDENCIES, SizeTables
 from flexengine.planner.surrogate import Surrogate
 
@@ -62,7 +62,7 @@ class SizeSearch:
         seeds = self.seeder.uniform(options)
         if found is not None:
             self.relaxed_s = found.seconds
-            seeds += self._under_all_edges(found, (USUAL_SLOTS,))
+            seeds += self._under_all_edges(found)
         self.search.try_seeds(seeds)
         if found is None or not len(self.search.seconds):
             self.search.try_seeds(list(self.seeder.least_memory(options)))
@@ -75,7 +75,7 @@ class SizeSearch:
             if found is not None:
                 prices = found.prices.copy()
                 prices[LINKS] = np.maximum(prices[LINKS], LEAST_LINK_PRICE)
-                seeds = self._under_all_edges(found, (USUAL_SLOTS, LEAST_SLOTS))
+                seeds = self._under_all_edges(found)
                 choices = self.seeder.staging(staged_bytes)
                 seeds += self.seeder.priced(prices, found.cpu_price, found.host_price, choices)
                 self.search.try_seeds(seeds)
@@ -89,14 +89,14 @@ class SizeSearch:
         self.search.run(blocks, most_steps)
         self.relaxed_s = np.inf
 
-    def _under_all_edges(self, found: Relaxed, slot_choices: tuple) -> list[Seed]:
+    def _under_all_edges(self, found: Relaxed) -> list[Seed]:
         """Rounded counts under every edge choice; those that do not fit are left out when they are tried."""
         edges = range(len(self.surrogate.memory.edge_choices))
         return [
             (choices, edge, slots)
             for choices in self.seeder.rounded(found.counts)
             for edge in edges
-            for slots in slot_choices
+            for slots in SLOT_CHOICES
         ]
 
     def _uniform_options(self) -> list[int]:

@@ -41,7 +41,7 @@ class Surrogate:
             no_updates = np.zeros_like(cpu_s), np.zeros(count)
             last_s, cpu_s = self.round_s(candidates, np.full(count, several), np.ones(count, dtype=bool), *no_updates)
         update_s, done_s = self.update_s(candidates, cpu_s.sum(axis=0))
-        later = max(0.0, tables.full_rounds - (2 if in_backward else 1)) if several else 0.0
+        later = tables.full_rounds - (2 if in_backward else 1) if several else 0.0  # below 0 where the last is short
         # the first round and one of the later in one batch, as larger batches take less time per candidate
         sorts = 2 if later else 1
         accumulating = np.repeat([False, True][:sorts], count)
