@@ -164,14 +164,16 @@ class BatchedSimulator:
         self.h2d_gain = profile.h2d_bytes_per_s / profile.h2d_duplex_bytes_per_s - 1
         self.d2h_gain = profile.d2h_bytes_per_s / profile.d2h_duplex_bytes_per_s - 1
         self.since = np.zeros(size)
-        self.profile, self.cpu, self.cpu_share = profile, -batch.done_s, np.ones(size)
+        self.cpu, self.cpu_share = -batch.done_s, np.ones(size)
         self.left = batch.pending_s.sum(axis=0)
         self.any_pending = self.any_pending_left = bool(self.left.any())
         self.any_updating = bool(batch.updating.any())
         self.work, self.worked_until, self.worked = np.zeros(batch.pending_s.shape), np.zeros(size), np.zeros(size)
-        self.host_rate = profile.host_rate(state_dtype)
         self.h2d_beside = profile.h2d_beside_cpu_bytes_per_s / profile.h2d_duplex_bytes_per_s
         self.d2h_beside = profile.d2h_beside_cpu_bytes_per_s / profile.d2h_duplex_bytes_per_s
+        host_rate = profile.host_rate(state_dtype)  # of which each direction takes a share from the CPU
+        self.h2d_share = min(1.0, self.h2d_beside) * profile.h2d_duplex_bytes_per_s / host_rate
+        self.d2h_share = min(1.0, self.d2h_beside) * profile.d2h_duplex_bytes_per_s / host_rate
         self.chunks = round_costs.forward_s.shape[1]
         self.weights, self.grads, self.saves = (_Ring(count) for count in batch.slots)
         self.hidden = _Ring(np.full(size, self.chunks + 2))
@@ -232,7 +234,6 @@ class BatchedSimulator:
 
     def _measure_cpu(self, elapsed: np.ndarray, h2d_busy: np.ndarray, d2h_busy: np.ndarray) -> None:
         """Slows the link down where the CPU was at work in this layer, and the CPU where the link was."""
-        p = self.profile
         ends = self.cpu + self.left / self.cpu_share - self.since
         if not self.any_updating and not (ends > 0).any():
             self.any_pending_left = False
@@ -241,9 +242,7 @@ class BatchedSimulator:
         self.worked = np.zeros_like(elapsed)
         self.h2d_rate -= busy * np.maximum(self.h2d_rate - self.h2d_beside, 0.0)
         self.d2h_rate -= busy * np.maximum(self.d2h_rate - self.d2h_beside, 0.0)
-        up = np.minimum(p.h2d_beside_cpu_bytes_per_s, p.h2d_duplex_bytes_per_s)
-        down = np.minimum(p.d2h_beside_cpu_bytes_per_s, p.d2h_duplex_bytes_per_s)
-        self.cpu_share = np.maximum(LEAST_CPU_SHARE, 1 - (h2d_busy * up + d2h_busy * down) / self.host_rate)
+        self.cpu_share = np.maximum(LEAST_CPU_SHARE, 1 - h2d_busy * self.h2d_share - d2h_busy * self.d2h_share)
 
     def _update(self, first: int, until: np.ndarray) -> None:
         """Lets the CPU work on the gradients that have arrived, of blocks from `first` on, the lowest block first."""

@@ -26,8 +26,6 @@ from flexengine.schedule.simulator import simulate
 
 MAX_FACTOR = 10.0
 """Factors are held between this and its inverse: a stream further off was not measured, but disturbed."""
-
-
 UNKNOWN_BYTES = ("fetch_experts",)
 """Kinds of commands of which the routing decides how many bytes they move: they say nothing about a link's rate."""
 

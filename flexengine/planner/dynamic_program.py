@@ -59,16 +59,11 @@ def frontier_of(
         return None
     total: Frontier | None = None
     for kind, count in enumerate(counts):
-        members = kind * num_bytes.shape[1] + choices
-        same = repeat(one_block(num_bytes.ravel(), cost.ravel(), members), count, limit_bytes)
+        members = kind * num_bytes.shape[1] + choices[_pareto(num_bytes[kind, choices], cost[kind, choices])]
+        block = Frontier(num_bytes.ravel()[members], cost.ravel()[members], members, members, None)
+        same = repeat(block, count, limit_bytes)
         total = same if total is None else merge(total, same, limit_bytes, thin=kind < len(counts) - 1)
     return total
-
-
-def one_block(num_bytes: np.ndarray, cost: np.ndarray, members: np.ndarray) -> Frontier:
-    """Find the frontier of `members` (indices into num_bytes and cost)."""
-    keep = members[_pareto(num_bytes[members], cost[members])]
-    return Frontier(num_bytes[keep], cost[keep], keep, keep, None)
 
 
 def merge(a: Frontier, b: Frontier, limit_bytes: int, thin: bool = True) -> Frontier:

@@ -50,7 +50,7 @@ class Expanded(NamedTuple):
 class LocalSearch:
     """The best candidates found at one size, fastest first."""
 
-    def __init__(self, surrogate: Surrogate, options: np.ndarray) -> None:
+    def __init__(self, surrogate: Surrogate, options: list[int]) -> None:
         """options: those that are tried first, beside the best candidates' own."""
         self.surrogate, self.memory, self.tables = surrogate, surrogate.memory, surrogate.tables
         self.options = options
@@ -146,12 +146,13 @@ class LocalSearch:
                     changed = choices.copy()
                     changed[where] = target
                     made.append(changed)
-        return _alike(start, np.array(made).reshape(-1, len(choices)))
+        rows, count = np.array(made).reshape(-1, len(choices)), len(made)
+        return Candidates(rows, np.tile(start.edges, count), np.tile(start.slots, (count, 1)))
 
     def _options(self, num_used: int) -> np.ndarray:
         """Options to try: those of the best candidates, then promising ones, then others, as far as time allows."""
         elite = np.unique(self.found.choices[:ELITE] // NUM_RESIDENCIES)
-        ordered = dict.fromkeys((*elite.tolist(), *self.options.tolist(), *range(self.tables.num_options)))
+        ordered = dict.fromkeys((*elite.tolist(), *self.options, *range(self.tables.num_options)))
         blocks = self.tables.num_blocks
         changes = num_used * min(6, 2 * blocks)  # of about so many groups of blocks
         count = BLOCKS_PER_EXPANSION // (changes * blocks * self.tables.chunks_per_round)
@@ -221,8 +222,3 @@ def _some(places: np.ndarray) -> list[np.ndarray]:
             found.append(places[(np.arange(count) * 2 + 1) * len(places) // (2 * count)])
         count *= COUNT_RATIO
     return found
-
-
-def _alike(start: Candidates, choices: np.ndarray) -> Candidates:
-    """Candidates with other choices [P, L] and the edges and slots of one."""
-    return Candidates(choices, np.tile(start.edges, len(choices)), np.tile(start.slots, (len(choices), 1)))

@@ -221,7 +221,7 @@ class Seeder:
         return [(choices[i * len(around)], *around[int(first[i])]) for i in np.flatnonzero(fits.any(axis=1)).tolist()]
 
     @cached_property
-    def promising_options(self) -> np.ndarray:
+    def promising_options(self) -> list[int]:
         """Options that are best at some prices of GPU bytes, host bytes, recomputation and offload slots."""
         tables = self.tables
         staged = tables.option_staged.largest
@@ -235,4 +235,4 @@ class Seeder:
         gpu_prices = ((0.0, 0.0, 0.0), (1.0, 0.0, 0.0), (1.0, 0.3, 0.0), (0.0, 0.0, 1.0))
         prices = [(g, h, r, s, u) for g, s, u in gpu_prices for h in octaves for r in (0.0, *octaves)]
         costs = np.array(prices) @ table.T + 1e-9 * table.sum(axis=1)
-        return np.unique(costs.argmin(axis=1))
+        return np.unique(costs.argmin(axis=1)).tolist()

@@ -101,7 +101,7 @@ class SizeSearch:
 
     def _uniform_options(self) -> list[int]:
         """Promising options first, then others, as many as an expansion of local search may simulate."""
-        tables, promising = self.tables, self.seeder.promising_options.tolist()
+        tables, promising = self.tables, self.seeder.promising_options
         ordered = dict.fromkeys((*promising, *range(tables.num_options)))
         blocks = tables.num_blocks * tables.chunks_per_round * len(tables.buffers.residencies)
         return list(ordered)[: max(len(promising), BLOCKS_PER_EXPANSION // blocks)]

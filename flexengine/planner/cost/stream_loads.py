@@ -15,9 +15,8 @@ import numpy as np
 from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec
 from flexengine.ops.base import Work
 from flexengine.plan import GroupPlan, Home
-from flexengine.planner.cost.cost_model import CostModel, stage_calls
+from flexengine.planner.cost.cost_model import COPY_ISSUE_CALLS, OTHER_ISSUE_CALLS, CostModel, stage_calls
 from flexengine.schedule.arena_slots import home_of_plane
-from flexengine.schedule.commands import Command, CommandName, CopyRegion, Stream
 from flexengine.schedule.group_storage import GroupStorage
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram, align
@@ -83,8 +82,7 @@ def issue_s(cost: CostModel, kind: str, program: LayerProgram | None = None) -> 
     """Host seconds to issue a command of some kind: of a layer with its program, a copy, an update or another."""
     if program is not None:
         return cost.profile.issue_s * sum(len(stage.parts) * stage_calls(stage) for stage in program.stages(kind))
-    copies = (CopyRegion(0, 0, 0, 0, 1),) if kind == "copy" else ()
-    return cost.issue_s(Command(0, kind, CommandName(""), Stream.COMPUTE, (), (), (), copies=copies))
+    return cost.profile.issue_s * (COPY_ISSUE_CALLS if kind == "copy" else OTHER_ISSUE_CALLS)
 
 
 def group_loads(group: GroupStorage, home: GroupPlan, use: GroupUse, rounds: int, cost: CostModel) -> np.ndarray:

@@ -17,8 +17,6 @@ SMALLEST_CHUNK_TOKENS = 32
 UNLIMITED_BYTES = 1 << 60
 NUM_RAISES = 6
 """Budgets tried above the least conceivable one, each a twelfth larger than the one before."""
-
-
 LARGEST_CARD_BYTES = 288 * GIB
 """No GPU has more memory, so that no such budget is advised."""
 

@@ -55,7 +55,8 @@ class Feasibility:
 
     def __init__(self, model: ModelSpec, request: Request, profile: HardwareProfile) -> None:
         self.model, self.request, self.profile = model, request, profile
-        self.sizes = _shortest_rounds(chunk_sizes(request))
+        sizes = chunk_sizes(request)  # the shortest rounds of a chunk size take the least of both memories
+        self.sizes = sorted({chunk: min(n for c, n in sizes if c == chunk) for chunk, _ in sizes}.items())
         self._memories: list[CandidateMemory] = []
 
     @cached_property
@@ -118,11 +119,6 @@ class Feasibility:
             gpu_categories(layout, self.profile),
             host_categories(layout, self.profile),
         )
-
-
-def _shortest_rounds(sizes: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """For every chunk size its shortest round, which takes the least of both memories."""
-    return sorted({chunk: min(n for c, n in sizes if c == chunk) for chunk, _ in sizes}.items())
 
 
 def _uniform(memory: CandidateMemory) -> Candidates:
