@@ -31,7 +31,7 @@ class _Tile(NamedTuple):
 
 
 def lower_update(layout: Layout, by_cpu: Mapping[int, float] | None = None) -> Program:
-    """Clip factor, then updates of all groups in forward order.
+    """Clip factor, then updates of all groups in forward order, first those by the CPU.
 
     The GPU updates tile by tile, host planes streaming through tile slots; the CPU updates in place.
 
@@ -54,11 +54,11 @@ def lower_update(layout: Layout, by_cpu: Mapping[int, float] | None = None) -> P
     builder.add("clip", CommandName("clip", owner="factor"), Stream.COMPUTE, [norms], writes, Work(kernels=8))
     if left:
         _send_scalars(builder, layout)
+    for group in sorted(left):  # first, so that the CPU need not wait until the host has issued the GPU's updates
+        scales = Access(layout.slot("scalars", memory="host"), "scalars")
+        lower_cpu_update(builder, layout, group, scales, left[group])
     number = 0
     for group in range(len(layout.groups)):
-        if group in left:
-            scales = Access(layout.slot("scalars", memory="host"), "scalars")
-            lower_cpu_update(builder, layout, group, scales, left[group])
         for tile in tiles.get(group, []):
             _lower_tile(builder, layout, tile, number % layout.plan.optimizer_slots)
             number += 1
