@@ -142,7 +142,7 @@ def test_every_package_that_is_imported_is_required():
     [
         ["--help"],
         ["--version"],
-        *([name, "--help"] for name in ("train", "data", "plan", "models", "probe", "report")),
+        *([name, "--help"] for name in ("train", "data", "plan", "generate", "models", "probe", "report")),
     ],
     ids=" ".join,
 )
