@@ -166,13 +166,14 @@ def interrupted(name: str, point: int, expected: dict[str, Tensor]) -> Outcome:
     """Tell a story with an interrupt at one line, and judge its end."""
     story = STORIES[name]
     engine = new_engine(story)
-    with InterruptAt(point) as trace:
-        try:
+    trace = InterruptAt(point)
+    try:
+        with trace:
             tell(story, engine)
-        except ValueError as error:
-            why = str(error) if refuses(engine, str(error)) else f"not refused by all calls: {error}"
-            return Outcome(name, point, "refused" if why.startswith(REFUSAL) else "wrong", trace.place, why)
-    found = weights_of(engine)
+        found = weights_of(engine)
+    except ValueError as error:
+        why = str(error) if refuses(engine, str(error)) else f"not refused by all calls: {error}"
+        return Outcome(name, point, "refused" if why.startswith(REFUSAL) else "wrong", trace.place, why)
     same = all(torch.equal(found[key], value) for key, value in expected.items())
     outcome = ("right" if trace.place else "no interrupt") if same else "wrong"
     return Outcome(name, point, outcome, trace.place, "" if same else "other weights than without an interrupt")
