@@ -42,7 +42,16 @@ from flexengine.ops.attention_reference import (
 )
 from flexengine.ops.attention_sinks import PARTIALS, add_sinks, sink_gradients
 from flexengine.ops.attention_style import CAUSAL, AttentionShape, AttentionStyle
-from flexengine.ops.base import Carried, KeyValueWindow, Op, OpEnv, TensorSpec, Work
+from flexengine.ops.base import (
+    FLOAT64_BYTES,
+    Carried,
+    KeyValueWindow,
+    Op,
+    OpEnv,
+    TensorSpec,
+    Work,
+    in_plain_width,
+)
 
 
 def _seen_keys(window: KeyValueWindow, style: AttentionStyle, tokens: int) -> slice:
@@ -312,6 +321,13 @@ class CausalAttention(Op):
         if self._serves("flash", compute_bytes):
             return kernel_workspace_bytes(*sizes, compute_bytes)
         return plain_workspace_bytes(*sizes, max(4, compute_bytes), bool(self.style.soft_cap))
+
+    def plain_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        sizes = (tokens, self.num_heads, self.num_kv_heads, self.head_dim)
+        return in_plain_width(plain_workspace_bytes(*sizes, FLOAT64_BYTES, bool(self.style.soft_cap)), compute_bytes)
+
+    def plain_window_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        return in_plain_width(plain_window_bytes(FLOAT64_BYTES, bool(self.style.soft_cap)), compute_bytes)
 
     def window_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         if self._own_only(compute_bytes):

@@ -378,6 +378,22 @@ class Op(ABC):
         """What comes on top where a chunk continues a sequence."""
         return 0
 
+    def plain_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        """Bytes that a call takes from the allocator on the CPU, where the plain path runs, at the most.
+
+        It is what the plain path takes in float64, at half the width: 16 bits are widened, which takes as much again.
+        """
+        return in_plain_width(self.workspace_bytes(tokens, FLOAT64_BYTES), compute_bytes)
+
+    def plain_window_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        """What comes on top on the CPU where a chunk continues a sequence."""
+        return in_plain_width(self.window_workspace_bytes(tokens, FLOAT64_BYTES), compute_bytes)
+
+
+def in_plain_width(float64_bytes: int, compute_bytes: int) -> int:
+    """Bytes of the plain path in another type, of what it takes in float64."""
+    return float64_bytes // 2 if compute_bytes == 4 else float64_bytes
+
 
 def plain_bytes(elements: int, compute_bytes: int) -> int:
     """Workspace of an op of which kernels take all types but float64: that of so many elements, for float64 alone."""

@@ -12,12 +12,15 @@ from torch import Tensor
 
 from flexengine.ops.base import ChunkContext, Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel
 from flexengine.ops.custom_loss import IGNORE_INDEX, custom_loss_
-from flexengine.ops.linear import accumulate_weight_grad
+from flexengine.ops.linear import accumulate_weight_grad, widened_bytes
 
 LOGITS_BLOCK_BYTES = 256 * 2**20
 """Size of one block of bf16 logits. With the vocabulary it fixes the block's tokens, so budgets never change the
 sums.
 """
+
+PLAIN_ELEMENTS = 1 << 23
+"""Elements of a block's logits that the plain path works on at once: its temporaries are of 32 MiB in float32."""
 
 
 def block_tokens(vocab_size: int) -> int:
@@ -42,6 +45,17 @@ def cross_entropy_(
         from flexengine.kernels import cross_entropy  # noqa: PLC0415 (Triton is imported when first used)
 
         return cross_entropy.cross_entropy_(logits, labels, losses, write_grad, soft_cap, weights)
+    step = max(1, PLAIN_ELEMENTS // logits.shape[-1])
+    for start in range(0, len(logits), step):
+        rows = slice(start, start + step)
+        factors = None if weights is None else weights[rows]
+        _plain_cross_entropy_(logits[rows], labels[rows], losses[rows], write_grad, soft_cap, factors)
+
+
+def _plain_cross_entropy_(
+    logits: Tensor, labels: Tensor, losses: Tensor, write_grad: bool, soft_cap: float, weights: Tensor | None
+) -> None:
+    """Do what `cross_entropy_` does, with temporaries as large as the logits."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     share = torch.tanh(wide / soft_cap) if soft_cap else None
     if share is not None:
@@ -121,7 +135,13 @@ class LMHeadLoss(Op):
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         matrices = 5 if self.soft_cap else 2
-        return plain_bytes(matrices * min(tokens, self.block) * (self.vocab_size + 8), compute_bytes)
+        rows = max(1, min(tokens, self.block, PLAIN_ELEMENTS // self.vocab_size))
+        return plain_bytes(matrices * rows * (self.vocab_size + 8), compute_bytes)
+
+    def plain_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        sizes = (min(tokens, self.block), self.vocab_size, self.width)
+        widened = widened_bytes(*sizes, compute_bytes) if self.trained else 0
+        return max(super().plain_workspace_bytes(tokens, compute_bytes), widened)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         blocks = -(-tokens // self.block)

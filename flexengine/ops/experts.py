@@ -152,6 +152,11 @@ class GroupedLinear(Op):
         rows = 0 if self.bias is None else tokens * self.per_token * (self.out_features + 2)
         return plain_bytes(max(matrix, rows), compute_bytes)
 
+    def plain_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        """Any expert may get all tokens, whose rows are widened in 16 bits."""
+        rows = 4 * tokens * (self.in_features + self.out_features) if compute_bytes == 2 else 0
+        return super().plain_workspace_bytes(tokens, compute_bytes) + rows
+
     def _work(self, tokens: int) -> Work:
         rows = tokens * self.per_token
         return Work(grouped_flops=2.0 * rows * self.in_features * self.out_features, kernels=1)

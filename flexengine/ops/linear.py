@@ -11,6 +11,9 @@ from torch import Tensor
 
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, wide
 
+WIDENED_ELEMENTS = 1 << 22
+"""Elements of a block of rows that the CPU widens at once: 16 MiB, and its product about as much."""
+
 
 def accumulate_weight_grad(acc: Tensor, grad_y: Tensor, x: Tensor, first: bool) -> None:
     """acc (+)= grad_y.T @ x with the sum kept in the accumulator's precision.
@@ -29,11 +32,27 @@ def accumulate_weight_grad(acc: Tensor, grad_y: Tensor, x: Tensor, first: bool) 
         else:
             torch.addmm(acc, grad_y.t(), x, out_dtype=acc.dtype, out=acc)
     else:
-        product = grad_y.t().to(acc.dtype) @ x.to(acc.dtype)
-        if first:
-            acc.copy_(product)
-        else:
-            acc.add_(product)
+        step, wide_x = _widened_rows(*grad_y.shape, x.shape[1]), x.to(acc.dtype)
+        for start in range(0, len(acc), step):
+            rows = slice(start, start + step)
+            product = grad_y[:, rows].t().to(acc.dtype) @ wide_x
+            if first:
+                acc[rows].copy_(product)
+            else:
+                acc[rows].add_(product)
+
+
+def _widened_rows(tokens: int, out_features: int, in_features: int) -> int:
+    """Rows of a weight's gradient that the CPU works on at once in 16 bits."""
+    return max(1, min(out_features, WIDENED_ELEMENTS // max(tokens, in_features)))
+
+
+def widened_bytes(tokens: int, out_features: int, in_features: int, compute_bytes: int) -> int:
+    """Bytes that `accumulate_weight_grad` takes on the CPU in 16 bits: x and some rows, widened, and their product."""
+    if compute_bytes != 2:
+        return 0
+    rows = _widened_rows(tokens, out_features, in_features)
+    return 4 * (tokens * in_features + rows * (tokens + in_features))
 
 
 def accumulate_bias_grad(acc: Tensor, grad_y: Tensor, first: bool) -> None:
@@ -124,6 +143,12 @@ class Linear(Op):
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         return 0 if self.bias is None else tokens * compute_bytes
+
+    def plain_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        features = (self.out_features, self.in_features)
+        rows, columns = reversed(features) if self.transposed else features
+        widened = widened_bytes(tokens, rows, columns, compute_bytes) if self.trained else 0
+        return max(super().plain_workspace_bytes(tokens, compute_bytes), widened)
 
     def _product(self, tokens: int) -> Work:
         d, f = self.in_features, self.out_features

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, wide
-from flexengine.ops.linear import accumulate_bias_grad, accumulate_weight_grad, wide_product
+from flexengine.ops.linear import accumulate_bias_grad, accumulate_weight_grad, wide_product, widened_bytes
 
 LEAST_SUM = 1e-20
 """What is added to the sum of a token's sigmoids before they are divided by it."""
@@ -163,6 +163,11 @@ class Router(Op):
         wide_bytes = max(4, compute_bytes)
         copies = 4 + self.style.biased + (self.style.groups_taken < self.style.groups)
         return tokens * (copies * self.num_experts * wide_bytes + 10 * self.per_token * 8) + 64 * self.num_experts
+
+    def plain_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        widened = widened_bytes(tokens, self.num_experts, self.width, compute_bytes)
+        operands = 4 * self.width * (tokens + self.num_experts) if self.style.exact and compute_bytes == 2 else 0
+        return max(super().plain_workspace_bytes(tokens, compute_bytes) + operands, widened)
 
     def _logits(self, tokens: int) -> float:
         return 2.0 * tokens * self.width * self.num_experts

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, wide
-from flexengine.ops.linear import accumulate_weight_grad
+from flexengine.ops.linear import accumulate_weight_grad, widened_bytes
 
 
 class SharedGate(Op):
@@ -56,6 +56,10 @@ class SharedGate(Op):
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         return 3 * tokens * (self.width + 8) * max(4, compute_bytes)
+
+    def plain_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        widened = widened_bytes(tokens, 1, self.width, compute_bytes)
+        return max(super().plain_workspace_bytes(tokens, compute_bytes), widened)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         return Work(memory_bytes=8.0 * tokens * self.width * max(4, compute_bytes), kernels=6)

@@ -109,6 +109,7 @@ class _Compiler:
         saved_gpu, gpu_bytes = self._lay_out("save_gpu", self.keep_gpu)
         saved_host, host_bytes = self._lay_out("save_host", self.keep_host)
         self.saved = {p.spec.name: p for p in (*saved_gpu, *saved_host)}
+        sizes = (self.tokens, self.compute_bytes)
         forward, backward, window = (
             self._place(draft()) for draft in (self._forward_steps, self._backward_steps, self._window_steps)
         )
@@ -125,8 +126,10 @@ class _Compiler:
             save_host_bytes=host_bytes,
             saved_gpu=saved_gpu,
             saved_host=saved_host,
-            workspace_bytes=max(op.workspace_bytes(self.tokens, self.compute_bytes) for op in self.ops),
-            window_workspace_bytes=max(op.window_workspace_bytes(self.tokens, self.compute_bytes) for op in self.ops),
+            workspace_bytes=max(op.workspace_bytes(*sizes) for op in self.ops),
+            window_workspace_bytes=max(op.window_workspace_bytes(*sizes) for op in self.ops),
+            plain_workspace_bytes=max(op.plain_workspace_bytes(*sizes) for op in self.ops),
+            plain_window_workspace_bytes=max(op.plain_window_workspace_bytes(*sizes) for op in self.ops),
         )
 
     def _lay_out(self, area: Area, keep: tuple[str, ...]) -> tuple[tuple[Place, ...], int]:

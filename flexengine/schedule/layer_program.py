@@ -110,6 +110,8 @@ class LayerProgram:
     saved_host: tuple[Place, ...]
     workspace_bytes: int
     window_workspace_bytes: int
+    plain_workspace_bytes: int
+    plain_window_workspace_bytes: int
 
     def stages(self, kind: str) -> tuple[Stage, ...]:
         """The stages that a kind of command runs: forward, evaluate, recompute, backward or fill_window."""

@@ -72,6 +72,12 @@ class PlannedSizes:
         return max(p.workspace_bytes + sliced * p.window_workspace_bytes for p in self.programs)
 
     @property
+    def plain_workspace_bytes(self) -> int:
+        """Bytes that the calls of ops may take from the allocator at one moment on the CPU."""
+        sliced = self.plan.slices_sequences
+        return max(p.plain_workspace_bytes + sliced * p.plain_window_workspace_bytes for p in self.programs)
+
+    @property
     def window_rows(self) -> int:
         """Rows of the key/value window: the longest sequence in whole chunks; 0 when no sequence is sliced."""
         if not self.plan.slices_sequences:

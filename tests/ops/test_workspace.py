@@ -13,11 +13,12 @@ from family_configs import CASES, gemma2, gemma3, gpt2
 from torch.profiler import ProfilerActivity, profile
 
 from bench.block_ops import block_env
-from flexengine.ops import attention_reference, delta_plain, delta_segments
+from flexengine.ops import attention_reference, cross_entropy, delta_plain, delta_segments, linear
 from flexengine.ops.attention import CausalAttention
 from flexengine.ops.attention_style import CAUSAL, AttentionStyle
 from flexengine.ops.base import ChunkContext, KeyValueWindow, OpEnv
 from flexengine.ops.columns import whole
+from flexengine.ops.cross_entropy import LMHeadLoss
 from flexengine.ops.delta_rule import DeltaRule
 from flexengine.optim.adamw import adamw_update
 from flexengine.runtime.gradients import finish_gradient
@@ -86,6 +87,51 @@ def test_every_op_in_float64(tokens, seq_len, name):
             for half, call in calls_of(op, env):
                 taken = peak_bytes(call)
                 assert taken <= allowed, f"{op.name}, {half}: {taken} bytes, declared {allowed}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_op_on_the_cpu(name, dtype):
+    """What the plain path takes there; a bf16 product needs buffers of its own."""
+    spec, tokens = spec_of(CONFIGS[name]), 640
+    small = SMALL + (32 * 1024 if dtype == torch.bfloat16 else 0)
+    for layer in (spec.blocks[0], spec.layers[-1]):
+        env = env_of(spec, layer, tokens, 320, dtype)
+        for op in layer.ops:
+            allowed = op.plain_workspace_bytes(tokens, dtype.itemsize) + small
+            for half, call in calls_of(op, env):
+                taken = peak_bytes(call)
+                assert taken <= allowed, f"{op.name}, {half}: {taken} bytes, declared {allowed}"
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, 30.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_loss_of_a_large_vocabulary_on_the_cpu(dtype, soft_cap, monkeypatch):
+    """Temporaries are a share of the block of logits, and results those of the whole block."""
+    tokens, width, vocab_size = 96, 16, 5000
+    op = LMHeadLoss("head", "h", width, vocab_size, "weight", soft_cap)
+    results = []
+    for elements in (1 << 23, 1 << 16):
+        monkeypatch.setattr(cross_entropy, "PLAIN_ELEMENTS", elements)
+        monkeypatch.setattr(linear, "WIDENED_ELEMENTS", elements // 2)
+        env = head_env(tokens, width, vocab_size, dtype)
+        taken = peak_bytes(lambda env=env: (torch.empty(1), op.backward_input(env)))
+        assert taken <= op.plain_workspace_bytes(tokens, dtype.itemsize) + 2 * SMALL
+        results.append((env.chunk.losses, env.g["h"], env.gp["weight"]))
+    assert taken < tokens * vocab_size * 4
+    for at_once, in_blocks in zip(*results, strict=True):
+        assert torch.equal(at_once, in_blocks)
+
+
+def head_env(tokens, width, vocab_size, dtype):
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randn(n, width, generator=generator).to(dtype) for n in (tokens, vocab_size)]
+    labels = torch.randint(vocab_size, (tokens,), generator=generator)
+    nothing, losses = torch.empty(0), torch.zeros(tokens)
+    chunk = ChunkContext(tokens, nothing, labels, nothing, nothing, (tokens,), losses, {})
+    tensors = {"h": rows[0], "logits": torch.empty(tokens, vocab_size, dtype=dtype)}
+    accumulator = torch.zeros(vocab_size, width)
+    return OpEnv(tensors, {"weight": rows[1]}, {"h": torch.empty_like(rows[0])}, {"weight": accumulator}, chunk)
 
 
 @pytest.mark.gpu

@@ -11,10 +11,12 @@ GPU_SLACK_BYTES = 128 * 2**20
 HOST_SLACK_BYTES = 320 * 2**20
 """Kept free beside a CUDA arena for what comes after the first measurement: kernels and libraries as the first step
 loads them, the driver's records of page-locked memory, batches. On an H200 these took 230 to 310 MiB."""
+CPU_SLACK_BYTES = 64 * 2**20
+"""Kept free where the CPU is the device: kernels' own buffers and compiled products, what the allocator holds back."""
 
 
 def gpu_categories(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
-    """GPU bytes by category. On a CPU the device is an arena alone, so nothing is added to it."""
+    """GPU bytes by category. On a CPU the device is an arena, and what ops allocate beside it."""
     return layout.categories("gpu") | _gpu_overhead(layout, profile)
 
 
@@ -25,7 +27,7 @@ def host_categories(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
 
 def _gpu_overhead(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
     if profile.device_type != "cuda":
-        return {}
+        return {"temporaries": layout.plain_workspace_bytes, "slack": CPU_SLACK_BYTES}
     context, workspace = profile.gpu_context_bytes, layout.workspace_bytes
     return {"CUDA context": context, "library workspace": workspace, "slack": GPU_SLACK_BYTES}
 
