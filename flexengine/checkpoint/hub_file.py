@@ -12,6 +12,7 @@ import hashlib
 import os
 import re
 import threading
+import time
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -25,6 +26,8 @@ from flexengine.checkpoint.manifest import DownloadError, FileRecord
 
 PROGRESS_BYTES = 1 << 30  # one line of log per GiB of a large file
 MAX_UNANNOUNCED_BYTES = 64 << 30  # of a file whose size neither the listing nor the answer tells
+DEADLINE_S = 3600.0  # of a file, in all attempts, beside the time that it takes at the least rate
+LEAST_BYTES_PER_S = 1 << 16  # a server that drips a byte now and then would keep a download busy for days
 
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
 
@@ -54,7 +57,8 @@ class FileFetch:
         self.path = target / file.path
         self.partial_path = partial / partial_name(file)
         self.stop = threading.Event()
-        self.activity_bytes = 0
+        self.activity_bytes = self._began_bytes = 0
+        self._began_s = time.monotonic()
         self._furthest_bytes = 0
         self._restart()
 
@@ -73,6 +77,7 @@ class FileFetch:
         if self.partial_path.is_file():
             self._digest_file(self.partial_path)
         self._furthest_bytes = self.num_bytes
+        self._began_bytes, self._began_s = self.activity_bytes, time.monotonic()
         size = "size unknown" if self.file.num_bytes is None else format_gib(self.file.num_bytes)
         resumed = f", continuing at {format_gib(self.num_bytes)}" if self.num_bytes else ""
         self.transfer.log(f"fetching {self.file.path} ({size}{resumed})")
@@ -183,8 +188,19 @@ class FileFetch:
             "and mirrors (HF_ENDPOINT) on the way, then run the download again."
         )
 
+    def _check_deadline(self) -> None:
+        """Raise DownloadError for a file that takes longer than it may at the least rate."""
+        seconds, received_bytes = time.monotonic() - self._began_s, self.activity_bytes - self._began_bytes
+        left_bytes = received_bytes if self.file.num_bytes is None else self.file.num_bytes
+        if seconds > DEADLINE_S + left_bytes / LEAST_BYTES_PER_S:
+            raise DownloadError(
+                f"{self.asked}: {received_bytes} bytes arrived in {seconds:.0f} s, too few to go on. Check the network "
+                "and proxies, then run the download again; it continues."
+            )
+
     def _append(self, file: IO[bytes], block: bytes, limit_bytes: int) -> None:
         self._stop_here()
+        self._check_deadline()
         if self.num_bytes + len(block) > limit_bytes:
             if self.file.num_bytes is not None:
                 raise DownloadError(self._other_size("that goes on after its end"))

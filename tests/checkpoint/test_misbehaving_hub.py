@@ -248,6 +248,27 @@ def test_misbehaviour_ends_in_one_message(case: Case, impatient, tmp_path: Path,
     assert re.search(case.says, output.err), output.err
 
 
+@pytest.mark.parametrize("send_list", [send_listing(), UNKNOWN], ids=["listed size", "unknown size"])
+def test_a_file_has_a_deadline(monkeypatch, impatient, tmp_path: Path, capsys, send_list):
+    """A server that always sends a little more never stalls, and what it sent is kept for the next run."""
+
+    def drip(to: socket.socket, asked: Asked) -> None:
+        to.sendall(head("200 OK", len(WEIGHTS)))
+        for start in range(0, len(WEIGHTS), 10):
+            to.sendall(WEIGHTS[start : start + 10])
+            time.sleep(0.02)
+
+    monkeypatch.setattr(hub_module, "STALL_BYTES", 1)
+    monkeypatch.setattr(hub_file, "DEADLINE_S", 0.3)
+    monkeypatch.setattr(hub_file, "LEAST_BYTES_PER_S", 10 * len(WEIGHTS))
+    with serving(send_list, drip) as server:
+        assert fetch(server, tmp_path) == 1
+    assert re.search(r"\d+ bytes arrived in \d+ s, too few to go on.*it continues", capsys.readouterr().err)
+    with serving(send_listing(), send_file) as server:
+        assert fetch(server, tmp_path) == 0
+    verify_manifest(tmp_path)
+
+
 def test_next_run_continues_after_a_cut(impatient, tmp_path: Path):
     with serving(send_listing(), cut_at(1000)) as server:
         assert fetch(server, tmp_path) == 1
