@@ -36,8 +36,6 @@ from flexengine.models.registry import ModelSource
 from flexengine.options import options_of
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
-RUN_FILE = "flexengine_run.json"
-"""Stands in final/ and tells which run made the model."""
 
 
 def check_run_folder(config: TrainConfig, replace: bool) -> None:

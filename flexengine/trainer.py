@@ -18,6 +18,7 @@ from tqdm import tqdm
 from flexengine.api import PlannedRun, build, prepare_job
 from flexengine.callbacks import Callback, Callbacks
 from flexengine.checkpoint.atomic import write_text
+from flexengine.checkpoint.layout import RUN_FILE
 from flexengine.config import BEST_FOLDER, EVAL_LOG_FILE, FINAL_FOLDER, LOG_FILE, TrainConfig
 from flexengine.data import (
     ChatTokenizer,
@@ -50,7 +51,7 @@ from flexengine.resuming import (
     load_point,
     resume_points,
 )
-from flexengine.run_folder import RUN_FILE, check_disk, check_run_folder, run_record, started_run_folder
+from flexengine.run_folder import check_disk, check_run_folder, run_record, started_run_folder
 from flexengine.run_saver import STOPPED, RunSaver
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.not_finite import NotFiniteError

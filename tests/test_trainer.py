@@ -14,6 +14,7 @@ from engine_helpers import saved_model, spec_of, tiny_config
 from tokenizers import Tokenizer
 
 from flexengine import cli, feedback, run_folder, trainer, training_data
+from flexengine.checkpoint.layout import RUN_FILE
 from flexengine.config import TrainConfig
 from flexengine.data.batches import num_targets
 from flexengine.health import NotFinite
@@ -343,7 +344,7 @@ def test_a_weight_that_is_not_finite_is_not_exported(use, tmp_path, capsys):
 def test_final_tells_which_run_made_it(engine, tmp_path):
     config = config_in(tmp_path, save=True, max_grad_norm=0)
     assert trainer.train(config) == 0
-    record = json.loads((tmp_path / "run" / "final" / run_folder.RUN_FILE).read_text())
+    record = json.loads((tmp_path / "run" / "final" / RUN_FILE).read_text())
     assert record["steps"] == 4
     assert TrainConfig(**record["config"]) == config
 

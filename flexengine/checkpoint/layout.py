@@ -8,6 +8,8 @@ from pathlib import PurePath
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
+RUN_FILE = "flexengine_run.json"
+"""Which run made the weights, and of how many steps; a save that does not bring one of its own removes it."""
 
 SUPPORT_FILES = (
     CONFIG_FILE,

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from flexengine.checkpoint.atomic import format_gib, sha256_of
-from flexengine.checkpoint.layout import INDEX_FILE, SINGLE_FILE, is_file_name, is_support_file
+from flexengine.checkpoint.layout import INDEX_FILE, RUN_FILE, SINGLE_FILE, is_file_name, is_support_file
 from flexengine.checkpoint.manifest import FOLDER_MANIFEST, FileRecord, manifest_text
 from flexengine.checkpoint.safetensors_format import CheckpointError, build_header
 from flexengine.checkpoint.staged_folder import staged_folder
@@ -63,7 +63,8 @@ def write_checkpoint(
     metadata: strings for each file's header, {"format": "pt"} by default, which transformers requires.
     beside: files that appear with the tensors, such as the configuration: name -> a file to copy, or a text.
     with_manifest: also write the sizes and SHA-256 of all files, which `CheckpointReader` checks when it reads.
-    A checkpoint that was in `folder` is replaced: shards that its index names go, other files stay.
+    A checkpoint that was in `folder` is replaced: shards that its index names and what tells of its run go, other
+    files stay.
     Order: tensors are read shard by shard, within a shard by falling element size (keeps them aligned), then as given.
     Raises: CheckpointError for repeated names, a `shards` map that does not name exactly these tensors, read() results
     that differ from the declaration, too little disk space, a folder holding a checkpoint of the other layout, which
@@ -77,7 +78,7 @@ def write_checkpoint(
     files = [*plan, *([] if single else [INDEX_FILE])]
     with staged_folder(folder) as staged:
         _check_folder(folder, single, sum(source.num_bytes for source in sources))
-        staged.drop({FOLDER_MANIFEST, *_listed_shards(folder)})
+        staged.drop({FOLDER_MANIFEST, RUN_FILE, *_listed_shards(folder)})
         records = {name: _write_beside(staged.stage(name), contents) for name, contents in (beside or {}).items()}
         for file, group in plan.items():
             records[file] = _write_shard(staged.stage(file), group, *headers[file])

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from flexengine.checkpoint.atomic import STALE_AFTER_S, atomic_file, temporary_name
+from flexengine.checkpoint.layout import RUN_FILE
 from flexengine.checkpoint.manifest import verify_manifest
 from flexengine.checkpoint.reader import CheckpointError, CheckpointReader
 from flexengine.checkpoint.writer import TensorSource, support_files, write_checkpoint
@@ -74,6 +75,13 @@ def test_a_checkpoint_can_be_replaced_in_place(tmp_path):
     assert_same(load_file(tmp_path / "model.safetensors"), {"a": torch.ones(4)})
     with pytest.raises(CheckpointError, match=r"already holds model\.safetensors"):
         write_checkpoint(tmp_path, sources({"a": torch.ones(4), "b": torch.ones(4)}), max_shard_bytes=16)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_what_tells_of_an_earlier_run_does_not_stay(tmp_path):
+    write_checkpoint(tmp_path, sources({"a": torch.zeros(4)}), beside={RUN_FILE: "{}"})
+    assert (tmp_path / RUN_FILE).exists()
+    write_checkpoint(tmp_path, sources({"a": torch.ones(4)}))
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
