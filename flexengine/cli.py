@@ -30,6 +30,9 @@ INTERRUPTED = 130
 BROKEN_PIPE = 141
 """Exit status when the reader of the output went away: 128 + SIGPIPE, as shells report it."""
 
+COMPILED_PRODUCTS = 64
+"""Compiled products of the CPU that are kept: a step of equal chunks needs about twenty."""
+
 DEMO_PROMPTS = ("Which day comes after Monday?", "What is the past tense of walk?", "What is the capital of France?")
 
 
@@ -44,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     A wrong command line ends in SystemExit with status 2, --help in one with 0, as argparse has it. An error that
     nobody can correct by other input is a bug of the package and keeps its traceback.
     """
+    _bound_product_caches()
     arguments = [with_dashes(argument) for argument in (sys.argv[1:] if argv is None else argv)]
     if not arguments or arguments[0] in ("-h", "--help", "--version"):
         told = f"flexengine {__version__}" if "--version" in arguments[:1] else commands_help()
@@ -78,6 +82,16 @@ def _print_help(name: str) -> None:
 
     if name in PARSERS:
         PARSERS[name]().parse_args(["--help"])
+
+
+def _bound_product_caches() -> None:
+    """Have torch keep few compiled products on the CPU, unless the environment says how many.
+
+    In bf16 it compiles one for every shape, about half a MiB, and by default keeps 1024 of them twice: with sequences
+    of ever new lengths the process would outgrow its budget. Order: before the first product.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(COMPILED_PRODUCTS))
 
 
 def _unknown_command(name: str) -> str:

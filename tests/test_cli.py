@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -130,3 +131,15 @@ def test_train_script_and_module_start():
 def test_version(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"flexengine {__version__}\n"
+
+
+@pytest.mark.parametrize("given", [None, "7"])
+def test_compiled_products_of_the_cpu_are_bounded_unless_the_environment_says_how_many(monkeypatch, capsys, given):
+    names = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that it is as before afterwards
+        monkeypatch.delenv(name)
+        if given is not None:
+            monkeypatch.setenv(name, given)
+    assert cli.main(["--version"]) == 0
+    assert [os.environ[name] for name in names] == [given or str(cli.COMPILED_PRODUCTS)] * 2
