@@ -150,8 +150,7 @@ def test_counts_what_must_cross_a_slow_link():
     size = SizeWork(step, 64, 2)
     states, grads, weights = (sum(getattr(p, k) for p in step.parameters) for k in ("states", "grads", "weights"))
     head = sum(p.weights for p in step.parameters if p.head)
-    room = head + size.head_bytes + size.block_bytes + size.gpu_overhead_bytes
-    found = bound_of(model, replace(request, max_gpu_bytes=room), profile)
+    found = bound_of(model, replace(request, max_gpu_bytes=head + size.head_bytes + size.block_bytes), profile)
     # the room is for the operands of one command; at most that much of what must be fetched can be there before
     least_bytes = states + grads + weights - 3 * (head + size.head_bytes + size.block_bytes)
     assert least_bytes > 0

@@ -45,7 +45,7 @@ def test_too_little_gpu_memory(name):
 
 def test_too_little_host_memory():
     profile = preset("cpu-test")
-    request = Request(64, 512, 128 << 20, profile.host_base_bytes + 1024, numerics=FLOAT32)
+    request = Request(64, 512, 8 << 20, profile.host_base_bytes + 1024, numerics=FLOAT32)
     error = refused(request, profile)
     assert error.reason is PlanReason.INSUFFICIENT_HOST_MEMORY
     budget = int(advised(error, "--max-host-mem-gib") * GIB)
@@ -55,7 +55,7 @@ def test_too_little_host_memory():
 
 def test_pinned_chunk_too_large_advises_a_smaller_one():
     profile = preset("cpu-test")
-    request = Request(64, 65536, 96 << 20, 1 << 40, chunk_tokens=4096, numerics=FLOAT32)
+    request = Request(64, 65536, 8 << 20, 1 << 40, chunk_tokens=4096, numerics=FLOAT32)
     error = refused(request, profile)
     chunk = int(advised(error, "--chunk-tokens"))
     assert chunk < 4096

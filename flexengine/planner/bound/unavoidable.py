@@ -16,7 +16,7 @@ from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec
 from flexengine.ops.base import Op, Work
 from flexengine.plan import Numerics, Request
 from flexengine.planner.cost.cost_model import CostModel
-from flexengine.planner.cost.memory import CPU_SLACK_BYTES, GPU_SLACK_BYTES
+from flexengine.planner.cost.memory import GPU_SLACK_BYTES
 from flexengine.planner.cost.save_sets import Keeping, lower_hull, save_choices
 from flexengine.schedule.group_storage import DTYPE_BYTES, group_storage
 from flexengine.schedule.layer_compiler import compile_layer
@@ -228,11 +228,11 @@ class SizeWork:
     @property
     def gpu_overhead_bytes(self) -> int:
         """GPU bytes of the process beside the arena."""
-        profile, sizes = self.step.profile, (self.chunk_tokens, self.step.compute_bytes)
-        ops = [op for layer, _ in self.step.layer_counts for op in layer.ops]
+        profile = self.step.profile
         if profile.device_type != "cuda":
-            return CPU_SLACK_BYTES + max(op.plain_workspace_bytes(*sizes) for op in ops)
-        workspace = max(op.workspace_bytes(*sizes) for op in ops)
+            return 0
+        ops = (op for layer, _ in self.step.layer_counts for op in layer.ops)
+        workspace = max(op.workspace_bytes(self.chunk_tokens, self.step.compute_bytes) for op in ops)
         return profile.gpu_context_bytes + GPU_SLACK_BYTES + workspace
 
     @property

@@ -16,25 +16,29 @@ CPU_SLACK_BYTES = 64 * 2**20
 
 
 def gpu_categories(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
-    """GPU bytes by category. On a CPU the device is an arena, and what ops allocate beside it."""
+    """GPU bytes by category. On a CPU the device is an arena alone, so nothing is added to it."""
     return layout.categories("gpu") | _gpu_overhead(layout, profile)
 
 
 def host_categories(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
-    """Host bytes by category."""
-    return layout.categories("host") | _host_overhead(profile)
+    """Host bytes by category. On a CPU what ops allocate is memory of the process, beside both arenas."""
+    return layout.categories("host") | _host_overhead(profile) | _temporaries(layout, profile)
 
 
 def _gpu_overhead(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
     if profile.device_type != "cuda":
-        return {"temporaries": layout.plain_workspace_bytes, "slack": CPU_SLACK_BYTES}
+        return {}
     context, workspace = profile.gpu_context_bytes, layout.workspace_bytes
     return {"CUDA context": context, "library workspace": workspace, "slack": GPU_SLACK_BYTES}
 
 
 def _host_overhead(profile: HardwareProfile) -> dict[str, int]:
-    slack = {"slack": HOST_SLACK_BYTES} if profile.device_type == "cuda" else {}
-    return {"process": profile.host_base_bytes} | slack
+    slack_bytes = HOST_SLACK_BYTES if profile.device_type == "cuda" else CPU_SLACK_BYTES
+    return {"process": profile.host_base_bytes, "slack": slack_bytes}
+
+
+def _temporaries(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
+    return {} if profile.device_type == "cuda" else {"temporaries": layout.plain_workspace_bytes}
 
 
 def gpu_overhead_bytes(layout: Layout, profile: HardwareProfile) -> int:
@@ -43,7 +47,7 @@ def gpu_overhead_bytes(layout: Layout, profile: HardwareProfile) -> int:
 
 
 def host_overhead_bytes(profile: HardwareProfile) -> int:
-    """Host bytes of the process outside the arena."""
+    """Host bytes of the process outside the arena and what ops allocate on a CPU."""
     return sum(_host_overhead(profile).values())
 
 
@@ -54,7 +58,8 @@ def gpu_required_bytes(layout: Layout, profile: HardwareProfile) -> int:
 
 def host_required_bytes(layout: Layout, profile: HardwareProfile) -> int:
     """Resident host bytes of the process at its peak."""
-    return layout.host_bytes + host_overhead_bytes(profile)
+    temporaries = sum(_temporaries(layout, profile).values())
+    return layout.host_bytes + host_overhead_bytes(profile) + temporaries
 
 
 def excess_bytes(layout: Layout, request: Request, profile: HardwareProfile) -> tuple[int, int]:
