@@ -32,7 +32,7 @@ def accumulate_weight_grad(acc: Tensor, grad_y: Tensor, x: Tensor, first: bool) 
         else:
             torch.addmm(acc, grad_y.t(), x, out_dtype=acc.dtype, out=acc)
     else:
-        step, wide_x = _widened_rows(*grad_y.shape, x.shape[1]), x.to(acc.dtype)
+        step, wide_x = _widened_rows(len(x), *acc.shape), x.to(acc.dtype)
         for start in range(0, len(acc), step):
             rows = slice(start, start + step)
             product = grad_y[:, rows].t().to(acc.dtype) @ wide_x
