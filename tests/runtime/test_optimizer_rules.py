@@ -1,6 +1,7 @@
 """Engines with every optimizer rule: no plan changes a bit, programs are proven and priced, loss falls."""
 
 import random
+from importlib import resources
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from flexengine.schedule.checker import check_program
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_update
 from flexengine.schedule.simulator import simulate
-from tests.schedule.small_plans import mixed_model
+from tests.schedule.small_plans import mixed_model, small_model
 
 RULES = {
     "lion": Numerics("bfloat16", "split", "bfloat16", "bfloat16", optimizer="lion"),
@@ -99,3 +100,21 @@ def test_groups_have_learning_rates_and_decays_of_their_own(rule):
     assert torch.allclose(moved[1][half], 0.5 * moved[0][half], atol=1e-6)
     decay = "model.layers.0.self_attn.o_proj.weight"
     assert torch.allclose(moved[1][decay] - moved[0][decay], 1e-2 * 0.5 * before[decay], atol=1e-6)
+
+
+def losses_on_bundled_text(numerics, num_steps=60):
+    """Losses of a small model on the bytes of the bundled data, eight sequences a step."""
+    spec = small_model(blocks=2, hidden=32, vocab=256)
+    text = (resources.files("flexengine") / "assets" / "demo" / "demo_instructions.jsonl").read_bytes()
+    rows = [list(text[start : start + 48]) for start in range(0, 48 * 8 * num_steps, 48)]
+    plan = make_plan(spec, chunk_tokens=384, chunks_per_round=1, numerics=numerics)
+    with build_engine(ModelSource(spec, None, None), plan, OPTIMIZERS["adamw"](lr=3e-3)) as engine:
+        return [engine.train_step(rows[8 * i : 8 * i + 8])[0].loss for i in range(num_steps)]
+
+
+def test_states_in_8_bits_learn_as_states_in_float32():
+    numerics = [Numerics("float32", "full", "float32", state) for state in ("float32", "int8")]
+    exact, coded = map(losses_on_bundled_text, numerics)
+    ends = [sum(losses[-10:]) / 10 for losses in (exact, coded)]
+    assert ends[0] < 0.7 * exact[0]
+    assert abs(ends[1] / ends[0] - 1) <= 0.01
