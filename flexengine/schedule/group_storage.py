@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from flexengine.models.spec import GroupSpec, ParamSpec
 from flexengine.optim.rule import Rule
-from flexengine.optim.rules import rule_of
+from flexengine.optim.rules import IN_BLOCKS, rule_of
 from flexengine.plan import Numerics
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.parts import Part, Run, parts_of
@@ -172,7 +172,7 @@ def group_storage(group: GroupSpec, numerics: Numerics) -> GroupStorage:
     Vectors always keep float32 states and, beside bf16 weights, the exact remainder. A frozen group has weights alone.
     """
     params = tuple((p.name, p.shape, p.kind, p.storage, _matrices(p)) for p in group.params)
-    if numerics.optimizer == "muon":
+    if numerics.optimizer == "muon" or numerics.state == IN_BLOCKS:
         params = (params, group.slot_class, group.adapter, tuple(p.matrices for p in group.params))
     key = (params, group.frozen, group.divisions, group.cut, group.num_parts, numerics)
     if key not in _KNOWN:
@@ -190,12 +190,12 @@ def _group_storage(group: GroupSpec, numerics: Numerics) -> GroupStorage:
                 numel += param.numel
                 counts[kind] += param.numel
                 shapes += _plain_matrices(param) if kind == "hidden" else []
-    declared = {kind: _planes(kind, group.frozen, numerics) for kind, count in counts.items() if count}
+    declared = {kind: _planes(kind, group, numerics) for kind, count in counts.items() if count}
     ends = dict.fromkeys(_kinds_in_order(declared.values()), 0)
     segments: list[Segment] = []
     first = 0
     for name, planes in declared.items():
-        rule = None if group.frozen else rule_of(numerics.optimizer, name, numerics.state, numerics.compute)
+        rule = None if group.frozen else _rule(name, group, numerics)
         placed = []
         for plane in planes:
             if plane.kind not in ("weights", "grad"):  # those two stay flat, so that a whole group is one array
@@ -244,14 +244,19 @@ def _matrices(param: ParamSpec) -> tuple[tuple[int, ...], ...]:
     return () if param.storage == "compute" else tuple(source.shape for source in param.sources)
 
 
-def _planes(segment: str, frozen: bool, numerics: Numerics) -> list[Plane]:
+def _rule(segment: str, group: GroupSpec, numerics: Numerics) -> Rule:
+    kind = "edge" if segment == "matrix" and group.slot_class != "block" else segment
+    return rule_of(numerics.optimizer, kind, numerics.state, numerics.compute)
+
+
+def _planes(segment: str, group: GroupSpec, numerics: Numerics) -> list[Plane]:
     """What is stored of a segment's elements, in the order of the slots; all starts are 0."""
     planes = [Plane("weights", 0, numerics.compute)]
-    if frozen:
+    if group.frozen:
         return planes
     if is_split(segment, numerics):
         planes.append(Plane("remainder", 0, "int16"))
-    rule = rule_of(numerics.optimizer, segment, numerics.state, numerics.compute)
+    rule = _rule(segment, group, numerics)
     planes += [Plane(state.kind, 0, state.dtype, state.block) for state in rule.states]
     return [*planes, Plane("grad", 0, numerics.grad)]
 
