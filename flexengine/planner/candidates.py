@@ -13,10 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from flexengine.plan import GroupPlan, LayerPlan, Plan
-from flexengine.planner.cost.stream_loads import GroupUse, group_loads, plane_bytes_in
+from flexengine.planner.cost.stream_loads import group_loads, plane_bytes_in
 from flexengine.planner.shared_buffers import ADAPTER_HOME, SlotCounts
 from flexengine.planner.size_tables import NUM_RESIDENCIES, STREAMS_WEIGHTS, SizeTables
 from flexengine.schedule.group_storage import GroupStorage
+from flexengine.schedule.group_uses import GroupUse
 from flexengine.schedule.layer_program import ALIGNMENT
 
 Slots = tuple[int, int, int]

@@ -16,13 +16,14 @@ from flexengine.metrics import format_seconds
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, Prediction
 from flexengine.planner.bound.speed_of_light import speed_of_light_s
-from flexengine.planner.cost.cost_model import CostModel, limiter, step_seconds
+from flexengine.planner.cost.cost_model import CostModel, step_seconds
 from flexengine.schedule.command_totals import CommandClass, CommandTotal, add_totals
 from flexengine.schedule.commands import Stream
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_round, lower_update
 from flexengine.schedule.packing import full_round
 from flexengine.schedule.simulator import simulate
+from flexengine.schedule.step_parts import limiter
 
 MAX_FACTOR = 10.0
 """Factors are held between this and its inverse: a stream further off was not measured, but disturbed."""

@@ -25,7 +25,7 @@ from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, Prediction, Request
 from flexengine.planner.bound.relaxation import Bound
 from flexengine.planner.bound.speed_of_light import size_bounds, speed_of_light_s
-from flexengine.planner.cost.cost_model import CostModel, StepEstimate, StepPricer, limiter
+from flexengine.planner.cost.cost_model import CostModel, StepPricer
 from flexengine.planner.cost.memory import (
     excess_bytes,
     gpu_categories,
@@ -41,6 +41,7 @@ from flexengine.planner.size_tables import SizeTables
 from flexengine.schedule.expert_fetch import least_touched_share
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.packing import full_round
+from flexengine.schedule.step_parts import StepEstimate, limiter
 
 
 class Race(NamedTuple):

@@ -64,6 +64,7 @@ class Seeder:
         self.tables, self.memory, self.surrogate = surrogate.tables, surrogate.memory, surrogate
         self.buffers, self.request = self.tables.buffers, self.tables.request
         self.choices = np.flatnonzero(np.isin(self.tables.choice_residency, self.buffers.residencies))
+        self._places = [np.flatnonzero(self.buffers.kind_of == kind) for kind in range(len(self.buffers.kinds))]
         most = int(self.tables.choice_staged.max())
         self.staged_limits = sorted({0, most // 2, most})
 
@@ -186,11 +187,6 @@ class Seeder:
             yield from self.priced(np.zeros(NUM_LOADS), 0.0, 1.0, choices, resident)
 
     # -- orders ------------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def _places(self) -> list[np.ndarray]:
-        """Blocks of every kind."""
-        return [np.flatnonzero(self.buffers.kind_of == kind) for kind in range(len(self.tables.kinds))]
 
     def assigned(self, counts: Mapping[int, int]) -> list[np.ndarray]:
         """Assign counts, by kind * K + choice, to blocks: those first that send most, those last, and evenly spread."""

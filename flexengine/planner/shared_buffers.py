@@ -28,13 +28,13 @@ from flexengine.planner.cost.stream_loads import (
     RESIDENT_BOTH,
     STREAMED,
     UPDATED_BY_CPU,
-    group_uses,
     plane_bytes_in,
     residencies_of,
 )
 from flexengine.planner.keep_options import KeepOptions, keep_options
 from flexengine.schedule.fixed_slots import SCALE_BYTES, host_scalar_bytes, norm_square_bytes
 from flexengine.schedule.group_storage import DTYPE_BYTES, group_storage, tile_offsets
+from flexengine.schedule.group_uses import group_uses
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.save_sets import keepable_ops
@@ -106,6 +106,9 @@ class SharedBuffers:
         self.kind_residencies = [residencies_of(model.groups[kind.group]) for kind in self.kinds]
         self.edge_residencies = [residencies_of(model.groups[g]) for g in self.edge_groups]
         self._tiles: dict[int, int] = {}
+        # parts [L] in which parameters cross the link, and host bytes that updates by the CPU take beside planes
+        self.parts_of_blocks = np.array([len(layout.parts) for layout in self.kind_layouts])[self.kind_of]
+        self.cpu_update_host_bytes = align(host_scalar_bytes(len(model.groups)))
         self._options: dict[tuple[int, SaveSets], tuple[KeepOptions, ...]] = {}
         self._edge_slots: dict[EdgeChoice, tuple[int, int]] = {}
         self._activations: dict[tuple[int, int], ActivationBytes] = {}
@@ -143,11 +146,6 @@ class SharedBuffers:
     def slot_bytes(self) -> np.ndarray:
         """Bytes [2, C] of a weight slot and of a gradient slot for blocks of every kind."""
         return np.array([[align(g.part_bytes(kind)) for g in self.kind_layouts] for kind in ("weights", "grad")])
-
-    @cached_property
-    def parts_of_blocks(self) -> np.ndarray:
-        """Parts [L] in which each block's parameters cross the link."""
-        return np.array([len(layout.parts) for layout in self.kind_layouts])[self.kind_of]
 
     def edge_slots(self, edge: EdgeChoice) -> tuple[int, int]:
         """Bytes of the weight, accumulator and gradient slots of embedding and head, which lie over each other, and
@@ -243,11 +241,6 @@ class SharedBuffers:
             grads_over_weights=edge.grads_over_weights,
             in_parts=any(group.num_parts > 1 for group in self.model.groups),
         )
-
-    @property
-    def cpu_update_host_bytes(self) -> int:
-        """Host bytes that updates by the CPU take beside planes."""
-        return align(host_scalar_bytes(len(self.model.groups)))
 
     @cached_property
     def least_tile_bytes(self) -> int:

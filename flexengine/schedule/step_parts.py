@@ -7,6 +7,7 @@ begins in the last round, and what is left of it comes first.
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from flexengine.schedule.commands import Program, Stream
@@ -116,3 +117,52 @@ def stalls(program: Program, timing: Timing) -> dict[tuple[str, str], float]:
         last = max(program.commands, key=lambda c: (timing.end_s[c.index], c.stream is not Stream.CPU))
         found[last.stream.value, phase] += timing.total_s - free
     return dict(found)
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """Predicted seconds of a step or of one program, busy seconds per stream, and compute seconds of recomputation.
+
+    stalls_s: seconds that compute waits, by (stream waited for or "issue", phase): see `stalls`.
+    """
+
+    step_s: float
+    busy_s: dict[str, float]
+    recompute_s: float
+    stalls_s: dict[tuple[str, str], float]
+
+
+def summed(parts: list[tuple[StepEstimate, int]]) -> StepEstimate:
+    """The sum of programs that run so many times."""
+    stalls_s: dict[tuple[str, str], float] = {}
+    for program, count in parts:
+        for key, seconds in program.stalls_s.items():
+            stalls_s[key] = stalls_s.get(key, 0.0) + count * seconds
+    return StepEstimate(
+        step_s=sum(count * part.step_s for part, count in parts),
+        busy_s={s.value: sum(count * part.busy_s[s.value] for part, count in parts) for s in Stream},
+        recompute_s=sum(count * part.recompute_s for part, count in parts),
+        stalls_s=stalls_s,
+    )
+
+
+LIMIT_WORDS = {
+    "h2d": "host-to-device link",
+    "d2h": "device-to-host link",
+    "compute": "compute",
+    "cpu": "CPU",
+    ISSUE: "the host, which issues commands,",
+}
+COMPUTE_BOUND_SHARE = 0.9
+"""With compute busy for this share of a step, compute limits it."""
+
+
+def limiter(estimate: StepEstimate) -> str:
+    """What limits a step, in words: compute, or what and in which phase compute waits for longest."""
+    busy_share = estimate.busy_s["compute"] / max(estimate.step_s, 1e-30)
+    if busy_share >= COMPUTE_BOUND_SHARE or not estimate.stalls_s:
+        again = estimate.recompute_s / max(estimate.busy_s["compute"], 1e-30)
+        return f"compute (busy {100 * busy_share:.0f}% of the step, {100 * again:.0f}% of it recomputation)"
+    (cause, phase), seconds = max(estimate.stalls_s.items(), key=lambda item: item[1])
+    share = f"{100 * seconds / estimate.step_s:.0f}% of the step"
+    return f"{LIMIT_WORDS[cause]} during {phase} (compute waits for it {share})"

@@ -18,24 +18,11 @@ from flexengine.schedule.layer_program import Stage
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_update
 from flexengine.schedule.simulator import Rates, Timing, simulate
-from flexengine.schedule.step_parts import ISSUE, simulated_rounds, stalls
+from flexengine.schedule.step_parts import StepEstimate, simulated_rounds, stalls, summed
 
 GROUPED_SHARE = 0.77
 """Rate of the products of experts over that of linear layers of as many tokens, on an H200: 0.72 with 128 narrow
 experts, 0.76 with 64, 0.81 with 8 wide ones (bench/results/h200_block_*.json)."""
-
-
-@dataclass(frozen=True)
-class StepEstimate:
-    """Predicted seconds of a step or of one program, busy seconds per stream, and compute seconds of recomputation.
-
-    stalls_s: seconds that compute waits, by (stream waited for or "issue", phase): see `stalls`.
-    """
-
-    step_s: float
-    busy_s: dict[str, float]
-    recompute_s: float
-    stalls_s: dict[tuple[str, str], float]
 
 
 @dataclass(frozen=True)
@@ -180,7 +167,7 @@ class StepPricer:
             parts.append((price(program, cost, timing), count))
         if not layout.plan.updates_on_cpu:
             parts.append((self.update(layout, cost), 1))
-        return _summed(parts)
+        return summed(parts)
 
     def update(self, layout: Layout, cost: CostModel) -> StepEstimate:
         """The optimizer's update; it depends on the groups' homes and the tiles alone."""
@@ -193,42 +180,6 @@ class StepPricer:
         return self.updates[key]
 
 
-def _summed(parts: list[tuple[StepEstimate, int]]) -> StepEstimate:
-    """The sum of programs that run so many times."""
-    stalls_s: dict[tuple[str, str], float] = {}
-    for program, count in parts:
-        for key, seconds in program.stalls_s.items():
-            stalls_s[key] = stalls_s.get(key, 0.0) + count * seconds
-    return StepEstimate(
-        step_s=sum(count * part.step_s for part, count in parts),
-        busy_s={s.value: sum(count * part.busy_s[s.value] for part, count in parts) for s in Stream},
-        recompute_s=sum(count * part.recompute_s for part, count in parts),
-        stalls_s=stalls_s,
-    )
-
-
 def step_seconds(layout: Layout, profile: HardwareProfile) -> StepEstimate:
     """Predicted time of a full step under a layout's plan."""
     return StepPricer(profile).step(layout)
-
-
-LIMIT_WORDS = {
-    "h2d": "host-to-device link",
-    "d2h": "device-to-host link",
-    "compute": "compute",
-    "cpu": "CPU",
-    ISSUE: "the host, which issues commands,",
-}
-COMPUTE_BOUND_SHARE = 0.9
-"""With compute busy for this share of a step, compute limits it."""
-
-
-def limiter(estimate: StepEstimate) -> str:
-    """What limits a step, in words: compute, or what and in which phase compute waits for longest."""
-    busy_share = estimate.busy_s["compute"] / max(estimate.step_s, 1e-30)
-    if busy_share >= COMPUTE_BOUND_SHARE or not estimate.stalls_s:
-        again = estimate.recompute_s / max(estimate.busy_s["compute"], 1e-30)
-        return f"compute (busy {100 * busy_share:.0f}% of the step, {100 * again:.0f}% of it recomputation)"
-    (cause, phase), seconds = max(estimate.stalls_s.items(), key=lambda item: item[1])
-    share = f"{100 * seconds / estimate.step_s:.0f}% of the step"
-    return f"{LIMIT_WORDS[cause]} during {phase} (compute waits for it {share})"

@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec
+from flexengine.models.spec import GroupSpec, LayerSpec
 from flexengine.ops.base import Work
 from flexengine.plan import GroupPlan, Home
 from flexengine.planner.cost.cost_model import COPY_ISSUE_CALLS, OTHER_ISSUE_CALLS, CostModel, stage_calls
 from flexengine.schedule.arena_slots import home_of_plane
 from flexengine.schedule.group_storage import GroupStorage
+from flexengine.schedule.group_uses import GroupUse
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram, align
 from flexengine.schedule.lowering import RoundShape
@@ -40,32 +41,6 @@ GPU_RESIDENCIES = tuple(range(UPDATED_BY_CPU))
 """Those that the GPU updates."""
 FROZEN_RESIDENCIES = tuple(home.of_frozen() for home in RESIDENCIES)
 """What the same numbers mean for a group that is not trained: the home of its weights."""
-
-
-class GroupUse(NamedTuple):
-    """How often a round reads a group's weights: by layers forward, and by layers backward (the head counts there).
-
-    gradients: how many layers add to its gradient, each of which stores it (2 for a tied embedding; 0 where frozen).
-    """
-
-    forward: int
-    backward: int
-    gradients: int
-
-
-def group_uses(model: ModelSpec) -> list[GroupUse]:
-    """Uses of every parameter group. The embedding's backward does not read its weights; layers below all that is
-    trained have none."""
-    forward, backward = [0] * len(model.groups), [0] * len(model.groups)
-    for layer in model.layers:
-        for group in layer.groups:
-            forward[group] += layer.kind != "head"
-            backward[group] += layer.kind != "embedding" and layer.has_backward
-    gradients = [
-        0 if spec.frozen else sum(group in layer.groups for layer in model.layers)
-        for group, spec in enumerate(model.groups)
-    ]
-    return [GroupUse(*use) for use in zip(forward, backward, gradients, strict=True)]
 
 
 def residencies_of(group: GroupSpec) -> tuple[GroupPlan, ...]:
