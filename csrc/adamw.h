@@ -1,8 +1,9 @@
 // One optimizer step over flat segments in host memory: what Python passes, and the paths that carry it out.
 //
-// Formulas, dtypes and random bits are those of flexengine/optim: adamw.py, adamw_blocks.py, lion.py and sgd.py. One rounding per operator, in that order, no
-// fused multiply-add: so every path, any cut into pieces and any number of threads give the same bits. One addition:
-// any NaN is stored as the quiet one, since which payload survives an operation on two of them is up to the compiler.
+// Formulas, dtypes and random bits are those of flexengine/optim: adamw.py, adamw_blocks.py, lion.py and sgd.py. One
+// rounding per operator, in that order, no fused multiply-add: so every path, any cut into pieces and any number of
+// threads give the same bits. One addition: any NaN is stored as the quiet one, since which payload survives an
+// operation on two of them is up to the compiler.
 #pragma once
 
 #include <cstddef>
@@ -60,9 +61,9 @@ struct FlexCodebook {
 // Mirrored field by field by flexengine/native/update.py. With States::kBlocks the states are codes.
 struct FlexUpdate : FlexAdamW {
     flex::Rule rule;
-    float* exp_avg_scales;     // [ceil(num_elements / kBlock)] with States::kBlocks, else null
-    float* exp_avg_sq_scales;  // as exp_avg_scales
-    FlexCodebook signed_book;  // of exp_avg
+    float* exp_avg_scales;       // [ceil(num_elements / kBlock)] with States::kBlocks, else null
+    float* exp_avg_sq_scales;    // as exp_avg_scales
+    FlexCodebook signed_book;    // of exp_avg
     FlexCodebook unsigned_book;  // of exp_avg_sq
 };
 

@@ -142,10 +142,9 @@ struct Factors {
     typename V::F scale, decay, one_minus_beta1, beta2, one_minus_beta2, inverse_root_correction2, eps, step_size;
 
     FLEX_INLINE Factors of(const FlexUpdate& call) {
-        return {V::set(call.grad_scale),      V::set(call.decay),
-                V::set(call.one_minus_beta1), V::set(call.beta2),
-                V::set(call.one_minus_beta2), V::set(call.inverse_root_correction2),
-                V::set(call.eps),             V::set(call.step_size)};
+        return {V::set(call.grad_scale), V::set(call.decay),           V::set(call.one_minus_beta1),
+                V::set(call.beta2),      V::set(call.one_minus_beta2), V::set(call.inverse_root_correction2),
+                V::set(call.eps),        V::set(call.step_size)};
     }
 };
 
