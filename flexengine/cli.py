@@ -173,6 +173,12 @@ def run_generate(argv: list[str]) -> int:
     return generate.main(argv)
 
 
+def run_doctor(argv: list[str]) -> int:
+    from flexengine.commands import doctor  # noqa: PLC0415
+
+    return doctor.main(argv)
+
+
 class StderrHandler(logging.StreamHandler):
     """Writes to what sys.stderr is when a line is written: whoever calls `main` may have replaced it since."""
 
@@ -205,6 +211,7 @@ COMMANDS = {
     "generate": Command(run_generate, "answers of a model to prompts, many at a time, within the budgets"),
     "models": Command(run_models, "the architectures that can be trained, and the presets"),
     "probe": Command(run_probe, "measure this machine and remember its rates"),
+    "doctor": Command(run_doctor, "what this machine lacks, and the remedy"),
     "report": Command(run_report, "where the time of a run went, simulated and measured, as one page"),
     "download": Command(run_download, "stage a model or a data set for a machine without internet"),
 }

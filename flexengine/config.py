@@ -143,7 +143,7 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
     def __post_init__(self) -> None:
         for option in options_of(TrainConfig).values():
             object.__setattr__(self, option.name, option.from_flag(getattr(self, option.name)))
-        for name in ("dataset", "val_dataset", "report_to"):
+        for name in ("dataset", "val_dataset", "sample_prompts", "report_to"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
         super().__post_init__()

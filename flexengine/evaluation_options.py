@@ -37,6 +37,9 @@ class EvaluationOptions:
         int | None,
         Option("end the run after this many evaluations in a row without a lower loss", above=0, most=10**9),
     ] = None
+    sample_prompts: Annotated[
+        Sequence[str], Option("print answers to these prompts after each evaluation, without one at the end of the run")
+    ] = ()
     report_to: Annotated[
         Sequence[str], Option(f"also send metrics to these, each a package of its own: {', '.join(TRACKERS)}")
     ] = ()
@@ -57,6 +60,8 @@ class EvaluationOptions:
             raise ValueError(
                 "--data-source synthetic has nothing to evaluate on; leave --val-dataset and --val-fraction"
             )
+        if self.sample_prompts and not has_records:
+            raise ValueError("--data-source synthetic has no tokenizer for --sample-prompts; leave them out")
         for flag, value in (
             ("--eval-steps", self.eval_steps),
             ("--early-stopping-patience", self.early_stopping_patience),

@@ -121,9 +121,8 @@ def run(
         callbacks.on_start(asdict(config), num_steps, config.run_folder)
         with watchers.saver.signals:
             status = take_steps_and_export(config, data, engine, schedule, log, watchers, point)
-    if status == 0 and data.tokenizer is not None and prompts:
-        for prompt, text in zip(prompts, answer(engine, data.tokenizer, prompts), strict=True):
-            print(f"sample: {prompt!r} -> {text!r}")
+    if status == 0:
+        show_samples(engine, data.tokenizer, (*prompts, *(() if config.validates else config.sample_prompts)))
     return status
 
 
@@ -258,8 +257,12 @@ def evaluator_of(
         if config.save and export(config, engine, data.tokenizer, step, folder):
             callbacks.on_save(folder, step)
 
+    def tell(metrics: EvalMetrics) -> None:
+        show_samples(engine, data.tokenizer, config.sample_prompts)
+        callbacks.on_eval(metrics)
+
     log = logs.enter_context(JsonlWriter(config.run_folder / EVAL_LOG_FILE, append=point is not None))
-    actions = EvaluatorActions(log, callbacks.on_eval, keep_best)
+    actions = EvaluatorActions(log, tell, keep_best)
     every = config.eval_steps or max(1, num_steps // EVALUATIONS)
     return Evaluator(engine, data.validation, every, config.early_stopping_patience, actions)
 
@@ -386,6 +389,19 @@ def export(config: TrainConfig, engine: Engine, tokenizer: ChatTokenizer | None,
         tokenizer.export_template(folder)
     tqdm.write(f"model: {folder}")
     return True
+
+
+def show_samples(engine: Engine, tokenizer: ChatTokenizer | None, prompts: Sequence[str]) -> None:
+    """Print the model's answers to prompts. Where the plan leaves no memory for them, the run goes on without."""
+    if tokenizer is None or not prompts:
+        return
+    try:
+        answers = answer(engine, tokenizer, prompts)
+    except ValueError as error:
+        tqdm.write(f"no samples: {error}")
+        return
+    for prompt, text in zip(prompts, answers, strict=True):
+        tqdm.write(f"sample: {prompt!r} -> {text!r}")
 
 
 def answer(engine: Engine, tokenizer: ChatTokenizer, prompts: Sequence[str], max_new_tokens: int = 32) -> list[str]:

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -186,6 +187,32 @@ def test_callbacks_hear_of_the_end_of_a_run_that_fails(start):
 def test_ten_evaluations_by_default(start, steps, expected):
     _, told, _ = start(range(100, 0, -1), steps=steps, eval_steps=None, save=True)
     assert [call[1] for call in told.calls if call[0] == "eval"][:3] == expected
+
+
+@pytest.mark.parametrize(("val_fraction", "times"), [(0.3, 3), (None, 1)])
+def test_answers_to_sample_prompts(start, capsys, monkeypatch, val_fraction, times):
+    """After each evaluation; without validation data once, at the end."""
+    monkeypatch.setattr(ScriptedEngine, "generate", lambda self, prompts, *_, **__: [[40, 41]], raising=False)
+    monkeypatch.setattr(trainer, "show_samples", partial(shown_without_plan, trainer.show_samples))
+    every = {"val_fraction": val_fraction, "eval_steps": 2 if val_fraction else None}
+    start([3.0, 2.0, 1.0, 0.5], sample_prompts="What is 2 plus 2?", **every)
+    assert capsys.readouterr().out.count("sample: 'What is 2 plus 2?' -> '") == times
+
+
+def shown_without_plan(show, engine, tokenizer, prompts):
+    engine.plan.request = SimpleNamespace(max_seq_len=64)
+    show(engine, tokenizer, prompts)
+
+
+def test_no_memory_for_samples_does_not_end_a_run(start, capsys, monkeypatch):
+    def refuse(self, prompts, *_, **__):
+        raise ValueError("the cache does not fit")
+
+    monkeypatch.setattr(ScriptedEngine, "generate", refuse, raising=False)
+    monkeypatch.setattr(trainer, "show_samples", partial(shown_without_plan, trainer.show_samples))
+    _, _, status = start([1.0], sample_prompts="Who?", val_fraction=None, eval_steps=None)
+    assert status == 0
+    assert "no samples: the cache does not fit" in capsys.readouterr().out
 
 
 # ---- what is held out ------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from flexengine.hardware.host_memory import host_memory
+from flexengine.hardware.slurm import slurm_memory_bytes
 
 GIB = 2**30
 NO_LIMIT = {"RLIMIT_AS": -1, "RLIMIT_DATA": -1, "RLIMIT_RSS": -1}
@@ -190,3 +191,26 @@ def test_path_out_of_the_namespace_is_ignored(machine: tuple[Path, Path]):
 def test_this_machine():
     memory = host_memory()
     assert 0 < memory.available_bytes <= memory.total_bytes
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected_gib"),
+    [
+        ({"SLURM_MEM_PER_NODE": "8192"}, 8),
+        ({"SLURM_MEM_PER_CPU": "2048", "SLURM_CPUS_ON_NODE": "6"}, 12),
+        ({"SLURM_MEM_PER_GPU": "4096", "SLURM_GPUS_ON_NODE": "2"}, 8),
+        ({"SLURM_MEM_PER_NODE": "0"}, None),
+        ({"SLURM_MEM_PER_NODE": "much"}, None),
+        ({}, None),
+    ],
+)
+def test_slurm_grants_memory(variables: dict[str, str], expected_gib: int | None):
+    granted = slurm_memory_bytes({"SLURM_JOB_ID": "7", **variables})
+    assert granted == (None if expected_gib is None else expected_gib * GIB)
+    assert slurm_memory_bytes(variables) is None
+
+
+def test_slurm_bounds_what_is_free(machine: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "16384")
+    assert host_memory(*machine, NO_LIMIT) == (16 * GIB, 16 * GIB - 2**29)

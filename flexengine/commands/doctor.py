@@ -1,0 +1,29 @@
+"""`flexengine doctor`: what this machine lacks for training, one line each with the remedy. It never asks anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from flexengine.wording import FlagParser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the findings; returns the exit status, which is 0 also where something is missing."""
+    _parser().parse_args(argv)
+    from flexengine.hardware.doctor import findings  # noqa: PLC0415, loads torch
+
+    found = findings(Path.cwd())
+    width = max(len(finding.name) for finding in found)
+    for finding in found:
+        mark, remedy = ("!", f"; {finding.remedy}") if finding.remedy else (" ", "")
+        print(f"{mark} {finding.name:<{width}}  {finding.found}{remedy}")
+    return 0
+
+
+def _parser() -> FlagParser:
+    return FlagParser(
+        prog="flexengine doctor",
+        description="Says what this machine has and lacks: versions, GPU and driver, native library, memory and its"
+        " limits, page locks, huge pages, disk. Lines with ! tell what to do.",
+    )

@@ -1,0 +1,135 @@
+"""What a machine has and lacks for training: one finding each, with what to do. Nothing is changed or measured."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from flexengine.hardware.host_memory import host_memory
+from flexengine.hardware.nvml import nvidia_driver_version
+from flexengine.hardware.slurm import slurm_memory_bytes
+from flexengine.native.library import DISABLING_VARIABLE, library_path, load
+from flexengine.native.memory_limits import CGROUPS, PROC, host_memory_sizes, memlock_limit_bytes
+
+GIB = 2**30
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+LEAST_DISK_BYTES = 20 * GIB
+"""Free bytes below which a model of 8B in 16 bits would not fit."""
+LEAST_TORCH = (2, 11)
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at. remedy: what to do; empty where all is well."""
+
+    name: str
+    found: str
+    remedy: str = ""
+
+
+def findings(folder: Path) -> list[Finding]:
+    """Look at versions, GPU, driver, native code, memory, locks, huge pages and the disk of `folder`."""
+    looks = (_versions, _gpu, _kernels, _native, _memory, _slurm, _page_locks, _huge_pages)
+    return [*(look() for look in looks), _disk(folder)]
+
+
+def _versions() -> Finding:
+    python = platform.python_version()
+    found = f"Python {python}, torch {torch.__version__}, {platform.system()} {platform.release()}"
+    release = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    if sys.platform != "linux":
+        return Finding("versions", found, "flexengine needs Linux; on Windows use WSL 2")
+    needed = ".".join(map(str, LEAST_TORCH))
+    return Finding("versions", found, "" if release >= LEAST_TORCH else f"install torch {needed} or newer")
+
+
+def _gpu() -> Finding:
+    driver = nvidia_driver_version()
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        return Finding("GPU", f"{', '.join(names)}; driver {driver}")
+    if torch.version.cuda is None:  # type: ignore[attr-defined]
+        remedy = "runs use the CPU; for an NVIDIA GPU install a build of torch with CUDA (pytorch.org)"
+        return Finding("GPU", "none: this torch was built without CUDA", remedy)
+    if driver == "unknown":
+        return Finding(
+            "GPU", "none: no NVIDIA driver answers", "install the driver, or start the container with --gpus"
+        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return Finding("GPU", f"none with CUDA_VISIBLE_DEVICES={visible!r}; driver {driver}", "unset or correct it")
+    remedy = f"update the driver: this torch was built for CUDA {torch.version.cuda}"  # type: ignore[attr-defined]
+    return Finding("GPU", f"none that torch can use; driver {driver}", remedy)
+
+
+def _kernels() -> Finding:
+    if importlib.util.find_spec("triton") is not None:
+        return Finding("Triton", "installed")
+    return Finding("Triton", "not installed", "a GPU needs it: pip install triton; the CPU does not")
+
+
+def _native() -> Finding:
+    if os.environ.get(DISABLING_VARIABLE, "1") == "0":
+        return Finding("native library", f"switched off by {DISABLING_VARIABLE}=0", f"unset {DISABLING_VARIABLE}")
+    if load() is not None:
+        return Finding("native library", f"loaded ({library_path()})")
+    compiler = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
+    first = "" if compiler else "install a C++17 compiler (g++), then "
+    found = "not built" if library_path() is None else "cannot be loaded, or is of another version"
+    return Finding(
+        "native library", found, f"{first}pip install -e . builds it; CPU updates take 10 times as long without"
+    )
+
+
+def _memory() -> Finding:
+    memory, sizes = host_memory(), host_memory_sizes(PROC, CGROUPS)
+    found = f"{memory.available_bytes / GIB:.1f} of {memory.total_bytes / GIB:.1f} GiB free"
+    if memory.total_bytes < sizes[0].total_bytes:
+        found += f", by a limit below the machine's {sizes[0].total_bytes / GIB:.1f} GiB"
+        return Finding(
+            "host memory", found, "raise the container's or job's memory limit, or ulimit, for larger models"
+        )
+    return Finding("host memory", found)
+
+
+def _slurm() -> Finding:
+    granted = slurm_memory_bytes()
+    if granted is None:
+        inside = "SLURM_JOB_ID" in os.environ
+        return Finding("Slurm", "a job without a stated memory; all of the node's" if inside else "not in a job")
+    return Finding("Slurm", f"the job may use {granted / GIB:.1f} GiB on this node, which bounds the default budget")
+
+
+def _page_locks() -> Finding:
+    limit = memlock_limit_bytes()
+    if limit is None:
+        return Finding("page locks", "no limit")
+    remedy = "" if torch.cuda.is_available() else "only matters without CUDA's own locks: ulimit -l unlimited"
+    return Finding(
+        "page locks", f"RLIMIT_MEMLOCK is {limit / 2**20:.1f} MiB; CUDA's own locks are not bound by it", remedy
+    )
+
+
+def _huge_pages() -> Finding:
+    try:
+        chosen = re.findall(r"\[(\w+)\]", HUGE_PAGES.read_text())
+    except OSError:
+        return Finding("huge pages", "unknown: the kernel tells nothing of them")
+    if chosen and chosen[0] != "never":
+        return Finding("huge pages", f"transparent huge pages: {chosen[0]}")
+    remedy = f"as root: echo madvise > {HUGE_PAGES}; locking host memory is slower without"
+    return Finding("huge pages", "transparent huge pages are switched off", remedy)
+
+
+def _disk(folder: Path) -> Finding:
+    nearest = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(nearest).free
+    few = "" if free >= LEAST_DISK_BYTES else "an 8B model takes 16 GB: free some, or choose another --output-dir"
+    return Finding("disk", f"{free / GIB:.1f} GiB free in {nearest}", few)

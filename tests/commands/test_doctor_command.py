@@ -1,0 +1,41 @@
+"""`flexengine doctor`: a line for everything that is looked at, and a remedy where something is missing."""
+
+import pytest
+
+from flexengine import cli
+from flexengine.hardware import doctor
+
+NAMES = ["versions", "GPU", "Triton", "native library", "host memory", "Slurm", "page locks", "huge pages", "disk"]
+
+
+def test_a_line_for_each(capsys):
+    assert cli.main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[2:].split("  ")[0].strip() for line in lines] == NAMES
+    assert all(line[0] in "! " for line in lines)
+
+
+def remedy_of(name, tmp_path):
+    return next(finding.remedy for finding in doctor.findings(tmp_path) if finding.name == name)
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "value", "remedy"),
+    [
+        ("native library", "load", lambda: None, "pip install -e . builds it"),
+        ("versions", "LEAST_TORCH", (99, 1), "install torch 99.1 or newer"),
+        ("disk", "LEAST_DISK_BYTES", 1 << 70, "an 8B model takes 16 GB"),
+    ],
+)
+def test_remedies(name, target, value, remedy, tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, target, value)
+    assert remedy in remedy_of(name, tmp_path)
+
+
+def test_huge_pages_that_are_off(tmp_path, monkeypatch):
+    setting = tmp_path / "enabled"
+    setting.write_text("always madvise [never]\n")
+    monkeypatch.setattr(doctor, "HUGE_PAGES", setting)
+    assert f"echo madvise > {setting}" in remedy_of("huge pages", tmp_path)
+    setting.write_text("always [madvise] never\n")
+    assert remedy_of("huge pages", tmp_path) == ""
