@@ -35,7 +35,7 @@ class Segment {
         call_.num_elements = size;
         call_.element_offset = (uint64_t{1} << 32) - static_cast<uint64_t>(size / 2);
         call_.master = master;
-        call_.bf16_states = bf16_states;
+        call_.states = bf16_states ? flex::States::kBf16 : flex::States::kFloat32;
         call_.bf16_grad = bf16_grad;
         call_.grad_scale = 0.5f;
         call_.decay = 0.999f;
