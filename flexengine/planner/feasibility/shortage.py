@@ -14,7 +14,7 @@ from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, PlanError, PlanReason, Request
 from flexengine.planner.candidates import CandidateMemory, Candidates
 from flexengine.planner.cost.memory import gpu_categories, gpu_required_bytes, host_categories, host_required_bytes
-from flexengine.planner.cost.save_sets import SaveSets, ever_smaller_sets
+from flexengine.planner.cost.save_sets import ever_smaller_sets
 from flexengine.planner.cost.stream_loads import GPU_RESIDENCIES
 from flexengine.planner.feasibility.remedies import Least, Remedy, Try, gib_text, remedies, remedy_note
 from flexengine.planner.seeds import LEAST_SLOTS, Seeder
@@ -63,15 +63,12 @@ class Feasibility:
     def _buffers(self) -> SharedBuffers:
         return SharedBuffers(self.model, self.request, self.profile)
 
-    @cached_property
-    def _sets(self) -> SaveSets:
-        return ever_smaller_sets([kind.layer for kind in self._buffers.kinds])
-
     def memories(self) -> Iterator[CandidateMemory]:
         """Bytes of candidates at every chunk size, smallest first, made when first asked for."""
         for i, (chunk, chunks) in enumerate(self.sizes):
             if i == len(self._memories):
-                self._memories.append(CandidateMemory(SizeTables(self._buffers, chunk, chunks, self._sets)))
+                sets = ever_smaller_sets([kind.layer for kind in self._buffers.kinds])
+                self._memories.append(CandidateMemory(SizeTables(self._buffers, chunk, chunks, sets)))
             yield self._memories[i]
 
     def least_gpu(self) -> Needs:
@@ -172,11 +169,7 @@ def _message(request: Request, needs: Needs, found: tuple[Remedy, ...]) -> str:
             start = "  and" if lines else "smallest plan needs"
             missing = f"budget is {gib_text(budget)} GiB, {gib_text(required - budget)} GiB are missing."
             lines.append(f"{start} {gib_text(required)} GiB of {place} memory, {missing}")
-            lines.append(f"  largest: {_largest(categories)}")
+            shown = sorted(categories.items(), key=lambda item: -item[1])[:NUM_SHOWN]
+            lines.append("  largest: " + ", ".join(f"{name} {format_bytes(size)}" for name, size in shown))
     lines.append(f"  fits with: {', or '.join(map(str, found))}" if found else "  no change that was tried fits")
     return "\n".join(lines)
-
-
-def _largest(categories: dict[str, int]) -> str:
-    shown = sorted(categories.items(), key=lambda item: -item[1])[:NUM_SHOWN]
-    return ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in shown)
