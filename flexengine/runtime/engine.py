@@ -7,14 +7,14 @@ how the plan came about.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from flexengine.hardware.memory_usage import GpuMemoryMeter, MemoryPeaks, memory_peaks
+from flexengine.hardware.memory_usage import GpuMemoryMeter
 from flexengine.models.base_dtype import check_base_dtype
 from flexengine.models.matmul_dtype import check_matmul_dtype
 from flexengine.models.registry import ModelSource
@@ -28,7 +28,6 @@ from flexengine.runtime.batch_input import Sequences, read_batch, read_call
 from flexengine.runtime.checkpoint_calls import CLOSED, CheckpointCalls
 from flexengine.runtime.command_handlers import CommandHandlers
 from flexengine.runtime.executor import CommandOrder, Executor
-from flexengine.runtime.export import export_adapter, export_checkpoint
 from flexengine.runtime.generation import GenerationRequest, Generator, Sampling
 from flexengine.runtime.layer_runner import LayerRunner
 from flexengine.runtime.measurement import StepMeasurement
@@ -36,15 +35,14 @@ from flexengine.runtime.one_caller import one_caller, training_call
 from flexengine.runtime.outputs import EvaluateOutput, FwdBwdOutput, StepOutput, evaluate_output
 from flexengine.runtime.program_runner import ProgramRunner
 from flexengine.runtime.programs import Programs
+from flexengine.runtime.reading_calls import ReadingCalls
 from flexengine.runtime.rounds import RoundRunner
 from flexengine.runtime.step_runner import StepRunner
 from flexengine.runtime.step_state import StepState
 from flexengine.runtime.update import UpdateRunner, UpdateSettings, update_settings
 from flexengine.runtime.weight_store import WeightStore, empty_buffers, fill_weights, load_adapter
-from flexengine.schedule.command_totals import CommandClass, CommandTotal
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.relocation import relocation
-from flexengine.schedule.timeline import TimedRun
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class EngineSettings:
     decay_factors: tuple[float, ...] = ()
 
 
-class Engine(CheckpointCalls):
+class Engine(CheckpointCalls, ReadingCalls):
     """Trains one model under one plan. `flexengine.from_pretrained` makes it.
 
     fwd_bwd adds the gradients of a batch, several calls accumulate; step updates the weights with the gradients of the
@@ -137,16 +135,6 @@ class Engine(CheckpointCalls):
     def matmul_flops_per_s(self) -> float:
         """Measured rate of large matrix products, 0 where none was measured."""
         return self.settings.matmul_flops_per_s
-
-    @property
-    def step_count(self) -> int:
-        """Optimizer steps taken, skipped ones left out where gradients are clipped."""
-        return self.state.step_count
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether fwd_bwd calls since the last step have left gradients; an interrupted call leaves none."""
-        return self.state.has_gradients and not self.state.under_way
 
     def __enter__(self) -> Engine:
         return self
@@ -278,30 +266,7 @@ class Engine(CheckpointCalls):
         weight = loss_weight if divisor is None else divisor
         return update_settings(self.optimizer, lr, self.max_grad_norm, weight, step, seed)
 
-    # -- measuring and changing the plan -----------------------------------------------------------------------------
-
-    def measure_next_step(self, keep_runs: bool = False) -> None:
-        """Time every command of the next step; afterwards `command_totals` has their seconds by class.
-
-        keep_runs: also keep when each command of each program ran, for `take_timed_runs`. After a fwd_bwd of the step,
-        only what comes is measured.
-
-        A measured step is slower: programs are bound again with time stamps, and the host waits for the end of each.
-        Its results are the same. What is evaluated in between is not counted.
-        """
-        self.measurement.request(keep_runs, under_way=self.has_gradients)
-
-    @property
-    def command_totals(self) -> dict[CommandClass, CommandTotal]:
-        """Seconds of the last measured step's commands, by class."""
-        return self.measurement.totals
-
-    def take_timed_runs(self) -> list[TimedRun]:
-        """The programs of the last step measured with keep_runs, in order; the engine then forgets them.
-
-        Their times are seconds since the measured part of the step began. Empty when there are none.
-        """
-        return self.measurement.take_runs()
+    # -- changing the plan ---------------------------------------------------------------------------------------------
 
     @one_caller
     def adopt(self, plan: Plan, description: str = "") -> None:
@@ -332,60 +297,7 @@ class Engine(CheckpointCalls):
         self.runner.last_program = None
         self.layers.chunks = []
 
-    # -- looking in --------------------------------------------------------------------------------------------------
-
-    def describe(self) -> str:
-        """The plan in words."""
-        return self._description
-
-    def memory_peaks(self) -> MemoryPeaks:
-        """Most GPU and host memory the process has had in use, bytes; on the CPU the GPU figure is the device arena."""
-        return memory_peaks(self.meter)
-
-    @one_caller
-    def state_dict(self) -> dict[str, Tensor]:
-        """Master weights by Hugging Face name, on the CPU, exact in float32 (float64 for float64 compute).
-
-        A frozen parameter has no master: its value here is the one that is computed with, rounded from a wider
-        checkpoint. Raises ValueError after an interrupted step.
-        """
-        self.state.require_usable()
-        self.executor.synchronize()
-        return {name: self.weights.read(name) for name in self.weights.runs}
-
-    @one_caller
-    def gradients(self) -> dict[str, Tensor]:
-        """Gradients of the mean loss over all target tokens since the last step, by Hugging Face name, on the CPU.
-
-        Frozen parameters have none. Raises ValueError when there are no gradients.
-        """
-        self.state.require_gradients("there are no gradients: call fwd_bwd(batch) first")
-        self.executor.synchronize()
-        return self.weights.read_gradients(scale=1.0 / self.state.loss_weight)
-
-    @one_caller
-    def save_pretrained(
-        self, folder: str | Path, beside: Mapping[str, str] | None = None, merged: bool | None = None
-    ) -> None:
-        """Write a Hugging Face folder that transformers loads unchanged, or of a model with adapters these alone.
-
-        It has the source's tensor names, dtypes and shards, its config and tokenizer; frozen tensors bit for bit. A
-        preset is saved in the compute dtype, a quantised checkpoint in 16 bits, in shards of the usual size. An error
-        leaves the folder as it was.
-        beside: further texts that appear with the model, by file name. merged: for a model with adapters, whether to
-        write the whole model with them added to its weights, computed in float32 and rounded once; None and False write
-        the adapters, as PEFT does.
-        Raises ValueError after an interrupted step, NotFiniteError (a ValueError) for a trained weight with NaN or
-        infinity.
-        """
-        self.state.require_usable()
-        self.executor.synchronize()
-        if merged is not None and self.model.lora is None:
-            raise ValueError(f"merged={merged}, but {self.model.name} has no adapters; leave it out")
-        if self.model.lora is None or merged:
-            export_checkpoint(folder, self.source, self.weights, self.buffers, beside or {})
-        else:
-            export_adapter(folder, self.source, self.weights, beside or {})
+    # -- the end -------------------------------------------------------------------------------------------------------
 
     @one_caller
     def close(self) -> None:
