@@ -179,6 +179,12 @@ def run_doctor(argv: list[str]) -> int:
     return doctor.main(argv)
 
 
+def run_export(argv: list[str]) -> int:
+    from flexengine.commands import export  # noqa: PLC0415
+
+    return export.main(argv)
+
+
 class StderrHandler(logging.StreamHandler):
     """Writes to what sys.stderr is when a line is written: whoever calls `main` may have replaced it since."""
 
@@ -212,6 +218,7 @@ COMMANDS = {
     "models": Command(run_models, "the architectures that can be trained, and the presets"),
     "probe": Command(run_probe, "measure this machine and remember its rates"),
     "doctor": Command(run_doctor, "what this machine lacks, and the remedy"),
+    "export": Command(run_export, "a model of a run's checkpoint, such as that of a run that was stopped"),
     "report": Command(run_report, "where the time of a run went, simulated and measured, as one page"),
     "download": Command(run_download, "stage a model or a data set for a machine without internet"),
 }

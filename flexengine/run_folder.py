@@ -34,6 +34,7 @@ from flexengine.config import (
 from flexengine.metrics import format_bytes
 from flexengine.models.registry import ModelSource
 from flexengine.options import options_of
+from flexengine.resuming import SAME_RESULTS
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
@@ -76,10 +77,14 @@ def _check_contents(config: TrainConfig, replace: bool) -> None:
 
 
 def _has_config(folder: Path, config: TrainConfig) -> bool:
-    """Tell whether a folder belongs to a run with the same options, resumed or not, however its file is written."""
+    """Tell whether a folder belongs to a run with the same options, however its file is written.
+
+    A run that is resumed may have other budgets, and whatever else changes no bit.
+    """
     try:
         found = TrainConfig.from_yaml((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        return dataclasses.replace(found, resume=None) == dataclasses.replace(config, resume=None)
+        ignored = ("resume",) if config.resume is None else SAME_RESULTS
+        return dataclasses.replace(found, **{name: getattr(config, name) for name in ignored}) == config
     except ValueError:  # damaged, or with options that are gone
         return False
 

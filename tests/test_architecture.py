@@ -76,7 +76,7 @@ ARROWS = {
         "stop_signals",
         "wording",
     },
-    "run_folder": {"api", "checkpoint", "config", "metrics", "models", "options"},
+    "run_folder": {"api", "checkpoint", "config", "metrics", "models", "options", "resuming"},
     "health": {"data", "metrics", "runtime"},
     "training_data": {"config", "data", "models"},
     "feedback": {
@@ -143,6 +143,9 @@ ARROWS = {
         "reports",
         "schedule",
         "metrics",
+        "optim",
+        "resuming",
+        "run_folder",
     },
     "cli": {"wording", "options", "job", "config", "flags", "hf_names", "commands", "trainer", "checkpoint"},
     "__init__": {"api", "lora"},

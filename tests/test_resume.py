@@ -174,7 +174,7 @@ def test_without_a_checkpoint_auto_begins(run, whole, capsys):
     assert run(resume="auto") == 0
     assert "run has no checkpoint, so the run starts from the beginning" in capsys.readouterr().out
     assert (logged("run"), weights_of("run/final")) == whole
-    assert run(resume="auto") == 0  # the same options give the same model
+    assert run(resume="auto", max_gpu_mem_gib=0.4) == 0  # the same options but for budgets give the same model
 
 
 REFUSED = {
@@ -221,3 +221,15 @@ def test_a_disk_that_takes_no_checkpoint_does_not_end_the_run(run, whole, monkey
     assert (logged("run"), weights_of("run/final")) == whole
     assert [found.step for found in checkpoints_of(Path("run"))] == [2]
     assert not half_written(Path("run"))
+
+
+def test_a_stopped_run_is_exported(run, stopped, whole, capsys):
+    """The model of the last checkpoint is that which a run of as many steps, at the same rates, would have saved."""
+    stopped(7, signal.SIGTERM)
+    Path("run/final").rename("saved")
+    assert cli.main(["export", "--run", "run", "--max-gpu-mem-gib", "0.00006"]) == 0
+    assert "model after step 7: run/final" in capsys.readouterr().out
+    assert weights_of("run/final") == weights_of("saved") == whole[1]
+    assert cli.main(["export", "--run", "run"]) == 2
+    assert cli.main(["export", "--run", "nowhere"]) == 2
+    assert "is no run folder" in capsys.readouterr().err
