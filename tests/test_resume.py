@@ -86,7 +86,7 @@ def whole(whole_run):
 BUDGETS = {
     "the same budgets": {},
     "a smaller GPU budget": {"max_gpu_mem_gib": 0.00006},
-    "smaller budgets of both": {"max_gpu_mem_gib": 0.0001, "max_host_mem_gib": 1.00015},
+    "smaller budgets of both": {"max_gpu_mem_gib": 0.0001, "max_host_mem_gib": 1.07},
 }
 
 
