@@ -128,6 +128,7 @@ ARROWS = {
         "watchers",
     },
     "commands": {
+        "checkpoint",
         "api",
         "wording",
         "options",

@@ -28,8 +28,9 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     config = _config_of(arguments)
     from flexengine.api import build, prepare_job  # noqa: PLC0415, loads torch
+    from flexengine.checkpoint.layout import RUN_FILE  # noqa: PLC0415
     from flexengine.resuming import load_point, resume_points  # noqa: PLC0415
-    from flexengine.run_folder import RUN_FILE, run_record  # noqa: PLC0415
+    from flexengine.run_folder import run_record  # noqa: PLC0415
 
     output = config.run_folder / FINAL_FOLDER if arguments.output is None else arguments.output
     if output.exists():
