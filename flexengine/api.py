@@ -64,11 +64,17 @@ class PlannedRun:
         return step_timeline(Picture(self.plan, self.source.spec, self.profile))
 
 
+@dataclass(frozen=True)
+class ModelArgument:
+    """The argument that comes first. A base of its own puts it before those of a job, whose order fields keep."""
+
+    path_or_preset: str | Path
+
+
 @dataclass(frozen=True, kw_only=True)
-class PrepareArguments(Job):
+class PrepareArguments(Job, ModelArgument):
     """What `prepare` is called with: a job's options, budgets in bytes too, a machine, adapters as a value."""
 
-    path_or_preset: str | Path = field(kw_only=False)
     max_gpu_mem_bytes: int | None = None
     max_host_mem_bytes: int | None = None
     hardware: HardwareProfile | str | Path | None = None
@@ -91,7 +97,7 @@ class PrepareArguments(Job):
 class EngineArguments(PrepareArguments):
     """What `from_pretrained` is called with."""
 
-    optimizer: Optimizer | OptimizerName = "adamw"
+    optimizer: Optimizer | OptimizerName = field(default="adamw", kw_only=False)
 
     def __post_init__(self, lora: LoRA | None) -> None:
         if self.optimizer is None:

@@ -46,7 +46,8 @@ def test_python_shows_every_option_with_its_default(function, arguments):
     shown = inspect.signature(function).parameters
     for name, option in options_of(Job).items():
         assert shown[name].default == option.default
-        assert shown[name].kind == inspect.Parameter.KEYWORD_ONLY
+        if (function, name) != (from_pretrained, "optimizer"):  # its second argument
+            assert shown[name].kind == inspect.Parameter.KEYWORD_ONLY
         assert f"    {name}: " in function.__doc__
     assert list(shown) == list(inspect.signature(arguments).parameters)
     assert shown["max_seq_len"].annotation is int
@@ -59,6 +60,7 @@ def test_python_types_are_those_of_the_declaration():
     shown = inspect.signature(from_pretrained)
     found = {name: shown.parameters[name].annotation for name in options_of(Job)}
     assert found.pop("optimizer") == Optimizer | OptimizerName  # settings, or a name as in a job
+    assert shown.parameters["optimizer"].kind == inspect.Parameter.POSITIONAL_OR_KEYWORD
     assert found == {name: hints[name] for name in options_of(Job) if name != "optimizer"}
     assert inspect.signature(prepare).parameters["optimizer"].annotation == OptimizerName
 

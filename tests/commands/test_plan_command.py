@@ -248,7 +248,7 @@ LARGEST = {
 
 def test_sizes_and_budgets_have_limits():
     sizes = {"max_seq_len", "max_global_batch_tokens", "chunk_tokens", "round_tokens"}
-    assert set(LARGEST) == {*sizes, "max_gpu_mem_gib", "max_host_mem_gib"}
+    assert set(LARGEST) == {*sizes, "max_gpu_mem_gib", "max_host_mem_gib", "lora_rank", "lora_alpha", "lora_dropout"}
 
 
 @pytest.mark.parametrize("name", LARGEST)
@@ -267,7 +267,7 @@ def test_an_empty_name_is_no_folder(capsys):
     assert "--model is empty" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags", ["--max-gpu-mem-gib 0", "--chunk-tokens many", "--mode lora", "--gpus rtx4090"])
+@pytest.mark.parametrize("flags", ["--max-gpu-mem-gib 0", "--chunk-tokens many", "--mode qlora", "--gpus rtx4090"])
 def test_wrong_flags_end_with_status_2(run, flags):
     with pytest.raises(SystemExit) as caught:
         run(flags)
