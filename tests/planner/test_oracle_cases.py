@@ -8,12 +8,18 @@ import pytest
 
 from flexengine.planner.bound.speed_of_light import speed_of_light_s
 from flexengine.planner.planner import make_plan
-from tests.planner.oracle_cases import NUM_CASES, answer, answers, case
+from tests.planner.oracle_cases import NUM_CASES, answer, answers, case, without_temporaries
 
 NEAR, MOST_MISSES, FARTHEST = 1.02, 5, 1.05
 ANSWERS = answers()
 CHEAPEST = sorted(range(len(ANSWERS)), key=lambda i: (ANSWERS[i]["fitting"], i))[:3]
 """The cases with the fewest placements within their budgets, which the oracle answers soonest."""
+
+
+@pytest.fixture(autouse=True)
+def _no_temporaries():
+    with without_temporaries():
+        yield
 
 
 def test_there_is_an_answer_for_every_case():
