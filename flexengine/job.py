@@ -29,8 +29,14 @@ MOST_TOKENS = 2**28
 MOST_GIB = 2**20
 MOST_LORA_RANK = 2**14
 LARGEST_SEED = 2**32 - 1
-LORA_OPTIONS = ("lora_rank", "lora_alpha", "lora_targets", "lora_dropout", "use_rslora")
-"""Options that mean something in mode lora alone."""
+LORA_OPTIONS = {
+    "lora_rank": "rank",
+    "lora_alpha": "alpha",
+    "lora_targets": "targets",
+    "lora_dropout": "dropout",
+    "use_rslora": "use_rslora",
+}
+"""Options that mean something in mode lora alone, and the fields of `LoRA` that they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +221,7 @@ class Job:
         """The adapters that are trained, if any."""
         if self.mode == "full":
             return None
-        return LoRA(self.lora_targets, self.lora_rank, self.lora_alpha, self.use_rslora, self.lora_dropout)
+        return LoRA(**{field: getattr(self, option) for option, field in LORA_OPTIONS.items()})
 
     @property
     def numerics(self) -> Numerics:

@@ -9,7 +9,7 @@ from typing import Any
 
 from flexengine.checkpoint.adapter_config import read_lora
 from flexengine.hardware.profile import HardwareProfile, ProbeShape
-from flexengine.job import Job
+from flexengine.job import LORA_OPTIONS, Job
 from flexengine.lora import LoRA
 from flexengine.metrics import GIB, format_bytes
 from flexengine.models.attention_shapes import attention_shapes
@@ -45,14 +45,7 @@ def described(spec: ModelSpec, job: Job) -> ModelSpec:
 
 def lora_options(lora: LoRA) -> dict[str, Any]:
     """Adapters as options of a job."""
-    return {
-        "mode": "lora",
-        "lora_rank": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_targets": lora.targets,
-        "use_rslora": lora.use_rslora,
-        "lora_dropout": lora.dropout,
-    }
+    return {"mode": "lora", **{option: getattr(lora, field) for option, field in LORA_OPTIONS.items()}}
 
 
 def with_read_adapter(job: Job) -> Job:

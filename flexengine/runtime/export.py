@@ -64,25 +64,45 @@ def _target_names(model: ModelSpec, found: Sequence[Adapter]) -> set[str]:
     return {name if (short := name.rpartition(".")[2]) in partly else short for name in adapted}
 
 
-class _Merging(NamedTuple):
-    """The adapters that are added to the tensors of a model, by the names of these."""
+class _Exported(NamedTuple):
+    """The tensors of a model as they are exported: adapters are added to the weights that they change.
+
+    adapter_of: by the name of the weight. scale: what the products of adapters are multiplied by.
+    """
 
     weights: WeightStore
+    adapter_of: Mapping[str, Adapter]
     scale: float
-    by_weight: dict[str, Adapter]
 
-    def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """weight + scale * B @ A in float32 (float64), rounded once to `dtype`."""
-        adapter, merged = self.by_weight[name], self.weights.read(name)
+    @staticmethod
+    def of(weights: WeightStore) -> _Exported:
+        """Those of the model that the weights belong to."""
+        model = weights.layout.model
+        scale = 0.0 if model.lora is None else model.lora.scale
+        return _Exported(weights, {adapter.weight.name: adapter for adapter in adapters(model)}, scale)
+
+    def differs(self, name: str) -> bool:
+        """Whether a tensor of this name is not what was loaded."""
+        run = self.weights.runs.get(name)
+        # What is trained beside a base in fewer bytes was fitted to its decoded values, so these are the model.
+        return run is not None and (not run.frozen or run.in_fewer_bytes or name in self.adapter_of)
+
+    def tensor(self, name: str, dtype: torch.dtype) -> TensorSource:
+        """A tensor, which is checked when its turn comes; an error then leaves the old folder as it was."""
+        return TensorSource(name, dtype, self.weights.runs[name].source.shape, lambda: self._read(name, dtype))
+
+    def _read(self, name: str, dtype: torch.dtype) -> Tensor:
+        adapter = self.adapter_of.get(name)
+        if adapter is not None:
+            return checked(name, self._merged(name, adapter).to(dtype))
+        weight = self.weights.read(name, dtype)
+        return weight if self.weights.runs[name].frozen else checked(name, weight)
+
+    def _merged(self, name: str, adapter: Adapter) -> Tensor:
+        """weight + scale * B @ A in float32 (float64), to be rounded once."""
+        merged = self.weights.read(name)
         product = self.weights.read(adapter.up.name) @ self.weights.read(adapter.down.name)
-        merged.add_(product.t() if adapter.transposed else product, alpha=self.scale)
-        return checked(name, merged.to(dtype))
-
-
-def _merging(weights: WeightStore) -> _Merging:
-    model = weights.layout.model
-    scale = model.lora.scale if model.lora is not None else 0.0
-    return _Merging(weights, scale, {adapter.weight.name: adapter for adapter in adapters(model)})
+        return merged.add_(product.t() if adapter.transposed else product, alpha=self.scale)
 
 
 def _export_preset(
@@ -94,7 +114,8 @@ def _export_preset(
 ) -> None:
     compute = weights.layout.plan.request.numerics.compute
     own = [name for name, run in weights.runs.items() if not run.param.added]
-    tensors = [_trained(weights, name, getattr(torch, compute)) for name in own]
+    exported = _Exported.of(weights)
+    tensors = [exported.tensor(name, getattr(torch, compute)) for name in own]
     tensors += [
         TensorSource(name, torch.float32, tuple(buffer.shape), buffer.float) for name, buffer in buffers.items()
     ]
@@ -114,36 +135,20 @@ def _export_over(
     }
     if decoded:
         beside = {**beside, CONFIG_FILE: _config_text(model, str(EXPORT_DTYPE).removeprefix("torch."))}
+    exported = _Exported.of(weights)
     with CheckpointReader.open(original) as reader:
-        kept = [_as_stored(reader, name, model, weights) for name in reader.tensors if name not in decoded]
-        tensors = [*kept, *(_trained(weights, name, EXPORT_DTYPE) for name in dict.fromkeys(decoded.values()))]
+        kept = [_as_stored(reader, name, model, exported) for name in reader.tensors if name not in decoded]
+        tensors = [*kept, *(exported.tensor(name, EXPORT_DTYPE) for name in dict.fromkeys(decoded.values()))]
         shards = None if decoded else reader.shard_of
         write_checkpoint(folder, tensors, shards, beside=beside, with_manifest=True)
 
 
-def _trained(weights: WeightStore, name: str, dtype: torch.dtype) -> TensorSource:
-    """A trained tensor, which is checked when its turn comes; an error then leaves the old folder as it was."""
-
-    merging = _merging(weights)
-
-    def read() -> Tensor:
-        if name in merging.by_weight:
-            return merging.read(name, dtype)
-        weight = weights.read(name, dtype)
-        return weight if weights.runs[name].frozen else checked(name, weight)
-
-    return TensorSource(name, dtype, weights.runs[name].source.shape, read)
-
-
-def _as_stored(reader: CheckpointReader, name: str, model: ModelSpec, weights: WeightStore) -> TensorSource:
+def _as_stored(reader: CheckpointReader, name: str, model: ModelSpec, exported: _Exported) -> TensorSource:
     """A tensor of the source checkpoint: trained, tied to a trained one, or carried through untouched."""
     entry, tied = reader.tensors[name], model.tie_word_embeddings and name == model.head_source
     source = model.embedding_source if tied else name
-    run = weights.runs.get(source)
-    # What is trained beside a base in fewer bytes was fitted to its decoded values, so these are the model.
-    own = run is not None and (not run.frozen or run.in_fewer_bytes)
-    if own or source in _merging(weights).by_weight:
-        return _trained(weights, source, entry.dtype)._replace(name=name)
+    if exported.differs(source):
+        return exported.tensor(source, entry.dtype)._replace(name=name)
 
     def carried() -> Tensor:
         tensor = torch.empty(entry.shape, dtype=entry.dtype)

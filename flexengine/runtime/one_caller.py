@@ -46,9 +46,8 @@ def _alone(method: Callable[Concatenate[Self, P], R], trains: bool) -> Callable[
     def called(self: Self, *args: P.args, **keywords: P.kwargs) -> R:
         state, this = self.state, object()
         try:
-            if (
-                state.running.setdefault("call", this) is not this
-            ):  # one operation: no interrupt comes between its halves
+            # one operation: no interrupt comes between its halves
+            if state.running.setdefault("call", this) is not this:
                 raise RuntimeError(
                     f"{method.__name__}() while another call of this engine runs, in another thread or in a signal"
                     " handler; make calls one after the other"
