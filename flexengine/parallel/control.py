@@ -1,0 +1,196 @@
+"""Small values among ranks: plans, digests, losses and errors, over a gloo group of its own.
+
+No GPU memory is taken, and the caller's process groups are left alone. Every rank makes the same calls in the same
+order; one that makes another is told so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, distributed
+
+from flexengine.parallel.ranks import Ranks
+
+TIMEOUT_S = 1800.0  # of one call: rank 0 may plan, load or save meanwhile; who dies is noticed much earlier
+_FRAME_BYTES = 4096  # what fits crosses in one call
+_HEADER = struct.Struct("<qq16s")  # number of the call, bytes of the value, name of the call
+_SPIN_S = 200e-6
+_NAP_S = 100e-6
+
+_openings = itertools.count()
+
+
+class RankError(RuntimeError):
+    """What went wrong on one rank, as all ranks are told."""
+
+
+class _Frame(NamedTuple):
+    call: int
+    kind: str
+    num_bytes: int
+    inline: bytes
+
+
+class Control:
+    """Calls that all ranks make together. One thread of a rank uses it. Raises: RankError when a rank does not come."""
+
+    def __init__(self, ranks: Ranks, group: Any, timeout_s: float = TIMEOUT_S) -> None:
+        self.ranks = ranks
+        self.check_lost: Callable[[], object] = lambda: None
+        """Called while waiting; raises when a rank is lost."""
+        self._group = group
+        self._timeout_s = timeout_s
+        self._calls = 0
+
+    @staticmethod
+    def open(ranks: Ranks, timeout_s: float = TIMEOUT_S) -> Control:
+        """Join the other ranks. One rank needs none, and no torch.distributed."""
+        return Control(ranks, None if ranks.size == 1 else _join(ranks, timeout_s), timeout_s)
+
+    def close(self) -> None:
+        """Leave the group; later calls raise."""
+        self._group = None
+        self.check_lost = lambda: None
+
+    def broadcast(self, value: Any = None) -> Any:
+        """Rank 0's value, on every rank; those of the others are not looked at."""
+        return self._exchange("broadcast", value if self.ranks.rank == 0 else None)[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in their order, on every rank."""
+        return self._exchange("gather", value)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self._exchange("barrier", None)
+
+    def agree(self, digest: bytes, what: str) -> None:
+        """Raise ValueError on all ranks when `digest` differs between them; `what` names what it is of."""
+        digests = self._exchange("agree", digest)
+        others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        if others:
+            named = f"rank {others[0]} has" if len(others) == 1 else f"ranks {', '.join(map(str, others))} have"
+            raise ValueError(f"{named} another {what} than rank 0; give every rank the same {what}")
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """Raise on all ranks what the body raises on one: the error of the first rank that has one.
+
+        The body makes no calls of Control. An interrupt is this rank's own and goes through at once.
+        """
+        error = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        told = self._exchange("all_or_none", None if error is None else _told(error))
+        failed = next((rank for rank, words in enumerate(told) if words is not None), None)
+        if failed == self.ranks.rank and error is not None:
+            raise error
+        if failed is not None:
+            kind, words = told[failed]
+            raise _KINDS[kind](f"rank {failed}: {words}") from error
+
+    def _exchange(self, kind: str, value: Any) -> list[Any]:
+        if self.ranks.size == 1:
+            return [value]
+        if self._group is None:
+            raise RankError(f"{kind} after the control group was closed")
+        self._calls += 1
+        data = pickle.dumps(value)
+        frames = [self._unpack(row) for row in self._all_gather(self._packed(kind, data), _FRAME_BYTES)]
+        self._check_same_call(kind, frames)
+        longest = max(frame.num_bytes for frame in frames)
+        if longest <= _FRAME_BYTES - _HEADER.size:
+            return [pickle.loads(frame.inline) for frame in frames]
+        rows = self._all_gather(data, longest)
+        return [pickle.loads(row[: frame.num_bytes]) for row, frame in zip(rows, frames, strict=True)]
+
+    def _packed(self, kind: str, data: bytes) -> bytes:
+        return _HEADER.pack(self._calls, len(data), kind.encode()) + data[: _FRAME_BYTES - _HEADER.size]
+
+    @staticmethod
+    def _unpack(row: bytes) -> _Frame:
+        call, num_bytes, kind = _HEADER.unpack_from(row)
+        return _Frame(call, kind.rstrip(b"\0").decode(), num_bytes, row[_HEADER.size :])
+
+    def _check_same_call(self, kind: str, frames: list[_Frame]) -> None:
+        for rank, frame in enumerate(frames):
+            if (frame.call, frame.kind) != (self._calls, kind):
+                raise RankError(
+                    f"rank {self.ranks.rank} is at its call {self._calls} ({kind}), rank {rank} at its call"
+                    f" {frame.call} ({frame.kind}); every rank must make the same calls of an engine in the same order"
+                )
+
+    def _all_gather(self, data: bytes, num_bytes: int) -> list[bytes]:
+        assert self._group is not None, "one rank asks nobody"
+        own = torch.zeros(num_bytes, dtype=torch.uint8)
+        own[: len(data)] = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+        rows = [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(self.ranks.size)]
+        try:
+            self._wait(self._group.allgather([rows], [own]))
+        except RuntimeError as error:
+            self.check_lost()  # says it better
+            if isinstance(error, RankError):
+                raise
+            raise RankError(f"a rank has ended or cannot be reached: {error}") from error
+        return [_bytes(row) for row in rows]
+
+    def _wait(self, work: Any) -> None:
+        """Wait for `work` and notice lost ranks meanwhile; gloo's own wait would not."""
+        start_s = time.monotonic()
+        while not work.is_completed():
+            waited_s = time.monotonic() - start_s
+            if waited_s > self._timeout_s:
+                raise RankError(f"a rank did not come within {self._timeout_s:.0f} s")
+            if waited_s > _SPIN_S:
+                self.check_lost()
+                time.sleep(min(_NAP_S * (1 + waited_s), 0.01))
+        work.wait()
+
+
+def _bytes(row: Tensor) -> bytes:
+    return row.numpy().tobytes()
+
+
+# What other ranks raise: as what can be corrected on one rank can be on all.
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (ValueError, MemoryError, OSError, FloatingPointError, RankError)
+}
+
+
+def _told(error: Exception) -> tuple[str, str]:
+    """The nearest kind and the words of an error; an unforeseen one has its type in its words."""
+    kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), None)
+    return (kind, str(error)) if kind is not None else (RankError.__name__, f"{type(error).__name__}: {error}")
+
+
+def _join(ranks: Ranks, timeout_s: float) -> Any:
+    """A gloo group of all ranks beside whatever groups there are, in the store that they meet at."""
+    from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo  # noqa: PLC0415, not in every build
+
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, size = _store(timeout)
+    if (rank, size) != (ranks.rank, ranks.size):
+        raise ValueError(f"rank {ranks.rank} of {ranks.size} meets the others as rank {rank} of {size}")
+    prefix = f"flexengine/control/{next(_openings)}"
+    return ProcessGroupGloo(PrefixStore(prefix, store), rank, size, timeout)
+
+
+def _store(timeout: timedelta) -> tuple[Any, int, int]:
+    from torch.distributed.distributed_c10d import _get_default_store  # noqa: PLC0415
+    from torch.distributed.rendezvous import rendezvous  # noqa: PLC0415
+
+    if distributed.is_initialized():
+        return _get_default_store(), distributed.get_rank(), distributed.get_world_size()
+    return next(iter(rendezvous("env://", timeout=timeout)))

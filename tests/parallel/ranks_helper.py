@@ -1,0 +1,87 @@
+"""Runs a function in several processes that are ranks of one node, and brings back what each returned or raised."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+TIMEOUT_S = 120.0  # on a slow and busy core
+
+
+class Outcome(NamedTuple):
+    """What became of a rank: the value, or the words of its error."""
+
+    value: Any
+    error: str | None
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def environment_of(rank: int, size: int, port: int) -> dict[str, str]:
+    numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
+
+
+def start_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> tuple[list[Any], list[Any]]:
+    """Start `function(rank, *arguments)` on every rank; gives processes and the ends of pipes with an Outcome each.
+
+    Processes are forked: loading torch anew would take seconds. The environment of each is as torchrun has it.
+    """
+    context, port, processes, pipes = multiprocessing.get_context("fork"), free_port(), [], []
+    for rank in range(size):
+        ours, theirs = context.Pipe(duplex=False)
+        processes.append(context.Process(target=_run, args=(function, rank, size, port, theirs, arguments)))
+        processes[-1].start()
+        theirs.close()
+        pipes.append(ours)
+    return processes, pipes
+
+
+def run_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> list[Outcome]:
+    """What `function(rank, *arguments)` gave on each rank; a process that ended without a word has error "ended"."""
+    processes, pipes = start_ranks(function, size, *arguments)
+    return outcomes_of(processes, pipes)
+
+
+def outcomes_of(processes: list[Any], pipes: list[Any]) -> list[Outcome]:
+    try:
+        return [_received(pipe) for pipe in pipes]
+    finally:
+        for process in processes:
+            process.join(TIMEOUT_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def values_of(outcomes: list[Outcome]) -> list[Any]:
+    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes), outcomes
+    return [outcome.value for outcome in outcomes]
+
+
+def _received(pipe: Any) -> Outcome:
+    if not pipe.poll(TIMEOUT_S):
+        return Outcome(None, "hangs")
+    try:
+        return pipe.recv()
+    except EOFError:
+        return Outcome(None, "ended")
+
+
+def _run(function: Callable[..., Any], rank: int, size: int, port: int, pipe: Any, arguments: tuple[Any, ...]) -> None:
+    os.environ.update(environment_of(rank, size, port))
+    try:
+        pipe.send(Outcome(function(rank, *arguments), None))
+    except Exception as error:
+        traceback.print_exc()
+        pipe.send(Outcome(None, f"{type(error).__name__}: {error}"))
+    pipe.close()
+    os._exit(0)  # the parent's handlers at exit are not this process's
