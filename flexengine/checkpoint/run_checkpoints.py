@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
+from flexengine.checkpoint.atomic import temporary_name
 from flexengine.checkpoint.manifest import FOLDER_MANIFEST, DownloadError, read_manifest
 from flexengine.checkpoint.staged_folder import remove_leftovers
 
@@ -82,7 +83,8 @@ def clean_up(run_folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint, its manifest first: a removal that is cut short leaves nothing that looks whole."""
-    with contextlib.suppress(OSError):
-        (folder / FOLDER_MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    """Remove a checkpoint under a hidden name: a removal that is cut short leaves nothing that looks like one."""
+    hidden = temporary_name(folder)
+    with contextlib.suppress(OSError):  # gone already, or not ours to remove
+        folder.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)

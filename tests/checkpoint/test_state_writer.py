@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexengine.checkpoint import snapshot, state_writer
+from flexengine.checkpoint import run_checkpoints, snapshot, state_writer
 from flexengine.checkpoint.manifest import verify_manifest
 from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.checkpoint.run_checkpoints import checkpoint_folder, checkpoints_of, clean_up, keep_newest
@@ -112,11 +112,7 @@ def test_killed_at_random_moments(tmp_path: Path):
         time.sleep(rng.uniform(0.0, 0.1))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        found = [
-            checkpoint
-            for checkpoint in checkpoints_of(tmp_path)
-            if (checkpoint.folder / "flexengine_manifest.json").exists()
-        ]
+        found = checkpoints_of(tmp_path)
         for step, folder in found:
             check(folder, step)
         last = max((step for step, _ in found), default=0)
@@ -125,3 +121,14 @@ def test_killed_at_random_moments(tmp_path: Path):
     assert newest > 0
     clean_up(tmp_path)
     assert all(path.name.startswith("step-") for path in (tmp_path / "checkpoints").iterdir())
+
+
+def test_a_removal_that_is_cut_short_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for step in (1, 2):
+        StateSave(checkpoint_folder(tmp_path, step), tensors(step), {}).wait()
+    with monkeypatch.context() as killed:
+        killed.setattr(run_checkpoints.shutil, "rmtree", lambda *_, **__: None)
+        keep_newest(tmp_path, 2, 1)
+    assert [found.step for found in checkpoints_of(tmp_path)] == [2]
+    clean_up(tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-2"]
