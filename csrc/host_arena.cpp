@@ -1,5 +1,6 @@
-// Host memory of an exact size: one private mapping, huge pages where the kernel has them, near one NUMA node, brought
-// into RAM by many threads. Page-locking is up to flexengine/native/page_lock.py.
+// Host memory of an exact size: one mapping, private or of a file that several processes share, huge pages where the
+// kernel has them, near one NUMA node or interleaved over several, brought into RAM by many threads. Page-locking is up
+// to flexengine/native/page_lock.py.
 #include <errno.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -22,35 +23,45 @@ constexpr int64_t kHugePageBytes = int64_t{2} << 20;
 constexpr int64_t kMaxPieceBytes = int64_t{64} << 20;  // a call into the kernel of about 10 ms
 constexpr int kMaxNumaNodes = 1024;                    // CONFIG_NODES_SHIFT is at most 10
 constexpr int kPreferred = 1;                          // MPOL_PREFERRED of <linux/mempolicy.h>
+constexpr int kInterleave = 3;                         // MPOL_INTERLEAVE
 
 int64_t page_bytes() { return sysconf(_SC_PAGESIZE); }
 
 int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
-// Addresses for num_bytes (whole pages), on a huge page's border if one fits: only whole ones become huge. Null with
-// errno set where the kernel refuses.
-char* map_aligned(int64_t num_bytes) {
+// Maps num_bytes (whole pages) on a huge page's border if one fits: only whole ones become huge. fd: a file whose bytes
+// other processes see too, or -1. Null with errno set where the kernel refuses.
+char* map_aligned(int64_t num_bytes, int fd) {
     const int64_t slack = num_bytes >= kHugePageBytes ? kHugePageBytes : 0;
     if (num_bytes > INT64_MAX - slack) {
         errno = ENOMEM;
         return nullptr;
     }
-    void* mapped = mmap(nullptr, num_bytes + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    const int access = PROT_READ | PROT_WRITE;
+    void* mapped = mmap(nullptr, num_bytes + slack, fd < 0 ? access : PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mapped == MAP_FAILED) return nullptr;
     char* const start = static_cast<char*>(mapped);
     const int64_t before = slack == 0 ? 0 : -reinterpret_cast<intptr_t>(start) & (kHugePageBytes - 1);
     if (before > 0) munmap(start, before);
     if (slack > before) munmap(start + before + num_bytes, slack - before);
+    if (fd >= 0 && mmap(start + before, num_bytes, access, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
+        const int error = errno;
+        munmap(start + before, num_bytes);
+        errno = error;
+        return nullptr;
+    }
     return start + before;
 }
 
-// Asks for pages on `node`, others when it is full; false where the kernel or the container refuses.
-bool prefer_node(char* address, int64_t num_bytes, int node) {
-    if (node < 0 || node >= kMaxNumaNodes) return false;
+// Sets where pages come from; false where the kernel or the container refuses, or a node cannot be.
+bool bind(char* address, int64_t num_bytes, int policy, const int* numa_nodes, int num_nodes) {
     constexpr int kWordBits = 8 * sizeof(unsigned long);
     unsigned long nodes[kMaxNumaNodes / kWordBits] = {};
-    nodes[node / kWordBits] = 1ul << (node % kWordBits);
-    return syscall(SYS_mbind, address, num_bytes, kPreferred, nodes, kMaxNumaNodes + 1, 0) == 0;
+    for (int i = 0; i < num_nodes; ++i) {
+        if (numa_nodes[i] < 0 || numa_nodes[i] >= kMaxNumaNodes) return false;
+        nodes[numa_nodes[i] / kWordBits] |= 1ul << (numa_nodes[i] % kWordBits);
+    }
+    return syscall(SYS_mbind, address, num_bytes, policy, nodes, kMaxNumaNodes + 1, 0) == 0;
 }
 
 // Writes one byte of every page: half the memory traffic of writing all, since the kernel clears a page it hands out.
@@ -90,16 +101,55 @@ extern "C" FLEX_API int flex_host_map(int64_t num_bytes, int numa_node, int dont
                  (long long)num_bytes);
     FLEX_REQUIRE(num_threads >= 1, "num_threads is %d, expected at least 1", num_threads);
     FLEX_REQUIRE(address_out != nullptr && numa_bound_out != nullptr, "no place for the results");
-    char* const address = map_aligned(num_bytes);
+    char* const address = map_aligned(num_bytes, -1);
     if (address == nullptr) return FLEX_FAIL_ERRNO(flex::kNoMemory, errno, "mmap");
     madvise(address, num_bytes, MADV_HUGEPAGE);  // memory is the same without it
     if (dont_fork) madvise(address, num_bytes, MADV_DONTFORK);
-    *numa_bound_out = prefer_node(address, num_bytes, numa_node);
+    *numa_bound_out = bind(address, num_bytes, kPreferred, &numa_node, 1);  // others where it is full
     if (const int error = populate_in_parallel(address, num_bytes, num_threads)) {
         munmap(address, num_bytes);
         return FLEX_FAIL_ERRNO(flex::kNoMemory, error, "madvise(MADV_POPULATE_WRITE)");
     }
     *address_out = address;
+    return flex::kOk;
+}
+
+// Maps num_bytes of the file `fd`, of which each process that maps it brings its share into RAM: share_bytes from
+// share_start on, both multiples of the page size. numa_nodes: pages are interleaved over these, none for anywhere. A
+// forked child does not see the range. Writes the address, and to numa_bound 1 if the nodes were accepted.
+extern "C" FLEX_API int flex_host_map_shared(int fd, int64_t num_bytes, int64_t share_start, int64_t share_bytes,
+                                             const int* numa_nodes, int num_nodes, int num_threads, void** address_out,
+                                             int* numa_bound_out) {
+    FLEX_REQUIRE(num_bytes > 0 && num_bytes % page_bytes() == 0, "%lld bytes are not a positive number of pages",
+                 (long long)num_bytes);
+    FLEX_REQUIRE(share_start >= 0 && share_bytes >= 0 && share_start <= num_bytes - share_bytes &&
+                     share_start % page_bytes() == 0 && share_bytes % page_bytes() == 0,
+                 "%lld bytes at %lld are no whole pages of %lld bytes", (long long)share_bytes, (long long)share_start,
+                 (long long)num_bytes);
+    FLEX_REQUIRE(fd >= 0 && num_threads >= 1 && num_nodes >= 0, "fd %d, %d threads, %d nodes", fd, num_threads,
+                 num_nodes);
+    FLEX_REQUIRE(address_out != nullptr && numa_bound_out != nullptr, "no place for the results");
+    char* const address = map_aligned(num_bytes, fd);
+    if (address == nullptr) return FLEX_FAIL_ERRNO(flex::kNoMemory, errno, "mmap");
+    madvise(address, num_bytes, MADV_HUGEPAGE);
+    madvise(address, num_bytes, MADV_DONTFORK);
+    *numa_bound_out = num_nodes > 0 && bind(address, num_bytes, kInterleave, numa_nodes, num_nodes);
+    const int error = share_bytes == 0 ? 0 : populate_in_parallel(address + share_start, share_bytes, num_threads);
+    if (error != 0) {
+        munmap(address, num_bytes);
+        return FLEX_FAIL_ERRNO(flex::kNoMemory, error, "madvise(MADV_POPULATE_WRITE)");
+    }
+    *address_out = address;
+    return flex::kOk;
+}
+
+// Lets go of a file's pages and keeps the addresses, which read zero from now on; the file's other users notice
+// nothing.
+extern "C" FLEX_API int flex_host_detach_shared(void* address, int64_t num_bytes) {
+    constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE;
+    if (mmap(address, num_bytes, PROT_READ | PROT_WRITE, kFlags, -1, 0) == MAP_FAILED)
+        return FLEX_FAIL_ERRNO(flex::kSystem, errno, "mmap");
+    madvise(address, num_bytes, MADV_DONTFORK);
     return flex::kOk;
 }
 

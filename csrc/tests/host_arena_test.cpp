@@ -1,4 +1,6 @@
-// The host arena under sanitizers: map, touch by many threads, write everything, discard, unmap; errors with a message.
+// The host arena under sanitizers: map, touch by many threads, write everything, discard, unmap; the same for a file
+// that is mapped twice; errors with a message.
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <cstdint>
@@ -8,6 +10,10 @@
 
 extern "C" int flex_host_map(int64_t num_bytes, int numa_node, int dont_fork, int num_threads, void** address,
                              int* numa_bound);
+extern "C" int flex_host_map_shared(int fd, int64_t num_bytes, int64_t share_start, int64_t share_bytes,
+                                    const int* numa_nodes, int num_nodes, int num_threads, void** address,
+                                    int* numa_bound);
+extern "C" int flex_host_detach_shared(void* address, int64_t num_bytes);
 extern "C" int flex_host_discard(void* address, int64_t num_bytes);
 extern "C" int flex_host_unmap(void* address, int64_t num_bytes);
 extern "C" const char* flex_last_error();
@@ -36,10 +42,44 @@ void check_size(int64_t num_bytes, int numa_node) {
     expect(flex_host_unmap(address, num_bytes) == 0, "unmap");
 }
 
+// Two processes' views of one file, in one process: each brings in its share; one that detaches leaves the other alone.
+void check_shared(int64_t num_pages) {
+    const int64_t page = sysconf(_SC_PAGESIZE), num_bytes = num_pages * page, half = num_pages / 2 * page;
+    const int fd = memfd_create("host_arena_test", MFD_CLOEXEC);
+    expect(fd >= 0 && ftruncate(fd, num_bytes) == 0, "a file of memory");
+    void *first = nullptr, *second = nullptr;
+    const int node = 0;
+    int bound = -1;
+    expect(flex_host_map_shared(fd, num_bytes, 0, half, &node, 1, 3, &first, &bound) == 0, "map shared");
+    expect(flex_host_map_shared(fd, num_bytes, half, num_bytes - half, nullptr, 0, 3, &second, &bound) == 0, "again");
+    expect(bound == 0, "no nodes were asked for");
+    close(fd);
+    if (first == nullptr || second == nullptr) return;
+    std::memset(first, 7, num_bytes);
+    unsigned char* const bytes = static_cast<unsigned char*>(second);
+    expect(bytes[0] == 7 && bytes[num_bytes - 1] == 7, "one sees what the other writes");
+    expect(flex_host_detach_shared(first, num_bytes) == 0, "detach");
+    expect(static_cast<unsigned char*>(first)[num_bytes - 1] == 0, "zeros after detach");
+    expect(bytes[num_bytes - 1] == 7, "and the other's bytes stay");
+    expect(flex_host_unmap(first, num_bytes) == 0 && flex_host_unmap(second, num_bytes) == 0, "unmap");
+}
+
+void check_shared_errors() {
+    const int64_t page = sysconf(_SC_PAGESIZE);
+    void* address = nullptr;
+    int bound = 0;
+    expect(flex_host_map_shared(0, page, 0, page + 1, nullptr, 0, 1, &address, &bound) == -1, "a share beyond the end");
+    expect(flex_host_map_shared(-1, page, 0, page, nullptr, 0, 1, &address, &bound) == -1, "no file");
+    expect(flex_host_map_shared(1 << 20, page, 0, page, nullptr, 0, 1, &address, &bound) == -2, "a closed file");
+    expect(std::strstr(flex_last_error(), "mmap: ") != nullptr, "and said so");
+}
+
 }  // namespace
 
 int main() {
     const int64_t page = sysconf(_SC_PAGESIZE);
+    for (int64_t num_pages : {1, 3, 513, 5000}) check_shared(num_pages);
+    check_shared_errors();
     for (int64_t num_pages : {1, 3, 512, 513, 5000}) check_size(num_pages * page, num_pages % 2 == 0 ? 0 : -1);
     check_size(page, 5000);
     void* address = nullptr;

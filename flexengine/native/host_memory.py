@@ -44,7 +44,7 @@ class HostBuffer:
         self._unlock: weakref.finalize | None = None
         mapping = _map_pages(self.mapped_bytes, page_locked, numa_node)
         self.numa_node = mapping.numa_node
-        self._discard: Callable[[], object] | None = _in_owner(mapping.discard) if page_locked else mapping.discard
+        self._discard: Callable[[], object] | None = in_owner(mapping.discard) if page_locked else mapping.discard
         self._tensor: Tensor | None = mapping.pages[:num_bytes]
         if page_locked:
             self._lock(mapping.pages.data_ptr())
@@ -75,7 +75,7 @@ class HostBuffer:
         except MemoryError:
             self.close()  # now, not when the last traceback that mentions this buffer is gone
             raise
-        self._unlock = weakref.finalize(self, _in_owner(partial(unlock_pages, address)))
+        self._unlock = weakref.finalize(self, in_owner(partial(unlock_pages, address)))
         self._unlock.atexit = False  # the driver releases everything when the process ends
 
     def __enter__(self) -> "HostBuffer":
@@ -159,7 +159,7 @@ def _map_natively(native: Callable[..., int], num_bytes: int, page_locked: bool,
     # The tensor's storage holds a reference to this array, so the addresses are given back after the last view.
     array = (ctypes.c_uint8 * num_bytes).from_address(start)
     release = partial(unmap, start, num_bytes)
-    weakref.finalize(array, _in_owner(release) if page_locked else release).atexit = False
+    weakref.finalize(array, in_owner(release) if page_locked else release).atexit = False
     pages = torch.frombuffer(array, dtype=torch.uint8)
     return _Mapping(pages, partial(discard, start, num_bytes), numa_node if bound.value else None)
 
@@ -167,10 +167,10 @@ def _map_natively(native: Callable[..., int], num_bytes: int, page_locked: bool,
 def _map_by_python(num_bytes: int, page_locked: bool) -> _Mapping:
     """The same by Python's mmap; torch's threads touch the pages."""
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    _advise(mapping, "MADV_HUGEPAGE")
+    advise(mapping, "MADV_HUGEPAGE")
     if page_locked:
-        _advise(mapping, "MADV_DONTFORK")
-        _unforked.add(mapping)
+        advise(mapping, "MADV_DONTFORK")
+        keep_unforked(mapping)
     # The tensor's storage holds a reference to the mapping, which therefore outlives every view.
     pages = torch.frombuffer(mapping, dtype=torch.uint8)
     # Writing one byte of each page halves the memory traffic of writing all: the kernel hands out zeroed pages.
@@ -178,7 +178,7 @@ def _map_by_python(num_bytes: int, page_locked: bool) -> _Mapping:
     return _Mapping(pages, partial(mapping.madvise, mmap.MADV_DONTNEED), None)
 
 
-def _in_owner(release: Callable[[], object]) -> Callable[[], None]:
+def in_owner(release: Callable[[], object]) -> Callable[[], None]:
     """`release`, or nothing in a forked child: a page-locked range is a hole there, which its later memory may fill."""
     owner = os.getpid()
 
@@ -192,16 +192,21 @@ def _in_owner(release: Callable[[], object]) -> Callable[[], None]:
 _unforked: "weakref.WeakSet[mmap.mmap]" = weakref.WeakSet()
 
 
-def _keep_unforked() -> None:
+def keep_unforked(mapping: mmap.mmap) -> None:
+    """Have a forked child never unmap the addresses of a Python mapping that it does not see."""
+    _unforked.add(mapping)
+
+
+def _hold_unforked() -> None:
     """In a forked child: the same for Python's mappings, which end with their objects: these get a reference more."""
     for mapping in _unforked:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
 
 
-os.register_at_fork(after_in_child=_keep_unforked)
+os.register_at_fork(after_in_child=_hold_unforked)
 
 
-def _advise(mapping: mmap.mmap, advice: str) -> None:
+def advise(mapping: mmap.mmap, advice: str) -> None:
     """madvise, where platform and kernel know the advice; memory is the same without it."""
     if not hasattr(mmap, advice):
         return

@@ -94,7 +94,7 @@ def test_no_report(build, source):
 
 
 def test_there_are_programs():
-    expected = {"adamw_test", "host_arena_test", "parallel_test", "reader_test", "transfer_test"}
+    expected = {"adamw_test", "host_arena_test", "parallel_test", "reader_test", "signals_test", "transfer_test"}
     assert expected <= {path.stem for path in PROGRAMS}
 
 

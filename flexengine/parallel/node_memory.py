@@ -1,0 +1,182 @@
+"""One piece of host memory that all ranks of a node have in their address space.
+
+It has no name and takes nothing of /dev/shm. It is gone with the last process that maps it, however that ends.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+from contextlib import ExitStack
+from functools import partial
+
+from torch import Tensor
+
+from flexengine.native.host_memory import PAGE_BYTES
+from flexengine.native.page_lock import check_pin_limit, lock_pages, unlock_pages
+from flexengine.native.shared_memory import SharedMapping, map_shared
+from flexengine.parallel.control import Control
+from flexengine.parallel.ranks import Ranks
+
+HUGE_PAGE_BYTES = 2 << 20
+LOCKED_PIECE_BYTES = 64 << 30  # some drivers refuse to register 512 GiB of small pages in one call
+_TIMEOUT_S = 60.0  # for a rank to come to a call that all make at once
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
+
+
+class NodeMemory:
+    """`num_bytes` that every rank of a node reads and writes, zeroed and in RAM; see `open`.
+
+    `tensor` is uint8 [num_bytes], on a huge page's border where native code maps it. Who reads what another rank wrote
+    needs a signal or a call of Control in between.
+    """
+
+    def __init__(self, mapping: SharedMapping, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._mapping: SharedMapping | None = mapping
+        self._held = ExitStack()
+        self._held.callback(mapping.detach)
+
+    @staticmethod
+    def open(
+        ranks: Ranks,
+        control: Control,
+        num_bytes: int,
+        page_locked: bool = False,
+        numa_node: int | None = None,
+        num_threads: int | None = None,
+    ) -> NodeMemory:
+        """Make the memory with the other ranks of the node; all ranks of the run make this call together.
+
+        Each rank brings 1/N into RAM. page_locked: each registers all of it with CUDA. numa_node: this rank's; pages
+        are interleaved over those of all ranks. num_threads: that bring pages in; default torch's.
+        Raises: on all ranks, what fails on one: ValueError if num_bytes < 1; MemoryError where the system refuses.
+        """
+        with ExitStack() as stack:
+            with control.all_or_none():
+                if num_bytes < 1:
+                    raise ValueError(f"num_bytes is {num_bytes}, expected at least 1")
+                if page_locked:
+                    check_pin_limit(num_bytes)
+                offer = stack.enter_context(_Offer(num_bytes)) if ranks.local_rank == 0 else None
+            told = control.gather((None if offer is None else offer.name, numa_node))
+            with control.all_or_none():
+                if offer is not None:
+                    fd = offer.give(ranks.local_size - 1)
+                else:
+                    fd = _take(told[ranks.of_node[0]][0])
+                    stack.callback(os.close, fd)
+            nodes = sorted({told[rank][1] for rank in ranks.of_node} - {None})
+            with control.all_or_none():
+                mapping = map_shared(fd, _pages(num_bytes), _share(ranks, num_bytes), nodes, num_threads)
+                memory = NodeMemory(mapping, num_bytes)
+                stack.push(partial(_close_after_error, memory))
+            if page_locked:
+                with control.all_or_none():
+                    memory._lock()
+        return memory
+
+    @property
+    def tensor(self) -> Tensor:
+        """The bytes, uint8 [num_bytes]. Raises: ValueError after `close`."""
+        if self._mapping is None:
+            raise ValueError("this node memory is closed")
+        return self._mapping.pages[: self.num_bytes]
+
+    def close(self) -> None:
+        """Let go of the memory on this rank; it is freed when all have. A second call does nothing.
+
+        Order: every copy from or to it must have finished. A view that is still held reads zeros from now on.
+        """
+        self._mapping = None
+        self._held.close()
+
+    def _lock(self) -> None:
+        assert self._mapping is not None
+        pages = self._mapping.pages
+        for start in range(0, pages.numel(), LOCKED_PIECE_BYTES):
+            address = pages.data_ptr() + start
+            lock_pages(address, min(LOCKED_PIECE_BYTES, pages.numel() - start))
+            self._held.callback(unlock_pages, address)
+
+    def __enter__(self) -> NodeMemory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _close_after_error(memory: NodeMemory, kind: type[BaseException] | None, *_: object) -> None:
+    if kind is not None:
+        memory.close()
+
+
+def _pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _share(ranks: Ranks, num_bytes: int) -> range:
+    """The bytes that a rank brings into RAM: whole huge pages, as equal as they allow."""
+    end, pages = _pages(num_bytes), -(-num_bytes // HUGE_PAGE_BYTES)
+    first, last = (pages * index // ranks.local_size for index in (ranks.local_rank, ranks.local_rank + 1))
+    return range(min(first * HUGE_PAGE_BYTES, end), min(last * HUGE_PAGE_BYTES, end))
+
+
+class _Offer:
+    """A new file of memory, and a socket at which processes of the same user get it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.name = f"flexengine-{secrets.token_hex(16)}"
+        self._held = ExitStack()
+        with ExitStack() as stack:
+            self._fd = os.memfd_create("flexengine")
+            stack.callback(os.close, self._fd)
+            os.truncate(self._fd, _pages(num_bytes))
+            self._socket = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            self._socket.bind(f"\0{self.name}")  # an abstract name: no file, and gone with the socket
+            self._socket.listen()
+            self._socket.settimeout(_TIMEOUT_S)
+            self._held = stack.pop_all()
+
+    def give(self, num_takers: int) -> int:
+        """Send the file to so many processes; gives its descriptor, which the offer closes."""
+        given = 0
+        while given < num_takers:
+            connection, _ = self._socket.accept()
+            with connection:
+                if _user_of(connection) == os.geteuid():
+                    socket.send_fds(connection, [b"0"], [self._fd])
+                    given += 1
+        return self._fd
+
+    def __enter__(self) -> _Offer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
+
+
+def _take(name: str) -> int:
+    """The file that is offered under `name`. Raises: ValueError where nobody on this machine offers it."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(_TIMEOUT_S)
+        try:
+            connection.connect(f"\0{name}")
+        except ConnectionRefusedError:
+            raise ValueError(
+                "the first rank of this node cannot be reached: LOCAL_WORLD_SIZE must count processes of one machine"
+                " and, in containers, of one network namespace"
+            ) from None
+        if _user_of(connection) != os.geteuid():
+            raise ValueError("the first rank of this node runs as another user; start all ranks as one user")
+        _, fds, _, _ = socket.recv_fds(connection, 1, 1)
+    if not fds:
+        raise OSError("the first rank of this node sent no descriptor; is the limit of open files (ulimit -n) reached?")
+    os.set_inheritable(fds[0], False)
+    return fds[0]
+
+
+def _user_of(connection: socket.socket) -> int:
+    return _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
