@@ -11,7 +11,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -33,13 +33,14 @@ DEFAULT_SHARD_BYTES = 5 << 30  # near the 5 GB to which published checkpoints ha
 class TensorSource(NamedTuple):
     """A tensor to be written: what it is, and how to get it when its turn comes.
 
-    read() returns a tensor of this dtype and shape on any device; it is called once and the result dropped at once.
+    read() returns a tensor of this dtype and shape on any device, or its elements in flat tensors, one after the other;
+    it is called once, and what it returns is dropped at once.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    read: Callable[[], torch.Tensor]
+    read: Callable[[], torch.Tensor | Iterable[torch.Tensor]]
 
     @property
     def num_bytes(self) -> int:
@@ -172,10 +173,10 @@ def _write_shard(path: Path, group: list[TensorSource], header: bytes, offset_of
         file.write(header)
         for source in group:
             assert file.tell() == offset_of[source.name], f"{source.name}: at {file.tell()}, header says otherwise"
-            data = _bytes_of(source)
-            hashed = aside.submit(digest.update, data)  # neither holds the interpreter lock
-            file.write(data)
-            hashed.result()
+            for data in _bytes_of(source):
+                hashed = aside.submit(digest.update, data)  # neither holds the interpreter lock
+                file.write(data)
+                hashed.result()
         return FileRecord(file.tell(), digest.hexdigest())
 
 
@@ -196,15 +197,22 @@ def _listed_shards(folder: Path) -> set[str]:
         return set()
 
 
-def _bytes_of(source: TensorSource) -> memoryview:
+def _bytes_of(source: TensorSource) -> Iterator[memoryview]:
     """The tensor's bytes in row-major order, without a copy where it is contiguous on the CPU already."""
-    tensor = source.read()
-    if tensor.dtype != source.dtype or tuple(tensor.shape) != tuple(source.shape):
-        raise CheckpointError(
-            f"tensor {source.name!r} was declared {list(source.shape)} {source.dtype}, "
-            f"but its source returned {list(tensor.shape)} {tensor.dtype}."
-        )
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    found, count = source.read(), 0
+    for tensor in [found] if isinstance(found, torch.Tensor) else found:
+        if tensor.dtype != source.dtype or (tensor is found and tuple(tensor.shape) != tuple(source.shape)):
+            raise _undeclared(source, f"{list(tensor.shape)} {tensor.dtype}")
+        count += tensor.numel()
+        yield tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    if count != math.prod(source.shape):
+        raise _undeclared(source, f"{count} elements")
+
+
+def _undeclared(source: TensorSource, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"tensor {source.name!r} was declared {list(source.shape)} {source.dtype}, but its source returned {found}."
+    )
 
 
 def _index(plan: dict[str, list[TensorSource]]) -> dict[str, dict]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from flexengine.models.lora import Adapter, adapters
 from flexengine.models.registry import ModelSource
 from flexengine.models.spec import ModelSpec
 from flexengine.runtime.not_finite import checked
+from flexengine.runtime.stored_matrices import read_pieces
 from flexengine.runtime.weight_store import WeightStore, stored_tensors
 
 
@@ -91,12 +93,14 @@ class _Exported(NamedTuple):
         """A tensor, which is checked when its turn comes; an error then leaves the old folder as it was."""
         return TensorSource(name, dtype, self.weights.runs[name].source.shape, lambda: self._read(name, dtype))
 
-    def _read(self, name: str, dtype: torch.dtype) -> Tensor:
+    def _read(self, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
         adapter = self.adapter_of.get(name)
         if adapter is not None:
-            return checked(name, self._merged(name, adapter).to(dtype))
-        weight = self.weights.read(name, dtype)
-        return weight if self.weights.runs[name].frozen else checked(name, weight)
+            yield checked(name, self._merged(name, adapter).to(dtype)).flatten()
+            return
+        frozen = self.weights.runs[name].frozen
+        for piece in self.weights.pieces(name, dtype):
+            yield piece if frozen else checked(name, piece)
 
     def _merged(self, name: str, adapter: Adapter) -> Tensor:
         """weight + scale * B @ A in float32 (float64), to be rounded once."""
@@ -150,12 +154,8 @@ def _as_stored(reader: CheckpointReader, name: str, model: ModelSpec, exported: 
     if exported.differs(source):
         return exported.tensor(source, entry.dtype)._replace(name=name)
 
-    def carried() -> Tensor:
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
-        reader.read_into(name, tensor)
-        return tensor
-
-    return TensorSource(name, entry.dtype, tuple(entry.shape), carried)
+    count = math.prod(entry.shape)
+    return TensorSource(name, entry.dtype, tuple(entry.shape), lambda: read_pieces(reader, name, count, entry.dtype))
 
 
 def _config_text(model: ModelSpec, dtype: str) -> str:

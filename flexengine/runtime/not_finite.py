@@ -16,7 +16,7 @@ class NotFiniteError(ValueError):
 
 
 def checked(name: str, weight: Tensor) -> Tensor:
-    """Return a weight that is about to be written. Raises: NotFiniteError."""
+    """Return a weight, or a piece of it, that is about to be written. Raises: NotFiniteError."""
     if not torch.isfinite(weight).all():
         raise NotFiniteError(
             f"{name} holds values that are not finite in {weight.dtype}, so nothing is exported; load an earlier export"
@@ -27,7 +27,8 @@ def checked(name: str, weight: Tensor) -> Tensor:
 
 def first_bad_weight(weights: WeightStore) -> str:
     """Name the first weight, in order of forward, with a value that is not finite; empty when there is none."""
-    return next((name for name in weights.runs if not torch.isfinite(weights.read(name)).all()), "")
+    good = (all(bool(torch.isfinite(piece).all()) for piece in weights.pieces(name)) for name in weights.runs)
+    return next((name for name, is_good in zip(weights.runs, good, strict=True) if not is_good), "")
 
 
 def first_bad_gradient(model: ModelSpec, bad: Collection[int]) -> str:

@@ -119,9 +119,11 @@ class StoredMatrices:
                     next(targets).copy_(values.flatten())
 
 
-def read_pieces(reader: CheckpointReader, name: str, numel: int) -> Iterator[Tensor]:
-    """A tensor of a checkpoint in float32, flat, READ_ELEMENTS at a time; the next piece overwrites the one before."""
-    buffer = torch.empty(min(numel, READ_ELEMENTS))
+def read_pieces(
+    reader: CheckpointReader, name: str, numel: int, dtype: torch.dtype = torch.float32
+) -> Iterator[Tensor]:
+    """A tensor of a checkpoint, flat, READ_ELEMENTS at a time; the next piece overwrites the one before."""
+    buffer = torch.empty(min(numel, READ_ELEMENTS), dtype=dtype)
     for start in range(0, numel, READ_ELEMENTS):
         piece = buffer[: numel - start]
         reader.read_many([ReadRequest(name, piece, None, start)])

@@ -353,14 +353,33 @@ class WeightStore:
             out = torch.empty(run.count, dtype=dtype or (torch.float32 if wide == torch.bfloat16 else wide))
             self.stored.read(run.spans, out)
             return out.view(run.source.shape)
+        out = torch.empty(run.count, dtype=dtype or self._exact_dtype(run))
+        start = 0
+        for piece in self.pieces(name, out.dtype):
+            out[start : start + piece.numel()].copy_(piece)
+            start += piece.numel()
+        return out.view(run.source.shape)
+
+    def pieces(self, name: str, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
+        """The values of `read`, flat, so many at a time that they take next to no memory.
+
+        A tensor that is stored in fewer bytes comes whole, as it is decoded.
+        """
+        run = self.runs[name]
+        if not run.whole:
+            yield self.read(name, dtype).flatten()
+            return
         weight, remainder = self._master(run)
-        exact = torch.float32 if remainder is not None or weight.dtype == torch.bfloat16 else weight.dtype
-        out = torch.empty(run.count, dtype=dtype or exact)
         for start in range(0, run.count, PIECE_ELEMENTS):
             piece = slice(start, min(start + PIECE_ELEMENTS, run.count))
             value = weight[piece].cpu()  # weight and remainder may live on different sides
-            out[piece].copy_(value if remainder is None else join_fp32(value, remainder[piece].cpu()))
-        return out.view(run.source.shape)
+            exact = value if remainder is None else join_fp32(value, remainder[piece].cpu())
+            yield exact.to(dtype or self._exact_dtype(run))
+
+    def _exact_dtype(self, run: SourceRun) -> torch.dtype:
+        """The dtype that holds the values of a whole tensor exactly, float32 at least."""
+        weight, remainder = self._master(run)
+        return torch.float32 if remainder is not None or weight.dtype == torch.bfloat16 else weight.dtype
 
     def read_gradient(self, name: str, scale: float) -> Tensor:
         """The stored gradient of a Hugging Face tensor times `scale`, float32 (float64) on the CPU."""

@@ -109,6 +109,15 @@ def test_tensors_are_read_one_at_a_time(tmp_path):
     assert len(alive) == 4
 
 
+def test_a_tensor_may_come_in_pieces(tmp_path):
+    tensor = torch.randn(7, 3)
+    pieces = TensorSource("a", torch.float32, (7, 3), lambda: iter(tensor.flatten().split(5)))
+    write_checkpoint(tmp_path / "pieces", [pieces])
+    write_checkpoint(tmp_path / "whole", sources({"a": tensor}))
+    one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("pieces", "whole"))
+    assert one == other
+
+
 @pytest.mark.parametrize("failing", ["a", "c"])
 @pytest.mark.parametrize("exists", [True, False])
 def test_failure_midway_leaves_nothing(tmp_path, failing, exists):
@@ -143,6 +152,7 @@ def test_failure_midway_leaves_nothing(tmp_path, failing, exists):
         (sources({"a": torch.ones(1)}), {"shards": {"a": "../x.safetensors"}}, "plain name"),
         ([TensorSource("a", torch.float32, (2,), lambda: torch.ones(3))], {}, r"declared \[2\].*returned \[3\]"),
         ([TensorSource("a", torch.float32, (2,), lambda: torch.ones(2).half())], {}, r"returned \[2\] torch.float16"),
+        ([TensorSource("a", torch.float32, (2, 2), lambda: [torch.ones(2)])], {}, r"declared \[2, 2\].*2 elements"),
         ([TensorSource("a", torch.complex128, (2,), lambda: torch.ones(2))], {}, "no name for torch.complex128"),
         ([TensorSource("a", torch.uint8, (1 << 60,), lambda: torch.ones(1))], {}, r"needs 1073741824.00 GiB"),
     ],

@@ -4,7 +4,8 @@ import pytest
 from engine_helpers import FLOAT32, build_engine, random_batch, random_weights, streamed_plan, tiny_config
 
 from flexengine.health import where_not_finite
-from flexengine.runtime.not_finite import NotFiniteError, first_bad_gradient
+from flexengine.runtime import weight_store
+from flexengine.runtime.not_finite import NotFiniteError, first_bad_gradient, first_bad_weight
 
 CONFIG = tiny_config()
 BATCH = random_batch(0, (20, 7, 33), CONFIG["vocab_size"])
@@ -68,3 +69,13 @@ def test_weights_are_checked_before_an_export(engine, tmp_path):
     with pytest.raises(NotFiniteError):
         engine.save_pretrained(tmp_path / "other")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_an_export_in_small_pieces_has_the_same_bytes(engine, tmp_path, monkeypatch):
+    engine.save_pretrained(tmp_path / "whole")
+    monkeypatch.setattr(weight_store, "PIECE_ELEMENTS", 7)
+    engine.save_pretrained(tmp_path / "pieces")
+    poison(engine)
+    assert first_bad_weight(engine.weights) == UP_PROJ
+    one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "pieces"))
+    assert one == other
