@@ -18,6 +18,9 @@ SAME = {
     "warmup_steps": "lr_warmup_steps",
     "warmup_ratio": "lr_warmup_pct",
     "adam_epsilon": "adam_eps",
+    "lora_r": "lora_rank",
+    "lora_target_modules": "lora_targets",
+    "init_lora_weights": "lora_init",
 }
 """Options by the names that transformers and TRL have for them."""
 BATCH = (

@@ -35,6 +35,8 @@ LORA_OPTIONS = {
     "lora_targets": "targets",
     "lora_dropout": "dropout",
     "use_rslora": "use_rslora",
+    "use_dora": "use_dora",
+    "lora_init": "init",
 }
 """Options that mean something in mode lora alone, and the fields of `LoRA` that they are."""
 
@@ -139,6 +141,16 @@ class Job:
         Option("probability that an element of what an adapter reads is dropped in training", least=0, most=0.99),
     ] = 0.0
     use_rslora: Annotated[bool, Option("multiply the product of an adapter by alpha / sqrt(rank) instead")] = False
+    use_dora: Annotated[
+        bool, Option("train a magnitude for each output as well, beside the direction of its weights (DoRA)")
+    ] = False
+    lora_init: Annotated[
+        str,
+        Option(
+            "what adapters start from: default (no change), orthogonal, pissa = the principal parts of the weights,"
+            " which are taken out of them, or pissa_niter_16 = the same by 16 iterations, which is faster"
+        ),
+    ] = "default"
     max_grad_norm: Annotated[
         float | None,
         Option(
@@ -215,6 +227,8 @@ class Job:
                 f"{self.words.setting('freeze', ' '.join(self.freeze))}: in mode lora all but the adapters is frozen;"
                 f" choose modules with {self.words.spelled('lora_targets')} instead"
             )
+        else:
+            _ = self.lora_setup  # raises for adapters that cannot be
 
     @property
     def lora_setup(self) -> LoRA | None:

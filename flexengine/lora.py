@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 ALL_LINEAR = "all-linear"
 """The target that means every linear layer of the blocks."""
+PISSA = "pissa"
+_INITS = re.compile(rf"default|orthogonal|{PISSA}(_niter_[1-9][0-9]?)?")
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,9 @@ class LoRA:
     targets: all-linear (every linear layer of the blocks), names of modules (q_proj, mlp.down_proj) or regular
     expressions that match a whole name. rank, alpha: the product of an adapter is multiplied by alpha / rank, with
     use_rslora by alpha / sqrt(rank). dropout: probability for an element of what an adapter reads, while training.
+    use_dora: each output has a trained magnitude beside the direction of its weights. init: default (A uniform, B
+    zeros), orthogonal, pissa (the principal parts of the weights, which are taken out of them) or pissa_niter_N (the
+    same by N iterations, which is faster).
     Raises: ValueError for values that no adapter can have.
     """
 
@@ -25,6 +31,8 @@ class LoRA:
     alpha: float = 16.0
     use_rslora: bool = False
     dropout: float = 0.0
+    use_dora: bool = False
+    init: str = "default"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", (self.targets,) if isinstance(self.targets, str) else tuple(self.targets))
@@ -36,6 +44,22 @@ class LoRA:
             raise ValueError(f"lora dropout must be at least 0 and below 1, got {self.dropout}")
         if not self.targets:
             raise ValueError(f"lora targets is empty; give {ALL_LINEAR} or names of modules, such as q_proj v_proj")
+        if self.use_dora and self.dropout:
+            raise ValueError(
+                f"lora dropout={self.dropout} with use_dora=True would multiply every weight twice; leave one out"
+            )
+        self._check_init()
+
+    def _check_init(self) -> None:
+        if not isinstance(self.init, str) or not _INITS.fullmatch(self.init):
+            raise ValueError(f"lora init={self.init!r} is not known; give default, orthogonal, pissa or pissa_niter_16")
+        if self.init == "orthogonal" and self.rank % 2:
+            raise ValueError(f"lora init='orthogonal' needs an even rank, got {self.rank}")
+
+    @property
+    def changes_base(self) -> bool:
+        """Whether adapters start with a part of the frozen weights, which lose it."""
+        return self.init.startswith(PISSA)
 
     @property
     def scale(self) -> float:

@@ -5,18 +5,19 @@ Source: https://huggingface.co/docs/peft/developer_guides/checkpoint; the fields
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from flexengine.lora import LoRA
+from flexengine.lora import PISSA, LoRA
 from flexengine.wording import parse_json, shown
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 _UNSUPPORTED = (
-    "use_dora", "modules_to_save", "target_parameters", "rank_pattern", "alpha_pattern", "layer_replication",
+    "modules_to_save", "target_parameters", "rank_pattern", "alpha_pattern", "layer_replication",
     "layers_to_transform", "trainable_token_indices", "lora_bias", "use_qalora", "megatron_config", "corda_config",
     "eva_config", "alora_invocation_tokens", "arrow_config",
 )  # fmt: skip
@@ -47,26 +48,43 @@ def read_lora(folder: Path | str) -> LoRA:
             config["r"],
             config.get("lora_alpha", 8),
             bool(config.get("use_rslora", False)),
+            use_dora=bool(config.get("use_dora", False)),
+            init=_init(config.get("init_lora_weights", True)),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
 
 
+def _init(named: object) -> str:
+    """How the base beneath an adapter was changed before it was trained; where an adapter started else is past.
+
+    Raises: ValueError for a change that is not built here.
+    """
+    if isinstance(named, str) and named.startswith(PISSA):
+        return named
+    if isinstance(named, bool) or named in ("gaussian", "orthogonal", "eva"):
+        return "default"
+    raise ValueError(f"init_lora_weights={shown(named)} changes the weights beneath; merge this adapter first")
+
+
 def adapter_config(lora: LoRA, modules: Collection[str], base: str, transposed: bool) -> dict[str, Any]:
     """The fields of adapter_config.json. modules: names of the adapted modules; base: of the model beneath.
 
-    transposed: the modules hold their weights [in, out], as GPT-2's do.
+    transposed: the modules hold their weights [in, out], as GPT-2's do. Of adapters that began with a part of the base,
+    files hold what was taken out of it as well, so that they have twice the rank and the same scale.
     """
+    rank = 2 * lora.rank if lora.changes_base else lora.rank
+    alpha = lora.scale * (math.sqrt(rank) if lora.use_rslora else rank) if lora.changes_base else lora.alpha
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "inference_mode": True,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
+        "r": rank,
+        "lora_alpha": alpha,
         "lora_dropout": lora.dropout,
         "use_rslora": lora.use_rslora,
-        "use_dora": False,
+        "use_dora": lora.use_dora,
         "bias": "none",
         "fan_in_fan_out": transposed,
         "init_lora_weights": True,

@@ -17,6 +17,7 @@ from flexengine.lora import ALL_LINEAR, LoRA
 from flexengine.models.freezing import freeze_groups
 from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec, ParamSpec, WeightSource
 from flexengine.ops.base import Op
+from flexengine.ops.dora import DoRALinear
 from flexengine.ops.linear import Linear
 from flexengine.ops.lora import AdaptedRows, LoRALinear
 from flexengine.wording import did_you_mean, shown
@@ -63,6 +64,7 @@ def with_lora(model: ModelSpec, lora: LoRA) -> ModelSpec:
         name = f"adapter.{layer.name.rpartition('.')[2]}"
         groups.append(GroupSpec(name, "block", tuple(params), adapter=True))
     adapted = replace(model, lora=lora, groups=tuple(groups), layers=tuple(layers))
+    _check_ranks(adapted, lora)
     return freeze_groups(adapted, set(range(len(model.groups))))
 
 
@@ -70,11 +72,12 @@ def _adapted(op: Op, number: int, rows: tuple[AdaptedRows, ...] | None, lora: Lo
     if rows is None:
         return op
     assert isinstance(op, Linear)
-    return LoRALinear(op, lora.rank, lora.scale, rows, lora.dropout, number)
+    kind = DoRALinear if lora.use_dora else LoRALinear
+    return kind(op, lora.rank, lora.scale, rows, lora.dropout, number)
 
 
 def _params(op: LoRALinear, modules: Sequence[_Module]) -> list[ParamSpec]:
-    """Describe A and B of a linear layer's adapters."""
+    """Describe A and B of a linear layer's adapters, and their magnitudes."""
     width = op.adapted_features
 
     def sources(part: str, shape_of: Iterator[tuple[int, int]]) -> tuple[WeightSource, ...]:
@@ -86,7 +89,16 @@ def _params(op: LoRALinear, modules: Sequence[_Module]) -> list[ParamSpec]:
     return [
         ParamSpec(op.down, (len(modules) * op.rank, op.in_features), down, init="kaiming", added=True),
         ParamSpec(op.up, (width, op.rank), up, init="zeros", added=True),
+        *([_magnitudes(op, modules)] if isinstance(op, DoRALinear) else []),
     ]
+
+
+def _magnitudes(op: DoRALinear, modules: Sequence[_Module]) -> ParamSpec:
+    sources = tuple(
+        WeightSource(f"{PEFT_PREFIX}{module.name}.lora_magnitude_vector", (module.rows.end - module.rows.start,))
+        for module in modules
+    )
+    return ParamSpec(op.magnitude, (op.adapted_features,), sources, kind="vector", init="zeros", added=True)
 
 
 # -- which modules ---------------------------------------------------------------------------------------------------
@@ -146,16 +158,34 @@ def _check_targets(model: ModelSpec, lora: LoRA) -> None:
             )
 
 
+def _check_ranks(adapted: ModelSpec, lora: LoRA) -> None:
+    """Raise ValueError where adapters are to start with more of a weight than it has."""
+    for adapter in adapters(adapted) if lora.changes_base else ():
+        most = min(adapter.weight.shape)
+        if lora.rank > most:
+            rows, columns = adapter.weight.shape
+            raise ValueError(
+                f"lora_init={lora.init} with rank {lora.rank}: {adapter.module} has {rows} x {columns} weights, and"
+                f" principal parts of rank {most} at the most; give a rank of at most {most}"
+            )
+
+
 class Adapter(NamedTuple):
     """The adapter of one module: the tensor of the checkpoint that it changes, and those of A and B.
 
-    transposed: the checkpoint holds the weight [in, out].
+    transposed: the checkpoint holds the weight [in, out]. magnitude: that of the outputs' magnitudes, with DoRA.
     """
 
     weight: WeightSource
     down: WeightSource
     up: WeightSource
     transposed: bool
+    magnitude: WeightSource | None = None
+
+    @property
+    def parts(self) -> tuple[WeightSource, ...]:
+        """All tensors of the adapter."""
+        return tuple(part for part in (self.down, self.up, self.magnitude) if part is not None)
 
     @property
     def module(self) -> str:
@@ -171,8 +201,11 @@ def adapters(model: ModelSpec) -> Iterator[Adapter]:
             if isinstance(op, LoRALinear):
                 weights, down, up = (_sources(model, *named[name]) for name in (op.weight, op.down, op.up))
                 adapted = [source for source, rows in _spans(weights, op) if rows in op.adapted]
-                for sources in zip(adapted, down, up, strict=True):
-                    yield Adapter(*sources, op.transposed)
+                magnitudes = [None] * len(adapted)
+                if isinstance(op, DoRALinear):
+                    magnitudes = _sources(model, *named[op.magnitude])
+                for weight, a, b, magnitude in zip(adapted, down, up, magnitudes, strict=True):
+                    yield Adapter(weight, a, b, op.transposed, magnitude)
 
 
 def _sources(model: ModelSpec, group: int, name: str) -> tuple[WeightSource, ...]:
@@ -183,6 +216,5 @@ def adapter_counts(model: ModelSpec) -> dict[str, int]:
     """Count trained parameters of adapters by the modules' own names."""
     counts: Counter[str] = Counter()
     for adapter in adapters(model):
-        numel = math.prod(adapter.down.shape) + math.prod(adapter.up.shape)
-        counts[adapter.module.rpartition(".")[2]] += numel
+        counts[adapter.module.rpartition(".")[2]] += sum(math.prod(part.shape) for part in adapter.parts)
     return dict(counts)

@@ -125,8 +125,12 @@ class LoRALinear(Linear):
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
+    def _grad_product(self, env: OpEnv) -> Tensor:
+        """The gradient of the sum of both products [T, F]."""
+        return env.g[self.y]
+
     def backward_input(self, env: OpEnv) -> None:
-        grad_x, grad_y, grad_low = env.g[self.x], env.g[self.y], env.t[self.grad_low.name]
+        grad_x, grad_y, grad_low = env.g[self.x], self._grad_product(env), env.t[self.grad_low.name]
         for rows, low, up in self._modules(grad_low, env.p[self.up]):
             torch.addmm(low, grad_y[:, rows.start : rows.end], up, beta=0, alpha=self.scale, out=low)
         if self.dropout:
@@ -145,7 +149,7 @@ class LoRALinear(Linear):
         grad_x.add_(through) if self.x in env.accumulate else grad_x.copy_(through)
 
     def backward_weight(self, env: OpEnv) -> None:
-        grad_y, grad_low = env.g[self.y], env.t[self.grad_low.name]
+        grad_y, grad_low = self._grad_product(env), env.t[self.grad_low.name]
         x = self._what_a_reads(env)
         self._write_low(env, x)
         accumulate_weight_grad(env.gp[self.down], grad_low, x, env.first)

@@ -22,6 +22,7 @@ from flexengine.ops.attention_choice import AttentionChoice, KernelName
 from flexengine.ops.custom_loss import LossFunction
 from flexengine.optim import Optimizer
 from flexengine.plan import Plan, Request
+from flexengine.runtime.adapters import Begin, start_adapters
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.batch import BatchWriter, constant_tables
 from flexengine.runtime.batch_input import Sequences, read_batch, read_call
@@ -40,7 +41,7 @@ from flexengine.runtime.rounds import RoundRunner
 from flexengine.runtime.step_runner import StepRunner
 from flexengine.runtime.step_state import StepState
 from flexengine.runtime.update import UpdateRunner, UpdateSettings, update_settings
-from flexengine.runtime.weight_store import WeightStore, empty_buffers, fill_weights, load_adapter
+from flexengine.runtime.weight_store import WeightStore, empty_buffers, fill_weights
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.relocation import relocation
 
@@ -122,8 +123,7 @@ class Engine(CheckpointCalls, ReadingCalls):
 
     def _load(self) -> None:
         fill_weights(self.weights, self.buffers, self.source.weights_folder, self.settings.seed)
-        if self.settings.adapter is not None:
-            load_adapter(self.weights, self.settings.adapter)
+        start_adapters(self.weights, Begin(self.source.weights_folder, self.seed), self.settings.adapter)
         self.executor.synchronize()
 
     @property

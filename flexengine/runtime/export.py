@@ -20,6 +20,7 @@ from flexengine.checkpoint.writer import TensorSource, support_files, write_chec
 from flexengine.models.lora import Adapter, adapters
 from flexengine.models.registry import ModelSource
 from flexengine.models.spec import ModelSpec
+from flexengine.runtime.adapters import Begin, changed_matrix, file_tensors
 from flexengine.runtime.not_finite import checked
 from flexengine.runtime.stored_matrices import read_pieces
 from flexengine.runtime.weight_store import WeightStore, stored_tensors
@@ -39,15 +40,18 @@ def export_checkpoint(
         _export_over(folder, source.weights_folder, source.spec, weights, beside)
 
 
-def export_adapter(folder: str | Path, source: ModelSource, weights: WeightStore, texts: Mapping[str, str]) -> None:
+def export_adapter(
+    folder: str | Path, source: ModelSource, weights: WeightStore, seed: int, texts: Mapping[str, str]
+) -> None:
     """Write the adapters of a model that has some, as PEFT does, with the tokenizer of the model beneath.
 
-    texts: further files by name. Order: nothing may be running that writes weights. Raises: NotFiniteError.
+    seed: the run's. texts: further files by name. Order: nothing may be running that writes weights.
+    Raises: NotFiniteError.
     """
     model, found = source.spec, list(adapters(source.spec))
     assert model.lora is not None
-    names = [part.name for adapter in found for part in (adapter.down, adapter.up)]
-    tensors = {name: checked(name, weights.read(name)) for name in names}
+    begin = Begin(source.weights_folder, seed)
+    tensors = {name: checked(name, tensor) for name, tensor in file_tensors(weights, begin)}
     base = "" if source.weights_folder is None else str(source.weights_folder)
     config = adapter_config(model.lora, _target_names(model, found), base, any(a.transposed for a in found))
     beside = {} if source.support_folder is None else support_files(source.support_folder)
@@ -96,17 +100,16 @@ class _Exported(NamedTuple):
     def _read(self, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
         adapter = self.adapter_of.get(name)
         if adapter is not None:
-            yield checked(name, self._merged(name, adapter).to(dtype)).flatten()
+            yield checked(name, self._merged(adapter).to(dtype)).flatten()
             return
         frozen = self.weights.runs[name].frozen
         for piece in self.weights.pieces(name, dtype):
             yield piece if frozen else checked(name, piece)
 
-    def _merged(self, name: str, adapter: Adapter) -> Tensor:
-        """weight + scale * B @ A in float32 (float64), to be rounded once."""
-        merged = self.weights.read(name)
-        product = self.weights.read(adapter.up.name) @ self.weights.read(adapter.down.name)
-        return merged.add_(product.t() if adapter.transposed else product, alpha=self.scale)
+    def _merged(self, adapter: Adapter) -> Tensor:
+        """The weight that a module multiplies, in float32 (float64), to be rounded once."""
+        merged = changed_matrix(self.weights, adapter, self.scale)
+        return (merged.t() if adapter.transposed else merged).contiguous()
 
 
 def _export_preset(

@@ -10,6 +10,7 @@ from torch import Tensor
 from flexengine.hardware.memory_usage import GpuMemoryMeter, MemoryPeaks, memory_peaks
 from flexengine.models.registry import ModelSource
 from flexengine.models.spec import ModelSpec
+from flexengine.runtime.adapters import magnitudes
 from flexengine.runtime.executor import Executor
 from flexengine.runtime.export import export_adapter, export_checkpoint
 from flexengine.runtime.measurement import StepMeasurement
@@ -27,6 +28,7 @@ class ReadingCalls:
     executor: Executor
     weights: WeightStore
     source: ModelSource
+    seed: int
     model: ModelSpec
     buffers: dict[str, Tensor]
     measurement: StepMeasurement
@@ -83,7 +85,7 @@ class ReadingCalls:
         """
         self.state.require_usable()
         self.executor.synchronize()
-        return {name: self.weights.read(name) for name in self.weights.runs}
+        return {name: self.weights.read(name) for name in self.weights.runs} | magnitudes(self.weights)
 
     @one_caller
     def gradients(self) -> dict[str, Tensor]:
@@ -117,4 +119,4 @@ class ReadingCalls:
         if self.model.lora is None or merged:
             export_checkpoint(folder, self.source, self.weights, self.buffers, beside or {})
         else:
-            export_adapter(folder, self.source, self.weights, beside or {})
+            export_adapter(folder, self.source, self.weights, self.seed, beside or {})

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.checkpoint.adapter import adapter_tensors
 from flexengine.checkpoint.quantised import DECODERS, Decoder, Stored
 from flexengine.checkpoint.reader import CheckpointReader, ReadRequest
 from flexengine.models.spec import ModelSpec, ParamSpec, WeightSource
@@ -217,7 +216,7 @@ class WeightStore:
             for run in self.runs.values():
                 if not run.whole:
                     if not self._keep(reader, run):
-                        self._store(run, self._values(reader, run))
+                        self._store(run, self.values(reader, run.source.name))
                 elif run.source.decode is not None:
                     self._decode(reader, run, DECODERS[run.source.decode])
 
@@ -239,9 +238,10 @@ class WeightStore:
                 f"{run.source.name}: {error}. Fetch the checkpoint again, or leave --base-dtype out"
             ) from None
 
-    def _values(self, reader: CheckpointReader, run: SourceRun) -> Iterator[Tensor]:
-        """The values of a source, flat, some at a time."""
-        name, shape = run.source.name, run.source.shape
+    def values(self, reader: CheckpointReader, name: str) -> Iterator[Tensor]:
+        """The values of a source, flat, some at a time; the next ones may overwrite those before."""
+        run = self.runs[name]
+        shape = run.source.shape
         if run.source.decode is None:
             yield from read_pieces(reader, name, run.count)
             return
@@ -292,16 +292,20 @@ class WeightStore:
 
     def _draw_all(self, seed: int, names: Iterable[str]) -> None:
         for name in names:
-            run = self.runs[name]
-            generator = torch.Generator(self.arenas.device).manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
-            starts = range(0, run.count, PIECE_ELEMENTS)
-            pieces = (self._draw(run.param, min(PIECE_ELEMENTS, run.count - start), generator) for start in starts)
+            run, pieces = self.runs[name], self.drawn(name, seed)
             if not run.whole:
                 self._store(run, pieces)
                 continue
             weight, remainder = self._master(run)
-            for start, piece in zip(starts, pieces, strict=True):
+            for start, piece in zip(range(0, run.count, PIECE_ELEMENTS), pieces, strict=True):
                 self._write_master(weight, remainder, start, piece, run.split)
+
+    def drawn(self, name: str, seed: int) -> Iterator[Tensor]:
+        """The random initial values of a tensor, flat, PIECE_ELEMENTS at a time."""
+        run = self.runs[name]
+        generator = torch.Generator(self.arenas.device).manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
+        for start in range(0, run.count, PIECE_ELEMENTS):
+            yield self._draw(run.param, min(PIECE_ELEMENTS, run.count - start), generator)
 
     def _draw(self, param: ParamSpec, count: int, generator: torch.Generator) -> Tensor:
         device = self.arenas.device
@@ -316,6 +320,9 @@ class WeightStore:
     def write(self, name: str, values: Tensor) -> None:
         """Give a parameter the values of a tensor of its shape on the CPU."""
         run = self.runs[name]
+        if not run.whole:
+            self._store(run, [values.reshape(-1)])
+            return
         weight, remainder = self._master(run)
         flat = values.reshape(-1).to(self.arenas.device)
         for start in range(0, run.count, PIECE_ELEMENTS):
@@ -404,11 +411,3 @@ def fill_weights(weights: WeightStore, buffers: dict[str, Tensor], folder: Path 
             load_buffers(reader, buffers)
     if weights.arenas.device.type == "cuda":
         torch.cuda.empty_cache()  # a step's budget has no room for what torch keeps of loading's temporaries
-
-
-def load_adapter(weights: WeightStore, folder: Path) -> None:
-    """Read all adapters from a folder as PEFT writes it. Raises: CheckpointError where it has other ones."""
-    names = [name for name, run in weights.runs.items() if run.param.added]
-    shapes = {name: weights.runs[name].source.shape for name in names}
-    for name, tensor in adapter_tensors(folder, shapes):
-        weights.write(name, tensor)

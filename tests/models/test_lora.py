@@ -210,8 +210,8 @@ def test_modes_and_adapters_that_contradict_each_other(tmp_path):
     assert with_read_adapter(Job(adapter=str(tmp_path))).lora_setup == LoRA(["q_proj"], 4, 8)
     with pytest.raises(ValueError, match=r"lora_rank=8, but .* was made with 4"):
         with_read_adapter(Job(mode="lora", lora_rank=8, adapter=str(tmp_path)))
-    config.write_text(json.dumps({"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "use_dora": True}))
-    with pytest.raises(ValueError, match="use_dora=True is not supported"):
+    config.write_text(json.dumps({"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "lora_bias": True}))
+    with pytest.raises(ValueError, match="lora_bias=True is not supported"):
         with_read_adapter(Job(adapter=str(tmp_path)))
 
 

@@ -1,0 +1,172 @@
+"""Linear layers with low-rank adapters and a magnitude for each output: y = g * (x @ (W + scale * B @ A).T) (+ ...).
+
+g = m / |W + scale * B @ A| by output, where no gradient passes through the norm, as its authors suggest. What is
+trained and stored is d = m - |W|: then an adapter that changes nothing has g = 1 exactly, whatever the compute dtype
+rounds d to. Shapes as in ops/lora.py; d [rows of the adapted modules].
+Source: Liu et al. 2024, "DoRA: Weight-Decomposed Low-Rank Adaptation", https://arxiv.org/abs/2402.09353, section 4.3.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexengine.ops.base import OpEnv, TensorSpec, Work, wide
+from flexengine.ops.linear import Linear, accumulate_bias_grad, wide_product, widened_bytes
+from flexengine.ops.lora import AdaptedRows, LoRALinear
+
+LEAST_NORM = 1e-30
+"""Below any norm of trained weights; rows of zeros stay zeros."""
+
+
+class DoRALinear(LoRALinear):
+    """A frozen linear layer whose adapted outputs have low-rank adapters and trained magnitudes.
+
+    Norms are computed in each call from |W|^2, W @ A.T and A @ A.T, which read the weight twice and never write one:
+    they depend on weights alone, so that no plan changes them.
+    """
+
+    def __init__(
+        self, base: Linear, rank: int, scale: float, adapted: tuple[AdaptedRows, ...], dropout: float = 0.0,
+        number: int = 0,
+    ) -> None:  # fmt: skip
+        assert not dropout, "PEFT's formula with dropout multiplies every weight twice"
+        super().__init__(base, rank, scale, adapted, dropout, number)
+        self.magnitude = f"{self.name}.lora_magnitude_vector"
+        self.params = (*self.params, self.magnitude)
+        self.product = TensorSpec(f"{self.name}.product", (self.out_features,))
+        self.grad_product = TensorSpec(f"{self.name}.grad_product", (self.out_features,))
+        self.norms = TensorSpec(f"{self.name}.norms", (self.adapted_features,), "float32", rows=1)
+
+    def scratch(self, half: str) -> tuple[TensorSpec, ...]:
+        own = {
+            "forward": (self.product,) if self.residual is not None else (),
+            "input": (self.grad_product, self.norms),
+            "weight": (self.grad_product, self.norms, self.product),
+        }
+        return (*super().scratch(half), *own[half])
+
+    # -- norms -------------------------------------------------------------------------------------------------------
+
+    def _norms(self, env: OpEnv) -> tuple[Tensor, Tensor]:
+        """|W| and |W + scale * B @ A| of the adapted outputs [rows], wide."""
+        found = []
+        for number, (rows, _, up) in enumerate(self._modules(env.p[self.down].t(), env.p[self.up])):
+            down = env.p[self.down][number * self.rank : (number + 1) * self.rank]
+            found.append(adapted_norms(self._matrix(env)[rows.start : rows.end], down, up, self.scale))
+        return torch.cat([own for own, _ in found]), torch.cat([norm for _, norm in found])
+
+    def _gains(self, env: OpEnv, norms: Tensor | None = None) -> list[tuple[AdaptedRows, Tensor]]:
+        """What the outputs of every adapted module are multiplied by; norms: also keeps the norms there."""
+        own, adapted = self._norms(env)
+        if norms is not None:
+            norms.copy_(adapted[None, :])
+        gains = (own + wide(env.p[self.magnitude])).div_(adapted)
+        return [(rows, gain) for rows, gain in self._by_module(gains)]
+
+    def _by_module(self, values: Tensor) -> list[tuple[AdaptedRows, Tensor]]:
+        """Values of the adapted outputs, module by module."""
+        sizes = [rows.end - rows.start for rows in self.adapted]
+        return list(zip(self.adapted, values.split(sizes), strict=True))
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def forward(self, env: OpEnv) -> None:
+        y = env.t[self.y]
+        out = y if self.residual is None else env.t[self.product.name]
+        self._write_low(env, env.t[self.x])
+        self._write_product(env, out)
+        for rows, gain in self._gains(env):
+            out[:, rows.start : rows.end].mul_(gain.to(out.dtype))
+        if self.bias is not None:
+            out.add_(env.p[self.bias])
+        if self.residual is not None:
+            torch.add(env.t[self.residual], out, out=y)
+
+    def _write_product(self, env: OpEnv, out: Tensor) -> None:
+        """out = x @ W.T + low @ B.T."""
+        reached = 0
+        for rows, low, up in self._modules(env.t[self.low.name], env.p[self.up]):
+            out[:, reached : rows.start].zero_()
+            torch.mm(low, up.t(), out=out[:, rows.start : rows.end])
+            reached = rows.end
+        out[:, reached:].zero_()
+        torch.addmm(out, env.t[self.x], self._matrix(env).t(), out=out)
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def _grad_product(self, env: OpEnv) -> Tensor:
+        return env.t[self.grad_product.name]
+
+    def backward_input(self, env: OpEnv) -> None:
+        grad = self._grad_product(env)
+        grad.copy_(env.g[self.y])
+        for rows, gain in self._gains(env, env.t[self.norms.name]):
+            grad[:, rows.start : rows.end].mul_(gain.to(grad.dtype))
+        super().backward_input(env)
+
+    def backward_weight(self, env: OpEnv) -> None:
+        super().backward_weight(env)
+        product, grad_y = env.t[self.product.name], env.g[self.y]
+        self._write_product(env, product)
+        product.mul_(grad_y)
+        sums = env.gp[self.magnitude]
+        for (rows, norms), (_, total) in zip(
+            self._by_module(env.t[self.norms.name][0]), self._by_module(sums), strict=True
+        ):
+            columns = product[:, rows.start : rows.end]
+            columns.div_(norms.to(columns.dtype))
+            accumulate_bias_grad(total, columns, env.first)
+
+    # -- costs -------------------------------------------------------------------------------------------------------
+
+    def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        wide_bytes = max(4, compute_bytes)
+        rows = max(rows.end - rows.start for rows in self.adapted)
+        return wide_bytes * (8 * self.adapted_features + 4 * rows * self.rank + 2 * self.rank**2) + tokens * wide_bytes
+
+    def plain_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        rows = max(rows.end - rows.start for rows in self.adapted)
+        widened = 4 * (2 * rows + self.rank) * self.in_features if compute_bytes == 2 else 0
+        return (
+            super().plain_workspace_bytes(tokens, compute_bytes)
+            + widened
+            + widened_bytes(tokens, self.out_features, 1, compute_bytes)
+        )
+
+    def _norm_work(self, compute_bytes: int) -> Work:
+        """Reading the adapted rows twice."""
+        elements = self.adapted_features * self.in_features
+        kernels = 10 * len(self.adapted) + 3
+        return Work(2.0 * elements * self.rank, memory_bytes=2.0 * elements * compute_bytes, kernels=kernels)
+
+    def _passes(self, tokens: int, passes: int, compute_bytes: int) -> Work:
+        """Reading or writing the outputs so many times."""
+        num_bytes = float(passes * tokens * self.out_features * compute_bytes)
+        return Work(memory_bytes=num_bytes, kernels=passes)
+
+    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        work = super().forward_work(tokens, seq_len, compute_bytes).plus(self._norm_work(compute_bytes))
+        return work.plus(self._passes(tokens, 2 if self.residual is None else 5, compute_bytes))
+
+    def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        work = super().backward_input_work(tokens, seq_len, compute_bytes).plus(self._norm_work(compute_bytes))
+        return work.plus(self._passes(tokens, 4, compute_bytes))
+
+    def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        work = super().backward_weight_work(tokens, seq_len, compute_bytes).plus(self._product(tokens))
+        return work.plus(self._passes(tokens, 6, compute_bytes))
+
+
+def adapted_norms(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """|W| and |W + scale * B @ A| by rows [F], wide, without a matrix of W's size.
+
+    Shapes: weight [F, D], down = A [R, D], up = B [F, R].
+    """
+    b = wide(up)
+    square = torch.linalg.vector_norm(weight, dim=1, dtype=b.dtype).square_()
+    own = square.sqrt()
+    mixed = (wide_product(weight, down) * b).sum(1)
+    added = ((b @ wide_product(down, down)) * b).sum(1)
+    total = square.add_(mixed, alpha=2 * scale).add_(added, alpha=scale * scale)
+    return own, total.clamp_min_(LEAST_NORM**2 if total.dtype == torch.float64 else 0.0).sqrt_().clamp_min_(LEAST_NORM)

@@ -1,0 +1,191 @@
+"""Starts the adapters of a model, and reads and writes them as files have them.
+
+Files hold what PEFT holds; planes hold magnitudes as differences to the norms of the frozen weights (ops/dora.py).
+Adapters that begin with the principal parts of the weights (PiSSA) take these out of the base. A file is for the base
+as it was, so it holds what was learned beside what was taken: B @ A - B0 @ A0, of twice the rank.
+Source of PiSSA: Meng et al. 2024, https://arxiv.org/abs/2404.02948.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexengine.checkpoint.adapter import adapter_tensors
+from flexengine.checkpoint.reader import CheckpointReader
+from flexengine.models.lora import Adapter, adapters
+from flexengine.ops.dora import LEAST_NORM
+from flexengine.runtime.arena import wide_dtype
+from flexengine.runtime.weight_store import WeightStore
+
+ORTHOGONAL_SCALE = 0.1
+"""Factor of both orthogonal matrices, as PEFT's."""
+
+
+class Begin(NamedTuple):
+    """What a run's weights began with: a checkpoint, or for None random ones drawn from the seed."""
+
+    folder: Path | None
+    seed: int
+
+
+def start_adapters(weights: WeightStore, begin: Begin, adapter: Path | None) -> None:
+    """Give the adapters their first values: those of a folder, or what the model's LoRA names.
+
+    Random first values were drawn with those of the base. Order: the base is loaded. Raises: CheckpointError for a
+    folder that is no adapter of this model.
+    """
+    lora = weights.layout.model.lora
+    if lora is None:
+        return
+    found = list(adapters(weights.layout.model))
+    if lora.changes_base:
+        for one, original in _originals(weights, found, begin):
+            _start_pissa(weights, one, original, begin.seed)
+    elif lora.init == "orthogonal":
+        for one in found:
+            _start_orthogonal(weights, one, begin.seed)
+    if lora.use_dora and lora.init != "default":
+        for one in found:
+            _start_magnitude(weights, one)
+    if adapter is not None:
+        _load(weights, found, adapter)
+
+
+def _load(weights: WeightStore, found: list[Adapter], folder: Path) -> None:
+    shapes = {part.name: part.shape for one in found for part in one.parts}
+    magnitudes = {one.magnitude.name: one for one in found if one.magnitude is not None}
+    for name, tensor in adapter_tensors(folder, shapes):
+        own = magnitudes.get(name)
+        weights.write(name, tensor if own is None else tensor - row_norms(base_matrix(weights, own)))
+
+
+def file_tensors(weights: WeightStore, begin: Begin) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the adapters as files have them, for the base that the run began with."""
+    model = weights.layout.model
+    found = list(adapters(model))
+    assert model.lora is not None
+    taken = _originals(weights, found, begin) if model.lora.changes_base else ((one, None) for one in found)
+    for one, original in taken:
+        down, up = weights.read(one.down.name), weights.read(one.up.name)
+        if original is not None:
+            down0, up0 = _principal(weights, one, original, begin.seed)
+            down, up = torch.cat((down, -down0.to(down.dtype))), torch.cat((up, up0.to(up.dtype)), dim=1)
+        yield one.down.name, down
+        yield one.up.name, up
+        if one.magnitude is not None:
+            yield one.magnitude.name, magnitude(weights, one)
+
+
+# -- magnitudes --------------------------------------------------------------------------------------------------------
+
+
+def row_norms(matrix: Tensor) -> Tensor:
+    """The norm of each row."""
+    return torch.linalg.vector_norm(matrix, dim=1)
+
+
+def base_matrix(weights: WeightStore, adapter: Adapter) -> Tensor:
+    """The frozen weight [out, in] as it is multiplied, in float32 (float64)."""
+    weight = weights.read(adapter.weight.name)
+    return weight.t() if adapter.transposed else weight
+
+
+def magnitudes(weights: WeightStore) -> dict[str, Tensor]:
+    """The magnitudes of all modules that have some, by name, as files have them."""
+    found = (one for one in adapters(weights.layout.model) if one.magnitude is not None)
+    return {one.magnitude.name: magnitude(weights, one) for one in found if one.magnitude is not None}
+
+
+def magnitude(weights: WeightStore, adapter: Adapter) -> Tensor:
+    """The magnitudes of a module's outputs, as files have them."""
+    assert adapter.magnitude is not None
+    return weights.read(adapter.magnitude.name) + row_norms(base_matrix(weights, adapter))
+
+
+def changed_matrix(weights: WeightStore, adapter: Adapter, scale: float) -> Tensor:
+    """What a module multiplies: weight + scale * B @ A [out, in], with magnitudes in rows of these lengths."""
+    base = base_matrix(weights, adapter)
+    own = None if adapter.magnitude is None else row_norms(base)
+    changed = base.add_(weights.read(adapter.up.name) @ weights.read(adapter.down.name), alpha=scale)
+    if adapter.magnitude is not None and own is not None:
+        gains = own.add_(weights.read(adapter.magnitude.name)) / row_norms(changed).clamp_(LEAST_NORM)
+        changed.mul_(gains[:, None])
+    return changed
+
+
+def _start_magnitude(weights: WeightStore, adapter: Adapter) -> None:
+    """The magnitudes of the weights with their adapter, so that it changes nothing but directions."""
+    assert adapter.magnitude is not None
+    assert weights.layout.model.lora is not None
+    base = base_matrix(weights, adapter)
+    product = weights.read(adapter.up.name) @ weights.read(adapter.down.name)
+    changed = torch.add(base, product, alpha=weights.layout.model.lora.scale)
+    weights.write(adapter.magnitude.name, row_norms(changed) - row_norms(base))
+
+
+# -- first values ------------------------------------------------------------------------------------------------------
+
+
+def _originals(weights: WeightStore, found: list[Adapter], begin: Begin) -> Iterator[tuple[Adapter, Tensor]]:
+    """Pair every adapter with the weight [out, in] that the run began with, in float32 (float64)."""
+    dtype = wide_dtype(weights.layout)
+
+    def matrix(adapter: Adapter, pieces: Iterator[Tensor]) -> Tensor:
+        flat = torch.cat([piece.to("cpu", dtype, copy=True) for piece in pieces])
+        weight = flat.view(adapter.weight.shape)
+        return weight.t() if adapter.transposed else weight
+
+    if begin.folder is None:
+        for one in found:
+            yield one, matrix(one, weights.drawn(one.weight.name, begin.seed))
+        return
+    with CheckpointReader.open(begin.folder) as reader:
+        for one in found:
+            yield one, matrix(one, weights.values(reader, one.weight.name))
+
+
+def _start_pissa(weights: WeightStore, adapter: Adapter, original: Tensor, seed: int) -> None:
+    down, up = _principal(weights, adapter, original, seed)
+    lora = weights.layout.model.lora
+    assert lora is not None
+    rest = torch.addmm(original, up, down, alpha=-lora.scale)
+    weights.write(adapter.weight.name, (rest.t() if adapter.transposed else rest).contiguous())
+    weights.write(adapter.down.name, down)
+    weights.write(adapter.up.name, up)
+
+
+def _principal(weights: WeightStore, adapter: Adapter, original: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """A [R, in] and B [out, R] with scale * B @ A the best approximation of the weight of rank R."""
+    lora = weights.layout.model.lora
+    assert lora is not None
+    steps = lora.init.rpartition("_niter_")[2]
+    if steps.isdigit():
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_seed_of(adapter, seed))
+            left, values, right = torch.svd_lowrank(original, lora.rank, niter=int(steps))
+            right = right.t()
+    else:
+        left, values, right = torch.linalg.svd(original, full_matrices=False)
+    roots = (values[: lora.rank] / lora.scale).sqrt_()
+    return roots[:, None] * right[: lora.rank], left[:, : lora.rank] * roots
+
+
+def _start_orthogonal(weights: WeightStore, adapter: Adapter, seed: int) -> None:
+    """A and B with rows and columns in spaces that are orthogonal to each other, so that B @ A = 0."""
+    generator = torch.Generator().manual_seed(_seed_of(adapter, seed))
+    (rank, inputs), (outputs, _) = adapter.down.shape, adapter.up.shape
+    basis = torch.linalg.qr(torch.randn(rank, rank, generator=generator)).Q
+    down = torch.randn(inputs, rank // 2, generator=generator) @ basis[0::2]
+    up = torch.randn(outputs, rank // 2, generator=generator) @ basis[1::2]
+    weights.write(adapter.down.name, down.t() * ORTHOGONAL_SCALE)
+    weights.write(adapter.up.name, up * ORTHOGONAL_SCALE)
+
+
+def _seed_of(adapter: Adapter, seed: int) -> int:
+    return seed * 1_000_003 + zlib.crc32(adapter.down.name.encode())

@@ -1,0 +1,206 @@
+"""DoRA and ways to start adapters, in float32 on the CPU against PEFT on transformers."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from engine_helpers import (
+    FLOAT32,
+    ON_GPU,
+    build_engine,
+    make_plan,
+    random_batch,
+    random_weights,
+    relative_error,
+    same_bits,
+    saved_model,
+    streamed_plan,
+    worst_error,
+)
+from family_checks import MAX_SEQ_LEN, draw_batch, last_logits, reference_loss
+from family_configs import CASES, FAMILY_CASES
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from flexengine import LoRA
+from flexengine.job import Job
+from flexengine.models.base_dtype import with_base_dtype
+from flexengine.models.lora import adapters, with_lora
+from flexengine.models.registry import build_model, open_model
+from flexengine.ops.dora import adapted_norms
+from flexengine.optim import AdamW
+from flexengine.request import with_read_adapter
+
+SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-4}
+DECAY = 0.1
+
+
+def sources(folder, lora):
+    source = open_model(folder / "base")
+    return source._replace(spec=with_lora(source.spec, lora))
+
+
+def peft_model(folder, lora, b_size=0.2):
+    """The model saved in `folder`/base with adapters as `lora` says, in training; they are saved in `folder`/adapter.
+
+    b_size: spread of B where adapters start with zeros there.
+    """
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", attn_implementation="eager")
+    modules = [adapter.module for adapter in adapters(sources(folder, lora).spec)]
+    torch.manual_seed(3)
+    init = True if lora.init == "default" else lora.init
+    settings = LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=modules, use_dora=lora.use_dora, init_lora_weights=init
+    )
+    model = get_peft_model(base, settings)
+    for name, parameter in model.named_parameters():
+        if lora.init == "default" and ".lora_B." in name:
+            torch.nn.init.normal_(parameter, 0.0, b_size)
+    model.save_pretrained(folder / "adapter")
+    return model.train()
+
+
+def engine_on(folder, lora, **options):
+    source = sources(folder, lora)
+    plan = streamed_plan(source.spec, chunk_tokens=MAX_SEQ_LEN, chunks_per_round=4)
+    return build_engine(source, plan, AdamW(**SETTINGS, weight_decay=DECAY), max_grad_norm=None, **options)
+
+
+def by_name(tensors):
+    """Tensors by the names that files have for them."""
+    return {name.replace(".default", "").replace("vector.weight", "vector"): t for name, t in tensors.items()}
+
+
+def train_both(engine, model, ids, labels, steps=5):
+    """Loss, gradients and adapters of an engine are those of PEFT's model, step by step; magnitudes never decay."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    groups = [
+        {"params": [p for name, p in named.items() if ("magnitude" in name) == kept], "weight_decay": decay}
+        for kept, decay in ((False, DECAY), (True, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, **SETTINGS)
+    for step in range(steps):
+        loss = torch.as_tensor(reference_loss(model, ids, labels))
+        loss.backward()
+        assert engine.fwd_bwd(input_ids=ids, labels=labels).loss == pytest.approx(loss.item(), abs=1e-5)
+        if step == 0:
+            error, name = worst_error(engine.gradients(), by_name({n: p.grad for n, p in named.items()}))
+            assert error <= 1e-4, f"gradient of {name}: relative error {error:.1e}"
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.step()
+    state, expected = engine.state_dict(), by_name({name: p.detach() for name, p in named.items()})
+    assert {name for name in state if ".lora_" in name} == expected.keys()
+    for name, tensor in expected.items():
+        assert (state[name] - tensor).abs().max() <= 1e-5 * max(1.0, tensor.abs().max().item()), name
+
+
+def check_files(engine, tokens, folder):
+    """PEFT reads the adapters onto the untouched base, and transformers the merged model; logits are the engine's."""
+    logits = engine.next_token_logits(tokens)
+    engine.save_pretrained(folder / "out")
+    engine.save_pretrained(folder / "merged", merged=True)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", attn_implementation="eager")
+    assert relative_error(logits, last_logits(PeftModel.from_pretrained(base, folder / "out"), tokens)) <= 1e-4
+    merged = transformers.AutoModelForCausalLM.from_pretrained(folder / "merged", attn_implementation="eager")
+    assert relative_error(logits, last_logits(merged, tokens)) <= 1e-4
+    return logits
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "gpt2", "olmo2"])
+def test_dora(family, tmp_path):
+    config = CASES[FAMILY_CASES[family]]
+    saved_model(tmp_path / "base", config)
+    lora = LoRA(r"all-linear" if family != "mistral" else ["q_proj", "v_proj", "down_proj"], 3, 5.0, use_dora=True)
+    model = peft_model(tmp_path, lora)
+    ids, labels = draw_batch(config["vocab_size"])
+    with engine_on(tmp_path, lora, adapter=tmp_path / "adapter") as engine:
+        train_both(engine, model, ids, labels)
+        logits = check_files(engine, ids[0], tmp_path)
+    assert with_read_adapter(Job(adapter=str(tmp_path / "out"))).use_dora
+    with engine_on(tmp_path, lora, adapter=tmp_path / "out") as engine:
+        assert relative_error(engine.next_token_logits(ids[0]), logits) <= 1e-5
+
+
+@pytest.mark.parametrize(("family", "init"), [("mistral", "pissa"), ("gpt2", "pissa"), ("qwen2", "orthogonal")])
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_first_values(family, init, use_dora, tmp_path):
+    config = CASES[FAMILY_CASES[family]]
+    saved_model(tmp_path / "base", config)
+    lora = LoRA("all-linear", 4, 6.0, use_dora=use_dora, init=init)
+    model = peft_model(tmp_path, lora)
+    ids, labels = draw_batch(config["vocab_size"])
+    options = {} if init == "pissa" else {"adapter": tmp_path / "adapter"}
+    with engine_on(tmp_path, lora, **options) as engine:
+        train_both(engine, model, ids, labels)
+        check_files(engine, ids[0], tmp_path)
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == ((8, 12.0) if init == "pissa" else (4, 6.0))
+    with engine_on(tmp_path, lora) as engine:  # whatever they start from, the model is the base
+        base = saved_model(tmp_path / "base", CASES[FAMILY_CASES[family]])
+        assert relative_error(engine.next_token_logits(ids[0]), last_logits(base, ids[0])) <= 1e-5
+
+
+def test_an_adapter_that_peft_started_with_pissa(tmp_path):
+    """Its file says so, and PEFT takes the principal parts out of the base again when it loads it."""
+    saved_model(tmp_path / "base", CASES[FAMILY_CASES["mistral"]])
+    model = peft_model(tmp_path, LoRA("q_proj", 4, init="pissa"))
+    lora = with_read_adapter(Job(adapter=str(tmp_path / "adapter"))).lora_setup
+    assert lora is not None
+    assert lora.init == "pissa"
+    tokens = random_batch(4, [20], 67)[0]
+    with engine_on(tmp_path, lora, adapter=tmp_path / "adapter") as engine:
+        assert relative_error(engine.next_token_logits(tokens), last_logits(model.eval(), tokens)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "base", "lora"),
+    [
+        ("qwen3", "compute", LoRA(rank=4, use_dora=True)),
+        ("gemma2", "nf4", LoRA(rank=4, use_dora=True, init="pissa_niter_4")),
+        ("qwen3_next", "compute", LoRA(rank=4, init="orthogonal")),
+    ],
+)
+def test_the_plan_changes_no_bit(family, base, lora):
+    source = random_weights(CASES[FAMILY_CASES[family]])
+    source = source._replace(spec=with_base_dtype(with_lora(source.spec, lora), base))
+    sizes = {"chunk_tokens": 48, "chunks_per_round": 2, "numerics": replace(FLOAT32, base=base)}
+    found = []
+    for plan in (
+        streamed_plan(source.spec, **sizes),
+        make_plan(source.spec, groups=[ON_GPU] * len(source.spec.groups), **sizes),
+    ):
+        with build_engine(source, plan, AdamW(lr=1e-2), seed=3) as engine:
+            losses = [engine.train_step(random_batch(step, [48, 7, 31], 67))[0].loss for step in range(3)]
+            found.append((losses, {n: t for n, t in engine.state_dict().items() if ".lora_" in n}))
+    (losses, state), (others, other_state) = found
+    assert losses == others
+    same_bits(other_state, state)
+    assert losses[2] != losses[0]
+
+
+def test_a_magnitude_begins_without_rounding():
+    """What changes nothing multiplies by exactly 1, although bf16 cannot hold the norms."""
+    torch.manual_seed(2)
+    weight, down = torch.randn(40, 30).bfloat16(), torch.randn(4, 30).bfloat16()
+    weight[3] = 0.0
+    norms, adapted = adapted_norms(weight, down, torch.zeros(40, 4).bfloat16(), 2.0)
+    assert torch.equal(norms[norms > 0] / adapted[norms > 0], torch.ones(39))
+    assert relative_error(norms, weight.float().norm(dim=1)) <= 1e-6
+    assert torch.isfinite(norms / adapted).all()
+
+
+def test_adapters_that_cannot_be(tmp_path):
+    with pytest.raises(ValueError, match="init='pisa' is not known; give default, orthogonal, pissa"):
+        LoRA(init="pisa")
+    with pytest.raises(ValueError, match="needs an even rank, got 3"):
+        Job(mode="lora", lora_rank=3, lora_init="orthogonal")
+    with pytest.raises(ValueError, match="would multiply every weight twice"):
+        LoRA(use_dora=True, dropout=0.1)
+    with pytest.raises(ValueError, match=r"lora_init=pissa with rank 64: .*q_proj has \d+ x \d+ .*rank of at most"):
+        with_lora(build_model("tiny", CASES[FAMILY_CASES["qwen3"]]), LoRA("q_proj", rank=64, init="pissa"))
+    config = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "init_lora_weights": "olora"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="init_lora_weights='olora' changes the weights beneath"):
+        with_read_adapter(Job(adapter=str(tmp_path)))
