@@ -12,7 +12,9 @@ from flexengine.checkpoint.state_writer import StateSave
 from flexengine.runtime.one_caller import one_caller
 from flexengine.runtime.step_state import StepState
 from flexengine.runtime.training_state import (
+    check_same_tensors,
     check_same_training,
+    describe_adapters,
     describe_state,
     load_tensors,
     state_tensors,
@@ -73,17 +75,17 @@ class CheckpointCalls:
 
         The plan, budgets and machine may be others than those that saved it; with the same chunk and round sizes every
         later loss is bit-identical to what it would have been. Gradients are dropped.
-        Raises ValueError for a checkpoint of another model, optimizer, dtype or seed, before anything changes;
-        CheckpointError for one that is damaged, after which the engine is unusable until another is loaded.
+        Raises ValueError for one of another model, optimizer, dtype, seed or choice of what is trained, before anything
+        changes; CheckpointError for one that is damaged, after which the engine is unusable until another is loaded.
         """
         if self.state.unusable == CLOSED:
             self.state.require_usable()
         found = read_description(folder)
-        numerics = self.plan.request.numerics
-        check_same_training(found["engine"], folder, training_of(self.optimizer, numerics, self.seed))
+        check_same_training(found["engine"], folder, self._training())
         self._finish_save()
         self.executor.synchronize()
         with CheckpointReader.open(folder, STATE_INDEX_FILE) as reader:
+            check_same_tensors(self.weights, reader)
             self.state.unusable = HALF_LOADED
             with self.executor.on_compute_stream():
                 load_tensors(self.weights, reader)
@@ -113,4 +115,9 @@ class CheckpointCalls:
             self._save = None
 
     def _describe(self, run_state: Mapping[str, Any] | None = None) -> str:
-        return describe_state(self.plan, self.optimizer, self.seed, self.state.step_count, run_state)
+        return describe_state(self.plan, self._training(), self.state.step_count, run_state)
+
+    def _training(self) -> dict[str, Any]:
+        """What a checkpoint of this engine must have been saved with."""
+        training = training_of(self.optimizer, self.plan.request.numerics, self.seed)
+        return {**training, **describe_adapters(self.source.spec)}

@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from flexengine.checkpoint.reader import CheckpointReader, ReadRequest
-from flexengine.checkpoint.safetensors_format import CheckpointError
 from flexengine.checkpoint.snapshot import StoredTensor
 from flexengine.checkpoint.state_files import FORMAT_VERSION
+from flexengine.models.spec import ModelSpec
 from flexengine.plan import Numerics, Plan
 from flexengine.runtime.arena import DTYPES
 from flexengine.runtime.staging import load_staged
@@ -63,12 +63,9 @@ def _whole_plane(weights: WeightStore, run: SourceRun, plane: Plane) -> Tensor:
 def load_tensors(weights: WeightStore, reader: CheckpointReader) -> None:
     """Read all planes of a checkpoint to where the plan puts them, and compare the files with their checksums.
 
-    Raises: CheckpointError where a tensor is missing or of another shape or dtype, before anything is read, and where
-    a file differs from its checksum, when all is read.
+    Raises: CheckpointError where a file differs from its checksum, when all is read.
     """
-    wanted = state_tensors(weights)
-    _check_tensors(wanted, reader)
-    requests = [ReadRequest(tensor.name, tensor.data) for tensor in wanted]
+    requests = [ReadRequest(tensor.name, tensor.data) for tensor in state_tensors(weights)]
     elsewhere = [request for request in requests if not on_host(request)]
     with reader.verifying():
         reader.read_many([request for request in requests if on_host(request)])
@@ -76,16 +73,20 @@ def load_tensors(weights: WeightStore, reader: CheckpointReader) -> None:
             load_staged(reader, elsewhere, weights.arenas.device)
 
 
-def _check_tensors(wanted: list[StoredTensor], reader: CheckpointReader) -> None:
-    for tensor in wanted:
-        entry = reader.tensors.get(tensor.name)
-        found = None if entry is None else (list(entry.shape), str(entry.dtype))
-        if found != (list(tensor.shape), str(tensor.data.dtype)):
-            raise CheckpointError(
-                f"{reader.folder}: the checkpoint has {tensor.name} as {found}, this engine needs"
-                f" {(list(tensor.shape), str(tensor.data.dtype))}. Resume with the model and dtypes of the run that"
-                " saved it"
-            )
+def check_same_tensors(weights: WeightStore, reader: CheckpointReader) -> None:
+    """Raise ValueError unless a checkpoint holds exactly the tensors that are trained here, in their shapes and dtypes.
+
+    One that holds more was saved by a run that trained more, whose work would be lost without a word.
+    """
+    wanted = {tensor.name: (list(tensor.shape), str(tensor.data.dtype)) for tensor in state_tensors(weights)}
+    found = {name: (list(entry.shape), str(entry.dtype)) for name, entry in reader.tensors.items()}
+    differing = [name for name in (*wanted, *found) if wanted.get(name) != found.get(name)]
+    if differing:
+        name = differing[0]
+        raise ValueError(
+            f"{reader.folder}: the checkpoint has {name} as {found.get(name)}, this engine needs {wanted.get(name)}."
+            " Resume with the model, the dtypes, and the frozen layers or adapters of the run that saved it"
+        )
 
 
 # ---- the description ------------------------------------------------------------------------------------------
@@ -98,14 +99,24 @@ def training_of(optimizer: Any, numerics: Numerics, seed: int) -> dict[str, Any]
     return json.loads(json.dumps(value))
 
 
+def describe_adapters(model: ModelSpec) -> dict[str, Any]:
+    """What a checkpoint of adapters and the engine that loads it must have in common beside their tensors."""
+    lora = model.lora
+    return {"lora": None if lora is None else {"rank": lora.rank, "scale": lora.scale}}
+
+
 def describe_state(
-    plan: Plan, optimizer: Any, seed: int, step_count: int, run_state: Mapping[str, Any] | None = None
+    plan: Plan, training: Mapping[str, Any], step_count: int, run_state: Mapping[str, Any] | None = None
 ) -> str:
-    """Describe an engine's state as JSON. run_state: what the caller adds, such as where its data stands."""
+    """Describe an engine's state as JSON.
+
+    training: `training_of` and `describe_adapters` of the engine. run_state: what the caller adds, such as where its
+    data stands.
+    """
     engine = {
         "model": plan.model,
         "step_count": step_count,
-        **training_of(optimizer, plan.request.numerics, seed),
+        **training,
         "chunk_tokens": plan.chunk_tokens,
         "round_tokens": plan.round_tokens,
     }
