@@ -85,7 +85,7 @@ class PrepareArguments(Job, ModelArgument):
             gib, num_bytes = f"max_{place}_mem_gib", f"max_{place}_mem_bytes"
             budget = budget_gib(place, getattr(self, gib), getattr(self, num_bytes))
             object.__setattr__(self, gib, budget)
-        for name in ("freeze", "lora_targets", "lr_groups", "weight_decay_groups"):
+        for name in ("freeze", "lora_targets", "modules_to_save", "lr_groups", "weight_decay_groups"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
         for name, value in {} if lora is None else lora_options(lora).items():

@@ -20,6 +20,7 @@ SAME = {
     "adam_epsilon": "adam_eps",
     "lora_r": "lora_rank",
     "lora_target_modules": "lora_targets",
+    "lora_modules_to_save": "modules_to_save",
     "init_lora_weights": "lora_init",
 }
 """Options by the names that transformers and TRL have for them."""

@@ -37,6 +37,7 @@ LORA_OPTIONS = {
     "use_rslora": "use_rslora",
     "use_dora": "use_dora",
     "lora_init": "init",
+    "modules_to_save": "modules_to_save",
 }
 """Options that mean something in mode lora alone, and the fields of `LoRA` that they are."""
 
@@ -151,6 +152,12 @@ class Job:
             " which are taken out of them, or pissa_niter_16 = the same by 16 iterations, which is faster"
         ),
     ] = "default"
+    modules_to_save: Annotated[
+        Sequence[str],
+        Option(
+            "modules that are trained in full beside adapters, by the ends of their names: embed_tokens, lm_head, norms"
+        ),
+    ] = ()
     max_grad_norm: Annotated[
         float | None,
         Option(

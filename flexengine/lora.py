@@ -22,7 +22,8 @@ class LoRA:
     use_rslora by alpha / sqrt(rank). dropout: probability for an element of what an adapter reads, while training.
     use_dora: each output has a trained magnitude beside the direction of its weights. init: default (A uniform, B
     zeros), orthogonal, pissa (the principal parts of the weights, which are taken out of them) or pissa_niter_N (the
-    same by N iterations, which is faster).
+    same by N iterations, which is faster). modules_to_save: modules that are trained in full beside the adapters, by
+    the ends of their names: embed_tokens, lm_head, norms.
     Raises: ValueError for values that no adapter can have.
     """
 
@@ -33,9 +34,12 @@ class LoRA:
     dropout: float = 0.0
     use_dora: bool = False
     init: str = "default"
+    modules_to_save: str | Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "targets", (self.targets,) if isinstance(self.targets, str) else tuple(self.targets))
+        for name in ("targets", "modules_to_save"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         if self.rank < 1:
             raise ValueError(f"lora rank must be at least 1, got {self.rank}")
         if not 0 < self.alpha < math.inf:

@@ -6,7 +6,7 @@ Source: https://huggingface.co/docs/peft/developer_guides/checkpoint; the fields
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 _UNSUPPORTED = (
-    "modules_to_save", "target_parameters", "rank_pattern", "alpha_pattern", "layer_replication",
+    "target_parameters", "rank_pattern", "alpha_pattern", "layer_replication",
     "layers_to_transform", "trainable_token_indices", "lora_bias", "use_qalora", "megatron_config", "corda_config",
     "eva_config", "alora_invocation_tokens", "arrow_config",
 )  # fmt: skip
@@ -50,6 +50,7 @@ def read_lora(folder: Path | str) -> LoRA:
             bool(config.get("use_rslora", False)),
             use_dora=bool(config.get("use_dora", False)),
             init=_init(config.get("init_lora_weights", True)),
+            modules_to_save=config.get("modules_to_save") or (),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
@@ -67,8 +68,12 @@ def _init(named: object) -> str:
     raise ValueError(f"init_lora_weights={shown(named)} changes the weights beneath; merge this adapter first")
 
 
-def adapter_config(lora: LoRA, modules: Collection[str], base: str, transposed: bool) -> dict[str, Any]:
-    """The fields of adapter_config.json. modules: names of the adapted modules; base: of the model beneath.
+def adapter_config(
+    lora: LoRA, modules: Collection[str], saved: Sequence[str], base: str, transposed: bool
+) -> dict[str, Any]:
+    """The fields of adapter_config.json.
+
+    modules: names of the adapted modules; saved: of those that are trained in full; base: of the model beneath.
 
     transposed: the modules hold their weights [in, out], as GPT-2's do. Of adapters that began with a part of the base,
     files hold what was taken out of it as well, so that they have twice the rank and the same scale.
@@ -89,5 +94,5 @@ def adapter_config(lora: LoRA, modules: Collection[str], base: str, transposed: 
         "fan_in_fan_out": transposed,
         "init_lora_weights": True,
         "target_modules": sorted(modules),
-        "modules_to_save": None,
+        "modules_to_save": sorted(saved) or None,
     }

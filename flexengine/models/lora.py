@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from flexengine.lora import ALL_LINEAR, LoRA
 from flexengine.models.freezing import freeze_groups
+from flexengine.models.saved_modules import saved_tensors, with_saved_modules
 from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec, ParamSpec, WeightSource
 from flexengine.ops.base import Op
 from flexengine.ops.dora import DoRALinear
@@ -65,7 +66,10 @@ def with_lora(model: ModelSpec, lora: LoRA) -> ModelSpec:
         groups.append(GroupSpec(name, "block", tuple(params), adapter=True))
     adapted = replace(model, lora=lora, groups=tuple(groups), layers=tuple(layers))
     _check_ranks(adapted, lora)
-    return freeze_groups(adapted, set(range(len(model.groups))))
+    beneath = set(range(len(model.groups)))
+    adapted, whole = with_saved_modules(adapted, lora.modules_to_save)
+    beneath |= {i for i, group in enumerate(adapted.groups) if group.name.startswith("frozen.")}
+    return freeze_groups(adapted, beneath - whole)
 
 
 def _adapted(op: Op, number: int, rows: tuple[AdaptedRows, ...] | None, lora: LoRA) -> Op:
@@ -213,8 +217,10 @@ def _sources(model: ModelSpec, group: int, name: str) -> tuple[WeightSource, ...
 
 
 def adapter_counts(model: ModelSpec) -> dict[str, int]:
-    """Count trained parameters of adapters by the modules' own names."""
+    """Count trained parameters by the own names of modules, those of adapters first."""
     counts: Counter[str] = Counter()
     for adapter in adapters(model):
         counts[adapter.module.rpartition(".")[2]] += sum(math.prod(part.shape) for part in adapter.parts)
+    for source in {source.name: source for _, source in saved_tensors(model)}.values():
+        counts[source.name.rpartition(".")[0].rpartition(".")[2]] += math.prod(source.shape)
     return dict(counts)

@@ -185,7 +185,7 @@ class CandidateMemory:
         for group, residencies, residency in edges:
             groups[group] = residencies[residency]
         for group in buffers.adapter_groups:
-            groups[group] = ADAPTER_HOME
+            groups[group] = ADAPTER_HOME.of_frozen() if tables.model.groups[group].frozen else ADAPTER_HOME
         weight, grad, save = self._used_slots(one)
         count, tile = buffers.tiles(int(self.region_bytes(one)[0]), SlotCounts().optimizer)
         size = (tables.chunk_tokens, tables.chunks_per_round)

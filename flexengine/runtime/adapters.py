@@ -18,7 +18,9 @@ from torch import Tensor
 
 from flexengine.checkpoint.adapter import adapter_tensors
 from flexengine.checkpoint.reader import CheckpointReader
-from flexengine.models.lora import Adapter, adapters
+from flexengine.checkpoint.safetensors_format import CheckpointError
+from flexengine.models.lora import PEFT_PREFIX, Adapter, adapters
+from flexengine.models.saved_modules import saved_tensors
 from flexengine.ops.dora import LEAST_NORM
 from flexengine.runtime.arena import wide_dtype
 from flexengine.runtime.weight_store import WeightStore
@@ -59,10 +61,19 @@ def start_adapters(weights: WeightStore, begin: Begin, adapter: Path | None) -> 
 
 def _load(weights: WeightStore, found: list[Adapter], folder: Path) -> None:
     shapes = {part.name: part.shape for one in found for part in one.parts}
-    magnitudes = {one.magnitude.name: one for one in found if one.magnitude is not None}
+    saved = {f"{PEFT_PREFIX}{name}": source for name, source in saved_tensors(weights.layout.model)}
+    shapes |= {name: source.shape for name, source in saved.items()}
+    with_norms = {one.magnitude.name: one for one in found if one.magnitude is not None}
+    written: dict[str, Tensor] = {}
     for name, tensor in adapter_tensors(folder, shapes):
-        own = magnitudes.get(name)
-        weights.write(name, tensor if own is None else tensor - row_norms(base_matrix(weights, own)))
+        if name in with_norms:
+            weights.write(name, tensor - row_norms(base_matrix(weights, with_norms[name])))
+        elif name not in saved:
+            weights.write(name, tensor)
+        elif not torch.equal(written.setdefault(saved[name].name, tensor), tensor):
+            raise CheckpointError(f"{folder}: {name} differs from the embedding, to which config.json ties the head")
+        else:
+            weights.write(saved[name].name, tensor)
 
 
 def file_tensors(weights: WeightStore, begin: Begin) -> Iterator[tuple[str, Tensor]]:
@@ -80,6 +91,8 @@ def file_tensors(weights: WeightStore, begin: Begin) -> Iterator[tuple[str, Tens
         yield one.up.name, up
         if one.magnitude is not None:
             yield one.magnitude.name, magnitude(weights, one)
+    for name, source in saved_tensors(model):
+        yield f"{PEFT_PREFIX}{name}", weights.read(source.name)
 
 
 # -- magnitudes --------------------------------------------------------------------------------------------------------

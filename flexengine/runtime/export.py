@@ -19,6 +19,7 @@ from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.checkpoint.writer import TensorSource, support_files, write_checkpoint
 from flexengine.models.lora import Adapter, adapters
 from flexengine.models.registry import ModelSource
+from flexengine.models.saved_modules import saved_names
 from flexengine.models.spec import ModelSpec
 from flexengine.runtime.adapters import Begin, changed_matrix, file_tensors
 from flexengine.runtime.not_finite import checked
@@ -53,7 +54,8 @@ def export_adapter(
     begin = Begin(source.weights_folder, seed)
     tensors = {name: checked(name, tensor) for name, tensor in file_tensors(weights, begin)}
     base = "" if source.weights_folder is None else str(source.weights_folder)
-    config = adapter_config(model.lora, _target_names(model, found), base, any(a.transposed for a in found))
+    modules, saved = _target_names(model, found), saved_names(model)
+    config = adapter_config(model.lora, modules, saved, base, any(adapter.transposed for adapter in found))
     beside = {} if source.support_folder is None else support_files(source.support_folder)
     beside.pop(CONFIG_FILE, None)  # it would make a model of the folder
     save_adapter(folder, config, tensors, {**beside, **texts})

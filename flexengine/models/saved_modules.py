@@ -1,0 +1,138 @@
+"""Describes a model with adapters of which some modules are trained in full: embedding, head, norms, routers.
+
+A module is named as PEFT's `modules_to_save` names it, by the end of its name. The embedding and the head go on as
+groups that the planner places. Small modules of a block lie with its adapters, which always live on the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec, ParamSpec, WeightSource
+from flexengine.ops.experts import GroupedLinear
+from flexengine.ops.linear import Linear
+from flexengine.wording import did_you_mean, shown
+
+
+def with_saved_modules(model: ModelSpec, names: Sequence[str]) -> tuple[ModelSpec, set[int]]:
+    """Take the named modules out of what is frozen; returns the groups that are trained in full beside adapters.
+
+    model: with the groups of adapters, before anything is frozen. Raises: ValueError for a name that no module has, or
+    that names linear layers of blocks, or some of the parameters that one op trains together.
+    """
+    if not names:
+        return model, set()
+    chosen = _chosen(model, names)
+    _check_ops(model, chosen)
+    whole: set[int] = set()
+    for group in sorted({group for group, _ in chosen}):
+        spec = model.groups[group]
+        rest = [param for param in spec.params if (group, param.name) not in chosen]
+        taken = [param for param in spec.params if (group, param.name) in chosen]
+        if spec.slot_class != "block" and (not rest or any(param.kind == "matrix" for param in taken)):
+            whole.add(group)
+            model = _moved(model, group, rest, adapter=f"frozen.{spec.name}") if rest else model
+        else:
+            model = _moved(model, group, taken, adapter=f"adapter.{spec.name.rpartition('.')[2]}")
+    return model, whole
+
+
+def saved_tensors(model: ModelSpec) -> Iterator[tuple[str, WeightSource]]:
+    """Pair the names that files of adapters have for tensors that are trained in full, with these.
+
+    A tied embedding that is trained has the head's name as well.
+    """
+    for group in model.groups if model.lora is not None else ():
+        for source in (s for p in group.params if not (group.frozen or p.added) for s in p.sources):
+            yield _full_name(model, source.name), source
+            if model.tie_word_embeddings and source.name == model.embedding_source:
+                yield _full_name(model, model.head_source), source
+
+
+def saved_names(model: ModelSpec) -> list[str]:
+    """What PEFT is to find these modules by: the names that were given, and a tied head beside its embedding."""
+    assert model.lora is not None
+    names = list(model.lora.modules_to_save)
+    for name in (model.embedding_source, model.head_source) if model.tie_word_embeddings and names else ():
+        module = _module(name)
+        tied = any(source.name == model.embedding_source for _, source in saved_tensors(model))
+        if tied and not any(module.endswith(given) for given in names):
+            names.append(module.rpartition(".")[2])
+    return names
+
+
+def _full_name(model: ModelSpec, name: str) -> str:
+    prefix = model.optional_prefix
+    return name if name.startswith(prefix) or name == model.head_source else prefix + name
+
+
+def _module(name: str) -> str:
+    """The module that a tensor of the checkpoint belongs to."""
+    return name.rpartition(".")[0]
+
+
+def _modules(model: ModelSpec) -> dict[tuple[int, str], set[str]]:
+    """The modules of every parameter of the model beneath adapters, by group and name."""
+    found = {
+        (index, param.name): {_module(s.name) for s in param.sources if s.name.endswith((".weight", ".bias"))}
+        for index, group in enumerate(model.groups)
+        for param in group.params
+        if not param.added
+    }
+    if model.tie_word_embeddings:
+        found[0, model.groups[0].params[0].name].add(_module(model.head_source))
+    return found
+
+
+def _chosen(model: ModelSpec, names: Sequence[str]) -> set[tuple[int, str]]:
+    modules, chosen = _modules(model), set[tuple[int, str]]()
+    for name in names:
+        hits = {key for key, of_param in modules.items() if any(module.endswith(name) for module in of_param)}
+        if not hits:
+            short = list(
+                dict.fromkeys(module.rpartition(".")[2] for of_param in modules.values() for module in of_param)
+            )
+            raise ValueError(
+                f"modules_to_save {shown(name)}: no module of {model.name} has a name that ends so"
+                f"{did_you_mean(name, short)}; there are {', '.join(short)}"
+            )
+        chosen |= hits
+    return chosen
+
+
+def _check_ops(model: ModelSpec, chosen: set[tuple[int, str]]) -> None:
+    modules = _modules(model)
+    for layer in model.layers:
+        places = {local: (group, name) for local, group, name in layer.params}
+        for op in layer.ops:
+            own = [places[name] for name in op.params if places[name] in modules]
+            hit = [key for key in own if key in chosen]
+            if hit and isinstance(op, (Linear, GroupedLinear)):
+                raise ValueError(
+                    f"modules_to_save names {min(modules[hit[0]])}, a linear layer of a block, which has adapters in"
+                    " mode lora; name it in the targets instead"
+                )
+            if hit and len(hit) < len(own):
+                together = sorted({module for key in own for module in modules[key]})
+                raise ValueError(f"modules_to_save names some of {', '.join(together)}, which train together; name all")
+
+
+def _moved(model: ModelSpec, group: int, params: Sequence[ParamSpec], adapter: str) -> ModelSpec:
+    """Move parameters of a group into the group of this name, which stays on the GPU and may be new."""
+    moved, spec = {param.name for param in params}, model.groups[group]
+    groups = list(model.groups)
+    groups[group] = replace(spec, params=tuple(param for param in spec.params if param.name not in moved))
+    target = next((i for i, other in enumerate(groups) if other.name == adapter), len(groups))
+    if target == len(groups):
+        groups.append(GroupSpec(adapter, spec.slot_class, tuple(params), adapter=True))
+    else:
+        groups[target] = replace(groups[target], params=(*params, *groups[target].params))
+
+    def of_layer(layer: LayerSpec) -> LayerSpec:
+        # A block's own group stays the first that its layer reads.
+        own = [entry for entry in layer.params if entry[1] != group or entry[2] not in moved]
+        others = [(local, target, name) for local, index, name in layer.params if index == group and name in moved]
+        return replace(layer, params=(*own, *others)) if others else layer
+
+    return replace(model, groups=tuple(groups), layers=tuple(of_layer(layer) for layer in model.layers))

@@ -1,0 +1,199 @@
+"""Modules that are trained in full beside adapters, in float32 on the CPU against PEFT on transformers."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from engine_helpers import (
+    FLOAT32,
+    GIB,
+    ON_GPU,
+    build_engine,
+    make_plan,
+    random_batch,
+    random_weights,
+    same_bits,
+    saved_model,
+    streamed_plan,
+    tiny_config,
+    worst_error,
+)
+from family_checks import MAX_SEQ_LEN, draw_batch, last_logits, reference_loss, relative_error
+from family_configs import CASES, FAMILY_CASES
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from flexengine import LoRA
+from flexengine.checkpoint.safetensors_format import CheckpointError
+from flexengine.hardware.presets import named_profile
+from flexengine.models.lora import adapter_counts, adapters, with_lora
+from flexengine.models.registry import build_model, open_model
+from flexengine.optim import AdamW
+from flexengine.plan import Numerics, Request
+from flexengine.planner import planner
+from flexengine.schedule.layout import Layout
+
+SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-4}
+DECAY = 0.1
+
+
+def peft_model(config, folder, lora):
+    base = saved_model(folder / "base", config)
+    modules = [adapter.module for adapter in adapters(with_lora(open_model(folder / "base").spec, lora))]
+    torch.manual_seed(3)
+    settings = LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=modules, modules_to_save=list(lora.modules_to_save)
+    )
+    model = get_peft_model(base, settings)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.2)
+    model.save_pretrained(folder / "adapter")
+    return model.train()
+
+
+def engine_on(folder, lora, **options):
+    source = open_model(folder / "base")
+    source = source._replace(spec=with_lora(source.spec, lora))
+    plan = streamed_plan(source.spec, chunk_tokens=MAX_SEQ_LEN, chunks_per_round=4)
+    return build_engine(source, plan, AdamW(**SETTINGS, weight_decay=DECAY), max_grad_norm=None, **options)
+
+
+def by_name(tensors):
+    """Tensors by the names that an engine has for them."""
+    found = {}
+    for name, tensor in tensors.items():
+        if ".modules_to_save.default." in name:
+            own = name.replace(".modules_to_save.default", "").removeprefix("base_model.model.")
+        else:
+            own = name.replace(".default.", ".")
+        found[own] = tensor
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "saved"),
+    [
+        ("mistral", ["embed_tokens", "lm_head", "model.norm", "input_layernorm"]),
+        ("qwen3", ["lm_head", "q_norm", "k_norm"]),
+        ("qwen3_moe", ["model.norm", "mlp.gate"]),
+        ("gpt2", ["wte", "ln_1"]),
+    ],
+)
+def test_loss_gradients_steps_and_files(family, saved, tmp_path):
+    config = {**CASES[FAMILY_CASES[family]], "tie_word_embeddings": False}
+    lora = LoRA(r".*(attn|attention)\..*", 3, 5.0, modules_to_save=saved)
+    model = peft_model(config, tmp_path, lora)
+    ids, labels = draw_batch(config["vocab_size"])
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    decays = {name: p for name, p in named.items() if p.ndim > 1}
+    others = [p for name, p in named.items() if name not in decays]
+    optimizer = torch.optim.AdamW(
+        [{"params": list(decays.values()), "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}], **SETTINGS
+    )
+    with engine_on(tmp_path, lora, adapter=tmp_path / "adapter") as engine:
+        for step in range(5):
+            loss = torch.as_tensor(reference_loss(model, ids, labels))
+            loss.backward()
+            assert engine.fwd_bwd(input_ids=ids, labels=labels).loss == pytest.approx(loss.item(), abs=1e-5)
+            if step == 0:
+                error, name = worst_error(engine.gradients(), by_name({n: p.grad for n, p in named.items()}))
+                assert error <= 1e-4, f"gradient of {name}: relative error {error:.1e}"
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.step()
+        state = engine.state_dict()
+        for name, tensor in by_name({name: p.detach() for name, p in named.items()}).items():
+            assert (state[name] - tensor).abs().max() <= 1e-5 * max(1.0, tensor.abs().max().item()), name
+        check_files(engine, ids[0], tmp_path)
+    with engine_on(tmp_path, lora, adapter=tmp_path / "out") as engine:
+        same_bits({name: engine.state_dict()[name] for name in state}, state)
+
+
+def check_files(engine, tokens, folder):
+    logits = engine.next_token_logits(tokens)
+    engine.save_pretrained(folder / "out")
+    engine.save_pretrained(folder / "merged", merged=True)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", attn_implementation="eager")
+    assert relative_error(logits, last_logits(PeftModel.from_pretrained(base, folder / "out"), tokens)) <= 1e-4
+    merged = transformers.AutoModelForCausalLM.from_pretrained(folder / "merged", attn_implementation="eager")
+    assert relative_error(logits, last_logits(merged, tokens)) <= 1e-4
+
+
+def test_a_tied_embedding_is_one_tensor_with_two_names(tmp_path):
+    saved_model(tmp_path / "base", tiny_config(tie_word_embeddings=True))
+    lora = LoRA("q_proj", 3, modules_to_save="embed_tokens")
+    ids, labels = draw_batch(67)
+    with engine_on(tmp_path, lora) as engine:
+        assert "lm_head.weight" not in engine.state_dict()
+        engine.train_step(input_ids=ids, labels=labels)
+        check_files(engine, ids[0], tmp_path)
+        trained = engine.state_dict()
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["modules_to_save"] == [
+        "embed_tokens", "lm_head",
+    ]  # fmt: skip
+    with engine_on(tmp_path, replace(lora, modules_to_save=("lm_head",)), adapter=tmp_path / "out") as engine:
+        same_bits(engine.state_dict(), trained)
+
+
+def test_a_head_that_is_no_longer_tied(tmp_path):
+    from safetensors.torch import load_file, save_file  # noqa: PLC0415
+
+    saved_model(tmp_path / "base", tiny_config(tie_word_embeddings=True))
+    lora = LoRA("q_proj", 3, modules_to_save="embed_tokens")
+    with engine_on(tmp_path, lora) as engine:
+        engine.save_pretrained(tmp_path / "out")
+    path = tmp_path / "out" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    tensors["base_model.model.lm_head.weight"] += 1.0
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="differs from the embedding"):
+        engine_on(tmp_path, lora, adapter=tmp_path / "out")
+
+
+@pytest.mark.parametrize("saved", [("lm_head",), ("embed_tokens", "norm"), ("norm",)])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
+def test_the_plan_changes_no_bit(family, saved):
+    source = random_weights({**CASES[FAMILY_CASES[family]], "tie_word_embeddings": False})
+    source = source._replace(spec=with_lora(source.spec, LoRA(rank=4, modules_to_save=saved)))
+    sizes = {"chunk_tokens": 48, "chunks_per_round": 2, "numerics": FLOAT32}
+    found = []
+    for plan in (
+        streamed_plan(source.spec, **sizes),
+        streamed_plan(source.spec, share_edge_slots=True, grads_over_weights=True, **sizes),
+        make_plan(source.spec, groups=[ON_GPU] * len(source.spec.groups), **sizes),
+    ):
+        with build_engine(source, plan, AdamW(lr=1e-2), seed=3) as engine:
+            losses = [engine.train_step(random_batch(step, [48, 7, 31], 67))[0].loss for step in range(3)]
+            found.append((losses, engine.state_dict()))
+    for losses, state in found[1:]:
+        assert losses == found[0][0]
+        same_bits(state, found[0][1])
+
+
+@pytest.mark.parametrize("saved", [("lm_head",), ("embed_tokens", "lm_head", "model.norm"), ("norm",)])
+def test_planned_bytes_are_those_of_the_layout(saved):
+    spec = with_lora(build_model("small", tiny_config(num_hidden_layers=6)), LoRA(rank=8, modules_to_save=saved))
+    for gpu_mib in (3, 6, 400):
+        request = Request(48, 480, gpu_mib << 20, 3 * GIB, numerics=Numerics())
+        plan = planner.make_plan(spec, request, named_profile("cpu-test"))
+        assert plan.predicted.gpu_bytes == Layout(spec, plan).gpu_bytes <= gpu_mib << 20
+
+
+def test_modules_that_cannot_be_saved():
+    spec = build_model("tiny", tiny_config())
+    with pytest.raises(ValueError, match=r"'lm_heat'.*did you mean lm_head\?.*embed_tokens"):
+        with_lora(spec, LoRA("q_proj", modules_to_save="lm_heat"))
+    with pytest.raises(ValueError, match="a linear layer of a block"):
+        with_lora(spec, LoRA("q_proj", modules_to_save=["up_proj"]))
+    qwen3 = build_model("qwen3", CASES[FAMILY_CASES["qwen3"]])
+    with pytest.raises(ValueError, match=r"k_norm, .*q_norm, which train together; name all"):
+        with_lora(qwen3, LoRA("q_proj", modules_to_save=["q_norm"]))
+
+
+def test_what_is_trained_is_counted():
+    spec = with_lora(build_model("tiny", tiny_config()), LoRA("q_proj", modules_to_save=["lm_head", "model.norm"]))
+    counts = adapter_counts(spec)
+    assert set(counts) == {"q_proj", "lm_head", "norm"}
+    assert sum(counts.values()) == spec.num_trained_parameters
