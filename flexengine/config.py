@@ -106,6 +106,12 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
             " (from the beginning where there is none), or the folder of a run or of a checkpoint"
         ),
     ] = None
+    overwrite: Annotated[
+        bool,
+        Option(
+            "replace the run that the run folder holds: its log and checkpoints, and its model when a new one is saved"
+        ),
+    ] = False
     dry_run: Annotated[bool, Option("print the plan and stop before anything is loaded")] = False
     plan_json: Annotated[str | None, Option("also write the plan to this JSON file")] = None
     trace: Annotated[
@@ -155,6 +161,10 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
         self._check_recording()
         if self.resume == "":
             raise ValueError("--resume is given an empty name; give auto, or the folder of a run or of a checkpoint")
+        if self.overwrite and self.resume is not None:
+            raise ValueError(
+                f"--overwrite replaces a run, but --resume {self.resume} continues it; leave one of them out"
+            )
 
     def _check_data(self) -> None:
         """Data source, data set and length of the run that contradict each other."""

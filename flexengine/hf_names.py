@@ -18,6 +18,7 @@ SAME = {
     "warmup_steps": "lr_warmup_steps",
     "warmup_ratio": "lr_warmup_pct",
     "adam_epsilon": "adam_eps",
+    "overwrite_output_dir": "overwrite",
     "lora_r": "lora_rank",
     "lora_target_modules": "lora_targets",
     "lora_modules_to_save": "modules_to_save",

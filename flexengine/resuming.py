@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"
 SAME_RESULTS = (
     *("max_gpu_mem_gib", "max_host_mem_gib", "device", "recompute", "deterministic", "chunk_tokens", "round_tokens"),
-    *("output_dir", "save", "save_steps", "save_total_limit", "resume", "dry_run", "plan_json", "logging"),
+    *("output_dir", "save", "save_steps", "save_total_limit", "resume", "overwrite", "dry_run", "plan_json", "logging"),
     *("trace", "trace_step", "profile_start_step", "profile_stop_step"),
     *("replan", "data_cache", "max_skipped_steps"),
 )

@@ -15,7 +15,6 @@ from pathlib import Path
 from flexengine.api import PlannedRun
 from flexengine.checkpoint.atomic import write_text
 from flexengine.checkpoint.run_checkpoints import (
-    CHECKPOINTS_FOLDER,
     checkpoint_folder,
     checkpoints_of,
     clean_up,
@@ -26,6 +25,7 @@ from flexengine.config import (
     CONFIG_FILE,
     EVAL_LOG_FILE,
     FINAL_FOLDER,
+    LOG_FILE,
     PLAN_FILE,
     TIMELINE_FILE,
     TRACE_FILE,
@@ -42,9 +42,9 @@ ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 def check_run_folder(config: TrainConfig, replace: bool) -> None:
     """Raise ValueError when the run folder cannot be used.
 
-    It may be new, empty, or that of an earlier run, whose log is then replaced. A trained model in final/ is kept
-    safe: only a run with the same config, which gives the same model, or replace=True may go over it. A folder that
-    another process trains in is refused.
+    It may be new, empty, or that of an earlier run that took no step. One that holds an earlier run's log, checkpoints
+    or model is refused, unless the run resumes it, or replace=True or --overwrite allows that these are replaced. A
+    folder that another process trains in is refused.
     """
     _check_contents(config, replace)
     if config.run_folder.is_dir():
@@ -65,15 +65,26 @@ def _check_contents(config: TrainConfig, replace: bool) -> None:
         return
     if not (folder / CONFIG_FILE).is_file():
         raise ValueError(f"--output-dir {folder} holds files that are not of a run; choose a new or empty folder")
-    checkpoints = checkpoints_of(folder)
-    if checkpoints and config.resume is None and not replace:
+    if not (replace or config.overwrite):
+        _check_replaces_nothing(config, folder)
+
+
+def _check_replaces_nothing(config: TrainConfig, folder: Path) -> None:
+    """Raise ValueError where a run would replace what an earlier one left in its folder."""
+    checkpoints, log, final = checkpoints_of(folder), folder / LOG_FILE, folder / FINAL_FOLDER
+    if checkpoints and config.resume is None:
         raise ValueError(
             f"{checkpoints[0].folder} is of an earlier run; give --resume auto to continue it, or choose another"
-            f" --output-dir, or remove {folder / CHECKPOINTS_FOLDER}"
+            " --output-dir, or give --overwrite to replace that run"
         )
-    final = folder / FINAL_FOLDER
-    if final.exists() and not replace and not _has_config(folder, config):
-        raise ValueError(f"{final} is the model of another run; choose another --output-dir or remove it")
+    if final.exists() and not _has_config(folder, config):
+        raise ValueError(
+            f"{final} is the model of another run; choose another --output-dir or remove it, or give --overwrite"
+        )
+    if config.resume is None and log.is_file() and log.stat().st_size:
+        raise ValueError(
+            f"{log} is of an earlier run; choose another --output-dir, or give --overwrite to replace that run"
+        )
 
 
 def _has_config(folder: Path, config: TrainConfig) -> bool:
@@ -83,7 +94,7 @@ def _has_config(folder: Path, config: TrainConfig) -> bool:
     """
     try:
         found = TrainConfig.from_yaml((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        ignored = ("resume",) if config.resume is None else SAME_RESULTS
+        ignored = ("resume", "overwrite") if config.resume is None else SAME_RESULTS
         return dataclasses.replace(found, **{name: getattr(config, name) for name in ignored}) == config
     except ValueError:  # damaged, or with options that are gone
         return False
@@ -144,7 +155,7 @@ def started_run_folder(config: TrainConfig, planned: PlannedRun, replace: bool) 
             (config.run_folder / EVAL_LOG_FILE).unlink(missing_ok=True)  # as the log of steps is replaced
         clean_up(config.run_folder)
         (config.run_folder / TRACE_FILE).unlink(missing_ok=True)
-        write_text(config.run_folder / CONFIG_FILE, dataclasses.replace(config, resume=None).to_yaml())
+        write_text(config.run_folder / CONFIG_FILE, dataclasses.replace(config, resume=None, overwrite=False).to_yaml())
         write_plan(config, planned)
         yield
 

@@ -218,7 +218,7 @@ def test_a_traced_run_is_drawn(train, tmp_path, capsys):
 def test_a_run_without_a_trace_is_drawn_and_says_how_to_get_one(train, tmp_path, capsys):
     folder = train("--steps", "1", "--trace", "--trace-step", "1")
     assert trace_in(folder / "trace.json", MEASURED).about["step"] == 1
-    train("--steps", "1")
+    train("--steps", "1", "--overwrite")
     assert not (folder / "trace.json").exists()  # it was of the run before
     capsys.readouterr()
     page = tmp_path / "page.html"

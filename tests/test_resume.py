@@ -178,22 +178,22 @@ def test_without_a_checkpoint_auto_begins(run, whole, capsys):
 
 
 REFUSED = {
-    "seed": ({"seed": 1}, "seed was 0, is 1"),
-    "data": ({"max_seq_len": 8}, "was saved on other data"),
-    "dtype": ({"dtype": "float32"}, "numerics was"),
-    "optimizer": ({"weight_decay": 0.1}, "optimizer was"),
-    "steps": ({"steps": 2}, "was saved after 3 steps, the run has 2"),
-    "folder": ({"resume": "nowhere"}, "nowhere: there is no such folder"),
-    "no checkpoint": ({"resume": "run/checkpoints"}, "holds no whole checkpoint"),
+    "resume_seed": ({"seed": 1}, "seed was 0, is 1"),
+    "resume_data": ({"max_seq_len": 8}, "was saved on other data"),
+    "resume_dtype": ({"dtype": "float32"}, "numerics was"),
+    "resume_optimizer": ({"weight_decay": 0.1}, "optimizer was"),
+    "resume_steps": ({"steps": 2}, "was saved after 3 steps, the run has 2"),
+    "resume_folder": ({"resume": "nowhere"}, "nowhere: there is no such folder"),
+    "resume_no_checkpoint": ({"resume": "run/checkpoints"}, "holds no whole checkpoint"),
 }
 
 
-def test_what_cannot_be_resumed_is_refused(run, stopped, capsys):
+@pytest.mark.parametrize(("options", "says"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_resumed_is_refused(run, stopped, capsys, options, says):
     stopped(3, signal.SIGTERM)
     before = fingerprint(Path("run"))
-    for name, (options, says) in REFUSED.items():
-        assert run(**{"resume": "auto", **options}) == 2, name
-        assert says in capsys.readouterr().err, name
+    assert run(**{"resume": "auto", **options}) == 2
+    assert says in capsys.readouterr().err
     assert fingerprint(Path("run")) == before
 
 

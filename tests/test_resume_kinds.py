@@ -82,10 +82,10 @@ def test_resumed_bit_by_bit_within_another_budget(model, tmp_path, monkeypatch, 
 
 
 OTHERS = {
-    "adapters of another scale": (LORA, {"lora_alpha": 32.0}, "lora was rank=4 scale=4.0, is rank=4 scale=8.0"),
-    "adapters of other modules": (LORA, {"lora_targets": "q_proj"}, "the checkpoint has .* as .* needs None"),
-    "more is frozen": ({"freeze": "block.0"}, {"freeze": "blocks"}, "frozen layers or adapters of the run"),
-    "less is frozen": ({"freeze": "embed"}, {"freeze": None}, "weights/model.embed_tokens.weight as None"),
+    "adapters_of_another_scale": (LORA, {"lora_alpha": 32.0}, "lora was rank=4 scale=4.0, is rank=4 scale=8.0"),
+    "adapters_of_other_modules": (LORA, {"lora_targets": "q_proj"}, "the checkpoint has .* as .* needs None"),
+    "more_is_frozen": ({"freeze": "block.0"}, {"freeze": "blocks"}, "frozen layers or adapters of the run"),
+    "less_is_frozen": ({"freeze": "embed"}, {"freeze": None}, "weights/model.embed_tokens.weight as None"),
 }
 
 

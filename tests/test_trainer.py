@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
@@ -377,7 +377,7 @@ def test_batches_do_not_depend_on_the_budget(use, tmp_path):
     seen = []
     for budget in (0.05, 10.0):
         fake = use(FakeEngine())
-        trainer.train(config_in(tmp_path, max_gpu_mem_gib=budget, chunk_tokens=int(budget * 100)))
+        trainer.train(config_in(tmp_path, max_gpu_mem_gib=budget, chunk_tokens=int(budget * 100), overwrite=True))
         seen.append(fake.batches)
     assert seen[0] == seen[1]
 
@@ -385,11 +385,13 @@ def test_batches_do_not_depend_on_the_budget(use, tmp_path):
 def test_trained_model_of_another_run_is_kept(engine, tmp_path):
     config = config_in(tmp_path, save=True)
     assert trainer.train(config) == 0
-    assert trainer.train(config) == 0  # the same config gives the same model
+    with pytest.raises(ValueError, match=r"train_log\.jsonl is of an earlier run; .* give --overwrite"):
+        trainer.train(config)
     other = config_in(tmp_path, save=True, steps=5)
     with pytest.raises(ValueError, match="the model of another run"):
         trainer.train(other)
     assert trainer.train(other, replace=True) == 0
+    assert trainer.train(replace(config, overwrite=True)) == 0
 
 
 def test_folder_of_something_else_is_refused(engine, tmp_path):
@@ -435,8 +437,8 @@ def test_options_of_a_job_are_those_of_the_contract(tmp_path):
     contract = (
         "max_seq_len max_global_batch_tokens max_gpu_mem_gib max_host_mem_gib device dtype master_dtype grad_dtype"
         " optimizer optimizer_state_dtype matmul_dtype freeze max_grad_norm seed chunk_tokens round_tokens recompute"
-        " deterministic init mode lora_rank lora_alpha lora_targets lora_dropout use_rslora use_dora lora_init modules_to_save"
-        " adapter base_dtype lr_groups weight_decay_groups"
+        " deterministic init mode lora_rank lora_alpha lora_targets lora_dropout use_rslora use_dora lora_init"
+        " modules_to_save adapter base_dtype lr_groups weight_decay_groups"
     )
     assert sorted(asdict(config.as_job())) == sorted(contract.split())
     assert config.as_job().max_gpu_mem_gib == 2.0

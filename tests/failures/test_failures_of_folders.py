@@ -47,12 +47,25 @@ def another_run(folder):
     return {}
 
 
+def a_log(folder):
+    (folder / "run").mkdir()
+    (folder / "run" / "config.yaml").write_text("model: another\n")
+    (folder / "run" / "train_log.jsonl").write_text('{"step": 1}\n')
+    return {}
+
+
+def overwrite_and_resume(folder):
+    return {"overwrite": True, "resume": "auto"}
+
+
 PLACES = (
     Case("output_is_a_file", a_file, ("--output-dir taken is a file, not a folder",)),
     Case("output_is_under_a_file", under_a_file, ("taken/run cannot be made: .*taken is a file.*choose another",)),
     Case("plan_is_under_a_file", plan_under_a_file, ("--plan-json .*taken is a file.*choose another",)),
     Case("output_holds_other_files", somebody_elses, ("holds files that are not of a run; choose a new or empty",)),
     Case("output_of_another_run", another_run, ("run/final is the model of another run; choose another --output-dir",)),
+    Case("log_of_another_run", a_log, ("run/train_log.jsonl is of an earlier run; choose another.*--overwrite",)),
+    Case("replaced_and_continued", overwrite_and_resume, ("--overwrite replaces a run, but --resume auto",)),
 )
 
 
@@ -133,7 +146,7 @@ def test_disk_full_while_an_earlier_export_is_replaced(model, command, monkeypat
     flags = arguments(model=model, output_dir="run", save=True)
     assert command("train", *flags).status == 0
     full_after(15, monkeypatch)
-    outcome = command("train", *flags, untouched=tmp_path / "run" / "final")
+    outcome = command("train", *flags, "--overwrite", untouched=tmp_path / "run" / "final")
     assert outcome.status == 2
     check_message(outcome.err, ("run/final: no space left on the disk",))
 
