@@ -21,12 +21,26 @@ from flexengine.native.page_lock import check_pin_limit, lock_pages, size_text, 
 
 PAGE_BYTES = mmap.PAGESIZE
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
+_M_MMAP_THRESHOLD = -3  # of <malloc.h>
+MAPPED_BLOCK_BYTES = 4 << 20
+"""Blocks from here on get a mapping of their own: those of tensors that a step computes on the CPU."""
 
 
 class _Mapping(NamedTuple):
     pages: Tensor  # uint8 [mapped bytes], every page in RAM and zero; the mapping lives as long as any view of it
     discard: Callable[[], object]  # gives the pages back; they read zero from then on
     numa_node: int | None  # the node they were asked of, where the kernel accepted it
+
+
+def return_large_blocks() -> None:
+    """Have malloc give large blocks back to the kernel as soon as they are freed.
+
+    By default glibc learns to keep blocks of up to 32 MiB in its heap, where those of a step on the CPU leave holes:
+    the process then holds several times what its tensors need at one moment. Other C libraries are left as they are.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, MAPPED_BLOCK_BYTES)
 
 
 class HostBuffer:

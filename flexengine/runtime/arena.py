@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flexengine.native import HostBuffer, allocate_host
+from flexengine.native.host_memory import return_large_blocks
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.relocation import ByteRange, Move
 from flexengine.schedule.slots import Memory, Slot
@@ -47,6 +48,7 @@ class Arenas:
         if on_cuda:
             gpu = torch.empty(gpu_bytes, dtype=torch.uint8, device=device)
         else:
+            return_large_blocks()
             gpu = self._allocate_host(max(1, gpu_bytes), page_locked=False)
         self.capacity: dict[Memory, int] = {"gpu": gpu_bytes, "host": host_bytes}
         self._typed: dict[str, dict[torch.dtype, Tensor]] = {

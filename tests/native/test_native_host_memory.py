@@ -11,7 +11,7 @@ import torch
 
 from flexengine.hardware.memory_usage import resident_bytes
 from flexengine.native import PAGE_BYTES, allocate_host, pin_limit_bytes
-from flexengine.native.host_memory import gpu_numa_node, numa_node_of_pci
+from flexengine.native.host_memory import gpu_numa_node, numa_node_of_pci, return_large_blocks
 from flexengine.native.page_lock import lock_pages
 
 MIB = 2**20
@@ -254,3 +254,14 @@ def test_forgotten_page_locked_buffer_is_unlocked():
     gc.collect()
     assert not view.is_pinned()
     assert view.fill_(3).sum().item() == 3 * MIB
+
+
+def test_freed_blocks_go_back_although_later_ones_are_in_use():
+    first = torch.ones(1 << 22)
+    del first  # from its freed block glibc would learn to keep such blocks
+    return_large_blocks()
+    before = resident_bytes()
+    blocks = [torch.ones(1 << 22) for _ in range(8)]
+    assert resident_bytes() - before > 7 << 24
+    del blocks[:-1]
+    assert resident_bytes() - before < 2 << 24
