@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexengine.kernels.attention_short import short_forward_kernel
 from flexengine.kernels.attention_tiles import (
     HIDDEN,
     LN_2,
@@ -28,7 +29,16 @@ from flexengine.kernels.attention_tiles import (
     values_of,
     visible,
 )
-from flexengine.kernels.attention_tilings import LOG2_E, Scoring, Widths, forward_tiling, packed_heads, slots
+from flexengine.kernels.attention_tilings import (
+    LOG2_E,
+    Scoring,
+    ShortTiling,
+    Widths,
+    forward_tiling,
+    packed_heads,
+    short_tiling,
+    slots,
+)
 from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.rounding import round_to
 
@@ -97,6 +107,8 @@ def attention_forward(
     if tokens == 0:
         return
     widths = operands.widths
+    if short := short_tiling(widths, scoring, heads // groups, False, q.device):
+        return _short_forward(operands, scoring, out, lse, sinks, short)
     tiling = forward_tiling(widths, scoring, q.device)
     pack = packed_heads(heads, groups, tiling.rows)
     grid = (slots(tokens, cu_seqlens, tiling.rows // pack), heads // pack)
@@ -106,6 +118,20 @@ def attention_forward(
         tokens, operands.before, len(cu_seqlens) - 1, scoring.window, heads // groups, *scoring.factors(), LOG2_E,
         **widths._asdict(), PACK=pack, APART=tiling.apart, ROWS=tiling.rows, BLOCK=tiling.keys, **scoring.constants(),
         WIDE=not q.is_cuda, SINKS=sinks is not None, **tiling.launch(),
+    )  # fmt: skip
+
+
+def _short_forward(
+    operands: Operands, scoring: Scoring, out: Tensor, lse: Tensor, sinks: Tensor | None, tiling: ShortTiling
+) -> None:
+    q, k, v, cu_seqlens = operands
+    (tokens, heads, _), widths = q.shape, operands.widths
+    short_forward_kernel[slots(tokens, cu_seqlens, tiling.queries), heads // tiling.pack](
+        q, k, v, out, lse, lse if sinks is None else sinks, cu_seqlens,
+        *operands.strides(), out.stride(0), out.stride(1),
+        tokens, operands.before, len(cu_seqlens) - 1, scoring.window, heads // k.shape[1], *scoring.factors(), LOG2_E,
+        H=widths.H, V=widths.V, KEYS=widths.FIRST, VALUES=widths.VALUES, CAPPED=scoring.soft_cap > 0,
+        WIDE=not q.is_cuda, SINKS=sinks is not None, **tiling.constants(),
     )  # fmt: skip
 
 

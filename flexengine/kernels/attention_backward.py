@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.attention import Operands
+from flexengine.kernels.attention_short import short_query_kernel
 from flexengine.kernels.attention_tiles import (
     find_tile,
     key_steps,
@@ -31,7 +32,16 @@ from flexengine.kernels.attention_tiles import (
     values_of,
     visible,
 )
-from flexengine.kernels.attention_tilings import LOG2_E, Scoring, key_tiling, packed_heads, query_tiling, slots
+from flexengine.kernels.attention_tilings import (
+    LOG2_E,
+    Scoring,
+    ShortTiling,
+    key_tiling,
+    packed_heads,
+    query_tiling,
+    short_tiling,
+    slots,
+)
 from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.rounding import round_to
 
@@ -86,6 +96,8 @@ def _query_gradients(operands: Operands, scoring: Scoring, forward: Forward, gra
     """grad_q; and stats [2, T, N] for the other kernel: log2(e) * lse, and delta."""
     q, k, v, cu_seqlens = operands
     (tokens, heads, _), groups, widths = q.shape, k.shape[1], operands.widths
+    if short := short_tiling(widths, scoring, heads // groups, True, q.device):
+        return _short_query_gradients(operands, scoring, forward, grad_q, stats, short)
     tiling = query_tiling(widths, scoring, q.device)
     pack = packed_heads(heads, groups, tiling.rows)
     grid = (slots(tokens, cu_seqlens, tiling.rows // pack), heads // pack)
@@ -96,6 +108,21 @@ def _query_gradients(operands: Operands, scoring: Scoring, forward: Forward, gra
         tokens, operands.before, len(cu_seqlens) - 1, scoring.window, heads // groups, *scoring.factors(), LOG2_E,
         scoring.scale, NUM_HEADS=heads, **widths._asdict(), PACK=pack, APART=tiling.apart, ROWS=tiling.rows,
         BLOCK=tiling.keys, **scoring.constants(), WIDE=not q.is_cuda, **tiling.launch(),
+    )  # fmt: skip
+
+
+def _short_query_gradients(
+    operands: Operands, scoring: Scoring, forward: Forward, grad_q: Tensor, stats: Tensor, tiling: ShortTiling
+) -> None:
+    q, k, v, cu_seqlens = operands
+    (tokens, heads, _), widths = q.shape, operands.widths
+    strided = (forward.grad_out, grad_q)
+    short_query_kernel[slots(tokens, cu_seqlens, tiling.queries), heads // tiling.pack](
+        q, k, v, *strided, forward.lse, *stats, cu_seqlens,
+        *operands.strides(), *(x.stride(dim) for x in strided for dim in (0, 1)),
+        tokens, operands.before, len(cu_seqlens) - 1, scoring.window, heads // k.shape[1], *scoring.factors(), LOG2_E,
+        scoring.scale, NUM_HEADS=heads, H=widths.H, V=widths.V, KEYS=widths.FIRST, VALUES=widths.VALUES,
+        CAPPED=scoring.soft_cap > 0, WIDE=not q.is_cuda, **tiling.constants(),
     )  # fmt: skip
 
 

@@ -88,10 +88,10 @@ def step_of(index, low, high, MASKED: tl.constexpr):
 def visible(positions, keys, num_keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """Whether queries at `positions` see `keys`; both broadcast."""
     seen = keys < num_keys
-    if CAUSAL:
-        seen = keys <= positions
     if WINDOW:
-        seen = seen & (positions - keys < window)
+        seen = (positions - keys).to(tl.uint32) < window.to(tl.uint32)  # one comparison: a later key is far above it
+    elif CAUSAL:
+        seen = keys <= positions
     return seen
 
 

@@ -15,6 +15,9 @@ from torch import Tensor
 LOG2_E = math.log2(math.e)
 SHORT_WINDOW = 256
 """Keys of a window for which narrow tiles of keys are faster: wider ones would mostly hold hidden keys."""
+OWN_KEYS, MOST_FAR_KEYS = 16, 128
+"""Of a tile in `attention_short.py`: those of its queries, and those before them, whose scores fill a warp's registers
+at 128."""
 HOPPER_BYTES = 227 * 1024  # of shared memory: for tensors on a CPU, whose kernels are only looked at or interpreted
 
 
@@ -86,7 +89,8 @@ class Tiling(NamedTuple):
     """Rows of queries and of keys of a program's tile, warps, and how many tiles its loop has in flight.
 
     apart: steps that hide nothing from anyone have a loop of their own, without masks. passes: a program of keys makes
-    both gradients in one pass, or each in a pass of its own, which leaves registers for larger tiles.
+    both gradients in one pass, or each in a pass of its own, which leaves registers for larger tiles. registers: most
+    of a thread, so that more programs run at once; 0: as many as it wants.
     """
 
     rows: int
@@ -95,10 +99,49 @@ class Tiling(NamedTuple):
     stages: int
     apart: bool = True
     passes: int = 1
+    registers: int = 0
 
     def launch(self) -> dict[str, int]:
         """Keywords of a launch."""
-        return {"num_warps": self.warps, "num_stages": self.stages}
+        return _launch(self.warps, self.stages, self.registers)
+
+
+def _launch(warps: int, stages: int, registers: int) -> dict[str, int]:
+    bounded = {"maxnreg": registers} if registers else {}
+    return {"num_warps": warps, "num_stages": stages, **bounded}
+
+
+class ShortTiling(NamedTuple):
+    """Query heads of a tile in `attention_short.py`, the keys before its own that it takes, how many tiles a program
+    takes, tiles in flight, and most registers of a thread, as of a `Tiling`."""
+
+    pack: int
+    far: int
+    tiles: int = 1
+    stages: int = 1
+    registers: int = 0
+
+    @property
+    def queries(self) -> int:
+        """Of a program."""
+        return OWN_KEYS * self.tiles
+
+    def constants(self) -> dict[str, int]:
+        """What kernels are compiled for, and keywords of a launch: a warp has the rows of a query head."""
+        constants = {"PACK": self.pack, "OWN": OWN_KEYS, "FAR": self.far, "TILES": self.tiles}
+        return constants | _launch(self.pack, self.stages, self.registers)
+
+
+def short_tiling(
+    widths: Widths, scoring: Scoring, members: int, backward: bool, device: torch.device
+) -> ShortTiling | None:
+    """The tile of a kernel for short windows; None where a tile would see more keys or have fewer rows than it has room
+    for: matrix products of Hopper cards take 64 rows."""
+    far = max(OWN_KEYS, triton.next_power_of_2(max(scoring.window - 1, 1)))
+    pack = min(members & -members, 4 if backward else 8)
+    if not scoring.window or far > MOST_FAR_KEYS or pack < 4 or widths.SECOND or widths.widest > 64:
+        return None
+    return ShortTiling(pack, far)
 
 
 def forward_tiling(widths: Widths, scoring: Scoring, device: torch.device) -> Tiling:

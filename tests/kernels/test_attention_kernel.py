@@ -6,8 +6,9 @@ import pytest
 import torch
 from attention_helpers import SMALL_TILE, use_tiles
 
+from flexengine.kernels import attention, attention_backward
 from flexengine.kernels.attention import Operands, attention_forward
-from flexengine.kernels.attention_backward import Forward, Gradients, attention_backward
+from flexengine.kernels.attention_backward import Forward, Gradients
 from flexengine.kernels.attention_tilings import Scoring, Tiling, Widths
 from flexengine.ops.attention_reference import attention_backward_reference, attention_forward_reference
 from flexengine.ops.attention_sinks import add_sinks
@@ -95,7 +96,7 @@ def run(case, style, dtype, device, add=False):
     if add:
         grads[1:] = [torch.randn(x.shape, device=device) for x in operands[1:3]]
         begin[1:] = [x.double() for x in grads[1:]]
-    attention_backward(operands, scoring, Forward(grad_out, out, lse), Gradients(*grads, add))
+    attention_backward.attention_backward(operands, scoring, Forward(grad_out, out, lse), Gradients(*grads, add))
     results = [("out", out, wanted[0]), ("lse", lse, wanted[1])]
     results += [
         (name, grad, expected + start)
@@ -155,6 +156,28 @@ def test_scores_beyond_the_range_of_exponentials(device):
         check(results, 1e-3)  # gradients are differences of scores of 1000 and more
 
 
+SHORT_CASES = {
+    "packed": (Case((8, 2), (16, 16), (37, 1, 20)), AttentionStyle(window=19)),
+    "narrow values": (Case((8, 1), (24, 20), (5, 33)), AttentionStyle(0.7, 7, 2.0)),
+    "window 1": (Case((4, 1), (16, 16), (18,)), AttentionStyle(window=1)),
+    "earlier keys": (Case((8, 2), (16, 16), (21,), 40), AttentionStyle(window=33)),
+    "fewer earlier keys": (Case((4, 1), (16, 16), (70,), 3), AttentionStyle(window=20)),
+    "sinks": (Case((8, 1), (16, 16), (5, 70), sinks=True), AttentionStyle(window=33)),
+}
+
+
+@pytest.mark.parametrize(("case", "style"), SHORT_CASES.values(), ids=SHORT_CASES.keys())
+@pytest.mark.usefixtures("small_tiles")
+def test_short_windows(device, monkeypatch, case, style):
+    """Four and more query heads of a key head go through the kernels that take all keys of a tile at once."""
+    launched = []
+    for module, name in ((attention, "_short_forward"), (attention_backward, "_short_query_gradients")):
+        launch = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, launch=launch: (launched.append(1), launch(*args)))
+    check(run(case, style, torch.float32, device, case.before > 0), PRECISE)
+    assert len(launched) == 2
+
+
 @pytest.mark.parametrize("seq_lens", [(40,), (5, 33)], ids=str)
 @pytest.mark.usefixtures("small_tiles")
 def test_both_ways(device, seq_lens):
@@ -172,7 +195,7 @@ def test_both_ways(device, seq_lens):
     scoring = Scoring(0.25, causal=False)
     attention_forward(operands, scoring, out, lse)
     grads = [torch.full_like(x, float("nan")) for x in operands[:3]]
-    attention_backward(operands, scoring, Forward(grad_out, out, lse), Gradients(*grads))
+    attention_backward.attention_backward(operands, scoring, Forward(grad_out, out, lse), Gradients(*grads))
     check([("out", out, wanted.detach()), *zip("qkv", grads, expected, strict=True)], PRECISE)
 
 
@@ -187,7 +210,7 @@ def test_no_tokens_is_fine(device):
     out, lse = torch.empty_like(grad_out), torch.empty(4, 0, device=device)
     attention_forward(operands, Scoring(1.0), out, lse)
     grads = Gradients(*(torch.empty_like(x) for x in operands[:3]))
-    attention_backward(operands, Scoring(1.0), Forward(grad_out, out, lse), grads)
+    attention_backward.attention_backward(operands, Scoring(1.0), Forward(grad_out, out, lse), grads)
 
 
 def test_refuses_what_it_cannot_do(device):
@@ -227,6 +250,7 @@ GPU_CASES = [
     Case((64, 8), (64, 64), (700, 1, 129, 213), sinks=True),
     Case((4, 2), (80, 80), (700, 1, 129, 213)),
     Case((6, 2), (100, 100), (513,), before=700),
+    Case((16, 2), (64, 64), (513,), before=70, sinks=True),
 ]
 GPU_STYLES = [AttentionStyle(), AttentionStyle(window=128), AttentionStyle(0.1, 300, 50.0)]
 
