@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flexengine.native import library
+from flexengine.native.threads import host_threads
 
 InstructionSet = Literal["best", "scalar", "avx2", "avx512"]
 _INSTRUCTION_SETS: tuple[InstructionSet, ...] = ("best", "scalar", "avx2", "avx512")  # as numbered in csrc/adamw.h
@@ -53,8 +54,8 @@ def instruction_sets() -> tuple[InstructionSet, ...]:
 
 
 def update_threads() -> int:
-    """Threads of an update beside a running step: all of torch's but one, which is left to the issue of commands."""
-    return max(1, torch.get_num_threads() - 1)
+    """Threads of an update beside a running step: all but one, which is left to the issue of commands."""
+    return max(1, host_threads() - 1)
 
 
 def adamw_update_(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flexengine.native import library
 from flexengine.native.page_lock import check_pin_limit, lock_pages, size_text, unlock_pages
+from flexengine.native.threads import host_threads
 
 PAGE_BYTES = mmap.PAGESIZE
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -163,7 +164,7 @@ def _map_natively(native: Callable[..., int], num_bytes: int, page_locked: bool,
     address, bound = ctypes.c_void_p(), ctypes.c_int()
     node = -1 if numa_node is None else numa_node
     # Forked children must not share locked pages: they would become copy-on-write and move away under the GPU.
-    status = native(num_bytes, node, page_locked, torch.get_num_threads(), ctypes.byref(address), ctypes.byref(bound))
+    status = native(num_bytes, node, page_locked, host_threads(), ctypes.byref(address), ctypes.byref(bound))
     library.check(status, "host arena")
     unmap = library.bind("flex_host_unmap", ctypes.c_void_p, ctypes.c_int64)
     discard = library.bind("flex_host_discard", ctypes.c_void_p, ctypes.c_int64)

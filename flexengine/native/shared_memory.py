@@ -16,6 +16,7 @@ from torch import Tensor
 from flexengine.native import library
 from flexengine.native.host_memory import PAGE_BYTES, advise, in_owner, keep_unforked
 from flexengine.native.page_lock import size_text
+from flexengine.native.threads import host_threads
 
 
 class SharedMapping(NamedTuple):
@@ -32,8 +33,8 @@ def map_shared(
     """Map the first `num_bytes` (whole pages) of a file of memory, and bring the bytes of `share` into RAM.
 
     Nobody may have written to the share yet. numa_nodes: pages are interleaved over these, where the kernel lets.
-    num_threads: that bring pages in; default torch's. The file may be closed afterwards. A forked child must not touch
-    the pages.
+    num_threads: that bring pages in; default `host_threads()`. The file may be closed afterwards. A forked child must
+    not touch the pages.
     Raises: MemoryError if the operating system refuses.
     """
     native = library.bind(
@@ -43,7 +44,7 @@ def map_shared(
     )  # fmt: skip
     try:
         if native is not None:
-            threads = torch.get_num_threads() if num_threads is None else num_threads
+            threads = host_threads() if num_threads is None else num_threads
             return _map_natively(partial(native, fd), num_bytes, share, numa_nodes, threads)
         library.fallback_notice("shared host memory", "it may be in small pages, and wherever the kernel puts them")
         return _map_by_python(fd, num_bytes, share)

@@ -26,6 +26,8 @@ _FRAME_BYTES = 4096  # what fits crosses in one call
 _HEADER = struct.Struct("<qq16s")  # number of the call, bytes of the value, name of the call
 _SPIN_S = 200e-6
 _NAP_S = 100e-6
+_LEAVE_S = 5.0
+_NEWS_S = 1.0  # until what has closed a connection is known
 
 _openings = itertools.count()
 
@@ -44,11 +46,12 @@ class _Frame(NamedTuple):
 class Control:
     """Calls that all ranks make together. One thread of a rank uses it. Raises: RankError when a rank does not come."""
 
-    def __init__(self, ranks: Ranks, group: Any, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, ranks: Ranks, group: _Group | None, timeout_s: float = TIMEOUT_S) -> None:
         self.ranks = ranks
-        self.check_lost: Callable[[], object] = lambda: None
+        self.check_lost: Callable[[], object] | None = None
         """Called while waiting; raises when a rank is lost."""
-        self._group = group
+        self._group: _Group | None = group
+        self._broken = False
         self._timeout_s = timeout_s
         self._calls = 0
 
@@ -58,9 +61,11 @@ class Control:
         return Control(ranks, None if ranks.size == 1 else _join(ranks, timeout_s), timeout_s)
 
     def close(self) -> None:
-        """Leave the group; later calls raise."""
+        """Leave the group with the others, unless a rank was lost; later calls raise."""
+        if self._group is not None and not self._broken:
+            self._group.leave(self.ranks)
         self._group = None
-        self.check_lost = lambda: None
+        self.check_lost = None
 
     def broadcast(self, value: Any = None) -> Any:
         """Rank 0's value, on every rank; those of the others are not looked at."""
@@ -80,7 +85,7 @@ class Control:
         others = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if others:
             named = f"rank {others[0]} has" if len(others) == 1 else f"ranks {', '.join(map(str, others))} have"
-            raise ValueError(f"{named} another {what} than rank 0; give every rank the same {what}")
+            raise _shared(ValueError(f"{named} another {what} than rank 0; give every rank the same {what}"), teller=0)
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
@@ -99,15 +104,22 @@ class Control:
             raise error
         if failed is not None:
             kind, words = told[failed]
-            raise _KINDS[kind](f"rank {failed}: {words}") from error
+            raise _shared(_KINDS[kind](f"rank {failed}: {words}"), teller=failed) from error
 
     def _exchange(self, kind: str, value: Any) -> list[Any]:
         if self.ranks.size == 1:
             return [value]
         if self._group is None:
             raise RankError(f"{kind} after the control group was closed")
+        if self.check_lost is not None:
+            self.check_lost()
         self._calls += 1
-        data = pickle.dumps(value)
+        self._broken = True  # until all have come
+        values = self._exchange_data(kind, pickle.dumps(value))
+        self._broken = False
+        return values
+
+    def _exchange_data(self, kind: str, data: bytes) -> list[Any]:
         frames = [self._unpack(row) for row in self._all_gather(self._packed(kind, data), _FRAME_BYTES)]
         self._check_same_call(kind, frames)
         longest = max(frame.num_bytes for frame in frames)
@@ -138,13 +150,20 @@ class Control:
         own[: len(data)] = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
         rows = [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(self.ranks.size)]
         try:
-            self._wait(self._group.allgather([rows], [own]))
+            self._wait(self._group.gloo.allgather([rows], [own]))
+        except RankError:
+            raise
         except RuntimeError as error:
-            self.check_lost()  # says it better
-            if isinstance(error, RankError):
-                raise
+            self._await_news()
             raise RankError(f"a rank has ended or cannot be reached: {error}") from error
         return [_bytes(row) for row in rows]
+
+    def _await_news(self) -> None:
+        """Let a watch tell which rank is lost, since gloo only knows of a connection."""
+        end_s = time.monotonic() + _NEWS_S
+        while self.check_lost is not None and time.monotonic() < end_s:
+            self.check_lost()
+            time.sleep(0.01)
 
     def _wait(self, work: Any) -> None:
         """Wait for `work` and notice lost ranks meanwhile; gloo's own wait would not."""
@@ -154,7 +173,8 @@ class Control:
             if waited_s > self._timeout_s:
                 raise RankError(f"a rank did not come within {self._timeout_s:.0f} s")
             if waited_s > _SPIN_S:
-                self.check_lost()
+                if self.check_lost is not None:
+                    self.check_lost()
                 time.sleep(min(_NAP_S * (1 + waited_s), 0.01))
         work.wait()
 
@@ -169,13 +189,40 @@ _KINDS: dict[str, type[Exception]] = {
 }
 
 
+def teller_of(error: BaseException) -> int | None:
+    """The rank that should tell a person of an error that all ranks raise; None for an error of this rank alone."""
+    return getattr(error, "flexengine_teller", None)
+
+
+def _shared(error: Exception, teller: int) -> Exception:
+    error.__dict__["flexengine_teller"] = teller
+    return error
+
+
 def _told(error: Exception) -> tuple[str, str]:
     """The nearest kind and the words of an error; an unforeseen one has its type in its words."""
     kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), None)
     return (kind, str(error)) if kind is not None else (RankError.__name__, f"{type(error).__name__}: {error}")
 
 
-def _join(ranks: Ranks, timeout_s: float) -> Any:
+class _Group(NamedTuple):
+    """A gloo group, and the store that its members met at."""
+
+    gloo: Any
+    store: Any
+
+    def leave(self, ranks: Ranks) -> None:
+        """Wait a little until all leave: one that ends earlier may take data with it that another has yet to read."""
+        end_s = time.monotonic() + _LEAVE_S
+        try:
+            self.store.set(f"left{ranks.rank}", "")
+            while not self.store.check([f"left{rank}" for rank in range(ranks.size)]) and time.monotonic() < end_s:
+                time.sleep(_NAP_S)
+        except RuntimeError:  # the store is gone with its owner, who has seen all leave
+            return
+
+
+def _join(ranks: Ranks, timeout_s: float) -> _Group:
     """A gloo group of all ranks beside whatever groups there are, in the store that they meet at."""
     from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo  # noqa: PLC0415, not in every build
 
@@ -183,8 +230,8 @@ def _join(ranks: Ranks, timeout_s: float) -> Any:
     store, rank, size = _store(timeout)
     if (rank, size) != (ranks.rank, ranks.size):
         raise ValueError(f"rank {ranks.rank} of {ranks.size} meets the others as rank {rank} of {size}")
-    prefix = f"flexengine/control/{next(_openings)}"
-    return ProcessGroupGloo(PrefixStore(prefix, store), rank, size, timeout)
+    store = PrefixStore(f"flexengine/control/{next(_openings)}", store)
+    return _Group(ProcessGroupGloo(store, rank, size, timeout), store)
 
 
 def _store(timeout: timedelta) -> tuple[Any, int, int]:

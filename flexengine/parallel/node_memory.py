@@ -51,7 +51,7 @@ class NodeMemory:
         """Make the memory with the other ranks of the node; all ranks of the run make this call together.
 
         Each rank brings 1/N into RAM. page_locked: each registers all of it with CUDA. numa_node: this rank's; pages
-        are interleaved over those of all ranks. num_threads: that bring pages in; default torch's.
+        are interleaved over those of all ranks. num_threads: that bring pages in; default all of this rank.
         Raises: on all ranks, what fails on one: ValueError if num_bytes < 1; MemoryError where the system refuses.
         """
         with ExitStack() as stack:

@@ -37,6 +37,8 @@ class Signals:
         self.num_cells = columns - _ABORT_WORDS
         if self.num_cells < 0 or not 0 <= row < self.num_rows:
             raise ValueError(f"row {row} of a table {list(table.shape)}; ask Signals.columns how wide it is")
+        self.gone: dict[int, str] = {}
+        """Rows whose ranks signal no more, and what to tell who waits for them."""
         self._words = open_words(table)
 
     @staticmethod
@@ -80,6 +82,9 @@ class Signals:
             if result == "reached":
                 return
             self.check()
+            for index in rows:
+                if index in self.gone and self.value(cell, index) < value:
+                    raise RankLost(self.gone[index])
             if left_s <= _INTERRUPTIBLE_S:
                 raise TimeoutError(f"cell {cell} did not reach {value} within {timeout_s} s")
 

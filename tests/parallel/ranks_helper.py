@@ -7,6 +7,7 @@ import os
 import socket
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 TIMEOUT_S = 120.0  # on a slow and busy core
@@ -37,7 +38,7 @@ def start_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> tup
     """
     context, port, processes, pipes = multiprocessing.get_context("fork"), free_port(), [], []
     for rank in range(size):
-        ours, theirs = context.Pipe(duplex=False)
+        ours, theirs = context.Pipe()
         processes.append(context.Process(target=_run, args=(function, rank, size, port, theirs, arguments)))
         processes[-1].start()
         theirs.close()
@@ -55,6 +56,9 @@ def outcomes_of(processes: list[Any], pipes: list[Any]) -> list[Outcome]:
     try:
         return [_received(pipe) for pipe in pipes]
     finally:
+        for pipe in pipes:
+            with suppress(OSError):  # of a process that has ended
+                pipe.send("go")
         for process in processes:
             process.join(TIMEOUT_S)
             if process.is_alive():
@@ -83,5 +87,5 @@ def _run(function: Callable[..., Any], rank: int, size: int, port: int, pipe: An
     except Exception as error:
         traceback.print_exc()
         pipe.send(Outcome(None, f"{type(error).__name__}: {error}"))
-    pipe.close()
+    pipe.poll(TIMEOUT_S)  # until all are done: who ends takes with it what the others have yet to read
     os._exit(0)  # the parent's handlers at exit are not this process's

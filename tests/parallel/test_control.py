@@ -91,6 +91,22 @@ def test_a_rank_that_does_not_come_is_not_awaited_for_ever():
     values_of(run_ranks(absent, 2))
 
 
+def leaves(rank: int) -> None:
+    control = opened()
+    control.barrier()
+    if rank == 0:
+        time.sleep(0.2)
+    control.close()
+    control.close()
+    with pytest.raises(RankError, match="closed"):
+        control.barrier()
+    os._exit(0)
+
+
+def test_ranks_leave_together():
+    assert [outcome.error for outcome in run_ranks(leaves, 3)] == ["ended"] * 3
+
+
 def beside_other_groups(rank: int) -> list[int]:
     distributed.init_process_group("gloo")
     control = opened()

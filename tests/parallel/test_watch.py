@@ -1,0 +1,104 @@
+"""Ends of ranks that are no fault, or that a script brings about without telling anybody."""
+
+import os
+import signal
+import time
+
+import pytest
+from ranks_helper import run_ranks, values_of
+
+from flexengine.parallel import watch as watch_module
+from flexengine.parallel.control import Control
+from flexengine.parallel.node_memory import NodeMemory
+from flexengine.parallel.processes import Process
+from flexengine.parallel.ranks import Ranks
+from flexengine.parallel.signals import RankLost, Signals
+from flexengine.parallel.watch import Watch
+
+
+def opened() -> tuple[Ranks, Control, Watch]:
+    ranks = Ranks.of_environment()
+    control = Control.open(ranks, 60.0)
+    return ranks, control, Watch.open(ranks, control)
+
+
+def ends_first(rank: int) -> int:
+    _, control, watch = opened()
+    with watch:
+        if rank == 0:
+            time.sleep(3 * watch_module.BEAT_S)
+            watch.check()
+    assert control.check_lost is None
+    return len([name for name in os.listdir("/proc/self/fd") if "pidfd" in readable(name)])
+
+
+def readable(name: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{name}")
+    except OSError:
+        return ""
+
+
+def test_a_rank_may_end_before_the_others():
+    assert values_of(run_ranks(ends_first, 3)) == [0, 0, 0]
+
+
+def is_awaited(rank: int) -> str:
+    ranks, control, watch = opened()
+    memory = NodeMemory.open(ranks, control, Signals.num_bytes(2, 1))
+    signals = Signals.over(memory.tensor, 2, 1, rank)
+    watch.follow(signals)
+    if rank == 1:
+        watch.close()
+        return ""
+    with pytest.raises(RankLost) as caught:
+        signals.wait(0, 1, 1)
+    watch.close()
+    return str(caught.value)
+
+
+def test_nobody_waits_for_a_rank_that_has_ended():
+    first, _ = values_of(run_ranks(is_awaited, 2))
+    assert first == "rank 1 has ended while this rank still waits for it"
+
+
+def gives_up(rank: int) -> str:
+    _, control, watch = opened()
+    if rank == 1:
+        watch.abort("rank 1 gives up")
+    with pytest.raises(RankLost) as caught:
+        control.barrier()
+    watch.close()
+    return str(caught.value)
+
+
+def test_an_abort_reaches_calls_of_control():
+    assert values_of(run_ranks(gives_up, 3)) == ["rank 1 gives up"] * 3
+
+
+def test_one_rank_watches_nobody():
+    with Watch.open(Ranks.alone(), Control.open(Ranks.alone())) as watch:
+        watch.check()
+
+
+def test_a_process_is_seen_to_stop_and_to_end():
+    pid = os.fork()
+    if pid == 0:
+        while True:
+            time.sleep(1)
+    process = Process(pid)
+    assert (process.ended, process.stopped) == (False, False)
+    os.kill(pid, signal.SIGSTOP)
+    await_that(lambda: process.stopped)
+    process.kill()
+    await_that(lambda: process.ended)
+    os.waitpid(pid, 0)
+    process.kill()
+    process.close()
+
+
+def await_that(condition) -> None:
+    end_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
