@@ -113,6 +113,9 @@ class Request:
     """What was asked of the planner: the work and the budgets, in bytes for the whole process.
 
     clipping: gradients are clipped by their global norm, so that no update begins before the last gradient is known.
+    ranks: GPUs of one node that run the rounds of a step in turn, on one host copy of weights, gradients and states;
+    max_gpu_bytes is each one's, max_host_bytes the node's. round_multiple: batches are packed into a multiple of so
+    many rounds; None = ranks. It sets the order of sums, as chunk and round sizes do, and the number of ranks does not.
     """
 
     max_seq_len: int
@@ -124,6 +127,8 @@ class Request:
     recompute: Literal["auto", "none", "full"] = "auto"
     numerics: Numerics = field(default_factory=Numerics)
     clipping: bool = True
+    ranks: int = 1
+    round_multiple: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_seq_len", "max_global_batch_tokens", "max_gpu_bytes", "max_host_bytes"):
@@ -134,10 +139,12 @@ class Request:
                 f"max_seq_len={self.max_seq_len} tokens is longer than max_global_batch_tokens="
                 f"{self.max_global_batch_tokens}; no such sequence would fit in a step"
             )
-        for name in ("chunk_tokens", "round_tokens"):
+        for name in ("chunk_tokens", "round_tokens", "round_multiple"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be positive, got {value}")
+        if self.ranks < 1:
+            raise ValueError(f"ranks must be at least 1, got {self.ranks}")
         if self.recompute not in ("auto", "none", "full"):
             raise ValueError(f"recompute={self.recompute!r}; choose auto, none or full")
 
@@ -226,7 +233,17 @@ class Plan:
     @property
     def updates_in_backward(self) -> bool:
         """True when the CPU's updates begin inside the last round's backward pass."""
-        return self.updates_on_cpu and not self.request.clipping
+        return self.updates_on_cpu and not self.request.clipping and not self.shares_node
+
+    @property
+    def shares_node(self) -> bool:
+        """True when several ranks train on one host copy of weights, gradients and optimizer states."""
+        return self.request.ranks > 1
+
+    @property
+    def round_multiple(self) -> int:
+        """Batches are packed into a multiple of so many rounds."""
+        return self.request.round_multiple or self.request.ranks
 
     @property
     def uses_tiles(self) -> bool:

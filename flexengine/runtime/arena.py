@@ -34,13 +34,15 @@ RELOCATION_PIECE_BYTES = 32 * 2**20
 
 
 class Arenas:
-    """GPU and host memory of an engine.
+    """GPU and host memory of an engine. node: bytes that it shares with other ranks, which somebody else releases.
 
     On CUDA the host arena is page-locked and the GPU arena is one device allocation; on the CPU both are ordinary
     host memory, so that the same program runs, copies and all. `close` gives everything back.
     """
 
-    def __init__(self, device: torch.device, gpu_bytes: int, host_bytes: int) -> None:
+    def __init__(
+        self, device: torch.device, gpu_bytes: int, host_bytes: int, node: Tensor | None = None
+    ) -> None:
         self.device = device
         on_cuda = device.type == "cuda"
         self._buffers: list[HostBuffer] = []
@@ -50,10 +52,12 @@ class Arenas:
         else:
             return_large_blocks()
             gpu = self._allocate_host(max(1, gpu_bytes), page_locked=False)
-        self.capacity: dict[Memory, int] = {"gpu": gpu_bytes, "host": host_bytes}
+        node = torch.empty(0, dtype=torch.uint8) if node is None else node
+        self.capacity: dict[Memory, int] = {"gpu": gpu_bytes, "host": host_bytes, "node": node.numel()}
         self._typed: dict[str, dict[torch.dtype, Tensor]] = {
             "gpu": {t: _whole(gpu, t) for t in DTYPES.values()},
             "host": {t: _whole(host, t) for t in DTYPES.values()},
+            "node": {t: _whole(node, t) for t in DTYPES.values()},
         }
 
     def _allocate_host(self, num_bytes: int, page_locked: bool) -> Tensor:
@@ -108,7 +112,7 @@ class Arenas:
         return self.bytes_view(span.memory, span.offset, span.num_bytes)
 
     def close(self) -> None:
-        """Release both arenas; no view may be used afterwards.
+        """Release the GPU's and the host's arena; no view may be used afterwards.
 
         GPU memory goes back even while views of it are still referred to: the next engine of the process may need it.
         """

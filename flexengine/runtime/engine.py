@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,9 +41,11 @@ from flexengine.runtime.reading_calls import ReadingCalls
 from flexengine.runtime.rounds import RoundRunner
 from flexengine.runtime.step_runner import StepRunner
 from flexengine.runtime.step_state import StepState
+from flexengine.runtime.turns import RankGroup, give_up, open_turns, together
 from flexengine.runtime.update import UpdateRunner, UpdateSettings, update_settings
 from flexengine.runtime.weight_store import WeightStore, empty_buffers, fill_weights
 from flexengine.schedule.layout import Layout
+from flexengine.schedule.relay import ALONE
 from flexengine.schedule.relocation import relocation
 
 
@@ -56,6 +59,7 @@ class EngineSettings:
     reports compare with. description: the plan in words. adapter: a folder that the adapters start from. order: the
     order of commands on the CPU, for tests. cache_bytes: GPU memory beside the plan's, for what sequences leave that
     are generated. lr_factors, decay_factors: of every group, on its learning rate and its weight decay; none: all 1.
+    group: the ranks that train together; None = this process alone.
     """
 
     max_grad_norm: float | None = 1.0
@@ -70,6 +74,7 @@ class EngineSettings:
     cache_bytes: int = 0
     lr_factors: tuple[float, ...] = ()
     decay_factors: tuple[float, ...] = ()
+    group: RankGroup | None = None
 
 
 class Engine(CheckpointCalls, ReadingCalls):
@@ -100,9 +105,12 @@ class Engine(CheckpointCalls, ReadingCalls):
         layout = Layout(self.model, plan)
         gpu_bytes = layout.gpu_bytes + self.settings.cache_bytes
         self.meter = _start_meter(device, gpu_bytes)
-        self.arenas = Arenas(device, gpu_bytes, layout.host_bytes)
+        self.turns = open_turns(self.settings.group, layout, device)
+        self.arenas = Arenas(device, gpu_bytes, layout.host_bytes, None if self.turns is None else self.turns.arena)
         self.executor = Executor(device, self.arenas, self.settings.order)
         self.state, self.measurement = StepState(), StepMeasurement(self.executor, self.model)
+        if self.turns is not None:
+            self.state.on_failure = partial(give_up, self.state, self.turns)
         self.buffers = empty_buffers(layout, device)
         self._use(layout)
         self._load()
@@ -110,21 +118,24 @@ class Engine(CheckpointCalls, ReadingCalls):
     def _use(self, layout: Layout) -> None:
         """Lay everything that runs over the arenas by `layout`."""
         self.layout = layout
-        self.weights = WeightStore(layout, self.arenas)
+        share = ALONE if self.turns is None else self.turns.share
+        self.weights = WeightStore(layout, self.arenas, share)
         self.layers = LayerRunner(layout, self.arenas, self.buffers)
         self.updates = UpdateRunner(layout, self.arenas, self.settings.lr_factors, self.settings.decay_factors)
         self.handlers = CommandHandlers(layout, self.arenas, self.layers, self.updates)
-        self.runner = ProgramRunner(self.executor, self.handlers, self.measurement)
+        self.runner = ProgramRunner(self.executor, self.handlers, self.measurement, self.turns)
         constants = constant_tables(layout, self.device)
         batches = BatchWriter(layout, self.arenas, constants, self.settings.attention, self.settings.attention_choices)
-        self.programs = Programs(layout, self.executor)
-        self.rounds = RoundRunner(self.programs, batches, self.layers, self.runner, self.state, self.settings.seed)
-        self.steps = StepRunner(self.runner, self.rounds, self.updates, self.state, self.settings.deterministic)
+        self.programs = Programs(layout, self.executor, share)
+        seed, deterministic, turns = self.settings.seed, self.settings.deterministic, self.turns
+        self.rounds = RoundRunner(self.programs, batches, self.layers, self.runner, self.state, seed, turns)
+        self.steps = StepRunner(self.runner, self.rounds, self.updates, self.state, deterministic, turns)
 
     def _load(self) -> None:
-        fill_weights(self.weights, self.buffers, self.source.weights_folder, self.settings.seed)
-        start_adapters(self.weights, Begin(self.source.weights_folder, self.seed), self.settings.adapter)
-        self.executor.synchronize()
+        with together(self.turns):
+            fill_weights(self.weights, self.buffers, self.source.weights_folder, self.settings.seed)
+            start_adapters(self.weights, Begin(self.source.weights_folder, self.seed), self.settings.adapter)
+            self.executor.synchronize()
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -175,6 +186,7 @@ class Engine(CheckpointCalls, ReadingCalls):
         Raises ValueError when there are no gradients, lr is negative, or divisor is not above 0.
         """
         self.state.require_gradients("step() without gradients: call fwd_bwd(batch) first")
+        self._agree(lr, divisor)
         return self.steps.update(self._update_settings(lr, self.state.loss_weight, divisor))
 
     @training_call
@@ -193,10 +205,11 @@ class Engine(CheckpointCalls, ReadingCalls):
         soon as a layer's gradient has reached the host.
         """
         sequences = self._read(batch, columns, loss)
+        self._agree(lr, divisor)
         settings = self._update_settings(lr, self.state.loss_weight + sequences.loss_weight, divisor)
         self.steps.start()
         # a clipped gradient is scaled by the norm of all, so no update may begin before backward has ended
-        if settings.max_grad_norm is not None or not self.plan.updates_on_cpu:
+        if settings.max_grad_norm is not None or not self.plan.updates_on_cpu or self.turns is not None:
             return self.steps.forward_backward(sequences), self.steps.update(settings)
         out = self.steps.forward_backward(sequences, settings)
         return out, self.steps.update(settings, cpu_has_updated=True)
@@ -223,7 +236,7 @@ class Engine(CheckpointCalls, ReadingCalls):
         """Logits [V] of the token after `tokens`, float32 on the CPU; runs the whole prefix, for samples only."""
         self.state.require_usable()
         sequences = read_batch({"input_ids": [tokens]}, self.model.vocab_size, self.plan.request.max_seq_len)
-        return self.steps.evaluate(sequences, lambda _: self.rounds.next_token_logits())
+        return self.steps.evaluate(sequences, lambda _: self.rounds.next_token_logits(), everywhere=True)
 
     @one_caller
     def generate(
@@ -256,7 +269,14 @@ class Engine(CheckpointCalls, ReadingCalls):
         self.state.require_usable()
         if loss is not None and not callable(loss):
             raise ValueError(f"loss must be a function of a block of logits, got {type(loss).__name__}: docs/losses.md")
-        return read_call(self.plan.request, self.model.vocab_size, batch, columns)._replace(loss=loss)
+        read = partial(read_call, self.plan.request, self.model.vocab_size, batch, columns)
+        sequences = read() if self.turns is None else self.turns.read_batch(read)
+        return sequences._replace(loss=loss)
+
+    def _agree(self, lr: float | None, divisor: float | None) -> None:
+        """Raise ValueError unless all ranks make a step with the same arguments."""
+        if self.turns is not None:
+            self.turns.agree((lr, divisor), "lr or divisor")
 
     def _update_settings(self, lr: float | None, loss_weight: float, divisor: float | None) -> UpdateSettings:
         """What the next step's update depends on. Raises ValueError when lr is negative or divisor is not above 0."""
@@ -277,6 +297,8 @@ class Engine(CheckpointCalls, ReadingCalls):
         Raises ValueError when there are gradients, the request differs, or the plan does not fit; then nothing changed.
         """
         self.state.require_usable()
+        if self.turns is not None:
+            raise ValueError("adopt() changes the plan of one rank; several ranks keep theirs: leave --replan out")
         if self.state.has_gradients:
             raise ValueError("adopt() between fwd_bwd and step: the gradients would be lost; call step() first")
         _check_same_run(self.plan.request, plan.request)
@@ -310,6 +332,8 @@ class Engine(CheckpointCalls, ReadingCalls):
             self.meter.stop()
             self._forget_programs()
             self.arenas.close()
+            if self.turns is not None:
+                self.turns.close()
             release_device(self.device)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,16 @@ RangeOf = Callable[[str], AbstractContextManager[object]]
 """Opens a named range around what is issued inside it, as torch.cuda.nvtx.range does."""
 Handler = Call
 """Launches a command that is no copy on the current stream."""
+
+
+class CommandHooks(NamedTuple):
+    """What is called before each command starts, and after it has ended, in one run of a program."""
+
+    before: Call
+    after: Call
+
+
+NO_HOOKS = CommandHooks(lambda command: None, lambda command: None)
 
 
 class Executor:
@@ -60,7 +71,7 @@ class Executor:
         self._cpu_threads = update_threads()
         self._cpu_waits: dict[tuple[Program, Program], dict[int, frozenset[int]]] = {}
 
-    def run(self, program: Program, handler: Handler, timed: bool = False) -> None:
+    def run(self, program: Program, handler: Handler, timed: bool = False, hooks: CommandHooks | None = None) -> None:
         """Issue all commands of a program; on CUDA returns before they have run.
 
         Commands of the CPU run on a thread of their own, until `synchronize` or a later program needs what they leave.
@@ -68,15 +79,17 @@ class Executor:
         Order: `handler` is called by that thread, too, for commands of the CPU; what it looks at then must not change
         before `finish_cpu_work`.
         timed: note when every command starts and ends, for `timings`; costs two events per command on CUDA.
+        hooks: of one of several ranks, what commands await and signal.
         """
         if timed:
             self._timings = self._began_s = None  # a run that is interrupted leaves no times
             self._timed_program = program
         gate = self._gate(program)
         if self.on_cuda:
+            assert hooks is None, "several ranks wait for each other on the CPU alone"
             self._run_streams(program, handler, timed, gate)
         else:
-            self._run_in_order(program, handler, timed, gate)
+            self._run_in_order(program, handler, timed, gate, hooks or NO_HOOKS)
         if timed:
             self.finish_cpu_work()
 
@@ -223,7 +236,9 @@ class Executor:
 
     # -- on the CPU --------------------------------------------------------------------------------------------------
 
-    def _run_in_order(self, program: Program, handler: Handler, timed: bool, gate: Call | None) -> None:
+    def _run_in_order(
+        self, program: Program, handler: Handler, timed: bool, gate: Call | None, hooks: CommandHooks
+    ) -> None:
         copies, later = self._bind_copies(program), list[Command]()
         indices = range(len(program.commands)) if self.order is None else self.order(program)
         clock = [(0.0, 0.0)] * len(program.commands)
@@ -234,13 +249,20 @@ class Executor:
                 continue
             if gate is not None:
                 gate(command)
+            hooks.before(command)
             start = time.perf_counter()
             self._execute(command, handler, copies)
+            hooks.after(command)
             clock[command.index] = (start - begin, time.perf_counter() - begin)
         spans: dict[int, tuple[float, float]] = {}
+
+        def call(command: Command) -> None:
+            handler(command)
+            hooks.after(command)
+
         if later:
             self.finish_cpu_work()
-            spans = self._start(CpuWork(program, later, handler, self._cpu_threads)).spans
+            spans = self._start(CpuWork(program, later, call, self._cpu_threads)).spans
         if timed:
             self._began_s = lambda: begin - (self._zero_s or 0.0)
             self._timings = lambda: [

@@ -5,15 +5,19 @@ from __future__ import annotations
 from flexengine.runtime.command_handlers import CommandHandlers
 from flexengine.runtime.executor import Executor
 from flexengine.runtime.measurement import StepMeasurement
+from flexengine.runtime.turns import Turns
 from flexengine.runtime.update import UpdateSettings
 from flexengine.schedule.commands import Program
 
 
 class ProgramRunner:
-    """Issues the programs of one layout. last_program: the one that was issued last."""
+    """Issues the programs of one layout. last_program: the one that was issued last. turns: this one's of several
+    ranks."""
 
-    def __init__(self, executor: Executor, handlers: CommandHandlers, measurement: StepMeasurement) -> None:
-        self.executor, self.handlers, self.measurement = executor, handlers, measurement
+    def __init__(
+        self, executor: Executor, handlers: CommandHandlers, measurement: StepMeasurement, turns: Turns | None = None
+    ) -> None:
+        self.executor, self.handlers, self.measurement, self._turns = executor, handlers, measurement, turns
         self.last_program: Program | None = None
 
     def run(self, program: Program, settings: UpdateSettings | None = None, measured: bool = True) -> None:
@@ -24,7 +28,8 @@ class ProgramRunner:
         """
         timed = measured and self.measurement.active
         self.last_program = program
-        self.executor.run(program, self.handlers.of_program(program, settings), timed)
+        hooks = None if self._turns is None else self._turns.hooks()
+        self.executor.run(program, self.handlers.of_program(program, settings), timed, hooks)
         if timed:
             self.measurement.add(program)
 

@@ -9,6 +9,7 @@ from flexengine.schedule.checker import check_program
 from flexengine.schedule.commands import Program
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape, lower_evaluation, lower_round, lower_update
+from flexengine.schedule.relay import ALONE, Share
 
 MAX_ROUNDS = 64
 """Most programs of rounds that are held at once. A batch of packed sequences needs two or three."""
@@ -26,12 +27,15 @@ class RoundKind(NamedTuple):
 
 
 class Programs:
-    """Lowers and proves each program of one layout once. The executor forgets a program that is not held any more."""
+    """Lowers and proves each program of one layout once. The executor forgets a program that is not held any more.
 
-    def __init__(self, layout: Layout, executor: Executor) -> None:
-        self.layout, self.executor = layout, executor
+    share: what this one of several ranks updates.
+    """
+
+    def __init__(self, layout: Layout, executor: Executor, share: Share = ALONE) -> None:
+        self.layout, self.executor, self.share = layout, executor, share
         self._rounds: dict[tuple[RoundShape, RoundKind], Program] = {}
-        self._updates: dict[bool, Program] = {}  # by whether the CPU has updated already
+        self._updates: dict[tuple[bool, bool], Program] = {}  # by whether the CPU has updated already, and `last`
 
     def of_round(self, shape: RoundShape, kind: RoundKind) -> Program:
         """The program of a round."""
@@ -44,12 +48,15 @@ class Programs:
             self._rounds[shape, kind] = self._checked(program)
         return self._rounds[shape, kind]
 
-    def of_update(self, cpu_has_updated: bool) -> Program:
-        """The program of an optimizer step. cpu_has_updated: the last round did the CPU's updates."""
-        if cpu_has_updated not in self._updates:
-            program = lower_update(self.layout, by_cpu={} if cpu_has_updated else None)
-            self._updates[cpu_has_updated] = self._checked(program)
-        return self._updates[cpu_has_updated]
+    def of_update(self, cpu_has_updated: bool, last: bool = True) -> Program:
+        """The program of an optimizer step.
+
+        cpu_has_updated: the last round did the CPU's updates. last: this rank, of several, ran that round.
+        """
+        if (cpu_has_updated, last) not in self._updates:
+            program = lower_update(self.layout, {} if cpu_has_updated else None, self.share, last)
+            self._updates[cpu_has_updated, last] = self._checked(program)
+        return self._updates[cpu_has_updated, last]
 
     def forget(self) -> None:
         """Drop all programs. Order: none of them may be running."""
@@ -66,5 +73,5 @@ class Programs:
 
     def _checked(self, program: Program) -> Program:
         """Prove a program before it runs; that takes milliseconds."""
-        check_program(program, self.layout.gpu_bytes, self.layout.host_bytes)
+        check_program(program, self.layout.gpu_bytes, self.layout.host_bytes, self.layout.node_bytes)
         return program

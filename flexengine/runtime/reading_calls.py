@@ -16,6 +16,7 @@ from flexengine.runtime.export import export_adapter, export_checkpoint
 from flexengine.runtime.measurement import StepMeasurement
 from flexengine.runtime.one_caller import one_caller
 from flexengine.runtime.step_state import StepState
+from flexengine.runtime.turns import Turns, while_nobody_writes
 from flexengine.runtime.weight_store import WeightStore
 from flexengine.schedule.command_totals import CommandClass, CommandTotal
 from flexengine.schedule.timeline import TimedRun
@@ -33,6 +34,7 @@ class ReadingCalls:
     buffers: dict[str, Tensor]
     measurement: StepMeasurement
     meter: GpuMemoryMeter
+    turns: Turns | None
     _description: str
 
     @property
@@ -85,7 +87,8 @@ class ReadingCalls:
         """
         self.state.require_usable()
         self.executor.synchronize()
-        return {name: self.weights.read(name) for name in self.weights.runs} | magnitudes(self.weights)
+        with while_nobody_writes(self.turns):
+            return {name: self.weights.read(name) for name in self.weights.runs} | magnitudes(self.weights)
 
     @one_caller
     def gradients(self) -> dict[str, Tensor]:
@@ -95,7 +98,8 @@ class ReadingCalls:
         """
         self.state.require_gradients("there are no gradients: call fwd_bwd(batch) first")
         self.executor.synchronize()
-        return self.weights.read_gradients(scale=1.0 / self.state.loss_weight)
+        with while_nobody_writes(self.turns):
+            return self.weights.read_gradients(scale=1.0 / self.state.loss_weight)
 
     @one_caller
     def save_pretrained(
@@ -108,7 +112,7 @@ class ReadingCalls:
         leaves the folder as it was.
         beside: further texts that appear with the model, by file name. merged: for a model with adapters, whether to
         write the whole model with them added to its weights, computed in float32 and rounded once; None and False write
-        the adapters, as PEFT does.
+        the adapters, as PEFT does. Of several ranks, all call it and rank 0 writes.
         Raises ValueError after an interrupted step, NotFiniteError (a ValueError) for a trained weight with NaN or
         infinity.
         """
@@ -116,7 +120,10 @@ class ReadingCalls:
         self.executor.synchronize()
         if merged is not None and self.model.lora is None:
             raise ValueError(f"merged={merged}, but {self.model.name} has no adapters; leave it out")
-        if self.model.lora is None or merged:
-            export_checkpoint(folder, self.source, self.weights, self.buffers, beside or {})
-        else:
-            export_adapter(folder, self.source, self.weights, self.seed, beside or {})
+        with while_nobody_writes(self.turns):
+            if self.turns is not None and not self.turns.writes_files:
+                return
+            if self.model.lora is None or merged:
+                export_checkpoint(folder, self.source, self.weights, self.buffers, beside or {})
+            else:
+                export_adapter(folder, self.source, self.weights, self.seed, beside or {})

@@ -13,6 +13,7 @@ from flexengine.runtime.layer_runner import LayerRunner
 from flexengine.runtime.program_runner import ProgramRunner
 from flexengine.runtime.programs import Programs, RoundKind
 from flexengine.runtime.step_state import HALF_UPDATED, StepState
+from flexengine.runtime.turns import Turns
 from flexengine.runtime.update import UpdateSettings
 from flexengine.schedule.commands import LayerCall, Program
 from flexengine.schedule.lowering import ChunkShape, RoundShape
@@ -20,15 +21,15 @@ from flexengine.schedule.packing import PackedChunk, pack, packed_shape
 
 
 class RoundRunner:
-    """Runs rounds under one layout. seed: what dropout draws from."""
+    """Runs rounds under one layout. seed: what dropout draws from. turns: this one's of several ranks; None = alone."""
 
     def __init__(
         self, programs: Programs, batches: BatchWriter, layers: LayerRunner, runner: ProgramRunner, state: StepState,
-        seed: int,
+        seed: int, turns: Turns | None = None,
     ) -> None:  # fmt: skip
         self.programs, self._batches, self._layers = programs, batches, layers
         self._runner, self._state = runner, state
-        self._seed = seed
+        self._seed, self._turns = seed, turns
         self._plan, self._device = layers.layout.plan, layers.arenas.device
 
     def train(
@@ -36,40 +37,49 @@ class RoundRunner:
     ) -> Tensor:
         """Issue forward and backward of a batch; returns the summed loss [] in float64 on the device.
 
+        Of several ranks, each runs its own rounds and waits for the losses of the others.
         balance: what routers report to, where the model balances its experts. updates: settings of the CPU's updates
         inside the last round; None when no round updates.
         """
-        total = self._zero()
-        rounds = self._pack(batch)
-        if balance is not None and len(rounds) > 1:
+        rounds, first, losses = self._pack(batch), self._state.num_rounds, list[Tensor]()
+        if balance is not None and (len(rounds) > 1 or self._turns is not None):
             self._count_tokens_of_experts(batch, rounds, balance)
         for number, chunks in enumerate(rounds, start=1):
-            settings = updates if number == len(rounds) else None
-            kind = RoundKind(train=True, first=not self._state.has_gradients, updates=settings is not None)
-            program = self._program(chunks, kind)
-            self._write(batch, chunks, balance)
-            self._count_rows()
-            if settings is not None:
-                self._state.before_update()
-                self._state.unusable = HALF_UPDATED  # until the step's own program has ended
-            self._runner.run(program, settings)
+            if self._turns is None or self._turns.begin_round(self._state.num_rounds):
+                self._train_round(batch, chunks, balance, updates if number == len(rounds) else None)
+                losses.append(self._losses())
+            self._state.num_rounds += 1
             self._state.has_gradients = True
-            self._add_losses(total)
-        return total
+        return self._sum(losses, first, len(rounds))
 
-    def evaluate(self, batch: Sequences, token_losses: list[Tensor] | None = None) -> Tensor:
+    def _train_round(
+        self, batch: Sequences, chunks: list[PackedChunk], balance: ExpertBalance | None, settings: UpdateSettings | None
+    ) -> None:
+        kind = RoundKind(train=True, first=not self._state.has_gradients, updates=settings is not None)
+        program = self._program(chunks, kind)
+        self._write(batch, chunks, balance)
+        self._number_rows()
+        if settings is not None:
+            self._state.before_update()
+            self._state.unusable = HALF_UPDATED  # until the step's own program has ended
+        self._runner.run(program, settings)
+
+    def evaluate(self, batch: Sequences, token_losses: list[Tensor] | None = None, everywhere: bool = False) -> Tensor:
         """Issue forward of a batch; returns the summed loss [] in float64 on the device.
 
         token_losses: one tensor [tokens] per sequence, on the CPU, that takes the loss after each token. Filling them
-        waits for every round.
+        waits for every round. everywhere: each of several ranks runs all rounds, as it does for token_losses.
         """
-        total = self._zero()
-        for chunks in self._pack(batch):
+        rounds, losses = self._pack(batch), list[Tensor]()
+        turns = None if everywhere or token_losses is not None else self._turns
+        for number, chunks in enumerate(rounds):
+            if turns is not None and not turns.takes(number):
+                continue
             self._forward(batch, chunks, None)
-            self._add_losses(total)
+            losses.append(self._losses())
             if token_losses is not None:
                 self._copy_losses(chunks, token_losses)
-        return total
+        return self._sum(losses, 0, len(rounds)) if turns is not None else _added(losses, self._device)
 
     def forward_program(self) -> Program:
         """The program of a forward pass of one chunk."""
@@ -93,7 +103,8 @@ class RoundRunner:
         return head.op.logits(hidden[-1:], weight)[0].float().cpu()  # type: ignore[attr-defined]
 
     def _pack(self, batch: Sequences) -> list[list[PackedChunk]]:
-        return pack(batch.lengths, self._plan.chunk_tokens, self._plan.chunks_per_round)
+        plan = self._plan
+        return pack(batch.lengths, plan.chunk_tokens, plan.chunks_per_round, plan.round_multiple)
 
     def _program(self, chunks: list[PackedChunk], kind: RoundKind) -> Program:
         return self.programs.of_round(packed_shape(chunks, self._plan.chunk_tokens), kind)
@@ -118,13 +129,12 @@ class RoundRunner:
         for chunk in self._layers.chunks:
             chunk.balance = balance
 
-    def _count_rows(self) -> None:
+    def _number_rows(self) -> None:
         """Number the rows of a round of training within the step, which decides what dropout draws."""
         first_row = self._state.num_rounds * self._plan.round_tokens
         for number, chunk in enumerate(self._layers.chunks):
             row = first_row + number * self._plan.chunk_tokens
             chunk.dropout = DropoutDraws(self._seed, self._state.step_count, row)
-        self._state.num_rounds += 1
 
     def _copy_losses(self, chunks: list[PackedChunk], token_losses: list[Tensor]) -> None:
         """Copy the losses of the round that was issued last to the sequences that its chunks are made of."""
@@ -133,10 +143,22 @@ class RoundRunner:
             for piece, losses in zip(packed.ranges, parts, strict=True):
                 token_losses[piece.sequence][piece.start : piece.start + piece.length] = losses
 
-    def _zero(self) -> Tensor:
-        return torch.zeros((), dtype=torch.float64, device=self._device)
+    def _losses(self) -> Tensor:
+        """The loss of every chunk of the round that was issued last, float64 [chunks] on the device."""
+        return torch.stack([chunk.losses.double().sum() for chunk in self._layers.chunks])
 
-    def _add_losses(self, total: Tensor) -> None:
-        """Add the losses of the round that was issued last, chunk by chunk: the order decides the bits of the sum."""
-        for chunk in self._layers.chunks:
-            total += chunk.losses.double().sum()
+    def _sum(self, losses: list[Tensor], first: int, num_rounds: int) -> Tensor:
+        """The summed loss of rounds of all ranks. first: the number of the first within the step."""
+        if self._turns is None:
+            return _added(losses, self._device)
+        total = self._turns.sum_in_order(losses, first, num_rounds)
+        return torch.tensor(total, dtype=torch.float64, device=self._device)
+
+
+def _added(losses: list[Tensor], device: torch.device) -> Tensor:
+    """The sum of the losses of rounds [chunks], chunk by chunk: the order decides the bits of the sum."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for row in losses:
+        for loss in row:
+            total += loss
+    return total

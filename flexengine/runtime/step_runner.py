@@ -17,6 +17,7 @@ from flexengine.runtime.outputs import FwdBwdOutput, StepOutput, fwd_bwd_output
 from flexengine.runtime.program_runner import ProgramRunner
 from flexengine.runtime.rounds import RoundRunner
 from flexengine.runtime.step_state import HALF_UPDATED, StepState, interruptible
+from flexengine.runtime.turns import Turns
 from flexengine.runtime.update import UpdateRunner, UpdateSettings
 from flexengine.schedule.commands import Program
 from flexengine.schedule.following import cpu_commands
@@ -25,13 +26,18 @@ Result = TypeVar("Result")
 
 
 class StepRunner:
-    """Runs steps and evaluations under one layout. deterministic: only kernels that torch knows to be deterministic."""
+    """Runs steps and evaluations under one layout. deterministic: only kernels that torch knows to be deterministic.
+
+    turns: this one's of several ranks; None = alone.
+    """
 
     def __init__(
-        self, runner: ProgramRunner, rounds: RoundRunner, updates: UpdateRunner, state: StepState, deterministic: bool
-    ) -> None:
+        self, runner: ProgramRunner, rounds: RoundRunner, updates: UpdateRunner, state: StepState, deterministic: bool,
+        turns: Turns | None = None,
+    ) -> None:  # fmt: skip
         self._runner, self._rounds, self._updates, self._state = runner, rounds, updates, state
         self._executor, self._layout, self._deterministic = runner.executor, updates.layout, deterministic
+        self._turns = turns
 
     def start(self) -> None:
         """Begin a step's clocks, unless an earlier call of the step did."""
@@ -54,15 +60,16 @@ class StepRunner:
         return fwd_bwd_output(loss, batch, self._layout)
 
     def evaluate(
-        self, batch: Sequences, read: Callable[[Tensor], Result], token_losses: list[Tensor] | None = None
-    ) -> Result:
+        self, batch: Sequences, read: Callable[[Tensor], Result], token_losses: list[Tensor] | None = None,
+        everywhere: bool = False,
+    ) -> Result:  # fmt: skip
         """Run forward of a batch; returns what `read` makes of its summed loss before anything else runs.
 
-        token_losses: as of `RoundRunner.evaluate`.
+        token_losses, everywhere: as of `RoundRunner.evaluate`.
         """
         with interruptible(self._state, self._executor, train=False):
             with deterministic_kernels(self._deterministic):
-                loss_sum = self._rounds.evaluate(batch, token_losses)
+                loss_sum = self._rounds.evaluate(batch, token_losses, everywhere)
             return read(loss_sum)
 
     def between_steps(self, call: Callable[[], Result]) -> Result:
@@ -75,11 +82,14 @@ class StepRunner:
 
     def update(self, settings: UpdateSettings, cpu_has_updated: bool = False) -> StepOutput:
         """Run the optimizer step and forget the gradients. cpu_has_updated: the last round did the CPU's updates."""
-        program = self._rounds.programs.of_update(cpu_has_updated)
+        last = self._turns is None or self._turns.is_last
+        program = self._rounds.programs.of_update(cpu_has_updated, last)
         self._state.before_update()
         self._state.unusable = HALF_UPDATED
         with interruptible(self._state, self._executor, train=True):
             self._runner.run(program, settings)
+            if self._turns is not None:
+                self._turns.updates += 1
             grad_norm = self._grad_norm(program)
             skipped = not math.isfinite(grad_norm)
             self._state.bad_layer = self._bad_layer() if skipped else ""

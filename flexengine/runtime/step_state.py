@@ -15,6 +15,10 @@ def _nobody_reads() -> None:
     """Stored weights and optimizer states may change at any time."""
 
 
+def _nobody_waits(error: BaseException) -> None:
+    """No other rank waits for this one."""
+
+
 class StepState:
     """Gradients and interruptions of one engine.
 
@@ -23,7 +27,7 @@ class StepState:
     while it can. under_way: a call changes the gradients; what it leaves is dropped unless it ends by clearing this.
     bad_layer: whose gradient made the last step skip its update; empty when none did. running: the call that runs,
     under the key "call"; empty while none does. before_update: called before stored weights or states change; it blocks
-    while somebody reads them.
+    while somebody reads them. on_failure: called with what interrupted a call, before the device is waited for.
     """
 
     def __init__(self) -> None:
@@ -33,6 +37,7 @@ class StepState:
         self.bad_layer = ""
         self.running: dict[str, object] = {}
         self.before_update: Callable[[], None] = _nobody_reads
+        self.on_failure: Callable[[BaseException], None] = _nobody_waits
         self.start_accumulation()
 
     def start_accumulation(self) -> None:
@@ -87,7 +92,8 @@ def interruptible(state: StepState, executor: Executor, train: bool) -> Iterator
     try:
         with executor.on_compute_stream():
             yield
-    except BaseException:
+    except BaseException as error:
+        state.on_failure(error)
         if train:
             state.start_accumulation()
         executor.synchronize()

@@ -25,6 +25,7 @@ from flexengine.runtime.staging import load_staged
 from flexengine.runtime.stored_matrices import Span, StoredMatrices, read_pieces
 from flexengine.schedule.group_storage import Segment, is_split
 from flexengine.schedule.layout import Layout
+from flexengine.schedule.relay import ALONE, Share
 from flexengine.schedule.slots import PlaneKind
 
 PIECE_ELEMENTS = 1 << 22
@@ -158,9 +159,13 @@ def on_host(request: ReadRequest) -> bool:
 
 
 class WeightStore:
-    """Reads and writes the stored planes of all parameter groups, on whichever side they live."""
+    """Reads and writes the stored planes of all parameter groups, on whichever side they live.
 
-    def __init__(self, layout: Layout, arenas: Arenas) -> None:
+    share: which of the tensors that several ranks share this one fills.
+    """
+
+    def __init__(self, layout: Layout, arenas: Arenas, share: Share = ALONE) -> None:
+        self._share = share
         self.layout, self.arenas, self.stored = layout, arenas, StoredMatrices(layout, arenas)
         self.runs = {run.source.name: run for run in self._all_runs()}
 
@@ -179,6 +184,13 @@ class WeightStore:
                         run = run._replace(spans=tuple(spans))
                     yield run
                     start += count
+
+    def own(self) -> dict[str, SourceRun]:
+        """The tensors that this rank fills: every `size`-th of those that ranks share, and all that it has alone."""
+        groups, (rank, size) = range(len(self.layout.groups)), self._share
+        shared = [self.layout.slots[self.layout.plane_slot("weights", g)].memory == "node" for g in groups]
+        numbered = enumerate(self.runs.items())
+        return {name: run for number, (name, run) in numbered if not shared[run.group] or number % size == rank}
 
     def plane(self, kind: PlaneKind, run: SourceRun) -> Tensor | None:
         """Flat view of one plane of a source's elements, or None when the format has no such plane."""
@@ -205,7 +217,7 @@ class WeightStore:
         self.clear_states()
         requests = [
             self._request(name, run, reader.tensors[name].dtype)
-            for name, run in self.runs.items()
+            for name, run in self.own().items()
             if run.source.decode is None and run.whole and not run.param.added
         ]
         elsewhere = [request for request in requests if not on_host(request)]
@@ -213,7 +225,7 @@ class WeightStore:
             reader.read_many([request for request in requests if on_host(request)])
             if elsewhere:
                 load_staged(reader, elsewhere, self.arenas.device)
-            for run in self.runs.values():
+            for run in self.own().values():
                 if not run.whole:
                     if not self._keep(reader, run):
                         self._store(run, self.values(reader, run.source.name))
@@ -284,11 +296,11 @@ class WeightStore:
         seed, name and kind of device only.
         """
         self.clear_states()
-        self._draw_all(seed, self.runs)
+        self._draw_all(seed, self.own())
 
     def initialize_added(self, seed: int) -> None:
         """The same for parameters that no checkpoint has yet, such as new adapters."""
-        self._draw_all(seed, [name for name, run in self.runs.items() if run.param.added])
+        self._draw_all(seed, [name for name, run in self.own().items() if run.param.added])
 
     def _draw_all(self, seed: int, names: Iterable[str]) -> None:
         for name in names:
@@ -343,7 +355,7 @@ class WeightStore:
     def clear_states(self) -> None:
         """Zero the optimizer states of every parameter."""
         for index, stored in enumerate(self.layout.groups):
-            for kind in stored.rule_states:
+            for kind in stored.rule_states if index % self._share.size == self._share.rank else ():
                 slot = self.layout.slots[self.layout.plane_slot(kind, index)]
                 self.arenas.view(slot, 0, (slot.num_bytes,), torch.uint8).zero_()
 

@@ -8,7 +8,7 @@ safe: hazards follow addresses, not names.
 
 from __future__ import annotations
 
-from flexengine.plan import GroupPlan
+from flexengine.plan import GroupPlan, Plan
 from flexengine.schedule.fixed_slots import (
     PARTIAL_SQUARES,
     SCALAR_BYTES,
@@ -18,6 +18,7 @@ from flexengine.schedule.fixed_slots import (
     norm_square_bytes,
 )
 from flexengine.schedule.group_storage import GroupStorage
+from flexengine.schedule.group_uses import group_uses
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.planned_sizes import PlannedSizes
 from flexengine.schedule.slots import Memory, PlaneKind, Role, Slot, SlotKey
@@ -26,12 +27,13 @@ RUN = "run"
 """Category of slots within planes, which take no bytes of their own."""
 
 
-def lay_out(sizes: PlannedSizes) -> tuple[tuple[Slot, ...], int, int]:
-    """All slots of a plan, and the bytes of the GPU and of the host arena."""
+def lay_out(sizes: PlannedSizes) -> tuple[tuple[Slot, ...], dict[Memory, int]]:
+    """All slots of a plan, and the bytes of each memory's arena."""
     slots: list[Slot] = []
     gpu_bytes = _GpuSlots(sizes, slots).lay_out()
-    host_bytes = _HostSlots(sizes, slots).lay_out()
-    return tuple(slots), gpu_bytes, host_bytes
+    host = _HostSlots(sizes, slots)
+    host_bytes = host.lay_out()
+    return tuple(slots), {"gpu": gpu_bytes, "host": host_bytes, "node": host.node_bytes}
 
 
 def home_of_plane(kind: str, home: GroupPlan) -> str:
@@ -39,6 +41,11 @@ def home_of_plane(kind: str, home: GroupPlan) -> str:
     if kind == "weights":
         return home.weights
     return home.grads if kind == "grad" else home.states
+
+
+def host_memory(plan: Plan) -> Memory:
+    """Where planes lie that a plan keeps on the host: several ranks have one copy."""
+    return "node" if plan.shares_node else "host"
 
 
 class _Region:
@@ -69,10 +76,19 @@ class _Region:
 
 
 class _HostSlots:
-    """The host arena: the batch, the homes of planes, and offloaded activations."""
+    """The host arena: the batch, the homes of planes, and offloaded activations.
+
+    Of several ranks the planes lie in an arena of the node, with the sums of squares that the last round leaves.
+    """
 
     def __init__(self, sizes: PlannedSizes, slots: list[Slot]) -> None:
         self._sizes, self._region = sizes, _Region(slots, "host")
+        self._homes = _Region(slots, "node") if sizes.plan.shares_node else self._region
+
+    @property
+    def node_bytes(self) -> int:
+        """Bytes of the node's arena; 0 for one rank. Order: after `lay_out`."""
+        return self._homes.end if self._homes is not self._region else 0
 
     def lay_out(self) -> int:
         """Append all slots; returns the bytes of the arena."""
@@ -81,8 +97,19 @@ class _HostSlots:
         if sizes.plan.updates_on_cpu:
             region.add("scalars", host_scalar_bytes(len(sizes.groups)), "scalars")
         self._planes()
+        if sizes.plan.shares_node:
+            self._homes.add("norm_squares", norm_square_bytes(sizes.groups), "scalars")
+            self._spilled_accumulators()
         self._offloaded_activations()
         return region.end
+
+    def _spilled_accumulators(self) -> None:
+        """Append where a rank keeps the head's accumulator of a tied group until the embedding's backward."""
+        model = self._sizes.model
+        for spec, stored, use in zip(model.groups, self._sizes.groups, group_uses(model), strict=True):
+            if use.gradients > 1:
+                spilled_bytes = stored.part_numel * self._sizes.acc_bytes
+                self._region.add("spilled", spilled_bytes, "spilled gradients", spec.name)
 
     def _planes(self) -> None:
         categories = {"weights": "weights", "grad": "gradients"}
@@ -91,7 +118,7 @@ class _HostSlots:
         ):
             for kind, num_bytes in stored.plane_bytes.items():
                 if num_bytes and home_of_plane(kind, home) == "host":
-                    self._region.add_plane(kind, spec.name, stored, categories.get(kind, "optimizer states"))
+                    self._homes.add_plane(kind, spec.name, stored, categories.get(kind, "optimizer states"))
 
     def _offloaded_activations(self) -> None:
         sizes, region = self._sizes, self._region

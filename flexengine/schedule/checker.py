@@ -29,26 +29,27 @@ from flexengine.schedule.commands import (
     cpu_priority,
 )
 from flexengine.schedule.layer_program import ALIGNMENT
-from flexengine.schedule.slots import overlapping_slots
+from flexengine.schedule.slots import HOST_SIDE, overlapping_slots
 
 
 class ProgramError(AssertionError):
     """A program breaks an invariant; the message names the commands and the slot."""
 
 
-def check_program(program: Program, gpu_bytes: int, host_bytes: int) -> None:
-    """Raise ProgramError unless the program is proven right within the two arenas."""
+def check_program(program: Program, gpu_bytes: int, host_bytes: int, node_bytes: int = 0) -> None:
+    """Raise ProgramError unless the program is proven right within the arenas. `ranks_checker` proves those of ranks
+    together."""
     overlaps = overlapping_slots(program.slots)
-    check_bounds(program, gpu_bytes, host_bytes)
+    check_bounds(program, gpu_bytes, host_bytes, node_bytes)
     check_declarations(program)
     check_order(program, overlaps)
     check_cpu_order(program, overlaps)
     check_contents(program, overlaps)
 
 
-def check_bounds(program: Program, gpu_bytes: int, host_bytes: int) -> None:
+def check_bounds(program: Program, gpu_bytes: int, host_bytes: int, node_bytes: int = 0) -> None:
     """Check that slots lie within arenas, and copies within slots, in their stream's direction, covering host slots."""
-    limits = {"gpu": gpu_bytes, "host": host_bytes}
+    limits = {"gpu": gpu_bytes, "host": host_bytes, "node": node_bytes}
     for slot in program.slots:
         if slot.offset < 0 or slot.end > limits[slot.memory]:
             raise ProgramError(
@@ -105,15 +106,16 @@ def _check_direction(program: Program, command: Command) -> None:
     """Check that a copy goes the way its stream says, and leaves no gap in the host slot but padding."""
     if not command.regions:
         return
-    ends = {Stream.H2D: ("host", "gpu"), Stream.D2H: ("gpu", "host")}.get(command.stream)
+    from_host = {Stream.H2D: True, Stream.D2H: False}.get(command.stream)
     covered: dict[int, list[tuple[int, int]]] = {}
     for c in command.regions:
-        if ends != (program.slots[c.source].memory, program.slots[c.target].memory):
+        ends = (program.slots[c.source].memory, program.slots[c.target].memory)
+        if from_host is None or ends[not from_host] not in HOST_SIDE or ends[from_host] != "gpu":
             raise ProgramError(
                 f"{command.label} copies from {program.slots[c.source].name} to {program.slots[c.target].name} on"
                 f" stream {command.stream}"
             )
-        slot, start = (c.source, c.source_offset) if ends[0] == "host" else (c.target, c.target_offset)
+        slot, start = (c.source, c.source_offset) if from_host else (c.target, c.target_offset)
         covered.setdefault(slot, []).append((start, start + c.num_bytes))
     for slot, parts in covered.items():
         reached = 0

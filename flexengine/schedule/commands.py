@@ -31,7 +31,7 @@ STREAMS = tuple(Stream)
 STREAM_INDEX = {stream: i for i, stream in enumerate(STREAMS)}
 
 
-Subject = Literal["", "weights", "grad", "input", "save", "tile", "batch", "scale", "scalars"]
+Subject = Literal["", "weights", "grad", "input", "save", "tile", "batch", "scale", "scalars", "spilled", "norm"]
 """What a command moves or finishes; empty where its kind says all."""
 
 
@@ -77,6 +77,20 @@ class CopyRegion(NamedTuple):
     def reversed(self) -> CopyRegion:
         """The same bytes the other way."""
         return CopyRegion(self.target, self.target_offset, self.source, self.source_offset, self.num_bytes)
+
+
+class Signal(NamedTuple):
+    """A cell of the node's table that a command of one of several ranks awaits, or raises when it has ended.
+
+    of: whose row: this rank's own, that of the rank of the round before, that of the rank of the step's last round, or
+    those of all ranks. The value is the running number of the round, or of the update that the step ends with, less
+    `lag`; cells only rise.
+    """
+
+    cell: int
+    of: Literal["own", "previous", "last", "all"]
+    clock: Literal["round", "update"]
+    lag: int = 0
 
 
 class GroupScale(NamedTuple):
@@ -197,7 +211,10 @@ class FetchExperts(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Command:
-    """One unit of issue. `waits` are indices of commands on other streams that must have finished before it starts."""
+    """One unit of issue. `waits` are indices of commands on other streams that must have finished before it starts.
+
+    awaits, signals: cells of other ranks that must have been raised before it starts, and own ones that its end raises.
+    """
 
     index: int
     kind: str
@@ -209,6 +226,8 @@ class Command:
     work: Work = Work()  # noqa: RUF009 (an immutable NamedTuple)
     copies: tuple[CopyRegion, ...] = ()
     args: Any = None
+    awaits: tuple[Signal, ...] = ()
+    signals: tuple[Signal, ...] = ()
 
     @property
     def label(self) -> str:

@@ -12,7 +12,16 @@ from typing import NamedTuple
 import numpy as np
 
 from flexengine.schedule.commands import Access, Command, Program, Stream
-from flexengine.schedule.slots import Slot
+from flexengine.schedule.slots import HOST_SIDE, Slot
+
+
+NODE_ADDRESS = 1 << 60
+"""Where the node's memory begins, if the host's begins at 0; larger than any memory."""
+
+
+def _address(slot: Slot) -> int:
+    """The first byte of a slot, in one numbering of both memories of the host."""
+    return slot.offset + NODE_ADDRESS * (slot.memory == "node")
 
 
 class _Touched(NamedTuple):
@@ -25,7 +34,8 @@ class _Touched(NamedTuple):
 
     def touching(self, slot: Slot, among: np.ndarray) -> frozenset[int]:
         """The commands that touch a slot, among those where `among` is True."""
-        here = among & (self.start < slot.end) & (self.end > slot.offset)
+        first = _address(slot)
+        here = among & (self.start < first + slot.num_bytes) & (self.end > first)
         return frozenset(self.index[here].tolist())
 
 
@@ -58,7 +68,7 @@ def cpu_waits(before: Program, after: Program) -> dict[int, frozenset[int]]:
             for slot, _ in accesses:
                 if slot not in known:
                     place = after.slots[slot]
-                    known[slot] = touched.touching(place, among) if place.memory == "host" else frozenset()
+                    known[slot] = touched.touching(place, among) if place.memory in HOST_SIDE else frozenset()
                 found |= known[slot]
         if found:
             waits[command.index] = found
@@ -66,12 +76,13 @@ def cpu_waits(before: Program, after: Program) -> dict[int, frozenset[int]]:
 
 
 def _touched(program: Program) -> _Touched:
+    first = [_address(slot) for slot in program.slots]
     rows = [
-        (program.slots[slot].offset, program.slots[slot].end, command.index, writes)
+        (first[slot], first[slot] + program.slots[slot].num_bytes, command.index, writes)
         for command in cpu_commands(program)
         for accesses, writes in ((command.reads, False), (command.writes, True))
         for slot, _ in accesses
-        if program.slots[slot].memory == "host"
+        if program.slots[slot].memory in HOST_SIDE
     ]
     columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
     return _Touched(columns[0], columns[1], columns[2], columns[3].astype(bool))

@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
-from flexengine.schedule.arena_slots import home_of_plane, lay_out
+from flexengine.schedule.arena_slots import home_of_plane, host_memory, lay_out
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.parts import Run
 from flexengine.schedule.planned_sizes import PlannedSizes
@@ -23,7 +23,8 @@ class Layout(PlannedSizes):
 
     def __init__(self, model: ModelSpec, plan: Plan) -> None:
         super().__init__(model, plan)
-        self.slots, self.gpu_bytes, self.host_bytes = lay_out(self)
+        self.slots, arenas = lay_out(self)
+        self.gpu_bytes, self.host_bytes, self.node_bytes = arenas["gpu"], arenas["host"], arenas["node"]
         self._index = {slot.key: i for i, slot in enumerate(self.slots)}
 
     @cached_property
@@ -48,7 +49,8 @@ class Layout(PlannedSizes):
 
     def plane_slot(self, kind: PlaneKind, group: int) -> int:
         """The slot that holds a plane of a group from step to step, in the memory where the plan puts it."""
-        memory: Memory = "host" if home_of_plane(kind, self.plan.groups[group]) == "host" else "gpu"
+        on_host = home_of_plane(kind, self.plan.groups[group]) == "host"
+        memory: Memory = host_memory(self.plan) if on_host else "gpu"
         return self.slot(kind, self.model.groups[group].name, memory=memory)
 
     def run_place(self, kind: PlaneKind, group: int, run: Run) -> tuple[int, int]:

@@ -38,29 +38,82 @@ class PackedChunk(NamedTuple):
         return sum(p.length for p in self.ranges)
 
 
-def pack(seq_lens: list[int], chunk_tokens: int, chunks_per_round: int) -> list[list[PackedChunk]]:
+Unit = list[list[SequenceRange]]
+"""Chunks that must stay together."""
+
+
+def pack(
+    seq_lens: list[int], chunk_tokens: int, chunks_per_round: int, round_multiple: int = 1
+) -> list[list[PackedChunk]]:
     """Pack sequences of the given lengths into rounds of chunks.
 
+    round_multiple: the number of rounds is a multiple of it where there are units enough, and rounds are filled evenly,
+    so that ranks that take rounds in turn have equal work. 1 fills round after round.
     Raises ValueError for an empty sequence or one that does not fit in a round.
     """
-    rounds: list[list[PackedChunk]] = [[]]
-    for unit in _units(seq_lens, chunk_tokens):
+    units = _units(seq_lens, chunk_tokens)
+    for unit in units:
         if len(unit) > chunks_per_round:
             longest = sum(part.length for chunk in unit for part in chunk)
             raise ValueError(
                 f"a sequence of {longest} tokens does not fit in a round of {chunk_tokens * chunks_per_round} tokens"
             )
-        if len(rounds[-1]) + len(unit) > chunks_per_round:
-            rounds.append([])
-        first = len(rounds[-1])
+    if round_multiple == 1:
+        return [_packed(members) for members in _in_order(units, chunks_per_round)]
+    return [_packed(members) for members in _even(units, chunks_per_round, round_multiple)]
+
+
+def _packed(units: list[Unit]) -> list[PackedChunk]:
+    """The chunks of one round."""
+    chunks: list[PackedChunk] = []
+    for unit in units:
+        first = len(chunks)
         span = (first, first + len(unit) - 1) if len(unit) > 1 else (-1, -1)
-        rounds[-1].extend(PackedChunk(tuple(chunk), *span) for chunk in unit)
+        chunks.extend(PackedChunk(tuple(chunk), *span) for chunk in unit)
+    return chunks
+
+
+def _in_order(units: list[Unit], chunks_per_round: int) -> list[list[Unit]]:
+    """Fill round after round."""
+    rounds: list[list[Unit]] = [[]]
+    for unit in units:
+        if sum(map(len, rounds[-1])) + len(unit) > chunks_per_round:
+            rounds.append([])
+        rounds[-1].append(unit)
     return rounds
 
 
-def _units(seq_lens: list[int], chunk_tokens: int) -> list[list[list[SequenceRange]]]:
+def _even(units: list[Unit], chunks_per_round: int, multiple: int) -> list[list[Unit]]:
+    """Give each unit, the largest first, to the round with the least tokens; rounds without one are left out.
+
+    Within a round units keep their order. Long sequences may not fit so, and then there are `multiple` rounds more.
+    """
+    num_rounds = multiple * -(-sum(map(len, units)) // (chunks_per_round * multiple))
+    largest_first = sorted(range(len(units)), key=lambda number: (-_tokens(units[number]), number))
+    while True:
+        members: list[list[int]] = [[] for _ in range(num_rounds)]
+        chunks, tokens = [0] * num_rounds, [0] * num_rounds
+        for number in largest_first:
+            size = len(units[number])
+            open_rounds = [r for r in range(num_rounds) if chunks[r] + size <= chunks_per_round]
+            if not open_rounds:
+                break
+            least = min(open_rounds, key=lambda r: (tokens[r], r))
+            members[least].append(number)
+            chunks[least] += size
+            tokens[least] += _tokens(units[number])
+        else:
+            return [[units[number] for number in sorted(found)] for found in members if found]
+        num_rounds += multiple
+
+
+def _tokens(unit: Unit) -> int:
+    return sum(part.length for chunk in unit for part in chunk)
+
+
+def _units(seq_lens: list[int], chunk_tokens: int) -> list[Unit]:
     """Chunks that must stay together: one chunk of whole sequences, or all slices of a long one."""
-    units: list[list[list[SequenceRange]]] = []
+    units: list[Unit] = []
     room = 0
     for i, length in enumerate(seq_lens):
         if length < 1:

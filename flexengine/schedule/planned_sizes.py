@@ -24,6 +24,7 @@ class PlannedSizes:
         self.given, self.plan = model, plan
         self.model = model = in_parts(model) if plan.in_parts and may_be_in_parts(model) else model
         check_frozen(model, plan)
+        check_homes(model, plan)
         numerics = plan.request.numerics
         self.compute_bytes = DTYPE_BYTES[numerics.compute]
         self.acc_bytes = 8 if numerics.compute == "float64" else 4
@@ -113,6 +114,16 @@ def check_updates(model: ModelSpec, groups: Iterable[GroupStorage], plan: Plan) 
     for group, stored, home in zip(model.groups, groups, plan.groups, strict=True):
         if home.update == "cpu" and stored.on_gpu_only:
             raise ValueError(f"{group.name} has matrices that are updated by products on the GPU, not by the CPU")
+
+
+def check_homes(model: ModelSpec, plan: Plan) -> None:
+    """Raise ValueError where a plan of several ranks keeps on a GPU what the others need as well."""
+    for group, home in zip(model.groups, plan.groups, strict=True):
+        if plan.shares_node and home.trained and "gpu" in (home.weights, home.grads, home.states):
+            raise ValueError(
+                f"{group.name} of {model.name} is trained by {plan.request.ranks} ranks, which share its weights,"
+                " gradients and states on the host; the plan keeps some on one GPU"
+            )
 
 
 def check_frozen(model: ModelSpec, plan: Plan) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from flexengine.ops.base import Work
@@ -13,6 +14,7 @@ from flexengine.schedule.commands import (
     CommandName,
     CopyRegion,
     Program,
+    Signal,
     Stream,
 )
 from flexengine.schedule.slots import Slot
@@ -83,6 +85,12 @@ class ProgramBuilder:
         reads = [Access(s, content) for s in dict.fromkeys(r.source for r in merged)]
         writes = [Access(s, content) for s in dict.fromkeys(r.target for r in merged)]
         return self.add("copy", name, stream, reads, writes, copies=merged)
+
+    def between_ranks(self, index: int, awaits: tuple[Signal, ...] = (), signals: tuple[Signal, ...] = ()) -> None:
+        """Have an appended command await cells of other ranks, and raise own ones, beside those it already does."""
+        command = self.commands[index]
+        awaits, signals = (*command.awaits, *awaits), (*command.signals, *signals)
+        self.commands[index] = replace(command, awaits=awaits, signals=signals)
 
     def build(self) -> Program:
         """The finished program."""

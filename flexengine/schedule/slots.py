@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-Memory = Literal["gpu", "host"]
+Memory = Literal["gpu", "host", "node"]
+"""`host` is a rank's own memory of the host. `node` is one copy that all ranks of the machine map; one rank has none."""
+HOST_SIDE: tuple[Memory, ...] = ("host", "node")
 PlaneKind = str
 """Name of a stored array of a group: weights, remainder, grad, or a state that an optimizer rule declares."""
 Role = str
 """What a slot holds. Beside planes of a group (`PlaneKind`), and slots that parts of weights and grad pass through:
 
-- accumulator: a group's gradient of the round at work;
+- accumulator: a group's gradient of the round at work; spilled: the head's of a tied group, until the embedding's;
 - decoded: elements of the compute dtype, made of weights that are stored in fewer bytes;
 - batch, losses: one round's tokens and losses;
 - norm_squares, partial_squares, scales, grad_norm, scalars: numbers that the optimizer step depends on;
@@ -37,7 +39,7 @@ class SlotKey(NamedTuple):
 
     def __str__(self) -> str:
         """Its name, as in `host.input.3[1]`, `weights.block[0]` or `grad.head@2`."""
-        place = ["host"] * (self.memory == "host") + [self.role] + [str(self.owner)] * (self.owner != "")
+        place = [self.memory] * (self.memory != "gpu") + [self.role] + [str(self.owner)] * (self.owner != "")
         index = f"[{self.index}]" if self.index >= 0 else ""
         return ".".join(place) + index + ("@" + "+".join(map(str, self.within)) if self.within else "")
 
@@ -74,7 +76,7 @@ class Slot(NamedTuple):
 def overlapping_slots(slots: tuple[Slot, ...]) -> list[tuple[int, ...]]:
     """For every slot the indices of all slots, itself included, that share a byte with it."""
     result: list[list[int]] = [[i] for i in range(len(slots))]
-    for memory in ("gpu", "host"):
+    for memory in ("gpu", "host", "node"):
         order = sorted((i for i, s in enumerate(slots) if s.key.memory == memory), key=lambda i: slots[i].offset)
         active: list[int] = []
         for i in order:

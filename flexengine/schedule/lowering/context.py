@@ -9,16 +9,21 @@ from flexengine.schedule.layer_program import Stage
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.shape import RoundShape
 from flexengine.schedule.program_builder import ProgramBuilder
+from flexengine.schedule.relay import Cells
 
 
 class RoundContext:
-    """A round's layout, shape and program builder. routed: what each chunk's slot of bounds holds by now."""
+    """A round's layout, shape and program builder.
+
+    routed: what each chunk's slot of bounds holds by now. cells: by which several ranks wait for each other.
+    """
 
     def __init__(self, layout: Layout, shape: RoundShape, builder: ProgramBuilder) -> None:
         self.layout, self.shape, self.builder = layout, shape, builder
         self.plan, self.model = layout.plan, layout.model
         self.chunks = range(len(shape.chunks))
         self.routed: dict[int, str] = {}
+        self.cells = Cells(layout) if layout.plan.shares_node else None
 
     def part_name(self, group: int, part: int) -> str:
         """A parameter group, or one of its parts where it has several."""

@@ -8,6 +8,7 @@ from flexengine.models.spec import LayerSpec
 from flexengine.ops.base import Work
 from flexengine.schedule.commands import Access, CommandName, CopyRegion, FinishGradient, GroupScale, StoredRun, Stream
 from flexengine.schedule.fixed_slots import HOST_SCALES, SCALE_BYTES
+from flexengine.schedule.group_uses import group_uses
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.context import RoundContext, SlotRing
 from flexengine.schedule.lowering.update import cpu_groups, lower_cpu_update
@@ -70,6 +71,9 @@ class GradientLowering:
         self._context, self._builder, self._layout = context, context.builder, context.layout
         self._first, self._scales = first, scales
         self._stored: set[tuple[int, int]] = set()  # parts of groups that this round has stored
+        self._uses = group_uses(context.layout.model)
+        self._spilled: set[tuple[int, int]] = set()  # parts of groups of which the host holds an accumulator
+        self._staged: dict[tuple[int, int], int] = {}  # staging slots that spilled accumulators were added to
         self._rings: dict[str, SlotRing] = {}
 
     def accumulators(self, layer: LayerSpec) -> dict[int, int]:
@@ -77,23 +81,46 @@ class GradientLowering:
         classes = {group: self._context.model.groups[group].slot_class for group in self._trained(layer)}
         return {group: self._layout.slot("accumulator", name) for group, name in classes.items()}
 
+    def add_spilled(self, part: int, accumulators: dict[int, int]) -> None:
+        """Before the last layer that adds to a gradient, add what the others spilled, in an accumulator slot.
+
+        So the bits are those of one rank, which adds and rounds layer by layer. If ranks did that while other layers
+        are still to come, none could begin its backward before the rank of the round before has ended its own.
+        """
+        for group, accumulator in accumulators.items():
+            if (group, part) not in self._spilled:
+                continue
+            stored, spilled = self._stored_part(group, part), self._spill_regions(group, part, accumulator)
+            back, content = [region.reversed for region in spilled], f"accumulator {stored.name}"
+            self._builder.copy(CommandName("fetch", "spilled", stored.name), Stream.H2D, content, back)
+            staging = self._fetch_stored(stored, part, not self._first)
+            self._round(stored, accumulator, not self._first, staging)
+            self._stored.add((group, part))
+            assert staging is not None, "ranks store gradients in the node's memory"
+            self._staged[group, part] = staging
+
     def finish(self, group: int, part: int, accumulator: int) -> None:
-        """Round the accumulator into the stored gradient, adding what earlier rounds stored, and send it home."""
+        """Round the accumulator into the stored gradient, adding what earlier rounds stored, and send it home.
+
+        Several ranks relay a gradient once a round: until the last layer that adds to it, accumulators are spilled.
+        """
         stored = self._stored_part(group, part)
+        cells = self._context.cells
+        if cells is not None and (group, part) not in self._spilled and self._uses[group].gradients > 1:
+            self._spill(stored, part, accumulator)
+            return
         has_previous = not self._first or (group, part) in self._stored
         self._stored.add((group, part))
-        if has_previous:
-            for home, _ in stored.homes:
-                self._builder.holds(home, stored.content)
-        staging = None if self._context.plan.groups[group].grads == "gpu" else self._staging_slot(group)
-        if has_previous and staging is not None:
-            back = [region.reversed for region in stored.regions_home(staging)]
-            self._builder.copy(CommandName("fetch", "grad", stored.name), Stream.H2D, stored.content, back)
+        staging = self._staged.pop((group, part), None)
+        if staging is None:
+            staging = self._fetch_stored(stored, part, has_previous)
         self._round(stored, accumulator, has_previous, staging)
         if staging is not None:
             self._builder.copy(
                 CommandName("offload", "grad", stored.name), Stream.D2H, stored.content, stored.regions_home(staging)
             )
+            if cells is not None:
+                self._builder.between_ranks(-1, signals=(cells.relayed(group, part),))
 
     def update_complete_groups(self, index: int, layer: LayerSpec) -> None:
         """Update on the CPU those of a layer's groups that no layer below adds to."""
@@ -103,6 +130,36 @@ class GradientLowering:
 
     def _trained(self, layer: LayerSpec) -> list[int]:
         return [group for group in layer.groups if not self._context.model.groups[group].frozen]
+
+    def _fetch_stored(self, stored: _StoredPart, part: int, has_previous: bool) -> int | None:
+        """The staging slot to add to, with what earlier rounds stored; None where that stays on the GPU."""
+        if has_previous:
+            for home, _ in stored.homes:
+                self._builder.holds(home, stored.content)
+        if self._context.plan.groups[stored.group].grads == "gpu":
+            return None
+        staging = self._staging_slot(stored.group)
+        if has_previous:
+            back = [region.reversed for region in stored.regions_home(staging)]
+            self._builder.copy(CommandName("fetch", "grad", stored.name), Stream.H2D, stored.content, back)
+            if self._context.cells is not None:
+                awaits = self._context.cells.relayed_before(stored.group, part)
+                self._builder.between_ranks(-1, awaits=(awaits,))
+        return staging
+
+    def _spill(self, stored: _StoredPart, part: int, accumulator: int) -> None:
+        """Keep an accumulator on the host, in full width."""
+        assert (stored.group, part) not in self._spilled, "one slot holds what one layer spills"
+        self._spilled.add((stored.group, part))
+        regions = self._spill_regions(stored.group, part, accumulator)
+        name = CommandName("offload", "spilled", stored.name)
+        self._builder.copy(name, Stream.D2H, f"accumulator {stored.name}", regions)
+
+    def _spill_regions(self, group: int, part: int, accumulator: int) -> list[CopyRegion]:
+        """The copy from an accumulator to the host."""
+        num_bytes = self._layout.groups[group].parts[part].numel * self._layout.acc_bytes
+        home = self._layout.slot("spilled", self._context.model.groups[group].name, memory="host")
+        return [CopyRegion(accumulator, 0, home, 0, num_bytes)]
 
     def _stored_part(self, group: int, part: int) -> _StoredPart:
         stored, name = self._layout.groups[group], self._context.part_name(group, part)

@@ -128,6 +128,7 @@ class _RoundLowering:
         The head goes in forward order: its chunks arrive that way, and it starts the backward pass.
         """
         accumulators = self.gradients.accumulators(layer)
+        self.gradients.add_spilled(at.part, accumulators)
         order = self.context.chunks if layer.kind == "head" else self.context.chunks[::-1]
         for c in order:
             chunk = self.context.shape.chunks[c]

@@ -14,7 +14,8 @@ from flexengine.schedule.fixed_slots import HOST_GRAD_NORM, HOST_SCALES, SCALAR_
 from flexengine.schedule.group_storage import Segment, matrix_flops
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.program_builder import ProgramBuilder
-from flexengine.schedule.slots import PlaneKind, Slot, overlapping_slots
+from flexengine.schedule.relay import ALONE, Cells, Share
+from flexengine.schedule.slots import HOST_SIDE, PlaneKind, Slot, overlapping_slots
 
 KERNELS_PER_MATRIX = 20
 """Kernels of an update by matrix products: five iterations of three, the norm, what comes before and after."""
@@ -30,7 +31,9 @@ class _Tile(NamedTuple):
     planes: Mapping[PlaneKind, int]
 
 
-def lower_update(layout: Layout, by_cpu: Mapping[int, float] | None = None) -> Program:
+def lower_update(
+    layout: Layout, by_cpu: Mapping[int, float] | None = None, share: Share = ALONE, last: bool = True
+) -> Program:
     """Clip factor, then updates of all groups in forward order, first those by the CPU.
 
     The GPU updates tile by tile, host planes streaming through tile slots; the CPU updates in place.
@@ -38,31 +41,67 @@ def lower_update(layout: Layout, by_cpu: Mapping[int, float] | None = None) -> P
     by_cpu: the groups that the CPU updates here, each with the share of its work that is left, for its price (what runs
     is whole); None = all that it updates. The slot table is the layout's plus one slot per tile of every plane, so that
     tiles of one plane do not wait for each other.
+    share: what this one of several ranks updates. last: it ran the last round of the step, so that its sums of squares
+    are those of all gradients; the others take them from the node's memory.
     """
     left = dict.fromkeys(cpu_groups(layout), 1.0) if by_cpu is None else by_cpu
     pieces: list[Slot] = []
     tiles = {
-        group: _tiles(layout, group, pieces)
+        group: _tiles(layout, group, pieces, share)
         for group, home in enumerate(layout.plan.groups)
         if home.update == "gpu"
     }  # fmt: skip
     slots = (*layout.slots, *pieces)
     builder = ProgramBuilder("update", slots, overlapping_slots(slots))
     norms = Access(layout.slot("norm_squares"), "norm squares")
-    builder.holds(*norms)
+    if layout.plan.shares_node:
+        _exchange_norm(builder, layout, last)
+    else:
+        builder.holds(*norms)
     writes = [Access(layout.slot("scales"), "scales"), Access(layout.slot("grad_norm"), "grad norm")]
     builder.add("clip", CommandName("clip", owner="factor"), Stream.COMPUTE, [norms], writes, Work(kernels=8))
     if left:
         _send_scalars(builder, layout)
+    ends: dict[int, int] = {}
     for group in sorted(left):  # first, so that the CPU need not wait until the host has issued the GPU's updates
         scales = Access(layout.slot("scalars", memory="host"), "scalars")
-        lower_cpu_update(builder, layout, group, scales, left[group])
+        lower_cpu_update(builder, layout, group, scales, left[group], share=share)
+        ends[group] = len(builder.commands) - 1
     number = 0
     for group in range(len(layout.groups)):
         for tile in tiles.get(group, []):
             _lower_tile(builder, layout, tile, number % layout.plan.optimizer_slots)
+            ends[group] = len(builder.commands) - 1
             number += 1
+    if layout.plan.shares_node:
+        _signal_updates(builder, layout, ends)
     return builder.build()
+
+
+def _exchange_norm(builder: ProgramBuilder, layout: Layout, last: bool) -> None:
+    """Send the sums of squares of all gradients to the node's memory, or fetch those of the rank of the last round."""
+    here, there, cells = layout.slot("norm_squares"), layout.slot("norm_squares", memory="node"), Cells(layout)
+    region, content = CopyRegion(here, 0, there, 0, layout.slots[there].num_bytes), "norm squares"
+    if last:
+        builder.holds(here, content)
+        builder.copy(CommandName("offload", "norm"), Stream.D2H, content, [region])
+        builder.between_ranks(-1, signals=(cells.norm(),))
+    else:
+        builder.holds(there, content)
+        builder.copy(CommandName("fetch", "norm"), Stream.H2D, content, [region.reversed])
+        builder.between_ranks(-1, awaits=(cells.norm_of_last(),))
+
+
+def _signal_updates(builder: ProgramBuilder, layout: Layout, ends: dict[int, int]) -> None:
+    """Have the command that ends each group's update say so; the last before all updates, of groups without one here.
+
+    Each rank signals all groups: the norm that it has read may then be written again, too.
+    """
+    cells = Cells(layout)
+    before = next((c.index for c in builder.commands if c.kind == "update"), len(builder.commands)) - 1
+    for group, spec in enumerate(layout.model.groups):
+        if not spec.frozen:
+            builder.between_ranks(ends.get(group, before), signals=(cells.updated(group),))
 
 
 def cpu_groups(layout: Layout) -> list[int]:
@@ -86,12 +125,13 @@ def _send_scalars(builder: ProgramBuilder, layout: Layout) -> None:
 
 def lower_cpu_update(
     builder: ProgramBuilder, layout: Layout, group: int, scale: Access, left: float = 1.0,
-    grads: Sequence[Access] | None = None,
+    grads: Sequence[Access] | None = None, share: Share = ALONE,
 ) -> None:  # fmt: skip
     """Update a group's planes by the CPU where they are, each segment in one call.
 
     scale: where the host finds the factor on the gradient. left: the share of the work that remains, for its price.
-    grads: what an earlier command left of the gradient, where that is not the whole plane.
+    grads: what an earlier command left of the gradient, where that is not the whole plane. share: what this one of
+    several ranks updates.
     """
     name, planes = layout.model.groups[group].name, layout.groups[group].plane_bytes
     contents = {kind: "weights" if kind == "weights" else f"{kind} of" for kind in planes}
@@ -102,28 +142,31 @@ def lower_cpu_update(
             builder.holds(*access)
     writes = [Access(slot, f"updated {content}") for kind, (slot, content) in held.items() if kind != "grad"]
     for segment in layout.groups[group].segments:
-        tile = {plane.kind: SlotOffset(held[plane.kind].slot, plane.start) for plane in segment.planes}
-        args = UpdateTile(group, segment.name, 0, segment.numel, tile)
-        work, label = Work(memory_bytes=_touched_bytes(segment) * left), f"{name} {segment.name}"
+        start, count = share.of(segment)
+        if not count:
+            continue
+        tile = {p.kind: SlotOffset(held[p.kind].slot, p.start + p.num_bytes(start)) for p in segment.planes}
+        args = UpdateTile(group, segment.name, start, count, tile)
+        work, label = Work(memory_bytes=_touched_bytes(segment, count) * left), f"{name} {segment.name}"
         reads = [*(access for kind, access in held.items() if kind != "grad"), *grads, scale]
         builder.add("update", CommandName("update", owner=label), Stream.CPU, reads, writes, work, args=args)
         held.update({kind: Access(slot, f"updated {text}") for kind, (slot, text) in held.items() if kind != "grad"})
 
 
-def _touched_bytes(segment: Segment) -> int:
-    """Bytes of memory that an update reads and writes: all planes, the gradient only read."""
-    return sum(p.num_bytes(segment.numel) * (1 if p.kind == "grad" else 2) for p in segment.planes)
+def _touched_bytes(segment: Segment, count: int) -> int:
+    """Bytes of memory that an update of so many elements touches: it writes all planes but the gradient."""
+    return sum(p.num_bytes(count) * (1 if p.kind == "grad" else 2) for p in segment.planes)
 
 
 # -- on the GPU ------------------------------------------------------------------------------------------------------
 
 
-def _tiles(layout: Layout, group: int, pieces: list[Slot]) -> list[_Tile]:
-    """Cut a group into tiles; every plane of a tile gets a slot inside the plane, which is appended to `pieces`."""
+def _tiles(layout: Layout, group: int, pieces: list[Slot], share: Share) -> list[_Tile]:
+    """Cut a share of a group into tiles; every plane of a tile gets a slot inside the plane, which is appended to `pieces`."""
     found, size = [], layout.plan.optimizer_tile
     for segment in layout.groups[group].segments:
         planes = [(p, layout.slots[layout.plane_slot(p.kind, group)]) for p in segment.planes]
-        for start, count in segment.tiles(size):
+        for start, count in share.tiles(segment, size):
             slots, within = {}, (segment.name, start)
             for plane, whole in planes:
                 slots[plane.kind] = len(layout.slots) + len(pieces)
@@ -137,7 +180,7 @@ def _lower_tile(builder: ProgramBuilder, layout: Layout, tile: _Tile, number: in
     """Fetch what lives on the host into tile slot `number`, update, send back what changed (all but the gradient)."""
     name = f"{layout.model.groups[tile.group].name} {tile.segment}+{tile.start}"
     contents = {kind: Access(slot, f"{kind} of {name}") for kind, slot in tile.planes.items()}
-    streamed = {kind: access for kind, access in contents.items() if builder.slots[access.slot].memory == "host"}
+    streamed = {kind: access for kind, access in contents.items() if builder.slots[access.slot].memory in HOST_SIDE}
     resident = {kind: access for kind, access in contents.items() if kind not in streamed}
     for access in contents.values():
         builder.holds(*access)

@@ -91,6 +91,9 @@ class WeightLowering:
             self._fetch_experts(name, content, regions, at)
         else:
             self._builder.copy(name, Stream.H2D, content, regions)
+        cells = self._context.cells
+        if cells is not None and not self._context.model.groups[group].frozen:
+            self._builder.between_ranks(-1, awaits=(cells.updated_before(group),))
 
     def _fetch_experts(self, name: CommandName, content: str, regions: list[CopyRegion], at: StagePart) -> None:
         """Fetch those of a part's experts that have rows in some chunk, as its slot of bounds tells."""

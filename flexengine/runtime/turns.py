@@ -1,0 +1,174 @@
+"""One rank of several that train on one host copy: whose turn a round is, cells that order ranks, sums of all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexengine.parallel.control import Control
+from flexengine.parallel.node_memory import NodeMemory
+from flexengine.parallel.ranks import Ranks
+from flexengine.parallel.signals import Signals
+from flexengine.runtime.batch_input import Sequences
+from flexengine.runtime.executor import CommandHooks
+from flexengine.runtime.step_state import StepState
+from flexengine.schedule.commands import Command, Signal
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.relay import Cells, Share, executor_of
+
+ABORTED = "a rank failed, so that gradients or weights are not whole"
+
+
+class RankGroup(NamedTuple):
+    """The ranks that train together, and their calls to each other."""
+
+    ranks: Ranks
+    control: Control
+
+
+class Turns:
+    """A rank's turns in a run, and the memory that it shares with the other ranks of its node.
+
+    rounds: of training that all ranks have begun since the run began. updates: that have been issued. last: the rank
+    that ran the last round of the step at work.
+    """
+
+    def __init__(self, group: RankGroup, layout: Layout, page_locked: bool) -> None:
+        self.ranks, self.control = group
+        self.rounds = self.updates = self.last = 0
+        size, num_cells = self.ranks.local_size, Cells(layout).count
+        num_bytes = layout.node_bytes + Signals.num_bytes(size, num_cells)
+        self._memory = NodeMemory.open(self.ranks, self.control, num_bytes, page_locked)
+        self.arena = self._memory.tensor[: layout.node_bytes]
+        table = self._memory.tensor[layout.node_bytes :]
+        self._signals = Signals.over(table, size, num_cells, self.ranks.local_rank)
+        self.control.check_lost = self._signals.check
+
+    @property
+    def share(self) -> Share:
+        """What this rank updates, loads and fills."""
+        return Share(self.ranks.rank, self.ranks.size)
+
+    def takes(self, number: int) -> bool:
+        """Whether this rank runs a round, counted from 0 within its step."""
+        return executor_of(number, self.ranks.size) == self.ranks.rank
+
+    def begin_round(self, number: int) -> bool:
+        """Count a round of training, the `number`-th of its step; returns whether this rank runs it."""
+        self.rounds += 1
+        self.last = executor_of(number, self.ranks.size)
+        return self.takes(number)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank ran the last round so far."""
+        return self.last == self.ranks.rank
+
+    # -- cells -------------------------------------------------------------------------------------------------------
+
+    def hooks(self) -> CommandHooks:
+        """For the run of a program that is issued now. The CPU's commands may call them when later ones are."""
+        clocks, last = {"round": self.rounds, "update": self.updates + 1}, self.last
+        ours, size, signals = self.ranks.local_rank, self.ranks.local_size, self._signals
+        rows = {"own": ours, "previous": (ours - 1) % size, "last": last, "all": None}
+
+        def value(signal: Signal) -> int:
+            return clocks[signal.clock] - signal.lag
+
+        def before(command: Command) -> None:
+            for signal in command.awaits:
+                if value(signal) > 0:  # cells begin at 0
+                    signals.wait(signal.cell, rows[signal.of], value(signal))
+
+        def after(command: Command) -> None:
+            for signal in command.signals:
+                signals.signal(signal.cell, value(signal))
+
+        return CommandHooks(before, after)
+
+    def abort(self, error: BaseException) -> None:
+        """Tell all ranks that this one cannot go on, so that none waits for it."""
+        self._signals.abort(f"rank {self.ranks.rank}: {type(error).__name__}: {error}")
+
+    # -- calls that all ranks make -----------------------------------------------------------------------------------
+
+    def sum_in_order(self, own: list[Tensor], first: int, num_rounds: int) -> float:
+        """Add numbers of all ranks in the order of rounds. own: those [chunks] of each round of this rank.
+
+        first: the number of the first round within its step.
+        """
+        told = [iter(rounds) for rounds in self.control.gather([row.tolist() for row in own])]
+        total = 0.0
+        for number in range(first, first + num_rounds):
+            for term in next(told[executor_of(number, self.ranks.size)]):
+                total += term
+        return total
+
+    def read_batch(self, read: Callable[[], Sequences]) -> Sequences:
+        """Read a batch, which must be the same on all ranks. Raises: on all ranks, ValueError."""
+        with self.control.all_or_none():
+            batch = read()
+        self.control.agree(_digest(batch), "batch")
+        return batch
+
+    def agree(self, value: object, what: str) -> None:
+        """Raise ValueError on all ranks unless all give the same value."""
+        self.control.agree(repr(value).encode(), what)
+
+    @property
+    def writes_files(self) -> bool:
+        """Whether this rank is the one that writes files."""
+        return self.ranks.rank == 0
+
+    def close(self) -> None:
+        """Let go of the node's memory. Order: nothing of this rank runs any more."""
+        self.control.check_lost = lambda: None
+        self._memory.close()
+
+
+def open_turns(group: RankGroup | None, layout: Layout, device: torch.device) -> Turns | None:
+    """Join the ranks that a plan was made for; None for one. Raises: ValueError where there are others."""
+    ranks = Ranks.alone() if group is None else group.ranks
+    if layout.plan.request.ranks != ranks.size:
+        raise ValueError(
+            f"the plan was made for {layout.plan.request.ranks} ranks, but {ranks.size} train together; plan again"
+        )
+    if ranks.nodes > 1:
+        raise ValueError(f"{ranks.size} ranks on {ranks.nodes} nodes, but ranks share memory of one node; start one")
+    return None if group is None or ranks.size == 1 else Turns(group, layout, device.type == "cuda")
+
+
+def give_up(state: StepState, turns: Turns, error: BaseException) -> None:
+    """After an error the other ranks may hold this rank's work or not, so none of them can go on."""
+    turns.abort(error)
+    state.unusable = ABORTED
+
+
+def together(turns: Turns | None) -> AbstractContextManager[None]:
+    """What one of several ranks raises in the block, all raise; no rank leaves it before all have reached its end."""
+    return nullcontext() if turns is None else turns.control.all_or_none()
+
+
+@contextmanager
+def while_nobody_writes(turns: Turns | None) -> Iterator[None]:
+    """Let a rank read what others have written, before any goes on. Order: nothing of this rank runs any more.
+
+    What one rank raises in the block, all raise.
+    """
+    if turns is not None:
+        turns.control.barrier()
+    with together(turns):
+        yield
+
+
+def _digest(batch: Sequences) -> bytes:
+    digest = hashlib.blake2b(repr(batch.lengths).encode(), digest_size=16)
+    for row in (*batch.input_ids, *batch.labels, *(batch.weights or ())):
+        digest.update(row.contiguous().view(torch.uint8).numpy())
+    digest.update(repr((batch.weights is None, batch.loss is None)).encode())
+    return digest.digest()

@@ -1,0 +1,94 @@
+"""Several ranks on one host copy: who runs which round, and the cells by which commands of ranks wait for each other.
+
+Rounds of a step are numbered over all its calls, and rank `number % size` runs a round. A stored gradient is relayed
+through the node's memory: the rank of a round fetches what the round before left there, and leaves the sum. So it is
+added up in the order of rounds, whatever the number of ranks. After the last round each rank updates its share.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple
+
+from flexengine.schedule.commands import Signal
+from flexengine.schedule.group_storage import Segment
+from flexengine.schedule.layout import Layout
+
+SHARE_ELEMENTS = 64
+"""Shares begin at multiples of so many elements: ranks write no common cache line of a plane of 16 bits or more."""
+
+
+def executor_of(round_number: int, size: int) -> int:
+    """The rank that runs a round of a step, counted from 0."""
+    return round_number % size
+
+
+class Cells:
+    """Numbers of the cells that ranks raise: parts of gradients relayed, groups updated, the norm's squares stored."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._first_parts = [0, *accumulate(len(group.parts) for group in layout.groups)]
+        self._num_groups = len(layout.groups)
+
+    @property
+    def count(self) -> int:
+        """How many cells there are."""
+        return self._norm + 1
+
+    @property
+    def _norm(self) -> int:
+        return self._first_parts[-1] + self._num_groups
+
+    def relayed(self, group: int, part: int) -> Signal:
+        """This rank has stored a part of a gradient in this round."""
+        return Signal(self._first_parts[group] + part, "own", "round")
+
+    def relayed_before(self, group: int, part: int) -> Signal:
+        """The rank of the round before has stored a part of a gradient."""
+        return Signal(self._first_parts[group] + part, "previous", "round", lag=1)
+
+    def updated(self, group: int) -> Signal:
+        """This rank has updated its share of a group."""
+        return Signal(self._first_parts[-1] + group, "own", "update")
+
+    def updated_before(self, group: int) -> Signal:
+        """All ranks have updated a group in the step before."""
+        return Signal(self._first_parts[-1] + group, "all", "update", lag=1)
+
+    def norm(self) -> Signal:
+        """This rank, which ran the last round, has stored the sums of squares."""
+        return Signal(self._norm, "own", "update")
+
+    def norm_of_last(self) -> Signal:
+        """The rank of the last round has stored the sums of squares."""
+        return Signal(self._norm, "last", "update")
+
+
+class Share(NamedTuple):
+    """The part of every segment that one of `size` ranks updates."""
+
+    rank: int = 0
+    size: int = 1
+
+    def of(self, segment: Segment) -> tuple[int, int]:
+        """(start, elements) of a segment that is updated element by element; blocks of states stay whole."""
+        if self.size == 1:
+            return 0, segment.numel
+        block = 1 if segment.rule is None else segment.rule.block
+        unit = block * -(-SHARE_ELEMENTS // block)
+        units = -(-segment.numel // unit)
+        start, end = (min(segment.numel, unit * (units * rank // self.size)) for rank in (self.rank, self.rank + 1))
+        return start, end - start
+
+    def tiles(self, segment: Segment, most: int) -> list[tuple[int, int]]:
+        """Cut the share into pieces (start, elements) of at most `most` elements, as `Segment.tiles` does."""
+        if self.size == 1:
+            return segment.tiles(most)
+        if segment.matrices:  # matrices stay whole, so that a share is some of the pieces
+            pieces = segment.tiles(most)
+            return pieces[len(pieces) * self.rank // self.size : len(pieces) * (self.rank + 1) // self.size]
+        (first, count), size = self.of(segment), segment.tile_elements(most)
+        return [(start, min(size, first + count - start)) for start in range(first, first + count, size)]
+
+
+ALONE = Share()
