@@ -134,6 +134,7 @@ class Engine(CheckpointCalls, ReadingCalls):
     def _load(self) -> None:
         with together(self.turns):
             fill_weights(self.weights, self.buffers, self.source.weights_folder, self.settings.seed)
+        with together(self.turns):  # adapters begin with what all ranks have loaded of the base
             start_adapters(self.weights, Begin(self.source.weights_folder, self.seed), self.settings.adapter)
             self.executor.synchronize()
 

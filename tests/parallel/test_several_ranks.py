@@ -1,0 +1,236 @@
+"""Several ranks on one host copy of weights, gradients and states train to the bits of one rank.
+
+Every rank runs its programs in a random order that respects streams and waits, with random pauses, over memory that
+holds NaN until somebody writes it.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from engine_helpers import (
+    FLOAT32,
+    ON_GPU,
+    build_engine,
+    random_batch,
+    random_weights,
+    same_bits,
+    shuffled_order,
+    streamed_plan,
+    tiny_config,
+)
+from family_configs import CASES as FAMILIES
+from ranks_helper import run_ranks, values_of
+
+from flexengine import LoRA
+from flexengine.models import blocks
+from flexengine.models.freezing import with_frozen
+from flexengine.models.lora import with_lora
+from flexengine.models.registry import ModelSource
+from flexengine.optim import AdamW
+from flexengine.parallel.control import Control
+from flexengine.parallel.ranks import Ranks
+from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan
+from flexengine.runtime.executor import Executor
+from flexengine.runtime.turns import RankGroup
+from flexengine.runtime.update import UpdateRunner
+from flexengine.schedule.save_sets import savable_ops
+
+ROUND_MULTIPLE = 12  # pinned, so that every number of ranks packs alike
+BF16 = Numerics("bfloat16", "split", "bfloat16", "float32")
+BF16_STATES = Numerics("bfloat16", "stochastic", "bfloat16", "bfloat16")
+LENGTHS = [30, 17, 24, 32, 9, 28, 31]
+ON_CPU = GroupPlan(update="cpu")
+
+
+class Case(NamedTuple):
+    """A model under a plan, and for each step the batches of its calls."""
+
+    source: ModelSource
+    plan: Plan
+    steps: list[list[Any]]
+    clip: float | None = 1.0
+
+
+class Shown(NamedTuple):
+    """What a run shows: numbers, and arrays of gradients and weights."""
+
+    numbers: list[str]
+    gradients: dict[str, Any]
+    weights: dict[str, Any]
+
+
+def steps_of(vocab_size: int, *lengths: list[int], count: int = 2) -> list[list[Any]]:
+    """So many steps of calls with sequences of these lengths."""
+    return [[random_batch(10 * step + i, row, vocab_size) for i, row in enumerate(lengths)] for step in range(count)]
+
+
+def streamed(source: ModelSource, *, home: GroupPlan = ON_CPU, clip: bool = True, **changes: Any) -> Plan:
+    plan = streamed_plan(source.spec, **{"chunks_per_round": 1, "max_seq_len": 32, "numerics": FLOAT32, **changes})
+    groups = tuple(home.of_frozen() if group.frozen else home for group in source.spec.groups)
+    return replace(plan, groups=groups, request=replace(plan.request, clipping=clip))
+
+
+def float32() -> Case:
+    source = random_weights(tiny_config())
+    return Case(source, streamed(source, home=GroupPlan()), steps_of(67, LENGTHS, count=3))
+
+
+def several_calls() -> Case:
+    source = random_weights(tiny_config())
+    return Case(source, streamed(source), steps_of(67, LENGTHS, [30], [31, 12, 5, 29]))
+
+
+def bf16() -> Case:
+    """Some planes stream, some outputs are kept on the host, the CPU updates some groups and the GPU others."""
+    source = random_weights(tiny_config(attention_bias=True))
+    kept = [LayerPlan((), savable_ops(block.ops), "host") for block in source.spec.blocks]
+    plan = streamed(source, numerics=BF16, chunks_per_round=2, optimizer_tile=257)
+    groups = tuple(GroupPlan() if i % 2 else ON_CPU for i in range(len(plan.groups)))
+    return Case(source, replace(plan, layers=(LayerPlan(), *kept, LayerPlan()), groups=groups), steps_of(67, LENGTHS * 2))
+
+
+def bf16_states() -> Case:
+    source = random_weights(tiny_config())
+    return Case(source, streamed(source, home=GroupPlan(), numerics=BF16_STATES), steps_of(67, LENGTHS))
+
+
+def tied() -> Case:
+    source = random_weights(tiny_config(tie_word_embeddings=True))
+    return Case(source, streamed(source, numerics=BF16), steps_of(67, LENGTHS, [20, 31]))
+
+
+def tied_in_shared_slots() -> Case:
+    source = random_weights(tiny_config(tie_word_embeddings=True))
+    plan = streamed(source, share_edge_slots=True, grads_over_weights=True, weight_slots=1, grad_slots=1)
+    return Case(source, plan, steps_of(67, LENGTHS))
+
+
+def frozen() -> Case:
+    """Frozen weights may lie on each GPU."""
+    source = random_weights(tiny_config(num_hidden_layers=3))
+    source = source._replace(spec=with_frozen(source.spec, ["embed", "block.1"]))
+    plan = streamed(source)
+    groups = tuple(ON_GPU.of_frozen() if i == 0 else home for i, home in enumerate(plan.groups))
+    return Case(source, replace(plan, groups=groups), steps_of(67, LENGTHS))
+
+
+def sliced() -> Case:
+    source = random_weights(tiny_config())
+    plan = streamed(source, chunk_tokens=16, chunks_per_round=3, max_seq_len=48)
+    return Case(source, plan, steps_of(67, [48, 12, 33, 7, 16, 41, 9, 20]))
+
+
+def unclipped() -> Case:
+    source = random_weights(tiny_config())
+    return Case(source, streamed(source, clip=False), steps_of(67, LENGTHS), clip=None)
+
+
+def unclipped_by_gpu() -> Case:
+    source = random_weights(tiny_config())
+    return Case(source, streamed(source, home=GroupPlan(), clip=False), steps_of(67, LENGTHS), clip=None)
+
+
+def not_finite() -> Case:
+    """The loss of the second of three steps overflows."""
+    source, steps = random_weights(tiny_config()), steps_of(67, LENGTHS, count=3)
+    steps[1][0] = {"input_ids": steps[1][0], "weights": [[3e38] * length for length in LENGTHS]}
+    return Case(source, streamed(source), steps)
+
+
+def experts() -> Case:
+    source = random_weights(FAMILIES["qwen3_moe"])
+    return Case(source, streamed(source), steps_of(source.spec.vocab_size, LENGTHS))
+
+
+def experts_in_parts() -> Case:
+    source = random_weights(FAMILIES["qwen3_moe"])
+    plan = streamed(source, in_parts=True, touched_only=True)
+    return Case(source, plan, steps_of(source.spec.vocab_size, LENGTHS))
+
+
+def balanced_experts() -> Case:
+    asked = {"output_router_logits": True, "router_aux_loss_coef": 0.7}
+    source = random_weights({**FAMILIES["qwen3_moe"], **asked})
+    return Case(source, streamed(source), steps_of(source.spec.vocab_size, LENGTHS, [20]))
+
+
+def lora() -> Case:
+    source = random_weights(tiny_config())
+    source = source._replace(spec=with_lora(source.spec, LoRA(rank=2, dropout=0.25)))
+    return Case(source, streamed(source, numerics=BF16), steps_of(67, LENGTHS))
+
+
+def one_round() -> Case:
+    """More ranks than rounds."""
+    source = random_weights(tiny_config())
+    return Case(source, streamed(source), steps_of(67, [30]))
+
+
+CASES: dict[Callable[[], Case], tuple[int, ...]] = {
+    float32: (2, 3, 4), several_calls: (2,), bf16: (4,), bf16_states: (3,), tied: (2, 4), tied_in_shared_slots: (3,),
+    frozen: (3,), sliced: (2,), unclipped: (3,), unclipped_by_gpu: (2,), not_finite: (2,), experts: (4,),
+    experts_in_parts: (2,), balanced_experts: (3,), lora: (2,), one_round: (2,),
+}  # fmt: skip
+"""With the numbers of ranks that are tried; few, as each takes seconds of two cores."""
+
+
+def pause_before_commands(seed: int) -> None:
+    """Commands of this process begin after a random pause; updates by the CPU after longer ones."""
+    generator = random.Random(seed)
+
+    def paused(call: Callable[..., None], share: float, longest_s: float) -> Callable[..., None]:
+        def called(*arguments: Any) -> None:
+            if generator.random() < share:
+                time.sleep(generator.uniform(0.0, longest_s))
+            call(*arguments)
+
+        return called
+
+    Executor._execute = paused(Executor._execute, 0.05, 0.004)
+    UpdateRunner.update = paused(UpdateRunner.update, 0.3, 0.02)
+
+
+def train(rank: int, size: int, case: Case) -> Shown:
+    torch.set_num_threads(1)
+    ranks, order = Ranks.alone(), None
+    if size > 1:
+        pause_before_commands(rank)
+        ranks, order = Ranks.of_environment(), shuffled_order(7 * rank + size)
+    plan = replace(case.plan, request=replace(case.plan.request, ranks=size, round_multiple=ROUND_MULTIPLE))
+    group, options = RankGroup(ranks, Control.open(ranks)), {"max_grad_norm": case.clip, "order": order}
+    engine = build_engine(case.source, plan, AdamW(lr=1e-2), group=group, **options)
+    numbers, gradients = [], {}
+    for calls in case.steps:
+        for call in calls[:-1]:
+            numbers.append(engine.fwd_bwd(call).loss)
+            gradients = engine.gradients()
+        output, result = engine.train_step(calls[-1])
+        numbers += [output.loss, result.grad_norm, result.skipped, engine.step_count]
+        numbers.append(engine.evaluate(calls[0]).loss)
+    weights = engine.state_dict()
+    engine.close()
+    arrays = ({name: tensor.numpy() for name, tensor in tensors.items()} for tensors in (gradients, weights))
+    return Shown([repr(number) for number in numbers], *arrays)
+
+
+def check_same(shown: Shown, expected: Shown) -> None:
+    assert shown.numbers == expected.numbers
+    for actual, wanted in ((shown.gradients, expected.gradients), (shown.weights, expected.weights)):
+        same_bits(*({name: torch.from_numpy(array) for name, array in found.items()} for found in (actual, wanted)))
+
+
+@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
+def test_ranks_train_to_the_bits_of_one(make, monkeypatch):
+    monkeypatch.setattr(blocks, "PART_ELEMENTS", 1)
+    case = make()
+    expected = train(0, 1, case)
+    for size in CASES[make]:
+        for shown in values_of(run_ranks(train, size, size, case)):
+            check_same(shown, expected)
