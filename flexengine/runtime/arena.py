@@ -40,9 +40,7 @@ class Arenas:
     host memory, so that the same program runs, copies and all. `close` gives everything back.
     """
 
-    def __init__(
-        self, device: torch.device, gpu_bytes: int, host_bytes: int, node: Tensor | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, gpu_bytes: int, host_bytes: int, node: Tensor | None = None) -> None:
         self.device = device
         on_cuda = device.type == "cuda"
         self._buffers: list[HostBuffer] = []

@@ -53,7 +53,11 @@ class RoundRunner:
         return self._sum(losses, first, len(rounds))
 
     def _train_round(
-        self, batch: Sequences, chunks: list[PackedChunk], balance: ExpertBalance | None, settings: UpdateSettings | None
+        self,
+        batch: Sequences,
+        chunks: list[PackedChunk],
+        balance: ExpertBalance | None,
+        settings: UpdateSettings | None,
     ) -> None:
         kind = RoundKind(train=True, first=not self._state.has_gradients, updates=settings is not None)
         program = self._program(chunks, kind)

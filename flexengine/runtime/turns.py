@@ -169,6 +169,6 @@ def while_nobody_writes(turns: Turns | None) -> Iterator[None]:
 def _digest(batch: Sequences) -> bytes:
     digest = hashlib.blake2b(repr(batch.lengths).encode(), digest_size=16)
     for row in (*batch.input_ids, *batch.labels, *(batch.weights or ())):
-        digest.update(row.contiguous().view(torch.uint8).numpy())
+        digest.update(row.contiguous().view(torch.uint8).numpy().data)
     digest.update(repr((batch.weights is None, batch.loss is None)).encode())
     return digest.digest()

@@ -14,7 +14,6 @@ import numpy as np
 from flexengine.schedule.commands import Access, Command, Program, Stream
 from flexengine.schedule.slots import HOST_SIDE, Slot
 
-
 NODE_ADDRESS = 1 << 60
 """Where the node's memory begins, if the host's begins at 0; larger than any memory."""
 

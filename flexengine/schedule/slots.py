@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 Memory = Literal["gpu", "host", "node"]
-"""`host` is a rank's own memory of the host. `node` is one copy that all ranks of the machine map; one rank has none."""
+"""`host` is a rank's own memory of the host; `node` is one that all ranks of a machine map, where there are several."""
 HOST_SIDE: tuple[Memory, ...] = ("host", "node")
 PlaneKind = str
 """Name of a stored array of a group: weights, remainder, grad, or a state that an optimizer rule declares."""

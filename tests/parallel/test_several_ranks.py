@@ -93,7 +93,8 @@ def bf16() -> Case:
     kept = [LayerPlan((), savable_ops(block.ops), "host") for block in source.spec.blocks]
     plan = streamed(source, numerics=BF16, chunks_per_round=2, optimizer_tile=257)
     groups = tuple(GroupPlan() if i % 2 else ON_CPU for i in range(len(plan.groups)))
-    return Case(source, replace(plan, layers=(LayerPlan(), *kept, LayerPlan()), groups=groups), steps_of(67, LENGTHS * 2))
+    plan = replace(plan, layers=(LayerPlan(), *kept, LayerPlan()), groups=groups)
+    return Case(source, plan, steps_of(67, LENGTHS * 2))
 
 
 def bf16_states() -> Case:

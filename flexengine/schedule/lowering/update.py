@@ -162,7 +162,7 @@ def _touched_bytes(segment: Segment, count: int) -> int:
 
 
 def _tiles(layout: Layout, group: int, pieces: list[Slot], share: Share) -> list[_Tile]:
-    """Cut a share of a group into tiles; every plane of a tile gets a slot inside the plane, which is appended to `pieces`."""
+    """Cut a share of a group into tiles; every plane of a tile gets a slot inside the plane, appended to `pieces`."""
     found, size = [], layout.plan.optimizer_tile
     for segment in layout.groups[group].segments:
         planes = [(p, layout.slots[layout.plane_slot(p.kind, group)]) for p in segment.planes]
