@@ -34,13 +34,13 @@ RELOCATION_PIECE_BYTES = 32 * 2**20
 
 
 class Arenas:
-    """GPU and host memory of an engine. node: bytes that it shares with other ranks, which somebody else releases.
+    """GPU and host memory of an engine.
 
     On CUDA the host arena is page-locked and the GPU arena is one device allocation; on the CPU both are ordinary
     host memory, so that the same program runs, copies and all. `close` gives everything back.
     """
 
-    def __init__(self, device: torch.device, gpu_bytes: int, host_bytes: int, node: Tensor | None = None) -> None:
+    def __init__(self, device: torch.device, gpu_bytes: int, host_bytes: int) -> None:
         self.device = device
         on_cuda = device.type == "cuda"
         self._buffers: list[HostBuffer] = []
@@ -50,13 +50,16 @@ class Arenas:
         else:
             return_large_blocks()
             gpu = self._allocate_host(max(1, gpu_bytes), page_locked=False)
-        node = torch.empty(0, dtype=torch.uint8) if node is None else node
-        self.capacity: dict[Memory, int] = {"gpu": gpu_bytes, "host": host_bytes, "node": node.numel()}
+        self.capacity: dict[Memory, int] = {"gpu": gpu_bytes, "host": host_bytes}
         self._typed: dict[str, dict[torch.dtype, Tensor]] = {
             "gpu": {t: _whole(gpu, t) for t in DTYPES.values()},
             "host": {t: _whole(host, t) for t in DTYPES.values()},
-            "node": {t: _whole(node, t) for t in DTYPES.values()},
         }
+
+    def add_node(self, shared: Tensor) -> None:
+        """Add memory that this rank shares with the others of its node; whoever made it releases it."""
+        self.capacity["node"] = shared.numel()
+        self._typed["node"] = {t: _whole(shared, t) for t in DTYPES.values()}
 
     def _allocate_host(self, num_bytes: int, page_locked: bool) -> Tensor:
         buffer = allocate_host(num_bytes, page_locked)

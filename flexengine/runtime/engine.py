@@ -106,10 +106,11 @@ class Engine(CheckpointCalls, ReadingCalls):
         gpu_bytes = layout.gpu_bytes + self.settings.cache_bytes
         self.meter = _start_meter(device, gpu_bytes)
         self.turns = open_turns(self.settings.group, layout, device)
-        self.arenas = Arenas(device, gpu_bytes, layout.host_bytes, None if self.turns is None else self.turns.arena)
+        self.arenas = Arenas(device, gpu_bytes, layout.host_bytes)
         self.executor = Executor(device, self.arenas, self.settings.order)
         self.state, self.measurement = StepState(), StepMeasurement(self.executor, self.model)
         if self.turns is not None:
+            self.arenas.add_node(self.turns.arena)
             self.state.on_failure = partial(give_up, self.state, self.turns)
         self.buffers = empty_buffers(layout, device)
         self._use(layout)
