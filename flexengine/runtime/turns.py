@@ -47,7 +47,7 @@ class Turns:
         self.arena = self._memory.tensor[: layout.node_bytes]
         table = self._memory.tensor[layout.node_bytes :]
         self._signals = Signals.over(table, size, num_cells, self.ranks.local_rank)
-        self.control.check_lost = self._signals.check
+        self._check_others, self.control.check_lost = self.control.check_lost, self._check
 
     @property
     def share(self) -> Share:
@@ -91,6 +91,12 @@ class Turns:
 
         return CommandHooks(before, after)
 
+    def _check(self) -> None:
+        """Raise RankLost when a rank has given up, here or elsewhere."""
+        if self._check_others is not None:
+            self._check_others()
+        self._signals.check()
+
     def abort(self, error: BaseException) -> None:
         """Tell all ranks that this one cannot go on, so that none waits for it."""
         self._signals.abort(f"rank {self.ranks.rank}: {type(error).__name__}: {error}")
@@ -127,7 +133,7 @@ class Turns:
 
     def close(self) -> None:
         """Let go of the node's memory. Order: nothing of this rank runs any more."""
-        self.control.check_lost = lambda: None
+        self.control.check_lost = self._check_others
         self._memory.close()
 
 
