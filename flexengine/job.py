@@ -130,8 +130,8 @@ class Job:
     lora_targets: Annotated[
         Sequence[str],
         Option(
-            "modules that have adapters: all-linear (all linear layers of the blocks), names as q_proj, or regular"
-            " expressions for whole names"
+            "modules that have adapters: all-linear (all linear layers of the blocks but experts'), all-experts, names"
+            " as q_proj, or regular expressions for whole names"
         ),
     ] = ("all-linear",)
     adapter: Annotated[

@@ -6,9 +6,9 @@ Source: https://huggingface.co/docs/peft/developer_guides/checkpoint; the fields
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flexengine.lora import PISSA, LoRA
 from flexengine.wording import parse_json, shown
@@ -17,7 +17,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 _UNSUPPORTED = (
-    "target_parameters", "rank_pattern", "alpha_pattern", "layer_replication",
+    "rank_pattern", "alpha_pattern", "layer_replication",
     "layers_to_transform", "trainable_token_indices", "lora_bias", "use_qalora", "megatron_config", "corda_config",
     "eva_config", "alora_invocation_tokens", "arrow_config",
 )  # fmt: skip
@@ -44,7 +44,7 @@ def read_lora(folder: Path | str) -> LoRA:
     targets = config.get("target_modules") or ()
     try:
         return LoRA(
-            targets if isinstance(targets, str) else sorted(targets),
+            [*([targets] if isinstance(targets, str) else sorted(targets)), *(config.get("target_parameters") or ())],
             config["r"],
             config.get("lora_alpha", 8),
             bool(config.get("use_rslora", False)),
@@ -68,12 +68,17 @@ def _init(named: object) -> str:
     raise ValueError(f"init_lora_weights={shown(named)} changes the weights beneath; merge this adapter first")
 
 
-def adapter_config(
-    lora: LoRA, modules: Collection[str], saved: Sequence[str], base: str, transposed: bool
-) -> dict[str, Any]:
-    """The fields of adapter_config.json.
+class Targets(NamedTuple):
+    """Names of adapted modules, of adapted tensors that hold all experts, and of modules that are trained in full."""
 
-    modules: names of the adapted modules; saved: of those that are trained in full; base: of the model beneath.
+    modules: Collection[str]
+    parameters: Collection[str]
+    saved: Collection[str]
+
+
+def adapter_config(lora: LoRA, targets: Targets, base: str, transposed: bool) -> dict[str, Any]:
+    """The fields of adapter_config.json. base: the name of the model beneath.
+
 
     transposed: the modules hold their weights [in, out], as GPT-2's do. Of adapters that began with a part of the base,
     files hold what was taken out of it as well, so that they have twice the rank and the same scale.
@@ -93,6 +98,7 @@ def adapter_config(
         "bias": "none",
         "fan_in_fan_out": transposed,
         "init_lora_weights": True,
-        "target_modules": sorted(modules),
-        "modules_to_save": sorted(saved) or None,
+        "target_modules": sorted(targets.modules),
+        "target_parameters": sorted(targets.parameters) or None,
+        "modules_to_save": sorted(targets.saved) or None,
     }

@@ -118,10 +118,10 @@ def combine(
 
 def grouped_product(
     x: Tensor, weight: Tensor, bounds: Tensor, out: Tensor, transposed: bool, bias: Tensor | None = None,
-    row_weight: Tensor | None = None,
+    row_weight: Tensor | None = None, added: bool = False,
 ) -> None:  # fmt: skip
     """out[r] = x[r] @ weight[e].T (+ (row_weight[r] *) bias[e]) for the rows r of every expert e; transposed:
-    x[r] @ weight[e].
+    x[r] @ weight[e]; added: on top of what out holds.
 
     Shapes: x [R, D] and out [R, F] in bf16 or fp32, weight [E, F, D] (transposed: [E, D, F]), bounds [E + 1] int32,
     bias [E, F] of x's dtype, row_weight [R] fp32. Sums in fp32, one rounding. Deterministic: the order of a sum depends
@@ -143,12 +143,14 @@ def grouped_product(
     t = _tiling(x)
     block_rows = min(t.rows, max(16, triton.next_power_of_2(count)))
     row_tiles = triton.cdiv(count, block_rows) + experts
-    _product_kernel[(row_tiles * triton.cdiv(columns, t.columns),)](
+    block_columns = min(t.columns, max(16, triton.next_power_of_2(columns)))
+    _product_kernel[(row_tiles * triton.cdiv(columns, block_columns),)](
         x, weight, bounds, out, out if bias is None else bias, out if row_weight is None else row_weight, inner,
         columns, experts, row_tiles,
         weight.stride(0), weight.stride(2 if transposed else 1), weight.stride(1 if transposed else 2),
-        WIDE=not x.is_cuda, EXPERTS=triton.next_power_of_2(experts), ROWS=block_rows, COLUMNS=t.columns, INNER=t.inner,
-        GROUP=t.group, BIAS=bias is not None, WEIGHTED=row_weight is not None, **t.launch(),
+        WIDE=not x.is_cuda, EXPERTS=triton.next_power_of_2(experts), ROWS=block_rows, COLUMNS=block_columns,
+        INNER=t.inner, GROUP=t.group, BIAS=bias is not None, WEIGHTED=row_weight is not None, ADDED=added,
+        **t.launch(),
     )  # fmt: skip
 
 
@@ -242,7 +244,7 @@ def _product_kernel(
     x_ptr, weight_ptr, bounds_ptr, out_ptr, bias_ptr, row_weight_ptr, inner, columns, experts, row_tiles,
     expert_stride, column_stride, inner_stride,
     WIDE: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-    GROUP: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
+    GROUP: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows of one expert. The last tile of each may be part filled, so there are as many more as experts."""
     tile, column_tile = _grouped_tile(tl.program_id(0), row_tiles, tl.cdiv(columns, COLUMNS), GROUP)
@@ -275,6 +277,8 @@ def _product_kernel(
             else:
                 total += added[None, :]
         target = out_ptr + rows[:, None] * columns + outs[None, :]
+        if ADDED:
+            total += tl.load(target, mask=row_mask[:, None] & out_mask, other=0.0).to(tl.float32)
         tl.store(target, round_to(total, out_ptr.dtype.element_ty), mask=row_mask[:, None] & out_mask)
 
 

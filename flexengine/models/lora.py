@@ -13,25 +13,38 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from flexengine.lora import ALL_LINEAR, LoRA
+from flexengine.lora import ALL_EXPERTS, ALL_LINEAR, LoRA
 from flexengine.models.freezing import freeze_groups
 from flexengine.models.saved_modules import saved_tensors, with_saved_modules
 from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec, ParamSpec, WeightSource
 from flexengine.ops.base import Op
 from flexengine.ops.dora import DoRALinear
+from flexengine.ops.experts import GroupedLinear
 from flexengine.ops.linear import Linear
 from flexengine.ops.lora import AdaptedRows, LoRALinear
+from flexengine.ops.lora_experts import LoRAGroupedLinear
 from flexengine.wording import did_you_mean, shown
 
 PEFT_PREFIX = "base_model.model."
 """What PEFT writes before the names of a model's modules."""
 
 
+IN_ONE_TENSOR = "qwen3_5_moe"
+"""The start of the families whose published checkpoints hold all experts of a layer in one tensor."""
+INNER = "gate_up_proj"
+"""Of both tensors of such experts, the one that PEFT wraps first."""
+
+
 class _Module(NamedTuple):
-    """A module of a linear layer: its name in the checkpoint, and the rows that it has of the layer's weight."""
+    """A module of a linear layer or of experts: its name in the checkpoint, and the rows that it has of the weight.
+
+    expert: whether it is one of an expert. one_tensor: it holds all experts of a layer.
+    """
 
     name: str
     rows: AdaptedRows
+    expert: bool = False
+    one_tensor: bool = False
 
     @property
     def short(self) -> str:
@@ -42,8 +55,9 @@ class _Module(NamedTuple):
 def with_lora(model: ModelSpec, lora: LoRA) -> ModelSpec:
     """Give the blocks of `model` adapters, and freeze all else. Call it after everything else that replaces ops.
 
-    Raises: ValueError for a target that no linear layer of the blocks has.
+    Raises: ValueError for a target that no linear layer of the blocks has, or adapters that cannot be.
     """
+    model = with_named_experts(model)
     _check_targets(model, lora)
     known: dict[tuple[tuple[Op, ...], tuple], tuple[Op, ...]] = {}
     layers, groups = list(model.layers), list(model.groups)
@@ -52,14 +66,15 @@ def with_lora(model: ModelSpec, lora: LoRA) -> ModelSpec:
         if not found:
             continue
         # Equal blocks must go on sharing one tuple of ops: everything derived from ops is cached by it.
-        rows = tuple((name, tuple(module.rows for module in modules)) for name, modules in found.items())
+        rows = tuple((name, tuple(dict.fromkeys((m.rows, m.one_tensor) for m in ms))) for name, ms in found.items())
         if (layer.ops, rows) not in known:
             adapted_rows = dict(rows)
             known[layer.ops, rows] = tuple(
                 _adapted(op, number, adapted_rows.get(op.name), lora) for number, op in enumerate(layer.ops)
             )
         ops = known[layer.ops, rows]
-        params = [param for op in ops if isinstance(op, LoRALinear) for param in _params(op, found[op.name])]
+        nested = sum(modules[0].one_tensor for modules in found.values()) == 2
+        params = [param for op in ops if op.name in found for param in _params(op, found[op.name], nested)]
         own = tuple((param.name, len(groups), param.name) for param in params)
         layers[index] = replace(layer, ops=ops, params=(*layer.params, *own))
         name = f"adapter.{layer.name.rpartition('.')[2]}"
@@ -72,27 +87,40 @@ def with_lora(model: ModelSpec, lora: LoRA) -> ModelSpec:
     return freeze_groups(adapted, beneath - whole)
 
 
-def _adapted(op: Op, number: int, rows: tuple[AdaptedRows, ...] | None, lora: LoRA) -> Op:
-    if rows is None:
+def _adapted(op: Op, number: int, of_modules: tuple[tuple[AdaptedRows, bool], ...] | None, lora: LoRA) -> Op:
+    """Give an op adapters for modules with these rows, which may be of one tensor for all experts; None for none."""
+    if of_modules is None:
         return op
+    rows = tuple(rows for rows, _ in of_modules)
+    if isinstance(op, GroupedLinear):
+        return LoRAGroupedLinear(op, lora.rank, lora.scale, rows, one_tensor=of_modules[0][1])
     assert isinstance(op, Linear)
     kind = DoRALinear if lora.use_dora else LoRALinear
     return kind(op, lora.rank, lora.scale, rows, lora.dropout, number)
 
 
-def _params(op: LoRALinear, modules: Sequence[_Module]) -> list[ParamSpec]:
-    """Describe A and B of a linear layer's adapters, and their magnitudes."""
-    width = op.adapted_features
+def _params(op: Op, modules: Sequence[_Module], nested: bool) -> list[ParamSpec]:
+    """Describe A and B of the adapters of a linear layer or of experts, and their magnitudes.
+
+    nested: both products of experts in one tensor have adapters.
+    """
+    assert isinstance(op, (LoRALinear, LoRAGroupedLinear))
+    width, inputs, rank = op.adapted_features, op.in_features, op.rank
 
     def sources(part: str, shape_of: Iterator[tuple[int, int]]) -> tuple[WeightSource, ...]:
-        names = (f"{PEFT_PREFIX}{module.name}.{part}.weight" for module in modules)
+        names = (f"{PEFT_PREFIX}{_file_module(module, nested)}.{part}.weight" for module in modules)
         return tuple(WeightSource(name, shape) for name, shape in zip(names, shape_of, strict=True))
 
-    down = sources("lora_A", ((op.rank, op.in_features) for _ in modules))
-    up = sources("lora_B", ((m.rows.end - m.rows.start, op.rank) for m in modules))
+    count = op.num_experts if isinstance(op, LoRAGroupedLinear) else 1
+    own = rank * count if modules[0].one_tensor else rank
+    down = sources("lora_A", ((own, inputs) for _ in modules))
+    up = sources("lora_B", ((m.rows.end - m.rows.start, own) for m in modules))
+    shapes = (len(modules) * own, inputs), (width, rank)
+    if isinstance(op, LoRAGroupedLinear):
+        shapes = (count, len(op.adapted) * rank, inputs), (width, own) if op.one_tensor else (count, width, rank)
     return [
-        ParamSpec(op.down, (len(modules) * op.rank, op.in_features), down, init="kaiming", added=True),
-        ParamSpec(op.up, (width, op.rank), up, init="zeros", added=True),
+        ParamSpec(op.down, shapes[0], down, init="kaiming", added=True),
+        ParamSpec(op.up, shapes[1], up, init="zeros", added=True),
         *([_magnitudes(op, modules)] if isinstance(op, DoRALinear) else []),
     ]
 
@@ -108,49 +136,81 @@ def _magnitudes(op: DoRALinear, modules: Sequence[_Module]) -> ParamSpec:
 # -- which modules ---------------------------------------------------------------------------------------------------
 
 
-def _targeted(model: ModelSpec, layer: LayerSpec, lora: LoRA) -> list[tuple[Linear, tuple[_Module, ...]]]:
-    """List the linear layers of a block that have targets, with these."""
-    found = []
+def _targeted(model: ModelSpec, layer: LayerSpec, lora: LoRA) -> list[tuple[Op, tuple[_Module, ...]]]:
+    """List the linear layers and experts of a block that have targets, with these."""
+    found: list[tuple[Op, tuple[_Module, ...]]] = []
     for op in layer.ops if layer.kind == "block" else ():
-        if type(op) is Linear:
-            modules = tuple(m for m in _modules(model, layer, op) if any(_hits(t, m.name) for t in lora.targets))
+        if type(op) is Linear or type(op) is GroupedLinear:
+            everything = tuple(_modules(model, layer, op))
+            modules = tuple(m for m in everything if any(_hits(t, m) for t in lora.targets))
             if modules:
+                _check_experts(everything, modules, lora)
                 found.append((op, modules))
     return found
 
 
-def _modules(model: ModelSpec, layer: LayerSpec, op: Linear) -> Iterator[_Module]:
-    """List the modules of a linear layer, whose weights the checkpoint has one by one."""
+def _check_experts(everything: Sequence[_Module], modules: Sequence[_Module], lora: LoRA) -> None:
+    """Raise ValueError for adapters that experts cannot have."""
+    if not modules[0].expert:
+        return
+    counts = Counter(module.rows for module in everything)
+    if any(counts[rows] != count for rows, count in Counter(module.rows for module in modules).items()):
+        raise ValueError(
+            f"lora targets name some experts of a layer, such as {modules[0].name}; name all of them, by"
+            f" {modules[0].short} or {ALL_EXPERTS}"
+        )
+    asked = {"use_dora=True": lora.use_dora, f"dropout={lora.dropout}": bool(lora.dropout)}
+    asked[f"init={lora.init}"] = lora.init != "default" and modules[0].one_tensor
+    wrong = [name for name, given in asked.items() if given]
+    if wrong:
+        raise ValueError(f"lora {wrong[0]} with adapters of experts ({modules[0].name}) is not built; leave one out")
+
+
+def _modules(model: ModelSpec, layer: LayerSpec, op: Linear | GroupedLinear) -> Iterator[_Module]:
+    """List the modules of a linear layer or of experts, whose weights the checkpoint has one by one."""
     group, name = next((group, name) for local, group, name in layer.params if local == op.weight)
     for source, rows in _spans(_sources(model, group, name), op):
-        yield _Module(source.name.removesuffix(".weight"), rows)
+        expert = isinstance(op, GroupedLinear)
+        yield _Module(source.name.removesuffix(".weight"), rows, expert, one_tensor=len(source.shape) == 3)
 
 
-def _spans(sources: Sequence[WeightSource], op: Linear) -> Iterator[tuple[WeightSource, AdaptedRows]]:
-    """Pair the sources of a linear layer's weight with the columns of its output that they make."""
+def _all_rows(op: Linear | GroupedLinear) -> AdaptedRows:
+    return AdaptedRows(0, op.out_features)
+
+
+def _spans(sources: Sequence[WeightSource], op: Linear | GroupedLinear) -> Iterator[tuple[WeightSource, AdaptedRows]]:
+    """Pair the sources of a linear layer's weight with the columns of its output that they make; experts' by expert."""
     start = 0
     for source in sources:
+        if len(source.shape) == 3:
+            yield source, _all_rows(op)
+            continue
         end = start + source.shape[1 if op.transposed else 0]
         yield source, AdaptedRows(start, end)
-        start = end
+        start = end % op.out_features
 
 
-def _hits(target: str, name: str) -> bool:
-    """Whether a target means a module: all of them, its name or the end of it, or an expression for the whole name."""
-    if target in (ALL_LINEAR, name) or name.endswith(f".{target}"):
-        return True
-    return bool(re.fullmatch(target, name))
+def _hits(target: str, module: _Module) -> bool:
+    """Whether a target means a module: all of a kind, its name or the end of it, or an expression for the whole
+    name."""
+    if target in (ALL_LINEAR, ALL_EXPERTS):
+        return module.expert == (target == ALL_EXPERTS)
+    return target == module.name or module.name.endswith(f".{target}") or bool(re.fullmatch(target, module.name))
 
 
 def _check_targets(model: ModelSpec, lora: LoRA) -> None:
     """Raise ValueError for a target that is no expression, or that no module has."""
-    names = [
-        m.name for layer in model.blocks for op in layer.ops if type(op) is Linear for m in _modules(model, layer, op)
+    modules = [
+        module
+        for layer in model.blocks
+        for op in layer.ops
+        if type(op) is Linear or type(op) is GroupedLinear
+        for module in _modules(model, layer, op)
     ]
-    short = Counter(name.rpartition(".")[2] for name in names)
+    short = Counter(module.short for module in modules)
     for target in lora.targets:
         try:
-            hit = any(_hits(target, name) for name in names)
+            hit = any(_hits(target, module) for module in modules)
         except re.error as error:
             raise ValueError(f"lora target {shown(target)} is no regular expression: {error}") from None
         if not hit:
@@ -178,6 +238,7 @@ class Adapter(NamedTuple):
     """The adapter of one module: the tensor of the checkpoint that it changes, and those of A and B.
 
     transposed: the checkpoint holds the weight [in, out]. magnitude: that of the outputs' magnitudes, with DoRA.
+    experts: where one tensor holds so many experts' weights, those of A and B hold their adapters; else 0.
     """
 
     weight: WeightSource
@@ -185,6 +246,7 @@ class Adapter(NamedTuple):
     up: WeightSource
     transposed: bool
     magnitude: WeightSource | None = None
+    experts: int = 0
 
     @property
     def parts(self) -> tuple[WeightSource, ...]:
@@ -202,14 +264,40 @@ def adapters(model: ModelSpec) -> Iterator[Adapter]:
     for layer in model.layers:
         named = {local: (group, name) for local, group, name in layer.params}
         for op in layer.ops:
-            if isinstance(op, LoRALinear):
+            if isinstance(op, (LoRALinear, LoRAGroupedLinear)):
                 weights, down, up = (_sources(model, *named[name]) for name in (op.weight, op.down, op.up))
                 adapted = [source for source, rows in _spans(weights, op) if rows in op.adapted]
-                magnitudes = [None] * len(adapted)
+                magnitudes, experts = [None] * len(adapted), 0
+                if isinstance(op, LoRAGroupedLinear) and op.one_tensor:
+                    experts = op.num_experts
                 if isinstance(op, DoRALinear):
                     magnitudes = _sources(model, *named[op.magnitude])
                 for weight, a, b, magnitude in zip(adapted, down, up, magnitudes, strict=True):
-                    yield Adapter(weight, a, b, op.transposed, magnitude)
+                    yield Adapter(weight, a, b, op.transposed, magnitude, experts)
+
+
+def with_named_experts(model: ModelSpec) -> ModelSpec:
+    """Name the experts' weights of a family as its published checkpoints do, whose tensors adapters are named by."""
+    if not model.family.startswith(IN_ONE_TENSOR):
+        return model
+
+    def fused(param: ParamSpec) -> ParamSpec:
+        return param if param.fused is None else replace(param, sources=(param.fused,))
+
+    groups = (replace(group, params=tuple(fused(param) for param in group.params)) for group in model.groups)
+    return replace(model, groups=tuple(groups))
+
+
+def _file_module(module: _Module, nested: bool) -> str:
+    """The module that files of adapters name for one of the checkpoint.
+
+    PEFT wraps the module that has the tensors of all experts, once for each that has
+    adapters.
+    """
+    if not module.one_tensor:
+        return module.name
+    around = module.name.rpartition(".")[0]
+    return f"{around}.base_layer" if nested and module.short == INNER else around
 
 
 def _sources(model: ModelSpec, group: int, name: str) -> tuple[WeightSource, ...]:

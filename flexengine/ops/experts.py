@@ -34,21 +34,24 @@ def _slices(bounds: Tensor) -> Iterator[tuple[int, slice]]:
 
 def grouped_product(
     x: Tensor, weight: Tensor, bounds: Tensor, out: Tensor, transposed: bool, bias: Tensor | None = None,
-    row_weight: Tensor | None = None,
+    row_weight: Tensor | None = None, added: bool = False,
 ) -> None:  # fmt: skip
     """out [R, F] = x [R, D] @ weight [E, F, D][e].T (+ (row_weight [R] *) bias [E, F][e]) for the rows of every expert;
-    transposed: @ weight [E, D, F][e]."""
+    transposed: @ weight [E, D, F][e]; added: on top of what out holds."""
     if use_kernel(x) and x.dtype != torch.float64:
         from flexengine.kernels import experts  # noqa: PLC0415
 
-        return experts.grouped_product(x, weight, bounds, out, transposed, bias, row_weight)
+        return experts.grouped_product(x, weight, bounds, out, transposed, bias, row_weight, added)
     for expert, rows in _slices(bounds):
         matrix = weight[expert] if transposed else weight[expert].t()
-        if bias is None:
+        if bias is None and not added:
             torch.mm(x[rows], matrix, out=out[rows])
             continue
-        added = bias[expert] if row_weight is None else (row_weight[rows, None] * bias[expert]).to(out.dtype)
-        torch.addmm(added, x[rows], matrix, out=out[rows])
+        start = out[rows]
+        if bias is not None:
+            own = bias[expert] if row_weight is None else (row_weight[rows, None] * bias[expert]).to(out.dtype)
+            start = start + own if added else own
+        torch.addmm(start, x[rows], matrix, out=out[rows])
 
 
 def grouped_weight_gradient(grad_y: Tensor, x: Tensor, bounds: Tensor, acc: Tensor, accumulate: bool) -> None:
@@ -132,13 +135,16 @@ class GroupedLinear(Op):
 
     def backward_input(self, env: OpEnv) -> None:
         assert self.x not in env.accumulate, "nothing else reads the experts' rows"
+        self._write_grad_x(env)
         grad_y, bounds = self._y(env.g), self._bounds(env)
-        grouped_product(grad_y, env.p[self.weight], bounds, self._x(env.g), not self.transposed)
         grad_weight = self._row_weight(env.g)
         if grad_weight is not None:
             assert self.bias is not None, "rows are weighed for their bias"
             added = self.row_weight in env.accumulate
             row_weight_gradient(grad_y, env.p[self.bias], bounds, grad_weight, added)
+
+    def _write_grad_x(self, env: OpEnv) -> None:
+        grouped_product(self._y(env.g), env.p[self.weight], self._bounds(env), self._x(env.g), not self.transposed)
 
     def backward_weight(self, env: OpEnv) -> None:
         x, grad_y, bounds = self._x(env.t), self._y(env.g), self._bounds(env)

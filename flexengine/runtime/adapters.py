@@ -23,6 +23,7 @@ from flexengine.models.lora import PEFT_PREFIX, Adapter, adapters
 from flexengine.models.saved_modules import saved_tensors
 from flexengine.ops.dora import LEAST_NORM
 from flexengine.runtime.arena import wide_dtype
+from flexengine.runtime.stored_matrices import regrouped
 from flexengine.runtime.weight_store import WeightStore
 
 ORTHOGONAL_SCALE = 0.1
@@ -130,6 +131,19 @@ def changed_matrix(weights: WeightStore, adapter: Adapter, scale: float) -> Tens
         gains = own.add_(weights.read(adapter.magnitude.name)) / row_norms(changed).clamp_(LEAST_NORM)
         changed.mul_(gains[:, None])
     return changed
+
+
+def changed_experts(weights: WeightStore, adapter: Adapter, scale: float) -> Iterator[Tensor]:
+    """What experts in one tensor multiply, as it is stored, expert by expert in float32 (float64)."""
+    _, first, second = adapter.weight.shape
+    rank = adapter.down.shape[0] // adapter.experts
+    down = weights.read(adapter.down.name).view(adapter.experts, rank, -1)
+    up = weights.read(adapter.up.name).view(-1, rank, adapter.experts)
+    sizes = [first * second] * adapter.experts
+    for expert, flat in enumerate(regrouped(weights.pieces(adapter.weight.name), sizes)):
+        product = up[:, :, expert] @ down[expert]
+        changed = flat.clone().view(first, second)
+        yield changed.add_(product.t() if adapter.transposed else product, alpha=scale)
 
 
 def _start_magnitude(weights: WeightStore, adapter: Adapter) -> None:

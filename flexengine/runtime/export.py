@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexengine.checkpoint.adapter import save_adapter
-from flexengine.checkpoint.adapter_config import adapter_config
+from flexengine.checkpoint.adapter_config import Targets, adapter_config
 from flexengine.checkpoint.layout import CONFIG_FILE
 from flexengine.checkpoint.quantised import EXPORT_DTYPE
 from flexengine.checkpoint.reader import CheckpointReader
@@ -21,7 +21,7 @@ from flexengine.models.lora import Adapter, adapters
 from flexengine.models.registry import ModelSource
 from flexengine.models.saved_modules import saved_names
 from flexengine.models.spec import ModelSpec
-from flexengine.runtime.adapters import Begin, changed_matrix, file_tensors
+from flexengine.runtime.adapters import Begin, changed_experts, changed_matrix, file_tensors
 from flexengine.runtime.not_finite import checked
 from flexengine.runtime.stored_matrices import read_pieces
 from flexengine.runtime.weight_store import WeightStore, stored_tensors
@@ -54,8 +54,9 @@ def export_adapter(
     begin = Begin(source.weights_folder, seed)
     tensors = {name: checked(name, tensor) for name, tensor in file_tensors(weights, begin)}
     base = "" if source.weights_folder is None else str(source.weights_folder)
-    modules, saved = _target_names(model, found), saved_names(model)
-    config = adapter_config(model.lora, modules, saved, base, any(adapter.transposed for adapter in found))
+    targets = Targets(_target_names(model, found), _target_parameters(found), saved_names(model))
+    transposed = any(adapter.transposed and not adapter.experts for adapter in found)
+    config = adapter_config(model.lora, targets, base, transposed)
     beside = {} if source.support_folder is None else support_files(source.support_folder)
     beside.pop(CONFIG_FILE, None)  # it would make a model of the folder
     save_adapter(folder, config, tensors, {**beside, **texts})
@@ -63,13 +64,31 @@ def export_adapter(
 
 def _target_names(model: ModelSpec, found: Sequence[Adapter]) -> set[str]:
     """Name the adapted modules: by their own names where every module of a name is adapted, else by whole names."""
-    adapted = {adapter.module for adapter in found}
+    adapted = {adapter.module for adapter in found if not adapter.experts}
     sources = (
         s.name for layer in model.blocks for g in layer.groups for p in model.groups[g].params for s in p.sources
     )
     modules = {name.removesuffix(".weight") for name in sources if name.endswith(".weight")}
-    partly = {name.rpartition(".")[2] for name in modules - adapted}
-    return {name if (short := name.rpartition(".")[2]) in partly else short for name in adapted}
+    others = modules - adapted
+    partly = {name.rpartition(".")[2] for name in others}
+    of_experts = {_of_experts(name) for name in others}
+
+    def name_of(module: str) -> str:
+        short, of_expert = module.rpartition(".")[2], _of_experts(module)
+        return short if short not in partly else module if of_expert in of_experts else of_expert
+
+    return {name_of(module) for module in adapted}
+
+
+def _of_experts(module: str) -> str:
+    """What a module of one of a layer's experts is called in every layer; others by their whole names."""
+    _, found, rest = module.partition(".experts.")
+    return f"experts.{rest}" if found else module
+
+
+def _target_parameters(found: Sequence[Adapter]) -> set[str]:
+    """Name the adapted tensors of experts, by what follows the block's name: experts.down_proj."""
+    return {".".join(adapter.module.rsplit(".", 2)[-2:]) for adapter in found if adapter.experts}
 
 
 class _Exported(NamedTuple):
@@ -101,6 +120,11 @@ class _Exported(NamedTuple):
 
     def _read(self, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
         adapter = self.adapter_of.get(name)
+        if adapter is not None and adapter.experts:
+            yield from (
+                checked(name, one.to(dtype)).flatten() for one in changed_experts(self.weights, adapter, self.scale)
+            )
+            return
         if adapter is not None:
             yield checked(name, self._merged(adapter).to(dtype)).flatten()
             return

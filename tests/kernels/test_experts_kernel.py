@@ -50,6 +50,9 @@ def check_products(checks, device, dtype, routing, shape):
     kernel.grouped_product(x, weight, bounds, out, transposed=False)
     own = weight.double().cpu()[expert]
     checks.assert_close(out.cpu(), torch.einsum("rd,rfd->rf", x.double().cpu(), own), checks.TOLERANCE[dtype], "y")
+    kernel.grouped_product(x, weight, bounds, out, transposed=False, added=True)
+    wanted = 2 * torch.einsum("rd,rfd->rf", x.double().cpu(), own)
+    checks.assert_close(out.cpu(), wanted, checks.TOLERANCE[dtype], "y on top")
     grad_y = checks.normal(tokens * count, columns, dtype=dtype, device=device)
     grad_x = checks.empty(tokens * count, inner, dtype=dtype, device=device)
     kernel.grouped_product(grad_y, weight, bounds, grad_x, transposed=True)

@@ -30,6 +30,10 @@ class RoundContext:
         name = self.model.groups[group].name
         return f"{name}/{part}" if len(self.layout.groups[group].parts) > 1 else name
 
+    def is_in_parts(self, group: int) -> bool:
+        """Whether a group crosses the link in several parts."""
+        return len(self.layout.groups[group].parts) > 1
+
 
 @dataclass
 class SlotRing:

@@ -114,18 +114,24 @@ class _RoundLowering:
 
     def _backward_layer(self, index: int, layer: LayerSpec) -> None:
         """Run all chunks of a layer through every stage; then its gradients leave."""
+        begun = False
         for at in stage_parts(self.layout.programs[index].backward_stages):
             weights = self.weights.acquire(layer, at) if layer.input is not None else {}
             if at.stage.recomputes and not at.closes:
                 self._use_kept("recompute", index, self.context.chunks, at, weights)
             else:
-                self._backward_stage(index, layer, at, weights)
+                self._backward_stage(index, layer, at, weights, begun)
+                begun = True
         self.gradients.update_complete_groups(index, layer)
 
-    def _backward_stage(self, index: int, layer: LayerSpec, at: StagePart, weights: dict[int, int]) -> None:
+    def _backward_stage(
+        self, index: int, layer: LayerSpec, at: StagePart, weights: dict[int, int], begun: bool
+    ) -> None:
         """Run the chunks in reverse order, which is that of a sliced sequence's gradients.
 
-        The head goes in forward order: its chunks arrive that way, and it starts the backward pass.
+        The head goes in forward order: its chunks arrive that way, and it starts the backward pass. begun: an earlier
+        stage of the layer made gradients. Groups that stay whole beside one in parts, as adapters do, add up over all
+        stages.
         """
         accumulators = self.gradients.accumulators(layer)
         self.gradients.add_spilled(at.part, accumulators)
@@ -134,9 +140,10 @@ class _RoundLowering:
             chunk = self.context.shape.chunks[c]
             if layer.kind == "block" and not at.in_parts and chunk.is_slice and c == chunk.last_slice:
                 self._refill_window(index, range(chunk.first_slice, c + 1), weights)
-            self._backward_chunk(index, c, at, weights, accumulators, first=c == order[0])
+            self._backward_chunk(index, c, at, weights, accumulators, c == order[0], begun)
         for group, slot in accumulators.items():
-            self.gradients.finish(group, at.part, slot)
+            if self.context.is_in_parts(group) or at.closes:
+                self.gradients.finish(group, at.part if self.context.is_in_parts(group) else 0, slot)
 
     def _refill_window(self, index: int, slices: range, weights: dict[int, int]) -> None:
         """Rebuild the keys and values of a sliced sequence, first slice to last."""
@@ -150,14 +157,15 @@ class _RoundLowering:
             self.compute.add(ComputeCall(kind, index, c, at, self.layout.programs[index], weights, areas, reads))
 
     def _backward_chunk(
-        self, index: int, c: int, at: StagePart, weights: dict[int, int], accumulators: dict[int, int], first: bool
-    ) -> None:
+        self, index: int, c: int, at: StagePart, weights: dict[int, int], accumulators: dict[int, int], first: bool,
+        begun: bool,
+    ) -> None:  # fmt: skip
         call = ComputeCall("backward", index, c, at, self.layout.programs[index], weights)
         call.accumulators, call.first = accumulators, first
         self._bind_activations(call)
         for group, slot in accumulators.items():
             access = Access(slot, f"accumulator {self.context.part_name(group, at.part)}")
-            if not first:
+            if not first or (begun and not self.context.is_in_parts(group)):
                 call.reads.append(access)
             call.writes.append(access)
         self.compute.add(call)

@@ -1,0 +1,206 @@
+"""Adapters of experts in float32 on the CPU against PEFT on transformers: modules of each expert, and one tensor."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from engine_helpers import (
+    FLOAT32,
+    ON_GPU,
+    build_engine,
+    make_plan,
+    random_batch,
+    random_weights,
+    relative_error,
+    same_bits,
+    saved_model,
+    streamed_plan,
+    worst_error,
+)
+from family_checks import MAX_SEQ_LEN, draw_batch, last_logits, reference_loss
+from family_configs import CASES, FAMILY_CASES
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from flexengine import LoRA
+from flexengine.job import Job
+from flexengine.models import blocks
+from flexengine.models.base_dtype import with_base_dtype
+from flexengine.models.lora import adapters, with_lora
+from flexengine.models.registry import build_model, open_model
+from flexengine.optim import AdamW
+from flexengine.request import with_read_adapter
+
+SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-4}
+RANK = 3
+PREFIX = "base_model.model."
+
+
+def engine_on(folder, lora, **options):
+    source = open_model(folder / "base")
+    source = source._replace(spec=with_lora(source.spec, lora))
+    plan = streamed_plan(source.spec, chunk_tokens=MAX_SEQ_LEN, chunks_per_round=4)
+    return build_engine(source, plan, AdamW(**SETTINGS), max_grad_norm=None, **options)
+
+
+def draw_adapter(folder, lora):
+    """Save adapters whose B is not zero."""
+    with engine_on(folder, lora) as engine:
+        engine.save_pretrained(folder / "adapter")
+    path = folder / "adapter" / "adapter_model.safetensors"
+    torch.manual_seed(3)
+    tensors = {n: torch.randn_like(t) * 0.2 if ".lora_B." in n else t for n, t in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def base_of(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder / "base", attn_implementation="eager")
+
+
+def by_name(model, tensors, config):
+    """PEFT's tensors as files have them: of experts it stacks those of gate and up, and then B has blocks of zeros."""
+    mixtral = config["model_type"] == "mixtral"
+    parts, last = (("w1", "w3"), "w2") if mixtral else (("gate_proj", "up_proj"), "down_proj")
+    found = {}
+    for name, tensor in tensors.items():
+        name_there = name.replace(".default.", ".")
+        block, experts, rest = name_there.partition(".mlp.experts.")
+        if not experts:
+            found[name_there] = tensor
+            continue
+        own = f"{block}.{'block_sparse_moe' if mixtral else 'mlp'}.experts"
+        names = parts if "base_layer" in rest else (last,)
+        rank, kind = len(names) * RANK, "lora_A" if "lora_A" in rest else "lora_B"
+        if kind == "lora_A":
+            stacked = tensor.view(-1, rank, tensor.shape[1])
+        else:
+            stacked = tensor.view(tensor.shape[0], rank, -1).permute(2, 0, 1)
+        for e, matrix in enumerate(stacked):
+            for j, part in enumerate(names):
+                rows = matrix[j * RANK : (j + 1) * RANK]
+                if kind == "lora_B":
+                    rows = matrix.chunk(len(names))[j][:, j * RANK : (j + 1) * RANK]
+                found[f"{own}.{e}.{part}.{kind}.weight"] = rows
+    return found
+
+
+def keep_zero_blocks(model):
+    """PEFT would train the zeros of stacked Bs, too."""
+    for name, parameter in model.named_parameters():
+        if ".experts.base_layer.lora_B." in name:
+            mask = (parameter.detach() != 0).float()
+            parameter.register_hook(lambda grad, mask=mask: grad * mask)
+
+
+def train_both(engine, model, config, names):
+    ids, labels = draw_batch(config["vocab_size"])
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(list(trained.values()), **SETTINGS)
+    for step in range(5):
+        loss = torch.as_tensor(reference_loss(model, ids, labels))
+        loss.backward()
+        assert engine.fwd_bwd(input_ids=ids, labels=labels).loss == pytest.approx(loss.item(), abs=1e-5)
+        if step == 0:
+            error, name = worst_error(engine.gradients(), names({n: p.grad for n, p in trained.items()}))
+            assert error <= 1e-4, f"gradient of {name}: relative error {error:.1e}"
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.step()
+    expected = names({name: p.detach() for name, p in trained.items()})
+    state = {name: tensor for name, tensor in engine.state_dict().items() if ".lora_" in name}
+    assert state.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (state[name] - tensor).abs().max() <= 1e-5 * max(1.0, tensor.abs().max().item()), name
+    return ids[0]
+
+
+def check_files(engine, tokens, folder, lora):
+    logits = engine.next_token_logits(tokens)
+    engine.save_pretrained(folder / "out")
+    engine.save_pretrained(folder / "merged", merged=True)
+    assert (
+        relative_error(logits, last_logits(PeftModel.from_pretrained(base_of(folder), folder / "out"), tokens)) <= 1e-4
+    )
+    merged = transformers.AutoModelForCausalLM.from_pretrained(folder / "merged", attn_implementation="eager")
+    assert relative_error(logits, last_logits(merged, tokens)) <= 1e-4
+    read = with_read_adapter(Job(adapter=str(folder / "out"))).lora_setup
+    assert read is not None
+    with engine_on(folder, read, adapter=folder / "out") as again:
+        assert relative_error(again.next_token_logits(tokens), logits) <= 1e-5
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "qwen3_next"])
+def test_modules_of_each_expert(family, tmp_path):
+    config = CASES[FAMILY_CASES[family]]
+    saved_model(tmp_path / "base", config)
+    lora = LoRA(["all-experts", r".*(attn|attention)\.[a-z]*_proj"], RANK, 5.0)
+    draw_adapter(tmp_path, lora)
+    model = PeftModel.from_pretrained(base_of(tmp_path), tmp_path / "adapter", is_trainable=True)
+    keep_zero_blocks(model)
+    with engine_on(tmp_path, lora, adapter=tmp_path / "adapter") as engine:
+        tokens = train_both(engine, model, config, lambda tensors: by_name(model, tensors, config))
+        check_files(engine, tokens, tmp_path, lora)
+
+
+@pytest.mark.parametrize("targets", [["experts.gate_up_proj", "experts.down_proj"], ["experts.down_proj", "q_proj"]])
+def test_experts_in_one_tensor(targets, tmp_path):
+    config = CASES[FAMILY_CASES["gpt_oss"]]
+    base = saved_model(tmp_path / "base", config)
+    lora = LoRA(targets, RANK, 5.0)
+    parameters = [target for target in targets if "experts" in target]
+    modules = [target for target in targets if "experts" not in target]
+    torch.manual_seed(3)
+    model = get_peft_model(
+        base, LoraConfig(r=RANK, lora_alpha=5, target_modules=modules, target_parameters=parameters)
+    )
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.2)
+    model.save_pretrained(tmp_path / "adapter")
+    with engine_on(tmp_path, lora, adapter=tmp_path / "adapter") as engine:
+        names = lambda tensors: {name.replace(".default.", "."): tensor for name, tensor in tensors.items()}  # noqa: E731
+        tokens = train_both(engine, model, config, names)
+        check_files(engine, tokens, tmp_path, lora)
+
+
+@pytest.mark.parametrize(
+    ("family", "base"),
+    [("qwen3_moe", "compute"), ("gpt_oss", "compute"), ("qwen3_next", "nf4"), ("qwen3_5_moe_text", "int8")],
+)
+def test_neither_plan_nor_parts_change_a_bit(family, base, monkeypatch):
+    monkeypatch.setattr(blocks, "PART_ELEMENTS", 1)
+    source = random_weights(CASES[FAMILY_CASES[family]])
+    lora = LoRA(["all-linear", "all-experts"], rank=4)
+    source = source._replace(spec=with_base_dtype(with_lora(source.spec, lora), base))
+    sizes = {"chunk_tokens": 48, "chunks_per_round": 2, "numerics": replace(FLOAT32, base=base)}
+    streamed = streamed_plan(source.spec, **sizes)
+    plans = [
+        streamed,
+        make_plan(source.spec, groups=[ON_GPU] * len(source.spec.groups), **sizes),
+        replace(streamed, in_parts=True),
+        replace(streamed, in_parts=True, weight_slots=4, touched_only=True),
+    ]
+    found = []
+    for plan in plans:
+        with build_engine(source, plan, AdamW(lr=1e-2), seed=3) as engine:
+            losses = [engine.train_step(random_batch(step, [48, 7, 31], 67))[0].loss for step in range(3)]
+            found.append((losses, {n: t for n, t in engine.state_dict().items() if ".lora_" in n}))
+    for losses, state in found[1:]:
+        assert losses == found[0][0]
+        same_bits(state, found[0][1])
+    assert found[0][0][2] != found[0][0][0]
+
+
+def test_targets_of_experts():
+    spec = build_model("tiny", CASES[FAMILY_CASES["qwen3_moe"]])
+    names = {adapter.module.rpartition(".")[2] for adapter in adapters(with_lora(spec, LoRA(rank=2)))}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    names = {adapter.module.rpartition(".")[2] for adapter in adapters(with_lora(spec, LoRA("up_proj", rank=2)))}
+    assert names == {"up_proj"}
+    with pytest.raises(
+        ValueError, match=r"name some experts of a layer.*name all of them, by gate_proj or all-experts"
+    ):
+        with_lora(spec, LoRA("experts.0.gate_proj"))
+    with pytest.raises(ValueError, match=r"use_dora=True with adapters of experts.* is not built"):
+        with_lora(spec, LoRA("all-experts", use_dora=True))
