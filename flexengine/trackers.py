@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def open_trackers(names: Sequence[str]) -> list[Callback]:
     return [TRACKERS[name]() for name in names]
 
 
-class Tracker(Callback):
+class Tracker(Callback, ABC):
     """Sends figures somewhere. What goes wrong there is said once, and the run goes on without it."""
 
     name = ""
@@ -68,17 +69,17 @@ class Tracker(Callback):
             self._works = False
             logger.warning("--report-to %s failed, and the run goes on without it: %s", self.name, error)
 
+    @abstractmethod
     def start(self, options: dict[str, Any], folder: Path) -> None:
         """Open the run."""
-        raise NotImplementedError
 
+    @abstractmethod
     def send(self, values: dict[str, float], step: int) -> None:
         """Send figures of one step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self) -> None:
         """Close the run."""
-        raise NotImplementedError
 
 
 class WandbTracker(Tracker):

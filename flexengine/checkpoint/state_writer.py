@@ -9,16 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from flexengine.checkpoint.atomic import format_gib
 from flexengine.checkpoint.manifest import FOLDER_MANIFEST, FileRecord, manifest_text
-from flexengine.checkpoint.safetensors_format import CheckpointError, build_header
+from flexengine.checkpoint.safetensors_format import build_header
+from flexengine.checkpoint.shards import check_disk, split_by_size
 from flexengine.checkpoint.snapshot import Piece, SaveAbandonedError, Snapshot, StoredTensor, pieces_of
 from flexengine.checkpoint.staged_folder import staged_folder
 from flexengine.checkpoint.state_files import STATE_INDEX_FILE
@@ -96,7 +95,7 @@ class StateSave:
 
     def _write(self) -> None:
         with staged_folder(self.folder) as staged:
-            _check_disk(self.folder, self.num_bytes)
+            check_disk(self.folder, self.num_bytes)
             with ThreadPoolExecutor(NUM_THREADS, "flexengine-shards") as pool:
                 parts = {s.file: pool.submit(self._write_shard, staged.stage(s.file), s) for s in self._shards}
             _raise_cause([part.exception() for part in parts.values()])
@@ -138,26 +137,10 @@ def _write_all(descriptor: int, data: memoryview) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def _check_disk(folder: Path, needed_bytes: int) -> None:
-    free_bytes = shutil.disk_usage(folder.parent).free
-    if needed_bytes > free_bytes:
-        raise CheckpointError(
-            f"{folder}: the checkpoint needs {format_gib(needed_bytes)}, the disk has {format_gib(free_bytes)} free. "
-            "Free some space or choose another folder."
-        )
-
-
 def _plan_shards(tensors: Sequence[StoredTensor], num_bytes: int) -> list[_Shard]:
     """Fill shards in the order of the tensors; within a shard wider elements come first, which keeps all aligned."""
     room = min(MAX_SHARD_BYTES, max(MIN_SHARD_BYTES, num_bytes // (4 * NUM_THREADS)))
-    groups: list[list[StoredTensor]] = [[]]
-    used = 0
-    for tensor in tensors:
-        if groups[-1] and used + tensor.num_bytes > room:
-            groups.append([])
-            used = 0
-        groups[-1].append(tensor)
-        used += tensor.num_bytes
+    groups = split_by_size(tensors, room)
     return [_shard(f"state-{i:05d}-of-{len(groups):05d}.safetensors", group) for i, group in enumerate(groups, start=1)]
 
 

@@ -18,10 +18,11 @@ from typing import NamedTuple
 
 import torch
 
-from flexengine.checkpoint.atomic import format_gib, sha256_of
+from flexengine.checkpoint.atomic import sha256_of
 from flexengine.checkpoint.layout import INDEX_FILE, RUN_FILE, SINGLE_FILE, is_file_name, is_support_file
 from flexengine.checkpoint.manifest import FOLDER_MANIFEST, FileRecord, manifest_text
 from flexengine.checkpoint.safetensors_format import CheckpointError, build_header
+from flexengine.checkpoint.shards import check_disk, split_by_size
 from flexengine.checkpoint.staged_folder import staged_folder
 from flexengine.wording import parse_json
 
@@ -78,7 +79,8 @@ def write_checkpoint(
     headers = {file: _header(group, {"format": "pt"} if metadata is None else metadata) for file, group in plan.items()}
     files = [*plan, *([] if single else [INDEX_FILE])]
     with staged_folder(folder) as staged:
-        _check_folder(folder, single, sum(source.num_bytes for source in sources))
+        _check_layout(folder, single)
+        check_disk(folder, sum(source.num_bytes for source in sources))
         staged.drop({FOLDER_MANIFEST, RUN_FILE, *_listed_shards(folder)})
         records = {name: _write_beside(staged.stage(name), contents) for name, contents in (beside or {}).items()}
         for file, group in plan.items():
@@ -135,14 +137,7 @@ def _split_by_map(sources: list[TensorSource], shards: dict[str, str]) -> dict[s
 
 
 def _split_by_size(sources: list[TensorSource], max_shard_bytes: int) -> dict[str, list[TensorSource]]:
-    groups: list[list[TensorSource]] = [[]]
-    used_bytes = 0
-    for source in sources:
-        if groups[-1] and used_bytes + source.num_bytes > max_shard_bytes:
-            groups.append([])
-            used_bytes = 0
-        groups[-1].append(source)
-        used_bytes += source.num_bytes
+    groups = split_by_size(sources, max_shard_bytes)
     if len(groups) == 1:
         return {SINGLE_FILE: groups[0]}
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
@@ -152,18 +147,12 @@ def _header(group: list[TensorSource], metadata: dict[str, str]) -> tuple[bytes,
     return build_header([(source.name, source.dtype, tuple(source.shape)) for source in group], metadata)
 
 
-def _check_folder(folder: Path, single: bool, needed_bytes: int) -> None:
+def _check_layout(folder: Path, single: bool) -> None:
     rival = folder / (INDEX_FILE if single else SINGLE_FILE)
     if rival.exists():
         raise CheckpointError(
             f"{folder}: already holds {rival.name}, and this checkpoint is {'one file' if single else 'sharded'}; with "
             "both, loaders may pick the old one. Write to an empty folder or remove the old checkpoint first."
-        )
-    free_bytes = shutil.disk_usage(folder if folder.exists() else folder.parent).free
-    if needed_bytes > free_bytes:
-        raise CheckpointError(
-            f"{folder}: the checkpoint needs {format_gib(needed_bytes)}, the disk has {format_gib(free_bytes)} free. "
-            "Free some space or choose another folder."
         )
 
 
