@@ -1,4 +1,8 @@
-"""`flexengine export`: makes a model of a run's checkpoint, as `train --save` does at the end."""
+"""`flexengine export`: makes a model or adapters of what a run trained, in the form that another program reads.
+
+Formats: hf = the whole model; adapter = adapters alone, as PEFT writes them; merged = the whole model with the adapters
+added to its weights; gguf-ready = the same for llama.cpp's converter. Without one, what `train --save` writes.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from flexengine.config import CONFIG_FILE, FINAL_FOLDER, TrainConfig
 from flexengine.flags import add_flag, from_flags
+from flexengine.job import LORA_OPTIONS, Job
 from flexengine.options import options_of
 from flexengine.wording import FlagParser
 
 if TYPE_CHECKING:
+    from flexengine.api import PlannedRun
     from flexengine.optim import Optimizer
 
+FORMATS = ("hf", "adapter", "merged", "gguf-ready")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 TAKEN = [options_of(TrainConfig)[name] for name in ("max_gpu_mem_gib", "max_host_mem_gib", "device")]
 """Options that may differ from those of the run: no bit depends on them."""
 
@@ -27,21 +35,82 @@ def main(argv: Sequence[str]) -> int:
     """
     arguments = _parser().parse_args(argv)
     config = _config_of(arguments)
+    output = config.run_folder / FINAL_FOLDER if arguments.output is None else arguments.output
+    if output.exists():
+        raise ValueError(f"{output} exists; choose another --output or remove it")
+    merged = _merged(config, arguments.format)
+    if arguments.checkpoint is None and _has_adapters_alone(config):
+        _export_final(config, arguments.format, merged, output)
+    else:
+        _export_checkpoint(config, arguments, merged, output)
+    return 0
+
+
+def _export_checkpoint(config: TrainConfig, arguments: argparse.Namespace, merged: bool | None, output: Path) -> None:
     from flexengine.api import build, prepare_job  # noqa: PLC0415, loads torch
     from flexengine.checkpoint.layout import RUN_FILE  # noqa: PLC0415
     from flexengine.resuming import load_point, resume_points  # noqa: PLC0415
     from flexengine.run_folder import run_record  # noqa: PLC0415
 
-    output = config.run_folder / FINAL_FOLDER if arguments.output is None else arguments.output
-    if output.exists():
-        raise ValueError(f"{output} exists; choose another --output or remove it")
     points = resume_points(replace(config, resume=str(arguments.checkpoint or config.run_folder)))
     planned = prepare_job(config.model, points[0].pinned(config).as_job())
+    _check_convertible(planned, arguments.format)
     with build(planned, _optimizer_of(points[0].engine["optimizer"])) as engine:
         point = load_point(engine, points)
-        engine.save_pretrained(output, beside={RUN_FILE: run_record(config, point.step)})
+        engine.save_pretrained(output, beside={RUN_FILE: run_record(config, point.step)}, merged=merged)
     print(f"model after step {point.step}: {output}")
-    return 0
+
+
+def _has_adapters_alone(config: TrainConfig) -> bool:
+    """Whether the run has no checkpoint, but the adapters that `train --save` wrote at its end."""
+    from flexengine.checkpoint.adapter_config import ADAPTER_CONFIG  # noqa: PLC0415
+    from flexengine.checkpoint.run_checkpoints import whole_checkpoints  # noqa: PLC0415
+
+    adapters = config.run_folder / FINAL_FOLDER / ADAPTER_CONFIG
+    return adapters.is_file() and not whole_checkpoints(config.run_folder)
+
+
+def _export_final(config: TrainConfig, wanted: str | None, merged: bool | None, output: Path) -> None:
+    """Export from the adapters in final/, which say themselves what they are."""
+    from flexengine.api import build, prepare_job  # noqa: PLC0415, loads torch
+
+    job, own = config.as_job(), options_of(Job)
+    plain = {name: own[name].default for name in LORA_OPTIONS}
+    final = config.run_folder / FINAL_FOLDER
+    planned = prepare_job(config.model, replace(job, **plain, adapter=str(final)))
+    _check_convertible(planned, wanted)
+    with build(planned) as engine:
+        engine.save_pretrained(output, merged=merged)
+    print(f"model of {final}: {output}")
+
+
+def _merged(config: TrainConfig, wanted: str | None) -> bool | None:
+    """Whether adapters are added to the weights; None where there are none, or as `train --save` does."""
+    if config.mode == "full" and config.adapter is None:
+        if wanted in ("adapter", "merged"):
+            raise ValueError(
+                f"--format {wanted} is for runs that train adapters, but {config.run_folder} trains the model itself;"
+                " give hf, or leave it out"
+            )
+        return None
+    return None if wanted is None else wanted != "adapter"
+
+
+def _check_convertible(planned: PlannedRun, wanted: str | None) -> None:
+    """Raise ValueError unless the model has all that the converter to GGUF reads, if that is wanted."""
+    if wanted != "gguf-ready":
+        return
+    folder, config = planned.source.support_folder, planned.source.spec.hf_config
+    if folder is None or not any((folder / name).is_file() for name in TOKENIZERS):
+        raise ValueError(
+            f"--format gguf-ready needs a tokenizer ({' or '.join(TOKENIZERS)}), and {planned.source.spec.name} has"
+            " none; put the one that it was trained with into its folder"
+        )
+    if not config.get("architectures"):
+        raise ValueError(
+            f"--format gguf-ready needs architectures in config.json, by which the converter knows the model; add those"
+            f" of the published config to {folder / 'config.json'}"
+        )
 
 
 def _config_of(arguments: argparse.Namespace) -> TrainConfig:
@@ -65,8 +134,8 @@ def _optimizer_of(saved: dict[str, Any]) -> Optimizer:
 def _parser() -> FlagParser:
     parser = FlagParser(
         prog="flexengine export",
-        description="Makes a Hugging Face folder of a checkpoint, such as that of a run that was stopped. It plans and"
-        " loads the model as the run did, so it takes the same memory.",
+        description="Makes a Hugging Face folder of a checkpoint, such as that of a run that was stopped, or of the"
+        " adapters that a run has saved. It plans and loads the model as the run did, so it takes the same memory.",
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--run", type=Path, required=True, metavar="RUN_FOLDER", help="the --output-dir of a run")
@@ -74,8 +143,15 @@ def _parser() -> FlagParser:
         "--checkpoint", type=Path, default=None, metavar="FOLDER", help="its checkpoints/step-N (default: the newest)"
     )
     parser.add_argument(
-        "--output", type=Path, default=None, metavar="FOLDER", help="where the model goes (default: final/ of the run)"
-    )
+        "--output", "--out", type=Path, default=None, metavar="FOLDER",
+        help="where the model goes (default: final/ of the run)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--format", choices=FORMATS, default=None,
+        help="hf = the whole model, adapter = adapters alone as PEFT writes them, merged = the model with adapters"
+        " added to its weights, gguf-ready = that for llama.cpp's converter (default: the model, or adapters where"
+        " these were trained)",
+    )  # fmt: skip
     for option in TAKEN:
         add_flag(parser, option, help_text=f"{option.help} (default: as in the run)")
     return parser

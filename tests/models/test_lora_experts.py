@@ -151,9 +151,7 @@ def test_experts_in_one_tensor(targets, tmp_path):
     parameters = [target for target in targets if "experts" in target]
     modules = [target for target in targets if "experts" not in target]
     torch.manual_seed(3)
-    model = get_peft_model(
-        base, LoraConfig(r=RANK, lora_alpha=5, target_modules=modules, target_parameters=parameters)
-    )
+    model = get_peft_model(base, LoraConfig(r=RANK, lora_alpha=5, target_modules=modules, target_parameters=parameters))
     for name, parameter in model.named_parameters():
         if ".lora_B." in name:
             torch.nn.init.normal_(parameter, 0.0, 0.2)
