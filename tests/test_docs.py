@@ -15,6 +15,11 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT
 LONGEST_LINE = 120
 FOLDERS = ("", "flexengine", "bench/results")
 """Where a path in a page may begin, beside the page's own folder."""
+OF_SERVERS = {
+    *("--enable-lora", "--max-lora-rank", "--lora-modules", "--model-path", "--lora-paths", "--outfile", "--outtype"),
+    *("--base", "--lora"),
+}
+"""Flags of the programs that docs/export.md gives commands for: vLLM, SGLang and llama.cpp."""
 CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 TARGET = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -64,6 +69,7 @@ def test_flags_that_are_named_exist(page):
     known = {option.flag for option in options_of(TrainConfig).values()} | {flag_of(name) for name in FILES}
     known |= {flag_of(name) for name in (*SAME, *OTHERWISE)}
     known |= {*re.findall(r'"(--[a-z][a-z0-9-]*)"', sources), "--rank"}
+    known |= OF_SERVERS if page.name == "export.md" else set()
     text = page.read_text().replace("unknown flag --max-gpu-mem;", "")
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) <= known
 
