@@ -10,7 +10,7 @@ from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.checkpoint.state_files import STATE_FILE, STATE_INDEX_FILE, read_description
 from flexengine.checkpoint.state_writer import StateSave
 from flexengine.runtime.one_caller import one_caller
-from flexengine.runtime.step_state import StepState
+from flexengine.runtime.step_state import StepState, nobody_reads
 from flexengine.runtime.training_state import (
     check_same_tensors,
     check_same_training,
@@ -20,6 +20,8 @@ from flexengine.runtime.training_state import (
     state_tensors,
     training_of,
 )
+
+from flexengine.runtime.turns import Turns, together, while_nobody_writes
 
 if TYPE_CHECKING:
     from flexengine.models.registry import ModelSource
@@ -42,6 +44,7 @@ class CheckpointCalls:
     plan: Plan
     optimizer: Optimizer
     seed: int
+    turns: Turns | None
     _save: StateSave | None = None
 
     @one_caller
@@ -49,10 +52,13 @@ class CheckpointCalls:
         """Write weights, exact masters and optimizer states, from which `load_checkpoint` goes on bit by bit.
 
         The folder appears when all of it is on the disk; an error leaves what was there before. run_state: what the
-        caller wants back from `load_checkpoint`, as JSON values.
+        caller wants back from `load_checkpoint`, as JSON values. Of several ranks, all call it and rank 0 writes.
         Raises ValueError between fwd_bwd and step, after an interrupted step, and where the disk is too small; OSError.
         """
-        self._start_save(folder, run_state, None).wait()
+        save = self._start_save(folder, run_state, None)
+        with together(self.turns):
+            if save is not None:
+                save.wait()
 
     @one_caller
     def start_checkpoint(
@@ -60,8 +66,8 @@ class CheckpointCalls:
         folder: str | Path,
         run_state: Mapping[str, Any] | None = None,
         after: Callable[[], None] | None = None,
-    ) -> StateSave:
-        """Start what `save_checkpoint` does, and return while it is written.
+    ) -> StateSave | None:
+        """Start what `save_checkpoint` does, and return while it is written; None where another rank writes it.
 
         The next update waits for what is still read of weights and states, less what fits in the host memory that the
         plan left free of its budget. after: called on another thread when the folder is whole. Errors of the disk are
@@ -80,14 +86,16 @@ class CheckpointCalls:
         """
         if self.state.unusable == CLOSED:
             self.state.require_usable()
-        found = read_description(folder)
-        check_same_training(found["engine"], folder, self._training())
-        self._finish_save()
-        self.executor.synchronize()
+        with together(self.turns):
+            found = read_description(folder)
+            check_same_training(found["engine"], folder, self._training())
+            self._finish_save()
+            self.executor.synchronize()
         with CheckpointReader.open(folder, STATE_INDEX_FILE) as reader:
-            check_same_tensors(self.weights, reader)
+            with together(self.turns):
+                check_same_tensors(self.weights, reader)
             self.state.unusable = HALF_LOADED
-            with self.executor.on_compute_stream():
+            with together(self.turns), self.executor.on_compute_stream():
                 load_tensors(self.weights, reader)
         self.executor.synchronize()
         self.state.start_accumulation()
@@ -96,17 +104,26 @@ class CheckpointCalls:
 
     def _start_save(
         self, folder: str | Path, run_state: Mapping[str, Any] | None, after: Callable[[], None] | None
-    ) -> StateSave:
+    ) -> StateSave | None:
         self.state.require_usable()
         if self.state.has_gradients:
             raise ValueError("a checkpoint between fwd_bwd and step would lose the gradients; call step() first")
         self._finish_save()
         self.executor.synchronize()
-        tensors = state_tensors(self.weights)
-        save = StateSave(folder, tensors, {STATE_FILE: self._describe(run_state)}, after)
-        window_bytes = max(0, self.plan.request.max_host_bytes - self.plan.predicted.host_bytes)
-        self._save, self.state.before_update = save, lambda: save.release(window_bytes)
-        return save
+        with while_nobody_writes(self.turns):
+            if self.turns is None or self.turns.writes_files:
+                text = self._describe(run_state)
+                self._save = StateSave(folder, state_tensors(self.weights), {STATE_FILE: text}, after)
+        self.state.before_update = self._release_save
+        return self._save
+
+    def _release_save(self) -> None:
+        """Before an update: wait for what a save still reads, less what fits in free memory; other ranks wait, too."""
+        if self._save is not None:
+            self._save.release(max(0, self.plan.request.max_host_bytes - self.plan.predicted.host_bytes))
+        if self.turns is not None:
+            self.turns.control.barrier()
+        self.state.before_update = nobody_reads
 
     def _finish_save(self) -> None:
         """Block until no save reads the stored planes any more, however it ends."""

@@ -216,5 +216,5 @@ class Issue:
 def _whole_arenas(program: Program, arenas: Arenas) -> dict[str, Tensor]:
     """The part of each arena that a program's slots reach, as bytes."""
     memories: tuple[Memory, ...] = ("gpu", *HOST_SIDE)
-    ends = {memory: max((s.end for s in program.slots if s.memory == memory), default=0) for memory in memories}
-    return {memory: arenas.bytes_view(memory, 0, end) for memory, end in ends.items() if end}
+    ends = [(memory, max((s.end for s in program.slots if s.memory == memory), default=0)) for memory in memories]
+    return {memory: arenas.bytes_view(memory, 0, end) for memory, end in ends if end}

@@ -11,7 +11,7 @@ from flexengine.runtime.executor import Executor
 HALF_UPDATED = "an optimizer step was interrupted, so its weights are half updated"
 
 
-def _nobody_reads() -> None:
+def nobody_reads() -> None:
     """Stored weights and optimizer states may change at any time."""
 
 
@@ -36,7 +36,7 @@ class StepState:
         self.under_way = False
         self.bad_layer = ""
         self.running: dict[str, object] = {}
-        self.before_update: Callable[[], None] = _nobody_reads
+        self.before_update: Callable[[], None] = nobody_reads
         self.on_failure: Callable[[BaseException], None] = _nobody_waits
         self.start_accumulation()
 

@@ -39,7 +39,7 @@ class Turns:
     """
 
     def __init__(self, group: RankGroup, layout: Layout, page_locked: bool) -> None:
-        self.ranks, self.control = group
+        self.ranks, self.control = group.ranks, group.control
         self.rounds = self.updates = self.last = 0
         size, num_cells = self.ranks.local_size, Cells(layout).count
         num_bytes = layout.node_bytes + Signals.num_bytes(size, num_cells)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -165,7 +166,7 @@ class WeightStore:
     """
 
     def __init__(self, layout: Layout, arenas: Arenas, share: Share = ALONE) -> None:
-        self._share = share
+        self.share = share
         self.layout, self.arenas, self.stored = layout, arenas, StoredMatrices(layout, arenas)
         self.runs = {run.source.name: run for run in self._all_runs()}
 
@@ -187,7 +188,7 @@ class WeightStore:
 
     def own(self) -> dict[str, SourceRun]:
         """The tensors that this rank fills: every `size`-th of those that ranks share, and all that it has alone."""
-        groups, (rank, size) = range(len(self.layout.groups)), self._share
+        groups, (rank, size) = range(len(self.layout.groups)), self.share
         shared = [self.layout.slots[self.layout.plane_slot("weights", g)].memory == "node" for g in groups]
         numbered = enumerate(self.runs.items())
         return {name: run for number, (name, run) in numbered if not shared[run.group] or number % size == rank}
@@ -221,7 +222,7 @@ class WeightStore:
             if run.source.decode is None and run.whole and not run.param.added
         ]
         elsewhere = [request for request in requests if not on_host(request)]
-        with reader.verifying():
+        with reader.verifying() if self.share.rank == 0 else nullcontext():
             reader.read_many([request for request in requests if on_host(request)])
             if elsewhere:
                 load_staged(reader, elsewhere, self.arenas.device)
@@ -355,7 +356,7 @@ class WeightStore:
     def clear_states(self) -> None:
         """Zero the optimizer states of every parameter."""
         for index, stored in enumerate(self.layout.groups):
-            for kind in stored.rule_states if index % self._share.size == self._share.rank else ():
+            for kind in stored.rule_states if index % self.share.size == self.share.rank else ():
                 slot = self.layout.slots[self.layout.plane_slot(kind, index)]
                 self.arenas.view(slot, 0, (slot.num_bytes,), torch.uint8).zero_()
 

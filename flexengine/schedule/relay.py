@@ -7,12 +7,15 @@ added up in the order of rounds, whatever the number of ranks. After the last ro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from flexengine.schedule.commands import Signal
 from flexengine.schedule.group_storage import Segment
 from flexengine.schedule.layout import Layout
+
+Thing = TypeVar("Thing")
 
 SHARE_ELEMENTS = 64
 """Shares begin at multiples of so many elements: ranks write no common cache line of a plane of 16 bits or more."""
@@ -69,6 +72,10 @@ class Share(NamedTuple):
 
     rank: int = 0
     size: int = 1
+
+    def every(self, things: Sequence[Thing]) -> Sequence[Thing]:
+        """Every `size`-th thing, from the `rank`-th on."""
+        return things[self.rank :: self.size]
 
     def of(self, segment: Segment) -> tuple[int, int]:
         """(start, elements) of a segment that is updated element by element; blocks of states stay whole."""

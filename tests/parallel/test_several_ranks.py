@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,6 +22,7 @@ from engine_helpers import (
     random_batch,
     random_weights,
     same_bits,
+    saved_model,
     shuffled_order,
     streamed_plan,
     tiny_config,
@@ -32,7 +34,7 @@ from flexengine import LoRA
 from flexengine.models import blocks
 from flexengine.models.freezing import with_frozen
 from flexengine.models.lora import with_lora
-from flexengine.models.registry import ModelSource
+from flexengine.models.registry import ModelSource, open_model
 from flexengine.optim import AdamW
 from flexengine.parallel.control import Control
 from flexengine.parallel.ranks import Ranks
@@ -219,6 +221,57 @@ def train(rank: int, size: int, case: Case) -> Shown:
     engine.close()
     arrays = ({name: tensor.numpy() for name, tensor in tensors.items()} for tensors in (gradients, weights))
     return Shown([repr(number) for number in numbers], *arrays)
+
+
+def resume(rank: int, size: int, case: Case, folders: tuple[Path | None, Path | None]) -> Shown:
+    """Go on from one checkpoint, if any, for a step, and save another, if any, while the next step runs."""
+    ranks = Ranks.of_environment() if size > 1 else Ranks.alone()
+    plan = replace(case.plan, request=replace(case.plan.request, ranks=size, round_multiple=ROUND_MULTIPLE))
+    engine = build_engine(case.source, plan, AdamW(lr=1e-2), group=RankGroup(ranks, Control.open(ranks)), seed=3)
+    before, after = folders
+    if before is not None:
+        assert engine.load_checkpoint(before) == {"at": 1}
+    engine.train_step(case.steps[0][0])
+    save = None if after is None else engine.start_checkpoint(after, {"at": 1})
+    output, result = engine.train_step(case.steps[1][0])
+    weights = {name: tensor.numpy() for name, tensor in engine.state_dict().items()}
+    if save is not None:
+        save.wait()
+    engine.close()
+    return Shown([repr(output.loss), repr(result.grad_norm), str(engine.step_count)], {}, weights)
+
+
+def test_a_run_of_two_ranks_goes_on_with_four_and_with_one(tmp_path):
+    source = random_weights(tiny_config())
+    case = Case(source, streamed(source, numerics=BF16), steps_of(67, LENGTHS))
+    first, second = tmp_path / "first", tmp_path / "second"
+    values_of(run_ranks(resume, 2, 2, case, (None, first)))
+    found = values_of(run_ranks(resume, 4, 4, case, (first, second)))
+    one = resume(0, 1, case, (first, None))
+    for shown in found:
+        check_same(shown, one)
+    check_same(resume(0, 1, case, (second, None)), values_of(run_ranks(resume, 3, 3, case, (second, None)))[1])
+
+
+def export(rank: int, size: int, case: Case, folder: Path) -> None:
+    ranks = Ranks.of_environment() if size > 1 else Ranks.alone()
+    plan = replace(case.plan, request=replace(case.plan.request, ranks=size, round_multiple=ROUND_MULTIPLE))
+    engine = build_engine(case.source, plan, AdamW(lr=1e-2), group=RankGroup(ranks, Control.open(ranks)))
+    engine.train_step(case.steps[0][0])
+    engine.save_pretrained(folder / str(size))
+    engine.close()
+
+
+def test_ranks_load_and_export_the_files_of_one(tmp_path):
+    saved_model(tmp_path / "source", tiny_config(tie_word_embeddings=True))
+    source = open_model(tmp_path / "source")
+    case = Case(source, streamed(source), steps_of(67, LENGTHS))
+    export(0, 1, case, tmp_path)
+    values_of(run_ranks(export, 3, 3, case, tmp_path))
+    names = sorted(path.name for path in (tmp_path / "1").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "3").iterdir())
+    for name in names:
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "3" / name).read_bytes(), name
 
 
 def check_same(shown: Shown, expected: Shown) -> None:

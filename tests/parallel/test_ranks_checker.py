@@ -1,0 +1,145 @@
+"""Programs of ranks are proven together, and those with one thing changed are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from flexengine.models.freezing import with_frozen
+from flexengine.models.in_parts import in_parts
+from flexengine.plan import GroupPlan, Plan
+from flexengine.schedule.checker import ProgramError, check_program
+from flexengine.schedule.commands import Command, UpdateTile
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.ranks_checker import RankRun, check_ranks, check_runs, runs_of_ranks
+from tests.schedule.small_plans import divided_model, full_round, random_plan, small_model
+
+
+def of_ranks(plan: Plan, size: int, update: str = "") -> Plan:
+    """The plan with what ranks share on the host; update: by which processor, "" = as it was."""
+    groups = tuple(GroupPlan(update=update or g.update) if g.trained else g for g in plan.groups)
+    return replace(plan, groups=groups, request=replace(plan.request, ranks=size))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_plans_are_proven(seed, size):
+    random = Random(seed)
+    models = [small_model(), small_model(tied=True), divided_model(), with_frozen(small_model(), ["embed", "block.1"])]
+    model, parts, sliced = models[seed % 4], seed % 4 == 2, random.random() < 0.5
+    plan = random_plan(random, in_parts(model) if parts else model, sliced)
+    plan = of_ranks(replace(plan, in_parts=parts), size)
+    layout = Layout(model, plan)
+    for num_rounds in (1, size, size + 1):
+        runs = runs_of_ranks(layout, full_round(layout), num_rounds)
+        check_runs(layout, runs, num_rounds)
+    for run in (run for rank in runs for run in rank):
+        check_program(run.program, layout.gpu_bytes, layout.host_bytes, layout.node_bytes)
+
+
+# -- programs with one thing changed ---------------------------------------------------------------------------------
+
+Change = Callable[[Command], Command]
+
+
+def small_runs(update: str, tied: bool = False) -> tuple[Layout, list[list[RankRun]]]:
+    model = small_model(blocks=1, tied=tied)
+    layout = Layout(model, of_ranks(random_plan(Random(1), model, sliced=False), 3, update))
+    return layout, runs_of_ranks(layout, full_round(layout), 4)
+
+
+def changed(runs: list[list[RankRun]], change: Change) -> list[list[RankRun]]:
+    """The runs with every command replaced by what `change` makes of it."""
+    programs = {run.program: None for rank in runs for run in rank}
+    found = {p: replace(p, commands=tuple(change(command) for command in p.commands)) for p in programs}
+    return [[run._replace(program=found[run.program]) for run in rank] for rank in runs]
+
+
+def without_signals(cell: int) -> Change:
+    return lambda c: replace(c, signals=tuple(s for s in c.signals if s.cell != cell))
+
+
+def without_awaits(cell: int) -> Change:
+    return lambda c: replace(c, awaits=tuple(s for s in c.awaits if s.cell != cell))
+
+
+def awaiting(which: int, **other: object) -> Change:
+    return lambda c: replace(c, awaits=tuple(s._replace(**other) if s.cell == which else s for s in c.awaits))
+
+
+def signalling(which: int, **other: object) -> Change:
+    return lambda c: replace(c, signals=tuple(s._replace(**other) if s.cell == which else s for s in c.signals))
+
+
+def test_cells_that_change_are_noticed():
+    """Each cell's signal dropped, raised late or in another cell; each wait dropped, or for another row or value."""
+    for update in ("cpu", "gpu"):
+        layout, runs = small_runs(update)
+        used = {s.cell: s.of for rank in runs for run in rank for c in run.program.commands for s in c.awaits}
+        assert len(used) == 7  # of three groups the gradient and the update, and the norm
+        for cell, of in used.items():
+            changes = [without_signals(cell), without_awaits(cell), signalling(cell, lag=1), awaiting(cell, cell=99)]
+            changes += [awaiting(cell, of="previous" if of != "previous" else "own")]
+            changes += [awaiting(cell, lag=-1), awaiting(cell, lag=2), signalling(cell, cell=99)]
+            for number, change in enumerate(changes):
+                with pytest.raises(ProgramError):
+                    check_runs(layout, changed(runs, change), 4)
+                    pytest.fail(f"change {number} of cell {cell} ({of}) with updates by the {update}")
+
+
+def test_waits_in_a_circle_are_noticed():
+    layout, runs = small_runs("cpu")
+    first = next(c for c in runs[0][0].program.commands if c.awaits)
+
+    def change(command: Command) -> Command:
+        """Weights are fetched for a round when it has relayed their gradient."""
+        signals = [s for s in command.awaits if s.clock == "update" and command.name == first.name]
+        cells = [replace(command, awaits=(s._replace(cell=grad, of="own", clock="round", lag=0),)) for s in signals]
+        return cells[0] if cells else command
+
+    grad = next(s.cell for c in runs[0][0].program.commands for s in c.signals)
+    with pytest.raises(ProgramError, match="circle"):
+        check_runs(layout, changed(runs, change), 4)
+
+
+def tile_changed(name: str, by: int) -> Change:
+    """The first tile of rank 1 begins or ends elsewhere."""
+
+    def change(command: Command) -> Command:
+        if isinstance(command.args, UpdateTile) and command.args.start and command.args.group == 0:
+            return replace(command, args=command.args._replace(**{name: getattr(command.args, name) + by}))
+        return command
+
+    return change
+
+
+@pytest.mark.parametrize("change", [("start", -64), ("start", 64), ("count", 64), ("count", -64)], ids=str)
+def test_shares_that_overlap_or_leave_a_hole_are_noticed(change):
+    layout, runs = small_runs("cpu")
+    with pytest.raises(ProgramError, match=r"updated (twice|by no rank)"):
+        check_runs(layout, changed(runs, tile_changed(*change)), 4)
+
+
+def test_a_tied_gradient_that_is_relayed_twice_a_round_is_noticed():
+    layout, runs = small_runs("cpu", tied=True)
+    check_runs(layout, runs, 4)
+    name = next(g.name for g in layout.model.groups if g.slot_class != "block")
+
+    def relayed_at_once(command: Command) -> Command:
+        """What the head spills goes to the stored gradient instead."""
+        if (command.name.verb, command.name.subject) != ("offload", "spilled"):
+            return command
+        grad = next(i for i, slot in enumerate(layout.slots) if slot.memory == "node" and str(slot.key) == f"node.grad.{name}")
+        return replace(command, copies=tuple(r._replace(target=grad) for r in command.copies))
+
+    with pytest.raises(ProgramError):
+        check_runs(layout, changed(runs, relayed_at_once), 4)
+
+
+def test_eighty_layers_on_eight_ranks_are_proven():
+    model = small_model(blocks=80)
+    layout = Layout(model, of_ranks(random_plan(Random(3), model, sliced=False), 8))
+    check_ranks(layout, full_round(layout), 9)
