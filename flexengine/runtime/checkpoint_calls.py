@@ -20,7 +20,6 @@ from flexengine.runtime.training_state import (
     state_tensors,
     training_of,
 )
-
 from flexengine.runtime.turns import Turns, together, while_nobody_writes
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from flexengine.runtime.arena import Arenas
 from flexengine.runtime.cpu_work import CpuWork
 from flexengine.schedule.commands import Command, Program, Stream
 from flexengine.schedule.following import cpu_commands
-from flexengine.schedule.slots import HOST_SIDE, Memory
+from flexengine.schedule.slots import Memory
 
 Streams = Mapping[Stream, StreamHandle]
 Call = Callable[[Command], None]
@@ -215,6 +215,7 @@ class Issue:
 
 def _whole_arenas(program: Program, arenas: Arenas) -> dict[str, Tensor]:
     """The part of each arena that a program's slots reach, as bytes."""
-    memories: tuple[Memory, ...] = ("gpu", *HOST_SIDE)
-    ends = [(memory, max((s.end for s in program.slots if s.memory == memory), default=0)) for memory in memories]
-    return {memory: arenas.bytes_view(memory, 0, end) for memory, end in ends if end}
+    ends: dict[Memory, int] = {}
+    for slot in program.slots:
+        ends[slot.memory] = max(ends.get(slot.memory, 0), slot.end)
+    return {memory: arenas.bytes_view(memory, 0, end) for memory, end in ends.items()}

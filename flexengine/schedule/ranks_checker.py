@@ -1,8 +1,8 @@
 """Proves that programs of several ranks are right together, whatever rank runs ahead.
 
-It looks at two steps of all ranks, with rounds dealt as they are, and at what touches the node's memory:
+It looks at two steps of all ranks, who take rounds in turn, and at what touches the node's memory:
 
-- waits: every cell that a command awaits is raised far enough, by the rank that it asks, and no wait is part of a circle;
+- waits: the rank that a command asks raises every cell that it awaits far enough, and nobody waits in a circle;
 - order: of two commands that touch a common byte, one of them writing, one surely ends before the other starts, by the
   order of streams, by waits within a rank and by cells;
 - contents: a gradient is fetched as the round before left it, and updated as the last round left it; weights are read
@@ -151,7 +151,7 @@ class _Events:
         for signal in command.signals:
             raised, value = self._raised[signal.cell, rank], self._value(run, signal.clock) - signal.lag
             if signal.of != "own" or (raised and raised[-1][0] >= value):
-                raise ProgramError(f"{self.all[index].label} raises cell {signal.cell} to {value}, which it has been")
+                raise ProgramError(f"{self.all[index].label} raises cell {signal.cell} to {value} again")
             raised.append((value, index))
         return index
 
@@ -160,7 +160,7 @@ class _Events:
         return run.step + 1 if clock == "update" else run.step * self._num_rounds + run.number + 1
 
     def _awaited(self, event: _Event) -> Iterator[int]:
-        """The events that raise what an event awaits. One that awaits cells must not be the CPU's: nobody asks there."""
+        """The events that raise what an event awaits."""
         last = executor_of(self._num_rounds - 1, self._size)
         rows = {"own": [event.rank], "previous": [(event.rank - 1) % self._size], "last": [last]}
         for signal in event.command.awaits:
@@ -172,7 +172,7 @@ class _Events:
                 index = next(raising, None)
                 if index is None:
                     raise ProgramError(
-                        f"{event.label} awaits {value} in cell {signal.cell} of rank {row}, which it never raises so far"
+                        f"{event.label} awaits {value} in cell {signal.cell} of rank {row}, which never comes"
                     )
                 yield index
 
@@ -239,7 +239,9 @@ def _update_touches(layout: Layout, event: _Event) -> list[_Touch]:
     for plane in segment.planes:
         slot, offset = tile.planes[plane.kind]
         start = slots[slot].offset + offset
-        touch = _Touch(start, start + plane.num_bytes(tile.count), False, plane.kind, layout.model.groups[tile.group].name)
+        touch = _Touch(
+            start, start + plane.num_bytes(tile.count), False, plane.kind, layout.model.groups[tile.group].name
+        )
         found += [touch] if plane.kind == "grad" else [touch, touch._replace(writes=True)]
     return sorted(found, key=lambda touch: touch.writes)
 
@@ -289,7 +291,9 @@ class _NodeBytes:
             found = self._held[place] or loaded
             if found != held:
                 label = self._events.all[index].label
-                raise ProgramError(f"{label} expects {touch.role} of {touch.owner} after {held} (step, round), not {found}")
+                raise ProgramError(
+                    f"{label} expects {touch.role} of {touch.owner} after {held} (step, round), not {found}"
+                )
             self._readers[place][lane] = index
 
     def _require(self, earlier: int, index: int, touch: _Touch) -> None:
