@@ -97,6 +97,7 @@ def train(
         check_same_training(points[0].engine, points[0].checkpoint.folder, wanted)
         check_same_data(points[0], data, num_steps)
 
+    data.batches.begin(points[0].step if points else 0)
     planned = prepare_run(points[0].pinned(config) if points else config)
     print(planned.describe())
     with started_run_folder(config, planned, replace), told:

@@ -20,6 +20,9 @@ from flexengine.data.prepare import Prepared
 from flexengine.data.records import IGNORE, TokenizedRecord
 from flexengine.data.store import StoredSequences
 
+SEQUENCES_AT_ONCE = 1 << 18
+"""Sequences whose lengths are added up at once: more would take memory beside the budget, fewer are slower."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -48,12 +51,16 @@ def batch_ends(lengths: Sequence[int] | np.ndarray, max_tokens: int, order: Sequ
 
     lengths in tokens, each <= max_tokens. The last batch may be short: an epoch is every sequence exactly once.
     """
-    tokens = np.cumsum(np.asarray(lengths)[np.asarray(order)], dtype=np.int64)
-    ends, end, tokens_before = array("I"), 0, 0
-    while end < len(tokens):
-        end = int(np.searchsorted(tokens, tokens_before + max_tokens, side="right"))
-        ends.append(end)
-        tokens_before = int(tokens[end - 1])
+    lengths, ends, used_tokens = np.asarray(lengths), array("I"), 0
+    for start in range(0, len(order), SEQUENCES_AT_ONCE):
+        tokens = np.cumsum(lengths[np.asarray(order[start : start + SEQUENCES_AT_ONCE])], dtype=np.int64)
+        tokens_before = -used_tokens
+        while (end := int(np.searchsorted(tokens, tokens_before + max_tokens, side="right"))) < len(tokens):
+            ends.append(start + end)
+            tokens_before = int(tokens[end - 1]) if end else 0
+        used_tokens = int(tokens[-1]) - tokens_before
+    if len(order):
+        ends.append(len(order))
     return ends
 
 
@@ -86,6 +93,7 @@ class GlobalBatches:
         self.sequences, self.max_global_batch_tokens, self.seed = sequences, max_global_batch_tokens, seed
         self._weights = weights or [(len(sequences), 1.0)]
         self._batches_of: dict[int, int] = {}  # number by epoch; shuffling millions of sequences again takes seconds
+        self._begun: tuple[int, array[int], array[int]] | None = None  # an epoch, its order, where its batches end
 
     @classmethod
     def of_parts(cls, parts: Sequence[Prepared], max_global_batch_tokens: int, seed: int) -> GlobalBatches:
@@ -105,18 +113,21 @@ class GlobalBatches:
         steps_of_part = math.ceil(part * self._num_batches(int(whole))) if part else 0
         return sum(map(self._num_batches, range(int(whole)))) + steps_of_part
 
+    def begin(self, start: int = 0) -> None:
+        """Order the epoch of the batch after `start` batches, so that its memory is taken before a plan is made."""
+        self._epoch(self.cursor(start)[0])
+
     def batches(self, num_steps: int, start: int = 0) -> Iterator[Batch]:
         """The first num_steps batches, from number `start` on; the iterator may be restarted and gives the same."""
         epoch, position = self.cursor(start)
         step = start
         while step < num_steps:
-            order = self._order(epoch)
-            ends = batch_ends(self._lengths, self.max_global_batch_tokens, order)
-            self._batches_of[epoch] = len(ends)
+            order, ends = self._epoch(epoch)
             for first, last in islice(pairwise(chain([0], ends)), position, position + num_steps - step):
                 rows = [self.sequences[i] for i in order[first:last]]
                 yield Batch([row.input_ids for row in rows], [row.labels for row in rows])
                 step += 1
+            del order, ends  # before those of the next epoch are made
             epoch, position = epoch + 1, 0
 
     def cursor(self, step: int) -> tuple[int, int]:
@@ -129,7 +140,9 @@ class GlobalBatches:
 
     def fingerprint(self) -> str:
         """What decides the batches, in 16 hex digits: lengths of sequences, some of their tokens, sizes and seed."""
-        digest = hashlib.sha256(np.ascontiguousarray(self._lengths, np.int64).tobytes())
+        digest = hashlib.sha256()
+        for start in range(0, len(self._lengths), SEQUENCES_AT_ONCE):
+            digest.update(np.ascontiguousarray(self._lengths[start : start + SEQUENCES_AT_ONCE], np.int64).data)
         last = len(self._lengths) - 1
         shown = [self.sequences[i] for i in (0, last // 2, last) if last >= 0]
         digest.update(repr([(list(row.input_ids), list(row.labels)) for row in shown]).encode())
@@ -138,9 +151,17 @@ class GlobalBatches:
 
     def _num_batches(self, epoch: int) -> int:
         if epoch not in self._batches_of:
-            ends = batch_ends(self._lengths, self.max_global_batch_tokens, self._order(epoch))
-            self._batches_of[epoch] = len(ends)
+            self._epoch(epoch)
         return self._batches_of[epoch]
+
+    def _epoch(self, epoch: int) -> tuple[array[int], array[int]]:
+        """The order of an epoch's sequences, and where its batches end. Those of one epoch are kept."""
+        if self._begun is None or self._begun[0] != epoch:
+            self._begun = None  # before the next ones are made
+            order = self._order(epoch)
+            ends = batch_ends(self._lengths, self.max_global_batch_tokens, order)
+            self._begun, self._batches_of[epoch] = (epoch, order, ends), len(ends)
+        return self._begun[1:]
 
     def _order(self, epoch: int) -> array[int]:
         """Indices of all sequences that an epoch sees, shuffled."""
@@ -149,7 +170,8 @@ class GlobalBatches:
         first = 0
         for count, weight in self._weights:
             times, part = divmod(weight, 1.0)
-            order.extend(array("I", range(first, first + count)) * int(times))
+            for _ in range(int(times)):
+                order.extend(range(first, first + count))
             if part:
                 order.extend(
                     random.Random(f"{self.seed}/{epoch}/{first}").sample(

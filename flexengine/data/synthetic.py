@@ -31,6 +31,9 @@ class SyntheticBatches:
             raise ValueError("--epochs has no meaning for --data-source synthetic, which never ends; give --steps")
         return DEFAULT_STEPS if steps is None else steps
 
+    def begin(self, start: int = 0) -> None:
+        """Do nothing: random tokens are drawn batch by batch."""
+
     def batches(self, num_steps: int, start: int = 0) -> Iterator[Batch]:
         """The first num_steps batches, from number `start` on."""
         for step in range(start, num_steps):

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexengine.data.batches import GlobalBatches, split_epoch
+from flexengine.data import batches
+from flexengine.data.batches import GlobalBatches, batch_ends, split_epoch
 from flexengine.data.prepare import prepare_sequences
 from flexengine.data.records import IGNORE, TokenizedRecord
 from flexengine.data.synthetic import DEFAULT_STEPS, SyntheticBatches
@@ -28,6 +29,24 @@ def test_an_epoch_is_every_sequence_once_within_the_limit(lengths, max_tokens, s
     assert all(0 < b.num_tokens <= max_tokens for b in epoch)
     # No batch could have taken the first sequence of the next one.
     assert all(a.num_tokens + len(b.input_ids[0]) > max_tokens for a, b in pairwise(epoch))
+
+
+@given(st.lists(st.integers(1, 9), max_size=40), st.integers(9, 30), st.integers(1, 5))
+def test_batches_do_not_depend_on_how_many_lengths_are_added_up_at_once(lengths, max_tokens, at_once):
+    whole = batch_ends(lengths, max_tokens, range(len(lengths)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batches, "SEQUENCES_AT_ONCE", at_once)
+        assert batch_ends(lengths, max_tokens, range(len(lengths))) == whole
+
+
+def test_an_epoch_is_ordered_once_and_before_its_first_batch(monkeypatch):
+    data, ordered, order = GlobalBatches(sequences([3] * 20), 9, seed=0), [], GlobalBatches._order
+    monkeypatch.setattr(GlobalBatches, "_order", lambda self, epoch: ordered.append(epoch) or order(self, epoch))
+    assert data.num_steps(None, None) == 7
+    data.begin()
+    assert ordered == [0]
+    assert len(list(data.batches(15))) == 15
+    assert ordered == [0, 1, 2]
 
 
 def test_order_depends_on_seed_and_epoch_only():
