@@ -1,7 +1,8 @@
 """How kernels of attention are called: scores, widths of heads, and the tiles that a card's shared memory holds.
 
 The tiles are the fastest of some 200 that were timed on an H100 with Triton 3.6: Llama's heads, Gemma 2's, those of
-gpt-oss and of latent attention, in sequences of 2048 and 8192 tokens. Cards with less shared memory get smaller ones.
+gpt-oss and of latent attention, in sequences of 2048 and 8192 tokens (`python -m bench.attention_tilings` times them).
+Cards with less shared memory get smaller ones.
 """
 
 import math
@@ -15,6 +16,7 @@ from torch import Tensor
 LOG2_E = math.log2(math.e)
 SHORT_WINDOW = 256
 """Keys of a window for which narrow tiles of keys are faster: wider ones would mostly hold hidden keys."""
+STATISTICS_BYTES = 1024  # of shared memory, for rows' sums
 OWN_KEYS, MOST_FAR_KEYS = 16, 128
 """Of a tile in `attention_short.py`: those of its queries, and those before them, whose scores fill a warp's registers
 at 128."""
@@ -136,12 +138,15 @@ def short_tiling(
     widths: Widths, scoring: Scoring, members: int, backward: bool, device: torch.device
 ) -> ShortTiling | None:
     """The tile of a kernel for short windows; None where a tile would see more keys or have fewer rows than it has room
-    for: matrix products of Hopper cards take 64 rows."""
+    for (matrix products of Hopper cards take 64 rows), and where two tiles do not fit into shared memory: one at a time
+    is slower than what `forward_tiling` and `query_tiling` give."""
     far = max(OWN_KEYS, triton.next_power_of_2(max(scoring.window - 1, 1)))
-    pack = min(members & -members, 4 if backward else 8)
-    if not scoring.window or far > MOST_FAR_KEYS or pack < 4 or widths.SECOND or widths.widest > 64:
+    if not scoring.window or far > MOST_FAR_KEYS or members % 4 or widths.SECOND or widths.widest > 64:
         return None
-    return ShortTiling(pack, far)
+    tiling = ShortTiling(4, far, tiles=8, stages=2)
+    rows, keys = tiling.pack * OWN_KEYS, 2 * (OWN_KEYS + far)
+    held = rows + tiling.stages * ((2 if backward else 1) * rows + keys)  # a result, and what is loaded
+    return tiling if 2 * held * widths.widest + STATISTICS_BYTES <= _shared_memory_bytes(device) else None
 
 
 def forward_tiling(widths: Widths, scoring: Scoring, device: torch.device) -> Tiling:

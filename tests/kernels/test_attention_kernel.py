@@ -6,10 +6,10 @@ import pytest
 import torch
 from attention_helpers import SMALL_TILE, use_tiles
 
-from flexengine.kernels import attention, attention_backward
+from flexengine.kernels import attention, attention_backward, attention_tilings
 from flexengine.kernels.attention import Operands, attention_forward
 from flexengine.kernels.attention_backward import Forward, Gradients
-from flexengine.kernels.attention_tilings import Scoring, Tiling, Widths
+from flexengine.kernels.attention_tilings import Scoring, Tiling, Widths, short_tiling
 from flexengine.ops.attention_reference import attention_backward_reference, attention_forward_reference
 from flexengine.ops.attention_sinks import add_sinks
 from flexengine.ops.attention_style import AttentionStyle
@@ -169,13 +169,33 @@ SHORT_CASES = {
 @pytest.mark.parametrize(("case", "style"), SHORT_CASES.values(), ids=SHORT_CASES.keys())
 @pytest.mark.usefixtures("small_tiles")
 def test_short_windows(device, monkeypatch, case, style):
-    """Four and more query heads of a key head go through the kernels that take all keys of a tile at once."""
+    """Four query heads of a key head go through the kernels that take all keys of a tile at once, two tiles each."""
     launched = []
+    two_tiles = lambda *args: short_tiling(*args)._replace(tiles=2)  # noqa: E731
     for module, name in ((attention, "_short_forward"), (attention_backward, "_short_query_gradients")):
         launch = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, launch=launch: (launched.append(1), launch(*args)))
+        monkeypatch.setattr(module, "short_tiling", two_tiles)
     check(run(case, style, torch.float32, device, case.before > 0), PRECISE)
     assert len(launched) == 2
+
+
+def test_which_calls_take_all_keys_at_once(monkeypatch):
+    """Wide heads, long windows, few query heads and cards with little shared memory go block by block."""
+    narrow, window, cpu = Widths.of(64, 64), Scoring(1.0, window=128), torch.device("cpu")
+    assert short_tiling(narrow, window, 8, True, cpu).far == 128
+    assert short_tiling(narrow, Scoring(1.0, window=2), 4, False, cpu).far == 16
+    for widths, scoring, members in (
+        (Widths.of(128, 128), window, 8),
+        (Widths.of(80, 64), window, 8),
+        (narrow, Scoring(1.0), 8),
+        (narrow, Scoring(1.0, window=130), 8),
+        (narrow, window, 6),
+    ):
+        assert short_tiling(widths, scoring, members, False, cpu) is None
+    monkeypatch.setattr(attention_tilings, "_shared_memory_bytes", lambda _: 99 * 1024)  # a consumer card
+    assert short_tiling(narrow, window, 8, False, cpu) is not None
+    assert short_tiling(narrow, window, 8, True, cpu) is None
 
 
 @pytest.mark.parametrize("seq_lens", [(40,), (5, 33)], ids=str)
