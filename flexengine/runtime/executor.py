@@ -21,6 +21,7 @@ from flexengine.native.transfer_operations import Record
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.cpu_work import CpuWork
 from flexengine.runtime.issue import Call, Issue
+from flexengine.runtime.teller import Teller
 from flexengine.schedule.commands import Command, Program, Stream
 from flexengine.schedule.following import cpu_waits
 
@@ -37,6 +38,16 @@ class CommandHooks(NamedTuple):
 
     before: Call
     after: Call
+
+
+def _then(first: Call, second: Call) -> Call:
+    """One call after the other."""
+
+    def both(command: Command) -> None:
+        first(command)
+        second(command)
+
+    return both
 
 
 NO_HOOKS = CommandHooks(lambda command: None, lambda command: None)
@@ -68,6 +79,7 @@ class Executor:
             [self._zero] = self._transfers.create_events(1, timing=True)
         self._zero_s: float | None = None
         self._cpu_work: CpuWork | None = None
+        self._teller: Teller | None = None
         self._cpu_threads = update_threads()
         self._cpu_waits: dict[tuple[Program, Program], dict[int, frozenset[int]]] = {}
 
@@ -86,8 +98,7 @@ class Executor:
             self._timed_program = program
         gate = self._gate(program)
         if self.on_cuda:
-            assert hooks is None, "several ranks wait for each other on the CPU alone"
-            self._run_streams(program, handler, timed, gate)
+            self._run_streams(program, handler, timed, gate, hooks)
         else:
             self._run_in_order(program, handler, timed, gate, hooks or NO_HOOKS)
         if timed:
@@ -181,6 +192,13 @@ class Executor:
             self.finish_cpu_work()
         finally:
             self.synchronize_device()
+            self._finish_telling()
+
+    def _finish_telling(self) -> None:
+        """Block until other ranks know what has ended of the last program. Raises what went wrong."""
+        if self._teller is not None:
+            self._teller.join()
+            self._teller = None
 
     def synchronize_device(self) -> None:
         """Wait until everything issued to the device has finished; work of the CPU goes on."""
@@ -189,7 +207,10 @@ class Executor:
 
     # -- on CUDA -----------------------------------------------------------------------------------------------------
 
-    def _run_streams(self, program: Program, handler: Handler, timed: bool, gate: Call | None) -> None:
+    def _run_streams(
+        self, program: Program, handler: Handler, timed: bool, gate: Call | None, hooks: CommandHooks | None
+    ) -> None:
+        self._finish_telling()
         key = (program, timed)
         if key not in self._issues:
             self._issues[key] = Issue(program, self.arenas, self.streams, self._transfers, timed)
@@ -202,9 +223,15 @@ class Executor:
 
         before = self._cpu_work
         work = None
+        by_cpu = handler if hooks is None else _then(handler, hooks.after)
+        if hooks is not None:
+            gate = hooks.before if gate is None else _then(gate, hooks.before)
         if issue.cpu_commands:
-            work = issue.cpu_work(self._in_range(handler), self._cpu_threads, before)
+            work = issue.cpu_work(self._in_range(by_cpu), self._cpu_threads, before)
         try:
+            if hooks is not None:
+                self._teller = issue.teller(hooks.after)
+                self._teller.start()
             if work is not None:
                 self._start(work)
             with self.on_compute_stream():
@@ -213,6 +240,8 @@ class Executor:
                 else:
                     issue.run_in_ranges(call, self.range_of, gate)
         except BaseException:
+            if self._teller is not None:
+                self._teller.abandon()
             if work is not None:
                 work.abandon()
                 self._cpu_work = before
@@ -255,14 +284,10 @@ class Executor:
             hooks.after(command)
             clock[command.index] = (start - begin, time.perf_counter() - begin)
         spans: dict[int, tuple[float, float]] = {}
-
-        def call(command: Command) -> None:
-            handler(command)
-            hooks.after(command)
-
         if later:
             self.finish_cpu_work()
-            spans = self._start(CpuWork(program, later, call, self._cpu_threads)).spans
+            work = CpuWork(program, later, _then(handler, hooks.after), self._cpu_threads)
+            spans = self._start(work).spans
         if timed:
             self._began_s = lambda: begin - (self._zero_s or 0.0)
             self._timings = lambda: [

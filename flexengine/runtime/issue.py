@@ -17,6 +17,7 @@ from torch import Tensor
 from flexengine.native.transfer_operations import Copy, Operation, Record, StreamHandle, Transfers, Wait
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.cpu_work import CpuWork
+from flexengine.runtime.teller import Teller
 from flexengine.schedule.commands import Command, Program, Stream
 from flexengine.schedule.following import cpu_commands
 from flexengine.schedule.slots import Memory
@@ -53,9 +54,12 @@ class Issue:
     ) -> None:
         self.program, self._streams, self._transfers = program, streams, transfers
         self.cpu_commands = cpu_commands(program)
+        self._signalling = [c for c in program.commands if c.signals and c.stream is not Stream.CPU]
+        self._teller: Teller | None = None
         self._cpu_work: CpuWork | None = None
         self._arenas = _whole_arenas(program, arenas)
-        awaited = sorted({wait for command in program.commands for wait in command.waits})
+        told = {command.index for command in self._signalling}
+        awaited = sorted(told.union(*(command.waits for command in program.commands)))
         self._signals = dict(zip(awaited, transfers.create_events(len(awaited)), strict=True))
         self._joins = dict(zip(streams, transfers.create_events(len(streams)), strict=True))
         self._begin, *self._clock = transfers.create_events(1 + 2 * len(program.commands), True) if timed else [0]
@@ -105,12 +109,22 @@ class Issue:
         self._cpu_work = CpuWork(self.program, self.cpu_commands, call, num_threads, self._ready, before)
         return self._cpu_work
 
+    def teller(self, tell: Call) -> Teller:
+        """What calls `tell` for each command that other ranks wait for, when it has ended on the GPU.
+
+        Order: as of `cpu_work`; and only `run` with a gate tells it how far the host is.
+        """
+        self._teller = Teller(self._signalling, self.wait_for, tell)
+        return self._teller
+
     def _ready(self, command: Command) -> None:
         for wait in command.waits:
             self.wait_for(wait)
 
     def _tell(self, index: int) -> None:
-        """Tell the CPU's work that all commands up to this one have been issued."""
+        """Tell the threads that wait for it that all commands up to this one have been issued."""
+        if self._teller is not None:
+            self._teller.issued(index)
         if self._cpu_work is not None:
             self._cpu_work.issued(index)
 

@@ -18,7 +18,8 @@ from flexengine.native.transfer_operations import Record
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.cpu_work import CpuWork
 from flexengine.runtime.issue import Issue
-from flexengine.schedule.commands import Access, Command, CommandName, CopyRegion, Program, Stream
+from flexengine.runtime.teller import Teller
+from flexengine.schedule.commands import Access, Command, CommandName, CopyRegion, Program, Signal, Stream
 from flexengine.schedule.following import cpu_waits
 from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
@@ -404,3 +405,56 @@ def test_events_are_given_back():
     assert driver.calls("cuEventCreate") > 2 * len(bench.program.commands)
     bench.issue.close()
     assert driver.calls("cuEventCreate") == driver.calls("cuEventDestroy_v2")
+
+
+def test_what_ended_is_told_while_the_host_issues():
+    """Each run tells its commands with signals in order: those before a gate that waits for them, too."""
+    driver, program = fake_driver(), random_program(3)
+    told_of = [c for c in program.commands if c.stream is Stream.D2H][1::3]
+    indices = {c.index for c in told_of}
+    commands = [
+        dataclasses.replace(c, signals=(Signal(0, "own", "round"),) * (c.index in indices)) for c in program.commands
+    ]
+    bench = Bench(driver, dataclasses.replace(program, commands=tuple(commands)))
+    for _ in range(2):
+        told: list[int] = []
+        come = threading.Event()
+
+        def tell(command: Command, told: list[int] = told, come: threading.Event = come) -> None:
+            told.append(command.index)
+            come.set()
+
+        def gate(command: Command, come: threading.Event = come) -> None:
+            if command.index > told_of[0].index:
+                assert come.wait(60)
+
+        teller = bench.issue.teller(tell)
+        teller.start()
+        bench.issue.run(bench._launch, gate)
+        teller.join()
+        assert told == [c.index for c in told_of]
+    driver.settle()
+    bench.close()
+
+
+def test_an_abandoned_teller_tells_no_more():
+    told: list[Command] = []
+    command = Command(0, "copy", CommandName("copy"), Stream.D2H, (), (), (), signals=(Signal(0, "own", "round"),))
+    teller = Teller([command], lambda index: None, told.append)
+    teller.start()
+    teller.abandon()
+    teller.join()
+    assert told == []
+
+
+def test_a_device_that_fails_is_told_of():
+    command = Command(0, "copy", CommandName("copy"), Stream.D2H, (), (), ())
+
+    def fail(index: int) -> None:
+        raise OSError("device lost")
+
+    teller = Teller([command], fail, print)
+    teller.start()
+    teller.issued(0)
+    with pytest.raises(RuntimeError, match="device lost"):
+        teller.join()
