@@ -50,6 +50,18 @@ def _then(first: Call, second: Call) -> Call:
     return both
 
 
+def _in_range(handler: Call, range_of: RangeOf | None) -> Call:
+    """The handler; in a profile, each call inside the range of its command."""
+    if range_of is None:
+        return handler
+
+    def call(command: Command) -> None:
+        with range_of(command.label):
+            handler(command)
+
+    return call
+
+
 NO_HOOKS = CommandHooks(lambda command: None, lambda command: None)
 
 
@@ -227,7 +239,7 @@ class Executor:
         if hooks is not None:
             gate = hooks.before if gate is None else _then(gate, hooks.before)
         if issue.cpu_commands:
-            work = issue.cpu_work(self._in_range(by_cpu), self._cpu_threads, before)
+            work = issue.cpu_work(_in_range(by_cpu, self.range_of), self._cpu_threads, before)
         try:
             if hooks is not None:
                 self._teller = issue.teller(hooks.after)
@@ -250,18 +262,6 @@ class Executor:
             before.join()
         if timed:
             self._timings, self._began_s = issue.timings, lambda: issue.began_s(self._zero)
-
-    def _in_range(self, handler: Handler) -> Call:
-        """The handler; in a profile, each call inside the range of its command."""
-        range_of = self.range_of
-        if range_of is None:
-            return handler
-
-        def call(command: Command) -> None:
-            with range_of(command.label):
-                handler(command)
-
-        return call
 
     # -- on the CPU --------------------------------------------------------------------------------------------------
 
