@@ -38,7 +38,9 @@ from flexengine.models.registry import ModelSource, open_model
 from flexengine.optim import AdamW
 from flexengine.parallel.control import Control
 from flexengine.parallel.ranks import Ranks
+from flexengine.parallel.signals import RankLost
 from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan
+from flexengine.runtime.engine import Engine
 from flexengine.runtime.executor import Executor
 from flexengine.runtime.turns import RankGroup
 from flexengine.runtime.update import UpdateRunner
@@ -253,10 +255,79 @@ def test_a_run_of_two_ranks_goes_on_with_four_and_with_one(tmp_path):
     check_same(resume(0, 1, case, (second, None)), values_of(run_ranks(resume, 3, 3, case, (second, None)))[1])
 
 
-def export(rank: int, size: int, case: Case, folder: Path) -> None:
+def opened(rank: int, size: int, case: Case) -> Engine:
+    """An engine of this rank."""
     ranks = Ranks.of_environment() if size > 1 else Ranks.alone()
     plan = replace(case.plan, request=replace(case.plan.request, ranks=size, round_multiple=ROUND_MULTIPLE))
-    engine = build_engine(case.source, plan, AdamW(lr=1e-2), group=RankGroup(ranks, Control.open(ranks)))
+    return build_engine(case.source, plan, AdamW(lr=1e-2), group=RankGroup(ranks, Control.open(ranks)))
+
+
+def look_in(rank: int, size: int, case: Case) -> list[str]:
+    """What calls that change nothing return after a step."""
+    engine = opened(rank, size, case)
+    engine.train_step(case.steps[0][0])
+    shown = engine.evaluate(case.steps[1][0], per_token=True)
+    found = [repr(shown.loss), *(repr(row.tolist()) for row in shown.token_log_probs or ())]
+    found.append(repr(engine.next_token_logits([5, 3, 8]).tolist()))
+    found.append(repr(engine.generate([[5, 3], [7]], 4)))
+    engine.close()
+    return found
+
+
+def test_ranks_evaluate_and_generate_as_one():
+    case = float32()
+    assert values_of(run_ranks(look_in, 3, 3, case)) == [look_in(0, 1, case)] * 3
+
+
+def disagree(rank: int, case: Case) -> list[str]:
+    """One rank gives another batch, then another lr, then one too long; then all go on."""
+    engine, batch, found = opened(rank, 2, case), case.steps[0][0], []
+    for other, options in ((batch[1:], {}), (batch, {"lr": 0.5}), ([[1] * 99], {})):
+        with pytest.raises(ValueError, match=r"another|99 tokens") as caught:
+            engine.train_step(other if rank else batch, **(options if rank else {}))
+        found.append(str(caught.value))
+    found.append(repr(engine.train_step(batch)[0].loss))
+    engine.close()
+    return found
+
+
+def test_ranks_that_disagree_are_told_and_may_go_on():
+    case = float32()
+    first, second = values_of(run_ranks(disagree, 2, case))
+    assert first[:2] == second[:2] == [
+        "rank 1 has another batch than rank 0; give every rank the same batch",
+        "rank 1 has another lr or divisor than rank 0; give every rank the same lr or divisor",
+    ]  # fmt: skip
+    assert "99 tokens" in first[2]
+    assert first[3] == second[3] == train(0, 1, case).numbers[0]
+
+
+def fail_in_backward(rank: int, case: Case) -> tuple[str, str]:
+    engine, batch = opened(rank, 3, case), case.steps[0][0]
+    engine.train_step(batch)
+    if rank == 1:
+        engine.handlers.by_kind["finish_gradient"] = fail
+    with pytest.raises((RankLost, OSError)) as caught:
+        engine.train_step(batch)
+    with pytest.raises(ValueError, match="make a new one") as later:
+        engine.train_step(batch)
+    return str(caught.value), str(later.value)
+
+
+def fail(*_: object) -> None:
+    raise OSError("bad memory")
+
+
+def test_a_rank_that_fails_ends_the_engines_of_all():
+    own = "bad memory"
+    told = f"rank 1: OSError: {own}"
+    found = values_of(run_ranks(fail_in_backward, 3, float32()))
+    assert [message for message, _ in found] == [told, own, told]
+    assert all("a rank failed" in later for _, later in found)
+
+
+def export(rank: int, size: int, case: Case, folder: Path) -> None:
+    engine = opened(rank, size, case)
     engine.train_step(case.steps[0][0])
     engine.save_pretrained(folder / str(size))
     engine.close()

@@ -80,3 +80,25 @@ def test_every_token_appears_once_in_order(lengths, chunk_tokens, spare):
 def test_impossible_batches_are_refused(lengths, message):
     with pytest.raises(ValueError, match=message):
         pack(lengths, chunk_tokens=8, chunks_per_round=2)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40),
+    chunk=st.integers(5, 16),
+    chunks=st.integers(6, 8),
+    multiple=st.integers(2, 5),
+)
+def test_rounds_for_ranks_are_even_and_keep_every_token(lengths, chunk, chunks, multiple):
+    rounds = pack(lengths, chunk, chunks, multiple)
+    assert all(0 < len(members) <= chunks for members in rounds)
+    parts = sorted((r.sequence, r.start, r.length) for members in rounds for c in members for r in c.ranges)
+    whole = sorted((r.sequence, r.start, r.length) for m in pack(lengths, chunk, chunks) for c in m for r in c.ranges)
+    assert parts == whole
+    for members in rounds:
+        for number, c in enumerate(members):
+            assert c.first_slice < 0 or c.first_slice <= number <= c.last_slice < len(members)
+
+
+def test_as_many_rounds_as_ranks_where_there_are_chunks_enough():
+    rounds = pack([8, 8, 8, 5, 5, 8], chunk_tokens=8, chunks_per_round=4, round_multiple=4)
+    assert [sum(c.tokens for c in members) for members in rounds] == [13, 13, 8, 8]
