@@ -234,6 +234,11 @@ class Job:
                 f"{self.words.setting('freeze', ' '.join(self.freeze))}: in mode lora all but the adapters is frozen;"
                 f" choose modules with {self.words.spelled('lora_targets')} instead"
             )
+        elif self.matmul_dtype != "compute":
+            raise ValueError(
+                f"{self.words.setting('matmul_dtype', self.matmul_dtype)} is not built beside adapters; leave it out,"
+                f" or store the frozen weights in 8 bits by {self.words.setting('base_dtype', 'fp8')}"
+            )
         else:
             _ = self.lora_setup  # raises for adapters that cannot be
 

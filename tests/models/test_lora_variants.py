@@ -196,6 +196,8 @@ def test_adapters_that_cannot_be(tmp_path):
         LoRA(init="pisa")
     with pytest.raises(ValueError, match="needs an even rank, got 3"):
         Job(mode="lora", lora_rank=3, lora_init="orthogonal")
+    with pytest.raises(ValueError, match="matmul_dtype=fp8 is not built beside adapters; leave it out, or store"):
+        Job(mode="lora", matmul_dtype="fp8")
     with pytest.raises(ValueError, match="would multiply every weight twice"):
         LoRA(use_dora=True, dropout=0.1)
     with pytest.raises(ValueError, match=r"lora_init=pissa with rank 64: .*q_proj has \d+ x \d+ .*rank of at most"):
