@@ -32,10 +32,12 @@ from ranks_helper import run_ranks, values_of
 
 from flexengine import LoRA
 from flexengine.models import blocks
+from flexengine.models.base_dtype import with_base_dtype
 from flexengine.models.freezing import with_frozen
 from flexengine.models.lora import with_lora
 from flexengine.models.registry import ModelSource, open_model
-from flexengine.optim import AdamW
+from flexengine.optim import AdamW, Muon, Optimizer
+from flexengine.optim.rules import IN_BLOCKS
 from flexengine.parallel.control import Control
 from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.signals import RankLost
@@ -60,6 +62,7 @@ class Case(NamedTuple):
     plan: Plan
     steps: list[list[Any]]
     clip: float | None = 1.0
+    optimizer: Optimizer | None = None
 
 
 class Shown(NamedTuple):
@@ -172,6 +175,39 @@ def lora() -> Case:
     return Case(source, streamed(source, numerics=BF16), steps_of(67, LENGTHS))
 
 
+def pissa() -> Case:
+    """Adapters that begin with the principal parts of the weights, which lose them; beside them magnitudes."""
+    source = random_weights(tiny_config())
+    source = source._replace(spec=with_lora(source.spec, LoRA(rank=2, use_dora=True, init="pissa")))
+    return Case(source, streamed(source), steps_of(67, LENGTHS))
+
+
+def stored_base() -> Case:
+    """Adapters over a base in 4 bits, which every rank may have on its GPU."""
+    config = tiny_config(hidden_size=32, intermediate_size=64, head_dim=8)
+    source = random_weights(config)
+    spec = with_base_dtype(with_lora(source.spec, LoRA(rank=2)), "nf4")
+    plan = streamed(source._replace(spec=spec), numerics=replace(BF16, base="nf4"))
+    groups = (g if g.trained or i % 2 else ON_GPU.of_frozen() for i, g in enumerate(plan.groups))
+    return Case(source._replace(spec=spec), replace(plan, groups=tuple(groups)), steps_of(67, LENGTHS))
+
+
+def muon() -> Case:
+    """Whole matrices are updated by one rank or another, and the rest in shares."""
+    source = random_weights(tiny_config())
+    plan = streamed(source, home=GroupPlan(), numerics=replace(BF16, optimizer="muon"), optimizer_tile=1024)
+    return Case(source, plan, steps_of(67, LENGTHS), optimizer=Muon(lr=1e-2))
+
+
+def states_in_blocks() -> Case:
+    """Optimizer states of 8 bits share a scale with their neighbours."""
+    source = random_weights(tiny_config())
+    homes = [GroupPlan(), ON_CPU]
+    plan = streamed(source, numerics=replace(BF16, state=IN_BLOCKS), optimizer_tile=512)
+    groups = tuple(homes[i % 2] for i in range(len(plan.groups)))
+    return Case(source, replace(plan, groups=groups), steps_of(67, LENGTHS))
+
+
 def one_round() -> Case:
     """More ranks than rounds."""
     source = random_weights(tiny_config())
@@ -181,7 +217,8 @@ def one_round() -> Case:
 CASES: dict[Callable[[], Case], tuple[int, ...]] = {
     float32: (2, 3, 4), several_calls: (2,), bf16: (4,), bf16_states: (3,), tied: (2, 4), tied_in_shared_slots: (3,),
     frozen: (3,), sliced: (2,), unclipped: (3,), unclipped_by_gpu: (2,), not_finite: (2,), experts: (4,),
-    experts_in_parts: (2,), balanced_experts: (3,), lora: (2,), one_round: (2,),
+    experts_in_parts: (2,), balanced_experts: (3,), lora: (2,), pissa: (3,), stored_base: (2,), muon: (3,),
+    states_in_blocks: (3,), one_round: (2,),
 }  # fmt: skip
 """With the numbers of ranks that are tried; few, as each takes seconds of two cores."""
 
@@ -210,7 +247,7 @@ def train(rank: int, size: int, case: Case) -> Shown:
         ranks, order = Ranks.of_environment(), shuffled_order(7 * rank + size)
     plan = replace(case.plan, request=replace(case.plan.request, ranks=size, round_multiple=ROUND_MULTIPLE))
     group, options = RankGroup(ranks, Control.open(ranks)), {"max_grad_norm": case.clip, "order": order}
-    engine = build_engine(case.source, plan, AdamW(lr=1e-2), group=group, **options)
+    engine = build_engine(case.source, plan, case.optimizer or AdamW(lr=1e-2), group=group, **options)
     numbers, gradients = [], {}
     for calls in case.steps:
         for call in calls[:-1]:
