@@ -14,7 +14,7 @@ import numpy as np
 
 from flexengine.plan import GroupPlan, LayerPlan, Plan
 from flexengine.planner.cost.stream_loads import group_loads, plane_bytes_in
-from flexengine.planner.shared_buffers import ADAPTER_HOME, SlotCounts
+from flexengine.planner.shared_buffers import SlotCounts
 from flexengine.planner.size_tables import NUM_RESIDENCIES, STREAMS_WEIGHTS, SizeTables
 from flexengine.schedule.group_storage import GroupStorage
 from flexengine.schedule.group_uses import GroupUse
@@ -85,7 +85,8 @@ class CandidateMemory:
     @cached_property
     def edge_host(self) -> np.ndarray:
         """Host bytes [S] of the edge groups' planes."""
-        return self._of_edges(lambda group, home, _: plane_bytes_in("host", group, home)).sum(axis=1)
+        ranks = self.tables.cost.ranks
+        return self._of_edges(lambda group, home, _: plane_bytes_in("host", group, home) // ranks).sum(axis=1)
 
     @cached_property
     def edge_loads(self) -> np.ndarray:
@@ -185,7 +186,8 @@ class CandidateMemory:
         for group, residencies, residency in edges:
             groups[group] = residencies[residency]
         for group in buffers.adapter_groups:
-            groups[group] = ADAPTER_HOME.of_frozen() if tables.model.groups[group].frozen else ADAPTER_HOME
+            home = buffers.adapter_home
+            groups[group] = home.of_frozen() if tables.model.groups[group].frozen else home
         weight, grad, save = self._used_slots(one)
         count, tile = buffers.tiles(int(self.region_bytes(one)[0]), SlotCounts().optimizer)
         size = (tables.chunk_tokens, tables.chunks_per_round)

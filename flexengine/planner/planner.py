@@ -78,6 +78,7 @@ def make_plan(model: ModelSpec, request: Request, profile: HardwareProfile) -> P
 
     Experts in parts are tried only where whole experts do not fit or are far from the bound, or where rounds are so
     short that they touch only some experts. Deterministic; takes seconds, needs no GPU.
+    Of several ranks it plans one: the request has its tokens, and its share of the host's memory.
     Raises: PlanError when nothing fits, saying what would; ValueError for products that the model cannot do in FP8.
     """
     with _collector_paused():

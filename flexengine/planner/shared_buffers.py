@@ -48,10 +48,6 @@ SMALL_BLOCKS = 4
 """Blocks of the small model: at least as many as there are weight slots."""
 
 
-ADAPTER_HOME = RESIDENCIES[RESIDENT]
-"""Where adapters live: they are small, and every chunk reads them."""
-
-
 class SlotCounts(NamedTuple):
     """Prefetch depths. `optimizer` is the most tiles in flight: fetched, updated, returned and one waiting."""
 
@@ -100,8 +96,11 @@ class SharedBuffers:
         self.kind_layouts = [group_storage(model.groups[kind.group], request.numerics) for kind in self.kinds]
         self.edge_layouts = [group_storage(model.groups[g], request.numerics) for g in self.edge_groups]
         by_cpu = profile.device_type == "cuda" and not any(layout.on_gpu_only for layout in self.kind_layouts)
-        # what blocks may have; on the CPU both updates are one
-        self.residencies = np.array([*GPU_RESIDENCIES, UPDATED_BY_CPU] if by_cpu else GPU_RESIDENCIES)
+        # what blocks may have: on the CPU both updates are one, and several ranks share one copy on the host. Adapters
+        # live on the GPU otherwise: they are small, and every chunk reads them
+        on_gpu = GPU_RESIDENCIES if request.ranks == 1 else (STREAMED,)
+        self.residencies = np.array([*on_gpu, UPDATED_BY_CPU] if by_cpu else on_gpu)
+        self.adapter_home = RESIDENCIES[RESIDENT if request.ranks == 1 else STREAMED]
         self.adapter_layouts = [group_storage(model.groups[g], request.numerics) for g in self.adapter_groups]
         self.kind_residencies = [residencies_of(model.groups[kind.group]) for kind in self.kinds]
         self.edge_residencies = [residencies_of(model.groups[g]) for g in self.edge_groups]
@@ -133,8 +132,16 @@ class SharedBuffers:
 
     @cached_property
     def adapter_bytes(self) -> int:
-        """GPU bytes of the adapters' planes, which always live there."""
-        return sum(plane_bytes_in("gpu", group, ADAPTER_HOME) for group in self.adapter_layouts)
+        """GPU bytes of the adapters' planes."""
+        return sum(plane_bytes_in("gpu", group, self.adapter_home) for group in self.adapter_layouts)
+
+    @cached_property
+    def spilled_bytes(self) -> int:
+        """Host bytes where one of several ranks keeps accumulators of what two layers add to."""
+        acc_bytes, twice = max(4, DTYPE_BYTES[self.request.numerics.compute]), list[int]()
+        for group, layout in zip(self.edge_groups, self.edge_layouts, strict=True):
+            twice += [align(layout.part_numel * acc_bytes)] if self.uses[group].gradients > 1 else []
+        return sum(twice) if self.request.ranks > 1 else 0
 
     @cached_property
     def accumulator_bytes(self) -> int:
@@ -185,7 +192,7 @@ class SharedBuffers:
                 + gpu_overhead_bytes(layout, self.profile),
                 _bytes_of(layout, "hidden states", "key/value window"),
                 layout.place("scratch").num_bytes,
-                host_required_bytes(layout, self.profile),
+                host_required_bytes(layout, self.profile) + self.spilled_bytes,
             )
         return self._activations[size]
 
@@ -204,7 +211,7 @@ class SharedBuffers:
     def _plan(
         self, size: tuple[int, int], edge: EdgeChoice, slots: SlotCounts, residency: int, *, keep_all: bool
     ) -> Plan:
-        """Plan the small model: blocks keep all of their ops' outputs, or nothing, and have one residency."""
+        """Plan the small model for one rank: blocks keep all of their ops' outputs, or nothing, in one residency."""
         edges = iter(edge.residencies)
         nothing = LayerPlan((), (), "host")
         blocks = (LayerPlan(keepable_ops(b.ops) if b.keeps else ()) if keep_all else nothing for b in self.small.blocks)
@@ -213,7 +220,8 @@ class SharedBuffers:
         )
         groups = tuple(residencies_of(g)[v] for g, v in zip(self.small.groups, homes, strict=True))
         layers = (LayerPlan(), *blocks, LayerPlan())
-        return self.plan(size, edge, slots, layers, groups, LEAST_TILE)
+        plan = self.plan(size, edge, slots, layers, groups, LEAST_TILE)
+        return replace(plan, request=replace(self.request, ranks=1))
 
     def plan(
         self,
@@ -272,7 +280,8 @@ class SharedBuffers:
 
     def edge_choices(self) -> list[EdgeChoice]:
         """Ways to lay the edges' slots and to hold each edge group: streamed, resident but for states, or resident."""
-        homes = list(product((STREAMED, RESIDENT_BOTH, RESIDENT), repeat=len(self.edge_groups)))
+        choices = (STREAMED, RESIDENT_BOTH, RESIDENT) if self.request.ranks == 1 else (STREAMED,)
+        homes = list(product(choices, repeat=len(self.edge_groups)))
         separate_or_shared = (EdgeChoice(share, False, edges) for share in (False, True) for edges in homes)
         return [*separate_or_shared, *(EdgeChoice(True, True, edges) for edges in homes if STREAMED in edges)]
 

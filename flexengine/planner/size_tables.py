@@ -242,5 +242,6 @@ class BlockTables:
 
     @cached_property
     def residency_host(self) -> np.ndarray:
-        """Host bytes [V] of the planes."""
-        return np.array([plane_bytes_in("host", self.group, home) for home in self.residencies], dtype=np.int64)
+        """Host bytes [V] of the planes; each of several ranks counts its share."""
+        num_bytes = [plane_bytes_in("host", self.group, home) for home in self.residencies]
+        return np.array(num_bytes, dtype=np.int64) // self.cost.ranks

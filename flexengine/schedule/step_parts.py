@@ -15,6 +15,7 @@ from flexengine.schedule.following import followed
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_round, lower_update
 from flexengine.schedule.packing import full_round, later_rounds
+from flexengine.schedule.relay import Share
 from flexengine.schedule.simulator import Rates, Timing, simulate
 
 
@@ -56,7 +57,8 @@ def simulated_rounds(layout: Layout, rates: Rates) -> list[StepPart]:
             rounds.append(StepPart("last round with updates by the CPU", 1, last, until_gpu_ends(last, timing)))
     if plan.updates_on_cpu:
         update = "update" if last is None else "rest of the update"
-        first, name = followed(lower_update(layout, left), first), f"{update} of the step before, then {name}"
+        own = lower_update(layout, left, Share(0, plan.request.ranks))
+        first, name = followed(own, first), f"{update} of the step before, then {name}"
     return [_simulated(name, 1, first, rates), *rounds]
 
 

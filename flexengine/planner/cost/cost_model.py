@@ -17,6 +17,7 @@ from flexengine.schedule.group_storage import DTYPE_BYTES
 from flexengine.schedule.layer_program import Stage
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_update
+from flexengine.schedule.relay import Share
 from flexengine.schedule.simulator import Rates, Timing, simulate
 from flexengine.schedule.step_parts import StepEstimate, simulated_rounds, stalls, summed
 
@@ -30,6 +31,7 @@ class CostModel:
     """Prices commands of chunks of `chunk_tokens` tokens; `compute_bytes` is the size of a compute element.
 
     seq_len: tokens of a sequence, which attention's rates depend on. state_dtype: of the optimizer, for the CPU's rate.
+    ranks: that share updates, and the CPU.
     """
 
     profile: HardwareProfile
@@ -37,12 +39,13 @@ class CostModel:
     chunk_tokens: int
     seq_len: int
     state_dtype: str = "float32"
+    ranks: int = 1
 
     @staticmethod
     def of(request: Request, profile: HardwareProfile, chunk_tokens: int) -> CostModel:
         """The costs of a request's chunks of some size."""
-        numerics = request.numerics
-        return CostModel(profile, DTYPE_BYTES[numerics.compute], chunk_tokens, request.max_seq_len, numerics.state)
+        compute_bytes, state = DTYPE_BYTES[request.numerics.compute], request.numerics.state
+        return CostModel(profile, compute_bytes, chunk_tokens, request.max_seq_len, state, request.ranks)
 
     @property
     def acc_bytes(self) -> int:
@@ -97,7 +100,7 @@ class CostModel:
 
     def cpu_s(self, command: Command) -> float:
         """Seconds of an update by the CPU while the link is idle: it is bound by host memory."""
-        return command.work.memory_bytes / self.profile.cpu_adamw_bytes_per_s(self.state_dtype)
+        return self.ranks * command.work.memory_bytes / self.profile.cpu_adamw_bytes_per_s(self.state_dtype)
 
     def issue_s(self, command: Command) -> float:
         """Host seconds to issue a command: its op calls, each with its views, one after another."""
@@ -174,7 +177,7 @@ class StepPricer:
         plan = layout.plan
         key = (plan.groups, plan.optimizer_tile, plan.optimizer_slots)
         if key not in self.updates:
-            program = lower_update(layout)
+            program = lower_update(layout, share=Share(0, plan.request.ranks))
             self.simulated_commands += len(program.commands)
             self.updates[key] = price(program, cost)
         return self.updates[key]

@@ -22,7 +22,9 @@ def gpu_categories(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
 
 def host_categories(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
     """Host bytes by category. On a CPU what ops allocate is memory of the process, beside both arenas."""
-    return layout.categories("host") | _host_overhead(profile) | _temporaries(layout, profile)
+    ranks = layout.plan.request.ranks
+    shared = {name: num_bytes // ranks for name, num_bytes in layout.categories("node").items()}
+    return layout.categories("host") | shared | _host_overhead(profile) | _temporaries(layout, profile)
 
 
 def _gpu_overhead(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
@@ -57,9 +59,9 @@ def gpu_required_bytes(layout: Layout, profile: HardwareProfile) -> int:
 
 
 def host_required_bytes(layout: Layout, profile: HardwareProfile) -> int:
-    """Resident host bytes of the process at its peak."""
-    temporaries = sum(_temporaries(layout, profile).values())
-    return layout.host_bytes + host_overhead_bytes(profile) + temporaries
+    """Resident host bytes of the process at its peak, with its share of what several ranks have together."""
+    temporaries, node_bytes = sum(_temporaries(layout, profile).values()), layout.node_bytes
+    return layout.host_bytes + -(-node_bytes // layout.plan.request.ranks) + host_overhead_bytes(profile) + temporaries
 
 
 def excess_bytes(layout: Layout, request: Request, profile: HardwareProfile) -> tuple[int, int]:

@@ -87,6 +87,7 @@ def group_loads(group: GroupStorage, home: GroupPlan, use: GroupUse, rounds: int
     loads[UC] += group.update_flops / cost.matmul_rate
     loads[UH] = (back + (planes["grad"] if home.grads == "host" else 0)) / p.h2d_duplex_bytes_per_s
     loads[UD] = back / p.d2h_duplex_bytes_per_s
+    loads[[UC, UH, UD]] /= cost.ranks
     return loads
 
 
@@ -197,6 +198,7 @@ def tile_times(group: GroupStorage, home: GroupPlan, tile: int, cost: CostModel)
     copies_s = NUM_COPIES * issue_s(cost, "copy") if fetched else 0.0
     issued_s = count * (issue_s(cost, "update") + copies_s)
     first_s = min(1.0, tile / max(1, group.numel)) * (fetch_s + compute_s + return_s)
+    fetch_s, compute_s, return_s, issued_s = (s / cost.ranks for s in (fetch_s, compute_s, return_s, issued_s))
     return TileTimes(fetch_s, compute_s, return_s, issued_s, first_s)
 
 

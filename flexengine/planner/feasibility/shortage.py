@@ -126,7 +126,7 @@ def _uniform(memory: CandidateMemory) -> Candidates:
     shared += np.array([align(int(b)) for b in tables.choice_staged])
     totals = tables.choice_gpu.total + shared
     made = []
-    for home in range(len(GPU_RESIDENCIES)):
+    for home in np.intersect1d(tables.buffers.residencies, GPU_RESIDENCIES):
         alike = np.flatnonzero(tables.choice_residency == home)
         choice = int(alike[totals[alike].argmin()])
         made += [(np.full(tables.num_blocks, choice), e, LEAST_SLOTS) for e in range(len(memory.edge_choices))]
