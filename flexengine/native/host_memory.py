@@ -23,7 +23,7 @@ from flexengine.native.threads import host_threads
 PAGE_BYTES = mmap.PAGESIZE
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _M_MMAP_THRESHOLD = -3  # of <malloc.h>
-MAPPED_BLOCK_BYTES = 4 << 20
+MAPPED_BLOCK_BYTES = 1 << 18
 """Blocks from here on get a mapping of their own: those of tensors that a step computes on the CPU."""
 
 
