@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,10 +21,14 @@ from flexengine.keywords import takes
 from flexengine.lora import LoRA
 from flexengine.models.group_factors import group_factors
 from flexengine.models.registry import ModelSource, open_initial
+from flexengine.native.host_memory import gpu_numa_node
 from flexengine.optim import OPTIMIZERS, Optimizer, name_of
 from flexengine.options import options_of
+from flexengine.parallel.cores import take_cores
+from flexengine.parallel.ranks import Ranks
+from flexengine.parallel.team import Team, join
 from flexengine.plan import Plan
-from flexengine.planner.planner import make_plan
+from flexengine.plan_for_ranks import plan_for_ranks
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_data import step_timeline
 from flexengine.reports.plan_text import describe
@@ -39,6 +44,7 @@ from flexengine.request import (
     without_cache,
 )
 from flexengine.runtime.engine import Engine, EngineSettings
+from flexengine.runtime.turns import RankGroup
 from flexengine.runtime.weight_store import check_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -46,7 +52,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run that fits, before anything is loaded: the model, the job, the plan, and the machine it was made for."""
+    """A run that fits, before anything is loaded: the model, the job, the plan, and the machine it was made for.
+
+    team: the ranks that train together; None for a process that is alone.
+    """
 
     source: ModelSource
     job: Job
@@ -54,6 +63,7 @@ class PlannedRun:
     profile: HardwareProfile
     device: torch.device
     cache_bytes: int = 0
+    team: Team | None = None
 
     def describe(self) -> str:
         """The plan in words."""
@@ -158,22 +168,79 @@ def prepare_job(
 
     cache_bytes: of the GPU budget, what the plan leaves to sequences that are generated.
     """
+    team = join()
+    if team is None:
+        opened = _open(path_or_preset, job, None)
+        profile, plan = _measure_and_plan(opened, hardware, 1, cache_bytes)
+    else:
+        with team.control.all_or_none():
+            opened = _open(path_or_preset, job, team)
+        take_cores(team.ranks, team.control, gpu_numa_node() if opened.device.type == "cuda" else None)
+        profile, plan = _told_by_first(team, lambda: _measure_and_plan(opened, hardware, team.ranks.size, cache_bytes))
+    return PlannedRun(opened.source, opened.job, plan, profile, opened.device, cache_bytes, team)
+
+
+class _Opened(NamedTuple):
+    """What a job is about: the model as it is trained, the job with what files say, the device."""
+
+    source: ModelSource
+    job: Job
+    device: torch.device
+
+
+def _open(path_or_preset: str | Path, job: Job, team: Team | None) -> _Opened:
     source, job = open_initial(path_or_preset, job.init), with_read_adapter(job)
     source = source._replace(spec=described(source.spec, job))
     if source.spec.notice:
         logger.warning("%s: %s", source.spec.name, source.spec.notice)
     if source.weights_folder is not None:
         source = source._replace(spec=check_checkpoint(source.spec, source.weights_folder))
-    device = choose_device(job.device)
+    device = choose_device(job.device if team is None else _device_of_rank(job.device, team.ranks))
     if job.matmul_dtype == "fp8":
         check_multiplies_fp8(device)
+    return _Opened(source, job, device)
+
+
+def _device_of_rank(name: str, ranks: Ranks) -> str:
+    """The device of a rank, by the job's name for the device of all. Raises: ValueError where there are too few."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return "cpu"
+    if name not in ("auto", "cuda"):
+        raise ValueError(
+            f"device={name!r}, but each of {ranks.size} ranks has a GPU of its own; give auto, cuda or cpu"
+        )
+    count = torch.cuda.device_count()
+    if count == 1:  # whoever started the ranks shows each its own, or they share one
+        return "cuda:0"
+    if count < ranks.local_size:
+        raise ValueError(
+            f"{ranks.local_size} ranks on this machine, which has {count} usable NVIDIA GPUs; start as many ranks"
+        )
+    return f"cuda:{ranks.local_rank}"
+
+
+def _measure_and_plan(
+    opened: _Opened, hardware: HardwareProfile | str | Path | None, num_ranks: int, cache_bytes: int
+) -> tuple[HardwareProfile, Plan]:
+    source, job, device = opened
     profile = _profile(hardware, device, job, source)
-    request = make_request(job, profile, device.type)
-    plan = with_cache(make_plan(source.spec, without_cache(request, cache_bytes), profile), request, cache_bytes)
+    request = replace(make_request(job, profile, device.type), ranks=num_ranks)
+    plan = with_cache(plan_for_ranks(source.spec, without_cache(request, cache_bytes), profile), request, cache_bytes)
     release_unused_heap()  # the profile's process, to which arenas are added, holds nothing of planning
     if hardware is None:
         check_is_free(plan, profile, device.type)
-    return PlannedRun(source, job, plan, profile, device, cache_bytes)
+    return profile, plan
+
+
+def _told_by_first(
+    team: Team, measure_and_plan: Callable[[], tuple[HardwareProfile, Plan]]
+) -> tuple[HardwareProfile, Plan]:
+    """Have rank 0 measure and plan, and tell the others. Raises: on all ranks, what it raises."""
+    found = None
+    with team.control.all_or_none():
+        if team.ranks.rank == 0:
+            found = measure_and_plan()
+    return team.control.broadcast(found)
 
 
 def _profile(
@@ -219,6 +286,7 @@ def build(planned: PlannedRun, optimizer: Optimizer | None = None, **changes: An
         cache_bytes=planned.cache_bytes,
         lr_factors=group_factors(planned.source.spec, "lr_groups", job.lr_groups),
         decay_factors=group_factors(planned.source.spec, "weight_decay_groups", job.weight_decay_groups),
+        group=None if planned.team is None else RankGroup(*planned.team),
     )
     return Engine(planned.source, planned.plan, planned.device, optimizer, settings)
 

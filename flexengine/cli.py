@@ -13,6 +13,7 @@ from flexengine.config import TrainConfig, options_from_yaml
 from flexengine.flags import add_flag, overlay
 from flexengine.hf_names import renamed_flag
 from flexengine.job import Job
+from flexengine.launch import is_rank, launch
 from flexengine.options import options_of
 from flexengine.wording import (
     WRONG_USAGE,
@@ -121,14 +122,14 @@ def commands_help() -> str:
 
 
 def run_train(argv: list[str]) -> int:
-    return _train(parse_config("flexengine train", argv))
+    return _train(parse_config("flexengine train", argv), command=["train", *argv])
 
 
 def run_demo(argv: list[str]) -> int:
-    options = demo_options()
+    options, command = demo_options(), ["demo", *argv]
     if "--lora" in argv:  # short for what shows adapters; every other flag is one of train
         argv, options = [argument for argument in argv if argument != "--lora"], {**options, **demo_lora_options()}
-    return _train(parse_config("flexengine demo", argv, options), prompts=DEMO_PROMPTS, replace=True)
+    return _train(parse_config("flexengine demo", argv, options), command=command, prompts=DEMO_PROMPTS, replace=True)
 
 
 def run_download(argv: list[str]) -> int:
@@ -197,7 +198,10 @@ class StderrHandler(logging.StreamHandler):
         """The base class sets its stream once; this one has none of its own."""
 
 
-def _train(config: TrainConfig, **keywords: Any) -> int:
+def _train(config: TrainConfig, command: list[str], **keywords: Any) -> int:
+    """Train in this process, or have `command` run by one for each of several GPUs."""
+    if config.gpus > 1 and not is_rank():
+        return launch(config.gpus, command)
     logging.basicConfig(level=config.logging.upper(), format="%(message)s", handlers=[StderrHandler()], force=True)
     from flexengine.trainer import train  # noqa: PLC0415, loads torch
 

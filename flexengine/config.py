@@ -80,6 +80,15 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
             zero_means="never",
         ),
     ] = 10
+    gpus: Annotated[
+        int,
+        Option(
+            "GPUs of this machine to train on, a process for each; --max-gpu-mem-gib is each one's, --max-host-mem-gib"
+            " that of all together",
+            above=0,
+            most=1024,
+        ),
+    ] = 1
     replan: Annotated[
         bool,
         Option("plan again with the speeds that the second step showed, within the memory already held; results stay"),

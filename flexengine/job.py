@@ -182,6 +182,15 @@ class Job:
         int | None,
         Option("tokens that pass a layer together (default: the planner decides)", above=0, most=MOST_TOKENS),
     ] = None
+    round_multiple: Annotated[
+        int | None,
+        Option(
+            "steps have a multiple of so many rounds (default: the number of GPUs); with --chunk-tokens and"
+            " --round-tokens it pins the order of sums, so that any number of GPUs gives the same bits",
+            above=0,
+            most=1024,
+        ),
+    ] = None
     recompute: Annotated[
         Literal["auto", "none", "full"], Option("activations recomputed in backward; auto = the planner decides")
     ] = "auto"

@@ -113,6 +113,7 @@ def make_request(job: Job, profile: HardwareProfile, device_type: str) -> Reques
         max_host_bytes=_budget_bytes("host", job.max_host_mem_gib, free_host),
         chunk_tokens=job.chunk_tokens,
         round_tokens=job.round_tokens,
+        round_multiple=job.round_multiple,
         recompute=job.recompute,
         numerics=job.numerics,
         clipping=job.max_grad_norm is not None,

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -39,9 +40,11 @@ from flexengine.metrics import (
     format_tflops,
     format_tokens_per_s,
 )
-from flexengine.models.registry import open_initial
+from flexengine.models.registry import ModelSource, open_initial
 from flexengine.optim import OPTIMIZERS, AdamW, Muon, Optimizer
 from flexengine.optim.lr_schedule import LrSchedule
+from flexengine.parallel.team import Team, join
+from flexengine.ranks_of_run import as_rank, first_rank_first, without_stop_signals
 from flexengine.recording import Recorder, check_recording
 from flexengine.resuming import (
     ResumePoint,
@@ -79,10 +82,39 @@ def train(
     the same format) and, with config.save, final/ (and best/, of the lowest validation loss) in config.run_folder.
     Raises ValueError (PlanError when no plan fits) for what a person can correct, before any step is taken.
     """
-    source = open_initial(config.model, config.init)
+    team = join()
+    if team is None:
+        return _train(config, prompts, replace, callbacks, None)
+    with as_rank(team, config) as own:
+        return _train(own, prompts, replace, callbacks, team)
+
+
+def _train(
+    config: TrainConfig, prompts: Sequence[str], replace: bool, callbacks: Sequence[Callback], team: Team | None
+) -> int:
+    source = first_rank_first(team, lambda: open_initial(config.model, config.init))
     if config.dry_run:
         return dry_run(config)
     told = Callbacks([*open_trackers(config.report_to), *callbacks])
+    checked = first_rank_first(team, lambda: check_run(config, source, replace))
+    points = checked.points
+    checked.data.batches.begin(points[0].step if points else 0)
+    planned = prepare_run(points[0].pinned(config) if points else config)
+    print(planned.describe())
+    with started_run_folder(config, planned, replace), told:
+        return told.ending_with(run(config, planned, checked.data, checked.schedule, prompts, told, points))
+
+
+class CheckedRun(NamedTuple):
+    """What is known of a run before the machine is measured. points: checkpoints to go on from, the best first."""
+
+    data: TrainingData
+    schedule: LrSchedule
+    points: list[ResumePoint]
+
+
+def check_run(config: TrainConfig, source: ModelSource, replace: bool) -> CheckedRun:
+    """Open the data and check what can be checked before anything is planned. Raises: ValueError."""
     data = open_data(config, source)
     print(f"data: {data.description}")
     num_steps = data.batches.num_steps(config.steps, config.epochs)
@@ -96,12 +128,7 @@ def train(
         wanted = training_of(optimizer_of(config), config.numerics, config.seed)
         check_same_training(points[0].engine, points[0].checkpoint.folder, wanted)
         check_same_data(points[0], data, num_steps)
-
-    data.batches.begin(points[0].step if points else 0)
-    planned = prepare_run(points[0].pinned(config) if points else config)
-    print(planned.describe())
-    with started_run_folder(config, planned, replace), told:
-        return told.ending_with(run(config, planned, data, schedule, prompts, told, points))
+    return CheckedRun(data, schedule, points)
 
 
 def run(
@@ -227,7 +254,8 @@ def watchers_of(
     """Make those who stand around every step. logs: closes the log of evaluations. point: what the run goes on from."""
     recorder = Recorder(config, planned, engine, num_steps, 0 if point is None else point.step)
     reviewer = Reviewer(config, planned, engine, num_steps, recorder)
-    health, saver = RunHealth(engine, config.max_skipped_steps), RunSaver(config, engine, data.batches, num_steps)
+    health = RunHealth(engine, config.max_skipped_steps)
+    saver = RunSaver(without_stop_signals(config, planned.team), engine, data.batches, num_steps)
     watchers = Watchers(recorder, reviewer, health, callbacks, saver)
     saver.parts, saver.tell = {"health": health}, callbacks.on_save
     if point is not None:

@@ -50,6 +50,7 @@ class Watch:
         self._siblings = siblings  # by row
         self._own = Signals.over(memory.tensor, ranks.local_size, _NUM_CELLS, ranks.local_rank)
         self._followed: list[Signals] = []
+        self._following = threading.Lock()  # nothing is written to signals while their memory goes
         self._stopped_beats = dict.fromkeys(siblings, 0)
         self._parent = os.getppid() if _AGENT_VARIABLE in os.environ else None
         self._ends_s = float("inf")
@@ -80,9 +81,15 @@ class Watch:
 
     def follow(self, signals: Signals) -> None:
         """End the waits for these signals, too, when a rank is lost."""
-        self._followed.append(signals)
+        with self._following:
+            self._followed.append(signals)
         if self.loss is not None:
             signals.abort(self.loss.message)
+
+    def unfollow(self, signals: Signals) -> None:
+        """Leave these signals alone from now on; their memory may go."""
+        with self._following:
+            self._followed = [followed for followed in self._followed if followed is not signals]
 
     def abort(self, message: str) -> None:
         """End the run of all ranks; the caller tells why."""
@@ -158,7 +165,7 @@ class Watch:
 
     def _see_close(self, row: int) -> None:
         if not self._own.aborted:  # which raises that cell, too
-            for signals in self._followed:
+            for signals in tuple(self._followed):
                 signals.gone[row] = f"rank {self.ranks.of_node[row]} has ended while this rank still waits for it"
 
     def _see_end(self, row: int, sibling: Process) -> None:
@@ -195,8 +202,9 @@ class Watch:
 
     def _repeat(self, message: str) -> None:
         """Raise all cells: a stream of a GPU may have lowered one since."""
-        for signals in self._followed:
-            signals.abort(message)
+        with self._following:
+            for signals in self._followed:
+                signals.abort(message)
 
     def _first_alive(self, but: int | None = None) -> int:
         """The first rank of the node that runs, in another row than `but` if there is one."""

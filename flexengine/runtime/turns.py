@@ -14,6 +14,7 @@ from flexengine.parallel.control import Control
 from flexengine.parallel.node_memory import NodeMemory
 from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.signals import Signals
+from flexengine.parallel.watch import Watch
 from flexengine.runtime.batch_input import Sequences
 from flexengine.runtime.executor import CommandHooks
 from flexengine.runtime.step_state import StepState
@@ -25,10 +26,11 @@ ABORTED = "a rank failed, so that gradients or weights are not whole"
 
 
 class RankGroup(NamedTuple):
-    """The ranks that train together, and their calls to each other."""
+    """The ranks that train together, their calls to each other, and who notices when one is lost."""
 
     ranks: Ranks
     control: Control
+    watch: Watch | None = None
 
 
 class Turns:
@@ -39,7 +41,7 @@ class Turns:
     """
 
     def __init__(self, group: RankGroup, layout: Layout, page_locked: bool) -> None:
-        self.ranks, self.control = group.ranks, group.control
+        self.ranks, self.control, self._watch = group
         self.rounds = self.updates = self.last = 0
         size, num_cells = self.ranks.local_size, Cells(layout).count
         num_bytes = layout.node_bytes + Signals.num_bytes(size, num_cells)
@@ -48,6 +50,8 @@ class Turns:
         table = self._memory.tensor[layout.node_bytes :]
         self._signals = Signals.over(table, size, num_cells, self.ranks.local_rank)
         self._check_others, self.control.check_lost = self.control.check_lost, self._check
+        if self._watch is not None:
+            self._watch.follow(self._signals)
 
     @property
     def share(self) -> Share:
@@ -99,7 +103,8 @@ class Turns:
 
     def abort(self, error: BaseException) -> None:
         """Tell all ranks that this one cannot go on, so that none waits for it."""
-        self._signals.abort(f"rank {self.ranks.rank}: {type(error).__name__}: {error}")
+        end = self._signals if self._watch is None else self._watch
+        end.abort(f"rank {self.ranks.rank}: {type(error).__name__}: {error}")
 
     # -- calls that all ranks make -----------------------------------------------------------------------------------
 
@@ -134,6 +139,8 @@ class Turns:
     def close(self) -> None:
         """Let go of the node's memory. Order: nothing of this rank runs any more."""
         self.control.check_lost = self._check_others
+        if self._watch is not None:
+            self._watch.unfollow(self._signals)
         self._memory.close()
 
 

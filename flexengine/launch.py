@@ -1,0 +1,60 @@
+"""`train --gpus N`: starts this command once for every GPU, through torch's elastic launcher, as torchrun does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+
+SHUTDOWN_S = 3600
+"""How long ranks that are asked to stop may take to finish their step and save."""
+FAILED = 1
+
+
+def is_rank(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether this process is one of several ranks already, as torchrun or `launch` starts them."""
+    environment = os.environ if environment is None else environment
+    return environment.get("WORLD_SIZE", "1").strip() not in ("", "1")
+
+
+def launch(num_gpus: int, command: Sequence[str]) -> int:
+    """Run `python -m flexengine COMMAND` as `num_gpus` ranks of this machine; returns the exit status of the run.
+
+    A signal reaches all ranks. When one fails, the others end, too; ranks say themselves what was wrong.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: PLC0415, loads torch
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch  # noqa: PLC0415
+
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # repeats at length what ranks say
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; updates on the CPU have their own number
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_gpus,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        signals_to_handle="SIGTERM,SIGINT,SIGUSR1",
+        shutdown_timeout=SHUTDOWN_S,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "flexengine", *command)
+    except ChildFailedError as error:
+        return _status({rank: failure.exitcode for rank, failure in error.failures.items()})
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+def _status(exits: Mapping[int, int]) -> int:
+    """The exit status of a run from those of ranks that failed: the first one that a rank chose, or of a signal."""
+    chosen = [status for _, status in sorted(exits.items()) if status > 0]
+    if chosen:
+        return chosen[0]
+    killed = [-status for status in exits.values() if status < 0 and -status != signal.SIGTERM]
+    return 128 + killed[0] if killed else FAILED

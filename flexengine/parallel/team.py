@@ -1,0 +1,48 @@
+"""The ranks that this process trains with: joined once, when it is first asked for, and left when the process ends."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flexengine.parallel.control import Control
+from flexengine.parallel.ranks import Ranks
+from flexengine.parallel.watch import Watch
+
+
+class Team(NamedTuple):
+    """The ranks that train together, their calls to each other, and who notices when one is lost."""
+
+    ranks: Ranks
+    control: Control
+    watch: Watch | None = None
+
+    def close(self) -> None:
+        """Leave: this process makes no more calls. Order: after everything that the ranks share."""
+        if self.watch is not None:
+            self.watch.close()
+        self.control.close()
+
+
+class _Joined:
+    team: Team | None = None
+
+
+def join() -> Team | None:
+    """The team that the environment names, joined on the first call; None for a process that is alone.
+
+    All ranks make the first call together. Raises: ValueError where the environment contradicts itself.
+    """
+    ranks = Ranks.of_environment()
+    if ranks.size == 1:
+        return None
+    if _Joined.team is None or _Joined.team.ranks != ranks:
+        control = Control.open(ranks)
+        _Joined.team = Team(ranks, control, Watch.open(ranks, control))
+    return _Joined.team
+
+
+def leave() -> None:
+    """Leave the team that `join` gave, if any; a later call of `join` joins anew."""
+    if _Joined.team is not None:
+        _Joined.team.close()
+        _Joined.team = None

@@ -1,0 +1,86 @@
+"""One of several ranks that take the steps of a run together: rank 0 prints, writes and tells of errors.
+
+The other ranks do the same in a folder of their own that is thrown away, and show nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from flexengine.config import TrainConfig
+from flexengine.options import flag_of
+from flexengine.parallel.control import teller_of
+from flexengine.parallel.signals import RankLost
+from flexengine.parallel.team import Team, leave
+from flexengine.wording import WRONG_USAGE
+
+T = TypeVar("T")
+
+NOT_YET = ("save_steps", "resume", "replan", "trace", "profile_start_step")
+"""Options that work on one GPU, and not yet on several."""
+FAILED = 1
+_HEAD_START_S = 0.5  # of the rank that tells: a launcher ends all ranks when the first of them has ended
+
+
+def check_takes_ranks(config: TrainConfig) -> None:
+    """Raise ValueError for options that several ranks have not."""
+    defaults = TrainConfig.__dataclass_fields__
+    for name in NOT_YET:
+        if getattr(config, name) != defaults[name].default:
+            raise ValueError(f"{flag_of(name)} works on one GPU alone so far; leave it out, or train on one GPU")
+
+
+@contextmanager
+def as_rank(team: Team, config: TrainConfig) -> Iterator[TrainConfig]:
+    """Take part in a run; gives the options of this rank. A lost rank ends all, and one rank tells of what all raise.
+
+    Order: leaves the team in the end.
+    """
+    assert team.watch is not None, "a team that was joined is watched"
+    with ExitStack() as stack:
+        stack.callback(leave)
+        if team.ranks.rank > 0:
+            stack.enter_context(redirect_stdout(stack.enter_context(Path(os.devnull).open("w"))))
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flexengine-rank")), "run")
+            config = replace(config, output_dir=str(folder), logging="warning", report_to=(), plan_json=None)
+            logging.getLogger().setLevel(logging.ERROR)
+        try:
+            with team.watch:
+                with team.control.all_or_none():
+                    check_takes_ranks(config)
+                yield config
+        except RankLost as lost:
+            if team.watch.loss is None or team.watch.loss.told_here:
+                print(f"flexengine: {lost}", file=sys.stderr)
+            raise SystemExit(FAILED) from None
+        except Exception as error:
+            if teller_of(error) not in (None, team.ranks.rank):
+                time.sleep(_HEAD_START_S)
+                raise SystemExit(WRONG_USAGE) from None
+            raise
+
+
+def without_stop_signals(config: TrainConfig, team: Team | None) -> TrainConfig:
+    """The options of what saves checkpoints: several ranks have none yet, so a signal ends them at once."""
+    return config if team is None else replace(config, save=False)
+
+
+def first_rank_first(team: Team | None, body: Callable[[], T]) -> T:
+    """Do on every rank what fills caches: rank 0 does it first. Raises: on all ranks, what one raises."""
+    if team is None:
+        return body()
+    done: list[T] = []
+    for turn in (True, False):
+        with team.control.all_or_none():
+            if (team.ranks.rank == 0) is turn:
+                done.append(body())
+    return done[0]

@@ -1,0 +1,122 @@
+"""from_pretrained under torchrun's environment: ranks plan together, train to the bits of one, and hold the budgets."""
+
+import os
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from engine_helpers import random_batch
+from ranks_helper import run_ranks, values_of
+
+from flexengine import from_pretrained
+from flexengine.api import _device_of_rank, prepare
+from flexengine.hardware.presets import named_profile
+from flexengine.hardware.profile import HardwareProfile
+from flexengine.models.registry import open_model
+from flexengine.native.threads import host_threads
+from flexengine.parallel.ranks import Ranks
+from flexengine.parallel.team import leave
+from flexengine.plan import PlanError, Request
+from flexengine.plan_for_ranks import node_required_bytes, plan_for_ranks
+from flexengine.schedule.layout import Layout
+
+JOB = {
+    "max_seq_len": 64, "max_global_batch_tokens": 512, "dtype": "float32", "device": "cpu", "chunk_tokens": 64,
+    "round_tokens": 64, "round_multiple": 2, "max_gpu_mem_gib": 0.3, "max_host_mem_gib": 8.0,
+}  # fmt: skip
+LENGTHS = [64, 50, 64, 33, 12, 64, 20, 48]
+GIB = 2**30
+
+
+@cache
+def profile() -> HardwareProfile:
+    return prepare("preset:demo", **JOB).profile
+
+
+def train(rank: int) -> tuple[list[tuple[float, float]], str, int]:
+    os.environ |= {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
+    before = host_threads()
+    engine = from_pretrained("preset:demo", hardware=profile(), **JOB)
+    found = []
+    for step in range(2):
+        batch = random_batch(step, LENGTHS, 500)
+        out, update = engine.train_step(input_ids=batch, labels=batch)
+        found.append((float(out.loss), float(update.grad_norm)))
+    plan = replace(engine.plan).to_json()
+    engine.close()
+    leave()
+    assert engine.plan.request.ranks == int(os.environ["WORLD_SIZE"])
+    assert torch.get_num_threads() == 1
+    return found, plan, host_threads() - before
+
+
+def test_ranks_train_to_the_bits_of_one():
+    profile()
+    [(alone, _, _)] = values_of(run_ranks(train, 1))
+    values = values_of(run_ranks(train, 2))
+    assert [found for found, _, _ in values] == [alone] * 2
+    assert len({plan for _, plan, _ in values}) == 1
+    if len(os.sched_getaffinity(0)) >= 4:
+        assert all(more > 0 for _, _, more in values)
+
+
+def other_batch(rank: int) -> str:
+    engine = from_pretrained("preset:demo", hardware=profile(), **JOB)
+    with pytest.raises(ValueError, match="another batch") as caught:
+        engine.fwd_bwd(random_batch(rank, LENGTHS, 500))
+    engine.close()
+    leave()
+    return str(caught.value)
+
+
+def test_another_batch_is_an_error_on_all():
+    profile()
+    assert len(set(values_of(run_ranks(other_batch, 2)))) == 1
+
+
+def no_plan(rank: int) -> str:
+    with pytest.raises(ValueError, match="PlanError") as caught:
+        from_pretrained("preset:demo", hardware=profile(), **{**JOB, "max_host_mem_gib": 0.1})
+    leave()
+    return str(caught.value)
+
+
+def test_without_a_plan_all_ranks_say_so():
+    profile()
+    first, second = values_of(run_ranks(no_plan, 2))
+    assert second == f"rank 0: {first}"
+
+
+@pytest.mark.usefixtures("quick_search")
+@pytest.mark.parametrize(("ranks", "host_gib"), [(2, 130), (8, 260)])
+def test_a_plan_of_ranks_holds_the_budget_of_the_node(ranks, host_gib):
+    spec, card = open_model("preset:llama-3.1-8b").spec, named_profile("rtx4090")
+    request = Request(2048, 131072 * ranks, 22 * GIB, host_gib * GIB, ranks=ranks)
+    plan = plan_for_ranks(spec, request, card)
+    layout = Layout(spec, plan)
+    assert plan.request == request
+    assert plan.predicted.host_bytes == node_required_bytes(layout, card) <= request.max_host_bytes
+    assert sum(plan.predicted.host_categories.values()) == pytest.approx(plan.predicted.host_bytes, rel=1e-3)
+    assert plan.predicted.gpu_bytes <= request.max_gpu_bytes
+    assert {home.weights for home in plan.groups} == {"host"}
+
+
+def test_too_little_host_memory_for_ranks_is_said():
+    spec, card = open_model("preset:llama-3.1-8b").spec, named_profile("rtx4090")
+    with pytest.raises(PlanError):
+        plan_for_ranks(spec, Request(2048, 131072, 22 * GIB, 60 * GIB, ranks=4), card)
+
+
+def test_each_rank_has_a_gpu_of_its_own(monkeypatch):
+    second = Ranks(1, 2, 1, 2, 0, 1)
+    assert _device_of_rank("cpu", second) == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for count, device in ((1, "cuda:0"), (2, "cuda:1"), (8, "cuda:1")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        assert _device_of_rank("auto", second) == device
+    with pytest.raises(ValueError, match="a GPU of its own"):
+        _device_of_rank("cuda:1", second)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="4 ranks on this machine, which has 2"):
+        _device_of_rank("auto", Ranks(3, 4, 3, 4, 0, 1))

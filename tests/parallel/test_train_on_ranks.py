@@ -1,0 +1,74 @@
+"""`train` on several ranks: rank 0 prints and writes, one rank tells of errors, `--gpus` starts the ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks_helper import run_ranks, values_of
+
+from flexengine import launch, trainer
+from flexengine.config import TrainConfig
+from flexengine.parallel.ranks import Ranks
+
+OPTIONS = {
+    "model": "preset:demo", "data_source": "synthetic", "steps": 2, "max_seq_len": 32, "max_global_batch_tokens": 128,
+    "dtype": "float32", "device": "cpu", "chunk_tokens": 32, "round_tokens": 32, "max_gpu_mem_gib": 0.3,
+    "max_host_mem_gib": 8.0, "save": True,
+}  # fmt: skip
+
+
+def train(rank: int, folder: str) -> str:
+    printed = Path(folder, f"printed{rank}")
+    with printed.open("w") as sys.stdout:
+        status = trainer.train(TrainConfig(**OPTIONS, output_dir=str(Path(folder, "run"))))
+    assert status == 0
+    return printed.read_text()
+
+
+def test_rank_0_prints_and_writes(tmp_path):
+    first, second = values_of(run_ranks(train, 2, str(tmp_path)))
+    assert "step 2/2" in first
+    assert second == ""
+    lines = [json.loads(line) for line in (tmp_path / "run" / "train_log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["request"]["ranks"] == 2
+
+
+def refused(rank: int) -> str:
+    with pytest.raises((ValueError, SystemExit)) as caught:
+        trainer.train(TrainConfig(**{**OPTIONS, "save": False}, save_steps=1))
+    assert Ranks.of_environment().size == 2
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def test_what_ranks_cannot_do_yet_is_refused():
+    for told in values_of(run_ranks(refused, 2)):
+        assert told.startswith(("ValueError: --save-steps works on one GPU alone", "SystemExit"))
+
+
+def test_gpus_starts_ranks_and_gives_their_status(tmp_path):
+    """The options are refused by every rank, so that nothing is measured; one of them says so."""
+    arguments = ["--gpus", "2", "--model", "preset:demo", "--data-source", "synthetic", "--save-steps", "1"]
+    command = [sys.executable, "-m", "flexengine", "train", *arguments, "--output-dir", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=dict(os.environ))
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("--save-steps works on one GPU alone so far") == 1, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_process_of_torchrun_is_a_rank():
+    assert launch.is_rank({"WORLD_SIZE": "2"})
+    assert not launch.is_rank({"WORLD_SIZE": "1"})
+    assert not launch.is_rank({})
+
+
+def test_the_status_of_a_run_is_that_of_who_chose_one():
+    assert launch._status({1: -15, 0: 2}) == 2
+    assert launch._status({1: -9, 2: 1}) == 1
+    assert launch._status({0: -15, 1: -9}) == 137
+    assert launch._status({0: -15}) == 1
