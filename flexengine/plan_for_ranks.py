@@ -1,7 +1,6 @@
-"""A plan of several ranks: that of one rank's share of a step, with everything that ranks share on the host.
+"""A plan of several ranks: the planner plans one of them, with its tokens of a step and its share of the host's memory.
 
-The planner prices one rank that reads all weights, relays all gradients and runs its share of the rounds, which is what
-each of several ranks does. It also prices a whole update, of which a rank makes its share, so predictions are cautious.
+What ranks share on the host counts once for the node: every rank counts an equal part of it.
 """
 
 from __future__ import annotations
@@ -11,78 +10,36 @@ from dataclasses import replace
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import format_bytes
 from flexengine.models.spec import ModelSpec
-from flexengine.plan import GroupPlan, Plan, PlanError, PlanReason, Prediction, Request
-from flexengine.planner.cost.memory import gpu_categories, gpu_required_bytes, host_categories, host_required_bytes
+from flexengine.plan import Plan, PlanError, Request
 from flexengine.planner.planner import make_plan
-from flexengine.schedule.layout import Layout
-
-_TRIES = 12  # each takes what a plan needs too much from the budgets of the next
 
 
 def plan_for_ranks(model: ModelSpec, request: Request, profile: HardwareProfile) -> Plan:
-    """Find a fast plan for a request of one or of several ranks.
+    """Find the fastest plan for a request of one or of several ranks.
 
-    max_gpu_bytes of the request is each rank's, max_host_bytes all ranks' of the node together. Raises: PlanError when
-    nothing fits.
+    max_gpu_bytes of the request is each rank's, max_host_bytes all ranks' of the node together; predicted bytes are
+    told alike. Raises: PlanError when nothing fits.
     """
-    if request.ranks == 1:
+    ranks = request.ranks
+    if ranks == 1:
         return make_plan(model, request, profile)
-    share_tokens = -(-request.max_global_batch_tokens // request.ranks)
-    share = replace(
-        request, ranks=1, round_multiple=None, max_global_batch_tokens=max(request.max_seq_len, share_tokens)
-    )
-    for _ in range(_TRIES):
-        alone = make_plan(model, share, profile)
-        plan = on_host(alone, request)
-        layout = Layout(model, plan)
-        excess_gpu = gpu_required_bytes(layout, profile) - request.max_gpu_bytes
-        excess_host = node_required_bytes(layout, profile) - request.max_host_bytes
-        if excess_gpu <= 0 and excess_host <= 0:
-            return with_bytes(plan, layout, profile)
-        # what is too much of the host lies on every rank: a rank's part of it has to go
-        gpu_bytes = _tighter(share.max_gpu_bytes, alone.predicted.gpu_bytes, excess_gpu)
-        host_bytes = _tighter(share.max_host_bytes, alone.predicted.host_bytes, -(-excess_host // request.ranks))
-        if min(gpu_bytes, host_bytes) <= 0:
-            break
-        share = replace(share, max_gpu_bytes=gpu_bytes, max_host_bytes=host_bytes)
-    raise _too_small(request)
-
-
-def on_host(plan: Plan, request: Request) -> Plan:
-    """Move what ranks share to the host, and make it a plan for `request`."""
-    groups = tuple(GroupPlan(update=home.update) if home.trained else home for home in plan.groups)
-    return replace(plan, groups=groups, request=request)
-
-
-def node_required_bytes(layout: Layout, profile: HardwareProfile) -> int:
-    """Resident host bytes of all ranks of a node at their peak; what they share counts once."""
-    return layout.node_bytes + layout.plan.request.ranks * host_required_bytes(layout, profile)
-
-
-def with_bytes(plan: Plan, layout: Layout, profile: HardwareProfile) -> Plan:
-    """Say what a plan takes of a GPU and of the node."""
-    ranks = plan.request.ranks
-    private = {name: ranks * num_bytes for name, num_bytes in host_categories(layout, profile).items()}
-    shared = layout.categories("node")
-    predicted: Prediction = replace(
-        plan.predicted,
-        gpu_bytes=gpu_required_bytes(layout, profile),
-        host_bytes=node_required_bytes(layout, profile),
-        gpu_categories=gpu_categories(layout, profile),
-        host_categories={name: shared.get(name, 0) + private.get(name, 0) for name in {**shared, **private}},
-    )
-    return replace(plan, predicted=predicted)
-
-
-def _tighter(budget_bytes: int, used_bytes: int, excess_bytes: int) -> int:
-    """The budget under which a plan that used so much has to do with less by the excess."""
-    return budget_bytes if excess_bytes <= 0 else min(budget_bytes, used_bytes) - excess_bytes
-
-
-def _too_small(request: Request) -> PlanError:
-    return PlanError(
-        PlanReason.INSUFFICIENT_HOST_MEMORY,
-        f"found no plan of {request.ranks} GPUs with {format_bytes(request.max_gpu_bytes)} each and"
-        f" {format_bytes(request.max_host_bytes)} of host memory for all; raise the budgets or take fewer GPUs",
-        budget_bytes=request.max_host_bytes,
+    tokens = max(request.max_seq_len, -(-request.max_global_batch_tokens // ranks))
+    share = replace(request, max_global_batch_tokens=tokens, max_host_bytes=request.max_host_bytes // ranks)
+    try:
+        plan = make_plan(model, share, profile)
+    except PlanError as error:
+        budgets = f"{format_bytes(request.max_gpu_bytes)} of GPU memory each and {format_bytes(request.max_host_bytes)}"
+        raise PlanError(
+            error.reason,
+            f"found no plan of {ranks} GPUs with {budgets} of host memory for all; of one GPU and its share of the"
+            f" host:\n{error}",
+            error.required_bytes,
+            error.budget_bytes,
+        ) from None
+    predicted = plan.predicted
+    node = {name: ranks * num_bytes for name, num_bytes in predicted.host_categories.items()}
+    return replace(
+        plan,
+        request=request,
+        predicted=replace(predicted, host_bytes=ranks * predicted.host_bytes, host_categories=node),
     )

@@ -175,7 +175,7 @@ def check_is_free(plan: Plan, profile: HardwareProfile, device_type: str) -> Non
     free_gpu = profile.gpu_free_bytes + profile.gpu_context_bytes
     free_host = profile.host_available_bytes + profile.host_base_bytes
     if device_type == "cpu":  # both arenas are host memory
-        gpu_bytes, host_bytes = 0, gpu_bytes + host_bytes
+        gpu_bytes, host_bytes = 0, plan.request.ranks * gpu_bytes + host_bytes
     for needed, free, total, name, flag, reason in (
         (gpu_bytes, free_gpu, profile.gpu_total_bytes, "GPU", "gpu", PlanReason.INSUFFICIENT_DEVICE_MEMORY),
         (host_bytes, free_host, profile.host_total_bytes, "host", "host", PlanReason.INSUFFICIENT_HOST_MEMORY),

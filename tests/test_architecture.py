@@ -51,7 +51,7 @@ ARROWS = {
         "hardware",
     },
     "request": {"checkpoint", "hardware", "job", "lora", "metrics", "models", "options", "plan", "wording"},
-    "plan_for_ranks": {"hardware", "metrics", "models", "plan", "planner", "schedule"},
+    "plan_for_ranks": {"hardware", "metrics", "models", "plan", "planner"},
     "launch": set(),
     "ranks_of_run": {"config", "options", "parallel", "wording"},
     "api": {

@@ -18,7 +18,8 @@ from flexengine.native.threads import host_threads
 from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.team import leave
 from flexengine.plan import PlanError, Request
-from flexengine.plan_for_ranks import node_required_bytes, plan_for_ranks
+from flexengine.plan_for_ranks import plan_for_ranks
+from flexengine.planner.cost.memory import host_required_bytes
 from flexengine.schedule.layout import Layout
 
 JOB = {
@@ -96,7 +97,8 @@ def test_a_plan_of_ranks_holds_the_budget_of_the_node(ranks, host_gib):
     plan = plan_for_ranks(spec, request, card)
     layout = Layout(spec, plan)
     assert plan.request == request
-    assert plan.predicted.host_bytes == node_required_bytes(layout, card) <= request.max_host_bytes
+    assert plan.predicted.host_bytes == ranks * host_required_bytes(layout, card) <= request.max_host_bytes
+    assert layout.node_bytes > 2 * spec.num_trained_parameters
     assert sum(plan.predicted.host_categories.values()) == pytest.approx(plan.predicted.host_bytes, rel=1e-3)
     assert plan.predicted.gpu_bytes <= request.max_gpu_bytes
     assert {home.weights for home in plan.groups} == {"host"}

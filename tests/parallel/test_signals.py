@@ -56,6 +56,7 @@ def aborted(rank: int, native: str) -> str:
     with pytest.raises(RankLost):
         signals.check()
     signals.signal(4, 9)
+    control.barrier()  # waits end before all cells are raised
     assert {signals.value(cell, row) for cell in range(5) for row in range(3)} == {RAISED}
     control.barrier()
     return str(caught.value)
