@@ -47,6 +47,7 @@ class FakePlan:
 class FakeEngine:
     """Loss falls by 0.5 a step; records what it was given. `interrupt_at` raises Ctrl-C in that step (from 1)."""
 
+    team: None = None
     loss: float = 4.0
     interrupt_at: int = 0
     skip_at: int = 0
