@@ -57,8 +57,10 @@ def with_lora(model: ModelSpec, lora: LoRA) -> ModelSpec:
 
     Raises: ValueError for a target that no linear layer of the blocks has, or adapters that cannot be.
     """
-    model = with_named_experts(model)
-    _check_targets(model, lora)
+    named = with_named_experts(model)
+    _check_targets(named, lora)
+    if any(modules[0].expert for layer in named.layers for _, modules in _targeted(named, layer, lora)):
+        model = named  # a checkpoint may hold experts without adapters one by one
     known: dict[tuple[tuple[Op, ...], tuple], tuple[Op, ...]] = {}
     layers, groups = list(model.layers), list(model.groups)
     for index, layer in enumerate(model.layers):
