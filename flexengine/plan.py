@@ -148,6 +148,24 @@ class Request:
         if self.recompute not in ("auto", "none", "full"):
             raise ValueError(f"recompute={self.recompute!r}; choose auto, none or full")
 
+    def check_pinned_sizes(self) -> None:
+        """Raise PlanError when chunk_tokens and round_tokens do not go together, or no sequence fits a round."""
+        chunk, tokens = self.chunk_tokens, self.round_tokens
+        if tokens is None:
+            return
+        if chunk is not None and tokens % chunk:
+            raise PlanError(
+                PlanReason.INVALID_REQUEST,
+                f"round_tokens={tokens} is not a multiple of chunk_tokens={chunk}\n"
+                f"  works with: --round-tokens {-(-tokens // chunk) * chunk}, or --chunk-tokens {tokens}",
+            )
+        if tokens < self.max_seq_len:
+            raise PlanError(
+                PlanReason.INVALID_REQUEST,
+                f"round_tokens={tokens} is less than max_seq_len={self.max_seq_len}, and a sequence passes the layers"
+                f" in one round\n  works with: --round-tokens {self.max_seq_len}, or --max-seq-len {tokens}",
+            )
+
 
 @dataclass(frozen=True)
 class Prediction:

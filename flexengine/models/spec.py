@@ -207,6 +207,18 @@ class ModelSpec:
         groups = (replace(g, params=tuple(renamed(p) for p in g.params)) for g in self.groups)
         return replace(self, groups=tuple(groups))
 
+    def with_layers(self, kept: Iterable[int]) -> ModelSpec:
+        """Keep the layers at these places, and the groups that they use."""
+        layers = [self.layers[i] for i in kept]
+        used = {group for layer in layers for group in layer.groups}
+        number = {group: i for i, group in enumerate(sorted(used))}
+        renumbered = (
+            replace(layer, params=tuple((local, number[group], name) for local, group, name in layer.params))
+            for layer in layers
+        )
+        groups = tuple(self.groups[group] for group in sorted(used))
+        return replace(self, layers=tuple(renumbered), groups=groups)
+
     @property
     def buffers(self) -> dict[str, WeightSource]:
         """Tensors that layers read beside parameters, by their names in the checkpoint."""

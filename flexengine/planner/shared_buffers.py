@@ -113,20 +113,10 @@ class SharedBuffers:
         self._activations: dict[tuple[int, int], ActivationBytes] = {}
 
     def _small_model(self) -> ModelSpec:
-        """The model with its first blocks and one of each kind only, groups numbered anew."""
+        """Make a model of the first blocks and one of each kind only."""
         firsts = {int(np.flatnonzero(self.kind_of == kind)[0]) for kind in range(len(self.kinds))}
         blocks = sorted({*range(min(SMALL_BLOCKS, len(self.block_layers))), *firsts})
-        layers = [
-            self.model.layers[i] for i in (0, *(self.block_layers[b] for b in blocks), len(self.model.layers) - 1)
-        ]
-        kept = sorted({*self.edge_groups, *(group for layer in layers for group in layer.groups)})
-        number = {group: i for i, group in enumerate(kept)}
-        layers = [
-            replace(layer, params=tuple((local, number[group], name) for local, group, name in layer.params))
-            for layer in layers
-        ]
-        groups = tuple(self.model.groups[g] for g in kept)
-        return replace(self.model, layers=tuple(layers), groups=groups)
+        return self.model.with_layers((0, *(self.block_layers[b] for b in blocks), len(self.model.layers) - 1))
 
     # -- parameters --------------------------------------------------------------------------------------------------
 

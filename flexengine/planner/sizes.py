@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexengine.plan import PlanError, PlanReason, Request
+from flexengine.plan import Request
 
 CHUNK_TOKENS = tuple(1 << i for i in range(8, 15))
 CHUNKS_PER_ROUND = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -18,7 +18,7 @@ def chunk_sizes(request: Request) -> list[tuple[int, int]]:
 
     A round is at most the batch, rounded up to chunks, and takes the longest sequence whole.
     """
-    check_pinned(request)
+    request.check_pinned_sizes()
     sizes = []
     for chunk in _chunk_choices(request):
         slices = max(1, -(-request.max_seq_len // chunk))
@@ -59,22 +59,3 @@ def _even_parts(batch_tokens: int, seq_len: int) -> set[int]:
     """Parts of a batch, of whole sequences, in which no chunk is less full than the others."""
     parts = {batch_tokens // n for n in range(1, MOST_PARTS + 1) if batch_tokens % n == 0}
     return {p for p in parts if p % seq_len == 0 and CHUNK_TOKENS[0] <= p <= CHUNK_TOKENS[-1]}
-
-
-def check_pinned(request: Request) -> None:
-    """Raise PlanError when chunk_tokens and round_tokens do not go together, or no sequence fits a round."""
-    chunk, tokens = request.chunk_tokens, request.round_tokens
-    if tokens is None:
-        return
-    if chunk is not None and tokens % chunk:
-        raise PlanError(
-            PlanReason.INVALID_REQUEST,
-            f"round_tokens={tokens} is not a multiple of chunk_tokens={chunk}\n"
-            f"  works with: --round-tokens {-(-tokens // chunk) * chunk}, or --chunk-tokens {tokens}",
-        )
-    if tokens < request.max_seq_len:
-        raise PlanError(
-            PlanReason.INVALID_REQUEST,
-            f"round_tokens={tokens} is less than max_seq_len={request.max_seq_len}, and a sequence passes the layers in"
-            f" one round\n  works with: --round-tokens {request.max_seq_len}, or --max-seq-len {tokens}",
-        )
