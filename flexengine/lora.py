@@ -50,10 +50,6 @@ class LoRA:
             raise ValueError(f"lora dropout must be at least 0 and below 1, got {self.dropout}")
         if not self.targets:
             raise ValueError(f"lora targets is empty; give {ALL_LINEAR} or names of modules, such as q_proj v_proj")
-        if self.use_dora and self.dropout:
-            raise ValueError(
-                f"lora dropout={self.dropout} with use_dora=True would multiply every weight twice; leave one out"
-            )
         self._check_init()
 
     def _check_init(self) -> None:

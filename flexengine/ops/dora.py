@@ -3,6 +3,9 @@
 g = m / |W + scale * B @ A| by output, where no gradient passes through the norm, as its authors suggest. What is
 trained and stored is d = m - |W|: then an adapter that changes nothing has g = 1 exactly, whatever the compute dtype
 rounds d to. Shapes as in ops/lora.py; d [rows of the adapted modules].
+
+With dropout, which keeps d(x) of x, the difference to the frozen layer alone reads d(x):
+y = x @ W.T + (g - 1) * (d(x) @ W.T) + g * scale * (d(x) @ A.T) @ B.T, as PEFT computes it.
 Source: Liu et al. 2024, "DoRA: Weight-Decomposed Low-Rank Adaptation", https://arxiv.org/abs/2402.09353, section 4.3.
 """
 
@@ -36,7 +39,6 @@ class DoRALinear(LoRALinear):
         self, base: Linear, rank: int, scale: float, adapted: tuple[AdaptedRows, ...], dropout: float = 0.0,
         number: int = 0,
     ) -> None:  # fmt: skip
-        assert not dropout, "PEFT's formula with dropout multiplies every weight twice"
         super().__init__(base, rank, scale, adapted, dropout, number)
         self.magnitude = f"{self.name}.lora_magnitude_vector"
         self.params = (*self.params, self.magnitude)
@@ -82,12 +84,15 @@ class DoRALinear(LoRALinear):
     def forward(self, env: OpEnv) -> None:
         y, bias = env.t[self.y], None if self.bias is None else env.p[self.bias]
         residual = None if self.residual is None else env.t[self.residual]
-        self._write_low(env, env.t[self.x])
+        read = self._what_a_reads(env)
+        self._write_low(env, read)
         gains = dict(self._gains(env))
         for columns, rows, low, up in self._blocks(env):
-            product = self._product_of(env, columns, low, up)
-            if rows is not None:
-                product.mul_(gains[rows][columns.start - rows.start : columns.stop - rows.start])
+            if rows is None or low is None or up is None:
+                product = self._large_product(env, env.t[self.x], columns)
+            else:
+                gain = gains[rows][columns.start - rows.start : columns.stop - rows.start]
+                product = self._adapted_product(env, read, columns, (low, up, gain))
             if bias is not None:
                 product.add_(bias[columns])
             if residual is not None:
@@ -104,22 +109,43 @@ class DoRALinear(LoRALinear):
             reached = rows.end
         yield from ((columns, None, None, None) for columns in _cut(reached, self.out_features))
 
-    def _product_of(self, env: OpEnv, columns: slice, low: Tensor | None, up: Tensor | None) -> Tensor:
+    def _adapted_product(
+        self, env: OpEnv, read: Tensor, columns: slice, adapter: tuple[Tensor, Tensor, Tensor]
+    ) -> Tensor:
+        """Columns of the output without bias and residual, wide; read: what A reads; adapter: low, B's rows, gains."""
+        low, up, gain = adapter
+        if read is env.t[self.x]:
+            return self._product_of(env, read, columns, low, up).mul_(gain)
+        product = self._large_product(env, read, columns).mul_(gain - 1.0)
+        product.addcmul_(self._small_product(env, columns, low, up), gain)
+        return self._large_product(env, env.t[self.x], columns, added=True)
+
+    def _product_of(self, env: OpEnv, x: Tensor, columns: slice, low: Tensor, up: Tensor) -> Tensor:
         """Columns of x @ W.T + low @ B.T, wide: their factors are so close to 1 that rounding first would undo them."""
-        x, weight = env.t[self.x], self._matrix(env)[columns]
-        shape = (len(x), columns.stop - columns.start)
-        product = env.t[self.product.name].flatten()[: shape[0] * shape[1]].view(shape)
-        if x.dtype == product.dtype:
-            torch.mm(x, weight.t(), out=product)
-        elif x.is_cuda:
-            torch.mm(x, weight.t(), out_dtype=product.dtype, out=product)
-        else:
-            torch.mm(wide(x), wide(weight).t(), out=product)
-        if low is None or up is None:
-            return product
-        added = env.t[self.added.name].flatten()[: product.numel()].view(shape)
-        torch.mm(low, up.t(), out=added)
-        return product.add_(added)
+        product = self._large_product(env, x, columns)
+        return product.add_(self._small_product(env, columns, low, up))
+
+    def _large_product(self, env: OpEnv, x: Tensor, columns: slice, added: bool = False) -> Tensor:
+        """Columns of x @ W.T, wide, in the buffer of products; added: on top of what that holds."""
+        weight = self._matrix(env)[columns].t()
+        product = self._block(env, self.product, columns)
+        if x.dtype != product.dtype and not x.is_cuda:
+            x, weight = wide(x), wide(weight)
+        kind = product.dtype
+        if x.dtype == kind:
+            return torch.addmm(product, x, weight, out=product) if added else torch.mm(x, weight, out=product)
+        if added:
+            return torch.addmm(product, x, weight, out_dtype=kind, out=product)
+        return torch.mm(x, weight, out_dtype=kind, out=product)
+
+    def _small_product(self, env: OpEnv, columns: slice, low: Tensor, up: Tensor) -> Tensor:
+        """Columns of low @ B.T."""
+        return torch.mm(low, up.t(), out=self._block(env, self.added, columns))
+
+    def _block(self, env: OpEnv, spec: TensorSpec, columns: slice) -> Tensor:
+        """A buffer for these columns of the chunk's rows."""
+        shape = (len(env.t[self.x]), columns.stop - columns.start)
+        return env.t[spec.name].flatten()[: shape[0] * shape[1]].view(shape)
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -127,21 +153,45 @@ class DoRALinear(LoRALinear):
         return env.t[self.grad_product.name]
 
     def backward_input(self, env: OpEnv) -> None:
+        gains = self._gains(env, env.t[self.norms.name])
+        if self.dropout:
+            self._backward_dropped(env, gains)
+            return
+        self._write_grad_product(env, gains)
+        super().backward_input(env)
+
+    def _write_grad_product(self, env: OpEnv, gains: list[tuple[AdaptedRows, Tensor]]) -> None:
+        """grad_product = grad_y with the adapted outputs times their gains."""
         grad = self._grad_product(env)
         grad.copy_(env.g[self.y])
-        for rows, gain in self._gains(env, env.t[self.norms.name]):
+        for rows, gain in gains:
             grad[:, rows.start : rows.end].mul_(gain)
-        super().backward_input(env)
+
+    def _backward_dropped(self, env: OpEnv, gains: list[tuple[AdaptedRows, Tensor]]) -> None:
+        """grad_x (+)= grad_y @ W + d'(((g - 1) * grad_y) @ W + grad_low @ A), d' dropping what forward dropped."""
+        grad_y, grad, through = env.g[self.y], self._grad_product(env), env.t[self.dropped.name]
+        grad.zero_()
+        for rows, gain in gains:
+            torch.mul(grad_y[:, rows.start : rows.end], gain - 1.0, out=grad[:, rows.start : rows.end])
+        torch.mm(grad, self._matrix(env), out=through)
+        self._write_grad_product(env, gains)  # the weight half reads it
+        grad_low = self._write_grad_low(env)
+        torch.addmm(through, grad_low, env.p[self.down], out=through)
+        self._drop(through, env)
+        grad_x = env.g[self.x]
+        grad_x.add_(through) if self.x in env.accumulate else grad_x.copy_(through)
+        torch.addmm(grad_x, grad_y, self._matrix(env), out=grad_x)
 
     def backward_weight(self, env: OpEnv) -> None:
         super().backward_weight(env)
+        read = env.t[self.dropped.name if self.dropout else self.x]  # the line above has dropped again
         grad_y, norms, sums = env.g[self.y], env.t[self.norms.name][0], env.gp[self.magnitude]
         first = 0
         for columns, rows, low, up in self._blocks(env):
-            if rows is None:
+            if rows is None or low is None or up is None:
                 continue
             end = first + columns.stop - columns.start
-            product = self._product_of(env, columns, low, up).mul_(grad_y[:, columns]).div_(norms[first:end])
+            product = self._product_of(env, read, columns, low, up).mul_(grad_y[:, columns]).div_(norms[first:end])
             accumulate_bias_grad(sums[first:end], product, env.first)
             first = end
 
@@ -171,11 +221,16 @@ class DoRALinear(LoRALinear):
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         work = super().forward_work(tokens, seq_len, compute_bytes).plus(self._norm_work(compute_bytes))
-        return work.plus(self._passes(tokens, 8 if self.residual is None else 9, compute_bytes))
+        work = work.plus(self._passes(tokens, 8 if self.residual is None else 9, compute_bytes))
+        return work.plus(self._twice(tokens, compute_bytes))
+
+    def _twice(self, tokens: int, compute_bytes: int) -> Work:
+        """The large product once more, of what dropout leaves."""
+        return self._product(tokens).plus(self._passes(tokens, 3, compute_bytes)) if self.dropout else Work()
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         work = super().backward_input_work(tokens, seq_len, compute_bytes).plus(self._norm_work(compute_bytes))
-        return work.plus(self._passes(tokens, 4, compute_bytes))
+        return work.plus(self._passes(tokens, 4, compute_bytes)).plus(self._twice(tokens, compute_bytes))
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         work = super().backward_weight_work(tokens, seq_len, compute_bytes).plus(self._product(tokens))

@@ -130,9 +130,7 @@ class LoRALinear(Linear):
         return env.g[self.y]
 
     def backward_input(self, env: OpEnv) -> None:
-        grad_x, grad_y, grad_low = env.g[self.x], self._grad_product(env), env.t[self.grad_low.name]
-        for rows, low, up in self._modules(grad_low, env.p[self.up]):
-            torch.addmm(low, grad_y[:, rows.start : rows.end], up, beta=0, alpha=self.scale, out=low)
+        grad_x, grad_y, grad_low = env.g[self.x], self._grad_product(env), self._write_grad_low(env)
         if self.dropout:
             self._add_dropped(env, grad_x, grad_low)
         elif self.x in env.accumulate:
@@ -140,6 +138,13 @@ class LoRALinear(Linear):
         else:
             torch.mm(grad_low, env.p[self.down], out=grad_x)
         torch.addmm(grad_x, grad_y, self._matrix(env), out=grad_x)
+
+    def _write_grad_low(self, env: OpEnv) -> Tensor:
+        """grad_low = scale * the gradient of the products @ B, module by module."""
+        grad_y, grad_low = self._grad_product(env), env.t[self.grad_low.name]
+        for rows, low, up in self._modules(grad_low, env.p[self.up]):
+            torch.addmm(low, grad_y[:, rows.start : rows.end], up, beta=0, alpha=self.scale, out=low)
+        return grad_low
 
     def _add_dropped(self, env: OpEnv, grad_x: Tensor, grad_low: Tensor) -> None:
         """grad_x (+)= grad_low @ A where forward dropped nothing."""

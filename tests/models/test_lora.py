@@ -75,7 +75,7 @@ def engine_on(folder, lora, **options):
 
 
 def stored_names(tensors):
-    return {name.replace(".default.", "."): tensor for name, tensor in tensors.items()}
+    return {n.replace(".default.", ".").replace("vector.weight", "vector"): t for n, t in tensors.items()}
 
 
 @pytest.mark.parametrize("family", FAMILY_CASES)
@@ -228,10 +228,11 @@ class CountedDropout(torch.nn.Module):
         return x * ones
 
 
-def test_dropout_with_the_same_draws(tmp_path):
-    lora = LoRA(rank=3, dropout=0.25)
-    config = CASES[FAMILY_CASES["qwen3"]]
-    model = peft_model(config, tmp_path, lora)
+@pytest.mark.parametrize(("family", "use_dora"), [("qwen3", False), ("qwen3", True), ("qwen2", True)])
+def test_dropout_with_the_same_draws(family, use_dora, tmp_path):
+    lora = LoRA(rank=3, dropout=0.25, use_dora=use_dora)
+    config = CASES[FAMILY_CASES[family]]
+    model = peft_model(config, tmp_path, lora, use_dora=use_dora)
     engine = engine_on(tmp_path, lora, seed=3)
     for index, layer in enumerate(engine.model.layers):
         for op in layer.ops:
