@@ -14,7 +14,8 @@ from flexengine.plan import GroupPlan, Plan
 from flexengine.schedule.checker import ProgramError, check_program
 from flexengine.schedule.commands import Command, UpdateTile
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.ranks_checker import RankRun, check_ranks, check_runs, runs_of_ranks
+from flexengine.schedule.ranks_checker import check_ranks, check_runs
+from flexengine.schedule.ranks_order import RankRun, runs_of_ranks
 from tests.schedule.small_plans import divided_model, full_round, random_plan, small_model
 
 

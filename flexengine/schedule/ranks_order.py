@@ -1,0 +1,168 @@
+"""The commands of all ranks together: what each rank runs, and which commands must have ended when another starts.
+
+By the order of streams, by waits within a rank and by cells. `ranks_checker` proves that this order is enough;
+`ranks_simulator` tells when each command starts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from flexengine.schedule.checker import ProgramError
+from flexengine.schedule.commands import Command, Program, Stream
+from flexengine.schedule.following import cpu_waits
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.lowering import RoundShape, lower_round, lower_update
+from flexengine.schedule.relay import Share, executor_of
+
+NUM_STEPS = 2
+"""Enough to see each kind of program after each other kind."""
+
+
+class RankRun(NamedTuple):
+    """One run of a program on a rank. step: from 0. number: of the round in the step; of its last one in an update."""
+
+    program: Program
+    step: int
+    number: int
+    updates: bool
+
+
+def runs_of_ranks(layout: Layout, shape: RoundShape, num_rounds: int) -> list[list[RankRun]]:
+    """What each rank runs in two steps of so many rounds of one shape."""
+    size = layout.plan.request.ranks
+    rounds = [lower_round(layout, shape, first=first) for first in (True, False)]
+    last = executor_of(num_rounds - 1, size)
+    found = []
+    for rank in range(size):
+        update = lower_update(layout, share=Share(rank, size), last=rank == last)
+        numbers = [number for number in range(num_rounds) if executor_of(number, size) == rank]
+        one = [RankRun(rounds[number > 0], 0, number, updates=False) for number in numbers]
+        one.append(RankRun(update, 0, num_rounds - 1, updates=True))
+        found.append([run._replace(step=step) for step in range(NUM_STEPS) for run in one])
+    return found
+
+
+class Event(NamedTuple):
+    """A command in a run of a rank. lane: what runs its events one after the other; position: its place there."""
+
+    rank: int
+    run: RankRun
+    command: Command
+    lane: int
+    position: int
+
+    @property
+    def label(self) -> str:
+        """The command in words, with its rank, round and step."""
+        return f"{self.command.label} (rank {self.rank}, round {self.run.number} of step {self.run.step})"
+
+
+class Events:
+    """All events of all ranks, and which must have ended when another starts."""
+
+    def __init__(self, runs: Sequence[Sequence[RankRun]], num_rounds: int) -> None:
+        self._num_rounds, self._size = num_rounds, len(runs)
+        self.all: list[Event] = []
+        self.before: list[list[int]] = []
+        self._lanes: dict[tuple[int, str, int], int] = {}
+        self._ends: list[list[int]] = []  # by lane, its events
+        self._raised: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # (cell, rank) -> (value, event)
+        for rank, of_rank in enumerate(runs):
+            self._add_rank(rank, of_rank)
+        for index, event in enumerate(self.all):
+            self.before[index] += self._awaited(event)
+
+    def _add_rank(self, rank: int, runs: Sequence[RankRun]) -> None:
+        ends: dict[Stream, int] = {}
+        by_cpu: tuple[Program, int] | None = None  # the last program with work of the CPU, and its first event
+        for run in runs:
+            first, started, left = len(self.all), set[Stream](), dict(ends)
+            waits = {} if by_cpu is None else cpu_waits(by_cpu[0], run.program)
+            of_cpu: list[int] = []  # a command of the CPU may run when those before it in the program may, too
+            for command in run.program.commands:
+                before = [first + wait for wait in command.waits]
+                if command.stream is Stream.CPU:
+                    of_cpu += before
+                    before = list(of_cpu)
+                elif command.stream not in started:
+                    started.add(command.stream)
+                    before += left.values()  # a program starts when the one before has ended on all streams of the GPU
+                if by_cpu is not None:
+                    before += [by_cpu[1] + wait for wait in waits.get(command.index, ())]
+                index = self._add(rank, run, command, before)
+                if command.stream is not Stream.CPU:
+                    ends[command.stream] = index
+            if any(command.stream is Stream.CPU for command in run.program.commands):
+                by_cpu = run.program, first
+
+    def _add(self, rank: int, run: RankRun, command: Command, before: list[int]) -> int:
+        # the CPU takes groups in any order, and those of one group one after the other
+        on_cpu = command.stream is Stream.CPU
+        key = (rank, command.stream.value, command.args.group if on_cpu else -1)
+        lane = self._lanes.setdefault(key, len(self._lanes))
+        if lane == len(self._ends):
+            self._ends.append([])
+        index = len(self.all)
+        self.all.append(Event(rank, run, command, lane, len(self._ends[lane])))
+        self.before.append(before + self._ends[lane][-1:])
+        self._ends[lane].append(index)
+        for signal in command.signals:
+            raised, value = self._raised[signal.cell, rank], self._value(run, signal.clock) - signal.lag
+            if signal.of != "own" or (raised and raised[-1][0] >= value):
+                raise ProgramError(f"{self.all[index].label} raises cell {signal.cell} to {value} again")
+            raised.append((value, index))
+        return index
+
+    def _value(self, run: RankRun, clock: str) -> int:
+        """The running number of the round, or of the update that the step ends with, from 1 on."""
+        return run.step + 1 if clock == "update" else run.step * self._num_rounds + run.number + 1
+
+    def _awaited(self, event: Event) -> Iterator[int]:
+        """The events that raise what an event awaits."""
+        last = executor_of(self._num_rounds - 1, self._size)
+        rows = {"own": [event.rank], "previous": [(event.rank - 1) % self._size], "last": [last]}
+        for signal in event.command.awaits:
+            if event.command.stream is Stream.CPU:
+                raise ProgramError(f"{event.label} awaits a cell, which commands of the CPU cannot")
+            value = self._value(event.run, signal.clock) - signal.lag
+            for row in rows.get(signal.of, range(self._size)) if value > 0 else ():
+                raising = (index for reached, index in self._raised[signal.cell, row] if reached >= value)
+                index = next(raising, None)
+                if index is None:
+                    raise ProgramError(
+                        f"{event.label} awaits {value} in cell {signal.cell} of rank {row}, which never comes"
+                    )
+                yield index
+
+    def in_order(self) -> list[int]:
+        """All events, each after those that it must come after. Raises: ProgramError where they wait in a circle."""
+        after: list[list[int]] = [[] for _ in self.all]
+        missing = [len(before) for before in self.before]
+        for index, before in enumerate(self.before):
+            for other in before:
+                after[other].append(index)
+        order = [index for index, count in enumerate(missing) if not count]
+        for index in order:
+            for other in after[index]:
+                missing[other] -= 1
+                if not missing[other]:
+                    order.append(other)
+        if len(order) < len(self.all):
+            stuck = next(event.label for index, event in enumerate(self.all) if missing[index])
+            raise ProgramError(f"ranks wait for each other in a circle; {stuck} is the first that never starts")
+        return order
+
+    def clocks(self, order: list[int]) -> np.ndarray:
+        """By event: of each lane, the last position that has surely ended when the event has. [events, lanes]"""
+        clocks = np.full((len(self.all), len(self._ends)), -1, dtype=np.int32)
+        for index in order:
+            event = self.all[index]
+            if self.before[index]:
+                clocks[index] = clocks[self.before[index]].max(axis=0)
+            clocks[index, event.lane] = event.position
+        return clocks
