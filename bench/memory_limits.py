@@ -210,7 +210,7 @@ def measure(case: Case, work: Path) -> dict[str, object]:
 
 def growth(folder: Path) -> dict[str, object]:
     """The most resident bytes by then, a sixth into a run and at its end, from its log."""
-    log = next(iter(folder.glob("*metrics*.jsonl")), folder / "log.jsonl")
+    log = folder / "train_log.jsonl"
     if not log.exists():
         return {}
     peaks = [json.loads(line).get("host_peak_bytes", 0) for line in log.read_text().splitlines()]

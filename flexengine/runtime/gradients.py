@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
 from flexengine.ops.base import use_kernel
 
+logger = logging.getLogger(__name__)
+
 ROUNDED_ELEMENTS = 1 << 20
 """Elements that the plain path works on at once, which bounds its temporaries to 24 MiB."""
+MOST_ROUNDED = 64
+"""Rounds of a step whose sum in 16 bits is within 1% of the exact one: each rounds it again. Random gradients are off
+by 0.95% after 64 rounds, 1.7% after 256 and 6.5% after 1024; gradients of one sign lose more."""
 
 
 def finish_gradient(
@@ -29,3 +36,13 @@ def finish_gradient(
     for acc, part in zip(accumulator.split(ROUNDED_ELEMENTS), stored.split(ROUNDED_ELEMENTS), strict=True):
         part.copy_(acc + part.to(acc.dtype) if has_previous else acc)
         norm_square += part.double().square().sum()
+
+
+def warn_of_rounding(num_rounds: int, grad_dtype: str) -> None:
+    """Tell how gradients of many rounds are summed exactly."""
+    logger.warning(
+        "the gradients of this step have been summed in %s over %d rounds, which may leave them off by more than 1%%;"
+        " store them exactly by grad_dtype=float32 (--grad-dtype float32), or give fewer, larger batches",
+        grad_dtype,
+        num_rounds,
+    )

@@ -9,6 +9,7 @@ from flexengine.ops.balance import ExpertBalance
 from flexengine.ops.base import DropoutDraws
 from flexengine.runtime.batch import BatchWriter
 from flexengine.runtime.batch_input import Sequences
+from flexengine.runtime.gradients import MOST_ROUNDED, warn_of_rounding
 from flexengine.runtime.layer_runner import LayerRunner
 from flexengine.runtime.program_runner import ProgramRunner
 from flexengine.runtime.programs import Programs, RoundKind
@@ -31,6 +32,7 @@ class RoundRunner:
         self._runner, self._state = runner, state
         self._seed, self._turns = seed, turns
         self._plan, self._device = layers.layout.plan, layers.arenas.device
+        self._may_warn = self._plan.request.numerics.grad == "bfloat16"
 
     def train(
         self, batch: Sequences, balance: ExpertBalance | None = None, updates: UpdateSettings | None = None
@@ -50,6 +52,9 @@ class RoundRunner:
                 losses.append(self._losses())
             self._state.num_rounds += 1
             self._state.has_gradients = True
+        if self._may_warn and self._state.num_rounds > MOST_ROUNDED:
+            self._may_warn = False
+            warn_of_rounding(self._state.num_rounds, self._plan.request.numerics.grad)
         return self._sum(losses, first, len(rounds))
 
     def _train_round(
