@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 
@@ -43,6 +43,7 @@ from flexengine.request import (
     with_read_adapter,
     without_cache,
 )
+from flexengine.runtime.batches_of_ranks import Batches
 from flexengine.runtime.engine import Engine, EngineSettings
 from flexengine.runtime.turns import RankGroup
 from flexengine.runtime.weight_store import check_checkpoint
@@ -108,10 +109,13 @@ class EngineArguments(PrepareArguments):
     """What `from_pretrained` is called with."""
 
     optimizer: Optimizer | OptimizerName = field(default="adamw", kw_only=False)
+    batches: Batches = "global"
 
     def __post_init__(self, lora: LoRA | None) -> None:
         if self.optimizer is None:
             object.__setattr__(self, "optimizer", "adamw")
+        if self.batches not in get_args(Batches):
+            raise ValueError(f"batches={self.batches!r}; choose global or local")
         super().__post_init__(lora)
         if not isinstance(self.optimizer, str):
             check_optimizer(self.optimizer)
@@ -134,11 +138,12 @@ def from_pretrained(arguments: EngineArguments) -> Engine:
     """An engine for a Hugging Face model folder, or for `preset:NAME` with random initial weights.
 
     init: "random" takes a folder without weights, such as config.json and a tokenizer alone.
-    optimizer: AdamW(...), Lion(...) or SGD(...) of `flexengine.optim`, or a name. The other keywords
-    are those of `prepare`.
+    optimizer: AdamW(...), Lion(...) or SGD(...) of `flexengine.optim`, or a name. batches: of several ranks, each gives
+    every call the whole batch ("global"), or a part of its own, as a DistributedSampler does ("local"); parts are
+    joined in the order of ranks. The other keywords are those of `prepare`.
     Nothing is loaded before a plan is found. Raises PlanError when none fits, ValueError for bad input.
     """
-    return build(_prepare(arguments), arguments.settings)
+    return build(_prepare(arguments), arguments.settings, arguments.batches)
 
 
 @takes(PrepareArguments)
@@ -253,8 +258,10 @@ def _profile(
     return named_profile(hardware)
 
 
-def build(planned: PlannedRun, optimizer: Optimizer | None = None, **changes: Any) -> Engine:
-    """Load the weights of a planned run and return its engine.
+def build(
+    planned: PlannedRun, optimizer: Optimizer | None = None, batches: Batches = "global", **changes: Any
+) -> Engine:
+    """Load the weights of a planned run and return its engine. batches: as of `from_pretrained`.
 
     changes: options of the job that leave the plan as it is: seed, deterministic, another max_grad_norm. Raises
     ValueError for those that the plan was made for.
@@ -287,6 +294,7 @@ def build(planned: PlannedRun, optimizer: Optimizer | None = None, **changes: An
         lr_factors=group_factors(planned.source.spec, "lr_groups", job.lr_groups),
         decay_factors=group_factors(planned.source.spec, "weight_decay_groups", job.weight_decay_groups),
         group=None if planned.team is None else RankGroup(*planned.team),
+        batches=batches,
     )
     return Engine(planned.source, planned.plan, planned.device, optimizer, settings)
 

@@ -21,13 +21,14 @@ class Sequences(NamedTuple):
     """A batch: token ids and labels per sequence (int64, CPU). Labels are shifted: labels[t] is what follows t.
 
     weights: factors on the losses of labels (float64, CPU), shifted with them; None = 1. loss: takes the place of the
-    cross-entropy.
+    cross-entropy. given: the sequences that this process was given, where others gave the rest.
     """
 
     input_ids: list[Tensor]
     labels: list[Tensor]
     weights: list[Tensor] | None = None
     loss: LossFunction | None = None
+    given: slice = slice(None)
 
     @property
     def lengths(self) -> list[int]:
@@ -100,11 +101,22 @@ def read_batch(columns: Mapping[str, object], vocab_size: int, max_seq_len: int)
 def read_call(request: Request, vocab_size: int, batch: object, columns: Mapping[str, object]) -> Sequences:
     """The batch of one engine call, given as `batch` (rows, or a mapping of columns) or as `columns`.
 
-    Raises ValueError as `read_batch`, for columns that are not read, for more tokens than max_global_batch_tokens or no
-    target token.
+    Raises ValueError as `read_part` and `checked_batch`.
+    """
+    return checked_batch(request, read_part(request, vocab_size, batch, columns))
+
+
+def read_part(request: Request, vocab_size: int, batch: object, columns: Mapping[str, object]) -> Sequences:
+    """Read a batch, or a rank's part of one, whose sizes are checked when it is whole.
+
+    Raises ValueError as `read_batch`, and for columns that are not read.
     """
     columns = _columns_of(batch, {name: value for name, value in columns.items() if value is not None})
-    sequences = read_batch(columns, vocab_size, request.max_seq_len)
+    return read_batch(columns, vocab_size, request.max_seq_len)
+
+
+def checked_batch(request: Request, sequences: Sequences) -> Sequences:
+    """Return a whole batch. Raises ValueError for more tokens than max_global_batch_tokens, or no target token."""
     if sequences.num_tokens > request.max_global_batch_tokens:
         raise ValueError(
             f"the batch has {sequences.num_tokens} tokens, more than max_global_batch_tokens="

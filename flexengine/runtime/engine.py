@@ -27,6 +27,7 @@ from flexengine.runtime.adapters import Begin, start_adapters
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.batch import BatchWriter, constant_tables
 from flexengine.runtime.batch_input import Sequences, read_batch, read_call
+from flexengine.runtime.batches_of_ranks import Batches, read_on_ranks
 from flexengine.runtime.checkpoint_calls import CLOSED, CheckpointCalls
 from flexengine.runtime.command_handlers import CommandHandlers
 from flexengine.runtime.executor import CommandOrder, Executor
@@ -59,7 +60,8 @@ class EngineSettings:
     reports compare with. description: the plan in words. adapter: a folder that the adapters start from. order: the
     order of commands on the CPU, for tests. cache_bytes: GPU memory beside the plan's, for what sequences leave that
     are generated. lr_factors, decay_factors: of every group, on its learning rate and its weight decay; none: all 1.
-    group: the ranks that train together; None = this process alone.
+    group: the ranks that train together; None = this process alone. batches: whether each of them gives the whole
+    batch, or a part of its own.
     """
 
     max_grad_norm: float | None = 1.0
@@ -75,6 +77,7 @@ class EngineSettings:
     lr_factors: tuple[float, ...] = ()
     decay_factors: tuple[float, ...] = ()
     group: RankGroup | None = None
+    batches: Batches = "global"
 
 
 class Engine(CheckpointCalls, ReadingCalls):
@@ -271,9 +274,10 @@ class Engine(CheckpointCalls, ReadingCalls):
         self.state.require_usable()
         if loss is not None and not callable(loss):
             raise ValueError(f"loss must be a function of a block of logits, got {type(loss).__name__}: docs/losses.md")
-        read = partial(read_call, self.plan.request, self.model.vocab_size, batch, columns)
-        sequences = read() if self.turns is None else self.turns.read_batch(read)
-        return sequences._replace(loss=loss)
+        call = self.plan.request, self.model.vocab_size, batch, columns
+        if self.turns is None:
+            return read_call(*call)._replace(loss=loss)
+        return read_on_ranks(self.turns.control, self.settings.batches, call, loss is not None)._replace(loss=loss)
 
     def _agree(self, lr: float | None, divisor: float | None) -> None:
         """Raise ValueError unless all ranks make a step with the same arguments."""

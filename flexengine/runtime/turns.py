@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -15,7 +14,6 @@ from flexengine.parallel.node_memory import NodeMemory
 from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.signals import Signals
 from flexengine.parallel.watch import Watch
-from flexengine.runtime.batch_input import Sequences
 from flexengine.runtime.executor import CommandHooks
 from flexengine.runtime.step_state import StepState
 from flexengine.schedule.commands import Command, Signal
@@ -120,13 +118,6 @@ class Turns:
                 total += term
         return total
 
-    def read_batch(self, read: Callable[[], Sequences]) -> Sequences:
-        """Read a batch, which must be the same on all ranks. Raises: on all ranks, ValueError."""
-        with self.control.all_or_none():
-            batch = read()
-        self.control.agree(_digest(batch), "batch")
-        return batch
-
     def agree(self, value: object, what: str) -> None:
         """Raise ValueError on all ranks unless all give the same value."""
         self.control.agree(repr(value).encode(), what)
@@ -177,11 +168,3 @@ def while_nobody_writes(turns: Turns | None) -> Iterator[None]:
         turns.control.barrier()
     with together(turns):
         yield
-
-
-def _digest(batch: Sequences) -> bytes:
-    digest = hashlib.blake2b(repr(batch.lengths).encode(), digest_size=16)
-    for row in (*batch.input_ids, *batch.labels, *(batch.weights or ())):
-        digest.update(row.contiguous().view(torch.uint8).numpy().data)
-    digest.update(repr((batch.weights is None, batch.loss is None)).encode())
-    return digest.digest()

@@ -292,11 +292,12 @@ def test_a_run_of_two_ranks_goes_on_with_four_and_with_one(tmp_path):
     check_same(resume(0, 1, case, (second, None)), values_of(run_ranks(resume, 3, 3, case, (second, None)))[1])
 
 
-def opened(rank: int, size: int, case: Case) -> Engine:
+def opened(rank: int, size: int, case: Case, **options: Any) -> Engine:
     """An engine of this rank."""
     ranks = Ranks.of_environment() if size > 1 else Ranks.alone()
     plan = replace(case.plan, request=replace(case.plan.request, ranks=size, round_multiple=ROUND_MULTIPLE))
-    return build_engine(case.source, plan, AdamW(lr=1e-2), group=RankGroup(ranks, Control.open(ranks)))
+    group = RankGroup(ranks, Control.open(ranks))
+    return build_engine(case.source, plan, AdamW(lr=1e-2), group=group, **options)
 
 
 def look_in(rank: int, size: int, case: Case) -> list[str]:
@@ -337,6 +338,53 @@ def test_ranks_that_disagree_are_told_and_may_go_on():
     ]  # fmt: skip
     assert "99 tokens" in first[2]
     assert first[3] == second[3] == train(0, 1, case).numbers[0]
+
+
+def give_parts(rank: int, size: int, case: Case, weights: list[float] | None) -> list[str]:
+    """Steps of which every rank gives its own sequences, or one rank all; the last rank alone weighs its tokens."""
+    engine = opened(rank, size, case, batches="local" if size > 1 else "global")
+    found = []
+    for [batch] in case.steps:
+        bounds = [0, 3, 4, len(batch)] if size > 1 else [0, len(batch)]
+        part = batch[bounds[rank] : bounds[rank + 1]]
+        columns = {"input_ids": part}
+        if weights is not None and rank == size - 1:
+            ones = [1.0] * (len(batch) - 4 if size == 1 else 0)
+            factors = [1.0] * 4 + weights if ones else weights
+            columns["weights"] = [[factor] * len(row) for factor, row in zip(factors, part, strict=True)]
+        output, result = engine.train_step(columns)
+        found += [repr(output), repr(result.grad_norm)]
+        shown = engine.evaluate(part, per_token=True)
+        rows = [repr(row.tolist()) for row in shown.token_log_probs or ()]
+        found += [repr(shown.loss), *(rows if size > 1 else rows[3:4])]
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("weights", [None, [0.5, -2.0, 0.0]], ids=["plain", "weighted"])
+def test_parts_that_ranks_give_train_as_the_whole_batch(weights):
+    case = float32()
+    found = values_of(run_ranks(give_parts, 3, 3, case, weights))
+    assert found[1] == give_parts(0, 1, case, weights)
+    assert found[0][:3] == found[1][:3] == found[2][:3]
+    assert [len(shown) for shown in found] == [3 * (3 + rows) for rows in (3, 1, 3)]
+
+
+def give_wrong_parts(rank: int, case: Case) -> list[str]:
+    engine, batch, found = opened(rank, 2, case, batches="local"), case.steps[0][0], []
+    for part, labels in (([[1] * 99], None), (batch * 40, None), (batch, [[-100] * len(row) for row in batch])):
+        with pytest.raises(ValueError, match=r"99 tokens|more than max_global|no target") as caught:
+            engine.fwd_bwd(input_ids=part if rank else batch, labels=labels)
+        found.append(str(caught.value))
+    engine.close()
+    return found
+
+
+def test_parts_are_checked_as_one_batch():
+    first, second = values_of(run_ranks(give_wrong_parts, 2, float32()))
+    assert first[0] == f"rank 1: {second[0]}"
+    assert "more than max_global_batch_tokens" in first[1]
+    assert second[2] == f"rank 0: {first[2]}"
 
 
 def fail_in_backward(rank: int, case: Case) -> tuple[str, str]:
