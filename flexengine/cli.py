@@ -13,7 +13,7 @@ from flexengine.config import TrainConfig, options_from_yaml
 from flexengine.flags import add_flag, overlay
 from flexengine.hf_names import renamed_flag
 from flexengine.job import Job
-from flexengine.launch import is_rank, launch
+from flexengine.launch import is_rank, launch, tell_status
 from flexengine.options import options_of
 from flexengine.wording import (
     WRONG_USAGE,
@@ -205,7 +205,7 @@ def _train(config: TrainConfig, command: list[str], **keywords: Any) -> int:
     logging.basicConfig(level=config.logging.upper(), format="%(message)s", handlers=[StderrHandler()], force=True)
     from flexengine.trainer import train  # noqa: PLC0415, loads torch
 
-    return train(config, **keywords)
+    return tell_status(train(config, **keywords))
 
 
 COMMANDS = {

@@ -6,12 +6,17 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 SHUTDOWN_S = 3600
 """How long ranks that are asked to stop may take to finish their step and save."""
 FAILED = 1
+STATUS_VARIABLE = "FLEXENGINE_STATUS_FILE"
+"""Environment variable: the file that rank 0 tells its exit status in. A launcher that was asked to stop sees none."""
 
 
 def is_rank(environment: Mapping[str, str] | None = None) -> bool:
@@ -23,8 +28,29 @@ def is_rank(environment: Mapping[str, str] | None = None) -> bool:
 def launch(num_gpus: int, command: Sequence[str]) -> int:
     """Run `python -m flexengine COMMAND` as `num_gpus` ranks of this machine; returns the exit status of the run.
 
-    A signal reaches all ranks. When one fails, the others end, too; ranks say themselves what was wrong.
+    A signal reaches all ranks, which save where they are if the run makes checkpoints. When one fails, the others end,
+    too; ranks say themselves what was wrong.
     """
+    with tempfile.TemporaryDirectory(prefix="flexengine-launch") as folder:
+        told = Path(folder, "status")
+        os.environ[STATUS_VARIABLE] = str(told)
+        try:
+            return _run(num_gpus, command, told)
+        finally:
+            del os.environ[STATUS_VARIABLE]
+
+
+def tell_status(status: int) -> int:
+    """Tell `launch`, if it started this process as rank 0, how the run ended; returns the status."""
+    told = os.environ.get(STATUS_VARIABLE)
+    if told is not None and os.environ.get("RANK") == "0":
+        with suppress(OSError):  # the launcher is gone, or its disk is full
+            Path(told).write_text(str(status), encoding="ascii")
+    return status
+
+
+def _run(num_gpus: int, command: Sequence[str], told: Path) -> int:
+    """Do what `launch` does; `told` is the file of `tell_status`."""
     from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: PLC0415, loads torch
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch  # noqa: PLC0415
@@ -47,8 +73,15 @@ def launch(num_gpus: int, command: Sequence[str]) -> int:
     except ChildFailedError as error:
         return _status({rank: failure.exitcode for rank, failure in error.failures.items()})
     except SignalException as error:
-        return 128 + int(error.sigval)
+        return _told_status(told, 128 + int(error.sigval))
     return 0
+
+
+def _told_status(told: Path, otherwise: int) -> int:
+    try:
+        return int(told.read_text(encoding="ascii"))
+    except (OSError, ValueError):  # rank 0 did not come to its end
+        return otherwise
 
 
 def _status(exits: Mapping[int, int]) -> int:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -20,14 +20,15 @@ from flexengine.config import TrainConfig
 from flexengine.options import flag_of
 from flexengine.parallel.control import teller_of
 from flexengine.parallel.signals import RankLost
-from flexengine.parallel.team import Team, leave
+from flexengine.parallel.team import Team, is_first, leave
 from flexengine.wording import WRONG_USAGE
 
 T = TypeVar("T")
 
-NOT_YET = ("save_steps", "resume", "replan", "trace", "profile_start_step")
+NOT_YET = ("replan", "trace", "profile_start_step")
 """Options that work on one GPU, and not yet on several."""
 FAILED = 1
+INTERRUPTED = 130
 _HEAD_START_S = 0.5  # of the rank that tells: a launcher ends all ranks when the first of them has ended
 
 
@@ -48,8 +49,11 @@ def as_rank(team: Team, config: TrainConfig) -> Iterator[TrainConfig]:
     assert team.watch is not None, "a team that was joined is watched"
     with ExitStack() as stack:
         stack.callback(leave)
-        if team.ranks.rank > 0:
-            stack.enter_context(redirect_stdout(stack.enter_context(Path(os.devnull).open("w"))))
+        quiet = ExitStack()
+        if not is_first(team):
+            nowhere = stack.enter_context(Path(os.devnull).open("w"))
+            stack.enter_context(redirect_stdout(nowhere))
+            quiet.enter_context(redirect_stderr(nowhere))
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flexengine-rank")), "run")
             config = replace(config, output_dir=str(folder), logging="warning", report_to=(), plan_json=None)
             logging.getLogger().setLevel(logging.ERROR)
@@ -57,7 +61,8 @@ def as_rank(team: Team, config: TrainConfig) -> Iterator[TrainConfig]:
             with team.watch:
                 with team.control.all_or_none():
                     check_takes_ranks(config)
-                yield config
+                with _ended_by_another_rank(team), quiet:  # what ends the run is told outside of it
+                    yield config
         except RankLost as lost:
             if team.watch.loss is None or team.watch.loss.told_here:
                 print(f"flexengine: {lost}", file=sys.stderr)
@@ -69,9 +74,15 @@ def as_rank(team: Team, config: TrainConfig) -> Iterator[TrainConfig]:
             raise
 
 
-def without_stop_signals(config: TrainConfig, team: Team | None) -> TrainConfig:
-    """The options of what saves checkpoints: several ranks have none yet, so a signal ends them at once."""
-    return config if team is None else replace(config, save=False)
+@contextmanager
+def _ended_by_another_rank(team: Team) -> Iterator[None]:
+    """Turn a Ctrl-C into an exit without words on all ranks but the first: a launcher interrupts all of them."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if is_first(team):
+            raise
+        raise SystemExit(INTERRUPTED) from None
 
 
 def first_rank_first(team: Team | None, body: Callable[[], T]) -> T:
@@ -81,6 +92,17 @@ def first_rank_first(team: Team | None, body: Callable[[], T]) -> T:
     done: list[T] = []
     for turn in (True, False):
         with team.control.all_or_none():
-            if (team.ranks.rank == 0) is turn:
+            if is_first(team) is turn:
                 done.append(body())
     return done[0]
+
+
+def told_by_first(team: Team | None, body: Callable[[], T]) -> T:
+    """Do on rank 0 alone what looks into the run folder; returns on all ranks, or raises, what it found."""
+    if team is None:
+        return body()
+    found: list[T] = []
+    with team.control.all_or_none():
+        if is_first(team):
+            found.append(body())
+    return team.control.broadcast(found)[0]

@@ -24,7 +24,7 @@ SAME_RESULTS = (
     *("max_gpu_mem_gib", "max_host_mem_gib", "device", "recompute", "deterministic", "chunk_tokens", "round_tokens"),
     *("output_dir", "save", "save_steps", "save_total_limit", "resume", "overwrite", "dry_run", "plan_json", "logging"),
     *("trace", "trace_step", "profile_start_step", "profile_stop_step"),
-    *("replan", "data_cache", "max_skipped_steps"),
+    *("gpus", "round_multiple", "replan", "data_cache", "max_skipped_steps"),
 )
 """Options that a resumed run may change without a word: they change no bit, or are pinned by the checkpoint."""
 
@@ -43,10 +43,15 @@ class ResumePoint:
         return self.checkpoint.step
 
     def pinned(self, config: TrainConfig) -> TrainConfig:
-        """The options with the chunk and round sizes of the checkpoint, which set the order of sums, unless given."""
+        """The options with what sets the order of sums, as the checkpoint has it, unless given.
+
+        It is the sizes of chunks and rounds, and the number whose multiple rounds are.
+        """
+        multiple = self.engine.get("round_multiple", 1)
+        pinned = config if config.round_multiple is not None else replace(config, round_multiple=multiple)
         if config.chunk_tokens is not None or config.round_tokens is not None:
-            return config
-        return replace(config, chunk_tokens=self.engine["chunk_tokens"], round_tokens=self.engine["round_tokens"])
+            return pinned
+        return replace(pinned, chunk_tokens=self.engine["chunk_tokens"], round_tokens=self.engine["round_tokens"])
 
 
 def resume_points(config: TrainConfig) -> list[ResumePoint]:

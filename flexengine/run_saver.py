@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from flexengine.config import TrainConfig
 from flexengine.data import GlobalBatches, SyntheticBatches
 from flexengine.data.batches import Batch
 from flexengine.metrics import StepMetrics
+from flexengine.parallel.team import Team, is_first
 from flexengine.resuming import ResumePoint, options_as_flags
 from flexengine.runtime.engine import Engine
 from flexengine.stop_signals import StopSignals
@@ -44,14 +46,16 @@ class RunSaver:
     """Is called after every step of a run. A save that fails is said, and training goes on.
 
     parts: followers of the run whose findings are saved, by name. tell: called with the folder and the step of every
-    checkpoint that is whole.
+    checkpoint that is whole. team: several ranks, of which all call the same and the first one writes.
     """
 
     def __init__(
-        self, config: TrainConfig, engine: Engine, batches: GlobalBatches | SyntheticBatches, num_steps: int
-    ) -> None:
+        self, config: TrainConfig, engine: Engine, batches: GlobalBatches | SyntheticBatches, num_steps: int,
+        team: Team | None = None,
+    ) -> None:  # fmt: skip
         self.config, self.engine, self.batches, self.num_steps = config, engine, batches, num_steps
-        self.signals = StopSignals(config.makes_checkpoints)
+        self.signals, self.team = StopSignals(config.makes_checkpoints, tells=is_first(team)), team
+        self.agreed_signal: signal.Signals | None = None
         self.parts: dict[str, Resumable] = {}
         self.tell: Callable[[Path, int], None] = lambda folder, step: None
         self.saved_step: int | None = None
@@ -69,9 +73,14 @@ class RunSaver:
                 part.restore(point.run[name], lambda step: next(self.batches.batches(step, step - 1)))
 
     @property
+    def stop_signal(self) -> signal.Signals | None:
+        """The signal that asked the run to stop, if one did. Several ranks have the one that they agreed on."""
+        return self.signals.received if self.team is None else self.agreed_signal
+
+    @property
     def stopped(self) -> bool:
         """Whether the run was asked to stop."""
-        return self.signals.received is not None
+        return self.stop_signal is not None
 
     def after_step(self, metrics: StepMetrics) -> None:
         """Called when a step has ended and its health is known."""
@@ -85,10 +94,15 @@ class RunSaver:
             self._start(metrics.step)
 
     def finish(self, last_step: int) -> None:
-        """Wait until the last checkpoint is whole. With --save-steps a run that ended early saves its last step."""
+        """Wait until the last checkpoint is whole. With --save-steps a run that ended early saves its last step.
+
+        All ranks wait, and learn what was saved, so that they end with the same status and none ends too early.
+        """
         if self.config.save_steps is not None and last_step > self._last_started:
             self._start(last_step)
         self.wait()
+        if self.team is not None:
+            self.saved_step = self.team.control.broadcast(self.saved_step)
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written; says what is wrong where it cannot be."""

@@ -17,11 +17,13 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 class StopSignals:
     """Notes the first of STOP_SIGNALS in `received` while it is entered; a Ctrl-C after it raises KeyboardInterrupt.
 
-    Where enabled is False, or outside of the main thread, which alone may handle signals, nothing changes.
+    Where enabled is False, or outside of the main thread, which alone may handle signals, nothing changes. tells: say
+    that the step is finished first; of several ranks, which all receive the signal, one does.
     """
 
-    def __init__(self, enabled: bool = True) -> None:
+    def __init__(self, enabled: bool = True, tells: bool = True) -> None:
         self.received: signal.Signals | None = None
+        self._tells = tells
         self._enabled = enabled and threading.current_thread() is threading.main_thread()
         self._before: dict[signal.Signals, Any] = {}
 
@@ -43,5 +45,5 @@ class StopSignals:
                 raise KeyboardInterrupt
             return
         self.received = signal.Signals(number)
-        # Not print: the handler may have interrupted one.
-        os.write(2, f"{self.received.name}: the step under way is finished first; Ctrl-C stops at once\n".encode())
+        if self._tells:  # not print: the handler may have interrupted one
+            os.write(2, f"{self.received.name}: the step under way is finished first; Ctrl-C stops at once\n".encode())

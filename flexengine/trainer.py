@@ -43,8 +43,8 @@ from flexengine.metrics import (
 from flexengine.models.registry import ModelSource, open_initial
 from flexengine.optim import OPTIMIZERS, AdamW, Muon, Optimizer
 from flexengine.optim.lr_schedule import LrSchedule
-from flexengine.parallel.team import Team, join
-from flexengine.ranks_of_run import as_rank, first_rank_first, without_stop_signals
+from flexengine.parallel.team import Team, is_first, join
+from flexengine.ranks_of_run import as_rank, first_rank_first, told_by_first
 from flexengine.recording import Recorder, check_recording
 from flexengine.resuming import (
     ResumePoint,
@@ -76,7 +76,7 @@ def train(
     """Run one training from config to the exported model; returns the exit status.
 
     prompts are answered greedily at the end and printed. replace allows a run folder whose final/ belongs to
-    another config. callbacks are told of steps, evaluations and saves.
+    another config. callbacks are told of steps, evaluations and saves; of several ranks, those of the first.
     Writes config.yaml, plan.json, timeline.json (the simulated step: first round, accumulating round, update; for
     Perfetto), train_log.jsonl, with validation data eval_log.jsonl, with config.trace trace.json (a measured step in
     the same format) and, with config.save, final/ (and best/, of the lowest validation loss) in config.run_folder.
@@ -95,9 +95,9 @@ def _train(
     source = first_rank_first(team, lambda: open_initial(config.model, config.init))
     if config.dry_run:
         return dry_run(config)
-    told = Callbacks([*open_trackers(config.report_to), *callbacks])
-    checked = first_rank_first(team, lambda: check_run(config, source, replace))
-    points = checked.points
+    told = Callbacks([*open_trackers(config.report_to), *callbacks] if is_first(team) else ())
+    checked = first_rank_first(team, lambda: check_run(config, source))
+    points = told_by_first(team, lambda: check_folder(config, source, checked, replace))
     checked.data.batches.begin(points[0].step if points else 0)
     planned = prepare_run(points[0].pinned(config) if points else config)
     print(planned.describe())
@@ -106,20 +106,24 @@ def _train(
 
 
 class CheckedRun(NamedTuple):
-    """What is known of a run before the machine is measured. points: checkpoints to go on from, the best first."""
+    """What is known of a run before the machine is measured."""
 
     data: TrainingData
     schedule: LrSchedule
-    points: list[ResumePoint]
 
 
-def check_run(config: TrainConfig, source: ModelSource, replace: bool) -> CheckedRun:
+def check_run(config: TrainConfig, source: ModelSource) -> CheckedRun:
     """Open the data and check what can be checked before anything is planned. Raises: ValueError."""
     data = open_data(config, source)
     print(f"data: {data.description}")
     num_steps = data.batches.num_steps(config.steps, config.epochs)
     schedule = schedule_of(config, num_steps)
     check_recording(config, num_steps)
+    return CheckedRun(data, schedule)
+
+
+def check_folder(config: TrainConfig, source: ModelSource, run: CheckedRun, replace: bool) -> list[ResumePoint]:
+    """Check the run folder; returns the checkpoints to go on from, the best first. Raises: ValueError."""
     check_run_folder(config, replace)
     if config.makes_checkpoints:
         check_disk(config, source)
@@ -127,8 +131,8 @@ def check_run(config: TrainConfig, source: ModelSource, replace: bool) -> Checke
     if points:
         wanted = training_of(optimizer_of(config), config.numerics, config.seed)
         check_same_training(points[0].engine, points[0].checkpoint.folder, wanted)
-        check_same_data(points[0], data, num_steps)
-    return CheckedRun(data, schedule, points)
+        check_same_data(points[0], run.data, run.schedule.num_steps)
+    return points
 
 
 def run(
@@ -186,7 +190,7 @@ def take_steps_and_export(
 
 def stop_status(saver: RunSaver, last_step: int) -> int:
     """Choose the exit status of a run that was stopped: STOPPED where a scheduler asked and nothing is lost."""
-    received = saver.signals.received
+    received = saver.stop_signal
     if received in (None, signal.SIGINT):
         return INTERRUPTED
     return STOPPED if saver.saved_step == last_step else 128 + received
@@ -255,8 +259,8 @@ def watchers_of(
     recorder = Recorder(config, planned, engine, num_steps, 0 if point is None else point.step)
     reviewer = Reviewer(config, planned, engine, num_steps, recorder)
     health = RunHealth(engine, config.max_skipped_steps)
-    saver = RunSaver(without_stop_signals(config, planned.team), engine, data.batches, num_steps)
-    watchers = Watchers(recorder, reviewer, health, callbacks, saver)
+    saver = RunSaver(config, engine, data.batches, num_steps, planned.team)
+    watchers = Watchers(recorder, reviewer, health, callbacks, saver, team=planned.team)
     saver.parts, saver.tell = {"health": health}, callbacks.on_save
     if point is not None:
         cut_logs(config.run_folder, point.step)
@@ -331,6 +335,8 @@ def run_steps(
         show_evaluation(watchers.finish(last_step), show)
     except KeyboardInterrupt:
         watchers.saver.abandon()
+        if watchers.team is not None:
+            raise  # the other ranks wait for this one, so it tells them
         return done, True
     finally:
         watchers.close()
@@ -414,7 +420,7 @@ def export(config: TrainConfig, engine: Engine, tokenizer: ChatTokenizer | None,
     except NotFiniteError as error:
         print(error, file=sys.stderr)
         return False
-    if tokenizer is not None:
+    if tokenizer is not None and folder.is_dir():  # of several ranks, one has written it
         tokenizer.export_template(folder)
     tqdm.write(f"model: {folder}")
     return True

@@ -10,6 +10,7 @@ from flexengine.evaluation import Evaluator
 from flexengine.feedback import Reviewer
 from flexengine.health import RunHealth
 from flexengine.metrics import EvalMetrics, StepMetrics
+from flexengine.parallel.team import Team
 from flexengine.recording import Recorder
 from flexengine.run_saver import RunSaver
 from flexengine.runtime.outputs import StepOutput
@@ -19,7 +20,8 @@ from flexengine.runtime.outputs import StepOutput
 class Watchers:
     """Those who stand around every step, called in a fixed order. evaluator: None without validation data.
 
-    The saver comes last, so that a checkpoint knows all that the others found.
+    The saver comes last, so that a checkpoint knows all that the others found. team: several ranks, which agree after
+    every step on whether the run goes on.
     """
 
     recorder: Recorder
@@ -28,6 +30,7 @@ class Watchers:
     callbacks: Callbacks
     saver: RunSaver
     evaluator: Evaluator | None = None
+    team: Team | None = None
 
     def before_step(self, step: int) -> None:
         """Called before step `step`, counted from 1."""
@@ -42,8 +45,16 @@ class Watchers:
         evaluation = None
         if self.evaluator is not None and not self.health.must_end:
             evaluation = self.evaluator.after_step(metrics.step)
+        if self.team is not None:
+            self._agree(self.team)
         self.saver.after_step(metrics)
         return evaluation
+
+    def _agree(self, team: Team) -> None:
+        """Take up on all ranks what one has been told: a signal to stop, or by a callback that the run is to end."""
+        told = team.control.gather((self.saver.signals.received, self.callbacks.must_end))
+        self.saver.agreed_signal = next((signal for signal, _ in told if signal is not None), None)
+        self.callbacks.must_end = any(must_end for _, must_end in told)
 
     @property
     def must_end(self) -> bool:

@@ -15,6 +15,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT
 LONGEST_LINE = 120
 FOLDERS = ("", "flexengine", "bench/results")
 """Where a path in a page may begin, beside the page's own folder."""
+OF_TORCHRUN = {"--nproc-per-node", "--max-restarts", "--shutdown-timeout", "--signals-to-handle"}
 OF_SERVERS = {
     *("--enable-lora", "--max-lora-rank", "--lora-modules", "--model-path", "--lora-paths", "--outfile", "--outtype"),
     *("--base", "--lora"),
@@ -64,11 +65,11 @@ def test_files_that_are_named_exist(page):
 def test_flags_that_are_named_exist(page):
     """Every --flag is an option of `train`, by its own or another tool's name, or stands in a command or benchmark.
 
-    --rank shows how to add one, and --nproc-per-node is torchrun's."""
+    --rank shows how to add one."""
     sources = "".join(path.read_text() for room in ("flexengine", "bench") for path in (ROOT / room).rglob("*.py"))
     known = {option.flag for option in options_of(TrainConfig).values()} | {flag_of(name) for name in FILES}
     known |= {flag_of(name) for name in (*SAME, *OTHERWISE)}
-    known |= {*re.findall(r'"(--[a-z][a-z0-9-]*)"', sources), "--rank", "--nproc-per-node"}
+    known |= {*re.findall(r'"(--[a-z][a-z0-9-]*)"', sources), "--rank", *OF_TORCHRUN}
     known |= OF_SERVERS if page.name == "export.md" else set()
     text = page.read_text().replace("unknown flag --max-gpu-mem;", "")
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) <= known

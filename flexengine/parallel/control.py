@@ -104,7 +104,7 @@ class Control:
             raise error
         if failed is not None:
             kind, words = told[failed]
-            raise _shared(_KINDS[kind](f"rank {failed}: {words}"), teller=failed) from error
+            raise _shared(kind(f"rank {failed}: {words}"), teller=failed) from error
 
     def _exchange(self, kind: str, value: Any) -> list[Any]:
         if self.ranks.size == 1:
@@ -184,9 +184,7 @@ def _bytes(row: Tensor) -> bytes:
 
 
 # What other ranks raise: as what can be corrected on one rank can be on all.
-_KINDS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (ValueError, MemoryError, OSError, FloatingPointError, RankError)
-}
+_KINDS: tuple[type[Exception], ...] = (ValueError, MemoryError, OSError, FloatingPointError, RankError)
 
 
 def teller_of(error: BaseException) -> int | None:
@@ -199,10 +197,20 @@ def _shared(error: Exception, teller: int) -> Exception:
     return error
 
 
-def _told(error: Exception) -> tuple[str, str]:
-    """The nearest kind and the words of an error; an unforeseen one has its type in its words."""
-    kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), None)
-    return (kind, str(error)) if kind is not None else (RankError.__name__, f"{type(error).__name__}: {error}")
+def _told(error: Exception) -> tuple[type[Exception], str]:
+    """The nearest kind and the words of an error; an unforeseen one has its type in its words.
+
+    Kinds of this package that are made of words alone are kept, so that all ranks catch what one of them does.
+    """
+    found = next((kind for kind in _KINDS if isinstance(error, kind)), None)
+    if found is None:
+        return RankError, f"{type(error).__name__}: {error}"
+    own = next(kind for kind in type(error).__mro__ if kind is found or _is_of_words(kind, found))
+    return own, str(error)
+
+
+def _is_of_words(kind: type[BaseException], base: type[Exception]) -> bool:
+    return kind.__module__.startswith("flexengine.") and kind.__init__ is base.__init__
 
 
 class _Group(NamedTuple):

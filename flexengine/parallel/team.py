@@ -23,6 +23,11 @@ class Team(NamedTuple):
         self.control.close()
 
 
+def is_first(team: Team | None) -> bool:
+    """Whether this process is alone, or the one of several ranks that prints and writes."""
+    return team is None or team.ranks.rank == 0
+
+
 class _Joined:
     team: Team | None = None
 

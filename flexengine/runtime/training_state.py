@@ -122,6 +122,7 @@ def describe_state(
         **training,
         "chunk_tokens": plan.chunk_tokens,
         "round_tokens": plan.round_tokens,
+        "round_multiple": plan.round_multiple,
     }
     return json.dumps({"format_version": FORMAT_VERSION, "engine": engine, "run": dict(run_state or {})}, indent=1)
 

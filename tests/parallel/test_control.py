@@ -7,6 +7,7 @@ import pytest
 from ranks_helper import run_ranks, values_of
 from torch import distributed
 
+from flexengine.checkpoint.safetensors_format import CheckpointError
 from flexengine.parallel.control import Control, RankError
 from flexengine.parallel.ranks import Ranks
 
@@ -45,7 +46,7 @@ def all_or_none(rank: int) -> list[str]:
     control, seen = opened(), []
     with control.all_or_none():
         pass
-    for failing in (ValueError("no room"), KeyError("k")):
+    for failing in (ValueError("no room"), KeyError("k"), CheckpointError("damaged")):
         try:
             with control.all_or_none():
                 if rank >= 1:
@@ -58,8 +59,9 @@ def all_or_none(rank: int) -> list[str]:
 
 def test_an_error_of_one_rank_is_raised_on_all():
     first, failed, other = values_of(run_ranks(all_or_none, 3))
-    assert failed == ["ValueError: no room", "KeyError: 'k'"]
-    assert first == other == ["ValueError: rank 1: no room", "RankError: rank 1: KeyError: 'k'"]
+    assert failed == ["ValueError: no room", "KeyError: 'k'", "CheckpointError: damaged"]
+    own = "CheckpointError: rank 1: damaged"
+    assert first == other == ["ValueError: rank 1: no room", "RankError: rank 1: KeyError: 'k'", own]
 
 
 def other_call(rank: int) -> str:

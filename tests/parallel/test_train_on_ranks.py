@@ -40,23 +40,23 @@ def test_rank_0_prints_and_writes(tmp_path):
 
 def refused(rank: int) -> str:
     with pytest.raises((ValueError, SystemExit)) as caught:
-        trainer.train(TrainConfig(**{**OPTIONS, "save": False}, save_steps=1))
+        trainer.train(TrainConfig(**{**OPTIONS, "save": False}, replan=True))
     assert Ranks.of_environment().size == 2
     return f"{caught.type.__name__}: {caught.value}"
 
 
 def test_what_ranks_cannot_do_yet_is_refused():
     for told in values_of(run_ranks(refused, 2)):
-        assert told.startswith(("ValueError: --save-steps works on one GPU alone", "SystemExit"))
+        assert told.startswith(("ValueError: --replan works on one GPU alone", "SystemExit"))
 
 
 def test_gpus_starts_ranks_and_gives_their_status(tmp_path):
-    """The options are refused by every rank, so that nothing is measured; one of them says so."""
-    arguments = ["--gpus", "2", "--model", "preset:demo", "--data-source", "synthetic", "--save-steps", "1"]
+    """Rank 0 refuses an option before anything is measured, so all end; one of them says so."""
+    arguments = ["--gpus", "2", "--model", "preset:demo", "--data-source", "synthetic", "--resume", "nowhere"]
     command = [sys.executable, "-m", "flexengine", "train", *arguments, "--output-dir", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=dict(os.environ))
     assert done.returncode == 2, done.stderr
-    assert done.stderr.count("--save-steps works on one GPU alone so far") == 1, done.stderr
+    assert done.stderr.count("--resume nowhere: there is no such folder") == 1, done.stderr
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert not (tmp_path / "run").exists()
 
@@ -72,3 +72,12 @@ def test_the_status_of_a_run_is_that_of_who_chose_one():
     assert launch._status({1: -9, 2: 1}) == 1
     assert launch._status({0: -15, 1: -9}) == 137
     assert launch._status({0: -15}) == 1
+
+
+def test_rank_0_tells_a_launcher_that_was_asked_to_stop_how_the_run_ended(tmp_path, monkeypatch):
+    told = tmp_path / "status"
+    monkeypatch.setenv(launch.STATUS_VARIABLE, str(told))
+    for rank, found in (("1", 143), ("0", 75)):
+        monkeypatch.setenv("RANK", rank)
+        assert launch.tell_status(75) == 75
+        assert launch._told_status(told, otherwise=143) == found
