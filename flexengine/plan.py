@@ -6,7 +6,7 @@ It stands alone: it imports nothing of the package, so planner and runtime meet 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -116,6 +116,7 @@ class Request:
     ranks: GPUs of one node that run the rounds of a step in turn, on one host copy of weights, gradients and states;
     max_gpu_bytes is each one's, max_host_bytes the node's. round_multiple: batches are packed into a multiple of so
     many rounds; None = ranks. It sets the order of sums, as chunk and round sizes do, and the number of ranks does not.
+    nodes: that each have so many ranks, a host copy of their own, and an equal part of a step's tokens.
     """
 
     max_seq_len: int
@@ -129,6 +130,7 @@ class Request:
     clipping: bool = True
     ranks: int = 1
     round_multiple: int | None = None
+    nodes: int = 1
 
     def __post_init__(self) -> None:
         for name in ("max_seq_len", "max_global_batch_tokens", "max_gpu_bytes", "max_host_bytes"):
@@ -145,8 +147,16 @@ class Request:
                 raise ValueError(f"{name} must be positive, got {value}")
         if self.ranks < 1:
             raise ValueError(f"ranks must be at least 1, got {self.ranks}")
+        if self.nodes < 1:
+            raise ValueError(f"nodes must be at least 1, got {self.nodes}")
         if self.recompute not in ("auto", "none", "full"):
             raise ValueError(f"recompute={self.recompute!r}; choose auto, none or full")
+
+    @property
+    def of_rank(self) -> Request:
+        """What one of all ranks is asked: with its tokens of a step, and its share of the node's host memory."""
+        tokens = max(self.max_seq_len, -(-self.max_global_batch_tokens // (self.ranks * self.nodes)))
+        return replace(self, max_global_batch_tokens=tokens, max_host_bytes=max(1, self.max_host_bytes // self.ranks))
 
     def check_pinned_sizes(self) -> None:
         """Raise PlanError when chunk_tokens and round_tokens do not go together, or no sequence fits a round."""

@@ -23,10 +23,8 @@ def plan_for_ranks(model: ModelSpec, request: Request, profile: HardwareProfile)
     ranks = request.ranks
     if ranks == 1:
         return make_plan(model, request, profile)
-    tokens = max(request.max_seq_len, -(-request.max_global_batch_tokens // ranks))
-    share = replace(request, max_global_batch_tokens=tokens, max_host_bytes=request.max_host_bytes // ranks)
     try:
-        plan = make_plan(model, share, profile)
+        plan = make_plan(model, request.of_rank, profile)
     except PlanError as error:
         budgets = f"{format_bytes(request.max_gpu_bytes)} of GPU memory each and {format_bytes(request.max_host_bytes)}"
         raise PlanError(

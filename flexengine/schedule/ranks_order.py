@@ -62,13 +62,23 @@ class Event(NamedTuple):
         return f"{self.command.label} (rank {self.rank}, round {self.run.number} of step {self.run.step})"
 
 
+class RunEvents(NamedTuple):
+    """The events of one run of a rank. after: the last one of each stream before it, which it starts after."""
+
+    rank: int
+    run: RankRun
+    events: range
+    after: tuple[int, ...]
+
+
 class Events:
-    """All events of all ranks, and which must have ended when another starts."""
+    """All events of all ranks, and which must have ended when another starts. runs: by rank, then in order."""
 
     def __init__(self, runs: Sequence[Sequence[RankRun]], num_rounds: int) -> None:
         self._num_rounds, self._size = num_rounds, len(runs)
         self.all: list[Event] = []
         self.before: list[list[int]] = []
+        self.runs: list[RunEvents] = []
         self._lanes: dict[tuple[int, str, int], int] = {}
         self._ends: list[list[int]] = []  # by lane, its events
         self._raised: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # (cell, rank) -> (value, event)
@@ -97,6 +107,7 @@ class Events:
                 index = self._add(rank, run, command, before)
                 if command.stream is not Stream.CPU:
                     ends[command.stream] = index
+            self.runs.append(RunEvents(rank, run, range(first, len(self.all)), tuple(left.values())))
             if any(command.stream is Stream.CPU for command in run.program.commands):
                 by_cpu = run.program, first
 
