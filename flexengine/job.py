@@ -18,7 +18,7 @@ from flexengine.wording import shown
 
 ComputeDtype = Literal["bfloat16", "float32", "float64"]
 StorageDtype = Literal["float32", "bfloat16"]
-BaseDtype = Literal["compute", "bf16", "fp8", "int8", "nf4"]
+BaseDtype = Literal["compute", "bf16", "fp8", "int8", "nf4", "mxfp4"]
 StateDtype = Literal["float32", "bfloat16", "int8"]
 OptimizerName = Literal["adamw", "muon", "lion", "sgd"]
 
@@ -108,7 +108,8 @@ class Job:
         BaseDtype,
         Option(
             "what the frozen linear layers of blocks are stored in and cross the link as: compute = --dtype, bf16, fp8"
-            " or int8 = 8 bits, nf4 = 4 bits; they multiply the decoded values"
+            " or int8 = 8 bits, nf4 = 4 bits, mxfp4 = 4 bits for experts as gpt-oss has them; they multiply the decoded"
+            " values"
         ),
     ] = "compute"
     init: Annotated[
@@ -270,7 +271,7 @@ class Job:
         return Numerics(self.dtype, master, grad, state, self.matmul_dtype, self.optimizer, base)
 
     @property
-    def stored_base(self) -> Literal["compute", "fp8", "int8", "nf4"]:
+    def stored_base(self) -> Literal["compute", "fp8", "int8", "nf4", "mxfp4"]:
         """What frozen linear layers are stored in; bf16 is the dtype of the computation where it is allowed."""
         return "compute" if self.base_dtype == "bf16" else self.base_dtype
 

@@ -105,7 +105,7 @@ class Numerics:
     state: str = "float32"
     matmul: Literal["compute", "fp8"] = "compute"
     optimizer: str = "adamw"
-    base: Literal["compute", "fp8", "nf4", "int8"] = "compute"
+    base: Literal["compute", "fp8", "nf4", "int8", "mxfp4"] = "compute"
 
 
 @dataclass(frozen=True)

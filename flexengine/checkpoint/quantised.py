@@ -10,9 +10,10 @@ Project 2023, "OCP Microscaling Formats (MX) Specification", version 1.0.
 FP8: values of E4M3, and a float32 factor for every block of 128 rows by 128 columns, cut at the edges. Source:
 DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.3, and the layout of its published checkpoints.
 
-NF4: as bitsandbytes writes it with double quantisation. Beside the codes, two in a byte, the first in the high half,
-lie the magnitudes of blocks of 64 in 8 bits, those of 256 blocks in float32, both tables of numbers, and a JSON text
-with the mean of the magnitudes. Source: Dettmers et al. 2023, "QLoRA", section 3; the layout of published checkpoints.
+NF4: as bitsandbytes writes it. Beside the codes, two in a byte, the first in the high half, lie the magnitudes of
+blocks of 64, the table of numbers, and a JSON text. With double quantisation the magnitudes have 8 bits, with those of
+256 blocks in float32, a table of numbers of their own, and their mean in the text; else they are float32. Source:
+Dettmers et al. 2023, "QLoRA", section 3; the layout of published checkpoints.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ class Stored(NamedTuple):
 
 class Decoder(ABC):
     """One way to quantise a weight. `name` and `shape` are those of the model's source; all methods may be called from
-    several threads. same_as: the format of fewer bytes that has the same codes and scales, if one has."""
+    several threads. same_as: the format of fewer bytes that has the same codes and scales."""
 
-    same_as: str = ""
+    same_as: str
 
     @abstractmethod
     def stored(self, name: str, shape: tuple[int, ...]) -> dict[str, Stored]:
@@ -70,15 +71,19 @@ class Decoder(ABC):
         """Rows first_row and on of the weight, [num_rows, *shape[1:]] on the CPU, in bf16 where that is exact, else in
         float32. Raises what reading raises."""
 
-    def fields(self, reader: CheckpointReader, name: str, shape: tuple[int, ...]) -> dict[str, Tensor] | None:
-        """The codes and scales of a matrix by the names that the format `same_as` gives them, on the CPU; None where
-        the checkpoint's differ from that format's."""
-        return None
+    @abstractmethod
+    def fields(self, reader: CheckpointReader, name: str, shape: tuple[int, ...], matrix: int) -> dict[str, Tensor]:
+        """The codes and scales of a matrix by the names that the format `same_as` gives them, on the CPU.
+
+        matrix: its number, in a stack of them.
+        """
 
 
 class Mxfp4(Decoder):
     """A stack [E, D, F] of matrices used as x @ weight, each stored transposed: `_blocks` [E, F, D / 32, 16] and
     `_scales` [E, F, D / 32] of bytes. One matrix at a time: 5 bytes for each of its values."""
+
+    same_as = "mxfp4"
 
     def stored(self, name: str, shape: tuple[int, ...]) -> dict[str, Stored]:
         if len(shape) != 3 or shape[1] % _SPAN:
@@ -98,6 +103,10 @@ class Mxfp4(Decoder):
     ) -> Tensor:
         parts = (_rows(reader, part, first_row, num_rows) for part in self.stored(name, shape))
         return mxfp4_values(*parts).transpose(1, 2)
+
+    def fields(self, reader: CheckpointReader, name: str, shape: tuple[int, ...], matrix: int) -> dict[str, Tensor]:
+        codes, scales = (_rows(reader, part, matrix, 1)[0] for part in self.stored(name, shape))
+        return {"codes": codes, "scales": scales}
 
 
 def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -136,7 +145,7 @@ class Fp8(Decoder):
         reader.read_into(f"{name}_scale_inv", scales, first_row // _BLOCK, len(scales))
         return fp8_values(values, scales)
 
-    def fields(self, reader: CheckpointReader, name: str, shape: tuple[int, ...]) -> dict[str, Tensor] | None:
+    def fields(self, reader: CheckpointReader, name: str, shape: tuple[int, ...], matrix: int) -> dict[str, Tensor]:
         values, scales = (_whole(reader, part) for part in self.stored(name, shape))
         return {"codes": values, "scales": scales}
 
@@ -160,15 +169,20 @@ class Nf4(Decoder):
     same_as = "nf4"
 
     def stored(self, name: str, shape: tuple[int, ...]) -> dict[str, Stored]:
-        numel = math.prod(shape)
-        blocks, byte, wide = -(-numel // _NF4_BLOCK), frozenset({torch.uint8}), frozenset({torch.float32})
+        numel, byte, wide = math.prod(shape), frozenset({torch.uint8}), frozenset({torch.float32})
         return {
             name: Stored((-(-numel // 2), 1), byte),
+            **self._magnitude_tensors(name, -(-numel // _NF4_BLOCK)),
+            f"{name}.quant_map": Stored((16,), wide),
+            f"{name}{_NF4_STATE}": Stored(None, byte),
+        }
+
+    def _magnitude_tensors(self, name: str, blocks: int) -> dict[str, Stored]:
+        byte, wide = frozenset({torch.uint8}), frozenset({torch.float32})
+        return {
             f"{name}.absmax": Stored((blocks,), byte),
             f"{name}.nested_absmax": Stored((-(-blocks // _NF4_NESTED),), wide),
-            f"{name}.quant_map": Stored((16,), wide),
             f"{name}.nested_quant_map": Stored((256,), wide),
-            f"{name}{_NF4_STATE}": Stored(None, byte),
         }
 
     def slab_rows(self, shape: tuple[int, ...]) -> int:
@@ -180,17 +194,20 @@ class Nf4(Decoder):
     ) -> Tensor:
         state = self._state(reader, name, shape)
         first, count = first_row * shape[1], num_rows * shape[1]
-        blocks = first // _NF4_BLOCK, -(-count // _NF4_BLOCK)
         pairs = _rows(reader, name, first // 2, -(-count // 2)).flatten().int()
         codes = torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten()[:count]
-        absmax = _rows(reader, f"{name}.absmax", *blocks).int()
-        nested = _rows(reader, f"{name}.nested_absmax", blocks[0] // _NF4_NESTED, -(-blocks[1] // _NF4_NESTED))
-        scales = _whole(reader, f"{name}.nested_quant_map")[absmax]
-        scales = scales * nested.repeat_interleave(_NF4_NESTED)[: blocks[1]] + state["nested_offset"]
+        scales = self._magnitudes(reader, name, first // _NF4_BLOCK, -(-count // _NF4_BLOCK), state)
         values = _whole(reader, f"{name}.quant_map")[codes] * scales.repeat_interleave(_NF4_BLOCK)[:count]
         return values.view(num_rows, shape[1]).to(getattr(torch, state["dtype"]))
 
-    def fields(self, reader: CheckpointReader, name: str, shape: tuple[int, ...]) -> dict[str, Tensor] | None:
+    def _magnitudes(self, reader: CheckpointReader, name: str, first: int, count: int, state: dict[str, Any]) -> Tensor:
+        """Those of some blocks, of which the first begins 256 that share one."""
+        absmax = _rows(reader, f"{name}.absmax", first, count).int()
+        nested = _rows(reader, f"{name}.nested_absmax", first // _NF4_NESTED, -(-count // _NF4_NESTED))
+        numbers = _whole(reader, f"{name}.nested_quant_map")[absmax]
+        return numbers * nested.repeat_interleave(_NF4_NESTED)[:count] + state["nested_offset"]
+
+    def fields(self, reader: CheckpointReader, name: str, shape: tuple[int, ...], matrix: int) -> dict[str, Tensor]:
         state = self._state(reader, name, shape)
         return {
             "codes": _whole(reader, name).flatten(),
@@ -201,21 +218,55 @@ class Nf4(Decoder):
             "dynamic_map": _whole(reader, f"{name}.nested_quant_map"),
         }
 
+    def _wanted(self, shape: tuple[int, ...]) -> dict[str, Any]:
+        """What the JSON text beside a matrix must say."""
+        return {**_plain_nf4(shape), "nested_blocksize": _NF4_NESTED}
+
+    def _is_told(self, state: dict[str, Any]) -> bool:
+        """Whether the JSON text says all that decoding reads."""
+        return state.get("dtype") in _NF4_DTYPES and isinstance(state.get("nested_offset"), float)
+
     def _state(self, reader: CheckpointReader, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
         """What the JSON text beside a matrix says. Raises CheckpointError for what this decoder does not read."""
         state = parse_json_object(bytes(_whole(reader, f"{name}{_NF4_STATE}").tolist()), Path(f"{name}{_NF4_STATE}"))
-        wanted = {"quant_type": "nf4", "blocksize": _NF4_BLOCK, "nested_blocksize": _NF4_NESTED, "shape": list(shape)}
-        for key, value in wanted.items():
+        for key, value in self._wanted(shape).items():
             if state.get(key) != value:
                 raise CheckpointError(
                     f"{name}: stored in 4 bits with {key}={shown(state.get(key))}, and {shown(value)} is read. Give the"
                     " checkpoint in 16 bits that it was made from"
                 )
-        if state.get("dtype") not in _NF4_DTYPES or not isinstance(state.get("nested_offset"), float):
+        if not self._is_told(state):
             raise CheckpointError(
                 f"{name}: its state in 4 bits lacks dtype or nested_offset; fetch the checkpoint again"
             )
         return state
+
+
+class PlainNf4(Nf4):
+    """The same without double quantisation: magnitudes are float32."""
+
+    same_as = "nf4_float32"
+
+    def _magnitude_tensors(self, name: str, blocks: int) -> dict[str, Stored]:
+        return {f"{name}.absmax": Stored((blocks,), frozenset({torch.float32}))}
+
+    def _magnitudes(self, reader: CheckpointReader, name: str, first: int, count: int, state: dict[str, Any]) -> Tensor:
+        return _rows(reader, f"{name}.absmax", first, count)
+
+    def fields(self, reader: CheckpointReader, name: str, shape: tuple[int, ...], matrix: int) -> dict[str, Tensor]:
+        self._state(reader, name, shape)
+        held = {"codes": name, "absmax": f"{name}.absmax", "codebook": f"{name}.quant_map"}
+        return {field: _whole(reader, tensor).flatten() for field, tensor in held.items()}
+
+    def _wanted(self, shape: tuple[int, ...]) -> dict[str, Any]:
+        return _plain_nf4(shape)
+
+    def _is_told(self, state: dict[str, Any]) -> bool:
+        return state.get("dtype") in _NF4_DTYPES
+
+
+def _plain_nf4(shape: tuple[int, ...]) -> dict[str, Any]:
+    return {"quant_type": "nf4", "blocksize": _NF4_BLOCK, "shape": list(shape)}
 
 
 _NF4_DTYPES = ("bfloat16", "float16", "float32")
@@ -237,5 +288,5 @@ def _whole(reader: CheckpointReader, name: str) -> Tensor:
     return values
 
 
-DECODERS: dict[str, Decoder] = {"mxfp4": Mxfp4(), "fp8": Fp8(), "nf4": Nf4()}
+DECODERS: dict[str, Decoder] = {"mxfp4": Mxfp4(), "fp8": Fp8(), "nf4": Nf4(), "nf4_float32": PlainNf4()}
 """`WeightSource.decode` -> what reads it."""

@@ -1,7 +1,7 @@
 """Decode matrices that are stored in fewer bytes: codes and scales in, elements of the compute dtype out.
 
-Bit for bit what the torch paths of ops/nf4.py and ops/scaled_codes.py give: products in float32, rounded once. Elements
-are counted in 32 bits within a matrix, in 64 over a stack of matrices.
+Bit for bit what the torch paths of ops/nf4.py, ops/scaled_codes.py and ops/mxfp4.py give: products in float32, rounded
+once. Elements are counted in 32 bits within a matrix, in 64 over a stack of matrices.
 """
 
 import torch
@@ -14,6 +14,7 @@ from flexengine.kernels.rounding import round_to
 
 _NF4_BLOCKS = 64  # blocks of 64 elements that a program decodes: 2 KiB in, 8 KiB out in bf16
 _ROWS, _COLUMNS = 8, 512  # elements that a program decodes of 8-bit codes
+_MX_ROWS, _MX_COLUMNS = 128, 64  # elements that a program decodes of MXFP4: 64 bytes of a column, 128 of a row of bf16
 _ALIGNMENT = 16
 
 
@@ -21,29 +22,31 @@ def decode_nf4(
     stored: Tensor,
     starts: tuple[int, int, int],
     codebook: Tensor,
-    dynamic_map: Tensor,
+    dynamic_map: Tensor | None,
     out: Tensor,
     unit_rows: Tensor | None = None,
 ) -> None:
     """out[u] = the elements of NF4 matrix u, where unit_rows[u] is not 0.
 
     Shapes: stored [U, B] uint8, codes first; starts: bytes to the magnitudes (uint8), their magnitudes (float32) and
-    the mean (float32); codebook [16] and dynamic_map [256] float32; out [U, N] in bf16 or fp32, N even; unit_rows [U]
-    int32, None for all.
+    the mean (float32); codebook [16] and dynamic_map [256] float32, None for magnitudes that are float32 themselves;
+    out [U, N] in bf16 or fp32, N even; unit_rows [U] int32, None for all.
     Cost: reads stored, writes out.
     Order: launches on the current stream, never synchronises. Raises: ValueError on other shapes or dtypes.
     """
     units, numel = out.shape
     _check(stored, units, out, unit_rows)
     check_tensor("codebook", codebook, (16,), (torch.float32,))
-    check_tensor("dynamic_map", dynamic_map, (256,), (torch.float32,))
+    if dynamic_map is not None:
+        check_tensor("dynamic_map", dynamic_map, (256,), (torch.float32,))
     if numel % 2:
         raise ValueError(f"out must have pairs of elements, got {numel}")
     absmax, nested, offset = starts
     grid = (triton.cdiv(numel, 64 * _NF4_BLOCKS), units)
     _nf4_kernel[grid](
-        stored, codebook, dynamic_map, out, unit_rows, stored.stride(0), numel, absmax, nested, offset,
-        CHOSEN=unit_rows is not None, BLOCKS=_NF4_BLOCKS, num_warps=4, enable_fp_fusion=False,
+        stored, codebook, codebook if dynamic_map is None else dynamic_map, out, unit_rows, stored.stride(0), numel,
+        absmax, nested, offset, CHOSEN=unit_rows is not None, NESTED=dynamic_map is not None, BLOCKS=_NF4_BLOCKS,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -75,6 +78,27 @@ def decode_scaled(
     )  # fmt: skip
 
 
+def decode_mxfp4(
+    stored: Tensor, scales_start: int, shape: tuple[int, int], out: Tensor, unit_rows: Tensor | None = None
+) -> None:
+    """out[u] = codes of matrix u times the scales of their blocks, where unit_rows[u] is not 0.
+
+    Shapes: shape: (R, C), R a multiple of 32; stored [U, B] uint8, codes [C, R / 2] first, and `scales_start` bytes
+    from the beginning scales [C, R / 32] of E8M0; out [U, R * C] in bf16 or fp32; unit_rows [U] int32, None for all.
+    Cost: reads stored, writes out.
+    Order: launches on the current stream, never synchronises. Raises: ValueError on other shapes or dtypes.
+    """
+    (rows, columns), units = shape, len(out)
+    _check(stored, units, out, unit_rows)
+    if out.shape[1] != rows * columns or rows % 32:
+        raise ValueError(f"codes of MXFP4 give {rows} x {columns} elements, 32 rows with a scale, got {out.shape[1]}")
+    grid = (triton.cdiv(rows, _MX_ROWS) * triton.cdiv(columns, _MX_COLUMNS), units)
+    _mxfp4_kernel[grid](
+        stored, out, unit_rows, stored.stride(0), rows, columns, scales_start,
+        CHOSEN=unit_rows is not None, ROWS=_MX_ROWS, COLUMNS=_MX_COLUMNS, num_warps=4,
+    )  # fmt: skip
+
+
 def _check(stored: Tensor, units: int, out: Tensor, unit_rows: Tensor | None) -> None:
     check_tensor("stored", stored, (units, stored.shape[-1]), (torch.uint8,), strided_rows=True)
     check_tensor("out", out, out.shape, FLOATS)
@@ -87,7 +111,7 @@ def _check(stored: Tensor, units: int, out: Tensor, unit_rows: Tensor | None) ->
 @triton.jit
 def _nf4_kernel(
     stored_ptr, codebook_ptr, map_ptr, out_ptr, rows_ptr, unit_bytes, numel, absmax_start, nested_start, offset_start,
-    CHOSEN: tl.constexpr, BLOCKS: tl.constexpr,
+    CHOSEN: tl.constexpr, NESTED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     unit = tl.program_id(1).to(tl.int64)
     if CHOSEN:  # noqa: SIM102 - without it there is no pointer to load from
@@ -96,11 +120,14 @@ def _nf4_kernel(
     matrix_ptr = stored_ptr + unit * unit_bytes
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     inside = block * 64 < numel
-    number = tl.load(map_ptr + tl.load(matrix_ptr + absmax_start + block, mask=inside, other=0).to(tl.int32))
-    nested_ptr = (matrix_ptr + nested_start).to(tl.pointer_type(tl.float32))
-    nested = tl.load(nested_ptr + block // 256, mask=inside, other=0.0)
-    mean = tl.load((matrix_ptr + offset_start).to(tl.pointer_type(tl.float32)))
-    scale = number * nested + mean  # two roundings, as the torch path: the launch forbids a fused one
+    if NESTED:
+        number = tl.load(map_ptr + tl.load(matrix_ptr + absmax_start + block, mask=inside, other=0).to(tl.int32))
+        nested_ptr = (matrix_ptr + nested_start).to(tl.pointer_type(tl.float32))
+        nested = tl.load(nested_ptr + block // 256, mask=inside, other=0.0)
+        mean = tl.load((matrix_ptr + offset_start).to(tl.pointer_type(tl.float32)))
+        scale = number * nested + mean  # two roundings, as the torch path: the launch forbids a fused one
+    else:
+        scale = tl.load((matrix_ptr + absmax_start).to(tl.pointer_type(tl.float32)) + block, mask=inside, other=0.0)
     pair = block[:, None] * 32 + tl.arange(0, 32)[None, :]
     codes = tl.load(matrix_ptr + pair, mask=pair * 2 < numel, other=0).to(tl.int32)
     first = tl.load(codebook_ptr + (codes >> 4)) * scale[:, None]
@@ -142,3 +169,47 @@ def _from_e4m3(code):
     magnitude = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.001953125, normal)  # 2**-9: a subnormal's step
     magnitude = tl.where((code & 127) == 127, float("nan"), magnitude)
     return tl.where(code >= 128, -magnitude, magnitude)
+
+
+@triton.jit
+def _mxfp4_kernel(
+    stored_ptr, out_ptr, rows_ptr, unit_bytes, rows, columns, scales_start,
+    CHOSEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    unit = tl.program_id(1).to(tl.int64)
+    if CHOSEN:  # noqa: SIM102 - without it there is no pointer to load from
+        if tl.load(rows_ptr + unit) == 0:
+            return
+    matrix_ptr = stored_ptr + unit * unit_bytes
+    across = tl.cdiv(columns, COLUMNS)
+    first_row = (tl.program_id(0) // across) * ROWS
+    column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
+    pair = first_row // 2 + tl.arange(0, ROWS // 2)
+    row = first_row + tl.arange(0, ROWS)
+    held = (column < columns)[:, None]
+    codes_at = column[:, None] * (rows // 2) + pair[None, :]
+    codes = tl.load(matrix_ptr + codes_at, mask=held & (pair * 2 < rows)[None, :], other=0).to(tl.int32)
+    scale_at = column[:, None] * (rows // 32) + row[None, :] // 32
+    inside = held & (row < rows)[None, :]
+    scale = _from_e8m0(tl.load(matrix_ptr + scales_start + scale_at, mask=inside, other=0).to(tl.int32))
+    values = tl.interleave(_from_e2m1(codes & 15), _from_e2m1(codes >> 4)) * scale
+    turned = tl.trans(round_to(values, out_ptr.dtype.element_ty))
+    at = row[:, None] * columns + column[None, :]
+    tl.store(out_ptr + unit * rows * columns + at, turned, mask=tl.trans(inside))
+
+
+@triton.jit
+def _from_e2m1(code):
+    """float32 of E2M1 patterns in int32, exact."""
+    exponent = (code >> 1) & 3
+    mantissa = code & 1
+    normal = (((exponent + 126) << 23) | (mantissa << 22)).to(tl.float32, bitcast=True)
+    magnitude = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.5, normal)
+    return tl.where(code >= 8, -magnitude, magnitude)
+
+
+@triton.jit
+def _from_e8m0(code):
+    """float32 of E8M0 patterns in int32, exact: 2**(code - 127), of which 2**-127 is subnormal; 255 is NaN."""
+    value = tl.where(code == 0, 1 << 22, code << 23).to(tl.float32, bitcast=True)
+    return tl.where(code == 255, float("nan"), value)

@@ -9,29 +9,39 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
+from flexengine.models.nf4_checkpoints import has_plain_magnitudes
 from flexengine.models.spec import GroupSpec, ModelSpec, ParamSpec
 from flexengine.ops.experts import GroupedLinear
 from flexengine.ops.linear import Linear
-from flexengine.ops.weight_format import BaseDtype
+from flexengine.ops.weight_format import BaseDtype, Storage
 
 
 def with_base_dtype(model: ModelSpec, base: BaseDtype) -> ModelSpec:
     """Store the frozen linear layers of the model's blocks, experts too, in the format `base`.
 
     Embedding, head, routers, norms and biases stay in the compute dtype: they are few, and rounding them costs most
-    accuracy. Call it after everything that freezes groups. Raises: ValueError when no block is frozen.
+    accuracy. MXFP4 is for experts that are stored input by output alone, as gpt-oss has them. Call it after everything
+    that freezes groups. Raises: ValueError when no block is frozen, or none has what the format is for.
     """
     if base == "compute":
         return model
-    stored = _products(model)
+    stored = _products(model, input_by_output=base == "mxfp4")
+    if not stored and base == "mxfp4" and _products(model):
+        raise ValueError(
+            f"base_dtype=mxfp4 stores experts as gpt-oss has them, input by output, and {model.name} has none; give nf4"
+        )
     if not stored:
         raise ValueError(
             f"base_dtype={base} stores frozen linear layers in fewer bytes, but all of {model.name} are trained; train"
             " adapters (--mode lora), freeze blocks (--freeze blocks), or leave --base-dtype out"
         )
 
+    storage: Storage = base
+    if base == "nf4" and has_plain_magnitudes(model.hf_config):
+        storage = "nf4_float32"  # a checkpoint that was stored so keeps its codes and magnitudes
+
     def of_param(group: int, param: ParamSpec) -> ParamSpec:
-        return replace(param, storage=base) if param.name in stored[group] else param
+        return replace(param, storage=storage) if param.name in stored[group] else param
 
     def of_group(index: int, group: GroupSpec) -> GroupSpec:
         if index not in stored:
@@ -44,20 +54,25 @@ def with_base_dtype(model: ModelSpec, base: BaseDtype) -> ModelSpec:
 def check_base_dtype(model: ModelSpec, base: str) -> None:
     """Raise ValueError unless the frozen layers are stored as numerics say."""
     # A plan priced for one format must not run with another: its seconds and bytes would be wrong.
-    found = {param.storage for group in model.groups for param in group.params} - {"compute"} or {"compute"}
+    found = {param.storage.partition("_")[0] for group in model.groups for param in group.params} - {"compute"}
+    found = found or {"compute"}
     if found != {base}:
         raise ValueError(
             f"{model.name} stores linear layers in {', '.join(sorted(found))}, but numerics ask for {base}"
         )
 
 
-def _products(model: ModelSpec) -> dict[int, set[str]]:
-    """Find the weights of linear layers in frozen groups of blocks: names by group."""
+def _products(model: ModelSpec, input_by_output: bool = False) -> dict[int, set[str]]:
+    """Find the weights of linear layers in frozen groups of blocks: names by group.
+
+    input_by_output: only those of experts that are stored so.
+    """
     found: dict[int, set[str]] = defaultdict(set)
     for layer in model.blocks:
         places = {local: (group, name) for local, group, name in layer.params}
         for op in layer.ops:
-            if isinstance(op, (Linear, GroupedLinear)):
+            wanted = not input_by_output or (isinstance(op, GroupedLinear) and op.transposed)
+            if isinstance(op, (Linear, GroupedLinear)) and wanted:
                 group, name = places[op.weight]
                 if model.groups[group].frozen:
                     found[group].add(name)

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from flexengine.lora import LoRA
-from flexengine.models.nf4_checkpoints import is_in_nf4
+from flexengine.models.nf4_checkpoints import nf4_decoder
 from flexengine.ops.balance import Balancing
 from flexengine.ops.base import Op
-from flexengine.ops.weight_format import BaseDtype
+from flexengine.ops.weight_format import Storage
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ParamSpec:
     sources: tuple[WeightSource, ...]
     kind: Literal["matrix", "vector"] = "matrix"
     init: Literal["normal", "ones", "zeros", "kaiming"] = "normal"
-    storage: BaseDtype = "compute"
+    storage: Storage = "compute"
     """What a frozen matrix is stored in; layers read it decoded to the compute dtype."""
     added: bool = False
     """Whether checkpoints lack it because it is new: it then starts as `init` says."""
@@ -196,7 +196,7 @@ class ModelSpec:
         def named(source: WeightSource) -> WeightSource:
             name = source.name.removeprefix(prefix)
             # A config does not say which layers are in 4 bits: some of any kind may be left out.
-            return replace(source, name=name, decode="nf4" if is_in_nf4(name, names) else source.decode)
+            return replace(source, name=name, decode=nf4_decoder(name, names) or source.decode)
 
         def renamed(param: ParamSpec) -> ParamSpec:
             fused = None if param.fused is None else named(param.fused)

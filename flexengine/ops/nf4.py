@@ -96,13 +96,11 @@ class Nf4(WeightFormat):
     name = "nf4"
 
     def layout(self, rows: int, columns: int) -> StoredMatrix:
-        if rows * columns % 2:
-            raise ValueError(f"NF4 stores pairs of elements, and {rows} x {columns} is odd; leave --base-dtype nf4 out")
-        blocks = -(-rows * columns // BLOCK)
+        codes, blocks = _pairs(rows, columns), -(-rows * columns // BLOCK)
         return stored_matrix(
             rows,
             columns,
-            codes=((rows * columns // 2,), torch.uint8),
+            codes=((codes,), torch.uint8),
             absmax=((blocks,), torch.uint8),
             nested_absmax=((-(-blocks // NESTED_BLOCK),), torch.float32),
             offset=((1,), torch.float32),
@@ -124,14 +122,52 @@ class Nf4(WeightFormat):
         codes = torch.stack((pairs >> 4, pairs & 15), dim=-1).view(-1)
         blocks = slice(first // BLOCK, -(-end // BLOCK))
         numbers = codebook(codes.device)[codes]
-        scales = block_magnitudes(fields, blocks).repeat_interleave(BLOCK)[: numbers.numel()]
+        scales = self.magnitudes(fields, blocks).repeat_interleave(BLOCK)[: numbers.numel()]
         return (numbers * scales).view(num_rows, layout.columns)
+
+    def magnitudes(self, fields: Mapping[str, Tensor], blocks: slice) -> Tensor:
+        """The magnitudes of some blocks of a stored matrix, float32."""
+        return block_magnitudes(fields, blocks)
 
     def launch(
         self, kernels: ModuleType, stored: Tensor, layout: StoredMatrix, out: Tensor, rows: Tensor | None = None
     ) -> None:
         starts = tuple(layout.fields[name].start for name in ("absmax", "nested_absmax", "offset"))
         kernels.decode_nf4(stored, starts, codebook(out.device), dynamic_map(out.device), out, rows)
+
+
+class PlainNf4(Nf4):
+    """NF4 without double quantisation: codes, and magnitudes in float32, as some checkpoints have them."""
+
+    name = "nf4_float32"
+
+    def layout(self, rows: int, columns: int) -> StoredMatrix:
+        codes, blocks = _pairs(rows, columns), -(-rows * columns // BLOCK)
+        return stored_matrix(
+            rows, columns, codes=((codes,), torch.uint8), absmax=((blocks,), torch.float32)
+        )  # fmt: skip
+
+    def encoder(self, stored: Tensor, layout: StoredMatrix) -> Encoder:
+        return _PlainNf4Encoder(layout.views(stored), layout)
+
+    def constants(self) -> dict[str, Tensor]:
+        return {"codebook": codebook(torch.device("cpu"))}
+
+    def magnitudes(self, fields: Mapping[str, Tensor], blocks: slice) -> Tensor:
+        return fields["absmax"][blocks]
+
+    def launch(
+        self, kernels: ModuleType, stored: Tensor, layout: StoredMatrix, out: Tensor, rows: Tensor | None = None
+    ) -> None:
+        start = layout.fields["absmax"].start
+        kernels.decode_nf4(stored, (start, start, start), codebook(out.device), None, out, rows)
+
+
+def _pairs(rows: int, columns: int) -> int:
+    """Bytes of codes. Raises: ValueError for an odd number of elements."""
+    if rows * columns % 2:
+        raise ValueError(f"NF4 stores pairs of elements, and {rows} x {columns} is odd; leave --base-dtype nf4 out")
+    return rows * columns // 2
 
 
 def block_magnitudes(fields: Mapping[str, Tensor], blocks: slice) -> Tensor:
@@ -170,3 +206,8 @@ class _Nf4Encoder(Encoder):
             self.fields["absmax"][first : first + part.numel()].copy_(codes)
             nested = first // NESTED_BLOCK
             self.fields["nested_absmax"][nested : nested + largest.numel()].copy_(largest)
+
+
+class _PlainNf4Encoder(_Nf4Encoder):
+    def finish(self) -> None:
+        self.fields["absmax"].copy_(torch.cat(self.magnitudes))

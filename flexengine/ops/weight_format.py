@@ -25,8 +25,10 @@ from flexengine.ops.base import use_kernel
 if TYPE_CHECKING:
     from types import ModuleType
 
-BaseDtype = Literal["compute", "fp8", "nf4", "int8"]
-"""What a frozen matrix is stored in: the compute dtype, or the name of a format."""
+BaseDtype = Literal["compute", "fp8", "nf4", "int8", "mxfp4"]
+"""What a job stores frozen matrices in: the compute dtype, or a kind of format."""
+Storage = Literal["compute", "fp8", "nf4", "nf4_float32", "int8", "mxfp4"]
+"""What a frozen matrix is stored in: the compute dtype, or the name of a format, which begins with its kind."""
 ALIGNMENT_BYTES = 16
 """Fields begin at multiples of this, so that kernels read them in the widest words."""
 SLAB_ELEMENTS = 1 << 20

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from flexengine.ops.nf4 import Nf4
+from flexengine.ops.mxfp4 import Mxfp4
+from flexengine.ops.nf4 import Nf4, PlainNf4
 from flexengine.ops.scaled_codes import FP8_BLOCKS, INT8_ROWS
 from flexengine.ops.weight_format import WeightFormat
 
-FORMATS: dict[str, WeightFormat] = {form.name: form for form in (FP8_BLOCKS, Nf4(), INT8_ROWS)}
+FORMATS: dict[str, WeightFormat] = {form.name: form for form in (FP8_BLOCKS, Nf4(), PlainNf4(), INT8_ROWS, Mxfp4())}

@@ -103,7 +103,8 @@ def _frozen_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
     if model is not None:
         size = f" ({sum(model.groups[i].numel for i in frozen) / 1e9:.2f} G parameters)"
     base = plan.request.numerics.base
-    stored = "" if base == "compute" else f"; linear layers of frozen blocks are stored in {base}, decoded on the GPU"
+    what = "experts" if base == "mxfp4" else "linear layers"
+    stored = "" if base == "compute" else f"; {what} of frozen blocks are stored in {base}, decoded on the GPU"
     return [f"frozen: {len(frozen)} of {len(plan.groups)} groups{size}, with weights alone{stored}"]
 
 

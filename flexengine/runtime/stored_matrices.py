@@ -6,7 +6,7 @@ They are stored while they are loaded, one tensor after the other and some rows 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -92,15 +92,23 @@ class StoredMatrices:
                     encoder.add(first, slab.view(count, layout.columns))
                 encoder.finish()
 
-    def keep(self, spans: Sequence[Span], fields: Mapping[str, Tensor]) -> bool:
-        """Take over one matrix's codes and scales; False, writing nothing, where they were made with other numbers."""
-        [(form, layout, stored)] = spans
-        assert form is not None
-        assert layout is not None
-        if any(not torch.equal(fields[name], numbers) for name, numbers in form.constants().items()):
-            return False
-        for name, target in layout.views(stored[0]).items():
-            target.copy_(fields[name].view(target.shape))
+    def keep(self, spans: Sequence[Span], fields_of: Callable[[int], Mapping[str, Tensor]]) -> bool:
+        """Take over codes and scales, matrix by matrix; False where they were made with other numbers.
+
+        fields_of: gives those of a matrix by its number. Where the answer is False nothing was written.
+        """
+        number = 0
+        for form, layout, stored in spans:
+            assert form is not None
+            assert layout is not None
+            for matrix in stored:
+                fields = fields_of(number)
+                # The tables of numbers belong to a tensor: where the first matrix's are equal, all are.
+                if any(not torch.equal(fields[name], numbers) for name, numbers in form.constants().items()):
+                    return False
+                for name, target in layout.views(matrix).items():
+                    target.copy_(fields[name].view(target.shape))
+                number += 1
         return True
 
     # -- out ---------------------------------------------------------------------------------------------------------

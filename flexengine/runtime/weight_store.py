@@ -239,8 +239,8 @@ class WeightStore:
         decoder = None if run.source.decode is None else DECODERS[run.source.decode]
         if decoder is None or decoder.same_as != run.param.storage:
             return False
-        fields = decoder.fields(reader, run.source.name, run.source.shape)
-        return fields is not None and self.stored.keep(run.spans, fields)
+        name, shape = run.source.name, run.source.shape
+        return self.stored.keep(run.spans, lambda matrix: decoder.fields(reader, name, shape, matrix))
 
     def _store(self, run: SourceRun, values: Iterable[Tensor]) -> None:
         """Store a source that lies in spans. Raises: ValueError naming a tensor with NaN or infinity."""

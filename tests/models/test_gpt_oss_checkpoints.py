@@ -1,19 +1,35 @@
 """Checkpoints of gpt-oss as published, with experts in MXFP4: what is read, trained, and exported in 16 bits."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
-from engine_helpers import FLOAT32, build_engine, random_batch, relative_error, same_bits, saved_model, streamed_plan
+from engine_helpers import (
+    FLOAT32,
+    build_engine,
+    random_batch,
+    random_weights,
+    relative_error,
+    same_bits,
+    saved_model,
+    streamed_plan,
+    tiny_config,
+)
 from engine_helpers import make_plan as resident_plan
 from family_configs import gpt_oss
 from safetensors.torch import load_file, save_file
 
-from flexengine import from_pretrained
+from flexengine import LoRA, from_pretrained
+from flexengine.job import Job
+from flexengine.models.base_dtype import with_base_dtype
+from flexengine.models.freezing import with_frozen
+from flexengine.models.lora import with_lora
 from flexengine.models.registry import open_model
 from flexengine.optim import AdamW
 from flexengine.plan import Numerics
+from flexengine.request import described
 from flexengine.runtime import weight_store
 
 CONFIG = gpt_oss(hidden_size=64, intermediate_size=32, vocab_size=71, sliding_window=9)
@@ -91,6 +107,67 @@ def test_exports_are_in_16_bits(published, dequantised, tmp_path, caplog):
     again = open_model(tmp_path / "trained")
     assert not again.spec.notice
     build_engine(again, resident_plan(again.spec)).close()
+
+
+def kept_in_mxfp4(folder):
+    source = open_model(folder)
+    job = Job(mode="lora", lora_rank=2, base_dtype="mxfp4", max_seq_len=48, max_global_batch_tokens=96)
+    return source._replace(spec=described(source.spec, job))
+
+
+def test_a_frozen_base_keeps_codes_and_scales(published, dequantised):
+    """Also where experts come in parts and only those touched are fetched; training has the bits of decoded weights."""
+    source, plain = kept_in_mxfp4(published), open_model(published)
+    plain = plain._replace(spec=with_lora(plain.spec, LoRA(["all-linear"], rank=2)))
+    numerics = replace(SPLIT, base="mxfp4")
+    streamed = streamed_plan(source.spec, numerics=numerics)
+    plans = [streamed, resident_plan(source.spec, numerics=numerics), replace(streamed, in_parts=True)]
+    plans.append(replace(streamed, in_parts=True, weight_slots=4, touched_only=True))
+    wanted = {name: p.detach().float() for name, p in dequantised.named_parameters()}
+    found = []
+    for origin, plan in [(plain, streamed_plan(plain.spec, numerics=SPLIT)), *((source, plan) for plan in plans)]:
+        with build_engine(origin, plan, AdamW(lr=1e-2), seed=3) as engine:
+            state = engine.state_dict()
+            same_bits({name: state[name] for name in wanted}, wanted)
+            if origin is source:
+                check_codes(engine, published)
+            found.append([engine.train_step(random_batch(step, [40, 9], 71))[0].loss for step in range(3)])
+    assert found[0][2] != found[0][0]
+    assert all(losses == found[0] for losses in found)
+
+
+def check_codes(engine, folder):
+    """What is stored are the bytes of the checkpoint, matrix by matrix."""
+    tensors = {n: t for path in sorted(folder.glob("*.safetensors")) for n, t in load_file(path).items()}
+    runs = [run for run in engine.weights.runs.values() if run.in_fewer_bytes]
+    assert len(runs) == 2 * CONFIG["num_hidden_layers"]
+    for run in runs:
+        matrices = [span.layout.views(matrix) for span in run.spans for matrix in span.stored]
+        for number, fields in enumerate(matrices):
+            assert torch.equal(fields["codes"], tensors[f"{run.source.name}_blocks"][number])
+            assert torch.equal(fields["scales"], tensors[f"{run.source.name}_scales"][number])
+
+
+def test_weights_in_16_bits_are_stored_in_mxfp4(tmp_path):
+    """As specified: storing what was decoded changes nothing."""
+    source = random_weights(CONFIG)
+    spec = with_base_dtype(with_frozen(source.spec, ["embed", "blocks"]), "mxfp4")
+    plan = resident_plan(spec, numerics=replace(SPLIT, base="mxfp4"))
+    with build_engine(source._replace(spec=spec), plan) as engine:
+        stored = engine.state_dict()
+        engine.save_pretrained(tmp_path)
+    again = open_model(tmp_path)
+    spec = with_base_dtype(with_frozen(again.spec, ["embed", "blocks"]), "mxfp4")
+    with build_engine(again._replace(spec=spec), plan) as engine:
+        state = engine.state_dict()
+    frozen = [name for name in stored if ".layers." in name]
+    same_bits({name: state[name] for name in frozen}, {name: stored[name] for name in frozen})
+
+
+def test_mxfp4_is_for_experts_of_gpt_oss():
+    spec = with_frozen(random_weights(tiny_config()).spec, ["blocks"])
+    with pytest.raises(ValueError, match=r"base_dtype=mxfp4 stores experts as gpt-oss has them.*give nf4"):
+        with_base_dtype(spec, "mxfp4")
 
 
 def test_a_checkpoint_without_scales_is_refused(published):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from flexengine.ops.mxfp4 import MAGNITUDES
 from flexengine.ops.nf4 import CODEBOOK, dynamic_map
 from flexengine.ops.weight_formats import FORMATS
 
@@ -82,6 +83,52 @@ def test_nf4_equals_a_reference_from_the_paper(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_nf4_with_magnitudes_in_float32_equals_a_reference_from_the_paper(shape):
+    values = weights(*shape)
+    layout, stored = stored_as("nf4_float32", values)
+    fields, book = layout.views(stored), np.float32(CODEBOOK)
+    scaled, largest = divided(in_blocks(values.numpy().ravel(), 64))
+    codes = nearest_code(scaled, book)
+    pairs = codes.ravel()[: values.numel()].reshape(-1, 2)
+    assert np.array_equal(fields["codes"].numpy(), pairs[:, 0] * 16 + pairs[:, 1])
+    assert np.array_equal(fields["absmax"].numpy(), largest)
+    found = (book[codes] * largest[:, None]).ravel()[: values.numel()].reshape(shape)
+    assert np.array_equal(decoded("nf4_float32", layout, stored).numpy(), found)
+
+
+def reference_mxfp4(column):
+    """Section 6.3 of the specification for 32 numbers, in exact arithmetic: byte of the scale, codes, values."""
+    largest = max(abs(x) for x in column)
+    exponent = min(127, max(-127, math.floor(math.log2(largest)) - 2)) if largest else -127
+    codes = []
+    for x in column:
+        scaled = min(abs(x) * 2.0**-exponent, 6.0)
+        # ties to the even code
+        code = min(range(8), key=lambda i: (abs(MAGNITUDES[i] - scaled), i % 2))
+        codes.append(code + 8 * (math.copysign(1.0, x) < 0))
+    values = [math.copysign(MAGNITUDES[code & 7], -1.0 if code & 8 else 1.0) * 2.0**exponent for code in codes]
+    return exponent + 127, codes, values
+
+
+@pytest.mark.parametrize("shape", [(32, 1), (64, 7), (160, 33)], ids=str)
+def test_mxfp4_equals_a_reference_from_the_specification(shape):
+    values = weights(*shape)
+    values[:4, 0] = torch.tensor([0.75, -1.25, 1e-30, 3.5])  # ties where the largest is 4 to 8
+    values[:32, -1] = 1e-39  # below the smallest scale
+    layout, stored = stored_as("mxfp4", values)
+    fields, found = layout.views(stored), decoded("mxfp4", layout, stored)
+    for column in range(shape[1]):
+        for block in range(shape[0] // 32):
+            rows = slice(block * 32, block * 32 + 32)
+            scale, codes, expected = reference_mxfp4(values[rows, column].tolist())
+            assert fields["scales"][column, block].item() == scale
+            assert fields["codes"][column, block].tolist() == [
+                low | high << 4 for low, high in zip(codes[0::2], codes[1::2], strict=True)
+            ]
+            assert found[rows, column].tolist() == expected
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_fp8_equals_a_reference_with_a_scale_for_each_block(shape):
     values = weights(*shape)
     layout, stored = stored_as("fp8", values)
@@ -112,7 +159,7 @@ def test_int8_equals_a_reference_with_a_scale_for_each_row(shape):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_values_are_rounded_once_to_the_compute_dtype(name):
-    layout, stored = stored_as(name, weights(130, 192))
+    layout, stored = stored_as(name, weights(160 if name == "mxfp4" else 130, 192))
     exact = decoded(name, layout, stored)
     assert torch.equal(decoded(name, layout, stored, torch.bfloat16), exact.bfloat16())
     assert torch.equal(decoded(name, layout, stored, torch.float64), exact.double())
@@ -129,7 +176,7 @@ def test_what_was_decoded_is_stored_again_within_a_step(name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_slabs_do_not_change_bits(name, monkeypatch):
-    values = weights(400, 96)
+    values = weights(416, 96)
     _, whole = stored_as(name, values)
     monkeypatch.setattr("flexengine.ops.weight_format.SLAB_ELEMENTS", 1)
     monkeypatch.setattr("flexengine.ops.nf4.SLAB_ELEMENTS", 256)
@@ -151,13 +198,17 @@ def test_bytes_for_each_element():
     """Of a large matrix: 4 bits and 8 for 64; 8 bits and 32 for 128 x 128; 8 bits and 32 for a row."""
     numel = 4096 * 4096
     assert FORMATS["nf4"].layout(4096, 4096).num_bytes == numel // 2 + numel // 64 + 4 * numel // 64 // 256 + 16
+    assert FORMATS["nf4_float32"].layout(4096, 4096).num_bytes == numel // 2 + 4 * numel // 64
+    assert FORMATS["mxfp4"].layout(4096, 4096).num_bytes == numel // 2 + numel // 32
     assert FORMATS["fp8"].layout(4096, 4096).num_bytes == numel + 4 * 32 * 32
     assert FORMATS["int8"].layout(4096, 4096).num_bytes == numel + 4 * 4096
 
 
-def test_odd_matrices_have_no_nf4():
+def test_shapes_that_formats_do_not_have():
     with pytest.raises(ValueError, match="odd; leave --base-dtype nf4 out"):
         FORMATS["nf4"].layout(3, 5)
+    with pytest.raises(ValueError, match=r"32 inputs with one scale.*leave --base-dtype mxfp4 out"):
+        FORMATS["mxfp4"].layout(40, 64)
 
 
 def test_the_published_dynamic_map():
