@@ -7,6 +7,7 @@ order; one that makes another is told so.
 from __future__ import annotations
 
 import itertools
+import os
 import pickle
 import struct
 import time
@@ -238,7 +239,9 @@ def _join(ranks: Ranks, timeout_s: float) -> _Group:
     store, rank, size = _store(timeout)
     if (rank, size) != (ranks.rank, ranks.size):
         raise ValueError(f"rank {ranks.rank} of {ranks.size} meets the others as rank {rank} of {size}")
-    store = PrefixStore(f"flexengine/control/{next(_openings)}", store)
+    # torchrun's store outlives ranks that it starts again: what those before them left there must not be met
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"flexengine/control/{attempt}/{next(_openings)}", store)
     return _Group(ProcessGroupGloo(store, rank, size, timeout), store)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from ranks_helper import run_ranks, values_of
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from flexengine import run_saver, trainer
 from flexengine.checkpoint import state_writer
@@ -125,3 +126,27 @@ def test_a_disk_that_takes_no_checkpoint_does_not_end_the_run(model, whole, tmp_
     monkeypatch.setattr("flexengine.api.probe", lambda *_, **__: preset("cpu-test"))
     assert run(2, model, folder, resume="auto") == 0
     assert shown(folder) == whole
+
+
+def train_or_die(model: Path, folder: Path, options: dict) -> int:
+    """Exit status of a rank; the first time, rank 1 is killed in step 4."""
+    rank, first = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    Path(f"{folder}-started{os.environ['TORCHELASTIC_RESTART_COUNT']}").touch()
+    return train(rank, model, folder, {1: (4, signal.SIGKILL)} if first else {}, options)
+
+
+def test_torchruns_agent_starts_ranks_again_after_one_is_killed(model, whole, tmp_path, monkeypatch):
+    """As `torchrun --max-restarts 1 ... --resume auto`, with ranks that are forked: loading torch takes seconds."""
+    monkeypatch.setattr("torch.distributed.elastic.agent.server.api.logger.disabled", True)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    folder = tmp_path / "run"
+    options = {"save_steps": 2, "resume": "auto", "chunk_tokens": 16, "round_tokens": 16}
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="restarted", rdzv_backend="c10d", max_restarts=1,
+        rdzv_endpoint="localhost:0", monitor_interval=0.1, start_method="fork",
+    )  # fmt: skip
+    assert elastic_launch(config, train_or_die)(model, folder, options) == {0: 0, 1: 0}
+    assert [Path(f"{folder}-started{number}").exists() for number in range(3)] == [True, True, False]
+    assert shown(folder) == whole
+    assert [found.step for found in checkpoints_of(folder)] == [5, 4]
+    assert not half_written(folder)
