@@ -22,7 +22,7 @@ from flexengine.ops.weight_formats import FORMATS
 from flexengine.optim.adamw import adamw_factors, adamw_update_reference
 from flexengine.optim.rounding import split_fp32
 from flexengine.random_bits import stream_keys
-from flexengine.runtime.gradients import finish_gradient
+from flexengine.runtime.gradients import Squares, finish_gradient
 
 F32 = torch.float32
 EPS = 1e-5
@@ -204,7 +204,7 @@ def _accumulate_case(name: str, n: int, partial_sums: int, has_previous: bool) -
 
     def plain(t: Tensors) -> None:
         norm_square = torch.zeros(())
-        finish_gradient(t["acc"], t["stored"], has_previous, t["squares"], norm_square)
+        finish_gradient(t["acc"], t["stored"], has_previous, Squares(t["squares"], norm_square, 0, n))
         t["squares"].zero_()[0] = norm_square  # the kernel spreads this sum over its programs
 
     return Case(

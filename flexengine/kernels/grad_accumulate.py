@@ -11,16 +11,19 @@ from flexengine.kernels.rounding import round_to
 _BLOCK = 4096  # elements per iteration of a program; 8 warps hold 16 per thread
 
 
-def grad_accumulate(acc: Tensor, stored: Tensor, has_previous: bool, partial_squares: Tensor) -> None:
+def grad_accumulate(
+    acc: Tensor, stored: Tensor, has_previous: bool, partial_squares: Tensor, part_elements: int | None = None
+) -> None:
     """stored = round(acc + (stored if has_previous else 0)); partial_squares[p] = part p of the sum of its squares.
 
     Shapes: acc [n] fp32, stored [n] in bf16 or fp32, partial_squares [P] fp32, all contiguous and flat.
     The squares are those of the ROUNDED values, which are what the optimizer will see; their sum over p is the squared
-    norm. Program p takes the p-th run of ceil(n / P / 4096) * 4096 elements: the bits depend on n and P only, and P
-    sets how many programs run (a few per multiprocessor, such as 1024, fills any card). Unused parts are 0.
+    norm. Program p takes the p-th run of part_elements: by default ceil(n / P / 4096) * 4096, so that the bits depend
+    on n and P only. Who stores a gradient in pieces gives that of the whole, so that the parts are the same. P sets how
+    many programs run (a few per multiprocessor, such as 1024, fills any card). Unused parts are 0.
     Cost: reads 4n bytes (and the old stored), writes stored.
     Order: launches on the current stream, never synchronises.
-    Raises: ValueError on other shapes or dtypes, or P = 0.
+    Raises: ValueError on other shapes or dtypes, P = 0, or part_elements that is no multiple of 4096 or too small.
     """
     num_elements, num_parts = acc.numel(), partial_squares.numel()
     check_tensor("acc", acc, (num_elements,), (torch.float32,))
@@ -28,7 +31,12 @@ def grad_accumulate(acc: Tensor, stored: Tensor, has_previous: bool, partial_squ
     check_tensor("partial_squares", partial_squares, (num_parts,), (torch.float32,))
     if num_parts == 0:
         raise ValueError("partial_squares must have at least one element, got shape [0]")
-    part_elements = triton.cdiv(triton.cdiv(num_elements, _BLOCK), num_parts) * _BLOCK
+    if part_elements is None:
+        part_elements = triton.cdiv(triton.cdiv(num_elements, _BLOCK), num_parts) * _BLOCK
+    elif part_elements % _BLOCK or part_elements * num_parts < num_elements:
+        raise ValueError(
+            f"{num_parts} parts of {part_elements} elements do not hold {num_elements}, or are no multiple of {_BLOCK}"
+        )
     _grad_accumulate_kernel[(num_parts,)](
         acc, stored, partial_squares, num_elements, part_elements,
         HAS_PREVIOUS=has_previous, BLOCK=_BLOCK, num_warps=8,

@@ -37,6 +37,7 @@ from flexengine.schedule.group_storage import DTYPE_BYTES, group_storage, tile_o
 from flexengine.schedule.group_uses import group_uses
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.layout import Layout
+from flexengine.schedule.planned_sizes import spilled_bytes
 from flexengine.schedule.save_sets import keepable_ops
 from flexengine.schedule.slots import Slot, SlotKey
 
@@ -126,12 +127,11 @@ class SharedBuffers:
         return sum(plane_bytes_in("gpu", group, self.adapter_home) for group in self.adapter_layouts)
 
     @cached_property
-    def spilled_bytes(self) -> int:
-        """Host bytes where one of several ranks keeps accumulators of what two layers add to."""
-        acc_bytes, twice = max(4, DTYPE_BYTES[self.request.numerics.compute]), list[int]()
-        for group, layout in zip(self.edge_groups, self.edge_layouts, strict=True):
-            twice += [align(layout.part_numel * acc_bytes)] if self.uses[group].gradients > 1 else []
-        return sum(twice) if self.request.ranks > 1 else 0
+    def spilled_bytes(self) -> tuple[int, int]:
+        """GPU and host bytes where one of several ranks keeps accumulators of what two layers add to."""
+        edges = zip(self.edge_groups, self.edge_layouts, strict=True)
+        twice = [layout for group, layout in edges if self.uses[group].gradients > 1 and self.request.ranks > 1]
+        return spilled_bytes(twice, max(4, DTYPE_BYTES[self.request.numerics.compute]))
 
     @cached_property
     def accumulator_bytes(self) -> int:
@@ -178,11 +178,11 @@ class SharedBuffers:
             self._activations[size] = ActivationBytes(
                 _bytes_of(layout, "batch", "scalars")
                 + scalars
-                + self.adapter_bytes
+                + (self.adapter_bytes + self.spilled_bytes[0])
                 + gpu_overhead_bytes(layout, self.profile),
                 _bytes_of(layout, "hidden states", "key/value window"),
                 layout.place("scratch").num_bytes,
-                host_required_bytes(layout, self.profile) + self.spilled_bytes,
+                host_required_bytes(layout, self.profile) + self.spilled_bytes[1],
             )
         return self._activations[size]
 

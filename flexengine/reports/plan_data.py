@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
 from typing import Any
@@ -15,6 +15,7 @@ from flexengine.planner.feasibility.shortage import ShortageError
 from flexengine.reports.memory_over_time import MemorySeries
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_decisions import GROUP_DATA, output_place
+from flexengine.schedule.commands import STREAMS, Program, Stream, streams_of
 from flexengine.schedule.group_storage import group_storage
 from flexengine.schedule.timeline import (
     MEASURED,
@@ -149,7 +150,8 @@ def _missing(needed: int, budget: int, categories: dict[str, int]) -> dict[str, 
 def step_timeline(picture: Picture) -> str:
     """Write the simulated step as Chrome trace JSON (open it in Perfetto): commands by stream, and bytes in use."""
     step, predicted = picture.step, picture.plan.predicted
-    events = track_events(f"{picture.plan.model}, step of {predicted.step_s:.4g} s")
+    streams = _streams_of(part.program for part in step.parts)
+    events = track_events(f"{picture.plan.model}, step of {predicted.step_s:.4g} s", streams)
     for part, start_s in zip(step.parts, step.starts_s, strict=True):
         events += command_events(part.program, part.timing, start_s)
     events += _memory_counters("GPU memory (MiB)", picture.gpu) + _memory_counters("host memory (MiB)", picture.host)
@@ -178,10 +180,17 @@ def measured_timeline(plan: Plan, runs: Sequence[TimedRun], about: Mapping[str, 
     names = [f"round {n}" if run.program.name == "round" else run.program.name for n, run in enumerate(runs, start=1)]
     parts = [part_about(name, 1, run.program, run.timing, run.start_s) for name, run in zip(names, runs, strict=True)]
     commands = (command_events(run.program, run.timing, run.start_s) for run in runs)
-    events = chain(track_events(f"{plan.model}, measured step"), chain.from_iterable(commands))
+    tracks = track_events(f"{plan.model}, measured step", _streams_of(run.program for run in runs))
+    events = chain(tracks, chain.from_iterable(commands))
     # `parts` stands last: a key of `about` must not replace it.
     about = {"timeline": MEASURED, "plan": plan_digest(plan), "model": plan.model, **about, "parts": parts}
     return trace_pieces(events, about)
+
+
+def _streams_of(programs: Iterable[Program]) -> list[Stream]:
+    """The streams that have a row of a trace."""
+    used = {stream for program in programs for stream in streams_of(program)}
+    return [stream for stream in STREAMS if stream in used]
 
 
 def plan_digest(plan: Plan) -> str:

@@ -9,7 +9,7 @@ from flexengine.metrics import format_seconds
 from flexengine.reports.charts.page import table
 from flexengine.reports.charts.streams import KINDS, STREAM_NAMES, bar_kind
 from flexengine.reports.run_record import RunRecord
-from flexengine.schedule.commands import STREAMS, Stream
+from flexengine.schedule.commands import BASE_STREAMS, STREAMS, Stream
 from flexengine.schedule.trace_reader import Trace
 
 FACTOR_FROM = 3.0
@@ -45,7 +45,7 @@ def stream_table(run: RunRecord) -> str:
     if run.measured is not None:
         rows.append(_row(f"step {run.measured.about.get('step', '')}, with time stamps", run.predicted_s, measured_s))
     pairs = _busy_pairs(run, by_kind=False)
-    for stream in STREAMS:
+    for stream in (s for s in STREAMS if s in BASE_STREAMS or str(s) in pairs):
         busy_s = [_seconds(busy) for busy in pairs.get(str(stream), (None, None))]
         rows.append(_row(f"{STREAM_NAMES[stream]}, busy", *busy_s))
         if stream is Stream.COMPUTE:  # only its waiting is lost time: the others wait for something to copy or update

@@ -10,7 +10,7 @@ import torch
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.decode_weights import decode_weights
 from flexengine.runtime.fetch_experts import fetch_experts
-from flexengine.runtime.gradients import finish_gradient
+from flexengine.runtime.gradients import Squares, finish_gradient
 from flexengine.runtime.layer_runner import LayerRunner
 from flexengine.runtime.update import UpdateRunner, UpdateSettings
 from flexengine.schedule.commands import Command, FinishGradient, Program
@@ -68,8 +68,8 @@ class CommandHandlers:
                 self._arenas.view(slots[args.accumulator], start, (run.numel,), wide),
                 self._arenas.view(slots[run.slot], stored_start, (run.numel,), stored_dtype),
                 args.has_previous,
-                partials,
-                squares[run.number],
+                Squares(partials, squares[run.number], run.before, run.whole),
+                args.squares,
             )
 
     # -- updates -----------------------------------------------------------------------------------------------------

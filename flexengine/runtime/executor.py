@@ -1,6 +1,6 @@
 """Carries a program out: commands in issue order, each on its stream after its waits.
 
-On CUDA three streams run beside each other and the host only issues. On the CPU their commands run one after the other,
+On CUDA streams run beside each other and the host only issues. On the CPU their commands run one after the other,
 by default in issue order; any order that respects streams and waits gives the same bits, which tests use. On both, work
 of the CPU runs on a thread of its own, into the next program, whose commands wait for it where they must.
 """
@@ -22,7 +22,7 @@ from flexengine.runtime.arena import Arenas
 from flexengine.runtime.cpu_work import CpuWork
 from flexengine.runtime.issue import Call, Issue
 from flexengine.runtime.teller import Teller
-from flexengine.schedule.commands import Command, Program, Stream
+from flexengine.schedule.commands import DIRECTIONS, Command, Program, Stream, streams_of
 from flexengine.schedule.following import cpu_waits
 
 CommandOrder = Callable[[Program], Iterable[int]]
@@ -84,8 +84,7 @@ class Executor:
         if self.on_cuda:
             self.streams = {
                 Stream.COMPUTE: torch.cuda.current_stream(device),
-                Stream.H2D: torch.cuda.Stream(device),
-                Stream.D2H: torch.cuda.Stream(device),
+                **{stream: torch.cuda.Stream(device) for stream in DIRECTIONS},
             }
             self._transfers = open_transfers(device)
             [self._zero] = self._transfers.create_events(1, timing=True)
@@ -225,11 +224,12 @@ class Executor:
         self._finish_telling()
         key = (program, timed)
         if key not in self._issues:
-            self._issues[key] = Issue(program, self.arenas, self.streams, self._transfers, timed)
+            streams = {stream: self.streams[stream] for stream in streams_of(program) if stream is not Stream.CPU}
+            self._issues[key] = Issue(program, self.arenas, streams, self._transfers, timed)
         issue = self._last_issue[program] = self._issues[key]
 
         def call(command: Command) -> None:
-            aside = command.stream in (Stream.H2D, Stream.D2H)
+            aside = command.stream in DIRECTIONS
             with torch.cuda.stream(self.streams[command.stream]) if aside else nullcontext():
                 handler(command)
 

@@ -3,39 +3,59 @@
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexengine.ops.base import use_kernel
+from flexengine.schedule.fixed_slots import part_elements
 
 logger = logging.getLogger(__name__)
 
-ROUNDED_ELEMENTS = 1 << 20
-"""Elements that the plain path works on at once, which bounds its temporaries to 24 MiB."""
 MOST_ROUNDED = 64
 """Rounds of a step whose sum in 16 bits is within 1% of the exact one: each rounds it again. Random gradients are off
 by 0.95% after 64 rounds, 1.7% after 256 and 6.5% after 1024; gradients of one sign lose more."""
 
 
-def finish_gradient(
-    accumulator: Tensor, stored: Tensor, has_previous: bool, partial_squares: Tensor, norm_square: Tensor
-) -> None:
-    """stored [n] = round(accumulator [n] (+ stored)); norm_square [] = sum of squares of the rounded values.
+class Squares(NamedTuple):
+    """Where the sum of squares of a run goes, of which a gradient may be a share.
 
-    The accumulator is float32 (float64), stored may be narrower. partial_squares is workspace; the order of the sum
-    depends on n and the workspace's length alone, so the same gradient has the same norm wherever it lives.
+    partial [P]: workspace; total []: the sum. before, whole: elements of the run before the share, and all of it.
     """
+
+    partial: Tensor
+    total: Tensor
+    before: int
+    whole: int
+
+
+def finish_gradient(
+    accumulator: Tensor, stored: Tensor, has_previous: bool, squares: Squares, counts: bool = True
+) -> None:
+    """stored [n] = round(accumulator [n] (+ stored)); squares: of the rounded values.
+
+    The accumulator is float32 (float64), stored may be narrower. The order of a sum of squares depends on the run's
+    length and that of the workspace alone, so the same gradient has the same norm wherever it lives, and in whatever
+    shares it comes: one after the other, each of whole parts (`part_elements`). counts: whether the squares are wanted.
+    """
+    share = part_elements(squares.whole)
     if use_kernel(accumulator) and accumulator.dtype != torch.float64:
         from flexengine.kernels import grad_accumulate  # noqa: PLC0415 (Triton is imported when first used)
 
-        grad_accumulate.grad_accumulate(accumulator, stored, has_previous, partial_squares)
-        norm_square.copy_(partial_squares.double().sum())
+        end = squares.before + accumulator.numel()
+        last, parts = end == squares.whole, slice(squares.before // share, end // share)
+        own = squares.partial[parts.start :] if last else squares.partial[parts]
+        grad_accumulate.grad_accumulate(accumulator, stored, has_previous, own, share)
+        if last and counts:
+            squares.total.copy_(squares.partial.double().sum())
         return
-    norm_square.zero_()
-    for acc, part in zip(accumulator.split(ROUNDED_ELEMENTS), stored.split(ROUNDED_ELEMENTS), strict=True):
+    if squares.before == 0 and counts:
+        squares.total.zero_()
+    for acc, part in zip(accumulator.split(share), stored.split(share), strict=True):
         part.copy_(acc + part.to(acc.dtype) if has_previous else acc)
-        norm_square += part.double().square().sum()
+        if counts:
+            squares.total.add_(part.double().square().sum())
 
 
 def warn_of_rounding(num_rounds: int, grad_dtype: str) -> None:

@@ -8,6 +8,8 @@ safe: hazards follow addresses, not names.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from flexengine.plan import GroupPlan, Plan
 from flexengine.schedule.fixed_slots import (
     PARTIAL_SQUARES,
@@ -60,6 +62,11 @@ class _Region:
         self.slots.append(Slot(SlotKey(role, owner, index, self.memory), self.end, num_bytes, category))
         self.end += align(num_bytes)
 
+    def add_pieces(self, pieces: Iterable[tuple[int, int, int]]) -> None:
+        """Append slots within the last one: (first element, first byte there, bytes) of each."""
+        whole = self.slots[-1]
+        self.slots += [whole.subslot(("piece", first), start, num_bytes, RUN) for first, start, num_bytes in pieces]
+
     def add_plane(self, kind: PlaneKind, owner: str, group: GroupStorage, category: str) -> None:
         """Append a plane; within it, for weights and gradients of a group in parts, a slot for each run."""
         self.add(kind, group.plane_bytes[kind], category, owner)
@@ -106,19 +113,33 @@ class _HostSlots:
     def _spilled_accumulators(self) -> None:
         """Append where a rank keeps the head's accumulator of a tied group until the embedding's backward."""
         model = self._sizes.model
-        for spec, stored, use in zip(model.groups, self._sizes.groups, group_uses(model), strict=True):
+        rows = zip(model.groups, self._sizes.groups, group_uses(model), self._sizes.pieces, strict=True)
+        for spec, stored, use, pieces_of_parts in rows:
             if use.gradients > 1:
-                spilled_bytes = stored.part_numel * self._sizes.acc_bytes
-                self._region.add("spilled", spilled_bytes, "spilled gradients", spec.name)
+                [pieces], width = pieces_of_parts, self._sizes.acc_bytes
+                self._region.add("spilled", stored.part_numel * width, "spilled gradients", spec.name)
+                self._region.add_pieces((p.start, p.start * width, p.numel * width) for p in pieces)
 
     def _planes(self) -> None:
         categories = {"weights": "weights", "grad": "gradients"}
-        for spec, stored, home in zip(
-            self._sizes.model.groups, self._sizes.groups, self._sizes.plan.groups, strict=True
-        ):
+        rows = zip(self._sizes.model.groups, self._sizes.groups, self._sizes.plan.groups, strict=True)
+        for group, (spec, stored, home) in enumerate(rows):
             for kind, num_bytes in stored.plane_bytes.items():
-                if num_bytes and home_of_plane(kind, home) == "host":
-                    self._homes.add_plane(kind, spec.name, stored, categories.get(kind, "optimizer states"))
+                if not num_bytes or home_of_plane(kind, home) != "host":
+                    continue
+                category = categories.get(kind, "optimizer states")
+                if kind == "grad" and self._sizes.plan.shares_node:
+                    self._homes.add(kind, num_bytes, category, spec.name)
+                    self._homes.add_pieces(self._places_of_pieces(group))
+                else:
+                    self._homes.add_plane(kind, spec.name, stored, category)
+
+    def _places_of_pieces(self, group: int) -> Iterator[tuple[int, int, int]]:
+        """Ranges of the pieces of a gradient, in bytes."""
+        width = self._sizes.groups[group].element_bytes("grad")
+        for piece in (piece for pieces in self._sizes.pieces[group] for piece in pieces):
+            for found in piece.ranges:
+                yield found.first, found.first * width, found.numel * width
 
     def _offloaded_activations(self) -> None:
         sizes, region = self._sizes, self._region
@@ -138,6 +159,7 @@ class _GpuSlots:
     def __init__(self, sizes: PlannedSizes, slots: list[Slot]) -> None:
         self._sizes, self._slots = sizes, slots
         self._model, self._plan, self._groups = sizes.model, sizes.plan, sizes.groups
+        self._uses = group_uses(sizes.model)
 
     def lay_out(self) -> int:
         """Append all slots; returns the bytes of the arena."""
@@ -214,28 +236,40 @@ class _GpuSlots:
         staged = [i for i in trained if self._plan.groups[i].grads == "host"]
         accumulated = max((self._groups[i].part_numel for i in trained), default=0) * self._sizes.acc_bytes
         weights_start = region.end
-        self._ring(region, "weights", name, streamed, self._plan.weight_slots)
+        self._ring(region, name, streamed)
         if grads_over_weights:
             weights_end, region.end = region.end, weights_start
-            self._ring(region, "grad", name, staged, self._plan.grad_slots)
+            self._grad_ring(region, name, staged)
             region.end = max(weights_end, region.end)
         region.add("accumulator", accumulated, "gradient accumulators", name)
         decoded = max((self._groups[i].part_numel for i in groups if self._groups[i].stored is not None), default=0)
         if decoded:  # one is enough: the stream that decodes is the one that computes
             region.add("decoded", decoded * self._sizes.compute_bytes, "decoded weights", name)
         if not grads_over_weights:
-            self._ring(region, "grad", name, staged, self._plan.grad_slots)
+            self._grad_ring(region, name, staged)
+        tied = [self._sizes.spilled_piece_bytes(i) for i in staged if self._uses[i].gradients > 1]
+        if self._plan.shares_node and tied:
+            region.add("spilled", max(tied), "gradient slots", name)
 
-    def _ring(self, region: _Region, kind: PlaneKind, name: str, groups: list[int], most: int) -> None:
-        """Append a slot class's slots for parts of weights or gradients.
+    def _ring(self, region: _Region, name: str, groups: list[int]) -> None:
+        """Append a slot class's slots for parts of weights: as large as the largest, no more than there are parts."""
+        largest = max((self._groups[i].part_bytes("weights") for i in groups), default=0)
+        for k in range(min(self._num_parts(groups), self._plan.weight_slots)):
+            region.add("weights", largest, "weight slots", name, k)
 
-        They are as large as the largest part, and no more than there are parts.
+    def _grad_ring(self, region: _Region, name: str, groups: list[int]) -> None:
+        """Append the same for gradients. Where they move in pieces, as many slots for pieces as the bytes of those for
+        parts have room for: fewer would have compute wait for pieces of a layer that has ended its backward.
         """
-        largest = max((self._groups[i].part_bytes(kind) for i in groups), default=0)
-        num_parts = sum(len(self._groups[i].parts) for i in groups)
-        category = {"weights": "weight slots", "grad": "gradient slots"}[kind]
-        for k in range(min(num_parts, most)):
-            region.add(kind, largest, category, name, k)
+        largest = max((self._groups[i].part_bytes("grad") for i in groups), default=0)
+        piece = max((self._sizes.piece_bytes(i) for i in groups), default=0)
+        num_pieces = sum(len(pieces) for i in groups for pieces in self._sizes.pieces[i])
+        num_bytes = align(largest) * min(self._num_parts(groups), self._plan.grad_slots)
+        for k in range(min(num_pieces, max(1, num_bytes // align(piece))) if piece else 0):
+            region.add("grad", piece, "gradient slots", name, k)
+
+    def _num_parts(self, groups: list[int]) -> int:
+        return sum(len(self._groups[i].parts) for i in groups)
 
     def _activation_slots(self, region: _Region) -> None:
         sizes, chunks = self._sizes, range(self._plan.chunks_per_round)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from flexengine.schedule.commands import (
     BOUND_BYTES,
+    DIRECTIONS,
     STREAM_INDEX,
     STREAMS,
     Command,
@@ -106,7 +107,7 @@ def _check_direction(program: Program, command: Command) -> None:
     """Check that a copy goes the way its stream says, and leaves no gap in the host slot but padding."""
     if not command.regions:
         return
-    from_host = {Stream.H2D: True, Stream.D2H: False}.get(command.stream)
+    from_host = DIRECTIONS[command.stream] is Stream.H2D if command.stream in DIRECTIONS else None
     covered: dict[int, list[tuple[int, int]]] = {}
     for c in command.regions:
         ends = (program.slots[c.source].memory, program.slots[c.target].memory)

@@ -19,16 +19,25 @@ from flexengine.schedule.stored_pieces import Piece
 
 
 class Stream(StrEnum):
-    """Queues that run beside each other: kernels, the two directions of the link, and work of the CPU."""
+    """Queues that run beside each other: kernels, the two directions of the link, and work of the CPU.
+
+    relay_in, relay_out: gradients that one of several ranks takes over and passes on. They share the link's directions
+    with h2d and d2h; waiting for another rank, they hold nothing else up.
+    """
 
     COMPUTE = "compute"
     H2D = "h2d"
     D2H = "d2h"
     CPU = "cpu"
+    RELAY_IN = "relay_in"
+    RELAY_OUT = "relay_out"
 
 
+BASE_STREAMS = (Stream.COMPUTE, Stream.H2D, Stream.D2H, Stream.CPU)
 STREAMS = tuple(Stream)
 STREAM_INDEX = {stream: i for i, stream in enumerate(STREAMS)}
+DIRECTIONS = {Stream.H2D: Stream.H2D, Stream.RELAY_IN: Stream.H2D, Stream.D2H: Stream.D2H, Stream.RELAY_OUT: Stream.D2H}
+"""The direction of the link, h2d or d2h, of each stream that copies."""
 
 
 Subject = Literal["", "weights", "grad", "input", "save", "tile", "batch", "scale", "scalars", "spilled", "norm"]
@@ -122,7 +131,7 @@ class StoredRun(NamedTuple):
     """Where consecutive elements of a gradient go.
 
     They go from element `start` of the accumulator to element `stored_start` of a slot; their sum of squares is entry
-    `number` of all.
+    `number` of all. They may be a share of the run of that number: `before` elements of its `whole` come before them.
     """
 
     start: int
@@ -130,6 +139,8 @@ class StoredRun(NamedTuple):
     stored_start: int
     numel: int
     number: int
+    before: int
+    whole: int
 
 
 class SlotOffset(NamedTuple):
@@ -173,12 +184,16 @@ class DecodeWeights(NamedTuple):
 
 
 class FinishGradient(NamedTuple):
-    """stored = round(accumulator (+ stored)) for a part of a group, with the sums of squares of what was stored."""
+    """stored = round(accumulator (+ stored)) for a part of a group, with the sums of squares of what was stored.
+
+    squares: whether these count; not where another accumulator is still to be added.
+    """
 
     group: int
     accumulator: int
     runs: tuple[StoredRun, ...]
     has_previous: bool
+    squares: bool = True
 
 
 class UpdateTile(NamedTuple):
@@ -254,6 +269,12 @@ class Program:
     slots: tuple[Slot, ...]
     commands: tuple[Command, ...]
     initial: tuple[Access, ...] = ()
+
+
+def streams_of(program: Program) -> tuple[Stream, ...]:
+    """The streams that a program is told of by: those of every program, and the others that it uses."""
+    used = {command.stream for command in program.commands}
+    return tuple(stream for stream in STREAMS if stream in BASE_STREAMS or stream in used)
 
 
 def cpu_priority(command: Command) -> tuple[int, int]:

@@ -16,6 +16,13 @@ HOST_GRAD_NORM, HOST_SCALES = 0, SCALAR_BYTES
 """Byte offsets in the host's slot of scalars: what it wants to know of an update that it takes part in."""
 PARTIAL_SQUARES = 1024
 """Partial sums of squares per gradient. It is fixed, so that the order of a sum depends on the group's size alone."""
+SQUARED_ELEMENTS = 4096
+"""A partial sum is over a multiple of so many elements: what a program of the kernel takes at once."""
+
+
+def part_elements(numel: int) -> int:
+    """How many elements of a run of `numel` one partial sum of squares is over."""
+    return -(-numel // SQUARED_ELEMENTS // PARTIAL_SQUARES) * SQUARED_ELEMENTS
 
 
 def norm_square_bytes(groups: Iterable[GroupStorage]) -> int:

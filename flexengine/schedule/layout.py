@@ -15,6 +15,7 @@ from flexengine.schedule.arena_slots import home_of_plane, host_memory, lay_out
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.parts import Run
 from flexengine.schedule.planned_sizes import PlannedSizes
+from flexengine.schedule.relay_pieces import Piece, Range
 from flexengine.schedule.slots import Memory, PlaneKind, Role, Slot, SlotKey, overlapping_slots
 
 
@@ -63,6 +64,19 @@ class Layout(PlannedSizes):
             return plane, run.first
         return self._index[self.slots[plane].key._replace(within=(run.number,))], 0
 
+    def piece_places(self, group: int, piece: Piece) -> list[tuple[int, int]]:
+        """For each run of a piece of a gradient, the slot where it lies between rounds, and its first element there."""
+        if not self.plan.shares_node:
+            return [self.run_place("grad", group, run.run) for run in piece.runs]
+        plane = self.slots[self.plane_slot("grad", group)].key
+        slots = [(found, self._index[plane._replace(within=("piece", found.first))]) for found in piece.ranges]
+        return [_place_in(slots, run.first) for run in piece.runs]
+
+    def spilled_slot(self, group: int, piece: Piece) -> int:
+        """The slot of a piece where a tied group's accumulator waits on the host."""
+        whole = SlotKey("spilled", self.model.groups[group].name, memory="host")
+        return self._index[whole._replace(within=("piece", piece.start))]
+
     def first_run(self, group: int) -> int:
         """The number of a group's first run among those of all groups."""
         return self._first_runs[group]
@@ -86,3 +100,9 @@ class Layout(PlannedSizes):
                 totals[slot.category] = totals.get(slot.category, 0) + fresh
             reached = max(reached, align(slot.end))
         return totals
+
+
+def _place_in(slots: list[tuple[Range, int]], first: int) -> tuple[int, int]:
+    """The slot of the range that an element of a group lies in, and its number there."""
+    found, slot = next(pair for pair in slots if pair[0].first <= first < pair[0].first + pair[0].numel)
+    return slot, first - found.first

@@ -10,7 +10,9 @@ from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
 from flexengine.schedule.group_storage import DTYPE_BYTES, GroupStorage, group_storage, tile_offsets
 from flexengine.schedule.layer_compiler import compile_layer
-from flexengine.schedule.layer_program import LayerProgram
+from flexengine.schedule.layer_program import LayerProgram, align
+from flexengine.schedule.parts import Part
+from flexengine.schedule.relay_pieces import Piece, pieces_of, whole_piece
 from flexengine.schedule.window import WindowPlaces, window_places
 
 
@@ -42,6 +44,27 @@ class PlannedSizes:
     def evaluation_program(self, layer: int) -> LayerProgram:
         """The compiled program of a layer that keeps nothing."""
         return compile_layer(self.model.layers[layer], (), (), self.plan.chunk_tokens, self.compute_bytes)
+
+    @cached_property
+    def pieces(self) -> tuple[tuple[tuple[Piece, ...], ...], ...]:
+        """By group and part, the pieces in which its gradient moves: of several ranks cut, of one the whole part."""
+        return tuple(tuple(self._pieces_of(group, part) for part in group.parts) for group in self.groups)
+
+    def piece_bytes(self, group: int) -> int:
+        """Bytes of a slot for any piece of a group's stored gradient."""
+        return self._largest_piece(group) * self.groups[group].element_bytes("grad")
+
+    def spilled_piece_bytes(self, group: int) -> int:
+        """Bytes of a slot for any piece of a group's accumulator."""
+        return self._largest_piece(group) * self.acc_bytes
+
+    def _largest_piece(self, group: int) -> int:
+        return max(piece.numel for pieces in self.pieces[group] for piece in pieces)
+
+    def _pieces_of(self, group: GroupStorage, part: Part) -> tuple[Piece, ...]:
+        if not (self.plan.shares_node and group.plane_bytes["grad"]):
+            return (whole_piece(part),)
+        return pieces_of(part, group.element_bytes("grad"))
 
     # -- activations -------------------------------------------------------------------------------------------------
 
@@ -132,3 +155,13 @@ def check_frozen(model: ModelSpec, plan: Plan) -> None:
         if home.trained == group.frozen:
             state = "frozen" if group.frozen else "trained"
             raise ValueError(f"{group.name} of {model.name} is {state}, but the plan has update={home.update} for it")
+
+
+def spilled_bytes(groups: Iterable[GroupStorage], acc_bytes: int) -> tuple[int, int]:
+    """GPU and host bytes for accumulators of groups that two layers of one of several ranks add to."""
+    gpu_bytes = host_bytes = 0
+    for group in groups:
+        pieces = pieces_of(group.parts[0], group.element_bytes("grad"))
+        gpu_bytes += align(acc_bytes * max(piece.numel for piece in pieces))
+        host_bytes += align(acc_bytes * group.part_numel)
+    return gpu_bytes, host_bytes

@@ -27,10 +27,11 @@ def executor_of(round_number: int, size: int) -> int:
 
 
 class Cells:
-    """Numbers of the cells that ranks raise: parts of gradients relayed, groups updated, the norm's squares stored."""
+    """Numbers of the cells that ranks raise: pieces of gradients relayed, groups updated, the norm's squares stored."""
 
     def __init__(self, layout: Layout) -> None:
-        self._first_parts = [0, *accumulate(len(group.parts) for group in layout.groups)]
+        self._first_pieces = [0, *accumulate(sum(map(len, parts)) for parts in layout.pieces)]
+        self._pieces = layout.pieces
         self._num_groups = len(layout.groups)
 
     @property
@@ -40,23 +41,26 @@ class Cells:
 
     @property
     def _norm(self) -> int:
-        return self._first_parts[-1] + self._num_groups
+        return self._first_pieces[-1] + self._num_groups
 
-    def relayed(self, group: int, part: int) -> Signal:
-        """This rank has stored a part of a gradient in this round."""
-        return Signal(self._first_parts[group] + part, "own", "round")
+    def _of_piece(self, group: int, part: int, piece: int) -> int:
+        return self._first_pieces[group] + sum(map(len, self._pieces[group][:part])) + piece
 
-    def relayed_before(self, group: int, part: int) -> Signal:
-        """The rank of the round before has stored a part of a gradient."""
-        return Signal(self._first_parts[group] + part, "previous", "round", lag=1)
+    def relayed(self, group: int, part: int, piece: int) -> Signal:
+        """This rank has stored a piece of a part's gradient in this round."""
+        return Signal(self._of_piece(group, part, piece), "own", "round")
+
+    def relayed_before(self, group: int, part: int, piece: int) -> Signal:
+        """The rank of the round before has stored a piece of a part's gradient."""
+        return Signal(self._of_piece(group, part, piece), "previous", "round", lag=1)
 
     def updated(self, group: int) -> Signal:
         """This rank has updated its share of a group."""
-        return Signal(self._first_parts[-1] + group, "own", "update")
+        return Signal(self._first_pieces[-1] + group, "own", "update")
 
     def updated_before(self, group: int) -> Signal:
         """All ranks have updated a group in the step before."""
-        return Signal(self._first_parts[-1] + group, "all", "update", lag=1)
+        return Signal(self._first_pieces[-1] + group, "all", "update", lag=1)
 
     def norm(self) -> Signal:
         """This rank, which ran the last round, has stored the sums of squares."""

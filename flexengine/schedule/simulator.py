@@ -2,8 +2,8 @@
 
 Event-driven: each stream runs its commands in order, the CPU by priority. A command starts when its stream is free, its
 waits have ended and the host has issued it; the host issues one command after another. A copy slows down while the
-other direction of the link is busy, as measured (`h2d_duplex_bytes_per_s`), and again while the CPU works. Work of the
-CPU slows down by what copies take of the host memory's rate.
+other direction of the link is busy, as measured (`h2d_duplex_bytes_per_s`), and again while the CPU works; copies of
+two streams in one direction share its rate. Work of the CPU slows down by what copies take of the host memory's rate.
 """
 
 from __future__ import annotations
@@ -13,7 +13,16 @@ from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
-from flexengine.schedule.commands import STREAM_INDEX, STREAMS, Command, Program, Stream, cpu_priority
+from flexengine.schedule.commands import (
+    DIRECTIONS,
+    STREAM_INDEX,
+    STREAMS,
+    Command,
+    Program,
+    Stream,
+    cpu_priority,
+    streams_of,
+)
 
 
 class Rates(NamedTuple):
@@ -35,7 +44,7 @@ class Rates(NamedTuple):
     beside_cpu_bytes_per_s: dict[Stream, float] | None = None
 
 
-LINKS = (Stream.H2D, Stream.D2H)
+OTHER_DIRECTION = {Stream.H2D: Stream.D2H, Stream.D2H: Stream.H2D}
 LEAST_CPU_SHARE = 0.2
 """The CPU keeps at least this share of its speed, however busy the link is."""
 
@@ -76,7 +85,8 @@ class _Simulation:
         self.cpu_ready: list[Command] = []
         self.running: list[_Running | None] = [None] * len(STREAMS)
         self.remaining = [0.0] * len(STREAMS)
-        self.busy = dict.fromkeys(STREAMS, 0.0)
+        self.copying = dict.fromkeys(OTHER_DIRECTION, 0)  # how many copies run in each direction
+        self.busy = dict.fromkeys(streams_of(program), 0.0)
         self.issued = list(accumulate(map(rates.issue_s, program.commands)))
 
     def run(self) -> Timing:
@@ -135,6 +145,8 @@ class _Simulation:
         self.running[i] = _Running(command, now)
         self.start[command.index] = now
         self.remaining[i] = self._amount(i, command)
+        if STREAMS[i] in DIRECTIONS:
+            self.copying[DIRECTIONS[STREAMS[i]]] += 1
 
     def _amount(self, i: int, command: Command) -> float:
         """The work of a command: seconds for compute and the CPU; bytes for copies, latency counted as bytes."""
@@ -143,26 +155,32 @@ class _Simulation:
         if STREAMS[i] is Stream.CPU:
             return self.rates.cpu_s(command)
         latency = self.rates.copy_latency_s * max(1, len(command.regions))
-        return command.copy_bytes + latency * self.rates.alone_bytes_per_s[STREAMS[i]]
+        return command.copy_bytes + latency * self.rates.alone_bytes_per_s[DIRECTIONS[STREAMS[i]]]
 
     def _speed(self, i: int) -> float:
         stream = STREAMS[i]
         if stream is Stream.COMPUTE:
             return 1.0
         if stream is Stream.CPU:
-            links = sum(self._speed(STREAM_INDEX[s]) for s in LINKS if self.running[STREAM_INDEX[s]] is not None)
+            links = sum(self._rate(direction) for direction, count in self.copying.items() if count)
             return cpu_share(links, self.rates.host_bytes_per_s)
-        other = Stream.D2H if stream is Stream.H2D else Stream.H2D
-        both = self.running[STREAM_INDEX[other]] is not None
-        rate = (self.rates.duplex_bytes_per_s if both else self.rates.alone_bytes_per_s)[stream]
+        direction = DIRECTIONS[stream]
+        return self._rate(direction) / self.copying[direction]
+
+    def _rate(self, direction: Stream) -> float:
+        """Bytes per second that all copies in a direction move together now."""
+        both = self.copying[OTHER_DIRECTION[direction]] > 0
+        rate = (self.rates.duplex_bytes_per_s if both else self.rates.alone_bytes_per_s)[direction]
         beside = self.rates.beside_cpu_bytes_per_s
         if beside is None or self.running[STREAM_INDEX[Stream.CPU]] is None:
             return rate
-        return min(rate, beside[stream])
+        return min(rate, beside[direction])
 
     def _finish(self, i: int, now: float) -> None:
         run = self.running[i]
         assert run is not None
         self.end[run.command.index] = now
         self.busy[STREAMS[i]] += now - run.started
+        if STREAMS[i] in DIRECTIONS:
+            self.copying[DIRECTIONS[STREAMS[i]]] -= 1
         self.running[i] = None

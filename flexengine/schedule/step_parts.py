@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flexengine.schedule.commands import Program, Stream
+from flexengine.schedule.commands import STREAMS, Program, Stream
 from flexengine.schedule.following import followed
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_round, lower_update
@@ -142,10 +142,15 @@ def summed(parts: list[tuple[StepEstimate, int]]) -> StepEstimate:
             stalls_s[key] = stalls_s.get(key, 0.0) + count * seconds
     return StepEstimate(
         step_s=sum(count * part.step_s for part, count in parts),
-        busy_s={s.value: sum(count * part.busy_s[s.value] for part, count in parts) for s in Stream},
+        busy_s={s: sum(count * part.busy_s.get(s, 0.0) for part, count in parts) for s in _streams_of(parts)},
         recompute_s=sum(count * part.recompute_s for part, count in parts),
         stalls_s=stalls_s,
     )
+
+
+def _streams_of(parts: list[tuple[StepEstimate, int]]) -> list[str]:
+    used = {stream for part, _ in parts for stream in part.busy_s}
+    return [stream.value for stream in STREAMS if stream.value in used]
 
 
 LIMIT_WORDS = {
@@ -153,6 +158,8 @@ LIMIT_WORDS = {
     "d2h": "device-to-host link",
     "compute": "compute",
     "cpu": "CPU",
+    "relay_in": "relay of gradients to the device",
+    "relay_out": "relay of gradients to the host",
     ISSUE: "the host, which issues commands,",
 }
 COMPUTE_BOUND_SHARE = 0.9

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flexengine.schedule.commands import STREAM_INDEX, STREAMS, Command, Program, Stream
+from flexengine.schedule.commands import BASE_STREAMS, STREAM_INDEX, Command, Program, Stream, streams_of
 from flexengine.schedule.simulator import Timing
 
 Event = dict[str, Any]
@@ -31,7 +31,7 @@ class TimedRun(NamedTuple):
     @property
     def timing(self) -> Timing:
         """The times as a simulation gives them; a stream is busy from start to end of each of its commands."""
-        busy_s = dict.fromkeys(STREAMS, 0.0)
+        busy_s = dict.fromkeys(streams_of(self.program), 0.0)
         for command, (start_s, end_s) in zip(self.program.commands, self.spans_s, strict=True):
             busy_s[command.stream] += end_s - start_s
         starts, ends = [start for start, _ in self.spans_s], [end for _, end in self.spans_s]
@@ -51,10 +51,10 @@ def trace_pieces(events: Iterable[Event], about: Mapping[str, Any]) -> Iterator[
     yield f'\n], "displayTimeUnit": "ms", "metadata": {json.dumps(dict(about))}}}'
 
 
-def track_events(process: str = "flexengine") -> list[Event]:
-    """Names and order of the rows."""
+def track_events(process: str = "flexengine", streams: Iterable[Stream] = BASE_STREAMS) -> list[Event]:
+    """Names and order of the rows, one for each stream."""
     events: list[Event] = [_meta("process_name", 0, {"name": process})]
-    for stream in STREAMS:
+    for stream in streams:
         events.append(_meta("thread_name", thread_of(stream), {"name": str(stream)}))
         events.append(_meta("thread_sort_index", thread_of(stream), {"sort_index": thread_of(stream)}))
     return events

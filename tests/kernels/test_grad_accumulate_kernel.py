@@ -58,3 +58,20 @@ def test_non_finite_gradients_reach_the_norm(device):
 def test_refuses_no_parts(device):
     with pytest.raises(ValueError, match="at least one element"):
         grad_accumulate.grad_accumulate(*torch.zeros(2, 4, device=device), False, torch.zeros(0, device=device))
+
+
+def test_pieces_store_and_sum_what_the_whole_does(device):
+    """Each piece has whole parts; the last one also those that nobody uses."""
+    generator = torch.Generator().manual_seed(3)
+    acc, stored = (torch.randn(30_001, generator=generator).to(device) for _ in range(2))
+    stored = stored.to(torch.bfloat16)
+    whole, squares = stored.clone(), torch.full((8,), torch.nan, device=device)
+    grad_accumulate.grad_accumulate(acc, whole, True, squares)
+    in_pieces, squares_of_pieces = stored.clone(), torch.full((8,), torch.nan, device=device)
+    for first, last in ((0, 2), (2, 3), (3, 8)):
+        span = slice(4096 * first, 4096 * last)
+        grad_accumulate.grad_accumulate(acc[span], in_pieces[span], True, squares_of_pieces[first:last], 4096)
+    assert torch.equal(in_pieces, whole)
+    assert torch.equal(squares_of_pieces, squares)
+    with pytest.raises(ValueError, match="7 parts of 4096 elements do not hold 30001"):
+        grad_accumulate.grad_accumulate(acc, stored, True, squares[:7], 4096)

@@ -21,7 +21,7 @@ from flexengine.ops.columns import whole
 from flexengine.ops.cross_entropy import LMHeadLoss
 from flexengine.ops.delta_rule import DeltaRule
 from flexengine.optim.adamw import adamw_update
-from flexengine.runtime.gradients import finish_gradient
+from flexengine.runtime.gradients import Squares, finish_gradient
 
 SMALL = 64 * 1024  # scalars, index tensors, masks of a few rows
 MIB = 2**20
@@ -307,5 +307,6 @@ def test_updates_in_float64_take_a_tile_at_a_time():
     update = lambda: adamw_update(**planes, remainder=None, grad_scale=scale, **settings, element_offset=0)  # noqa: E731
     assert peak_bytes(update) <= 24 * MIB
     norm, partials = torch.zeros((), dtype=torch.float64), torch.zeros(1024, dtype=torch.float64)
-    finish = lambda: finish_gradient(planes["weight"], planes["grad"], True, partials, norm)  # noqa: E731
+    squares = Squares(partials, norm, before=0, whole=num_elements)
+    finish = lambda: finish_gradient(planes["weight"], planes["grad"], True, squares)  # noqa: E731
     assert peak_bytes(finish) <= 24 * MIB

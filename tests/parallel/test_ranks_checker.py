@@ -11,12 +11,19 @@ import pytest
 from flexengine.models.freezing import with_frozen
 from flexengine.models.in_parts import in_parts
 from flexengine.plan import GroupPlan, Plan
+from flexengine.schedule import fixed_slots, relay_pieces
 from flexengine.schedule.checker import ProgramError, check_program
 from flexengine.schedule.commands import Command, UpdateTile
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.ranks_checker import check_ranks, check_runs
 from flexengine.schedule.ranks_order import RankRun, runs_of_ranks
 from tests.schedule.small_plans import divided_model, full_round, random_plan, small_model
+
+
+def cut_finely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of small models move in several pieces."""
+    monkeypatch.setattr(relay_pieces, "PIECE_BYTES", 1 << 15)
+    monkeypatch.setattr(fixed_slots, "SQUARED_ELEMENTS", 256)
 
 
 def of_ranks(plan: Plan, size: int, update: str = "") -> Plan:
@@ -27,7 +34,9 @@ def of_ranks(plan: Plan, size: int, update: str = "") -> Plan:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("seed", range(6))
-def test_random_plans_are_proven(seed, size):
+def test_random_plans_are_proven(seed, size, monkeypatch):
+    if seed % 3 == 1:
+        cut_finely(monkeypatch)
     random = Random(seed)
     models = [small_model(), small_model(tied=True), divided_model(), with_frozen(small_model(), ["embed", "block.1"])]
     model, parts, sliced = models[seed % 4], seed % 4 == 2, random.random() < 0.5
@@ -96,6 +105,21 @@ def test_cells_that_change_are_noticed():
             for number, change in enumerate(changes):
                 what = f"change {number} of cell {cell} ({of}) with updates by the {update}"
                 assert is_rejected(layout, changed(runs, change)), what
+
+
+def test_cells_of_pieces_that_change_are_noticed(monkeypatch):
+    """As above, of the second, a middle and the last piece of a round, the last ones of a tied embedding."""
+    cut_finely(monkeypatch)
+    layout, runs = small_runs("cpu", tied=True)
+    check_runs(layout, runs, 4)
+    cells = [s.cell for c in runs[0][0].program.commands for s in c.signals if s.clock == "round"]
+    assert len(cells) == len(set(cells)) > 6
+    for cell in (cells[1], cells[len(cells) // 2], cells[-1]):
+        other = cells[0]  # of an earlier piece
+        changes = [without_signals(cell), without_awaits(cell), signalling(cell, lag=1), awaiting(cell, of="own")]
+        changes += [awaiting(cell, lag=2), awaiting(cell, cell=other), signalling(cell, cell=other)]
+        for number, change in enumerate(changes):
+            assert is_rejected(layout, changed(runs, change)), f"change {number} of cell {cell} of {len(cells)}"
 
 
 def test_waits_in_a_circle_are_noticed():

@@ -46,6 +46,7 @@ from flexengine.runtime.engine import Engine
 from flexengine.runtime.executor import Executor
 from flexengine.runtime.turns import RankGroup
 from flexengine.runtime.update import UpdateRunner
+from flexengine.schedule import fixed_slots, relay_pieces
 from flexengine.schedule.save_sets import savable_ops
 
 ROUND_MULTIPLE = 12  # pinned, so that every number of ranks packs alike
@@ -439,6 +440,8 @@ def check_same(shown: Shown, expected: Shown) -> None:
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 def test_ranks_train_to_the_bits_of_one(make, monkeypatch):
     monkeypatch.setattr(blocks, "PART_ELEMENTS", 1)
+    monkeypatch.setattr(relay_pieces, "PIECE_BYTES", 2048)
+    monkeypatch.setattr(fixed_slots, "SQUARED_ELEMENTS", 64)
     case = make()
     expected = train(0, 1, case)
     for size in CASES[make]:

@@ -20,7 +20,7 @@ from flexengine.reports.plan_data import as_json, shortage_json, step_timeline
 from flexengine.reports.plan_page import html_page, shortage_page
 from flexengine.reports.plan_text import describe, report, shortage_report
 from flexengine.reports.text_format import align_columns, join_words
-from flexengine.schedule.commands import STREAMS, Access, CommandName, CopyRegion, Stream
+from flexengine.schedule.commands import BASE_STREAMS, Access, CommandName, CopyRegion, Stream
 from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.simulator import Timing
 from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
@@ -129,7 +129,7 @@ def test_json_says_what_the_plan_says(picture):
     assert values["predicted"]["step_s"] == p.step_s
     assert values["predicted"]["tokens_per_s"] == pytest.approx(512 / p.step_s)
     assert values["request"] == json.loads(json.dumps(asdict(plan.request)))
-    assert set(values["predicted"]["busy_s"]) == {str(stream) for stream in STREAMS}
+    assert set(values["predicted"]["busy_s"]) == {str(stream) for stream in BASE_STREAMS}
     assert values["speed_of_light"]["share_reached"] == pytest.approx(p.speed_of_light_s / p.step_s)
     assert [row["name"] for row in values["layers"]] == [layer.name for layer in picture.model.layers]
     for row, kept in zip(values["layers"], plan.layers, strict=True):
@@ -170,7 +170,7 @@ def test_timeline_is_a_valid_trace_of_the_whole_step(picture):
     trace = json.loads(step_timeline(picture))
     events = trace["traceEvents"]
     rows = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
-    assert sorted(rows.values()) == sorted(str(stream) for stream in STREAMS)
+    assert sorted(rows.values()) == sorted(str(stream) for stream in BASE_STREAMS)
     assert {e["ph"] for e in events} == {"M", "X", "C"}
     spans = [e for e in events if e["ph"] == "X"]
     assert len(spans) == sum(len(part.program.commands) for part in picture.step.parts)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from flexengine.plan import Request
-from flexengine.schedule.commands import STREAMS
+from flexengine.schedule.commands import BASE_STREAMS
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import ChunkShape, RoundShape, lower_round, lower_update
 from flexengine.schedule.simulator import Timing
@@ -50,7 +50,7 @@ def test_times_of_a_run_as_a_simulation_gives_them(programs):
     assert isinstance(run.timing, Timing)
     assert run.timing.total_s == max(end for _, end in run.spans_s)
     assert sum(run.timing.busy_s.values()) == pytest.approx(run.timing.total_s)
-    assert set(run.timing.busy_s) == set(STREAMS)
+    assert set(run.timing.busy_s) == set(BASE_STREAMS)
 
 
 def test_what_was_written_is_read(programs):

@@ -22,13 +22,20 @@ from flexengine.reports.charts.svg import (
     time_axis,
 )
 from flexengine.reports.simulated_step import SimulatedStep
-from flexengine.schedule.commands import STREAM_INDEX, STREAMS, Command, CommandName, Stream, Subject
+from flexengine.schedule.commands import BASE_STREAMS, STREAM_INDEX, STREAMS, Command, CommandName, Stream, Subject
 from flexengine.schedule.step_parts import StepPart
 
 ROW_HEIGHT = 30
 GAP_PIXELS, LEAST_PIXELS = 0.4, 0.5
 """Commands of one kind that are closer than this are drawn as one; none is drawn narrower."""
-STREAM_NAMES = {Stream.COMPUTE: "compute", Stream.H2D: "to GPU", Stream.D2H: "to host", Stream.CPU: "CPU"}
+STREAM_NAMES = {
+    Stream.COMPUTE: "compute",
+    Stream.H2D: "to GPU",
+    Stream.D2H: "to host",
+    Stream.CPU: "CPU",
+    Stream.RELAY_IN: "taken over",
+    Stream.RELAY_OUT: "passed on",
+}
 
 
 class Bar(NamedTuple):
@@ -112,11 +119,13 @@ def programs_chart(
 ) -> str:
     """Draw (start in seconds, bars by stream) of programs on an axis from 0 to `end_s` seconds, with a legend."""
     x = Scale(0, end_s, LEFT, RIGHT)
-    elements, used = list(_stream_rows()), set()
+    programs, used = list(programs), set()
+    shown = _shown(rows for _, rows in programs)
+    elements = list(_stream_rows(shown))
     for start_s, rows in programs:
-        elements += _bars(rows, start_s, x)
+        elements += _bars([rows[STREAM_INDEX[stream]] for stream in shown], start_s, x)
         used |= {bar.kind for row in rows for bar in row}
-    bottom = TOP + ROW_HEIGHT * len(STREAMS)
+    bottom = TOP + ROW_HEIGHT * len(shown)
     elements += [*part_marks(marks, x, TOP, bottom), *time_axis(x, end_s, bottom)]
     return svg(bottom + BOTTOM, elements, label) + _kind_legend(used)
 
@@ -134,8 +143,9 @@ def bars_close_up(bars: Sequence[Bar], width_s: float, total_s: float) -> str:
     x = Scale(begin, end, LEFT, RIGHT)
     rows = [[bar for bar in row if bar.end_s > begin and bar.begin_s < end] for row in merge_bars(bars, 0.0)]
     clipped = [[b._replace(begin_s=max(b.begin_s, begin), end_s=min(b.end_s, end)) for b in row] for row in rows]
-    bottom = TOP + ROW_HEIGHT * len(STREAMS)
-    elements = [*_stream_rows(), *_bars(clipped, 0.0, x, labels=True), *time_axis(x, end, bottom, begin)]
+    shown = _shown([clipped])
+    bottom, clipped = TOP + ROW_HEIGHT * len(shown), [clipped[STREAM_INDEX[stream]] for stream in shown]
+    elements = [*_stream_rows(shown), *_bars(clipped, 0.0, x, labels=True), *time_axis(x, end, bottom, begin)]
     return svg(bottom + BOTTOM, elements, "single commands where forward ends and backward begins")
 
 
@@ -167,8 +177,14 @@ def merge_bars(bars: Iterable[Bar], gap_s: float) -> list[list[MergedBar]]:
     return rows
 
 
-def _stream_rows() -> Iterator[str]:
-    for row, stream in enumerate(STREAMS):
+def _shown(programs: Iterable[list[list[MergedBar]]]) -> list[Stream]:
+    """The streams that have a row: those that every program has, and others with bars."""
+    used = {stream for rows in programs for stream, row in zip(STREAMS, rows, strict=True) if row}
+    return [stream for stream in STREAMS if stream in BASE_STREAMS or stream in used]
+
+
+def _stream_rows(shown: list[Stream]) -> Iterator[str]:
+    for row, stream in enumerate(shown):
         top = TOP + row * ROW_HEIGHT
         yield f'<rect class="lane" x="{LEFT}" y="{top + 2}" width="{RIGHT - LEFT}" height="{ROW_HEIGHT - 4}"/>'
         name = STREAM_NAMES[stream]

@@ -12,7 +12,7 @@ from flexengine.schedule.group_uses import group_uses
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.context import RoundContext, SlotRing
 from flexengine.schedule.lowering.update import cpu_groups, lower_cpu_update
-from flexengine.schedule.parts import Run
+from flexengine.schedule.relay_pieces import Piece
 from flexengine.schedule.slots import Slot
 
 
@@ -37,30 +37,43 @@ def scale_slots(layout: Layout) -> tuple[dict[int, ScaleSlots], tuple[Slot, ...]
     return found, tuple(slots)
 
 
-class _StoredPart(NamedTuple):
-    """A group's part of the stored gradient: its runs, and for each the slot and first element of its home."""
+class _StoredPiece(NamedTuple):
+    """A piece of a group's stored gradient, and for each of its runs the slot and first element of its home.
+
+    number: of the piece in its part.
+    """
 
     group: int
+    part: int
+    number: int
+    piece: Piece
     name: str
-    content: str
-    runs: tuple[Run, ...]
     homes: list[tuple[int, int]]
     element_bytes: int
+
+    @property
+    def content(self) -> str:
+        """What its slots hold."""
+        return f"grad of {self.name}"
 
     def regions_home(self, staging: int) -> list[CopyRegion]:
         """Copies from a staging slot to the runs' homes."""
         width = self.element_bytes
         return [
-            CopyRegion(staging, run.start * width, home, first * width, run.numel * width)
-            for run, (home, first) in zip(self.runs, self.homes, strict=True)
+            CopyRegion(staging, (run.start - self.piece.start) * width, home, first * width, run.numel * width)
+            for run, (home, first) in zip(self.piece.runs, self.homes, strict=True)
         ]
 
-    def stored_runs(self, staging: int | None, first_run: int) -> tuple[StoredRun, ...]:
-        """Where the accumulator's runs go: to a staging slot, or to their homes where there is none."""
-        places = self.homes if staging is None else [(staging, run.start) for run in self.runs]
+    def stored_runs(self, begins_at: int, staging: int | None, first_run: int) -> tuple[StoredRun, ...]:
+        """Where the accumulator's runs go: to a staging slot, or to their homes where there is none.
+
+        begins_at: the element of the part that the accumulator's slot begins with.
+        """
+        runs = self.piece.runs
+        places = self.homes if staging is None else [(staging, run.start - self.piece.start) for run in runs]
         return tuple(
-            StoredRun(run.start, slot, first, run.numel, first_run + run.number)
-            for run, (slot, first) in zip(self.runs, places, strict=True)
+            StoredRun(run.start - begins_at, *place, run.numel, first_run + run.run.number, run.before, run.run.numel)
+            for run, place in zip(runs, places, strict=True)
         )
 
 
@@ -73,7 +86,6 @@ class GradientLowering:
         self._stored: set[tuple[int, int]] = set()  # parts of groups that this round has stored
         self._uses = group_uses(context.layout.model)
         self._spilled: set[tuple[int, int]] = set()  # parts of groups of which the host holds an accumulator
-        self._staged: dict[tuple[int, int], int] = {}  # staging slots that spilled accumulators were added to
         self._rings: dict[str, SlotRing] = {}
 
     def accumulators(self, layer: LayerSpec) -> dict[int, int]:
@@ -81,46 +93,28 @@ class GradientLowering:
         classes = {group: self._context.model.groups[group].slot_class for group in self._trained(layer)}
         return {group: self._layout.slot("accumulator", name) for group, name in classes.items()}
 
-    def add_spilled(self, part: int, accumulators: dict[int, int]) -> None:
-        """Before the last layer that adds to a gradient, add what the others spilled, in an accumulator slot.
-
-        So the bits are those of one rank, which adds and rounds layer by layer. If ranks did that while other layers
-        are still to come, none could begin its backward before the rank of the round before has ended its own.
-        """
-        for group, accumulator in accumulators.items():
-            if (group, part) not in self._spilled:
-                continue
-            stored, spilled = self._stored_part(group, part), self._spill_regions(group, part, accumulator)
-            back, content = [region.reversed for region in spilled], f"accumulator {stored.name}"
-            self._builder.copy(CommandName("fetch", "spilled", stored.name), Stream.H2D, content, back)
-            staging = self._fetch_stored(stored, part, not self._first)
-            self._round(stored, accumulator, not self._first, staging)
-            self._stored.add((group, part))
-            assert staging is not None, "ranks store gradients in the node's memory"
-            self._staged[group, part] = staging
-
     def finish(self, group: int, part: int, accumulator: int) -> None:
         """Round the accumulator into the stored gradient, adding what earlier rounds stored, and send it home.
 
-        Several ranks relay a gradient once a round: until the last layer that adds to it, accumulators are spilled.
+        Several ranks relay a gradient once a round: until the last layer that adds to it, accumulators are spilled, and
+        added just before that layer's. So the bits are those of one rank, which adds and rounds layer by layer. If
+        ranks did that while other layers are still to come, none could begin its backward before the rank of the round
+        before has ended its own.
         """
-        stored = self._stored_part(group, part)
-        cells = self._context.cells
-        if cells is not None and (group, part) not in self._spilled and self._uses[group].gradients > 1:
-            self._spill(stored, part, accumulator)
+        key, relayed = (group, part), self._context.cells is not None
+        if relayed and key not in self._spilled and self._uses[group].gradients > 1:
+            self._spill(group, part, accumulator)
             return
-        has_previous = not self._first or (group, part) in self._stored
-        self._stored.add((group, part))
-        staging = self._staged.pop((group, part), None)
-        if staging is None:
-            staging = self._fetch_stored(stored, part, has_previous)
-        self._round(stored, accumulator, has_previous, staging)
-        if staging is not None:
-            self._builder.copy(
-                CommandName("offload", "grad", stored.name), Stream.D2H, stored.content, stored.regions_home(staging)
-            )
-            if cells is not None:
-                self._builder.between_ranks(-1, signals=(cells.relayed(group, part),))
+        has_previous = not self._first or key in self._stored
+        self._stored.add(key)
+        for stored in self._stored_pieces(group, part):
+            staging, previous = self._fetch_stored(stored, has_previous), has_previous
+            if key in self._spilled:
+                self._add_spilled(stored, staging, previous)
+                previous = True
+            self._round(stored, Access(accumulator, self._accumulated(group, part)), previous, staging)
+            if staging is not None:
+                self._send_home(stored, staging)
 
     def update_complete_groups(self, index: int, layer: LayerSpec) -> None:
         """Update on the CPU those of a layer's groups that no layer below adds to."""
@@ -131,41 +125,69 @@ class GradientLowering:
     def _trained(self, layer: LayerSpec) -> list[int]:
         return [group for group in layer.groups if not self._context.model.groups[group].frozen]
 
-    def _fetch_stored(self, stored: _StoredPart, part: int, has_previous: bool) -> int | None:
+    def _fetch_stored(self, stored: _StoredPiece, has_previous: bool) -> int | None:
         """The staging slot to add to, with what earlier rounds stored; None where that stays on the GPU."""
         if has_previous:
             for home, _ in stored.homes:
                 self._builder.holds(home, stored.content)
         if self._context.plan.groups[stored.group].grads == "gpu":
             return None
-        staging = self._staging_slot(stored.group)
+        staging, cells = self._staging_slot(stored.group), self._context.cells
         if has_previous:
             back = [region.reversed for region in stored.regions_home(staging)]
-            self._builder.copy(CommandName("fetch", "grad", stored.name), Stream.H2D, stored.content, back)
-            if self._context.cells is not None:
-                awaits = self._context.cells.relayed_before(stored.group, part)
+            stream = Stream.H2D if cells is None else Stream.RELAY_IN
+            self._builder.copy(CommandName("fetch", "grad", stored.name), stream, stored.content, back)
+            if cells is not None:
+                awaits = cells.relayed_before(stored.group, stored.part, stored.number)
                 self._builder.between_ranks(-1, awaits=(awaits,))
         return staging
 
-    def _spill(self, stored: _StoredPart, part: int, accumulator: int) -> None:
+    def _send_home(self, stored: _StoredPiece, staging: int) -> None:
+        cells = self._context.cells
+        stream = Stream.D2H if cells is None else Stream.RELAY_OUT
+        name = CommandName("offload", "grad", stored.name)
+        self._builder.copy(name, stream, stored.content, stored.regions_home(staging))
+        if cells is not None:
+            signal = cells.relayed(stored.group, stored.part, stored.number)
+            self._builder.between_ranks(-1, signals=(signal,))
+
+    def _accumulated(self, group: int, part: int) -> str:
+        return f"accumulator {self._context.part_name(group, part)}"
+
+    def _spill(self, group: int, part: int, accumulator: int) -> None:
         """Keep an accumulator on the host, in full width."""
-        assert (stored.group, part) not in self._spilled, "one slot holds what one layer spills"
-        self._spilled.add((stored.group, part))
-        regions = self._spill_regions(stored.group, part, accumulator)
-        name = CommandName("offload", "spilled", stored.name)
-        self._builder.copy(name, Stream.D2H, f"accumulator {stored.name}", regions)
+        assert part == 0, "one slot holds what one layer spills"
+        self._spilled.add((group, part))
+        for stored in self._stored_pieces(group, part):
+            region = self._spilled_region(stored, accumulator, stored.piece.start)
+            target = [Access(region.target, self._spilled_content(stored))]
+            source = [Access(accumulator, self._accumulated(group, part))]
+            name = CommandName("offload", "spilled", stored.name)
+            self._builder.add("copy", name, Stream.D2H, source, target, copies=(region,))
 
-    def _spill_regions(self, group: int, part: int, accumulator: int) -> list[CopyRegion]:
-        """The copy from an accumulator to the host."""
-        num_bytes = self._layout.groups[group].parts[part].numel * self._layout.acc_bytes
-        home = self._layout.slot("spilled", self._context.model.groups[group].name, memory="host")
-        return [CopyRegion(accumulator, 0, home, 0, num_bytes)]
+    def _add_spilled(self, stored: _StoredPiece, staging: int | None, has_previous: bool) -> None:
+        """Add the same piece of what another layer spilled; its squares do not count."""
+        assert staging is not None, "ranks store gradients in the node's memory"
+        slot = self._layout.slot("spilled", self._context.model.groups[stored.group].slot_class)
+        name, content = CommandName("fetch", "spilled", stored.name), self._spilled_content(stored)
+        back = [self._spilled_region(stored, slot, 0).reversed]
+        self._builder.copy(name, Stream.RELAY_IN, content, back)
+        self._round(stored, Access(slot, content), has_previous, staging, stored.piece.start)
 
-    def _stored_part(self, group: int, part: int) -> _StoredPart:
-        stored, name = self._layout.groups[group], self._context.part_name(group, part)
-        runs = stored.parts[part].runs
-        homes = [self._layout.run_place("grad", group, run) for run in runs]
-        return _StoredPart(group, name, f"grad of {name}", runs, homes, stored.element_bytes("grad"))
+    def _spilled_region(self, stored: _StoredPiece, slot: int, start: int) -> CopyRegion:
+        """The copy of a piece to the host, from element `start` of a slot with an accumulator."""
+        width, home = self._layout.acc_bytes, self._layout.spilled_slot(stored.group, stored.piece)
+        return CopyRegion(slot, start * width, home, 0, stored.piece.numel * width)
+
+    def _spilled_content(self, stored: _StoredPiece) -> str:
+        return f"spilled accumulator {stored.name}"
+
+    def _stored_pieces(self, group: int, part: int) -> list[_StoredPiece]:
+        pieces, name = self._layout.pieces[group][part], self._context.part_name(group, part)
+        width, place = self._layout.groups[group].element_bytes("grad"), self._layout.piece_places
+        names = [name] if len(pieces) == 1 else [f"{name} piece {number}" for number in range(len(pieces))]
+        rows = enumerate(zip(pieces, names, strict=True))
+        return [_StoredPiece(group, part, i, piece, own, place(group, piece), width) for i, (piece, own) in rows]
 
     def _staging_slot(self, group: int) -> int:
         name = self._context.model.groups[group].slot_class
@@ -173,17 +195,26 @@ class GradientLowering:
             self._rings[name] = SlotRing(self._layout.ring("grad", name))
         return self._rings[name].take()
 
-    def _round(self, stored: _StoredPart, accumulator: int, has_previous: bool, staging: int | None) -> None:
-        """Append the command that rounds; it writes the staging slot, or the homes where there is none."""
-        runs = stored.stored_runs(staging, self._layout.first_run(stored.group))
+    def _round(
+        self, stored: _StoredPiece, accumulator: Access, has_previous: bool, staging: int | None,
+        spilled: int | None = None,
+    ) -> None:  # fmt: skip
+        """Append the command that rounds; it writes the staging slot, or the homes where there is none.
+
+        spilled: the element of the part that the slot of a spilled accumulator begins with; another is still to come.
+        """
+        runs = stored.stored_runs(spilled or 0, staging, self._layout.first_run(stored.group))
         targets = [Access(slot, stored.content) for slot in dict.fromkeys(run.slot for run in runs)]
-        reads = [Access(accumulator, f"accumulator {stored.name}"), *(targets if has_previous else [])]
-        partials = Access(self._layout.slot("partial_squares"), "partial squares")
-        writes = [*targets, partials, Access(self._layout.slot("norm_squares"), "norm squares")]
+        squares = [
+            Access(self._layout.slot("partial_squares"), "partial squares"),
+            Access(self._layout.slot("norm_squares"), "norm squares"),
+        ]
+        reads = [accumulator, *(targets if has_previous else []), *(squares if runs[0].before else [])]
         element_bytes = self._layout.acc_bytes + stored.element_bytes * (1 + has_previous)
         moved_bytes = float(sum(run.numel for run in runs) * element_bytes)
         work, name = Work(memory_bytes=moved_bytes, kernels=2 * len(runs)), CommandName("finish", "grad", stored.name)
-        args = FinishGradient(stored.group, accumulator, runs, has_previous)
+        args = FinishGradient(stored.group, accumulator.slot, runs, has_previous, squares=spilled is None)
+        writes = [*targets, *squares]
         self._builder.add("finish_gradient", name, Stream.COMPUTE, reads, writes, work, args=args)
 
     def _update_by_cpu(self, group: int) -> None:
@@ -198,7 +229,7 @@ class GradientLowering:
         grads = [
             Access(home, stored.content)
             for part in range(len(self._layout.groups[group].parts))
-            for stored in [self._stored_part(group, part)]
+            for stored in self._stored_pieces(group, part)
             for home, _ in stored.homes
         ]
         lower_cpu_update(self._builder, self._layout, group, Access(host, content), grads=list(dict.fromkeys(grads)))

@@ -134,7 +134,6 @@ class _RoundLowering:
         stages.
         """
         accumulators = self.gradients.accumulators(layer)
-        self.gradients.add_spilled(at.part, accumulators)
         order = self.context.chunks if layer.kind == "head" else self.context.chunks[::-1]
         for c in order:
             chunk = self.context.shape.chunks[c]
