@@ -32,6 +32,12 @@ def save_adapter(
             staged.stage(name).write_bytes(data)
 
 
+_TEXT = ("base_model.model.language_model.model.", "base_model.model.model.language_model.")
+_HEAD = ("base_model.model.language_model.lm_head.", "base_model.model.lm_head.")
+"""Starts of the names of a model's text as some checkpoints have them, and as the modules beside what sees images do,
+by which PEFT writes adapters."""
+
+
 def adapter_tensors(folder: Path | str, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
     """Read the tensors of an adapter folder one by one, in float32 or wider.
 
@@ -45,10 +51,10 @@ def adapter_tensors(folder: Path | str, shapes: Mapping[str, tuple[int, ...]]) -
         )
     try:
         with safe_open(path, framework="pt") as file:
-            names = set(file.keys())
-            _check_names(path, names, shapes)
+            held = {_as_in_checkpoint(name, shapes): name for name in file.keys()}  # noqa: SIM118 - no mapping
+            _check_names(path, set(held), shapes)
             for name, shape in shapes.items():
-                tensor = file.get_tensor(name)
+                tensor = file.get_tensor(held[name])
                 if tuple(tensor.shape) != shape:
                     raise CheckpointError(
                         f"{path}: {name} has shape {list(tensor.shape)}, but the model and its {ADAPTER_CONFIG} ask for"
@@ -57,6 +63,14 @@ def adapter_tensors(folder: Path | str, shapes: Mapping[str, tuple[int, ...]]) -
                 yield name, tensor if tensor.dtype == torch.float64 else tensor.float()
     except (OSError, ValueError) as error:
         raise error if isinstance(error, CheckpointError) else CheckpointError(f"{path}: {error}") from None
+
+
+def _as_in_checkpoint(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """The name of a tensor as the checkpoint beneath names its module."""
+    for stored, module in (_TEXT, _HEAD):
+        if name not in shapes and name.startswith(module):
+            return stored + name.removeprefix(module)
+    return name
 
 
 def _check_names(path: Path, names: set[str], shapes: Mapping[str, tuple[int, ...]]) -> None:

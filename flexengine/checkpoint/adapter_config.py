@@ -68,12 +68,20 @@ def _init(named: object) -> str:
     raise ValueError(f"init_lora_weights={shown(named)} changes the weights beneath; merge this adapter first")
 
 
+_TEXT = "language_model"
+"""The module that holds the text of a model with images, whose other modules have names in common with it."""
+
+
 class Targets(NamedTuple):
-    """Names of adapted modules, of adapted tensors that hold all experts, and of modules that are trained in full."""
+    """Names of adapted modules, of adapted tensors that hold all experts, and of modules that are trained in full.
+
+    adapted: the whole names of adapted modules.
+    """
 
     modules: Collection[str]
     parameters: Collection[str]
     saved: Collection[str]
+    adapted: Collection[str]
 
 
 def adapter_config(lora: LoRA, targets: Targets, base: str, transposed: bool) -> dict[str, Any]:
@@ -100,5 +108,6 @@ def adapter_config(lora: LoRA, targets: Targets, base: str, transposed: bool) ->
         "init_lora_weights": True,
         "target_modules": sorted(targets.modules),
         "target_parameters": sorted(targets.parameters) or None,
+        "exclude_modules": rf"(?!.*\b{_TEXT}\b).*" if any(_TEXT in name for name in targets.adapted) else None,
         "modules_to_save": sorted(targets.saved) or None,
     }

@@ -54,7 +54,8 @@ def export_adapter(
     begin = Begin(source.weights_folder, seed)
     tensors = {name: checked(name, tensor) for name, tensor in file_tensors(weights, begin)}
     base = "" if source.weights_folder is None else str(source.weights_folder)
-    targets = Targets(_target_names(model, found), _target_parameters(found), saved_names(model))
+    names = [adapter.module for adapter in found]
+    targets = Targets(_target_names(model, found), _target_parameters(found), saved_names(model), names)
     transposed = any(adapter.transposed and not adapter.experts for adapter in found)
     config = adapter_config(model.lora, targets, base, transposed)
     beside = {} if source.support_folder is None else support_files(source.support_folder)

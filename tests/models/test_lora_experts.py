@@ -130,7 +130,7 @@ def check_files(engine, tokens, folder, lora):
         assert relative_error(again.next_token_logits(tokens), logits) <= 1e-5
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3"])
 def test_modules_of_each_expert(family, tmp_path):
     config = CASES[FAMILY_CASES[family]]
     saved_model(tmp_path / "base", config)
