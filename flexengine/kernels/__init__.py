@@ -2,5 +2,6 @@
 
 Every public function is a launcher on torch tensors: it checks shapes and dtypes, launches on the current stream of the
 current device, never synchronises and never allocates. Arithmetic is float32 inside, stored values are rounded once, to
-nearest even unless said otherwise. No kernel uses atomics: equal inputs of equal shape give equal bits.
+nearest even unless said otherwise. No kernel is compiled for particular counts of tokens: a ragged batch would compile
+it again and again. No kernel uses atomics: equal inputs of equal shape give equal bits.
 """

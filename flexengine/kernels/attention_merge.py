@@ -33,7 +33,7 @@ def attention_merge_(total: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor)
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _merge_kernel(
     total_ptr, lse_ptr, part_ptr, part_lse_ptr, tokens, num_heads, width,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,

@@ -30,7 +30,7 @@ def sink_gradients(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor, pa
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "share"])
 def _gradient_kernel(
     grad_out_ptr, out_ptr, lse_ptr, sinks_ptr, partials_ptr, tokens, num_heads, width, share,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,

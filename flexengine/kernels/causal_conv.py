@@ -182,7 +182,7 @@ def _grad_sums(
     return found, positions
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _forward_kernel(
     x_ptr, weight_ptr, positions_ptr, tail_ptr, count, column_count, width, channels, first, x_stride, x_step, y_ptr,
     y_stride, HAS_TAIL: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -202,7 +202,7 @@ def _forward_kernel(
         tl.store(target, round_to(z * tl.sigmoid(z), y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _backward_kernel(
     x_ptr, weight_ptr, positions_ptr, tail_ptr, count, column_count, width, channels, first, x_stride, x_step,
     grad_y_ptr, grad_x_ptr, grad_left_ptr, grad_before_ptr, grad_y_stride, grad_x_stride, grad_x_step,
@@ -240,7 +240,7 @@ def _backward_kernel(
             tl.store(at, grad, mask=_there(before, TAPS - 1, columns, column_count))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "group_rows"])
 def _weight_kernel(
     x_ptr, weight_ptr, positions_ptr, tail_ptr, count, column_count, width, channels, first, x_stride, x_step,
     grad_y_ptr, partials_ptr, grad_y_stride, group_rows,

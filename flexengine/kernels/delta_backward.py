@@ -116,7 +116,7 @@ def delta_norm_backward(tiles: Tiles, grad_q: Tensor, grad_k: Tensor, grad_qkv: 
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "count"])
 def _pairs_kernel(
     qkv_ptr, spans_ptr, slots, heads, first, stride, key_heads, num_heads, strength_ptr, total_ptr, scale_ptr,
     query_scale_ptr, written_ptr, grad_o_ptr, grad_written_ptr, inverse_ptr, read_ptr, parts_ptr, grad_qkv_ptr,
@@ -172,7 +172,7 @@ def _pairs_kernel(
     store_block(inverse_ptr + own * (TILE * TILE), index, index, TILE, whole, TILE, grad_a + tl.trans(grad_a))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "count"])
 def _keys_kernel(
     qkv_ptr, spans_ptr, slots, heads, first, stride, key_heads, num_heads, strength_ptr, total_ptr, scale_ptr,
     query_scale_ptr, states_ptr, written_ptr, grad_o_ptr, grad_states_ptr, solved_ptr, pairs_ptr, read_ptr, grad_q_ptr,
@@ -229,7 +229,7 @@ def _keys_kernel(
     store_block(grad_k_ptr + target, index, lines, K, whole, K, grad_k)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "count"])
 def _gates_kernel(
     qkv_ptr, spans_ptr, slots, heads, first, stride, key_heads, num_heads, parts_ptr, grad_decay_ptr, grad_strength_ptr,
     count, TILE: tl.constexpr,
@@ -257,7 +257,7 @@ def _unscaled(x, grad, factor):
     return factor * scale * (grad - unit * tl.sum(unit * grad, axis=1)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def _norm_kernel(
     qkv_ptr, spans_ptr, slots, heads, first, stride, key_heads, num_heads, grad_q_ptr, grad_k_ptr, grad_qkv_ptr,
     grad_stride, factor, K: tl.constexpr, RATIO: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,

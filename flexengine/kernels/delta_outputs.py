@@ -64,7 +64,7 @@ def delta_outputs_backward(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def _outputs_kernel(
     qkv_ptr, spans_ptr, slots, heads, first, stride, key_heads, num_heads, total_ptr, scale_ptr, states_ptr,
     written_ptr, o_ptr, o_stride, factor, K: tl.constexpr, V: tl.constexpr, RATIO: tl.constexpr, TILE: tl.constexpr,
@@ -97,7 +97,7 @@ def _outputs_kernel(
     store_block(o_ptr + head * V, rows, columns, o_stride, inside, V, round_to(o, o_ptr.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def _outputs_backward_kernel(
     qkv_ptr, spans_ptr, slots, heads, first, stride, key_heads, num_heads, total_ptr, scale_ptr, grad_o_ptr,
     query_scale_ptr, grad_written_ptr, grad_o_stride, factor, K: tl.constexpr, V: tl.constexpr, RATIO: tl.constexpr,

@@ -181,7 +181,7 @@ def _unit_lower_inverse(
     return inverse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def _prepare_kernel(
     qkv_ptr, spans_ptr, slots, heads, first, stride, key_heads, num_heads, decay_ptr, strength_ptr, total_ptr,
     scale_ptr, u_ptr, w_ptr, inverse_ptr, K: tl.constexpr, V: tl.constexpr, RATIO: tl.constexpr, TILE: tl.constexpr,

@@ -86,7 +86,7 @@ def _check_ends(tiles: Tiles, before: Tensor | None, left: Tensor | None) -> Non
                 raise ValueError(f"{name} is the state of one sequence, got {len(tiles.cu) - 1}")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def _states_kernel(
     qkv_ptr, spans_ptr, slots, heads, first, stride, key_heads, num_heads, cu_ptr, total_ptr, scale_ptr, u_ptr, w_ptr,
     states_ptr, before_ptr, left_ptr, K: tl.constexpr, V: tl.constexpr, RATIO: tl.constexpr, TILE: tl.constexpr,
@@ -121,7 +121,7 @@ def _states_kernel(
         store_block(left_ptr + head.to(tl.int64) * (K * V), lines, columns, V, there, V, state)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def _states_backward_kernel(
     qkv_ptr, spans_ptr, slots, heads, first, stride, key_heads, num_heads, cu_ptr, total_ptr, scale_ptr,
     query_scale_ptr, w_ptr, grad_o_ptr, grad_written_ptr, grad_states_ptr, before_ptr, left_ptr, grad_o_stride,

@@ -239,7 +239,7 @@ def _grouped_tile(program, row_tiles, column_tiles, GROUP: tl.constexpr):
     return first + within % size, within // size
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_tiles"])
 def _product_kernel(
     x_ptr, weight_ptr, bounds_ptr, out_ptr, bias_ptr, row_weight_ptr, inner, columns, experts, row_tiles,
     expert_stride, column_stride, inner_stride,

@@ -82,7 +82,7 @@ def _absmax_kernel(x_ptr, partials_ptr, numel, per_program, PIECE: tl.constexpr)
     tl.store(partials_ptr + tl.program_id(0), tl.max(found, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _quantize_kernel(
     x_ptr, partials_ptr, scale_ptr, rows_ptr, columns_ptr, num_rows, num_columns, padded, tiles, largest, least,
     PARTIALS: tl.constexpr, E4M3: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,

@@ -105,7 +105,7 @@ def _load(x_ptr, z_ptr, rows, end, width, of_token, of_group, stride, step, eps,
     return columns, mask, x * rstd[:, None], rstd, z
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _forward_kernel(
     x_ptr, z_ptr, weight_ptr, out_ptr, count, width, of_token, of_group, stride, step, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -117,7 +117,7 @@ def _forward_kernel(
     tl.store(out_ptr + rows[:, None] * width + columns[None, :], round_to(y, out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _backward_kernel(
     grad_y_ptr, x_ptr, z_ptr, weight_ptr, grad_x_ptr, grad_z_ptr, count, width, of_token, of_group, stride, step,
     grad_stride, grad_step, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -136,7 +136,7 @@ def _backward_kernel(
     tl.store(grad_x_ptr + own, round_to(grad_x, grad_x_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "group_rows"])
 def _weight_kernel(
     grad_y_ptr, x_ptr, z_ptr, partials_ptr, count, width, of_token, of_group, stride, step, eps, group_rows,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,

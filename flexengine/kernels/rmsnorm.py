@@ -153,7 +153,7 @@ def _offsets(rows, heads, stride, step):
     return (rows // heads) * stride + (rows % heads) * step
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _forward_kernel(
     x_ptr, weight_ptr, out_ptr, rstd_ptr, residual_ptr, count, width, heads, x_stride, x_step, out_stride, out_step,
     rstd_stride, residual_stride, residual_step, eps, offset,
@@ -185,7 +185,7 @@ def _forward_kernel(
     tl.store(target, round_to(y, dtype), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _backward_input_kernel(
     grad_y_ptr, x_ptr, weight_ptr, rstd_ptr, grad_x_ptr, count, width, heads, grad_y_stride, grad_y_step, x_stride,
     x_step, grad_x_stride, grad_x_step, rstd_stride, offset, eps,
@@ -217,7 +217,7 @@ def _backward_input_kernel(
     tl.store(target, round_to(grad_x, grad_x_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "group_rows"])
 def _partial_weight_kernel(
     grad_y_ptr, x_ptr, rstd_ptr, partials_ptr, count, width, heads, group_rows, column_tiles,
     grad_y_stride, grad_y_step, x_stride, x_step, rstd_stride,
@@ -247,7 +247,7 @@ def _partial_weight_kernel(
     tl.store(partials_ptr + group * width + columns, tl.sum(total, axis=0), mask=columns < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups"])
 def _sum_partials_kernel(
     partials_ptr, grad_weight_ptr, groups, width,
     ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
