@@ -18,7 +18,6 @@ from flexengine.plan import Plan, Prediction
 from flexengine.planner.bound.speed_of_light import speed_of_light_s
 from flexengine.planner.cost.cost_model import CostModel, step_seconds
 from flexengine.schedule.command_totals import CommandClass, CommandTotal, add_totals
-from flexengine.schedule.commands import Stream
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_round, lower_update
 from flexengine.schedule.packing import full_round
@@ -115,17 +114,17 @@ def stream_factors(
     copies by their seconds per byte.
     """
     factors = {}
-    for stream in Stream:
+    for stream in Factors._fields:  # those of relays have no rates of their own
         took = expected = 0.0
         for key in sorted(measured.keys() & predicted.keys()):
             real, planned = measured[key], predicted[key]
-            if key[0] != stream.value or key[1] in UNKNOWN_BYTES or not planned.seconds or not real.count:
+            if key[0] != stream or key[1] in UNKNOWN_BYTES or not planned.seconds or not real.count:
                 continue
             scale = planned.num_bytes / real.num_bytes if real.num_bytes else planned.count / real.count
             took += real.seconds * scale
             expected += planned.seconds
         factor = took / expected if expected and took else 1.0
-        factors[stream.value] = min(MAX_FACTOR, max(1 / MAX_FACTOR, factor))
+        factors[stream] = min(MAX_FACTOR, max(1 / MAX_FACTOR, factor))
     return Factors(**factors)
 
 

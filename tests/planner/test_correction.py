@@ -6,7 +6,14 @@ import pytest
 
 from flexengine.hardware.presets import preset
 from flexengine.plan import Request
-from flexengine.planner.correction import MAX_FACTOR, Factors, corrected_profile, predicted_totals, review
+from flexengine.planner.correction import (
+    MAX_FACTOR,
+    Factors,
+    corrected_profile,
+    predicted_totals,
+    review,
+    stream_factors,
+)
 from flexengine.planner.cost.cost_model import step_seconds
 from flexengine.planner.planner import make_plan
 from flexengine.schedule.layout import Layout
@@ -61,3 +68,7 @@ def test_correction_leaves_memory_alone():
     for name in ("gpu_total_bytes", "gpu_context_bytes", "host_available_bytes", "host_base_bytes"):
         assert getattr(changed, name) == getattr(profile, name)
     assert changed.matmul_rate(4096) == pytest.approx(profile.matmul_rate(4096) / 1.7)
+
+
+def test_nothing_measured_corrects_nothing():
+    assert stream_factors({}, {}) == Factors()
