@@ -15,8 +15,13 @@ using CuContext = void*;     // CUcontext
 using CuStream = void*;      // CUstream; null is the default stream
 using CuEvent = void*;       // CUevent
 using CuAddress = uint64_t;  // CUdeviceptr; with unified addressing also the address of host memory
+using CuDevice = int;        // CUdevice
 
 constexpr unsigned kEventDisableTiming = 2;  // CU_EVENT_DISABLE_TIMING
+constexpr unsigned kWaitValueGreaterEqual = 0;  // CU_STREAM_WAIT_VALUE_GEQ: by the sign of the difference
+constexpr unsigned kWriteValueDefault = 0;      // CU_STREAM_WRITE_VALUE_DEFAULT: after all before it on the stream
+// CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS; those of 32 bits have no attribute of their own in this interface
+constexpr int kStreamMemoryOperations = 122;
 
 struct CudaDriver {
     CuResult (*get_error_string)(CuResult, const char**) = nullptr;
@@ -29,6 +34,12 @@ struct CudaDriver {
     CuResult (*event_synchronize)(CuEvent) = nullptr;
     CuResult (*event_elapsed_time)(float* milliseconds, CuEvent from, CuEvent to) = nullptr;
     CuResult (*memcpy_async)(CuAddress target, CuAddress source, size_t num_bytes, CuStream) = nullptr;
+    // Null where the driver is too old for them:
+    CuResult (*stream_wait_value)(CuStream, CuAddress, uint32_t value, unsigned flags) = nullptr;
+    CuResult (*stream_write_value)(CuStream, CuAddress, uint32_t value, unsigned flags) = nullptr;
+    CuResult (*host_get_device_pointer)(CuAddress*, void* host, unsigned flags) = nullptr;
+    CuResult (*ctx_get_device)(CuDevice*) = nullptr;
+    CuResult (*device_get_attribute)(int*, int attribute, CuDevice) = nullptr;
 
     // Fills the table from the library at `path`, which stays loaded for the life of the process.
     int load(const char* path) {
@@ -53,7 +64,26 @@ struct CudaDriver {
         need("cuEventSynchronize", event_synchronize);
         need("cuEventElapsedTime", event_elapsed_time);
         need("cuMemcpyAsync", memcpy_async);
+        const auto want = [&](const char* name, auto& function) {
+            function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
+        };
+        want("cuStreamWaitValue32_v2", stream_wait_value);
+        want("cuStreamWriteValue32_v2", stream_write_value);
+        want("cuMemHostGetDevicePointer_v2", host_get_device_pointer);
+        want("cuCtxGetDevice", ctx_get_device);
+        want("cuDeviceGetAttribute", device_get_attribute);
         return status;
+    }
+
+    // Whether streams of the current context's device can wait for words of memory, and write them.
+    bool has_stream_memory_operations() const {
+        const bool found = stream_wait_value != nullptr && stream_write_value != nullptr &&
+                           host_get_device_pointer != nullptr && ctx_get_device != nullptr &&
+                           device_get_attribute != nullptr;
+        CuDevice device = 0;
+        int supported = 0;
+        return found && ctx_get_device(&device) == 0 &&
+               device_get_attribute(&supported, kStreamMemoryOperations, device) == 0 && supported != 0;
     }
 
     // The driver's own words for a result.

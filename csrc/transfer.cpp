@@ -1,5 +1,5 @@
 // Transfer engine: hands copies, event waits and event records to the CUDA driver in one call, without Python in
-// between. A program's commands are issued this way: in order, on the streams that they name. Events mean what CUDA
+// between. Streams also wait for words of host memory, and write them, by which processes order each other. A program's commands are issued this way: in order, on the streams that they name. Events mean what CUDA
 // says.
 //
 // Copies are cut into pieces. The hardware may switch between streams at the seams; priorities do not reach the copy
@@ -19,15 +19,15 @@ namespace {
 
 using namespace flex;
 
-enum Kind : uint64_t { kCopy = 0, kWait = 1, kRecord = 2 };
+enum Kind : uint64_t { kCopy = 0, kWait = 1, kRecord = 2, kAwait = 3, kRaise = 4 };
 
 // Mirrored by `_Operation` in flexengine/native/transfer.py.
 struct Operation {
     uint64_t kind;
     uint64_t stream;  // CUstream
     uint64_t event;   // address of an Event; waits and records
-    uint64_t target;  // copies: addresses on either side, and bytes
-    uint64_t source;
+    uint64_t target;  // copies: addresses on either side, and bytes; awaits and raises: a word's address on the device
+    uint64_t source;  // awaits and raises: the value
     uint64_t num_bytes;
 };
 
@@ -66,8 +66,15 @@ class InContext {
 // Refuses what the driver would take silently for something else.
 int check_operation(const Operation& operation, uint64_t index) {
     using Number = unsigned long long;
-    FLEX_REQUIRE(operation.kind <= kRecord, "operation %llu has kind %llu, expected 0 (copy), 1 (wait) or 2 (record)",
+    FLEX_REQUIRE(operation.kind <= kRaise,
+                 "operation %llu has kind %llu, expected 0 (copy), 1 (wait), 2 (record), 3 (await) or 4 (raise)",
                  Number(index), Number(operation.kind));
+    if (operation.kind >= kAwait) {
+        FLEX_REQUIRE(operation.target != 0 && operation.target % sizeof(uint32_t) == 0 && operation.source <= UINT32_MAX,
+                     "operation %llu has word 0x%llx and value %llu", Number(index), Number(operation.target),
+                     Number(operation.source));
+        return kOk;
+    }
     FLEX_REQUIRE(operation.kind == kCopy || operation.event != 0, "operation %llu has no event", Number(index));
     FLEX_REQUIRE(operation.kind != kWait || event_at(operation.event)->recorded,
                  "operation %llu waits for an event that nothing has recorded; CUDA would not wait at all",
@@ -94,9 +101,23 @@ int submit_copy(TransferEngine& engine, const Operation& copy) {
     return kOk;
 }
 
+int submit_word(TransferEngine& engine, const Operation& operation) {
+    const CuStream stream = reinterpret_cast<CuStream>(operation.stream);
+    const uint32_t value = static_cast<uint32_t>(operation.source);
+    FLEX_REQUIRE(engine.driver.stream_wait_value != nullptr && engine.driver.stream_write_value != nullptr,
+                 "the CUDA driver has no stream memory operations; ask flex_transfer_word_address first");
+    if (operation.kind == kAwait) {
+        FLEX_CUDA(engine.driver, stream_wait_value, (stream, operation.target, value, kWaitValueGreaterEqual));
+    } else {
+        FLEX_CUDA(engine.driver, stream_write_value, (stream, operation.target, value, kWriteValueDefault));
+    }
+    return kOk;
+}
+
 int submit_one(TransferEngine& engine, const Operation& operation, uint64_t index) {
     if (int status = check_operation(operation, index)) return status;
     if (operation.kind == kCopy) return submit_copy(engine, operation);
+    if (operation.kind >= kAwait) return submit_word(engine, operation);
     const CuStream stream = reinterpret_cast<CuStream>(operation.stream);
     Event& event = *event_at(operation.event);
     if (operation.kind == kWait) {
@@ -175,6 +196,15 @@ FLEX_API int flex_transfer_release_events(TransferEngine* engine, uint64_t count
                      static_cast<unsigned long long>(i), static_cast<unsigned long long>(count));
         destroy_event(*engine, event);
     }
+    return kOk;
+}
+
+// The device's address of a word of registered host memory, which streams can then await and raise; 0 where they cannot.
+FLEX_API int flex_transfer_word_address(TransferEngine* engine, uint64_t host_address, uint64_t* address_out) {
+    const InContext in_context(*engine);
+    *address_out = 0;
+    if (!engine->driver.has_stream_memory_operations()) return kOk;
+    FLEX_CUDA(engine->driver, host_get_device_pointer, (address_out, reinterpret_cast<void*>(host_address), 0));
     return kOk;
 }
 

@@ -71,6 +71,9 @@ class FakeDriver:
     def lag(self, stream: PlainStream, lagging: bool) -> None:
         self.library.fake_lag(ctypes.c_uint64(stream.cuda_stream), int(lagging))
 
+    def memory_operations(self, supported: bool) -> None:
+        self.library.fake_memory_operations(int(supported))
+
     def pause(self, paused: bool) -> None:
         self.library.fake_pause(int(paused))
 

@@ -4,7 +4,7 @@
 // Streams are queues of copies, waits and records; one thread runs their heads. It models the least favourable
 // hardware: one copy engine, which of all copies that may start takes the one that was issued first. Tests stop and
 // slow streams, make calls fail or block, and read a log of what ran in which order. Nothing depends on time: an
-// operation lasts 1 ms of a clock that only operations move.
+// operation lasts 1 ms of a clock that only operations move. Words that streams await are looked at every 0.2 ms.
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -35,13 +35,22 @@ struct Event {
     std::shared_ptr<Mark> mark;  // of the last record; null before the first
 };
 
-enum class Kind { kCopy, kWait, kRecord };
+enum class Kind { kCopy, kWait, kRecord, kAwait, kRaise };
+constexpr int kStreamMemoryOperations = 122;
+constexpr auto kLook = std::chrono::microseconds(200);
+
+uint32_t* word_at(uint64_t address) { return reinterpret_cast<uint32_t*>(address); }
 
 struct Item {
     Kind kind;
     uint64_t number;  // order of issue
     std::shared_ptr<Mark> mark;
-    uint64_t target = 0, source = 0, num_bytes = 0;
+    uint64_t target = 0, source = 0, num_bytes = 0;  // of a word: its address and the value
+
+    bool reached() const {  // as GPUs compare: by the sign of the difference
+        const uint32_t found = __atomic_load_n(word_at(target), __ATOMIC_SEQ_CST);
+        return static_cast<int32_t>(found - static_cast<uint32_t>(source)) >= 0;
+    }
 };
 
 struct Stream {
@@ -70,7 +79,7 @@ class Device {
     uint64_t next_number = 1, next_stream = 0x1000;
     int64_t clock_ms = 0;
     int num_blocked = 0;
-    bool blocking = false, paused = false, busy = false, started = false;
+    bool blocking = false, paused = false, busy = false, started = false, memory_operations = true;
     void* context = reinterpret_cast<void*>(0xC0);
 
     void start() {
@@ -104,6 +113,7 @@ class Device {
             if (paused || stream.held || stream.lagging != lagging || stream.items.empty()) continue;
             const Item& head = stream.items.front();
             if (head.kind == Kind::kRecord || (head.kind == Kind::kWait && head.mark->reached)) return &entry;
+            if (head.kind == Kind::kRaise || (head.kind == Kind::kAwait && head.reached())) return &entry;
             if (head.kind != Kind::kCopy) continue;
             if (first_copy == nullptr || head.number < first_copy->second.items.front().number) first_copy = &entry;
         }
@@ -113,7 +123,8 @@ class Device {
     void run() {
         std::unique_lock<std::mutex> lock(mutex);
         for (;;) {
-            changed.wait(lock, [&] { return runnable() != nullptr; });
+            while (!changed.wait_for(lock, kLook, [&] { return runnable() != nullptr; })) {
+            }
             auto& [handle, stream] = *runnable();
             const Item item = stream.items.front();
             if (item.kind == Kind::kCopy) {
@@ -126,6 +137,8 @@ class Device {
             }
             ++clock_ms;
             if (item.kind == Kind::kRecord) *item.mark = {true, clock_ms};
+            if (item.kind == Kind::kRaise)
+                __atomic_store_n(word_at(item.target), static_cast<uint32_t>(item.source), __ATOMIC_SEQ_CST);
             stream.items.pop_front();
             changed.notify_all();
         }
@@ -239,6 +252,43 @@ EXPORT int cuMemcpyAsync(uint64_t target, uint64_t source, size_t num_bytes, uin
     return 0;
 }
 
+EXPORT int cuStreamWaitValue32_v2(uint64_t stream, uint64_t address, uint32_t value, unsigned flags) {
+    Device& d = device();
+    const std::lock_guard<std::mutex> lock(d.mutex);
+    if (int code = enter("cuStreamWaitValue32_v2")) return code;
+    if (address == 0 || flags != 0) return kInvalidValue;
+    d.issue(stream, {Kind::kAwait, 0, nullptr, address, value});
+    return 0;
+}
+
+EXPORT int cuStreamWriteValue32_v2(uint64_t stream, uint64_t address, uint32_t value, unsigned flags) {
+    Device& d = device();
+    const std::lock_guard<std::mutex> lock(d.mutex);
+    if (int code = enter("cuStreamWriteValue32_v2")) return code;
+    if (address == 0 || flags != 0) return kInvalidValue;
+    d.issue(stream, {Kind::kRaise, 0, nullptr, address, value});
+    return 0;
+}
+
+EXPORT int cuMemHostGetDevicePointer_v2(uint64_t* device_address, void* host, unsigned) {
+    const std::lock_guard<std::mutex> lock(device().mutex);
+    if (int code = enter("cuMemHostGetDevicePointer_v2")) return code;
+    *device_address = reinterpret_cast<uint64_t>(host);
+    return 0;
+}
+
+EXPORT int cuCtxGetDevice(int* number) {
+    const std::lock_guard<std::mutex> lock(device().mutex);
+    *number = 0;
+    return enter("cuCtxGetDevice");
+}
+
+EXPORT int cuDeviceGetAttribute(int* value, int attribute, int) {
+    const std::lock_guard<std::mutex> lock(device().mutex);
+    *value = attribute == kStreamMemoryOperations && device().memory_operations;
+    return enter("cuDeviceGetAttribute");
+}
+
 // -- what tests use ---------------------------------------------------------------------------------------------------
 
 // Makes a stream and returns its handle.
@@ -256,6 +306,7 @@ EXPORT void fake_reset() {
     std::unique_lock<std::mutex> lock(d.mutex);
     for (auto& entry : d.streams) entry.second.held = entry.second.lagging = false;
     d.blocking = d.paused = false;
+    d.memory_operations = true;
     d.changed.notify_all();
     d.changed.wait(lock, [&] { return d.idle(); });
     d.log.clear();
@@ -276,6 +327,12 @@ EXPORT void fake_hold(uint64_t stream, int held) {
 EXPORT void fake_lag(uint64_t stream, int lagging) {
     const std::lock_guard<std::mutex> lock(device().mutex);
     device().streams[stream].lagging = lagging != 0;
+}
+
+// Whether streams can wait for words of memory.
+EXPORT void fake_memory_operations(int supported) {
+    const std::lock_guard<std::mutex> lock(device().mutex);
+    device().memory_operations = supported != 0;
 }
 
 // Stops the device while calls still issue work, or lets it go on.

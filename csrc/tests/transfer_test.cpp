@@ -16,6 +16,7 @@ extern "C" int flex_transfer_release_events(void*, uint64_t, const uint64_t*);
 extern "C" int flex_transfer_submit(void*, const Operation*, uint64_t);
 extern "C" int flex_transfer_synchronize(void*, uint64_t);
 extern "C" int flex_transfer_elapsed(void*, uint64_t, uint64_t, double*);
+extern "C" int flex_transfer_word_address(void*, uint64_t, uint64_t*);
 extern "C" const char* flex_last_error();
 
 namespace {
@@ -45,6 +46,9 @@ Operation copy(uint64_t stream, Bytes& target, const Bytes& source) {
 }
 Operation wait_for(uint64_t stream, uint64_t event) { return {1, stream, event, 0, 0, 0}; }
 Operation record(uint64_t stream, uint64_t event) { return {2, stream, event, 0, 0, 0}; }
+
+Operation await_word(uint64_t stream, uint64_t word, uint32_t value) { return {3, stream, 0, word, value, 0}; }
+Operation raise_word(uint64_t stream, uint64_t word, uint32_t value) { return {4, stream, 0, word, value, 0}; }
 
 void* open(uint64_t piece_bytes) {
     void* engine = nullptr;
@@ -149,9 +153,42 @@ void check_events_are_released_once() {
     expect(flex_transfer_close(engine) == 0, "close");
 }
 
+// Two engines order their copies by words of memory; the one that waits goes on when the other has raised.
+void check_words() {
+    void *first = open(100), *second = open(100);
+    const uint64_t streams[2] = {fake_stream(), fake_stream()};
+    uint32_t words[2] = {};
+    uint64_t addresses[2], event = 0;
+    for (int i = 0; i < 2; ++i) {
+        expect(flex_transfer_word_address(first, reinterpret_cast<uint64_t>(&words[i]), &addresses[i]) == 0, "address");
+        expect(addresses[i] != 0, "words can be awaited");
+    }
+    expect(flex_transfer_create_events(second, 1, 0, &event) == 0, "event");
+    Bytes middle(3000), target(3000);
+    for (uint32_t round = 1; round <= 30; ++round) {
+        const Bytes source = pattern(3000, round);
+        expect(submit(second, {await_word(streams[1], addresses[0], round), copy(streams[1], target, middle),
+                               raise_word(streams[1], addresses[1], round), record(streams[1], event)}) == 0,
+               "submit what waits");
+        expect(submit(first, {await_word(streams[0], addresses[1], round - 1), copy(streams[0], middle, source),
+                              raise_word(streams[0], addresses[0], round)}) == 0,
+               "submit what raises");
+        expect(flex_transfer_synchronize(second, event) == 0, "synchronize");
+        expect(target == source, "contents in the order of words");
+    }
+    expect(submit(first, {await_word(streams[0], 0, 1)}) == -1, "no word");
+    expect(submit(first, {await_word(streams[0], addresses[0] + 1, 1)}) == -1, "a word that is not aligned");
+    fake_fail("cuStreamWriteValue32_v2", 0, 801);
+    expect(submit(first, {raise_word(streams[0], addresses[0], 1)}) == -3, "a write that fails");
+    fake_memory_operations(0);
+    expect(flex_transfer_word_address(first, addresses[0], &addresses[0]) == 0 && addresses[0] == 0, "no operations");
+    expect(flex_transfer_close(first) == 0 && flex_transfer_close(second) == 0, "close");
+}
+
 }  // namespace
 
 int main() {
+    check_words();
     check_streams();
     check_another_thread_waits();
     check_failures();

@@ -15,6 +15,7 @@ from flexengine.native.memory_limits import memlock_limit_bytes, pin_limit_bytes
 GIB = 2**30
 _DRIVER_LIBRARY = "libcuda.so.1"
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: page-locked for every device of the process
+_MAPPED = 2  # CU_MEMHOSTREGISTER_DEVICEMAP: kernels and streams may name its addresses
 _LEAST_PROBE_BYTES = 2**20  # what is less than this is as good as nothing
 
 
@@ -107,7 +108,7 @@ class DriverPinner:
 
     def register(self, address: int, num_bytes: int) -> str | None:
         self._enter_context()
-        status = self._register(address, num_bytes, _PORTABLE)
+        status = self._register(address, num_bytes, _PORTABLE | _MAPPED)
         if status == 0:
             return None
         text = ctypes.c_char_p()
@@ -134,7 +135,7 @@ class RuntimePinner:
 
     def register(self, address: int, num_bytes: int) -> str | None:
         cudart: Any = torch.cuda.cudart()  # functions of the CUDA runtime, untyped
-        status = cudart.cudaHostRegister(address, num_bytes, _PORTABLE)
+        status = cudart.cudaHostRegister(address, num_bytes, _PORTABLE | _MAPPED)
         if int(status) == 0:
             return None
         _forget_runtime_error()

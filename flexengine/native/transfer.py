@@ -16,11 +16,14 @@ import torch
 
 from flexengine.native import library
 from flexengine.native.transfer_operations import (
+    Await,
     Copy,
     Operation,
     PreparedOperations,
+    Raise,
     Transfers,
     Wait,
+    WordValue,
     byte_address,
     check_ranges,
 )
@@ -48,7 +51,7 @@ class _Operation(ctypes.Structure):
 
 
 _OPERATION_BYTES = ctypes.sizeof(_Operation)
-_COPY, _WAIT, _RECORD = range(3)
+_COPY, _WAIT, _RECORD, _AWAIT, _RAISE = range(5)
 
 
 class NativeTransfers:
@@ -83,6 +86,19 @@ class NativeTransfers:
         addresses = {key: byte_address(tensor) for key, tensor in tensors.items()}
         rows = (_Operation * len(listed))(*[_row(operation, addresses) for operation in listed])
         return PreparedOperations(rows, len(listed), tuple(tensors.values()))
+
+    def word_address(self, host_address: int) -> int | None:
+        function = library.bind("flex_transfer_word_address", _POINTER, ctypes.c_uint64, _POINTER)
+        if function is None:
+            return None
+        found = ctypes.c_uint64()
+        self._check("word_address", function(self._engine, host_address, ctypes.byref(found)))
+        return found.value or None
+
+    def set_words(self, prepared: PreparedOperations, words: Iterable[tuple[int, WordValue]]) -> None:
+        for index, (address, value) in words:
+            row = prepared.operations[index]
+            row.target, row.source = address, value
 
     def submit(self, prepared: PreparedOperations, first: int = 0, last: int | None = None) -> None:
         last = prepared.num_operations if last is None else last
@@ -137,6 +153,8 @@ def _close(close: Callable[..., int], engine: int, process: int) -> None:
 
 def _row(operation: Operation, addresses: dict[int, int]) -> tuple[int, ...]:
     stream = operation.stream.cuda_stream
+    if isinstance(operation, (Await, Raise)):
+        return (_AWAIT if isinstance(operation, Await) else _RAISE, stream, 0, 0, 0, 0)
     if not isinstance(operation, Copy):
         return (_WAIT if isinstance(operation, Wait) else _RECORD, stream, operation.event, 0, 0, 0)
     check_ranges(operation)

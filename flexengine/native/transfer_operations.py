@@ -41,7 +41,26 @@ class Record(NamedTuple):
     event: int
 
 
-Operation = Copy | Wait | Record
+class Await(NamedTuple):
+    """The stream goes on when a word of memory has reached a value, which `set_words` gives, as it gives the word."""
+
+    stream: StreamHandle
+
+
+class Raise(NamedTuple):
+    """A word of memory gets a value when all before it on the stream has finished; `set_words` gives both."""
+
+    stream: StreamHandle
+
+
+Operation = Copy | Wait | Record | Await | Raise
+
+
+class WordValue(NamedTuple):
+    """A word of memory, by its address, and the value that an operation awaits (it or a larger one) or writes."""
+
+    address: int
+    value: int
 
 
 class PreparedOperations(NamedTuple):
@@ -68,6 +87,14 @@ class Transfers(Protocol):
 
         Raises: ValueError for tensors that are not contiguous uint8, or ranges outside of them.
         """
+        ...
+
+    def word_address(self, host_address: int) -> int | None:
+        """The device's address of a word of page-locked host memory; None where streams cannot wait for words."""
+        ...
+
+    def set_words(self, prepared: PreparedOperations, words: Iterable[tuple[int, WordValue]]) -> None:
+        """Say what prepared operations `Await` and `Raise` mean, by their numbers, from the next submit on."""
         ...
 
     def submit(self, prepared: PreparedOperations, first: int = 0, last: int | None = None) -> None:

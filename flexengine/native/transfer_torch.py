@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from flexengine.native.transfer_operations import (
+    Await,
     Copy,
     Operation,
     PreparedOperations,
+    Raise,
     Record,
     Wait,
+    WordValue,
     byte_address,
     check_ranges,
 )
@@ -49,8 +52,16 @@ class TorchTransfers:
         self._recorded.difference_update(events)
 
     def prepare(self, operations: Iterable[Operation]) -> PreparedOperations:
-        bound = [_bind(o) if isinstance(o, Copy) else o for o in operations]
+        listed = list(operations)
+        assert not any(isinstance(o, (Await, Raise)) for o in listed), "word_address says that there are none"
+        bound = [_bind(o) if isinstance(o, Copy) else o for o in listed]
         return PreparedOperations(bound, len(bound), ())
+
+    def word_address(self, host_address: int) -> int | None:
+        return None  # torch has no such operations
+
+    def set_words(self, prepared: PreparedOperations, words: Iterable[tuple[int, WordValue]]) -> None:
+        raise NotImplementedError("torch's streams cannot wait for words of memory")
 
     def submit(self, prepared: PreparedOperations, first: int = 0, last: int | None = None) -> None:
         before = torch.cuda.current_stream(self.device)

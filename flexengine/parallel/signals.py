@@ -68,6 +68,11 @@ class Signals:
         """What a cell holds in a row, by default this rank's."""
         return self._words.load(self.row if row is None else row, cell)
 
+    def addresses(self, cell: int, row: int | None) -> list[int]:
+        """Where a cell lies in a row, or with None in every row."""
+        rows = range(self.num_rows) if row is None else (row,)
+        return [self.table.data_ptr() + 4 * (index * self.table.shape[1] + cell) for index in rows]
+
     def wait(self, cell: int, row: int | None, value: int, timeout_s: float | None = None) -> None:
         """Wait until `cell` has reached `value` in `row`, or with None in every row.
 

@@ -7,6 +7,7 @@ of the CPU runs on a thread of its own, into the next program, whose commands wa
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +21,7 @@ from flexengine.native.transfer import open_transfers
 from flexengine.native.transfer_operations import Record
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.cpu_work import CpuWork
-from flexengine.runtime.issue import Call, Issue
+from flexengine.runtime.issue import Call, Issue, WordsOf
 from flexengine.runtime.teller import Teller
 from flexengine.schedule.commands import DIRECTIONS, Command, Program, Stream, streams_of
 from flexengine.schedule.following import cpu_waits
@@ -34,10 +35,15 @@ Handler = Call
 
 
 class CommandHooks(NamedTuple):
-    """What is called before each command starts, and after it has ended, in one run of a program."""
+    """What is called before each command starts, and after it has ended, in one run of a program.
+
+    words: the host's words, and their values, that stand for a signal. Where streams can await and write these, the
+    host calls nothing, but for signals of the CPU's commands. None: it always does.
+    """
 
     before: Call
     after: Call
+    words: WordsOf | None = None
 
 
 def _then(first: Call, second: Call) -> Call:
@@ -60,6 +66,10 @@ def _in_range(handler: Call, range_of: RangeOf | None) -> Call:
             handler(command)
 
     return call
+
+
+STREAM_SIGNALS_VARIABLE = "FLEXENGINE_STREAM_SIGNALS"
+"""With "0" in the environment the host waits for other ranks, and tells them, also where streams of the GPU could."""
 
 
 NO_HOOKS = CommandHooks(lambda command: None, lambda command: None)
@@ -91,6 +101,7 @@ class Executor:
         self._zero_s: float | None = None
         self._cpu_work: CpuWork | None = None
         self._teller: Teller | None = None
+        self._by_streams: bool | None = None  # whether streams signal to other ranks; not known yet
         self._cpu_threads = update_threads()
         self._cpu_waits: dict[tuple[Program, Program], dict[int, frozenset[int]]] = {}
 
@@ -222,11 +233,10 @@ class Executor:
         self, program: Program, handler: Handler, timed: bool, gate: Call | None, hooks: CommandHooks | None
     ) -> None:
         self._finish_telling()
-        key = (program, timed)
-        if key not in self._issues:
-            streams = {stream: self.streams[stream] for stream in streams_of(program) if stream is not Stream.CPU}
-            self._issues[key] = Issue(program, self.arenas, streams, self._transfers, timed)
-        issue = self._last_issue[program] = self._issues[key]
+        words = None if hooks is None else self._words_of(program, hooks)
+        issue = self._last_issue[program] = self._issue(program, timed, words)
+        if words is not None:
+            issue.set_words(words)
 
         def call(command: Command) -> None:
             aside = command.stream in DIRECTIONS
@@ -236,12 +246,12 @@ class Executor:
         before = self._cpu_work
         work = None
         by_cpu = handler if hooks is None else _then(handler, hooks.after)
-        if hooks is not None:
+        if hooks is not None and words is None:
             gate = hooks.before if gate is None else _then(gate, hooks.before)
         if issue.cpu_commands:
             work = issue.cpu_work(_in_range(by_cpu, self.range_of), self._cpu_threads, before)
         try:
-            if hooks is not None:
+            if hooks is not None and words is None:
                 self._teller = issue.teller(hooks.after)
                 self._teller.start()
             if work is not None:
@@ -262,6 +272,24 @@ class Executor:
             before.join()
         if timed:
             self._timings, self._began_s = issue.timings, lambda: issue.began_s(self._zero)
+
+    def _issue(self, program: Program, timed: bool, words: WordsOf | None) -> Issue:
+        key = (program, timed)
+        if key not in self._issues:
+            streams = {stream: self.streams[stream] for stream in streams_of(program) if stream is not Stream.CPU}
+            self._issues[key] = Issue(program, self.arenas, streams, self._transfers, timed, words)
+        return self._issues[key]
+
+    def _words_of(self, program: Program, hooks: CommandHooks) -> WordsOf | None:
+        """The words of signals, where streams can await and write them; asked once, as all lie in one memory."""
+        signals = (signal for command in program.commands for signal in (*command.awaits, *command.signals))
+        first = next(signals, None)
+        if first is None or hooks.words is None:
+            return None
+        if self._by_streams is None:
+            wanted = os.environ.get(STREAM_SIGNALS_VARIABLE, "1") != "0"
+            self._by_streams = wanted and self._transfers.word_address(hooks.words(first)[0].address) is not None
+        return hooks.words if self._by_streams else None
 
     # -- on the CPU --------------------------------------------------------------------------------------------------
 

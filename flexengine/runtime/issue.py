@@ -8,22 +8,35 @@ host is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 from torch import Tensor
 
-from flexengine.native.transfer_operations import Copy, Operation, Record, StreamHandle, Transfers, Wait
+from flexengine.native.transfer_operations import (
+    Await,
+    Copy,
+    Operation,
+    Raise,
+    Record,
+    StreamHandle,
+    Transfers,
+    Wait,
+    WordValue,
+)
+from flexengine.parallel.node_memory import LOCKED_PIECE_BYTES
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.cpu_work import CpuWork
 from flexengine.runtime.teller import Teller
-from flexengine.schedule.commands import Command, Program, Stream
+from flexengine.schedule.commands import Command, CopyRegion, Program, Signal, Stream
 from flexengine.schedule.following import cpu_commands
-from flexengine.schedule.slots import Memory
+from flexengine.schedule.slots import Memory, Slot
 
 Streams = Mapping[Stream, StreamHandle]
 Call = Callable[[Command], None]
+WordsOf = Callable[[Signal], list[WordValue]]
+"""The words of host memory, by address, that a signal stands for, and the values that they reach or get."""
 
 
 class Leg(NamedTuple):
@@ -46,15 +59,20 @@ class IssuedCommand(NamedTuple):
 class Issue:
     """One program over the arenas, ready to be issued again and again; `close` when it has run for the last time.
 
-    timed: also record an event before and after every command on its stream.
+    timed: also record an event before and after every command on its stream. words: signals of commands on the GPU are
+    awaited and raised by its streams, and these are the words of one run; `set_words` gives those of every run.
     """
 
     def __init__(
-        self, program: Program, arenas: Arenas, streams: Streams, transfers: Transfers, timed: bool = False
-    ) -> None:
+        self, program: Program, arenas: Arenas, streams: Streams, transfers: Transfers, timed: bool = False,
+        words: WordsOf | None = None,
+    ) -> None:  # fmt: skip
         self.program, self._streams, self._transfers = program, streams, transfers
         self.cpu_commands = cpu_commands(program)
-        self._signalling = [c for c in program.commands if c.signals and c.stream is not Stream.CPU]
+        self._words: dict[Signal, list[list[int]]] = {}  # by signal and word, the operations that it is part of
+        self._addresses: dict[int, int] = {}  # of words on the device, by those on the host
+        by_host = (c for c in program.commands if c.signals and c.stream is not Stream.CPU)
+        self._signalling = [] if words is not None else list(by_host)
         self._teller: Teller | None = None
         self._cpu_work: CpuWork | None = None
         self._arenas = _whole_arenas(program, arenas)
@@ -64,7 +82,7 @@ class Issue:
         self._joins = dict(zip(streams, transfers.create_events(len(streams)), strict=True))
         self._begin, *self._clock = transfers.create_events(1 + 2 * len(program.commands), True) if timed else [0]
         self._issued: list[IssuedCommand] = []
-        self._prepared = transfers.prepare(self._operations())
+        self._prepared = transfers.prepare(self._operations(words))
         self._legs = self._make_legs()
 
     def run(self, call: Call, gate: Call | None = None) -> None:
@@ -97,6 +115,22 @@ class Issue:
                 submit(prepared, call_at, last)
             self._tell(command.index)
         submit(prepared, self._issued[-1].last if self._issued else 0, prepared.num_operations)
+
+    def set_words(self, words: WordsOf) -> None:
+        """Say what the streams await and raise in the next run."""
+        changes = []
+        for signal, operations in self._words.items():
+            for (address, value), of_word in zip(words(signal), operations, strict=True):
+                word = WordValue(self._device_address(address), value)
+                changes += [(operation, word) for operation in of_word]
+        self._transfers.set_words(self._prepared, changes)
+
+    def _device_address(self, address: int) -> int:
+        if address not in self._addresses:
+            found = self._transfers.word_address(address)
+            assert found is not None, "who makes streams wait for words has asked whether they can"
+            self._addresses[address] = found
+        return self._addresses[address]
 
     def cpu_work(self, call: Call, num_threads: int, before: CpuWork | None) -> CpuWork:
         """The CPU's commands as work that calls `call` for each when what it waits for has ended.
@@ -170,7 +204,7 @@ class Issue:
 
     # -- in the program's order --------------------------------------------------------------------------------------
 
-    def _operations(self) -> list[Operation]:
+    def _operations(self, words: WordsOf | None) -> list[Operation]:
         operations: list[Operation] = []
         if self._clock:  # before the streams join, so that nothing starts before it
             operations.append(Record(self._streams[Stream.COMPUTE], self._begin))
@@ -179,22 +213,40 @@ class Issue:
             if command.stream is Stream.CPU:
                 continue
             first = len(operations)
+            operations += self._waits(command)
+            if words is not None:
+                self._add_words(operations, command.awaits, Await(self._streams[command.stream]), words)
             operations += self._before(command)
             operations += self._copies(command)
             call_at = len(operations)
             operations += self._after(command)
+            if words is not None:
+                self._add_words(operations, command.signals, Raise(self._streams[command.stream]), words)
+            operations += self._told(command)
             self._issued.append(IssuedCommand(first, call_at, len(operations), command))
         return operations + list(self._join_streams())
 
-    def _before(self, command: Command) -> Iterator[Operation]:
+    def _waits(self, command: Command) -> Iterator[Operation]:
         stream = self._streams[command.stream]
-        yield from (Wait(stream, self._signals[wait]) for wait in command.waits)
+        return (Wait(stream, self._signals[wait]) for wait in command.waits)
+
+    def _add_words(
+        self, operations: list[Operation], signals: Iterable[Signal], operation: Await | Raise, words: WordsOf
+    ) -> None:
+        """Append an operation for each word of signals, and note which of all operations it is."""
+        for signal in signals:
+            of_words = self._words.setdefault(signal, [[] for _ in words(signal)])
+            for of_word in of_words:
+                of_word.append(len(operations))
+                operations.append(operation)
+
+    def _before(self, command: Command) -> Iterator[Operation]:
         if self._clock:
-            yield Record(stream, self._clock[2 * command.index])
+            yield Record(self._streams[command.stream], self._clock[2 * command.index])
 
     def _copies(self, command: Command) -> Iterator[Operation]:
         stream, slots = self._streams[command.stream], self.program.slots
-        for region in command.copies:
+        for region in (piece for whole in command.copies for piece in _within_locked_pieces(whole, slots)):
             target, source = slots[region.target], slots[region.source]
             yield Copy(
                 stream,
@@ -206,11 +258,12 @@ class Issue:
             )
 
     def _after(self, command: Command) -> Iterator[Operation]:
-        stream = self._streams[command.stream]
         if self._clock:
-            yield Record(stream, self._clock[2 * command.index + 1])
+            yield Record(self._streams[command.stream], self._clock[2 * command.index + 1])
+
+    def _told(self, command: Command) -> Iterator[Operation]:
         if command.index in self._signals:
-            yield Record(stream, self._signals[command.index])
+            yield Record(self._streams[command.stream], self._signals[command.index])
 
     def _join_streams(self) -> Iterator[Operation]:
         """Operations that make every stream wait for what all others have been given so far."""
@@ -233,3 +286,16 @@ def _whole_arenas(program: Program, arenas: Arenas) -> dict[str, Tensor]:
     for slot in program.slots:
         ends[slot.memory] = max(ends.get(slot.memory, 0), slot.end)
     return {memory: arenas.bytes_view(memory, 0, end) for memory, end in ends.items()}
+
+
+def _within_locked_pieces(region: CopyRegion, slots: Sequence[Slot]) -> Iterator[CopyRegion]:
+    """Cut a copy where the node's memory has been page-locked in two calls: CUDA refuses one that crosses there."""
+    places = (slots[region.source], region.source_offset), (slots[region.target], region.target_offset)
+    starts = [slot.offset + offset for slot, offset in places if slot.memory == "node"]
+    done = 0
+    while done < region.num_bytes:
+        room = (LOCKED_PIECE_BYTES - (start + done) % LOCKED_PIECE_BYTES for start in starts)
+        num_bytes = min([region.num_bytes - done, *room])
+        source, target = region.source_offset + done, region.target_offset + done
+        yield region._replace(source_offset=source, target_offset=target, num_bytes=num_bytes)
+        done += num_bytes

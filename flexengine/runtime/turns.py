@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexengine.native.transfer_operations import WordValue
 from flexengine.parallel.control import Control
 from flexengine.parallel.node_memory import NodeMemory
 from flexengine.parallel.ranks import Ranks
@@ -91,7 +92,12 @@ class Turns:
             for signal in command.signals:
                 signals.signal(signal.cell, value(signal))
 
-        return CommandHooks(before, after)
+        def words(signal: Signal) -> list[WordValue]:
+            reached = max(0, value(signal))  # cells begin at 0
+            return [WordValue(address, reached) for address in signals.addresses(signal.cell, rows[signal.of])]
+
+        signals.check()  # streams do not notice that a rank has given up
+        return CommandHooks(before, after, words)
 
     def _check(self) -> None:
         """Raise RankLost when a rank has given up, here or elsewhere."""

@@ -94,7 +94,7 @@ def test_driver_calls():
     pinner = DriverPinner(cuda)
     assert pinner.register(ADDRESS, MIB) is None
     pinner.unregister(ADDRESS)  # its failure is nobody's concern
-    assert cuda.calls == [("register", ADDRESS, MIB, 1), ("unregister", ADDRESS)]
+    assert cuda.calls == [("register", ADDRESS, MIB, 3), ("unregister", ADDRESS)]
     assert cuda.cuMemHostRegister_v2.argtypes == (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
     assert DriverPinner(FakeCuda(status=2, context=1)).register(ADDRESS, MIB) == "out of memory (CUDA error 2)"
 

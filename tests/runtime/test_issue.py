@@ -14,7 +14,9 @@ import pytest
 import torch
 from fake_driver import FakeDriver, PlainStream, fake_driver
 
-from flexengine.native.transfer_operations import Record
+from flexengine.native.transfer_operations import Record, WordValue
+from flexengine.parallel.signals import RAISED, Signals
+from flexengine.runtime import issue as issue_module
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.cpu_work import CpuWork
 from flexengine.runtime.issue import Issue
@@ -458,3 +460,106 @@ def test_a_device_that_fails_is_told_of():
     teller.issued(0)
     with pytest.raises(RuntimeError, match="device lost"):
         teller.join()
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+RANK_SLOTS = (
+    Slot(SlotKey("gpu"), 0, SLOT_BYTES, "test"),
+    *(Slot(SlotKey(f"node{i}", memory="node"), i * SLOT_BYTES, SLOT_BYTES, "test") for i in range(3)),
+)
+RANK_STREAMS = (Stream.COMPUTE, Stream.H2D, Stream.D2H, Stream.RELAY_IN, Stream.RELAY_OUT)
+
+
+def relaying_program(rank: int) -> Program:
+    """Fetch what the rank before left in the node's memory, and leave it in the next slot there."""
+    builder = ProgramBuilder("relay", RANK_SLOTS, overlapping_slots(RANK_SLOTS))
+    here, there = CopyRegion(1 + rank, 0, 0, 0, SLOT_BYTES), CopyRegion(0, 0, 2 + rank, 0, SLOT_BYTES)
+    builder.copy(CommandName("fetch", "grad"), Stream.RELAY_IN, "any", [here])
+    builder.between_ranks(-1, awaits=(Signal(0, "previous", "round", lag=1),))
+    builder.copy(CommandName("offload", "grad"), Stream.RELAY_OUT, "any", [there])
+    builder.between_ranks(-1, signals=(Signal(0, "own", "round"),))
+    return builder.build()
+
+
+class Rank:
+    """An issue of one of two ranks, whose streams await and raise cells. clock: the number of its round."""
+
+    def __init__(self, driver: FakeDriver, rank: int, node: torch.Tensor, signals: Signals) -> None:
+        self.clock, self._rows, self._signals = 0, {"own": rank, "previous": 1 - rank, "all": None}, signals
+        self.arenas, self.transfers = Arenas(CPU, SLOT_BYTES, 1), driver.open(piece_bytes=7)
+        if self.transfers.word_address(node.data_ptr()) is None:
+            pytest.skip("the native library is older than its sources")
+        self.arenas.add_node(node)
+        self.streams = {stream: driver.stream() for stream in RANK_STREAMS}
+        self.issue = Issue(relaying_program(rank), self.arenas, self.streams, self.transfers, words=self.words)
+
+    def words(self, signal: Signal) -> list[WordValue]:
+        addresses = self._signals.addresses(signal.cell, self._rows[signal.of])
+        return [WordValue(address, max(0, self.clock - signal.lag)) for address in addresses]
+
+    def run(self, clock: int) -> None:
+        self.clock = clock
+        self.issue.set_words(self.words)
+        self.issue.run(lambda command: None)
+
+
+def two_ranks(driver: FakeDriver) -> tuple[torch.Tensor, Signals, list[Rank]]:
+    node, table = torch.zeros(3 * SLOT_BYTES, dtype=torch.uint8), torch.zeros(2, Signals.columns(1), dtype=torch.uint32)
+    signals = Signals(table, 0)
+    return node, signals, [Rank(driver, rank, node, signals) for rank in range(2)]
+
+
+@pytest.mark.parametrize("lagging", [None, Stream.RELAY_IN, Stream.RELAY_OUT])
+def test_streams_of_ranks_wait_for_each_other(lagging: Stream | None):
+    """The rank of a round is issued before that of the round before it; rounds count on from step to step."""
+    driver = fake_driver()
+    node, signals, ranks = two_ranks(driver)
+    for rank in ranks:
+        for name, stream in rank.streams.items():
+            driver.lag(stream, name is lagging)
+    for step in range(10):
+        node[:SLOT_BYTES] = torch.arange(SLOT_BYTES) + step
+        ranks[1].run(2 * step + 2)
+        driver.settle()
+        ranks[0].run(2 * step + 1)
+        driver.settle()
+        assert [signals.value(0, row) for row in range(2)] == [2 * step + 1, 2 * step + 2]
+        assert torch.equal(node[2 * SLOT_BYTES :], node[:SLOT_BYTES])
+
+
+def test_a_lost_rank_lets_streams_go_on():
+    driver = fake_driver()
+    _, signals, ranks = two_ranks(driver)
+    ranks[1].run(2)
+    driver.settle()
+    assert signals.value(0, 1) == 0  # it waits
+    signals.abort("lost")
+    driver.await_calls("cuEventRecord", 1)
+    ranks[1].issue.wait_for(1)
+    signals.raise_all()  # as the watch repeats it: the stream has lowered its cell
+    assert signals.value(0, 1) == RAISED
+
+
+def test_streams_wait_where_the_driver_lets_them():
+    driver = fake_driver()
+    transfers = driver.open()
+    word = torch.zeros(1, dtype=torch.uint32)
+    found = transfers.word_address(word.data_ptr())
+    assert found in (None, word.data_ptr())  # None: the native library is older than its sources
+    driver.memory_operations(False)
+    assert transfers.word_address(word.data_ptr()) is None
+
+
+def test_copies_do_not_cross_where_page_locking_was_cut(monkeypatch):
+    monkeypatch.setattr(issue_module, "LOCKED_PIECE_BYTES", 40)
+    driver = fake_driver()
+    node, _, ranks = two_ranks(driver)
+    node[:SLOT_BYTES] = torch.arange(SLOT_BYTES)
+    ranks[0].run(1)
+    driver.settle()
+    starts = [node.data_ptr() + 40 * number for number in range(4)]
+    for copy in driver.log():
+        for address in (copy.source, copy.target):
+            assert not any(address < start < address + copy.num_bytes for start in starts)
+    assert torch.equal(node[SLOT_BYTES : 2 * SLOT_BYTES], node[:SLOT_BYTES])
