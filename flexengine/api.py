@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Callable
@@ -176,12 +177,13 @@ def prepare_job(
     team = join()
     if team is None:
         opened = _open(path_or_preset, job, None)
-        profile, plan = _measure_and_plan(opened, hardware, 1, cache_bytes)
+        profile, plan = _measure_and_plan(opened, hardware, Ranks.alone(), cache_bytes)
     else:
         with team.control.all_or_none():
             opened = _open(path_or_preset, job, team)
+        _check_same_job(team, opened)
         take_cores(team.ranks, team.control, gpu_numa_node() if opened.device.type == "cuda" else None)
-        profile, plan = _told_by_first(team, lambda: _measure_and_plan(opened, hardware, team.ranks.size, cache_bytes))
+        profile, plan = _told_by_first(team, lambda: _measure_and_plan(opened, hardware, team.ranks, cache_bytes))
     return PlannedRun(opened.source, opened.job, plan, profile, opened.device, cache_bytes, team)
 
 
@@ -206,6 +208,15 @@ def _open(path_or_preset: str | Path, job: Job, team: Team | None) -> _Opened:
     return _Opened(source, job, device)
 
 
+def _check_same_job(team: Team, opened: _Opened) -> None:
+    """Raise ValueError on all ranks where one has another model or another option. Paths may differ between nodes."""
+    spec = opened.source.spec
+    model = repr([(group.name, [(p.name, p.shape) for p in group.params]) for group in spec.groups])
+    values = {name: getattr(opened.job, name) for name in options_of(Job) if name != "adapter"}
+    digest = hashlib.blake2b(model.encode(), digest_size=8).hexdigest()
+    team.control.agree_on({**values, "model": f"{spec.num_parameters} parameters, {digest}"}, "model and options")
+
+
 def _device_of_rank(name: str, ranks: Ranks) -> str:
     """The device of a rank, by the job's name for the device of all. Raises: ValueError where there are too few."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
@@ -225,11 +236,11 @@ def _device_of_rank(name: str, ranks: Ranks) -> str:
 
 
 def _measure_and_plan(
-    opened: _Opened, hardware: HardwareProfile | str | Path | None, num_ranks: int, cache_bytes: int
+    opened: _Opened, hardware: HardwareProfile | str | Path | None, ranks: Ranks, cache_bytes: int
 ) -> tuple[HardwareProfile, Plan]:
     source, job, device = opened
     profile = _profile(hardware, device, job, source)
-    request = replace(make_request(job, profile, device.type), ranks=num_ranks)
+    request = replace(make_request(job, profile, device.type), ranks=ranks.local_size, nodes=ranks.nodes)
     plan = with_cache(plan_for_ranks(source.spec, without_cache(request, cache_bytes), profile), request, cache_bytes)
     release_unused_heap()  # the profile's process, to which arenas are added, holds nothing of planning
     if hardware is None:

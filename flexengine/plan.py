@@ -115,8 +115,8 @@ class Request:
     clipping: gradients are clipped by their global norm, so that no update begins before the last gradient is known.
     ranks: GPUs of one node that run the rounds of a step in turn, on one host copy of weights, gradients and states;
     max_gpu_bytes is each one's, max_host_bytes the node's. round_multiple: batches are packed into a multiple of so
-    many rounds; None = ranks. It sets the order of sums, as chunk and round sizes do, and the number of ranks does not.
-    nodes: that each have so many ranks, a host copy of their own, and an equal part of a step's tokens.
+    many rounds; None = ranks of all nodes. It sets the order of sums, as chunk and round sizes do, and the number of
+    ranks does not. nodes: that each have so many ranks, a host copy of their own, and an equal part of a step's tokens.
     """
 
     max_seq_len: int
@@ -157,6 +157,11 @@ class Request:
         """What one of all ranks is asked: with its tokens of a step, and its share of the node's host memory."""
         tokens = max(self.max_seq_len, -(-self.max_global_batch_tokens // (self.ranks * self.nodes)))
         return replace(self, max_global_batch_tokens=tokens, max_host_bytes=max(1, self.max_host_bytes // self.ranks))
+
+    @property
+    def shares_node(self) -> bool:
+        """True when several ranks train, so that weights, gradients and optimizer states lie in memory of the node."""
+        return self.ranks * self.nodes > 1
 
     def check_pinned_sizes(self) -> None:
         """Raise PlanError when chunk_tokens and round_tokens do not go together, or no sequence fits a round."""
@@ -265,13 +270,13 @@ class Plan:
 
     @property
     def shares_node(self) -> bool:
-        """True when several ranks train on one host copy of weights, gradients and optimizer states."""
-        return self.request.ranks > 1
+        """True when several ranks train on one host copy per node of weights, gradients and optimizer states."""
+        return self.request.shares_node
 
     @property
     def round_multiple(self) -> int:
         """Batches are packed into a multiple of so many rounds."""
-        return self.request.round_multiple or self.request.ranks
+        return self.request.round_multiple or self.request.ranks * self.request.nodes
 
     @property
     def uses_tiles(self) -> bool:

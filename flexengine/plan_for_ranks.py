@@ -21,7 +21,7 @@ def plan_for_ranks(model: ModelSpec, request: Request, profile: HardwareProfile)
     told alike. Raises: PlanError when nothing fits.
     """
     ranks = request.ranks
-    if ranks == 1:
+    if not request.shares_node:
         return make_plan(model, request, profile)
     try:
         plan = make_plan(model, request.of_rank, profile)

@@ -11,7 +11,7 @@ import os
 import pickle
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -88,6 +88,19 @@ class Control:
             named = f"rank {others[0]} has" if len(others) == 1 else f"ranks {', '.join(map(str, others))} have"
             raise _shared(ValueError(f"{named} another {what} than rank 0; give every rank the same {what}"), teller=0)
 
+    def agree_on(self, values: Mapping[str, object], what: str) -> None:
+        """Raise ValueError on all ranks where a value differs, naming it and both values; `what`: what they all are."""
+        told = self._exchange("agree_on", {name: repr(value) for name, value in values.items()})
+        for rank, others in enumerate(told):
+            for name in (name for name in told[0] if others.get(name) != told[0][name]):
+                raise _shared(
+                    ValueError(
+                        f"rank {rank} has {name}={others.get(name)}, rank 0 has {told[0][name]}; give every rank the"
+                        f" same {what}"
+                    ),
+                    teller=0,
+                )
+
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
         """Raise on all ranks what the body raises on one: the error of the first rank that has one.
@@ -150,14 +163,42 @@ class Control:
         own = torch.zeros(num_bytes, dtype=torch.uint8)
         own[: len(data)] = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
         rows = [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(self.ranks.size)]
-        try:
+        with self._telling_of_lost_ranks():
             self._wait(self._group.gloo.allgather([rows], [own]))
+        return [_bytes(row) for row in rows]
+
+    def link(self, name: str, rank: int, size: int) -> Any:
+        """A gloo group of some of the ranks for larger data: this one is `rank` of `size`. See `wait`.
+
+        The ranks of each group give it the same name, and make the call together.
+        """
+        from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo  # noqa: PLC0415
+
+        assert self._group is not None, "one rank asks nobody"
+        with self._telling_of_lost_ranks():
+            store = PrefixStore(name, self._group.store)
+            return ProcessGroupGloo(store, rank, size, timedelta(seconds=self._timeout_s))
+
+    def wait(self, work: Any) -> None:
+        """Wait for a call of a linked group. Raises: RankError when a rank is lost or does not come."""
+        with self._telling_of_lost_ranks():
+            self._wait(work)
+
+    def store_for_another_thread(self) -> Any:
+        """The store that the ranks met at, over a connection of its own."""
+        assert self._group is not None, "one rank asks nobody"
+        return self._group.store.clone()
+
+    @contextmanager
+    def _telling_of_lost_ranks(self) -> Iterator[None]:
+        """Turn an error of gloo into a RankError, which says which rank is lost where a watch knows."""
+        try:
+            yield
         except RankError:
             raise
         except RuntimeError as error:
             self._await_news()
             raise RankError(f"a rank has ended or cannot be reached: {error}") from error
-        return [_bytes(row) for row in rows]
 
     def _await_news(self) -> None:
         """Let a watch tell which rank is lost, since gloo only knows of a connection."""

@@ -42,6 +42,7 @@ def join() -> Team | None:
         return None
     if _Joined.team is None or _Joined.team.ranks != ranks:
         control = Control.open(ranks)
+        control.agree_on({"LOCAL_WORLD_SIZE": ranks.local_size}, "number of processes on each node")
         _Joined.team = Team(ranks, control, Watch.open(ranks, control))
     return _Joined.team
 

@@ -99,9 +99,9 @@ class SharedBuffers:
         by_cpu = profile.device_type == "cuda" and not any(layout.on_gpu_only for layout in self.kind_layouts)
         # what blocks may have: on the CPU both updates are one, and several ranks share one copy on the host. Adapters
         # live on the GPU otherwise: they are small, and every chunk reads them
-        on_gpu = GPU_RESIDENCIES if request.ranks == 1 else (STREAMED,)
+        on_gpu = (STREAMED,) if request.shares_node else GPU_RESIDENCIES
         self.residencies = np.array([*on_gpu, UPDATED_BY_CPU] if by_cpu else on_gpu)
-        self.adapter_home = RESIDENCIES[RESIDENT if request.ranks == 1 else STREAMED]
+        self.adapter_home = RESIDENCIES[STREAMED if request.shares_node else RESIDENT]
         self.adapter_layouts = [group_storage(model.groups[g], request.numerics) for g in self.adapter_groups]
         self.kind_residencies = [residencies_of(model.groups[kind.group]) for kind in self.kinds]
         self.edge_residencies = [residencies_of(model.groups[g]) for g in self.edge_groups]
@@ -130,7 +130,7 @@ class SharedBuffers:
     def spilled_bytes(self) -> tuple[int, int]:
         """GPU and host bytes where one of several ranks keeps accumulators of what two layers add to."""
         edges = zip(self.edge_groups, self.edge_layouts, strict=True)
-        twice = [layout for group, layout in edges if self.uses[group].gradients > 1 and self.request.ranks > 1]
+        twice = [layout for group, layout in edges if self.uses[group].gradients > 1 and self.request.shares_node]
         return spilled_bytes(twice, max(4, DTYPE_BYTES[self.request.numerics.compute]))
 
     @cached_property
@@ -211,7 +211,7 @@ class SharedBuffers:
         groups = tuple(residencies_of(g)[v] for g, v in zip(self.small.groups, homes, strict=True))
         layers = (LayerPlan(), *blocks, LayerPlan())
         plan = self.plan(size, edge, slots, layers, groups, LEAST_TILE)
-        return replace(plan, request=replace(self.request, ranks=1))
+        return replace(plan, request=replace(self.request, ranks=1, nodes=1))
 
     def plan(
         self,
@@ -270,7 +270,7 @@ class SharedBuffers:
 
     def edge_choices(self) -> list[EdgeChoice]:
         """Ways to lay the edges' slots and to hold each edge group: streamed, resident but for states, or resident."""
-        choices = (STREAMED, RESIDENT_BOTH, RESIDENT) if self.request.ranks == 1 else (STREAMED,)
+        choices = (STREAMED,) if self.request.shares_node else (STREAMED, RESIDENT_BOTH, RESIDENT)
         homes = list(product(choices, repeat=len(self.edge_groups)))
         separate_or_shared = (EdgeChoice(share, False, edges) for share in (False, True) for edges in homes)
         return [*separate_or_shared, *(EdgeChoice(True, True, edges) for edges in homes if STREAMED in edges)]

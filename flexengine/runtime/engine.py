@@ -141,6 +141,8 @@ class Engine(CheckpointCalls, ReadingCalls):
         with together(self.turns):  # adapters begin with what all ranks have loaded of the base
             start_adapters(self.weights, Begin(self.source.weights_folder, self.seed), self.settings.adapter)
             self.executor.synchronize()
+        if self.turns is not None and self.turns.link is not None:
+            self.turns.control.agree(self.weights.sampled_digest(), "checkpoint")
 
     @property
     def max_grad_norm(self) -> float | None:

@@ -14,6 +14,7 @@ from flexengine.runtime.adapters import magnitudes
 from flexengine.runtime.executor import Executor
 from flexengine.runtime.export import export_adapter, export_checkpoint
 from flexengine.runtime.measurement import StepMeasurement
+from flexengine.runtime.node_gradients import gradients_of_nodes
 from flexengine.runtime.one_caller import one_caller
 from flexengine.runtime.step_state import StepState
 from flexengine.runtime.turns import Turns, while_nobody_writes
@@ -99,7 +100,11 @@ class ReadingCalls:
         self.state.require_gradients("there are no gradients: call fwd_bwd(batch) first")
         self.executor.synchronize()
         with while_nobody_writes(self.turns):
-            return self.weights.read_gradients(scale=1.0 / self.state.loss_weight)
+            scale = 1.0 / self.state.loss_weight
+            if self.turns is None or self.turns.link is None:
+                return self.weights.read_gradients(scale)
+        sums = gradients_of_nodes(self.weights, self.turns, self.state.num_rounds)
+        return {name: total * scale for name, total in sums.items()}
 
     @one_caller
     def save_pretrained(

@@ -57,6 +57,11 @@ class RoundRunner:
             warn_of_rounding(self._state.num_rounds, self._plan.request.numerics.grad)
         return self._sum(losses, first, len(rounds))
 
+    @property
+    def _is_first(self) -> bool:
+        """Whether the round that comes is the first of its node in the step: nothing is stored yet to add to."""
+        return self._state.num_rounds < (1 if self._turns is None else self._turns.ranks.nodes)
+
     def _train_round(
         self,
         batch: Sequences,
@@ -64,7 +69,7 @@ class RoundRunner:
         balance: ExpertBalance | None,
         settings: UpdateSettings | None,
     ) -> None:
-        kind = RoundKind(train=True, first=not self._state.has_gradients, updates=settings is not None)
+        kind = RoundKind(train=True, first=self._is_first, updates=settings is not None)
         program = self._program(chunks, kind)
         self._write(batch, chunks, balance)
         self._number_rows()

@@ -12,6 +12,7 @@ from torch import Tensor
 from flexengine.ops.balance import ExpertBalance
 from flexengine.runtime.batch_input import Sequences
 from flexengine.runtime.determinism import deterministic_kernels
+from flexengine.runtime.node_gradients import NodeGradients
 from flexengine.runtime.not_finite import first_bad_gradient
 from flexengine.runtime.outputs import FwdBwdOutput, StepOutput, fwd_bwd_output
 from flexengine.runtime.program_runner import ProgramRunner
@@ -38,6 +39,9 @@ class StepRunner:
         self._runner, self._rounds, self._updates, self._state = runner, rounds, updates, state
         self._executor, self._layout, self._deterministic = runner.executor, updates.layout, deterministic
         self._turns = turns
+        self._over_nodes = None
+        if turns is not None and turns.link is not None:
+            self._over_nodes = NodeGradients(updates.layout, updates.arenas, turns)
 
     def start(self) -> None:
         """Begin a step's clocks, unless an earlier call of the step did."""
@@ -87,6 +91,8 @@ class StepRunner:
         self._state.before_update()
         self._state.unusable = HALF_UPDATED
         with interruptible(self._state, self._executor, train=True):
+            if self._over_nodes is not None:
+                self._updates.norm_squares().copy_(self._over_nodes.add(self._state.num_rounds))
             self._runner.run(program, settings)
             if self._turns is not None:
                 self._turns.updates += 1

@@ -12,6 +12,7 @@ from torch import Tensor
 from flexengine.native.transfer_operations import WordValue
 from flexengine.parallel.control import Control
 from flexengine.parallel.node_memory import NodeMemory
+from flexengine.parallel.nodes import NodeLink
 from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.signals import Signals
 from flexengine.parallel.watch import Watch
@@ -36,41 +37,50 @@ class Turns:
     """A rank's turns in a run, and the memory that it shares with the other ranks of its node.
 
     rounds: of training that all ranks have begun since the run began. updates: that have been issued. last: the rank
-    that ran the last round of the step at work.
+    of its node that ran the node's last round of the step at work. link: to the other nodes, where there are some.
     """
 
     def __init__(self, group: RankGroup, layout: Layout, page_locked: bool) -> None:
         self.ranks, self.control, self._watch = group
+        self._cells = Cells(layout)
         self.rounds = self.updates = self.last = 0
-        size, num_cells = self.ranks.local_size, Cells(layout).count
+        size, num_cells = self.ranks.local_size, self._cells.count
         num_bytes = layout.node_bytes + Signals.num_bytes(size, num_cells)
         self._memory = NodeMemory.open(self.ranks, self.control, num_bytes, page_locked)
         self.arena = self._memory.tensor[: layout.node_bytes]
         table = self._memory.tensor[layout.node_bytes :]
         self._signals = Signals.over(table, size, num_cells, self.ranks.local_rank)
         self._check_others, self.control.check_lost = self.control.check_lost, self._check
+        self.link = NodeLink(self.control) if self.ranks.nodes > 1 else None
         if self._watch is not None:
             self._watch.follow(self._signals)
 
     @property
     def share(self) -> Share:
-        """What this rank updates, loads and fills."""
-        return Share(self.ranks.rank, self.ranks.size)
+        """What this rank updates, loads and fills of its node's memory."""
+        return Share(self.ranks.local_rank, self.ranks.local_size)
 
     def takes(self, number: int) -> bool:
         """Whether this rank runs a round, counted from 0 within its step."""
-        return executor_of(number, self.ranks.size) == self.ranks.rank
+        return rank_of_round(number, self.ranks) == self.ranks.rank
 
     def begin_round(self, number: int) -> bool:
         """Count a round of training, the `number`-th of its step; returns whether this rank runs it."""
-        self.rounds += 1
-        self.last = executor_of(number, self.ranks.size)
-        return self.takes(number)
+        rank = rank_of_round(number, self.ranks)
+        if rank in self.ranks.of_node:
+            self.rounds += 1
+            self.last = rank - self.ranks.of_node[0]
+        return rank == self.ranks.rank
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank ran the last round so far."""
-        return self.last == self.ranks.rank
+        """Whether this rank ran the last round of its node so far."""
+        return self.last == self.ranks.local_rank
+
+    def await_gradient(self, group: int) -> None:
+        """Wait until the node's last round so far has stored the gradient of a group. Raises: RankLost."""
+        for cell in self._cells.of_gradient(group) if self.rounds else ():
+            self._signals.wait(cell, self.last, self.rounds)
 
     # -- cells -------------------------------------------------------------------------------------------------------
 
@@ -120,7 +130,7 @@ class Turns:
         told = [iter(rounds) for rounds in self.control.gather([row.tolist() for row in own])]
         total = 0.0
         for number in range(first, first + num_rounds):
-            for term in next(told[executor_of(number, self.ranks.size)]):
+            for term in next(told[rank_of_round(number, self.ranks)]):
                 total += term
         return total
 
@@ -141,15 +151,23 @@ class Turns:
         self._memory.close()
 
 
+def rank_of_round(number: int, ranks: Ranks) -> int:
+    """The rank that runs a round of a step, counted from 0: nodes take turns, and within each node its ranks.
+
+    So the number of nodes decides which rounds a node adds up, and the number of its ranks does not.
+    """
+    turn, node = divmod(number, ranks.nodes)
+    return node * ranks.local_size + executor_of(turn, ranks.local_size)
+
+
 def open_turns(group: RankGroup | None, layout: Layout, device: torch.device) -> Turns | None:
     """Join the ranks that a plan was made for; None for one. Raises: ValueError where there are others."""
-    ranks = Ranks.alone() if group is None else group.ranks
-    if layout.plan.request.ranks != ranks.size:
+    ranks, planned = Ranks.alone() if group is None else group.ranks, layout.plan.request
+    if (planned.ranks, planned.nodes) != (ranks.local_size, ranks.nodes):
         raise ValueError(
-            f"the plan was made for {layout.plan.request.ranks} ranks, but {ranks.size} train together; plan again"
+            f"the plan was made for {planned.ranks} ranks on each of {planned.nodes} nodes, but {ranks.local_size} on"
+            f" each of {ranks.nodes} train together; plan again"
         )
-    if ranks.nodes > 1:
-        raise ValueError(f"{ranks.size} ranks on {ranks.nodes} nodes, but ranks share memory of one node; start one")
     return None if group is None or ranks.size == 1 else Turns(group, layout, device.type == "cuda")
 
 

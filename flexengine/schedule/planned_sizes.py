@@ -144,7 +144,7 @@ def check_homes(model: ModelSpec, plan: Plan) -> None:
     for group, home in zip(model.groups, plan.groups, strict=True):
         if plan.shares_node and home.trained and "gpu" in (home.weights, home.grads, home.states):
             raise ValueError(
-                f"{group.name} of {model.name} is trained by {plan.request.ranks} ranks, which share its weights,"
+                f"{group.name} of {model.name} is trained by several ranks, which share its weights,"
                 " gradients and states on the host; the plan keeps some on one GPU"
             )
 

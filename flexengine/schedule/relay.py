@@ -46,6 +46,10 @@ class Cells:
     def _of_piece(self, group: int, part: int, piece: int) -> int:
         return self._first_pieces[group] + sum(map(len, self._pieces[group][:part])) + piece
 
+    def of_gradient(self, group: int) -> range:
+        """The cells that a round raises when it has stored pieces of a group's gradient."""
+        return range(self._first_pieces[group], self._first_pieces[group + 1])
+
     def relayed(self, group: int, part: int, piece: int) -> Signal:
         """This rank has stored a piece of a part's gradient in this round."""
         return Signal(self._of_piece(group, part, piece), "own", "round")

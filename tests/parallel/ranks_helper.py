@@ -1,4 +1,4 @@
-"""Runs a function in several processes that are ranks of one node, and brings back what each returned or raised."""
+"""Runs a function in several processes that are ranks of one node or of several, and brings back what each gave."""
 
 from __future__ import annotations
 
@@ -26,29 +26,34 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def environment_of(rank: int, size: int, port: int) -> dict[str, str]:
-    numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+def environment_of(rank: int, size: int, port: int, nodes: int = 1) -> dict[str, str]:
+    local = size // nodes
+    numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local}
+    numbers["MASTER_PORT"] = port
     return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
 
 
-def start_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> tuple[list[Any], list[Any]]:
+def start_ranks(
+    function: Callable[..., Any], size: int, *arguments: Any, nodes: int = 1
+) -> tuple[list[Any], list[Any]]:
     """Start `function(rank, *arguments)` on every rank; gives processes and the ends of pipes with an Outcome each.
 
-    Processes are forked: loading torch anew would take seconds. The environment of each is as torchrun has it.
+    Processes are forked: loading torch anew would take seconds. The environment of each is as torchrun has it. nodes:
+    that the ranks take themselves to be on.
     """
     context, port, processes, pipes = multiprocessing.get_context("fork"), free_port(), [], []
     for rank in range(size):
-        ours, theirs = context.Pipe()
-        processes.append(context.Process(target=_run, args=(function, rank, size, port, theirs, arguments)))
+        (ours, theirs), environment = context.Pipe(), environment_of(rank, size, port, nodes)
+        processes.append(context.Process(target=_run, args=(function, environment, theirs, arguments)))
         processes[-1].start()
         theirs.close()
         pipes.append(ours)
     return processes, pipes
 
 
-def run_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> list[Outcome]:
+def run_ranks(function: Callable[..., Any], size: int, *arguments: Any, nodes: int = 1) -> list[Outcome]:
     """What `function(rank, *arguments)` gave on each rank; a process that ended without a word has error "ended"."""
-    processes, pipes = start_ranks(function, size, *arguments)
+    processes, pipes = start_ranks(function, size, *arguments, nodes=nodes)
     return outcomes_of(processes, pipes)
 
 
@@ -80,10 +85,10 @@ def _received(pipe: Any) -> Outcome:
         return Outcome(None, "ended")
 
 
-def _run(function: Callable[..., Any], rank: int, size: int, port: int, pipe: Any, arguments: tuple[Any, ...]) -> None:
-    os.environ.update(environment_of(rank, size, port))
+def _run(function: Callable[..., Any], environment: dict[str, str], pipe: Any, arguments: tuple[Any, ...]) -> None:
+    os.environ.update(environment)
     try:
-        pipe.send(Outcome(function(rank, *arguments), None))
+        pipe.send(Outcome(function(int(environment["RANK"]), *arguments), None))
     except Exception as error:
         traceback.print_exc()
         pipe.send(Outcome(None, f"{type(error).__name__}: {error}"))

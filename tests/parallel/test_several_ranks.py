@@ -240,13 +240,19 @@ def pause_before_commands(seed: int) -> None:
     UpdateRunner.update = paused(UpdateRunner.update, 0.3, 0.02)
 
 
+def planned(case: Case, ranks: Ranks) -> Plan:
+    """The plan of a case for so many ranks."""
+    changes = {"ranks": ranks.local_size, "nodes": ranks.nodes, "round_multiple": ROUND_MULTIPLE}
+    return replace(case.plan, request=replace(case.plan.request, **changes))
+
+
 def train(rank: int, size: int, case: Case) -> Shown:
     torch.set_num_threads(1)
     ranks, order = Ranks.alone(), None
     if size > 1:
         pause_before_commands(rank)
         ranks, order = Ranks.of_environment(), shuffled_order(7 * rank + size)
-    plan = replace(case.plan, request=replace(case.plan.request, ranks=size, round_multiple=ROUND_MULTIPLE))
+    plan = planned(case, ranks)
     group, options = RankGroup(ranks, Control.open(ranks)), {"max_grad_norm": case.clip, "order": order}
     engine = build_engine(case.source, plan, case.optimizer or AdamW(lr=1e-2), group=group, **options)
     numbers, gradients = [], {}
@@ -266,7 +272,7 @@ def train(rank: int, size: int, case: Case) -> Shown:
 def resume(rank: int, size: int, case: Case, folders: tuple[Path | None, Path | None]) -> Shown:
     """Go on from one checkpoint, if any, for a step, and save another, if any, while the next step runs."""
     ranks = Ranks.of_environment() if size > 1 else Ranks.alone()
-    plan = replace(case.plan, request=replace(case.plan.request, ranks=size, round_multiple=ROUND_MULTIPLE))
+    plan = planned(case, ranks)
     engine = build_engine(case.source, plan, AdamW(lr=1e-2), group=RankGroup(ranks, Control.open(ranks)), seed=3)
     before, after = folders
     if before is not None:
@@ -296,7 +302,7 @@ def test_a_run_of_two_ranks_goes_on_with_four_and_with_one(tmp_path):
 def opened(rank: int, size: int, case: Case, **options: Any) -> Engine:
     """An engine of this rank."""
     ranks = Ranks.of_environment() if size > 1 else Ranks.alone()
-    plan = replace(case.plan, request=replace(case.plan.request, ranks=size, round_multiple=ROUND_MULTIPLE))
+    plan = planned(case, ranks)
     group = RankGroup(ranks, Control.open(ranks))
     return build_engine(case.source, plan, AdamW(lr=1e-2), group=group, **options)
 

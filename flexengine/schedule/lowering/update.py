@@ -42,7 +42,8 @@ def lower_update(
     is whole); None = all that it updates. The slot table is the layout's plus one slot per tile of every plane, so that
     tiles of one plane do not wait for each other.
     share: what this one of several ranks updates. last: it ran the last round of the step, so that its sums of squares
-    are those of all gradients; the others take them from the node's memory.
+    are those of all gradients; the others take them from the node's memory. With several nodes all are told them
+    before.
     """
     left = dict.fromkeys(cpu_groups(layout), 1.0) if by_cpu is None else by_cpu
     pieces: list[Slot] = []
@@ -54,7 +55,7 @@ def lower_update(
     slots = (*layout.slots, *pieces)
     builder = ProgramBuilder("update", slots, overlapping_slots(slots))
     norms = Access(layout.slot("norm_squares"), "norm squares")
-    if layout.plan.shares_node:
+    if layout.plan.shares_node and layout.plan.request.nodes == 1:
         _exchange_norm(builder, layout, last)
     else:
         builder.holds(*norms)

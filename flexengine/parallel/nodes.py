@@ -1,0 +1,104 @@
+"""Adds what every node holds, over the network: torch.distributed moves bytes, and each node adds a share of them.
+
+Ranks with the same place in their nodes are linked, so that all network cards of a node are used at once. A piece is
+cut into a share for each node. Every node gets all copies of its share, adds them in the order of nodes, and sends the
+sum to the others. So each node sends, and receives, twice what it holds less a share of it, and a sum depends on the
+values and the number of nodes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexengine.parallel.control import Control
+
+ROW_ELEMENTS = 4096
+"""Squares are added row by row, each row by one thread: their sum depends on no number of threads."""
+
+
+class NodeLink:
+    """The ranks with this one's place in their nodes. All of them make the same calls in the same order."""
+
+    def __init__(self, control: Control) -> None:
+        """Join the others; all ranks make this call together."""
+        self.node, self.nodes = control.ranks.node, control.ranks.nodes
+        self._control = control
+        self._group = control.link(f"nodes{control.ranks.local_rank}", self.node, self.nodes)
+
+    def add(self, pieces: Iterable[Tensor], givers: Sequence[int], wide: torch.dtype) -> list[float]:
+        """Replace pieces, flat in this node's memory, by the sums of all nodes' pieces; gives the squares of shares.
+
+        givers: the nodes that hold something; what the others hold is not read. wide: dtype that is added in, in the
+        order of nodes; each sum is rounded once. The squares are those of the elements that this node has added, by
+        piece. While a piece is added, the next one is on its way. Raises: RankError when a node cannot be reached.
+        """
+        squares, arriving, leaving = list[float](), None, None
+        for piece in (*pieces, None):
+            begun = None if piece is None else self._send_shares(piece)
+            if arriving is not None:
+                self._control.wait(arriving.work)
+                squares.append(arriving.add_own(givers, wide))
+                if leaving is not None:
+                    self._control.wait(leaving.work)
+                leaving = self._send_sum(arriving)
+            arriving = begun
+        if leaving is not None:
+            self._control.wait(leaving.work)
+        return squares
+
+    def _send_shares(self, piece: Tensor) -> _Exchange:
+        """Start to give every node its share of a piece."""
+        bounds = [piece.numel() * node // self.nodes for node in range(self.nodes + 1)]
+        own = piece[bounds[self.node] : bounds[self.node + 1]]
+        copies = torch.empty(self.nodes, own.numel(), dtype=piece.dtype)
+        width = piece.element_size()
+        sizes = [(end - start) * width for start, end in pairwise(bounds)]
+        work = self._move(copies.flatten(), piece, [own.numel() * width] * self.nodes, sizes)
+        return _Exchange(piece, own, copies, sizes, work)
+
+    def _send_sum(self, exchange: _Exchange) -> _Exchange:
+        """Start to give every node the sum of this node's share, and to take the other sums into the piece."""
+        own, copies = exchange.own, exchange.copies
+        copies.copy_(own.expand_as(copies))  # what is sent, while the piece is written
+        sizes = [copies[0].numel() * copies.element_size()] * self.nodes
+        return exchange._replace(work=self._move(exchange.piece, copies.flatten(), exchange.sizes, sizes))
+
+    def _move(self, target: Tensor, source: Tensor, received: list[int], sent: list[int]) -> Any:
+        return self._group.alltoall_base(target.view(torch.uint8), source.view(torch.uint8), received, sent)
+
+
+class _Exchange(NamedTuple):
+    """A piece on its way. own: this node's share of it; copies [nodes, share]: what all nodes hold of that.
+
+    sizes: bytes of every node's share.
+    """
+
+    piece: Tensor
+    own: Tensor
+    copies: Tensor
+    sizes: list[int]
+    work: Any
+
+    def add_own(self, givers: Sequence[int], wide: torch.dtype) -> float:
+        """Add the copies of this node's share in the order of nodes; gives the sum of the squares of what it stores."""
+        total = self.copies[givers[0]].to(wide)
+        for node in givers[1:]:
+            total += self.copies[node]
+        self.own.copy_(total)
+        return sum_of_squares(self.own)
+
+
+def sum_of_squares(values: Tensor) -> float:
+    """The sum of squares of flat `values` in float64, by rows of ROW_ELEMENTS."""
+    rows = values.numel() // ROW_ELEMENTS
+    whole, rest = values[: rows * ROW_ELEMENTS].view(rows, ROW_ELEMENTS), values[rows * ROW_ELEMENTS :]
+    total = 0.0
+    for part in (*whole.split(ROW_ELEMENTS), rest[None]):
+        for row in part.double().square_().sum(dim=1).tolist():
+            total += row
+    return total
