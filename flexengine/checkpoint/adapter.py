@@ -32,10 +32,13 @@ def save_adapter(
             staged.stage(name).write_bytes(data)
 
 
-_TEXT = ("base_model.model.language_model.model.", "base_model.model.model.language_model.")
-_HEAD = ("base_model.model.language_model.lm_head.", "base_model.model.lm_head.")
-"""Starts of the names of a model's text as some checkpoints have them, and as the modules beside what sees images do,
-by which PEFT writes adapters."""
+_MODULES = (
+    ("base_model.model.language_model.model.", "base_model.model.model.language_model."),
+    ("base_model.model.language_model.lm_head.", "base_model.model.lm_head."),
+    (".block_sparse_moe.gate.", ".mlp.gate."),
+)
+"""Parts of names as some checkpoints have them, and as the modules of transformers do, by which PEFT writes adapters:
+those of a text beside what sees images, and of Mixtral's routers."""
 
 
 def adapter_tensors(folder: Path | str, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
@@ -67,9 +70,9 @@ def adapter_tensors(folder: Path | str, shapes: Mapping[str, tuple[int, ...]]) -
 
 def _as_in_checkpoint(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
     """The name of a tensor as the checkpoint beneath names its module."""
-    for stored, module in (_TEXT, _HEAD):
-        if name not in shapes and name.startswith(module):
-            return stored + name.removeprefix(module)
+    for stored, module in _MODULES:
+        if name not in shapes and name.replace(module, stored) in shapes:
+            return name.replace(module, stored)
     return name
 
 

@@ -23,6 +23,8 @@ from flexengine.ops.experts import GroupedLinear
 from flexengine.ops.linear import Linear
 from flexengine.ops.lora import AdaptedRows, LoRALinear
 from flexengine.ops.lora_experts import LoRAGroupedLinear
+from flexengine.ops.lora_router import LoRARouter
+from flexengine.ops.router import Router
 from flexengine.wording import did_you_mean, shown
 
 PEFT_PREFIX = "base_model.model."
@@ -35,16 +37,21 @@ INNER = "gate_up_proj"
 """Of both tensors of such experts, the one that PEFT wraps first."""
 
 
+_Target = Linear | GroupedLinear | Router
+"""An op whose weight adapters may change."""
+
+
 class _Module(NamedTuple):
     """A module of a linear layer or of experts: its name in the checkpoint, and the rows that it has of the weight.
 
-    expert: whether it is one of an expert. one_tensor: it holds all experts of a layer.
+    expert: whether it is one of an expert. one_tensor: it holds all experts of a layer. router: it is a router.
     """
 
     name: str
     rows: AdaptedRows
     expert: bool = False
     one_tensor: bool = False
+    router: bool = False
 
     @property
     def short(self) -> str:
@@ -83,6 +90,7 @@ def with_lora(model: ModelSpec, lora: LoRA) -> ModelSpec:
         groups.append(GroupSpec(name, "block", tuple(params), adapter=True))
     adapted = replace(model, lora=lora, groups=tuple(groups), layers=tuple(layers))
     _check_ranks(adapted, lora)
+    _check_trained_once(adapted, lora)
     beneath = set(range(len(model.groups)))
     adapted, whole = with_saved_modules(adapted, lora.modules_to_save)
     beneath |= {i for i, group in enumerate(adapted.groups) if group.name.startswith("frozen.")}
@@ -96,6 +104,8 @@ def _adapted(op: Op, number: int, of_modules: tuple[tuple[AdaptedRows, bool], ..
     rows = tuple(rows for rows, _ in of_modules)
     if isinstance(op, GroupedLinear):
         return LoRAGroupedLinear(op, lora.rank, lora.scale, rows, one_tensor=of_modules[0][1])
+    if isinstance(op, Router):
+        return LoRARouter(op, lora.rank, lora.scale)
     assert isinstance(op, Linear)
     kind = DoRALinear if lora.use_dora else LoRALinear
     return kind(op, lora.rank, lora.scale, rows, lora.dropout, number)
@@ -106,7 +116,7 @@ def _params(op: Op, modules: Sequence[_Module], nested: bool) -> list[ParamSpec]
 
     nested: both products of experts in one tensor have adapters.
     """
-    assert isinstance(op, (LoRALinear, LoRAGroupedLinear))
+    assert isinstance(op, (LoRALinear, LoRAGroupedLinear, LoRARouter))
     width, inputs, rank = op.adapted_features, op.in_features, op.rank
 
     def sources(part: str, shape_of: Iterator[tuple[int, int]]) -> tuple[WeightSource, ...]:
@@ -139,21 +149,27 @@ def _magnitudes(op: DoRALinear, modules: Sequence[_Module]) -> ParamSpec:
 
 
 def _targeted(model: ModelSpec, layer: LayerSpec, lora: LoRA) -> list[tuple[Op, tuple[_Module, ...]]]:
-    """List the linear layers and experts of a block that have targets, with these."""
+    """List the linear layers, experts and routers of a block that have targets, with these."""
     found: list[tuple[Op, tuple[_Module, ...]]] = []
-    for op in layer.ops if layer.kind == "block" else ():
-        if type(op) is Linear or type(op) is GroupedLinear:
-            everything = tuple(_modules(model, layer, op))
-            modules = tuple(m for m in everything if any(_hits(t, m) for t in lora.targets))
-            if modules:
-                _check_experts(everything, modules, lora)
-                found.append((op, modules))
+    for op in _adaptable(layer) if layer.kind == "block" else ():
+        everything = tuple(_modules(model, layer, op))
+        modules = tuple(m for m in everything if any(_hits(t, m) for t in lora.targets))
+        if modules:
+            _check_experts(everything, modules, lora)
+            found.append((op, modules))
     return found
 
 
+def _adaptable(layer: LayerSpec) -> Iterator[_Target]:
+    """List the ops of a layer that may have adapters."""
+    for op in layer.ops:
+        if isinstance(op, (Linear, GroupedLinear, Router)) and type(op) in (Linear, GroupedLinear, Router):
+            yield op
+
+
 def _check_experts(everything: Sequence[_Module], modules: Sequence[_Module], lora: LoRA) -> None:
-    """Raise ValueError for adapters that experts cannot have."""
-    if not modules[0].expert:
+    """Raise ValueError for adapters that experts and routers cannot have."""
+    if not (modules[0].expert or modules[0].router):
         return
     counts = Counter(module.rows for module in everything)
     if any(counts[rows] != count for rows, count in Counter(module.rows for module in modules).items()):
@@ -162,27 +178,37 @@ def _check_experts(everything: Sequence[_Module], modules: Sequence[_Module], lo
             f" {modules[0].short} or {ALL_EXPERTS}"
         )
     asked = {"use_dora=True": lora.use_dora, f"dropout={lora.dropout}": bool(lora.dropout)}
-    asked[f"init={lora.init}"] = lora.init != "default" and modules[0].one_tensor
+    asked[f"init={lora.init}"] = lora.init != "default" and (modules[0].one_tensor or modules[0].router)
     wrong = [name for name, given in asked.items() if given]
     if wrong:
-        raise ValueError(f"lora {wrong[0]} with adapters of experts ({modules[0].name}) is not built; leave one out")
+        whose = "routers" if modules[0].router else "experts"
+        raise ValueError(f"lora {wrong[0]} with adapters of {whose} ({modules[0].name}) is not built; leave one out")
 
 
-def _modules(model: ModelSpec, layer: LayerSpec, op: Linear | GroupedLinear) -> Iterator[_Module]:
-    """List the modules of a linear layer or of experts, whose weights the checkpoint has one by one."""
-    group, name = next((group, name) for local, group, name in layer.params if local == op.weight)
+def _modules(model: ModelSpec, layer: LayerSpec, op: _Target) -> Iterator[_Module]:
+    """List the modules of a linear layer, experts or a router, whose weights the checkpoint has one by one."""
+    group, name = next((group, name) for local, group, name in layer.params if local == _weight_of(op))
     for source, rows in _spans(_sources(model, group, name), op):
         expert = isinstance(op, GroupedLinear)
-        yield _Module(source.name.removesuffix(".weight"), rows, expert, one_tensor=len(source.shape) == 3)
+        one_tensor = len(source.shape) == 3
+        yield _Module(source.name.removesuffix(".weight"), rows, expert, one_tensor, isinstance(op, Router))
+
+
+def _weight_of(op: _Target) -> str:
+    """The parameter that adapters of an op change, as the op names it."""
+    return op.param if isinstance(op, Router) else op.weight
 
 
 def _all_rows(op: Linear | GroupedLinear) -> AdaptedRows:
     return AdaptedRows(0, op.out_features)
 
 
-def _spans(sources: Sequence[WeightSource], op: Linear | GroupedLinear) -> Iterator[tuple[WeightSource, AdaptedRows]]:
+def _spans(sources: Sequence[WeightSource], op: _Target) -> Iterator[tuple[WeightSource, AdaptedRows]]:
     """Pair the sources of a linear layer's weight with the columns of its output that they make; experts' by expert."""
     start = 0
+    if isinstance(op, Router):
+        yield from ((source, AdaptedRows(0, op.num_experts)) for source in sources)
+        return
     for source in sources:
         if len(source.shape) == 3:
             yield source, _all_rows(op)
@@ -196,19 +222,15 @@ def _hits(target: str, module: _Module) -> bool:
     """Whether a target means a module: all of a kind, its name or the end of it, or an expression for the whole
     name."""
     if target in (ALL_LINEAR, ALL_EXPERTS):
-        return module.expert == (target == ALL_EXPERTS)
+        return not module.router and module.expert == (target == ALL_EXPERTS)
+    if module.router:
+        target = target.removesuffix(".weight")  # PEFT names the parameter where a module is no linear layer
     return target == module.name or module.name.endswith(f".{target}") or bool(re.fullmatch(target, module.name))
 
 
 def _check_targets(model: ModelSpec, lora: LoRA) -> None:
     """Raise ValueError for a target that is no expression, or that no module has."""
-    modules = [
-        module
-        for layer in model.blocks
-        for op in layer.ops
-        if type(op) is Linear or type(op) is GroupedLinear
-        for module in _modules(model, layer, op)
-    ]
+    modules = [module for layer in model.blocks for op in _adaptable(layer) for module in _modules(model, layer, op)]
     short = Counter(module.short for module in modules)
     for target in lora.targets:
         try:
@@ -236,11 +258,21 @@ def _check_ranks(adapted: ModelSpec, lora: LoRA) -> None:
             )
 
 
+def _check_trained_once(adapted: ModelSpec, lora: LoRA) -> None:
+    """Raise ValueError for a module with an adapter that is to be trained in full as well."""
+    for adapter in adapters(adapted) if lora.modules_to_save else ():
+        if any(adapter.module.endswith(name) for name in lora.modules_to_save):
+            raise ValueError(
+                f"modules_to_save names {adapter.module}, which has an adapter; leave it out there or in the targets"
+            )
+
+
 class Adapter(NamedTuple):
     """The adapter of one module: the tensor of the checkpoint that it changes, and those of A and B.
 
     transposed: the checkpoint holds the weight [in, out]. magnitude: that of the outputs' magnitudes, with DoRA.
-    experts: where one tensor holds so many experts' weights, those of A and B hold their adapters; else 0.
+    experts: where one tensor holds so many experts' weights, those of A and B hold their adapters; else 0. router:
+    whether it is that of a router.
     """
 
     weight: WeightSource
@@ -249,6 +281,7 @@ class Adapter(NamedTuple):
     transposed: bool
     magnitude: WeightSource | None = None
     experts: int = 0
+    router: bool = False
 
     @property
     def parts(self) -> tuple[WeightSource, ...]:
@@ -266,8 +299,8 @@ def adapters(model: ModelSpec) -> Iterator[Adapter]:
     for layer in model.layers:
         named = {local: (group, name) for local, group, name in layer.params}
         for op in layer.ops:
-            if isinstance(op, (LoRALinear, LoRAGroupedLinear)):
-                weights, down, up = (_sources(model, *named[name]) for name in (op.weight, op.down, op.up))
+            if isinstance(op, (LoRALinear, LoRAGroupedLinear, LoRARouter)):
+                weights, down, up = (_sources(model, *named[name]) for name in (_weight_of(op), op.down, op.up))
                 adapted = [source for source, rows in _spans(weights, op) if rows in op.adapted]
                 magnitudes, experts = [None] * len(adapted), 0
                 if isinstance(op, LoRAGroupedLinear) and op.one_tensor:
@@ -275,7 +308,7 @@ def adapters(model: ModelSpec) -> Iterator[Adapter]:
                 if isinstance(op, DoRALinear):
                     magnitudes = _sources(model, *named[op.magnitude])
                 for weight, a, b, magnitude in zip(adapted, down, up, magnitudes, strict=True):
-                    yield Adapter(weight, a, b, op.transposed, magnitude, experts)
+                    yield Adapter(weight, a, b, op.transposed, magnitude, experts, isinstance(op, LoRARouter))
 
 
 def with_named_experts(model: ModelSpec) -> ModelSpec:

@@ -73,15 +73,18 @@ class Router(Op):
         self.grad_logits = TensorSpec(f"{name}_grad_logits", (num_experts,))
 
     def _probabilities(self, env: OpEnv) -> Tensor:
-        """Probabilities [T, E], wide, of logits in the compute dtype unless they are exact."""
+        """Probabilities [T, E], wide."""
+        logits = self._logits_of(env)
+        return torch.softmax(logits, dim=-1) if self.style.scores == "softmax" else logits.sigmoid_()
+
+    def _logits_of(self, env: OpEnv) -> Tensor:
+        """Logits [T, E], wide, rounded to the compute dtype unless they are exact."""
         x, weight = env.t[self.x], env.p[self.param]
         if self.style.exact:
             assert self.bias is None, "no family has a bias of exact logits"
-            logits = wide_product(x, weight)
-        else:
-            matrix = weight.t()
-            logits = wide(x @ matrix if self.bias is None else torch.addmm(env.p[self.bias], x, matrix))
-        return torch.softmax(logits, dim=-1) if self.style.scores == "softmax" else logits.sigmoid_()
+            return wide_product(x, weight)
+        matrix = weight.t()
+        return wide(x @ matrix if self.bias is None else torch.addmm(env.p[self.bias], x, matrix))
 
     def _choice(self, env: OpEnv, probabilities: Tensor) -> Tensor:
         """The experts [T, K] that each token chooses."""
@@ -143,8 +146,12 @@ class Router(Op):
             grad_p.sub_((grad_p * probabilities).sum(-1, keepdim=True)).mul_(probabilities)
         else:
             grad_p.mul_(probabilities).mul_(probabilities.neg_().add_(1.0))
-        grad_logits, grad_x = env.t[self.grad_logits.name], env.g[self.x]
+        grad_logits = env.t[self.grad_logits.name]
         grad_logits.copy_(grad_p)
+        self._write_grad_x(env, grad_logits)
+
+    def _write_grad_x(self, env: OpEnv, grad_logits: Tensor) -> None:
+        grad_x = env.g[self.x]
         if self.x in env.accumulate:
             torch.addmm(grad_x, grad_logits, env.p[self.param], out=grad_x)
         else:

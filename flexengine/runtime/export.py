@@ -65,7 +65,7 @@ def export_adapter(
 
 def _target_names(model: ModelSpec, found: Sequence[Adapter]) -> set[str]:
     """Name the adapted modules: by their own names where every module of a name is adapted, else by whole names."""
-    adapted = {adapter.module for adapter in found if not adapter.experts}
+    adapted = {adapter.module for adapter in found if not (adapter.experts or adapter.router)}
     sources = (
         s.name for layer in model.blocks for g in layer.groups for p in model.groups[g].params for s in p.sources
     )
@@ -88,8 +88,8 @@ def _of_experts(module: str) -> str:
 
 
 def _target_parameters(found: Sequence[Adapter]) -> set[str]:
-    """Name the adapted tensors of experts, by what follows the block's name: experts.down_proj."""
-    return {".".join(adapter.module.rsplit(".", 2)[-2:]) for adapter in found if adapter.experts}
+    """Name the adapted tensors of experts and routers, by the ends of their names: experts.down_proj, gate.weight."""
+    return {".".join(adapter.weight.name.rsplit(".", 2)[-2:]) for adapter in found if adapter.experts or adapter.router}
 
 
 class _Exported(NamedTuple):

@@ -169,7 +169,7 @@ def test_experts_in_one_tensor(targets, tmp_path):
 def test_neither_plan_nor_parts_change_a_bit(family, base, monkeypatch):
     monkeypatch.setattr(blocks, "PART_ELEMENTS", 1)
     source = random_weights(CASES[FAMILY_CASES[family]])
-    lora = LoRA(["all-linear", "all-experts"], rank=4)
+    lora = LoRA(["all-linear", "all-experts", "router" if family == "gpt_oss" else "gate"], rank=4)
     source = source._replace(spec=with_base_dtype(with_lora(source.spec, lora), base))
     sizes = {"chunk_tokens": 48, "chunks_per_round": 2, "numerics": replace(FLOAT32, base=base)}
     streamed = streamed_plan(source.spec, **sizes)
@@ -202,3 +202,35 @@ def test_targets_of_experts():
         with_lora(spec, LoRA("experts.0.gate_proj"))
     with pytest.raises(ValueError, match=r"use_dora=True with adapters of experts.* is not built"):
         with_lora(spec, LoRA("all-experts", use_dora=True))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next"])
+def test_routers_by_name(family, tmp_path):
+    """transformers holds a router's weight as a parameter, so PEFT takes it as one of `target_parameters`."""
+    config = CASES[FAMILY_CASES[family]]
+    base = saved_model(tmp_path / "base", config)
+    router = "router" if family == "gpt_oss" else "gate"
+    lora = LoRA([router, "q_proj" if family != "deepseek_v3" else "o_proj"], RANK, 5.0)
+    torch.manual_seed(3)
+    settings = LoraConfig(
+        r=RANK, lora_alpha=5, target_modules=[lora.targets[1]], target_parameters=[f"{router}.weight"]
+    )
+    model = get_peft_model(base, settings)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.2)
+    model.save_pretrained(tmp_path / "adapter")
+
+    def names(tensors):
+        stored = {name.replace(".default.", "."): tensor for name, tensor in tensors.items()}
+        if family != "mixtral":
+            return stored
+        return {name.replace(".mlp.gate.", ".block_sparse_moe.gate."): tensor for name, tensor in stored.items()}
+
+    with engine_on(tmp_path, lora, adapter=tmp_path / "adapter") as engine:
+        tokens = train_both(engine, model, config, names)
+        check_files(engine, tokens, tmp_path, lora)
+    with pytest.raises(ValueError, match=r"use_dora=True with adapters of routers.* is not built"):
+        with_lora(open_model(tmp_path / "base").spec, replace(lora, use_dora=True))
+    with pytest.raises(ValueError, match=f"modules_to_save names .*{router}, which has an adapter"):
+        with_lora(open_model(tmp_path / "base").spec, replace(lora, modules_to_save=[router]))
