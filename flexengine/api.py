@@ -17,13 +17,13 @@ from flexengine.hardware.memory_usage import release_unused_heap
 from flexengine.hardware.presets import named_profile
 from flexengine.hardware.probe import check_multiplies_fp8, probe
 from flexengine.hardware.profile import HardwareProfile
-from flexengine.job import Job, OptimizerName
+from flexengine.job import ADAPTER_LR, Job, OptimizerName
 from flexengine.keywords import takes
 from flexengine.lora import LoRA
 from flexengine.models.group_factors import group_factors
 from flexengine.models.registry import ModelSource, open_initial
 from flexengine.native.host_memory import gpu_numa_node
-from flexengine.optim import OPTIMIZERS, Optimizer, name_of
+from flexengine.optim import OPTIMIZERS, AdamW, Optimizer, name_of
 from flexengine.options import options_of
 from flexengine.parallel.cores import take_cores
 from flexengine.parallel.ranks import Ranks
@@ -280,7 +280,7 @@ def build(
     check_optimizer(optimizer)
     name = planned.plan.request.numerics.optimizer
     if optimizer is None:
-        optimizer = OPTIMIZERS[name]()
+        optimizer = AdamW(lr=ADAPTER_LR) if name == "adamw" and planned.job.mode == "lora" else OPTIMIZERS[name]()
     elif name_of(optimizer) != name:
         raise ValueError(
             f"the plan was made for optimizer={name!r}, which decides what is stored, but {optimizer} was given; give"

@@ -16,8 +16,8 @@ import yaml
 
 from flexengine.evaluation_options import EvaluationOptions
 from flexengine.hf_names import renamed
-from flexengine.job import Job
-from flexengine.learning_options import ADAPTER_LR, DEFAULT_LR, LearningOptions
+from flexengine.job import ADAPTER_LR, Job
+from flexengine.learning_options import DEFAULT_LR, LearningOptions
 from flexengine.options import FlagWords, Option, Words, flag_of, options_of
 from flexengine.yaml_options import read_yaml
 
@@ -213,7 +213,8 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
         """The learning rate after warm-up: the one given, or the optimizer's; AdamW's is higher for adapters."""
         if self.lr is not None:
             return self.lr
-        return ADAPTER_LR if (self.mode, self.optimizer) == ("lora", "adamw") else DEFAULT_LR[self.optimizer]
+        adapters = self.mode == "lora" or self.adapter is not None
+        return ADAPTER_LR if adapters and self.optimizer == "adamw" else DEFAULT_LR[self.optimizer]
 
     @property
     def profiled_steps(self) -> range:

@@ -19,12 +19,14 @@ SAME = {
     "warmup_ratio": "lr_warmup_pct",
     "adam_epsilon": "adam_eps",
     "overwrite_output_dir": "overwrite",
+    "r": "lora_rank",
+    "target_modules": "lora_targets",
     "lora_r": "lora_rank",
     "lora_target_modules": "lora_targets",
     "lora_modules_to_save": "modules_to_save",
     "init_lora_weights": "lora_init",
 }
-"""Options by the names that transformers and TRL have for them."""
+"""Options by the names that transformers, TRL and PEFT have for them."""
 BATCH = (
     "a step here is counted in tokens, and how many are computed at once follows from the memory budgets; give"
     " --max-global-batch-tokens (sequences per step times --max-seq-len)"

@@ -18,6 +18,8 @@ from flexengine.wording import shown
 
 ComputeDtype = Literal["bfloat16", "float32", "float64"]
 StorageDtype = Literal["float32", "bfloat16"]
+ADAPTER_LR = 1e-4
+"""AdamW's learning rate where only adapters are trained and none is given."""
 BaseDtype = Literal["compute", "bf16", "fp8", "int8", "nf4", "mxfp4"]
 StateDtype = Literal["float32", "bfloat16", "int8"]
 OptimizerName = Literal["adamw", "muon", "lion", "sgd"]
@@ -81,7 +83,8 @@ class Job:
     lr_groups: Annotated[
         Sequence[str],
         Option(
-            "factors on the learning rate of layers, as NAME=FACTOR with names as in --freeze: embed=0.1 block.0-3=0.5",
+            "factors on the learning rate of layers, as NAME=FACTOR with names as in --freeze or patterns: embed=0.1"
+            " block.0-3=0.5 'adapter.*=2'",
             decides_plan=False,
         ),
     ] = ()

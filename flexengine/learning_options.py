@@ -16,8 +16,6 @@ WITHOUT_END = ("constant", "constant_with_warmup", "inverse_sqrt")
 
 DEFAULT_LR = {"adamw": 3e-5, "muon": 1e-3, "lion": 1e-5, "sgd": 1e-2}
 """Learning rates by optimizer where none is given."""
-ADAPTER_LR = 1e-4
-"""AdamW's where only adapters are trained."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,19 @@ def test_names_of_transformers():
     assert (config.lr, config.epochs, config.adam_eps) == (1e-4, 2.0, 1e-6)
 
 
+def test_names_of_peft():
+    text = "mode: lora\nr: 4\ntarget_modules: [q_proj, v_proj]\ninit_lora_weights: pissa\n"
+    found = options_from_yaml(text, "f")
+    assert found == {"mode": "lora", "lora_rank": 4, "lora_targets": ["q_proj", "v_proj"], "lora_init": "pissa"}
+
+
+def test_an_adapter_has_the_learning_rate_of_adapters():
+    options = {"model": "preset:demo", "data_source": "synthetic"}
+    assert TrainConfig(**options).base_lr == 3e-5
+    assert TrainConfig(**options, mode="lora").base_lr == 1e-4
+    assert TrainConfig(**options, adapter="some/folder").base_lr == 1e-4
+
+
 @pytest.mark.parametrize("name", sorted(SAME))
 def test_names_of_transformers_lead_to_options(name):
     assert SAME[name] in options_of(TrainConfig)

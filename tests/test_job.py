@@ -15,6 +15,7 @@ from flexengine.config import TrainConfig
 from flexengine.flags import add_flag, from_flags
 from flexengine.job import Job, OptimizerName
 from flexengine.keywords import takes
+from flexengine.models.group_factors import group_factors
 from flexengine.optim import SGD, Lion, Optimizer
 from flexengine.options import Option, options_of
 from flexengine.plan import Numerics
@@ -218,6 +219,11 @@ def test_factors_of_groups_are_read_and_checked():
             *engine.settings.lr_factors[blocks + 1 :],
         )
         assert engine.settings.decay_factors[:2] == (0.0, 1.0)
+    planned = prepare("preset:demo", mode="lora", lr_groups=["adapter.*=2", "block.[01]=0.5"], **SMALL)
+    factors = group_factors(planned.source.spec, "lr_groups", planned.job.lr_groups)
+    expected = {"adapter.0": 2.0, "adapter.7": 2.0, "block.0": 0.5, "block.1": 0.5, "block.2": 1.0, "embed": 1.0}
+    found = dict(zip((group.name for group in planned.source.spec.groups), factors, strict=True))
+    assert {name: found[name] for name in expected} == expected
     for wrong, message in (("embed", "write NAME=FACTOR"), ("embed=-1", "at least 0"), ("hed=1", "no such parameters")):
         with pytest.raises(ValueError, match=f"lr_groups=.*{message}"):
             prepare("preset:demo", lr_groups=wrong, **SMALL)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 from flexengine.models.spec import LayerSpec, ModelSpec
 from flexengine.ops.base import Op
@@ -21,8 +22,9 @@ _BLOCKS = re.compile(r"block\.(\d+)(?:-(\d+))?")
 def with_frozen(model: ModelSpec, names: Sequence[str]) -> ModelSpec:
     """Freeze the named groups of `model`.
 
-    names: a group's name (embed, block.3, head), blocks (all of them), or a range such as block.0-15. Call it after
-    everything else that replaces ops. Layers that shared their ops share the new ones if they are treated equally.
+    names: a group's name (embed, block.3, head), blocks (all of them), a range such as block.0-15, or a pattern such
+    as block.1?. Call it after everything else that replaces ops. Layers that shared their ops share the new ones if
+    they are treated equally.
     Raises: ValueError for a name that no group has, or when nothing is left to train.
     """
     names = [names] if isinstance(names, str) else names
@@ -86,6 +88,8 @@ def groups_named(model: ModelSpec, name: str, option: str = "freeze") -> list[in
             return [names.index(block) for block in found]
     elif name in names:
         return [names.index(name)]
+    elif matching := [i for i, group in enumerate(names) if fnmatchcase(group, name)]:
+        return matching
     guess = did_you_mean(name, [ALL_BLOCKS, *names])
     raise ValueError(
         f"{option}={shown(name)}: {model.name} has no such parameters{guess}; there are {_what_there_is(model)}"
