@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, wide
+from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, use_kernel, wide
 from flexengine.ops.linear import accumulate_bias_grad, accumulate_weight_grad, wide_product, widened_bytes
 
 LEAST_SUM = 1e-20
@@ -86,8 +86,8 @@ class Router(Op):
         matrix = weight.t()
         return wide(x @ matrix if self.bias is None else torch.addmm(env.p[self.bias], x, matrix))
 
-    def _choice(self, env: OpEnv, probabilities: Tensor) -> Tensor:
-        """The experts [T, K] that each token chooses."""
+    def _scores(self, env: OpEnv, probabilities: Tensor) -> Tensor:
+        """What the choice of experts goes by [T, E]: -inf for experts of groups that are not taken."""
         style, scores = self.style, probabilities
         if style.biased:
             scores = scores + env.p[self.buffers[0]]
@@ -98,19 +98,40 @@ class Router(Op):
             groups = torch.arange(style.groups, device=taken.device)
             hidden = (taken[:, :, None] != groups).all(1)  # a mask by comparison: scattering would wait for the device
             scores = by_group.masked_fill(hidden[:, :, None], float("-inf")).flatten(1)
-        return scores.topk(self.per_token, dim=-1).indices
+        return scores
 
-    def _total(self, chosen: Tensor) -> Tensor:
-        """What chosen probabilities [T, K] are divided by [T, 1]."""
-        total = chosen.sum(-1, keepdim=True)
-        return total if self.style.scores == "softmax" else total + LEAST_SUM
+    @property
+    def _least_sum(self) -> float:
+        """What is added to the sum of chosen probabilities before they are divided by it."""
+        return 0.0 if self.style.scores == "softmax" else LEAST_SUM
 
     def forward(self, env: OpEnv) -> None:
         probabilities = self._probabilities(env)
-        expert = self._choice(env, probabilities)
+        scores = self._scores(env, probabilities)
+        if _has_kernel(probabilities):
+            self._route(env, probabilities, scores)
+        else:
+            self._plain_route(env, probabilities, scores)
+        balance = env.chunk.balance
+        if balance is not None and balance.collecting and not env.again:
+            balance.collect(env.t[self.bounds].diff(), probabilities)
+
+    def _route(self, env: OpEnv, probabilities: Tensor, scores: Tensor) -> None:
+        """Choose experts and place rows by kernels: sorts and searches of torch take many launches."""
+        from flexengine.kernels import routing  # noqa: PLC0415 (Triton is imported when first used)
+
+        expert, bounds = env.t[self.expert], env.t[self.bounds]
+        chosen = torch.empty_like(expert, dtype=torch.float32)
+        routing.choose(scores, probabilities, expert, chosen, self.style.scale, self.normalised, self._least_sum)
+        counts = bounds.new_empty(1 + routing.num_blocks(expert.numel(), self.num_experts), self.num_experts)
+        routing.place_rows(expert, chosen, counts, env.t[self.place], bounds, env.t[self.weight].view(-1))
+
+    def _plain_route(self, env: OpEnv, probabilities: Tensor, scores: Tensor) -> None:
+        """Choose experts and place rows by torch."""
+        expert = scores.topk(self.per_token, dim=-1).indices
         chosen = probabilities.gather(1, expert)
         if self.normalised:
-            chosen = chosen / self._total(chosen)
+            chosen = chosen / (chosen.sum(-1, keepdim=True) + self._least_sum)
         if self.style.scale != 1.0:
             chosen = chosen * self.style.scale
         by_row, order = expert.flatten().sort(stable=True)
@@ -123,32 +144,42 @@ class Router(Op):
         bounds[0].zero_()
         bounds[1:].copy_(torch.searchsorted(by_row, experts, right=True))
         env.t[self.weight].view(-1).copy_(chosen.flatten()[order])
-        balance = env.chunk.balance
-        if balance is not None and balance.collecting and not env.again:
-            balance.collect(bounds.diff(), probabilities)
 
     def backward_input(self, env: OpEnv) -> None:
-        probabilities, expert = self._probabilities(env), env.t[self.expert].long()
+        probabilities, balance = self._probabilities(env), env.chunk.balance
+        added = None if balance is None else balance.gradient()
+        grad_logits = env.t[self.grad_logits.name]
+        if _has_kernel(probabilities):
+            from flexengine.kernels import routing  # noqa: PLC0415
+
+            routing.logits_gradient(
+                probabilities, env.t[self.expert], env.t[self.place], env.g[self.weight].view(-1),
+                None if added is None else added.float(), grad_logits, self.style.scale,
+                self.style.scores == "softmax", self.normalised, self._least_sum,
+            )  # fmt: skip
+        else:
+            grad_logits.copy_(self._plain_logits_gradient(env, probabilities, added))
+        self._write_grad_x(env, grad_logits)
+
+    def _plain_logits_gradient(self, env: OpEnv, probabilities: Tensor, added: Tensor | None) -> Tensor:
+        """Compute the gradient [T, E] of the logits by torch; probabilities may be overwritten."""
+        expert = env.t[self.expert].long()
         grad = env.g[self.weight].view(-1)[env.t[self.place].flatten().long()].view(expert.shape)
         if self.style.scale != 1.0:
             grad = grad * self.style.scale
         if self.normalised:
             chosen = probabilities.gather(1, expert)
-            total = self._total(chosen)
+            total = chosen.sum(-1, keepdim=True) + self._least_sum
             grad = (grad - (grad * chosen).sum(-1, keepdim=True) / total) / total
         first = torch.arange(len(expert), device=expert.device)[:, None] * self.num_experts
         grad_p = torch.zeros_like(probabilities)
         # in one dimension: with two, torch's deterministic path copies strides from the host and waits
         grad_p.view(-1).scatter_(0, (first + expert).flatten(), grad.flatten().to(grad_p.dtype))
-        if env.chunk.balance is not None:
-            grad_p.add_(env.chunk.balance.gradient())
+        if added is not None:
+            grad_p.add_(added)
         if self.style.scores == "softmax":
-            grad_p.sub_((grad_p * probabilities).sum(-1, keepdim=True)).mul_(probabilities)
-        else:
-            grad_p.mul_(probabilities).mul_(probabilities.neg_().add_(1.0))
-        grad_logits = env.t[self.grad_logits.name]
-        grad_logits.copy_(grad_p)
-        self._write_grad_x(env, grad_logits)
+            return grad_p.sub_((grad_p * probabilities).sum(-1, keepdim=True)).mul_(probabilities)
+        return grad_p.mul_(probabilities).mul_(probabilities.neg_().add_(1.0))
 
     def _write_grad_x(self, env: OpEnv, grad_logits: Tensor) -> None:
         grad_x = env.g[self.x]
@@ -185,10 +216,15 @@ class Router(Op):
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         grouped = self.style.groups_taken < self.style.groups
-        return self._work(tokens, products=1, passes=6 + 6 * grouped, kernels=14 + 8 * grouped)
+        return self._work(tokens, products=1, passes=6 + 6 * grouped, kernels=7 + 8 * grouped)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self._work(tokens, products=2, passes=12, kernels=16)
+        return self._work(tokens, products=2, passes=6, kernels=6)
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         return self._work(tokens, products=1, passes=1, kernels=1)
+
+
+def _has_kernel(probabilities: Tensor) -> bool:
+    """Whether kernels route tokens of these probabilities."""
+    return use_kernel(probabilities) and probabilities.dtype == torch.float32

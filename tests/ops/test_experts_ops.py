@@ -322,6 +322,18 @@ def test_kernels_in_a_row_are_the_mixture(make_harness, checks):
     checks.close(grads["router_weight"], wanted[1], 1e-5)
 
 
+@pytest.mark.parametrize(("per_token", "normalised"), CASES)
+@pytest.mark.usefixtures("interpreted")
+def test_kernels_of_the_router_match_autograd(make_harness, checks, per_token, normalised):
+    check_router(make_harness("cpu", torch.float32), checks, 37, per_token, normalised, 1e-5, bias=True)
+
+
+@pytest.mark.parametrize(("style", "normalised"), STYLES.values(), ids=STYLES.keys())
+@pytest.mark.usefixtures("interpreted")
+def test_kernels_of_router_styles_match_autograd(make_harness, checks, style, normalised):
+    check_style(make_harness("cpu", torch.float32), checks, 37, style, normalised, 1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("per_token", "normalised"), CASES)
 def test_router_on_cuda(make_harness, checks, per_token, normalised):
