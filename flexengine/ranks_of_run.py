@@ -25,7 +25,7 @@ from flexengine.wording import WRONG_USAGE
 
 T = TypeVar("T")
 
-NOT_YET = ("replan", "trace", "profile_start_step")
+NOT_YET = ("replan",)
 """Options that work on one GPU, and not yet on several."""
 FAILED = 1
 INTERRUPTED = 130
@@ -55,7 +55,8 @@ def as_rank(team: Team, config: TrainConfig) -> Iterator[TrainConfig]:
             stack.enter_context(redirect_stdout(nowhere))
             quiet.enter_context(redirect_stderr(nowhere))
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flexengine-rank")), "run")
-            config = replace(config, output_dir=str(folder), logging="warning", report_to=(), plan_json=None)
+            own = {"output_dir": str(folder), "trace": bool(config.trace), "plan_json": None}
+            config = replace(config, **own, logging="warning", report_to=())
             logging.getLogger().setLevel(logging.ERROR)
         try:
             with team.watch:

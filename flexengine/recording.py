@@ -12,6 +12,7 @@ from flexengine.config import STEP_OPTIONS, TRACE_FILE, TrainConfig
 from flexengine.hardware.devices import choose_device
 from flexengine.metrics import TIMED_STEP, StepMetrics
 from flexengine.options import flag_of
+from flexengine.parallel.team import is_first
 from flexengine.plan import Plan
 from flexengine.reports.plan_data import measured_timeline
 from flexengine.runtime.engine import Engine
@@ -121,7 +122,10 @@ class Recorder:
         return [self.config.run_folder / TRACE_FILE, *named]
 
     def _write_trace(self, metrics: StepMetrics) -> bool:
-        """Write the trace where it belongs; tells whether it got there. A disk that takes none does not end the run."""
+        """Write the trace where it belongs; tells whether it got there. A disk that takes none does not end the run.
+
+        Of several ranks, the first one writes what all did.
+        """
         about = {
             "what": f"one measured step: step {metrics.step} of the run",
             "hardware": f"{self.planned.profile.name} ({self.planned.device})",
@@ -131,13 +135,14 @@ class Recorder:
             "tokens": metrics.num_tokens,
             "predicted_step_s": metrics.predicted_step_s,
         }
-        # Taken once for both files: the engine forgets the times when they are taken.
-        runs = self.engine.take_timed_runs()
+        runs, *others = self.engine.take_timed_runs_of_ranks()
+        if not is_first(self.planned.team):
+            return False
         written = 0
         for path in self._trace_paths():
             with going_on_without("the trace"):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with atomic_file(path, "w", encoding="utf-8") as file:
-                    file.writelines(measured_timeline(self.engine.plan, runs, about))
+                    file.writelines(measured_timeline(self.engine.plan, runs, about, others))
                 written += 1
         return written == len(self._trace_paths())

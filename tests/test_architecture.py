@@ -77,6 +77,7 @@ ARROWS = {
         "hardware",
         "metrics",
         "options",
+        "parallel",
         "plan",
         "reports",
         "runtime",

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 from flexengine.plan import Plan, Prediction
@@ -19,6 +19,7 @@ from flexengine.schedule.commands import STREAMS, Program, Stream, streams_of
 from flexengine.schedule.group_storage import group_storage
 from flexengine.schedule.timeline import (
     MEASURED,
+    PROCESS,
     SIMULATED,
     Event,
     TimedRun,
@@ -170,21 +171,30 @@ def step_timeline(picture: Picture) -> str:
     return trace_json(events, about)
 
 
-def measured_timeline(plan: Plan, runs: Sequence[TimedRun], about: Mapping[str, Any]) -> Iterator[str]:
+def measured_timeline(
+    plan: Plan, runs: Sequence[TimedRun], about: Mapping[str, Any], others: Sequence[Sequence[TimedRun]] = ()
+) -> Iterator[str]:
     """Write a step that ran as Chrome trace JSON, in the format of the simulated one, with rounds at their real times.
 
-    about: further metadata, such as the number of the step and its wall seconds.
+    about: further metadata, such as the number of the step and its wall seconds. others: what further ranks ran, each
+    drawn below.
     """
     # The text is yielded in pieces because a run may use its whole host budget: there is no room for all of it at once.
     # Rounds of a simulation are named by what they do; those that ran are numbered.
     names = [f"round {n}" if run.program.name == "round" else run.program.name for n, run in enumerate(runs, start=1)]
     parts = [part_about(name, 1, run.program, run.timing, run.start_s) for name, run in zip(names, runs, strict=True)]
-    commands = (command_events(run.program, run.timing, run.start_s) for run in runs)
-    tracks = track_events(f"{plan.model}, measured step", _streams_of(run.program for run in runs))
-    events = chain(tracks, chain.from_iterable(commands))
+    titles = [f"{plan.model}, measured step", *(f"rank {rank}" for rank in range(1, len(others) + 1))]
+    ranks = zip(titles, (runs, *others), count(PROCESS), strict=False)
+    events = chain.from_iterable(_rank_events(title, ran, number) for title, ran, number in ranks)
     # `parts` stands last: a key of `about` must not replace it.
     about = {"timeline": MEASURED, "plan": plan_digest(plan), "model": plan.model, **about, "parts": parts}
     return trace_pieces(events, about)
+
+
+def _rank_events(title: str, runs: Sequence[TimedRun], number: int) -> Iterator[Event]:
+    yield from track_events(title, _streams_of(run.program for run in runs), number)
+    for run in runs:
+        yield from command_events(run.program, run.timing, run.start_s, number)
 
 
 def _streams_of(programs: Iterable[Program]) -> list[Stream]:

@@ -71,6 +71,18 @@ class ReadingCalls:
         """
         return self.measurement.take_runs()
 
+    def take_timed_runs_of_ranks(self) -> list[list[TimedRun]]:
+        """As `take_timed_runs`, for each of several ranks, which all call it.
+
+        Times are seconds since the first of them began the measured part.
+        """
+        runs = self.take_timed_runs()
+        if self.turns is None:
+            return [runs]
+        told = self.turns.control.gather((self.measurement.began_at_s, runs))
+        first_s = min(began_s for began_s, _ in told)
+        return [[run._replace(start_s=run.start_s + began_s - first_s) for run in ran] for began_s, ran in told]
+
     def describe(self) -> str:
         """The plan in words."""
         return self._description

@@ -51,18 +51,20 @@ def trace_pieces(events: Iterable[Event], about: Mapping[str, Any]) -> Iterator[
     yield f'\n], "displayTimeUnit": "ms", "metadata": {json.dumps(dict(about))}}}'
 
 
-def track_events(process: str = "flexengine", streams: Iterable[Stream] = BASE_STREAMS) -> list[Event]:
-    """Names and order of the rows, one for each stream."""
+def track_events(
+    process: str = "flexengine", streams: Iterable[Stream] = BASE_STREAMS, number: int = PROCESS
+) -> list[Event]:
+    """Names and order of the rows of a process, such as a rank: one for each stream."""
     events: list[Event] = [_meta("process_name", 0, {"name": process})]
     for stream in streams:
         events.append(_meta("thread_name", thread_of(stream), {"name": str(stream)}))
         events.append(_meta("thread_sort_index", thread_of(stream), {"sort_index": thread_of(stream)}))
-    return events
+    return [{**event, "pid": number} for event in events]
 
 
-def command_events(program: Program, timing: Timing, start_s: float = 0.0) -> Iterator[Event]:
-    """One complete event per command; `start_s` is when the program starts."""
-    return (_command_event(program, command, timing, start_s) for command in program.commands)
+def command_events(program: Program, timing: Timing, start_s: float = 0.0, number: int = PROCESS) -> Iterator[Event]:
+    """One complete event per command; `start_s` is when the program starts, `number` that of its process."""
+    return ({**_command_event(program, command, timing, start_s), "pid": number} for command in program.commands)
 
 
 def part_about(name: str, repeats: int, program: Program, timing: Timing, start_s: float) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 from flexengine.schedule.commands import STREAMS, CommandName, Stream, Subject
-from flexengine.schedule.timeline import MEASURED, MICROSECONDS, SIMULATED, thread_of
+from flexengine.schedule.timeline import MEASURED, MICROSECONDS, PROCESS, SIMULATED, thread_of
 
 STREAM_OF_THREAD = {thread_of(stream): stream for stream in STREAMS}
 MOST_REPEATS = 2**20
@@ -57,12 +57,13 @@ class Trace(NamedTuple):
 def read_trace(value: object, where: object, timeline: str) -> Trace:
     """Read the trace in a JSON value that `trace_json` wrote; `where` names its file in messages.
 
+    Of several ranks it is the first one's part.
     timeline: SIMULATED or MEASURED, whichever it has to be. Raises ValueError for what is no such trace.
     """
     about, events = _frame(value, where)
     if about["timeline"] != timeline:
         raise ValueError(f"{where} is a {about['timeline']} step, not a {timeline} one; {_REMEDY[timeline]}")
-    commands = [_command(event, where) for event in events if isinstance(event, dict) and event.get("ph") == "X"]
+    commands = [_command(event, where) for event in events if _is_command(event)]
     parts, first = [], 0
     for part in about["parts"]:
         count = _number(part, "commands", where)
@@ -106,6 +107,10 @@ def _frame(value: object, where: object) -> tuple[Mapping[str, Any], list[Any]]:
 
 def _are_parts(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
+def _is_command(event: object) -> bool:
+    return isinstance(event, dict) and event.get("ph") == "X" and event.get("pid", PROCESS) == PROCESS
 
 
 def _command(event: Mapping[str, Any], where: object) -> TraceCommand:
