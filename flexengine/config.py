@@ -91,7 +91,7 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
     ] = 1
     replan: Annotated[
         bool,
-        Option("plan again with the speeds that the second step showed, within the memory already held; results stay"),
+        Option("plan again with the speeds that ten steps showed, within the memory already held; results stay"),
     ] = False
     output_dir: Annotated[str | None, Option("run folder (default: runs/ and the name of the model)")] = None
     save: Annotated[bool, Option("write the trained model to final/ of the run folder, as Hugging Face does")] = False
@@ -133,8 +133,8 @@ class TrainConfig(LearningOptions, EvaluationOptions, Job):
     trace_step: Annotated[
         int | None,
         Option(
-            "the step that --trace measures, counted from 1 (default: 2, which every run times anyway; 4 with --replan,"
-            " when the plan has settled; a later one where that step is profiled)",
+            "the step that --trace measures, counted from 1 (default: 2, which every run times anyway; 13 with"
+            " --replan, when the plan has settled; a later one where that step is profiled)",
             above=0,
         ),
     ] = None

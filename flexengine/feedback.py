@@ -5,13 +5,17 @@ Planner and runtime meet here a second time, after `api`: what the engine measur
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 
 from tqdm import tqdm
 
 from flexengine.api import PlannedRun
 from flexengine.config import TrainConfig
-from flexengine.metrics import TIMED_STEP, StepMetrics
+from flexengine.data.batches import Batch
+from flexengine.hardware.profile import HardwareProfile
+from flexengine.metrics import TIMED_STEP, StepMetrics, format_seconds
 from flexengine.plan import Plan, PlanError
 from flexengine.planner.correction import Review, review
 from flexengine.planner.planner import make_plan
@@ -19,18 +23,25 @@ from flexengine.recording import Recorder, reviewed_step
 from flexengine.reports.plan_text import describe
 from flexengine.run_folder import write_plan
 from flexengine.runtime.engine import Engine
+from flexengine.step_prediction import StepPredictor
 from flexengine.wording import going_on_without
 
 LEAST_GAIN = 0.01
 """Least share of the step time that a new plan must save: predictions are no better than that."""
 
 
-def review_step(planned: PlannedRun, engine: Engine, measured_step_s: float) -> Review:
+def review_step(
+    planned: PlannedRun, engine: Engine, measured_step_s: float, predicted_step_s: float, lengths: Sequence[int]
+) -> Review:
     """Compare the engine's plan with a step whose commands were timed (`Engine.measure_next_step`).
 
-    measured_step_s: wall seconds of a step, preferably one without time stamps, which cost time.
+    measured_step_s: wall seconds of a step, preferably one without time stamps, which cost time. predicted_step_s: of
+    that step. lengths: of the sequences of the timed step.
     """
-    return review(engine.plan, planned.source.spec, planned.profile, engine.command_totals, measured_step_s)
+    plan, spec, profile = engine.plan, planned.source.spec, planned.profile
+    share = StepPredictor(plan, spec, profile).chunk_share(lengths)
+    found = review(plan, spec, profile, engine.command_totals, measured_step_s, share)
+    return replace(found, predicted_s=predicted_step_s)
 
 
 def correct_prediction(engine: Engine, found: Review) -> None:
@@ -77,34 +88,93 @@ def change_plan(planned: PlannedRun, engine: Engine, found: Review) -> str:
 
 
 class Reviewer:
-    """Compares one step with the prediction and corrects what is predicted of later ones.
+    """Compares steps with their predictions and corrects what is predicted of later ones.
 
-    The commands of an earlier step are timed for that. With config.replan it also changes to a plan that the measured
-    speeds make faster. A run of two steps is compared by its timed one; a run of a single step is not reviewed.
+    The commands of an earlier step are timed for that. With config.replan it also changes, once ten steps have shown
+    the machine's speeds, to a plan that these make faster; a run too short for that changes after the reviewed step. A
+    run of two steps is compared by its timed one; a run of a single step is not reviewed.
     """
 
     def __init__(
         self, config: TrainConfig, planned: PlannedRun, engine: Engine, num_steps: int, recorder: Recorder
     ) -> None:
         self.config, self.planned, self.engine, self.recorder = config, planned, engine, recorder
-        self.timed_step = recorder.timed_step
+        self.timed_step, self.retimed_step = recorder.timed_step, recorder.retimed_step or 0
         start = self.timed_step - TIMED_STEP
         self.reviewed_step = start + max(TIMED_STEP, min(reviewed_step(planned.plan), num_steps - start))
+        self.replan_step = recorder.replan_step or 0
+        self._predictor = self._predict_by(planned.profile)
+        self._steps: list[tuple[StepMetrics, list[int]]] = []
 
-    def after_step(self, metrics: StepMetrics) -> None:
+    def predict(self, batch: Batch) -> float:
+        """Predicted seconds of a step on a batch, from its own sequences."""
+        return self._predictor.step_s(_lengths(batch))
+
+    def _predict_by(self, profile: HardwareProfile) -> StepPredictor:
+        return StepPredictor(self.engine.plan, self.planned.source.spec, profile)
+
+    def after_step(self, batch: Batch, metrics: StepMetrics) -> None:
         """Called when a step has ended."""
-        if metrics.step == self.timed_step - 1:
+        if metrics.step <= max(self.reviewed_step, self.replan_step):
+            self._steps.append((metrics, _lengths(batch)))
+        if metrics.step in (self.timed_step - 1, self.retimed_step - 1):
             self.engine.measure_next_step()
         if metrics.step == self.reviewed_step:
             self._review(metrics)
+        if metrics.step == self.replan_step:
+            self._replan(self._reviewed_again())
 
     def _review(self, metrics: StepMetrics) -> None:
-        found = review_step(self.planned, self.engine, metrics.step_s)
+        found = self._found(self.timed_step, metrics.step_s, metrics.predicted_step_s)
         reason = self.recorder.slowed_by(metrics.step)
         slowed = f" (slowed by {reason})" if reason else ""
         tqdm.write(f"step {metrics.step}{slowed}: {found.describe()}")
+        self._correct(found)
+        self._tell_of_the_first_step()
+        if self.config.replan and not self.replan_step:
+            self._replan(found)
+
+    def _found(self, timed_step: int, measured_s: float, predicted_s: float) -> Review:
+        """What a timed step shows, beside measured and predicted seconds of a step."""
+        lengths = next(lengths for metrics, lengths in self._steps if metrics.step == timed_step)
+        return review_step(self.planned, self.engine, measured_s, predicted_s, lengths)
+
+    def _reviewed_again(self) -> Review:
+        """The commands of a later step, and what the undisturbed steps since the review took."""
+        before = StepPredictor(self.planned.plan, self.planned.source.spec, self.planned.profile)  # not yet corrected
+        steps = [
+            (metrics, before.step_s(lengths))
+            for metrics, lengths in self._steps
+            if metrics.step >= self.reviewed_step and not self.recorder.disturbed(metrics.step)
+        ]
+        measured_s = statistics.median(metrics.step_s for metrics, _ in steps)
+        predicted_s = statistics.median(seconds for _, seconds in steps)
+        found = self._found(self.retimed_step, measured_s, predicted_s)
+        tqdm.write(f"steps {steps[0][0].step} to {steps[-1][0].step}, their median: {found.describe()}")
+        self._correct(found)
+        return found
+
+    def _correct(self, found: Review) -> None:
+        """Predict later steps by the corrected profile."""
         correct_prediction(self.engine, found)
-        if self.config.replan:
-            tqdm.write(change_plan(self.planned, self.engine, found))
-            with going_on_without("the plan that the run changed to"):
-                write_plan(self.config, replace(self.planned, plan=self.engine.plan, profile=found.profile))
+        self._predictor = self._predict_by(found.profile)
+
+    def _tell_of_the_first_step(self) -> None:
+        """Say what the first step took beside its work, by the corrected prediction."""
+        first, lengths = self._steps[0]
+        work_s = self._predictor.step_s(lengths)
+        if first.step_s > work_s and first.step < self.timed_step:
+            tqdm.write(
+                f"step {first.step}: {format_seconds(first.step_s - work_s)} of its {format_seconds(first.step_s)} were"
+                " spent once, on kernels, libraries and first touches of memory"
+            )
+
+    def _replan(self, found: Review) -> None:
+        tqdm.write(change_plan(self.planned, self.engine, found))
+        self._predictor = self._predict_by(found.profile)
+        with going_on_without("the plan that the run changed to"):
+            write_plan(self.config, replace(self.planned, plan=self.engine.plan, profile=found.profile))
+
+
+def _lengths(batch: Batch) -> list[int]:
+    return [len(sequence) for sequence in batch.input_ids]

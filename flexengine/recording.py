@@ -22,6 +22,9 @@ from flexengine.wording import going_on_without
 REVIEWED_STEP = 3
 """The step whose wall time is compared with the prediction: time stamps slow the timed step before it."""
 
+SEEN_STEPS = 10
+"""Steps that --replan sees before it changes the plan, beside the first two: a single one may have been disturbed."""
+
 
 def reviewed_step(plan: Plan) -> int:
     """Choose the step to compare with a plan's prediction.
@@ -30,6 +33,12 @@ def reviewed_step(plan: Plan) -> int:
     than other steps, and is passed over when the CPU updates.
     """
     return REVIEWED_STEP + plan.updates_on_cpu
+
+
+def replan_step(plan: Plan, num_steps: int) -> int | None:
+    """Choose the step after which --replan changes plans; None where a run is too short: the reviewed step serves."""
+    step = TIMED_STEP + SEEN_STEPS + plan.updates_on_cpu
+    return step if step < num_steps else None
 
 
 def check_recording(config: TrainConfig, num_steps: int) -> None:
@@ -49,18 +58,21 @@ def check_recording(config: TrainConfig, num_steps: int) -> None:
         raise ValueError(f"--trace {config.trace} is a folder; name a file in it")
 
 
-def traced_step(config: TrainConfig, num_steps: int, reviewed: int = REVIEWED_STEP) -> int | None:
+def traced_step(
+    config: TrainConfig, num_steps: int, reviewed: int = REVIEWED_STEP, replanned: int | None = None
+) -> int | None:
     """Choose the step that --trace measures; None without --trace.
 
     The default is the step that is timed anyway. Others are avoided for these reasons: the profile disturbs a profiled
     step and is disturbed by the trace; the reviewed step must run without time stamps; and with --replan the plan that
-    the run continues with comes after the reviewed step.
+    the run continues with comes after the step `replanned`, or after the reviewed one.
     """
     if not config.trace or config.trace_step is not None:
         return config.trace_step
     profiled = config.profiled_steps
-    earliest = reviewed + 1 if config.replan else TIMED_STEP
-    for step in (TIMED_STEP, reviewed + 1, profiled.stop, profiled.stop + 1):
+    settled = (replanned or reviewed) + 1
+    earliest = settled if config.replan else TIMED_STEP
+    for step in (TIMED_STEP, settled, profiled.stop, profiled.stop + 1):
         if earliest <= step <= num_steps and step != reviewed and step not in profiled:
             return step
     return min(TIMED_STEP, num_steps)  # the run is too short for a better one
@@ -77,7 +89,10 @@ class Recorder:
     ) -> None:
         self.config, self.planned, self.engine = config, planned, engine
         self.timed_step = start + TIMED_STEP
-        self.traced_step = traced_step(config, num_steps - start, reviewed_step(planned.plan))
+        replanned = replan_step(planned.plan, num_steps - start) if config.replan else None
+        self.replan_step = None if replanned is None else start + replanned
+        self.retimed_step = None if self.replan_step is None else self.replan_step - 1
+        self.traced_step = traced_step(config, num_steps - start, reviewed_step(planned.plan), replanned)
         if self.traced_step is not None and config.trace_step is None:
             self.traced_step += start
         self.profile = ProfiledSteps(engine.executor, config.profiled_steps) if config.profiled_steps else None
@@ -107,7 +122,7 @@ class Recorder:
 
     def slowed_by(self, step: int) -> str:
         """Tell what makes a step slower than others; empty for an undisturbed one."""
-        if step in (self.timed_step, self.traced_step):
+        if step in (self.timed_step, self.retimed_step, self.traced_step):
             return "timing its commands"
         return "profiling" if step in self.config.profiled_steps else ""
 

@@ -321,7 +321,7 @@ def run_steps(
     try:
         for index, batch in enumerate(batches.batches(num_steps, start), start=start):
             watchers.before_step(index + 1)
-            metrics, update = take_step(engine, batch, index + 1, schedule.at(index))
+            metrics, update = take_step(engine, batch, index + 1, schedule.at(index), watchers.reviewer.predict(batch))
             log.write(metrics)
             done.append(metrics)
             if show and bar.disable:
@@ -351,12 +351,15 @@ def show_evaluation(metrics: EvalMetrics | None, show: bool) -> None:
         sys.stdout.flush()
 
 
-def take_step(engine: Engine, batch: Batch, step: int, lr: float) -> tuple[StepMetrics, StepOutput]:
-    """Run forward, backward and update of one global batch; step_s is their wall time."""
+def take_step(engine: Engine, batch: Batch, step: int, lr: float, predicted_s: float) -> tuple[StepMetrics, StepOutput]:
+    """Run forward, backward and update of one global batch; step_s is their wall time.
+
+    predicted_s: of a step on this batch. The speed of light of a batch that is not full is in proportion to it.
+    """
     start_s = time.perf_counter()
     out, update = engine.train_step(input_ids=batch.input_ids, labels=batch.labels, lr=lr)
     step_s = time.perf_counter() - start_s
-    peaks = engine.memory_peaks()
+    peaks, predicted = engine.memory_peaks(), engine.plan.predicted
     metrics = StepMetrics.of_step(
         step=step,
         loss=float(out.loss),
@@ -366,8 +369,8 @@ def take_step(engine: Engine, batch: Batch, step: int, lr: float) -> tuple[StepM
         step_s=step_s,
         model_flops=out.model_flops,
         hardware_flops=out.hardware_flops,
-        predicted_step_s=engine.plan.predicted.step_s,
-        speed_of_light_s=engine.plan.predicted.speed_of_light_s,
+        predicted_step_s=predicted_s,
+        speed_of_light_s=predicted.speed_of_light_s * predicted_s / predicted.step_s,
         gpu_peak_bytes=peaks.gpu_bytes,
         host_peak_bytes=peaks.host_bytes,
     )

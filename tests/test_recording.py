@@ -259,6 +259,15 @@ def test_a_trace_that_cannot_be_written_does_not_end_the_run(train, tmp_path, mo
     assert "traced" not in output.out
 
 
+def test_replanning_waits_for_ten_steps(train, capsys):
+    """Commands are timed once more, and the trace is of the plan that the run goes on with."""
+    folder = train("--steps", "14", "--trace", "--replan")
+    printed = capsys.readouterr().out
+    first, again, replanned = (printed.index(words) for words in ("step 3: measured", "steps 3 to 12", "the plan "))
+    assert first < again < replanned
+    assert trace_in(folder / "trace.json", MEASURED).about["step"] == 13
+
+
 def test_a_plan_that_cannot_be_written_does_not_end_the_run(train, monkeypatch, capsys):
     def full(config, planned):
         raise OSError(errno.ENOSPC, "No space left on device", "plan.json")

@@ -43,11 +43,11 @@ def stopped(monkeypatch, run):
     def stopped(step, *numbers, **options):
         take_step = trainer.take_step
 
-        def taken(engine, batch, number, lr):
+        def taken(engine, batch, number, *more):
             if number == step:
                 for signum in numbers:
                     os.kill(os.getpid(), signum)
-            return take_step(engine, batch, number, lr)
+            return take_step(engine, batch, number, *more)
 
         with monkeypatch.context() as patched:
             patched.setattr(trainer, "take_step", taken)

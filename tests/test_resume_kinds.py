@@ -44,10 +44,10 @@ def stopped_after(step, monkeypatch):
     """Make a run receive SIGTERM in a step."""
     take_step = trainer.take_step
 
-    def taken(engine, batch, number, lr):
+    def taken(engine, batch, number, *more):
         if number == step:
             os.kill(os.getpid(), signal.SIGTERM)
-        return take_step(engine, batch, number, lr)
+        return take_step(engine, batch, number, *more)
 
     monkeypatch.setattr(trainer, "take_step", taken)
 

@@ -48,6 +48,7 @@ class FakeEngine:
     """Loss falls by 0.5 a step; records what it was given. `interrupt_at` raises Ctrl-C in that step (from 1)."""
 
     team: None = None
+    source: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(spec=None))
     loss: float = 4.0
     interrupt_at: int = 0
     skip_at: int = 0
@@ -116,11 +117,13 @@ def use(monkeypatch):
         monkeypatch.setattr(trainer, "build_engine", lambda config, prepared: fake)
         review = SimpleNamespace(describe=lambda: "as predicted", expected=EXPECTED, profile="corrected")
 
-        def review_step(prepared, engine, step_s):
+        def review_step(prepared, engine, step_s, predicted_s, lengths):
             fake.reviewed_s.append(step_s)
             return review
 
         monkeypatch.setattr(feedback, "review_step", review_step)
+        by_plan = SimpleNamespace(step_s=lambda lengths: fake.plan.predicted.step_s)
+        monkeypatch.setattr(feedback, "StepPredictor", lambda plan, spec, profile: by_plan)
         monkeypatch.setattr(trainer, "where_not_finite", lambda engine: NotFinite(fake.bad_weight, "block.3"))
         return fake
 
@@ -473,7 +476,8 @@ def test_end_to_end_on_the_real_engine(tmp_path, capsys):
     assert plan.request.max_seq_len == 32
     predicted = [json.loads(line)["predicted_step_s"] for line in (run / "train_log.jsonl").read_text().splitlines()]
     assert predicted[0] == predicted[2]
-    assert predicted[3] == plan.predicted.step_s
+    assert 0 < predicted[3] < plan.predicted.step_s  # 16 of the 64 tokens that the plan is for, at corrected speeds
+    assert predicted[3] != predicted[2]
 
 
 def test_frozen_layers_from_the_command_line(tmp_path, capsys):

@@ -69,10 +69,17 @@ def review(
     profile: HardwareProfile,
     measured: Mapping[CommandClass, CommandTotal],
     measured_step_s: float,
+    chunk_share: float = 1.0,
 ) -> Review:
-    """Compare a plan with the commands of a step that ran under it."""
-    layout = Layout(model, plan)
-    factors = stream_factors(measured, predicted_totals(layout, profile))
+    """Compare a plan with the commands of a step that ran under it.
+
+    chunk_share: compute of the step's chunks, over that of the plan's.
+    """
+    layout, planned = Layout(model, plan), dict[CommandClass, CommandTotal]()
+    for key, total in predicted_totals(layout, profile).items():
+        of_layer = key[0] == "compute" and key[2]
+        planned[key] = total._replace(seconds=total.seconds * chunk_share) if of_layer else total
+    factors = stream_factors(measured, planned)
     corrected = corrected_profile(profile, factors)
     predicted_s = step_seconds(layout, profile).step_s
     return Review(predicted_s, measured_step_s, corrected_prediction(layout, corrected), factors, corrected)

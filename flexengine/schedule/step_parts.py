@@ -7,63 +7,79 @@ begins in the last round, and what is left of it comes first.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from flexengine.plan import Plan
 from flexengine.schedule.commands import STREAMS, Program, Stream
 from flexengine.schedule.following import followed
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import lower_round, lower_update
+from flexengine.schedule.lowering import RoundShape, lower_round, lower_update
 from flexengine.schedule.packing import full_round, later_rounds
 from flexengine.schedule.relay import Share
 from flexengine.schedule.simulator import Rates, Timing, simulate
 
 
 class StepPart(NamedTuple):
-    """A program of a step, how often it runs there, what it is in words, and its times until the GPU has ended it."""
+    """A program of a step, how often it runs there, what it is in words, and its times until the GPU has ended it.
+
+    shape: of the round that it is.
+    """
 
     name: str
     repeats: int
     program: Program
     timing: Timing
+    shape: RoundShape | None = None
 
 
-def simulated_rounds(layout: Layout, rates: Rates) -> list[StepPart]:
-    """The rounds of a full step in order: the first, and those that add to its gradients.
+def full_step(plan: Plan) -> list[tuple[RoundShape, int]]:
+    """The rounds of a full step in order, as shapes and how many there are of each; the first stands alone."""
+    sizes = (plan.request, plan.chunk_tokens, plan.chunks_per_round)
+    return [(full_round(*sizes), 1), *later_rounds(*sizes)]
 
+
+def simulated_rounds(
+    layout: Layout, rates: Rates, rounds: Sequence[tuple[RoundShape, int]] | None = None
+) -> list[StepPart]:
+    """The rounds of a step in order: the first, and those that add to its gradients.
+
+    rounds: their shapes and how many there are of each, the first alone; None: those of a full step.
     Where the CPU updates, it goes on under the next step's first round, so the update comes before that: with all of
     its work, or without clipping with what is left when the last round, in which it began, has ended on the GPU.
     """
     plan = layout.plan
-    sizes = (plan.request, plan.chunk_tokens, plan.chunks_per_round)
-    full, later = full_round(*sizes), later_rounds(*sizes)
+    (opening, _), *later = full_step(plan) if rounds is None else rounds
     alone, last, left = not later, None, None
+    last_shape = opening
     if plan.updates_in_backward:
-        shape, count = (full, 1) if alone else later.pop()
-        later += [(shape, count - 1)] if count > 1 else []
-        last = lower_round(layout, shape, first=alone, updates=True)
-    rounds = []
+        last_shape, count = (opening, 1) if alone else later.pop()
+        later += [(last_shape, count - 1)] if count > 1 else []
+        last = lower_round(layout, last_shape, first=alone, updates=True)
+    found = []
     for shape, count in later:
-        label = "accumulating round" if shape == full else "shorter last round"
-        rounds.append(_simulated(label, count, lower_round(layout, shape, first=False), rates))
+        label = "accumulating round" if shape == opening else "shorter last round"
+        found.append(_simulated(label, count, lower_round(layout, shape, first=False), rates, shape))
     if last is None or not alone:
-        first, name = lower_round(layout, full, first=True), "the round" if alone else "first round"
+        first, name = lower_round(layout, opening, first=True), "the round" if alone else "first round"
     else:
         first, name = last, "the round with updates by the CPU"
     if last is not None:
         timing = simulate(last, rates)
         left = unfinished_updates(last, timing)
         if not alone:
-            rounds.append(StepPart("last round with updates by the CPU", 1, last, until_gpu_ends(last, timing)))
+            timing = until_gpu_ends(last, timing)
+            found.append(StepPart("last round with updates by the CPU", 1, last, timing, last_shape))
     if plan.updates_on_cpu:
         update = "update" if last is None else "rest of the update"
         own = lower_update(layout, left, Share(0, plan.request.ranks))
         first, name = followed(own, first), f"{update} of the step before, then {name}"
-    return [_simulated(name, 1, first, rates), *rounds]
+    return [_simulated(name, 1, first, rates, opening), *found]
 
 
-def _simulated(name: str, repeats: int, program: Program, rates: Rates) -> StepPart:
-    return StepPart(name, repeats, program, until_gpu_ends(program, simulate(program, rates)))
+def _simulated(name: str, repeats: int, program: Program, rates: Rates, shape: RoundShape) -> StepPart:
+    return StepPart(name, repeats, program, until_gpu_ends(program, simulate(program, rates)), shape)
 
 
 def unfinished_updates(program: Program, timing: Timing) -> dict[int, float]:

@@ -130,6 +130,21 @@ def test_recompute_switches():
     assert none.predicted.recompute_share == 0
 
 
+@pytest.mark.parametrize("seq_len", [32, 256], ids=["whole sequences", "slices"])
+def test_the_recompute_share_is_what_recomputing_adds(seq_len):
+    """A slice's attention costs what its place in the sequence makes it cost."""
+    found = [
+        make_plan(
+            small_model(),
+            request_of(GIB, seq_len, recompute=recompute, chunk_tokens=64, round_tokens=256),
+            preset("cpu-test"),
+        ).predicted
+        for recompute in ("none", "full")
+    ]
+    none_s, full_s = (predicted.busy_s["compute"] for predicted in found)
+    assert found[1].recompute_share == pytest.approx((full_s - none_s) / full_s, rel=0.03)
+
+
 @pytest.mark.usefixtures("quick_search")
 def test_pinned_sizes():
     plan = make_plan(small_model(), request_of(GIB, chunk_tokens=48, round_tokens=96), preset("cpu-test"))

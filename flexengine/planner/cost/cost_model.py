@@ -16,7 +16,7 @@ from flexengine.schedule.commands import Command, LayerCall, Program, Stream
 from flexengine.schedule.group_storage import DTYPE_BYTES
 from flexengine.schedule.layer_program import Stage
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import lower_update
+from flexengine.schedule.lowering import RoundShape, lower_update
 from flexengine.schedule.relay import Share
 from flexengine.schedule.simulator import Rates, Timing, simulate
 from flexengine.schedule.step_parts import StepEstimate, simulated_rounds, stalls, summed
@@ -127,30 +127,24 @@ def stage_calls(stage: Stage) -> int:
     return sum(1 + len(step.tensors) + len(step.grads) for step in stage.steps)
 
 
-def price(program: Program, cost: CostModel, timing: Timing | None = None) -> StepEstimate:
-    """What a program takes, by its simulated times; None simulates it."""
+def price(
+    program: Program, cost: CostModel, timing: Timing | None = None, shape: RoundShape | None = None
+) -> StepEstimate:
+    """What a program takes, by its simulated times; None simulates it. shape: of a round, to count recomputation."""
     timing = simulate(program, cost.rates()) if timing is None else timing
     recompute_s, known = 0.0, {}
     head = max((c.args.layer for c in program.commands if c.kind == "backward"), default=-1)
     for command in program.commands:
-        if command.kind == "backward" and command.args.layer != head:  # the head's forward runs in its backward alone
-            chunk = (command.args.program, command.args.stage, command.work)
-            if chunk not in known:
-                known[chunk] = _recompute_s(command, cost)
-            recompute_s += known[chunk]
+        if shape and command.kind == "backward" and command.args.layer != head:
+            chunk, stage = shape.chunks[command.args.chunk], command.args.program.stages("backward")[command.args.stage]
+            if (stage, chunk) not in known:
+                again = stage.recompute_work(chunk.tokens, chunk.seq_len, cost.compute_bytes)
+                known[stage, chunk] = cost.work_s(again)
+            recompute_s += known[stage, chunk]
         elif command.kind in ("fill_window", "recompute"):
             recompute_s += cost.work_s(command.work)
     busy_s = {s.value: t for s, t in timing.busy_s.items()}
     return StepEstimate(timing.total_s, busy_s, recompute_s, stalls(program, timing))
-
-
-def _recompute_s(command: Command, cost: CostModel) -> float:
-    """Seconds that a backward command spends on recomputation: its cost less what its other steps would take."""
-    stage = command.args.program.stages(command.kind)[command.args.stage]
-    full = stage.work(cost.chunk_tokens, cost.chunk_tokens, cost.compute_bytes)
-    again = stage.recompute_work(cost.chunk_tokens, cost.chunk_tokens, cost.compute_bytes)
-    share = cost.work_s(again) / max(cost.work_s(full), 1e-30)
-    return share * cost.command_s(command)
 
 
 class StepPricer:
@@ -165,9 +159,9 @@ class StepPricer:
         """One first round, accumulating rounds for the rest of the batch, and the update: one after the other, but for
         what the CPU updates."""
         cost, parts = CostModel.of(layout.plan.request, self.profile, layout.plan.chunk_tokens), []
-        for _, count, program, timing in simulated_rounds(layout, cost.rates()):
+        for _, count, program, timing, shape in simulated_rounds(layout, cost.rates()):
             self.simulated_commands += len(program.commands)
-            parts.append((price(program, cost, timing), count))
+            parts.append((price(program, cost, timing, shape), count))
         if not layout.plan.updates_on_cpu:
             parts.append((self.update(layout, cost), 1))
         return summed(parts)

@@ -1,0 +1,124 @@
+"""Predicts a step from its own batch: real tokens in real sequences take less than the full step of the plan."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from flexengine.hardware.profile import HardwareProfile
+from flexengine.models.spec import ModelSpec
+from flexengine.plan import Plan
+from flexengine.planner.cost.cost_model import CostModel, StepPricer
+from flexengine.schedule.commands import Command, LayerCall, Program
+from flexengine.schedule.layer_program import Stage
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.lowering import ChunkShape, RoundShape, lower_round
+from flexengine.schedule.packing import PackedChunk, pack, packed_shape
+from flexengine.schedule.step_parts import full_step, simulated_rounds
+
+GRID = 8
+"""Steps are simulated with compute at multiples of this fraction of full chunks', and interpolated between them. A
+finer grid makes more simulations, of 20 to 100 ms each, before all that a run needs are known."""
+MOST_SIMULATED = 512
+"""Simulated steps that are remembered; a run of some thousand steps needs a few dozen."""
+
+Rounds = tuple[tuple[RoundShape, int], ...]
+"""Shapes of a step's rounds and how many of each follow one another; the first stands alone."""
+
+
+class StepPredictor:
+    """Predicts steps under one plan and profile.
+
+    A round runs the program of full chunks however few tokens these hold: copies stay as they are, compute shrinks. So
+    a batch takes what the programs of its rounds take with all compute shortened to what the batch needs of it.
+    """
+
+    def __init__(self, plan: Plan, model: ModelSpec, profile: HardwareProfile) -> None:
+        self.plan, self.model, self.profile = plan, model, profile
+        self._layout = Layout(model, plan)
+        self._cost = CostModel.of(plan.request, profile, plan.chunk_tokens)
+        self._full_chunks = [chunk for shape, count in full_step(plan) for _ in range(count) for chunk in shape.chunks]
+        self._stages = Counter(_stages(lower_round(self._layout, full_step(plan)[0][0], first=True)))
+        self._seconds: dict[tuple[Rounds, int], float] = {}
+
+    def step_s(self, lengths: Sequence[int]) -> float:
+        """Predict the seconds of a step on sequences of these lengths; those of the plan for a full batch, and for
+        several ranks, which share a batch."""
+        rounds = self._packed(lengths)
+        chunks = [_real_shape(chunk) for found in rounds for chunk in found]
+        if self.plan.request.ranks > 1 or _sizes(chunks) == _sizes(self._full_chunks):
+            return self.plan.predicted.step_s
+        shapes = [packed_shape(found, self.plan.chunk_tokens) for found in rounds]
+        later = tuple((shape, len(list(run))) for shape, run in groupby(shapes[1:]))
+        lowered = [chunk for shape in shapes for chunk in shape.chunks]
+        share = self._compute_s(chunks) / self._compute_s(lowered)
+        return self._interpolated(((shapes[0], 1), *later), GRID * share)
+
+    def chunk_share(self, lengths: Sequence[int]) -> float:
+        """The compute of a batch's chunks over that of a full step's, both on average."""
+        chunks = [_real_shape(chunk) for found in self._packed(lengths) for chunk in found]
+        full_s = self._compute_s(self._full_chunks) / len(self._full_chunks)
+        return self._compute_s(chunks) / len(chunks) / full_s
+
+    def _packed(self, lengths: Sequence[int]) -> list[list[PackedChunk]]:
+        plan = self.plan
+        return pack(list(lengths), plan.chunk_tokens, plan.chunks_per_round, plan.round_multiple)
+
+    def _compute_s(self, chunks: Iterable[ChunkShape]) -> float:
+        """Seconds of all layers' compute on chunks of such sizes, at the rates for these sizes."""
+        return sum(count * self._chunk_s(*size) for size, count in sorted(Counter(_sizes(chunks)).items()))
+
+    def _chunk_s(self, tokens: int, seq_len: int) -> float:
+        cost = replace(self._cost, chunk_tokens=tokens, seq_len=seq_len)
+        works = ((count, stage.work(tokens, seq_len, cost.compute_bytes)) for stage, count in self._stages.items())
+        return sum(count * cost.work_s(work) for count, work in works)
+
+    def _interpolated(self, rounds: Rounds, place: float) -> float:
+        """Seconds of a step between two places of the grid."""
+        below = math.floor(place)
+        low_s, high_s = (self._simulated(rounds, at) for at in (below, below + 1))
+        return low_s + (place - below) * (high_s - low_s)
+
+    def _simulated(self, rounds: Rounds, place: int) -> float:
+        """Seconds of a step whose compute has this many `GRID`ths of its full length."""
+        key = rounds, place
+        if key not in self._seconds:
+            if len(self._seconds) >= MOST_SIMULATED:
+                self._seconds.clear()
+            self._seconds[key] = self._simulate(rounds, place / GRID)
+        return self._seconds[key]
+
+    def _simulate(self, rounds: Rounds, share: float) -> float:
+        rates = self._cost.rates()
+
+        def compute_s(command: Command) -> float:
+            return rates.compute_s(command) * (share if isinstance(command.args, LayerCall) else 1.0)
+
+        parts = simulated_rounds(self._layout, rates._replace(compute_s=compute_s), rounds)
+        seconds = sum(part.repeats * part.timing.total_s for part in parts)
+        if self.plan.updates_on_cpu:
+            return seconds
+        return seconds + StepPricer(self.profile).update(self._layout, self._cost).step_s
+
+
+def _stages(program: Program) -> Iterable[Stage]:
+    """What a round runs of all layers on its first chunk."""
+    for command in program.commands:
+        if isinstance(command.args, LayerCall) and command.args.chunk == 0:
+            yield command.args.program.stages(command.kind)[command.args.stage]
+
+
+def _real_shape(chunk: PackedChunk) -> ChunkShape:
+    """The tokens of a chunk, and the length of sequence at which so many tokens have its attention's cost."""
+    if chunk.first_slice >= 0:
+        start = chunk.ranges[0].start
+        return ChunkShape(chunk.tokens, 2 * start + chunk.tokens, chunk.first_slice, chunk.last_slice, start)
+    squares = sum(part.length**2 for part in chunk.ranges)
+    return ChunkShape(chunk.tokens, max(1, round(squares / chunk.tokens)))
+
+
+def _sizes(chunks: Iterable[ChunkShape]) -> list[tuple[int, int]]:
+    return [(chunk.tokens, chunk.seq_len) for chunk in chunks]
