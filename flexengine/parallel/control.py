@@ -29,6 +29,7 @@ _SPIN_S = 200e-6
 _NAP_S = 100e-6
 _LEAVE_S = 5.0
 _NEWS_S = 1.0  # until what has closed a connection is known
+_NEWS_OF_NODES_S = 7.0
 
 _openings = itertools.count()
 
@@ -202,7 +203,7 @@ class Control:
 
     def _await_news(self) -> None:
         """Let a watch tell which rank is lost, since gloo only knows of a connection."""
-        end_s = time.monotonic() + _NEWS_S
+        end_s = time.monotonic() + (_NEWS_S if self.ranks.nodes == 1 else _NEWS_OF_NODES_S)
         while self.check_lost is not None and time.monotonic() < end_s:
             self.check_lost()
             time.sleep(0.01)

@@ -1,7 +1,8 @@
-"""Ends all ranks of a node soon after one of them has: killed, stopped, or by an error of its own.
+"""Ends all ranks soon after one of them has: killed, stopped, or by an error of its own.
 
-A thread looks after the processes of the other ranks. When one is lost, every rank learns why: waits for signals and
-calls of Control raise RankLost. A process whose main thread reaches neither is ended. One rank of the node tells.
+A thread looks after the processes of the other ranks, and that of a node's first rank after the other nodes. When one
+is lost, every rank learns why: waits for signals and calls of Control raise RankLost. A process whose main thread
+reaches neither is ended. One rank of each node tells.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import NamedTuple
 
 from flexengine.parallel.control import Control, teller_of
 from flexengine.parallel.node_memory import NodeMemory
+from flexengine.parallel.node_news import NodeNews
 from flexengine.parallel.processes import Process, pid_namespace
 from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.signals import RankLost, Signals
@@ -41,13 +43,20 @@ class Loss(NamedTuple):
 class Watch:
     """Looks after the ranks of a node until `close`; see `open`. As a context manager it aborts on an error."""
 
-    def __init__(self, ranks: Ranks, control: Control, memory: NodeMemory, siblings: dict[int, Process]) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        control: Control,
+        memory: NodeMemory,
+        siblings: dict[int, Process],
+        news: NodeNews | None = None,
+    ) -> None:
         self.ranks = ranks
         self.loss: Loss | None = None
         self._pid = os.getpid()
         self._hook = sys.excepthook
         self._control = control
-        self._siblings = siblings  # by row
+        self._siblings, self._news = siblings, news  # siblings by row
         self._own = Signals.over(memory.tensor, ranks.local_size, _NUM_CELLS, ranks.local_rank)
         self._followed: list[Signals] = []
         self._following = threading.Lock()  # nothing is written to signals while their memory goes
@@ -71,9 +80,10 @@ class Watch:
         memory = NodeMemory.open(ranks, control, Signals.num_bytes(ranks.local_size, _NUM_CELLS))
         told = control.gather((os.getpid(), pid_namespace()))
         with control.all_or_none():
-            watch = Watch(ranks, control, memory, _siblings(ranks, told))
+            siblings = _siblings(ranks, told)
+        watch = Watch(ranks, control, memory, siblings, NodeNews(control) if ranks.nodes > 1 else None)
         control.check_lost = watch.check
-        if ranks.local_size > 1:
+        if ranks.size > 1:
             watch._thread.start()
             sys.excepthook = watch._tell_once
             atexit.register(watch._at_exit)
@@ -110,6 +120,8 @@ class Watch:
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join()
+        if self._news is not None and self.ranks.local_rank == 0 and self.loss is None:
+            self._news.close()
         atexit.unregister(self._at_exit)
         if sys.excepthook == self._tell_once and self.loss is None:
             sys.excepthook = self._hook
@@ -141,6 +153,7 @@ class Watch:
         while not self._closing.wait(BEAT_S):
             if self.loss is None:
                 self._look_once()
+                self._look_at_nodes()
             else:
                 self._repeat(self.loss.message)
                 if time.monotonic() > self._ends_s:
@@ -162,6 +175,12 @@ class Watch:
                 self._see_stop(row, sibling)
             else:
                 self._stopped_beats[row] = 0
+
+    def _look_at_nodes(self) -> None:
+        """Let the first rank of the node see whether the other nodes go on."""
+        message = self._news.look() if self._news is not None and self.ranks.local_rank == 0 else None
+        if message is not None and self.loss is None:
+            self._lose(message, self._first_alive())
 
     def _see_close(self, row: int) -> None:
         if not self._own.aborted:  # which raises that cell, too
@@ -199,6 +218,8 @@ class Watch:
         self._own.abort(f"{teller} {message}")
         self.loss = Loss(message, teller == self.ranks.rank and not has_words)
         self._repeat(message)
+        if self._news is not None:
+            self._news.tell(message)
 
     def _repeat(self, message: str) -> None:
         """Raise all cells: a stream of a GPU may have lowered one since."""

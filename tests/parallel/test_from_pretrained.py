@@ -47,7 +47,8 @@ def train(rank: int) -> tuple[list[tuple[float, float]], str, int]:
     plan = replace(engine.plan).to_json()
     engine.close()
     leave()
-    assert engine.plan.request.ranks == int(os.environ["WORLD_SIZE"])
+    request, local_size = engine.plan.request, int(os.environ["LOCAL_WORLD_SIZE"])
+    assert (request.ranks, request.nodes) == (local_size, int(os.environ["WORLD_SIZE"]) // local_size)
     assert torch.get_num_threads() == 1
     return found, plan, host_threads() - before
 

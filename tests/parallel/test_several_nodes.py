@@ -6,10 +6,15 @@ own.
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+
 import numpy as np
 import pytest
-from engine_helpers import random_weights, tiny_config
+from engine_helpers import random_batch, random_weights, tiny_config
 from ranks_helper import run_ranks, values_of
+from test_from_pretrained import JOB, profile
 from test_several_ranks import (
     LENGTHS,
     Case,
@@ -20,12 +25,15 @@ from test_several_ranks import (
     float32,
     not_finite,
     one_round,
+    opened,
     steps_of,
     streamed,
     train,
-    unclipped,
 )
 
+from flexengine import from_pretrained
+from flexengine.parallel.signals import RankLost
+from flexengine.parallel.team import leave
 from flexengine.runtime import node_gradients
 
 
@@ -57,7 +65,7 @@ def test_nodes_train_to_the_same_bits_and_close_to_one(make):
     check_close(first, train(0, 1, case))
 
 
-@pytest.mark.parametrize("make", [one_round, not_finite, unclipped, balanced_experts], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [one_round, not_finite, balanced_experts], ids=lambda make: make.__name__)
 def test_nodes_of_one_rank_train_close_to_one(make):
     case = make()
     first, *others = values_of(run_ranks(train, 3, 3, case, nodes=3))
@@ -72,3 +80,54 @@ def test_nodes_train_in_bf16_to_the_same_bits():
     first = values_of(run_ranks(train, 2, 2, case, nodes=2))[0]
     for shown in values_of(run_ranks(train, 6, 6, case, nodes=2)):
         check_same(shown, first)
+
+
+def train_until_one_dies(rank: int, case: Case, dies: int) -> tuple[str, float]:
+    engine = opened(rank, 2, case, watched=True)
+    engine.train_step(case.steps[0][0])
+    if rank == dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start_s = time.monotonic()
+    with pytest.raises(RankLost) as caught:
+        engine.train_step(case.steps[1][0])
+    return str(caught.value), time.monotonic() - start_s
+
+
+@pytest.mark.parametrize(("size", "message"), [(4, "rank 3 (process"), (2, "nothing is heard any more of node 1")])
+def test_the_death_of_a_rank_ends_all_nodes(size, message):
+    outcomes = run_ranks(train_until_one_dies, size, float32(), size - 1, nodes=2)
+    assert outcomes.pop().error == "ended"
+    assert all(told.startswith(message) and seconds < 10 for told, seconds in values_of(outcomes)), outcomes
+
+
+def differ(rank: int) -> str:
+    options = {**JOB, "max_seq_len": 32} if rank == 1 else JOB
+    with pytest.raises(ValueError, match="max_seq_len") as caught:
+        from_pretrained("preset:demo", hardware=profile(), **options)
+    leave()
+    return str(caught.value)
+
+
+def test_nodes_with_other_options_are_told():
+    profile()
+    message = "rank 1 has max_seq_len=32, rank 0 has 64; give every rank the same model and options"
+    assert values_of(run_ranks(differ, 2, nodes=2)) == [message] * 2
+
+
+def train_job(rank: int) -> tuple[tuple[float, float], tuple[int, int]]:
+    os.environ["OMP_NUM_THREADS"] = "1"  # nodes would not have the same cores
+    engine = from_pretrained("preset:demo", hardware=profile(), **JOB)
+    out, update = engine.train_step(random_batch(1, [64, 50, 33, 12], 500))
+    engine.close()
+    leave()
+    return (out.loss, update.grad_norm), (engine.plan.request.ranks, engine.plan.request.nodes)
+
+
+def test_nodes_plan_and_train_by_from_pretrained(monkeypatch):
+    monkeypatch.setattr(node_gradients, "PIECE_ELEMENTS", 1 << 17)
+    profile()
+    found = values_of(run_ranks(train_job, 2, nodes=2))
+    [(alone, _)] = values_of(run_ranks(train_job, 1))
+    assert found[0] == found[1]
+    np.testing.assert_allclose(found[0][0], alone, rtol=1e-5)
+    assert found[0][1] == (1, 2)

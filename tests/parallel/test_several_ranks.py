@@ -41,6 +41,7 @@ from flexengine.optim.rules import IN_BLOCKS
 from flexengine.parallel.control import Control
 from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.signals import RankLost
+from flexengine.parallel.watch import Watch
 from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.executor import Executor
@@ -299,11 +300,12 @@ def test_a_run_of_two_ranks_goes_on_with_four_and_with_one(tmp_path):
     check_same(resume(0, 1, case, (second, None)), values_of(run_ranks(resume, 3, 3, case, (second, None)))[1])
 
 
-def opened(rank: int, size: int, case: Case, **options: Any) -> Engine:
+def opened(rank: int, size: int, case: Case, watched: bool = False, **options: Any) -> Engine:
     """An engine of this rank."""
     ranks = Ranks.of_environment() if size > 1 else Ranks.alone()
     plan = planned(case, ranks)
-    group = RankGroup(ranks, Control.open(ranks))
+    control = Control.open(ranks)
+    group = RankGroup(ranks, control, Watch.open(ranks, control) if watched else None)
     return build_engine(case.source, plan, AdamW(lr=1e-2), group=group, **options)
 
 
