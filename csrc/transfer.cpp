@@ -1,6 +1,6 @@
 // Transfer engine: hands copies, event waits and event records to the CUDA driver in one call, without Python in
-// between. Streams also wait for words of host memory, and write them, by which processes order each other. A program's commands are issued this way: in order, on the streams that they name. Events mean what CUDA
-// says.
+// between. Streams also wait for words of host memory, and write them, by which processes order each other. A program's
+// commands are issued this way: in order, on the streams that they name. Events mean what CUDA says.
 //
 // Copies are cut into pieces. The hardware may switch between streams at the seams; priorities do not reach the copy
 // engines ("Stream priorities have no effect on host-to-device and device-to-host memory operations", CUDA Driver API,
