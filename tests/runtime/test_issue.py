@@ -19,6 +19,7 @@ from flexengine.parallel.signals import RAISED, Signals
 from flexengine.runtime import issue as issue_module
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.cpu_work import CpuWork
+from flexengine.runtime.executor import STREAM_SIGNALS_VARIABLE, CommandHooks, Executor
 from flexengine.runtime.issue import Issue
 from flexengine.runtime.teller import Teller
 from flexengine.schedule.commands import Access, Command, CommandName, CopyRegion, Program, Signal, Stream
@@ -563,3 +564,23 @@ def test_copies_do_not_cross_where_page_locking_was_cut(monkeypatch):
         for address in (copy.source, copy.target):
             assert not any(address < start < address + copy.num_bytes for start in starts)
     assert torch.equal(node[SLOT_BYTES : 2 * SLOT_BYTES], node[:SLOT_BYTES])
+
+
+@pytest.mark.parametrize("by", ["streams", "host", "host, as the driver cannot"])
+def test_an_executor_has_streams_wait_where_they_can(by, driven, driver, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setenv(STREAM_SIGNALS_VARIABLE, "0" if by == "host" else "1")
+    driver.memory_operations(by != "host, as the driver cannot")
+    node, signals, ranks = two_ranks(driver) if by == "streams" else (torch.zeros(144, dtype=torch.uint8), None, [])
+    executor, asked, told = driven(Executor(CPU, Arenas(CPU, SLOT_BYTES, 1))), list[str](), list[str]()
+    executor.arenas.add_node(node)
+    words = ranks[0].words if ranks else lambda signal: [WordValue(node.data_ptr(), 1)]
+    hooks = CommandHooks(lambda c: asked.append(c.label), lambda c: told.append(c.label), words)
+    if ranks:
+        ranks[0].clock = 1
+    executor.run(relaying_program(0), lambda command: None, hooks=hooks)
+    executor.synchronize()
+    by_host = ([], []) if by == "streams" else (["fetch grad", "offload grad"], ["offload grad"])
+    assert (asked, told) == by_host
+    assert driver.calls("cuStreamWaitValue32_v2") == driver.calls("cuStreamWriteValue32_v2") == (by == "streams")
+    assert signals is None or signals.value(0, 0) == 1

@@ -1,0 +1,461 @@
+"""Do two ranks on one GPU train to the bits of one, and what do their signals and shared pages cost? As JSON.
+
+python -m bench.ranks_on_one_gpu --json out.json
+python -m bench.ranks_on_one_gpu --device cpu --json out.json
+
+- train: blocks shaped as Llama-3.1-8B's, a step of four rounds, by one rank and by two that share the card, each capped
+  at half of its memory. Two ranks run twice: streams wait for each other, then the hosts. Digests of losses, norms and
+  weights have to be equal.
+- hops: seconds from a signal of one rank until the other has seen it, and answers. Streams of the GPU, and hosts.
+- pages: GB/s of mapping, of page-locking and of copies to the GPU, for memory that ranks share (in huge pages where the
+  kernel gives them, and in small ones) and for private memory.
+- adamw: parameters/s of the CPU's update on shared pages and on private ones, taken in turn.
+
+On a CPU the model is small, and parts that need a GPU are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import mmap
+import os
+import random
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bench.cpu_adamw import MODES, native_update, processor_name
+from bench.environment import write_json
+from flexengine.hardware.timing import cpu_timer
+from flexengine.models.registry import ModelSource, build_model
+from flexengine.native import allocate_host
+from flexengine.native.page_lock import lock_pages, unlock_pages
+from flexengine.native.shared_memory import map_shared
+from flexengine.native.transfer import open_transfers
+from flexengine.native.transfer_operations import Await, Raise, Record, WordValue
+from flexengine.optim import AdamW
+from flexengine.parallel.node_memory import NodeMemory
+from flexengine.parallel.signals import Signals
+from flexengine.parallel.team import Team, join, leave
+from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan, Request
+from flexengine.runtime.engine import Engine, EngineSettings
+from flexengine.runtime.executor import STREAM_SIGNALS_VARIABLE
+from flexengine.runtime.turns import RankGroup
+
+PARTS = ("train", "hops", "pages", "adamw")
+GIB = 2**30
+MADV_NOHUGEPAGE = 15
+ADAMW_MODE = "split master, float32 states, bf16 gradient"
+BF16 = Numerics("bfloat16", "split", "bfloat16", "float32")
+PINGS = 1000
+GIVE_UP_S = 280.0
+
+
+class Size(NamedTuple):
+    """What is trained, and how much memory is measured."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    blocks: int
+    vocab: int
+    chunk_tokens: int
+    pages_bytes: int
+    adamw_numel: int
+
+
+EIGHT_B = Size(4096, 14336, 32, 8, blocks=2, vocab=32000, chunk_tokens=2048, pages_bytes=8 * GIB, adamw_numel=2**27)
+SMALL = Size(256, 512, 4, 2, blocks=2, vocab=1000, chunk_tokens=64, pages_bytes=GIB, adamw_numel=2**25)
+STEPS, ROUNDS, CHUNKS_PER_ROUND = 3, 4, 2
+
+
+# ---- what each rank does ----------------------------------------------------------------------------------------
+
+
+def model_of(size: Size) -> ModelSource:
+    """Blocks of a Llama model with random weights."""
+    config = {
+        "model_type": "llama",
+        "hidden_size": size.hidden,
+        "intermediate_size": size.intermediate,
+        "num_hidden_layers": size.blocks,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "head_dim": size.hidden // size.heads,
+        "vocab_size": size.vocab,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 8192,
+        "rope_theta": 500000.0,
+        "hidden_act": "silu",
+    }
+    return ModelSource(build_model("blocks", config), None, None)
+
+
+def plan_of(source: ModelSource, size: Size, ranks: int) -> Plan:
+    """Nothing stays on the GPU; the CPU updates every other group."""
+    tokens = size.chunk_tokens * CHUNKS_PER_ROUND * ROUNDS
+    request = Request(size.chunk_tokens, tokens, GIB, GIB, numerics=BF16, ranks=ranks, round_multiple=ROUNDS)
+    blocks = [LayerPlan((), (), "host")] * size.blocks
+    return Plan(
+        model=source.spec.name,
+        request=request,
+        chunk_tokens=size.chunk_tokens,
+        chunks_per_round=CHUNKS_PER_ROUND,
+        layers=(LayerPlan(), *blocks, LayerPlan()),
+        groups=tuple(GroupPlan(update="cpu" if i % 2 else "gpu") for i in range(len(source.spec.groups))),
+        optimizer_tile=1 << 22,
+    )
+
+
+def train(team: Team | None, device: torch.device, size: Size) -> dict[str, Any]:
+    """Train a few steps; gives digests of what came of them."""
+    ranks = 1 if team is None else team.ranks.size
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(0.95 / ranks, device)
+    source = model_of(size)
+    group = None if team is None else RankGroup(*team)
+    began = time.perf_counter()
+    settings = EngineSettings(deterministic=True, group=group)
+    engine = Engine(source, plan_of(source, size, ranks), device, AdamW(lr=1e-3), settings)
+    shown, seconds, loaded_s = [], [], time.perf_counter() - began
+    generator, rows = random.Random(0), ROUNDS * CHUNKS_PER_ROUND
+    for _ in range(STEPS):
+        batch = [[generator.randrange(size.vocab) for _ in range(size.chunk_tokens)] for _ in range(rows)]
+        start = time.perf_counter()
+        output, result = engine.train_step(batch)
+        engine.executor.synchronize()
+        seconds.append(time.perf_counter() - start)
+        shown.append((repr(output.loss), repr(result.grad_norm)))
+    weights = digest_of(engine.state_dict())
+    gpu_bytes = engine.meter.peak_bytes()
+    by_streams = getattr(engine.executor, "_by_streams", None)
+    engine.close()
+    return {
+        "losses_and_norms": shown,
+        "weights": weights,
+        "step_s": seconds,
+        "load_s": loaded_s,
+        "gpu_peak_bytes": gpu_bytes,
+        "parameters": source.spec.num_parameters,
+        "streams_signal": bool(by_streams),
+    }
+
+
+def digest_of(tensors: dict[str, Tensor]) -> str:
+    """A digest of the bytes of all tensors."""
+    found = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        found.update(tensors[name].contiguous().view(torch.uint8).cpu().numpy().data)
+    return found.hexdigest()
+
+
+def hops(team: Team, device: torch.device) -> dict[str, Any]:
+    """Seconds of a signal from one rank to the other, by hosts, and by streams where they can."""
+    ranks, control, cells = team.ranks, team.control, 2
+    memory = NodeMemory.open(ranks, control, Signals.num_bytes(2, cells), page_locked=device.type == "cuda")
+    signals = Signals.over(memory.tensor, 2, cells, ranks.local_rank)
+    found = {"host_s": hop_of_hosts(team, signals)}
+    if device.type == "cuda":
+        found["stream_s"] = hop_of_streams(team, signals, device)
+    control.barrier()
+    memory.close()
+    return found
+
+
+def hop_of_hosts(team: Team, signals: Signals) -> float:
+    """Two hosts answer each other through cell 0."""
+    team.control.barrier()
+    start, other = time.perf_counter(), 1 - team.ranks.local_rank
+    for value in range(1, PINGS + 1):
+        if team.ranks.local_rank == 0:
+            signals.signal(0, value)
+            signals.wait(0, other, value)
+        else:
+            signals.wait(0, other, value)
+            signals.signal(0, value)
+    return (time.perf_counter() - start) / PINGS / 2
+
+
+def hop_of_streams(team: Team, signals: Signals, device: torch.device) -> float | None:
+    """Two streams answer each other through cell 1; None where they cannot."""
+    transfers, stream = open_transfers(device), torch.cuda.Stream(device)
+    row = team.ranks.local_rank
+    own, other = (transfers.word_address(signals.addresses(1, r)[0]) for r in (row, 1 - row))
+    if own is None or other is None:
+        return None
+    pair = [Raise(stream), Await(stream)] if row == 0 else [Await(stream), Raise(stream)]
+    [done] = transfers.create_events(1)
+    prepared = transfers.prepare([*pair * PINGS, Record(stream, done)])
+    words = [(own if isinstance(operation, Raise) else other, operation) for operation in pair]
+    for value in range(PINGS):
+        values = ((2 * value + i, WordValue(address, value + 1)) for i, (address, _) in enumerate(words))
+        transfers.set_words(prepared, values)
+    team.control.barrier()
+    start = time.perf_counter()
+    transfers.submit(prepared)
+    transfers.synchronize(done)
+    seconds = (time.perf_counter() - start) / PINGS / 2
+    transfers.close()
+    return seconds
+
+
+# ---- shared pages -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def shared_pages(num_bytes: int) -> Iterator[Tensor]:
+    """Memory as ranks share it."""
+    fd = os.memfd_create("bench")
+    try:
+        os.truncate(fd, num_bytes)
+        mapping = map_shared(fd, num_bytes, range(num_bytes))
+    finally:
+        os.close(fd)
+    try:
+        yield mapping.pages
+    finally:
+        mapping.detach()
+
+
+@contextmanager
+def small_shared_pages(num_bytes: int) -> Iterator[Tensor]:
+    """The same in pages of 4 KiB."""
+    fd = os.memfd_create("bench")
+    try:
+        os.truncate(fd, num_bytes)
+        mapping = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED)
+    finally:
+        os.close(fd)
+    mapping.madvise(MADV_NOHUGEPAGE)
+    pages = torch.frombuffer(mapping, dtype=torch.uint8)
+    pages.zero_()
+    yield pages
+
+
+@contextmanager
+def private_pages(num_bytes: int) -> Iterator[Tensor]:
+    """Memory of one rank."""
+    with allocate_host(num_bytes, page_locked=False) as buffer:
+        yield buffer.tensor
+
+
+KINDS = {"shared": shared_pages, "shared, small pages": small_shared_pages, "private": private_pages}
+
+
+def pages(device: torch.device, num_bytes: int) -> dict[str, Any]:
+    """Rates of mapping and touching, of page-locking, and of copies to the GPU."""
+    found: dict[str, Any] = {"bytes": num_bytes, "shmem_enabled": shmem_setting()}
+    for kind, make in KINDS.items():
+        start = time.perf_counter()
+        with make(num_bytes) as memory:
+            rates: dict[str, Any] = {"map_bytes_per_s": num_bytes / (time.perf_counter() - start)}
+            rates["huge_bytes"] = huge_bytes(memory.data_ptr())
+            if device.type == "cuda":
+                rates |= locked_rates(memory, device)
+            found[kind] = rates
+            print(f"pages, {kind}: " + told(rates), flush=True)
+            del memory
+    return found
+
+
+def locked_rates(memory: Tensor, device: torch.device) -> dict[str, float]:
+    """Bytes per second of page-locking, of giving that back, and of copies of 256 MiB in both directions."""
+    torch.cuda.synchronize(device)
+    address, num_bytes = memory.data_ptr(), memory.numel()
+    start = time.perf_counter()
+    lock_pages(address, num_bytes)
+    found = {"lock_bytes_per_s": num_bytes / (time.perf_counter() - start)}
+    on_gpu = torch.empty(min(num_bytes, 2**28), dtype=torch.uint8, device=device)
+    here = memory[: on_gpu.numel()]
+    for name, target, source in (("h2d", on_gpu, here), ("d2h", here, on_gpu)):
+        seconds = []
+        for _ in range(5):
+            torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - start)
+        found[f"{name}_bytes_per_s"] = on_gpu.numel() / min(seconds)
+    start = time.perf_counter()
+    unlock_pages(address)
+    return {**found, "unlock_bytes_per_s": num_bytes / (time.perf_counter() - start)}
+
+
+def huge_bytes(address: int) -> int:
+    """Bytes of huge pages in the mapping that an address lies in."""
+    inside = found = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        span = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if span:
+            inside = int(span[1], 16) <= address < int(span[2], 16)
+        elif inside and line.startswith(("AnonHugePages:", "ShmemPmdMapped:", "FilePmdMapped:")):
+            found += 1024 * int(line.split()[1])
+    return found
+
+
+def shmem_setting() -> str:
+    """Whether the kernel gives shared memory in huge pages: the setting in brackets."""
+    try:
+        return Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text().strip()
+    except OSError:
+        return "unknown"
+
+
+def adamw(numel: int, repeats: int = 9) -> dict[str, Any]:
+    """Parameters per second of updates on each kind of memory; the kinds take turns, so that others' load is alike."""
+    mode, updates = MODES[ADAMW_MODE], dict[str, Any]()
+    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    with ExitStack() as stack:
+        for kind, make in KINDS.items():
+            memory = stack.enter_context(make(numel * sum(plane.itemsize for plane in mode.planes)))
+            planes, offset = list[Tensor](), 0
+            for dtype in mode.planes:
+                planes.append(memory[offset : offset + numel * dtype.itemsize].view(dtype))
+                offset += numel * dtype.itemsize
+            planes[2].normal_()
+            planes[3].normal_()
+            updates[kind] = native_update(planes, torch.get_num_threads())
+        for _ in range(repeats):
+            for kind, update in updates.items():
+                seconds[kind].append(cpu_timer(update, 0.2))
+        updates.clear()
+        del planes, memory
+    best = {kind: min(found) for kind, found in seconds.items()}
+    rates = {f"{kind}, parameters_per_s": numel / found for kind, found in best.items()}
+    rates |= {f"{kind}, median_s": statistics.median(found) for kind, found in seconds.items()}
+    rates["shared_over_private_time"] = best["shared"] / best["private"]
+    print("adamw: " + told(rates), flush=True)
+    return {"mode": ADAMW_MODE, "numel": numel, "threads": torch.get_num_threads(), **rates}
+
+
+# ---- processes --------------------------------------------------------------------------------------------------
+
+
+def run_ranks(part: str, count: int, args: argparse.Namespace, **environment: str) -> list[dict[str, Any]]:
+    """What each of `count` processes makes of a part. Raises: RuntimeError with what a failed one has printed."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+        found.close()
+        running = []
+        for rank in range(count):
+            numbers = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count}
+            numbers["MASTER_PORT"] = port
+            told = {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
+            command = [sys.executable, "-m", "bench.ranks_on_one_gpu", "--worker", part, "--device", args.device]
+            command += ["--out", f"{folder}/{rank}.json", *(["--small"] if args.small else [])]
+            with Path(folder, f"{rank}.log").open("w") as log:
+                process = subprocess.Popen(command, env={**os.environ, **told, **environment}, stdout=log, stderr=log)
+            running.append(process)
+        return [_outcome(rank, process, Path(folder)) for rank, process in enumerate(running)]
+
+
+def _outcome(rank: int, process: subprocess.Popen[bytes], folder: Path) -> dict[str, Any]:
+    try:
+        status: int | str = process.wait(GIVE_UP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        status = f"none within {GIVE_UP_S:.0f} s"
+    if status != 0:
+        text = "".join(path.read_text()[-3000:] for path in sorted(folder.glob("*.log")))
+        raise RuntimeError(f"rank {rank} ended with status {status}:\n{text}")
+    return json.loads((folder / f"{rank}.json").read_text())
+
+
+def work(args: argparse.Namespace) -> None:
+    """Be one of the ranks."""
+    team = join()
+    device = torch.device("cpu")
+    if args.device != "cpu":
+        device = torch.device("cuda", 0 if team is None else team.ranks.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    torch.set_num_threads(1)  # the order of sums depends on it
+    found = train(team, device, size_of(args)) if args.worker == "train" else hops(required(team), device)
+    Path(args.out).write_text(json.dumps(found))
+    leave()
+
+
+def required(team: Team | None) -> Team:
+    """The team of several ranks."""
+    assert team is not None, "one rank sends no signals"
+    return team
+
+
+def size_of(args: argparse.Namespace) -> Size:
+    """A small model on a CPU."""
+    return SMALL if args.small or args.device == "cpu" else EIGHT_B
+
+
+def told(values: dict[str, Any]) -> str:
+    """Values in one line."""
+    return ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
+    )
+
+
+def compare(args: argparse.Namespace) -> dict[str, Any]:
+    """Train with one rank, with two whose streams wait, and with two whose hosts wait."""
+    [one] = run_ranks("train", 1, args)
+    print("one rank: " + told(one), flush=True)
+    found = {"one": one}
+    for name, value in (("two", "1"), ("two, hosts wait", "0")) if args.device != "cpu" else (("two", "0"),):
+        both = run_ranks("train", 2, args, **{STREAM_SIGNALS_VARIABLE: value})
+        names = ("losses_and_norms", "weights")
+        equal = all(rank[shown] == one[shown] for rank in both for shown in names)
+        found[name] = {"equal_bits": equal, "ranks": both}
+        print(f"{name}: equal bits {equal}; " + told(both[0]), flush=True)
+    return found
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """All parts that were asked for."""
+    size, found = size_of(args), {"processor": processor_name(), "device": args.device, "size": size_of(args)._asdict()}
+    device = torch.device(args.device)
+    if args.device != "cpu":
+        found["gpu"] = torch.cuda.get_device_name(0)
+    if "adamw" in args.parts:
+        found["adamw"] = adamw(size.adamw_numel)
+    if "train" in args.parts:
+        found["train"] = compare(args)
+    if "hops" in args.parts:
+        found["hops"] = run_ranks("hops", 2, args)[0]
+        print("hops: " + told(found["hops"]), flush=True)
+    if "pages" in args.parts:  # last: it makes a context of this process
+        found["pages"] = pages(device, size.pages_bytes)
+    return found
+
+
+def main() -> None:
+    """Measure, or be one of the ranks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--small", action="store_true", help="a small model also on a GPU")
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--json", default=None, help="write the figures to this file")
+    parser.add_argument("--worker", choices=["train", "hops"], default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--out", default=None, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker is not None:
+        work(args)
+        return
+    write_json(args.json, measure(args))
+
+
+if __name__ == "__main__":
+    main()
