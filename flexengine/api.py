@@ -26,6 +26,7 @@ from flexengine.native.host_memory import gpu_numa_node
 from flexengine.optim import OPTIMIZERS, AdamW, Optimizer, name_of
 from flexengine.options import options_of
 from flexengine.parallel.cores import take_cores
+from flexengine.parallel.devices import check_own_gpus, device_of_rank
 from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.team import Team, join
 from flexengine.plan import Plan
@@ -182,6 +183,7 @@ def prepare_job(
         with team.control.all_or_none():
             opened = _open(path_or_preset, job, team)
         _check_same_job(team, opened)
+        check_own_gpus(team.control, opened.device)
         take_cores(team.ranks, team.control, gpu_numa_node() if opened.device.type == "cuda" else None)
         profile, plan = _told_by_first(team, lambda: _measure_and_plan(opened, hardware, team.ranks, cache_bytes))
     return PlannedRun(opened.source, opened.job, plan, profile, opened.device, cache_bytes, team)
@@ -202,7 +204,7 @@ def _open(path_or_preset: str | Path, job: Job, team: Team | None) -> _Opened:
         logger.warning("%s: %s", source.spec.name, source.spec.notice)
     if source.weights_folder is not None:
         source = source._replace(spec=check_checkpoint(source.spec, source.weights_folder))
-    device = choose_device(job.device if team is None else _device_of_rank(job.device, team.ranks))
+    device = choose_device(job.device if team is None else device_of_rank(job.device, team.ranks))
     if job.matmul_dtype == "fp8":
         check_multiplies_fp8(device)
     return _Opened(source, job, device)
@@ -215,24 +217,6 @@ def _check_same_job(team: Team, opened: _Opened) -> None:
     values = {name: getattr(opened.job, name) for name in options_of(Job) if name != "adapter"}
     digest = hashlib.blake2b(model.encode(), digest_size=8).hexdigest()
     team.control.agree_on({**values, "model": f"{spec.num_parameters} parameters, {digest}"}, "model and options")
-
-
-def _device_of_rank(name: str, ranks: Ranks) -> str:
-    """The device of a rank, by the job's name for the device of all. Raises: ValueError where there are too few."""
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return "cpu"
-    if name not in ("auto", "cuda"):
-        raise ValueError(
-            f"device={name!r}, but each of {ranks.size} ranks has a GPU of its own; give auto, cuda or cpu"
-        )
-    count = torch.cuda.device_count()
-    if count == 1:  # whoever started the ranks shows each its own, or they share one
-        return "cuda:0"
-    if count < ranks.local_size:
-        raise ValueError(
-            f"{ranks.local_size} ranks on this machine, which has {count} usable NVIDIA GPUs; start as many ranks"
-        )
-    return f"cuda:{ranks.local_rank}"
 
 
 def _measure_and_plan(

@@ -1,8 +1,11 @@
 """from_pretrained under torchrun's environment: ranks plan together, train to the bits of one, and hold the budgets."""
 
 import os
+import re
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -10,11 +13,13 @@ from engine_helpers import random_batch
 from ranks_helper import run_ranks, values_of
 
 from flexengine import from_pretrained
-from flexengine.api import _device_of_rank, prepare
+from flexengine.api import prepare
 from flexengine.hardware.presets import named_profile
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.registry import open_model
 from flexengine.native.threads import host_threads
+from flexengine.parallel.control import Control
+from flexengine.parallel.devices import SHARED_GPU_VARIABLE, check_own_gpus, device_of_rank
 from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.team import leave
 from flexengine.plan import PlanError, Request
@@ -113,13 +118,32 @@ def test_too_little_host_memory_for_ranks_is_said():
 
 def test_each_rank_has_a_gpu_of_its_own(monkeypatch):
     second = Ranks(1, 2, 1, 2, 0, 1)
-    assert _device_of_rank("cpu", second) == "cpu"
+    assert device_of_rank("cpu", second) == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for count, device in ((1, "cuda:0"), (2, "cuda:1"), (8, "cuda:1")):
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
-        assert _device_of_rank("auto", second) == device
+        assert device_of_rank("auto", second) == device
     with pytest.raises(ValueError, match="a GPU of its own"):
-        _device_of_rank("cuda:1", second)
+        device_of_rank("cuda:1", second)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="4 ranks on this machine, which has 2"):
-        _device_of_rank("auto", Ranks(3, 4, 3, 4, 0, 1))
+        device_of_rank("auto", Ranks(3, 4, 3, 4, 0, 1))
+    monkeypatch.setenv(SHARED_GPU_VARIABLE, "1")
+    assert device_of_rank("auto", Ranks(3, 4, 3, 4, 0, 1)) == "cuda:1"
+
+
+@pytest.mark.parametrize(("gpus", "may_share", "said"), [
+    ("abcd", False, None), ("abca", False, "ranks 0 and 3 have the same GPU (a)"), ("aabb", True, None),
+])  # fmt: skip
+def test_ranks_that_have_the_same_gpu_are_told(gpus, may_share, said, monkeypatch):
+    class Gathered:
+        def gather(self, own):
+            assert own == (gpus[0], False)
+            return [(gpu, may_share) for gpu in gpus]
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=gpus[0]))
+    check = lambda: check_own_gpus(cast(Control, Gathered()), torch.device("cuda:0"))  # noqa: E731
+    if said is None:
+        return check()
+    with pytest.raises(ValueError, match=re.escape(said)):
+        check()
