@@ -16,7 +16,7 @@ from math import inf
 from typing import NamedTuple
 
 from flexengine.plan import Request
-from flexengine.schedule.commands import STREAMS, Command, Program, Stream, cpu_priority
+from flexengine.schedule.commands import Command, Program, Stream, cpu_priority, streams_of
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape, lower_round, lower_update
 from flexengine.schedule.packing import full_round, later_rounds
@@ -164,7 +164,7 @@ class _Simulation:
 
     def timed(self, number: int, run: RunEvents) -> TimedRankRun:
         """The times of a run, from its begin on."""
-        begin, busy_s = self._begin[number], dict.fromkeys(STREAMS, 0.0)
+        begin, busy_s = self._begin[number], dict.fromkeys(streams_of(run.run.program), 0.0)
         starts, ends = ([times[i] - begin for i in run.events] for times in (self.start, self.end))
         for command, start_s, end_s in zip(run.run.program.commands, starts, ends, strict=True):
             busy_s[command.stream] += end_s - start_s
