@@ -40,10 +40,10 @@ def train(rank: int, model: Path, folder: Path, signals: dict[int, tuple[int, in
              "max_host_mem_gib": 8.0}  # fmt: skip
     take_step = trainer.take_step
 
-    def taken(engine, batch, number, lr):
+    def taken(engine, batch, number, lr, predicted_s):
         if signals.get(rank, (0, 0))[0] == number:
             os.kill(os.getpid(), signals[rank][1])
-        return take_step(engine, batch, number, lr)
+        return take_step(engine, batch, number, lr, predicted_s)
 
     trainer.take_step = taken
     try:
