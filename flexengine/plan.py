@@ -184,7 +184,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the planner expects of a full step: seconds, busy seconds per stream, bytes by category, and the bound."""
+    """What the planner expects of a full step: seconds, busy seconds per stream, bytes by category, and the bound.
+
+    shared_host_bytes: of the host's bytes, those that several ranks have once for all. exchange_s: seconds of the step
+    in which several nodes exchange gradients and weights.
+    """
 
     step_s: float = 0.0
     speed_of_light_s: float = 0.0
@@ -195,6 +199,8 @@ class Prediction:
     gpu_categories: dict[str, int] = field(default_factory=dict)
     host_categories: dict[str, int] = field(default_factory=dict)
     limiter: str = ""
+    shared_host_bytes: int = 0
+    exchange_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -1,30 +1,40 @@
-"""A plan of several ranks: the planner plans one of them, with its tokens of a step and its share of the host's memory.
+"""A plan of several ranks: the planner plans one of them, with its tokens of a step and its share of the host's memory;
+the plan that it finds is priced by simulating all ranks of a node together.
 
-What ranks share on the host counts once for the node: every rank counts an equal part of it.
+What ranks share on the host counts once for the node: every rank counts an equal part of it. Nodes exchange gradients
+and weights after the last round, which is added to the step.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from flexengine.hardware.nodes import NETWORK_BYTES_PER_S, exchange_s, rank_profile
 from flexengine.hardware.profile import HardwareProfile
-from flexengine.metrics import format_bytes
+from flexengine.metrics import format_bytes, format_seconds
 from flexengine.models.spec import ModelSpec
-from flexengine.plan import Plan, PlanError, Request
+from flexengine.plan import Plan, PlanError, Prediction, Request
+from flexengine.planner.cost.cost_model import CostModel, price
 from flexengine.planner.planner import make_plan
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.ranks_simulator import simulate_ranks
+from flexengine.schedule.step_parts import limiter, summed
 
 
-def plan_for_ranks(model: ModelSpec, request: Request, profile: HardwareProfile) -> Plan:
+def plan_for_ranks(
+    model: ModelSpec, request: Request, profile: HardwareProfile, network_bytes_per_s: float = NETWORK_BYTES_PER_S
+) -> Plan:
     """Find the fastest plan for a request of one or of several ranks.
 
-    max_gpu_bytes of the request is each rank's, max_host_bytes all ranks' of the node together; predicted bytes are
-    told alike. Raises: PlanError when nothing fits.
+    max_gpu_bytes of the request is each rank's, max_host_bytes all ranks' of a node together; predicted bytes are told
+    alike. profile: of the node, with the rates of one GPU. network_bytes_per_s: of a node, each way, where there are
+    several. Raises: PlanError when nothing fits.
     """
     ranks = request.ranks
     if not request.shares_node:
         return make_plan(model, request, profile)
     try:
-        plan = make_plan(model, request.of_rank, profile)
+        plan = make_plan(model, request.of_rank, rank_profile(profile, ranks))
     except PlanError as error:
         budgets = f"{format_bytes(request.max_gpu_bytes)} of GPU memory each and {format_bytes(request.max_host_bytes)}"
         raise PlanError(
@@ -34,10 +44,40 @@ def plan_for_ranks(model: ModelSpec, request: Request, profile: HardwareProfile)
             error.required_bytes,
             error.budget_bytes,
         ) from None
-    predicted = plan.predicted
-    node = {name: ranks * num_bytes for name, num_bytes in predicted.host_categories.items()}
-    return replace(
-        plan,
-        request=request,
-        predicted=replace(predicted, host_bytes=ranks * predicted.host_bytes, host_categories=node),
+    plan = replace(plan, request=request)
+    return replace(plan, predicted=_predicted(Layout(model, plan), plan.predicted, profile, network_bytes_per_s))
+
+
+def _predicted(layout: Layout, of_rank: Prediction, profile: HardwareProfile, network_bytes_per_s: float) -> Prediction:
+    """The prediction of all ranks, from that of one. Busy seconds are those of the rank of the last round."""
+    request, cost = layout.plan.request, CostModel.of(layout.plan.request, profile, layout.plan.chunk_tokens)
+    network_s = exchange_s(*exchanged_bytes(layout), request.nodes, network_bytes_per_s)
+    node = {name: request.ranks * num_bytes for name, num_bytes in of_rank.host_categories.items()}
+    predicted = replace(
+        of_rank,
+        step_s=of_rank.step_s + network_s,
+        host_bytes=request.ranks * of_rank.host_bytes,
+        host_categories=node,
+        shared_host_bytes=layout.node_bytes,
+        exchange_s=network_s,
     )
+    if request.ranks > 1:
+        step = simulate_ranks(layout, cost.rates())
+        estimate = summed([(price(t.run.program, cost, t.until_gpu_ends), t.repeats) for t in step.ranks[-1]])
+        predicted = replace(
+            predicted,
+            step_s=step.step_s + network_s,
+            busy_s=estimate.busy_s,
+            recompute_share=estimate.recompute_s / max(estimate.busy_s["compute"], 1e-30),
+            limiter=limiter(estimate),
+        )
+    if network_s > predicted.step_s / 2:
+        exchange = f"the network, over which nodes exchange gradients and weights for {format_seconds(network_s)}"
+        predicted = replace(predicted, limiter=exchange)
+    return predicted
+
+
+def exchanged_bytes(layout: Layout) -> tuple[int, int]:
+    """Bytes of gradients and of weights of what is trained, as nodes exchange them in a step."""
+    trained = [storage for storage, group in zip(layout.groups, layout.model.groups, strict=True) if not group.frozen]
+    return sum(s.plane_bytes["grad"] for s in trained), sum(s.plane_bytes["weights"] for s in trained)

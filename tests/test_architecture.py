@@ -51,7 +51,7 @@ ARROWS = {
         "hardware",
     },
     "request": {"checkpoint", "hardware", "job", "lora", "metrics", "models", "options", "plan", "wording"},
-    "plan_for_ranks": {"hardware", "metrics", "models", "plan", "planner"},
+    "plan_for_ranks": {"hardware", "metrics", "models", "plan", "planner", "schedule"},
     "launch": set(),
     "ranks_of_run": {"config", "options", "parallel", "wording"},
     "api": {
@@ -167,6 +167,7 @@ ARROWS = {
         "plan",
         "models",
         "hardware",
+        "plan_for_ranks",
         "planner",
         "reports",
         "schedule",

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import format_bytes, format_seconds
 from flexengine.models.spec import ModelSpec
-from flexengine.plan import Plan, Request
+from flexengine.plan import Plan, PlanError, Request
+from flexengine.plan_for_ranks import plan_for_ranks
 from flexengine.planner.feasibility.remedies import budget_notes
 from flexengine.planner.feasibility.shortage import ShortageError
-from flexengine.planner.planner import make_plan
 from flexengine.reports.plan_data import shortage_json
 from flexengine.reports.text_format import align_columns, percent
 
@@ -26,21 +26,25 @@ class Case(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A case with its plan, or with the error that says why there is none."""
+    """A case with its plan, or with the error that says why there is none: for several GPUs no ShortageError."""
 
     case: Case
     plan: Plan | None
-    error: ShortageError | None
+    error: PlanError | None
 
 
-def compare(model: ModelSpec, cases: Sequence[Case]) -> list[Row]:
-    """Plan every case. Raises PlanError for a request that no machine could carry out."""
+def compare(model: ModelSpec, cases: Sequence[Case], network_bytes_per_s: float) -> list[Row]:
+    """Plan every case; nodes have such a network. Raises PlanError for a request that no machine could carry out."""
     rows = []
     for case in cases:
         # A case that does not fit is an answer too; the others are still wanted.
         try:
-            rows.append(Row(case, make_plan(model, case.request, case.profile), None))
+            rows.append(Row(case, plan_for_ranks(model, case.request, case.profile, network_bytes_per_s), None))
         except ShortageError as error:
+            rows.append(Row(case, None, error))
+        except PlanError as error:
+            if case.request.ranks == case.request.nodes == 1:
+                raise
             rows.append(Row(case, None, error))
     return rows
 
@@ -59,7 +63,8 @@ def _notes(case: Case) -> list[str]:
 def _cells(row: Row) -> tuple[str, ...]:
     request = row.case.request
     if row.plan is None:
-        assert row.error is not None, "a case has a plan or an error"
+        if not isinstance(row.error, ShortageError):
+            return row.case.label, "no", "", "", "", "", "", "", "plan it alone for what is missing"
         needs, remedies = row.error.needs, row.error.remedies
         advice = str(remedies[0]) if remedies else "no change that was tried"
         return (
@@ -98,7 +103,8 @@ def comparison_json(rows: Sequence[Row]) -> dict[str, Any]:
 
 def _values(row: Row) -> dict[str, Any]:
     if row.plan is None:
-        assert row.error is not None, "a case has a plan or an error"
+        if not isinstance(row.error, ShortageError):
+            return {"fits": False, "message": str(row.error), "request": asdict(row.case.request)}
         return shortage_json(row.error)
     p, request = row.plan.predicted, row.case.request
     return {

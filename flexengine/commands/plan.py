@@ -15,6 +15,7 @@ from typing import NamedTuple
 from flexengine.commands.compare import Case, compare, comparison_json, comparison_table
 from flexengine.commands.files import print_output, write_whole
 from flexengine.commands.plan_flags import FILES, budget_of_case, parse
+from flexengine.hardware.nodes import with_gpus
 from flexengine.hardware.presets import PRESETS, named_profile, with_memory
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.job import Job
@@ -22,7 +23,8 @@ from flexengine.metrics import GIB, format_bytes
 from flexengine.models.registry import open_model
 from flexengine.models.spec import ModelSpec
 from flexengine.options import flag_of
-from flexengine.plan import Plan, PlanError
+from flexengine.plan import Plan, PlanError, Request
+from flexengine.plan_for_ranks import plan_for_ranks
 from flexengine.planner.feasibility.shortage import ShortageError
 from flexengine.planner.planner import make_plan
 from flexengine.reports.picture import Picture
@@ -58,10 +60,25 @@ def main(argv: Sequence[str]) -> int:
         return _compare(asked)
     profile = machine(asked, flags.gpu)
     try:
-        plan = make_plan(model, make_request(job, profile, profile.device_type), profile)
+        plan = plan_for_ranks(model, request_of(asked, job, profile), profile, _network_bytes_per_s(flags))
     except ShortageError as error:
         return _does_not_fit(asked, profile, error)
+    except PlanError as error:
+        if flags.gpus == flags.nodes == 1:
+            raise
+        print(f"flexengine plan: {error}", file=sys.stderr)
+        return DOES_NOT_FIT
     return _fits(asked, Picture(plan, model, profile))
+
+
+def request_of(asked: Asked, job: Job, profile: HardwareProfile) -> Request:
+    """What is asked of the planner for all GPUs together."""
+    flags, request = asked.flags, make_request(job, profile, profile.device_type)
+    return replace(request, ranks=flags.gpus, nodes=flags.nodes)
+
+
+def _network_bytes_per_s(flags: argparse.Namespace) -> float:
+    return flags.network_gbit_per_s * 1e9 / 8
 
 
 def _fits(asked: Asked, picture: Picture) -> int:
@@ -111,6 +128,8 @@ def machine(asked: Asked, gpu: str | None) -> HardwareProfile:
     profile = named_profile(gpu) if gpu is not None else _this_machine(asked)
     if asked.job.device == "cpu" and profile.device_type != "cpu":
         raise ValueError(f"--device cpu plans for a CPU, but --gpu {gpu} is a GPU; leave one of them out")
+    host_gb_per_s = asked.flags.host_gb_per_s
+    profile = with_gpus(profile, asked.flags.gpus, None if host_gb_per_s is None else host_gb_per_s * 1e9)
     gib = asked.flags.host_mem_gib
     if gib is not None:
         if gib * GIB < profile.host_base_bytes:
@@ -140,7 +159,7 @@ def _this_machine(asked: Asked) -> HardwareProfile:
 
 def _compare(asked: Asked) -> int:
     cases = [_case(asked, text) for text in asked.flags.compare]
-    rows = compare(asked.model, cases)
+    rows = compare(asked.model, cases, _network_bytes_per_s(asked.flags))
     print_output(json.dumps(comparison_json(rows), indent=1) if asked.flags.json else comparison_table(rows))
     return 0 if any(row.plan is not None for row in rows) else DOES_NOT_FIT
 
@@ -152,4 +171,4 @@ def _case(asked: Asked, text: str) -> Case:
     profile = machine(asked, name or asked.flags.gpu)
     job = asked.job if budget is None else replace(asked.job, max_gpu_mem_gib=budget)
     label = f"{number} GiB" if not name else f"{name}:{number}" if colon else name
-    return Case(label, profile, make_request(job, profile, profile.device_type))
+    return Case(label, profile, request_of(asked, job, profile))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flexengine.commands.files import check_target
 from flexengine.flags import add_flag, from_flags, positive_count, positive_number
+from flexengine.hardware.nodes import NETWORK_BYTES_PER_S
 from flexengine.hardware.presets import PRESETS
 from flexengine.job import Job
 from flexengine.models.preset_files import preset_names
@@ -104,6 +105,30 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
     )
     for name, text in BUDGETS.items():
         add_flag(group, options_of(Job)[name], read=positive_number, help_text=text)
+    _add_several(group)
+
+
+def _add_several(group: argparse._ArgumentGroup) -> None:
+    """Add the flags about several GPUs and nodes."""
+    for flag, default, text in (
+        ("--gpus", 1, "GPUs of each node; --max-gpu-mem-gib is each one's, --max-host-mem-gib all GPUs' of a node"),
+        ("--nodes", 1, "nodes that train together"),
+    ):
+        group.add_argument(flag, type=positive_count, default=default, metavar="N", help=f"{text} (default: {default})")
+    group.add_argument(
+        "--host-gb-per-s",
+        type=positive_number,
+        metavar="X",
+        help="rate of a node's host memory, which all its GPUs share, in GB/s (default: assumed of a preset, measured"
+        " of a profile)",
+    )
+    group.add_argument(
+        "--network-gbit-per-s",
+        type=positive_number,
+        default=NETWORK_BYTES_PER_S * 8 / 1e9,
+        metavar="X",
+        help="rate of a node's network, each way, in Gbit/s (default: %(default)g, assumed)",
+    )
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:

@@ -30,7 +30,7 @@ class Picture:
     @cached_property
     def bound(self) -> Bound | None:
         """The lower bound of the step time; None when not even its relaxed problem fits the budgets."""
-        return speed_of_light(self.model, self.plan.request, self.profile)
+        return speed_of_light(self.model, self.plan.request.of_rank, self.profile)
 
     @cached_property
     def gpu(self) -> MemorySeries:
@@ -39,8 +39,9 @@ class Picture:
 
     @cached_property
     def host(self) -> MemorySeries:
-        """Host bytes in use over the step."""
-        return step_memory(self.step, "host")
+        """Host bytes in use over the step, of all ranks together."""
+        series, ranks = step_memory(self.step, "host"), self.plan.request.ranks
+        return series._replace(num_bytes=series.num_bytes * ranks)
 
     @property
     def tokens_per_s(self) -> float:

@@ -14,7 +14,7 @@ from flexengine.planner.feasibility.remedies import budget_notes
 from flexengine.planner.feasibility.shortage import ShortageError
 from flexengine.reports.memory_over_time import MemorySeries
 from flexengine.reports.picture import Picture
-from flexengine.reports.plan_decisions import GROUP_DATA, output_place
+from flexengine.reports.plan_decisions import GROUP_DATA, host_bytes_of_gpu, output_place
 from flexengine.schedule.commands import STREAMS, Program, Stream, streams_of
 from flexengine.schedule.group_storage import group_storage
 from flexengine.schedule.timeline import (
@@ -73,6 +73,27 @@ def as_json(picture: Picture) -> dict[str, Any]:
         },
         "layers": layer_rows(picture),
         "groups": group_rows(picture),
+        **_several_gpus(picture),
+    }
+
+
+def _several_gpus(picture: Picture) -> dict[str, Any]:
+    """Give what each of several GPUs has and does; nothing for one."""
+    request, p = picture.plan.request, picture.plan.predicted
+    gpus = request.ranks * request.nodes
+    if gpus == 1:
+        return {}
+    return {
+        "several_gpus": {
+            "gpus_per_node": request.ranks,
+            "nodes": request.nodes,
+            "tokens_per_s_per_gpu": picture.tokens_per_s / gpus,
+            "tokens_per_s_per_node": picture.tokens_per_s / request.nodes,
+            "node_host_bytes": p.host_bytes,
+            "shared_host_bytes": p.shared_host_bytes,
+            "host_bytes_per_gpu": host_bytes_of_gpu(picture.plan),
+            "exchange_s": p.exchange_s,
+        }
     }
 
 
@@ -152,9 +173,14 @@ def step_timeline(picture: Picture) -> str:
     """Write the simulated step as Chrome trace JSON (open it in Perfetto): commands by stream, and bytes in use."""
     step, predicted = picture.step, picture.plan.predicted
     streams = _streams_of(part.program for part in step.parts)
-    events = track_events(f"{picture.plan.model}, step of {predicted.step_s:.4g} s", streams)
+    title = f"{picture.plan.model}, step of {predicted.step_s:.4g} s"
+    events = track_events(f"{title}, rank 0" if step.others else title, streams)
     for part, start_s in zip(step.parts, step.starts_s, strict=True):
         events += command_events(part.program, part.timing, start_s)
+    for rank, runs in enumerate(step.others, start=1):
+        events += track_events(f"rank {rank}", streams, rank)
+        for timed in runs:
+            events += command_events(timed.run.program, timed.timing, timed.start_s, rank)
     events += _memory_counters("GPU memory (MiB)", picture.gpu) + _memory_counters("host memory (MiB)", picture.host)
     about = {
         "timeline": SIMULATED,

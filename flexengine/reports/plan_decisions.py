@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flexengine.metrics import format_bytes
+from flexengine.metrics import format_bytes, format_seconds
 from flexengine.models.lora import adapter_counts
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, Home, LayerPlan, Plan
@@ -46,6 +46,7 @@ def decision_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
         f"model {plan.model}{size}",
         f"step of {plan.request.max_global_batch_tokens} tokens: {plan.num_rounds} round(s) of {plan.chunks_per_round}"
         f" x {plan.chunk_tokens} tokens, sequences up to {plan.request.max_seq_len}",
+        *gpu_lines(plan),
         *_residency_lines(plan, model),
         *_expert_lines(plan, model),
         *_frozen_lines(plan, model),
@@ -53,6 +54,27 @@ def decision_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
         _update_line(plan),
         *_activation_lines(plan, model),
     ]
+
+
+def gpu_lines(plan: Plan) -> list[str]:
+    """Tell how several GPUs share a step, and the host memory of a node; nothing for one GPU."""
+    request, p = plan.request, plan.predicted
+    if request.ranks == request.nodes == 1:
+        return []
+    nodes = f"{request.nodes} nodes of " if request.nodes > 1 else ""
+    lines = [f"GPUs: {nodes}{request.ranks}, which take rounds in turn and relay gradients through the host"]
+    if p.shared_host_bytes:
+        own = format_bytes(host_bytes_of_gpu(plan))
+        lines.append(f"host memory of a node: state once {format_bytes(p.shared_host_bytes)}, per GPU {own}")
+    if p.exchange_s:
+        share = f"{100 * p.exchange_s / max(p.step_s, 1e-30):.1f}% of the step"
+        lines.append(f"network: nodes exchange gradients and weights for {format_seconds(p.exchange_s)}, {share}")
+    return lines
+
+
+def host_bytes_of_gpu(plan: Plan) -> int:
+    """Host bytes that each GPU of a node adds to what all have once."""
+    return max(0, plan.predicted.host_bytes - plan.predicted.shared_host_bytes) // plan.request.ranks
 
 
 # ---- parameters ------------------------------------------------------------------------------------------------

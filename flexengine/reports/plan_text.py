@@ -40,10 +40,13 @@ def report(picture: Picture) -> str:
 def _answer_lines(picture: Picture) -> list[str]:
     """Tell whether the plan fits, how fast it would be, and what limits it."""
     p, request = picture.plan.predicted, picture.plan.request
+    gpus = request.ranks * request.nodes
+    each, node = (" of each GPU", " of each node") if gpus > 1 else ("", "")
+    per_gpu = f" ({format_tokens_per_s(picture.tokens_per_s / gpus)} per GPU)" if gpus > 1 else ""
     return [
-        f"fits: {format_bytes(p.gpu_bytes)} of {format_bytes(request.max_gpu_bytes)} GPU memory,"
-        f" {format_bytes(p.host_bytes)} of {format_bytes(request.max_host_bytes)} host memory",
-        f"predicted: {format_seconds(p.step_s)} per step, {format_tokens_per_s(picture.tokens_per_s)},"
+        f"fits: {format_bytes(p.gpu_bytes)} of {format_bytes(request.max_gpu_bytes)} GPU memory{each},"
+        f" {format_bytes(p.host_bytes)} of {format_bytes(request.max_host_bytes)} host memory{node}",
+        f"predicted: {format_seconds(p.step_s)} per step, {format_tokens_per_s(picture.tokens_per_s)}{per_gpu},"
         f" effective {format_tflops(picture.effective_flops_per_s)},"
         f" {percent(picture.light_share)} of the speed of light",
         f"limited by: {p.limiter}",

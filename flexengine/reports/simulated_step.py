@@ -1,7 +1,8 @@
 """A whole step as the simulator sees it: the first round, one of the rounds that add to its gradients, the update.
 
 Where the CPU updates, that goes on under the next step's first round, so the update comes first; without clipping it
-begins in the last round, and what is left of it comes first.
+begins in the last round, and what is left of it comes first. So it does for several ranks, which are simulated
+together.
 """
 
 from __future__ import annotations
@@ -15,18 +16,23 @@ from flexengine.plan import Plan
 from flexengine.planner.cost.cost_model import CostModel
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_update
+from flexengine.schedule.ranks_simulator import TimedRankRun, simulate_ranks
 from flexengine.schedule.simulator import simulate
 from flexengine.schedule.step_parts import StepPart, simulated_rounds
 
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """The parts of a step in order, and the layout whose slots their programs name."""
+    """The parts of a step in order, and the layout whose slots their programs name.
+
+    Of several ranks they are rank 0's; `others` has those of the others.
+    """
 
     plan: Plan
     layout: Layout
     profile: HardwareProfile
     parts: tuple[StepPart, ...]
+    others: tuple[tuple[TimedRankRun, ...], ...] = ()
 
     @cached_property
     def total_s(self) -> float:
@@ -50,21 +56,35 @@ class SimulatedStep:
     @property
     def last_round(self) -> StepPart:
         """The round before the update."""
-        return self.parts[-1] if self.plan.updates_on_cpu else self.parts[-2]
+        return self.parts[-1] if self.plan.updates_on_cpu or self.others else self.parts[-2]
 
     @property
     def about(self) -> str:
         """Which parts are drawn, in words."""
         drawn = [p.name if p.repeats == 1 else f"{p.name} (1 of {p.repeats} alike)" for p in self.parts]
-        return ", ".join(drawn)
+        whose = f"rank 0 of {1 + len(self.others)}: " if self.others else ""
+        return whose + ", ".join(drawn)
 
 
 def simulate_step(plan: Plan, model: ModelSpec, profile: HardwareProfile) -> SimulatedStep:
     """Lower and simulate a full step of a plan."""
     layout = Layout(model, plan)
     rates = CostModel.of(plan.request, profile, plan.chunk_tokens).rates()
+    if plan.shares_node:
+        first, *others = simulate_ranks(layout, rates).ranks
+        return SimulatedStep(plan, layout, profile, tuple(map(_part, first)), tuple(map(tuple, others)))
     parts = simulated_rounds(layout, rates)
     if not plan.updates_on_cpu:
         program = lower_update(layout)
         parts.append(StepPart("update", 1, program, simulate(program, rates)))
     return SimulatedStep(plan, layout, profile, tuple(parts))
+
+
+def _part(timed: TimedRankRun) -> StepPart:
+    """A run of one of several ranks as a part of a step."""
+    run = timed.run
+    if run.updates:
+        name = "update of the step before"
+    else:
+        name = "first round" if run.number == 0 else f"accumulating round (round {run.number + 1} of all)"
+    return StepPart(name, timed.repeats, run.program, timed.until_gpu_ends)

@@ -8,8 +8,9 @@ a host that polls would also issue later commands late.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from heapq import heappop, heappush
 from itertools import accumulate
 from math import inf
@@ -23,6 +24,7 @@ from flexengine.schedule.packing import full_round, later_rounds
 from flexengine.schedule.ranks_order import Events, RankRun, RunEvents
 from flexengine.schedule.relay import Share
 from flexengine.schedule.simulator import Rates, Timing, cpu_share
+from flexengine.schedule.step_parts import until_gpu_ends
 
 SIGNAL_S = 50e-6
 """From the end of a command that raises a cell to the start of one on another rank that awaits it: assumed."""
@@ -30,7 +32,8 @@ MOST_DRAWN = 2
 """Rounds of one shape that are simulated on each rank, beside the first; more take what the last of them does."""
 
 
-class TimedRankRun(NamedTuple):
+@dataclass(frozen=True)
+class TimedRankRun:
     """A run of a program on a rank: when it begins, its times from then on, and how often it runs on end in a step.
 
     What the CPU does may end after the run has ended on the GPU.
@@ -44,8 +47,13 @@ class TimedRankRun(NamedTuple):
     @property
     def end_s(self) -> float:
         """When the GPU has ended it."""
-        ends = zip(self.run.program.commands, self.timing.end_s, strict=True)
-        return self.start_s + max(end for command, end in ends if command.stream is not Stream.CPU)
+        return self.start_s + self.until_gpu_ends.total_s
+
+    @cached_property
+    def until_gpu_ends(self) -> Timing:
+        """Its times cut off when the GPU has ended it; the CPU is busy for all seconds of its work."""
+        cut = until_gpu_ends(self.run.program, self.timing)
+        return cut._replace(busy_s=self.timing.busy_s)
 
 
 class RanksStep(NamedTuple):
@@ -67,7 +75,7 @@ def simulate_ranks(layout: Layout, rates: Rates) -> RanksStep:
     size = layout.plan.request.ranks
     ranks = simulate_runs(runs, size * len(shapes), rates)
     repeats = [1, *(count for _, count in shapes)]  # the update comes first
-    ranks = [[timed._replace(repeats=n) for timed, n in zip(rank, repeats, strict=True)] for rank in ranks]
+    ranks = [[replace(timed, repeats=n) for timed, n in zip(rank, repeats, strict=True)] for rank in ranks]
     step_s = max(rank[-1].end_s for rank in ranks)
     for place, count in enumerate(repeats):
         if count > 1:
@@ -309,12 +317,3 @@ class _Simulation:
         rate = (self.rates.duplex_bytes_per_s if link.copies[other] else self.rates.alone_bytes_per_s)[way]
         beside = self.rates.beside_cpu_bytes_per_s
         return rate if beside is None or link.cpu is None else min(rate, beside[way])
-
-
-def busy_of(rank: Sequence[TimedRankRun]) -> dict[Stream, float]:
-    """Busy seconds of a rank's streams in a step."""
-    found: dict[Stream, float] = defaultdict(float)
-    for timed in rank:
-        for stream, seconds in timed.timing.busy_s.items():
-            found[stream] += timed.repeats * seconds
-    return dict(found)

@@ -49,7 +49,7 @@ class Relaxation:
     """The linear programme of one size. Bytes are in units of `unit_bytes`, seconds in units of `unit_s`."""
 
     def __init__(self, step: Unavoidable, size: SizeWork) -> None:
-        self.step, self.size, self.rounds = step, size, size.rounds
+        self.step, self.size, self.rounds, self.ranks = step, size, size.rounds, step.request.ranks
         self.trained = [p for p in step.parameters if p.trained]
         self.unit_bytes = float(sum(p.weights + p.grads + p.states for p in step.parameters))
         self.unit_s = size.compute_s
@@ -172,7 +172,7 @@ class Relaxation:
         touched = {f"u {q.name}": q.touched / self.unit_bytes for q in self.trained}
         homes = self._at_home("wgs", factor=-1.0)
         fetched = {**homes, **self._by_cpu("gs"), "hold end": -1.0, "hold grads": -1.0, "hold states": -1.0}
-        moved = (fetched, total("w") + total("g") + total("s"))
+        moved = (fetched, total("w") + total("g") / self.ranks + total("s"))
         self._part_row("update h2d", "V", moved, up, (p.h2d_beside_cpu_bytes_per_s, slowing), head_s)
         beside = (p.d2h_beside_cpu_bytes_per_s, slowing)
         returned = {**self._at_home("s", factor=-1.0), **self._by_cpu("s"), "hold unsent": -1.0}
@@ -231,14 +231,14 @@ class Relaxation:
         terms |= {"hold turn": -float(r), "hold between": 1.0 - r, "hold end": -1.0, "hold grads": -1.0, "on host": 1.0}
         terms |= self._by_cpu("gs")
         constant = r * (self._total("w") + self._total("w", twice) + self._total("g")) + self._total("s")
-        return terms, constant
+        return terms, constant - (1 - 1 / self.ranks) * self._total("g")  # a rank updates from its share of gradients
 
     def _d2h(self) -> tuple[dict[str, float], float]:
         """Bytes to the host: gradients of every round, updated weights and states, kept activations."""
         r = self.rounds
         terms = {**self._at_home("ws", self.trained, factor=-1.0), **self._at_home("g", factor=-float(r))}
         terms |= {"hold grads": -1.0, "on host": 1.0, **self._by_cpu("ws")}
-        return terms, r * self._total("g") + self._total("w", self.trained) + self._total("s")
+        return terms, r * self._total("g") + self._total("w", self.trained) / self.ranks + self._total("s")
 
     def _gpu_rows(self) -> None:
         """At the turn under the head's command and under the last block's, between rounds, and before the update."""
@@ -263,7 +263,7 @@ class Relaxation:
     def _host_rows(self) -> None:
         """Everything that is not at home on the GPU, and a round's kept activations."""
         budget = (self.step.request.max_host_bytes - host_overhead_bytes(self.step.profile)) / self.unit_bytes
-        states, grads = self._total("w") + self._total("s"), self._total("g")
+        states, grads = self._total("w") / self.ranks + self._total("s"), self._total("g") / self.ranks
         away, kept = self._at_home("ws", factor=-1.0), {"on host": self.size.round_share}
         if self.rounds > 1:
             self.lp.at_most("turn host", {**away, **self._at_home("g", factor=-1.0), **kept}, budget - states - grads)

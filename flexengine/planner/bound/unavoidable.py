@@ -29,7 +29,7 @@ from flexengine.schedule.window import window_places
 
 @dataclass(frozen=True)
 class ParameterBytes:
-    """All parameter groups of one slot class that are treated alike: bytes of their planes.
+    """All parameter groups of one slot class that are treated alike: bytes of their planes, a rank's share of states.
 
     twice: a layer reads their weights forward and backward, so that a round needs them twice. head: the head reads
     them. trained: they have gradients and are updated.
@@ -80,7 +80,7 @@ class Unavoidable:
         for index in members:
             planes.update(plane_bytes(self.model.groups[index], self.request.numerics))
         head = bool(set(members) & set(self.model.layers[-1].groups))
-        states = sum(num for kind, num in planes.items() if kind not in ("weights", "grad"))
+        states = sum(num for kind, num in planes.items() if kind not in ("weights", "grad")) // self.request.ranks
         name = slot_class if trained else f"{slot_class} frozen{' twice' if twice else ''}"
         return ParameterBytes(name, planes["weights"], planes["grad"], states, twice, head, trained)
 
@@ -191,7 +191,7 @@ class SizeWork:
 
     def update_s_of(self, parameters: ParameterBytes) -> float:
         """The update of some by the GPU, which reads all planes and writes all but the gradients."""
-        return self.cost.work_s(Work(memory_bytes=float(parameters.touched)))
+        return self.cost.work_s(Work(memory_bytes=float(parameters.touched) / self.cost.ranks))
 
     def cpu_update_s_of(self, parameters: ParameterBytes) -> float:
         """The same by the CPU, with an idle link."""

@@ -1,0 +1,76 @@
+"""What is assumed of machines with several GPUs, and of networks between them, until they are measured.
+
+A preset describes one GPU and the usual host around it. Several GPUs share one host memory, which then may be what
+limits their links together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flexengine.hardware.profile import HardwareProfile
+
+SERVER_NODE_BYTES_PER_S = 480e9
+"""Host memory of a server with several data-centre cards: two sockets with twelve channels of DDR5-4800 each move 920
+GB/s on paper, of which about half is taken to be attained. Assumed, not measured."""
+DESKTOP_NODE_BYTES_PER_S = ((2, 75e9), (4, 150e9), (8, 300e9))
+"""Host memory of a machine with up to so many GeForce or workstation cards: two channels of DDR5, then boards with
+eight channels, then two sockets of them. Assumed, not measured."""
+NETWORK_BYTES_PER_S = 100e9 / 8
+"""Network of a node where none is named: 100 Gbit/s. Assumed, not measured."""
+
+
+def with_gpus(profile: HardwareProfile, gpus: int, host_bytes_per_s: float | None = None) -> HardwareProfile:
+    """Put `gpus` cards of a profile on one node; its host memory is that of so many hosts, unless it was measured.
+
+    host_bytes_per_s: rate of the node's host memory; None = what is assumed of presets, or what was measured. Updates
+    by the CPU are taken to grow with the number of GPUs, as cores do, up to that rate.
+    """
+    if gpus == 1 and host_bytes_per_s is None:
+        return profile
+    assumed = profile.source == "preset"
+    node = host_bytes_per_s or (assumed_node_rate(profile, gpus) if assumed else profile.host_bytes_per_s)
+    cores = gpus if assumed else 1
+    faster = min(cores, node / profile.host_bytes_per_s)
+    sizes = {}
+    if assumed:
+        total = gpus * profile.host_total_bytes
+        sizes = {"host_total_bytes": total, "host_available_bytes": total - profile.host_base_bytes}
+    return replace(
+        profile,
+        host_bytes_per_s=node,
+        cpu_adamw_parameters_per_s=tuple((dtype, rate * faster) for dtype, rate in profile.cpu_adamw_parameters_per_s),
+        **sizes,
+    )
+
+
+def assumed_node_rate(profile: HardwareProfile, gpus: int) -> float:
+    """Bytes per second of host memory that are assumed of a node with so many cards of a preset."""
+    if gpus == 1 or profile.host_bytes_per_s >= 100e9:  # one with a server's memory
+        return profile.host_bytes_per_s if gpus == 1 else max(SERVER_NODE_BYTES_PER_S, profile.host_bytes_per_s)
+    rates = [rate for most, rate in DESKTOP_NODE_BYTES_PER_S if gpus <= most] or [DESKTOP_NODE_BYTES_PER_S[-1][1]]
+    return max(rates[0], profile.host_bytes_per_s)
+
+
+def exchange_s(gradient_bytes: int, weight_bytes: int, nodes: int, network_bytes_per_s: float) -> float:
+    """Seconds in which nodes exchange a step's gradients and the weights that are updated from them.
+
+    Each node adds up and updates an equal share: it sends all but its own share of its gradients and receives as much
+    of the others', then sends its share of the new weights to all and receives theirs. Both directions of the network
+    are busy at once, and nothing is computed meanwhile.
+    """
+    return (nodes - 1) / nodes * (gradient_bytes + weight_bytes) / network_bytes_per_s
+
+
+def rank_profile(profile: HardwareProfile, ranks: int) -> HardwareProfile:
+    """The profile of one of several ranks of a node, whose links have equal shares of its host memory."""
+    alone, both = profile.host_bytes_per_s / ranks, profile.host_bytes_per_s / (2 * ranks)
+    limits = {name: alone for name in ("h2d_bytes_per_s", "d2h_bytes_per_s")}
+    limits |= {
+        name: both
+        for name in (
+            "h2d_duplex_bytes_per_s", "d2h_duplex_bytes_per_s", "h2d_beside_cpu_bytes_per_s",
+            "d2h_beside_cpu_bytes_per_s",
+        )
+    }  # fmt: skip
+    return replace(profile, **{name: min(getattr(profile, name), limit) for name, limit in limits.items()})

@@ -1,0 +1,91 @@
+"""`flexengine plan --gpus N --nodes K`: what each GPU, each node and all do, without a GPU."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from flexengine.commands.plan import main
+from flexengine.hardware.nodes import assumed_node_rate, exchange_s, rank_profile, with_gpus
+from flexengine.hardware.presets import preset
+from flexengine.metrics import GIB
+from flexengine.models.registry import open_model
+from flexengine.plan import Plan, Request
+from flexengine.plan_for_ranks import plan_for_ranks
+from flexengine.reports.plan_text import describe
+from flexengine.schedule.timeline import SIMULATED
+from flexengine.schedule.trace_reader import read_trace
+
+MODEL, TOKENS = "preset:qwen3-0.6b", 16384
+ARGUMENTS = ["--model", MODEL, "--gpu", "rtx4090", "--max-gpu-mem-gib", "6", "--max-seq-len", "1024"]
+
+
+def planned(capsys, *more: str) -> dict:
+    assert main([*ARGUMENTS, "--json", *more]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.usefixtures("quick_search")
+def test_gpus_and_nodes_are_planned_for(capsys, tmp_path):
+    one = planned(capsys, "--host-mem-gib", "24", "--max-global-batch-tokens", str(TOKENS))
+    files = ["--timeline", str(tmp_path / "step.json"), "--html", str(tmp_path / "plan.html")]
+    files += ["--plan-json", str(tmp_path / "plan.json")]
+    several = [*("--gpus", "2"), *("--nodes", "2"), *("--host-mem-gib", "48")]
+    found = planned(capsys, *several, *("--max-global-batch-tokens", str(4 * TOKENS)), *files)
+    assert "several_gpus" not in one
+    all_gpus, speed = found["several_gpus"], found["predicted"]["tokens_per_s"]
+    assert all_gpus["gpus_per_node"] == all_gpus["nodes"] == 2
+    assert all_gpus["tokens_per_s_per_gpu"] == pytest.approx(speed / 4)
+    assert 2 * one["predicted"]["tokens_per_s"] < speed < 4.2 * one["predicted"]["tokens_per_s"]
+    assert all_gpus["shared_host_bytes"] + 2 * all_gpus["host_bytes_per_gpu"] == pytest.approx(
+        all_gpus["node_host_bytes"], abs=2
+    )
+    plan = Plan.from_json((tmp_path / "plan.json").read_text())
+    assert plan.request.ranks == plan.request.nodes == 2
+    described = describe(plan, None)
+    assert "2 nodes of 2" in described
+    assert "state once" in described
+    assert "exchange gradients" in described
+    assert (
+        "of each node" in (tmp_path / "plan.html").read_text() or "rank 0 of 2" in (tmp_path / "plan.html").read_text()
+    )
+    trace = json.loads((tmp_path / "step.json").read_text())
+    rows = {event["pid"] for event in trace["traceEvents"] if event["ph"] == "X"}
+    assert rows == {1, 2}  # a process for each rank of a node
+    assert len(read_trace(trace, "step.json", SIMULATED).parts) == len(trace["metadata"]["parts"])
+
+
+def test_too_little_host_memory_is_said_for_several_gpus(capsys):
+    assert main([*ARGUMENTS, "--gpus", "4", "--host-mem-gib", "14"]) == 2
+    assert "found no plan of 4 GPUs" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("quick_search")
+def test_state_that_exceeds_one_gpus_share_of_the_host_is_searched_for():
+    """The state is there once: a node whose GPUs could not each hold it keeps activations on the host nevertheless."""
+    spec = open_model("preset:llama-3.1-8b").spec
+    request = Request(2048, 4 * 131072, int(23.5 * GIB), 256 * GIB, ranks=4)
+    plan = plan_for_ranks(spec, request, with_gpus(preset("rtx4090"), 4))
+    assert 0 < plan.predicted.speed_of_light_s < plan.predicted.step_s
+    assert plan.predicted.host_categories["offloaded activations"] > 50 * GIB
+
+
+def test_nodes_exchange_what_they_have_not():
+    # each of four nodes sends and receives three quarters of 8 + 4 GB at 1 GB/s
+    assert exchange_s(8 * 10**9, 4 * 10**9, 4, 1e9) == pytest.approx(9.0)
+    assert exchange_s(8 * 10**9, 4 * 10**9, 1, 1e9) == 0.0
+
+
+def test_gpus_of_a_node_share_host_memory():
+    card = preset("rtx4090")
+    assert with_gpus(card, 1) == card
+    node = with_gpus(card, 4)
+    assert node.host_bytes_per_s == assumed_node_rate(card, 4) == 150e9
+    assert node.host_total_bytes == 4 * card.host_total_bytes
+    assert with_gpus(card, 4, 300e9).host_bytes_per_s == 300e9
+    measured = replace(card, source="measured")
+    assert with_gpus(measured, 4) == measured
+    assert rank_profile(node, 4).h2d_duplex_bytes_per_s == 150e9 / 8
+    assert rank_profile(node, 4).h2d_bytes_per_s == card.h2d_bytes_per_s
