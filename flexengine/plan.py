@@ -187,7 +187,7 @@ class Prediction:
     """What the planner expects of a full step: seconds, busy seconds per stream, bytes by category, and the bound.
 
     shared_host_bytes: of the host's bytes, those that several ranks have once for all. exchange_s: seconds of the step
-    in which several nodes exchange gradients and weights.
+    in which several nodes add up their gradients.
     """
 
     step_s: float = 0.0

@@ -1,8 +1,8 @@
 """A plan of several ranks: the planner plans one of them, with its tokens of a step and its share of the host's memory;
 the plan that it finds is priced by simulating all ranks of a node together.
 
-What ranks share on the host counts once for the node: every rank counts an equal part of it. Nodes exchange gradients
-and weights after the last round, which is added to the step.
+What ranks share on the host counts once for the node: every rank counts an equal part of it. Nodes add up their
+gradients after the last round, which is added to the step.
 """
 
 from __future__ import annotations
@@ -51,33 +51,28 @@ def plan_for_ranks(
 def _predicted(layout: Layout, of_rank: Prediction, profile: HardwareProfile, network_bytes_per_s: float) -> Prediction:
     """The prediction of all ranks, from that of one. Busy seconds are those of the rank of the last round."""
     request, cost = layout.plan.request, CostModel.of(layout.plan.request, profile, layout.plan.chunk_tokens)
-    network_s = exchange_s(*exchanged_bytes(layout), request.nodes, network_bytes_per_s)
+    network_s = exchange_s(gradient_bytes(layout), request.nodes, network_bytes_per_s)
     node = {name: request.ranks * num_bytes for name, num_bytes in of_rank.host_categories.items()}
+    step = simulate_ranks(layout, cost.rates())
+    estimate = summed([(price(t.run.program, cost, t.until_gpu_ends), t.repeats) for t in step.ranks[-1]])
     predicted = replace(
         of_rank,
-        step_s=of_rank.step_s + network_s,
+        step_s=step.step_s + network_s,
+        busy_s=estimate.busy_s,
+        recompute_share=estimate.recompute_s / max(estimate.busy_s["compute"], 1e-30),
+        limiter=limiter(estimate),
         host_bytes=request.ranks * of_rank.host_bytes,
         host_categories=node,
         shared_host_bytes=layout.node_bytes,
         exchange_s=network_s,
     )
-    if request.ranks > 1:
-        step = simulate_ranks(layout, cost.rates())
-        estimate = summed([(price(t.run.program, cost, t.until_gpu_ends), t.repeats) for t in step.ranks[-1]])
-        predicted = replace(
-            predicted,
-            step_s=step.step_s + network_s,
-            busy_s=estimate.busy_s,
-            recompute_share=estimate.recompute_s / max(estimate.busy_s["compute"], 1e-30),
-            limiter=limiter(estimate),
-        )
     if network_s > predicted.step_s / 2:
-        exchange = f"the network, over which nodes exchange gradients and weights for {format_seconds(network_s)}"
+        exchange = f"the network, over which nodes add up gradients for {format_seconds(network_s)}"
         predicted = replace(predicted, limiter=exchange)
     return predicted
 
 
-def exchanged_bytes(layout: Layout) -> tuple[int, int]:
-    """Bytes of gradients and of weights of what is trained, as nodes exchange them in a step."""
-    trained = [storage for storage, group in zip(layout.groups, layout.model.groups, strict=True) if not group.frozen]
-    return sum(s.plane_bytes["grad"] for s in trained), sum(s.plane_bytes["weights"] for s in trained)
+def gradient_bytes(layout: Layout) -> int:
+    """Bytes of all stored gradients, which nodes add up once a step."""
+    groups = zip(layout.groups, layout.model.groups, strict=True)
+    return sum(storage.plane_bytes["grad"] for storage, group in groups if not group.frozen)

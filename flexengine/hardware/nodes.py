@@ -52,14 +52,14 @@ def assumed_node_rate(profile: HardwareProfile, gpus: int) -> float:
     return max(rates[0], profile.host_bytes_per_s)
 
 
-def exchange_s(gradient_bytes: int, weight_bytes: int, nodes: int, network_bytes_per_s: float) -> float:
-    """Seconds in which nodes exchange a step's gradients and the weights that are updated from them.
+def exchange_s(gradient_bytes: int, nodes: int, network_bytes_per_s: float) -> float:
+    """Seconds in which nodes add up a step's gradients over the network, each way of which moves so many bytes.
 
-    Each node adds up and updates an equal share: it sends all but its own share of its gradients and receives as much
-    of the others', then sends its share of the new weights to all and receives theirs. Both directions of the network
-    are busy at once, and nothing is computed meanwhile.
+    Each node adds an equal share: it sends all but its own share of its gradients and receives as much of the others',
+    then sends its sum to all and receives theirs. Nothing is computed meanwhile, and all cards of a node together have
+    the given rate.
     """
-    return (nodes - 1) / nodes * (gradient_bytes + weight_bytes) / network_bytes_per_s
+    return 2 * (nodes - 1) / nodes * gradient_bytes / network_bytes_per_s
 
 
 def rank_profile(profile: HardwareProfile, ranks: int) -> HardwareProfile:

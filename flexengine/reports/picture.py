@@ -89,5 +89,7 @@ CAUSE_WORDS = {
     "d2h": "the device-to-host link",
     "compute": "compute",
     "cpu": "the CPU",
+    "relay_in": "gradients of the rank before",
+    "relay_out": "gradients to be passed on",
     ISSUE: "the host to issue commands",
 }

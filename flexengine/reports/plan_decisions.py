@@ -68,7 +68,7 @@ def gpu_lines(plan: Plan) -> list[str]:
         lines.append(f"host memory of a node: state once {format_bytes(p.shared_host_bytes)}, per GPU {own}")
     if p.exchange_s:
         share = f"{100 * p.exchange_s / max(p.step_s, 1e-30):.1f}% of the step"
-        lines.append(f"network: nodes exchange gradients and weights for {format_seconds(p.exchange_s)}, {share}")
+        lines.append(f"network: nodes add up gradients for {format_seconds(p.exchange_s)}, {share}")
     return lines
 
 
