@@ -178,9 +178,9 @@ def step_timeline(picture: Picture) -> str:
     for part, start_s in zip(step.parts, step.starts_s, strict=True):
         events += command_events(part.program, part.timing, start_s)
     for rank, runs in enumerate(step.others, start=1):
-        events += track_events(f"rank {rank}", streams, rank)
+        events += track_events(f"rank {rank}", streams, PROCESS + rank)
         for timed in runs:
-            events += command_events(timed.run.program, timed.timing, timed.start_s, rank)
+            events += command_events(timed.run.program, timed.timing, timed.start_s, PROCESS + rank)
     events += _memory_counters("GPU memory (MiB)", picture.gpu) + _memory_counters("host memory (MiB)", picture.host)
     about = {
         "timeline": SIMULATED,
