@@ -216,10 +216,10 @@ class Router(Op):
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         grouped = self.style.groups_taken < self.style.groups
-        return self._work(tokens, products=1, passes=6 + 6 * grouped, kernels=7 + 8 * grouped)
+        return self._work(tokens, products=1, passes=6 + 6 * grouped, kernels=14 + 8 * grouped)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self._work(tokens, products=2, passes=6, kernels=6)
+        return self._work(tokens, products=2, passes=12, kernels=16)
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         return self._work(tokens, products=1, passes=1, kernels=1)
