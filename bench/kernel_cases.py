@@ -334,5 +334,8 @@ def decode_cases(s: Sizes) -> tuple[Case, ...]:
         num_bytes = layout.num_bytes + 2 * layout.numel
         return Case(f"decode-{form.name}", formula, num_bytes, make, run, plain, ("stored",), ("out",))
 
-    formulas = {"nf4": "2.516*2FD", "fp8": "3*2FD + 4 for 128 x 128", "int8": "3*2FD + 4*2F"}
+    formulas = {
+        "nf4": "2.516*2FD", "nf4_float32": "2.563*2FD", "fp8": "3*2FD + 4 for 128 x 128", "int8": "3*2FD + 4*2F",
+        "mxfp4": "2.531*2FD",
+    }  # fmt: skip
     return tuple(case(form, formulas[name]) for name, form in FORMATS.items())

@@ -15,7 +15,10 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT
 LONGEST_LINE = 120
 FOLDERS = ("", "flexengine", "bench/results")
 """Where a path in a page may begin, beside the page's own folder."""
-OF_TORCHRUN = {"--nproc-per-node", "--max-restarts", "--shutdown-timeout", "--signals-to-handle"}
+OF_TORCHRUN = {
+    *("--nproc-per-node", "--max-restarts", "--shutdown-timeout", "--signals-to-handle"),
+    *("--nnodes", "--node-rank", "--master-addr", "--master-port", "--rdzv-backend"),
+}
 OF_SERVERS = {
     *("--enable-lora", "--max-lora-rank", "--lora-modules", "--model-path", "--lora-paths", "--outfile", "--outtype"),
     *("--base", "--lora"),

@@ -51,9 +51,11 @@ def test_loss_and_perplexity_equal_transformers(tmp_path):
 class ScriptedEngine:
     """Trains nothing; its validation losses are given."""
 
+    profile = None
+
     def __init__(self, losses):
         self.losses, self.evaluated, self.saved, self.max_grad_norm = list(losses), [], [], 1.0
-        self.plan = SimpleNamespace(predicted=Prediction(), updates_on_cpu=False, to_json=lambda: "{}")
+        self.plan = SimpleNamespace(predicted=Prediction(step_s=0.1), updates_on_cpu=False, to_json=lambda: "{}")
         self.matmul_flops_per_s, self.team = 1e12, None
 
     def describe(self):
@@ -117,7 +119,9 @@ def start(tmp_path, monkeypatch):
         engine = ScriptedEngine(losses)
         monkeypatch.setattr(trainer, "prepare_run", lambda config: engine)
         monkeypatch.setattr(trainer, "build_engine", lambda config, planned: engine)
-        monkeypatch.setattr("flexengine.watchers.Reviewer.after_step", lambda self, metrics: None)
+        monkeypatch.setattr("flexengine.watchers.Reviewer.after_step", lambda self, batch, metrics: None)
+        predicted = SimpleNamespace(step_s=lambda lengths: 0.1)
+        monkeypatch.setattr("flexengine.watchers.Reviewer._predict_by", lambda self, profile: predicted)
         chosen = {
             "model": "preset:demo", "dataset": str(tmp_path / "data.jsonl"), "max_seq_len": 64, "steps": 6,
             "save": True, "max_global_batch_tokens": 64, "output_dir": str(tmp_path / "run"),

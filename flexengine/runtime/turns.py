@@ -14,7 +14,7 @@ from flexengine.parallel.control import Control
 from flexengine.parallel.node_memory import NodeMemory
 from flexengine.parallel.nodes import NodeLink
 from flexengine.parallel.ranks import Ranks
-from flexengine.parallel.signals import Signals
+from flexengine.parallel.signals import RankLost, Signals
 from flexengine.parallel.watch import Watch
 from flexengine.runtime.executor import CommandHooks
 from flexengine.runtime.step_state import StepState
@@ -116,9 +116,13 @@ class Turns:
         self._signals.check()
 
     def abort(self, error: BaseException) -> None:
-        """Tell all ranks that this one cannot go on, so that none waits for it."""
+        """Tell all ranks that this one cannot go on, so that none waits for it.
+
+        What another rank has told is passed on as it is: a third may see this rank's message first.
+        """
         end = self._signals if self._watch is None else self._watch
-        end.abort(f"rank {self.ranks.rank}: {type(error).__name__}: {error}")
+        own = f"rank {self.ranks.rank}: {type(error).__name__}: {error}"
+        end.abort(str(error) if isinstance(error, RankLost) else own)
 
     # -- calls that all ranks make -----------------------------------------------------------------------------------
 
