@@ -87,13 +87,16 @@ def _ended_by_another_rank(team: Team) -> Iterator[None]:
 
 
 def first_rank_first(team: Team | None, body: Callable[[], T]) -> T:
-    """Do on every rank what fills caches: rank 0 does it first. Raises: on all ranks, what one raises."""
+    """Do on every rank what fills caches: rank 0 does it first, then the first rank of each other node.
+
+    Raises: on all ranks, what one raises.
+    """
     if team is None:
         return body()
-    done: list[T] = []
-    for turn in (True, False):
+    done, own = list[T](), 0 if is_first(team) else 1 if team.ranks.local_rank == 0 else 2
+    for turn in range(3):
         with team.control.all_or_none():
-            if is_first(team) is turn:
+            if turn == own:
                 done.append(body())
     return done[0]
 
