@@ -16,9 +16,10 @@ from flexengine.config import TrainConfig
 from flexengine.data.batches import Batch
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import TIMED_STEP, StepMetrics, format_seconds
+from flexengine.parallel.team import is_first
 from flexengine.plan import Plan, PlanError
-from flexengine.planner.correction import Review, review
-from flexengine.planner.planner import make_plan
+from flexengine.plan_for_ranks import plan_for_ranks, review_for_ranks
+from flexengine.planner.correction import Review
 from flexengine.recording import Recorder, reviewed_step
 from flexengine.reports.plan_text import describe
 from flexengine.run_folder import write_plan
@@ -36,11 +37,11 @@ def review_step(
     """Compare the engine's plan with a step whose commands were timed (`Engine.measure_next_step`).
 
     measured_step_s: wall seconds of a step, preferably one without time stamps, which cost time. predicted_step_s: of
-    that step. lengths: of the sequences of the timed step.
+    that step. lengths: of the sequences of the timed step. Of several ranks, this one's part of the step is compared.
     """
     plan, spec, profile = engine.plan, planned.source.spec, planned.profile
-    share = StepPredictor(plan, spec, profile).chunk_share(lengths)
-    found = review(plan, spec, profile, engine.command_totals, measured_step_s, share)
+    share, totals = StepPredictor(plan, spec, profile).chunk_share(lengths), engine.command_totals
+    found = review_for_ranks(plan, spec, profile, totals, measured_step_s, share)
     return replace(found, predicted_s=predicted_step_s)
 
 
@@ -64,7 +65,7 @@ def faster_plan(planned: PlannedRun, engine: Engine, found: Review) -> Plan | No
         round_tokens=plan.round_tokens,
     )
     try:
-        other = make_plan(spec, request, found.profile)
+        other = plan_for_ranks(spec, request, found.profile)
     except PlanError:  # the search is narrower than what is running, which stays
         return None
     if other.predicted.step_s > (1 - LEAST_GAIN) * found.expected.step_s:
@@ -76,8 +77,14 @@ def faster_plan(planned: PlannedRun, engine: Engine, found: Review) -> Plan | No
 
 
 def change_plan(planned: PlannedRun, engine: Engine, found: Review) -> str:
-    """Change to a faster plan if there is one that fits; returns what was done in words."""
-    plan = faster_plan(planned, engine, found)
+    """Change to a faster plan if there is one that fits; returns what was done in words.
+
+    Of several ranks, the first one searches, and all of them make this call.
+    """
+    team = planned.team
+    plan = faster_plan(planned, engine, found) if is_first(team) else None
+    if team is not None:
+        plan = team.control.broadcast(plan)
     if plan is None:
         return "the plan stays: no other within its memory promises to be faster"
     try:
@@ -135,9 +142,13 @@ class Reviewer:
             self._replan(found)
 
     def _found(self, timed_step: int, measured_s: float, predicted_s: float) -> Review:
-        """What a timed step shows, beside measured and predicted seconds of a step."""
+        """What a timed step shows, beside measured and predicted seconds of a step; to all ranks what the first saw."""
         lengths = next(lengths for metrics, lengths in self._steps if metrics.step == timed_step)
-        return review_step(self.planned, self.engine, measured_s, predicted_s, lengths)
+        team = self.planned.team
+        found = review_step(self.planned, self.engine, measured_s, predicted_s, lengths) if is_first(team) else None
+        found = found if team is None else team.control.broadcast(found)
+        assert found is not None
+        return found
 
     def _reviewed_again(self) -> Review:
         """The commands of a later step, and what the undisturbed steps since the review took."""

@@ -7,6 +7,7 @@ gradients after the last round, which is added to the step.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from flexengine.hardware.nodes import NETWORK_BYTES_PER_S, exchange_s, rank_profile
@@ -14,8 +15,10 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import format_bytes, format_seconds
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, PlanError, Prediction, Request
+from flexengine.planner.correction import Review, corrected_profile, review
 from flexengine.planner.cost.cost_model import CostModel, price
 from flexengine.planner.planner import make_plan
+from flexengine.schedule.command_totals import CommandClass, CommandTotal
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.ranks_simulator import simulate_ranks
 from flexengine.schedule.step_parts import limiter, summed
@@ -49,10 +52,23 @@ def plan_for_ranks(
 
 
 def _predicted(layout: Layout, of_rank: Prediction, profile: HardwareProfile, network_bytes_per_s: float) -> Prediction:
-    """The prediction of all ranks, from that of one. Busy seconds are those of the rank of the last round."""
+    """The prediction of all ranks of a node, from that of one."""
+    ranks = layout.plan.request.ranks
+    together = replace(
+        of_rank,
+        host_bytes=ranks * of_rank.host_bytes,
+        host_categories={name: ranks * num_bytes for name, num_bytes in of_rank.host_categories.items()},
+        shared_host_bytes=layout.node_bytes,
+    )
+    return priced_together(layout, together, profile, network_bytes_per_s)
+
+
+def priced_together(
+    layout: Layout, of_rank: Prediction, profile: HardwareProfile, network_bytes_per_s: float = NETWORK_BYTES_PER_S
+) -> Prediction:
+    """Replace a rank's seconds by those of all ranks together. Busy seconds are those of the rank of the last round."""
     request, cost = layout.plan.request, CostModel.of(layout.plan.request, profile, layout.plan.chunk_tokens)
     network_s = exchange_s(gradient_bytes(layout), request.nodes, network_bytes_per_s)
-    node = {name: request.ranks * num_bytes for name, num_bytes in of_rank.host_categories.items()}
     step = simulate_ranks(layout, cost.rates())
     estimate = summed([(price(t.run.program, cost, t.until_gpu_ends), t.repeats) for t in step.ranks[-1]])
     predicted = replace(
@@ -61,15 +77,35 @@ def _predicted(layout: Layout, of_rank: Prediction, profile: HardwareProfile, ne
         busy_s=estimate.busy_s,
         recompute_share=estimate.recompute_s / max(estimate.busy_s["compute"], 1e-30),
         limiter=limiter(estimate),
-        host_bytes=request.ranks * of_rank.host_bytes,
-        host_categories=node,
-        shared_host_bytes=layout.node_bytes,
         exchange_s=network_s,
     )
     if network_s > predicted.step_s / 2:
         exchange = f"the network, over which nodes add up gradients for {format_seconds(network_s)}"
         predicted = replace(predicted, limiter=exchange)
     return predicted
+
+
+def review_for_ranks(
+    plan: Plan,
+    model: ModelSpec,
+    profile: HardwareProfile,
+    measured: Mapping[CommandClass, CommandTotal],
+    measured_step_s: float,
+    chunk_share: float = 1.0,
+) -> Review:
+    """Compare a plan of one or of several ranks with a step, as `review` does.
+
+    measured: of several ranks, what one of them ran. It is compared with one rank of the plan whose link has its share
+    of the host memory; what follows is expected of all ranks together.
+    """
+    request = plan.request
+    if not request.shares_node:
+        return review(plan, model, profile, measured, measured_step_s, chunk_share)
+    of_rank = replace(plan, request=request.of_rank)
+    found = review(of_rank, model, rank_profile(profile, request.ranks), measured, measured_step_s, chunk_share)
+    corrected = corrected_profile(profile, found.factors)
+    expected = priced_together(Layout(model, plan), found.expected, corrected)
+    return replace(found, profile=corrected, expected=expected)
 
 
 def gradient_bytes(layout: Layout) -> int:

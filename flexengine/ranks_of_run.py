@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from flexengine.config import TrainConfig
-from flexengine.options import flag_of
 from flexengine.parallel.control import teller_of
 from flexengine.parallel.signals import RankLost
 from flexengine.parallel.team import Team, is_first, leave
@@ -25,19 +24,9 @@ from flexengine.wording import WRONG_USAGE
 
 T = TypeVar("T")
 
-NOT_YET = ("replan",)
-"""Options that work on one GPU, and not yet on several."""
 FAILED = 1
 INTERRUPTED = 130
 _HEAD_START_S = 0.5  # of the rank that tells: a launcher ends all ranks when the first of them has ended
-
-
-def check_takes_ranks(config: TrainConfig) -> None:
-    """Raise ValueError for options that several ranks have not."""
-    defaults = TrainConfig.__dataclass_fields__
-    for name in NOT_YET:
-        if getattr(config, name) != defaults[name].default:
-            raise ValueError(f"{flag_of(name)} works on one GPU alone so far; leave it out, or train on one GPU")
 
 
 @contextmanager
@@ -59,11 +48,8 @@ def as_rank(team: Team, config: TrainConfig) -> Iterator[TrainConfig]:
             config = replace(config, **own, logging="warning", report_to=())
             logging.getLogger().setLevel(logging.ERROR)
         try:
-            with team.watch:
-                with team.control.all_or_none():
-                    check_takes_ranks(config)
-                with _ended_by_another_rank(team), quiet:  # what ends the run is told outside of it
-                    yield config
+            with team.watch, _ended_by_another_rank(team), quiet:  # what ends the run is told outside of it
+                yield config
         except RankLost as lost:
             if team.watch.loss is None or team.watch.loss.told_here:
                 print(f"flexengine: {lost}", file=sys.stderr)

@@ -49,7 +49,7 @@ class StepPredictor:
         several ranks, which share a batch."""
         rounds = self._packed(lengths)
         chunks = [_real_shape(chunk) for found in rounds for chunk in found]
-        if self.plan.request.ranks > 1 or _sizes(chunks) == _sizes(self._full_chunks):
+        if self.plan.request.shares_node or _sizes(chunks) == _sizes(self._full_chunks):
             return self.plan.predicted.step_s
         shapes = [packed_shape(found, self.plan.chunk_tokens) for found in rounds]
         later = tuple((shape, len(list(run))) for shape, run in groupby(shapes[1:]))

@@ -53,7 +53,7 @@ ARROWS = {
     "request": {"checkpoint", "hardware", "job", "lora", "metrics", "models", "options", "plan", "wording"},
     "plan_for_ranks": {"hardware", "metrics", "models", "plan", "planner", "schedule"},
     "launch": set(),
-    "ranks_of_run": {"config", "options", "parallel", "wording"},
+    "ranks_of_run": {"config", "parallel", "wording"},
     "api": {
         "lora",
         "job",
@@ -106,7 +106,9 @@ ARROWS = {
         "data",
         "hardware",
         "metrics",
+        "parallel",
         "plan",
+        "plan_for_ranks",
         "planner",
         "recording",
         "reports",

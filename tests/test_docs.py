@@ -18,7 +18,9 @@ FOLDERS = ("", "flexengine", "bench/results")
 OF_TORCHRUN = {
     *("--nproc-per-node", "--max-restarts", "--shutdown-timeout", "--signals-to-handle"),
     *("--nnodes", "--node-rank", "--master-addr", "--master-port", "--rdzv-backend"),
+    *("--rdzv-id", "--rdzv-endpoint"),
 }
+OF_SLURM = {"--ntasks-per-node", "--gpus-per-node", "--exclusive"}
 OF_SERVERS = {
     *("--enable-lora", "--max-lora-rank", "--lora-modules", "--model-path", "--lora-paths", "--outfile", "--outtype"),
     *("--base", "--lora"),
@@ -72,7 +74,7 @@ def test_flags_that_are_named_exist(page):
     sources = "".join(path.read_text() for room in ("flexengine", "bench") for path in (ROOT / room).rglob("*.py"))
     known = {option.flag for option in options_of(TrainConfig).values()} | {flag_of(name) for name in FILES}
     known |= {flag_of(name) for name in (*SAME, *OTHERWISE)}
-    known |= {*re.findall(r'"(--[a-z][a-z0-9-]*)"', sources), "--rank", *OF_TORCHRUN}
+    known |= {*re.findall(r'"(--[a-z][a-z0-9-]*)"', sources), "--rank", *OF_TORCHRUN, *OF_SLURM}
     known |= OF_SERVERS if page.name == "export.md" else set()
     text = page.read_text().replace("unknown flag --max-gpu-mem;", "")
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) <= known

@@ -7,6 +7,7 @@ import pytest
 from flexengine import feedback
 from flexengine.api import build, prepare
 from flexengine.hardware.presets import preset
+from flexengine.plan_for_ranks import plan_for_ranks, review_for_ranks
 from flexengine.planner.bound.speed_of_light import speed_of_light_s
 from flexengine.planner.correction import Factors, Review, corrected_prediction, corrected_profile
 from flexengine.schedule.layout import Layout
@@ -80,3 +81,11 @@ def test_a_corrected_prediction_decides_nothing_else(prepared):
     assert replace(engine.plan, predicted=prepared.plan.predicted) == prepared.plan
     engine.fwd_bwd(random_batch(0, (64, 30), 512))
     engine.step()
+
+
+def test_what_is_expected_of_several_ranks_is_of_all_together(prepared):
+    request = replace(prepared.plan.request, ranks=2, max_global_batch_tokens=512)
+    plan = plan_for_ranks(prepared.source.spec, request, prepared.profile)
+    found = review_for_ranks(plan, prepared.source.spec, prepared.profile, {}, measured_step_s=1.0)
+    assert found.factors == Factors()
+    assert found.expected == plan.predicted

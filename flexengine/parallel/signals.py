@@ -109,6 +109,12 @@ class Signals:
         """Raise every cell of every row, so that no stream waits for a rank that is gone."""
         self.table[:, : self.num_cells].view(torch.int32).fill_(RAISED)
 
+    def lower_own(self) -> None:
+        """Set all cells of this row to 0 again, unless a rank has aborted. Order: no rank waits for one or signals."""
+        self.table[self.row, : self.num_cells].view(torch.int32).fill_(0)
+        if self.aborted:  # whoever aborts later raises all cells after this
+            self.raise_all()
+
     @property
     def aborted(self) -> bool:
         """Whether a rank has aborted."""

@@ -302,22 +302,31 @@ class Engine(CheckpointCalls, ReadingCalls):
 
         Between steps only. Nothing is allocated: the plan must fit the arenas of the one before, and planes move
         within them. With the same chunk and round sizes every later loss is bit-identical to what it would have been.
+        Of several ranks, all call it with the same plan.
         Raises ValueError when there are gradients, the request differs, or the plan does not fit; then nothing changed.
         """
         self.state.require_usable()
         if self.turns is not None:
-            raise ValueError("adopt() changes the plan of one rank; several ranks keep theirs: leave --replan out")
+            self.turns.agree(plan.to_json(), "plan")
         if self.state.has_gradients:
             raise ValueError("adopt() between fwd_bwd and step: the gradients would be lost; call step() first")
         _check_same_run(self.plan.request, plan.request)
         layout = Layout(self.model, plan)
         moves = relocation(self.layout, layout, self.arenas.capacity)
-        self._finish_save()
-        self.executor.synchronize()
+        if self.turns is not None:
+            self.turns.check_takes(layout)
+        with together(self.turns):
+            self._finish_save()
+            self.executor.synchronize()
         self.state.unusable = "a change of plan was interrupted, so its weights are half moved"
         self._forget_programs()
         with self.executor.on_compute_stream():
-            self.arenas.relocate(moves)
+            for move in moves:
+                with together(self.turns):  # a later move may take the place that this one leaves
+                    if self.turns is None or self.turns.moves_into(move.target.memory):
+                        self.arenas.relocate([move])
+            if self.turns is not None:
+                self.turns.start_again(layout)
             self._use(layout)
         self.plan, self._description = plan, description or self._description
         self.state.unusable = ""

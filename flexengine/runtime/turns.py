@@ -21,6 +21,7 @@ from flexengine.runtime.step_state import StepState
 from flexengine.schedule.commands import Command, Signal
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.relay import Cells, Share, executor_of
+from flexengine.schedule.slots import Memory
 
 ABORTED = "a rank failed, so that gradients or weights are not whole"
 
@@ -81,6 +82,25 @@ class Turns:
         """Wait until the node's last round so far has stored the gradient of a group. Raises: RankLost."""
         for cell in self._cells.of_gradient(group) if self.rounds else ():
             self._signals.wait(cell, self.last, self.rounds)
+
+    # -- another plan ------------------------------------------------------------------------------------------------
+
+    def check_takes(self, layout: Layout) -> None:
+        """Raise ValueError where the ranks have too few cells for another layout."""
+        needed, has = Cells(layout).count, self._signals.num_cells
+        if needed > has:
+            raise ValueError(f"the new plan needs {needed} cells of each rank, which has {has}")
+
+    def moves_into(self, memory: Memory) -> bool:
+        """Whether this rank moves planes into a memory: into its own, or as the first of its node into the node's."""
+        return memory != "node" or self.ranks.local_rank == 0
+
+    def start_again(self, layout: Layout) -> None:
+        """Count rounds and updates from 0 again, with the cells of another layout. Order: no rank runs anything."""
+        self._cells = Cells(layout)
+        self.rounds = self.updates = self.last = 0
+        self._signals.lower_own()
+        self.control.barrier()
 
     # -- cells -------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Moves from one layout to another in the same two arenas: which stored plane goes where, and in which order.
+"""Moves from one layout to another in the same arenas: which stored plane goes where, and in which order.
 
 Between steps only weights, masters and optimizer states live; everything else in the arenas is free. Nothing is
 allocated, so a change of plan can exceed no budget. A plane moves when nothing alive lies where it goes; where planes
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.slots import Memory, PlaneKind
 
-MEMORIES: tuple[Memory, ...] = ("host", "gpu")
+MEMORIES: tuple[Memory, ...] = ("host", "gpu", "node")
 
 
 class ByteRange(NamedTuple):
@@ -50,13 +50,15 @@ class _Plane:
 def relocation(old: Layout, new: Layout, capacity: Mapping[Memory, int]) -> tuple[Move, ...]:
     """Moves, in order, that turn arenas laid out by `old` into the same arenas laid out by `new`, gradients left out.
 
-    capacity: bytes of either arena. Both layouts are of one model and numerics. Raises: ValueError if `new` is larger
-    than the arenas, or if planes are in each other's way and no free space is large enough for one of them.
+    capacity: bytes of each arena; that of the node, which ranks share, only where there is one. Both layouts are of one
+    model and numerics. Raises: ValueError if `new` is larger than the arenas, or if planes are in each other's way and
+    no free space is large enough for one of them.
     """
-    needs: dict[Memory, int] = {"gpu": new.gpu_bytes, "host": new.host_bytes}
+    needs: dict[Memory, int] = {"gpu": new.gpu_bytes, "host": new.host_bytes, "node": new.node_bytes}
     for memory, needed in needs.items():
-        if needed > capacity[memory]:
-            raise ValueError(f"the new plan needs {needed} bytes of the {memory} arena, which has {capacity[memory]}")
+        has = capacity.get(memory, 0)
+        if needed > has:
+            raise ValueError(f"the new plan needs {needed} bytes of the {memory} arena, which has {has}")
     planes = _planes(old, new)
     moves: list[Move] = []
     while pending := [p for p in planes if p.now != p.goal]:
@@ -98,12 +100,12 @@ def _step_aside(
         for plane in waiting:
             taken = [p.now for p in planes] + ([p.goal for p in pending] if avoid_goals else [])
             for memory in MEMORIES:
-                gap = _gap(plane.now.num_bytes, memory, taken, capacity[memory])
+                gap = _gap(plane.now.num_bytes, memory, taken, capacity.get(memory, 0))
                 if gap is not None:
                     plane.stepped_aside = True
                     return plane, gap
     smallest = min(p.now.num_bytes for p in pending)
-    raise ValueError(f"planes are in each other's way, and neither arena has {smallest} bytes free in one piece")
+    raise ValueError(f"planes are in each other's way, and no arena has {smallest} bytes free in one piece")
 
 
 def _gap(num_bytes: int, memory: Memory, taken: list[ByteRange], capacity: int) -> ByteRange | None:

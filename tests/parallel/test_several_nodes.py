@@ -21,6 +21,7 @@ from test_several_ranks import (
     Shown,
     balanced_experts,
     bf16,
+    change_plans,
     check_same,
     float32,
     not_finite,
@@ -28,6 +29,7 @@ from test_several_ranks import (
     opened,
     steps_of,
     streamed,
+    swapped_frozen,
     train,
 )
 
@@ -80,6 +82,13 @@ def test_nodes_train_in_bf16_to_the_same_bits():
     first = values_of(run_ranks(train, 2, 2, case, nodes=2))[0]
     for shown in values_of(run_ranks(train, 6, 6, case, nodes=2)):
         check_same(shown, first)
+
+
+def test_nodes_change_plans_between_steps():
+    case = swapped_frozen()
+    one = change_plans(0, 1, case)
+    for shown in values_of(run_ranks(change_plans, 4, 4, case, nodes=2)):
+        check_close(shown, one)
 
 
 def train_until_one_dies(rank: int, case: Case, dies: int) -> tuple[str, float]:

@@ -309,6 +309,38 @@ def opened(rank: int, size: int, case: Case, watched: bool = False, **options: A
     return build_engine(case.source, plan, AdamW(lr=1e-2), group=group, **options)
 
 
+def swapped_frozen() -> Case:
+    """The first of two frozen blocks of a size lies on each GPU, the second in the node's memory."""
+    source = random_weights(tiny_config(num_hidden_layers=3))
+    source = source._replace(spec=with_frozen(source.spec, ["block.0", "block.1"]))
+    plan = streamed(source)
+    groups = (plan.groups[0], ON_GPU.of_frozen(), *plan.groups[2:])
+    return Case(source, replace(plan, groups=groups), steps_of(67, LENGTHS, count=3))
+
+
+def change_plans(rank: int, size: int, case: Case) -> Shown:
+    """A step under each of three plans, in which frozen blocks swap places; of one rank, all under the first."""
+    engine, numbers = opened(rank, size, case), []
+    first = engine.plan
+    first_on, second_on, *rest = first.groups[1:]
+    swapped = replace(first, groups=(first.groups[0], second_on, first_on, *rest))
+    for calls, plan in zip(case.steps, (first, swapped, first), strict=True):
+        if size > 1 and plan is not engine.plan:
+            engine.adopt(plan, "another plan")
+        output, result = engine.train_step(calls[0])
+        numbers += [output.loss, result.grad_norm]
+    weights = {name: tensor.numpy() for name, tensor in engine.state_dict().items()}
+    engine.close()
+    return Shown([repr(number) for number in numbers], {}, weights)
+
+
+def test_ranks_change_plans_between_steps():
+    case = swapped_frozen()
+    one = change_plans(0, 1, case)
+    for shown in values_of(run_ranks(change_plans, 3, 3, case)):
+        check_same(shown, one)
+
+
 def look_in(rank: int, size: int, case: Case) -> list[str]:
     """What calls that change nothing return after a step."""
     engine = opened(rank, size, case)

@@ -91,6 +91,17 @@ def test_only_the_first_message_counts(alone):
         alone.check()
 
 
+def test_cells_that_are_lowered_stay_raised_after_an_abort(alone):
+    alone.signal(3, 4)
+    alone.lower_own()
+    assert alone.value(3) == 0
+    alone.abort("lost")
+    alone.lower_own()
+    assert alone.value(3) == RAISED
+    with pytest.raises(RankLost, match="lost"):
+        alone.check()
+
+
 def test_nonsense_is_refused(alone):
     for cell, value in ((16, 1), (-1, 1), (0, 0), (0, RAISED)):
         with pytest.raises(ValueError, match="cannot have the value"):
