@@ -48,7 +48,8 @@ GEMMA = {
 
 class Case(NamedTuple):
     """A run. ragged: texts of any length, else random tokens of full length. data_bytes: of the file of texts.
-    container_bytes: the run gets no budgets, but a container of this size. flags: further ones."""
+    container_bytes: the run gets no budgets, but a container of this size. flags: further ones. ranks: processes that
+    train together, all of them and their launcher in one group."""
 
     name: str
     vocab_size: int
@@ -59,6 +60,7 @@ class Case(NamedTuple):
     data_bytes: int = 4 * MIB
     container_bytes: int = 0
     flags: tuple[str, ...] = ()
+    ranks: int = 1
 
 
 CASES = [
@@ -74,6 +76,8 @@ CASES = [
     Case("152k in 2 GiB without budgets", 152_000, "bfloat16", container_bytes=2 * GIB),
     Case("1 GB of data", 32_000, "float32", data_bytes=10**9),
     Case("300 ragged steps", 8_000, "bfloat16", steps=300, flags=("--max-global-batch-tokens", "1024")),
+    Case("2 ranks, 152k, float32", 152_000, "float32", ranks=2),
+    Case("3 ranks, 32k, bfloat16", 32_000, "bfloat16", ranks=3),
 ]
 
 
@@ -108,7 +112,7 @@ def command(case: Case, work: Path, budgets: tuple[float, float] | None, *more: 
         sys.executable, "-m", "flexengine", "train", "--model", str(model_folder(case, work / "model")),
         "--init", "random", "--device", "cpu", "--dtype", case.dtype, "--max-seq-len", "512",
         "--max-global-batch-tokens", "4096", "--steps", str(case.steps), "--output-dir", str(work / "run"),
-        *(given or ["--data-source", "synthetic"]), *case.flags, *more,
+        "--gpus", str(case.ranks), *(given or ["--data-source", "synthetic"]), *case.flags, *more,
     ]  # fmt: skip
 
 
@@ -187,12 +191,12 @@ def measure(case: Case, work: Path) -> dict[str, object]:
     if not limit_bytes:
         gpu_bytes, host_bytes = planned_bytes(case, work, (8.0, 8.0))
         budgets = ((gpu_bytes + MIB) / GIB, (host_bytes + MIB) / GIB)
-        limit_bytes = gpu_bytes + host_bytes + 2 * MIB
+        limit_bytes = case.ranks * gpu_bytes + host_bytes + 2 * MIB
     ended = run(command(case, work, budgets), limit_bytes)
     advised = re.search(r"fits with: --max-host-mem-gib ([0-9.]+)", ended.said)
     if budgets and advised:
         budgets = (budgets[0], float(advised[1]))
-        limit_bytes = int(sum(budgets) * GIB)
+        limit_bytes = int((case.ranks * budgets[0] + budgets[1]) * GIB)
         ended = run(command(case, work, budgets), limit_bytes)
     refused = ended.status == 2
     return {
