@@ -118,10 +118,10 @@ def combine(
 
 def grouped_product(
     x: Tensor, weight: Tensor, bounds: Tensor, out: Tensor, transposed: bool, bias: Tensor | None = None,
-    row_weight: Tensor | None = None, added: bool = False,
+    row_weight: Tensor | None = None, added: bool = False, gains: Tensor | None = None,
 ) -> None:  # fmt: skip
     """out[r] = x[r] @ weight[e].T (+ (row_weight[r] *) bias[e]) for the rows r of every expert e; transposed:
-    x[r] @ weight[e]; added: on top of what out holds.
+    x[r] @ weight[e]; added: on top of what out holds; gains [E, F] fp32: what the sum is multiplied by, without bias.
 
     Shapes: x [R, D] and out [R, F] in bf16 or fp32, weight [E, F, D] (transposed: [E, D, F]), bounds [E + 1] int32,
     bias [E, F] of x's dtype, row_weight [R] fp32. Sums in fp32, one rounding. Deterministic: the order of a sum depends
@@ -138,6 +138,10 @@ def grouped_product(
         check_tensor("bias", bias, (experts, columns), (x.dtype,))
     if row_weight is not None:
         check_tensor("row_weight", row_weight, (count,), (torch.float32,))
+    if gains is not None:
+        check_tensor("gains", gains, (experts, columns), (torch.float32,))
+        if bias is not None:
+            raise ValueError("a product has gains or a bias, not both")
     if out.numel() == 0:
         return
     t = _tiling(x)
@@ -145,11 +149,12 @@ def grouped_product(
     row_tiles = triton.cdiv(count, block_rows) + experts
     block_columns = min(t.columns, max(16, triton.next_power_of_2(columns)))
     _product_kernel[(row_tiles * triton.cdiv(columns, block_columns),)](
-        x, weight, bounds, out, out if bias is None else bias, out if row_weight is None else row_weight, inner,
-        columns, experts, row_tiles,
+        x, weight, bounds, out, out if bias is None else bias, out if row_weight is None else row_weight,
+        out if gains is None else gains, inner, columns, experts, row_tiles,
         weight.stride(0), weight.stride(2 if transposed else 1), weight.stride(1 if transposed else 2),
         WIDE=not x.is_cuda, EXPERTS=triton.next_power_of_2(experts), ROWS=block_rows, COLUMNS=block_columns,
         INNER=t.inner, GROUP=t.group, BIAS=bias is not None, WEIGHTED=row_weight is not None, ADDED=added,
+        GAINS=gains is not None,
         **t.launch(),
     )  # fmt: skip
 
@@ -241,10 +246,10 @@ def _grouped_tile(program, row_tiles, column_tiles, GROUP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["row_tiles"])
 def _product_kernel(
-    x_ptr, weight_ptr, bounds_ptr, out_ptr, bias_ptr, row_weight_ptr, inner, columns, experts, row_tiles,
+    x_ptr, weight_ptr, bounds_ptr, out_ptr, bias_ptr, row_weight_ptr, gains_ptr, inner, columns, experts, row_tiles,
     expert_stride, column_stride, inner_stride,
     WIDE: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-    GROUP: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr, ADDED: tl.constexpr,
+    GROUP: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr, ADDED: tl.constexpr, GAINS: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows of one expert. The last tile of each may be part filled, so there are as many more as experts."""
     tile, column_tile = _grouped_tile(tl.program_id(0), row_tiles, tl.cdiv(columns, COLUMNS), GROUP)
@@ -279,6 +284,8 @@ def _product_kernel(
         target = out_ptr + rows[:, None] * columns + outs[None, :]
         if ADDED:
             total += tl.load(target, mask=row_mask[:, None] & out_mask, other=0.0).to(tl.float32)
+        if GAINS:
+            total *= tl.load(gains_ptr + expert.to(tl.int64) * columns + outs, mask=out_mask, other=0.0)[None, :]
         tl.store(target, round_to(total, out_ptr.dtype.element_ty), mask=row_mask[:, None] & out_mask)
 
 

@@ -19,6 +19,7 @@ from flexengine.models.saved_modules import saved_tensors, with_saved_modules
 from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec, ParamSpec, WeightSource
 from flexengine.ops.base import Op
 from flexengine.ops.dora import DoRALinear
+from flexengine.ops.dora_experts import DoRAGroupedLinear
 from flexengine.ops.experts import GroupedLinear
 from flexengine.ops.linear import Linear
 from flexengine.ops.lora import AdaptedRows, LoRALinear
@@ -103,7 +104,8 @@ def _adapted(op: Op, number: int, of_modules: tuple[tuple[AdaptedRows, bool], ..
         return op
     rows = tuple(rows for rows, _ in of_modules)
     if isinstance(op, GroupedLinear):
-        return LoRAGroupedLinear(op, lora.rank, lora.scale, rows, one_tensor=of_modules[0][1])
+        kind = DoRAGroupedLinear if lora.use_dora else LoRAGroupedLinear
+        return kind(op, lora.rank, lora.scale, rows, one_tensor=of_modules[0][1])
     if isinstance(op, Router):
         return LoRARouter(op, lora.rank, lora.scale)
     assert isinstance(op, Linear)
@@ -133,16 +135,17 @@ def _params(op: Op, modules: Sequence[_Module], nested: bool) -> list[ParamSpec]
     return [
         ParamSpec(op.down, shapes[0], down, init="kaiming", added=True),
         ParamSpec(op.up, shapes[1], up, init="zeros", added=True),
-        *([_magnitudes(op, modules)] if isinstance(op, DoRALinear) else []),
+        *([_magnitudes(op, modules)] if isinstance(op, (DoRALinear, DoRAGroupedLinear)) else []),
     ]
 
 
-def _magnitudes(op: DoRALinear, modules: Sequence[_Module]) -> ParamSpec:
+def _magnitudes(op: DoRALinear | DoRAGroupedLinear, modules: Sequence[_Module]) -> ParamSpec:
     sources = tuple(
         WeightSource(f"{PEFT_PREFIX}{module.name}.lora_magnitude_vector", (module.rows.end - module.rows.start,))
         for module in modules
     )
-    return ParamSpec(op.magnitude, (op.adapted_features,), sources, kind="vector", init="zeros", added=True)
+    stack = (op.num_experts,) if isinstance(op, DoRAGroupedLinear) else ()
+    return ParamSpec(op.magnitude, (*stack, op.adapted_features), sources, kind="vector", init="zeros", added=True)
 
 
 # -- which modules ---------------------------------------------------------------------------------------------------
@@ -177,7 +180,8 @@ def _check_experts(everything: Sequence[_Module], modules: Sequence[_Module], lo
             f"lora targets name some experts of a layer, such as {modules[0].name}; name all of them, by"
             f" {modules[0].short} or {ALL_EXPERTS}"
         )
-    asked = {"use_dora=True": lora.use_dora, f"dropout={lora.dropout}": bool(lora.dropout)}
+    no_dora = modules[0].one_tensor or modules[0].router
+    asked = {"use_dora=True": lora.use_dora and no_dora, f"dropout={lora.dropout}": bool(lora.dropout)}
     asked[f"init={lora.init}"] = lora.init != "default" and (modules[0].one_tensor or modules[0].router)
     wrong = [name for name, given in asked.items() if given]
     if wrong:
@@ -305,7 +309,7 @@ def adapters(model: ModelSpec) -> Iterator[Adapter]:
                 magnitudes, experts = [None] * len(adapted), 0
                 if isinstance(op, LoRAGroupedLinear) and op.one_tensor:
                     experts = op.num_experts
-                if isinstance(op, DoRALinear):
+                if isinstance(op, (DoRALinear, DoRAGroupedLinear)):
                     magnitudes = _sources(model, *named[op.magnitude])
                 for weight, a, b, magnitude in zip(adapted, down, up, magnitudes, strict=True):
                     yield Adapter(weight, a, b, op.transposed, magnitude, experts, isinstance(op, LoRARouter))

@@ -245,12 +245,12 @@ def _cut(start: int, end: int) -> list[slice]:
 def adapted_norms(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """|W| and |W + scale * B @ A| by rows [F], wide, without a matrix of W's size.
 
-    Shapes: weight [F, D], down = A [R, D], up = B [F, R].
+    Shapes: weight [F, D], down = A [R, D], up = B [F, R], or stacks of as many of each.
     """
     b = wide(up)
-    square = torch.linalg.vector_norm(weight, dim=1, dtype=b.dtype).square_()
+    square = torch.linalg.vector_norm(weight, dim=-1, dtype=b.dtype).square_()
     own = square.sqrt()
-    mixed = (wide_product(weight, down) * b).sum(1)
-    added = ((b @ wide_product(down, down)) * b).sum(1)
+    mixed = (wide_product(weight, down) * b).sum(-1)
+    added = ((b @ wide_product(down, down)) * b).sum(-1)
     total = square.add_(mixed, alpha=2 * scale).add_(added, alpha=scale * scale)
     return own, total.clamp_min_(LEAST_NORM**2 if total.dtype == torch.float64 else 0.0).sqrt_().clamp_min_(LEAST_NORM)

@@ -34,16 +34,21 @@ def _slices(bounds: Tensor) -> Iterator[tuple[int, slice]]:
 
 def grouped_product(
     x: Tensor, weight: Tensor, bounds: Tensor, out: Tensor, transposed: bool, bias: Tensor | None = None,
-    row_weight: Tensor | None = None, added: bool = False,
+    row_weight: Tensor | None = None, added: bool = False, gains: Tensor | None = None,
 ) -> None:  # fmt: skip
     """out [R, F] = x [R, D] @ weight [E, F, D][e].T (+ (row_weight [R] *) bias [E, F][e]) for the rows of every expert;
-    transposed: @ weight [E, D, F][e]; added: on top of what out holds."""
+    transposed: @ weight [E, D, F][e]; added: on top of what out holds; gains [E, F], wide: what the sum is multiplied
+    by, where there is no bias."""
     if use_kernel(x) and x.dtype != torch.float64:
         from flexengine.kernels import experts  # noqa: PLC0415
 
-        return experts.grouped_product(x, weight, bounds, out, transposed, bias, row_weight, added)
+        return experts.grouped_product(x, weight, bounds, out, transposed, bias, row_weight, added, gains)
     for expert, rows in _slices(bounds):
         matrix = weight[expert] if transposed else weight[expert].t()
+        if gains is not None:
+            total = wide(x[rows]) @ wide(matrix)
+            out[rows] = (total.add_(out[rows]) if added else total).mul_(gains[expert])
+            continue
         if bias is None and not added:
             torch.mm(x[rows], matrix, out=out[rows])
             continue

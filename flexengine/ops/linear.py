@@ -68,10 +68,11 @@ def accumulate_bias_grad(acc: Tensor, grad_y: Tensor, first: bool) -> None:
 
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, D] @ weight [F, D].T in float32 (float64), not rounded to the operands' type."""
+    """x [T, D] @ weight [F, D].T in float32 (float64), not rounded to the operands' type; also of stacks of both."""
     if x.is_cuda and x.element_size() == 2:
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
-    return wide(x) @ wide(weight).t()
+        product = torch.bmm if x.dim() == 3 else torch.mm
+        return product(x, weight.mT, out_dtype=torch.float32)
+    return wide(x) @ wide(weight).mT
 
 
 class Linear(Op):

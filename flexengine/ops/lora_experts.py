@@ -103,15 +103,19 @@ class LoRAGroupedLinear(GroupedLinear):
         weights = (bias, self._row_weight(env.t))
         grouped_product(self._x(env.t), env.p[self.weight], bounds, y, self.transposed, *weights, added=True)
 
+    def _grad_y(self, env: OpEnv) -> Tensor:
+        """The gradient of the sum of both products [R, F]."""
+        return self._y(env.g)
+
     def _write_grad_x(self, env: OpEnv) -> None:
-        grad_y, grad_x, bounds = self._y(env.g), self._x(env.g), self._bounds(env)
+        grad_y, grad_x, bounds = self._grad_y(env), self._x(env.g), self._bounds(env)
         grad_low = self._low(env, self.grad_low)
         grouped_product(grad_y, self._write_spread(env), bounds, grad_low, True)
         grouped_product(grad_low, env.p[self.down][self._experts(env)], bounds, grad_x, True)
         grouped_product(grad_y, env.p[self.weight], bounds, grad_x, not self.transposed, added=True)
 
     def backward_weight(self, env: OpEnv) -> None:
-        x, grad_y, bounds, experts = self._x(env.t), self._y(env.g), self._bounds(env), self._experts(env)
+        x, grad_y, bounds, experts = self._x(env.t), self._grad_y(env), self._bounds(env), self._experts(env)
         grad_low, low = self._low(env, self.grad_low), self._write_low(env)
         grouped_weight_gradient(grad_low, x, bounds, env.gp[self.down][experts], not env.first)
         grad_spread = self._spread_of(env, self.grad_spread)

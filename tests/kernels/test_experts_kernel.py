@@ -53,6 +53,10 @@ def check_products(checks, device, dtype, routing, shape):
     kernel.grouped_product(x, weight, bounds, out, transposed=False, added=True)
     wanted = 2 * torch.einsum("rd,rfd->rf", x.double().cpu(), own)
     checks.assert_close(out.cpu(), wanted, checks.TOLERANCE[dtype], "y on top")
+    gains = 1.0 + 0.01 * torch.randn(num_experts, columns, device=device)
+    kernel.grouped_product(x, weight, bounds, out.zero_(), transposed=False, added=True, gains=gains)
+    wanted = 0.5 * wanted * gains.double().cpu()[expert]
+    checks.assert_close(out.cpu(), wanted, checks.TOLERANCE[dtype], "y with gains")
     grad_y = checks.normal(tokens * count, columns, dtype=dtype, device=device)
     grad_x = checks.empty(tokens * count, inner, dtype=dtype, device=device)
     kernel.grouped_product(grad_y, weight, bounds, grad_x, transposed=True)

@@ -96,7 +96,9 @@ def keep_zero_blocks(model):
 def train_both(engine, model, config, names):
     ids, labels = draw_batch(config["vocab_size"])
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(list(trained.values()), **SETTINGS)
+    whole = [p for p in trained.values() if p.dim() > 1]
+    vectors = {"params": [p for p in trained.values() if p.dim() == 1], "weight_decay": 0.0}  # magnitudes never decay
+    optimizer = torch.optim.AdamW([{"params": whole}, vectors], **SETTINGS)
     for step in range(5):
         loss = torch.as_tensor(reference_loss(model, ids, labels))
         loss.backward()
@@ -163,13 +165,20 @@ def test_experts_in_one_tensor(targets, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "base"),
-    [("qwen3_moe", "compute"), ("gpt_oss", "compute"), ("qwen3_next", "nf4"), ("qwen3_5_moe_text", "int8")],
+    ("family", "base", "use_dora"),
+    [
+        ("qwen3_moe", "compute", False),
+        ("qwen3_moe", "compute", True),
+        ("gpt_oss", "compute", False),
+        ("qwen3_next", "nf4", False),
+        ("qwen3_5_moe_text", "int8", False),
+    ],
 )
-def test_neither_plan_nor_parts_change_a_bit(family, base, monkeypatch):
+def test_neither_plan_nor_parts_change_a_bit(family, base, use_dora, monkeypatch):
     monkeypatch.setattr(blocks, "PART_ELEMENTS", 1)
     source = random_weights(CASES[FAMILY_CASES[family]])
-    lora = LoRA(["all-linear", "all-experts", "router" if family == "gpt_oss" else "gate"], rank=4)
+    router = [] if use_dora else ["router" if family == "gpt_oss" else "gate"]
+    lora = LoRA(["all-linear", "all-experts", *router], rank=4, use_dora=use_dora)
     source = source._replace(spec=with_base_dtype(with_lora(source.spec, lora), base))
     sizes = {"chunk_tokens": 48, "chunks_per_round": 2, "numerics": replace(FLOAT32, base=base)}
     streamed = streamed_plan(source.spec, **sizes)
@@ -200,8 +209,63 @@ def test_targets_of_experts():
         ValueError, match=r"name some experts of a layer.*name all of them, by gate_proj or all-experts"
     ):
         with_lora(spec, LoRA("experts.0.gate_proj"))
+    with pytest.raises(ValueError, match=r"dropout=0.1 with adapters of experts.* is not built"):
+        with_lora(spec, LoRA("all-experts", dropout=0.1))
+    spec = build_model("tiny", CASES[FAMILY_CASES["gpt_oss"]])
     with pytest.raises(ValueError, match=r"use_dora=True with adapters of experts.* is not built"):
         with_lora(spec, LoRA("all-experts", use_dora=True))
+
+
+class SeparateExperts(torch.nn.Module):
+    """Experts as linear layers of their own, as PEFT adapts with magnitudes, in the place of transformers' tensors."""
+
+    def __init__(self, stacked):
+        super().__init__()
+        for number, (gate_up, down) in enumerate(zip(stacked.gate_up_proj, stacked.down_proj, strict=True)):
+            expert, parts = torch.nn.Module(), (*gate_up.chunk(2), down)
+            for name, weight in zip(("gate_proj", "up_proj", "down_proj"), parts, strict=True):
+                layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+                layer.weight.data.copy_(weight.data)
+                setattr(expert, name, layer)
+            self.add_module(str(number), expert)
+
+    def forward(self, x, chosen, weights):
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.children()):
+            rows, k = (chosen == number).nonzero(as_tuple=True)
+            hidden = torch.nn.functional.silu(expert.gate_proj(x[rows])) * expert.up_proj(x[rows])
+            y = y.index_add(0, rows, expert.down_proj(hidden) * weights[rows, k, None])
+        return y
+
+
+@pytest.mark.parametrize(("family", "targets"), [("qwen3_moe", "all-experts"), ("olmoe", "up_proj")])
+def test_dora_of_experts(family, targets, tmp_path):
+    config = CASES[FAMILY_CASES[family]]
+    base = saved_model(tmp_path / "base", config)
+    for layer in base.model.layers:
+        layer.mlp.experts = SeparateExperts(layer.mlp.experts)
+    base.config.model_type = "separate experts"  # PEFT translates targets of the type that it knows
+    lora = LoRA(targets, RANK, 5.0, use_dora=True)
+    torch.manual_seed(3)
+    modules = r".*experts.*_proj" if targets == "all-experts" else ["up_proj"]
+    model = get_peft_model(base, LoraConfig(r=RANK, lora_alpha=5, target_modules=modules, use_dora=True))
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.2)
+    model.save_pretrained(tmp_path / "adapter")
+
+    def names(tensors):
+        return {n.replace(".default.", ".").replace("vector.weight", "vector"): t for n, t in tensors.items()}
+
+    with engine_on(tmp_path, lora, adapter=tmp_path / "adapter") as engine:
+        tokens = train_both(engine, model, config, names)
+        logits = engine.next_token_logits(tokens)
+        engine.save_pretrained(tmp_path / "out")
+        engine.save_pretrained(tmp_path / "merged", merged=True)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
+    assert relative_error(logits, last_logits(merged, tokens)) <= 1e-4
+    with engine_on(tmp_path, lora, adapter=tmp_path / "out") as again:
+        assert relative_error(again.next_token_logits(tokens), logits) <= 1e-5
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next"])
