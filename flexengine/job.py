@@ -247,10 +247,10 @@ class Job:
                 f"{self.words.setting('freeze', ' '.join(self.freeze))}: in mode lora all but the adapters is frozen;"
                 f" choose modules with {self.words.spelled('lora_targets')} instead"
             )
-        elif self.matmul_dtype != "compute":
+        elif self.matmul_dtype != "compute" and self.use_dora:
             raise ValueError(
-                f"{self.words.setting('matmul_dtype', self.matmul_dtype)} is not built beside adapters; leave it out,"
-                f" or store the frozen weights in 8 bits by {self.words.setting('base_dtype', 'fp8')}"
+                f"{self.words.setting('matmul_dtype', self.matmul_dtype)} is not built beside DoRA, whose small factors"
+                f" it would round away; leave {self.words.spelled('use_dora')} or it out"
             )
         else:
             _ = self.lora_setup  # raises for adapters that cannot be

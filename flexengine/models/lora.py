@@ -21,9 +21,11 @@ from flexengine.ops.base import Op
 from flexengine.ops.dora import DoRALinear
 from flexengine.ops.dora_experts import DoRAGroupedLinear
 from flexengine.ops.experts import GroupedLinear
+from flexengine.ops.fp8 import Fp8Linear
 from flexengine.ops.linear import Linear
 from flexengine.ops.lora import AdaptedRows, LoRALinear
 from flexengine.ops.lora_experts import LoRAGroupedLinear
+from flexengine.ops.lora_fp8 import Fp8LoRALinear
 from flexengine.ops.lora_router import LoRARouter
 from flexengine.ops.router import Router
 from flexengine.wording import did_you_mean, shown
@@ -40,6 +42,8 @@ INNER = "gate_up_proj"
 
 _Target = Linear | GroupedLinear | Router
 """An op whose weight adapters may change."""
+ADAPTABLE = (Linear, Fp8Linear, GroupedLinear, Router)
+"""Types of such ops, without those that have adapters already."""
 
 
 class _Module(NamedTuple):
@@ -109,6 +113,9 @@ def _adapted(op: Op, number: int, of_modules: tuple[tuple[AdaptedRows, bool], ..
     if isinstance(op, Router):
         return LoRARouter(op, lora.rank, lora.scale)
     assert isinstance(op, Linear)
+    if isinstance(op, Fp8Linear):
+        assert not lora.use_dora, "a job refuses magnitudes beside FP8 products"
+        return Fp8LoRALinear(op, lora.rank, lora.scale, rows, lora.dropout, number)
     kind = DoRALinear if lora.use_dora else LoRALinear
     return kind(op, lora.rank, lora.scale, rows, lora.dropout, number)
 
@@ -166,7 +173,7 @@ def _targeted(model: ModelSpec, layer: LayerSpec, lora: LoRA) -> list[tuple[Op, 
 def _adaptable(layer: LayerSpec) -> Iterator[_Target]:
     """List the ops of a layer that may have adapters."""
     for op in layer.ops:
-        if isinstance(op, (Linear, GroupedLinear, Router)) and type(op) in (Linear, GroupedLinear, Router):
+        if isinstance(op, (Linear, GroupedLinear, Router)) and type(op) in ADAPTABLE:
             yield op
 
 

@@ -9,6 +9,7 @@ from flexengine.models.spec import LayerSpec, ModelSpec
 from flexengine.ops.base import Op
 from flexengine.ops.fp8 import Fp8Linear
 from flexengine.ops.linear import Linear
+from flexengine.ops.lora_fp8 import Fp8LoRALinear
 
 MatmulDtype = Literal["compute", "fp8"]
 """Type of the operands in linear layers of blocks: the compute dtype, or FP8."""
@@ -17,7 +18,8 @@ MatmulDtype = Literal["compute", "fp8"]
 def check_matmul_dtype(model: ModelSpec, matmul: str) -> None:
     """Raise ValueError unless the blocks multiply as numerics say: `compute` or `fp8`."""
     # A plan priced for one type must not run in the other: its seconds and bytes would be wrong.
-    found = "fp8" if any(isinstance(op, Fp8Linear) for layer in model.blocks for op in layer.ops) else "compute"
+    kinds = (Fp8Linear, Fp8LoRALinear)
+    found = "fp8" if any(isinstance(op, kinds) for layer in model.blocks for op in layer.ops) else "compute"
     if found != matmul:
         raise ValueError(f"{model.name} has linear layers that multiply in {found}, but numerics ask for {matmul}")
 

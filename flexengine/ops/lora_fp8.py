@@ -1,0 +1,65 @@
+"""Linear layers with FP8 products and low-rank adapters: the frozen product takes FP8 operands, the adapters' do not.
+
+y = fp8(x @ weight.T) (+ bias or residual) + scale * (x @ A.T) @ B.T, and likewise for the gradient of x. Shapes as in
+ops/lora.py, rounding of operands as in ops/fp8.py. FP8 products cannot add to what a tensor holds, so the adapters'
+product comes second and y is rounded once more than without FP8.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flexengine.ops.base import OpEnv, TensorSpec, Work
+from flexengine.ops.fp8 import Fp8Linear
+from flexengine.ops.lora import AdaptedRows, LoRALinear
+
+
+class Fp8LoRALinear(LoRALinear):
+    """A frozen linear layer with FP8 operands, and adapters in the compute dtype."""
+
+    def __init__(
+        self, base: Fp8Linear, rank: int, scale: float, adapted: tuple[AdaptedRows, ...], dropout: float = 0.0,
+        number: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__(base, rank, scale, adapted, dropout, number)
+        self.base = base.untrained()
+
+    def scratch(self, half: str) -> tuple[TensorSpec, ...]:
+        own = super().scratch(half)
+        return own if half == "weight" else (*own, *self.base.scratch(half))
+
+    def forward(self, env: OpEnv) -> None:
+        self.base.forward(env)
+        self._write_low(env, self._what_a_reads(env))
+        for rows, low, up in self._modules(env.t[self.low.name], env.p[self.up]):
+            out = env.t[self.y][:, rows.start : rows.end]
+            torch.addmm(out, low, up.t(), out=out)
+
+    def backward_input(self, env: OpEnv) -> None:
+        self.base.backward_input(env)
+        grad_x, grad_low = env.g[self.x], self._write_grad_low(env)
+        if not self.dropout:
+            torch.addmm(grad_x, grad_low, env.p[self.down], out=grad_x)
+            return
+        through = env.t[self.dropped.name]
+        torch.mm(grad_low, env.p[self.down], out=through)
+        self._drop(through, env)
+        grad_x.add_(through)
+
+    def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        return self.base.workspace_bytes(tokens, compute_bytes)
+
+    def _added(self, tokens: int, compute_bytes: int, adds_to: int) -> Work:
+        """Products with A and B, of which the second adds to a tensor with this many columns."""
+        again = Work(memory_bytes=float(tokens * adds_to * compute_bytes))
+        return self._both(tokens, compute_bytes).plus(again)
+
+    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        work = self.base.forward_work(tokens, seq_len, compute_bytes)
+        work = work.plus(self._added(tokens, compute_bytes, self.adapted_features))
+        return work.plus(self._dropping(tokens, 2, 1, compute_bytes))
+
+    def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        work = self.base.backward_input_work(tokens, seq_len, compute_bytes)
+        work = work.plus(self._added(tokens, compute_bytes, self.in_features))
+        return work.plus(self._dropping(tokens, 4, 2, compute_bytes))

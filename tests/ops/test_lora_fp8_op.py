@@ -1,0 +1,110 @@
+"""Adapters beside FP8 products: against float64 with the frozen operands rounded to FP8, and under several plans."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from engine_helpers import ON_GPU, build_engine, make_plan, random_batch, random_weights, streamed_plan, tiny_config
+
+from flexengine.job import Job
+from flexengine.models.matmul_dtype import check_matmul_dtype
+from flexengine.ops.base import DropoutDraws
+from flexengine.ops.dropout import drop
+from flexengine.ops.fp8 import FORWARD_DTYPE, GRADIENT_DTYPE, Fp8Linear
+from flexengine.ops.linear import Linear
+from flexengine.ops.lora import AdaptedRows
+from flexengine.ops.lora_fp8 import Fp8LoRALinear
+from flexengine.optim import AdamW
+from flexengine.plan import Numerics
+from flexengine.request import described
+
+TOKENS, INPUTS, OUTPUTS, RANK, SCALE = 37, 48, 80, 3, 2.0
+ADAPTED = (AdaptedRows(0, 32), AdaptedRows(48, 80))
+ROWS = torch.cat([torch.arange(*rows) for rows in ADAPTED])
+
+
+def rounded(x, dtype):
+    """What FP8 keeps of x, in float64."""
+    largest = torch.finfo(dtype).max
+    scale = x.float().abs().max() / largest
+    return (x.float() / scale).clamp(-largest, largest).to(dtype).double() * scale.double()
+
+
+def definition(x, grad_y, params, kept):
+    """(y without what is added to it, grad_x, grad_A, grad_B), in float64; kept: factors of dropout on x."""
+    down, up = params["down"].double(), params["up"].double()
+    read = x.double() * kept
+    y = rounded(x, FORWARD_DTYPE) @ rounded(params["w"], FORWARD_DTYPE).t()
+    grad_x = rounded(grad_y, GRADIENT_DTYPE) @ rounded(params["w"], FORWARD_DTYPE)
+    grad_down, grad_up = torch.zeros_like(down), torch.zeros_like(up)
+    for number, rows in enumerate(ADAPTED):
+        ranks, own = slice(number * RANK, (number + 1) * RANK), slice(number * 32, (number + 1) * 32)
+        grad = grad_y[:, rows.start : rows.end].double()
+        y[:, rows.start : rows.end] += SCALE * (read @ down[ranks].t()) @ up[own].t()
+        grad_x += SCALE * kept * (grad @ up[own] @ down[ranks])
+        grad_down[ranks] = SCALE * (grad @ up[own]).t() @ read
+        grad_up[own] = SCALE * grad.t() @ (read @ down[ranks].t())
+    return y, grad_x, grad_down, grad_up
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["writes", "adds"])
+@pytest.mark.parametrize(
+    ("bias", "residual", "dropout"), [(False, False, 0.0), (True, False, 0.25), (False, True, 0.0)]
+)
+def test_matches_the_products_of_rounded_operands(make_harness, checks, bias, residual, dropout, adds):
+    h = make_harness("cpu", torch.bfloat16)
+    linear = Linear("l", "x", "y", INPUTS, OUTPUTS, "w", "b" if bias else None, "r" if residual else None)
+    op = Fp8LoRALinear(Fp8Linear(linear, adds), RANK, SCALE, ADAPTED, dropout, number=2)
+    inputs = {"x": h.randn(TOKENS, INPUTS)} | ({"r": h.randn(TOKENS, OUTPUTS)} if residual else {})
+    params = {
+        "w": h.randn(OUTPUTS, INPUTS, scale=INPUTS**-0.5), "b": h.randn(OUTPUTS),
+        op.down: h.randn(2 * RANK, INPUTS, scale=0.2), op.up: h.randn(len(ROWS), RANK, scale=0.2),
+    }  # fmt: skip
+    chunk, grad_y = h.chunk((TOKENS,)), h.randn(TOKENS, OUTPUTS, scale=1e-3)
+    kept = torch.ones(TOKENS, INPUTS, dtype=torch.float64)
+    if dropout:
+        chunk.dropout = DropoutDraws(7, 1, 0)
+        drop(kept, kept, dropout, chunk.dropout, 0, 2)
+    env = h.env(op, chunk, inputs, params, {"y": grad_y})
+    before = h.randn(TOKENS, INPUTS, scale=1e-3)
+    if adds:
+        env.g["x"], env.accumulate = before.clone(), frozenset({"x"})
+    op.forward(env)
+    op.backward_input(env)
+    op.backward_weight(env)
+    named = {"w": params["w"], "down": params[op.down], "up": params[op.up]}
+    y, grad_x, grad_down, grad_up = definition(inputs["x"], grad_y, named, kept)
+    y = y + params["b"].double() if bias else y
+    y = y + inputs["r"].double() if residual else y
+    checks.close(env.t["y"], y, 6e-3, "y")  # three roundings to bf16
+    checks.close(env.g["x"], grad_x + before.double() if adds else grad_x, 6e-3, "grad_x")
+    checks.close(env.gp[op.down], grad_down, 6e-3, "grad_A")
+    checks.close(env.gp[op.up], grad_up, 6e-3, "grad_B")
+
+
+@pytest.mark.parametrize("base", ["compute", "fp8"])
+def test_the_plan_changes_no_bit(base):
+    job = Job(mode="lora", lora_rank=4, lora_dropout=0.1, matmul_dtype="fp8", base_dtype=base, dtype="bfloat16")
+    config = tiny_config(hidden_size=64, intermediate_size=96, head_dim=16)
+    source = random_weights(config)
+    source = source._replace(spec=described(source.spec, job))
+    check_matmul_dtype(source.spec, "fp8")
+    sizes = {"chunk_tokens": 48, "chunks_per_round": 2, "numerics": replace(Numerics(matmul="fp8"), base=base)}
+    found = []
+    for plan in (
+        streamed_plan(source.spec, **sizes),
+        make_plan(source.spec, groups=[ON_GPU] * len(source.spec.groups), **sizes),
+    ):
+        engine = build_engine(source, plan, AdamW(lr=1e-2), seed=3)
+        losses = [engine.train_step(random_batch(step, [48, 7, 31], 67))[0].loss for step in range(3)]
+        found.append((losses, {n: t for n, t in engine.state_dict().items() if ".lora_" in n}))
+        engine.close()
+    (losses, state), (others, other_state) = found
+    assert losses == others
+    assert losses[0] != losses[2]
+    assert all(torch.equal(tensor, other_state[name]) for name, tensor in state.items())
+
+
+def test_magnitudes_beside_fp8_products_are_refused():
+    with pytest.raises(ValueError, match="matmul_dtype=fp8 is not built beside DoRA"):
+        Job(mode="lora", use_dora=True, matmul_dtype="fp8")
