@@ -1,21 +1,23 @@
-"""Compiles Triton kernels for compute capability 9.0 without a GPU, and looks for matrix products whose operands are
-overwritten while they run.
+"""Compiles Triton kernels without a GPU: for compute capability 9.0, where it looks for matrix products whose operands
+are overwritten while they run, and for consumer cards, whose programs have 99 KiB of shared memory.
 
 Such products (wgmma) run on while a warp goes on. Triton's pipelining of loads lets the one of an iteration run into
 the next; where the loaded tile is read in another way too, Triton 3.6 and 3.9 keep one copy of it all the same, and
 the next iteration's load overwrites it while the product still reads. Triton's interpreter knows nothing of that, and
 on a GPU it shows in some runs, in some rows.
 
-    python tests/hopper_compile.py
+    python tests/hopper_compile.py [--small CAPABILITY ... [--cases CASE ...] [--only KERNEL]]
 
-prints the kernels that were compiled, with what is wrong with them, as JSON.
+prints the kernels that were compiled for 9.0, with what is wrong with them, as JSON; and how many bytes of shared
+memory kernels of the cases (default: all, which takes minutes) take on cards of the capabilities, such as 86, 89, 120.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 from unittest.mock import patch
@@ -27,6 +29,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import jit
 from triton.runtime.driver import driver
 
+SMALL_BYTES = 99 * 1024
 _NAME = r"%[\w#]+"
 
 
@@ -34,45 +37,57 @@ class Compiled(Exception):  # noqa: N818 - no error
     """Thrown once there is the code of a kernel, before it would be assembled."""
 
 
-class HopperDriver:
-    """What Triton asks a driver before it compiles."""
+class CompilingDriver:
+    """What Triton asks a driver before it compiles for cards of a compute capability. Each has a device number of its
+    own, so that Triton keeps their kernels apart."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return self.capability
 
     def get_current_stream(self, device: int | None = None) -> int:
         return 0
 
 
 @contextmanager
-def compiling() -> Iterator[list[tuple[str, str]]]:
-    """Launches compile only: the kernels' names and their code in Triton's GPU dialect. This process is left with a
-    driver that cannot launch."""
-    found: list[tuple[str, str]] = []
-    getitem, make = jit.KernelInterface.__getitem__, CUDABackend.make_ttgir
+def compiling(
+    capability: int = 90, stage: str = "make_ttgir", only: str = ""
+) -> Iterator[list[tuple[str, str, dict[str, Any]]]]:
+    """Launches compile only, as far as a stage of Triton's compiler: the kernels' names, their code after it and what
+    Triton knows of them then. only: a kernel's name, the others are left out. This process is left with a driver that
+    cannot launch."""
+    found: list[tuple[str, str, dict[str, Any]]] = []
+    getitem, make = jit.KernelInterface.__getitem__, CUDABackend.__dict__[stage]
 
     def launch(self, grid) -> Callable[..., None]:
         def compiled(*args, **options) -> None:
+            if only not in ("", self.fn.__name__):
+                return
             changes = {"WIDE": False} if "WIDE" in options else {}  # CPU tensors ask for what the interpreter can do
             try:
                 self.run(*args, grid=(1,), warmup=True, **{**options, **changes})
             except Compiled as done:
-                found.append((self.fn.__name__, str(done)))
+                found.append((self.fn.__name__, *done.args))
 
         return compiled
 
     def stop(*args, **options) -> None:
-        raise Compiled(str(make(*args, **options)))
+        code = getattr(make, "__func__", make)(*args, **options)
+        raise Compiled(str(code), next(each for each in args if isinstance(each, dict)))
 
-    driver.set_active(cast("Any", HopperDriver()))
-    jit.KernelInterface.__getitem__, CUDABackend.make_ttgir = launch, staticmethod(stop)
+    driver.set_active(cast("Any", CompilingDriver(capability)))
+    jit.KernelInterface.__getitem__ = launch
+    setattr(CUDABackend, stage, staticmethod(stop) if isinstance(make, staticmethod) else stop)
     try:
         yield found
     finally:
-        jit.KernelInterface.__getitem__, CUDABackend.make_ttgir = getitem, staticmethod(make)
+        jit.KernelInterface.__getitem__ = getitem
+        setattr(CUDABackend, stage, make)
 
 
 def hazards(code: str) -> list[str]:
@@ -171,6 +186,7 @@ def attention(heads: tuple[int, int], widths: tuple[int, int], soft_cap: float =
     backward.attention_backward(operands, scoring, backward.Forward(out, out, lse), grads)
 
 
+WIDE_TILES = "experts, wide tiles"
 CASES: dict[str, Callable[[], None]] = {
     "attention, 64": lambda: attention((8, 1), (64, 64)),
     "attention, 64, window": lambda: attention((8, 1), (64, 64), window=128),
@@ -183,21 +199,41 @@ CASES: dict[str, Callable[[], None]] = {
     "delta rule, 256 and 128": lambda: delta_rule(256, 128, torch.bfloat16),
     "delta rule, 128, fp32": lambda: delta_rule(128, 128, torch.float32),
     "experts": lambda: experts((128, 128, 64, 8, 8, 3)),
-    "experts, wide tiles": lambda: experts((128, 256, 64, 8, 8, 3)),
+    WIDE_TILES: lambda: experts((128, 256, 64, 8, 8, 3)),
 }
+
+
+def hopper_kernels() -> Iterator[dict[str, Any]]:
+    """The kernels of all cases for 9.0, each with its products and what may overwrite their operands."""
+    for case, launch in CASES.items():
+        with compiling() as kernels, torch.no_grad():
+            launch()
+        for name, code in dict.fromkeys((name, code) for name, code, _ in kernels):
+            products = code.count("warp_group_dot ")
+            yield {"case": case, "kernel": name, "products": products, "hazards": hazards(code)}
+
+
+def small_kernels(capability: int, cases: Sequence[str], only: str = "") -> Iterator[dict[str, Any]]:
+    """The kernels of cases (only: of one name) for cards with little shared memory, each with what it takes of it."""
+    from flexengine.kernels import attention_tilings  # noqa: PLC0415
+
+    for case in cases:
+        little = patch.object(attention_tilings, "_shared_memory_bytes", lambda _: SMALL_BYTES)
+        with little, compiling(capability, "make_llir", only) as kernels, torch.no_grad():
+            CASES[case]()
+        for name, shared_bytes in dict.fromkeys((name, known["shared"]) for name, _, known in kernels):
+            yield {"case": case, "kernel": name, "capability": capability, "shared_bytes": shared_bytes}
 
 
 def main() -> None:
     """Compile all and print."""
-    rows = []
-    for case, launch in CASES.items():
-        with compiling() as codes, torch.no_grad():
-            launch()
-        rows += [
-            {"case": case, "kernel": name, "products": code.count("warp_group_dot "), "hazards": hazards(code)}
-            for name, code in dict.fromkeys(codes)
-        ]
-    print(json.dumps({"triton": triton.__version__, "kernels": rows}, indent=2))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", type=int, nargs="*", default=[], help="compute capabilities, such as 89")
+    parser.add_argument("--cases", nargs="*", default=[name for name in CASES if name != WIDE_TILES])
+    parser.add_argument("--only", default="", metavar="KERNEL", help="of the kernels for small cards")
+    args = parser.parse_args()
+    small = [row for capability in args.small for row in small_kernels(capability, args.cases, args.only)]
+    print(json.dumps({"triton": triton.__version__, "kernels": [*hopper_kernels()], "small": small}, indent=2))
 
 
 if __name__ == "__main__":

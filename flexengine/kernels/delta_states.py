@@ -16,7 +16,6 @@ from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.delta_prepare import TILE, Tiles, block_of, load_block, product, store_block
 
 _FORWARD_COLUMNS = 32
-_FORWARD_LAUNCH = {"num_warps": 4, "num_stages": 2}
 _BACKWARD_LAUNCH = {"num_warps": 4, "num_stages": 1}
 
 
@@ -38,7 +37,7 @@ def delta_states(
     _states_kernel[(triton.cdiv(v, columns), tiles.heads, len(tiles.cu) - 1)](
         *tiles.inputs(), tiles.cu, total, scale, u, w, u if states is None else states, u if before is None else before,
         u if left is None else left, **tiles.constants(), STORE=states is not None, HAS_BEFORE=before is not None,
-        HAS_LEFT=left is not None, BLOCK_K=block_of(k), BLOCK_V=columns, **_launch(_FORWARD_LAUNCH, k),
+        HAS_LEFT=left is not None, BLOCK_K=block_of(k), BLOCK_V=columns, **_forward_launch(tiles.qkv.dtype, k),
     )  # fmt: skip
 
 
@@ -62,13 +61,14 @@ def delta_states_backward(
         *tiles.inputs(), tiles.cu, total, scale, query_scale, w, grad_o, grad_written, grad_states,
         w if before is None else before, w if left is None else left, grad_o.stride(0), **tiles.constants(),
         HAS_BEFORE=before is not None, HAS_LEFT=left is not None, BLOCK_K=block_of(k), BLOCK_V=columns,
-        **_launch(_BACKWARD_LAUNCH, k),
+        **_BACKWARD_LAUNCH,
     )  # fmt: skip
 
 
-def _launch(options: dict[str, int], key_dim: int) -> dict[str, int]:
-    """Tiles of wide keys are not read ahead: two of 256 columns in fp32 are more than shared memory holds."""
-    return options if key_dim <= 128 else {**options, "num_stages": 1}
+def _forward_launch(dtype: torch.dtype, key_dim: int) -> dict[str, int]:
+    """Read the next tile ahead only where shared memory holds two: 99 KiB on consumer cards take two tiles of 128
+    columns in bf16 but not in fp32, and no card takes two of 256."""
+    return {"num_warps": 4, "num_stages": 2 if key_dim <= (64 if dtype == torch.float32 else 128) else 1}
 
 
 def _backward_columns(key_dim: int) -> int:

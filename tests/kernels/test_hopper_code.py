@@ -1,4 +1,5 @@
-"""What Triton makes of our kernels for compute capability 9.0: no product's operands are overwritten while it runs."""
+"""What Triton makes of our kernels: for compute capability 9.0 no product's operands are overwritten while it runs, and
+on consumer cards programs fit into shared memory."""
 
 import json
 import os
@@ -7,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hopper_compile import CASES, hazards
+from hopper_compile import CASES, SMALL_BYTES, hazards
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOP = """
@@ -45,13 +46,25 @@ def test_a_product_that_runs_into_the_next_copy_is_found(changes, message):
     assert message is None or message in found[0]
 
 
-def test_no_product_runs_on_while_its_operands_are_overwritten():
+@pytest.fixture(scope="module")
+def compiled():
+    """What the script compiles: all cases for 9.0, and for cards with less shared memory the kernel that needs most."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_ALWAYS_COMPILE"] = "1"  # what another run left in Triton's cache is not looked at
-    script = ROOT / "tests" / "hopper_compile.py"
-    command, options = [sys.executable, str(script)], {"cwd": ROOT, "env": environment}
-    run = subprocess.run(command, check=False, capture_output=True, text=True, **options)
+    script, small = ROOT / "tests" / "hopper_compile.py", ["--small", "89", "120", "--cases", "delta rule, 128, fp32"]
+    command = [sys.executable, str(script), *small, "--only", "_states_kernel"]
+    run = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
-    kernels = json.loads(run.stdout)["kernels"]
+    return json.loads(run.stdout)
+
+
+def test_no_product_runs_on_while_its_operands_are_overwritten(compiled):
+    kernels = compiled["kernels"]
     assert {row["case"] for row in kernels if row["products"]} == set(CASES)  # else nothing was looked at
     assert [row for row in kernels if row["hazards"]] == []
+
+
+def test_states_in_fp32_fit_the_shared_memory_of_consumer_cards(compiled):
+    needed = {(row["capability"], row["shared_bytes"]) for row in compiled["small"]}
+    assert {capability for capability, _ in needed} == {89, 120}
+    assert all(size <= SMALL_BYTES for _, size in needed)
