@@ -7,6 +7,7 @@ gradients after the last round, which is added to the step.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -39,16 +40,29 @@ def plan_for_ranks(
     try:
         plan = make_plan(model, request.of_rank, rank_profile(profile, ranks))
     except PlanError as error:
-        budgets = f"{format_bytes(request.max_gpu_bytes)} of GPU memory each and {format_bytes(request.max_host_bytes)}"
-        raise PlanError(
-            error.reason,
-            f"found no plan of {ranks} GPUs with {budgets} of host memory for all; of one GPU and its share of the"
-            f" host:\n{error}",
-            error.required_bytes,
-            error.budget_bytes,
-        ) from None
+        raise _for_all(error, request) from None
     plan = replace(plan, request=request)
     return replace(plan, predicted=_predicted(Layout(model, plan), plan.predicted, profile, network_bytes_per_s))
+
+
+def _for_all(error: PlanError, request: Request) -> PlanError:
+    """Tell of all ranks what the planner says of one: its remedies become those of the whole command."""
+    factors = {"--max-host-mem-gib": request.ranks, "--max-global-batch-tokens": request.ranks * request.nodes}
+
+    def whole(found: re.Match[str]) -> str:
+        flag, number = found.groups()
+        decimals = len(number.partition(".")[2])
+        return f"{flag} {float(number) * factors[flag]:.{decimals}f}"
+
+    budgets = f"{format_bytes(request.max_gpu_bytes)} of GPU memory each and {format_bytes(request.max_host_bytes)}"
+    said = re.sub(rf"({'|'.join(factors)}) ([0-9.]*[0-9])", whole, str(error))
+    return PlanError(
+        error.reason,
+        f"found no plan of {request.ranks} GPUs with {budgets} of host memory for all; of one GPU and its share of the"
+        f" host:\n{said}",
+        error.required_bytes,
+        error.budget_bytes,
+    )
 
 
 def _predicted(layout: Layout, of_rank: Prediction, profile: HardwareProfile, network_bytes_per_s: float) -> Prediction:

@@ -173,7 +173,7 @@ def check_is_free(plan: Plan, profile: HardwareProfile, device_type: str) -> Non
     """Raise PlanError when a plan within its budgets takes more than the machine that it is for has left now."""
     gpu_bytes, host_bytes = plan.predicted.gpu_bytes, plan.predicted.host_bytes
     free_gpu = profile.gpu_free_bytes + profile.gpu_context_bytes
-    free_host = profile.host_available_bytes + profile.host_base_bytes
+    free_host = profile.host_available_bytes + plan.request.ranks * profile.host_base_bytes  # all ranks have begun
     if device_type == "cpu":  # both arenas are host memory
         gpu_bytes, host_bytes = 0, plan.request.ranks * gpu_bytes + host_bytes
     for needed, free, total, name, flag, reason in (

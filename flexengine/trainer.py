@@ -94,6 +94,7 @@ def _train(
 ) -> int:
     source = first_rank_first(team, lambda: open_initial(config.model, config.init))
     if config.dry_run:
+        told_by_first(team, lambda: check_sources(config))
         return dry_run(config)
     told = Callbacks([*open_trackers(config.report_to), *callbacks] if is_first(team) else ())
     checked = first_rank_first(team, lambda: check_run(config, source))
@@ -231,10 +232,14 @@ def build_engine(config: TrainConfig, planned: PlannedRun) -> Engine:
     return build(planned, optimizer_of(config))
 
 
+def check_sources(config: TrainConfig) -> None:
+    """Raise ValueError, with what is missing, for data that is not there."""
+    for text in config.dataset:
+        parse_source(text)
+
+
 def dry_run(config: TrainConfig) -> int:
     """Print the plan and write it where --plan-json says; data and the run folder are left alone."""
-    for text in config.dataset:
-        parse_source(text)  # says what is missing
     planned = prepare_run(config)
     print(planned.describe())
     if config.plan_json:

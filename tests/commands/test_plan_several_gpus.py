@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -57,9 +58,15 @@ def test_gpus_and_nodes_are_planned_for(capsys, tmp_path):
     assert len(read_trace(trace, "step.json", SIMULATED).parts) == len(trace["metadata"]["parts"])
 
 
-def test_too_little_host_memory_is_said_for_several_gpus(capsys):
+@pytest.mark.usefixtures("quick_search")
+def test_too_little_host_memory_is_said_for_several_gpus_with_what_fits(capsys):
     assert main([*ARGUMENTS, "--gpus", "4", "--host-mem-gib", "14"]) == 2
-    assert "found no plan of 4 GPUs" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "found no plan of 4 GPUs" in said
+    advised = re.search(r"fits with: --max-host-mem-gib ([0-9.]+)", said)
+    assert advised, said
+    assert float(advised[1]) > 14
+    assert main([*ARGUMENTS, "--gpus", "4", "--host-mem-gib", "64", "--max-host-mem-gib", advised[1]]) == 0
 
 
 @pytest.mark.usefixtures("quick_search")

@@ -1,6 +1,7 @@
 """Too little memory, however it shows: budgets, machines, containers, limits of the process, refused page-locks."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -106,6 +107,17 @@ def test_gpu_that_others_fill(model, monkeypatch):
     object.__setattr__(with_little, "gpu_context_bytes", 1000)
     says = ("takes \\S+ \\S+ of GPU memory, but 1000 bytes of 23.50 GiB are left", "give --max-gpu-mem-gib")
     check_error(lambda: check_is_free(plan, with_little, "cuda"), says, PlanError)
+
+
+def test_what_ranks_have_taken_already_counts_as_theirs(model):
+    """A plan of two ranks counts both processes, and both are there when it is held against what is left."""
+    plan = prepare(model, device="cpu", dtype="float32", hardware="cpu-test", max_seq_len=16).plan
+    plan = replace(plan, request=replace(plan.request, ranks=2))
+    needed = plan.predicted.host_bytes + 2 * plan.predicted.gpu_bytes
+    exact = replace(preset("cpu-test"), host_base_bytes=1000, host_available_bytes=needed - 2000)
+    check_is_free(plan, exact, "cpu")
+    with pytest.raises(PlanError, match="of host memory, but"):
+        check_is_free(plan, replace(exact, host_available_bytes=needed - 2001), "cpu")
 
 
 class Refusing:
