@@ -103,8 +103,3 @@ def test_the_plan_changes_no_bit(base):
     assert losses == others
     assert losses[0] != losses[2]
     assert all(torch.equal(tensor, other_state[name]) for name, tensor in state.items())
-
-
-def test_magnitudes_beside_fp8_products_are_refused():
-    with pytest.raises(ValueError, match="matmul_dtype=fp8 is not built beside DoRA"):
-        Job(mode="lora", use_dora=True, matmul_dtype="fp8")
