@@ -107,6 +107,14 @@ class Numerics:
     optimizer: str = "adamw"
     base: Literal["compute", "fp8", "nf4", "int8", "mxfp4"] = "compute"
 
+    @property
+    def cpu_update(self) -> str:
+        """Name what decides the rate of an update by the CPU: the dtype of the states, and whether masters are rounded.
+
+        `HardwareProfile.cpu_adamw_parameters_per_s` has rates by these names.
+        """
+        return f"{self.state} stochastic" if self.master == "stochastic" else self.state
+
 
 @dataclass(frozen=True)
 class Request:

@@ -15,7 +15,7 @@ from flexengine.hardware.curve import Points
 from flexengine.hardware.devices import choose_device
 from flexengine.hardware.presets import preset, preset_source
 from flexengine.hardware.probe import DEFAULT_SHAPE, ProbeResult, run_probe
-from flexengine.hardware.profile import HardwareProfile
+from flexengine.hardware.profile import HardwareProfile, masters_and_states
 from flexengine.job import Job
 from flexengine.metrics import format_bytes, format_seconds, format_tflops
 from flexengine.models.registry import open_model
@@ -192,8 +192,8 @@ def _host_lines(profile: HardwareProfile) -> list[str]:
     if curve is not None:
         lines += [_header("GB/s by threads", curve.points), _cells("copy within host memory", curve.points, GIGA)]
     lines += [
-        _row(f"AdamW on the CPU, {dtype} states", f"{rate / GIGA:.2f} G parameters/s")
-        for dtype, rate in profile.cpu_adamw_parameters_per_s
+        _row(f"AdamW on the CPU, {masters_and_states(update)}", f"{rate / GIGA:.2f} G parameters/s")
+        for update, rate in profile.cpu_adamw_parameters_per_s
     ]
     return lines
 

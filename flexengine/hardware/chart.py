@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexengine.hardware.curve import Curve, Points
-from flexengine.hardware.profile import HardwareProfile
+from flexengine.hardware.profile import HardwareProfile, masters_and_states
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -113,7 +113,8 @@ def _draw_host(axes: Axes, profile: HardwareProfile) -> None:
         axes.axhline(profile.host_bytes_per_s / GIGA, color=COLOURS[2], linewidth=2.0)
         axes.set_xticks([])
     _finish(axes, "Host memory, copy (read + written)", "threads" if curve else "all threads", "GB/s")
-    adamw = "\n".join(f"{rate / 1e9:.2f} G/s with {name} states" for name, rate in profile.cpu_adamw_parameters_per_s)
+    rates = profile.cpu_adamw_parameters_per_s
+    adamw = "\n".join(f"{rate / 1e9:.2f} G/s with {masters_and_states(update)}" for update, rate in rates)
     text = f"AdamW on the CPU, parameters:\n{adamw}"
     box = {"boxstyle": "round,pad=0.4", "facecolor": "white", "edgecolor": "#cccccc"}
     axes.text(0.97, 0.05, text, transform=axes.transAxes, ha="right", va="bottom", fontsize=9, bbox=box)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flexengine.hardware.curve import Curve, Points
+from flexengine.hardware.profile import STOCHASTIC
 from flexengine.hardware.timing import cpu_timer
 from flexengine.native.adamw import update_threads
 from flexengine.optim import AdamW
@@ -54,13 +55,13 @@ def adamw_rates(dtype: torch.dtype, memory: Tensor, least_s: float) -> tuple[tup
     """Measure (state dtype, parameters/s) of the engine's update for masters as they come with `dtype`.
 
     All threads but one work, as in the engine, which leaves one to issue commands. bfloat16 compute has split masters
-    and bf16 gradients; float32 and float64 have whole ones. memory: uint8, filled with as many parameters as it holds;
-    it should exceed the processor's caches (`working_bytes`). Without the native update only FIRST_PARAMETERS are
-    timed.
+    and bf16 gradients, and is measured with bf16 masters that are rounded stochastically, too; float32 and float64
+    have whole ones. memory: uint8, filled with as many parameters as it holds; it should exceed the processor's caches
+    (`working_bytes`). Without the native update only FIRST_PARAMETERS are timed.
     """
     rates = []
     with engine_threads():
-        for state in ("float64",) if dtype == torch.float64 else ("float32", "bfloat16", "int8"):
+        for state in _updates(dtype):
             rate = _adamw_rate(memory, dtype, state, FIRST_PARAMETERS, least_s / 4)
             if rate > SLOW_PARAMETERS_PER_S:
                 rate = _adamw_rate(memory, dtype, state, memory.numel(), least_s)
@@ -77,6 +78,14 @@ def adamw_work(dtype: torch.dtype, memory: Tensor, rates: tuple[tuple[str, float
     state = "bfloat16" if "bfloat16" in known else next(iter(known))
     most = memory.numel() if known[state] > SLOW_PARAMETERS_PER_S else FIRST_PARAMETERS
     return _update(memory, dtype, state, most)
+
+
+def _updates(dtype: torch.dtype) -> tuple[str, ...]:
+    """Name the updates that are measured, as `Numerics.cpu_update` does."""
+    if dtype == torch.float64:
+        return ("float64",)
+    states = ("float32", "bfloat16", "int8")
+    return (*states, f"float32{STOCHASTIC}", f"bfloat16{STOCHASTIC}") if dtype == torch.bfloat16 else states
 
 
 @contextmanager
@@ -117,17 +126,17 @@ def _adamw_rate(memory: Tensor, dtype: torch.dtype, state: str, most_parameters:
 
 
 def _rule(dtype: torch.dtype, state: str) -> Rule:
-    return rule_of("adamw", "matrix", state, str(dtype).removeprefix("torch."))
+    return rule_of("adamw", "matrix", state.removesuffix(STOCHASTIC), str(dtype).removeprefix("torch."))
 
 
 def _layout(dtype: torch.dtype, state: str) -> dict[str, tuple[torch.dtype, int]]:
     """Give the type of every plane and how many elements share an entry; wide types first, which keeps all aligned.
 
-    bfloat16 compute has a remainder of split masters.
+    bfloat16 compute has a remainder of split masters, where they are not rounded stochastically.
     """
     planes = {plane.kind: (getattr(torch, plane.dtype), plane.block) for plane in _rule(dtype, state).states}
     planes |= {"weights": (dtype, 1), "grad": (dtype, 1)}
-    if dtype == torch.bfloat16:
+    if dtype == torch.bfloat16 and not state.endswith(STOCHASTIC):
         planes["remainder"] = (torch.int16, 1)
     return dict(sorted(planes.items(), key=lambda plane: -plane[1][0].itemsize))
 

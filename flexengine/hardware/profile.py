@@ -30,8 +30,21 @@ ProfileSource = Literal["measured", "preset", "synthetic"]
 
 FORMAT = 6
 """Version of the JSON form; raised when fields appear or change their meaning."""
-ADAMW_BYTES = {"float32": 26, "bfloat16": 18, "int8": 14.0625}
-"""Bytes that AdamW moves per parameter with split masters and bf16 gradients, by state dtype; memory bounds it."""
+STOCHASTIC = " stochastic"
+"""Ends the name of an update by the CPU whose bf16 masters are rounded stochastically; before it is the state dtype."""
+ADAMW_BYTES = {
+    "float32": 26,
+    "bfloat16": 18,
+    "int8": 14.0625,
+    "float32 stochastic": 22,
+    "bfloat16 stochastic": 14,
+}
+"""Bytes that AdamW moves per parameter with bf16 gradients, by state dtype, and by masters: split, or bf16 that is
+rounded stochastically. Memory bounds it; random bits do, where memory is fast."""
+STOCHASTIC_BYTES_PER_S = 125e9
+"""What AdamW with stochastic rounding moves at most where nobody has measured it: 16 threads of a server do
+(bench/results/h200_cpu_adamw.json), where split masters move 176 GB/s. 1 to 16 threads there have 0.64 to 0.72 of the
+rate of split masters."""
 POINT_FIELDS = {
     "matmul_flops_per_s": "tokens",
     "fp8_matmul_flops_per_s": "tokens",
@@ -188,24 +201,30 @@ class HardwareProfile:
         """Give the attained FLOP/s of attention's backward over sequences of `seq_len` tokens, as `matmul_rate`."""
         return _rate("attention_backward_rate: seq_len", self.attention_backward_flops_per_s, seq_len)
 
-    def cpu_adamw_rate(self, state_dtype: str) -> float:
-        """Give parameters/s of AdamW on the CPU with states in `state_dtype`; the slowest rate for one not measured."""
+    def cpu_adamw_rate(self, update: str) -> float:
+        """Give parameters/s of such an update by the CPU; the slowest rate for one not measured."""
         rates = dict(self.cpu_adamw_parameters_per_s)
-        return rates.get(state_dtype, min(rates.values()))
+        return rates.get(update, min(rates.values()))
 
-    def cpu_adamw_bytes_per_s(self, state_dtype: str) -> float:
-        """Give bytes/s of host memory that AdamW on the CPU moves while nothing else uses it."""
+    def cpu_adamw_bytes_per_s(self, update: str) -> float:
+        """Give bytes/s of host memory that AdamW on the CPU moves while nothing else uses it.
+
+        update: as `Numerics.cpu_update` names it; a state dtype alone means split masters.
+        """
         rates = dict(self.cpu_adamw_parameters_per_s)
-        if state_dtype not in rates and state_dtype in ADAMW_BYTES:  # measured before there were such states
-            return min(rate * ADAMW_BYTES.get(name, max(ADAMW_BYTES.values())) for name, rate in rates.items())
-        return self.cpu_adamw_rate(state_dtype) * ADAMW_BYTES.get(state_dtype, max(ADAMW_BYTES.values()))
+        if update not in rates and update.endswith(STOCHASTIC):
+            return min(self.cpu_adamw_bytes_per_s(update.removesuffix(STOCHASTIC)), STOCHASTIC_BYTES_PER_S)
+        if update not in rates and update in ADAMW_BYTES:  # measured before there were such states
+            split = {name: rate for name, rate in rates.items() if not name.endswith(STOCHASTIC)}
+            return min(rate * ADAMW_BYTES.get(name, max(ADAMW_BYTES.values())) for name, rate in split.items())
+        return self.cpu_adamw_rate(update) * ADAMW_BYTES.get(update, max(ADAMW_BYTES.values()))
 
-    def host_rate(self, state_dtype: str) -> float:
+    def host_rate(self, update: str) -> float:
         """Give bytes/s of host memory, which copies over the link and updates by the CPU share.
 
-        It is the larger of what a plain copy and an update attain.
+        It is the larger of what a plain copy and an update with split masters attain.
         """
-        return max(self.host_bytes_per_s, self.cpu_adamw_bytes_per_s(state_dtype))
+        return max(self.host_bytes_per_s, self.cpu_adamw_bytes_per_s(update.removesuffix(STOCHASTIC)))
 
     def to_dict(self) -> dict[str, Any]:
         """Give values that JSON can hold, one key per field and "format"; `from_dict` is the inverse."""
@@ -328,3 +347,9 @@ def _check_named_rates(name: str, value: Any) -> None:
         check_rate(f"{name} for {dtype}", rate)
     if len({dtype for dtype, _ in value}) < len(value):
         raise ValueError(f"hardware profile: {name} is {shown(value)}, expected each dtype once")
+
+
+def masters_and_states(update: str) -> str:
+    """Word the name of an update by the CPU: "bfloat16 states", or with "stochastic masters" after it."""
+    stochastic = ", stochastic masters" if update.endswith(STOCHASTIC) else ""
+    return f"{update.removesuffix(STOCHASTIC)} states{stochastic}"

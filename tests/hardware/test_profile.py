@@ -12,9 +12,10 @@ import pytest
 import flexengine
 from flexengine.hardware.curve import Curve
 from flexengine.hardware.presets import PRESETS, preset
-from flexengine.hardware.profile import FORMAT, HardwareProfile, read_profile
+from flexengine.hardware.profile import FORMAT, STOCHASTIC_BYTES_PER_S, HardwareProfile, read_profile
 from flexengine.ops.attention_choice import AttentionChoice
 from flexengine.ops.attention_style import AttentionShape
+from flexengine.plan import Numerics
 
 GIB = 2**30
 CURVES = (Curve("device to host", "bytes", "bytes/s", ((2**16, 9.5e9), (2**28, 5.55e10 / 3))),)
@@ -81,6 +82,19 @@ def test_adamw_rate_of_an_unknown_dtype_is_the_slowest():
     profile = replace(preset("cpu-test"), cpu_adamw_parameters_per_s=(("float32", 3e9), ("bfloat16", 2e9)))
     assert profile.cpu_adamw_rate("float32") == 3e9
     assert profile.cpu_adamw_rate("float64") == 2e9
+
+
+def test_updates_of_stochastic_masters_have_a_rate_of_their_own_or_a_bound():
+    update = Numerics(master="stochastic", state="bfloat16").cpu_update
+    rates = (("float32", 7e9), ("bfloat16", 10e9))
+    fast = replace(preset("cpu-test"), cpu_adamw_parameters_per_s=rates)
+    assert fast.cpu_adamw_bytes_per_s("bfloat16") == 180e9
+    assert fast.cpu_adamw_bytes_per_s(update) == STOCHASTIC_BYTES_PER_S
+    measured = replace(fast, cpu_adamw_parameters_per_s=(*rates, (update, 8e9)))
+    assert measured.cpu_adamw_bytes_per_s(update) == 14 * 8e9
+    assert measured.host_rate(update) == fast.host_rate("bfloat16") == 180e9
+    slow = replace(fast, cpu_adamw_parameters_per_s=(("bfloat16", 3e9),))
+    assert slow.cpu_adamw_bytes_per_s(update) == slow.cpu_adamw_bytes_per_s("bfloat16") == 54e9
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,7 @@ class Relaxation:
 
     def _host_rate(self) -> float:
         """Most bytes per second that the CPU's updates and the link move together."""
-        p, state = self.step.profile, self.step.request.numerics.state
+        p, state = self.step.profile, self.step.request.numerics.cpu_update
         cpu, host = p.cpu_adamw_bytes_per_s(state), p.host_rate(state)
         beside = p.h2d_beside_cpu_bytes_per_s + p.d2h_beside_cpu_bytes_per_s
         links = (0.0, min(beside, (1 - LEAST_CPU_SHARE) * host), beside)

@@ -195,7 +195,7 @@ class SizeWork:
 
     def cpu_update_s_of(self, parameters: ParameterBytes) -> float:
         """The same by the CPU, with an idle link."""
-        return parameters.touched / self.step.profile.cpu_adamw_bytes_per_s(self.step.request.numerics.state)
+        return parameters.touched / self.step.profile.cpu_adamw_bytes_per_s(self.step.request.numerics.cpu_update)
 
     # -- what blocks keep ----------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ experts, 0.76 with 64, 0.81 with 8 wide ones (bench/results/h200_block_*.json)."
 class CostModel:
     """Prices commands of chunks of `chunk_tokens` tokens; `compute_bytes` is the size of a compute element.
 
-    seq_len: tokens of a sequence, which attention's rates depend on. state_dtype: of the optimizer, for the CPU's rate.
+    seq_len: tokens of a sequence, which attention's rates depend on. state_dtype: `Numerics.cpu_update`, for its rate.
     ranks: that share updates, and the CPU.
     """
 
@@ -44,7 +44,7 @@ class CostModel:
     @staticmethod
     def of(request: Request, profile: HardwareProfile, chunk_tokens: int) -> CostModel:
         """The costs of a request's chunks of some size."""
-        compute_bytes, state = DTYPE_BYTES[request.numerics.compute], request.numerics.state
+        compute_bytes, state = DTYPE_BYTES[request.numerics.compute], request.numerics.cpu_update
         return CostModel(profile, compute_bytes, chunk_tokens, request.max_seq_len, state, request.ranks)
 
     @property
