@@ -48,7 +48,9 @@ class Trial(NamedTuple):
 def short_tilings() -> list[Candidate]:
     """For a window of 128."""
     sizes = product((4, 8), ((1, 1), (4, 1), (2, 2), (4, 2), (8, 2)), (0, 128, 168))
-    return [ShortTiling(pack, 128, *tiles, registers) for pack, tiles, registers in sizes]
+    longer = product((2, 4), ((1, 1), (2, 2), (4, 2)), (0, 168))
+    found: list[Candidate] = [ShortTiling(pack, 128, *tiles, registers) for pack, tiles, registers in sizes]
+    return [*found, *(ShortTiling(pack, 128, *tiles, registers, own=32) for pack, tiles, registers in longer)]
 
 
 def candidates(case: Case, name: str) -> list[Candidate]:
@@ -61,7 +63,8 @@ def candidates(case: Case, name: str) -> list[Candidate]:
     if case.style.window == 128:
         many = product((32, 64), (64,), (4,), (2, 3, 4), (True, False), (1,), (0, 128, 168))
         wide = product((32, 64), (128,), (8,), (2, 3), (True, False))
-        return [*found, *(Tiling(*each) for each in (*many, *wide))]
+        narrow = product((32, 64), (32,), (2, 4), (3,), (True, False))
+        return [*found, *(Tiling(*each) for each in (*many, *wide, *narrow))]
     if case.name == "gpt-oss-20b":  # what its windows are priced at
         return found
     if name == "keys":

@@ -170,8 +170,18 @@ SHORT_CASES = {
 @pytest.mark.usefixtures("small_tiles")
 def test_short_windows(device, monkeypatch, case, style):
     """Four query heads of a key head go through the kernels that take all keys of a tile at once, two tiles each."""
+    check_short_windows(device, monkeypatch, case, style, own=16)
+
+
+@pytest.mark.parametrize("name", ["packed", "earlier keys"])
+@pytest.mark.usefixtures("small_tiles")
+def test_short_windows_in_tiles_of_more_queries(device, monkeypatch, name):
+    check_short_windows(device, monkeypatch, *SHORT_CASES[name], own=32)
+
+
+def check_short_windows(device, monkeypatch, case, style, own):
     launched = []
-    two_tiles = lambda *args: short_tiling(*args)._replace(tiles=2)  # noqa: E731
+    two_tiles = lambda *args: short_tiling(*args)._replace(tiles=2, own=own)  # noqa: E731
     for module, name in ((attention, "_short_forward"), (attention_backward, "_short_query_gradients")):
         launch = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, launch=launch: (launched.append(1), launch(*args)))
