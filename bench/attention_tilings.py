@@ -63,8 +63,8 @@ def candidates(case: Case, name: str) -> list[Candidate]:
     if case.style.window == 128:
         many = product((32, 64), (64,), (4,), (2, 3, 4), (True, False), (1,), (0, 128, 168))
         wide = product((32, 64), (128,), (8,), (2, 3), (True, False))
-        narrow = product((32, 64), (32,), (2, 4), (3,), (True, False))
-        return [*found, *(Tiling(*each) for each in (*many, *wide, *narrow))]
+        narrow = [Tiling(rows, 32, warps, 3, apart) for rows, warps, apart in product((32, 64), (2, 4), (True, False))]
+        return [*found, *(Tiling(*each) for each in (*many, *wide)), *narrow]
     if case.name == "gpt-oss-20b":  # what its windows are priced at
         return found
     if name == "keys":

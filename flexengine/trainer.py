@@ -68,6 +68,11 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C: 128 + SIGINT, as shells report it."""
 DIVERGED = 1
 """Exit status of a run whose model is not worth keeping."""
+DATA_NOT_COUNTED = (
+    "not in this plan: the host memory that reading the data takes. A run reads its data first, counts what that took"
+    " as part of the process, and plans with it"
+)
+"""What a dry run, which reads no data, says of its host memory."""
 
 
 def train(
@@ -242,6 +247,8 @@ def dry_run(config: TrainConfig) -> int:
     """Print the plan and write it where --plan-json says; data and the run folder are left alone."""
     planned = prepare_run(config)
     print(planned.describe())
+    if config.data_source == "json_sft":
+        print(DATA_NOT_COUNTED)
     if config.plan_json:
         write_text(Path(config.plan_json), planned.plan.to_json())
     return 0

@@ -211,12 +211,13 @@ def test_a_template_that_was_made_up_is_exported(engine, tmp_path, monkeypatch):
     assert (tmp_path / "run" / "final" / "chat_template.jinja").read_text() == bare.template
 
 
-def test_dry_run_reads_no_data(monkeypatch, tmp_path):
+def test_dry_run_reads_no_data(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(trainer, "prepare_run", lambda config: SimpleNamespace(describe=lambda: "the plan"))
     monkeypatch.setattr(training_data, "prepare_sources", None)
     (tmp_path / "a.jsonl").write_text("no record")
     config = {"data_source": "json_sft", "dry_run": True, "save": False}
     assert trainer.train(config_in(tmp_path, dataset=str(tmp_path / "a.jsonl"), **config)) == 0
+    assert trainer.DATA_NOT_COUNTED in capsys.readouterr().out
     with pytest.raises(ValueError, match="no such file"):
         trainer.train(config_in(tmp_path, dataset=str(tmp_path / "b.jsonl"), **config))
 
@@ -227,7 +228,9 @@ def test_dry_run_prints_the_plan_and_leaves_the_run_folder_alone(monkeypatch, tm
     monkeypatch.setattr(trainer, "prepare_run", lambda config: prepared)
     config = config_in(tmp_path, dry_run=True, plan_json=str(tmp_path / "plan.json"))
     assert trainer.train(config) == 0
-    assert "chunks of 64 tokens" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "chunks of 64 tokens" in printed
+    assert trainer.DATA_NOT_COUNTED not in printed  # random tokens
     assert json.loads((tmp_path / "plan.json").read_text()) == {"chunk_tokens": 64}
     assert not config.run_folder.exists()
 

@@ -19,7 +19,7 @@ from flexengine.hardware.cards import (
     Card,
 )
 from flexengine.hardware.curve import Points
-from flexengine.hardware.profile import ADAMW_BYTES, HardwareProfile, ProbeShape, read_profile
+from flexengine.hardware.profile import ADAMW_BYTES, STOCHASTIC, HardwareProfile, ProbeShape, read_profile
 from flexengine.wording import did_you_mean
 
 GIB = 2**30
@@ -105,7 +105,9 @@ def _published(card: Card) -> HardwareProfile:
 
 
 def _adamw_rates(host_bytes_per_s: float) -> tuple[tuple[str, float], ...]:
-    return tuple((dtype, host_bytes_per_s / num_bytes) for dtype, num_bytes in ADAMW_BYTES.items())
+    """Give rates of updates with split masters; those of stochastic ones follow from them."""
+    split = {name: num_bytes for name, num_bytes in ADAMW_BYTES.items() if not name.endswith(STOCHASTIC)}
+    return tuple((dtype, host_bytes_per_s / num_bytes) for dtype, num_bytes in split.items())
 
 
 def _h200() -> HardwareProfile:
