@@ -19,6 +19,8 @@ from flexengine.parallel.control import Control
 
 ROW_ELEMENTS = 4096
 """Squares are added row by row, each row by one thread: their sum depends on no number of threads."""
+ROWS_AT_ONCE = 64
+"""Rows that are widened at once, into 2 MiB at most."""
 
 
 class NodeLink:
@@ -29,6 +31,7 @@ class NodeLink:
         self.node, self.nodes = control.ranks.node, control.ranks.nodes
         self._control = control
         self._group = control.link(f"nodes{control.ranks.local_rank}", self.node, self.nodes)
+        self._spare: list[Tensor] = []  # buffers of pieces that are through, kept because freed ones leave holes
 
     def add(self, pieces: Iterable[Tensor], givers: Sequence[int], wide: torch.dtype) -> list[float]:
         """Replace pieces, flat in this node's memory, by the sums of all nodes' pieces; gives the squares of shares.
@@ -43,23 +46,30 @@ class NodeLink:
             if arriving is not None:
                 self._control.wait(arriving.work)
                 squares.append(arriving.add_own(givers, wide))
-                if leaving is not None:
-                    self._control.wait(leaving.work)
+                self._end(leaving)
                 leaving = self._send_sum(arriving)
             arriving = begun
+        self._end(leaving)
+        return squares
+
+    def _end(self, leaving: _Exchange | None) -> None:
+        """Wait until the sums of a piece are with all nodes."""
         if leaving is not None:
             self._control.wait(leaving.work)
-        return squares
+            self._spare.append(leaving.buffer)
 
     def _send_shares(self, piece: Tensor) -> _Exchange:
         """Start to give every node its share of a piece."""
         bounds = [piece.numel() * node // self.nodes for node in range(self.nodes + 1)]
         own = piece[bounds[self.node] : bounds[self.node + 1]]
-        copies = torch.empty(self.nodes, own.numel(), dtype=piece.dtype)
-        width = piece.element_size()
+        width, count = piece.element_size(), self.nodes * own.numel()
+        buffer = self._spare.pop() if self._spare else torch.empty(0, dtype=torch.uint8)
+        if buffer.numel() < count * width:
+            buffer = torch.empty(count * width, dtype=torch.uint8)
+        copies = buffer[: count * width].view(piece.dtype).view(self.nodes, own.numel())
         sizes = [(end - start) * width for start, end in pairwise(bounds)]
         work = self._move(copies.flatten(), piece, [own.numel() * width] * self.nodes, sizes)
-        return _Exchange(piece, own, copies, sizes, work)
+        return _Exchange(piece, own, buffer, copies, sizes, work)
 
     def _send_sum(self, exchange: _Exchange) -> _Exchange:
         """Start to give every node the sum of this node's share, and to take the other sums into the piece."""
@@ -75,21 +85,24 @@ class NodeLink:
 class _Exchange(NamedTuple):
     """A piece on its way. own: this node's share of it; copies [nodes, share]: what all nodes hold of that.
 
-    sizes: bytes of every node's share.
+    buffer: what the copies lie in. sizes: bytes of every node's share.
     """
 
     piece: Tensor
     own: Tensor
+    buffer: Tensor
     copies: Tensor
     sizes: list[int]
     work: Any
 
     def add_own(self, givers: Sequence[int], wide: torch.dtype) -> float:
         """Add the copies of this node's share in the order of nodes; gives the sum of the squares of what it stores."""
-        total = self.copies[givers[0]].to(wide)
-        for node in givers[1:]:
-            total += self.copies[node]
-        self.own.copy_(total)
+        rows = ROWS_AT_ONCE * ROW_ELEMENTS
+        for own, copies in zip(self.own.split(rows), self.copies.split(rows, dim=1), strict=True):
+            total = copies[givers[0]].to(wide)
+            for node in givers[1:]:
+                total += copies[node]
+            own.copy_(total)
         return sum_of_squares(self.own)
 
 
@@ -98,7 +111,7 @@ def sum_of_squares(values: Tensor) -> float:
     rows = values.numel() // ROW_ELEMENTS
     whole, rest = values[: rows * ROW_ELEMENTS].view(rows, ROW_ELEMENTS), values[rows * ROW_ELEMENTS :]
     total = 0.0
-    for part in (*whole.split(ROW_ELEMENTS), rest[None]):
+    for part in (*whole.split(ROWS_AT_ONCE), rest[None]):
         for row in part.double().square_().sum(dim=1).tolist():
             total += row
     return total

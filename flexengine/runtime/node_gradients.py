@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,21 +18,7 @@ from flexengine.runtime.arena import DTYPES, Arenas, wide_dtype
 from flexengine.runtime.turns import Turns
 from flexengine.runtime.weight_store import WeightStore
 from flexengine.schedule.layout import Layout
-
-PIECE_ELEMENTS = 1 << 21
-"""Elements that cross at once. Two pieces of a rank are on their way, so that buffers take some 30 MiB of its memory.
-
-It sets where squares are cut into sums: changing it changes the last bits of the gradient norm.
-"""
-
-
-class _Piece(NamedTuple):
-    """Elements [first, first + numel) of a group's stored gradient; run: their run among those of all groups."""
-
-    group: int
-    run: int
-    first: int
-    numel: int
+from flexengine.schedule.node_exchange import NodePiece, givers_of, node_pieces
 
 
 class NodeGradients:
@@ -41,7 +26,7 @@ class NodeGradients:
 
     def __init__(self, layout: Layout, arenas: Arenas, turns: Turns) -> None:
         self._layout, self._arenas, self._turns = layout, arenas, turns
-        self._pieces = list(_pieces(layout))
+        self._pieces = list(node_pieces(layout))
 
     def add(self, num_rounds: int) -> Tensor:
         """Add the stored gradients of all nodes, in place; returns the sums of squares by run, float64 on the CPU.
@@ -50,13 +35,13 @@ class NodeGradients:
         """
         turns = self._turns
         assert turns.link is not None, "one node has nothing to add"
-        givers = range(min(num_rounds, turns.link.nodes))
+        givers = givers_of(num_rounds, turns.link.nodes)
         with _threads(host_threads()):
             own = turns.share.every(self._pieces)
             squares = turns.link.add(map(self._await, own), givers, wide_dtype(self._layout))
         return self._by_run(turns.control.gather(squares))
 
-    def _await(self, piece: _Piece) -> Tensor:
+    def _await(self, piece: NodePiece) -> Tensor:
         """A piece of the stored gradient, when the node's last round has stored it."""
         self._turns.await_gradient(piece.group)
         layout = self._layout
@@ -80,7 +65,7 @@ def gradients_of_nodes(weights: WeightStore, turns: Turns, num_rounds: int) -> d
     num_rounds: of the step. All ranks make this call together. Whole gradients of all nodes pass to each rank.
     """
     ranks, stored = turns.ranks, DTYPES[weights.layout.plan.request.numerics.grad]
-    givers = [node * ranks.local_size for node in range(min(num_rounds, ranks.nodes))]
+    givers = [node * ranks.local_size for node in givers_of(num_rounds, ranks.nodes)]
     found = {}
     for name, run in weights.runs.items():
         if run.frozen:
@@ -92,17 +77,6 @@ def gradients_of_nodes(weights: WeightStore, turns: Turns, num_rounds: int) -> d
             total += torch.from_numpy(told[giver])
         found[name] = total.to(stored).to(total.dtype)
     return found
-
-
-def _pieces(layout: Layout) -> Iterator[_Piece]:
-    """All elements that are trained, in pieces that no number of ranks changes."""
-    for group in reversed(range(len(layout.groups))):
-        if layout.model.groups[group].frozen:
-            continue
-        for run in (run for part in layout.groups[group].parts for run in part.runs):
-            for start in range(0, run.numel, PIECE_ELEMENTS):
-                numel = min(PIECE_ELEMENTS, run.numel - start)
-                yield _Piece(group, layout.first_run(group) + run.number, run.first + start, numel)
 
 
 @contextmanager

@@ -7,7 +7,8 @@ It looks at two steps of all ranks, who take rounds in turn, and at what touches
   order of streams, by waits within a rank and by cells;
 - contents: a gradient is fetched as the round before left it, and updated as the last round left it; weights are read
   as the step before updated them; nothing is added twice or left out;
-- shares: together the ranks update every element of every trained group once.
+- shares: together the ranks update every element of every trained group once;
+- nodes: of several, every gradient is updated as the sum of all nodes left it, which is added in the order of nodes.
 `checker` proves each program by itself.
 """
 
@@ -95,12 +96,37 @@ def _update_touches(layout: Layout, event: Event) -> list[_Touch]:
     return sorted(found, key=lambda touch: touch.writes)
 
 
+def _exchange_touches(layout: Layout, event: Event) -> list[_Touch]:
+    """The same of what nodes add up. Raises: ProgramError unless every node gives, in the order of nodes."""
+    args, nodes = event.command.args, layout.plan.request.nodes
+    if args.givers != tuple(range(nodes)):
+        raise ProgramError(f"{event.label} adds gradients of nodes {args.givers}, not of {nodes} in their order")
+    start = event.run.program.slots[args.slot].offset + args.offset
+    touch = _Touch(start, start + args.num_bytes, False, "grad", layout.model.groups[args.group].name)
+    return [touch, touch._replace(writes=True)]
+
+
+def _touches_of(layout: Layout, event: Event) -> list[_Touch]:
+    if event.run.exchanges:
+        return _exchange_touches(layout, event)
+    return _update_touches(layout, event) if event.command.stream is Stream.CPU else _touches(event)
+
+
+def _held_gradient(layout: Layout, run: RankRun, writes: bool) -> tuple[int, int]:
+    """What a stored gradient holds where a run reads it, or has written it: the sum up to this round of this step.
+
+    What all nodes have added up counts as one round more.
+    """
+    if run.exchanges:
+        return run.step, run.number + writes
+    if run.updates:
+        return run.step, run.number + (layout.plan.request.nodes > 1)
+    return run.step, run.number - (not writes)
+
+
 def _check_memory(layout: Layout, events: Events, order: list[int], num_rounds: int) -> None:
     """Check order and contents of all that touches the node's memory."""
-    touches: dict[int, list[_Touch]] = {}
-    for index, event in enumerate(events.all):
-        by_cpu = event.command.stream is Stream.CPU
-        touches[index] = _update_touches(layout, event) if by_cpu else _touches(event)
+    touches = {index: _touches_of(layout, event) for index, event in enumerate(events.all)}
     borders = sorted({border for found in touches.values() for touch in found for border in touch[:2]})
     places = {border: place for place, border in enumerate(borders)}
     frozen = {group.name for group in layout.model.groups if group.frozen}
@@ -109,7 +135,7 @@ def _check_memory(layout: Layout, events: Events, order: list[int], num_rounds: 
         run = events.all[index].run
         for touch in touches[index]:
             if touch.role == "grad":
-                held = run.step, run.number - (not run.updates and not touch.writes)
+                held = _held_gradient(layout, run, touch.writes)
             elif touch.role == "norm_squares" or touch.owner in frozen:
                 held = (run.step if touch.role == "norm_squares" else 0), 0
             else:

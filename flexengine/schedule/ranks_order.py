@@ -17,6 +17,7 @@ from flexengine.schedule.commands import Command, Program, Stream
 from flexengine.schedule.following import cpu_waits
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape, lower_round, lower_update
+from flexengine.schedule.node_exchange import lower_exchange
 from flexengine.schedule.relay import Share, executor_of
 
 NUM_STEPS = 2
@@ -24,17 +25,19 @@ NUM_STEPS = 2
 
 
 class RankRun(NamedTuple):
-    """One run of a program on a rank. step: from 0. number: of the round in the step; of its last one in an update."""
+    """One run of a program on a rank. step: from 0. number: of the round in the step; of its last one in an update, and
+    in what nodes exchange before it."""
 
     program: Program
     step: int
     number: int
     updates: bool
+    exchanges: bool = False
 
 
 def runs_of_ranks(layout: Layout, shape: RoundShape, num_rounds: int) -> list[list[RankRun]]:
-    """What each rank runs in two steps of so many rounds of one shape."""
-    size = layout.plan.request.ranks
+    """What each rank of a node runs in two steps of so many rounds of one shape."""
+    size, nodes = layout.plan.request.ranks, layout.plan.request.nodes
     rounds = [lower_round(layout, shape, first=first) for first in (True, False)]
     last = executor_of(num_rounds - 1, size)
     found = []
@@ -42,6 +45,9 @@ def runs_of_ranks(layout: Layout, shape: RoundShape, num_rounds: int) -> list[li
         update = lower_update(layout, share=Share(rank, size), last=rank == last)
         numbers = [number for number in range(num_rounds) if executor_of(number, size) == rank]
         one = [RankRun(rounds[number > 0], 0, number, updates=False) for number in numbers]
+        if nodes > 1:
+            exchange = lower_exchange(layout, Share(rank, size))
+            one.append(RankRun(exchange, 0, num_rounds - 1, updates=False, exchanges=True))
         one.append(RankRun(update, 0, num_rounds - 1, updates=True))
         found.append([run._replace(step=step) for step in range(NUM_STEPS) for run in one])
     return found
@@ -82,15 +88,22 @@ class Events:
         self._lanes: dict[tuple[int, str, int], int] = {}
         self._ends: list[list[int]] = []  # by lane, its events
         self._raised: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # (cell, rank) -> (value, event)
+        self._exchanged: dict[int, dict[int, int]] = defaultdict(dict)  # step -> rank -> its last exchange
+        self._begins: dict[tuple[int, int], int] = {}  # (step, rank) -> the first event after its exchange has begun
         for rank, of_rank in enumerate(runs):
             self._add_rank(rank, of_rank)
         for index, event in enumerate(self.all):
             self.before[index] += self._awaited(event)
+            if event.run.updates:
+                self.before[index] += self._exchanged_before(index)
 
     def _add_rank(self, rank: int, runs: Sequence[RankRun]) -> None:
         ends: dict[Stream, int] = {}
         by_cpu: tuple[Program, int] | None = None  # the last program with work of the CPU, and its first event
         for run in runs:
+            if run.exchanges:
+                self._add_exchange(rank, run)
+                continue
             first, started, left = len(self.all), set[Stream](), dict(ends)
             waits = {} if by_cpu is None else cpu_waits(by_cpu[0], run.program)
             of_cpu: list[int] = []  # a command of the CPU may run when those before it in the program may, too
@@ -111,10 +124,23 @@ class Events:
             if any(command.stream is Stream.CPU for command in run.program.commands):
                 by_cpu = run.program, first
 
+    def _add_exchange(self, rank: int, run: RankRun) -> None:
+        """Add what the host does when it has issued the last round: it waits for cells, and for no stream."""
+        self._begins[run.step, rank] = len(self.all)
+        for command in run.program.commands:
+            self._exchanged[run.step][rank] = self._add(rank, run, command, [])
+
+    def _exchanged_before(self, index: int) -> list[int]:
+        """The last exchanges of all ranks, which have ended them together before any goes on to its update."""
+        event = self.all[index]
+        together = self._begins.get((event.run.step, event.rank), len(self.all)) <= index
+        return list(self._exchanged[event.run.step].values()) if together else []
+
     def _add(self, rank: int, run: RankRun, command: Command, before: list[int]) -> int:
         # the CPU takes groups in any order, and those of one group one after the other
         on_cpu = command.stream is Stream.CPU
         key = (rank, command.stream.value, command.args.group if on_cpu else -1)
+        key = (rank, run.program.name, -1) if run.exchanges else key
         lane = self._lanes.setdefault(key, len(self._lanes))
         if lane == len(self._ends):
             self._ends.append([])
@@ -138,7 +164,7 @@ class Events:
         last = executor_of(self._num_rounds - 1, self._size)
         rows = {"own": [event.rank], "previous": [(event.rank - 1) % self._size], "last": [last]}
         for signal in event.command.awaits:
-            if event.command.stream is Stream.CPU:
+            if event.command.stream is Stream.CPU and not event.run.exchanges:
                 raise ProgramError(f"{event.label} awaits a cell, which commands of the CPU cannot")
             value = self._value(event.run, signal.clock) - signal.lag
             for row in rows.get(signal.of, range(self._size)) if value > 0 else ():

@@ -16,6 +16,7 @@ from flexengine.models.registry import open_model
 from flexengine.plan import Plan, Request
 from flexengine.plan_for_ranks import plan_for_ranks
 from flexengine.reports.plan_text import describe
+from flexengine.schedule.node_exchange import PIECE_ELEMENTS, WIDENED_BYTES
 from flexengine.schedule.timeline import SIMULATED
 from flexengine.schedule.trace_reader import read_trace
 
@@ -45,6 +46,8 @@ def test_gpus_and_nodes_are_planned_for(capsys, tmp_path):
     )
     plan = Plan.from_json((tmp_path / "plan.json").read_text())
     assert plan.request.ranks == plan.request.nodes == 2
+    assert plan.predicted.host_categories["exchange between nodes"] == 2 * (3 * PIECE_ELEMENTS * 2 + WIDENED_BYTES)
+    assert sum(plan.predicted.host_categories.values()) == pytest.approx(plan.predicted.host_bytes, rel=1e-3)
     described = describe(plan, None)
     assert "2 nodes of 2" in described
     assert "state once" in described

@@ -11,7 +11,7 @@ import pytest
 from flexengine.models.freezing import with_frozen
 from flexengine.models.in_parts import in_parts
 from flexengine.plan import GroupPlan, Plan
-from flexengine.schedule import fixed_slots, relay_pieces
+from flexengine.schedule import fixed_slots, node_exchange, relay_pieces
 from flexengine.schedule.checker import ProgramError, check_program
 from flexengine.schedule.commands import Command, UpdateTile
 from flexengine.schedule.layout import Layout
@@ -26,10 +26,10 @@ def cut_finely(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fixed_slots, "SQUARED_ELEMENTS", 256)
 
 
-def of_ranks(plan: Plan, size: int, update: str = "") -> Plan:
+def of_ranks(plan: Plan, size: int, update: str = "", nodes: int = 1) -> Plan:
     """The plan with what ranks share on the host; update: by which processor, "" = as it was."""
     groups = tuple(GroupPlan(update=update or g.update) if g.trained else g for g in plan.groups)
-    return replace(plan, groups=groups, request=replace(plan.request, ranks=size))
+    return replace(plan, groups=groups, request=replace(plan.request, ranks=size, nodes=nodes))
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -41,12 +41,12 @@ def test_random_plans_are_proven(seed, size, monkeypatch):
     models = [small_model(), small_model(tied=True), divided_model(), with_frozen(small_model(), ["embed", "block.1"])]
     model, parts, sliced = models[seed % 4], seed % 4 == 2, random.random() < 0.5
     plan = random_plan(random, in_parts(model) if parts else model, sliced)
-    plan = of_ranks(replace(plan, in_parts=parts), size)
+    plan = of_ranks(replace(plan, in_parts=parts), size, nodes=1 + seed % 2 * 2)  # one node or three
     layout = Layout(model, plan)
     for num_rounds in (1, size, size + 1):
         runs = runs_of_ranks(layout, full_round(layout), num_rounds)
         check_runs(layout, runs, num_rounds)
-    for run in (run for rank in runs for run in rank):
+    for run in (run for rank in runs for run in rank if not run.exchanges):
         check_program(run.program, layout.gpu_bytes, layout.host_bytes, layout.node_bytes)
 
 
@@ -55,9 +55,9 @@ def test_random_plans_are_proven(seed, size, monkeypatch):
 Change = Callable[[Command], Command]
 
 
-def small_runs(update: str, tied: bool = False) -> tuple[Layout, list[list[RankRun]]]:
+def small_runs(update: str, tied: bool = False, nodes: int = 1) -> tuple[Layout, list[list[RankRun]]]:
     model = small_model(blocks=1, tied=tied)
-    layout = Layout(model, of_ranks(random_plan(Random(1), model, sliced=False), 3, update))
+    layout = Layout(model, of_ranks(random_plan(Random(1), model, sliced=False), 3, update, nodes))
     return layout, runs_of_ranks(layout, full_round(layout), 4)
 
 
@@ -171,6 +171,76 @@ def test_a_tied_gradient_that_is_relayed_twice_a_round_is_noticed():
 
     with pytest.raises(ProgramError):
         check_runs(layout, changed(runs, relayed_at_once), 4)
+
+
+def of_exchange(change: Callable[[Command], Command | None]) -> Callable[[RankRun], RankRun]:
+    """Change, or drop, commands of every exchange."""
+
+    def of_run(run: RankRun) -> RankRun:
+        if not run.exchanges:
+            return run
+        commands = tuple(c for c in map(change, run.program.commands) if c is not None)
+        return run._replace(program=replace(run.program, commands=commands))
+
+    return of_run
+
+
+def first_dropped(command: Command) -> Command | None:
+    return command if command.index else None
+
+
+def awaiting_an_earlier_round(command: Command) -> Command:
+    """The one before of the rank that ran the last."""
+    return replace(command, awaits=tuple(s._replace(lag=3) for s in command.awaits))
+
+
+def awaiting_nothing(command: Command) -> Command:
+    return replace(command, awaits=())
+
+
+def of_another_row(command: Command) -> Command:
+    return replace(command, awaits=tuple(s._replace(of="own") for s in command.awaits))
+
+
+def in_another_order(command: Command) -> Command:
+    return replace(command, args=command.args._replace(givers=command.args.givers[::-1]))
+
+
+def without_a_node(command: Command) -> Command:
+    return replace(command, args=command.args._replace(givers=command.args.givers[1:]))
+
+
+def shorter(command: Command) -> Command:
+    return replace(command, args=command.args._replace(num_bytes=command.args.num_bytes - 4))
+
+
+CHANGED_EXCHANGES = (
+    first_dropped, awaiting_an_earlier_round, awaiting_nothing, of_another_row, in_another_order, without_a_node,
+    shorter,
+)  # fmt: skip
+
+
+def test_what_nodes_exchange_is_proven_and_changes_are_noticed(monkeypatch):
+    monkeypatch.setattr(node_exchange, "PIECE_ELEMENTS", 1201)
+    for update in ("cpu", "gpu"):
+        layout, runs = small_runs(update, nodes=2)
+        check_runs(layout, runs, 4)
+        for change in CHANGED_EXCHANGES:
+            changed_run = of_exchange(change)
+            assert is_rejected(layout, [[changed_run(run) for run in rank] for rank in runs]), change.__name__
+        others = [[run for run in rank if not run.exchanges] for rank in runs]
+        assert is_rejected(layout, others), "no exchange"
+        assert is_rejected(layout, [exchanged_late(rank) for rank in runs]), "after the update"
+        shares = next(run for run in runs[1] if run.exchanges)
+        twice = [run for rank in runs[:1] for own in rank for run in ((own, shares) if own.exchanges else (own,))]
+        assert is_rejected(layout, [twice, *runs[1:]]), "the share of another rank, too"
+
+
+def exchanged_late(runs: list[RankRun]) -> list[RankRun]:
+    """Exchange and update change places."""
+    others = {i: runs[i + 1] for i, run in enumerate(runs) if run.exchanges}
+    others |= {i + 1: runs[i] for i in list(others)}
+    return [others.get(i, run) for i, run in enumerate(runs)]
 
 
 def test_eighty_layers_on_eight_ranks_are_proven():

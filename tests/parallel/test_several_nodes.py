@@ -36,7 +36,7 @@ from test_several_ranks import (
 from flexengine import from_pretrained
 from flexengine.parallel.signals import RankLost
 from flexengine.parallel.team import leave
-from flexengine.runtime import node_gradients
+from flexengine.schedule import node_exchange
 
 
 def tied_in_calls() -> Case:
@@ -55,7 +55,7 @@ def check_close(shown: Shown, expected: Shown) -> None:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(node_gradients, "PIECE_ELEMENTS", 301)
+    monkeypatch.setattr(node_exchange, "PIECE_ELEMENTS", 301)
 
 
 @pytest.mark.parametrize("make", [float32, tied_in_calls], ids=lambda make: make.__name__)
@@ -133,7 +133,7 @@ def train_job(rank: int) -> tuple[tuple[float, float], tuple[int, int]]:
 
 
 def test_nodes_plan_and_train_by_from_pretrained(monkeypatch):
-    monkeypatch.setattr(node_gradients, "PIECE_ELEMENTS", 1 << 17)
+    monkeypatch.setattr(node_exchange, "PIECE_ELEMENTS", 1 << 17)
     profile()
     found = values_of(run_ranks(train_job, 2, nodes=2))
     [(alone, _)] = values_of(run_ranks(train_job, 1))

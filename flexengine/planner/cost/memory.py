@@ -5,6 +5,7 @@ from __future__ import annotations
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.plan import Request
 from flexengine.schedule.layout import Layout
+from flexengine.schedule.node_exchange import exchange_bytes
 
 GPU_SLACK_BYTES = 128 * 2**20
 """Kept free on CUDA: the allocator rounds segments up to 2 MiB, kernels are loaded later, library handles grow."""
@@ -24,7 +25,8 @@ def host_categories(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
     """Host bytes by category. On a CPU what ops allocate is memory of the process, beside both arenas."""
     ranks = layout.plan.request.ranks
     shared = {name: num_bytes // ranks for name, num_bytes in layout.categories("node").items()}
-    return layout.categories("host") | shared | _host_overhead(profile) | _temporaries(layout, profile)
+    between = {"exchange between nodes": num_bytes} if (num_bytes := exchange_bytes(layout)) else {}
+    return layout.categories("host") | shared | between | _host_overhead(profile) | _temporaries(layout, profile)
 
 
 def _gpu_overhead(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
@@ -60,8 +62,8 @@ def gpu_required_bytes(layout: Layout, profile: HardwareProfile) -> int:
 
 def host_required_bytes(layout: Layout, profile: HardwareProfile) -> int:
     """Resident host bytes of the process at its peak, with its share of what several ranks have together."""
-    temporaries, node_bytes = sum(_temporaries(layout, profile).values()), layout.node_bytes
-    return layout.host_bytes + -(-node_bytes // layout.plan.request.ranks) + host_overhead_bytes(profile) + temporaries
+    beside = sum(_temporaries(layout, profile).values()) + exchange_bytes(layout) + host_overhead_bytes(profile)
+    return layout.host_bytes + -(-layout.node_bytes // layout.plan.request.ranks) + beside
 
 
 def excess_bytes(layout: Layout, request: Request, profile: HardwareProfile) -> tuple[int, int]:
