@@ -63,7 +63,7 @@ def _calls(
     yield HALVES[0], lambda: op.forward(env), op.forward_work(*shape)
     if op.grad_inputs:
         yield HALVES[1], lambda: op.backward_input(env), op.backward_input_work(*shape)
-    if op.params:
+    if op.has_weight_half:
         yield HALVES[2], lambda: op.backward_weight(env), op.backward_weight_work(*shape)
 
 

@@ -186,6 +186,16 @@ def attention(heads: tuple[int, int], widths: tuple[int, int], soft_cap: float =
     backward.attention_backward(operands, scoring, backward.Forward(out, out, lse), grads)
 
 
+def adapted_unit() -> None:
+    """Both directions of a gated unit that adds what adapters change."""
+    from flexengine.kernels import lora_glu  # noqa: PLC0415
+
+    gate_up, out, low = (torch.zeros(256, columns, dtype=torch.bfloat16) for columns in (512, 256, 32))
+    up, halves = torch.zeros(512, 16, dtype=torch.bfloat16), ((0, 0, 0), (256, 16, 256))
+    lora_glu.glu_forward(gate_up, low, up, halves, out, "silu")
+    lora_glu.glu_backward(out, gate_up, low, up, halves, gate_up, "silu")
+
+
 WIDE_TILES = "experts, wide tiles"
 CASES: dict[str, Callable[[], None]] = {
     "attention, 64": lambda: attention((8, 1), (64, 64)),
@@ -198,6 +208,7 @@ CASES: dict[str, Callable[[], None]] = {
     "delta rule, 64 and 256": lambda: delta_rule(64, 256, torch.bfloat16),
     "delta rule, 256 and 128": lambda: delta_rule(256, 128, torch.bfloat16),
     "delta rule, 128, fp32": lambda: delta_rule(128, 128, torch.float32),
+    "adapted unit": adapted_unit,
     "experts": lambda: experts((128, 128, 64, 8, 8, 3)),
     WIDE_TILES: lambda: experts((128, 256, 64, 8, 8, 3)),
 }

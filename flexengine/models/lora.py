@@ -22,10 +22,12 @@ from flexengine.ops.dora import DoRALinear
 from flexengine.ops.dora_experts import DoRAGroupedLinear
 from flexengine.ops.experts import GroupedLinear
 from flexengine.ops.fp8 import Fp8Linear
+from flexengine.ops.glu import GLU, ClampedSwiGLU
 from flexengine.ops.linear import Linear
 from flexengine.ops.lora import AdaptedRows, LoRALinear
 from flexengine.ops.lora_experts import LoRAGroupedLinear
 from flexengine.ops.lora_fp8 import Fp8LoRALinear
+from flexengine.ops.lora_glu import LoRAGLU
 from flexengine.ops.lora_router import LoRARouter
 from flexengine.ops.router import Router
 from flexengine.wording import did_you_mean, shown
@@ -83,8 +85,8 @@ def with_lora(model: ModelSpec, lora: LoRA) -> ModelSpec:
         rows = tuple((name, tuple(dict.fromkeys((m.rows, m.one_tensor) for m in ms))) for name, ms in found.items())
         if (layer.ops, rows) not in known:
             adapted_rows = dict(rows)
-            known[layer.ops, rows] = tuple(
-                _adapted(op, number, adapted_rows.get(op.name), lora) for number, op in enumerate(layer.ops)
+            known[layer.ops, rows] = with_sums_in_units(
+                tuple(_adapted(op, number, adapted_rows.get(op.name), lora) for number, op in enumerate(layer.ops))
             )
         ops = known[layer.ops, rows]
         nested = sum(modules[0].one_tensor for modules in found.values()) == 2
@@ -118,6 +120,20 @@ def _adapted(op: Op, number: int, of_modules: tuple[tuple[AdaptedRows, bool], ..
         return Fp8LoRALinear(op, lora.rank, lora.scale, rows, lora.dropout, number)
     kind = DoRALinear if lora.use_dora else LoRALinear
     return kind(op, lora.rank, lora.scale, rows, lora.dropout, number)
+
+
+def with_sums_in_units(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+    """Let gated units add the adapters' products of their gate and up columns, which spares passes over these."""
+    found = list(ops)
+    for index, op in enumerate(ops):
+        if type(op) not in (LoRALinear, Fp8LoRALinear) or not isinstance(op, LoRALinear) or op.residual is not None:
+            continue
+        readers = [reader for reader in ops if op.y in (*reader.inputs, *reader.needs_input, *reader.needs_weight)]
+        unit = readers[0] if len(readers) == 1 else None
+        if isinstance(unit, GLU) and not isinstance(unit.activation, ClampedSwiGLU) and op.halves():
+            found[index] = op.leaving_low()
+            found[ops.index(unit)] = LoRAGLU(unit, op)
+    return tuple(found)
 
 
 def _params(op: Op, modules: Sequence[_Module], nested: bool) -> list[ParamSpec]:

@@ -8,7 +8,8 @@ as Kalajdzievski 2023 (rsLoRA) where that is asked for.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import copy
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -23,6 +24,14 @@ class AdaptedRows(NamedTuple):
 
     start: int
     end: int
+
+
+class AddedHalf(NamedTuple):
+    """Half of the columns of an output that begins at `start`, and where its columns of low and its rows of B begin."""
+
+    start: int
+    low_start: int
+    up_start: int
 
 
 class LoRALinear(Linear):
@@ -51,18 +60,45 @@ class LoRALinear(Linear):
         self.grad_low = TensorSpec(f"{self.name}.grad_low", (width,))
         self.dropout, self.number = dropout, number
         self.dropped = TensorSpec(f"{self.name}.dropped", (self.in_features,))
+        self.leaves_low = False
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
         dropped = (self.dropped,) if self.dropout else ()
+        low = () if self.leaves_low else (self.low,)
         if half == "forward":
-            return (self.low, *dropped)
-        return (self.grad_low, *dropped) if half == "input" else (self.grad_low, self.low, *dropped)
+            return (*low, *dropped)
+        return (self.grad_low, *dropped) if half == "input" else (self.grad_low, *low, *dropped)
+
+    # -- low as an output --------------------------------------------------------------------------------------------
+
+    def leaving_low(self) -> Self:
+        """The same layer with outputs y, of the frozen product alone, and low: what reads y adds low @ B.T itself."""
+        op = copy.copy(self)
+        op.leaves_low = True
+        op.outputs, op.needs_weight = (*self.outputs, self.low), (*self.needs_weight, self.low.name)
+        return op
+
+    def halves(self) -> tuple[AddedHalf, ...]:
+        """Where adapters add to the halves of the output; nothing where one adds to a part of a half."""
+        found, width = list[AddedHalf](), self.out_features // 2
+        first = 0
+        for number, rows in enumerate(self.adapted):
+            for start in (0, width):
+                if rows.start < start + width and rows.end > start:
+                    if rows.start > start or rows.end < start + width:
+                        return ()
+                    found.append(AddedHalf(start, number * self.rank, first + start - rows.start))
+            first += rows.end - rows.start
+        return tuple(found)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def forward(self, env: OpEnv) -> None:
         x, y = env.t[self.x], env.t[self.y]
         self._write_low(env, self._what_a_reads(env))
+        if self.leaves_low:
+            super().forward(env)
+            return
         start = self._start(env)
         reached = 0
         for rows, low, up in self._modules(env.t[self.low.name], env.p[self.up]):
@@ -156,7 +192,8 @@ class LoRALinear(Linear):
     def backward_weight(self, env: OpEnv) -> None:
         grad_y, grad_low = self._grad_product(env), env.t[self.grad_low.name]
         x = self._what_a_reads(env)
-        self._write_low(env, x)
+        if not self.leaves_low:
+            self._write_low(env, x)
         accumulate_weight_grad(env.gp[self.down], grad_low, x, env.first)
         for rows, low, grad_up in self._modules(env.t[self.low.name], env.gp[self.up]):
             accumulate_weight_grad(grad_up, grad_y[:, rows.start : rows.end], low, env.first)
@@ -179,7 +216,7 @@ class LoRALinear(Linear):
 
     def _both(self, tokens: int, compute_bytes: int) -> Work:
         """One product with A and one with B."""
-        down = self._low_work(tokens, self.in_features, 1, 1, compute_bytes)
+        down = self._low_product(tokens, compute_bytes)
         return down.plus(self._low_work(tokens, self.adapted_features, 1, len(self.adapted), compute_bytes))
 
     def _dropping(self, tokens: int, passes: int, kernels: int, compute_bytes: int) -> Work:
@@ -187,8 +224,13 @@ class LoRALinear(Linear):
         num_bytes = float(passes * tokens * self.in_features * compute_bytes)
         return Work(memory_bytes=num_bytes, kernels=kernels) if self.dropout else Work()
 
+    def _low_product(self, tokens: int, compute_bytes: int) -> Work:
+        """The product with A."""
+        return self._low_work(tokens, self.in_features, 1, 1, compute_bytes)
+
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        products = self._product(tokens).plus(self._both(tokens, compute_bytes))
+        added = self._low_product(tokens, compute_bytes) if self.leaves_low else self._both(tokens, compute_bytes)
+        products = self._product(tokens).plus(added)
         return products.plus(self._dropping(tokens, 2, 1, compute_bytes))
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
@@ -196,7 +238,7 @@ class LoRALinear(Linear):
         return products.plus(self._dropping(tokens, 4, 2, compute_bytes))
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        again = self._low_work(tokens, self.in_features, 1, 1, compute_bytes)
+        again = Work() if self.leaves_low else self._low_product(tokens, compute_bytes)
         return self._both(tokens, compute_bytes).plus(again).plus(self._dropping(tokens, 2, 1, compute_bytes))
 
     def model_flops(self, seq_len: int) -> float:

@@ -31,6 +31,8 @@ class Fp8LoRALinear(LoRALinear):
     def forward(self, env: OpEnv) -> None:
         self.base.forward(env)
         self._write_low(env, self._what_a_reads(env))
+        if self.leaves_low:
+            return
         for rows, low, up in self._modules(env.t[self.low.name], env.p[self.up]):
             out = env.t[self.y][:, rows.start : rows.end]
             torch.addmm(out, low, up.t(), out=out)
@@ -56,7 +58,10 @@ class Fp8LoRALinear(LoRALinear):
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         work = self.base.forward_work(tokens, seq_len, compute_bytes)
-        work = work.plus(self._added(tokens, compute_bytes, self.adapted_features))
+        if self.leaves_low:
+            work = work.plus(self._low_product(tokens, compute_bytes))
+        else:
+            work = work.plus(self._added(tokens, compute_bytes, self.adapted_features))
         return work.plus(self._dropping(tokens, 2, 1, compute_bytes))
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
