@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch.profiler import ProfilerActivity, profile
 
 from flexengine.models.registry import ModelSource, build_model
 from flexengine.models.spec import ModelSpec
@@ -194,6 +195,20 @@ def worst_error(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert actual.keys() == expected.keys()
     errors = [(relative_error(actual[name], value), name) for name, value in expected.items()]
     return max((float("inf") if math.isnan(error) else error, name) for error, name in errors)
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """Most bytes at one moment that a call has allocated and not yet given back."""
+    call()  # what is made once is no part of it
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        call()
+    events = [(e.start_ns(), e.nbytes()) for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert events, "the profiler saw no allocation at all"
+    held = peak = 0
+    for _, num_bytes in sorted(events):
+        held += num_bytes
+        peak = max(peak, held)
+    return peak
 
 
 def before_cpu_updates(monkeypatch: Any, call: Callable[[], object]) -> None:

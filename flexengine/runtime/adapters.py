@@ -28,6 +28,8 @@ from flexengine.runtime.weight_store import WeightStore
 
 ORTHOGONAL_SCALE = 0.1
 """Factor of both orthogonal matrices, as PEFT's."""
+MERGED_ELEMENTS = 1 << 20
+"""Elements of a weight that its adapter is added to at a time: 4 MiB as float32, of which there are three."""
 
 
 class Begin(NamedTuple):
@@ -122,15 +124,46 @@ def magnitude(weights: WeightStore, adapter: Adapter) -> Tensor:
     return weights.read(adapter.magnitude.name) + row_norms(base_matrix(weights, adapter))
 
 
-def changed_matrix(weights: WeightStore, adapter: Adapter, scale: float) -> Tensor:
-    """What a module multiplies: weight + scale * B @ A [out, in], with magnitudes in rows of these lengths."""
-    base = base_matrix(weights, adapter)
-    own = None if adapter.magnitude is None else row_norms(base)
-    changed = base.add_(weights.read(adapter.up.name) @ weights.read(adapter.down.name), alpha=scale)
-    if adapter.magnitude is not None and own is not None:
-        gains = own.add_(weights.read(adapter.magnitude.name)) / row_norms(changed).clamp_(LEAST_NORM)
-        changed.mul_(gains[:, None])
-    return changed
+def changed_rows(weights: WeightStore, adapter: Adapter, scale: float) -> Iterator[Tensor]:
+    """What a module multiplies, as it is stored, some rows at a time in float32 (float64): weight + scale * B @ A.
+
+    Outputs with magnitudes have rows of these lengths; where outputs are the columns, the weight is read twice.
+    """
+    if adapter.magnitude is None:
+        yield from (changed for _, _, changed in _changes(weights, adapter, scale))
+        return
+    magnitudes = weights.read(adapter.magnitude.name)
+    if not adapter.transposed:
+        for rows, own, changed in _changes(weights, adapter, scale):
+            yield changed.mul_(_gains(magnitudes[rows], row_norms(own), row_norms(changed))[:, None])
+        return
+    squares = torch.zeros(2, len(magnitudes), dtype=magnitudes.dtype)
+    for _, own, changed in _changes(weights, adapter, scale):
+        squares[0].add_(own.square().sum(0))  # own may be the plane itself
+        squares[1].add_(changed.square_().sum(0))
+    own_norms, norms = squares.sqrt_()
+    gains = _gains(magnitudes, own_norms, norms)
+    for _, _, changed in _changes(weights, adapter, scale):
+        yield changed.mul_(gains)
+
+
+def _gains(magnitudes: Tensor, own_norms: Tensor, norms: Tensor) -> Tensor:
+    """What outputs are multiplied by; magnitudes: as planes hold them."""
+    return (magnitudes + own_norms) / norms.clamp_(LEAST_NORM)
+
+
+def _changes(weights: WeightStore, adapter: Adapter, scale: float) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Rows of a weight as it is stored, with their values and these values with the product of A and B added."""
+    num_rows, columns = adapter.weight.shape
+    down, up = weights.read(adapter.down.name), weights.read(adapter.up.name)
+    step = max(1, MERGED_ELEMENTS // columns)
+    sizes = [min(step, num_rows - start) * columns for start in range(0, num_rows, step)]
+    for start, flat in zip(
+        range(0, num_rows, step), regrouped(weights.pieces(adapter.weight.name), sizes), strict=True
+    ):
+        own, rows = flat.view(-1, columns), slice(start, min(start + step, num_rows))
+        product = down[:, rows].t() @ up.t() if adapter.transposed else up[rows] @ down
+        yield rows, own, torch.add(own, product, alpha=scale)
 
 
 def changed_experts(weights: WeightStore, adapter: Adapter, scale: float) -> Iterator[Tensor]:

@@ -21,7 +21,7 @@ from flexengine.models.lora import Adapter, adapters
 from flexengine.models.registry import ModelSource
 from flexengine.models.saved_modules import saved_names
 from flexengine.models.spec import ModelSpec
-from flexengine.runtime.adapters import Begin, changed_experts, changed_matrix, file_tensors
+from flexengine.runtime.adapters import Begin, changed_experts, changed_rows, file_tensors
 from flexengine.runtime.not_finite import checked
 from flexengine.runtime.stored_matrices import read_pieces
 from flexengine.runtime.weight_store import WeightStore, stored_tensors
@@ -127,16 +127,13 @@ class _Exported(NamedTuple):
             )
             return
         if adapter is not None:
-            yield checked(name, self._merged(adapter).to(dtype)).flatten()
+            yield from (
+                checked(name, rows.to(dtype)).flatten() for rows in changed_rows(self.weights, adapter, self.scale)
+            )
             return
         frozen = self.weights.runs[name].frozen
         for piece in self.weights.pieces(name, dtype):
             yield piece if frozen else checked(name, piece)
-
-    def _merged(self, adapter: Adapter) -> Tensor:
-        """The weight that a module multiplies, in float32 (float64), to be rounded once."""
-        merged = changed_matrix(self.weights, adapter, self.scale)
-        return (merged.t() if adapter.transposed else merged).contiguous()
 
 
 def _export_preset(

@@ -113,18 +113,16 @@ class StoredMatrices:
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
-    def read(self, spans: Sequence[Span], out: Tensor) -> None:
-        """Fill flat `out`, on the CPU, with the values that layers multiply: decoded, in the compute dtype."""
-        targets = iter(out.split([size for span in spans for size in span.slabs]))
+    def values(self, spans: Sequence[Span]) -> Iterator[Tensor]:
+        """The values that layers multiply, flat and slab by slab: decoded, in the compute dtype."""
         for form, layout, stored in spans:
             if form is None or layout is None:
-                next(targets).copy_(stored)
+                yield stored
                 continue
             for matrix in stored:
                 fields = layout.views(matrix)
                 for first, count in form.slabs(layout):
-                    values = form.values(fields, layout, first, count).to(self._compute)
-                    next(targets).copy_(values.flatten())
+                    yield form.values(fields, layout, first, count).to(self._compute).flatten()
 
 
 def read_pieces(

@@ -379,11 +379,6 @@ class WeightStore:
         A frozen tensor has no master; its value is the one that is computed with, decoded where it is in fewer bytes.
         """
         run = self.runs[name]
-        if not run.whole:
-            wide = DTYPES[self.layout.plan.request.numerics.compute]
-            out = torch.empty(run.count, dtype=dtype or (torch.float32 if wide == torch.bfloat16 else wide))
-            self.stored.read(run.spans, out)
-            return out.view(run.source.shape)
         out = torch.empty(run.count, dtype=dtype or self._exact_dtype(run))
         start = 0
         for piece in self.pieces(name, out.dtype):
@@ -392,13 +387,11 @@ class WeightStore:
         return out.view(run.source.shape)
 
     def pieces(self, name: str, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
-        """The values of `read`, flat, so many at a time that they take next to no memory.
-
-        A tensor that is stored in fewer bytes comes whole, as it is decoded.
-        """
+        """The values of `read`, flat, so many at a time that they take next to no memory."""
         run = self.runs[name]
         if not run.whole:
-            yield self.read(name, dtype).flatten()
+            for values in self.stored.values(run.spans):
+                yield values.cpu().to(dtype or self._exact_dtype(run))
             return
         weight, remainder = self._master(run)
         for start in range(0, run.count, PIECE_ELEMENTS):
@@ -408,7 +401,10 @@ class WeightStore:
             yield exact.to(dtype or self._exact_dtype(run))
 
     def _exact_dtype(self, run: SourceRun) -> torch.dtype:
-        """The dtype that holds the values of a whole tensor exactly, float32 at least."""
+        """The dtype that holds the values of a tensor exactly, float32 at least."""
+        if not run.whole:
+            compute = DTYPES[self.layout.plan.request.numerics.compute]
+            return torch.float32 if compute == torch.bfloat16 else compute
         weight, remainder = self._master(run)
         return torch.float32 if remainder is not None or weight.dtype == torch.bfloat16 else weight.dtype
 

@@ -84,3 +84,24 @@ def test_large_matrices(name, mib, gpu, monkeypatch):
 @pytest.mark.parametrize("name", FORMATS)
 def test_stacks_of_more_than_2_to_the_31_elements(name, gpu, monkeypatch):
     check(name, 5, 65536, 8192, torch.bfloat16, gpu, monkeypatch)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_matrices_that_lie_beyond_2_to_the_31_bytes(name, device, monkeypatch):
+    """Rows of a stack may be far apart: 32 bits hold the stride, but not where the third matrix begins.
+
+    Pages between the matrices are never touched, so they take no memory.
+    """
+    if device.type == "cpu":
+        monkeypatch.setenv("FLEXENGINE_INTERPRET_KERNELS", "1")
+    layout, matrices = stored(name, 3, 32, 66, device)
+    stride = 2**30 + 4096
+    far = torch.empty(2 * stride + layout.num_bytes, dtype=torch.uint8, device=device)
+    apart = far.as_strided((3, layout.num_bytes), (stride, 1))
+    apart.copy_(matrices)
+    out = torch.full((3, layout.numel), -1.0, device=device)
+    FORMATS[name].decode(apart, layout, out)
+    monkeypatch.setattr("flexengine.ops.weight_format.use_kernel", lambda tensor: False)
+    expected = torch.empty_like(out)
+    FORMATS[name].decode(matrices, layout, expected)
+    assert torch.equal(out.nan_to_num(nan=12345.0), expected.nan_to_num(nan=12345.0))

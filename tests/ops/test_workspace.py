@@ -4,13 +4,10 @@ What counts is what CUDA would run: the plain path for float64, and attention's 
 for the dtype or the head width. The same code runs here, and torch's profiler sees what it allocates.
 """
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from engine_helpers import spec_of, tiny_config
+from engine_helpers import peak_bytes, spec_of, tiny_config
 from family_configs import CASES, gemma2, gemma3, gpt2
-from torch.profiler import ProfilerActivity, profile
 
 from bench.block_ops import block_env
 from flexengine.ops import attention_reference, cross_entropy, delta_plain, delta_segments, linear
@@ -25,20 +22,6 @@ from flexengine.runtime.gradients import Squares, finish_gradient
 
 SMALL = 64 * 1024  # scalars, index tensors, masks of a few rows
 MIB = 2**20
-
-
-def peak_bytes(call: Callable[[], object]) -> int:
-    """Most bytes at one moment that a call has allocated and not yet given back."""
-    call()  # what is made once is no part of it
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        call()
-    events = [(e.start_ns(), e.nbytes()) for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
-    assert events, "the profiler saw no allocation at all"
-    held = peak = 0
-    for _, num_bytes in sorted(events):
-        held += num_bytes
-        peak = max(peak, held)
-    return peak
 
 
 def calls_of(op, env: OpEnv):
