@@ -23,6 +23,8 @@ from flexengine.planner.planner import make_plan
 
 MODELS = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-2-13b", "llama-3.1-70b")
 SEQ_LEN, BATCH_TOKENS = 2048, 131072
+LEFT_BYTES = GIB // 2
+"""Of what CUDA reports on a card, left to a desktop and to whatever else runs there."""
 
 
 class Column(NamedTuple):
@@ -49,7 +51,7 @@ COLUMNS = (
 def what_fits(model: ModelSpec, column: Column, host_gib: float, numerics: Numerics) -> dict[str, object]:
     """One cell: the predicted speed and the longest sequence, or what is needed."""
     profile = with_memory(preset(column.card), host_total_bytes=int(host_gib * GIB))
-    budget = min(column.gpu_gib * GIB, profile.gpu_total_bytes)  # cards show a little less than their name says
+    budget = min(column.gpu_gib * GIB, profile.gpu_total_bytes - LEFT_BYTES)  # cards show less than their name says
     request = Request(SEQ_LEN, BATCH_TOKENS, budget, int(host_gib * GIB), numerics=numerics)
     case: dict[str, object] = {"gpu_gib": column.gpu_gib, "card": column.card, "gpu_budget_gib": round(budget / GIB, 1)}
     try:
