@@ -1,10 +1,12 @@
 """Does a fault of one rank end all of them within 10 seconds, with one message and nothing left? Counts, as JSON.
 
 python -m bench.rank_faults --faults 30 --ranks 3 --json out.json
+python -m bench.rank_faults --train --faults 30 --ranks 3 --json out.json
 
 Ranks are processes of this machine that pass pieces of shared memory round as a step does, agree on a batch before each
 step, and compute a little. One of them is killed, stopped, interrupted, raises, exits, or has another batch, at a
-random moment; or it is killed while another one computes for long.
+random moment; or it is killed while another one computes for long. With --train the ranks train a small model, as
+`flexengine train` does, and one of them is killed, stopped, or raises in a random command.
 """
 
 from __future__ import annotations
@@ -13,24 +15,33 @@ import argparse
 import multiprocessing
 import os
 import random
+import re
 import signal
 import socket
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.environment import write_json
+from flexengine.config import TrainConfig
 from flexengine.parallel.control import Control
 from flexengine.parallel.node_memory import NodeMemory
 from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.signals import Signals
 from flexengine.parallel.watch import Watch
+from flexengine.runtime.command_handlers import CommandHandlers
+from flexengine.runtime.update import UpdateSettings
+from flexengine.schedule.commands import Command, Program
+from flexengine.trainer import train as train_run
 
 KINDS = ("killed", "stopped", "interrupted", "raises", "exits", "another batch", "killed while another computes")
+KINDS_OF_TRAINING = ("killed in training", "stopped in training", "a command raises")
+MESSAGE = re.compile(r"flexengine: |\w+(Error|Interrupt)\b")
+"""How a line begins that says what was wrong; what torch's store logs of connections that ended is not counted."""
 LIMIT_S = 10.0
 DATA_BYTES = 4 << 20
 NUM_ROUNDS = 6
@@ -38,7 +49,8 @@ GIVE_UP_S = 60.0
 
 
 class Fault(NamedTuple):
-    """What happens to which rank: in which step for what it does itself, after how long for what is done to it."""
+    """What happens to which rank: in which step for what it does itself (in training, at which of its commands), after
+    how long for what is done to it."""
 
     kind: str
     rank: int
@@ -115,10 +127,10 @@ def run_rank(rank: int, size: int, port: int, fault: Fault, folder: str) -> None
     numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ.update({name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"})
     os.dup2(os.open(Path(folder, f"stderr{rank}"), os.O_WRONLY | os.O_CREAT), 2)
-    sys.stderr = sys.__stderr__ = open(2, "w", closefd=False)  # noqa: SIM115, as long as the process
+    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115, as long as the process
     status = 1
     try:
-        train(rank, fault, folder)
+        (train_model if fault.kind in KINDS_OF_TRAINING else train)(rank, fault, folder)
     except SystemExit as end:
         status = int(end.code or 0)
     except BaseException as error:
@@ -127,11 +139,36 @@ def run_rank(rank: int, size: int, port: int, fault: Fault, folder: str) -> None
     os._exit(status)
 
 
+def train_model(rank: int, fault: Fault, folder: str) -> None:
+    """Train a small model without end; a file says when the first commands run."""
+    options: dict[str, Any] = {
+        "model": "preset:demo", "data_source": "synthetic", "steps": 10**6, "max_seq_len": 64, "dtype": "float32",
+        "max_global_batch_tokens": 512, "device": "cpu", "chunk_tokens": 64, "round_tokens": 64, "logging": "warning",
+        "max_gpu_mem_gib": 0.3, "max_host_mem_gib": 8.0, "output_dir": str(Path(folder, "run")),
+    }  # fmt: skip
+    run, count = CommandHandlers.run, 0
+
+    def counted(self: CommandHandlers, program: Program, settings: UpdateSettings | None, command: Command) -> None:
+        nonlocal count
+        count += 1
+        if count == 50:  # in the first round
+            Path(folder, f"begun{rank}").touch()
+        if count == 50 + fault.step and (fault.kind, fault.rank) == (KINDS_OF_TRAINING[2], rank):
+            Path(folder, "fault").touch()
+            raise FloatingPointError(f"{command.label} fails")
+        run(self, program, settings, command)
+
+    CommandHandlers.run = counted
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        sys.exit(train_run(TrainConfig(**options)))
+
+
 # ---- a fault ----------------------------------------------------------------------------------------------------
 
 
 def run_fault(fault: Fault, size: int) -> Outcome:
     """Start the ranks, let the fault come, and see what is left; nothing is, in the end."""
+    named, opened = shared_names(), open_files()
     with tempfile.TemporaryDirectory(prefix="rank_faults") as folder, ranks_of(fault, size, folder) as processes:
         await_files(folder, [f"begun{rank}" for rank in range(size)])
         inodes = set().union(*(mapped(process.pid) for process in processes))
@@ -142,9 +179,22 @@ def run_fault(fault: Fault, size: int) -> Outcome:
         left = [f"process of rank {rank}" for rank, process in enumerate(processes) if process.is_alive()]
         left += [f"memory {inode} in process {pid}" for inode, pid in still_mapped(inodes)]
         texts = [Path(folder, f"stderr{rank}").read_text().strip() for rank in range(size)]
-        messages = [text.splitlines()[-1] for text in texts if text]
+        messages = [line for text in texts for line in text.splitlines() if MESSAGE.match(line)]
         statuses = [process.exitcode for process in processes]
-        return Outcome(fault.kind, fault.rank, seconds, messages, left, statuses)
+    left += [f"/dev/shm/{name}" for name in sorted(shared_names() - named)]
+    left += [f"descriptor {number}" for number in sorted(open_files() - opened)]
+    return Outcome(fault.kind, fault.rank, seconds, messages, left, statuses)
+
+
+def shared_names() -> set[str]:
+    """The files of /dev/shm that are ours."""
+    names = [name for name in os.listdir("/dev/shm") if Path("/dev/shm", name).exists()]
+    return {name for name in names if Path("/dev/shm", name).stat().st_uid == os.getuid()}
+
+
+def open_files() -> set[str]:
+    """Descriptors of this process, which starts the ranks; pipes and events of processes that have ended are gone."""
+    return {name for name in os.listdir("/proc/self/fd") if Path("/proc/self/fd", name).exists()}
 
 
 @contextmanager
@@ -162,15 +212,16 @@ def ranks_of(fault: Fault, size: int, folder: str) -> Iterator[list[Any]]:
         for process in processes:
             process.kill()
             process.join()
+            process.close()
 
 
 def bring(fault: Fault, pid: int, folder: str) -> float:
     """Bring the fault about, or wait for it; returns when it came."""
-    if fault.kind in ("raises", "exits", "another batch"):
+    if fault.kind in ("raises", "exits", "another batch", KINDS_OF_TRAINING[2]):
         await_files(folder, ["fault"])
     else:
         time.sleep(fault.after_s)
-        number = {"stopped": signal.SIGSTOP, "interrupted": signal.SIGINT}.get(fault.kind, signal.SIGKILL)
+        number = {"stopped": signal.SIGSTOP, "interrupted": signal.SIGINT}.get(fault.kind.split()[0], signal.SIGKILL)
         os.kill(pid, number)
     return time.monotonic()
 
@@ -198,7 +249,8 @@ def still_mapped(inodes: set[str]) -> list[tuple[str, str]]:
 
 
 def random_fault(dice: random.Random, kind: str, size: int) -> Fault:
-    return Fault(kind, dice.randrange(size), dice.randrange(5, 100), dice.uniform(0.05, 0.6))
+    most = 2000 if kind in KINDS_OF_TRAINING else 100
+    return Fault(kind, dice.randrange(size), dice.randrange(5, most), dice.uniform(0.05, 0.6))
 
 
 def main() -> None:
@@ -206,14 +258,18 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=30)
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--train", action="store_true", help="faults of ranks that train a small model")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    kinds = KINDS_OF_TRAINING if options.train else KINDS
     dice, outcomes = random.Random(options.seed), []
     for number in range(options.faults):
-        outcomes.append(run_fault(random_fault(dice, KINDS[number % len(KINDS)], options.ranks), options.ranks))
+        outcomes.append(run_fault(random_fault(dice, kinds[number % len(kinds)], options.ranks), options.ranks))
         last = outcomes[-1]
         print(
-            f"{'right' if last.is_right else 'WRONG'}: {last.kind}, {last.seconds:.1f} s, {last.messages}", flush=True
+            f"{'right' if last.is_right else 'WRONG'}: {last.kind}, {last.seconds:.1f} s, {last.messages},"
+            f" statuses {last.statuses}, left {last.left}",
+            flush=True,
         )
     if options.json is not None:
         found = {

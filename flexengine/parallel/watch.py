@@ -102,7 +102,9 @@ class Watch:
             self._followed = [followed for followed in self._followed if followed is not signals]
 
     def abort(self, message: str) -> None:
-        """End the run of all ranks; the caller tells why."""
+        """End the run of all ranks; the caller tells why, unless another rank has ended it already."""
+        if self.loss is None and self._own.aborted:
+            self._hear()
         if self.loss is None:
             self._lose(message, self.ranks.rank, has_words=True)
 

@@ -2,9 +2,11 @@
 
 import os
 import signal
+import threading
 import time
 
 import pytest
+import torch
 from ranks_helper import run_ranks, values_of
 
 from flexengine.parallel import watch as watch_module
@@ -102,3 +104,14 @@ def await_that(condition) -> None:
     while not condition():
         assert time.monotonic() < end_s
         time.sleep(0.01)
+
+
+def test_a_rank_that_learns_of_a_loss_by_a_wait_still_tells_of_it():
+    """Waits for followed signals end before the watch itself has looked: the rank that was named has to tell."""
+    table = torch.zeros(2, Signals.columns(1), dtype=torch.uint32)
+    named, other = Watch.__new__(Watch), Signals(table, 1)
+    named.ranks, named.loss, named._own = Ranks(0, 2, 0, 2, 0, 1), None, Signals(table, 0)
+    named._news, named._followed, named._following = None, [], threading.Lock()
+    other.abort("0 rank 1 is stopped")
+    named.abort("rank 1 is stopped")
+    assert named.loss == ("rank 1 is stopped", True)
