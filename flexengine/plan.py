@@ -52,12 +52,13 @@ class GroupPlan:
     """Where one parameter group's weights, stored gradients and optimizer states live, and which processor updates it.
 
     The CPU updates only what lives on the host altogether, where it is. What is frozen is updated by none: it has no
-    gradients and no states.
+    gradients and no states. Several ranks may divide the optimizer rule's states ("dealt"): each keeps on its GPU those
+    of the elements that it updates, and the rest, masters' lower halves too, stays on the host.
     """
 
     weights: Home = "host"
     grads: Home = "host"
-    states: Home = "host"
+    states: Literal["gpu", "host", "dealt"] = "host"
     update: Literal["gpu", "cpu", "none"] = "gpu"
 
     def __post_init__(self) -> None:
@@ -67,6 +68,8 @@ class GroupPlan:
             raise ValueError("an update on the CPU needs weights, gradients and optimizer states on the host")
         if self.states == "gpu" and self.weights != "gpu":
             raise ValueError("optimizer states on the GPU need the weights there too")
+        if self.states == "dealt" and (self.update != "gpu" or "gpu" in (self.weights, self.grads)):
+            raise ValueError("dealt optimizer states need an update on the GPU, and weights and gradients on the host")
 
     @property
     def trained(self) -> bool:
@@ -248,6 +251,8 @@ class Plan:
             )
         if min(self.weight_slots, self.grad_slots, self.save_slots, self.optimizer_slots) < 1:
             raise ValueError("every kind of slot needs at least one")
+        if self.deals_states and not self.shares_node:
+            raise ValueError("optimizer states are dealt over the GPUs of several ranks, but the plan is for one")
         if self.touched_only and not self.in_parts:
             raise ValueError("touched_only is about experts that cross the link in parts, so it needs in_parts")
         longest = -(-self.request.max_seq_len // self.chunk_tokens)
@@ -276,6 +281,11 @@ class Plan:
     def updates_on_cpu(self) -> bool:
         """True when the CPU updates some group."""
         return any(home.update == "cpu" for home in self.groups)
+
+    @property
+    def deals_states(self) -> bool:
+        """True when ranks divide the optimizer states of some group over their GPUs."""
+        return any(home.states == "dealt" for home in self.groups)
 
     @property
     def updates_in_backward(self) -> bool:

@@ -46,8 +46,8 @@ from flexengine.runtime.turns import RankGroup, give_up, open_turns, together
 from flexengine.runtime.update import UpdateRunner, UpdateSettings, update_settings
 from flexengine.runtime.weight_store import WeightStore, empty_buffers, fill_weights
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.relay import ALONE
 from flexengine.schedule.relocation import relocation
+from flexengine.schedule.shares import ALONE
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from flexengine.schedule.checker import check_program
 from flexengine.schedule.commands import Program
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape, lower_evaluation, lower_round, lower_update
-from flexengine.schedule.relay import ALONE, Share
+from flexengine.schedule.shares import ALONE, Share
 
 MAX_ROUNDS = 64
 """Most programs of rounds that are held at once. A batch of packed sequences needs two or three."""

@@ -20,7 +20,8 @@ from flexengine.runtime.executor import CommandHooks
 from flexengine.runtime.step_state import StepState
 from flexengine.schedule.commands import Command, Signal
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.relay import Cells, Share, executor_of
+from flexengine.schedule.relay import Cells, executor_of
+from flexengine.schedule.shares import Share
 from flexengine.schedule.slots import Memory
 
 ABORTED = "a rank failed, so that gradients or weights are not whole"

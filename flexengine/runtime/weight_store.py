@@ -27,7 +27,7 @@ from flexengine.runtime.staging import load_staged
 from flexengine.runtime.stored_matrices import Span, StoredMatrices, read_pieces
 from flexengine.schedule.group_storage import Segment, is_split
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.relay import ALONE, Share
+from flexengine.schedule.shares import ALONE, Share
 from flexengine.schedule.slots import PlaneKind
 
 SAMPLED_ELEMENTS = 1024
@@ -358,7 +358,10 @@ class WeightStore:
     def clear_states(self) -> None:
         """Zero the optimizer states of every parameter."""
         for index, stored in enumerate(self.layout.groups):
-            for kind in stored.rule_states if index % self.share.size == self.share.rank else ():
+            for kind in stored.rule_states:
+                dealt = self.layout.is_dealt(kind, index)
+                if not dealt and index % self.share.size != self.share.rank:
+                    continue
                 slot = self.layout.slots[self.layout.plane_slot(kind, index)]
                 self.arenas.view(slot, 0, (slot.num_bytes,), torch.uint8).zero_()
 

@@ -42,7 +42,11 @@ def home_of_plane(kind: str, home: GroupPlan) -> str:
     """The memory that a plan keeps a plane of a group in."""
     if kind == "weights":
         return home.weights
-    return home.grads if kind == "grad" else home.states
+    if kind == "grad":
+        return home.grads
+    if home.states == "dealt":  # masters stay whole on the host, so that weights are loaded and exported as ever
+        return "host" if kind == "remainder" else "gpu"
+    return home.states
 
 
 def host_memory(plan: Plan) -> Memory:
@@ -183,6 +187,10 @@ class _GpuSlots:
             if home.states == "gpu":
                 for kind in stored.state_kinds:
                     region.add_plane(kind, spec.name, stored, "resident optimizer states")
+            if home.states == "dealt":
+                dealt = self._sizes.dealt_states(stored)
+                for kind in stored.rule_states:
+                    region.add(kind, dealt.num_bytes(kind), "dealt optimizer states", spec.name)
 
     def _optimizer_tiles(self, start: int) -> int:
         """Append tiles of the update, over the same bytes as the round's slots; returns where they end."""

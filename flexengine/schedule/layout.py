@@ -12,10 +12,12 @@ from itertools import accumulate
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
 from flexengine.schedule.arena_slots import home_of_plane, host_memory, lay_out
+from flexengine.schedule.group_storage import Plane, Segment
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.parts import Run
 from flexengine.schedule.planned_sizes import PlannedSizes
 from flexengine.schedule.relay_pieces import Piece, Range
+from flexengine.schedule.shares import Share
 from flexengine.schedule.slots import Memory, PlaneKind, Role, Slot, SlotKey, overlapping_slots
 
 
@@ -53,6 +55,16 @@ class Layout(PlannedSizes):
         on_host = home_of_plane(kind, self.plan.groups[group]) == "host"
         memory: Memory = host_memory(self.plan) if on_host else "gpu"
         return self.slot(kind, self.model.groups[group].name, memory=memory)
+
+    def plane_start(self, group: int, segment: Segment, plane: Plane, share: Share) -> tuple[int, int]:
+        """Where a rank finds a segment in the slot of a plane: its first byte there, and the first element it has."""
+        if not self.is_dealt(plane.kind, group):
+            return plane.start, 0
+        return self.dealt_states(self.groups[group]).place(segment, plane, share)[:2]
+
+    def is_dealt(self, kind: PlaneKind, group: int) -> bool:
+        """Whether ranks divide a plane of a group over their GPUs."""
+        return self.plan.groups[group].states == "dealt" and kind in self.groups[group].rule_states
 
     def run_place(self, kind: PlaneKind, group: int, run: Run) -> tuple[int, int]:
         """The slot of a run within a plane, and its first element there.

@@ -14,7 +14,8 @@ from typing import NamedTuple
 from flexengine.schedule.commands import Access, Command, CommandName, Program, Signal, Stream
 from flexengine.schedule.group_storage import DTYPE_BYTES
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.relay import Cells, Share
+from flexengine.schedule.relay import Cells
+from flexengine.schedule.shares import Share
 
 PIECE_ELEMENTS = 1 << 21
 """Elements that cross at once. Up to three pieces of a rank are on their way, which takes 12 MiB of its memory in bf16.

@@ -13,6 +13,7 @@ from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram, align
 from flexengine.schedule.parts import Part
 from flexengine.schedule.relay_pieces import Piece, pieces_of, whole_piece
+from flexengine.schedule.shares import DealtStates
 from flexengine.schedule.window import WindowPlaces, window_places
 
 
@@ -125,6 +126,10 @@ class PlannedSizes:
         """Bytes of temporaries of the GPU's updates."""
         groups = (g for g, home in zip(self.groups, self.plan.groups, strict=True) if home.update == "gpu")
         return max((group.update_scratch_bytes(self.compute_bytes) for group in groups), default=0)
+
+    def dealt_states(self, stored: GroupStorage) -> DealtStates:
+        """Where ranks keep the states of a group if they divide them."""
+        return DealtStates(stored, self.plan.request.ranks, self.plan.optimizer_tile)
 
     @property
     def tile_bytes(self) -> int:

@@ -18,7 +18,8 @@ from flexengine.schedule.following import cpu_waits
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape, lower_round, lower_update
 from flexengine.schedule.node_exchange import lower_exchange
-from flexengine.schedule.relay import Share, executor_of
+from flexengine.schedule.relay import executor_of
+from flexengine.schedule.shares import Share
 
 NUM_STEPS = 2
 """Enough to see each kind of program after each other kind."""

@@ -22,7 +22,7 @@ from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape, lower_round, lower_update
 from flexengine.schedule.packing import full_round, later_rounds
 from flexengine.schedule.ranks_order import Events, RankRun, RunEvents
-from flexengine.schedule.relay import Share
+from flexengine.schedule.shares import Share
 from flexengine.schedule.simulator import Rates, Timing, cpu_share
 from flexengine.schedule.step_parts import until_gpu_ends
 

@@ -7,18 +7,10 @@ added up in the order of rounds, whatever the number of ranks. After the last ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
 
 from flexengine.schedule.commands import Signal
-from flexengine.schedule.group_storage import Segment
 from flexengine.schedule.layout import Layout
-
-Thing = TypeVar("Thing")
-
-SHARE_ELEMENTS = 64
-"""Shares begin at multiples of so many elements: ranks write no common cache line of a plane of 16 bits or more."""
 
 
 def executor_of(round_number: int, size: int) -> int:
@@ -73,37 +65,3 @@ class Cells:
     def norm_of_last(self) -> Signal:
         """The rank of the last round has stored the sums of squares."""
         return Signal(self._norm, "last", "update")
-
-
-class Share(NamedTuple):
-    """The part of every segment that one of `size` ranks updates."""
-
-    rank: int = 0
-    size: int = 1
-
-    def every(self, things: Sequence[Thing]) -> Sequence[Thing]:
-        """Every `size`-th thing, from the `rank`-th on."""
-        return things[self.rank :: self.size]
-
-    def of(self, segment: Segment) -> tuple[int, int]:
-        """(start, elements) of a segment that is updated element by element; blocks of states stay whole."""
-        if self.size == 1:
-            return 0, segment.numel
-        block = 1 if segment.rule is None else segment.rule.block
-        unit = block * -(-SHARE_ELEMENTS // block)
-        units = -(-segment.numel // unit)
-        start, end = (min(segment.numel, unit * (units * rank // self.size)) for rank in (self.rank, self.rank + 1))
-        return start, end - start
-
-    def tiles(self, segment: Segment, most: int) -> list[tuple[int, int]]:
-        """Cut the share into pieces (start, elements) of at most `most` elements, as `Segment.tiles` does."""
-        if self.size == 1:
-            return segment.tiles(most)
-        if segment.matrices:  # matrices stay whole, so that a share is some of the pieces
-            pieces = segment.tiles(most)
-            return pieces[len(pieces) * self.rank // self.size : len(pieces) * (self.rank + 1) // self.size]
-        (first, count), size = self.of(segment), segment.tile_elements(most)
-        return [(start, min(size, first + count - start)) for start in range(first, first + count, size)]
-
-
-ALONE = Share()

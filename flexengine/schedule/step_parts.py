@@ -17,7 +17,7 @@ from flexengine.schedule.following import followed
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape, lower_round, lower_update
 from flexengine.schedule.packing import full_round, later_rounds
-from flexengine.schedule.relay import Share
+from flexengine.schedule.shares import Share
 from flexengine.schedule.simulator import Rates, Timing, simulate
 
 

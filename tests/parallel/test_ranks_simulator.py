@@ -29,7 +29,8 @@ from flexengine.schedule.packing import pack, packed_shape
 from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.ranks_order import RankRun
 from flexengine.schedule.ranks_simulator import SIGNAL_S, TimedRankRun, simulate_ranks, simulate_runs
-from flexengine.schedule.relay import Share, executor_of
+from flexengine.schedule.relay import executor_of
+from flexengine.schedule.shares import Share
 from flexengine.schedule.simulator import Rates, simulate
 from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
 from tests.schedule.small_plans import full_round, random_plan, small_model

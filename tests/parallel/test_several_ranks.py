@@ -58,13 +58,17 @@ ON_CPU = GroupPlan(update="cpu")
 
 
 class Case(NamedTuple):
-    """A model under a plan, and for each step the batches of its calls."""
+    """A model under a plan, and for each step the batches of its calls.
+
+    dealt: several ranks divide the optimizer states of what the GPU updates.
+    """
 
     source: ModelSource
     plan: Plan
     steps: list[list[Any]]
     clip: float | None = 1.0
     optimizer: Optimizer | None = None
+    dealt: bool = False
 
 
 class Shown(NamedTuple):
@@ -210,6 +214,19 @@ def states_in_blocks() -> Case:
     return Case(source, replace(plan, groups=groups), steps_of(67, LENGTHS))
 
 
+def dealt_states() -> Case:
+    """Each rank has the states of its share on its GPU; of every other group they stay in the node's memory."""
+    return bf16()._replace(dealt=True)
+
+
+def dealt_states_of_matrices() -> Case:
+    return muon()._replace(dealt=True)
+
+
+def dealt_states_in_blocks() -> Case:
+    return states_in_blocks()._replace(dealt=True)
+
+
 def one_round() -> Case:
     """More ranks than rounds."""
     source = random_weights(tiny_config())
@@ -220,7 +237,8 @@ CASES: dict[Callable[[], Case], tuple[int, ...]] = {
     float32: (2, 3, 4), several_calls: (2,), bf16: (4,), bf16_states: (3,), tied: (2, 4), tied_in_shared_slots: (3,),
     frozen: (3,), sliced: (2,), unclipped: (3,), unclipped_by_gpu: (2,), not_finite: (2,), experts: (4,),
     experts_in_parts: (2,), balanced_experts: (3,), lora: (2,), pissa: (3,), stored_base: (2,), muon: (3,),
-    states_in_blocks: (3,), one_round: (2,),
+    states_in_blocks: (3,), dealt_states: (2, 3), dealt_states_of_matrices: (2,), dealt_states_in_blocks: (4,),
+    one_round: (2,),
 }  # fmt: skip
 """With the numbers of ranks that are tried; few, as each takes seconds of two cores."""
 
@@ -244,7 +262,11 @@ def pause_before_commands(seed: int) -> None:
 def planned(case: Case, ranks: Ranks) -> Plan:
     """The plan of a case for so many ranks."""
     changes = {"ranks": ranks.local_size, "nodes": ranks.nodes, "round_multiple": ROUND_MULTIPLE}
-    return replace(case.plan, request=replace(case.plan.request, **changes))
+    plan = replace(case.plan, request=replace(case.plan.request, **changes))
+    if not case.dealt or ranks.size == 1:
+        return plan
+    homes = (replace(g, states="dealt") if g.update == "gpu" else g for g in plan.groups)
+    return replace(plan, groups=tuple(homes))
 
 
 def train(rank: int, size: int, case: Case) -> Shown:

@@ -17,7 +17,7 @@ from flexengine.schedule.group_storage import DTYPE_BYTES
 from flexengine.schedule.layer_program import Stage
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape, lower_update
-from flexengine.schedule.relay import Share
+from flexengine.schedule.shares import Share
 from flexengine.schedule.simulator import Rates, Timing, simulate
 from flexengine.schedule.step_parts import StepEstimate, simulated_rounds, stalls, summed
 

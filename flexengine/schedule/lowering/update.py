@@ -14,7 +14,8 @@ from flexengine.schedule.fixed_slots import HOST_GRAD_NORM, HOST_SCALES, SCALAR_
 from flexengine.schedule.group_storage import Segment, matrix_flops
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.program_builder import ProgramBuilder
-from flexengine.schedule.relay import ALONE, Cells, Share
+from flexengine.schedule.relay import Cells
+from flexengine.schedule.shares import ALONE, Share
 from flexengine.schedule.slots import HOST_SIDE, PlaneKind, Slot, overlapping_slots
 
 KERNELS_PER_MATRIX = 20
@@ -166,12 +167,15 @@ def _tiles(layout: Layout, group: int, pieces: list[Slot], share: Share) -> list
     """Cut a share of a group into tiles; every plane of a tile gets a slot inside the plane, appended to `pieces`."""
     found, size = [], layout.plan.optimizer_tile
     for segment in layout.groups[group].segments:
-        planes = [(p, layout.slots[layout.plane_slot(p.kind, group)]) for p in segment.planes]
+        planes = [
+            (p, layout.slots[layout.plane_slot(p.kind, group)], *layout.plane_start(group, segment, p, share))
+            for p in segment.planes
+        ]
         for start, count in share.tiles(segment, size):
             slots, within = {}, (segment.name, start)
-            for plane, whole in planes:
+            for plane, whole, begin, skipped in planes:
                 slots[plane.kind] = len(layout.slots) + len(pieces)
-                first = plane.start + plane.num_bytes(start)
+                first = begin + plane.num_bytes(start - skipped)
                 pieces.append(whole.subslot(within, first, plane.num_bytes(count), "tile"))
             found.append(_Tile(group, segment.name, start, count, slots))
     return found

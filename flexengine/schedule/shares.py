@@ -1,0 +1,86 @@
+"""Which elements of a group one of several ranks updates, and where it keeps their states if ranks divide these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+from flexengine.schedule.group_storage import GroupStorage, Plane, Segment
+from flexengine.schedule.layer_program import align
+from flexengine.schedule.slots import PlaneKind
+
+Thing = TypeVar("Thing")
+
+SHARE_ELEMENTS = 64
+"""Shares begin at multiples of so many elements: ranks write no common cache line of a plane of 16 bits or more."""
+
+
+class Share(NamedTuple):
+    """The part of every segment that one of `size` ranks updates."""
+
+    rank: int = 0
+    size: int = 1
+
+    def every(self, things: Sequence[Thing]) -> Sequence[Thing]:
+        """Every `size`-th thing, from the `rank`-th on."""
+        return things[self.rank :: self.size]
+
+    def of(self, segment: Segment) -> tuple[int, int]:
+        """(start, elements) of a segment that is updated element by element; blocks of states stay whole."""
+        if self.size == 1:
+            return 0, segment.numel
+        block = 1 if segment.rule is None else segment.rule.block
+        unit = block * -(-SHARE_ELEMENTS // block)
+        units = -(-segment.numel // unit)
+        start, end = (min(segment.numel, unit * (units * rank // self.size)) for rank in (self.rank, self.rank + 1))
+        return start, end - start
+
+    def span(self, segment: Segment, most: int) -> tuple[int, int]:
+        """The elements (start, count) that all of `tiles` cover together."""
+        if not segment.matrices:
+            return self.of(segment)
+        tiles = self.tiles(segment, most)
+        return (tiles[0][0], sum(count for _, count in tiles)) if tiles else (0, 0)
+
+    def tiles(self, segment: Segment, most: int) -> list[tuple[int, int]]:
+        """Cut the share into pieces (start, elements) of at most `most` elements, as `Segment.tiles` does."""
+        if self.size == 1:
+            return segment.tiles(most)
+        if segment.matrices:  # matrices stay whole, so that a share is some of the pieces
+            pieces = segment.tiles(most)
+            return pieces[len(pieces) * self.rank // self.size : len(pieces) * (self.rank + 1) // self.size]
+        (first, count), size = self.of(segment), segment.tile_elements(most)
+        return [(start, min(size, first + count - start)) for start in range(first, first + count, size)]
+
+
+ALONE = Share()
+
+
+class DealtStates(NamedTuple):
+    """The states of a group that `size` ranks divide: each keeps those of the elements that it updates.
+
+    All ranks have the same slots, which are as large as the largest share. most: elements of a tile of the update.
+    """
+
+    stored: GroupStorage
+    size: int
+    most: int
+
+    def num_bytes(self, kind: PlaneKind) -> int:
+        """Bytes that each rank keeps of one of the states."""
+        return max(end for _, end in self._ranges(kind).values())
+
+    def place(self, segment: Segment, plane: Plane, share: Share) -> tuple[int, int, int]:
+        """Where a rank keeps its part of a segment's states: the first byte in its slot, first element, elements."""
+        return self._ranges(plane.kind)[segment.name][0], *share.span(segment, self.most)
+
+    def _ranges(self, kind: PlaneKind) -> dict[str, tuple[int, int]]:
+        """By segment, where its states begin and end in a slot with the largest share."""
+        found, end = {}, 0
+        for segment in self.stored.segments:
+            plane = next((plane for plane in segment.planes if plane.kind == kind), None)
+            if plane is not None:
+                spans = (Share(rank, self.size).span(segment, self.most) for rank in range(self.size))
+                start, end = align(end), align(end) + plane.num_bytes(max(count for _, count in spans))
+                found[segment.name] = start, end
+        return found
