@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.checkpoint.state_files import STATE_FILE, STATE_INDEX_FILE, read_description
 from flexengine.checkpoint.state_writer import StateSave
+from flexengine.runtime.dealt_states import gather_states
 from flexengine.runtime.one_caller import one_caller
 from flexengine.runtime.step_state import StepState, nobody_reads
 from flexengine.runtime.training_state import (
     check_same_tensors,
     check_same_training,
+    dealt_tensors,
     describe_adapters,
     describe_state,
     load_tensors,
@@ -109,10 +111,11 @@ class CheckpointCalls:
             raise ValueError("a checkpoint between fwd_bwd and step would lose the gradients; call step() first")
         self._finish_save()
         self.executor.synchronize()
+        gathered = gather_states(self.weights, self.turns, dealt_tensors(self.weights), Path(folder))
         with while_nobody_writes(self.turns):
             if self.turns is None or self.turns.writes_files:
                 text = self._describe(run_state)
-                self._save = StateSave(folder, state_tensors(self.weights), {STATE_FILE: text}, after)
+                self._save = StateSave(folder, state_tensors(self.weights, gathered), {STATE_FILE: text}, after)
         self.state.before_update = self._release_save
         return self._save
 

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flexengine.checkpoint.reader import CheckpointReader, ReadRequest
@@ -20,6 +21,7 @@ from flexengine.checkpoint.state_files import FORMAT_VERSION
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Numerics, Plan
 from flexengine.runtime.arena import DTYPES
+from flexengine.runtime.dealt_states import DealtTensor
 from flexengine.runtime.staging import load_staged
 from flexengine.runtime.weight_store import SourceRun, WeightStore, on_host
 from flexengine.schedule.group_storage import Plane
@@ -30,18 +32,21 @@ def tensor_name(plane: str, source: str) -> str:
     return f"{plane}/{source}"
 
 
-def state_tensors(weights: WeightStore) -> list[StoredTensor]:
+def state_tensors(weights: WeightStore, gathered: Mapping[str, Tensor] | None = None) -> list[StoredTensor]:
     """Views of all planes of what is trained, but for gradients, in the order of the model.
 
     What is frozen comes from the model's folder or from the seed. A plane whose entries stand for blocks of elements,
-    as scales do, is one tensor for each segment of a group, since tensors need not begin with a block.
+    as scales do, is one tensor for each segment of a group, since tensors need not begin with a block. gathered: by
+    name, what ranks divide; what it lacks of that has a shape and a dtype, and no memory.
     """
     found: dict[str, StoredTensor] = {}
     for name, run in weights.runs.items():
         for plane in () if run.frozen else run.segment.planes:
             if plane.kind == "grad":
                 continue
-            if plane.block == 1:
+            if weights.layout.is_dealt(plane.kind, run.group):
+                stored = _divided_tensor(weights, name, run, plane, gathered or {})
+            elif plane.block == 1:
                 data = weights.plane(plane.kind, run)
                 assert data is not None
                 stored = StoredTensor(tensor_name(plane.kind, name), run.source.shape, data)
@@ -51,6 +56,29 @@ def state_tensors(weights: WeightStore) -> list[StoredTensor]:
                 stored = StoredTensor(tensor_name(plane.kind, f"{group}.{run.segment.name}"), tuple(data.shape), data)
             found[stored.name] = stored
     return list(found.values())
+
+
+def _divided_tensor(
+    weights: WeightStore, name: str, run: SourceRun, plane: Plane, gathered: Mapping[str, Tensor]
+) -> StoredTensor:
+    tensor = _dealt_tensor(weights, name, run, plane)
+    count = tensor.num_bytes // tensor.dtype.itemsize
+    data = gathered.get(tensor.name, torch.empty(count, dtype=tensor.dtype, device="meta"))
+    return StoredTensor(tensor.name, run.source.shape if plane.block == 1 else (count,), data)
+
+
+def _dealt_tensor(weights: WeightStore, name: str, run: SourceRun, plane: Plane) -> DealtTensor:
+    if plane.block == 1:
+        return DealtTensor(tensor_name(plane.kind, name), run, plane, run.start, run.count)
+    group = weights.layout.model.groups[run.group].name
+    return DealtTensor(tensor_name(plane.kind, f"{group}.{run.segment.name}"), run, plane, 0, run.segment.numel)
+
+
+def dealt_tensors(weights: WeightStore) -> list[DealtTensor]:
+    """The tensors of a checkpoint that ranks divide, in the order of the model."""
+    rows = ((name, run, plane) for name, run in weights.runs.items() if not run.frozen for plane in run.segment.planes)
+    dealt = (_dealt_tensor(weights, *row) for row in rows if weights.layout.is_dealt(row[2].kind, row[1].group))
+    return list({tensor.name: tensor for tensor in dealt}.values())
 
 
 def _whole_plane(weights: WeightStore, run: SourceRun, plane: Plane) -> Tensor:
@@ -64,11 +92,19 @@ def _whole_plane(weights: WeightStore, run: SourceRun, plane: Plane) -> Tensor:
 def load_tensors(weights: WeightStore, reader: CheckpointReader) -> None:
     """Read all planes of a checkpoint to where the plan puts them, and compare the files with their checksums.
 
-    Of several ranks, each reads some of the planes, and the first compares the files.
+    Of several ranks, each reads some of the planes and its own part of what ranks divide, and the first compares the
+    files.
 
     Raises: CheckpointError where a file differs from its checksum, when all is read.
     """
-    requests = [ReadRequest(tensor.name, tensor.data) for tensor in weights.share.every(state_tensors(weights))]
+    dealt = dealt_tensors(weights)
+    divided = {tensor.name for tensor in dealt}
+    shared = [tensor for tensor in state_tensors(weights) if tensor.name not in divided]
+    requests = [ReadRequest(tensor.name, tensor.data) for tensor in weights.share.every(shared)]
+    for tensor in dealt:
+        first, data = tensor.own(weights)
+        if data.numel():
+            requests.append(ReadRequest(tensor.name, data, first_element=first))
     elsewhere = [request for request in requests if not on_host(request)]
     with reader.verifying() if weights.share.rank == 0 else nullcontext():
         reader.read_many([request for request in requests if on_host(request)])

@@ -198,6 +198,7 @@ class WeightStore:
     def plane(self, kind: PlaneKind, run: SourceRun) -> Tensor | None:
         """Flat view of one plane of a source's elements, or None when the format has no such plane."""
         assert run.whole, "what lies in spans is written and read span by span"
+        assert not self.layout.is_dealt(kind, run.group), "a rank has only its share of what ranks divide"
         plane = next((p for p in run.segment.planes if p.kind == kind), None)
         if plane is None:
             return None

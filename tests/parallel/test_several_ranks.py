@@ -199,10 +199,10 @@ def stored_base() -> Case:
 
 
 def muon() -> Case:
-    """Whole matrices are updated by one rank or another, and the rest in shares."""
+    """Whole matrices are updated by one rank or another, and the rest in shares; their states are with who updates."""
     source = random_weights(tiny_config())
     plan = streamed(source, home=GroupPlan(), numerics=replace(BF16, optimizer="muon"), optimizer_tile=1024)
-    return Case(source, plan, steps_of(67, LENGTHS), optimizer=Muon(lr=1e-2))
+    return Case(source, plan, steps_of(67, LENGTHS), optimizer=Muon(lr=1e-2), dealt=True)
 
 
 def states_in_blocks() -> Case:
@@ -211,20 +211,7 @@ def states_in_blocks() -> Case:
     homes = [GroupPlan(), ON_CPU]
     plan = streamed(source, numerics=replace(BF16, state=IN_BLOCKS), optimizer_tile=512)
     groups = tuple(homes[i % 2] for i in range(len(plan.groups)))
-    return Case(source, replace(plan, groups=groups), steps_of(67, LENGTHS))
-
-
-def dealt_states() -> Case:
-    """Each rank has the states of its share on its GPU; of every other group they stay in the node's memory."""
-    return bf16()._replace(dealt=True)
-
-
-def dealt_states_of_matrices() -> Case:
-    return muon()._replace(dealt=True)
-
-
-def dealt_states_in_blocks() -> Case:
-    return states_in_blocks()._replace(dealt=True)
+    return Case(source, replace(plan, groups=groups), steps_of(67, LENGTHS), dealt=True)
 
 
 def one_round() -> Case:
@@ -237,8 +224,7 @@ CASES: dict[Callable[[], Case], tuple[int, ...]] = {
     float32: (2, 3, 4), several_calls: (2,), bf16: (4,), bf16_states: (3,), tied: (2, 4), tied_in_shared_slots: (3,),
     frozen: (3,), sliced: (2,), unclipped: (3,), unclipped_by_gpu: (2,), not_finite: (2,), experts: (4,),
     experts_in_parts: (2,), balanced_experts: (3,), lora: (2,), pissa: (3,), stored_base: (2,), muon: (3,),
-    states_in_blocks: (3,), dealt_states: (2, 3), dealt_states_of_matrices: (2,), dealt_states_in_blocks: (4,),
-    one_round: (2,),
+    states_in_blocks: (3,), one_round: (2,),
 }  # fmt: skip
 """With the numbers of ranks that are tried; few, as each takes seconds of two cores."""
 
@@ -312,7 +298,9 @@ def resume(rank: int, size: int, case: Case, folders: tuple[Path | None, Path | 
 
 def test_a_run_of_two_ranks_goes_on_with_four_and_with_one(tmp_path):
     source = random_weights(tiny_config())
-    case = Case(source, streamed(source, numerics=BF16), steps_of(67, LENGTHS))
+    plan = streamed(source, numerics=BF16, optimizer_tile=257)
+    groups = tuple(GroupPlan() if i % 2 else ON_CPU for i in range(len(plan.groups)))
+    case = Case(source, replace(plan, groups=groups), steps_of(67, LENGTHS), dealt=True)
     first, second = tmp_path / "first", tmp_path / "second"
     values_of(run_ranks(resume, 2, 2, case, (None, first)))
     found = values_of(run_ranks(resume, 4, 4, case, (first, second)))
