@@ -62,6 +62,11 @@ class Layout(PlannedSizes):
             return plane.start, 0
         return self.dealt_states(self.groups[group]).place(segment, plane, share)[:2]
 
+    def dealt_shares(self, group: int) -> tuple[tuple[int, int], ...]:
+        """The elements (start, count) of each segment of a group that each rank updates, segment by segment."""
+        size, most = self.plan.request.ranks, self.plan.optimizer_tile
+        return tuple(Share(rank, size).span(s, most) for s in self.groups[group].segments for rank in range(size))
+
     def is_dealt(self, kind: PlaneKind, group: int) -> bool:
         """Whether ranks divide a plane of a group over their GPUs."""
         return self.plan.groups[group].states == "dealt" and kind in self.groups[group].rule_states

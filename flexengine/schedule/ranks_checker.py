@@ -8,7 +8,8 @@ It looks at two steps of all ranks, who take rounds in turn, and at what touches
 - contents: a gradient is fetched as the round before left it, and updated as the last round left it; weights are read
   as the step before updated them; nothing is added twice or left out;
 - shares: together the ranks update every element of every trained group once;
-- nodes: of several, every gradient is updated as the sum of all nodes left it, which is added in the order of nodes.
+- nodes: of several, every gradient is updated as the sum of all nodes left it, which is added in the order of nodes;
+- dealt states: a rank finds each element's states where the layout gives them their place on its GPU.
 `checker` proves each program by itself.
 """
 
@@ -23,6 +24,7 @@ from flexengine.schedule.commands import Stream, UpdateTile
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape
 from flexengine.schedule.ranks_order import Event, Events, RankRun, runs_of_ranks
+from flexengine.schedule.shares import Share
 
 
 def check_ranks(layout: Layout, shape: RoundShape, num_rounds: int) -> None:
@@ -33,6 +35,7 @@ def check_ranks(layout: Layout, shape: RoundShape, num_rounds: int) -> None:
 def check_runs(layout: Layout, runs: Sequence[Sequence[RankRun]], num_rounds: int) -> None:
     """As `check_ranks`, of programs that are lowered already."""
     check_shares(layout, runs)
+    check_dealt_states(layout, runs)
     events = Events(runs, num_rounds)
     order = events.in_order()
     _check_memory(layout, events, order, num_rounds)
@@ -53,6 +56,25 @@ def check_shares(layout: Layout, runs: Sequence[Sequence[RankRun]]) -> None:
                     twice = "twice" if start < reached else "by no rank"
                     raise ProgramError(f"elements {start}..{reached} of {spec.name} {segment.name} are updated {twice}")
                 reached = end
+
+
+def check_dealt_states(layout: Layout, runs: Sequence[Sequence[RankRun]]) -> None:
+    """Check that each rank's updates use the states of their own elements, in any step."""
+    rows = ((rank, run) for rank, of_rank in enumerate(runs) for run in of_rank if run.updates)
+    for rank, run in rows if layout.plan.deals_states else ():
+        for command in (command for command in run.program.commands if isinstance(command.args, UpdateTile)):
+            tile, slots = command.args, run.program.slots
+            segment = next(s for s in layout.groups[tile.group].segments if s.name == tile.segment)
+            for plane in (p for p in segment.planes if layout.is_dealt(p.kind, tile.group)):
+                begin, first = layout.plane_start(tile.group, segment, plane, Share(rank, len(runs)))
+                whole = layout.slots[layout.plane_slot(plane.kind, tile.group)]
+                slot, offset = tile.planes[plane.kind]
+                expected = "gpu", whole.offset + begin + plane.num_bytes(tile.start - first)
+                if (slots[slot].memory, slots[slot].offset + offset) != expected:
+                    raise ProgramError(
+                        f"{command.label} (rank {rank}) takes {plane.kind} from {slots[slot].name}, where the rank has"
+                        " that of other elements"
+                    )
 
 
 class _Touch(NamedTuple):

@@ -44,6 +44,7 @@ class _Plane:
     name: str
     now: ByteRange
     goal: ByteRange
+    dealt: bool = False
     stepped_aside: bool = False
 
 
@@ -51,8 +52,8 @@ def relocation(old: Layout, new: Layout, capacity: Mapping[Memory, int]) -> tupl
     """Moves, in order, that turn arenas laid out by `old` into the same arenas laid out by `new`, gradients left out.
 
     capacity: bytes of each arena; that of the node, which ranks share, only where there is one. Both layouts are of one
-    model and numerics. Raises: ValueError if `new` is larger than the arenas, or if planes are in each other's way and
-    no free space is large enough for one of them.
+    model and numerics. Raises: ValueError if `new` is larger than the arenas, if ranks would divide states in another
+    way, or if planes are in each other's way and no free space is large enough for one of them.
     """
     needs: dict[Memory, int] = {"gpu": new.gpu_bytes, "host": new.host_bytes, "node": new.node_bytes}
     for memory, needed in needs.items():
@@ -79,7 +80,17 @@ def _planes(old: Layout, new: Layout) -> list[_Plane]:
             if kind != "grad" and num_bytes:
                 name = f"{kind} of {old.model.groups[group].name}"
                 found.append(_Plane(name, _place_of(old, kind, group), _place_of(new, kind, group)))
+                found[-1].dealt = _check_dealing(old, new, kind, group)
     return found
+
+
+def _check_dealing(old: Layout, new: Layout, kind: PlaneKind, group: int) -> bool:
+    """Whether ranks divide a plane. Raises: ValueError where they would divide it otherwise than before."""
+    dealt = old.is_dealt(kind, group)
+    starts = [(p.is_dealt(kind, group), p.dealt_shares(group) if dealt else ()) for p in (old, new)]
+    if starts[0] != starts[1]:
+        raise ValueError(f"{kind} of {old.model.groups[group].name} would lie on other GPUs; keep how ranks divide it")
+    return dealt
 
 
 def _place_of(layout: Layout, kind: PlaneKind, group: int) -> ByteRange:
@@ -99,7 +110,8 @@ def _step_aside(
     for avoid_goals in (True, False):
         for plane in waiting:
             taken = [p.now for p in planes] + ([p.goal for p in pending] if avoid_goals else [])
-            for memory in MEMORIES:
+            # what each rank has for itself may not wait where all have one place
+            for memory in (m for m in MEMORIES if m != "node" or not plane.dealt):
                 gap = _gap(plane.now.num_bytes, memory, taken, capacity.get(memory, 0))
                 if gap is not None:
                     plane.stepped_aside = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, ItemsView
 from dataclasses import replace
 from random import Random
 
@@ -13,7 +13,7 @@ from flexengine.models.in_parts import in_parts
 from flexengine.plan import GroupPlan, Plan
 from flexengine.schedule import fixed_slots, node_exchange, relay_pieces
 from flexengine.schedule.checker import ProgramError, check_program
-from flexengine.schedule.commands import Command, UpdateTile
+from flexengine.schedule.commands import Command, SlotOffset, UpdateTile
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.ranks_checker import check_ranks, check_runs
 from flexengine.schedule.ranks_order import RankRun, runs_of_ranks
@@ -26,9 +26,13 @@ def cut_finely(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fixed_slots, "SQUARED_ELEMENTS", 256)
 
 
-def of_ranks(plan: Plan, size: int, update: str = "", nodes: int = 1) -> Plan:
-    """The plan with what ranks share on the host; update: by which processor, "" = as it was."""
-    groups = tuple(GroupPlan(update=update or g.update) if g.trained else g for g in plan.groups)
+def of_ranks(plan: Plan, size: int, update: str = "", nodes: int = 1, states: str = "host") -> Plan:
+    """The plan with what ranks share on the host; update: by which processor, "" = as it was.
+
+    states: where the optimizer states lie of what the GPU updates.
+    """
+    homes = [GroupPlan(update=update or g.update) if g.trained else g for g in plan.groups]
+    groups = tuple(replace(home, states=states) if home.update == "gpu" else home for home in homes)
     return replace(plan, groups=groups, request=replace(plan.request, ranks=size, nodes=nodes))
 
 
@@ -41,7 +45,8 @@ def test_random_plans_are_proven(seed, size, monkeypatch):
     models = [small_model(), small_model(tied=True), divided_model(), with_frozen(small_model(), ["embed", "block.1"])]
     model, parts, sliced = models[seed % 4], seed % 4 == 2, random.random() < 0.5
     plan = random_plan(random, in_parts(model) if parts else model, sliced)
-    plan = of_ranks(replace(plan, in_parts=parts), size, nodes=1 + seed % 2 * 2)  # one node or three
+    nodes, states = 1 + seed % 2 * 2, "dealt" if seed // 2 % 2 else "host"  # one node or three
+    plan = of_ranks(replace(plan, in_parts=parts), size, nodes=nodes, states=states)
     layout = Layout(model, plan)
     for num_rounds in (1, size, size + 1):
         runs = runs_of_ranks(layout, full_round(layout), num_rounds)
@@ -55,9 +60,11 @@ def test_random_plans_are_proven(seed, size, monkeypatch):
 Change = Callable[[Command], Command]
 
 
-def small_runs(update: str, tied: bool = False, nodes: int = 1) -> tuple[Layout, list[list[RankRun]]]:
+def small_runs(
+    update: str, tied: bool = False, nodes: int = 1, states: str = "host"
+) -> tuple[Layout, list[list[RankRun]]]:
     model = small_model(blocks=1, tied=tied)
-    layout = Layout(model, of_ranks(random_plan(Random(1), model, sliced=False), 3, update, nodes))
+    layout = Layout(model, of_ranks(random_plan(Random(1), model, sliced=False), 3, update, nodes, states))
     return layout, runs_of_ranks(layout, full_round(layout), 4)
 
 
@@ -153,6 +160,24 @@ def test_shares_that_overlap_or_leave_a_hole_are_noticed(change):
     layout, runs = small_runs("cpu")
     with pytest.raises(ProgramError, match=r"updated (twice|by no rank)"):
         check_runs(layout, changed(runs, tile_changed(*change)), 4)
+
+
+def test_states_of_other_elements_are_noticed():
+    layout, runs = small_runs("gpu", states="dealt")
+    check_runs(layout, runs, 4)
+
+    def change(command: Command) -> Command:
+        """Moments lie where those of other elements do."""
+        if not isinstance(command.args, UpdateTile):
+            return command
+        moved = {kind: SlotOffset(slot, offset + 64 * (kind == "exp_avg")) for kind, (slot, offset) in planes(command)}
+        return replace(command, args=command.args._replace(planes=moved))
+
+    def planes(command: Command) -> ItemsView[str, SlotOffset]:
+        return command.args.planes.items()
+
+    with pytest.raises(ProgramError, match=r"takes exp_avg from .* that of other elements"):
+        check_runs(layout, changed(runs, change), 4)
 
 
 def test_a_tied_gradient_that_is_relayed_twice_a_round_is_noticed():
