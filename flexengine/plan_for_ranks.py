@@ -1,5 +1,6 @@
 """A plan of several ranks: the planner plans one of them, with its tokens of a step and its share of the host's memory;
-the plan that it finds is priced by simulating all ranks of a node together.
+the plan that it finds is priced by simulating all ranks of a node together. Where the host is too small for the
+optimizer states, ranks divide these over their GPUs.
 
 What ranks share on the host counts once for the node: every rank counts an equal part of it. Nodes add up their
 gradients after the last round, which is added to the step.
@@ -15,14 +16,30 @@ from flexengine.hardware.nodes import NETWORK_BYTES_PER_S, exchange_s, rank_prof
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import format_bytes, format_seconds
 from flexengine.models.spec import ModelSpec
-from flexengine.plan import Plan, PlanError, Prediction, Request
+from flexengine.plan import GroupPlan, Plan, PlanError, PlanReason, Prediction, Request
 from flexengine.planner.correction import Review, corrected_profile, review
 from flexengine.planner.cost.cost_model import CostModel, price
+from flexengine.planner.cost.memory import (
+    excess_bytes,
+    gpu_categories,
+    gpu_required_bytes,
+    host_categories,
+    host_required_bytes,
+)
 from flexengine.planner.planner import make_plan
 from flexengine.schedule.command_totals import CommandClass, CommandTotal
+from flexengine.schedule.group_storage import group_storage
+from flexengine.schedule.layer_program import align
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.ranks_simulator import simulate_ranks
+from flexengine.schedule.shares import DealtStates
 from flexengine.schedule.step_parts import limiter, summed
+
+DEALT_GROUPS = (1, 2)
+"""Where host memory is short, ranks divide the optimizer states of every group, else of every other one. More choices
+cost a search each, and leave more GPU memory to activations."""
+SMALLER_TILES = (1 << 20, 1 << 16)
+"""Elements of a tile of the update, where those that the search took have no room beside the states."""
 
 
 def plan_for_ranks(
@@ -34,15 +51,58 @@ def plan_for_ranks(
     alike. profile: of the node, with the rates of one GPU. network_bytes_per_s: of a node, each way, where there are
     several. Raises: PlanError when nothing fits.
     """
-    ranks = request.ranks
     if not request.shares_node:
         return make_plan(model, request, profile)
+    of_rank = rank_profile(profile, request.ranks)
     try:
-        plan = make_plan(model, request.of_rank, rank_profile(profile, ranks))
+        plan = make_plan(model, request.of_rank, of_rank)
     except PlanError as error:
-        raise _for_all(error, request) from None
+        short = error.reason is PlanReason.INSUFFICIENT_HOST_MEMORY
+        dealt = _with_dealt_states(model, request.of_rank, of_rank) if short else None
+        if dealt is None:
+            raise _for_all(error, request) from None
+        plan = dealt
     plan = replace(plan, request=request)
     return replace(plan, predicted=_predicted(Layout(model, plan), plan.predicted, profile, network_bytes_per_s))
+
+
+def _with_dealt_states(model: ModelSpec, request: Request, profile: HardwareProfile) -> Plan | None:
+    """A plan of one rank whose optimizer states, or every other group's, ranks divide over their GPUs; None if none
+    fits.
+
+    The search knows nothing of it: it is given the host memory that this frees and lacks the GPU memory that it takes.
+    """
+    stored = [group_storage(group, request.numerics) for group in model.groups]
+    sizes = [DealtStates(group, request.ranks, Plan.optimizer_tile) for group in stored]
+    for every in DEALT_GROUPS:
+        dealt = [i for i, group in enumerate(model.groups) if not group.frozen and i % every == 0]
+        on_gpu = sum(align(sizes[i].num_bytes(kind)) for i in dealt for kind in stored[i].rule_states)
+        on_host = sum(align(stored[i].plane_bytes[kind]) for i in dealt for kind in stored[i].rule_states)
+        if not 0 < on_gpu < request.max_gpu_bytes:
+            continue
+        left = request.max_gpu_bytes - on_gpu, request.max_host_bytes + on_host // request.ranks
+        try:
+            found = make_plan(model, replace(request, max_gpu_bytes=left[0], max_host_bytes=left[1]), profile)
+        except PlanError:
+            continue
+        homes = [GroupPlan(states="dealt") if i in dealt else home for i, home in enumerate(found.groups)]
+        for tile in dict.fromkeys((found.optimizer_tile, *SMALLER_TILES)):
+            plan = replace(found, request=request, groups=tuple(homes), optimizer_tile=tile)
+            layout = Layout(model, plan)
+            if max(excess_bytes(layout, request, profile)) <= 0:
+                return replace(plan, predicted=_bytes_of(layout, plan.predicted, profile))
+    return None
+
+
+def _bytes_of(layout: Layout, predicted: Prediction, profile: HardwareProfile) -> Prediction:
+    """A rank's prediction with the bytes of another layout."""
+    return replace(
+        predicted,
+        gpu_bytes=gpu_required_bytes(layout, profile),
+        host_bytes=host_required_bytes(layout, profile),
+        gpu_categories=gpu_categories(layout, profile),
+        host_categories=host_categories(layout, profile),
+    )
 
 
 def _for_all(error: PlanError, request: Request) -> PlanError:
@@ -93,6 +153,8 @@ def priced_together(
         limiter=limiter(estimate),
         exchange_s=network_s,
     )
+    if layout.plan.deals_states:  # the bound is of plans that move states over the link
+        predicted = replace(predicted, speed_of_light_s=min(predicted.speed_of_light_s, predicted.step_s))
     if network_s > predicted.step_s / 2:
         exchange = f"the network, over which nodes add up gradients for {format_seconds(network_s)}"
         predicted = replace(predicted, limiter=exchange)

@@ -21,7 +21,10 @@ from flexengine.schedule.slots import Memory
 from flexengine.schedule.step_parts import StepPart
 
 LASTING = {
-    "gpu": ("batch", "scalars", "resident weights", "resident gradients", "resident optimizer states"),
+    "gpu": (
+        *("batch", "scalars", "resident weights", "resident gradients"),
+        *("resident optimizer states", "dealt optimizer states"),
+    ),
     "host": ("batch", "weights", "gradients", "optimizer states"),
 }
 """Categories of slots that hold something from step to step, or that the host fills."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from flexengine.metrics import format_bytes, format_seconds
 from flexengine.models.lora import adapter_counts
@@ -19,7 +19,7 @@ class GroupData(NamedTuple):
     name: str
     field: str
 
-    def home(self, group: GroupPlan) -> Home | None:
+    def home(self, group: GroupPlan) -> Home | Literal["dealt"] | None:
         """Where a group's data of this kind live; None for gradients and states that a frozen group does not have."""
         return getattr(group, self.field) if self.field == "weights" or group.trained else None
 
@@ -32,6 +32,11 @@ class GroupData(NamedTuple):
         return sum(size for plane, size in layout.plane_bytes.items() if plane not in own_plane.values())
 
 
+PLACES = (
+    ("gpu", "on the GPU"),
+    ("dealt", "divided over the GPUs, masters streamed from the host"),
+    ("host", "streamed from the host"),
+)
 GROUP_DATA = (
     GroupData("weights", "weights"),
     GroupData("gradients", "grads"),
@@ -89,7 +94,7 @@ def _residency_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
         # Frozen groups have no gradients and no states, so they do not count among the groups of these lines.
         num_groups = sum(home is not None for home in homes)
         texts = []
-        for place, words in (("gpu", "on the GPU"), ("host", "streamed from the host")):
+        for place, words in PLACES:
             members = [i for i, home in enumerate(homes) if home == place]
             if members:
                 texts.append(f"{len(members)} of {num_groups} groups {words}{_size(data, members, layouts)}")

@@ -82,6 +82,20 @@ def test_state_that_exceeds_one_gpus_share_of_the_host_is_searched_for():
     assert plan.predicted.host_categories["offloaded activations"] > 50 * GIB
 
 
+@pytest.mark.usefixtures("quick_search")
+def test_states_are_divided_over_gpus_where_the_host_is_too_small_for_them(tmp_path, capsys):
+    files = ["--plan-json", str(tmp_path / "plan.json"), "--html", str(tmp_path / "plan.html")]
+    found = planned(capsys, "--gpus", "4", "--host-mem-gib", "21", *files)
+    plan = Plan.from_json((tmp_path / "plan.json").read_text())
+    assert {home.states for home in plan.groups} == {"dealt"}
+    assert plan.predicted.host_bytes <= 21 * GIB
+    assert plan.predicted.gpu_bytes <= 6 * GIB
+    assert plan.predicted.gpu_categories["dealt optimizer states"] >= 2 * plan.predicted.host_categories["weights"] / 4
+    assert found["predicted"]["tokens_per_s"] > 0
+    assert "groups divided over the GPUs" in describe(plan, None)
+    assert "divided" in (tmp_path / "plan.html").read_text()
+
+
 def test_nodes_send_their_gradients_and_the_sums():
     # each of four nodes sends and receives three quarters of 8 GB at 1 GB/s, then as much of the sums
     assert exchange_s(8 * 10**9, 4, 1e9) == pytest.approx(12.0)

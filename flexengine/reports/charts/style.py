@@ -84,6 +84,7 @@ COLOURS = {
     "gradient accumulators": "#f2c230",
     "optimizer states": "#7c4ddb",
     "resident optimizer states": "#7c4ddb",
+    "dealt optimizer states": "#7c4ddb",
     "optimizer slots": "#b79af0",
     "kept activations": "#1f9d55",
     "offloaded activations": "#1f9d55",
