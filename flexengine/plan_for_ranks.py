@@ -58,7 +58,7 @@ def plan_for_ranks(
         plan = make_plan(model, request.of_rank, of_rank)
     except PlanError as error:
         short = error.reason is PlanReason.INSUFFICIENT_HOST_MEMORY
-        dealt = _with_dealt_states(model, request.of_rank, of_rank) if short else None
+        dealt = _with_dealt_states(model, request.of_rank, of_rank, error.required_bytes) if short else None
         if dealt is None:
             raise _for_all(error, request) from None
         plan = dealt
@@ -66,11 +66,14 @@ def plan_for_ranks(
     return replace(plan, predicted=_predicted(Layout(model, plan), plan.predicted, profile, network_bytes_per_s))
 
 
-def _with_dealt_states(model: ModelSpec, request: Request, profile: HardwareProfile) -> Plan | None:
+def _with_dealt_states(
+    model: ModelSpec, request: Request, profile: HardwareProfile, required_bytes: int
+) -> Plan | None:
     """A plan of one rank whose optimizer states, or every other group's, ranks divide over their GPUs; None if none
     fits.
 
     The search knows nothing of it: it is given the host memory that this frees and lacks the GPU memory that it takes.
+    required_bytes: what a rank needs of the host where states lie there.
     """
     stored = [group_storage(group, request.numerics) for group in model.groups]
     sizes = [DealtStates(group, request.ranks, Plan.optimizer_tile) for group in stored]
@@ -78,9 +81,9 @@ def _with_dealt_states(model: ModelSpec, request: Request, profile: HardwareProf
         dealt = [i for i, group in enumerate(model.groups) if not group.frozen and i % every == 0]
         on_gpu = sum(align(sizes[i].num_bytes(kind)) for i in dealt for kind in stored[i].rule_states)
         on_host = sum(align(stored[i].plane_bytes[kind]) for i in dealt for kind in stored[i].rule_states)
-        if not 0 < on_gpu < request.max_gpu_bytes:
-            continue
         left = request.max_gpu_bytes - on_gpu, request.max_host_bytes + on_host // request.ranks
+        if not dealt or left[0] <= 0 or left[1] < required_bytes:
+            continue
         try:
             found = make_plan(model, replace(request, max_gpu_bytes=left[0], max_host_bytes=left[1]), profile)
         except PlanError:

@@ -8,7 +8,7 @@ from html import escape
 
 from flexengine.reports.charts.svg import RIGHT, TOP, legend, svg
 
-PLACE_FILLS = {"gpu": "#1f9d55", "host": "#e0a526", "recomputed": "rgba(139,147,161,0.4)"}
+PLACE_FILLS = {"gpu": "#1f9d55", "dealt": "#8fc74a", "host": "#e0a526", "recomputed": "rgba(139,147,161,0.4)"}
 ROW_HEIGHT, NAMES_WIDTH = 17, 150
 
 
@@ -35,5 +35,7 @@ def layer_chart(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[str |
             f'<text class="soft" x="{middle:.1f}" y="{TOP - 7}" text-anchor="middle">{escape(short)}</text>'
         )
     words = {"gpu": "on the GPU", "host": "in host memory", "recomputed": "recomputed in backward"}
-    key = legend((words[place], fill) for place, fill in PLACE_FILLS.items())
+    if any("dealt" in places for _, places in rows):
+        words["dealt"] = "divided over the GPUs"
+    key = legend((words[place], fill) for place, fill in PLACE_FILLS.items() if place in words)
     return svg(TOP + ROW_HEIGHT * len(rows) + 6, elements, "where everything lives, by layer") + key
