@@ -14,7 +14,9 @@ from typing import NamedTuple
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.slots import Memory, PlaneKind
 
-MEMORIES: tuple[Memory, ...] = ("host", "gpu", "node")
+OWN_MEMORIES: tuple[Memory, ...] = ("host", "gpu")
+"""Those of a rank alone. What each rank has for itself may not step aside into the node's, where all have one place."""
+MEMORIES: tuple[Memory, ...] = (*OWN_MEMORIES, "node")
 
 
 class ByteRange(NamedTuple):
@@ -110,8 +112,7 @@ def _step_aside(
     for avoid_goals in (True, False):
         for plane in waiting:
             taken = [p.now for p in planes] + ([p.goal for p in pending] if avoid_goals else [])
-            # what each rank has for itself may not wait where all have one place
-            for memory in (m for m in MEMORIES if m != "node" or not plane.dealt):
+            for memory in OWN_MEMORIES if plane.dealt else MEMORIES:
                 gap = _gap(plane.now.num_bytes, memory, taken, capacity.get(memory, 0))
                 if gap is not None:
                     plane.stepped_aside = True
