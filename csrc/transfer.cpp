@@ -70,9 +70,10 @@ int check_operation(const Operation& operation, uint64_t index) {
                  "operation %llu has kind %llu, expected 0 (copy), 1 (wait), 2 (record), 3 (await) or 4 (raise)",
                  Number(index), Number(operation.kind));
     if (operation.kind >= kAwait) {
-        FLEX_REQUIRE(operation.target != 0 && operation.target % sizeof(uint32_t) == 0 && operation.source <= UINT32_MAX,
-                     "operation %llu has word 0x%llx and value %llu", Number(index), Number(operation.target),
-                     Number(operation.source));
+        FLEX_REQUIRE(
+            operation.target != 0 && operation.target % sizeof(uint32_t) == 0 && operation.source <= UINT32_MAX,
+            "operation %llu has word 0x%llx and value %llu", Number(index), Number(operation.target),
+            Number(operation.source));
         return kOk;
     }
     FLEX_REQUIRE(operation.kind == kCopy || operation.event != 0, "operation %llu has no event", Number(index));
@@ -199,7 +200,8 @@ FLEX_API int flex_transfer_release_events(TransferEngine* engine, uint64_t count
     return kOk;
 }
 
-// The device's address of a word of registered host memory, which streams can then await and raise; 0 where they cannot.
+// The device's address of a word of registered host memory, which streams can then await and raise; 0 where they
+// cannot.
 FLEX_API int flex_transfer_word_address(TransferEngine* engine, uint64_t host_address, uint64_t* address_out) {
     const InContext in_context(*engine);
     *address_out = 0;
