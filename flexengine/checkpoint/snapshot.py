@@ -9,7 +9,8 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor
 PIECE_BYTES = 32 << 20
 """Bytes read at once. Larger pieces keep the training waiting for the one that is being written; much smaller ones
 cost more calls than a disk of several GB/s allows."""
+COPY_THREADS = 8
+"""Pieces copied at once: one thread spends most of its time on the page faults of the new memory."""
 
 
 class StoredTensor(NamedTuple):
@@ -59,6 +62,13 @@ def pieces_of(tensor: StoredTensor) -> list[Piece]:
     return [Piece(data[start : start + PIECE_BYTES]) for start in range(0, data.numel(), PIECE_BYTES)]
 
 
+class _Window:
+    """Pieces that several threads may copy, each once, and the bytes that are left for copies."""
+
+    def __init__(self, pieces: Iterator[Piece], bytes_left: int) -> None:
+        self.pieces, self.bytes_left = pieces, bytes_left
+
+
 class Snapshot:
     """Pieces in the order in which they are written, and who may touch what they lie in."""
 
@@ -96,18 +106,29 @@ class Snapshot:
 
     def release(self, window_bytes: int) -> None:
         """Block until the memory that pieces lie in may be changed. Copies up to window_bytes instead of waiting."""
-        for piece in reversed(self._pieces):  # those that the writer would come to last
-            num_bytes = piece.data.numel()
-            with self._changed:
-                if self._stopped or not self._num_in_use:
-                    return
-                if piece.state is not _State.WAITING or num_bytes > window_bytes:
-                    continue
-                piece.state = _State.COPYING
-            window_bytes -= num_bytes
-            self._copy(piece)
+        copied = _Window(reversed(self._pieces), window_bytes)  # first those that the writer would come to last
+        with ThreadPoolExecutor(COPY_THREADS, "flexengine-snapshot") as pool:
+            threads = [pool.submit(self._copy_pieces, copied) for _ in range(COPY_THREADS)]
+        for thread in threads:
+            thread.result()
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or not self._num_in_use)
+
+    def _copy_pieces(self, window: _Window) -> None:
+        while (piece := self._take(window)) is not None:
+            self._copy(piece)
+
+    def _take(self, window: _Window) -> Piece | None:
+        """The next piece to copy; None when nobody needs a copy any more or none fits."""
+        with self._changed:
+            for piece in window.pieces:
+                if self._stopped or not self._num_in_use:
+                    return None
+                if piece.state is _State.WAITING and piece.data.numel() <= window.bytes_left:
+                    piece.state = _State.COPYING
+                    window.bytes_left -= piece.data.numel()
+                    return piece
+        return None
 
     def _copy(self, piece: Piece) -> None:
         try:
@@ -122,7 +143,9 @@ class Snapshot:
     def _on_host(self, data: Tensor) -> Tensor:
         """Copy bytes to memory of their own, on a stream of their own where they come from a GPU."""
         stream = self._streams.get(data.device)
-        with nullcontext() if stream is None else torch.cuda.stream(stream):
+        if stream is None:
+            return torch.from_numpy(data.numpy().copy())  # in the calling thread; torch's copy would start a team each
+        with torch.cuda.stream(stream):
             return data.to("cpu", copy=True)
 
     def _free(self, piece: Piece) -> None:

@@ -15,7 +15,7 @@ from flexengine.checkpoint import run_checkpoints, snapshot, state_writer
 from flexengine.checkpoint.manifest import verify_manifest
 from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.checkpoint.run_checkpoints import checkpoint_folder, checkpoints_of, clean_up, keep_newest
-from flexengine.checkpoint.snapshot import SaveAbandonedError, StoredTensor
+from flexengine.checkpoint.snapshot import SaveAbandonedError, Snapshot, StoredTensor
 from flexengine.checkpoint.state_files import STATE_INDEX_FILE
 from flexengine.checkpoint.state_writer import StateSave
 
@@ -66,6 +66,27 @@ def test_what_is_copied_may_change_at_once(tmp_path: Path, slow_disk: threading.
         tensor.data.fill_(-1)
     save.wait()
     check(tmp_path / "step-1")
+
+
+def test_threads_copy_no_more_than_the_window(monkeypatch: pytest.MonkeyPatch):
+    """Each piece is copied once, by whichever thread; what does not fit is waited for."""
+    monkeypatch.setattr(snapshot, "PIECE_BYTES", 8)
+    data = torch.arange(800, dtype=torch.uint8)
+    pieces = snapshot.pieces_of(StoredTensor("plane", (800,), data))
+    taken = Snapshot(pieces)
+    released = threading.Thread(target=taken.release, args=(401,))
+    released.start()
+    released.join(1)
+    assert released.is_alive()
+    own = [data.data_ptr() <= piece.data.data_ptr() < data.data_ptr() + 800 for piece in pieces]
+    assert own == [True] * 50 + [False] * 50  # the writer comes to the copied ones last
+    parts = []
+    for piece in pieces:
+        with taken.reading(piece) as found:
+            parts.append(torch.tensor(list(found), dtype=torch.uint8))
+    released.join(60)
+    assert not released.is_alive()
+    assert torch.equal(torch.cat(parts), data)
 
 
 def test_without_a_window_the_writer_is_waited_for(tmp_path: Path, slow_disk: threading.Event):
