@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -55,6 +56,16 @@ class Arenas:
             "gpu": {t: _whole(gpu, t) for t in DTYPES.values()},
             "host": {t: _whole(host, t) for t in DTYPES.values()},
         }
+
+    def reserve_workspace(self, num_bytes: int) -> None:
+        """Have torch's allocator keep one block of so many bytes for what calls of libraries take on this stream.
+
+        A call's buffers of many sizes, each from the driver, would leave gaps that no later one fits into.
+        """
+        if self.device.type != "cuda" or num_bytes == 0:
+            return
+        with suppress(torch.OutOfMemoryError):  # after a change of plan the arena may be larger than its layout
+            torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def add_node(self, shared: Tensor) -> None:
         """Add memory that this rank shares with the others of its node; whoever made it releases it."""

@@ -122,6 +122,7 @@ class Engine(CheckpointCalls, ReadingCalls):
     def _use(self, layout: Layout) -> None:
         """Lay everything that runs over the arenas by `layout`."""
         self.layout = layout
+        self.arenas.reserve_workspace(layout.workspace_bytes)
         share = ALONE if self.turns is None else self.turns.share
         self.weights = WeightStore(layout, self.arenas, share)
         self.layers = LayerRunner(layout, self.arenas, self.buffers)
