@@ -72,13 +72,18 @@ def weights_of(folder: Path) -> dict[str, str]:
 
 
 def test_ranks_evaluate_keep_the_best_model_and_answer_as_one(given, tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
-    asked = {"val_fraction": 0.3, "eval_steps": 1, "early_stopping_patience": 2, "sample_prompts": "What is 2 plus 2?"}
+    one, two, other = tmp_path / "one", tmp_path / "two", tmp_path / "other.jsonl"
+    other.write_text("\n".join(json.dumps({"prompt": f"{i}?", "completion": "ZQXJ KVWY ZQ"}) for i in range(3)))
+    asked = {
+        "val_dataset": str(other), "eval_steps": 1, "early_stopping_patience": 2, "lr": 1.0,
+        "sample_prompts": "What is 2 plus 2?",
+    }  # fmt: skip
     status, printed, steps = train(0, one, {**given, **asked})
     first, second = values_of(run_ranks(train, 2, two, {**given, **asked}))
     assert (first[0], second[0]) == (status, status) == (0, 0)
     assert evaluations(two) == evaluations(one)
-    assert [is_best for *_, is_best in evaluations(one)][-2:] == [False, False]  # so that the patience ends the run
+    # The more the model learns, the less it expects answers of other letters, so that the patience ends the run.
+    assert [is_best for *_, is_best in evaluations(one)][-2:] == [False, False]
     assert 2 < len(steps) < 6
     assert (first[2], second[2]) == (steps, [])
     samples = [line for line in printed.splitlines() if line.startswith("sample: ")]
