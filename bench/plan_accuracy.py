@@ -20,9 +20,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from bench.environment import write_json
+
+if TYPE_CHECKING:
+    from flexengine.api import PlannedRun
+    from flexengine.optim import Optimizer
 
 GIB = 2**30
 HOST_GIB = 110.0
@@ -70,9 +74,7 @@ CASES = (
 
 def run_case(case: Case) -> dict:
     """Plan, load and train a few steps in this process; returns the row."""
-    import torch  # noqa: PLC0415 (the parent process stays small)
-
-    from flexengine.api import build, prepare  # noqa: PLC0415
+    from flexengine.api import prepare  # noqa: PLC0415 (the parent process stays small)
     from flexengine.optim import AdamW  # noqa: PLC0415
 
     prepared = prepare(
@@ -83,21 +85,34 @@ def run_case(case: Case) -> dict:
         max_host_mem_gib=HOST_GIB,
         optimizer_state_dtype="bfloat16",
     )
-    engine = build(prepared, AdamW(lr=1e-4))
+    row = measured_row(prepared, AdamW(lr=1e-4))
+    assert row["gpu_bytes"] is not None, "this benchmark needs an NVIDIA GPU"
+    return {**case._asdict(), **row}
+
+
+def measured_row(prepared: PlannedRun, optimizer: Optimizer | None, timed_steps: int | None = None) -> dict:
+    """Train a few steps as planned; returns what was measured beside what was predicted. No GPU bytes on a CPU.
+
+    timed_steps: so many after those to warm up, instead of as many as LEAST_TIMED_S takes.
+    """
+    import torch  # noqa: PLC0415
+
+    from flexengine.api import build  # noqa: PLC0415
+
+    engine, job = build(prepared, optimizer), prepared.job
     generator = torch.Generator().manual_seed(0)
-    shape = (case.tokens // case.seq_len, case.seq_len)
+    shape = (job.max_global_batch_tokens // job.max_seq_len, job.max_seq_len)
     batch = torch.randint(0, engine.model.vocab_size, shape, generator=generator)
+    least, most = (LEAST_STEPS, MOST_STEPS) if timed_steps is None else (WARMUP_STEPS + timed_steps,) * 2
     seconds: list[float] = []
-    while len(seconds) < LEAST_STEPS or (sum(seconds[WARMUP_STEPS:]) < LEAST_TIMED_S and len(seconds) < MOST_STEPS):
+    while len(seconds) < least or (sum(seconds[WARMUP_STEPS:]) < LEAST_TIMED_S and len(seconds) < most):
         start_s = time.perf_counter()
         engine.fwd_bwd(input_ids=batch, labels=batch)
         engine.step()
         seconds.append(time.perf_counter() - start_s)
     peaks, plan = engine.memory_peaks(), engine.plan
     engine.close()
-    assert peaks.gpu_bytes is not None, "this benchmark needs an NVIDIA GPU"
     return {
-        **case._asdict(),
         "rounds": plan.num_rounds,
         "chunks_per_round": plan.chunks_per_round,
         "chunk_tokens": plan.chunk_tokens,
@@ -135,7 +150,7 @@ def summary(rows: list[dict]) -> dict:
     errors = [abs(row["predicted_step_s"] / row["step_s"] - 1) for row in ran]
 
     def kept(memory: str) -> int:
-        ratios = [row[f"predicted_{memory}_bytes"] / row[f"{memory}_bytes"] for row in ran]
+        ratios = [row[f"predicted_{memory}_bytes"] / row[f"{memory}_bytes"] for row in ran if row[f"{memory}_bytes"]]
         return sum(1 <= ratio <= MOST_MEMORY_RATIO for ratio in ratios)
 
     return {
