@@ -147,7 +147,8 @@ def priced_together(
     request, cost = layout.plan.request, CostModel.of(layout.plan.request, profile, layout.plan.chunk_tokens)
     network_s = exchange_s(gradient_bytes(layout), request.nodes, network_bytes_per_s)
     step = simulate_ranks(layout, cost.rates())
-    estimate = summed([(price(t.run.program, cost, t.until_gpu_ends), t.repeats) for t in step.ranks[-1]])
+    parts = [(price(t.run.program, cost, t.until_gpu_ends, t.shape), t.repeats) for t in step.ranks[-1]]
+    estimate = summed(parts)
     predicted = replace(
         of_rank,
         step_s=step.step_s + network_s,

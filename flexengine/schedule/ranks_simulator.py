@@ -36,13 +36,14 @@ MOST_DRAWN = 2
 class TimedRankRun:
     """A run of a program on a rank: when it begins, its times from then on, and how often it runs on end in a step.
 
-    What the CPU does may end after the run has ended on the GPU.
+    What the CPU does may end after the run has ended on the GPU. shape: of the round that it is.
     """
 
     run: RankRun
     start_s: float
     timing: Timing
     repeats: int = 1
+    shape: RoundShape | None = None
 
     @property
     def end_s(self) -> float:
@@ -74,10 +75,13 @@ def simulate_ranks(layout: Layout, rates: Rates) -> RanksStep:
     runs = _runs(layout, [shape for shape, _ in shapes])
     size = layout.plan.request.ranks
     ranks = simulate_runs(runs, size * len(shapes), rates)
-    repeats = [1, *(count for _, count in shapes)]  # the update comes first
-    ranks = [[replace(timed, repeats=n) for timed, n in zip(rank, repeats, strict=True)] for rank in ranks]
+    parts = [(None, 1), *shapes]  # the update comes first
+    ranks = [
+        [replace(timed, repeats=count, shape=shape) for timed, (shape, count) in zip(rank, parts, strict=True)]
+        for rank in ranks
+    ]
     step_s = max(rank[-1].end_s for rank in ranks)
-    for place, count in enumerate(repeats):
+    for place, (_, count) in enumerate(parts):
         if count > 1:
             step_s += (count - 1) * max(rank[place].end_s - rank[place - 1].end_s for rank in ranks)
     return RanksStep(ranks, step_s)

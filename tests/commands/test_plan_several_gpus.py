@@ -15,6 +15,7 @@ from flexengine.metrics import GIB
 from flexengine.models.registry import open_model
 from flexengine.plan import Plan, Request
 from flexengine.plan_for_ranks import plan_for_ranks
+from flexengine.planner.planner import make_plan
 from flexengine.reports.plan_text import describe
 from flexengine.schedule.node_exchange import PIECE_ELEMENTS, WIDENED_BYTES
 from flexengine.schedule.timeline import SIMULATED
@@ -78,6 +79,9 @@ def test_state_that_exceeds_one_gpus_share_of_the_host_is_searched_for():
     spec = open_model("preset:llama-3.1-8b").spec
     request = Request(2048, 4 * 131072, int(23.5 * GIB), 256 * GIB, ranks=4)
     plan = plan_for_ranks(spec, request, with_gpus(preset("rtx4090"), 4))
+    alone = make_plan(spec, request.of_rank, rank_profile(with_gpus(preset("rtx4090"), 4), 4)).predicted
+    assert plan.predicted.recompute_share == pytest.approx(alone.recompute_share, rel=0.02)
+    assert f"{100 * plan.predicted.recompute_share:.0f}% of it recomputation" in plan.predicted.limiter
     assert 0 < plan.predicted.speed_of_light_s < plan.predicted.step_s
     assert plan.predicted.host_categories["offloaded activations"] > 50 * GIB
 
