@@ -160,13 +160,16 @@ def delta_rule(key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
 
 def experts(tiling: tuple[int, ...]) -> None:
     """Products of experts and their weights' gradients."""
-    from flexengine.kernels import experts as kernels  # noqa: PLC0415
+    from flexengine.kernels import grouped as kernels  # noqa: PLC0415
 
     rows, bounds = torch.zeros(256, 128, dtype=torch.bfloat16), torch.tensor((0, 100, 256), dtype=torch.int32)
     weight, acc = torch.zeros(2, 128, 128, dtype=torch.bfloat16), torch.zeros(2, 128, 128)
     with patch.object(kernels, "_tiling", lambda _: kernels.Tiling(*tiling)):
         for transposed in (False, True):
             kernels.grouped_product(rows, weight, bounds, rows.clone(), transposed)
+            low = kernels.LowRank(rows[:, :32].contiguous(), weight[:, :32].contiguous(), transposed=True)
+            operands = (rows, weight, bounds, rows.clone(), transposed, None, None, low, None)
+            kernels.launch(*operands, kernels.Tiling(*tiling))
     kernels.grouped_weight_gradient(rows, rows, bounds, acc, True)
 
 

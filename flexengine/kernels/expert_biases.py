@@ -1,7 +1,7 @@
 """Gradients that the biases of experts bring: their own, and those of the weights that rows of them are multiplied by.
 
 R rows sorted by expert, E experts, `bounds` [E + 1] int32: rows bounds[e] to bounds[e + 1] are those of expert e, as in
-kernels/experts.py.
+kernels/grouped.py.
 """
 
 import torch

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flexengine.ops.base import OpEnv, TensorSpec, Work, wide
 from flexengine.ops.dora import adapted_norms
-from flexengine.ops.experts import GroupedLinear, bias_gradient, grouped_product
+from flexengine.ops.experts import GroupedLinear, LowRank, bias_gradient, grouped_product
 from flexengine.ops.lora import AdaptedRows
 from flexengine.ops.lora_experts import LoRAGroupedLinear
 
@@ -77,9 +77,8 @@ class DoRAGroupedLinear(LoRAGroupedLinear):
     # -- passes ------------------------------------------------------------------------------------------------------
 
     def forward(self, env: OpEnv) -> None:
-        bounds, y, gains = self._bounds(env), self._y(env.t), self._write_gains(env)
-        grouped_product(self._write_low(env), self._write_spread(env), bounds, y, False)
-        grouped_product(self._x(env.t), env.p[self.weight], bounds, y, self.transposed, added=True, gains=gains)
+        operands = (self._x(env.t), env.p[self.weight], self._bounds(env), self._y(env.t), self.transposed)
+        grouped_product(*operands, adapter=self._adapter(env), gains=self._write_gains(env))
 
     def _grad_y(self, env: OpEnv) -> Tensor:
         return env.t[self.grad_product.name].view(-1, self.out_features)
@@ -98,8 +97,8 @@ class DoRAGroupedLinear(LoRAGroupedLinear):
         super().backward_weight(env)
         bounds, experts = self._bounds(env), self._experts(env)
         product = env.t[self.product.name].view(-1, self.out_features)
-        grouped_product(self._low(env, self.low), self._write_spread(env), bounds, product, False)
-        grouped_product(self._x(env.t), env.p[self.weight], bounds, product, self.transposed, added=True)
+        adapter = LowRank(self._low(env, self.low), self._write_spread(env))
+        grouped_product(self._x(env.t), env.p[self.weight], bounds, product, self.transposed, adapter=adapter)
         product.mul_(self._y(env.g))
         norms, total = env.t[self.norms.name][experts], env.gp[self.magnitude][experts]
         sums = total.new_empty((len(total), self.out_features))
@@ -144,4 +143,4 @@ class DoRAGroupedLinear(LoRAGroupedLinear):
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         work = super().backward_weight_work(tokens, seq_len, compute_bytes).plus(self._work(tokens))
-        return work.plus(self._small_work(tokens, compute_bytes)).plus(self._passes(tokens, 5, compute_bytes))
+        return work.plus(self._small_work(tokens, compute_bytes, 0, 0)).plus(self._passes(tokens, 5, compute_bytes))

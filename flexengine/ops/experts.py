@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,14 @@ from torch import Tensor
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel, wide
 from flexengine.ops.glu import Activation, glu_backward, glu_forward
 from flexengine.ops.row_range import own_bounds, part_of, rows_within
+
+
+class LowRank(NamedTuple):
+    """What adapters add to a product: low [R, W] times up [E, F, W][e].T; transposed: up [E, W, F][e]."""
+
+    low: Tensor
+    up: Tensor
+    transposed: bool = False
 
 
 def _slices(bounds: Tensor) -> Iterator[tuple[int, slice]]:
@@ -34,37 +43,41 @@ def _slices(bounds: Tensor) -> Iterator[tuple[int, slice]]:
 
 def grouped_product(
     x: Tensor, weight: Tensor, bounds: Tensor, out: Tensor, transposed: bool, bias: Tensor | None = None,
-    row_weight: Tensor | None = None, added: bool = False, gains: Tensor | None = None,
+    row_weight: Tensor | None = None, adapter: LowRank | None = None, gains: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """out [R, F] = x [R, D] @ weight [E, F, D][e].T (+ (row_weight [R] *) bias [E, F][e]) for the rows of every expert;
-    transposed: @ weight [E, D, F][e]; added: on top of what out holds; gains [E, F], wide: what the sum is multiplied
-    by, where there is no bias."""
+    """out [R, F] = x [R, D] @ weight [E, F, D][e].T (+ low @ up) (+ (row_weight [R] *) bias [E, F][e]) for the rows of
+    every expert; transposed: @ weight [E, D, F][e]; gains [E, F], wide: what the sum is multiplied by, where there is
+    no bias."""
     if use_kernel(x) and x.dtype != torch.float64:
-        from flexengine.kernels import experts  # noqa: PLC0415
+        from flexengine.kernels import grouped  # noqa: PLC0415
 
-        return experts.grouped_product(x, weight, bounds, out, transposed, bias, row_weight, added, gains)
+        low_rank = None if adapter is None else grouped.LowRank(*adapter)
+        return grouped.grouped_product(x, weight, bounds, out, transposed, bias, row_weight, low_rank, gains)
     for expert, rows in _slices(bounds):
         matrix = weight[expert] if transposed else weight[expert].t()
+        start = None
+        if adapter is not None:
+            up = adapter.up[expert] if adapter.transposed else adapter.up[expert].t()
+            start = adapter.low[rows] @ up
         if gains is not None:
             total = wide(x[rows]) @ wide(matrix)
-            out[rows] = (total.add_(out[rows]) if added else total).mul_(gains[expert])
+            out[rows] = (total if start is None else total.add_(start)).mul_(gains[expert])
             continue
-        if bias is None and not added:
-            torch.mm(x[rows], matrix, out=out[rows])
-            continue
-        start = out[rows]
         if bias is not None:
             own = bias[expert] if row_weight is None else (row_weight[rows, None] * bias[expert]).to(out.dtype)
-            start = start + own if added else own
-        torch.addmm(start, x[rows], matrix, out=out[rows])
+            start = own if start is None else start + own
+        if start is None:
+            torch.mm(x[rows], matrix, out=out[rows])
+        else:
+            torch.addmm(start, x[rows], matrix, out=out[rows])
 
 
 def grouped_weight_gradient(grad_y: Tensor, x: Tensor, bounds: Tensor, acc: Tensor, accumulate: bool) -> None:
     """acc [E, F, D] (+)= grad_y [R, F][rows of e].T @ x [R, D][rows of e], summed in the accumulator's precision."""
     if use_kernel(x) and x.dtype != torch.float64:
-        from flexengine.kernels import experts  # noqa: PLC0415
+        from flexengine.kernels import grouped  # noqa: PLC0415
 
-        return experts.grouped_weight_gradient(grad_y, x, bounds, acc, accumulate)
+        return grouped.grouped_weight_gradient(grad_y, x, bounds, acc, accumulate)
     if not accumulate:
         acc.zero_()
     for expert, rows in _slices(bounds):

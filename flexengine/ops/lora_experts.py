@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexengine.ops.base import OpEnv, TensorSpec, Work
-from flexengine.ops.experts import GroupedLinear, grouped_product, grouped_weight_gradient
+from flexengine.ops.experts import GroupedLinear, LowRank, grouped_product, grouped_weight_gradient
 from flexengine.ops.lora import AdaptedRows
 
 
@@ -21,7 +21,7 @@ class LoRAGroupedLinear(GroupedLinear):
 
     A call first spreads B, times scale, over a matrix U [E, F, J * r] with zeros where a module's columns of
     low = x @ A.T do not belong to its rows: U takes little, and grouped products then serve all modules at once. The
-    adapters' product is written first and the large one adds to it.
+    large product adds low @ U.T to its sums before it rounds them.
     """
 
     def __init__(
@@ -97,11 +97,13 @@ class LoRAGroupedLinear(GroupedLinear):
     # -- passes ------------------------------------------------------------------------------------------------------
 
     def forward(self, env: OpEnv) -> None:
-        bounds, y = self._bounds(env), self._y(env.t)
-        grouped_product(self._write_low(env), self._write_spread(env), bounds, y, False)
         bias = None if self.bias is None else env.p[self.bias]
-        weights = (bias, self._row_weight(env.t))
-        grouped_product(self._x(env.t), env.p[self.weight], bounds, y, self.transposed, *weights, added=True)
+        operands = (self._x(env.t), env.p[self.weight], self._bounds(env), self._y(env.t), self.transposed)
+        grouped_product(*operands, bias, self._row_weight(env.t), self._adapter(env))
+
+    def _adapter(self, env: OpEnv) -> LowRank:
+        """What the adapters add to y."""
+        return LowRank(self._write_low(env), self._write_spread(env))
 
     def _grad_y(self, env: OpEnv) -> Tensor:
         """The gradient of the sum of both products [R, F]."""
@@ -111,8 +113,8 @@ class LoRAGroupedLinear(GroupedLinear):
         grad_y, grad_x, bounds = self._grad_y(env), self._x(env.g), self._bounds(env)
         grad_low = self._low(env, self.grad_low)
         grouped_product(grad_y, self._write_spread(env), bounds, grad_low, True)
-        grouped_product(grad_low, env.p[self.down][self._experts(env)], bounds, grad_x, True)
-        grouped_product(grad_y, env.p[self.weight], bounds, grad_x, not self.transposed, added=True)
+        adapter = LowRank(grad_low, env.p[self.down][self._experts(env)], transposed=True)
+        grouped_product(grad_y, env.p[self.weight], bounds, grad_x, not self.transposed, adapter=adapter)
 
     def backward_weight(self, env: OpEnv) -> None:
         x, grad_y, bounds, experts = self._x(env.t), self._grad_y(env), self._bounds(env), self._experts(env)
@@ -126,21 +128,26 @@ class LoRAGroupedLinear(GroupedLinear):
 
     # -- costs -------------------------------------------------------------------------------------------------------
 
-    def _small_work(self, tokens: int, compute_bytes: int) -> Work:
-        """Products with A and with U, which take as long as their operands' bytes, and U itself."""
-        rows, elements = tokens * self.per_token, self.in_features + self.out_features
+    def _small_work(self, tokens: int, compute_bytes: int, ins: int, outs: int) -> Work:
+        """Products of W columns that read x or its gradient `ins` times and those of y `outs` times, which take as long
+        as these bytes; what the large product takes for low @ U.T or its like; and U itself."""
+        rows, elements = tokens * self.per_token, ins * self.in_features + outs * self.out_features
         spread = 2.0 * self.num_experts * self.out_features * self.width
-        num_bytes = (rows * (self.in_features + 2 * self.out_features + 2 * self.width) + spread) * compute_bytes
-        return Work(grouped_flops=2.0 * rows * self.width * elements, memory_bytes=num_bytes, kernels=5)
+        num_bytes = (rows * (elements + 2 * self.width) + spread) * compute_bytes
+        flops = 2.0 * rows * self.width * (self.in_features + self.out_features)
+        return Work(grouped_flops=flops, memory_bytes=num_bytes, kernels=4)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return super().forward_work(tokens, seq_len, compute_bytes).plus(self._small_work(tokens, compute_bytes))
+        work = super().forward_work(tokens, seq_len, compute_bytes)
+        return work.plus(self._small_work(tokens, compute_bytes, 1, 0))
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return super().backward_input_work(tokens, seq_len, compute_bytes).plus(self._small_work(tokens, compute_bytes))
+        work = super().backward_input_work(tokens, seq_len, compute_bytes)
+        return work.plus(self._small_work(tokens, compute_bytes, 0, 1))
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        small, rows = self._small_work(tokens, compute_bytes), tokens * self.per_token
+        """low again, then the gradients of A and U."""
+        small, rows = self._small_work(tokens, compute_bytes, 2, 1), tokens * self.per_token
         accumulators = 8.0 * self.num_experts * self.width * (self.in_features + 2 * self.out_features)
         again = Work(2.0 * rows * self.in_features * self.width, memory_bytes=accumulators, kernels=4)
         return small.plus(again)

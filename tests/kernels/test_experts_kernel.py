@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from flexengine.kernels import expert_biases
-from flexengine.kernels import experts as kernel
+from flexengine.kernels import expert_biases, grouped_tma
+from flexengine.kernels import experts as rows_kernel
+from flexengine.kernels import grouped as kernel
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROUTINGS = ["random", "all to one", "last alone"]
@@ -28,20 +29,30 @@ def check_rows(checks, device, dtype, tokens, count, width):
     place, _, _ = route("random", tokens, count, 8, device)
     x = checks.normal(tokens, width, dtype=dtype, device=device)
     rows = checks.empty(tokens * count, width, dtype=dtype, device=device)
-    kernel.dispatch(x, place, rows)
+    rows_kernel.dispatch(x, place, rows)
     assert torch.equal(rows[place.flatten().long()], x.repeat_interleave(count, dim=0))
     rows = checks.normal(tokens * count, width, dtype=dtype, device=device)
     added, out = (checks.normal(tokens, width, dtype=dtype, device=device) for _ in range(2))
     out.fill_(float("nan"))
     total = rows.double()[place.long()].sum(1)
-    kernel.combine(rows, place, out, None)
+    rows_kernel.combine(rows, place, out, None)
     checks.assert_close(out, total, checks.TOLERANCE[dtype], "sum")
     total += added.double()
-    kernel.combine(rows, place, added, added)
+    rows_kernel.combine(rows, place, added, added)
     checks.assert_close(added, total, checks.TOLERANCE[dtype], "sum on top")
 
 
-def check_products(checks, device, dtype, routing, shape):
+def low_rank(checks, device, dtype, sizes, expert, transposed):
+    """An adapter, and what it adds in float64."""
+    count, width, num_experts, columns = sizes
+    low = checks.normal(count, width, dtype=dtype, device=device)
+    shape = (num_experts, width, columns) if transposed else (num_experts, columns, width)
+    up = checks.normal(*shape, dtype=dtype, device=device)
+    own = (up.mT if transposed else up).double().cpu()[expert]
+    return kernel.LowRank(low, up, transposed), torch.einsum("rw,rfw->rf", low.double().cpu(), own)
+
+
+def check_products(checks, device, dtype, routing, shape, width=3):
     tokens, count, num_experts, inner, columns = shape
     _, bounds, expert = route(routing, tokens, count, num_experts, device)
     x = checks.normal(tokens * count, inner, dtype=dtype, device=device)
@@ -50,13 +61,11 @@ def check_products(checks, device, dtype, routing, shape):
     kernel.grouped_product(x, weight, bounds, out, transposed=False)
     own = weight.double().cpu()[expert]
     checks.assert_close(out.cpu(), torch.einsum("rd,rfd->rf", x.double().cpu(), own), checks.TOLERANCE[dtype], "y")
-    kernel.grouped_product(x, weight, bounds, out, transposed=False, added=True)
-    wanted = 2 * torch.einsum("rd,rfd->rf", x.double().cpu(), own)
-    checks.assert_close(out.cpu(), wanted, checks.TOLERANCE[dtype], "y on top")
     gains = 1.0 + 0.01 * torch.randn(num_experts, columns, device=device)
-    kernel.grouped_product(x, weight, bounds, out.zero_(), transposed=False, added=True, gains=gains)
-    wanted = 0.5 * wanted * gains.double().cpu()[expert]
-    checks.assert_close(out.cpu(), wanted, checks.TOLERANCE[dtype], "y with gains")
+    adapter, added = low_rank(checks, device, dtype, (len(x), width, num_experts, columns), expert, width == 3)
+    kernel.grouped_product(x, weight, bounds, out.fill_(float("nan")), transposed=False, adapter=adapter, gains=gains)
+    wanted = (torch.einsum("rd,rfd->rf", x.double().cpu(), own) + added) * gains.double().cpu()[expert]
+    checks.assert_close(out.cpu(), wanted, checks.TOLERANCE[dtype], "y with adapters and gains")
     grad_y = checks.normal(tokens * count, columns, dtype=dtype, device=device)
     grad_x = checks.empty(tokens * count, inner, dtype=dtype, device=device)
     kernel.grouped_product(grad_y, weight, bounds, grad_x, transposed=True)
@@ -112,6 +121,43 @@ def test_products_match_float64(checks, device, dtype, routing, shape):
     check_products(checks, device, dtype, routing, shape)
 
 
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_tiles_that_the_card_loads_match_float64(checks, device, routing, transposed):
+    """Rows of other experts, columns of the next and terms beyond the matrix come into tiles, and not into results."""
+    check_descriptors(checks, device, routing, transposed, (35, 2, 5, 128, 136), 32, kernel.Tiling(16, 32, 64, 8, 4, 3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("width", [16, 32, 128])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_tiles_that_the_card_loads_match_float64_on_gpu(checks, gpu, routing, width, transposed):
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs a card that loads tiles")
+    check_descriptors(checks, gpu, routing, transposed, (300, 4, 24, 192, 328), width)
+
+
+def check_descriptors(checks, device, routing, transposed, shape, width, tiling=None):
+    tokens, count, num_experts, inner, columns = shape
+    _, bounds, expert = route(routing, tokens, count, num_experts, device)
+    x = checks.normal(tokens * count, inner, dtype=torch.bfloat16, device=device)
+    sizes = (num_experts, inner, columns) if transposed else (num_experts, columns, inner)
+    weight = checks.normal(*sizes, dtype=torch.bfloat16, device=device)
+    bias = checks.normal(num_experts, columns, dtype=torch.bfloat16, device=device)
+    out = checks.empty(tokens * count, columns, dtype=torch.bfloat16, device=device)
+    adapter, added = low_rank(checks, device, torch.bfloat16, (len(x), width, num_experts, columns), expert, transposed)
+    operands = (x, weight, bounds, out, transposed, bias, None, adapter)
+    if tiling is None:
+        assert kernel.takes_descriptors(x, out, adapter)
+        kernel.grouped_product(*operands)
+    else:
+        grouped_tma.launch(*operands, None, tiling)
+    own = (weight.mT if transposed else weight).double().cpu()[expert]
+    wanted = torch.einsum("rd,rfd->rf", x.double().cpu(), own) + added + bias.double().cpu()[expert]
+    checks.assert_close(out.cpu(), wanted, checks.TOLERANCE[torch.bfloat16], "y")
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("weighted", [False, True], ids=["as they are", "weighted"])
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -129,5 +175,5 @@ def test_biases_of_more_columns_than_a_block_match_float64(checks, device, dtype
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_products_match_float64_on_gpu(checks, gpu, dtype, routing):
     check_rows(checks, gpu, dtype, 515, 8, 2048)
-    check_products(checks, gpu, dtype, routing, (300, 4, 64, 136, 96))
+    check_products(checks, gpu, dtype, routing, (300, 4, 64, 136, 96), width=24)
     check_biases(checks, gpu, dtype, routing, (300, 4, 64, 136, 96), weighted=True)

@@ -1,0 +1,106 @@
+"""What products of experts share: tiles, the expert that a tile of rows belongs to, and how its sums are stored.
+
+Shapes and names as in kernels/grouped.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexengine.kernels.rounding import round_to
+
+MOST_LOW_RANK = 64
+"""Terms of an adapter's sums that a program takes at a time."""
+
+
+class LowRank(NamedTuple):
+    """What adapters add to a product before it is rounded: low [R, W] times a small matrix of each expert.
+
+    up: [E, F, W], whose rows are sums' factors as those of weights; transposed: [E, W, F].
+    """
+
+    low: Tensor
+    up: Tensor
+    transposed: bool = False
+
+
+class Tiling(NamedTuple):
+    """A program's tile of rows by columns; it takes `inner` terms of its sums at a time.
+
+    Neighbouring programs share `group` tiles of rows, so that what they read stays in the card's cache.
+    """
+
+    rows: int
+    columns: int
+    inner: int
+    group: int
+    warps: int
+    stages: int
+
+    def launch(self) -> dict[str, int]:
+        """Keywords of a launch."""
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+
+def low_block(adapter: LowRank | None) -> int:
+    """Terms of an adapter's sums that a program takes at a time; 0 without one."""
+    if adapter is None:
+        return 0
+    return min(MOST_LOW_RANK, max(16, triton.next_power_of_2(adapter.low.shape[1])))
+
+
+@triton.jit
+def add_product(total, a, b, WIDE: tl.constexpr):
+    """WIDE: in fp32, for Triton's interpreter, which takes the bits of bf16 operands for whole numbers."""
+    if WIDE:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    else:
+        return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def grouped_tile(program, row_tiles, column_tiles, GROUP: tl.constexpr):
+    """(row tile, column tile) of a program: GROUP tiles of rows go through all columns together."""
+    first = program // (GROUP * column_tiles) * GROUP
+    size = tl.minimum(row_tiles - first, GROUP)
+    within = program % (GROUP * column_tiles)
+    return first + within % size, within // size
+
+
+@triton.jit
+def find_expert(bounds_ptr, tile, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+    """(expert of a tile of rows, its first row, the end of the expert's rows); `experts` beyond the last tile."""
+    index = tl.arange(0, EXPERTS)
+    starts = tl.load(bounds_ptr + index, mask=index < experts, other=0)
+    ends = tl.load(bounds_ptr + index + 1, mask=index < experts, other=0)
+    tiles = tl.where(index < experts, (ends - starts + ROWS - 1) // ROWS, 0)
+    tile_ends = tl.cumsum(tiles, 0)
+    expert = tl.sum((tile_ends <= tile).to(tl.int32), 0)
+    mine = index == expert
+    start = tl.sum(tl.where(mine, starts, 0), 0)
+    end = tl.sum(tl.where(mine, ends, 0), 0)
+    before = tl.sum(tl.where(mine, tile_ends - tiles, 0), 0)
+    return expert, start + (tile - before) * ROWS, end
+
+
+@triton.jit
+def store_tile(
+    total, out_ptr, bias_ptr, row_weight_ptr, gains_ptr, expert, rows, outs, end, columns,
+    BIAS: tl.constexpr, WEIGHTED: tl.constexpr, GAINS: tl.constexpr,
+):  # fmt: skip
+    """Store the sums of an expert's rows before `end`, plus its bias or times its gains."""
+    row_mask, out_mask = rows < end, outs < columns
+    if BIAS:
+        added = tl.load(bias_ptr + expert.to(tl.int64) * columns + outs, mask=out_mask, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            total += added[None, :] * tl.load(row_weight_ptr + rows, mask=row_mask, other=0.0)[:, None]
+        else:
+            total += added[None, :]
+    if GAINS:
+        total *= tl.load(gains_ptr + expert.to(tl.int64) * columns + outs, mask=out_mask, other=0.0)[None, :]
+    target = out_ptr + rows[:, None] * columns + outs[None, :]
+    tl.store(target, round_to(total, out_ptr.dtype.element_ty), mask=row_mask[:, None] & out_mask)

@@ -1,0 +1,92 @@
+"""The products of kernels/grouped.py where the card's engine for tiles (TMA) loads the operands: Hopper cards.
+
+A descriptor knows a matrix and the shape of its tiles, so that a program gives two numbers where it else computes an
+address and a mask for every row. What lies beyond a matrix is loaded as zero; what belongs to the next expert is loaded
+as it is: it comes only into rows and columns that are not stored.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from flexengine.kernels.grouped_tiles import (
+    LowRank,
+    Tiling,
+    add_product,
+    find_expert,
+    grouped_tile,
+    low_block,
+    store_tile,
+)
+
+
+def launch(
+    x: Tensor, weight: Tensor, bounds: Tensor, out: Tensor, transposed: bool, bias: Tensor | None,
+    row_weight: Tensor | None, adapter: LowRank | None, gains: Tensor | None, t: Tiling,
+) -> None:  # fmt: skip
+    """`grouped.grouped_product` of operands that it has checked, with tiles of t; a sum is whole tiles of t.inner."""
+    (count, inner), columns, experts = x.shape, out.shape[1], weight.shape[0]
+    rows = TensorDescriptor.from_tensor(x, [t.rows, t.inner])
+    weights = _matrices(weight, transposed, t.inner, t.columns)
+    low, up, block = rows, weights, low_block(adapter)
+    if adapter is not None:
+        low = TensorDescriptor.from_tensor(adapter.low, [t.rows, block])
+        up = _matrices(adapter.up, adapter.transposed, block, t.columns)
+    row_tiles = triton.cdiv(count, t.rows) + experts
+    _descriptor_kernel[(row_tiles * triton.cdiv(columns, t.columns),)](
+        rows, weights, low, up, bounds, out, out if bias is None else bias, out if row_weight is None else row_weight,
+        out if gains is None else gains, inner, columns, 0 if adapter is None else adapter.low.shape[1], experts,
+        row_tiles,
+        WIDE=not x.is_cuda, EXPERTS=triton.next_power_of_2(experts), ROWS=t.rows, COLUMNS=t.columns, INNER=t.inner,
+        LOW=block, GROUP=t.group, TRANSPOSED=transposed, UP_TRANSPOSED=adapter is not None and adapter.transposed,
+        BIAS=bias is not None, WEIGHTED=row_weight is not None, GAINS=gains is not None,
+        **t.launch(),
+    )  # fmt: skip
+
+
+def _matrices(matrices: Tensor, transposed: bool, inner: int, columns: int) -> TensorDescriptor:
+    """Describe tiles of all experts' matrices, one below the other."""
+    tile = [inner, columns] if transposed else [columns, inner]
+    return TensorDescriptor.from_tensor(matrices.view(-1, matrices.shape[2]), tile)
+
+
+@triton.jit
+def _load(matrices, expert, first, columns, column, terms, TRANSPOSED: tl.constexpr):
+    """A tile [terms of the sum, columns] of an expert's matrix, of `terms` terms and `columns` columns."""
+    if TRANSPOSED:
+        return matrices.load([expert * terms + first, column])
+    else:
+        return matrices.load([expert * columns + column, first]).T
+
+
+@triton.jit(do_not_specialize=["row_tiles"])
+def _descriptor_kernel(
+    x_tiles, weight_tiles, low_tiles, up_tiles, bounds_ptr, out_ptr, bias_ptr, row_weight_ptr, gains_ptr,
+    inner, columns, width, experts, row_tiles,
+    WIDE: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    LOW: tl.constexpr, GROUP: tl.constexpr, TRANSPOSED: tl.constexpr, UP_TRANSPOSED: tl.constexpr, BIAS: tl.constexpr,
+    WEIGHTED: tl.constexpr, GAINS: tl.constexpr,
+):  # fmt: skip
+    """A tile of rows of one expert. The last tile of each may be part filled, so there are as many more as experts."""
+    tile, column_tile = grouped_tile(tl.program_id(0), row_tiles, tl.cdiv(columns, COLUMNS), GROUP)
+    expert, first_row, end = find_expert(bounds_ptr, tile, experts, EXPERTS, ROWS)
+    if expert < experts:  # else there are fewer tiles than programs
+        column = column_tile * COLUMNS
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for first in range(0, inner, INNER):
+            x = x_tiles.load([first_row, first])
+            w = _load(weight_tiles, expert, first, columns, column, inner, TRANSPOSED)
+            total = add_product(total, x, w, WIDE)
+        if LOW > 0:
+            for first in range(0, width, LOW):
+                low = low_tiles.load([first_row, first])
+                up = _load(up_tiles, expert, first, columns, column, width, UP_TRANSPOSED)
+                total = add_product(total, low, up, WIDE)
+        rows = (first_row + tl.arange(0, ROWS)).to(tl.int64)
+        outs = column + tl.arange(0, COLUMNS)
+        store_tile(
+            total, out_ptr, bias_ptr, row_weight_ptr, gains_ptr, expert, rows, outs, end, columns, BIAS, WEIGHTED, GAINS
+        )
