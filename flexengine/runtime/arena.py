@@ -62,8 +62,9 @@ class Arenas:
 
         A call's buffers of many sizes, each from the driver, would leave gaps that no later one fits into.
         """
-        if self.device.type != "cuda" or num_bytes == 0:
+        if self.device.type != "cuda":
             return
+        torch.cuda.empty_cache()  # a step's budget has no room for what torch keeps of loading's temporaries
         with suppress(torch.OutOfMemoryError):  # after a change of plan the arena may be larger than its layout
             torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 

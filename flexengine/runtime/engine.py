@@ -122,7 +122,6 @@ class Engine(CheckpointCalls, ReadingCalls):
     def _use(self, layout: Layout) -> None:
         """Lay everything that runs over the arenas by `layout`."""
         self.layout = layout
-        self.arenas.reserve_workspace(layout.workspace_bytes)
         share = ALONE if self.turns is None else self.turns.share
         self.weights = WeightStore(layout, self.arenas, share)
         self.layers = LayerRunner(layout, self.arenas, self.buffers)
@@ -142,6 +141,7 @@ class Engine(CheckpointCalls, ReadingCalls):
         with together(self.turns):  # adapters begin with what all ranks have loaded of the base
             start_adapters(self.weights, Begin(self.source.weights_folder, self.seed), self.settings.adapter)
             self.executor.synchronize()
+        self.arenas.reserve_workspace(self.layout.workspace_bytes)
         if self.turns is not None and self.turns.link is not None:
             self.turns.control.agree(self.weights.sampled_digest(), "checkpoint")
 
@@ -329,6 +329,7 @@ class Engine(CheckpointCalls, ReadingCalls):
             if self.turns is not None:
                 self.turns.start_again(layout)
             self._use(layout)
+            self.arenas.reserve_workspace(layout.workspace_bytes)
         self.plan, self._description = plan, description or self._description
         self.state.unusable = ""
 

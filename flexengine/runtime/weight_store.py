@@ -433,5 +433,3 @@ def fill_weights(weights: WeightStore, buffers: dict[str, Tensor], folder: Path 
             weights.load(reader)
             weights.initialize_added(seed)
             load_buffers(reader, buffers)
-    if weights.arenas.device.type == "cuda":
-        torch.cuda.empty_cache()  # a step's budget has no room for what torch keeps of loading's temporaries
