@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.environment import write_json
-from bench.plan_accuracy import measured_row, summary
+from bench.plan_accuracy import measured_row, summary, write_config
 
 GIB = 2**30
 HOST_GIB = 60.0
@@ -74,13 +74,8 @@ def smoke(case: Case) -> Case:
 
 def write_model(case: Case, folder: Path) -> None:
     """Write the config of a case's model, whose weights are random."""
-    from flexengine.models.preset_files import ASSETS  # noqa: PLC0415 (the parent process stays small)
-
-    config = json.loads((ASSETS / "presets" / f"{case.model}.json").read_text())
-    if case.options.get("device") == "cpu":
-        config |= {"vocab_size": 256, "head_dim": 16, **SMALL[case.model]}
-    config["num_hidden_layers"] = case.layers or config["num_hidden_layers"]
-    (folder / "config.json").write_text(json.dumps(config))
+    changes = {"vocab_size": 256, "head_dim": 16, **SMALL[case.model]} if case.options.get("device") == "cpu" else {}
+    write_config(case.model, case.layers, folder, changes)
 
 
 def run_case(case: Case) -> dict:

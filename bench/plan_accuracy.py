@@ -1,6 +1,7 @@
 """Does what a plan promises happen? Predicted against measured memory and step time, one process per plan.
 
-    python -m bench.plan_accuracy --json out.json                     # every case
+    python -m bench.plan_accuracy --json out.json                     # 24 plans of Llama
+    python -m bench.plan_accuracy --families --json out.json          # 24 of other families, FP8, frozen, ragged
     python -m bench.plan_accuracy --part 1/2 --json first.json        # half of them
     python -m bench.plan_accuracy --merge first.json second.json --json all.json
     python -m bench.plan_accuracy --show all.json                     # the table as Markdown
@@ -8,19 +9,23 @@
 Per plan: the GPU bytes that NVML shows for the process and its resident set, each at its peak since the process began,
 beside the prediction, which must not be less and at most 5% more; and the median step after two to warm up: kernels are
 compiled in the first, and while they are, the CPU goes on with updates that later steps have to wait for. Random
-weights and random tokens in sequences of full length, AdamW with bf16 states.
+weights and random tokens in sequences of full length, AdamW with bf16 states. Batches of ragged cases have sequences of
+log-normal lengths, one for each sequence of the plan, and are held against the prediction of just that batch.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bench.environment import write_json
 
@@ -36,12 +41,18 @@ MOST_MEMORY_RATIO = 1.05
 
 
 class Case(NamedTuple):
-    """A model under a GPU cap in GiB (None: all of the card), sequence length and tokens per step."""
+    """A model under a GPU cap in GiB (None: all of the card), sequence length and tokens per step.
+
+    layers: so many of the model's (None: all). options: of the job.
+    """
 
     model: str
     cap_gib: float | None
     seq_len: int
     tokens: int
+    layers: int | None = None
+    ragged: bool = False
+    options: dict[str, Any] | None = None
 
 
 CASES = (
@@ -70,6 +81,35 @@ CASES = (
     Case("llama-3.1-8b", 48, 512, 8192),
     Case("llama-3.1-8b", None, 2048, 32768),
 )
+FP8 = {"matmul_dtype": "fp8"}
+NO_BLOCKS = {"freeze": ["blocks"]}
+LOW_BLOCKS = {"freeze": ["embed", "block.0-7"]}
+FAMILIES = (
+    Case("gpt2", 2, 1024, 16384),
+    Case("tiny-llama3-150m", 2, 512, 4096),
+    Case("qwen2.5-0.5b", 4, 2048, 32768),
+    Case("qwen3-0.6b", 3, 1024, 16384),
+    Case("qwen3-0.6b", None, 1024, 8192),
+    Case("qwen2.5-1.5b", 8, 2048, 32768, ragged=True),
+    Case("qwen3-1.7b", 6, 4096, 32768),
+    Case("qwen3-4b", 12, 2048, 16384, layers=18),
+    Case("qwen3-8b", 16, 2048, 32768, layers=16, options=FP8),
+    Case("qwen2.5-14b", 16, 2048, 32768, layers=12),
+    Case("gemma-2-2b", 12, 2048, 32768),
+    Case("gemma-3-1b", 4, 2048, 16384),
+    Case("gemma-3-4b", 16, 4096, 32768, layers=17, ragged=True),
+    Case("olmo-3-7b", 16, 8192, 32768, layers=12),
+    Case("phi-4", 16, 2048, 16384, layers=8, options=FP8),
+    Case("mistral-7b", 12, 4096, 32768, layers=16, ragged=True),
+    Case("olmoe-1b-7b", 12, 2048, 32768, layers=8),
+    Case("olmoe-1b-7b", 16, 2048, 16384, layers=8, ragged=True),
+    Case("qwen3-30b-a3b", 16, 2048, 32768, layers=8),
+    Case("qwen3-30b-a3b", 24, 2048, 65536, layers=16, options=NO_BLOCKS),
+    Case("gpt-oss-20b", 16, 2048, 32768, layers=6, options=NO_BLOCKS),
+    Case("deepseek-v2-lite", 16, 2048, 16384, layers=8),
+    Case("qwen3.5-9b", 16, 2048, 32768, layers=12),
+    Case("llama-3.1-8b", 24, 2048, 32768, layers=16, options=LOW_BLOCKS),
+)
 
 
 def run_case(case: Case) -> dict:
@@ -77,20 +117,48 @@ def run_case(case: Case) -> dict:
     from flexengine.api import prepare  # noqa: PLC0415 (the parent process stays small)
     from flexengine.optim import AdamW  # noqa: PLC0415
 
-    prepared = prepare(
-        f"preset:{case.model}",
-        max_seq_len=case.seq_len,
-        max_global_batch_tokens=case.tokens,
-        max_gpu_mem_gib=case.cap_gib,
-        max_host_mem_gib=HOST_GIB,
-        optimizer_state_dtype="bfloat16",
-    )
-    row = measured_row(prepared, AdamW(lr=1e-4))
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(case.model, case.layers, Path(folder))
+        prepared = prepare(
+            folder,
+            init="random",
+            max_seq_len=case.seq_len,
+            max_global_batch_tokens=case.tokens,
+            max_gpu_mem_gib=case.cap_gib,
+            max_host_mem_gib=HOST_GIB,
+            optimizer_state_dtype="bfloat16",
+            **(case.options or {}),
+        )
+        row = measured_row(prepared, AdamW(lr=1e-4), ragged=case.ragged)
     assert row["gpu_bytes"] is not None, "this benchmark needs an NVIDIA GPU"
     return {**case._asdict(), **row}
 
 
-def measured_row(prepared: PlannedRun, optimizer: Optimizer | None, timed_steps: int | None = None) -> dict:
+def write_config(model: str, layers: int | None, folder: Path, changes: dict[str, Any] | None = None) -> None:
+    """Write the config of a preset's model with so many layers (None: its own), whose weights are random."""
+    from flexengine.models.preset_files import ASSETS  # noqa: PLC0415 (the parent process stays small)
+
+    config = json.loads((ASSETS / "presets" / f"{model}.json").read_text()) | (changes or {})
+    if layers is not None:
+        name = "n_layer" if "n_layer" in config else "num_hidden_layers"
+        config[name] = layers
+        if "layer_types" in config:
+            config["layer_types"] = config["layer_types"][:layers]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def lengths_of(case_tokens: int, seq_len: int, ragged: bool) -> list[int]:
+    """Lengths of a batch's sequences: full ones, or log-normal ones, of which half are shorter than half of them."""
+    count = case_tokens // seq_len
+    if not ragged:
+        return [seq_len] * count
+    draw = random.Random(0)
+    return [max(8, min(seq_len, int(draw.lognormvariate(math.log(seq_len / 2), 0.7)))) for _ in range(count)]
+
+
+def measured_row(
+    prepared: PlannedRun, optimizer: Optimizer | None, timed_steps: int | None = None, ragged: bool = False
+) -> dict:
     """Train a few steps as planned; returns what was measured beside what was predicted. No GPU bytes on a CPU.
 
     timed_steps: so many after those to warm up, instead of as many as LEAST_TIMED_S takes.
@@ -98,16 +166,17 @@ def measured_row(prepared: PlannedRun, optimizer: Optimizer | None, timed_steps:
     import torch  # noqa: PLC0415
 
     from flexengine.api import build  # noqa: PLC0415
+    from flexengine.step_prediction import StepPredictor  # noqa: PLC0415
 
     engine, job = build(prepared, optimizer), prepared.job
     generator = torch.Generator().manual_seed(0)
-    shape = (job.max_global_batch_tokens // job.max_seq_len, job.max_seq_len)
-    batch = torch.randint(0, engine.model.vocab_size, shape, generator=generator)
+    lengths = lengths_of(job.max_global_batch_tokens, job.max_seq_len, ragged)
+    batch = [torch.randint(0, engine.model.vocab_size, (n,), generator=generator).tolist() for n in lengths]
     least, most = (LEAST_STEPS, MOST_STEPS) if timed_steps is None else (WARMUP_STEPS + timed_steps,) * 2
     seconds: list[float] = []
     while len(seconds) < least or (sum(seconds[WARMUP_STEPS:]) < LEAST_TIMED_S and len(seconds) < most):
         start_s = time.perf_counter()
-        engine.fwd_bwd(input_ids=batch, labels=batch)
+        engine.fwd_bwd(batch)
         engine.step()
         seconds.append(time.perf_counter() - start_s)
     peaks, plan = engine.memory_peaks(), engine.plan
@@ -118,7 +187,7 @@ def measured_row(prepared: PlannedRun, optimizer: Optimizer | None, timed_steps:
         "chunk_tokens": plan.chunk_tokens,
         "step_s": steady_step_s(seconds),
         "steps_s": seconds,
-        "predicted_step_s": plan.predicted.step_s,
+        "predicted_step_s": StepPredictor(plan, engine.model, prepared.profile).step_s(lengths),
         "speed_of_light_s": plan.predicted.speed_of_light_s,
         "limiter": plan.predicted.limiter,
         "gpu_bytes": peaks.gpu_bytes,
@@ -158,6 +227,7 @@ def summary(rows: list[dict]) -> dict:
         "failed": len(rows) - len(ran),
         "gpu_memory_within_promise": kept("gpu"),
         "host_memory_within_promise": kept("host"),
+        "step_time_within_5_percent": sum(error <= 0.05 for error in errors),
         "step_time_within_10_percent": sum(error <= 0.10 for error in errors),
         "step_time_within_20_percent": sum(error <= 0.20 for error in errors),
         "mean_step_time_error": statistics.mean(errors) if errors else None,
@@ -171,7 +241,7 @@ def markdown(rows: list[dict]) -> str:
     lines = [f"| {head} |", "|" + "---|" * (head.count("|") + 1)]
     for row in rows:
         cap = "none" if row["cap_gib"] is None else f"{row['cap_gib']:g}"
-        case = f"{row['model']} | {cap} | {row['seq_len']} | {row['tokens']}"
+        case = f"{named(row)} | {cap} | {row['seq_len']} | {row['tokens']}"
         if "failed" in row:
             lines.append(f"| {case} | failed: {row['failed'].splitlines()[-1]} |")
             continue
@@ -183,6 +253,18 @@ def markdown(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def named(row: dict) -> str:
+    """The model of a row, with what is not as published or as usual."""
+    options = row.get("options") or {}
+    parts = [
+        row["model"],
+        f"{row['layers']} layers" if row.get("layers") else "",
+        "ragged" if row.get("ragged") else "",
+        *(f"{name} {' '.join(value) if isinstance(value, list) else value}" for name, value in options.items()),
+    ]
+    return ", ".join(filter(None, parts))
+
+
 def rows_of(paths: list[str]) -> list[dict]:
     """All rows, with the step time that follows from the steps on record."""
     rows = [row for path in paths for row in json.loads(Path(path).read_text())["rows"]]
@@ -190,22 +272,25 @@ def rows_of(paths: list[str]) -> list[dict]:
 
 
 def merged(paths: list[str]) -> dict:
-    """The result of several parts: the machine of the first, all commands, all rows in the order of CASES."""
+    """The result of several parts: the machine of the first, all commands, all rows in the order of the cases."""
     environments = [json.loads(Path(path).read_text())["environment"] for path in paths]
     commands = [environment["command"] for environment in environments]
-    rows = sorted(rows_of(paths), key=lambda r: CASES.index(Case(*(r[f] for f in Case._fields))))
+    cases = (*CASES, *FAMILIES)
+    rows = sorted(rows_of(paths), key=lambda r: cases.index(Case(**{f: r[f] for f in Case._fields if f in r})))
     return {"environment": {**environments[0], "command": commands}, "summary": summary(rows), "rows": rows}
 
 
-def chosen_cases(part: str) -> list[Case]:
+def chosen_cases(part: str, families: bool = False) -> list[Case]:
     """Every n-th case, so that parts take about equally long."""
     index, _, count = part.partition("/")
-    return list(CASES[int(index) - 1 :: int(count)])
+    return list((FAMILIES if families else CASES)[int(index) - 1 :: int(count)])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", default="1/1", help="run part I of N")
+    parser.add_argument("--families", action="store_true", help="plans of all other families instead of Llama's")
+    parser.add_argument("--limit-s", type=float, default=None, help="begin no case after so many seconds")
     parser.add_argument("--merge", nargs="+", help="join the rows of these result files instead of running")
     parser.add_argument("--show", help="print the table of a result file")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -223,8 +308,10 @@ def main() -> None:
             parser.error("--merge needs --json, the file to write")
         Path(args.json).write_text(json.dumps(merged(args.merge), indent=1) + "\n")
         return
-    rows = []
-    for case in chosen_cases(args.part):
+    rows, began_s = [], time.perf_counter()
+    for case in chosen_cases(args.part, args.families):
+        if args.limit_s is not None and time.perf_counter() - began_s > args.limit_s:
+            break
         rows.append(run_in_own_process(case))
         print(markdown(rows[-1:]).splitlines()[-1], flush=True)
         write_json(args.json, {"summary": summary(rows), "rows": rows})

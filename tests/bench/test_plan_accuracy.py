@@ -2,7 +2,12 @@
 
 import json
 
-from bench.plan_accuracy import CASES, merged, summary
+import pytest
+
+from bench.plan_accuracy import CASES, FAMILIES, lengths_of, merged, named, summary, write_config
+from flexengine.job import Job
+from flexengine.models.registry import open_initial
+from flexengine.request import described
 
 
 def row(case, steps_s: list[float], predicted_s: float) -> dict:
@@ -23,3 +28,18 @@ def test_two_steps_warm_up(tmp_path):
     assert found["summary"] == summary(found["rows"])
     assert found["summary"]["step_time_within_10_percent"] == 1
     assert (found["summary"]["gpu_memory_within_promise"], found["summary"]["host_memory_within_promise"]) == (2, 0)
+
+
+@pytest.mark.parametrize("case", FAMILIES, ids=lambda case: named(case._asdict()))
+def test_models_of_all_families_are_known(case, tmp_path):
+    write_config(case.model, case.layers, tmp_path)
+    job = Job(max_seq_len=case.seq_len, max_global_batch_tokens=case.tokens, **(case.options or {}))
+    described(open_initial(tmp_path, "random").spec, job)
+
+
+def test_ragged_lengths_fit_the_plan():
+    lengths = lengths_of(16384, 2048, ragged=True)
+    assert len(lengths) == 8
+    assert max(lengths) <= 2048
+    assert sum(lengths) < 16384
+    assert lengths == lengths_of(16384, 2048, ragged=True)
