@@ -190,13 +190,15 @@ def attention(heads: tuple[int, int], widths: tuple[int, int], soft_cap: float =
 
 
 def adapted_unit() -> None:
-    """Both directions of a gated unit that adds what adapters change."""
-    from flexengine.kernels import lora_glu  # noqa: PLC0415
+    """Both directions of a gated unit that adds what adapters change before and behind it, and a sum with them."""
+    from flexengine.kernels import lora_glu, lora_sum  # noqa: PLC0415
 
     gate_up, out, low = (torch.zeros(256, columns, dtype=torch.bfloat16) for columns in (512, 256, 32))
     up, halves = torch.zeros(512, 16, dtype=torch.bfloat16), ((0, 0, 0), (256, 16, 256))
     lora_glu.glu_forward(gate_up, low, up, halves, out, "silu")
-    lora_glu.glu_backward(out, gate_up, low, up, halves, gate_up, "silu")
+    behind = torch.zeros(256, 16, dtype=torch.bfloat16), torch.zeros(16, 256, dtype=torch.bfloat16)
+    lora_glu.glu_backward(out, gate_up, low, up, halves, gate_up, "silu", behind)
+    lora_sum.add_product(out, low[:, :16], up[:256], out)
 
 
 WIDE_TILES = "experts, wide tiles"

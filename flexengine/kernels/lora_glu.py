@@ -1,6 +1,7 @@
 """Gated linear units of gate_up + low @ B.T: what adapters add is multiplied and added while gate_up is read.
 
-T tokens, F FFN width, R rank. Formulas and rounding are those of kernels/glu.py, with gate and up the sums in fp32.
+In backward the gradient of the output may lack what adapters behind the unit add to it, likewise. T tokens, F FFN
+width, R rank. Formulas and rounding are those of kernels/glu.py, with gate and up the sums in fp32.
 Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685; Shazeer 2020, https://arxiv.org/abs/2002.05202.
 """
 
@@ -44,12 +45,14 @@ def glu_forward(
 
 def glu_backward(
     grad_out: Tensor, gate_up: Tensor, low: Tensor, up: Tensor, halves: Sequence[tuple[int, int, int]],
-    grad_gate_up: Tensor, activation: str,
+    grad_gate_up: Tensor, activation: str, behind: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Gradients of both halves of the sum, as kernels/glu.py gives them; they are those of gate_up too.
 
-    Shapes: as in forward; grad_out [T, F], grad_gate_up [T, 2F], which may be gate_up itself.
-    Cost: reads 3*T*F and writes 2*T*F elements; 2*T*2F*R FLOPs.
+    behind: (grad_low, A) of adapters that read the unit's output; its gradient is then grad_out + grad_low @ A.
+    Shapes: as in forward; grad_out [T, F], grad_low [T, R'], A [R', F], grad_gate_up [T, 2F], which may be gate_up
+    itself.
+    Cost: reads 3*T*F and writes 2*T*F elements; 2*T*2F*R + 2*T*F*R' FLOPs.
     Order: launches on the current stream, never synchronises.
     Raises: ValueError on other shapes, dtypes, strides or activations.
     """
@@ -60,8 +63,16 @@ def glu_backward(
     if grad_out.numel() == 0:
         return
     grid = (triton.cdiv(tokens, _ROWS) * triton.cdiv(width, _COLUMNS),)
-    strides = (grad_out.stride(0), gate_up.stride(0), low.stride(0), up.stride(0), grad_gate_up.stride(0))
-    _backward_kernel[grid](grad_out, gate_up, low, up, grad_gate_up, tokens, width, *strides, **launch)
+    grad_low, down = behind or (grad_out, grad_out)
+    if behind is not None:
+        rank = down.shape[0]
+        check_tensor("grad_low", grad_low, (tokens, rank), (grad_out.dtype,), strided_rows=True)
+        check_tensor("down", down, (rank, width), (grad_out.dtype,), strided_rows=True)
+        launch["RANKS"] = max(launch["RANKS"], _ranks(rank))
+    tensors = (grad_out, gate_up, low, up, grad_low, down, grad_gate_up)
+    strides = (t.stride(0) for t in tensors)
+    ranks = down.shape[0]
+    _backward_kernel[grid](*tensors, tokens, width, *strides, ranks, BEHIND=behind is not None, **launch)
 
 
 def _launch(
@@ -79,12 +90,16 @@ def _launch(
     if wrong:
         raise ValueError(f"halves {wrong} lie outside gate_up, low or B")
     (gate_low, gate_up_row), (up_low, up_up_row) = found.get(0, (0, 0)), found.get(width, (0, 0))
-    ranks = min(_MOST_RANKS, max(_LEAST_RANKS, triton.next_power_of_2(rank)))
     return {
         "rank": rank, "gate_low": gate_low, "gate_row": gate_up_row, "up_low": up_low, "up_row": up_up_row,
         "GATE": 0 in found, "UP": width in found, "GELU": activation == "gelu_tanh", "WIDE": not gate_up.is_cuda,
-        "RANKS": ranks, "ROWS": _ROWS, "COLUMNS": _COLUMNS, "num_warps": 4,
+        "RANKS": _ranks(rank), "ROWS": _ROWS, "COLUMNS": _COLUMNS, "num_warps": 4,
     }  # fmt: skip
+
+
+def _ranks(rank: int) -> int:
+    """Ranks that are multiplied at a time."""
+    return min(_MOST_RANKS, max(_LEAST_RANKS, triton.next_power_of_2(rank)))
 
 
 @triton.jit
@@ -97,17 +112,17 @@ def _tile(width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _added(
-    low_ptr, up_ptr, rows, columns, tokens, width, rank, low_stride, up_stride, low_start, up_start,
+    low_ptr, up_ptr, rows, columns, tokens, width, rank, low_stride, column_stride, rank_stride, low_start, up_start,
     WIDE: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of low @ B.T in fp32."""
+    """A tile of low @ B.T in fp32; strides of B's rows, which are columns of the tile, and of its ranks."""
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, rank, RANKS):
         ranks = first + tl.arange(0, RANKS)
         held = ranks < rank
         low_at = rows[:, None] * low_stride + low_start + ranks[None, :]
         low = tl.load(low_ptr + low_at, mask=(rows < tokens)[:, None] & held[None, :], other=0.0)
-        up_at = (up_start + columns)[None, :].to(tl.int64) * up_stride + ranks[:, None]
+        up_at = (up_start + columns)[None, :].to(tl.int64) * column_stride + ranks[:, None].to(tl.int64) * rank_stride
         up = tl.load(up_ptr + up_at, mask=(columns < width)[None, :] & held[:, None], other=0.0)
         if WIDE:
             low, up = low.to(tl.float32), up.to(tl.float32)
@@ -116,25 +131,22 @@ def _added(
 
 
 @triton.jit
-def _sums(
-    gate_up_ptr, low_ptr, up_ptr, rows, columns, tokens, width, gate_up_stride, low_stride, up_stride,
+def _with_adapters(
+    gate, up, low_ptr, up_ptr, rows, columns, tokens, width, low_stride, up_stride,
     rank, gate_low, gate_row, up_low, up_row,
     GATE: tl.constexpr, UP: tl.constexpr, WIDE: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of gate and of up, each with what its adapter adds, in fp32."""
-    inside = (rows < tokens)[:, None] & (columns < width)[None, :]
-    at = gate_up_ptr + rows[:, None] * gate_up_stride + columns[None, :]
-    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
+    """Tiles of gate and of up in fp32, each with what its adapter adds."""
+    gate, up = gate.to(tl.float32), up.to(tl.float32)
     if GATE:
         gate += _added(
-            low_ptr, up_ptr, rows, columns, tokens, width, rank, low_stride, up_stride, gate_low, gate_row,
+            low_ptr, up_ptr, rows, columns, tokens, width, rank, low_stride, up_stride, 1, gate_low, gate_row,
             WIDE, RANKS, ROWS, COLUMNS,
         )  # fmt: skip
     if UP:
         up += _added(
-            low_ptr, up_ptr, rows, columns, tokens, width, rank, low_stride, up_stride, up_low, up_row,
+            low_ptr, up_ptr, rows, columns, tokens, width, rank, low_stride, up_stride, 1, up_low, up_row,
             WIDE, RANKS, ROWS, COLUMNS,
         )  # fmt: skip
     return gate, up
@@ -148,31 +160,45 @@ def _forward_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     rows, columns = _tile(width, ROWS, COLUMNS)
-    gate, up = _sums(
-        gate_up_ptr, low_ptr, up_ptr, rows, columns, tokens, width, gate_up_stride, low_stride, up_stride,
+    inside = (rows < tokens)[:, None] & (columns < width)[None, :]
+    at = gate_up_ptr + rows[:, None] * gate_up_stride + columns[None, :]
+    gate = tl.load(at, mask=inside, other=0.0)
+    up = tl.load(at + width, mask=inside, other=0.0)
+    gate, up = _with_adapters(
+        gate, up, low_ptr, up_ptr, rows, columns, tokens, width, low_stride, up_stride,
         rank, gate_low, gate_row, up_low, up_row, GATE, UP, WIDE, RANKS, ROWS, COLUMNS,
     )  # fmt: skip
     s, _ = _gate(gate, 0.0, GELU, False)
     target = out_ptr + rows[:, None] * out_stride + columns[None, :]
-    inside = (rows < tokens)[:, None] & (columns < width)[None, :]
     tl.store(target, round_to(gate * s * up, out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _backward_kernel(
-    grad_out_ptr, gate_up_ptr, low_ptr, up_ptr, grad_gate_up_ptr, tokens, width, grad_out_stride, gate_up_stride,
-    low_stride, up_stride, grad_stride, rank, gate_low, gate_row, up_low, up_row,
-    GATE: tl.constexpr, UP: tl.constexpr, GELU: tl.constexpr, WIDE: tl.constexpr, RANKS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    grad_out_ptr, gate_up_ptr, low_ptr, up_ptr, grad_low_ptr, down_ptr, grad_gate_up_ptr, tokens, width,
+    grad_out_stride, gate_up_stride, low_stride, up_stride, grad_low_stride, down_stride, grad_stride, behind_rank,
+    rank, gate_low, gate_row, up_low, up_row,
+    BEHIND: tl.constexpr, GATE: tl.constexpr, UP: tl.constexpr, GELU: tl.constexpr, WIDE: tl.constexpr,
+    RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     rows, columns = _tile(width, ROWS, COLUMNS)
-    gate, up = _sums(
-        gate_up_ptr, low_ptr, up_ptr, rows, columns, tokens, width, gate_up_stride, low_stride, up_stride,
-        rank, gate_low, gate_row, up_low, up_row, GATE, UP, WIDE, RANKS, ROWS, COLUMNS,
-    )  # fmt: skip
     inside = (rows < tokens)[:, None] & (columns < width)[None, :]
     grads = grad_out_ptr + rows[:, None] * grad_out_stride + columns[None, :]
-    grad = tl.load(grads, mask=inside, other=0.0).to(tl.float32)
+    at = gate_up_ptr + rows[:, None] * gate_up_stride + columns[None, :]
+    # All are loaded before any is used: neither products nor uses of tiles, which wait, let a later load past them.
+    grad = tl.load(grads, mask=inside, other=0.0)
+    gate = tl.load(at, mask=inside, other=0.0)
+    up = tl.load(at + width, mask=inside, other=0.0)
+    grad = grad.to(tl.float32)
+    gate, up = _with_adapters(
+        gate, up, low_ptr, up_ptr, rows, columns, tokens, width, low_stride, up_stride,
+        rank, gate_low, gate_row, up_low, up_row, GATE, UP, WIDE, RANKS, ROWS, COLUMNS,
+    )  # fmt: skip
+    if BEHIND:
+        grad += _added(
+            grad_low_ptr, down_ptr, rows, columns, tokens, width, behind_rank, grad_low_stride, 1, down_stride, 0, 0,
+            WIDE, RANKS, ROWS, COLUMNS,
+        )  # fmt: skip
     _, grad_gate, grad_up = _unit_gradients(grad, gate, up, 0.0, 0.0, GELU, False)
     target = grad_gate_up_ptr + rows[:, None] * grad_stride + columns[None, :]
     tl.store(target, round_to(grad_gate, grad_gate_up_ptr.dtype.element_ty), mask=inside)

@@ -123,17 +123,35 @@ def _adapted(op: Op, number: int, of_modules: tuple[tuple[AdaptedRows, bool], ..
 
 
 def with_sums_in_units(ops: tuple[Op, ...]) -> tuple[Op, ...]:
-    """Let gated units add the adapters' products of their gate and up columns, which spares passes over these."""
+    """Let gated units take over what adapters before and behind them would pass over memory for."""
     found = list(ops)
-    for index, op in enumerate(ops):
-        if type(op) not in (LoRALinear, Fp8LoRALinear) or not isinstance(op, LoRALinear) or op.residual is not None:
+    for index, unit in enumerate(ops):
+        if type(unit) is not GLU or isinstance(unit.activation, ClampedSwiGLU):
             continue
-        readers = [reader for reader in ops if op.y in (*reader.inputs, *reader.needs_input, *reader.needs_weight)]
-        unit = readers[0] if len(readers) == 1 else None
-        if isinstance(unit, GLU) and not isinstance(unit.activation, ClampedSwiGLU) and op.halves():
-            found[index] = op.leaving_low()
-            found[ops.index(unit)] = LoRAGLU(unit, op)
+        makers = [op for op in ops if any(output.name == unit.gate_up for output in op.outputs)]
+        before, after = _sole_adapted(ops, makers, unit.gate_up), _sole_adapted(ops, _readers(ops, unit.y), unit.y)
+        if before is not None and (before.residual is not None or not before.halves()):
+            before = None
+        if after is not None and (after.dropout or after.x != unit.y):
+            after = None
+        if before is not None:
+            found[ops.index(before)] = before.leaving_low()
+        if after is not None:
+            found[ops.index(after)] = after.taking_low()
+        if before is not None or after is not None:
+            found[index] = LoRAGLU(unit, before, after)
     return tuple(found)
+
+
+def _readers(ops: tuple[Op, ...], tensor: str) -> list[Op]:
+    """List the ops that read a tensor, in forward or backward."""
+    return [op for op in ops if tensor in (*op.inputs, *op.needs_input, *op.needs_weight)]
+
+
+def _sole_adapted(ops: tuple[Op, ...], candidates: list[Op], tensor: str) -> LoRALinear | None:
+    """Give the one linear layer with adapters among candidates, where one op alone reads the tensor."""
+    op = candidates[0] if len(candidates) == 1 and len(_readers(ops, tensor)) == 1 else None
+    return op if isinstance(op, LoRALinear) and type(op) in (LoRALinear, Fp8LoRALinear) else None
 
 
 def _params(op: Op, modules: Sequence[_Module], nested: bool) -> list[ParamSpec]:

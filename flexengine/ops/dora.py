@@ -35,6 +35,8 @@ class DoRALinear(LoRALinear):
     they depend on weights alone, so that no plan changes them.
     """
 
+    sum_passes = 1
+
     def __init__(
         self, base: Linear, rank: int, scale: float, adapted: tuple[AdaptedRows, ...], dropout: float = 0.0,
         number: int = 0,

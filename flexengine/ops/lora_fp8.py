@@ -30,7 +30,7 @@ class Fp8LoRALinear(LoRALinear):
 
     def forward(self, env: OpEnv) -> None:
         self.base.forward(env)
-        self._write_low(env, self._what_a_reads(env))
+        self._write_low(env)
         if self.leaves_low:
             return
         for rows, low, up in self._modules(env.t[self.low.name], env.p[self.up]):
@@ -40,6 +40,8 @@ class Fp8LoRALinear(LoRALinear):
     def backward_input(self, env: OpEnv) -> None:
         self.base.backward_input(env)
         grad_x, grad_low = env.g[self.x], self._write_grad_low(env)
+        if self.takes_low:
+            return
         if not self.dropout:
             torch.addmm(grad_x, grad_low, env.p[self.down], out=grad_x)
             return
@@ -51,20 +53,6 @@ class Fp8LoRALinear(LoRALinear):
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         return self.base.workspace_bytes(tokens, compute_bytes)
 
-    def _added(self, tokens: int, compute_bytes: int, adds_to: int) -> Work:
-        """Products with A and B, of which the second adds to a tensor with this many columns."""
-        again = Work(memory_bytes=float(tokens * adds_to * compute_bytes))
-        return self._both(tokens, compute_bytes).plus(again)
-
-    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        work = self.base.forward_work(tokens, seq_len, compute_bytes)
-        if self.leaves_low:
-            work = work.plus(self._low_product(tokens, compute_bytes))
-        else:
-            work = work.plus(self._added(tokens, compute_bytes, self.adapted_features))
-        return work.plus(self._dropping(tokens, 2, 1, compute_bytes))
-
-    def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        work = self.base.backward_input_work(tokens, seq_len, compute_bytes)
-        work = work.plus(self._added(tokens, compute_bytes, self.in_features))
-        return work.plus(self._dropping(tokens, 4, 2, compute_bytes))
+    def _frozen_work(self, half: str, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        work = self.base.forward_work if half == "forward" else self.base.backward_input_work
+        return work(tokens, seq_len, compute_bytes)

@@ -1,9 +1,9 @@
-"""Gated units that add what adapters change, against float64 autograd of the written sum."""
+"""Gated units that add what adapters change before and behind them, against float64 autograd of the written sums."""
 
 import pytest
 import torch
 
-from flexengine.kernels import lora_glu
+from flexengine.kernels import lora_glu, lora_sum
 from flexengine.ops.base import ChunkContext, OpEnv
 from flexengine.ops.glu import GLU
 from flexengine.ops.linear import Linear
@@ -56,8 +56,27 @@ def test_matches_float64(checks, device, tokens, rank, halves, activation, dtype
     expected_out, expected_grad = reference(gate_up, low, up, spans, grad_out, activation)
     checks.assert_close(out, expected_out, checks.TOLERANCE[dtype], "out")
     checks.assert_close(grad, expected_grad, checks.TOLERANCE[dtype], "grad_gate_up")
+    behind = checks.normal(tokens, 7, dtype=dtype, device=device), checks.normal(7, WIDTH, dtype=dtype, device=device)
+    total = grad_out.double() + behind[0].double() @ behind[1].double()
+    grads = [checks.empty(tokens, 2 * WIDTH, dtype=dtype, device=device) for _ in range(2)]
+    lora_glu.glu_backward(grad_out, gate_up, low, up, spans, grads[0], activation, behind)
+    expected_grad = reference(gate_up, low, up, spans, total, activation)[1]
+    checks.assert_close(grads[0], expected_grad, checks.TOLERANCE[dtype], "grad_gate_up of a sum")
     lora_glu.glu_backward(grad_out, gate_up, low, up, spans, gate_up, activation)
     assert torch.equal(gate_up, grad)  # in place, and a second run: the same bits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("per_row", [True, False], ids=["residual", "bias"])
+def test_a_sum_with_adapters_matches_float64(checks, device, per_row, dtype):
+    low, up = (checks.normal(n, 5, dtype=dtype, device=device) for n in (67, 150))
+    start = checks.normal(67, 150, dtype=dtype, device=device) if per_row else torch.ones(150, dtype=dtype).to(device)
+    out = checks.strided(67, 150, dtype=dtype, device=device)
+    lora_sum.add_product(start, low, up, out)
+    checks.assert_close(out, start.double() + low.double() @ up.double().t(), checks.TOLERANCE[dtype], "out")
+    if per_row:
+        lora_sum.add_product(start, low, up, start)
+        assert torch.equal(start, out)  # in place: the same bits
 
 
 def test_halves_outside_are_refused(checks, device):
@@ -72,32 +91,47 @@ def test_a_layer_and_its_unit_are_those_of_the_written_sum(adapted, checks, monk
     spans = tuple(AdaptedRows(*rows) for rows in adapted)
     linear = LoRALinear(Linear("l", "x", "gate_up", 24, 2 * WIDTH, "w"), 3, 2.0, spans)
     unit = GLU("glu", "gate_up", "a", WIDTH)
-    leaving = linear.leaving_low()
+    last = LoRALinear(Linear("d", "a", "y", WIDTH, 20, "w2", residual="r"), 4, 0.5, (AdaptedRows(0, 20),))
+    leaving, taking = linear.leaving_low(), last.taking_low()
     rows, width = sum(end - start for start, end in adapted), len(adapted) * 3
     params = {"w": torch.randn(2 * WIDTH, 24), linear.down: torch.randn(width, 24), linear.up: torch.randn(rows, 3)}
-    x, grad = torch.randn(19, 24), torch.randn(19, WIDTH)
-    adding, found = (leaving, LoRAGLU(unit, leaving)), []
-    for ops, kernel in (((linear, unit), False), (adding, False), (adding, True)):
-        monkeypatch.setattr("flexengine.ops.lora_glu.use_kernel", lambda tensor, kernel=kernel: kernel)
-        found.append(run_pair(ops, params, x, grad))
-    for name, expected in found[0].items():
-        for others in found[1:]:
+    params |= {"w2": torch.randn(20, WIDTH), last.down: torch.randn(4, WIDTH), last.up: torch.randn(20, 4)}
+    x, residual, grad, found = torch.randn(19, 24), torch.randn(19, 20), torch.randn(19, 20), []
+    for ops, kernel in (
+        ((linear, unit, last), False),
+        ((leaving, LoRAGLU(unit, leaving, taking), taking), False),
+        ((leaving, LoRAGLU(unit, leaving, taking), taking), True),
+        ((leaving, LoRAGLU(unit, leaving), last), True),
+        ((linear, LoRAGLU(unit, None, taking), taking), False),
+        ((linear, LoRAGLU(unit, None, taking), taking), True),
+    ):
+        for module in ("lora", "lora_glu"):
+            monkeypatch.setattr(f"flexengine.ops.{module}.use_kernel", lambda tensor, kernel=kernel: kernel)
+        found.append(run_ops(ops, params, {"x": x, "r": residual}, grad))
+    assert {linear.down, linear.up, last.down, last.up} < set(found[0])
+    for others in found[1:]:
+        assert set(others) == set(found[0])
+        for name, expected in found[0].items():
             checks.assert_close(others[name], expected, 1e-5, name)
 
 
-def run_pair(ops, params, x, grad):
-    """The unit's output, the gradient of x and those of A and B."""
+def run_ops(ops, params, inputs, grad):
+    """The outputs of unit and last layer, the gradient of x and those of all A and B."""
     specs = [spec for op in ops for half in ("forward", "input", "weight") for spec in op.scratch(half)]
     specs += [spec for op in ops for spec in op.outputs]
-    tensors = {s.name: torch.full((len(x), *s.shape), float("nan")) for s in specs} | {"x": x}
+    x, outputs = inputs["x"], {spec.name for op in ops for spec in op.outputs}
+    tensors = {s.name: torch.full((len(x), *s.shape), float("nan")) for s in specs} | inputs
     sums = {name: torch.full(p.shape, float("nan")) for name, p in params.items()}
+    grads = {name: torch.full_like(tensors[name], float("nan")) for name in outputs} | {"x": torch.empty_like(x)}
+    grads |= {"y": grad, "gate_up": tensors["gate_up"]}  # written over gate_up
     empty = torch.empty(0)
     chunk = ChunkContext(len(x), empty, empty, empty, empty, (len(x),), empty, {})
-    env = OpEnv(tensors, params, {"a": grad, "x": torch.empty_like(x), "gate_up": tensors["gate_up"]}, sums, chunk)
-    ops[0].forward(env)
-    ops[1].forward(env)
-    a = tensors["a"].clone()
-    ops[1].backward_input(env)  # over gate_up
-    ops[0].backward_input(env)
-    ops[0].backward_weight(env)
-    return {"a": a, "grad_x": env.g["x"], **{name: sums[name] for name in ops[0].params}}
+    env = OpEnv(tensors, params, grads, sums, chunk)
+    for op in ops:
+        op.forward(env)
+    for op in reversed(ops):
+        op.backward_input(env)
+        if op.params:
+            op.backward_weight(env)
+    trained = {name: sums[name] for op in ops for name in op.params}
+    return {"a": tensors["a"], "y": tensors["y"], "grad_x": env.g["x"], **trained}
