@@ -26,7 +26,7 @@ from flexengine.planner.cost.memory import (
     host_categories,
     host_required_bytes,
 )
-from flexengine.planner.planner import make_plan
+from flexengine.planner.planner import collector_paused, make_plan
 from flexengine.schedule.command_totals import CommandClass, CommandTotal
 from flexengine.schedule.group_storage import group_storage
 from flexengine.schedule.layer_program import align
@@ -53,6 +53,11 @@ def plan_for_ranks(
     """
     if not request.shares_node:
         return make_plan(model, request, profile)
+    with collector_paused():
+        return _of_several(model, request, profile, network_bytes_per_s)
+
+
+def _of_several(model: ModelSpec, request: Request, profile: HardwareProfile, network_bytes_per_s: float) -> Plan:
     of_rank = rank_profile(profile, request.ranks)
     try:
         plan = make_plan(model, request.of_rank, of_rank)

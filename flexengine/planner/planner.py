@@ -81,7 +81,7 @@ def make_plan(model: ModelSpec, request: Request, profile: HardwareProfile) -> P
     Of several ranks it plans one: the request has its tokens, and its share of the host's memory.
     Raises: PlanError when nothing fits, saying what would; ValueError for products that the model cannot do in FP8.
     """
-    with _collector_paused():
+    with collector_paused():
         plan = Planner(model, request, profile).plan()
         parts = in_parts(model)
         if may_be_in_parts(model) and (plan is None or not _is_good_whole(plan, parts)):
@@ -102,7 +102,7 @@ def _is_good_whole(plan: Plan, parts: ModelSpec) -> bool:
 
 
 @contextmanager
-def _collector_paused() -> Iterator[None]:
+def collector_paused() -> Iterator[None]:
     """Pause Python's search for cyclic garbage, which takes a tenth of a plan's time and finds next to nothing."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -201,8 +201,7 @@ class Planner:
             yield search.memory.plan(search.found, index)
 
     def last_resort(self) -> list[Plan]:
-        """Plans of little memory, tried where the search found none: of the largest chunks that fit, else the one of
-        the least GPU memory, which may fit."""
+        """Plans where the search found none: the largest chunks that fit, else that of least GPU memory, which may."""
         feasibility = Feasibility(self.model, self.request, self.profile)
         return list(feasibility.fitting())[-2:] or [feasibility.least_gpu().plan]
 

@@ -25,8 +25,9 @@ def chunk_sizes(request: Request) -> list[tuple[int, int]]:
         if request.round_tokens is not None:
             counts = [request.round_tokens // chunk]
         else:
-            most = max(slices, -(-request.max_global_batch_tokens // chunk))
-            counts = sorted({n * slices for n in CHUNKS_PER_ROUND if n * slices <= most})
+            units = max(1, -(-request.max_global_batch_tokens // chunk) // slices)
+            fitting, even = (n for n in CHUNKS_PER_ROUND if n <= units), request.shares_node  # ranks fill rounds evenly
+            counts = sorted({slices * (-(-units // -(-units // n)) if even else n) for n in fitting})
         sizes += [(chunk, n) for n in counts if n >= slices]
     return sizes
 

@@ -18,6 +18,7 @@ from flexengine.planner.cost.stream_loads import STREAMED, TileTimes, cpu_update
 from flexengine.planner.shared_buffers import SlotCounts
 from flexengine.planner.size_tables import NUM_RESIDENCIES, STREAMS_WEIGHTS
 from flexengine.schedule.group_storage import GroupStorage
+from flexengine.schedule.relay_pieces import PIECE_BYTES
 
 
 class Surrogate:
@@ -49,7 +50,15 @@ class Surrogate:
         pending_s = np.concatenate((cpu_s, np.zeros_like(cpu_s))[:sorts], axis=1)
         rounds = Candidates.joined([candidates] * sorts)
         seconds, _ = self.round_s(rounds, accumulating, updating, pending_s, np.tile(done_s, sorts) * ~accumulating)
-        return update_s + seconds[:count] + later * seconds[-count:] + (last_s if several else 0.0)
+        relay_s = self._one_slot_s * (candidates.slots[:, 1] == 1)
+        return update_s + seconds[:count] + later * seconds[-count:] + (last_s if several else 0.0) + relay_s
+
+    @cached_property
+    def _one_slot_s(self) -> float:
+        """Seconds that blocks wait where ranks relay gradients in pieces and one slot has none for the last piece."""
+        in_pieces = self.tables.request.shares_node and self.buffers.slot_bytes[1].max() > PIECE_BYTES
+        piece_s = 2 * PIECE_BYTES / self.profile.h2d_duplex_bytes_per_s
+        return in_pieces * self.tables.full_rounds * self.tables.num_blocks * piece_s
 
     # -- rounds ------------------------------------------------------------------------------------------------------
 

@@ -56,22 +56,39 @@ def cpu_waits(before: Program, after: Program) -> dict[int, frozenset[int]]:
 
     They read what such a command writes, or write what it reads or writes.
     """
-    touched = _touched(before)
-    everyone = np.ones(len(touched.index), dtype=bool)
-    to_read: dict[int, frozenset[int]] = {}
-    to_write: dict[int, frozenset[int]] = {}
-    waits = {}
-    for command in after.commands:
-        found: frozenset[int] = frozenset()
-        for accesses, known, among in ((command.reads, to_read, touched.writes), (command.writes, to_write, everyone)):
-            for slot, _ in accesses:
-                if slot not in known:
-                    place = after.slots[slot]
-                    known[slot] = touched.touching(place, among) if place.memory in HOST_SIDE else frozenset()
-                found |= known[slot]
-        if found:
-            waits[command.index] = found
-    return waits
+    return CpuWaits(before).of(after)
+
+
+class CpuWaits:
+    """Finds what programs after one program must wait for; programs of one layout share what is known of its slots."""
+
+    def __init__(self, before: Program) -> None:
+        self._touched = _touched(before)
+        self._everyone = np.ones(len(self._touched.index), dtype=bool)
+        self._slots: tuple[Slot, ...] = ()
+        self._to_read: dict[int, frozenset[int]] = {}
+        self._to_write: dict[int, frozenset[int]] = {}
+
+    def of(self, after: Program) -> dict[int, frozenset[int]]:
+        """For commands of `after`, by index, what they must wait for."""
+        if self._slots is not after.slots:
+            self._slots, self._to_read, self._to_write = after.slots, {}, {}
+        waits: dict[int, frozenset[int]] = {}
+        for command in after.commands:
+            for accesses, known in ((command.reads, self._to_read), (command.writes, self._to_write)):
+                for slot, _ in accesses:
+                    found = known.get(slot)
+                    if found is None:
+                        found = known[slot] = self._commands_of(slot, writing=known is self._to_write)
+                    if found:
+                        waits[command.index] = waits.get(command.index, frozenset()) | found
+        return waits
+
+    def _commands_of(self, slot: int, *, writing: bool) -> frozenset[int]:
+        """The commands that whoever reads, or writes, a slot must wait for."""
+        place = self._slots[slot]
+        among = self._everyone if writing else self._touched.writes
+        return self._touched.touching(place, among) if place.memory in HOST_SIDE else frozenset()
 
 
 def _touched(program: Program) -> _Touched:

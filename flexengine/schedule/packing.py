@@ -7,6 +7,7 @@ consecutive chunks of its own in one round.
 from __future__ import annotations
 
 import math
+from itertools import groupby
 from typing import NamedTuple
 
 from flexengine.plan import Request
@@ -196,3 +197,21 @@ def later_rounds(request: Request, chunk_tokens: int, chunks_per_round: int) -> 
     last = full_round(request, chunk_tokens, chunks_per_round, request.max_global_batch_tokens - count * tokens)
     rounds = [(full, count)] if last == full else [(full, count - 1), (last, 1)]
     return [(shape, number) for shape, number in rounds if number]
+
+
+def even_rounds(
+    request: Request, chunk_tokens: int, chunks_per_round: int, multiple: int
+) -> list[tuple[RoundShape, int]]:
+    """The rounds of a full step, a multiple of so many, as `pack` fills them evenly: shapes, and how many of each."""
+    longest = request.max_seq_len
+    unit = longest if longest > chunk_tokens else chunk_tokens // longest * longest
+    most = sum(chunk.tokens for chunk in full_round(request, chunk_tokens, chunks_per_round, 1 << 62).chunks) // unit
+    units = -(-request.max_global_batch_tokens // unit)
+    rounds = min(units, multiple * -(-units // (most * multiple)))
+    each, more = divmod(units, rounds)
+    tokens = [(each + (number < more)) * unit for number in range(rounds)]
+    tokens[-1] -= units * unit - request.max_global_batch_tokens
+    return [
+        (full_round(request, chunk_tokens, chunks_per_round, of_round), len(list(alike)))
+        for of_round, alike in groupby(tokens)
+    ]

@@ -14,7 +14,7 @@ import numpy as np
 
 from flexengine.schedule.checker import ProgramError
 from flexengine.schedule.commands import Command, Program, Stream
-from flexengine.schedule.following import cpu_waits
+from flexengine.schedule.following import CpuWaits
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape, lower_round, lower_update
 from flexengine.schedule.node_exchange import lower_exchange
@@ -94,19 +94,20 @@ class Events:
         for rank, of_rank in enumerate(runs):
             self._add_rank(rank, of_rank)
         for index, event in enumerate(self.all):
-            self.before[index] += self._awaited(event)
-            if event.run.updates:
+            if event.command.awaits:
+                self.before[index] += self._awaited(event)
+            if self._exchanged and event.run.updates:
                 self.before[index] += self._exchanged_before(index)
 
     def _add_rank(self, rank: int, runs: Sequence[RankRun]) -> None:
         ends: dict[Stream, int] = {}
-        by_cpu: tuple[Program, int] | None = None  # the last program with work of the CPU, and its first event
+        by_cpu: tuple[CpuWaits, int] | None = None  # of the last program with work of the CPU, and its first event
         for run in runs:
             if run.exchanges:
                 self._add_exchange(rank, run)
                 continue
             first, started, left = len(self.all), set[Stream](), dict(ends)
-            waits = {} if by_cpu is None else cpu_waits(by_cpu[0], run.program)
+            waits = {} if by_cpu is None else by_cpu[0].of(run.program)
             of_cpu: list[int] = []  # a command of the CPU may run when those before it in the program may, too
             for command in run.program.commands:
                 before = [first + wait for wait in command.waits]
@@ -116,14 +117,14 @@ class Events:
                 elif command.stream not in started:
                     started.add(command.stream)
                     before += left.values()  # a program starts when the one before has ended on all streams of the GPU
-                if by_cpu is not None:
-                    before += [by_cpu[1] + wait for wait in waits.get(command.index, ())]
-                index = self._add(rank, run, command, before)
-                if command.stream is not Stream.CPU:
-                    ends[command.stream] = index
+                if by_cpu is not None and command.index in waits:
+                    before += [by_cpu[1] + wait for wait in waits[command.index]]
+                self._add(rank, run, command, before)
+            last = {command.stream: first + place for place, command in enumerate(run.program.commands)}
+            ends |= {stream: index for stream, index in last.items() if stream is not Stream.CPU}
             self.runs.append(RunEvents(rank, run, range(first, len(self.all)), tuple(left.values())))
-            if any(command.stream is Stream.CPU for command in run.program.commands):
-                by_cpu = run.program, first
+            if Stream.CPU in last:
+                by_cpu = CpuWaits(run.program), first
 
     def _add_exchange(self, rank: int, run: RankRun) -> None:
         """Add what the host does when it has issued the last round: it waits for cells, and for no stream."""
@@ -139,16 +140,16 @@ class Events:
 
     def _add(self, rank: int, run: RankRun, command: Command, before: list[int]) -> int:
         # the CPU takes groups in any order, and those of one group one after the other
-        on_cpu = command.stream is Stream.CPU
-        key = (rank, command.stream.value, command.args.group if on_cpu else -1)
-        key = (rank, run.program.name, -1) if run.exchanges else key
-        lane = self._lanes.setdefault(key, len(self._lanes))
-        if lane == len(self._ends):
+        group = command.args.group if command.stream is Stream.CPU and not run.exchanges else -1
+        key = (rank, run.program.name if run.exchanges else command.stream, group)
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = len(self._lanes)
             self._ends.append([])
-        index = len(self.all)
-        self.all.append(Event(rank, run, command, lane, len(self._ends[lane])))
-        self.before.append(before + self._ends[lane][-1:])
-        self._ends[lane].append(index)
+        index, ends = len(self.all), self._ends[lane]
+        self.all.append(Event(rank, run, command, lane, len(ends)))
+        self.before.append(before + ends[-1:])
+        ends.append(index)
         for signal in command.signals:
             raised, value = self._raised[signal.cell, rank], self._value(run, signal.clock) - signal.lag
             if signal.of != "own" or (raised and raised[-1][0] >= value):

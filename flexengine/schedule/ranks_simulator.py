@@ -12,24 +12,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heappop, heappush
-from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
-from flexengine.plan import Request
-from flexengine.schedule.commands import Command, Program, Stream, cpu_priority, streams_of
+from flexengine.schedule.commands import Program, Stream, cpu_priority, streams_of
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape, lower_round, lower_update
-from flexengine.schedule.packing import full_round, later_rounds
 from flexengine.schedule.ranks_order import Events, RankRun, RunEvents
+from flexengine.schedule.shared_links import COMPUTE, CPU, WAYS, Clock, CommandWork, Way
 from flexengine.schedule.shares import Share
 from flexengine.schedule.simulator import Rates, Timing, cpu_share
-from flexengine.schedule.step_parts import until_gpu_ends
+from flexengine.schedule.step_parts import full_step, until_gpu_ends
 
 SIGNAL_S = 50e-6
 """From the end of a command that raises a cell to the start of one on another rank that awaits it: assumed."""
 MOST_DRAWN = 2
-"""Rounds of one shape that are simulated on each rank, beside the first; more take what the last of them does."""
+"""Rounds like the first that are simulated on each rank beside it, and one of each other shape; more take what the last
+of them does."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +89,10 @@ def simulate_ranks(layout: Layout, rates: Rates) -> RanksStep:
 def _rounds_of_a_rank(layout: Layout) -> list[tuple[RoundShape, int]]:
     """The rounds that every rank runs in a step as they are simulated: shapes, and how many on end are alike."""
     plan = layout.plan
-    sizes: tuple[Request, int, int] = (plan.request.of_rank, plan.chunk_tokens, plan.chunks_per_round)
-    found = [(full_round(*sizes), 1)]
-    for shape, count in later_rounds(*sizes):
-        drawn = min(count, MOST_DRAWN)
+    (opening, _), *later = full_step(replace(plan, request=plan.request.of_rank))
+    found = [(opening, 1)]
+    for shape, count in later:
+        drawn = min(count, MOST_DRAWN if shape == opening else 1)
         found += [(shape, 1)] * (drawn - 1) + [(shape, count - drawn + 1)]
     return found
 
@@ -126,34 +125,17 @@ def simulate_runs(runs: Sequence[Sequence[RankRun]], num_rounds: int, rates: Rat
     return found
 
 
-class _Copy:
-    """A copy or an update by the CPU at work: what is left of it, in bytes or seconds, and its speed."""
-
-    __slots__ = ("event", "left", "speed")
-
-    def __init__(self, event: int, left: float) -> None:
-        self.event, self.left, self.speed = event, left, 0.0
-
-
-class _Link:
-    """What is at work on a rank at a time: copies by direction (Stream.H2D, Stream.D2H), and its CPU."""
-
-    def __init__(self) -> None:
-        self.copies: dict[Stream, list[_Copy]] = {Stream.H2D: [], Stream.D2H: []}
-        self.cpu: _Copy | None = None
-        self.cpu_ready: list[int] = []
-
-
 class _Simulation:
     """Starts every event when all before it have ended and the host has issued it.
 
-    Kernels take seconds that nothing changes. Copies and the CPU have speeds that change whenever one of them, on any
-    rank, starts or ends.
+    Kernels take seconds that nothing changes. The rate of a rank's link changes where one of its copies starts or ends.
+    Host memory slows all copies down alike, and these the CPUs of all ranks: copies and CPUs have clocks that run
+    slower then, so that nothing else need be counted.
     """
 
     def __init__(self, events: Events, rates: Rates) -> None:
         self.events, self.rates = events, rates
-        count = len(events.all)
+        count, ranks = len(events.all), 1 + max(run.rank for run in events.runs)
         self.start, self.end = [0.0] * count, [-1.0] * count
         self._after: list[list[int]] = [[] for _ in range(count)]
         for index, before in enumerate(events.before):
@@ -161,23 +143,27 @@ class _Simulation:
                 self._after[other].append(index)
         self._missing = [len(before) for before in events.before]
         self._ready_s = [0.0] * count
+        works = {program: CommandWork.of(program, rates) for program in {run.run.program for run in events.runs}}
+        self._of_runs = [works[run.run.program] for run in events.runs]
         self._run_of = [number for number, run in enumerate(events.runs) for _ in run.events]
-        self._issued = {program: self._issue_times(program) for program in {r.run.program for r in events.runs}}
+        self._rank = [event.rank for event in events.all]
         self._begin: dict[int, float] = {}
-        self._amounts: dict[Command, tuple[Stream, float]] = {}
-        self._links = [_Link() for _ in range(1 + max(run.rank for run in events.runs))]
+        self._ways = [Way() for _ in range(len(WAYS) * ranks)]  # those of one link in a row
+        self._rates = [0.0] * len(self._ways)  # of all copies of a way, if host memory had no limit
+        self._copy_end = [inf] * len(self._ways)  # of the clock of copies, the first in a way
+        self._cpu_ready: list[list[int]] = [[] for _ in range(ranks)]
+        self._cpu_event = [-1] * ranks
+        self._cpu_end = [inf] * ranks  # of the clock of CPUs
         self._timers: list[tuple[float, int, bool]] = []  # (when, event, whether it ends then or starts)
-        self._now = self._last = 0.0  # _last: when what is left of copies was counted
-        self._next = inf  # when the first of them ends
-        self._changed = False
-
-    def _issue_times(self, program: Program) -> list[float]:
-        return list(accumulate(map(self.rates.issue_s, program.commands)))
+        self._now = 0.0
+        self._copying, self._updating = Clock(), Clock()
+        self._changed: set[int] = set()  # ranks
 
     def timed(self, number: int, run: RunEvents) -> TimedRankRun:
         """The times of a run, from its begin on."""
         begin, busy_s = self._begin[number], dict.fromkeys(streams_of(run.run.program), 0.0)
-        starts, ends = ([times[i] - begin for i in run.events] for times in (self.start, self.end))
+        of_run = slice(run.events.start, run.events.stop)
+        starts, ends = ([at_s - begin for at_s in times[of_run]] for times in (self.start, self.end))
         for command, start_s, end_s in zip(run.run.program.commands, starts, ends, strict=True):
             busy_s[command.stream] += end_s - start_s
         return TimedRankRun(run.run, begin, Timing(starts, ends, max(ends, default=0.0), busy_s))
@@ -187,18 +173,33 @@ class _Simulation:
         for index, missing in enumerate(self._missing):
             if not missing:
                 self._ready(index)
-        while True:
-            self._set_speeds()
-            self._now = min(self._timers[0][0] if self._timers else inf, self._next)
-            if self._now == inf:
-                break
-            while self._timers and self._timers[0][0] <= self._now:
-                _, index, ends = heappop(self._timers)
-                (self._finish if ends else self._start)(index)
-            if self._next <= self._now:
-                self._finish_copies()
+        while self._advance():
+            pass
         stuck = next((event.label for event, end in zip(self.events.all, self.end, strict=True) if end < 0), None)
         assert stuck is None, f"{stuck} never ends"
+
+    def _advance(self) -> bool:
+        """Go on to when something starts or ends next; False where nothing does."""
+        if self._changed:
+            self._set_speeds()
+        copying, updating, timers = self._copying, self._updating, self._timers
+        copies_s = copying.seconds_to(min(self._copy_end))
+        cpu_s = updating.seconds_to(min(self._cpu_end))
+        timer_s = timers[0][0] - self._now if timers else inf
+        passed = min(copies_s, cpu_s, timer_s)
+        if passed == inf:
+            return False
+        self._now = timers[0][0] if passed == timer_s else self._now + passed
+        copying.now += passed * copying.speed
+        updating.now += passed * updating.speed
+        while timers and timers[0][0] <= self._now:
+            _, index, ends = heappop(timers)
+            (self._finish if ends else self._start)(index)
+        if copies_s <= passed:
+            self._finish_copies()
+        if cpu_s <= passed:
+            self._finish_updates()
+        return True
 
     # -- starts and ends ---------------------------------------------------------------------------------------------
 
@@ -208,7 +209,7 @@ class _Simulation:
         run = self.events.runs[number]
         if number not in self._begin:
             self._begin[number] = max((self.end[other] for other in run.after), default=0.0)
-        issued = self._begin[number] + self._issued[run.run.program][index - run.events.start]
+        issued = self._begin[number] + self._of_runs[number].issued_s[index - run.events.start]
         at = max(issued, self._ready_s[index])
         if at > self._now:
             heappush(self._timers, (at, index, False))
@@ -216,108 +217,89 @@ class _Simulation:
             self._start(index)
 
     def _start(self, index: int) -> None:
-        event = self.events.all[index]
-        link, (kind, amount) = self._links[event.rank], self._amount(event.command, event.run.program)
-        if kind is Stream.CPU:
-            link.cpu_ready.append(index)
-            if link.cpu is None:
-                self._start_cpu(link)
+        number, rank = self._run_of[index], self._rank[index]
+        work, place = self._of_runs[number], index - self.events.runs[number].events.start
+        kind, amount = work.kinds[place], work.amounts[place]
+        if kind == CPU:
+            self._cpu_ready[rank].append(index)
+            if self._cpu_event[rank] < 0:
+                self._start_cpu(rank)
             return
         self.start[index] = self._now
-        if kind is Stream.COMPUTE:
+        if kind == COMPUTE:
             heappush(self._timers, (self._now + amount, index, True))
             return
-        link.copies[kind].append(_Copy(index, amount))
-        self._changed = True
+        way = self._ways[len(WAYS) * rank + kind]
+        way.count_down(self._copying.now)
+        way.events.append(index)
+        way.left.append(amount)
+        self._changed.add(rank)
 
-    def _start_cpu(self, link: _Link) -> None:
+    def _start_cpu(self, rank: int) -> None:
         """Start what comes first by priority of the updates that a rank's CPU may run."""
-        if link.cpu_ready:
-            index = min(link.cpu_ready, key=lambda i: cpu_priority(self.events.all[i].command))
-            link.cpu_ready.remove(index)
-            event = self.events.all[index]
+        ready = self._cpu_ready[rank]
+        if ready:
+            index = min(ready, key=lambda i: cpu_priority(self.events.all[i].command))
+            ready.remove(index)
+            number = self._run_of[index]
+            seconds = self._of_runs[number].amounts[index - self.events.runs[number].events.start]
             self.start[index] = self._now
-            link.cpu = _Copy(index, self._amount(event.command, event.run.program)[1])
-            self._changed = True
+            self._cpu_event[rank], self._cpu_end[rank] = index, self._updating.now + seconds
+            self._changed.add(rank)
 
     def _finish(self, index: int) -> None:
-        self.end[index] = self._now
-        rank = self.events.all[index].rank
+        now, rank = self._now, self._rank[index]
+        self.end[index] = now
         for other in self._after[index]:
-            told = self._now if self.events.all[other].rank == rank else self._now + SIGNAL_S
+            told = now if self._rank[other] == rank else now + SIGNAL_S
             self._ready_s[other] = max(self._ready_s[other], told)
             self._missing[other] -= 1
             if not self._missing[other]:
                 self._ready(other)
 
     def _finish_copies(self) -> None:
-        """End those copies, and updates by the CPU, of which nothing is left."""
-        self._count_down()
-        nothing_s = 1e-12 * max(1.0, self._now)  # less than this the clock cannot tell
-        for link in self._links:
-            for copies in link.copies.values():
-                for copy in [copy for copy in copies if copy.left <= nothing_s * copy.speed]:
-                    copies.remove(copy)
-                    self._finish(copy.event)
-            if link.cpu is not None and link.cpu.left <= nothing_s * link.cpu.speed:
-                done, link.cpu = link.cpu, None
-                self._finish(done.event)
-                if link.cpu is None:
-                    self._start_cpu(link)
-        self._changed = True
+        """End the copies of which nothing is left."""
+        due = self._copying.due
+        for number, end in enumerate(self._copy_end):
+            if end <= due:
+                self._copy_end[number] = inf
+                self._changed.add(number // len(WAYS))
+                for index in self._ways[number].take_ended(due):
+                    self._finish(index)
 
-    # -- amounts and speeds ------------------------------------------------------------------------------------------
+    def _finish_updates(self) -> None:
+        """End what the CPUs have done."""
+        due = self._updating.due
+        for rank, end in enumerate(self._cpu_end):
+            if end <= due:
+                done, self._cpu_event[rank], self._cpu_end[rank] = self._cpu_event[rank], -1, inf
+                self._changed.add(rank)
+                self._finish(done)
+                if self._cpu_event[rank] < 0:
+                    self._start_cpu(rank)
 
-    def _amount(self, command: Command, program: Program) -> tuple[Stream, float]:
-        """What a command takes, by kind: seconds of compute or of the CPU; bytes one way, latency counted as bytes."""
-        found = self._amounts.get(command)
-        if found is None:
-            if command.stream is Stream.CPU:
-                found = Stream.CPU, self.rates.cpu_s(command)
-            elif not command.regions:
-                found = Stream.COMPUTE, self.rates.compute_s(command)
-            else:
-                way = Stream.D2H if program.slots[command.regions[0].source].memory == "gpu" else Stream.H2D
-                latency = self.rates.copy_latency_s * len(command.regions)
-                found = way, command.copy_bytes + latency * self.rates.alone_bytes_per_s[way]
-            self._amounts[command] = found
-        return found
-
-    def _count_down(self) -> None:
-        """Count what is left of all that has a speed, as of now."""
-        seconds, self._last = self._now - self._last, self._now
-        for link in self._links:
-            for copies in link.copies.values():
-                for copy in copies:
-                    copy.left -= seconds * copy.speed
-            if link.cpu is not None:
-                link.cpu.left -= seconds * link.cpu.speed
+    # -- speeds ------------------------------------------------------------------------------------------------------
 
     def _set_speeds(self) -> None:
-        """Where something has started or ended, share links and host memory among all that is at work."""
-        if not self._changed:
-            return
-        self._changed = False
-        self._count_down()
-        wanted = [(link, way, self._way_speed(link, way)) for link in self._links for way in (Stream.H2D, Stream.D2H)]
-        total = sum(speed for _, _, speed in wanted)
+        """Where something has started or ended, share the rank's link, and host memory among all that is at work."""
+        for rank in self._changed:
+            for number, rate in enumerate(self._link_rates(rank), len(WAYS) * rank):
+                way = self._ways[number]
+                way.count_down(self._copying.now)
+                self._copy_end[number] = way.set_rate(rate)
+                self._rates[number] = rate
+        self._changed.clear()
+        total = sum(self._rates)
         limited = min(1.0, self.rates.host_bytes_per_s / max(total, 1.0))
-        self._next = inf
-        for link, way, speed in wanted:
-            for copy in link.copies[way]:
-                copy.speed = limited * speed / len(link.copies[way])
-                self._next = min(self._next, self._now + copy.left / copy.speed)
-        share = cpu_share(limited * total, self.rates.host_bytes_per_s)
-        for link in self._links:
-            if link.cpu is not None:
-                link.cpu.speed = share
-                self._next = min(self._next, self._now + link.cpu.left / share)
+        self._copying.speed = limited
+        self._updating.speed = cpu_share(limited * total, self.rates.host_bytes_per_s)
 
-    def _way_speed(self, link: _Link, way: Stream) -> float:
-        """Bytes per second of a direction of a rank's link, if host memory had no limit."""
-        if not link.copies[way]:
-            return 0.0
-        other = Stream.D2H if way is Stream.H2D else Stream.H2D
-        rate = (self.rates.duplex_bytes_per_s if link.copies[other] else self.rates.alone_bytes_per_s)[way]
+    def _link_rates(self, rank: int) -> tuple[float, float]:
+        """Bytes per second of both directions of a rank's link, if host memory had no limit."""
+        to_gpu, to_host = self._ways[len(WAYS) * rank].events, self._ways[len(WAYS) * rank + 1].events
+        found = self.rates.duplex_bytes_per_s if to_gpu and to_host else self.rates.alone_bytes_per_s
+        h2d, d2h = found[Stream.H2D] if to_gpu else 0.0, found[Stream.D2H] if to_host else 0.0
         beside = self.rates.beside_cpu_bytes_per_s
-        return rate if beside is None or link.cpu is None else min(rate, beside[way])
+        if beside is None or self._cpu_event[rank] < 0:
+            return h2d, d2h
+        return min(h2d, beside[Stream.H2D]), min(d2h, beside[Stream.D2H])

@@ -16,7 +16,7 @@ from flexengine.schedule.commands import STREAMS, Program, Stream
 from flexengine.schedule.following import followed
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape, lower_round, lower_update
-from flexengine.schedule.packing import full_round, later_rounds
+from flexengine.schedule.packing import even_rounds, full_round, later_rounds
 from flexengine.schedule.shares import Share
 from flexengine.schedule.simulator import Rates, Timing, simulate
 
@@ -35,8 +35,15 @@ class StepPart(NamedTuple):
 
 
 def full_step(plan: Plan) -> list[tuple[RoundShape, int]]:
-    """The rounds of a full step in order, as shapes and how many there are of each; the first stands alone."""
+    """The rounds of a full step in order, as shapes and how many there are of each; the first stands alone.
+
+    A plan of one of several ranks has those of that rank.
+    """
     sizes = (plan.request, plan.chunk_tokens, plan.chunks_per_round)
+    if plan.round_multiple > 1:
+        ranks = plan.request.ranks * plan.request.nodes
+        (opening, count), *later = even_rounds(*sizes, max(1, plan.round_multiple // ranks))
+        return [(opening, 1), *([(opening, count - 1)] if count > 1 else []), *later]
     return [(full_round(*sizes), 1), *later_rounds(*sizes)]
 
 

@@ -1,12 +1,14 @@
 """Sizes that are tried, and how many rounds a step is priced as: those that packing whole sequences makes."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from flexengine.plan import Plan, Request
 from flexengine.planner.sizes import chunk_sizes, filled
 from flexengine.schedule.packing import full_round, later_rounds, pack, rounds_per_step
+from flexengine.schedule.step_parts import full_step
 
 GIB = 2**30
 
@@ -28,6 +30,22 @@ def test_rounds_are_those_that_packing_makes(seed):
         assert [c.tokens for c in shape.chunks] == [c.tokens for c in packed[0]]
         later = [shape for shape, count in later_rounds(asked, chunk, chunks) for _ in range(count)]
         assert [[c.tokens for c in s.chunks] for s in later] == [[c.tokens for c in r] for r in packed[1:]]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_rounds_of_several_ranks_are_those_that_packing_makes(seed):
+    rng = random.Random(seed)
+    ranks, seq_len, sequences = rng.randint(2, 5), rng.randint(3, 9000), rng.randint(1, 40)
+    asked = replace(request(seq_len, ranks * seq_len * sequences), ranks=ranks)
+    for chunk, chunks in rng.sample(chunk_sizes(asked.of_rank), 3):
+        fitting = max(1, chunk // seq_len)
+        units = sequences - sequences % fitting or fitting  # per rank, as chunks that are all full
+        asked = replace(asked, max_global_batch_tokens=ranks * seq_len * units)
+        packed = pack([seq_len] * units * ranks, chunk, chunks, ranks)
+        plan = Plan("any", asked.of_rank, chunk, chunks, (), ())
+        found = [[c.tokens for c in shape.chunks] for shape, count in full_step(plan) for _ in range(count)]
+        assert found == [[c.tokens for c in of_round] for of_round in packed[::ranks]]
+        assert max(map(len, found)) <= chunks
 
 
 @pytest.mark.parametrize(("seq_len", "chunk"), [(5000, 5056), (3000, 15040), (9000, 4544), (1100, 1152), (1100, 3328)])

@@ -1,0 +1,102 @@
+"""What the simulation of several ranks counts with: the work of commands, clocks, and copies that share a link.
+
+Copies count in bytes, and their clock runs slower while the node's host memory is their limit; what the CPU updates
+counts in seconds of a clock that runs slower beside copies.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from math import inf
+from typing import NamedTuple
+
+from flexengine.schedule.commands import Command, Program, Stream
+from flexengine.schedule.simulator import Rates
+
+WAYS = (Stream.H2D, Stream.D2H)
+"""Directions of a rank's link; numbers of commands' kinds begin with them."""
+COMPUTE, CPU = len(WAYS), len(WAYS) + 1
+"""Numbers of the other kinds of commands."""
+
+
+class CommandWork(NamedTuple):
+    """What the commands of a program take, by index, and when the host has issued them since the program's begin.
+
+    kinds: a number of WAYS, COMPUTE or CPU. amounts: bytes of copies, latency counted as bytes, else
+    seconds.
+    """
+
+    kinds: list[int]
+    amounts: list[float]
+    issued_s: list[float]
+
+    @staticmethod
+    def of(program: Program, rates: Rates) -> CommandWork:
+        """The work of a program."""
+        found = [_kind_and_amount(command, program, rates) for command in program.commands]
+        issued = accumulate(map(rates.issue_s, program.commands))
+        return CommandWork([kind for kind, _ in found], [amount for _, amount in found], list(issued))
+
+
+def _kind_and_amount(command: Command, program: Program, rates: Rates) -> tuple[int, float]:
+    if command.stream is Stream.CPU:
+        return CPU, rates.cpu_s(command)
+    if not command.regions:
+        return COMPUTE, rates.compute_s(command)
+    way = int(program.slots[command.regions[0].source].memory == "gpu")
+    latency = rates.copy_latency_s * len(command.regions)
+    return way, command.copy_bytes + latency * rates.alone_bytes_per_s[WAYS[way]]
+
+
+class Clock:
+    """A clock that runs as fast as what it times: 1 where nothing slows that down."""
+
+    def __init__(self) -> None:
+        self.now, self.speed = 0.0, 1.0
+
+    def seconds_to(self, at: float) -> float:
+        """Seconds until it shows a time."""
+        return (at - self.now) / self.speed
+
+    @property
+    def due(self) -> float:
+        """What it has reached, as far as its digits tell."""
+        return self.now + 1e-12 * max(1.0, self.now)
+
+
+class Way:
+    """Copies at work in a direction of a rank's link, which share its rate. Times are of the clock of copies.
+
+    speed: bytes per second of each copy. since: when what is left of them was counted.
+    """
+
+    __slots__ = ("events", "left", "since", "speed")
+
+    def __init__(self) -> None:
+        self.events: list[int] = []
+        self.left: list[float] = []
+        self.speed = self.since = 0.0
+
+    def count_down(self, now: float) -> None:
+        """Count what is left of the copies."""
+        done, self.since = (now - self.since) * self.speed, now
+        if done and self.left:
+            self.left = [left - done for left in self.left]
+
+    def set_rate(self, rate: float) -> float:
+        """Share another rate among the copies, what is left of which has been counted; returns when the first ends."""
+        if not self.events:
+            return inf
+        self.speed = rate / len(self.events)
+        return self.since + min(self.left) / self.speed
+
+    def take_ended(self, due: float) -> list[int]:
+        """Remove the copies that have ended."""
+        self.count_down(due)
+        events, left = self.events, self.left
+        if max(left) <= 0:
+            self.events, self.left = [], []
+            return events
+        going_on = [place for place, amount in enumerate(left) if amount > 0]
+        self.events, self.left = [events[place] for place in going_on], [left[place] for place in going_on]
+        return [event for event, amount in zip(events, left, strict=True) if amount <= 0]
