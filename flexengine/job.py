@@ -195,6 +195,14 @@ class Job:
             most=1024,
         ),
     ] = None
+    transport: Annotated[
+        Literal["auto", "relay", "split"],
+        Option(
+            "how several GPUs share weights and gradients: relay = each reads all weights over its own link and takes"
+            " gradients over through the host, split = each moves a share over its link and the rest between GPUs;"
+            " auto = what the planner finds faster, relay where the rate between GPUs is not known"
+        ),
+    ] = "auto"
     recompute: Annotated[
         Literal["auto", "none", "full"], Option("activations recomputed in backward; auto = the planner decides")
     ] = "auto"

@@ -128,6 +128,8 @@ class Request:
     max_gpu_bytes is each one's, max_host_bytes the node's. round_multiple: batches are packed into a multiple of so
     many rounds; None = ranks of all nodes. It sets the order of sums, as chunk and round sizes do, and the number of
     ranks does not. nodes: that each have so many ranks, a host copy of their own, and an equal part of a step's tokens.
+    transport: how ranks of a node share weights and gradients: relay, split (see `Plan.split`), or as the planner finds
+    faster.
     """
 
     max_seq_len: int
@@ -142,6 +144,7 @@ class Request:
     ranks: int = 1
     round_multiple: int | None = None
     nodes: int = 1
+    transport: Literal["auto", "relay", "split"] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("max_seq_len", "max_global_batch_tokens", "max_gpu_bytes", "max_host_bytes"):
@@ -224,7 +227,9 @@ class Plan:
     gradients' slots over their weights', which nobody reads once the gradient is made. in_parts: blocks whose experts
     may be cut stream them part by part, so that a slot holds a part; `weight_slots` and `grad_slots` count such slots.
     touched_only: of such parts cross the link only weights of experts that some token of the round goes to, K of E for
-    each. That helps rounds of few tokens alone: of more than a few times E / K all experts are touched.
+    each. That helps rounds of few tokens alone: of more than a few times E / K all experts are touched. split: ranks of
+    a node walk the layers together, each moving a share of weights and gradients over its link, and the rest between
+    GPUs; else they take rounds in turn and relay gradients through the host.
     """
 
     model: str
@@ -242,6 +247,7 @@ class Plan:
     grads_over_weights: bool = False
     in_parts: bool = False
     touched_only: bool = False
+    split: bool = False
     predicted: Prediction = field(default_factory=Prediction)
 
     def __post_init__(self) -> None:
@@ -255,6 +261,8 @@ class Plan:
             raise ValueError("optimizer states are dealt over the GPUs of several ranks, but the plan is for one")
         if self.touched_only and not self.in_parts:
             raise ValueError("touched_only is about experts that cross the link in parts, so it needs in_parts")
+        if self.split and (self.request.ranks == 1 or self.request.nodes > 1 or self.touched_only):
+            raise ValueError("a split plan is of several ranks of one node, and fetches all experts")
         longest = -(-self.request.max_seq_len // self.chunk_tokens)
         if longest > self.chunks_per_round:
             raise ValueError(

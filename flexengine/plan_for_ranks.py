@@ -34,6 +34,7 @@ from flexengine.schedule.layout import Layout
 from flexengine.schedule.ranks_simulator import simulate_ranks
 from flexengine.schedule.shares import DealtStates
 from flexengine.schedule.step_parts import limiter, summed
+from flexengine.transport import as_split, may_split
 
 DEALT_GROUPS = (1, 2)
 """Where host memory is short, ranks divide the optimizer states of every group, else of every other one. More choices
@@ -58,7 +59,7 @@ def plan_for_ranks(
 
 
 def _of_several(model: ModelSpec, request: Request, profile: HardwareProfile, network_bytes_per_s: float) -> Plan:
-    of_rank = rank_profile(profile, request.ranks)
+    of_rank, splits = rank_profile(profile, request.ranks), may_split(request, profile)
     try:
         plan = make_plan(model, request.of_rank, of_rank)
     except PlanError as error:
@@ -67,6 +68,19 @@ def _of_several(model: ModelSpec, request: Request, profile: HardwareProfile, ne
         if dealt is None:
             raise _for_all(error, request) from None
         plan = dealt
+    relayed = None if request.transport == "split" else _whole(model, request, plan, profile, network_bytes_per_s)
+    split = as_split(model, plan, request.of_rank, of_rank) if splits else None
+    if split is not None:
+        predicted = _bytes_of(Layout(model, split), split.predicted, of_rank)
+        split = _whole(model, request, replace(split, predicted=predicted), profile, network_bytes_per_s)
+    found = [plan for plan in (relayed, split) if plan is not None]
+    return min(found, key=lambda plan: plan.predicted.step_s)
+
+
+def _whole(
+    model: ModelSpec, request: Request, plan: Plan, profile: HardwareProfile, network_bytes_per_s: float
+) -> Plan:
+    """The plan of all ranks, priced together, from that of one."""
     plan = replace(plan, request=request)
     return replace(plan, predicted=_predicted(Layout(model, plan), plan.predicted, profile, network_bytes_per_s))
 

@@ -114,6 +114,7 @@ def make_request(job: Job, profile: HardwareProfile, device_type: str) -> Reques
         chunk_tokens=job.chunk_tokens,
         round_tokens=job.round_tokens,
         round_multiple=job.round_multiple,
+        transport=job.transport,
         recompute=job.recompute,
         numerics=job.numerics,
         clipping=job.max_grad_norm is not None,

@@ -51,7 +51,8 @@ ARROWS = {
         "hardware",
     },
     "request": {"checkpoint", "hardware", "job", "lora", "metrics", "models", "options", "plan", "wording"},
-    "plan_for_ranks": {"hardware", "metrics", "models", "plan", "planner", "schedule"},
+    "plan_for_ranks": {"hardware", "metrics", "models", "plan", "planner", "schedule", "transport"},
+    "transport": {"hardware", "metrics", "models", "plan", "planner", "schedule"},
     "launch": set(),
     "ranks_of_run": {"config", "parallel", "wording"},
     "api": {

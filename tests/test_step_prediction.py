@@ -47,7 +47,7 @@ def chunk_by_chunk_s(predicted: StepPredictor, lengths: list[int]) -> float:
 
         def compute_s(command, chunks=chunks):
             if not isinstance(command.args, LayerCall):
-                return cost.command_s(command)
+                return cost.work_s(command.work)
             parts = [part.length for part in chunks[command.args.chunk].ranges]
             tokens, seq_len = sum(parts), round(sum(part**2 for part in parts) / sum(parts))
             stage = command.args.program.stages(command.kind)[command.args.stage]

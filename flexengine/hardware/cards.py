@@ -21,6 +21,10 @@ FP8_GAIN = 1.8  # attained FP8 over attained bf16 rate: products of a Llama-3.1-
 PCIE_4_BYTES_PER_S = 25e9  # x16, attained with page-locked memory; 31.5 GB/s raw
 PCIE_5_BYTES_PER_S = 50e9  # x16; 63 GB/s raw; 55 on good boards
 
+# One way over NVLink between any two cards of a board, attained: 78% of what data sheets state. Assumed, not measured.
+NVLINK_4_BYTES_PER_S = 350e9  # 900 GB/s both ways raw
+NVLINK_3_BYTES_PER_S = 235e9  # 600 GB/s both ways raw
+
 SERVER_HOST_BYTES_PER_S = 120e9  # by 16 cores of a current server
 DDR4_HOST_BYTES_PER_S = 40e9  # two channels of DDR4-3600: 57.6 GB/s raw
 DDR5_HOST_BYTES_PER_S = 60e9  # two channels of DDR5-5600: 89.6 GB/s raw
@@ -43,6 +47,7 @@ class Card(NamedTuple):
 
     gpu_total_bytes: what CUDA reports, a little less than the label says. matmul_share: attained over published rate.
     hopper_attention: cuDNN's attention kernels for Hopper run on it. multiplies_fp8: compute capability 8.9 or more.
+    peer_bytes_per_s: one way between cards of a board; 0 for cards that are joined by PCIe alone.
     """
 
     name: str
@@ -56,6 +61,7 @@ class Card(NamedTuple):
     source: str
     hopper_attention: bool = False
     multiplies_fp8: bool = False
+    peer_bytes_per_s: float = 0.0
 
 
 CARDS: dict[str, Card] = {
@@ -71,6 +77,7 @@ CARDS: dict[str, Card] = {
         "https://www.nvidia.com/en-us/data-center/h200/ (SXM, 141 GB; rates measured)",
         hopper_attention=True,
         multiplies_fp8=True,
+        peer_bytes_per_s=NVLINK_4_BYTES_PER_S,
     ),
     "h100-80": Card(
         "NVIDIA H100 80GB",
@@ -84,6 +91,7 @@ CARDS: dict[str, Card] = {
         "https://www.nvidia.com/en-us/data-center/h100/ (SXM)",
         hopper_attention=True,
         multiplies_fp8=True,
+        peer_bytes_per_s=NVLINK_4_BYTES_PER_S,
     ),
     "a100-80": Card(
         "NVIDIA A100 80GB",
@@ -96,6 +104,7 @@ CARDS: dict[str, Card] = {
         DATA_CENTRE_CONTEXT_BYTES,
         "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/"
         "nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf (SXM)",
+        peer_bytes_per_s=NVLINK_3_BYTES_PER_S,
     ),
     "a100-40": Card(
         "NVIDIA A100 40GB",
@@ -108,6 +117,7 @@ CARDS: dict[str, Card] = {
         DATA_CENTRE_CONTEXT_BYTES,
         "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/"
         "nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf (SXM)",
+        peer_bytes_per_s=NVLINK_3_BYTES_PER_S,
     ),
     "l40s": Card(
         "NVIDIA L40S",

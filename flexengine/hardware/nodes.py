@@ -19,6 +19,20 @@ eight channels, then two sockets of them. Assumed, not measured."""
 NETWORK_BYTES_PER_S = 100e9 / 8
 """Network of a node where none is named: 100 Gbit/s. Assumed, not measured."""
 
+NCCL_BYTES = 512 * 2**20
+"""GPU memory that NCCL takes for the ranks of a node. Assumed, not measured."""
+
+
+def peer_s(profile: HardwareProfile, num_bytes: int) -> float:
+    """Seconds of a collective in which each GPU sends so many bytes to others, as it receives as many.
+
+    Where the rate between GPUs is not known, they are taken to reach each other over the link.
+    """
+    if not num_bytes:
+        return 0.0
+    rate = profile.peer_bytes_per_s or min(profile.d2h_duplex_bytes_per_s, profile.h2d_duplex_bytes_per_s)
+    return profile.copy_latency_s + num_bytes / rate
+
 
 def with_gpus(profile: HardwareProfile, gpus: int, host_bytes_per_s: float | None = None) -> HardwareProfile:
     """Put `gpus` cards of a profile on one node; its host memory is that of so many hosts, unless it was measured.

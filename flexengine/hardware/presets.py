@@ -101,6 +101,7 @@ def _published(card: Card) -> HardwareProfile:
         host_available_bytes=HOST_TOTAL_BYTES - PROCESS_HOST_BYTES,
         host_base_bytes=PROCESS_HOST_BYTES,
         curves=(),
+        peer_bytes_per_s=card.peer_bytes_per_s,
     )
 
 

@@ -145,6 +145,8 @@ class HardwareProfile:
     """Everything that was measured by size, for people and the chart; empty in presets."""
     attention_choices: tuple[AttentionChoice, ...] = ()
     """Kernels for the shapes that were measured, fastest first, by tokens of a sequence; empty in presets."""
+    peer_bytes_per_s: float = 0.0
+    """One way between GPUs of a machine, each sending to all others at once; 0 where it is not known."""
 
     def __post_init__(self) -> None:
         _check_choice("device_type", self.device_type, get_args(DeviceType))
@@ -158,7 +160,7 @@ class HardwareProfile:
                 continue
             if name in POINT_FIELDS:
                 check_points(name, value, POINT_FIELDS[name], "FLOP/s")
-            elif name == "issue_s":
+            elif name in ("issue_s", "peer_bytes_per_s"):
                 _check_not_negative(name, value)
             elif name == "cpu_adamw_parameters_per_s":
                 _check_named_rates(name, value)
@@ -243,7 +245,7 @@ class HardwareProfile:
             )
         values = {name: value for name, value in values.items() if name != "format"}
         known = {field.name for field in fields(cls)}
-        if missing := sorted(known - values.keys()):
+        if missing := sorted(known - values.keys() - {"peer_bytes_per_s"}):
             raise ValueError(f"hardware profile: missing fields {', '.join(missing)}")
         if unknown := sorted(values.keys() - known):
             raise ValueError(f"hardware profile: unknown fields {', '.join(unknown)}")

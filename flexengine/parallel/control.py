@@ -180,6 +180,16 @@ class Control:
             store = PrefixStore(name, self._group.store)
             return ProcessGroupGloo(store, rank, size, timedelta(seconds=self._timeout_s))
 
+    def nccl_link(self, name: str, rank: int, size: int) -> Any:
+        """The same between GPUs, each rank's being torch's current device."""
+        from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupNCCL  # noqa: PLC0415, not in every build
+
+        assert self._group is not None, "one rank asks nobody"
+        with self._telling_of_lost_ranks():
+            options = ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=self._timeout_s)
+            return ProcessGroupNCCL(PrefixStore(name, self._group.store), rank, size, options)
+
     def wait(self, work: Any) -> None:
         """Wait for a call of a linked group. Raises: RankError when a rank is lost or does not come."""
         with self._telling_of_lost_ranks():

@@ -91,5 +91,6 @@ CAUSE_WORDS = {
     "cpu": "the CPU",
     "relay_in": "gradients of the rank before",
     "relay_out": "gradients to be passed on",
+    "comm": "exchanges between GPUs",
     ISSUE: "the host to issue commands",
 }

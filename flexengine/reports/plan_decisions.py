@@ -67,7 +67,12 @@ def gpu_lines(plan: Plan) -> list[str]:
     if request.ranks == request.nodes == 1:
         return []
     nodes = f"{request.nodes} nodes of " if request.nodes > 1 else ""
-    lines = [f"GPUs: {nodes}{request.ranks}, which take rounds in turn and relay gradients through the host"]
+    how = (
+        "which run as many rounds together; each moves a share of weights and gradients, the rest crosses between GPUs"
+        if plan.split
+        else "which take rounds in turn and relay gradients through the host"
+    )
+    lines = [f"GPUs: {nodes}{request.ranks}, {how}"]
     if p.shared_host_bytes:
         own = format_bytes(host_bytes_of_gpu(plan))
         lines.append(f"host memory of a node: state once {format_bytes(p.shared_host_bytes)}, per GPU {own}")

@@ -7,25 +7,32 @@ from functools import partial
 
 import torch
 
+from flexengine.parallel.collectives import Collectives
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.decode_weights import decode_weights
 from flexengine.runtime.fetch_experts import fetch_experts
 from flexengine.runtime.gradients import Squares, finish_gradient
 from flexengine.runtime.layer_runner import LayerRunner
+from flexengine.runtime.split_handlers import CommandHandler, SplitHandlers
 from flexengine.runtime.update import UpdateRunner, UpdateSettings
 from flexengine.schedule.commands import Command, FinishGradient, Program
 from flexengine.schedule.fixed_slots import PARTIAL_SQUARES
 from flexengine.schedule.layout import Layout
 
-CommandHandler = Callable[[Command, Program, UpdateSettings | None], None]
-"""Launches a command of a program. The settings are None in a program that updates nothing."""
 LAYER_KINDS = ("forward", "evaluate", "recompute", "backward", "fill_window")
 
 
 class CommandHandlers:
-    """The handlers of one layout, by kind of command; the executor issues copies itself."""
+    """The handlers of one layout, by kind of command; the executor issues copies itself.
 
-    def __init__(self, layout: Layout, arenas: Arenas, layers: LayerRunner, updates: UpdateRunner) -> None:
+    collectives: in which this rank takes part under a split plan.
+    """
+
+    def __init__(
+        self, layout: Layout, arenas: Arenas, layers: LayerRunner, updates: UpdateRunner,
+        collectives: Collectives | None = None,
+    ) -> None:  # fmt: skip
+        split = None if collectives is None else SplitHandlers(layout, arenas, updates, collectives)
         self._layout, self._arenas, self._layers, self._updates = layout, arenas, layers, updates
         self.by_kind: dict[str, CommandHandler] = {
             **dict.fromkeys(LAYER_KINDS, self._run_layer),
@@ -35,7 +42,7 @@ class CommandHandlers:
             "clip": self._clip,
             "scale": self._scale,
             "update": self._update,
-        }
+        } | ({} if split is None else split.by_kind)
 
     def run(self, program: Program, settings: UpdateSettings | None, command: Command) -> None:
         """Launch a command on the current stream."""

@@ -126,7 +126,8 @@ class Engine(CheckpointCalls, ReadingCalls):
         self.weights = WeightStore(layout, self.arenas, share)
         self.layers = LayerRunner(layout, self.arenas, self.buffers)
         self.updates = UpdateRunner(layout, self.arenas, self.settings.lr_factors, self.settings.decay_factors)
-        self.handlers = CommandHandlers(layout, self.arenas, self.layers, self.updates)
+        collectives = None if self.turns is None else self.turns.collectives
+        self.handlers = CommandHandlers(layout, self.arenas, self.layers, self.updates, collectives)
         self.runner = ProgramRunner(self.executor, self.handlers, self.measurement, self.turns)
         constants = constant_tables(layout, self.device)
         batches = BatchWriter(layout, self.arenas, constants, self.settings.attention, self.settings.attention_choices)

@@ -94,7 +94,7 @@ class Executor:
         if self.on_cuda:
             self.streams = {
                 Stream.COMPUTE: torch.cuda.current_stream(device),
-                **{stream: torch.cuda.Stream(device) for stream in DIRECTIONS},
+                **{stream: torch.cuda.Stream(device) for stream in (*DIRECTIONS, Stream.COMM)},
             }
             self._transfers = open_transfers(device)
             [self._zero] = self._transfers.create_events(1, timing=True)
@@ -239,7 +239,7 @@ class Executor:
             issue.set_words(words)
 
         def call(command: Command) -> None:
-            aside = command.stream in DIRECTIONS
+            aside = command.stream is not Stream.COMPUTE and command.stream in self.streams
             with torch.cuda.stream(self.streams[command.stream]) if aside else nullcontext():
                 handler(command)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -56,6 +57,62 @@ def finish_gradient(
         part.copy_(acc + part.to(acc.dtype) if has_previous else acc)
         if counts:
             squares.total.add_(part.double().square().sum())
+
+
+class RunSquares(NamedTuple):
+    """Where partial sums of squares go that a piece of a run has, whole parts (`part_elements`).
+
+    partial [P]: workspace of the kernel; table []: the entry of each part of the run, float64; before, whole: as of
+    Squares.
+    """
+
+    partial: Tensor
+    table: Tensor
+    before: int
+    whole: int
+
+
+def fold_parts(parts: Sequence[Tensor], stored: Tensor, has_previous: bool, squares: RunSquares) -> None:
+    """stored [n] = round(part [n] (+ stored)), part after part: as `finish_gradient` does, called for each of them.
+
+    The partial sums of squares are those that it has of the last one; `sum_parts` adds them up.
+    """
+    share = part_elements(squares.whole)
+    entries = squares.table[squares.before // share :][: -(-stored.numel() // share)]
+    if _by_kernel(stored, parts[0]):
+        from flexengine.kernels import grad_accumulate  # noqa: PLC0415 (Triton is imported when first used)
+
+        own = squares.partial[: len(entries)]
+        for part in parts:
+            grad_accumulate.grad_accumulate(part, stored, has_previous, own, share)
+            has_previous = True
+        entries.copy_(own)
+        return
+    for part in parts:
+        stored.copy_(part + stored.to(part.dtype) if has_previous else part)
+        has_previous = True
+    for entry, values in zip(entries, stored.split(share), strict=True):
+        entry.copy_(values.double().square().sum())
+
+
+def sum_parts(table: Tensor, totals: Tensor, num_elements: Sequence[int], wide: torch.dtype) -> None:
+    """totals [R] = sums of the partial sums of squares in table [R, P], each in the order of `finish_gradient`.
+
+    num_elements: of every run. wide: dtype of accumulators.
+    """
+    if use_kernel(table) and wide != torch.float64:
+        for number, parts in enumerate(table):
+            totals[number].copy_(parts.sum())
+        return
+    for number, (row, numel) in enumerate(zip(table.tolist(), num_elements, strict=True)):
+        total = 0.0
+        for part in row[: -(-numel // part_elements(numel))]:
+            total += part
+        totals[number] = total
+
+
+def _by_kernel(stored: Tensor, accumulator: Tensor) -> bool:
+    return use_kernel(stored) and accumulator.dtype != torch.float64
 
 
 def warn_of_rounding(num_rounds: int, grad_dtype: str) -> None:

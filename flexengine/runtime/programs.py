@@ -10,6 +10,7 @@ from flexengine.schedule.commands import Program
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape, lower_evaluation, lower_round, lower_update
 from flexengine.schedule.shares import ALONE, Share
+from flexengine.schedule.waves import Wave
 
 MAX_ROUNDS = 64
 """Most programs of rounds that are held at once. A batch of packed sequences needs two or three."""
@@ -18,12 +19,14 @@ MAX_ROUNDS = 64
 class RoundKind(NamedTuple):
     """What a round does beside forward.
 
-    train: it has a backward pass. first: no gradients are stored yet. updates: the CPU updates inside it.
+    train: it has a backward pass. first: no gradients are stored yet. updates: the CPU updates inside it. together: how
+    many rounds ranks run together under a split plan; 0 = each its own.
     """
 
     train: bool
     first: bool
     updates: bool
+    together: int = 0
 
 
 class Programs:
@@ -42,7 +45,8 @@ class Programs:
         if (shape, kind) not in self._rounds:
             self._forget_oldest_round()
             if kind.train:
-                program = lower_round(self.layout, shape, kind.first, kind.updates)
+                wave = Wave(*self.share, kind.together) if kind.together else None
+                program = lower_round(self.layout, shape, kind.first, kind.updates, wave)
             else:
                 program = lower_evaluation(self.layout, shape)
             self._rounds[shape, kind] = self._checked(program)

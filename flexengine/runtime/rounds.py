@@ -43,19 +43,60 @@ class RoundRunner:
         balance: what routers report to, where the model balances its experts. updates: settings of the CPU's updates
         inside the last round; None when no round updates.
         """
-        rounds, first, losses = self._pack(batch), self._state.num_rounds, list[Tensor]()
+        rounds, first = self._pack(batch), self._state.num_rounds
         if balance is not None and (len(rounds) > 1 or self._turns is not None):
             self._count_tokens_of_experts(batch, rounds, balance)
-        for number, chunks in enumerate(rounds, start=1):
-            if self._turns is None or self._turns.begin_round(self._state.num_rounds):
-                self._train_round(batch, chunks, balance, updates if number == len(rounds) else None)
-                losses.append(self._losses())
-            self._state.num_rounds += 1
-            self._state.has_gradients = True
+        if self._plan.split:
+            losses = self._train_in_waves(batch, rounds, balance)
+        else:
+            losses = self._train_in_turn(batch, rounds, balance, updates)
         if self._may_warn and self._state.num_rounds > MOST_ROUNDED:
             self._may_warn = False
             warn_of_rounding(self._state.num_rounds, self._plan.request.numerics.grad)
         return self._sum(losses, first, len(rounds))
+
+    def _train_in_turn(
+        self,
+        batch: Sequences,
+        rounds: list[list[PackedChunk]],
+        balance: ExpertBalance | None,
+        updates: UpdateSettings | None,
+    ) -> list[Tensor]:
+        """Run those rounds that are this rank's turn; returns their losses."""
+        losses = list[Tensor]()
+        for number, chunks in enumerate(rounds, start=1):
+            if self._turns is None or self._turns.begin_round(self._state.num_rounds):
+                kind = RoundKind(
+                    train=True, first=self._is_first, updates=updates is not None and number == len(rounds)
+                )
+                self._train_round(batch, chunks, balance, kind, updates)
+                losses.append(self._losses())
+            self._state.num_rounds += 1
+            self._state.has_gradients = True
+        return losses
+
+    def _train_in_waves(
+        self, batch: Sequences, rounds: list[list[PackedChunk]], balance: ExpertBalance | None
+    ) -> list[Tensor]:
+        """Run as many rounds at a time as there are ranks, one on each; returns the losses of this rank's.
+
+        Where fewer are left, ranks without one run the first of them, and nobody adds what they send.
+        """
+        assert self._turns is not None, "one rank has no waves"
+        rank, size = self._turns.share
+        losses = list[Tensor]()
+        for start in range(0, len(rounds), size):
+            wave, before = rounds[start : start + size], self._state.num_rounds
+            takes = rank < len(wave)
+            self._turns.begin_wave()
+            kind = RoundKind(train=True, first=self._is_first, updates=False, together=len(wave))
+            self._state.num_rounds += rank if takes else 0
+            self._train_round(batch, wave[rank if takes else 0], balance if takes else None, kind, None)
+            if takes:
+                losses.append(self._losses())
+            self._state.num_rounds = before + len(wave)
+            self._state.has_gradients = True
+        return losses
 
     @property
     def _is_first(self) -> bool:
@@ -67,10 +108,11 @@ class RoundRunner:
         batch: Sequences,
         chunks: list[PackedChunk],
         balance: ExpertBalance | None,
-        settings: UpdateSettings | None,
+        kind: RoundKind,
+        updates: UpdateSettings | None,
     ) -> None:
-        kind = RoundKind(train=True, first=self._is_first, updates=settings is not None)
-        program = self._program(chunks, kind)
+        """Run the round that the state counts next."""
+        program, settings = self._program(chunks, kind), updates if kind.updates else None
         self._write(batch, chunks, balance)
         self._number_rows()
         if settings is not None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flexengine.native.transfer_operations import WordValue
+from flexengine.parallel.collectives import Collectives
 from flexengine.parallel.control import Control
 from flexengine.parallel.node_memory import NodeMemory
 from flexengine.parallel.nodes import NodeLink
@@ -40,20 +41,23 @@ class Turns:
 
     rounds: of training that all ranks have begun since the run began. updates: that have been issued. last: the rank
     of its node that ran the node's last round of the step at work. link: to the other nodes, where there are some.
+    collectives: with the other ranks of the node, under a split plan.
     """
 
-    def __init__(self, group: RankGroup, layout: Layout, page_locked: bool) -> None:
+    def __init__(self, group: RankGroup, layout: Layout, device: torch.device) -> None:
         self.ranks, self.control, self._watch = group
         self._cells = Cells(layout)
         self.rounds = self.updates = self.last = 0
         size, num_cells = self.ranks.local_size, self._cells.count
         num_bytes = layout.node_bytes + Signals.num_bytes(size, num_cells)
-        self._memory = NodeMemory.open(self.ranks, self.control, num_bytes, page_locked)
+        self._memory = NodeMemory.open(self.ranks, self.control, num_bytes, device.type == "cuda")
         self.arena = self._memory.tensor[: layout.node_bytes]
         table = self._memory.tensor[layout.node_bytes :]
         self._signals = Signals.over(table, size, num_cells, self.ranks.local_rank)
         self._check_others, self.control.check_lost = self.control.check_lost, self._check
         self.link = NodeLink(self.control) if self.ranks.nodes > 1 else None
+        self._device, self.split = device, layout.plan.split
+        self.collectives = Collectives(self.control, device) if self.split else None
         if self._watch is not None:
             self._watch.follow(self._signals)
 
@@ -63,8 +67,12 @@ class Turns:
         return Share(self.ranks.local_rank, self.ranks.local_size)
 
     def takes(self, number: int) -> bool:
-        """Whether this rank runs a round, counted from 0 within its step."""
+        """Whether this rank runs a round, counted from 0 within its step; of a split plan, within its batch."""
         return rank_of_round(number, self.ranks) == self.ranks.rank
+
+    def begin_wave(self) -> None:
+        """Count rounds that all ranks run together."""
+        self.rounds += 1
 
     def begin_round(self, number: int) -> bool:
         """Count a round of training, the `number`-th of its step; returns whether this rank runs it."""
@@ -100,6 +108,9 @@ class Turns:
         """Count rounds and updates from 0 again, with the cells of another layout. Order: no rank runs anything."""
         self._cells = Cells(layout)
         self.rounds = self.updates = self.last = 0
+        self.split = layout.plan.split
+        if self.split and self.collectives is None:
+            self.collectives = Collectives(self.control, self._device)
         self._signals.lower_own()
         self.control.barrier()
 
@@ -141,6 +152,8 @@ class Turns:
 
         What another rank has told is passed on as it is: a third may see this rank's message first.
         """
+        if self.collectives is not None:
+            self.collectives.close()
         end = self._signals if self._watch is None else self._watch
         own = f"rank {self.ranks.rank}: {type(error).__name__}: {error}"
         end.abort(str(error) if isinstance(error, RankLost) else own)
@@ -150,10 +163,10 @@ class Turns:
     def sum_in_order(self, own: list[Tensor], first: int, num_rounds: int) -> float:
         """Add numbers of all ranks in the order of rounds. own: those [chunks] of each round of this rank.
 
-        first: the number of the first round within its step.
+        first: the number of the first round within its step. Waves of a split plan begin with a batch's first round.
         """
         told = [iter(rounds) for rounds in self.control.gather([row.tolist() for row in own])]
-        total = 0.0
+        total, first = 0.0, 0 if self.split else first
         for number in range(first, first + num_rounds):
             for term in next(told[rank_of_round(number, self.ranks)]):
                 total += term
@@ -171,6 +184,8 @@ class Turns:
     def close(self) -> None:
         """Let go of the node's memory. Order: nothing of this rank runs any more."""
         self.control.check_lost = self._check_others
+        if self.collectives is not None:
+            self.collectives.close()
         if self._watch is not None:
             self._watch.unfollow(self._signals)
         self._memory.close()
@@ -193,7 +208,7 @@ def open_turns(group: RankGroup | None, layout: Layout, device: torch.device) ->
             f"the plan was made for {planned.ranks} ranks on each of {planned.nodes} nodes, but {ranks.local_size} on"
             f" each of {ranks.nodes} train together; plan again"
         )
-    return None if group is None or ranks.size == 1 else Turns(group, layout, device.type == "cuda")
+    return None if group is None or ranks.size == 1 else Turns(group, layout, device)
 
 
 def give_up(state: StepState, turns: Turns, error: BaseException) -> None:

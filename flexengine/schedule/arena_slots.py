@@ -18,6 +18,7 @@ from flexengine.schedule.fixed_slots import (
     batch_offsets,
     host_scalar_bytes,
     norm_square_bytes,
+    run_square_bytes,
 )
 from flexengine.schedule.group_storage import GroupStorage
 from flexengine.schedule.group_uses import group_uses
@@ -108,7 +109,9 @@ class _HostSlots:
         if sizes.plan.updates_on_cpu:
             region.add("scalars", host_scalar_bytes(len(sizes.groups)), "scalars")
         self._planes()
-        if sizes.plan.shares_node:
+        if sizes.plan.split:
+            self._spilled_sections()
+        elif sizes.plan.shares_node:
             self._homes.add("norm_squares", norm_square_bytes(sizes.groups), "scalars")
             self._spilled_accumulators()
         self._offloaded_activations()
@@ -123,6 +126,16 @@ class _HostSlots:
                 [pieces], width = pieces_of_parts, self._sizes.acc_bytes
                 self._region.add("spilled", stored.part_numel * width, "spilled gradients", spec.name)
                 self._region.add_pieces((p.start, p.start * width, p.numel * width) for p in pieces)
+
+    def _spilled_sections(self) -> None:
+        """Append where a rank keeps what it received of the head's accumulators of a tied group, section by section."""
+        sizes = self._sizes
+        for group, (spec, use) in enumerate(zip(sizes.model.groups, group_uses(sizes.model), strict=True)):
+            if use.gradients > 1:
+                width, count = sizes.received_bytes(group), len(sizes.sections(group, 0))
+                self._region.add("spilled", width * count, "spilled gradients", spec.name)
+                whole = self._region.slots[-1]
+                self._region.slots += [whole.subslot(("section", n), n * width, width, RUN) for n in range(count)]
 
     def _planes(self) -> None:
         categories = {"weights": "weights", "grad": "gradients"}
@@ -174,6 +187,8 @@ class _GpuSlots:
         region.add("partial_squares", 4 * PARTIAL_SQUARES, "scalars")
         region.add("scales", SCALE_BYTES * len(self._groups), "scalars")
         region.add("grad_norm", SCALAR_BYTES, "scalars")
+        if self._plan.split:
+            region.add("run_squares", run_square_bytes(self._groups), "scalars")
         self._resident_planes(region)
         return max(self._round_slots(region.end), self._optimizer_tiles(region.end))
 
@@ -249,14 +264,20 @@ class _GpuSlots:
             weights_end, region.end = region.end, weights_start
             self._grad_ring(region, name, staged)
             region.end = max(weights_end, region.end)
-        region.add("accumulator", accumulated, "gradient accumulators", name)
+        if self._plan.split:  # one is sent while the next layer adds to the other
+            for k in range(min(2, self._num_parts(trained))):
+                region.add("accumulator", accumulated, "gradient accumulators", name, k)
+        else:
+            region.add("accumulator", accumulated, "gradient accumulators", name)
         decoded = max((self._groups[i].part_numel for i in groups if self._groups[i].stored is not None), default=0)
         if decoded:  # one is enough: the stream that decodes is the one that computes
             region.add("decoded", decoded * self._sizes.compute_bytes, "decoded weights", name)
         if not grads_over_weights:
             self._grad_ring(region, name, staged)
         tied = [self._sizes.spilled_piece_bytes(i) for i in staged if self._uses[i].gradients > 1]
-        if self._plan.shares_node and tied:
+        if self._plan.split and tied:
+            region.add("spilled", max(self._sizes.received_bytes(i) for i in staged), "gradient slots", name)
+        elif self._plan.shares_node and tied:
             region.add("spilled", max(tied), "gradient slots", name)
 
     def _ring(self, region: _Region, name: str, groups: list[int]) -> None:
@@ -269,12 +290,28 @@ class _GpuSlots:
         """Append the same for gradients. Where they move in pieces, as many slots for pieces as the bytes of those for
         parts have room for: fewer would have compute wait for pieces of a layer that has ended its backward.
         """
+        if self._plan.split:
+            self._exchange_ring(region, name, groups)
+            return
         largest = max((self._groups[i].part_bytes("grad") for i in groups), default=0)
         piece = max((self._sizes.piece_bytes(i) for i in groups), default=0)
         num_pieces = sum(len(pieces) for i in groups for pieces in self._sizes.pieces[i])
         num_bytes = align(largest) * min(self._num_parts(groups), self._plan.grad_slots)
         for k in range(min(num_pieces, max(1, num_bytes // align(piece))) if piece else 0):
             region.add("grad", piece, "gradient slots", name, k)
+
+    def _exchange_ring(self, region: _Region, name: str, groups: list[int]) -> None:
+        """Append slots for what arrives of accumulators, and for pieces of stored gradients that it is added to: one is
+        added up while the next arrives."""
+        sizes = self._sizes
+        sections = max(
+            (len(sizes.sections(i, part)) for i in groups for part in range(len(sizes.pieces[i]))), default=0
+        )
+        slots = range(min(2, sections * self._num_parts(groups)))
+        for k in slots:
+            region.add("received", max(sizes.received_bytes(i) for i in groups), "gradient slots", name, k)
+        for k in slots:
+            region.add("grad", max(sizes.piece_bytes(i) for i in groups), "gradient slots", name, k)
 
     def _num_parts(self, groups: list[int]) -> int:
         return sum(len(self._groups[i].parts) for i in groups)

@@ -30,7 +30,10 @@ from flexengine.schedule.commands import (
     cpu_priority,
 )
 from flexengine.schedule.layer_program import ALIGNMENT
+from flexengine.schedule.program_builder import merge_regions
 from flexengine.schedule.slots import HOST_SIDE, overlapping_slots
+from flexengine.schedule.split_commands import AddTables, ExchangeParts, FoldParts, GatherShares, ShareOfFetch
+from flexengine.schedule.waves import own_regions
 
 
 class ProgramError(AssertionError):
@@ -65,6 +68,7 @@ def check_bounds(program: Program, gpu_bytes: int, host_bytes: int, node_bytes: 
                     f" or {target.name}+{c.target_offset}"
                 )
         _check_direction(program, command)
+        _check_exchanges(program, command)
         if isinstance(command.args, FetchExperts):
             _check_routing(program, command)
         if isinstance(command.args, DecodeWeights):
@@ -85,6 +89,24 @@ def _check_bounds_of_experts(program: Program, label: str, experts: int, bounds:
     for slot, offset in bounds:
         if offset + BOUND_BYTES * (experts + 1) > program.slots[slot].num_bytes:
             raise ProgramError(f"{label}: {experts} experts' bounds do not fit {program.slots[slot].name}")
+
+
+def _check_exchanges(program: Program, command: Command) -> None:
+    """Check that what ranks gather, exchange and fold lies within its slots."""
+    args, needed = command.args, dict[int, int]()
+    if isinstance(args, GatherShares):
+        needed = {args.slot: args.size * args.share_bytes}
+    elif isinstance(args, ExchangeParts):
+        received = len(args.counts) * args.counts[args.rank]
+        needed = {args.accumulator: args.first + sum(args.counts), args.received: received}
+        needed = {slot: elements * args.element_bytes for slot, elements in needed.items()}
+    elif isinstance(args, FoldParts):
+        missing = [run for run in args.runs for parts in args.received if run.start + run.numel > parts.numel]
+        if missing or args.rounds < 1:
+            raise ProgramError(f"{command.label} adds {args.rounds} rounds' parts, of which some are too short")
+    for slot, num_bytes in needed.items():
+        if num_bytes > program.slots[slot].num_bytes:
+            raise ProgramError(f"{command.label}: {num_bytes} bytes do not fit {program.slots[slot].name}")
 
 
 def _check_pieces(program: Program, label: str, args: DecodeWeights) -> None:
@@ -109,7 +131,10 @@ def _check_direction(program: Program, command: Command) -> None:
         return
     from_host = DIRECTIONS[command.stream] is Stream.H2D if command.stream in DIRECTIONS else None
     covered: dict[int, list[tuple[int, int]]] = {}
-    for c in command.regions:
+    args = command.args
+    if isinstance(args, ShareOfFetch) and command.regions != merge_regions(own_regions(args.regions, *args[:2])):
+        raise ProgramError(f"{command.label} copies another share than that of rank {args.rank} of {args.size}")
+    for c in args.regions if isinstance(args, ShareOfFetch) else command.regions:
         ends = (program.slots[c.source].memory, program.slots[c.target].memory)
         if from_host is None or ends[not from_host] not in HOST_SIDE or ends[from_host] != "gpu":
             raise ProgramError(
@@ -176,6 +201,15 @@ def _touched(command: Command) -> tuple[set[int], set[int]]:
         read, written = {args.source, *(place.slot for place in bounds)}, {args.target}
     elif isinstance(args, FinishGradient):
         read, written = read | {args.accumulator}, written | {run.slot for run in args.runs}
+    elif isinstance(args, GatherShares | AddTables):
+        read, written = {args.slot}, {args.slot}
+    elif isinstance(args, ExchangeParts):
+        read, written = {args.accumulator}, {args.received}
+    elif isinstance(args, FoldParts):
+        read = {parts.slot for parts in args.received} | {run.slot for run in args.runs if args.has_previous}
+        written = {run.slot for run in args.runs}
+    elif isinstance(args, ShareOfFetch):
+        read |= {c.source for c in args.regions}
     elif isinstance(args, FetchExperts):
         read |= {place.slot for place in args.bounds}
     elif isinstance(args, UpdateTile):

@@ -23,6 +23,7 @@ class Stream(StrEnum):
 
     relay_in, relay_out: gradients that one of several ranks takes over and passes on. They share the link's directions
     with h2d and d2h; waiting for another rank, they hold nothing else up.
+    comm: collectives, in which all ranks of a node take part in the same order, and what follows them at once.
     """
 
     COMPUTE = "compute"
@@ -31,6 +32,7 @@ class Stream(StrEnum):
     CPU = "cpu"
     RELAY_IN = "relay_in"
     RELAY_OUT = "relay_out"
+    COMM = "comm"
 
 
 BASE_STREAMS = (Stream.COMPUTE, Stream.H2D, Stream.D2H, Stream.CPU)
@@ -40,7 +42,9 @@ DIRECTIONS = {Stream.H2D: Stream.H2D, Stream.RELAY_IN: Stream.H2D, Stream.D2H: S
 """The direction of the link, h2d or d2h, of each stream that copies."""
 
 
-Subject = Literal["", "weights", "grad", "input", "save", "tile", "batch", "scale", "scalars", "spilled", "norm"]
+Subject = Literal[
+    "", "weights", "grad", "input", "save", "tile", "batch", "scale", "scalars", "spilled", "norm", "squares"
+]
 """What a command moves or finishes; empty where its kind says all."""
 
 
@@ -253,6 +257,11 @@ class Command:
     def regions(self) -> tuple[CopyRegion, ...]:
         """The copies that it makes; a fetch of experts makes only some of them."""
         return self.args.regions if isinstance(self.args, FetchExperts) else self.copies
+
+    @property
+    def peer_bytes(self) -> int:
+        """Bytes that a collective has this rank send to others, or receive if that is more."""
+        return getattr(self.args, "peer_bytes", 0)
 
     @property
     def copy_bytes(self) -> int:

@@ -30,6 +30,11 @@ def norm_square_bytes(groups: Iterable[GroupStorage]) -> int:
     return NORM_SQUARE_BYTES * sum(group.num_runs for group in groups)
 
 
+def run_square_bytes(groups: Iterable[GroupStorage]) -> int:
+    """Bytes of the slot for the partial sums of squares of all gradients, run by run, each a float64."""
+    return PARTIAL_SQUARES * norm_square_bytes(groups)
+
+
 def host_scalar_bytes(num_groups: int) -> int:
     """Bytes of the slot that tells the host the gradients' norm and the factor on each."""
     return HOST_SCALES + SCALE_BYTES * num_groups

@@ -94,6 +94,12 @@ class Layout(PlannedSizes):
         whole = SlotKey("spilled", self.model.groups[group].name, memory="host")
         return self._index[whole._replace(within=("piece", piece.start))]
 
+    def spilled_section(self, group: int, section: int) -> int:
+        """The slot of a section of what ranks received of a tied group's accumulators, on the host."""
+        return self._index[
+            SlotKey("spilled", self.model.groups[group].name, memory="host", within=("section", section))
+        ]
+
     def first_run(self, group: int) -> int:
         """The number of a group's first run among those of all groups."""
         return self._first_runs[group]

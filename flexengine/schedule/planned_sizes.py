@@ -14,6 +14,7 @@ from flexengine.schedule.layer_program import LayerProgram, align
 from flexengine.schedule.parts import Part
 from flexengine.schedule.relay_pieces import Piece, pieces_of, whole_piece
 from flexengine.schedule.shares import DealtStates
+from flexengine.schedule.waves import Section, owned_pieces, sections_of
 from flexengine.schedule.window import WindowPlaces, window_places
 
 
@@ -65,7 +66,18 @@ class PlannedSizes:
     def _pieces_of(self, group: GroupStorage, part: Part) -> tuple[Piece, ...]:
         if not (self.plan.shares_node and group.plane_bytes["grad"]):
             return (whole_piece(part),)
+        if self.plan.split:
+            return owned_pieces(part, self.plan.request.ranks, self.acc_bytes)
         return pieces_of(part, group.element_bytes("grad"))
+
+    def sections(self, group: int, part: int) -> list[Section]:
+        """What ranks exchange at once of a part's accumulator in a split plan."""
+        return sections_of(self.pieces[group][part], self.plan.request.ranks)
+
+    def received_bytes(self, group: int) -> int:
+        """Bytes of a slot for the pieces of all ranks that a rank receives of any section of a group."""
+        parts = range(len(self.pieces[group]))
+        return self.acc_bytes * max(s.received_elements for part in parts for s in self.sections(group, part))
 
     # -- activations -------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ It looks at two steps of all ranks, who take rounds in turn, and at what touches
   as the step before updated them; nothing is added twice or left out;
 - shares: together the ranks update every element of every trained group once;
 - nodes: of several, every gradient is updated as the sum of all nodes left it, which is added in the order of nodes;
+- split plans: all ranks make the same collectives in the same order, and owners add up gradients (`split_checker`);
 - dealt states: a rank finds each element's states where the layout gives them their place on its GPU.
 `checker` proves each program by itself.
 """
@@ -25,6 +26,7 @@ from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape
 from flexengine.schedule.ranks_order import Event, Events, RankRun, runs_of_ranks
 from flexengine.schedule.shares import Share
+from flexengine.schedule.split_checker import check_folds
 
 
 def check_ranks(layout: Layout, shape: RoundShape, num_rounds: int) -> None:
@@ -36,6 +38,8 @@ def check_runs(layout: Layout, runs: Sequence[Sequence[RankRun]], num_rounds: in
     """As `check_ranks`, of programs that are lowered already."""
     check_shares(layout, runs)
     check_dealt_states(layout, runs)
+    if layout.plan.split:
+        check_folds(layout, runs)
     events = Events(runs, num_rounds)
     order = events.in_order()
     _check_memory(layout, events, order, num_rounds)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -20,25 +21,33 @@ from flexengine.schedule.lowering import RoundShape, lower_round, lower_update
 from flexengine.schedule.node_exchange import lower_exchange
 from flexengine.schedule.relay import executor_of
 from flexengine.schedule.shares import Share
+from flexengine.schedule.split_commands import AddTables, ExchangeParts, GatherShares
+from flexengine.schedule.waves import Wave
 
 NUM_STEPS = 2
 """Enough to see each kind of program after each other kind."""
 
 
 class RankRun(NamedTuple):
-    """One run of a program on a rank. step: from 0. number: of the round in the step; of its last one in an update, and
-    in what nodes exchange before it."""
+    """One run of a program on a rank.
+
+    step: from 0. number: of the round in the step; of its last one in an update, and in what nodes exchange before it.
+    together: rounds of the wave that it is part of under a split plan, whose number `number` is then; 0 = none.
+    """
 
     program: Program
     step: int
     number: int
     updates: bool
     exchanges: bool = False
+    together: int = 0
 
 
 def runs_of_ranks(layout: Layout, shape: RoundShape, num_rounds: int) -> list[list[RankRun]]:
     """What each rank of a node runs in two steps of so many rounds of one shape."""
     size, nodes = layout.plan.request.ranks, layout.plan.request.nodes
+    if layout.plan.split:
+        return [_runs_in_waves(layout, shape, num_rounds, rank) for rank in range(size)]
     rounds = [lower_round(layout, shape, first=first) for first in (True, False)]
     last = executor_of(num_rounds - 1, size)
     found = []
@@ -54,6 +63,20 @@ def runs_of_ranks(layout: Layout, shape: RoundShape, num_rounds: int) -> list[li
     return found
 
 
+def _runs_in_waves(layout: Layout, shape: RoundShape, num_rounds: int, rank: int) -> list[RankRun]:
+    """What a rank of a split plan runs in two steps."""
+    size = layout.plan.request.ranks
+    waves = [min(size, num_rounds - start) for start in range(0, num_rounds, size)]
+    lowered = {key: lower_round(layout, shape, key[0], wave=Wave(rank, size, key[1]))
+               for key in {(number == 0, count) for number, count in enumerate(waves)}}  # fmt: skip
+    one = [RankRun(lowered[n == 0, count], 0, n, updates=False, together=count) for n, count in enumerate(waves)]
+    one.append(RankRun(lower_update(layout, share=Share(rank, size)), 0, len(waves) - 1, updates=True))
+    return [run._replace(step=step) for step in range(NUM_STEPS) for run in one]
+
+
+COLLECTIVES = (GatherShares, ExchangeParts, AddTables)
+
+
 class Event(NamedTuple):
     """A command in a run of a rank. lane: what runs its events one after the other; position: its place there."""
 
@@ -67,6 +90,16 @@ class Event(NamedTuple):
     def label(self) -> str:
         """The command in words, with its rank, round and step."""
         return f"{self.command.label} (rank {self.rank}, round {self.run.number} of step {self.run.step})"
+
+
+def _of_all_ranks(event: Event) -> tuple:
+    """What is the same of a collective on all ranks. Raises: ProgramError where it is told of another rank."""
+    args, run = event.command.args, event.run
+    if isinstance(args, GatherShares | ExchangeParts):
+        if args.rank != event.rank:
+            raise ProgramError(f"{event.label} is that of rank {args.rank}")
+        args = args._replace(rank=0)
+    return event.command.name, run.step, run.number, run.updates, type(args), args
 
 
 class RunEvents(NamedTuple):
@@ -93,11 +126,30 @@ class Events:
         self._begins: dict[tuple[int, int], int] = {}  # (step, rank) -> the first event after its exchange has begun
         for rank, of_rank in enumerate(runs):
             self._add_rank(rank, of_rank)
+        self._join_collectives()
         for index, event in enumerate(self.all):
             if event.command.awaits:
                 self.before[index] += self._awaited(event)
             if self._exchanged and event.run.updates:
                 self.before[index] += self._exchanged_before(index)
+
+    def _join_collectives(self) -> None:
+        """Have each collective start on all ranks when what comes before it has ended on all of them.
+
+        Raises: ProgramError unless all ranks make the same ones, each in its own place.
+        """
+        by_rank: list[list[int]] = [[] for _ in range(self._size)]
+        for index, event in enumerate(self.all):
+            if isinstance(event.command.args, COLLECTIVES):
+                by_rank[event.rank].append(index)
+        for together in zip_longest(*by_rank):
+            events = [None if index is None else self.all[index] for index in together]
+            if len({None if e is None else _of_all_ranks(e) for e in events}) > 1:
+                labels = ", ".join("nothing" if event is None else event.label for event in events)
+                raise ProgramError(f"ranks should take part in one collective, but have {labels}")
+            before = [other for index in together for other in self.before[index]]
+            for index in together:
+                self.before[index] = list(before)
 
     def _add_rank(self, rank: int, runs: Sequence[RankRun]) -> None:
         ends: dict[Stream, int] = {}

@@ -23,6 +23,7 @@ from flexengine.schedule.shared_links import COMPUTE, CPU, WAYS, Clock, CommandW
 from flexengine.schedule.shares import Share
 from flexengine.schedule.simulator import Rates, Timing, cpu_share
 from flexengine.schedule.step_parts import full_step, until_gpu_ends
+from flexengine.schedule.waves import Wave
 
 SIGNAL_S = 50e-6
 """From the end of a command that raises a cell to the start of one on another rank that awaits it: assumed."""
@@ -102,6 +103,8 @@ def _runs(layout: Layout, shapes: Sequence[RoundShape]) -> list[list[RankRun]]:
     size = layout.plan.request.ranks
     known: dict[tuple[RoundShape, bool], Program] = {}
     found = []
+    if layout.plan.split:
+        return [_runs_in_waves(layout, shapes, rank) for rank in range(size)]
     for rank in range(size):
         update = lower_update(layout, share=Share(rank, size), last=rank == size - 1)
         runs = [RankRun(update, 0, size * len(shapes) - 1, updates=True)]
@@ -113,6 +116,20 @@ def _runs(layout: Layout, shapes: Sequence[RoundShape]) -> list[list[RankRun]]:
             runs.append(RankRun(known[key], 1, number, updates=False))
         found.append(runs)
     return found
+
+
+def _runs_in_waves(layout: Layout, shapes: Sequence[RoundShape], rank: int) -> list[RankRun]:
+    """The same of a rank of a split plan, for which all ranks run a round of each shape together."""
+    size = layout.plan.request.ranks
+    update = lower_update(layout, share=Share(rank, size))
+    runs = [RankRun(update, 0, len(shapes) - 1, updates=True)]
+    lowered: dict[tuple[RoundShape, bool], Program] = {}
+    for number, shape in enumerate(shapes):
+        key = shape, number == 0
+        if key not in lowered:
+            lowered[key] = lower_round(layout, shape, first=number == 0, wave=Wave(rank, size, size))
+        runs.append(RankRun(lowered[key], 1, number, updates=False, together=size))
+    return runs
 
 
 def simulate_runs(runs: Sequence[Sequence[RankRun]], num_rounds: int, rates: Rates) -> list[list[TimedRankRun]]:

@@ -22,8 +22,8 @@ class Cells:
     """Numbers of the cells that ranks raise: pieces of gradients relayed, groups updated, the norm's squares stored."""
 
     def __init__(self, layout: Layout) -> None:
-        self._first_pieces = [0, *accumulate(sum(map(len, parts)) for parts in layout.pieces)]
-        self._pieces = layout.pieces
+        self._pieces = ((),) * len(layout.groups) if layout.plan.split else layout.pieces  # split: no rank awaits one
+        self._first_pieces = [0, *accumulate(sum(map(len, parts)) for parts in self._pieces)]
         self._num_groups = len(layout.groups)
 
     @property

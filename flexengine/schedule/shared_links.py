@@ -41,6 +41,8 @@ class CommandWork(NamedTuple):
 def _kind_and_amount(command: Command, program: Program, rates: Rates) -> tuple[int, float]:
     if command.stream is Stream.CPU:
         return CPU, rates.cpu_s(command)
+    if command.stream is Stream.COMM:
+        return COMPUTE, rates.comm_s(command)  # as of kernels, nothing changes its speed
     if not command.regions:
         return COMPUTE, rates.compute_s(command)
     way = int(program.slots[command.regions[0].source].memory == "gpu")

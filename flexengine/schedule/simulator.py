@@ -31,7 +31,8 @@ class Rates(NamedTuple):
     compute_s: seconds of a compute command. Copies take latency + bytes / rate, alone or beside a copy the other way.
     issue_s: seconds of the host to issue a command. cpu_s: seconds of a command of the CPU while the link is idle.
     host_bytes_per_s: rate of host memory, which copies take a part of. beside_cpu_bytes_per_s: most that a direction of
-    the link moves while the CPU works, as the CPU has the better of host memory.
+    the link moves while the CPU works, as the CPU has the better of host memory. comm_s: seconds of a collective, or of
+    work on the stream of collectives.
     """
 
     compute_s: Callable[[Command], float]
@@ -42,6 +43,7 @@ class Rates(NamedTuple):
     cpu_s: Callable[[Command], float] = lambda command: 0.0
     host_bytes_per_s: float = inf
     beside_cpu_bytes_per_s: dict[Stream, float] | None = None
+    comm_s: Callable[[Command], float] = lambda command: 0.0
 
 
 OTHER_DIRECTION = {Stream.H2D: Stream.D2H, Stream.D2H: Stream.H2D}
@@ -154,12 +156,14 @@ class _Simulation:
             return self.rates.compute_s(command)
         if STREAMS[i] is Stream.CPU:
             return self.rates.cpu_s(command)
+        if STREAMS[i] is Stream.COMM:
+            return self.rates.comm_s(command)
         latency = self.rates.copy_latency_s * max(1, len(command.regions))
         return command.copy_bytes + latency * self.rates.alone_bytes_per_s[DIRECTIONS[STREAMS[i]]]
 
     def _speed(self, i: int) -> float:
         stream = STREAMS[i]
-        if stream is Stream.COMPUTE:
+        if stream in (Stream.COMPUTE, Stream.COMM):
             return 1.0
         if stream is Stream.CPU:
             links = sum(self._rate(direction) for direction, count in self.copying.items() if count)

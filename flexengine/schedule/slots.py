@@ -15,7 +15,8 @@ Role = str
 - accumulator: a group's gradient of the round at work; spilled: the head's of a tied group, until the embedding's;
 - decoded: elements of the compute dtype, made of weights that are stored in fewer bytes;
 - batch, losses: one round's tokens and losses;
-- norm_squares, partial_squares, scales, grad_norm, scalars: numbers that the optimizer step depends on;
+- received: pieces of all ranks' accumulators, of a split plan;
+- norm_squares, partial_squares, run_squares, scales, grad_norm, scalars: numbers that the optimizer step depends on;
 - hidden, grad_hidden, carry, bounds, window, grad_window: between layers, stages of a layer, and slices of a sequence;
 - input, save_gpu, save_host, save: what a layer keeps for backward: its input, its outputs on the GPU, staged for the
   host, and on the host;

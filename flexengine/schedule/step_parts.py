@@ -183,6 +183,7 @@ LIMIT_WORDS = {
     "cpu": "CPU",
     "relay_in": "relay of gradients to the device",
     "relay_out": "relay of gradients to the host",
+    "comm": "exchange between GPUs",
     ISSUE: "the host, which issues commands,",
 }
 COMPUTE_BOUND_SHARE = 0.9

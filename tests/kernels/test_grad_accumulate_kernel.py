@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from flexengine.kernels import grad_accumulate
+from flexengine.runtime import gradients
+from flexengine.schedule import fixed_slots
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -75,3 +77,23 @@ def test_pieces_store_and_sum_what_the_whole_does(device):
     assert torch.equal(squares_of_pieces, squares)
     with pytest.raises(ValueError, match="7 parts of 4096 elements do not hold 30001"):
         grad_accumulate.grad_accumulate(acc, stored, True, squares[:7], 4096)
+
+
+def test_folded_pieces_of_rounds_are_what_finishing_round_after_round_stores(device, monkeypatch):
+    """Owners of pieces add up all rounds' parts; their partial sums give the sum of squares of the whole."""
+    monkeypatch.setattr(gradients, "use_kernel", lambda tensor: True)
+    monkeypatch.setattr(fixed_slots, "PARTIAL_SQUARES", 8)
+    generator = torch.Generator().manual_seed(4)
+    rounds = [torch.randn(30_001, generator=generator).to(device) for _ in range(3)]
+    stored = torch.zeros(30_001, dtype=torch.bfloat16, device=device)
+    whole, partial, totals = stored.clone(), torch.empty(8, device=device), torch.empty(2, dtype=torch.float64)
+    for number, acc in enumerate(rounds):
+        squares = gradients.Squares(partial, totals[0], 0, 30_001)
+        gradients.finish_gradient(acc, whole, number > 0, squares)
+    table = torch.zeros(1, 8, dtype=torch.float64, device=device)
+    for first, last in ((0, 12_288), (12_288, 30_001)):
+        squares = gradients.RunSquares(partial, table[0], first, 30_001)
+        gradients.fold_parts([acc[first:last] for acc in rounds], stored[first:last], False, squares)
+    gradients.sum_parts(table, totals[1:], [30_001], torch.float32)
+    assert torch.equal(stored, whole)
+    assert totals[0] == totals[1]

@@ -47,7 +47,7 @@ from flexengine.runtime.engine import Engine
 from flexengine.runtime.executor import Executor
 from flexengine.runtime.turns import RankGroup
 from flexengine.runtime.update import UpdateRunner
-from flexengine.schedule import fixed_slots, relay_pieces
+from flexengine.schedule import fixed_slots, relay_pieces, waves
 from flexengine.schedule.save_sets import savable_ops
 
 ROUND_MULTIPLE = 12  # pinned, so that every number of ranks packs alike
@@ -60,7 +60,7 @@ ON_CPU = GroupPlan(update="cpu")
 class Case(NamedTuple):
     """A model under a plan, and for each step the batches of its calls.
 
-    dealt: several ranks divide the optimizer states of what the GPU updates.
+    dealt: several ranks divide the optimizer states of what the GPU updates. split: they walk the layers together.
     """
 
     source: ModelSource
@@ -69,6 +69,7 @@ class Case(NamedTuple):
     clip: float | None = 1.0
     optimizer: Optimizer | None = None
     dealt: bool = False
+    split: bool = False
 
 
 class Shown(NamedTuple):
@@ -229,6 +230,18 @@ CASES: dict[Callable[[], Case], tuple[int, ...]] = {
 """With the numbers of ranks that are tried; few, as each takes seconds of two cores."""
 
 
+SPLIT_CASES: dict[Callable[[], Case], int] = {
+    several_calls: 3,
+    bf16: 4,
+    tied: 3,
+    tied_in_shared_slots: 2,
+    sliced: 3,
+    not_finite: 2,
+    experts_in_parts: 3,
+}
+"""Those of which ranks also walk the layers together, and how many ranks."""
+
+
 def pause_before_commands(seed: int) -> None:
     """Commands of this process begin after a random pause; updates by the CPU after longer ones."""
     generator = random.Random(seed)
@@ -249,6 +262,8 @@ def planned(case: Case, ranks: Ranks) -> Plan:
     """The plan of a case for so many ranks."""
     changes = {"ranks": ranks.local_size, "nodes": ranks.nodes, "round_multiple": ROUND_MULTIPLE}
     plan = replace(case.plan, request=replace(case.plan.request, **changes))
+    if case.split and ranks.size > 1:
+        plan = replace(plan, split=True, touched_only=False)
     if not case.dealt or ranks.size == 1:
         return plan
     homes = (replace(g, states="dealt") if g.update == "gpu" else g for g in plan.groups)
@@ -442,7 +457,7 @@ def fail_in_backward(rank: int, case: Case) -> tuple[str, str]:
     engine, batch = opened(rank, 3, case), case.steps[0][0]
     engine.train_step(batch)
     if rank == 1:
-        engine.handlers.by_kind["finish_gradient"] = fail
+        engine.handlers.by_kind["exchange" if case.split else "finish_gradient"] = fail
     with pytest.raises((RankLost, OSError)) as caught:
         engine.train_step(batch)
     with pytest.raises(ValueError, match="make a new one") as later:
@@ -454,10 +469,11 @@ def fail(*_: object) -> None:
     raise OSError("bad memory")
 
 
-def test_a_rank_that_fails_ends_the_engines_of_all():
+@pytest.mark.parametrize("split", [False, True], ids=["relay", "split"])
+def test_a_rank_that_fails_ends_the_engines_of_all(split):
     own = "bad memory"
     told = f"rank 1: OSError: {own}"
-    found = values_of(run_ranks(fail_in_backward, 3, float32()))
+    found = values_of(run_ranks(fail_in_backward, 3, float32()._replace(split=split)))
     assert [message for message, _ in found] == [told, own, told]
     assert all("a rank failed" in later for _, later in found)
 
@@ -492,8 +508,12 @@ def test_ranks_train_to_the_bits_of_one(make, monkeypatch):
     monkeypatch.setattr(blocks, "PART_ELEMENTS", 1)
     monkeypatch.setattr(relay_pieces, "PIECE_BYTES", 2048)
     monkeypatch.setattr(fixed_slots, "SQUARED_ELEMENTS", 64)
+    monkeypatch.setattr(waves, "SECTION_BYTES", 8192)
     case = make()
     expected = train(0, 1, case)
-    for size in CASES[make]:
-        for shown in values_of(run_ranks(train, size, size, case)):
+    transports = [(size, case) for size in CASES[make]]
+    if make in SPLIT_CASES:
+        transports.append((SPLIT_CASES[make], case._replace(split=True)))
+    for size, of_ranks in transports:
+        for shown in values_of(run_ranks(train, size, size, of_ranks)):
             check_same(shown, expected)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from flexengine.hardware.nodes import peer_s
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.ops.base import Work
 from flexengine.plan import Request
@@ -80,15 +81,11 @@ class CostModel:
             + work.kernels * p.launch_s
         )
 
-    def command_s(self, command: Command) -> float:
-        """Seconds of a compute command."""
-        return self.work_s(command.work)
-
     def rates(self) -> Rates:
         """The same machine, for the simulator."""
         p = self.profile
         return Rates(
-            compute_s=self.command_s,
+            compute_s=lambda command: self.work_s(command.work),
             alone_bytes_per_s={Stream.H2D: p.h2d_bytes_per_s, Stream.D2H: p.d2h_bytes_per_s},
             duplex_bytes_per_s={Stream.H2D: p.h2d_duplex_bytes_per_s, Stream.D2H: p.d2h_duplex_bytes_per_s},
             copy_latency_s=p.copy_latency_s,
@@ -96,6 +93,7 @@ class CostModel:
             cpu_s=self.cpu_s,
             host_bytes_per_s=p.host_rate(self.state_dtype),
             beside_cpu_bytes_per_s={Stream.H2D: p.h2d_beside_cpu_bytes_per_s, Stream.D2H: p.d2h_beside_cpu_bytes_per_s},
+            comm_s=lambda command: self.work_s(command.work) + peer_s(p, command.peer_bytes),
         )
 
     def cpu_s(self, command: Command) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flexengine.hardware.nodes import NCCL_BYTES
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.plan import Request
 from flexengine.schedule.layout import Layout
@@ -32,8 +33,8 @@ def host_categories(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
 def _gpu_overhead(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
     if profile.device_type != "cuda":
         return {}
-    context, workspace = profile.gpu_context_bytes, layout.workspace_bytes
-    return {"CUDA context": context, "library workspace": workspace, "slack": GPU_SLACK_BYTES}
+    found = {"CUDA context": profile.gpu_context_bytes, "library workspace": layout.workspace_bytes}
+    return found | ({"NCCL": NCCL_BYTES} if layout.plan.split else {}) | {"slack": GPU_SLACK_BYTES}
 
 
 def _host_overhead(profile: HardwareProfile) -> dict[str, int]:

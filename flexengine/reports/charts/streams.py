@@ -35,6 +35,7 @@ STREAM_NAMES = {
     Stream.CPU: "CPU",
     Stream.RELAY_IN: "taken over",
     Stream.RELAY_OUT: "passed on",
+    Stream.COMM: "between GPUs",
 }
 
 
@@ -80,6 +81,11 @@ COMMAND_KINDS = {
     "recompute": "recompute",
     "finish_gradient": "round gradients",
     "decode": "decode weights",
+    "fold": "round gradients",
+    "gather": "weights",
+    "exchange": "gradients",
+    "add_squares": "update",
+    "sum_squares": "update",
     "clip": "update",
     "scale": "update",
 }

@@ -10,16 +10,18 @@ from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.shape import RoundShape
 from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.relay import Cells
+from flexengine.schedule.waves import Wave
 
 
 class RoundContext:
     """A round's layout, shape and program builder.
 
-    routed: what each chunk's slot of bounds holds by now. cells: by which several ranks wait for each other.
+    routed: what each chunk's slot of bounds holds by now. cells: by which several ranks wait for each other. wave: of a
+    split plan, this rank's place among those that walk the layers together; None where each walks alone.
     """
 
-    def __init__(self, layout: Layout, shape: RoundShape, builder: ProgramBuilder) -> None:
-        self.layout, self.shape, self.builder = layout, shape, builder
+    def __init__(self, layout: Layout, shape: RoundShape, builder: ProgramBuilder, wave: Wave | None = None) -> None:
+        self.layout, self.shape, self.builder, self.wave = layout, shape, builder, wave
         self.plan, self.model = layout.plan, layout.model
         self.chunks = range(len(shape.chunks))
         self.routed: dict[int, str] = {}

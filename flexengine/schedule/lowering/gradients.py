@@ -6,13 +6,14 @@ from typing import NamedTuple
 
 from flexengine.models.spec import LayerSpec
 from flexengine.ops.base import Work
-from flexengine.schedule.commands import Access, CommandName, CopyRegion, FinishGradient, GroupScale, StoredRun, Stream
+from flexengine.schedule.commands import Access, CommandName, CopyRegion, FinishGradient, GroupScale, Stream
 from flexengine.schedule.fixed_slots import HOST_SCALES, SCALE_BYTES
 from flexengine.schedule.group_uses import group_uses
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.context import RoundContext, SlotRing
+from flexengine.schedule.lowering.split import ExchangeLowering
+from flexengine.schedule.lowering.stored_gradient import StoredPiece, stored_pieces
 from flexengine.schedule.lowering.update import cpu_groups, lower_cpu_update
-from flexengine.schedule.relay_pieces import Piece
 from flexengine.schedule.slots import Slot
 
 
@@ -37,46 +38,6 @@ def scale_slots(layout: Layout) -> tuple[dict[int, ScaleSlots], tuple[Slot, ...]
     return found, tuple(slots)
 
 
-class _StoredPiece(NamedTuple):
-    """A piece of a group's stored gradient, and for each of its runs the slot and first element of its home.
-
-    number: of the piece in its part.
-    """
-
-    group: int
-    part: int
-    number: int
-    piece: Piece
-    name: str
-    homes: list[tuple[int, int]]
-    element_bytes: int
-
-    @property
-    def content(self) -> str:
-        """What its slots hold."""
-        return f"grad of {self.name}"
-
-    def regions_home(self, staging: int) -> list[CopyRegion]:
-        """Copies from a staging slot to the runs' homes."""
-        width = self.element_bytes
-        return [
-            CopyRegion(staging, (run.start - self.piece.start) * width, home, first * width, run.numel * width)
-            for run, (home, first) in zip(self.piece.runs, self.homes, strict=True)
-        ]
-
-    def stored_runs(self, begins_at: int, staging: int | None, first_run: int) -> tuple[StoredRun, ...]:
-        """Where the accumulator's runs go: to a staging slot, or to their homes where there is none.
-
-        begins_at: the element of the part that the accumulator's slot begins with.
-        """
-        runs = self.piece.runs
-        places = self.homes if staging is None else [(staging, run.start - self.piece.start) for run in runs]
-        return tuple(
-            StoredRun(run.start - begins_at, *place, run.numel, first_run + run.run.number, run.before, run.run.numel)
-            for run, place in zip(runs, places, strict=True)
-        )
-
-
 class GradientLowering:
     """Finishes gradients. first: no gradients are stored yet in this step. scales: groups that the CPU updates here."""
 
@@ -87,9 +48,12 @@ class GradientLowering:
         self._uses = group_uses(context.layout.model)
         self._spilled: set[tuple[int, int]] = set()  # parts of groups of which the host holds an accumulator
         self._rings: dict[str, SlotRing] = {}
+        self._exchange = None if context.wave is None else ExchangeLowering(context, context.wave, first)
 
-    def accumulators(self, layer: LayerSpec) -> dict[int, int]:
-        """Slots of the accumulators of a layer's trained groups."""
+    def accumulators(self, layer: LayerSpec, begun: bool) -> dict[int, int]:
+        """Slots of the accumulators of a layer's trained groups. begun: an earlier stage of the layer had some."""
+        if self._exchange is not None:
+            return {group: self._exchange.accumulator(group, begun) for group in self._trained(layer)}
         classes = {group: self._context.model.groups[group].slot_class for group in self._trained(layer)}
         return {group: self._layout.slot("accumulator", name) for group, name in classes.items()}
 
@@ -101,13 +65,16 @@ class GradientLowering:
         ranks did that while other layers are still to come, none could begin its backward before the rank of the round
         before has ended its own.
         """
+        if self._exchange is not None:
+            self._exchange.finish(group, part, Access(accumulator, self._accumulated(group, part)))
+            return
         key, relayed = (group, part), self._context.cells is not None
         if relayed and key not in self._spilled and self._uses[group].gradients > 1:
             self._spill(group, part, accumulator)
             return
         has_previous = not self._first or key in self._stored
         self._stored.add(key)
-        for stored in self._stored_pieces(group, part):
+        for stored in stored_pieces(self._context, group, part):
             staging, previous = self._fetch_stored(stored, has_previous), has_previous
             if key in self._spilled:
                 self._add_spilled(stored, staging, previous)
@@ -125,7 +92,7 @@ class GradientLowering:
     def _trained(self, layer: LayerSpec) -> list[int]:
         return [group for group in layer.groups if not self._context.model.groups[group].frozen]
 
-    def _fetch_stored(self, stored: _StoredPiece, has_previous: bool) -> int | None:
+    def _fetch_stored(self, stored: StoredPiece, has_previous: bool) -> int | None:
         """The staging slot to add to, with what earlier rounds stored; None where that stays on the GPU."""
         if has_previous:
             for home, _ in stored.homes:
@@ -142,7 +109,7 @@ class GradientLowering:
                 self._builder.between_ranks(-1, awaits=(awaits,))
         return staging
 
-    def _send_home(self, stored: _StoredPiece, staging: int) -> None:
+    def _send_home(self, stored: StoredPiece, staging: int) -> None:
         cells = self._context.cells
         stream = Stream.D2H if cells is None else Stream.RELAY_OUT
         name = CommandName("offload", "grad", stored.name)
@@ -158,14 +125,14 @@ class GradientLowering:
         """Keep an accumulator on the host, in full width."""
         assert part == 0, "one slot holds what one layer spills"
         self._spilled.add((group, part))
-        for stored in self._stored_pieces(group, part):
+        for stored in stored_pieces(self._context, group, part):
             region = self._spilled_region(stored, accumulator, stored.piece.start)
             target = [Access(region.target, self._spilled_content(stored))]
             source = [Access(accumulator, self._accumulated(group, part))]
             name = CommandName("offload", "spilled", stored.name)
             self._builder.add("copy", name, Stream.D2H, source, target, copies=(region,))
 
-    def _add_spilled(self, stored: _StoredPiece, staging: int | None, has_previous: bool) -> None:
+    def _add_spilled(self, stored: StoredPiece, staging: int | None, has_previous: bool) -> None:
         """Add the same piece of what another layer spilled; its squares do not count."""
         assert staging is not None, "ranks store gradients in the node's memory"
         slot = self._layout.slot("spilled", self._context.model.groups[stored.group].slot_class)
@@ -174,20 +141,13 @@ class GradientLowering:
         self._builder.copy(name, Stream.RELAY_IN, content, back)
         self._round(stored, Access(slot, content), has_previous, staging, stored.piece.start)
 
-    def _spilled_region(self, stored: _StoredPiece, slot: int, start: int) -> CopyRegion:
+    def _spilled_region(self, stored: StoredPiece, slot: int, start: int) -> CopyRegion:
         """The copy of a piece to the host, from element `start` of a slot with an accumulator."""
         width, home = self._layout.acc_bytes, self._layout.spilled_slot(stored.group, stored.piece)
         return CopyRegion(slot, start * width, home, 0, stored.piece.numel * width)
 
-    def _spilled_content(self, stored: _StoredPiece) -> str:
+    def _spilled_content(self, stored: StoredPiece) -> str:
         return f"spilled accumulator {stored.name}"
-
-    def _stored_pieces(self, group: int, part: int) -> list[_StoredPiece]:
-        pieces, name = self._layout.pieces[group][part], self._context.part_name(group, part)
-        width, place = self._layout.groups[group].element_bytes("grad"), self._layout.piece_places
-        names = [name] if len(pieces) == 1 else [f"{name} piece {number}" for number in range(len(pieces))]
-        rows = enumerate(zip(pieces, names, strict=True))
-        return [_StoredPiece(group, part, i, piece, own, place(group, piece), width) for i, (piece, own) in rows]
 
     def _staging_slot(self, group: int) -> int:
         name = self._context.model.groups[group].slot_class
@@ -196,7 +156,7 @@ class GradientLowering:
         return self._rings[name].take()
 
     def _round(
-        self, stored: _StoredPiece, accumulator: Access, has_previous: bool, staging: int | None,
+        self, stored: StoredPiece, accumulator: Access, has_previous: bool, staging: int | None,
         spilled: int | None = None,
     ) -> None:  # fmt: skip
         """Append the command that rounds; it writes the staging slot, or the homes where there is none.
@@ -229,7 +189,7 @@ class GradientLowering:
         grads = [
             Access(home, stored.content)
             for part in range(len(self._layout.groups[group].parts))
-            for stored in self._stored_pieces(group, part)
+            for stored in stored_pieces(self._context, group, part)
             for home, _ in stored.homes
         ]
         lower_cpu_update(self._builder, self._layout, group, Access(host, content), grads=list(dict.fromkeys(grads)))

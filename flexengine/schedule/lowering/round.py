@@ -18,33 +18,41 @@ from flexengine.schedule.lowering.shape import RoundShape
 from flexengine.schedule.lowering.weights import WeightLowering
 from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.slots import overlapping_slots
+from flexengine.schedule.waves import Wave
 
 
-def lower_round(layout: Layout, shape: RoundShape, first: bool, updates: bool = False) -> Program:
+def lower_round(
+    layout: Layout, shape: RoundShape, first: bool, updates: bool = False, wave: Wave | None = None
+) -> Program:
     """Forward, loss and backward of one round. first: no gradients are stored yet in this step.
 
     updates: the CPU updates its groups in this round, each as soon as its gradient has reached the host. So it is the
-    last round of a step, and gradients are not clipped.
+    last round of a step, and gradients are not clipped. wave: of a split plan, the rank and the rounds that run
+    together; None = rank 0 and as many rounds as ranks.
     """
-    return _RoundLowering(layout, shape, first, updates).train()
+    if layout.plan.split and wave is None:
+        wave = Wave(0, layout.plan.request.ranks, layout.plan.request.ranks)
+    return _RoundLowering(layout, shape, first, updates, wave).train()
 
 
 def lower_evaluation(layout: Layout, shape: RoundShape) -> Program:
-    """Forward and loss of one round; keeps nothing."""
+    """Forward and loss of one round; keeps nothing. Each of several ranks runs it by itself."""
     return _RoundLowering(layout, shape, first=True).evaluate()
 
 
 class _RoundLowering:
     """Walks the layers of one round; each subject (weights, activations, compute, gradients) appends its commands."""
 
-    def __init__(self, layout: Layout, shape: RoundShape, first: bool, updates: bool = False) -> None:
+    def __init__(
+        self, layout: Layout, shape: RoundShape, first: bool, updates: bool = False, wave: Wave | None = None
+    ) -> None:
         scales, slots, overlaps = {}, layout.slots, layout.overlaps
         if updates and layout.plan.updates_on_cpu:
             scales, slots = scale_slots(layout)
             overlaps = overlapping_slots(slots)
         self.layout, self.model = layout, layout.model
         self.builder = ProgramBuilder("round", slots, overlaps)
-        self.context = RoundContext(layout, shape, self.builder)
+        self.context = RoundContext(layout, shape, self.builder, wave)
         self.weights = WeightLowering(self.context)
         self.activations = ActivationLowering(self.context)
         self.compute = ComputeLowering(self.context, self.weights)
@@ -54,7 +62,7 @@ class _RoundLowering:
         """All layers forward, the head with its loss, all layers backward."""
         self._fetch_batch()
         for index, layer in enumerate(self.model.layers):
-            if layer.kind != "head":  # its one command is forward, loss and backward
+            if layer.kind != "head":  # the head's one command is forward, loss and backward
                 self._forward_layer(index, layer)
         for index in reversed(range(len(self.model.layers))):
             if self.model.layers[index].has_backward:
@@ -115,7 +123,7 @@ class _RoundLowering:
     def _backward_layer(self, index: int, layer: LayerSpec) -> None:
         """Run all chunks of a layer through every stage; then its gradients leave."""
         begun = False
-        for at in stage_parts(self.layout.programs[index].backward_stages):
+        for at in self._backward_stages(index):
             weights = self.weights.acquire(layer, at) if layer.input is not None else {}
             if at.stage.recomputes and not at.closes:
                 self._use_kept("recompute", index, self.context.chunks, at, weights)
@@ -133,16 +141,34 @@ class _RoundLowering:
         stage of the layer made gradients. Groups that stay whole beside one in parts, as adapters do, add up over all
         stages.
         """
-        accumulators = self.gradients.accumulators(layer)
+        accumulators = self.gradients.accumulators(layer, begun)
         order = self.context.chunks if layer.kind == "head" else self.context.chunks[::-1]
         for c in order:
             chunk = self.context.shape.chunks[c]
             if layer.kind == "block" and not at.in_parts and chunk.is_slice and c == chunk.last_slice:
                 self._refill_window(index, range(chunk.first_slice, c + 1), weights)
             self._backward_chunk(index, c, at, weights, accumulators, c == order[0], begun)
+        over_blocks = layer.kind != "block" and self.layout.plan.share_edge_slots
+        if self.context.wave is not None and not over_blocks:  # else they would take the place of what is sent
+            self._acquire_next(index, at)
         for group, slot in accumulators.items():
             if self.context.is_in_parts(group) or at.closes:
                 self.gradients.finish(group, at.part if self.context.is_in_parts(group) else 0, slot)
+
+    def _backward_stages(self, index: int) -> list[StagePart]:
+        return stage_parts(self.layout.programs[index].backward_stages)
+
+    def _acquire_next(self, index: int, at: StagePart) -> None:
+        """Bring the weights of the stage that follows in backward, if one does, before this one's accumulators leave.
+
+        Ranks run collectives in program order, and an exchange waits for the stage that is at work.
+        """
+        later = [(index, stage) for stage in self._backward_stages(index)]
+        later = later[later.index((index, at)) + 1 :]
+        if not later and index > 0 and self.model.layers[index - 1].has_backward:
+            later = [(index - 1, stage) for stage in self._backward_stages(index - 1)]
+        if later and self.model.layers[later[0][0]].input is not None:
+            self.weights.acquire(self.model.layers[later[0][0]], later[0][1])
 
     def _refill_window(self, index: int, slices: range, weights: dict[int, int]) -> None:
         """Rebuild the keys and values of a sliced sequence, first slice to last."""

@@ -9,7 +9,15 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from flexengine.ops.base import Work
-from flexengine.schedule.commands import Access, CommandName, CopyRegion, Program, SlotOffset, Stream, UpdateTile
+from flexengine.schedule.commands import (
+    Access,
+    CommandName,
+    CopyRegion,
+    Program,
+    SlotOffset,
+    Stream,
+    UpdateTile,
+)
 from flexengine.schedule.fixed_slots import HOST_GRAD_NORM, HOST_SCALES, SCALAR_BYTES, SCALE_BYTES
 from flexengine.schedule.group_storage import Segment, matrix_flops
 from flexengine.schedule.layout import Layout
@@ -17,6 +25,8 @@ from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.relay import Cells
 from flexengine.schedule.shares import ALONE, Share
 from flexengine.schedule.slots import HOST_SIDE, PlaneKind, Slot, overlapping_slots
+from flexengine.schedule.split_commands import AddTables
+from flexengine.schedule.waves import ALL_SQUARES, OWN_SQUARES
 
 KERNELS_PER_MATRIX = 20
 """Kernels of an update by matrix products: five iterations of three, the norm, what comes before and after."""
@@ -56,7 +66,9 @@ def lower_update(
     slots = (*layout.slots, *pieces)
     builder = ProgramBuilder("update", slots, overlapping_slots(slots))
     norms = Access(layout.slot("norm_squares"), "norm squares")
-    if layout.plan.shares_node and layout.plan.request.nodes == 1:
+    if layout.plan.split:
+        _add_squares(builder, layout, norms)
+    elif layout.plan.shares_node and layout.plan.request.nodes == 1:
         _exchange_norm(builder, layout, last)
     else:
         builder.holds(*norms)
@@ -92,6 +104,20 @@ def _exchange_norm(builder: ProgramBuilder, layout: Layout, last: bool) -> None:
         builder.holds(there, content)
         builder.copy(CommandName("fetch", "norm"), Stream.H2D, content, [region.reversed])
         builder.between_ranks(-1, awaits=(cells.norm_of_last(),))
+
+
+def _add_squares(builder: ProgramBuilder, layout: Layout, norms: Access) -> None:
+    """Add up what all ranks have in their tables, which is zero where a rank owns no piece; so no sum is rounded.
+
+    No rank has the result before all have stored all their pieces, so what reads gradients waits for it.
+    """
+    table = layout.slot("run_squares")
+    own, whole = Access(table, OWN_SQUARES), Access(table, ALL_SQUARES)
+    builder.holds(*own)
+    args = AddTables(table, layout.slots[table].num_bytes, layout.plan.request.ranks)
+    builder.add("add_squares", CommandName("add", "squares"), Stream.COMM, [own], [whole], args=args)
+    work = Work(kernels=2 * len(layout.groups))
+    builder.add("sum_squares", CommandName("sum", "squares"), Stream.COMPUTE, [whole], [norms], work)
 
 
 def _signal_updates(builder: ProgramBuilder, layout: Layout, ends: dict[int, int]) -> None:
@@ -201,6 +227,8 @@ def _lower_tile(builder: ProgramBuilder, layout: Layout, tile: _Tile, number: in
         planes.update({kind: SlotOffset(staging, layout.tile_offsets[kind]) for kind in streamed})
         sources, targets = list(streamed.values()), [Access(staging, f"tile {name}")]
         fetch = CommandName("fetch", "tile", name)
+        if layout.plan.split:  # not before all ranks have stored their pieces
+            sources.append(Access(layout.slot("run_squares"), ALL_SQUARES))
         builder.add("copy", fetch, Stream.H2D, sources, targets, copies=tuple(fetched.values()))
         reads += targets
         writes.append(Access(staging, f"updated tile {name}"))

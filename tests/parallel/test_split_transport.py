@@ -1,0 +1,270 @@
+"""Ranks that walk the layers together: shares and pieces, programs proven together, prices, and the planner's choice.
+
+`test_several_ranks` holds them to the bits of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+
+from flexengine.hardware.nodes import with_gpus
+from flexengine.hardware.presets import preset
+from flexengine.metrics import GIB
+from flexengine.models.freezing import with_frozen
+from flexengine.models.in_parts import in_parts
+from flexengine.models.registry import open_model
+from flexengine.plan import Plan, PlanError, Request
+from flexengine.plan_for_ranks import plan_for_ranks
+from flexengine.reports.plan_text import describe
+from flexengine.schedule import fixed_slots, waves
+from flexengine.schedule.checker import ProgramError, check_program
+from flexengine.schedule.commands import Access, Command, CommandName, CopyRegion, Program, Signal, Stream
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.lowering import RoundShape, lower_round
+from flexengine.schedule.parts import Part, Run
+from flexengine.schedule.program_builder import ProgramBuilder
+from flexengine.schedule.ranks_checker import check_runs
+from flexengine.schedule.ranks_order import RankRun, runs_of_ranks
+from flexengine.schedule.ranks_simulator import SIGNAL_S, simulate_runs
+from flexengine.schedule.simulator import Rates
+from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
+from flexengine.schedule.split_commands import ExchangeParts, FoldParts, GatherShares, ShareOfFetch
+from flexengine.schedule.waves import Wave, own_regions, owned_pieces, sections_of
+from flexengine.transport import may_split
+from tests.parallel.test_ranks_checker import is_rejected, of_ranks
+from tests.schedule.small_plans import divided_model, full_round, random_plan, small_model
+
+# -- shares and pieces -----------------------------------------------------------------------------------------------
+
+
+def test_ranks_fetch_equal_shares_and_all_what_is_left_over():
+    regions = [CopyRegion(0, 0, 9, 0, 1000), CopyRegion(1, 64, 9, 1100, 1000)]
+    shares = [own_regions(regions, rank, 3) for rank in range(3)]
+    assert shares[0] == [CopyRegion(0, 0, 9, 0, 512), CopyRegion(1, 64 + 436, 9, 1536, 564)]
+    assert shares[1] == [CopyRegion(0, 512, 9, 512, 488), shares[0][1]]  # 1000 to 1100 is padding: 1024 is the end
+    assert shares[2] == [CopyRegion(1, 64, 9, 1100, 436), shares[0][1]]
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_pieces_cover_a_part_and_end_where_partial_sums_do(size, monkeypatch):
+    monkeypatch.setattr(fixed_slots, "SQUARED_ELEMENTS", 64)
+    monkeypatch.setattr(waves, "SECTION_BYTES", 4 * 1000)
+    runs = (Run(0, 0, 1500, 0), Run(9000, 1536, 10, 1), Run(1500, 1664, 900, 2))
+    pieces = owned_pieces(Part((), runs, 2564), size, 4)
+    assert len(pieces) % size == 0
+    found = [(run.run.number, run.before, run.numel) for piece in pieces for run in piece.runs]
+    for run in runs:
+        ends = [(before, before + numel) for number, before, numel in found if number == run.number]
+        assert [start for start, _ in ends] == [0, *(end for _, end in ends[:-1])]
+        assert ends[-1][1] == run.numel
+        assert all(start % 64 == 0 for start, _ in ends)
+    sections = sections_of(pieces, size)
+    assert sections[0].first == 0
+    assert sum(sum(section.counts) for section in sections) == 2564
+    assert max(sum(section.counts) for section in sections) < 1000 + 64
+
+
+# -- programs of all ranks -------------------------------------------------------------------------------------------
+
+
+def split_plan(plan: Plan, size: int, update: str = "", states: str = "host") -> Plan:
+    return replace(of_ranks(plan, size, update, states=states), split=True)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_plans_are_proven(seed, monkeypatch):
+    monkeypatch.setattr(fixed_slots, "SQUARED_ELEMENTS", 256)
+    monkeypatch.setattr(waves, "SECTION_BYTES", 1 << (15 if seed % 2 else 28))
+    random, size = Random(seed), 2 + seed % 3
+    models = [small_model(tied=True), divided_model(), with_frozen(small_model(), ["embed", "block.1"]), small_model()]
+    model, parts = models[seed % 4], seed % 4 == 1
+    plan = random_plan(random, in_parts(model) if parts else model, sliced=seed % 5 == 0)
+    plan = split_plan(replace(plan, in_parts=parts), size, states="dealt" if seed % 3 == 0 else "host")
+    layout = Layout(model, plan)
+    for num_rounds in (1, size + 1):
+        runs = runs_of_ranks(layout, full_round(layout), num_rounds)
+        check_runs(layout, runs, num_rounds)
+        for program in {run.program for rank in runs for run in rank}:
+            check_program(program, layout.gpu_bytes, layout.host_bytes, layout.node_bytes)
+
+
+def small_runs(tied: bool = False) -> tuple[Layout, list[list[RankRun]]]:
+    model = small_model(blocks=1, tied=tied)
+    layout = Layout(model, split_plan(random_plan(Random(1), model, sliced=False), 3, "gpu"))
+    return layout, runs_of_ranks(layout, full_round(layout), 4)
+
+
+def test_ranks_whose_rounds_have_other_chunks_make_the_same_collectives():
+    layout, runs = small_runs()
+    shape = RoundShape(full_round(layout).chunks[:1])
+    found = []
+    for rank, of_rank in enumerate(runs):
+        lowered = {
+            run.number: lower_round(layout, shape, run.number == 0, wave=Wave(rank, 3, run.together))
+            for run in of_rank
+            if rank == 1 and not run.updates
+        }
+        found.append([r if r.updates else r._replace(program=lowered.get(r.number, r.program)) for r in of_rank])
+    assert found != runs
+    check_runs(layout, found, 4)
+
+
+Change = Callable[[Command], Command | None]
+
+
+def changed(runs: list[list[RankRun]], change: Change, ranks: tuple[int, ...] = (0, 1, 2)) -> list[list[RankRun]]:
+    """The runs of some ranks with every command replaced by what `change` makes of it."""
+
+    def program(old: Program) -> Program:
+        kept = [command for command in map(change, old.commands) if command is not None]
+        numbers = {command.index: i for i, command in enumerate(kept)}
+        commands = (
+            replace(c, index=i, waits=tuple(numbers[w] for w in c.waits if w in numbers)) for i, c in enumerate(kept)
+        )
+        return replace(old, commands=tuple(commands))
+
+    known = {run.program: program(run.program) for rank in runs for run in rank}
+    return [
+        [run._replace(program=known[run.program]) if rank in ranks else run for run in of_rank]
+        for rank, of_rank in enumerate(runs)
+    ]
+
+
+def args(kind: type, **values: Any) -> Change:
+    """Other values in the arguments of all commands of a kind; functions are given the old value."""
+
+    def change(command: Command) -> Command:
+        if not isinstance(command.args, kind):
+            return command
+        new = {name: value(getattr(command.args, name)) for name, value in values.items()}
+        return replace(command, args=command.args._replace(**new))
+
+    return change
+
+
+def without(kind: str) -> Change:
+    return lambda command: None if command.kind == kind else command
+
+
+def without_reads_of_squares(command: Command) -> Command:
+    """Tiles are fetched while other ranks may still store gradients."""
+    fetches = command.name.verb == "fetch" and command.name.subject == "tile"
+    return replace(command, waits=()) if fetches else command
+
+
+def not_awaiting(command: Command) -> Command:
+    return replace(command, awaits=())
+
+
+def awaiting_own(command: Command) -> Command:
+    return replace(command, awaits=tuple(Signal(s.cell, "own", s.clock, s.lag) for s in command.awaits))
+
+
+CHANGES: dict[str, tuple[Change, tuple[int, ...]]] = {
+    "a gather less": (without("gather"), (1,)),
+    "an exchange less": (without("exchange"), (2,)),
+    "squares that are not added up": (without("add_squares"), (0,)),
+    "squares of the step before": (without("clear_squares"), (0, 1, 2)),
+    "no fold": (without("fold"), (1,)),
+    "shares of another size": (args(GatherShares, share_bytes=lambda n: n // 2), (0,)),
+    "the share of another rank": (args(GatherShares, rank=lambda rank: (rank + 1) % 3), (0, 1, 2)),
+    "the copy of another rank's share": (args(ShareOfFetch, rank=lambda rank: (rank + 1) % 3), (0, 1, 2)),
+    "pieces of other sizes": (args(ExchangeParts, counts=lambda counts: counts[::-1]), (1,)),
+    "other elements": (args(ExchangeParts, first=lambda first: first + 1), (1,)),
+    "a round less": (args(FoldParts, rounds=lambda rounds: rounds - 1), (0,)),
+    "a round more": (args(FoldParts, rounds=lambda rounds: rounds + 1), (0,)),
+    "nothing stored before": (args(FoldParts, has_previous=lambda _: False), (2,)),
+    "a hole": (args(FoldParts, runs=lambda runs: tuple(r._replace(numel=r.numel - 64) for r in runs)), (1,)),
+    "elements of another owner": (args(FoldParts, runs=lambda runs: tuple(r._replace(before=0) for r in runs)), (1,)),
+    "no wait for what others store": (without_reads_of_squares, (0, 1, 2)),
+    "no wait for updates": (not_awaiting, (0, 1, 2)),
+    "a wait for own updates alone": (awaiting_own, (0, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_changes_are_noticed(tied, monkeypatch):
+    monkeypatch.setattr(fixed_slots, "SQUARED_ELEMENTS", 256)
+    layout, runs = small_runs(tied)
+    check_runs(layout, runs, 4)
+    for what, (change, ranks) in CHANGES.items():
+        assert is_rejected(layout, changed(runs, change, ranks)), what
+
+
+def test_collectives_in_another_order_are_noticed():
+    layout, runs = small_runs()
+
+    def swapped(run: RankRun) -> RankRun:
+        """Two gathers change places."""
+        commands = list(run.program.commands)
+        first, second = [c.index for c in commands if c.kind == "gather"][:2]
+        names = commands[first].name, commands[second].name
+        commands[first], commands[second] = (
+            replace(commands[i], name=name) for i, name in zip((first, second), reversed(names), strict=True)
+        )
+        return run._replace(program=replace(run.program, commands=tuple(commands)))
+
+    others = [[run if run.updates else swapped(run) for run in runs[0]], *runs[1:]]
+    with pytest.raises(ProgramError, match="one collective, but have gather weights"):
+        check_runs(layout, others, 4)
+
+
+# -- prices ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_collective_starts_when_all_ranks_are_there():
+    slots = tuple(Slot(SlotKey(f"{m}{i}", memory=m), 100 * i, 100, "") for m in ("gpu", "node") for i in range(2))
+
+    def program(rank: int, num_bytes: int) -> Program:
+        b = ProgramBuilder("paper", slots, overlapping_slots(slots))
+        b.copy(CommandName("fetch"), Stream.H2D, "c", [CopyRegion(2, 0, 0, 0, num_bytes)])
+        own = [Access(0, "c")], [Access(0, "all")]
+        b.add("gather", CommandName("gather"), Stream.COMM, *own, args=GatherShares(rank, 0, 50, 2))
+        return b.build()
+
+    links = ({Stream.H2D: 10.0, Stream.D2H: 10.0},) * 2
+    rates = Rates(lambda command: 0.0, *links, 0.0, comm_s=lambda command: command.peer_bytes / 25)
+    runs = [[RankRun(program(rank, n), 0, 0, False, together=2)] for rank, n in enumerate((100, 40))]
+    first, second = simulate_runs(runs, 1, rates)
+    assert first[0].timing.start_s == pytest.approx([0.0, 10.0])
+    assert first[0].end_s == pytest.approx(12.0)
+    assert second[0].timing.start_s == pytest.approx([0.0, 10.0 + SIGNAL_S])
+
+
+def request(transport: str, ranks: int = 4, nodes: int = 1, gpu_gib: float = 6) -> Request:
+    sizes = {"max_gpu_bytes": int(gpu_gib * GIB), "max_host_bytes": 64 * GIB}
+    return Request(1024, 4 * 4096, **sizes, ranks=ranks, nodes=nodes, transport=transport)
+
+
+@pytest.mark.usefixtures("quick_search")
+def test_the_planner_splits_short_steps_where_gpus_reach_each_other_fast():
+    spec = open_model("preset:qwen3-0.6b").spec
+    found = {name: plan_for_ranks(spec, request(name), with_gpus(preset("h100"), 4)) for name in ("relay", "auto")}
+    assert not found["relay"].split
+    assert found["auto"].split
+    assert found["auto"].predicted.step_s < 0.95 * found["relay"].predicted.step_s
+    assert found["auto"].predicted.gpu_bytes <= 6 * GIB
+    assert found["auto"].predicted.gpu_categories["NCCL"] > 0
+    assert Plan.from_json(found["auto"].to_json()) == found["auto"]
+    assert "the rest crosses between GPUs" in describe(found["auto"], spec)
+
+
+@pytest.mark.usefixtures("quick_search")
+def test_ranks_relay_where_the_rate_between_gpus_is_not_known():
+    spec, card = open_model("preset:qwen3-0.6b").spec, with_gpus(preset("rtx4090"), 4)
+    assert not may_split(request("auto"), card)
+    assert plan_for_ranks(spec, request("split"), card).split
+
+
+def test_a_split_that_cannot_be_is_refused():
+    spec, card = open_model("preset:qwen3-0.6b").spec, with_gpus(preset("h100"), 4)
+    with pytest.raises(PlanError, match=r"GPUs of one node, and 2 nodes train\n  works with: --transport relay"):
+        plan_for_ranks(spec, request("split", nodes=2), card)
+    model = small_model()
+    with pytest.raises(ValueError, match="of several ranks of one node"):
+        replace(of_ranks(random_plan(Random(1), model, sliced=False), 2, nodes=2), split=True)
