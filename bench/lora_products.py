@@ -1,11 +1,11 @@
-"""What do adapters cost in a block, with their products added in gated units and beside linear layers? Needs a GPU.
+"""What do adapters cost in a block, and what do gated units and joint gradients spare? Needs a GPU.
 
     python -m bench.lora_products --model preset:llama-3.1-8b --tokens 16384 --json out.json
 
-Times linear layers and gated units of a block, back to back, in three forms: frozen without adapters, with adapters
-whose sums are written by linear layers alone, and with adapters as they are trained, where gated units add the products
-of their gate and up columns (ops/lora_glu.py). The frozen form has no weight halves. --matmul-dtype fp8: beside FP8
-products.
+Times linear layers and gated units of a block, back to back, in four forms: frozen without adapters; with adapters,
+each layer by itself; where gated units take passes over (ops/lora_glu.py); and as adapters are trained, where besides
+one pass over the gradient of an output serves both products with it (ops/lora_grads.py). The frozen form has no weight
+halves. --matmul-dtype fp8: beside FP8 products.
 """
 
 from __future__ import annotations
@@ -27,19 +27,23 @@ from flexengine.models.registry import open_model
 from flexengine.models.spec import ModelSpec
 from flexengine.ops.glu import GLU
 from flexengine.ops.linear import Linear
+from flexengine.ops.lora import LoRALinear
 
 LEAST_S = 0.1  # of every half of an op, back to back
-FORMS = ("no adapters", "sums in linear layers", "sums in gated units")
+FORMS = ("no adapters", "by themselves", "with gated units", "joint gradients")
 
 
 def forms(spec: ModelSpec, rank: int) -> dict[str, ModelSpec]:
-    """The three forms of a model, by name."""
+    """The four forms of a model, by name."""
     lora = LoRA(rank=rank)
     blocks = {i for i, group in enumerate(spec.groups) if group.name.startswith("block.")}
-    with patch.object(adapting, "with_sums_in_units", lambda ops: ops):
-        in_linears = adapting.with_lora(spec, lora)
+    with patch.object(LoRALinear, "one_pass", False):
+        with_units = adapting.with_lora(spec, lora)
+        with patch.object(adapting, "with_sums_in_units", lambda ops: ops):
+            apart = adapting.with_lora(spec, lora)
     # The embedding stays trained, or the blocks would have no backward at all.
-    return dict(zip(FORMS, (freeze_groups(spec, blocks), in_linears, adapting.with_lora(spec, lora)), strict=True))
+    found = (freeze_groups(spec, blocks), apart, with_units, adapting.with_lora(spec, lora))
+    return dict(zip(FORMS, found, strict=True))
 
 
 def measure(spec: ModelSpec, tokens: int, seq_len: int, device: torch.device, timer: Timer) -> list[OpTime]:

@@ -191,7 +191,7 @@ def attention(heads: tuple[int, int], widths: tuple[int, int], soft_cap: float =
 
 def adapted_unit() -> None:
     """Both directions of a gated unit that adds what adapters change before and behind it, and a sum with them."""
-    from flexengine.kernels import lora_glu, lora_sum  # noqa: PLC0415
+    from flexengine.kernels import lora_glu, lora_grads, lora_sum  # noqa: PLC0415
 
     gate_up, out, low = (torch.zeros(256, columns, dtype=torch.bfloat16) for columns in (512, 256, 32))
     up, halves = torch.zeros(512, 16, dtype=torch.bfloat16), ((0, 0, 0), (256, 16, 256))
@@ -199,6 +199,8 @@ def adapted_unit() -> None:
     behind = torch.zeros(256, 16, dtype=torch.bfloat16), torch.zeros(16, 256, dtype=torch.bfloat16)
     lora_glu.glu_backward(out, gate_up, low, up, halves, gate_up, "silu", behind)
     lora_sum.add_product(out, low[:, :16], up[:256], out)
+    parts, sums = torch.zeros(256, 2 * 16), torch.zeros(16, 512 * 16)
+    lora_grads.write_gradients(gate_up, low[:, :16], up, 1.0, low[:, 16:], parts, sums, 256)
 
 
 WIDE_TILES = "experts, wide tiles"

@@ -135,12 +135,24 @@ def with_sums_in_units(ops: tuple[Op, ...]) -> tuple[Op, ...]:
         if after is not None and (after.dropout or after.x != unit.y):
             after = None
         if before is not None:
-            found[ops.index(before)] = before.leaving_low()
+            found[ops.index(before)] = before.leaving_sum()
         if after is not None:
             found[ops.index(after)] = after.taking_low()
         if before is not None or after is not None:
             found[index] = LoRAGLU(unit, before, after)
-    return tuple(found)
+    return tuple(_with_kept_low(found))
+
+
+def _with_kept_low(ops: list[Op]) -> Iterator[Op]:
+    """Let linear layers give low beside an output that backward needs in any case: both are kept or made again."""
+    needed = {tensor for op in ops for tensor in (*op.needs_input, *op.needs_weight)}
+    lost = {op.in_place[0] for op in ops if op.in_place}
+    for op in ops:
+        linear = op if isinstance(op, LoRALinear) and not isinstance(op, DoRALinear) else None
+        if linear is None or linear.gives_low or linear.takes_low or linear.y not in needed - lost:
+            yield op
+        else:
+            yield linear.giving_low()
 
 
 def _readers(ops: tuple[Op, ...], tensor: str) -> list[Op]:

@@ -36,6 +36,7 @@ class DoRALinear(LoRALinear):
     """
 
     sum_passes = 1
+    one_pass = False
 
     def __init__(
         self, base: Linear, rank: int, scale: float, adapted: tuple[AdaptedRows, ...], dropout: float = 0.0,

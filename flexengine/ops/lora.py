@@ -6,15 +6,17 @@ fused projection has an adapter for each of its modules: A holds theirs one belo
 Products with A and B take as long as the tensors that they read and write. What adapters add to the passes of the
 frozen layer, next to which low is nothing:
 
-| layer | forward | gradient of x | gradients of A and B |
-|---|---|---|---|
-| by itself | x, y twice | grad_y, grad_x twice | x twice, grad_y |
-| with a residual | x | grad_y, grad_x twice | x twice, grad_y |
-| before a gated unit that adds low @ B.T | x | grad_y, grad_x twice | x, grad_y |
-| behind a gated unit that makes low (and adds to grad_x) | x | grad_y | x, grad_y |
+| layer | forward | backward |
+|---|---|---|
+| by itself | x, y twice | x twice, grad_y, grad_x twice |
+| with a residual | x | as above |
+| that gives low beside an output that is kept or recomputed in any case | as above | x, grad_y, grad_x twice |
+| before a gated unit that adds low @ B.T | x | x, grad_y, grad_x twice |
+| behind a gated unit that makes low and adds to grad_x | x | x, grad_y |
 
 Twice: the adapters' product is written first, and the large product adds to it. The frozen layer copies a residual to y
-in any case, which the adapters' sum replaces.
+in any case, which the adapters' sum replaces. Where B's gradient takes a pass of its own (ops/lora_grads.py says when),
+grad_y is read once more.
 Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", https://arxiv.org/abs/2106.09685; scale
 as Kalajdzievski 2023 (rsLoRA) where that is asked for.
 """
@@ -30,6 +32,7 @@ from torch import Tensor
 from flexengine.ops.base import OpEnv, TensorSpec, Work, use_kernel
 from flexengine.ops.dropout import drop
 from flexengine.ops.linear import Linear, accumulate_weight_grad
+from flexengine.ops.lora_grads import add_parts, in_one_pass, partial_sums, parts_work, sum_work, write_gradients
 
 
 class AdaptedRows(NamedTuple):
@@ -79,6 +82,8 @@ class LoRALinear(Linear):
 
     sum_passes = 2
     """How often forward passes over the outputs for what adapters add: it writes them, the large product reads them."""
+    one_pass = True
+    """Whether the input half may make B's gradient too, while it reads grad_y for that of low."""
 
     def __init__(
         self, base: Linear, rank: int, scale: float, adapted: tuple[AdaptedRows, ...], dropout: float = 0.0,
@@ -96,24 +101,40 @@ class LoRALinear(Linear):
         self.grad_low = TensorSpec(f"{self.name}.grad_low", (width,))
         self.dropout, self.number = dropout, number
         self.dropped = TensorSpec(f"{self.name}.dropped", (self.in_features,))
-        self.leaves_low = self.takes_low = False
+        self.gives_low = self.leaves_sum = self.takes_low = False
+        # With dropout the input half would have to drop elements of x once more for low.
+        self.sums = partial_sums(self.name, self.widths, rank) if self.one_pass and not dropout else None
+        self.needs_input = () if self.sums is None else (self.x,)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Columns of the output of every adapted module."""
+        return tuple(rows.end - rows.start for rows in self.adapted)
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
-        if self.takes_low:
-            return ()
         dropped = (self.dropped,) if self.dropout else ()
-        low = () if self.leaves_low else (self.low,)
+        low = () if self.gives_low or self.takes_low else (self.low,)
+        grad_low = () if self.takes_low else (self.grad_low,)
         if half == "forward":
             return (*low, *dropped)
-        return (self.grad_low, *dropped) if half == "input" else (self.grad_low, *low, *dropped)
+        if self.sums is None:
+            return (*grad_low, *dropped) if half == "input" else (*grad_low, *low, *dropped)
+        return (*grad_low, *low, *(self.sums if half == "input" else (self.sums.up,)))
 
     # -- low as an output or an input --------------------------------------------------------------------------------
 
-    def leaving_low(self) -> Self:
+    def leaving_sum(self) -> Self:
         """The same layer with outputs y, of the frozen product alone, and low: what reads y adds low @ B.T itself."""
+        op = self.giving_low()
+        op.leaves_sum = True
+        return op
+
+    def giving_low(self) -> Self:
+        """The same layer with outputs y and low, so that backward does not compute low again where y is kept."""
         op = copy.copy(self)
-        op.leaves_low = True
+        op.gives_low = True
         op.outputs, op.needs_weight = (*self.outputs, self.low), (*self.needs_weight, self.low.name)
+        op.needs_input = () if self.sums is None else (self.low.name,)
         return op
 
     def taking_low(self) -> Self:
@@ -126,6 +147,7 @@ class LoRALinear(Linear):
         op.takes_low, op.params = True, (self.up,)
         op.inputs = op.grad_inputs = (*self.inputs, self.low.name)
         op.needs_weight = (self.low.name,)
+        op.needs_input = () if self.sums is None else op.needs_weight
         return op
 
     def halves(self) -> tuple[AddedHalf, ...]:
@@ -146,7 +168,7 @@ class LoRALinear(Linear):
     def forward(self, env: OpEnv) -> None:
         x, y = env.t[self.x], env.t[self.y]
         self._write_low(env)
-        if self.leaves_low:
+        if self.leaves_sum:
             super().forward(env)
             return
         start = self._start(env)
@@ -229,12 +251,27 @@ class LoRALinear(Linear):
         torch.addmm(grad_x, grad_y, self._matrix(env), out=grad_x)
 
     def _write_grad_low(self, env: OpEnv) -> Tensor:
-        """grad_low = scale * the gradient of the products @ B, module by module."""
+        """grad_low = scale * the gradient of the products @ B, module by module; on a GPU the sums for B as well."""
         grad_y = self._grad_product(env)
         grad_low = env.g[self.low.name] if self.takes_low else env.t[self.grad_low.name]
+        if self.sums is not None and not self.gives_low:
+            self._write_low(env)
+        if self.sums is not None and in_one_pass(grad_y):
+            self._write_both(env, grad_y, grad_low)
+            return grad_low
         for rows, low, up in self._modules(grad_low, env.p[self.up]):
             torch.addmm(low, grad_y[:, rows.start : rows.end], up, beta=0, alpha=self.scale, out=low)
         return grad_low
+
+    def _write_both(self, env: OpEnv, grad_y: Tensor, grad_low: Tensor) -> None:
+        """grad_low and the partial sums of B's gradient, of one pass over grad_y."""
+        assert self.sums is not None
+        low_parts, up_parts = (env.t[spec.name] for spec in self.sums)
+        lows, first = self._modules(env.t[self.low.name], env.p[self.up]), 0
+        for (rows, low, up), (_, grad, _) in zip(lows, self._modules(grad_low, env.p[self.up]), strict=True):
+            own = up_parts[:, first : first + up.numel()]
+            write_gradients(grad_y[:, rows.start : rows.end], low, up, self.scale, grad, low_parts, own)
+            first += up.numel()
 
     def _add_dropped(self, env: OpEnv, grad_x: Tensor, grad_low: Tensor) -> None:
         """grad_x (+)= grad_low @ A where forward dropped nothing."""
@@ -247,9 +284,12 @@ class LoRALinear(Linear):
         grad_y = self._grad_product(env)
         if not self.takes_low:
             x = self._what_a_reads(env)
-            if not self.leaves_low:
+            if self.sums is None and not self.gives_low:
                 self._write_low(env, x)
             accumulate_weight_grad(env.gp[self.down], env.t[self.grad_low.name], x, env.first)
+        if self.sums is not None and in_one_pass(grad_y):
+            add_parts(env.t[self.sums.up.name], env.gp[self.up], env.first)
+            return
         for rows, low, grad_up in self._modules(env.t[self.low.name], env.gp[self.up]):
             accumulate_weight_grad(grad_up, grad_y[:, rows.start : rows.end], low, env.first)
 
@@ -258,7 +298,7 @@ class LoRALinear(Linear):
     @property
     def adapted_features(self) -> int:
         """Columns of the output that adapters add to."""
-        return sum(rows.end - rows.start for rows in self.adapted)
+        return sum(self.widths)
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         return 0
@@ -286,19 +326,28 @@ class LoRALinear(Linear):
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         work = self._frozen_work("forward", tokens, seq_len, compute_bytes)
         work = work.plus(self._down_work(tokens, 1, compute_bytes))
-        if not self.leaves_low:
+        if not self.leaves_sum:
             work = work.plus(self._up_work(tokens, self.sum_passes, compute_bytes))
         return work.plus(self._dropping(tokens, 2, 1, compute_bytes))
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         work = self._frozen_work("input", tokens, seq_len, compute_bytes)
         work = work.plus(self._up_work(tokens, 1, compute_bytes)).plus(self._down_work(tokens, 2, compute_bytes))
+        if self.sums is not None:
+            work = work.plus(self._low_again(tokens, compute_bytes)).plus(self._up_work(tokens, 0, compute_bytes))
+            work = work.plus(parts_work(tokens, self.widths, self.rank))
         return work.plus(self._dropping(tokens, 4, 2, compute_bytes))
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        work = self._up_work(tokens, 1, compute_bytes).plus(self._down_work(tokens, 1, compute_bytes))
-        again = Work() if self.leaves_low else self._down_work(tokens, 1, compute_bytes)
-        return work.plus(again).plus(self._dropping(tokens, 2, 1, compute_bytes))
+        work = self._down_work(tokens, 1, compute_bytes)
+        if self.sums is not None:
+            return work.plus(sum_work(self.widths, self.rank))
+        work = work.plus(self._up_work(tokens, 1, compute_bytes)).plus(self._low_again(tokens, compute_bytes))
+        return work.plus(self._dropping(tokens, 2, 1, compute_bytes))
+
+    def _low_again(self, tokens: int, compute_bytes: int) -> Work:
+        """Backward's product for low, where forward does not leave it."""
+        return Work() if self.gives_low else self._down_work(tokens, 1, compute_bytes)
 
     def model_flops(self, seq_len: int) -> float:
         """The frozen product forward and for the gradient of x, the adapters' once more for their own gradients."""

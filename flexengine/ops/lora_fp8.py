@@ -31,7 +31,7 @@ class Fp8LoRALinear(LoRALinear):
     def forward(self, env: OpEnv) -> None:
         self.base.forward(env)
         self._write_low(env)
-        if self.leaves_low:
+        if self.leaves_sum:
             return
         for rows, low, up in self._modules(env.t[self.low.name], env.p[self.up]):
             out = env.t[self.y][:, rows.start : rows.end]

@@ -34,7 +34,7 @@ def with_adapters(gate_up: Tensor, low: Tensor, up: Tensor, halves: tuple[AddedH
 
 
 class LoRAGLU(GLU):
-    """A gated unit behind a linear layer that leaves low (`before`), before one that takes it (`after`), or both."""
+    """A gated unit behind a layer that leaves the sum to it (`before`), before one that takes low (`after`) or both."""
 
     def __init__(self, glu: GLU, before: LoRALinear | None = None, after: LoRALinear | None = None) -> None:
         super().__init__(glu.name, glu.gate_up, glu.y, glu.width, glu.activation)

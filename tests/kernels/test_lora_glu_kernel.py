@@ -92,7 +92,7 @@ def test_a_layer_and_its_unit_are_those_of_the_written_sum(adapted, checks, monk
     linear = LoRALinear(Linear("l", "x", "gate_up", 24, 2 * WIDTH, "w"), 3, 2.0, spans)
     unit = GLU("glu", "gate_up", "a", WIDTH)
     last = LoRALinear(Linear("d", "a", "y", WIDTH, 20, "w2", residual="r"), 4, 0.5, (AdaptedRows(0, 20),))
-    leaving, taking = linear.leaving_low(), last.taking_low()
+    leaving, taking = linear.leaving_sum(), last.taking_low()
     rows, width = sum(end - start for start, end in adapted), len(adapted) * 3
     params = {"w": torch.randn(2 * WIDTH, 24), linear.down: torch.randn(width, 24), linear.up: torch.randn(rows, 3)}
     params |= {"w2": torch.randn(20, WIDTH), last.down: torch.randn(4, WIDTH), last.up: torch.randn(20, 4)}

@@ -1,0 +1,73 @@
+"""Gradients that adapters read grad_y for: of low, to multiply with A, and of B. On a GPU both come of one pass.
+
+Shapes: grad_y [T, F] of the adapted columns, low and its gradient [T, J * R], B [rows of the adapted modules, R]. The
+pass writes partial sums (kernels/lora_grads.py): for low by COLUMNS columns, for B by spans of tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from flexengine.ops.base import TensorSpec, Work, use_kernel
+
+SPANS = 16
+"""Spans of tokens whose sums for B are added up at the end. More of them keep more of a card busy where there are few
+columns, and take more memory. The number must depend on nothing, or the sums would."""
+COLUMNS = 256
+"""Columns of a partial sum for low. Fewer take more memory for partial sums, more take more registers."""
+MOST_RANK = 32
+"""Largest rank; beyond, the sums for B do not fit a program's registers, and each gradient takes its own pass."""
+
+
+class PartialSums(NamedTuple):
+    """Buffers of one layer's partial sums: for low, of one module at a time, and for B, of all."""
+
+    low: TensorSpec
+    up: TensorSpec
+
+
+def partial_sums(name: str, widths: tuple[int, ...], rank: int) -> PartialSums | None:
+    """The buffers for modules with so many columns; None where each gradient takes its own pass."""
+    if rank > MOST_RANK:
+        return None
+    tiles = max(-(-width // COLUMNS) for width in widths)
+    return PartialSums(
+        TensorSpec(f"{name}.grad_low_parts", (tiles * rank,), "float32"),
+        TensorSpec(f"{name}.grad_up_parts", (sum(widths) * rank,), "float32", rows=SPANS),
+    )
+
+
+def in_one_pass(grad_y: Tensor) -> bool:
+    """Whether the kernel runs: for 16 bits, since a tile of 32 takes more shared memory than consumer cards have."""
+    return use_kernel(grad_y) and grad_y.element_size() == 2
+
+
+def write_gradients(
+    grad_y: Tensor, low: Tensor, up: Tensor, scale: float, grad_low: Tensor, low_parts: Tensor, up_parts: Tensor
+) -> None:
+    """grad_low = scale * grad_y @ B and up_parts = sums of grad_y.T @ low, of one module; low_parts: a buffer."""
+    from flexengine.kernels import lora_grads  # noqa: PLC0415 (Triton is imported when first used)
+
+    tiles = -(-grad_y.shape[1] // COLUMNS)
+    parts = low_parts[:, : tiles * up.shape[1]]
+    lora_grads.write_gradients(grad_y, low, up, scale, grad_low, parts, up_parts, COLUMNS)
+
+
+def add_parts(up_parts: Tensor, grad_up: Tensor, first: bool) -> None:
+    """grad_up (+)= the sums of up_parts; first: it holds nothing yet."""
+    from flexengine.kernels import lora_grads  # noqa: PLC0415
+
+    lora_grads.add_parts(up_parts, grad_up, first)
+
+
+def parts_work(tokens: int, widths: tuple[int, ...], rank: int) -> Work:
+    """Writing and reading the partial sums for low, and writing those for B, beside the pass over grad_y."""
+    tiles = sum(-(-width // COLUMNS) for width in widths)
+    return Work(memory_bytes=4.0 * rank * (2 * tokens * tiles + SPANS * sum(widths)), kernels=len(widths))
+
+
+def sum_work(widths: tuple[int, ...], rank: int) -> Work:
+    """Adding up the partial sums for B."""
+    return Work(memory_bytes=4.0 * rank * (SPANS + 2) * sum(widths), kernels=1)

@@ -1,0 +1,91 @@
+"""Both gradients of adapters' products in one pass over grad_y, against float64."""
+
+import pytest
+import torch
+
+from flexengine.kernels import lora_grads
+from flexengine.ops.base import ChunkContext, OpEnv
+from flexengine.ops.linear import Linear
+from flexengine.ops.lora import AdaptedRows, LoRALinear
+from flexengine.ops.lora_grads import MOST_RANK, partial_sums
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "rank", "spans", "dtype"),
+    [
+        (150, 40, 5, 2, torch.float32),
+        (70, 33, 16, 1, torch.bfloat16),
+        (9, 64, 3, 4, torch.float32),  # spans without tokens
+    ],
+    ids=str,
+)
+def test_matches_float64(checks, device, tokens, width, rank, spans, dtype):
+    columns = 16
+    grad = checks.strided(tokens, width, dtype=dtype, device=device)
+    grad.copy_(checks.normal(tokens, width, dtype=dtype, device=device))
+    low = checks.normal(tokens, 2 * rank, dtype=dtype, device=device)[:, rank:]
+    up = checks.normal(width, rank, dtype=dtype, device=device)
+    found = []
+    for _ in range(2):
+        grad_low = checks.strided(tokens, rank, dtype=dtype, device=device)
+        parts = checks.empty(tokens, -(-width // columns) * rank, dtype=torch.float32, device=device)
+        sums = checks.empty(spans, width * rank, dtype=torch.float32, device=device)
+        grad_up = checks.empty(width, rank, dtype=torch.float32, device=device)
+        lora_grads.write_gradients(grad, low, up, 0.5, grad_low, parts, sums, columns)
+        lora_grads.add_parts(sums, grad_up, True)
+        found.append((grad_low.clone(), grad_up.clone()))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    checks.assert_close(found[0][0], 0.5 * grad.double() @ up.double(), checks.TOLERANCE[dtype], "grad_low")
+    expected = grad.double().t() @ low.double()
+    checks.assert_close(found[0][1], expected, checks.TOLERANCE[torch.float32], "grad_B")
+    lora_grads.add_parts(sums, grad_up, False)
+    checks.assert_close(grad_up, 2 * expected, checks.TOLERANCE[torch.float32], "grad_B of two chunks")
+
+
+@pytest.mark.parametrize("form", ["alone", "giving low", "leaving the sum", "taking low"])
+def test_a_layer_has_the_gradients_of_separate_passes(form, checks, monkeypatch):
+    torch.manual_seed(2)
+    linear = LoRALinear(Linear("l", "x", "y", 24, 48, "w"), 3, 2.0, (AdaptedRows(0, 32), AdaptedRows(32, 48)))
+    op = {
+        "alone": linear,
+        "giving low": linear.giving_low(),
+        "leaving the sum": linear.leaving_sum(),
+        "taking low": linear.taking_low(),
+    }[form]
+    shapes = {"w": (48, 24), linear.down: (6, 24), linear.up: (48, 3)}
+    params = {name: torch.randn(*shape).bfloat16() for name, shape in shapes.items()}
+    x, grad_y, found = torch.randn(70, 24).bfloat16(), torch.randn(70, 48).bfloat16(), []
+    for kernel in (False, True):
+        monkeypatch.setattr("flexengine.ops.lora_grads.use_kernel", lambda tensor, kernel=kernel: kernel)
+        found.append(gradients(op, params, x, grad_y))
+    assert found[0].keys() == found[1].keys()
+    for name, expected in found[0].items():
+        checks.assert_close(found[1][name], expected, checks.TOLERANCE[torch.bfloat16], name)
+
+
+def gradients(op, params, x, grad_y):
+    """Gradients of all inputs and trained parameters after two chunks."""
+    empty = torch.empty(0)
+    sums = {name: torch.full(params[name].shape, float("nan")) for name in op.params}
+    chunk = ChunkContext(len(x), empty, empty, empty, empty, (len(x),), empty, {})
+    low = 2.0 * x @ params[op.down].t()
+    for first in (True, False):
+        # Buffers of one name are one buffer in both halves of backward; NaN shows what no half writes.
+        specs = {spec.name: spec for half in ("input", "weight") for spec in op.scratch(half)}
+        kinds = {"compute": torch.bfloat16, "float32": torch.float32}
+        tensors = {
+            name: torch.full((spec.height(len(x)), *spec.shape), float("nan"), dtype=kinds[spec.dtype])
+            for name, spec in specs.items()
+        }
+        if op.gives_low or op.takes_low:
+            tensors[op.low.name] = low
+        env_grads = {"y": grad_y, "x": torch.empty_like(x), op.low.name: torch.empty_like(low)}
+        env = OpEnv({"x": x, **tensors}, params, env_grads, sums, chunk, first=first)
+        op.backward_input(env)
+        op.backward_weight(env)
+    return {name: env.g[name] for name in op.grad_inputs} | sums
+
+
+def test_large_ranks_take_a_pass_for_each_gradient():
+    assert partial_sums("l", (64,), MOST_RANK) is not None
+    assert partial_sums("l", (64,), MOST_RANK + 1) is None
