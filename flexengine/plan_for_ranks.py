@@ -9,7 +9,7 @@ gradients after the last round, which is added to the step.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from flexengine.hardware.nodes import NETWORK_BYTES_PER_S, exchange_s, rank_profile
@@ -26,6 +26,8 @@ from flexengine.planner.cost.memory import (
     host_categories,
     host_required_bytes,
 )
+from flexengine.planner.feasibility.remedies import Remedy, bytes_of, gib_text, remedy_note
+from flexengine.planner.feasibility.shortage import ShortageError, shortage_message
 from flexengine.planner.planner import collector_paused, make_plan
 from flexengine.schedule.command_totals import CommandClass, CommandTotal
 from flexengine.schedule.group_storage import group_storage
@@ -66,7 +68,7 @@ def _of_several(model: ModelSpec, request: Request, profile: HardwareProfile, ne
         short = error.reason is PlanReason.INSUFFICIENT_HOST_MEMORY
         dealt = _with_dealt_states(model, request.of_rank, of_rank, error.required_bytes) if short else None
         if dealt is None:
-            raise _for_all(error, request) from None
+            raise _for_all(model, error, request, profile) from None
         plan = dealt
     relayed = None if request.transport == "split" else _whole(model, request, plan, profile, network_bytes_per_s)
     split = as_split(model, plan, request.of_rank, of_rank) if splits else None
@@ -94,14 +96,9 @@ def _with_dealt_states(
     The search knows nothing of it: it is given the host memory that this frees and lacks the GPU memory that it takes.
     required_bytes: what a rank needs of the host where states lie there.
     """
-    stored = [group_storage(group, request.numerics) for group in model.groups]
-    sizes = [DealtStates(group, request.ranks, Plan.optimizer_tile) for group in stored]
-    for every in DEALT_GROUPS:
-        dealt = [i for i, group in enumerate(model.groups) if not group.frozen and i % every == 0]
-        on_gpu = sum(align(sizes[i].num_bytes(kind)) for i in dealt for kind in stored[i].rule_states)
-        on_host = sum(align(stored[i].plane_bytes[kind]) for i in dealt for kind in stored[i].rule_states)
-        left = request.max_gpu_bytes - on_gpu, request.max_host_bytes + on_host // request.ranks
-        if not dealt or left[0] <= 0 or left[1] < required_bytes:
+    for dealt, on_gpu, on_host in _dealt_groups(model, request):
+        left = request.max_gpu_bytes - on_gpu, request.max_host_bytes + on_host
+        if left[0] <= 0 or left[1] < required_bytes:
             continue
         try:
             found = make_plan(model, replace(request, max_gpu_bytes=left[0], max_host_bytes=left[1]), profile)
@@ -116,6 +113,18 @@ def _with_dealt_states(
     return None
 
 
+def _dealt_groups(model: ModelSpec, request: Request) -> Iterator[tuple[list[int], int, int]]:
+    """Groups whose states may be divided, with the bytes that a rank's GPU takes then and its host no longer has."""
+    stored = [group_storage(group, request.numerics) for group in model.groups]
+    sizes = [DealtStates(group, request.ranks, Plan.optimizer_tile) for group in stored]
+    for every in DEALT_GROUPS:
+        dealt = [i for i, group in enumerate(model.groups) if not group.frozen and i % every == 0]
+        on_gpu = sum(align(sizes[i].num_bytes(kind)) for i in dealt for kind in stored[i].rule_states)
+        on_host = sum(align(stored[i].plane_bytes[kind]) for i in dealt for kind in stored[i].rule_states)
+        if dealt:
+            yield dealt, on_gpu, on_host // request.ranks
+
+
 def _bytes_of(layout: Layout, predicted: Prediction, profile: HardwareProfile) -> Prediction:
     """A rank's prediction with the bytes of another layout."""
     return replace(
@@ -127,8 +136,41 @@ def _bytes_of(layout: Layout, predicted: Prediction, profile: HardwareProfile) -
     )
 
 
-def _for_all(error: PlanError, request: Request) -> PlanError:
-    """Tell of all ranks what the planner says of one: its remedies become those of the whole command."""
+def _for_all(model: ModelSpec, error: PlanError, request: Request, profile: HardwareProfile) -> PlanError:
+    """Tell of all ranks what the planner says of one: totals of the node, and remedies for the whole command."""
+    if not isinstance(error, ShortageError):
+        return error
+    ranks, needs = request.ranks, error.needs
+    remedies = tuple(_remedy_for_all(remedy, error.request, request, profile) for remedy in error.remedies)
+    if error.reason is PlanReason.INSUFFICIENT_HOST_MEMORY:
+        remedies = (*_with_states_divided(model, error, request, profile), *remedies)
+    needs = needs._replace(
+        plan=replace(needs.plan, request=request),
+        host_bytes=ranks * needs.host_bytes,
+        host_categories=_times(ranks, needs.host_categories),
+    )
+    asked = f"{ranks} GPUs" + (f" on each of {request.nodes} nodes" if request.nodes > 1 else "")
+    budgets = f"{format_bytes(request.max_gpu_bytes)} of GPU memory each and {format_bytes(request.max_host_bytes)}"
+    found = f"found no plan of {asked} with {budgets} of host memory for all\n"
+    return ShortageError(error.reason, found + shortage_message(request, needs, remedies), request, needs, remedies)
+
+
+def _with_states_divided(
+    model: ModelSpec, error: ShortageError, request: Request, profile: HardwareProfile
+) -> Iterator[Remedy]:
+    """The host memory that suffices where GPUs divide the optimizer states; one budget is tried."""
+    of_rank = rank_profile(profile, request.ranks)
+    choices = _dealt_groups(model, request.of_rank)
+    spared = max((on_host for _, on_gpu, on_host in choices if on_gpu < request.max_gpu_bytes), default=0)
+    if spared:
+        gib = gib_text(request.ranks * (error.required_bytes - spared))
+        changed = replace(request, max_host_bytes=bytes_of(gib))
+        if _with_dealt_states(model, changed.of_rank, of_rank, error.required_bytes) is not None:
+            yield Remedy(f"--max-host-mem-gib {gib}", changed, remedy_note(changed, request, profile))
+
+
+def _remedy_for_all(remedy: Remedy, of_rank: Request, request: Request, profile: HardwareProfile) -> Remedy:
+    """A remedy of one rank's request as one of all ranks'."""
     factors = {"--max-host-mem-gib": request.ranks, "--max-global-batch-tokens": request.ranks * request.nodes}
 
     def whole(found: re.Match[str]) -> str:
@@ -136,15 +178,18 @@ def _for_all(error: PlanError, request: Request) -> PlanError:
         decimals = len(number.partition(".")[2])
         return f"{flag} {float(number) * factors[flag]:.{decimals}f}"
 
-    budgets = f"{format_bytes(request.max_gpu_bytes)} of GPU memory each and {format_bytes(request.max_host_bytes)}"
-    said = re.sub(rf"({'|'.join(factors)}) ([0-9.]*[0-9])", whole, str(error))
-    return PlanError(
-        error.reason,
-        f"found no plan of {request.ranks} GPUs with {budgets} of host memory for all; of one GPU and its share of the"
-        f" host:\n{said}",
-        error.required_bytes,
-        error.budget_bytes,
+    changed = replace(
+        remedy.request,
+        max_host_bytes=request.max_host_bytes,
+        max_global_batch_tokens=request.max_global_batch_tokens,
     )
+    if remedy.request.max_host_bytes != of_rank.max_host_bytes:
+        changed = replace(changed, max_host_bytes=request.ranks * remedy.request.max_host_bytes)
+    if remedy.request.max_global_batch_tokens != of_rank.max_global_batch_tokens:
+        tokens = request.ranks * request.nodes * remedy.request.max_global_batch_tokens
+        changed = replace(changed, max_global_batch_tokens=tokens)
+    flags = re.sub(rf"({'|'.join(factors)}) ([0-9.]*[0-9])", whole, remedy.flags)
+    return Remedy(flags, changed, remedy_note(changed, request, profile))
 
 
 def _predicted(layout: Layout, of_rank: Prediction, profile: HardwareProfile, network_bytes_per_s: float) -> Prediction:
@@ -153,10 +198,14 @@ def _predicted(layout: Layout, of_rank: Prediction, profile: HardwareProfile, ne
     together = replace(
         of_rank,
         host_bytes=ranks * of_rank.host_bytes,
-        host_categories={name: ranks * num_bytes for name, num_bytes in of_rank.host_categories.items()},
+        host_categories=_times(ranks, of_rank.host_categories),
         shared_host_bytes=layout.node_bytes,
     )
     return priced_together(layout, together, profile, network_bytes_per_s)
+
+
+def _times(ranks: int, categories: Mapping[str, int]) -> dict[str, int]:
+    return {name: ranks * num_bytes for name, num_bytes in categories.items()}
 
 
 def priced_together(

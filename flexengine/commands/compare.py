@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import format_bytes, format_seconds
 from flexengine.models.spec import ModelSpec
-from flexengine.plan import Plan, PlanError, Request
+from flexengine.plan import Plan, Request
 from flexengine.plan_for_ranks import plan_for_ranks
 from flexengine.planner.feasibility.remedies import budget_notes
 from flexengine.planner.feasibility.shortage import ShortageError
@@ -26,11 +26,11 @@ class Case(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A case with its plan, or with the error that says why there is none: for several GPUs no ShortageError."""
+    """A case with its plan, or with the error that says why there is none."""
 
     case: Case
     plan: Plan | None
-    error: PlanError | None
+    error: ShortageError | None
 
 
 def compare(model: ModelSpec, cases: Sequence[Case], network_bytes_per_s: float) -> list[Row]:
@@ -41,10 +41,6 @@ def compare(model: ModelSpec, cases: Sequence[Case], network_bytes_per_s: float)
         try:
             rows.append(Row(case, plan_for_ranks(model, case.request, case.profile, network_bytes_per_s), None))
         except ShortageError as error:
-            rows.append(Row(case, None, error))
-        except PlanError as error:
-            if case.request.ranks == case.request.nodes == 1:
-                raise
             rows.append(Row(case, None, error))
     return rows
 
@@ -63,8 +59,7 @@ def _notes(case: Case) -> list[str]:
 def _cells(row: Row) -> tuple[str, ...]:
     request = row.case.request
     if row.plan is None:
-        if not isinstance(row.error, ShortageError):
-            return row.case.label, "no", "", "", "", "", "", "", "plan it alone for what is missing"
+        assert row.error is not None
         needs, remedies = row.error.needs, row.error.remedies
         advice = str(remedies[0]) if remedies else "no change that was tried"
         return (
@@ -103,8 +98,7 @@ def comparison_json(rows: Sequence[Row]) -> dict[str, Any]:
 
 def _values(row: Row) -> dict[str, Any]:
     if row.plan is None:
-        if not isinstance(row.error, ShortageError):
-            return {"fits": False, "message": str(row.error), "request": asdict(row.case.request)}
+        assert row.error is not None
         return shortage_json(row.error)
     p, request = row.plan.predicted, row.case.request
     return {

@@ -26,7 +26,6 @@ from flexengine.options import flag_of
 from flexengine.plan import Plan, PlanError, Request
 from flexengine.plan_for_ranks import plan_for_ranks
 from flexengine.planner.feasibility.shortage import ShortageError
-from flexengine.planner.planner import make_plan
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_data import as_json, shortage_json, step_timeline
 from flexengine.reports.plan_page import html_page, shortage_page
@@ -63,11 +62,6 @@ def main(argv: Sequence[str]) -> int:
         plan = plan_for_ranks(model, request_of(asked, job, profile), profile, _network_bytes_per_s(flags))
     except ShortageError as error:
         return _does_not_fit(asked, profile, error)
-    except PlanError as error:
-        if flags.gpus == flags.nodes == 1:
-            raise
-        print(f"flexengine plan: {error}", file=sys.stderr)
-        return DOES_NOT_FIT
     return _fits(asked, Picture(plan, model, profile))
 
 
@@ -94,7 +88,7 @@ def _fits(asked: Asked, picture: Picture) -> int:
 
 def _does_not_fit(asked: Asked, profile: HardwareProfile, error: ShortageError) -> int:
     """Tell what is missing and what would fit; the first remedy is planned in full, so that its speed is known."""
-    planned = _first_planned(asked.model, profile, error)
+    planned = _first_planned(asked, profile, error)
     if asked.flags.json:
         print_output(json.dumps(shortage_json(error), indent=1))
     print(f"flexengine plan: {shortage_report(error, planned)}", file=sys.stderr)
@@ -107,9 +101,11 @@ def _does_not_fit(asked: Asked, profile: HardwareProfile, error: ShortageError) 
     return DOES_NOT_FIT
 
 
-def _first_planned(model: ModelSpec, profile: HardwareProfile, error: ShortageError) -> Plan | None:
+def _first_planned(asked: Asked, profile: HardwareProfile, error: ShortageError) -> Plan | None:
+    if not error.remedies:
+        return None
     try:
-        return make_plan(model, error.remedies[0].request, profile) if error.remedies else None
+        return plan_for_ranks(asked.model, error.remedies[0].request, profile, _network_bytes_per_s(asked.flags))
     except PlanError:
         return None
 

@@ -10,7 +10,7 @@ from flexengine.planner.feasibility.shortage import ShortageError
 from flexengine.reports.memory_over_time import MemorySeries
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_decisions import decision_lines
-from flexengine.reports.text_format import indented_columns, join_words, largest_first, percent
+from flexengine.reports.text_format import indented_columns, join_words, largest_first, of_each, percent
 
 
 def describe(plan: Plan, model: ModelSpec | None) -> str:
@@ -41,7 +41,7 @@ def _answer_lines(picture: Picture) -> list[str]:
     """Tell whether the plan fits, how fast it would be, and what limits it."""
     p, request = picture.plan.predicted, picture.plan.request
     gpus = request.ranks * request.nodes
-    each, node = (" of each GPU", " of each node") if gpus > 1 else ("", "")
+    each, node = of_each(request)
     per_gpu = f" ({format_tokens_per_s(picture.tokens_per_s / gpus)} per GPU)" if gpus > 1 else ""
     return [
         f"fits: {format_bytes(p.gpu_bytes)} of {format_bytes(request.max_gpu_bytes)} GPU memory{each},"
@@ -123,12 +123,25 @@ def _prediction_lines(plan: Plan) -> list[str]:
     speed = format_tokens_per_s(request.max_global_batch_tokens / p.step_s)
     bound_share = f"{percent(p.speed_of_light_s / p.step_s)} of the speed of light"
     recomputed = f"{percent(p.recompute_share)} of compute is recomputation"
+    each, node = of_each(request)
     return [
         f"predicted: {format_seconds(p.step_s)} per step, {speed}, {bound_share}, {recomputed}",
         f"limited by: {p.limiter}",
-        _memory_line("GPU memory", p.gpu_bytes, request.max_gpu_bytes, p.gpu_categories),
-        _memory_line("host memory", p.host_bytes, request.max_host_bytes, p.host_categories),
+        _memory_line(f"GPU memory{each}", p.gpu_bytes, request.max_gpu_bytes, p.gpu_categories),
+        _memory_line(f"host memory{node}", p.host_bytes, request.max_host_bytes, p.host_categories),
+        *_total_lines(plan),
     ]
+
+
+def _total_lines(plan: Plan) -> list[str]:
+    """Tell what all GPUs of all nodes take and do; nothing for one GPU."""
+    p, request = plan.predicted, plan.request
+    gpus = request.ranks * request.nodes
+    if gpus == 1:
+        return []
+    per_gpu = format_tokens_per_s(request.max_global_batch_tokens / p.step_s / gpus)
+    on_gpus, on_hosts = format_bytes(gpus * p.gpu_bytes), format_bytes(request.nodes * p.host_bytes)
+    return [f"all {gpus} GPUs: {on_gpus} of GPU memory, {on_hosts} of host memory; {per_gpu} per GPU"]
 
 
 def _memory_line(name: str, used: int, budget: int, categories: dict[str, int]) -> str:
@@ -148,14 +161,13 @@ def shortage_report(error: ShortageError, planned: Plan | None) -> str:
     """
     needs, request = error.needs, error.request
     lines = [f"{needs.plan.model} does not fit ({error.reason.value})"]
+    each, node = of_each(request)
     for place, required, budget, categories in (
-        ("GPU", needs.gpu_bytes, request.max_gpu_bytes, needs.gpu_categories),
-        ("host", needs.host_bytes, request.max_host_bytes, needs.host_categories),
+        (f"GPU memory{each}", needs.gpu_bytes, request.max_gpu_bytes, needs.gpu_categories),
+        (f"host memory{node}", needs.host_bytes, request.max_host_bytes, needs.host_categories),
     ):
         missing = f": {format_bytes(required - budget)} are missing" if required > budget else ""
-        lines.append(
-            f"the smallest plan needs {format_bytes(required)} of {format_bytes(budget)} {place} memory{missing}"
-        )
+        lines.append(f"the smallest plan needs {format_bytes(required)} of {format_bytes(budget)} {place}{missing}")
         if missing:  # the categories of a memory that suffices do not help
             lines += indented_columns([(name, format_bytes(size)) for name, size in largest_first(categories) if size])
     lines.append("fits with one of" if error.remedies else "no change that was tried makes it fit")

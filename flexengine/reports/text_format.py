@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TypeVar
 
+from flexengine.plan import Request
+
 Value = TypeVar("Value", bound=Hashable)
 
 
@@ -59,3 +61,8 @@ def align_columns(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> 
 def indented_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Align columns below a heading, two spaces to the right of it."""
     return ["  " + line for line in align_columns(rows)]
+
+
+def of_each(request: Request) -> tuple[str, str]:
+    """Whose GPU memory and whose host memory is told of: of each GPU and of each node, where there are several GPUs."""
+    return (" of each GPU", " of each node") if request.shares_node else ("", "")

@@ -11,7 +11,7 @@ import pytest
 from flexengine.commands.plan import main
 from flexengine.hardware.nodes import assumed_node_rate, exchange_s, rank_profile, with_gpus
 from flexengine.hardware.presets import preset
-from flexengine.metrics import GIB
+from flexengine.metrics import GIB, format_bytes
 from flexengine.models.registry import open_model
 from flexengine.plan import Plan, Request
 from flexengine.plan_for_ranks import plan_for_ranks
@@ -53,6 +53,9 @@ def test_gpus_and_nodes_are_planned_for(capsys, tmp_path):
     assert "2 nodes of 2" in described
     assert "state once" in described
     assert "add up gradients" in described
+    on_gpus, on_hosts = format_bytes(4 * plan.predicted.gpu_bytes), format_bytes(2 * plan.predicted.host_bytes)
+    assert f"all 4 GPUs: {on_gpus} of GPU memory, {on_hosts} of host memory; " in described
+    assert "GPU memory of each GPU: " in described
     assert (
         "of each node" in (tmp_path / "plan.html").read_text() or "rank 0 of 2" in (tmp_path / "plan.html").read_text()
     )
@@ -63,13 +66,22 @@ def test_gpus_and_nodes_are_planned_for(capsys, tmp_path):
 
 
 @pytest.mark.usefixtures("quick_search")
-def test_too_little_host_memory_is_said_for_several_gpus_with_what_fits(capsys):
-    assert main([*ARGUMENTS, "--gpus", "4", "--host-mem-gib", "14"]) == 2
-    said = capsys.readouterr().err
-    assert "found no plan of 4 GPUs" in said
-    advised = re.search(r"fits with: --max-host-mem-gib ([0-9.]+)", said)
-    assert advised, said
+def test_too_little_host_memory_is_said_for_several_gpus_with_what_fits(capsys, tmp_path):
+    page = tmp_path / "plan.html"
+    assert main([*ARGUMENTS, "--gpus", "4", "--host-mem-gib", "14", "--json", "--html", str(page)]) == 2
+    told = capsys.readouterr()
+    advised = re.search(r"fits with one of\n +--max-host-mem-gib ([0-9.]+) .*planned: .* tokens/s", told.err)
+    assert advised, told.err
     assert float(advised[1]) > 14
+    found = json.loads(told.out)
+    assert "found no plan of 4 GPUs" in found["message"]
+    assert found["fits_with"][0]["flags"] == f"--max-host-mem-gib {advised[1]}"
+    asked, remedy = found["request"], found["fits_with"][0]["request"]
+    assert remedy == {**asked, "max_host_bytes": pytest.approx(float(advised[1]) * GIB, abs=8)}
+    needs = found["smallest_plan"]["host"]
+    assert needs["missing_bytes"] == needs["bytes"] - 14 * GIB
+    assert sum(needs["categories"].values()) == pytest.approx(needs["bytes"], rel=0.01)
+    assert "host memory" in page.read_text()
     assert main([*ARGUMENTS, "--gpus", "4", "--host-mem-gib", "64", "--max-host-mem-gib", advised[1]]) == 0
 
 

@@ -155,10 +155,10 @@ def shortage(model: ModelSpec, request: Request, profile: HardwareProfile) -> Sh
     found = tuple(remedy._replace(note=remedy_note(remedy.request, request, profile)) for remedy in fitting)
     reason = PlanReason.INSUFFICIENT_DEVICE_MEMORY if least_host is None else PlanReason.INSUFFICIENT_HOST_MEMORY
     needs = least_host or least_gpu
-    return ShortageError(reason, _message(request, needs, found), request, needs, found)
+    return ShortageError(reason, shortage_message(request, needs, found), request, needs, found)
 
 
-def _message(request: Request, needs: Needs, found: tuple[Remedy, ...]) -> str:
+def shortage_message(request: Request, needs: Needs, found: tuple[Remedy, ...]) -> str:
     places = [
         ("GPU", needs.gpu_bytes, request.max_gpu_bytes, needs.gpu_categories),
         ("host", needs.host_bytes, request.max_host_bytes, needs.host_categories),
