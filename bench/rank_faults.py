@@ -56,6 +56,7 @@ class Fault(NamedTuple):
     rank: int
     step: int
     after_s: float
+    transport: str = "auto"
 
 
 class Outcome(NamedTuple):
@@ -145,6 +146,7 @@ def train_model(rank: int, fault: Fault, folder: str) -> None:
         "model": "preset:demo", "data_source": "synthetic", "steps": 10**6, "max_seq_len": 64, "dtype": "float32",
         "max_global_batch_tokens": 512, "device": "cpu", "chunk_tokens": 64, "round_tokens": 64, "logging": "warning",
         "max_gpu_mem_gib": 0.3, "max_host_mem_gib": 8.0, "output_dir": str(Path(folder, "run")),
+        "transport": fault.transport,
     }  # fmt: skip
     run, count = CommandHandlers.run, 0
 
@@ -259,12 +261,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--train", action="store_true", help="faults of ranks that train a small model")
+    parser.add_argument("--transport", default="auto", help="how ranks that train share weights and gradients")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     kinds = KINDS_OF_TRAINING if options.train else KINDS
     dice, outcomes = random.Random(options.seed), []
     for number in range(options.faults):
-        outcomes.append(run_fault(random_fault(dice, kinds[number % len(kinds)], options.ranks), options.ranks))
+        fault = random_fault(dice, kinds[number % len(kinds)], options.ranks)._replace(transport=options.transport)
+        outcomes.append(run_fault(fault, options.ranks))
         last = outcomes[-1]
         print(
             f"{'right' if last.is_right else 'WRONG'}: {last.kind}, {last.seconds:.1f} s, {last.messages},"

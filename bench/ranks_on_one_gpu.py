@@ -4,8 +4,9 @@ python -m bench.ranks_on_one_gpu --json out.json
 python -m bench.ranks_on_one_gpu --device cpu --json out.json
 
 - train: blocks shaped as Llama-3.1-8B's, a step of four rounds, by one rank and by two that share the card, each capped
-  at half of its memory. Two ranks run twice: streams wait for each other, then the hosts. Digests of losses, norms and
-  weights have to be equal.
+  at half of its memory. Two ranks run three times: streams wait for each other, then the hosts, and then ranks walk the
+  layers together (`--transport split`), with gloo between them through the host. Digests of losses, norms and weights
+  have to be equal.
 - hops: seconds from a signal of one rank until the other has seen it, and answers. Streams of the GPU, and hosts.
 - pages: GB/s of mapping, of page-locking and of copies to the GPU, for memory that ranks share (in huge pages where the
   kernel gives them, and in small ones) and for private memory.
@@ -31,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,7 +125,7 @@ def plan_of(source: ModelSource, size: Size, ranks: int) -> Plan:
     )
 
 
-def train(team: Team | None, device: torch.device, size: Size) -> dict[str, Any]:
+def train(team: Team | None, device: torch.device, size: Size, split: bool = False) -> dict[str, Any]:
     """Train a few steps; gives digests of what came of them."""
     ranks = 1 if team is None else team.ranks.size
     if device.type == "cuda":
@@ -132,7 +134,8 @@ def train(team: Team | None, device: torch.device, size: Size) -> dict[str, Any]
     group = None if team is None else RankGroup(*team)
     began = time.perf_counter()
     settings = EngineSettings(deterministic=True, group=group)
-    engine = Engine(source, plan_of(source, size, ranks), device, AdamW(lr=1e-3), settings)
+    plan = replace(plan_of(source, size, ranks), split=split)
+    engine = Engine(source, plan, device, AdamW(lr=1e-3), settings)
     shown, seconds, loaded_s = [], [], time.perf_counter() - began
     generator, rows = random.Random(0), ROUNDS * CHUNKS_PER_ROUND
     for _ in range(STEPS):
@@ -386,7 +389,10 @@ def work(args: argparse.Namespace) -> None:
         device = torch.device("cuda", 0 if team is None else team.ranks.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     torch.set_num_threads(1)  # the order of sums depends on it
-    found = train(team, device, size_of(args)) if args.worker == "train" else hops(required(team), device)
+    if args.worker == "hops":
+        found = hops(required(team), device)
+    else:
+        found = train(team, device, size_of(args), split=args.worker == "split")
     Path(args.out).write_text(json.dumps(found))
     leave()
 
@@ -410,12 +416,13 @@ def told(values: dict[str, Any]) -> str:
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
-    """Train with one rank, with two whose streams wait, and with two whose hosts wait."""
+    """Train with one rank, with two whose streams wait, with two whose hosts wait, and with two in split transport."""
     [one] = run_ranks("train", 1, args)
     print("one rank: " + told(one), flush=True)
     found = {"one": one}
-    for name, value in (("two", "1"), ("two, hosts wait", "0")) if args.device != "cpu" else (("two", "0"),):
-        both = run_ranks("train", 2, args, **{STREAM_SIGNALS_VARIABLE: value})
+    kinds = [("two", "train", "1"), ("two, hosts wait", "train", "0"), ("two, split", "split", "1")]
+    for name, part, value in kinds if args.device != "cpu" else (("two", "train", "0"), ("two, split", "split", "0")):
+        both = run_ranks(part, 2, args, **{STREAM_SIGNALS_VARIABLE: value})
         names = ("losses_and_norms", "weights")
         equal = all(rank[shown] == one[shown] for rank in both for shown in names)
         found[name] = {"equal_bits": equal, "ranks": both}
@@ -448,7 +455,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a small model also on a GPU")
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--json", default=None, help="write the figures to this file")
-    parser.add_argument("--worker", choices=["train", "hops"], default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=["train", "split", "hops"], default=None, help=argparse.SUPPRESS)
     parser.add_argument("--out", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker is not None:

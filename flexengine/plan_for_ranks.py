@@ -225,7 +225,7 @@ def priced_together(
         limiter=limiter(estimate),
         exchange_s=network_s,
     )
-    if layout.plan.deals_states:  # the bound is of plans that move states over the link
+    if layout.plan.deals_states or layout.plan.split:  # the bound is of plans that move all of these over each link
         predicted = replace(predicted, speed_of_light_s=min(predicted.speed_of_light_s, predicted.step_s))
     if network_s > predicted.step_s / 2:
         exchange = f"the network, over which nodes add up gradients for {format_seconds(network_s)}"

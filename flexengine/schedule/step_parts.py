@@ -111,7 +111,10 @@ def until_gpu_ends(program: Program, timing: Timing) -> Timing:
     return Timing(starts, ends, end_s, {**timing.busy_s, Stream.CPU: cpu_s})
 
 
-PHASES = dict.fromkeys(("finish_gradient", "scale", "fill_window", "recompute"), "backward") | {"clip": "update"}
+PHASES = dict.fromkeys(("finish_gradient", "scale", "fill_window", "recompute"), "backward") | {
+    "clip": "update",
+    "sum_squares": "update",
+}
 """Command kinds that belong to a phase of another name."""
 ISSUE = "issue"
 """What compute waits for when nothing but the host holds it back."""

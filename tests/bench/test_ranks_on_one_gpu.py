@@ -26,9 +26,10 @@ def test_signals_and_pages_are_measured():
 
 @pytest.mark.gpu
 def test_two_ranks_on_one_gpu_train_to_the_bits_of_one():
-    """Also where streams wait for each other, and where the hosts do."""
+    """Also where streams wait for each other, where the hosts do, and where ranks walk the layers together."""
     found = compare(arguments("cuda"))
     assert found["two"]["equal_bits"]
+    assert found["two, split"]["equal_bits"]
     assert found["two, hosts wait"]["equal_bits"]
     assert not any(rank["streams_signal"] for rank in found["two, hosts wait"]["ranks"])
 
