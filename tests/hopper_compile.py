@@ -200,7 +200,7 @@ def adapted_unit() -> None:
     lora_glu.glu_backward(out, gate_up, low, up, halves, gate_up, "silu", behind)
     lora_sum.add_product(out, low[:, :16], up[:256], out)
     parts, sums = torch.zeros(256, 2 * 16), torch.zeros(16, 512 * 16)
-    lora_grads.write_gradients(gate_up, low[:, :16], up, 1.0, low[:, 16:], parts, sums, 256)
+    lora_grads.write_gradients(gate_up, low, up, 1.0, low, parts, sums, (256, 256), 256)
 
 
 WIDE_TILES = "experts, wide tiles"

@@ -5,6 +5,8 @@ grad_B = grad_y.T @ low. Each is a sum over the other's rows, so that programs w
 here add up in a fixed order. Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +15,7 @@ from torch import Tensor
 from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.rounding import round_to
 
+MOST_MODULES = 3  # of one call: queries, keys and values
 _ROWS = 64  # tokens at a time: as many rows as a tensor core product takes
 _LEAST_RANKS = 16  # of a tensor core product
 _SUMMED = 4096  # partial sums that a program adds up at a time
@@ -20,40 +23,46 @@ _SUMMED = 4096  # partial sums that a program adds up at a time
 
 def write_gradients(
     grad_y: Tensor, low: Tensor, up: Tensor, scale: float, grad_low: Tensor, low_parts: Tensor, up_parts: Tensor,
-    columns: int,
+    widths: Sequence[int], columns: int,
 ) -> None:  # fmt: skip
-    """grad_low = scale * grad_y @ B; up_parts = partial sums of grad_y.T @ low, which `add_parts` adds up.
+    """grad_low = scale * grad_y @ B by module; up_parts = partial sums of grad_y.T @ low, which `add_parts` adds up.
 
-    columns: of a partial sum for low, a power of two. Shapes: grad_y [T, F], low and grad_low [T, R], up = B [F, R],
-    all of one dtype, bf16 or fp32, rows may be strided; low_parts [T, ceil(F / columns) * R], a buffer, and up_parts
-    [spans of tokens, F * R] in fp32, rows may be strided.
+    widths: columns of J <= 3 modules, of which each has R columns of low; all but the last one's are multiples of
+    `columns`. columns: of a partial sum for low, a power of two. Shapes: grad_y [T, F], low and grad_low [T, J * R],
+    up = B [F, R], all of one dtype, bf16 or fp32, rows may be strided; low_parts [T, ceil(F / columns) * R], a buffer,
+    and up_parts [spans of tokens, F * R] in fp32, rows may be strided.
     Rounding: sums in fp32, grad_low rounded once.
     Cost: reads T*F elements, writes and reads T*F*R/columns elements of low_parts; 4*T*F*R FLOPs.
     Order: launches on the current stream, never synchronises. Sums do not depend on the card.
     Raises: ValueError on other shapes, dtypes or strides.
     """
     (tokens, width), (spans, _), rank = grad_y.shape, up_parts.shape, up.shape[-1]
-    tiles = triton.cdiv(width, columns)
+    tiles = [triton.cdiv(own, columns) for own in widths]
+    wrong = sum(widths) != width or any(own % columns for own in widths[:-1])
+    if wrong or not 0 < len(widths) <= MOST_MODULES:
+        raise ValueError(f"widths are {list(widths)}, expected 1 to {MOST_MODULES} that add up to {width}, multiples of"
+                         f" {columns} but for the last one")  # fmt: skip
     check_tensor("grad_y", grad_y, (tokens, width), FLOATS, strided_rows=True)
-    check_tensor("low", low, (tokens, rank), (grad_y.dtype,), strided_rows=True)
+    check_tensor("low", low, (tokens, len(widths) * rank), (grad_y.dtype,), strided_rows=True)
     check_tensor("up", up, (width, rank), (grad_y.dtype,), strided_rows=True)
-    check_tensor("grad_low", grad_low, (tokens, rank), (grad_y.dtype,), strided_rows=True)
-    check_tensor("low_parts", low_parts, (tokens, tiles * rank), (torch.float32,), strided_rows=True)
+    check_tensor("grad_low", grad_low, (tokens, len(widths) * rank), (grad_y.dtype,), strided_rows=True)
+    check_tensor("low_parts", low_parts, (tokens, sum(tiles) * rank), (torch.float32,), strided_rows=True)
     check_tensor("up_parts", up_parts, (spans, width * rank), (torch.float32,), strided_rows=True)
     span_rows = triton.cdiv(triton.cdiv(tokens, _ROWS), spans) * _ROWS
     tensors = (grad_y, low, up, low_parts, up_parts)
     strides = (tensor.stride(0) for tensor in tensors)
     ranks = max(_LEAST_RANKS, triton.next_power_of_2(rank))
-    _gradients_kernel[(tiles, spans)](
-        *tensors, tokens, span_rows, width, *strides, rank,
+    ends = tiles[0], sum(tiles[:2])  # of the tiles of the first and of the second module
+    _gradients_kernel[(sum(tiles), spans)](
+        *tensors, tokens, span_rows, width, *strides, rank, *ends,
         WIDE=not grad_y.is_cuda, RANKS=ranks, ROWS=_ROWS, COLUMNS=columns, num_warps=4, num_stages=2,
     )  # fmt: skip
     if tokens == 0:
         return
-    held = triton.next_power_of_2(tiles)
+    held = triton.next_power_of_2(max(tiles))
     rows = max(1, _SUMMED // (held * ranks))
-    _sum_low_kernel[(triton.cdiv(tokens, rows),)](
-        low_parts, grad_low, tokens, low_parts.stride(0), grad_low.stride(0), float(scale), rank, tiles,
+    _sum_low_kernel[(triton.cdiv(tokens, rows), len(tiles))](
+        low_parts, grad_low, tokens, low_parts.stride(0), grad_low.stride(0), float(scale), rank, *ends, sum(tiles),
         RANKS=ranks, TILES=held, ROWS=rows, num_warps=4,
     )  # fmt: skip
 
@@ -75,10 +84,11 @@ def add_parts(up_parts: Tensor, grad_up: Tensor, first: bool) -> None:
 @triton.jit(do_not_specialize=["tokens", "span_rows"])
 def _gradients_kernel(
     grad_ptr, low_ptr, up_ptr, low_parts_ptr, up_parts_ptr, tokens, span_rows, width, grad_stride, low_stride,
-    up_stride, low_parts_stride, up_parts_stride, rank,
+    up_stride, low_parts_stride, up_parts_stride, rank, end_0, end_1,
     WIDE: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     tile, span = tl.program_id(0), tl.program_id(1)
+    module = (tile >= end_0).to(tl.int32) + (tile >= end_1).to(tl.int32)
     columns, ranks = tile * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, RANKS)
     within, held = columns < width, ranks < rank
     up_at = columns[:, None].to(tl.int64) * up_stride + ranks[None, :]
@@ -92,7 +102,7 @@ def _gradients_kernel(
         there, rows = rows < tokens, rows.to(tl.int64)
         grad_at = grad_ptr + rows[:, None] * grad_stride + columns[None, :]
         grad = tl.load(grad_at, mask=there[:, None] & within[None, :], other=0.0)
-        low_at = low_ptr + rows[:, None] * low_stride + ranks[None, :]
+        low_at = low_ptr + rows[:, None] * low_stride + module * rank + ranks[None, :]
         low = tl.load(low_at, mask=there[:, None] & held[None, :], other=0.0)
         if WIDE:
             grad, low = grad.to(tl.float32), low.to(tl.float32)
@@ -106,16 +116,19 @@ def _gradients_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _sum_low_kernel(
-    parts_ptr, out_ptr, tokens, parts_stride, out_stride, scale, rank, tiles,
+    parts_ptr, out_ptr, tokens, parts_stride, out_stride, scale, rank, end_0, end_1, tiles,
     RANKS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    number, ranks = tl.arange(0, TILES), tl.arange(0, RANKS)
+    module, ranks = tl.program_id(1), tl.arange(0, RANKS)
+    begin = tl.where(module == 0, 0, tl.where(module == 1, end_0, end_1))
+    end = tl.where(module == 0, end_0, tl.where(module == 1, end_1, tiles))
+    number = begin + tl.arange(0, TILES)
     at = rows[:, None, None] * parts_stride + number[None, :, None] * rank + ranks[None, None, :]
     there, held = rows < tokens, ranks < rank
-    mask = there[:, None, None] & (number < tiles)[None, :, None] & held[None, None, :]
+    mask = there[:, None, None] & (number < end)[None, :, None] & held[None, None, :]
     total = tl.sum(tl.load(parts_ptr + at, mask=mask, other=0.0), axis=1) * scale
-    out_at = out_ptr + rows[:, None] * out_stride + ranks[None, :]
+    out_at = out_ptr + rows[:, None] * out_stride + module * rank + ranks[None, :]
     tl.store(out_at, round_to(total, out_ptr.dtype.element_ty), mask=there[:, None] & held[None, :])
 
 

@@ -266,12 +266,8 @@ class LoRALinear(Linear):
     def _write_both(self, env: OpEnv, grad_y: Tensor, grad_low: Tensor) -> None:
         """grad_low and the partial sums of B's gradient, of one pass over grad_y."""
         assert self.sums is not None
-        low_parts, up_parts = (env.t[spec.name] for spec in self.sums)
-        lows, first = self._modules(env.t[self.low.name], env.p[self.up]), 0
-        for (rows, low, up), (_, grad, _) in zip(lows, self._modules(grad_low, env.p[self.up]), strict=True):
-            own = up_parts[:, first : first + up.numel()]
-            write_gradients(grad_y[:, rows.start : rows.end], low, up, self.scale, grad, low_parts, own)
-            first += up.numel()
+        parts = env.t[self.sums.low.name], env.t[self.sums.up.name]
+        write_gradients(grad_y, env.t[self.low.name], env.p[self.up], self.scale, grad_low, parts, self.adapted)
 
     def _add_dropped(self, env: OpEnv, grad_x: Tensor, grad_low: Tensor) -> None:
         """grad_x (+)= grad_low @ A where forward dropped nothing."""
@@ -332,11 +328,12 @@ class LoRALinear(Linear):
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         work = self._frozen_work("input", tokens, seq_len, compute_bytes)
-        work = work.plus(self._up_work(tokens, 1, compute_bytes)).plus(self._down_work(tokens, 2, compute_bytes))
+        work, up = work.plus(self._down_work(tokens, 2, compute_bytes)), self._up_work(tokens, 1, compute_bytes)
         if self.sums is not None:
-            work = work.plus(self._low_again(tokens, compute_bytes)).plus(self._up_work(tokens, 0, compute_bytes))
-            work = work.plus(parts_work(tokens, self.widths, self.rank))
-        return work.plus(self._dropping(tokens, 4, 2, compute_bytes))
+            work = work.plus(self._low_again(tokens, compute_bytes))
+            up = up.plus(self._up_work(tokens, 0, compute_bytes)).plus(parts_work(tokens, self.widths, self.rank))
+            up = up._replace(kernels=2)
+        return work.plus(up).plus(self._dropping(tokens, 4, 2, compute_bytes))
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         work = self._down_work(tokens, 1, compute_bytes)

@@ -6,6 +6,7 @@ pass writes partial sums (kernels/lora_grads.py): for low by COLUMNS columns, fo
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -17,12 +18,14 @@ SPANS = 16
 columns, and take more memory. The number must depend on nothing, or the sums would."""
 COLUMNS = 256
 """Columns of a partial sum for low. Fewer take more memory for partial sums, more take more registers."""
+MOST_MODULES = 3
+"""Modules of one call: queries, keys and values."""
 MOST_RANK = 32
 """Largest rank; beyond, the sums for B do not fit a program's registers, and each gradient takes its own pass."""
 
 
 class PartialSums(NamedTuple):
-    """Buffers of one layer's partial sums: for low, of one module at a time, and for B, of all."""
+    """Buffers of one layer's partial sums: for low and for B."""
 
     low: TensorSpec
     up: TensorSpec
@@ -32,7 +35,7 @@ def partial_sums(name: str, widths: tuple[int, ...], rank: int) -> PartialSums |
     """The buffers for modules with so many columns; None where each gradient takes its own pass."""
     if rank > MOST_RANK:
         return None
-    tiles = max(-(-width // COLUMNS) for width in widths)
+    tiles = sum(-(-width // COLUMNS) for width in widths)
     return PartialSums(
         TensorSpec(f"{name}.grad_low_parts", (tiles * rank,), "float32"),
         TensorSpec(f"{name}.grad_up_parts", (sum(widths) * rank,), "float32", rows=SPANS),
@@ -44,15 +47,40 @@ def in_one_pass(grad_y: Tensor) -> bool:
     return use_kernel(grad_y) and grad_y.element_size() == 2
 
 
+def runs(spans: Sequence[tuple[int, int]]) -> Iterator[range]:
+    """Numbers of modules, by their columns [start, end), that one call of the kernel takes together.
+
+    Their columns lie side by side, and no partial sum for low has columns of two of them.
+    """
+    first = 0
+    for number, (_, end) in enumerate(spans):
+        together = number + 1 < len(spans) and spans[number + 1][0] == end and number + 1 - first < MOST_MODULES
+        if not together or (end - spans[number][0]) % COLUMNS:
+            yield range(first, number + 1)
+            first = number + 1
+
+
 def write_gradients(
-    grad_y: Tensor, low: Tensor, up: Tensor, scale: float, grad_low: Tensor, low_parts: Tensor, up_parts: Tensor
-) -> None:
-    """grad_low = scale * grad_y @ B and up_parts = sums of grad_y.T @ low, of one module; low_parts: a buffer."""
+    grad_y: Tensor, low: Tensor, up: Tensor, scale: float, grad_low: Tensor, parts: tuple[Tensor, Tensor],
+    spans: Sequence[tuple[int, int]],
+) -> None:  # fmt: skip
+    """grad_low = scale * grad_y @ B and sums of grad_y.T @ low, module by module; parts: as `partial_sums` says.
+
+    spans: columns [start, end) of grad_y by module, which has as many columns of low as B has, and rows of B.
+    """
     from flexengine.kernels import lora_grads  # noqa: PLC0415 (Triton is imported when first used)
 
-    tiles = -(-grad_y.shape[1] // COLUMNS)
-    parts = low_parts[:, : tiles * up.shape[1]]
-    lora_grads.write_gradients(grad_y, low, up, scale, grad_low, parts, up_parts, COLUMNS)
+    rank, row = up.shape[1], 0
+    for numbers in runs(spans):
+        widths = [spans[n][1] - spans[n][0] for n in numbers]
+        ranks, rows = slice(numbers.start * rank, numbers.stop * rank), slice(row, row + sum(widths))
+        low_parts = parts[0][:, : sum(-(-width // COLUMNS) for width in widths) * rank]
+        up_parts = parts[1][:, rows.start * rank : rows.stop * rank]
+        columns = grad_y[:, spans[numbers.start][0] : spans[numbers.stop - 1][1]]
+        lora_grads.write_gradients(
+            columns, low[:, ranks], up[rows], scale, grad_low[:, ranks], low_parts, up_parts, widths, COLUMNS
+        )
+        row = rows.stop
 
 
 def add_parts(up_parts: Tensor, grad_up: Tensor, first: bool) -> None:
@@ -65,7 +93,7 @@ def add_parts(up_parts: Tensor, grad_up: Tensor, first: bool) -> None:
 def parts_work(tokens: int, widths: tuple[int, ...], rank: int) -> Work:
     """Writing and reading the partial sums for low, and writing those for B, beside the pass over grad_y."""
     tiles = sum(-(-width // COLUMNS) for width in widths)
-    return Work(memory_bytes=4.0 * rank * (2 * tokens * tiles + SPANS * sum(widths)), kernels=len(widths))
+    return Work(memory_bytes=4.0 * rank * (2 * tokens * tiles + SPANS * sum(widths)), kernels=1)
 
 
 def sum_work(widths: tuple[int, ...], rank: int) -> Work:

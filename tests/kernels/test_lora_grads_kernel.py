@@ -1,5 +1,7 @@
 """Both gradients of adapters' products in one pass over grad_y, against float64."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -7,44 +9,49 @@ from flexengine.kernels import lora_grads
 from flexengine.ops.base import ChunkContext, OpEnv
 from flexengine.ops.linear import Linear
 from flexengine.ops.lora import AdaptedRows, LoRALinear
-from flexengine.ops.lora_grads import MOST_RANK, partial_sums
+from flexengine.ops.lora_grads import MOST_RANK, partial_sums, runs
 
 
 @pytest.mark.parametrize(
-    ("tokens", "width", "rank", "spans", "dtype"),
+    ("tokens", "widths", "rank", "spans", "dtype"),
     [
-        (150, 40, 5, 2, torch.float32),
-        (70, 33, 16, 1, torch.bfloat16),
-        (9, 64, 3, 4, torch.float32),  # spans without tokens
+        (150, (32, 16, 40), 5, 2, torch.float32),
+        (70, (16, 17), 16, 1, torch.bfloat16),
+        (9, (64,), 3, 4, torch.float32),  # spans without tokens
     ],
     ids=str,
 )
-def test_matches_float64(checks, device, tokens, width, rank, spans, dtype):
-    columns = 16
+def test_matches_float64(checks, device, tokens, widths, rank, spans, dtype):
+    columns, width, modules = 16, sum(widths), len(widths)
     grad = checks.strided(tokens, width, dtype=dtype, device=device)
     grad.copy_(checks.normal(tokens, width, dtype=dtype, device=device))
-    low = checks.normal(tokens, 2 * rank, dtype=dtype, device=device)[:, rank:]
+    low = checks.normal(tokens, (modules + 1) * rank, dtype=dtype, device=device)[:, rank:]
     up = checks.normal(width, rank, dtype=dtype, device=device)
     found = []
     for _ in range(2):
-        grad_low = checks.strided(tokens, rank, dtype=dtype, device=device)
+        grad_low = checks.strided(tokens, modules * rank, dtype=dtype, device=device)
         parts = checks.empty(tokens, -(-width // columns) * rank, dtype=torch.float32, device=device)
         sums = checks.empty(spans, width * rank, dtype=torch.float32, device=device)
         grad_up = checks.empty(width, rank, dtype=torch.float32, device=device)
-        lora_grads.write_gradients(grad, low, up, 0.5, grad_low, parts, sums, columns)
+        lora_grads.write_gradients(grad, low, up, 0.5, grad_low, parts, sums, widths, columns)
         lora_grads.add_parts(sums, grad_up, True)
         found.append((grad_low.clone(), grad_up.clone()))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    checks.assert_close(found[0][0], 0.5 * grad.double() @ up.double(), checks.TOLERANCE[dtype], "grad_low")
-    expected = grad.double().t() @ low.double()
+    grads, ups = grad.double().split(widths, dim=1), up.double().split(widths)
+    expected = torch.cat([0.5 * own @ b for own, b in zip(grads, ups, strict=True)], dim=1)
+    checks.assert_close(found[0][0], expected, checks.TOLERANCE[dtype], "grad_low")
+    lows = low.double().split(rank, dim=1)
+    expected = torch.cat([own.t() @ mine for own, mine in zip(grads, lows, strict=True)])
     checks.assert_close(found[0][1], expected, checks.TOLERANCE[torch.float32], "grad_B")
     lora_grads.add_parts(sums, grad_up, False)
     checks.assert_close(grad_up, 2 * expected, checks.TOLERANCE[torch.float32], "grad_B of two chunks")
 
 
 @pytest.mark.parametrize("form", ["alone", "giving low", "leaving the sum", "taking low"])
-def test_a_layer_has_the_gradients_of_separate_passes(form, checks, monkeypatch):
+@pytest.mark.parametrize("columns", [16, 256])  # modules share a call, or not
+def test_a_layer_has_the_gradients_of_separate_passes(form, columns, checks, monkeypatch):
     torch.manual_seed(2)
+    monkeypatch.setattr("flexengine.ops.lora_grads.COLUMNS", columns)
     linear = LoRALinear(Linear("l", "x", "y", 24, 48, "w"), 3, 2.0, (AdaptedRows(0, 32), AdaptedRows(32, 48)))
     op = {
         "alone": linear,
@@ -84,6 +91,19 @@ def gradients(op, params, x, grad_y):
         op.backward_input(env)
         op.backward_weight(env)
     return {name: env.g[name] for name in op.grad_inputs} | sums
+
+
+@pytest.mark.parametrize(
+    ("widths", "expected"),
+    [((256, 512, 100), [3]), ((100, 256), [1, 1]), ((256, 256, 256, 256), [3, 1]), ((256, 300, 256), [2, 1])],
+    ids=str,
+)
+def test_modules_share_a_call_where_no_sum_is_of_two(widths, expected):
+    ends = list(itertools.accumulate(widths))
+    spans = [(end - width, end) for width, end in zip(widths, ends, strict=True)]
+    assert [len(numbers) for numbers in runs(spans)] == expected
+    apart = [(start + 256 * number, end + 256 * number) for number, (start, end) in enumerate(spans)]
+    assert [len(numbers) for numbers in runs(apart)] == [1] * len(widths)
 
 
 def test_large_ranks_take_a_pass_for_each_gradient():
