@@ -95,8 +95,8 @@ class Job:
     matmul_dtype: Annotated[
         Literal["compute", "fp8"],
         Option(
-            "what the linear layers of the blocks multiply: compute = --dtype, fp8 = FP8 scaled per tensor, for"
-            " bfloat16"
+            "what the linear layers and experts of the blocks multiply: compute = --dtype, fp8 = FP8 scaled per tensor"
+            " (experts: per row), for bfloat16"
         ),
     ] = "compute"
     freeze: Annotated[

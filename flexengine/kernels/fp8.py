@@ -97,7 +97,7 @@ def _quantize_kernel(
     at = row[:, None] * num_columns + column[None, :]
     scaled = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32) * factor
     scaled = tl.where(scaled > largest, largest, tl.where(scaled < -largest, -largest, scaled))  # NaN stays
-    bits = _fp8_bits(scaled, E4M3)
+    bits = fp8_bits(scaled, E4M3)
     if ROWS:
         tl.store(rows_ptr + at, bits, mask=inside)
     if COLUMNS:
@@ -106,7 +106,7 @@ def _quantize_kernel(
 
 
 @triton.jit
-def _fp8_bits(x, E4M3: tl.constexpr):
+def fp8_bits(x, E4M3: tl.constexpr):
     """uint8 patterns of float32 x, within range, rounded to nearest even.
 
     Triton's interpreter truncates and loses NaN and subnormals, so there x is first rounded to what FP8 can hold.

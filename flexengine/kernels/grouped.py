@@ -17,11 +17,14 @@ from torch import Tensor
 from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.grouped_tiles import (
     LowRank,
+    Scales,
     Tiling,
     add_product,
     find_expert,
     grouped_tile,
     low_block,
+    scaled,
+    short_sums,
     store_tile,
 )
 from flexengine.kernels.grouped_tma import launch
@@ -33,10 +36,11 @@ def _tiling(x: Tensor) -> Tiling:
     The stages of both operands fit the 99 KiB of shared memory of smaller cards. Tiles are twice as wide if 144 KiB
     fit.
     """
+    inner = 128 // x.element_size()
     if x.element_size() == 4:
-        return Tiling(128, 128, 32, 8, 8, 3)
+        return Tiling(128, 128, inner, 8, 8, 3)
     wide = x.is_cuda and _shared_memory_bytes(x.get_device()) >= 160 * 1024
-    return Tiling(128, 256 if wide else 128, 64, 8, 8, 3)
+    return Tiling(128, 256 if wide else 128, inner, 8, 8, 3)
 
 
 def _gradient_tiling(x: Tensor) -> Tiling:
@@ -56,9 +60,11 @@ def _shared_memory_bytes(device: int) -> int:
 def grouped_product(
     x: Tensor, weight: Tensor, bounds: Tensor, out: Tensor, transposed: bool, bias: Tensor | None = None,
     row_weight: Tensor | None = None, adapter: LowRank | None = None, gains: Tensor | None = None,
+    scales: Scales | None = None,
 ) -> None:  # fmt: skip
     """out[r] = x[r] @ weight[e].T (+ adapter) (+ (row_weight[r] *) bias[e]) for the rows r of every expert e;
-    transposed: x[r] @ weight[e]; gains [E, F] fp32: what the sum is multiplied by, without bias.
+    transposed: x[r] @ weight[e]; gains [E, F] fp32: what the sum is multiplied by, without bias. scales: x and weight
+    are e4m3 codes, and their product is multiplied by the scales of both before anything is added.
 
     Shapes: x [R, D] and out [R, F] in bf16 or fp32, weight [E, F, D] (transposed: [E, D, F]), bounds [E + 1] int32,
     bias [E, F] of x's dtype, row_weight [R] fp32. Sums in fp32, one rounding. Deterministic: the order of a sum depends
@@ -66,13 +72,15 @@ def grouped_product(
     Order: launches on the current stream, never synchronises. Raises: ValueError on other shapes, dtypes or strides.
     """
     (count, inner), columns, experts = x.shape, out.shape[1], weight.shape[0]
-    check_tensor("x", x, (count, inner), FLOATS)
-    check_tensor("out", out, (count, columns), (x.dtype,))
+    check_tensor("x", x, (count, inner), FLOATS if scales is None else (torch.float8_e4m3fn,))
+    check_tensor("out", out, (count, columns), FLOATS if scales is not None else (x.dtype,))
+    if scales is not None:
+        _check_scales(scales, count, experts, columns, transposed)
     shape = (experts, inner, columns) if transposed else (experts, columns, inner)
     check_tensor("weight", weight, shape, (x.dtype,))
     check_tensor("bounds", bounds, (experts + 1,), (torch.int32,))
     if bias is not None:
-        check_tensor("bias", bias, (experts, columns), (x.dtype,))
+        check_tensor("bias", bias, (experts, columns), (out.dtype,))
     if row_weight is not None:
         check_tensor("row_weight", row_weight, (count,), (torch.float32,))
     if gains is not None:
@@ -80,13 +88,14 @@ def grouped_product(
         if bias is not None:
             raise ValueError("a product has gains or a bias, not both")
     if adapter is not None:
-        _check_adapter(adapter, x, experts, columns)
+        _check_adapter(adapter, out, experts)
     if out.numel() == 0:
         return
     t = _tiling(x)
     if takes_descriptors(x, out, adapter):
-        return launch(x, weight, bounds, out, transposed, bias, row_weight, adapter, gains, t)
-    low, up = (x, weight) if adapter is None else adapter[:2]
+        return launch(x, weight, bounds, out, transposed, bias, row_weight, adapter, gains, t, scales)
+    low, up = (out, out) if adapter is None else adapter[:2]
+    row_scales, column_scales = (out, out) if scales is None else scales[:2]
     width = 0 if adapter is None else low.shape[1]
     up_strides = (0, 0, 0) if adapter is None else _strides(up, adapter.transposed)
     block_rows = min(t.rows, max(16, triton.next_power_of_2(count)))
@@ -94,21 +103,30 @@ def grouped_product(
     block_columns = min(t.columns, max(16, triton.next_power_of_2(columns)))
     _product_kernel[(row_tiles * triton.cdiv(columns, block_columns),)](
         x, weight, bounds, out, out if bias is None else bias, out if row_weight is None else row_weight,
-        out if gains is None else gains, low, up, inner, columns, width, experts, row_tiles,
+        out if gains is None else gains, low, up, row_scales, column_scales,
+        inner, columns, width, experts, row_tiles,
         *_strides(weight, transposed), *up_strides,
         WIDE=not x.is_cuda, EXPERTS=triton.next_power_of_2(experts), ROWS=block_rows, COLUMNS=block_columns,
         INNER=t.inner, LOW=low_block(adapter), GROUP=t.group, BIAS=bias is not None, WEIGHTED=row_weight is not None,
-        GAINS=gains is not None,
+        GAINS=gains is not None, SCALED=scales is not None, SHORT=short_sums(scales),
         **t.launch(),
     )  # fmt: skip
 
 
-def _check_adapter(adapter: LowRank, x: Tensor, experts: int, columns: int) -> None:
-    """Raise ValueError unless an adapter's operands are those of a product of x."""
-    width = adapter.low.shape[1]
-    check_tensor("low", adapter.low, (len(x), width), (x.dtype,))
+def _check_adapter(adapter: LowRank, out: Tensor, experts: int) -> None:
+    """Raise ValueError unless an adapter's operands are those of a product into out."""
+    (count, columns), width = out.shape, adapter.low.shape[1]
+    check_tensor("low", adapter.low, (count, width), (out.dtype,))
     shape = (experts, width, columns) if adapter.transposed else (experts, columns, width)
-    check_tensor("up", adapter.up, shape, (x.dtype,))
+    check_tensor("up", adapter.up, shape, (out.dtype,))
+
+
+def _check_scales(scales: Scales, count: int, experts: int, columns: int, transposed: bool) -> None:
+    """Raise ValueError unless scales are those of a product that tensor cores take."""
+    check_tensor("scales of rows", scales.rows, (count,), (torch.float32,))
+    check_tensor("scales of columns", scales.columns, (experts, columns), (torch.float32,))
+    if transposed:
+        raise ValueError("FP8 products sum along the last dimension of the weight; round it transposed")
 
 
 def _strides(matrices: Tensor, transposed: bool) -> tuple[int, int, int]:
@@ -121,10 +139,17 @@ def takes_descriptors(x: Tensor, out: Tensor, adapter: LowRank | None) -> bool:
 
     A tile must not cross the end of a sum: what is loaded beyond belongs to the next expert. An adapter is as a tile.
     """
-    if not x.is_cuda or x.dtype != torch.bfloat16 or len(x) < 128 or _shared_memory_bytes(x.get_device()) < 227 * 1024:
+    if (
+        not x.is_cuda
+        or out.dtype != torch.bfloat16
+        or len(x) < 128
+        or _shared_memory_bytes(x.get_device()) < 227 * 1024
+    ):
         return False
     whole = adapter is None or adapter.low.shape[1] % low_block(adapter) == 0
-    return whole and x.shape[1] % 64 == 0 and out.shape[1] >= 128 and out.shape[1] % 8 == 0
+    return (
+        whole and len(x) >= 128 and x.shape[1] % _tiling(x).inner == 0 and out.shape[1] >= 128 and out.shape[1] % 8 == 0
+    )
 
 
 def grouped_weight_gradient(grad_y: Tensor, x: Tensor, bounds: Tensor, acc: Tensor, accumulate: bool) -> None:
@@ -149,11 +174,12 @@ def grouped_weight_gradient(grad_y: Tensor, x: Tensor, bounds: Tensor, acc: Tens
 
 @triton.jit(do_not_specialize=["row_tiles"])
 def _product_kernel(
-    x_ptr, weight_ptr, bounds_ptr, out_ptr, bias_ptr, row_weight_ptr, gains_ptr, low_ptr, up_ptr,
-    inner, columns, width, experts, row_tiles, expert_stride, column_stride, inner_stride,
+    x_ptr, weight_ptr, bounds_ptr, out_ptr, bias_ptr, row_weight_ptr, gains_ptr, low_ptr, up_ptr, row_scales_ptr,
+    column_scales_ptr, inner, columns, width, experts, row_tiles, expert_stride, column_stride, inner_stride,
     up_expert_stride, up_column_stride, up_inner_stride,
     WIDE: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
     LOW: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr, GAINS: tl.constexpr,
+    SCALED: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows of one expert. The last tile of each may be part filled, so there are as many more as experts."""
     tile, column_tile = grouped_tile(tl.program_id(0), row_tiles, tl.cdiv(columns, COLUMNS), GROUP)
@@ -169,7 +195,9 @@ def _product_kernel(
             inner_mask = inners < inner
             x = tl.load(x_ptr + rows[:, None] * inner + inners[None, :], mask=row_mask[:, None] & inner_mask, other=0.0)
             w = tl.load(weights + inners[:, None] * inner_stride, mask=inner_mask[:, None] & out_mask, other=0.0)
-            total = add_product(total, x, w, WIDE)
+            total = add_product(total, x, w, WIDE, SHORT)
+        if SCALED:
+            total = scaled(total, row_scales_ptr, column_scales_ptr, expert, rows, outs, end, columns)
         if LOW > 0:
             ups = up_ptr + expert.to(tl.int64) * up_expert_stride + outs.to(tl.int64)[None, :] * up_column_stride
             for first in range(0, width, LOW):

@@ -17,6 +17,11 @@ MOST_LOW_RANK = 64
 """Terms of an adapter's sums that a program takes at a time."""
 
 
+SHORT_TERMS = 128
+"""Terms of precise sums of FP8 codes that tensor cores sum by themselves, as DeepSeek-AI 2024 does, "DeepSeek-V3
+Technical Report", https://arxiv.org/abs/2412.19437, section 3.3.2."""
+
+
 class LowRank(NamedTuple):
     """What adapters add to a product before it is rounded: low [R, W] times a small matrix of each expert.
 
@@ -26,6 +31,15 @@ class LowRank(NamedTuple):
     low: Tensor
     up: Tensor
     transposed: bool = False
+
+
+class Scales(NamedTuple):
+    """What the sums of FP8 codes are multiplied by: rows [R] and columns [E, F] fp32. fast: tensor cores keep fewer
+    bits of a sum."""
+
+    rows: Tensor
+    columns: Tensor
+    fast: bool = False
 
 
 class Tiling(NamedTuple):
@@ -53,13 +67,29 @@ def low_block(adapter: LowRank | None) -> int:
     return min(MOST_LOW_RANK, max(16, triton.next_power_of_2(adapter.low.shape[1])))
 
 
+def short_sums(scales: Scales | None) -> int:
+    """Terms that tensor cores may sum with fewer bits before these are added in float32; 0: all."""
+    return 0 if scales is None or scales.fast else SHORT_TERMS
+
+
 @triton.jit
-def add_product(total, a, b, WIDE: tl.constexpr):
-    """WIDE: in fp32, for Triton's interpreter, which takes the bits of bf16 operands for whole numbers."""
+def add_product(total, a, b, WIDE: tl.constexpr, SHORT: tl.constexpr = 0):
+    """WIDE: in fp32, for Triton's interpreter, which takes the bits of bf16 operands for whole numbers. SHORT: terms of
+    FP8 operands that tensor cores may sum with fewer bits; 0: as many as there are."""
     if WIDE:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    elif SHORT > 0:
+        return tl.dot(a, b, total, max_num_imprecise_acc=SHORT)
     else:
         return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def scaled(total, row_scales_ptr, column_scales_ptr, expert, rows, outs, end, columns):
+    """Sums of codes times the scales of both operands."""
+    row_scales = tl.load(row_scales_ptr + rows, mask=rows < end, other=0.0)
+    column_scales = tl.load(column_scales_ptr + expert.to(tl.int64) * columns + outs, mask=outs < columns, other=0.0)
+    return total * row_scales[:, None] * column_scales[None, :]
 
 
 @triton.jit

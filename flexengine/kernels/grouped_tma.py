@@ -14,18 +14,21 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flexengine.kernels.grouped_tiles import (
     LowRank,
+    Scales,
     Tiling,
     add_product,
     find_expert,
     grouped_tile,
     low_block,
+    scaled,
+    short_sums,
     store_tile,
 )
 
 
 def launch(
     x: Tensor, weight: Tensor, bounds: Tensor, out: Tensor, transposed: bool, bias: Tensor | None,
-    row_weight: Tensor | None, adapter: LowRank | None, gains: Tensor | None, t: Tiling,
+    row_weight: Tensor | None, adapter: LowRank | None, gains: Tensor | None, t: Tiling, scales: Scales | None = None,
 ) -> None:  # fmt: skip
     """`grouped.grouped_product` of operands that it has checked, with tiles of t; a sum is whole tiles of t.inner."""
     (count, inner), columns, experts = x.shape, out.shape[1], weight.shape[0]
@@ -35,14 +38,16 @@ def launch(
     if adapter is not None:
         low = TensorDescriptor.from_tensor(adapter.low, [t.rows, block])
         up = _matrices(adapter.up, adapter.transposed, block, t.columns)
+    width = 0 if adapter is None else adapter.low.shape[1]
+    row_scales, column_scales = (out, out) if scales is None else scales[:2]
     row_tiles = triton.cdiv(count, t.rows) + experts
     _descriptor_kernel[(row_tiles * triton.cdiv(columns, t.columns),)](
         rows, weights, low, up, bounds, out, out if bias is None else bias, out if row_weight is None else row_weight,
-        out if gains is None else gains, inner, columns, 0 if adapter is None else adapter.low.shape[1], experts,
-        row_tiles,
+        out if gains is None else gains, row_scales, column_scales, inner, columns, width, experts, row_tiles,
         WIDE=not x.is_cuda, EXPERTS=triton.next_power_of_2(experts), ROWS=t.rows, COLUMNS=t.columns, INNER=t.inner,
         LOW=block, GROUP=t.group, TRANSPOSED=transposed, UP_TRANSPOSED=adapter is not None and adapter.transposed,
-        BIAS=bias is not None, WEIGHTED=row_weight is not None, GAINS=gains is not None,
+        BIAS=bias is not None, WEIGHTED=row_weight is not None, GAINS=gains is not None, SCALED=scales is not None,
+        SHORT=short_sums(scales),
         **t.launch(),
     )  # fmt: skip
 
@@ -65,10 +70,10 @@ def _load(matrices, expert, first, columns, column, terms, TRANSPOSED: tl.conste
 @triton.jit(do_not_specialize=["row_tiles"])
 def _descriptor_kernel(
     x_tiles, weight_tiles, low_tiles, up_tiles, bounds_ptr, out_ptr, bias_ptr, row_weight_ptr, gains_ptr,
-    inner, columns, width, experts, row_tiles,
+    row_scales_ptr, column_scales_ptr, inner, columns, width, experts, row_tiles,
     WIDE: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
     LOW: tl.constexpr, GROUP: tl.constexpr, TRANSPOSED: tl.constexpr, UP_TRANSPOSED: tl.constexpr, BIAS: tl.constexpr,
-    WEIGHTED: tl.constexpr, GAINS: tl.constexpr,
+    WEIGHTED: tl.constexpr, GAINS: tl.constexpr, SCALED: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows of one expert. The last tile of each may be part filled, so there are as many more as experts."""
     tile, column_tile = grouped_tile(tl.program_id(0), row_tiles, tl.cdiv(columns, COLUMNS), GROUP)
@@ -79,14 +84,16 @@ def _descriptor_kernel(
         for first in range(0, inner, INNER):
             x = x_tiles.load([first_row, first])
             w = _load(weight_tiles, expert, first, columns, column, inner, TRANSPOSED)
-            total = add_product(total, x, w, WIDE)
+            total = add_product(total, x, w, WIDE, SHORT)
+        rows = (first_row + tl.arange(0, ROWS)).to(tl.int64)
+        outs = column + tl.arange(0, COLUMNS)
+        if SCALED:
+            total = scaled(total, row_scales_ptr, column_scales_ptr, expert, rows, outs, end, columns)
         if LOW > 0:
             for first in range(0, width, LOW):
                 low = low_tiles.load([first_row, first])
                 up = _load(up_tiles, expert, first, columns, column, width, UP_TRANSPOSED)
                 total = add_product(total, low, up, WIDE)
-        rows = (first_row + tl.arange(0, ROWS)).to(tl.int64)
-        outs = column + tl.arange(0, COLUMNS)
         store_tile(
             total, out_ptr, bias_ptr, row_weight_ptr, gains_ptr, expert, rows, outs, end, columns, BIAS, WEIGHTED, GAINS
         )

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from flexengine.ops.base import OpEnv, TensorSpec, Work, wide
 from flexengine.ops.dora import adapted_norms
-from flexengine.ops.experts import GroupedLinear, LowRank, bias_gradient, grouped_product
+from flexengine.ops.experts import GroupedLinear
+from flexengine.ops.grouped_products import LowRank, bias_gradient, grouped_product
 from flexengine.ops.lora import AdaptedRows
 from flexengine.ops.lora_experts import LoRAGroupedLinear
 
@@ -77,8 +78,7 @@ class DoRAGroupedLinear(LoRAGroupedLinear):
     # -- passes ------------------------------------------------------------------------------------------------------
 
     def forward(self, env: OpEnv) -> None:
-        operands = (self._x(env.t), env.p[self.weight], self._bounds(env), self._y(env.t), self.transposed)
-        grouped_product(*operands, adapter=self._adapter(env), gains=self._write_gains(env))
+        self._multiply(env, "forward", adapter=self._adapter(env), gains=self._write_gains(env))
 
     def _grad_y(self, env: OpEnv) -> Tensor:
         return env.t[self.grad_product.name].view(-1, self.out_features)

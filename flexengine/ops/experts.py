@@ -14,99 +14,22 @@ part, each on the rows of its experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
-from typing import NamedTuple
+import copy
+from typing import Self
 
-import torch
 from torch import Tensor
 
-from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel, wide
+from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes
+from flexengine.ops.fp8_experts import MULTIPLE, Fp8Product
 from flexengine.ops.glu import Activation, glu_backward, glu_forward
-from flexengine.ops.row_range import own_bounds, part_of, rows_within
-
-
-class LowRank(NamedTuple):
-    """What adapters add to a product: low [R, W] times up [E, F, W][e].T; transposed: up [E, W, F][e]."""
-
-    low: Tensor
-    up: Tensor
-    transposed: bool = False
-
-
-def _slices(bounds: Tensor) -> Iterator[tuple[int, slice]]:
-    """Each expert with its rows, for the plain path, which reads the counts: on the CPU, and on CUDA in float64."""
-    for expert, (start, end) in enumerate(pairwise(bounds.tolist())):
-        if end > start:
-            yield expert, slice(start, end)
-
-
-def grouped_product(
-    x: Tensor, weight: Tensor, bounds: Tensor, out: Tensor, transposed: bool, bias: Tensor | None = None,
-    row_weight: Tensor | None = None, adapter: LowRank | None = None, gains: Tensor | None = None,
-) -> None:  # fmt: skip
-    """out [R, F] = x [R, D] @ weight [E, F, D][e].T (+ low @ up) (+ (row_weight [R] *) bias [E, F][e]) for the rows of
-    every expert; transposed: @ weight [E, D, F][e]; gains [E, F], wide: what the sum is multiplied by, where there is
-    no bias."""
-    if use_kernel(x) and x.dtype != torch.float64:
-        from flexengine.kernels import grouped  # noqa: PLC0415
-
-        low_rank = None if adapter is None else grouped.LowRank(*adapter)
-        return grouped.grouped_product(x, weight, bounds, out, transposed, bias, row_weight, low_rank, gains)
-    for expert, rows in _slices(bounds):
-        matrix = weight[expert] if transposed else weight[expert].t()
-        start = None
-        if adapter is not None:
-            up = adapter.up[expert] if adapter.transposed else adapter.up[expert].t()
-            start = adapter.low[rows] @ up
-        if gains is not None:
-            total = wide(x[rows]) @ wide(matrix)
-            out[rows] = (total if start is None else total.add_(start)).mul_(gains[expert])
-            continue
-        if bias is not None:
-            own = bias[expert] if row_weight is None else (row_weight[rows, None] * bias[expert]).to(out.dtype)
-            start = own if start is None else start + own
-        if start is None:
-            torch.mm(x[rows], matrix, out=out[rows])
-        else:
-            torch.addmm(start, x[rows], matrix, out=out[rows])
-
-
-def grouped_weight_gradient(grad_y: Tensor, x: Tensor, bounds: Tensor, acc: Tensor, accumulate: bool) -> None:
-    """acc [E, F, D] (+)= grad_y [R, F][rows of e].T @ x [R, D][rows of e], summed in the accumulator's precision."""
-    if use_kernel(x) and x.dtype != torch.float64:
-        from flexengine.kernels import grouped  # noqa: PLC0415
-
-        return grouped.grouped_weight_gradient(grad_y, x, bounds, acc, accumulate)
-    if not accumulate:
-        acc.zero_()
-    for expert, rows in _slices(bounds):
-        acc[expert] += grad_y[rows].t().to(acc.dtype) @ x[rows].to(acc.dtype)
-
-
-def bias_gradient(grad_y: Tensor, bounds: Tensor, row_weight: Tensor | None, acc: Tensor, accumulate: bool) -> None:
-    """acc [E, F] (+)= the sum over the rows of e of (row_weight [R] *) grad_y [R, F], in acc's precision."""
-    if use_kernel(grad_y) and grad_y.dtype != torch.float64:
-        from flexengine.kernels import expert_biases  # noqa: PLC0415
-
-        return expert_biases.bias_gradient(grad_y, bounds, row_weight, acc, accumulate)
-    if not accumulate:
-        acc.zero_()
-    for expert, rows in _slices(bounds):
-        weights = acc.new_ones(rows.stop - rows.start) if row_weight is None else row_weight[rows].to(acc.dtype)
-        acc[expert] += weights @ grad_y[rows].to(acc.dtype)
-
-
-def row_weight_gradient(grad_y: Tensor, bias: Tensor, bounds: Tensor, out: Tensor, accumulate: bool) -> None:
-    """out [R] (+)= grad_y [R, F] . bias [E, F][e] for the rows of every expert."""
-    if use_kernel(grad_y) and grad_y.dtype != torch.float64:
-        from flexengine.kernels import expert_biases  # noqa: PLC0415
-
-        return expert_biases.row_weight_gradient(grad_y, bias, bounds, out, accumulate)
-    if not accumulate:
-        out[rows_within(bounds)] = 0.0
-    for expert, rows in _slices(bounds):
-        out[rows] += wide(grad_y[rows]) @ wide(bias[expert])
+from flexengine.ops.grouped_products import (
+    LowRank,
+    bias_gradient,
+    grouped_product,
+    grouped_weight_gradient,
+    row_weight_gradient,
+)
+from flexengine.ops.row_range import own_bounds, part_of
 
 
 class GroupedLinear(Op):
@@ -114,6 +37,9 @@ class GroupedLinear(Op):
 
     With the rows' weights [R] a row's bias is multiplied by its weight, whose gradient is grad_y . bias[e].
     """
+
+    fp8 = False
+    """Whether forward and the gradient of x take FP8 operands; the weight's gradient stays in the compute dtype."""
 
     def __init__(
         self, name: str, x: str, bounds: str, y: str, in_features: int, out_features: int, num_experts: int,
@@ -146,10 +72,46 @@ class GroupedLinear(Op):
     def _bounds(self, env: OpEnv) -> Tensor:
         return part_of(env.t[self.bounds], env.part, self.num_parts)
 
+    def with_fp8(self) -> Self:
+        """The same op with FP8 operands. Raises: ValueError where FP8 products cannot take its sizes."""
+        if self.in_features % MULTIPLE or self.out_features % MULTIPLE:
+            raise ValueError(
+                f"{self.name} has {self.in_features} input and {self.out_features} output features of each expert; FP8"
+                f" products need multiples of {MULTIPLE}; leave --matmul-dtype out"
+            )
+        op = copy.copy(self)
+        op.fp8 = True
+        return op
+
+    def _fp8(self, half: str) -> Fp8Product:
+        """The FP8 product of a half, forward or input."""
+        ins, outs = self.in_features, self.out_features
+        sizes = (ins, outs) if half == "forward" else (outs, ins)
+        transposed = self.transposed == (half == "forward")
+        return Fp8Product(self.name, half, *sizes, self.num_experts // self.num_parts, self.per_token, transposed)
+
+    def scratch(self, half: str) -> tuple[TensorSpec, ...]:
+        return self._fp8(half).scratch() if self.fp8 and half != "weight" else ()
+
+    def _multiply(
+        self, env: OpEnv, half: str, bias: Tensor | None = None, row_weight: Tensor | None = None,
+        adapter: LowRank | None = None, gains: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Write y, or in the input half the gradient of x, with what is added to it."""
+        forward, weight, bounds = half == "forward", env.p[self.weight], self._bounds(env)
+        rows, out = (self._x(env.t), self._y(env.t)) if forward else (self._grad_y(env), self._x(env.g))
+        added = {"bias": bias, "row_weight": row_weight, "adapter": adapter, "gains": gains}
+        if self.fp8:
+            self._fp8(half).multiply(env, rows, weight, bounds, out, **added)
+        else:
+            grouped_product(rows, weight, bounds, out, self.transposed == forward, **added)
+
+    def _grad_y(self, env: OpEnv) -> Tensor:
+        """The gradient of the product's sum [R, F]."""
+        return self._y(env.g)
+
     def forward(self, env: OpEnv) -> None:
-        bias = None if self.bias is None else env.p[self.bias]
-        operands = (self._x(env.t), env.p[self.weight], self._bounds(env), self._y(env.t), self.transposed)
-        grouped_product(*operands, bias, self._row_weight(env.t))
+        self._multiply(env, "forward", None if self.bias is None else env.p[self.bias], self._row_weight(env.t))
 
     def backward_input(self, env: OpEnv) -> None:
         assert self.x not in env.accumulate, "nothing else reads the experts' rows"
@@ -162,7 +124,7 @@ class GroupedLinear(Op):
             row_weight_gradient(grad_y, env.p[self.bias], bounds, grad_weight, added)
 
     def _write_grad_x(self, env: OpEnv) -> None:
-        grouped_product(self._y(env.g), env.p[self.weight], self._bounds(env), self._x(env.g), not self.transposed)
+        self._multiply(env, "input")
 
     def backward_weight(self, env: OpEnv) -> None:
         x, grad_y, bounds = self._x(env.t), self._y(env.g), self._bounds(env)
@@ -189,11 +151,14 @@ class GroupedLinear(Op):
         """Work of reading grad_y once more."""
         return Work(memory_bytes=float(tokens * self.per_token * self.out_features * compute_bytes), kernels=1)
 
+    def _half_work(self, half: str, tokens: int, compute_bytes: int) -> Work:
+        return self._fp8(half).work(tokens, compute_bytes) if self.fp8 else self._work(tokens)
+
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return self._work(tokens)
+        return self._half_work("forward", tokens, compute_bytes)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        work = self._work(tokens)
+        work = self._half_work("input", tokens, compute_bytes)
         return work if self.row_weight is None else work.plus(self._pass(tokens, compute_bytes))
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:

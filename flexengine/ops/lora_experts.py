@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from flexengine.ops.base import OpEnv, TensorSpec, Work
-from flexengine.ops.experts import GroupedLinear, LowRank, grouped_product, grouped_weight_gradient
+from flexengine.ops.experts import GroupedLinear
+from flexengine.ops.grouped_products import LowRank, grouped_product, grouped_weight_gradient
 from flexengine.ops.lora import AdaptedRows
 
 
@@ -31,6 +32,7 @@ class LoRAGroupedLinear(GroupedLinear):
             base.name, base.x, base.bounds, base.y, base.in_features, base.out_features, base.num_experts,
             base.per_token, base.weight, base.bias, base.row_weight, base.transposed, base.divisions,
         )  # fmt: skip
+        self.fp8 = base.fp8
         self.rank, self.scale, self.adapted, self.one_tensor = rank, scale, adapted, one_tensor
         assert not one_tensor or len(adapted) == 1, "one tensor of a fused product has one adapter"
         self.down, self.up = f"{self.name}.lora_A", f"{self.name}.lora_B"
@@ -53,9 +55,9 @@ class LoRAGroupedLinear(GroupedLinear):
         return sum(rows.end - rows.start for rows in self.adapted)
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
-        if half == "forward":
-            return (self.low, self.spread)
-        return (self.grad_low, self.spread) if half == "input" else (self.grad_low, self.low, self.grad_spread)
+        if half == "weight":
+            return self.grad_low, self.low, self.grad_spread
+        return self.low if half == "forward" else self.grad_low, self.spread, *super().scratch(half)
 
     # -- operands ----------------------------------------------------------------------------------------------------
 
@@ -98,23 +100,17 @@ class LoRAGroupedLinear(GroupedLinear):
 
     def forward(self, env: OpEnv) -> None:
         bias = None if self.bias is None else env.p[self.bias]
-        operands = (self._x(env.t), env.p[self.weight], self._bounds(env), self._y(env.t), self.transposed)
-        grouped_product(*operands, bias, self._row_weight(env.t), self._adapter(env))
+        self._multiply(env, "forward", bias, self._row_weight(env.t), self._adapter(env))
 
     def _adapter(self, env: OpEnv) -> LowRank:
         """What the adapters add to y."""
         return LowRank(self._write_low(env), self._write_spread(env))
 
-    def _grad_y(self, env: OpEnv) -> Tensor:
-        """The gradient of the sum of both products [R, F]."""
-        return self._y(env.g)
-
     def _write_grad_x(self, env: OpEnv) -> None:
-        grad_y, grad_x, bounds = self._grad_y(env), self._x(env.g), self._bounds(env)
         grad_low = self._low(env, self.grad_low)
-        grouped_product(grad_y, self._write_spread(env), bounds, grad_low, True)
+        grouped_product(self._grad_y(env), self._write_spread(env), self._bounds(env), grad_low, True)
         adapter = LowRank(grad_low, env.p[self.down][self._experts(env)], transposed=True)
-        grouped_product(grad_y, env.p[self.weight], bounds, grad_x, not self.transposed, adapter=adapter)
+        self._multiply(env, "input", adapter=adapter)
 
     def backward_weight(self, env: OpEnv) -> None:
         x, grad_y, bounds, experts = self._x(env.t), self._grad_y(env), self._bounds(env), self._experts(env)

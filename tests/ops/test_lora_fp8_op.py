@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from engine_helpers import ON_GPU, build_engine, make_plan, random_batch, random_weights, streamed_plan, tiny_config
+from family_configs import experts
 
 from flexengine.job import Job
 from flexengine.models.matmul_dtype import check_matmul_dtype
@@ -82,10 +83,21 @@ def test_matches_the_products_of_rounded_operands(make_harness, checks, bias, re
     checks.close(env.gp[op.up], grad_up, 6e-3, "grad_B")
 
 
-@pytest.mark.parametrize("base", ["compute", "fp8"])
-def test_the_plan_changes_no_bit(base):
-    job = Job(mode="lora", lora_rank=4, lora_dropout=0.1, matmul_dtype="fp8", base_dtype=base, dtype="bfloat16")
-    config = tiny_config(hidden_size=64, intermediate_size=96, head_dim=16)
+DENSE = tiny_config(hidden_size=64, intermediate_size=96, head_dim=16)
+EXPERTS = experts("qwen3_moe", hidden_size=64, moe_intermediate_size=32, head_dim=16)
+
+
+@pytest.mark.parametrize(
+    ("base", "config", "options"),
+    [
+        ("compute", DENSE, {"lora_dropout": 0.1}),
+        ("fp8", DENSE, {"lora_dropout": 0.1}),
+        ("compute", EXPERTS, {"lora_targets": ["all-linear", "all-experts"]}),
+    ],
+    ids=["compute", "fp8", "experts"],
+)
+def test_the_plan_changes_no_bit(base, config, options):
+    job = Job(mode="lora", lora_rank=4, matmul_dtype="fp8", base_dtype=base, dtype="bfloat16", **options)
     source = random_weights(config)
     source = source._replace(spec=described(source.spec, job))
     check_matmul_dtype(source.spec, "fp8")
