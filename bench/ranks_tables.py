@@ -2,21 +2,20 @@
 
 python -m bench.ranks_tables --json out.json [--only cards 70b nodes]
 
-relay: the project's own plan, all ranks simulated together. Beside it stand two estimates of what is not built, both
-better than what they stand for could reach:
-- split: the relay with a link to the device that is as fast as 1/N of the bytes over PCIe and the rest from the other
-  cards. Saved activations, which would not be split, count as fast too.
-- stages: the least that a pipeline takes with the relay's compute and no wait for any link, host or update. 1F1B on
-  microbatches of a chunk has a bubble of (N - 1) / (M + N - 1), interleaved with v parts of a GPU (N - 1) / (v M + N -
-  1), both times the largest stage (whole blocks; the head is one piece). Source: Narayanan et al. 2021, "Efficient
-  Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", section 2.2. Round-robin: S pieces in turn on
-  N GPUs, which start one chunk after another: a fill of (N - 1) chunks of one piece. Batches of fewer than N chunks are
-  cut into N.
+relay, split: the project's own plans with either transport, all ranks simulated together. stages: what is not built,
+the least that a pipeline takes with the relay's compute and no wait for any link, host or update.
+- 1F1B on microbatches of a chunk has a bubble of (N - 1) / (M + N - 1), interleaved with v parts of a GPU
+  (N - 1) / (v M + N - 1), both times the largest stage (whole blocks; the head is one piece). Source: Narayanan et al.
+  2021,
+  "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", section 2.2.
+- Round-robin: S pieces in turn on N GPUs, which start one chunk after another: a fill of (N - 1) chunks of one piece.
+  Batches of fewer than N chunks are cut into N.
 """
 
 import argparse
-from dataclasses import replace
-from time import perf_counter
+from itertools import groupby
+from time import process_time
+from typing import Literal
 
 from bench.environment import write_json
 from flexengine.hardware.nodes import NETWORK_BYTES_PER_S, assumed_node_rate, with_gpus
@@ -28,10 +27,9 @@ from flexengine.models.spec import ModelSpec
 from flexengine.plan import Numerics, Plan, PlanError, Request
 from flexengine.plan_for_ranks import plan_for_ranks
 
-PEER_BYTES_PER_S = {"h200": 350e9}
-"""Between cards of a node, where they need not pass through the host: NVLink, assumed; GeForce cards have none."""
 SEQ_LEN = 2048
 HOST_GIB = 110
+Transport = Literal["auto", "relay", "split"]
 GPU_GIB = {"h200": 24.0, "rtx4090": 23.0}
 NETWORKS_GBIT = (25, 100, 400)
 INTERLEAVED = 2
@@ -45,11 +43,20 @@ def planned(
     gib: tuple[float, float],
     nodes: int = 1,
     network: float = NETWORK_BYTES_PER_S,
+    transport: Transport = "relay",
 ) -> Plan:
     """The plan of `gpus` on each node; tokens: of each GPU and step. gib: memory of a GPU, of a node's host."""
     numerics = Numerics(state="bfloat16")
     budgets = int(gib[0] * GIB), int(gib[1] * GIB)
-    request = Request(SEQ_LEN, nodes * gpus * tokens, *budgets, numerics=numerics, ranks=gpus, nodes=nodes)
+    request = Request(
+        SEQ_LEN,
+        nodes * gpus * tokens,
+        *budgets,
+        numerics=numerics,
+        ranks=gpus,
+        nodes=nodes,
+        transport=transport,
+    )
     return plan_for_ranks(spec, request, profile, network)
 
 
@@ -61,15 +68,9 @@ def shown(plan: Plan) -> dict[str, object]:
         "tokens_per_s": round(plan.request.max_global_batch_tokens / step.step_s),
         "round": f"{plan.chunks_per_round} x {plan.chunk_tokens}",
         "states": "dealt" if plan.deals_states else "host",
+        "transport": "split" if plan.split else "relay",
         "limited_by": step.limiter,
     }
-
-
-def with_split(profile: HardwareProfile, gpus: int, peers: float) -> HardwareProfile:
-    """A profile whose cards each fetch 1/N and get the rest from each other."""
-    share = 1 / gpus + (1 - 1 / gpus) * profile.h2d_bytes_per_s / peers
-    names = ("h2d_bytes_per_s", "h2d_duplex_bytes_per_s", "h2d_beside_cpu_bytes_per_s", "host_bytes_per_s")
-    return replace(profile, **{name: getattr(profile, name) / share for name in names})
 
 
 def largest_stage(spec: ModelSpec, stages: int) -> float:
@@ -105,14 +106,14 @@ def rows_of_cards(model: str = "llama-3.1-8b") -> list[dict[str, object]]:
             one = planned(spec, preset(card), 1, tokens, (gib, HOST_GIB)).predicted.step_s
             for gpus in counts:
                 profile = with_gpus(preset(card), gpus)
-                began = perf_counter()
+                began = process_time()
                 relay = planned(spec, profile, gpus, tokens, (gib, gpus * HOST_GIB))
                 row = {"card": card, "gpus": gpus, "tokens_per_gpu": tokens, **shown(relay)}
-                row["planning_s"] = round(perf_counter() - began, 1)
+                row["planning_cpu_s"] = round(process_time() - began, 1)
                 step_s = {"relay": relay.predicted.step_s, **stages_s(spec, relay)}
-                if card in PEER_BYTES_PER_S:
-                    split = with_split(profile, gpus, PEER_BYTES_PER_S[card])
-                    step_s["split"] = planned(spec, split, gpus, tokens, (gib, gpus * HOST_GIB)).predicted.step_s
+                if profile.peer_bytes_per_s:
+                    split = planned(spec, profile, gpus, tokens, (gib, gpus * HOST_GIB), transport="split")
+                    step_s["split"] = split.predicted.step_s
                 row["speedups"] = {name.removesuffix("_s"): round(gpus * one / s, 2) for name, s in step_s.items()}
                 rows.append(row)
                 print(row, flush=True)
@@ -124,12 +125,13 @@ def rows_of_70b() -> list[dict[str, object]]:
     spec, rows = open_model("preset:llama-3.1-70b").spec, []
     for gpus, *gib in ((4, 130, 480), (8, 130, 535), (4, 80, 1000), (8, 80, 1500), (8, 24, 1000)):
         row: dict[str, object] = {"card": "h200", "gpus": gpus, "gpu_gib": gib[0], "host_gib": gib[1]}
-        began = perf_counter()
+        began = process_time()
         try:
-            row |= shown(planned(spec, with_gpus(preset("h200"), gpus), gpus, 131072, (gib[0], gib[1])))
+            profile = with_gpus(preset("h200"), gpus)
+            row |= shown(planned(spec, profile, gpus, 131072, (gib[0], gib[1]), transport="auto"))
         except PlanError as error:
             row["refused"] = str(error).splitlines()[0]
-        rows.append({**row, "planning_s": round(perf_counter() - began, 1)})
+        rows.append({**row, "planning_cpu_s": round(process_time() - began, 1)})
         print(rows[-1], flush=True)
     return rows
 
@@ -148,6 +150,44 @@ def rows_of_nodes(model: str = "llama-3.1-8b") -> list[dict[str, object]]:
     return rows
 
 
+# ---- as the documentation has them ------------------------------------------------------------------------------
+
+
+def card_lines(rows: list[dict]) -> list[str]:
+    """Lines of a table: speed over one GPU that takes as many tokens a step as each of several."""
+    lines = []
+    for (card, tokens), found in grouped(rows, "card", "tokens_per_gpu"):
+        columns = [
+            " / ".join(f"{row['speedups'][name]:.2f}" if name in row["speedups"] else "-" for row in found)
+            for name in ("relay", "split", "1f1b", "interleaved", "round_robin")
+        ]
+        gpus = " / ".join(str(row["gpus"]) for row in found)
+        lines.append(f"| {card} | {tokens} | {gpus} | {' | '.join(columns)} |".replace("- / -", "-"))
+    return lines
+
+
+def lines_of_70b(rows: list[dict]) -> list[str]:
+    """Lines of a table: what fits, and how fast."""
+    lines = []
+    for row in rows:
+        fits = [f"{row['tokens_per_s']:,}", row["states"], row["transport"]] if "step_s" in row else ["-"] * 3
+        lines.append(f"| {row['gpus']} | {row['gpu_gib']} | {row['host_gib']} | {' | '.join(fits)} |")
+    return lines
+
+
+def node_lines(rows: list[dict]) -> list[str]:
+    """Lines of a table: share of the speed that nodes without a network between them would have."""
+    return [
+        f"| {gpus} | {tokens} | " + " | ".join(f"{100 * row['efficiency']:.0f}%" for row in found) + " |"
+        for (tokens, gpus), found in grouped(rows, "tokens_per_gpu", "gpus")
+    ]
+
+
+def grouped(rows: list[dict], *names: str) -> list[tuple[tuple, list[dict]]]:
+    """Rows on end that agree in some values."""
+    return [(key, list(found)) for key, found in groupby(rows, key=lambda row: tuple(row[name] for name in names))]
+
+
 def main() -> None:
     """Plan all tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -158,7 +198,7 @@ def main() -> None:
     found: dict[str, object] = {
         "assumed": {
             "node_bytes_per_s": {card: {n: assumed_node_rate(preset(card), n) for n in (2, 4, 8)} for card in GPU_GIB},
-            "peer_bytes_per_s": PEER_BYTES_PER_S,
+            "peer_bytes_per_s": {card: preset(card).peer_bytes_per_s for card in GPU_GIB},
             "network_gbit_per_s": NETWORKS_GBIT,
         }
     }

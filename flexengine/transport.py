@@ -44,7 +44,10 @@ def as_split(model: ModelSpec, plan: Plan, request: Request, profile: HardwarePr
         try:
             found = make_plan(model, asked, profile) if search else found
         except PlanError:
-            break
+            if asked.chunk_tokens == request.chunk_tokens and asked.round_tokens == request.round_tokens:
+                break
+            asked = replace(asked, chunk_tokens=request.chunk_tokens, round_tokens=request.round_tokens)
+            continue
         split = replace(found, request=request, split=True, touched_only=False)
         excess = excess_bytes(Layout(model, split), request, profile)
         if max(excess) <= 0:
@@ -52,7 +55,9 @@ def as_split(model: ModelSpec, plan: Plan, request: Request, profile: HardwarePr
         left = (asked.max_gpu_bytes - _with_margin(excess[0]), asked.max_host_bytes - _with_margin(excess[1]))
         if plan.deals_states or min(left) <= 0:
             break
+        sizes = (found.chunk_tokens, found.round_tokens) if not search else (request.chunk_tokens, request.round_tokens)
         asked = replace(asked, max_gpu_bytes=left[0], max_host_bytes=left[1])
+        asked = replace(asked, chunk_tokens=sizes[0], round_tokens=sizes[1])  # the same, first: that search is short
     if request.transport != "split":
         return None
     more = format_bytes(max(excess))

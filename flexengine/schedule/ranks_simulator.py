@@ -64,16 +64,19 @@ class RanksStep(NamedTuple):
     step_s: float
 
 
-def simulate_ranks(layout: Layout, rates: Rates) -> RanksStep:
+def simulate_ranks(layout: Layout, rates: Rates, alike: int | None = None) -> RanksStep:
     """Simulate a full step of a plan of several ranks: the update of the step before, then all rounds.
 
     So what the CPU updates goes on under the first round, as it does in training. All ranks wait for the norm, so that
     a step begins for all of them when the rank of the last round has ended it.
     rates: of one rank's GPU and link, and of the node's CPU and host memory, as `Rates` has them.
+    alike: simulate only so many ranks of a split plan, all of which do the same at the same time.
     """
     shapes = _rounds_of_a_rank(layout)
-    runs = _runs(layout, [shape for shape, _ in shapes])
     size = layout.plan.request.ranks
+    few = min(alike or size, size) if layout.plan.split else size
+    rates = rates._replace(host_bytes_per_s=rates.host_bytes_per_s * few / size)
+    runs = _runs(layout, [shape for shape, _ in shapes], few)
     ranks = simulate_runs(runs, size * len(shapes), rates)
     parts = [(None, 1), *shapes]  # the update comes first
     ranks = [
@@ -98,13 +101,13 @@ def _rounds_of_a_rank(layout: Layout) -> list[tuple[RoundShape, int]]:
     return found
 
 
-def _runs(layout: Layout, shapes: Sequence[RoundShape]) -> list[list[RankRun]]:
-    """What each rank runs: its update at the end of step 0, then a round of each shape in step 1."""
+def _runs(layout: Layout, shapes: Sequence[RoundShape], simulated: int) -> list[list[RankRun]]:
+    """What each simulated rank runs: its update at the end of step 0, then a round of each shape in step 1."""
     size = layout.plan.request.ranks
     known: dict[tuple[RoundShape, bool], Program] = {}
     found = []
     if layout.plan.split:
-        return [_runs_in_waves(layout, shapes, rank) for rank in range(size)]
+        return [_runs_in_waves(layout, shapes, rank) for rank in range(simulated)]
     for rank in range(size):
         update = lower_update(layout, share=Share(rank, size), last=rank == size - 1)
         runs = [RankRun(update, 0, size * len(shapes) - 1, updates=True)]
