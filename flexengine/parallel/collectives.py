@@ -26,6 +26,7 @@ class Collectives:
         self._by_nccl = self._on_cuda and not _share_a_gpu(control, device)
         link = control.nccl_link if self._by_nccl else control.link
         self._group = link(f"split{ranks.node}", ranks.local_rank, ranks.local_size)
+        self.add(torch.zeros(1, device=device))  # ranks that cannot reach each other are told now, not in a step
 
     def gather(self, shares: Tensor, own: Tensor) -> None:
         """Fill `shares`, equal parts of each rank one after the other; `own` is this rank's, which lies in there."""

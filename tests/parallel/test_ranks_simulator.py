@@ -33,6 +33,7 @@ from flexengine.schedule.relay import executor_of
 from flexengine.schedule.shares import Share
 from flexengine.schedule.simulator import Rates, simulate
 from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
+from flexengine.schedule.waves import Wave
 from tests.schedule.small_plans import full_round, random_plan, small_model
 
 # -- on paper --------------------------------------------------------------------------------------------------------
@@ -144,7 +145,15 @@ def simulated(source: ModelSource, plan: Plan, steps: int) -> list[list[TimedRan
     shapes: list[RoundShape] = [packed_shape(chunks, plan.chunk_tokens) for chunks in packed]
     last = executor_of(len(shapes) - 1, size)
     runs = []
-    for rank in range(size):
+    for rank in range(size if plan.split else 0):
+        starts, one = range(0, len(shapes), size), []
+        for number, wave in enumerate(shapes[start : start + size] for start in starts):
+            of_rank = Wave(rank, size, len(wave))
+            program = lower_round(layout, wave[rank if rank < len(wave) else 0], number == 0, wave=of_rank)
+            one.append(RankRun(program, 0, number, updates=False, together=len(wave)))
+        one.append(RankRun(lower_update(layout, share=Share(rank, size)), 0, len(starts) - 1, updates=True))
+        runs.append([run._replace(step=step) for step in range(steps) for run in one])
+    for rank in range(0 if plan.split else size):
         own = [n for n in range(len(shapes)) if executor_of(n, size) == rank]
         one = [RankRun(lower_round(layout, shapes[n], first=n == 0), 0, n, updates=False) for n in own]
         update = lower_update(layout, share=Share(rank, size), last=rank == last)
@@ -198,6 +207,7 @@ def simulated_raises(ranks: list[list[TimedRankRun]]) -> Iterator[tuple[float, i
 CASES = {
     "on_gpu": (2, {}, (GroupPlan(),), FLOAT32),
     "on_both": (3, {}, (ON_CPU, GroupPlan()), Numerics("bfloat16", "split", "bfloat16", "float32")),
+    "split": (3, {}, (ON_CPU, GroupPlan()), FLOAT32),
     "tied_on_cpu": (4, {"tie_word_embeddings": True}, (ON_CPU,), FLOAT32),
 }
 
@@ -207,7 +217,7 @@ def test_ranks_run_in_the_simulated_order(name):
     """Nothing waits for ever, and each gradient is relayed from rank to rank as simulated."""
     size, config, homes, numerics = CASES[name]
     source = random_weights(tiny_config(**config))
-    plan = plan_of(source, size, homes, numerics)
+    plan = replace(plan_of(source, size, homes, numerics), split=name == "split")
     timed = simulated(source, plan, steps=2)
     orders = [[order_of(run) for run in rank] for rank in timed]
     found: list[Ran] = values_of(run_ranks(run_as_simulated, size, size, source, plan, orders))
