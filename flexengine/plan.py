@@ -261,8 +261,8 @@ class Plan:
             raise ValueError("optimizer states are dealt over the GPUs of several ranks, but the plan is for one")
         if self.touched_only and not self.in_parts:
             raise ValueError("touched_only is about experts that cross the link in parts, so it needs in_parts")
-        if self.split and (self.request.ranks == 1 or self.request.nodes > 1 or self.touched_only):
-            raise ValueError("a split plan is of several ranks of one node, and fetches all experts")
+        if self.split and (self.request.ranks == 1 or self.touched_only):
+            raise ValueError("a split plan is of several ranks of a node, and fetches all experts")
         longest = -(-self.request.max_seq_len // self.chunk_tokens)
         if longest > self.chunks_per_round:
             raise ValueError(

@@ -23,15 +23,9 @@ MARGIN_BYTES = 64 * 2**20
 
 
 def may_split(request: Request, profile: HardwareProfile) -> bool:
-    """Whether a split plan is to be tried. Raises: PlanError where one is asked for that cannot be."""
-    if request.transport == "split" and request.nodes > 1:
-        raise PlanError(
-            PlanReason.INVALID_REQUEST,
-            f"the split transport is for the GPUs of one node, and {request.nodes} nodes train\n"
-            "  works with: --transport relay",
-        )
+    """Whether a split plan is to be tried."""
     wanted = request.transport == "split" or (request.transport == "auto" and profile.peer_bytes_per_s > 0)
-    return wanted and request.ranks > 1 and request.nodes == 1
+    return wanted and request.ranks > 1
 
 
 def as_split(model: ModelSpec, plan: Plan, request: Request, profile: HardwareProfile) -> Plan | None:

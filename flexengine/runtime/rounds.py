@@ -78,24 +78,24 @@ class RoundRunner:
     def _train_in_waves(
         self, batch: Sequences, rounds: list[list[PackedChunk]], balance: ExpertBalance | None
     ) -> list[Tensor]:
-        """Run as many rounds at a time as there are ranks, one on each; returns the losses of this rank's.
+        """Run as many rounds at a time as the node has ranks, one on each; returns the losses of this rank's.
 
         Where fewer are left, ranks without one run the first of them, and nobody adds what they send.
         """
         assert self._turns is not None, "one rank has no waves"
-        rank, size = self._turns.share
-        losses = list[Tensor]()
-        for start in range(0, len(rounds), size):
-            wave, before = rounds[start : start + size], self._state.num_rounds
+        rank, first, losses = self._turns.share.rank, self._state.num_rounds, list[Tensor]()
+        for wave in self._turns.waves(first, len(rounds)):
             takes = rank < len(wave)
+            number = wave[rank if takes else 0]
             self._turns.begin_wave()
+            self._state.num_rounds = first + wave[0]
             kind = RoundKind(train=True, first=self._is_first, updates=False, together=len(wave))
-            self._state.num_rounds += rank if takes else 0
-            self._train_round(batch, wave[rank if takes else 0], balance if takes else None, kind, None)
+            self._state.num_rounds = first + number
+            self._state.has_gradients = True
+            self._train_round(batch, rounds[number], balance if takes else None, kind, None)
             if takes:
                 losses.append(self._losses())
-            self._state.num_rounds = before + len(wave)
-            self._state.has_gradients = True
+        self._state.num_rounds, self._state.has_gradients = first + len(rounds), True
         return losses
 
     @property

@@ -92,6 +92,8 @@ class StepRunner:
         self._state.unusable = HALF_UPDATED
         with interruptible(self._state, self._executor, train=True):
             if self._over_nodes is not None:
+                if self._layout.plan.split:
+                    self._await_other_ranks()
                 self._updates.norm_squares().copy_(self._over_nodes.add(self._state.num_rounds))
             self._runner.run(program, settings)
             if self._turns is not None:
@@ -102,6 +104,12 @@ class StepRunner:
         self._runner.measurement.active = False
         seconds = self._state.finish_step(counts=not skipped or settings.max_grad_norm is None)
         return StepOutput(grad_norm, skipped, seconds)
+
+    def _await_other_ranks(self) -> None:
+        """Wait until all ranks have stored their pieces of gradients: no cell tells of these."""
+        assert self._turns is not None, "nodes have ranks"
+        self._executor.synchronize_device()
+        self._turns.control.barrier()
 
     def _bad_layer(self) -> str:
         """Name the group whose gradient was the first that is not finite. Waits for the device."""

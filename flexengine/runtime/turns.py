@@ -67,8 +67,24 @@ class Turns:
         return Share(self.ranks.local_rank, self.ranks.local_size)
 
     def takes(self, number: int) -> bool:
-        """Whether this rank runs a round, counted from 0 within its step; of a split plan, within its batch."""
+        """Whether this rank runs a round forward, counted from 0 within its batch."""
         return rank_of_round(number, self.ranks) == self.ranks.rank
+
+    def waves(self, first: int, num_rounds: int) -> list[list[int]]:
+        """The rounds of a batch that the ranks of this node run together, under a split plan.
+
+        first: the number of the batch's first round within its step.
+        """
+        ranks = self.ranks
+        own = [i for i in range(num_rounds) if (first + i) % ranks.nodes == ranks.node]
+        return [own[start : start + ranks.local_size] for start in range(0, len(own), ranks.local_size)]
+
+    def _rank_of(self, number: int, first: int) -> int:
+        """The rank that runs the `number`-th round of a batch, which is the `first + number`-th of its step."""
+        if not self.split:
+            return rank_of_round(first + number, self.ranks)
+        place, node = number // self.ranks.nodes, (first + number) % self.ranks.nodes
+        return node * self.ranks.local_size + place % self.ranks.local_size
 
     def begin_wave(self) -> None:
         """Count rounds that all ranks run together."""
@@ -163,12 +179,12 @@ class Turns:
     def sum_in_order(self, own: list[Tensor], first: int, num_rounds: int) -> float:
         """Add numbers of all ranks in the order of rounds. own: those [chunks] of each round of this rank.
 
-        first: the number of the first round within its step. Waves of a split plan begin with a batch's first round.
+        first: the number of the first round within its step.
         """
         told = [iter(rounds) for rounds in self.control.gather([row.tolist() for row in own])]
-        total, first = 0.0, 0 if self.split else first
-        for number in range(first, first + num_rounds):
-            for term in next(told[rank_of_round(number, self.ranks)]):
+        total = 0.0
+        for number in range(num_rounds):
+            for term in next(told[self._rank_of(number, first)]):
                 total += term
         return total
 

@@ -70,6 +70,9 @@ def _runs_in_waves(layout: Layout, shape: RoundShape, num_rounds: int, rank: int
     lowered = {key: lower_round(layout, shape, key[0], wave=Wave(rank, size, key[1]))
                for key in {(number == 0, count) for number, count in enumerate(waves)}}  # fmt: skip
     one = [RankRun(lowered[n == 0, count], 0, n, updates=False, together=count) for n, count in enumerate(waves)]
+    if layout.plan.request.nodes > 1:
+        exchange = lower_exchange(layout, Share(rank, size))
+        one.append(RankRun(exchange, 0, len(waves) - 1, updates=False, exchanges=True, together=size))
     one.append(RankRun(lower_update(layout, share=Share(rank, size)), 0, len(waves) - 1, updates=True))
     return [run._replace(step=step) for step in range(NUM_STEPS) for run in one]
 
@@ -124,9 +127,14 @@ class Events:
         self._raised: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # (cell, rank) -> (value, event)
         self._exchanged: dict[int, dict[int, int]] = defaultdict(dict)  # step -> rank -> its last exchange
         self._begins: dict[tuple[int, int], int] = {}  # (step, rank) -> the first event after its exchange has begun
+        # step -> the first exchange of each rank, and the last events of all ranks' rounds: those wait for all of these
+        self._after_rounds: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
         for rank, of_rank in enumerate(runs):
             self._add_rank(rank, of_rank)
         self._join_collectives()
+        for exchanges, rounds in self._after_rounds.values():
+            for index in exchanges:
+                self.before[index] += rounds
         for index, event in enumerate(self.all):
             if event.command.awaits:
                 self.before[index] += self._awaited(event)
@@ -156,6 +164,10 @@ class Events:
         by_cpu: tuple[CpuWaits, int] | None = None  # of the last program with work of the CPU, and its first event
         for run in runs:
             if run.exchanges:
+                if run.together:
+                    exchanges, rounds = self._after_rounds[run.step]
+                    exchanges.append(len(self.all))
+                    rounds += ends.values()
                 self._add_exchange(rank, run)
                 continue
             first, started, left = len(self.all), set[Stream](), dict(ends)
@@ -179,7 +191,10 @@ class Events:
                 by_cpu = CpuWaits(run.program), first
 
     def _add_exchange(self, rank: int, run: RankRun) -> None:
-        """Add what the host does when it has issued the last round: it waits for cells, and for no stream."""
+        """Add what the host does when it has issued the last round: it waits for cells, and for no stream.
+
+        Of a split plan it waits until all ranks of the node have ended that.
+        """
         self._begins[run.step, rank] = len(self.all)
         for command in run.program.commands:
             self._exchanged[run.step][rank] = self._add(rank, run, command, [])

@@ -22,7 +22,9 @@ def check_folds(layout: Layout, runs: Sequence[Sequence[RankRun]]) -> None:
     """Raise ProgramError unless each wave's gradients are added up by their owners, every element once."""
     stored: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
     waves = set[tuple[int, int]]()
-    for rank, run in ((rank, run) for rank, of_rank in enumerate(runs) for run in of_rank if not run.updates):
+    for rank, run in (
+        (rank, run) for rank, of_rank in enumerate(runs) for run in of_rank if not (run.updates or run.exchanges)
+    ):
         waves.add((run.step, run.number))
         _check_run(rank, run)
         for command in (c for c in run.program.commands if isinstance(c.args, FoldParts)):

@@ -27,6 +27,7 @@ from test_several_ranks import (
     not_finite,
     one_round,
     opened,
+    several_calls,
     steps_of,
     streamed,
     swapped_frozen,
@@ -65,6 +66,14 @@ def test_nodes_train_to_the_same_bits_and_close_to_one(make):
     for shown in (*others, *values_of(run_ranks(train, 4, 4, case, nodes=2))):
         check_same(shown, first)
     check_close(first, train(0, 1, case))
+
+
+@pytest.mark.parametrize("make", [tied_in_calls, several_calls, one_round], ids=lambda make: make.__name__)
+def test_nodes_whose_ranks_walk_the_layers_together_train_to_the_bits_of_relays(make):
+    case = make()
+    relayed = values_of(run_ranks(train, 2, 2, case, nodes=2))[0]
+    for shown in values_of(run_ranks(train, 4, 4, case._replace(split=True), nodes=2)):
+        check_same(shown, relayed)
 
 
 @pytest.mark.parametrize("make", [one_round, not_finite, balanced_experts], ids=lambda make: make.__name__)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -20,6 +20,7 @@ from flexengine.models.in_parts import in_parts
 from flexengine.models.registry import open_model
 from flexengine.plan import Plan, PlanError, Request
 from flexengine.plan_for_ranks import plan_for_ranks
+from flexengine.planner.cost import memory
 from flexengine.reports.plan_text import describe
 from flexengine.schedule import fixed_slots, waves
 from flexengine.schedule.checker import ProgramError, check_program
@@ -85,11 +86,12 @@ def test_random_plans_are_proven(seed, monkeypatch):
     model, parts = models[seed % 4], seed % 4 == 1
     plan = random_plan(random, in_parts(model) if parts else model, sliced=seed % 5 == 0)
     plan = split_plan(replace(plan, in_parts=parts), size, states="dealt" if seed % 3 == 0 else "host")
+    plan = replace(plan, request=replace(plan.request, nodes=2 if seed in (3, 6) else 1))
     layout = Layout(model, plan)
-    for num_rounds in (1, size + 1):
+    for num_rounds in (1, size + 1):  # of a node
         runs = runs_of_ranks(layout, full_round(layout), num_rounds)
         check_runs(layout, runs, num_rounds)
-        for program in {run.program for rank in runs for run in rank}:
+        for program in {run.program for rank in runs for run in rank if not run.exchanges}:
             check_program(program, layout.gpu_bytes, layout.host_bytes, layout.node_bytes)
 
 
@@ -196,6 +198,16 @@ def test_changes_are_noticed(tied, monkeypatch):
         assert is_rejected(layout, changed(runs, change, ranks)), what
 
 
+def test_nodes_that_exchange_before_all_ranks_have_stored_are_noticed():
+    model = small_model(blocks=1)
+    plan = split_plan(random_plan(Random(1), model, sliced=False), 3, "gpu")
+    layout = Layout(model, replace(plan, request=replace(plan.request, nodes=2)))
+    runs = runs_of_ranks(layout, full_round(layout), 4)
+    check_runs(layout, runs, 4)
+    assert is_rejected(layout, [[r._replace(together=0) if r.exchanges else r for r in rank] for rank in runs])
+    assert is_rejected(layout, [[r for r in rank if not r.exchanges] for rank in runs])
+
+
 def test_collectives_in_another_order_are_noticed():
     layout, runs = small_runs()
 
@@ -236,9 +248,8 @@ def test_a_collective_starts_when_all_ranks_are_there():
     assert second[0].timing.start_s == pytest.approx([0.0, 10.0 + SIGNAL_S])
 
 
-def request(transport: str, ranks: int = 4, nodes: int = 1, gpu_gib: float = 6) -> Request:
-    sizes = {"max_gpu_bytes": int(gpu_gib * GIB), "max_host_bytes": 64 * GIB}
-    return Request(1024, 4 * 4096, **sizes, ranks=ranks, nodes=nodes, transport=transport)
+def request(transport: Literal["auto", "relay", "split"], nodes: int = 1) -> Request:
+    return Request(1024, nodes * 4 * 4096, 6 * GIB, 64 * GIB, ranks=4, nodes=nodes, transport=transport)
 
 
 @pytest.mark.usefixtures("quick_search")
@@ -258,13 +269,18 @@ def test_the_planner_splits_short_steps_where_gpus_reach_each_other_fast():
 def test_ranks_relay_where_the_rate_between_gpus_is_not_known():
     spec, card = open_model("preset:qwen3-0.6b").spec, with_gpus(preset("rtx4090"), 4)
     assert not may_split(request("auto"), card)
-    assert plan_for_ranks(spec, request("split"), card).split
+    assert plan_for_ranks(spec, request("split", nodes=2), card).split
+    one_each = replace(request("split", nodes=2), ranks=1)
+    assert not may_split(one_each, card)
 
 
-def test_a_split_that_cannot_be_is_refused():
+@pytest.mark.usefixtures("quick_search")
+def test_a_split_that_cannot_be_is_refused(monkeypatch):
+    monkeypatch.setattr(memory, "NCCL_BYTES", 7 * GIB)
     spec, card = open_model("preset:qwen3-0.6b").spec, with_gpus(preset("h100"), 4)
-    with pytest.raises(PlanError, match=r"GPUs of one node, and 2 nodes train\n  works with: --transport relay"):
-        plan_for_ranks(spec, request("split", nodes=2), card)
+    with pytest.raises(PlanError, match=r"GiB more than those of relays\n  works with: --transport relay"):
+        plan_for_ranks(spec, request("split"), card)
+    assert not plan_for_ranks(spec, request("auto"), card).split
     model = small_model()
-    with pytest.raises(ValueError, match="of several ranks of one node"):
-        replace(of_ranks(random_plan(Random(1), model, sliced=False), 2, nodes=2), split=True)
+    with pytest.raises(ValueError, match="of several ranks of a node"):
+        replace(random_plan(Random(1), model, sliced=False), split=True)

@@ -66,7 +66,7 @@ def lower_update(
     slots = (*layout.slots, *pieces)
     builder = ProgramBuilder("update", slots, overlapping_slots(slots))
     norms = Access(layout.slot("norm_squares"), "norm squares")
-    if layout.plan.split:
+    if layout.plan.split and layout.plan.request.nodes == 1:
         _add_squares(builder, layout, norms)
     elif layout.plan.shares_node and layout.plan.request.nodes == 1:
         _exchange_norm(builder, layout, last)
@@ -227,7 +227,7 @@ def _lower_tile(builder: ProgramBuilder, layout: Layout, tile: _Tile, number: in
         planes.update({kind: SlotOffset(staging, layout.tile_offsets[kind]) for kind in streamed})
         sources, targets = list(streamed.values()), [Access(staging, f"tile {name}")]
         fetch = CommandName("fetch", "tile", name)
-        if layout.plan.split:  # not before all ranks have stored their pieces
+        if layout.plan.split and layout.plan.request.nodes == 1:  # not before all ranks have stored their pieces
             sources.append(Access(layout.slot("run_squares"), ALL_SQUARES))
         builder.add("copy", fetch, Stream.H2D, sources, targets, copies=tuple(fetched.values()))
         reads += targets
