@@ -12,11 +12,13 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from flexengine.collector import collector_paused
 from flexengine.hardware.nodes import NETWORK_BYTES_PER_S, exchange_s, rank_profile
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import format_bytes, format_seconds
+from flexengine.models.in_parts import in_parts
 from flexengine.models.spec import ModelSpec
-from flexengine.plan import GroupPlan, Plan, PlanError, PlanReason, Prediction, Request
+from flexengine.plan import GroupPlan, Plan, PlanReason, Prediction, Request
 from flexengine.planner.correction import Review, corrected_profile, review
 from flexengine.planner.cost.cost_model import CostModel, price
 from flexengine.planner.cost.memory import (
@@ -27,8 +29,8 @@ from flexengine.planner.cost.memory import (
     host_required_bytes,
 )
 from flexengine.planner.feasibility.remedies import Remedy, bytes_of, gib_text, remedy_note
-from flexengine.planner.feasibility.shortage import ShortageError, shortage_message
-from flexengine.planner.planner import collector_paused, make_plan
+from flexengine.planner.feasibility.shortage import Feasibility, ShortageError, shortage, shortage_message
+from flexengine.planner.planner import find_plan, make_plan
 from flexengine.schedule.command_totals import CommandClass, CommandTotal
 from flexengine.schedule.group_storage import group_storage
 from flexengine.schedule.layer_program import align
@@ -67,14 +69,9 @@ def plan_for_ranks(
 
 def _of_several(model: ModelSpec, request: Request, profile: HardwareProfile, network_bytes_per_s: float) -> Plan:
     of_rank, splits = rank_profile(profile, request.ranks), may_split(request, profile)
-    try:
-        plan = make_plan(model, request.of_rank, of_rank)
-    except PlanError as error:
-        short = error.reason is PlanReason.INSUFFICIENT_HOST_MEMORY
-        dealt = _with_dealt_states(model, request.of_rank, of_rank, error.required_bytes) if short else None
-        if dealt is None:
-            raise _for_all(model, error, request, profile) from None
-        plan = dealt
+    plan = find_plan(model, request.of_rank, of_rank) or _with_dealt_states(model, request.of_rank, of_rank)
+    if plan is None:
+        raise _for_all(model, shortage(in_parts(model), request.of_rank, of_rank), request, profile)
     split = as_split(model, plan, request.of_rank, of_rank) if splits else None
     if split is not None:
         predicted = _bytes_of(Layout(model, split), split.predicted, of_rank)
@@ -94,22 +91,21 @@ def _whole(
     return replace(plan, predicted=_predicted(Layout(model, plan), plan.predicted, profile, network_bytes_per_s))
 
 
-def _with_dealt_states(
-    model: ModelSpec, request: Request, profile: HardwareProfile, required_bytes: int
-) -> Plan | None:
+def _with_dealt_states(model: ModelSpec, request: Request, profile: HardwareProfile) -> Plan | None:
     """A plan of one rank whose optimizer states, or every other group's, ranks divide over their GPUs; None if none
     fits.
 
     The search knows nothing of it: it is given the host memory that this frees and lacks the GPU memory that it takes.
-    required_bytes: what a rank needs of the host where states lie there.
     """
+    least = Feasibility(in_parts(model), request, profile).least_host()
+    if least is None:
+        return None
     for dealt, on_gpu, on_host in _dealt_groups(model, request):
         left = request.max_gpu_bytes - on_gpu, request.max_host_bytes + on_host
-        if left[0] <= 0 or left[1] < required_bytes:
+        if left[0] <= 0 or left[1] < least.host_bytes:
             continue
-        try:
-            found = make_plan(model, replace(request, max_gpu_bytes=left[0], max_host_bytes=left[1]), profile)
-        except PlanError:
+        found = find_plan(model, replace(request, max_gpu_bytes=left[0], max_host_bytes=left[1]), profile)
+        if found is None:
             continue
         homes = [GroupPlan(states="dealt") if i in dealt else home for i, home in enumerate(found.groups)]
         for tile in dict.fromkeys((found.optimizer_tile, *SMALLER_TILES)):
@@ -143,10 +139,8 @@ def _bytes_of(layout: Layout, predicted: Prediction, profile: HardwareProfile) -
     )
 
 
-def _for_all(model: ModelSpec, error: PlanError, request: Request, profile: HardwareProfile) -> PlanError:
+def _for_all(model: ModelSpec, error: ShortageError, request: Request, profile: HardwareProfile) -> ShortageError:
     """Tell of all ranks what the planner says of one: totals of the node, and remedies for the whole command."""
-    if not isinstance(error, ShortageError):
-        return error
     ranks, needs = request.ranks, error.needs
     remedies = tuple(_remedy_for_all(remedy, error.request, request, profile) for remedy in error.remedies)
     if error.reason is PlanReason.INSUFFICIENT_HOST_MEMORY:
@@ -172,7 +166,7 @@ def _with_states_divided(
     if spared:
         gib = gib_text(request.ranks * (error.required_bytes - spared))
         changed = replace(request, max_host_bytes=bytes_of(gib))
-        if _with_dealt_states(model, changed.of_rank, of_rank, error.required_bytes) is not None:
+        if _with_dealt_states(model, changed.of_rank, of_rank) is not None:
             yield Remedy(f"--max-host-mem-gib {gib}", changed, remedy_note(changed, request, profile))
 
 

@@ -13,12 +13,12 @@ from flexengine.metrics import format_bytes
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, PlanError, PlanReason, Request
 from flexengine.planner.cost.memory import excess_bytes
-from flexengine.planner.planner import make_plan
+from flexengine.planner.planner import find_plan
 from flexengine.schedule.layout import Layout
 
 MOST_SEARCHES = 3
 """Each search leaves more room for the slots of a split plan than the one before found missing."""
-MARGIN_BYTES = 64 * 2**20
+MARGIN_BYTES = 128 * 2**20
 """Left beside what was missing, since another plan has other slots."""
 
 
@@ -33,11 +33,10 @@ def as_split(model: ModelSpec, plan: Plan, request: Request, profile: HardwarePr
 
     plan: of one rank, with relays. request: what one rank is asked. profile: of one rank. Raises: PlanError.
     """
-    found, asked, excess = plan, request, (0, 0)
+    asked, excess = request, (0, 0)
     for search in range(1 + MOST_SEARCHES):
-        try:
-            found = make_plan(model, asked, profile) if search else found
-        except PlanError:
+        found = find_plan(model, asked, profile) if search else plan
+        if found is None:
             if asked.chunk_tokens == request.chunk_tokens and asked.round_tokens == request.round_tokens:
                 break
             asked = replace(asked, chunk_tokens=request.chunk_tokens, round_tokens=request.round_tokens)
@@ -49,9 +48,9 @@ def as_split(model: ModelSpec, plan: Plan, request: Request, profile: HardwarePr
         left = (asked.max_gpu_bytes - _with_margin(excess[0]), asked.max_host_bytes - _with_margin(excess[1]))
         if plan.deals_states or min(left) <= 0:
             break
-        sizes = (found.chunk_tokens, found.round_tokens) if not search else (request.chunk_tokens, request.round_tokens)
         asked = replace(asked, max_gpu_bytes=left[0], max_host_bytes=left[1])
-        asked = replace(asked, chunk_tokens=sizes[0], round_tokens=sizes[1])  # the same, first: that search is short
+        if not search:  # a search of one size is short
+            asked = replace(asked, chunk_tokens=plan.chunk_tokens, round_tokens=plan.round_tokens)
     if request.transport != "split":
         return None
     more = format_bytes(max(excess))

@@ -8,15 +8,14 @@ request has one answer. docs/planner.md explains each step with an example.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
+from flexengine.collector import collector_paused
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.base_dtype import check_base_dtype
 from flexengine.models.in_parts import in_parts, may_be_in_parts
@@ -81,14 +80,20 @@ def make_plan(model: ModelSpec, request: Request, profile: HardwareProfile) -> P
     Of several ranks it plans one: the request has its tokens, and its share of the host's memory.
     Raises: PlanError when nothing fits, saying what would; ValueError for products that the model cannot do in FP8.
     """
+    plan = find_plan(model, request, profile)
+    if plan is None:
+        raise shortage(in_parts(model), request, profile)
+    return plan
+
+
+def find_plan(model: ModelSpec, request: Request, profile: HardwareProfile) -> Plan | None:
+    """The same; None when nothing fits, without looking for what would."""
     with collector_paused():
         plan = Planner(model, request, profile).plan()
         parts = in_parts(model)
         if may_be_in_parts(model) and (plan is None or not _is_good_whole(plan, parts)):
             found = (plan, Planner(model, request, profile, parts).plan())
             plan = min((p for p in found if p is not None), key=lambda p: p.predicted.step_s, default=None)
-        if plan is None:
-            raise shortage(parts, request, profile)
         return plan
 
 
@@ -99,18 +104,6 @@ def _is_good_whole(plan: Plan, parts: ModelSpec) -> bool:
     near_bound = plan.predicted.speed_of_light_s / plan.predicted.step_s >= WHOLE_ENOUGH
     tokens = full_round(plan.request, plan.chunk_tokens, plan.chunks_per_round).num_tokens
     return near_bound and least_touched_share(parts, tokens) >= MOST_TOUCHED
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause Python's search for cyclic garbage, which takes a tenth of a plan's time and finds next to nothing."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class Planner:
