@@ -91,7 +91,10 @@ def _check_dealing(old: Layout, new: Layout, kind: PlaneKind, group: int) -> boo
     dealt = old.is_dealt(kind, group)
     starts = [(p.is_dealt(kind, group), p.dealt_shares(group) if dealt else ()) for p in (old, new)]
     if starts[0] != starts[1]:
-        raise ValueError(f"{kind} of {old.model.groups[group].name} would lie on other GPUs; keep how ranks divide it")
+        raise ValueError(
+            f"{kind} of {old.model.groups[group].name} would lie on other GPUs than now, and a run keeps how its GPUs"
+            " divide states; save a checkpoint and resume from it with the other plan"
+        )
     return dealt
 
 

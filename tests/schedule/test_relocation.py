@@ -87,3 +87,12 @@ def test_gaps_are_found_before_between_and_after():
     assert _gap(10, "gpu", taken, 100) == ByteRange("gpu", 0, 10)
     assert _gap(11, "gpu", taken, 100) == ByteRange("gpu", 40, 11)
     assert _gap(61, "gpu", taken, 100) is None
+
+
+def test_states_that_other_gpus_would_hold_are_refused_with_what_to_do():
+    plan = random_plan(Random(1), small_model(), sliced=False)
+    request, groups = replace(plan.request, ranks=2), tuple(GroupPlan() for _ in plan.groups)
+    dealt = tuple(GroupPlan(states="dealt") for _ in groups)
+    old, new = (Layout(small_model(), replace(plan, request=request, groups=homes)) for homes in (groups, dealt))
+    with pytest.raises(ValueError, match="would lie on other GPUs than now.*save a checkpoint and resume"):
+        relocation(old, new, {"gpu": 1 << 30, "host": 1 << 30, "node": 1 << 30})
