@@ -94,5 +94,5 @@ def test_states_that_other_gpus_would_hold_are_refused_with_what_to_do():
     request, groups = replace(plan.request, ranks=2), tuple(GroupPlan() for _ in plan.groups)
     dealt = tuple(GroupPlan(states="dealt") for _ in groups)
     old, new = (Layout(small_model(), replace(plan, request=request, groups=homes)) for homes in (groups, dealt))
-    with pytest.raises(ValueError, match="would lie on other GPUs than now.*save a checkpoint and resume"):
+    with pytest.raises(ValueError, match=r"would lie on other GPUs than now.*save a checkpoint and resume"):
         relocation(old, new, {"gpu": 1 << 30, "host": 1 << 30, "node": 1 << 30})
