@@ -40,11 +40,10 @@ def profile() -> HardwareProfile:
     return prepare("preset:demo", **JOB).profile
 
 
-def train(rank: int, transport: str = "auto") -> tuple[list[tuple[float, float]], str, int]:
+def train(rank: int) -> tuple[list[tuple[float, float]], str, int]:
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
     before = host_threads()
-    engine = from_pretrained("preset:demo", hardware=profile(), transport=transport, **JOB)
-    assert engine.plan.split == (transport == "split")
+    engine = from_pretrained("preset:demo", hardware=profile(), **JOB)
     found = []
     for step in range(2):
         batch = random_batch(step, LENGTHS, 500)
@@ -65,7 +64,6 @@ def test_ranks_train_to_the_bits_of_one():
     values = values_of(run_ranks(train, 2))
     assert [found for found, _, _ in values] == [alone] * 2
     assert len({plan for _, plan, _ in values}) == 1
-    assert [found for found, _, _ in values_of(run_ranks(train, 2, "split"))] == [alone] * 2
     if len(os.sched_getaffinity(0)) >= 4:
         assert all(more > 0 for _, _, more in values)
 

@@ -27,7 +27,6 @@ from test_several_ranks import (
     not_finite,
     one_round,
     opened,
-    several_calls,
     steps_of,
     streamed,
     swapped_frozen,
@@ -59,21 +58,18 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(node_exchange, "PIECE_ELEMENTS", 301)
 
 
-@pytest.mark.parametrize("make", [float32, tied_in_calls], ids=lambda make: make.__name__)
-def test_nodes_train_to_the_same_bits_and_close_to_one(make):
+@pytest.mark.parametrize(
+    ("make", "splits"), [(float32, [False]), (tied_in_calls, [False, True])], ids=["float32", "tied_in_calls"]
+)
+def test_nodes_train_to_the_same_bits_and_close_to_one(make, splits):
+    """Also where ranks of a node walk the layers together."""
     case = make()
     first, *others = values_of(run_ranks(train, 2, 2, case, nodes=2))
-    for shown in (*others, *values_of(run_ranks(train, 4, 4, case, nodes=2))):
+    for split in splits:
+        others += values_of(run_ranks(train, 4, 4, case._replace(split=split), nodes=2))
+    for shown in others:
         check_same(shown, first)
     check_close(first, train(0, 1, case))
-
-
-@pytest.mark.parametrize("make", [tied_in_calls, several_calls, one_round], ids=lambda make: make.__name__)
-def test_nodes_whose_ranks_walk_the_layers_together_train_to_the_bits_of_relays(make):
-    case = make()
-    relayed = values_of(run_ranks(train, 2, 2, case, nodes=2))[0]
-    for shown in values_of(run_ranks(train, 4, 4, case._replace(split=True), nodes=2)):
-        check_same(shown, relayed)
 
 
 @pytest.mark.parametrize("make", [one_round, not_finite, balanced_experts], ids=lambda make: make.__name__)
