@@ -132,7 +132,7 @@ def _sum_low_kernel(
     tl.store(out_at, round_to(total, out_ptr.dtype.element_ty), mask=there[:, None] & held[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _sum_up_kernel(
     parts_ptr, out_ptr, count, parts_stride, FIRST: tl.constexpr, SPANS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
