@@ -1,21 +1,29 @@
 """How fast is a capped training step, and does it keep its promises? One model under one or several GPU budgets.
 
     python -m bench.step --preset llama-3.1-8b --caps 16 24 48 none --host-gib 110 --json out.json
+    torchrun --nproc-per-node 2 -m bench.step --tokens-per-step 262144 --host-gib 220 --json two.json
 
 Per cap: tokens/s, effective and hardware TFLOP/s, share of the 8192^3 bf16 matmul rate measured in the same process
 right before (at least 1 s, back to back, random data), share of the run without a cap, predicted against measured step
 time, how busy each stream was (in one more step, timed command by command) and was predicted to be, peaks of GPU and
 host memory. The batch is one set of random sequences repeated every step, so that the loss must fall. Effective FLOPs
 are those of ModelSpec.model_flops: with --freeze less than three times those of forward.
+
+Of several GPUs, --host-gib and --tokens-per-step are those of all, the matmul rate is the sum of what each attains
+while all multiply, busy seconds are rank 0's, the peaks are the highest of a GPU and the sum of what the ranks hold,
+in which memory that they share counts once. --digest tells the weights after all steps in one number.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import math
 import statistics
 import time
-from typing import NamedTuple
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,16 +31,20 @@ from torch import Tensor
 from bench.environment import write_json
 from bench.job_flags import add_job_flags, job_from
 from flexengine.api import build, prepare_job
-from flexengine.hardware.memory_usage import forget_peak_resident
+from flexengine.hardware.memory_usage import MemoryPeaks, forget_peak_resident
 from flexengine.optim import AdamW
+from flexengine.parallel.ranks import Ranks
+from flexengine.parallel.team import Team, is_first, leave
 from flexengine.reports.text_format import align_columns
 from flexengine.runtime.engine import Engine
+
+T = TypeVar("T")
 
 GIB = 2**30
 OPTIONS = (
     "max_seq_len", "max_global_batch_tokens", "max_host_mem_gib", "device", "dtype", "optimizer_state_dtype",
     "matmul_dtype", "freeze", "mode", "lora_rank", "lora_alpha", "lora_targets", "base_dtype", "max_grad_norm",
-    "recompute", "chunk_tokens", "round_tokens", "deterministic",
+    "recompute", "chunk_tokens", "round_tokens", "round_multiple", "transport", "deterministic",
 )  # fmt: skip
 """Options of a job that are flags here."""
 
@@ -67,19 +79,24 @@ class Timed(NamedTuple):
     hardware_flops: float
 
 
-def timed_steps(engine: Engine, batch: Tensor, warmup: int, steps: int) -> Timed:
+def printer(team: Team | None) -> Callable[[str], None]:
+    """Print at once, on rank 0 alone."""
+    return lambda text: print(text, flush=True) if is_first(team) else None
+
+
+def timed_steps(engine: Engine, batch: Tensor, warmup: int, steps: int, say: Callable[[str], None]) -> Timed:
     """Train on the same batch again and again."""
     losses, seconds, model_flops, hardware_flops = [], [], 0.0, 0.0
     for index in range(warmup + steps):
         begin = time.perf_counter()
-        out, _ = engine.train_step(input_ids=batch, labels=batch)
+        out, result = engine.train_step(input_ids=batch, labels=batch)
         elapsed = time.perf_counter() - begin
         losses.append(out.loss)
         model_flops, hardware_flops = out.model_flops, out.hardware_flops
         if index >= warmup:
             seconds.append(elapsed)
         speed = f"{elapsed:.2f} s, {out.num_tokens / elapsed:.0f} tokens/s"
-        print(f"step {index + 1}: loss {out.loss:.4f}, {speed}", flush=True)
+        say(f"step {index + 1}: loss {out.loss:.4f}, norm {result.grad_norm:.3f}, {speed}")
     return Timed(seconds, losses, model_flops, hardware_flops)
 
 
@@ -94,21 +111,54 @@ def measured_busy_s(engine: Engine, batch: Tensor) -> dict[str, float]:
     return busy_s
 
 
+def of_all(team: Team | None, value: T) -> list[T]:
+    """The values of all ranks; of a process that is alone, its own."""
+    return [value] if team is None else team.control.gather(value)
+
+
+def summed_rate(team: Team | None) -> float:
+    """FLOP/s of 8192^3 products on all GPUs at once."""
+    of_all(team, None)  # all begin together
+    return sum(of_all(team, matmul_rate()))
+
+
+def peaks_of_all(team: Team | None, peaks: MemoryPeaks, shared_bytes: int) -> MemoryPeaks:
+    """The highest peak of a GPU, and what all ranks hold of the host, where shared memory counts once."""
+    told = of_all(team, peaks)
+    gpu = [peak.gpu_bytes for peak in told if peak.gpu_bytes is not None]
+    host = sum(peak.host_bytes for peak in told) - (len(told) - 1) * shared_bytes
+    return MemoryPeaks(max(gpu, default=None), host)
+
+
+def digest_of(tensors: dict[str, Tensor]) -> str:
+    """A digest of names and bytes, made by many threads."""
+
+    def of_one(name: str) -> bytes:
+        data = tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy()
+        return hashlib.blake2b(name.encode() + data.tobytes(), digest_size=16).digest()
+
+    with ThreadPoolExecutor(16) as pool:
+        return hashlib.blake2b(b"".join(pool.map(of_one, sorted(tensors))), digest_size=16).hexdigest()
+
+
 def run_cap(args: argparse.Namespace, cap_gib: float | None, first: bool = True) -> dict:
     """Train under one budget, the first of the process or a later one; returns the row of figures."""
     own_peak = forget_peak_resident() or first
     job = job_from(args, max_gpu_mem_gib=cap_gib)
     planned = prepare_job(args.model, job)
-    print(planned.describe(), flush=True)
-    rate = matmul_rate()
+    say = printer(planned.team)
+    say(planned.describe())
+    rate = summed_rate(planned.team)
     started = time.perf_counter()
     engine = build(planned, AdamW(lr=args.lr))
     build_s = time.perf_counter() - started
     shape = (job.max_global_batch_tokens // job.max_seq_len, job.max_seq_len)
     batch = torch.randint(0, engine.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
-    timed = timed_steps(engine, batch, args.warmup, args.steps)
-    busy_s = measured_busy_s(engine, batch)
-    peaks, plan = engine.memory_peaks(), engine.plan
+    timed = timed_steps(engine, batch, args.warmup, args.steps, say)
+    digest = digest_of(engine.state_dict()) if args.digest else None
+    busy_s = measured_busy_s(engine, batch) if args.streams else {}
+    plan = engine.plan
+    peaks = peaks_of_all(planned.team, engine.memory_peaks(), plan.predicted.shared_host_bytes)
     engine.close()
     step_s = statistics.median(timed.seconds)
     return {
@@ -119,6 +169,9 @@ def run_cap(args: argparse.Namespace, cap_gib: float | None, first: bool = True)
         "tokens_per_step": job.max_global_batch_tokens,
         "max_grad_norm": job.max_grad_norm or 0.0,
         "freeze": list(job.freeze),
+        "gpus": plan.request.ranks,
+        "transport": None if planned.team is None else "split" if plan.split else "relay",
+        "weights_digest": digest,
         "trained_parameters": planned.source.spec.num_trained_parameters,
         "step_s": step_s,
         "steps_s": timed.seconds,
@@ -189,6 +242,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--digest", action="store_true", help="tell a digest of all weights after the steps")
+    parser.add_argument("--no-streams", dest="streams", action="store_false", help="leave out the step that is timed")
     add_job_flags(parser, *OPTIONS, optimizer_state_dtype="bfloat16")
     parser.add_argument("--json", default=None, help="write the figures to this file")
     args = parser.parse_args()
@@ -200,8 +255,11 @@ def main() -> None:
     args, rows = parse(), []
     for cap in args.caps:
         rows.append(run_cap(args, None if cap == "none" else float(cap), first=not rows))
-        write_json(args.json, {"rows": rows})
-    print("\n".join(["", *summary(rows)]))
+        if Ranks.of_environment().rank == 0:
+            write_json(args.json, {"rows": rows})
+    if Ranks.of_environment().rank == 0:
+        print("\n".join(["", *summary(rows)]))
+    leave()
 
 
 if __name__ == "__main__":
