@@ -17,12 +17,13 @@ from flexengine.planner.surrogate import Surrogate
 class SizeSearch:
     """What is known of one size.
 
-    relaxed_s: the step of the relaxed counts; infinite where they do not fit, and once local search knows more.
+    relaxed_s: the step of the relaxed counts; infinite where they do not fit, and once local search from all seeds
+    knows more.
     """
 
     def __init__(self, tables: SizeTables, bound: Bound) -> None:
         self.tables, self.bound = tables, bound
-        self.relaxed_s = np.inf
+        self.relaxed_s, self._all_seeds = np.inf, False
 
     @cached_property
     def surrogate(self) -> Surrogate:
@@ -46,7 +47,7 @@ class SizeSearch:
 
     @property
     def rank_s(self) -> float:
-        """Before local search halfway from the relaxed step to the best seed's: seeds of short rounds improve most."""
+        """Before local search from all seeds halfway from the relaxed step to the best: short rounds improve most then."""
         return (min(self.relaxed_s, self.best_s) + self.best_s) / 2
 
     @property
@@ -69,6 +70,7 @@ class SizeSearch:
 
     def seed_more(self) -> None:
         """Try the relaxations of every size of offload slots, and the dynamic programme at their prices."""
+        self._all_seeds = True
         for staged_bytes in self.seeder.staged_limits:
             found = self.seeder.relaxed(self._edges(streamed=False), staged_bytes)
             found = found or self.seeder.relaxed(self._edges(streamed=True), staged_bytes)
@@ -87,7 +89,8 @@ class SizeSearch:
     def run(self, blocks: int, most_steps: int) -> None:
         """Search around the best candidates: see `LocalSearch.run`."""
         self.search.run(blocks, most_steps)
-        self.relaxed_s = np.inf
+        if self._all_seeds:
+            self.relaxed_s = np.inf
 
     def _under_all_edges(self, found: Relaxed) -> list[Seed]:
         """Rounded counts under every edge choice; those that do not fit are left out when they are tried."""
