@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import struct
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -21,7 +22,7 @@ from flexengine.parallel.control import Control
 from flexengine.parallel.ranks import Ranks
 
 HUGE_PAGE_BYTES = 2 << 20
-LOCKED_PIECE_BYTES = 64 << 30  # some drivers refuse to register 512 GiB of small pages in one call
+LOCKED_PIECE_BYTES = 256 << 30  # some drivers refuse to register 512 GiB of small pages in one call
 _TIMEOUT_S = 60.0  # for a rank to come to a call that all make at once
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
 
@@ -35,6 +36,8 @@ class NodeMemory:
 
     def __init__(self, mapping: SharedMapping, num_bytes: int) -> None:
         self.num_bytes = num_bytes
+        self.cuts: list[int] = []
+        """Offsets at which it was registered in two calls."""
         self._mapping: SharedMapping | None = mapping
         self._held = ExitStack()
         self._held.callback(mapping.detach)
@@ -47,11 +50,13 @@ class NodeMemory:
         page_locked: bool = False,
         numa_node: int | None = None,
         num_threads: int | None = None,
+        borders: Sequence[int] = (),
     ) -> NodeMemory:
         """Make the memory with the other ranks of the node; all ranks of the run make this call together.
 
         Each rank brings 1/N into RAM. page_locked: each registers all of it with CUDA. numa_node: this rank's; pages
         are interleaved over those of all ranks. num_threads: that bring pages in; default all of this rank.
+        borders: offsets at which it may be registered in two calls, in order: CUDA refuses copies that cross there.
         Raises: on all ranks, what fails on one: ValueError if num_bytes < 1; MemoryError where the system refuses.
         """
         with ExitStack() as stack:
@@ -75,7 +80,7 @@ class NodeMemory:
                 stack.push(partial(_close_after_error, memory))
             if page_locked:
                 with control.all_or_none():
-                    memory._lock()
+                    memory._lock(borders)
         return memory
 
     @property
@@ -93,12 +98,14 @@ class NodeMemory:
         self._mapping = None
         self._held.close()
 
-    def _lock(self) -> None:
+    def _lock(self, borders: Sequence[int]) -> None:
         assert self._mapping is not None
         pages = self._mapping.pages
-        for start in range(0, pages.numel(), LOCKED_PIECE_BYTES):
+        pieces = locked_pieces(pages.numel(), borders)
+        self.cuts = [start for start, _ in pieces[1:]]
+        for start, end in pieces:
             address = pages.data_ptr() + start
-            lock_pages(address, min(LOCKED_PIECE_BYTES, pages.numel() - start))
+            lock_pages(address, end - start)
             self._held.callback(unlock_pages, address)
 
     def __enter__(self) -> NodeMemory:
@@ -106,6 +113,19 @@ class NodeMemory:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def locked_pieces(num_bytes: int, borders: Sequence[int]) -> list[tuple[int, int]]:
+    """Cut memory into pieces to lock, as long as LOCKED_PIECE_BYTES allows; longer where no border is on a page's."""
+    found, start = list[tuple[int, int]](), 0
+    whole = [border for border in borders if border % PAGE_BYTES == 0]
+    while num_bytes - start > LOCKED_PIECE_BYTES:
+        later = [border for border in whole if start < border < num_bytes]
+        within = [border for border in later if border <= start + LOCKED_PIECE_BYTES]
+        end = max(within, default=min(later, default=num_bytes))
+        found.append((start, end))
+        start = end
+    return [*found, (start, num_bytes)] if start < num_bytes else found
 
 
 def _close_after_error(memory: NodeMemory, kind: type[BaseException] | None, *_: object) -> None:

@@ -47,7 +47,7 @@ class SizeSearch:
 
     @property
     def rank_s(self) -> float:
-        """Before local search from all seeds halfway from the relaxed step to the best: short rounds improve most then."""
+        """Until local search from all seeds halfway from the relaxed step to the best: short rounds improve most."""
         return (min(self.relaxed_s, self.best_s) + self.best_s) / 2
 
     @property

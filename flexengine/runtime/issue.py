@@ -8,7 +8,7 @@ host is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -25,13 +25,12 @@ from flexengine.native.transfer_operations import (
     Wait,
     WordValue,
 )
-from flexengine.parallel.node_memory import LOCKED_PIECE_BYTES
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.cpu_work import CpuWork
 from flexengine.runtime.teller import Teller
-from flexengine.schedule.commands import Command, CopyRegion, Program, Signal, Stream
+from flexengine.schedule.commands import Command, Program, Signal, Stream
 from flexengine.schedule.following import cpu_commands
-from flexengine.schedule.slots import Memory, Slot
+from flexengine.schedule.slots import Memory
 
 Streams = Mapping[Stream, StreamHandle]
 Call = Callable[[Command], None]
@@ -246,7 +245,7 @@ class Issue:
 
     def _copies(self, command: Command) -> Iterator[Operation]:
         stream, slots = self._streams[command.stream], self.program.slots
-        for region in (piece for whole in command.copies for piece in _within_locked_pieces(whole, slots)):
+        for region in command.copies:
             target, source = slots[region.target], slots[region.source]
             yield Copy(
                 stream,
@@ -286,16 +285,3 @@ def _whole_arenas(program: Program, arenas: Arenas) -> dict[str, Tensor]:
     for slot in program.slots:
         ends[slot.memory] = max(ends.get(slot.memory, 0), slot.end)
     return {memory: arenas.bytes_view(memory, 0, end) for memory, end in ends.items()}
-
-
-def _within_locked_pieces(region: CopyRegion, slots: Sequence[Slot]) -> Iterator[CopyRegion]:
-    """Cut a copy where the node's memory has been page-locked in two calls: CUDA refuses one that crosses there."""
-    places = (slots[region.source], region.source_offset), (slots[region.target], region.target_offset)
-    starts = [slot.offset + offset for slot, offset in places if slot.memory == "node"]
-    done = 0
-    while done < region.num_bytes:
-        room = (LOCKED_PIECE_BYTES - (start + done) % LOCKED_PIECE_BYTES for start in starts)
-        num_bytes = min([region.num_bytes - done, *room])
-        source, target = region.source_offset + done, region.target_offset + done
-        yield region._replace(source_offset=source, target_offset=target, num_bytes=num_bytes)
-        done += num_bytes

@@ -23,7 +23,7 @@ from flexengine.schedule.commands import Command, Signal
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.relay import Cells, executor_of
 from flexengine.schedule.shares import Share
-from flexengine.schedule.slots import Memory
+from flexengine.schedule.slots import Memory, borders_of_slots
 
 ABORTED = "a rank failed, so that gradients or weights are not whole"
 
@@ -50,7 +50,8 @@ class Turns:
         self.rounds = self.updates = self.last = 0
         size, num_cells = self.ranks.local_size, self._cells.count
         num_bytes = layout.node_bytes + Signals.num_bytes(size, num_cells)
-        self._memory = NodeMemory.open(self.ranks, self.control, num_bytes, device.type == "cuda")
+        borders, on_gpu = borders_of_slots(layout.slots, "node"), device.type == "cuda"
+        self._memory = NodeMemory.open(self.ranks, self.control, num_bytes, on_gpu, borders=borders)
         self.arena = self._memory.tensor[: layout.node_bytes]
         table = self._memory.tensor[layout.node_bytes :]
         self._signals = Signals.over(table, size, num_cells, self.ranks.local_rank)
@@ -115,6 +116,10 @@ class Turns:
         needed, has = Cells(layout).count, self._signals.num_cells
         if needed > has:
             raise ValueError(f"the new plan needs {needed} cells of each rank, which has {has}")
+        if not set(self._memory.cuts) <= set(borders_of_slots(layout.slots, "node")):
+            raise ValueError(
+                "the new plan has planes across borders of page-locked memory, over which CUDA copies none"
+            )
 
     def moves_into(self, memory: Memory) -> bool:
         """Whether this rank moves planes into a memory: into its own, or as the first of its node into the node's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 Memory = Literal["gpu", "host", "node"]
@@ -88,3 +89,13 @@ def overlapping_slots(slots: tuple[Slot, ...]) -> list[tuple[int, ...]]:
                     result[j].append(i)
             active.append(i)
     return [tuple(r) for r in result]
+
+
+def borders_of_slots(slots: Iterable[Slot], memory: Memory) -> list[int]:
+    """Offsets in a memory, in order, that no slot reaches across: where slots begin, but for those inside others."""
+    found, reached = list[int](), 0
+    for start, end in sorted((slot.offset, slot.end) for slot in slots if slot.key.memory == memory):
+        if start >= reached and (not found or start > found[-1]):
+            found.append(start)
+        reached = max(reached, end)
+    return found

@@ -9,9 +9,11 @@ import pytest
 import torch
 from ranks_helper import outcomes_of, run_ranks, start_ranks, values_of
 
+from flexengine.parallel import node_memory
 from flexengine.parallel.control import Control
-from flexengine.parallel.node_memory import HUGE_PAGE_BYTES, NodeMemory, _share
+from flexengine.parallel.node_memory import HUGE_PAGE_BYTES, NodeMemory, _share, locked_pieces
 from flexengine.parallel.ranks import Ranks
+from flexengine.schedule.slots import Slot, SlotKey, borders_of_slots
 
 MIB = 2**20
 PATHS = pytest.mark.parametrize("native", ["1", "0"], ids=["native", "python"])
@@ -126,3 +128,17 @@ def test_one_rank_needs_no_others():
     with memory:
         memory.tensor.fill_(3)
     assert mappings() == []
+
+
+def test_page_locking_is_cut_where_no_slot_is(monkeypatch):
+    """CUDA refuses copies across such a border, as an 8B model's loading, whose node has more than one piece, did."""
+    page = 4096
+    monkeypatch.setattr(node_memory, "LOCKED_PIECE_BYTES", 4 * page)
+    sizes = {0: page, page: 3 * page // 2, 3 * page: 5 * page, 8 * page: page, 9 * page: page, 10 * page: 2 * page}
+    slots = [Slot(SlotKey("weights", number, -1, "node"), *size, "") for number, size in enumerate(sizes.items())]
+    slots.append(slots[2].subslot(("piece", 0), page, page, ""))
+    borders = borders_of_slots(slots, "node")
+    assert borders == list(sizes)
+    assert locked_pieces(12 * page, borders) == [(n * page, m * page) for n, m in ((0, 3), (3, 8), (8, 12))]
+    assert locked_pieces(4 * page, borders) == [(0, 4 * page)]
+    assert locked_pieces(12 * page, [page + 256]) == [(0, 12 * page)]  # no border of a page

@@ -16,7 +16,6 @@ from fake_driver import FakeDriver, PlainStream, fake_driver
 
 from flexengine.native.transfer_operations import Record, WordValue
 from flexengine.parallel.signals import RAISED, Signals
-from flexengine.runtime import issue as issue_module
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.cpu_work import CpuWork
 from flexengine.runtime.executor import STREAM_SIGNALS_VARIABLE, CommandHooks, Executor
@@ -550,20 +549,6 @@ def test_streams_wait_where_the_driver_lets_them():
     assert found in (None, word.data_ptr())  # None: the native library is older than its sources
     driver.memory_operations(False)
     assert transfers.word_address(word.data_ptr()) is None
-
-
-def test_copies_do_not_cross_where_page_locking_was_cut(monkeypatch):
-    monkeypatch.setattr(issue_module, "LOCKED_PIECE_BYTES", 40)
-    driver = fake_driver()
-    node, _, ranks = two_ranks(driver)
-    node[:SLOT_BYTES] = torch.arange(SLOT_BYTES)
-    ranks[0].run(1)
-    driver.settle()
-    starts = [node.data_ptr() + 40 * number for number in range(4)]
-    for copy in driver.log():
-        for address in (copy.source, copy.target):
-            assert not any(address < start < address + copy.num_bytes for start in starts)
-    assert torch.equal(node[SLOT_BYTES : 2 * SLOT_BYTES], node[:SLOT_BYTES])
 
 
 @pytest.mark.parametrize("by", ["streams", "host", "host, as the driver cannot"])
