@@ -123,6 +123,9 @@ class Pump:
 
     def _run(self) -> None:
         try:
+            for tensor in (self._copy.target, self._copy.source):
+                if tensor.is_cuda:
+                    torch.cuda.set_device(tensor.device)
             batch = self._transfers.prepare([self._copy])
             resting, flying = [torch.cuda.Event(blocking=True) for _ in range(COPIES_IN_FLIGHT)], []
             while flying or not self._stop.is_set():

@@ -20,18 +20,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import mmap
-import os
 import random
-import re
-import socket
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,18 +31,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bench import rank_processes
 from bench.cpu_adamw import MODES, native_update, processor_name
 from bench.environment import write_json
+from bench.rank_hops import hops
+from bench.rank_processes import required, told
+from bench.shared_pages import KINDS, pages
 from flexengine.hardware.timing import cpu_timer
 from flexengine.models.registry import ModelSource, build_model
-from flexengine.native import allocate_host
-from flexengine.native.page_lock import lock_pages, unlock_pages
-from flexengine.native.shared_memory import map_shared
-from flexengine.native.transfer import open_transfers
-from flexengine.native.transfer_operations import Await, Raise, Record, WordValue
 from flexengine.optim import AdamW
-from flexengine.parallel.node_memory import NodeMemory
-from flexengine.parallel.signals import Signals
 from flexengine.parallel.team import Team, join, leave
 from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan, Request
 from flexengine.runtime.engine import Engine, EngineSettings
@@ -59,11 +48,8 @@ from flexengine.runtime.turns import RankGroup
 
 PARTS = ("train", "hops", "pages", "adamw")
 GIB = 2**30
-MADV_NOHUGEPAGE = 15
 ADAMW_MODE = "split master, float32 states, bf16 gradient"
 BF16 = Numerics("bfloat16", "split", "bfloat16", "float32")
-PINGS = 1000
-GIVE_UP_S = 280.0
 
 
 class Size(NamedTuple):
@@ -168,158 +154,6 @@ def digest_of(tensors: dict[str, Tensor]) -> str:
     return found.hexdigest()
 
 
-def hops(team: Team, device: torch.device) -> dict[str, Any]:
-    """Seconds of a signal from one rank to the other, by hosts, and by streams where they can."""
-    ranks, control, cells = team.ranks, team.control, 2
-    memory = NodeMemory.open(ranks, control, Signals.num_bytes(2, cells), page_locked=device.type == "cuda")
-    signals = Signals.over(memory.tensor, 2, cells, ranks.local_rank)
-    found = {"host_s": hop_of_hosts(team, signals)}
-    if device.type == "cuda":
-        found["stream_s"] = hop_of_streams(team, signals, device)
-    control.barrier()
-    memory.close()
-    return found
-
-
-def hop_of_hosts(team: Team, signals: Signals) -> float:
-    """Two hosts answer each other through cell 0."""
-    team.control.barrier()
-    start, other = time.perf_counter(), 1 - team.ranks.local_rank
-    for value in range(1, PINGS + 1):
-        if team.ranks.local_rank == 0:
-            signals.signal(0, value)
-            signals.wait(0, other, value)
-        else:
-            signals.wait(0, other, value)
-            signals.signal(0, value)
-    return (time.perf_counter() - start) / PINGS / 2
-
-
-def hop_of_streams(team: Team, signals: Signals, device: torch.device) -> float | None:
-    """Two streams answer each other through cell 1; None where they cannot."""
-    transfers, stream = open_transfers(device), torch.cuda.Stream(device)
-    row = team.ranks.local_rank
-    own, other = (transfers.word_address(signals.addresses(1, r)[0]) for r in (row, 1 - row))
-    if own is None or other is None:
-        return None
-    pair = [Raise(stream), Await(stream)] if row == 0 else [Await(stream), Raise(stream)]
-    [done] = transfers.create_events(1)
-    prepared = transfers.prepare([*pair * PINGS, Record(stream, done)])
-    words = [(own if isinstance(operation, Raise) else other, operation) for operation in pair]
-    for value in range(PINGS):
-        values = ((2 * value + i, WordValue(address, value + 1)) for i, (address, _) in enumerate(words))
-        transfers.set_words(prepared, values)
-    team.control.barrier()
-    start = time.perf_counter()
-    transfers.submit(prepared)
-    transfers.synchronize(done)
-    seconds = (time.perf_counter() - start) / PINGS / 2
-    transfers.close()
-    return seconds
-
-
-# ---- shared pages -----------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def shared_pages(num_bytes: int) -> Iterator[Tensor]:
-    """Memory as ranks share it."""
-    fd = os.memfd_create("bench")
-    try:
-        os.truncate(fd, num_bytes)
-        mapping = map_shared(fd, num_bytes, range(num_bytes))
-    finally:
-        os.close(fd)
-    try:
-        yield mapping.pages
-    finally:
-        mapping.detach()
-
-
-@contextmanager
-def small_shared_pages(num_bytes: int) -> Iterator[Tensor]:
-    """The same in pages of 4 KiB."""
-    fd = os.memfd_create("bench")
-    try:
-        os.truncate(fd, num_bytes)
-        mapping = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED)
-    finally:
-        os.close(fd)
-    mapping.madvise(MADV_NOHUGEPAGE)
-    pages = torch.frombuffer(mapping, dtype=torch.uint8)
-    pages.zero_()
-    yield pages
-
-
-@contextmanager
-def private_pages(num_bytes: int) -> Iterator[Tensor]:
-    """Memory of one rank."""
-    with allocate_host(num_bytes, page_locked=False) as buffer:
-        yield buffer.tensor
-
-
-KINDS = {"shared": shared_pages, "shared, small pages": small_shared_pages, "private": private_pages}
-
-
-def pages(device: torch.device, num_bytes: int) -> dict[str, Any]:
-    """Rates of mapping and touching, of page-locking, and of copies to the GPU."""
-    found: dict[str, Any] = {"bytes": num_bytes, "shmem_enabled": shmem_setting()}
-    for kind, make in KINDS.items():
-        start = time.perf_counter()
-        with make(num_bytes) as memory:
-            rates: dict[str, Any] = {"map_bytes_per_s": num_bytes / (time.perf_counter() - start)}
-            rates["huge_bytes"] = huge_bytes(memory.data_ptr())
-            if device.type == "cuda":
-                rates |= locked_rates(memory, device)
-            found[kind] = rates
-            print(f"pages, {kind}: " + told(rates), flush=True)
-            del memory
-    return found
-
-
-def locked_rates(memory: Tensor, device: torch.device) -> dict[str, float]:
-    """Bytes per second of page-locking, of giving that back, and of copies of 256 MiB in both directions."""
-    torch.cuda.synchronize(device)
-    address, num_bytes = memory.data_ptr(), memory.numel()
-    start = time.perf_counter()
-    lock_pages(address, num_bytes)
-    found = {"lock_bytes_per_s": num_bytes / (time.perf_counter() - start)}
-    on_gpu = torch.empty(min(num_bytes, 2**28), dtype=torch.uint8, device=device)
-    here = memory[: on_gpu.numel()]
-    for name, target, source in (("h2d", on_gpu, here), ("d2h", here, on_gpu)):
-        seconds = []
-        for _ in range(5):
-            torch.cuda.synchronize(device)
-            start = time.perf_counter()
-            target.copy_(source, non_blocking=True)
-            torch.cuda.synchronize(device)
-            seconds.append(time.perf_counter() - start)
-        found[f"{name}_bytes_per_s"] = on_gpu.numel() / min(seconds)
-    start = time.perf_counter()
-    unlock_pages(address)
-    return {**found, "unlock_bytes_per_s": num_bytes / (time.perf_counter() - start)}
-
-
-def huge_bytes(address: int) -> int:
-    """Bytes of huge pages in the mapping that an address lies in."""
-    inside = found = 0
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        span = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
-        if span:
-            inside = int(span[1], 16) <= address < int(span[2], 16)
-        elif inside and line.startswith(("AnonHugePages:", "ShmemPmdMapped:", "FilePmdMapped:")):
-            found += 1024 * int(line.split()[1])
-    return found
-
-
-def shmem_setting() -> str:
-    """Whether the kernel gives shared memory in huge pages: the setting in brackets."""
-    try:
-        return Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text().strip()
-    except OSError:
-        return "unknown"
-
-
 def adamw(numel: int, repeats: int = 9) -> dict[str, Any]:
     """Parameters per second of updates on each kind of memory; the kinds take turns, so that others' load is alike."""
     mode, updates = MODES[ADAMW_MODE], dict[str, Any]()
@@ -351,34 +185,9 @@ def adamw(numel: int, repeats: int = 9) -> dict[str, Any]:
 
 
 def run_ranks(part: str, count: int, args: argparse.Namespace, **environment: str) -> list[dict[str, Any]]:
-    """What each of `count` processes makes of a part. Raises: RuntimeError with what a failed one has printed."""
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-        found.close()
-        running = []
-        for rank in range(count):
-            numbers = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count}
-            numbers["MASTER_PORT"] = port
-            told = {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
-            command = [sys.executable, "-m", "bench.ranks_on_one_gpu", "--worker", part, "--device", args.device]
-            command += ["--out", f"{folder}/{rank}.json", *(["--small"] if args.small else [])]
-            with Path(folder, f"{rank}.log").open("w") as log:
-                process = subprocess.Popen(command, env={**os.environ, **told, **environment}, stdout=log, stderr=log)
-            running.append(process)
-        return [_outcome(rank, process, Path(folder)) for rank, process in enumerate(running)]
-
-
-def _outcome(rank: int, process: subprocess.Popen[bytes], folder: Path) -> dict[str, Any]:
-    try:
-        status: int | str = process.wait(GIVE_UP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        status = f"none within {GIVE_UP_S:.0f} s"
-    if status != 0:
-        text = "".join(path.read_text()[-3000:] for path in sorted(folder.glob("*.log")))
-        raise RuntimeError(f"rank {rank} ended with status {status}:\n{text}")
-    return json.loads((folder / f"{rank}.json").read_text())
+    """What each of `count` processes makes of a part. Raises: RuntimeError with what they have printed."""
+    flags = ["--worker", part, "--device", args.device, *(["--small"] if args.small else [])]
+    return rank_processes.run_ranks("bench.ranks_on_one_gpu", flags, count, environment=environment)
 
 
 def work(args: argparse.Namespace) -> None:
@@ -397,22 +206,9 @@ def work(args: argparse.Namespace) -> None:
     leave()
 
 
-def required(team: Team | None) -> Team:
-    """The team of several ranks."""
-    assert team is not None, "one rank sends no signals"
-    return team
-
-
 def size_of(args: argparse.Namespace) -> Size:
     """A small model on a CPU."""
     return SMALL if args.small or args.device == "cpu" else EIGHT_B
-
-
-def told(values: dict[str, Any]) -> str:
-    """Values in one line."""
-    return ", ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
-    )
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:

@@ -31,6 +31,9 @@ _LEAVE_S = 5.0
 _NEWS_S = 1.0  # until what has closed a connection is known
 _NEWS_OF_NODES_S = 7.0
 
+_WITHOUT_WATCHDOG = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
+"""Read by torch where a group of NCCL is made: no thread looks after its calls then."""
+
 _openings = itertools.count()
 
 
@@ -56,6 +59,7 @@ class Control:
         self._broken = False
         self._timeout_s = timeout_s
         self._calls = 0
+        self._names = itertools.count()
 
     @staticmethod
     def open(ranks: Ranks, timeout_s: float = TIMEOUT_S) -> Control:
@@ -65,7 +69,7 @@ class Control:
     def close(self) -> None:
         """Leave the group with the others, unless a rank was lost; later calls raise."""
         if self._group is not None and not self._broken:
-            self._group.leave(self.ranks)
+            self._group.leave("left", self.ranks.rank, self.ranks.size)
         self._group = None
         self.check_lost = None
 
@@ -164,35 +168,52 @@ class Control:
         own = torch.zeros(num_bytes, dtype=torch.uint8)
         own[: len(data)] = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
         rows = [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(self.ranks.size)]
-        with self._telling_of_lost_ranks():
+        with self.telling_of_lost_ranks():
             self._wait(self._group.gloo.allgather([rows], [own]))
         return [_bytes(row) for row in rows]
 
     def link(self, name: str, rank: int, size: int) -> Any:
         """A gloo group of some of the ranks for larger data: this one is `rank` of `size`. See `wait`.
 
-        The ranks of each group give it the same name, and make the call together.
+        The ranks of each group give it the same name. All ranks make the call together.
         """
-        from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo  # noqa: PLC0415
+        from torch.distributed.distributed_c10d import ProcessGroupGloo  # noqa: PLC0415
 
-        assert self._group is not None, "one rank asks nobody"
-        with self._telling_of_lost_ranks():
-            store = PrefixStore(name, self._group.store)
-            return ProcessGroupGloo(store, rank, size, timedelta(seconds=self._timeout_s))
+        with self.telling_of_lost_ranks():
+            return ProcessGroupGloo(self._store_of_link(name), rank, size, timedelta(seconds=self._timeout_s))
 
     def nccl_link(self, name: str, rank: int, size: int) -> Any:
-        """The same between GPUs, each rank's being torch's current device."""
-        from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupNCCL  # noqa: PLC0415, not in every build
+        """The same between GPUs, each rank's being torch's current device.
 
-        assert self._group is not None, "one rank asks nobody"
-        with self._telling_of_lost_ranks():
+        Without threads of torch that look after calls: on an error they would end the process, and wait for a minute
+        before. Calls have to be made with `asyncOp` off, as work of the current stream; there is nothing to wait for.
+        """
+        from torch.distributed.distributed_c10d import ProcessGroupNCCL  # noqa: PLC0415, not in every build
+
+        with self.telling_of_lost_ranks(), _environment(_WITHOUT_WATCHDOG):
             options = ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=self._timeout_s)
-            return ProcessGroupNCCL(PrefixStore(name, self._group.store), rank, size, options)
+            return ProcessGroupNCCL(self._store_of_link(name), rank, size, options)
+
+    def _store_of_link(self, name: str) -> Any:
+        """A store that no earlier link has left its addresses in."""
+        from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415
+
+        assert self._group is not None, "one rank asks nobody"
+        return PrefixStore(self.unique(name), self._group.store)
+
+    def unique(self, name: str) -> str:
+        """A name that nothing else in the store has, the same on all ranks, which make this call together."""
+        return f"{name}/{next(self._names)}"
+
+    def leave_link(self, name: str, rank: int, size: int) -> None:
+        """Wait a little until all ranks of a link are here, unless one is lost. name: a unique one."""
+        if self._group is not None:
+            self._group.leave(f"left {name}/", rank, size, self.check_lost)
 
     def wait(self, work: Any) -> None:
         """Wait for a call of a linked group. Raises: RankError when a rank is lost or does not come."""
-        with self._telling_of_lost_ranks():
+        with self.telling_of_lost_ranks():
             self._wait(work)
 
     def store_for_another_thread(self) -> Any:
@@ -201,7 +222,7 @@ class Control:
         return self._group.store.clone()
 
     @contextmanager
-    def _telling_of_lost_ranks(self) -> Iterator[None]:
+    def telling_of_lost_ranks(self) -> Iterator[None]:
         """Turn an error of gloo into a RankError, which says which rank is lost where a watch knows."""
         try:
             yield
@@ -230,6 +251,21 @@ class Control:
                     self.check_lost()
                 time.sleep(min(_NAP_S * (1 + waited_s), 0.01))
         work.wait()
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Have variables of the environment within the block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _bytes(row: Tensor) -> bytes:
@@ -272,14 +308,19 @@ class _Group(NamedTuple):
     gloo: Any
     store: Any
 
-    def leave(self, ranks: Ranks) -> None:
-        """Wait a little until all leave: one that ends earlier may take data with it that another has yet to read."""
+    def leave(self, word: str, rank: int, size: int, check_lost: Callable[[], object] | None = None) -> None:
+        """Wait a little until all leave: one that ends earlier may take data with it that another has yet to read.
+
+        word: under which each rank says so. check_lost: raises when nobody needs to be waited for any more.
+        """
         end_s = time.monotonic() + _LEAVE_S
         try:
-            self.store.set(f"left{ranks.rank}", "")
-            while not self.store.check([f"left{rank}" for rank in range(ranks.size)]) and time.monotonic() < end_s:
+            self.store.set(f"{word}{rank}", "")
+            while not self.store.check([f"{word}{other}" for other in range(size)]) and time.monotonic() < end_s:
+                if check_lost is not None:
+                    check_lost()
                 time.sleep(_NAP_S)
-        except RuntimeError:  # the store is gone with its owner, who has seen all leave
+        except RuntimeError:  # a rank is lost, or the store is gone with its owner, who has seen all leave
             return
 
 

@@ -94,7 +94,9 @@ class Executor:
         if self.on_cuda:
             self.streams = {
                 Stream.COMPUTE: torch.cuda.current_stream(device),
-                **{stream: torch.cuda.Stream(device) for stream in (*DIRECTIONS, Stream.COMM)},
+                **{stream: torch.cuda.Stream(device) for stream in DIRECTIONS},
+                # first: a GPU whose collective waits behind long products keeps those of all others waiting
+                Stream.COMM: torch.cuda.Stream(device, priority=-1),
             }
             self._transfers = open_transfers(device)
             [self._zero] = self._transfers.create_events(1, timing=True)

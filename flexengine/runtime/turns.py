@@ -174,7 +174,7 @@ class Turns:
         What another rank has told is passed on as it is: a third may see this rank's message first.
         """
         if self.collectives is not None:
-            self.collectives.close()
+            self.collectives.abort()
         end = self._signals if self._watch is None else self._watch
         own = f"rank {self.ranks.rank}: {type(error).__name__}: {error}"
         end.abort(str(error) if isinstance(error, RankLost) else own)
