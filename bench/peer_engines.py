@@ -1,0 +1,332 @@
+"""Trains one model with another engine in this process: what `bench/peers.py` starts and compares.
+
+hf-liger: transformers with Liger kernels, bf16 weights and AdamW states, all on the GPU. peft-liger: the same with
+LoRA adapters on a frozen model. fsdp2-offload: `fully_shard` per block with `CPUOffloadPolicy`, float32 weights and
+states on the host, bf16 on the GPU. deepspeed-zero3: ZeRO-3 with parameters and optimizer on the host and
+DeepSpeedCPUAdam. Weights are random, attention is torch's.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bench.plan_accuracy import write_config
+from flexengine.hardware.memory_usage import GpuMemoryMeter
+
+GIB = 2**30
+RESIDENT, OFFLOADED = ("hf-liger", "peft-liger"), ("fsdp2-offload", "deepspeed-zero3")
+ATTENTION = {
+    "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH],
+    "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH],
+}
+"""Kernels of torch's attention in the order in which they are tried."""
+LORA_RANK, LORA_ALPHA = 16, 32
+FILL_ELEMENTS = 1 << 26
+NO_LOGITS, NO_LIGER = "all", "none"
+
+
+class Setting(NamedTuple):
+    """One run of an engine. tokens: per step and GPU. micro_batches: sequences at once, of which the first that fit
+    are timed.
+
+    liger: "all" kernels, "no-loss" (logits are made, and torch's loss is taken), "loss" (its fused linear loss alone),
+    or "none". adapter_dtype: of LoRA adapters; float32 ones are multiplied under autocast, as peft's users do.
+    """
+
+    engine: str
+    preset: str
+    layers: int | None
+    seq_len: int
+    tokens: int
+    micro_batches: tuple[int, ...]
+    tries: int
+    recompute: bool
+    liger: str
+    attention: str
+    adapter_dtype: str
+    cap_gib: float | None
+    device: str
+    ranks: int
+    warmup: int
+    steps: int
+    lr: float
+
+
+class Trainer(NamedTuple):
+    """An engine that is ready: how it gets gradients of some sequences, and how it updates.
+
+    backward: adds the gradients of the mean loss of sequences, times a share, and returns that loss.
+    """
+
+    backward: Callable[[Tensor, float], Tensor]
+    update: Callable[[], None]
+    drop_gradients: Callable[[], None]
+
+
+def rank() -> int:
+    """The number of this process among those of its run."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def measure(setting: Setting) -> dict:
+    """Build the engine and time the largest micro-batches that fit. Raises: what the engine raises."""
+    device = torch.device(setting.device, rank()) if setting.device == "cuda" else torch.device("cpu")
+    meter = GpuMemoryMeter(device)  # before CUDA begins
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        if setting.cap_gib is not None:
+            total_bytes = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, setting.cap_gib * GIB / total_bytes), device)
+    began_s = time.perf_counter()
+    trainer, vocab_size = build(setting, device)
+    build_s = time.perf_counter() - began_s
+    generator = torch.Generator().manual_seed(rank())
+    shape = (setting.tokens // setting.seq_len, setting.seq_len)
+    batch = torch.randint(0, vocab_size, shape, generator=generator).to(device)
+    with sdpa_kernel(ATTENTION[setting.attention], set_priority=True):
+        rows = timed_micro_batches(setting, trainer, batch, meter)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    if not rows:
+        raise MemoryError(f"no micro-batch of {setting.micro_batches} sequences fits")
+    best = max(rows, key=lambda row: row["tokens_per_s"])
+    return {**best, "tried": rows, "build_s": build_s}
+
+
+def timed_micro_batches(setting: Setting, trainer: Trainer, batch: Tensor, meter: GpuMemoryMeter) -> list[dict]:
+    """A row for each of the first micro-batches that fit. Of several ranks all must fit the first one."""
+    if setting.engine in OFFLOADED:
+        return [timed(setting, trainer, batch, setting.micro_batches[0], meter)]
+    rows = list[dict]()
+    trainer.backward(batch[:1], 1.0)
+    trainer.update()  # makes the optimizer's states, so that later attempts see them
+    for micro in setting.micro_batches:
+        row = None
+        try:
+            row = timed(setting, trainer, batch, micro, meter)
+        except torch.OutOfMemoryError:
+            print(f"{setting.engine}: micro-batches of {micro} sequences do not fit", flush=True)
+        if row is None:  # outside of the handler, which holds the frames and with them the activations
+            trainer.drop_gradients()
+            free_cache()
+            continue
+        rows.append(row)
+        if len(rows) == setting.tries:
+            break
+    return rows
+
+
+def timed(setting: Setting, trainer: Trainer, batch: Tensor, micro: int, meter: GpuMemoryMeter) -> dict:
+    """Steps on the same batch again and again: warm-up, then those that count."""
+    free_cache()
+    meter.start()
+    losses, seconds = [], []
+    for _ in range(setting.warmup + setting.steps):
+        wait(batch.device)
+        begin = time.perf_counter()
+        losses.append(train_step(trainer, batch, micro))
+        wait(batch.device)
+        seconds.append(time.perf_counter() - begin)
+        if rank() == 0:
+            print(f"{setting.engine}, {micro} sequences: loss {losses[-1]:.4f}, {seconds[-1]:.2f} s", flush=True)
+    peak_bytes = meter.stop()
+    step_s = statistics.median(seconds[setting.warmup :])
+    return {
+        "micro_batch": micro,
+        "tokens_per_s": setting.tokens * setting.ranks / step_s,
+        "step_s": step_s,
+        "steps_s": seconds[setting.warmup :],
+        "losses": losses,
+        "loss_finite": all(map(math.isfinite, losses)),
+        "gpu_peak_gib": None if peak_bytes is None else peak_bytes / GIB,
+    }
+
+
+def train_step(trainer: Trainer, batch: Tensor, micro: int) -> float:
+    """One update over the batch, so many sequences at a time; returns the mean loss."""
+    total = torch.zeros((), device=batch.device)
+    for part in batch.split(micro):
+        share = len(part) / len(batch)
+        total += trainer.backward(part, share).float() * share
+    trainer.update()
+    return total.item()
+
+
+def wait(device: torch.device) -> None:
+    """Wait for the device, and for the other ranks."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def free_cache() -> None:
+    """Give what torch's allocator keeps back to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# ---- engines ---------------------------------------------------------------------------------------------------------
+
+
+def build(setting: Setting, device: torch.device) -> tuple[Trainer, int]:
+    """The engine of a setting, and the size of the vocabulary."""
+    from transformers import AutoConfig  # noqa: PLC0415 (an import that takes seconds)
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(setting.preset, setting.layers, Path(folder), {"use_cache": False})
+        config = AutoConfig.from_pretrained(folder)
+    config.pad_token_id = None
+    if setting.liger != NO_LIGER:
+        apply_liger(config.model_type, setting.liger)
+    builders = {"fsdp2-offload": fsdp2_trainer, "deepspeed-zero3": deepspeed_trainer}
+    return builders.get(setting.engine, resident_trainer)(setting, config, device), config.vocab_size
+
+
+def apply_liger(model_type: str, which: str) -> None:
+    """Have transformers build models of this type with Liger's kernels."""
+    options: dict[str, bool] = {}
+    if which == "no-loss":
+        options = {"fused_linear_cross_entropy": False, "cross_entropy": True}
+    if which == "loss":
+        options = {"rms_norm": False, "rope": False, "swiglu": False}
+    import_module("liger_kernel.transformers.monkey_patch")._apply_liger_kernel(model_type, **options)
+
+
+def make_model(config: Any, dtype: torch.dtype, recompute: bool, reentrant: bool = False) -> Any:
+    """A model of transformers with random weights, on torch's default device."""
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 (an import that takes seconds)
+
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    return model.train()
+
+
+def resident_trainer(setting: Setting, config: Any, device: torch.device) -> Trainer:
+    """Weights, gradients and states on the GPU; adapters alone are trained by peft-liger."""
+    with device:
+        model = make_model(config, torch.bfloat16, setting.recompute)
+        autocast: Callable[[], AbstractContextManager] = nullcontext
+        if setting.engine == "peft-liger":
+            model = with_adapters(model, setting)
+        if setting.adapter_dtype == "float32" and setting.engine == "peft-liger":
+            autocast = lambda: torch.autocast(device.type, torch.bfloat16)  # noqa: E731
+    return torch_trainer(model, setting.lr, autocast)
+
+
+def with_adapters(model: Any, setting: Setting) -> Any:
+    """The model with LoRA adapters on every linear layer but the head."""
+    from peft import LoraConfig, get_peft_model  # noqa: PLC0415 (an import that takes seconds)
+
+    lora = LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(model, lora, autocast_adapter_dtype=setting.adapter_dtype == "float32")
+    dtypes = {str(p.dtype) for p in model.parameters() if p.requires_grad}
+    assert dtypes == {f"torch.{setting.adapter_dtype}"}, dtypes
+    return model.train()
+
+
+def torch_trainer(model: Any, lr: float, autocast: Callable[[], AbstractContextManager] = nullcontext) -> Trainer:
+    """A model that torch's fused AdamW updates."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=lr, fused=True)
+
+    def backward(ids: Tensor, share: float) -> Tensor:
+        with autocast():
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        (loss * share).backward()
+        return loss.detach()
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return Trainer(backward, update, lambda: optimizer.zero_grad(set_to_none=True))
+
+
+def fsdp2_trainer(setting: Setting, config: Any, device: torch.device) -> Trainer:
+    """Float32 weights and states of each rank's shard on the host; a block at a time in bf16 on the GPU."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard  # noqa: PLC0415
+
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    with torch.device("meta"):
+        model = make_model(config, torch.float32, setting.recompute)
+    options = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda"),
+    }
+    for block in model.model.layers:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)  # its buffers were on meta
+    for parameter in model.parameters():
+        fill(parameter.to_local(), config.initializer_range if parameter.dim() > 1 else 0.0, device)
+    return torch_trainer(model, setting.lr)
+
+
+def fill(shard: Tensor, std: float, device: torch.device) -> None:
+    """Draw a part of a matrix on the GPU, which is faster than on the host; a norm (std 0) becomes ones."""
+    with torch.no_grad():
+        if not std:
+            shard.fill_(1.0)
+            return
+        for piece in shard.view(-1).split(FILL_ELEMENTS):
+            piece.copy_(torch.empty(piece.numel(), device=device).normal_(0.0, std))
+
+
+def deepspeed_config(setting: Setting) -> dict[str, Any]:
+    """ZeRO-3 with everything on the host that it can put there; what is not named has DeepSpeed's default."""
+    micro, offload = setting.micro_batches[0], {"device": "cpu", "pin_memory": setting.device == "cuda"}
+    return {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": setting.tokens // setting.seq_len // micro,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": offload,
+            "offload_optimizer": offload,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+        },
+        "optimizer": {"type": "AdamW", "params": {"lr": setting.lr, "torch_adam": False, "adam_w_mode": True}},
+        "steps_per_print": 1 << 30,
+    }
+
+
+def deepspeed_trainer(setting: Setting, config: Any, device: torch.device) -> Trainer:
+    """DeepSpeed's engine. It divides losses by the number of micro-batches, and updates after the last of them."""
+    deepspeed = import_module("deepspeed")
+    deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo")
+    options = deepspeed_config(setting)
+    with deepspeed.zero.Init(config_dict_or_path=options, dtype=torch.bfloat16):
+        model = make_model(config, torch.bfloat16, setting.recompute, reentrant=True)
+    for parameter in model.parameters():  # its own values are gone before transformers draws them
+        fill(parameter.ds_tensor, config.initializer_range if len(parameter.ds_shape) > 1 else 0.0, device)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=options)
+
+    def backward(ids: Tensor, _share: float) -> Tensor:
+        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return Trainer(backward, lambda: None, lambda: None)

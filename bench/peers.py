@@ -1,0 +1,280 @@
+"""How fast do other engines train the same model? One process per run, or one per GPU; best of the settings that fit.
+
+    python -m bench.peers --engines hf-liger peft-liger --preset llama-3.2-3b --json out.json
+    python -m bench.peers --engines fsdp2-offload deepspeed-zero3 --ranks 2 --cap-gib 24 --json out.json
+    python -m bench.peers --device cpu --preset tiny-llama3-50m --layers 2 --seq-len 32 --tokens-per-step 128
+
+The work is that of `bench/step.py`: random weights, one batch of random sequences of full length repeated every step,
+AdamW without clipping. Per run: tokens/s of all GPUs (median of the steps after the warm-up), the most GPU memory that
+NVML shows for a process, host memory (of the whole machine, above what was in use before, and as the sum of resident
+sets, which leave out what the driver page-locks), settings and versions. `bench/peer_engines.py` says what the engines
+are. A run that fails is recorded with its error, and the others go on. Resident engines try micro-batches from large to
+small, without and with recomputation; offloaded ones run once per micro-batch, with recomputation, and once more
+without Liger's fused loss if none of these succeeded. `--cap-gib` limits torch's allocator; the CUDA context and NCCL
+come on top.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from bench.environment import write_json
+from bench.peer_engines import ATTENTION, GIB, OFFLOADED, RESIDENT, Setting, measure
+
+MICRO_BATCHES = {"resident": (32, 16, 8, 4, 2, 1), "offloaded": (16, 8, 4)}
+PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "peft", "accelerate", "deepspeed")
+SAMPLE_S = 0.2
+ERROR_CHARACTERS = 3000
+
+
+def settings_of(args: argparse.Namespace, engine: str) -> list[Setting]:
+    """The runs of an engine, in order."""
+    offloaded = engine in OFFLOADED
+    count = args.tokens_per_step // args.seq_len
+    usual = MICRO_BATCHES["offloaded" if offloaded else "resident"]
+    sizes = tuple(n for n in args.micro_batches or usual if n <= count and count % n == 0)
+    if not sizes:
+        raise SystemExit(f"no micro-batch of {args.micro_batches or usual} divides {count} sequences per step")
+    setting = Setting(
+        engine=engine,
+        preset=args.preset,
+        layers=args.layers,
+        seq_len=args.seq_len,
+        tokens=args.tokens_per_step,
+        micro_batches=sizes,
+        tries=args.tries,
+        recompute=offloaded,
+        liger=args.liger if args.device == "cuda" or args.liger == "loss" else "none",
+        attention=args.attention,
+        adapter_dtype=args.adapter_dtype,
+        cap_gib=args.cap_gib,
+        device=args.device,
+        ranks=args.ranks if offloaded else 1,
+        warmup=args.warmup,
+        steps=args.steps,
+        lr=args.lr,
+    )
+    if offloaded:
+        return [setting._replace(micro_batches=(size,)) for size in sizes]
+    return [setting._replace(recompute=recompute) for recompute in args.recompute]
+
+
+class HostMemory:
+    """Samples host memory while processes run: of the machine above what it had in use, and their resident sets."""
+
+    def __init__(self) -> None:
+        self._before_bytes = _used_bytes()
+        self.system_bytes = self.resident_bytes = 0
+
+    def sample(self, pids: list[int]) -> None:
+        """Raise both peaks by what is in use now."""
+        self.system_bytes = max(self.system_bytes, _used_bytes() - self._before_bytes)
+        resident_bytes = 0
+        for pid in pids:
+            try:
+                process = psutil.Process(pid)
+                resident_bytes += sum(p.memory_info().rss for p in (process, *process.children(recursive=True)))
+            except psutil.Error:
+                continue  # it has ended
+        self.resident_bytes = max(self.resident_bytes, resident_bytes)
+
+
+def _used_bytes() -> int:
+    memory = psutil.virtual_memory()
+    return memory.total - memory.available
+
+
+class Finished(NamedTuple):
+    """How the processes of a run ended: their exit statuses (None: stopped) and the end of what they wrote."""
+
+    statuses: list[int | None]
+    errors: list[str]
+    timed_out: bool
+
+
+def run(setting: Setting, limit_s: float) -> dict:
+    """Start the processes of a setting, wait for them and return the row: the figures, or `failed` with the reason."""
+    began_s, host = time.perf_counter(), HostMemory()
+    with tempfile.TemporaryDirectory() as folder:
+        ended = _run_ranks(setting, Path(folder), limit_s, host)
+        found = [_read(Path(folder) / f"{rank}.json") for rank in range(setting.ranks)]
+    row = {
+        **setting._asdict(),
+        "wall_s": time.perf_counter() - began_s,
+        "host_system_gib": host.system_bytes / GIB,
+        "host_resident_gib": host.resident_bytes / GIB,
+    }
+    if ended.timed_out:
+        return {**row, "failed": f"stopped after {limit_s:g} s\n{ended.errors[0]}"}
+    results = [result for result in found if result is not None]
+    if any(ended.statuses) or len(results) < setting.ranks:
+        first = next((i for i, status in enumerate(ended.statuses) if status not in (0, None)), 0)
+        return {**row, "failed": ended.errors[first]}
+    peaks = [result["gpu_peak_gib"] for result in results if result["gpu_peak_gib"] is not None]
+    return {**row, **results[0], "gpu_peak_gib": max(peaks, default=None)}
+
+
+def _run_ranks(setting: Setting, folder: Path, limit_s: float, host: HostMemory) -> Finished:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes, logs = [], []
+    for rank in range(setting.ranks):
+        command = [sys.executable, "-m", "bench.peers", "--one", json.dumps(setting), "--out", f"{folder}/{rank}.json"]
+        logs.append((folder / f"{rank}.log").open("w+", encoding="utf-8", errors="replace"))
+        output = None if rank == 0 else logs[-1]
+        environment = _environment(setting, rank, port)
+        processes.append(
+            subprocess.Popen(command, env=environment, stdout=output, stderr=logs[-1], start_new_session=True)
+        )
+    deadline_s, timed_out = time.perf_counter() + limit_s, False
+    while any(p.poll() is None for p in processes):
+        timed_out = time.perf_counter() > deadline_s
+        if timed_out or any(p.poll() for p in processes):
+            break  # the others would wait for a rank that failed
+        host.sample([p.pid for p in processes])
+        time.sleep(SAMPLE_S)
+    if not timed_out:
+        _let_end(processes)
+    statuses = [p.poll() for p in processes]
+    for process in processes:
+        _stop(process)
+    return Finished(statuses, [_tail(log) for log in logs], timed_out)
+
+
+def _let_end(processes: list[subprocess.Popen], wait_s: float = 3.0) -> None:
+    """Give the other ranks a moment to say what went wrong with them."""
+    deadline_s = time.perf_counter() + wait_s
+    while any(p.poll() is None for p in processes) and time.perf_counter() < deadline_s:
+        time.sleep(0.05)
+
+
+def _stop(process: subprocess.Popen) -> None:
+    """End a process and those that it started, which are a session of their own."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _environment(setting: Setting, rank: int, port: int) -> dict[str, str]:
+    """What torchrun sets, the cores of a rank, and an allocator that fragments less."""
+    named = {
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": setting.ranks, "LOCAL_WORLD_SIZE": setting.ranks,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        "OMP_NUM_THREADS": max(1, (os.cpu_count() or 1) // setting.ranks), "HF_HUB_OFFLINE": 1,
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TOKENIZERS_PARALLELISM": "false",
+        "DS_ACCELERATOR": setting.device, "DS_SKIP_CUDA_CHECK": 1,
+        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", f"{tempfile.gettempdir()}/peers-extensions"),
+    }  # fmt: skip
+    return {**os.environ, **{name: str(value) for name, value in named.items()}}
+
+
+def _tail(log) -> str:
+    log.seek(0)
+    text = log.read().strip()
+    log.close()
+    return text[-ERROR_CHARACTERS:] or "it ended without a word"
+
+
+def _read(path: Path) -> dict | None:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def runs_of(args: argparse.Namespace, engine: str) -> list[dict]:
+    """The rows of an engine; printed as they come."""
+    rows = []
+    for setting in settings_of(args, engine):
+        rows.append(run(setting, args.limit_s))
+        print(line(rows[-1]), flush=True)
+    if engine in OFFLOADED and args.device == "cuda" and args.liger == "all" and all("failed" in r for r in rows):
+        last = settings_of(args, engine)[-1]._replace(liger="no-loss")
+        rows.append(run(last, args.limit_s))
+        print(line(rows[-1]), flush=True)
+    return rows
+
+
+def line(row: dict) -> str:
+    """One run in words."""
+    recompute = "recomputing" if row["recompute"] else "without recomputing"
+    cap = "" if row["cap_gib"] is None else f", cap {row['cap_gib']:g} GiB"
+    start = f"{row['engine']} {row['preset']}, {row['ranks']} GPU(s){cap}, {recompute}, liger {row['liger']}"
+    if "failed" in row:
+        return f"{start}, micro-batches {list(row['micro_batches'])}: FAILED: {row['failed'].splitlines()[-1][:200]}"
+    memory = f"host {row['host_system_gib']:.1f} GiB (resident sets {row['host_resident_gib']:.1f})"
+    gpu = "-" if row["gpu_peak_gib"] is None else f"{row['gpu_peak_gib']:.2f}"
+    return (
+        f"{start}, micro-batch {row['micro_batch']}: {row['tokens_per_s']:.0f} tokens/s, step {row['step_s']:.2f} s, "
+        f"GPU {gpu} GiB, {memory}"
+    )
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of the packages that engines are made of; None for those that are missing."""
+    found: dict[str, str | None] = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="+", choices=[*RESIDENT, *OFFLOADED], default=list(RESIDENT))
+    parser.add_argument("--preset", default="llama-3.1-8b", help="name of a preset of transformers' architectures")
+    parser.add_argument("--layers", type=int, default=None, help="so many of the model's layers")
+    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--tokens-per-step", type=int, default=65536, help="per GPU")
+    parser.add_argument("--micro-batches", nargs="+", type=int, default=None, help="sequences at once, large to small")
+    parser.add_argument("--tries", type=int, default=2, help="time so many micro-batches that fit, and take the best")
+    parser.add_argument("--recompute", nargs="+", choices=["off", "on"], default=["off", "on"], help="resident engines")
+    parser.add_argument("--liger", choices=["all", "no-loss", "loss", "none"], default="all", help="Liger's kernels")
+    parser.add_argument("--attention", choices=list(ATTENTION), default="cudnn", help="torch's kernel tried first")
+    parser.add_argument("--adapter-dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--cap-gib", type=float, default=None, help="limit of torch's allocator on each GPU")
+    parser.add_argument("--ranks", type=int, default=2, help="GPUs of fsdp2-offload and deepspeed-zero3")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--limit-s", type=float, default=240.0, help="stop a run after so many seconds")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    parser.add_argument("--json", default=None, help="write the figures to this file")
+    args = parser.parse_args()
+    args.recompute = [choice == "on" for choice in args.recompute]
+    return args
+
+
+def main() -> None:
+    args = parse()
+    if args.one:
+        values = json.loads(args.one)
+        setting = Setting(*values)
+        Path(args.out).write_text(json.dumps(measure(setting._replace(micro_batches=tuple(setting.micro_batches)))))
+        return
+    rows: list[dict] = []
+    for engine in args.engines:
+        rows += runs_of(args, engine)
+        ran = [row for row in rows if row["engine"] == engine and "failed" not in row]
+        best = max(ran, key=lambda row: row["tokens_per_s"], default=None)
+        print(f"best of {engine}: {line(best) if best else 'none ran'}", flush=True)
+        write_json(args.json, {"versions": versions(), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
