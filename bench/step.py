@@ -130,15 +130,23 @@ def peaks_of_all(team: Team | None, peaks: MemoryPeaks, shared_bytes: int) -> Me
     return MemoryPeaks(max(gpu, default=None), host)
 
 
-def digest_of(tensors: dict[str, Tensor]) -> str:
-    """A digest of names and bytes, made by many threads."""
+def digest_of_masters(engine: Engine) -> str:
+    """A digest of all weights and of what they lack of their masters, as they are stored, made by many threads."""
+    engine.executor.synchronize()
+    layout = engine.layout
+    stored = [(kind, group) for kind in ("weights", "remainder") for group in range(len(layout.groups))]
 
-    def of_one(name: str) -> bytes:
-        data = tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy()
-        return hashlib.blake2b(name.encode() + data.tobytes(), digest_size=16).digest()
+    def of_one(plane: tuple[str, int]) -> bytes:
+        kind, group = plane
+        num_bytes = layout.groups[group].plane_bytes.get(kind, 0)
+        if not num_bytes:
+            return b""
+        slot = layout.slots[layout.plane_slot(kind, group)]
+        data = engine.arenas.view(slot, 0, (num_bytes,), torch.uint8).cpu().numpy()
+        return hashlib.blake2b(data.data, digest_size=16).digest()
 
     with ThreadPoolExecutor(16) as pool:
-        return hashlib.blake2b(b"".join(pool.map(of_one, sorted(tensors))), digest_size=16).hexdigest()
+        return hashlib.blake2b(b"".join(pool.map(of_one, stored)), digest_size=16).hexdigest()
 
 
 def run_cap(args: argparse.Namespace, cap_gib: float | None, first: bool = True) -> dict:
@@ -155,7 +163,7 @@ def run_cap(args: argparse.Namespace, cap_gib: float | None, first: bool = True)
     shape = (job.max_global_batch_tokens // job.max_seq_len, job.max_seq_len)
     batch = torch.randint(0, engine.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     timed = timed_steps(engine, batch, args.warmup, args.steps, say)
-    digest = digest_of(engine.state_dict()) if args.digest else None
+    digest = digest_of_masters(engine) if args.digest else None
     busy_s = measured_busy_s(engine, batch) if args.streams else {}
     plan = engine.plan
     peaks = peaks_of_all(planned.team, engine.memory_peaks(), plan.predicted.shared_host_bytes)
