@@ -48,10 +48,10 @@ def with_ranks_at_work(
 ) -> HardwareProfile:
     """The profile that one rank has measured, with what all ranks reach at once, remembered or measured in seconds.
 
-    Ranks on CPUs, and those of which two share a GPU, keep the profile. All ranks make this call together and get the
-    same. Raises: on all ranks, what one raises.
+    Ranks on CPUs, those of which two share a GPU, and one on each node keep the profile. All ranks make this call
+    together and get the same. Raises: on all ranks, what one raises.
     """
-    if not has_own_gpus(team, device):
+    if team.ranks.local_size == 1 or not has_own_gpus(team, device):
         return profile
     ranks, control = team.ranks, team.control
     path = node_path(device, dtype, ranks.local_size, ranks.nodes)

@@ -95,6 +95,19 @@ def _memory(profile: HardwareProfile) -> dict[str, int]:
     return {name: getattr(profile, name) for name in names}
 
 
+def without(rank: int) -> bool:
+    team = join()
+    assert team is not None
+    found = node_probe.with_ranks_at_work(CARD, team, torch.device("cpu"), torch.bfloat16)
+    leave()
+    return found is CARD
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_ranks_on_cpus_and_one_on_each_node_keep_the_profile(nodes):
+    assert values_of(run_ranks(without, 2, nodes=nodes)) == [True, True]
+
+
 def failing(rank: int, cache: Path) -> str:
     fake, team = Fake(rank, fails=rank == 1), join()
     assert team is not None
