@@ -13,7 +13,7 @@ import torch
 from torch.cuda import nccl
 
 from bench.rank_processes import save
-from flexengine.hardware.memory_usage import gpu_used_bytes
+from flexengine.hardware.memory_usage import gpu_used_bytes, resident_bytes
 from flexengine.hardware.nodes import NCCL_BYTES
 from flexengine.hardware.timing import ISSUE_S, MOST_SHORT_CALLS, hold_stream
 from flexengine.parallel.collectives import Collectives
@@ -239,7 +239,8 @@ class Bench:
         self.team.control.barrier()
         free, total = torch.cuda.mem_get_info(self.device)
         held = torch.cuda.memory_reserved(self.device)
-        found = {"of_process": gpu_used_bytes(self.device) - held, "of_gpu": total - free - held}
+        found: dict[str, Any] = {"of_process": gpu_used_bytes(self.device) - held, "of_gpu": total - free - held}
+        found["resident_on_host"] = resident_bytes()
         self.team.control.barrier()
         return found
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
 
@@ -23,6 +23,7 @@ from flexengine.lora import LoRA
 from flexengine.models.group_factors import group_factors
 from flexengine.models.registry import ModelSource, open_initial
 from flexengine.native.host_memory import gpu_numa_node
+from flexengine.node_probe import with_ranks_at_work
 from flexengine.optim import OPTIMIZERS, AdamW, Optimizer, name_of
 from flexengine.options import options_of
 from flexengine.parallel.cores import take_cores
@@ -51,6 +52,8 @@ from flexengine.runtime.turns import RankGroup
 from flexengine.runtime.weight_store import check_checkpoint
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -178,14 +181,18 @@ def prepare_job(
     team = join()
     if team is None:
         opened = _open(path_or_preset, job, None)
-        profile, plan = _measure_and_plan(opened, hardware, Ranks.alone(), cache_bytes)
+        profile = _profile(hardware, opened)
+        plan = _plan(opened, profile, hardware is None, Ranks.alone(), cache_bytes)
     else:
         with team.control.all_or_none():
             opened = _open(path_or_preset, job, team)
         _check_same_job(team, opened)
         check_own_gpus(team.control, opened.device)
         take_cores(team.ranks, team.control, gpu_numa_node() if opened.device.type == "cuda" else None)
-        profile, plan = _told_by_first(team, lambda: _measure_and_plan(opened, hardware, team.ranks, cache_bytes))
+        profile = _told_by_first(team, lambda: _profile(hardware, opened))
+        if hardware is None:
+            profile = with_ranks_at_work(profile, team, opened.device, getattr(torch, opened.job.dtype))
+        plan = _told_by_first(team, lambda: _plan(opened, profile, hardware is None, team.ranks, cache_bytes))
     return PlannedRun(opened.source, opened.job, plan, profile, opened.device, cache_bytes, team)
 
 
@@ -219,38 +226,33 @@ def _check_same_job(team: Team, opened: _Opened) -> None:
     team.control.agree_on({**values, "model": f"{spec.num_parameters} parameters, {digest}"}, "model and options")
 
 
-def _measure_and_plan(
-    opened: _Opened, hardware: HardwareProfile | str | Path | None, ranks: Ranks, cache_bytes: int
-) -> tuple[HardwareProfile, Plan]:
-    source, job, device = opened
-    profile = _profile(hardware, device, job, source)
-    request = replace(make_request(job, profile, device.type), ranks=ranks.local_size, nodes=ranks.nodes)
-    plan = with_cache(plan_for_ranks(source.spec, without_cache(request, cache_bytes), profile), request, cache_bytes)
-    release_unused_heap()  # the profile's process, to which arenas are added, holds nothing of planning
-    if hardware is None:
-        check_is_free(plan, profile, device.type)
-    return profile, plan
-
-
-def _told_by_first(
-    team: Team, measure_and_plan: Callable[[], tuple[HardwareProfile, Plan]]
-) -> tuple[HardwareProfile, Plan]:
-    """Have rank 0 measure and plan, and tell the others. Raises: on all ranks, what it raises."""
-    found = None
-    with team.control.all_or_none():
-        if team.ranks.rank == 0:
-            found = measure_and_plan()
-    return team.control.broadcast(found)
-
-
-def _profile(
-    hardware: HardwareProfile | str | Path | None, device: torch.device, job: Job, source: ModelSource
-) -> HardwareProfile:
+def _profile(hardware: HardwareProfile | str | Path | None, opened: _Opened) -> HardwareProfile:
+    """The machine that is named, or this one as it was measured."""
     if isinstance(hardware, HardwareProfile):
         return hardware
     if hardware is None:
-        return probe(device, getattr(torch, job.dtype), probe_shape(source.spec))
+        return probe(opened.device, getattr(torch, opened.job.dtype), probe_shape(opened.source.spec))
     return named_profile(hardware)
+
+
+def _plan(opened: _Opened, profile: HardwareProfile, is_here: bool, ranks: Ranks, cache_bytes: int) -> Plan:
+    """The plan of all ranks. is_here: the profile is this machine's, whose memory has to be free."""
+    source, job, device = opened
+    request = replace(make_request(job, profile, device.type), ranks=ranks.local_size, nodes=ranks.nodes)
+    plan = with_cache(plan_for_ranks(source.spec, without_cache(request, cache_bytes), profile), request, cache_bytes)
+    release_unused_heap()  # the profile's process, to which arenas are added, holds nothing of planning
+    if is_here:
+        check_is_free(plan, profile, device.type)
+    return plan
+
+
+def _told_by_first(team: Team, find: Callable[[], T]) -> T:
+    """Have rank 0 measure or plan, and tell the others. Raises: on all ranks, what it raises."""
+    found = None
+    with team.control.all_or_none():
+        if team.ranks.rank == 0:
+            found = find()
+    return team.control.broadcast(found)
 
 
 def build(

@@ -54,6 +54,7 @@ ARROWS = {
     "request": {"checkpoint", "hardware", "job", "lora", "metrics", "models", "options", "plan", "wording"},
     "plan_for_ranks": {"collector", "hardware", "metrics", "models", "plan", "planner", "schedule", "transport"},
     "transport": {"hardware", "metrics", "models", "plan", "planner", "schedule"},
+    "node_probe": {"hardware", "parallel"},
     "launch": set(),
     "ranks_of_run": {"config", "parallel", "wording"},
     "api": {
@@ -67,6 +68,7 @@ ARROWS = {
         "hardware",
         "optim",
         "native",
+        "node_probe",
         "parallel",
         "plan_for_ranks",
         "reports",

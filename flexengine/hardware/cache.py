@@ -1,4 +1,7 @@
-"""Measured profiles on disk, one file per machine, versions, dtype and shape. A cache that fails is only slower."""
+"""Measured profiles on disk, one file per machine, versions, dtype and shape, and rates of ranks that work at once.
+
+A cache that fails is only slower.
+"""
 
 import hashlib
 import logging
@@ -7,15 +10,18 @@ import re
 import stat
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 from flexengine.hardware.profile import HardwareProfile
 
 MAX_PROFILE_BYTES = 1 << 20  # a profile takes some 20 KB
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def profile_path(readable: str, key: Sequence[object]) -> Path | None:
@@ -30,6 +36,11 @@ def profile_path(readable: str, key: Sequence[object]) -> Path | None:
 
 def read_cached(path: Path | None) -> HardwareProfile | None:
     """The remembered profile; None if there is none, or none that can be used, which is said once per file."""
+    return read_remembered(path, HardwareProfile.from_json)
+
+
+def read_remembered(path: Path | None, parse: Callable[[str], T]) -> T | None:
+    """What a file remembers, as `parse` reads its text; None as of `read_cached`. parse: raises ValueError."""
     if path is None:
         return None
     try:
@@ -40,7 +51,7 @@ def read_cached(path: Path | None) -> HardwareProfile | None:
         _say_unusable(path, str(error))
         return None
     try:
-        return HardwareProfile.from_json(text)
+        return parse(text)
     except ValueError as error:
         _say_unusable(path, str(error))
         return None
@@ -61,6 +72,11 @@ def _read_small_file(path: Path) -> str:
 
 
 def write_cached(path: Path | None, profile: HardwareProfile) -> bool:
+    """Remember a profile; False if that failed."""
+    return write_remembered(path, profile.to_json())
+
+
+def write_remembered(path: Path | None, text: str) -> bool:
     """Write beside and rename, so that processes that start together never read half a file; False if that failed."""
     if path is None:
         return False
@@ -69,7 +85,7 @@ def write_cached(path: Path | None, profile: HardwareProfile) -> bool:
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(profile.to_json())
+                file.write(text)
             os.replace(temporary, path)
         except OSError:
             os.unlink(temporary)

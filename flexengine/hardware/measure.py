@@ -328,5 +328,5 @@ def _host_rates(device: torch.device, dtype: torch.dtype, host_free_bytes: int, 
         source, target = work.tensor.chunk(2)
         copies, adamw = copy_curve(target, source, least_s), adamw_rates(dtype, work.tensor, least_s)
         with link_buffers(min(BESIDE_BYTES, most_bytes), device) as buffers, engine_threads():
-            up, down = rates_beside(buffers, device, adamw_work(dtype, work.tensor, adamw))
+            up, down = rates_beside(buffers, device, adamw_work(dtype, work.tensor, adamw).call)
     return HostRates(copies, adamw, links, up, down)

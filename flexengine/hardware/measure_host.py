@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,7 +70,15 @@ def adamw_rates(dtype: torch.dtype, memory: Tensor, least_s: float) -> tuple[tup
     return tuple(rates)
 
 
-def adamw_work(dtype: torch.dtype, memory: Tensor, rates: tuple[tuple[str, float], ...]) -> Callable[[], object]:
+class AdamWork(NamedTuple):
+    """A function that updates so many parameters, whose states are of a kind that `adamw_rates` names."""
+
+    state: str
+    parameters: int
+    call: Callable[[], object]
+
+
+def adamw_work(dtype: torch.dtype, memory: Tensor, rates: tuple[tuple[str, float], ...]) -> AdamWork:
     """Make a function that updates the parameters that fill `memory`, or few of them if that is slow.
 
     rates: what `adamw_rates` measured; the update has states in bfloat16 if these are among them.
@@ -77,7 +86,7 @@ def adamw_work(dtype: torch.dtype, memory: Tensor, rates: tuple[tuple[str, float
     known = dict(rates)
     state = "bfloat16" if "bfloat16" in known else next(iter(known))
     most = memory.numel() if known[state] > SLOW_PARAMETERS_PER_S else FIRST_PARAMETERS
-    return _update(memory, dtype, state, most)
+    return AdamWork(state, _fitting(memory, dtype, state, most), _update(memory, dtype, state, most))
 
 
 def _updates(dtype: torch.dtype) -> tuple[str, ...]:

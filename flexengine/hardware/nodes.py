@@ -77,7 +77,12 @@ def exchange_s(gradient_bytes: int, nodes: int, network_bytes_per_s: float) -> f
 
 
 def rank_profile(profile: HardwareProfile, ranks: int) -> HardwareProfile:
-    """The profile of one of several ranks of a node, whose links have equal shares of its host memory."""
+    """The profile of one of several ranks of a node, whose links have equal shares of its host memory.
+
+    Where links were measured with at least as many ranks at work, they are as they were measured.
+    """
+    if 1 < ranks <= profile.measured_ranks:
+        return profile
     alone, both = profile.host_bytes_per_s / ranks, profile.host_bytes_per_s / (2 * ranks)
     limits = {name: alone for name in ("h2d_bytes_per_s", "d2h_bytes_per_s")}
     limits |= {

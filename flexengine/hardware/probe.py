@@ -18,9 +18,11 @@ from flexengine.hardware.memory_usage import gpu_used_bytes, note_baseline, rele
 from flexengine.hardware.nvml import nvidia_driver_version
 from flexengine.hardware.profile import DEFAULT_SHAPE, HardwareProfile, ProbeShape
 from flexengine.native import library
+from flexengine.native.threads import host_threads
 from flexengine.ops.fp8 import multiplies_fp8
 
 PROBE_VERSION = 7  # part of the cache key: raise it when what is measured changes its meaning
+NODE_VERSION = 1  # the same of what several ranks reach at once
 DEFAULT_SECONDS = 10.0
 CPU_SIZES = (256, 512, 1024)  # the CPU's rate hardly depends on the shape: models of similar size share a profile
 # A context with every library loaded takes 0.4-1 GiB. More than this is another process that NVML cannot tell apart.
@@ -207,14 +209,32 @@ def _nearby_size(size: int) -> int:
 
 def _path(device: torch.device, dtype: torch.dtype, shape: ProbeShape) -> Path | None:
     """Give the file of this machine's profile; None if the user has no cache folder."""
+    readable = f"{_name(device)} {dtype} {' '.join(map(str, shape[:3]))}".replace("torch.", "")
+    return profile_path(readable, (PROBE_VERSION, *_machine(device), str(dtype), tuple(shape)))
+
+
+def node_path(device: torch.device, dtype: torch.dtype, ranks: int, nodes: int) -> Path | None:
+    """Give the file of what so many ranks on each of so many nodes reach at once; None as of a profile.
+
+    What the environment tells NCCL is part of the key.
+    """
+    readable = f"{ranks} of {_name(device)} {dtype} on {nodes} nodes".replace("torch.", "")
+    told = sorted((name, value) for name, value in os.environ.items() if name.startswith("NCCL_"))
+    return profile_path(readable, (NODE_VERSION, *_machine(device), str(dtype), ranks, nodes, *told))
+
+
+def _machine(device: torch.device) -> tuple[object, ...]:
+    """What rates depend on besides what is measured: versions, device, host, threads."""
     cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if cuda else _cpu_name()
     total_bytes = torch.cuda.get_device_properties(device).total_memory if cuda else 0
-    versions = (PROBE_VERSION, torch.__version__, torch.version.cuda, nvidia_driver_version() if cuda else "none")
+    versions = (torch.__version__, torch.version.cuda, nvidia_driver_version() if cuda else "none")
     native = library.ABI_VERSION if library.load() is not None else None  # AdamW on the CPU is far slower without
-    host = (_cpu_name(), os.cpu_count(), torch.get_num_threads())
-    readable = f"{name} {dtype} {' '.join(map(str, shape[:3]))}".replace("torch.", "")
-    return profile_path(readable, (*versions, native, name, total_bytes, str(dtype), tuple(shape), *host))
+    host = (_cpu_name(), os.cpu_count(), torch.get_num_threads(), host_threads())
+    return (*versions, native, _name(device), total_bytes, *host)
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
 
 
 def _cpu_name() -> str:

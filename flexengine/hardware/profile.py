@@ -147,6 +147,9 @@ class HardwareProfile:
     """Kernels for the shapes that were measured, fastest first, by tokens of a sequence; empty in presets."""
     peer_bytes_per_s: float = 0.0
     """One way between GPUs of a machine, each sending to all others at once; 0 where it is not known."""
+    measured_ranks: int = 1
+    """Ranks of a node that were busy at once while links and host memory were measured. Rates of links are those of
+    the slowest then, `host_bytes_per_s` and `cpu_adamw_parameters_per_s` those of all together."""
 
     def __post_init__(self) -> None:
         _check_choice("device_type", self.device_type, get_args(DeviceType))
@@ -164,7 +167,7 @@ class HardwareProfile:
                 _check_not_negative(name, value)
             elif name == "cpu_adamw_parameters_per_s":
                 _check_named_rates(name, value)
-            elif name == "attention_head_dim":
+            elif name in ("attention_head_dim", "measured_ranks"):
                 _check_count(name, value)
             elif name.endswith("_bytes"):
                 _check_bytes(name, value)
@@ -245,7 +248,7 @@ class HardwareProfile:
             )
         values = {name: value for name, value in values.items() if name != "format"}
         known = {field.name for field in fields(cls)}
-        if missing := sorted(known - values.keys() - {"peer_bytes_per_s"}):
+        if missing := sorted(known - values.keys() - {"peer_bytes_per_s", "measured_ranks"}):
             raise ValueError(f"hardware profile: missing fields {', '.join(missing)}")
         if unknown := sorted(values.keys() - known):
             raise ValueError(f"hardware profile: unknown fields {', '.join(unknown)}")

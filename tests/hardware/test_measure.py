@@ -239,7 +239,8 @@ def test_adamw_of_the_probe_updates_random_gradients_that_fill_the_memory():
     assert planes[: 3 * count].count_nonzero() == 0  # states and weight
     grad = planes[3 * count : 4 * count].clone()
     assert grad.std() > 0.5
-    work()
+    assert (work.state, work.parameters) == ("bfloat16", count)
+    work.call()
     assert torch.isfinite(planes[: 5 * count].float()).all()
     assert torch.equal(planes[3 * count : 4 * count], grad)
     assert planes[:count].float().std() > 0.01  # exp_avg took a share of the gradient
@@ -247,7 +248,7 @@ def test_adamw_of_the_probe_updates_random_gradients_that_fill_the_memory():
 
 def test_slow_adamw_works_on_a_small_piece():
     memory = torch.empty(8 * MIB, dtype=torch.uint8)
-    adamw_work(torch.float32, memory, (("float32", 1e6),))()
+    adamw_work(torch.float32, memory, (("float32", 1e6),)).call()
     few = 4 * FIRST_PARAMETERS
     assert memory[:few].count_nonzero() > 0
     assert memory[4 * few :].count_nonzero() == 0

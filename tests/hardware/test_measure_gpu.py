@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flexengine.hardware import measure, measure_links, timing
+from flexengine.hardware import measure, measure_links, measure_node, timing
+from flexengine.hardware.node_rates import RankRates
 from flexengine.hardware.profile import HardwareProfile, ProbeShape
 from flexengine.native import allocate_host
 
@@ -141,6 +142,46 @@ def test_parts_of_work_follow_what_warms_the_card_and_count_alone(fake_cuda: Sim
         seconds = timer(lambda: call("work", 4.0), 0.025)
     assert seconds == pytest.approx(0.004)
     assert order == ["work"] * 2 + (["warm"] + ["work"] * 3) * 3
+
+
+def test_a_rank_measures_its_host_and_link_with_the_others(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
+    for name in ("LINK_BYTES", "LEAST_WORK_BYTES", "MOST_WORK_BYTES"):
+        monkeypatch.setattr(measure_node, name, MIB)
+    for name in ("LINK_S", "HOST_S"):
+        monkeypatch.setattr(measure_node, name, 0.001)
+    begun = []
+
+    def at_once(call):
+        begun.append(call)
+        return call()
+
+    slow = (("float32", 1e3), ("bfloat16", 2e3))
+    found = measure_node.measure_host_and_links(CPU, torch.bfloat16, slow, 2**40, at_once)
+    assert found.adamw_state == "bfloat16"
+    rates = RankRates(**found.rates, peer_bytes_per_s=1.0)
+    assert min(rates) > 0
+    assert len(begun) == 3 + 4 * 2  # links: how many copies, then all at once
+
+
+def test_a_rank_goes_on_copying_while_others_time_theirs(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
+    order, clock = [], SimpleNamespace(ms=0.0)
+
+    def copy(name: str, milliseconds: float) -> None:
+        order.append(name)
+        clock.ms += milliseconds
+
+    class Event(FakeEvent):
+        def record(self, stream: object = None) -> None:
+            self.at_s = clock.ms / 1e3
+
+        def query(self) -> bool:
+            return len(order) > 12
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    ways = [lambda: copy("up", 4.0), lambda: copy("down", 8.0)]
+    seconds = measure_node._busy_seconds(ways, [3, 2], lambda: order.append("update"))
+    assert seconds == pytest.approx([0.004, 0.008])
+    assert order == ["up"] * 6 + ["down"] * 4 + ["update"] * 3
 
 
 def test_opposite_copies_surround_the_measured_ones(fake_cuda: SimpleNamespace):

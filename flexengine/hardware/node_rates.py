@@ -1,0 +1,83 @@
+"""What the ranks of a node reach when all of them are at work, and a profile that has these rates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from flexengine.hardware.curve import check_rate
+from flexengine.hardware.profile import HardwareProfile
+from flexengine.wording import parse_json, shown
+
+
+class RankRates(NamedTuple):
+    """What one rank reaches while all do the same: bytes per second of its link, of copies by its share of the cores
+    (read plus written) and between GPUs one way, and parameters per second that it updates.
+    """
+
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    h2d_duplex_bytes_per_s: float
+    d2h_duplex_bytes_per_s: float
+    h2d_beside_cpu_bytes_per_s: float
+    d2h_beside_cpu_bytes_per_s: float
+    host_copy_bytes_per_s: float
+    adamw_parameters_per_s: float
+    peer_bytes_per_s: float
+
+
+LINK_FIELDS = RankRates._fields[:6]
+"""Those that `HardwareProfile` has under the same name, of one rank too."""
+
+
+class NodeRates(NamedTuple):
+    """The rates of the slowest of so many ranks on each node. adamw_state: of the parameters that were updated."""
+
+    ranks: int
+    adamw_state: str
+    slowest: RankRates
+
+    def to_json(self) -> str:
+        """JSON text; `from_json` is the inverse."""
+        values = {"ranks": self.ranks, "adamw_state": self.adamw_state, **self.slowest._asdict()}
+        return json.dumps(values, indent=2) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> NodeRates:
+        """The rates in `text`. Raises: ValueError if it is no JSON, or holds anything else."""
+        values = parse_json(text, "rates of ranks")
+        if not isinstance(values, dict) or values.keys() != {"ranks", "adamw_state", *RankRates._fields}:
+            raise ValueError(f"rates of ranks: expected one key per rate, got {shown(values)}")
+        for name in RankRates._fields:
+            check_rate(name, values[name])
+        ranks = values["ranks"]
+        if not isinstance(ranks, int) or ranks < 2:
+            raise ValueError(f"rates of ranks: ranks is {shown(ranks)}, expected at least 2")
+        rates = RankRates(**{name: values[name] for name in RankRates._fields})
+        return NodeRates(ranks, str(values["adamw_state"]), rates)
+
+
+def slowest_of(rates: Sequence[RankRates]) -> RankRates:
+    """Each rate of the rank that has least of it: ranks wait for each other."""
+    return RankRates(*map(min, zip(*rates, strict=True)))
+
+
+def with_node_rates(profile: HardwareProfile, found: NodeRates) -> HardwareProfile:
+    """The profile of one GPU and its host with what all ranks of a node reach at once.
+
+    Host memory has the rate at which all of them copy within it, or at which all links together move more.
+    """
+    rates, ranks = found.slowest, found.ranks
+    duplex = rates.h2d_duplex_bytes_per_s + rates.d2h_duplex_bytes_per_s
+    most = max(rates.host_copy_bytes_per_s, duplex, rates.h2d_bytes_per_s, rates.d2h_bytes_per_s)
+    faster = ranks * rates.adamw_parameters_per_s / profile.cpu_adamw_rate(found.adamw_state)
+    return replace(
+        profile,
+        **{name: getattr(rates, name) for name in LINK_FIELDS},
+        host_bytes_per_s=ranks * most,
+        cpu_adamw_parameters_per_s=tuple((state, rate * faster) for state, rate in profile.cpu_adamw_parameters_per_s),
+        peer_bytes_per_s=rates.peer_bytes_per_s,
+        measured_ranks=ranks,
+    )
