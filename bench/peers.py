@@ -251,7 +251,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--lr", type=float, default=1e-5)
-    parser.add_argument("--limit-s", type=float, default=240.0, help="stop a run after so many seconds")
+    parser.add_argument("--limit-s", type=float, default=300.0, help="stop a run after so many seconds")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     parser.add_argument("--json", default=None, help="write the figures to this file")
