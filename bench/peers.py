@@ -118,7 +118,7 @@ def run(setting: Setting, limit_s: float) -> dict:
         "host_resident_gib": host.resident_bytes / GIB,
     }
     if ended.timed_out:
-        return {**row, "failed": f"stopped after {limit_s:g} s\n{ended.errors[0]}"}
+        return {**row, "failed": f"{ended.errors[0]}\nstopped after {limit_s:g} s"}
     results = [result for result in found if result is not None]
     if any(ended.statuses) or len(results) < setting.ranks:
         first = next((i for i, status in enumerate(ended.statuses) if status not in (0, None)), 0)
