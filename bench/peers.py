@@ -118,7 +118,7 @@ def run(setting: Setting, limit_s: float) -> dict:
         "host_resident_gib": host.resident_bytes / GIB,
     }
     if ended.timed_out:
-        return {**row, "failed": f"stopped after {limit_s:g} s\n{ended.errors[0]}"}
+        return {**row, "failed": f"{ended.errors[0]}\nstopped after {limit_s:g} s"}
     results = [result for result in found if result is not None]
     if any(ended.statuses) or len(results) < setting.ranks:
         first = next((i for i, status in enumerate(ended.statuses) if status not in (0, None)), 0)
@@ -251,7 +251,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--lr", type=float, default=1e-5)
-    parser.add_argument("--limit-s", type=float, default=240.0, help="stop a run after so many seconds")
+    parser.add_argument("--limit-s", type=float, default=300.0, help="stop a run after so many seconds")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     parser.add_argument("--json", default=None, help="write the figures to this file")
