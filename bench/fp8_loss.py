@@ -78,13 +78,13 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     losses = {name: losses_of(args, RUNS[name]) for name in ("bf16", *args.runs)}
+    last = {name: statistics.mean(found[-WINDOW:]) for name, found in losses.items()}
     summary = {}
     for name in args.runs:
         found = differences(losses[name], losses["bf16"])
-        last = statistics.mean(losses[name][-WINDOW:])
         summary[name] = {"worst_difference": max(found, key=abs), "mean_difference": statistics.mean(found)}
         print(f"{name} against bf16, by {WINDOW} steps: " + " ".join(f"{100 * d:+.2f}%" for d in found))
-        print(f"  mean loss of the last {WINDOW} steps: {last:.4f}, in bf16 {statistics.mean(losses['bf16'][-WINDOW:]):.4f}")
+        print(f"  mean loss of the last {WINDOW} steps: {last[name]:.4f}, in bf16 {last['bf16']:.4f}")
     within = all(abs(row["worst_difference"]) <= MOST_DIFFERENCE for name, row in summary.items() if "fp8" in name)
     if args.json:
         options = {name: value for name, value in vars(args).items() if name not in ("json", "dataset")}

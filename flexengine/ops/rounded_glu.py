@@ -1,11 +1,11 @@
 """Gated linear units whose backward reads gate and up rounded to FP8, so that half the bytes are kept for it.
 
 Forward computes with the exact gate_up [T, 2F]. Whatever backward needs of it comes from its codes: the gradient of
-gate_up, and the unit's output a [T, F] that the next layer's weight gradient reads. A plan may keep the codes or compute
-them again from gate_up, which gives the same codes, so no plan changes a bit.
+gate_up, and the unit's output a [T, F] that the next layer's weight gradient reads. A plan may keep the codes or
+compute them again from gate_up, which gives the same codes, so no plan changes a bit.
 
-Codes are e4m3 with a scale for every row and 128 columns of a half: the largest magnitude there over 448. NaN stays NaN,
-and a block with an infinity becomes NaN.
+Codes are e4m3 with a scale for every row and 128 columns of a half: the largest magnitude there over 448. NaN stays
+NaN, and a block with an infinity becomes NaN.
 Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.3.3, https://arxiv.org/abs/2412.19437, which keeps
 the inputs of SwiGLU so and computes its output again in backward; scales of 1 x 128 elements: section 3.3.2.
 """

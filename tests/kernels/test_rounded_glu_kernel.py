@@ -140,6 +140,4 @@ def test_extreme_values_stay_within_their_block(checks, device, value):
 def test_refuses_scales_of_other_blocks(device):
     codes = torch.zeros(2, 600, dtype=torch.uint8, device=device)
     with pytest.raises(ValueError, match=r"scales must have shape \[2, 6\], got \[2, 5\]"):
-        rounded_glu.glu_from_codes(
-            codes, torch.zeros(2, 5, device=device), torch.zeros(2, 300, device=device), "silu"
-        )
+        rounded_glu.glu_from_codes(codes, torch.zeros(2, 5, device=device), torch.zeros(2, 300, device=device), "silu")

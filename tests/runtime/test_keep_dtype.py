@@ -152,7 +152,7 @@ def test_refuses_what_has_no_dense_gated_units(config, message):
 
 
 def test_refuses_adapters_and_plans_for_another_dtype():
-    with pytest.raises(ValueError, match="keep_dtype=fp8 is not built beside adapters.*leave it or mode=lora out"):
+    with pytest.raises(ValueError, match=r"keep_dtype=fp8 is not built beside adapters.*leave it or mode=lora out"):
         Job(mode="lora", keep_dtype="fp8")
     assert Job(dtype="float32", keep_dtype="fp8").numerics == Numerics("float32", "full", "float32", keep="fp8")
     with pytest.raises(ValueError, match="keeps gate and up in compute, but numerics ask for fp8"):
