@@ -100,8 +100,9 @@ class RoundGateUp(Op):
         self.inputs, self.outputs = (gate_up,), kept.specs
 
     def with_next(self, following: Op) -> Op | None:
-        reads_alike = isinstance(following, RoundedGLU) and following.gate_up == self.gate_up
-        return RoundingGLU(self, following) if reads_alike else None
+        if isinstance(following, RoundedGLU) and following.gate_up == self.gate_up:
+            return RoundingGLU(self, following)
+        return None
 
     def forward(self, env: OpEnv) -> None:
         gate_up, (codes, scales) = env.t[self.gate_up], self.kept.of(env)
