@@ -99,6 +99,14 @@ class Job:
             " (experts: per row), for bfloat16"
         ),
     ] = "compute"
+    keep_dtype: Annotated[
+        Literal["compute", "fp8"],
+        Option(
+            "what the gated FFNs' gate and up, the largest activations, are kept as for backward: compute = --dtype,"
+            " fp8 = FP8 scaled per row and 128 columns, half the bytes; backward reads the rounded values whatever is"
+            " kept"
+        ),
+    ] = "compute"
     freeze: Annotated[
         Sequence[str],
         Option(
@@ -255,6 +263,11 @@ class Job:
                 f"{self.words.setting('freeze', ' '.join(self.freeze))}: in mode lora all but the adapters is frozen;"
                 f" choose modules with {self.words.spelled('lora_targets')} instead"
             )
+        elif self.keep_dtype != "compute":
+            raise ValueError(
+                f"{self.words.setting('keep_dtype', self.keep_dtype)} is not built beside adapters, whose gated units"
+                f" multiply by them; leave it or {self.words.setting('mode', 'lora')} out"
+            )
         elif self.matmul_dtype != "compute" and self.use_dora:
             raise ValueError(
                 f"{self.words.setting('matmul_dtype', self.matmul_dtype)} is not built beside DoRA, whose small factors"
@@ -273,13 +286,13 @@ class Job:
     @property
     def numerics(self) -> Numerics:
         """The dtypes as a plan states them: a bf16 weight with an exact fp32 master is split into two halves."""
-        grad, base = self.grad_dtype or self.dtype, self.stored_base
+        grad, base, keep = self.grad_dtype or self.dtype, self.stored_base, self.keep_dtype
         if self.dtype != "bfloat16":
             state = "float64" if self.dtype == "float64" else self.optimizer_state_dtype
-            return Numerics(self.dtype, "full", grad, state, optimizer=self.optimizer, base=base)
+            return Numerics(self.dtype, "full", grad, state, optimizer=self.optimizer, base=base, keep=keep)
         master = "split" if self.master_dtype == "float32" else "stochastic"
         state = self.optimizer_state_dtype
-        return Numerics(self.dtype, master, grad, state, self.matmul_dtype, self.optimizer, base)
+        return Numerics(self.dtype, master, grad, state, self.matmul_dtype, self.optimizer, base, keep)
 
     @property
     def stored_base(self) -> Literal["compute", "fp8", "int8", "nf4", "mxfp4"]:

@@ -99,7 +99,7 @@ class Numerics:
     (the weight itself is the master) or `stochastic` (bf16 with stochastic rounding); grad and state: storage dtypes;
     matmul: what the linear layers of blocks multiply, `compute` or `fp8`; optimizer: the name of what updates, which
     decides the rules of all parameters; base: what frozen linear layers of blocks are stored in, `compute` or a format
-    of fewer bytes.
+    of fewer bytes; keep: what backward reads gate and up of gated FFNs in, `compute` or `fp8`.
     """
 
     compute: str = "bfloat16"
@@ -109,6 +109,7 @@ class Numerics:
     matmul: Literal["compute", "fp8"] = "compute"
     optimizer: str = "adamw"
     base: Literal["compute", "fp8", "nf4", "int8", "mxfp4"] = "compute"
+    keep: Literal["compute", "fp8"] = "compute"
 
     @property
     def cpu_update(self) -> str:

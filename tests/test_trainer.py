@@ -443,9 +443,9 @@ def test_options_of_a_job_are_those_of_the_contract(tmp_path):
     assert (optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay) == (1e-3, (0.9, 0.95), 1e-8, 0.1)
     contract = (
         "max_seq_len max_global_batch_tokens max_gpu_mem_gib max_host_mem_gib device dtype master_dtype grad_dtype"
-        " optimizer optimizer_state_dtype matmul_dtype freeze max_grad_norm seed chunk_tokens round_tokens recompute"
-        " deterministic init mode lora_rank lora_alpha lora_targets lora_dropout use_rslora use_dora lora_init"
-        " modules_to_save adapter base_dtype lr_groups weight_decay_groups round_multiple transport"
+        " optimizer optimizer_state_dtype matmul_dtype keep_dtype freeze max_grad_norm seed chunk_tokens round_tokens"
+        " recompute deterministic init mode lora_rank lora_alpha lora_targets lora_dropout use_rslora use_dora"
+        " lora_init modules_to_save adapter base_dtype lr_groups weight_decay_groups round_multiple transport"
     )
     assert sorted(asdict(config.as_job())) == sorted(contract.split())
     assert config.as_job().max_gpu_mem_gib == 2.0

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.fp8 import from_e4m3
 from flexengine.kernels.rounding import round_to
 
 _NF4_BLOCKS = 64  # blocks of 64 elements that a program decodes: 2 KiB in, 8 KiB out in bf16
@@ -155,20 +156,9 @@ def _scaled_kernel(
     code = tl.load(matrix_ptr + at, mask=inside, other=0).to(tl.int32)
     scales_ptr = (matrix_ptr + scales_start).to(tl.pointer_type(tl.float32))
     scale_at = (row // block_rows)[:, None] * scale_columns + (column // block_columns)[None, :]
-    value = _from_e4m3(code) if E4M3 else ((code ^ 128) - 128).to(tl.float32)
+    value = from_e4m3(code) if E4M3 else ((code ^ 128) - 128).to(tl.float32)
     value = value * tl.load(scales_ptr + scale_at, mask=inside, other=0.0)
     tl.store(out_ptr + unit * rows * columns + at, round_to(value, out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _from_e4m3(code):
-    """float32 of E4M3 patterns in int32, exact. By hand, as cards before Ada have no instruction for it."""
-    exponent = (code >> 3) & 15
-    mantissa = code & 7
-    normal = (((exponent + 120) << 23) | (mantissa << 20)).to(tl.float32, bitcast=True)
-    magnitude = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.001953125, normal)  # 2**-9: a subnormal's step
-    magnitude = tl.where((code & 127) == 127, float("nan"), magnitude)
-    return tl.where(code >= 128, -magnitude, magnitude)
 
 
 @triton.jit

@@ -106,12 +106,13 @@ def _quantize_kernel(
 
 
 @triton.jit
-def fp8_bits(x, E4M3: tl.constexpr):
+def fp8_bits(x, E4M3: tl.constexpr, NATIVE: tl.constexpr = True):
     """uint8 patterns of float32 x, within range, rounded to nearest even.
 
-    Triton's interpreter truncates and loses NaN and subnormals, so there x is first rounded to what FP8 can hold.
+    NATIVE: the card has an instruction for it, as those since Ada do. Triton's interpreter truncates and loses NaN and
+    subnormals. There, and on older cards, x is first rounded to what FP8 can hold.
     """
-    if _INTERPRETED:
+    if _INTERPRETED or not NATIVE:
         drop: tl.constexpr = 20 if E4M3 else 21  # bits of float32's 23 beyond FP8's 3 or 2
         smallest: tl.constexpr = 2.0**-6 if E4M3 else 2.0**-14  # normal number
         magic: tl.constexpr = 1.5 * 2.0 ** (23 - 9) if E4M3 else 1.5 * 2.0 ** (23 - 16)  # one unit: a subnormal's step
@@ -125,6 +126,21 @@ def fp8_bits(x, E4M3: tl.constexpr):
         pattern = sign | (exponent << (3 if E4M3 else 2)) | mantissa
         pattern = tl.where(tl.abs(x) < smallest, subnormal, pattern)
         return tl.where(x == x, pattern, 0x7F).to(tl.uint8)  # noqa: PLR0124 - false for a NaN
-    if E4M3:
+    elif E4M3:
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    else:
+        return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def from_e4m3(code, NATIVE: tl.constexpr = False):
+    """float32 of E4M3 patterns in int32, exact. By hand unless NATIVE: cards before Ada have no instruction for it."""
+    if NATIVE and not _INTERPRETED:
+        return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        exponent = (code >> 3) & 15
+        mantissa = code & 7
+        normal = (((exponent + 120) << 23) | (mantissa << 20)).to(tl.float32, bitcast=True)
+        magnitude = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.001953125, normal)  # 2**-9: a subnormal's step
+        magnitude = tl.where((code & 127) == 127, float("nan"), magnitude)
+        return tl.where(code >= 128, -magnitude, magnitude)

@@ -274,6 +274,10 @@ class Op(ABC):
     outputs, chunk after chunk before the sequence's backward, which then visits the chunks in reverse."""
     trained: bool = True
     """Whether its parameters are: without, there is no weight half."""
+    for_backward: bool = False
+    """Whether backward alone reads its outputs: forward runs it only where they are kept."""
+    keepable: bool = True
+    """Whether its outputs may be kept; not those that take less to compute again from what is kept."""
     divisions: int = 1
     """Into how many equal parts the first dimension of its parameters may be cut, which then cross the link one by
     one."""
@@ -313,6 +317,13 @@ class Op(ABC):
         op = self.untrained()
         op.needs_input = op.grad_inputs = op.grad_alias = op.grad_over = ()
         return op
+
+    def with_next(self, following: Op) -> Op | None:
+        """One op whose forward gives the same outputs as this op's and then the following one's; None if there is none.
+
+        Its forward takes fewer passes over memory. It has no backward.
+        """
+        return None
 
     @abstractmethod
     def forward(self, env: OpEnv) -> None:

@@ -152,7 +152,7 @@ class Fp8Linear(Linear):
     def backward_weight(self, env: OpEnv) -> None:
         acc, scales = env.gp[self.weight], env.t[f"{self.name}_grad_scales"]
         grad8_t, x8_t = self._transposed(env, "grad8_t", GRADIENT_DTYPE), self._transposed(env, "x8_t", FORWARD_DTYPE)
-        scale_x, scale_grad = quantize(env.t[self.x], scales, 1, columns=x8_t), scale_of(scales, 0)
+        scale_x, scale_grad = quantize(env.t[self.x_again], scales, 1, columns=x8_t), scale_of(scales, 0)
         if env.first:
             scaled_product(grad8_t, x8_t, scale_grad, scale_x, acc)
         else:

@@ -6,6 +6,9 @@ weight whose rows are the Hugging Face weights stacked.
 
 from __future__ import annotations
 
+import copy
+from typing import Self
+
 import torch
 from torch import Tensor
 
@@ -100,9 +103,15 @@ class Linear(Op):
         self.inputs = (x,) if residual is None else (x, residual)
         self.outputs = (TensorSpec(y, (out_features,)),)
         self.params = (weight,) if bias is None else (weight, bias)
-        self.needs_weight = (x,)
+        self.x_again, self.needs_weight = x, (x,)
         self.grad_inputs = self.inputs
         self.grad_alias = () if residual is None else ((residual, y),)
+
+    def reading_again(self, x_again: str) -> Self:
+        """The same layer, whose weight half reads x under another name: rounded or computed again."""
+        op = copy.copy(self)
+        op.x_again, op.needs_weight = x_again, (x_again,)
+        return op
 
     def _matrix(self, env: OpEnv) -> Tensor:
         """The weight as [F, D]."""
@@ -131,7 +140,7 @@ class Linear(Op):
             torch.mm(grad_y, weight, out=grad_x)
 
     def backward_weight(self, env: OpEnv) -> None:
-        rows, columns = env.g[self.y], env.t[self.x]
+        rows, columns = env.g[self.y], env.t[self.x_again]
         if self.transposed:
             rows, columns = columns, rows
         accumulate_weight_grad(env.gp[self.weight], rows, columns, env.first)

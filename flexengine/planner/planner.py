@@ -19,6 +19,7 @@ from flexengine.collector import collector_paused
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.base_dtype import check_base_dtype
 from flexengine.models.in_parts import in_parts, may_be_in_parts
+from flexengine.models.keep_dtype import check_keep_dtype
 from flexengine.models.matmul_dtype import check_matmul_dtype
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, Prediction, Request
@@ -114,6 +115,7 @@ class Planner:
     ) -> None:
         """arranged: the model with experts in parts, where plans shall stream it so."""
         check_matmul_dtype(model, request.numerics.matmul)
+        check_keep_dtype(model, request.numerics.keep)
         check_base_dtype(model, request.numerics.base)
         self.given, self.model = model, model if arranged is None else arranged
         self.request, self.profile = request, profile

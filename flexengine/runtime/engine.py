@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flexengine.hardware.memory_usage import GpuMemoryMeter
 from flexengine.models.base_dtype import check_base_dtype
+from flexengine.models.keep_dtype import check_keep_dtype
 from flexengine.models.matmul_dtype import check_matmul_dtype
 from flexengine.models.registry import ModelSource
 from flexengine.ops.attention_choice import AttentionChoice, KernelName
@@ -101,6 +102,7 @@ class Engine(CheckpointCalls, ReadingCalls):
         settings: EngineSettings | None = None,
     ) -> None:
         check_matmul_dtype(source.spec, plan.request.numerics.matmul)
+        check_keep_dtype(source.spec, plan.request.numerics.keep)
         check_base_dtype(source.spec, plan.request.numerics.base)
         self.source, self.model, self.plan, self.device = source, source.spec, plan, device
         self.optimizer, self.settings = optimizer, settings or EngineSettings()

@@ -166,13 +166,27 @@ class _Compiler:
     def _forward_steps(self) -> list[_DraftStep]:
         self._begin()
         steps: list[_DraftStep] = []
-        for op in self.before:
+        for op in self._forward_ops():
             self._add_forward(op, steps, recompute=False)
         self._end_stage(steps)
         for op in self.in_parts:
             self._add_forward(op, steps, recompute=False)
         self._end_stage(steps, tuple(range(1, self.num_parts + 1)))
         return steps
+
+    def _forward_ops(self) -> list[Op]:
+        """Ops before those in parts that forward runs, two as one where they can be: all but those that backward alone
+        needs and does not find kept."""
+        found: list[Op] = []
+        for op in self.before:
+            if op.for_backward and op.name not in (*self.keep_gpu, *self.keep_host):
+                continue
+            both = found[-1].with_next(op) if found else None
+            if both is not None:
+                found[-1] = both
+            else:
+                found.append(op)
+        return found
 
     def _add_forward(self, op: Op, steps: list[_DraftStep], recompute: bool) -> None:
         names = [*op.inputs, *(o.name for o in op.outputs)]

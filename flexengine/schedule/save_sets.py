@@ -16,13 +16,15 @@ def savable_ops(ops: tuple[Op, ...]) -> tuple[str, ...]:
 
 
 def keepable_ops(ops: tuple[Op, ...]) -> tuple[str, ...]:
-    """Names of ops whose outputs can be kept: neither ops in parts, nor ops whose outputs these read.
+    """Names of ops whose outputs can be kept: neither ops in parts, nor ops whose outputs these read, nor ops that say
+    so.
 
     Backward recomputes what parts read once for all parts, in a stage of its own, and the stages after it do not have
     a chunk's kept outputs at hand.
     """
     read = read_by_parts(ops) | {name for op in ops if op.num_parts > 1 for name in op.inputs}
-    return tuple(op.name for op in ops if op.num_parts == 1 and not any(o.name in read for o in op.outputs))
+    keepable = (op for op in ops if op.num_parts == 1 and op.keepable)
+    return tuple(op.name for op in keepable if not any(o.name in read for o in op.outputs))
 
 
 @lru_cache(maxsize=1024)

@@ -69,6 +69,11 @@ PLANS = (
         ("odd: down_proj has 24 input and 16 output features; FP8 products need multiples of 16; leave",),
     ),
     Case(
+        "plan_kept_fp8_of_experts",
+        ["--model", "preset:olmoe-1b-7b", *SMALL, "--keep-dtype", "fp8"],
+        ("keep_dtype=fp8 is for dense gated FFNs, and olmoe-1b-7b has experts; leave --keep-dtype out",),
+    ),
+    Case(
         "plan_base_of_a_trained_model",
         ["--model", "odd", *SMALL, "--base-dtype", "nf4"],
         ("base_dtype=nf4 stores frozen linear layers in fewer bytes, but all of odd are trained; train adapters",),

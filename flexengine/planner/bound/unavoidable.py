@@ -154,17 +154,22 @@ class SizeWork:
 
     def _layer_s(self, layer: LayerSpec) -> float:
         """Forward and backward of a layer in a round; the head's forward is what its backward recomputes."""
-        work = self._round_work(layer.ops)
-        again = recomputed(layer.ops, layer.input, ())
-        runs = [i for i, op in enumerate(layer.ops) if layer.kind != "head" or op.name in again]
+        work, runs = self._round_work(layer.ops), _forward_ops(layer)
+        if layer.kind == "head":
+            again = recomputed(layer.ops, layer.input, ())
+            runs = [i for i in runs if layer.ops[i].name in again]
         return self._seconds(work[runs].sum(axis=0) + work[-1])
 
     @cached_property
     def forward_s(self) -> float:
         """Forward of a full round up to its head."""
         layers = [(layer, count) for layer, count in self.step.layer_counts if layer.kind != "head"]
-        layers_s = sum(count * self._seconds(self._round_work(layer.ops)[:-1].sum(axis=0)) for layer, count in layers)
+        layers_s = sum(count * self._forward_s(layer) for layer, count in layers)
         return layers_s + self.cost.work_s(self.step.decoding[0])
+
+    def _forward_s(self, layer: LayerSpec) -> float:
+        """Forward of a layer in a round that keeps nothing."""
+        return self._seconds(self._round_work(layer.ops)[_forward_ops(layer)].sum(axis=0))
 
     @cached_property
     def head_s(self) -> float:
@@ -300,3 +305,8 @@ def plane_bytes(group: GroupSpec, numerics: Numerics) -> Counter[str]:
     if stored.stored is not None:
         planes["weights"] += sum(piece.total_bytes for piece in stored.stored.pieces)
     return planes
+
+
+def _forward_ops(layer: LayerSpec) -> list[int]:
+    """Places of the ops that forward runs in any case: all but those that backward alone needs."""
+    return [i for i, op in enumerate(layer.ops) if not op.for_backward]

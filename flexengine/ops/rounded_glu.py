@@ -1,0 +1,200 @@
+"""Gated linear units whose backward reads gate and up rounded to FP8, so that half the bytes are kept for it.
+
+Forward computes with the exact gate_up [T, 2F]. Whatever backward needs of it comes from its codes: the gradient of
+gate_up, and the unit's output a [T, F] that the next layer's weight gradient reads. A plan may keep the codes or
+compute them again from gate_up, which gives the same codes, so no plan changes a bit.
+
+Codes are e4m3 with a scale for every row and 128 columns of a half: the largest magnitude there over 448. NaN stays
+NaN, and a block with an infinity becomes NaN.
+Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.3.3, https://arxiv.org/abs/2412.19437, which keeps
+the inputs of SwiGLU so and computes its output again in backward; scales of 1 x 128 elements: section 3.3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexengine.ops.base import FLOAT64_BYTES, Op, OpEnv, TensorSpec, Work, use_kernel, wide
+from flexengine.ops.fp8 import FORWARD_DTYPE, LEAST_ABSMAX
+from flexengine.ops.glu import GLU, ClampedSwiGLU, glu_backward, glu_forward
+
+COLUMNS = 128
+"""Columns that share a scale: fewer are more exact, and their scales take more bytes (here 1/32 of the codes)."""
+LARGEST = torch.finfo(FORWARD_DTYPE).max
+PLAIN_ELEMENTS = 1 << 20
+"""Elements of gate_up that the plain path works on at once; more take more memory, fewer more calls."""
+
+
+class Codes(NamedTuple):
+    """Names of the codes and scales of a gate_up of 2 * `width` columns."""
+
+    codes: str
+    scales: str
+    width: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of columns of either half."""
+        return -(-self.width // COLUMNS)
+
+    @property
+    def specs(self) -> tuple[TensorSpec, TensorSpec]:
+        """What is kept of a token."""
+        codes = TensorSpec(self.codes, (2 * self.width,), "uint8")
+        return codes, TensorSpec(self.scales, (2 * self.blocks,), "float32")
+
+    def of(self, env: OpEnv) -> tuple[Tensor, Tensor]:
+        """Codes and scales of a call."""
+        return env.t[self.codes], env.t[self.scales]
+
+    def num_bytes(self, tokens: int, compute_bytes: int) -> float:
+        """Bytes of codes and scales."""
+        return float(sum(spec.num_bytes(tokens, compute_bytes) for spec in self.specs))
+
+    def row_blocks(self, tokens: int) -> Iterator[slice]:
+        """Rows that the plain path works on at once."""
+        step = self._rows_at_once
+        return (slice(start, min(start + step, tokens)) for start in range(0, tokens, step))
+
+    @property
+    def _rows_at_once(self) -> int:
+        return max(1, PLAIN_ELEMENTS // (2 * self.blocks * COLUMNS))
+
+    def plain_bytes(self, tokens: int, compute_bytes: int, copies: int) -> int:
+        """Bytes of so many wide copies of the rows that the plain path works on at once."""
+        rows = min(tokens, self._rows_at_once)
+        return copies * rows * 2 * self.blocks * COLUMNS * max(4, compute_bytes)
+
+
+def round_rows(gate_up: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """codes, scales = gate_up rounded: the plain path, for some rows."""
+    rows, blocks = len(gate_up), scales.shape[1] // 2
+    halves = wide(gate_up).view(rows, 2, -1)
+    x = torch.nn.functional.pad(halves, (0, blocks * COLUMNS - halves.shape[2])).view(rows, 2, blocks, COLUMNS)
+    absmax = x.abs().nan_to_num_(0.0, torch.inf).amax(-1, keepdim=True).clamp_(min=LEAST_ABSMAX)
+    scales.view(rows, 2, blocks, 1).copy_(absmax / LARGEST)
+    factor = torch.full_like(absmax, LARGEST).div_(absmax)  # torch would divide a number by rounding twice
+    scaled = (x * factor).clamp_(-LARGEST, LARGEST).view(rows, 2, -1)[..., : halves.shape[2]]
+    codes.view(rows, 2, -1).copy_(scaled.to(FORWARD_DTYPE).view(torch.uint8))
+
+
+def rounded_rows(codes: Tensor, scales: Tensor) -> Tensor:
+    """What the codes of some rows stand for, wide [T, 2F]: the plain path."""
+    rows, width = len(codes), codes.shape[1] // 2
+    values = codes.view(FORWARD_DTYPE).to(scales.dtype).view(rows, 2, width)
+    by_column = scales.view(rows, 2, -1).repeat_interleave(COLUMNS, dim=2)[..., :width]
+    return (values * by_column).view(rows, 2 * width)
+
+
+class RoundGateUp(Op):
+    """codes, scales = gate_up [T, 2F] rounded. Forward runs it only where they are kept."""
+
+    for_backward = True
+
+    def __init__(self, name: str, gate_up: str, kept: Codes) -> None:
+        self.name, self.gate_up, self.kept = name, gate_up, kept
+        self.inputs, self.outputs = (gate_up,), kept.specs
+
+    def with_next(self, following: Op) -> Op | None:
+        if isinstance(following, RoundedGLU) and following.gate_up == self.gate_up:
+            return RoundingGLU(self, following)
+        return None
+
+    def forward(self, env: OpEnv) -> None:
+        gate_up, (codes, scales) = env.t[self.gate_up], self.kept.of(env)
+        if use_kernel(gate_up) and gate_up.element_size() < FLOAT64_BYTES:
+            from flexengine.kernels import rounded_glu  # noqa: PLC0415 (Triton is imported when first used)
+
+            return rounded_glu.round_gate_up(gate_up, codes, scales, LARGEST, LEAST_ABSMAX)
+        for rows in self.kept.row_blocks(len(gate_up)):
+            round_rows(gate_up[rows], codes[rows], scales[rows])
+
+    def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        return self.kept.plain_bytes(tokens, compute_bytes, 5) if compute_bytes == FLOAT64_BYTES else 0
+
+    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        read = 2.0 * tokens * self.kept.width * compute_bytes
+        return Work(memory_bytes=read + self.kept.num_bytes(tokens, compute_bytes), kernels=1)
+
+
+class RoundedGLU(GLU):
+    """a = act(gate) * up of the exact gate_up; its backward reads the codes."""
+
+    def __init__(self, glu: GLU, kept: Codes) -> None:
+        assert not isinstance(glu.activation, ClampedSwiGLU), "its gate and up lie in turns"
+        super().__init__(glu.name, glu.gate_up, glu.y, glu.width, glu.activation)
+        self.kept = kept
+        self.needs_input, self.grad_over = (kept.codes, kept.scales), ()
+
+    def backward_input(self, env: OpEnv) -> None:
+        grad_out, grad_gate_up, (codes, scales) = env.g[self.y], env.g[self.gate_up], self.kept.of(env)
+        if use_kernel(grad_out) and grad_out.element_size() < FLOAT64_BYTES:
+            from flexengine.kernels import rounded_glu  # noqa: PLC0415
+
+            return rounded_glu.glu_backward_from_codes(grad_out, codes, scales, grad_gate_up, str(self.activation))
+        for rows in self.kept.row_blocks(len(grad_out)):
+            gate_up = rounded_rows(codes[rows], scales[rows])
+            glu_backward(grad_out[rows], gate_up, grad_gate_up[rows], self.activation)
+
+    def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        decoded = self.kept.plain_bytes(tokens, compute_bytes, 8) if compute_bytes == FLOAT64_BYTES else 0
+        return max(super().workspace_bytes(tokens, compute_bytes), decoded)
+
+    def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        moved = 3.0 * tokens * self.width * compute_bytes
+        return Work(memory_bytes=moved + self.kept.num_bytes(tokens, compute_bytes), kernels=1)
+
+
+class RoundingGLU(GLU):
+    """Forward of `RoundGateUp` and then `RoundedGLU`, which reads gate_up once."""
+
+    def __init__(self, rounding: RoundGateUp, glu: RoundedGLU) -> None:
+        super().__init__(glu.name, glu.gate_up, glu.y, glu.width, glu.activation)
+        self.rounding, self.glu, self.kept = rounding, glu, glu.kept
+        self.outputs = (*glu.outputs, *rounding.outputs)
+        self.needs_input = self.grad_inputs = self.grad_over = ()
+
+    def forward(self, env: OpEnv) -> None:
+        gate_up = env.t[self.gate_up]
+        if use_kernel(gate_up) and gate_up.element_size() < FLOAT64_BYTES:
+            from flexengine.kernels import rounded_glu  # noqa: PLC0415
+
+            operands = (*self.kept.of(env), LARGEST, LEAST_ABSMAX, env.t[self.y], str(self.activation))
+            return rounded_glu.round_gate_up(gate_up, *operands)
+        self.rounding.forward(env)
+        glu_forward(gate_up, env.t[self.y], self.activation)
+
+    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        kept = self.kept.num_bytes(tokens, compute_bytes)
+        return super().forward_work(tokens, seq_len, compute_bytes).plus(Work(memory_bytes=kept))
+
+
+class GLUFromCodes(Op):
+    """a_again = act(gate) * up of the rounded gate_up, for the weight gradient of the layer that reads a."""
+
+    for_backward, keepable = True, False
+
+    def __init__(self, glu: RoundedGLU) -> None:
+        self.name, self.y, self.glu, self.kept = f"{glu.name}_again", f"{glu.y}_again", glu, glu.kept
+        self.inputs = (self.kept.codes, self.kept.scales)
+        self.outputs = (TensorSpec(self.y, (glu.width,)),)
+
+    def forward(self, env: OpEnv) -> None:
+        out, (codes, scales), activation = env.t[self.y], self.kept.of(env), self.glu.activation
+        if use_kernel(out) and out.element_size() < FLOAT64_BYTES:
+            from flexengine.kernels import rounded_glu  # noqa: PLC0415
+
+            return rounded_glu.glu_from_codes(codes, scales, out, str(activation))
+        for rows in self.kept.row_blocks(len(out)):
+            glu_forward(rounded_rows(codes[rows], scales[rows]), out[rows], activation)
+
+    def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        return self.kept.plain_bytes(tokens, compute_bytes, 6) if compute_bytes == FLOAT64_BYTES else 0
+
+    def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
+        written = float(tokens * self.glu.width * compute_bytes)
+        return Work(memory_bytes=written + self.kept.num_bytes(tokens, compute_bytes), kernels=1)
