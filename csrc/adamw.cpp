@@ -8,6 +8,7 @@
 #include <xmmintrin.h>
 #endif
 
+#include "adamw_into.h"
 #include "common.h"
 #include "parallel.h"
 
@@ -102,7 +103,8 @@ int check(const FlexUpdate& call, int num_threads) {
     return flex::kOk;
 }
 
-int update(const FlexUpdate& call, int num_threads, int instruction_set) {
+// targets: where results go; null = where they were read.
+int update(const FlexUpdate& call, const FlexTargets* targets, int num_threads, int instruction_set) {
     if (const int status = check(call, num_threads); status != flex::kOk) return status;
     if (call.num_elements == 0) return flex::kOk;
     const Range range = range_for(static_cast<InstructionSet>(instruction_set));
@@ -112,7 +114,15 @@ int update(const FlexUpdate& call, int num_threads, int instruction_set) {
     const int64_t piece = piece_size(call.num_elements, num_threads);
     const int64_t num_pieces = (call.num_elements + piece - 1) / piece;
     flex::parallel_for(num_pieces, num_threads, [&](int64_t index) {
-        update_piece(call, range, index * piece, std::min((index + 1) * piece, call.num_elements));
+        const int64_t begin = index * piece, end = std::min(begin + piece, call.num_elements);
+        const auto in_place = [range](const FlexUpdate& part, int64_t from, int64_t to) {
+            update_piece(part, range, from, to);
+        };
+        if (targets == nullptr) {
+            in_place(call, begin, end);
+        } else {
+            flex::update_into(call, *targets, begin, end, in_place);
+        }
     });
     return flex::kOk;
 }
@@ -125,7 +135,16 @@ extern "C" FLEX_API int flex_adamw_instruction_set() { return static_cast<int>(b
 // One step in place on num_threads threads; has finished when it returns. num_elements may be 0.
 extern "C" FLEX_API int flex_update(const FlexUpdate* call, int num_threads, int instruction_set) {
     FLEX_REQUIRE(call != nullptr, "no arguments");
-    return update(*call, num_threads, instruction_set);
+    return update(*call, nullptr, num_threads, instruction_set);
+}
+
+// The same with results in other planes, which share no byte with those that are read; these stay as they are. Where
+// grad_scale is not finite nothing is written. Not for states in blocks.
+extern "C" FLEX_API int flex_update_into(const FlexUpdate* call, const FlexTargets* targets, int num_threads,
+                                         int instruction_set) {
+    FLEX_REQUIRE(call != nullptr && targets != nullptr, "no arguments");
+    FLEX_REQUIRE(call->states != flex::States::kBlocks, "states in blocks are updated in place");
+    return update(*call, targets, num_threads, instruction_set);
 }
 
 // The same for AdamW with states as floats.
@@ -134,5 +153,5 @@ extern "C" FLEX_API int flex_adamw(const FlexAdamW* call, int num_threads, int i
     FLEX_REQUIRE(call->states != flex::States::kBlocks, "states in blocks need scales");
     FlexUpdate whole = {};
     static_cast<FlexAdamW&>(whole) = *call;
-    return update(whole, num_threads, instruction_set);
+    return update(whole, nullptr, num_threads, instruction_set);
 }
