@@ -1,0 +1,112 @@
+"""Updates of the CPU inside backward, before the norm is known, change no bit, whichever way the norm falls."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flexengine.plan import GroupPlan, LayerPlan, Numerics
+from flexengine.runtime.step_runner import StepRunner
+from tests.engine_helpers import (
+    FLOAT32,
+    FLOAT64,
+    build_engine,
+    make_plan,
+    random_batch,
+    random_weights,
+    same_bits,
+    tiny_config,
+)
+
+NUMERICS = {
+    "float32": FLOAT32,
+    "float64": FLOAT64,
+    "split": Numerics(),
+    "stochastic": Numerics(master="stochastic", state="bfloat16"),
+}
+BY_CPU, SPECULATIVE = GroupPlan(update="cpu"), GroupPlan(update="cpu", speculative=True)
+LENGTHS = (48, 20, 7, 33, 48, 48)  # several rounds
+
+
+def plans(spec, numerics, which):
+    """A plan that updates some groups speculatively, and the same without speculation."""
+    others = [GroupPlan("gpu", "host", "gpu"), BY_CPU, GroupPlan("gpu", "gpu", "gpu")]
+    groups = [SPECULATIVE if which(i) else others[i % 3] for i in range(len(spec.groups))]
+    plan = make_plan(spec, numerics=numerics, groups=groups, blocks=[LayerPlan()] * len(spec.blocks))
+    plain = [replace(group, speculative=False) for group in plan.groups]
+    return plan, replace(plan, groups=tuple(plain))
+
+
+class Steps:
+    """Counts the steps whose speculation held, and which did not."""
+
+    def __init__(self, monkeypatch):
+        self.kept, self.dropped = 0, 0
+        settle = StepRunner._settle
+
+        def counted(runner, settings):
+            part = settle(runner, settings)
+            self.kept, self.dropped = self.kept + (part == "rest"), self.dropped + (part == "all")
+            return part
+
+        monkeypatch.setattr(StepRunner, "_settle", counted)
+
+
+def norm_of_step(engine, seed):
+    return engine.train_step(random_batch(seed, LENGTHS, engine.model.vocab_size))[1].grad_norm
+
+
+@pytest.mark.parametrize(
+    ("numerics", "tied", "every"),
+    [("float32", False, 1), ("float64", True, 2), ("split", False, 2), ("stochastic", True, 1)],
+)
+def test_bits_of_a_run_without_speculation(monkeypatch, tmp_path, numerics, tied, every):
+    source = random_weights(tiny_config(num_hidden_layers=2, tie_word_embeddings=tied))
+    plan, plain = plans(source.spec, NUMERICS[numerics], lambda i: i % every == 0)
+    first = norm_of_step(build_engine(source, plain, max_grad_norm=1e9), 0)
+    steps = Steps(monkeypatch)
+    bold, cautious = (build_engine(source, p, max_grad_norm=first * 1.02) for p in (plan, plain))
+    for seed in range(5):
+        outs = [e.train_step(random_batch(seed, LENGTHS[: 1 + seed], source.spec.vocab_size)) for e in (bold, cautious)]
+        assert outs[0][0].loss == outs[1][0].loss and outs[0][1].grad_norm == outs[1][1].grad_norm
+        if seed in (0, 3):
+            same_bits(bold.state_dict(), cautious.state_dict())
+            bold.save_checkpoint(tmp_path / f"{seed}")
+            text = bold.generate([[1, 2, 3]], max_new_tokens=4)
+            assert text == cautious.generate([[1, 2, 3]], max_new_tokens=4)
+    same_bits(bold.state_dict(), cautious.state_dict())
+    assert steps.kept >= 1
+    bold.load_checkpoint(tmp_path / "0")  # into whichever side is the first by now
+    again = build_engine(source, plain, max_grad_norm=first * 1.02)
+    again.load_checkpoint(tmp_path / "0")
+    for seed in (1, 2):
+        assert norm_of_step(bold, seed) == norm_of_step(again, seed)
+    bold.adopt(plain)
+    assert norm_of_step(bold, 3) == norm_of_step(again, 3)
+    same_bits(bold.state_dict(), again.state_dict())
+
+
+def test_a_clipped_step_is_updated_again_and_the_next_one_does_not_speculate(monkeypatch):
+    source = random_weights(tiny_config())
+    plan, plain = plans(source.spec, Numerics(), lambda i: True)
+    steps = Steps(monkeypatch)
+    bold, cautious = (build_engine(source, p, max_grad_norm=1e-3) for p in (plan, plain))
+    for seed in range(3):
+        assert norm_of_step(bold, seed) == norm_of_step(cautious, seed)
+    same_bits(bold.state_dict(), cautious.state_dict())
+    assert (steps.kept, steps.dropped) == (0, 1)
+
+
+def test_a_norm_that_is_not_finite_leaves_everything(monkeypatch):
+    source = random_weights(tiny_config())
+    plan, plain = plans(source.spec, FLOAT32, lambda i: i != 1)
+    steps = Steps(monkeypatch)
+    bold, cautious = (build_engine(source, p, max_grad_norm=1e9) for p in (plan, plain))
+    for scale in (1.0, 1e38, 1.0, 1.0):
+        batch = random_batch(3, LENGTHS, source.spec.vocab_size)
+        weights = [[scale] * len(row) for row in batch]
+        outs = [e.train_step({"input_ids": batch, "weights": weights}, divisor=7.0)[1] for e in (bold, cautious)]
+        assert [out.skipped for out in outs] == [scale != 1.0] * 2
+        same_bits(bold.state_dict(), cautious.state_dict())
+    assert (steps.kept, steps.dropped) == (2, 1)
+    assert torch.isfinite(bold.state_dict()["model.norm.weight"]).all()
