@@ -8,7 +8,6 @@
 #include <xmmintrin.h>
 #endif
 
-#include "adamw_into.h"
 #include "common.h"
 #include "parallel.h"
 
@@ -22,7 +21,7 @@ constexpr int64_t kMaxPiece = 1 << 15;  // elements; 0.9 MB of planes, long enou
 constexpr int64_t kMaxElements = int64_t{1} << 60;  // more than any address space holds; products below do not overflow
 constexpr int64_t kPiecesPerThread = 4;             // evens out threads that start late or share a core
 
-using Range = void (*)(const FlexUpdate&, int64_t begin, int64_t end);
+using Range = void (*)(const flex::Step&, int64_t begin, int64_t end);
 
 InstructionSet best_instruction_set() {
 #if defined(__x86_64__)
@@ -62,7 +61,7 @@ class StandardArithmetic {
 };
 
 // [begin, end), cut where the upper half of the counter changes; a block in which that happens goes by itself.
-void update_piece(const FlexUpdate& call, Range range, int64_t begin, int64_t end) {
+void update_piece(const flex::Step& call, Range range, int64_t begin, int64_t end) {
     const StandardArithmetic standard;
     const uint64_t first = call.element_offset + static_cast<uint64_t>(begin);
     const uint64_t until_carry = (uint64_t{1} << 32) - (first & 0xFFFFFFFFu);
@@ -79,6 +78,9 @@ void update_piece(const FlexUpdate& call, Range range, int64_t begin, int64_t en
         begin = middle;
     }
     range(call, begin, end);
+#if defined(__x86_64__)
+    _mm_sfence();  // stores past the caches, before the word that the piece is done
+#endif
 }
 
 int64_t piece_size(int64_t num_elements, int num_threads) {
@@ -86,7 +88,7 @@ int64_t piece_size(int64_t num_elements, int num_threads) {
     return std::clamp((even + kPieceStep - 1) / kPieceStep * kPieceStep, kPieceStep, kMaxPiece);
 }
 
-int check(const FlexUpdate& call, int num_threads) {
+int check(const flex::Step& call, int num_threads) {
     FLEX_REQUIRE(call.num_elements >= 0 && call.num_elements <= kMaxElements,
                  "num_elements is %lld, expected 0 to 2^60", (long long)call.num_elements);
     FLEX_REQUIRE(num_threads >= 1, "num_threads is %d, expected at least 1", num_threads);
@@ -103,8 +105,14 @@ int check(const FlexUpdate& call, int num_threads) {
     return flex::kOk;
 }
 
-// targets: where results go; null = where they were read.
-int update(const FlexUpdate& call, const FlexTargets* targets, int num_threads, int instruction_set) {
+flex::Step in_place(const FlexUpdate& call) {
+    flex::Step step = {};
+    static_cast<FlexUpdate&>(step) = call;
+    step.to = {call.weight, call.remainder, call.exp_avg, call.exp_avg_sq};
+    return step;
+}
+
+int update(const flex::Step& call, int num_threads, int instruction_set) {
     if (const int status = check(call, num_threads); status != flex::kOk) return status;
     if (call.num_elements == 0) return flex::kOk;
     const Range range = range_for(static_cast<InstructionSet>(instruction_set));
@@ -114,15 +122,7 @@ int update(const FlexUpdate& call, const FlexTargets* targets, int num_threads, 
     const int64_t piece = piece_size(call.num_elements, num_threads);
     const int64_t num_pieces = (call.num_elements + piece - 1) / piece;
     flex::parallel_for(num_pieces, num_threads, [&](int64_t index) {
-        const int64_t begin = index * piece, end = std::min(begin + piece, call.num_elements);
-        const auto in_place = [range](const FlexUpdate& part, int64_t from, int64_t to) {
-            update_piece(part, range, from, to);
-        };
-        if (targets == nullptr) {
-            in_place(call, begin, end);
-        } else {
-            flex::update_into(call, *targets, begin, end, in_place);
-        }
+        update_piece(call, range, index * piece, std::min((index + 1) * piece, call.num_elements));
     });
     return flex::kOk;
 }
@@ -135,7 +135,7 @@ extern "C" FLEX_API int flex_adamw_instruction_set() { return static_cast<int>(b
 // One step in place on num_threads threads; has finished when it returns. num_elements may be 0.
 extern "C" FLEX_API int flex_update(const FlexUpdate* call, int num_threads, int instruction_set) {
     FLEX_REQUIRE(call != nullptr, "no arguments");
-    return update(*call, nullptr, num_threads, instruction_set);
+    return update(in_place(*call), num_threads, instruction_set);
 }
 
 // The same with results in other planes, which share no byte with those that are read; these stay as they are. Where
@@ -144,7 +144,9 @@ extern "C" FLEX_API int flex_update_into(const FlexUpdate* call, const FlexTarge
                                          int instruction_set) {
     FLEX_REQUIRE(call != nullptr && targets != nullptr, "no arguments");
     FLEX_REQUIRE(call->states != flex::States::kBlocks, "states in blocks are updated in place");
-    return update(*call, targets, num_threads, instruction_set);
+    flex::Step step = in_place(*call);
+    step.to = *targets;
+    return update(step, num_threads, instruction_set);
 }
 
 // The same for AdamW with states as floats.
@@ -153,5 +155,5 @@ extern "C" FLEX_API int flex_adamw(const FlexAdamW* call, int num_threads, int i
     FLEX_REQUIRE(call->states != flex::States::kBlocks, "states in blocks need scales");
     FlexUpdate whole = {};
     static_cast<FlexAdamW&>(whole) = *call;
-    return update(whole, nullptr, num_threads, instruction_set);
+    return update(in_place(whole), num_threads, instruction_set);
 }

@@ -86,7 +86,7 @@ class _Update(ctypes.Structure):
 
 
 class _Targets(ctypes.Structure):
-    """`FlexTargets` of csrc/adamw_into.h, field by field."""
+    """`FlexTargets` of csrc/adamw.h, field by field."""
 
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("weight", "remainder", "exp_avg", "exp_avg_sq"))
 

@@ -37,6 +37,7 @@ from flexengine.planner.feasibility.shortage import Feasibility, shortage
 from flexengine.planner.shared_buffers import SharedBuffers
 from flexengine.planner.size_search import SizeSearch
 from flexengine.planner.size_tables import SizeTables
+from flexengine.planner.speculation import speculating_plans
 from flexengine.schedule.expert_fetch import least_touched_share
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.packing import full_round
@@ -124,7 +125,7 @@ class Planner:
         """Bound, seed, search and simulate; None where nothing fits."""
         sizes = self.race(self.started(self.bounded()))
         best = self.simulated(self.finalists(sizes)) or self.simulated(self.last_resort())
-        return None if best is None else self.predicted(*self.touched_only(*best))
+        return None if best is None else self.predicted(*self.speculating(*self.touched_only(*best)))
 
     # -- sizes -------------------------------------------------------------------------------------------------------
 
@@ -220,6 +221,15 @@ class Planner:
         sparing = replace(plan, touched_only=True)
         found = self.pricer.step(Layout(self.model, sparing))
         return (sparing, found) if found.step_s < estimate.step_s else (plan, estimate)
+
+    def speculating(self, plan: Plan, estimate: StepEstimate) -> tuple[Plan, StepEstimate]:
+        """Update groups before the norm is known, where that is faster and host memory is left for second planes."""
+        if not plan.updates_on_cpu:
+            return plan, estimate
+        spare_bytes = -excess_bytes(Layout(self.model, plan), self.request, self.profile)[1]
+        tried = speculating_plans(self.model, plan, spare_bytes)
+        found = ((bold, self.pricer.step(Layout(self.model, bold))) for bold in tried)
+        return min([(plan, estimate), *found], key=lambda pair: pair[1].step_s)
 
     def predicted(self, plan: Plan, estimate: StepEstimate) -> Plan:
         """Add the prediction to a plan. The bound is of plans that fetch all experts."""
