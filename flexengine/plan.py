@@ -264,8 +264,8 @@ class Plan:
             raise ValueError("every kind of slot needs at least one")
         if self.deals_states and not self.shares_node:
             raise ValueError("optimizer states are dealt over the GPUs of several ranks, but the plan is for one")
-        if self.speculates and (self.shares_node or not self.request.clipping):
-            raise ValueError("updates are speculative only with clipping, and on one rank")
+        if self.shares_node and any(home.speculative for home in self.groups):
+            raise ValueError("updates are speculative on one rank alone")
         if self.touched_only and not self.in_parts:
             raise ValueError("touched_only is about experts that cross the link in parts, so it needs in_parts")
         if self.split and (self.request.ranks == 1 or self.touched_only):
@@ -311,7 +311,7 @@ class Plan:
     def speculates(self) -> bool:
         """True when the CPU updates some group inside the last backward pass, before it knows that nothing is
         clipped."""
-        return any(home.speculative for home in self.groups)
+        return self.request.clipping and any(home.speculative for home in self.groups)
 
     @property
     def shares_node(self) -> bool:

@@ -60,9 +60,7 @@ def native_call(kernel: Literal["lion", "sgd"], update: Update, factors: AdamWFa
     planes = update.planes
     keys = [stream_keys(update.seed, update.step, stream) for stream in (WEIGHT_STREAM, MOMENTUM_STREAM, 2)]
     tensors = planes["weights"], planes.get("remainder"), (planes[STATE],), planes["grad"]
-    return NativeCall(
-        kernel, native.HostUpdate(*tensors, update.grad_scale, factors, keys, update.element_offset)
-    )
+    return NativeCall(kernel, native.HostUpdate(*tensors, update.grad_scale, factors, keys, update.element_offset))
 
 
 def momentum_update_reference(update: Update, factors: AdamWFactors, formula: Formula) -> None:

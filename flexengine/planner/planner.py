@@ -37,7 +37,7 @@ from flexengine.planner.feasibility.shortage import Feasibility, shortage
 from flexengine.planner.shared_buffers import SharedBuffers
 from flexengine.planner.size_search import SizeSearch
 from flexengine.planner.size_tables import SizeTables
-from flexengine.planner.speculation import speculating_plans
+from flexengine.planner.speculation import LEAST_GAIN, speculating_plans
 from flexengine.schedule.expert_fetch import least_touched_share
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.packing import full_round
@@ -229,7 +229,8 @@ class Planner:
         spare_bytes = -excess_bytes(Layout(self.model, plan), self.request, self.profile)[1]
         tried = speculating_plans(self.model, plan, spare_bytes)
         found = ((bold, self.pricer.step(Layout(self.model, bold))) for bold in tried)
-        return min([(plan, estimate), *found], key=lambda pair: pair[1].step_s)
+        best = min(found, key=lambda pair: pair[1].step_s, default=(plan, estimate))
+        return best if best[1].step_s < LEAST_GAIN * estimate.step_s else (plan, estimate)
 
     def predicted(self, plan: Plan, estimate: StepEstimate) -> Plan:
         """Add the prediction to a plan. The bound is of plans that fetch all experts."""

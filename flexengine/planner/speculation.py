@@ -19,6 +19,9 @@ from flexengine.schedule.second_planes import may_speculate, second_kinds
 SHARES = (1.0, 0.75, 0.5, 0.25)
 """Shares of what fits that are tried. Fewer groups leave host memory and the link alone while backward runs."""
 
+LEAST_GAIN = 0.998
+"""Speculate only where the step takes less than this share of its time: a clipped step takes longer with it."""
+
 
 def speculating_plans(model: ModelSpec, plan: Plan, spare_bytes: int) -> Iterator[Plan]:
     """The plan with more and fewer groups updated speculatively, whose second planes fit `spare_bytes` of the host."""
@@ -47,7 +50,7 @@ def _fitting(model: ModelSpec, plan: Plan, spare_bytes: int) -> list[int]:
 
 
 def completed_order(model: ModelSpec) -> list[int]:
-    """Groups in the order in which a backward pass completes their gradients: each with the lowest layer that has it."""
+    """Groups in the order in which backward completes their gradients: each with the lowest layer that has it."""
     lowest: dict[int, int] = {}
     for index in reversed(range(len(model.layers))):
         lowest.update(dict.fromkeys(model.layers[index].groups, index))

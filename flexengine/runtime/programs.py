@@ -23,8 +23,8 @@ class RoundKind(NamedTuple):
     """What a round does beside forward.
 
     train: it has a backward pass. first: no gradients are stored yet. updates: the CPU updates inside it. together: how
-    many rounds ranks run together under a split plan; 0 = each its own. speculates: the CPU updates inside it, before it
-    is known whether that counts.
+    many rounds ranks run together under a split plan; 0 = each its own. speculates: the CPU updates inside it, before
+    it is known whether that counts.
     """
 
     train: bool
@@ -71,8 +71,8 @@ class Programs:
     def of_update(self, by_cpu: CpuPart = "all", last: bool = True) -> Program:
         """The program of an optimizer step.
 
-        by_cpu: what the CPU updates in it: all that it ever does, the rest after a speculation that held, or nothing, as
-        the last round did it. last: this rank, of several, ran that round.
+        by_cpu: what the CPU updates in it: all that it ever does, the rest after a speculation that held, or nothing,
+        as the last round did it. last: this rank, of several, ran that round.
         """
         side = self.layout.side
         if (side, by_cpu, last) not in self._updates:

@@ -111,9 +111,7 @@ class StepRunner:
         self._executor.drop_cpu_work()
         return "all"
 
-    def update(
-        self, settings: UpdateSettings, cpu_has_updated: bool = False, speculated: bool = False
-    ) -> StepOutput:
+    def update(self, settings: UpdateSettings, cpu_has_updated: bool = False, speculated: bool = False) -> StepOutput:
         """Run the optimizer step and forget the gradients. cpu_has_updated: the last round did the CPU's updates.
 
         speculated: it did some of them as if nothing were clipped.

@@ -75,7 +75,7 @@ class UpdateRunner:
         return self._scalar("scalars", HOST_SCALES + SCALE_BYTES * group, "host")
 
     def is_unclipped(self, settings: UpdateSettings) -> bool:
-        """Whether the factor that the host was told for every gradient is, bit by bit, the one where nothing is clipped.
+        """Whether all factors that the host was told are, bit by bit, the one where nothing is clipped.
 
         False where a norm is not finite. Order: the host has been told.
         """
@@ -153,9 +153,7 @@ class UpdateRunner:
         else:
             update_into(segment.rule, update, self._views(segment, tile.count, tile.targets, slots))
 
-    def _views(
-        self, segment: Segment, count: int, places: Mapping[str, SlotOffset], slots: tuple
-    ) -> dict[str, Tensor]:
+    def _views(self, segment: Segment, count: int, places: Mapping[str, SlotOffset], slots: tuple) -> dict[str, Tensor]:
         """Views of `count` elements of those planes of a segment that have a place."""
         return {
             plane.kind: self.arenas.view(

@@ -151,7 +151,7 @@ class _HostSlots:
                     self._homes.add_pieces(self._places_of_pieces(group))
                 else:
                     self._homes.add_plane(kind, spec.name, stored, category)
-            if home.speculative:
+            if home.speculative and self._sizes.plan.speculates:
                 for kind in second_kinds(stored):
                     self._region.add(kind, stored.plane_bytes[kind], "second planes", spec.name, SECOND)
 

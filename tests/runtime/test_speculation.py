@@ -1,15 +1,22 @@
 """Updates of the CPU inside backward, before the norm is known, change no bit, whichever way the norm falls."""
 
+import threading
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 
 from flexengine.plan import GroupPlan, LayerPlan, Numerics
+from flexengine.runtime.cpu_work import CpuWork
 from flexengine.runtime.step_runner import StepRunner
+from flexengine.schedule.following import cpu_commands
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.lowering import lower_update
 from tests.engine_helpers import (
     FLOAT32,
     FLOAT64,
+    before_cpu_updates,
     build_engine,
     make_plan,
     random_batch,
@@ -74,7 +81,8 @@ def test_bits_of_a_run_without_speculation(monkeypatch, tmp_path, numerics, tied
     for seed, limit in enumerate((1e9, 1e9, 1e-3, 1e9, 1e9)):
         batch = random_batch(seed, LENGTHS[: 6 - seed], source.spec.vocab_size)
         outs = [limited(engine, limit).train_step(batch) for engine in (bold, cautious)]
-        assert outs[0][0].loss == outs[1][0].loss and outs[0][1].grad_norm == outs[1][1].grad_norm
+        assert outs[0][0].loss == outs[1][0].loss
+        assert outs[0][1].grad_norm == outs[1][1].grad_norm
         if seed == 0:  # after one swap
             same_bits(bold.state_dict(), cautious.state_dict())
             bold.save_checkpoint(tmp_path / "saved")
@@ -115,3 +123,56 @@ def test_a_norm_that_is_not_finite_leaves_everything(monkeypatch):
         same_bits(bold.state_dict(), cautious.state_dict())
     assert (steps.kept, steps.dropped) == (2, 1)
     assert torch.isfinite(bold.state_dict()["model.norm.weight"]).all()
+
+
+def test_slow_updates_are_waited_for_and_dropped(monkeypatch):
+    source = random_weights(tiny_config(num_hidden_layers=2))
+    plan, plain = plans(source.spec, Numerics(), lambda i: i > 1)
+    bold, cautious = build_engine(source, plan), build_engine(source, plain)
+    limits = (1e9, 1e9, 1e-3, 1e9, 1e9)
+    expected = [norm_of_step(limited(cautious, limit), seed) for seed, limit in enumerate(limits)]
+    before_cpu_updates(monkeypatch, lambda: time.sleep(0.01))
+    steps = Steps(monkeypatch)
+    for seed, limit in enumerate(limits):
+        assert norm_of_step(limited(bold, limit), seed) == expected[seed]
+    assert (steps.kept, steps.dropped) == (3, 1)
+    same_bits(bold.state_dict(), cautious.state_dict())
+
+
+def test_an_interrupt_before_the_norm_leaves_the_old_values(monkeypatch):
+    source = random_weights(tiny_config())
+    plan, plain = plans(source.spec, FLOAT32, lambda i: True)
+    bold, cautious = build_engine(source, plan), build_engine(source, plain)
+
+    def interrupted(*args, **settings):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(StepRunner, "update", interrupted)
+        norm_of_step(bold, 5)
+    for seed in (0, 1):
+        assert norm_of_step(bold, seed) == norm_of_step(cautious, seed)
+    same_bits(bold.state_dict(), cautious.state_dict())
+
+
+def test_dropped_work_counts_as_ended():
+    plan, _ = plans(random_weights(tiny_config()).spec, FLOAT32, lambda i: True)
+    program = lower_update(Layout(random_weights(tiny_config()).spec, plan))
+    ran, begun, goes_on = [], threading.Event(), threading.Event()
+
+    def call(command):
+        ran.append(command.index)
+        begun.set()
+        goes_on.wait(60)
+
+    work = CpuWork(program, cpu_commands(program), call, num_threads=1)
+    work.start()
+    assert begun.wait(60)
+    dropping = threading.Thread(target=work.drop)
+    dropping.start()
+    while not work._over():
+        time.sleep(0.001)
+    goes_on.set()
+    dropping.join()
+    work.wait([command.index for command in cpu_commands(program)])
+    assert ran == [cpu_commands(program)[0].index]

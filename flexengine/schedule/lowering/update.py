@@ -199,9 +199,7 @@ def lower_cpu_update(
         held.update({kind: Access(slot, f"updated {text}") for kind, (slot, text) in held.items() if kind != "grad"})
 
 
-def lower_speculative_update(
-    builder: ProgramBuilder, layout: Layout, group: int, grads: Sequence[Access]
-) -> None:
+def lower_speculative_update(builder: ProgramBuilder, layout: Layout, group: int, grads: Sequence[Access]) -> None:
     """Update a group by the CPU into its second planes, with the factor that holds where nothing is clipped.
 
     grads: what earlier commands of the program left of the gradient.
