@@ -19,13 +19,15 @@ from flexengine.schedule.second_planes import may_speculate, second_kinds
 SHARES = (1.0, 0.75, 0.5, 0.25)
 """Shares of what fits that are tried. Fewer groups leave host memory and the link alone while backward runs."""
 
+MOST_SPECULATING, NEARLY_AS_FAST = 3, 1.05
+"""Finalists that speculation is tried on, and how much slower than the fastest they may be without."""
 LEAST_GAIN = 0.998
 """Speculate only where the step takes less than this share of its time: a clipped step takes longer with it."""
 
 
 def speculating_plans(model: ModelSpec, plan: Plan, spare_bytes: int) -> Iterator[Plan]:
     """The plan with more and fewer groups updated speculatively, whose second planes fit `spare_bytes` of the host."""
-    if not plan.request.clipping or plan.shares_node:
+    if not plan.request.clipping or plan.shares_node or not plan.updates_on_cpu:
         return
     fitting = _fitting(model, plan, spare_bytes)
     for count in dict.fromkeys(round(share * len(fitting)) for share in SHARES):
