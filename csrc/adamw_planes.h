@@ -8,8 +8,9 @@
 //   V::bits, floats (reinterpret), canonical_bits (any NaN as the quiet one), zero_unless_finite, is_ordered
 //   V::load_u8, store_u8 (widened to lanes, low quarters of lanes), store_u32; gather_f32, gather_u8 (by index; reads
 //   four bytes); max_i (of values below 2^31); one_where_reached(x, y) (1 where x >= y, else 0)
-// for Streaming<V>: stream_f32, stream_u16, stream_i; and for Pairs<V>: load_i, store_i, blend_low, sub_16, shift_right_16<n>.
-// Everything lies in an unnamed namespace, so that no linker takes one instruction set's copy for another's.
+// for Streaming<V>: stream_f32, stream_u16, stream_i; and for Pairs<V>: load_i, store_i, blend_low, sub_16,
+// shift_right_16<n>. Everything lies in an unnamed namespace, so that no linker takes one instruction set's copy for
+// another's.
 #pragma once
 
 #include "adamw.h"
