@@ -177,3 +177,23 @@ def test_dropped_work_counts_as_ended():
     dropping.join()
     work.wait([command.index for command in cpu_commands(program)])
     assert ran == [cpu_commands(program)[0].index]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("every", [1, 2])
+def test_cuda_gives_the_bits_of_a_run_without_speculation(monkeypatch, every):
+    widths = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "intermediate_size": 700}
+    source = random_weights(tiny_config(**widths, num_hidden_layers=4, vocab_size=2003, initializer_range=0.05))
+    groups = [SPECULATIVE if i % every == 0 else BY_CPU for i in range(len(source.spec.groups))]
+    waiting = [replace(group, speculative=False) for group in groups]
+    sizes = {"chunk_tokens": 1024, "chunks_per_round": 2, "max_seq_len": 1000, "numerics": Numerics()}
+    plans_of_both = (make_plan(source.spec, **sizes, groups=chosen) for chosen in (groups, waiting))
+    bold, cautious = (build_engine(source, plan, device="cuda", deterministic=True) for plan in plans_of_both)
+    steps = Steps(monkeypatch)
+    for seed, limit in enumerate((1e9, 1e9, 1e-3, 1e9, 1e9, 1e9)):
+        batch = random_batch(seed, (700, 130, 1000, 65, 900), 2003)
+        outs = [limited(engine, limit).train_step(batch) for engine in (bold, cautious)]
+        assert outs[0][0].loss == outs[1][0].loss
+        assert outs[0][1].grad_norm == outs[1][1].grad_norm
+    same_bits(bold.state_dict(), cautious.state_dict())
+    assert (steps.kept, steps.dropped) == (4, 1)
