@@ -21,7 +21,7 @@ constexpr int64_t kMaxPiece = 1 << 15;  // elements; 0.9 MB of planes, long enou
 constexpr int64_t kMaxElements = int64_t{1} << 60;  // more than any address space holds; products below do not overflow
 constexpr int64_t kPiecesPerThread = 4;             // evens out threads that start late or share a core
 
-using Range = void (*)(const FlexUpdate&, int64_t begin, int64_t end);
+using Range = void (*)(const flex::Step&, int64_t begin, int64_t end);
 
 InstructionSet best_instruction_set() {
 #if defined(__x86_64__)
@@ -61,7 +61,7 @@ class StandardArithmetic {
 };
 
 // [begin, end), cut where the upper half of the counter changes; a block in which that happens goes by itself.
-void update_piece(const FlexUpdate& call, Range range, int64_t begin, int64_t end) {
+void update_piece(const flex::Step& call, Range range, int64_t begin, int64_t end) {
     const StandardArithmetic standard;
     const uint64_t first = call.element_offset + static_cast<uint64_t>(begin);
     const uint64_t until_carry = (uint64_t{1} << 32) - (first & 0xFFFFFFFFu);
@@ -78,6 +78,9 @@ void update_piece(const FlexUpdate& call, Range range, int64_t begin, int64_t en
         begin = middle;
     }
     range(call, begin, end);
+#if defined(__x86_64__)
+    _mm_sfence();  // stores past the caches, before the word that the piece is done
+#endif
 }
 
 int64_t piece_size(int64_t num_elements, int num_threads) {
@@ -85,7 +88,7 @@ int64_t piece_size(int64_t num_elements, int num_threads) {
     return std::clamp((even + kPieceStep - 1) / kPieceStep * kPieceStep, kPieceStep, kMaxPiece);
 }
 
-int check(const FlexUpdate& call, int num_threads) {
+int check(const flex::Step& call, int num_threads) {
     FLEX_REQUIRE(call.num_elements >= 0 && call.num_elements <= kMaxElements,
                  "num_elements is %lld, expected 0 to 2^60", (long long)call.num_elements);
     FLEX_REQUIRE(num_threads >= 1, "num_threads is %d, expected at least 1", num_threads);
@@ -102,7 +105,14 @@ int check(const FlexUpdate& call, int num_threads) {
     return flex::kOk;
 }
 
-int update(const FlexUpdate& call, int num_threads, int instruction_set) {
+flex::Step in_place(const FlexUpdate& call) {
+    flex::Step step = {};
+    static_cast<FlexUpdate&>(step) = call;
+    step.to = {call.weight, call.remainder, call.exp_avg, call.exp_avg_sq};
+    return step;
+}
+
+int update(const flex::Step& call, int num_threads, int instruction_set) {
     if (const int status = check(call, num_threads); status != flex::kOk) return status;
     if (call.num_elements == 0) return flex::kOk;
     const Range range = range_for(static_cast<InstructionSet>(instruction_set));
@@ -125,7 +135,18 @@ extern "C" FLEX_API int flex_adamw_instruction_set() { return static_cast<int>(b
 // One step in place on num_threads threads; has finished when it returns. num_elements may be 0.
 extern "C" FLEX_API int flex_update(const FlexUpdate* call, int num_threads, int instruction_set) {
     FLEX_REQUIRE(call != nullptr, "no arguments");
-    return update(*call, num_threads, instruction_set);
+    return update(in_place(*call), num_threads, instruction_set);
+}
+
+// The same with results in other planes, which share no byte with those that are read; these stay as they are. Where
+// grad_scale is not finite nothing is written. Not for states in blocks.
+extern "C" FLEX_API int flex_update_into(const FlexUpdate* call, const FlexTargets* targets, int num_threads,
+                                         int instruction_set) {
+    FLEX_REQUIRE(call != nullptr && targets != nullptr, "no arguments");
+    FLEX_REQUIRE(call->states != flex::States::kBlocks, "states in blocks are updated in place");
+    flex::Step step = in_place(*call);
+    step.to = *targets;
+    return update(step, num_threads, instruction_set);
 }
 
 // The same for AdamW with states as floats.
@@ -134,5 +155,5 @@ extern "C" FLEX_API int flex_adamw(const FlexAdamW* call, int num_threads, int i
     FLEX_REQUIRE(call->states != flex::States::kBlocks, "states in blocks need scales");
     FlexUpdate whole = {};
     static_cast<FlexAdamW&>(whole) = *call;
-    return update(whole, num_threads, instruction_set);
+    return update(in_place(whole), num_threads, instruction_set);
 }

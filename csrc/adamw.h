@@ -67,14 +67,27 @@ struct FlexUpdate : FlexAdamW {
     FlexCodebook unsigned_book;  // of exp_avg_sq
 };
 
+// Where new values go; mirrored field by field by flexengine/native/update.py. Null where a call has no such plane.
+struct FlexTargets {
+    void* weight;
+    int16_t* remainder;
+    void* exp_avg;
+    void* exp_avg_sq;
+};
+
 namespace flex {
+
+// A call with the places of its results: those that it reads, or others, which share no byte with them.
+struct Step : FlexUpdate {
+    FlexTargets to;
+};
 
 // Elements [begin, end) by one path. The counters of a range must share their upper 32 bits. With States::kBlocks a
 // range begins with a block; the scalar path then takes any counters.
-void update_range_scalar(const FlexUpdate& call, int64_t begin, int64_t end);
+void update_range_scalar(const Step& call, int64_t begin, int64_t end);
 #if defined(__x86_64__)
-void update_range_avx2(const FlexUpdate& call, int64_t begin, int64_t end);
-void update_range_avx512(const FlexUpdate& call, int64_t begin, int64_t end);
+void update_range_avx2(const Step& call, int64_t begin, int64_t end);
+void update_range_avx512(const Step& call, int64_t begin, int64_t end);
 #endif
 
 }  // namespace flex

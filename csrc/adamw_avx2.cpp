@@ -27,6 +27,13 @@ struct Avx2 {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(to), packed);
     }
 
+    FLEX_INLINE void stream_f32(float* to, F x) { _mm256_stream_ps(to, x); }
+    FLEX_INLINE void stream_u16(uint16_t* to, I x) {  // as store_u16
+        const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+        _mm_stream_si128(reinterpret_cast<__m128i*>(to), packed);
+    }
+    FLEX_INLINE void stream_i(void* to, I x) { _mm256_stream_si256(static_cast<__m256i*>(to), x); }
+
     FLEX_INLINE I load_i(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
     FLEX_INLINE void store_i(void* to, I x) { _mm256_storeu_si256(static_cast<__m256i*>(to), x); }
     // Upper halves of the lanes of `high`, lower halves of those of `low`.
@@ -88,7 +95,7 @@ struct Avx2 {
 
 }  // namespace
 
-void flex::update_range_avx2(const FlexUpdate& call, int64_t begin, int64_t end) {
+void flex::update_range_avx2(const Step& call, int64_t begin, int64_t end) {
     update_range_scalar(call, update_range<Avx2>(call, begin, end), end);
 }
 #endif

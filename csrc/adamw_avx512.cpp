@@ -29,6 +29,12 @@ struct Avx512 {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(x));
     }
 
+    FLEX_INLINE void stream_f32(float* to, F x) { _mm512_stream_ps(to, x); }
+    FLEX_INLINE void stream_u16(uint16_t* to, I x) {
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(x));
+    }
+    FLEX_INLINE void stream_i(void* to, I x) { _mm512_stream_si512(static_cast<__m512i*>(to), x); }
+
     FLEX_INLINE I load_i(const void* from) { return _mm512_loadu_si512(from); }
     FLEX_INLINE void store_i(void* to, I x) { _mm512_storeu_si512(to, x); }
     // Upper halves of the lanes of `high`, lower halves of those of `low`.
@@ -89,7 +95,7 @@ struct Avx512 {
 
 }  // namespace
 
-void flex::update_range_avx512(const FlexUpdate& call, int64_t begin, int64_t end) {
+void flex::update_range_avx512(const Step& call, int64_t begin, int64_t end) {
     update_range_scalar(call, update_range<Avx512>(call, begin, end), end);
 }
 #endif

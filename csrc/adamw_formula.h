@@ -8,6 +8,7 @@ namespace {
 using flex::Master;
 using flex::Rule;
 using flex::States;
+using flex::Step;
 using flex::StreamKeys;
 
 // Multipliers of the counter hash, as in flexengine/optim/rounding.py.
@@ -88,22 +89,22 @@ struct Values {
 };
 
 template <class V, Master kMaster, bool kFinite>
-FLEX_INLINE void store_master(const FlexUpdate& call, int64_t at, typename V::F master, const Streams<V>& streams,
+FLEX_INLINE void store_master(const Step& call, int64_t at, typename V::F master, const Streams<V>& streams,
                               typename V::I counter) {
     if constexpr (kMaster == Master::kSplit) {
-        store_split<V, kFinite>(call.weight, call.remainder, at, master);
+        store_split<V, kFinite>(call.to.weight, call.to.remainder, at, master);
     } else {
-        store<V, kMaster == Master::kBf16, kFinite>(call.weight, at, master, streams.weight, counter);
+        store<V, kMaster == Master::kBf16, kFinite>(call.to.weight, at, master, streams.weight, counter);
     }
 }
 
 template <class V, Rule kRule, Master kMaster, bool kBf16States, bool kFinite>
-FLEX_INLINE void store_all(const FlexUpdate& call, int64_t at, const Values<V>& values, const Streams<V>& streams,
+FLEX_INLINE void store_all(const Step& call, int64_t at, const Values<V>& values, const Streams<V>& streams,
                            typename V::I counter) {
     store_master<V, kMaster, kFinite>(call, at, values.master, streams, counter);
-    store<V, kBf16States, kFinite>(call.exp_avg, at, values.exp_avg, streams.exp_avg, counter);
+    store<V, kBf16States, kFinite>(call.to.exp_avg, at, values.exp_avg, streams.exp_avg, counter);
     if constexpr (kRule == Rule::kAdamW) {
-        store<V, kBf16States, kFinite>(call.exp_avg_sq, at, values.exp_avg_sq, streams.exp_avg_sq, counter);
+        store<V, kBf16States, kFinite>(call.to.exp_avg_sq, at, values.exp_avg_sq, streams.exp_avg_sq, counter);
     }
 }
 
@@ -116,7 +117,7 @@ FLEX_INLINE bool all_finite(const Values<V>& values) {
 }
 
 template <class V, Master kMaster>
-FLEX_INLINE typename V::F load_master(const FlexUpdate& call, int64_t at) {
+FLEX_INLINE typename V::F load_master(const Step& call, int64_t at) {
     if constexpr (kMaster == Master::kSplit) {
         return Halves<V>::load_split(static_cast<const uint16_t*>(call.weight) + at,
                                      reinterpret_cast<const uint16_t*>(call.remainder) + at);
@@ -141,7 +142,7 @@ template <class V>
 struct Factors {
     typename V::F scale, decay, one_minus_beta1, beta2, one_minus_beta2, inverse_root_correction2, eps, step_size;
 
-    FLEX_INLINE Factors of(const FlexUpdate& call) {
+    FLEX_INLINE Factors of(const Step& call) {
         return {V::set(call.grad_scale), V::set(call.decay),           V::set(call.one_minus_beta1),
                 V::set(call.beta2),      V::set(call.one_minus_beta2), V::set(call.inverse_root_correction2),
                 V::set(call.eps),        V::set(call.step_size)};
@@ -170,16 +171,16 @@ FLEX_INLINE Values<V> new_values(const Factors<V>& f, typename V::F grad, const 
 }
 
 template <class V>
-FLEX_INLINE Streams<V> streams_at(const FlexUpdate& call, uint64_t first) {
+FLEX_INLINE Streams<V> streams_at(const Step& call, uint64_t first) {
     return {Stream<V>::at(call.weight_keys, first), Stream<V>::at(call.exp_avg_keys, first),
             Stream<V>::at(call.exp_avg_sq_keys, first)};
 }
 
 // Whole vectors of [begin, end); returns where they end.
 template <class V, Rule kRule, Master kMaster, bool kBf16States, bool kBf16Grad>
-FLEX_TARGET int64_t update_vectors(const FlexUpdate& shared, int64_t begin, int64_t end) {
+FLEX_TARGET int64_t update_vectors(const Step& shared, int64_t begin, int64_t end) {
     using F = typename V::F;
-    const FlexUpdate call = shared;  // a copy, which no store below can change: its pointers stay in registers
+    const Step call = shared;  // a copy, which no store below can change: its pointers stay in registers
     constexpr bool kBf16Weight = kMaster != Master::kFloat32;
     constexpr bool kStochastic = kBf16States || kMaster == Master::kBf16;
     constexpr bool kAdamW = kRule == Rule::kAdamW;
@@ -249,10 +250,10 @@ FLEX_INLINE void store_codes(const FlexCodebook& book, uint8_t* codes, float* sc
 // AdamW on whole blocks of [begin, end); without vectors also on the part of a block at the end, and with any counters.
 // Returns where they end.
 template <class V, Master kMaster, bool kBf16Grad>
-FLEX_TARGET int64_t update_blocks(const FlexUpdate& shared, int64_t begin, int64_t end) {
+FLEX_TARGET int64_t update_blocks(const Step& shared, int64_t begin, int64_t end) {
     using F = typename V::F;
     using I = typename V::I;
-    const FlexUpdate call = shared;
+    const Step call = shared;
     const Factors<V> factors = Factors<V>::of(call);
     uint8_t* const averages = static_cast<uint8_t*>(call.exp_avg);
     uint8_t* const squares = static_cast<uint8_t*>(call.exp_avg_sq);
@@ -297,7 +298,7 @@ FLEX_TARGET int64_t update_blocks(const FlexUpdate& shared, int64_t begin, int64
 
 // Calls whose planes are all of 16 bits go by pairs, where there are vectors at all.
 template <class V, Rule kRule, Master kMaster>
-FLEX_TARGET int64_t update_halves(const FlexUpdate& call, int64_t begin, int64_t end) {
+FLEX_TARGET int64_t update_halves(const Step& call, int64_t begin, int64_t end) {
     if constexpr (kMaster != Master::kFloat32 && V::kWidth > 1) {
         return update_vectors<Pairs<V>, kRule, kMaster, true, true>(call, begin, end);
     } else {
@@ -306,21 +307,23 @@ FLEX_TARGET int64_t update_halves(const FlexUpdate& call, int64_t begin, int64_t
 }
 
 template <class V, Rule kRule, Master kMaster>
-FLEX_TARGET int64_t update_with_master(const FlexUpdate& call, int64_t begin, int64_t end) {
+FLEX_TARGET int64_t update_with_master(const Step& call, int64_t begin, int64_t end) {
     if (call.states == States::kBf16) {
         return call.bf16_grad ? update_halves<V, kRule, kMaster>(call, begin, end)
                               : update_vectors<V, kRule, kMaster, true, false>(call, begin, end);
     }
-    if (call.states == States::kBlocks) {
-        return call.bf16_grad ? update_blocks<V, kMaster, true>(call, begin, end)
-                              : update_blocks<V, kMaster, false>(call, begin, end);
+    if constexpr (!kIsStreaming<V>) {
+        if (call.states == States::kBlocks) {
+            return call.bf16_grad ? update_blocks<V, kMaster, true>(call, begin, end)
+                                  : update_blocks<V, kMaster, false>(call, begin, end);
+        }
     }
     return call.bf16_grad ? update_vectors<V, kRule, kMaster, false, true>(call, begin, end)
                           : update_vectors<V, kRule, kMaster, false, false>(call, begin, end);
 }
 
 template <class V, Rule kRule>
-FLEX_TARGET int64_t update_by_rule(const FlexUpdate& call, int64_t begin, int64_t end) {
+FLEX_TARGET int64_t update_by_rule(const Step& call, int64_t begin, int64_t end) {
     switch (call.master) {
         case Master::kFloat32: return update_with_master<V, kRule, Master::kFloat32>(call, begin, end);
         case Master::kSplit: return update_with_master<V, kRule, Master::kSplit>(call, begin, end);
@@ -330,13 +333,37 @@ FLEX_TARGET int64_t update_by_rule(const FlexUpdate& call, int64_t begin, int64_
 }
 
 template <class V>
-FLEX_TARGET int64_t update_range(const FlexUpdate& call, int64_t begin, int64_t end) {
+FLEX_TARGET int64_t update_all_rules(const Step& call, int64_t begin, int64_t end) {
     switch (call.rule) {
         case Rule::kAdamW: return update_by_rule<V, Rule::kAdamW>(call, begin, end);
         case Rule::kLion: return update_by_rule<V, Rule::kLion>(call, begin, end);
         case Rule::kSgd: return update_by_rule<V, Rule::kSgd>(call, begin, end);
     }
     return end;
+}
+
+constexpr uintptr_t kLineBytes = 64;
+
+inline bool begins_line(const void* plane, int64_t begin, int64_t width) {
+    return (reinterpret_cast<uintptr_t>(plane) + static_cast<uintptr_t>(begin * width)) % kLineBytes == 0;
+}
+
+// Whether results go elsewhere, and from borders of cache lines on.
+inline bool may_stream(const Step& call, int64_t begin) {
+    const int64_t weight_width = call.master == Master::kFloat32 ? 4 : 2;
+    const int64_t state_width = call.states == States::kFloat32 ? 4 : 2;
+    return call.to.weight != call.weight && begins_line(call.to.weight, begin, weight_width) &&
+           (call.to.remainder == nullptr || begins_line(call.to.remainder, begin, 2)) &&
+           begins_line(call.to.exp_avg, begin, state_width) &&
+           (call.to.exp_avg_sq == nullptr || begins_line(call.to.exp_avg_sq, begin, state_width));
+}
+
+template <class V>
+FLEX_TARGET int64_t update_range(const Step& call, int64_t begin, int64_t end) {
+    if constexpr (V::kWidth > 1) {
+        if (may_stream(call, begin)) return update_all_rules<Streaming<V>>(call, begin, end);
+    }
+    return update_all_rules<V>(call, begin, end);
 }
 
 }  // namespace

@@ -8,8 +8,9 @@
 //   V::bits, floats (reinterpret), canonical_bits (any NaN as the quiet one), zero_unless_finite, is_ordered
 //   V::load_u8, store_u8 (widened to lanes, low quarters of lanes), store_u32; gather_f32, gather_u8 (by index; reads
 //   four bytes); max_i (of values below 2^31); one_where_reached(x, y) (1 where x >= y, else 0)
-// and for Pairs<V>: load_i, store_i, blend_low, sub_16, shift_right_16<n>.
-// Everything lies in an unnamed namespace, so that no linker takes one instruction set's copy for another's.
+// for Streaming<V>: stream_f32, stream_u16, stream_i; and for Pairs<V>: load_i, store_i, blend_low, sub_16,
+// shift_right_16<n>. Everything lies in an unnamed namespace, so that no linker takes one instruction set's copy for
+// another's.
 #pragma once
 
 #include "adamw.h"
@@ -63,6 +64,20 @@ struct Pairs {
     }
     FLEX_INLINE bool is_ordered(F a) { return V::is_ordered(V::add(a.even, a.odd)); }
 };
+
+// The same vectors with stores past the caches, so that memory is not read only to be overwritten; to borders of their
+// own size.
+template <class V>
+struct Streaming : V {
+    FLEX_INLINE void store_f32(float* to, typename V::F x) { V::stream_f32(to, x); }
+    FLEX_INLINE void store_u16(uint16_t* to, typename V::I x) { V::stream_u16(to, x); }
+    FLEX_INLINE void store_i(void* to, typename V::I x) { V::stream_i(to, x); }
+};
+
+template <class V>
+constexpr bool kIsStreaming = false;
+template <class V>
+constexpr bool kIsStreaming<Streaming<V>> = true;
 
 // 16-bit planes of vectors whose lanes are in the order of memory.
 template <class V>

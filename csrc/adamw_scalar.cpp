@@ -67,6 +67,4 @@ struct Scalar {
 
 }  // namespace
 
-void flex::update_range_scalar(const FlexUpdate& call, int64_t begin, int64_t end) {
-    update_range<Scalar>(call, begin, end);
-}
+void flex::update_range_scalar(const Step& call, int64_t begin, int64_t end) { update_range<Scalar>(call, begin, end); }

@@ -53,15 +53,20 @@ class GroupPlan:
 
     The CPU updates only what lives on the host altogether, where it is. What is frozen is updated by none: it has no
     gradients and no states. Several ranks may divide the optimizer rule's states ("dealt"): each keeps on its GPU those
-    of the elements that it updates, and the rest, masters' lower halves too, stays on the host.
+    of the elements that it updates, and the rest, masters' lower halves too, stays on the host. speculative: with
+    clipping the CPU updates the group inside the last backward pass, as if nothing were clipped, into second planes,
+    which take the place of the first ones where nothing is.
     """
 
     weights: Home = "host"
     grads: Home = "host"
     states: Literal["gpu", "host", "dealt"] = "host"
     update: Literal["gpu", "cpu", "none"] = "gpu"
+    speculative: bool = False
 
     def __post_init__(self) -> None:
+        if self.speculative and self.update != "cpu":
+            raise ValueError("only the CPU updates speculatively")
         if self.update == "none" and "gpu" in (self.grads, self.states):
             raise ValueError("what is not updated has no gradients and no optimizer states, so none on the GPU")
         if self.update == "cpu" and "gpu" in (self.weights, self.grads, self.states):
@@ -260,6 +265,8 @@ class Plan:
             raise ValueError("every kind of slot needs at least one")
         if self.deals_states and not self.shares_node:
             raise ValueError("optimizer states are dealt over the GPUs of several ranks, but the plan is for one")
+        if self.shares_node and any(home.speculative for home in self.groups):
+            raise ValueError("updates are speculative on one rank alone")
         if self.touched_only and not self.in_parts:
             raise ValueError("touched_only is about experts that cross the link in parts, so it needs in_parts")
         if self.split and (self.request.ranks == 1 or self.touched_only):
@@ -300,6 +307,12 @@ class Plan:
     def updates_in_backward(self) -> bool:
         """True when the CPU's updates begin inside the last round's backward pass."""
         return self.updates_on_cpu and not self.request.clipping and not self.shares_node
+
+    @property
+    def speculates(self) -> bool:
+        """True when the CPU updates some group inside the last backward pass, before it knows that nothing is
+        clipped."""
+        return self.request.clipping and any(home.speculative for home in self.groups)
 
     @property
     def shares_node(self) -> bool:

@@ -58,6 +58,14 @@ class HostUpdate(NamedTuple):
     blocks: Blocks | None = None
 
 
+class Targets(NamedTuple):
+    """Where new values go instead of where old ones are: tensors of their shapes and dtypes."""
+
+    weight: Tensor
+    remainder: Tensor | None
+    states: tuple[Tensor, ...]
+
+
 class _Codebook(ctypes.Structure):
     """`FlexCodebook` of csrc/adamw.h."""
 
@@ -77,6 +85,12 @@ class _Update(ctypes.Structure):
     )
 
 
+class _Targets(ctypes.Structure):
+    """`FlexTargets` of csrc/adamw.h, field by field."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("weight", "remainder", "exp_avg", "exp_avg_sq"))
+
+
 def supports(weight: Tensor, grad: Tensor) -> bool:
     """Whether the native path has this mode: CPU tensors, float32 or bf16, and a library to call."""
     return weight.device.type == "cpu" and {weight.dtype, grad.dtype} <= set(_FLOATS) and _function() is not None
@@ -84,6 +98,17 @@ def supports(weight: Tensor, grad: Tensor) -> bool:
 
 def _function() -> Callable[..., int] | None:
     return library.bind("flex_update", ctypes.POINTER(_Update), ctypes.c_int, ctypes.c_int)
+
+
+def _function_into() -> Callable[..., int] | None:
+    targets = ctypes.POINTER(_Targets)
+    return library.bind("flex_update_into", ctypes.POINTER(_Update), targets, ctypes.c_int, ctypes.c_int)
+
+
+def supports_into(update: HostUpdate) -> bool:
+    """Whether `update_into` has this mode: as `supports`, without states in blocks."""
+    able = supports(update.weight, update.grad) and {s.dtype for s in update.states} <= set(_FLOATS)
+    return able and _function_into() is not None
 
 
 def update_(
@@ -104,6 +129,39 @@ def update_(
     arguments = _arguments(rule, update)
     threads = torch.get_num_threads() if num_threads is None else num_threads
     library.check(call(arguments, threads, _INSTRUCTION_SETS.index(instruction_set)), f"native {rule}")
+
+
+def update_into(
+    rule: RuleName,
+    update: HostUpdate,
+    targets: Targets,
+    num_threads: int | None = None,
+    instruction_set: InstructionSet = "best",
+) -> None:
+    """The same bits into other tensors, which share no memory with those that are read; these stay as they are.
+
+    Where grad_scale is not finite nothing is written.
+    Cost: each plane is read once and all targets written once, past the caches.
+    Order and errors: as of `update_`; ask `supports_into` first.
+    """
+    _check(rule, update)
+    _check(rule, update._replace(weight=targets.weight, remainder=targets.remainder, states=targets.states))
+    if (targets.weight.dtype, targets.states[0].dtype) != (update.weight.dtype, update.states[0].dtype) or (
+        targets.remainder is None) != (update.remainder is None):  # fmt: skip
+        raise ValueError(f"native {rule}: targets must have the dtypes of what is read")
+    call = _function_into()
+    if call is None or update.blocks is not None:
+        raise RuntimeError("update_into: the native library has no such function; ask supports_into() first")
+    first, *second = targets.states
+    places = _Targets(
+        weight=targets.weight.data_ptr(),
+        remainder=None if targets.remainder is None else targets.remainder.data_ptr(),
+        exp_avg=first.data_ptr(),
+        exp_avg_sq=second[0].data_ptr() if second else None,
+    )
+    threads = torch.get_num_threads() if num_threads is None else num_threads
+    status = call(_arguments(rule, update), places, threads, _INSTRUCTION_SETS.index(instruction_set))
+    library.check(status, f"native {rule} into other tensors")
 
 
 def _arguments(rule: RuleName, update: HostUpdate) -> _Update:

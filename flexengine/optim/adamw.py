@@ -12,8 +12,9 @@ from torch import Tensor
 
 from flexengine.native import adamw as native_adamw
 from flexengine.native.library import fallback_notice
+from flexengine.native.update import HostUpdate
 from flexengine.optim.rounding import join_fp32, split_fp32, stochastic_round_bf16
-from flexengine.optim.rule import Rule, StatePlane, Update
+from flexengine.optim.rule import NativeCall, Rule, StatePlane, Update
 from flexengine.random_bits import stream_keys
 
 # Streams of random bits of one update: tensors rounded in the same step must not share their bits.
@@ -75,7 +76,27 @@ def adamw_factors(lr: float, betas: tuple[float, float], eps: float, weight_deca
 def adamw_rule(state_dtype: str) -> Rule:
     """AdamW with both moments of every element in one dtype."""
     states = (StatePlane("exp_avg", state_dtype), StatePlane("exp_avg_sq", state_dtype))
-    return Rule("AdamW", states, _update)
+    return Rule("AdamW", states, _update, native=_native)
+
+
+def _native(update: Update) -> NativeCall:
+    planes, settings = update.planes, update.settings
+    host = HostUpdate(
+        weight=planes["weights"],
+        remainder=planes.get("remainder"),
+        states=(planes["exp_avg"], planes["exp_avg_sq"]),
+        grad=planes["grad"],
+        grad_scale=update.grad_scale,
+        factors=adamw_factors(update.lr, settings.betas, settings.eps, update.weight_decay, update.step),
+        keys=_keys(update.seed, update.step),
+        element_offset=update.element_offset,
+    )
+    return NativeCall("adamw", host)
+
+
+def _keys(seed: int, step: int) -> list[tuple[int, int]]:
+    """The keys of every stream of random bits of a step."""
+    return [stream_keys(seed, step, stream) for stream in (WEIGHT_STREAM, EXP_AVG_STREAM, EXP_AVG_SQ_STREAM)]
 
 
 def _update(update: Update) -> None:
@@ -124,7 +145,7 @@ def adamw_update(
     _check(weight, remainder, exp_avg, exp_avg_sq, grad, grad_scale)
     on_gpu = weight.is_cuda and weight.dtype != torch.float64
     if on_gpu or native_adamw.supports(weight, exp_avg, grad):
-        keys = [stream_keys(seed, step, s) for s in (WEIGHT_STREAM, EXP_AVG_STREAM, EXP_AVG_SQ_STREAM)]
+        keys = _keys(seed, step)
         factors = adamw_factors(lr, betas, eps, weight_decay, step)
         update = native_adamw.adamw_update_
         if on_gpu:

@@ -37,3 +37,9 @@ def gradient_scales(norm_squares: Tensor, loss_weight: float, max_grad_norm: flo
         scales = scales * torch.clamp(max_grad_norm / (norm + 1e-6), max=1.0)
     scales = torch.where(torch.isfinite(decisive), scales, torch.nan)
     return scales.to(torch.float32), norm.to(torch.float32)
+
+
+def unclipped_scale(loss_weight: float) -> Tensor:
+    """The multiplier of stored gradients where nothing is clipped, float32 [1] on the CPU, with `gradient_scales`'
+    bits."""
+    return torch.tensor([1.0 / loss_weight], dtype=torch.float64).to(torch.float32)

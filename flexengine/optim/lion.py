@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from flexengine.optim.adamw import AdamWFactors
-from flexengine.optim.momentum import STATE, check_settings, momentum_update
-from flexengine.optim.rule import Rule, StatePlane, Update
+from flexengine.optim.momentum import STATE, check_settings, momentum_update, native_call
+from flexengine.optim.rule import NativeCall, Rule, StatePlane, Update
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Lion:
 
 def lion_rule(state_dtype: str) -> Rule:
     """Lion with its momentum in one dtype."""
-    return Rule("Lion", (StatePlane(STATE, state_dtype),), _update)
+    return Rule("Lion", (StatePlane(STATE, state_dtype),), _update, native=_native)
 
 
 def lion_factors(lr: float, betas: tuple[float, float], weight_decay: float) -> AdamWFactors:
@@ -53,5 +53,12 @@ def lion_values(master: Tensor, momentum: Tensor, grad: Tensor, factors: AdamWFa
 
 
 def _update(update: Update) -> None:
-    factors = lion_factors(update.lr, update.settings.betas, update.weight_decay)
-    momentum_update("lion", update, factors, lion_values)
+    momentum_update("lion", update, _factors(update), lion_values)
+
+
+def _native(update: Update) -> NativeCall:
+    return native_call("lion", update, _factors(update))
+
+
+def _factors(update: Update) -> AdamWFactors:
+    return lion_factors(update.lr, update.settings.betas, update.weight_decay)

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexengine.native import update as native
 from flexengine.native.library import fallback_notice
 from flexengine.optim.adamw import AdamWFactors
-from flexengine.optim.rule import Update
+from flexengine.optim.rule import NativeCall, Update
 from flexengine.optim.stored import (
     MOMENTUM_STREAM,
     WEIGHT_STREAM,
@@ -40,21 +40,27 @@ def momentum_update(kernel: Literal["lion", "sgd"], update: Update, factors: Ada
     weight, momentum, grad = planes["weights"], planes[STATE], planes["grad"]
     on_gpu = weight.is_cuda and weight.dtype != torch.float64
     if on_gpu or native.supports(weight, grad):
-        keys = [stream_keys(update.seed, update.step, stream) for stream in (WEIGHT_STREAM, MOMENTUM_STREAM, 2)]
-        remainder, scale, offset = planes.get("remainder"), update.grad_scale, update.element_offset
+        call = native_call(kernel, update, factors).update
         if on_gpu:
             from flexengine.kernels.momentum import Planes, momentum_update_  # noqa: PLC0415  imports Triton
 
-            momentum_update_(kernel, Planes(weight, remainder, momentum, grad), scale, factors, keys, offset)
+            tensors = Planes(weight, call.remainder, momentum, grad)
+            momentum_update_(kernel, tensors, call.grad_scale, factors, call.keys, call.element_offset)
         else:
-            native.update_(
-                kernel, native.HostUpdate(weight, remainder, (momentum,), grad, scale, factors, keys, offset)
-            )
+            native.update_(kernel, call)
         return
     if weight.dtype != torch.float64:
         fallback_notice("updates on the CPU", "they are computed in plain torch, which takes 10 to 40 times as long")
     for piece in pieces(update, _TILE_ELEMENTS):
         momentum_update_reference(piece, factors, formula)
+
+
+def native_call(kernel: Literal["lion", "sgd"], update: Update, factors: AdamWFactors) -> NativeCall:
+    """The arguments of the native update."""
+    planes = update.planes
+    keys = [stream_keys(update.seed, update.step, stream) for stream in (WEIGHT_STREAM, MOMENTUM_STREAM, 2)]
+    tensors = planes["weights"], planes.get("remainder"), (planes[STATE],), planes["grad"]
+    return NativeCall(kernel, native.HostUpdate(*tensors, update.grad_scale, factors, keys, update.element_offset))
 
 
 def momentum_update_reference(update: Update, factors: AdamWFactors, formula: Formula) -> None:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from flexengine.native.update import HostUpdate, RuleName
+
 
 class StatePlane(NamedTuple):
     """One stored state: an entry of `dtype` for every `block` consecutive elements. All of its bytes begin as 0."""
@@ -42,6 +44,13 @@ class Update(NamedTuple):
     scratch: Tensor | None = None
 
 
+class NativeCall(NamedTuple):
+    """Arguments of the native update of a rule."""
+
+    rule: RuleName
+    update: HostUpdate
+
+
 @dataclass(frozen=True)
 class Rule:
     """How the elements of a segment are updated.
@@ -49,7 +58,8 @@ class Rule:
     name: as reports tell it. states: what is stored beside weights and gradient. update: runs in place, on the side
     where the tensors are; its bits do not depend on how a segment is cut into pieces. matrix_flops: FLOPs for a matrix
     of (rows, columns), which is updated as a whole, and on the GPU alone; None for rules of elements. scratch_bytes: of
-    the temporaries of such a matrix, from (rows, columns, bytes of an element in compute).
+    the temporaries of such a matrix, from (rows, columns, bytes of an element in compute). native: arguments of the
+    native update on the CPU, which may also write elsewhere than it reads; None for rules that only update in place.
     """
 
     name: str
@@ -57,6 +67,7 @@ class Rule:
     update: Callable[[Update], None]
     matrix_flops: Callable[[int, int], float] | None = None
     scratch_bytes: Callable[[int, int, int], int] | None = None
+    native: Callable[[Update], NativeCall] | None = None
 
     @property
     def block(self) -> int:

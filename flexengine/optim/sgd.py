@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flexengine.optim.adamw import AdamWFactors
-from flexengine.optim.momentum import STATE, check_settings, momentum_update
-from flexengine.optim.rule import Rule, StatePlane, Update
+from flexengine.optim.momentum import STATE, check_settings, momentum_update, native_call
+from flexengine.optim.rule import NativeCall, Rule, StatePlane, Update
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class SGD:
 
 def sgd_rule(state_dtype: str) -> Rule:
     """SGD with its momentum in one dtype."""
-    return Rule("SGD", (StatePlane(STATE, state_dtype),), _update)
+    return Rule("SGD", (StatePlane(STATE, state_dtype),), _update, native=_native)
 
 
 def sgd_factors(lr: float, momentum: float, weight_decay: float) -> AdamWFactors:
@@ -44,5 +44,12 @@ def sgd_values(master: Tensor, momentum: Tensor, grad: Tensor, factors: AdamWFac
 
 
 def _update(update: Update) -> None:
-    factors = sgd_factors(update.lr, update.settings.momentum, update.weight_decay)
-    momentum_update("sgd", update, factors, sgd_values)
+    momentum_update("sgd", update, _factors(update), sgd_values)
+
+
+def _native(update: Update) -> NativeCall:
+    return native_call("sgd", update, _factors(update))
+
+
+def _factors(update: Update) -> AdamWFactors:
+    return sgd_factors(update.lr, update.settings.momentum, update.weight_decay)

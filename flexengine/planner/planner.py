@@ -38,6 +38,7 @@ from flexengine.planner.feasibility.shortage import Feasibility, shortage
 from flexengine.planner.shared_buffers import SharedBuffers
 from flexengine.planner.size_search import SizeSearch
 from flexengine.planner.size_tables import SizeTables
+from flexengine.planner.speculation import LEAST_GAIN, MOST_SPECULATING, NEARLY_AS_FAST, speculating_plans
 from flexengine.schedule.expert_fetch import least_touched_share
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.packing import full_round
@@ -121,12 +122,13 @@ class Planner:
         self.request, self.profile = request, profile
         self.buffers = SharedBuffers(self.model, request, profile)
         self.pricer = StepPricer(profile)
+        self.timed: list[tuple[Plan, StepEstimate]] = []  # plans that fit, by simulation
 
     def plan(self) -> Plan | None:
         """Bound, seed, search and simulate; None where nothing fits."""
         sizes = self.race(self.started(self.bounded()))
         best = self.simulated(self.finalists(sizes)) or self.simulated(self.last_resort())
-        return None if best is None else self.predicted(*self.touched_only(*best))
+        return None if best is None else self.predicted(*self.speculating(*self.touched_only(*best)))
 
     # -- sizes -------------------------------------------------------------------------------------------------------
 
@@ -208,6 +210,7 @@ class Planner:
             if max(excess_bytes(layout, self.request, self.profile)) > 0:
                 continue
             estimate = self.pricer.step(layout)
+            self.timed.append((plan, estimate))
             if best is None or estimate.step_s < best[1].step_s:
                 best = (plan, estimate)
             if self.pricer.simulated_commands > SIMULATED_COMMANDS:
@@ -222,6 +225,25 @@ class Planner:
         sparing = replace(plan, touched_only=True)
         found = self.pricer.step(Layout(self.model, sparing))
         return (sparing, found) if found.step_s < estimate.step_s else (plan, estimate)
+
+    def speculating(self, plan: Plan, estimate: StepEstimate) -> tuple[Plan, StepEstimate]:
+        """Update groups before the norm is known, where that is faster and host memory is left for second planes.
+
+        Tried on the fastest plan and on others that are nearly as fast, as these may leave more memory.
+        """
+        near = (pair for pair in self.timed if pair[1].step_s <= NEARLY_AS_FAST * estimate.step_s)
+        others = sorted(near, key=lambda pair: pair[1].step_s)
+        tried = [plan, *(other for other, _ in others if other.groups != plan.groups or other.layers != plan.layers)]
+        found = [
+            (bold, self.pricer.step(Layout(self.model, bold)))
+            for one in tried[:MOST_SPECULATING]
+            for bold in speculating_plans(self.model, one, self._spare_host_bytes(one))
+        ]
+        best = min(found, key=lambda pair: pair[1].step_s, default=(plan, estimate))
+        return best if best[1].step_s < LEAST_GAIN * estimate.step_s else (plan, estimate)
+
+    def _spare_host_bytes(self, plan: Plan) -> int:
+        return -excess_bytes(Layout(self.model, plan), self.request, self.profile)[1]
 
     def predicted(self, plan: Plan, estimate: StepEstimate) -> Plan:
         """Add the prediction to a plan. The bound is of plans that fetch all experts."""

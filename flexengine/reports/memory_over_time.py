@@ -25,7 +25,7 @@ LASTING = {
         *("batch", "scalars", "resident weights", "resident gradients"),
         *("resident optimizer states", "dealt optimizer states"),
     ),
-    "host": ("batch", "weights", "gradients", "optimizer states"),
+    "host": ("batch", "weights", "gradients", "optimizer states", "second planes"),
 }
 """Categories of slots that hold something from step to step, or that the host fills."""
 MAX_POINTS = 300

@@ -151,7 +151,9 @@ def _adapter_lines(model: ModelSpec | None) -> list[str]:
 def _update_line(plan: Plan) -> str:
     trained = sum(group.trained for group in plan.groups)
     by_cpu = sum(group.update == "cpu" for group in plan.groups)
+    bold = sum(group.speculative for group in plan.groups) if plan.speculates else 0
     since = " from the last backward on" if plan.updates_in_backward else ""
+    since += f" ({bold} of them from the last backward on, as if nothing were clipped)" if bold else ""
     cpu = f"{by_cpu} of {trained} groups on the CPU{since}, the others " if by_cpu else ""
     if not plan.uses_tiles:
         return f"update: {cpu}on the GPU, in place"

@@ -32,7 +32,7 @@ class CpuWork:
         self.spans: dict[int, tuple[float, float]] = {}
         self._commands, self._call, self._num_threads = commands, call, num_threads
         self._ready, self._before = ready, before
-        self._issued, self._abandoned, self._failure = -1, False, None
+        self._issued, self._abandoned, self._dropped, self._failure = -1, False, False, None
         self._waiting: list[Command] = list(commands) if ready is None else []  # may run
         self._changed = threading.Condition()
         # no daemons: at the end of the process Python waits for them, before the arenas go
@@ -58,6 +58,19 @@ class CpuWork:
             self._abandoned = True
             self._changed.notify_all()
         self._end_threads()
+
+    def drop(self) -> None:
+        """End after the running command; what has not run counts as ended. Blocks until then.
+
+        Raises RuntimeError from what made a command fail.
+        """
+        with self._changed:
+            self._dropped = True
+            self._changed.notify_all()
+        self.join()
+        now = time.perf_counter()
+        for command in self._commands:
+            self.spans.setdefault(command.index, (now, now))
 
     def wait(self, indices: Iterable[int]) -> None:
         """Block until the commands with these indices have ended. Raises RuntimeError from what made one fail."""
@@ -112,7 +125,7 @@ class CpuWork:
                 self._changed.wait_for(lambda: self._over() or self._waiting)
                 if self._abandoned:
                     raise RuntimeError("it was interrupted")
-                if self._failure is not None:
+                if self._failure is not None or self._dropped:
                     return
                 command = min(self._waiting, key=cpu_priority)
                 self._waiting.remove(command)
@@ -123,4 +136,4 @@ class CpuWork:
                 self._changed.notify_all()
 
     def _over(self) -> bool:
-        return self._abandoned or self._failure is not None
+        return self._abandoned or self._dropped or self._failure is not None

@@ -136,7 +136,13 @@ class Engine(CheckpointCalls, ReadingCalls):
         self.programs = Programs(layout, self.executor, share)
         seed, deterministic, turns = self.settings.seed, self.settings.deterministic, self.turns
         self.rounds = RoundRunner(self.programs, batches, self.layers, self.runner, self.state, seed, turns)
-        self.steps = StepRunner(self.runner, self.rounds, self.updates, self.state, deterministic, turns)
+        self.steps = StepRunner(
+            self.runner, self.rounds, self.updates, self.state, deterministic, turns, self._swap_planes
+        )
+
+    def _swap_planes(self) -> None:
+        """Read and write stored planes where a speculative update has put them from here on."""
+        self.layout = self.weights.layout = self.programs.swap()
 
     def _load(self) -> None:
         with together(self.turns):
@@ -212,14 +218,17 @@ class Engine(CheckpointCalls, ReadingCalls):
     ) -> tuple[FwdBwdOutput, StepOutput]:
         """fwd_bwd and step in one call, with the same results; arguments and errors are theirs.
 
-        Without clipping it is faster where the CPU updates: it does so inside the backward pass of the last round, as
-        soon as a layer's gradient has reached the host.
+        It is faster where the CPU updates: without clipping it does so inside the backward pass of the last round, as
+        soon as a layer's gradient has reached the host. With clipping a plan may have it do that for some layers as if
+        nothing were clipped; where the norm then says otherwise, these are updated again.
         """
         sequences = self._read(batch, columns, loss)
         self._agree(lr, divisor)
         settings = self._update_settings(lr, self.state.loss_weight + sequences.loss_weight, divisor)
         self.steps.start()
-        # a clipped gradient is scaled by the norm of all, so no update may begin before backward has ended
+        if self.steps.speculates(settings):
+            return self.steps.forward_backward(sequences, settings), self.steps.update(settings, speculated=True)
+        # a clipped gradient is scaled by the norm of all, so no update may count before backward has ended
         if settings.max_grad_norm is not None or not self.plan.updates_on_cpu or self.turns is not None:
             return self.steps.forward_backward(sequences), self.steps.update(settings)
         out = self.steps.forward_backward(sequences, settings)

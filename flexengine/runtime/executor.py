@@ -143,6 +143,12 @@ class Executor:
             self._cpu_work.join()
             self._cpu_work = None
 
+    def drop_cpu_work(self) -> None:
+        """Give up the CPU's commands that have not begun, as nobody wants what they leave. Raises as above."""
+        if self._cpu_work is not None:
+            self._cpu_work.drop()
+            self._cpu_work = None
+
     def _start(self, work: CpuWork) -> CpuWork:
         self._cpu_work = work  # before it starts, so that whatever interrupts this, somebody waits for it
         work.start()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from flexengine.runtime.executor import Executor
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.commands import Program
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape, lower_evaluation, lower_round, lower_update
+from flexengine.schedule.lowering.update import late_groups
 from flexengine.schedule.shares import ALONE, Share
 from flexengine.schedule.waves import Wave
 
+CpuPart = Literal["all", "rest", "nothing"]
+"""Which of its groups the CPU updates in an optimizer step's own program."""
 MAX_ROUNDS = 64
 """Most programs of rounds that are held at once. A batch of packed sequences needs two or three."""
 
@@ -20,47 +23,73 @@ class RoundKind(NamedTuple):
     """What a round does beside forward.
 
     train: it has a backward pass. first: no gradients are stored yet. updates: the CPU updates inside it. together: how
-    many rounds ranks run together under a split plan; 0 = each its own.
+    many rounds ranks run together under a split plan; 0 = each its own. speculates: the CPU updates inside it, before
+    it is known whether that counts.
     """
 
     train: bool
     first: bool
     updates: bool
     together: int = 0
+    speculates: bool = False
 
 
 class Programs:
     """Lowers and proves each program of one layout once. The executor forgets a program that is not held any more.
 
-    share: what this one of several ranks updates.
+    share: what this one of several ranks updates. Where second planes have taken the place of first ones, the same
+    commands run over the slots of the swapped layout, as programs of their own.
     """
 
     def __init__(self, layout: Layout, executor: Executor, share: Share = ALONE) -> None:
         self.layout, self.executor, self.share = layout, executor, share
-        self._rounds: dict[tuple[RoundShape, RoundKind], Program] = {}
-        self._updates: dict[tuple[bool, bool], Program] = {}  # by whether the CPU has updated already, and `last`
+        self._other: Layout | None = None
+        self._rounds: dict[tuple[int, RoundShape, RoundKind], Program] = {}  # by side of the layout
+        self._updates: dict[tuple[int, CpuPart, bool], Program] = {}  # by side, the CPU's part, and `last`
+
+    def swap(self) -> Layout:
+        """Exchange first and second planes; returns the layout of later programs."""
+        other = self.layout.swapped() if self._other is None else self._other
+        self.layout, self._other = other, self.layout
+        return other
 
     def of_round(self, shape: RoundShape, kind: RoundKind) -> Program:
         """The program of a round."""
-        if (shape, kind) not in self._rounds:
+        side = self.layout.side
+        if (side, shape, kind) not in self._rounds:
             self._forget_oldest_round()
-            if kind.train:
-                wave = Wave(*self.share, kind.together) if kind.together else None
-                program = lower_round(self.layout, shape, kind.first, kind.updates, wave)
-            else:
-                program = lower_evaluation(self.layout, shape)
-            self._rounds[shape, kind] = self._checked(program)
-        return self._rounds[shape, kind]
+            program = self._on_this_side(self._rounds.get((1 - side, shape, kind)))
+            self._rounds[side, shape, kind] = self._checked(program or self._lower_round(shape, kind))
+        return self._rounds[side, shape, kind]
 
-    def of_update(self, cpu_has_updated: bool, last: bool = True) -> Program:
+    def _lower_round(self, shape: RoundShape, kind: RoundKind) -> Program:
+        if not kind.train:
+            return lower_evaluation(self.layout, shape)
+        wave = Wave(*self.share, kind.together) if kind.together else None
+        return lower_round(self.layout, shape, kind.first, kind.updates, wave, kind.speculates)
+
+    def of_update(self, by_cpu: CpuPart = "all", last: bool = True) -> Program:
         """The program of an optimizer step.
 
-        cpu_has_updated: the last round did the CPU's updates. last: this rank, of several, ran that round.
+        by_cpu: what the CPU updates in it: all that it ever does, the rest after a speculation that held, or nothing,
+        as the last round did it. last: this rank, of several, ran that round.
         """
-        if (cpu_has_updated, last) not in self._updates:
-            program = lower_update(self.layout, {} if cpu_has_updated else None, self.share, last)
-            self._updates[cpu_has_updated, last] = self._checked(program)
-        return self._updates[cpu_has_updated, last]
+        side = self.layout.side
+        if (side, by_cpu, last) not in self._updates:
+            program = self._on_this_side(self._updates.get((1 - side, by_cpu, last)))
+            self._updates[side, by_cpu, last] = self._checked(program or self._lower_update(by_cpu, last))
+        return self._updates[side, by_cpu, last]
+
+    def _lower_update(self, by_cpu: CpuPart, last: bool) -> Program:
+        groups = {"all": None, "rest": late_groups(self.layout), "nothing": {}}[by_cpu]
+        return lower_update(self.layout, groups, self.share, last)
+
+    def _on_this_side(self, program: Program | None) -> Program | None:
+        """The same commands over this side's slots; what a program has beside the layout's slots is not swapped."""
+        if program is None:
+            return None
+        slots = self.layout.slots
+        return Program(program.name, (*slots, *program.slots[len(slots) :]), program.commands, program.initial)
 
     def forget(self) -> None:
         """Drop all programs. Order: none of them may be running."""

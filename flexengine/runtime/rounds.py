@@ -41,7 +41,7 @@ class RoundRunner:
 
         Of several ranks, each runs its own rounds and waits for the losses of the others.
         balance: what routers report to, where the model balances its experts. updates: settings of the CPU's updates
-        inside the last round; None when no round updates.
+        inside the last round, which are speculative with clipping; None when no round updates.
         """
         rounds, first = self._pack(batch), self._state.num_rounds
         if balance is not None and (len(rounds) > 1 or self._turns is not None):
@@ -66,8 +66,10 @@ class RoundRunner:
         losses = list[Tensor]()
         for number, chunks in enumerate(rounds, start=1):
             if self._turns is None or self._turns.begin_round(self._state.num_rounds):
+                updates_here = updates is not None and number == len(rounds)
+                clips = updates is not None and updates.max_grad_norm is not None
                 kind = RoundKind(
-                    train=True, first=self._is_first, updates=updates is not None and number == len(rounds)
+                    True, self._is_first, updates=updates_here and not clips, speculates=updates_here and clips
                 )
                 self._train_round(batch, chunks, balance, kind, updates)
                 losses.append(self._losses())
@@ -112,11 +114,12 @@ class RoundRunner:
         updates: UpdateSettings | None,
     ) -> None:
         """Run the round that the state counts next."""
-        program, settings = self._program(chunks, kind), updates if kind.updates else None
+        program, settings = self._program(chunks, kind), updates if kind.updates or kind.speculates else None
         self._write(batch, chunks, balance)
         self._number_rows()
         if settings is not None:
             self._state.before_update()
+        if kind.updates:
             self._state.unusable = HALF_UPDATED  # until the step's own program has ended
         self._runner.run(program, settings)
 

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from flexengine.ops.balance import ExpertBalance
+from flexengine.optim.clipping import unclipped_scale
 from flexengine.runtime.batch_input import Sequences
 from flexengine.runtime.determinism import deterministic_kernels
 from flexengine.runtime.node_gradients import NodeGradients
 from flexengine.runtime.not_finite import first_bad_gradient
 from flexengine.runtime.outputs import FwdBwdOutput, StepOutput, fwd_bwd_output
 from flexengine.runtime.program_runner import ProgramRunner
+from flexengine.runtime.programs import CpuPart
 from flexengine.runtime.rounds import RoundRunner
 from flexengine.runtime.step_state import HALF_UPDATED, StepState, interruptible
 from flexengine.runtime.turns import Turns
@@ -29,16 +31,18 @@ Result = TypeVar("Result")
 class StepRunner:
     """Runs steps and evaluations under one layout. deterministic: only kernels that torch knows to be deterministic.
 
-    turns: this one's of several ranks; None = alone.
+    turns: this one's of several ranks; None = alone. swap_planes: called when second planes, which the CPU updated
+    speculatively, become the first ones.
     """
 
     def __init__(
         self, runner: ProgramRunner, rounds: RoundRunner, updates: UpdateRunner, state: StepState, deterministic: bool,
-        turns: Turns | None = None,
+        turns: Turns | None = None, swap_planes: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self._runner, self._rounds, self._updates, self._state = runner, rounds, updates, state
         self._executor, self._layout, self._deterministic = runner.executor, updates.layout, deterministic
-        self._turns = turns
+        self._turns, self._swap_planes = turns, swap_planes
+        self._was_unclipped = True  # the last step; there was none yet
         self._over_nodes = None
         if turns is not None and turns.link is not None:
             self._over_nodes = NodeGradients(updates.layout, updates.arenas, turns)
@@ -51,7 +55,8 @@ class StepRunner:
     def forward_backward(self, batch: Sequences, updates: UpdateSettings | None = None) -> FwdBwdOutput:
         """Add a batch's gradients to those since the last step. Waits for its loss.
 
-        updates: settings of the CPU's updates inside the last round; None = no update before the step's own program.
+        updates: settings of the CPU's updates inside the last round, speculative ones with clipping; None = no update
+        before the step's own program.
         """
         with interruptible(self._state, self._executor, train=True):
             balance = self._balance_of(batch)
@@ -84,10 +89,33 @@ class StepRunner:
         self._executor.synchronize()
         return result
 
-    def update(self, settings: UpdateSettings, cpu_has_updated: bool = False) -> StepOutput:
-        """Run the optimizer step and forget the gradients. cpu_has_updated: the last round did the CPU's updates."""
-        last = self._turns is None or self._turns.is_last
-        program = self._rounds.programs.of_update(cpu_has_updated, last)
+    def speculates(self, settings: UpdateSettings) -> bool:
+        """Whether the CPU shall update inside the last round as if nothing were clipped.
+
+        Not after a step that was clipped, as the next one may be, too. That changes no bits, only the time.
+        """
+        able = self._layout.plan.speculates and self._was_unclipped and settings.max_grad_norm is not None
+        return able and bool(torch.isfinite(unclipped_scale(settings.loss_weight)))
+
+    def _settle(self, settings: UpdateSettings) -> CpuPart:
+        """Keep or drop what the last round updated speculatively; returns what the CPU has yet to update.
+
+        Waits for the norm, with which the last round's program ends.
+        """
+        program = self._runner.last_program
+        assert program is not None, "a round has just run"
+        self._executor.wait_for(program, len(program.commands) - 1)
+        if self._updates.is_unclipped(settings):
+            self._swap_planes()
+            return "rest"
+        self._executor.drop_cpu_work()
+        return "all"
+
+    def update(self, settings: UpdateSettings, cpu_has_updated: bool = False, speculated: bool = False) -> StepOutput:
+        """Run the optimizer step and forget the gradients. cpu_has_updated: the last round did the CPU's updates.
+
+        speculated: it did some of them as if nothing were clipped.
+        """
         self._state.before_update()
         self._state.unusable = HALF_UPDATED
         with interruptible(self._state, self._executor, train=True):
@@ -95,10 +123,14 @@ class StepRunner:
                 if self._layout.plan.split:
                     self._await_other_ranks()
                 self._updates.norm_squares().copy_(self._over_nodes.add(self._state.num_rounds))
+            by_cpu = self._settle(settings) if speculated else "nothing" if cpu_has_updated else "all"
+            program = self._rounds.programs.of_update(by_cpu, self._turns is None or self._turns.is_last)
             self._runner.run(program, settings)
             if self._turns is not None:
                 self._turns.updates += 1
-            grad_norm = self._grad_norm(program)
+            grad_norm = self._grad_norm(program, told=speculated)
+            if self._layout.plan.speculates and settings.max_grad_norm is not None:
+                self._was_unclipped = by_cpu == "rest" or self._updates.is_unclipped(settings)
             skipped = not math.isfinite(grad_norm)
             self._state.bad_layer = self._bad_layer() if skipped else ""
         self._runner.measurement.active = False
@@ -126,15 +158,17 @@ class StepRunner:
             return None
         return ExpertBalance.of_batch(balancing, batch.num_tokens, batch.loss_weight, device)
 
-    def _grad_norm(self, program: Program) -> float:
+    def _grad_norm(self, program: Program, told: bool) -> float:
         """The gradient norm of the last update. Waits for the device, not for updates on the CPU.
 
-        Where the host is told the norm, it waits only for that: the device may go on with its own updates.
+        Where the host is told the norm, it waits only for that: the device may go on with its own updates. told: it was
+        before the update.
         """
         by_cpu = cpu_commands(program)
         if by_cpu:
             for index in by_cpu[0].waits:
                 self._executor.wait_for(program, index)
-            return float(self._updates.host_grad_norm())
-        self._executor.synchronize_device()
-        return float(self._updates.grad_norm())
+        elif not told:
+            self._executor.synchronize_device()
+            return float(self._updates.grad_norm())
+        return float(self._updates.host_grad_norm())

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexengine.optim import Optimizer
-from flexengine.optim.clipping import gradient_scales
+from flexengine.optim.clipping import gradient_scales, unclipped_scale
+from flexengine.optim.into import update_into
 from flexengine.optim.rule import Update
 from flexengine.runtime.arena import DTYPES, Arenas
-from flexengine.schedule.commands import Command, Stream, UpdateTile
+from flexengine.schedule.commands import Command, SlotOffset, Stream, UpdateTile
 from flexengine.schedule.fixed_slots import HOST_GRAD_NORM, HOST_SCALES, SCALE_BYTES
+from flexengine.schedule.group_storage import Segment
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.slots import Memory, Role
 
@@ -71,6 +74,15 @@ class UpdateRunner:
         """The host's copy of the factor on a group's gradient; it exists only where the CPU updates."""
         return self._scalar("scalars", HOST_SCALES + SCALE_BYTES * group, "host")
 
+    def is_unclipped(self, settings: UpdateSettings) -> bool:
+        """Whether all factors that the host was told are, bit by bit, the one where nothing is clipped.
+
+        False where a norm is not finite. Order: the host has been told.
+        """
+        place, count = self.layout.place("scalars", memory="host"), len(self.layout.groups)
+        scales = self.arenas.view(place, HOST_SCALES, (count,), torch.float32)
+        return torch.equal(scales, unclipped_scale(settings.loss_weight).expand(count))
+
     def grad_norm(self) -> Tensor:
         """Global norm of the gradients, one element."""
         return self._scalar("grad_norm", 0)
@@ -113,33 +125,46 @@ class UpdateRunner:
         self.scale(group).copy_(scales)
 
     def update(self, command: Command, slots: tuple, settings: UpdateSettings) -> None:
-        """Update one tile, or on the CPU a whole segment in place, by its rule. slots: the program's slot table."""
+        """Update one tile, or on the CPU a whole segment, by its rule. slots: the program's slot table.
+
+        In place; what is updated speculatively goes to its targets, with the factor where nothing is clipped.
+        """
         tile: UpdateTile = command.args
         segment, s = self.segments[tile.group, tile.segment], settings
         assert segment.rule is not None
-        planes = {
+        if tile.targets is not None:
+            scale = unclipped_scale(s.loss_weight)
+        else:
+            scale = (self.host_scale if command.stream is Stream.CPU else self.scale)(tile.group)
+        update = Update(
+            self._views(segment, tile.count, tile.planes, slots),
+            grad_scale=scale,
+            settings=s.optimizer,
+            lr=s.lr * self.lr_factors[tile.group],
+            weight_decay=s.optimizer.weight_decay * self.decay_factors[tile.group] if segment.decays else 0.0,
+            step=s.step,
+            seed=s.seed,
+            element_offset=self.first_element[tile.group] + segment.first_element + tile.start,
+            matrices=segment.matrices_in(tile.start, tile.count),
+            scratch=self._scratch(tile, slots),
+        )
+        if tile.targets is None:
+            segment.rule.update(update)
+        else:
+            update_into(segment.rule, update, self._views(segment, tile.count, tile.targets, slots))
+
+    def _views(self, segment: Segment, count: int, places: Mapping[str, SlotOffset], slots: tuple) -> dict[str, Tensor]:
+        """Views of `count` elements of those planes of a segment that have a place."""
+        return {
             plane.kind: self.arenas.view(
-                slots[tile.planes[plane.kind].slot],
-                tile.planes[plane.kind].offset,
-                (-(-tile.count // plane.block),),
+                slots[places[plane.kind].slot],
+                places[plane.kind].offset,
+                (-(-count // plane.block),),
                 DTYPES[plane.dtype],
             )
             for plane in segment.planes
+            if plane.kind in places
         }
-        segment.rule.update(
-            Update(
-                planes,
-                grad_scale=(self.host_scale if command.stream is Stream.CPU else self.scale)(tile.group),
-                settings=s.optimizer,
-                lr=s.lr * self.lr_factors[tile.group],
-                weight_decay=s.optimizer.weight_decay * self.decay_factors[tile.group] if segment.decays else 0.0,
-                step=s.step,
-                seed=s.seed,
-                element_offset=self.first_element[tile.group] + segment.first_element + tile.start,
-                matrices=segment.matrices_in(tile.start, tile.count),
-                scratch=self._scratch(tile, slots),
-            )
-        )
 
     def _scratch(self, tile: UpdateTile, slots: tuple) -> Tensor | None:
         """The temporaries of a rule of matrices, in bytes."""

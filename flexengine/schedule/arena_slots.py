@@ -24,6 +24,7 @@ from flexengine.schedule.group_storage import GroupStorage
 from flexengine.schedule.group_uses import group_uses
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.planned_sizes import PlannedSizes
+from flexengine.schedule.second_planes import SECOND, second_kinds
 from flexengine.schedule.slots import Memory, PlaneKind, Role, Slot, SlotKey
 
 RUN = "run"
@@ -150,6 +151,9 @@ class _HostSlots:
                     self._homes.add_pieces(self._places_of_pieces(group))
                 else:
                     self._homes.add_plane(kind, spec.name, stored, category)
+            if home.speculative and self._sizes.plan.speculates:
+                for kind in second_kinds(stored):
+                    self._region.add(kind, stored.plane_bytes[kind], "second planes", spec.name, SECOND)
 
     def _places_of_pieces(self, group: int) -> Iterator[tuple[int, int, int]]:
         """Ranges of the pieces of a gradient, in bytes."""

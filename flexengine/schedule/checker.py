@@ -7,6 +7,8 @@
 - order: any two commands that touch a common byte, one of them writing, are ordered by stream order and waits;
 - CPU order: the CPU runs ready commands by group, so it keeps the order within a group; its commands for different
   groups must not conflict;
+- speculation: what is updated before it is known whether it counts may be kept or thrown away
+  (`speculation_checker.py`);
 - contents: walking the commands in issue order, every read finds what it expects, whichever slots lie over each other.
 Together: any execution that respects streams and waits computes what the issue order says.
 """
@@ -32,6 +34,7 @@ from flexengine.schedule.commands import (
 from flexengine.schedule.layer_program import ALIGNMENT
 from flexengine.schedule.program_builder import merge_regions
 from flexengine.schedule.slots import HOST_SIDE, overlapping_slots
+from flexengine.schedule.speculation_checker import check_speculation
 from flexengine.schedule.split_commands import AddTables, ExchangeParts, FoldParts, GatherShares, ShareOfFetch
 from flexengine.schedule.waves import own_regions
 
@@ -49,6 +52,7 @@ def check_program(program: Program, gpu_bytes: int, host_bytes: int, node_bytes:
     check_order(program, overlaps)
     check_cpu_order(program, overlaps)
     check_contents(program, overlaps)
+    check_speculation(program, overlaps)
 
 
 def check_bounds(program: Program, gpu_bytes: int, host_bytes: int, node_bytes: int = 0) -> None:
@@ -214,7 +218,8 @@ def _touched(command: Command) -> tuple[set[int], set[int]]:
         read |= {place.slot for place in args.bounds}
     elif isinstance(args, UpdateTile):
         read |= {plane.slot for plane in args.planes.values()}
-        written |= {plane.slot for kind, plane in args.planes.items() if kind != "grad"}
+        places = args.planes if args.targets is None else args.targets
+        written |= {plane.slot for kind, plane in places.items() if kind != "grad"}
     return read, written
 
 

@@ -201,13 +201,19 @@ class FinishGradient(NamedTuple):
 
 
 class UpdateTile(NamedTuple):
-    """Arguments of `update`: elements [start, start + count) of a group's segment, with the places of their planes."""
+    """Arguments of `update`: elements [start, start + count) of a group's segment, with the places of their planes.
+
+    targets: where new values go, by the CPU, if not where old ones are. urgent: for prices, work of an earlier program
+    that the CPU ends first.
+    """
 
     group: int
     segment: str
     start: int
     count: int
     planes: dict[str, SlotOffset]
+    targets: dict[str, SlotOffset] | None = None
+    urgent: bool = False
 
 
 BOUND_BYTES = 4
@@ -289,6 +295,7 @@ def streams_of(program: Program) -> tuple[Stream, ...]:
 def cpu_priority(command: Command) -> tuple[int, int]:
     """The CPU runs the ready command with the least of this first: the first group's, which forward needs first.
 
-    Commands become ready in program order.
+    Commands become ready in program order. What is left of an earlier program comes before all.
     """
-    return getattr(command.args, "group", 0), command.index
+    urgent = getattr(command.args, "urgent", False)
+    return -1 if urgent else getattr(command.args, "group", 0), command.index

@@ -6,6 +6,7 @@ read this one layout.
 
 from __future__ import annotations
 
+from copy import copy
 from functools import cached_property
 from itertools import accumulate
 
@@ -17,12 +18,18 @@ from flexengine.schedule.layer_program import align
 from flexengine.schedule.parts import Run
 from flexengine.schedule.planned_sizes import PlannedSizes
 from flexengine.schedule.relay_pieces import Piece, Range
+from flexengine.schedule.second_planes import second_key, swapped_slots
 from flexengine.schedule.shares import Share
 from flexengine.schedule.slots import Memory, PlaneKind, Role, Slot, SlotKey, overlapping_slots
 
 
 class Layout(PlannedSizes):
-    """Slots of both arenas for a plan. Commands name a slot by its index into `slots`."""
+    """Slots of both arenas for a plan. Commands name a slot by its index into `slots`.
+
+    side: 0, or 1 where second planes lie where first ones lay, and the other way round: see `swapped`.
+    """
+
+    side = 0
 
     def __init__(self, model: ModelSpec, plan: Plan) -> None:
         super().__init__(model, plan)
@@ -34,6 +41,16 @@ class Layout(PlannedSizes):
     def overlaps(self) -> list[tuple[int, ...]]:
         """Overlapping slots, by slot index."""
         return overlapping_slots(self.slots)
+
+    def swapped(self) -> Layout:
+        """The layout after a speculation that held: first and second planes have changed places.
+
+        Slots have the same indices, so that a program of one layout with the slots of the other is right, too.
+        """
+        other = copy(self)
+        other.side, other.slots = 1 - self.side, swapped_slots(self.slots)
+        other.__dict__.pop("overlaps", None)
+        return other
 
     def slot(self, role: Role, owner: str | int = "", index: int = -1, memory: Memory = "gpu") -> int:
         """Index of the slot with this key. Raises KeyError when the plan gives none."""
@@ -55,6 +72,10 @@ class Layout(PlannedSizes):
         on_host = home_of_plane(kind, self.plan.groups[group]) == "host"
         memory: Memory = host_memory(self.plan) if on_host else "gpu"
         return self.slot(kind, self.model.groups[group].name, memory=memory)
+
+    def second_slot(self, kind: PlaneKind, group: int) -> int:
+        """The slot of the second plane of a group that is updated speculatively."""
+        return self._index[second_key(self.slots[self.plane_slot(kind, group)].key)]
 
     def plane_start(self, group: int, segment: Segment, plane: Plane, share: Share) -> tuple[int, int]:
         """Where a rank finds a segment in the slot of a plane: its first byte there, and the first element it has."""

@@ -13,6 +13,7 @@ from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram, align
 from flexengine.schedule.parts import Part
 from flexengine.schedule.relay_pieces import Piece, pieces_of, whole_piece
+from flexengine.schedule.second_planes import may_speculate
 from flexengine.schedule.shares import DealtStates
 from flexengine.schedule.waves import Section, owned_pieces, sections_of
 from flexengine.schedule.window import WindowPlaces, window_places
@@ -150,10 +151,12 @@ class PlannedSizes:
 
 
 def check_updates(model: ModelSpec, groups: Iterable[GroupStorage], plan: Plan) -> None:
-    """Raise ValueError where a plan has the CPU update what only the GPU can."""
+    """Raise ValueError where a plan has the CPU update what only the GPU can, or speculatively what it cannot."""
     for group, stored, home in zip(model.groups, groups, plan.groups, strict=True):
         if home.update == "cpu" and stored.on_gpu_only:
             raise ValueError(f"{group.name} has matrices that are updated by products on the GPU, not by the CPU")
+        if home.speculative and not may_speculate(stored, home):
+            raise ValueError(f"{group.name} cannot be updated speculatively: its states are in blocks")
 
 
 def check_homes(model: ModelSpec, plan: Plan) -> None:

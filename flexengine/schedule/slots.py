@@ -29,8 +29,9 @@ class SlotKey(NamedTuple):
     """What a slot is for, as fields; its printed name follows from them.
 
     owner: the group of a plane, the slot class of slots that several groups share, or the layer of kept activations.
-    index: its number in a ring of equal slots, or its chunk; -1 for the only slot of its kind. within: for a subslot,
-    which one it is of the slot with the same other fields; empty for a whole slot.
+    index: its number in a ring of equal slots, or its chunk; -1 for the only slot of its kind; 1 for a second plane of
+    a group that is updated speculatively. within: for a subslot, which one it is of the slot with the same other
+    fields; empty for a whole slot.
     """
 
     role: Role

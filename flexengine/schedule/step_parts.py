@@ -1,7 +1,7 @@
 """The programs of a whole step, simulated: when each part ends, and what its compute stream waits for.
 
-Where the CPU updates, that goes on under the next step's first round, so the update comes first; without clipping it
-begins in the last round, and what is left of it comes first.
+Where the CPU updates, that goes on under the next step's first round, so the update comes first; without clipping, or
+where a plan says that it speculates, it begins in the last round, and what is left of it comes first.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from flexengine.schedule.commands import STREAMS, Program, Stream
 from flexengine.schedule.following import followed
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape, lower_round, lower_update
+from flexengine.schedule.lowering.update import late_groups
 from flexengine.schedule.packing import even_rounds, full_round, later_rounds
 from flexengine.schedule.shares import Share
 from flexengine.schedule.simulator import Rates, Timing, simulate
@@ -54,16 +55,17 @@ def simulated_rounds(
 
     rounds: their shapes and how many there are of each, the first alone; None: those of a full step.
     Where the CPU updates, it goes on under the next step's first round, so the update comes before that: with all of
-    its work, or without clipping with what is left when the last round, in which it began, has ended on the GPU.
+    its work, or with what is left when the last round, in which it began, has ended on the GPU. That is so without
+    clipping, and with it for what is updated speculatively, of which a full step is expected to hold.
     """
     plan = layout.plan
     (opening, _), *later = full_step(plan) if rounds is None else rounds
     alone, last, left = not later, None, None
     last_shape = opening
-    if plan.updates_in_backward:
+    if plan.updates_in_backward or plan.speculates:
         last_shape, count = (opening, 1) if alone else later.pop()
         later += [(last_shape, count - 1)] if count > 1 else []
-        last = lower_round(layout, last_shape, first=alone, updates=True)
+        last = lower_last_round(layout, last_shape, first=alone)
     found = []
     for shape, count in later:
         label = "accumulating round" if shape == opening else "shorter last round"
@@ -80,9 +82,19 @@ def simulated_rounds(
             found.append(StepPart("last round with updates by the CPU", 1, last, timing, last_shape))
     if plan.updates_on_cpu:
         update = "update" if last is None else "rest of the update"
-        own = lower_update(layout, left, Share(0, plan.request.ranks))
+        late = late_groups(layout) if plan.speculates else {}
+        own = lower_update(
+            layout, left if left is None else {**left, **late}, Share(0, plan.request.ranks),
+            urgent=(left or {}) if late else (),
+        )  # fmt: skip
         first, name = followed(own, first), f"{update} of the step before, then {name}"
     return [_simulated(name, 1, first, rates, opening), *found]
+
+
+def lower_last_round(layout: Layout, shape: RoundShape, first: bool) -> Program:
+    """The last round of a step, in which the CPU's updates may begin."""
+    plan = layout.plan
+    return lower_round(layout, shape, first, updates=plan.updates_in_backward, speculates=plan.speculates)
 
 
 def _simulated(name: str, repeats: int, program: Program, rates: Rates, shape: RoundShape) -> StepPart:

@@ -7,6 +7,7 @@ variables and rows, and why its least step is below that of every plan.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 
 from flexengine.hardware.profile import HardwareProfile
@@ -21,10 +22,12 @@ from flexengine.planner.sizes import chunk_sizes
 def speed_of_light(model: ModelSpec, request: Request, profile: HardwareProfile) -> Bound | None:
     """Bound a step over all chunk and round sizes of a request, with experts whole or in parts.
 
+    On one rank clipping does not count: a speculative update may begin inside backward, too.
     Returns None when not even the relaxation fits the budgets. Raises: PlanError when pinned sizes contradict.
     """
     models = [model, in_parts(model)] if may_be_in_parts(model) else [model]
-    found = [bound for one in models for bound in size_bounds(one, request, profile).values()]
+    bounded = replace(request, clipping=request.clipping and request.shares_node)
+    found = [bound for one in models for bound in size_bounds(one, bounded, profile).values()]
     return min((bound for bound in found if bound is not None), key=lambda bound: bound.seconds, default=None)
 
 

@@ -13,7 +13,7 @@ from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.context import RoundContext, SlotRing
 from flexengine.schedule.lowering.split import ExchangeLowering
 from flexengine.schedule.lowering.stored_gradient import StoredPiece, stored_pieces
-from flexengine.schedule.lowering.update import cpu_groups, lower_cpu_update
+from flexengine.schedule.lowering.update import cpu_groups, lower_cpu_update, lower_speculative_update
 from flexengine.schedule.slots import Slot
 
 
@@ -39,11 +39,16 @@ def scale_slots(layout: Layout) -> tuple[dict[int, ScaleSlots], tuple[Slot, ...]
 
 
 class GradientLowering:
-    """Finishes gradients. first: no gradients are stored yet in this step. scales: groups that the CPU updates here."""
+    """Finishes gradients. first: no gradients are stored yet in this step. scales: groups that the CPU updates here.
 
-    def __init__(self, context: RoundContext, first: bool, scales: dict[int, ScaleSlots]) -> None:
+    speculates: the CPU updates here what the plan says, into second planes.
+    """
+
+    def __init__(
+        self, context: RoundContext, first: bool, scales: dict[int, ScaleSlots], speculates: bool = False
+    ) -> None:
         self._context, self._builder, self._layout = context, context.builder, context.layout
-        self._first, self._scales = first, scales
+        self._first, self._scales, self._speculates = first, scales, speculates
         self._stored: set[tuple[int, int]] = set()  # parts of groups that this round has stored
         self._uses = group_uses(context.layout.model)
         self._spilled: set[tuple[int, int]] = set()  # parts of groups of which the host holds an accumulator
@@ -86,8 +91,12 @@ class GradientLowering:
     def update_complete_groups(self, index: int, layer: LayerSpec) -> None:
         """Update on the CPU those of a layer's groups that no layer below adds to."""
         for group in self._trained(layer):
-            if group in self._scales and not any(group in below.groups for below in self._context.model.layers[:index]):
+            if any(group in below.groups for below in self._context.model.layers[:index]):
+                continue
+            if group in self._scales:
                 self._update_by_cpu(group)
+            elif self._speculates and self._context.plan.groups[group].speculative:
+                lower_speculative_update(self._builder, self._layout, group, self._stored_at_home(group))
 
     def _trained(self, layer: LayerSpec) -> list[int]:
         return [group for group in layer.groups if not self._context.model.groups[group].frozen]
@@ -186,10 +195,15 @@ class GradientLowering:
         self._builder.add("scale", label, Stream.COMPUTE, [norms], [Access(device, content)], work, args=args)
         region = CopyRegion(device, 0, host, 0, SCALE_BYTES)
         self._builder.copy(CommandName("offload", "scale", name), Stream.D2H, content, [region])
+        grads = self._stored_at_home(group)
+        lower_cpu_update(self._builder, self._layout, group, Access(host, content), grads=grads)
+
+    def _stored_at_home(self, group: int) -> list[Access]:
+        """What the round has left of a group's gradient, where it lies from step to step."""
         grads = [
             Access(home, stored.content)
             for part in range(len(self._layout.groups[group].parts))
             for stored in stored_pieces(self._context, group, part)
             for home, _ in stored.homes
         ]
-        lower_cpu_update(self._builder, self._layout, group, Access(host, content), grads=list(dict.fromkeys(grads)))
+        return list(dict.fromkeys(grads))

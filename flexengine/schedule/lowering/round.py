@@ -15,6 +15,7 @@ from flexengine.schedule.lowering.compute import ComputeCall, ComputeLowering
 from flexengine.schedule.lowering.context import RoundContext, StagePart, stage_parts
 from flexengine.schedule.lowering.gradients import GradientLowering, scale_slots
 from flexengine.schedule.lowering.shape import RoundShape
+from flexengine.schedule.lowering.update import lower_norm
 from flexengine.schedule.lowering.weights import WeightLowering
 from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.slots import overlapping_slots
@@ -22,17 +23,19 @@ from flexengine.schedule.waves import Wave
 
 
 def lower_round(
-    layout: Layout, shape: RoundShape, first: bool, updates: bool = False, wave: Wave | None = None
-) -> Program:
+    layout: Layout, shape: RoundShape, first: bool, updates: bool = False, wave: Wave | None = None,
+    speculates: bool = False,
+) -> Program:  # fmt: skip
     """Forward, loss and backward of one round. first: no gradients are stored yet in this step.
 
     updates: the CPU updates its groups in this round, each as soon as its gradient has reached the host. So it is the
     last round of a step, and gradients are not clipped. wave: of a split plan, the rank and the rounds that run
-    together; None = rank 0 and as many rounds as ranks.
+    together; None = rank 0 and as many rounds as ranks. speculates: it is the last round, and the CPU updates what the
+    plan says into second planes; at its end the host is told the norm, which decides whether these count.
     """
     if layout.plan.split and wave is None:
         wave = Wave(0, layout.plan.request.ranks, layout.plan.request.ranks)
-    return _RoundLowering(layout, shape, first, updates, wave).train()
+    return _RoundLowering(layout, shape, first, updates, wave, speculates).train()
 
 
 def lower_evaluation(layout: Layout, shape: RoundShape) -> Program:
@@ -44,8 +47,9 @@ class _RoundLowering:
     """Walks the layers of one round; each subject (weights, activations, compute, gradients) appends its commands."""
 
     def __init__(
-        self, layout: Layout, shape: RoundShape, first: bool, updates: bool = False, wave: Wave | None = None
-    ) -> None:
+        self, layout: Layout, shape: RoundShape, first: bool, updates: bool = False, wave: Wave | None = None,
+        speculates: bool = False,
+    ) -> None:  # fmt: skip
         scales, slots, overlaps = {}, layout.slots, layout.overlaps
         if updates and layout.plan.updates_on_cpu:
             scales, slots = scale_slots(layout)
@@ -56,7 +60,8 @@ class _RoundLowering:
         self.weights = WeightLowering(self.context)
         self.activations = ActivationLowering(self.context)
         self.compute = ComputeLowering(self.context, self.weights)
-        self.gradients = GradientLowering(self.context, first, scales)
+        self.speculates = speculates
+        self.gradients = GradientLowering(self.context, first, scales, speculates)
 
     def train(self) -> Program:
         """All layers forward, the head with its loss, all layers backward."""
@@ -67,6 +72,8 @@ class _RoundLowering:
         for index in reversed(range(len(self.model.layers))):
             if self.model.layers[index].has_backward:
                 self._backward_layer(index, self.model.layers[index])
+        if self.speculates:
+            lower_norm(self.builder, self.layout)
         return self.builder.build()
 
     def evaluate(self) -> Program:

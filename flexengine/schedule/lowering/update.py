@@ -5,7 +5,7 @@ What the CPU updates may also be updated inside a round: `lower_cpu_update`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from flexengine.ops.base import Work
@@ -23,6 +23,7 @@ from flexengine.schedule.group_storage import Segment, matrix_flops
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.relay import Cells
+from flexengine.schedule.second_planes import second_kinds
 from flexengine.schedule.shares import ALONE, Share
 from flexengine.schedule.slots import HOST_SIDE, PlaneKind, Slot, overlapping_slots
 from flexengine.schedule.split_commands import AddTables
@@ -43,8 +44,9 @@ class _Tile(NamedTuple):
 
 
 def lower_update(
-    layout: Layout, by_cpu: Mapping[int, float] | None = None, share: Share = ALONE, last: bool = True
-) -> Program:
+    layout: Layout, by_cpu: Mapping[int, float] | None = None, share: Share = ALONE, last: bool = True,
+    urgent: Collection[int] = (),
+) -> Program:  # fmt: skip
     """Clip factor, then updates of all groups in forward order, first those by the CPU.
 
     The GPU updates tile by tile, host planes streaming through tile slots; the CPU updates in place.
@@ -54,7 +56,7 @@ def lower_update(
     tiles of one plane do not wait for each other.
     share: what this one of several ranks updates. last: it ran the last round of the step, so that its sums of squares
     are those of all gradients; the others take them from the node's memory. With several nodes all are told them
-    before.
+    before. urgent: groups that the CPU ends first, for prices, as an earlier program began them.
     """
     left = dict.fromkeys(cpu_groups(layout), 1.0) if by_cpu is None else by_cpu
     pieces: list[Slot] = []
@@ -72,14 +74,13 @@ def lower_update(
         _exchange_norm(builder, layout, last)
     else:
         builder.holds(*norms)
-    writes = [Access(layout.slot("scales"), "scales"), Access(layout.slot("grad_norm"), "grad norm")]
-    builder.add("clip", CommandName("clip", owner="factor"), Stream.COMPUTE, [norms], writes, Work(kernels=8))
+    _clip(builder, layout, norms)
     if left:
         _send_scalars(builder, layout)
     ends: dict[int, int] = {}
     for group in sorted(left):  # first, so that the CPU need not wait until the host has issued the GPU's updates
         scales = Access(layout.slot("scalars", memory="host"), "scalars")
-        lower_cpu_update(builder, layout, group, scales, left[group], share=share)
+        lower_cpu_update(builder, layout, group, scales, left[group], share=share, urgent=group in urgent)
         ends[group] = len(builder.commands) - 1
     number = 0
     for group in range(len(layout.groups)):
@@ -137,6 +138,23 @@ def cpu_groups(layout: Layout) -> list[int]:
     return [g for g, home in enumerate(layout.plan.groups) if home.update == "cpu"]
 
 
+def late_groups(layout: Layout) -> dict[int, float]:
+    """Groups that the CPU updates once the norm is known, whole, also where a speculation holds."""
+    return {g: 1.0 for g in cpu_groups(layout) if not layout.plan.groups[g].speculative}
+
+
+def lower_norm(builder: ProgramBuilder, layout: Layout) -> None:
+    """Tell the host the factors on all gradients and their norm, once all are stored."""
+    _clip(builder, layout, Access(layout.slot("norm_squares"), "norm squares"))
+    _send_scalars(builder, layout)
+
+
+def _clip(builder: ProgramBuilder, layout: Layout, norms: Access) -> None:
+    """Compute the factors on all gradients and their norm."""
+    writes = [Access(layout.slot("scales"), "scales"), Access(layout.slot("grad_norm"), "grad norm")]
+    builder.add("clip", CommandName("clip", owner="factor"), Stream.COMPUTE, [norms], writes, Work(kernels=8))
+
+
 def _send_scalars(builder: ProgramBuilder, layout: Layout) -> None:
     """Tell the host the factors on the gradients and their norm."""
     target, scales, norm = layout.slot("scalars", memory="host"), layout.slot("scales"), layout.slot("grad_norm")
@@ -153,13 +171,13 @@ def _send_scalars(builder: ProgramBuilder, layout: Layout) -> None:
 
 def lower_cpu_update(
     builder: ProgramBuilder, layout: Layout, group: int, scale: Access, left: float = 1.0,
-    grads: Sequence[Access] | None = None, share: Share = ALONE,
+    grads: Sequence[Access] | None = None, share: Share = ALONE, urgent: bool = False,
 ) -> None:  # fmt: skip
     """Update a group's planes by the CPU where they are, each segment in one call.
 
     scale: where the host finds the factor on the gradient. left: the share of the work that remains, for its price.
     grads: what an earlier command left of the gradient, where that is not the whole plane. share: what this one of
-    several ranks updates.
+    several ranks updates. urgent: as of `UpdateTile`.
     """
     name, planes = layout.model.groups[group].name, layout.groups[group].plane_bytes
     contents = {kind: "weights" if kind == "weights" else f"{kind} of" for kind in planes}
@@ -174,11 +192,35 @@ def lower_cpu_update(
         if not count:
             continue
         tile = {p.kind: SlotOffset(held[p.kind].slot, p.start + p.num_bytes(start)) for p in segment.planes}
-        args = UpdateTile(group, segment.name, start, count, tile)
+        args = UpdateTile(group, segment.name, start, count, tile, urgent=urgent)
         work, label = Work(memory_bytes=_touched_bytes(segment, count) * left), f"{name} {segment.name}"
         reads = [*(access for kind, access in held.items() if kind != "grad"), *grads, scale]
         builder.add("update", CommandName("update", owner=label), Stream.CPU, reads, writes, work, args=args)
         held.update({kind: Access(slot, f"updated {text}") for kind, (slot, text) in held.items() if kind != "grad"})
+
+
+def lower_speculative_update(builder: ProgramBuilder, layout: Layout, group: int, grads: Sequence[Access]) -> None:
+    """Update a group by the CPU into its second planes, with the factor that holds where nothing is clipped.
+
+    grads: what earlier commands of the program left of the gradient.
+    """
+    name, kinds = layout.model.groups[group].name, second_kinds(layout.groups[group])
+    first = {kind: layout.plane_slot(kind, group) for kind in kinds}
+    second = {kind: layout.second_slot(kind, group) for kind in kinds}
+    contents = {kind: "weights" if kind == "weights" else f"{kind} of" for kind in kinds}
+    held = {kind: Access(slot, f"{contents[kind]} {name}") for kind, slot in first.items()}
+    for access in held.values():
+        if builder.last_writer(access.slot) < 0:
+            builder.holds(*access)
+    grad = layout.plane_slot("grad", group)
+    for segment in layout.groups[group].segments:
+        planes = {p.kind: SlotOffset(first.get(p.kind, grad), p.start) for p in segment.planes}
+        targets = {kind: SlotOffset(second[kind], place.offset) for kind, place in planes.items() if kind != "grad"}
+        args = UpdateTile(group, segment.name, 0, segment.numel, planes, targets)
+        work, label = Work(memory_bytes=_touched_bytes(segment, segment.numel)), f"{name} {segment.name}"
+        writes = [Access(slot, f"speculated {kind} of {name}") for kind, slot in second.items()]
+        reads = [*held.values(), *grads]
+        builder.add("update", CommandName("speculate", owner=label), Stream.CPU, reads, writes, work, args=args)
 
 
 def _touched_bytes(segment: Segment, count: int) -> int:

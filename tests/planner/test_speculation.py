@@ -1,0 +1,77 @@
+"""Speculative updates are planned where host memory has second planes for them, and priced as they run."""
+
+from dataclasses import replace
+
+import pytest
+
+from flexengine.hardware.presets import preset
+from flexengine.models.registry import open_model
+from flexengine.plan import GroupPlan, Numerics, Plan, Request
+from flexengine.planner.planner import make_plan
+from flexengine.planner.speculation import completed_order, speculating_plans
+from flexengine.reports.plan_text import describe
+from flexengine.reports.simulated_step import simulate_step
+from flexengine.schedule.commands import Stream
+from flexengine.schedule.layout import Layout
+
+GIB = 2**30
+MODEL = open_model("preset:llama-3.2-1b").spec
+REQUEST = Request(2048, 8192, 6 * GIB, 60 * GIB, numerics=Numerics(state="bfloat16"))
+
+
+PROFILE = replace(preset("h200"), cpu_adamw_parameters_per_s=(("float32", 9e9), ("bfloat16", 9e9)))
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return make_plan(MODEL, REQUEST, PROFILE)
+
+
+def without(plan: Plan) -> Plan:
+    """The same plan with no speculative updates."""
+    return replace(plan, groups=tuple(replace(group, speculative=False) for group in plan.groups))
+
+
+def test_a_plan_with_room_speculates_and_is_priced_as_it_runs(plan):
+    assert plan.speculates
+    assert plan.predicted.host_bytes <= REQUEST.max_host_bytes
+    assert plan.predicted.host_categories["second planes"] > 0
+    assert "as if nothing were clipped" in describe(plan, MODEL)
+    assert Plan.from_json(plan.to_json()) == plan
+    bold, cautious = (simulate_step(p, MODEL, PROFILE) for p in (plan, without(plan)))
+    assert bold.total_s == pytest.approx(plan.predicted.step_s, rel=1e-9)
+    assert bold.total_s < 0.99 * cautious.total_s
+    busy = [sum(p.timing.busy_s[Stream.CPU] for p in step.parts) for step in (bold, cautious)]
+    assert busy[0] >= 0.9 * busy[1]  # the same work, beside other copies; none of it is forgotten
+
+
+def test_second_planes_take_no_more_than_what_is_left(plan):
+    plan = without(plan)
+    layout = Layout(MODEL, plan)
+    able = [group for group in completed_order(MODEL) if plan.groups[group].update == "cpu"]
+    one = sum(size for kind, size in layout.groups[able[0]].plane_bytes.items() if kind != "grad")
+    for spare, most in ((one - 1, 0), (one + 4096, 1), (1 << 60, len(able))):
+        plans = list(speculating_plans(MODEL, plan, spare))
+        chosen = [{i for i, group in enumerate(p.groups) if group.speculative} for p in plans]
+        assert chosen[:1] == ([set(able[:most])] if most else [])
+        for p in plans:
+            assert Layout(MODEL, p).host_bytes - layout.host_bytes <= spare
+    assert not list(speculating_plans(MODEL, replace(plan, request=replace(REQUEST, clipping=False)), 1 << 60))
+
+
+def test_only_the_cpu_speculates_and_only_on_one_rank(plan):
+    with pytest.raises(ValueError, match="only the CPU"):
+        GroupPlan(speculative=True)
+    with pytest.raises(ValueError, match="one rank"):
+        replace(plan, request=replace(plan.request, ranks=2))
+
+
+def test_states_in_blocks_wait_for_the_norm(plan):
+    groups = tuple(GroupPlan(update="cpu") for _ in plan.groups)
+    waiting = replace(plan, groups=groups, request=replace(REQUEST, numerics=Numerics(state="int8")))
+    [bold, *_] = speculating_plans(MODEL, waiting, 1 << 60)
+    edges = [i for i, group in enumerate(MODEL.groups) if group.slot_class != "block"]
+    assert [i for i, group in enumerate(bold.groups) if group.speculative] == edges
+    everything = tuple(replace(group, speculative=True) for group in groups)
+    with pytest.raises(ValueError, match="cannot be updated speculatively"):
+        Layout(MODEL, replace(waiting, groups=everything))

@@ -1,0 +1,92 @@
+"""Rounds in which the CPU updates before the norm is known: accepted, and rejected when they would lose a value."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from flexengine.plan import GroupPlan
+from flexengine.planner.speculation import completed_order
+from flexengine.schedule.checker import check_program
+from flexengine.schedule.commands import Program
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.lowering import lower_round, lower_update
+from flexengine.schedule.lowering.update import late_groups
+from flexengine.schedule.second_planes import second_kinds
+from flexengine.schedule.slots import overlapping_slots
+from flexengine.schedule.speculation_checker import SpeculationError, check_speculation
+from tests.schedule.small_plans import full_round, random_plan, small_model
+
+SPECULATIVE = GroupPlan(update="cpu", speculative=True)
+
+
+def speculating_program() -> tuple[Program, Layout]:
+    """A last round in which the CPU updates all groups but the first before the norm is known."""
+    model = small_model(blocks=2)
+    plan = random_plan(Random(0), model, sliced=False)
+    groups = [GroupPlan(update="cpu", speculative=group > 0) for group in range(len(model.groups))]
+    layout = Layout(model, replace(plan, groups=tuple(groups)))
+    return lower_round(layout, full_round(layout), first=True, speculates=True), layout
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_programs_of_random_plans_are_accepted_on_both_sides(seed):
+    random = Random(seed)
+    model = small_model(blocks=random.randint(1, 3), tied=seed % 2 == 1)
+    plan = random_plan(random, model, sliced=seed % 3 == 0)
+    by_cpu = [GroupPlan(update="cpu", speculative=random.random() < 0.7) for _ in plan.groups]
+    groups = [cpu if random.random() < 0.6 else home for cpu, home in zip(by_cpu, plan.groups, strict=True)]
+    layout = Layout(model, replace(plan, groups=(*groups[:-1], SPECULATIVE)))
+    for side in (layout, layout.swapped()):
+        shape = full_round(side)
+        rounds = [lower_round(side, shape, first, speculates=True) for first in (True, False)]
+        for program in (*rounds, lower_update(side), lower_update(side, late_groups(side))):
+            check_program(program, side.gpu_bytes, side.host_bytes)
+
+
+def test_a_speculation_may_be_kept_or_thrown_away():
+    program, layout = speculating_program()
+    check_program(program, layout.gpu_bytes, layout.host_bytes)
+    swapped = layout.swapped()
+    other = replace(program, slots=(*swapped.slots, *program.slots[len(swapped.slots) :]))
+    check_program(other, layout.gpu_bytes, layout.host_bytes)
+    assert swapped.swapped().slots == layout.slots
+    updates = [c for c in program.commands if c.kind == "update"]
+    for group in range(1, len(layout.groups)):
+        stored, own = layout.groups[group], [c.args for c in updates if c.args.group == group]
+        assert [args.segment for args in own] == [segment.name for segment in stored.segments]
+        for kind in second_kinds(stored):  # whole, and where the planes of the other side lie
+            first, second = layout.slots[layout.plane_slot(kind, group)], layout.slots[layout.second_slot(kind, group)]
+            assert swapped.slots[swapped.plane_slot(kind, group)].offset == second.offset != first.offset
+    assert {c.args.group for c in updates} == set(range(1, len(layout.groups)))
+    assert program.commands[-1].label == "offload scalars"
+
+
+@pytest.mark.parametrize("where", ["in place", "elsewhere", "read early"])
+def test_rejects_what_a_speculation_would_lose(where):
+    program, _ = speculating_program()
+    index = next(c.index for c in program.commands if c.kind == "update")
+    command = program.commands[index]
+    targets, planes = command.args.targets, command.args.planes
+    if where == "in place":
+        args = command.args._replace(targets={kind: planes[kind] for kind in targets})
+        changed = {index: replace(command, args=args)}
+    elif where == "elsewhere":
+        kind, place = next(iter(targets.items()))
+        args = command.args._replace(targets={**targets, kind: place._replace(offset=place.offset + 64)})
+        changed = {index: replace(command, args=args)}
+    else:
+        norm = program.commands[-1]
+        changed = {norm.index: replace(norm, reads=(*norm.reads, *command.writes))}
+    broken = replace(program, commands=tuple(changed.get(c.index, c) for c in program.commands))
+    with pytest.raises(SpeculationError):
+        check_speculation(broken, overlapping_slots(broken.slots))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_groups_are_taken_in_the_order_of_the_program(tied):
+    model = small_model(blocks=3, tied=tied)
+    layout = Layout(model, replace(random_plan(Random(1), model, False), groups=(SPECULATIVE,) * len(model.groups)))
+    program = lower_round(layout, full_round(layout), first=True, speculates=True)
+    updated = dict.fromkeys(c.args.group for c in program.commands if c.kind == "update")
+    assert list(updated) == completed_order(model)
