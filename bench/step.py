@@ -84,7 +84,7 @@ def printer(team: Team | None) -> Callable[[str], None]:
     return lambda text: print(text, flush=True) if is_first(team) else None
 
 
-def timed_steps(engine: Engine, batch: Tensor, warmup: int, steps: int, say: Callable[[str], None]) -> Timed:
+def timed_steps(engine: Engine, batch: Tensor, warmup: int, steps: int, say: Callable[[str], None] = print) -> Timed:
     """Train on the same batch again and again."""
     losses, seconds, model_flops, hardware_flops = [], [], 0.0, 0.0
     for index in range(warmup + steps):
