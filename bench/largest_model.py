@@ -3,6 +3,7 @@
     python -m bench.largest_model --json out.json                    # find it by planning alone: no GPU is needed
     python -m bench.largest_model --run --json out.json              # and train a few steps of it
     python -m bench.largest_model --run --update-preset none --json out.json      # without the comparison of updates
+    python -m bench.largest_model --run --presets --json out.json                 # the comparison of updates alone
 
 Presets get as many layers as fit in full fine-tuning, more than their own if there is room; the one with the most
 parameters is the largest. It is also said how many parameters fit with bfloat16 states. With --run, in a process of its
@@ -244,15 +245,18 @@ def main() -> None:
         Path(args.out).write_text(json.dumps(row))
         return
     results: dict = {"found": {}}
-    for states in STATES:
+    for states in STATES if args.presets else ():
         results["found"][states] = [one._asdict() for one in largest(args, states)]
         texts = [f"{f['preset']} {f['layers']} layers {f['parameters'] / 1e9:.2f}B" for f in results["found"][states]]
         print(f"with {states} states fit: {', '.join(texts)}", flush=True)
         write_json(args.json, results)
     if not args.run:
         return
-    best, options = results["found"]["int8"][0], job_options(args)
-    orders = [Train(best["preset"], best["layers"], {**options, "optimizer_state_dtype": "int8"}, args.steps)]
+    options = job_options(args)
+    orders = [
+        Train(best["preset"], best["layers"], {**options, "optimizer_state_dtype": "int8"}, args.steps)
+        for best in results["found"].get("int8", [])[:1]
+    ]
     if args.update_preset != "none":
         smaller = {**options, "max_gpu_mem_gib": args.update_gpu_gib}
         orders += [Train(args.update_preset, None, {**smaller, "optimizer_state_dtype": s}, 2) for s in STATES]
@@ -271,7 +275,7 @@ def job_options(args: argparse.Namespace) -> dict:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--presets", nargs="+", default=["qwen2.5-14b", "qwen3-14b", "qwen3-32b"])
+    parser.add_argument("--presets", nargs="*", default=["qwen2.5-14b", "qwen3-14b", "qwen3-32b"])
     parser.add_argument("--hardware", default=None, help="plan for this preset or profile (not with --run)")
     parser.add_argument("--run", action="store_true", help="train what was found")
     parser.add_argument("--steps", type=int, default=3, help="steps of the largest model, before the measured one")
