@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import cdiv
 from flexengine.kernels.rounding import canonical_bits, join, low_half, stochastic_pattern, upper_half, widen
 
 _BLOCK = 1024  # elements per program; 4 warps hold 8 per thread, a 16-byte load of each bf16 tensor
@@ -51,7 +52,7 @@ def adamw_update_(
     if weight.numel() == 0:
         return
     signed_keys = [key - (1 << 32) if key >= 1 << 31 else key for pair in keys for key in pair]
-    _adamw_kernel[(triton.cdiv(weight.numel(), _BLOCK),)](
+    _adamw_kernel[(cdiv(weight.numel(), _BLOCK),)](
         _pattern(weight), remainder, _pattern(exp_avg), _pattern(exp_avg_sq), grad, grad_scale, weight.numel(),
         *factors, *signed_keys, element_offset, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

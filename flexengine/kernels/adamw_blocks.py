@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import cdiv
 from flexengine.kernels.rounding import canonical_bits, join, low_half, stochastic_pattern, upper_half, widen
 
 BLOCK = 256  # BLOCK of optim/blockwise.py
@@ -54,7 +55,7 @@ def adamw_in_blocks_(
     if remainder is not None:
         check_tensor("remainder", remainder, shape, (torch.int16,))
         check_tensor("weight", weight, shape, (torch.bfloat16,))
-    num_blocks = triton.cdiv(weight.numel(), BLOCK)
+    num_blocks = cdiv(weight.numel(), BLOCK)
     for name, tensor in moments._asdict().items():
         scales = name.endswith("scale")
         check_tensor(name, tensor, (num_blocks,) if scales else shape, (torch.float32 if scales else torch.uint8,))
@@ -62,7 +63,7 @@ def adamw_in_blocks_(
         return
     signed_keys = [key - (1 << 32) if key >= 1 << 31 else key for key in weight_keys]
     pattern = weight.view(torch.int16) if weight.dtype == torch.bfloat16 else weight
-    _adamw_in_blocks_kernel[(triton.cdiv(num_blocks, _BLOCKS),)](
+    _adamw_in_blocks_kernel[(cdiv(num_blocks, _BLOCKS),)](
         pattern, remainder, *moments, *books[0], *books[1], grad, grad_scale, weight.numel(), *factors, *signed_keys,
         element_offset, BLOCKS=_BLOCKS, SIZE=BLOCK, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

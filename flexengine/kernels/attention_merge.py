@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import cdiv, next_power_of_2
 
 _ROWS = 8  # rows of a program: 4 KiB of float32 at a head width of 128, 8 elements per thread
 
@@ -27,9 +28,9 @@ def attention_merge_(total: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor)
     check_tensor("part_lse", part_lse, (num_heads, tokens), (torch.float32,))
     if total.numel() == 0:
         return
-    _merge_kernel[(triton.cdiv(tokens, _ROWS), num_heads)](
+    _merge_kernel[(cdiv(tokens, _ROWS), num_heads)](
         total, lse, part, part_lse, tokens, num_heads, width,
-        ROWS=_ROWS, BLOCK=triton.next_power_of_2(width), num_warps=4,
+        ROWS=_ROWS, BLOCK=next_power_of_2(width), num_warps=4,
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import cdiv, next_power_of_2
 
 _ROWS = 16  # tokens of a tile: 4 KiB of bf16 and as much of the gradient at a head width of 128
 
@@ -25,8 +26,8 @@ def sink_gradients(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor, pa
     check_tensor("sinks", sinks, (num_heads,), FLOATS)
     check_tensor("partials", partials, (len(partials), num_heads), (torch.float32,))
     _gradient_kernel[(len(partials), num_heads)](
-        grad_out, out, lse, sinks, partials, tokens, num_heads, width, triton.cdiv(tokens, len(partials)),
-        ROWS=_ROWS, BLOCK=triton.next_power_of_2(width), num_warps=4,
+        grad_out, out, lse, sinks, partials, tokens, num_heads, width, cdiv(tokens, len(partials)),
+        ROWS=_ROWS, BLOCK=next_power_of_2(width), num_warps=4,
     )  # fmt: skip
 
 

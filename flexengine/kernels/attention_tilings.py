@@ -10,8 +10,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
+
+from flexengine.kernels.counts import next_power_of_2
 
 LOG2_E = math.log2(math.e)
 SHORT_WINDOW = 256
@@ -71,10 +72,10 @@ class Widths(NamedTuple):
     def of(cls, head_dim: int, value_dim: int) -> "Widths":
         """192 columns are 128 and 64, not 256."""
         first = max(16, 1 << (head_dim.bit_length() - 1))
-        second = 0 if head_dim <= first else max(16, triton.next_power_of_2(head_dim - first))
+        second = 0 if head_dim <= first else max(16, next_power_of_2(head_dim - first))
         if second == first:
             first, second = 2 * first, 0
-        return cls(head_dim, value_dim, first, second, max(16, triton.next_power_of_2(value_dim)))
+        return cls(head_dim, value_dim, first, second, max(16, next_power_of_2(value_dim)))
 
     @property
     def columns(self) -> int:
@@ -145,7 +146,7 @@ def short_tiling(
     """The tile of a kernel for short windows; None where a tile would see more keys or have fewer rows than it has room
     for (matrix products of Hopper cards take 64 rows), and where two tiles do not fit into shared memory: one at a time
     is slower than what `forward_tiling` and `query_tiling` give."""
-    far = max(OWN_KEYS, triton.next_power_of_2(max(scoring.window - 1, 1)))
+    far = max(OWN_KEYS, next_power_of_2(max(scoring.window - 1, 1)))
     if not scoring.window or far > MOST_FAR_KEYS or members % 4 or widths.SECOND or widths.widest > 64:
         return None
     tiling = ShortTiling(4, far, tiles=8, stages=2)

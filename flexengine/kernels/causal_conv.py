@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import cdiv
 from flexengine.kernels.rounding import round_to
 
 _ROWS, _COLUMNS, _WARPS = 8, 128, 1  # tile of a program: every row is read once, and found again in registers
@@ -41,7 +42,7 @@ class ConvChannels(NamedTuple):
 
     def grid(self, rows: int) -> tuple[int, int]:
         """Programs for tiles over so many rows."""
-        return triton.cdiv(rows, _ROWS), triton.cdiv(self.columns, _COLUMNS)
+        return cdiv(rows, _ROWS), cdiv(self.columns, _COLUMNS)
 
     def inputs(self) -> tuple:
         """What every kernel reads z from."""
@@ -109,8 +110,8 @@ def causal_conv_backward_weight(part: ConvChannels, grad_y: Tensor, partials: Te
     part.check(grad_y=grad_y)
     groups, (channels, _, taps) = len(partials), part.weight.shape
     check_tensor("partials", partials, (groups, taps, channels), (torch.float32,))
-    _weight_kernel[(groups, triton.cdiv(part.columns, _COLUMNS))](
-        *part.inputs(), grad_y, partials, grad_y.stride(0), triton.cdiv(part.rows, groups),
+    _weight_kernel[(groups, cdiv(part.columns, _COLUMNS))](
+        *part.inputs(), grad_y, partials, grad_y.stride(0), cdiv(part.rows, groups),
         HAS_TAIL=part.tail is not None, TAPS=taps, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=_WARPS,
     )  # fmt: skip
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import next_power_of_2
 from flexengine.kernels.rounding import round_to
 
 IGNORE_LABEL = -100  # the label of tokens that carry no loss, as in torch and Hugging Face
@@ -48,7 +49,7 @@ def cross_entropy_(
         check_tensor("weights", weights, (num_tokens,), (torch.float32,))
     if num_tokens == 0:
         return
-    block = min(_BLOCK, triton.next_power_of_2(vocab_size))
+    block = min(_BLOCK, next_power_of_2(vocab_size))
     _cross_entropy_kernel[(num_tokens,)](
         logits, labels, losses if weights is None else weights, losses, vocab_size, logits.stride(0), float(soft_cap),
         WEIGHTS=weights is not None, CAP=soft_cap != 0, IGNORE=IGNORE_LABEL, WRITE_GRAD=write_grad, BLOCK=block,

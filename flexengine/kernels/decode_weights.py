@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import cdiv
 from flexengine.kernels.fp8 import from_e4m3
 from flexengine.kernels.rounding import round_to
 
@@ -43,7 +44,7 @@ def decode_nf4(
     if numel % 2:
         raise ValueError(f"out must have pairs of elements, got {numel}")
     absmax, nested, offset = starts
-    grid = (triton.cdiv(numel, 64 * _NF4_BLOCKS), units)
+    grid = (cdiv(numel, 64 * _NF4_BLOCKS), units)
     _nf4_kernel[grid](
         stored, codebook, codebook if dynamic_map is None else dynamic_map, out, unit_rows, stored.stride(0), numel,
         absmax, nested, offset, CHOSEN=unit_rows is not None, NESTED=dynamic_map is not None, BLOCKS=_NF4_BLOCKS,
@@ -72,9 +73,9 @@ def decode_scaled(
     _check(stored, units, out, unit_rows)
     if out.shape[1] != rows * columns or codes not in (torch.float8_e4m3fn, torch.int8):
         raise ValueError(f"codes of E4M3 or int8 give {rows} x {columns} elements, got {codes} and {out.shape[1]}")
-    grid = (triton.cdiv(rows, _ROWS) * triton.cdiv(columns, _COLUMNS), units)
+    grid = (cdiv(rows, _ROWS) * cdiv(columns, _COLUMNS), units)
     _scaled_kernel[grid](
-        stored, out, unit_rows, stored.stride(0), rows, columns, scales_start, triton.cdiv(columns, block[1]), *block,
+        stored, out, unit_rows, stored.stride(0), rows, columns, scales_start, cdiv(columns, block[1]), *block,
         CHOSEN=unit_rows is not None, E4M3=codes == torch.float8_e4m3fn, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4,
     )  # fmt: skip
 
@@ -93,7 +94,7 @@ def decode_mxfp4(
     _check(stored, units, out, unit_rows)
     if out.shape[1] != rows * columns or rows % 32:
         raise ValueError(f"codes of MXFP4 give {rows} x {columns} elements, 32 rows with a scale, got {out.shape[1]}")
-    grid = (triton.cdiv(rows, _MX_ROWS) * triton.cdiv(columns, _MX_COLUMNS), units)
+    grid = (cdiv(rows, _MX_ROWS) * cdiv(columns, _MX_COLUMNS), units)
     _mxfp4_kernel[grid](
         stored, out, unit_rows, stored.stride(0), rows, columns, scales_start,
         CHOSEN=unit_rows is not None, ROWS=_MX_ROWS, COLUMNS=_MX_COLUMNS, num_warps=4,

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import cdiv
 from flexengine.kernels.delta_prepare import (
     BLOCK_K,
     BLOCK_V,
@@ -41,7 +42,7 @@ _KEYS_LAUNCH = {"num_warps": 8, "num_stages": 2}
 
 def gate_parts(key_dim: int) -> int:
     """Parts that the gradients of gates are the sums of."""
-    return 1 + triton.cdiv(key_dim, block_of(key_dim, _KEY_COLUMNS))
+    return 1 + cdiv(key_dim, block_of(key_dim, _KEY_COLUMNS))
 
 
 def delta_pairs_backward(
@@ -82,7 +83,7 @@ def delta_keys_backward(
     tiles.check_keys(grad_q=grad_q, grad_k=grad_k)
     check_tensor("grad_o", grad_o, (len(tiles.qkv), n * v), FLOATS, strided_rows=True)
     columns = block_of(k, _KEY_COLUMNS)
-    _keys_kernel[(tiles.slots, tiles.heads // tiles.ratio, triton.cdiv(k, columns))](
+    _keys_kernel[(tiles.slots, tiles.heads // tiles.ratio, cdiv(k, columns))](
         *tiles.inputs(), tiles.strength, total, scale, query_scale, states, written, grad_o, grad_states, solved, pairs,
         read, grad_q, grad_k, parts, grad_o.stride(0), gate_parts(k), **tiles.constants(), BLOCK_K=columns,
         BLOCK_V=block_of(v, _VALUE_COLUMNS), **_KEYS_LAUNCH,

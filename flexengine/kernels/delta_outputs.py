@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import cdiv
 from flexengine.kernels.delta_prepare import (
     BLOCK_K,
     TILE,
@@ -40,7 +41,7 @@ def delta_outputs(tiles: Tiles, total: Tensor, scale: Tensor, states: Tensor, wr
     tiles.check(total=(total, (TILE,)), scale=(scale, (TILE,)), states=(states, (k, v)), written=(written, (TILE, v)))
     check_tensor("o", o, (len(tiles.qkv), n * v), FLOATS, strided_rows=True)
     columns = block_of(v, _COLUMNS)
-    _outputs_kernel[(tiles.slots, tiles.heads, triton.cdiv(v, columns))](
+    _outputs_kernel[(tiles.slots, tiles.heads, cdiv(v, columns))](
         *tiles.inputs(), total, scale, states, written, o, o.stride(0), k**-0.5, **tiles.constants(),
         BLOCK_K=block_of(k, BLOCK_K), BLOCK_V=columns, **_LAUNCH,
     )  # fmt: skip

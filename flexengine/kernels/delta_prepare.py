@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import next_power_of_2
 from flexengine.kernels.rounding import INTERPRETED
 
 TILE = 64
@@ -94,7 +95,7 @@ class Tiles(NamedTuple):
 
 def block_of(width: int, most: int | None = None) -> int:
     """Columns of a block: a power of two that tensor cores take, as wide as a head or `most`."""
-    block = max(16, triton.next_power_of_2(width))
+    block = max(16, next_power_of_2(width))
     return block if most is None else min(block, most)
 
 

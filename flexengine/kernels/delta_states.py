@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import cdiv
 from flexengine.kernels.delta_prepare import TILE, Tiles, block_of, load_block, product, store_block
 
 _FORWARD_COLUMNS = 32
@@ -34,7 +35,7 @@ def delta_states(
     )
     _check_ends(tiles, before, left)
     columns = block_of(v, _FORWARD_COLUMNS)
-    _states_kernel[(triton.cdiv(v, columns), tiles.heads, len(tiles.cu) - 1)](
+    _states_kernel[(cdiv(v, columns), tiles.heads, len(tiles.cu) - 1)](
         *tiles.inputs(), tiles.cu, total, scale, u, w, u if states is None else states, u if before is None else before,
         u if left is None else left, **tiles.constants(), STORE=states is not None, HAS_BEFORE=before is not None,
         HAS_LEFT=left is not None, BLOCK_K=block_of(k), BLOCK_V=columns, **_forward_launch(tiles.qkv.dtype, k),
@@ -57,7 +58,7 @@ def delta_states_backward(
     check_tensor("grad_o", grad_o, (len(tiles.qkv), n * v), FLOATS, strided_rows=True)
     _check_ends(tiles, before, left)
     columns = block_of(v, _backward_columns(k))
-    _states_backward_kernel[(triton.cdiv(v, columns), tiles.heads, len(tiles.cu) - 1)](
+    _states_backward_kernel[(cdiv(v, columns), tiles.heads, len(tiles.cu) - 1)](
         *tiles.inputs(), tiles.cu, total, scale, query_scale, w, grad_o, grad_written, grad_states,
         w if before is None else before, w if left is None else left, grad_o.stride(0), **tiles.constants(),
         HAS_BEFORE=before is not None, HAS_LEFT=left is not None, BLOCK_K=block_of(k), BLOCK_V=columns,

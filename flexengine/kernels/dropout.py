@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import cdiv
 from flexengine.kernels.rounding import random_bits16, round_to
 
 _BLOCK = 2048  # elements per program; 4 warps hold 16 per thread
@@ -22,7 +23,7 @@ def drop_(x: Tensor, out: Tensor, threshold: int, scale: float, keys: tuple[int,
     if x.numel() == 0:
         return
     signed = [key - (1 << 32) if key >= 1 << 31 else key for key in keys]
-    _drop_kernel[(triton.cdiv(x.numel(), _BLOCK),)](
+    _drop_kernel[(cdiv(x.numel(), _BLOCK),)](
         x, out, x.numel(), threshold, scale, *signed, first, BLOCK=_BLOCK, num_warps=4
     )
 

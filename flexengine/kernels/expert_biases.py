@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import cdiv, next_power_of_2
 from flexengine.kernels.row_range import is_within
 
 _ROWS, _COLUMNS = 32, 64  # a tile of a sum over rows: 128 bytes of each row of bf16
@@ -29,7 +30,7 @@ def bias_gradient(grad_y: Tensor, bounds: Tensor, row_weight: Tensor | None, acc
     check_tensor("acc", acc, (experts, columns), (torch.float32,))
     if row_weight is not None:
         check_tensor("row_weight", row_weight, (count,), (torch.float32,))
-    tiles = triton.cdiv(columns, _COLUMNS)
+    tiles = cdiv(columns, _COLUMNS)
     _bias_kernel[(experts * tiles,)](
         grad_y, bounds, acc if row_weight is None else row_weight, acc, columns, tiles,
         WEIGHTED=row_weight is not None, ACCUMULATE=accumulate, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4,
@@ -53,7 +54,7 @@ def row_weight_gradient(grad_y: Tensor, bias: Tensor, bounds: Tensor, out: Tenso
         return
     _row_weight_kernel[(count,)](
         grad_y, bias, bounds, out, columns, experts, ACCUMULATE=accumulate,
-        EXPERTS=triton.next_power_of_2(experts), BLOCK=min(_BLOCK, triton.next_power_of_2(columns)), num_warps=4,
+        EXPERTS=next_power_of_2(experts), BLOCK=min(_BLOCK, next_power_of_2(columns)), num_warps=4,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import next_power_of_2
 from flexengine.kernels.rounding import round_to
 from flexengine.kernels.row_range import is_within, row_range
 
@@ -30,7 +31,7 @@ def dispatch(x: Tensor, place: Tensor, rows: Tensor, bounds: Tensor | None = Non
     check_tensor("rows", rows, (tokens * count, width), (x.dtype,), strided_rows=True)
     if x.numel() == 0:
         return
-    block = min(2048, triton.next_power_of_2(width))
+    block = min(2048, next_power_of_2(width))
     _dispatch_kernel[(tokens,)](
         x, place, rows, *row_range(bounds, place), width, x.stride(0), rows.stride(0),
         SOME=bounds is not None, COUNT=count, BLOCK=block, num_warps=4,
@@ -61,11 +62,11 @@ def combine(
     if out.numel() == 0:
         return
     base, total = out if added is None else added, out if sums is None else sums
-    block = min(2048, triton.next_power_of_2(width))
+    block = min(2048, next_power_of_2(width))
     _combine_kernel[(tokens,)](
         rows, place, out, base, total, *row_range(bounds, place), width, rows.stride(0), out.stride(0),
         base.stride(0), SOME=bounds is not None, SUMS=sums is not None, ADDED=added is not None,
-        LAST_FIRST=last_first, COUNT=count, COUNTS=triton.next_power_of_2(count), BLOCK=block, num_warps=4,
+        LAST_FIRST=last_first, COUNT=count, COUNTS=next_power_of_2(count), BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import check_tensor
+from flexengine.kernels.counts import cdiv
 
 _WORDS = (torch.int32, torch.int16)
 _BLOCK = 1024  # words that a program of four warps has in flight at once: 4 KiB
@@ -30,7 +31,7 @@ def fetch_experts(source: Tensor, target: Tensor, bounds: Tensor) -> None:
     check_tensor("bounds", bounds, (chunks, experts + 1), (torch.int32,), strided_rows=True)
     if target.numel() == 0:
         return
-    programs = min(_PROGRAMS, triton.cdiv(words, _BLOCK))
+    programs = min(_PROGRAMS, cdiv(words, _BLOCK))
     _fetch_kernel[(experts, programs)](
         source, target, bounds, words, chunks, bounds.stride(0), BLOCK=_BLOCK, num_warps=4
     )  # fmt: skip

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import cdiv
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BLOCK = 128  # rows and columns of a tile: enough to make up for the maximum that every program takes
@@ -27,7 +28,7 @@ def absmax_partials(x: Tensor, partials: Tensor) -> None:
     """
     check_tensor("x", x, x.shape, FLOATS)
     check_tensor("partials", partials, partials.shape, (torch.float32,))
-    per_program = triton.cdiv(triton.cdiv(x.numel(), partials.numel()), _PIECE) * _PIECE
+    per_program = cdiv(cdiv(x.numel(), partials.numel()), _PIECE) * _PIECE
     _absmax_kernel[(partials.numel(),)](x, partials, x.numel(), per_program, PIECE=_PIECE, num_warps=4)
 
 
@@ -62,9 +63,9 @@ def quantize(
     if target is None or x.numel() == 0:
         return
     padded = num_rows if columns is None else columns.shape[1]
-    tiles = triton.cdiv(num_columns, _BLOCK)
+    tiles = cdiv(num_columns, _BLOCK)
     out = target.view(torch.uint8)
-    _quantize_kernel[(triton.cdiv(padded, _BLOCK) * tiles,)](
+    _quantize_kernel[(cdiv(padded, _BLOCK) * tiles,)](
         x, partials, scale, out if rows is None else rows.view(torch.uint8),
         out if columns is None else columns.view(torch.uint8), num_rows, num_columns, padded, tiles, largest, least,
         PARTIALS=partials.numel(), E4M3=target.dtype == torch.float8_e4m3fn, ROWS=rows is not None,

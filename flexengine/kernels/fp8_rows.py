@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import cdiv, next_power_of_2
 from flexengine.kernels.fp8 import fp8_bits
 from flexengine.kernels.row_range import is_within, row_range
 
@@ -30,7 +31,7 @@ def round_rows(
         return
     _rows_kernel[(count,)](
         x, codes.view(torch.uint8), scales, *row_range(bounds, x), inner, largest, least, SOME=bounds is not None,
-        BLOCK=min(4096, triton.next_power_of_2(inner)), num_warps=4,
+        BLOCK=min(4096, next_power_of_2(inner)), num_warps=4,
     )  # fmt: skip
 
 
@@ -48,7 +49,7 @@ def round_columns(weight: Tensor, codes: Tensor, scales: Tensor, largest: float,
     check_tensor("scales", scales, (experts, columns), (torch.float32,))
     if weight.numel() == 0:
         return
-    tiles = triton.cdiv(columns, 64)
+    tiles = cdiv(columns, 64)
     _columns_kernel[(experts * tiles,)](
         weight, codes.view(torch.uint8), scales, inner, columns, tiles, largest, least, TERMS=128, COLUMNS=64,
         num_warps=8,

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import cdiv, next_power_of_2
 from flexengine.kernels.rmsnorm import sum_partials
 from flexengine.kernels.rounding import round_to
 
@@ -60,7 +61,7 @@ def gated_rmsnorm_backward_weight(
     sizes, tile = _check(x, grad_weight, {"x": x, "grad_y": grad_y}, {"z": z})
     check_tensor("grad_weight", grad_weight, x.shape[-1:], (torch.float32,))
     check_tensor("partials", partials, (len(partials), x.shape[-1]), (torch.float32,))
-    group_rows = triton.cdiv(sizes[0], len(partials))
+    group_rows = cdiv(sizes[0], len(partials))
     _weight_kernel[(len(partials),)](grad_y, x, z, partials, *sizes, *z.stride()[:2], eps, group_rows, **tile)
     sum_partials(partials, grad_weight, accumulate)
 
@@ -77,13 +78,13 @@ def _check(
             raise ValueError(f"{name} needs the heads of a group side by side, got strides {list(tensor.stride())}")
     tokens, groups, heads, width = x.shape
     check_tensor("weight", weight, (width,), FLOATS)
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     tile = {"ROWS": max(1, _TILE_ELEMENTS // block), "BLOCK": block, "num_warps": 4 if block <= 4096 else 8}
     return (tokens * groups * heads, width, groups * heads, heads), tile
 
 
 def _grid(x: Tensor, tile: dict[str, int]) -> tuple[int]:
-    return (triton.cdiv(x.numel() // x.shape[-1], tile["ROWS"]),)
+    return (cdiv(x.numel() // x.shape[-1], tile["ROWS"]),)
 
 
 @triton.jit

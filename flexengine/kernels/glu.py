@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import cdiv, next_power_of_2
 from flexengine.kernels.rounding import round_to
 from flexengine.kernels.row_range import is_within, row_range
 
@@ -49,8 +50,8 @@ def glu_forward(
     unit = _unit_of(activation)
     if out.numel() == 0:
         return
-    block = min(_CLAMPED_FORWARD if unit["CLAMPED"] else _BLOCK, triton.next_power_of_2(width))
-    tiles = triton.cdiv(width, block)
+    block = min(_CLAMPED_FORWARD if unit["CLAMPED"] else _BLOCK, next_power_of_2(width))
+    tiles = cdiv(width, block)
     _forward_kernel[(tokens * tiles,)](
         gate_up, out, out if row_weight is None else row_weight, *row_range(bounds, out), width, tiles,
         gate_up.stride(0), out.stride(0), SOME=bounds is not None, WEIGHTED=row_weight is not None, **unit,
@@ -80,8 +81,8 @@ def glu_backward(
     unit = _unit_of(activation)
     if grad_out.numel() == 0:
         return
-    block = min(_CLAMPED_BACKWARD if unit["CLAMPED"] else _BLOCK, triton.next_power_of_2(width))
-    tiles = triton.cdiv(width, block)
+    block = min(_CLAMPED_BACKWARD if unit["CLAMPED"] else _BLOCK, next_power_of_2(width))
+    tiles = cdiv(width, block)
     if row_weight is not None:
         assert grad_row_weight is not None
         check_tensor("row_weight", row_weight, (tokens,), (torch.float32,))

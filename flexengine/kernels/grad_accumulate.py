@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import cdiv
 from flexengine.kernels.rounding import round_to
 
 _BLOCK = 4096  # elements per iteration of a program; 8 warps hold 16 per thread
@@ -32,7 +33,7 @@ def grad_accumulate(
     if num_parts == 0:
         raise ValueError("partial_squares must have at least one element, got shape [0]")
     if part_elements is None:
-        part_elements = triton.cdiv(triton.cdiv(num_elements, _BLOCK), num_parts) * _BLOCK
+        part_elements = cdiv(cdiv(num_elements, _BLOCK), num_parts) * _BLOCK
     elif part_elements % _BLOCK or part_elements * num_parts < num_elements:
         raise ValueError(
             f"{num_parts} parts of {part_elements} elements do not hold {num_elements}, or are no multiple of {_BLOCK}"

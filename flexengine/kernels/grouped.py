@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import cdiv, next_power_of_2
 from flexengine.kernels.grouped_tiles import (
     LowRank,
     Scales,
@@ -98,15 +99,15 @@ def grouped_product(
     row_scales, column_scales = (out, out) if scales is None else scales[:2]
     width = 0 if adapter is None else low.shape[1]
     up_strides = (0, 0, 0) if adapter is None else _strides(up, adapter.transposed)
-    block_rows = min(t.rows, max(16, triton.next_power_of_2(count)))
-    row_tiles = triton.cdiv(count, block_rows) + experts
-    block_columns = min(t.columns, max(16, triton.next_power_of_2(columns)))
-    _product_kernel[(row_tiles * triton.cdiv(columns, block_columns),)](
+    block_rows = min(t.rows, max(16, next_power_of_2(count)))
+    row_tiles = cdiv(count, block_rows) + experts
+    block_columns = min(t.columns, max(16, next_power_of_2(columns)))
+    _product_kernel[(row_tiles * cdiv(columns, block_columns),)](
         x, weight, bounds, out, out if bias is None else bias, out if row_weight is None else row_weight,
         out if gains is None else gains, low, up, row_scales, column_scales,
         inner, columns, width, experts, row_tiles,
         *_strides(weight, transposed), *up_strides,
-        WIDE=not x.is_cuda, EXPERTS=triton.next_power_of_2(experts), ROWS=block_rows, COLUMNS=block_columns,
+        WIDE=not x.is_cuda, EXPERTS=next_power_of_2(experts), ROWS=block_rows, COLUMNS=block_columns,
         INNER=t.inner, LOW=low_block(adapter), GROUP=t.group, BIAS=bias is not None, WEIGHTED=row_weight is not None,
         GAINS=gains is not None, SCALED=scales is not None, SHORT=short_sums(scales),
         **t.launch(),
@@ -165,7 +166,7 @@ def grouped_weight_gradient(grad_y: Tensor, x: Tensor, bounds: Tensor, acc: Tens
     check_tensor("bounds", bounds, (experts + 1,), (torch.int32,))
     check_tensor("acc", acc, (experts, columns, inner), (torch.float32,))
     t = _gradient_tiling(x)
-    grid = (experts * triton.cdiv(columns, t.rows) * triton.cdiv(inner, t.columns),)
+    grid = (experts * cdiv(columns, t.rows) * cdiv(inner, t.columns),)
     _weight_gradient_kernel[grid](
         grad_y, x, bounds, acc, columns, inner, ACCUMULATE=accumulate, WIDE=not x.is_cuda, OUTS=t.rows, INS=t.columns,
         ROWS=t.inner, GROUP=t.group, **t.launch(),

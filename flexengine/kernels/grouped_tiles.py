@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexengine.kernels.counts import next_power_of_2
 from flexengine.kernels.rounding import round_to
 
 MOST_LOW_RANK = 64
@@ -64,7 +65,7 @@ def low_block(adapter: LowRank | None) -> int:
     """Terms of an adapter's sums that a program takes at a time; 0 without one."""
     if adapter is None:
         return 0
-    return min(MOST_LOW_RANK, max(16, triton.next_power_of_2(adapter.low.shape[1])))
+    return min(MOST_LOW_RANK, max(16, next_power_of_2(adapter.low.shape[1])))
 
 
 def short_sums(scales: Scales | None) -> int:

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from flexengine.kernels.counts import cdiv, next_power_of_2
 from flexengine.kernels.grouped_tiles import (
     LowRank,
     Scales,
@@ -40,11 +41,11 @@ def launch(
         up = _matrices(adapter.up, adapter.transposed, block, t.columns)
     width = 0 if adapter is None else adapter.low.shape[1]
     row_scales, column_scales = (out, out) if scales is None else scales[:2]
-    row_tiles = triton.cdiv(count, t.rows) + experts
-    _descriptor_kernel[(row_tiles * triton.cdiv(columns, t.columns),)](
+    row_tiles = cdiv(count, t.rows) + experts
+    _descriptor_kernel[(row_tiles * cdiv(columns, t.columns),)](
         rows, weights, low, up, bounds, out, out if bias is None else bias, out if row_weight is None else row_weight,
         out if gains is None else gains, row_scales, column_scales, inner, columns, width, experts, row_tiles,
-        WIDE=not x.is_cuda, EXPERTS=triton.next_power_of_2(experts), ROWS=t.rows, COLUMNS=t.columns, INNER=t.inner,
+        WIDE=not x.is_cuda, EXPERTS=next_power_of_2(experts), ROWS=t.rows, COLUMNS=t.columns, INNER=t.inner,
         LOW=block, GROUP=t.group, TRANSPOSED=transposed, UP_TRANSPOSED=adapter is not None and adapter.transposed,
         BIAS=bias is not None, WEIGHTED=row_weight is not None, GAINS=gains is not None, SCALED=scales is not None,
         SHORT=short_sums(scales),

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import cdiv
 from flexengine.kernels.rounding import round_to
 
 _BLOCK = 1024
@@ -51,7 +52,7 @@ def _check(
     for name, tensor in strided.items():
         check_tensor(name, tensor, o.shape, FLOATS, strided_rows=True)
     tokens, columns = o.shape[0], o.shape[1] * o.shape[2]
-    tiles = triton.cdiv(columns, _BLOCK)
+    tiles = cdiv(columns, _BLOCK)
     return ((tokens * tiles,) if tokens * tiles else ()), (columns, o.shape[2], tiles)
 
 

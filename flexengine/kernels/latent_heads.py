@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import next_power_of_2
 from flexengine.kernels.rounding import round_to
 
 HeadSizes = tuple[int, int, int, int]
@@ -80,8 +81,8 @@ def _check(
 
 def _tiles(heads: HeadSizes) -> dict[str, int]:
     """Powers of two that hold a head's parts, and how many heads a program takes at a time."""
-    nope, pairs, value = (triton.next_power_of_2(max(1, n)) for n in (heads[1], heads[2] // 2, heads[3]))
-    count = max(1, min(_TILE_ELEMENTS // max(nope, pairs, value), triton.next_power_of_2(heads[0])))
+    nope, pairs, value = (next_power_of_2(max(1, n)) for n in (heads[1], heads[2] // 2, heads[3]))
+    count = max(1, min(_TILE_ELEMENTS // max(nope, pairs, value), next_power_of_2(heads[0])))
     return {"HEADS": count, "NOPE": nope, "PAIRS": pairs, "VALUE": value}
 
 

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import cdiv, next_power_of_2
 from flexengine.kernels.rounding import round_to
 
 MOST_MODULES = 3  # of one call: queries, keys and values
@@ -37,7 +38,7 @@ def write_gradients(
     Raises: ValueError on other shapes, dtypes or strides.
     """
     (tokens, width), (spans, _), rank = grad_y.shape, up_parts.shape, up.shape[-1]
-    tiles = [triton.cdiv(own, columns) for own in widths]
+    tiles = [cdiv(own, columns) for own in widths]
     wrong = sum(widths) != width or any(own % columns for own in widths[:-1])
     if wrong or not 0 < len(widths) <= MOST_MODULES:
         raise ValueError(f"widths are {list(widths)}, expected 1 to {MOST_MODULES} that add up to {width}, multiples of"
@@ -48,10 +49,10 @@ def write_gradients(
     check_tensor("grad_low", grad_low, (tokens, len(widths) * rank), (grad_y.dtype,), strided_rows=True)
     check_tensor("low_parts", low_parts, (tokens, sum(tiles) * rank), (torch.float32,), strided_rows=True)
     check_tensor("up_parts", up_parts, (spans, width * rank), (torch.float32,), strided_rows=True)
-    span_rows = triton.cdiv(triton.cdiv(tokens, _ROWS), spans) * _ROWS
+    span_rows = cdiv(cdiv(tokens, _ROWS), spans) * _ROWS
     tensors = (grad_y, low, up, low_parts, up_parts)
     strides = (tensor.stride(0) for tensor in tensors)
-    ranks = max(_LEAST_RANKS, triton.next_power_of_2(rank))
+    ranks = max(_LEAST_RANKS, next_power_of_2(rank))
     ends = tiles[0], sum(tiles[:2])  # of the tiles of the first and of the second module
     _gradients_kernel[(sum(tiles), spans)](
         *tensors, tokens, span_rows, width, *strides, rank, *ends,
@@ -59,9 +60,9 @@ def write_gradients(
     )  # fmt: skip
     if tokens == 0:
         return
-    held = triton.next_power_of_2(max(tiles))
+    held = next_power_of_2(max(tiles))
     rows = max(1, _SUMMED // (held * ranks))
-    _sum_low_kernel[(triton.cdiv(tokens, rows), len(tiles))](
+    _sum_low_kernel[(cdiv(tokens, rows), len(tiles))](
         low_parts, grad_low, tokens, low_parts.stride(0), grad_low.stride(0), float(scale), rank, *ends, sum(tiles),
         RANKS=ranks, TILES=held, ROWS=rows, num_warps=4,
     )  # fmt: skip
@@ -76,7 +77,7 @@ def add_parts(up_parts: Tensor, grad_up: Tensor, first: bool) -> None:
     check_tensor("grad_up", grad_up, tuple(grad_up.shape), (up_parts.dtype,))
     check_tensor("up_parts", up_parts, (len(up_parts), count), (torch.float32,), strided_rows=True)
     block = 1024
-    _sum_up_kernel[(triton.cdiv(count, block),)](
+    _sum_up_kernel[(cdiv(count, block),)](
         up_parts, grad_up, count, up_parts.stride(0), FIRST=first, SPANS=len(up_parts), BLOCK=block, num_warps=4
     )
 

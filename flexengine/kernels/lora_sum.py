@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import cdiv
 from flexengine.kernels.lora_glu import _added, _ranks, _tile
 from flexengine.kernels.rounding import round_to
 
@@ -36,7 +37,7 @@ def add_product(start: Tensor, low: Tensor, up: Tensor, out: Tensor) -> None:
     check_tensor("up", up, (width, rank), (out.dtype,), strided_rows=True)
     if out.numel() == 0:
         return
-    grid = (triton.cdiv(tokens, _ROWS) * triton.cdiv(width, _COLUMNS),)
+    grid = (cdiv(tokens, _ROWS) * cdiv(width, _COLUMNS),)
     strides = (0 if for_all else start.stride(0), low.stride(0), up.stride(0), out.stride(0))
     _sum_kernel[grid](
         start, low, up, out, tokens, width, *strides, rank,

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import cdiv
 from flexengine.kernels.rounding import canonical_bits, join, low_half, stochastic_pattern, upper_half, widen
 
 _BLOCK = 1024  # elements per program
@@ -54,7 +55,7 @@ def momentum_update_(
     if weight.numel() == 0:
         return
     signed_keys = [key - (1 << 32) if key >= 1 << 31 else key for pair in keys[:2] for key in pair]
-    _momentum_kernel[(triton.cdiv(weight.numel(), _BLOCK),)](
+    _momentum_kernel[(cdiv(weight.numel(), _BLOCK),)](
         _pattern(weight), remainder, _pattern(momentum), grad, grad_scale, weight.numel(),
         factors[0], factors[1], factors[2], factors[3], factors[6], *signed_keys, element_offset,
         LION=rule == "lion", BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import cdiv
 from flexengine.kernels.rounding import canonical_bits, join, low_half, round_to, stochastic_pattern, upper_half, widen
 
 _BLOCK = 1024  # elements per program
@@ -30,7 +31,7 @@ def take_momentum_(
     check_tensor("grad", grad, shape, FLOATS)
     check_tensor("x", x, shape, FLOATS)
     check_tensor("grad_scale", grad_scale.view(-1), (1,), (torch.float32, torch.float64))
-    _momentum_kernel[(triton.cdiv(momentum.numel(), _BLOCK),)](
+    _momentum_kernel[(cdiv(momentum.numel(), _BLOCK),)](
         _pattern(momentum), grad, x, grad_scale, momentum.numel(), keep, 1.0 - keep, *_signed(keys), element_offset,
         BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
@@ -53,7 +54,7 @@ def apply_(
     if remainder is not None:
         check_tensor("remainder", remainder, shape, (torch.int16,))
         check_tensor("weight", weight, shape, (torch.bfloat16,))
-    _apply_kernel[(triton.cdiv(x.numel(), _BLOCK),)](
+    _apply_kernel[(cdiv(x.numel(), _BLOCK),)](
         _pattern(weight), remainder, x, grad_scale, x.numel(), decay, step_size, *_signed(keys), element_offset,
         BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import cdiv, next_power_of_2
 from flexengine.kernels.rounding import round_to
 
 _TILE_ELEMENTS = 2048  # elements per program when rows are short: several rows share a program
@@ -48,7 +49,7 @@ def rmsnorm_forward(
         return
     rows, block, num_warps = _row_tile(shape[-1])
     added = out if residual is None else residual
-    _forward_kernel[(triton.cdiv(count, rows),)](
+    _forward_kernel[(cdiv(count, rows),)](
         x, weight, out, rstd, added, count, shape[-1], heads, *_strides(x), *_strides(out),
         0 if rstd is None else rstd.stride(0), *_strides(added), eps, offset, STORE_RSTD=rstd is not None,
         RESIDUAL=residual is not None, WIDE=wide, ROWS=rows, BLOCK=block, num_warps=num_warps,
@@ -77,7 +78,7 @@ def rmsnorm_backward_input(
     if count == 0:
         return
     rows, block, num_warps = _row_tile(shape[-1])
-    _backward_input_kernel[(triton.cdiv(count, rows),)](
+    _backward_input_kernel[(cdiv(count, rows),)](
         grad_y, x, weight, rstd, grad_x, count, shape[-1], heads, *_strides(grad_y), *_strides(x), *_strides(grad_x),
         rstd.stride(0), offset, 0.0 if eps is None else eps, FIND_RSTD=eps is not None, ACCUMULATE=accumulate,
         ROWS=rows, BLOCK=block, num_warps=num_warps,
@@ -106,10 +107,10 @@ def rmsnorm_backward_weight(
     if groups == 0:
         raise ValueError("partials must have at least one row, got shape [0, D]")
     count, heads = _rows(x)
-    columns = min(_WEIGHT_COLUMNS, triton.next_power_of_2(width))
-    column_tiles = triton.cdiv(width, columns)
+    columns = min(_WEIGHT_COLUMNS, next_power_of_2(width))
+    column_tiles = cdiv(width, columns)
     _partial_weight_kernel[(groups * column_tiles,)](
-        grad_y, x, rstd, partials, count, width, heads, triton.cdiv(count, groups), column_tiles,
+        grad_y, x, rstd, partials, count, width, heads, cdiv(count, groups), column_tiles,
         *_strides(grad_y), *_strides(x), rstd.stride(0), WIDE=wide, ROWS=_WEIGHT_ELEMENTS // columns, COLUMNS=columns,
         num_warps=4,
     )  # fmt: skip
@@ -119,7 +120,7 @@ def rmsnorm_backward_weight(
 def sum_partials(partials: Tensor, total: Tensor, accumulate: bool) -> None:
     """total [D] = (or +=) the sum of partials [P, D] over P, both fp32 and contiguous, in an order that P fixes."""
     groups, width = partials.shape
-    _sum_partials_kernel[(triton.cdiv(width, _SUM_COLUMNS),)](
+    _sum_partials_kernel[(cdiv(width, _SUM_COLUMNS),)](
         partials, total, groups, width, ACCUMULATE=accumulate, ROWS=_SUM_ROWS, COLUMNS=_SUM_COLUMNS, num_warps=4
     )
 
@@ -142,7 +143,7 @@ def _rows(x: Tensor) -> tuple[int, int]:
 
 def _row_tile(width: int) -> tuple[int, int, int]:
     """(rows per program, padded width, warps): by width alone, so that no other number moves a bit."""
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     num_warps = 4 if block <= 4096 else 8 if block <= 16384 else 16
     return max(1, _TILE_ELEMENTS // block), block, num_warps
 

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import next_power_of_2
 from flexengine.kernels.rounding import round_to
 
 _TILE_PAIRS = 512
@@ -45,8 +46,8 @@ def rope_(
         raise ValueError(f"num_rotated_heads must lie in 0..{num_heads} (heads of x), got {num_rotated_heads}")
     if tokens == 0 or half == 0 or num_rotated_heads == 0:
         return
-    pairs = triton.next_power_of_2(half)
-    heads = max(1, min(_TILE_PAIRS // pairs, triton.next_power_of_2(num_rotated_heads)))
+    pairs = next_power_of_2(half)
+    heads = max(1, min(_TILE_PAIRS // pairs, next_power_of_2(num_rotated_heads)))
     _rope_kernel[(tokens,)](
         x, positions, inv_freq, x.stride(0), x.stride(1), half, num_rotated_heads, float(scaling),
         INVERSE=inverse, INTERLEAVED=interleaved, HEADS=heads, PAIRS=pairs, num_warps=1,

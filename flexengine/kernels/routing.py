@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import cdiv, next_power_of_2
 from flexengine.kernels.rounding import round_to
 
 _TILE = 8192
@@ -22,12 +23,12 @@ _BLOCKS, _COLUMNS = 128, 16
 
 def block_entries(num_experts: int) -> int:
     """Entries that one program places."""
-    return max(16, min(_MOST_ENTRIES, _TILE // triton.next_power_of_2(num_experts)))
+    return max(16, min(_MOST_ENTRIES, _TILE // next_power_of_2(num_experts)))
 
 
 def num_blocks(entries: int, num_experts: int) -> int:
     """Blocks that so many entries are placed in: rows of `counts`, less the one for the sums."""
-    return triton.cdiv(entries, block_entries(num_experts))
+    return cdiv(entries, block_entries(num_experts))
 
 
 def choose(
@@ -49,11 +50,11 @@ def choose(
         raise ValueError(f"expert has {count} columns, but there are {experts} experts to choose from")
     if expert.numel() == 0:
         return
-    width = triton.next_power_of_2(experts)
+    width = next_power_of_2(experts)
     rows = max(1, _TILE // 8 // width)
-    _choose_kernel[(triton.cdiv(tokens, rows),)](
+    _choose_kernel[(cdiv(tokens, rows),)](
         scores, probabilities, expert, chosen, tokens, experts, scale, least_sum, NORMALISED=normalised, COUNT=count,
-        COUNTS=triton.next_power_of_2(count), ROWS=rows, EXPERTS=width, num_warps=4,
+        COUNTS=next_power_of_2(count), ROWS=rows, EXPERTS=width, num_warps=4,
     )  # fmt: skip
 
 
@@ -75,14 +76,12 @@ def place_rows(
     check_tensor("place", place, (tokens, count), (torch.int32,))
     check_tensor("bounds", bounds, (experts + 1,), (torch.int32,))
     check_tensor("row_weight", row_weight, (entries,), (torch.float32,))
-    tile = {"ENTRIES": block_entries(experts), "EXPERTS": triton.next_power_of_2(experts), "num_warps": 8}
+    tile = {"ENTRIES": block_entries(experts), "EXPERTS": next_power_of_2(experts), "num_warps": 8}
     if not blocks:
         bounds.zero_()
         return
     _count_kernel[(blocks,)](expert, counts, entries, experts, **tile)
-    _add_up_kernel[(triton.cdiv(experts, _COLUMNS),)](
-        counts, blocks, experts, BLOCKS=_BLOCKS, COLUMNS=_COLUMNS, num_warps=4
-    )
+    _add_up_kernel[(cdiv(experts, _COLUMNS),)](counts, blocks, experts, BLOCKS=_BLOCKS, COLUMNS=_COLUMNS, num_warps=4)
     _place_kernel[(blocks,)](expert, weight, counts, place, bounds, row_weight, entries, experts, **tile)
 
 
@@ -107,9 +106,9 @@ def logits_gradient(
         check_tensor("added", added, (experts,), (torch.float32,))
     if expert.numel() == 0:
         return
-    width = triton.next_power_of_2(experts)
+    width = next_power_of_2(experts)
     rows = max(1, _TILE // 8 // width)
-    _logits_gradient_kernel[(triton.cdiv(tokens, rows),)](
+    _logits_gradient_kernel[(cdiv(tokens, rows),)](
         probabilities, expert, place, grad_weight, probabilities if added is None else added, grad_logits, tokens,
         experts, scale, least_sum, ADDED=added is not None, SOFTMAX=softmax, NORMALISED=normalised, COUNT=count,
         ROWS=rows, EXPERTS=width, num_warps=4,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,10 +17,35 @@ from flexengine.schedule.layer_program import OpStep, Place
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.parts import Part
 
+MOST_BOUND = 2048
+"""Commands whose views are kept for the next run of their program: about 10 KiB each."""
+
+
+class BoundStep(NamedTuple):
+    """An op step with views of its tensors and gradients, by name."""
+
+    step: OpStep
+    tensors: dict[str, Tensor]
+    grads: dict[str, Tensor]
+
+
+class BoundCall(NamedTuple):
+    """A command's views for a chunk of so many tokens. call: kept, as the number by which it is found is its address.
+
+    accumulators: of parameters' gradients; none but in backward.
+    """
+
+    call: LayerCall
+    params: dict[str, Tensor]
+    accumulators: dict[str, Tensor]
+    tokens: int
+    steps: tuple[BoundStep, ...]
+
 
 class LayerRunner:
     """Executes the layer calls of one layout.
 
+    Views of a command are made once and kept, as making them takes the host longer than small kernels take the GPU.
     chunks: the contexts of the round that is running. buffers: the model's buffers by name.
     decoder: runs some ops in its own way while tokens are generated; None in training.
     """
@@ -31,22 +57,21 @@ class LayerRunner:
         self.dtypes = {"compute": self.compute, "float32": self.wide, "int32": torch.int32, "uint8": torch.uint8}
         self.chunks: list[ChunkContext] = []
         self.decoder: Decoder | None = None
+        self._bound: dict[tuple[int, str], BoundCall] = {}
 
     def run(self, kind: str, call: LayerCall) -> None:
         """Run one command of kind forward, evaluate, recompute, backward or fill_window on the current stream."""
-        chunk, params = self._in_window(call, self.chunks[call.chunk]), self._params(call)
-        params |= {local: self.buffers[source.name] for local, source in self.layout.model.layers[call.layer].buffers}
+        chunk, bound = self._in_window(call, self.chunks[call.chunk]), self._bind_call(kind, call)
         if kind == "backward":
             self._open_grads(call, chunk)
-        accumulators = self._accumulators(call) if kind == "backward" else {}
-        if kind == "backward" and call.first:
-            self._clear_unused(call)
-        for step in call.program.stages(kind)[call.stage].steps:
+            if call.first:
+                self._clear_unused(call)
+        for step, tensors, grads in bound.steps:
             env = OpEnv(
-                t=self.bind(call, step.tensors, chunk.tokens),
-                p=params,
-                g=self.bind(call, step.grads, chunk.tokens),
-                gp=accumulators,
+                t=tensors,
+                p=bound.params,
+                g=grads,
+                gp=bound.accumulators,
                 chunk=chunk,
                 accumulate=step.accumulate,
                 first=call.first,
@@ -56,6 +81,26 @@ class LayerRunner:
             )
             if self.decoder is None or not self.decoder.runs(step.op, env, call):
                 _call(step, env)
+
+    def _bind_call(self, kind: str, call: LayerCall) -> BoundCall:
+        """The views of a command for the tokens that its chunk has now; those of parameters stay as they are."""
+        key, tokens = (id(call), kind), self.chunks[call.chunk].tokens
+        bound = self._bound.get(key)
+        if bound is not None and bound.tokens == tokens:
+            return bound
+        steps = tuple(
+            BoundStep(step, self.bind(call, step.tensors, tokens), self.bind(call, step.grads, tokens))
+            for step in call.program.stages(kind)[call.stage].steps
+        )
+        if bound is None:
+            accumulators = self._accumulators(call) if kind == "backward" else {}
+            bound = BoundCall(call, self._params_and_buffers(call), accumulators, tokens, steps)
+        else:
+            bound = bound._replace(tokens=tokens, steps=steps)
+        if len(self._bound) >= MOST_BOUND and key not in self._bound:
+            self._bound.clear()
+        self._bound[key] = bound
+        return bound
 
     def bind(self, call: LayerCall, places: tuple[tuple[str, Place], ...], tokens: int) -> dict[str, Tensor]:
         """Views of places by name, for a chunk of `tokens` tokens."""
@@ -74,6 +119,10 @@ class LayerRunner:
         plans, groups = self.layout.plan.groups, self.layout.groups
         resident = {g for g in call.weights if plans[g].weights == "gpu" and groups[g].stored is None}
         return self._param_views(call, call.weights, self.compute, resident)
+
+    def _params_and_buffers(self, call: LayerCall) -> dict[str, Tensor]:
+        buffers = self.layout.model.layers[call.layer].buffers
+        return self._params(call) | {local: self.buffers[source.name] for local, source in buffers}
 
     def _accumulators(self, call: LayerCall) -> dict[str, Tensor]:
         return self._param_views(call, call.accumulators, self.wide)

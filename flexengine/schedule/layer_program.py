@@ -65,6 +65,14 @@ class Stage:
         places = (place for step in self.steps for _, place in (*step.tensors, *step.grads))
         return frozenset(place.area for place in places)
 
+    @cached_property
+    def issue_calls(self) -> int:
+        """What the host does to issue the steps, in bindings of a view or launches.
+
+        One per op and one per tensor of it, or one per kernel where an op launches more of them.
+        """
+        return sum(max(1 + len(step.tensors) + len(step.grads), step.work(1, 1, 2).kernels) for step in self.steps)
+
     @property
     def recomputes(self) -> bool:
         """Whether all steps recompute what later stages read."""

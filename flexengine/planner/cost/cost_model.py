@@ -15,7 +15,6 @@ from flexengine.ops.base import Work
 from flexengine.plan import Request
 from flexengine.schedule.commands import Command, LayerCall, Program, Stream
 from flexengine.schedule.group_storage import DTYPE_BYTES
-from flexengine.schedule.layer_program import Stage
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape, lower_update
 from flexengine.schedule.shares import Share
@@ -112,17 +111,12 @@ OTHER_ISSUE_CALLS = 6
 
 
 def issue_calls(command: Command) -> float:
-    """What the host does for a command, in bindings of a view or launches: one per op and one per tensor of it."""
+    """What the host does for a command, in bindings of a view or launches."""
     if command.copies:
         return COPY_ISSUE_CALLS
     if not isinstance(command.args, LayerCall):
         return OTHER_ISSUE_CALLS
-    return stage_calls(command.args.program.stages(command.kind)[command.args.stage])
-
-
-def stage_calls(stage: Stage) -> int:
-    """The same for a stage of a layer."""
-    return sum(1 + len(step.tensors) + len(step.grads) for step in stage.steps)
+    return command.args.program.stages(command.kind)[command.args.stage].issue_calls
 
 
 def price(
