@@ -70,11 +70,12 @@ def matmul_rate(seconds: float = 1.5) -> float:
 
 
 class Timed(NamedTuple):
-    """Steps after the warm-up: their seconds, the losses of all steps, and FLOPs of a step without and with
+    """Steps after the warm-up: their seconds, losses and norms of all steps, and FLOPs of a step without and with
     recomputation."""
 
     seconds: list[float]
     losses: list[float]
+    norms: list[float]
     model_flops: float
     hardware_flops: float
 
@@ -86,18 +87,19 @@ def printer(team: Team | None) -> Callable[[str], None]:
 
 def timed_steps(engine: Engine, batch: Tensor, warmup: int, steps: int, say: Callable[[str], None] = print) -> Timed:
     """Train on the same batch again and again."""
-    losses, seconds, model_flops, hardware_flops = [], [], 0.0, 0.0
+    losses, norms, seconds, model_flops, hardware_flops = [], [], [], 0.0, 0.0
     for index in range(warmup + steps):
         begin = time.perf_counter()
         out, result = engine.train_step(input_ids=batch, labels=batch)
         elapsed = time.perf_counter() - begin
         losses.append(out.loss)
+        norms.append(result.grad_norm)
         model_flops, hardware_flops = out.model_flops, out.hardware_flops
         if index >= warmup:
             seconds.append(elapsed)
         speed = f"{elapsed:.2f} s, {out.num_tokens / elapsed:.0f} tokens/s"
         say(f"step {index + 1}: loss {out.loss:.4f}, norm {result.grad_norm:.3f}, {speed}")
-    return Timed(seconds, losses, model_flops, hardware_flops)
+    return Timed(seconds, losses, norms, model_flops, hardware_flops)
 
 
 def measured_busy_s(engine: Engine, batch: Tensor) -> dict[str, float]:
@@ -184,6 +186,7 @@ def run_cap(args: argparse.Namespace, cap_gib: float | None, first: bool = True)
         "step_s": step_s,
         "steps_s": timed.seconds,
         "predicted_step_s": plan.predicted.step_s,
+        "predicted_after_clipping_s": plan.predicted.after_clipping_s or plan.predicted.step_s,
         "speed_of_light_s": plan.predicted.speed_of_light_s,
         "limiter": plan.predicted.limiter,
         "busy_s": busy_s,
@@ -200,6 +203,7 @@ def run_cap(args: argparse.Namespace, cap_gib: float | None, first: bool = True)
         "chunk_tokens": plan.chunk_tokens,
         "round_tokens": plan.round_tokens,
         "losses": timed.losses,
+        "grad_norms": timed.norms,
         "build_s": build_s,
         "within_gpu_cap": cap_gib is None or peaks.gpu_bytes is None or peaks.gpu_bytes <= cap_gib * GIB,
         "within_host_cap": job.max_host_mem_gib is None or peaks.host_bytes <= job.max_host_mem_gib * GIB,

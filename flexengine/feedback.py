@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -94,6 +95,21 @@ def change_plan(planned: PlannedRun, engine: Engine, found: Review) -> str:
     return f"changed the plan: {plan.predicted.step_s:.3g} s per step expected instead of {found.expected.step_s:.3g} s"
 
 
+class ExpectedStep(NamedTuple):
+    """What is expected of a step: its seconds, and the least that any plan could take for its batch."""
+
+    step_s: float
+    speed_of_light_s: float
+
+
+class Reviewed(NamedTuple):
+    """A step that a review may look at: its metrics, its sequences, and whether the step before was clipped."""
+
+    metrics: StepMetrics
+    lengths: list[int]
+    after_clipping: bool
+
+
 class Reviewer:
     """Compares steps with their predictions and corrects what is predicted of later ones.
 
@@ -111,11 +127,15 @@ class Reviewer:
         self.reviewed_step = start + max(TIMED_STEP, min(reviewed_step(planned.plan), num_steps - start))
         self.replan_step = recorder.replan_step or 0
         self._predictor = self._predict_by(planned.profile)
-        self._steps: list[tuple[StepMetrics, list[int]]] = []
+        self._steps: list[Reviewed] = []
+        self._was_clipped = False
 
-    def predict(self, batch: Batch) -> float:
-        """Predicted seconds of a step on a batch, from its own sequences."""
-        return self._predictor.step_s(_lengths(batch))
+    def predict(self, batch: Batch) -> ExpectedStep:
+        """What is expected of a step on a batch, from its own sequences and the step before."""
+        predicted, lengths = self.engine.plan.predicted, _lengths(batch)
+        share = self._predictor.step_s(lengths) / predicted.step_s
+        step_s = self._predictor.step_s(lengths, self._was_clipped)
+        return ExpectedStep(step_s, share * predicted.speed_of_light_s)
 
     def _predict_by(self, profile: HardwareProfile) -> StepPredictor:
         return StepPredictor(self.engine.plan, self.planned.source.spec, profile)
@@ -123,7 +143,9 @@ class Reviewer:
     def after_step(self, batch: Batch, metrics: StepMetrics) -> None:
         """Called when a step has ended."""
         if metrics.step <= max(self.reviewed_step, self.replan_step):
-            self._steps.append((metrics, _lengths(batch)))
+            self._steps.append(Reviewed(metrics, _lengths(batch), self._was_clipped))
+        limit = self.engine.max_grad_norm
+        self._was_clipped = limit is not None and not metrics.grad_norm <= limit
         if metrics.step in (self.timed_step - 1, self.retimed_step - 1):
             self.engine.measure_next_step()
         if metrics.step == self.reviewed_step:
@@ -143,7 +165,7 @@ class Reviewer:
 
     def _found(self, timed_step: int, measured_s: float, predicted_s: float) -> Review:
         """What a timed step shows, beside measured and predicted seconds of a step; to all ranks what the first saw."""
-        lengths = next(lengths for metrics, lengths in self._steps if metrics.step == timed_step)
+        lengths = next(step.lengths for step in self._steps if step.metrics.step == timed_step)
         team = self.planned.team
         found = review_step(self.planned, self.engine, measured_s, predicted_s, lengths) if is_first(team) else None
         found = found if team is None else team.control.broadcast(found)
@@ -154,8 +176,8 @@ class Reviewer:
         """The commands of a later step, and what the undisturbed steps since the review took."""
         before = StepPredictor(self.planned.plan, self.planned.source.spec, self.planned.profile)  # not yet corrected
         steps = [
-            (metrics, before.step_s(lengths))
-            for metrics, lengths in self._steps
+            (metrics, before.step_s(lengths, after_clipping))
+            for metrics, lengths, after_clipping in self._steps
             if metrics.step >= self.reviewed_step and not self.recorder.disturbed(metrics.step)
         ]
         measured_s = statistics.median(metrics.step_s for metrics, _ in steps)
@@ -172,7 +194,7 @@ class Reviewer:
 
     def _tell_of_the_first_step(self) -> None:
         """Say what the first step took beside its work, by the corrected prediction."""
-        first, lengths = self._steps[0]
+        first, lengths, _ = self._steps[0]
         work_s = self._predictor.step_s(lengths)
         if first.step_s > work_s and first.step < self.timed_step:
             tqdm.write(

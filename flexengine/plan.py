@@ -207,7 +207,8 @@ class Prediction:
     """What the planner expects of a full step: seconds, busy seconds per stream, bytes by category, and the bound.
 
     shared_host_bytes: of the host's bytes, those that several ranks have once for all. exchange_s: seconds of the step
-    in which several nodes add up their gradients.
+    in which several nodes add up their gradients. after_clipping_s: seconds of a step after one that was clipped, where
+    the plan speculates; else 0.
     """
 
     step_s: float = 0.0
@@ -221,6 +222,7 @@ class Prediction:
     limiter: str = ""
     shared_host_bytes: int = 0
     exchange_s: float = 0.0
+    after_clipping_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -313,6 +315,12 @@ class Plan:
         """True when the CPU updates some group inside the last backward pass, before it knows that nothing is
         clipped."""
         return self.request.clipping and any(home.speculative for home in self.groups)
+
+    def after_clipping(self) -> Plan:
+        """Tell what runs after a step that was clipped: the same plan, which waits for the norm before it updates."""
+        groups = tuple(replace(home, speculative=False) for home in self.groups)
+        predicted = replace(self.predicted, step_s=self.predicted.after_clipping_s, after_clipping_s=0.0)
+        return replace(self, groups=groups, predicted=predicted) if self.speculates else self
 
     @property
     def shares_node(self) -> bool:

@@ -43,10 +43,13 @@ class StepPredictor:
         self._full_chunks = [chunk for shape, count in full_step(plan) for _ in range(count) for chunk in shape.chunks]
         self._stages = Counter(_stages(lower_round(self._layout, full_step(plan)[0][0], first=True)))
         self._seconds: dict[tuple[Rounds, int], float] = {}
+        self._after_clipping = StepPredictor(plan.after_clipping(), model, profile) if plan.speculates else None
 
-    def step_s(self, lengths: Sequence[int]) -> float:
+    def step_s(self, lengths: Sequence[int], after_clipping: bool = False) -> float:
         """Predict the seconds of a step on sequences of these lengths; those of the plan for a full batch, and for
-        several ranks, which share a batch."""
+        several ranks, which share a batch. after_clipping: the step before was clipped."""
+        if after_clipping and self._after_clipping is not None:
+            return self._after_clipping.step_s(lengths)
         rounds = self._packed(lengths)
         chunks = [_real_shape(chunk) for found in rounds for chunk in found]
         if self.plan.request.shares_node or _sizes(chunks) == _sizes(self._full_chunks):

@@ -29,7 +29,7 @@ from flexengine.data import (
 )
 from flexengine.data.batches import Batch
 from flexengine.evaluation import EVALUATIONS, Evaluator, EvaluatorActions
-from flexengine.feedback import Reviewer
+from flexengine.feedback import ExpectedStep, Reviewer
 from flexengine.health import RunHealth, explain_divergence, where_not_finite
 from flexengine.metrics import (
     EvalMetrics,
@@ -363,15 +363,14 @@ def show_evaluation(metrics: EvalMetrics | None, show: bool) -> None:
         sys.stdout.flush()
 
 
-def take_step(engine: Engine, batch: Batch, step: int, lr: float, predicted_s: float) -> tuple[StepMetrics, StepOutput]:
-    """Run forward, backward and update of one global batch; step_s is their wall time.
-
-    predicted_s: of a step on this batch. The speed of light of a batch that is not full is in proportion to it.
-    """
+def take_step(
+    engine: Engine, batch: Batch, step: int, lr: float, expected: ExpectedStep
+) -> tuple[StepMetrics, StepOutput]:
+    """Run forward, backward and update of one global batch; step_s is their wall time."""
     start_s = time.perf_counter()
     out, update = engine.train_step(input_ids=batch.input_ids, labels=batch.labels, lr=lr)
     step_s = time.perf_counter() - start_s
-    peaks, predicted = engine.memory_peaks(), engine.plan.predicted
+    peaks = engine.memory_peaks()
     metrics = StepMetrics.of_step(
         step=step,
         loss=float(out.loss),
@@ -381,8 +380,8 @@ def take_step(engine: Engine, batch: Batch, step: int, lr: float, predicted_s: f
         step_s=step_s,
         model_flops=out.model_flops,
         hardware_flops=out.hardware_flops,
-        predicted_step_s=predicted_s,
-        speed_of_light_s=predicted.speed_of_light_s * predicted_s / predicted.step_s,
+        predicted_step_s=expected.step_s,
+        speed_of_light_s=expected.speed_of_light_s,
         gpu_peak_bytes=peaks.gpu_bytes,
         host_peak_bytes=peaks.host_bytes,
     )

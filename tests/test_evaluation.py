@@ -120,7 +120,7 @@ def start(tmp_path, monkeypatch):
         monkeypatch.setattr(trainer, "prepare_run", lambda config: engine)
         monkeypatch.setattr(trainer, "build_engine", lambda config, planned: engine)
         monkeypatch.setattr("flexengine.watchers.Reviewer.after_step", lambda self, batch, metrics: None)
-        predicted = SimpleNamespace(step_s=lambda lengths: 0.1)
+        predicted = SimpleNamespace(step_s=lambda lengths, after_clipping=False: 0.1)
         monkeypatch.setattr("flexengine.watchers.Reviewer._predict_by", lambda self, profile: predicted)
         chosen = {
             "model": "preset:demo", "dataset": str(tmp_path / "data.jsonl"), "max_seq_len": 64, "steps": 6,

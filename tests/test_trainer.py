@@ -50,6 +50,7 @@ class FakeEngine:
     team: None = None
     source: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(spec=None))
     loss: float = 4.0
+    max_grad_norm: float = 1.0
     interrupt_at: int = 0
     skip_at: int = 0
     nan_at: tuple[int, ...] = ()
@@ -122,7 +123,7 @@ def use(monkeypatch):
             return review
 
         monkeypatch.setattr(feedback, "review_step", review_step)
-        by_plan = SimpleNamespace(step_s=lambda lengths: fake.plan.predicted.step_s)
+        by_plan = SimpleNamespace(step_s=lambda lengths, after_clipping=False: fake.plan.predicted.step_s)
         monkeypatch.setattr(feedback, "StepPredictor", lambda plan, spec, profile: by_plan)
         monkeypatch.setattr(trainer, "where_not_finite", lambda engine: NotFinite(fake.bad_weight, "block.3"))
         return fake

@@ -89,6 +89,7 @@ def review(
 def corrected_prediction(layout: Layout, profile: HardwareProfile) -> Prediction:
     """What another profile predicts of a plan's step; its memory stays."""
     plan, estimate = layout.plan, step_seconds(layout, profile)
+    clipped = step_seconds(Layout(layout.given, plan.after_clipping()), profile).step_s if plan.speculates else 0.0
     return replace(
         plan.predicted,
         step_s=estimate.step_s,
@@ -96,6 +97,7 @@ def corrected_prediction(layout: Layout, profile: HardwareProfile) -> Prediction
         busy_s=estimate.busy_s,
         recompute_share=estimate.recompute_s / max(estimate.busy_s["compute"], 1e-30),
         limiter=limiter(estimate),
+        after_clipping_s=clipped,
     )
 
 

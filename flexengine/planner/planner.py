@@ -245,6 +245,9 @@ class Planner:
     def _spare_host_bytes(self, plan: Plan) -> int:
         return -excess_bytes(Layout(self.model, plan), self.request, self.profile)[1]
 
+    def _after_clipping_s(self, plan: Plan) -> float:
+        return self.pricer.step(Layout(self.model, plan.after_clipping())).step_s if plan.speculates else 0.0
+
     def predicted(self, plan: Plan, estimate: StepEstimate) -> Plan:
         """Add the prediction to a plan. The bound is of plans that fetch all experts."""
         layout = Layout(self.model, plan)
@@ -259,5 +262,6 @@ class Planner:
             gpu_categories=gpu_categories(layout, self.profile),
             host_categories=host_categories(layout, self.profile),
             limiter=limiter(estimate),
+            after_clipping_s=self._after_clipping_s(plan),
         )
         return replace(plan, predicted=prediction)

@@ -44,6 +44,7 @@ def as_json(picture: Picture) -> dict[str, Any]:
         "notes": budget_notes(request, picture.profile),
         "predicted": {
             "step_s": p.step_s,
+            "after_clipping_s": p.after_clipping_s or p.step_s,
             "tokens_per_s": picture.tokens_per_s,
             "effective_flops_per_s": picture.effective_flops_per_s,
             "recompute_share": p.recompute_share,

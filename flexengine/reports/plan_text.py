@@ -49,6 +49,7 @@ def _answer_lines(picture: Picture) -> list[str]:
         f"predicted: {format_seconds(p.step_s)} per step, {format_tokens_per_s(picture.tokens_per_s)}{per_gpu},"
         f" effective {format_tflops(picture.effective_flops_per_s)},"
         f" {percent(picture.light_share)} of the speed of light",
+        *after_clipping_lines(picture.plan),
         f"limited by: {p.limiter}",
     ]
 
@@ -115,6 +116,13 @@ def bound_line(picture: Picture) -> str:
 # ---- the short description -------------------------------------------------------------------------------------
 
 
+def after_clipping_lines(plan: Plan) -> list[str]:
+    """Tell what steps take where gradients are clipped, under a plan that updates before the norm is known."""
+    if not plan.speculates:
+        return []
+    return [f"after a step that was clipped: {format_seconds(plan.predicted.after_clipping_s)} per step"]
+
+
 def _prediction_lines(plan: Plan) -> list[str]:
     """Tell what was predicted of a plan; nothing for a plan that was written by hand and never priced."""
     p, request = plan.predicted, plan.request
@@ -126,6 +134,7 @@ def _prediction_lines(plan: Plan) -> list[str]:
     each, node = of_each(request)
     return [
         f"predicted: {format_seconds(p.step_s)} per step, {speed}, {bound_share}, {recomputed}",
+        *after_clipping_lines(plan),
         f"limited by: {p.limiter}",
         _memory_line(f"GPU memory{each}", p.gpu_bytes, request.max_gpu_bytes, p.gpu_categories),
         _memory_line(f"host memory{node}", p.host_bytes, request.max_host_bytes, p.host_categories),

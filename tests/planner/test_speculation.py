@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from flexengine.hardware.presets import preset
+from flexengine.metrics import format_seconds
 from flexengine.models.registry import open_model
 from flexengine.plan import GroupPlan, Numerics, Plan, Request
 from flexengine.planner.planner import make_plan
@@ -13,6 +14,7 @@ from flexengine.reports.plan_text import describe
 from flexengine.reports.simulated_step import simulate_step
 from flexengine.schedule.commands import Stream
 from flexengine.schedule.layout import Layout
+from flexengine.step_prediction import StepPredictor
 
 GIB = 2**30
 MODEL = open_model("preset:llama-3.2-1b").spec
@@ -41,6 +43,12 @@ def test_a_plan_with_room_speculates_and_is_priced_as_it_runs(plan):
     bold, cautious = (simulate_step(p, MODEL, PROFILE) for p in (plan, without(plan)))
     assert bold.total_s == pytest.approx(plan.predicted.step_s, rel=1e-9)
     assert bold.total_s < 0.99 * cautious.total_s
+    assert plan.predicted.after_clipping_s == pytest.approx(cautious.total_s, rel=1e-9)
+    assert f"after a step that was clipped: {format_seconds(cautious.total_s)} per step" in describe(plan, MODEL)
+    predictor = StepPredictor(plan, MODEL, PROFILE)
+    full, part = [2048] * 4, [2048, 1000]
+    assert predictor.step_s(full, after_clipping=True) == plan.predicted.after_clipping_s
+    assert predictor.step_s(part) < predictor.step_s(part, after_clipping=True) < plan.predicted.after_clipping_s
     busy = [sum(p.timing.busy_s[Stream.CPU] for p in step.parts) for step in (bold, cautious)]
     assert busy[0] >= 0.9 * busy[1]  # the same work, beside other copies; none of it is forgotten
 
