@@ -1,14 +1,17 @@
-"""bench/step.py on a small model on the CPU: every figure it prints comes from a run."""
+"""bench/step.py on a small model on the CPU, whose figures all come from a run; bench/gaps.py on one told by hand."""
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from bench import step
+from bench.gaps import idle_seconds
 from flexengine.hardware.presets import preset
 from flexengine.models.freezing import with_frozen
 from flexengine.models.registry import open_model
+from flexengine.schedule.commands import Stream
 
 
 def test_a_row_per_cap(tmp_path, monkeypatch, capsys):
@@ -65,3 +68,20 @@ def test_a_table_without_an_uncapped_run():
     line = step.summary([row])[1]
     assert line.split() == ["24", "1000", "10.0", "12.0", "50.0%", "-", "2.00", "1.00", "75", "/", "90%",
                             "0", "/", "0%", "0", "/", "0%", "0", "/", "10%", "0.00", "3.00"]  # fmt: skip
+
+
+def test_gaps_of_compute_are_told_by_what_ended_them():
+    def command(index, kind, stream, waits=()):
+        return SimpleNamespace(index=index, kind=kind, stream=stream, waits=waits)
+
+    commands = [
+        command(0, "copy", Stream.H2D),
+        command(1, "forward", Stream.COMPUTE, (0,)),
+        command(2, "copy", Stream.H2D),
+        command(3, "forward", Stream.COMPUTE, (2,)),
+        command(4, "backward", Stream.COMPUTE, (0,)),
+        command(5, "backward", Stream.COMPUTE, (0,)),
+    ]
+    spans = [(0.0, 1.0), (1.0, 2.0), (1.0, 2.5), (2.50001, 3.0), (3.5, 4.0), (4.0, 5.0)]
+    gaps = idle_seconds([SimpleNamespace(program=SimpleNamespace(commands=commands), spans_s=spans)])
+    assert gaps == {("h2d: copy", "forward"): [pytest.approx(0.5, abs=1e-4)], ("issue", "backward"): [0.5]}

@@ -1,0 +1,142 @@
+"""Where does the compute stream wait, and which commands take longer than priced? One step, command by command.
+
+    python -m bench.gaps --preset llama-3.1-8b --caps 24 --host-gib 110 --tokens-per-step 8192 --json out.json
+
+Flags are those of bench.step; of several caps the first counts. After --warmup and --steps steps, whose seconds, norms
+and seconds of the thread that issues are printed, one more is timed. Then by cause: the seconds that compute was idle
+before a command, which came to an end when another stream's command did (`h2d: copy`), or when none did and the host
+had yet to issue it (`issue`). And by kind of command: how many, their seconds, and those that the simulator gives them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from bench.environment import write_json
+from bench.job_flags import job_from
+from bench.step import parse
+from flexengine.api import PlannedRun, build, prepare_job
+from flexengine.optim import AdamW
+from flexengine.planner.cost.cost_model import CostModel
+from flexengine.reports.text_format import align_columns
+from flexengine.runtime.engine import Engine
+from flexengine.schedule.commands import Command, Stream
+from flexengine.schedule.simulator import simulate
+from flexengine.schedule.timeline import TimedRun
+
+SOON_S = 60e-6
+"""A command that starts within this time of another's end has waited for that one."""
+
+
+def cause(command: Command, run: TimedRun, idle_from_s: float) -> str:
+    """What a command of compute waited for: the stream and kind of what ended last of it, or the host."""
+    ended_s, index = max(((run.spans_s[wait][1], wait) for wait in command.waits), default=(0.0, -1))
+    if ended_s <= idle_from_s:
+        return "issue"
+    other = run.program.commands[index]
+    named = f"{other.stream.value}: {other.kind}"
+    return named if run.spans_s[command.index][0] - ended_s < SOON_S else f"issue after {named}"
+
+
+def idle_seconds(runs: Iterable[TimedRun]) -> dict[tuple[str, str], list[float]]:
+    """The gaps of the compute stream by cause and by the kind of command that ended them."""
+    gaps: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for run in runs:
+        free_s = None
+        for command in run.program.commands:
+            if command.stream is not Stream.COMPUTE:
+                continue
+            start_s, end_s = run.spans_s[command.index]
+            if free_s is not None and start_s > free_s:
+                gaps[cause(command, run, free_s), command.kind].append(start_s - free_s)
+            free_s = end_s
+    return gaps
+
+
+def by_kind(runs: Sequence[TimedRun], cost: CostModel) -> dict[tuple[str, str], dict[str, float]]:
+    """Measured and simulated seconds of commands, by stream and kind."""
+    measured: dict[tuple[str, str], list[float]] = defaultdict(list)
+    priced: dict[tuple[str, str], float] = defaultdict(float)
+    for run in runs:
+        timing = simulate(run.program, cost.rates())
+        for command, (start_s, end_s) in zip(run.program.commands, run.spans_s, strict=True):
+            key = command.stream.value, command.kind
+            measured[key].append(end_s - start_s)
+            priced[key] += timing.end_s[command.index] - timing.start_s[command.index]
+    return {
+        key: {"count": len(found), "measured_s": sum(found), "median_s": statistics.median(found),
+              "simulated_s": priced[key]}
+        for key, found in sorted(measured.items())
+    }  # fmt: skip
+
+
+def steps(engine: Engine, batch: torch.Tensor, count: int) -> list[dict[str, float]]:
+    """Train so many steps; returns wall seconds, and those of the thread that issues."""
+    rows = []
+    for _ in range(count):
+        wall_s, thread_s = time.perf_counter(), time.thread_time()
+        out, result = engine.train_step(input_ids=batch, labels=batch)
+        row = {"step_s": time.perf_counter() - wall_s, "thread_s": time.thread_time() - thread_s}
+        rows.append({**row, "loss": out.loss, "grad_norm": result.grad_norm})
+        print(", ".join(f"{name} {value:.4f}" for name, value in rows[-1].items()), flush=True)
+    return rows
+
+
+def measure(args: argparse.Namespace, planned: PlannedRun) -> dict:
+    """Train, time one step, and account for it."""
+    engine = build(planned, AdamW(lr=args.lr))
+    job, plan = planned.job, engine.plan
+    shape = (job.max_global_batch_tokens // job.max_seq_len, job.max_seq_len)
+    batch = torch.randint(0, engine.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    told = steps(engine, batch, args.warmup + args.steps)
+    engine.measure_next_step(keep_runs=True)
+    timed = steps(engine, batch, 1)[0]
+    runs = list(engine.take_timed_runs())
+    kinds = by_kind(runs, CostModel.of(plan.request, planned.profile, plan.chunk_tokens))
+    gaps = idle_seconds(runs)
+    engine.close()
+    return {
+        "predicted_step_s": plan.predicted.step_s,
+        "predicted_after_clipping_s": plan.predicted.after_clipping_s or plan.predicted.step_s,
+        "issue_s": planned.profile.issue_s,
+        "steps": told,
+        "timed_step": timed,
+        "idle": [
+            {"cause": why, "before": kind, "seconds": sum(found), "count": len(found)}
+            for (why, kind), found in sorted(gaps.items(), key=lambda item: -sum(item[1]))
+        ],
+        "commands": [{"stream": stream, "kind": kind, **row} for (stream, kind), row in kinds.items()],
+    }
+
+
+def table(found: dict) -> str:
+    """The gaps, longest first, and the commands."""
+    idle = [("compute waits for", "before", "s", "times")]
+    idle += [(row["cause"], row["before"], f"{row['seconds']:.4f}", str(row["count"])) for row in found["idle"]]
+    kinds = [("stream", "kind", "count", "s", "median ms", "simulated s")]
+    kinds += [
+        (row["stream"], row["kind"], str(row["count"]), f"{row['measured_s']:.4f}", f"{1e3 * row['median_s']:.3f}",
+         f"{row['simulated_s']:.4f}")
+        for row in found["commands"]
+    ]  # fmt: skip
+    return "\n".join([*align_columns(idle), "", *align_columns(kinds)])
+
+
+def main() -> None:
+    args = parse()
+    cap = None if args.caps[0] == "none" else float(args.caps[0])
+    planned = prepare_job(args.model, job_from(args, max_gpu_mem_gib=cap))
+    print(planned.describe(), flush=True)
+    found = measure(args, planned)
+    print(table(found))
+    write_json(args.json, found)
+
+
+if __name__ == "__main__":
+    main()
