@@ -17,8 +17,9 @@ from flexengine.schedule.layer_program import OpStep, Place
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.parts import Part
 
-MOST_BOUND = 2048
-"""Commands whose views are kept for the next run of their program: about 10 KiB each."""
+MOST_BOUND, MOST_VIEWS = 1024, 16384
+"""Commands whose views are kept for the next run of their program, and different views: about 8 KiB and 0.6 KiB each.
+Commands share most of them, as they take turns in the same slots."""
 
 
 class BoundStep(NamedTuple):
@@ -58,6 +59,7 @@ class LayerRunner:
         self.chunks: list[ChunkContext] = []
         self.decoder: Decoder | None = None
         self._bound: dict[tuple[int, str], BoundCall] = {}
+        self._views: dict[tuple[int, int, tuple[int, ...], torch.dtype], Tensor] = {}
 
     def run(self, kind: str, call: LayerCall) -> None:
         """Run one command of kind forward, evaluate, recompute, backward or fill_window on the current stream."""
@@ -88,6 +90,10 @@ class LayerRunner:
         bound = self._bound.get(key)
         if bound is not None and bound.tokens == tokens:
             return bound
+        if len(self._bound) >= MOST_BOUND or len(self._views) >= MOST_VIEWS:
+            self._bound.clear()
+            self._views.clear()
+            bound = None
         steps = tuple(
             BoundStep(step, self.bind(call, step.tensors, tokens), self.bind(call, step.grads, tokens))
             for step in call.program.stages(kind)[call.stage].steps
@@ -97,8 +103,6 @@ class LayerRunner:
             bound = BoundCall(call, self._params_and_buffers(call), accumulators, tokens, steps)
         else:
             bound = bound._replace(tokens=tokens, steps=steps)
-        if len(self._bound) >= MOST_BOUND and key not in self._bound:
-            self._bound.clear()
         self._bound[key] = bound
         return bound
 
@@ -106,9 +110,9 @@ class LayerRunner:
         """Views of places by name, for a chunk of `tokens` tokens."""
         views = {}
         for name, place in places:
-            spec, slot = place.spec, self.layout.slots[call.areas[place.area]]
+            spec = place.spec
             shape = (spec.height(tokens), *spec.shape)
-            views[name] = self.arenas.view(slot, place.offset, shape, self.dtypes[spec.dtype])
+            views[name] = self._at(call.areas[place.area], place.offset, shape, self.dtypes[spec.dtype])
         return views
 
     def params_of(self, call: LayerCall) -> dict[str, Tensor]:
@@ -154,7 +158,14 @@ class LayerRunner:
         return parts[part if len(parts) > 1 else 0]
 
     def _view(self, slot: int, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return self.arenas.view(self.layout.slots[slot], start * dtype.itemsize, shape, dtype)
+        return self._at(slot, start * dtype.itemsize, shape, dtype)
+
+    def _at(self, slot: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A view of a slot, which all who ask for the same one share."""
+        key = slot, offset, shape, dtype
+        if key not in self._views:
+            self._views[key] = self.arenas.view(self.layout.slots[slot], offset, shape, dtype)
+        return self._views[key]
 
     def _in_window(self, call: LayerCall, chunk: ChunkContext) -> ChunkContext:
         """Add views of what the layer carries along a sequence to the context of a slice; others stay as they are."""
