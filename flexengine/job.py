@@ -263,11 +263,6 @@ class Job:
                 f"{self.words.setting('freeze', ' '.join(self.freeze))}: in mode lora all but the adapters is frozen;"
                 f" choose modules with {self.words.spelled('lora_targets')} instead"
             )
-        elif self.keep_dtype != "compute":
-            raise ValueError(
-                f"{self.words.setting('keep_dtype', self.keep_dtype)} is not built beside adapters, whose gated units"
-                f" multiply by them; leave it or {self.words.setting('mode', 'lora')} out"
-            )
         elif self.matmul_dtype != "compute" and self.use_dora:
             raise ValueError(
                 f"{self.words.setting('matmul_dtype', self.matmul_dtype)} is not built beside DoRA, whose small factors"

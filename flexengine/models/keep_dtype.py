@@ -56,7 +56,7 @@ def _rounded(ops: tuple[Op, ...]) -> tuple[Op, ...]:
         if type(op) is GLU:
             kept = Codes(f"{op.gate_up}_codes", f"{op.gate_up}_scales", op.width)
             unit = RoundedGLU(op, kept)
-            from_codes = GLUFromCodes(unit)
+            from_codes = GLUFromCodes(unit, kept)
             found += [RoundGateUp(f"{op.gate_up}_fp8", op.gate_up, kept), unit, from_codes]
             again[op.y] = from_codes.y
         elif isinstance(op, Linear) and op.x in again:
