@@ -84,10 +84,10 @@ def main() -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--max-gpu-mem-gib", type=float, default=2.0)
     parser.add_argument("--max-host-mem-gib", type=float, default=8.0)
-    parser.add_argument("--runs", nargs="+", choices=[*COMPARED, *OF_ADAPTERS], default=list(COMPARED), help="what is compared")
+    compared = COMPARED | OF_ADAPTERS
+    parser.add_argument("--runs", nargs="+", choices=compared, default=list(COMPARED), help="what is compared")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    compared = COMPARED | OF_ADAPTERS
     needed = {compared[name] for name in args.runs} | set(args.runs)
     losses = {name: losses_of(args, numerics) for name, numerics in RUNS.items() if name in needed}
     last = {name: statistics.mean(found[-WINDOW:]) for name, found in losses.items()}

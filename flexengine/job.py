@@ -103,8 +103,8 @@ class Job:
         Literal["compute", "fp8"],
         Option(
             "what the gated FFNs' gate and up, the largest activations, are kept as for backward: compute = --dtype,"
-            " fp8 = FP8 scaled per row and 128 columns, half the bytes; backward reads the rounded values whatever is"
-            " kept"
+            " fp8 = FP8 scaled per row and 128 columns, half the bytes; backward reads the rounded values, with what"
+            " adapters add to them, whatever is kept"
         ),
     ] = "compute"
     freeze: Annotated[

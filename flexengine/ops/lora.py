@@ -16,7 +16,8 @@ frozen layer, next to which low is nothing:
 
 Twice: the adapters' product is written first, and the large product adds to it. The frozen layer copies a residual to y
 in any case, which the adapters' sum replaces. Where B's gradient takes a pass of its own (ops/lora_grads.py says when),
-grad_y is read once more.
+grad_y is read once more. Before a gated unit whose backward reads FP8 codes (ops/rounded_lora_glu.py) backward does not
+need y, and so makes low again, for which it reads x twice.
 Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", https://arxiv.org/abs/2106.09685; scale
 as Kalajdzievski 2023 (rsLoRA) where that is asked for.
 """
