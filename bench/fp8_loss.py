@@ -7,7 +7,8 @@
 Runs `train` in float32, in bf16, with FP8 linear layers (--matmul-dtype fp8) and with gate and up kept in FP8
 (--keep-dtype fp8), one after the other, and compares the loss curves: the mean of every WINDOW steps, relative to bf16,
 or to float32 where gate and up are kept so beside float32. The float32 run is the yardstick: what difference rounding
-makes anyway. --runs chooses some of them, and brings along what they are compared with.
+makes anyway. --runs chooses some of them, and brings along what they are compared with. Those with adapters
+(lora_kept_fp8, float32_lora_kept_fp8) want a trained --model and run when they are named.
 """
 
 from __future__ import annotations
@@ -31,9 +32,14 @@ RUNS = {
     "kept_fp8": ["--dtype", "bfloat16", "--keep-dtype", "fp8"],
     "float32": ["--dtype", "float32"],
     "float32_kept_fp8": ["--dtype", "float32", "--keep-dtype", "fp8"],
+    "lora": ["--dtype", "bfloat16", "--mode", "lora"],
+    "lora_kept_fp8": ["--dtype", "bfloat16", "--mode", "lora", "--keep-dtype", "fp8"],
+    "float32_lora": ["--dtype", "float32", "--mode", "lora"],
+    "float32_lora_kept_fp8": ["--dtype", "float32", "--mode", "lora", "--keep-dtype", "fp8"],
 }
 COMPARED = {"fp8": "bf16", "kept_fp8": "bf16", "float32": "bf16", "float32_kept_fp8": "float32"}
-"""What each run is compared with."""
+OF_ADAPTERS = {"lora_kept_fp8": "lora", "float32_lora_kept_fp8": "float32_lora"}
+"""What each run is compared with; those of adapters when they are named."""
 DEMO_DATA = Path(__file__).resolve().parent.parent / "flexengine" / "assets" / "demo" / "demo_instructions.jsonl"
 
 
@@ -78,15 +84,16 @@ def main() -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--max-gpu-mem-gib", type=float, default=2.0)
     parser.add_argument("--max-host-mem-gib", type=float, default=8.0)
-    parser.add_argument("--runs", nargs="+", choices=COMPARED, default=list(COMPARED), help="what is compared")
+    compared = COMPARED | OF_ADAPTERS
+    parser.add_argument("--runs", nargs="+", choices=compared, default=list(COMPARED), help="what is compared")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    needed = {COMPARED[name] for name in args.runs} | set(args.runs)
+    needed = {compared[name] for name in args.runs} | set(args.runs)
     losses = {name: losses_of(args, numerics) for name, numerics in RUNS.items() if name in needed}
     last = {name: statistics.mean(found[-WINDOW:]) for name, found in losses.items()}
     summary = {}
     for name in args.runs:
-        other = COMPARED[name]
+        other = compared[name]
         found = differences(losses[name], losses[other])
         summary[name] = {"worst_difference": max(found, key=abs), "mean_difference": statistics.mean(found)}
         print(f"{name} against {other}, by {WINDOW} steps: " + " ".join(f"{100 * d:+.2f}%" for d in found))

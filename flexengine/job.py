@@ -103,8 +103,8 @@ class Job:
         Literal["compute", "fp8"],
         Option(
             "what the gated FFNs' gate and up, the largest activations, are kept as for backward: compute = --dtype,"
-            " fp8 = FP8 scaled per row and 128 columns, half the bytes; backward reads the rounded values whatever is"
-            " kept"
+            " fp8 = FP8 scaled per row and 128 columns, half the bytes; backward reads the rounded values, with what"
+            " adapters add to them, whatever is kept"
         ),
     ] = "compute"
     freeze: Annotated[
@@ -262,11 +262,6 @@ class Job:
             raise ValueError(
                 f"{self.words.setting('freeze', ' '.join(self.freeze))}: in mode lora all but the adapters is frozen;"
                 f" choose modules with {self.words.spelled('lora_targets')} instead"
-            )
-        elif self.keep_dtype != "compute":
-            raise ValueError(
-                f"{self.words.setting('keep_dtype', self.keep_dtype)} is not built beside adapters, whose gated units"
-                f" multiply by them; leave it or {self.words.setting('mode', 'lora')} out"
             )
         elif self.matmul_dtype != "compute" and self.use_dora:
             raise ValueError(

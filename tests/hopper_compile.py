@@ -68,7 +68,8 @@ def compiling(
         def compiled(*args, **options) -> None:
             if only not in ("", self.fn.__name__):
                 return
-            changes = {"WIDE": False} if "WIDE" in options else {}  # CPU tensors ask for what the interpreter can do
+            # CPU tensors ask for what the interpreter can do.
+            changes = {n: v for n, v in {"WIDE": False, "NATIVE": capability >= 89}.items() if n in options}
             try:
                 self.run(*args, grid=(1,), warmup=True, **{**options, **changes})
             except Compiled as done:
@@ -191,13 +192,16 @@ def attention(heads: tuple[int, int], widths: tuple[int, int], soft_cap: float =
 
 def adapted_unit() -> None:
     """Both directions of a gated unit that adds what adapters change before and behind it, and a sum with them."""
-    from flexengine.kernels import lora_glu, lora_grads, lora_sum  # noqa: PLC0415
+    from flexengine.kernels import lora_glu, lora_grads, lora_sum, rounded_lora_glu  # noqa: PLC0415
 
     gate_up, out, low = (torch.zeros(256, columns, dtype=torch.bfloat16) for columns in (512, 256, 32))
     up, halves = torch.zeros(512, 16, dtype=torch.bfloat16), ((0, 0, 0), (256, 16, 256))
     lora_glu.glu_forward(gate_up, low, up, halves, out, "silu")
     behind = torch.zeros(256, 16, dtype=torch.bfloat16), torch.zeros(16, 256, dtype=torch.bfloat16)
     lora_glu.glu_backward(out, gate_up, low, up, halves, gate_up, "silu", behind)
+    kept = torch.zeros(256, 512, dtype=torch.uint8), torch.zeros(256, 4)
+    rounded_lora_glu.round_sums(gate_up, low, up, halves, *kept, 448.0, 1e-30, out, "silu")
+    rounded_lora_glu.glu_backward_from_codes(out, *kept, gate_up, "silu", behind)
     lora_sum.add_product(out, low[:, :16], up[:256], out)
     parts, sums = torch.zeros(256, 2 * 16), torch.zeros(16, 512 * 16)
     lora_grads.write_gradients(gate_up, low, up, 1.0, low, parts, sums, (256, 256), 256)

@@ -108,20 +108,23 @@ def _tile(width, tiles, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _store_codes(x, codes_ptr, scales_ptr, column, inside, block, blocks, largest, least, NATIVE: tl.constexpr):
-    """Write blocks [BLOCKS, 128] of one half, in fp32 and zero outside, as codes and scales."""
+def _store_codes(x, codes_at, scales_at, inside, held, largest, least, NATIVE: tl.constexpr):
+    """Write blocks [BLOCKS, 128] of one half, in fp32 and zero outside, as codes and scales.
+
+    codes_at, scales_at: where they go, [BLOCKS, 128] and [BLOCKS]; inside, held: which of them there are.
+    """
     absmax = tl.max(tl.maximum(tl.abs(x), least), axis=1)  # the inner maximum takes NaN for nothing
-    tl.store(scales_ptr + block, tl.div_rn(absmax, largest), mask=block < blocks)
+    tl.store(scales_at, tl.div_rn(absmax, largest), mask=held)
     scaled = x * tl.div_rn(largest, absmax)[:, None]
     scaled = tl.where(scaled > largest, largest, tl.where(scaled < -largest, -largest, scaled))  # NaN stays
-    tl.store(codes_ptr + column, fp8_bits(scaled, True, NATIVE), mask=inside)
+    tl.store(codes_at, fp8_bits(scaled, True, NATIVE), mask=inside)
 
 
 @triton.jit
-def _load_codes(codes_ptr, scales_ptr, column, inside, block, blocks, NATIVE: tl.constexpr):
+def _load_codes(codes_at, scales_at, inside, held, NATIVE: tl.constexpr):
     """What `_store_codes` has rounded, in fp32."""
-    code = tl.load(codes_ptr + column, mask=inside, other=0).to(tl.int32)
-    return from_e4m3(code, NATIVE) * tl.load(scales_ptr + block, mask=block < blocks, other=0.0)[:, None]
+    code = tl.load(codes_at, mask=inside, other=0).to(tl.int32)
+    return from_e4m3(code, NATIVE) * tl.load(scales_at, mask=held, other=0.0)[:, None]
 
 
 @triton.jit
@@ -130,12 +133,16 @@ def _round_kernel(
     UNIT: tl.constexpr, GELU: tl.constexpr, NATIVE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     token, block, column, inside = _tile(width, tiles, BLOCKS)
-    codes, scales = codes_ptr + token * 2 * width, scales_ptr + token * 2 * blocks
+    codes, scales, held = (
+        codes_ptr + token * 2 * width + column,
+        scales_ptr + token * 2 * blocks + block,
+        block < blocks,
+    )
     row = gate_up_ptr + token * 2 * width
     gate = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(row + width + column, mask=inside, other=0.0).to(tl.float32)
-    _store_codes(gate, codes, scales, column, inside, block, blocks, largest, least, NATIVE)
-    _store_codes(up, codes + width, scales + blocks, column, inside, block, blocks, largest, least, NATIVE)
+    _store_codes(gate, codes, scales, inside, held, largest, least, NATIVE)
+    _store_codes(up, codes + width, scales + blocks, inside, held, largest, least, NATIVE)
     if UNIT:
         s, _ = _gate(gate, 0.0, GELU, False)
         tl.store(out_ptr + token * width + column, round_to(gate * s * up, out_ptr.dtype.element_ty), mask=inside)
@@ -147,9 +154,13 @@ def _forward_kernel(
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
     token, block, column, inside = _tile(width, tiles, BLOCKS)
-    codes, scales = codes_ptr + token * 2 * width, scales_ptr + token * 2 * blocks
-    gate = _load_codes(codes, scales, column, inside, block, blocks, NATIVE)
-    up = _load_codes(codes + width, scales + blocks, column, inside, block, blocks, NATIVE)
+    codes, scales, held = (
+        codes_ptr + token * 2 * width + column,
+        scales_ptr + token * 2 * blocks + block,
+        block < blocks,
+    )
+    gate = _load_codes(codes, scales, inside, held, NATIVE)
+    up = _load_codes(codes + width, scales + blocks, inside, held, NATIVE)
     s, _ = _gate(gate, 0.0, GELU, False)
     tl.store(out_ptr + token * width + column, round_to(gate * s * up, out_ptr.dtype.element_ty), mask=inside)
 
@@ -160,9 +171,13 @@ def _backward_kernel(
     NATIVE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     token, block, column, inside = _tile(width, tiles, BLOCKS)
-    codes, scales = codes_ptr + token * 2 * width, scales_ptr + token * 2 * blocks
-    gate = _load_codes(codes, scales, column, inside, block, blocks, NATIVE)
-    up = _load_codes(codes + width, scales + blocks, column, inside, block, blocks, NATIVE)
+    codes, scales, held = (
+        codes_ptr + token * 2 * width + column,
+        scales_ptr + token * 2 * blocks + block,
+        block < blocks,
+    )
+    gate = _load_codes(codes, scales, inside, held, NATIVE)
+    up = _load_codes(codes + width, scales + blocks, inside, held, NATIVE)
     grad = tl.load(grad_out_ptr + token * width + column, mask=inside, other=0.0).to(tl.float32)
     _, grad_gate, grad_up = _unit_gradients(grad, gate, up, 0.0, 0.0, GELU, False)
     row = grad_gate_up_ptr + token * 2 * width

@@ -27,8 +27,8 @@ def check_keep_dtype(model: ModelSpec, keep: str) -> None:
 def with_keep_dtype(model: ModelSpec, keep: str) -> ModelSpec:
     """Let backward of the blocks' gated units read gate and up rounded to FP8, whatever a plan keeps.
 
-    Call it after `with_matmul_dtype`, and before everything that freezes groups. Blocks that shared their ops share the
-    new ones. Raises: ValueError for a model without gated units, or with experts.
+    Call it after `with_matmul_dtype`, and before adapters and everything that freezes groups. Blocks that shared their
+    ops share the new ones. Raises: ValueError for a model without gated units, or with experts.
     """
     if keep == "compute":
         return model
@@ -56,7 +56,7 @@ def _rounded(ops: tuple[Op, ...]) -> tuple[Op, ...]:
         if type(op) is GLU:
             kept = Codes(f"{op.gate_up}_codes", f"{op.gate_up}_scales", op.width)
             unit = RoundedGLU(op, kept)
-            from_codes = GLUFromCodes(unit)
+            from_codes = GLUFromCodes(unit, kept)
             found += [RoundGateUp(f"{op.gate_up}_fp8", op.gate_up, kept), unit, from_codes]
             again[op.y] = from_codes.y
         elif isinstance(op, Linear) and op.x in again:

@@ -11,10 +11,12 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from flexengine.lora import ALL_EXPERTS, ALL_LINEAR, LoRA
 from flexengine.models.freezing import freeze_groups
+from flexengine.models.lora_units import with_sums_in_units
 from flexengine.models.saved_modules import saved_tensors, with_saved_modules
 from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec, ParamSpec, WeightSource
 from flexengine.ops.base import Op
@@ -22,12 +24,10 @@ from flexengine.ops.dora import DoRALinear
 from flexengine.ops.dora_experts import DoRAGroupedLinear
 from flexengine.ops.experts import GroupedLinear
 from flexengine.ops.fp8 import Fp8Linear
-from flexengine.ops.glu import GLU, ClampedSwiGLU
 from flexengine.ops.linear import Linear
 from flexengine.ops.lora import AdaptedRows, LoRALinear
 from flexengine.ops.lora_experts import LoRAGroupedLinear
 from flexengine.ops.lora_fp8 import Fp8LoRALinear
-from flexengine.ops.lora_glu import LoRAGLU
 from flexengine.ops.lora_router import LoRARouter
 from flexengine.ops.router import Router
 from flexengine.wording import did_you_mean, shown
@@ -85,8 +85,9 @@ def with_lora(model: ModelSpec, lora: LoRA) -> ModelSpec:
         rows = tuple((name, tuple(dict.fromkeys((m.rows, m.one_tensor) for m in ms))) for name, ms in found.items())
         if (layer.ops, rows) not in known:
             adapted_rows = dict(rows)
+            adapted_ops = zip(layer.ops, _numbers(layer.ops), strict=True)
             known[layer.ops, rows] = with_sums_in_units(
-                tuple(_adapted(op, number, adapted_rows.get(op.name), lora) for number, op in enumerate(layer.ops))
+                tuple(_adapted(op, number, adapted_rows.get(op.name), lora) for op, number in adapted_ops)
             )
         ops = known[layer.ops, rows]
         nested = sum(modules[0].one_tensor for modules in found.values()) == 2
@@ -102,6 +103,11 @@ def with_lora(model: ModelSpec, lora: LoRA) -> ModelSpec:
     adapted, whole = with_saved_modules(adapted, lora.modules_to_save)
     beneath |= {i for i, group in enumerate(adapted.groups) if group.name.startswith("frozen.")}
     return freeze_groups(adapted, beneath - whole)
+
+
+def _numbers(ops: tuple[Op, ...]) -> Iterator[int]:
+    """Number the ops of a layer for the draws of dropout, which those that backward alone needs do not change."""
+    return accumulate((not op.for_backward for op in ops[:-1]), initial=0)
 
 
 def _adapted(op: Op, number: int, of_modules: tuple[tuple[AdaptedRows, bool], ...] | None, lora: LoRA) -> Op:
@@ -120,50 +126,6 @@ def _adapted(op: Op, number: int, of_modules: tuple[tuple[AdaptedRows, bool], ..
         return Fp8LoRALinear(op, lora.rank, lora.scale, rows, lora.dropout, number)
     kind = DoRALinear if lora.use_dora else LoRALinear
     return kind(op, lora.rank, lora.scale, rows, lora.dropout, number)
-
-
-def with_sums_in_units(ops: tuple[Op, ...]) -> tuple[Op, ...]:
-    """Let gated units take over what adapters before and behind them would pass over memory for."""
-    found = list(ops)
-    for index, unit in enumerate(ops):
-        if type(unit) is not GLU or isinstance(unit.activation, ClampedSwiGLU):
-            continue
-        makers = [op for op in ops if any(output.name == unit.gate_up for output in op.outputs)]
-        before, after = _sole_adapted(ops, makers, unit.gate_up), _sole_adapted(ops, _readers(ops, unit.y), unit.y)
-        if before is not None and (before.residual is not None or not before.halves()):
-            before = None
-        if after is not None and (after.dropout or after.x != unit.y):
-            after = None
-        if before is not None:
-            found[ops.index(before)] = before.leaving_sum()
-        if after is not None:
-            found[ops.index(after)] = after.taking_low()
-        if before is not None or after is not None:
-            found[index] = LoRAGLU(unit, before, after)
-    return tuple(_with_kept_low(found))
-
-
-def _with_kept_low(ops: list[Op]) -> Iterator[Op]:
-    """Let linear layers give low beside an output that backward needs in any case: both are kept or made again."""
-    needed = {tensor for op in ops for tensor in (*op.needs_input, *op.needs_weight)}
-    lost = {op.in_place[0] for op in ops if op.in_place}
-    for op in ops:
-        linear = op if isinstance(op, LoRALinear) and not isinstance(op, DoRALinear) else None
-        if linear is None or linear.gives_low or linear.takes_low or linear.y not in needed - lost:
-            yield op
-        else:
-            yield linear.giving_low()
-
-
-def _readers(ops: tuple[Op, ...], tensor: str) -> list[Op]:
-    """List the ops that read a tensor, in forward or backward."""
-    return [op for op in ops if tensor in (*op.inputs, *op.needs_input, *op.needs_weight)]
-
-
-def _sole_adapted(ops: tuple[Op, ...], candidates: list[Op], tensor: str) -> LoRALinear | None:
-    """Give the one linear layer with adapters among candidates, where one op alone reads the tensor."""
-    op = candidates[0] if len(candidates) == 1 and len(_readers(ops, tensor)) == 1 else None
-    return op if isinstance(op, LoRALinear) and type(op) in (LoRALinear, Fp8LoRALinear) else None
 
 
 def _params(op: Op, modules: Sequence[_Module], nested: bool) -> list[ParamSpec]:

@@ -147,7 +147,7 @@ class DoRALinear(LoRALinear):
 
     def _block(self, env: OpEnv, spec: TensorSpec, columns: slice) -> Tensor:
         """A buffer for these columns of the chunk's rows."""
-        shape = (len(env.t[self.x]), columns.stop - columns.start)
+        shape = (len(env.t[self.low.name]), columns.stop - columns.start)
         return env.t[spec.name].flatten()[: shape[0] * shape[1]].view(shape)
 
     # -- backward ----------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class DoRALinear(LoRALinear):
 
     def backward_weight(self, env: OpEnv) -> None:
         super().backward_weight(env)
-        read = env.t[self.dropped.name if self.dropout else self.x]  # the line above has dropped again
+        read = env.t[self.dropped.name if self.dropout else self.x_again]  # the line above has dropped again
         grad_y, norms, sums = env.g[self.y], env.t[self.norms.name][0], env.gp[self.magnitude]
         first = 0
         for columns, rows, low, up in self._blocks(env):

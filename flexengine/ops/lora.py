@@ -16,7 +16,8 @@ frozen layer, next to which low is nothing:
 
 Twice: the adapters' product is written first, and the large product adds to it. The frozen layer copies a residual to y
 in any case, which the adapters' sum replaces. Where B's gradient takes a pass of its own (ops/lora_grads.py says when),
-grad_y is read once more.
+grad_y is read once more. Before a gated unit whose backward reads FP8 codes (ops/rounded_lora_glu.py) backward does not
+need y, and so makes low again, for which it reads x twice.
 Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", https://arxiv.org/abs/2106.09685; scale
 as Kalajdzievski 2023 (rsLoRA) where that is asked for.
 """
@@ -102,9 +103,11 @@ class LoRALinear(Linear):
         self.dropout, self.number = dropout, number
         self.dropped = TensorSpec(f"{self.name}.dropped", (self.in_features,))
         self.gives_low = self.leaves_sum = self.takes_low = False
+        self.low_again = self.low.name
         # With dropout the input half would have to drop elements of x once more for low.
         self.sums = partial_sums(self.name, self.widths, rank) if self.one_pass and not dropout else None
-        self.needs_input = () if self.sums is None else (self.x,)
+        self.x_again, self.needs_weight = base.x_again, (base.x_again,)
+        self.needs_input = () if self.sums is None else (self.x_again,)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -113,20 +116,23 @@ class LoRALinear(Linear):
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
         dropped = (self.dropped,) if self.dropout else ()
-        low = () if self.gives_low or self.takes_low else (self.low,)
         grad_low = () if self.takes_low else (self.grad_low,)
         if half == "forward":
-            return (*low, *dropped)
+            return dropped if self.leaves_sum or self.gives_low or self.takes_low else (self.low, *dropped)
+        low = () if self.gives_low or self.takes_low else (self.low,)
         if self.sums is None:
             return (*grad_low, *dropped) if half == "input" else (*grad_low, *low, *dropped)
         return (*grad_low, *low, *(self.sums if half == "input" else (self.sums.up,)))
 
     # -- low as an output or an input --------------------------------------------------------------------------------
 
-    def leaving_sum(self) -> Self:
-        """The same layer with outputs y, of the frozen product alone, and low: what reads y adds low @ B.T itself."""
-        op = self.giving_low()
-        op.leaves_sum = True
+    def leaving_sum(self, needed: bool = True) -> Self:
+        """The same layer with outputs y, of the frozen product alone, and low: what reads y adds low @ B.T itself.
+
+        needed: backward needs y in any case and finds low beside it. Otherwise it computes low again from x.
+        """
+        op = self.giving_low() if needed else copy.copy(self)
+        op.leaves_sum, op.outputs = True, (self.outputs[0], self.low)
         return op
 
     def giving_low(self) -> Self:
@@ -137,16 +143,18 @@ class LoRALinear(Linear):
         op.needs_input = () if self.sums is None else (self.low.name,)
         return op
 
-    def taking_low(self) -> Self:
+    def taking_low(self, low_again: str | None = None) -> Self:
         """The same layer with inputs x and low = scale * x @ A.T, which what makes x makes beside it.
 
         The gradient of low here is that of x @ A.T, scaled; the gradient of x is that of the frozen product alone.
+        low_again: what backward reads in the place of low, which is computed again from rounded values.
         """
         assert not self.dropout, "what dropout leaves of x is the layer's own"
         op = copy.copy(self)
         op.takes_low, op.params = True, (self.up,)
         op.inputs = op.grad_inputs = (*self.inputs, self.low.name)
-        op.needs_weight = (self.low.name,)
+        op.low_again = low_again or self.low.name
+        op.needs_weight = (op.low_again,)
         op.needs_input = () if self.sums is None else op.needs_weight
         return op
 
@@ -183,9 +191,9 @@ class LoRALinear(Linear):
         self._fill(y, start, reached, self.out_features)
         torch.addmm(y, x, self._matrix(env).t(), out=y)
 
-    def _what_a_reads(self, env: OpEnv) -> Tensor:
-        """x, or while training with dropout what is left of it."""
-        x = env.t[self.x]
+    def _what_a_reads(self, env: OpEnv, again: bool = False) -> Tensor:
+        """x, or while training with dropout what is left of it; again: as backward reads it."""
+        x = env.t[self.x_again if again else self.x]
         if not self.dropout or env.chunk.dropout is None:
             return x
         self._drop(x, env)
@@ -254,8 +262,8 @@ class LoRALinear(Linear):
         """grad_low = scale * the gradient of the products @ B, module by module; on a GPU the sums for B as well."""
         grad_y = self._grad_product(env)
         grad_low = env.g[self.low.name] if self.takes_low else env.t[self.grad_low.name]
-        if self.sums is not None and not self.gives_low:
-            self._write_low(env)
+        if self.sums is not None and not (self.gives_low or self.takes_low):
+            self._write_low(env, self._what_a_reads(env, again=True))
         if self.sums is not None and in_one_pass(grad_y):
             self._write_both(env, grad_y, grad_low)
             return grad_low
@@ -267,7 +275,7 @@ class LoRALinear(Linear):
         """grad_low and the partial sums of B's gradient, of one pass over grad_y."""
         assert self.sums is not None
         parts = env.t[self.sums.low.name], env.t[self.sums.up.name]
-        write_gradients(grad_y, env.t[self.low.name], env.p[self.up], self.scale, grad_low, parts, self.adapted)
+        write_gradients(grad_y, env.t[self.low_again], env.p[self.up], self.scale, grad_low, parts, self.adapted)
 
     def _add_dropped(self, env: OpEnv, grad_x: Tensor, grad_low: Tensor) -> None:
         """grad_x (+)= grad_low @ A where forward dropped nothing."""
@@ -279,14 +287,14 @@ class LoRALinear(Linear):
     def backward_weight(self, env: OpEnv) -> None:
         grad_y = self._grad_product(env)
         if not self.takes_low:
-            x = self._what_a_reads(env)
+            x = self._what_a_reads(env, again=True)
             if self.sums is None and not self.gives_low:
                 self._write_low(env, x)
             accumulate_weight_grad(env.gp[self.down], env.t[self.grad_low.name], x, env.first)
         if self.sums is not None and in_one_pass(grad_y):
             add_parts(env.t[self.sums.up.name], env.gp[self.up], env.first)
             return
-        for rows, low, grad_up in self._modules(env.t[self.low.name], env.gp[self.up]):
+        for rows, low, grad_up in self._modules(env.t[self.low_again], env.gp[self.up]):
             accumulate_weight_grad(grad_up, grad_y[:, rows.start : rows.end], low, env.first)
 
     # -- costs -------------------------------------------------------------------------------------------------------

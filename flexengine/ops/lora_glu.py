@@ -43,6 +43,7 @@ class LoRAGLU(GLU):
         self.halves = () if before is None else before.halves()
         if before is not None:
             self.inputs = self.needs_input = (self.gate_up, before.low.name)
+        self.y_again = self.y
         if after is not None:
             self.outputs = (*self.outputs, after.low)
             self.params, self.needs_weight = (after.down,), (self.y,)
@@ -89,7 +90,7 @@ class LoRAGLU(GLU):
     def backward_weight(self, env: OpEnv) -> None:
         assert self.after is not None
         grad_low, down = env.g[self.after.low.name], self.after.down
-        accumulate_weight_grad(env.gp[down], grad_low, env.t[self.y], env.first)
+        accumulate_weight_grad(env.gp[down], grad_low, env.t[self.y_again], env.first)
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         grad = 0 if self.after is None else tokens * self.width

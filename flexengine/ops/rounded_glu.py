@@ -178,8 +178,8 @@ class GLUFromCodes(Op):
 
     for_backward, keepable = True, False
 
-    def __init__(self, glu: RoundedGLU) -> None:
-        self.name, self.y, self.glu, self.kept = f"{glu.name}_again", f"{glu.y}_again", glu, glu.kept
+    def __init__(self, glu: GLU, kept: Codes) -> None:
+        self.name, self.y, self.glu, self.kept = f"{glu.name}_again", f"{glu.y}_again", glu, kept
         self.inputs = (self.kept.codes, self.kept.scales)
         self.outputs = (TensorSpec(self.y, (glu.width,)),)
 

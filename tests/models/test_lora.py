@@ -31,6 +31,7 @@ from flexengine.hardware.presets import named_profile
 from flexengine.job import Job
 from flexengine.lora import ALL_LINEAR
 from flexengine.models.base_dtype import with_base_dtype
+from flexengine.models.keep_dtype import with_keep_dtype
 from flexengine.models.lora import adapters, with_lora
 from flexengine.models.registry import build_model, open_model
 from flexengine.ops.base import DropoutDraws
@@ -135,12 +136,16 @@ def bits_of_three_steps(source, plan, device="cpu"):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("base", ["compute", "nf4", "fp8", "int8"])
-def test_the_plan_changes_no_bit_on_a_gpu(base, tmp_path):
+@pytest.mark.parametrize(
+    ("base", "keep"),
+    [("compute", "compute"), ("compute", "fp8"), ("nf4", "fp8"), ("fp8", "compute"), ("int8", "compute")],
+)
+def test_the_plan_changes_no_bit_on_a_gpu(base, keep, tmp_path):
     saved_model(tmp_path, tiny_config(hidden_size=256, intermediate_size=384, head_dim=64, initializer_range=0.05))
     source = open_model(tmp_path)
-    source = source._replace(spec=with_base_dtype(with_lora(source.spec, LoRA(rank=16)), base))
-    numerics = replace(Numerics(), base=base)
+    adapted = with_lora(with_keep_dtype(source.spec, keep), LoRA(rank=16))
+    source = source._replace(spec=with_base_dtype(adapted, base))
+    numerics = replace(Numerics(), base=base, keep=keep)
     sizes = {"chunk_tokens": 64, "chunks_per_round": 2, "numerics": numerics}
     losses, state = bits_of_three_steps(source, streamed_plan(source.spec, **sizes), "cuda")
     everywhere = make_plan(source.spec, groups=[ON_GPU] * len(source.spec.groups), **sizes)

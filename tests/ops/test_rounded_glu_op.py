@@ -6,7 +6,9 @@ import pytest
 import torch
 from engine_helpers import peak_bytes
 
+from flexengine import LoRA
 from flexengine.models.keep_dtype import with_keep_dtype
+from flexengine.models.lora import with_lora
 from flexengine.ops import rounded_glu
 from flexengine.ops.glu import GLU
 from flexengine.ops.rounded_glu import Codes, GLUFromCodes, RoundedGLU, RoundGateUp
@@ -23,7 +25,7 @@ def test_backward_is_that_of_the_rounded_values(make_harness, checks, monkeypatc
     h = make_harness("cpu", dtype)
     kept = Codes("codes", "scales", width)
     unit = RoundedGLU(GLU("glu", "gate_up", "a", width, activation), kept)
-    rounding, again = RoundGateUp("rounding", "gate_up", kept), GLUFromCodes(unit)
+    rounding, again = RoundGateUp("rounding", "gate_up", kept), GLUFromCodes(unit, kept)
     gate_up, grad_a, chunk = h.randn(tokens, 2 * width, scale=2.0), h.randn(tokens, width), h.chunk((tokens,))
     gate_up[0] = 0.0
     codes = h.run(rounding, chunk, {"gate_up": gate_up}).outputs
@@ -51,9 +53,11 @@ def test_backward_is_that_of_the_rounded_values(make_harness, checks, monkeypatc
     checks.close(env.g["gate_up"], grad, tolerance, "gradient of gate_up")
 
 
+@pytest.mark.parametrize("adapters", [False, True], ids=["", "adapters"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_takes_no_more_memory_than_declared(dtype):
+def test_takes_no_more_memory_than_declared(dtype, adapters):
     spec = with_keep_dtype(spec_of(tiny_config(**WIDER)), "fp8")
+    spec = with_lora(spec, LoRA(rank=8)) if adapters else spec
     env = env_of(spec, spec.blocks[0], 1024, 128, dtype)
     for op in spec.blocks[0].ops:
         if hasattr(op, "kept"):

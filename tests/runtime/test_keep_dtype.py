@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from engine_helpers import (
     FLOAT32,
+    ON_GPU,
     build_engine,
     make_plan,
     random_batch,
@@ -16,10 +17,13 @@ from engine_helpers import (
 )
 from family_configs import CASES, gemma2, gpt2
 
+from flexengine import LoRA
 from flexengine.api import prepare
 from flexengine.job import Job
+from flexengine.models.base_dtype import with_base_dtype
 from flexengine.models.freezing import with_frozen
 from flexengine.models.keep_dtype import check_keep_dtype, with_keep_dtype
+from flexengine.models.lora import with_lora
 from flexengine.models.matmul_dtype import with_matmul_dtype
 from flexengine.models.registry import ModelSource
 from flexengine.ops.base import Work
@@ -35,8 +39,10 @@ WIDTHS = {"hidden_size": 32, "intermediate_size": 272, "head_dim": 8, "num_hidde
 LENGTHS = [[40, 3, 17], [9, 30, 41]]
 
 
-def kept_in_fp8(source: ModelSource, matmul: str = "compute") -> ModelSource:
-    return source._replace(spec=with_keep_dtype(with_matmul_dtype(source.spec, matmul), "fp8"))
+def kept_in(dtype: str, source: ModelSource, numerics: Numerics, lora: LoRA | None = None) -> ModelSource:
+    spec = with_keep_dtype(with_matmul_dtype(source.spec, numerics.matmul), dtype)
+    spec = with_base_dtype(spec if lora is None else with_lora(spec, lora), numerics.base)
+    return source._replace(spec=spec)
 
 
 def trained(source: ModelSource, plan, order=None, steps=2):
@@ -61,24 +67,32 @@ def plans(spec, numerics):
     assert len(codes) == 1
     options = {"numerics": numerics, "chunk_tokens": 16, "chunks_per_round": 4}
     yield make_plan(spec, **options)
-    for block in (LayerPlan((), codes, "host"), LayerPlan(others, (), "gpu"), LayerPlan(codes, others[:2], "host")):
-        yield make_plan(spec, blocks=[block] * len(spec.blocks), groups=[GroupPlan()] * len(spec.groups), **options)
-    yield make_plan(spec, blocks=[LayerPlan((), (), "gpu"), LayerPlan((), names, "host")], **options)
+    groups = [ON_GPU if group.adapter else GroupPlan() for group in spec.groups]
+    for blocks in (
+        [LayerPlan((), codes, "host"), LayerPlan(others, (), "gpu")],
+        [LayerPlan(codes, others[:2], "host"), LayerPlan((), names, "host")],
+    ):
+        yield make_plan(spec, blocks=blocks, groups=groups, **options)
     yield streamed_plan(spec, **options)
 
 
+ADAPTERS = LoRA(rank=4, init="orthogonal")  # neither A nor B is zero
 CASES_OF_UNITS = {
-    "silu": (tiny_config(**WIDTHS), FLOAT32, "compute"),
-    "silu, bf16, biases": (tiny_config(**WIDTHS, mlp_bias=True), BF16, "compute"),
-    "silu, FP8 products": (tiny_config(**WIDTHS), replace(BF16, matmul="fp8"), "fp8"),
-    "gelu, norms behind": (gemma2(**WIDTHS), FLOAT32, "compute"),
-}
+    "silu, bf16, biases": (tiny_config(**WIDTHS, mlp_bias=True), BF16, None),
+    "silu, FP8 products": (tiny_config(**WIDTHS), replace(BF16, matmul="fp8"), None),
+    "gelu, norms behind": (gemma2(**WIDTHS), FLOAT32, None),
+    "adapters": (tiny_config(**WIDTHS), FLOAT32, ADAPTERS),
+    "adapters, NF4 base, FP8 products": (
+        tiny_config(**WIDTHS | {"hidden_size": 64}), replace(BF16, base="nf4", matmul="fp8"), ADAPTERS,
+    ),
+    "DoRA, dropout": (tiny_config(**WIDTHS), FLOAT32, replace(ADAPTERS, use_dora=True, dropout=0.1)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES_OF_UNITS)
 def test_no_plan_changes_a_bit(case):
-    config, numerics, matmul = CASES_OF_UNITS[case]
-    source = kept_in_fp8(random_weights(config), matmul)
+    config, numerics, lora = CASES_OF_UNITS[case]
+    source = kept_in("fp8", random_weights(config), numerics, lora)
     first, *rest = (
         trained(source, plan, shuffled_order(number) if number else None)
         for number, plan in enumerate(plans(source.spec, replace(numerics, keep="fp8")))
@@ -89,11 +103,14 @@ def test_no_plan_changes_a_bit(case):
         same_bits(other[2], first[2])
 
 
-def test_forward_is_exact_and_backward_near():
-    source = random_weights(tiny_config(**WIDTHS))
-    rounded = kept_in_fp8(source)
-    exact = trained(source, make_plan(source.spec), steps=1)
-    near = trained(rounded, make_plan(rounded.spec, numerics=replace(FLOAT32, keep="fp8")), steps=1)
+@pytest.mark.parametrize("case", ["gelu, norms behind", "adapters", "DoRA, dropout"])
+def test_forward_is_exact_and_backward_near(case):
+    config, numerics, lora = CASES_OF_UNITS[case]
+    found = []
+    for dtype in ("compute", "fp8"):
+        source = kept_in(dtype, random_weights(config), numerics, lora)
+        found.append(trained(source, make_plan(source.spec, numerics=replace(numerics, keep=dtype)), steps=1))
+    exact, near = found
     assert near[0][:2] == exact[0][:2]  # losses
     differences = {
         name: float((near[1][name] - grad).norm() / grad.norm().clamp(min=1e-12)) for name, grad in exact[1].items()
@@ -151,9 +168,7 @@ def test_refuses_what_has_no_dense_gated_units(config, message):
         described(random_weights(config).spec, Job(keep_dtype="fp8"))
 
 
-def test_refuses_adapters_and_plans_for_another_dtype():
-    with pytest.raises(ValueError, match=r"keep_dtype=fp8 is not built beside adapters.*leave it or mode=lora out"):
-        Job(mode="lora", keep_dtype="fp8")
+def test_refuses_plans_for_another_dtype():
     assert Job(dtype="float32", keep_dtype="fp8").numerics == Numerics("float32", "full", "float32", keep="fp8")
     with pytest.raises(ValueError, match="keeps gate and up in compute, but numerics ask for fp8"):
         check_keep_dtype(small_model(), "fp8")

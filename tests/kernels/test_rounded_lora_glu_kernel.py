@@ -1,0 +1,179 @@
+"""Gated units between layers with adapters, whose backward reads FP8 codes of the sums: ops and kernels against
+autograd in float64, where rounding is the identity for gradients."""
+
+import pytest
+import torch
+
+from flexengine import LoRA
+from flexengine.kernels import rounded_lora_glu
+from flexengine.models.keep_dtype import with_keep_dtype
+from flexengine.models.lora import with_lora
+from flexengine.models.registry import build_model
+from flexengine.ops import rounded_glu
+from flexengine.ops.base import ChunkContext, OpEnv
+from flexengine.ops.rounded_glu import LARGEST, LEAST_ABSMAX
+from tests.kernels.test_lora_glu_kernel import UNITS
+from tests.kernels.test_rounded_glu_kernel import buffers, rounded
+
+TOKENS, WIDTH, HIDDEN, RANK = 35, 150, 24, 3
+CONFIG = {
+    "model_type": "llama", "vocab_size": 11, "hidden_size": HIDDEN, "intermediate_size": WIDTH, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "head_dim": 8, "num_key_value_heads": 1, "hidden_act": "silu",
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "max_position_embeddings": 64,
+}  # fmt: skip
+BOTH, ONE, BEHIND = ("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj"), ("down_proj",)
+
+
+def ffn(targets):
+    """The ops of a block from the layer of gate and up on, and the shapes of its parameters."""
+    spec = with_lora(with_keep_dtype(build_model("tiny", CONFIG), "fp8"), LoRA(targets, rank=RANK, alpha=2.0 * RANK))
+    layer = spec.blocks[0]
+    first = [op.name for op in layer.ops].index("gate_up_proj")
+    shapes = {
+        local: next(p.shape for p in spec.groups[group].params if p.name == name) for local, group, name in layer.params
+    }
+    names = {name for op in layer.ops[first:] for name in (*op.params, getattr(op, "weight", None)) if name}
+    return layer.ops[first:], {name: shapes[name] for name in sorted(names)}
+
+
+def given(tokens, shapes, dtype):
+    params = {name: (torch.randn(shape).double() * shape[-1] ** -0.5).to(dtype) for name, shape in shapes.items()}
+    return params, {name: torch.randn(tokens, HIDDEN).to(dtype) for name in ("h2", "x1", "grad_y")}
+
+
+def unwritten(spec, tokens, dtype):
+    shape = (spec.height(tokens), *spec.shape)
+    if spec.dtype == "uint8":
+        return torch.full(shape, 0x7F, dtype=torch.uint8)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.full(shape, float("nan"), dtype=wide if spec.dtype == "float32" else dtype)
+
+
+def run(ops, params, inputs, dtype, fused):
+    """Run forward, what is computed again, and backward as a layer does, over NaN-filled buffers.
+
+    fused: forward writes the codes in one pass with the unit; else they are computed by themselves.
+    """
+    tokens = len(inputs["h2"])
+    linear, rounding, unit, again, last = ops
+    specs = [spec for op in ops for half in ("forward", "input", "weight") for spec in op.scratch(half)]
+    specs += [spec for op in ops for spec in op.outputs]
+    tensors = {spec.name: unwritten(spec, tokens, dtype) for spec in specs} | {n: inputs[n] for n in ("h2", "x1")}
+    grads = {spec.name: unwritten(spec, tokens, dtype) for op in ops for spec in op.outputs if spec.dtype == "compute"}
+    grads |= {"h2": torch.full_like(inputs["h2"], float("nan")), last.y: inputs["grad_y"]}
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    sums = {n: torch.full(params[n].shape, float("nan"), dtype=wide) for op in ops if op.trained for n in op.params}
+    empty = torch.empty(0)
+    env = OpEnv(tensors, params, grads, sums, ChunkContext(tokens, *[empty] * 4, (tokens,), empty, {}))
+    for op in (linear, rounding.with_next(unit), last) if fused else (linear, unit, last, rounding):
+        op.forward(env)
+    exact = {name: tensors[name].clone() for name in ("a", last.y)}
+    for name in {spec.name for op in (linear, unit) for spec in op.outputs}:
+        tensors[name].fill_(float("nan"))  # backward reads codes alone
+    again.forward(env)
+    for op in (last, unit, linear):
+        op.backward_input(env)
+        if op.has_weight_half:
+            op.backward_weight(env)
+    return exact | {name: tensors[name] for name in rounding.kept[:2]} | {"grad_h2": grads["h2"]} | sums
+
+
+def decoded(codes, scales):
+    values = codes.view(torch.float8_e4m3fn).double().view(len(codes), 2, -1)
+    by_column = scales.double().view(len(codes), 2, -1).repeat_interleave(128, 2)[..., : values.shape[2]]
+    return (values * by_column).view(codes.shape)
+
+
+def reference(ops, params, inputs, kept):
+    """Outputs and gradients in float64; the codes' values take the place of the sums, whose gradient theirs is."""
+    linear, unit, last = ops[0], ops[2], ops[4]
+    leaves = {name: tensor.double().requires_grad_() for name, tensor in params.items()}
+    h, x1, grad_y = (inputs[name].double().requires_grad_() for name in ("h2", "x1", "grad_y"))
+
+    def layer(op, x):
+        y = x @ leaves[op.weight].t()
+        if not hasattr(op, "adapted"):
+            return y
+        adapters = (leaves[f"{op.name}.lora_A"].split(RANK), leaves[f"{op.name}.lora_B"].split(op.widths))
+        for rows, down, up in zip(op.adapted, *adapters, strict=True):
+            added = op.scale * (x @ down.t()) @ up.t()
+            y = y + torch.nn.functional.pad(added, (rows.start, y.shape[1] - rows.end))
+        return y
+
+    def output(total):
+        gate, up = total.chunk(2, dim=1)
+        return UNITS[unit.activation](gate) * up
+
+    total = layer(linear, h)
+    a = output(total)
+    near = total + (decoded(*kept) - total).detach()
+    y = x1 + layer(last, output(near))
+    wanted = {name: leaf for name, leaf in leaves.items() if ".lora_" in name} | {"grad_h2": h}
+    found = torch.autograd.grad(y, list(wanted.values()), grad_y)
+    exact = {"a": a.detach(), last.y: (x1 + layer(last, a)).detach()}
+    return total.detach(), exact | dict(zip(wanted, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kernel", "targets"),
+    [
+        (torch.float64, False, BOTH),
+        (torch.float32, False, BEHIND),
+        (torch.float32, True, ONE),
+        (torch.bfloat16, True, BOTH),
+        (torch.float32, True, BEHIND),
+    ],
+    ids=str,
+)
+def test_gradients_are_those_of_the_rounded_sums(dtype, kernel, targets, checks, monkeypatch):
+    for module in ("lora", "lora_glu", "lora_grads", "rounded_glu", "rounded_lora_glu", "glu"):
+        monkeypatch.setattr(f"flexengine.ops.{module}.use_kernel", lambda _: kernel)
+    monkeypatch.setattr(rounded_glu, "PLAIN_ELEMENTS", 5000)  # several blocks of rows
+    ops, shapes = ffn(targets)
+    params, inputs = given(TOKENS, shapes, dtype)
+    found, apart = (run(ops, params, inputs, dtype, fused) for fused in (True, False))
+    assert all(torch.equal(found[name], tensor) for name, tensor in apart.items())
+    kept = found.pop(ops[1].kept.codes), found.pop(ops[1].kept.scales)
+    total, expected = reference(ops, params, inputs, kept)
+    of_sums = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 2e-2}[dtype]  # gate_up is rounded to bf16
+    checks.assert_close(decoded(*kept), rounded(total), of_sums, "codes")
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        checks.assert_close(found[name], tensor, {torch.bfloat16: 1e-2}.get(dtype, 1e-5), name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("tokens", "width", "rank"), [(4097, 14336, 16), (33, 12345, 70)])
+def test_matches_float64_on_gpu(checks, gpu, tokens, width, rank, dtype):
+    gate_up, low, up = (checks.normal(*shape, dtype=dtype, device=gpu) for shape in ((tokens, 2 * width),
+                        (tokens, 2 * rank), (2 * width, rank)))  # fmt: skip
+    up.mul_(rank**-0.5)
+    halves = ((0, 0, 0), (width, rank, width))
+    both, alone = buffers(tokens, width, gpu), buffers(tokens, width, gpu)
+    outs = [checks.empty(tokens, width, dtype=dtype, device=gpu) for _ in range(2)]
+    rounded_lora_glu.round_sums(gate_up, low, up, halves, *both, LARGEST, LEAST_ABSMAX, outs[0], "silu")
+    rounded_lora_glu.round_sums(gate_up, low, up, halves, *alone, LARGEST, LEAST_ABSMAX)
+    rounded_lora_glu.glu_forward(gate_up, low, up, halves, outs[1], "silu")
+    assert torch.equal(outs[0], outs[1])
+    assert all(torch.equal(one, other) for one, other in zip(both, alone, strict=True))
+    total = gate_up.double() + torch.cat([low[:, at : at + rank].double() @ up[row : row + width].double().t()
+                                          for _, at, row in halves], dim=1)  # fmt: skip
+    checks.assert_close(decoded(*both), rounded(total), 1e-3, "codes")
+    grad_out, grad_low = (checks.normal(tokens, columns, dtype=dtype, device=gpu) for columns in (width, rank))
+    down, grad = checks.normal(rank, width, dtype=dtype, device=gpu), torch.empty_like(gate_up)
+    rounded_lora_glu.glu_backward_from_codes(grad_out, *both, grad, "silu", (grad_low, down))
+    near = decoded(*both).requires_grad_()
+    gate, other = near.chunk(2, dim=1)
+    out = UNITS["silu"](gate) * other
+    (expected,) = torch.autograd.grad(out, near, grad_out.double() + grad_low.double() @ down.double())
+    checks.assert_close(grad, expected, checks.TOLERANCE[dtype], "grad_gate_up")
+
+
+def test_refuses_adapters_of_other_ranks(device):
+    gate_up, grad_out, low, up = (torch.zeros(shape, device=device) for shape in ((4, 16), (4, 8), (4, 3), (16, 3)))
+    kept, behind = buffers(4, 8, device), (low, torch.zeros(3, 7, device=device))
+    with pytest.raises(ValueError, match=r"down must have shape \[3, 8\], got \[3, 7\]"):
+        rounded_lora_glu.glu_backward_from_codes(grad_out, *kept, gate_up, "silu", behind)
+    with pytest.raises(ValueError, match="lie outside"):
+        rounded_lora_glu.round_sums(gate_up, low, up, ((0, 1, 0),), *kept, LARGEST, LEAST_ABSMAX)
