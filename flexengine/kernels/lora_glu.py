@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import cdiv, next_power_of_2
 from flexengine.kernels.glu import ACTIVATIONS, _gate, _unit_gradients
 from flexengine.kernels.rounding import round_to
 
@@ -39,7 +40,7 @@ def glu_forward(
     launch = _launch(gate_up, low, up, halves, width, activation)
     if out.numel() == 0:
         return
-    grid = (triton.cdiv(tokens, _ROWS) * triton.cdiv(width, _COLUMNS),)
+    grid = (cdiv(tokens, _ROWS) * cdiv(width, _COLUMNS),)
     strides = (gate_up.stride(0), low.stride(0), up.stride(0), out.stride(0))
     _forward_kernel[grid](gate_up, low, up, out, tokens, width, *strides, **launch)
 
@@ -63,7 +64,7 @@ def glu_backward(
     launch = {**_launch(gate_up, low, up, halves, width, activation), "ROWS": _BACKWARD_ROWS}
     if grad_out.numel() == 0:
         return
-    grid = (triton.cdiv(tokens, _BACKWARD_ROWS) * triton.cdiv(width, _COLUMNS),)
+    grid = (cdiv(tokens, _BACKWARD_ROWS) * cdiv(width, _COLUMNS),)
     grad_low, down = behind or (grad_out, grad_out)
     if behind is not None:
         rank = down.shape[0]
@@ -100,7 +101,7 @@ def _launch(
 
 def _ranks(rank: int) -> int:
     """Ranks that are multiplied at a time."""
-    return min(_MOST_RANKS, max(_LEAST_RANKS, triton.next_power_of_2(rank)))
+    return min(_MOST_RANKS, max(_LEAST_RANKS, next_power_of_2(rank)))
 
 
 @triton.jit

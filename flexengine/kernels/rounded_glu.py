@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import cdiv, next_power_of_2
 from flexengine.kernels.fp8 import fp8_bits, from_e4m3
 from flexengine.kernels.glu import ACTIVATIONS, _gate, _unit_gradients
 from flexengine.kernels.rounding import round_to
@@ -84,14 +85,14 @@ def glu_backward_from_codes(
 
 def _launch(codes: Tensor, scales: Tensor, tokens: int, width: int, activation: str) -> dict[str, int | bool]:
     """Check codes, scales and the name of the unit; returns the keywords of a launch."""
-    blocks = triton.cdiv(width, COLUMNS)
+    blocks = cdiv(width, COLUMNS)
     check_tensor("codes", codes, (tokens, 2 * width), (torch.uint8,))
     check_tensor("scales", scales, (tokens, 2 * blocks), (torch.float32,))
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}, expected one of {ACTIVATIONS}")
-    together = min(_BLOCKS, triton.next_power_of_2(blocks))
+    together = min(_BLOCKS, next_power_of_2(blocks))
     return {
-        "width": width, "blocks": blocks, "tiles": triton.cdiv(blocks, together), "GELU": activation == "gelu_tanh",
+        "width": width, "blocks": blocks, "tiles": cdiv(blocks, together), "GELU": activation == "gelu_tanh",
         "NATIVE": not codes.is_cuda or torch.cuda.get_device_capability(codes.device) >= NATIVE_SINCE,
         "BLOCKS": together, "num_warps": 4,
     }  # fmt: skip

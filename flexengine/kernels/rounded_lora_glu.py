@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flexengine.kernels import lora_glu, rounded_glu
 from flexengine.kernels.checks import FLOATS, check_tensor
+from flexengine.kernels.counts import cdiv
 from flexengine.kernels.fp8 import from_e4m3
 from flexengine.kernels.glu import _gate, _unit_gradients
 from flexengine.kernels.lora_glu import _added, _ranks, _tile, _with_adapters
@@ -71,7 +72,7 @@ def glu_backward_from_codes(
     check_tensor("down", down, (rank, width), (grad_out.dtype,), strided_rows=True)
     if grad_out.numel() == 0:
         return
-    grid = (triton.cdiv(tokens, _ROWS) * triton.cdiv(width, COLUMNS),)
+    grid = (cdiv(tokens, _ROWS) * cdiv(width, COLUMNS),)
     _backward_kernel[grid](
         grad_out, codes, scales, grad_low, down, grad_gate_up, tokens, width, grad_low.stride(0), down.stride(0), rank,
         GELU=unit["GELU"], NATIVE=unit["NATIVE"], WIDE=not grad_out.is_cuda, RANKS=_ranks(rank), ROWS=_ROWS,
@@ -90,7 +91,7 @@ def _launch_sums(
         check_tensor("out", out, (tokens, width), FLOATS)
     if gate_up.numel() == 0:
         return
-    grid = (triton.cdiv(tokens, _ROWS) * triton.cdiv(width, COLUMNS),)
+    grid = (cdiv(tokens, _ROWS) * cdiv(width, COLUMNS),)
     codes, scales = kept or (gate_up, gate_up)
     strides = (gate_up.stride(0), low.stride(0), up.stride(0))
     _sums_kernel[grid](
