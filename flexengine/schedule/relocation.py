@@ -66,11 +66,12 @@ class Move(NamedTuple):
         """What a rank of the node copies. What is whole in the node's memory only the first rank writes there."""
         if not self.division:
             return [] if rank and self.target.memory == "node" else [Copy(self.source, self.target)]
+        whole, own = (self.target, self.source) if self.gathers else (self.source, self.target)
         found = list[Copy]()
-        for part in (part for part in self.division[rank] if part.num_bytes):
-            starts = (part.start, part.whole_start) if self.gathers else (part.whole_start, part.start)
-            places = (place.within(start, part.num_bytes) for place, start in zip(self[1:3], starts, strict=True))
-            found.append(Copy(*places))
+        for start, whole_start, num_bytes in self.division[rank]:
+            of_whole, of_own = whole.within(whole_start, num_bytes), own.within(start, num_bytes)
+            if num_bytes:
+                found.append(Copy(of_own, of_whole) if self.gathers else Copy(of_whole, of_own))
         return found
 
 
@@ -136,9 +137,9 @@ def _planes(old: Layout, new: Layout) -> list[_Plane]:
         for kind, num_bytes in layout.plane_bytes.items():
             if kind != "grad" and num_bytes:
                 name = f"{kind} of {old.model.groups[group].name}"
-                places = [_place_of(one, kind, group) for one in (old, new)]
-                divisions = [one.division(kind, group) for one in (old, new)]
-                found.append(_Plane(name, *places, *divisions, num_bytes))
+                now, goal = (_place_of(one, kind, group) for one in (old, new))
+                divided, to_divide = (one.division(kind, group) for one in (old, new))
+                found.append(_Plane(name, now, goal, divided, to_divide, num_bytes))
     return found
 
 

@@ -344,7 +344,7 @@ def several_plans() -> Case:
 
 def plans_of(first: Plan) -> list[Plan]:
     """Plans in which frozen blocks swap places, and GPUs divide no states, all, all otherwise, some and none."""
-    embed, on, off, *blocks, head = first.groups
+    embed, on, off, *blocks, _ = first.groups
     dealt = GroupPlan(states="dealt")
     divided = replace(first, groups=(dealt, off, on, *[dealt] * len(blocks), dealt), grad_slots=1)
     otherwise = replace(divided, optimizer_tile=8192)
