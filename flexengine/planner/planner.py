@@ -237,13 +237,13 @@ class Planner:
         found = [
             (bold, self.pricer.step(Layout(self.model, bold)))
             for one in tried[:MOST_SPECULATING]
-            for bold in speculating_plans(self.model, one, self._spare_host_bytes(one))
+            for bold in speculating_plans(self.model, one, self._spare_host_bytes)
         ]
         best = min(found, key=lambda pair: pair[1].step_s, default=(plan, estimate))
         return best if best[1].step_s < LEAST_GAIN * estimate.step_s else (plan, estimate)
 
-    def _spare_host_bytes(self, plan: Plan) -> int:
-        return -excess_bytes(Layout(self.model, plan), self.request, self.profile)[1]
+    def _spare_host_bytes(self, layout: Layout) -> int:
+        return -excess_bytes(layout, self.request, self.profile)[1]
 
     def predicted(self, plan: Plan, estimate: StepEstimate) -> Plan:
         """Add the prediction to a plan. The bound is of plans that fetch all experts."""

@@ -7,7 +7,7 @@ step is simulated as if the speculation held.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from flexengine.models.spec import ModelSpec
@@ -25,11 +25,15 @@ LEAST_GAIN = 0.998
 """Speculate only where the step takes less than this share of its time: a clipped step takes longer with it."""
 
 
-def speculating_plans(model: ModelSpec, plan: Plan, spare_bytes: int) -> Iterator[Plan]:
-    """The plan with more and fewer groups updated speculatively, whose second planes fit `spare_bytes` of the host."""
+def speculating_plans(model: ModelSpec, plan: Plan, spare_bytes: Callable[[Layout], int]) -> Iterator[Plan]:
+    """The plan with more and fewer groups updated speculatively, as far as their second planes fit.
+
+    spare_bytes: of the host, which a layout leaves to them.
+    """
     if not plan.request.clipping or plan.shares_node or not plan.updates_on_cpu:
         return
-    fitting = _fitting(model, plan, spare_bytes)
+    layout = Layout(model, plan)
+    fitting = _fitting(layout, spare_bytes(layout))
     for count in dict.fromkeys(round(share * len(fitting)) for share in SHARES):
         chosen = set(fitting[:count])
         if chosen:
@@ -37,12 +41,12 @@ def speculating_plans(model: ModelSpec, plan: Plan, spare_bytes: int) -> Iterato
             yield replace(plan, groups=groups)
 
 
-def _fitting(model: ModelSpec, plan: Plan, spare_bytes: int) -> list[int]:
+def _fitting(layout: Layout, spare_bytes: int) -> list[int]:
     """Groups that may be speculative, in the order of backward, as far as their second planes fit."""
-    layout, found = Layout(model, plan), list[int]()
-    for group in completed_order(model):
+    found = list[int]()
+    for group in completed_order(layout.model):
         stored = layout.groups[group]
-        if not may_speculate(stored, plan.groups[group]):
+        if not may_speculate(stored, layout.plan.groups[group]):
             continue
         spare_bytes -= sum(align(stored.plane_bytes[kind]) for kind in second_kinds(stored))
         if spare_bytes < 0:
