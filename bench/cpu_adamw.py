@@ -13,7 +13,7 @@ least --seconds each, since others may use the machine.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -64,8 +64,10 @@ MODES = {
 TORCH_MODES = ("float32", "bf16")
 
 
-def best_seconds(work: Callable[[], object], args: argparse.Namespace) -> float:
-    return min(cpu_timer(work, args.seconds) for _ in range(args.repeats))
+def best_seconds(works: Mapping[str, Callable[[], object]], args: argparse.Namespace) -> dict[str, float]:
+    """The least seconds of each, which take turns, so that others who use the machine disturb them alike."""
+    rows = [{name: cpu_timer(work, args.seconds) for name, work in works.items()} for _ in range(args.repeats)]
+    return {name: min(row[name] for row in rows) for name in works}
 
 
 @contextmanager
@@ -116,7 +118,7 @@ def measure_copy(args: argparse.Namespace, threads: list[int]) -> dict[int, floa
         source, target = buffer.tensor.view(F32).chunk(2)
         for count in threads:
             torch.set_num_threads(count)
-            rates[count] = 8 * args.numel / best_seconds(lambda: target.copy_(source), args)
+            rates[count] = 8 * args.numel / best_seconds({"copy": lambda: target.copy_(source)}, args)["copy"]
             print(f"host copy, {count} threads: {rates[count] / 1e9:.1f} GB/s", flush=True)
     return rates
 
@@ -132,8 +134,8 @@ def measure_mode(name: str, args: argparse.Namespace, threads: list[int], copy_b
             }
             if name in TORCH_MODES:
                 updates["torch fused"] = torch_update(planes)
-            for implementation, update in updates.items():
-                rate = args.numel / best_seconds(update, args)
+            for implementation, seconds in best_seconds(updates, args).items():
+                rate = args.numel / seconds
                 moved = rate * mode.bytes_per_parameter
                 row = {
                     "mode": name,
