@@ -49,7 +49,7 @@ STOCHASTIC_BYTES_PER_S = 125e9
 rate of split masters."""
 INTO_SECOND_SHARE = 0.87
 """Rate of an update into second planes where nobody has measured it, by that of the same one in place. It moves the
-same bytes, but two threads of an AMD EPYC have 0.83 to 0.97 of the rate, least with float32 states
+same bytes, but two threads of an AMD EPYC have 0.84 to 0.97 of the rate, least with float32 states
 (bench/results/cpu_adamw_elsewhere.json)."""
 POINT_FIELDS = {
     "matmul_flops_per_s": "tokens",
