@@ -41,6 +41,7 @@ from flexengine.planner.size_tables import SizeTables
 from flexengine.planner.speculation import (
     ALIKE,
     LEAST_GAIN,
+    MOST_CHUNK_LAYERS,
     NOT_FAR,
     OTHER_SIZES,
     Speculation,
@@ -240,12 +241,12 @@ class Planner:
         """Update groups before the norm is known, where that is faster and host memory is left for second planes."""
         if not may_speculate_at_all(plan):
             return plan, estimate
-        bold = Speculation(self.model, self.request, self.profile, self.pricer)
+        bold = Speculation(self.model, self.request, self.profile, self.pricer, (plan, estimate))
         bold.try_plans([plan, *self._of_other_sizes(started, plan)])
-        if bold.best is not None:
+        if bold.best[1] is not estimate:
             bold.try_plans(self._alike(bold.best[0]))
             bold.try_fewer_groups()
-        return bold.best if bold.best and bold.best[1].step_s < LEAST_GAIN * estimate.step_s else (plan, estimate)
+        return bold.best if bold.best[1].step_s < LEAST_GAIN * estimate.step_s else (plan, estimate)
 
     def _of_other_sizes(self, started: Iterable[SizeSearch], plan: Plan) -> list[Plan]:
         """The best plan of each of the best sizes but that of `plan`; by simulation, where there was one.
@@ -254,7 +255,9 @@ class Planner:
         gradients sooner.
         """
         simulated = {size_of(one): one for one in reversed(self._fastest_first())}
-        ranked = sorted((size for size in started if size.name != size_of(plan)), key=lambda size: size.best_s)
+        most_chunks = MOST_CHUNK_LAYERS // len(self.model.blocks)
+        others = (size for size in started if size.name != size_of(plan) and size.name[1] <= most_chunks)
+        ranked = sorted(others, key=lambda size: size.best_s)
         near = [size for size in ranked if size.best_s <= NOT_FAR * ranked[0].best_s][:OTHER_SIZES]
         return [simulated.get(size.name) or size.best_plan for size in near]
 
