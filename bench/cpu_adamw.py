@@ -4,7 +4,8 @@
 
 Per mode and number of threads: parameters/s, and bytes/s of what an update must move (each plane read once, all but the
 gradient written once), also as a share of the best host copy measured in the same run (bytes read plus bytes written
-by torch's copy). torch.optim.AdamW(fused=True) runs in the two modes that it has, on the same kind of memory; with bf16
+by torch's copy). "native, elsewhere" has its results in other planes than it reads, as updates that may be dropped.
+torch.optim.AdamW(fused=True) runs in the two modes that it has, on the same kind of memory; with bf16
 states it rounds to nearest where flexengine rounds stochastically. Every figure is the best of --repeats runs of at
 least --seconds each, since others may use the machine.
 """
@@ -12,7 +13,7 @@ least --seconds each, since others may use the machine.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from flexengine.hardware.measure_host import thread_counts
 from flexengine.hardware.timing import cpu_timer
 from flexengine.native import allocate_host
 from flexengine.native.adamw import adamw_update_, instruction_sets
+from flexengine.native.update import HostUpdate, Targets, update_into
 from flexengine.optim.adamw import adamw_factors
 from flexengine.random_bits import stream_keys
 
@@ -62,8 +64,10 @@ MODES = {
 TORCH_MODES = ("float32", "bf16")
 
 
-def best_seconds(work: Callable[[], object], args: argparse.Namespace) -> float:
-    return min(cpu_timer(work, args.seconds) for _ in range(args.repeats))
+def best_seconds(works: Mapping[str, Callable[[], object]], args: argparse.Namespace) -> dict[str, float]:
+    """The least seconds of each, which take turns, so that others who use the machine disturb them alike."""
+    rows = [{name: cpu_timer(work, args.seconds) for name, work in works.items()} for _ in range(args.repeats)]
+    return {name: min(row[name] for row in rows) for name in works}
 
 
 @contextmanager
@@ -88,6 +92,16 @@ def native_update(planes: list[Tensor], threads: int) -> Callable[[], object]:
     )  # fmt: skip
 
 
+def native_update_elsewhere(planes: list[Tensor], targets: list[Tensor], threads: int) -> Callable[[], object]:
+    exp_avg, exp_avg_sq, weight, grad, *rest = planes
+    factors, keys = adamw_factors(**SETTINGS, step=10), [stream_keys(0, 10, stream) for stream in range(3)]
+    update = HostUpdate(
+        weight, rest[0] if rest else None, (exp_avg, exp_avg_sq), grad, torch.ones(1), factors, keys, element_offset=0
+    )
+    places = Targets(targets[2], targets[4] if rest else None, (targets[0], targets[1]))
+    return lambda: update_into("adamw", update, places, threads)
+
+
 def torch_update(planes: list[Tensor]) -> Callable[[], object]:
     exp_avg, exp_avg_sq, weight, grad = planes
     parameter = torch.nn.Parameter(weight)
@@ -104,21 +118,24 @@ def measure_copy(args: argparse.Namespace, threads: list[int]) -> dict[int, floa
         source, target = buffer.tensor.view(F32).chunk(2)
         for count in threads:
             torch.set_num_threads(count)
-            rates[count] = 8 * args.numel / best_seconds(lambda: target.copy_(source), args)
+            rates[count] = 8 * args.numel / best_seconds({"copy": lambda: target.copy_(source)}, args)["copy"]
             print(f"host copy, {count} threads: {rates[count] / 1e9:.1f} GB/s", flush=True)
     return rates
 
 
 def measure_mode(name: str, args: argparse.Namespace, threads: list[int], copy_bytes_per_s: float) -> list[dict]:
     mode, rows = MODES[name], []
-    with planes_of(mode, args.numel) as planes:
+    with planes_of(mode, args.numel) as planes, planes_of(mode, args.numel) as others:
         for count in threads:
             torch.set_num_threads(count)
-            updates = {"native": native_update(planes, count)}
+            updates = {
+                "native": native_update(planes, count),
+                "native, elsewhere": native_update_elsewhere(planes, others, count),
+            }
             if name in TORCH_MODES:
                 updates["torch fused"] = torch_update(planes)
-            for implementation, update in updates.items():
-                rate = args.numel / best_seconds(update, args)
+            for implementation, seconds in best_seconds(updates, args).items():
+                rate = args.numel / seconds
                 moved = rate * mode.bytes_per_parameter
                 row = {
                     "mode": name,

@@ -27,7 +27,7 @@ from flexengine.node_probe import with_ranks_at_work
 from flexengine.optim import OPTIMIZERS, AdamW, Optimizer, name_of
 from flexengine.options import options_of
 from flexengine.parallel.cores import take_cores
-from flexengine.parallel.devices import check_own_gpus, device_of_rank
+from flexengine.parallel.devices import device_of_rank, gpus_of_ranks
 from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.team import Team, join
 from flexengine.plan import Plan
@@ -187,7 +187,7 @@ def prepare_job(
         with team.control.all_or_none():
             opened = _open(path_or_preset, job, team)
         _check_same_job(team, opened)
-        check_own_gpus(team.control, opened.device)
+        gpus_of_ranks(team.control, opened.device).check_own()
         take_cores(team.ranks, team.control, gpu_numa_node() if opened.device.type == "cuda" else None)
         profile = _told_by_first(team, lambda: _profile(hardware, opened))
         if hardware is None:

@@ -22,6 +22,7 @@ from flexengine.hardware.node_rates import NodeRates, RankRates, slowest_of, wit
 from flexengine.hardware.probe import node_path
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.parallel.collectives import Collectives
+from flexengine.parallel.devices import gpus_of_ranks
 from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.team import Team
 
@@ -51,7 +52,7 @@ def with_ranks_at_work(
     Ranks on CPUs, those of which two share a GPU, and one on each node keep the profile. All ranks make this call
     together and get the same. Raises: on all ranks, what one raises.
     """
-    if team.ranks.local_size == 1 or not has_own_gpus(team, device):
+    if team.ranks.local_size == 1 or not gpus_of_ranks(team.control, device).all_own:
         return profile
     ranks, control = team.ranks, team.control
     path = node_path(device, dtype, ranks.local_size, ranks.nodes)
@@ -65,13 +66,6 @@ def with_ranks_at_work(
     if ranks.rank == 0:
         write_remembered(path, found.to_json())
     return _grown(with_node_rates(profile, found), told[0], ranks.local_size)
-
-
-def has_own_gpus(team: Team, device: torch.device) -> bool:
-    """Whether every rank has a GPU that no other has; all ranks make this call together."""
-    own = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-    told = team.control.gather(own)
-    return None not in told and len(set(told)) == len(told)
 
 
 def measure_rank(profile: HardwareProfile, team: Team, device: torch.device, dtype: torch.dtype) -> Measured:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from flexengine.hardware.curve import Curve, Points
-from flexengine.hardware.profile import STOCHASTIC
+from flexengine.hardware.profile import INTO_SECOND, STOCHASTIC
 from flexengine.hardware.timing import cpu_timer
 from flexengine.native.adamw import update_threads
 from flexengine.optim import AdamW
+from flexengine.optim.into import update_into
 from flexengine.optim.rule import Rule, Update
 from flexengine.optim.rules import rule_of
 
@@ -58,7 +59,8 @@ def adamw_rates(dtype: torch.dtype, memory: Tensor, least_s: float) -> tuple[tup
     All threads but one work, as in the engine, which leaves one to issue commands. bfloat16 compute has split masters
     and bf16 gradients, and is measured with bf16 masters that are rounded stochastically, too; float32 and float64
     have whole ones. memory: uint8, filled with as many parameters as it holds; it should exceed the processor's caches
-    (`working_bytes`). Without the native update only FIRST_PARAMETERS are timed.
+    (`working_bytes`). Updates with states as floats are measured into second planes, too. Without the native update
+    only FIRST_PARAMETERS are timed.
     """
     rates = []
     with engine_threads():
@@ -67,7 +69,15 @@ def adamw_rates(dtype: torch.dtype, memory: Tensor, least_s: float) -> tuple[tup
             if rate > SLOW_PARAMETERS_PER_S:
                 rate = _adamw_rate(memory, dtype, state, memory.numel(), least_s)
             rates.append((state, rate))
+        fast = (state for state, rate in rates if rate > SLOW_PARAMETERS_PER_S and _may_be_dropped(dtype, state))
+        for state in [f"{state}{INTO_SECOND}" for state in fast]:
+            rates.append((state, _adamw_rate(memory, dtype, state, memory.numel(), least_s)))
     return tuple(rates)
+
+
+def _may_be_dropped(dtype: torch.dtype, state: str) -> bool:
+    """Whether the engine makes such updates into second planes: not those of states in blocks, nor slow ones."""
+    return dtype != torch.float64 and _rule(dtype, state).block == 1
 
 
 class AdamWork(NamedTuple):
@@ -135,14 +145,20 @@ def _adamw_rate(memory: Tensor, dtype: torch.dtype, state: str, most_parameters:
 
 
 def _rule(dtype: torch.dtype, state: str) -> Rule:
-    return rule_of("adamw", "matrix", state.removesuffix(STOCHASTIC), str(dtype).removeprefix("torch."))
+    state = state.removesuffix(INTO_SECOND).removesuffix(STOCHASTIC)
+    return rule_of("adamw", "matrix", state, str(dtype).removeprefix("torch."))
 
 
 def _layout(dtype: torch.dtype, state: str) -> dict[str, tuple[torch.dtype, int]]:
     """Give the type of every plane and how many elements share an entry; wide types first, which keeps all aligned.
 
-    bfloat16 compute has a remainder of split masters, where they are not rounded stochastically.
+    bfloat16 compute has a remainder of split masters, where they are not rounded stochastically. Names of second planes
+    end with INTO_SECOND.
     """
+    if state.endswith(INTO_SECOND):
+        planes = _layout(dtype, state.removesuffix(INTO_SECOND))
+        second = {f"{name}{INTO_SECOND}": plane for name, plane in planes.items() if name != "grad"}
+        return dict(sorted({**planes, **second}.items(), key=lambda plane: -plane[1][0].itemsize))
     planes = {plane.kind: (getattr(torch, plane.dtype), plane.block) for plane in _rule(dtype, state).states}
     planes |= {"weights": (dtype, 1), "grad": (dtype, 1)}
     if dtype == torch.bfloat16 and not state.endswith(STOCHASTIC):
@@ -170,6 +186,7 @@ def _update(memory: Tensor, dtype: torch.dtype, state: str, most: int) -> Callab
         offset += num_bytes
     planes["grad"].view(-1, PIECE_ALIGNMENT).copy_(torch.randn(PIECE_ALIGNMENT, dtype=torch.float64).to(dtype))
     scale = torch.ones(1, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    targets = {name.removesuffix(INTO_SECOND): planes.pop(name) for name in list(planes) if name.endswith(INTO_SECOND)}
     update = Update(planes, scale, AdamW(lr=1e-4), lr=1e-4, weight_decay=0.0, step=1, seed=0, element_offset=0)
     rule = _rule(dtype, state)
-    return lambda: rule.update(update)
+    return (lambda: update_into(rule, update, targets)) if targets else (lambda: rule.update(update))

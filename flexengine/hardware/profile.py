@@ -32,6 +32,8 @@ FORMAT = 6
 """Version of the JSON form; raised when fields appear or change their meaning."""
 STOCHASTIC = " stochastic"
 """Ends the name of an update by the CPU whose bf16 masters are rounded stochastically; before it is the state dtype."""
+INTO_SECOND = " into second planes"
+"""Ends the name of an update by the CPU whose results go elsewhere than they were read, past the caches."""
 ADAMW_BYTES = {
     "float32": 26,
     "bfloat16": 18,
@@ -45,6 +47,10 @@ STOCHASTIC_BYTES_PER_S = 125e9
 """What AdamW with stochastic rounding moves at most where nobody has measured it: 16 threads of a server do
 (bench/results/h200_cpu_adamw.json), where split masters move 176 GB/s. 1 to 16 threads there have 0.64 to 0.72 of the
 rate of split masters."""
+INTO_SECOND_SHARE = 0.87
+"""Rate of an update into second planes where nobody has measured it, by that of the same one in place. It moves the
+same bytes, but two threads of an AMD EPYC have 0.84 to 0.97 of the rate, least with float32 states
+(bench/results/cpu_adamw_elsewhere.json)."""
 POINT_FIELDS = {
     "matmul_flops_per_s": "tokens",
     "fp8_matmul_flops_per_s": "tokens",
@@ -121,7 +127,8 @@ class HardwareProfile:
     host_bytes_per_s: float
     """Host memory traffic of a large copy by all threads, bytes read plus bytes written."""
     cpu_adamw_parameters_per_s: tuple[tuple[str, float], ...]
-    """(dtype of the optimizer states, parameters updated per second by all threads of the CPU)."""
+    """(name of an update as `Numerics.cpu_update` has it, perhaps with INTO_SECOND after it; parameters updated per
+    second by all threads of the CPU)."""
     launch_s: float
     """Seconds from one small kernel to the next, issued back to back from Python."""
     issue_s: float
@@ -207,8 +214,8 @@ class HardwareProfile:
         return _rate("attention_backward_rate: seq_len", self.attention_backward_flops_per_s, seq_len)
 
     def cpu_adamw_rate(self, update: str) -> float:
-        """Give parameters/s of such an update by the CPU; the slowest rate for one not measured."""
-        rates = dict(self.cpu_adamw_parameters_per_s)
+        """Give parameters/s of such an update in place by the CPU; the slowest rate for one not measured."""
+        rates = self._rates_in_place()
         return rates.get(update, min(rates.values()))
 
     def cpu_adamw_bytes_per_s(self, update: str) -> float:
@@ -216,13 +223,23 @@ class HardwareProfile:
 
         update: as `Numerics.cpu_update` names it; a state dtype alone means split masters.
         """
-        rates = dict(self.cpu_adamw_parameters_per_s)
+        rates = self._rates_in_place()
         if update not in rates and update.endswith(STOCHASTIC):
             return min(self.cpu_adamw_bytes_per_s(update.removesuffix(STOCHASTIC)), STOCHASTIC_BYTES_PER_S)
         if update not in rates and update in ADAMW_BYTES:  # measured before there were such states
             split = {name: rate for name, rate in rates.items() if not name.endswith(STOCHASTIC)}
             return min(rate * ADAMW_BYTES.get(name, max(ADAMW_BYTES.values())) for name, rate in split.items())
         return self.cpu_adamw_rate(update) * ADAMW_BYTES.get(update, max(ADAMW_BYTES.values()))
+
+    def cpu_adamw_into_second_bytes_per_s(self, update: str) -> float:
+        """Give the same for an update into second planes."""
+        measured = dict(self.cpu_adamw_parameters_per_s).get(update + INTO_SECOND)
+        if measured is None or update not in ADAMW_BYTES:
+            return INTO_SECOND_SHARE * self.cpu_adamw_bytes_per_s(update)
+        return measured * ADAMW_BYTES[update]
+
+    def _rates_in_place(self) -> dict[str, float]:
+        return {name: rate for name, rate in self.cpu_adamw_parameters_per_s if not name.endswith(INTO_SECOND)}
 
     def host_rate(self, update: str) -> float:
         """Give bytes/s of host memory, which copies over the link and updates by the CPU share.
@@ -355,6 +372,8 @@ def _check_named_rates(name: str, value: Any) -> None:
 
 
 def masters_and_states(update: str) -> str:
-    """Word the name of an update by the CPU: "bfloat16 states", or with "stochastic masters" after it."""
-    stochastic = ", stochastic masters" if update.endswith(STOCHASTIC) else ""
-    return f"{update.removesuffix(STOCHASTIC)} states{stochastic}"
+    """Word the name of an update by the CPU: "bfloat16 states", or with "stochastic masters" and more after it."""
+    in_place = update.removesuffix(INTO_SECOND)
+    stochastic = ", stochastic masters" if in_place.endswith(STOCHASTIC) else ""
+    into = "," + INTO_SECOND if update.endswith(INTO_SECOND) else ""
+    return f"{in_place.removesuffix(STOCHASTIC)} states{stochastic}{into}"

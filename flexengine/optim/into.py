@@ -1,7 +1,7 @@
 """Updates whose results go to other tensors than they read, so that the old values are still there.
 
-The bits are those of the update in place: the native path computes in a buffer that stays in cache, and elsewhere old
-values are copied to where the new ones go and updated there.
+The bits are those of the update in place: the native path stores past the caches, so that no line is read only
+to be overwritten; elsewhere old values are copied to where the new ones go and updated there.
 """
 
 from __future__ import annotations

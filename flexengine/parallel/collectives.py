@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from flexengine.parallel.control import Control, RankError
+from flexengine.parallel.devices import gpus_of_ranks
 
 CONNECT_BYTES = 2**22
 """Of the first calls over NCCL: enough for every way of moving bytes that a larger call takes."""
@@ -31,7 +32,7 @@ class Collectives:
         """Join the others of the node; all ranks make this call together."""
         ranks = control.ranks
         self._control, self._on_cuda = control, device.type == "cuda"
-        self._by_nccl = self._on_cuda and not _share_a_gpu(control, device)
+        self._by_nccl = self._on_cuda and not gpus_of_ranks(control, device).shared_on(ranks.node)
         self._rank, self._size = ranks.local_rank, ranks.local_size
         self._leaving = control.unique(f"leaving{ranks.node}")
         link = control.nccl_link if self._by_nccl else control.link
@@ -131,10 +132,3 @@ def _in_place(options: str) -> Any:
     found = getattr(torch.distributed.distributed_c10d, options)()
     found.asyncOp = False
     return found
-
-
-def _share_a_gpu(control: Control, device: torch.device) -> bool:
-    """Whether two ranks of this one's node have the same GPU."""
-    told = control.gather((control.ranks.node, str(torch.cuda.get_device_properties(device).uuid)))
-    here = [gpu for node, gpu in told if node == control.ranks.node]
-    return len(set(here)) < len(here)

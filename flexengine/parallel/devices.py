@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -31,17 +33,46 @@ def device_of_rank(name: str, ranks: Ranks) -> str:
     return f"cuda:{ranks.local_rank % max(1, count)}"
 
 
-def check_own_gpus(control: Control, device: torch.device) -> None:
-    """Raise ValueError on all ranks where two have the same GPU, unless all of them may share it."""
-    own = None if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
-    told = control.gather((own, _may_share()))
-    holders: dict[str, int] = {}
-    for rank, (gpu, may_share) in enumerate(told):
-        if gpu is not None and holders.setdefault(gpu, rank) != rank and not may_share:
-            raise ValueError(
-                f"ranks {holders[gpu]} and {rank} have the same GPU ({gpu}), and each would take the whole GPU budget;"
-                f" start one rank for each GPU, or set {SHARED_GPU_VARIABLE}=1 and give each its share of the budget"
-            )
+class GpusOfRanks(NamedTuple):
+    """The GPUs of all ranks, by rank: the rank's node, its GPU's uuid (None: a CPU), whether it may share that GPU."""
+
+    nodes: tuple[int, ...]
+    gpus: tuple[str | None, ...]
+    may_share: tuple[bool, ...]
+
+    def check_own(self) -> None:
+        """Raise ValueError where two ranks have the same GPU, unless they may share it."""
+        holders: dict[str, int] = {}
+        for rank, (gpu, may_share) in enumerate(zip(self.gpus, self.may_share, strict=True)):
+            if gpu is not None and holders.setdefault(gpu, rank) != rank and not may_share:
+                raise ValueError(
+                    f"ranks {holders[gpu]} and {rank} have the same GPU ({gpu}), and each would take the whole GPU"
+                    f" budget; start one rank for each GPU, or set {SHARED_GPU_VARIABLE}=1 and give each its share of"
+                    " the budget"
+                )
+
+    @property
+    def all_own(self) -> bool:
+        """Whether every rank has a GPU that no other has."""
+        return None not in self.gpus and len(set(self.gpus)) == len(self.gpus)
+
+    def shared_on(self, node: int) -> bool:
+        """Whether two ranks of a node have the same GPU."""
+        here = [gpu for at, gpu in zip(self.nodes, self.gpus, strict=True) if at == node and gpu is not None]
+        return len(set(here)) < len(here)
+
+
+_known: WeakKeyDictionary[Control, tuple[torch.device, GpusOfRanks]] = WeakKeyDictionary()
+
+
+def gpus_of_ranks(control: Control, device: torch.device) -> GpusOfRanks:
+    """What GPUs all ranks have: gathered once among the ranks of a Control, which make the first call together."""
+    known = _known.get(control)
+    if known is None or known[0] != device:
+        gpu = None if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
+        nodes, gpus, may_share = zip(*control.gather((control.ranks.node, gpu, _may_share())), strict=True)
+        known = _known[control] = device, GpusOfRanks(nodes, gpus, may_share)
+    return known[1]
 
 
 def _may_share() -> bool:

@@ -38,7 +38,16 @@ from flexengine.planner.feasibility.shortage import Feasibility, shortage
 from flexengine.planner.shared_buffers import SharedBuffers
 from flexengine.planner.size_search import SizeSearch
 from flexengine.planner.size_tables import SizeTables
-from flexengine.planner.speculation import LEAST_GAIN, MOST_SPECULATING, NEARLY_AS_FAST, speculating_plans
+from flexengine.planner.speculation import (
+    ALIKE,
+    LEAST_GAIN,
+    MOST_CHUNK_LAYERS,
+    NOT_FAR,
+    OTHER_SIZES,
+    Speculation,
+    may_speculate_at_all,
+    size_of,
+)
 from flexengine.schedule.expert_fetch import least_touched_share
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.packing import full_round
@@ -126,9 +135,9 @@ class Planner:
 
     def plan(self) -> Plan | None:
         """Bound, seed, search and simulate; None where nothing fits."""
-        sizes = self.race(self.started(self.bounded()))
-        best = self.simulated(self.finalists(sizes)) or self.simulated(self.last_resort())
-        return None if best is None else self.predicted(*self.speculating(*self.touched_only(*best)))
+        started = self.started(self.bounded())
+        best = self.simulated(self.finalists(self.race(started))) or self.simulated(self.last_resort())
+        return None if best is None else self.predicted(*self.speculating(started, *self.touched_only(*best)))
 
     # -- sizes -------------------------------------------------------------------------------------------------------
 
@@ -226,24 +235,38 @@ class Planner:
         found = self.pricer.step(Layout(self.model, sparing))
         return (sparing, found) if found.step_s < estimate.step_s else (plan, estimate)
 
-    def speculating(self, plan: Plan, estimate: StepEstimate) -> tuple[Plan, StepEstimate]:
-        """Update groups before the norm is known, where that is faster and host memory is left for second planes.
+    def speculating(
+        self, started: Iterable[SizeSearch], plan: Plan, estimate: StepEstimate
+    ) -> tuple[Plan, StepEstimate]:
+        """Update groups before the norm is known, where that is faster and host memory is left for second planes."""
+        if not may_speculate_at_all(plan):
+            return plan, estimate
+        bold = Speculation(self.model, self.request, self.profile, self.pricer, (plan, estimate))
+        bold.try_plans([plan, *self._of_other_sizes(started, plan)])
+        if bold.best[1] is not estimate:
+            bold.try_plans(self._alike(bold.best[0]))
+            bold.try_fewer_groups()
+        return bold.best if bold.best[1].step_s < LEAST_GAIN * estimate.step_s else (plan, estimate)
 
-        Tried on the fastest plan and on others that are nearly as fast, as these may leave more memory.
+    def _of_other_sizes(self, started: Iterable[SizeSearch], plan: Plan) -> list[Plan]:
+        """The best plan of each of the best sizes but that of `plan`; by simulation, where there was one.
+
+        Where updates no longer end the step, shorter chunks may be faster, whose last backward pass gives the first
+        gradients sooner.
         """
-        near = (pair for pair in self.timed if pair[1].step_s <= NEARLY_AS_FAST * estimate.step_s)
-        others = sorted(near, key=lambda pair: pair[1].step_s)
-        tried = [plan, *(other for other, _ in others if other.groups != plan.groups or other.layers != plan.layers)]
-        found = [
-            (bold, self.pricer.step(Layout(self.model, bold)))
-            for one in tried[:MOST_SPECULATING]
-            for bold in speculating_plans(self.model, one, self._spare_host_bytes(one))
-        ]
-        best = min(found, key=lambda pair: pair[1].step_s, default=(plan, estimate))
-        return best if best[1].step_s < LEAST_GAIN * estimate.step_s else (plan, estimate)
+        simulated = {size_of(one): one for one in reversed(self._fastest_first())}
+        most_chunks = MOST_CHUNK_LAYERS // len(self.model.blocks)
+        others = (size for size in started if size.name != size_of(plan) and size.name[1] <= most_chunks)
+        ranked = sorted(others, key=lambda size: size.best_s)
+        near = [size for size in ranked if size.best_s <= NOT_FAR * ranked[0].best_s][:OTHER_SIZES]
+        return [simulated.get(size.name) or size.best_plan for size in near]
 
-    def _spare_host_bytes(self, plan: Plan) -> int:
-        return -excess_bytes(Layout(self.model, plan), self.request, self.profile)[1]
+    def _alike(self, plan: Plan) -> list[Plan]:
+        """The next best plans of a plan's size, by simulation."""
+        return [one for one in self._fastest_first() if size_of(one) == size_of(plan)][1 : 1 + ALIKE]
+
+    def _fastest_first(self) -> list[Plan]:
+        return [plan for plan, _ in sorted(self.timed, key=lambda pair: pair[1].step_s)]
 
     def _after_clipping_s(self, plan: Plan) -> float:
         return self.pricer.step(Layout(self.model, plan.after_clipping())).step_s if plan.speculates else 0.0

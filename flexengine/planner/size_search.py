@@ -6,6 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
+from flexengine.plan import Plan
 from flexengine.planner.bound.relaxation import Bound
 from flexengine.planner.candidates import CandidateMemory
 from flexengine.planner.local_search import BLOCKS_PER_EXPANSION, LocalSearch
@@ -49,6 +50,11 @@ class SizeSearch:
     def rank_s(self) -> float:
         """Until local search from all seeds halfway from the relaxed step to the best: short rounds improve most."""
         return (min(self.relaxed_s, self.best_s) + self.best_s) / 2
+
+    @property
+    def best_plan(self) -> Plan:
+        """The best plan found so far. It may not fit, as the search counts some bytes only nearly."""
+        return self.search.memory.plan(self.search.found, self.search.finalists(1)[0])
 
     @property
     def name(self) -> tuple[int, int]:

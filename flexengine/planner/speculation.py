@@ -1,48 +1,108 @@
 """Adds speculative updates to a plan: as many groups as spare host memory has second planes for, if that is faster.
 
-The search knows nothing of them. A finalist's groups that the CPU updates are taken in the order in which the last
-backward pass completes their gradients: what comes first has most time to be updated before the norm is known. The
-step is simulated as if the speculation held.
+The search knows nothing of them, but the best plans of several sizes are tried. Groups that the CPU updates are taken
+in the order in which the last backward pass completes their gradients: what comes first has most time to be updated
+before the norm is known. The step is simulated as if the speculation held.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
-from flexengine.plan import Plan
+from flexengine.plan import Plan, Request
+from flexengine.planner.cost.cost_model import StepPricer
+from flexengine.planner.cost.memory import excess_bytes
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.second_planes import may_speculate, second_kinds
+from flexengine.schedule.step_parts import StepEstimate
 
-SHARES = (1.0, 0.75, 0.5, 0.25)
-"""Shares of what fits that are tried. Fewer groups leave host memory and the link alone while backward runs."""
-
-MOST_SPECULATING, NEARLY_AS_FAST = 3, 1.05
-"""Finalists that speculation is tried on, and how much slower than the fastest they may be without."""
+FIRST_SHARES, OTHER_SHARES = (1.0, 0.75), (0.5, 0.25)
+"""Shares of what fits that are tried of all plans, and of the fastest then. Fewer groups leave host memory and the link
+alone while backward runs."""
+OTHER_SIZES, NOT_FAR = 4, 1.2
+"""Sizes that are tried beside the fastest plan's, and how much slower than the best of them they may be without
+speculation. It may gain a quarter; each costs two simulations, a third of a second on an old server."""
+ALIKE = 2
+"""Plans of the same size as the best one that are tried as well: less of what is kept leaves more host memory."""
+SPECULATED_COMMANDS = 8_000
+"""Commands after which no more plans are tried; a second has about 20,000. Short steps, which gain most, are tried in
+all sizes; without a limit 1 of 12 requests had a faster plan, by 0.2%."""
+MOST_CHUNK_LAYERS = 256
+"""Largest chunks per round times blocks of other sizes that are tried: a simulation takes as long as its program."""
+HOPELESS = 1.05
+"""Try no fewer groups of a plan where more of them take so much longer than the best so far."""
 LEAST_GAIN = 0.998
 """Speculate only where the step takes less than this share of its time: a clipped step takes longer with it."""
 
+Priced = tuple[Plan, StepEstimate]
 
-def speculating_plans(model: ModelSpec, plan: Plan, spare_bytes: int) -> Iterator[Plan]:
-    """The plan with more and fewer groups updated speculatively, whose second planes fit `spare_bytes` of the host."""
-    if not plan.request.clipping or plan.shares_node or not plan.updates_on_cpu:
-        return
-    fitting = _fitting(model, plan, spare_bytes)
-    for count in dict.fromkeys(round(share * len(fitting)) for share in SHARES):
+
+def may_speculate_at_all(plan: Plan) -> bool:
+    """Whether the updates of a plan's request may be speculative."""
+    return plan.request.clipping and not plan.shares_node
+
+
+def size_of(plan: Plan) -> tuple[int, int]:
+    """The tokens of a chunk and the chunks of a round."""
+    return plan.chunk_tokens, plan.chunks_per_round
+
+
+class Speculation:
+    """Finds the fastest speculating plan of some plans, by simulation.
+
+    best: it and its estimate; at first a plan without speculation, which others have to beat.
+    """
+
+    def __init__(
+        self, model: ModelSpec, request: Request, profile: HardwareProfile, pricer: StepPricer, best: Priced
+    ) -> None:
+        self._model, self._request, self._profile, self._pricer, self.best = model, request, profile, pricer, best
+        self._most_commands = pricer.simulated_commands + SPECULATED_COMMANDS
+        self._layout: Layout | None = None  # of the best one without speculation; None before one is faster
+
+    def try_plans(self, plans: Iterable[Plan]) -> None:
+        """Try FIRST_SHARES of what the plans have room for; plans that do not fit themselves are left out."""
+        for layout in (Layout(self._model, plan) for plan in plans if plan.updates_on_cpu):
+            if self._pricer.simulated_commands > self._most_commands:
+                return
+            if max(excess_bytes(layout, self._request, self._profile)) <= 0:
+                self._try(layout, FIRST_SHARES)
+
+    def try_fewer_groups(self) -> None:
+        """Try OTHER_SHARES of what the best one's plan has room for."""
+        if self._layout is not None:
+            self._try(self._layout, OTHER_SHARES)
+
+    def _try(self, layout: Layout, shares: Sequence[float]) -> None:
+        spare_bytes = -excess_bytes(layout, self._request, self._profile)[1]
+        for plan in speculating_plans(layout, spare_bytes, shares):
+            estimate = self._pricer.step(Layout(self._model, plan))
+            if estimate.step_s < self.best[1].step_s:
+                self.best, self._layout = (plan, estimate), layout
+            elif estimate.step_s > HOPELESS * self.best[1].step_s:
+                break
+
+
+def speculating_plans(layout: Layout, spare_bytes: int, shares: Sequence[float]) -> Iterator[Plan]:
+    """A layout's plan with groups updated speculatively: shares of those whose second planes fit `spare_bytes`."""
+    fitting = _fitting(layout, spare_bytes)
+    for count in dict.fromkeys(round(share * len(fitting)) for share in shares):
         chosen = set(fitting[:count])
         if chosen:
-            groups = tuple(replace(home, speculative=g in chosen) for g, home in enumerate(plan.groups))
-            yield replace(plan, groups=groups)
+            groups = tuple(replace(home, speculative=g in chosen) for g, home in enumerate(layout.plan.groups))
+            yield replace(layout.plan, groups=groups)
 
 
-def _fitting(model: ModelSpec, plan: Plan, spare_bytes: int) -> list[int]:
+def _fitting(layout: Layout, spare_bytes: int) -> list[int]:
     """Groups that may be speculative, in the order of backward, as far as their second planes fit."""
-    layout, found = Layout(model, plan), list[int]()
-    for group in completed_order(model):
+    found = list[int]()
+    for group in completed_order(layout.model):
         stored = layout.groups[group]
-        if not may_speculate(stored, plan.groups[group]):
+        if not may_speculate(stored, layout.plan.groups[group]):
             continue
         spare_bytes -= sum(align(stored.plane_bytes[kind]) for kind in second_kinds(stored))
         if spare_bytes < 0:

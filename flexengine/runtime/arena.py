@@ -11,7 +11,7 @@ from torch import Tensor
 from flexengine.native import HostBuffer, allocate_host
 from flexengine.native.host_memory import return_large_blocks
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.relocation import ByteRange, Move
+from flexengine.schedule.relocation import ByteRange, Copy
 from flexengine.schedule.slots import Memory, Slot
 
 DTYPES = {
@@ -101,13 +101,13 @@ class Arenas:
         """
         self._typed[memory][torch.uint8].fill_(byte)
 
-    def relocate(self, moves: Iterable[Move]) -> None:
-        """Make moves one after the other; blocks until the last has ended. Takes RELOCATION_PIECE_BYTES more."""
-        for move in moves:
-            if move.source.overlaps(move.target):
-                self._shift(move.source, move.target)
+    def relocate(self, copies: Iterable[Copy]) -> None:
+        """Copy one after the other; blocks until the last has ended. Takes RELOCATION_PIECE_BYTES more."""
+        for source, target in copies:
+            if source.overlaps(target):
+                self._shift(source, target)
             else:
-                self._bytes(move.target).copy_(self._bytes(move.source))
+                self._bytes(target).copy_(self._bytes(source))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -315,7 +315,7 @@ class Engine(CheckpointCalls, ReadingCalls):
 
         Between steps only. Nothing is allocated: the plan must fit the arenas of the one before, and planes move
         within them. With the same chunk and round sizes every later loss is bit-identical to what it would have been.
-        Of several ranks, all call it with the same plan.
+        Of several ranks, all call it with the same plan, which may divide optimizer states otherwise over their GPUs.
         Raises ValueError when there are gradients, the request differs, or the plan does not fit; then nothing changed.
         """
         self.state.require_usable()
@@ -324,10 +324,12 @@ class Engine(CheckpointCalls, ReadingCalls):
         if self.state.has_gradients:
             raise ValueError("adopt() between fwd_bwd and step: the gradients would be lost; call step() first")
         _check_same_run(self.plan.request, plan.request)
-        layout = Layout(self.model, plan)
-        moves = relocation(self.layout, layout, self.arenas.capacity)
-        if self.turns is not None:
-            self.turns.check_takes(layout)
+        with together(self.turns):
+            layout = Layout(self.model, plan)
+            cuts = () if self.turns is None else self.turns.cuts
+            moves = relocation(self.layout, layout, self.arenas.capacity, cuts)
+            if self.turns is not None:
+                self.turns.check_takes(layout)
         with together(self.turns):
             self._finish_save()
             self.executor.synchronize()
@@ -336,8 +338,7 @@ class Engine(CheckpointCalls, ReadingCalls):
         with self.executor.on_compute_stream():
             for move in moves:
                 with together(self.turns):  # a later move may take the place that this one leaves
-                    if self.turns is None or self.turns.moves_into(move.target.memory):
-                        self.arenas.relocate([move])
+                    self.arenas.relocate(move.copies(self.weights.share.rank))
             if self.turns is not None:
                 self.turns.start_again(layout)
             self._use(layout)

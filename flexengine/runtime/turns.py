@@ -23,7 +23,7 @@ from flexengine.schedule.commands import Command, Signal
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.relay import Cells, executor_of
 from flexengine.schedule.shares import Share
-from flexengine.schedule.slots import Memory, borders_of_slots
+from flexengine.schedule.slots import borders_of_slots
 
 ABORTED = "a rank failed, so that gradients or weights are not whole"
 
@@ -116,14 +116,15 @@ class Turns:
         needed, has = Cells(layout).count, self._signals.num_cells
         if needed > has:
             raise ValueError(f"the new plan needs {needed} cells of each rank, which has {has}")
-        if not set(self._memory.cuts) <= set(borders_of_slots(layout.slots, "node")):
+        if not set(self.cuts) <= set(borders_of_slots(layout.slots, "node")):
             raise ValueError(
                 "the new plan has planes across borders of page-locked memory, over which CUDA copies none"
             )
 
-    def moves_into(self, memory: Memory) -> bool:
-        """Whether this rank moves planes into a memory: into its own, or as the first of its node into the node's."""
-        return memory != "node" or self.ranks.local_rank == 0
+    @property
+    def cuts(self) -> list[int]:
+        """Offsets in the node's memory that no copy of CUDA may cross."""
+        return self._memory.cuts
 
     def start_again(self, layout: Layout) -> None:
         """Count rounds and updates from 0 again, with the cells of another layout. Order: no rank runs anything."""

@@ -19,7 +19,7 @@ from flexengine.schedule.parts import Run
 from flexengine.schedule.planned_sizes import PlannedSizes
 from flexengine.schedule.relay_pieces import Piece, Range
 from flexengine.schedule.second_planes import second_key, swapped_slots
-from flexengine.schedule.shares import Share
+from flexengine.schedule.shares import Division, Share
 from flexengine.schedule.slots import Memory, PlaneKind, Role, Slot, SlotKey, overlapping_slots
 
 
@@ -83,10 +83,9 @@ class Layout(PlannedSizes):
             return plane.start, 0
         return self.dealt_states(self.groups[group]).place(segment, plane, share)[:2]
 
-    def dealt_shares(self, group: int) -> tuple[tuple[int, int], ...]:
-        """The elements (start, count) of each segment of a group that each rank updates, segment by segment."""
-        size, most = self.plan.request.ranks, self.plan.optimizer_tile
-        return tuple(Share(rank, size).span(s, most) for s in self.groups[group].segments for rank in range(size))
+    def division(self, kind: PlaneKind, group: int) -> Division:
+        """How ranks divide a plane of a group; empty where all have one, or each has it whole."""
+        return self.dealt_states(self.groups[group]).division(kind) if self.is_dealt(kind, group) else ()
 
     def is_dealt(self, kind: PlaneKind, group: int) -> bool:
         """Whether ranks divide a plane of a group over their GPUs."""

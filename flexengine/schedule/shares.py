@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 from flexengine.schedule.group_storage import GroupStorage, Plane, Segment
@@ -56,6 +56,18 @@ class Share(NamedTuple):
 ALONE = Share()
 
 
+class SharePart(NamedTuple):
+    """The bytes of one segment that a rank keeps of a divided plane: where in its own, and where in the whole one."""
+
+    start: int
+    whole_start: int
+    num_bytes: int
+
+
+Division = tuple[tuple[SharePart, ...], ...]
+"""How ranks divide a plane, by rank; empty where none does."""
+
+
 class DealtStates(NamedTuple):
     """The states of a group that `size` ranks divide: each keeps those of the elements that it updates.
 
@@ -73,6 +85,16 @@ class DealtStates(NamedTuple):
     def place(self, segment: Segment, plane: Plane, share: Share) -> tuple[int, int, int]:
         """Where a rank keeps its part of a segment's states: the first byte in its slot, first element, elements."""
         return self._ranges(plane.kind)[segment.name][0], *share.span(segment, self.most)
+
+    def division(self, kind: PlaneKind) -> Division:
+        """How ranks divide one of the states."""
+        return tuple(tuple(self._parts(kind, Share(rank, self.size))) for rank in range(self.size))
+
+    def _parts(self, kind: PlaneKind, share: Share) -> Iterator[SharePart]:
+        for segment in self.stored.segments:
+            for plane in (plane for plane in segment.planes if plane.kind == kind):
+                begin, first, count = self.place(segment, plane, share)
+                yield SharePart(begin, plane.start + plane.num_bytes(first), plane.num_bytes(count))
 
     def _ranges(self, kind: PlaneKind) -> dict[str, tuple[int, int]]:
         """By segment, where its states begin and end in a slot with the largest share."""

@@ -12,7 +12,14 @@ import pytest
 import flexengine
 from flexengine.hardware.curve import Curve
 from flexengine.hardware.presets import PRESETS, preset
-from flexengine.hardware.profile import FORMAT, STOCHASTIC_BYTES_PER_S, HardwareProfile, read_profile
+from flexengine.hardware.profile import (
+    FORMAT,
+    INTO_SECOND_SHARE,
+    STOCHASTIC_BYTES_PER_S,
+    HardwareProfile,
+    masters_and_states,
+    read_profile,
+)
 from flexengine.ops.attention_choice import AttentionChoice
 from flexengine.ops.attention_style import AttentionShape
 from flexengine.plan import Numerics
@@ -93,6 +100,13 @@ def test_updates_of_stochastic_masters_have_a_rate_of_their_own_or_a_bound():
     measured = replace(fast, cpu_adamw_parameters_per_s=(*rates, (update, 8e9)))
     assert measured.cpu_adamw_bytes_per_s(update) == 14 * 8e9
     assert measured.host_rate(update) == fast.host_rate("bfloat16") == 180e9
+    assert measured.cpu_adamw_into_second_bytes_per_s(update) == pytest.approx(INTO_SECOND_SHARE * 14 * 8e9)
+    into = replace(fast, cpu_adamw_parameters_per_s=(*rates, (f"{update} into second planes", 1e9)))
+    assert into.cpu_adamw_into_second_bytes_per_s(update) == 14e9
+    assert into.cpu_adamw_rate("float64") == 7e9  # of those in place
+    assert masters_and_states(f"{update} into second planes") == (
+        "bfloat16 states, stochastic masters, into second planes"
+    )
     slow = replace(fast, cpu_adamw_parameters_per_s=(("bfloat16", 3e9),))
     assert slow.cpu_adamw_bytes_per_s(update) == slow.cpu_adamw_bytes_per_s("bfloat16") == 54e9
 

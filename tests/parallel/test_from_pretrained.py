@@ -2,6 +2,7 @@
 
 import os
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.registry import open_model
 from flexengine.native.threads import host_threads
 from flexengine.parallel.control import Control
-from flexengine.parallel.devices import SHARED_GPU_VARIABLE, check_own_gpus, device_of_rank
+from flexengine.parallel.devices import SHARED_GPU_VARIABLE, device_of_rank, gpus_of_ranks
 from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.team import leave
 from flexengine.plan import PlanError, Request
@@ -132,18 +133,27 @@ def test_each_rank_has_a_gpu_of_its_own(monkeypatch):
     assert device_of_rank("auto", Ranks(3, 4, 3, 4, 0, 1)) == "cuda:1"
 
 
-@pytest.mark.parametrize(("gpus", "may_share", "said"), [
-    ("abcd", False, None), ("abca", False, "ranks 0 and 3 have the same GPU (a)"), ("aabb", True, None),
+@pytest.mark.parametrize(("gpus", "may_share", "said", "own", "shared"), [
+    ("abcd", False, None, True, [False, False]),
+    ("abcc", False, "ranks 2 and 3 have the same GPU (c)", False, [False, True]),
+    ("aabb", True, None, False, [True, True]),
 ])  # fmt: skip
-def test_ranks_that_have_the_same_gpu_are_told(gpus, may_share, said, monkeypatch):
+def test_the_gpus_of_ranks_are_gathered_once(gpus, may_share, said, own, shared, monkeypatch):
+    calls = []
+
     class Gathered:
-        def gather(self, own):
-            assert own == (gpus[0], False)
-            return [(gpu, may_share) for gpu in gpus]
+        ranks = Ranks(0, 4, 0, 2, 0, 2)
+
+        def gather(self, told):
+            calls.append(told)
+            return [(rank // 2, gpu, may_share) for rank, gpu in enumerate(gpus)]
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=gpus[0]))
-    check = lambda: check_own_gpus(cast(Control, Gathered()), torch.device("cuda:0"))  # noqa: E731
-    if said is None:
-        return check()
-    with pytest.raises(ValueError, match=re.escape(said)):
-        check()
+    control = cast(Control, Gathered())
+    found, again = (gpus_of_ranks(control, torch.device("cuda:0")) for _ in range(2))
+    assert found is again
+    assert calls == [(0, gpus[0], False)]
+    assert found.all_own == own
+    assert [found.shared_on(node) for node in (0, 1)] == shared
+    with nullcontext() if said is None else pytest.raises(ValueError, match=re.escape(said)):
+        found.check_own()

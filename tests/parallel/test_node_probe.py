@@ -20,6 +20,7 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.job import Job
 from flexengine.metrics import GIB
 from flexengine.models.registry import open_model
+from flexengine.parallel.devices import GpusOfRanks
 from flexengine.parallel.team import join, leave
 from flexengine.plan import Request
 from flexengine.plan_for_ranks import plan_for_ranks
@@ -53,7 +54,7 @@ class Fake:
         peer = RATES[self.rank].peer_bytes_per_s
         return mock.patch.multiple(
             node_probe,
-            has_own_gpus=lambda team, device: True,
+            gpus_of_ranks=lambda control, device: GpusOfRanks((0, 0), ("a", "b"), (False, False)),
             measure_host_and_links=self.host_and_links,
             _peer_buffers=lambda ranks, device: None,
             _peer_rate=lambda ranks, collectives, buffers: peer,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -48,6 +49,7 @@ from flexengine.runtime.executor import Executor
 from flexengine.runtime.turns import RankGroup
 from flexengine.runtime.update import UpdateRunner
 from flexengine.schedule import fixed_slots, relay_pieces, waves
+from flexengine.schedule.layout import Layout
 from flexengine.schedule.save_sets import savable_ops
 
 ROUND_MULTIPLE = 12  # pinned, so that every number of ranks packs alike
@@ -325,28 +327,39 @@ def opened(rank: int, size: int, case: Case, watched: bool = False, **options: A
     plan = planned(case, ranks)
     control = Control.open(ranks)
     group = RankGroup(ranks, control, Watch.open(ranks, control) if watched else None)
-    return build_engine(case.source, plan, AdamW(lr=1e-2), group=group, **options)
+    return build_engine(case.source, plan, case.optimizer or AdamW(lr=1e-2), group=group, **options)
 
 
-def swapped_frozen() -> Case:
-    """The first of two frozen blocks of a size lies on each GPU, the second in the node's memory."""
-    source = random_weights(tiny_config(num_hidden_layers=3))
+def several_plans() -> Case:
+    """The first of two frozen blocks of a size lies on each GPU, the second in the node's memory; Muon trains others.
+
+    The CPU updates embedding and head.
+    """
+    source = random_weights(tiny_config(num_hidden_layers=4))
     source = source._replace(spec=with_frozen(source.spec, ["block.0", "block.1"]))
-    plan = streamed(source)
-    groups = (plan.groups[0], ON_GPU.of_frozen(), *plan.groups[2:])
-    return Case(source, replace(plan, groups=groups), steps_of(67, LENGTHS, count=3))
+    plan = streamed(source, numerics=replace(BF16, optimizer="muon"), optimizer_tile=1024)
+    homes = [ON_CPU, ON_GPU.of_frozen(), ON_CPU.of_frozen(), GroupPlan(), GroupPlan(), ON_CPU]
+    return Case(source, replace(plan, groups=tuple(homes)), steps_of(67, LENGTHS, count=5), optimizer=Muon(lr=1e-2))
+
+
+def plans_of(first: Plan) -> list[Plan]:
+    """Plans in which frozen blocks swap places, and GPUs divide no states, all, all otherwise, some and none."""
+    embed, on, off, *blocks, _ = first.groups
+    dealt = GroupPlan(states="dealt")
+    divided = replace(first, groups=(dealt, off, on, *[dealt] * len(blocks), dealt), grad_slots=1)
+    otherwise = replace(divided, optimizer_tile=8192)
+    some = replace(first, groups=(embed, on, off, dealt, *blocks[1:], dealt), optimizer_slots=3)
+    return [first, divided, otherwise, some, first]
 
 
 def change_plans(rank: int, size: int, case: Case) -> Shown:
-    """A step under each of three plans, in which frozen blocks swap places; of one rank, all under the first."""
-    engine, numbers = opened(rank, size, case), []
-    first = engine.plan
-    first_on, second_on, *rest = first.groups[1:]
-    swapped = replace(first, groups=(first.groups[0], second_on, first_on, *rest))
-    for calls, plan in zip(case.steps, (first, swapped, first), strict=True):
-        if size > 1 and plan is not engine.plan:
+    """A step under each of several plans; of one rank, all under the first."""
+    engine = opened(rank, size, case, cache_bytes=1 << 20)
+    numbers = []
+    for number, plan in enumerate(plans_of(engine.plan) if size > 1 else [engine.plan] * 5):
+        if plan is not engine.plan:
             engine.adopt(plan, "another plan")
-        output, result = engine.train_step(calls[0])
+        output, result = engine.train_step(case.steps[number][0])
         numbers += [output.loss, result.grad_norm]
     weights = {name: tensor.numpy() for name, tensor in engine.state_dict().items()}
     engine.close()
@@ -354,10 +367,39 @@ def change_plans(rank: int, size: int, case: Case) -> Shown:
 
 
 def test_ranks_change_plans_between_steps():
-    case = swapped_frozen()
+    case = several_plans()
+    first = planned(case, Ranks(0, 2, 0, 2, 0, 1))
+    divisions = [Layout(case.source.spec, plan).division("momentum", 3) for plan in plans_of(first)]
+    assert len({*divisions}) == 3  # not divided, divided, and divided otherwise
     one = change_plans(0, 1, case)
-    for shown in values_of(run_ranks(change_plans, 3, 3, case)):
+    for shown in values_of(run_ranks(change_plans, 2, 2, case)):
         check_same(shown, one)
+
+
+def fail_to_change(rank: int, case: Case) -> list[str]:
+    """One rank's GPU has no room for a plan; then one fails while states move."""
+    found = []
+    for extra_bytes in ((1 << 20) * (1 - rank), 1 << 20):
+        engine = opened(rank, 2, case, cache_bytes=extra_bytes)
+        if extra_bytes and rank:
+            engine.arenas.relocate = Mock(side_effect=MemoryError("no piece to move by"))
+        with pytest.raises((ValueError, MemoryError)) as caught:
+            engine.adopt(plans_of(engine.plan)[1])
+        found.append(f"{caught.type.__name__}: {caught.value}")
+        try:
+            found.append(repr(engine.train_step(case.steps[0][0])[0].loss))
+        except ValueError as error:
+            found.append(str(error))
+        engine.close()
+    return found
+
+
+def test_a_plan_that_one_rank_refuses_is_refused_and_one_that_fails_on_the_way_ends_all():
+    for found in values_of(run_ranks(fail_to_change, 2, several_plans())):
+        assert "arena, which has" in found[0]
+        assert float(found[1]) > 0
+        assert found[2].startswith("MemoryError")
+        assert "half moved" in found[3]
 
 
 def look_in(rank: int, size: int, case: Case) -> list[str]:

@@ -50,7 +50,19 @@ def test_a_plan_with_room_speculates_and_is_priced_as_it_runs(plan):
     assert predictor.step_s(full, after_clipping=True) == plan.predicted.after_clipping_s
     assert predictor.step_s(part) < predictor.step_s(part, after_clipping=True) < plan.predicted.after_clipping_s
     busy = [sum(p.timing.busy_s[Stream.CPU] for p in step.parts) for step in (bold, cautious)]
-    assert busy[0] >= 0.9 * busy[1]  # the same work, beside other copies; none of it is forgotten
+    # the same work, beside other copies; into second planes it takes longer, and none of it is forgotten
+    assert 0.9 * busy[1] <= busy[0] <= 1.3 * busy[1]
+
+
+def test_updates_into_second_planes_have_a_price_of_their_own(plan):
+    slower = replace(
+        PROFILE, cpu_adamw_parameters_per_s=(*PROFILE.cpu_adamw_parameters_per_s, ("bfloat16 into second planes", 3e9))
+    )
+    into, in_place = (
+        [simulate_step(p, MODEL, profile) for profile in (PROFILE, slower)] for p in (plan, without(plan))
+    )
+    assert in_place[0].total_s == in_place[1].total_s
+    assert into[0].total_s < into[1].total_s
 
 
 def test_second_planes_take_no_more_than_what_is_left(plan):
@@ -59,12 +71,11 @@ def test_second_planes_take_no_more_than_what_is_left(plan):
     able = [group for group in completed_order(MODEL) if plan.groups[group].update == "cpu"]
     one = sum(size for kind, size in layout.groups[able[0]].plane_bytes.items() if kind != "grad")
     for spare, most in ((one - 1, 0), (one + 4096, 1), (1 << 60, len(able))):
-        plans = list(speculating_plans(MODEL, plan, spare))
+        plans = list(speculating_plans(layout, spare, (1.0, 0.5)))
         chosen = [{i for i, group in enumerate(p.groups) if group.speculative} for p in plans]
         assert chosen[:1] == ([set(able[:most])] if most else [])
         for p in plans:
             assert Layout(MODEL, p).host_bytes - layout.host_bytes <= spare
-    assert not list(speculating_plans(MODEL, replace(plan, request=replace(REQUEST, clipping=False)), 1 << 60))
 
 
 def test_only_the_cpu_speculates_and_only_on_one_rank(plan):
@@ -77,7 +88,7 @@ def test_only_the_cpu_speculates_and_only_on_one_rank(plan):
 def test_states_in_blocks_wait_for_the_norm(plan):
     groups = tuple(GroupPlan(update="cpu") for _ in plan.groups)
     waiting = replace(plan, groups=groups, request=replace(REQUEST, numerics=Numerics(state="int8")))
-    [bold, *_] = speculating_plans(MODEL, waiting, 1 << 60)
+    [bold, *_] = speculating_plans(Layout(MODEL, waiting), 1 << 60, (1.0,))
     edges = [i for i, group in enumerate(MODEL.groups) if group.slot_class != "block"]
     assert [i for i, group in enumerate(bold.groups) if group.speculative] == edges
     everything = tuple(replace(group, speculative=True) for group in groups)

@@ -3,11 +3,15 @@
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 
-from flexengine.plan import GroupPlan, Request
+from flexengine.models.freezing import with_frozen
+from flexengine.optim.rules import IN_BLOCKS
+from flexengine.plan import GroupPlan, Numerics, Plan, Request
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.relocation import ByteRange, _gap, _Plane, _step_aside, relocation
+from flexengine.schedule.relocation import ByteRange, _Plane, _Room, _step_aside, relocation
+from flexengine.schedule.shares import Share
 from tests.schedule.small_plans import FLOAT32, random_plan, resident_plan, small_model
 
 STREAMED, RESIDENT = GroupPlan(), GroupPlan("gpu", "gpu", "gpu")
@@ -71,8 +75,8 @@ def test_without_room_to_step_aside_it_says_so():
     left, right = ByteRange("gpu", 0, 10), ByteRange("gpu", 10, 10)
     planes = [_Plane("a", left, right), _Plane("b", right, left)]
     with pytest.raises(ValueError, match="no arena has 10 bytes free"):
-        _step_aside(planes, planes, {"gpu": 20, "host": 9})
-    mover, gap = _step_aside(planes, planes, {"gpu": 20, "host": 10})
+        _step_aside(planes, planes, _Room({"gpu": 20, "host": 9}))
+    mover, gap = _step_aside(planes, planes, _Room({"gpu": 20, "host": 10}))
     assert (mover.name, gap) == ("a", ByteRange("host", 0, 10))
 
 
@@ -84,15 +88,72 @@ def test_a_larger_layout_is_refused():
 
 def test_gaps_are_found_before_between_and_after():
     taken = [ByteRange("gpu", 10, 10), ByteRange("gpu", 30, 10), ByteRange("host", 0, 99)]
-    assert _gap(10, "gpu", taken, 100) == ByteRange("gpu", 0, 10)
-    assert _gap(11, "gpu", taken, 100) == ByteRange("gpu", 40, 11)
-    assert _gap(61, "gpu", taken, 100) is None
+    room = _Room({"gpu": 100, "node": 100}, cuts=[15])
+    assert room.gap(10, "gpu", taken) == ByteRange("gpu", 0, 10)
+    assert room.gap(11, "gpu", taken) == ByteRange("gpu", 40, 11)
+    assert room.gap(61, "gpu", taken) is None
+    assert room.gap(16, "node", taken) == ByteRange("node", 15, 16)  # no copy crosses the cut
 
 
-def test_states_that_other_gpus_would_hold_are_refused_with_what_to_do():
+def planes_on(rank: int, layout: Layout, memories: dict[str, np.ndarray], wholes: dict[tuple[str, int], bytes]):
+    """For each segment of each plane, the bytes where a rank has it, and those that belong there."""
+    share = Share(rank, layout.plan.request.ranks)
+    for (kind, group), whole in wholes.items():
+        slot = layout.slots[layout.plane_slot(kind, group)]
+        place = memories[slot.memory][slot.offset : slot.offset + slot.num_bytes]
+        for segment in layout.groups[group].segments:
+            for plane in (plane for plane in segment.planes if plane.kind == kind):
+                start, first, count = plane.start, 0, segment.numel
+                if layout.is_dealt(kind, group):
+                    start, first, count = layout.dealt_states(layout.groups[group]).place(segment, plane, share)
+                begin, num_bytes = plane.start + plane.num_bytes(first), plane.num_bytes(count)
+                yield place[start : start + num_bytes], np.frombuffer(whole[begin : begin + num_bytes], np.uint8)
+
+
+def divided_plan(random: Random, ranks: int, numerics: Numerics) -> Plan:
+    """Ranks divide the states of any groups; one group is frozen, on the GPU or not."""
+    model = with_frozen(small_model(), ["block.1"])
+    plan = random_plan(random, model, sliced=False)
+    groups = [GroupPlan(states=random.choice(["dealt", "host"])) for _ in model.groups]
+    groups[2] = GroupPlan(weights=random.choice(["gpu", "host"]), update="none")
+    request = replace(plan.request, ranks=ranks, numerics=numerics)
+    return replace(plan, request=request, groups=tuple(groups), optimizer_tile=random.choice([1 << 10, 1 << 14]))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ranks_divide_states_otherwise_than_before(seed):
+    random, ranks = Random(seed), 2 + seed % 2
+    numerics = random.choice([FLOAT32, Numerics(), Numerics(optimizer="muon"), Numerics(state=IN_BLOCKS)])
+    model = with_frozen(small_model(), ["block.1"])
+    old, new = (Layout(model, divided_plan(random, ranks, numerics)) for _ in range(2))
+    wholes = {
+        (kind, group): random.randbytes(num_bytes)
+        for group, stored in enumerate(old.groups)
+        for kind, num_bytes in stored.plane_bytes.items()
+        if kind != "grad" and num_bytes
+    }
+    capacity = {m: max(getattr(old, f"{m}_bytes"), getattr(new, f"{m}_bytes")) for m in ("gpu", "host", "node")}
+    capacity["node"] += max(map(len, wholes.values()))
+    node = np.zeros(capacity["node"], np.uint8)
+    own = [{m: np.zeros(capacity[m], np.uint8) for m in ("gpu", "host")} | {"node": node} for _ in range(ranks)]
+    for rank in range(ranks):
+        for place, expected in planes_on(rank, old, own[rank], wholes):
+            place[:] = expected
+    for move in relocation(old, new, capacity):
+        for rank in random.sample(range(ranks), ranks):
+            for source, target in move.copies(rank):
+                taken = own[rank][source.memory][source.offset : source.offset + source.num_bytes].copy()
+                own[rank][target.memory][target.offset : target.offset + target.num_bytes] = taken
+    for rank in range(ranks):
+        for place, expected in planes_on(rank, new, own[rank], wholes):
+            assert np.array_equal(place, expected)
+
+
+def test_states_are_divided_otherwise_only_where_they_fit_whole_into_the_node():
     plan = random_plan(Random(1), small_model(), sliced=False)
-    request, groups = replace(plan.request, ranks=2), tuple(GroupPlan() for _ in plan.groups)
-    dealt = tuple(GroupPlan(states="dealt") for _ in groups)
-    old, new = (Layout(small_model(), replace(plan, request=request, groups=homes)) for homes in (groups, dealt))
-    with pytest.raises(ValueError, match=r"would lie on other GPUs than now.*save a checkpoint and resume"):
-        relocation(old, new, {"gpu": 1 << 30, "host": 1 << 30, "node": 1 << 30})
+    request = replace(plan.request, ranks=2, numerics=Numerics(optimizer="muon"))
+    plan = replace(plan, request=request, groups=tuple(GroupPlan(states="dealt") for _ in plan.groups))
+    old, new = (Layout(small_model(), replace(plan, optimizer_tile=tile)) for tile in (1 << 10, 1 << 14))
+    capacity = {"gpu": max(old.gpu_bytes, new.gpu_bytes), "host": old.host_bytes, "node": old.node_bytes}
+    with pytest.raises(ValueError, match=r"would divide momentum of block.0 otherwise.*save a checkpoint and resume"):
+        relocation(old, new, capacity)

@@ -97,7 +97,9 @@ class CostModel:
 
     def cpu_s(self, command: Command) -> float:
         """Seconds of an update by the CPU while the link is idle: it is bound by host memory."""
-        return self.ranks * command.work.memory_bytes / self.profile.cpu_adamw_bytes_per_s(self.state_dtype)
+        p, speculative = self.profile, command.name.verb == "speculate"
+        rate_of = p.cpu_adamw_into_second_bytes_per_s if speculative else p.cpu_adamw_bytes_per_s
+        return self.ranks * command.work.memory_bytes / rate_of(self.state_dtype)
 
     def issue_s(self, command: Command) -> float:
         """Host seconds to issue a command: its op calls, each with its views, one after another."""
