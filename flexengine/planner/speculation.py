@@ -35,6 +35,8 @@ MOST_CHUNK_LAYERS = 256
 """Largest chunks per round times blocks of other sizes that are tried: a simulation takes as long as its program."""
 HOPELESS = 1.05
 """Try no fewer groups of a plan where more of them take so much longer than the best so far."""
+MOST_LOSS = 1.05
+"""How much longer a step may take after one that was clipped, which waits for its norm, than with the fastest plan."""
 LEAST_GAIN = 0.998
 """Speculate only where the step takes less than this share of its time: a clipped step takes longer with it."""
 
@@ -62,6 +64,7 @@ class Speculation:
     ) -> None:
         self._model, self._request, self._profile, self._pricer, self.best = model, request, profile, pricer, best
         self._most_commands = pricer.simulated_commands + SPECULATED_COMMANDS
+        self._waiting_s = best[1].step_s
         self._layout: Layout | None = None  # of the best one without speculation; None before one is faster
 
     def try_plans(self, plans: Iterable[Plan]) -> None:
@@ -82,6 +85,8 @@ class Speculation:
         for plan in speculating_plans(layout, spare_bytes, shares):
             estimate = self._pricer.step(Layout(self._model, plan))
             if estimate.step_s < self.best[1].step_s:
+                if layout is not self._layout and self._pricer.step(layout).step_s > MOST_LOSS * self._waiting_s:
+                    break
                 self.best, self._layout = (plan, estimate), layout
             elif estimate.step_s > HOPELESS * self.best[1].step_s:
                 break

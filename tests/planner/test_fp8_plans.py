@@ -85,7 +85,8 @@ def test_plans_are_faster_and_no_faster_than_the_bound(cap_gib, seq_len, tokens)
     ]
     models = open_model("preset:llama-3.1-8b").spec, llama()
     plain, fp8 = (make_plan(model, one, preset("h200")) for model, one in zip(models, requests, strict=True))
-    assert fp8.predicted.step_s < plain.predicted.step_s
+    # after a step that was clipped: speculative updates, which may help either more, are added to what the search finds
+    assert fp8.after_clipping().predicted.step_s < plain.after_clipping().predicted.step_s
     assert fp8.predicted.speed_of_light_s <= fp8.predicted.step_s
     assert speed_of_light_s(llama(), requests[1], preset("h200")) == fp8.predicted.speed_of_light_s
 
