@@ -2,8 +2,10 @@
 
 python -m bench.ranks_tables --json out.json [--only cards 70b nodes]
 
-relay, split: the project's own plans with either transport, all ranks simulated together. stages: what is not built,
-the least that a pipeline takes with the relay's compute and no wait for any link, host or update.
+relay, split: the project's own plans with either transport, all ranks simulated together.
+stages: round-robin stages as `bench/stages.py` lowers and simulates them alike; they are not built.
+1F1B, interleaved, round-robin: bounds, the least that a pipeline takes with the relay's compute and no wait for any
+link, host or update.
 - 1F1B on microbatches of a chunk has a bubble of (N - 1) / (M + N - 1), interleaved with v parts of a GPU
   (N - 1) / (v M + N - 1), both times the largest stage (whole blocks; the head is one piece). Source: Narayanan et al.
   2021,
@@ -18,6 +20,7 @@ from time import process_time
 from typing import Literal
 
 from bench.environment import write_json
+from bench.stages import Stages
 from flexengine.hardware.nodes import NETWORK_BYTES_PER_S, assumed_node_rate, with_gpus
 from flexengine.hardware.presets import preset
 from flexengine.hardware.profile import HardwareProfile
@@ -85,7 +88,7 @@ def largest_stage(spec: ModelSpec, stages: int) -> float:
     return high * stages / sum(pieces)
 
 
-def stages_s(spec: ModelSpec, relay: Plan) -> dict[str, float]:
+def bounds_s(spec: ModelSpec, relay: Plan) -> dict[str, float]:
     """The least seconds of pipelines with the relay's compute."""
     gpus, compute_s = relay.request.ranks, relay.predicted.busy_s["compute"]
     chunks = max(gpus, -(-relay.request.max_global_batch_tokens // relay.chunk_tokens))
@@ -100,20 +103,23 @@ def stages_s(spec: ModelSpec, relay: Plan) -> dict[str, float]:
 def rows_of_cards(model: str = "llama-3.1-8b") -> list[dict[str, object]]:
     """Relay, split and stages on one node, beside one GPU of it with as many tokens."""
     spec, rows = open_model(f"preset:{model}").spec, []
-    for card, counts in (("h200", (2, 4, 8)), ("rtx4090", (4, 8))):
-        for tokens in (131072, 32768, 8192):
-            gib = GPU_GIB[card]
+    for card, gib in GPU_GIB.items():
+        for tokens in (131072, 32768, 8192, 4096):
             one = planned(spec, preset(card), 1, tokens, (gib, HOST_GIB)).predicted.step_s
-            for gpus in counts:
+            for gpus in (2, 4, 8):
                 profile = with_gpus(preset(card), gpus)
                 began = process_time()
                 relay = planned(spec, profile, gpus, tokens, (gib, gpus * HOST_GIB))
                 row = {"card": card, "gpus": gpus, "tokens_per_gpu": tokens, **shown(relay)}
                 row["planning_cpu_s"] = round(process_time() - began, 1)
-                step_s = {"relay": relay.predicted.step_s, **stages_s(spec, relay)}
+                step_s = {"relay": relay.predicted.step_s, **bounds_s(spec, relay)}
                 if profile.peer_bytes_per_s:
                     split = planned(spec, profile, gpus, tokens, (gib, gpus * HOST_GIB), transport="split")
                     step_s["split"] = split.predicted.step_s
+                budgets = int(gib * GIB), int(gpus * HOST_GIB * GIB)
+                stages = Stages(spec, profile, gpus, tokens, SEQ_LEN, budgets).best()
+                if stages is not None:
+                    row["stages"], step_s["stages"] = stages.shown, stages.step_s
                 row["speedups"] = {name.removesuffix("_s"): round(gpus * one / s, 2) for name, s in step_s.items()}
                 rows.append(row)
                 print(row, flush=True)
@@ -159,7 +165,7 @@ def card_lines(rows: list[dict]) -> list[str]:
     for (card, tokens), found in grouped(rows, "card", "tokens_per_gpu"):
         columns = [
             " / ".join(f"{row['speedups'][name]:.2f}" if name in row["speedups"] else "-" for row in found)
-            for name in ("relay", "split", "1f1b", "interleaved", "round_robin")
+            for name in ("relay", "split", "stages", "1f1b", "interleaved", "round_robin")
         ]
         gpus = " / ".join(str(row["gpus"]) for row in found)
         lines.append(f"| {card} | {tokens} | {gpus} | {' | '.join(columns)} |".replace("- / -", "-"))
