@@ -38,12 +38,11 @@ from flexengine.schedule.simulator import Rates
 
 SMALL_VOCABULARY = 1024
 """Of the models that blocks are planned as: their edges take next to nothing."""
-CHUNK_TOKENS = (2048, 4096, 8192, 16384)
-MOST_WAVES = 64
-MOST_CHUNK_LAYERS = 1200
-"""Chunks times layers of a wave: programs grow with it."""
-OTHER_CHOICES = ((True, False), (False, True), (False, False))
-"""What the two best sizes are tried with as well: `resident` and `share_edges` of `Stages.priced`."""
+CHUNK_TOKENS, CHUNKS_PER_ROUND = (2048, 4096, 8192), (2, 4, 8)
+"""Sizes that are tried: one chunk a round leaves ranks idle, and more than eight take minutes to simulate."""
+WAVES = (1, 2, 4)
+OTHER_CHOICES = ((True, False), (False, True))
+"""What the best size is tried with as well: `resident` and `share_edges` of `Stages.priced`."""
 SIMULATED_WAVES = 3
 """Further waves of a step take what the last of these does."""
 MOST_SEARCHES, SPARE_BYTES = 5, 128 * 2**20
@@ -95,13 +94,12 @@ class Stages:
         sizes = [
             (chunk, waves)
             for chunk in CHUNK_TOKENS
-            for waves in (2**k for k in range(MOST_WAVES.bit_length()))
-            if self.tokens % (self.gpus * waves * chunk) == 0
-            and self.tokens // (waves * chunk) * len(self.spec.layers) <= MOST_CHUNK_LAYERS
+            for waves in WAVES
+            if any(self.gpus * waves * chunk * number == self.tokens for number in CHUNKS_PER_ROUND)
         ]
         found = [(priced, size) for size in sizes if (priced := self.priced(*size)) is not None]
         found.sort(key=lambda pair: pair[0].step_s)
-        others = [self.priced(*size, lies, shares) for _, size in found[:2] for lies, shares in OTHER_CHOICES]
+        others = [self.priced(*size, lies, shares) for _, size in found[:1] for lies, shares in OTHER_CHOICES]
         return min((p for p in (*(p for p, _ in found), *others) if p), key=lambda p: p.step_s, default=None)
 
     def priced(self, chunk: int, waves: int, resident: bool = True, share_edges: bool = True) -> Priced | None:

@@ -50,6 +50,8 @@ SPLIT_RANKS = 2
 """Ranks of a split plan that are simulated: all do the same at the same time, and fewer tell 0.2% less."""
 WORTH_ALL_BY_CPU = 0.99
 """Updates by the CPU alone are planned where a step takes less than this share of the time with those of the search."""
+BUSY_SHARE = 0.96
+"""Where GPUs compute for more than this share of a step, other updates would gain little: they are not simulated."""
 SMALLER_TILES = (1 << 20, 1 << 16)
 """Elements of a tile of the update, where those that the search took have no room beside the states."""
 
@@ -88,14 +90,19 @@ def _of_several(model: ModelSpec, request: Request, profile: HardwareProfile, ne
 def _whole(
     model: ModelSpec, request: Request, plan: Plan, profile: HardwareProfile, network_bytes_per_s: float
 ) -> Plan:
-    """The plan of all ranks, priced together, from that of one, or as it is with all updates on the CPU."""
-    found = [plan]
-    if (by_cpu := _updated_by_cpu(model, plan, rank_profile(profile, request.ranks))) is not None:
-        found.append(by_cpu)
-    found = [replace(plan, request=request) for plan in found]
-    priced = [_predicted(Layout(model, plan), plan.predicted, profile, network_bytes_per_s) for plan in found]
-    best = 1 if priced[-1].step_s < WORTH_ALL_BY_CPU * priced[0].step_s else 0
-    return replace(found[best], predicted=priced[best])
+    """The plan of all ranks, priced together, from that of one, or the same with all updates on the CPU."""
+
+    def priced(of_one: Plan) -> Plan:
+        plan = replace(of_one, request=request)
+        predicted = _predicted(Layout(model, plan), plan.predicted, profile, network_bytes_per_s)
+        return replace(plan, predicted=predicted)
+
+    found = priced(plan)
+    if found.predicted.busy_s["compute"] > BUSY_SHARE * found.predicted.step_s:
+        return found
+    by_cpu = _updated_by_cpu(model, plan, rank_profile(profile, request.ranks))
+    other = found if by_cpu is None else priced(by_cpu)
+    return other if other.predicted.step_s < WORTH_ALL_BY_CPU * found.predicted.step_s else found
 
 
 def _updated_by_cpu(model: ModelSpec, plan: Plan, profile: HardwareProfile) -> Plan | None:
