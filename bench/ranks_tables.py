@@ -2,8 +2,10 @@
 
 python -m bench.ranks_tables --json out.json [--only cards 70b nodes]
 
-relay, split: the project's own plans with either transport, all ranks simulated together. stages: what is not built,
-the least that a pipeline takes with the relay's compute and no wait for any link, host or update.
+relay, split: the project's own plans with either transport, all ranks simulated together.
+stages: round-robin stages as `bench/stages.py` lowers and simulates them alike; they are not built.
+1F1B, interleaved, round-robin: bounds, the least that a pipeline takes with the relay's compute and no wait for any
+link, host or update.
 - 1F1B on microbatches of a chunk has a bubble of (N - 1) / (M + N - 1), interleaved with v parts of a GPU
   (N - 1) / (v M + N - 1), both times the largest stage (whole blocks; the head is one piece). Source: Narayanan et al.
   2021,
@@ -13,11 +15,13 @@ the least that a pipeline takes with the relay's compute and no wait for any lin
 """
 
 import argparse
+from concurrent.futures import ProcessPoolExecutor
 from itertools import groupby
 from time import process_time
 from typing import Literal
 
 from bench.environment import write_json
+from bench.stages import Stages
 from flexengine.hardware.nodes import NETWORK_BYTES_PER_S, assumed_node_rate, with_gpus
 from flexengine.hardware.presets import preset
 from flexengine.hardware.profile import HardwareProfile
@@ -32,7 +36,9 @@ HOST_GIB = 110
 Transport = Literal["auto", "relay", "split"]
 GPU_GIB = {"h200": 24.0, "rtx4090": 23.0}
 NETWORKS_GBIT = (25, 100, 400)
+TOKENS = (131072, 32768, 8192, 4096)
 INTERLEAVED = 2
+WORKERS = 2
 
 
 def planned(
@@ -85,7 +91,7 @@ def largest_stage(spec: ModelSpec, stages: int) -> float:
     return high * stages / sum(pieces)
 
 
-def stages_s(spec: ModelSpec, relay: Plan) -> dict[str, float]:
+def bounds_s(spec: ModelSpec, relay: Plan) -> dict[str, float]:
     """The least seconds of pipelines with the relay's compute."""
     gpus, compute_s = relay.request.ranks, relay.predicted.busy_s["compute"]
     chunks = max(gpus, -(-relay.request.max_global_batch_tokens // relay.chunk_tokens))
@@ -97,27 +103,31 @@ def stages_s(spec: ModelSpec, relay: Plan) -> dict[str, float]:
     }
 
 
-def rows_of_cards(model: str = "llama-3.1-8b") -> list[dict[str, object]]:
-    """Relay, split and stages on one node, beside one GPU of it with as many tokens."""
-    spec, rows = open_model(f"preset:{model}").spec, []
-    for card, counts in (("h200", (2, 4, 8)), ("rtx4090", (4, 8))):
-        for tokens in (131072, 32768, 8192):
-            gib = GPU_GIB[card]
-            one = planned(spec, preset(card), 1, tokens, (gib, HOST_GIB)).predicted.step_s
-            for gpus in counts:
-                profile = with_gpus(preset(card), gpus)
-                began = process_time()
-                relay = planned(spec, profile, gpus, tokens, (gib, gpus * HOST_GIB))
-                row = {"card": card, "gpus": gpus, "tokens_per_gpu": tokens, **shown(relay)}
-                row["planning_cpu_s"] = round(process_time() - began, 1)
-                step_s = {"relay": relay.predicted.step_s, **stages_s(spec, relay)}
-                if profile.peer_bytes_per_s:
-                    split = planned(spec, profile, gpus, tokens, (gib, gpus * HOST_GIB), transport="split")
-                    step_s["split"] = split.predicted.step_s
-                row["speedups"] = {name.removesuffix("_s"): round(gpus * one / s, 2) for name, s in step_s.items()}
-                rows.append(row)
-                print(row, flush=True)
-    return rows
+def rows_of_cards(model: str = "llama-3.1-8b", workers: int = WORKERS) -> list[dict[str, object]]:
+    """Relay, split and stages on one node, beside one GPU of it with as many tokens. workers: processes."""
+    cells = [(model, card, tokens, gpus) for card in GPU_GIB for tokens in TOKENS for gpus in (2, 4, 8)]
+    with ProcessPoolExecutor(workers) as pool:
+        return list(pool.map(row_of_card, *zip(*cells, strict=True)))
+
+
+def row_of_card(model: str, card: str, tokens: int, gpus: int) -> dict[str, object]:
+    """One row; tokens: of each GPU and step."""
+    spec, profile, gib = open_model(f"preset:{model}").spec, with_gpus(preset(card), gpus), GPU_GIB[card]
+    one = planned(spec, preset(card), 1, tokens, (gib, HOST_GIB)).predicted.step_s
+    began = process_time()
+    relay = planned(spec, profile, gpus, tokens, (gib, gpus * HOST_GIB))
+    row: dict[str, object] = {"card": card, "gpus": gpus, "tokens_per_gpu": tokens, **shown(relay)}
+    row["planning_cpu_s"] = round(process_time() - began, 1)
+    step_s = {"relay": relay.predicted.step_s, **bounds_s(spec, relay)}
+    if profile.peer_bytes_per_s:
+        split = planned(spec, profile, gpus, tokens, (gib, gpus * HOST_GIB), transport="split")
+        step_s["split"] = split.predicted.step_s
+    stages = Stages(spec, profile, gpus, tokens, SEQ_LEN, (int(gib * GIB), int(gpus * HOST_GIB * GIB))).best()
+    if stages is not None:
+        row["stages"], step_s["stages"] = stages.shown, stages.step_s
+    row["speedups"] = {name.removesuffix("_s"): round(gpus * one / s, 2) for name, s in step_s.items()}
+    print(row, flush=True)
+    return row
 
 
 def rows_of_70b() -> list[dict[str, object]]:
@@ -137,7 +147,11 @@ def rows_of_70b() -> list[dict[str, object]]:
 
 
 def rows_of_nodes(model: str = "llama-3.1-8b") -> list[dict[str, object]]:
-    """Nodes of eight H200 cards on networks of several rates; efficiency: of one node with as many tokens per GPU."""
+    """Nodes of eight H200 cards on networks of several rates; efficiency: of one node with as many tokens per GPU.
+
+    pipeline_bound: the same of nodes that each have a part of the layers, which hand a step's hidden states over, and
+    their gradients back, while they compute, and wait for nothing else.
+    """
     spec, profile, rows = open_model(f"preset:{model}").spec, with_gpus(preset("h200"), 8), []
     for tokens in (131072, 32768):
         alone = planned(spec, profile, 8, tokens, (24, 8 * HOST_GIB)).predicted.step_s
@@ -145,7 +159,12 @@ def rows_of_nodes(model: str = "llama-3.1-8b") -> list[dict[str, object]]:
             for gbit in NETWORKS_GBIT:
                 plan = planned(spec, profile, 8, tokens, (24, 8 * HOST_GIB), nodes, gbit * 1e9 / 8)
                 row = {"gpus": 8 * nodes, "nodes": nodes, "network_gbit_per_s": gbit, "tokens_per_gpu": tokens}
-                rows.append({**row, **shown(plan), "efficiency": round(alone / plan.predicted.step_s, 3)})
+                # a node between others sends both what forward leaves and what backward does
+                borders = min(2, nodes - 1)
+                handed_s = borders * 8 * nodes * tokens * 2 * spec.hidden_size / (gbit * 1e9 / 8)
+                bound = round(alone / max(alone, handed_s), 3)
+                efficiency = round(alone / plan.predicted.step_s, 3)
+                rows.append({**row, **shown(plan), "efficiency": efficiency, "pipeline_bound": bound})
                 print(rows[-1], flush=True)
     return rows
 
@@ -158,11 +177,11 @@ def card_lines(rows: list[dict]) -> list[str]:
     lines = []
     for (card, tokens), found in grouped(rows, "card", "tokens_per_gpu"):
         columns = [
-            " / ".join(f"{row['speedups'][name]:.2f}" if name in row["speedups"] else "-" for row in found)
-            for name in ("relay", "split", "1f1b", "interleaved", "round_robin")
+            " / ".join(f"{row['speedups'][name]:.2f}" for row in found) if name in found[0]["speedups"] else "-"
+            for name in ("relay", "split", "stages", "1f1b", "interleaved", "round_robin")
         ]
         gpus = " / ".join(str(row["gpus"]) for row in found)
-        lines.append(f"| {card} | {tokens} | {gpus} | {' | '.join(columns)} |".replace("- / -", "-"))
+        lines.append(f"| {card} | {tokens} | {gpus} | {' | '.join(columns)} |")
     return lines
 
 
@@ -176,9 +195,11 @@ def lines_of_70b(rows: list[dict]) -> list[str]:
 
 
 def node_lines(rows: list[dict]) -> list[str]:
-    """Lines of a table: share of the speed that nodes without a network between them would have."""
+    """Lines of a table: share of the speed that nodes without a network between them would have, and the bound."""
     return [
-        f"| {gpus} | {tokens} | " + " | ".join(f"{100 * row['efficiency']:.0f}%" for row in found) + " |"
+        f"| {gpus} | {tokens} | "
+        + " | ".join(f"{100 * row['efficiency']:.0f}% ({100 * row['pipeline_bound']:.0f}%)" for row in found)
+        + " |"
         for (tokens, gpus), found in grouped(rows, "tokens_per_gpu", "gpus")
     ]
 

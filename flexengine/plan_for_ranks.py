@@ -48,6 +48,10 @@ CLEARLY_FASTER = 0.98
 simulating all ranks that relay, which would take seconds. They have been found 1.2% faster than one of them."""
 SPLIT_RANKS = 2
 """Ranks of a split plan that are simulated: all do the same at the same time, and fewer tell 0.2% less."""
+WORTH_ALL_BY_CPU = 0.99
+"""Updates by the CPU alone are planned where a step takes less than this share of the time with those of the search."""
+BUSY_SHARE = 0.96
+"""Where GPUs compute for more than this share of a step, other updates would gain little: they are not simulated."""
 SMALLER_TILES = (1 << 20, 1 << 16)
 """Elements of a tile of the update, where those that the search took have no room beside the states."""
 
@@ -86,9 +90,41 @@ def _of_several(model: ModelSpec, request: Request, profile: HardwareProfile, ne
 def _whole(
     model: ModelSpec, request: Request, plan: Plan, profile: HardwareProfile, network_bytes_per_s: float
 ) -> Plan:
-    """The plan of all ranks, priced together, from that of one."""
-    plan = replace(plan, request=request)
-    return replace(plan, predicted=_predicted(Layout(model, plan), plan.predicted, profile, network_bytes_per_s))
+    """The plan of all ranks, priced together, from that of one, or the same with all updates on the CPU."""
+
+    def priced(of_one: Plan) -> Plan:
+        plan = replace(of_one, request=request)
+        predicted = _predicted(Layout(model, plan), plan.predicted, profile, network_bytes_per_s)
+        return replace(plan, predicted=predicted)
+
+    found = priced(plan)
+    if found.predicted.busy_s["compute"] > BUSY_SHARE * found.predicted.step_s:
+        return found
+    by_cpu = _updated_by_cpu(model, plan, rank_profile(profile, request.ranks))
+    other = found if by_cpu is None else priced(by_cpu)
+    return other if other.predicted.step_s < WORTH_ALL_BY_CPU * found.predicted.step_s else found
+
+
+def _updated_by_cpu(model: ModelSpec, plan: Plan, profile: HardwareProfile) -> Plan | None:
+    """A plan of one rank that has the CPU update what the GPU would fetch for that; None where that is nothing.
+
+    The search takes one rank to be alone with its share of the host, where the GPU's updates seem to cost less time
+    than they do: all ranks wait for them, while the CPU works under the next forward pass.
+    """
+    layout = Layout(model, plan)
+    if not plan.updates_on_cpu or plan.deals_states:
+        return None
+    groups = tuple(
+        replace(home, update="cpu") if home.update == "gpu" and not stored.on_gpu_only else home
+        for home, stored in zip(plan.groups, layout.groups, strict=True)
+    )
+    if groups == plan.groups:
+        return None
+    found = replace(plan, groups=groups)
+    layout = Layout(model, found)
+    if max(excess_bytes(layout, plan.request, profile)) > 0:
+        return None
+    return replace(found, predicted=_bytes_of(layout, plan.predicted, profile))
 
 
 def _with_dealt_states(model: ModelSpec, request: Request, profile: HardwareProfile) -> Plan | None:

@@ -9,7 +9,8 @@ from flexengine.hardware.presets import preset
 from flexengine.metrics import GIB
 from flexengine.models.registry import open_model
 from flexengine.plan import Numerics, Request
-from flexengine.plan_for_ranks import plan_for_ranks
+from flexengine.plan_for_ranks import plan_for_ranks, priced_together
+from flexengine.schedule.layout import Layout
 
 
 def test_four_gpus_are_four_times_as_fast_as_one():
@@ -18,3 +19,14 @@ def test_four_gpus_are_four_times_as_fast_as_one():
     four = replace(one, max_global_batch_tokens=4 * 131072, max_host_bytes=440 * GIB, ranks=4)
     alone, together = (plan_for_ranks(spec, r, with_gpus(preset("h200"), r.ranks)).predicted for r in (one, four))
     assert 4 * alone.step_s / together.step_s > 4.0
+
+
+def test_the_cpu_makes_all_updates_where_ranks_would_wait_for_those_of_gpus():
+    """The search of one rank has the GPU update embedding and head, for which all ranks together would wait longer."""
+    spec, profile = open_model("preset:llama-3.1-8b").spec, with_gpus(preset("h200"), 2)
+    request = Request(2048, 65536, 24 * GIB, 220 * GIB, numerics=Numerics(state="bfloat16"), ranks=2, transport="relay")
+    plan = plan_for_ranks(spec, request, profile)
+    assert {home.update for home in plan.groups} == {"cpu"}
+    edges = (replace(plan.groups[0], update="gpu"), *plan.groups[1:-1], replace(plan.groups[-1], update="gpu"))
+    with_gpu = priced_together(Layout(spec, replace(plan, groups=edges)), plan.predicted, profile)
+    assert plan.predicted.step_s < 0.99 * with_gpu.step_s
