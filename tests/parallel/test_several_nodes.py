@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 import pytest
-from engine_helpers import random_batch, random_weights, tiny_config
+from engine_helpers import FLOAT32, random_batch, random_weights, tiny_config
 from ranks_helper import run_ranks, values_of
 from test_from_pretrained import JOB, profile
 from test_several_ranks import (
@@ -27,9 +27,9 @@ from test_several_ranks import (
     not_finite,
     one_round,
     opened,
+    several_plans,
     steps_of,
     streamed,
-    swapped_frozen,
     train,
 )
 
@@ -90,7 +90,7 @@ def test_nodes_train_in_bf16_to_the_same_bits():
 
 
 def test_nodes_change_plans_between_steps():
-    case = swapped_frozen()
+    case = several_plans(FLOAT32)
     one = change_plans(0, 1, case)
     for shown in values_of(run_ranks(change_plans, 4, 4, case, nodes=2)):
         check_close(shown, one)

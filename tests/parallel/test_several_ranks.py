@@ -330,14 +330,14 @@ def opened(rank: int, size: int, case: Case, watched: bool = False, **options: A
     return build_engine(case.source, plan, case.optimizer or AdamW(lr=1e-2), group=group, **options)
 
 
-def several_plans() -> Case:
+def several_plans(numerics: Numerics = BF16) -> Case:
     """The first of two frozen blocks of a size lies on each GPU, the second in the node's memory; Muon trains others.
 
     The CPU updates embedding and head.
     """
     source = random_weights(tiny_config(num_hidden_layers=4))
     source = source._replace(spec=with_frozen(source.spec, ["block.0", "block.1"]))
-    plan = streamed(source, numerics=replace(BF16, optimizer="muon"), optimizer_tile=1024)
+    plan = streamed(source, numerics=replace(numerics, optimizer="muon"), optimizer_tile=1024)
     homes = [ON_CPU, ON_GPU.of_frozen(), ON_CPU.of_frozen(), GroupPlan(), GroupPlan(), ON_CPU]
     return Case(source, replace(plan, groups=tuple(homes)), steps_of(67, LENGTHS, count=5), optimizer=Muon(lr=1e-2))
 
