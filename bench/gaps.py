@@ -20,7 +20,7 @@ import torch
 
 from bench.environment import write_json
 from bench.job_flags import job_from
-from bench.step import parse
+from bench.step import one_batch, parse
 from flexengine.api import PlannedRun, build, prepare_job
 from flexengine.optim import AdamW
 from flexengine.planner.cost.cost_model import CostModel
@@ -91,9 +91,7 @@ def steps(engine: Engine, batch: torch.Tensor, count: int) -> list[dict[str, flo
 def measure(args: argparse.Namespace, planned: PlannedRun) -> dict:
     """Train, time one step, and account for it."""
     engine = build(planned, AdamW(lr=args.lr))
-    job, plan = planned.job, engine.plan
-    shape = (job.max_global_batch_tokens // job.max_seq_len, job.max_seq_len)
-    batch = torch.randint(0, engine.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    plan, batch = engine.plan, one_batch(engine)
     told = steps(engine, batch, args.warmup + args.steps)
     engine.measure_next_step(keep_runs=True)
     timed = steps(engine, batch, 1)[0]

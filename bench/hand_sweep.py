@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
-
 from bench.environment import write_json
 from bench.job_flags import add_job_flags, job_from
+from bench.step import one_batch
 from flexengine.api import PlannedRun, build, prepare_job
 from flexengine.optim import AdamW
 from flexengine.plan import GroupPlan, LayerPlan, Plan
@@ -102,9 +101,7 @@ def most(limit: int, works: Callable[[int], bool]) -> int:
 def measure(prepared: PlannedRun, plan: Plan, steps: int) -> float:
     """Median seconds of a step after one to warm up."""
     engine = build(replace(prepared, plan=plan), AdamW(lr=1e-4))
-    request = plan.request
-    shape = (request.max_global_batch_tokens // request.max_seq_len, request.max_seq_len)
-    batch = torch.randint(0, engine.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    batch = one_batch(engine)
     seconds = []
     for _ in range(1 + steps):
         start_s = time.perf_counter()

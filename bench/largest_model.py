@@ -29,7 +29,7 @@ import torch
 from bench.environment import write_json
 from bench.job_flags import add_job_flags, job_from
 from bench.plan_accuracy import write_config
-from bench.step import GIB, timed_steps
+from bench.step import GIB, one_batch, timed_steps
 from flexengine.api import PlannedRun, build, prepare_job
 from flexengine.hardware.devices import choose_device
 from flexengine.hardware.presets import named_profile
@@ -123,8 +123,7 @@ def train(order: Train) -> dict:
         began_s = time.perf_counter()
         engine = build(planned, AdamW(lr=1e-4))
         build_s = time.perf_counter() - began_s
-    shape = (planned.job.max_global_batch_tokens // planned.job.max_seq_len, planned.job.max_seq_len)
-    batch = torch.randint(0, engine.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    batch = one_batch(engine)
     timed = timed_steps(engine, batch, 0, order.steps)
     engine.measure_next_step(keep_runs=True)
     engine.train_step(input_ids=batch, labels=batch)

@@ -85,6 +85,13 @@ def printer(team: Team | None) -> Callable[[str], None]:
     return lambda text: print(text, flush=True) if is_first(team) else None
 
 
+def one_batch(engine: Engine) -> Tensor:
+    """Full sequences of random tokens, a step's worth, the same in every process: int64 [sequences, max_seq_len]."""
+    request = engine.plan.request
+    shape = (request.max_global_batch_tokens // request.max_seq_len, request.max_seq_len)
+    return torch.randint(0, engine.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+
+
 def timed_steps(engine: Engine, batch: Tensor, warmup: int, steps: int, say: Callable[[str], None] = print) -> Timed:
     """Train on the same batch again and again."""
     losses, norms, seconds, model_flops, hardware_flops = [], [], [], 0.0, 0.0
@@ -162,8 +169,7 @@ def run_cap(args: argparse.Namespace, cap_gib: float | None, first: bool = True)
     started = time.perf_counter()
     engine = build(planned, AdamW(lr=args.lr))
     build_s = time.perf_counter() - started
-    shape = (job.max_global_batch_tokens // job.max_seq_len, job.max_seq_len)
-    batch = torch.randint(0, engine.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    batch = one_batch(engine)
     timed = timed_steps(engine, batch, args.warmup, args.steps, say)
     digest = digest_of_masters(engine) if args.digest else None
     busy_s = measured_busy_s(engine, batch) if args.streams else {}

@@ -133,9 +133,9 @@ class Reviewer:
     def predict(self, batch: Batch) -> ExpectedStep:
         """What is expected of a step on a batch, from its own sequences and the step before."""
         predicted, lengths = self.engine.plan.predicted, _lengths(batch)
-        share = self._predictor.step_s(lengths) / predicted.step_s
-        step_s = self._predictor.step_s(lengths, self._was_clipped)
-        return ExpectedStep(step_s, share * predicted.speed_of_light_s)
+        usual_s = self._predictor.step_s(lengths)
+        step_s = self._predictor.step_s(lengths, after_clipping=True) if self._was_clipped else usual_s
+        return ExpectedStep(step_s, usual_s / predicted.step_s * predicted.speed_of_light_s)
 
     def _predict_by(self, profile: HardwareProfile) -> StepPredictor:
         return StepPredictor(self.engine.plan, self.planned.source.spec, profile)

@@ -154,13 +154,14 @@ def _with_adapters(
     return gate, up
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def _forward_kernel(
-    gate_up_ptr, low_ptr, up_ptr, out_ptr, tokens, width, gate_up_stride, low_stride, up_stride, out_stride,
+@triton.jit
+def _sums(
+    gate_up_ptr, low_ptr, up_ptr, tokens, width, gate_up_stride, low_stride, up_stride,
     rank, gate_low, gate_row, up_low, up_row,
-    GATE: tl.constexpr, UP: tl.constexpr, GELU: tl.constexpr, WIDE: tl.constexpr, RANKS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    GATE: tl.constexpr, UP: tl.constexpr, WIDE: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """(tokens, columns, which of these there are, gate, up) of a program: both in fp32, with what adapters add."""
     rows, columns = _tile(width, ROWS, COLUMNS)
     inside = (rows < tokens)[:, None] & (columns < width)[None, :]
     at = gate_up_ptr + rows[:, None] * gate_up_stride + columns[None, :]
@@ -168,6 +169,20 @@ def _forward_kernel(
     up = tl.load(at + width, mask=inside, other=0.0)
     gate, up = _with_adapters(
         gate, up, low_ptr, up_ptr, rows, columns, tokens, width, low_stride, up_stride,
+        rank, gate_low, gate_row, up_low, up_row, GATE, UP, WIDE, RANKS, ROWS, COLUMNS,
+    )  # fmt: skip
+    return rows, columns, inside, gate, up
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _forward_kernel(
+    gate_up_ptr, low_ptr, up_ptr, out_ptr, tokens, width, gate_up_stride, low_stride, up_stride, out_stride,
+    rank, gate_low, gate_row, up_low, up_row,
+    GATE: tl.constexpr, UP: tl.constexpr, GELU: tl.constexpr, WIDE: tl.constexpr, RANKS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    rows, columns, inside, gate, up = _sums(
+        gate_up_ptr, low_ptr, up_ptr, tokens, width, gate_up_stride, low_stride, up_stride,
         rank, gate_low, gate_row, up_low, up_row, GATE, UP, WIDE, RANKS, ROWS, COLUMNS,
     )  # fmt: skip
     s, _ = _gate(gate, 0.0, GELU, False)

@@ -109,6 +109,12 @@ def _tile(width, tiles, BLOCKS: tl.constexpr):
 
 
 @triton.jit
+def _codes_of_gate(codes_ptr, scales_ptr, token, block, column, width, blocks):
+    """Where codes and scales of gate lie; those of up lie `width` codes and `blocks` scales behind."""
+    return codes_ptr + token * 2 * width + column, scales_ptr + token * 2 * blocks + block
+
+
+@triton.jit
 def _store_codes(x, codes_at, scales_at, inside, held, largest, least, NATIVE: tl.constexpr):
     """Write blocks [BLOCKS, 128] of one half, in fp32 and zero outside, as codes and scales.
 
@@ -134,16 +140,12 @@ def _round_kernel(
     UNIT: tl.constexpr, GELU: tl.constexpr, NATIVE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     token, block, column, inside = _tile(width, tiles, BLOCKS)
-    codes, scales, held = (
-        codes_ptr + token * 2 * width + column,
-        scales_ptr + token * 2 * blocks + block,
-        block < blocks,
-    )
+    codes, scales = _codes_of_gate(codes_ptr, scales_ptr, token, block, column, width, blocks)
     row = gate_up_ptr + token * 2 * width
     gate = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(row + width + column, mask=inside, other=0.0).to(tl.float32)
-    _store_codes(gate, codes, scales, inside, held, largest, least, NATIVE)
-    _store_codes(up, codes + width, scales + blocks, inside, held, largest, least, NATIVE)
+    _store_codes(gate, codes, scales, inside, block < blocks, largest, least, NATIVE)
+    _store_codes(up, codes + width, scales + blocks, inside, block < blocks, largest, least, NATIVE)
     if UNIT:
         s, _ = _gate(gate, 0.0, GELU, False)
         tl.store(out_ptr + token * width + column, round_to(gate * s * up, out_ptr.dtype.element_ty), mask=inside)
@@ -155,13 +157,9 @@ def _forward_kernel(
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
     token, block, column, inside = _tile(width, tiles, BLOCKS)
-    codes, scales, held = (
-        codes_ptr + token * 2 * width + column,
-        scales_ptr + token * 2 * blocks + block,
-        block < blocks,
-    )
-    gate = _load_codes(codes, scales, inside, held, NATIVE)
-    up = _load_codes(codes + width, scales + blocks, inside, held, NATIVE)
+    codes, scales = _codes_of_gate(codes_ptr, scales_ptr, token, block, column, width, blocks)
+    gate = _load_codes(codes, scales, inside, block < blocks, NATIVE)
+    up = _load_codes(codes + width, scales + blocks, inside, block < blocks, NATIVE)
     s, _ = _gate(gate, 0.0, GELU, False)
     tl.store(out_ptr + token * width + column, round_to(gate * s * up, out_ptr.dtype.element_ty), mask=inside)
 
@@ -172,13 +170,9 @@ def _backward_kernel(
     NATIVE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     token, block, column, inside = _tile(width, tiles, BLOCKS)
-    codes, scales, held = (
-        codes_ptr + token * 2 * width + column,
-        scales_ptr + token * 2 * blocks + block,
-        block < blocks,
-    )
-    gate = _load_codes(codes, scales, inside, held, NATIVE)
-    up = _load_codes(codes + width, scales + blocks, inside, held, NATIVE)
+    codes, scales = _codes_of_gate(codes_ptr, scales_ptr, token, block, column, width, blocks)
+    gate = _load_codes(codes, scales, inside, block < blocks, NATIVE)
+    up = _load_codes(codes + width, scales + blocks, inside, block < blocks, NATIVE)
     grad = tl.load(grad_out_ptr + token * width + column, mask=inside, other=0.0).to(tl.float32)
     _, grad_gate, grad_up = _unit_gradients(grad, gate, up, 0.0, 0.0, GELU, False)
     row = grad_gate_up_ptr + token * 2 * width

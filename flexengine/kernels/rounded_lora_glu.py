@@ -16,7 +16,7 @@ from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.counts import cdiv
 from flexengine.kernels.fp8 import from_e4m3
 from flexengine.kernels.glu import _gate, _unit_gradients
-from flexengine.kernels.lora_glu import _added, _ranks, _tile, _with_adapters
+from flexengine.kernels.lora_glu import _added, _ranks, _sums, _tile
 from flexengine.kernels.rounded_glu import COLUMNS, _store_codes
 from flexengine.kernels.rounding import round_to
 
@@ -107,13 +107,8 @@ def _sums_kernel(
     CODES: tl.constexpr, UNIT: tl.constexpr, NATIVE: tl.constexpr, GATE: tl.constexpr, UP: tl.constexpr,
     GELU: tl.constexpr, WIDE: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    rows, columns = _tile(width, ROWS, COLUMNS)
-    inside = (rows < tokens)[:, None] & (columns < width)[None, :]
-    at = gate_up_ptr + rows[:, None] * gate_up_stride + columns[None, :]
-    gate = tl.load(at, mask=inside, other=0.0)
-    up = tl.load(at + width, mask=inside, other=0.0)
-    gate, up = _with_adapters(
-        gate, up, low_ptr, up_ptr, rows, columns, tokens, width, low_stride, up_stride,
+    rows, columns, inside, gate, up = _sums(
+        gate_up_ptr, low_ptr, up_ptr, tokens, width, gate_up_stride, low_stride, up_stride,
         rank, gate_low, gate_row, up_low, up_row, GATE, UP, WIDE, RANKS, ROWS, COLUMNS,
     )  # fmt: skip
     if CODES:

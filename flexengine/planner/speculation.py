@@ -64,7 +64,7 @@ class Speculation:
     ) -> None:
         self._model, self._request, self._profile, self._pricer, self.best = model, request, profile, pricer, best
         self._most_commands = pricer.simulated_commands + SPECULATED_COMMANDS
-        self._waiting_s = best[1].step_s
+        self._fastest, self._waiting_s = best[0], best[1].step_s
         self._layout: Layout | None = None  # of the best one without speculation; None before one is faster
 
     def try_plans(self, plans: Iterable[Plan]) -> None:
@@ -85,11 +85,17 @@ class Speculation:
         for plan in speculating_plans(layout, spare_bytes, shares):
             estimate = self._pricer.step(Layout(self._model, plan))
             if estimate.step_s < self.best[1].step_s:
-                if layout is not self._layout and self._pricer.step(layout).step_s > MOST_LOSS * self._waiting_s:
+                if layout is not self._layout and self._loses_much(layout):
                     break
                 self.best, self._layout = (plan, estimate), layout
             elif estimate.step_s > HOPELESS * self.best[1].step_s:
                 break
+
+    def _loses_much(self, layout: Layout) -> bool:
+        """Whether a plan without speculation, as it runs after a clipped step, is too slow."""
+        if layout.plan is self._fastest:
+            return False
+        return self._pricer.step(layout).step_s > MOST_LOSS * self._waiting_s
 
 
 def speculating_plans(layout: Layout, spare_bytes: int, shares: Sequence[float]) -> Iterator[Plan]:

@@ -187,8 +187,7 @@ def test_near_a_step_that_is_mostly_update():
     plan = make_plan(model, request, card)
     assert plan.speculates
     assert 0.6 * plan.predicted.step_s < bound_of(model, request, card).seconds <= plan.predicted.step_s
-    waiting = replace(plan, groups=tuple(replace(group, speculative=False) for group in plan.groups))
-    step = step_seconds(Layout(model, waiting), card)
+    step = step_seconds(Layout(model, plan.after_clipping()), card)
     waiting_s = min(bound.seconds for bound in size_bounds(model, request, card).values() if bound is not None)
     assert 0.75 * step.step_s < waiting_s <= step.step_s
     assert max(step.busy_s.values()) < 0.75 * step.step_s  # no stream is busy all the time

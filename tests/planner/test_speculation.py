@@ -29,18 +29,13 @@ def plan():
     return make_plan(MODEL, REQUEST, PROFILE)
 
 
-def without(plan: Plan) -> Plan:
-    """The same plan with no speculative updates."""
-    return replace(plan, groups=tuple(replace(group, speculative=False) for group in plan.groups))
-
-
 def test_a_plan_with_room_speculates_and_is_priced_as_it_runs(plan):
     assert plan.speculates
     assert plan.predicted.host_bytes <= REQUEST.max_host_bytes
     assert plan.predicted.host_categories["second planes"] > 0
     assert "as if nothing were clipped" in describe(plan, MODEL)
     assert Plan.from_json(plan.to_json()) == plan
-    bold, cautious = (simulate_step(p, MODEL, PROFILE) for p in (plan, without(plan)))
+    bold, cautious = (simulate_step(p, MODEL, PROFILE) for p in (plan, plan.after_clipping()))
     assert bold.total_s == pytest.approx(plan.predicted.step_s, rel=1e-9)
     assert bold.total_s < 0.99 * cautious.total_s
     assert plan.predicted.after_clipping_s == pytest.approx(cautious.total_s, rel=1e-9)
@@ -59,14 +54,14 @@ def test_updates_into_second_planes_have_a_price_of_their_own(plan):
         PROFILE, cpu_adamw_parameters_per_s=(*PROFILE.cpu_adamw_parameters_per_s, ("bfloat16 into second planes", 3e9))
     )
     into, in_place = (
-        [simulate_step(p, MODEL, profile) for profile in (PROFILE, slower)] for p in (plan, without(plan))
+        [simulate_step(p, MODEL, profile) for profile in (PROFILE, slower)] for p in (plan, plan.after_clipping())
     )
     assert in_place[0].total_s == in_place[1].total_s
     assert into[0].total_s < into[1].total_s
 
 
 def test_second_planes_take_no_more_than_what_is_left(plan):
-    plan = without(plan)
+    plan = plan.after_clipping()
     layout = Layout(MODEL, plan)
     able = [group for group in completed_order(MODEL) if plan.groups[group].update == "cpu"]
     one = sum(size for kind, size in layout.groups[able[0]].plane_bytes.items() if kind != "grad")

@@ -40,8 +40,7 @@ def plans(spec, numerics, which):
     others = [GroupPlan("gpu", "host", "gpu"), BY_CPU, GroupPlan("gpu", "gpu", "gpu")]
     groups = [SPECULATIVE if which(i) else others[i % 3] for i in range(len(spec.groups))]
     plan = make_plan(spec, numerics=numerics, groups=groups, blocks=[LayerPlan()] * len(spec.blocks))
-    plain = [replace(group, speculative=False) for group in plan.groups]
-    return plan, replace(plan, groups=tuple(plain))
+    return plan, plan.after_clipping()
 
 
 class Steps:
