@@ -23,11 +23,12 @@ from bench.job_flags import job_from
 from bench.step import one_batch, parse
 from flexengine.api import PlannedRun, build, prepare_job
 from flexengine.optim import AdamW
+from flexengine.plan import Plan
 from flexengine.planner.cost.cost_model import CostModel
 from flexengine.reports.text_format import align_columns
 from flexengine.runtime.engine import Engine
-from flexengine.schedule.commands import Command, Stream
-from flexengine.schedule.simulator import simulate
+from flexengine.schedule.commands import Command, LayerCall, Stream
+from flexengine.schedule.simulator import Rates, simulate
 from flexengine.schedule.timeline import TimedRun
 
 SOON_S = 60e-6
@@ -59,12 +60,24 @@ def idle_seconds(runs: Iterable[TimedRun]) -> dict[tuple[str, str], list[float]]
     return gaps
 
 
-def by_kind(runs: Sequence[TimedRun], cost: CostModel) -> dict[tuple[str, str], dict[str, float]]:
+def planned_rates(plan: Plan, cost: CostModel) -> Rates:
+    """Rates for programs that ran, whose layers are priced for full chunks of the plan's longest sequences."""
+    rates, sizes = cost.rates(), (plan.chunk_tokens, plan.request.max_seq_len, cost.compute_bytes)
+
+    def compute_s(command: Command) -> float:
+        if not isinstance(command.args, LayerCall):
+            return rates.compute_s(command)
+        return cost.work_s(command.args.program.stages(command.kind)[command.args.stage].work(*sizes))
+
+    return rates._replace(compute_s=compute_s)
+
+
+def by_kind(runs: Sequence[TimedRun], rates: Rates) -> dict[tuple[str, str], dict[str, float]]:
     """Measured and simulated seconds of commands, by stream and kind."""
     measured: dict[tuple[str, str], list[float]] = defaultdict(list)
     priced: dict[tuple[str, str], float] = defaultdict(float)
     for run in runs:
-        timing = simulate(run.program, cost.rates())
+        timing = simulate(run.program, rates)
         for command, (start_s, end_s) in zip(run.program.commands, run.spans_s, strict=True):
             key = command.stream.value, command.kind
             measured[key].append(end_s - start_s)
@@ -96,8 +109,11 @@ def measure(args: argparse.Namespace, planned: PlannedRun) -> dict:
     engine.measure_next_step(keep_runs=True)
     timed = steps(engine, batch, 1)[0]
     runs = list(engine.take_timed_runs())
-    kinds = by_kind(runs, CostModel.of(plan.request, planned.profile, plan.chunk_tokens))
-    gaps = idle_seconds(runs)
+    kinds = by_kind(runs, planned_rates(plan, CostModel.of(plan.request, planned.profile, plan.chunk_tokens)))
+    gaps, on_gpu = idle_seconds(runs), planned.device.type == "cuda"
+    graphs = 0 if engine.replay is None else engine.replay.num_graphs
+    allocator = torch.cuda.memory_stats(planned.device) if on_gpu else {}
+    peaks = engine.memory_peaks()
     engine.close()
     return {
         "predicted_step_s": plan.predicted.step_s,
@@ -105,6 +121,14 @@ def measure(args: argparse.Namespace, planned: PlannedRun) -> dict:
         "issue_s": planned.profile.issue_s,
         "steps": told,
         "timed_step": timed,
+        "gpu_bytes": peaks.gpu_bytes,
+        "predicted_gpu_bytes": plan.predicted.gpu_bytes,
+        "most_allocated_bytes": allocator.get("allocated_bytes.all.peak"),
+        "most_reserved_bytes": allocator.get("reserved_bytes.all.peak"),
+        "arena_bytes": engine.arenas.capacity["gpu"],
+        "device_allocations": allocator.get("num_device_alloc"),
+        "allocations_again": allocator.get("num_alloc_retries"),
+        "graphs": graphs,
         "idle": [
             {"cause": why, "before": kind, "seconds": sum(found), "count": len(found)}
             for (why, kind), found in sorted(gaps.items(), key=lambda item: -sum(item[1]))
@@ -133,6 +157,7 @@ def main() -> None:
     print(planned.describe(), flush=True)
     found = measure(args, planned)
     print(table(found))
+    print({name: found[name] for name in found if isinstance(found[name], int | float)})
     write_json(args.json, found)
 
 

@@ -43,8 +43,9 @@ T = TypeVar("T")
 GIB = 2**30
 OPTIONS = (
     "max_seq_len", "max_global_batch_tokens", "max_host_mem_gib", "device", "dtype", "optimizer_state_dtype",
-    "matmul_dtype", "keep_dtype", "freeze", "mode", "lora_rank", "lora_alpha", "lora_targets", "base_dtype",
-    "max_grad_norm", "recompute", "chunk_tokens", "round_tokens", "round_multiple", "transport", "deterministic",
+    "matmul_dtype", "keep_dtype", "cuda_graphs", "freeze", "mode", "lora_rank", "lora_alpha", "lora_targets",
+    "use_dora", "base_dtype", "max_grad_norm", "recompute", "chunk_tokens", "round_tokens", "round_multiple",
+    "transport", "deterministic",
 )  # fmt: skip
 """Options of a job that are flags here."""
 

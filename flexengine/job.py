@@ -214,6 +214,13 @@ class Job:
     recompute: Annotated[
         Literal["auto", "none", "full"], Option("activations recomputed in backward; auto = the planner decides")
     ] = "auto"
+    cuda_graphs: Annotated[
+        Literal["auto", "never", "always"],
+        Option(
+            "replay blocks' forward and backward as CUDA graphs, for batches whose sequences keep their lengths from"
+            " step to step; auto = where the planner finds that faster, on one GPU"
+        ),
+    ] = "auto"
     deterministic: Annotated[
         bool, Option("allow only kernels that give the same bits in every run", decides_plan=False)
     ] = False

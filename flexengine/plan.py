@@ -135,7 +135,8 @@ class Request:
     many rounds; None = ranks of all nodes. It sets the order of sums, as chunk and round sizes do, and the number of
     ranks does not. nodes: that each have so many ranks, a host copy of their own, and an equal part of a step's tokens.
     transport: how ranks of a node share weights and gradients: relay, split (see `Plan.split`), or as the planner finds
-    faster.
+    faster. graphs: whether blocks' commands are replayed as CUDA graphs; auto = where the planner finds that faster,
+    and its plan's request then says always.
     """
 
     max_seq_len: int
@@ -151,6 +152,7 @@ class Request:
     round_multiple: int | None = None
     nodes: int = 1
     transport: Literal["auto", "relay", "split"] = "auto"
+    graphs: Literal["auto", "never", "always"] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("max_seq_len", "max_global_batch_tokens", "max_gpu_bytes", "max_host_bytes"):
@@ -171,6 +173,12 @@ class Request:
             raise ValueError(f"nodes must be at least 1, got {self.nodes}")
         if self.recompute not in ("auto", "none", "full"):
             raise ValueError(f"recompute={self.recompute!r}; choose auto, none or full")
+        if self.graphs not in ("auto", "never", "always"):
+            raise ValueError(f"graphs={self.graphs!r}; choose auto, never or always")
+
+    def replays(self, chunk_tokens: int) -> bool:
+        """Whether blocks' commands on chunks of so many tokens are replayed: slices of a sequence are not."""
+        return self.graphs == "always" and self.max_seq_len <= chunk_tokens
 
     @property
     def of_rank(self) -> Request:
@@ -341,6 +349,11 @@ class Plan:
     def slices_sequences(self) -> bool:
         """True when a sequence may be longer than a chunk, so that layers need a key/value window."""
         return self.request.max_seq_len > self.chunk_tokens
+
+    @property
+    def replays(self) -> bool:
+        """True when blocks' commands are replayed as CUDA graphs."""
+        return self.request.replays(self.chunk_tokens)
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` gives it back equal."""

@@ -102,6 +102,10 @@ def make_request(job: Job, profile: HardwareProfile, device_type: str) -> Reques
             f"matmul_dtype=fp8: {profile.name} multiplies no FP8 operands; that takes compute capability 8.9 or more"
             " (L40S, RTX 4090, H100 and newer); leave it out"
         )
+    if job.cuda_graphs == "always" and device_type != "cuda":
+        raise ValueError(
+            f"cuda_graphs=always: {profile.name} has no CUDA graphs; they take an NVIDIA GPU, so leave it out"
+        )
     free_host = profile.host_available_bytes + profile.host_base_bytes
     free_gpu = profile.gpu_free_bytes + profile.gpu_context_bytes if device_type == "cuda" else free_host // 2
     gpu_bytes = _budget_bytes("gpu", job.max_gpu_mem_gib, free_gpu)
@@ -117,6 +121,7 @@ def make_request(job: Job, profile: HardwareProfile, device_type: str) -> Reques
         round_multiple=job.round_multiple,
         transport=job.transport,
         recompute=job.recompute,
+        graphs=job.cuda_graphs,
         numerics=job.numerics,
         clipping=job.max_grad_norm is not None,
     )

@@ -44,6 +44,7 @@ class StepPredictor:
         self._stages = Counter(_stages(lower_round(self._layout, full_step(plan)[0][0], first=True)))
         self._seconds: dict[tuple[Rounds, int], float] = {}
         self._after_clipping = StepPredictor(plan.after_clipping(), model, profile) if plan.speculates else None
+        self._one_by_one = StepPredictor(_without_graphs(plan), model, profile) if plan.replays else None
 
     def step_s(self, lengths: Sequence[int], after_clipping: bool = False) -> float:
         """Predict the seconds of a step on sequences of these lengths; those of the plan for a full batch, and for
@@ -54,6 +55,8 @@ class StepPredictor:
         chunks = [_real_shape(chunk) for found in rounds for chunk in found]
         if self.plan.request.shares_node or _sizes(chunks) == _sizes(self._full_chunks):
             return self.plan.predicted.step_s
+        if self._one_by_one is not None:  # batches of other lengths are seldom followed by one of the same
+            return self._one_by_one.step_s(lengths)
         shapes = [packed_shape(found, self.plan.chunk_tokens) for found in rounds]
         later = tuple((shape, len(list(run))) for shape, run in groupby(shapes[1:]))
         lowered = [chunk for shape in shapes for chunk in shape.chunks]
@@ -105,6 +108,11 @@ class StepPredictor:
         if self.plan.updates_on_cpu:
             return seconds
         return seconds + StepPricer(self.profile).update(self._layout, self._cost).step_s
+
+
+def _without_graphs(plan: Plan) -> Plan:
+    """The plan as it runs batches whose lengths change: the host issues its commands one by one."""
+    return replace(plan, request=replace(plan.request, graphs="never"))
 
 
 def _stages(program: Program) -> Iterable[Stage]:

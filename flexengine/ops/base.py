@@ -284,6 +284,9 @@ class Op(ABC):
     num_parts: int = 1
     """Calls that one run of the op takes: as many as there are parts, of one that runs in parts. Forward goes from the
     first part to the last, backward the other way; results have the same bits as of one call."""
+    replays: bool = True
+    """Whether its calls launch the same kernels with the same operands for all batches with the same lengths of
+    sequences, so that a CUDA graph may stand for them."""
     part_inputs: tuple[str, ...] = ()
     """What such a call reads beside inputs and, in backward_input, needs_input."""
 

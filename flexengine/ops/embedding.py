@@ -42,5 +42,7 @@ class Embedding(Op):
         return Work(memory_bytes=4.0 * self.vocab_size * self.width + 16.0 * tokens * self.width, kernels=3)
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
+        if not self.trained:
+            return 0
         # float32 copy of the gradient (scaled: one more) and, in deterministic mode, the sorted copy with its indices
         return (2 + (self.scale != 1.0)) * tokens * self.width * max(4, compute_bytes) + 64 * tokens

@@ -101,6 +101,7 @@ class LoRALinear(Linear):
         self.low = TensorSpec(f"{self.name}.low", (width,))
         self.grad_low = TensorSpec(f"{self.name}.grad_low", (width,))
         self.dropout, self.number = dropout, number
+        self.replays = not dropout  # what it draws is an operand, and changes with every step
         self.dropped = TensorSpec(f"{self.name}.dropped", (self.in_features,))
         self.gives_low = self.leaves_sum = self.takes_low = False
         self.low_again = self.low.name

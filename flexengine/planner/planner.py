@@ -35,6 +35,8 @@ from flexengine.planner.cost.memory import (
 )
 from flexengine.planner.cost.save_sets import SaveSets, frontier, side_by_side
 from flexengine.planner.feasibility.shortage import Feasibility, shortage
+from flexengine.planner.graphs import GAIN as GRAPHS_GAIN
+from flexengine.planner.graphs import graphs_may_pay
 from flexengine.planner.shared_buffers import SharedBuffers
 from flexengine.planner.size_search import SizeSearch
 from flexengine.planner.size_tables import SizeTables
@@ -100,12 +102,25 @@ def make_plan(model: ModelSpec, request: Request, profile: HardwareProfile) -> P
 def find_plan(model: ModelSpec, request: Request, profile: HardwareProfile) -> Plan | None:
     """The same; None when nothing fits, without looking for what would."""
     with collector_paused():
-        plan = Planner(model, request, profile).plan()
-        parts = in_parts(model)
-        if may_be_in_parts(model) and (plan is None or not _is_good_whole(plan, parts)):
-            found = (plan, Planner(model, request, profile, parts).plan())
-            plan = min((p for p in found if p is not None), key=lambda p: p.predicted.step_s, default=None)
-        return plan
+        plan = _find_with_graphs_as_asked(model, request, profile)
+        if plan is None or request.graphs != "auto":
+            return plan
+        planned_model = in_parts(model) if plan.in_parts else model
+        if not graphs_may_pay(planned_model, plan, profile):
+            return plan
+        replayed = _find_with_graphs_as_asked(model, replace(request, graphs="always"), profile)
+        if replayed is None or replayed.predicted.step_s > GRAPHS_GAIN * plan.predicted.step_s:
+            return plan
+        return replayed
+
+
+def _find_with_graphs_as_asked(model: ModelSpec, request: Request, profile: HardwareProfile) -> Plan | None:
+    """The fastest plan with CUDA graphs where the request says always, else without."""
+    plan, parts = Planner(model, request, profile).plan(), in_parts(model)
+    if may_be_in_parts(model) and (plan is None or not _is_good_whole(plan, parts)):
+        found = (plan, Planner(model, request, profile, parts).plan())
+        plan = min((p for p in found if p is not None), key=lambda p: p.predicted.step_s, default=None)
+    return plan
 
 
 def _is_good_whole(plan: Plan, parts: ModelSpec) -> bool:

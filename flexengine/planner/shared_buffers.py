@@ -38,6 +38,7 @@ from flexengine.schedule.group_uses import group_uses
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.planned_sizes import spilled_bytes
+from flexengine.schedule.replays import replay_bytes
 from flexengine.schedule.save_sets import keepable_ops
 from flexengine.schedule.slots import Slot, SlotKey
 
@@ -179,7 +180,9 @@ class SharedBuffers:
                 _bytes_of(layout, "batch", "scalars")
                 + scalars
                 + (self.adapter_bytes + self.spilled_bytes[0])
-                + gpu_overhead_bytes(layout, self.profile),
+                + gpu_overhead_bytes(layout, self.profile)
+                + replay_bytes(self.model, layout.plan)
+                - replay_bytes(self.small, layout.plan),
                 _bytes_of(layout, "hidden states", "key/value window"),
                 layout.place("scratch").num_bytes,
                 host_required_bytes(layout, self.profile) + self.spilled_bytes[1],

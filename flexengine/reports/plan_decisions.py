@@ -57,8 +57,14 @@ def decision_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
         *_frozen_lines(plan, model),
         *_adapter_lines(model),
         _update_line(plan),
+        *_graph_lines(plan),
         *_activation_lines(plan, model),
     ]
+
+
+def _graph_lines(plan: Plan) -> list[str]:
+    """Tell that commands are replayed, and for which batches."""
+    return ["CUDA graphs: blocks' commands are replayed where sequences keep their lengths"] if plan.replays else []
 
 
 def gpu_lines(plan: Plan) -> list[str]:

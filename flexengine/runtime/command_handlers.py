@@ -13,6 +13,7 @@ from flexengine.runtime.decode_weights import decode_weights
 from flexengine.runtime.fetch_experts import fetch_experts
 from flexengine.runtime.gradients import Squares, finish_gradient
 from flexengine.runtime.layer_runner import LayerRunner
+from flexengine.runtime.replay import Replay
 from flexengine.runtime.split_handlers import CommandHandler, SplitHandlers
 from flexengine.runtime.update import UpdateRunner, UpdateSettings
 from flexengine.schedule.commands import Command, FinishGradient, Program
@@ -25,15 +26,16 @@ LAYER_KINDS = ("forward", "evaluate", "recompute", "backward", "fill_window")
 class CommandHandlers:
     """The handlers of one layout, by kind of command; the executor issues copies itself.
 
-    collectives: in which this rank takes part under a split plan.
+    collectives: in which this rank takes part under a split plan. replay: runs layers' commands instead of `layers`.
     """
 
     def __init__(
         self, layout: Layout, arenas: Arenas, layers: LayerRunner, updates: UpdateRunner,
-        collectives: Collectives | None = None,
+        collectives: Collectives | None = None, replay: Replay | None = None,
     ) -> None:  # fmt: skip
         split = None if collectives is None else SplitHandlers(layout, arenas, updates, collectives)
         self._layout, self._arenas, self._layers, self._updates = layout, arenas, layers, updates
+        self._run_call = layers.run if replay is None else replay.run
         self.by_kind: dict[str, CommandHandler] = {
             **dict.fromkeys(LAYER_KINDS, self._run_layer),
             "finish_gradient": self._finish_gradient,
@@ -56,7 +58,7 @@ class CommandHandlers:
     # -- forward and backward ----------------------------------------------------------------------------------------
 
     def _run_layer(self, command: Command, program: Program, settings: UpdateSettings | None) -> None:
-        self._layers.run(command.kind, command.args)
+        self._run_call(command.kind, command.args)
 
     def _fetch_experts(self, command: Command, program: Program, settings: UpdateSettings | None) -> None:
         fetch_experts(command.args, program.slots, self._arenas)

@@ -40,6 +40,7 @@ from flexengine.runtime.outputs import EvaluateOutput, FwdBwdOutput, StepOutput,
 from flexengine.runtime.program_runner import ProgramRunner
 from flexengine.runtime.programs import Programs
 from flexengine.runtime.reading_calls import ReadingCalls
+from flexengine.runtime.replay import Replay
 from flexengine.runtime.rounds import RoundRunner
 from flexengine.runtime.step_runner import StepRunner
 from flexengine.runtime.step_state import StepState
@@ -129,13 +130,16 @@ class Engine(CheckpointCalls, ReadingCalls):
         self.layers = LayerRunner(layout, self.arenas, self.buffers)
         self.updates = UpdateRunner(layout, self.arenas, self.settings.lr_factors, self.settings.decay_factors)
         collectives = None if self.turns is None else self.turns.collectives
-        self.handlers = CommandHandlers(layout, self.arenas, self.layers, self.updates, collectives)
+        self.replay = Replay(self.layers) if layout.plan.replays and self.device.type == "cuda" else None
+        self.handlers = CommandHandlers(layout, self.arenas, self.layers, self.updates, collectives, self.replay)
         self.runner = ProgramRunner(self.executor, self.handlers, self.measurement, self.turns)
         constants = constant_tables(layout, self.device)
         batches = BatchWriter(layout, self.arenas, constants, self.settings.attention, self.settings.attention_choices)
         self.programs = Programs(layout, self.executor, share)
         seed, deterministic, turns = self.settings.seed, self.settings.deterministic, self.turns
-        self.rounds = RoundRunner(self.programs, batches, self.layers, self.runner, self.state, seed, turns)
+        self.rounds = RoundRunner(
+            self.programs, batches, self.layers, self.runner, self.state, seed, turns, self.replay
+        )
         self.steps = StepRunner(
             self.runner, self.rounds, self.updates, self.state, deterministic, turns, self._swap_planes
         )
@@ -350,6 +354,8 @@ class Engine(CheckpointCalls, ReadingCalls):
         self.programs.forget()
         self.runner.last_program = None
         self.layers.chunks = []
+        if self.replay is not None:
+            self.replay.close()
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from flexengine.runtime.gradients import MOST_ROUNDED, warn_of_rounding
 from flexengine.runtime.layer_runner import LayerRunner
 from flexengine.runtime.program_runner import ProgramRunner
 from flexengine.runtime.programs import Programs, RoundKind
+from flexengine.runtime.replay import Replay
 from flexengine.runtime.step_state import HALF_UPDATED, StepState
 from flexengine.runtime.turns import Turns
 from flexengine.runtime.update import UpdateSettings
@@ -22,15 +23,19 @@ from flexengine.schedule.packing import PackedChunk, pack, packed_shape
 
 
 class RoundRunner:
-    """Runs rounds under one layout. seed: what dropout draws from. turns: this one's of several ranks; None = alone."""
+    """Runs rounds under one layout.
+
+    seed: what dropout draws from. turns: this one's of several ranks; None = alone. replay: what runs blocks' commands
+    from graphs; None = nothing does.
+    """
 
     def __init__(
         self, programs: Programs, batches: BatchWriter, layers: LayerRunner, runner: ProgramRunner, state: StepState,
-        seed: int, turns: Turns | None = None,
+        seed: int, turns: Turns | None = None, replay: Replay | None = None,
     ) -> None:  # fmt: skip
         self.programs, self._batches, self._layers = programs, batches, layers
         self._runner, self._state = runner, state
-        self._seed, self._turns = seed, turns
+        self._seed, self._turns, self._replay = seed, turns, replay
         self._plan, self._device = layers.layout.plan, layers.arenas.device
         self._may_warn = self._plan.request.numerics.grad == "bfloat16"
 
@@ -44,6 +49,8 @@ class RoundRunner:
         inside the last round, which are speculative with clipping; None when no round updates.
         """
         rounds, first = self._pack(batch), self._state.num_rounds
+        if self._replay is not None:
+            self._replay.begin_batch([[[piece.length for piece in c.ranges] for c in chunks] for chunks in rounds])
         if balance is not None and (len(rounds) > 1 or self._turns is not None):
             self._count_tokens_of_experts(batch, rounds, balance)
         if self._plan.split:

@@ -197,7 +197,7 @@ def test_edges_of_a_large_vocabulary_fit_small_budgets(name, gib):
 def test_sizes_are_compared_by_what_all_seeds_reach():
     """Adapters of an 8B model at 24 GiB: the fastest size has poor first seeds, and was dropped before its best ones.
 
-    Rates are those that were measured on an H100.
+    Rates are those that were measured on an H100; graphs, which favour chunks of 4096 tokens, are left out.
     """
     rates = {"h2d_bytes_per_s": 55.1e9, "d2h_bytes_per_s": 54.6e9, "gpu_context_bytes": 828_375_040}
     rates |= {"h2d_duplex_bytes_per_s": 50e9, "d2h_duplex_bytes_per_s": 50.5e9, "launch_s": 7.6e-6, "issue_s": 16e-6}
@@ -206,7 +206,12 @@ def test_sizes_are_compared_by_what_all_seeds_reach():
         for tokens, tera in ((256, 257), (512, 425), (1024, 544), (2048, 662), (4096, 697), (8192, 733), (32768, 733))
     )
     job = Job(
-        mode="lora", max_seq_len=2048, max_global_batch_tokens=65536, max_gpu_mem_gib=24.0, max_host_mem_gib=110.0
+        mode="lora",
+        max_seq_len=2048,
+        max_global_batch_tokens=65536,
+        max_gpu_mem_gib=24.0,
+        max_host_mem_gib=110.0,
+        cuda_graphs="never",
     )
     profile, model = replace(preset("h100-80"), **rates), described(open_model("preset:llama-3.1-8b").spec, job)
     request = make_request(job, profile, "cuda")

@@ -18,7 +18,7 @@ from flexengine.step_prediction import StepPredictor
 
 GIB = 2**30
 MODEL = open_model("preset:llama-3.2-1b").spec
-REQUEST = Request(2048, 8192, 6 * GIB, 60 * GIB, numerics=Numerics(state="bfloat16"))
+REQUEST = Request(2048, 8192, 6 * GIB, 60 * GIB, numerics=Numerics(state="bfloat16"), graphs="never")
 
 
 PROFILE = replace(preset("h200"), cpu_adamw_parameters_per_s=(("float32", 9e9), ("bfloat16", 9e9)))

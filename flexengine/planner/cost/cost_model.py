@@ -26,12 +26,18 @@ GROUPED_SHARE = 0.77
 experts, 0.76 with 64, 0.81 with 8 wide ones (bench/results/h200_block_*.json)."""
 
 
+REPLAYED_KERNEL_S, REPLAYED_SHARE = 1e-6, 0.03
+"""From one kernel of a CUDA graph to the next on an H100, and the share by which kernels take longer than their rates
+say; together they are at most the profile's `launch_s` of about 4 us, which holds where the host issues each. So steps
+of large kernels are not taken to be faster with graphs: one of 8B with adapters took 4.13 s with and 4.12 without."""
+
+
 @dataclass(frozen=True)
 class CostModel:
     """Prices commands of chunks of `chunk_tokens` tokens; `compute_bytes` is the size of a compute element.
 
     seq_len: tokens of a sequence, which attention's rates depend on. state_dtype: `Numerics.cpu_update`, for its rate.
-    ranks: that share updates, and the CPU.
+    ranks: that share updates, and the CPU. replays: commands of layers are replayed as CUDA graphs.
     """
 
     profile: HardwareProfile
@@ -40,12 +46,14 @@ class CostModel:
     seq_len: int
     state_dtype: str = "float32"
     ranks: int = 1
+    replays: bool = False
 
     @staticmethod
     def of(request: Request, profile: HardwareProfile, chunk_tokens: int) -> CostModel:
         """The costs of a request's chunks of some size."""
         compute_bytes, state = DTYPE_BYTES[request.numerics.compute], request.numerics.cpu_update
-        return CostModel(profile, compute_bytes, chunk_tokens, request.max_seq_len, state, request.ranks)
+        replays = request.replays(chunk_tokens)
+        return CostModel(profile, compute_bytes, chunk_tokens, request.max_seq_len, state, request.ranks, replays)
 
     @property
     def acc_bytes(self) -> int:
@@ -71,14 +79,17 @@ class CostModel:
         """Seconds of work that runs alone on the compute stream: kernels follow each other, nothing overlaps."""
         p = self.profile
         forward_rate, backward_rate = self.attention_rates
-        return (
+        busy_s = (
             (work.matmul_flops + work.grouped_flops / GROUPED_SHARE) / self.matmul_rate
             + (work.fp8_flops / self.fp8_rate if work.fp8_flops else 0.0)
             + work.attention_forward_flops / forward_rate
             + work.attention_backward_flops / backward_rate
             + work.memory_bytes / p.memory_bytes_per_s
-            + work.kernels * p.launch_s
         )
+        launches_s = work.kernels * p.launch_s
+        if self.replays:
+            launches_s = min(launches_s, work.kernels * REPLAYED_KERNEL_S + REPLAYED_SHARE * busy_s)
+        return busy_s + launches_s
 
     def rates(self) -> Rates:
         """The same machine, for the simulator."""
@@ -103,7 +114,7 @@ class CostModel:
 
     def issue_s(self, command: Command) -> float:
         """Host seconds to issue a command: its op calls, each with its views, one after another."""
-        return self.profile.issue_s * issue_calls(command)
+        return self.profile.issue_s * issue_calls(command, self.replays)
 
 
 COPY_ISSUE_CALLS = 0.25
@@ -112,13 +123,22 @@ OTHER_ISSUE_CALLS = 6
 """The update of a tile and the rounding of a gradient: about as many views."""
 
 
-def issue_calls(command: Command) -> float:
+LAYER_CALL = 1.35
+"""What a call of an op takes the host over what the probe measures, which is one of torch with few operands: steps that
+wait for the host alone took 39 and 42 us a call on an H100 whose probe said 30."""
+REPLAY_ISSUE_CALLS = 2
+"""A CUDA graph is launched by one call, which hands tens of kernels to the driver."""
+
+
+def issue_calls(command: Command, replays: bool = False) -> float:
     """What the host does for a command, in bindings of a view or launches."""
     if command.copies:
         return COPY_ISSUE_CALLS
     if not isinstance(command.args, LayerCall):
         return OTHER_ISSUE_CALLS
-    return command.args.program.stages(command.kind)[command.args.stage].issue_calls
+    if replays:
+        return REPLAY_ISSUE_CALLS
+    return LAYER_CALL * command.args.program.stages(command.kind)[command.args.stage].issue_calls
 
 
 def price(

@@ -7,6 +7,7 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.plan import Request
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.node_exchange import exchange_bytes
+from flexengine.schedule.replays import replay_bytes
 
 GPU_SLACK_BYTES = 128 * 2**20
 """Kept free on CUDA: the allocator rounds segments up to 2 MiB, kernels are loaded later, library handles grow."""
@@ -34,7 +35,8 @@ def _gpu_overhead(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
     if profile.device_type != "cuda":
         return {}
     found = {"CUDA context": profile.gpu_context_bytes, "library workspace": layout.workspace_bytes}
-    return found | ({"NCCL": NCCL_BYTES} if layout.plan.split else {}) | {"slack": GPU_SLACK_BYTES}
+    graphs = {"CUDA graphs": replay_bytes(layout.model, layout.plan)} if layout.plan.replays else {}
+    return found | graphs | ({"NCCL": NCCL_BYTES} if layout.plan.split else {}) | {"slack": GPU_SLACK_BYTES}
 
 
 def _host_overhead(profile: HardwareProfile) -> dict[str, int]:

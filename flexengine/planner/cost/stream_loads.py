@@ -15,7 +15,13 @@ import numpy as np
 from flexengine.models.spec import GroupSpec, LayerSpec
 from flexengine.ops.base import Work
 from flexengine.plan import GroupPlan, Home
-from flexengine.planner.cost.cost_model import COPY_ISSUE_CALLS, OTHER_ISSUE_CALLS, CostModel
+from flexengine.planner.cost.cost_model import (
+    COPY_ISSUE_CALLS,
+    LAYER_CALL,
+    OTHER_ISSUE_CALLS,
+    REPLAY_ISSUE_CALLS,
+    CostModel,
+)
 from flexengine.schedule.arena_slots import home_of_plane
 from flexengine.schedule.group_storage import GroupStorage
 from flexengine.schedule.group_uses import GroupUse
@@ -56,7 +62,9 @@ def plane_bytes_in(memory: Home, group: GroupStorage, home: GroupPlan) -> int:
 def issue_s(cost: CostModel, kind: str, program: LayerProgram | None = None) -> float:
     """Host seconds to issue a command of some kind: of a layer with its program, a copy, an update or another."""
     if program is not None:
-        return cost.profile.issue_s * sum(len(stage.parts) * stage.issue_calls for stage in program.stages(kind))
+        stages = program.stages(kind)
+        calls = (REPLAY_ISSUE_CALLS if cost.replays else LAYER_CALL * stage.issue_calls for stage in stages)
+        return cost.profile.issue_s * sum(len(stage.parts) * n for stage, n in zip(stages, calls, strict=True))
     return cost.profile.issue_s * (COPY_ISSUE_CALLS if kind == "copy" else OTHER_ISSUE_CALLS)
 
 

@@ -70,6 +70,7 @@ COLOURS = {
     "CUDA context": "#6b7280",
     "process": "#6b7280",
     "library workspace": "#8d96a5",
+    "CUDA graphs": "#8d96a5",
     "temporaries": "#8d96a5",
     "slack": "#b9c0cb",
     "batch": "#a3a08f",

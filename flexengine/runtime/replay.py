@@ -1,0 +1,174 @@
+"""Replays blocks' commands from CUDA graphs, so that the host issues each in one call.
+
+A batch whose sequences have the lengths of the batch before is captured. What a command reads and writes lies in the
+arenas, at addresses that the command and the chunk's size decide, so that later runs may launch the same kernels again.
+Whatever cannot be replayed runs as it does without graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from flexengine.runtime.layer_runner import LayerRunner
+from flexengine.schedule.commands import LayerCall
+from flexengine.schedule.replays import graph_bytes, may_replay, most_graph_bytes, workspace_bytes_of
+
+log = logging.getLogger("flexengine")
+
+MOST_KNOWN = 16384
+"""Commands whose keys are remembered."""
+MOST_PATIENCE = 64
+"""Most batches alike after which the next one is captured: one at first, and twice as many whenever graphs must go."""
+REPLAYED_KINDS = ("forward", "recompute", "backward")
+Launch = Callable[[], None]
+Capture = Callable[[Launch], Launch]
+"""Takes what launches kernels, which does so once without running them; returns what launches the same again."""
+
+
+class _Known(NamedTuple):
+    """A call, kept as the number by which it is found is its address, and what decides its kernels' operands."""
+
+    call: LayerCall
+    key: tuple
+
+
+class GraphCapture:
+    """Captures CUDA graphs on a stream of its own, with one pool of memory for what calls in them take.
+
+    workspace_bytes: that the pool begins with in one block, so that calls' buffers of many sizes leave no gaps.
+    """
+
+    def __init__(self, device: torch.device, workspace_bytes: int) -> None:
+        self._device, self._workspace_bytes = device, workspace_bytes
+        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Launch) -> Launch:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            # other threads copy and wait meanwhile, which is no part of the graph
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                if self._workspace_bytes:
+                    torch.empty(self._workspace_bytes, dtype=torch.uint8, device=self._device)
+                    self._workspace_bytes = 0
+                run()
+            finally:
+                graph.capture_end()
+        return graph.replay
+
+
+class Replay:
+    """Runs commands of layers as `LayerRunner` does, from graphs where it has them.
+
+    Each graph is of one command and one tuple of sequence lengths. What calls in graphs take of the workspace is theirs
+    alone, so that there is no room for calls outside: either all blocks run from graphs, or there are no graphs.
+    """
+
+    def __init__(self, layers: LayerRunner, open_capture: Callable[[], Capture] | None = None) -> None:
+        """open_capture: begins a set of graphs that go together; None: of CUDA."""
+        layout = layers.layout
+        self._layers, self._model = layers, layout.model
+        self._most_bytes = most_graph_bytes(layout.model, layout.plan) if may_replay(layout.model) else 0
+        self._left_bytes, self._patience = self._most_bytes, 1
+        workspace_bytes = workspace_bytes_of("block", layout.model, layout.plan)
+        self._open_capture = open_capture or partial(GraphCapture, layers.arenas.device, workspace_bytes)
+        self._capture: Capture | None = None
+        self._known: dict[tuple[int, str], _Known] = {}
+        self._batch: object = None
+        self._times, self._replays = 0, False
+        self._graphs: dict[tuple, Launch] = {}
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that there are now."""
+        return len(self._graphs)
+
+    def begin_batch(self, lengths: object) -> None:
+        """Decide whether a batch runs from graphs. lengths: of the sequences of all chunks of its rounds."""
+        self._times = self._times + 1 if lengths == self._batch else 1
+        self._batch = lengths
+        self._replays = self._times > self._patience and self._most_bytes > 0
+        if self._graphs and not self._replays:  # if that happens often, capturing does not pay
+            self._patience = min(2 * self._patience, MOST_PATIENCE)
+
+    def run(self, kind: str, call: LayerCall) -> None:
+        """Run one command as `LayerRunner.run`, on the current stream."""
+        if self._model.layers[call.layer].kind != "block":
+            self._layers.run(kind, call)
+            return
+        graph = self._graph(kind, call) if self._replays and self._may_replay(kind, call) else None
+        if graph is not None:
+            graph()
+            return
+        self._drop()
+        self._layers.run(kind, call)
+
+    def _may_replay(self, kind: str, call: LayerCall) -> bool:
+        chunk = self._layers.chunks[call.chunk]
+        return kind in REPLAYED_KINDS and chunk.window is None and chunk.balance is None
+
+    def _graph(self, kind: str, call: LayerCall) -> Launch | None:
+        command = self._key(kind, call), self._layers.chunks[call.chunk].seq_lens
+        graph = self._graphs.get(command)
+        if graph is None and (graph := self._captured(kind, call)) is not None:
+            self._graphs[command] = graph
+        return graph
+
+    def _captured(self, kind: str, call: LayerCall) -> Launch | None:
+        """A new graph of a command; None, and graphs no more, where it has no room or cannot be captured."""
+        tokens, longest = self._layers.chunks[call.chunk].tokens, max(self._layers.chunks[call.chunk].seq_lens)
+        num_bytes = graph_bytes(call.program.stages(kind)[call.stage].work(tokens, longest, 2).kernels)
+        if num_bytes > self._left_bytes:
+            self._give_up(f"the plan has {self._most_bytes / 2**20:.0f} MiB for graphs, and this batch needs more")
+            return None
+        if self._capture is None:
+            release_workspace(self._layers.arenas.device)
+            self._capture = self._open_capture()
+        try:
+            graph = self._capture(lambda: self._layers.run(kind, call))
+        except RuntimeError as error:
+            self._give_up(f"{kind} of layer {call.layer} cannot be captured: {str(error).splitlines()[0]}")
+            return None
+        self._left_bytes -= num_bytes
+        return graph
+
+    def _give_up(self, why: str) -> None:
+        """Run from graphs no longer."""
+        log.warning("CUDA graphs are left out, so steps may take longer than predicted: %s", why)
+        self._replays, self._most_bytes = False, 0
+
+    def _drop(self) -> None:
+        """Forget all graphs."""
+        if self._graphs:
+            release_workspace(self._layers.arenas.device)  # first: what runs may not lose its graph
+            self._graphs.clear()
+            self._capture = None
+            self._left_bytes = self._most_bytes
+            release_workspace(self._layers.arenas.device)
+
+    def close(self) -> None:
+        """Give the graphs' memory back. Order: nothing runs after this."""
+        self._drop()
+
+    def _key(self, kind: str, call: LayerCall) -> tuple:
+        """What decides a command's operands: rounds of one step have commands of their own with the same slots."""
+        known = self._known.get((id(call), kind))
+        if known is None:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            slots = (tuple(sorted(found.items())) for found in (call.areas, call.weights, call.accumulators))
+            place = call.layer, call.chunk, call.stage, call.part, call.first
+            known = self._known[id(call), kind] = _Known(call, (kind, call.program, *place, *slots))
+        return known.key
+
+
+def release_workspace(device: torch.device) -> None:
+    """Wait for the device, and give back what torch's allocator keeps for calls."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
