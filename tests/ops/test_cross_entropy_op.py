@@ -7,7 +7,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import pytest
 import torch
 
-from flexengine.ops.cross_entropy import IGNORE_INDEX, LMHeadLoss, block_tokens
+from flexengine.ops.cross_entropy import IGNORE_INDEX, LMHeadLoss, block_tokens, row_elements
 
 
 def operands(h, tokens, vocab_size, width, ignore=0.3, soft_cap=0.0):
@@ -78,6 +78,7 @@ def test_adds_to_the_accumulator(harness, checks, block):
 
 def test_block_depends_on_the_vocabulary_alone():
     assert [block_tokens(v) for v in (8, 32000, 128256, 10**7)] == [4096, 4096, 1024, 64]
+    assert [row_elements(v) for v in (8, 32000, 50257, 128257)] == [8, 32000, 50304, 128320]
 
 
 @pytest.mark.gpu

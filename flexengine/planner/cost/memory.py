@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flexengine.hardware.nodes import NCCL_BYTES
 from flexengine.hardware.profile import HardwareProfile
+from flexengine.ops.experts import GroupedLinear
 from flexengine.plan import Request
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.node_exchange import exchange_bytes
@@ -14,6 +15,8 @@ GPU_SLACK_BYTES = 128 * 2**20
 HOST_SLACK_BYTES = 320 * 2**20
 """Kept free beside a CUDA arena for what comes after the first measurement: kernels and libraries as the first step
 loads them, the driver's records of page-locked memory, batches. On an H200 these took 230 to 310 MiB."""
+EXPERTS_SLACK_BYTES = 64 * 2**20
+"""What more kernels, those of experts, take besides: with adapters on an NF4 base 370 MiB in all."""
 CPU_SLACK_BYTES = 64 * 2**20
 """Kept free where the CPU is the device: kernels' own buffers and compiled products, what the allocator holds back."""
 
@@ -28,7 +31,9 @@ def host_categories(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
     ranks = layout.plan.request.ranks
     shared = {name: num_bytes // ranks for name, num_bytes in layout.categories("node").items()}
     between = {"exchange between nodes": num_bytes} if (num_bytes := exchange_bytes(layout)) else {}
-    return layout.categories("host") | shared | between | _host_overhead(profile) | _temporaries(layout, profile)
+    return (
+        layout.categories("host") | shared | between | _host_overhead(layout, profile) | _temporaries(layout, profile)
+    )
 
 
 def _gpu_overhead(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
@@ -39,9 +44,17 @@ def _gpu_overhead(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
     return found | graphs | ({"NCCL": NCCL_BYTES} if layout.plan.split else {}) | {"slack": GPU_SLACK_BYTES}
 
 
-def _host_overhead(profile: HardwareProfile) -> dict[str, int]:
+def _host_overhead(layout: Layout | None, profile: HardwareProfile) -> dict[str, int]:
+    """Bytes outside the arena; without a layout, of models without experts."""
     slack_bytes = HOST_SLACK_BYTES if profile.device_type == "cuda" else CPU_SLACK_BYTES
+    if layout is not None and profile.device_type == "cuda" and _has_experts(layout):
+        slack_bytes += EXPERTS_SLACK_BYTES
     return {"process": profile.host_base_bytes, "slack": slack_bytes}
+
+
+def _has_experts(layout: Layout) -> bool:
+    kinds = {block.ops for block in layout.model.blocks}
+    return any(isinstance(op, GroupedLinear) for ops in kinds for op in ops)
 
 
 def _temporaries(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
@@ -54,8 +67,8 @@ def gpu_overhead_bytes(layout: Layout, profile: HardwareProfile) -> int:
 
 
 def host_overhead_bytes(profile: HardwareProfile) -> int:
-    """Host bytes of the process outside the arena and what ops allocate on a CPU."""
-    return sum(_host_overhead(profile).values())
+    """Host bytes of any process outside the arena and what ops allocate on a CPU."""
+    return sum(_host_overhead(None, profile).values())
 
 
 def gpu_required_bytes(layout: Layout, profile: HardwareProfile) -> int:
@@ -65,7 +78,11 @@ def gpu_required_bytes(layout: Layout, profile: HardwareProfile) -> int:
 
 def host_required_bytes(layout: Layout, profile: HardwareProfile) -> int:
     """Resident host bytes of the process at its peak, with its share of what several ranks have together."""
-    beside = sum(_temporaries(layout, profile).values()) + exchange_bytes(layout) + host_overhead_bytes(profile)
+    beside = (
+        sum(_temporaries(layout, profile).values())
+        + exchange_bytes(layout)
+        + sum(_host_overhead(layout, profile).values())
+    )
     return layout.host_bytes + -(-layout.node_bytes // layout.plan.request.ranks) + beside
 
 
