@@ -15,6 +15,8 @@ from bench.kernel_case import BF16, Case, Random, Sizes, Tensors
 from flexengine.ops import cross_entropy as ce_op
 from flexengine.ops import fp8 as fp8_op
 from flexengine.ops import glu as glu_op
+from flexengine.ops import layernorm as layernorm_op
+from flexengine.ops import linear as linear_op
 from flexengine.ops import rmsnorm as norm_op
 from flexengine.ops import rope as rope_op
 from flexengine.ops.weight_format import WeightFormat
@@ -34,7 +36,8 @@ ADAMW_STEP, ADAMW_SEED = 10, 0
 def kernel_cases(sizes: Sizes) -> tuple[Case, ...]:
     """All kernels of flexengine.kernels, in the order of a block's forward, then the update, FP8 operands and weights
     in fewer bytes."""
-    block = (*norm_cases(sizes), *rope_cases(sizes), *swiglu_cases(sizes))
+    norms = (*norm_cases(sizes), *layernorm_cases(sizes), bias_case(sizes))
+    block = (*norms, *rope_cases(sizes), *swiglu_cases(sizes))
     return (*block, *loss_cases(sizes), *update_cases(sizes), *fp8_cases(sizes), *decode_cases(sizes))
 
 
@@ -89,6 +92,82 @@ def norm_cases(s: Sizes) -> tuple[Case, ...]:
             "rmsnorm-backward-weight", "2*2TD + 4T + 2*4D", 2 * matrix + stats + 8 * D, make,
             weight_half(kernel), weight_half(norm_op), ("grad_y", "x", "rstd", "grad_weight"), ("grad_weight",),
         ),
+    )  # fmt: skip
+
+
+def layernorm_cases(s: Sizes) -> tuple[Case, ...]:
+    """LayerNorm forward, input half without and with accumulation, weight half (accumulating)."""
+    from flexengine.kernels import layernorm as kernel  # noqa: PLC0415
+
+    T, D = s.tokens, s.width
+    matrix, row, stats, groups = 2 * T * D, 2 * D, 8 * T, min(T, layernorm_op.WEIGHT_GRAD_PARTIALS)
+
+    def make(random: Random) -> Tensors:
+        x = 1 + random.normal(T, D)
+        variance, mean = torch.var_mean(x.float(), -1, correction=0)
+        return {
+            "x": x,
+            "weight": 1 + 0.1 * random.normal(D),
+            "bias": random.normal(D),
+            "grad_y": random.normal(T, D),
+            "given": torch.stack((mean, torch.rsqrt(variance + EPS)), -1),
+            "statistics": random.empty(T, 2, dtype=F32),
+            "out": random.empty(T, D),
+            "grad_x": random.normal(T, D),
+            "grad_weight": random.normal(D, dtype=F32),
+            "grad_bias": random.normal(D, dtype=F32),
+            "partials": random.empty(groups, 2, D, dtype=F32),
+        }
+
+    def forward(path) -> Callable[[Tensors], object]:
+        return lambda t: path.layernorm_forward(t["x"], t["weight"], t["bias"], EPS, t["out"])
+
+    def input_half(path, accumulate: bool) -> Callable[[Tensors], object]:
+        return lambda t: path.layernorm_backward_input(
+            t["grad_y"], t["x"], t["weight"], EPS, t["grad_x"], accumulate, t["statistics"]
+        )
+
+    def weight_half(path) -> Callable[[Tensors], object]:
+        return lambda t: path.layernorm_backward_weight(
+            t["grad_y"], t["x"], t["given"], t["grad_weight"], t["grad_bias"], t["partials"], True
+        )
+
+    operands, sums = ("grad_y", "x", "weight"), ("grad_weight", "grad_bias")
+    return (
+        Case(
+            "layernorm-forward", "2*2TD + 2*2D", 2 * matrix + 2 * row, make,
+            forward(kernel), forward(layernorm_op), ("x", "weight", "bias"), ("out",),
+        ),
+        Case(
+            "layernorm-backward-input", "3*2TD + 2D + 8T", 3 * matrix + row + stats, make,
+            input_half(kernel, False), input_half(layernorm_op, False), operands, ("grad_x", "statistics"),
+        ),
+        Case(
+            "layernorm-backward-input-accumulate", "4*2TD + 2D + 8T", 4 * matrix + row + stats, make,
+            input_half(kernel, True), input_half(layernorm_op, True), (*operands, "grad_x"), ("grad_x", "statistics"),
+        ),
+        Case(
+            "layernorm-backward-weight", "2*2TD + 8T + 4*4D", 2 * matrix + stats + 16 * D, make,
+            weight_half(kernel), weight_half(layernorm_op), ("grad_y", "x", "given", *sums), sums,
+        ),
+    )  # fmt: skip
+
+
+def bias_case(s: Sizes) -> Case:
+    """The gradient of a bias (accumulating)."""
+    from flexengine.kernels import column_sum as kernel  # noqa: PLC0415
+
+    T, D = s.tokens, s.width
+    groups = linear_op.bias_grad_partials(T, D)
+
+    def make(random: Random) -> Tensors:
+        acc, partials = random.normal(D, dtype=F32), random.empty(groups, D, dtype=F32)
+        return {"grad_y": random.normal(T, D), "acc": acc, "partials": partials}
+
+    return Case(
+        "bias-gradient", "2TD + 2*4D", 2 * T * D + 8 * D, make,
+        lambda t: kernel.column_sum(t["grad_y"], t["acc"], t["partials"], True),
+        lambda t: linear_op.accumulate_bias_grad(t["acc"], t["grad_y"], False), ("grad_y", "acc"), ("acc",),
     )  # fmt: skip
 
 

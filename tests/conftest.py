@@ -116,11 +116,13 @@ def _logging_before_the_test() -> Iterator[None]:
 @pytest.fixture
 def few_partials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums over rows in a few groups, not one for each part of a card: the interpreter takes long for a program."""
-    from flexengine.ops import causal_conv, rmsnorm  # noqa: PLC0415 (after Triton's variable is set)
+    from flexengine.ops import causal_conv, layernorm, linear, rmsnorm  # noqa: PLC0415 (after Triton's variable is set)
 
     monkeypatch.setattr(causal_conv, "WEIGHT_GRAD_PARTIALS", 2)
     monkeypatch.setattr(rmsnorm, "WEIGHT_GRAD_PARTIALS", 3)
     monkeypatch.setattr(rmsnorm, "HEAD_GRAD_PARTIALS", 3)
+    monkeypatch.setattr(layernorm, "WEIGHT_GRAD_PARTIALS", 3)
+    monkeypatch.setattr(linear, "BIAS_GRAD_PARTIALS", 3)
 
 
 @pytest.fixture

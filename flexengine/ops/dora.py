@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flexengine.ops.base import OpEnv, TensorSpec, Work, wide
-from flexengine.ops.linear import Linear, accumulate_bias_grad, wide_product
+from flexengine.ops.linear import Linear, accumulate_bias_grad, bias_grad_bytes, wide_product
 from flexengine.ops.lora import AdaptedRows, LoRALinear
 
 BLOCK_COLUMNS = 1 << 12
@@ -203,7 +203,8 @@ class DoRALinear(LoRALinear):
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         wide_bytes = max(4, compute_bytes)
         rows = max(rows.end - rows.start for rows in self.adapted)
-        return wide_bytes * (8 * self.adapted_features + 4 * rows * self.rank + 2 * self.rank**2) + tokens * wide_bytes
+        norms = wide_bytes * (8 * self.adapted_features + 4 * rows * self.rank + 2 * self.rank**2)
+        return norms + bias_grad_bytes(tokens, self.product.shape[0], wide_bytes)
 
     def plain_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         rows, columns = max(rows.end - rows.start for rows in self.adapted), self.product.shape[0]

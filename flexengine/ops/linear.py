@@ -12,8 +12,15 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, wide
+from flexengine.ops.base import FLOAT64_BYTES, Op, OpEnv, TensorSpec, Work, use_kernel, wide
 
+BIAS_GRAD_PARTIALS = 256
+"""The most groups of rows that a bias's gradient is summed in side by side: with a tile of columns each they keep a
+card busy from 768 columns on."""
+BIAS_GRAD_ROWS = 32
+"""The fewest rows of a group: as many as a tile of the kernel has."""
+BIAS_GRAD_ELEMENTS = 1 << 19
+"""Of all partial sums, 2 MiB, from which wide rows get fewer groups; they have more tiles of columns."""
 WIDENED_ELEMENTS = 1 << 22
 """Elements of a block of rows that the CPU widens at once: 16 MiB, and its product about as much."""
 
@@ -58,14 +65,33 @@ def widened_bytes(tokens: int, out_features: int, in_features: int, compute_byte
     return 4 * (tokens * in_features + rows * (tokens + in_features))
 
 
+def bias_grad_partials(tokens: int, features: int) -> int:
+    """Groups of rows that the gradient [F] of a bias is summed in: by its shape alone, so that plans change no bit."""
+    return max(1, min(BIAS_GRAD_PARTIALS, -(-tokens // BIAS_GRAD_ROWS), BIAS_GRAD_ELEMENTS // features))
+
+
+def bias_grad_bytes(tokens: int, features: int, element_bytes: int) -> int:
+    """Bytes that `accumulate_bias_grad` takes on CUDA, at the most, for up to so many features of so many bytes."""
+    if element_bytes == FLOAT64_BYTES:
+        return tokens * FLOAT64_BYTES
+    groups = min(BIAS_GRAD_PARTIALS, -(-tokens // BIAS_GRAD_ROWS))
+    return 4 * max(features, min(groups * features, BIAS_GRAD_ELEMENTS))
+
+
 def accumulate_bias_grad(acc: Tensor, grad_y: Tensor, first: bool) -> None:
     """acc [F] (+)= the sum of grad_y [T, F] over tokens, in the accumulator's precision.
 
-    On CUDA as a product with ones [T]: torch's own sum along tokens takes more memory there than its operand.
+    On CUDA by a kernel, or in float64 as a product with ones [T]: torch's own sum along tokens takes more memory there
+    than its operand.
     """
+    if use_kernel(grad_y) and grad_y.dtype != torch.float64:
+        from flexengine.kernels import column_sum  # noqa: PLC0415 (Triton is imported when first used)
+
+        groups = bias_grad_partials(*grad_y.shape)
+        partials = acc.new_empty((groups, grad_y.shape[1]))
+        return column_sum.column_sum(grad_y, acc, partials, not first)
     if grad_y.is_cuda:
-        accumulate_weight_grad(acc[None, :], grad_y.new_ones((len(grad_y), 1)), grad_y, first)
-        return
+        return accumulate_weight_grad(acc[None, :], grad_y.new_ones((len(grad_y), 1)), grad_y, first)
     total = grad_y.sum(0, dtype=acc.dtype)
     acc.copy_(total) if first else acc.add_(total)
 
@@ -152,7 +178,9 @@ class Linear(Op):
             accumulate_bias_grad(env.gp[self.bias], env.g[self.y], env.first)
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
-        return 0 if self.bias is None else tokens * compute_bytes
+        if self.bias not in self.params or not self.trained:
+            return 0
+        return bias_grad_bytes(tokens, self.out_features, compute_bytes)
 
     def plain_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         features = (self.out_features, self.in_features)

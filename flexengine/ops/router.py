@@ -200,6 +200,7 @@ class Router(Op):
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         wide_bytes = max(4, compute_bytes)
         copies = 4 + self.style.biased + (self.style.groups_taken < self.style.groups)
+        # More than a bias's gradient takes, which has fewer partial sums than tokens.
         return tokens * (copies * self.num_experts * wide_bytes + 10 * self.per_token * 8) + 64 * self.num_experts
 
     def plain_workspace_bytes(self, tokens: int, compute_bytes: int) -> int:

@@ -73,6 +73,13 @@ def test_adds_to_gradients_that_are_there(harness, checks, make):
         checks.close(result.grads["x"], grad_x + previous["x"])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("interpreted")
+def test_kernels_of_layernorm_match_definition(make_harness, checks, dtype):
+    """The weight half finds the statistics that the input half left."""
+    check(make_harness("cpu", dtype), checks, layernorm, checks.GPU_TOLERANCE[dtype])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("make", MAKERS)
