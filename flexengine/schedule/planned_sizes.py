@@ -63,9 +63,7 @@ class PlannedSizes:
     @cached_property
     def pieces(self) -> tuple[tuple[tuple[Piece, ...], ...], ...]:
         """By group and part, the pieces in which its gradient moves: of several ranks cut, of one the whole part."""
-        return tuple(
-            tuple(self._pieces_of(i, part) for part in group.parts) for i, group in enumerate(self.groups)
-        )
+        return tuple(tuple(self._pieces_of(i, part) for part in group.parts) for i, group in enumerate(self.groups))
 
     def piece_bytes(self, group: int) -> int:
         """Bytes of a slot for any piece of a group's stored gradient."""

@@ -63,6 +63,7 @@ class Case(NamedTuple):
     """A model under a plan, and for each step the batches of its calls.
 
     dealt: several ranks divide the optimizer states of what the GPU updates. split: they walk the layers together.
+    stages: so, and each has blocks of its own.
     """
 
     source: ModelSource
@@ -72,6 +73,7 @@ class Case(NamedTuple):
     optimizer: Optimizer | None = None
     dealt: bool = False
     split: bool = False
+    stages: bool = False
 
 
 class Shown(NamedTuple):
@@ -217,6 +219,12 @@ def states_in_blocks() -> Case:
     return Case(source, replace(plan, groups=groups), steps_of(67, LENGTHS), dealt=True)
 
 
+def blocks_of_ranks() -> Case:
+    """More blocks than ranks, and a wave with fewer rounds than ranks at the end of each call."""
+    source = random_weights(tiny_config(num_hidden_layers=4))
+    return Case(source, streamed(source), steps_of(67, LENGTHS, [31, 12, 5, 29], count=3))
+
+
 def one_round() -> Case:
     """More ranks than rounds."""
     source = random_weights(tiny_config())
@@ -227,7 +235,7 @@ CASES: dict[Callable[[], Case], tuple[int, ...]] = {
     float32: (2, 3, 4), several_calls: (2,), bf16: (4,), bf16_states: (3,), tied: (2, 4), tied_in_shared_slots: (3,),
     frozen: (3,), sliced: (2,), unclipped: (3,), unclipped_by_gpu: (2,), not_finite: (2,), experts: (4,),
     experts_in_parts: (2,), balanced_experts: (3,), lora: (2,), pissa: (3,), stored_base: (2,), muon: (3,),
-    states_in_blocks: (3,), one_round: (2,),
+    states_in_blocks: (3,), blocks_of_ranks: (), one_round: (2,),
 }  # fmt: skip
 """With the numbers of ranks that are tried; few, as each takes seconds of two cores."""
 
@@ -236,6 +244,9 @@ SPLIT_CASES: dict[Callable[[], Case], int] = {
     several_calls: 3, bf16: 4, tied_in_shared_slots: 2, sliced: 2, experts_in_parts: 2,
 }  # fmt: skip
 """Those of which ranks also walk the layers together, and how many ranks."""
+
+
+STAGES_CASES: dict[Callable[[], Case], tuple[int, ...]] = {float32: (2,), blocks_of_ranks: (3,)}
 
 
 def pause_before_commands(seed: int) -> None:
@@ -260,10 +271,19 @@ def planned(case: Case, ranks: Ranks) -> Plan:
     plan = replace(case.plan, request=replace(case.plan.request, **changes))
     if case.split and ranks.size > 1:
         plan = replace(plan, split=True, touched_only=False)
+    if case.stages and ranks.size > 1:
+        plan = in_stages(plan)
     if not case.dealt or ranks.size == 1:
         return plan
     homes = (replace(g, states="dealt") if g.update == "gpu" else g for g in plan.groups)
     return replace(plan, groups=tuple(homes))
+
+
+def in_stages(plan: Plan) -> Plan:
+    """The plan with blocks that have a rank: of three, one is on its GPU, one is updated there, one by the CPU."""
+    homes = [ON_GPU, GroupPlan("gpu", "host", "host"), ON_CPU]
+    blocks = (homes[i % 3] for i in range(len(plan.groups) - 2))
+    return replace(plan, stages=True, groups=(plan.groups[0], *blocks, plan.groups[-1]))
 
 
 def train(rank: int, size: int, case: Case) -> Shown:
@@ -550,6 +570,7 @@ def test_ranks_train_to_the_bits_of_one(make, monkeypatch):
     transports = [(size, case) for size in CASES[make]]
     if make in SPLIT_CASES:
         transports.append((SPLIT_CASES[make], case._replace(split=True)))
+    transports += [(size, case._replace(stages=True)) for size in STAGES_CASES.get(make, ())]
     for size, of_ranks in transports:
         for shown in values_of(run_ranks(train, size, size, of_ranks)):
             check_same(shown, expected)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from flexengine.schedule.commands import Signal
 from flexengine.schedule.layer_program import Stage
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.shape import RoundShape
 from flexengine.schedule.program_builder import ProgramBuilder
-from flexengine.schedule.commands import Signal
 from flexengine.schedule.relay import Cells
 from flexengine.schedule.stage_layout import StageLayout
 from flexengine.schedule.waves import Wave
