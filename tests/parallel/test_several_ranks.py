@@ -246,7 +246,10 @@ SPLIT_CASES: dict[Callable[[], Case], int] = {
 """Those of which ranks also walk the layers together, and how many ranks."""
 
 
-STAGES_CASES: dict[Callable[[], Case], tuple[int, ...]] = {float32: (2,), blocks_of_ranks: (3,)}
+STAGES_CASES: dict[Callable[[], Case], tuple[int, ...]] = {
+    float32: (2,), bf16: (2,), several_calls: (2,), bf16_states: (2,), sliced: (2,), unclipped: (2,), not_finite: (2,),
+    unclipped_by_gpu: (2,), muon: (2,), states_in_blocks: (2,), blocks_of_ranks: (3,), one_round: (2,),
+}  # fmt: skip
 
 
 def pause_before_commands(seed: int) -> None:
@@ -273,7 +276,7 @@ def planned(case: Case, ranks: Ranks) -> Plan:
         plan = replace(plan, split=True, touched_only=False)
     if case.stages and ranks.size > 1:
         plan = in_stages(plan)
-    if not case.dealt or ranks.size == 1:
+    if not case.dealt or case.stages or ranks.size == 1:
         return plan
     homes = (replace(g, states="dealt") if g.update == "gpu" else g for g in plan.groups)
     return replace(plan, groups=tuple(homes))
@@ -328,17 +331,19 @@ def resume(rank: int, size: int, case: Case, folders: tuple[Path | None, Path | 
 
 
 def test_a_run_of_two_ranks_goes_on_with_four_and_with_one(tmp_path):
-    source = random_weights(tiny_config())
+    """From stages to divided states, to one rank and back to stages."""
+    source = random_weights(tiny_config(num_hidden_layers=3))
     plan = streamed(source, numerics=BF16, optimizer_tile=257)
     groups = tuple(GroupPlan() if i % 2 else ON_CPU for i in range(len(plan.groups)))
     case = Case(source, replace(plan, groups=groups), steps_of(67, LENGTHS), dealt=True)
+    stages = case._replace(stages=True)
     first, second = tmp_path / "first", tmp_path / "second"
-    values_of(run_ranks(resume, 2, 2, case, (None, first)))
+    values_of(run_ranks(resume, 2, 2, stages, (None, first)))
     found = values_of(run_ranks(resume, 4, 4, case, (first, second)))
     one = resume(0, 1, case, (first, None))
     for shown in found:
         check_same(shown, one)
-    check_same(resume(0, 1, case, (second, None)), values_of(run_ranks(resume, 3, 3, case, (second, None)))[1])
+    check_same(resume(0, 1, case, (second, None)), values_of(run_ranks(resume, 3, 3, stages, (second, None)))[1])
 
 
 def opened(rank: int, size: int, case: Case, watched: bool = False, **options: Any) -> Engine:
@@ -435,8 +440,10 @@ def look_in(rank: int, size: int, case: Case) -> list[str]:
 
 
 def test_ranks_evaluate_and_generate_as_one():
-    case = float32()
-    assert values_of(run_ranks(look_in, 3, 3, case)) == [look_in(0, 1, case)] * 3
+    case = blocks_of_ranks()
+    alone = look_in(0, 1, case)
+    for stages in (False, True):
+        assert values_of(run_ranks(look_in, 3, 3, case._replace(stages=stages))) == [alone] * 3
 
 
 def disagree(rank: int, case: Case) -> list[str]:
@@ -525,11 +532,13 @@ def fail(*_: object) -> None:
     raise OSError("bad memory")
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["relay", "split"])
-def test_a_rank_that_fails_ends_the_engines_of_all(split):
+@pytest.mark.parametrize("transport", ["relay", "split", "stages"])
+def test_a_rank_that_fails_ends_the_engines_of_all(transport):
     own = "bad memory"
     told = f"rank 1: OSError: {own}"
-    found = values_of(run_ranks(fail_in_backward, 3, float32()._replace(split=split)))
+    case = blocks_of_ranks()
+    case = case._replace(split=transport == "split", stages=transport == "stages")
+    found = values_of(run_ranks(fail_in_backward, 3, case))
     assert [message for message, _ in found] == [told, own, told]
     assert all("a rank failed" in later for _, later in found)
 
