@@ -295,6 +295,11 @@ class Plan:
         return self.chunk_tokens * self.chunks_per_round
 
     @property
+    def transport(self) -> Literal["relay", "split", "stages"]:
+        """How several ranks share weights and gradients."""
+        return "stages" if self.stages else "split" if self.split else "relay"
+
+    @property
     def num_chunks(self) -> int:
         """Chunks that a rank runs together: of a round, or in stages of as many rounds as there are ranks."""
         return self.chunks_per_round * (self.request.ranks if self.stages else 1)

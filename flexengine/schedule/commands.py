@@ -96,8 +96,8 @@ class Signal(NamedTuple):
     """A cell of the node's table that a command of one of several ranks awaits, or raises when it has ended.
 
     of: whose row: this rank's own, that of the rank of the round before, that of the rank of the step's last round,
-    those of all ranks, or that of the rank with this number. The value is the running number of the round, or of the update that the step ends with, less
-    `lag`; cells only rise.
+    those of all ranks, or that of the rank with this number. The value is the running number of the round, or of the
+    update that the step ends with, less `lag`; cells only rise. In stages all rounds of a wave have one number.
     """
 
     cell: int

@@ -25,7 +25,7 @@ class StageLayout(Layout):
     """The slots of rank `rank` under a plan in stages. Raises: ValueError where ranks cannot train the model so."""
 
     def __init__(self, model: ModelSpec, plan: Plan, rank: int) -> None:
-        reason = why_no_stages(model, plan)
+        reason = why_no_stages(model, plan.request.ranks)
         if reason:
             raise ValueError(f"{model.name} cannot be trained in stages: {reason}")
         self.stage = Stage(rank, plan.request.ranks, len(model.layers))

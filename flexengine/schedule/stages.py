@@ -1,10 +1,10 @@
-"""Stages: ranks of a node walk the layers together, as many rounds at a time as there are ranks, and a block has a rank.
+"""Stages: ranks of a node walk the layers together, as many rounds at a time as ranks, and each has blocks of its own.
 
-These rounds are a *wave*. Block b belongs to rank b % size, which runs it for the chunks of all rounds of a wave, so its
-weights cross one link once, and its state may lie on one GPU. The embedding runs on the rank of block 0. The head of
-each round runs on a rank of its own, the n-th round's on rank n, and its gradient is relayed from round to round. Hidden
-states and their gradients pass through places in the node's memory, one for each layer's input and chunk of a wave: a
-place holds the input, until the rank that has read it leaves its gradient there.
+These rounds are a *wave*. Block b belongs to rank b % size, which runs it for the chunks of all rounds of a wave. So
+its weights cross one link once, and its state may lie on one GPU. The embedding runs on the rank of block 0. The head
+of each round runs on a rank of its own, the n-th round's on rank n, and its gradient is relayed from round to round.
+Hidden states and their gradients pass through places in the node's memory, one for each layer's input and chunk of a
+wave: a place holds the input, until the rank that has read it leaves its gradient there.
 
 Every rank has a wave's last gradient of its blocks, and all update equal shares of embedding and head, so sums of
 squares are exchanged through the node's memory before an update.
@@ -15,7 +15,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flexengine.models.spec import ModelSpec
-from flexengine.plan import Plan
 from flexengine.schedule.commands import Signal
 
 
@@ -57,7 +56,7 @@ class HandedOver(NamedTuple):
 
 
 class StageCells:
-    """Numbers of the cells that ranks raise: chunks handed over, the head's gradient relayed, edges updated, the norm."""
+    """Numbers of the cells that ranks raise: for chunks handed over, the norm, updates of edges, relays of the head."""
 
     def __init__(self, num_layers: int, num_chunks: int, head_pieces: int) -> None:
         self._layers, self._chunks, self._pieces = num_layers, num_chunks, head_pieces
@@ -109,19 +108,15 @@ class StageCells:
         return self.norm()._replace(of="all")
 
 
-def why_no_stages(model: ModelSpec, plan_or_ranks: Plan | int) -> str:
-    """Why ranks cannot train a model in stages, in words; empty where they can."""
-    ranks = plan_or_ranks if isinstance(plan_or_ranks, int) else plan_or_ranks.request.ranks
-    if model.tie_word_embeddings:
-        return "its head is tied to the embedding"
-    if model.lora is not None or any(group.adapter for group in model.groups):
-        return "it has adapters"
-    if any(group.frozen for group in model.groups):
-        return "some of it is frozen"
-    if model.balancing is not None or any(group.divisions > 1 for group in model.groups):
-        return "it has experts"
-    if len(model.blocks) < ranks:
-        return f"it has {len(model.blocks)} blocks for {ranks} ranks"
-    if [layer.groups for layer in model.layers] != [(i,) for i in range(len(model.groups))]:
-        return "some layers share parameters"
-    return ""
+def why_no_stages(model: ModelSpec, ranks: int) -> str:
+    """Why so many ranks cannot train a model in stages, in words; empty where they can."""
+    blocks = len(model.blocks)
+    reasons = {
+        "its head is tied to the embedding": model.tie_word_embeddings,
+        "it has adapters": model.lora is not None or any(group.adapter for group in model.groups),
+        "some of it is frozen": any(group.frozen for group in model.groups),
+        "it has experts": model.balancing is not None or any(group.divisions > 1 for group in model.groups),
+        f"it has {blocks} block(s) for {ranks} ranks": blocks < ranks,
+        "some layers share parameters": any(layer.groups != (i,) for i, layer in enumerate(model.layers)),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
