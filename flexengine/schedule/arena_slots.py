@@ -351,6 +351,8 @@ class _GpuSlots:
         sizes, chunks = self._sizes, range(self._plan.num_chunks)
         for k in range(sizes.num_hidden_slots):
             region.add("hidden", sizes.hidden_bytes, "hidden states", index=k)
+        for k in range(self._plan.chunks_per_round if self._plan.stages else 0):
+            region.add("head_input", sizes.hidden_bytes, "hidden states", index=k)
         carried = max(p.carry_bytes for p in sizes.all_programs)
         for c in chunks:
             region.add("grad_hidden", sizes.hidden_bytes, "hidden states", index=c)

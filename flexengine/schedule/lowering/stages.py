@@ -31,6 +31,12 @@ class StageActivations(ActivationLowering):
         self._stages, self._stage, self._round_of = layout, layout.stage, round_of
         self._sent: dict[int, Access] = {}  # by chunk, the output that leaves for another rank
 
+    def _input_slot(self, index: int, c: int) -> int:
+        """As on one rank. The head's inputs wait there while other rounds pass the last block, so none is of a ring."""
+        if index != self._stage.head:
+            return super()._input_slot(index, c)
+        return self._layout.slot("head_input", index=c - self._round_of.index(self._round_of[c]))
+
     def _owner(self, layer: int, c: int) -> int:
         return self._stage.owner(layer, self._round_of[c])
 
