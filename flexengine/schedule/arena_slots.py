@@ -295,7 +295,9 @@ class _GpuSlots:
         else:
             region.add("accumulator", accumulated, "gradient accumulators", name)
         if only_others:  # it evaluates them, while nothing is added up
-            self._ring(_Region(self._slots, "gpu", weights_start), name, streamed, accumulated)
+            lent = _Region(self._slots, "gpu", weights_start)
+            self._ring(lent, name, streamed, accumulated)
+            region.end = max(region.end, lent.end)
         decoded = max((self._groups[i].part_numel for i in groups if self._groups[i].stored is not None), default=0)
         if decoded:  # one is enough: the stream that decodes is the one that computes
             region.add("decoded", decoded * self._sizes.compute_bytes, "decoded weights", name)
