@@ -377,11 +377,19 @@ def plans_of(first: Plan) -> list[Plan]:
     return [first, divided, otherwise, some, first]
 
 
+def plans_with_stages(first: Plan) -> list[Plan]:
+    """Plans in which other blocks lie on GPUs, all in the node's memory, and none has a rank."""
+    embed, *blocks, head = first.groups
+    otherwise = replace(first, groups=(embed, *blocks[1:], blocks[0], head))
+    streamed = tuple(GroupPlan() for _ in first.groups)
+    return [first, otherwise, replace(first, groups=streamed), replace(first, stages=False, groups=streamed), first]
+
+
 def change_plans(rank: int, size: int, case: Case) -> Shown:
     """A step under each of several plans; of one rank, all under the first."""
     engine = opened(rank, size, case, cache_bytes=1 << 20)
-    numbers = []
-    for number, plan in enumerate(plans_of(engine.plan) if size > 1 else [engine.plan] * 5):
+    numbers, plans = [], plans_with_stages if case.stages else plans_of
+    for number, plan in enumerate(plans(engine.plan) if size > 1 else [engine.plan] * 5):
         if plan is not engine.plan:
             engine.adopt(plan, "another plan")
         output, result = engine.train_step(case.steps[number][0])
@@ -396,6 +404,16 @@ def test_ranks_change_plans_between_steps():
     first = planned(case, Ranks(0, 2, 0, 2, 0, 1))
     divisions = [Layout(case.source.spec, plan).division("momentum", 3) for plan in plans_of(first)]
     assert len({*divisions}) == 3  # not divided, divided, and divided otherwise
+    one = change_plans(0, 1, case)
+    for shown in values_of(run_ranks(change_plans, 2, 2, case)):
+        check_same(shown, one)
+
+
+def test_ranks_change_plans_in_stages_and_to_relays():
+    source = random_weights(tiny_config(num_hidden_layers=4))
+    plan = streamed(source, numerics=BF16)
+    kept = (LayerPlan(), *[LayerPlan()] * len(source.spec.blocks), LayerPlan())
+    case = Case(source, replace(plan, layers=kept), steps_of(67, LENGTHS, count=5), stages=True)
     one = change_plans(0, 1, case)
     for shown in values_of(run_ranks(change_plans, 2, 2, case)):
         check_same(shown, one)
