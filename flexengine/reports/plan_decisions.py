@@ -114,7 +114,8 @@ def _residency_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
         for place, words in PLACES:
             members = [i for i, home in enumerate(homes) if home == place]
             if members:
-                texts.append(f"{len(members)} of {num_groups} groups {words}{_size(data, members, layouts)}")
+                where = "on the GPUs of their ranks" if plan.stages and place == "gpu" else words
+                texts.append(f"{len(members)} of {num_groups} groups {where}{_size(data, members, layouts)}")
         lines.append(f"{data.name}: {', '.join(texts)}")
     return lines
 

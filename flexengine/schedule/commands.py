@@ -21,8 +21,8 @@ from flexengine.schedule.stored_pieces import Piece
 class Stream(StrEnum):
     """Queues that run beside each other: kernels, the two directions of the link, and work of the CPU.
 
-    relay_in, relay_out: gradients that one of several ranks takes over and passes on. They share the link's directions
-    with h2d and d2h; waiting for another rank, they hold nothing else up.
+    relay_in, relay_out: what one of several ranks takes over and passes on: gradients, in stages also hidden states.
+    They share the link's directions with h2d and d2h; waiting for another rank, they hold nothing else up.
     comm: collectives, in which all ranks of a node take part in the same order, and what follows them at once.
     """
 
