@@ -20,7 +20,7 @@ from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan, Plan, PlanError, PlanReason, Prediction, Request
 from flexengine.planner.bound.speed_of_light import speed_of_light_s
 from flexengine.planner.cost.memory import excess_bytes, gpu_required_bytes, host_categories, host_required_bytes
-from flexengine.planner.planner import find_plan
+from flexengine.planner.planner import Planner
 from flexengine.planner.sizes import filled
 from flexengine.price_of_ranks import bytes_planned, priced_together
 from flexengine.schedule.group_storage import DTYPE_BYTES, group_storage
@@ -222,7 +222,7 @@ class _Search:
         key = tuple(blocks), request
         if key not in self._plans:
             model = self._small.with_layers([0, *blocks, len(self._model.layers) - 1])
-            self._plans[key] = find_plan(model, request, self._of_rank)
+            self._plans[key] = Planner(model, request, self._of_rank).plan()  # experts stay whole
         return self._plans[key]
 
     def _request_of(

@@ -115,7 +115,7 @@ def why_no_stages(model: ModelSpec, ranks: int) -> str:
         "its head is tied to the embedding": model.tie_word_embeddings,
         "it has adapters": model.lora is not None or any(group.adapter for group in model.groups),
         "some of it is frozen": any(group.frozen for group in model.groups),
-        "it has experts": model.balancing is not None or any(group.divisions > 1 for group in model.groups),
+        "a loss balances its experts": model.balancing is not None,
         f"it has {blocks} block(s) for {ranks} ranks": blocks < ranks,
         "some layers share parameters": any(layer.groups != (i,) for i, layer in enumerate(model.layers)),
     }

@@ -248,7 +248,7 @@ SPLIT_CASES: dict[Callable[[], Case], int] = {
 
 STAGES_CASES: dict[Callable[[], Case], tuple[int, ...]] = {
     float32: (2,), bf16: (2,), several_calls: (2,), bf16_states: (2,), sliced: (2,), unclipped: (2,), not_finite: (2,),
-    unclipped_by_gpu: (2,), muon: (2,), states_in_blocks: (2,), blocks_of_ranks: (3,), one_round: (2,),
+    unclipped_by_gpu: (2,), muon: (2,), states_in_blocks: (2,), blocks_of_ranks: (3,), experts: (2,), one_round: (2,),
 }  # fmt: skip
 
 

@@ -209,7 +209,7 @@ class _StageLowering(RoundLowering):
     def _backward_stage(
         self, index: int, layer: LayerSpec, at: StagePart, weights: dict[int, int], begun: bool
     ) -> None:
-        assert not begun, "layers that run in several stages have experts"
+        assert not begun, "layers that run in several steps have experts in parts"
         accumulators, rounds = self.gradients.accumulators(layer, begun), self._rounds_of(index)
         for number, chunks in enumerate(rounds):
             self._backward_chunks(index, layer, at, weights, accumulators, begun, chunks)
