@@ -12,10 +12,12 @@ from random import Random
 
 import pytest
 
+from flexengine import LoRA
 from flexengine.hardware.nodes import with_gpus
 from flexengine.hardware.presets import preset
 from flexengine.metrics import GIB
 from flexengine.models.freezing import with_frozen
+from flexengine.models.lora import with_lora
 from flexengine.models.registry import open_model
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, Numerics, Plan, PlanError, Request
@@ -256,6 +258,7 @@ def test_sizes_are_those_that_are_pinned():
 
 REFUSED = {
     "tied": (small_model(tied=True), {}, "its head is tied to the embedding"),
+    "adapters": (with_lora(small_model(), LoRA(rank=2)), {}, "it has adapters"),
     "frozen": (with_frozen(small_model(), ["embed"]), {}, "some of it is frozen"),
     "few blocks": (small_model(blocks=1), {}, "it has 1 block.s. for 2 ranks"),
     "nodes": (small_model(), {"nodes": 2}, "there are several nodes"),
