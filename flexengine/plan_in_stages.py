@@ -132,7 +132,8 @@ class _Search:
         self._model, self._request, self._profile, self._size = model, request, profile, request.ranks
         self._small = _with_small_edges(model)
         rates = tuple((name, rate / self._size) for name, rate in profile.cpu_adamw_parameters_per_s)
-        self._of_rank = replace(rank_profile(profile, self._size), cpu_adamw_parameters_per_s=rates)
+        self._of_one = rank_profile(profile, self._size)
+        self._of_rank = replace(self._of_one, cpu_adamw_parameters_per_s=rates)  # the search knows of one rank
         self._plans: dict[tuple, Plan | None] = {}
         stored = [group_storage(group, request.numerics) for group in model.groups]
         self._state_bytes = [sum(group.plane_bytes.values()) for group in stored]
@@ -211,7 +212,7 @@ class _Search:
     def _plan_of(
         self, blocks: Sequence[int], size: StageSize, resident: bool, reserved: tuple[int, int]
     ) -> Plan | None:
-        """Plan a rank's blocks, or as many as the rank with most has, if these begin alike."""
+        """Plan a rank's blocks, or those of the rank with most, if these begin alike: then one search does."""
         most = self._blocks(0)
         kinds = [[self._model.layers[layer].ops for layer in layers] for layers in (blocks, most)]
         if kinds[1][: len(blocks)] == kinds[0]:
@@ -261,13 +262,9 @@ class _Search:
             host_bytes=sum(host_required_bytes(layout, self._of_rank) for layout in layouts),
             host_categories=host,
             shared_host_bytes=largest.node_bytes,
-            speed_of_light_s=speed_of_light_s(self._model, self._request.of_rank, self._profile_of_bound),
+            speed_of_light_s=speed_of_light_s(self._model, self._request.of_rank, self._of_one),
         )
         return replace(largest.plan, predicted=priced_together(largest, predicted, self._profile))
-
-    @property
-    def _profile_of_bound(self) -> HardwareProfile:
-        return rank_profile(self._profile, self._size)
 
 
 def _with_small_edges(model: ModelSpec) -> ModelSpec:
