@@ -9,7 +9,7 @@ in the node's memory of all that lies on GPUs. Where a layout then lacks room, t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -31,10 +31,9 @@ SMALL_VOCABULARY = 1024
 """Of the models that blocks are planned as: their edges take next to nothing."""
 CHUNK_TOKENS, WAVES, MOST_CHUNKS = (2048, 4096, 8192), (1, 2, 4), 8
 """Sizes that are tried, waves of a step, and chunks of a round: with more chunks a simulation takes a minute."""
-OTHER_CHOICES = ((True, False), (False, True))
-"""What the best size is tried with as well: `resident` and `share_edges` of `_Search.planned`."""
 MOST_SEARCHES, SPARE_BYTES = 5, 128 * 2**20
-"""Each search leaves free what the layout of the one before lacked, and some bytes more."""
+"""Each search leaves free what the layout of the one before lacked, and some bytes more. The first one for a size
+begins with what the size before needed."""
 MOST_BUSY = 0.9
 """Stages are tried by themselves where GPUs compute for less than this share of the step of another plan: they shorten
 what GPUs wait for, and have GPUs wait for each other."""
@@ -78,13 +77,15 @@ def fastest_in_stages(model: ModelSpec, request: Request, profile: HardwareProfi
     """The fastest plan in stages of those that are tried; None where none fits. Order: ranks can train so."""
     request.check_pinned_sizes()
     search = _Search(model, request, profile)
-    found = [(plan, size) for size in stage_sizes(request) if (plan := search.planned(size)) is not None]
+    found = list[tuple[Plan, StageSize]]()
+    for sizes in stage_sizes(request):
+        plans = ((search.planned(size), size) for size in sizes)
+        found += [(plan, size) for plan, size in plans if plan is not None][:1]
     if not found:
-        return search.smallest()
+        return None
     _, size = min(found, key=lambda pair: pair[0].predicted.step_s)
-    others = (search.planned(size, *choice) for choice in OTHER_CHOICES)
-    plans = [*(plan for plan, _ in found), *(plan for plan in others if plan is not None)]
-    return min(plans, key=lambda plan: plan.predicted.step_s)
+    plans = [*(plan for plan, _ in found), search.planned(size, share_edges=False)]
+    return min((plan for plan in plans if plan is not None), key=lambda plan: plan.predicted.step_s)
 
 
 class StageSize(NamedTuple):
@@ -94,27 +95,24 @@ class StageSize(NamedTuple):
     chunks_per_round: int
 
 
-def stage_sizes(request: Request) -> list[StageSize]:
-    """Sizes worth a look, which the request may pin: those with several chunks a round, if any is possible."""
-    found = list(dict.fromkeys(_sizes(request)))
-    several = [size for size in found if size.chunks_per_round > 1]
+def stage_sizes(request: Request) -> list[list[StageSize]]:
+    """Sizes worth a look, which the request may pin: for each size of a chunk, those with the fewest waves first, of
+    which the first that fits is taken. One chunk a round comes last, and only where no size of a chunk allows more."""
+    found = [sizes for chunk in _chunks(request) if (sizes := _of_chunk(request, chunk))]
+    several = [sizes for sizes in found if sizes[0].chunks_per_round > 1]
     return several or found
 
 
-def _sizes(request: Request) -> Iterator[StageSize]:
-    tokens, longest = request.max_global_batch_tokens, request.max_seq_len
-    for chunk in _chunks(request):
-        slices = -(-longest // chunk)
-        if request.round_tokens is not None:
-            if request.round_tokens % chunk == 0 and request.round_tokens // chunk >= slices:
-                yield StageSize(chunk, request.round_tokens // chunk)
-            continue
-        used = chunk // longest * longest if longest <= chunk else -(-longest // slices)
-        units = -(-tokens // used)
-        for waves in WAVES:
-            count = math.ceil(math.ceil(units / (request.ranks * waves)) / slices) * slices
-            if count <= max(MOST_CHUNKS, slices):
-                yield StageSize(chunk, count)
+def _of_chunk(request: Request, chunk: int) -> list[StageSize]:
+    longest = request.max_seq_len
+    slices = -(-longest // chunk)
+    if request.round_tokens is not None:
+        count, left = divmod(request.round_tokens, chunk)
+        return [StageSize(chunk, count)] if not left and count >= slices else []
+    used = chunk // longest * longest if longest <= chunk else -(-longest // slices)
+    units = -(-request.max_global_batch_tokens // used)
+    counts = (math.ceil(math.ceil(units / (request.ranks * waves)) / slices) * slices for waves in WAVES)
+    return [StageSize(chunk, count) for count in dict.fromkeys(counts) if count <= max(MOST_CHUNKS, slices)]
 
 
 def _chunks(request: Request) -> list[int]:
@@ -135,32 +133,28 @@ class _Search:
         self._of_one = rank_profile(profile, self._size)
         self._of_rank = replace(self._of_one, cpu_adamw_parameters_per_s=rates)  # the search knows of one rank
         self._plans: dict[tuple, Plan | None] = {}
+        self._reserved: dict[bool, tuple[int, int]] = {}  # by `share_edges`, what the last plan that fits left free
         stored = [group_storage(group, request.numerics) for group in model.groups]
         self._state_bytes = [sum(group.plane_bytes.values()) for group in stored]
 
-    def planned(self, size: StageSize, resident: bool = True, share_edges: bool = True) -> Plan | None:
+    def planned(self, size: StageSize, share_edges: bool = True) -> Plan | None:
         """The plan of all ranks with these sizes, priced; None where none fits.
 
-        resident: ranks may keep weights, gradients and states of their blocks on their GPUs. share_edges: slots of
-        embedding and head lie over those of blocks.
+        share_edges: slots of embedding and head lie over those of blocks.
         """
-        reserved = (0, 0)
+        reserved = self._reserved.get(share_edges, (0, 0))
         for _ in range(MOST_SEARCHES):
-            plan = self._assembled(size, resident, share_edges, reserved)
+            plan = self._assembled(size, share_edges, reserved)
             if plan is None:
                 return None
             layouts = layouts_of(self._model, plan)
             excess = [max(of_memory) for of_memory in zip(*map(self._excess, layouts), strict=True)]
             if max(excess) <= 0:
+                self._reserved[share_edges] = reserved
                 return self._priced(layouts)
             gpu, host = (more + SPARE_BYTES if more > 0 else 0 for more in excess)
             reserved = reserved[0] + gpu, reserved[1] + host
         return None
-
-    def smallest(self) -> Plan | None:
-        """A plan of one chunk a round, where those of several take too much."""
-        sizes = [size for size in _sizes(self._request) if size.chunks_per_round == 1]
-        return next((plan for size in sizes if (plan := self.planned(size)) is not None), None)
 
     def _excess(self, layout: StageLayout) -> tuple[int, int]:
         return excess_bytes(layout, self._request.of_rank, self._of_rank)
@@ -171,14 +165,14 @@ class _Search:
     def _blocks(self, rank: int) -> list[int]:
         return [layer for layer in range(1, len(self._model.layers) - 1) if self._stage(rank).owns(layer)]
 
-    def _assembled(self, size: StageSize, resident: bool, share_edges: bool, reserved: tuple[int, int]) -> Plan | None:
+    def _assembled(self, size: StageSize, share_edges: bool, reserved: tuple[int, int]) -> Plan | None:
         """The plan of the whole model from those of all ranks' blocks, which share what is not of a block."""
         model, num_layers = self._model, len(self._model.layers)
         found: dict[int, tuple[LayerPlan, GroupPlan]] = {}
         plans = list[Plan]()
         for rank in range(self._size):
             blocks = self._blocks(rank)
-            plan = self._plan_of(blocks, size, resident, reserved)
+            plan = self._plan_of(blocks, size, reserved)
             if plan is None:
                 return None
             plans.append(plan)
@@ -209,15 +203,13 @@ class _Search:
         stored = group_storage(self._model.groups[group], self._request.numerics)
         return GroupPlan(update="cpu" if on_cpu and not stored.on_gpu_only else "gpu")
 
-    def _plan_of(
-        self, blocks: Sequence[int], size: StageSize, resident: bool, reserved: tuple[int, int]
-    ) -> Plan | None:
+    def _plan_of(self, blocks: Sequence[int], size: StageSize, reserved: tuple[int, int]) -> Plan | None:
         """Plan a rank's blocks, or those of the rank with most, if these begin alike: then one search does."""
         most = self._blocks(0)
         kinds = [[self._model.layers[layer].ops for layer in layers] for layers in (blocks, most)]
         if kinds[1][: len(blocks)] == kinds[0]:
             blocks = most
-        request = self._request_of(blocks, size, resident, reserved)
+        request = self._request_of(blocks, size, reserved)
         if request is None:
             return None
         key = tuple(blocks), request
@@ -226,9 +218,7 @@ class _Search:
             self._plans[key] = Planner(model, request, self._of_rank).plan()  # experts stay whole
         return self._plans[key]
 
-    def _request_of(
-        self, blocks: Sequence[int], size: StageSize, resident: bool, reserved: tuple[int, int]
-    ) -> Request | None:
+    def _request_of(self, blocks: Sequence[int], size: StageSize, reserved: tuple[int, int]) -> Request | None:
         """What a rank is asked: all tokens of a step for its blocks, within what its budgets leave for them."""
         request, width = self._request, DTYPE_BYTES[self._request.numerics.compute]
         wave = self._size * size.chunks_per_round * size.chunk_tokens
@@ -239,15 +229,11 @@ class _Search:
         gpu = request.max_gpu_bytes - reserved[0]
         if min(host, gpu) <= 0:
             return None
-        asked = replace(
+        return replace(
             request, max_gpu_bytes=gpu, max_host_bytes=host, chunk_tokens=size.chunk_tokens, round_tokens=wave, ranks=1,
             round_multiple=1, transport="auto",
             max_global_batch_tokens=max(request.max_global_batch_tokens, request.max_seq_len),
         )  # fmt: skip
-        if resident:
-            return asked
-        # plans of one of several ranks keep no state on the GPU, and count an equal part of it on the host
-        return replace(asked, ranks=self._size, max_host_bytes=max(1, host - own * (self._size - 1) // self._size))
 
     def _priced(self, layouts: Sequence[StageLayout]) -> Plan:
         """The plan of these layouts with what is predicted of all ranks together."""

@@ -249,9 +249,9 @@ def test_a_simulated_step_runs_every_layer_once_for_every_chunk_in_order(planned
 
 def test_sizes_are_those_that_are_pinned():
     asked = request(2, 4096, transport="stages")
-    assert stage_sizes(asked) == [(2048, 2)]
-    assert stage_sizes(replace(asked, chunk_tokens=1024)) == [(1024, 4), (1024, 2)]
-    assert stage_sizes(replace(asked, chunk_tokens=2048, round_tokens=2048)) == [(2048, 1)]
+    assert stage_sizes(asked) == [[(2048, 2), (2048, 1)]]
+    assert stage_sizes(replace(asked, chunk_tokens=1024)) == [[(1024, 4), (1024, 2)]]
+    assert stage_sizes(replace(asked, chunk_tokens=2048, round_tokens=2048)) == [[(2048, 1)]]
     with pytest.raises(PlanError, match="not a multiple"):
         plan_for_ranks(small_model(), replace(asked, chunk_tokens=1500, round_tokens=2048), preset("rtx4090"))
 
