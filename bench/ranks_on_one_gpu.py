@@ -4,9 +4,10 @@ python -m bench.ranks_on_one_gpu --json out.json
 python -m bench.ranks_on_one_gpu --device cpu --json out.json
 
 - train: blocks shaped as Llama-3.1-8B's, a step of four rounds, by one rank and by two that share the card, each capped
-  at half of its memory. Two ranks run three times: streams wait for each other, then the hosts, and then ranks walk the
-  layers together (`--transport split`), with gloo between them through the host. Digests of losses, norms and weights
-  have to be equal.
+  at half of its memory. Two ranks run five times: streams wait for each other, then the hosts; then ranks walk the
+  layers together (`--transport split`), with gloo between them through the host; then each has blocks of its own
+  (`--transport stages`), some of them resident, and streams wait for each other, then the hosts. Digests of losses,
+  norms and weights have to be equal.
 - hops: seconds from a signal of one rank until the other has seen it, and answers. Streams of the GPU, and hosts.
 - pages: GB/s of mapping, of page-locking and of copies to the GPU, for memory that ranks share (in huge pages where the
   kernel gives them, and in small ones) and for private memory.
@@ -111,7 +112,13 @@ def plan_of(source: ModelSource, size: Size, ranks: int) -> Plan:
     )
 
 
-def train(team: Team | None, device: torch.device, size: Size, split: bool = False) -> dict[str, Any]:
+def in_stages(plan: Plan) -> Plan:
+    """The plan with blocks that have a rank; the state of the first lies on the GPU of its rank."""
+    groups = (plan.groups[0], GroupPlan("gpu", "gpu", "gpu"), *plan.groups[2:])
+    return replace(plan, stages=True, groups=groups)
+
+
+def train(team: Team | None, device: torch.device, size: Size, transport: str = "relay") -> dict[str, Any]:
     """Train a few steps; gives digests of what came of them."""
     ranks = 1 if team is None else team.ranks.size
     if device.type == "cuda":
@@ -120,7 +127,8 @@ def train(team: Team | None, device: torch.device, size: Size, split: bool = Fal
     group = None if team is None else RankGroup(*team)
     began = time.perf_counter()
     settings = EngineSettings(deterministic=True, group=group)
-    plan = replace(plan_of(source, size, ranks), split=split)
+    plan = replace(plan_of(source, size, ranks), split=transport == "split")
+    plan = in_stages(plan) if transport == "stages" else plan
     engine = Engine(source, plan, device, AdamW(lr=1e-3), settings)
     shown, seconds, loaded_s = [], [], time.perf_counter() - began
     generator, rows = random.Random(0), ROUNDS * CHUNKS_PER_ROUND
@@ -198,10 +206,7 @@ def work(args: argparse.Namespace) -> None:
         device = torch.device("cuda", 0 if team is None else team.ranks.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     torch.set_num_threads(1)  # the order of sums depends on it
-    if args.worker == "hops":
-        found = hops(required(team), device)
-    else:
-        found = train(team, device, size_of(args), split=args.worker == "split")
+    found = hops(required(team), device) if args.worker == "hops" else train(team, device, size_of(args), args.worker)
     Path(args.out).write_text(json.dumps(found))
     leave()
 
@@ -212,12 +217,14 @@ def size_of(args: argparse.Namespace) -> Size:
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
-    """Train with one rank, with two whose streams wait, with two whose hosts wait, and with two in split transport."""
+    """Train with one rank, and with two by each transport, whose streams wait for each other or whose hosts do."""
     [one] = run_ranks("train", 1, args)
     print("one rank: " + told(one), flush=True)
     found = {"one": one}
     kinds = [("two", "train", "1"), ("two, hosts wait", "train", "0"), ("two, split", "split", "1")]
-    for name, part, value in kinds if args.device != "cpu" else (("two", "train", "0"), ("two, split", "split", "0")):
+    kinds += [("two, stages", "stages", "1"), ("two, stages, hosts wait", "stages", "0")]
+    on_cpu = [(name, part, "0") for name, part, _ in kinds if "hosts wait" not in name]
+    for name, part, value in kinds if args.device != "cpu" else on_cpu:
         both = run_ranks(part, 2, args, **{STREAM_SIGNALS_VARIABLE: value})
         names = ("losses_and_norms", "weights")
         equal = all(rank[shown] == one[shown] for rank in both for shown in names)
@@ -251,7 +258,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a small model also on a GPU")
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--json", default=None, help="write the figures to this file")
-    parser.add_argument("--worker", choices=["train", "split", "hops"], default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=["train", "split", "stages", "hops"], default=None, help=argparse.SUPPRESS)
     parser.add_argument("--out", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker is not None:

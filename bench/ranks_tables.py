@@ -2,8 +2,7 @@
 
 python -m bench.ranks_tables --json out.json [--only cards 70b nodes]
 
-relay, split: the project's own plans with either transport, all ranks simulated together.
-stages: round-robin stages as `bench/stages.py` lowers and simulates them alike; they are not built.
+relay, split, stages: the project's own plans with each transport, all ranks simulated together.
 1F1B, interleaved, round-robin: bounds, the least that a pipeline takes with the relay's compute and no wait for any
 link, host or update.
 - 1F1B on microbatches of a chunk has a bubble of (N - 1) / (M + N - 1), interleaved with v parts of a GPU
@@ -21,7 +20,6 @@ from time import process_time
 from typing import Literal
 
 from bench.environment import write_json
-from bench.stages import Stages
 from flexengine.hardware.nodes import NETWORK_BYTES_PER_S, assumed_node_rate, with_gpus
 from flexengine.hardware.presets import preset
 from flexengine.hardware.profile import HardwareProfile
@@ -33,7 +31,7 @@ from flexengine.plan_for_ranks import plan_for_ranks
 
 SEQ_LEN = 2048
 HOST_GIB = 110
-Transport = Literal["auto", "relay", "split"]
+Transport = Literal["auto", "relay", "split", "stages"]
 GPU_GIB = {"h200": 24.0, "rtx4090": 23.0}
 NETWORKS_GBIT = (25, 100, 400)
 TOKENS = (131072, 32768, 8192, 4096)
@@ -74,7 +72,7 @@ def shown(plan: Plan) -> dict[str, object]:
         "tokens_per_s": round(plan.request.max_global_batch_tokens / step.step_s),
         "round": f"{plan.chunks_per_round} x {plan.chunk_tokens}",
         "states": "dealt" if plan.deals_states else "host",
-        "transport": "split" if plan.split else "relay",
+        "transport": plan.transport,
         "limited_by": step.limiter,
     }
 
@@ -122,9 +120,11 @@ def row_of_card(model: str, card: str, tokens: int, gpus: int) -> dict[str, obje
     if profile.peer_bytes_per_s:
         split = planned(spec, profile, gpus, tokens, (gib, gpus * HOST_GIB), transport="split")
         step_s["split"] = split.predicted.step_s
-    stages = Stages(spec, profile, gpus, tokens, SEQ_LEN, (int(gib * GIB), int(gpus * HOST_GIB * GIB))).best()
-    if stages is not None:
-        row["stages"], step_s["stages"] = stages.shown, stages.step_s
+    began = process_time()
+    stages = planned(spec, profile, gpus, tokens, (gib, gpus * HOST_GIB), transport="stages")
+    step_s["stages"] = stages.predicted.step_s
+    on_gpus = sum(home.states == "gpu" for home in stages.groups)
+    row["stages"] = {**shown(stages), "blocks_on_gpus": on_gpus, "planning_cpu_s": round(process_time() - began, 1)}
     row["speedups"] = {name.removesuffix("_s"): round(gpus * one / s, 2) for name, s in step_s.items()}
     print(row, flush=True)
     return row

@@ -187,7 +187,7 @@ def run_cap(args: argparse.Namespace, cap_gib: float | None, first: bool = True)
         "max_grad_norm": job.max_grad_norm or 0.0,
         "freeze": list(job.freeze),
         "gpus": plan.request.ranks,
-        "transport": None if planned.team is None else "split" if plan.split else "relay",
+        "transport": None if planned.team is None else plan.transport,
         "weights_digest": digest,
         "trained_parameters": planned.source.spec.num_trained_parameters,
         "step_s": step_s,

@@ -19,8 +19,9 @@ from flexengine.hardware.profile import HardwareProfile
 from flexengine.metrics import TIMED_STEP, StepMetrics, format_seconds
 from flexengine.parallel.team import is_first
 from flexengine.plan import Plan, PlanError
-from flexengine.plan_for_ranks import plan_for_ranks, review_for_ranks
+from flexengine.plan_for_ranks import plan_for_ranks
 from flexengine.planner.correction import Review
+from flexengine.price_of_ranks import review_for_ranks
 from flexengine.recording import Recorder, reviewed_step
 from flexengine.reports.plan_text import describe
 from flexengine.run_folder import write_plan

@@ -97,8 +97,12 @@ class NotFinite(NamedTuple):
 
 
 def where_not_finite(engine: Engine) -> NotFinite:
-    """Look for values that are not finite. Reads every weight, so it is for runs that went wrong."""
+    """Look for values that are not finite. Reads every weight, so it is for runs that went wrong.
+
+    Of several ranks, all call it.
+    """
     engine.executor.synchronize()
+    engine.planes.write_back("weights")
     return NotFinite(first_bad_weight(engine.weights), engine.state.bad_layer)
 
 

@@ -204,11 +204,12 @@ class Job:
         ),
     ] = None
     transport: Annotated[
-        Literal["auto", "relay", "split"],
+        Literal["auto", "relay", "split", "stages"],
         Option(
             "how several GPUs share weights and gradients: relay = each reads all weights over its own link and takes"
-            " gradients over through the host, split = each moves a share over its link and the rest between GPUs;"
-            " auto = what the planner finds faster, relay where the rate between GPUs is not known"
+            " gradients over through the host, split = each moves a share over its link and the rest between GPUs,"
+            " stages = each has some of the blocks and hands hidden states over through the host; auto = what the"
+            " planner finds fastest, without split where the rate between GPUs is not known"
         ),
     ] = "auto"
     recompute: Annotated[

@@ -134,9 +134,9 @@ class Request:
     max_gpu_bytes is each one's, max_host_bytes the node's. round_multiple: batches are packed into a multiple of so
     many rounds; None = ranks of all nodes. It sets the order of sums, as chunk and round sizes do, and the number of
     ranks does not. nodes: that each have so many ranks, a host copy of their own, and an equal part of a step's tokens.
-    transport: how ranks of a node share weights and gradients: relay, split (see `Plan.split`), or as the planner finds
-    faster. graphs: whether blocks' commands are replayed as CUDA graphs; auto = where the planner finds that faster,
-    and its plan's request then says always.
+    transport: how ranks of a node share weights and gradients: relay, split (see `Plan.split`), stages (see
+    `Plan.stages`), or as the planner finds fastest. graphs: whether blocks' commands are replayed as CUDA graphs; auto =
+    where the planner finds that faster, and its plan's request then says always.
     """
 
     max_seq_len: int
@@ -151,7 +151,7 @@ class Request:
     ranks: int = 1
     round_multiple: int | None = None
     nodes: int = 1
-    transport: Literal["auto", "relay", "split"] = "auto"
+    transport: Literal["auto", "relay", "split", "stages"] = "auto"
     graphs: Literal["auto", "never", "always"] = "auto"
 
     def __post_init__(self) -> None:
@@ -245,7 +245,9 @@ class Plan:
     touched_only: of such parts cross the link only weights of experts that some token of the round goes to, K of E for
     each. That helps rounds of few tokens alone: of more than a few times E / K all experts are touched. split: ranks of
     a node walk the layers together, each moving a share of weights and gradients over its link, and the rest between
-    GPUs; else they take rounds in turn and relay gradients through the host.
+    GPUs. stages: they walk the layers together, as many rounds at a time as there are ranks, and block b belongs to
+    rank b % ranks: it runs the block for all of these rounds, and alone may keep its weights, gradients and states on
+    its GPU. With neither they take rounds in turn and relay gradients through the host.
     """
 
     model: str
@@ -264,6 +266,7 @@ class Plan:
     in_parts: bool = False
     touched_only: bool = False
     split: bool = False
+    stages: bool = False
     predicted: Prediction = field(default_factory=Prediction)
 
     def __post_init__(self) -> None:
@@ -281,6 +284,12 @@ class Plan:
             raise ValueError("touched_only is about experts that cross the link in parts, so it needs in_parts")
         if self.split and (self.request.ranks == 1 or self.touched_only):
             raise ValueError("a split plan is of several ranks of a node, and fetches all experts")
+        if self.stages and (self.request.ranks == 1 or self.request.nodes > 1):
+            raise ValueError("a plan in stages is of several ranks of one node")
+        if self.stages and (self.split or self.in_parts or self.deals_states):
+            raise ValueError("a plan in stages is not split, streams experts whole and divides no states")
+        if self.stages and any("gpu" in (h.weights, h.grads, h.states) for h in (self.groups[0], self.groups[-1])):
+            raise ValueError("all ranks of a plan in stages update the embedding and the head, which lie on the host")
         longest = -(-self.request.max_seq_len // self.chunk_tokens)
         if longest > self.chunks_per_round:
             raise ValueError(
@@ -292,6 +301,16 @@ class Plan:
     def round_tokens(self) -> int:
         """Tokens that pass through all layers together."""
         return self.chunk_tokens * self.chunks_per_round
+
+    @property
+    def transport(self) -> Literal["relay", "split", "stages"]:
+        """How several ranks share weights and gradients."""
+        return "stages" if self.stages else "split" if self.split else "relay"
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks that a rank runs together: of a round, or in stages of as many rounds as there are ranks."""
+        return self.chunks_per_round * (self.request.ranks if self.stages else 1)
 
     @property
     def num_rounds(self) -> int:

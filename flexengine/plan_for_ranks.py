@@ -9,35 +9,28 @@ gradients after the last round, which is added to the step.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from flexengine.collector import collector_paused
-from flexengine.hardware.nodes import NETWORK_BYTES_PER_S, exchange_s, rank_profile
+from flexengine.hardware.nodes import NETWORK_BYTES_PER_S, rank_profile
 from flexengine.hardware.profile import HardwareProfile
-from flexengine.metrics import format_bytes, format_seconds
+from flexengine.metrics import format_bytes
 from flexengine.models.in_parts import in_parts
 from flexengine.models.spec import ModelSpec
-from flexengine.plan import GroupPlan, Plan, PlanReason, Prediction, Request
-from flexengine.planner.correction import Review, corrected_profile, review
-from flexengine.planner.cost.cost_model import CostModel, price
+from flexengine.plan import GroupPlan, Plan, PlanReason, Request
+from flexengine.plan_in_stages import fastest_in_stages, may_stage, plan_in_stages
 from flexengine.planner.cost.memory import (
     excess_bytes,
-    gpu_categories,
-    gpu_required_bytes,
-    host_categories,
-    host_required_bytes,
 )
 from flexengine.planner.feasibility.remedies import Remedy, bytes_of, gib_text, remedy_note
 from flexengine.planner.feasibility.shortage import Feasibility, ShortageError, shortage, shortage_message
 from flexengine.planner.planner import find_plan, make_plan
-from flexengine.schedule.command_totals import CommandClass, CommandTotal
+from flexengine.price_of_ranks import bytes_planned, predicted_together, times
 from flexengine.schedule.group_storage import group_storage
 from flexengine.schedule.layer_program import align
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.ranks_simulator import simulate_ranks
 from flexengine.schedule.shares import DealtStates
-from flexengine.schedule.step_parts import limiter, summed
 from flexengine.transport import as_split, may_split
 
 DEALT_GROUPS = (1, 2)
@@ -46,8 +39,6 @@ cost a search each, and leave more GPU memory to activations."""
 CLEARLY_FASTER = 0.98
 """A split plan that takes less than this share of what one rank that relays is predicted to take is chosen without
 simulating all ranks that relay, which would take seconds. They have been found 1.2% faster than one of them."""
-SPLIT_RANKS = 2
-"""Ranks of a split plan that are simulated: all do the same at the same time, and fewer tell 0.2% less."""
 WORTH_ALL_BY_CPU = 0.99
 """Updates by the CPU alone are planned where a step takes less than this share of the time with those of the search."""
 BUSY_SHARE = 0.96
@@ -68,17 +59,21 @@ def plan_for_ranks(
     if not request.shares_node:
         return make_plan(model, request, profile)
     with collector_paused():
-        return _of_several(model, request, profile, network_bytes_per_s)
+        if request.transport == "stages":
+            return plan_in_stages(model, request, profile)
+        best = _relayed_or_split(model, request, profile, network_bytes_per_s)
+        staged = fastest_in_stages(model, request, profile) if may_stage(model, request, profile, best) else None
+        return best if staged is None else min(best, staged, key=lambda plan: plan.predicted.step_s)
 
 
-def _of_several(model: ModelSpec, request: Request, profile: HardwareProfile, network_bytes_per_s: float) -> Plan:
+def _relayed_or_split(model: ModelSpec, request: Request, profile: HardwareProfile, network_bytes_per_s: float) -> Plan:
     of_rank, splits = rank_profile(profile, request.ranks), may_split(request, profile)
     plan = find_plan(model, request.of_rank, of_rank) or _with_dealt_states(model, request.of_rank, of_rank)
     if plan is None:
         raise _for_all(model, shortage(in_parts(model), request.of_rank, of_rank), request, profile)
     split = as_split(model, plan, request.of_rank, of_rank) if splits else None
     if split is not None:
-        predicted = _bytes_of(Layout(model, split), split.predicted, of_rank)
+        predicted = bytes_planned(Layout(model, split), split.predicted, of_rank)
         split = _whole(model, request, replace(split, predicted=predicted), profile, network_bytes_per_s)
         clear = not plan.deals_states and split.predicted.step_s < CLEARLY_FASTER * plan.predicted.step_s
         if clear or request.transport == "split":
@@ -94,7 +89,7 @@ def _whole(
 
     def priced(of_one: Plan) -> Plan:
         plan = replace(of_one, request=request)
-        predicted = _predicted(Layout(model, plan), plan.predicted, profile, network_bytes_per_s)
+        predicted = predicted_together(Layout(model, plan), plan.predicted, profile, network_bytes_per_s)
         return replace(plan, predicted=predicted)
 
     found = priced(plan)
@@ -124,7 +119,7 @@ def _updated_by_cpu(model: ModelSpec, plan: Plan, profile: HardwareProfile) -> P
     layout = Layout(model, found)
     if max(excess_bytes(layout, plan.request, profile)) > 0:
         return None
-    return replace(found, predicted=_bytes_of(layout, plan.predicted, profile))
+    return replace(found, predicted=bytes_planned(layout, plan.predicted, profile))
 
 
 def _with_dealt_states(model: ModelSpec, request: Request, profile: HardwareProfile) -> Plan | None:
@@ -148,7 +143,7 @@ def _with_dealt_states(model: ModelSpec, request: Request, profile: HardwareProf
             plan = replace(found, request=request, groups=tuple(homes), optimizer_tile=tile)
             layout = Layout(model, plan)
             if max(excess_bytes(layout, request, profile)) <= 0:
-                return replace(plan, predicted=_bytes_of(layout, plan.predicted, profile))
+                return replace(plan, predicted=bytes_planned(layout, plan.predicted, profile))
     return None
 
 
@@ -164,17 +159,6 @@ def _dealt_groups(model: ModelSpec, request: Request) -> Iterator[tuple[list[int
             yield dealt, on_gpu, on_host // request.ranks
 
 
-def _bytes_of(layout: Layout, predicted: Prediction, profile: HardwareProfile) -> Prediction:
-    """A rank's prediction with the bytes of another layout."""
-    return replace(
-        predicted,
-        gpu_bytes=gpu_required_bytes(layout, profile),
-        host_bytes=host_required_bytes(layout, profile),
-        gpu_categories=gpu_categories(layout, profile),
-        host_categories=host_categories(layout, profile),
-    )
-
-
 def _for_all(model: ModelSpec, error: ShortageError, request: Request, profile: HardwareProfile) -> ShortageError:
     """Tell of all ranks what the planner says of one: totals of the node, and remedies for the whole command."""
     ranks, needs = request.ranks, error.needs
@@ -184,7 +168,7 @@ def _for_all(model: ModelSpec, error: ShortageError, request: Request, profile: 
     needs = needs._replace(
         plan=replace(needs.plan, request=request),
         host_bytes=ranks * needs.host_bytes,
-        host_categories=_times(ranks, needs.host_categories),
+        host_categories=times(ranks, needs.host_categories),
     )
     asked = f"{ranks} GPUs" + (f" on each of {request.nodes} nodes" if request.nodes > 1 else "")
     budgets = f"{format_bytes(request.max_gpu_bytes)} of GPU memory each and {format_bytes(request.max_host_bytes)}"
@@ -227,73 +211,3 @@ def _remedy_for_all(remedy: Remedy, of_rank: Request, request: Request, profile:
         changed = replace(changed, max_global_batch_tokens=tokens)
     flags = re.sub(rf"({'|'.join(factors)}) ([0-9.]*[0-9])", whole, remedy.flags)
     return Remedy(flags, changed, remedy_note(changed, request, profile))
-
-
-def _predicted(layout: Layout, of_rank: Prediction, profile: HardwareProfile, network_bytes_per_s: float) -> Prediction:
-    """The prediction of all ranks of a node, from that of one."""
-    ranks = layout.plan.request.ranks
-    together = replace(
-        of_rank,
-        host_bytes=ranks * of_rank.host_bytes,
-        host_categories=_times(ranks, of_rank.host_categories),
-        shared_host_bytes=layout.node_bytes,
-    )
-    return priced_together(layout, together, profile, network_bytes_per_s)
-
-
-def _times(ranks: int, categories: Mapping[str, int]) -> dict[str, int]:
-    return {name: ranks * num_bytes for name, num_bytes in categories.items()}
-
-
-def priced_together(
-    layout: Layout, of_rank: Prediction, profile: HardwareProfile, network_bytes_per_s: float = NETWORK_BYTES_PER_S
-) -> Prediction:
-    """Replace a rank's seconds by those of all ranks together. Busy seconds are those of the rank of the last round."""
-    request, cost = layout.plan.request, CostModel.of(layout.plan.request, profile, layout.plan.chunk_tokens)
-    network_s = exchange_s(gradient_bytes(layout), request.nodes, network_bytes_per_s)
-    step = simulate_ranks(layout, cost.rates(), SPLIT_RANKS)
-    parts = [(price(t.run.program, cost, t.until_gpu_ends, t.shape), t.repeats) for t in step.ranks[-1]]
-    estimate = summed(parts)
-    predicted = replace(
-        of_rank,
-        step_s=step.step_s + network_s,
-        busy_s=estimate.busy_s,
-        recompute_share=estimate.recompute_s / max(estimate.busy_s["compute"], 1e-30),
-        limiter=limiter(estimate),
-        exchange_s=network_s,
-    )
-    if layout.plan.deals_states or layout.plan.split:  # the bound is of plans that move all of these over each link
-        predicted = replace(predicted, speed_of_light_s=min(predicted.speed_of_light_s, predicted.step_s))
-    if network_s > predicted.step_s / 2:
-        exchange = f"the network, over which nodes add up gradients for {format_seconds(network_s)}"
-        predicted = replace(predicted, limiter=exchange)
-    return predicted
-
-
-def review_for_ranks(
-    plan: Plan,
-    model: ModelSpec,
-    profile: HardwareProfile,
-    measured: Mapping[CommandClass, CommandTotal],
-    measured_step_s: float,
-    chunk_share: float = 1.0,
-) -> Review:
-    """Compare a plan of one or of several ranks with a step, as `review` does.
-
-    measured: of several ranks, what one of them ran. It is compared with one rank of the plan whose link has its share
-    of the host memory; what follows is expected of all ranks together.
-    """
-    request = plan.request
-    if not request.shares_node:
-        return review(plan, model, profile, measured, measured_step_s, chunk_share)
-    of_rank = replace(plan, request=request.of_rank)
-    found = review(of_rank, model, rank_profile(profile, request.ranks), measured, measured_step_s, chunk_share)
-    corrected = corrected_profile(profile, found.factors)
-    expected = priced_together(Layout(model, plan), found.expected, corrected)
-    return replace(found, profile=corrected, expected=expected)
-
-
-def gradient_bytes(layout: Layout) -> int:
-    """Bytes of all stored gradients, which nodes add up once a step."""
-    groups = zip(layout.groups, layout.model.groups, strict=True)
-    return sum(storage.plane_bytes["grad"] for storage, group in groups if not group.frozen)

@@ -14,9 +14,10 @@ from flexengine.plan import Plan
 from flexengine.planner.cost.cost_model import CostModel, StepPricer
 from flexengine.schedule.commands import Command, LayerCall, Program
 from flexengine.schedule.layer_program import Stage
-from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import ChunkShape, RoundShape, lower_round
+from flexengine.schedule.lowering.stages import lower_wave
 from flexengine.schedule.packing import PackedChunk, pack, packed_shape
+from flexengine.schedule.stage_layout import StageLayout, layout_of
 from flexengine.schedule.step_parts import full_step, simulated_rounds
 
 GRID = 8
@@ -38,13 +39,19 @@ class StepPredictor:
 
     def __init__(self, plan: Plan, model: ModelSpec, profile: HardwareProfile) -> None:
         self.plan, self.model, self.profile = plan, model, profile
-        self._layout = Layout(model, plan)
+        self._layout = layout_of(model, plan)
         self._cost = CostModel.of(plan.request, profile, plan.chunk_tokens)
         self._full_chunks = [chunk for shape, count in full_step(plan) for _ in range(count) for chunk in shape.chunks]
-        self._stages = Counter(_stages(lower_round(self._layout, full_step(plan)[0][0], first=True)))
+        self._stages = Counter(_stages(self._first_round(full_step(plan)[0][0])))
         self._seconds: dict[tuple[Rounds, int], float] = {}
         self._after_clipping = StepPredictor(plan.after_clipping(), model, profile) if plan.speculates else None
         self._one_by_one = StepPredictor(_without_graphs(plan), model, profile) if plan.replays else None
+
+    def _first_round(self, shape: RoundShape) -> Program:
+        """A round with all layers, or in stages the layers of one rank, whose chunks compare as those of all do."""
+        if isinstance(self._layout, StageLayout):
+            return lower_wave(self._layout, shape.times(self.plan.request.ranks), first=True)
+        return lower_round(self._layout, shape, first=True)
 
     def step_s(self, lengths: Sequence[int], after_clipping: bool = False) -> float:
         """Predict the seconds of a step on sequences of these lengths; those of the plan for a full batch, and for

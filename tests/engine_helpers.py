@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,8 @@ def shuffled_order(seed: int, respect_waits: bool = True) -> Callable[[Program],
     """A random order of a program's commands that respects stream order and waits.
 
     Each program draws how eager each stream is, so that copies run as far ahead, or lag as far behind, as waits allow.
-    Without `respect_waits` only stream order is kept, which is wrong on purpose.
+    Without `respect_waits` only stream order is kept, which is wrong on purpose. On the CPU streams run in one thread:
+    where ranks wait for each other both ways, as in stages, what awaits or raises cells keeps its order.
     """
 
     def order(program: Program) -> Iterable[int]:
@@ -161,10 +163,15 @@ def shuffled_order(seed: int, respect_waits: bool = True) -> Callable[[Program],
         eagerness = {stream: rng.choice((0.01, 1.0, 100.0)) for stream in STREAMS}
         queues = {s: [c for c in program.commands if c.stream == s] for s in STREAMS}
         heads, done = dict.fromkeys(STREAMS, 0), set()
+        told = [c for c in program.commands if c.awaits or c.signals]
+        both_ways = any(isinstance(signal.of, int) for c in told for signal in c.awaits)
+        before = {c.index: {earlier.index} for earlier, c in pairwise(told)} if both_ways else {}
 
         def may_start(stream: Stream) -> bool:
             queue, head = queues[stream], heads[stream]
-            return head < len(queue) and (not respect_waits or done.issuperset(queue[head].waits))
+            if head == len(queue) or not respect_waits:
+                return head < len(queue)
+            return done.issuperset(queue[head].waits) and done.issuperset(before.get(queue[head].index, ()))
 
         while len(done) < len(program.commands):
             ready = [s for s in STREAMS if may_start(s)]

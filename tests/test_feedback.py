@@ -7,9 +7,10 @@ import pytest
 from flexengine import feedback
 from flexengine.api import build, prepare
 from flexengine.hardware.presets import preset
-from flexengine.plan_for_ranks import plan_for_ranks, review_for_ranks
+from flexengine.plan_for_ranks import plan_for_ranks
 from flexengine.planner.bound.speed_of_light import speed_of_light_s
 from flexengine.planner.correction import Factors, Review, corrected_prediction, corrected_profile
+from flexengine.price_of_ranks import review_for_ranks
 from flexengine.schedule.layout import Layout
 from tests.engine_helpers import random_batch, same_bits
 

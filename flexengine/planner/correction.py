@@ -76,14 +76,20 @@ def review(
 
     chunk_share: compute of the step's chunks, over that of the plan's.
     """
-    layout, planned = Layout(model, plan), dict[CommandClass, CommandTotal]()
-    for key, total in predicted_totals(layout, profile).items():
-        of_layer = key[0] == "compute" and key[2]
-        planned[key] = total._replace(seconds=total.seconds * chunk_share) if of_layer else total
-    factors = stream_factors(measured, planned)
+    layout = Layout(model, plan)
+    factors = stream_factors(measured, of_chunks(predicted_totals(layout, profile), chunk_share))
     corrected = corrected_profile(profile, factors)
     predicted_s = step_seconds(layout, profile).step_s
     return Review(predicted_s, measured_step_s, corrected_prediction(layout, corrected), factors, corrected)
+
+
+def of_chunks(predicted: Mapping[CommandClass, CommandTotal], chunk_share: float) -> dict[CommandClass, CommandTotal]:
+    """Totals whose layers take so many times the seconds: their chunks have fewer tokens than was planned for."""
+    planned = dict[CommandClass, CommandTotal]()
+    for key, total in predicted.items():
+        of_layer = key[0] == "compute" and key[2]
+        planned[key] = total._replace(seconds=total.seconds * chunk_share) if of_layer else total
+    return planned
 
 
 def corrected_prediction(layout: Layout, profile: HardwareProfile) -> Prediction:

@@ -89,8 +89,8 @@ CAUSE_WORDS = {
     "d2h": "the device-to-host link",
     "compute": "compute",
     "cpu": "the CPU",
-    "relay_in": "gradients of the rank before",
-    "relay_out": "gradients to be passed on",
+    "relay_in": "what other ranks hand over",
+    "relay_out": "what is handed to other ranks",
     "comm": "exchanges between GPUs",
     ISSUE: "the host to issue commands",
 }

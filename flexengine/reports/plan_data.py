@@ -88,7 +88,7 @@ def _several_gpus(picture: Picture) -> dict[str, Any]:
         "several_gpus": {
             "gpus_per_node": request.ranks,
             "nodes": request.nodes,
-            "transport": "split" if picture.plan.split else "relay",
+            "transport": picture.plan.transport,
             "tokens_per_s_per_gpu": picture.tokens_per_s / gpus,
             "tokens_per_s_per_node": picture.tokens_per_s / request.nodes,
             "node_host_bytes": p.host_bytes,

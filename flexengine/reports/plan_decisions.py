@@ -37,6 +37,13 @@ PLACES = (
     ("dealt", "divided over the GPUs, masters streamed from the host"),
     ("host", "streamed from the host"),
 )
+TRANSPORT_WORDS = {
+    "relay": "which take rounds in turn and relay gradients through the host",
+    "split": "which run as many rounds together; each moves a share of weights and gradients, the rest crosses between"
+    " GPUs",
+    "stages": "which run as many rounds together; each has blocks of its own, takes hidden states over through the host"
+    " and runs the head of one round",
+}
 GROUP_DATA = (
     GroupData("weights", "weights"),
     GroupData("gradients", "grads"),
@@ -73,12 +80,9 @@ def gpu_lines(plan: Plan) -> list[str]:
     if request.ranks == request.nodes == 1:
         return []
     nodes = f"{request.nodes} nodes of " if request.nodes > 1 else ""
-    how = (
-        "which run as many rounds together; each moves a share of weights and gradients, the rest crosses between GPUs"
-        if plan.split
-        else "which take rounds in turn and relay gradients through the host"
-    )
-    lines = [f"GPUs: {nodes}{request.ranks}, {how}"]
+    lines = [f"GPUs: {nodes}{request.ranks}, {TRANSPORT_WORDS[plan.transport]}"]
+    if plan.stages:
+        lines.append(f"blocks: {_owners(plan)}")
     if p.shared_host_bytes:
         own = format_bytes(host_bytes_of_gpu(plan))
         lines.append(f"host memory of a node: state once {format_bytes(p.shared_host_bytes)}, per GPU {own}")
@@ -86,6 +90,14 @@ def gpu_lines(plan: Plan) -> list[str]:
         share = f"{100 * p.exchange_s / max(p.step_s, 1e-30):.1f}% of the step"
         lines.append(f"network: nodes add up gradients for {format_seconds(p.exchange_s)}, {share}")
     return lines
+
+
+def _owners(plan: Plan) -> str:
+    """Tell which GPU has which blocks."""
+    ranks, blocks = plan.request.ranks, len(plan.layers) - 2
+    shown = [", ".join(map(str, range(rank, blocks, ranks)[:3])) for rank in range(ranks)]
+    more = ", ..." if blocks > 3 * ranks else ""
+    return "; ".join(f"GPU {rank} has {numbers}{more}" for rank, numbers in enumerate(shown))
 
 
 def host_bytes_of_gpu(plan: Plan) -> int:
@@ -108,7 +120,8 @@ def _residency_lines(plan: Plan, model: ModelSpec | None) -> list[str]:
         for place, words in PLACES:
             members = [i for i, home in enumerate(homes) if home == place]
             if members:
-                texts.append(f"{len(members)} of {num_groups} groups {words}{_size(data, members, layouts)}")
+                where = "on the GPUs of their ranks" if plan.stages and place == "gpu" else words
+                texts.append(f"{len(members)} of {num_groups} groups {where}{_size(data, members, layouts)}")
         lines.append(f"{data.name}: {', '.join(texts)}")
     return lines
 

@@ -18,6 +18,7 @@ from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_update
 from flexengine.schedule.ranks_simulator import TimedRankRun, simulate_ranks
 from flexengine.schedule.simulator import simulate
+from flexengine.schedule.stage_layout import layout_of
 from flexengine.schedule.step_parts import StepPart, simulated_rounds
 
 
@@ -68,7 +69,7 @@ class SimulatedStep:
 
 def simulate_step(plan: Plan, model: ModelSpec, profile: HardwareProfile) -> SimulatedStep:
     """Lower and simulate a full step of a plan."""
-    layout = Layout(model, plan)
+    layout = layout_of(model, plan)
     rates = CostModel.of(plan.request, profile, plan.chunk_tokens).rates()
     if plan.shares_node:
         first, *others = simulate_ranks(layout, rates).ranks
@@ -86,5 +87,7 @@ def _part(timed: TimedRankRun) -> StepPart:
     if run.updates:
         name = "update of the step before"
     else:
-        name = "first round" if run.number == 0 else f"accumulating round (round {run.number + 1} of all)"
+        what = "rounds" if run.rounds else "round"
+        number = f"wave {run.number + 1}" if run.rounds else f"round {run.number + 1} of all"
+        name = f"first {what}" if run.number == 0 else f"accumulating {what} ({number})"
     return StepPart(name, timed.repeats, run.program, timed.until_gpu_ends)

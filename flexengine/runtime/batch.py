@@ -37,7 +37,7 @@ class BatchWriter:
         self.attention: KernelName = attention
         self.attention_choices = attention_choices
         self.chunk_tokens = layout.plan.chunk_tokens
-        self.offsets = batch_offsets(layout.plan.chunks_per_round, self.chunk_tokens)
+        self.offsets = batch_offsets(layout.plan.num_chunks, self.chunk_tokens)
 
     def _field(self, memory: Memory, name: str, chunk: int, count: int) -> Tensor:
         width = {"input_ids": 8, "labels": 8}.get(name, 4)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from flexengine.optim import Optimizer
     from flexengine.plan import Plan
     from flexengine.runtime.executor import Executor
+    from flexengine.runtime.stage_planes import StagePlanes
     from flexengine.runtime.weight_store import WeightStore
 
 CLOSED = "it was closed"
@@ -46,6 +47,7 @@ class CheckpointCalls:
     optimizer: Optimizer
     seed: int
     turns: Turns | None
+    planes: StagePlanes
     _save: StateSave | None = None
 
     @one_caller
@@ -99,6 +101,7 @@ class CheckpointCalls:
             with together(self.turns), self.executor.on_compute_stream():
                 load_tensors(self.weights, reader)
         self.executor.synchronize()
+        self.planes.fetch()
         self.state.start_accumulation()
         self.state.step_count, self.state.unusable = int(found["engine"]["step_count"]), ""
         return found["run"]

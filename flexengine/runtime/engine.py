@@ -42,14 +42,16 @@ from flexengine.runtime.programs import Programs
 from flexengine.runtime.reading_calls import ReadingCalls
 from flexengine.runtime.replay import Replay
 from flexengine.runtime.rounds import RoundRunner
+from flexengine.runtime.stage_planes import StagePlanes
 from flexengine.runtime.step_runner import StepRunner
 from flexengine.runtime.step_state import StepState
-from flexengine.runtime.turns import RankGroup, give_up, open_turns, together
+from flexengine.runtime.turns import RankGroup, give_up, nothing_newer, open_turns, together
 from flexengine.runtime.update import UpdateRunner, UpdateSettings, update_settings
 from flexengine.runtime.weight_store import WeightStore, empty_buffers, fill_weights
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.relocation import relocation
 from flexengine.schedule.shares import ALONE
+from flexengine.schedule.stage_layout import layout_of
 
 
 @dataclass(frozen=True)
@@ -108,10 +110,11 @@ class Engine(CheckpointCalls, ReadingCalls):
         self.source, self.model, self.plan, self.device = source, source.spec, plan, device
         self.optimizer, self.settings = optimizer, settings or EngineSettings()
         self._description, self.seed = self.settings.description, self.settings.seed
-        layout = Layout(self.model, plan)
+        group = self.settings.group
+        layout = layout_of(self.model, plan, 0 if group is None else group.ranks.local_rank)
         gpu_bytes = layout.gpu_bytes + self.settings.cache_bytes
         self.meter = _start_meter(device, gpu_bytes)
-        self.turns = open_turns(self.settings.group, layout, device)
+        self.turns = open_turns(group, layout, device)
         self.arenas = Arenas(device, gpu_bytes, layout.host_bytes)
         self.executor = Executor(device, self.arenas, self.settings.order)
         self.state, self.measurement = StepState(), StepMeasurement(self.executor, self.model)
@@ -127,6 +130,10 @@ class Engine(CheckpointCalls, ReadingCalls):
         self.layout = layout
         share = ALONE if self.turns is None else self.turns.share
         self.weights = WeightStore(layout, self.arenas, share)
+        barrier = nothing_newer if self.turns is None else self.turns.control.barrier
+        self.planes = StagePlanes(layout, self.arenas, self.executor, barrier)
+        if self.turns is not None:
+            self.turns.write_back = self.planes.write_back
         self.layers = LayerRunner(layout, self.arenas, self.buffers)
         self.updates = UpdateRunner(layout, self.arenas, self.settings.lr_factors, self.settings.decay_factors)
         collectives = None if self.turns is None else self.turns.collectives
@@ -141,7 +148,7 @@ class Engine(CheckpointCalls, ReadingCalls):
             self.programs, batches, self.layers, self.runner, self.state, seed, turns, self.replay
         )
         self.steps = StepRunner(
-            self.runner, self.rounds, self.updates, self.state, deterministic, turns, self._swap_planes
+            self.runner, self.rounds, self.updates, self.state, deterministic, turns, self._swap_planes, self.planes
         )
 
     def _swap_planes(self) -> None:
@@ -154,6 +161,7 @@ class Engine(CheckpointCalls, ReadingCalls):
         with together(self.turns):  # adapters begin with what all ranks have loaded of the base
             start_adapters(self.weights, Begin(self.source.weights_folder, self.seed), self.settings.adapter)
             self.executor.synchronize()
+        self.planes.fetch()
         self.arenas.reserve_workspace(self.layout.workspace_bytes)
         if self.turns is not None and self.turns.link is not None:
             self.turns.control.agree(self.weights.sampled_digest(), "checkpoint")
@@ -329,7 +337,7 @@ class Engine(CheckpointCalls, ReadingCalls):
             raise ValueError("adopt() between fwd_bwd and step: the gradients would be lost; call step() first")
         _check_same_run(self.plan.request, plan.request)
         with together(self.turns):
-            layout = Layout(self.model, plan)
+            layout = layout_of(self.model, plan, self.weights.share.rank)
             cuts = () if self.turns is None else self.turns.cuts
             moves = relocation(self.layout, layout, self.arenas.capacity, cuts)
             if self.turns is not None:
@@ -337,6 +345,7 @@ class Engine(CheckpointCalls, ReadingCalls):
         with together(self.turns):
             self._finish_save()
             self.executor.synchronize()
+        self.planes.write_back()
         self.state.unusable = "a change of plan was interrupted, so its weights are half moved"
         self._forget_programs()
         with self.executor.on_compute_stream():
@@ -346,6 +355,7 @@ class Engine(CheckpointCalls, ReadingCalls):
             if self.turns is not None:
                 self.turns.start_again(layout)
             self._use(layout)
+            self.planes.fetch()
             self.arenas.reserve_workspace(layout.workspace_bytes)
         self.plan, self._description = plan, description or self._description
         self.state.unusable = ""

@@ -120,8 +120,8 @@ class LayerRunner:
         return self._params(call)
 
     def _params(self, call: LayerCall) -> dict[str, Tensor]:
-        plans, groups = self.layout.plan.groups, self.layout.groups
-        resident = {g for g in call.weights if plans[g].weights == "gpu" and groups[g].stored is None}
+        homes, groups = self.layout.homes, self.layout.groups
+        resident = {g for g in call.weights if homes[g].weights == "gpu" and groups[g].stored is None}
         return self._param_views(call, call.weights, self.compute, resident)
 
     def _params_and_buffers(self, call: LayerCall) -> dict[str, Tensor]:

@@ -9,8 +9,10 @@ from flexengine.schedule.checker import check_program
 from flexengine.schedule.commands import Program
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape, lower_evaluation, lower_round, lower_update
+from flexengine.schedule.lowering.stages import lower_wave
 from flexengine.schedule.lowering.update import late_groups
 from flexengine.schedule.shares import ALONE, Share
+from flexengine.schedule.stage_layout import StageLayout
 from flexengine.schedule.waves import Wave
 
 CpuPart = Literal["all", "rest", "nothing"]
@@ -24,7 +26,7 @@ class RoundKind(NamedTuple):
 
     train: it has a backward pass. first: no gradients are stored yet. updates: the CPU updates inside it. together: how
     many rounds ranks run together under a split plan; 0 = each its own. speculates: the CPU updates inside it, before
-    it is known whether that counts.
+    it is known whether that counts. last_before: in stages, the rank that ran the last round of the wave before.
     """
 
     train: bool
@@ -32,6 +34,7 @@ class RoundKind(NamedTuple):
     updates: bool
     together: int = 0
     speculates: bool = False
+    last_before: int = 0
 
 
 class Programs:
@@ -65,6 +68,8 @@ class Programs:
     def _lower_round(self, shape: RoundShape, kind: RoundKind) -> Program:
         if not kind.train:
             return lower_evaluation(self.layout, shape)
+        if isinstance(self.layout, StageLayout):
+            return lower_wave(self.layout, shape, kind.first, kind.last_before)
         wave = Wave(*self.share, kind.together) if kind.together else None
         return lower_round(self.layout, shape, kind.first, kind.updates, wave, kind.speculates)
 

@@ -16,6 +16,7 @@ from flexengine.runtime.export import export_adapter, export_checkpoint
 from flexengine.runtime.measurement import StepMeasurement
 from flexengine.runtime.node_gradients import gradients_of_nodes
 from flexengine.runtime.one_caller import one_caller
+from flexengine.runtime.stage_planes import StagePlanes
 from flexengine.runtime.step_state import StepState
 from flexengine.runtime.turns import Turns, while_nobody_writes
 from flexengine.runtime.weight_store import WeightStore
@@ -36,6 +37,7 @@ class ReadingCalls:
     measurement: StepMeasurement
     meter: GpuMemoryMeter
     turns: Turns | None
+    planes: StagePlanes
     _description: str
 
     @property
@@ -111,6 +113,7 @@ class ReadingCalls:
         """
         self.state.require_gradients("there are no gradients: call fwd_bwd(batch) first")
         self.executor.synchronize()
+        self.planes.write_back("grad")
         with while_nobody_writes(self.turns):
             scale = 1.0 / self.state.loss_weight
             if self.turns is None or self.turns.link is None:

@@ -19,7 +19,7 @@ from flexengine.runtime.turns import Turns
 from flexengine.runtime.update import UpdateSettings
 from flexengine.schedule.commands import LayerCall, Program
 from flexengine.schedule.lowering import ChunkShape, RoundShape
-from flexengine.schedule.packing import PackedChunk, pack, packed_shape
+from flexengine.schedule.packing import PackedChunk, joined, pack, packed_shape
 
 
 class RoundRunner:
@@ -55,6 +55,8 @@ class RoundRunner:
             self._count_tokens_of_experts(batch, rounds, balance)
         if self._plan.split:
             losses = self._train_in_waves(batch, rounds, balance)
+        elif self._plan.stages:
+            losses = self._train_in_stages(batch, rounds)
         else:
             losses = self._train_in_turn(batch, rounds, balance, updates)
         if self._may_warn and self._state.num_rounds > MOST_ROUNDED:
@@ -105,6 +107,27 @@ class RoundRunner:
             if takes:
                 losses.append(self._losses())
         self._state.num_rounds, self._state.has_gradients = first + len(rounds), True
+        return losses
+
+    def _train_in_stages(self, batch: Sequences, rounds: list[list[PackedChunk]]) -> list[Tensor]:
+        """Run this rank's part of as many rounds at a time as there are ranks; returns the losses of those whose head
+        is its own."""
+        assert self._turns is not None, "one rank has no stages"
+        rank, first, losses = self._turns.share.rank, self._state.num_rounds, list[Tensor]()
+        for wave in self._turns.waves(first, len(rounds)):
+            shapes = [packed_shape(rounds[number], self._plan.chunk_tokens) for number in wave]
+            self._turns.begin_wave()
+            last_before = 0 if self._is_first else self._turns.last
+            kind = RoundKind(train=True, first=self._is_first, updates=False, last_before=last_before)
+            program = self.programs.of_round(RoundShape.of_wave(shapes), kind)
+            self._write(batch, joined([rounds[number] for number in wave]), None)
+            self._state.has_gradients = True
+            self._runner.run(program)
+            self._turns.end_wave(len(wave))
+            self._state.num_rounds += len(wave)
+            if rank < len(wave):
+                start = sum(len(rounds[number]) for number in wave[:rank])
+                losses.append(self._losses(slice(start, start + len(rounds[wave[rank]]))))
         return losses
 
     @property
@@ -209,9 +232,9 @@ class RoundRunner:
             for piece, losses in zip(packed.ranges, parts, strict=True):
                 token_losses[piece.sequence][piece.start : piece.start + piece.length] = losses
 
-    def _losses(self) -> Tensor:
-        """The loss of every chunk of the round that was issued last, float64 [chunks] on the device."""
-        return torch.stack([chunk.losses.double().sum() for chunk in self._layers.chunks])
+    def _losses(self, chunks: slice = slice(None)) -> Tensor:
+        """The loss of every chunk, or of some, of what was issued last, float64 [chunks] on the device."""
+        return torch.stack([chunk.losses.double().sum() for chunk in self._layers.chunks[chunks]])
 
     def _sum(self, losses: list[Tensor], first: int, num_rounds: int) -> Tensor:
         """The summed loss of rounds of all ranks. first: the number of the first within the step."""

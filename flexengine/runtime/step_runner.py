@@ -19,6 +19,7 @@ from flexengine.runtime.outputs import FwdBwdOutput, StepOutput, fwd_bwd_output
 from flexengine.runtime.program_runner import ProgramRunner
 from flexengine.runtime.programs import CpuPart
 from flexengine.runtime.rounds import RoundRunner
+from flexengine.runtime.stage_planes import StagePlanes
 from flexengine.runtime.step_state import HALF_UPDATED, StepState, interruptible
 from flexengine.runtime.turns import Turns
 from flexengine.runtime.update import UpdateRunner, UpdateSettings
@@ -32,16 +33,16 @@ class StepRunner:
     """Runs steps and evaluations under one layout. deterministic: only kernels that torch knows to be deterministic.
 
     turns: this one's of several ranks; None = alone. swap_planes: called when second planes, which the CPU updated
-    speculatively, become the first ones.
+    speculatively, become the first ones. planes: those that ranks keep on their GPUs in stages.
     """
 
     def __init__(
         self, runner: ProgramRunner, rounds: RoundRunner, updates: UpdateRunner, state: StepState, deterministic: bool,
-        turns: Turns | None = None, swap_planes: Callable[[], None] = lambda: None,
+        turns: Turns | None = None, swap_planes: Callable[[], None] = lambda: None, planes: StagePlanes | None = None,
     ) -> None:  # fmt: skip
         self._runner, self._rounds, self._updates, self._state = runner, rounds, updates, state
         self._executor, self._layout, self._deterministic = runner.executor, updates.layout, deterministic
-        self._turns, self._swap_planes = turns, swap_planes
+        self._turns, self._swap_planes, self._planes = turns, swap_planes, planes
         self._was_unclipped = True  # the last step; there was none yet
         self._over_nodes = None
         if turns is not None and turns.link is not None:
@@ -62,6 +63,7 @@ class StepRunner:
             balance = self._balance_of(batch)
             with deterministic_kernels(self._deterministic):
                 loss_sum = self._rounds.train(batch, balance, updates)
+            self._changed(gradients=True)
             if balance is not None:
                 loss_sum += balance.loss()
             self._state.loss_weight += batch.loss_weight
@@ -77,6 +79,7 @@ class StepRunner:
         token_losses, everywhere: as of `RoundRunner.evaluate`.
         """
         with interruptible(self._state, self._executor, train=False):
+            self._write_back_weights()
             with deterministic_kernels(self._deterministic):
                 loss_sum = self._rounds.evaluate(batch, token_losses, everywhere)
             return read(loss_sum)
@@ -85,6 +88,7 @@ class StepRunner:
         """Run a call that uses memory between steps: nothing of a step runs before, meanwhile and after."""
         self._executor.synchronize()
         with interruptible(self._state, self._executor, train=False), deterministic_kernels(self._deterministic):
+            self._write_back_weights()
             result = call()
         self._executor.synchronize()
         return result
@@ -128,6 +132,7 @@ class StepRunner:
             self._runner.run(program, settings)
             if self._turns is not None:
                 self._turns.updates += 1
+            self._changed(gradients=False)
             grad_norm = self._grad_norm(program, told=speculated)
             if self._layout.plan.speculates and settings.max_grad_norm is not None:
                 self._was_unclipped = by_cpu == "rest" or self._updates.is_unclipped(settings)
@@ -136,6 +141,15 @@ class StepRunner:
         self._runner.measurement.active = False
         seconds = self._state.finish_step(counts=not skipped or settings.max_grad_norm is None)
         return StepOutput(grad_norm, skipped, seconds)
+
+    def _changed(self, *, gradients: bool) -> None:
+        if self._planes is not None:
+            self._planes.changed(gradients=gradients)
+
+    def _write_back_weights(self) -> None:
+        """Have every rank find all weights that it runs forward with."""
+        if self._planes is not None:
+            self._planes.write_back("weights")
 
     def _await_other_ranks(self) -> None:
         """Wait until all ranks have stored their pieces of gradients: no cell tells of these."""

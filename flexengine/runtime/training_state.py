@@ -84,7 +84,7 @@ def dealt_tensors(weights: WeightStore) -> list[DealtTensor]:
 def _whole_plane(weights: WeightStore, run: SourceRun, plane: Plane) -> Tensor:
     """View one plane of the segment that a source lies in."""
     dtype = DTYPES[plane.dtype]
-    slot = weights.layout.slots[weights.layout.plane_slot(plane.kind, run.group)]
+    slot = weights.layout.slots[weights.layout.stored_slot(plane.kind, run.group)]
     count = plane.num_bytes(run.segment.numel) // dtype.itemsize
     return weights.arenas.view(slot, plane.start, (count,), dtype)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -24,8 +24,13 @@ from flexengine.schedule.layout import Layout
 from flexengine.schedule.relay import Cells, executor_of
 from flexengine.schedule.shares import Share
 from flexengine.schedule.slots import borders_of_slots
+from flexengine.schedule.stage_layout import cells_of
 
 ABORTED = "a rank failed, so that gradients or weights are not whole"
+
+
+def nothing_newer() -> None:
+    """The node's memory holds all that ranks share."""
 
 
 class RankGroup(NamedTuple):
@@ -41,12 +46,13 @@ class Turns:
 
     rounds: of training that all ranks have begun since the run began. updates: that have been issued. last: the rank
     of its node that ran the node's last round of the step at work. link: to the other nodes, where there are some.
-    collectives: with the other ranks of the node, under a split plan.
+    collectives: with the other ranks of the node, under a split plan. write_back: has the node's memory hold what ranks
+    keep on their GPUs in stages.
     """
 
     def __init__(self, group: RankGroup, layout: Layout, device: torch.device) -> None:
         self.ranks, self.control, self._watch = group
-        self._cells = Cells(layout)
+        self._cells = cells_of(layout)
         self.rounds = self.updates = self.last = 0
         size, num_cells = self.ranks.local_size, self._cells.count
         num_bytes = layout.node_bytes + Signals.num_bytes(size, num_cells)
@@ -57,7 +63,8 @@ class Turns:
         self._signals = Signals.over(table, size, num_cells, self.ranks.local_rank)
         self._check_others, self.control.check_lost = self.control.check_lost, self._check
         self.link = NodeLink(self.control) if self.ranks.nodes > 1 else None
-        self._device, self.split = device, layout.plan.split
+        self._device, self.split, self.stages = device, layout.plan.split, layout.plan.stages
+        self.write_back: Callable[[], None] = nothing_newer
         self.collectives = Collectives(self.control, device) if self.split else None
         if self._watch is not None:
             self._watch.follow(self._signals)
@@ -72,7 +79,7 @@ class Turns:
         return rank_of_round(number, self.ranks) == self.ranks.rank
 
     def waves(self, first: int, num_rounds: int) -> list[list[int]]:
-        """The rounds of a batch that the ranks of this node run together, under a split plan.
+        """The rounds of a batch that the ranks of this node run together, under a split plan or in stages.
 
         first: the number of the batch's first round within its step.
         """
@@ -82,7 +89,7 @@ class Turns:
 
     def _rank_of(self, number: int, first: int) -> int:
         """The rank that runs the `number`-th round of a batch, which is the `first + number`-th of its step."""
-        if not self.split:
+        if not (self.split or self.stages):
             return rank_of_round(first + number, self.ranks)
         place, node = number // self.ranks.nodes, (first + number) % self.ranks.nodes
         return node * self.ranks.local_size + place % self.ranks.local_size
@@ -90,6 +97,10 @@ class Turns:
     def begin_wave(self) -> None:
         """Count rounds that all ranks run together."""
         self.rounds += 1
+
+    def end_wave(self, num_rounds: int) -> None:
+        """Note the rank that ran the last of so many rounds."""
+        self.last = num_rounds - 1
 
     def begin_round(self, number: int) -> bool:
         """Count a round of training, the `number`-th of its step; returns whether this rank runs it."""
@@ -106,6 +117,7 @@ class Turns:
 
     def await_gradient(self, group: int) -> None:
         """Wait until the node's last round so far has stored the gradient of a group. Raises: RankLost."""
+        assert isinstance(self._cells, Cells), "ranks of several nodes do not train in stages"
         for cell in self._cells.of_gradient(group) if self.rounds else ():
             self._signals.wait(cell, self.last, self.rounds)
 
@@ -113,7 +125,7 @@ class Turns:
 
     def check_takes(self, layout: Layout) -> None:
         """Raise ValueError where the ranks have too few cells for another layout."""
-        needed, has = Cells(layout).count, self._signals.num_cells
+        needed, has = cells_of(layout).count, self._signals.num_cells
         if needed > has:
             raise ValueError(f"the new plan needs {needed} cells of each rank, which has {has}")
         if not set(self.cuts) <= set(borders_of_slots(layout.slots, "node")):
@@ -128,9 +140,9 @@ class Turns:
 
     def start_again(self, layout: Layout) -> None:
         """Count rounds and updates from 0 again, with the cells of another layout. Order: no rank runs anything."""
-        self._cells = Cells(layout)
+        self._cells = cells_of(layout)
         self.rounds = self.updates = self.last = 0
-        self.split = layout.plan.split
+        self.split, self.stages = layout.plan.split, layout.plan.stages
         if self.split and self.collectives is None:
             self.collectives = Collectives(self.control, self._device)
         self._signals.lower_own()
@@ -147,10 +159,13 @@ class Turns:
         def value(signal: Signal) -> int:
             return clocks[signal.clock] - signal.lag
 
+        def row(signal: Signal) -> int | None:
+            return signal.of if isinstance(signal.of, int) else rows[signal.of]
+
         def before(command: Command) -> None:
             for signal in command.awaits:
                 if value(signal) > 0:  # cells begin at 0
-                    signals.wait(signal.cell, rows[signal.of], value(signal))
+                    signals.wait(signal.cell, row(signal), value(signal))
 
         def after(command: Command) -> None:
             for signal in command.signals:
@@ -158,7 +173,7 @@ class Turns:
 
         def words(signal: Signal) -> list[WordValue]:
             reached = max(0, value(signal))  # cells begin at 0
-            return [WordValue(address, reached) for address in signals.addresses(signal.cell, rows[signal.of])]
+            return [WordValue(address, reached) for address in signals.addresses(signal.cell, row(signal))]
 
         signals.check()  # streams do not notice that a rank has given up
         return CommandHooks(before, after, words)
@@ -251,6 +266,7 @@ def while_nobody_writes(turns: Turns | None) -> Iterator[None]:
     What one rank raises in the block, all raise.
     """
     if turns is not None:
+        turns.write_back()
         turns.control.barrier()
     with together(turns):
         yield

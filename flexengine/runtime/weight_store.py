@@ -191,7 +191,7 @@ class WeightStore:
     def own(self) -> dict[str, SourceRun]:
         """The tensors that this rank fills: every `size`-th of those that ranks share, and all that it has alone."""
         groups, (rank, size) = range(len(self.layout.groups)), self.share
-        shared = [self.layout.slots[self.layout.plane_slot("weights", g)].memory == "node" for g in groups]
+        shared = [self.layout.slots[self.layout.stored_slot("weights", g)].memory == "node" for g in groups]
         numbered = enumerate(self.runs.items())
         return {name: run for number, (name, run) in numbered if not shared[run.group] or number % size == rank}
 
@@ -202,7 +202,7 @@ class WeightStore:
         plane = next((p for p in run.segment.planes if p.kind == kind), None)
         if plane is None:
             return None
-        slot = self.layout.slots[self.layout.plane_slot(kind, run.group)]
+        slot = self.layout.slots[self.layout.stored_slot(kind, run.group)]
         dtype = DTYPES[plane.dtype]
         return self.arenas.view(slot, plane.start + run.start * dtype.itemsize, (run.count,), dtype)
 
@@ -363,7 +363,7 @@ class WeightStore:
                 dealt = self.layout.is_dealt(kind, index)
                 if not dealt and index % self.share.size != self.share.rank:
                     continue
-                slot = self.layout.slots[self.layout.plane_slot(kind, index)]
+                slot = self.layout.slots[self.layout.stored_slot(kind, index)]
                 self.arenas.view(slot, 0, (slot.num_bytes,), torch.uint8).zero_()
 
     def sampled_digest(self) -> bytes:

@@ -85,7 +85,7 @@ class _Region:
 
     def add_batch(self, sizes: PlannedSizes) -> None:
         """Append token ids, labels, positions and lengths of one round's chunks."""
-        self.add("batch", batch_offsets(sizes.plan.chunks_per_round, sizes.plan.chunk_tokens)["end"], "batch")
+        self.add("batch", batch_offsets(sizes.plan.num_chunks, sizes.plan.chunk_tokens)["end"], "batch")
 
 
 class _HostSlots:
@@ -114,9 +114,26 @@ class _HostSlots:
             self._spilled_sections()
         elif sizes.plan.shares_node:
             self._homes.add("norm_squares", norm_square_bytes(sizes.groups), "scalars")
+            if sizes.plan.stages:
+                self._squares_of_groups()
+                self._handed_over()
             self._spilled_accumulators()
         self._offloaded_activations()
         return region.end
+
+    def _squares_of_groups(self) -> None:
+        """Append slots for each group's part of the last slot, as ranks that train in stages store them."""
+        whole, start = self._homes.slots[-1], 0
+        for group, stored in enumerate(self._sizes.groups):
+            num_bytes = norm_square_bytes([stored])
+            self._homes.slots.append(whole.subslot(("group", group), start, num_bytes, RUN))
+            start += num_bytes
+
+    def _handed_over(self) -> None:
+        """Append the places where ranks hand chunks of layers' inputs over, and their gradients."""
+        for layer in range(2, len(self._sizes.model.layers)):  # block 0 is with the embedding
+            for c in range(self._sizes.plan.num_chunks):
+                self._homes.add("handed", self._sizes.hidden_bytes, "handed over", layer, c)
 
     def _spilled_accumulators(self) -> None:
         """Append where a rank keeps the head's accumulator of a tied group until the embedding's backward."""
@@ -143,7 +160,8 @@ class _HostSlots:
         rows = zip(self._sizes.model.groups, self._sizes.groups, self._sizes.plan.groups, strict=True)
         for group, (spec, stored, home) in enumerate(rows):
             for kind, num_bytes in stored.plane_bytes.items():
-                if not num_bytes or home_of_plane(kind, home) != "host":
+                # in stages all planes have a place here, also those that lie on the GPU of one rank
+                if not num_bytes or not (self._sizes.plan.stages or home_of_plane(kind, home) == "host"):
                     continue
                 category = categories.get(kind, "optimizer states")
                 if kind == "grad" and self._sizes.plan.shares_node:
@@ -165,10 +183,10 @@ class _HostSlots:
     def _offloaded_activations(self) -> None:
         sizes, region = self._sizes, self._region
         for layer, (kept, program) in enumerate(zip(sizes.plan.layers, sizes.programs, strict=True)):
-            if not sizes.model.layers[layer].keeps:
+            if not (sizes.model.layers[layer].keeps and sizes.trains(layer)):
                 continue
-            for c in range(sizes.plan.chunks_per_round):
-                if kept.input_home == "host":
+            for c in range(sizes.plan.num_chunks):
+                if kept.input_home == "host" and not sizes.is_handed(layer):
                     region.add("input", sizes.hidden_bytes, "offloaded activations", layer, c)
                 if program.save_host_bytes:
                     region.add("save", program.save_host_bytes, "offloaded activations", layer, c)
@@ -186,7 +204,7 @@ class _GpuSlots:
         """Append all slots; returns the bytes of the arena."""
         region = _Region(self._slots, "gpu")
         region.add_batch(self._sizes)
-        region.add("losses", 8 * self._plan.round_tokens, "batch")
+        region.add("losses", 8 * self._plan.num_chunks * self._plan.chunk_tokens, "batch")
         region.add("norm_squares", norm_square_bytes(self._groups), "scalars")
         region.add("partial_squares", 4 * PARTIAL_SQUARES, "scalars")
         region.add("scales", SCALE_BYTES * len(self._groups), "scalars")
@@ -197,7 +215,7 @@ class _GpuSlots:
         return max(self._round_slots(region.end), self._optimizer_tiles(region.end))
 
     def _resident_planes(self, region: _Region) -> None:
-        for spec, stored, home in zip(self._model.groups, self._groups, self._plan.groups, strict=True):
+        for spec, stored, home in zip(self._model.groups, self._groups, self._sizes.homes, strict=True):
             if home.weights == "gpu":
                 # no runs: whoever computes with resident weights reads the whole plane
                 region.add("weights", stored.plane_bytes["weights"], "resident weights", spec.name)
@@ -258,12 +276,15 @@ class _GpuSlots:
             self._slots_of_class(region, name, groups, grads_over_weights)
 
     def _slots_of_class(self, region: _Region, name: str, groups: list[int], grads_over_weights: bool) -> None:
-        trained = [i for i in groups if not self._model.groups[i].frozen]
-        streamed = [i for i in groups if self._plan.groups[i].weights == "host"]
-        staged = [i for i in trained if self._plan.groups[i].grads == "host"]
+        homes = self._sizes.homes
+        trained = [i for i in groups if homes[i].trained]
+        streamed = [i for i in groups if homes[i].weights == "host"]
+        staged = [i for i in trained if homes[i].grads == "host"]
         accumulated = max((self._groups[i].part_numel for i in trained), default=0) * self._sizes.acc_bytes
         weights_start = region.end
-        self._ring(region, name, streamed)
+        only_others = self._plan.stages and not any(homes[i].trained for i in streamed)
+        if not only_others:
+            self._ring(region, name, streamed)
         if grads_over_weights:
             weights_end, region.end = region.end, weights_start
             self._grad_ring(region, name, staged)
@@ -273,6 +294,10 @@ class _GpuSlots:
                 region.add("accumulator", accumulated, "gradient accumulators", name, k)
         else:
             region.add("accumulator", accumulated, "gradient accumulators", name)
+        if only_others:  # it evaluates them, while nothing is added up
+            lent = _Region(self._slots, "gpu", weights_start)
+            self._ring(lent, name, streamed, accumulated)
+            region.end = max(region.end, lent.end)
         decoded = max((self._groups[i].part_numel for i in groups if self._groups[i].stored is not None), default=0)
         if decoded:  # one is enough: the stream that decodes is the one that computes
             region.add("decoded", decoded * self._sizes.compute_bytes, "decoded weights", name)
@@ -284,10 +309,14 @@ class _GpuSlots:
         elif self._plan.shares_node and tied:
             region.add("spilled", max(tied), "gradient slots", name)
 
-    def _ring(self, region: _Region, name: str, groups: list[int]) -> None:
-        """Append a slot class's slots for parts of weights: as large as the largest, no more than there are parts."""
+    def _ring(self, region: _Region, name: str, groups: list[int], most_bytes: int | None = None) -> None:
+        """Append a slot class's slots for parts of weights: as large as the largest, no more than there are parts.
+
+        most_bytes: of all of them.
+        """
         largest = max((self._groups[i].part_bytes("weights") for i in groups), default=0)
-        for k in range(min(self._num_parts(groups), self._plan.weight_slots)):
+        most = self._plan.weight_slots if most_bytes is None or not largest else most_bytes // align(largest)
+        for k in range(min(self._num_parts(groups), self._plan.weight_slots, max(1, most))):
             region.add("weights", largest, "weight slots", name, k)
 
     def _grad_ring(self, region: _Region, name: str, groups: list[int]) -> None:
@@ -321,9 +350,11 @@ class _GpuSlots:
         return sum(len(self._groups[i].parts) for i in groups)
 
     def _activation_slots(self, region: _Region) -> None:
-        sizes, chunks = self._sizes, range(self._plan.chunks_per_round)
+        sizes, chunks = self._sizes, range(self._plan.num_chunks)
         for k in range(sizes.num_hidden_slots):
             region.add("hidden", sizes.hidden_bytes, "hidden states", index=k)
+        for k in range(self._plan.chunks_per_round if self._plan.stages else 0):
+            region.add("head_input", sizes.hidden_bytes, "hidden states", index=k)
         carried = max(p.carry_bytes for p in sizes.all_programs)
         for c in chunks:
             region.add("grad_hidden", sizes.hidden_bytes, "hidden states", index=c)
@@ -341,9 +372,9 @@ class _GpuSlots:
 
     def _kept_activations(self, region: _Region) -> None:
         for layer, (kept, program) in enumerate(zip(self._plan.layers, self._sizes.programs, strict=True)):
-            if not self._model.layers[layer].keeps:
+            if not (self._model.layers[layer].keeps and self._sizes.trains(layer)):
                 continue
-            for c in range(self._plan.chunks_per_round):
+            for c in range(self._plan.num_chunks):
                 if kept.input_home == "gpu":
                     region.add("input", self._sizes.hidden_bytes, "kept activations", layer, c)
                 if program.save_gpu_bytes:

@@ -21,8 +21,8 @@ from flexengine.schedule.stored_pieces import Piece
 class Stream(StrEnum):
     """Queues that run beside each other: kernels, the two directions of the link, and work of the CPU.
 
-    relay_in, relay_out: gradients that one of several ranks takes over and passes on. They share the link's directions
-    with h2d and d2h; waiting for another rank, they hold nothing else up.
+    relay_in, relay_out: what one of several ranks takes over and passes on: gradients, in stages also hidden states.
+    They share the link's directions with h2d and d2h; waiting for another rank, they hold nothing else up.
     comm: collectives, in which all ranks of a node take part in the same order, and what follows them at once.
     """
 
@@ -95,13 +95,13 @@ class CopyRegion(NamedTuple):
 class Signal(NamedTuple):
     """A cell of the node's table that a command of one of several ranks awaits, or raises when it has ended.
 
-    of: whose row: this rank's own, that of the rank of the round before, that of the rank of the step's last round, or
-    those of all ranks. The value is the running number of the round, or of the update that the step ends with, less
-    `lag`; cells only rise.
+    of: whose row: this rank's own, that of the rank of the round before, that of the rank of the step's last round,
+    those of all ranks, or that of the rank with this number. The value is the running number of the round, or of the
+    update that the step ends with, less `lag`; cells only rise. In stages all rounds of a wave have one number.
     """
 
     cell: int
-    of: Literal["own", "previous", "last", "all"]
+    of: Literal["own", "previous", "last", "all"] | int
     clock: Literal["round", "update"]
     lag: int = 0
 

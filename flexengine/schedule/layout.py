@@ -56,6 +56,10 @@ class Layout(PlannedSizes):
         """Index of the slot with this key. Raises KeyError when the plan gives none."""
         return self._index[SlotKey(role, owner, index, memory)]
 
+    def slot_of(self, key: SlotKey) -> int:
+        """Index of the slot with this key, which may lie within another. Raises KeyError when the plan gives none."""
+        return self._index[key]
+
     def place(self, role: Role, owner: str | int = "", index: int = -1, memory: Memory = "gpu") -> Slot:
         """The slot with this key. Raises KeyError when the plan gives none."""
         return self.slots[self.slot(role, owner, index, memory)]
@@ -69,13 +73,21 @@ class Layout(PlannedSizes):
 
     def plane_slot(self, kind: PlaneKind, group: int) -> int:
         """The slot that holds a plane of a group from step to step, in the memory where the plan puts it."""
-        on_host = home_of_plane(kind, self.plan.groups[group]) == "host"
+        on_host = home_of_plane(kind, self.homes[group]) == "host"
         memory: Memory = host_memory(self.plan) if on_host else "gpu"
         return self.slot(kind, self.model.groups[group].name, memory=memory)
+
+    def stored_slot(self, kind: PlaneKind, group: int) -> int:
+        """The slot where all ranks find a plane between steps. In stages its rank's GPU may have a newer copy."""
+        return self.plane_slot(kind, group)
 
     def second_slot(self, kind: PlaneKind, group: int) -> int:
         """The slot of the second plane of a group that is updated speculatively."""
         return self._index[second_key(self.slots[self.plane_slot(kind, group)].key)]
+
+    def share_of(self, group: int, share: Share) -> Share:
+        """What a rank updates of a group in its `homes`, where `share` is the rank's of what all update together."""
+        return share
 
     def plane_start(self, group: int, segment: Segment, plane: Plane, share: Share) -> tuple[int, int]:
         """Where a rank finds a segment in the slot of a plane: its first byte there, and the first element it has."""

@@ -7,6 +7,7 @@ consecutive chunks of its own in one round.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -129,6 +130,18 @@ def _units(seq_lens: list[int], chunk_tokens: int) -> list[Unit]:
             units.append([[SequenceRange(i, 0, length)]])
             room = chunk_tokens - length
     return units
+
+
+def joined(rounds: Iterable[Sequence[PackedChunk]]) -> list[PackedChunk]:
+    """The chunks of rounds that run together, in one numbering."""
+    found = list[PackedChunk]()
+    for chunks in rounds:
+        first = len(found)
+        found += [
+            c._replace(first_slice=first + c.first_slice, last_slice=first + c.last_slice) if c.first_slice >= 0 else c
+            for c in chunks
+        ]
+    return found
 
 
 def packed_shape(chunks: list[PackedChunk], chunk_tokens: int) -> RoundShape:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from flexengine.models.in_parts import in_parts, may_be_in_parts
 from flexengine.models.spec import ModelSpec
-from flexengine.plan import Plan
+from flexengine.plan import GroupPlan, Plan
 from flexengine.schedule.group_storage import DTYPE_BYTES, GroupStorage, group_storage, tile_offsets
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram, align
@@ -22,11 +22,12 @@ from flexengine.schedule.window import WindowPlaces, window_places
 class PlannedSizes:
     """A model under a plan, in bytes.
 
-    given: the model as it was given. model: as the plan streams it, with experts whole or in parts.
+    given: the model as it was given. model: as the plan streams it, with experts whole or in parts. homes: where this
+    rank finds what it needs of each group between uses, and what it updates; all ranks find the same but in stages.
     """
 
     def __init__(self, model: ModelSpec, plan: Plan) -> None:
-        self.given, self.plan = model, plan
+        self.given, self.plan, self.homes = model, plan, self._homes_of(plan)
         self.model = model = in_parts(model) if plan.in_parts and may_be_in_parts(model) else model
         check_frozen(model, plan)
         check_homes(model, plan)
@@ -36,6 +37,17 @@ class PlannedSizes:
         self.groups = tuple(group_storage(g, numerics) for g in model.groups)
         check_updates(model, self.groups, plan)
         self.programs = tuple(self.layer_program(i) for i in range(len(model.layers)))
+
+    def _homes_of(self, plan: Plan) -> tuple[GroupPlan, ...]:
+        return plan.groups
+
+    def trains(self, layer: int) -> bool:
+        """Whether this rank runs a layer in training."""
+        return True
+
+    def is_handed(self, layer: int) -> bool:
+        """Whether another rank hands a layer's input over through the node's memory, where it then lies."""
+        return False
 
     def layer_program(self, layer: int) -> LayerProgram:
         """The compiled program of a layer under its save set."""
@@ -51,7 +63,7 @@ class PlannedSizes:
     @cached_property
     def pieces(self) -> tuple[tuple[tuple[Piece, ...], ...], ...]:
         """By group and part, the pieces in which its gradient moves: of several ranks cut, of one the whole part."""
-        return tuple(tuple(self._pieces_of(group, part) for part in group.parts) for group in self.groups)
+        return tuple(tuple(self._pieces_of(i, part) for part in group.parts) for i, group in enumerate(self.groups))
 
     def piece_bytes(self, group: int) -> int:
         """Bytes of a slot for any piece of a group's stored gradient."""
@@ -64,12 +76,13 @@ class PlannedSizes:
     def _largest_piece(self, group: int) -> int:
         return max(piece.numel for pieces in self.pieces[group] for piece in pieces)
 
-    def _pieces_of(self, group: GroupStorage, part: Part) -> tuple[Piece, ...]:
-        if not (self.plan.shares_node and group.plane_bytes["grad"]):
+    def _pieces_of(self, group: int, part: Part) -> tuple[Piece, ...]:
+        stored = self.groups[group]
+        if not (self.plan.shares_node and stored.plane_bytes["grad"]):
             return (whole_piece(part),)
         if self.plan.split:
             return owned_pieces(part, self.plan.request.ranks, self.acc_bytes)
-        return pieces_of(part, group.element_bytes("grad"))
+        return pieces_of(part, stored.element_bytes("grad"))
 
     def sections(self, group: int, part: int) -> list[Section]:
         """What ranks exchange at once of a part's accumulator in a split plan."""
@@ -90,7 +103,7 @@ class PlannedSizes:
     @property
     def num_hidden_slots(self) -> int:
         """Slots of the ring that carries hidden states: a round's chunks and two in transit."""
-        return self.plan.chunks_per_round + 2
+        return self.plan.num_chunks + 2
 
     @cached_property
     def all_programs(self) -> tuple[LayerProgram, ...]:
@@ -137,7 +150,7 @@ class PlannedSizes:
     @cached_property
     def update_scratch_bytes(self) -> int:
         """Bytes of temporaries of the GPU's updates."""
-        groups = (g for g, home in zip(self.groups, self.plan.groups, strict=True) if home.update == "gpu")
+        groups = (g for g, home in zip(self.groups, self.homes, strict=True) if home.update == "gpu")
         return max((group.update_scratch_bytes(self.compute_bytes) for group in groups), default=0)
 
     def dealt_states(self, stored: GroupStorage) -> DealtStates:
@@ -162,7 +175,7 @@ def check_updates(model: ModelSpec, groups: Iterable[GroupStorage], plan: Plan) 
 def check_homes(model: ModelSpec, plan: Plan) -> None:
     """Raise ValueError where a plan of several ranks keeps on a GPU what the others need as well."""
     for group, home in zip(model.groups, plan.groups, strict=True):
-        if plan.shares_node and home.trained and "gpu" in (home.weights, home.grads, home.states):
+        if plan.shares_node and not plan.stages and home.trained and "gpu" in (home.weights, home.grads, home.states):
             raise ValueError(
                 f"{group.name} of {model.name} is trained by several ranks, which share its weights,"
                 " gradients and states on the host; the plan keeps some on one GPU"

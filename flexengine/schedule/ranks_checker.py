@@ -10,6 +10,8 @@ It looks at two steps of all ranks, who take rounds in turn, and at what touches
 - shares: together the ranks update every element of every trained group once;
 - nodes: of several, every gradient is updated as the sum of all nodes left it, which is added in the order of nodes;
 - split plans: all ranks make the same collectives in the same order, and owners add up gradients (`split_checker`);
+- stages: every layer runs for every chunk, and what is handed over is what the other rank left there
+  (`stages_checker`);
 - dealt states: a rank finds each element's states where the layout gives them their place on its GPU.
 `checker` proves each program by itself.
 """
@@ -27,6 +29,7 @@ from flexengine.schedule.lowering import RoundShape
 from flexengine.schedule.ranks_order import Event, Events, RankRun, runs_of_ranks
 from flexengine.schedule.shares import Share
 from flexengine.schedule.split_checker import check_folds
+from flexengine.schedule.stages_checker import check_stages, held_in_stages
 
 
 def check_ranks(layout: Layout, shape: RoundShape, num_rounds: int) -> None:
@@ -40,6 +43,8 @@ def check_runs(layout: Layout, runs: Sequence[Sequence[RankRun]], num_rounds: in
     check_dealt_states(layout, runs)
     if layout.plan.split:
         check_folds(layout, runs)
+    if layout.plan.stages:
+        check_stages(layout, runs)
     events = Events(runs, num_rounds)
     order = events.in_order()
     _check_memory(layout, events, order, num_rounds)
@@ -160,7 +165,9 @@ def _check_memory(layout: Layout, events: Events, order: list[int], num_rounds: 
     for index in order:
         run = events.all[index].run
         for touch in touches[index]:
-            if touch.role == "grad":
+            if layout.plan.stages and touch.role in ("grad", "handed"):
+                held = held_in_stages(layout, events.all[index], *touch[3:], touch.writes)
+            elif touch.role == "grad":
                 held = _held_gradient(layout, run, touch.writes)
             elif touch.role == "norm_squares" or touch.owner in frozen:
                 held = (run.step if touch.role == "norm_squares" else 0), 0
@@ -176,9 +183,9 @@ class _NodeBytes:
         self._events, self._clocks = events, events.clocks(order)
         self._writer = [-1] * count
         self._readers: list[dict[int, int]] = [{} for _ in range(count)]  # since the last write, by lane
-        self._held: list[tuple[int, int] | None] = [None] * count  # None: as loaded
+        self._held: list[tuple[int, ...] | None] = [None] * count  # None: as loaded
 
-    def touch(self, index: int, places: range, touch: _Touch, held: tuple[int, int]) -> None:
+    def touch(self, index: int, places: range, touch: _Touch, held: tuple[int, ...]) -> None:
         """Have an event read what the bytes should hold, (step, round), or write that."""
         lane = self._events.all[index].lane
         for place in places:
@@ -188,7 +195,7 @@ class _NodeBytes:
                     self._require(reader, index, touch)
                 self._writer[place], self._readers[place], self._held[place] = index, {}, held
                 continue
-            loaded = (0, 0) if touch.role not in ("grad", "norm_squares") else None
+            loaded = (0, 0) if touch.role not in ("grad", "handed", "norm_squares") else None
             found = self._held[place] or loaded
             if found != held:
                 label = self._events.all[index].label

@@ -18,10 +18,12 @@ from flexengine.schedule.commands import Command, Program, Stream
 from flexengine.schedule.following import CpuWaits
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape, lower_round, lower_update
+from flexengine.schedule.lowering.stages import lower_wave
 from flexengine.schedule.node_exchange import lower_exchange
 from flexengine.schedule.relay import executor_of
 from flexengine.schedule.shares import Share
 from flexengine.schedule.split_commands import AddTables, ExchangeParts, GatherShares
+from flexengine.schedule.stage_layout import StageLayout, layouts_of
 from flexengine.schedule.waves import Wave
 
 NUM_STEPS = 2
@@ -32,7 +34,8 @@ class RankRun(NamedTuple):
     """One run of a program on a rank.
 
     step: from 0. number: of the round in the step; of its last one in an update, and in what nodes exchange before it.
-    together: rounds of the wave that it is part of under a split plan, whose number `number` is then; 0 = none.
+    together: rounds of the wave that it is part of under a split plan, whose number `number` is then; 0 = none. rounds:
+    those of the step that it runs in stages, where `number` is that of the wave, too; of an update all of them.
     """
 
     program: Program
@@ -41,6 +44,7 @@ class RankRun(NamedTuple):
     updates: bool
     exchanges: bool = False
     together: int = 0
+    rounds: range = range(0)
 
 
 def runs_of_ranks(layout: Layout, shape: RoundShape, num_rounds: int) -> list[list[RankRun]]:
@@ -48,6 +52,10 @@ def runs_of_ranks(layout: Layout, shape: RoundShape, num_rounds: int) -> list[li
     size, nodes = layout.plan.request.ranks, layout.plan.request.nodes
     if layout.plan.split:
         return [_runs_in_waves(layout, shape, num_rounds, rank) for rank in range(size)]
+    if layout.plan.stages:
+        shapes = [[shape] * (min(size, num_rounds - start)) for start in range(0, num_rounds, size)]
+        found = [runs_in_stages(one, shapes) for one in layouts_of(layout.given, layout.plan)]
+        return [[run._replace(step=step) for step in range(NUM_STEPS) for run in one] for one in found]
     rounds = [lower_round(layout, shape, first=first) for first in (True, False)]
     last = executor_of(num_rounds - 1, size)
     found = []
@@ -75,6 +83,22 @@ def _runs_in_waves(layout: Layout, shape: RoundShape, num_rounds: int, rank: int
         one.append(RankRun(exchange, 0, len(waves) - 1, updates=False, exchanges=True, together=size))
     one.append(RankRun(lower_update(layout, share=Share(rank, size)), 0, len(waves) - 1, updates=True))
     return [run._replace(step=step) for step in range(NUM_STEPS) for run in one]
+
+
+def runs_in_stages(layout: StageLayout, waves: Sequence[Sequence[RoundShape]]) -> list[RankRun]:
+    """What a rank runs in a step in stages: waves of rounds of these shapes, then the update."""
+    known: dict[tuple[RoundShape, bool, int], Program] = {}
+    found, start, last_before = list[RankRun](), 0, 0
+    for number, wave in enumerate(waves):
+        key = RoundShape.of_wave(wave), number == 0, last_before
+        if key not in known:
+            known[key] = lower_wave(layout, *key)
+        rounds, last_before = range(start, start + len(wave)), len(wave) - 1
+        found.append(RankRun(known[key], 0, number, updates=False, rounds=rounds))
+        start += len(wave)
+    share = Share(layout.stage.rank, layout.stage.size)
+    update = lower_update(layout, share=share, last=layout.stage.rank == last_before)
+    return [*found, RankRun(update, 0, len(waves) - 1, updates=True, rounds=range(start))]
 
 
 COLLECTIVES = (GatherShares, ExchangeParts, AddTables)
@@ -236,7 +260,8 @@ class Events:
             if event.command.stream is Stream.CPU and not event.run.exchanges:
                 raise ProgramError(f"{event.label} awaits a cell, which commands of the CPU cannot")
             value = self._value(event.run, signal.clock) - signal.lag
-            for row in rows.get(signal.of, range(self._size)) if value > 0 else ():
+            named = [signal.of] if isinstance(signal.of, int) else rows.get(signal.of, range(self._size))
+            for row in named if value > 0 else ():
                 raising = (index for reached, index in self._raised[signal.cell, row] if reached >= value)
                 index = next(raising, None)
                 if index is None:

@@ -18,10 +18,11 @@ from typing import NamedTuple
 from flexengine.schedule.commands import Program, Stream, cpu_priority, streams_of
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape, lower_round, lower_update
-from flexengine.schedule.ranks_order import Events, RankRun, RunEvents
+from flexengine.schedule.ranks_order import Events, RankRun, RunEvents, runs_in_stages
 from flexengine.schedule.shared_links import COMPUTE, CPU, WAYS, Clock, CommandWork, Way
 from flexengine.schedule.shares import Share
 from flexengine.schedule.simulator import Rates, Timing, cpu_share
+from flexengine.schedule.stage_layout import layouts_of
 from flexengine.schedule.step_parts import full_step, until_gpu_ends
 from flexengine.schedule.waves import Wave
 
@@ -78,7 +79,8 @@ def simulate_ranks(layout: Layout, rates: Rates, alike: int | None = None) -> Ra
     rates = rates._replace(host_bytes_per_s=rates.host_bytes_per_s * few / size)
     runs = _runs(layout, [shape for shape, _ in shapes], few)
     ranks = simulate_runs(runs, size * len(shapes), rates)
-    parts = [(None, 1), *shapes]  # the update comes first
+    together = size if layout.plan.stages else 1
+    parts = [(None, 1), *((shape.times(together), count) for shape, count in shapes)]  # the update comes first
     ranks = [
         [replace(timed, repeats=count, shape=shape) for timed, (shape, count) in zip(rank, parts, strict=True)]
         for rank in ranks
@@ -108,6 +110,12 @@ def _runs(layout: Layout, shapes: Sequence[RoundShape], simulated: int) -> list[
     found = []
     if layout.plan.split:
         return [_runs_in_waves(layout, shapes, rank) for rank in range(simulated)]
+    if layout.plan.stages:
+        waves = [[shape] * size for shape in shapes]
+        for one in layouts_of(layout.given, layout.plan):
+            *rounds, update = runs_in_stages(one, waves)
+            found.append([update, *(run._replace(step=1) for run in rounds)])
+        return found
     for rank in range(size):
         update = lower_update(layout, share=Share(rank, size), last=rank == size - 1)
         runs = [RankRun(update, 0, size * len(shapes) - 1, updates=True)]

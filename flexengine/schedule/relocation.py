@@ -144,7 +144,7 @@ def _planes(old: Layout, new: Layout) -> list[_Plane]:
 
 
 def _place_of(layout: Layout, kind: PlaneKind, group: int) -> ByteRange:
-    slot = layout.slots[layout.plane_slot(kind, group)]
+    slot = layout.slots[layout.stored_slot(kind, group)]
     return ByteRange(slot.memory, slot.offset, slot.num_bytes)
 
 

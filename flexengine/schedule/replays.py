@@ -53,7 +53,7 @@ def _full_round_bytes(model: ModelSpec, plan: Plan) -> int:
         stages = (*program.forward_stages, *program.backward_stages)
         sizes = plan.chunk_tokens, plan.request.max_seq_len, compute_bytes
         per_chunk = sum(len(stage.parts) * graph_bytes(stage.work(*sizes).kernels) for stage in stages)
-        total += count * plan.chunks_per_round * per_chunk
+        total += count * plan.num_chunks * per_chunk
     return total
 
 

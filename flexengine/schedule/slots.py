@@ -17,6 +17,8 @@ Role = str
 - decoded: elements of the compute dtype, made of weights that are stored in fewer bytes;
 - batch, losses: one round's tokens and losses;
 - received: pieces of all ranks' accumulators, of a split plan;
+- handed, head_input: a chunk's input of a layer that another rank computes, then its gradient, in stages; the head's
+  input of the round whose head is this rank's;
 - norm_squares, partial_squares, run_squares, scales, grad_norm, scalars: numbers that the optimizer step depends on;
 - hidden, grad_hidden, carry, bounds, window, grad_window: between layers, stages of a layer, and slices of a sequence;
 - input, save_gpu, save_host, save: what a layer keeps for backward: its input, its outputs on the GPU, staged for the

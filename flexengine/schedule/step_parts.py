@@ -196,8 +196,8 @@ LIMIT_WORDS = {
     "d2h": "device-to-host link",
     "compute": "compute",
     "cpu": "CPU",
-    "relay_in": "relay of gradients to the device",
-    "relay_out": "relay of gradients to the host",
+    "relay_in": "what other ranks hand over",
+    "relay_out": "what is handed to other ranks",
     "comm": "exchange between GPUs",
     ISSUE: "the host, which issues commands,",
 }

@@ -31,6 +31,8 @@ def test_two_ranks_on_one_gpu_train_to_the_bits_of_one():
     assert found["two"]["equal_bits"]
     assert found["two, split"]["equal_bits"]
     assert found["two, hosts wait"]["equal_bits"]
+    assert found["two, stages"]["equal_bits"]
+    assert found["two, stages, hosts wait"]["equal_bits"]
     assert not any(rank["streams_signal"] for rank in found["two, hosts wait"]["ranks"])
 
 

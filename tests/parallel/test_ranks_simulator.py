@@ -27,12 +27,13 @@ from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape, lower_round, lower_update
 from flexengine.schedule.packing import pack, packed_shape
 from flexengine.schedule.program_builder import ProgramBuilder
-from flexengine.schedule.ranks_order import RankRun
+from flexengine.schedule.ranks_order import RankRun, runs_in_stages
 from flexengine.schedule.ranks_simulator import SIGNAL_S, TimedRankRun, simulate_ranks, simulate_runs
 from flexengine.schedule.relay import executor_of
 from flexengine.schedule.shares import Share
 from flexengine.schedule.simulator import Rates, simulate
 from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
+from flexengine.schedule.stage_layout import layout_of, layouts_of
 from flexengine.schedule.waves import Wave
 from tests.schedule.small_plans import full_round, random_plan, small_model
 
@@ -138,13 +139,23 @@ def plan_of(source: ModelSource, size: int, homes: tuple[GroupPlan, ...], numeri
     return replace(plan, groups=groups, request=replace(plan.request, ranks=size))
 
 
+def in_stages(plan: Plan) -> Plan:
+    """The plan with blocks that have a rank, the first on its GPU."""
+    return replace(plan, stages=True, groups=(plan.groups[0], GroupPlan("gpu", "gpu", "gpu"), *plan.groups[2:]))
+
+
 def simulated(source: ModelSource, plan: Plan, steps: int) -> list[list[TimedRankRun]]:
     """All ranks' rounds and updates of some steps of the batch."""
-    layout, size = Layout(source.spec, plan), plan.request.ranks
+    layout, size = layout_of(source.spec, plan), plan.request.ranks
     packed = pack(LENGTHS, plan.chunk_tokens, plan.chunks_per_round, plan.round_multiple)
     shapes: list[RoundShape] = [packed_shape(chunks, plan.chunk_tokens) for chunks in packed]
     last = executor_of(len(shapes) - 1, size)
     runs = []
+    if plan.stages:
+        waves = [shapes[start : start + size] for start in range(0, len(shapes), size)]
+        of_ranks = [runs_in_stages(one, waves) for one in layouts_of(source.spec, plan)]
+        runs = [[run._replace(step=step) for step in range(steps) for run in one] for one in of_ranks]
+        return simulate_runs(runs, len(shapes), rates())
     for rank in range(size if plan.split else 0):
         starts, one = range(0, len(shapes), size), []
         for number, wave in enumerate(shapes[start : start + size] for start in starts):
@@ -208,6 +219,7 @@ CASES = {
     "on_gpu": (2, {}, (GroupPlan(),), FLOAT32),
     "on_both": (3, {}, (ON_CPU, GroupPlan()), Numerics("bfloat16", "split", "bfloat16", "float32")),
     "split": (3, {}, (ON_CPU, GroupPlan()), FLOAT32),
+    "stages": (2, {"num_hidden_layers": 3}, (ON_CPU, GroupPlan()), FLOAT32),
     "tied_on_cpu": (4, {"tie_word_embeddings": True}, (ON_CPU,), FLOAT32),
 }
 
@@ -218,6 +230,7 @@ def test_ranks_run_in_the_simulated_order(name):
     size, config, homes, numerics = CASES[name]
     source = random_weights(tiny_config(**config))
     plan = replace(plan_of(source, size, homes, numerics), split=name == "split")
+    plan = in_stages(plan) if name == "stages" else plan
     timed = simulated(source, plan, steps=2)
     orders = [[order_of(run) for run in rank] for rank in timed]
     found: list[Ran] = values_of(run_ranks(run_as_simulated, size, size, source, plan, orders))

@@ -63,6 +63,7 @@ class Case(NamedTuple):
     """A model under a plan, and for each step the batches of its calls.
 
     dealt: several ranks divide the optimizer states of what the GPU updates. split: they walk the layers together.
+    stages: so, and each has blocks of its own.
     """
 
     source: ModelSource
@@ -72,6 +73,7 @@ class Case(NamedTuple):
     optimizer: Optimizer | None = None
     dealt: bool = False
     split: bool = False
+    stages: bool = False
 
 
 class Shown(NamedTuple):
@@ -217,6 +219,12 @@ def states_in_blocks() -> Case:
     return Case(source, replace(plan, groups=groups), steps_of(67, LENGTHS), dealt=True)
 
 
+def blocks_of_ranks() -> Case:
+    """More blocks than ranks, and a wave with fewer rounds than ranks at the end of each call."""
+    source = random_weights(tiny_config(num_hidden_layers=4))
+    return Case(source, streamed(source), steps_of(67, LENGTHS, [31, 12, 5, 29], count=3))
+
+
 def one_round() -> Case:
     """More ranks than rounds."""
     source = random_weights(tiny_config())
@@ -227,7 +235,7 @@ CASES: dict[Callable[[], Case], tuple[int, ...]] = {
     float32: (2, 3, 4), several_calls: (2,), bf16: (4,), bf16_states: (3,), tied: (2, 4), tied_in_shared_slots: (3,),
     frozen: (3,), sliced: (2,), unclipped: (3,), unclipped_by_gpu: (2,), not_finite: (2,), experts: (4,),
     experts_in_parts: (2,), balanced_experts: (3,), lora: (2,), pissa: (3,), stored_base: (2,), muon: (3,),
-    states_in_blocks: (3,), one_round: (2,),
+    states_in_blocks: (3,), blocks_of_ranks: (), one_round: (2,),
 }  # fmt: skip
 """With the numbers of ranks that are tried; few, as each takes seconds of two cores."""
 
@@ -236,6 +244,13 @@ SPLIT_CASES: dict[Callable[[], Case], int] = {
     several_calls: 3, bf16: 4, tied_in_shared_slots: 2, sliced: 2, experts_in_parts: 2,
 }  # fmt: skip
 """Those of which ranks also walk the layers together, and how many ranks."""
+
+
+STAGES_CASES: dict[Callable[[], Case], int] = {
+    float32: 2, bf16: 2, sliced: 2, unclipped: 2, not_finite: 2, experts: 2, muon: 2, states_in_blocks: 2,
+    blocks_of_ranks: 3, one_round: 2,
+}  # fmt: skip
+"""The same of ranks that have blocks of their own. The last wave of most steps has fewer rounds than ranks."""
 
 
 def pause_before_commands(seed: int) -> None:
@@ -260,10 +275,19 @@ def planned(case: Case, ranks: Ranks) -> Plan:
     plan = replace(case.plan, request=replace(case.plan.request, **changes))
     if case.split and ranks.size > 1:
         plan = replace(plan, split=True, touched_only=False)
-    if not case.dealt or ranks.size == 1:
+    if case.stages and ranks.size > 1:
+        plan = in_stages(plan)
+    if not case.dealt or case.stages or ranks.size == 1:
         return plan
     homes = (replace(g, states="dealt") if g.update == "gpu" else g for g in plan.groups)
     return replace(plan, groups=tuple(homes))
+
+
+def in_stages(plan: Plan) -> Plan:
+    """The plan with blocks that have a rank: of three, one is on its GPU, one is updated there, one by the CPU."""
+    homes = [ON_GPU, GroupPlan("gpu", "host", "host"), ON_CPU]
+    blocks = (homes[i % 3] for i in range(len(plan.groups) - 2))
+    return replace(plan, stages=True, groups=(plan.groups[0], *blocks, plan.groups[-1]))
 
 
 def train(rank: int, size: int, case: Case) -> Shown:
@@ -308,17 +332,19 @@ def resume(rank: int, size: int, case: Case, folders: tuple[Path | None, Path | 
 
 
 def test_a_run_of_two_ranks_goes_on_with_four_and_with_one(tmp_path):
-    source = random_weights(tiny_config())
+    """From stages to divided states, to one rank and back to stages."""
+    source = random_weights(tiny_config(num_hidden_layers=3))
     plan = streamed(source, numerics=BF16, optimizer_tile=257)
     groups = tuple(GroupPlan() if i % 2 else ON_CPU for i in range(len(plan.groups)))
     case = Case(source, replace(plan, groups=groups), steps_of(67, LENGTHS), dealt=True)
+    stages = case._replace(stages=True)
     first, second = tmp_path / "first", tmp_path / "second"
-    values_of(run_ranks(resume, 2, 2, case, (None, first)))
+    values_of(run_ranks(resume, 2, 2, stages, (None, first)))
     found = values_of(run_ranks(resume, 4, 4, case, (first, second)))
     one = resume(0, 1, case, (first, None))
     for shown in found:
         check_same(shown, one)
-    check_same(resume(0, 1, case, (second, None)), values_of(run_ranks(resume, 3, 3, case, (second, None)))[1])
+    check_same(resume(0, 1, case, (second, None)), values_of(run_ranks(resume, 3, 3, stages, (second, None)))[1])
 
 
 def opened(rank: int, size: int, case: Case, watched: bool = False, **options: Any) -> Engine:
@@ -352,11 +378,19 @@ def plans_of(first: Plan) -> list[Plan]:
     return [first, divided, otherwise, some, first]
 
 
+def plans_with_stages(first: Plan) -> list[Plan]:
+    """Plans in which other blocks lie on GPUs, all in the node's memory, and none has a rank."""
+    embed, *blocks, head = first.groups
+    otherwise = replace(first, groups=(embed, *blocks[1:], blocks[0], head))
+    streamed = tuple(GroupPlan() for _ in first.groups)
+    return [first, otherwise, replace(first, groups=streamed), replace(first, stages=False, groups=streamed), first]
+
+
 def change_plans(rank: int, size: int, case: Case) -> Shown:
     """A step under each of several plans; of one rank, all under the first."""
     engine = opened(rank, size, case, cache_bytes=1 << 20)
-    numbers = []
-    for number, plan in enumerate(plans_of(engine.plan) if size > 1 else [engine.plan] * 5):
+    numbers, plans = [], plans_with_stages if case.stages else plans_of
+    for number, plan in enumerate(plans(engine.plan) if size > 1 else [engine.plan] * 5):
         if plan is not engine.plan:
             engine.adopt(plan, "another plan")
         output, result = engine.train_step(case.steps[number][0])
@@ -371,6 +405,16 @@ def test_ranks_change_plans_between_steps():
     first = planned(case, Ranks(0, 2, 0, 2, 0, 1))
     divisions = [Layout(case.source.spec, plan).division("momentum", 3) for plan in plans_of(first)]
     assert len({*divisions}) == 3  # not divided, divided, and divided otherwise
+    one = change_plans(0, 1, case)
+    for shown in values_of(run_ranks(change_plans, 2, 2, case)):
+        check_same(shown, one)
+
+
+def test_ranks_change_plans_in_stages_and_to_relays():
+    source = random_weights(tiny_config(num_hidden_layers=4))
+    plan = streamed(source, numerics=BF16)
+    kept = (LayerPlan(), *[LayerPlan()] * len(source.spec.blocks), LayerPlan())
+    case = Case(source, replace(plan, layers=kept), steps_of(67, LENGTHS, count=5), stages=True)
     one = change_plans(0, 1, case)
     for shown in values_of(run_ranks(change_plans, 2, 2, case)):
         check_same(shown, one)
@@ -415,8 +459,10 @@ def look_in(rank: int, size: int, case: Case) -> list[str]:
 
 
 def test_ranks_evaluate_and_generate_as_one():
-    case = float32()
-    assert values_of(run_ranks(look_in, 3, 3, case)) == [look_in(0, 1, case)] * 3
+    case = blocks_of_ranks()
+    alone = look_in(0, 1, case)
+    for stages in (False, True):
+        assert values_of(run_ranks(look_in, 3, 3, case._replace(stages=stages))) == [alone] * 3
 
 
 def disagree(rank: int, case: Case) -> list[str]:
@@ -505,11 +551,13 @@ def fail(*_: object) -> None:
     raise OSError("bad memory")
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["relay", "split"])
-def test_a_rank_that_fails_ends_the_engines_of_all(split):
+@pytest.mark.parametrize("transport", ["relay", "split", "stages"])
+def test_a_rank_that_fails_ends_the_engines_of_all(transport):
     own = "bad memory"
     told = f"rank 1: OSError: {own}"
-    found = values_of(run_ranks(fail_in_backward, 3, float32()._replace(split=split)))
+    case = blocks_of_ranks()
+    case = case._replace(split=transport == "split", stages=transport == "stages")
+    found = values_of(run_ranks(fail_in_backward, 3, case))
     assert [message for message, _ in found] == [told, own, told]
     assert all("a rank failed" in later for _, later in found)
 
@@ -550,6 +598,8 @@ def test_ranks_train_to_the_bits_of_one(make, monkeypatch):
     transports = [(size, case) for size in CASES[make]]
     if make in SPLIT_CASES:
         transports.append((SPLIT_CASES[make], case._replace(split=True)))
+    if make in STAGES_CASES:
+        transports.append((STAGES_CASES[make], case._replace(stages=True)))
     for size, of_ranks in transports:
         for shown in values_of(run_ranks(train, size, size, of_ranks)):
             check_same(shown, expected)

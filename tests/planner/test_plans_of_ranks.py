@@ -9,7 +9,8 @@ from flexengine.hardware.presets import preset
 from flexengine.metrics import GIB
 from flexengine.models.registry import open_model
 from flexengine.plan import Numerics, Request
-from flexengine.plan_for_ranks import plan_for_ranks, priced_together
+from flexengine.plan_for_ranks import plan_for_ranks
+from flexengine.price_of_ranks import priced_together
 from flexengine.schedule.layout import Layout
 
 

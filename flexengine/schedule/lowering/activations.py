@@ -56,6 +56,10 @@ class ActivationLowering:
                 CopyRegion(areas["input"], 0, self._layout.slot("input", index, c, "host"), 0, self._hidden_bytes(c))
             ]
             self._builder.copy(self._name("offload", "input", index, c), Stream.D2H, content, regions)
+        self._offload_saved(index, c, areas)
+
+    def _offload_saved(self, index: int, c: int, areas: dict[str, int]) -> None:
+        """Send a chunk's kept outputs to the host where the plan says so."""
         if "save_host" in areas:
             regions = self._save_regions(index, c, areas["save_host"], self._layout.slot("save", index, c, "host"))
             self._builder.copy(self._name("offload", "save", index, c), Stream.D2H, f"save_host {index} {c}", regions)

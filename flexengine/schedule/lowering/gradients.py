@@ -106,7 +106,7 @@ class GradientLowering:
         if has_previous:
             for home, _ in stored.homes:
                 self._builder.holds(home, stored.content)
-        if self._context.plan.groups[stored.group].grads == "gpu":
+        if self._layout.homes[stored.group].grads == "gpu":
             return None
         staging, cells = self._staging_slot(stored.group), self._context.cells
         if has_previous:

@@ -6,6 +6,8 @@ part by part where they come in parts. Then all chunks pass through a stage of t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flexengine.models.spec import LayerSpec
 from flexengine.schedule.commands import Access, CommandName, CopyRegion, Program, Stream
 from flexengine.schedule.fixed_slots import batch_offsets
@@ -35,15 +37,15 @@ def lower_round(
     """
     if layout.plan.split and wave is None:
         wave = Wave(0, layout.plan.request.ranks, layout.plan.request.ranks)
-    return _RoundLowering(layout, shape, first, updates, wave, speculates).train()
+    return RoundLowering(layout, shape, first, updates, wave, speculates).train()
 
 
 def lower_evaluation(layout: Layout, shape: RoundShape) -> Program:
     """Forward and loss of one round; keeps nothing. Each of several ranks runs it by itself."""
-    return _RoundLowering(layout, shape, first=True).evaluate()
+    return RoundLowering(layout, shape, first=True).evaluate()
 
 
-class _RoundLowering:
+class RoundLowering:
     """Walks the layers of one round; each subject (weights, activations, compute, gradients) appends its commands."""
 
     def __init__(
@@ -88,7 +90,7 @@ class _RoundLowering:
 
     def _fetch_batch(self) -> None:
         source, target, plan = self.layout.slot("batch", memory="host"), self.layout.slot("batch"), self.layout.plan
-        size = batch_offsets(plan.chunks_per_round, plan.chunk_tokens)["end"]
+        size = batch_offsets(plan.num_chunks, plan.chunk_tokens)["end"]
         self.builder.holds(source, "batch")
         self.builder.copy(CommandName("fetch", "batch"), Stream.H2D, "batch", [CopyRegion(source, 0, target, 0, size)])
 
@@ -142,25 +144,34 @@ class _RoundLowering:
     def _backward_stage(
         self, index: int, layer: LayerSpec, at: StagePart, weights: dict[int, int], begun: bool
     ) -> None:
-        """Run the chunks in reverse order, which is that of a sliced sequence's gradients.
+        """Run all chunks and store their gradients.
 
-        The head goes in forward order: its chunks arrive that way, and it starts the backward pass. begun: an earlier
-        stage of the layer made gradients. Groups that stay whole beside one in parts, as adapters do, add up over all
-        stages.
+        begun: an earlier stage of the layer made gradients. Groups that stay whole beside one in parts, as adapters do,
+        add up over all stages.
         """
         accumulators = self.gradients.accumulators(layer, begun)
-        order = self.context.chunks if layer.kind == "head" else self.context.chunks[::-1]
-        for c in order:
-            chunk = self.context.shape.chunks[c]
-            if layer.kind == "block" and not at.in_parts and chunk.is_slice and c == chunk.last_slice:
-                self._refill_window(index, range(chunk.first_slice, c + 1), weights)
-            self._backward_chunk(index, c, at, weights, accumulators, c == order[0], begun)
+        self._backward_chunks(index, layer, at, weights, accumulators, begun, self.context.chunks)
         over_blocks = layer.kind != "block" and self.layout.plan.share_edge_slots
         if self.context.wave is not None and not over_blocks:  # else they would take the place of what is sent
             self._acquire_next(index, at)
         for group, slot in accumulators.items():
             if self.context.is_in_parts(group) or at.closes:
                 self.gradients.finish(group, at.part if self.context.is_in_parts(group) else 0, slot)
+
+    def _backward_chunks(
+        self, index: int, layer: LayerSpec, at: StagePart, weights: dict[int, int], accumulators: dict[int, int],
+        begun: bool, chunks: Sequence[int],
+    ) -> None:  # fmt: skip
+        """Run the chunks of a round in reverse order, which is that of a sliced sequence's gradients.
+
+        The head goes in forward order: its chunks arrive that way, and it starts the backward pass.
+        """
+        order = chunks if layer.kind == "head" else chunks[::-1]
+        for c in order:
+            chunk = self.context.shape.chunks[c]
+            if layer.kind == "block" and not at.in_parts and chunk.is_slice and c == chunk.last_slice:
+                self._refill_window(index, range(chunk.first_slice, c + 1), weights)
+            self._backward_chunk(index, c, at, weights, accumulators, c == order[0], begun)
 
     def _backward_stages(self, index: int) -> list[StagePart]:
         return stage_parts(self.layout.programs[index].backward_stages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -25,9 +26,31 @@ class ChunkShape(NamedTuple):
 
 
 class RoundShape(NamedTuple):
-    """The chunks of one round. Programs depend on nothing else of a batch, so they are lowered once per shape."""
+    """The chunks of one round. Programs depend on nothing else of a batch, so they are lowered once per shape.
+
+    counts: where it is of several rounds that run together in stages, how many chunks each has.
+    """
 
     chunks: tuple[ChunkShape, ...]
+    counts: tuple[int, ...] = ()
+
+    @staticmethod
+    def of_wave(rounds: Sequence[RoundShape]) -> RoundShape:
+        """The shape of rounds that run together."""
+        chunks, counts = list[ChunkShape](), tuple(len(found.chunks) for found in rounds)
+        for found in rounds:
+            first = len(chunks)
+            chunks += [
+                chunk._replace(first_slice=first + chunk.first_slice, last_slice=first + chunk.last_slice)
+                if chunk.is_slice
+                else chunk
+                for chunk in found.chunks
+            ]
+        return RoundShape(tuple(chunks), counts)
+
+    def times(self, count: int) -> RoundShape:
+        """The shape of so many such rounds that run together; of one it is this."""
+        return self if count == 1 else RoundShape.of_wave([self] * count)
 
     @property
     def num_tokens(self) -> int:

@@ -18,7 +18,13 @@ from flexengine.schedule.commands import (
     Stream,
     UpdateTile,
 )
-from flexengine.schedule.fixed_slots import HOST_GRAD_NORM, HOST_SCALES, SCALAR_BYTES, SCALE_BYTES
+from flexengine.schedule.fixed_slots import (
+    HOST_GRAD_NORM,
+    HOST_SCALES,
+    SCALAR_BYTES,
+    SCALE_BYTES,
+    norm_square_bytes,
+)
 from flexengine.schedule.group_storage import Segment, matrix_flops
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.program_builder import ProgramBuilder
@@ -27,6 +33,7 @@ from flexengine.schedule.second_planes import second_kinds
 from flexengine.schedule.shares import ALONE, Share
 from flexengine.schedule.slots import HOST_SIDE, PlaneKind, Slot, overlapping_slots
 from flexengine.schedule.split_commands import AddTables
+from flexengine.schedule.stage_layout import StageLayout
 from flexengine.schedule.waves import ALL_SQUARES, OWN_SQUARES
 
 KERNELS_PER_MATRIX = 20
@@ -61,8 +68,8 @@ def lower_update(
     left = dict.fromkeys(cpu_groups(layout), 1.0) if by_cpu is None else by_cpu
     pieces: list[Slot] = []
     tiles = {
-        group: _tiles(layout, group, pieces, share)
-        for group, home in enumerate(layout.plan.groups)
+        group: _tiles(layout, group, pieces, layout.share_of(group, share))
+        for group, home in enumerate(layout.homes)
         if home.update == "gpu"
     }  # fmt: skip
     slots = (*layout.slots, *pieces)
@@ -70,6 +77,8 @@ def lower_update(
     norms = Access(layout.slot("norm_squares"), "norm squares")
     if layout.plan.split and layout.plan.request.nodes == 1:
         _add_squares(builder, layout, norms)
+    elif isinstance(layout, StageLayout):
+        _exchange_squares(builder, layout, last)
     elif layout.plan.shares_node and layout.plan.request.nodes == 1:
         _exchange_norm(builder, layout, last)
     else:
@@ -80,7 +89,8 @@ def lower_update(
     ends: dict[int, int] = {}
     for group in sorted(left):  # first, so that the CPU need not wait until the host has issued the GPU's updates
         scales = Access(layout.slot("scalars", memory="host"), "scalars")
-        lower_cpu_update(builder, layout, group, scales, left[group], share=share, urgent=group in urgent)
+        own = layout.share_of(group, share)
+        lower_cpu_update(builder, layout, group, scales, left[group], share=own, urgent=group in urgent)
         ends[group] = len(builder.commands) - 1
     number = 0
     for group in range(len(layout.groups)):
@@ -88,7 +98,9 @@ def lower_update(
             _lower_tile(builder, layout, tile, number % layout.plan.optimizer_slots)
             ends[group] = len(builder.commands) - 1
             number += 1
-    if layout.plan.shares_node:
+    if isinstance(layout, StageLayout):
+        _signal_edges(builder, layout, ends)
+    elif layout.plan.shares_node:
         _signal_updates(builder, layout, ends)
     return builder.build()
 
@@ -105,6 +117,34 @@ def _exchange_norm(builder: ProgramBuilder, layout: Layout, last: bool) -> None:
         builder.holds(there, content)
         builder.copy(CommandName("fetch", "norm"), Stream.H2D, content, [region.reversed])
         builder.between_ranks(-1, awaits=(cells.norm_of_last(),))
+
+
+def _exchange_squares(builder: ProgramBuilder, layout: StageLayout, last: bool) -> None:
+    """Leave the sums of squares of this rank's gradients in the node's memory, and fetch those of all ranks.
+
+    last: it ran the step's last round, so that it has the sum of the head's gradient. What the others have fetched in
+    the step before, they have told by ending their updates.
+    """
+    here, whole, content = layout.slot("norm_squares"), layout.place("norm_squares", memory="node"), "norm squares"
+    found: dict[int, CopyRegion] = {}
+    start = 0
+    for group, stored in enumerate(layout.groups):
+        num_bytes = norm_square_bytes([stored])
+        place = layout.slot_of(whole.key._replace(within=("group", group)))
+        found[group] = CopyRegion(here, start, place, 0, num_bytes)
+        builder.holds(place, content)
+        start += num_bytes
+    own = [g for g in found if (last if g == layout.head_group else layout.stage.owns(g))]
+    builder.holds(here, content)
+    reads, writes = [Access(here, content)], [Access(found[group].target, content) for group in own]
+    regions = tuple(found[group] for group in own)
+    builder.add("copy", CommandName("offload", "norm"), Stream.D2H, reads, writes, copies=regions)
+    awaits = layout.cells.updated_before(head=True)
+    builder.between_ranks(-1, awaits=(awaits,), signals=(layout.cells.norm(),))
+    back = tuple(region.reversed for region in found.values())
+    places = [Access(region.source, content) for region in back]
+    builder.add("copy", CommandName("fetch", "norm"), Stream.H2D, places, [Access(here, content)], copies=back)
+    builder.between_ranks(-1, awaits=(layout.cells.all_norms(),))
 
 
 def _add_squares(builder: ProgramBuilder, layout: Layout, norms: Access) -> None:
@@ -126,16 +166,26 @@ def _signal_updates(builder: ProgramBuilder, layout: Layout, ends: dict[int, int
 
     Each rank signals all groups: the norm that it has read may then be written again, too.
     """
-    cells = Cells(layout)
-    before = next((c.index for c in builder.commands if c.kind == "update"), len(builder.commands)) - 1
+    cells, before = Cells(layout), _before_updates(builder)
     for group, spec in enumerate(layout.model.groups):
         if not spec.frozen:
             builder.between_ranks(ends.get(group, before), signals=(cells.updated(group),))
 
 
+def _signal_edges(builder: ProgramBuilder, layout: StageLayout, ends: dict[int, int]) -> None:
+    """Tell of the updates that all ranks make together: their shares of embedding and head."""
+    for group in (0, layout.head_group):
+        builder.between_ranks(ends.get(group, _before_updates(builder)), signals=(layout.cells.updated(group > 0),))
+
+
+def _before_updates(builder: ProgramBuilder) -> int:
+    """The last command before all updates."""
+    return next((c.index for c in builder.commands if c.kind == "update"), len(builder.commands)) - 1
+
+
 def cpu_groups(layout: Layout) -> list[int]:
     """Groups that the CPU updates."""
-    return [g for g, home in enumerate(layout.plan.groups) if home.update == "cpu"]
+    return [g for g, home in enumerate(layout.homes) if home.update == "cpu"]
 
 
 def late_groups(layout: Layout) -> dict[int, float]:

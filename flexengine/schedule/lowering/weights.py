@@ -61,7 +61,7 @@ class WeightLowering:
         return slot
 
     def _is_resident(self, group: int) -> bool:
-        return self._context.plan.groups[group].weights == "gpu"
+        return self._layout.homes[group].weights == "gpu"
 
     def _content(self, group: int, part: int, slot: int) -> str:
         """What a slot with weights holds; in their home on the GPU all parts lie together."""
@@ -94,10 +94,10 @@ class WeightLowering:
             fetch_share(self._builder, self._context.wave, name, content, regions)
         else:
             self._builder.copy(name, Stream.H2D, content, regions)
-        cells = self._context.cells
-        if cells is not None and not self._context.model.groups[group].frozen:
+        awaits = self._context.updated_before(group)
+        if awaits:
             fetch = self._builder.commands[-1] if self._builder.commands[-1].copies else self._builder.commands[-2]
-            self._builder.between_ranks(fetch.index, awaits=(cells.updated_before(group),))
+            self._builder.between_ranks(fetch.index, awaits=awaits)
 
     def _fetch_experts(self, name: CommandName, content: str, regions: list[CopyRegion], at: StagePart) -> None:
         """Fetch those of a part's experts that have rows in some chunk, as its slot of bounds tells."""
