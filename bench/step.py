@@ -41,6 +41,8 @@ from flexengine.runtime.engine import Engine
 T = TypeVar("T")
 
 GIB = 2**30
+PIECE_BYTES = 16 * 2**20
+"""Of planes that are copied from a GPU to be digested."""
 OPTIONS = (
     "max_seq_len", "max_global_batch_tokens", "max_host_mem_gib", "device", "dtype", "optimizer_state_dtype",
     "matmul_dtype", "keep_dtype", "cuda_graphs", "freeze", "mode", "lora_rank", "lora_alpha", "lora_targets",
@@ -141,8 +143,12 @@ def peaks_of_all(team: Team | None, peaks: MemoryPeaks, shared_bytes: int) -> Me
 
 
 def digest_of_masters(engine: Engine) -> str:
-    """A digest of all weights and of what they lack of their masters, as they are stored, made by many threads."""
+    """A digest of all weights and of what they lack of their masters, as they are stored, made by many threads.
+
+    Every rank makes it, as ranks in stages first give back what they keep on their GPUs.
+    """
     engine.executor.synchronize()
+    engine.planes.write_back()
     layout = engine.layout
     stored = [(kind, group) for kind in ("weights", "remainder") for group in range(len(layout.groups))]
 
@@ -151,9 +157,10 @@ def digest_of_masters(engine: Engine) -> str:
         num_bytes = layout.groups[group].plane_bytes.get(kind, 0)
         if not num_bytes:
             return b""
-        slot = layout.slots[layout.plane_slot(kind, group)]
-        data = engine.arenas.view(slot, 0, (num_bytes,), torch.uint8).cpu().numpy()
-        return hashlib.blake2b(data.data, digest_size=16).digest()
+        slot, digest = layout.slots[layout.stored_slot(kind, group)], hashlib.blake2b(digest_size=16)
+        for piece in engine.arenas.view(slot, 0, (num_bytes,), torch.uint8).split(PIECE_BYTES):
+            digest.update(piece.cpu().numpy().data)
+        return digest.digest()
 
     with ThreadPoolExecutor(16) as pool:
         return hashlib.blake2b(b"".join(pool.map(of_one, stored)), digest_size=16).hexdigest()
@@ -172,10 +179,10 @@ def run_cap(args: argparse.Namespace, cap_gib: float | None, first: bool = True)
     build_s = time.perf_counter() - started
     batch = one_batch(engine)
     timed = timed_steps(engine, batch, args.warmup, args.steps, say)
+    peaks = peaks_of_all(planned.team, engine.memory_peaks(), engine.plan.predicted.shared_host_bytes)
     digest = digest_of_masters(engine) if args.digest else None
     busy_s = measured_busy_s(engine, batch) if args.streams else {}
     plan = engine.plan
-    peaks = peaks_of_all(planned.team, engine.memory_peaks(), plan.predicted.shared_host_bytes)
     engine.close()
     step_s = statistics.median(timed.seconds)
     return {

@@ -135,8 +135,8 @@ class Request:
     many rounds; None = ranks of all nodes. It sets the order of sums, as chunk and round sizes do, and the number of
     ranks does not. nodes: that each have so many ranks, a host copy of their own, and an equal part of a step's tokens.
     transport: how ranks of a node share weights and gradients: relay, split (see `Plan.split`), stages (see
-    `Plan.stages`), or as the planner finds fastest. graphs: whether blocks' commands are replayed as CUDA graphs; auto =
-    where the planner finds that faster, and its plan's request then says always.
+    `Plan.stages`), or as the planner finds fastest. graphs: whether blocks' commands are replayed as CUDA graphs; auto
+    is where the planner finds that faster, and its plan's request then says always.
     """
 
     max_seq_len: int

@@ -219,13 +219,13 @@ class DoRALinear(LoRALinear):
         return Work(2.0 * elements * self.rank, memory_bytes=2.0 * elements * compute_bytes, kernels=kernels)
 
     def _passes(self, tokens: int, passes: int, compute_bytes: int) -> Work:
-        """Reading or writing the outputs so many times."""
+        """Reading or writing outputs of the compute dtype so many times; a wide one counts twice."""
         num_bytes = float(passes * tokens * self.out_features * compute_bytes)
         return Work(memory_bytes=num_bytes, kernels=passes)
 
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         work = super().forward_work(tokens, seq_len, compute_bytes).plus(self._norm_work(compute_bytes))
-        work = work.plus(self._passes(tokens, 8 if self.residual is None else 9, compute_bytes))
+        work = work.plus(self._passes(tokens, 15 if self.residual is None else 20, compute_bytes))
         return work.plus(self._twice(tokens, compute_bytes))
 
     def _twice(self, tokens: int, compute_bytes: int) -> Work:
@@ -238,7 +238,7 @@ class DoRALinear(LoRALinear):
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         work = super().backward_weight_work(tokens, seq_len, compute_bytes).plus(self._product(tokens))
-        return work.plus(self._passes(tokens, 10, compute_bytes))
+        return work.plus(self._passes(tokens, 19, compute_bytes))
 
 
 def _cut(start: int, end: int) -> list[slice]:
