@@ -100,7 +100,7 @@ def test_without_a_plan_all_ranks_say_so():
 @pytest.mark.parametrize(("ranks", "host_gib"), [(2, 130), (8, 260)])
 def test_a_plan_of_ranks_holds_the_budget_of_the_node(ranks, host_gib):
     spec, card = open_model("preset:llama-3.1-8b").spec, named_profile("rtx4090")
-    request = Request(2048, 131072 * ranks, 22 * GIB, host_gib * GIB, ranks=ranks)
+    request = Request(2048, 131072 * ranks, 22 * GIB, host_gib * GIB, ranks=ranks, transport="relay")
     plan = plan_for_ranks(spec, request, card)
     layout = Layout(spec, plan)
     assert plan.request == request

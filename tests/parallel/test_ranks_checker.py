@@ -268,7 +268,7 @@ def exchanged_late(runs: list[RankRun]) -> list[RankRun]:
     return [others.get(i, run) for i, run in enumerate(runs)]
 
 
-def test_eighty_layers_on_eight_ranks_are_proven():
-    model = small_model(blocks=80)
+def test_forty_layers_on_eight_ranks_are_proven():
+    model = small_model(blocks=40)
     layout = Layout(model, of_ranks(random_plan(Random(3), model, sliced=False), 8))
     check_ranks(layout, full_round(layout), 9)
