@@ -75,7 +75,8 @@ def faster_plan(planned: PlannedRun, engine: Engine, found: Review) -> Plan | No
     light_s = min(
         found.expected.speed_of_light_s, other.predicted.step_s
     )  # the bound of the whole request, not of the pinned one
-    return replace(other, request=plan.request, predicted=replace(other.predicted, speed_of_light_s=light_s))
+    other = replace(other, predicted=replace(other.predicted, speed_of_light_s=light_s))
+    return other.for_request(plan.request)
 
 
 def change_plan(planned: PlannedRun, engine: Engine, found: Review) -> str:

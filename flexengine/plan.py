@@ -374,6 +374,10 @@ class Plan:
         """True when blocks' commands are replayed as CUDA graphs."""
         return self.request.replays(self.chunk_tokens)
 
+    def for_request(self, request: Request) -> Plan:
+        """The plan for a request that differs in budgets; whether it replays graphs stays decided."""
+        return replace(self, request=replace(request, graphs=self.request.graphs))
+
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` gives it back equal."""
         return json.dumps(asdict(self), indent=1)

@@ -141,7 +141,7 @@ def without_cache(request: Request, cache_bytes: int) -> Request:
 def with_cache(plan: Plan, request: Request, cache_bytes: int) -> Plan:
     """Count the cache in a plan that was made without it: its bytes, and the budget that was asked for."""
     predicted = replace(plan.predicted, gpu_bytes=plan.predicted.gpu_bytes + cache_bytes)
-    return replace(plan, request=request, predicted=predicted) if cache_bytes else plan
+    return replace(plan, predicted=predicted).for_request(request) if cache_bytes else plan
 
 
 def _budget_bytes(place: str, gib: float | None, free_bytes: int) -> int:

@@ -1,0 +1,59 @@
+"""CUDA graphs are planned where the host would hold a step up, with their memory, and not elsewhere."""
+
+from dataclasses import replace
+
+import pytest
+
+from flexengine.hardware.presets import preset
+from flexengine.models.registry import open_model
+from flexengine.plan import Numerics, Plan, Request
+from flexengine.planner.graphs import graphs_may_pay
+from flexengine.planner.planner import make_plan
+from flexengine.reports.plan_text import describe
+from flexengine.request import with_cache
+from flexengine.schedule.layout import Layout
+from flexengine.schedule.replays import may_replay, replay_bytes
+from flexengine.step_prediction import StepPredictor
+
+GIB = 2**30
+MODEL = open_model("preset:gpt2").spec
+REQUEST = Request(1024, 16384, 2 * GIB, 60 * GIB, numerics=Numerics(state="bfloat16"))
+PROFILE = preset("h100-80")
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return make_plan(MODEL, REQUEST, PROFILE)
+
+
+def test_a_small_model_replays_and_its_plan_counts_the_memory(plan):
+    assert plan.replays
+    assert plan.predicted.gpu_bytes <= REQUEST.max_gpu_bytes
+    assert plan.predicted.gpu_categories["CUDA graphs"] == replay_bytes(Layout(MODEL, plan).model, plan) > 2**22
+    assert "CUDA graphs" in describe(plan, MODEL)
+    assert Plan.from_json(plan.to_json()) == plan
+    issued = make_plan(MODEL, replace(REQUEST, graphs="never"), PROFILE)
+    assert not issued.replays
+    assert plan.predicted.step_s < 0.97 * issued.predicted.step_s
+
+
+def test_batches_of_other_lengths_are_predicted_without_graphs(plan):
+    issued = replace(plan, request=replace(plan.request, graphs="never"))
+    replayed, one_by_one = (StepPredictor(found, MODEL, PROFILE) for found in (plan, issued))
+    assert replayed.step_s([1024] * 16) == plan.predicted.step_s
+    ragged = [700] * 16
+    assert replayed.step_s(ragged) == one_by_one.step_s(ragged)
+
+
+def test_other_budgets_leave_graphs_decided(plan):
+    assert with_cache(plan, REQUEST, GIB).replays
+    assert plan.for_request(replace(REQUEST, max_gpu_bytes=3 * GIB)).replays
+
+
+def test_what_is_not_replayed(plan):
+    assert not Request(2048, 4096, GIB, GIB, graphs="always").replays(1024), "slices of a sequence"
+    assert may_replay(MODEL)
+    assert graphs_may_pay(MODEL, plan.for_request(REQUEST), replace(PROFILE, issue_s=1e-3))
+    assert not graphs_may_pay(MODEL, plan, replace(PROFILE, issue_s=1e-3, device_type="cpu"))
+    assert not graphs_may_pay(MODEL, plan, replace(PROFILE, issue_s=1e-9))
+    assert not may_replay(replace(MODEL, balancing=object()))  # type: ignore[arg-type]
