@@ -127,7 +127,7 @@ class Replay:
             self._give_up(f"the plan has {self._most_bytes / 2**20:.0f} MiB for graphs, and this batch needs more")
             return None
         if self._capture is None:
-            release_workspace(self._layers.arenas.device)
+            self._reserve(workspace_bytes_of("edge", self._model, self._layers.layout.plan))
             self._capture = self._open_capture()
         try:
             graph = self._capture(lambda: self._layers.run(kind, call))
@@ -143,17 +143,22 @@ class Replay:
         self._replays, self._most_bytes = False, 0
 
     def _drop(self) -> None:
-        """Forget all graphs."""
+        """Forget all graphs, so that blocks have the whole workspace again."""
         if self._graphs:
-            release_workspace(self._layers.arenas.device)  # first: what runs may not lose its graph
-            self._graphs.clear()
-            self._capture = None
+            if self._layers.arenas.device.type == "cuda":  # what runs may not lose its graph
+                torch.cuda.synchronize(self._layers.arenas.device)
+            self.close()
             self._left_bytes = self._most_bytes
-            release_workspace(self._layers.arenas.device)
+            self._reserve(self._layers.layout.workspace_bytes)
+
+    def _reserve(self, num_bytes: int) -> None:
+        """Give back what torch's allocator keeps for calls, and have it keep so many bytes in one block."""
+        self._layers.arenas.reserve_workspace(num_bytes)
 
     def close(self) -> None:
-        """Give the graphs' memory back. Order: nothing runs after this."""
-        self._drop()
+        """Give the graphs' memory back. Order: none of them runs any more."""
+        self._graphs.clear()
+        self._capture = None
 
     def _key(self, kind: str, call: LayerCall) -> tuple:
         """What decides a command's operands: rounds of one step have commands of their own with the same slots."""
@@ -165,10 +170,3 @@ class Replay:
             place = call.layer, call.chunk, call.stage, call.part, call.first
             known = self._known[id(call), kind] = _Known(call, (kind, call.program, *place, *slots))
         return known.key
-
-
-def release_workspace(device: torch.device) -> None:
-    """Wait for the device, and give back what torch's allocator keeps for calls."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
