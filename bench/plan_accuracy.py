@@ -280,15 +280,19 @@ def merged(paths: list[str]) -> dict:
     return {"environment": {**environments[0], "command": commands}, "summary": summary(rows), "rows": rows}
 
 
-def chosen_cases(part: str, families: bool = False) -> list[Case]:
-    """Every n-th case, so that parts take about equally long."""
+def chosen_cases(part: str, families: bool = False, only: list[int] | None = None) -> list[Case]:
+    """Every n-th case, so that parts take about equally long, or those of these numbers, in their order."""
+    cases = FAMILIES if families else CASES
+    if only is not None:
+        return [cases[number] for number in only]
     index, _, count = part.partition("/")
-    return list((FAMILIES if families else CASES)[int(index) - 1 :: int(count)])
+    return list(cases[int(index) - 1 :: int(count)])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", default="1/1", help="run part I of N")
+    parser.add_argument("--only", nargs="+", type=int, default=None, metavar="N", help="just these, counted from 0")
     parser.add_argument("--families", action="store_true", help="plans of all other families instead of Llama's")
     parser.add_argument("--limit-s", type=float, default=None, help="begin no case after so many seconds")
     parser.add_argument("--merge", nargs="+", help="join the rows of these result files instead of running")
@@ -309,7 +313,7 @@ def main() -> None:
         Path(args.json).write_text(json.dumps(merged(args.merge), indent=1) + "\n")
         return
     rows, began_s = [], time.perf_counter()
-    for case in chosen_cases(args.part, args.families):
+    for case in chosen_cases(args.part, args.families, args.only):
         if args.limit_s is not None and time.perf_counter() - began_s > args.limit_s:
             break
         rows.append(run_in_own_process(case))
