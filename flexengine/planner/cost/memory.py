@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from flexengine.hardware.nodes import NCCL_BYTES
 from flexengine.hardware.profile import HardwareProfile
+from flexengine.ops.base import Op
+from flexengine.ops.delta_rule import DeltaRule
 from flexengine.ops.experts import GroupedLinear
 from flexengine.plan import Request
 from flexengine.schedule.layout import Layout
@@ -17,6 +19,9 @@ HOST_SLACK_BYTES = 320 * 2**20
 loads them, the driver's records of page-locked memory, batches. On an H200 these took 230 to 310 MiB."""
 EXPERTS_SLACK_BYTES = 64 * 2**20
 """What more kernels, those of experts, take besides: with adapters on an NF4 base 370 MiB in all."""
+DELTA_RULE_SLACK_BYTES = 128 * 2**20
+"""What the delta rule's many kernels take besides: they compile for 40 s, and the process had 398 MiB more in all."""
+MORE_SLACK: dict[type[Op], int] = {GroupedLinear: EXPERTS_SLACK_BYTES, DeltaRule: DELTA_RULE_SLACK_BYTES}
 CPU_SLACK_BYTES = 64 * 2**20
 """Kept free where the CPU is the device: kernels' own buffers and compiled products, what the allocator holds back."""
 
@@ -45,16 +50,16 @@ def _gpu_overhead(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
 
 
 def _host_overhead(layout: Layout | None, profile: HardwareProfile) -> dict[str, int]:
-    """Bytes outside the arena; without a layout, of models without experts."""
+    """Bytes outside the arena; without a layout, of a model of the fewest kernels."""
     slack_bytes = HOST_SLACK_BYTES if profile.device_type == "cuda" else CPU_SLACK_BYTES
-    if layout is not None and profile.device_type == "cuda" and _has_experts(layout):
-        slack_bytes += EXPERTS_SLACK_BYTES
+    if layout is not None and profile.device_type == "cuda":
+        slack_bytes += sum(more for op_type, more in MORE_SLACK.items() if _has(layout, op_type))
     return {"process": profile.host_base_bytes, "slack": slack_bytes}
 
 
-def _has_experts(layout: Layout) -> bool:
+def _has(layout: Layout, op_type: type[Op]) -> bool:
     kinds = {block.ops for block in layout.model.blocks}
-    return any(isinstance(op, GroupedLinear) for ops in kinds for op in ops)
+    return any(isinstance(op, op_type) for ops in kinds for op in ops)
 
 
 def _temporaries(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
