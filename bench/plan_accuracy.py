@@ -9,10 +9,10 @@
 Per plan: the GPU bytes that NVML shows for the process and its resident set, each at its peak since the process began,
 beside the prediction, which must not be less and at most 5% more; and the median step after two to warm up: kernels are
 compiled in the first, and while they are, the CPU goes on with updates that later steps have to wait for. Random
-weights and random tokens in sequences of full length, AdamW with bf16 states, clipping on and never reached: a step that
-was clipped makes a plan that speculates wait, and random weights are clipped in some steps and not in others. Batches of
-ragged cases have sequences of log-normal lengths, one for each sequence of the plan, and are held against the
-prediction of just that batch.
+weights and random tokens in sequences of full length, AdamW with bf16 states, clipping on and never reached: a step
+that was clipped makes a plan that speculates wait, and random weights are clipped in some steps and not in others.
+Batches of ragged cases have sequences of log-normal lengths, one for each sequence of the plan, and are held against
+the prediction of just that batch.
 """
 
 from __future__ import annotations

@@ -24,13 +24,20 @@ PLAIN_ELEMENTS = 1 << 23
 
 
 ALIGNED, ROW_MULTIPLE = 8, 64
-"""Rows of logits that begin at a multiple of 16 bytes are multiplied several times as fast on a GPU. Vocabularies of
-other sizes, as those to which a token was added, get rows of a multiple of so many elements."""
+"""cuBLAS multiplies five to seven times as fast where rows begin at a multiple of 16 bytes and the number of their
+elements is one of 8 as well (bench/results/h100_vocabulary.json). Vocabularies of other sizes, as those to which a
+token was added, get rows of a multiple of ROW_MULTIPLE elements, and their last words products of their own."""
 
 
 def row_elements(vocab_size: int) -> int:
     """Elements from one row of logits to the next."""
     return vocab_size if vocab_size % ALIGNED == 0 else -(-vocab_size // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def word_ranges(vocab_size: int) -> list[slice]:
+    """The words that are multiplied together: as many as a multiple of ALIGNED, then the up to 7 others."""
+    aligned = vocab_size - vocab_size % ALIGNED
+    return [slice(start, end) for start, end in ((0, aligned), (aligned, vocab_size)) if start < end]
 
 
 def block_tokens(vocab_size: int) -> int:
@@ -99,6 +106,7 @@ class LMHeadLoss(Op):
         self.needs_input = (x,)
         self.grad_inputs = (x,)
         self.block = block_tokens(vocab_size)
+        self.words = word_ranges(vocab_size)
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
         if half == "weight":
@@ -107,23 +115,37 @@ class LMHeadLoss(Op):
 
     def forward(self, env: OpEnv) -> None:
         for rows in self._blocks(env):
-            logits = self._logits_of(env, rows)
-            torch.mm(env.t[self.x][rows], env.p[self.weight].t(), out=logits)
+            logits = self._multiplied(env, rows)
             self._losses(env.chunk, rows, logits, False)
 
     def backward_input(self, env: OpEnv) -> None:
         first = env.first
         for rows in self._blocks(env):
-            logits, h = self._logits_of(env, rows), env.t[self.x][rows]
-            torch.mm(h, env.p[self.weight].t(), out=logits)
+            logits, h = self._multiplied(env, rows), env.t[self.x][rows]
             self._losses(env.chunk, rows, logits, True)
-            torch.mm(logits, env.p[self.weight], out=env.g[self.x][rows])
+            self._write_input_grad(logits, env.p[self.weight], env.g[self.x][rows])
             if self.trained:
-                accumulate_weight_grad(env.gp[self.weight], logits, h, first)
+                for words in self.words:
+                    accumulate_weight_grad(env.gp[self.weight][words], logits[:, words], h, first)
             first = False
 
     def backward_weight(self, env: OpEnv) -> None:
         """Do nothing: backward_input has the logits' gradient only block by block, so it does both halves."""
+
+    def _multiplied(self, env: OpEnv, rows: slice) -> Tensor:
+        """The logits [B, V] of a block of tokens, in their buffer."""
+        logits = env.t["logits"][: rows.stop - rows.start, : self.vocab_size]
+        for words in self.words:
+            torch.mm(env.t[self.x][rows], env.p[self.weight][words].t(), out=logits[:, words])
+        return logits
+
+    def _write_input_grad(self, grad_logits: Tensor, weight: Tensor, grad_x: Tensor) -> None:
+        """grad_x [B, D] = grad_logits [B, V] @ weight [V, D]. The few last words come first, so that their part is
+        added before the sum of all others is rounded."""
+        last, *others = reversed(self.words)
+        torch.mm(grad_logits[:, last], weight[last], out=grad_x)
+        for words in others:
+            torch.addmm(grad_x, grad_logits[:, words], weight[words], out=grad_x)
 
     def _losses(self, chunk: ChunkContext, rows: slice, logits: Tensor, write_grad: bool) -> None:
         """Write the losses of a block of tokens and, where asked for, their gradient over the logits."""
@@ -138,10 +160,6 @@ class LMHeadLoss(Op):
         """Logits [T, V] of x [T, D], for samples: what the losses are made of."""
         logits = x @ weight.t()
         return self.soft_cap * torch.tanh(logits / self.soft_cap) if self.soft_cap else logits
-
-    def _logits_of(self, env: OpEnv, rows: slice) -> Tensor:
-        """The buffer [B, V] of a block's logits."""
-        return env.t["logits"][: rows.stop - rows.start, : self.vocab_size]
 
     def _blocks(self, env: OpEnv) -> list[slice]:
         tokens = env.chunk.tokens
@@ -160,7 +178,8 @@ class LMHeadLoss(Op):
     def forward_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         blocks = -(-tokens // self.block)
         logits_bytes = 2.0 * tokens * self.vocab_size * compute_bytes
-        return Work(2.0 * tokens * self.width * self.vocab_size, memory_bytes=logits_bytes, kernels=2 * blocks)
+        kernels = (len(self.words) + 1) * blocks
+        return Work(2.0 * tokens * self.width * self.vocab_size, memory_bytes=logits_bytes, kernels=kernels)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         blocks = -(-tokens // self.block)
@@ -171,5 +190,5 @@ class LMHeadLoss(Op):
         return Work(
             2.0 * products * tokens * self.width * self.vocab_size,
             memory_bytes=logits_bytes + (accumulator_bytes if self.trained else 0.0),
-            kernels=(products + 1) * blocks,
+            kernels=(products * len(self.words) + 1) * blocks,
         )

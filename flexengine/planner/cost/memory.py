@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from flexengine.hardware.nodes import NCCL_BYTES
 from flexengine.hardware.profile import HardwareProfile
+from flexengine.ops.attention import CausalAttention
+from flexengine.ops.attention_style import CAUSAL
 from flexengine.ops.base import Op
 from flexengine.ops.delta_rule import DeltaRule
 from flexengine.ops.experts import GroupedLinear
@@ -17,11 +21,9 @@ GPU_SLACK_BYTES = 128 * 2**20
 HOST_SLACK_BYTES = 320 * 2**20
 """Kept free beside a CUDA arena for what comes after the first measurement: kernels and libraries as the first step
 loads them, the driver's records of page-locked memory, batches. On an H200 these took 230 to 310 MiB."""
-EXPERTS_SLACK_BYTES = 64 * 2**20
-"""What more kernels, those of experts, take besides: with adapters on an NF4 base 370 MiB in all."""
-DELTA_RULE_SLACK_BYTES = 128 * 2**20
-"""What the delta rule's many kernels take besides: they compile for 40 s, and the process had 398 MiB more in all."""
-MORE_SLACK: dict[type[Op], int] = {GroupedLinear: EXPERTS_SLACK_BYTES, DeltaRule: DELTA_RULE_SLACK_BYTES}
+EXPERTS_SLACK_BYTES, DELTA_RULE_SLACK_BYTES, ATTENTION_SLACK_BYTES = 64 * 2**20, 128 * 2**20, 96 * 2**20
+"""What compiling more kernels takes besides: those of experts (370 MiB in all with adapters on an NF4 base), of the
+delta rule (397) and of attention that windows, soft caps or sinks keep from other libraries (382)."""
 CPU_SLACK_BYTES = 64 * 2**20
 """Kept free where the CPU is the device: kernels' own buffers and compiled products, what the allocator holds back."""
 
@@ -53,13 +55,22 @@ def _host_overhead(layout: Layout | None, profile: HardwareProfile) -> dict[str,
     """Bytes outside the arena; without a layout, of a model of the fewest kernels."""
     slack_bytes = HOST_SLACK_BYTES if profile.device_type == "cuda" else CPU_SLACK_BYTES
     if layout is not None and profile.device_type == "cuda":
-        slack_bytes += sum(more for op_type, more in MORE_SLACK.items() if _has(layout, op_type))
+        kinds = {block.ops for block in layout.model.blocks}
+        slack_bytes += sum(_kernels_slack(op for ops in kinds for op in ops).values())
     return {"process": profile.host_base_bytes, "slack": slack_bytes}
 
 
-def _has(layout: Layout, op_type: type[Op]) -> bool:
-    kinds = {block.ops for block in layout.model.blocks}
-    return any(isinstance(op, op_type) for ops in kinds for op in ops)
+def _kernels_slack(ops: Iterable[Op]) -> dict[str, int]:
+    """Bytes that compiling takes beside the usual, by what needs the kernels."""
+    found: dict[str, int] = {}
+    for op in ops:
+        if isinstance(op, GroupedLinear):
+            found["experts"] = EXPERTS_SLACK_BYTES
+        elif isinstance(op, DeltaRule):
+            found["delta rule"] = DELTA_RULE_SLACK_BYTES
+        elif isinstance(op, CausalAttention) and op.style._replace(scale=None) != CAUSAL:
+            found["attention"] = ATTENTION_SLACK_BYTES
+    return found
 
 
 def _temporaries(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
