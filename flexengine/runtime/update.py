@@ -60,6 +60,9 @@ class UpdateRunner:
         for stored in layout.groups:
             self.first_element.append(total)
             total += stored.numel
+        runs = [self._runs(group) for group in range(len(layout.groups))]
+        self.first_runs = torch.tensor([r.start for r in runs], device=arenas.device)
+        self.groups_of_runs = [group for group, r in enumerate(runs) if r.stop > r.start + 1]
         trained = [not group.frozen for group in layout.model.groups]
         self.trained = None if all(trained) else torch.tensor(trained, device=arenas.device)
 
@@ -101,10 +104,16 @@ class UpdateRunner:
         squares = self.norm_squares()
         if len(squares) == len(self.layout.groups):
             return squares
-        return torch.stack([self._group_square(squares, group) for group in range(len(self.layout.groups))])
+        found = squares[self.first_runs]
+        for group in self.groups_of_runs:
+            torch.sum(squares[self._runs(group)], 0, out=found[group])
+        return found
 
     def _group_square(self, squares: Tensor, group: int) -> Tensor:
-        return squares[self.layout.first_run(group) : self.layout.first_run(group + 1)].sum()
+        return squares[self._runs(group)].sum()
+
+    def _runs(self, group: int) -> slice:
+        return slice(self.layout.first_run(group), self.layout.first_run(group + 1))
 
     def clip(self, settings: UpdateSettings) -> None:
         """Write the factors on all gradients (clip coefficient / target tokens) and their global norm.

@@ -39,6 +39,10 @@ from flexengine.schedule.waves import ALL_SQUARES, OWN_SQUARES
 KERNELS_PER_MATRIX = 20
 """Kernels of an update by matrix products: five iterations of three, the norm, what comes before and after."""
 
+MOST_IN_PLACE = 1 << 26
+"""Elements of a tile of what lies on the GPU altogether: an update of so many takes 0.2 ms, longer than the host needs
+to issue it."""
+
 
 class _Tile(NamedTuple):
     """Elements [start, start + count) of a group's segment; `planes` are their slots, one within each plane."""
@@ -282,14 +286,17 @@ def _touched_bytes(segment: Segment, count: int) -> int:
 
 
 def _tiles(layout: Layout, group: int, pieces: list[Slot], share: Share) -> list[_Tile]:
-    """Cut a share of a group into tiles; every plane of a tile gets a slot inside the plane, appended to `pieces`."""
-    found, size = [], layout.plan.optimizer_tile
+    """Cut a share of a group into tiles; every plane of a tile gets a slot inside the plane, appended to `pieces`.
+
+    What lies on the GPU altogether passes through no slot, so one tile may be as large as its segment."""
+    found = []
     for segment in layout.groups[group].segments:
         planes = [
             (p, layout.slots[layout.plane_slot(p.kind, group)], *layout.plane_start(group, segment, p, share))
             for p in segment.planes
         ]
-        for start, count in share.tiles(segment, size):
+        in_place = not segment.matrices and all(whole.memory not in HOST_SIDE for _, whole, _, _ in planes)
+        for start, count in share.tiles(segment, MOST_IN_PLACE if in_place else layout.plan.optimizer_tile):
             slots, within = {}, (segment.name, start)
             for plane, whole, begin, skipped in planes:
                 slots[plane.kind] = len(layout.slots) + len(pieces)
