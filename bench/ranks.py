@@ -58,7 +58,7 @@ class Size(NamedTuple):
     seconds: float
 
 
-WHOLE = Size(512 * MIB, 2**26, 16 * GIB, GIB, 0.7)
+WHOLE = Size(512 * MIB, 2**26, 4 * GIB, 512 * MIB, 0.5)
 SMALL = Size(16 * MIB, 2**18, 32 * MIB, 8 * MIB, 0.02)
 
 
