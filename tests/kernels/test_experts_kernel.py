@@ -158,6 +158,39 @@ def check_descriptors(checks, device, routing, transposed, shape, width, tiling=
     checks.assert_close(out.cpu(), wanted, checks.TOLERANCE[torch.bfloat16], "y")
 
 
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("tokens", [1, 35])
+def test_gradients_of_tiles_that_the_card_loads_match_float64(checks, device, routing, tokens):
+    """The last rows of an expert are fewer than a tile's, behind which others' follow."""
+    check_gradient(checks, device, routing, (tokens, 2, 5, 40, 48), kernel.Tiling(16, 32, 16, 8, 4, 3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [256, 328], ids=["added by the card", "added by the kernel"])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_gradients_of_tiles_that_the_card_loads_match_float64_on_gpu(checks, gpu, routing, columns):
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs a card that loads tiles")
+    check_gradient(checks, gpu, routing, (300, 4, 24, 200, columns))
+
+
+def check_gradient(checks, device, routing, shape, tiling=None):
+    tokens, count, num_experts, inner, columns = shape
+    _, bounds, expert = route(routing, tokens, count, num_experts, device)
+    x = checks.normal(tokens * count, inner, dtype=torch.bfloat16, device=device)
+    grad_y = checks.normal(tokens * count, columns, dtype=torch.bfloat16, device=device)
+    acc = checks.empty(num_experts, columns, inner, dtype=torch.float32, device=device)
+    terms = torch.einsum("rf,rd->rfd", grad_y.double().cpu(), x.double().cpu())
+    wanted = torch.zeros(num_experts, columns, inner, dtype=torch.float64).index_add_(0, expert, terms)
+    for accumulate in (False, True):
+        if tiling is None:
+            assert kernel.gradient_takes_descriptors(grad_y, x, kernel.GRADIENT_TILES)
+            kernel.grouped_weight_gradient(grad_y, x, bounds, acc, accumulate)
+        else:
+            grouped_tma.launch_gradient(grad_y, x, bounds, acc, accumulate, tiling, reduce=False)
+        checks.assert_close(acc.cpu(), (1 + accumulate) * wanted, 1e-5, f"accumulate={accumulate}")
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("weighted", [False, True], ids=["as they are", "weighted"])
 @pytest.mark.parametrize("routing", ROUTINGS)
