@@ -8,8 +8,9 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 
 SHUTDOWN_S = 3600
@@ -51,10 +52,11 @@ def tell_status(status: int) -> int:
 
 def _run(num_gpus: int, command: Sequence[str], told: Path) -> int:
     """Do what `launch` does; `told` is the file of `tell_status`."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: PLC0415, loads torch
+    from torch.distributed.elastic.multiprocessing.api import PContext, SignalException  # noqa: PLC0415 (loads torch)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch  # noqa: PLC0415
 
+    more = _waits_for_saving(LaunchConfig, PContext, SignalException)
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # repeats at length what ranks say
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; updates on the CPU have their own number
     config = LaunchConfig(
@@ -66,7 +68,7 @@ def _run(num_gpus: int, command: Sequence[str], told: Path) -> int:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         signals_to_handle="SIGTERM,SIGINT,SIGUSR1",
-        shutdown_timeout=SHUTDOWN_S,
+        **more,
     )
     try:
         elastic_launch(config, sys.executable)("-m", "flexengine", *command)
@@ -75,6 +77,23 @@ def _run(num_gpus: int, command: Sequence[str], told: Path) -> int:
     except SignalException as error:
         return _told_status(told, 128 + int(error.sigval))
     return 0
+
+
+def _waits_for_saving(config: type, context: type, asked: type[BaseException]) -> dict[str, int]:
+    """Have torch's launcher wait for `SHUTDOWN_S` after a signal, and return what its `config` takes to do so.
+
+    torch 2.11 has no such setting: it kills ranks 30 s after it passed a signal on. There what closes its `context` of
+    processes waits for longer while an exception of type `asked` is handled.
+    """
+    if any(field.name == "shutdown_timeout" for field in fields(config)):
+        return {"shutdown_timeout": SHUTDOWN_S}
+    close: Callable[..., None] = getattr(context, "close")  # noqa: B009
+
+    def patient(self: object, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        close(self, death_sig, SHUTDOWN_S if isinstance(sys.exc_info()[1], asked) else timeout)
+
+    setattr(context, "close", patient)  # noqa: B010 (no attribute of any class)
+    return {}
 
 
 def _told_status(told: Path, otherwise: int) -> int:

@@ -60,7 +60,7 @@ def peft_model(config, folder, lora, **options):
         r=lora.rank, lora_alpha=lora.alpha, target_modules=modules, use_rslora=lora.use_rslora, **options
     )
     model = get_peft_model(base, settings)
-    torch.manual_seed(3)
+    torch.manual_seed(4)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:

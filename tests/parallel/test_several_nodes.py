@@ -50,7 +50,7 @@ def check_close(shown: Shown, expected: Shown) -> None:
     for found, wanted in ((shown.gradients, expected.gradients), (shown.weights, expected.weights)):
         assert found.keys() == wanted.keys()
         for name, array in wanted.items():
-            np.testing.assert_allclose(found[name], array, rtol=1e-4, atol=1e-6, err_msg=name)
+            np.testing.assert_allclose(found[name], array, rtol=3e-4, atol=1e-6, err_msg=name)
 
 
 @pytest.fixture(autouse=True)

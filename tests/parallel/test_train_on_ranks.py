@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import make_dataclass
 from pathlib import Path
 
 from ranks_helper import run_ranks, values_of
@@ -52,6 +53,29 @@ def test_a_process_of_torchrun_is_a_rank():
     assert launch.is_rank({"WORLD_SIZE": "2"})
     assert not launch.is_rank({"WORLD_SIZE": "1"})
     assert not launch.is_rank({})
+
+
+def test_ranks_have_time_to_save_whatever_torch_can_be_told():
+    """torch 2.11 cannot be told for how long it waits, and kills 30 s after a signal."""
+    waited = []
+
+    class Context:
+        def close(self, death_sig=None, timeout=30):
+            waited.append((death_sig, timeout))
+
+    class Asked(Exception):  # noqa: N818 - as torch's own
+        pass
+
+    assert launch._waits_for_saving(make_dataclass("New", ["shutdown_timeout"]), Context, Asked) == {
+        "shutdown_timeout": launch.SHUTDOWN_S
+    }
+    assert launch._waits_for_saving(make_dataclass("Old", ["run_id"]), Context, Asked) == {}
+    Context().close(15)
+    try:
+        raise Asked
+    except Asked:
+        Context().close(15)
+    assert waited == [(15, 30), (15, launch.SHUTDOWN_S)]
 
 
 def test_the_status_of_a_run_is_that_of_who_chose_one():
