@@ -12,6 +12,7 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -100,9 +101,7 @@ def rows_of(shape: Shape) -> list[dict]:
     linear = tflops(lambda: accumulate_weight_grad(whole, grad_y, x, first=False), flops)
     ways: dict[str, Callable[[], object]] = {"loaded by pointers": partial(by_pointers, *operands)}
     for tiles in CANDIDATES:
-        for reduce in (False, True):
-            name = f"{'x'.join(map(str, tiles))}{', added by the card' if reduce else ''}"
-            ways[name] = partial(launch_gradient, *operands, True, tiles, reduce)
+        ways[f"{'x'.join(map(str, tiles))}, added by the card"] = partial(launch_gradient, *operands, tiles)
     found = []
     for way, call in ways.items():
         row = {**shape._asdict(), "way": way, "linear_tflops": linear}
@@ -117,12 +116,8 @@ def rows_of(shape: Shape) -> list[dict]:
 
 def by_pointers(grad_y: Tensor, x: Tensor, bounds: Tensor, acc: Tensor) -> None:
     """The kernel of cards without an engine for tiles."""
-    takes = grouped.gradient_takes_descriptors
-    grouped.gradient_takes_descriptors = lambda *_: False
-    try:
+    with patch.object(grouped, "takes_added_tiles", lambda *_: False):
         grouped.grouped_weight_gradient(grad_y, x, bounds, acc, accumulate=True)
-    finally:
-        grouped.gradient_takes_descriptors = takes
 
 
 def main() -> None:

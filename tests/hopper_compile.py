@@ -172,8 +172,7 @@ def experts(tiling: tuple[int, ...]) -> None:
             operands = (rows, weight, bounds, rows.clone(), transposed, None, None, low, None)
             kernels.launch(*operands, kernels.Tiling(*tiling))
     kernels.grouped_weight_gradient(rows, rows, bounds, acc, True)
-    for reduce in (False, True):
-        kernels.launch_gradient(rows, rows, bounds, acc, True, kernels.GRADIENT_TILES, reduce)
+    kernels.launch_gradient(rows, rows, bounds, acc, kernels.ADDED_TILES)
 
 
 def attention(heads: tuple[int, int], widths: tuple[int, int], soft_cap: float = 0.0, window: int = 0) -> None:

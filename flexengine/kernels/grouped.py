@@ -52,8 +52,8 @@ def _gradient_tiling(x: Tensor) -> Tiling:
     return Tiling(128, 128, 32, 8, 8, 3) if x.element_size() == 4 else Tiling(128, 128, 64, 8, 4, 3)
 
 
-GRADIENT_TILES = Tiling(128, 128, 64, 8, 4, 3)
-"""Those of a weight's gradient whose operands the card's engine for tiles moves."""
+ADDED_TILES = Tiling(128, 256, 64, 8, 8, 3)
+"""Those of a weight's gradient that the card adds to what is there (bench/results/h100_grouped_tilings.json)."""
 
 
 @lru_cache
@@ -157,12 +157,12 @@ def takes_descriptors(x: Tensor, out: Tensor, adapter: LowRank | None) -> bool:
     )
 
 
-def gradient_takes_descriptors(grad_y: Tensor, x: Tensor, tiles: Tiling) -> bool:
-    """Whether the card's engine for tiles (TMA, since Hopper) moves the operands of a weight's gradient."""
-    (count, columns), inner = grad_y.shape, x.shape[1]
+def takes_added_tiles(grad_y: Tensor, x: Tensor) -> bool:
+    """Whether the card's engine for tiles (TMA, since Hopper) adds a weight's gradient to what is there."""
+    (count, columns), inner, tiles = grad_y.shape, x.shape[1], ADDED_TILES
     if not x.is_cuda or x.dtype != torch.bfloat16 or _shared_memory_bytes(x.get_device()) < 227 * 1024:
         return False
-    return count >= tiles.inner and columns >= tiles.rows and inner >= tiles.columns and not (columns % 8 or inner % 8)
+    return count >= tiles.inner and columns % tiles.rows == 0 and inner >= tiles.columns and inner % 8 == 0
 
 
 def grouped_weight_gradient(grad_y: Tensor, x: Tensor, bounds: Tensor, acc: Tensor, accumulate: bool) -> None:
@@ -177,9 +177,8 @@ def grouped_weight_gradient(grad_y: Tensor, x: Tensor, bounds: Tensor, acc: Tens
     check_tensor("x", x, (count, inner), (grad_y.dtype,))
     check_tensor("bounds", bounds, (experts + 1,), (torch.int32,))
     check_tensor("acc", acc, (experts, columns, inner), (torch.float32,))
-    if gradient_takes_descriptors(grad_y, x, GRADIENT_TILES):
-        whole_tiles = columns % GRADIENT_TILES.rows == 0
-        return launch_gradient(grad_y, x, bounds, acc, accumulate, GRADIENT_TILES, reduce=whole_tiles)
+    if accumulate and takes_added_tiles(grad_y, x):
+        return launch_gradient(grad_y, x, bounds, acc, ADDED_TILES)
     t = _gradient_tiling(x)
     grid = (experts * cdiv(columns, t.rows) * cdiv(inner, t.columns),)
     _weight_gradient_kernel[grid](
