@@ -19,8 +19,9 @@ eight channels, then two sockets of them. Assumed, not measured."""
 NETWORK_BYTES_PER_S = 100e9 / 8
 """Network of a node where none is named: 100 Gbit/s. Assumed, not measured."""
 
-NCCL_BYTES = 512 * 2**20
-"""GPU memory that NCCL takes for the ranks of a node. Assumed, not measured."""
+NCCL_BYTES = 896 * 2**20
+"""GPU memory that NCCL takes for the ranks of a node, beside its kernels, which are counted with the context: 864 MiB
+on two H100 without multicast, all kinds of calls connected (bench/results/h100x2_ranks_shared.json)."""
 
 
 def peer_s(profile: HardwareProfile, num_bytes: int) -> float:
