@@ -12,13 +12,13 @@ from flexengine.hardware.profile import HardwareProfile, ProbeShape
 from flexengine.job import LORA_OPTIONS, Job
 from flexengine.lora import LoRA
 from flexengine.metrics import GIB, format_bytes
-from flexengine.models.attention_shapes import attention_shapes
 from flexengine.models.base_dtype import with_base_dtype
 from flexengine.models.freezing import forward_only, with_frozen
 from flexengine.models.group_factors import group_factors
 from flexengine.models.keep_dtype import with_keep_dtype
 from flexengine.models.lora import with_lora
 from flexengine.models.matmul_dtype import with_matmul_dtype
+from flexengine.models.probe_shapes import attention_shapes, expert_shapes
 from flexengine.models.spec import ModelSpec
 from flexengine.options import options_of
 from flexengine.plan import Plan, PlanError, PlanReason, Request
@@ -85,7 +85,8 @@ def probe_shape(spec: ModelSpec) -> ProbeShape:
     """Measure a model's blocks for the probe: the widest input of a block's matrices is that of the MLP's last."""
     groups = [spec.groups[index] for layer in spec.blocks for index in layer.groups]
     widths = [param.shape[-1] for group in groups for param in group.params if param.kind == "matrix"]
-    return ProbeShape(spec.hidden_size, max([spec.hidden_size, *widths]), spec.head_dim, attention_shapes(spec))
+    widest = max([spec.hidden_size, *widths])
+    return ProbeShape(spec.hidden_size, widest, spec.head_dim, attention_shapes(spec), expert_shapes(spec))
 
 
 # ---- budgets ----------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from flexengine.hardware.measure_attention import (
     serves,
     shape_of,
 )
+from flexengine.hardware.measure_experts import grouped_shares
 from flexengine.hardware.measure_host import (
     adamw_rates,
     adamw_work,
@@ -90,6 +91,7 @@ class Rates(NamedTuple):
     copy_latency_s: float
     curves: tuple[Curve, ...]
     attention_choices: tuple[AttentionChoice, ...] = ()
+    grouped_shares: Points = ()
 
 
 class HostRates(NamedTuple):
@@ -125,6 +127,7 @@ def measure_cuda(
         fp8 = _fp8_rates(shape, counts, device, PRODUCT_S * scale)
         attention, choices = _cuda_attention(shape, device, dtype, least_s)
         memory_rate = _device_copy_rate(device, least_s)
+        experts = _expert_shares(shape, block.matmul_flops_per_s, memory_rate, dtype, device, PRODUCT_S * scale)
         launch_s, issue_s = _launch_seconds(device), _issue_seconds(device)
     links = host.links
     return Rates(
@@ -150,6 +153,7 @@ def measure_cuda(
         copy_latency_s=links.copy_latency_s,
         curves=(*block.curves, *links.curves, host_copy_curve(host.copies)),
         attention_choices=choices,
+        grouped_shares=experts,
     )
 
 
@@ -209,6 +213,19 @@ def _fp8_rates(shape: ProbeShape, counts: list[int], device: torch.device, least
     counts = [tokens for tokens in FP8_TOKENS if tokens <= max(counts)] or list(FP8_TOKENS[:1])
     buffers = _in_fp8(_cuda_buffers(device, torch.bfloat16))
     return block_rates(sizes, counts, FORWARD_DTYPE, buffers, cuda_timer, least_s).matmul_flops_per_s
+
+
+def _expert_shares(
+    shape: ProbeShape, matmul: Points, memory_rate: float, dtype: torch.dtype, device: torch.device, least_s: float
+) -> Points:
+    """Measure experts' products between others, as a block has them, within a share of the free memory."""
+    if not shape.experts:
+        return ()
+    most_bytes = min(OPERAND_BYTES + RESULT_BYTES, int(MEMORY_SHARE * _free_bytes(device)))
+    timer = warmed_timer(_products(device, dtype, PART_S), PART_S)
+    found = grouped_shares(shape.experts, matmul, memory_rate, dtype, device, most_bytes, timer, least_s)
+    torch.cuda.empty_cache()
+    return found
 
 
 def _in_fp8(buffers: Buffers) -> Buffers:

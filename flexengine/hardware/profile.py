@@ -6,6 +6,7 @@ few.
 
 import json
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -23,6 +24,7 @@ from flexengine.hardware.curve import (
 )
 from flexengine.ops.attention_choice import KERNEL_NAMES, AttentionChoice, KernelName
 from flexengine.ops.attention_style import AttentionShape
+from flexengine.ops.expert_shape import ExpertShape
 from flexengine.wording import parse_json, shown
 
 DeviceType = Literal["cuda", "cpu"]
@@ -72,6 +74,8 @@ class ProbeShape(NamedTuple):
     attention: tuple[tuple[AttentionShape, int], ...] = ()
     """Shapes of the model's attention with the query heads that all its blocks have of each; none: one of `head_dim`
     with four query heads per key head."""
+    experts: tuple[ExpertShape, ...] = ()
+    """Matrices of the model's experts; none: it has no experts."""
 
 
 DEFAULT_SHAPE = ProbeShape(4096, 14336)
@@ -152,6 +156,9 @@ class HardwareProfile:
     """Everything that was measured by size, for people and the chart; empty in presets."""
     attention_choices: tuple[AttentionChoice, ...] = ()
     """Kernels for the shapes that were measured, fastest first, by tokens of a sequence; empty in presets."""
+    grouped_shares: Points = ()
+    """(tokens, rate of the products of the model's experts over that of its linear layers), the traffic of sums of
+    weights' gradients left out; empty where there are no experts, and in presets."""
     peer_bytes_per_s: float = 0.0
     """One way between GPUs of a machine, each sending to all others at once; 0 where it is not known."""
     measured_ranks: int = 1
@@ -185,6 +192,7 @@ class HardwareProfile:
             if name in SECONDS_FIELDS and value > MOST_SECONDS:
                 raise ValueError(f"hardware profile: {name} is {shown(value)}, expected at most {MOST_SECONDS:g} s")
         _check_shape("matmul_shape", self.matmul_shape)
+        _check_shares("grouped_shares", self.grouped_shares)
         if not isinstance(self.curves, tuple) or not all(isinstance(curve, Curve) for curve in self.curves):
             raise ValueError(f"hardware profile: curves is {shown(self.curves)}, expected a tuple of Curve")
         _check_at_most("gpu_free_bytes", self.gpu_free_bytes, "gpu_total_bytes", self.gpu_total_bytes)
@@ -204,6 +212,13 @@ class HardwareProfile:
         if not self.fp8_matmul_flops_per_s:
             raise ValueError(f"fp8_matmul_rate: {self.name} multiplies no FP8 operands")
         return _rate("fp8_matmul_rate: tokens", self.fp8_matmul_flops_per_s, tokens)
+
+    def grouped_share(self, tokens: int, otherwise: float) -> float:
+        """Give the rate of experts' products over `tokens` tokens, as a share of a linear layer's.
+
+        otherwise: where nothing was measured.
+        """
+        return interpolate(self.grouped_shares, tokens) if self.grouped_shares else otherwise
 
     def attention_forward_rate(self, seq_len: int) -> float:
         """Give the attained FLOP/s of causal attention over sequences of `seq_len` tokens, as `matmul_rate`."""
@@ -265,11 +280,12 @@ class HardwareProfile:
             )
         values = {name: value for name, value in values.items() if name != "format"}
         known = {field.name for field in fields(cls)}
-        if missing := sorted(known - values.keys() - {"peer_bytes_per_s", "measured_ranks"}):
+        if missing := sorted(known - values.keys() - {"peer_bytes_per_s", "measured_ranks", "grouped_shares"}):
             raise ValueError(f"hardware profile: missing fields {', '.join(missing)}")
         if unknown := sorted(values.keys() - known):
             raise ValueError(f"hardware profile: unknown fields {', '.join(unknown)}")
         pairs = {name: as_points(name, values[name]) for name in (*POINT_FIELDS, "cpu_adamw_parameters_per_s")}
+        pairs["grouped_shares"] = as_points("grouped_shares", values.get("grouped_shares", ()))
         if not isinstance(values["matmul_shape"], list | tuple) or not isinstance(values["curves"], list | tuple):
             raise ValueError("hardware profile: matmul_shape and curves must be lists")
         shape, curves = tuple(values["matmul_shape"]), tuple(Curve.from_dict(curve) for curve in values["curves"])
@@ -327,6 +343,14 @@ def _rate(name: str, points: Points, x: int) -> float:
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"hardware profile: {name} is {shown(value)}, expected one of {', '.join(choices)}")
+
+
+def _check_shares(name: str, value: Any) -> None:
+    pairs = isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value)
+    if not pairs or not all(is_whole(tokens, 1) and is_finite(share) and share > 0 for tokens, share in value):
+        raise ValueError(f"hardware profile: {name} is {shown(value)}, expected (tokens, share above 0) pairs")
+    if any(before[0] >= after[0] for before, after in pairwise(value)):
+        raise ValueError(f"hardware profile: {name} is {shown(value)}, expected ascending tokens")
 
 
 def _check_not_negative(name: str, value: Any) -> None:

@@ -20,6 +20,7 @@ from typing import Self
 from torch import Tensor
 
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes
+from flexengine.ops.expert_shape import ExpertShape
 from flexengine.ops.fp8_experts import MULTIPLE, Fp8Product
 from flexengine.ops.glu import Activation, glu_backward, glu_forward
 from flexengine.ops.grouped_products import (
@@ -57,6 +58,11 @@ class GroupedLinear(Op):
         self.needs_input = (bounds,)
         self.needs_weight = (x, bounds, *weights)
         self.grad_inputs = (x, *weights)
+
+    @property
+    def shape(self) -> ExpertShape:
+        """What its speed depends on beside tokens."""
+        return ExpertShape(self.num_experts, self.per_token, self.in_features, self.out_features)
 
     def _x(self, tensors: dict[str, Tensor]) -> Tensor:
         """x [R, D], or its gradient."""

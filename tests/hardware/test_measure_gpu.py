@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flexengine.hardware import measure, measure_links, measure_node, timing
+from flexengine.hardware import measure, measure_experts, measure_links, measure_node, timing
 from flexengine.hardware.node_rates import RankRates
 from flexengine.hardware.profile import HardwareProfile, ProbeShape
 from flexengine.native import allocate_host
+from flexengine.ops.expert_shape import ExpertShape
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -102,6 +103,20 @@ def test_every_field_is_measured_and_the_profile_accepts_it(fake_cuda: SimpleNam
     assert profile.curves[-5].points[-1] == (MIB, profile.h2d_bytes_per_s)
     assert profile.host_bytes_per_s == profile.curves[-1].points[-1][1]
     assert fake_cuda.stream.waits > 20  # the commands whose issue was timed
+
+
+def test_experts_are_measured_beside_linear_layers(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(measure_experts, "EXPERT_TOKENS", (16, 32, 64))
+    shapes = (ExpertShape(4, 2, 64, 96), ExpertShape(4, 2, 48, 64))
+    shape = ProbeShape(64, 96, 24, experts=shapes)
+    rates = measure.measure_cuda(CPU, torch.bfloat16, shape, host_free_bytes=8 * MIB, scale=0.01)
+    assert [tokens for tokens, _ in rates.grouped_shares] == [16, 32]  # linear layers were measured with up to 32
+    assert all(share > 0 for _, share in rates.grouped_shares)
+    most = measure_experts.Buffers.num_bytes(shapes[0], 16, 2, torch.bfloat16)
+    fewer = measure_experts.Buffers(shapes[0], 16, torch.bfloat16, CPU, most)
+    assert (fewer.shape.experts, fewer.rows, fewer.bounds[-1]) == (2, 16, 16)
+    with pytest.raises(ValueError, match="one expert of"):
+        measure_experts.Buffers(shapes[0], 16, torch.bfloat16, CPU, 1000)
 
 
 def test_short_calls_are_issued_behind_a_gate(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):

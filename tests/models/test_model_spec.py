@@ -7,8 +7,8 @@ import torch
 import transformers
 from engine_helpers import spec_of, tiny_config
 
-from flexengine.models.attention_shapes import attention_shapes
 from flexengine.models.matmul_dtype import with_fp8_linears
+from flexengine.models.probe_shapes import attention_shapes, expert_shapes
 from flexengine.models.registry import ASSETS, open_model, preset_names
 from flexengine.ops.attention_style import AttentionShape
 from flexengine.ops.fp8 import Fp8Linear
@@ -160,6 +160,13 @@ def test_attention_of_all_blocks_by_shape():
     assert dict(attention_shapes(gemma)) == {whole: 21 * 16, window: 21 * 16}
     deepseek = open_model("preset:deepseek-v2-lite", needs_weights=False).spec
     assert attention_shapes(deepseek) == ((AttentionShape(1, 192, 128), 27 * 16),)
+
+
+def test_experts_of_all_blocks_by_shape():
+    """DeepSeek's first block has none; all others have the same."""
+    deepseek = open_model("preset:deepseek-v2-lite", needs_weights=False).spec
+    assert expert_shapes(deepseek) == ((64, 6, 2048, 2 * 1408), (64, 6, 1408, 2048))
+    assert expert_shapes(open_model("preset:gemma-2-9b", needs_weights=False).spec) == ()
 
 
 def test_fp8_linears_replace_those_of_blocks_and_nothing_else():

@@ -22,8 +22,8 @@ from flexengine.schedule.simulator import Rates, Timing, simulate
 from flexengine.schedule.step_parts import StepEstimate, simulated_rounds, stalls, summed
 
 GROUPED_SHARE = 0.77
-"""Rate of the products of experts over that of linear layers of as many tokens, on an H200: 0.72 with 128 narrow
-experts, 0.76 with 64, 0.81 with 8 wide ones (bench/results/h200_block_*.json)."""
+"""Rate of the products of experts over that of linear layers of as many tokens, where a profile does not know it: on an
+H200 0.72 with 128 narrow experts, 0.76 with 64, 0.81 with 8 wide ones (bench/results/h200_block_*.json)."""
 
 
 REPLAYED_KERNEL_S, REPLAYED_SHARE = 1e-6, 0.03
@@ -66,6 +66,11 @@ class CostModel:
         return self.profile.matmul_rate(self.chunk_tokens)
 
     @cached_property
+    def grouped_share(self) -> float:
+        """Rate of experts' products over that of linear layers at this chunk size."""
+        return self.profile.grouped_share(self.chunk_tokens, GROUPED_SHARE)
+
+    @cached_property
     def fp8_rate(self) -> float:
         """The same with FP8 operands."""
         return self.profile.fp8_matmul_rate(self.chunk_tokens)
@@ -80,7 +85,7 @@ class CostModel:
         p = self.profile
         forward_rate, backward_rate = self.attention_rates
         busy_s = (
-            (work.matmul_flops + work.grouped_flops / GROUPED_SHARE) / self.matmul_rate
+            (work.matmul_flops + work.grouped_flops / self.grouped_share) / self.matmul_rate
             + (work.fp8_flops / self.fp8_rate if work.fp8_flops else 0.0)
             + work.attention_forward_flops / forward_rate
             + work.attention_backward_flops / backward_rate

@@ -1,4 +1,4 @@
-"""What attention a model has, for the probe that measures it."""
+"""What attention and experts a model has, for the probe that measures them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from collections import Counter
 from flexengine.models.spec import ModelSpec
 from flexengine.ops.attention import CausalAttention
 from flexengine.ops.attention_style import AttentionShape
+from flexengine.ops.expert_shape import ExpertShape
+from flexengine.ops.experts import GroupedLinear
+
+
+def expert_shapes(spec: ModelSpec) -> tuple[ExpertShape, ...]:
+    """Shapes of the matrices that a model's experts have, each once."""
+    ops = (op for layer in spec.blocks for op in layer.ops)
+    return tuple(dict.fromkeys(op.shape for op in ops if isinstance(op, GroupedLinear)))
 
 
 def attention_shapes(spec: ModelSpec) -> tuple[tuple[AttentionShape, int], ...]:
