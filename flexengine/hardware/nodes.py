@@ -23,6 +23,10 @@ NCCL_BYTES = 896 * 2**20
 """GPU memory that NCCL takes for the ranks of a node, beside its kernels, which are counted with the context: 864 MiB
 on two H100 without multicast, all kinds of calls connected (bench/results/h100x2_ranks_shared.json)."""
 
+COLLECTIVE_WAIT_S = 1e-3
+"""What a collective of NCCL takes longer beside products: it begins when one ends, which keeps all multiprocessors
+until then. Products of 8192^3 on two H100 add 1.0 to 1.2 ms (bench/results/h100x2_ranks_shared.json)."""
+
 
 def peer_s(profile: HardwareProfile, num_bytes: int) -> float:
     """Seconds of a collective in which each GPU sends so many bytes to others, as it receives as many.
@@ -31,8 +35,9 @@ def peer_s(profile: HardwareProfile, num_bytes: int) -> float:
     """
     if not num_bytes:
         return 0.0
-    rate = profile.peer_bytes_per_s or min(profile.d2h_duplex_bytes_per_s, profile.h2d_duplex_bytes_per_s)
-    return profile.copy_latency_s + num_bytes / rate
+    if profile.peer_bytes_per_s:
+        return COLLECTIVE_WAIT_S + num_bytes / profile.peer_bytes_per_s
+    return profile.copy_latency_s + num_bytes / min(profile.d2h_duplex_bytes_per_s, profile.h2d_duplex_bytes_per_s)
 
 
 def with_gpus(profile: HardwareProfile, gpus: int, host_bytes_per_s: float | None = None) -> HardwareProfile:
