@@ -81,7 +81,7 @@ def test_model_sets_the_shape_and_force_measures(probes: list[tuple], capsys: py
     arguments = ["probe", "--device=cpu", "--model", "preset:llama-3.2-1b", "--dtype", "float32", "--force"]
     assert cli.main(arguments) == 0
     heads = 16 * 32
-    shape = (2048, 8192, 64, (((4, 64, 64, 0, False), heads),))
+    shape = (2048, 8192, 64, (((4, 64, 64, 0, False), heads),), ())
     assert probes == [("cpu", torch.float32, shape, True)]
     assert "measured now" in capsys.readouterr().out
 
