@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 SHUTDOWN_S = 3600
 """How long ranks that are asked to stop may take to finish their step and save."""
@@ -79,7 +80,7 @@ def _run(num_gpus: int, command: Sequence[str], told: Path) -> int:
     return 0
 
 
-def _waits_for_saving(config: type, context: type, asked: type[BaseException]) -> dict[str, int]:
+def _waits_for_saving(config: type, context: type, asked: type[BaseException]) -> dict[str, Any]:
     """Have torch's launcher wait for `SHUTDOWN_S` after a signal, and return what its `config` takes to do so.
 
     torch 2.11 has no such setting: it kills ranks 30 s after it passed a signal on. There what closes its `context` of

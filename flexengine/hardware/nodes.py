@@ -10,9 +10,10 @@ from dataclasses import replace
 
 from flexengine.hardware.profile import HardwareProfile
 
-SERVER_NODE_BYTES_PER_S = 480e9
-"""Host memory of a server with several data-centre cards: two sockets with twelve channels of DDR5-4800 each move 920
-GB/s on paper, of which about half is taken to be attained. Assumed, not measured."""
+SERVER_NODE_BYTES_PER_S = ((2, 230e9), (8, 480e9))
+"""Host memory of a server with up to so many data-centre cards. Two: what links and updates on 32 cores moved together
+beside two H100 (bench/results/h100x2_ranks.json). More: two sockets with twelve channels of DDR5-4800 each move 920
+GB/s on paper, of which about half is taken to be attained; assumed, not measured."""
 DESKTOP_NODE_BYTES_PER_S = ((2, 75e9), (4, 150e9), (8, 300e9))
 """Host memory of a machine with up to so many GeForce or workstation cards: two channels of DDR5, then boards with
 eight channels, then two sockets of them. Assumed, not measured."""
@@ -66,9 +67,10 @@ def with_gpus(profile: HardwareProfile, gpus: int, host_bytes_per_s: float | Non
 
 def assumed_node_rate(profile: HardwareProfile, gpus: int) -> float:
     """Bytes per second of host memory that are assumed of a node with so many cards of a preset."""
-    if gpus == 1 or profile.host_bytes_per_s >= 100e9:  # one with a server's memory
-        return profile.host_bytes_per_s if gpus == 1 else max(SERVER_NODE_BYTES_PER_S, profile.host_bytes_per_s)
-    rates = [rate for most, rate in DESKTOP_NODE_BYTES_PER_S if gpus <= most] or [DESKTOP_NODE_BYTES_PER_S[-1][1]]
+    if gpus == 1:
+        return profile.host_bytes_per_s
+    nodes = SERVER_NODE_BYTES_PER_S if profile.host_bytes_per_s >= 100e9 else DESKTOP_NODE_BYTES_PER_S
+    rates = [rate for most, rate in nodes if gpus <= most] or [nodes[-1][1]]
     return max(rates[0], profile.host_bytes_per_s)
 
 
