@@ -221,11 +221,9 @@ def _expert_shares(
     """Measure experts' products between others, as a block has them, within a share of the free memory."""
     if not shape.experts:
         return ()
-    most_bytes = min(OPERAND_BYTES + RESULT_BYTES, int(MEMORY_SHARE * _free_bytes(device)))
     timer = warmed_timer(_products(device, dtype, PART_S), PART_S)
-    found = grouped_shares(shape.experts, matmul, memory_rate, dtype, device, most_bytes, timer, least_s)
-    torch.cuda.empty_cache()
-    return found
+    most_bytes = min(OPERAND_BYTES + RESULT_BYTES, int(MEMORY_SHARE * _free_bytes(device)))
+    return grouped_shares(shape.experts, matmul, memory_rate, dtype, device, most_bytes, timer, least_s)
 
 
 def _in_fp8(buffers: Buffers) -> Buffers:

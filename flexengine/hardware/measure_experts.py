@@ -80,6 +80,8 @@ def grouped_shares(
             whole = 3 * shape.flops(tokens)
             flops += whole
             seconds += whole / buffers.flops() * buffers.seconds(timer, least_s, memory_bytes_per_s)
+            del buffers  # before the next ones are made
+            torch.cuda.empty_cache()
         if seconds:
             found.append((tokens, flops / seconds / interpolate(matmul, tokens)))
     return tuple(found)
