@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexengine.kernels import grouped_gradient_tma
 from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.counts import cdiv, next_power_of_2
 from flexengine.kernels.grouped_tiles import (
@@ -153,6 +154,18 @@ def takes_descriptors(x: Tensor, out: Tensor, adapter: LowRank | None) -> bool:
     )
 
 
+def gradient_takes_descriptors(grad_y: Tensor, x: Tensor) -> bool:
+    """Whether the card's engine for tiles (TMA, since Hopper) moves the operands; by their widths alone, not by rows.
+
+    Narrower gradients, as of adapters, would leave most of a tile empty.
+    """
+    if not x.is_cuda or x.dtype != torch.bfloat16 or _shared_memory_bytes(x.get_device()) < 227 * 1024:
+        return False
+    if x.numel() == 0:  # no address to load from
+        return False
+    return all(width >= 128 and width % 8 == 0 for width in (grad_y.shape[1], x.shape[1]))
+
+
 def grouped_weight_gradient(grad_y: Tensor, x: Tensor, bounds: Tensor, acc: Tensor, accumulate: bool) -> None:
     """acc[e] = (or +=) grad_y[rows of e].T @ x[rows of e]; an expert without rows has zero.
 
@@ -165,6 +178,8 @@ def grouped_weight_gradient(grad_y: Tensor, x: Tensor, bounds: Tensor, acc: Tens
     check_tensor("x", x, (count, inner), (grad_y.dtype,))
     check_tensor("bounds", bounds, (experts + 1,), (torch.int32,))
     check_tensor("acc", acc, (experts, columns, inner), (torch.float32,))
+    if gradient_takes_descriptors(grad_y, x):
+        return grouped_gradient_tma.launch(grad_y, x, bounds, acc, accumulate)
     t = _gradient_tiling(x)
     grid = (experts * cdiv(columns, t.rows) * cdiv(inner, t.columns),)
     _weight_gradient_kernel[grid](
