@@ -134,7 +134,9 @@ def _hazards_of(code: str, body: list[str]) -> list[str]:
             running = running[len(running) - int(wait[1]) :] if int(wait[1]) else []
             if any("registers" in operands for operands in running):
                 found.append(f"registers of a product are not waited for: {line.strip()}")
-        elif copy := re.search(rf"async_copy_global_to_local {_NAME}, ({_NAME})", line):
+        elif copy := re.search(
+            rf"async_(?:copy_global_to_local {_NAME},|tma_copy_global_to_local {_NAME}\[.*?\]) ({_NAME})", line
+        ):
             target = buffer(copy[1])
             if depth[target] == 1 and any(target in operands for operands in running):
                 found.append(f"a product may still read {target}, which there is once: {line.strip()}")
@@ -172,7 +174,8 @@ def experts(tiling: tuple[int, ...]) -> None:
             operands = (rows, weight, bounds, rows.clone(), transposed, None, None, low, None)
             kernels.launch(*operands, kernels.Tiling(*tiling))
     kernels.grouped_weight_gradient(rows, rows, bounds, acc, True)
-    kernels.launch_gradient(rows, rows, bounds, acc, kernels.ADDED_TILES)
+    for accumulate in (False, True):
+        kernels.grouped_gradient_tma.launch(rows, rows, bounds, acc, accumulate)
 
 
 def attention(heads: tuple[int, int], widths: tuple[int, int], soft_cap: float = 0.0, window: int = 0) -> None:
@@ -236,6 +239,25 @@ def hopper_kernels() -> Iterator[dict[str, Any]]:
             yield {"case": case, "kernel": name, "products": products, "hazards": hazards(code)}
 
 
+def gradients() -> Iterator[dict[str, Any]]:
+    """Experts' weight gradients that the engine for tiles moves, as PTX for 9.0: how many products may run on at a wait
+    of the loop, and how many selections of numbers there are: of sums that a product may still be adding to."""
+    from flexengine.kernels import grouped_gradient_tma  # noqa: PLC0415
+
+    rows, bounds = torch.zeros(256, 2048, dtype=torch.bfloat16), torch.tensor((0, 100, 256), dtype=torch.int32)
+    for accumulate in (False, True):
+        with compiling(stage="make_ptx") as kernels:
+            grouped_gradient_tma.launch(rows, rows, bounds, torch.zeros(2, 2048, 2048), accumulate)
+        ((_, code, known),) = kernels
+        yield {
+            "accumulate": accumulate,
+            "pending": [int(each) for each in re.findall(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", code)],
+            "selections": code.count("selp.f32"),
+            "additions": code.count("cp.reduce.async.bulk.tensor"),
+            "shared_bytes": known["shared"],
+        }
+
+
 def small_kernels(capability: int, cases: Sequence[str], only: str = "") -> Iterator[dict[str, Any]]:
     """The kernels of cases (only: of one name) for cards with little shared memory, each with what it takes of it."""
     from flexengine.kernels import attention_tilings  # noqa: PLC0415
@@ -256,7 +278,8 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="KERNEL", help="of the kernels for small cards")
     args = parser.parse_args()
     small = [row for capability in args.small for row in small_kernels(capability, args.cases, args.only)]
-    print(json.dumps({"triton": triton.__version__, "kernels": [*hopper_kernels()], "small": small}, indent=2))
+    found = {"kernels": [*hopper_kernels()], "gradients": [*gradients()], "small": small}
+    print(json.dumps({"triton": triton.__version__, **found}, indent=2))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexengine.kernels import grouped_gradient_tma
 from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.counts import cdiv, next_power_of_2
 from flexengine.kernels.grouped_tiles import (
@@ -28,7 +29,7 @@ from flexengine.kernels.grouped_tiles import (
     short_sums,
     store_tile,
 )
-from flexengine.kernels.grouped_tma import launch, launch_gradient
+from flexengine.kernels.grouped_tma import launch
 
 
 def _tiling(x: Tensor) -> Tiling:
@@ -50,10 +51,6 @@ def _gradient_tiling(x: Tensor) -> Tiling:
     Two programs share a multiprocessor: one reads and writes its accumulator while the other computes its sums.
     """
     return Tiling(128, 128, 32, 8, 8, 3) if x.element_size() == 4 else Tiling(128, 128, 64, 8, 4, 3)
-
-
-ADDED_TILES = Tiling(128, 256, 64, 8, 8, 3)
-"""Those of a weight's gradient that the card adds to what is there (bench/results/h100_grouped_tilings.json)."""
 
 
 @lru_cache
@@ -157,12 +154,16 @@ def takes_descriptors(x: Tensor, out: Tensor, adapter: LowRank | None) -> bool:
     )
 
 
-def takes_added_tiles(grad_y: Tensor, x: Tensor) -> bool:
-    """Whether the card's engine for tiles (TMA, since Hopper) adds a weight's gradient to what is there."""
-    (count, columns), inner, tiles = grad_y.shape, x.shape[1], ADDED_TILES
+def gradient_takes_descriptors(grad_y: Tensor, x: Tensor) -> bool:
+    """Whether the card's engine for tiles (TMA, since Hopper) moves the operands; by their widths alone, not by rows.
+
+    Narrower gradients, as of adapters, would leave most of a tile empty.
+    """
     if not x.is_cuda or x.dtype != torch.bfloat16 or _shared_memory_bytes(x.get_device()) < 227 * 1024:
         return False
-    return count >= tiles.inner and columns % tiles.rows == 0 and inner >= tiles.columns and inner % 8 == 0
+    if x.numel() == 0:  # no address to load from
+        return False
+    return all(width >= 128 and width % 8 == 0 for width in (grad_y.shape[1], x.shape[1]))
 
 
 def grouped_weight_gradient(grad_y: Tensor, x: Tensor, bounds: Tensor, acc: Tensor, accumulate: bool) -> None:
@@ -177,8 +178,8 @@ def grouped_weight_gradient(grad_y: Tensor, x: Tensor, bounds: Tensor, acc: Tens
     check_tensor("x", x, (count, inner), (grad_y.dtype,))
     check_tensor("bounds", bounds, (experts + 1,), (torch.int32,))
     check_tensor("acc", acc, (experts, columns, inner), (torch.float32,))
-    if accumulate and takes_added_tiles(grad_y, x):
-        return launch_gradient(grad_y, x, bounds, acc, ADDED_TILES)
+    if gradient_takes_descriptors(grad_y, x):
+        return grouped_gradient_tma.launch(grad_y, x, bounds, acc, accumulate)
     t = _gradient_tiling(x)
     grid = (experts * cdiv(columns, t.rows) * cdiv(inner, t.columns),)
     _weight_gradient_kernel[grid](

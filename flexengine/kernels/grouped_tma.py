@@ -1,4 +1,4 @@
-"""The products of kernels/grouped.py where the card's engine for tiles (TMA) moves the operands: Hopper cards.
+"""The products of kernels/grouped.py where the card's engine for tiles (TMA) loads the operands: Hopper cards.
 
 A descriptor knows a matrix and the shape of its tiles, so that a program gives two numbers where it else computes an
 address and a mask for every row. What lies beyond a matrix is loaded as zero; what belongs to the next expert is loaded
@@ -53,20 +53,6 @@ def launch(
     )  # fmt: skip
 
 
-def launch_gradient(grad_y: Tensor, x: Tensor, bounds: Tensor, acc: Tensor, t: Tiling) -> None:
-    """`grouped.grouped_weight_gradient` of operands that it has checked, on top of what acc has, whose rows are whole
-    tiles [t.rows, t.columns]. The card adds tiles where they lie, so that no program waits for what was there."""
-    (_, columns), inner, experts = grad_y.shape, x.shape[1], acc.shape[0]
-    grads = TensorDescriptor.from_tensor(grad_y, [t.inner, t.rows])
-    rows = TensorDescriptor.from_tensor(x, [t.inner, t.columns])
-    sums = TensorDescriptor.from_tensor(acc.view(-1, inner), [t.rows, t.columns])
-    grid = (experts * cdiv(columns, t.rows) * cdiv(inner, t.columns),)
-    _gradient_kernel[grid](
-        grads, rows, sums, grad_y, x, bounds, columns, inner, WIDE=not x.is_cuda, OUTS=t.rows, INS=t.columns,
-        ROWS=t.inner, GROUP=t.group, **t.launch(),
-    )  # fmt: skip
-
-
 def _matrices(matrices: Tensor, transposed: bool, inner: int, columns: int) -> TensorDescriptor:
     """Describe tiles of all experts' matrices, one below the other."""
     tile = [inner, columns] if transposed else [columns, inner]
@@ -112,30 +98,3 @@ def _descriptor_kernel(
         store_tile(
             total, out_ptr, bias_ptr, row_weight_ptr, gains_ptr, expert, rows, outs, end, columns, BIAS, WEIGHTED, GAINS
         )
-
-
-@triton.jit
-def _gradient_kernel(
-    grad_tiles, x_tiles, acc_tiles, grad_y_ptr, x_ptr, bounds_ptr, columns, inner,
-    WIDE: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """A tile of one expert's weight. Its last rows are fewer than a tile has; those behind them are the next one's.
-
-    Every element is added to once, so that sums have the same bits each time."""
-    out_tiles, in_tiles = tl.cdiv(columns, OUTS), tl.cdiv(inner, INS)
-    expert = tl.program_id(0) // (out_tiles * in_tiles)
-    out_tile, in_tile = grouped_tile(tl.program_id(0) % (out_tiles * in_tiles), out_tiles, in_tiles, GROUP)
-    start, end = tl.load(bounds_ptr + expert), tl.load(bounds_ptr + expert + 1)
-    first_out, first_in = out_tile * OUTS, in_tile * INS
-    whole = start + (end - start) // ROWS * ROWS
-    total = tl.zeros((OUTS, INS), tl.float32)
-    for first in range(start, whole, ROWS):
-        total = add_product(total, grad_tiles.load([first, first_out]).T, x_tiles.load([first, first_in]), WIDE)
-    if whole < end:
-        outs, ins = first_out + tl.arange(0, OUTS), first_in + tl.arange(0, INS)
-        rows = (whole + tl.arange(0, ROWS)).to(tl.int64)
-        mask = (rows < end)[:, None]
-        grad = tl.load(grad_y_ptr + rows[:, None] * columns + outs, mask=mask & (outs < columns), other=0.0)
-        x = tl.load(x_ptr + rows[:, None] * inner + ins, mask=mask & (ins < inner), other=0.0)
-        total = add_product(total, tl.trans(grad), x, WIDE)
-    acc_tiles.atomic_add([expert * columns + first_out, first_in], total)

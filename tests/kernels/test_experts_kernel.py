@@ -1,10 +1,11 @@
 """Rows of experts and grouped products against float64, with experts that have no rows and one that has all."""
 
+import itertools
+
 import pytest
 import torch
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from flexengine.kernels import expert_biases, grouped_tma
+from flexengine.kernels import expert_biases, grouped_gradient_tma, grouped_tma
 from flexengine.kernels import experts as rows_kernel
 from flexengine.kernels import grouped as kernel
 
@@ -139,6 +140,65 @@ def test_tiles_that_the_card_loads_match_float64_on_gpu(checks, gpu, routing, wi
     check_descriptors(checks, gpu, routing, transposed, (300, 4, 24, 192, 328), width)
 
 
+COUNTS = {
+    "odd": (33, 7, 65),
+    "empty": (0, 40, 0, 0, 31, 0),
+    "one row": (1, 1, 16, 1),
+    "whole tiles": (16, 32, 48),
+    "none": (0, 0, 0),
+}
+GRADIENT_TILINGS = {
+    "wide": grouped_gradient_tma.GradientTiling(kernel.Tiling(32, 64, 16, 2, 4, 3)),
+    "high, in 4 parts, a program each": grouped_gradient_tma.GradientTiling(kernel.Tiling(64, 32, 16, 8, 4, 3), 4, 0),
+    "whole, two programs": grouped_gradient_tma.GradientTiling(kernel.Tiling(128, 128, 64, 8, 4, 3), 1, 2),
+}
+
+
+def gradient_operands(checks, device, counts, columns, inner, before=5, behind=70):
+    """(grad_y, x, bounds, gradient in float64); rows before the first expert and behind the last are NaN."""
+    bounds = torch.tensor((before, *counts)).cumsum(0)
+    shape = int(bounds[-1]) + behind
+    grad_y, x = (checks.normal(shape, width, dtype=torch.bfloat16, device=device) for width in (columns, inner))
+    for matrix in (grad_y, x):
+        matrix[:before] = matrix[shape - behind :] = float("nan")
+    pieces = [slice(start, end) for start, end in itertools.pairwise(bounds.tolist())]
+    wanted = torch.stack([grad_y[rows].double().t() @ x[rows].double() for rows in pieces])
+    return grad_y, x, bounds.int().to(device), wanted
+
+
+@pytest.mark.parametrize("tiling", GRADIENT_TILINGS.values(), ids=GRADIENT_TILINGS)
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_gradients_of_tiles_that_the_card_moves_match_float64(checks, device, counts, tiling):
+    """Tiles end within the matrix and beyond it; a program has some, or none."""
+    grad_y, x, bounds, wanted = gradient_operands(checks, device, counts, 136, 72)
+    acc = checks.empty(len(counts), 136, 72, dtype=torch.float32, device=device)
+    grouped_gradient_tma.launch(grad_y, x, bounds, acc, False, tiling)
+    checks.assert_close(acc, wanted, 1e-5, "grad_weight")
+    grouped_gradient_tma.launch(grad_y, x, bounds, acc, True, tiling)
+    checks.assert_close(acc, 2 * wanted, 1e-5, "twice")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("counts", [*COUNTS.values(), (300, 0, 1, 1031)], ids=[*COUNTS, "many"])
+def test_gradients_of_tiles_that_the_card_moves_match_float64_on_gpu(checks, gpu, counts):
+    """Sums that the engine adds have the bits of those that programs load, add to and store; so has every run."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs a card that loads tiles")
+    grad_y, x, bounds, wanted = gradient_operands(checks, gpu, counts, 328, 584)
+    assert kernel.gradient_takes_descriptors(grad_y, x)
+    acc = checks.empty(len(counts), 328, 584, dtype=torch.float32, device=gpu)
+    kernel.grouped_weight_gradient(grad_y, x, bounds, acc, accumulate=False)
+    checks.assert_close(acc, wanted, 1e-5, "grad_weight")
+    kernel.grouped_weight_gradient(grad_y, x, bounds, acc, accumulate=False)
+    start = torch.randn_like(acc)
+    once = start + acc
+    for programs, parts, adds in ((1, 2, True), (0, 2, True), (1, 4, False)):
+        tiling = grouped_gradient_tma.WRITTEN._replace(programs=programs, parts=parts, adds=adds)
+        acc.copy_(start)
+        grouped_gradient_tma.launch(grad_y, x, bounds, acc, True, tiling)
+        assert torch.equal(acc, once)
+
+
 def check_descriptors(checks, device, routing, transposed, shape, width, tiling=None):
     tokens, count, num_experts, inner, columns = shape
     _, bounds, expert = route(routing, tokens, count, num_experts, device)
@@ -157,43 +217,6 @@ def check_descriptors(checks, device, routing, transposed, shape, width, tiling=
     own = (weight.mT if transposed else weight).double().cpu()[expert]
     wanted = torch.einsum("rd,rfd->rf", x.double().cpu(), own) + added + bias.double().cpu()[expert]
     checks.assert_close(out.cpu(), wanted, checks.TOLERANCE[torch.bfloat16], "y")
-
-
-@pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("tokens", [1, 35])
-def test_gradients_that_the_card_adds_match_float64(checks, device, routing, tokens, monkeypatch):
-    """The last rows of an expert are fewer than a tile's, behind which others' follow."""
-
-    def add(builder, kind, tiles, value, indices):  # the interpreter of Triton 3.9 has loads and stores alone
-        before = builder.create_descriptor_load(tiles, indices, None)
-        builder.create_descriptor_store(tiles, TensorHandle(before.data + value.data, value.dtype), indices)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_descriptor_reduce", add, raising=False)
-    check_gradient(checks, device, routing, (tokens, 2, 5, 40, 48), kernel.Tiling(16, 32, 16, 8, 4, 3))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("routing", ROUTINGS)
-def test_gradients_that_the_card_adds_match_float64_on_gpu(checks, gpu, routing):
-    if torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("needs a card that loads tiles")
-    check_gradient(checks, gpu, routing, (300, 4, 24, 328, 256))
-
-
-def check_gradient(checks, device, routing, shape, tiling=None):
-    tokens, count, num_experts, inner, columns = shape
-    _, bounds, expert = route(routing, tokens, count, num_experts, device)
-    x = checks.normal(tokens * count, inner, dtype=torch.bfloat16, device=device)
-    grad_y = checks.normal(tokens * count, columns, dtype=torch.bfloat16, device=device)
-    acc = checks.normal(num_experts, columns, inner, dtype=torch.float32, device=device)
-    terms = torch.einsum("rf,rd->rfd", grad_y.double().cpu(), x.double().cpu())
-    wanted = acc.double().cpu().index_add_(0, expert, terms)
-    if tiling is None:
-        assert kernel.takes_added_tiles(grad_y, x)
-        kernel.grouped_weight_gradient(grad_y, x, bounds, acc, accumulate=True)
-    else:
-        grouped_tma.launch_gradient(grad_y, x, bounds, acc, tiling)
-    checks.assert_close(acc.cpu(), wanted, 1e-5, "sums")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -64,6 +64,23 @@ def test_no_product_runs_on_while_its_operands_are_overwritten(compiled):
     assert [row for row in kernels if row["hazards"]] == []
 
 
+def test_a_load_by_the_engine_for_tiles_is_looked_at_too():
+    loads = LOOP.replace(
+        "ttg.async_copy_global_to_local %pointers, %place mask %m",
+        "ttng.async_tma_copy_global_to_local %rows[%c0, %i] %place, %barrier, %m",
+    )
+    assert len(hazards(loads.format(copies=1, pendings=1, **SHARED))) == 1
+    assert hazards(loads.format(copies=2, pendings=1, **SHARED)) == []
+
+
+def test_sums_of_experts_gradients_stay_where_products_add_to_them(compiled):
+    """A product runs into the next iteration; only where the sums are stored, and at the end, all are waited for."""
+    for row in compiled["gradients"]:
+        assert (row["pending"], row["selections"]) == ([1, 0, 0], 0)
+        assert row["additions"] == 8 * row["accumulate"]
+        assert row["shared_bytes"] <= 227 * 1024
+
+
 def test_states_in_fp32_fit_the_shared_memory_of_consumer_cards(compiled):
     needed = {(row["capability"], row["shared_bytes"]) for row in compiled["small"]}
     assert {capability for capability, _ in needed} == {89, 120}
