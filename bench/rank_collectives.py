@@ -14,7 +14,7 @@ from torch.cuda import nccl
 
 from bench.rank_processes import save
 from flexengine.hardware.memory_usage import gpu_used_bytes, resident_bytes
-from flexengine.hardware.nodes import NCCL_BYTES
+from flexengine.hardware.nodes import PEER_MEMORY_BYTES
 from flexengine.hardware.timing import ISSUE_S, MOST_SHORT_CALLS, hold_stream
 from flexengine.parallel.collectives import Collectives
 from flexengine.parallel.team import Team
@@ -67,18 +67,23 @@ class Bench:
             self._load_kernels()
         before = self._memory()
         start = time.perf_counter()
-        self.collectives = Collectives(self.team.control, self.device)
+        self.collectives = Collectives(self.team.control, self.device, self.team.watch)
         self._note("connect_s", time.perf_counter() - start)
-        self._note("by_nccl", self.collectives.by_nccl)
-        self._note("memory", {"before": before, "connected": self._memory(), "assumed": NCCL_BYTES})
-        self._note("right", self.check())
+        way = self.collectives.way
+        self._note("way", way)
+        assumed = 0 if way == "gloo" else PEER_MEMORY_BYTES[way]
+        self._note("memory", {"before": before, "connected": self._memory(), "assumed": assumed})
         most = self.sizes[-1]
-        self.shares = torch.empty(most, dtype=torch.uint8, device=self.device).random_()
-        self.received, self.sent = (torch.empty(most // 4, device=self.device).normal_() for _ in range(2))
+        memory = torch.empty(2 * most, dtype=torch.uint8, device=self.device)
+        self.collectives.share(memory)
+        self.shares, self.received = memory[:most], memory[most:].view(torch.float32)
+        self._note("right", self.check())
+        self.shares.random_()
+        self.received.normal_()
+        self.sent = torch.empty_like(self.received).normal_()
         self._note("alone", [self.alone(call) for call in self.calls()])
         if self.on_cuda:
             self._note("beside", self.beside())
-        del self.shares, self.received, self.sent
         if self.on_cuda:
             self.found["memory"]["used"] = self._memory()
         start = time.perf_counter()
@@ -123,14 +128,14 @@ class Bench:
         """Whether calls of odd sizes bring the right bytes, also from pieces of which one rank's is empty."""
         generator = torch.Generator().manual_seed(self.team.control.broadcast(int.from_bytes(os.urandom(4), "little")))
         whole = torch.randint(256, (self.size, ODD_PIECE), dtype=torch.uint8, generator=generator)
-        shares = torch.zeros_like(whole, device=self.device)
+        shares = self.shares[: whole.numel()].view_as(whole).zero_()
         shares[self.rank] = whole[self.rank].to(self.device)
         self.collectives.gather(shares.view(-1), shares[self.rank])
         found = {"gather": torch.equal(shares.cpu(), whole)}
         for name, last in (("exchange", ODD_PIECE), ("exchange, an empty piece", 0)):
             counts = [ODD_PIECE + 7 * rank for rank in range(self.size - 1)] + [last]
             sent = torch.randn(self.size, sum(counts), generator=generator)
-            received = torch.full((self.size * counts[self.rank],), math.nan, device=self.device)
+            received = self.received[: self.size * counts[self.rank]].fill_(math.nan)
             self.collectives.exchange(received, sent[self.rank].to(self.device), counts, counts[self.rank])
             expected = torch.cat([row.split(counts)[self.rank] for row in sent])
             found[name] = torch.equal(received.cpu(), expected)
@@ -223,7 +228,7 @@ class Bench:
     # ---- memory -------------------------------------------------------------------------------------------------
 
     def _load_kernels(self) -> None:
-        """Have everything in GPU memory that is not NCCL's."""
+        """Have everything in GPU memory that the calls do not bring."""
         x = torch.ones(64, 64, device=self.device, dtype=torch.bfloat16)
         torch.mm(x, x)
         torch.ones(3, dtype=torch.float64, device=self.device).add_(1).sum().item()

@@ -180,7 +180,7 @@ def shown(part: str, found: dict[str, Any]) -> str:
             )
             lines.append(f"  GB/s to, from, of {row[0]['host_work'] or 'nothing'} on the host: {rates}")
     elif part == "collectives":
-        lines += [told({name: ranks[0][name] for name in ("by_nccl", "connect_s", "memory", "right")})]
+        lines += [told({name: ranks[0][name] for name in ("way", "connect_s", "memory", "right")})]
         for kind in ("alone", "beside"):
             lines += [f"  {kind}: {told(row)}" for row in slowest_rows(ranks, kind)] if kind in ranks[0] else []
     else:

@@ -20,7 +20,7 @@ from flexengine.hardware.measure_node import AtOnce, measure_host_and_links
 from flexengine.hardware.memory_usage import gpu_used_bytes, release_unused_heap, resident_bytes
 from flexengine.hardware.node_rates import NodeRates, RankRates, slowest_of, with_node_rates
 from flexengine.hardware.probe import node_path
-from flexengine.hardware.profile import HardwareProfile
+from flexengine.hardware.profile import HardwareProfile, PeerWay
 from flexengine.parallel.collectives import Collectives
 from flexengine.parallel.devices import gpus_of_ranks
 from flexengine.parallel.ranks import Ranks
@@ -40,6 +40,7 @@ class Measured(NamedTuple):
 
     rates: RankRates
     adamw_state: str
+    peer_way: PeerWay
     grown_gpu_bytes: int = 0
     grown_host_bytes: int = 0
 
@@ -62,7 +63,8 @@ def with_ranks_at_work(
     if ranks.rank == 0:
         logger.info("measuring what %d ranks reach at once (a few seconds)", ranks.size)
     told = control.gather(measure_rank(profile, team, device, dtype))
-    found = NodeRates(ranks.local_size, told[0].adamw_state, slowest_of([each.rates for each in told]))
+    slowest = slowest_of([each.rates for each in told])
+    found = NodeRates(ranks.local_size, told[0].adamw_state, slowest, told[0].peer_way)
     if ranks.rank == 0:
         write_remembered(path, found.to_json())
     return _grown(with_node_rates(profile, found), told[0], ranks.local_size)
@@ -78,27 +80,30 @@ def measure_rank(profile: HardwareProfile, team: Team, device: torch.device, dty
     before = at_once(lambda: _used(device))
     free_bytes = host_memory().available_bytes // team.ranks.local_size
     host = measure_host_and_links(device, dtype, profile.cpu_adamw_parameters_per_s, free_bytes, at_once)
-    peer_bytes_per_s = _measure_peers(team, device, at_once)
+    way, peer_bytes_per_s = _measure_peers(team, device, at_once)
     grown = [max(0, now - used) for now, used in zip(at_once(lambda: _used(device)), before, strict=True)]
-    return Measured(RankRates(**host.rates, peer_bytes_per_s=peer_bytes_per_s), host.adamw_state, *grown)
+    return Measured(RankRates(**host.rates, peer_bytes_per_s=peer_bytes_per_s), host.adamw_state, way, *grown)
 
 
-def _measure_peers(team: Team, device: torch.device, at_once: AtOnce) -> float:
-    """Bytes per second between GPUs one way; gives back what NCCL takes, but for its kernels."""
+def _measure_peers(team: Team, device: torch.device, at_once: AtOnce) -> tuple[PeerWay, float]:
+    """What moves bytes between GPUs, and how many per second one way; NCCL's kernels stay loaded."""
     collectives = Collectives(team.control, device)
     try:
         buffers = at_once(lambda: _peer_buffers(team.ranks, device))
+        collectives.share(buffers.memory)
         found = at_once(lambda: _peer_rate(team.ranks, collectives, buffers))
     except BaseException:
         collectives.abort()
         raise
+    way = collectives.way
     collectives.close()
-    return found
+    return ("nccl" if way == "gloo" else way), found
 
 
 class _PeerBuffers(NamedTuple):
-    """What a rank gathers (uint8, a share of each rank), and what it exchanges (float32)."""
+    """What a rank gathers (uint8, a share of each rank), and what it exchanges (float32); memory: of what it gets."""
 
+    memory: Tensor
     shares: Tensor
     sent: Tensor
     received: Tensor
@@ -106,15 +111,16 @@ class _PeerBuffers(NamedTuple):
 
 def _peer_buffers(ranks: Ranks, device: torch.device) -> _PeerBuffers:
     share = PEER_BYTES // ranks.local_size // 512 * 512
-    shares = torch.empty(ranks.local_size, share, dtype=torch.uint8, device=device).random_()
-    sent, received = torch.zeros(2, shares.numel() // 4, device=device)
+    memory = torch.empty(2, ranks.local_size, share, dtype=torch.uint8, device=device).random_()
+    shares, received = memory[0], memory[1].view(-1).view(torch.float32)
+    sent = torch.zeros_like(received)
     torch.cuda.synchronize(device)
-    return _PeerBuffers(shares, sent, received)
+    return _PeerBuffers(memory.view(-1), shares, sent, received)
 
 
 def _peer_rate(ranks: Ranks, collectives: Collectives, buffers: _PeerBuffers) -> float:
     """Bytes per second that a GPU receives from the others in gathers and exchanges, while it sends as many."""
-    shares, sent, received = buffers
+    _, shares, sent, received = buffers
     counts = [sent.numel() // ranks.local_size] * ranks.local_size
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     with torch.cuda.stream(torch.cuda.Stream(shares.device, priority=-1)):

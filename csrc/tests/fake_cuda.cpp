@@ -23,7 +23,12 @@
 namespace {
 
 constexpr int kInvalidValue = 1, kInvalidHandle = 400;
-constexpr unsigned kDisableTiming = 2;
+constexpr unsigned kDisableTiming = 2, kLazyPeerAccess = 1;
+constexpr uint64_t kPageBytes = 4096;
+
+struct IpcHandle {
+    char bytes[64];
+};
 
 struct Mark {  // one record of an event
     bool reached = false;
@@ -287,6 +292,34 @@ EXPORT int cuDeviceGetAttribute(int* value, int attribute, int) {
     const std::lock_guard<std::mutex> lock(device().mutex);
     *value = attribute == kStreamMemoryOperations && device().memory_operations;
     return enter("cuDeviceGetAttribute");
+}
+
+// Memory of other processes: every page is an allocation, and a handle has its address.
+EXPORT int cuMemGetAddressRange_v2(uint64_t* base, size_t* size, uint64_t address) {
+    const std::lock_guard<std::mutex> lock(device().mutex);
+    *base = address / kPageBytes * kPageBytes;
+    *size = kPageBytes;
+    return enter("cuMemGetAddressRange_v2");
+}
+
+EXPORT int cuIpcGetMemHandle(IpcHandle* handle, uint64_t base) {
+    const std::lock_guard<std::mutex> lock(device().mutex);
+    *handle = {};
+    std::memcpy(handle->bytes, &base, sizeof base);
+    return enter("cuIpcGetMemHandle");
+}
+
+EXPORT int cuIpcOpenMemHandle_v2(uint64_t* base, IpcHandle handle, unsigned flags) {
+    const std::lock_guard<std::mutex> lock(device().mutex);
+    if (int code = enter("cuIpcOpenMemHandle_v2")) return code;
+    if (flags != kLazyPeerAccess) return kInvalidValue;
+    std::memcpy(base, handle.bytes, sizeof *base);
+    return 0;
+}
+
+EXPORT int cuIpcCloseMemHandle(uint64_t) {
+    const std::lock_guard<std::mutex> lock(device().mutex);
+    return enter("cuIpcCloseMemHandle");
 }
 
 // -- what tests use ---------------------------------------------------------------------------------------------------

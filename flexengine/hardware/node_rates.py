@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from flexengine.hardware.curve import check_rate
-from flexengine.hardware.profile import HardwareProfile
+from flexengine.hardware.profile import HardwareProfile, PeerWay
 from flexengine.wording import parse_json, shown
 
 
@@ -33,30 +33,42 @@ LINK_FIELDS = RankRates._fields[:6]
 
 
 class NodeRates(NamedTuple):
-    """The rates of the slowest of so many ranks on each node. adamw_state: of the parameters that were updated."""
+    """The rates of the slowest of so many ranks on each node.
+
+    adamw_state: of the parameters that were updated. peer_way: what moved bytes between GPUs.
+    """
 
     ranks: int
     adamw_state: str
     slowest: RankRates
+    peer_way: PeerWay = "copies"
 
     def to_json(self) -> str:
         """JSON text; `from_json` is the inverse."""
-        values = {"ranks": self.ranks, "adamw_state": self.adamw_state, **self.slowest._asdict()}
+        told = {"ranks": self.ranks, "adamw_state": self.adamw_state, "peer_way": self.peer_way}
+        values = {**told, **self.slowest._asdict()}
         return json.dumps(values, indent=2) + "\n"
 
     @staticmethod
     def from_json(text: str) -> NodeRates:
         """The rates in `text`. Raises: ValueError if it is no JSON, or holds anything else."""
         values = parse_json(text, "rates of ranks")
-        if not isinstance(values, dict) or values.keys() != {"ranks", "adamw_state", *RankRates._fields}:
+        if not isinstance(values, dict) or values.keys() != {
+            "ranks",
+            "adamw_state",
+            "peer_way",
+            *RankRates._fields,
+        }:
             raise ValueError(f"rates of ranks: expected one key per rate, got {shown(values)}")
         for name in RankRates._fields:
             check_rate(name, values[name])
         ranks = values["ranks"]
         if not isinstance(ranks, int) or ranks < 2:
             raise ValueError(f"rates of ranks: ranks is {shown(ranks)}, expected at least 2")
+        if values["peer_way"] not in get_args(PeerWay):
+            raise ValueError(f"rates of ranks: peer_way is {shown(values['peer_way'])}, expected copies or nccl")
         rates = RankRates(**{name: values[name] for name in RankRates._fields})
-        return NodeRates(ranks, str(values["adamw_state"]), rates)
+        return NodeRates(ranks, str(values["adamw_state"]), rates, values["peer_way"])
 
 
 def slowest_of(rates: Sequence[RankRates]) -> RankRates:
@@ -79,5 +91,6 @@ def with_node_rates(profile: HardwareProfile, found: NodeRates) -> HardwareProfi
         host_bytes_per_s=ranks * most,
         cpu_adamw_parameters_per_s=tuple((state, rate * faster) for state, rate in profile.cpu_adamw_parameters_per_s),
         peer_bytes_per_s=rates.peer_bytes_per_s,
+        peer_way=found.peer_way,
         measured_ranks=ranks,
     )

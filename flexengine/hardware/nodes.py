@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flexengine.hardware.profile import HardwareProfile
+from flexengine.hardware.profile import HardwareProfile, PeerWay
 
 SERVER_NODE_BYTES_PER_S = ((2, 230e9), (8, 480e9))
 """Host memory of a server with up to so many data-centre cards. Two: what links and updates on 32 cores moved together
@@ -20,24 +20,25 @@ eight channels, then two sockets of them. Assumed, not measured."""
 NETWORK_BYTES_PER_S = 100e9 / 8
 """Network of a node where none is named: 100 Gbit/s. Assumed, not measured."""
 
-NCCL_BYTES = 896 * 2**20
-"""GPU memory that NCCL takes for the ranks of a node, beside its kernels, which are counted with the context: 864 MiB
-on two H100 without multicast, all kinds of calls connected (bench/results/h100x2_ranks_shared.json)."""
+PEER_MEMORY_BYTES: dict[PeerWay, int] = {"copies": 64 * 2**20, "nccl": 896 * 2**20}
+"""GPU memory that the ranks of a node take to exchange what lies there. NCCL: 864 MiB on two H100 without multicast,
+all kinds of calls connected, beside its kernels, which are counted with the context
+(bench/results/h100x2_ranks_shared.json). Copies: a MiB for each rank, in a piece of torch's allocator."""
 
-COLLECTIVE_WAIT_S = 1e-3
-"""What a collective of NCCL takes longer beside products: it begins when one ends, which keeps all multiprocessors
-until then. Products of 8192^3 on two H100 add 1.0 to 1.2 ms (bench/results/h100x2_ranks_shared.json)."""
+PEER_WAIT_S: dict[PeerWay, float] = {"copies": 50e-6, "nccl": 1e-3}
+"""What an exchange takes longer beside products. A collective of NCCL begins when one ends, which keeps all
+multiprocessors until then: products of 8192^3 on two H100 add 1.0 to 1.2 ms. Copies wait for two signals."""
 
 
 def peer_s(profile: HardwareProfile, num_bytes: int) -> float:
-    """Seconds of a collective in which each GPU sends so many bytes to others, as it receives as many.
+    """Seconds of an exchange in which each GPU sends so many bytes to others, as it receives as many.
 
     Where the rate between GPUs is not known, they are taken to reach each other over the link.
     """
     if not num_bytes:
         return 0.0
     if profile.peer_bytes_per_s:
-        return COLLECTIVE_WAIT_S + num_bytes / profile.peer_bytes_per_s
+        return PEER_WAIT_S[profile.peer_way] + num_bytes / profile.peer_bytes_per_s
     return profile.copy_latency_s + num_bytes / min(profile.d2h_duplex_bytes_per_s, profile.h2d_duplex_bytes_per_s)
 
 

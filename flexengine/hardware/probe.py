@@ -22,7 +22,7 @@ from flexengine.native.threads import host_threads
 from flexengine.ops.fp8 import multiplies_fp8
 
 PROBE_VERSION = 7  # part of the cache key: raise it when what is measured changes its meaning
-NODE_VERSION = 1  # the same of what several ranks reach at once
+NODE_VERSION = 2  # the same of what several ranks reach at once
 DEFAULT_SECONDS = 10.0
 CPU_SIZES = (256, 512, 1024)  # the CPU's rate hardly depends on the shape: models of similar size share a profile
 # A context with every library loaded takes 0.4-1 GiB. More than this is another process that NVML cannot tell apart.
@@ -216,10 +216,10 @@ def _path(device: torch.device, dtype: torch.dtype, shape: ProbeShape) -> Path |
 def node_path(device: torch.device, dtype: torch.dtype, ranks: int, nodes: int) -> Path | None:
     """Give the file of what so many ranks on each of so many nodes reach at once; None as of a profile.
 
-    What the environment tells NCCL is part of the key.
+    What the environment says of NCCL and of copies between GPUs is part of the key.
     """
     readable = f"{ranks} of {_name(device)} {dtype} on {nodes} nodes".replace("torch.", "")
-    told = sorted((name, value) for name, value in os.environ.items() if name.startswith("NCCL_"))
+    told = sorted((name, value) for name, value in os.environ.items() if name.startswith(("NCCL_", "FLEXENGINE_PEER_")))
     return profile_path(readable, (NODE_VERSION, *_machine(device), str(dtype), ranks, nodes, *told))
 
 

@@ -29,7 +29,10 @@ from flexengine.wording import parse_json, shown
 
 DeviceType = Literal["cuda", "cpu"]
 ProfileSource = Literal["measured", "preset", "synthetic"]
+PeerWay = Literal["copies", "nccl"]
 
+_LATER_FIELDS = {"peer_bytes_per_s", "peer_way", "measured_ranks", "grouped_shares"}
+"""Fields that a file may lack, as those of earlier versions do."""
 FORMAT = 6
 """Version of the JSON form; raised when fields appear or change their meaning."""
 STOCHASTIC = " stochastic"
@@ -161,6 +164,8 @@ class HardwareProfile:
     weights' gradients left out; empty where there are no experts, and in presets."""
     peer_bytes_per_s: float = 0.0
     """One way between GPUs of a machine, each sending to all others at once; 0 where it is not known."""
+    peer_way: PeerWay = "copies"
+    """What moves bytes between GPUs of a machine: they copy to each other, or NCCL does."""
     measured_ranks: int = 1
     """Ranks of a node that were busy at once while links and host memory were measured. Rates of links are those of
     the slowest then, `host_bytes_per_s` and `cpu_adamw_parameters_per_s` those of all together."""
@@ -168,6 +173,7 @@ class HardwareProfile:
     def __post_init__(self) -> None:
         _check_choice("device_type", self.device_type, get_args(DeviceType))
         _check_choice("source", self.source, get_args(ProfileSource))
+        _check_choice("peer_way", self.peer_way, get_args(PeerWay))
         _check_choice("attention_kernels", self.attention_kernels, KERNEL_NAMES)
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"hardware profile: name is {shown(self.name)}, expected a non-empty string")
@@ -280,7 +286,7 @@ class HardwareProfile:
             )
         values = {name: value for name, value in values.items() if name != "format"}
         known = {field.name for field in fields(cls)}
-        if missing := sorted(known - values.keys() - {"peer_bytes_per_s", "measured_ranks", "grouped_shares"}):
+        if missing := sorted(known - values.keys() - _LATER_FIELDS):
             raise ValueError(f"hardware profile: missing fields {', '.join(missing)}")
         if unknown := sorted(values.keys() - known):
             raise ValueError(f"hardware profile: unknown fields {', '.join(unknown)}")

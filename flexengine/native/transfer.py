@@ -82,10 +82,10 @@ class NativeTransfers:
 
     def prepare(self, operations: Iterable[Operation]) -> PreparedOperations:
         listed = list(operations)
-        tensors = {id(t): t for o in listed if isinstance(o, Copy) for t in (o.target, o.source)}
-        addresses = {key: byte_address(tensor) for key, tensor in tensors.items()}
+        ends = {id(t): t for o in listed if isinstance(o, Copy) for t in (o.target, o.source)}
+        addresses = {key: byte_address(end) for key, end in ends.items()}
         rows = (_Operation * len(listed))(*[_row(operation, addresses) for operation in listed])
-        return PreparedOperations(rows, len(listed), tuple(tensors.values()))
+        return PreparedOperations(rows, len(listed), tuple(t for t in ends.values() if isinstance(t, torch.Tensor)))
 
     def word_address(self, host_address: int) -> int | None:
         function = library.bind("flex_transfer_word_address", _POINTER, ctypes.c_uint64, _POINTER)

@@ -16,13 +16,23 @@ class StreamHandle(Protocol):
     def cuda_stream(self) -> int: ...
 
 
+class RawMemory(NamedTuple):
+    """Memory that no tensor of this process describes, as of another GPU: its address here, and its bytes."""
+
+    address: int
+    num_bytes: int
+
+
 class Copy(NamedTuple):
-    """`num_bytes` bytes from one uint8 tensor to another; offsets in bytes. Host memory should be page-locked."""
+    """`num_bytes` bytes from one uint8 tensor to another; offsets in bytes. Host memory should be page-locked.
+
+    Only the native engine takes raw memory.
+    """
 
     stream: StreamHandle
-    target: Tensor
+    target: Tensor | RawMemory
     target_offset: int
-    source: Tensor
+    source: Tensor | RawMemory
     source_offset: int
     num_bytes: int
 
@@ -125,8 +135,10 @@ class Transfers(Protocol):
         ...
 
 
-def byte_address(tensor: Tensor) -> int:
+def byte_address(tensor: Tensor | RawMemory) -> int:
     """Where a tensor's bytes begin. Raises: ValueError unless it is contiguous uint8."""
+    if isinstance(tensor, RawMemory):
+        return tensor.address
     if tensor.dtype != torch.uint8 or not tensor.is_contiguous():
         raise ValueError(
             f"copies are between contiguous uint8 tensors, got {tensor.dtype} of strides {tensor.stride()}"
@@ -140,7 +152,8 @@ def check_ranges(copy: Copy) -> None:
         ("target", copy.target, copy.target_offset),
         ("source", copy.source, copy.source_offset),
     ):
-        if offset < 0 or copy.num_bytes < 0 or offset + copy.num_bytes > tensor.numel():
+        size = tensor.num_bytes if isinstance(tensor, RawMemory) else tensor.numel()
+        if offset < 0 or copy.num_bytes < 0 or offset + copy.num_bytes > size:
             raise ValueError(
-                f"a copy of {copy.num_bytes} bytes at byte {offset} does not fit its {name} of {tensor.numel()} bytes"
+                f"a copy of {copy.num_bytes} bytes at byte {offset} does not fit its {name} of {size} bytes"
             )

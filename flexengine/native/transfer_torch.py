@@ -97,6 +97,8 @@ def _bind(copy: Copy) -> _BoundCopy:
     for tensor in (copy.target, copy.source):
         byte_address(tensor)  # raises: torch itself would convert, or write to strides
     check_ranges(copy)
+    assert isinstance(copy.target, Tensor), "raw memory is for who has asked for word_address"
+    assert isinstance(copy.source, Tensor), "raw memory is for who has asked for word_address"
     target = copy.target.narrow(0, copy.target_offset, copy.num_bytes)
     source = copy.source.narrow(0, copy.source_offset, copy.num_bytes)
     assert isinstance(copy.stream, torch.cuda.Stream), "torch copies on torch's streams"

@@ -1,7 +1,8 @@
-"""Collectives of the ranks of a node: torch.distributed moves bytes between them, by NCCL between GPUs, by gloo else.
+"""Collectives of the ranks of a node: GPUs copy to each other; where they cannot, torch.distributed moves bytes
+between them, by NCCL between GPUs, by gloo else.
 
-All ranks make the same calls in the same order. Over NCCL a call is work of the current stream and returns at once;
-over gloo it blocks until it has ended. Ranks that share a GPU, as tests have them, use gloo through the host, as NCCL
+All ranks make the same calls in the same order. Between GPUs a call is work of the current stream and returns at once;
+over gloo it blocks until it has ended. Ranks that share a GPU and cannot copy use gloo through the host, as NCCL
 refuses them.
 
 Calls over NCCL cannot wait for each other in a circle, also where a rank's host blocks meanwhile, as it may when CUDA
@@ -13,41 +14,59 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from flexengine.parallel.control import Control, RankError
 from flexengine.parallel.devices import gpus_of_ranks
+from flexengine.parallel.peer_copies import SCRATCH_BYTES, open_peer_copies
+from flexengine.parallel.watch import Watch
+
+Way = Literal["copies", "nccl", "gloo"]
 
 CONNECT_BYTES = 2**22
-"""Of the first calls over NCCL: enough for every way of moving bytes that a larger call takes."""
+"""Of the first calls between GPUs: enough for every way of moving bytes that a larger call of NCCL takes."""
 
 
 class Collectives:
     """The ranks of this one's node. See the module for the order of calls."""
 
-    def __init__(self, control: Control, device: torch.device) -> None:
-        """Join the others of the node; all ranks make this call together."""
+    def __init__(self, control: Control, device: torch.device, watch: Watch | None = None) -> None:
+        """Join the others of the node; all ranks make this call together. watch: ends waits for a rank that is lost."""
         ranks = control.ranks
         self._control, self._on_cuda = control, device.type == "cuda"
-        self._by_nccl = self._on_cuda and not gpus_of_ranks(control, device).shared_on(ranks.node)
         self._rank, self._size = ranks.local_rank, ranks.local_size
         self._leaving = control.unique(f"leaving{ranks.node}")
-        link = control.nccl_link if self._by_nccl else control.link
-        self._group: Any = link(f"split{ranks.node}", self._rank, self._size)
+        self._copies = open_peer_copies(control, device, watch) if self._on_cuda else None
+        own_gpus = self._on_cuda and not gpus_of_ranks(control, device).shared_on(ranks.node)
+        self._by_nccl = own_gpus and self._copies is None
+        self._group: Any = None
+        if self._copies is None:
+            link = control.nccl_link if self._by_nccl else control.link
+            self._group = link(f"split{ranks.node}", self._rank, self._size)
         self._connect(device)
         if self._on_cuda:
             torch.cuda.empty_cache()  # budgets know nothing of what the first calls moved
 
     @property
-    def by_nccl(self) -> bool:
-        """Whether NCCL moves bytes from GPU to GPU."""
-        return self._by_nccl
+    def way(self) -> Way:
+        """What moves bytes from rank to rank."""
+        return "copies" if self._copies is not None else "nccl" if self._by_nccl else "gloo"
+
+    def share(self, memory: Tensor) -> None:
+        """Take `shares` and `received` of calls from this memory, uint8; of several, from any.
+
+        All ranks make this call together, with the same bytes, and their buffers lie at the same places of it.
+        """
+        if self._copies is not None:
+            self._copies.share(memory)
 
     def gather(self, shares: Tensor, own: Tensor) -> None:
         """Fill `shares`, equal parts of each rank one after the other; `own` is this rank's, which lies in there."""
+        if self._copies is not None:
+            return self._copies.gather(shares, own, _stream(shares))
         target = self._target(shares)
         own = own if self._by_nccl else own.clone()  # gloo copies it to where it is already
         self._do(self._group._allgather_base, "AllgatherOptions", target, self._source(own))
@@ -55,38 +74,44 @@ class Collectives:
 
     def exchange(self, received: Tensor, sent: Tensor, counts: Sequence[int], own: int) -> None:
         """Send `counts[r]` elements of `sent` to each rank r; fill `received` with the `own` elements of every rank."""
+        if self._copies is not None:
+            return self._copies.exchange(received, sent, counts, _stream(received))
         target, owns = self._target(received), [own] * len(counts)
         self._do(self._group.alltoall_base, "AllToAllOptions", target, self._source(sent), owns, list(counts))
         self._deliver(target, received)
 
     def add(self, table: Tensor) -> None:
         """Replace a table by the sum of those of all ranks."""
+        if self._copies is not None:
+            return self._copies.add(table, _stream(table))
         target = self._source(table)
         self._do(self._group.allreduce, "AllreduceOptions", [target])
         self._deliver(target, table)
 
     def _connect(self, device: torch.device) -> None:
-        """Use every kind of call once, so that NCCL connects GPUs and takes its memory now and not in a step.
+        """Use every kind of call once, so that GPUs are connected and NCCL takes its memory now and not in a step.
 
         Raises: RankError where they cannot reach each other.
         """
-        count = CONNECT_BYTES if self._by_nccl else 64
+        count = SCRATCH_BYTES if self._copies is not None else CONNECT_BYTES if self._on_cuda else 64
         one, table = torch.ones(1, device=device), torch.ones(count // 8, dtype=torch.float64, device=device)
         self.add(one)
         self.add(table)
-        shares = torch.full((self._size, count), self._rank, dtype=torch.uint8, device=device)
+        expected = list(range(self._size))
+        shares = self._buffer(count, device)
+        shares.fill_(self._rank)
         self.gather(shares.view(-1), shares[self._rank])
-        received = torch.empty(self._size, count // 4, device=device)
+        right = one.item() == self._size and bool((table == self._size).all()) and shares[:, -1].tolist() == expected
+        received = self._buffer(count, device).view(torch.float32)
         sent = torch.full_like(received, float(self._rank))
         self.exchange(received.view(-1), sent.view(-1), [count // 4] * self._size, count // 4)
-        expected = list(range(self._size))
-        if (
-            one.item() != self._size
-            or not bool((table == self._size).all())
-            or shares[:, -1].tolist() != expected
-            or received[:, -1].tolist() != expected
-        ):
+        if not right or received[:, -1].tolist() != expected:
             raise RankError(f"rank {self._control.ranks.rank} gets wrong bytes from the others of its machine")
+
+    def _buffer(self, count: int, device: torch.device) -> Tensor:
+        """Uint8 [ranks, count] that calls may fill; one such buffer at a time."""
+        found = torch.empty(self._size * count, dtype=torch.uint8, device=device)
+        return (found if self._copies is None else self._copies.scratch).view(self._size, count)
 
     def _do(self, call: Callable[..., Any], options: str, *arguments: Any) -> None:
         """Make a call, and have what follows come after it: over NCCL on the current stream, else in this thread."""
@@ -112,19 +137,29 @@ class Collectives:
     def close(self) -> None:
         """Leave the others, unless calls were given up. Order: nothing of this rank runs any more.
 
-        The last call may have ended here and not yet on another GPU, which reads this one's memory. So this waits a
-        little until all ranks are here.
+        The last call may have ended here and not yet on another GPU, which reads or writes this one's memory. So this
+        waits a little until all ranks are here.
         """
-        if self._by_nccl and self._group is not None:
+        if self._copies is not None:
+            self._copies.close()
+            self._copies = None
+            self._control.leave_link(self._leaving, self._rank, self._size)
+        elif self._by_nccl and self._group is not None:
             self._control.leave_link(self._leaving, self._rank, self._size)
             self.abort()
 
     def abort(self) -> None:
-        """Give up calls that others may never join; what is called from now on fails."""
+        """Give up calls that others may never join; what is called from now on fails, or is worth nothing."""
+        if self._copies is not None:
+            self._copies.abort()
         if self._by_nccl and self._group is not None:
             with suppress(RuntimeError):  # of a GPU that is lost itself
                 self._group.abort()
             self._group = None
+
+
+def _stream(tensor: Tensor) -> torch.cuda.Stream:
+    return torch.cuda.current_stream(tensor.device)
 
 
 def _in_place(options: str) -> Any:

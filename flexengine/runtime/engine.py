@@ -120,6 +120,7 @@ class Engine(CheckpointCalls, ReadingCalls):
         self.state, self.measurement = StepState(), StepMeasurement(self.executor, self.model)
         if self.turns is not None:
             self.arenas.add_node(self.turns.arena)
+            self.turns.use_gpu(self.arenas.bytes_view("gpu", 0, gpu_bytes))
             self.state.on_failure = partial(give_up, self.state, self.turns)
         self.buffers = empty_buffers(layout, device)
         self._use(layout)

@@ -65,9 +65,16 @@ class Turns:
         self.link = NodeLink(self.control) if self.ranks.nodes > 1 else None
         self._device, self.split, self.stages = device, layout.plan.split, layout.plan.stages
         self.write_back: Callable[[], None] = nothing_newer
-        self.collectives = Collectives(self.control, device) if self.split else None
+        self._gpu: Tensor | None = None
+        self.collectives = Collectives(self.control, device, self._watch) if self.split else None
         if self._watch is not None:
             self._watch.follow(self._signals)
+
+    def use_gpu(self, arena: Tensor) -> None:
+        """Let the other ranks' GPUs copy to this one's arena, under a split plan; all ranks make this call together."""
+        self._gpu = arena
+        if self.collectives is not None:
+            self.collectives.share(arena)
 
     @property
     def share(self) -> Share:
@@ -144,7 +151,9 @@ class Turns:
         self.rounds = self.updates = self.last = 0
         self.split, self.stages = layout.plan.split, layout.plan.stages
         if self.split and self.collectives is None:
-            self.collectives = Collectives(self.control, self._device)
+            self.collectives = Collectives(self.control, self._device, self._watch)
+            if self._gpu is not None:
+                self.collectives.share(self._gpu)
         self._signals.lower_own()
         self.control.barrier()
 

@@ -56,7 +56,7 @@ class Fake:
             node_probe,
             gpus_of_ranks=lambda control, device: GpusOfRanks((0, 0), ("a", "b"), (False, False)),
             measure_host_and_links=self.host_and_links,
-            _peer_buffers=lambda ranks, device: None,
+            _peer_buffers=lambda ranks, device: node_probe._PeerBuffers(*[torch.zeros(0)] * 4),
             _peer_rate=lambda ranks, collectives, buffers: peer,
             _used=lambda device: (100 * self.measured, 1000 * self.measured),
             node_path=lambda device, dtype, ranks, nodes: cache / f"{ranks}-{nodes}.json",
@@ -78,7 +78,7 @@ def profiles(rank: int, cache: Path) -> tuple[HardwareProfile, HardwareProfile, 
 def test_the_slowest_rank_counts_and_is_remembered(tmp_path):
     outcomes = values_of(run_ranks(profiles, 2, tmp_path))
     assert [measured for _, _, measured in outcomes] == [1, 1]
-    expected = with_node_rates(CARD, NodeRates(2, "bfloat16", SLOWEST))
+    expected = with_node_rates(CARD, NodeRates(2, "bfloat16", SLOWEST, "nccl"))
     for first, second, _ in outcomes:
         assert second == expected
         grown = (first.gpu_context_bytes - CARD.gpu_context_bytes, first.host_base_bytes - CARD.host_base_bytes)

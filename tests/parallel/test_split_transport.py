@@ -260,7 +260,7 @@ def test_the_planner_splits_short_steps_where_gpus_reach_each_other_fast():
     assert found["auto"].split
     assert found["auto"].predicted.step_s < 0.95 * found["relay"].predicted.step_s
     assert found["auto"].predicted.gpu_bytes <= 6 * GIB
-    assert found["auto"].predicted.gpu_categories["NCCL"] > 0
+    assert found["auto"].predicted.gpu_categories["copies between GPUs"] > 0
     assert Plan.from_json(found["auto"].to_json()) == found["auto"]
     assert "the rest crosses between GPUs" in describe(found["auto"], spec)
 
@@ -276,7 +276,7 @@ def test_ranks_relay_where_the_rate_between_gpus_is_not_known():
 
 @pytest.mark.usefixtures("quick_search")
 def test_a_split_that_cannot_be_is_refused(monkeypatch):
-    monkeypatch.setattr(memory, "NCCL_BYTES", 7 * GIB)
+    monkeypatch.setitem(memory.PEER_MEMORY_BYTES, "copies", 7 * GIB)
     spec, card = open_model("preset:qwen3-0.6b").spec, with_gpus(preset("h100"), 4)
     with pytest.raises(PlanError, match=r"GiB more than those of relays\n  works with: --transport relay"):
         plan_for_ranks(spec, request("split"), card)

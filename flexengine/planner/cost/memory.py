@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flexengine.hardware.nodes import NCCL_BYTES
-from flexengine.hardware.profile import HardwareProfile
+from flexengine.hardware.nodes import PEER_MEMORY_BYTES
+from flexengine.hardware.profile import HardwareProfile, PeerWay
 from flexengine.ops.attention import CausalAttention
 from flexengine.ops.attention_style import CAUSAL
 from flexengine.ops.base import Op
@@ -24,6 +24,7 @@ loads them, the driver's records of page-locked memory, batches. On an H200 thes
 EXPERTS_SLACK_BYTES, DELTA_RULE_SLACK_BYTES, ATTENTION_SLACK_BYTES = 64 * 2**20, 128 * 2**20, 96 * 2**20
 """What compiling more kernels takes besides: those of experts (370 MiB in all with adapters on an NF4 base), of the
 delta rule (397) and of attention that windows, soft caps or sinks keep from other libraries (382)."""
+PEER_NAMES: dict[PeerWay, str] = {"copies": "copies between GPUs", "nccl": "NCCL"}
 CPU_SLACK_BYTES = 64 * 2**20
 """Kept free where the CPU is the device: kernels' own buffers and compiled products, what the allocator holds back."""
 
@@ -48,7 +49,8 @@ def _gpu_overhead(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
         return {}
     found = {"CUDA context": profile.gpu_context_bytes, "library workspace": layout.workspace_bytes}
     graphs = {"CUDA graphs": replay_bytes(layout.model, layout.plan)} if layout.plan.replays else {}
-    return found | graphs | ({"NCCL": NCCL_BYTES} if layout.plan.split else {}) | {"slack": GPU_SLACK_BYTES}
+    peers = {PEER_NAMES[profile.peer_way]: PEER_MEMORY_BYTES[profile.peer_way]} if layout.plan.split else {}
+    return found | graphs | peers | {"slack": GPU_SLACK_BYTES}
 
 
 def _host_overhead(layout: Layout | None, profile: HardwareProfile) -> dict[str, int]:
