@@ -23,6 +23,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -166,10 +167,14 @@ def digest_of_masters(engine: Engine) -> str:
         return hashlib.blake2b(b"".join(pool.map(of_one, stored)), digest_size=16).hexdigest()
 
 
-def run_cap(args: argparse.Namespace, cap_gib: float | None, first: bool = True) -> dict:
-    """Train under one budget, the first of the process or a later one; returns the row of figures."""
+def run_cap(args: argparse.Namespace, cap_gib: float | None, tokens: int | None = None, first: bool = True) -> dict:
+    """Train under one budget, the first of the process or a later one; returns the row of figures.
+
+    tokens: of a step; None: those of the flag.
+    """
     own_peak = forget_peak_resident() or first
-    job = job_from(args, max_gpu_mem_gib=cap_gib)
+    tokens = tokens or args.max_global_batch_tokens
+    job = job_from(args, max_gpu_mem_gib=cap_gib, max_global_batch_tokens=tokens)
     planned = prepare_job(args.model, job)
     say = printer(planned.team)
     say(planned.describe())
@@ -226,7 +231,7 @@ def run_cap(args: argparse.Namespace, cap_gib: float | None, first: bool = True)
 
 
 HEAD = (
-    "GPU cap", "tokens/s", "effective TFLOP/s", "hardware", "of 8192^3", "of no cap", "step s", "predicted",
+    "GPU cap", "tokens/step", "tokens/s", "effective TFLOP/s", "hardware", "of 8192^3", "of no cap", "step s", "predicted",
     "busy: compute", "h2d", "d2h", "cpu", "GPU GiB", "host GiB",
 )  # fmt: skip
 
@@ -242,6 +247,7 @@ def _cells(row: dict, uncapped: float | None) -> tuple[str, ...]:
     busy, predicted = row["busy_s"], row["predicted_busy_s"]
     return (
         "none" if row["gpu_cap_gib"] is None else f"{row['gpu_cap_gib']:g}",
+        str(row["tokens_per_step"]),
         f"{row['tokens_per_s']:.0f}",
         f"{row['effective_tflops']:.1f}",
         f"{row['hardware_tflops']:.1f}",
@@ -265,6 +271,7 @@ def parse() -> argparse.Namespace:
     model.add_argument("--model", default="preset:llama-3.1-8b", help="a folder, or preset:NAME")
     model.add_argument("--preset", default=None, help="name of a preset")
     parser.add_argument("--caps", nargs="+", default=["24"], help="GPU budgets in GiB, or none")
+    parser.add_argument("--also-tokens", nargs="+", type=int, default=[], help="steps of so many tokens, too")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--lr", type=float, default=1e-4)
@@ -279,8 +286,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args, rows = parse(), []
-    for cap in args.caps:
-        rows.append(run_cap(args, None if cap == "none" else float(cap), first=not rows))
+    for cap, tokens in product(args.caps, (None, *args.also_tokens)):
+        rows.append(run_cap(args, None if cap == "none" else float(cap), tokens, first=not rows))
         if Ranks.of_environment().rank == 0:
             write_json(args.json, {"rows": rows})
     if Ranks.of_environment().rank == 0:

@@ -17,20 +17,33 @@ from flexengine.schedule.commands import Stream
 def test_a_row_per_cap(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("flexengine.api.probe", lambda *_, **__: preset("cpu-test"))
     out = tmp_path / "out.json"
-    flags = ["--preset", "tiny-llama3-50m", "--caps", "1.5", "none", "--device", "cpu", "--dtype", "float32"]
+    flags = [
+        "--preset",
+        "tiny-llama3-50m",
+        "--caps",
+        "1.5",
+        "none",
+        "--also-tokens",
+        "16",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+    ]
     sizes = ["--seq-len", "16", "--tokens-per-step", "32", "--warmup", "0", "--steps", "2", "--host-gib", "6"]
     monkeypatch.setattr(sys, "argv", ["step", *flags, *sizes, "--json", str(out)])
     step.main()
     rows = json.loads(out.read_text())["rows"]
-    assert [row["gpu_cap_gib"] for row in rows] == [1.5, None]
+    sizes = [(row["gpu_cap_gib"], row["tokens_per_step"]) for row in rows]
+    assert sizes == [(1.5, 32), (1.5, 16), (None, 32), (None, 16)]
     for row in rows:
         assert len(row["steps_s"]) == len(row["losses"]) == 2
-        assert row["tokens_per_s"] == pytest.approx(32 / row["step_s"])
+        assert row["tokens_per_s"] == pytest.approx(row["tokens_per_step"] / row["step_s"])
         assert set(row["busy_s"]) == set(row["predicted_busy_s"]) == {"compute", "h2d", "d2h", "cpu"}
         assert row["busy_s"]["compute"] > 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[-3].split()[:2] == ["GPU", "cap"]
-    assert "100.0%" in printed[-1]
+    assert printed[-5].split()[:2] == ["GPU", "cap"]
+    assert "100.0%" in printed[-2]
 
 
 def test_frozen_layers_are_told(tmp_path, monkeypatch):
@@ -61,12 +74,12 @@ def test_frozen_layers_are_told(tmp_path, monkeypatch):
 
 def test_a_table_without_an_uncapped_run():
     row = {
-        "gpu_cap_gib": 24.0, "tokens_per_s": 1000.0, "effective_tflops": 10.0, "hardware_tflops": 12.0,
+        "gpu_cap_gib": 24.0, "tokens_per_step": 4096, "tokens_per_s": 1000.0, "effective_tflops": 10.0, "hardware_tflops": 12.0,
         "share_of_matmul_rate": 0.5, "step_s": 2.0, "predicted_step_s": 1.0, "busy_s": {"compute": 1.5},
         "predicted_busy_s": {"compute": 0.9, "cpu": 0.1}, "gpu_peak_gib": None, "host_peak_gib": 3.0,
     }  # fmt: skip
     line = step.summary([row])[1]
-    assert line.split() == ["24", "1000", "10.0", "12.0", "50.0%", "-", "2.00", "1.00", "75", "/", "90%",
+    assert line.split() == ["24", "4096", "1000", "10.0", "12.0", "50.0%", "-", "2.00", "1.00", "75", "/", "90%",
                             "0", "/", "0%", "0", "/", "0%", "0", "/", "10%", "0.00", "3.00"]  # fmt: skip
 
 
