@@ -231,8 +231,8 @@ def run_cap(args: argparse.Namespace, cap_gib: float | None, tokens: int | None 
 
 
 HEAD = (
-    "GPU cap", "tokens/step", "tokens/s", "effective TFLOP/s", "hardware", "of 8192^3", "of no cap", "step s", "predicted",
-    "busy: compute", "h2d", "d2h", "cpu", "GPU GiB", "host GiB",
+    "GPU cap", "tokens/step", "tokens/s", "effective TFLOP/s", "hardware", "of 8192^3", "of no cap", "step s",
+    "predicted", "busy: compute", "h2d", "d2h", "cpu", "GPU GiB", "host GiB",
 )  # fmt: skip
 
 

@@ -278,8 +278,8 @@ class Plan:
             raise ValueError("every kind of slot needs at least one")
         if self.deals_states and not self.shares_node:
             raise ValueError("optimizer states are dealt over the GPUs of several ranks, but the plan is for one")
-        if self.shares_node and any(home.speculative for home in self.groups):
-            raise ValueError("updates are speculative on one rank alone")
+        if any(home.speculative for home in self.groups) and not self.may_speculate:
+            raise ValueError("updates are speculative on one rank, and on ranks of one node with the split transport")
         if self.touched_only and not self.in_parts:
             raise ValueError("touched_only is about experts that cross the link in parts, so it needs in_parts")
         if self.split and (self.request.ranks == 1 or self.touched_only):
@@ -336,6 +336,11 @@ class Plan:
     def updates_in_backward(self) -> bool:
         """True when the CPU's updates begin inside the last round's backward pass."""
         return self.updates_on_cpu and not self.request.clipping and not self.shares_node
+
+    @property
+    def may_speculate(self) -> bool:
+        """Whether the CPU may update before it knows that nothing is clipped: each rank finds all of some gradients."""
+        return self.request.clipping and (not self.shares_node or (self.split and self.request.nodes == 1))
 
     @property
     def speculates(self) -> bool:

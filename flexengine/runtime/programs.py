@@ -17,6 +17,7 @@ from flexengine.schedule.waves import Wave
 
 CpuPart = Literal["all", "rest", "nothing"]
 """Which of its groups the CPU updates in an optimizer step's own program."""
+_Update = tuple[int, CpuPart, bool, bool]  # side of the layout, and what `of_update` is given
 MAX_ROUNDS = 64
 """Most programs of rounds that are held at once. A batch of packed sequences needs two or three."""
 
@@ -48,7 +49,7 @@ class Programs:
         self.layout, self.executor, self.share = layout, executor, share
         self._other: Layout | None = None
         self._rounds: dict[tuple[int, RoundShape, RoundKind], Program] = {}  # by side of the layout
-        self._updates: dict[tuple[int, CpuPart, bool], Program] = {}  # by side, the CPU's part, and `last`
+        self._updates: dict[_Update, Program] = {}
 
     def swap(self) -> Layout:
         """Exchange first and second planes; returns the layout of later programs."""
@@ -73,21 +74,23 @@ class Programs:
         wave = Wave(*self.share, kind.together) if kind.together else None
         return lower_round(self.layout, shape, kind.first, kind.updates, wave, kind.speculates)
 
-    def of_update(self, by_cpu: CpuPart = "all", last: bool = True) -> Program:
+    def of_update(self, by_cpu: CpuPart = "all", last: bool = True, speculated: bool = False) -> Program:
         """The program of an optimizer step.
 
         by_cpu: what the CPU updates in it: all that it ever does, the rest after a speculation that held, or nothing,
-        as the last round did it. last: this rank, of several, ran that round.
+        as the last round did it. last: this rank, of several, ran that round. speculated: it did so speculatively.
         """
         side = self.layout.side
-        if (side, by_cpu, last) not in self._updates:
-            program = self._on_this_side(self._updates.get((1 - side, by_cpu, last)))
-            self._updates[side, by_cpu, last] = self._checked(program or self._lower_update(by_cpu, last))
-        return self._updates[side, by_cpu, last]
+        here: _Update = side, by_cpu, last, speculated
+        there: _Update = 1 - side, by_cpu, last, speculated
+        if here not in self._updates:
+            program = self._on_this_side(self._updates.get(there))
+            self._updates[here] = self._checked(program or self._lower_update(by_cpu, last, speculated))
+        return self._updates[here]
 
-    def _lower_update(self, by_cpu: CpuPart, last: bool) -> Program:
+    def _lower_update(self, by_cpu: CpuPart, last: bool, speculated: bool) -> Program:
         groups = {"all": None, "rest": late_groups(self.layout), "nothing": {}}[by_cpu]
-        return lower_update(self.layout, groups, self.share, last)
+        return lower_update(self.layout, groups, self.share, last, told=speculated, holds=by_cpu == "rest")
 
     def _on_this_side(self, program: Program | None) -> Program | None:
         """The same commands over this side's slots; what a program has beside the layout's slots is not swapped."""

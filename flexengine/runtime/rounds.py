@@ -54,7 +54,7 @@ class RoundRunner:
         if balance is not None and (len(rounds) > 1 or self._turns is not None):
             self._count_tokens_of_experts(batch, rounds, balance)
         if self._plan.split:
-            losses = self._train_in_waves(batch, rounds, balance)
+            losses = self._train_in_waves(batch, rounds, balance, updates)
         elif self._plan.stages:
             losses = self._train_in_stages(batch, rounds)
         else:
@@ -87,7 +87,11 @@ class RoundRunner:
         return losses
 
     def _train_in_waves(
-        self, batch: Sequences, rounds: list[list[PackedChunk]], balance: ExpertBalance | None
+        self,
+        batch: Sequences,
+        rounds: list[list[PackedChunk]],
+        balance: ExpertBalance | None,
+        updates: UpdateSettings | None,
     ) -> list[Tensor]:
         """Run as many rounds at a time as the node has ranks, one on each; returns the losses of this rank's.
 
@@ -95,15 +99,17 @@ class RoundRunner:
         """
         assert self._turns is not None, "one rank has no waves"
         rank, first, losses = self._turns.share.rank, self._state.num_rounds, list[Tensor]()
-        for wave in self._turns.waves(first, len(rounds)):
+        waves = self._turns.waves(first, len(rounds))
+        for place, wave in enumerate(waves, start=1):
             takes = rank < len(wave)
             number = wave[rank if takes else 0]
             self._turns.begin_wave()
             self._state.num_rounds = first + wave[0]
-            kind = RoundKind(train=True, first=self._is_first, updates=False, together=len(wave))
+            bold = updates is not None and place == len(waves)
+            kind = RoundKind(train=True, first=self._is_first, updates=False, together=len(wave), speculates=bold)
             self._state.num_rounds = first + number
             self._state.has_gradients = True
-            self._train_round(batch, rounds[number], balance if takes else None, kind, None)
+            self._train_round(batch, rounds[number], balance if takes else None, kind, updates)
             if takes:
                 losses.append(self._losses())
         self._state.num_rounds, self._state.has_gradients = first + len(rounds), True

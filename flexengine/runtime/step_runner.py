@@ -128,7 +128,8 @@ class StepRunner:
                     self._await_other_ranks()
                 self._updates.norm_squares().copy_(self._over_nodes.add(self._state.num_rounds))
             by_cpu = self._settle(settings) if speculated else "nothing" if cpu_has_updated else "all"
-            program = self._rounds.programs.of_update(by_cpu, self._turns is None or self._turns.is_last)
+            last = self._turns is None or self._turns.is_last
+            program = self._rounds.programs.of_update(by_cpu, last, speculated)
             self._runner.run(program, settings)
             if self._turns is not None:
                 self._turns.updates += 1

@@ -171,7 +171,7 @@ class _HostSlots:
                     self._homes.add_plane(kind, spec.name, stored, category)
             if home.speculative and self._sizes.plan.speculates:
                 for kind in second_kinds(stored):
-                    self._region.add(kind, stored.plane_bytes[kind], "second planes", spec.name, SECOND)
+                    self._homes.add(kind, stored.plane_bytes[kind], "second planes", spec.name, SECOND)
 
     def _places_of_pieces(self, group: int) -> Iterator[tuple[int, int, int]]:
         """Ranges of the pieces of a gradient, in bytes."""

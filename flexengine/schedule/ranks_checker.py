@@ -8,6 +8,8 @@ It looks at two steps of all ranks, who take rounds in turn, and at what touches
 - contents: a gradient is fetched as the round before left it, and updated as the last round left it; weights are read
   as the step before updated them; nothing is added twice or left out;
 - shares: together the ranks update every element of every trained group once;
+- speculation: where it holds, that is so of what was updated before the norm was known and of the rest; where it does
+  not, all is updated again, as if nothing had been;
 - nodes: of several, every gradient is updated as the sum of all nodes left it, which is added in the order of nodes;
 - split plans: all ranks make the same collectives in the same order, and owners add up gradients (`split_checker`);
 - stages: every layer runs for every chunk, and what is handed over is what the other rank left there
@@ -26,15 +28,25 @@ from flexengine.schedule.checker import ProgramError
 from flexengine.schedule.commands import Stream, UpdateTile
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape
-from flexengine.schedule.ranks_order import Event, Events, RankRun, runs_of_ranks
+from flexengine.schedule.ranks_order import Event, Events, RankRun, Way, runs_of_ranks
 from flexengine.schedule.shares import Share
 from flexengine.schedule.split_checker import check_folds
 from flexengine.schedule.stages_checker import check_stages, held_in_stages
+
+WAYS: tuple[tuple[Way, ...], ...] = (
+    ("holds", "holds", "waits"),
+    ("holds", "drops", "waits"),
+    ("drops", "holds", "drops"),
+    ("waits", "holds", "waits"),
+)
+"""Steps of a plan that speculates: each way to update after each other one."""
 
 
 def check_ranks(layout: Layout, shape: RoundShape, num_rounds: int) -> None:
     """Raise ProgramError unless the programs of all ranks are proven right together."""
     check_runs(layout, runs_of_ranks(layout, shape, num_rounds), num_rounds)
+    for ways in WAYS if layout.plan.speculates else ():
+        check_runs(layout, runs_of_ranks(layout, shape, num_rounds, ways), num_rounds)
 
 
 def check_runs(layout: Layout, runs: Sequence[Sequence[RankRun]], num_rounds: int) -> None:
@@ -52,19 +64,30 @@ def check_runs(layout: Layout, runs: Sequence[Sequence[RankRun]], num_rounds: in
 
 def check_shares(layout: Layout, runs: Sequence[Sequence[RankRun]]) -> None:
     """Check that the ranks' updates of a step cover each element of what is trained once."""
-    updated: dict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
-    for command in (c for rank in runs for run in rank if run.updates and run.step == 0 for c in run.program.commands):
+    for step in range(1 + max(run.step for run in runs[0])):
+        _check_shares_of_step(layout, [[run for run in rank if run.step == step] for rank in runs])
+
+
+def _check_shares_of_step(layout: Layout, runs: Sequence[Sequence[RankRun]]) -> None:
+    """Check the updates of one step, of which speculative ones and others are two sets of their own."""
+    updated: dict[bool, dict[tuple[int, str], list[tuple[int, int]]]] = {b: defaultdict(list) for b in (False, True)}
+    for command in (command for rank in runs for run in rank for command in run.program.commands):
         if isinstance(command.args, UpdateTile):
             tile = command.args
-            updated[tile.group, tile.segment].append((tile.start, tile.start + tile.count))
+            spans = updated[tile.targets is not None]
+            spans[tile.group, tile.segment].append((tile.start, tile.start + tile.count))
     for group, spec in enumerate(layout.model.groups):
         for segment in () if spec.frozen else layout.groups[group].segments:
-            reached = 0
-            for start, end in [*sorted(updated[group, segment.name]), (segment.numel, segment.numel)]:
-                if start != reached:
-                    twice = "twice" if start < reached else "by no rank"
-                    raise ProgramError(f"elements {start}..{reached} of {spec.name} {segment.name} are updated {twice}")
-                reached = end
+            key = group, segment.name
+            for spans in [found for found in updated.values() if key in found] or [updated[False]]:
+                reached = 0
+                for start, end in [*sorted(spans[key]), (segment.numel, segment.numel)]:
+                    if start != reached:
+                        twice = "twice" if start < reached else "by no rank"
+                        raise ProgramError(
+                            f"elements {start}..{reached} of {spec.name} {segment.name} are updated {twice}"
+                        )
+                    reached = end
 
 
 def check_dealt_states(layout: Layout, runs: Sequence[Sequence[RankRun]]) -> None:
@@ -120,10 +143,12 @@ def _update_touches(layout: Layout, event: Event) -> list[_Touch]:
     for plane in segment.planes:
         slot, offset = tile.planes[plane.kind]
         start = slots[slot].offset + offset
-        touch = _Touch(
-            start, start + plane.num_bytes(tile.count), False, plane.kind, layout.model.groups[tile.group].name
-        )
-        found += [touch] if plane.kind == "grad" else [touch, touch._replace(writes=True)]
+        size, name = plane.num_bytes(tile.count), layout.model.groups[tile.group].name
+        found.append(_Touch(start, start + size, False, plane.kind, name))
+        if plane.kind != "grad":
+            slot, offset = (tile.targets or tile.planes)[plane.kind]
+            start = slots[slot].offset + offset
+            found.append(_Touch(start, start + size, True, plane.kind, name))
     return sorted(found, key=lambda touch: touch.writes)
 
 
@@ -140,14 +165,19 @@ def _exchange_touches(layout: Layout, event: Event) -> list[_Touch]:
 def _touches_of(layout: Layout, event: Event) -> list[_Touch]:
     if event.run.exchanges:
         return _exchange_touches(layout, event)
+    if event.run.drops and isinstance(event.command.args, UpdateTile):
+        return []  # the rank ends or drops it before it goes on, and nobody reads what it wrote
     return _update_touches(layout, event) if event.command.stream is Stream.CPU else _touches(event)
 
 
-def _held_gradient(layout: Layout, run: RankRun, writes: bool) -> tuple[int, int]:
+def _held_gradient(layout: Layout, event: Event, writes: bool) -> tuple[int, int]:
     """What a stored gradient holds where a run reads it, or has written it: the sum up to this round of this step.
 
-    What all nodes have added up counts as one round more.
+    What all nodes have added up counts as one round more. A speculative update reads what its own round has left.
     """
+    run = event.run
+    if isinstance(event.command.args, UpdateTile) and not run.updates:
+        return run.step, run.number
     if run.exchanges:
         return run.step, run.number + writes
     if run.updates:
@@ -168,7 +198,7 @@ def _check_memory(layout: Layout, events: Events, order: list[int], num_rounds: 
             if layout.plan.stages and touch.role in ("grad", "handed"):
                 held = held_in_stages(layout, events.all[index], *touch[3:], touch.writes)
             elif touch.role == "grad":
-                held = _held_gradient(layout, run, touch.writes)
+                held = _held_gradient(layout, events.all[index], touch.writes)
             elif touch.role == "norm_squares" or touch.owner in frozen:
                 held = (run.step if touch.role == "norm_squares" else 0), 0
             else:

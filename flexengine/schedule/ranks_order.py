@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from flexengine.schedule.following import CpuWaits
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape, lower_round, lower_update
 from flexengine.schedule.lowering.stages import lower_wave
+from flexengine.schedule.lowering.update import late_groups
 from flexengine.schedule.node_exchange import lower_exchange
 from flexengine.schedule.relay import executor_of
 from flexengine.schedule.shares import Share
@@ -35,7 +36,8 @@ class RankRun(NamedTuple):
 
     step: from 0. number: of the round in the step; of its last one in an update, and in what nodes exchange before it.
     together: rounds of the wave that it is part of under a split plan, whose number `number` is then; 0 = none. rounds:
-    those of the step that it runs in stages, where `number` is that of the wave, too; of an update all of them.
+    those of the step that it runs in stages, where `number` is that of the wave, too; of an update all of them. drops:
+    what it updates speculatively is thrown away, and may read what others update again.
     """
 
     program: Program
@@ -45,13 +47,20 @@ class RankRun(NamedTuple):
     exchanges: bool = False
     together: int = 0
     rounds: range = range(0)
+    drops: bool = False
 
 
-def runs_of_ranks(layout: Layout, shape: RoundShape, num_rounds: int) -> list[list[RankRun]]:
-    """What each rank of a node runs in two steps of so many rounds of one shape."""
+Way = Literal["waits", "holds", "drops"]
+"""How a step updates: when the norm is known; speculatively, which counts; or speculatively, and then again."""
+
+
+def runs_of_ranks(
+    layout: Layout, shape: RoundShape, num_rounds: int, ways: Sequence[Way] = ("waits",) * NUM_STEPS
+) -> list[list[RankRun]]:
+    """What each rank of a node runs in some steps of so many rounds of one shape, two unless `ways` has others."""
     size, nodes = layout.plan.request.ranks, layout.plan.request.nodes
     if layout.plan.split:
-        return [_runs_in_waves(layout, shape, num_rounds, rank) for rank in range(size)]
+        return [_runs_in_waves(layout, shape, num_rounds, rank, ways) for rank in range(size)]
     if layout.plan.stages:
         shapes = [[shape] * (min(size, num_rounds - start)) for start in range(0, num_rounds, size)]
         found = [runs_in_stages(one, shapes) for one in layouts_of(layout.given, layout.plan)]
@@ -71,18 +80,25 @@ def runs_of_ranks(layout: Layout, shape: RoundShape, num_rounds: int) -> list[li
     return found
 
 
-def _runs_in_waves(layout: Layout, shape: RoundShape, num_rounds: int, rank: int) -> list[RankRun]:
-    """What a rank of a split plan runs in two steps."""
-    size = layout.plan.request.ranks
+def _runs_in_waves(layout: Layout, shape: RoundShape, num_rounds: int, rank: int, ways: Sequence[Way]) -> list[RankRun]:
+    """What a rank of a split plan runs in some steps. Where a speculation holds, planes have changed places since."""
+    size, share, found = layout.plan.request.ranks, Share(rank, layout.plan.request.ranks), list[RankRun]()
     waves = [min(size, num_rounds - start) for start in range(0, num_rounds, size)]
-    lowered = {key: lower_round(layout, shape, key[0], wave=Wave(rank, size, key[1]))
-               for key in {(number == 0, count) for number, count in enumerate(waves)}}  # fmt: skip
-    one = [RankRun(lowered[n == 0, count], 0, n, updates=False, together=count) for n, count in enumerate(waves)]
-    if layout.plan.request.nodes > 1:
-        exchange = lower_exchange(layout, Share(rank, size))
-        one.append(RankRun(exchange, 0, len(waves) - 1, updates=False, exchanges=True, together=size))
-    one.append(RankRun(lower_update(layout, share=Share(rank, size)), 0, len(waves) - 1, updates=True))
-    return [run._replace(step=step) for step in range(NUM_STEPS) for run in one]
+    last = len(waves) - 1
+    for step, way in enumerate(ways):
+        bold = way != "waits"
+        keys = [(n == 0, count, bold and n == last) for n, count in enumerate(waves)]
+        lowered = {k: lower_round(layout, shape, k[0], wave=Wave(rank, size, k[1]), speculates=k[2]) for k in set(keys)}
+        for n, key in enumerate(keys):
+            found.append(RankRun(lowered[key], step, n, updates=False, together=key[1], drops=way == "drops"))
+        if layout.plan.request.nodes > 1:
+            exchange = lower_exchange(layout, share)
+            found.append(RankRun(exchange, step, last, updates=False, exchanges=True, together=size))
+        layout = layout.swapped() if way == "holds" else layout
+        groups = late_groups(layout) if way == "holds" else None
+        update = lower_update(layout, groups, share, told=bold, holds=way == "holds")
+        found.append(RankRun(update, step, last, updates=True))
+    return found
 
 
 def runs_in_stages(layout: StageLayout, waves: Sequence[Sequence[RoundShape]]) -> list[RankRun]:
@@ -243,10 +259,16 @@ class Events:
         ends.append(index)
         for signal in command.signals:
             raised, value = self._raised[signal.cell, rank], self._value(run, signal.clock) - signal.lag
-            if signal.of != "own" or (raised and raised[-1][0] >= value):
+            again = bool(raised) and raised[-1][0] == value and self._drops(raised[-1][1], run)
+            if signal.of != "own" or (raised and raised[-1][0] >= value and not again):
                 raise ProgramError(f"{self.all[index].label} raises cell {signal.cell} to {value} again")
             raised.append((value, index))
         return index
+
+    def _drops(self, earlier: int, run: RankRun) -> bool:
+        """Whether a run updates again what an earlier event of its step has updated speculatively."""
+        before = self.all[earlier].run
+        return run.updates and not before.updates and run.step == before.step
 
     def _value(self, run: RankRun, clock: str) -> int:
         """The running number of the round, or of the update that the step ends with, from 1 on."""

@@ -25,11 +25,12 @@ class Cells:
         self._pieces = ((),) * len(layout.groups) if layout.plan.split else layout.pieces  # split: no rank awaits one
         self._first_pieces = [0, *accumulate(sum(map(len, parts)) for parts in self._pieces)]
         self._num_groups = len(layout.groups)
+        self._speculative = [home.speculative and layout.plan.speculates for home in layout.plan.groups]
 
     @property
     def count(self) -> int:
         """How many cells there are."""
-        return self._norm + 1
+        return self._norm + 1 + (self._num_groups if any(self._speculative) else 0)
 
     @property
     def _norm(self) -> int:
@@ -54,9 +55,24 @@ class Cells:
         """This rank has updated its share of a group."""
         return Signal(self._first_pieces[-1] + group, "own", "update")
 
-    def updated_before(self, group: int) -> Signal:
+    def updated_before(self, group: int) -> tuple[Signal, ...]:
         """All ranks have updated a group in the step before."""
-        return Signal(self._first_pieces[-1] + group, "all", "update", lag=1)
+        cells = [self._first_pieces[-1] + group, *([self._of_speculation(group)] if self._speculative[group] else [])]
+        return tuple(Signal(cell, "all", "update", lag=1) for cell in cells)
+
+    def speculated(self, group: int) -> Signal:
+        """This rank has updated its part of a speculative group, before or after the norm was known.
+
+        Who reads the weights also awaits `updated`, which tells whether what came before counts.
+        """
+        return Signal(self._of_speculation(group), "own", "update")
+
+    def is_speculative(self, group: int) -> bool:
+        """Whether a group has a cell of `speculated`."""
+        return self._speculative[group]
+
+    def _of_speculation(self, group: int) -> int:
+        return self._norm + 1 + group
 
     def norm(self) -> Signal:
         """This rank, which ran the last round, has stored the sums of squares."""

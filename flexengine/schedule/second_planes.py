@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from flexengine.plan import GroupPlan
 from flexengine.schedule.group_storage import GroupStorage
-from flexengine.schedule.slots import PlaneKind, Slot, SlotKey
+from flexengine.schedule.slots import HOST_SIDE, PlaneKind, Slot, SlotKey
 
 SECOND = 1
 """Index of a second plane in its slot's key; the first has -1."""
@@ -46,4 +46,4 @@ def swapped_slots(slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
 
 def _may_be_first(key: SlotKey) -> bool:
     """Whether a slot may be a whole first plane: rings of the GPU have slots 1, too."""
-    return key.memory == "host" and key.index == -1 and not key.within
+    return key.memory in HOST_SIDE and key.index == -1 and not key.within

@@ -74,7 +74,8 @@ def test_frozen_layers_are_told(tmp_path, monkeypatch):
 
 def test_a_table_without_an_uncapped_run():
     row = {
-        "gpu_cap_gib": 24.0, "tokens_per_step": 4096, "tokens_per_s": 1000.0, "effective_tflops": 10.0, "hardware_tflops": 12.0,
+        "gpu_cap_gib": 24.0, "tokens_per_step": 4096, "tokens_per_s": 1000.0,
+        "effective_tflops": 10.0, "hardware_tflops": 12.0,
         "share_of_matmul_rate": 0.5, "step_s": 2.0, "predicted_step_s": 1.0, "busy_s": {"compute": 1.5},
         "predicted_busy_s": {"compute": 0.9, "cpu": 0.1}, "gpu_peak_gib": None, "host_peak_gib": 3.0,
     }  # fmt: skip

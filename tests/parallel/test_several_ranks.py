@@ -46,6 +46,7 @@ from flexengine.parallel.watch import Watch
 from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan
 from flexengine.runtime.engine import Engine
 from flexengine.runtime.executor import Executor
+from flexengine.runtime.step_runner import StepRunner
 from flexengine.runtime.turns import RankGroup
 from flexengine.runtime.update import UpdateRunner
 from flexengine.schedule import fixed_slots, relay_pieces, waves
@@ -272,9 +273,8 @@ def pause_before_commands(seed: int) -> None:
 def planned(case: Case, ranks: Ranks) -> Plan:
     """The plan of a case for so many ranks."""
     changes = {"ranks": ranks.local_size, "nodes": ranks.nodes, "round_multiple": ROUND_MULTIPLE}
-    plan = replace(case.plan, request=replace(case.plan.request, **changes))
-    if case.split and ranks.size > 1:
-        plan = replace(plan, split=True, touched_only=False)
+    splits = {"split": True, "touched_only": False} if case.split and ranks.size > 1 else {}
+    plan = replace(case.plan, request=replace(case.plan.request, **changes), **splits)
     if case.stages and ranks.size > 1:
         plan = in_stages(plan)
     if not case.dealt or case.stages or ranks.size == 1:
@@ -603,3 +603,50 @@ def test_ranks_train_to_the_bits_of_one(make, monkeypatch):
     for size, of_ranks in transports:
         for shown in values_of(run_ranks(train, size, size, of_ranks)):
             check_same(shown, expected)
+
+
+def speculate(rank: int, size: int, case: Case) -> tuple[Shown, list[str]]:
+    """Steps of which the third is clipped; of several ranks the CPU updates before the norm is known. With what the
+    CPU had yet to update after each step that speculated."""
+    torch.set_num_threads(1)
+    parts, settle = list[str](), StepRunner._settle
+
+    def noted(runner: StepRunner, settings: Any) -> Any:
+        parts.append(settle(runner, settings))
+        return parts[-1]
+
+    StepRunner._settle = noted
+    order = None
+    if size > 1:
+        pause_before_commands(rank)
+        homes = (replace(g, speculative=g.update == "cpu") for g in case.plan.groups)
+        case = case._replace(plan=replace(case.plan, groups=tuple(homes)))
+        order = shuffled_order(5 * rank + size)
+    engine = opened(rank, size, case, order=order)
+    numbers = list[Any]()
+    for calls, limit in zip(case.steps, (1e9, 1e9, 1e-3, 1e9, 1e9), strict=True):
+        engine.settings = replace(engine.settings, max_grad_norm=limit)
+        for call in calls[:-1]:
+            numbers.append(engine.fwd_bwd(call).loss)
+        output, result = engine.train_step(calls[-1])
+        numbers += [output.loss, result.grad_norm, engine.evaluate(calls[0]).loss]
+    weights = {name: tensor.numpy() for name, tensor in engine.state_dict().items()}
+    engine.close()
+    return Shown([repr(number) for number in numbers], {}, weights), parts
+
+
+@pytest.mark.parametrize(("make", "size"), [(bf16, 2), (several_calls, 3), (tied_in_shared_slots, 2)])
+def test_ranks_that_update_before_the_norm_is_known_train_to_the_bits_of_one(make, size, monkeypatch):
+    monkeypatch.setattr(fixed_slots, "SQUARED_ELEMENTS", 64)
+    monkeypatch.setattr(waves, "SECTION_BYTES", 8192)
+    case = make()
+    vocab_size = case.source.spec.vocab_size
+    homes = (replace(g, update="cpu") if g.update == "cpu" or i == 1 else g for i, g in enumerate(case.plan.groups))
+    case = case._replace(
+        plan=replace(case.plan, groups=tuple(homes)), steps=steps_of(vocab_size, LENGTHS, [31, 12], count=5), split=True
+    )
+    expected, none = speculate(0, 1, case._replace(split=False))
+    assert none == []
+    for shown, parts in values_of(run_ranks(speculate, size, size, case)):
+        assert parts == ["rest", "rest", "all", "rest"]  # the fourth does not speculate, as the third was clipped
+        check_same(shown, expected)

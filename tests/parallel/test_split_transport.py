@@ -18,11 +18,11 @@ from flexengine.metrics import GIB
 from flexengine.models.freezing import with_frozen
 from flexengine.models.in_parts import in_parts
 from flexengine.models.registry import open_model
-from flexengine.plan import Plan, PlanError, Request
+from flexengine.plan import GroupPlan, Plan, PlanError, Request
 from flexengine.plan_for_ranks import plan_for_ranks
 from flexengine.planner.cost import memory
 from flexengine.reports.plan_text import describe
-from flexengine.schedule import fixed_slots, waves
+from flexengine.schedule import fixed_slots, ranks_checker, relay, waves
 from flexengine.schedule.checker import ProgramError, check_program
 from flexengine.schedule.commands import Access, Command, CommandName, CopyRegion, Program, Signal, Stream
 from flexengine.schedule.layout import Layout
@@ -284,3 +284,58 @@ def test_a_split_that_cannot_be_is_refused(monkeypatch):
     model = small_model()
     with pytest.raises(ValueError, match="of several ranks of a node"):
         replace(random_plan(Random(1), model, sliced=False), split=True)
+
+
+# -- updates before the norm is known ----------------------------------------------------------------------------------
+
+
+def bold_plan(seed: int, size: int, share: float = 0.7, tied: bool = False) -> Layout:
+    """A split plan in which the CPU updates some groups speculatively."""
+    model, random = small_model(tied=tied), Random(seed)
+    plan = split_plan(random_plan(random, model, sliced=seed % 5 == 0), size)
+    homes = [GroupPlan(update="cpu", speculative=random.random() < share) for _ in plan.groups]
+    groups = [home if random.random() < 0.8 else GroupPlan(update="gpu") for home in homes]
+    groups = (*groups[:-1], GroupPlan(update="cpu", speculative=True))
+    return Layout(model, replace(plan, groups=groups, request=replace(plan.request, clipping=True)))
+
+
+@pytest.mark.parametrize("ways", ranks_checker.WAYS, ids="-".join)
+@pytest.mark.parametrize("seed", range(4))
+def test_speculating_plans_are_proven_whatever_came_before(seed, ways, monkeypatch):
+    monkeypatch.setattr(fixed_slots, "SQUARED_ELEMENTS", 256)
+    monkeypatch.setattr(waves, "SECTION_BYTES", 1 << (15 if seed % 2 else 28))
+    layout = bold_plan(seed, 2 + seed % 2, tied=seed == 3)
+    assert layout.plan.speculates
+    for num_rounds in (1, 4):
+        runs = runs_of_ranks(layout, full_round(layout), num_rounds, ways)
+        check_runs(layout, runs, num_rounds)
+        for program in {run.program for rank in runs for run in rank}:
+            check_program(program, layout.gpu_bytes, layout.host_bytes, layout.node_bytes)
+
+
+def test_what_orders_ranks_that_speculate_is_needed():
+    """A wait for what others have updated speculatively, a signal of it, and a sum of squares of what is stored."""
+    plan = bold_plan(6, 3).plan  # the embedding's gradient, the last, waits for the norm
+    layout = Layout(small_model(), replace(plan, groups=(GroupPlan(update="cpu"), *plan.groups[1:])))
+
+    def changed(change: Callable[[Command], Command]) -> list[list[RankRun]]:
+        found = runs_of_ranks(layout, full_round(layout), 4, ("holds", "holds", "waits"))
+        known: dict[Program, Program] = {}
+        for program in {run.program for rank in found for run in rank}:
+            known[program] = replace(program, commands=tuple(map(change, program.commands)))
+        return [[run._replace(program=known[run.program]) for run in rank] for rank in found]
+
+    assert not is_rejected(layout, changed(lambda command: command))
+    cells = relay.Cells(layout)
+    group = next(g for g, home in enumerate(layout.plan.groups) if home.speculative)
+    awaited, signal = cells.updated_before(group)[1], cells.speculated(group)
+    for gone in (awaited, signal):
+        without = changed(
+            lambda c, gone=gone: replace(
+                c,
+                awaits=tuple(s for s in c.awaits if s != gone),
+                signals=tuple(s for s in c.signals if s != gone),
+            )
+        )
+        assert is_rejected(layout, without), gone
+    assert is_rejected(layout, changed(lambda c: replace(c, waits=()) if c.kind == "add_squares" else c))

@@ -37,7 +37,7 @@ class RoundContext:
             return (self.stages.cells.updated_before(head=group > 0),) if self.stages.is_edge(group) else ()
         if self.cells is None or self.model.groups[group].frozen:
             return ()
-        return (self.cells.updated_before(group),)
+        return self.cells.updated_before(group)
 
     def part_name(self, group: int, part: int) -> str:
         """A parameter group, or one of its parts where it has several."""

@@ -13,7 +13,7 @@ from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.context import RoundContext, SlotRing
 from flexengine.schedule.lowering.split import ExchangeLowering
 from flexengine.schedule.lowering.stored_gradient import StoredPiece, stored_pieces
-from flexengine.schedule.lowering.update import cpu_groups, lower_cpu_update, lower_speculative_update
+from flexengine.schedule.lowering.update import cpu_groups, lower_cpu_update, lower_norm, lower_speculative_update
 from flexengine.schedule.slots import Slot
 
 
@@ -53,6 +53,7 @@ class GradientLowering:
         self._uses = group_uses(context.layout.model)
         self._spilled: set[tuple[int, int]] = set()  # parts of groups of which the host holds an accumulator
         self._rings: dict[str, SlotRing] = {}
+        self._untold: list[int] = []  # groups of which this rank updates nothing, and has yet to tell so
         self._exchange = None if context.wave is None else ExchangeLowering(context, context.wave, first)
 
     def accumulators(self, layer: LayerSpec, begun: bool) -> dict[int, int]:
@@ -96,7 +97,29 @@ class GradientLowering:
             if group in self._scales:
                 self._update_by_cpu(group)
             elif self._speculates and self._context.plan.groups[group].speculative:
-                lower_speculative_update(self._builder, self._layout, group, self._stored_at_home(group))
+                self._speculate(group)
+
+    def lower_norm(self) -> None:
+        """Tell the host the norm of all gradients, with which a round ends that speculates."""
+        stored = [] if self._exchange is None else self._exchange.stored_at_home()
+        lower_norm(self._builder, self._layout, stored)
+        if self._untold:
+            assert self._context.cells is not None, "one rank tells nobody"
+            signals = tuple(self._context.cells.speculated(group) for group in self._untold)
+            self._builder.between_ranks(-1, signals=signals)
+
+    def _speculate(self, group: int) -> None:
+        """Update a group, or what this rank has stored of it, into its second planes."""
+        if self._exchange is None:
+            lower_speculative_update(self._builder, self._layout, group, self._stored_at_home(group))
+            return
+        own = self._exchange.own_ranges(group)
+        last = lower_speculative_update(self._builder, self._layout, group, self._exchange.stored_at_home(group), own)
+        if last < 0:
+            self._untold.append(group)
+            return
+        assert self._context.cells is not None, "ranks of a split plan have cells"
+        self._builder.between_ranks(last, signals=(self._context.cells.speculated(group),))
 
     def _trained(self, layer: LayerSpec) -> list[int]:
         return [group for group in layer.groups if not self._context.model.groups[group].frozen]

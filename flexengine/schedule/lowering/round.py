@@ -17,7 +17,6 @@ from flexengine.schedule.lowering.compute import ComputeCall, ComputeLowering
 from flexengine.schedule.lowering.context import RoundContext, StagePart, stage_parts
 from flexengine.schedule.lowering.gradients import GradientLowering, scale_slots
 from flexengine.schedule.lowering.shape import RoundShape
-from flexengine.schedule.lowering.update import lower_norm
 from flexengine.schedule.lowering.weights import WeightLowering
 from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.slots import overlapping_slots
@@ -75,7 +74,7 @@ class RoundLowering:
             if self.model.layers[index].has_backward:
                 self._backward_layer(index, self.model.layers[index])
         if self.speculates:
-            lower_norm(self.builder, self.layout)
+            self.gradients.lower_norm()
         return self.builder.build()
 
     def evaluate(self) -> Program:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from flexengine.ops.base import Work
 from flexengine.schedule.commands import Access, CommandName, CopyRegion, Stream
 from flexengine.schedule.group_uses import group_uses
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.context import RoundContext, SlotRing
 from flexengine.schedule.lowering.stored_gradient import StoredPiece, stored_pieces
+from flexengine.schedule.lowering.update import OwnRange
 from flexengine.schedule.program_builder import ProgramBuilder, merge_regions
 from flexengine.schedule.slots import Role
 from flexengine.schedule.split_commands import ExchangeParts, FoldParts, GatherShares, ReceivedParts, ShareOfFetch
@@ -50,6 +53,7 @@ class ExchangeLowering:
         self._uses = group_uses(self._layout.model)
         self._spilled: set[int] = set()  # groups of which the host holds what arrived of one layer's accumulators
         self._accumulators: dict[int, int] = {}  # by group, the slot that is added to
+        self._own: dict[int, list[StoredPiece]] = defaultdict(list)  # by group, what this rank has stored
         squares = run_squares(self._layout, OWN_SQUARES)
         if first:
             name = CommandName("clear", "squares")
@@ -136,6 +140,27 @@ class ExchangeLowering:
         self._builder.add("fold", label, Stream.COMM, reads, writes, work, args=args)
         home = CommandName("offload", "grad", own.name)
         self._builder.copy(home, Stream.RELAY_OUT, own.content, own.regions_home(staging))
+        self._own[own.group].append(own)
+
+    def own_ranges(self, group: int) -> list[OwnRange]:
+        """The elements of a group whose gradients this rank has stored in this round, those that adjoin as one."""
+        found = list[OwnRange]()
+        for own in self._own[group]:
+            for run, (slot, first) in zip(own.piece.runs, own.homes, strict=True):
+                here = OwnRange(run.first, run.numel, slot, first)
+                last = found[-1] if found else OwnRange(-1, 0, -1, -1)
+                ends = (last.first + last.numel, last.slot, last.slot_first + last.numel)
+                if ends == (here.first, here.slot, here.slot_first):
+                    found[-1] = last._replace(numel=last.numel + here.numel)
+                else:
+                    found.append(here)
+        return found
+
+    def stored_at_home(self, group: int | None = None) -> list[Access]:
+        """What this rank has stored in this round of one group's gradient, or of all, where it lies."""
+        groups = list(self._own) if group is None else [group]
+        homes = [Access(home, own.content) for g in groups for own in self._own[g] for home, _ in own.homes]
+        return list(dict.fromkeys(homes))
 
     def _take(self, role: Role, group: int) -> int:
         key = role, self._context.model.groups[group].slot_class

@@ -5,7 +5,7 @@ What the CPU updates may also be updated inside a round: `lower_cpu_update`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from flexengine.ops.base import Work
@@ -44,6 +44,15 @@ MOST_IN_PLACE = 1 << 26
 to issue it."""
 
 
+class OwnRange(NamedTuple):
+    """Elements [first, first + numel) of a group whose gradients a rank has stored, from an element of a slot on."""
+
+    first: int
+    numel: int
+    slot: int
+    slot_first: int
+
+
 class _Tile(NamedTuple):
     """Elements [start, start + count) of a group's segment; `planes` are their slots, one within each plane."""
 
@@ -56,7 +65,7 @@ class _Tile(NamedTuple):
 
 def lower_update(
     layout: Layout, by_cpu: Mapping[int, float] | None = None, share: Share = ALONE, last: bool = True,
-    urgent: Collection[int] = (),
+    urgent: Collection[int] = (), told: bool = False, holds: bool = False,
 ) -> Program:  # fmt: skip
     """Clip factor, then updates of all groups in forward order, first those by the CPU.
 
@@ -67,7 +76,8 @@ def lower_update(
     tiles of one plane do not wait for each other.
     share: what this one of several ranks updates. last: it ran the last round of the step, so that its sums of squares
     are those of all gradients; the others take them from the node's memory. With several nodes all are told them
-    before. urgent: groups that the CPU ends first, for prices, as an earlier program began them.
+    before. urgent: groups that the CPU ends first, for prices, as an earlier program began them. told: ranks of a split
+    plan have added up the sums in the last round, which speculated. holds: what that updated counts.
     """
     left = dict.fromkeys(cpu_groups(layout), 1.0) if by_cpu is None else by_cpu
     pieces: list[Slot] = []
@@ -79,7 +89,10 @@ def lower_update(
     slots = (*layout.slots, *pieces)
     builder = ProgramBuilder("update", slots, overlapping_slots(slots))
     norms = Access(layout.slot("norm_squares"), "norm squares")
-    if layout.plan.split and layout.plan.request.nodes == 1:
+    if layout.plan.split and told:
+        builder.holds(*norms)
+        builder.holds(layout.slot("run_squares"), ALL_SQUARES)
+    elif layout.plan.split and layout.plan.request.nodes == 1:
         _add_squares(builder, layout, norms)
     elif isinstance(layout, StageLayout):
         _exchange_squares(builder, layout, last)
@@ -105,7 +118,7 @@ def lower_update(
     if isinstance(layout, StageLayout):
         _signal_edges(builder, layout, ends)
     elif layout.plan.shares_node:
-        _signal_updates(builder, layout, ends)
+        _signal_updates(builder, layout, ends, holds)
     return builder.build()
 
 
@@ -151,29 +164,33 @@ def _exchange_squares(builder: ProgramBuilder, layout: StageLayout, last: bool) 
     builder.between_ranks(-1, awaits=(layout.cells.all_norms(),))
 
 
-def _add_squares(builder: ProgramBuilder, layout: Layout, norms: Access) -> None:
+def _add_squares(builder: ProgramBuilder, layout: Layout, norms: Access, stored: Sequence[Access] = ()) -> None:
     """Add up what all ranks have in their tables, which is zero where a rank owns no piece; so no sum is rounded.
 
-    No rank has the result before all have stored all their pieces, so what reads gradients waits for it.
+    No rank has the result before all have stored all their pieces, so what reads gradients waits for it. stored: those
+    that the same program has stored.
     """
     table = layout.slot("run_squares")
     own, whole = Access(table, OWN_SQUARES), Access(table, ALL_SQUARES)
-    builder.holds(*own)
+    if builder.last_writer(table) < 0:
+        builder.holds(*own)
     args = AddTables(table, layout.slots[table].num_bytes, layout.plan.request.ranks)
-    builder.add("add_squares", CommandName("add", "squares"), Stream.COMM, [own], [whole], args=args)
+    builder.add("add_squares", CommandName("add", "squares"), Stream.COMM, [own, *stored], [whole], args=args)
     work = Work(kernels=2 * len(layout.groups))
     builder.add("sum_squares", CommandName("sum", "squares"), Stream.COMPUTE, [whole], [norms], work)
 
 
-def _signal_updates(builder: ProgramBuilder, layout: Layout, ends: dict[int, int]) -> None:
+def _signal_updates(builder: ProgramBuilder, layout: Layout, ends: dict[int, int], holds: bool) -> None:
     """Have the command that ends each group's update say so; the last before all updates, of groups without one here.
 
-    Each rank signals all groups: the norm that it has read may then be written again, too.
+    Each rank signals all groups: the norm that it has read may then be written again, too. holds: speculative groups
+    were updated in the last round, which tells of that itself.
     """
     cells, before = Cells(layout), _before_updates(builder)
     for group, spec in enumerate(layout.model.groups):
         if not spec.frozen:
-            builder.between_ranks(ends.get(group, before), signals=(cells.updated(group),))
+            late = (cells.speculated(group),) if cells.is_speculative(group) and not holds else ()
+            builder.between_ranks(ends.get(group, before), signals=(cells.updated(group), *late))
 
 
 def _signal_edges(builder: ProgramBuilder, layout: StageLayout, ends: dict[int, int]) -> None:
@@ -197,9 +214,12 @@ def late_groups(layout: Layout) -> dict[int, float]:
     return {g: 1.0 for g in cpu_groups(layout) if not layout.plan.groups[g].speculative}
 
 
-def lower_norm(builder: ProgramBuilder, layout: Layout) -> None:
-    """Tell the host the factors on all gradients and their norm, once all are stored."""
-    _clip(builder, layout, Access(layout.slot("norm_squares"), "norm squares"))
+def lower_norm(builder: ProgramBuilder, layout: Layout, stored: Sequence[Access] = ()) -> None:
+    """Tell the host the factors on all gradients and their norm, once all are stored. stored: pieces by this rank."""
+    norms = Access(layout.slot("norm_squares"), "norm squares")
+    if layout.plan.split:
+        _add_squares(builder, layout, norms, stored)
+    _clip(builder, layout, norms)
     _send_scalars(builder, layout)
 
 
@@ -253,10 +273,14 @@ def lower_cpu_update(
         held.update({kind: Access(slot, f"updated {text}") for kind, (slot, text) in held.items() if kind != "grad"})
 
 
-def lower_speculative_update(builder: ProgramBuilder, layout: Layout, group: int, grads: Sequence[Access]) -> None:
+def lower_speculative_update(
+    builder: ProgramBuilder, layout: Layout, group: int, grads: Sequence[Access], own: Sequence[OwnRange] | None = None
+) -> int:
     """Update a group by the CPU into its second planes, with the factor that holds where nothing is clipped.
 
-    grads: what earlier commands of the program left of the gradient.
+    grads: what earlier commands of the program left of the gradient. own: the elements of the group whose gradients
+    this one of several ranks has stored, which it updates; None = all. Returns the index of the last command, -1 where
+    there is none.
     """
     name, kinds = layout.model.groups[group].name, second_kinds(layout.groups[group])
     first = {kind: layout.plane_slot(kind, group) for kind in kinds}
@@ -266,15 +290,34 @@ def lower_speculative_update(builder: ProgramBuilder, layout: Layout, group: int
     for access in held.values():
         if builder.last_writer(access.slot) < 0:
             builder.holds(*access)
-    grad = layout.plane_slot("grad", group)
+    grad, last = layout.plane_slot("grad", group), -1
     for segment in layout.groups[group].segments:
-        planes = {p.kind: SlotOffset(first.get(p.kind, grad), p.start) for p in segment.planes}
-        targets = {kind: SlotOffset(second[kind], place.offset) for kind, place in planes.items() if kind != "grad"}
-        args = UpdateTile(group, segment.name, 0, segment.numel, planes, targets)
-        work, label = Work(memory_bytes=_touched_bytes(segment, segment.numel)), f"{name} {segment.name}"
-        writes = [Access(slot, f"speculated {kind} of {name}") for kind, slot in second.items()]
-        reads = [*held.values(), *grads]
-        builder.add("update", CommandName("speculate", owner=label), Stream.CPU, reads, writes, work, args=args)
+        for start, count, stored in _within(segment, own):
+            planes = {p.kind: SlotOffset(first.get(p.kind, grad), p.start + p.num_bytes(start)) for p in segment.planes}
+            if stored is not None:
+                planes["grad"] = stored
+            targets = {kind: SlotOffset(second[kind], place.offset) for kind, place in planes.items() if kind != "grad"}
+            args = UpdateTile(group, segment.name, start, count, planes, targets)
+            work, label = Work(memory_bytes=_touched_bytes(segment, count)), f"{name} {segment.name}"
+            writes = [Access(slot, f"speculated {kind} of {name}") for kind, slot in second.items()]
+            reads = [*held.values(), *grads]
+            builder.add("update", CommandName("speculate", owner=label), Stream.CPU, reads, writes, work, args=args)
+            last = len(builder.commands) - 1
+    return last
+
+
+def _within(segment: Segment, own: Sequence[OwnRange] | None) -> Iterator[tuple[int, int, SlotOffset | None]]:
+    """(start, elements) of a segment that are among those of its group, and where their gradients lie by themselves."""
+    if own is None:
+        yield 0, segment.numel, None
+        return
+    [plane] = [plane for plane in segment.planes if plane.kind == "grad"]
+    first, last = segment.first_element, segment.first_element + segment.numel
+    for each in own:
+        start, end = max(first, each.first), min(last, each.first + each.numel)
+        if start < end:
+            offset = plane.num_bytes(each.slot_first + start - each.first)
+            yield start - first, end - start, SlotOffset(each.slot, offset)
 
 
 def _touched_bytes(segment: Segment, count: int) -> int:
