@@ -26,6 +26,7 @@ from flexengine.planner.cost.memory import (
 from flexengine.planner.feasibility.remedies import Remedy, bytes_of, gib_text, remedy_note
 from flexengine.planner.feasibility.shortage import Feasibility, ShortageError, shortage, shortage_message
 from flexengine.planner.planner import find_plan, make_plan
+from flexengine.planner.speculation import FIRST_SHARES, LEAST_GAIN, speculating_plans
 from flexengine.price_of_ranks import bytes_planned, predicted_together, times
 from flexengine.schedule.group_storage import group_storage
 from flexengine.schedule.layer_program import align
@@ -43,6 +44,8 @@ WORTH_ALL_BY_CPU = 0.99
 """Updates by the CPU alone are planned where a step takes less than this share of the time with those of the search."""
 BUSY_SHARE = 0.96
 """Where GPUs compute for more than this share of a step, other updates would gain little: they are not simulated."""
+TOO_BUSY = 0.985
+"""The same of updates before the norm is known, which also let forward begin at once."""
 SMALLER_TILES = (1 << 20, 1 << 16)
 """Elements of a tile of the update, where those that the search took have no room beside the states."""
 
@@ -75,6 +78,7 @@ def _relayed_or_split(model: ModelSpec, request: Request, profile: HardwareProfi
     if split is not None:
         predicted = bytes_planned(Layout(model, split), split.predicted, of_rank)
         split = _whole(model, request, replace(split, predicted=predicted), profile, network_bytes_per_s)
+        split = _with_speculation(model, request, split, profile, network_bytes_per_s)
         clear = not plan.deals_states and split.predicted.step_s < CLEARLY_FASTER * plan.predicted.step_s
         if clear or request.transport == "split":
             return split
@@ -86,18 +90,50 @@ def _whole(
     model: ModelSpec, request: Request, plan: Plan, profile: HardwareProfile, network_bytes_per_s: float
 ) -> Plan:
     """The plan of all ranks, priced together, from that of one, or the same with all updates on the CPU."""
-
-    def priced(of_one: Plan) -> Plan:
-        plan = replace(of_one, request=request)
-        predicted = predicted_together(Layout(model, plan), plan.predicted, profile, network_bytes_per_s)
-        return replace(plan, predicted=predicted)
-
-    found = priced(plan)
+    found = _priced(model, request, plan, profile, network_bytes_per_s)
     if found.predicted.busy_s["compute"] > BUSY_SHARE * found.predicted.step_s:
         return found
     by_cpu = _updated_by_cpu(model, plan, rank_profile(profile, request.ranks))
-    other = found if by_cpu is None else priced(by_cpu)
+    other = found if by_cpu is None else _priced(model, request, by_cpu, profile, network_bytes_per_s)
     return other if other.predicted.step_s < WORTH_ALL_BY_CPU * found.predicted.step_s else found
+
+
+def _priced(
+    model: ModelSpec, request: Request, of_one: Plan, profile: HardwareProfile, network_bytes_per_s: float
+) -> Plan:
+    """The plan of all ranks, priced together, from that of one."""
+    plan = replace(of_one, request=request)
+    predicted = predicted_together(Layout(model, plan), plan.predicted, profile, network_bytes_per_s)
+    return replace(plan, predicted=predicted)
+
+
+def _with_speculation(
+    model: ModelSpec, request: Request, plan: Plan, profile: HardwareProfile, network_bytes_per_s: float
+) -> Plan:
+    """A split plan of all ranks in which the CPU updates before the norm is known, where that is faster.
+
+    All groups that the CPU updates are tried, as far as host memory has second planes for them, and those that it would
+    update if the GPU fetched nothing for that.
+    """
+    if not plan.may_speculate or plan.predicted.busy_s["compute"] > TOO_BUSY * plan.predicted.step_s:
+        return plan
+    of_rank, best = rank_profile(profile, request.ranks), plan
+    alone = replace(plan, request=request.of_rank)
+    predicted = bytes_planned(Layout(model, alone), plan.predicted, of_rank)
+    alone = replace(alone, predicted=predicted)
+    by_cpu = _updated_by_cpu(model, alone, of_rank)
+    for base in (alone,) if by_cpu is None else (alone, by_cpu):
+        layout = Layout(model, base)
+        spare_bytes = -excess_bytes(layout, request.of_rank, of_rank)[1] * request.ranks
+        for bold in speculating_plans(layout, spare_bytes, FIRST_SHARES):
+            told = bytes_planned(Layout(model, bold), base.predicted, of_rank)
+            found = _priced(model, request, replace(bold, predicted=told), profile, network_bytes_per_s)
+            if found.predicted.step_s < LEAST_GAIN * best.predicted.step_s:
+                waits_s = plan.predicted.step_s
+                if base is not alone:
+                    waits_s = _priced(model, request, base, profile, network_bytes_per_s).predicted.step_s
+                best = replace(found, predicted=replace(found.predicted, after_clipping_s=waits_s))
+    return best
 
 
 def _updated_by_cpu(model: ModelSpec, plan: Plan, profile: HardwareProfile) -> Plan | None:

@@ -18,12 +18,13 @@ from typing import NamedTuple
 from flexengine.schedule.commands import Program, Stream, cpu_priority, streams_of
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape, lower_round, lower_update
+from flexengine.schedule.lowering.update import late_groups
 from flexengine.schedule.ranks_order import Events, RankRun, RunEvents, runs_in_stages
 from flexengine.schedule.shared_links import COMPUTE, CPU, WAYS, Clock, CommandWork, Way
 from flexengine.schedule.shares import Share
 from flexengine.schedule.simulator import Rates, Timing, cpu_share
 from flexengine.schedule.stage_layout import layouts_of
-from flexengine.schedule.step_parts import full_step, until_gpu_ends
+from flexengine.schedule.step_parts import full_step, unfinished_updates, until_gpu_ends
 from flexengine.schedule.waves import Wave
 
 SIGNAL_S = 50e-6
@@ -53,9 +54,12 @@ class TimedRankRun:
 
     @cached_property
     def until_gpu_ends(self) -> Timing:
-        """Its times cut off when the GPU has ended it; the CPU is busy for all seconds of its work."""
+        """Its times cut off when the GPU has ended it; the CPU is busy for all seconds of its work.
+
+        What is left of a speculation comes first in the next step, and is not counted twice.
+        """
         cut = until_gpu_ends(self.run.program, self.timing)
-        return cut._replace(busy_s=self.timing.busy_s)
+        return cut if _speculates(self.run.program) else cut._replace(busy_s=self.timing.busy_s)
 
 
 class RanksStep(NamedTuple):
@@ -69,7 +73,8 @@ def simulate_ranks(layout: Layout, rates: Rates, alike: int | None = None) -> Ra
     """Simulate a full step of a plan of several ranks: the update of the step before, then all rounds.
 
     So what the CPU updates goes on under the first round, as it does in training. All ranks wait for the norm, so that
-    a step begins for all of them when the rank of the last round has ended it.
+    a step begins for all of them when the rank of the last round has ended it. Where a plan speculates, the CPU begins
+    in the last round, and what is left of that comes first.
     rates: of one rank's GPU and link, and of the node's CPU and host memory, as `Rates` has them.
     alike: simulate only so many ranks of a split plan, all of which do the same at the same time.
     """
@@ -77,7 +82,12 @@ def simulate_ranks(layout: Layout, rates: Rates, alike: int | None = None) -> Ra
     size = layout.plan.request.ranks
     few = min(alike or size, size) if layout.plan.split else size
     rates = rates._replace(host_bytes_per_s=rates.host_bytes_per_s * few / size)
-    runs = _runs(layout, [shape for shape, _ in shapes], few)
+    left = None
+    if layout.plan.speculates:
+        shape, count = shapes.pop()
+        shapes += [*([(shape, count - 1)] if count > 1 else []), (shape, 1)]
+        left = _left_of_speculation(layout, shape, len(shapes) == 1, few, rates)
+    runs = _runs(layout, [shape for shape, _ in shapes], few, left)
     ranks = simulate_runs(runs, size * len(shapes), rates)
     together = size if layout.plan.stages else 1
     parts = [(None, 1), *((shape.times(together), count) for shape, count in shapes)]  # the update comes first
@@ -103,13 +113,39 @@ def _rounds_of_a_rank(layout: Layout) -> list[tuple[RoundShape, int]]:
     return found
 
 
-def _runs(layout: Layout, shapes: Sequence[RoundShape], simulated: int) -> list[list[RankRun]]:
-    """What each simulated rank runs: its update at the end of step 0, then a round of each shape in step 1."""
+def _left_of_speculation(
+    layout: Layout, shape: RoundShape, first: bool, simulated: int, rates: Rates
+) -> dict[int, float]:
+    """Groups that the CPU has not updated when the GPU has ended the last round, with the part that is left."""
+    size = layout.plan.request.ranks
+    runs = []
+    for rank in range(simulated):
+        program = lower_round(layout, shape, first, wave=Wave(rank, size, size), speculates=True)
+        runs.append([RankRun(program, 0, 0, updates=False, together=size)])
+    found = dict[int, float]()
+    for [timed] in simulate_runs(runs, 1, rates):
+        for group, share in unfinished_updates(timed.run.program, timed.timing).items():
+            found[group] = max(share, found.get(group, 0.0))
+    return found
+
+
+def _speculates(program: Program) -> bool:
+    """Whether the CPU updates in a program before the norm is known."""
+    return any(command.name.verb == "speculate" for command in program.commands)
+
+
+def _runs(
+    layout: Layout, shapes: Sequence[RoundShape], simulated: int, left: dict[int, float] | None
+) -> list[list[RankRun]]:
+    """What each simulated rank runs: its update at the end of step 0, then a round of each shape in step 1.
+
+    left: of what the CPU updates speculatively in the last round; None = it does not.
+    """
     size = layout.plan.request.ranks
     known: dict[tuple[RoundShape, bool], Program] = {}
     found = []
     if layout.plan.split:
-        return [_runs_in_waves(layout, shapes, rank) for rank in range(simulated)]
+        return [_runs_in_waves(layout, shapes, rank, left) for rank in range(simulated)]
     if layout.plan.stages:
         waves = [[shape] * size for shape in shapes]
         for one in layouts_of(layout.given, layout.plan):
@@ -129,16 +165,22 @@ def _runs(layout: Layout, shapes: Sequence[RoundShape], simulated: int) -> list[
     return found
 
 
-def _runs_in_waves(layout: Layout, shapes: Sequence[RoundShape], rank: int) -> list[RankRun]:
+def _runs_in_waves(
+    layout: Layout, shapes: Sequence[RoundShape], rank: int, left: dict[int, float] | None
+) -> list[RankRun]:
     """The same of a rank of a split plan, for which all ranks run a round of each shape together."""
     size = layout.plan.request.ranks
-    update = lower_update(layout, share=Share(rank, size))
+    if left is None:
+        update = lower_update(layout, share=Share(rank, size))
+    else:
+        update = lower_update(layout, {**left, **late_groups(layout)}, Share(rank, size), urgent=left, told=True)
     runs = [RankRun(update, 0, len(shapes) - 1, updates=True)]
-    lowered: dict[tuple[RoundShape, bool], Program] = {}
+    lowered: dict[tuple[RoundShape, bool, bool], Program] = {}
     for number, shape in enumerate(shapes):
-        key = shape, number == 0
+        bold = left is not None and number == len(shapes) - 1
+        key = shape, number == 0, bold
         if key not in lowered:
-            lowered[key] = lower_round(layout, shape, first=number == 0, wave=Wave(rank, size, size))
+            lowered[key] = lower_round(layout, shape, number == 0, wave=Wave(rank, size, size), speculates=bold)
         runs.append(RankRun(lowered[key], 1, number, updates=False, together=size))
     return runs
 
