@@ -21,10 +21,11 @@ FP8_GAIN = 1.8  # attained FP8 over attained bf16 rate: products of a Llama-3.1-
 PCIE_4_BYTES_PER_S = 25e9  # x16, attained with page-locked memory; 31.5 GB/s raw
 PCIE_5_BYTES_PER_S = 50e9  # x16; 63 GB/s raw; 55 on good boards
 
-# One way over NVLink between any two cards of a board, as NCCL attains it: 218 to 275 GB/s for 64 to 512 MiB between
-# two H100 (bench/results/h100x2_ranks_shared.json), and the same share of the data sheet's rate on older cards.
-NVLINK_4_BYTES_PER_S = 250e9  # 900 GB/s both ways raw
-NVLINK_3_BYTES_PER_S = 167e9  # 600 GB/s both ways raw
+# One way over NVLink between any two cards of a board, as their engines for copies attain it: 351 GB/s in gathers and
+# 265 in exchanges of 256 MiB between two H100 (bench/results/h100x2_ranks_copies.json), and the same share of the data
+# sheet's rate on older cards.
+NVLINK_4_BYTES_PER_S = 300e9  # 900 GB/s both ways raw
+NVLINK_3_BYTES_PER_S = 200e9  # 600 GB/s both ways raw
 
 SERVER_HOST_BYTES_PER_S = 120e9  # by 16 cores of a current server
 DDR4_HOST_BYTES_PER_S = 40e9  # two channels of DDR4-3600: 57.6 GB/s raw

@@ -27,18 +27,23 @@ all kinds of calls connected, beside its kernels, which are counted with the con
 
 PEER_WAIT_S: dict[PeerWay, float] = {"copies": 50e-6, "nccl": 1e-3}
 """What an exchange takes longer beside products. A collective of NCCL begins when one ends, which keeps all
-multiprocessors until then: products of 8192^3 on two H100 add 1.0 to 1.2 ms. Copies wait for two signals."""
+multiprocessors until then: products of 8192^3 on two H100 add 1.0 to 1.2 ms. Copies wait for two signals: there gathers
+take 0.01 ms longer (bench/results/h100x2_ranks_copies.json)."""
+WITHIN_WAIT_S = 1e-3
+"""What copies within a GPU, which are kernels, take longer beside products, as of a rank's own piece of an exchange."""
 
 
-def peer_s(profile: HardwareProfile, num_bytes: int) -> float:
+def peer_s(profile: HardwareProfile, num_bytes: int, within: bool = False) -> float:
     """Seconds of an exchange in which each GPU sends so many bytes to others, as it receives as many.
 
-    Where the rate between GPUs is not known, they are taken to reach each other over the link.
+    within: a GPU copies a piece of its own, too. Where the rate between GPUs is not known, they are taken to reach each
+    other over the link.
     """
     if not num_bytes:
         return 0.0
     if profile.peer_bytes_per_s:
-        return PEER_WAIT_S[profile.peer_way] + num_bytes / profile.peer_bytes_per_s
+        wait_s = PEER_WAIT_S[profile.peer_way] + (WITHIN_WAIT_S if within and profile.peer_way == "copies" else 0.0)
+        return wait_s + num_bytes / profile.peer_bytes_per_s
     return profile.copy_latency_s + num_bytes / min(profile.d2h_duplex_bytes_per_s, profile.h2d_duplex_bytes_per_s)
 
 

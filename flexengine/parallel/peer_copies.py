@@ -187,15 +187,18 @@ class PeerCopies:
             words.append((len(operations), self._words[cell][row]))
             operations.append(operation)
 
-        of_word(Raise(stream), READY, self._row)
-        for part in parts:
-            if part.row != self._row:
-                of_word(Await(stream), READY, part.row)
-            source = RawMemory(part.source, part.num_bytes)
+        def copy(part: Part) -> None:
+            source, target = RawMemory(part.source, part.num_bytes), region.of_ranks[part.row]
             if part.num_bytes:
-                target = region.of_ranks[part.row]
                 operations.append(Copy(stream, target, part.offset, source, 0, part.num_bytes))
+
+        of_word(Raise(stream), READY, self._row)
+        for part in (part for part in parts if part.row != self._row):
+            of_word(Await(stream), READY, part.row)
+            copy(part)
         of_word(Raise(stream), DONE, self._row)
+        for part in (part for part in parts if part.row == self._row):
+            copy(part)  # a kernel, which waits for products beside it, and no other rank for it
         for row in self._others():
             of_word(Await(stream), DONE, row)
         return operations, tuple(words)

@@ -25,12 +25,13 @@ class Cells:
         self._pieces = ((),) * len(layout.groups) if layout.plan.split else layout.pieces  # split: no rank awaits one
         self._first_pieces = [0, *accumulate(sum(map(len, parts)) for parts in self._pieces)]
         self._num_groups = len(layout.groups)
+        self._splits = layout.plan.split
         self._speculative = [home.speculative and layout.plan.speculates for home in layout.plan.groups]
 
     @property
     def count(self) -> int:
         """How many cells there are."""
-        return self._norm + 1 + (self._num_groups if any(self._speculative) else 0)
+        return self._norm + 1 + (self._num_groups if self._splits else 0)  # also of split plans that do not speculate
 
     @property
     def _norm(self) -> int:

@@ -34,14 +34,14 @@ def environment_of(rank: int, size: int, port: int, nodes: int = 1) -> dict[str,
 
 
 def start_ranks(
-    function: Callable[..., Any], size: int, *arguments: Any, nodes: int = 1
+    function: Callable[..., Any], size: int, *arguments: Any, nodes: int = 1, anew: bool = False
 ) -> tuple[list[Any], list[Any]]:
     """Start `function(rank, *arguments)` on every rank; gives processes and the ends of pipes with an Outcome each.
 
-    Processes are forked: loading torch anew would take seconds. The environment of each is as torchrun has it. nodes:
-    that the ranks take themselves to be on.
+    Processes are forked, unless `anew`, as those must be that use a GPU: loading torch takes seconds. The environment of
+    each is as torchrun has it. nodes: that the ranks take themselves to be on.
     """
-    context, port, processes, pipes = multiprocessing.get_context("fork"), free_port(), [], []
+    context, port, processes, pipes = multiprocessing.get_context("spawn" if anew else "fork"), free_port(), [], []
     for rank in range(size):
         (ours, theirs), environment = context.Pipe(), environment_of(rank, size, port, nodes)
         processes.append(context.Process(target=_run, args=(function, environment, theirs, arguments)))
@@ -51,9 +51,11 @@ def start_ranks(
     return processes, pipes
 
 
-def run_ranks(function: Callable[..., Any], size: int, *arguments: Any, nodes: int = 1) -> list[Outcome]:
+def run_ranks(
+    function: Callable[..., Any], size: int, *arguments: Any, nodes: int = 1, anew: bool = False
+) -> list[Outcome]:
     """What `function(rank, *arguments)` gave on each rank; a process that ended without a word has error "ended"."""
-    processes, pipes = start_ranks(function, size, *arguments, nodes=nodes)
+    processes, pipes = start_ranks(function, size, *arguments, nodes=nodes, anew=anew)
     return outcomes_of(processes, pipes)
 
 

@@ -20,6 +20,7 @@ from flexengine.native.transfer_operations import Copy, RawMemory, Record
 from flexengine.parallel import peer_copies
 from flexengine.parallel.collectives import Collectives
 from flexengine.parallel.control import Control
+from flexengine.parallel.devices import SHARED_GPU_VARIABLE
 from flexengine.parallel.peer_copies import PEER_COPIES_VARIABLE, PeerCopies, Region
 from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.signals import Signals
@@ -175,7 +176,7 @@ def test_memory_is_mapped_at_its_place_in_an_allocation(driver):
 
 def on_one_gpu(rank: int, copying: str) -> tuple[str, bool]:
     """Two ranks that share a GPU make calls of every kind; what moved bytes, and whether they were right."""
-    os.environ[PEER_COPIES_VARIABLE] = copying
+    os.environ.update({PEER_COPIES_VARIABLE: copying, SHARED_GPU_VARIABLE: "1"})
     control, device = Control.open(Ranks.of_environment()), torch.device("cuda", 0)
     collectives = Collectives(control, device)
     memory = torch.full((2**22,), 255, dtype=torch.uint8, device=device)
@@ -200,5 +201,5 @@ def on_one_gpu(rank: int, copying: str) -> tuple[str, bool]:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("copying", "way"), [("1", "copies"), ("0", "gloo")])
 def test_ranks_that_share_a_gpu_copy_to_each_other(copying, way):
-    outcomes = values_of(run_ranks(on_one_gpu, 2, copying))
+    outcomes = values_of(run_ranks(on_one_gpu, 2, copying, anew=True))
     assert outcomes == [(way, True)] * 2

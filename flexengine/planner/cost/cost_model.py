@@ -108,7 +108,9 @@ class CostModel:
             cpu_s=self.cpu_s,
             host_bytes_per_s=p.host_rate(self.state_dtype),
             beside_cpu_bytes_per_s={Stream.H2D: p.h2d_beside_cpu_bytes_per_s, Stream.D2H: p.d2h_beside_cpu_bytes_per_s},
-            comm_s=lambda command: self.work_s(command.work) + peer_s(p, command.peer_bytes),
+            comm_s=lambda command: (
+                self.work_s(command.work) + peer_s(p, command.peer_bytes, command.kind == "exchange")
+            ),
         )
 
     def cpu_s(self, command: Command) -> float:
