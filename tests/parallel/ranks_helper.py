@@ -38,8 +38,8 @@ def start_ranks(
 ) -> tuple[list[Any], list[Any]]:
     """Start `function(rank, *arguments)` on every rank; gives processes and the ends of pipes with an Outcome each.
 
-    Processes are forked, unless `anew`, as those must be that use a GPU: loading torch takes seconds. The environment of
-    each is as torchrun has it. nodes: that the ranks take themselves to be on.
+    Processes are forked, unless `anew`, as those must be that use a GPU: loading torch takes seconds. The environment
+    of each is as torchrun has it. nodes: that the ranks take themselves to be on.
     """
     context, port, processes, pipes = multiprocessing.get_context("spawn" if anew else "fork"), free_port(), [], []
     for rank in range(size):
