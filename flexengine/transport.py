@@ -37,10 +37,7 @@ def as_split(model: ModelSpec, plan: Plan, request: Request, profile: HardwarePr
     for search in range(1 + MOST_SEARCHES):
         found = find_plan(model, asked, profile) if search else plan
         if found is None:
-            if asked.chunk_tokens == request.chunk_tokens and asked.round_tokens == request.round_tokens:
-                break
-            asked = replace(asked, chunk_tokens=request.chunk_tokens, round_tokens=request.round_tokens)
-            continue
+            break
         split = replace(found, request=request, split=True, touched_only=False)
         excess = excess_bytes(Layout(model, split), request, profile)
         if max(excess) <= 0:
@@ -49,8 +46,6 @@ def as_split(model: ModelSpec, plan: Plan, request: Request, profile: HardwarePr
         if plan.deals_states or min(left) <= 0:
             break
         asked = replace(asked, max_gpu_bytes=left[0], max_host_bytes=left[1])
-        if not search:  # a search of one size is short
-            asked = replace(asked, chunk_tokens=plan.chunk_tokens, round_tokens=plan.round_tokens)
     if request.transport != "split":
         return None
     more = format_bytes(max(excess))

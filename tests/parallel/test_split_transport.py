@@ -21,6 +21,7 @@ from flexengine.models.registry import open_model
 from flexengine.plan import GroupPlan, Plan, PlanError, Request
 from flexengine.plan_for_ranks import plan_for_ranks
 from flexengine.planner.cost import memory
+from flexengine.price_of_ranks import priced_together
 from flexengine.reports.plan_text import describe
 from flexengine.schedule import fixed_slots, ranks_checker, relay, waves
 from flexengine.schedule.checker import ProgramError, check_program
@@ -31,7 +32,7 @@ from flexengine.schedule.parts import Part, Run
 from flexengine.schedule.program_builder import ProgramBuilder
 from flexengine.schedule.ranks_checker import check_runs
 from flexengine.schedule.ranks_order import RankRun, runs_of_ranks
-from flexengine.schedule.ranks_simulator import SIGNAL_S, simulate_runs
+from flexengine.schedule.ranks_simulator import SIGNAL_S, simulate_ranks, simulate_runs
 from flexengine.schedule.simulator import Rates
 from flexengine.schedule.slots import Slot, SlotKey, overlapping_slots
 from flexengine.schedule.split_commands import ExchangeParts, FoldParts, GatherShares, ShareOfFetch
@@ -339,3 +340,42 @@ def test_what_orders_ranks_that_speculate_is_needed():
         )
         assert is_rejected(layout, without), gone
     assert is_rejected(layout, changed(lambda c: replace(c, waits=()) if c.kind == "add_squares" else c))
+
+
+@pytest.mark.usefixtures("quick_search")
+def test_split_plans_update_before_the_norm_is_known_where_that_is_faster():
+    spec, card = open_model("preset:llama-3.2-1b").spec, with_gpus(preset("h100"), 2)
+    asked = replace(
+        request("split"), ranks=2, max_global_batch_tokens=2 * 16384, max_gpu_bytes=8 * GIB,
+        chunk_tokens=8192, round_tokens=16384,
+    )  # fmt: skip
+    plan = plan_for_ranks(spec, asked, card)
+    assert plan.speculates
+    assert plan.predicted.host_bytes <= asked.max_host_bytes
+    assert plan.predicted.step_s < 0.998 * plan.predicted.after_clipping_s
+    waits = plan.after_clipping()
+    assert priced_together(Layout(spec, waits), waits.predicted, card).step_s == pytest.approx(waits.predicted.step_s)
+    assert "as if nothing were clipped" in describe(plan, spec)
+    with pytest.raises(ValueError, match="on ranks of one node with the split transport"):
+        replace(plan, split=False)
+    assert not plan_for_ranks(spec, replace(asked, clipping=False), card).speculates
+    all_but_some = asked.max_host_bytes - plan.predicted.host_categories["second planes"] // 2
+    fewer = plan_for_ranks(spec, replace(asked, max_host_bytes=all_but_some), card)
+    assert fewer.predicted.host_bytes <= all_but_some
+
+
+def test_what_is_left_of_a_speculation_comes_first_in_the_next_step():
+    """The CPU moves a byte a second, so that nothing is done when the GPU has ended; then nearly all is."""
+    layout = bold_plan(6, 2, share=1.0)
+    links = ({Stream.H2D: 1e6, Stream.D2H: 1e6},) * 2
+    steps = [
+        simulate_ranks(layout, Rates(lambda command: 1.0, *links, 0.0, comm_s=lambda command: 0.1, cpu_s=cpu_s))
+        for cpu_s in (lambda command: command.work.memory_bytes, lambda command: 1e-9)
+    ]
+    updates = [[c for c in step.ranks[0][0].run.program.commands if c.stream is Stream.CPU] for step in steps]
+    assert updates[0]
+    late = sum(home.update == "cpu" and not home.speculative for home in layout.plan.groups)
+    assert len({c.args.group for c in updates[1]}) == late < len({c.args.group for c in updates[0]})
+    assert steps[0].step_s > steps[1].step_s
+    last = steps[0].ranks[0][-1].run.program
+    assert any(c.name.verb == "speculate" for c in last.commands)
