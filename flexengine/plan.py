@@ -279,7 +279,7 @@ class Plan:
         if self.deals_states and not self.shares_node:
             raise ValueError("optimizer states are dealt over the GPUs of several ranks, but the plan is for one")
         if any(home.speculative for home in self.groups) and not self.may_speculate:
-            raise ValueError("updates are speculative on one rank, and on ranks of one node with the split transport")
+            raise ValueError("updates are speculative on one rank, and on ranks of one node that split or have stages")
         if self.touched_only and not self.in_parts:
             raise ValueError("touched_only is about experts that cross the link in parts, so it needs in_parts")
         if self.split and (self.request.ranks == 1 or self.touched_only):
@@ -340,7 +340,8 @@ class Plan:
     @property
     def may_speculate(self) -> bool:
         """Whether the CPU may update before it knows that nothing is clipped: each rank finds all of some gradients."""
-        return self.request.clipping and (not self.shares_node or (self.split and self.request.nodes == 1))
+        finds_all = not self.shares_node or ((self.split or self.stages) and self.request.nodes == 1)
+        return self.request.clipping and finds_all
 
     @property
     def speculates(self) -> bool:

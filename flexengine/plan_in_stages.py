@@ -176,8 +176,7 @@ class _Search:
             if plan is None:
                 return None
             plans.append(plan)
-            homes = (replace(home, speculative=False) for home in plan.groups[1:])
-            found |= dict(zip(blocks, zip(plan.layers[1:], homes, strict=True), strict=False))
+            found |= dict(zip(blocks, zip(plan.layers[1:], plan.groups[1:], strict=True), strict=False))
         edges = [self._edge(group) for group in (0, num_layers - 1)]
         middle = [found[layer] for layer in range(1, num_layers - 1)]
         return replace(
@@ -250,7 +249,13 @@ class _Search:
             shared_host_bytes=largest.node_bytes,
             speed_of_light_s=speed_of_light_s(self._model, self._request.of_rank, self._of_one),
         )
-        return replace(largest.plan, predicted=priced_together(largest, predicted, self._profile))
+        plan = replace(largest.plan, predicted=priced_together(largest, predicted, self._profile))
+        if not plan.speculates:
+            return plan
+        waits = self._priced(layouts_of(self._model, replace(plan, groups=plan.after_clipping().groups)))
+        if waits.predicted.step_s <= plan.predicted.step_s:
+            return waits
+        return replace(plan, predicted=replace(plan.predicted, after_clipping_s=waits.predicted.step_s))
 
 
 def _with_small_edges(model: ModelSpec) -> ModelSpec:

@@ -70,7 +70,7 @@ class Programs:
         if not kind.train:
             return lower_evaluation(self.layout, shape)
         if isinstance(self.layout, StageLayout):
-            return lower_wave(self.layout, shape, kind.first, kind.last_before)
+            return lower_wave(self.layout, shape, kind.first, kind.last_before, kind.speculates)
         wave = Wave(*self.share, kind.together) if kind.together else None
         return lower_round(self.layout, shape, kind.first, kind.updates, wave, kind.speculates)
 

@@ -56,7 +56,7 @@ class RoundRunner:
         if self._plan.split:
             losses = self._train_in_waves(batch, rounds, balance, updates)
         elif self._plan.stages:
-            losses = self._train_in_stages(batch, rounds)
+            losses = self._train_in_stages(batch, rounds, updates)
         else:
             losses = self._train_in_turn(batch, rounds, balance, updates)
         if self._may_warn and self._state.num_rounds > MOST_ROUNDED:
@@ -115,20 +115,32 @@ class RoundRunner:
         self._state.num_rounds, self._state.has_gradients = first + len(rounds), True
         return losses
 
-    def _train_in_stages(self, batch: Sequences, rounds: list[list[PackedChunk]]) -> list[Tensor]:
+    def _train_in_stages(
+        self, batch: Sequences, rounds: list[list[PackedChunk]], updates: UpdateSettings | None
+    ) -> list[Tensor]:
         """Run this rank's part of as many rounds at a time as there are ranks; returns the losses of those whose head
         is its own."""
         assert self._turns is not None, "one rank has no stages"
         rank, first, losses = self._turns.share.rank, self._state.num_rounds, list[Tensor]()
-        for wave in self._turns.waves(first, len(rounds)):
+        waves = self._turns.waves(first, len(rounds))
+        for place, wave in enumerate(waves, start=1):
             shapes = [packed_shape(rounds[number], self._plan.chunk_tokens) for number in wave]
             self._turns.begin_wave()
             last_before = 0 if self._is_first else self._turns.last
-            kind = RoundKind(train=True, first=self._is_first, updates=False, last_before=last_before)
+            settings = updates if place == len(waves) else None
+            kind = RoundKind(
+                train=True,
+                first=self._is_first,
+                updates=False,
+                last_before=last_before,
+                speculates=settings is not None,
+            )
             program = self.programs.of_round(RoundShape.of_wave(shapes), kind)
             self._write(batch, joined([rounds[number] for number in wave]), None)
             self._state.has_gradients = True
-            self._runner.run(program)
+            if settings is not None:
+                self._state.before_update()
+            self._runner.run(program, settings)
             self._turns.end_wave(len(wave))
             self._state.num_rounds += len(wave)
             if rank < len(wave):

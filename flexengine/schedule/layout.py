@@ -9,6 +9,7 @@ from __future__ import annotations
 from copy import copy
 from functools import cached_property
 from itertools import accumulate
+from typing import Self
 
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
@@ -42,7 +43,7 @@ class Layout(PlannedSizes):
         """Overlapping slots, by slot index."""
         return overlapping_slots(self.slots)
 
-    def swapped(self) -> Layout:
+    def swapped(self) -> Self:
         """The layout after a speculation that held: first and second planes have changed places.
 
         Slots have the same indices, so that a program of one layout with the slots of the other is right, too.

@@ -28,12 +28,12 @@ from flexengine.schedule.checker import ProgramError
 from flexengine.schedule.commands import Stream, UpdateTile
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape
-from flexengine.schedule.ranks_order import Event, Events, RankRun, Way, runs_of_ranks
+from flexengine.schedule.ranks_order import Event, Events, RankRun, UpdateWay, runs_of_ranks
 from flexengine.schedule.shares import Share
 from flexengine.schedule.split_checker import check_folds
 from flexengine.schedule.stages_checker import check_stages, held_in_stages
 
-WAYS: tuple[tuple[Way, ...], ...] = (
+WAYS: tuple[tuple[UpdateWay, ...], ...] = (
     ("holds", "holds", "waits"),
     ("holds", "drops", "waits"),
     ("drops", "holds", "drops"),

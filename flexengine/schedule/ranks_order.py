@@ -7,7 +7,7 @@ By the order of streams, by waits within a rank and by cells. `ranks_checker` pr
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Literal, NamedTuple
 
@@ -50,12 +50,12 @@ class RankRun(NamedTuple):
     drops: bool = False
 
 
-Way = Literal["waits", "holds", "drops"]
+UpdateWay = Literal["waits", "holds", "drops"]
 """How a step updates: when the norm is known; speculatively, which counts; or speculatively, and then again."""
 
 
 def runs_of_ranks(
-    layout: Layout, shape: RoundShape, num_rounds: int, ways: Sequence[Way] = ("waits",) * NUM_STEPS
+    layout: Layout, shape: RoundShape, num_rounds: int, ways: Sequence[UpdateWay] = ("waits",) * NUM_STEPS
 ) -> list[list[RankRun]]:
     """What each rank of a node runs in some steps of so many rounds of one shape, two unless `ways` has others."""
     size, nodes = layout.plan.request.ranks, layout.plan.request.nodes
@@ -63,8 +63,7 @@ def runs_of_ranks(
         return [_runs_in_waves(layout, shape, num_rounds, rank, ways) for rank in range(size)]
     if layout.plan.stages:
         shapes = [[shape] * (min(size, num_rounds - start)) for start in range(0, num_rounds, size)]
-        found = [runs_in_stages(one, shapes) for one in layouts_of(layout.given, layout.plan)]
-        return [[run._replace(step=step) for step in range(NUM_STEPS) for run in one] for one in found]
+        return [steps_in_stages(one, shapes, ways) for one in layouts_of(layout.given, layout.plan)]
     rounds = [lower_round(layout, shape, first=first) for first in (True, False)]
     last = executor_of(num_rounds - 1, size)
     found = []
@@ -80,7 +79,9 @@ def runs_of_ranks(
     return found
 
 
-def _runs_in_waves(layout: Layout, shape: RoundShape, num_rounds: int, rank: int, ways: Sequence[Way]) -> list[RankRun]:
+def _runs_in_waves(
+    layout: Layout, shape: RoundShape, num_rounds: int, rank: int, ways: Sequence[UpdateWay]
+) -> list[RankRun]:
     """What a rank of a split plan runs in some steps. Where a speculation holds, planes have changed places since."""
     size, share, found = layout.plan.request.ranks, Share(rank, layout.plan.request.ranks), list[RankRun]()
     waves = [min(size, num_rounds - start) for start in range(0, num_rounds, size)]
@@ -101,19 +102,43 @@ def _runs_in_waves(layout: Layout, shape: RoundShape, num_rounds: int, rank: int
     return found
 
 
-def runs_in_stages(layout: StageLayout, waves: Sequence[Sequence[RoundShape]]) -> list[RankRun]:
-    """What a rank runs in a step in stages: waves of rounds of these shapes, then the update."""
-    known: dict[tuple[RoundShape, bool, int], Program] = {}
+def steps_in_stages(
+    layout: StageLayout, waves: Sequence[Sequence[RoundShape]], ways: Sequence[UpdateWay]
+) -> list[RankRun]:
+    """What a rank runs in some steps in stages. Where a speculation holds, planes have changed places since."""
+    found = list[RankRun]()
+    for step, way in enumerate(ways):
+        found += [run._replace(step=step) for run in runs_in_stages(layout, waves, way)]
+        layout = layout.swapped() if way == "holds" else layout
+    return found
+
+
+def runs_in_stages(
+    layout: StageLayout,
+    waves: Sequence[Sequence[RoundShape]],
+    way: UpdateWay = "waits",
+    left: Mapping[int, float] | None = None,
+) -> list[RankRun]:
+    """What a rank runs in a step in stages: waves of rounds of these shapes, then the update.
+
+    left: for prices, what the CPU has yet to update after a speculation that holds; the late groups come beside that.
+    """
+    known: dict[tuple[RoundShape, bool, int, bool], Program] = {}
     found, start, last_before = list[RankRun](), 0, 0
     for number, wave in enumerate(waves):
-        key = RoundShape.of_wave(wave), number == 0, last_before
+        key = RoundShape.of_wave(wave), number == 0, last_before, way != "waits" and number == len(waves) - 1
         if key not in known:
             known[key] = lower_wave(layout, *key)
         rounds, last_before = range(start, start + len(wave)), len(wave) - 1
-        found.append(RankRun(known[key], 0, number, updates=False, rounds=rounds))
+        found.append(RankRun(known[key], 0, number, updates=False, rounds=rounds, drops=way == "drops"))
         start += len(wave)
-    share = Share(layout.stage.rank, layout.stage.size)
-    update = lower_update(layout, share=share, last=layout.stage.rank == last_before)
+    share, last = Share(layout.stage.rank, layout.stage.size), layout.stage.rank == last_before
+    if way == "waits":
+        update = lower_update(layout, share=share, last=last)
+    else:
+        after = layout.swapped() if way == "holds" and left is None else layout
+        groups = {**(left or {}), **late_groups(after)} if way == "holds" else None
+        update = lower_update(after, groups, share, last, urgent=left or (), told=True, holds=way == "holds")
     return [*found, RankRun(update, 0, len(waves) - 1, updates=True, rounds=range(start))]
 
 
@@ -202,6 +227,7 @@ class Events:
     def _add_rank(self, rank: int, runs: Sequence[RankRun]) -> None:
         ends: dict[Stream, int] = {}
         by_cpu: tuple[CpuWaits, int] | None = None  # of the last program with work of the CPU, and its first event
+        joined: list[int] = []  # the CPU's events of the program with such work before, which end before that begins
         for run in runs:
             if run.exchanges:
                 if run.together:
@@ -212,7 +238,8 @@ class Events:
                 continue
             first, started, left = len(self.all), set[Stream](), dict(ends)
             waits = {} if by_cpu is None else by_cpu[0].of(run.program)
-            of_cpu: list[int] = []  # a command of the CPU may run when those before it in the program may, too
+            # a command of the CPU may run when those before it in the program may, too, and all of earlier programs
+            of_cpu = [] if by_cpu is None else self._by_cpu(by_cpu[1])
             for command in run.program.commands:
                 before = [first + wait for wait in command.waits]
                 if command.stream is Stream.CPU:
@@ -220,7 +247,9 @@ class Events:
                     before = list(of_cpu)
                 elif command.stream not in started:
                     started.add(command.stream)
-                    before += left.values()  # a program starts when the one before has ended on all streams of the GPU
+                    # a program starts when the one before has ended on all streams of the GPU; where that was the
+                    # second in a row with work of the CPU, the host has waited for the first one's
+                    before += (*left.values(), *joined)
                 if by_cpu is not None and command.index in waits:
                     before += [by_cpu[1] + wait for wait in waits[command.index]]
                 self._add(rank, run, command, before)
@@ -228,7 +257,13 @@ class Events:
             ends |= {stream: index for stream, index in last.items() if stream is not Stream.CPU}
             self.runs.append(RunEvents(rank, run, range(first, len(self.all)), tuple(left.values())))
             if Stream.CPU in last:
+                joined = [] if by_cpu is None else self._by_cpu(by_cpu[1])
                 by_cpu = CpuWaits(run.program), first
+
+    def _by_cpu(self, first: int) -> list[int]:
+        """The CPU's events of the run that begins with an event."""
+        [run] = [found for found in self.runs if found.events.start == first]
+        return [index for index in run.events if self.all[index].command.stream is Stream.CPU]
 
     def _add_exchange(self, rank: int, run: RankRun) -> None:
         """Add what the host does when it has issued the last round: it waits for cells, and for no stream.

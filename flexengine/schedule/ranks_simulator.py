@@ -18,8 +18,9 @@ from typing import NamedTuple
 from flexengine.schedule.commands import Program, Stream, cpu_priority, streams_of
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape, lower_round, lower_update
+from flexengine.schedule.lowering.stages import lower_wave
 from flexengine.schedule.lowering.update import late_groups
-from flexengine.schedule.ranks_order import Events, RankRun, RunEvents, runs_in_stages
+from flexengine.schedule.ranks_order import Events, RankRun, RunEvents, UpdateWay, runs_in_stages
 from flexengine.schedule.shared_links import COMPUTE, CPU, WAYS, Clock, CommandWork, Way
 from flexengine.schedule.shares import Share
 from flexengine.schedule.simulator import Rates, Timing, cpu_share
@@ -82,7 +83,7 @@ def simulate_ranks(layout: Layout, rates: Rates, alike: int | None = None) -> Ra
     size = layout.plan.request.ranks
     few = min(alike or size, size) if layout.plan.split else size
     rates = rates._replace(host_bytes_per_s=rates.host_bytes_per_s * few / size)
-    left = None
+    left: list[dict[int, float]] | None = None
     if layout.plan.speculates:
         shape, count = shapes.pop()
         shapes += [*([(shape, count - 1)] if count > 1 else []), (shape, 1)]
@@ -115,18 +116,21 @@ def _rounds_of_a_rank(layout: Layout) -> list[tuple[RoundShape, int]]:
 
 def _left_of_speculation(
     layout: Layout, shape: RoundShape, first: bool, simulated: int, rates: Rates
-) -> dict[int, float]:
-    """Groups that the CPU has not updated when the GPU has ended the last round, with the part that is left."""
+) -> list[dict[int, float]]:
+    """By rank, groups that the CPU has yet to update when the GPU has ended the last round, and what part is left."""
     size = layout.plan.request.ranks
-    runs = []
-    for rank in range(simulated):
-        program = lower_round(layout, shape, first, wave=Wave(rank, size, size), speculates=True)
-        runs.append([RankRun(program, 0, 0, updates=False, together=size)])
-    found = dict[int, float]()
-    for [timed] in simulate_runs(runs, 1, rates):
-        for group, share in unfinished_updates(timed.run.program, timed.timing).items():
-            found[group] = max(share, found.get(group, 0.0))
-    return found
+    runs = list[list[RankRun]]()
+    if layout.plan.stages:
+        wave = RoundShape.of_wave([shape] * size)
+        for one in layouts_of(layout.given, layout.plan):
+            program = lower_wave(one, wave, first, 0 if first else size - 1, speculates=True)
+            runs.append([RankRun(program, 0, 0, updates=False, rounds=range(size))])
+    else:
+        for rank in range(simulated):
+            program = lower_round(layout, shape, first, wave=Wave(rank, size, size), speculates=True)
+            runs.append([RankRun(program, 0, 0, updates=False, together=size)])
+    ended = simulate_runs(runs, len(runs) if layout.plan.stages else 1, rates)
+    return [unfinished_updates(timed.run.program, timed.timing) for [timed] in ended]
 
 
 def _speculates(program: Program) -> bool:
@@ -135,21 +139,22 @@ def _speculates(program: Program) -> bool:
 
 
 def _runs(
-    layout: Layout, shapes: Sequence[RoundShape], simulated: int, left: dict[int, float] | None
+    layout: Layout, shapes: Sequence[RoundShape], simulated: int, left: Sequence[dict[int, float]] | None
 ) -> list[list[RankRun]]:
     """What each simulated rank runs: its update at the end of step 0, then a round of each shape in step 1.
 
-    left: of what the CPU updates speculatively in the last round; None = it does not.
+    left: by rank, of what the CPU updates speculatively in the last round; None = it does not.
     """
     size = layout.plan.request.ranks
     known: dict[tuple[RoundShape, bool], Program] = {}
     found = []
     if layout.plan.split:
-        return [_runs_in_waves(layout, shapes, rank, left) for rank in range(simulated)]
+        return [_runs_in_waves(layout, shapes, rank, None if left is None else left[rank]) for rank in range(simulated)]
     if layout.plan.stages:
         waves = [[shape] * size for shape in shapes]
         for one in layouts_of(layout.given, layout.plan):
-            *rounds, update = runs_in_stages(one, waves)
+            way: UpdateWay = "waits" if left is None else "holds"
+            *rounds, update = runs_in_stages(one, waves, way, None if left is None else left[one.stage.rank])
             found.append([update, *(run._replace(step=1) for run in rounds)])
         return found
     for rank in range(size):

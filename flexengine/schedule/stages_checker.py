@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from flexengine.schedule.checker import ProgramError
-from flexengine.schedule.commands import Command, FinishGradient, LayerCall
+from flexengine.schedule.commands import Command, FinishGradient, LayerCall, UpdateTile
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.ranks_order import Event, RankRun
 from flexengine.schedule.stages import HandedOver
@@ -94,7 +94,7 @@ def held_in_stages(layout: Layout, event: Event, role: str, owner: str, writes: 
     if role == "handed":
         what = event.command.args
         return run.step, run.number, int(isinstance(what, HandedOver) and what.back)
-    if run.updates:
+    if run.updates or isinstance(event.command.args, UpdateTile):  # speculative ones read what their wave has left
         return run.step, rounds.stop - 1
     if owner == layout.model.groups[-1].name:
         return run.step, rounds.start + event.rank - (not writes)

@@ -57,14 +57,14 @@ ROUND_MULTIPLE = 12  # pinned, so that every number of ranks packs alike
 BF16 = Numerics("bfloat16", "split", "bfloat16", "float32")
 BF16_STATES = Numerics("bfloat16", "stochastic", "bfloat16", "bfloat16")
 LENGTHS = [30, 17, 24, 32, 9, 28, 31]
-ON_CPU = GroupPlan(update="cpu")
+ON_CPU, BOLD = GroupPlan(update="cpu"), GroupPlan(update="cpu", speculative=True)
 
 
 class Case(NamedTuple):
     """A model under a plan, and for each step the batches of its calls.
 
     dealt: several ranks divide the optimizer states of what the GPU updates. split: they walk the layers together.
-    stages: so, and each has blocks of its own.
+    stages: so, and each has blocks of its own. bold: the CPU updates before the norm is known what it updates.
     """
 
     source: ModelSource
@@ -75,6 +75,7 @@ class Case(NamedTuple):
     dealt: bool = False
     split: bool = False
     stages: bool = False
+    bold: bool = False
 
 
 class Shown(NamedTuple):
@@ -277,6 +278,11 @@ def planned(case: Case, ranks: Ranks) -> Plan:
     plan = replace(case.plan, request=replace(case.plan.request, **changes), **splits)
     if case.stages and ranks.size > 1:
         plan = in_stages(plan)
+    if case.bold and ranks.size > 1:
+        homes = [replace(home, speculative=home.update == "cpu") for home in plan.groups]
+        if case.stages:  # the second block of two would be on a GPU
+            homes = [plan.groups[0], homes[1], *[BOLD] * (len(homes) - 3), plan.groups[-1]]
+        plan = replace(plan, groups=tuple(homes))
     if not case.dealt or case.stages or ranks.size == 1:
         return plan
     homes = (replace(g, states="dealt") if g.update == "gpu" else g for g in plan.groups)
@@ -619,8 +625,6 @@ def speculate(rank: int, size: int, case: Case) -> tuple[Shown, list[str]]:
     order = None
     if size > 1:
         pause_before_commands(rank)
-        homes = (replace(g, speculative=g.update == "cpu") for g in case.plan.groups)
-        case = case._replace(plan=replace(case.plan, groups=tuple(homes)))
         order = shuffled_order(5 * rank + size)
     engine = opened(rank, size, case, order=order)
     numbers = list[Any]()
@@ -635,7 +639,7 @@ def speculate(rank: int, size: int, case: Case) -> tuple[Shown, list[str]]:
     return Shown([repr(number) for number in numbers], {}, weights), parts
 
 
-@pytest.mark.parametrize(("make", "size"), [(bf16, 2), (several_calls, 3), (tied_in_shared_slots, 2)])
+@pytest.mark.parametrize(("make", "size"), [(bf16, 2), (blocks_of_ranks, 3), (tied_in_shared_slots, 2)])
 def test_ranks_that_update_before_the_norm_is_known_train_to_the_bits_of_one(make, size, monkeypatch):
     monkeypatch.setattr(fixed_slots, "SQUARED_ELEMENTS", 64)
     monkeypatch.setattr(waves, "SECTION_BYTES", 8192)
@@ -643,10 +647,17 @@ def test_ranks_that_update_before_the_norm_is_known_train_to_the_bits_of_one(mak
     vocab_size = case.source.spec.vocab_size
     homes = (replace(g, update="cpu") if g.update == "cpu" or i == 1 else g for i, g in enumerate(case.plan.groups))
     case = case._replace(
-        plan=replace(case.plan, groups=tuple(homes)), steps=steps_of(vocab_size, LENGTHS, [31, 12], count=5), split=True
+        plan=replace(case.plan, groups=tuple(homes)),
+        steps=steps_of(vocab_size, LENGTHS, [31, 12], count=5),
+        split=True,
+        bold=True,
     )
     expected, none = speculate(0, 1, case._replace(split=False))
     assert none == []
-    for shown, parts in values_of(run_ranks(speculate, size, size, case)):
-        assert parts == ["rest", "rest", "all", "rest"]  # the fourth does not speculate, as the third was clipped
-        check_same(shown, expected)
+    cases = [case]
+    if make is not tied_in_shared_slots:
+        cases.append(case._replace(split=False, stages=True))
+    for of_ranks in cases:
+        for shown, parts in values_of(run_ranks(speculate, size, size, of_ranks)):
+            assert parts == ["rest", "rest", "all", "rest"]  # the fourth does not speculate, as the third was clipped
+            check_same(shown, expected)

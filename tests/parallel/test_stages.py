@@ -26,7 +26,7 @@ from flexengine.plan_in_stages import stage_sizes
 from flexengine.planner.cost.cost_model import CostModel
 from flexengine.reports.picture import Picture
 from flexengine.reports.plan_text import report
-from flexengine.schedule import fixed_slots, relay_pieces
+from flexengine.schedule import fixed_slots, ranks_checker, relay_pieces
 from flexengine.schedule.checker import check_program
 from flexengine.schedule.commands import Command, CopyRegion, FinishGradient, Signal
 from flexengine.schedule.lowering import lower_evaluation
@@ -72,6 +72,25 @@ def test_random_plans_are_proven(seed, monkeypatch):
         evaluation = lower_evaluation(layout, full_round(layout))
         for program in {run.program for run in of_rank} | {evaluation}:
             check_program(program, layout.gpu_bytes, layout.host_bytes, layout.node_bytes)
+
+
+@pytest.mark.parametrize("ways", ranks_checker.WAYS, ids="-".join)
+@pytest.mark.parametrize("seed", range(3))
+def test_speculating_plans_are_proven_whatever_came_before(seed, ways, monkeypatch):
+    monkeypatch.setattr(relay_pieces, "PIECE_BYTES", 1 << 15)
+    monkeypatch.setattr(fixed_slots, "SQUARED_ELEMENTS", 256)
+    random, size, model = Random(seed), 2 + seed % 2, small_model(blocks=4)
+    plan = in_stages(random_plan(random, model, sliced=seed == 1), size, "gpu" if seed == 2 else "cpu")
+    bold = GroupPlan(update="cpu", speculative=True)
+    groups = (plan.groups[0], bold, *(random.choice([bold, home]) for home in plan.groups[2:-1]), plan.groups[-1])
+    plan = replace(plan, groups=groups, request=replace(plan.request, clipping=True))
+    layouts = layouts_of(model, plan)
+    for num_rounds in (1, size + 1):
+        runs = runs_of_ranks(layouts[0], full_round(layouts[0]), num_rounds, ways)
+        check_runs(layouts[0], runs, num_rounds)
+        for layout, of_rank in zip(layouts, runs, strict=True):
+            for program in {run.program for run in of_rank}:
+                check_program(program, layout.gpu_bytes, layout.host_bytes, layout.node_bytes)
 
 
 def small_runs() -> tuple[StageLayout, list[list[RankRun]]]:

@@ -14,13 +14,15 @@ from flexengine.schedule.stage_layout import StageLayout
 from flexengine.schedule.stages import HandedOver
 
 
-def lower_wave(layout: StageLayout, shape: RoundShape, first: bool, last_before: int = 0) -> Program:
+def lower_wave(
+    layout: StageLayout, shape: RoundShape, first: bool, last_before: int = 0, speculates: bool = False
+) -> Program:
     """Forward, loss and backward of a wave of rounds on the layout's rank.
 
     shape: of all rounds, with the number of chunks of each. first: no gradients are stored yet in this step.
-    last_before: the rank that ran the last round of the wave before in this step.
+    last_before: the rank that ran the last round of the wave before in this step. speculates: as of `lower_round`.
     """
-    return _StageLowering(layout, shape, first, last_before).train()
+    return _StageLowering(layout, shape, first, last_before, speculates).train()
 
 
 class StageActivations(ActivationLowering):
@@ -131,8 +133,10 @@ class StageActivations(ActivationLowering):
 class StageGradients(GradientLowering):
     """Adds blocks' gradients up over the rounds of a wave on the GPU, and relays the head's from rank to rank."""
 
-    def __init__(self, context: RoundContext, layout: StageLayout, first: bool, last_before: int) -> None:
-        super().__init__(context, first, {})
+    def __init__(
+        self, context: RoundContext, layout: StageLayout, first: bool, last_before: int, speculates: bool
+    ) -> None:
+        super().__init__(context, first, {}, speculates)
         self._stages, self._last_before = layout, last_before
         self._kept: dict[int, int | None] = {}  # by group, the staging slot of the wave's rounds
 
@@ -174,14 +178,17 @@ class StageGradients(GradientLowering):
 class _StageLowering(RoundLowering):
     """Walks the layers for a wave of rounds, and runs those that belong to the rank."""
 
-    def __init__(self, layout: StageLayout, shape: RoundShape, first: bool, last_before: int) -> None:
-        super().__init__(layout, shape, first)
+    def __init__(self, layout: StageLayout, shape: RoundShape, first: bool, last_before: int, speculates: bool) -> None:
+        super().__init__(layout, shape, first, speculates=speculates)
         self._stage, self.context.stages = layout.stage, layout
         round_of = [number for number, count in enumerate(shape.counts) for _ in range(count)]
         chunks = range(len(shape.chunks))
         self._rounds = [[c for c in chunks if round_of[c] == number] for number in range(len(shape.counts))]
         self.handed = self.activations = StageActivations(self.context, layout, round_of)
-        self.added = self.gradients = StageGradients(self.context, layout, first, last_before)
+        self.added = self.gradients = StageGradients(self.context, layout, first, last_before, speculates)
+
+    def _runs_last(self) -> bool:
+        return self._stage.rank == len(self._rounds) - 1
 
     def _rounds_of(self, layer: int) -> list[list[int]]:
         """The chunks of each round that the rank runs a layer for."""

@@ -77,7 +77,7 @@ def lower_update(
     share: what this one of several ranks updates. last: it ran the last round of the step, so that its sums of squares
     are those of all gradients; the others take them from the node's memory. With several nodes all are told them
     before. urgent: groups that the CPU ends first, for prices, as an earlier program began them. told: ranks of a split
-    plan have added up the sums in the last round, which speculated. holds: what that updated counts.
+    plan, or in stages, have the sums of all since the last round, which speculated. holds: what that updated counts.
     """
     left = dict.fromkeys(cpu_groups(layout), 1.0) if by_cpu is None else by_cpu
     pieces: list[Slot] = []
@@ -94,6 +94,8 @@ def lower_update(
         builder.holds(layout.slot("run_squares"), ALL_SQUARES)
     elif layout.plan.split and layout.plan.request.nodes == 1:
         _add_squares(builder, layout, norms)
+    elif isinstance(layout, StageLayout) and told:
+        builder.holds(*norms)
     elif isinstance(layout, StageLayout):
         _exchange_squares(builder, layout, last)
     elif layout.plan.shares_node and layout.plan.request.nodes == 1:
@@ -152,7 +154,8 @@ def _exchange_squares(builder: ProgramBuilder, layout: StageLayout, last: bool) 
         builder.holds(place, content)
         start += num_bytes
     own = [g for g in found if (last if g == layout.head_group else layout.stage.owns(g))]
-    builder.holds(here, content)
+    if builder.last_writer(here) < 0:
+        builder.holds(here, content)
     reads, writes = [Access(here, content)], [Access(found[group].target, content) for group in own]
     regions = tuple(found[group] for group in own)
     builder.add("copy", CommandName("offload", "norm"), Stream.D2H, reads, writes, copies=regions)
@@ -214,11 +217,16 @@ def late_groups(layout: Layout) -> dict[int, float]:
     return {g: 1.0 for g in cpu_groups(layout) if not layout.plan.groups[g].speculative}
 
 
-def lower_norm(builder: ProgramBuilder, layout: Layout, stored: Sequence[Access] = ()) -> None:
-    """Tell the host the factors on all gradients and their norm, once all are stored. stored: pieces by this rank."""
+def lower_norm(builder: ProgramBuilder, layout: Layout, stored: Sequence[Access] = (), last: bool = True) -> None:
+    """Tell the host the factors on all gradients and their norm, once all are stored. stored: pieces by this rank.
+
+    last: in stages, this rank ran the step's last round.
+    """
     norms = Access(layout.slot("norm_squares"), "norm squares")
     if layout.plan.split:
         _add_squares(builder, layout, norms, stored)
+    elif isinstance(layout, StageLayout):
+        _exchange_squares(builder, layout, last)
     _clip(builder, layout, norms)
     _send_scalars(builder, layout)
 
