@@ -316,30 +316,34 @@ def test_speculating_plans_are_proven_whatever_came_before(seed, ways, monkeypat
 
 def test_what_orders_ranks_that_speculate_is_needed():
     """A wait for what others have updated speculatively, a signal of it, and a sum of squares of what is stored."""
-    plan = bold_plan(6, 3).plan  # the embedding's gradient, the last, waits for the norm
-    layout = Layout(small_model(), replace(plan, groups=(GroupPlan(update="cpu"), *plan.groups[1:])))
+    plan, bold = bold_plan(6, 3).plan, GroupPlan(update="cpu", speculative=True)
+    all_bold = Layout(small_model(), replace(plan, groups=(bold,) * len(plan.groups)))
+    # the embedding's gradient, the last, waits for the norm
+    some_late = Layout(small_model(), replace(plan, groups=(GroupPlan(update="cpu"), *plan.groups[1:])))
 
-    def changed(change: Callable[[Command], Command]) -> list[list[RankRun]]:
+    def changed(layout: Layout, change: Callable[[Command], Command]) -> list[list[RankRun]]:
         found = runs_of_ranks(layout, full_round(layout), 4, ("holds", "holds", "waits"))
         known: dict[Program, Program] = {}
         for program in {run.program for rank in found for run in rank}:
             known[program] = replace(program, commands=tuple(map(change, program.commands)))
         return [[run._replace(program=known[run.program]) for run in rank] for rank in found]
 
-    assert not is_rejected(layout, changed(lambda command: command))
-    cells = relay.Cells(layout)
-    group = next(g for g, home in enumerate(layout.plan.groups) if home.speculative)
-    awaited, signal = cells.updated_before(group)[1], cells.speculated(group)
+    for layout in (all_bold, some_late):
+        assert not is_rejected(layout, changed(layout, lambda command: command))
+    cells = relay.Cells(all_bold)
+    awaited, signal = cells.updated_before(1)[1], cells.speculated(1)
     for gone in (awaited, signal):
         without = changed(
+            all_bold,
             lambda c, gone=gone: replace(
                 c,
                 awaits=tuple(s for s in c.awaits if s != gone),
                 signals=tuple(s for s in c.signals if s != gone),
-            )
+            ),
         )
-        assert is_rejected(layout, without), gone
-    assert is_rejected(layout, changed(lambda c: replace(c, waits=()) if c.kind == "add_squares" else c))
+        assert is_rejected(all_bold, without), gone
+    early = changed(some_late, lambda c: replace(c, waits=()) if c.kind == "add_squares" else c)
+    assert is_rejected(some_late, early)
 
 
 @pytest.mark.usefixtures("quick_search")
@@ -356,7 +360,7 @@ def test_split_plans_update_before_the_norm_is_known_where_that_is_faster():
     waits = plan.after_clipping()
     assert priced_together(Layout(spec, waits), waits.predicted, card).step_s == pytest.approx(waits.predicted.step_s)
     assert "as if nothing were clipped" in describe(plan, spec)
-    with pytest.raises(ValueError, match="on ranks of one node with the split transport"):
+    with pytest.raises(ValueError, match="on ranks of one node that split or have stages"):
         replace(plan, split=False)
     assert not plan_for_ranks(spec, replace(asked, clipping=False), card).speculates
     all_but_some = asked.max_host_bytes - plan.predicted.host_categories["second planes"] // 2
