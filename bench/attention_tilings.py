@@ -11,12 +11,10 @@ have without a window, for the FLOPs that a window leaves.
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
-from multiprocessing import get_context
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -24,6 +22,7 @@ import torch
 from torch import Tensor
 
 from bench.attention import CASES, Case, operands_of, relative
+from bench.compiling import compile_all
 from bench.environment import require_gpu, write_json
 from flexengine.hardware.timing import cuda_timer
 from flexengine.kernels import attention, attention_backward
@@ -136,16 +135,6 @@ def compile_trials(trials: Sequence[Trial]) -> None:
             print(f"{trial}: {type(error).__name__}", flush=True)
 
 
-def compile_all(trials: Sequence[Trial], processes: int) -> None:
-    """Compile in processes beside each other; one that dies takes only its share's head start with it."""
-    context = get_context("spawn")
-    workers = [context.Process(target=compile_trials, args=(trials[i::processes],)) for i in range(processes)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-
-
 def timed(passes: Passes, trial: Trial, wanted: Sequence[Tensor]) -> dict[str, Any]:
     """Seconds of a trial, and how far its results are from those of the present tiles."""
     row: dict[str, Any] = {"case": trial.case, "pass": trial.name, "kind": type(trial.candidate).__name__}
@@ -217,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--only names {', '.join(wrong)}; there are: {', '.join(case.name for case in CASES)}")
     require_gpu("bench.attention_tilings")
     trials = [Trial(case.name, name, each) for case in chosen for name in PASSES for each in candidates(case, name)]
-    compile_all(trials, max(1, min(14, (os.cpu_count() or 1) - 1)))
+    compile_all(compile_trials, trials)
     compile_s, sizes = time.monotonic() - begin, (args.tokens, args.seq_len)
     print(f"compiled {len(trials)} candidates in {compile_s:.0f} s", flush=True)
     with torch.no_grad():

@@ -12,17 +12,16 @@ copy: operands read once, accumulators read and written, or only written. Proces
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from multiprocessing import get_context
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from bench.compiling import compile_all
 from bench.environment import require_gpu, write_json
 from bench.kernels import copy_rate
 from flexengine.hardware.timing import cuda_timer
@@ -143,16 +142,6 @@ def compile_trials(trials: Sequence[tuple[str, int, bool]]) -> None:
     torch.cuda.synchronize()
 
 
-def compile_all(trials: Sequence[tuple[str, int, bool]], processes: int) -> None:
-    """Compile in processes beside each other; one that dies takes only its share's head start with it."""
-    context = get_context("spawn")
-    workers = [context.Process(target=compile_trials, args=(trials[i::processes],)) for i in range(processes)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-
-
 def others(operands: Operands) -> dict[str, Callable[[], object]]:
     """What torch has for the same FLOPs: a linear layer of all rows, and its product of groups into bf16."""
     weight = torch.randn(operands.x.shape[1], operands.grad_y.shape[1], device=operands.x.device, dtype=BF16)
@@ -244,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shapes = [shape for shape in SHAPES if shape.name in wanted]
     experts = sorted({shape.experts for shape in shapes})
     trials = [(name, count, accumulate) for name in CANDIDATES for count in experts for accumulate in (True, False)]
-    compile_all(trials, max(1, min(14, (os.cpu_count() or 1) - 1)))
+    compile_all(compile_trials, trials)
     compile_s = time.monotonic() - begin
     print(f"compiled {len(trials)} kernels in {compile_s:.0f} s", flush=True)
     rows: list[dict[str, Any]] = []

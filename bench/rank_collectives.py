@@ -84,7 +84,6 @@ class Bench:
         self._note("alone", [self.alone(call) for call in self.calls()])
         if self.on_cuda:
             self._note("beside", self.beside())
-        if self.on_cuda:
             self.found["memory"]["used"] = self._memory()
         start = time.perf_counter()
         self.collectives.close()

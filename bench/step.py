@@ -46,10 +46,9 @@ PIECE_BYTES = 16 * 2**20
 """Of planes that are copied from a GPU to be digested."""
 OPTIONS = (
     "max_seq_len", "max_global_batch_tokens", "max_host_mem_gib", "device", "dtype", "master_dtype",
-    "optimizer_state_dtype",
-    "matmul_dtype", "keep_dtype", "cuda_graphs", "freeze", "mode", "lora_rank", "lora_alpha", "lora_targets",
-    "use_dora", "base_dtype", "max_grad_norm", "recompute", "chunk_tokens", "round_tokens", "round_multiple",
-    "transport", "deterministic",
+    "optimizer_state_dtype", "matmul_dtype", "keep_dtype", "cuda_graphs", "freeze", "mode", "lora_rank", "lora_alpha",
+    "lora_targets", "use_dora", "base_dtype", "max_grad_norm", "recompute", "chunk_tokens", "round_tokens",
+    "round_multiple", "transport", "deterministic",
 )  # fmt: skip
 """Options of a job that are flags here."""
 
@@ -168,13 +167,10 @@ def digest_of_masters(engine: Engine) -> str:
         return hashlib.blake2b(b"".join(pool.map(of_one, stored)), digest_size=16).hexdigest()
 
 
-def run_cap(args: argparse.Namespace, cap_gib: float | None, tokens: int | None = None, first: bool = True) -> dict:
-    """Train under one budget, the first of the process or a later one; returns the row of figures.
-
-    tokens: of a step; None: those of the flag.
-    """
+def run_cap(args: argparse.Namespace, cap_gib: float | None, tokens: int, first: bool = True) -> dict:
+    """Train steps of so many tokens under one budget, the first of the process or a later one; returns the row of
+    figures."""
     own_peak = forget_peak_resident() or first
-    tokens = tokens or args.max_global_batch_tokens
     job = job_from(args, max_gpu_mem_gib=cap_gib, max_global_batch_tokens=tokens)
     planned = prepare_job(args.model, job)
     say = printer(planned.team)
@@ -287,7 +283,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args, rows = parse(), []
-    for cap, tokens in product(args.caps, (None, *args.also_tokens)):
+    for cap, tokens in product(args.caps, (args.max_global_batch_tokens, *args.also_tokens)):
         rows.append(run_cap(args, None if cap == "none" else float(cap), tokens, first=not rows))
         if Ranks.of_environment().rank == 0:
             write_json(args.json, {"rows": rows})
