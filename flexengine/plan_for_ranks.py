@@ -117,10 +117,8 @@ def _with_speculation(
     """
     if not plan.may_speculate or plan.predicted.busy_s["compute"] > TOO_BUSY * plan.predicted.step_s:
         return plan
-    of_rank, best = rank_profile(profile, request.ranks), plan
+    of_rank, best, waits = rank_profile(profile, request.ranks), plan, plan
     alone = replace(plan, request=request.of_rank)
-    predicted = bytes_planned(Layout(model, alone), plan.predicted, of_rank)
-    alone = replace(alone, predicted=predicted)
     by_cpu = _updated_by_cpu(model, alone, of_rank)
     for base in (alone,) if by_cpu is None else (alone, by_cpu):
         layout = Layout(model, base)
@@ -129,11 +127,12 @@ def _with_speculation(
             told = bytes_planned(Layout(model, bold), base.predicted, of_rank)
             found = _priced(model, request, replace(bold, predicted=told), profile, network_bytes_per_s)
             if found.predicted.step_s < LEAST_GAIN * best.predicted.step_s:
-                waits_s = plan.predicted.step_s
-                if base is not alone:
-                    waits_s = _priced(model, request, base, profile, network_bytes_per_s).predicted.step_s
-                best = replace(found, predicted=replace(found.predicted, after_clipping_s=waits_s))
-    return best
+                best, waits = found, plan if base is alone else base
+    if best is plan:
+        return plan
+    if waits is not plan:
+        waits = _priced(model, request, waits, profile, network_bytes_per_s)
+    return replace(best, predicted=replace(best.predicted, after_clipping_s=waits.predicted.step_s))
 
 
 def _updated_by_cpu(model: ModelSpec, plan: Plan, profile: HardwareProfile) -> Plan | None:

@@ -136,17 +136,17 @@ def _strides(matrices: Tensor, transposed: bool) -> tuple[int, int, int]:
     return matrices.stride(0), matrices.stride(2 if transposed else 1), matrices.stride(1 if transposed else 2)
 
 
+def _has_tile_engine(x: Tensor) -> bool:
+    """Whether a tensor lies on a card with an engine for tiles, and with shared memory for them: Hopper's."""
+    return x.is_cuda and _shared_memory_bytes(x.get_device()) >= 227 * 1024
+
+
 def takes_descriptors(x: Tensor, out: Tensor, adapter: LowRank | None) -> bool:
     """Whether the card's engine for tiles (TMA, since Hopper) loads the operands; by their shapes alone.
 
     A tile must not cross the end of a sum: what is loaded beyond belongs to the next expert. An adapter is as a tile.
     """
-    if (
-        not x.is_cuda
-        or out.dtype != torch.bfloat16
-        or len(x) < 128
-        or _shared_memory_bytes(x.get_device()) < 227 * 1024
-    ):
+    if out.dtype != torch.bfloat16 or len(x) < 128 or not _has_tile_engine(x):
         return False
     whole = adapter is None or adapter.low.shape[1] % low_block(adapter) == 0
     return (
@@ -159,9 +159,7 @@ def gradient_takes_descriptors(grad_y: Tensor, x: Tensor) -> bool:
 
     Narrower gradients, as of adapters, would leave most of a tile empty.
     """
-    if not x.is_cuda or x.dtype != torch.bfloat16 or _shared_memory_bytes(x.get_device()) < 227 * 1024:
-        return False
-    if x.numel() == 0:  # no address to load from
+    if x.dtype != torch.bfloat16 or x.numel() == 0 or not _has_tile_engine(x):  # of no elements there is no address
         return False
     return all(width >= 128 and width % 8 == 0 for width in (grad_y.shape[1], x.shape[1]))
 

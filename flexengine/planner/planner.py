@@ -47,7 +47,6 @@ from flexengine.planner.speculation import (
     NOT_FAR,
     OTHER_SIZES,
     Speculation,
-    may_speculate_at_all,
     size_of,
 )
 from flexengine.schedule.expert_fetch import least_touched_share
@@ -254,7 +253,7 @@ class Planner:
         self, started: Iterable[SizeSearch], plan: Plan, estimate: StepEstimate
     ) -> tuple[Plan, StepEstimate]:
         """Update groups before the norm is known, where that is faster and host memory is left for second planes."""
-        if not may_speculate_at_all(plan):
+        if not plan.may_speculate:
             return plan, estimate
         bold = Speculation(self.model, self.request, self.profile, self.pricer, (plan, estimate))
         bold.try_plans([plan, *self._of_other_sizes(started, plan)])

@@ -43,11 +43,6 @@ LEAST_GAIN = 0.998
 Priced = tuple[Plan, StepEstimate]
 
 
-def may_speculate_at_all(plan: Plan) -> bool:
-    """Whether the updates of a plan's request may be speculative."""
-    return plan.request.clipping and not plan.shares_node
-
-
 def size_of(plan: Plan) -> tuple[int, int]:
     """The tokens of a chunk and the chunks of a round."""
     return plan.chunk_tokens, plan.chunks_per_round

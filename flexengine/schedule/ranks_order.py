@@ -86,19 +86,25 @@ def _runs_in_waves(
     size, share, found = layout.plan.request.ranks, Share(rank, layout.plan.request.ranks), list[RankRun]()
     waves = [min(size, num_rounds - start) for start in range(0, num_rounds, size)]
     last = len(waves) - 1
+    exchange = lower_exchange(layout, share) if layout.plan.request.nodes > 1 else None
+    rounds: dict[
+        tuple[int, bool, int, bool], Program
+    ] = {}  # by side of the layout, what comes before, and how they are
+    updates: dict[tuple[int, UpdateWay], Program] = {}
     for step, way in enumerate(ways):
-        bold = way != "waits"
-        keys = [(n == 0, count, bold and n == last) for n, count in enumerate(waves)]
-        lowered = {k: lower_round(layout, shape, k[0], wave=Wave(rank, size, k[1]), speculates=k[2]) for k in set(keys)}
-        for n, key in enumerate(keys):
-            found.append(RankRun(lowered[key], step, n, updates=False, together=key[1], drops=way == "drops"))
-        if layout.plan.request.nodes > 1:
-            exchange = lower_exchange(layout, share)
+        bold, holds = way != "waits", way == "holds"
+        for n, count in enumerate(waves):
+            key = layout.side, n == 0, count, bold and n == last
+            if key not in rounds:
+                rounds[key] = lower_round(layout, shape, n == 0, wave=Wave(rank, size, count), speculates=key[3])
+            found.append(RankRun(rounds[key], step, n, updates=False, together=count, drops=way == "drops"))
+        if exchange is not None:
             found.append(RankRun(exchange, step, last, updates=False, exchanges=True, together=size))
-        layout = layout.swapped() if way == "holds" else layout
-        groups = late_groups(layout) if way == "holds" else None
-        update = lower_update(layout, groups, share, told=bold, holds=way == "holds")
-        found.append(RankRun(update, step, last, updates=True))
+        layout = layout.swapped() if holds else layout
+        if (layout.side, way) not in updates:
+            groups = late_groups(layout) if holds else None
+            updates[layout.side, way] = lower_update(layout, groups, share, told=bold, holds=holds)
+        found.append(RankRun(updates[layout.side, way], step, last, updates=True))
     return found
 
 
@@ -106,9 +112,11 @@ def steps_in_stages(
     layout: StageLayout, waves: Sequence[Sequence[RoundShape]], ways: Sequence[UpdateWay]
 ) -> list[RankRun]:
     """What a rank runs in some steps in stages. Where a speculation holds, planes have changed places since."""
-    found = list[RankRun]()
+    found, known = list[RankRun](), dict[tuple[int, UpdateWay], list[RankRun]]()
     for step, way in enumerate(ways):
-        found += [run._replace(step=step) for run in runs_in_stages(layout, waves, way)]
+        if (layout.side, way) not in known:
+            known[layout.side, way] = runs_in_stages(layout, waves, way)
+        found += [run._replace(step=step) for run in known[layout.side, way]]
         layout = layout.swapped() if way == "holds" else layout
     return found
 
@@ -227,7 +235,8 @@ class Events:
     def _add_rank(self, rank: int, runs: Sequence[RankRun]) -> None:
         ends: dict[Stream, int] = {}
         by_cpu: tuple[CpuWaits, int] | None = None  # of the last program with work of the CPU, and its first event
-        joined: list[int] = []  # the CPU's events of the program with such work before, which end before that begins
+        worked: list[int] = []  # the CPU's events of that program
+        joined: list[int] = []  # and of the one with such work before it, which end before it begins
         for run in runs:
             if run.exchanges:
                 if run.together:
@@ -239,7 +248,7 @@ class Events:
             first, started, left = len(self.all), set[Stream](), dict(ends)
             waits = {} if by_cpu is None else by_cpu[0].of(run.program)
             # a command of the CPU may run when those before it in the program may, too, and all of earlier programs
-            of_cpu = [] if by_cpu is None else self._by_cpu(by_cpu[1])
+            of_cpu = list(worked)
             for command in run.program.commands:
                 before = [first + wait for wait in command.waits]
                 if command.stream is Stream.CPU:
@@ -257,13 +266,8 @@ class Events:
             ends |= {stream: index for stream, index in last.items() if stream is not Stream.CPU}
             self.runs.append(RunEvents(rank, run, range(first, len(self.all)), tuple(left.values())))
             if Stream.CPU in last:
-                joined = [] if by_cpu is None else self._by_cpu(by_cpu[1])
-                by_cpu = CpuWaits(run.program), first
-
-    def _by_cpu(self, first: int) -> list[int]:
-        """The CPU's events of the run that begins with an event."""
-        [run] = [found for found in self.runs if found.events.start == first]
-        return [index for index in run.events if self.all[index].command.stream is Stream.CPU]
+                joined, by_cpu = worked, (CpuWaits(run.program), first)
+                worked = [first + c.index for c in run.program.commands if c.stream is Stream.CPU]
 
     def _add_exchange(self, rank: int, run: RankRun) -> None:
         """Add what the host does when it has issued the last round: it waits for cells, and for no stream.

@@ -99,10 +99,10 @@ class GradientLowering:
             elif self._speculates and self._context.plan.groups[group].speculative:
                 self._speculate(group)
 
-    def lower_norm(self, last: bool = True) -> None:
-        """Tell the host the norm of all gradients, with which a round ends that speculates. last: see `update`."""
+    def lower_norm(self) -> None:
+        """Tell the host the norm of all gradients, with which a round ends that speculates."""
         stored = [] if self._exchange is None else self._exchange.stored_at_home()
-        lower_norm(self._builder, self._layout, stored, last)
+        lower_norm(self._builder, self._layout, stored)
         if self._untold:
             assert self._context.cells is not None, "one rank tells nobody"
             signals = tuple(self._context.cells.speculated(group) for group in self._untold)

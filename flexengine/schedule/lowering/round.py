@@ -74,12 +74,8 @@ class RoundLowering:
             if self.model.layers[index].has_backward:
                 self._backward_layer(index, self.model.layers[index])
         if self.speculates:
-            self.gradients.lower_norm(self._runs_last())
+            self.gradients.lower_norm()
         return self.builder.build()
-
-    def _runs_last(self) -> bool:
-        """Whether this rank runs the last of the rounds that ranks run together in stages."""
-        return True
 
     def evaluate(self) -> Program:
         """All layers forward, keeping nothing; the head writes losses."""

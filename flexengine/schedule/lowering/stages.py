@@ -10,6 +10,7 @@ from flexengine.schedule.lowering.gradients import GradientLowering
 from flexengine.schedule.lowering.round import RoundLowering
 from flexengine.schedule.lowering.shape import RoundShape
 from flexengine.schedule.lowering.stored_gradient import StoredPiece, stored_pieces
+from flexengine.schedule.lowering.update import lower_norm
 from flexengine.schedule.stage_layout import StageLayout
 from flexengine.schedule.stages import HandedOver
 
@@ -165,6 +166,10 @@ class StageGradients(GradientLowering):
             self._builder.copy(name, Stream.RELAY_OUT, stored.content, stored.regions_home(staging))
             self._builder.between_ranks(-1, signals=(self._stages.cells.relayed(stored.number),))
 
+    def lower_norm(self) -> None:
+        last = self._stages.stage.rank == len(self._context.shape.counts) - 1  # it ran the wave's last round
+        lower_norm(self._builder, self._layout, last=last)
+
     def _fetch_relayed(self, stored: StoredPiece, staging: int) -> None:
         for home, _ in stored.homes:
             self._builder.holds(home, stored.content)
@@ -186,9 +191,6 @@ class _StageLowering(RoundLowering):
         self._rounds = [[c for c in chunks if round_of[c] == number] for number in range(len(shape.counts))]
         self.handed = self.activations = StageActivations(self.context, layout, round_of)
         self.added = self.gradients = StageGradients(self.context, layout, first, last_before, speculates)
-
-    def _runs_last(self) -> bool:
-        return self._stage.rank == len(self._rounds) - 1
 
     def _rounds_of(self, layer: int) -> list[list[int]]:
         """The chunks of each round that the rank runs a layer for."""
