@@ -16,6 +16,9 @@
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23  // Linux 5.14; headers may be older than the kernel
 #endif
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25  // Linux 6.1
+#endif
 
 namespace {
 
@@ -78,16 +81,32 @@ int populate(char* begin, char* end) {
     return 0;
 }
 
-int populate_in_parallel(char* address, int64_t num_bytes, int num_threads) {
+// Calls work(begin, end) for pieces of whole huge pages of the range, on many threads; returns 0 or an errno.
+template <class Work>
+int for_pieces(char* address, int64_t num_bytes, int num_threads, Work&& work) {
     const int64_t even = round_up(num_bytes / num_threads + 1, kHugePageBytes);
     const int64_t piece = std::min(even, kMaxPieceBytes);
     std::atomic<int> failure{0};
     flex::parallel_for(round_up(num_bytes, piece) / piece, num_threads, [&](int64_t index) {
         char* const begin = address + index * piece;
-        const int error = populate(begin, std::min(begin + piece, address + num_bytes));
+        const int error = work(begin, std::min(begin + piece, address + num_bytes));
         if (error != 0) failure.store(error, std::memory_order_relaxed);
     });
     return failure.load(std::memory_order_relaxed);
+}
+
+// Brings the whole huge pages of [begin, end), a part of a file mapped at `start`, into RAM as such: a fault in a file
+// of memory gives small pages unless the system is set otherwise, and MADV_COLLAPSE (Linux 6.1) does not ask. What it
+// leaves is left to populate. A huge page needs a small one in it, and comes from its node. Interleaving goes by a
+// page's number in the file, so that the small one is taken whose number has the remainder of the huge page's.
+void collapse(char* start, char* begin, char* end, int num_nodes) {
+    const int64_t page = page_bytes(), per_huge = kHugePageBytes / page, nodes = std::max(num_nodes, 1);
+    for (char* at = begin; end - at >= kHugePageBytes; at += kHugePageBytes) {
+        const int64_t huge = (at - start) / kHugePageBytes;
+        const int64_t within = (huge % nodes + nodes - huge * per_huge % nodes) % nodes;
+        madvise(at + within % per_huge * page, page, MADV_POPULATE_WRITE);
+    }
+    madvise(begin, (end - begin) / kHugePageBytes * kHugePageBytes, MADV_COLLAPSE);
 }
 
 }  // namespace
@@ -106,7 +125,7 @@ extern "C" FLEX_API int flex_host_map(int64_t num_bytes, int numa_node, int dont
     madvise(address, num_bytes, MADV_HUGEPAGE);  // memory is the same without it
     if (dont_fork) madvise(address, num_bytes, MADV_DONTFORK);
     *numa_bound_out = bind(address, num_bytes, kPreferred, &numa_node, 1);  // others where it is full
-    if (const int error = populate_in_parallel(address, num_bytes, num_threads)) {
+    if (const int error = for_pieces(address, num_bytes, num_threads, populate)) {
         munmap(address, num_bytes);
         return FLEX_FAIL_ERRNO(flex::kNoMemory, error, "madvise(MADV_POPULATE_WRITE)");
     }
@@ -134,7 +153,10 @@ extern "C" FLEX_API int flex_host_map_shared(int fd, int64_t num_bytes, int64_t 
     madvise(address, num_bytes, MADV_HUGEPAGE);
     madvise(address, num_bytes, MADV_DONTFORK);
     *numa_bound_out = num_nodes > 0 && bind(address, num_bytes, kInterleave, numa_nodes, num_nodes);
-    const int error = share_bytes == 0 ? 0 : populate_in_parallel(address + share_start, share_bytes, num_threads);
+    const int error = for_pieces(address + share_start, share_bytes, num_threads, [&](char* begin, char* end) {
+        collapse(address, begin, end, num_nodes);
+        return populate(begin, end);
+    });
     if (error != 0) {
         munmap(address, num_bytes);
         return FLEX_FAIL_ERRNO(flex::kNoMemory, error, "madvise(MADV_POPULATE_WRITE)");

@@ -64,6 +64,24 @@ void check_shared(int64_t num_pages) {
     expect(flex_host_unmap(first, num_bytes) == 0 && flex_host_unmap(second, num_bytes) == 0, "unmap");
 }
 
+// Of several nodes, too, whole huge pages and the small ones around them are all in RAM, and zero.
+void check_shared_nodes(int num_nodes) {
+    const int64_t page = sysconf(_SC_PAGESIZE), num_bytes = 5003 * page, start = 1024 * page;
+    const int fd = memfd_create("host_arena_test", MFD_CLOEXEC);
+    expect(fd >= 0 && ftruncate(fd, num_bytes) == 0, "a file of memory");
+    int nodes[3] = {0, 1, 2}, bound = -1;
+    void* address = nullptr;
+    const int64_t share = num_bytes - start;
+    expect(flex_host_map_shared(fd, num_bytes, start, share, nodes, num_nodes, 2, &address, &bound) == 0, "map");
+    if (address == nullptr) return;
+    unsigned char resident[5003] = {};
+    expect(mincore(address, num_bytes, resident) == 0, "mincore");
+    for (int i = 0; i < 5003; ++i) expect((resident[i] & 1) == (i >= 1024), "in RAM is the share, and nothing else");
+    for (int64_t i = 0; i < num_bytes; i += page) expect(static_cast<char*>(address)[i] == 0, "zeros");
+    expect(flex_host_unmap(address, num_bytes) == 0, "unmap");
+    close(fd);
+}
+
 void check_shared_errors() {
     const int64_t page = sysconf(_SC_PAGESIZE);
     void* address = nullptr;
@@ -79,6 +97,7 @@ void check_shared_errors() {
 int main() {
     const int64_t page = sysconf(_SC_PAGESIZE);
     for (int64_t num_pages : {1, 3, 513, 5000}) check_shared(num_pages);
+    for (int num_nodes : {0, 1, 2, 3}) check_shared_nodes(num_nodes);
     check_shared_errors();
     for (int64_t num_pages : {1, 3, 512, 513, 5000}) check_size(num_pages * page, num_pages % 2 == 0 ? 0 : -1);
     check_size(page, 5000);

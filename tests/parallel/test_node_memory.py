@@ -1,6 +1,8 @@
 """Host memory that ranks of a node share: contents, shares, errors, and that nothing of it is left."""
 
 import os
+import platform
+import re
 import signal
 from itertools import pairwise
 from pathlib import Path
@@ -90,6 +92,32 @@ def nothing_left(rank: int, native: str) -> None:
 @PATHS
 def test_nothing_is_left_after_close(native):
     values_of(run_ranks(nothing_left, 2, native))
+
+
+def collapses() -> bool:
+    """Whether the kernel makes huge pages of a file's memory on request: Linux 6.1 and later, unless set so."""
+    version = re.match(r"(\d+)\.(\d+)", platform.release())
+    setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    return (
+        version is not None
+        and (int(version[1]), int(version[2])) >= (6, 1)
+        and (setting.exists() and "[deny]" not in setting.read_text())
+    )
+
+
+def huge_bytes(rank: int) -> int:
+    _, control, memory = opened(7 * HUGE_PAGE_BYTES + 4096)
+    memory.tensor.fill_(rank)
+    control.barrier()
+    maps = Path("/proc/self/smaps").read_text().split("/memfd:flexengine", 1)[1]
+    control.barrier()
+    return 1024 * int(re.findall(r"ShmemPmdMapped: +(\d+) kB", maps)[0])
+
+
+@pytest.mark.skipif(not collapses(), reason="needs Linux 6.1 with huge pages for shared memory")
+def test_memory_is_in_huge_pages_on_every_rank():
+    """Which rank brought them in or not: `shmem_enabled` is `never` by default, so that faults give small pages."""
+    assert values_of(run_ranks(huge_bytes, 2)) == [7 * HUGE_PAGE_BYTES] * 2
 
 
 def refused(rank: int) -> str:
