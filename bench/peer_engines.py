@@ -220,6 +220,15 @@ def make_model(config: Any, dtype: torch.dtype, recompute: bool, reentrant: bool
     return model.train()
 
 
+def import_model(config: Any) -> None:
+    """Import a model's code and what it needs of torch, which must see tensors as they are outside of zero.Init."""
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 (an import that takes seconds)
+
+    import_module("torch._dynamo")
+    assert type(config) in AutoModelForCausalLM._model_mapping
+    AutoModelForCausalLM._model_mapping[type(config)]
+
+
 def resident_trainer(setting: Setting, config: Any, device: torch.device) -> Trainer:
     """Weights, gradients and states on the GPU; adapters alone are trained by peft-liger."""
     with device:
@@ -317,6 +326,7 @@ def deepspeed_trainer(setting: Setting, config: Any, device: torch.device) -> Tr
     deepspeed = import_module("deepspeed")
     deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo")
     options = deepspeed_config(setting)
+    import_model(config)
     with deepspeed.zero.Init(config_dict_or_path=options, dtype=torch.bfloat16):
         model = make_model(config, torch.bfloat16, setting.recompute, reentrant=True)
     for parameter in model.parameters():  # its own values are gone before transformers draws them

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -193,17 +194,18 @@ def _read(path: Path) -> dict | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def runs_of(args: argparse.Namespace, engine: str) -> list[dict]:
-    """The rows of an engine; printed as they come."""
-    rows = []
-    for setting in settings_of(args, engine):
-        rows.append(run(setting, args.limit_s))
-        print(line(rows[-1]), flush=True)
-    if engine in OFFLOADED and args.device == "cuda" and args.liger == "all" and all("failed" in r for r in rows):
-        last = settings_of(args, engine)[-1]._replace(liger="no-loss")
-        rows.append(run(last, args.limit_s))
-        print(line(rows[-1]), flush=True)
-    return rows
+def runs_of(args: argparse.Namespace, engine: str) -> Iterator[dict]:
+    """The rows of an engine, printed and given as they come."""
+    settings, failed = settings_of(args, engine), []
+    for setting in settings:
+        row = run(setting, args.limit_s)
+        print(line(row), flush=True)
+        failed.append("failed" in row)
+        yield row
+    if engine in OFFLOADED and args.device == "cuda" and args.liger == "all" and all(failed):
+        row = run(settings[-1]._replace(liger="no-loss"), args.limit_s)
+        print(line(row), flush=True)
+        yield row
 
 
 def line(row: dict) -> str:
@@ -269,11 +271,12 @@ def main() -> None:
         return
     rows: list[dict] = []
     for engine in args.engines:
-        rows += runs_of(args, engine)
+        for row in runs_of(args, engine):
+            rows.append(row)
+            write_json(args.json, {"versions": versions(), "rows": rows})
         ran = [row for row in rows if row["engine"] == engine and "failed" not in row]
         best = max(ran, key=lambda row: row["tokens_per_s"], default=None)
         print(f"best of {engine}: {line(best) if best else 'none ran'}", flush=True)
-        write_json(args.json, {"versions": versions(), "rows": rows})
 
 
 if __name__ == "__main__":

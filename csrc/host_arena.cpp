@@ -95,16 +95,17 @@ int for_pieces(char* address, int64_t num_bytes, int num_threads, Work&& work) {
     return failure.load(std::memory_order_relaxed);
 }
 
-// Brings the whole huge pages of [begin, end), a part of a file mapped at `start`, into RAM as such: a fault in a file
-// of memory gives small pages unless the system is set otherwise, and MADV_COLLAPSE (Linux 6.1) does not ask. What it
-// leaves is left to populate. A huge page needs a small one in it, and comes from its node. Interleaving goes by a
-// page's number in the file, so that the small one is taken whose number has the remainder of the huge page's.
-void collapse(char* start, char* begin, char* end, int num_nodes) {
+// Brings the whole huge pages of [begin, end), a part of what is mapped of a file at `start`, into RAM as such: a fault
+// in a file of memory gives small pages unless the system is set otherwise, and MADV_COLLAPSE (Linux 6.1) does not ask.
+// What it leaves is left to populate. The file must hold a small page where a huge one is to be, which then comes from
+// the same node. One that no process has mapped spares the kernel to tell all cores that it goes. Interleaving goes by
+// a page's number in the file, so that the small one is taken whose number has the remainder of the huge page's.
+void collapse(int fd, char* start, char* begin, char* end, int num_nodes) {
     const int64_t page = page_bytes(), per_huge = kHugePageBytes / page, nodes = std::max(num_nodes, 1);
     for (char* at = begin; end - at >= kHugePageBytes; at += kHugePageBytes) {
         const int64_t huge = (at - start) / kHugePageBytes;
         const int64_t within = (huge % nodes + nodes - huge * per_huge % nodes) % nodes;
-        madvise(at + within % per_huge * page, page, MADV_POPULATE_WRITE);
+        if (pwrite(fd, "", 1, at - start + within % per_huge * page) != 1) return;
     }
     madvise(begin, (end - begin) / kHugePageBytes * kHugePageBytes, MADV_COLLAPSE);
 }
@@ -154,7 +155,7 @@ extern "C" FLEX_API int flex_host_map_shared(int fd, int64_t num_bytes, int64_t 
     madvise(address, num_bytes, MADV_DONTFORK);
     *numa_bound_out = num_nodes > 0 && bind(address, num_bytes, kInterleave, numa_nodes, num_nodes);
     const int error = for_pieces(address + share_start, share_bytes, num_threads, [&](char* begin, char* end) {
-        collapse(address, begin, end, num_nodes);
+        collapse(fd, address, begin, end, num_nodes);
         return populate(begin, end);
     });
     if (error != 0) {
