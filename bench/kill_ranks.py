@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -97,12 +98,16 @@ def kill_one(
     number = victim.environ()["RANK"]
     step = logged(folder)
     victim.kill()
-    start = time.perf_counter()
-    _, said = launcher.communicate()
+    start, ends_s = time.perf_counter(), list[float]()
+    with ThreadPoolExecutor(1) as reader:
+        ending = reader.submit(launcher.communicate)
+        psutil.wait_procs(ranks, timeout=LIMIT_S, callback=lambda _: ends_s.append(time.perf_counter() - start))
+        _, said = ending.result()
     left = psutil.wait_procs(ranks, timeout=LIMIT_S)[1]
     return {
         "rank": int(number),
         "after_step": step,
+        "ranks_ended_after_s": ends_s,
         "ended_after_s": time.perf_counter() - start,
         "status": launcher.returncode,
         "left": len(left),
