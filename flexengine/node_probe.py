@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexengine.hardware.cache import read_remembered, write_remembered
 from flexengine.hardware.host_memory import host_memory
-from flexengine.hardware.measure_node import AtOnce, measure_host_and_links
+from flexengine.hardware.measure_node import AtOnce, measure_at_work
 from flexengine.hardware.memory_usage import gpu_used_bytes, release_unused_heap, resident_bytes
 from flexengine.hardware.node_rates import NodeRates, RankRates, slowest_of, with_node_rates
 from flexengine.hardware.probe import node_path
@@ -79,7 +79,7 @@ def measure_rank(profile: HardwareProfile, team: Team, device: torch.device, dty
 
     before = at_once(lambda: _used(device))
     free_bytes = host_memory().available_bytes // team.ranks.local_size
-    host = measure_host_and_links(device, dtype, profile.cpu_adamw_parameters_per_s, free_bytes, at_once)
+    host = measure_at_work(device, dtype, profile.cpu_adamw_parameters_per_s, free_bytes, at_once)
     way, peer_bytes_per_s = _measure_peers(team, device, at_once)
     grown = [max(0, now - used) for now, used in zip(at_once(lambda: _used(device)), before, strict=True)]
     return Measured(RankRates(**host.rates, peer_bytes_per_s=peer_bytes_per_s), host.adamw_state, way, *grown)

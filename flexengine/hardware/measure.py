@@ -120,7 +120,7 @@ def measure_cuda(
         release_unused_heap()
         torch.cuda.empty_cache()  # or cuBLAS would keep a workspace within what the links' benchmark took
         run_engine_kernels(device, dtype)
-        peak = _cube_rate(device, dtype, SUSTAINED_S * scale)
+        peak = cube_rate(device, dtype, SUSTAINED_S * scale)
         counts = affordable_tokens(CUDA_TOKENS, shape[:2], peak, LONGEST_BLOCK_S)
         # at once, while the card is still at its sustained clock
         block = block_rates(shape[:2], counts, dtype, _cuda_buffers(device, dtype), cuda_timer, PRODUCT_S * scale)
@@ -173,7 +173,7 @@ def run_engine_kernels(device: torch.device, dtype: torch.dtype) -> None:
     torch.cuda.synchronize(device)
 
 
-def _cube_rate(device: torch.device, dtype: torch.dtype, sustained_s: float) -> float:
+def cube_rate(device: torch.device, dtype: torch.dtype, sustained_s: float) -> float:
     """Measure FLOP/s of 8192^3 (4096^3 for wider types) on random data, after a quarter of `sustained_s` to heat up."""
     size = 8192 if dtype.itemsize <= 2 and _free_bytes(device) >= LEAST_CUBE_BYTES else 4096
     multiply = _square_product(size, device, dtype)

@@ -1,7 +1,7 @@
 """Measures what one of several ranks of a node reaches while all others do the same on their GPUs.
 
 Ranks that wait for each other are at work together, so what counts is what all of them reach at once: links share host
-memory, and sometimes a switch.
+memory, and sometimes a switch, and cards may be slower where all of them multiply.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
+from flexengine.hardware.measure import SUSTAINED_S, cube_rate
 from flexengine.hardware.measure_host import AdamWork, adamw_work, engine_threads, working_bytes
 from flexengine.hardware.measure_links import LinkBuffers, link_buffers
 from flexengine.hardware.timing import cpu_timer, timed_calls
@@ -34,7 +35,7 @@ class AtOnce(Protocol):
     def __call__(self, call: Callable[[], T]) -> T: ...
 
 
-class HostAndLinks(NamedTuple):
+class MeasuredRank(NamedTuple):
     """Rates of a rank under the names of `RankRates`, and the kind of states that were updated."""
 
     rates: dict[str, float]
@@ -50,17 +51,18 @@ class _Work(NamedTuple):
     adamw: AdamWork
 
 
-def measure_host_and_links(
+def measure_at_work(
     device: torch.device,
     dtype: torch.dtype,
     adamw_rates: tuple[tuple[str, float], ...],
     free_bytes: int,
     at_once: AtOnce,
-) -> HostAndLinks:
-    """Measure a rank's host memory and link with all others, in about four seconds.
+) -> MeasuredRank:
+    """Measure a rank's host memory, link and products with all others, in about five seconds.
 
     adamw_rates: as one rank alone measured them. free_bytes: of host memory, for this rank. Takes twice LINK_BYTES of
-    page-locked host memory and of the GPU's, and at most MOST_WORK_BYTES of other host memory; gives all of it back.
+    page-locked host memory and of the GPU's, then of the GPU what a large product takes, and at most MOST_WORK_BYTES of
+    other host memory; gives all of it back.
     Order: all ranks make this call together; synchronises.
     """
     with ExitStack() as held, torch.cuda.device(device), torch.no_grad():
@@ -72,6 +74,7 @@ def measure_host_and_links(
             d2h = _copied(work.buffers, at_once, down=True)
             duplex = _copied(work.buffers, at_once, up=True, down=True)
             beside = _copied(work.buffers, at_once, up=True, down=True, meanwhile=work.adamw.call)
+        matmul = at_once(lambda: cube_rate(device, dtype, SUSTAINED_S))
         rates = {
             "h2d_bytes_per_s": h2d[0],
             "d2h_bytes_per_s": d2h[0],
@@ -81,8 +84,9 @@ def measure_host_and_links(
             "d2h_beside_cpu_bytes_per_s": beside[1],
             "host_copy_bytes_per_s": work.copied_bytes / copy_s,
             "adamw_parameters_per_s": work.adamw.parameters / update_s,
+            "matmul_flops_per_s": matmul,
         }
-        return HostAndLinks(rates, work.adamw.state)
+        return MeasuredRank(rates, work.adamw.state)
 
 
 def _made(

@@ -8,13 +8,14 @@ from dataclasses import replace
 from typing import NamedTuple, get_args
 
 from flexengine.hardware.curve import check_rate
-from flexengine.hardware.profile import HardwareProfile, PeerWay
+from flexengine.hardware.profile import POINT_FIELDS, HardwareProfile, PeerWay
 from flexengine.wording import parse_json, shown
 
 
 class RankRates(NamedTuple):
     """What one rank reaches while all do the same: bytes per second of its link, of copies by its share of the cores
-    (read plus written) and between GPUs one way, and parameters per second that it updates.
+    (read plus written) and between GPUs one way, parameters per second that it updates, and FLOP/s of a large product
+    of matrices.
     """
 
     h2d_bytes_per_s: float
@@ -25,6 +26,7 @@ class RankRates(NamedTuple):
     d2h_beside_cpu_bytes_per_s: float
     host_copy_bytes_per_s: float
     adamw_parameters_per_s: float
+    matmul_flops_per_s: float
     peer_bytes_per_s: float
 
 
@@ -79,15 +81,20 @@ def slowest_of(rates: Sequence[RankRates]) -> RankRates:
 def with_node_rates(profile: HardwareProfile, found: NodeRates) -> HardwareProfile:
     """The profile of one GPU and its host with what all ranks of a node reach at once.
 
-    Host memory has the rate at which all of them copy within it, or at which all links together move more.
+    Host memory has the rate at which all of them copy within it, or at which all links together move more. What a card
+    computes has the share of its rate that a large product keeps while all cards multiply.
     """
     rates, ranks = found.slowest, found.ranks
     duplex = rates.h2d_duplex_bytes_per_s + rates.d2h_duplex_bytes_per_s
     most = max(rates.host_copy_bytes_per_s, duplex, rates.h2d_bytes_per_s, rates.d2h_bytes_per_s)
+    kept = min(1.0, rates.matmul_flops_per_s / profile.peak_matmul_flops_per_s)
+    computed = {name: tuple((x, kept * rate) for x, rate in getattr(profile, name)) for name in POINT_FIELDS}
     faster = ranks * rates.adamw_parameters_per_s / profile.cpu_adamw_rate(found.adamw_state)
     return replace(
         profile,
         **{name: getattr(rates, name) for name in LINK_FIELDS},
+        **computed,
+        peak_matmul_flops_per_s=kept * profile.peak_matmul_flops_per_s,
         host_bytes_per_s=ranks * most,
         cpu_adamw_parameters_per_s=tuple((state, rate * faster) for state, rate in profile.cpu_adamw_parameters_per_s),
         peer_bytes_per_s=rates.peer_bytes_per_s,

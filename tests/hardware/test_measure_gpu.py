@@ -82,7 +82,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         "RESULT_BYTES": MIB,
     }.items():
         monkeypatch.setattr(measure, name, value)
-    monkeypatch.setattr(measure, "_cube_rate", lambda device, dtype, sustained_s: 1e12)
+    monkeypatch.setattr(measure, "cube_rate", lambda device, dtype, sustained_s: 1e12)
     monkeypatch.setattr(measure_links, "SIZES", (2**16, MIB))
     return seen
 
@@ -164,6 +164,7 @@ def test_a_rank_measures_its_host_and_link_with_the_others(fake_cuda: SimpleName
         monkeypatch.setattr(measure_node, name, MIB)
     for name in ("LINK_S", "HOST_S"):
         monkeypatch.setattr(measure_node, name, 0.001)
+    monkeypatch.setattr(measure_node, "cube_rate", lambda device, dtype, sustained_s: 1e12)
     begun = []
 
     def at_once(call):
@@ -171,11 +172,12 @@ def test_a_rank_measures_its_host_and_link_with_the_others(fake_cuda: SimpleName
         return call()
 
     slow = (("float32", 1e3), ("bfloat16", 2e3))
-    found = measure_node.measure_host_and_links(CPU, torch.bfloat16, slow, 2**40, at_once)
+    found = measure_node.measure_at_work(CPU, torch.bfloat16, slow, 2**40, at_once)
     assert found.adamw_state == "bfloat16"
     rates = RankRates(**found.rates, peer_bytes_per_s=1.0)
     assert min(rates) > 0
-    assert len(begun) == 3 + 4 * 2  # links: how many copies, then all at once
+    assert found.rates["matmul_flops_per_s"] == 1e12
+    assert len(begun) == 4 + 4 * 2  # links: how many copies, then all at once
 
 
 def test_a_rank_goes_on_copying_while_others_time_theirs(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):

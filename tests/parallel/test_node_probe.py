@@ -12,7 +12,7 @@ import torch
 from ranks_helper import run_ranks, values_of
 
 from flexengine import api, node_probe
-from flexengine.hardware.measure_node import HostAndLinks
+from flexengine.hardware.measure_node import MeasuredRank
 from flexengine.hardware.node_rates import LINK_FIELDS, NodeRates, RankRates, slowest_of, with_node_rates
 from flexengine.hardware.nodes import rank_profile, with_gpus
 from flexengine.hardware.presets import preset
@@ -25,12 +25,13 @@ from flexengine.parallel.team import join, leave
 from flexengine.plan import Request
 from flexengine.plan_for_ranks import plan_for_ranks
 
-RATES = [
-    RankRates(50e9, 51e9, 40e9, 41e9, 20e9, 31e9, 90e9, 5e9, 300e9),
-    RankRates(49e9, 52e9, 39e9, 42e9, 21e9, 30e9, 95e9, 4e9, 301e9),
-]
-SLOWEST = RankRates(49e9, 51e9, 39e9, 41e9, 20e9, 30e9, 90e9, 4e9, 300e9)
 CARD = replace(preset("h100"), source="measured")
+PEAK = CARD.peak_matmul_flops_per_s
+RATES = [
+    RankRates(50e9, 51e9, 40e9, 41e9, 20e9, 31e9, 90e9, 5e9, 0.9 * PEAK, 300e9),
+    RankRates(49e9, 52e9, 39e9, 42e9, 21e9, 30e9, 95e9, 4e9, 0.95 * PEAK, 301e9),
+]
+SLOWEST = RankRates(49e9, 51e9, 39e9, 41e9, 20e9, 30e9, 90e9, 4e9, 0.9 * PEAK, 300e9)
 
 
 class Fake:
@@ -39,23 +40,23 @@ class Fake:
     def __init__(self, rank: int, fails: bool = False) -> None:
         self.rank, self.fails, self.measured = rank, fails, 0
 
-    def host_and_links(self, device: Any, dtype: Any, adamw: Any, free_bytes: int, at_once: Any) -> HostAndLinks:
+    def host_and_links(self, device: Any, dtype: Any, adamw: Any, free_bytes: int, at_once: Any) -> MeasuredRank:
         return at_once(self._found)
 
-    def _found(self) -> HostAndLinks:
+    def _found(self) -> MeasuredRank:
         self.measured += 1
         if self.fails:
             raise MemoryError("no memory can be locked")
         rates = RATES[self.rank]._asdict()
         del rates["peer_bytes_per_s"]
-        return HostAndLinks(rates, "bfloat16")
+        return MeasuredRank(rates, "bfloat16")
 
     def patched(self, cache: Path) -> Any:
         peer = RATES[self.rank].peer_bytes_per_s
         return mock.patch.multiple(
             node_probe,
             gpus_of_ranks=lambda control, device: GpusOfRanks((0, 0), ("a", "b"), (False, False)),
-            measure_host_and_links=self.host_and_links,
+            measure_at_work=self.host_and_links,
             _peer_buffers=lambda ranks, device: node_probe._PeerBuffers(*[torch.zeros(0)] * 4),
             _peer_rate=lambda ranks, collectives, buffers: peer,
             _used=lambda device: (100 * self.measured, 1000 * self.measured),
@@ -88,6 +89,9 @@ def test_the_slowest_rank_counts_and_is_remembered(tmp_path):
     assert {name: getattr(expected, name) for name in LINK_FIELDS} == {n: getattr(SLOWEST, n) for n in LINK_FIELDS}
     assert expected.host_bytes_per_s == 2 * 90e9
     assert expected.cpu_adamw_rate("bfloat16") == pytest.approx(2 * 4e9)
+    for rate in ("matmul_rate", "fp8_matmul_rate", "attention_forward_rate", "attention_backward_rate"):
+        assert getattr(expected, rate)(3000) == pytest.approx(0.9 * getattr(CARD, rate)(3000))
+    assert expected.peak_matmul_flops_per_s == pytest.approx(0.9 * PEAK)
     assert HardwareProfile.from_json(expected.to_json()) == expected
 
 
