@@ -51,11 +51,10 @@ struct FlexAdamW {
     flex::StreamKeys weight_keys, exp_avg_keys, exp_avg_sq_keys;
 };
 
-// `Codebook` of flexengine/optim/blockwise.py. Three readable bytes follow first_codes, as gathers read four at a time.
+// Values and steps of a `Codebook` of flexengine/optim/blockwise.py.
 struct FlexCodebook {
     const float* values;
-    const float* thresholds;
-    const uint8_t* first_codes;
+    const int32_t* steps;
 };
 
 // Mirrored field by field by flexengine/native/update.py. With States::kBlocks the states are codes.

@@ -53,13 +53,10 @@ struct Avx2 {
     }
     FLEX_INLINE void store_u32(uint32_t* to, I x) { store_i(to, x); }
     FLEX_INLINE F gather_f32(const float* table, I index) { return _mm256_i32gather_ps(table, index, 4); }
-    FLEX_INLINE I gather_u8(const uint8_t* table, I index) {
-        return and_i(_mm256_i32gather_epi32(reinterpret_cast<const int*>(table), index, 1), set_i(0xFF));
-    }
+    FLEX_INLINE I gather_i32(const int32_t* table, I index) { return _mm256_i32gather_epi32(table, index, 4); }
     FLEX_INLINE I max_i(I a, I b) { return _mm256_max_epi32(a, b); }
-    FLEX_INLINE I one_where_reached(F x, F y) {
-        return _mm256_srli_epi32(_mm256_castps_si256(_mm256_cmp_ps(x, y, _CMP_GE_OQ)), 31);
-    }
+    FLEX_INLINE I min_i(I a, I b) { return _mm256_min_epi32(a, b); }
+    FLEX_INLINE I one_where_greater(I a, I b) { return _mm256_srli_epi32(_mm256_cmpgt_epi32(a, b), 31); }
 
     FLEX_INLINE F add(F a, F b) { return _mm256_add_ps(a, b); }
     FLEX_INLINE F sub(F a, F b) { return _mm256_sub_ps(a, b); }

@@ -53,12 +53,11 @@ struct Avx512 {
     }
     FLEX_INLINE void store_u32(uint32_t* to, I x) { store_i(to, x); }
     FLEX_INLINE F gather_f32(const float* table, I index) { return _mm512_i32gather_ps(index, table, 4); }
-    FLEX_INLINE I gather_u8(const uint8_t* table, I index) {
-        return and_i(_mm512_i32gather_epi32(index, table, 1), set_i(0xFF));
-    }
+    FLEX_INLINE I gather_i32(const int32_t* table, I index) { return _mm512_i32gather_epi32(index, table, 4); }
     FLEX_INLINE I max_i(I a, I b) { return _mm512_max_epi32(a, b); }
-    FLEX_INLINE I one_where_reached(F x, F y) {
-        return _mm512_maskz_mov_epi32(_mm512_cmp_ps_mask(x, y, _CMP_GE_OQ), set_i(1));
+    FLEX_INLINE I min_i(I a, I b) { return _mm512_min_epi32(a, b); }
+    FLEX_INLINE I one_where_greater(I a, I b) {
+        return _mm512_maskz_mov_epi32(_mm512_cmpgt_epi32_mask(a, b), set_i(1));
     }
 
     FLEX_INLINE F add(F a, F b) { return _mm512_add_ps(a, b); }

@@ -234,16 +234,45 @@ FLEX_INLINE typename V::I magnitude_bits(typename V::F x) {
     return V::and_i(V::canonical_bits(x), V::set_i(0x7FFFFFFFu));
 }
 
+// `steps` of flexengine/optim/blockwise.py: buckets by the upper halves of magnitudes from the least on to that of 1,
+// and what an entry packs.
+constexpr uint32_t kLeastBucket = 0x33FF, kLastBucket = 0x3F80, kZeroCode = 127;
+constexpr int kRankShift = 18, kTieShift = 17;
+
+// The code of the nearest value of a book. It counts middles between neighbours up to a magnitude: all of them below its
+// bucket, and perhaps one in it.
+template <class V, bool kSigned>
+FLEX_INLINE typename V::I code_of(const FlexCodebook& book, typename V::F x) {
+    using I = typename V::I;
+    const I bits = V::bits(x);
+    const I upper = V::template shift_right<16>(V::and_i(bits, V::set_i(0x7FFFFFFFu)));
+    const I bucket = V::min_i(V::max_i(upper, V::set_i(kLeastBucket)), V::set_i(kLastBucket));
+    const I step = V::gather_i32(book.steps, V::sub_i(bucket, V::set_i(kLeastBucket)));
+    const I middle = V::and_i(step, V::set_i((1u << kTieShift) - 1));
+    I above = V::add_i(V::and_i(bits, V::set_i(0xFFFFu)), V::set_i(1));  // greater than a middle that x reaches
+    I code = V::template shift_right<kRankShift>(step);
+    if constexpr (kSigned) {
+        const I negative = V::template shift_right<31>(bits), tie = V::template shift_right<kTieShift>(step);
+        above = V::sub_i(above, V::and_i(negative, tie));  // a middle itself takes the higher code: the lesser magnitude
+        code = V::add_i(code, V::one_where_greater(above, middle));
+        const I flip = V::sub_i(V::set_i(0), negative);
+        code = V::add_i(V::sub_i(V::xor_i(code, flip), flip), V::set_i(kZeroCode));
+        code = V::max_i(code, V::set_i(0));  // there is 1, and no -1
+    } else {
+        code = V::add_i(code, V::one_where_greater(above, middle));
+    }
+    return V::zero_unless_finite(code, bits);
+}
+
 // Codes of `count` values divided by the block's scale, which is stored too.
-template <class V>
+template <class V, bool kSigned>
 FLEX_INLINE void store_codes(const FlexCodebook& book, uint8_t* codes, float* scale, const float* values, int count,
                              float largest) {
     *scale = largest;
     const typename V::F divisor = V::set(largest == 0.0f ? 1.0f : largest);
     for (int i = 0; i < count; i += V::kWidth) {
         const typename V::F x = V::div(V::load_f32(values + i), divisor);
-        const typename V::I first = V::gather_u8(book.first_codes, V::template shift_right<16>(V::bits(x)));
-        V::store_u8(codes + i, V::add_i(first, V::one_where_reached(x, V::gather_f32(book.thresholds, first))));
+        V::store_u8(codes + i, code_of<V, kSigned>(book, x));
     }
 }
 
@@ -287,10 +316,10 @@ FLEX_TARGET int64_t update_blocks(const Step& shared, int64_t begin, int64_t end
             largest_average = V::max_i(largest_average, magnitude_bits<V>(values.exp_avg));
             largest_square = V::max_i(largest_square, magnitude_bits<V>(values.exp_avg_sq));
         }
-        store_codes<V>(call.signed_book, averages + at, average_scale, new_averages, count,
-                       largest_of<V>(largest_average));
-        store_codes<V>(call.unsigned_book, squares + at, square_scale, new_squares, count,
-                       largest_of<V>(largest_square));
+        store_codes<V, true>(call.signed_book, averages + at, average_scale, new_averages, count,
+                             largest_of<V>(largest_average));
+        store_codes<V, false>(call.unsigned_book, squares + at, square_scale, new_squares, count,
+                              largest_of<V>(largest_square));
         at += count;
     }
     return at;

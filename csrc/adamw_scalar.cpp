@@ -24,9 +24,10 @@ struct Scalar {
     FLEX_INLINE void store_u8(uint8_t* to, I x) { *to = static_cast<uint8_t>(x); }
     FLEX_INLINE void store_u32(uint32_t* to, I x) { *to = x; }
     FLEX_INLINE F gather_f32(const float* table, I index) { return table[index]; }
-    FLEX_INLINE I gather_u8(const uint8_t* table, I index) { return table[index]; }
-    FLEX_INLINE I max_i(I a, I b) { return a > b ? a : b; }
-    FLEX_INLINE I one_where_reached(F x, F y) { return x >= y ? 1 : 0; }
+    FLEX_INLINE I gather_i32(const int32_t* table, I index) { return static_cast<I>(table[index]); }
+    FLEX_INLINE I one_where_greater(I a, I b) { return static_cast<int32_t>(a) > static_cast<int32_t>(b) ? 1 : 0; }
+    FLEX_INLINE I max_i(I a, I b) { return one_where_greater(a, b) ? a : b; }
+    FLEX_INLINE I min_i(I a, I b) { return one_where_greater(a, b) ? b : a; }
 
     FLEX_INLINE F add(F a, F b) { return a + b; }
     FLEX_INLINE F sub(F a, F b) { return a - b; }

@@ -104,7 +104,7 @@ def _updates(dtype: torch.dtype) -> tuple[str, ...]:
     if dtype == torch.float64:
         return ("float64",)
     states = ("float32", "bfloat16", "int8")
-    return (*states, f"float32{STOCHASTIC}", f"bfloat16{STOCHASTIC}") if dtype == torch.bfloat16 else states
+    return (*states, *(f"{state}{STOCHASTIC}" for state in states)) if dtype == torch.bfloat16 else states
 
 
 @contextmanager

@@ -45,6 +45,7 @@ ADAMW_BYTES = {
     "int8": 14.0625,
     "float32 stochastic": 22,
     "bfloat16 stochastic": 14,
+    "int8 stochastic": 10.0625,
 }
 """Bytes that AdamW moves per parameter with bf16 gradients, by state dtype, and by masters: split, or bf16 that is
 rounded stochastically. Memory bounds it; random bits do, where memory is fast."""
@@ -245,6 +246,8 @@ class HardwareProfile:
         update: as `Numerics.cpu_update` names it; a state dtype alone means split masters.
         """
         rates = self._rates_in_place()
+        if update not in rates and update == f"int8{STOCHASTIC}":  # arithmetic bounds it, as with split masters
+            return self.cpu_adamw_rate("int8") * ADAMW_BYTES[update]
         if update not in rates and update.endswith(STOCHASTIC):
             return min(self.cpu_adamw_bytes_per_s(update.removesuffix(STOCHASTIC)), STOCHASTIC_BYTES_PER_S)
         if update not in rates and update in ADAMW_BYTES:  # measured before there were such states

@@ -19,6 +19,9 @@ from flexengine.kernels.rounding import canonical_bits, join, low_half, stochast
 BLOCK = 256  # BLOCK of optim/blockwise.py
 _BLOCKS = 4  # blocks per program; 4 warps hold 8 elements per thread
 _EXPONENT = tl.constexpr(0x7F80_0000)  # all ones: infinity or NaN
+# of optim/blockwise.py, whose steps it reads
+_LEAST_BUCKET, _LAST_BUCKET, _ZERO_CODE = tl.constexpr(0x33FF), tl.constexpr(0x3F80), tl.constexpr(127)
+_RANK_SHIFT, _TIE_SHIFT, _MIDDLE = tl.constexpr(18), tl.constexpr(17), tl.constexpr((1 << 17) - 1)
 
 
 class Moments(NamedTuple):
@@ -33,7 +36,7 @@ class Moments(NamedTuple):
 def adamw_in_blocks_(
     masters: tuple[Tensor, Tensor | None],
     moments: Moments,
-    books: tuple[tuple[Tensor, Tensor, Tensor], ...],
+    books: Sequence[tuple[Tensor, Tensor]],
     grad: Tensor,
     grad_scale: Tensor,
     factors: Sequence[float],
@@ -43,7 +46,7 @@ def adamw_in_blocks_(
     """One step in place; the update of `flexengine.optim.adamw_blocks.adamw_in_blocks_rule` is the function to call.
 
     masters: weight [n] fp32, or bf16 with remainder [n] int16, or bf16 alone. grad [n] bf16 or fp32. grad_scale [1]; if
-    not finite, nothing is written. books: values, thresholds and first codes of both codebooks. factors: the seven of
+    not finite, nothing is written. books: values and steps of both codebooks. factors: the seven of
     `AdamWFactors`. weight_keys: of the random bits that round bf16 masters.
     Order: launches on the current stream, never synchronises, never allocates.
     Raises: ValueError on other shapes or dtypes.
@@ -76,16 +79,24 @@ def _decode(codes, values_ptr, scale):
 
 
 @triton.jit
-def _encode(x, thresholds_ptr, first_codes_ptr):
-    """(uint8 codes, scales [blocks]) of float32 x [blocks, size]."""
+def _encode(x, steps_ptr, SIGNED: tl.constexpr):
+    """(uint8 codes, scales [blocks]) of float32 x [blocks, size], by the steps of a codebook."""
     largest = tl.max(canonical_bits(x) & 0x7FFF_FFFF, axis=1)
     scale = largest.to(tl.float32, bitcast=True)
     divisor = tl.where(largest == 0, 1.0, scale)
     quotient = tl.div_rn(x, tl.broadcast_to(divisor[:, None], x.shape))
-    bucket = (quotient.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
-    first = tl.load(first_codes_ptr + bucket).to(tl.int32)
-    codes = first + (quotient >= tl.load(thresholds_ptr + first)).to(tl.int32)
-    return codes.to(tl.uint8), scale
+    bits = quotient.to(tl.int32, bitcast=True)
+    bucket = tl.minimum(tl.maximum((bits & 0x7FFF_FFFF) >> 16, _LEAST_BUCKET), _LAST_BUCKET) - _LEAST_BUCKET
+    step = tl.load(steps_ptr + bucket)
+    middle, magnitude = step & _MIDDLE, bits & 0xFFFF
+    if SIGNED:
+        negative = (bits >> 31) & 1
+        magnitude -= negative & (step >> _TIE_SHIFT)
+        rank = (step >> _RANK_SHIFT) + (magnitude >= middle).to(tl.int32)
+        codes = tl.maximum(_ZERO_CODE + tl.where(negative != 0, -rank, rank), 0)  # there is 1, and no -1
+    else:
+        codes = (step >> _RANK_SHIFT) + (magnitude >= middle).to(tl.int32)
+    return tl.where((bits & _EXPONENT) == _EXPONENT, 0, codes).to(tl.uint8), scale
 
 
 _KEYS = ("weight_key_low", "weight_key_high")
@@ -95,7 +106,7 @@ _KEYS = ("weight_key_low", "weight_key_high")
 @triton.jit(do_not_specialize=(*_KEYS, "element_offset"))
 def _adamw_in_blocks_kernel(
     weight_ptr, remainder_ptr, avg_ptr, sq_ptr, avg_scale_ptr, sq_scale_ptr,
-    avg_values_ptr, avg_thresholds_ptr, avg_first_ptr, sq_values_ptr, sq_thresholds_ptr, sq_first_ptr,
+    avg_values_ptr, avg_steps_ptr, sq_values_ptr, sq_steps_ptr,
     grad_ptr, grad_scale_ptr, num_elements,
     decay, one_minus_beta1, beta2, one_minus_beta2, inverse_root_correction2, eps, step_size,
     weight_key_low, weight_key_high, element_offset, BLOCKS: tl.constexpr, SIZE: tl.constexpr,
@@ -129,8 +140,8 @@ def _adamw_in_blocks_kernel(
     master = master * decay - tl.div_rn(exp_avg, denominator) * step_size
 
     # what lies behind the last element counts for no block's largest magnitude
-    avg_codes, avg_scale = _encode(tl.where(mask, exp_avg, 0.0), avg_thresholds_ptr, avg_first_ptr)
-    sq_codes, sq_scale = _encode(tl.where(mask, exp_avg_sq, 0.0), sq_thresholds_ptr, sq_first_ptr)
+    avg_codes, avg_scale = _encode(tl.where(mask, exp_avg, 0.0), avg_steps_ptr, True)
+    sq_codes, sq_scale = _encode(tl.where(mask, exp_avg_sq, 0.0), sq_steps_ptr, False)
     finite = (scale.to(tl.int32, bitcast=True) & _EXPONENT) != _EXPONENT
     stored = tl.where(finite, num_elements, 0)
     mask, block_mask = offsets < stored, blocks * SIZE < stored  # of the stores

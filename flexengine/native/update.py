@@ -18,15 +18,14 @@ _RULES: tuple[RuleName, ...] = ("adamw", "lion", "sgd")  # as numbered in csrc/a
 _FLOATS = (torch.float32, torch.bfloat16)
 _STATES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 _BLOCK = 256  # kBlock of csrc/adamw.h
-_GATHERED = 3  # bytes behind a table of bytes that a gather of four may read
+_STEPS = 2946  # kLastBucket - kLeastBucket + 1 of csrc/adamw_formula.h
 
 
 class Tables(NamedTuple):
-    """A codebook: values and thresholds [256] float32, first_codes [65536] uint8, as in `optim/blockwise.py`."""
+    """A codebook: values [256] float32 and steps [2946] int32, as in `optim/blockwise.py`."""
 
     values: Tensor
-    thresholds: Tensor
-    first_codes: Tensor
+    steps: Tensor
 
 
 class Blocks(NamedTuple):
@@ -69,7 +68,7 @@ class Targets(NamedTuple):
 class _Codebook(ctypes.Structure):
     """`FlexCodebook` of csrc/adamw.h."""
 
-    _fields_ = (("values", ctypes.c_void_p), ("thresholds", ctypes.c_void_p), ("first_codes", ctypes.c_void_p))
+    _fields_ = (("values", ctypes.c_void_p), ("steps", ctypes.c_void_p))
 
 
 class _Update(ctypes.Structure):
@@ -217,11 +216,6 @@ def _check(rule: RuleName, update: HostUpdate) -> None:
 def _check_blocks(blocks: Blocks, shape: torch.Size) -> None:
     _check_tensor("exp_avg_scales", blocks.exp_avg_scales, shape, (torch.float32,))
     _check_tensor("exp_avg_sq_scales", blocks.exp_avg_sq_scales, shape, (torch.float32,))
-    for values, thresholds, first_codes in (blocks.signed_book, blocks.unsigned_book):
+    for values, steps in (blocks.signed_book, blocks.unsigned_book):
         _check_tensor("values", values, torch.Size([256]), (torch.float32,))
-        _check_tensor("thresholds", thresholds, torch.Size([256]), (torch.float32,))
-        _check_tensor("first_codes", first_codes, torch.Size([65536]), (torch.uint8,))
-        if first_codes.untyped_storage().nbytes() < 65536 + _GATHERED:
-            raise ValueError(
-                f"native update: the storage of first_codes must have {_GATHERED} bytes more than its size"
-            )
+        _check_tensor("steps", steps, torch.Size([_STEPS]), (torch.int32,))

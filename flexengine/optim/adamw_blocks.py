@@ -40,15 +40,15 @@ def _update(update: Update) -> None:
         return
     keys = [stream_keys(update.seed, update.step, stream) for stream in (WEIGHT_STREAM, 1, 2)]
     codes, scales = (planes["exp_avg"], planes["exp_avg_sq"]), (planes["exp_avg_scale"], planes["exp_avg_sq_scale"])
-    books = _books(update)
+    tables = [(book.values, book.steps) for book in _books(update)]
     if weight.is_cuda:
         from flexengine.kernels.adamw_blocks import Moments, adamw_in_blocks_  # noqa: PLC0415  imports Triton
 
         moments = Moments(*codes, *scales)
         masters = weight, planes.get("remainder")
-        adamw_in_blocks_(masters, moments, books, grad, update.grad_scale, factors, keys[0], update.element_offset)
+        adamw_in_blocks_(masters, moments, tables, grad, update.grad_scale, factors, keys[0], update.element_offset)
         return
-    blocks = native.Blocks(*scales, native.Tables(*books[0]), native.Tables(*books[1]))
+    blocks = native.Blocks(*scales, *(native.Tables(*each) for each in tables))
     call = native.HostUpdate(
         weight, planes.get("remainder"), codes, grad, update.grad_scale, factors, keys, update.element_offset, blocks
     )

@@ -18,21 +18,29 @@ from torch import Tensor
 BLOCK = 256
 """Elements that share a scale."""
 NUM_DECADES = 7
-_BUCKETS = 1 << 16
-_GATHERED = 3  # bytes that vector instructions, which gather four at a time, may read behind the table
+ZERO_CODE = 127
+"""The code of 0 in the signed codebook, whose lesser codes mirror the greater ones; without a sign it is 0."""
+LEAST_BUCKET, LAST_BUCKET = 0x33FF, 0x3F80
+"""Upper 16 bits of float32: just below the least magnitude that reaches a middle between values, and of 1."""
+RANK_SHIFT, TIE_SHIFT = 18, 17
+_NO_MIDDLE = 1 << 16
 
 
 class Codebook(NamedTuple):
-    """256 values in ascending order, from -1 (or 0) to 1, and what finds the nearest of a value quickly.
+    """256 values in ascending order, from -1 (or 0) to 1, and what finds the nearest of a value.
 
-    thresholds [256]: code k becomes k + 1 from thresholds[k] on; the last is NaN, which none reaches. first_codes
-    [65536] uint8: the code of the least float32 whose upper 16 bits are the index. A value's code is that, or one more,
-    since a bucket of equal upper bits is narrower than the distance of two codes.
+    thresholds [255]: code k becomes k + 1 from thresholds[k] on.
+
+    steps [2946] int32 find it quickly. They are those of buckets of magnitudes of equal upper 16 bits, LEAST_BUCKET to
+    LAST_BUCKET; lesser magnitudes are in the first. A bucket is narrower than the distance of two values, so that it
+    has one middle between neighbours at the most. An entry packs how many middles are below the bucket (from bit
+    RANK_SHIFT on), whether a float32 is the middle itself (bit TIE_SHIFT), which of negative values takes the lesser
+    magnitude, and the lower 16 bits of the least magnitude from the middle on, or 2^16 where there is none.
     """
 
     values: Tensor
     thresholds: Tensor
-    first_codes: Tensor
+    steps: Tensor
 
     def to(self, device: torch.device) -> Codebook:
         """The same tables on a device."""
@@ -47,11 +55,8 @@ def codebook(signed: bool, device: torch.device | None = None) -> Codebook:
     exact = _values(signed)
     values = exact.float()
     middles = (values[:-1].double() + values[1:].double()) / 2
-    thresholds = torch.cat([_least_float32_from(middles), torch.tensor([torch.nan])])
-    least = _least_of_buckets()
-    first_codes = torch.zeros(_BUCKETS + _GATHERED, dtype=torch.uint8)
-    first_codes[:_BUCKETS] = _code_of(least, thresholds)
-    return Codebook(values, thresholds, first_codes[:_BUCKETS])
+    thresholds = _least_float32_from(middles)
+    return Codebook(values, thresholds, _steps(thresholds, middles, ZERO_CODE if signed else 0))
 
 
 def encode_blocks(x: Tensor, book: Codebook) -> tuple[Tensor, Tensor]:
@@ -95,19 +100,19 @@ def _least_float32_from(x: Tensor) -> Tensor:
     return torch.where(near.double() < x, torch.nextafter(near, torch.tensor(torch.inf)), near)
 
 
-def _least_of_buckets() -> Tensor:
-    """The least float32 of every pattern of upper 16 bits; NaN for the patterns of NaN."""
-    upper = torch.arange(_BUCKETS, dtype=torch.int64)
-    bits = (upper << 16) | torch.where(upper >= 0x8000, 0xFFFF, 0)  # of negative numbers the largest magnitude
-    least = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
-    return torch.where((upper & 0x7F80) == 0x7F80, torch.where((upper & 0x7F) == 0, _infinity(upper), torch.nan), least)
-
-
-def _infinity(upper: Tensor) -> Tensor:
-    return torch.where(upper >= 0x8000, -torch.inf, torch.inf)
+def _steps(thresholds: Tensor, middles: Tensor, zero_code: int) -> Tensor:
+    """The steps of buckets, from the thresholds of codes from zero on and the middles that they are to reach."""
+    reached, ties = thresholds[zero_code:], thresholds[zero_code:].double() == middles[zero_code:]
+    patterns = reached.contiguous().view(torch.int32).long()
+    buckets = torch.arange(LEAST_BUCKET, LAST_BUCKET + 1)
+    ranks = torch.searchsorted(patterns, buckets << 16)
+    following = ranks.clamp(max=len(patterns) - 1)
+    inside = (ranks < len(patterns)) & (patterns[following] >> 16 == buckets)
+    middle_in_it = ties[following].long() << TIE_SHIFT | patterns[following] & 0xFFFF
+    return (ranks << RANK_SHIFT | torch.where(inside, middle_in_it, _NO_MIDDLE)).to(torch.int32)
 
 
 def _code_of(x: Tensor, thresholds: Tensor) -> Tensor:
     """The number of thresholds that each value reaches: of the nearest codebook value. 0 for NaN."""
-    codes = torch.searchsorted(thresholds[:-1].contiguous(), x.contiguous(), right=True)
+    codes = torch.searchsorted(thresholds, x.contiguous(), right=True)
     return torch.where(torch.isnan(x), 0, codes)

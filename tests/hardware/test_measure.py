@@ -220,7 +220,10 @@ def test_thread_counts_are_powers_of_two_and_all(most: int, counts: list[int]):
 @pytest.mark.parametrize(
     ("dtype", "states"),
     [
-        (torch.bfloat16, ["float32", "bfloat16", "int8", "float32 stochastic", "bfloat16 stochastic"]),
+        (
+            torch.bfloat16,
+            ["float32", "bfloat16", "int8", "float32 stochastic", "bfloat16 stochastic", "int8 stochastic"],
+        ),
         (torch.float32, ["float32", "bfloat16", "int8"]),
         (torch.float64, ["float64"]),
     ],

@@ -23,7 +23,7 @@ def by_kernel(optimizer, update):
     if optimizer == "adamw":
         factors = adamw_factors(update.lr, settings.betas, settings.eps, update.weight_decay, update.step)
         moments = Moments(*(planes[name] for name in Moments._fields))
-        books = (codebook(True, weight.device), codebook(False, weight.device))
+        books = [(b.values, b.steps) for b in (codebook(True, weight.device), codebook(False, weight.device))]
         adamw_in_blocks_(
             (weight, remainder), moments, books, grad, update.grad_scale, factors, keys[0], update.element_offset
         )

@@ -89,14 +89,14 @@ def test_wrong_tensors_are_refused():
         planes["weights"], planes["remainder"], (planes["exp_avg"], planes["exp_avg_sq"]), planes["grad"],
         update.grad_scale, (0.0,) * 7, ((0, 0),) * 3, 0,
     )  # fmt: skip
-    tables = native.Tables(torch.zeros(256), torch.zeros(256), torch.zeros(65536, dtype=torch.uint8))
+    tables = native.Tables(torch.zeros(256), torch.zeros(65536, dtype=torch.int32))
     blocks = native.Blocks(planes["exp_avg_scale"], planes["exp_avg_sq_scale"], tables, tables)
     for changes, message in (
         ({}, "state 0 must be contiguous torch.float32 or torch.bfloat16"),
         ({"states": good.states[:1]}, "1 states were given"),
         ({"grad": planes["grad"][1:]}, "grad must be contiguous"),
         ({"blocks": blocks, "grad_scale": torch.ones(2)}, "grad_scale must be one number"),
-        ({"blocks": blocks}, "first_codes must have 3 bytes more"),
+        ({"blocks": blocks}, "steps must be contiguous"),
         ({"blocks": blocks._replace(exp_avg_scales=torch.zeros(2))}, "exp_avg_scales must be contiguous"),
     ):
         with pytest.raises(ValueError, match=message):

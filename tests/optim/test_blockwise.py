@@ -7,7 +7,17 @@ import pytest
 import torch
 
 from flexengine.optim import AdamW
-from flexengine.optim.blockwise import BLOCK, codebook, decode_blocks, encode_blocks
+from flexengine.optim.blockwise import (
+    BLOCK,
+    LAST_BUCKET,
+    LEAST_BUCKET,
+    RANK_SHIFT,
+    TIE_SHIFT,
+    ZERO_CODE,
+    codebook,
+    decode_blocks,
+    encode_blocks,
+)
 from flexengine.optim.rule import Update
 from flexengine.optim.rules import rule_of
 
@@ -58,17 +68,23 @@ def test_codes_are_the_nearest(signed):
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_the_table_of_first_codes_is_at_most_one_below(signed):
-    """Kernels add one where the next threshold is reached: checked at both ends of every bucket of float32."""
+def test_steps_find_the_code(signed):
+    """Checked at both ends of every bucket of float32 up to 1, and on both sides of every threshold."""
     book = codebook(signed)
-    upper = torch.arange(1 << 16)
-    bits = torch.stack([upper << 16, (upper << 16) | 0xFFFF])
-    x = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
-    first = book.first_codes.long()
-    codes = first + (x >= book.thresholds[first])
-    expected = torch.where(x.isnan(), 0, torch.searchsorted(book.thresholds[:-1].contiguous(), x, right=True))
-    signalling = x.isnan() & ((upper & 0x7FFF) == 0x7F80)  # arithmetic makes quiet NaNs only
-    assert torch.equal(codes[~signalling], expected[~signalling])
+    upper = torch.arange(LAST_BUCKET + 1)
+    magnitudes = torch.cat([upper << 16, upper << 16 | 0xFFFF]).to(torch.int32).view(torch.float32)
+    x = torch.cat([magnitudes, -magnitudes, torch.tensor([torch.nan, -torch.nan])])
+    away = torch.tensor(torch.inf)
+    x = torch.cat([x, *(torch.nextafter(book.thresholds, way) for way in (away, -away)), book.thresholds])
+    x = x[~(x.abs() > 1) & (signed | ~(x < 0))]
+    bits = x.view(torch.int32)
+    step = book.steps[((bits & 0x7FFF_FFFF) >> 16).clamp(LEAST_BUCKET, LAST_BUCKET) - LEAST_BUCKET]
+    negative = (bits < 0).int()
+    magnitude = (bits & 0xFFFF) - (negative & step >> TIE_SHIFT if signed else 0)
+    rank = (step >> RANK_SHIFT) + (magnitude >= step & (1 << TIE_SHIFT) - 1)
+    codes = (ZERO_CODE + torch.where(negative == 1, -rank, rank)).clamp(min=0) if signed else rank
+    expected = torch.searchsorted(book.thresholds, x, right=True)
+    assert torch.equal(torch.where(x.isnan(), 0, codes), torch.where(x.isnan(), 0, expected))
 
 
 def test_a_block_of_zeros_stays_zero():
