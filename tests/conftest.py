@@ -128,9 +128,9 @@ def few_partials(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch, few_partials: None) -> None:
     """Ops run their kernels without a GPU, in Triton's interpreter."""
-    from quick_interpreter import replace_once_per_launch  # noqa: PLC0415 (after Triton's variable is set)
+    from quick_interpreter import make_quick  # noqa: PLC0415 (after Triton's variable is set)
 
-    replace_once_per_launch()
+    make_quick()
     monkeypatch.setenv("FLEXENGINE_INTERPRET_KERNELS", "1")
 
 
