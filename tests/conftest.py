@@ -26,7 +26,7 @@ hypothesis.settings.register_profile(
     "alike", deadline=None, derandomize=True, database=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("alike")
-# A search for garbage goes through all that torch, transformers and pytest hold; by default one follows 700 new objects.
+# A search for garbage goes through all that torch and pytest hold; by default one follows every 700 new objects.
 gc.set_threshold(10_000, 10, 10)
 torch.set_num_threads(1)  # whatever the environment says: the order of floating-point sums depends on it
 HELPERS = str(Path(__file__).resolve().parent)
