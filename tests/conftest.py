@@ -1,6 +1,7 @@
 """Set-up of all tests: one CPU thread, Triton's interpreter without a GPU, seeds, the gpu mark; makes engine_helpers.py
 importable (in its importlib mode pytest leaves sys.path alone)."""
 
+import gc
 import logging
 import os
 import sys
@@ -25,6 +26,8 @@ hypothesis.settings.register_profile(
     "alike", deadline=None, derandomize=True, database=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("alike")
+# A search for garbage goes through all that torch and pytest hold; by default one follows every 700 new objects.
+gc.set_threshold(10_000, 10, 10)
 torch.set_num_threads(1)  # whatever the environment says: the order of floating-point sums depends on it
 HELPERS = str(Path(__file__).resolve().parent)
 if HELPERS not in sys.path:
@@ -128,9 +131,9 @@ def few_partials(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch, few_partials: None) -> None:
     """Ops run their kernels without a GPU, in Triton's interpreter."""
-    from quick_interpreter import replace_once_per_launch  # noqa: PLC0415 (after Triton's variable is set)
+    from quick_interpreter import make_quick  # noqa: PLC0415 (after Triton's variable is set)
 
-    replace_once_per_launch()
+    make_quick()
     monkeypatch.setenv("FLEXENGINE_INTERPRET_KERNELS", "1")
 
 
@@ -141,6 +144,7 @@ def _seeded() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: "long" not in item.keywords)  # at the end, one process would run them and others wait
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")

@@ -79,6 +79,7 @@ def install(wheel: Path, folder: Path) -> Path:
     return python
 
 
+@pytest.mark.long
 def test_a_wheel_made_from_the_sdist_trains_in_an_empty_environment(tmp_path):
     sdist, wheel = build(tmp_path)
     assert sdist.name == f"flexengine_train-{__version__}.tar.gz"

@@ -76,6 +76,7 @@ def greedy(folder: str) -> str:
     return tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True).strip()
 
 
+@pytest.mark.long
 def test_from_nothing_to_answers():
     data = ("--dataset", "data.jsonl", "--max-seq-len", str(LENGTH))
     on_cpu = ("--dtype", "float32", "--device", "cpu", "--max-gpu-mem-gib", "0.1")

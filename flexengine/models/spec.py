@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from flexengine.lora import LoRA
@@ -122,7 +123,7 @@ class LayerSpec:
     output: str | None
     buffers: tuple[tuple[str, WeightSource], ...] = ()
 
-    @property
+    @cached_property
     def groups(self) -> tuple[int, ...]:
         """Indices of the parameter groups that this layer reads, in order of first use."""
         return tuple(dict.fromkeys(group for _, group, _ in self.params))

@@ -8,7 +8,7 @@ request has one answer. docs/planner.md explains each step with an example.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -23,8 +23,7 @@ from flexengine.models.keep_dtype import check_keep_dtype
 from flexengine.models.matmul_dtype import check_matmul_dtype
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, Prediction, Request
-from flexengine.planner.bound.relaxation import Bound
-from flexengine.planner.bound.speed_of_light import size_bounds, speed_of_light_s
+from flexengine.planner.bound.speed_of_light import SizeBounds, size_bounds, speed_of_light_s
 from flexengine.planner.cost.cost_model import CostModel, StepPricer
 from flexengine.planner.cost.memory import (
     excess_bytes,
@@ -155,19 +154,15 @@ class Planner:
 
     # -- sizes -------------------------------------------------------------------------------------------------------
 
-    def bounded(self) -> list[SizeSearch]:
+    def bounded(self) -> Iterator[SizeSearch]:
         """Sizes that may fit, the lowest bound first; only those of small programs, where there are such."""
-        bounds, blocks = self.bounds, len(self.model.blocks)
-        limit = max(MAX_CHUNK_LAYERS, min((chunks for _, chunks in bounds), default=0) * blocks)
-        sizes = [
-            SizeSearch(SizeTables(self.buffers, *size, self.save_sets), bound)
-            for size, bound in bounds.items()
-            if bound is not None and size[1] * blocks <= limit
-        ]
-        return sorted(sizes, key=lambda size: size.bound.seconds)
+        sizes, blocks = self.bounds.sizes, len(self.model.blocks)
+        limit = max(MAX_CHUNK_LAYERS, min((chunks for _, chunks in sizes), default=0) * blocks)
+        for size, bound in self.bounds.ascending(size for size in sizes if size[1] * blocks <= limit):
+            yield SizeSearch(SizeTables(self.buffers, *size, self.save_sets), bound)
 
     @cached_property
-    def bounds(self) -> Mapping[tuple[int, int], Bound | None]:
+    def bounds(self) -> SizeBounds:
         """The bound of every size."""
         return size_bounds(self.model, self.request, self.profile)
 
@@ -199,7 +194,7 @@ class Planner:
     @cached_property
     def save_sets(self) -> SaveSets:
         """Save sets that no other beats in bytes and recompute seconds. They hardly depend on the chunk size."""
-        chunk, longest = max(chunk for chunk, _ in self.bounds), self.request.max_seq_len
+        chunk, longest = max(chunk for chunk, _ in self.bounds.sizes), self.request.max_seq_len
         cost = CostModel.of(self.request, self.profile, chunk)
         shape = full_round(self.request, chunk, max(1, -(-longest // chunk)))
         counts = np.bincount(self.buffers.kind_of)

@@ -12,9 +12,9 @@ if not torch.cuda.is_available():
 @pytest.fixture(autouse=True, scope="session")
 def _quick_interpreter() -> None:
     if not torch.cuda.is_available():
-        from quick_interpreter import replace_once_per_launch  # noqa: PLC0415 (after Triton's variable is set)
+        from quick_interpreter import make_quick  # noqa: PLC0415 (after Triton's variable is set)
 
-        replace_once_per_launch()
+        make_quick()
 
 
 @pytest.fixture

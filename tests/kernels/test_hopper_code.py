@@ -58,6 +58,7 @@ def compiled():
     return json.loads(run.stdout)
 
 
+@pytest.mark.long
 def test_no_product_runs_on_while_its_operands_are_overwritten(compiled):
     kernels = compiled["kernels"]
     assert {row["case"] for row in kernels if row["products"]} == set(CASES)  # else nothing was looked at
@@ -73,6 +74,7 @@ def test_a_load_by_the_engine_for_tiles_is_looked_at_too():
     assert hazards(loads.format(copies=2, pendings=1, **SHARED)) == []
 
 
+@pytest.mark.long
 def test_sums_of_experts_gradients_stay_where_products_add_to_them(compiled):
     """A product runs into the next iteration; only where the sums are stored, and at the end, all are waited for."""
     for row in compiled["gradients"]:
@@ -81,6 +83,7 @@ def test_sums_of_experts_gradients_stay_where_products_add_to_them(compiled):
         assert row["shared_bytes"] <= 227 * 1024
 
 
+@pytest.mark.long
 def test_states_in_fp32_fit_the_shared_memory_of_consumer_cards(compiled):
     needed = {(row["capability"], row["shared_bytes"]) for row in compiled["small"]}
     assert {capability for capability, _ in needed} == {89, 120}

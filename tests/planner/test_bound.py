@@ -13,7 +13,7 @@ from flexengine.models.spec import ModelSpec
 from flexengine.plan import GroupPlan, LayerPlan, Numerics, Plan, Request
 from flexengine.planner.bound.linear_program import LinearProgram
 from flexengine.planner.bound.relaxation import TOLERANCE, Bound
-from flexengine.planner.bound.speed_of_light import size_bounds, speed_of_light, speed_of_light_s
+from flexengine.planner.bound.speed_of_light import SizeBounds, size_bounds, speed_of_light, speed_of_light_s
 from flexengine.planner.bound.unavoidable import SizeWork, Unavoidable
 from flexengine.planner.cost.cost_model import StepPricer, step_seconds
 from flexengine.planner.cost.memory import excess_bytes, gpu_required_bytes, host_required_bytes
@@ -188,7 +188,8 @@ def test_near_a_step_that_is_mostly_update():
     assert plan.speculates
     assert 0.6 * plan.predicted.step_s < bound_of(model, request, card).seconds <= plan.predicted.step_s
     step = step_seconds(Layout(model, plan.after_clipping()), card)
-    waiting_s = min(bound.seconds for bound in size_bounds(model, request, card).values() if bound is not None)
+    (_, waiting), *_ = size_bounds(model, request, card).ascending()
+    waiting_s = waiting.seconds
     assert 0.75 * step.step_s < waiting_s <= step.step_s
     assert max(step.busy_s.values()) < 0.75 * step.step_s  # no stream is busy all the time
 
@@ -207,6 +208,21 @@ def test_nothing_fits():
     model = small_model()
     assert speed_of_light(model, Request(32, 256, 1000, ROOMY, numerics=FLOAT32), preset("cpu-test")) is None
     assert speed_of_light_s(model, Request(32, 256, ROOMY, 1000, numerics=FLOAT32), preset("cpu-test")) == 0.0
+
+
+@pytest.mark.parametrize(("batch", "gpu_gib", "many"), [(131072, 24, True), (32768, 6, False), (8192, 24, False)])
+def test_sizes_come_in_the_order_of_their_bounds(batch, gpu_gib, many):
+    """As if all had been solved and sorted. many: most are not solved for the first, as they compute for longer."""
+    model = open_model("preset:llama-3.1-8b").spec
+    found = SizeBounds(model, Request(2048, batch, gpu_gib << 30, 110 << 30), preset("h200"))
+    first = next(found.ascending())
+    solved = sum(found.is_solved(size) for size in found.sizes)
+    bounds = [(size, found.at(size)) for size in found.sizes]
+    fitting = [(size, bound) for size, bound in bounds if bound is not None]
+    assert all(found.least_s(size) < bound.seconds for size, bound in fitting)
+    assert list(found.ascending()) == sorted(fitting, key=lambda pair: pair[1].seconds)
+    assert first == min(fitting, key=lambda pair: pair[1].seconds)
+    assert solved < len(bounds) / 2 or not many
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------

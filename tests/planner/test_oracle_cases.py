@@ -34,6 +34,7 @@ def test_answers_are_what_the_oracle_finds(seed):
     assert found["fitting"] == ANSWERS[seed]["fitting"]
 
 
+@pytest.mark.long
 def test_plans_are_near_the_best():
     """95 of 100 within 2%, none above 5%; no bound is above a plan or an answer."""
     ratios = []

@@ -138,7 +138,7 @@ def test_the_surrogate_knows_updates_by_the_cpu(gib, clipping):
     model, profile = open_model("preset:llama-3.1-8b").spec, preset("h200")
     numerics = Numerics(state="bfloat16")
     request = Request(2048, 16384, gib << 30, 110 << 30, 8192, 16384, numerics=numerics, clipping=clipping)
-    size = Planner(model, request, profile).bounded()[0]
+    size = next(Planner(model, request, profile).bounded())
     size.start()
     size.search.run(1, 1)
     plan = size.search.memory.plan(size.search.found, 0)

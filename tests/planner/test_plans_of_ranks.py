@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from flexengine.hardware.nodes import with_gpus
 from flexengine.hardware.presets import preset
 from flexengine.metrics import GIB
@@ -14,6 +16,7 @@ from flexengine.price_of_ranks import priced_together
 from flexengine.schedule.layout import Layout
 
 
+@pytest.mark.long
 def test_four_gpus_are_four_times_as_fast_as_one():
     spec, numerics = open_model("preset:llama-3.1-8b").spec, Numerics(state="bfloat16")
     one = Request(2048, 131072, 24 * GIB, 110 * GIB, numerics=numerics)

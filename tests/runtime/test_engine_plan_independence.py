@@ -179,6 +179,7 @@ SETTINGS = settings(
 # -- the promise -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @SETTINGS
 @given(triple=triples(), numerics=st.sampled_from(list(NUMERICS)))
 def test_any_plan_gives_the_bits_of_the_resident_plan(triple, numerics):

@@ -11,6 +11,8 @@ from flexengine.schedule.simulator import LEAST_CPU_SHARE, cpu_share
 
 TOLERANCE = 1e-6
 """Share by which the solver's answer may be above the true least; the bound is lowered by it."""
+MARGIN = 1e-4
+"""Share by which `least_compute_s` is lowered: more than a bound loses to TOLERANCE, LINK_PRICE and the solver."""
 LINK_PRICE = 1e-5
 """Of all steps of the least time, the one with the least link seconds is reported: they are added at this price."""
 LEAST_PRICE = 1e-3
@@ -271,6 +273,12 @@ class Relaxation:
             self.lp.at_most("turn host", {**away, **kept}, budget - states)
             last = {**away, **self._at_home("g", factor=-1.0), "hold grads": -1.0}
             self.lp.at_most("end host", last, budget - states - grads)
+
+
+def least_compute_s(step: Unavoidable, size: SizeWork) -> float:
+    """Seconds that every point of a size's relaxation computes, all updates left to the CPU: below its bound."""
+    spared_s = sum(size.update_s_of(p) for p in step.parameters if p.trained)
+    return (size.compute_s - spared_s) * (1 - MARGIN)
 
 
 def _added(*terms: dict[str, float]) -> dict[str, float]:

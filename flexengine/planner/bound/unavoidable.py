@@ -17,7 +17,7 @@ from flexengine.ops.base import Op, Work
 from flexengine.plan import Numerics, Request
 from flexengine.planner.cost.cost_model import CostModel
 from flexengine.planner.cost.memory import GPU_SLACK_BYTES
-from flexengine.planner.cost.save_sets import Keeping, lower_hull, save_choices
+from flexengine.planner.cost.save_sets import Keeping, choice_places, lower_hull
 from flexengine.schedule.group_storage import DTYPE_BYTES, group_storage
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.layer_program import LayerProgram
@@ -214,13 +214,12 @@ class SizeWork:
 
     def _keeps(self, block: LayerSpec) -> tuple[Keeping, ...]:
         """The lower convex hull of (bytes, recompute seconds) over all save sets that the request allows."""
-        choices, rounds = save_choices(block.ops, block.input), self.full_rounds
+        kept, again = choice_places(block.ops, block.input)
         if self.step.request.recompute == "full":
-            choices = choices[:1]
-        seconds = [self._seconds(row) * rounds for row in self._round_work(block.ops)[:-1]]
-        sizes = [self._output_bytes(op) * rounds for op in block.ops]
-        points = [Keeping(sum(sizes[i] for i in c.kept), sum(seconds[i] for i in c.recomputed)) for c in choices]
-        hull = lower_hull(points)
+            kept, again = kept[:, :1], again[:, :1]
+        seconds = [self._seconds(row) * self.full_rounds for row in self._round_work(block.ops)[:-1]]
+        sizes = [self._output_bytes(op) * self.full_rounds for op in block.ops]
+        hull = lower_hull(_ever_faster(_totals(sizes, kept), _totals(seconds, again)))
         return hull[-1:] if self.step.request.recompute == "none" else hull
 
     def _output_bytes(self, op: Op) -> int:
@@ -305,6 +304,22 @@ def plane_bytes(group: GroupSpec, numerics: Numerics) -> Counter[str]:
     if stored.stored is not None:
         planes["weights"] += sum(piece.total_bytes for piece in stored.stored.pieces)
     return planes
+
+
+def _totals(numbers: list[float], places: np.ndarray) -> np.ndarray:
+    """The sum [S] of the numbers at every column's places [N, S], added up from the first row to the last."""
+    found, total = np.array([*numbers, 0.0]), np.zeros(places.shape[1])
+    for row in places:
+        total += found[row]
+    return total
+
+
+def _ever_faster(num_bytes: np.ndarray, seconds: np.ndarray) -> list[Keeping]:
+    """Of many choices those that recompute for less time than all of fewer bytes: others are on no hull."""
+    order = np.lexsort((seconds, num_bytes))
+    num_bytes, seconds = num_bytes[order], seconds[order]
+    faster = seconds < np.concatenate(([np.inf], np.minimum.accumulate(seconds)[:-1]))
+    return list(map(Keeping, num_bytes[faster].tolist(), seconds[faster].tolist()))
 
 
 def _forward_ops(layer: LayerSpec) -> list[int]:

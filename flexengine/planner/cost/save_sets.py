@@ -63,6 +63,17 @@ def save_choices(ops: tuple[Op, ...], layer_input: str | None) -> tuple[SaveChoi
     return tuple(found)
 
 
+@lru_cache(maxsize=64)
+def choice_places(ops: tuple[Op, ...], layer_input: str | None) -> tuple[np.ndarray, np.ndarray]:
+    """The ops kept, and recomputed, in every save set, by index: both [N, sets], filled up with len(ops)."""
+    choices = save_choices(ops, layer_input)
+    kept, again = (np.full((len(ops), len(choices)), len(ops)) for _ in range(2))
+    for number, choice in enumerate(choices):
+        kept[: len(choice.kept), number] = choice.kept
+        again[: len(choice.recomputed), number] = choice.recomputed
+    return kept[: (kept < len(ops)).sum(axis=0).max()], again[: (again < len(ops)).sum(axis=0).max()]
+
+
 def frontier(layer: LayerSpec, shape: RoundShape, cost: CostModel) -> tuple[SaveSet, ...]:
     """Save sets of a layer that no other set beats in both bytes and recompute seconds, fewest bytes first.
 
