@@ -93,6 +93,15 @@ def quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
     search_quickly(monkeypatch)
 
 
+@pytest.fixture
+def no_garbage() -> Iterator[None]:
+    """What earlier tests have left is freed before a test that measures memory, and not meanwhile."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @contextmanager
 def _logging_as_before() -> Iterator[None]:
     """A command sets up logging for its process; the tests after it have their own."""

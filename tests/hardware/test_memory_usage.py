@@ -27,6 +27,7 @@ CUDA = torch.device("cuda", 0)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_resident_set_follows_an_allocation():
     before_bytes = resident_bytes()
     with allocate_host(64 * MIB, page_locked=False):
@@ -37,6 +38,7 @@ def test_resident_set_follows_an_allocation():
     assert peak_resident_bytes() >= during_bytes - 4 * MIB
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_a_peak_is_forgotten_where_the_system_can():
     with allocate_host(64 * MIB, page_locked=False):
         during_bytes = resident_bytes()
@@ -47,6 +49,7 @@ def test_a_peak_is_forgotten_where_the_system_can():
         assert peak_resident_bytes() == before_bytes
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_fallbacks_agree_with_proc_status(monkeypatch: pytest.MonkeyPatch):
     now_bytes, peak_bytes = resident_bytes(), peak_resident_bytes()
     monkeypatch.setattr(memory_usage, "_status_bytes", lambda key: None)
@@ -194,6 +197,7 @@ def test_machine_without_nvml_notes_nothing(monkeypatch: pytest.MonkeyPatch):
     nvml.baselines.cache_clear()
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_freed_heap_goes_back_to_the_system():
     before_bytes = resident_bytes()
     blocks = [bytearray(60_000) for _ in range(1000)]  # below the size that the C library maps on its own

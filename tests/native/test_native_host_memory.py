@@ -47,6 +47,7 @@ def test_writes_survive_through_other_views():
         assert torch.equal(buffer.tensor, expected)
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_process_grows_by_what_was_asked_and_shrinks_on_close():
     num_bytes = 257 * MIB  # just above a power of two
     before_bytes = resident_bytes()
@@ -256,6 +257,7 @@ def test_forgotten_page_locked_buffer_is_unlocked():
     assert view.fill_(3).sum().item() == 3 * MIB
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_freed_blocks_go_back_although_later_ones_are_in_use():
     first = torch.ones(1 << 22)
     del first  # from its freed block glibc would learn to keep such blocks
