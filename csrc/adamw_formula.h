@@ -239,8 +239,8 @@ FLEX_INLINE typename V::I magnitude_bits(typename V::F x) {
 constexpr uint32_t kLeastBucket = 0x33FF, kLastBucket = 0x3F80, kZeroCode = 127;
 constexpr int kRankShift = 18, kTieShift = 17;
 
-// The code of the nearest value of a book. It counts middles between neighbours up to a magnitude: all of them below its
-// bucket, and perhaps one in it.
+// The code of the nearest value of a book. It counts middles between neighbours up to a magnitude: all of them below
+// its bucket, and perhaps one in it.
 template <class V, bool kSigned>
 FLEX_INLINE typename V::I code_of(const FlexCodebook& book, typename V::F x) {
     using I = typename V::I;
@@ -253,7 +253,8 @@ FLEX_INLINE typename V::I code_of(const FlexCodebook& book, typename V::F x) {
     I code = V::template shift_right<kRankShift>(step);
     if constexpr (kSigned) {
         const I negative = V::template shift_right<31>(bits), tie = V::template shift_right<kTieShift>(step);
-        above = V::sub_i(above, V::and_i(negative, tie));  // a middle itself takes the higher code: the lesser magnitude
+        above =
+            V::sub_i(above, V::and_i(negative, tie));  // a middle itself takes the higher code: the lesser magnitude
         code = V::add_i(code, V::one_where_greater(above, middle));
         const I flip = V::sub_i(V::set_i(0), negative);
         code = V::add_i(V::sub_i(V::xor_i(code, flip), flip), V::set_i(kZeroCode));
