@@ -225,7 +225,6 @@ def import_model(config: Any) -> None:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 (an import that takes seconds)
 
     import_module("torch._dynamo")
-    assert type(config) in AutoModelForCausalLM._model_mapping
     AutoModelForCausalLM._model_mapping[type(config)]
 
 

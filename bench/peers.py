@@ -198,14 +198,18 @@ def runs_of(args: argparse.Namespace, engine: str) -> Iterator[dict]:
     """The rows of an engine, printed and given as they come."""
     settings, failed = settings_of(args, engine), []
     for setting in settings:
-        row = run(setting, args.limit_s)
-        print(line(row), flush=True)
+        row = told(setting, args.limit_s)
         failed.append("failed" in row)
         yield row
     if engine in OFFLOADED and args.device == "cuda" and args.liger == "all" and all(failed):
-        row = run(settings[-1]._replace(liger="no-loss"), args.limit_s)
-        print(line(row), flush=True)
-        yield row
+        yield told(settings[-1]._replace(liger="no-loss"), args.limit_s)
+
+
+def told(setting: Setting, limit_s: float) -> dict:
+    """The row of a setting, printed."""
+    row = run(setting, limit_s)
+    print(line(row), flush=True)
+    return row
 
 
 def line(row: dict) -> str:

@@ -249,18 +249,15 @@ FLEX_INLINE typename V::I code_of(const FlexCodebook& book, typename V::F x) {
     const I bucket = V::min_i(V::max_i(upper, V::set_i(kLeastBucket)), V::set_i(kLastBucket));
     const I step = V::gather_i32(book.steps, V::sub_i(bucket, V::set_i(kLeastBucket)));
     const I middle = V::and_i(step, V::set_i((1u << kTieShift) - 1));
+    const I negative = V::template shift_right<31>(bits), flip = V::sub_i(V::set_i(0), negative);
     I above = V::add_i(V::and_i(bits, V::set_i(0xFFFFu)), V::set_i(1));  // greater than a middle that x reaches
-    I code = V::template shift_right<kRankShift>(step);
+    if constexpr (kSigned) {  // a middle itself takes the higher code: the lesser magnitude
+        above = V::sub_i(above, V::and_i(negative, V::template shift_right<kTieShift>(step)));
+    }
+    I code = V::add_i(V::template shift_right<kRankShift>(step), V::one_where_greater(above, middle));
     if constexpr (kSigned) {
-        const I negative = V::template shift_right<31>(bits), tie = V::template shift_right<kTieShift>(step);
-        above =
-            V::sub_i(above, V::and_i(negative, tie));  // a middle itself takes the higher code: the lesser magnitude
-        code = V::add_i(code, V::one_where_greater(above, middle));
-        const I flip = V::sub_i(V::set_i(0), negative);
         code = V::add_i(V::sub_i(V::xor_i(code, flip), flip), V::set_i(kZeroCode));
         code = V::max_i(code, V::set_i(0));  // there is 1, and no -1
-    } else {
-        code = V::add_i(code, V::one_where_greater(above, middle));
     }
     return V::zero_unless_finite(code, bits);
 }

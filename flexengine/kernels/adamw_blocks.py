@@ -89,13 +89,11 @@ def _encode(x, steps_ptr, SIGNED: tl.constexpr):
     bucket = tl.minimum(tl.maximum((bits & 0x7FFF_FFFF) >> 16, _LEAST_BUCKET), _LAST_BUCKET) - _LEAST_BUCKET
     step = tl.load(steps_ptr + bucket)
     middle, magnitude = step & _MIDDLE, bits & 0xFFFF
+    if SIGNED:  # a middle itself takes the higher code: the lesser magnitude
+        magnitude -= (bits >> 31) & (step >> _TIE_SHIFT) & 1
+    codes = (step >> _RANK_SHIFT) + (magnitude >= middle).to(tl.int32)
     if SIGNED:
-        negative = (bits >> 31) & 1
-        magnitude -= negative & (step >> _TIE_SHIFT)
-        rank = (step >> _RANK_SHIFT) + (magnitude >= middle).to(tl.int32)
-        codes = tl.maximum(_ZERO_CODE + tl.where(negative != 0, -rank, rank), 0)  # there is 1, and no -1
-    else:
-        codes = (step >> _RANK_SHIFT) + (magnitude >= middle).to(tl.int32)
+        codes = tl.maximum(_ZERO_CODE + tl.where(bits < 0, -codes, codes), 0)  # there is 1, and no -1
     return tl.where((bits & _EXPONENT) == _EXPONENT, 0, codes).to(tl.uint8), scale
 
 

@@ -102,13 +102,14 @@ def _least_float32_from(x: Tensor) -> Tensor:
 
 def _steps(thresholds: Tensor, middles: Tensor, zero_code: int) -> Tensor:
     """The steps of buckets, from the thresholds of codes from zero on and the middles that they are to reach."""
-    reached, ties = thresholds[zero_code:], thresholds[zero_code:].double() == middles[zero_code:]
-    patterns = reached.contiguous().view(torch.int32).long()
+    reached = thresholds[zero_code:].contiguous()
+    ties, patterns = reached.double() == middles[zero_code:], reached.view(torch.int32).long()
     buckets = torch.arange(LEAST_BUCKET, LAST_BUCKET + 1)
     ranks = torch.searchsorted(patterns, buckets << 16)
     following = ranks.clamp(max=len(patterns) - 1)
-    inside = (ranks < len(patterns)) & (patterns[following] >> 16 == buckets)
-    middle_in_it = ties[following].long() << TIE_SHIFT | patterns[following] & 0xFFFF
+    pattern = patterns[following]
+    inside = (ranks < len(patterns)) & (pattern >> 16 == buckets)
+    middle_in_it = ties[following].long() << TIE_SHIFT | pattern & 0xFFFF
     return (ranks << RANK_SHIFT | torch.where(inside, middle_in_it, _NO_MIDDLE)).to(torch.int32)
 
 

@@ -87,9 +87,8 @@ def _runs_in_waves(
     waves = [min(size, num_rounds - start) for start in range(0, num_rounds, size)]
     last = len(waves) - 1
     exchange = lower_exchange(layout, share) if layout.plan.request.nodes > 1 else None
-    rounds: dict[
-        tuple[int, bool, int, bool], Program
-    ] = {}  # by side of the layout, what comes before, and how they are
+    # by side of the layout; whether the step's first, of how many ranks, whether it speculates
+    rounds: dict[tuple[int, bool, int, bool], Program] = {}
     updates: dict[tuple[int, UpdateWay], Program] = {}
     for step, way in enumerate(ways):
         bold, holds = way != "waits", way == "holds"

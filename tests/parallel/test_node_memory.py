@@ -11,6 +11,7 @@ import pytest
 import torch
 from ranks_helper import outcomes_of, run_ranks, start_ranks, values_of
 
+from bench.shared_pages import huge_bytes, shmem_setting
 from flexengine.parallel import node_memory
 from flexengine.parallel.control import Control
 from flexengine.parallel.node_memory import HUGE_PAGE_BYTES, NodeMemory, _share, locked_pieces
@@ -97,27 +98,23 @@ def test_nothing_is_left_after_close(native):
 def collapses() -> bool:
     """Whether the kernel makes huge pages of a file's memory on request: Linux 6.1 and later, unless set so."""
     version = re.match(r"(\d+)\.(\d+)", platform.release())
-    setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-    return (
-        version is not None
-        and (int(version[1]), int(version[2])) >= (6, 1)
-        and (setting.exists() and "[deny]" not in setting.read_text())
-    )
+    recent = version is not None and (int(version[1]), int(version[2])) >= (6, 1)
+    return recent and shmem_setting() != "unknown" and "[deny]" not in shmem_setting()
 
 
-def huge_bytes(rank: int) -> int:
+def huge(rank: int) -> int:
     _, control, memory = opened(7 * HUGE_PAGE_BYTES + 4096)
     memory.tensor.fill_(rank)
     control.barrier()
-    maps = Path("/proc/self/smaps").read_text().split("/memfd:flexengine", 1)[1]
+    found = huge_bytes(memory.tensor.data_ptr())
     control.barrier()
-    return 1024 * int(re.findall(r"ShmemPmdMapped: +(\d+) kB", maps)[0])
+    return found
 
 
 @pytest.mark.skipif(not collapses(), reason="needs Linux 6.1 with huge pages for shared memory")
 def test_memory_is_in_huge_pages_on_every_rank():
     """Which rank brought them in or not: `shmem_enabled` is `never` by default, so that faults give small pages."""
-    assert values_of(run_ranks(huge_bytes, 2)) == [7 * HUGE_PAGE_BYTES] * 2
+    assert values_of(run_ranks(huge, 2)) == [7 * HUGE_PAGE_BYTES] * 2
 
 
 def refused(rank: int) -> str:
