@@ -13,25 +13,10 @@ import time
 import numpy as np
 import pytest
 from engine_helpers import FLOAT32, random_batch, random_weights, tiny_config
+from rank_cases import LENGTHS, Case, balanced_experts, bf16, float32, not_finite, one_round, steps_of, streamed
 from ranks_helper import run_ranks, values_of
 from test_from_pretrained import JOB, profile
-from test_several_ranks import (
-    LENGTHS,
-    Case,
-    Shown,
-    balanced_experts,
-    bf16,
-    change_plans,
-    check_same,
-    float32,
-    not_finite,
-    one_round,
-    opened,
-    several_plans,
-    steps_of,
-    streamed,
-    train,
-)
+from test_several_ranks import Shown, change_plans, check_same, opened, several_plans, train
 
 from flexengine import from_pretrained
 from flexengine.parallel.signals import RankLost

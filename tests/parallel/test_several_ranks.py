@@ -17,28 +17,36 @@ from unittest.mock import Mock
 import pytest
 import torch
 from engine_helpers import (
-    FLOAT32,
     ON_GPU,
     build_engine,
-    random_batch,
     random_weights,
     same_bits,
     saved_model,
     shuffled_order,
-    streamed_plan,
     tiny_config,
 )
-from family_configs import CASES as FAMILIES
+from rank_cases import (
+    BF16,
+    CASES,
+    LENGTHS,
+    ON_CPU,
+    SPLIT_CASES,
+    STAGES_CASES,
+    Case,
+    bf16,
+    blocks_of_ranks,
+    float32,
+    planned,
+    steps_of,
+    streamed,
+    tied_in_shared_slots,
+)
 from ranks_helper import run_ranks, values_of
 
-from flexengine import LoRA
 from flexengine.models import blocks
-from flexengine.models.base_dtype import with_base_dtype
 from flexengine.models.freezing import with_frozen
-from flexengine.models.lora import with_lora
-from flexengine.models.registry import ModelSource, open_model
-from flexengine.optim import AdamW, Muon, Optimizer
-from flexengine.optim.rules import IN_BLOCKS
+from flexengine.models.registry import open_model
+from flexengine.optim import AdamW, Muon
 from flexengine.parallel.control import Control
 from flexengine.parallel.ranks import Ranks
 from flexengine.parallel.signals import RankLost
@@ -51,31 +59,6 @@ from flexengine.runtime.turns import RankGroup
 from flexengine.runtime.update import UpdateRunner
 from flexengine.schedule import fixed_slots, relay_pieces, waves
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.save_sets import savable_ops
-
-ROUND_MULTIPLE = 12  # pinned, so that every number of ranks packs alike
-BF16 = Numerics("bfloat16", "split", "bfloat16", "float32")
-BF16_STATES = Numerics("bfloat16", "stochastic", "bfloat16", "bfloat16")
-LENGTHS = [30, 17, 24, 32, 9, 28, 31]
-ON_CPU, BOLD = GroupPlan(update="cpu"), GroupPlan(update="cpu", speculative=True)
-
-
-class Case(NamedTuple):
-    """A model under a plan, and for each step the batches of its calls.
-
-    dealt: several ranks divide the optimizer states of what the GPU updates. split: they walk the layers together.
-    stages: so, and each has blocks of its own. bold: the CPU updates before the norm is known what it updates.
-    """
-
-    source: ModelSource
-    plan: Plan
-    steps: list[list[Any]]
-    clip: float | None = 1.0
-    optimizer: Optimizer | None = None
-    dealt: bool = False
-    split: bool = False
-    stages: bool = False
-    bold: bool = False
 
 
 class Shown(NamedTuple):
@@ -84,175 +67,6 @@ class Shown(NamedTuple):
     numbers: list[str]
     gradients: dict[str, Any]
     weights: dict[str, Any]
-
-
-def steps_of(vocab_size: int, *lengths: list[int], count: int = 2) -> list[list[Any]]:
-    """So many steps of calls with sequences of these lengths."""
-    return [[random_batch(10 * step + i, row, vocab_size) for i, row in enumerate(lengths)] for step in range(count)]
-
-
-def streamed(source: ModelSource, *, home: GroupPlan = ON_CPU, clip: bool = True, **changes: Any) -> Plan:
-    plan = streamed_plan(source.spec, **{"chunks_per_round": 1, "max_seq_len": 32, "numerics": FLOAT32, **changes})
-    groups = tuple(home.of_frozen() if group.frozen else home for group in source.spec.groups)
-    return replace(plan, groups=groups, request=replace(plan.request, clipping=clip))
-
-
-def float32() -> Case:
-    source = random_weights(tiny_config())
-    return Case(source, streamed(source, home=GroupPlan()), steps_of(67, LENGTHS, count=3))
-
-
-def several_calls() -> Case:
-    source = random_weights(tiny_config())
-    return Case(source, streamed(source), steps_of(67, LENGTHS, [30], [31, 12, 5, 29]))
-
-
-def bf16() -> Case:
-    """Some planes stream, some outputs are kept on the host, the CPU updates some groups and the GPU others."""
-    source = random_weights(tiny_config(attention_bias=True))
-    kept = [LayerPlan((), savable_ops(block.ops), "host") for block in source.spec.blocks]
-    plan = streamed(source, numerics=BF16, chunks_per_round=2, optimizer_tile=257)
-    groups = tuple(GroupPlan() if i % 2 else ON_CPU for i in range(len(plan.groups)))
-    plan = replace(plan, layers=(LayerPlan(), *kept, LayerPlan()), groups=groups)
-    return Case(source, plan, steps_of(67, LENGTHS * 2))
-
-
-def bf16_states() -> Case:
-    source = random_weights(tiny_config())
-    return Case(source, streamed(source, home=GroupPlan(), numerics=BF16_STATES), steps_of(67, LENGTHS))
-
-
-def tied() -> Case:
-    source = random_weights(tiny_config(tie_word_embeddings=True))
-    return Case(source, streamed(source, numerics=BF16), steps_of(67, LENGTHS, [20, 31]))
-
-
-def tied_in_shared_slots() -> Case:
-    source = random_weights(tiny_config(tie_word_embeddings=True))
-    plan = streamed(source, share_edge_slots=True, grads_over_weights=True, weight_slots=1, grad_slots=1)
-    return Case(source, plan, steps_of(67, LENGTHS))
-
-
-def frozen() -> Case:
-    """Frozen weights may lie on each GPU."""
-    source = random_weights(tiny_config(num_hidden_layers=3))
-    source = source._replace(spec=with_frozen(source.spec, ["embed", "block.1"]))
-    plan = streamed(source)
-    groups = tuple(ON_GPU.of_frozen() if i == 0 else home for i, home in enumerate(plan.groups))
-    return Case(source, replace(plan, groups=groups), steps_of(67, LENGTHS))
-
-
-def sliced() -> Case:
-    source = random_weights(tiny_config())
-    plan = streamed(source, chunk_tokens=16, chunks_per_round=3, max_seq_len=48)
-    return Case(source, plan, steps_of(67, [48, 12, 33, 7, 16, 41, 9, 20]))
-
-
-def unclipped() -> Case:
-    source = random_weights(tiny_config())
-    return Case(source, streamed(source, clip=False), steps_of(67, LENGTHS), clip=None)
-
-
-def unclipped_by_gpu() -> Case:
-    source = random_weights(tiny_config())
-    return Case(source, streamed(source, home=GroupPlan(), clip=False), steps_of(67, LENGTHS), clip=None)
-
-
-def not_finite() -> Case:
-    """The loss of the second of three steps overflows."""
-    source, steps = random_weights(tiny_config()), steps_of(67, LENGTHS, count=3)
-    steps[1][0] = {"input_ids": steps[1][0], "weights": [[3e38] * length for length in LENGTHS]}
-    return Case(source, streamed(source), steps)
-
-
-def experts() -> Case:
-    source = random_weights(FAMILIES["qwen3_moe"])
-    return Case(source, streamed(source), steps_of(source.spec.vocab_size, LENGTHS))
-
-
-def experts_in_parts() -> Case:
-    source = random_weights(FAMILIES["qwen3_moe"])
-    plan = streamed(source, in_parts=True, touched_only=True)
-    return Case(source, plan, steps_of(source.spec.vocab_size, LENGTHS))
-
-
-def balanced_experts() -> Case:
-    asked = {"output_router_logits": True, "router_aux_loss_coef": 0.7}
-    source = random_weights({**FAMILIES["qwen3_moe"], **asked})
-    return Case(source, streamed(source), steps_of(source.spec.vocab_size, LENGTHS, [20]))
-
-
-def lora() -> Case:
-    source = random_weights(tiny_config())
-    source = source._replace(spec=with_lora(source.spec, LoRA(rank=2, dropout=0.25)))
-    return Case(source, streamed(source, numerics=BF16), steps_of(67, LENGTHS))
-
-
-def pissa() -> Case:
-    """Adapters that begin with the principal parts of the weights, which lose them; beside them magnitudes."""
-    source = random_weights(tiny_config())
-    source = source._replace(spec=with_lora(source.spec, LoRA(rank=2, use_dora=True, init="pissa")))
-    return Case(source, streamed(source), steps_of(67, LENGTHS))
-
-
-def stored_base() -> Case:
-    """Adapters over a base in 4 bits, which every rank may have on its GPU."""
-    config = tiny_config(hidden_size=32, intermediate_size=64, head_dim=8)
-    source = random_weights(config)
-    spec = with_base_dtype(with_lora(source.spec, LoRA(rank=2)), "nf4")
-    plan = streamed(source._replace(spec=spec), numerics=replace(BF16, base="nf4"))
-    groups = (g if g.trained or i % 2 else ON_GPU.of_frozen() for i, g in enumerate(plan.groups))
-    return Case(source._replace(spec=spec), replace(plan, groups=tuple(groups)), steps_of(67, LENGTHS))
-
-
-def muon() -> Case:
-    """Whole matrices are updated by one rank or another, and the rest in shares; their states are with who updates."""
-    source = random_weights(tiny_config())
-    plan = streamed(source, home=GroupPlan(), numerics=replace(BF16, optimizer="muon"), optimizer_tile=1024)
-    return Case(source, plan, steps_of(67, LENGTHS), optimizer=Muon(lr=1e-2), dealt=True)
-
-
-def states_in_blocks() -> Case:
-    """Optimizer states of 8 bits share a scale with their neighbours."""
-    source = random_weights(tiny_config())
-    homes = [GroupPlan(), ON_CPU]
-    plan = streamed(source, numerics=replace(BF16, state=IN_BLOCKS), optimizer_tile=512)
-    groups = tuple(homes[i % 2] for i in range(len(plan.groups)))
-    return Case(source, replace(plan, groups=groups), steps_of(67, LENGTHS), dealt=True)
-
-
-def blocks_of_ranks() -> Case:
-    """More blocks than ranks, and a wave with fewer rounds than ranks at the end of each call."""
-    source = random_weights(tiny_config(num_hidden_layers=4))
-    return Case(source, streamed(source), steps_of(67, LENGTHS, [31, 12, 5, 29], count=3))
-
-
-def one_round() -> Case:
-    """More ranks than rounds."""
-    source = random_weights(tiny_config())
-    return Case(source, streamed(source), steps_of(67, [30]))
-
-
-CASES: dict[Callable[[], Case], tuple[int, ...]] = {
-    float32: (3, 4), several_calls: (2,), bf16: (4,), bf16_states: (3,), tied: (2, 4), tied_in_shared_slots: (3,),
-    frozen: (3,), sliced: (2,), unclipped: (3,), unclipped_by_gpu: (2,), not_finite: (2,), experts: (4,),
-    experts_in_parts: (2,), balanced_experts: (3,), lora: (2,), pissa: (3,), stored_base: (2,), muon: (3,),
-    states_in_blocks: (3,), blocks_of_ranks: (), one_round: (2,),
-}  # fmt: skip
-"""With the numbers of ranks that are tried; few, as each takes seconds of two cores."""
-
-
-SPLIT_CASES: dict[Callable[[], Case], int] = {
-    several_calls: 3, bf16: 4, tied_in_shared_slots: 2, sliced: 2, experts_in_parts: 2,
-}  # fmt: skip
-"""Those of which ranks also walk the layers together, and how many ranks."""
-
-
-STAGES_CASES: dict[Callable[[], Case], int] = {
-    float32: 2, bf16: 2, sliced: 2, unclipped: 2, not_finite: 2, experts: 2, muon: 2, blocks_of_ranks: 3,
-    one_round: 2,
-}  # fmt: skip
-"""The same of ranks that have blocks of their own. The last wave of most steps has fewer rounds than ranks."""
 
 
 def pause_before_commands(seed: int) -> None:
@@ -269,31 +83,6 @@ def pause_before_commands(seed: int) -> None:
 
     Executor._execute = paused(Executor._execute, 0.05, 0.004)
     UpdateRunner.update = paused(UpdateRunner.update, 0.3, 0.02)
-
-
-def planned(case: Case, ranks: Ranks) -> Plan:
-    """The plan of a case for so many ranks."""
-    changes = {"ranks": ranks.local_size, "nodes": ranks.nodes, "round_multiple": ROUND_MULTIPLE}
-    splits = {"split": True, "touched_only": False} if case.split and ranks.size > 1 else {}
-    plan = replace(case.plan, request=replace(case.plan.request, **changes), **splits)
-    if case.stages and ranks.size > 1:
-        plan = in_stages(plan)
-    if case.bold and ranks.size > 1:
-        homes = [replace(home, speculative=home.update == "cpu") for home in plan.groups]
-        if case.stages:  # the second block of two would be on a GPU
-            homes = [plan.groups[0], homes[1], *[BOLD] * (len(homes) - 3), plan.groups[-1]]
-        plan = replace(plan, groups=tuple(homes))
-    if not case.dealt or case.stages or ranks.size == 1:
-        return plan
-    homes = (replace(g, states="dealt") if g.update == "gpu" else g for g in plan.groups)
-    return replace(plan, groups=tuple(homes))
-
-
-def in_stages(plan: Plan) -> Plan:
-    """The plan with blocks that have a rank: of three, one is on its GPU, one is updated there, one by the CPU."""
-    homes = [ON_GPU, GroupPlan("gpu", "host", "host"), ON_CPU]
-    blocks = (homes[i % 3] for i in range(len(plan.groups) - 2))
-    return replace(plan, stages=True, groups=(plan.groups[0], *blocks, plan.groups[-1]))
 
 
 def train(rank: int, size: int, case: Case) -> Shown:
