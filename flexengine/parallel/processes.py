@@ -10,6 +10,8 @@ from pathlib import Path
 from flexengine.native.proc_files import read_text
 
 _STOPPED = "Tt"  # by a signal, or by a debugger
+_STATE, _FLAGS = 0, 6  # fields of /proc/PID/stat after the command's name
+_EXITING = 0x4  # PF_EXITING of include/linux/sched.h
 
 
 class Process:
@@ -24,14 +26,21 @@ class Process:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended, also as a zombie."""
-        return bool(self._poll.poll(0))
+        """Whether it runs no more code: it has ended, also as a zombie, or the system takes its memory back.
+
+        The latter takes seconds where much of it is page-locked or on a GPU.
+        """
+        return bool(self._poll.poll(0)) or bool(int(self._status(_FLAGS) or 0) & _EXITING)
 
     @property
     def stopped(self) -> bool:
         """Whether a signal or a debugger has stopped it."""
-        status = read_text(Path(f"/proc/{self.pid}/stat"))
-        return status.rpartition(")")[2].strip()[:1] in tuple(_STOPPED)
+        return self._status(_STATE) in tuple(_STOPPED)
+
+    def _status(self, field: int) -> str:
+        """A field of /proc/PID/stat, empty where the system shows none."""
+        fields = read_text(Path(f"/proc/{self.pid}/stat")).rpartition(")")[2].split()
+        return fields[field] if field < len(fields) else ""
 
     def kill(self) -> None:
         """End it, even if it is stopped. One that has ended is left alone."""

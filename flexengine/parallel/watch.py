@@ -25,7 +25,7 @@ from flexengine.parallel.signals import RankLost, Signals
 
 BEAT_S = 0.2
 STOPPED_BEATS = 15  # 3 s; counted while this process runs, so that a job stopped and continued as a whole goes on
-GRACE_S = 4.0  # from the news to the end of a process that goes on regardless
+GRACE_S = 2.5  # from the news to the end of a process that goes on regardless
 LOST = 1
 """Exit status of a process that is ended because another rank was lost."""
 _CLOSED = 0  # cell: this rank makes no more calls

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,6 +97,20 @@ def test_a_process_is_seen_to_stop_and_to_end():
     await_that(lambda: process.ended)
     os.waitpid(pid, 0)
     process.kill()
+    process.close()
+
+
+def test_a_process_has_ended_before_its_memory_is_given_back(monkeypatch):
+    pid = os.fork()
+    if pid == 0:
+        while True:
+            time.sleep(1)
+    process = Process(pid)
+    monkeypatch.setattr(process, "_poll", SimpleNamespace(poll=lambda _: []))  # the kernel is not done with it
+    assert not process.ended
+    process.kill()
+    await_that(lambda: process.ended)
+    os.waitpid(pid, 0)
     process.close()
 
 
