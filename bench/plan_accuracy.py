@@ -3,6 +3,7 @@
     python -m bench.plan_accuracy --json out.json                     # 24 plans of Llama
     python -m bench.plan_accuracy --families --json out.json          # 24 of other families, FP8, frozen, ragged
     python -m bench.plan_accuracy --part 1/2 --json first.json        # half of them
+    python -m bench.plan_accuracy --families --compile 5 --json out.json      # five at a time compile kernels first
     python -m bench.plan_accuracy --merge first.json second.json --json all.json
     python -m bench.plan_accuracy --show all.json                     # the table as Markdown
 
@@ -12,7 +13,8 @@ compiled in the first, and while they are, the CPU goes on with updates that lat
 weights and random tokens in sequences of full length, AdamW with bf16 states, clipping on and never reached: a step
 that was clipped makes a plan that speculates wait, and random weights are clipped in some steps and not in others.
 Batches of ragged cases have sequences of log-normal lengths, one for each sequence of the plan, and are held against
-the prediction of just that batch.
+the prediction of just that batch. `--compile` fills Triton's cache with few layers of every model, several at a time,
+which changes no figure but those of first steps and saves most of the time on a new machine.
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -116,11 +120,37 @@ FAMILIES = (
 )
 
 
-def run_case(case: Case) -> dict:
+LAYERS_OF_ALL_KINDS = {"gemma-3": 6, "olmo-3": 4, "qwen3.5": 4}
+"""By the beginning of a model's name, so many layers that each kind is among them; 2 of all others."""
+COMPILING_GPU_GIB, COMPILING_HOST_GIB = 7.0, 32.0
+
+
+def small(case: Case) -> Case:
+    """Give a case that compiles the kernels of another one, or more, in little memory."""
+    layers = next((n for start, n in LAYERS_OF_ALL_KINDS.items() if case.model.startswith(start)), 2)
+    options = {name: value for name, value in (case.options or {}).items() if name != "freeze"}
+    tokens = min(case.tokens, 2 * case.seq_len)
+    return case._replace(layers=layers, cap_gib=COMPILING_GPU_GIB, tokens=tokens, options=options)
+
+
+def compile_kernels(cases: list[Case], at_once: int) -> None:
+    """Have every model, with few layers, probed and trained for two steps, so many at a time; a failure is only told.
+
+    What the probes measure side by side is thrown away.
+    """
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_once) as pool:
+        environment = {**os.environ, "FLEXENGINE_CACHE": folder}
+        for row in pool.map(lambda case: run_in_own_process(case, "--compile-one", environment), cases):
+            if "failed" in row:
+                print(f"kernels of {row['model']}: {row['failed'].splitlines()[-1]}", file=sys.stderr, flush=True)
+
+
+def run_case(case: Case, host_gib: float = HOST_GIB, timed_steps: int | None = None) -> dict:
     """Plan, load and train a few steps in this process; returns the row."""
     from flexengine.api import prepare  # noqa: PLC0415 (the parent process stays small)
     from flexengine.optim import AdamW  # noqa: PLC0415
 
+    began_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         write_config(case.model, case.layers, Path(folder))
         prepared = prepare(
@@ -129,14 +159,15 @@ def run_case(case: Case) -> dict:
             max_seq_len=case.seq_len,
             max_global_batch_tokens=case.tokens,
             max_gpu_mem_gib=case.cap_gib,
-            max_host_mem_gib=HOST_GIB,
+            max_host_mem_gib=host_gib,
             optimizer_state_dtype="bfloat16",
             max_grad_norm=NEVER_CLIPPED,
             **(case.options or {}),
         )
-        row = measured_row(prepared, AdamW(lr=1e-4), ragged=case.ragged)
+        planned_s = time.perf_counter() - began_s
+        row = measured_row(prepared, AdamW(lr=1e-4), timed_steps, case.ragged)
     assert row["gpu_bytes"] is not None, "this benchmark needs an NVIDIA GPU"
-    return {**case._asdict(), **row}
+    return {**case._asdict(), **row, "planned_after_s": planned_s, "wall_s": time.perf_counter() - began_s}
 
 
 def write_config(model: str, layers: int | None, folder: Path, changes: dict[str, Any] | None = None) -> None:
@@ -209,12 +240,12 @@ def steady_step_s(steps_s: list[float]) -> float:
     return statistics.median(steps_s[WARMUP_STEPS:])
 
 
-def run_in_own_process(case: Case) -> dict:
+def run_in_own_process(case: Case, flag: str = "--one", environment: dict[str, str] | None = None) -> dict:
     """The row of a case, or what went wrong."""
-    command = [sys.executable, "-m", "bench.plan_accuracy", "--one", json.dumps(case)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "bench.plan_accuracy", flag, json.dumps(case)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
-        return {**case._asdict(), "failed": done.stderr.strip()[-2000:]}
+        return {**case._asdict(), "failed": done.stderr.strip()[-2000:] or f"exit status {done.returncode}"}
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
@@ -300,13 +331,18 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", type=int, default=None, metavar="N", help="just these, counted from 0")
     parser.add_argument("--families", action="store_true", help="plans of all other families instead of Llama's")
     parser.add_argument("--limit-s", type=float, default=None, help="begin no case after so many seconds")
+    parser.add_argument("--compile", type=int, default=0, metavar="N", help="compile kernels first, N models at a time")
     parser.add_argument("--merge", nargs="+", help="join the rows of these result files instead of running")
     parser.add_argument("--show", help="print the table of a result file")
     parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--compile-one", help=argparse.SUPPRESS)
     parser.add_argument("--json", default=None, help="write the figures to this file")
     args = parser.parse_args()
     if args.one:
         print(json.dumps(run_case(Case(*json.loads(args.one)))))
+        return
+    if args.compile_one:
+        print(json.dumps(run_case(small(Case(*json.loads(args.compile_one))), COMPILING_HOST_GIB, timed_steps=1)))
         return
     if args.show:
         rows = rows_of([args.show])
@@ -317,8 +353,11 @@ def main() -> None:
             parser.error("--merge needs --json, the file to write")
         Path(args.json).write_text(json.dumps(merged(args.merge), indent=1) + "\n")
         return
-    rows, began_s = [], time.perf_counter()
-    for case in chosen_cases(args.part, args.families, args.only):
+    cases, rows, began_s = chosen_cases(args.part, args.families, args.only), [], time.perf_counter()
+    if args.compile:
+        compile_kernels(list({(case.model, str(small(case).options)): case for case in cases}.values()), args.compile)
+        print(f"kernels compiled in {time.perf_counter() - began_s:.0f} s", flush=True)
+    for case in cases:
         if args.limit_s is not None and time.perf_counter() - began_s > args.limit_s:
             break
         rows.append(run_in_own_process(case))

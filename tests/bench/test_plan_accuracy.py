@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench.plan_accuracy import CASES, FAMILIES, lengths_of, merged, named, summary, write_config
+from bench.plan_accuracy import CASES, FAMILIES, lengths_of, merged, named, small, summary, write_config
 from flexengine.job import Job
 from flexengine.models.registry import open_initial
 from flexengine.request import described
@@ -35,6 +35,12 @@ def test_models_of_all_families_are_known(case, tmp_path):
     write_config(case.model, case.layers, tmp_path)
     job = Job(max_seq_len=case.seq_len, max_global_batch_tokens=case.tokens, **(case.options or {}))
     described(open_initial(tmp_path, "random").spec, job)
+
+
+def test_kernels_are_compiled_with_all_kinds_of_layers():
+    case = next(case for case in FAMILIES if case.model == "gemma-3-4b")
+    assert small(case) == case._replace(layers=6, cap_gib=7.0, tokens=8192, options={})
+    assert (small(FAMILIES[-1]).layers, small(FAMILIES[-1]).options) == (2, {})
 
 
 def test_ragged_lengths_fit_the_plan():
