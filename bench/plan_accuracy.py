@@ -12,6 +12,7 @@ beside the prediction, which must not be less and at most 5% more; and the media
 compiled in the first, and while they are, the CPU goes on with updates that later steps have to wait for. Random
 weights and random tokens in sequences of full length, AdamW with bf16 states, clipping on and never reached: a step
 that was clipped makes a plan that speculates wait, and random weights are clipped in some steps and not in others.
+Steps are `train_step`'s, which plans predict: fwd_bwd and step by themselves update nothing before the norm is known.
 Batches of ragged cases have sequences of log-normal lengths, one for each sequence of the plan, and are held against
 the prediction of just that batch. `--compile` fills Triton's cache with few layers of every model, several at a time,
 which changes no figure but those of first steps and saves most of the time on a new machine.
@@ -30,6 +31,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,6 +39,7 @@ from bench.environment import write_json
 
 if TYPE_CHECKING:
     from flexengine.api import PlannedRun
+    from flexengine.hardware.profile import HardwareProfile
     from flexengine.optim import Optimizer
 
 GIB = 2**30
@@ -212,8 +215,7 @@ def measured_row(
     seconds: list[float] = []
     while len(seconds) < least or (sum(seconds[WARMUP_STEPS:]) < LEAST_TIMED_S and len(seconds) < most):
         start_s = time.perf_counter()
-        engine.fwd_bwd(batch)
-        engine.step()
+        engine.train_step(batch)
         seconds.append(time.perf_counter() - start_s)
     peaks, plan = engine.memory_peaks(), engine.plan
     engine.close()
@@ -232,7 +234,14 @@ def measured_row(
         "host_bytes": peaks.host_bytes,
         "predicted_host_bytes": plan.predicted.host_bytes,
         "host_categories": plan.predicted.host_categories,
+        "rates": rates_of(prepared.profile),
     }
+
+
+def rates_of(profile: HardwareProfile) -> dict[str, Any]:
+    """Single figures that a plan was made with, and rates of updates by the CPU: what may have been mispriced."""
+    scalars = {name: value for name, value in asdict(profile).items() if isinstance(value, int | float)}
+    return {**scalars, "cpu_adamw_parameters_per_s": dict(profile.cpu_adamw_parameters_per_s)}
 
 
 def steady_step_s(steps_s: list[float]) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -45,7 +45,7 @@ class GraphCapture:
 
     def __init__(self, device: torch.device, workspace_bytes: int) -> None:
         self._device, self._workspace_bytes = device, workspace_bytes
-        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self._stream, self._pool = _capture_stream(device), torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Launch) -> Launch:
         graph = torch.cuda.CUDAGraph()
@@ -60,6 +60,16 @@ class GraphCapture:
             finally:
                 graph.capture_end()
         return graph.replay
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream that graphs are captured on, with cuBLAS's workspace for it, which no pool of graphs then holds."""
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        operand = torch.zeros(64, 64, dtype=torch.bfloat16, device=device)
+        torch.mm(operand, operand)
+    return stream
 
 
 class Replay:
@@ -127,8 +137,9 @@ class Replay:
             self._give_up(f"the plan has {self._most_bytes / 2**20:.0f} MiB for graphs, and this batch needs more")
             return None
         if self._capture is None:
-            self._reserve(workspace_bytes_of("edge", self._model, self._layers.layout.plan))
+            self._reserve(0)
             self._capture = self._open_capture()
+            self._reserve(workspace_bytes_of("edge", self._model, self._layers.layout.plan))
         try:
             graph = self._capture(lambda: self._layers.run(kind, call))
         except RuntimeError as error:
