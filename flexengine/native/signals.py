@@ -100,9 +100,10 @@ class _PlainWords:
     def wait(self, column: int, rows: range, value: int, abort_column: int, seconds: float) -> Result:
         end_s, tries = time.monotonic() + seconds, 0
         while True:
-            if self._words[:, abort_column].any():
+            reached = (self._words[rows.start : rows.stop, column] >= value).all()
+            if self._words[:, abort_column].any():  # read last: who aborts sets it first, then raises all cells
                 return "aborted"
-            if (self._words[rows.start : rows.stop, column] >= value).all():
+            if reached:
                 return "reached"
             if time.monotonic() >= end_s:
                 return "late"

@@ -3,10 +3,12 @@
 import os
 import time
 
+import numpy as np
 import pytest
 import torch
 from ranks_helper import run_ranks, values_of
 
+from flexengine.native.signals import open_words
 from flexengine.parallel.control import Control
 from flexengine.parallel.node_memory import NodeMemory
 from flexengine.parallel.ranks import Ranks
@@ -68,6 +70,26 @@ def test_an_abort_ends_waits_on_all_ranks(native):
     assert len(set(messages)) == 1
     assert messages[0].startswith("rank 2 has given up: µxxx")
     assert len(messages[0].encode()) == 508
+
+
+class AbortedOnceRead:
+    """A table [1, 2] of a cell and the word of an abort, which comes right after that word was read first."""
+
+    def __init__(self) -> None:
+        self.cell, self.abort = 0, 0
+
+    def __getitem__(self, place: tuple[slice, int]) -> np.ndarray:
+        found = np.array([(self.cell, self.abort)[place[1]]])
+        if place[1] == 1:
+            self.cell, self.abort = RAISED, 1
+        return found
+
+
+def test_a_cell_that_an_abort_raises_has_not_been_reached(monkeypatch):
+    monkeypatch.setenv("FLEXENGINE_NATIVE", "0")
+    words = open_words(torch.zeros(1, 2, dtype=torch.uint32))
+    monkeypatch.setattr(words, "_words", AbortedOnceRead())
+    assert words.wait(0, range(1), 7, abort_column=1, seconds=60.0) == "aborted"
 
 
 @pytest.fixture(params=["1", "0"], ids=["native", "python"])
