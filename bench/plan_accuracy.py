@@ -211,7 +211,7 @@ def measured_row(
     engine, job = build(prepared, optimizer), prepared.job
     generator = torch.Generator().manual_seed(0)
     lengths = lengths_of(job.max_global_batch_tokens, job.max_seq_len, ragged)
-    batch = [torch.randint(0, engine.model.vocab_size, (n,), generator=generator).tolist() for n in lengths]
+    batch = [torch.randint(0, engine.model.vocab_size, (n,), generator=generator) for n in lengths]
     least, most = (LEAST_STEPS, MOST_STEPS) if timed_steps is None else (WARMUP_STEPS + timed_steps,) * 2
     seconds: list[float] = []
     while len(seconds) < least or (sum(seconds[WARMUP_STEPS:]) < LEAST_TIMED_S and len(seconds) < most):

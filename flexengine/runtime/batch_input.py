@@ -43,7 +43,7 @@ class Sequences(NamedTuple):
     @property
     def num_target_tokens(self) -> int:
         """Tokens with a loss."""
-        return sum(int((labels != IGNORE_INDEX).sum()) for labels in self.labels)
+        return int((torch.cat(self.labels) != IGNORE_INDEX).sum()) if self.labels else 0
 
     @property
     def loss_weight(self) -> float:
