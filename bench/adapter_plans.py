@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.environment import write_json
-from bench.plan_accuracy import measured_row, summary, write_config
+from bench.plan_accuracy import measured_row, run_in_own_process, summary, write_config
 
 GIB = 2**30
 HOST_GIB = 60.0
@@ -98,15 +96,6 @@ def run_case(case: Case) -> dict:
     return {**case._asdict(), **row, "wall_s": time.perf_counter() - began_s}
 
 
-def run_in_own_process(case: Case) -> dict:
-    """Give the row of a case, or what went wrong."""
-    command = [sys.executable, "-m", "bench.adapter_plans", "--one", json.dumps(case)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return {**case._asdict(), "failed": done.stderr.strip()[-2000:]}
-    return json.loads(done.stdout.strip().splitlines()[-1])
-
-
 def line(row: dict) -> str:
     """One plan as a row of a Markdown table; memory in GiB as measured / predicted."""
     layers = "" if row["layers"] is None else f", {row['layers']} layers"
@@ -141,7 +130,7 @@ def main() -> None:
         if time.perf_counter() - began_s > args.limit_s:
             rows.append({**case._asdict(), "failed": f"not begun within {args.limit_s:g} s"})
         else:
-            rows.append(run_in_own_process(smoke(case) if args.smoke else case))
+            rows.append(run_in_own_process(smoke(case) if args.smoke else case, "bench.adapter_plans"))
         print(line(rows[-1]), flush=True)
         write_json(args.json, {"summary": summary(rows), "wall_s": time.perf_counter() - began_s, "rows": rows})
     print(json.dumps(summary(rows), indent=1))

@@ -105,8 +105,7 @@ def measure(prepared: PlannedRun, plan: Plan, steps: int) -> float:
     seconds = []
     for _ in range(1 + steps):
         start_s = time.perf_counter()
-        engine.fwd_bwd(input_ids=batch, labels=batch)
-        engine.step()
+        engine.train_step(input_ids=batch, labels=batch)  # which plans predict
         seconds.append(time.perf_counter() - start_s)
     engine.close()
     return statistics.median(seconds[1:])

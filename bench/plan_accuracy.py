@@ -10,13 +10,12 @@
 Per plan: the GPU bytes that NVML shows for the process and its resident set, each at its peak since the process began,
 beside the prediction, which must not be less and at most 5% or 0.15 GiB more; and the median step after two to warm
 up: kernels are compiled in the first, and while they are, the CPU goes on with updates that later steps have to wait
-for. Random weights and random tokens in sequences of full length, AdamW with bf16 states, clipping on and never
+for. Steps are `train_step`'s, which plans predict: fwd_bwd and step by themselves update nothing before the norm is
+known. Random weights and random tokens in sequences of full length, AdamW with bf16 states, clipping on and never
 reached: a step that was clipped makes a plan that speculates wait, and random weights are clipped in some steps and not
-in others.
-Steps are `train_step`'s, which plans predict: fwd_bwd and step by themselves update nothing before the norm is known.
-Batches of ragged cases have sequences of log-normal lengths, one for each sequence of the plan, and are held against
-the prediction of just that batch. `--compile` fills Triton's cache with few layers of every model, several at a time,
-which changes no figure but those of first steps and saves most of the time on a new machine.
+in others. Batches of ragged cases have sequences of log-normal lengths, one for each sequence of the plan, and are held
+against the prediction of just that batch. `--compile` fills Triton's cache with few layers of every model, several at a
+time, which changes no figure but those of first steps and saves most of the time on a new machine.
 """
 
 from __future__ import annotations
@@ -138,13 +137,15 @@ def small(case: Case) -> Case:
 
 
 def compile_kernels(cases: list[Case], at_once: int) -> None:
-    """Have every model, with few layers, probed and trained for two steps, so many at a time; a failure is only told.
+    """Have every model, with few layers, probed and trained for three steps, so many at a time; a failure is only told.
 
     What the probes measure side by side is thrown away.
     """
+    different = {(case.model, str(case.options)): case for case in map(small, cases)}.values()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_once) as pool:
         environment = {**os.environ, "FLEXENGINE_CACHE": folder}
-        for row in pool.map(lambda case: run_in_own_process(case, "--compile-one", environment), cases):
+        command = ("bench.plan_accuracy", "--compile-one")
+        for row in pool.map(lambda case: run_in_own_process(case, *command, environment), different):
             if "failed" in row:
                 print(f"kernels of {row['model']}: {row['failed'].splitlines()[-1]}", file=sys.stderr, flush=True)
 
@@ -250,9 +251,14 @@ def steady_step_s(steps_s: list[float]) -> float:
     return statistics.median(steps_s[WARMUP_STEPS:])
 
 
-def run_in_own_process(case: Case, flag: str = "--one", environment: dict[str, str] | None = None) -> dict:
-    """The row of a case, or what went wrong."""
-    command = [sys.executable, "-m", "bench.plan_accuracy", flag, json.dumps(case)]
+def run_in_own_process(
+    case: Any, module: str = "bench.plan_accuracy", flag: str = "--one", environment: dict[str, str] | None = None
+) -> dict:
+    """The row of a case of a benchmark, which prints it last when it is called with flag and case; or what went wrong.
+
+    environment: of the process; None: this one's.
+    """
+    command = [sys.executable, "-m", module, flag, json.dumps(case)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         return {**case._asdict(), "failed": done.stderr.strip()[-2000:] or f"exit status {done.returncode}"}
@@ -352,7 +358,7 @@ def main() -> None:
         print(json.dumps(run_case(Case(*json.loads(args.one)))))
         return
     if args.compile_one:
-        print(json.dumps(run_case(small(Case(*json.loads(args.compile_one))), COMPILING_HOST_GIB, timed_steps=1)))
+        print(json.dumps(run_case(Case(*json.loads(args.compile_one)), COMPILING_HOST_GIB, timed_steps=1)))
         return
     if args.show:
         rows = rows_of([args.show])
@@ -365,7 +371,7 @@ def main() -> None:
         return
     cases, rows, began_s = chosen_cases(args.part, args.families, args.only), [], time.perf_counter()
     if args.compile:
-        compile_kernels(list({(case.model, str(small(case).options)): case for case in cases}.values()), args.compile)
+        compile_kernels(cases, args.compile)
         print(f"kernels compiled in {time.perf_counter() - began_s:.0f} s", flush=True)
     for case in cases:
         if args.limit_s is not None and time.perf_counter() - began_s > args.limit_s:

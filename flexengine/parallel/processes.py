@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flexengine.native.proc_files import read_text
 
-_STOPPED = "Tt"  # by a signal, or by a debugger
+_STOPPED = ("T", "t")  # by a signal, or by a debugger
 _STATE, _FLAGS = 0, 6  # fields of /proc/PID/stat after the command's name
 _EXITING = 0x4  # PF_EXITING of include/linux/sched.h
 
@@ -35,7 +35,7 @@ class Process:
     @property
     def stopped(self) -> bool:
         """Whether a signal or a debugger has stopped it."""
-        return self._status(_STATE) in tuple(_STOPPED)
+        return self._status(_STATE) in _STOPPED
 
     def _status(self, field: int) -> str:
         """A field of /proc/PID/stat, empty where the system shows none."""

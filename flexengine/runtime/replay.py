@@ -137,7 +137,7 @@ class Replay:
             self._give_up(f"the plan has {self._most_bytes / 2**20:.0f} MiB for graphs, and this batch needs more")
             return None
         if self._capture is None:
-            self._reserve(0)
+            self._reserve(0)  # or what the stream keeps would hold a part of the block that calls had
             self._capture = self._open_capture()
             self._reserve(workspace_bytes_of("edge", self._model, self._layers.layout.plan))
         try:
