@@ -5,7 +5,8 @@
 Flags are those of bench.step; of several caps the first counts. After --warmup and --steps steps, whose seconds, norms
 and seconds of the thread that issues are printed, one more is timed. Then by cause: the seconds that compute was idle
 before a command, which came to an end when another stream's command did (`h2d: copy`), or when none did and the host
-had yet to issue it (`issue`). And by kind of command: how many, their seconds, and those that the simulator gives them.
+had yet to issue it (`issue`). And by kind of command and of layer: how many, their seconds, and those that the
+simulator gives them.
 """
 
 from __future__ import annotations
@@ -72,6 +73,12 @@ def planned_rates(plan: Plan, cost: CostModel) -> Rates:
     return rates._replace(compute_s=compute_s)
 
 
+def kind_of(command: Command) -> str:
+    """What a command does, and to which kind of layer: `backward block` of `backward block.3 chunk 0`."""
+    name = command.name
+    return " ".join(filter(None, (name.verb, name.subject, name.owner.split(".")[0])))
+
+
 def by_kind(runs: Sequence[TimedRun], rates: Rates) -> dict[tuple[str, str], dict[str, float]]:
     """Measured and simulated seconds of commands, by stream and kind."""
     measured: dict[tuple[str, str], list[float]] = defaultdict(list)
@@ -79,7 +86,7 @@ def by_kind(runs: Sequence[TimedRun], rates: Rates) -> dict[tuple[str, str], dic
     for run in runs:
         timing = simulate(run.program, rates)
         for command, (start_s, end_s) in zip(run.program.commands, run.spans_s, strict=True):
-            key = command.stream.value, command.kind
+            key = command.stream.value, kind_of(command)
             measured[key].append(end_s - start_s)
             priced[key] += timing.end_s[command.index] - timing.start_s[command.index]
     return {

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from bench import step
-from bench.gaps import idle_seconds
+from bench.gaps import idle_seconds, kind_of
 from flexengine.hardware.presets import preset
 from flexengine.models.freezing import with_frozen
 from flexengine.models.registry import open_model
-from flexengine.schedule.commands import Stream
+from flexengine.schedule.commands import CommandName, Stream
 
 
 def test_a_row_per_cap(tmp_path, monkeypatch, capsys):
@@ -99,3 +99,8 @@ def test_gaps_of_compute_are_told_by_what_ended_them():
     spans = [(0.0, 1.0), (1.0, 2.0), (1.0, 2.5), (2.50001, 3.0), (3.5, 4.0), (4.0, 5.0)]
     gaps = idle_seconds([SimpleNamespace(program=SimpleNamespace(commands=commands), spans_s=spans)])
     assert gaps == {("h2d: copy", "forward"): [pytest.approx(0.5, abs=1e-4)], ("issue", "backward"): [0.5]}
+
+
+def test_commands_are_told_by_kind_of_layer():
+    names = CommandName("fetch", "weights", "block.3"), CommandName("backward", "", "head", chunk=1)
+    assert [kind_of(SimpleNamespace(name=name)) for name in names] == ["fetch weights block", "backward head"]
