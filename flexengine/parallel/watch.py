@@ -109,7 +109,9 @@ class Watch:
             self._lose(message, self.ranks.rank, has_words=True)
 
     def check(self) -> None:
-        """Raise RankLost when a rank is lost."""
+        """Raise RankLost when a rank is lost, also when only another rank has seen it yet."""
+        if self.loss is None and self._own.aborted:
+            self._hear()
         if self.loss is not None:
             raise RankLost(self.loss.message)
 

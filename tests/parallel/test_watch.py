@@ -121,12 +121,26 @@ def await_that(condition) -> None:
         time.sleep(0.01)
 
 
+def not_looking() -> tuple[Watch, Signals]:
+    """A watch of rank 0 whose thread has not looked yet, and the cells of rank 1."""
+    table = torch.zeros(2, Signals.columns(1), dtype=torch.uint32)
+    watch = Watch.__new__(Watch)
+    watch.ranks, watch.loss, watch._own = Ranks(0, 2, 0, 2, 0, 1), None, Signals(table, 0)
+    watch._news, watch._followed, watch._following = None, [], threading.Lock()
+    return watch, Signals(table, 1)
+
+
+def test_a_rank_learns_of_a_loss_by_a_call_before_its_watch_has_looked():
+    """Another rank that ends closes its connections: whoever sees that asks why, and does not wait for a beat."""
+    watch, other = not_looking()
+    other.abort("1 rank 2 is stopped")
+    with pytest.raises(RankLost, match="^rank 2 is stopped$"):
+        watch.check()
+
+
 def test_a_rank_that_learns_of_a_loss_by_a_wait_still_tells_of_it():
     """Waits for followed signals end before the watch itself has looked: the rank that was named has to tell."""
-    table = torch.zeros(2, Signals.columns(1), dtype=torch.uint32)
-    named, other = Watch.__new__(Watch), Signals(table, 1)
-    named.ranks, named.loss, named._own = Ranks(0, 2, 0, 2, 0, 1), None, Signals(table, 0)
-    named._news, named._followed, named._following = None, [], threading.Lock()
+    named, other = not_looking()
     other.abort("0 rank 1 is stopped")
     named.abort("rank 1 is stopped")
     assert named.loss == ("rank 1 is stopped", True)
