@@ -2,6 +2,7 @@
 
     python -m bench.plan_accuracy --json out.json                     # 24 plans of Llama
     python -m bench.plan_accuracy --families --json out.json          # 24 of other families, FP8, frozen, ragged
+    python -m bench.plan_accuracy --speeds --json out.json            # whole models, by their tokens per second
     python -m bench.plan_accuracy --part 1/2 --json first.json        # half of them
     python -m bench.plan_accuracy --families --compile 5 --json out.json      # five at a time compile kernels first
     python -m bench.plan_accuracy --merge first.json second.json --json all.json
@@ -14,7 +15,8 @@ for. Steps are `train_step`'s, which plans predict: fwd_bwd and step by themselv
 known. Random weights and random tokens in sequences of full length, AdamW with bf16 states, clipping on and never
 reached: a step that was clipped makes a plan that speculates wait, and random weights are clipped in some steps and not
 in others. Batches of ragged cases have sequences of log-normal lengths, one for each sequence of the plan, and are held
-against the prediction of just that batch. `--compile` fills Triton's cache with few layers of every model, several at a
+against the prediction of just that batch. The model's FLOPs per second are told as a share of what the probe measured
+for 8192^3. `--compile` fills Triton's cache with few layers of every model, several at a
 time, which changes no figure but those of first steps and saves most of the time on a new machine.
 """
 
@@ -30,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -121,6 +124,30 @@ FAMILIES = (
     Case("qwen3.5-9b", 16, 2048, 32768, layers=12),
     Case("llama-3.1-8b", 24, 2048, 32768, layers=16, options=LOW_BLOCKS),
 )
+IN_FLOAT32_UNCLIPPED = {"optimizer_state_dtype": "float32", "max_grad_norm": None}
+SPEEDS = (
+    Case("llama-3.1-8b", 24, 2048, 131072),
+    Case("llama-3.1-8b", 24, 2048, 131072, options={"keep_dtype": "fp8"}),
+    Case("llama-3.1-8b", 24, 2048, 32768),
+    Case("llama-3.1-8b", 24, 2048, 32768, ragged=True),
+    Case("llama-3.1-8b", 24, 2048, 16384),
+    Case("llama-3.1-8b", 24, 2048, 8192),
+    Case("llama-3.2-3b-untied", 24, 2048, 131072),
+    Case("llama-3.2-3b-untied", 24, 2048, 32768, options=IN_FLOAT32_UNCLIPPED),
+    Case("gemma-2-2b", 24, 2048, 65536),
+    Case("gemma-2-9b", 24, 2048, 65536),
+    Case("qwen3.5-9b", 24, 2048, 65536),
+    Case("olmoe-1b-7b", 24, 2048, 65536),
+    Case("olmoe-1b-7b", 24, 2048, 65536, ragged=True),
+    Case("olmoe-1b-7b", 24, 2048, 131072),
+    Case("qwen3-30b-a3b", 24, 2048, 65536, options=NO_BLOCKS),
+    Case("gpt-oss-20b", 24, 2048, 65536, options=NO_BLOCKS),
+    Case("qwen3-0.6b", None, 2048, 65536),
+    Case("qwen2.5-1.5b", None, 2048, 65536),
+    Case("llama-3.2-3b", None, 2048, 65536),
+    Case("llama-3.1-8b", None, 2048, 65536),
+)
+"""Whole models whose speed is held against bounds or other engines: without a cap, those of bench.peers."""
 
 
 LAYERS_OF_ALL_KINDS = {"gemma-3": 6, "olmo-3": 4, "qwen3.5": 4}
@@ -158,6 +185,7 @@ def run_case(case: Case, host_gib: float = HOST_GIB, timed_steps: int | None = N
     began_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         write_config(case.model, case.layers, Path(folder))
+        usual = {"optimizer_state_dtype": "bfloat16", "max_grad_norm": NEVER_CLIPPED}
         prepared = prepare(
             folder,
             init="random",
@@ -165,9 +193,7 @@ def run_case(case: Case, host_gib: float = HOST_GIB, timed_steps: int | None = N
             max_global_batch_tokens=case.tokens,
             max_gpu_mem_gib=case.cap_gib,
             max_host_mem_gib=host_gib,
-            optimizer_state_dtype="bfloat16",
-            max_grad_norm=NEVER_CLIPPED,
-            **(case.options or {}),
+            **usual | (case.options or {}),
         )
         planned_s = time.perf_counter() - began_s
         row = measured_row(prepared, AdamW(lr=1e-4), timed_steps, case.ragged)
@@ -217,15 +243,18 @@ def measured_row(
     seconds: list[float] = []
     while len(seconds) < least or (sum(seconds[WARMUP_STEPS:]) < LEAST_TIMED_S and len(seconds) < most):
         start_s = time.perf_counter()
-        engine.train_step(batch)
+        out, _ = engine.train_step(batch)
         seconds.append(time.perf_counter() - start_s)
     peaks, plan = engine.memory_peaks(), engine.plan
     engine.close()
+    step_s = steady_step_s(seconds)
     return {
         "rounds": plan.num_rounds,
         "chunks_per_round": plan.chunks_per_round,
         "chunk_tokens": plan.chunk_tokens,
-        "step_s": steady_step_s(seconds),
+        "tokens_per_s": out.num_tokens / step_s,
+        "share_of_matmul_rate": out.model_flops / step_s / prepared.profile.peak_matmul_flops_per_s,
+        "step_s": step_s,
         "steps_s": seconds,
         "predicted_step_s": StepPredictor(plan, engine.model, prepared.profile).step_s(lengths),
         "speed_of_light_s": plan.predicted.speed_of_light_s,
@@ -327,14 +356,13 @@ def merged(paths: list[str]) -> dict:
     """The result of several parts: the machine of the first, all commands, all rows in the order of the cases."""
     environments = [json.loads(Path(path).read_text())["environment"] for path in paths]
     commands = [environment["command"] for environment in environments]
-    cases = (*CASES, *FAMILIES)
+    cases = (*CASES, *FAMILIES, *SPEEDS)
     rows = sorted(rows_of(paths), key=lambda r: cases.index(Case(**{f: r[f] for f in Case._fields if f in r})))
     return {"environment": {**environments[0], "command": commands}, "summary": summary(rows), "rows": rows}
 
 
-def chosen_cases(part: str, families: bool = False, only: list[int] | None = None) -> list[Case]:
+def chosen_cases(cases: Sequence[Case], part: str, only: list[int] | None = None) -> list[Case]:
     """Every n-th case, so that parts take about equally long, or those of these numbers, in their order."""
-    cases = FAMILIES if families else CASES
     if only is not None:
         return [cases[number] for number in only]
     index, _, count = part.partition("/")
@@ -345,7 +373,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", default="1/1", help="run part I of N")
     parser.add_argument("--only", nargs="+", type=int, default=None, metavar="N", help="just these, counted from 0")
-    parser.add_argument("--families", action="store_true", help="plans of all other families instead of Llama's")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--families", action="store_true", help="plans of all other families instead of Llama's")
+    chosen.add_argument("--speeds", action="store_true", help="whole models, held against other engines or bounds")
     parser.add_argument("--limit-s", type=float, default=None, help="begin no case after so many seconds")
     parser.add_argument("--compile", type=int, default=0, metavar="N", help="compile kernels first, N models at a time")
     parser.add_argument("--merge", nargs="+", help="join the rows of these result files instead of running")
@@ -369,7 +399,8 @@ def main() -> None:
             parser.error("--merge needs --json, the file to write")
         Path(args.json).write_text(json.dumps(merged(args.merge), indent=1) + "\n")
         return
-    cases, rows, began_s = chosen_cases(args.part, args.families, args.only), [], time.perf_counter()
+    every = FAMILIES if args.families else SPEEDS if args.speeds else CASES
+    cases, rows, began_s = chosen_cases(every, args.part, args.only), [], time.perf_counter()
     if args.compile:
         compile_kernels(cases, args.compile)
         print(f"kernels compiled in {time.perf_counter() - began_s:.0f} s", flush=True)

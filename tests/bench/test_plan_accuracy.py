@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench.plan_accuracy import CASES, FAMILIES, lengths_of, merged, named, small, summary, write_config
+from bench.plan_accuracy import CASES, FAMILIES, SPEEDS, lengths_of, merged, named, small, summary, write_config
 from flexengine.job import Job
 from flexengine.models.registry import open_initial
 from flexengine.request import described
@@ -30,8 +30,8 @@ def test_two_steps_warm_up(tmp_path):
     assert (found["summary"]["gpu_memory_within_promise"], found["summary"]["host_memory_within_promise"]) == (2, 0)
 
 
-@pytest.mark.parametrize("case", FAMILIES, ids=lambda case: named(case._asdict()))
-def test_models_of_all_families_are_known(case, tmp_path):
+@pytest.mark.parametrize("case", [*FAMILIES, *SPEEDS], ids=lambda case: named(case._asdict()))
+def test_models_and_options_are_known(case, tmp_path):
     write_config(case.model, case.layers, tmp_path)
     job = Job(max_seq_len=case.seq_len, max_global_batch_tokens=case.tokens, **(case.options or {}))
     described(open_initial(tmp_path, "random").spec, job)
