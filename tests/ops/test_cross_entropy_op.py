@@ -1,6 +1,7 @@
 """LM head with cross-entropy, block by block: against full logits and autograd, and on CUDA against float64."""
 
 import os
+from types import SimpleNamespace
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -74,6 +75,15 @@ def test_adds_to_the_accumulator(harness, checks, block):
     op.block, before = block, harness.randn(21, 6)
     result = harness.run(op, chunk, inputs, params, {}, previous_params={"w": before})
     checks.close(result.param_grads["w"], definition(inputs, params, chunk.labels)[2]["w"] + before)
+
+
+def test_nothing_but_zeros_follows_the_last_word():
+    """Products of CPUs with AMX read beyond the words of a row of the left operand."""
+    op, h, weight = LMHeadLoss("lm_head", "h", 4, 67, "w"), torch.randn(5, 4), torch.randn(67, 4)
+    whole_rows = torch.full((8, row_elements(67)), float("nan"))
+    logits = op._multiplied(SimpleNamespace(t={"logits": whole_rows, "h": h}, p={"w": weight}), slice(0, 5))
+    assert torch.allclose(logits, h @ weight.t())
+    assert not whole_rows[:5, 67:].any()
 
 
 def test_block_depends_on_the_vocabulary_alone():
