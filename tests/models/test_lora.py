@@ -107,7 +107,7 @@ def test_loss_gradients_steps_and_files(family, tmp_path):
     state = engine.state_dict()
     assert {name for name in state if ".lora_" in name} == expected.keys()
     for name, tensor in expected.items():
-        assert (state[name] - tensor).abs().max() <= 1e-5 * max(1.0, tensor.abs().max().item()), name
+        assert (state[name] - tensor).abs().max() <= 3e-5 * max(1.0, tensor.abs().max().item()), name
     check_files(engine, model, ids[0], tmp_path)
     engine.close()
 
