@@ -102,6 +102,20 @@ def no_garbage() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _no_models_of_others() -> Iterator[None]:
+    """What is remembered of a file's models is forgotten: with those of thousands a search for garbage takes seconds.
+
+    All of them are functions of their arguments, so that no result depends on what they remember.
+    """
+    yield
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("flexengine.schedule.", "flexengine.planner.", "flexengine.models.")):
+            for function in vars(module).values():
+                if hasattr(function, "cache_clear"):
+                    function.cache_clear()
+
+
 @contextmanager
 def _logging_as_before() -> Iterator[None]:
     """A command sets up logging for its process; the tests after it have their own."""

@@ -37,6 +37,7 @@ def num_by_cpu(plan: Plan) -> int:
     return sum(group.update == "cpu" for group in plan.groups)
 
 
+@pytest.mark.usefixtures("quick_search")
 def test_a_fast_cpu_updates_and_a_slow_one_does_not():
     fast, slow = (make_plan(MODEL, REQUEST, machine(rate)) for rate in (30e9, 0.2e9))
     assert num_by_cpu(fast) > 0 == num_by_cpu(slow)
@@ -51,6 +52,7 @@ def test_on_a_cpu_both_updates_are_one():
     assert num_by_cpu(make_plan(small_model(), request, preset("cpu-test"))) == 0
 
 
+@pytest.mark.usefixtures("quick_search")
 @pytest.mark.parametrize(
     ("rate", "gpu_gib", "clipping"),
     [(0.5e9, 8, True), (3e9, 4, False), (9e9, 8, True), (9e9, 8, False), (9e9, 40, False), (40e9, 4, True)],
@@ -99,6 +101,7 @@ def test_plans_remember_who_updates():
     assert Plan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.usefixtures("quick_search")
 @pytest.mark.parametrize("tokens", [8192, 40960])
 def test_without_clipping_a_step_is_faster_and_its_parts_add_up(tokens):
     """The same plan, and the one that is chosen; the CPU takes about as long as a round."""
@@ -145,6 +148,7 @@ def test_what_is_left_of_updates_when_the_gpu_has_ended():
     assert set(left[1e14]) <= {0}  # the embedding is last
 
 
+@pytest.mark.usefixtures("quick_search")
 @pytest.mark.parametrize("rate", [1.5e9, 3e9, 9e9])
 def test_steps_one_after_another_take_what_is_predicted(rate):
     """Of one round each: the time between the ends of two of them on the GPU, simulated on end."""

@@ -171,12 +171,14 @@ def test_llama_8b_in_24_gib():
     assert predicted.busy_s["compute"] > 0.9 * predicted.step_s
 
 
+@pytest.mark.usefixtures("quick_search")
 def test_llama_1b_in_4_gib():
     request = Request(2048, 131072, 4 * GIB, 60 * GIB)
     plan = make_plan(open_model("preset:llama-3.2-1b").spec, request, preset("rtx-4090"))
     assert plan.predicted.gpu_bytes <= 4 * GIB
 
 
+@pytest.mark.usefixtures("quick_search")
 @pytest.mark.parametrize(("name", "gib"), [("llama-3.2-3b", 4), ("llama-3.1-8b", 5), ("llama-3.2-1b", 3)])
 def test_edges_of_a_large_vocabulary_fit_small_budgets(name, gib):
     """Weights, accumulator and gradient of the head are most of what such a budget holds; the gradient takes the place
