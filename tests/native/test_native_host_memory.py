@@ -11,7 +11,7 @@ import torch
 
 from flexengine.hardware.memory_usage import resident_bytes
 from flexengine.native import PAGE_BYTES, allocate_host, pin_limit_bytes
-from flexengine.native.host_memory import gpu_numa_node, numa_node_of_pci, return_large_blocks
+from flexengine.native.host_memory import gpu_numa_node, numa_node_of_pci
 from flexengine.native.page_lock import lock_pages
 
 MIB = 2**20

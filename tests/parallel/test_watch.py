@@ -134,7 +134,7 @@ def test_a_rank_learns_of_a_loss_by_a_call_before_its_watch_has_looked():
     """Another rank that ends closes its connections: whoever sees that asks why, and does not wait for a beat."""
     watch, other = not_looking()
     other.abort("1 rank 2 is stopped")
-    with pytest.raises(RankLost, match="^rank 2 is stopped$"):
+    with pytest.raises(RankLost, match=r"^rank 2 is stopped$"):
         watch.check()
 
 
