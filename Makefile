@@ -3,6 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Python compiles what it imports when it does so, which is a part of what is installed.
+INSTALL := $(PIP) install --no-compile
+# Prints what an extra of pyproject.toml requires: installing the extra itself would build the native library again.
+EXTRA = $(BIN)/python -c "import tomllib; \
+	print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'], sep='\n')"
 # Without an NVIDIA GPU this release of torch is installed first: package indexes that offer its CPU build serve that.
 TORCH_WITHOUT_GPU := torch==2.13.0
 # Tests run in a process per core, each with one thread; a process takes up to 2 GiB.
@@ -21,7 +26,7 @@ test: $(VENV)/.installed-test
 lint: $(VENV)/.installed-test $(VENV)/.installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/pyright --threads 2 --pythonpath $(BIN)/python
 	$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h csrc/tests/*.cpp
 
 # docs/ as a site in site/. A warning, such as a link to a page that is not there, is an error.
@@ -43,22 +48,22 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.torch: | $(BIN)/python
-	command -v nvidia-smi >/dev/null 2>&1 || $(PIP) install "$(TORCH_WITHOUT_GPU)"
+	command -v nvidia-smi >/dev/null 2>&1 || $(INSTALL) "$(TORCH_WITHOUT_GPU)"
 	touch $@
 
 # A stamp is older than pyproject.toml when requirements may have changed: then pip looks again, quickly.
 $(VENV)/.installed: pyproject.toml $(NATIVE) $(VENV)/.torch
-	$(PIP) install --editable .
+	$(INSTALL) --editable .
 	touch $@
 
 $(VENV)/.installed-test: pyproject.toml $(NATIVE) $(VENV)/.torch
-	$(PIP) install --editable ".[test]"
+	$(INSTALL) --editable ".[test]"
 	touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-lint: pyproject.toml $(VENV)/.torch
-	$(PIP) install --editable ".[lint]"
+	$(call EXTRA,lint) | $(INSTALL) --requirement /dev/stdin
 	touch $@
 
 $(VENV)/.installed-docs: pyproject.toml $(VENV)/.torch
-	$(PIP) install --editable ".[docs]"
+	$(call EXTRA,docs) | $(INSTALL) --requirement /dev/stdin
 	touch $@

@@ -155,11 +155,16 @@ class InterruptAt:
 
 
 def undisturbed(story: Story) -> tuple[list[str], dict[str, Tensor]]:
-    """The places of all lines of a story in order, and its weights."""
-    engine = new_engine(story)
-    with InterruptAt(None) as lines:
-        tell(story, engine)
-    return lines.places, weights_of(engine)
+    """The places of all lines of a story in order, and its weights.
+
+    It is told twice: once functions remember what they are asked, each later one takes the same lines.
+    """
+    for _ in range(2):
+        engine = new_engine(story)
+        with InterruptAt(None) as lines:
+            tell(story, engine)
+        weights = weights_of(engine)
+    return lines.places, weights
 
 
 def interrupted(name: str, point: int, expected: dict[str, Tensor]) -> Outcome:

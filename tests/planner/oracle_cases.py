@@ -1,12 +1,15 @@
 """A hundred small planning problems, and what the wide oracle found for each; oracle_cases.json holds the answers.
 
-python -m tests.planner.oracle_cases        # computes them all again, about half an hour
+python -m tests.planner.oracle_cases            # computes them all again, about half an hour
+python -m tests.planner.oracle_cases --plans    # tells how near all plans are, in a minute
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
@@ -18,8 +21,10 @@ from flexengine.hardware.presets import preset
 from flexengine.hardware.profile import HardwareProfile
 from flexengine.models.spec import ModelSpec
 from flexengine.plan import Numerics, Request
+from flexengine.planner.bound.speed_of_light import speed_of_light_s
 from flexengine.planner.cost.memory import gpu_required_bytes, host_required_bytes
 from flexengine.planner.feasibility.shortage import Feasibility
+from flexengine.planner.planner import make_plan
 from flexengine.schedule.layout import Layout
 from tests.planner.wide_oracle import Verdict, judge
 from tests.schedule.small_plans import FLOAT32, resident_plan, small_model
@@ -130,8 +135,34 @@ def answers() -> list[dict]:
     return json.loads(ANSWERS.read_text())
 
 
+def ratios(seeds: Iterable[int], best_s: Mapping[int, float]) -> dict[int, float]:
+    """Seconds of plans over the best ones, by seed. No bound is above a plan or an answer, or AssertionError."""
+    found = {}
+    for seed in seeds:
+        which = case(seed)
+        model, request, profile = which.model(), which.request(), which.profile()
+        predicted = make_plan(model, request, profile).predicted
+        found[seed] = predicted.step_s / best_s[seed]
+        least_s = min(predicted.step_s, best_s[seed])
+        assert 0 < predicted.speed_of_light_s <= least_s, seed
+        # the prediction names the smaller of bound and step; the bound itself must not need that
+        assert speed_of_light_s(model, request, profile) <= least_s, seed
+    return found
+
+
+def show_plans() -> None:
+    """Print how far plans are from the best, worst first."""
+    with without_temporaries():
+        found = ratios(range(NUM_CASES), {seed: row["best_s"] for seed, row in enumerate(answers())})
+    for seed, ratio in sorted(found.items(), key=lambda item: -item[1])[:10]:
+        print(f"case {seed}: {ratio:.4f} times the best")
+    print(f"{sum(ratio <= 1.02 for ratio in found.values())} of {NUM_CASES} within 2%")
+
+
 def main() -> None:
-    """Ask the oracle about all cases, one process per core."""
+    """Ask the oracle about all cases, one process per core; or tell how near plans are."""
+    if "--plans" in sys.argv:
+        return show_plans()
     found = []
     with without_temporaries(), ProcessPoolExecutor(os.cpu_count()) as pool:
         for result in pool.map(answer, map(case, range(NUM_CASES))):
