@@ -46,9 +46,12 @@ def _command() -> str:
 
 def describe_environment() -> dict:
     """Machine, versions, commit and command line as a JSON-ready dict."""
+    from flexengine.hardware.probe import cpu_name  # noqa: PLC0415 (processes that only start others stay small)
+
     cuda = torch.cuda.is_available()
     return {
         "gpu": torch.cuda.get_device_name() if cuda else None,
+        "cpu": cpu_name(),
         "cpu_count": os.cpu_count(),
         "machine": platform.machine(),
         "python": platform.python_version(),

@@ -31,8 +31,9 @@ INTERRUPTED = 130
 BROKEN_PIPE = 141
 """Exit status when the reader of the output went away: 128 + SIGPIPE, as shells report it."""
 
-COMPILED_PRODUCTS = 64
-"""Compiled products of the CPU that are kept: a step of equal chunks needs about twenty."""
+COMPILED_PRODUCTS = 32
+"""Compiled products of the CPU that are kept: a step of equal chunks needs about twenty. On a CPU with AMX each takes
+1.3 MiB."""
 
 DEMO_PROMPTS = ("Which day comes after Monday?", "What is the past tense of walk?", "What is the capital of France?")
 

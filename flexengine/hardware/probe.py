@@ -143,7 +143,7 @@ def _probe_cpu(dtype: torch.dtype, shape: ProbeShape, scale: float) -> HardwareP
     release_unused_heap()
     host = host_memory()
     return HardwareProfile(
-        name=_cpu_name(),
+        name=cpu_name(),
         device_type="cpu",
         source="measured",
         **rates._asdict(),
@@ -229,15 +229,16 @@ def _machine(device: torch.device) -> tuple[object, ...]:
     total_bytes = torch.cuda.get_device_properties(device).total_memory if cuda else 0
     versions = (torch.__version__, torch.version.cuda, nvidia_driver_version() if cuda else "none")
     native = library.ABI_VERSION if library.load() is not None else None  # AdamW on the CPU is far slower without
-    host = (_cpu_name(), os.cpu_count(), torch.get_num_threads(), host_threads())
+    host = (cpu_name(), os.cpu_count(), torch.get_num_threads(), host_threads())
     return (*versions, native, _name(device), total_bytes, *host)
 
 
 def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """Read what the processor calls itself; its architecture where it does not say."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
