@@ -2,9 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Python compiles what it imports when it does so, which is a part of what is installed.
-INSTALL := $(PIP) install --no-compile
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check --quiet install --no-compile
 # Prints what an extra of pyproject.toml requires: installing the extra itself would build the native library again.
 EXTRA = $(BIN)/python -c "import tomllib; \
 	print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'], sep='\n')"

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -154,15 +153,6 @@ def measure_mode(name: str, args: argparse.Namespace, threads: list[int], copy_b
     return rows
 
 
-def processor_name() -> str:
-    """As /proc/cpuinfo has it, "unknown" without one."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return "unknown"
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
 def main() -> None:
     """Measure all modes with 1, 2, 4, ... and all threads."""
     most = torch.get_num_threads()
@@ -178,7 +168,6 @@ def main() -> None:
     copies = measure_copy(args, args.threads)
     rows = [row for name in MODES for row in measure_mode(name, args, args.threads, max(copies.values()))]
     results = {
-        "processor": processor_name(),
         "instruction_set": instruction_sets()[-1],
         "numel": args.numel,
         "bytes_per_parameter": {name: mode.bytes_per_parameter for name, mode in MODES.items()},

@@ -16,8 +16,8 @@ known. Random weights and random tokens in sequences of full length, AdamW with 
 reached: a step that was clipped makes a plan that speculates wait, and random weights are clipped in some steps and not
 in others. Batches of ragged cases have sequences of log-normal lengths, one for each sequence of the plan, and are held
 against the prediction of just that batch. The model's FLOPs per second are told as a share of what the probe measured
-for 8192^3. `--compile` fills Triton's cache with few layers of every model, several at a
-time, which changes no figure but those of first steps and saves most of the time on a new machine.
+for 8192^3. `--compile` fills Triton's cache with few layers of every model, several at a time, which changes no figure
+but those of first steps and saves most of the time on a new machine.
 """
 
 from __future__ import annotations

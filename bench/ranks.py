@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.cpu_adamw import processor_name
 from bench.environment import write_json
 from bench.rank_collectives import Bench, slowest_rows
 from bench.rank_hops import hops
@@ -94,7 +93,6 @@ def measure(part: str, team: Team, device: torch.device, size: Size, out: Path) 
 def topology(device: str) -> dict[str, Any]:
     """What is known of the machine without measuring."""
     found: dict[str, Any] = {
-        "processor": processor_name(),
         "cores": sorted(os.sched_getaffinity(0)),
         "shmem_enabled": shmem_setting(),
         "numa_nodes": {node.name: sorted(cores_of_node(int(node.name[4:]))) for node in _numa_nodes()},

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from bench import rank_processes
-from bench.cpu_adamw import MODES, native_update, processor_name
+from bench.cpu_adamw import MODES, native_update
 from bench.environment import write_json
 from bench.rank_hops import hops
 from bench.rank_processes import required, told
@@ -235,7 +235,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All parts that were asked for."""
-    size, found = size_of(args), {"processor": processor_name(), "device": args.device, "size": size_of(args)._asdict()}
+    size, found = size_of(args), {"device": args.device, "size": size_of(args)._asdict()}
     device = torch.device(args.device)
     if args.device != "cpu":
         found["gpu"] = torch.cuda.get_device_name(0)

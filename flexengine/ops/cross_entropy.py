@@ -136,8 +136,9 @@ class LMHeadLoss(Op):
         """The logits [B, V] of a block of tokens, in their buffer."""
         whole_rows = env.t["logits"][: rows.stop - rows.start]
         logits = whole_rows[:, : self.vocab_size]
-        # on CPUs with AMX, oneDNN 3.12 multiplies what follows the last word of a row by zero: NaN there would spread
-        whole_rows[:, self.vocab_size :].zero_()
+        if not logits.is_cuda:
+            # with AMX oneDNN 3.12 multiplies what follows the last word of a row by zero: NaN there would spread
+            whole_rows[:, self.vocab_size :].zero_()
         for words in self.words:
             torch.mm(env.t[self.x][rows], env.p[self.weight][words].t(), out=logits[:, words])
         return logits

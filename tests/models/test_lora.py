@@ -43,7 +43,7 @@ from flexengine.planner import planner
 from flexengine.request import with_read_adapter
 from flexengine.schedule.layout import Layout
 
-SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-4}
+SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 3e-4}
 """A large eps: AdamW's first steps are the signs of gradients, however small, and so of their rounding."""
 
 
@@ -107,7 +107,7 @@ def test_loss_gradients_steps_and_files(family, tmp_path):
     state = engine.state_dict()
     assert {name for name in state if ".lora_" in name} == expected.keys()
     for name, tensor in expected.items():
-        assert (state[name] - tensor).abs().max() <= 3e-5 * max(1.0, tensor.abs().max().item()), name
+        assert (state[name] - tensor).abs().max() <= 1e-5 * max(1.0, tensor.abs().max().item()), name
     check_files(engine, model, ids[0], tmp_path)
     engine.close()
 
