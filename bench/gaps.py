@@ -1,12 +1,14 @@
 """Where does the compute stream wait, and which commands take longer than priced? One step, command by command.
 
     python -m bench.gaps --preset llama-3.1-8b --caps 24 --host-gib 110 --tokens-per-step 8192 --json out.json
+    torchrun --nproc-per-node 2 -m bench.gaps --tokens-per-step 262144 --host-gib 220 --json two.json
 
 Flags are those of bench.step; of several caps the first counts. After --warmup and --steps steps, whose seconds, norms
 and seconds of the thread that issues are printed, one more is timed. Then by cause: the seconds that compute was idle
 before a command, which came to an end when another stream's command did (`h2d: copy`), or when none did and the host
 had yet to issue it (`issue`). And by kind of command and of layer: how many, their seconds, and those that the
-simulator gives them.
+simulator gives them. Of several GPUs these are rank 0's, and every rank's seconds of idle compute are told by the
+stream it waited for, so that those of `relay_in`, `relay_out` and `comm` are what the transport costs.
 """
 
 from __future__ import annotations
@@ -15,15 +17,16 @@ import argparse
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from bench.environment import write_json
 from bench.job_flags import job_from
-from bench.step import one_batch, parse
+from bench.step import of_all, one_batch, parse, printer
 from flexengine.api import PlannedRun, build, prepare_job
 from flexengine.optim import AdamW
+from flexengine.parallel.team import is_first, leave
 from flexengine.plan import Plan
 from flexengine.planner.cost.cost_model import CostModel
 from flexengine.reports.text_format import align_columns
@@ -61,6 +64,14 @@ def idle_seconds(runs: Iterable[TimedRun]) -> dict[tuple[str, str], list[float]]
     return gaps
 
 
+def by_stream(gaps: Mapping[tuple[str, str], Sequence[float]]) -> dict[str, float]:
+    """Seconds that compute was idle, by the stream it waited for, or `issue`."""
+    seconds: dict[str, float] = defaultdict(float)
+    for (why, _), found in gaps.items():
+        seconds[why.split(":")[0].split(" ")[0]] += sum(found)
+    return dict(seconds)
+
+
 def planned_rates(plan: Plan, cost: CostModel) -> Rates:
     """Rates for programs that ran, whose layers are priced for full chunks of the plan's longest sequences."""
     rates, sizes = cost.rates(), (plan.chunk_tokens, plan.request.max_seq_len, cost.compute_bytes)
@@ -96,7 +107,7 @@ def by_kind(runs: Sequence[TimedRun], rates: Rates) -> dict[tuple[str, str], dic
     }  # fmt: skip
 
 
-def steps(engine: Engine, batch: torch.Tensor, count: int) -> list[dict[str, float]]:
+def steps(engine: Engine, batch: torch.Tensor, count: int, say: Callable[[str], None]) -> list[dict[str, float]]:
     """Train so many steps; returns wall seconds, and those of the thread that issues."""
     rows = []
     for _ in range(count):
@@ -104,17 +115,17 @@ def steps(engine: Engine, batch: torch.Tensor, count: int) -> list[dict[str, flo
         out, result = engine.train_step(input_ids=batch, labels=batch)
         row = {"step_s": time.perf_counter() - wall_s, "thread_s": time.thread_time() - thread_s}
         rows.append({**row, "loss": out.loss, "grad_norm": result.grad_norm})
-        print(", ".join(f"{name} {value:.4f}" for name, value in rows[-1].items()), flush=True)
+        say(", ".join(f"{name} {value:.4f}" for name, value in rows[-1].items()))
     return rows
 
 
 def measure(args: argparse.Namespace, planned: PlannedRun) -> dict:
     """Train, time one step, and account for it."""
     engine = build(planned, AdamW(lr=args.lr))
-    plan, batch = engine.plan, one_batch(engine)
-    told = steps(engine, batch, args.warmup + args.steps)
+    plan, batch, say = engine.plan, one_batch(engine), printer(planned.team)
+    told = steps(engine, batch, args.warmup + args.steps, say)
     engine.measure_next_step(keep_runs=True)
-    timed = steps(engine, batch, 1)[0]
+    timed = steps(engine, batch, 1, say)[0]
     runs = list(engine.take_timed_runs())
     kinds = by_kind(runs, planned_rates(plan, CostModel.of(plan.request, planned.profile, plan.chunk_tokens)))
     gaps, on_gpu = idle_seconds(runs), planned.device.type == "cuda"
@@ -136,6 +147,7 @@ def measure(args: argparse.Namespace, planned: PlannedRun) -> dict:
         "device_allocations": allocator.get("num_device_alloc"),
         "allocations_again": allocator.get("num_alloc_retries"),
         "graphs": graphs,
+        "idle_by_stream": of_all(planned.team, by_stream(gaps)),
         "idle": [
             {"cause": why, "before": kind, "seconds": sum(found), "count": len(found)}
             for (why, kind), found in sorted(gaps.items(), key=lambda item: -sum(item[1]))
@@ -148,6 +160,12 @@ def table(found: dict) -> str:
     """The gaps, longest first, and the commands."""
     idle = [("compute waits for", "before", "s", "times")]
     idle += [(row["cause"], row["before"], f"{row['seconds']:.4f}", str(row["count"])) for row in found["idle"]]
+    idle += [("rank", "waits for", "s", "")]
+    idle += [
+        (str(rank), stream, f"{seconds:.4f}", "")
+        for rank, told in enumerate(found["idle_by_stream"])
+        for stream, seconds in sorted(told.items(), key=lambda item: -item[1])
+    ]
     kinds = [("stream", "kind", "count", "s", "median ms", "simulated s")]
     kinds += [
         (row["stream"], row["kind"], str(row["count"]), f"{row['measured_s']:.4f}", f"{1e3 * row['median_s']:.3f}",
@@ -161,11 +179,14 @@ def main() -> None:
     args = parse()
     cap = None if args.caps[0] == "none" else float(args.caps[0])
     planned = prepare_job(args.model, job_from(args, max_gpu_mem_gib=cap))
-    print(planned.describe(), flush=True)
+    say = printer(planned.team)
+    say(planned.describe())
     found = measure(args, planned)
-    print(table(found))
-    print({name: found[name] for name in found if isinstance(found[name], int | float)})
-    write_json(args.json, found)
+    say(table(found))
+    say(str({name: found[name] for name in found if isinstance(found[name], int | float)}))
+    if is_first(planned.team):
+        write_json(args.json, found)
+    leave()
 
 
 if __name__ == "__main__":

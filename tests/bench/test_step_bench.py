@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench import step
-from bench.gaps import idle_seconds, kind_of
+from bench.gaps import by_stream, idle_seconds, kind_of
 from flexengine.hardware.presets import preset
 from flexengine.models.freezing import with_frozen
 from flexengine.models.registry import open_model
@@ -104,3 +104,11 @@ def test_gaps_of_compute_are_told_by_what_ended_them():
 def test_commands_are_told_by_kind_of_layer():
     names = CommandName("fetch", "weights", "block.3"), CommandName("backward", "", "head", chunk=1)
     assert [kind_of(SimpleNamespace(name=name)) for name in names] == ["fetch weights block", "backward head"]
+
+
+def test_idle_seconds_are_summed_by_the_stream_that_compute_waited_for():
+    gaps = {
+        ("relay_in: copy", "finish_gradient"): [0.5, 0.25], ("relay_in: copy", "update"): [1.0],
+        ("issue", "forward"): [2.0], ("issue after h2d: copy", "forward"): [4.0],
+    }  # fmt: skip
+    assert by_stream(gaps) == {"relay_in": 1.75, "issue": 6.0}
