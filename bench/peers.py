@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -187,7 +188,12 @@ def _tail(log) -> str:
     log.seek(0)
     text = log.read().strip()
     log.close()
-    return text[-ERROR_CHARACTERS:] or "it ended without a word"
+    return without_folders(text[-ERROR_CHARACTERS:]) or "it ended without a word"
+
+
+def without_folders(text: str) -> str:
+    """Text whose absolute paths are file names alone: where packages lie says nothing of an engine."""
+    return re.sub(r'(?:[^\s"]*/)+(?=[\w.-]+\.py\b)', "", text)
 
 
 def _read(path: Path) -> dict | None:

@@ -12,6 +12,7 @@ from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_round
 from flexengine.schedule.packing import pack, packed_shape
 from flexengine.schedule.simulator import simulate
+from flexengine.schedule.step_parts import simulated_rounds
 from flexengine.step_prediction import StepPredictor
 
 FULL = [64] * 8
@@ -79,3 +80,12 @@ def test_a_batch_that_is_not_full_takes_less(predicted, name):
 def test_shorter_sequences_of_as_many_tokens_take_less(predicted):
     long, short = (predicted.step_s([length] * (512 // length)) for length in (64, 16))
     assert short < long
+
+
+def test_the_first_round_alone_waits_for_its_batch(predicted):
+    layout = Layout(predicted.model, predicted.plan)
+    rates = CostModel.of(predicted.plan.request, predicted.profile, predicted.plan.chunk_tokens).rates()
+    at_once, late = (simulated_rounds(layout, rates._replace(batch_s=s)) for s in (0.0, 0.5))
+    assert len(at_once) > 1
+    waits = [after.timing.total_s - before.timing.total_s for before, after in zip(at_once, late, strict=True)]
+    assert waits == pytest.approx([0.5] + [0.0] * (len(waits) - 1))

@@ -31,11 +31,12 @@ def gradient_scales(norm_squares: Tensor, loss_weight: float, max_grad_norm: flo
         )
     squares = norm_squares.to(torch.float64)
     norm = squares.sum(dim=0, keepdim=True).sqrt() / loss_weight
-    decisive, scales = squares, torch.full_like(squares, 1.0 / loss_weight)
-    if max_grad_norm is not None:
-        decisive = norm.expand_as(squares)
-        scales = scales * torch.clamp(max_grad_norm / (norm + 1e-6), max=1.0)
-    scales = torch.where(torch.isfinite(decisive), scales, torch.nan)
+    # x - x is 0, or NaN where x is not finite, by fewer kernels than a comparison: steps of small models wait for them
+    if max_grad_norm is None:
+        scales = (squares - squares) + 1.0 / loss_weight
+    else:
+        scale = torch.clamp(max_grad_norm / (norm + 1e-6), max=1.0) * (1.0 / loss_weight)
+        scales = (scale + (norm - norm)).expand_as(squares)
     return scales.to(torch.float32), norm.to(torch.float32)
 
 

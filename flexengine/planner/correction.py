@@ -116,7 +116,7 @@ def predicted_totals(layout: Layout, profile: HardwareProfile) -> dict[CommandCl
     totals: dict[CommandClass, CommandTotal] = {}
     last = lower_last_round(layout, shape, first=plan.num_rounds == 1)
     by_cpu = {} if plan.updates_in_backward else late_groups(layout)
-    for program in (last, lower_update(layout, by_cpu)):
+    for program in (last, lower_update(layout, by_cpu, told=plan.speculates)):
         timing = simulate(program, cost.rates())
         add_totals(totals, program, zip(timing.start_s, timing.end_s, strict=True), layout.model)
     return totals

@@ -92,8 +92,11 @@ def read_batch(columns: Mapping[str, object], vocab_size: int, max_seq_len: int)
         )
     assert ids is not None, "there are input_ids"
     targets = ids if targets is None else targets
-    for i, (row, target) in enumerate(zip(ids, targets, strict=True)):
-        _check_row(i, row, target, vocab_size, max_seq_len)
+    for i, row in enumerate(ids):
+        _check_length(i, row, max_seq_len)
+    if _has_unknown(ids, vocab_size) or _has_unknown(targets, vocab_size, IGNORE_INDEX):  # all at once: GPUs wait
+        for i, (row, target) in enumerate(zip(ids, targets, strict=True)):
+            _check_tokens(i, row, target, vocab_size)
     shifted = None if weights is None else [_shift(row, 0) for row in weights]
     return Sequences(ids, [_shift(target, IGNORE_INDEX) for target in targets], shifted)
 
@@ -267,7 +270,7 @@ def _lengths_within(i: int, positions: Tensor) -> list[int]:
     return lengths
 
 
-def _check_row(i: int, row: Tensor, labels: Tensor, vocab_size: int, max_seq_len: int) -> None:
+def _check_length(i: int, row: Tensor, max_seq_len: int) -> None:
     if row.numel() == 0:
         raise ValueError(f"sequence {i} of the batch is empty; every sequence needs at least one token")
     if row.numel() > max_seq_len:
@@ -275,6 +278,16 @@ def _check_row(i: int, row: Tensor, labels: Tensor, vocab_size: int, max_seq_len
             f"sequence {i} has {row.numel()} tokens, more than max_seq_len={max_seq_len}; cut it, or make the engine"
             f" for max_seq_len={row.numel()}"
         )
+
+
+def _has_unknown(rows: list[Tensor], vocab_size: int, ignored: int | None = None) -> bool:
+    """Whether any token of any row is outside the vocabulary, and is not the ignored one."""
+    tokens = torch.cat(rows)
+    low, high = (tokens if ignored is None else torch.where(tokens == ignored, 0, tokens)).aminmax()
+    return bool(low < 0) or bool(high >= vocab_size)
+
+
+def _check_tokens(i: int, row: Tensor, labels: Tensor, vocab_size: int) -> None:
     low, high = int(row.min()), int(row.max())
     if low < 0 or high >= vocab_size:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -60,11 +61,11 @@ def evaluate_output(loss_sum: float, batch: Sequences, token_losses: list[Tensor
     return EvaluateOutput(loss_sum / batch.loss_weight, batch.num_tokens, batch.num_target_tokens, log_probs)
 
 
-def fwd_bwd_output(loss: float, batch: Sequences, layout: Layout) -> FwdBwdOutput:
-    """Add a batch's sizes and FLOPs to its mean loss."""
+def without_loss(batch: Sequences, layout: Layout) -> FwdBwdOutput:
+    """The output of a batch but for its loss, which is not known yet: its sizes and FLOPs."""
     model_flops = layout.model.model_flops(batch.lengths)
     hardware_flops = model_flops + _recompute_flops(batch, layout)
-    return FwdBwdOutput(loss, batch.num_tokens, batch.num_target_tokens, model_flops, hardware_flops)
+    return FwdBwdOutput(math.nan, batch.num_tokens, batch.num_target_tokens, model_flops, hardware_flops)
 
 
 def _recompute_flops(batch: Sequences, layout: Layout) -> float:

@@ -15,7 +15,7 @@ from flexengine.runtime.batch_input import Sequences
 from flexengine.runtime.determinism import deterministic_kernels
 from flexengine.runtime.node_gradients import NodeGradients
 from flexengine.runtime.not_finite import first_bad_gradient
-from flexengine.runtime.outputs import FwdBwdOutput, StepOutput, fwd_bwd_output
+from flexengine.runtime.outputs import FwdBwdOutput, StepOutput, without_loss
 from flexengine.runtime.program_runner import ProgramRunner
 from flexengine.runtime.programs import CpuPart
 from flexengine.runtime.rounds import RoundRunner
@@ -66,9 +66,11 @@ class StepRunner:
             self._changed(gradients=True)
             if balance is not None:
                 loss_sum += balance.loss()
-            self._state.loss_weight += batch.loss_weight
-            loss = float(loss_sum) / batch.loss_weight  # waits for the rounds
-        return fwd_bwd_output(loss, batch, self._layout)
+            loss_weight = batch.loss_weight
+            self._state.loss_weight += loss_weight
+            out = without_loss(batch, self._layout)  # while the rounds run
+            loss = float(loss_sum) / loss_weight  # waits for them
+        return out._replace(loss=loss)
 
     def evaluate(
         self, batch: Sequences, read: Callable[[Tensor], Result], token_losses: list[Tensor] | None = None,

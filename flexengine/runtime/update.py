@@ -61,8 +61,10 @@ class UpdateRunner:
             self.first_element.append(total)
             total += stored.numel
         runs = [self._runs(group) for group in range(len(layout.groups))]
-        self.first_runs = torch.tensor([r.start for r in runs], device=arenas.device)
-        self.groups_of_runs = [group for group, r in enumerate(runs) if r.stop > r.start + 1]
+        most = max(r.stop - r.start for r in runs)
+        rows = [[min(r.start + i, r.stop - 1) for i in range(most)] for r in runs]
+        self.runs_of_groups = torch.tensor(rows, device=arenas.device)
+        self.is_run = torch.tensor([[r.start + i < r.stop for i in range(most)] for r in runs], device=arenas.device)
         trained = [not group.frozen for group in layout.model.groups]
         self.trained = None if all(trained) else torch.tensor(trained, device=arenas.device)
 
@@ -104,10 +106,7 @@ class UpdateRunner:
         squares = self.norm_squares()
         if len(squares) == len(self.layout.groups):
             return squares
-        found = squares[self.first_runs]
-        for group in self.groups_of_runs:
-            torch.sum(squares[self._runs(group)], 0, out=found[group])
-        return found
+        return torch.where(self.is_run, squares[self.runs_of_groups], 0.0).sum(1)
 
     def _group_square(self, squares: Tensor, group: int) -> Tensor:
         return squares[self._runs(group)].sum()

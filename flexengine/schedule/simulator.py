@@ -32,7 +32,7 @@ class Rates(NamedTuple):
     issue_s: seconds of the host to issue a command. cpu_s: seconds of a command of the CPU while the link is idle.
     host_bytes_per_s: rate of host memory, which copies take a part of. beside_cpu_bytes_per_s: most that a direction of
     the link moves while the CPU works, as the CPU has the better of host memory. comm_s: seconds of a collective, or of
-    work on the stream of collectives.
+    work on the stream of collectives. batch_s: seconds of the host to read, pack and write a step's batch.
     """
 
     compute_s: Callable[[Command], float]
@@ -44,6 +44,7 @@ class Rates(NamedTuple):
     host_bytes_per_s: float = inf
     beside_cpu_bytes_per_s: dict[Stream, float] | None = None
     comm_s: Callable[[Command], float] = lambda command: 0.0
+    batch_s: float = 0.0
 
 
 OTHER_DIRECTION = {Stream.H2D: Stream.D2H, Stream.D2H: Stream.H2D}

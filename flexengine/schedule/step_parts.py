@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flexengine.plan import Plan
-from flexengine.schedule.commands import STREAMS, Program, Stream
+from flexengine.schedule.commands import STREAMS, Command, Program, Stream
 from flexengine.schedule.following import followed
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape, lower_round, lower_update
@@ -85,10 +85,21 @@ def simulated_rounds(
         late = late_groups(layout) if plan.speculates else {}
         own = lower_update(
             layout, left if left is None else {**left, **late}, Share(0, plan.request.ranks),
-            urgent=(left or {}) if late else (),
+            urgent=(left or {}) if late else (), told=plan.speculates,
         )  # fmt: skip
         first, name = followed(own, first), f"{update} of the step before, then {name}"
-    return [_simulated(name, 1, first, rates, opening), *found]
+    return [_simulated(name, 1, first, after_a_batch(rates), opening), *found]
+
+
+def after_a_batch(rates: Rates) -> Rates:
+    """Rates for the first round of a step, which begins when the host has prepared the batch; later ones find it ahead
+    of the GPU."""
+
+    def issue_s(command: Command) -> float:
+        is_batch = command.kind == "copy" and command.name.subject == "batch"
+        return rates.issue_s(command) + (rates.batch_s if is_batch else 0.0)
+
+    return rates._replace(issue_s=issue_s)
 
 
 def lower_last_round(layout: Layout, shape: RoundShape, first: bool) -> Program:

@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from bench.peer_engines import Setting, measure
-from bench.peers import line, settings_of
+from bench.peers import line, settings_of, without_folders
 
 ONE = Setting(
     engine="peft-liger", preset="tiny-llama3-50m", layers=1, seq_len=8, tokens=32, micro_batches=(4, 2), tries=1,
@@ -36,3 +36,8 @@ def test_settings_divide_the_batch():
 def test_a_failed_run_tells_its_error():
     failed = line({**ONE._asdict(), "failed": "Traceback\ntorch.OutOfMemoryError: no memory"})
     assert failed.endswith("FAILED: torch.OutOfMemoryError: no memory")
+
+
+def test_errors_name_files_without_their_folders():
+    text = 'File "/a/b/site-packages/torch/nn/x.py", line 3\nsee https://a.b/c'
+    assert without_folders(text) == 'File "x.py", line 3\nsee https://a.b/c'

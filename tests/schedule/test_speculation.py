@@ -40,8 +40,19 @@ def test_programs_of_random_plans_are_accepted_on_both_sides(seed):
     for side in (layout, layout.swapped()):
         shape = full_round(side)
         rounds = [lower_round(side, shape, first, speculates=True) for first in (True, False)]
-        for program in (*rounds, lower_update(side), lower_update(side, late_groups(side))):
+        late = late_groups(side)
+        told = [lower_update(side, by_cpu, told=True) for by_cpu in (None, late)]
+        for program in (*rounds, lower_update(side), lower_update(side, late), *told):
             check_program(program, side.gpu_bytes, side.host_bytes)
+
+
+def test_factors_that_the_last_round_left_are_not_computed_again():
+    _, layout = speculating_program()
+    kinds = {told: [c.kind for c in lower_update(layout, told=told).commands] for told in (False, True)}
+    assert kinds[False] == ["clip", *kinds[True]]
+    assert "update" in kinds[True]
+    nothing_left = lower_update(Layout(layout.given, replace(layout.plan, groups=(SPECULATIVE,) * 4)), {}, told=True)
+    assert [c.kind for c in nothing_left.commands] == ["clip"]  # every program has a command
 
 
 def test_a_speculation_may_be_kept_or_thrown_away():

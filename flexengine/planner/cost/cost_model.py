@@ -105,6 +105,7 @@ class CostModel:
             duplex_bytes_per_s={Stream.H2D: p.h2d_duplex_bytes_per_s, Stream.D2H: p.d2h_duplex_bytes_per_s},
             copy_latency_s=p.copy_latency_s,
             issue_s=self.issue_s,
+            batch_s=p.issue_s * BATCH_ISSUE_CALLS,
             cpu_s=self.cpu_s,
             host_bytes_per_s=p.host_rate(self.state_dtype),
             beside_cpu_bytes_per_s={Stream.H2D: p.h2d_beside_cpu_bytes_per_s, Stream.D2H: p.d2h_beside_cpu_bytes_per_s},
@@ -114,10 +115,10 @@ class CostModel:
         )
 
     def cpu_s(self, command: Command) -> float:
-        """Seconds of an update by the CPU while the link is idle: it is bound by host memory."""
+        """Seconds of an update by the CPU while the link is idle: it is bound by host memory, once it has begun."""
         p, speculative = self.profile, command.name.verb == "speculate"
         rate_of = p.cpu_adamw_into_second_bytes_per_s if speculative else p.cpu_adamw_bytes_per_s
-        return self.ranks * command.work.memory_bytes / rate_of(self.state_dtype)
+        return self.ranks * command.work.memory_bytes / rate_of(self.state_dtype) + p.issue_s * CPU_CALLS
 
     def issue_s(self, command: Command) -> float:
         """Host seconds to issue a command: its op calls, each with its views, one after another."""
@@ -126,10 +127,15 @@ class CostModel:
 
 COPY_ISSUE_CALLS = 0.25
 """Copies between two compute commands are one native call, bound once per program."""
+CPU_CALLS = 10
+"""Of a command of the CPU beside the thread that issues, which has the interpreter most of the time: 0.18 to 0.29 ms
+more than bytes say, where a call takes 15 to 25 us (bench/results/h200_gaps_*.json)."""
 OTHER_ISSUE_CALLS = 6
 """The update of a tile and the rounding of a gradient: about as many views."""
 
 
+BATCH_ISSUE_CALLS = 60
+"""Between two steps: 1.3 ms from the call to the first command, of 16 sequences, on a CPU where a call takes 20 us."""
 LAYER_CALL = 1.35
 """What a call of an op takes the host over what the probe measures, which is one of torch with few operands: steps that
 wait for the host alone took 39 and 42 us a call on an H100 whose probe said 30."""

@@ -39,6 +39,9 @@ from flexengine.schedule.waves import ALL_SQUARES, OWN_SQUARES
 KERNELS_PER_MATRIX = 20
 """Kernels of an update by matrix products: five iterations of three, the norm, what comes before and after."""
 
+CLIP_KERNELS = 16
+"""Of `UpdateRunner.clip`, each of some microseconds."""
+
 MOST_IN_PLACE = 1 << 26
 """Elements of a tile of what lies on the GPU altogether: an update of so many takes 0.2 ms, longer than the host needs
 to issue it."""
@@ -67,7 +70,7 @@ def lower_update(
     layout: Layout, by_cpu: Mapping[int, float] | None = None, share: Share = ALONE, last: bool = True,
     urgent: Collection[int] = (), told: bool = False, holds: bool = False,
 ) -> Program:  # fmt: skip
-    """Clip factor, then updates of all groups in forward order, first those by the CPU.
+    """Clip factor, unless the round before left it, then updates of all groups in forward order, first the CPU's.
 
     The GPU updates tile by tile, host planes streaming through tile slots; the CPU updates in place.
 
@@ -76,8 +79,9 @@ def lower_update(
     tiles of one plane do not wait for each other.
     share: what this one of several ranks updates. last: it ran the last round of the step, so that its sums of squares
     are those of all gradients; the others take them from the node's memory. With several nodes all are told them
-    before. urgent: groups that the CPU ends first, for prices, as an earlier program began them. told: ranks of a split
-    plan, or in stages, have the sums of all since the last round, which speculated. holds: what that updated counts.
+    before. urgent: groups that the CPU ends first, for prices, as an earlier program began them. told: the last round
+    speculated, so that all have the sums of squares, and the factors on gradients, since then. holds: what that updated
+    counts.
     """
     left = dict.fromkeys(cpu_groups(layout), 1.0) if by_cpu is None else by_cpu
     pieces: list[Slot] = []
@@ -88,23 +92,15 @@ def lower_update(
     }  # fmt: skip
     slots = (*layout.slots, *pieces)
     builder = ProgramBuilder("update", slots, overlapping_slots(slots))
-    norms = Access(layout.slot("norm_squares"), "norm squares")
-    if layout.plan.split and told:
-        builder.holds(*norms)
-        builder.holds(layout.slot("run_squares"), ALL_SQUARES)
-    elif layout.plan.split and layout.plan.request.nodes == 1:
-        _add_squares(builder, layout, norms)
-    elif isinstance(layout, StageLayout) and told:
-        builder.holds(*norms)
-    elif isinstance(layout, StageLayout):
-        _exchange_squares(builder, layout, last)
-    elif layout.plan.shares_node and layout.plan.request.nodes == 1:
-        _exchange_norm(builder, layout, last)
+    norms = _sums_of_squares(builder, layout, last, told)
+    # signals of ranks need a command before all updates, and every program one
+    if told and not layout.plan.shares_node and (left or any(tiles.values())):
+        builder.holds(layout.slot("scales"), "scales")
+        builder.holds(layout.slot("grad_norm"), "grad norm")
     else:
-        builder.holds(*norms)
-    _clip(builder, layout, norms)
+        _clip(builder, layout, norms)
     if left:
-        _send_scalars(builder, layout)
+        _send_scalars(builder, layout)  # what the CPU waits for, so that the GPU has ended what came before
     ends: dict[int, int] = {}
     for group in sorted(left):  # first, so that the CPU need not wait until the host has issued the GPU's updates
         scales = Access(layout.slot("scalars", memory="host"), "scalars")
@@ -122,6 +118,25 @@ def lower_update(
     elif layout.plan.shares_node:
         _signal_updates(builder, layout, ends, holds)
     return builder.build()
+
+
+def _sums_of_squares(builder: ProgramBuilder, layout: Layout, last: bool, told: bool) -> Access:
+    """Have the sums of squares of all gradients here; last, told: as of `lower_update`."""
+    norms = Access(layout.slot("norm_squares"), "norm squares")
+    if layout.plan.split and told:
+        builder.holds(*norms)
+        builder.holds(layout.slot("run_squares"), ALL_SQUARES)
+    elif layout.plan.split and layout.plan.request.nodes == 1:
+        _add_squares(builder, layout, norms)
+    elif isinstance(layout, StageLayout) and told:
+        builder.holds(*norms)
+    elif isinstance(layout, StageLayout):
+        _exchange_squares(builder, layout, last)
+    elif layout.plan.shares_node and layout.plan.request.nodes == 1:
+        _exchange_norm(builder, layout, last)
+    else:
+        builder.holds(*norms)
+    return norms
 
 
 def _exchange_norm(builder: ProgramBuilder, layout: Layout, last: bool) -> None:
@@ -234,7 +249,9 @@ def lower_norm(builder: ProgramBuilder, layout: Layout, stored: Sequence[Access]
 def _clip(builder: ProgramBuilder, layout: Layout, norms: Access) -> None:
     """Compute the factors on all gradients and their norm."""
     writes = [Access(layout.slot("scales"), "scales"), Access(layout.slot("grad_norm"), "grad norm")]
-    builder.add("clip", CommandName("clip", owner="factor"), Stream.COMPUTE, [norms], writes, Work(kernels=8))
+    builder.add(
+        "clip", CommandName("clip", owner="factor"), Stream.COMPUTE, [norms], writes, Work(kernels=CLIP_KERNELS)
+    )
 
 
 def _send_scalars(builder: ProgramBuilder, layout: Layout) -> None:
