@@ -3,12 +3,13 @@
     python -m bench.gaps --preset llama-3.1-8b --caps 24 --host-gib 110 --tokens-per-step 8192 --json out.json
     torchrun --nproc-per-node 2 -m bench.gaps --tokens-per-step 262144 --host-gib 220 --json two.json
 
-Flags are those of bench.step; of several caps the first counts. After --warmup and --steps steps, whose seconds, norms
-and seconds of the thread that issues are printed, one more is timed. Then by cause: the seconds that compute was idle
-before a command, which came to an end when another stream's command did (`h2d: copy`), or when none did and the host
-had yet to issue it (`issue`). And by kind of command and of layer: how many, their seconds, and those that the
-simulator gives them. Of several GPUs these are rank 0's, and every rank's seconds of idle compute are told by the
-stream it waited for, so that those of `relay_in`, `relay_out` and `comm` are what the transport costs.
+Flags are those of bench.step; of several caps the first counts. Of --warmup and --steps steps it prints seconds, norms,
+seconds of the thread that issues, and the host's before the first program of a step, while it issues each, after each
+until the next, and at the end. Then one more is timed. By cause: the seconds that compute was idle before a command,
+which came to an end when another stream's command did (`h2d: copy`), or when none did and the host had yet to issue it
+(`issue`). By kind of command and of layer: how many, their seconds, and those that the simulator gives them. Of several
+GPUs these are rank 0's, and every rank's seconds of idle compute are told by the stream it waited for, so that those of
+`relay_in`, `relay_out` and `comm` are what the transport costs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -107,13 +110,34 @@ def by_kind(runs: Sequence[TimedRun], rates: Rates) -> dict[tuple[str, str], dic
     }  # fmt: skip
 
 
-def steps(engine: Engine, batch: torch.Tensor, count: int, say: Callable[[str], None]) -> list[dict[str, float]]:
-    """Train so many steps; returns wall seconds, and those of the thread that issues."""
+def note_programs(engine: Engine, at_s: list[float]) -> None:
+    """Have the times before and after the issue of every program added to a list."""
+    run = engine.runner.run
+
+    def noted(*args: Any, **options: Any) -> None:
+        at_s.append(time.perf_counter())
+        run(*args, **options)
+        at_s.append(time.perf_counter())
+
+    engine.runner.run = noted  # type: ignore[method-assign]
+
+
+def steps(engine: Engine, batch: torch.Tensor, count: int, say: Callable[[str], None], at_s: list[float]) -> list[dict]:
+    """Train so many steps; returns wall seconds, those of the thread that issues, and the host's before its first
+    program, of the issue of each and after each. at_s: of `note_programs`."""
     rows = []
     for _ in range(count):
+        at_s.clear()
         wall_s, thread_s = time.perf_counter(), time.thread_time()
         out, result = engine.train_step(input_ids=batch, labels=batch)
         row = {"step_s": time.perf_counter() - wall_s, "thread_s": time.thread_time() - thread_s}
+        parts_s = [end - start for start, end in pairwise((wall_s, *at_s, wall_s + row["step_s"]))]
+        row |= {
+            "before_s": parts_s[0],
+            "issue_s": sum(parts_s[1::2]),
+            "after_s": sum(parts_s[2:-1:2]),
+            "end_s": parts_s[-1],
+        }
         rows.append({**row, "loss": out.loss, "grad_norm": result.grad_norm})
         say(", ".join(f"{name} {value:.4f}" for name, value in rows[-1].items()))
     return rows
@@ -123,9 +147,11 @@ def measure(args: argparse.Namespace, planned: PlannedRun) -> dict:
     """Train, time one step, and account for it."""
     engine = build(planned, AdamW(lr=args.lr))
     plan, batch, say = engine.plan, one_batch(engine), printer(planned.team)
-    told = steps(engine, batch, args.warmup + args.steps, say)
+    at_s: list[float] = []
+    note_programs(engine, at_s)
+    told = steps(engine, batch, args.warmup + args.steps, say, at_s)
     engine.measure_next_step(keep_runs=True)
-    timed = steps(engine, batch, 1, say)[0]
+    timed = steps(engine, batch, 1, say, at_s)[0]
     runs = list(engine.take_timed_runs())
     kinds = by_kind(runs, planned_rates(plan, CostModel.of(plan.request, planned.profile, plan.chunk_tokens)))
     gaps, on_gpu = idle_seconds(runs), planned.device.type == "cuda"
