@@ -5,6 +5,7 @@
     python -m bench.plan_accuracy --speeds --json out.json            # whole models, by their tokens per second
     python -m bench.plan_accuracy --part 1/2 --json first.json        # half of them
     python -m bench.plan_accuracy --families --compile 5 --json out.json      # five at a time compile kernels first
+    python -m bench.plan_accuracy --gpus 4 --json out.json            # four cases at a time, on a GPU each
     python -m bench.plan_accuracy --merge first.json second.json --json all.json
     python -m bench.plan_accuracy --show all.json                     # the table as Markdown
 
@@ -17,7 +18,8 @@ reached: a step that was clipped makes a plan that speculates wait, and random w
 in others. Batches of ragged cases have sequences of log-normal lengths, one for each sequence of the plan, and are held
 against the prediction of just that batch. The model's FLOPs per second are told as a share of what the probe measured
 for 8192^3. `--compile` fills Triton's cache with few layers of every model, several at a time, which changes no figure
-but those of first steps and saves most of the time on a new machine.
+but those of first steps and saves most of the time on a new machine. With `--gpus` every case at work has a GPU and a
+share of the cores of its own, near that GPU; it is probed while the others work, as a rented part of a machine is.
 """
 
 from __future__ import annotations
@@ -26,15 +28,17 @@ import argparse
 import json
 import math
 import os
+import queue
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -294,6 +298,60 @@ def run_in_own_process(
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+def cores_of_gpus(gpus: int) -> list[frozenset[int]]:
+    """Share the cores that this process may use among so many GPUs, near each one where the kernel tells."""
+    import pynvml  # noqa: PLC0415 (machines without GPUs need none)
+
+    from flexengine.native.host_memory import numa_node_of_pci  # noqa: PLC0415 (the parent process stays small)
+    from flexengine.parallel.cores import cores_of_node  # noqa: PLC0415
+
+    pynvml.nvmlInit()
+    places = [pynvml.nvmlDeviceGetPciInfo(pynvml.nvmlDeviceGetHandleByIndex(gpu)) for gpu in range(gpus)]
+    near = [cores_of_node(numa_node_of_pci(place.domain, place.bus, place.device)) for place in places]
+    return shared_cores(near, frozenset(os.sched_getaffinity(0)))
+
+
+def shared_cores(near: Sequence[Set[int]], allowed: frozenset[int]) -> list[frozenset[int]]:
+    """Divide the allowed cores near each GPU, or all where there are none, by the GPUs that they are near to."""
+    pools = [allowed & cores or allowed for cores in near]
+    found = []
+    for gpu, pool in enumerate(pools):
+        place, count, cores = pools[:gpu].count(pool), pools.count(pool), sorted(pool)
+        found.append(frozenset(cores[place * len(cores) // count : (place + 1) * len(cores) // count]) or pool)
+    return found
+
+
+def rows_by_gpus(cases: Sequence[Case], cores: Sequence[Set[int]], begins: Callable[[], bool]) -> Iterator[dict]:
+    """The rows of cases as they end, as many at a time as there are sets of cores, on a GPU and with these cores each.
+
+    begins: whether one more case may begin.
+    """
+    waiting, rows = queue.SimpleQueue[Case](), queue.SimpleQueue[dict | None]()
+    for case in cases:
+        waiting.put(case)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = visible if len(visible) >= len(cores) else list(map(str, range(len(cores))))
+
+    def work(gpu: int, folder: str) -> None:
+        os.sched_setaffinity(0, cores[gpu])  # of this thread, and of the processes that it starts
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": names[gpu], "FLEXENGINE_CACHE": f"{folder}/{gpu}"}
+        try:
+            while begins():
+                rows.put(run_in_own_process(waiting.get_nowait(), environment=environment))
+        except queue.Empty:
+            pass
+        finally:
+            rows.put(None)
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(cores)) as pool:
+        workers = [pool.submit(work, gpu, folder) for gpu in range(len(cores))]
+        for _ in workers:
+            while (row := rows.get()) is not None:
+                yield row
+        for worker in workers:
+            worker.result()
+
+
 def summary(rows: list[dict]) -> dict:
     """How the rows stand against the promises."""
     ran = [row for row in rows if "failed" not in row]
@@ -352,12 +410,17 @@ def rows_of(paths: list[str]) -> list[dict]:
     return [row if "failed" in row else {**row, "step_s": steady_step_s(row["steps_s"])} for row in rows]
 
 
+def in_order(rows: Sequence[dict]) -> list[dict]:
+    """Rows in the order of the cases."""
+    cases = (*CASES, *FAMILIES, *SPEEDS)
+    return sorted(rows, key=lambda r: cases.index(Case(**{f: r[f] for f in Case._fields if f in r})))
+
+
 def merged(paths: list[str]) -> dict:
     """The result of several parts: the machine of the first, all commands, all rows in the order of the cases."""
     environments = [json.loads(Path(path).read_text())["environment"] for path in paths]
     commands = [environment["command"] for environment in environments]
-    cases = (*CASES, *FAMILIES, *SPEEDS)
-    rows = sorted(rows_of(paths), key=lambda r: cases.index(Case(**{f: r[f] for f in Case._fields if f in r})))
+    rows = in_order(rows_of(paths))
     return {"environment": {**environments[0], "command": commands}, "summary": summary(rows), "rows": rows}
 
 
@@ -376,7 +439,9 @@ def main() -> None:
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--families", action="store_true", help="plans of all other families instead of Llama's")
     chosen.add_argument("--speeds", action="store_true", help="whole models, held against other engines or bounds")
+    chosen.add_argument("--all", action="store_true", help="all of these")
     parser.add_argument("--limit-s", type=float, default=None, help="begin no case after so many seconds")
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="run N cases at a time, on a GPU each")
     parser.add_argument("--compile", type=int, default=0, metavar="N", help="compile kernels first, N models at a time")
     parser.add_argument("--merge", nargs="+", help="join the rows of these result files instead of running")
     parser.add_argument("--show", help="print the table of a result file")
@@ -399,16 +464,21 @@ def main() -> None:
             parser.error("--merge needs --json, the file to write")
         Path(args.json).write_text(json.dumps(merged(args.merge), indent=1) + "\n")
         return
-    every = FAMILIES if args.families else SPEEDS if args.speeds else CASES
+    every = (
+        (*CASES, *FAMILIES, *SPEEDS) if args.all else FAMILIES if args.families else SPEEDS if args.speeds else CASES
+    )
     cases, rows, began_s = chosen_cases(every, args.part, args.only), [], time.perf_counter()
     if args.compile:
         compile_kernels(cases, args.compile)
         print(f"kernels compiled in {time.perf_counter() - began_s:.0f} s", flush=True)
-    for case in cases:
-        if args.limit_s is not None and time.perf_counter() - began_s > args.limit_s:
-            break
-        rows.append(run_in_own_process(case))
-        print(markdown(rows[-1:]).splitlines()[-1], flush=True)
+
+    def begins() -> bool:
+        return args.limit_s is None or time.perf_counter() - began_s <= args.limit_s
+
+    found = (run_in_own_process(case) for case in takewhile(lambda _: begins(), cases))
+    for row in found if args.gpus == 1 else rows_by_gpus(cases, cores_of_gpus(args.gpus), begins):
+        rows = in_order([*rows, row])
+        print(markdown([row]).splitlines()[-1], flush=True)
         write_json(args.json, {"summary": summary(rows), "rows": rows})
     print(json.dumps(summary(rows), indent=1))
 

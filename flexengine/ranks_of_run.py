@@ -53,6 +53,8 @@ def as_rank(team: Team, config: TrainConfig) -> Iterator[TrainConfig]:
         except RankLost as lost:
             if team.watch.loss is None or team.watch.loss.told_here:
                 print(f"flexengine: {lost}", file=sys.stderr)
+            else:
+                time.sleep(_HEAD_START_S)
             raise SystemExit(FAILED) from None
         except Exception as error:
             if teller_of(error) not in (None, team.ranks.rank):

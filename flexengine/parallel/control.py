@@ -30,6 +30,7 @@ _NAP_S = 100e-6
 _LEAVE_S = 5.0
 _NEWS_S = 1.0  # until what has closed a connection is known
 _NEWS_OF_NODES_S = 7.0
+_LAST_WORDS_S = 0.5  # until what a rank sent before it was lost has come
 
 _WITHOUT_WATCHDOG = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
 """Read by torch where a group of NCCL is made: no thread looks after its calls then."""
@@ -247,10 +248,22 @@ class Control:
             if waited_s > self._timeout_s:
                 raise RankError(f"a rank did not come within {self._timeout_s:.0f} s")
             if waited_s > _SPIN_S:
-                if self.check_lost is not None:
-                    self.check_lost()
+                self._check_lost_beside(work)
                 time.sleep(min(_NAP_S * (1 + waited_s), 0.01))
         work.wait()
+
+    def _check_lost_beside(self, work: Any) -> None:
+        """Raise where a rank is lost, unless `work` ends all the same: what that rank sent last may say why it ended."""
+        if self.check_lost is None:
+            return
+        try:
+            self.check_lost()
+        except RankError:
+            end_s = time.monotonic() + _LAST_WORDS_S
+            while not work.is_completed():
+                if time.monotonic() > end_s:
+                    raise
+                time.sleep(_NAP_S)
 
 
 @contextmanager

@@ -1,10 +1,24 @@
 """What the plan accuracy benchmark makes of recorded steps."""
 
 import json
+import os
 
 import pytest
 
-from bench.plan_accuracy import CASES, FAMILIES, SPEEDS, lengths_of, merged, named, small, summary, write_config
+from bench.plan_accuracy import (
+    CASES,
+    FAMILIES,
+    SPEEDS,
+    in_order,
+    lengths_of,
+    merged,
+    named,
+    rows_by_gpus,
+    shared_cores,
+    small,
+    summary,
+    write_config,
+)
 from flexengine.job import Job
 from flexengine.models.registry import open_initial
 from flexengine.request import described
@@ -49,3 +63,29 @@ def test_ragged_lengths_fit_the_plan():
     assert max(lengths) <= 2048
     assert sum(lengths) < 16384
     assert lengths == lengths_of(16384, 2048, ragged=True)
+
+
+def test_cores_are_shared_by_gpus_of_a_node():
+    node = frozenset(range(8)), frozenset(range(8, 16))
+    two_and_one = shared_cores([node[0], node[0], node[1]], frozenset(range(12)))
+    assert two_and_one == [frozenset(range(4)), frozenset(range(4, 8)), frozenset(range(8, 12))]
+    unknown = shared_cores([frozenset(), frozenset()], frozenset(range(3)))
+    assert unknown == [frozenset({0}), frozenset({1, 2})]
+
+
+def test_cases_run_on_a_gpu_and_with_cores_of_their_own(monkeypatch):
+    allowed, found = os.sched_getaffinity(0), []
+    cores = [frozenset({core}) for core in sorted(allowed)][:2] * 2
+
+    def run(case, environment):
+        found.append((environment["CUDA_VISIBLE_DEVICES"], environment["FLEXENGINE_CACHE"], os.sched_getaffinity(0)))
+        return {**case._asdict(), "failed": "tried"}
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("bench.plan_accuracy.run_in_own_process", run)
+    rows = list(rows_by_gpus(FAMILIES, cores, lambda: True))
+    assert in_order(rows) == [{**case._asdict(), "failed": "tried"} for case in FAMILIES]
+    assert all(held == cores[int(gpu)] for gpu, _, held in found)
+    assert len({folder for _, folder, _ in found}) == len({gpu for gpu, _, _ in found})
+    assert os.sched_getaffinity(0) == allowed
+    assert list(rows_by_gpus(FAMILIES, cores, lambda: False)) == []

@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import nullcontext
 
 import pytest
 from ranks_helper import run_ranks, values_of
@@ -131,3 +132,29 @@ def test_one_rank_needs_no_group(monkeypatch):
     assert control.gather("a") == ["a"]
     with pytest.raises(KeyError), control.all_or_none():
         raise KeyError
+
+
+class Work:
+    """A call that has ended when it is asked so many times."""
+
+    def __init__(self, asks: float) -> None:
+        self.left = asks
+
+    def is_completed(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+    def wait(self) -> None:
+        assert self.left < 0
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_what_a_lost_rank_sent_before_still_comes(comes, monkeypatch):
+    def lost() -> None:
+        raise RankError("rank 1 ended with ValueError: no room")
+
+    monkeypatch.setattr("flexengine.parallel.control._LAST_WORDS_S", 60.0 if comes else 0.01)
+    control = Control(Ranks(0, 2, 0, 2, 0, 1), None)
+    control.check_lost = lost
+    with nullcontext() if comes else pytest.raises(RankError, match="no room"):
+        control.wait(Work(30 if comes else float("inf")))
