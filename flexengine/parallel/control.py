@@ -253,7 +253,7 @@ class Control:
         work.wait()
 
     def _check_lost_beside(self, work: Any) -> None:
-        """Raise where a rank is lost, unless `work` ends all the same: what that rank sent last may say why it ended."""
+        """Raise where a rank is lost, unless `work` ends all the same: what that rank sent last may say why."""
         if self.check_lost is None:
             return
         try:

@@ -20,6 +20,10 @@ from flexengine.schedule.parts import Part
 MOST_BOUND, MOST_VIEWS = 1024, 16384
 """Commands whose views are kept for the next run of their program, and different views: about 8 KiB and 0.6 KiB each.
 Commands share most of them, as they take turns in the same slots."""
+MOST_LENGTHS = 32
+"""Numbers of tokens of chunks whose views are kept: most batches of ragged sequences have new ones."""
+
+_View = tuple[int, int, tuple[int, ...], torch.dtype]  # slot, offset, shape and dtype
 
 
 class BoundStep(NamedTuple):
@@ -59,7 +63,8 @@ class LayerRunner:
         self.chunks: list[ChunkContext] = []
         self.decoder: Decoder | None = None
         self._bound: dict[tuple[int, str], BoundCall] = {}
-        self._views: dict[tuple[int, int, tuple[int, ...], torch.dtype], Tensor] = {}
+        self._views: dict[int, dict[_View, Tensor]] = {}  # by tokens of the chunk, those used last at the end
+        self._lasting: dict[_View, Tensor] = {}  # of parameters
 
     def run(self, kind: str, call: LayerCall) -> None:
         """Run one command of kind forward, evaluate, recompute, backward or fill_window on the current stream."""
@@ -90,9 +95,10 @@ class LayerRunner:
         bound = self._bound.get(key)
         if bound is not None and bound.tokens == tokens:
             return bound
-        if len(self._bound) >= MOST_BOUND or len(self._views) >= MOST_VIEWS:
+        if len(self._bound) >= MOST_BOUND or sum(map(len, (self._lasting, *self._views.values()))) >= MOST_VIEWS:
             self._bound.clear()
             self._views.clear()
+            self._lasting.clear()
             bound = None
         steps = tuple(
             BoundStep(step, self.bind(call, step.tensors, tokens), self.bind(call, step.grads, tokens))
@@ -108,12 +114,19 @@ class LayerRunner:
 
     def bind(self, call: LayerCall, places: tuple[tuple[str, Place], ...], tokens: int) -> dict[str, Tensor]:
         """Views of places by name, for a chunk of `tokens` tokens."""
-        views = {}
+        views, known = {}, self._views_for(tokens)
         for name, place in places:
             spec = place.spec
             shape = (spec.height(tokens), *spec.shape)
-            views[name] = self._at(call.areas[place.area], place.offset, shape, self.dtypes[spec.dtype])
+            views[name] = self._at(known, call.areas[place.area], place.offset, shape, self.dtypes[spec.dtype])
         return views
+
+    def _views_for(self, tokens: int) -> dict[_View, Tensor]:
+        """The views that are kept for chunks of so many tokens; those of other numbers go when there are too many."""
+        known = self._views[tokens] = self._views.pop(tokens, {})
+        if len(self._views) > MOST_LENGTHS:
+            del self._views[next(iter(self._views))]
+        return known
 
     def params_of(self, call: LayerCall) -> dict[str, Tensor]:
         """The layer's parameters as views of its weight slots."""
@@ -158,14 +171,16 @@ class LayerRunner:
         return parts[part if len(parts) > 1 else 0]
 
     def _view(self, slot: int, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return self._at(slot, start * dtype.itemsize, shape, dtype)
+        return self._at(self._lasting, slot, start * dtype.itemsize, shape, dtype)
 
-    def _at(self, slot: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _at(
+        self, known: dict[_View, Tensor], slot: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
         """A view of a slot, which all who ask for the same one share."""
         key = slot, offset, shape, dtype
-        if key not in self._views:
-            self._views[key] = self.arenas.view(self.layout.slots[slot], offset, shape, dtype)
-        return self._views[key]
+        if key not in known:
+            known[key] = self.arenas.view(self.layout.slots[slot], offset, shape, dtype)
+        return known[key]
 
     def _in_window(self, call: LayerCall, chunk: ChunkContext) -> ChunkContext:
         """Add views of what the layer carries along a sequence to the context of a slice; others stay as they are."""
