@@ -167,16 +167,28 @@ def small(case: Case) -> Case:
     return case._replace(layers=layers, cap_gib=COMPILING_GPU_GIB, tokens=tokens, options=options)
 
 
-def compile_kernels(cases: list[Case], at_once: int) -> None:
+def gpu_names(count: int) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES calls the first GPUs of this process."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return visible[:count] if len(visible) >= count and visible[0] else list(map(str, range(count)))
+
+
+def compile_kernels(cases: list[Case], at_once: int, gpus: int = 1) -> None:
     """Have every model, with few layers, probed and trained for three steps, so many at a time; a failure is only told.
 
     What the probes measure side by side is thrown away.
     """
     different = {(case.model, str(case.options)): case for case in map(small, cases)}.values()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_once) as pool:
-        environment = {**os.environ, "FLEXENGINE_CACHE": folder}
-        command = ("bench.plan_accuracy", "--compile-one")
-        for row in pool.map(lambda case: run_in_own_process(case, *command, environment), different):
+        names = gpu_names(gpus)
+
+        def train(number: int, case: Case) -> dict:
+            environment = {**os.environ, "FLEXENGINE_CACHE": folder}
+            if gpus > 1:
+                environment["CUDA_VISIBLE_DEVICES"] = names[number % gpus]
+            return run_in_own_process(case, "bench.plan_accuracy", "--compile-one", environment)
+
+        for row in pool.map(train, range(len(different)), different):
             if "failed" in row:
                 print(f"kernels of {row['model']}: {row['failed'].splitlines()[-1]}", file=sys.stderr, flush=True)
 
@@ -329,8 +341,7 @@ def rows_by_gpus(cases: Sequence[Case], cores: Sequence[Set[int]], begins: Calla
     waiting, rows = queue.SimpleQueue[Case](), queue.SimpleQueue[dict | None]()
     for case in cases:
         waiting.put(case)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    names = visible if len(visible) >= len(cores) else list(map(str, range(len(cores))))
+    names = gpu_names(len(cores))
 
     def work(gpu: int, folder: str) -> None:
         os.sched_setaffinity(0, cores[gpu])  # of this thread, and of the processes that it starts
@@ -469,7 +480,7 @@ def main() -> None:
     )
     cases, rows, began_s = chosen_cases(every, args.part, args.only), [], time.perf_counter()
     if args.compile:
-        compile_kernels(cases, args.compile)
+        compile_kernels(cases, args.compile, args.gpus)
         print(f"kernels compiled in {time.perf_counter() - began_s:.0f} s", flush=True)
 
     def begins() -> bool:

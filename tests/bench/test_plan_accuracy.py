@@ -9,6 +9,7 @@ from bench.plan_accuracy import (
     CASES,
     FAMILIES,
     SPEEDS,
+    compile_kernels,
     in_order,
     lengths_of,
     merged,
@@ -89,3 +90,17 @@ def test_cases_run_on_a_gpu_and_with_cores_of_their_own(monkeypatch):
     assert len({folder for _, folder, _ in found}) == len({gpu for gpu, _, _ in found})
     assert os.sched_getaffinity(0) == allowed
     assert list(rows_by_gpus(FAMILIES, cores, lambda: False)) == []
+
+
+def test_kernels_are_compiled_on_all_gpus(monkeypatch):
+    found = []
+
+    def run(case, module, flag, environment):
+        found.append((case.model, environment["CUDA_VISIBLE_DEVICES"]))
+        return {}
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    monkeypatch.setattr("bench.plan_accuracy.run_in_own_process", run)
+    compile_kernels(list(FAMILIES), at_once=1, gpus=2)
+    assert [gpu for _, gpu in found[:4]] == ["4", "5", "4", "5"]
+    assert {model for model, _ in found} == {case.model for case in FAMILIES}
