@@ -36,7 +36,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from itertools import takewhile
 from pathlib import Path
@@ -183,9 +183,7 @@ def compile_kernels(cases: list[Case], at_once: int, gpus: int = 1) -> None:
         names = gpu_names(gpus)
 
         def train(number: int, case: Case) -> dict:
-            environment = {**os.environ, "FLEXENGINE_CACHE": folder}
-            if gpus > 1:
-                environment["CUDA_VISIBLE_DEVICES"] = names[number % gpus]
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": names[number % gpus], "FLEXENGINE_CACHE": folder}
             return run_in_own_process(case, "bench.plan_accuracy", "--compile-one", environment)
 
         for row in pool.map(train, range(len(different)), different):
@@ -338,29 +336,23 @@ def rows_by_gpus(cases: Sequence[Case], cores: Sequence[Set[int]], begins: Calla
 
     begins: whether one more case may begin.
     """
-    waiting, rows = queue.SimpleQueue[Case](), queue.SimpleQueue[dict | None]()
-    for case in cases:
-        waiting.put(case)
-    names = gpu_names(len(cores))
+    names, free = gpu_names(len(cores)), queue.SimpleQueue[int]()
+    for gpu in range(len(cores)):
+        free.put(gpu)
 
-    def work(gpu: int, folder: str) -> None:
-        os.sched_setaffinity(0, cores[gpu])  # of this thread, and of the processes that it starts
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": names[gpu], "FLEXENGINE_CACHE": f"{folder}/{gpu}"}
+    def run(case: Case, folder: str) -> dict | None:
+        gpu = free.get()
         try:
-            while begins():
-                rows.put(run_in_own_process(waiting.get_nowait(), environment=environment))
-        except queue.Empty:
-            pass
+            os.sched_setaffinity(0, cores[gpu])  # of this thread, and of the process that it starts
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": names[gpu], "FLEXENGINE_CACHE": f"{folder}/{gpu}"}
+            return run_in_own_process(case, environment=environment) if begins() else None
         finally:
-            rows.put(None)
+            free.put(gpu)
 
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(cores)) as pool:
-        workers = [pool.submit(work, gpu, folder) for gpu in range(len(cores))]
-        for _ in workers:
-            while (row := rows.get()) is not None:
+        for ended in as_completed([pool.submit(run, case, folder) for case in cases]):
+            if (row := ended.result()) is not None:
                 yield row
-        for worker in workers:
-            worker.result()
 
 
 def summary(rows: list[dict]) -> dict:

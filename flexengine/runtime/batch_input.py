@@ -94,7 +94,8 @@ def read_batch(columns: Mapping[str, object], vocab_size: int, max_seq_len: int)
     targets = ids if targets is None else targets
     for i, row in enumerate(ids):
         _check_length(i, row, max_seq_len)
-    if _has_unknown(ids, vocab_size) or _has_unknown(targets, vocab_size, IGNORE_INDEX):  # all at once: GPUs wait
+    # all rows at once, as GPUs wait; without labels the targets are the tokens
+    if _has_unknown(ids, vocab_size) or (targets is not ids and _has_unknown(targets, vocab_size, IGNORE_INDEX)):
         for i, (row, target) in enumerate(zip(ids, targets, strict=True)):
             _check_tokens(i, row, target, vocab_size)
     shifted = None if weights is None else [_shift(row, 0) for row in weights]
