@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.environment import write_json
+from bench.environment import require_native_code, write_json
 from bench.plan_accuracy import measured_row, run_in_own_process, summary, write_config
 
 GIB = 2**30
@@ -123,6 +123,7 @@ def main() -> None:
     if args.one:
         print(json.dumps(run_case(Case(*json.loads(args.one)))))
         return
+    require_native_code("bench.adapter_plans")
     began_s, rows = time.perf_counter(), []
     print("| kind | model | GPU cap | tokens/step | GPU GiB | host GiB | step s | predicted s | error |")
     print("|" + "---|" * 9)

@@ -47,6 +47,7 @@ def _command() -> str:
 def describe_environment() -> dict:
     """Machine, versions, commit and command line as a JSON-ready dict."""
     from flexengine.hardware.probe import cpu_name  # noqa: PLC0415 (processes that only start others stay small)
+    from flexengine.native.library import load  # noqa: PLC0415
 
     cuda = torch.cuda.is_available()
     return {
@@ -58,6 +59,7 @@ def describe_environment() -> dict:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": _version("triton"),
+        "native_code": load() is not None,
         "commit": _commit(),
         "command": _command(),
     }
@@ -69,6 +71,20 @@ def require_gpu(script: str) -> None:
         raise SystemExit(
             f"{script} measures an NVIDIA GPU, but torch {torch.__version__} finds none here: run it on a machine with "
             "one, with a CUDA build of torch and its driver"
+        )
+
+
+def require_native_code(script: str) -> None:
+    """Ends a script that measures training on a GPU where the native library is missing, with status 1.
+
+    Steps would take several times as long as planned. FLEXENGINE_NATIVE=0 says that this is wanted.
+    """
+    from flexengine.native.library import DISABLING_VARIABLE, load  # noqa: PLC0415 (as above)
+
+    if torch.cuda.is_available() and load() is None and os.environ.get(DISABLING_VARIABLE, "1") != "0":
+        raise SystemExit(
+            f"{script} measures training with native code, and the library is not built here: `pip install -e .` with "
+            f"a C++ compiler builds it; {DISABLING_VARIABLE}=0 measures without"
         )
 
 

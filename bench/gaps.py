@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from bench.environment import write_json
+from bench.environment import require_native_code, write_json
 from bench.job_flags import job_from
 from bench.step import of_all, one_batch, parse, printer
 from flexengine.api import PlannedRun, build, prepare_job
@@ -203,6 +203,7 @@ def table(found: dict) -> str:
 
 def main() -> None:
     args = parse()
+    require_native_code("bench.gaps")
     cap = None if args.caps[0] == "none" else float(args.caps[0])
     planned = prepare_job(args.model, job_from(args, max_gpu_mem_gib=cap))
     say = printer(planned.team)

@@ -49,6 +49,11 @@ class Sizes(NamedTuple):
         )
 
 
+def has_gated_unit(spec: ModelSpec) -> bool:
+    """Whether a model has sizes for the cases: those without a gated unit, as GPT-2, have none."""
+    return any(isinstance(op, (GLU, WeightedGLU)) for block in spec.blocks for op in block.ops)
+
+
 def sizes_of(spec: ModelSpec, tokens: int) -> Sizes:
     """The sizes of a model whose blocks have a gated unit, for chunks of `tokens` tokens."""
     ops = [op for block in spec.blocks for op in block.ops]

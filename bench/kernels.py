@@ -27,7 +27,7 @@ from torch import Tensor
 
 from bench.block_ops import KINDS, OpTime, block_times, microseconds_per_token
 from bench.environment import require_gpu, write_json
-from bench.kernel_case import Case, Random, Sizes, check_error, sizes_of
+from bench.kernel_case import Case, Random, Sizes, check_error, has_gated_unit, sizes_of
 from bench.kernel_cases import kernel_cases
 from flexengine.hardware.timing import Timer, cuda_timer, hold_stream
 from flexengine.models.matmul_dtype import with_matmul_dtype
@@ -200,14 +200,17 @@ def measure(args: argparse.Namespace, device: torch.device, clock: Clock) -> tup
     spec = with_matmul_dtype(open_model(args.model, needs_weights=False).spec, args.matmul_dtype)
     if not 0 <= args.block < len(spec.blocks):
         raise SystemExit(f"--block is {args.block}; {args.model} has {len(spec.blocks)} blocks, counted from 0")
-    sizes = sizes_of(spec, args.tokens)
-    names = chosen(args.only, [*(case.name for case in kernel_cases(sizes)), BLOCK])
-    results: dict = {"model": args.model, "sizes": sizes._asdict(), "seq_len": args.seq_len, "of_block": args.block}
+    sizes = sizes_of(spec, args.tokens) if has_gated_unit(spec) else None
+    cases = [] if sizes is None else kernel_cases(sizes)
+    names = chosen(args.only, [*(case.name for case in cases), BLOCK])
+    results: dict = {"model": args.model, "tokens": args.tokens, "seq_len": args.seq_len, "of_block": args.block}
     rate = clock.memory_bytes_per_s
     print(f"copy within device memory: {rate / 1e9:.0f} GB/s, read plus written\n", flush=True)
-    rows = kernel_rows(sizes, names, device, clock.cold, rate)
+    rows = [] if sizes is None else kernel_rows(sizes, names, device, clock.cold, rate)
     print(kernel_table(rows), flush=True)
     results |= {"copy_bytes_per_s": rate, "kernels": [row_json(row) for row in rows]}
+    if sizes is not None:
+        results["sizes"] = sizes._asdict()
     if BLOCK in names:
         sizes_of_chunk, dtype = (args.tokens, args.seq_len), torch.bfloat16
         times = block_times(spec, *sizes_of_chunk, device, dtype, clock.back_to_back, LEAST_S, args.block)

@@ -42,7 +42,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bench.environment import write_json
+from bench.environment import require_native_code, write_json
 
 if TYPE_CHECKING:
     from flexengine.api import PlannedRun
@@ -467,6 +467,7 @@ def main() -> None:
             parser.error("--merge needs --json, the file to write")
         Path(args.json).write_text(json.dumps(merged(args.merge), indent=1) + "\n")
         return
+    require_native_code("bench.plan_accuracy")
     every = (
         (*CASES, *FAMILIES, *SPEEDS) if args.all else FAMILIES if args.families else SPEEDS if args.speeds else CASES
     )

@@ -29,7 +29,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from bench.environment import write_json
+from bench.environment import require_native_code, write_json
 from bench.job_flags import add_job_flags, job_from
 from flexengine.api import build, prepare_job
 from flexengine.hardware.memory_usage import MemoryPeaks, forget_peak_resident
@@ -283,6 +283,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args, rows = parse(), []
+    require_native_code("bench.step")
     for cap, tokens in product(args.caps, (args.max_global_batch_tokens, *args.also_tokens)):
         rows.append(run_cap(args, None if cap == "none" else float(cap), tokens, first=not rows))
         if Ranks.of_environment().rank == 0:

@@ -18,7 +18,7 @@ from flexengine.models.group_factors import group_factors
 from flexengine.models.keep_dtype import with_keep_dtype
 from flexengine.models.lora import with_lora
 from flexengine.models.matmul_dtype import with_matmul_dtype
-from flexengine.models.probe_shapes import attention_shapes, expert_shapes
+from flexengine.models.probe_shapes import attention_shapes, expert_shapes, head_shape, linear_shapes
 from flexengine.models.spec import ModelSpec
 from flexengine.options import options_of
 from flexengine.plan import Plan, PlanError, PlanReason, Request
@@ -82,11 +82,14 @@ def _check_sequence_length(spec: ModelSpec, max_seq_len: int) -> None:
 
 
 def probe_shape(spec: ModelSpec) -> ProbeShape:
-    """Measure a model's blocks for the probe: the widest input of a block's matrices is that of the MLP's last."""
+    """Describe a model's blocks and head to the probe: the widest input of a block's matrices is the MLP's last."""
     groups = [spec.groups[index] for layer in spec.blocks for index in layer.groups]
     widths = [param.shape[-1] for group in groups for param in group.params if param.kind == "matrix"]
     widest = max([spec.hidden_size, *widths])
-    return ProbeShape(spec.hidden_size, widest, spec.head_dim, attention_shapes(spec), expert_shapes(spec))
+    return ProbeShape(
+        spec.hidden_size, widest, spec.head_dim, attention_shapes(spec), expert_shapes(spec), linear_shapes(spec),
+        head_shape(spec),
+    )  # fmt: skip
 
 
 # ---- budgets ----------------------------------------------------------------------------------------------------

@@ -130,6 +130,8 @@ def _compute_lines(profile: HardwareProfile) -> list[str]:
         _cells("all, weighted by time", profile.matmul_flops_per_s, scale),
         *(_cells(curve.name, curve.points, scale) for curve in linear),
         *_fp8_lines(profile, unit, scale),
+        *_share_lines("experts' products", profile.grouped_shares),
+        *_share_lines("the head's products", profile.head_shares),
         _header(_attention_title(profile, unit), [(length, 0.0) for length in lengths]),
         *(_cells(name, points, scale) for name, points in zip(("forward", "backward"), attention, strict=True)),
         *_choice_lines(profile),
@@ -143,6 +145,13 @@ def _fp8_lines(profile: HardwareProfile, unit: str, scale: float) -> list[str]:
     if not points:
         return [_row("the same with FP8 operands", "not on this card")]
     return [_header(f"the same with FP8 operands, {unit} by tokens", points), _cells("all", points, scale)]
+
+
+def _share_lines(name: str, shares: Points) -> list[str]:
+    """Tell how fast other products are than linear layers, where that was measured."""
+    if not shares:
+        return []
+    return [_header(f"{name}, % of that rate by tokens", shares), _cells("all", shares, 0.01)]
 
 
 def _choice_lines(profile: HardwareProfile) -> list[str]:

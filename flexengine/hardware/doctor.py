@@ -83,9 +83,8 @@ def _native() -> Finding:
     compiler = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
     first = "" if compiler else "install a C++17 compiler (g++), then "
     found = "not built" if library_path() is None else "cannot be loaded, or is of another version"
-    return Finding(
-        "native library", found, f"{first}pip install -e . builds it; CPU updates take 10 times as long without"
-    )
+    remedy = f"{first}pip install -e . builds it; steps may take several times what is predicted without"
+    return Finding("native library", found, remedy)
 
 
 def _memory() -> Finding:

@@ -5,7 +5,7 @@ Random data throughout: zeros draw less power and make a power-capped card look 
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from flexengine.hardware.measure_attention import (
     shape_of,
 )
 from flexengine.hardware.measure_experts import grouped_shares
+from flexengine.hardware.measure_head import head_shares
 from flexengine.hardware.measure_host import (
     adamw_rates,
     adamw_work,
@@ -34,7 +35,7 @@ from flexengine.hardware.measure_host import (
     working_bytes,
 )
 from flexengine.hardware.measure_links import LinkRates, link_buffers, link_rates, rates_beside
-from flexengine.hardware.measure_matmul import Buffers, affordable_tokens, block_rates
+from flexengine.hardware.measure_matmul import Buffers, affordable_tokens, block_rates, usual_layers
 from flexengine.hardware.memory_usage import release_unused_heap
 from flexengine.hardware.profile import ProbeShape
 from flexengine.hardware.timing import Timer, cuda_timer, timed_calls, warmed_timer
@@ -42,6 +43,7 @@ from flexengine.native import allocate_host
 from flexengine.ops.attention_choice import KERNEL_NAMES, AttentionChoice, KernelName
 from flexengine.ops.attention_style import AttentionShape
 from flexengine.ops.fp8 import FORWARD_DTYPE, MULTIPLE, multiplies_fp8
+from flexengine.ops.linear_shape import LinearShape
 from flexengine.optim.adamw import adamw_update
 
 MIB = 2**20
@@ -51,7 +53,8 @@ FP8_PIECE = 16 * MIB  # elements
 KERNEL_LENGTHS, PLAIN_LENGTHS = (512, 2048, 8192, 32768), (512, 2048)
 ATTENTION_ERROR = 0.02  # relative, of kernels in 16 bits; a few thousandths are usual
 SUSTAINED_S = 0.6  # a power-capped H200 needs about 0.1 s to settle at its sustained clock
-PRODUCT_S = 0.01  # per layer, pass and direction: 24 of them, a quarter of a second, make a point of the curve
+PRODUCT_S = 0.04  # per pass and direction, of all layers: six of them, a quarter of a second, make a point of the curve
+GROUPED_S = 0.01  # per pass of a shape of experts, and of the head
 CALL_S = 0.06  # shorter runs catch the card between two clocks
 PART_S = 0.01  # of attention, and of matrix products before it: about as a block has them in turn
 WARMING_SIZE = 4096
@@ -92,6 +95,7 @@ class Rates(NamedTuple):
     curves: tuple[Curve, ...]
     attention_choices: tuple[AttentionChoice, ...] = ()
     grouped_shares: Points = ()
+    head_shares: Points = ()
 
 
 class HostRates(NamedTuple):
@@ -121,13 +125,15 @@ def measure_cuda(
         torch.cuda.empty_cache()  # or cuBLAS would keep a workspace within what the links' benchmark took
         run_engine_kernels(device, dtype)
         peak = cube_rate(device, dtype, SUSTAINED_S * scale)
-        counts = affordable_tokens(CUDA_TOKENS, shape[:2], peak, LONGEST_BLOCK_S)
+        layers = shape.linears or usual_layers(shape[:2])
+        counts = affordable_tokens(CUDA_TOKENS, layers, peak, LONGEST_BLOCK_S)
+        product_s = PRODUCT_S * scale / len(layers)
         # at once, while the card is still at its sustained clock
-        block = block_rates(shape[:2], counts, dtype, _cuda_buffers(device, dtype), cuda_timer, PRODUCT_S * scale)
-        fp8 = _fp8_rates(shape, counts, device, PRODUCT_S * scale)
+        block = block_rates(layers, counts, dtype, _cuda_buffers(device, dtype), cuda_timer, product_s)
+        fp8 = _fp8_rates(layers, counts, device, product_s)
         attention, choices = _cuda_attention(shape, device, dtype, least_s)
         memory_rate = _device_copy_rate(device, least_s)
-        experts = _expert_shares(shape, block.matmul_flops_per_s, memory_rate, dtype, device, PRODUCT_S * scale)
+        experts, head = _shares(shape, block.matmul_flops_per_s, memory_rate, dtype, device, GROUPED_S * scale)
         launch_s, issue_s = _launch_seconds(device), _issue_seconds(device)
     links = host.links
     return Rates(
@@ -154,6 +160,7 @@ def measure_cuda(
         curves=(*block.curves, *links.curves, host_copy_curve(host.copies)),
         attention_choices=choices,
         grouped_shares=experts,
+        head_shares=head,
     )
 
 
@@ -203,27 +210,34 @@ def _cuda_buffers(device: torch.device, dtype: torch.dtype) -> Buffers:
     return Buffers(operands, torch.empty(int(share * RESULT_BYTES), device=device, dtype=torch.uint8))
 
 
-def _fp8_rates(shape: ProbeShape, counts: list[int], device: torch.device, least_s: float) -> Points:
-    """Measure the block's products with FP8 operands, at sizes that FP8 can have; none on a card without FP8."""
+def _fp8_rates(layers: Sequence[LinearShape], counts: list[int], device: torch.device, least_s: float) -> Points:
+    """Measure linear layers with FP8 operands, at sizes that FP8 can have; none on a card without FP8."""
     if not multiplies_fp8(device):
         return ()
-    whole = 2 * MULTIPLE  # keys and values are half as wide as the hidden state
-    hidden_size, intermediate_size = (max(whole, size // whole * whole) for size in shape[:2])
-    sizes = (hidden_size, intermediate_size)
     counts = [tokens for tokens in FP8_TOKENS if tokens <= max(counts)] or list(FP8_TOKENS[:1])
     buffers = _in_fp8(_cuda_buffers(device, torch.bfloat16))
-    return block_rates(sizes, counts, FORWARD_DTYPE, buffers, cuda_timer, least_s).matmul_flops_per_s
+    whole = [
+        layer._replace(in_features=_whole(layer.in_features), out_features=_whole(layer.out_features))
+        for layer in layers
+    ]
+    return block_rates(whole, counts, FORWARD_DTYPE, buffers, cuda_timer, least_s).matmul_flops_per_s
 
 
-def _expert_shares(
+def _whole(features: int) -> int:
+    """Round features down to a multiple that FP8 operands may have."""
+    return max(MULTIPLE, features // MULTIPLE * MULTIPLE)
+
+
+def _shares(
     shape: ProbeShape, matmul: Points, memory_rate: float, dtype: torch.dtype, device: torch.device, least_s: float
-) -> Points:
-    """Measure experts' products between others, as a block has them, within a share of the free memory."""
-    if not shape.experts:
-        return ()
+) -> tuple[Points, Points]:
+    """Measure products of experts and of the head between others, as a step has them, within a share of the free
+    memory."""
     timer = warmed_timer(_products(device, dtype, PART_S), PART_S)
     most_bytes = min(OPERAND_BYTES + RESULT_BYTES, int(MEMORY_SHARE * _free_bytes(device)))
-    return grouped_shares(shape.experts, matmul, memory_rate, dtype, device, most_bytes, timer, least_s)
+    limits = (matmul, memory_rate, dtype, device, most_bytes, timer, least_s)
+    experts = grouped_shares(shape.experts, *limits) if shape.experts else ()
+    return experts, head_shares(shape.head, *limits) if shape.head else ()
 
 
 def _in_fp8(buffers: Buffers) -> Buffers:

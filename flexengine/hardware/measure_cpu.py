@@ -6,7 +6,7 @@ from flexengine.hardware.curve import Curve
 from flexengine.hardware.measure import Rates
 from flexengine.hardware.measure_attention import plain_rates
 from flexengine.hardware.measure_host import adamw_rates, copy_curve, host_copy_curve
-from flexengine.hardware.measure_matmul import Buffers, affordable_tokens, block_rates
+from flexengine.hardware.measure_matmul import Buffers, affordable_tokens, block_rates, usual_layers
 from flexengine.hardware.profile import ProbeShape
 from flexengine.hardware.timing import cpu_timer
 from flexengine.native import allocate_host
@@ -29,11 +29,12 @@ def measure_cpu(dtype: torch.dtype, shape: ProbeShape, scale: float = 1.0) -> Ra
     least_s = CALL_S * scale
     with torch.no_grad():
         peak = _cube_rate(dtype, 4 * least_s)
-        counts = affordable_tokens(TOKENS, shape[:2], peak, LONGEST_BLOCK_S * scale)
-        block = block_rates(shape[:2], counts, dtype, _buffers(dtype), cpu_timer, least_s / 10)
+        layers = usual_layers(shape[:2])
+        counts = affordable_tokens(TOKENS, layers, peak, LONGEST_BLOCK_S * scale)
+        block = block_rates(layers, counts, dtype, _buffers(dtype), cpu_timer, least_s / 10)
         fp8 = block  # the CPU multiplies what FP8 can hold in float32
         if dtype != torch.float32:
-            fp8 = block_rates(shape[:2], counts, torch.float32, _buffers(torch.float32), cpu_timer, least_s / 20)
+            fp8 = block_rates(layers, counts, torch.float32, _buffers(torch.float32), cpu_timer, least_s / 20)
         attention = plain_rates(LENGTHS, 4, HEAD_DIM, torch.device("cpu"), dtype, cpu_timer, least_s)
         copies, host_curve, adamw = _memory_rates(dtype, least_s)
         # Both arenas are ordinary memory: a launch is a call of torch, and the fixed part of a copy is one, too.

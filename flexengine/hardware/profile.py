@@ -25,13 +25,14 @@ from flexengine.hardware.curve import (
 from flexengine.ops.attention_choice import KERNEL_NAMES, AttentionChoice, KernelName
 from flexengine.ops.attention_style import AttentionShape
 from flexengine.ops.expert_shape import ExpertShape
+from flexengine.ops.linear_shape import HeadShape, LinearShape
 from flexengine.wording import parse_json, shown
 
 DeviceType = Literal["cuda", "cpu"]
 ProfileSource = Literal["measured", "preset", "synthetic"]
 PeerWay = Literal["copies", "nccl"]
 
-_LATER_FIELDS = {"peer_bytes_per_s", "peer_way", "measured_ranks", "grouped_shares"}
+_LATER_FIELDS = {"peer_bytes_per_s", "peer_way", "measured_ranks", "grouped_shares", "head_shares"}
 """Fields that a file may lack, as those of earlier versions do."""
 FORMAT = 6
 """Version of the JSON form; raised when fields appear or change their meaning."""
@@ -64,6 +65,8 @@ POINT_FIELDS = {
     "attention_backward_flops_per_s": "tokens of a sequence",
 }
 """Fields that are curves, which the planner reads, and the unit of their x."""
+SHARE_FIELDS = ("grouped_shares", "head_shares")
+"""Curves by tokens that say how fast other products are than linear layers."""
 SECONDS_FIELDS = ("launch_s", "issue_s", "copy_latency_s")
 MOST_SECONDS = 60.0
 """Of what passes before anything moves: real ones are microseconds, and planning with 1e300 would not end."""
@@ -80,6 +83,11 @@ class ProbeShape(NamedTuple):
     with four query heads per key head."""
     experts: tuple[ExpertShape, ...] = ()
     """Matrices of the model's experts; none: it has no experts."""
+    linears: tuple[LinearShape, ...] = ()
+    """Linear layers of the model's blocks, each once with its share of their number; none: those of a gated block
+    whose keys and values are a quarter as wide as its queries."""
+    head: HeadShape | None = None
+    """The LM head; None: it is taken to be as fast as linear layers."""
 
 
 DEFAULT_SHAPE = ProbeShape(4096, 14336)
@@ -104,7 +112,7 @@ class HardwareProfile:
     fp8_matmul_flops_per_s: Points
     """Rates of linear layers with operands that are FP8 already; empty if the device multiplies none."""
     matmul_shape: tuple[int, int]
-    """(hidden_size, intermediate_size) of the block whose linear layers gave these curves."""
+    """(hidden_size, intermediate_size) of the model whose linear layers gave these curves."""
     peak_matmul_flops_per_s: float
     """Sustained rate of a large cube (8192^3 on a GPU) on random data: the unit that speeds are quoted in."""
     attention_forward_flops_per_s: Points
@@ -163,6 +171,9 @@ class HardwareProfile:
     grouped_shares: Points = ()
     """(tokens, rate of the products of the model's experts over that of its linear layers), the traffic of sums of
     weights' gradients left out; empty where there are no experts, and in presets."""
+    head_shares: Points = ()
+    """(tokens, rate of the LM head's products over that of linear layers), where what its declared memory traffic takes
+    by itself is left out: much of it hides under the products, so that a share may be above 1. Empty in presets."""
     peer_bytes_per_s: float = 0.0
     """One way between GPUs of a machine, each sending to all others at once; 0 where it is not known."""
     peer_way: PeerWay = "copies"
@@ -199,7 +210,7 @@ class HardwareProfile:
             if name in SECONDS_FIELDS and value > MOST_SECONDS:
                 raise ValueError(f"hardware profile: {name} is {shown(value)}, expected at most {MOST_SECONDS:g} s")
         _check_shape("matmul_shape", self.matmul_shape)
-        _check_shares("grouped_shares", self.grouped_shares)
+        _check_shares({name: getattr(self, name) for name in SHARE_FIELDS})
         if not isinstance(self.curves, tuple) or not all(isinstance(curve, Curve) for curve in self.curves):
             raise ValueError(f"hardware profile: curves is {shown(self.curves)}, expected a tuple of Curve")
         _check_at_most("gpu_free_bytes", self.gpu_free_bytes, "gpu_total_bytes", self.gpu_total_bytes)
@@ -226,6 +237,11 @@ class HardwareProfile:
         otherwise: where nothing was measured.
         """
         return interpolate(self.grouped_shares, tokens) if self.grouped_shares else otherwise
+
+    def head_share(self, tokens: int) -> float:
+        """Give the rate of the LM head's products in chunks of `tokens` tokens, as a share of a linear layer's; 1 where
+        nothing was measured."""
+        return interpolate(self.head_shares, tokens) if self.head_shares else 1.0
 
     def attention_forward_rate(self, seq_len: int) -> float:
         """Give the attained FLOP/s of causal attention over sequences of `seq_len` tokens, as `matmul_rate`."""
@@ -294,7 +310,7 @@ class HardwareProfile:
         if unknown := sorted(values.keys() - known):
             raise ValueError(f"hardware profile: unknown fields {', '.join(unknown)}")
         pairs = {name: as_points(name, values[name]) for name in (*POINT_FIELDS, "cpu_adamw_parameters_per_s")}
-        pairs["grouped_shares"] = as_points("grouped_shares", values.get("grouped_shares", ()))
+        pairs |= {name: as_points(name, values.get(name, ())) for name in SHARE_FIELDS}
         if not isinstance(values["matmul_shape"], list | tuple) or not isinstance(values["curves"], list | tuple):
             raise ValueError("hardware profile: matmul_shape and curves must be lists")
         shape, curves = tuple(values["matmul_shape"]), tuple(Curve.from_dict(curve) for curve in values["curves"])
@@ -354,12 +370,13 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"hardware profile: {name} is {shown(value)}, expected one of {', '.join(choices)}")
 
 
-def _check_shares(name: str, value: Any) -> None:
-    pairs = isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value)
-    if not pairs or not all(is_whole(tokens, 1) and is_finite(share) and share > 0 for tokens, share in value):
-        raise ValueError(f"hardware profile: {name} is {shown(value)}, expected (tokens, share above 0) pairs")
-    if any(before[0] >= after[0] for before, after in pairwise(value)):
-        raise ValueError(f"hardware profile: {name} is {shown(value)}, expected ascending tokens")
+def _check_shares(curves: dict[str, Any]) -> None:
+    for name, value in curves.items():
+        pairs = isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value)
+        if not pairs or not all(is_whole(tokens, 1) and is_finite(share) and share > 0 for tokens, share in value):
+            raise ValueError(f"hardware profile: {name} is {shown(value)}, expected (tokens, share above 0) pairs")
+        if any(before[0] >= after[0] for before, after in pairwise(value)):
+            raise ValueError(f"hardware profile: {name} is {shown(value)}, expected ascending tokens")
 
 
 def _check_not_negative(name: str, value: Any) -> None:

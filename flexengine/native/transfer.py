@@ -40,7 +40,8 @@ def open_transfers(device: torch.device) -> Transfers:
         try:
             return NativeTransfers()
         except (OSError, ValueError) as error:
-            library.fallback_notice("transfers", f"every copy and event is a call from Python ({error})")
+            cost = "every copy and event is a call from Python, so that steps may take several times what is predicted"
+            library.fallback_notice("transfers", f"{cost} ({error})")
             return TorchTransfers(device)
 
 

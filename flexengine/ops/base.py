@@ -73,6 +73,8 @@ class Work(NamedTuple):
     """Those among the attention's FLOPs that multiply zeros: they take time, and `flops` leaves them out."""
     grouped_flops: float = 0.0
     """FLOPs of products of many matrices, each with its own rows, which are not among matmul_flops."""
+    head_flops: float = 0.0
+    """FLOPs of the LM head's products, which are not among matmul_flops."""
 
     def plus(self, other: Work) -> Work:
         """The sum of two pieces of work."""
@@ -85,6 +87,7 @@ class Work(NamedTuple):
             self.fp8_flops + other.fp8_flops,
             self.padding_flops + other.padding_flops,
             self.grouped_flops + other.grouped_flops,
+            self.head_flops + other.head_flops,
         )
 
     def shared(self, calls: int) -> Work:
@@ -100,13 +103,14 @@ class Work(NamedTuple):
             self.fp8_flops / calls,
             self.padding_flops / calls,
             self.grouped_flops / calls,
+            self.head_flops / calls,
         )
 
     @property
     def flops(self) -> float:
         """All floating-point operations that count as hardware FLOPs."""
         attention = self.attention_forward_flops + self.attention_backward_flops - self.padding_flops
-        return self.matmul_flops + self.grouped_flops + self.fp8_flops + attention
+        return self.matmul_flops + self.grouped_flops + self.head_flops + self.fp8_flops + attention
 
 
 class Carried(NamedTuple):

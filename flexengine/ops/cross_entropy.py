@@ -13,6 +13,7 @@ from torch import Tensor
 from flexengine.ops.base import ChunkContext, Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel
 from flexengine.ops.custom_loss import IGNORE_INDEX, custom_loss_
 from flexengine.ops.linear import accumulate_weight_grad, widened_bytes
+from flexengine.ops.linear_shape import HeadShape
 
 LOGITS_BLOCK_BYTES = 256 * 2**20
 """Size of one block of bf16 logits. With the vocabulary it fixes the block's tokens, so budgets never change the
@@ -105,6 +106,7 @@ class LMHeadLoss(Op):
         self.params = (weight,)
         self.needs_input = (x,)
         self.grad_inputs = (x,)
+        self.shape = HeadShape(width, vocab_size, soft_cap)
         self.block = block_tokens(vocab_size)
         self.words = word_ranges(vocab_size)
 
@@ -183,7 +185,8 @@ class LMHeadLoss(Op):
         blocks = -(-tokens // self.block)
         logits_bytes = 2.0 * tokens * self.vocab_size * compute_bytes
         kernels = (len(self.words) + 1) * blocks
-        return Work(2.0 * tokens * self.width * self.vocab_size, memory_bytes=logits_bytes, kernels=kernels)
+        flops = 2.0 * tokens * self.width * self.vocab_size
+        return Work(head_flops=flops, memory_bytes=logits_bytes, kernels=kernels)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
         blocks = -(-tokens // self.block)
@@ -192,7 +195,7 @@ class LMHeadLoss(Op):
         accumulator_bytes = 2.0 * blocks * self.vocab_size * self.width * max(4, compute_bytes)
         products = 3 if self.trained else 2
         return Work(
-            2.0 * products * tokens * self.width * self.vocab_size,
+            head_flops=2.0 * products * tokens * self.width * self.vocab_size,
             memory_bytes=logits_bytes + (accumulator_bytes if self.trained else 0.0),
             kernels=(products * len(self.words) + 1) * blocks,
         )

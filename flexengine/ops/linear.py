@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flexengine.ops.base import FLOAT64_BYTES, Op, OpEnv, TensorSpec, Work, use_kernel, wide
+from flexengine.ops.linear_shape import LinearShape
 
 BIAS_GRAD_PARTIALS = 256
 """The most groups of rows that a bias's gradient is summed in side by side: with a tile of columns each they keep a
@@ -132,6 +133,12 @@ class Linear(Op):
         self.x_again, self.needs_weight = x, (x,)
         self.grad_inputs = self.inputs
         self.grad_alias = () if residual is None else ((residual, y),)
+
+    @property
+    def shape(self) -> LinearShape:
+        """What the layer's speed depends on."""
+        adds = self.residual is not None
+        return LinearShape(self.name, self.in_features, self.out_features, adds, self.transposed)
 
     def reading_again(self, x_again: str) -> Self:
         """The same layer, whose weight half reads x under another name: rounded or computed again."""

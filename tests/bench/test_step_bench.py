@@ -5,8 +5,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from bench import step
+from bench.environment import require_native_code
 from bench.gaps import by_stream, idle_seconds, kind_of
 from flexengine.hardware.presets import preset
 from flexengine.models.freezing import with_frozen
@@ -112,3 +114,13 @@ def test_idle_seconds_are_summed_by_the_stream_that_compute_waited_for():
         ("issue", "forward"): [2.0], ("issue after h2d: copy", "forward"): [4.0],
     }  # fmt: skip
     assert by_stream(gaps) == {"relay_in": 1.75, "issue": 6.0}
+
+
+def test_training_on_a_gpu_is_not_measured_without_native_code(monkeypatch):
+    monkeypatch.setattr("flexengine.native.library.load", lambda: None)
+    require_native_code("bench.step")  # a CPU's figures say nothing anyway
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SystemExit, match="native code, and the library is not built here"):
+        require_native_code("bench.step")
+    monkeypatch.setenv("FLEXENGINE_NATIVE", "0")
+    require_native_code("bench.step")

@@ -28,6 +28,8 @@ MEASURED = replace(
         AttentionChoice(AttentionShape(8, 64, 64, 128), ((512, ("triton", "flash")), (2048, ("flash", "triton")))),
         AttentionChoice(AttentionShape(1, 192, 128, capped=True), ((512, ("triton",)),)),
     ),
+    grouped_shares=((1024, 0.7), (4096, 0.85)),
+    head_shares=((512, 0.95), (1024, 1.18)),
     curves=(
         Curve("down_proj forward", "tokens", "FLOP/s", ((256, 401e12), (8192, 655.5e12))),
         Curve("host to device", "bytes", "bytes/s", ((2**16, 9.87e9), (2**28, 55.5e9))),
@@ -58,6 +60,8 @@ def test_table_has_every_figure_with_its_unit(probes: list[tuple], capsys: pytes
         "large cube, sustained 670.0 TFLOP/s",
         "linear layers 4096 x 14336, TFLOP/s by tokens 256 512",
         "down_proj forward 401.0 655.5",
+        "experts' products, % of that rate by tokens 1024 4096",
+        "the head's products, % of that rate by tokens 512 1024 all 95.0 118.0",
         "attention (cudnn, head_dim 128), TFLOP/s by length 2048 8192 32768",
         "backward 387.0 487.0 530.0",
         "fastest, 8 x 64, window 128 512: triton, 2048: flash",
@@ -81,7 +85,11 @@ def test_model_sets_the_shape_and_force_measures(probes: list[tuple], capsys: py
     arguments = ["probe", "--device=cpu", "--model", "preset:llama-3.2-1b", "--dtype", "float32", "--force"]
     assert cli.main(arguments) == 0
     heads = 16 * 32
-    shape = (2048, 8192, 64, (((4, 64, 64, 0, False), heads),), ())
+    linears = (
+        ("qkv_proj", 2048, 3072, False, False, 1), ("o_proj", 2048, 2048, True, False, 1),
+        ("gate_up_proj", 2048, 16384, False, False, 1), ("down_proj", 8192, 2048, True, False, 1),
+    )  # fmt: skip
+    shape = (2048, 8192, 64, (((4, 64, 64, 0, False), heads),), (), linears, (2048, 128256, 0.0))
     assert probes == [("cpu", torch.float32, shape, True)]
     assert "measured now" in capsys.readouterr().out
 

@@ -35,30 +35,31 @@ from flexengine.hardware.measure_links import CURVE_NAMES, SIZES, _link_rates
 from flexengine.hardware.measure_matmul import (
     PASSES,
     Buffers,
-    Product,
     _work,
     affordable_tokens,
-    block_products,
     block_rates,
     fitting,
+    operand_bytes,
+    usual_layers,
 )
 from flexengine.hardware.timing import cpu_timer
 from flexengine.ops.attention_choice import KERNEL_NAMES, AttentionChoice, KernelName, order_of
 from flexengine.ops.attention_style import AttentionShape
 from flexengine.ops.linear import accumulate_weight_grad
+from flexengine.ops.linear_shape import LinearShape
 
 MIB = 2**20
 CPU = torch.device("cpu")
 
 
-def buffers_of(operand_bytes: int, result_bytes: int, dtype: torch.dtype = torch.bfloat16) -> Buffers:
+def buffers_of(for_operands: int, for_results: int, dtype: torch.dtype = torch.bfloat16) -> Buffers:
     """Buffers without memory behind them."""
-    operands = torch.empty(operand_bytes // dtype.itemsize, dtype=dtype, device="meta")
-    return Buffers(operands, torch.empty(result_bytes, dtype=torch.uint8, device="meta"))
+    operands = torch.empty(for_operands // dtype.itemsize, dtype=dtype, device="meta")
+    return Buffers(operands, torch.empty(for_results, dtype=torch.uint8, device="meta"))
 
 
 def test_products_of_a_block_are_those_of_a_model_of_that_shape():
-    by_name = {p.name: (p.in_features, p.out_features) for p in block_products((4096, 14336))}
+    by_name = {p.name: (p.in_features, p.out_features) for p in usual_layers((4096, 14336))}
     assert by_name == {  # Llama-3.1-8B: 32 query and 8 key/value heads of 128
         "qkv_proj": (4096, 4096 + 2 * 1024),
         "o_proj": (4096, 4096),
@@ -70,36 +71,38 @@ def test_products_of_a_block_are_those_of_a_model_of_that_shape():
 def test_token_counts_that_would_take_too_long_are_left_out():
     per_token = 3 * 2 * (2.5 * 4096**2 + 3 * 4096 * 14336)
     counts = (256, 512, 1024)
-    assert affordable_tokens(counts, (4096, 14336), 512 * per_token, 1.0) == [256, 512]
-    assert affordable_tokens(counts, (4096, 14336), per_token, 1.0) == [256]
-    assert affordable_tokens(counts, (4096, 14336), 1e18, 1.0) == list(counts)
+    assert affordable_tokens(counts, usual_layers((4096, 14336)), 512 * per_token, 1.0) == [256, 512]
+    assert affordable_tokens(counts, usual_layers((4096, 14336)), per_token, 1.0) == [256]
+    assert affordable_tokens(counts, usual_layers((4096, 14336)), 1e18, 1.0) == list(counts)
 
 
 @pytest.mark.parametrize("shape", [(4096, 14336), (8192, 28672), (2048, 8192)], ids=str)
 @pytest.mark.parametrize("tokens", [256, 8192, 32768])
 def test_products_are_halved_until_they_fit(shape: tuple[int, int], tokens: int):
     buffers = buffers_of(832 * MIB, 576 * MIB)
-    for product in block_products(shape):
+    for product in usual_layers(shape):
         part = fitting(product, tokens, torch.bfloat16, buffers)
         assert part is not None
-        operand_bytes, result_bytes = part.operand_bytes(tokens, torch.bfloat16)
-        assert operand_bytes <= buffers.operands.nbytes
-        assert result_bytes <= buffers.results.nbytes
+        read, written = operand_bytes(part, tokens, torch.bfloat16)
+        assert read <= buffers.operands.nbytes
+        assert written <= buffers.results.nbytes
         assert min(part.in_features, part.out_features) >= 2048
-        whole_bytes = sum(product.operand_bytes(tokens, torch.bfloat16))
+        whole_bytes = sum(operand_bytes(product, tokens, torch.bfloat16))
         assert (part == product) or whole_bytes > 576 * MIB
 
 
 def test_an_8b_block_at_8192_tokens_is_measured_whole():
     buffers = buffers_of(832 * MIB, 576 * MIB)
-    for product in block_products((4096, 14336)):
+    for product in usual_layers((4096, 14336)):
         assert fitting(product, 8192, torch.bfloat16, buffers) == product
 
 
 def test_too_little_memory_leaves_counts_out():
-    assert fitting(Product("p", 4096, 4096), 32768, torch.bfloat16, buffers_of(8 * MIB, 8 * MIB)) is None
+    assert fitting(LinearShape("p", 4096, 4096), 32768, torch.bfloat16, buffers_of(8 * MIB, 8 * MIB)) is None
     with pytest.raises(ValueError, match="not enough free memory"):
-        block_rates((4096, 4096), [32768], torch.bfloat16, buffers_of(MIB, MIB), lambda work, least_s: 1.0, 0.1)
+        block_rates(
+            usual_layers((4096, 4096)), [32768], torch.bfloat16, buffers_of(MIB, MIB), lambda work, least_s: 1.0, 0.1
+        )
 
 
 def test_rates_are_flops_over_time_of_all_products():
@@ -113,8 +116,8 @@ def test_rates_are_flops_over_time_of_all_products():
         work()
         return 1.0
 
-    rates = block_rates(shape, counts, torch.float32, buffers, timer, 0.25)
-    products = block_products(shape)
+    products = usual_layers(shape)
+    rates = block_rates(products, counts, torch.float32, buffers, timer, 0.25)
     flops = [sum(p.flops(tokens) for p in products) for tokens in counts]
     assert rates.matmul_flops_per_s == tuple(zip(counts, [f / len(products) for f in flops], strict=True))
     assert calls == [0.25] * (2 * len(counts) * len(products) * len(PASSES))
@@ -122,17 +125,27 @@ def test_rates_are_flops_over_time_of_all_products():
     assert curve.points == ((64, 2 * 64 * 512 * 256.0), (128, 2 * 128 * 512 * 256.0))
 
 
+def test_layers_that_a_model_has_more_of_weigh_more():
+    buffers = Buffers(torch.randn(MIB), torch.empty(16 * MIB, dtype=torch.uint8))
+    layers = (LinearShape("many", 64, 128, count=3), LinearShape("one", 128, 512))
+    rates = block_rates(layers, [64], torch.float32, buffers, lambda work, least_s: 1.0, 0.1)
+    flops = 3 * layers[0].flops(64) + layers[1].flops(64)
+    assert rates.matmul_flops_per_s == ((64, flops / 4),)
+
+
 def test_a_longer_product_is_never_slower_than_a_shorter_one():
     buffers = Buffers(torch.randn(4 * MIB), torch.empty(16 * MIB, dtype=torch.uint8))
     seconds = iter([9.0] * 12 + [1.0] * 12 + [1.0] * 12 + [9.0] * 12)
-    rates = block_rates((256, 256), [64, 128], torch.float32, buffers, lambda work, least_s: next(seconds), 0.1)
+    rates = block_rates(
+        usual_layers((256, 256)), [64, 128], torch.float32, buffers, lambda work, least_s: next(seconds), 0.1
+    )
     assert rates.matmul_flops_per_s[0][1] == rates.matmul_flops_per_s[1][1]
 
 
 def test_part_of_a_product_counts_for_the_whole():
     """Buffers that hold half of the features: the time of the half counts twice."""
-    product = Product("p", 2048, 8192)
-    whole, half = (product._replace(out_features=f).operand_bytes(64, torch.float32) for f in (8192, 4096))
+    product = LinearShape("p", 2048, 8192)
+    whole, half = (operand_bytes(product._replace(out_features=f), 64, torch.float32) for f in (8192, 4096))
     operands = torch.randn(half[0] // 4)
     buffers = Buffers(operands, torch.empty(half[1], dtype=torch.uint8))
     part = fitting(product, 64, torch.float32, buffers)
@@ -142,21 +155,29 @@ def test_part_of_a_product_counts_for_the_whole():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("adds", [False, True])
-def test_calls_compute_the_passes_of_a_linear_layer(dtype: torch.dtype, adds: bool):
-    tokens, part = 8, Product("p", 48, 32, adds)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_calls_compute_the_passes_of_a_linear_layer(dtype: torch.dtype, adds: bool, transposed: bool):
+    tokens, part = 8, LinearShape("p", 48, 32, adds, transposed)
     buffers = Buffers(torch.randn(4096).to(dtype), torch.full((16384,), 255, dtype=torch.uint8))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     lengths = {"x": 8 * 48, "y": 8 * 32, "weight": 48 * 32}
+
+    def matrix(weight: torch.Tensor) -> torch.Tensor:
+        return weight.view(48, 32).t() if transposed else weight.view(32, 48)
+
     start = {"forward": 512, "input gradient": 256, "weight gradient": 256}  # of the second operand, aligned to 256
     for name in PASSES:
         _work(part, tokens, name, dtype, buffers)()
         second = buffers.operands[start[name] :]
         if name == "forward":
-            x, weight = buffers.operands[: lengths["x"]].view(8, 48), second[: lengths["weight"]].view(32, 48)
+            x, weight = buffers.operands[: lengths["x"]].view(8, 48), matrix(second[: lengths["weight"]])
             expected, result_dtype = x.double() @ weight.double().t(), dtype
         elif name == "input gradient":
-            grad_y, weight = buffers.operands[: lengths["y"]].view(8, 32), second[: lengths["weight"]].view(32, 48)
+            grad_y, weight = buffers.operands[: lengths["y"]].view(8, 32), matrix(second[: lengths["weight"]])
             expected, result_dtype = grad_y.double() @ weight.double(), dtype
+        elif transposed:
+            x, grad_y = buffers.operands[: lengths["x"]].view(8, 48), buffers.operands[512:][: lengths["y"]].view(8, 32)
+            expected, result_dtype = x.double().t() @ grad_y.double(), wide
         else:
             grad_y, x = buffers.operands[: lengths["y"]].view(8, 32), second[: lengths["x"]].view(8, 48)
             expected, result_dtype = grad_y.double().t() @ x.double(), wide
@@ -168,7 +189,7 @@ def test_calls_compute_the_passes_of_a_linear_layer(dtype: torch.dtype, adds: bo
 def test_weight_gradients_are_added_as_the_engine_adds_them(dtype: torch.dtype):
     """Two calls add up: an accumulator that was overwritten would hold the second product alone."""
     buffers = Buffers(torch.randn(24 * 16 + 24 * 8 + 512).to(dtype), torch.empty(4096, dtype=torch.uint8))
-    work = _work(Product("p", 8, 16), 24, "weight gradient", dtype, buffers)
+    work = _work(LinearShape("p", 8, 16), 24, "weight gradient", dtype, buffers)
     work()
     work()
     engines, grad_y, x = torch.zeros(16, 8), buffers.operands[: 24 * 16], buffers.operands[512:][: 24 * 8]
@@ -180,7 +201,7 @@ def test_weight_gradients_are_added_as_the_engine_adds_them(dtype: torch.dtype):
 
 def test_consecutive_calls_read_other_operands():
     buffers = Buffers(torch.randn(64 * 1024), torch.empty(64 * 1024, dtype=torch.uint8))
-    work = _work(Product("p", 64, 64), 64, "forward", torch.float32, buffers)
+    work = _work(LinearShape("p", 64, 64), 64, "forward", torch.float32, buffers)
     results = []
     for _ in range(5):
         work()

@@ -7,11 +7,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flexengine.hardware import measure, measure_experts, measure_links, measure_node, timing
+from flexengine.hardware import (
+    measure,
+    measure_experts,
+    measure_head,
+    measure_links,
+    measure_matmul,
+    measure_node,
+    timing,
+)
 from flexengine.hardware.node_rates import RankRates
 from flexengine.hardware.profile import HardwareProfile, ProbeShape
 from flexengine.native import allocate_host
 from flexengine.ops.expert_shape import ExpertShape
+from flexengine.ops.linear_shape import HeadShape, LinearShape
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -117,6 +126,17 @@ def test_experts_are_measured_beside_linear_layers(fake_cuda: SimpleNamespace, m
     assert (fewer.shape.experts, fewer.rows, fewer.bounds[-1]) == (2, 16, 16)
     with pytest.raises(ValueError, match="one expert of"):
         measure_experts.Buffers(shapes[0], 16, torch.bfloat16, CPU, 1000)
+
+
+def test_a_models_own_layers_and_head_are_measured(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(measure_head, "block_tokens", lambda vocab_size: 16)
+    layers = (LinearShape("fc", 64, 200, transposed=True, count=2), LinearShape("proj", 200, 64, adds=True))
+    shape = ProbeShape(64, 200, 24, linears=layers, head=HeadShape(64, 300))
+    rates = measure.measure_cuda(CPU, torch.bfloat16, shape, host_free_bytes=8 * MIB, scale=0.01)
+    names = [curve.name for curve in rates.curves if curve.x_unit == "tokens"]
+    assert names == [f"{layer} {name}" for layer in ("fc", "proj") for name in measure_matmul.PASSES]
+    assert [tokens for tokens, _ in rates.head_shares] == [16, 32]  # a block of logits, and the longest chunk
+    assert all(share > 0 for _, share in rates.head_shares)
 
 
 def test_short_calls_are_issued_behind_a_gate(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):

@@ -50,16 +50,18 @@ def test_choices_of_attention_survive_the_round_trip():
             HardwareProfile.from_dict(values | {"attention_choices": wrong})
 
 
-def test_shares_of_experts_survive_the_round_trip():
-    profile = replace(preset("cpu-test"), grouped_shares=((1024, 0.5), (4096, 0.9)))
+@pytest.mark.parametrize("field", ["grouped_shares", "head_shares"])
+def test_shares_of_experts_and_head_survive_the_round_trip(field: str):
+    profile = replace(preset("cpu-test"), **{field: ((1024, 0.5), (4096, 0.9))})
     assert HardwareProfile.from_json(profile.to_json()) == profile
-    assert [profile.grouped_share(tokens, 0.77) for tokens in (1, 2048, 10**6)] == pytest.approx([0.5, 0.7, 0.9])
-    assert preset("cpu-test").grouped_share(2048, 0.77) == 0.77
+    rate = profile.head_share if field == "head_shares" else lambda tokens: profile.grouped_share(tokens, 0.77)
+    assert [rate(tokens) for tokens in (1, 2048, 10**6)] == pytest.approx([0.5, 0.7, 0.9])
+    assert (preset("cpu-test").grouped_share(2048, 0.77), preset("cpu-test").head_share(2048)) == (0.77, 1.0)
     for wrong in ([[0, 0.5]], [[8, 0.0]], [[8, math.inf]], [[8, 0.5], [8, 0.6]], [[8]], [[8, "fast"]]):
-        with pytest.raises(ValueError, match="grouped_shares is"):
-            HardwareProfile.from_dict(profile.to_dict() | {"grouped_shares": wrong})
-    without = {name: value for name, value in profile.to_dict().items() if name != "grouped_shares"}
-    assert HardwareProfile.from_dict(without).grouped_shares == ()
+        with pytest.raises(ValueError, match=f"{field} is"):
+            HardwareProfile.from_dict(profile.to_dict() | {field: wrong})
+    without = {name: value for name, value in profile.to_dict().items() if name != field}
+    assert getattr(HardwareProfile.from_dict(without), field) == ()
 
 
 def test_matmul_rate_is_linear_in_log_tokens_and_clamped():

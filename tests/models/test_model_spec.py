@@ -1,6 +1,8 @@
 """Names, sizes and counts of a model's description against transformers and against sums done by hand."""
 
+import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,11 +10,12 @@ import transformers
 from engine_helpers import spec_of, tiny_config
 
 from flexengine.models.matmul_dtype import with_fp8_linears
-from flexengine.models.probe_shapes import attention_shapes, expert_shapes
+from flexengine.models.probe_shapes import attention_shapes, expert_shapes, head_shape, linear_shapes
 from flexengine.models.registry import ASSETS, open_model, preset_names
 from flexengine.ops.attention_style import AttentionShape
 from flexengine.ops.fp8 import Fp8Linear
 from flexengine.ops.linear import Linear
+from flexengine.ops.linear_shape import HeadShape, LinearShape
 
 VARIANTS = {
     "untied": {},
@@ -185,3 +188,40 @@ def test_fp8_linears_replace_those_of_blocks_and_nothing_else():
 def test_models_with_sizes_that_fp8_cannot_take_are_refused():
     with pytest.raises(ValueError, match=r"tiny: qkv_proj has 24 input and 48 output features.*--matmul-dtype"):
         with_fp8_linears(spec_of(tiny_config()))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma-2-2b", "deepseek-v2-lite", "qwen3.5-9b"])
+def test_linear_layers_of_all_blocks_by_shape(name: str):
+    """They hold the matrices of all blocks, but those of experts, routers and gates; names are unique."""
+    spec = open_model(f"preset:{name}", needs_weights=False).spec
+    shapes = linear_shapes(spec)
+    assert len({shape.name for shape in shapes}) == len(shapes)
+    ops = [op for layer in spec.blocks for op in layer.ops if isinstance(op, Linear)]
+    times = len(ops) // sum(shape.count for shape in shapes)
+    assert times * sum(shape.count * shape.flops(1) for shape in shapes) == sum(op.shape.flops(1) for op in ops)
+
+
+def test_linear_layers_of_fewer_alike_blocks_are_the_same():
+    names = ("qkv_proj", "o_proj", "up_proj", "down_proj")
+    sizes = ((768, 2304), (768, 768), (768, 3072), (3072, 768))
+    expected = tuple(
+        LinearShape(name, *size, adds=name in ("o_proj", "down_proj"), transposed=True)
+        for name, size in zip(names, sizes, strict=True)
+    )
+    spec = open_model("preset:gpt2", needs_weights=False).spec
+    assert linear_shapes(spec) == linear_shapes(spec.with_layers([0, 1, 2, len(spec.layers) - 1])) == expected
+
+
+def test_layers_of_one_name_and_several_sizes_are_told_apart():
+    spec = open_model("preset:gpt2", needs_weights=False).spec
+    first, *others = spec.layers[1:]
+    wider = copy.copy(next(op for op in first.ops if op.name == "up_proj"))
+    wider.out_features = 4096
+    ops = tuple(wider if op.name == "up_proj" else op for op in first.ops)
+    changed = replace(spec, layers=(spec.layers[0], replace(first, ops=ops), *others))
+    counts = {shape.name: shape.count for shape in linear_shapes(changed)}
+    assert counts == {"qkv_proj": 12, "o_proj": 12, "up_proj 768 x 4096": 1, "up_proj 768 x 3072": 11, "down_proj": 12}
+
+
+def test_the_head_of_a_model():
+    assert head_shape(open_model("preset:gemma-2-9b", needs_weights=False).spec) == HeadShape(3584, 256000, 30.0)

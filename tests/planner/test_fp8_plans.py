@@ -9,11 +9,12 @@ import torch
 import flexengine
 from flexengine.cli import main
 from flexengine.hardware.measure import _in_fp8
-from flexengine.hardware.measure_matmul import Buffers, Product, _work, fitting
+from flexengine.hardware.measure_matmul import Buffers, _work, fitting
 from flexengine.hardware.presets import PRESETS, preset
 from flexengine.models.matmul_dtype import with_fp8_linears
 from flexengine.models.registry import open_model
 from flexengine.ops.fp8 import FORWARD_DTYPE, MULTIPLE
+from flexengine.ops.linear_shape import LinearShape
 from flexengine.plan import Numerics, Request
 from flexengine.planner.bound.speed_of_light import speed_of_light_s
 from flexengine.planner.correction import Factors, corrected_profile
@@ -145,7 +146,7 @@ def test_operands_are_rounded_where_they_lie(monkeypatch):
 def test_products_of_the_probe_take_fp8_operands(name):
     operands = torch.randn(1 << 20).to(FORWARD_DTYPE)
     buffers = Buffers(operands, torch.empty(1 << 20, dtype=torch.uint8))
-    _work(Product("proj", 96, 160), 64, name, FORWARD_DTYPE, buffers)()
+    _work(LinearShape("proj", 96, 160), 64, name, FORWARD_DTYPE, buffers)()
     assert buffers.results.any()
 
 
@@ -153,7 +154,7 @@ def test_products_of_the_probe_take_fp8_operands(name):
 def test_halved_products_keep_sizes_that_fp8_takes(features):
     meta = {"dtype": torch.uint8, "device": "meta"}
     buffers = Buffers(torch.empty(64 << 20, **meta).view(FORWARD_DTYPE), torch.empty(96 << 20, **meta))
-    part = fitting(Product("gate_up", 4096, 2 * features), 2048, FORWARD_DTYPE, buffers)
+    part = fitting(LinearShape("gate_up", 4096, 2 * features), 2048, FORWARD_DTYPE, buffers)
     assert part is not None
     assert part.out_features < 2 * features
     assert part.out_features % MULTIPLE == part.in_features % MULTIPLE == 0

@@ -71,6 +71,11 @@ class CostModel:
         return self.profile.grouped_share(self.chunk_tokens, GROUPED_SHARE)
 
     @cached_property
+    def head_share(self) -> float:
+        """Rate of the LM head's products over that of linear layers at this chunk size."""
+        return self.profile.head_share(self.chunk_tokens)
+
+    @cached_property
     def fp8_rate(self) -> float:
         """The same with FP8 operands."""
         return self.profile.fp8_matmul_rate(self.chunk_tokens)
@@ -85,7 +90,8 @@ class CostModel:
         p = self.profile
         forward_rate, backward_rate = self.attention_rates
         busy_s = (
-            (work.matmul_flops + work.grouped_flops / self.grouped_share) / self.matmul_rate
+            (work.matmul_flops + work.grouped_flops / self.grouped_share + work.head_flops / self.head_share)
+            / self.matmul_rate
             + (work.fp8_flops / self.fp8_rate if work.fp8_flops else 0.0)
             + work.attention_forward_flops / forward_rate
             + work.attention_backward_flops / backward_rate
