@@ -21,9 +21,9 @@ def test_a_row_per_cap(tmp_path, monkeypatch, capsys):
     out = tmp_path / "out.json"
     flags = [
         "--preset",
-        "tiny-llama3-50m",
+        "demo",
         "--caps",
-        "1.5",
+        "0.5",
         "none",
         "--also-tokens",
         "16",
@@ -37,7 +37,7 @@ def test_a_row_per_cap(tmp_path, monkeypatch, capsys):
     step.main()
     rows = json.loads(out.read_text())["rows"]
     sizes = [(row["gpu_cap_gib"], row["tokens_per_step"]) for row in rows]
-    assert sizes == [(1.5, 32), (1.5, 16), (None, 32), (None, 16)]
+    assert sizes == [(0.5, 32), (0.5, 16), (None, 32), (None, 16)]
     for row in rows:
         assert len(row["steps_s"]) == len(row["losses"]) == 2
         assert row["tokens_per_s"] == pytest.approx(row["tokens_per_step"] / row["step_s"])

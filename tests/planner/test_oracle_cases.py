@@ -34,8 +34,8 @@ def test_answers_are_what_the_oracle_finds(seed):
 
 @pytest.mark.long
 def test_plans_are_near_the_best():
-    """Half of the cases, with the worst of them: 47 of 50 within 2%, none above 5%; bounds hold."""
-    found = ratios(range(1, NUM_CASES, 2), {seed: answer["best_s"] for seed, answer in enumerate(ANSWERS)})
+    """A third of the cases, with the three worst: all others within 2%, none above 5%; bounds hold."""
+    found = ratios(range(1, NUM_CASES, 3), {seed: answer["best_s"] for seed, answer in enumerate(ANSWERS)})
     misses = {seed: round(ratio, 3) for seed, ratio in found.items() if ratio > NEAR}
     assert len(misses) <= MOST_MISSES, misses
     assert max(found.values()) <= FARTHEST, misses
