@@ -42,10 +42,10 @@ def kernel_cases(sizes: Sizes) -> tuple[Case, ...]:
 
 
 def norm_cases(s: Sizes) -> tuple[Case, ...]:
-    """RMSNorm forward, input half without and with accumulation, weight half (accumulating)."""
+    """RMSNorm forward, input half without and with accumulation, both halves in one pass (accumulating)."""
     from flexengine.kernels import rmsnorm as kernel  # noqa: PLC0415 - Triton is imported when first used
 
-    T, D = s.tokens, s.width
+    T, D, groups = s.tokens, s.width, min(s.tokens, norm_op.grad_partials(s.width))
     matrix, row, stats = 2 * T * D, 2 * D, 4 * T
 
     def make(random: Random) -> Tensors:
@@ -58,7 +58,7 @@ def norm_cases(s: Sizes) -> tuple[Case, ...]:
             "out": random.empty(T, D),
             "grad_x": random.normal(T, D),
             "grad_weight": random.normal(D, dtype=F32),
-            "partials": random.empty(norm_op.WEIGHT_GRAD_PARTIALS, D, dtype=F32),
+            "partials": random.empty(groups, D, dtype=F32),
         }
 
     def forward(path) -> Callable[[Tensors], object]:
@@ -69,12 +69,16 @@ def norm_cases(s: Sizes) -> tuple[Case, ...]:
             t["grad_y"], t["x"], t["weight"], t["rstd"], t["grad_x"], accumulate
         )
 
-    def weight_half(path) -> Callable[[Tensors], object]:
-        return lambda t: path.rmsnorm_backward_weight(
-            t["grad_y"], t["x"], t["rstd"], t["grad_weight"], t["partials"], True
-        )
+    def in_one_pass(t: Tensors) -> None:
+        kernel.rmsnorm_backward(t["grad_y"], t["x"], t["weight"], t["rstd"], t["grad_x"], t["partials"], True)
+        kernel.sum_partials(t["partials"], t["grad_weight"], True)
+
+    def plain_in_one_pass(t: Tensors) -> None:
+        norm_op.rmsnorm_backward(t["grad_y"], t["x"], t["weight"], t["rstd"], t["grad_x"], t["partials"], True)
+        norm_op.add_partials(t["partials"], T, t["grad_weight"], True)
 
     operands = ("grad_y", "x", "weight", "rstd")
+    totals = ("grad_x", "grad_weight")
     return (
         Case(
             "rmsnorm-forward", "2*2TD + 2D + 4T", 2 * matrix + row + stats, make,
@@ -89,8 +93,8 @@ def norm_cases(s: Sizes) -> tuple[Case, ...]:
             input_half(kernel, True), input_half(norm_op, True), (*operands, "grad_x"), ("grad_x",),
         ),
         Case(
-            "rmsnorm-backward-weight", "2*2TD + 4T + 2*4D", 2 * matrix + stats + 8 * D, make,
-            weight_half(kernel), weight_half(norm_op), ("grad_y", "x", "rstd", "grad_weight"), ("grad_weight",),
+            "rmsnorm-backward-accumulate", "4*2TD + 2D + 4T + 2*4D", 4 * matrix + row + stats + 8 * D, make,
+            in_one_pass, plain_in_one_pass, (*operands, *totals), totals,
         ),
     )  # fmt: skip
 

@@ -145,8 +145,8 @@ def few_partials(monkeypatch: pytest.MonkeyPatch) -> None:
     from flexengine.ops import causal_conv, layernorm, linear, rmsnorm  # noqa: PLC0415 (after Triton's variable is set)
 
     monkeypatch.setattr(causal_conv, "WEIGHT_GRAD_PARTIALS", 2)
-    monkeypatch.setattr(rmsnorm, "WEIGHT_GRAD_PARTIALS", 3)
     monkeypatch.setattr(rmsnorm, "HEAD_GRAD_PARTIALS", 3)
+    monkeypatch.setattr(rmsnorm, "ROW_GRAD_PARTIALS", 3)
     monkeypatch.setattr(layernorm, "WEIGHT_GRAD_PARTIALS", 3)
     monkeypatch.setattr(linear, "BIAS_GRAD_PARTIALS", 3)
 

@@ -1,4 +1,4 @@
-"""RMSNorm: y = weight * x / sqrt(mean(x^2) + eps), forward and the two halves of backward.
+"""RMSNorm: y = weight * x / sqrt(mean(x^2) + eps), forward, the input half of backward, and backward in one pass.
 
 T tokens, D width. Rows are [T, D], or K heads of width D in each row, [T, K, D], at any distance from each other, which
 are normalised one by one with one weight. A program holds whole rows in registers: D up to about 65536. Source: Zhang
@@ -16,9 +16,8 @@ from flexengine.kernels.counts import cdiv, next_power_of_2
 from flexengine.kernels.rounding import round_to
 
 _TILE_ELEMENTS = 2048  # elements per program when rows are short: several rows share a program
-_WEIGHT_COLUMNS = 256  # of a tile of the weight half: 512 bytes of a bf16 row, fewer where rows are narrower
-_WEIGHT_ELEMENTS = 16 * _WEIGHT_COLUMNS
-_SUM_ROWS, _SUM_COLUMNS = 64, 64
+_SUM_ROWS, _SUM_COLUMNS = 256, 16  # few steps one after the other, and programs enough for narrow rows
+_AHEAD_BYTES = 16384  # of a row that is read ahead: three such rows fit the shared memory of any card
 
 
 def rmsnorm_forward(
@@ -69,52 +68,45 @@ def rmsnorm_backward_input(
     Order: launches on the current stream, never synchronises.
     Raises: ValueError on other shapes, dtypes or strides.
     """
-    shape = tuple(x.shape)
-    for name, tensor in (("x", x), ("grad_y", grad_y), ("grad_x", grad_x)):
-        _check_rows(name, tensor, shape, FLOATS)
-    check_tensor("weight", weight, shape[-1:], FLOATS)
-    check_tensor("rstd", rstd, shape[:-1], (torch.float32,), strided_rows=x.dim() == 3)
+    _check_backward(grad_y, x, weight, rstd, grad_x)
     count, heads = _rows(x)
     if count == 0:
         return
-    rows, block, num_warps = _row_tile(shape[-1])
+    rows, block, num_warps = _row_tile(x.shape[-1])
     _backward_input_kernel[(cdiv(count, rows),)](
-        grad_y, x, weight, rstd, grad_x, count, shape[-1], heads, *_strides(grad_y), *_strides(x), *_strides(grad_x),
+        grad_y, x, weight, rstd, grad_x, count, x.shape[-1], heads, *_strides(grad_y), *_strides(x), *_strides(grad_x),
         rstd.stride(0), offset, 0.0 if eps is None else eps, FIND_RSTD=eps is not None, ACCUMULATE=accumulate,
         ROWS=rows, BLOCK=block, num_warps=num_warps,
     )  # fmt: skip
 
 
-def rmsnorm_backward_weight(
-    grad_y: Tensor, x: Tensor, rstd: Tensor, grad_weight: Tensor, partials: Tensor, accumulate: bool, wide: bool = False
-) -> None:
-    """Weight half of the gradients: grad_weight = (or +=) sum over T (and K) of grad_y * round(x * rstd).
+def rmsnorm_backward(
+    grad_y: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_x: Tensor, partials: Tensor, accumulate: bool,
+    offset: float = 0.0, eps: float | None = None, wide: bool = False,
+) -> None:  # fmt: skip
+    """Input half as `rmsnorm_backward_input`, and in `partials` what the gradient of the weight is the sum of:
+    grad_y * round(x * rstd), over T (and K), in one pass over the rows.
 
-    Shapes: grad_y and x [T, D] or [T, K, D] in bf16 or fp32, rows may be strided; rstd from the forward; grad_weight
-    [D] fp32; partials [P, D] fp32 is workspace. P groups of consecutive rows are summed side by side, then the P sums:
-    the order of the sum, so its bits, depends on T, K, D and P only (128 to 1024 keep any card busy).
-    round is to x's dtype, as in the forward, whose exact derivative this is; with wide nothing is rounded.
-    Order: two launches on the current stream, never synchronises. T = 0 adds nothing.
-    Raises: ValueError on other shapes, dtypes or strides.
+    Shapes: those of the input half; partials [P, D] fp32. P groups of consecutive rows are summed side by side;
+    `sum_partials` adds them up. The order of the sum, so its bits, depends on T, K, D and P only (512 to 1024 keep any
+    card busy). round is to x's dtype, as in the forward, whose exact derivative this is; with wide nothing is rounded.
+    Cost: reads 2*T*D elements (3 where grad_x is added to) and writes T*D, K times, and 4*P*D bytes.
+    Order: one launch on the current stream, never synchronises. Without rows the partial sums are zeros.
+    Raises: ValueError on other shapes, dtypes or strides, and where there are no groups.
     """
-    shape, width = tuple(x.shape), x.shape[-1]
-    _check_rows("x", x, shape, FLOATS)
-    _check_rows("grad_y", grad_y, shape, FLOATS)
-    check_tensor("rstd", rstd, shape[:-1], (torch.float32,), strided_rows=x.dim() == 3)
-    check_tensor("grad_weight", grad_weight, (width,), (torch.float32,))
-    check_tensor("partials", partials, (partials.shape[0], width), (torch.float32,))
-    groups = partials.shape[0]
+    _check_backward(grad_y, x, weight, rstd, grad_x)
+    groups, width = partials.shape[0], x.shape[-1]
+    check_tensor("partials", partials, (groups, width), (torch.float32,))
     if groups == 0:
         raise ValueError("partials must have at least one row, got shape [0, D]")
     count, heads = _rows(x)
-    columns = min(_WEIGHT_COLUMNS, next_power_of_2(width))
-    column_tiles = cdiv(width, columns)
-    _partial_weight_kernel[(groups * column_tiles,)](
-        grad_y, x, rstd, partials, count, width, heads, cdiv(count, groups), column_tiles,
-        *_strides(grad_y), *_strides(x), rstd.stride(0), WIDE=wide, ROWS=_WEIGHT_ELEMENTS // columns, COLUMNS=columns,
-        num_warps=4,
+    rows, block, _ = _row_tile(width)
+    _backward_kernel[(groups,)](
+        grad_y, x, weight, rstd, grad_x, partials, count, width, heads, cdiv(count, groups), *_strides(grad_y),
+        *_strides(x), *_strides(grad_x), rstd.stride(0), offset, 0.0 if eps is None else eps,
+        FIND_RSTD=eps is not None, ACCUMULATE=accumulate, WIDE=wide, ROWS=rows, BLOCK=block,
+        STAGES=2 if block * x.element_size() <= _AHEAD_BYTES else 1, num_warps=min(16, max(4, block // 512)),
     )  # fmt: skip
-    sum_partials(partials, grad_weight, accumulate)
 
 
 def sum_partials(partials: Tensor, total: Tensor, accumulate: bool) -> None:
@@ -123,6 +115,14 @@ def sum_partials(partials: Tensor, total: Tensor, accumulate: bool) -> None:
     _sum_partials_kernel[(cdiv(width, _SUM_COLUMNS),)](
         partials, total, groups, width, ACCUMULATE=accumulate, ROWS=_SUM_ROWS, COLUMNS=_SUM_COLUMNS, num_warps=4
     )
+
+
+def _check_backward(grad_y: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_x: Tensor) -> None:
+    shape = tuple(x.shape)
+    for name, tensor in (("x", x), ("grad_y", grad_y), ("grad_x", grad_x)):
+        _check_rows(name, tensor, shape, FLOATS)
+    check_tensor("weight", weight, shape[-1:], FLOATS)
+    check_tensor("rstd", rstd, shape[:-1], (torch.float32,), strided_rows=x.dim() == 3)
 
 
 def _check_rows(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
@@ -219,32 +219,45 @@ def _backward_input_kernel(
 
 
 @triton.jit(do_not_specialize=["count", "group_rows"])
-def _partial_weight_kernel(
-    grad_y_ptr, x_ptr, rstd_ptr, partials_ptr, count, width, heads, group_rows, column_tiles,
-    grad_y_stride, grad_y_step, x_stride, x_step, rstd_stride,
-    WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+def _backward_kernel(
+    grad_y_ptr, x_ptr, weight_ptr, rstd_ptr, grad_x_ptr, partials_ptr, count, width, heads, group_rows, grad_y_stride,
+    grad_y_step, x_stride, x_step, grad_x_stride, grad_x_step, rstd_stride, offset, eps, FIND_RSTD: tl.constexpr,
+    ACCUMULATE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """partials[group] = the sum over the group's consecutive rows; lanes of a tile are summed once, at the end.
-
-    Neighbouring programs take neighbouring columns, so that those at work together read whole rows.
-    """
-    group = (tl.program_id(0) // column_tiles).to(tl.int64)
-    columns = (tl.program_id(0) % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    """`_backward_input_kernel` on a group of consecutive rows, whose parts of the weight's gradient it adds up; lanes
+    of a tile are summed once, at the end."""
+    group = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32) + offset
     begin = group * group_rows
     end = tl.minimum(begin + group_rows, count)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for row in range(begin, end, ROWS):
-        rows = row + tl.arange(0, ROWS)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in tl.range(begin, end, ROWS, num_stages=STAGES):  # in two stages it loads the next rows beside these
+        rows = first + tl.arange(0, ROWS)
         mask = (rows < end)[:, None] & (columns < width)[None, :]
         source = x_ptr + _offsets(rows, heads, x_stride, x_step)[:, None] + columns[None, :]
         x = tl.load(source, mask=mask, other=0.0)
         grads = grad_y_ptr + _offsets(rows, heads, grad_y_stride, grad_y_step)[:, None] + columns[None, :]
-        grad_y = tl.load(grads, mask=mask, other=0.0)
-        rstd = tl.load(rstd_ptr + _offsets(rows, heads, rstd_stride, 1), mask=rows < end, other=0.0)
-        normalised = x.to(tl.float32) * rstd[:, None]
+        grad_y = tl.load(grads, mask=mask, other=0.0).to(tl.float32)
+        target = grad_x_ptr + _offsets(rows, heads, grad_x_stride, grad_x_step)[:, None] + columns[None, :]
+        if ACCUMULATE:
+            previous = tl.load(target, mask=mask, other=0.0).to(tl.float32)
+        long, rstd_ptrs = x.to(tl.float32), rstd_ptr + _offsets(rows, heads, rstd_stride, 1)
+        if FIND_RSTD:
+            rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(long * long, axis=1) / width + eps))
+            tl.store(rstd_ptrs, rstd, mask=rows < end)
+        else:
+            rstd = tl.load(rstd_ptrs, mask=rows < end, other=0.0)
+        normalised = long * rstd[:, None]
+        grad_normalised = grad_y * weight[None, :]
+        projection = tl.sum(grad_normalised * normalised, axis=1) / width
+        grad_x = rstd[:, None] * (grad_normalised - normalised * projection[:, None])
+        if ACCUMULATE:
+            grad_x += previous
+        tl.store(target, round_to(grad_x, grad_x_ptr.dtype.element_ty), mask=mask)
         if not WIDE:
             normalised = round_to(normalised, x.dtype).to(tl.float32)
-        total += grad_y.to(tl.float32) * normalised
+        total += grad_y * normalised
     tl.store(partials_ptr + group * width + columns, tl.sum(total, axis=0), mask=columns < width)
 
 

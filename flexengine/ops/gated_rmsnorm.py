@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel, wide
 from flexengine.ops.columns import Columns
-from flexengine.ops.rmsnorm import head_grad_partials
+from flexengine.ops.rmsnorm import grad_partials
 
 
 class GatedRMSNorm(Op):
@@ -29,7 +29,7 @@ class GatedRMSNorm(Op):
         self.inputs = self.needs_input = self.needs_weight = self.grad_inputs = (x, z)
         self.outputs = (TensorSpec(y, (gate.total,)),)
         self.params = (weight,)
-        self.partials = TensorSpec(f"{name}_partials", (head_dim,), "float32", rows=head_grad_partials(head_dim))
+        self.partials = TensorSpec(f"{name}_partials", (head_dim,), "float32", rows=grad_partials(head_dim))
 
     def _heads(self, rows: Tensor) -> Tensor:
         """View [T, N * V] as heads [T, groups, heads of a group, V]."""

@@ -18,9 +18,10 @@ from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes
 from flexengine.ops.columns import Columns, whole
 from flexengine.ops.rmsnorm import (
     NormStyle,
-    head_grad_partials,
+    add_partials,
+    grad_partials,
+    rmsnorm_backward,
     rmsnorm_backward_input,
-    rmsnorm_backward_weight,
     rmsnorm_forward,
 )
 
@@ -67,12 +68,15 @@ class QKNorm(Op):
             NormedColumns(Columns(n * step, g, by_key, by_key), Columns(queries, g, by_key, by_key), n, weights[1]),
         )
         self.values = whole(n * step + keys, keys), whole(queries + keys, keys)
-        self.width, self.normalised = queries + 2 * keys, queries + keys
+        self.width = queries + 2 * keys
         self.statistics = TensorSpec(f"{name}_rstd", (n + g,), "float32")
         self.inputs = (x,)
         self.outputs = (TensorSpec(y, (self.width,)),)
-        self.needs_input = self.needs_weight = (x,)
-        self.grad_inputs = (x,)
+        self.needs_input = self.grad_inputs = (x,)
+        self.partials = tuple(
+            TensorSpec(f"{part.weight}_partials", (part.y.width,), "float32", rows=grad_partials(part.y.width))
+            for part in self.parts
+        )
 
     def forward(self, env: OpEnv) -> None:
         x, y, (eps, offset, wide) = env.t[self.x], env.t[self.y], self.style
@@ -83,24 +87,24 @@ class QKNorm(Op):
 
     def backward_input(self, env: OpEnv) -> None:
         x, rstd, grad_x, grad_y = env.t[self.x], env.t[self.statistics.name], env.g[self.x], env.g[self.y]
-        for part in self.parts:
+        eps, offset, wide = self.style
+        for part, sums in zip(self.parts, self.partials, strict=True):
             operands = (part.y.of(grad_y), part.x.of(x), env.p[part.weight], part.statistics(rstd), part.x.of(grad_x))
-            rmsnorm_backward_input(*operands, accumulate=False, offset=self.style.offset, eps=self.style.eps)
+            if self.trained:
+                rmsnorm_backward(*operands, env.t[sums.name], False, offset, eps, wide)
+            else:
+                rmsnorm_backward_input(*operands, accumulate=False, offset=offset, eps=eps)
         target, source = self.values
         target.of(grad_x).copy_(source.of(grad_y))
 
     def backward_weight(self, env: OpEnv) -> None:
-        x, rstd, grad_y = env.t[self.x], env.t[self.statistics.name], env.g[self.y]
-        for part in self.parts:
-            operands = (part.y.of(grad_y), part.x.of(x), part.statistics(rstd), env.gp[part.weight])
-            rmsnorm_backward_weight(*operands, env.t[f"{part.weight}_partials"], not env.first, self.style.wide)
+        for part, sums in zip(self.parts, self.partials, strict=True):
+            rows = len(env.g[self.y]) * part.y.groups
+            add_partials(env.t[sums.name], rows, env.gp[part.weight], not env.first)
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
-        partials = (
-            TensorSpec(f"{part.weight}_partials", (part.y.width,), "float32", rows=head_grad_partials(part.y.width))
-            for part in self.parts
-        )
-        return {"forward": (), "input": (self.statistics,), "weight": (self.statistics, *partials)}[half]
+        sums = self.partials if self.trained else ()
+        return {"forward": (), "input": (self.statistics, *sums), "weight": sums}[half]
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         return plain_bytes(4 * tokens * (self.width + 2), compute_bytes)
@@ -109,7 +113,12 @@ class QKNorm(Op):
         return Work(memory_bytes=2.0 * tokens * self.width * compute_bytes, kernels=3)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return Work(memory_bytes=3.0 * tokens * self.width * compute_bytes, kernels=3)
+        sums = self._sums_bytes(tokens, compute_bytes) if self.trained else 0.0
+        return Work(memory_bytes=3.0 * tokens * self.width * compute_bytes + sums, kernels=3)
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return Work(memory_bytes=2.0 * tokens * self.normalised * compute_bytes, kernels=4)
+        return Work(memory_bytes=self._sums_bytes(tokens, compute_bytes), kernels=2)
+
+    def _sums_bytes(self, tokens: int, compute_bytes: int) -> float:
+        """Bytes of the parts of the weights' gradients."""
+        return float(sum(sums.num_bytes(tokens, compute_bytes) for sums in self.partials))

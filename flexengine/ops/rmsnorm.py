@@ -14,17 +14,17 @@ from torch import Tensor
 
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel
 
-WEIGHT_GRAD_PARTIALS = 128
-"""Row groups of the weight-gradient reduction on CUDA: fixed, so that the order of the sum depends on the shape
-alone.
-"""
-HEAD_GRAD_PARTIALS = 1024
-"""The most where rows are heads: with a tile of columns each it takes more groups to keep a card busy."""
+ROW_GRAD_PARTIALS, HEAD_GRAD_PARTIALS = 512, 1024
+"""Groups of rows, at the most, whose parts of the weight's gradient are summed side by side on CUDA; the second where
+rows are heads, whose sums are short. Fixed, so that the order of the sum depends on the shape alone."""
+WIDEST_HEAD = 256
+LEAST_GROUP_ROWS = 4
+"""Of these groups, or sums would take as much of memory as a second pass over the rows."""
 
 
-def head_grad_partials(width: int) -> int:
-    """Row groups for heads: fewer where they are wide, or so narrow that the sums would take more memory than rows."""
-    return max(WEIGHT_GRAD_PARTIALS, min(HEAD_GRAD_PARTIALS, 8 * width, 256 * HEAD_GRAD_PARTIALS // width))
+def grad_partials(width: int) -> int:
+    """Groups of rows of this width: fewer of heads that are so narrow that other programs suffice."""
+    return ROW_GRAD_PARTIALS if width > WIDEST_HEAD else min(HEAD_GRAD_PARTIALS, 8 * width)
 
 
 class NormStyle(NamedTuple):
@@ -77,25 +77,45 @@ def rmsnorm_backward_input(
     grad_x.copy_(grad + grad_x.to(long.dtype) if accumulate else grad)
 
 
-def rmsnorm_backward_weight(
-    grad_y: Tensor, x: Tensor, rstd: Tensor, grad_weight: Tensor, partials: Tensor, accumulate: bool, wide: bool = False
-) -> None:
-    """grad_weight [D] (+)= sum over tokens (and heads) of grad_y * x * rstd. partials [P, D] float32 is workspace."""
+def rmsnorm_backward(
+    grad_y: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_x: Tensor, partials: Tensor, accumulate: bool,
+    offset: float = 0.0, eps: float | None = None, wide: bool = False,
+) -> None:  # fmt: skip
+    """The input half, and in partials [P, D] what `add_partials` makes the gradient of the weight from: the sum over
+    tokens (and heads) of grad_y * x * rstd."""
     if use_kernel(x) and x.dtype != torch.float64:
         from flexengine.kernels import rmsnorm  # noqa: PLC0415
 
-        return rmsnorm.rmsnorm_backward_weight(grad_y, x, rstd, grad_weight, partials, accumulate, wide)
-    dtype = _stat_dtype(x)
-    normalised = x.to(dtype) * rstd[..., None]
+        sums = _parts(partials, x.shape[:-1].numel())
+        return rmsnorm.rmsnorm_backward(grad_y, x, weight, rstd, grad_x, sums, accumulate, offset, eps, wide)
+    long = x.to(_stat_dtype(x))
+    if eps is not None:
+        rstd.copy_(torch.rsqrt(long.square().mean(-1) + eps))
+    normalised = long * rstd[..., None]
     if not wide:
-        normalised = normalised.to(x.dtype).to(dtype)
-    total = (grad_y.to(dtype) * normalised).flatten(0, -2).sum(0)
-    grad_weight.copy_(total) if not accumulate else grad_weight.add_(total)
+        normalised = normalised.to(x.dtype).to(long.dtype)
+    partials[0] = (grad_y.to(long.dtype) * normalised).flatten(0, -2).sum(0)  # before grad_x, which may be grad_y
+    rmsnorm_backward_input(grad_y, x, weight, rstd, grad_x, accumulate, offset)
+
+
+def add_partials(partials: Tensor, rows: int, grad_weight: Tensor, accumulate: bool) -> None:
+    """grad_weight [D] (+)= the gradient of which `rmsnorm_backward` over so many rows or heads left the parts."""
+    if use_kernel(partials) and partials.dtype != torch.float64:
+        from flexengine.kernels import rmsnorm  # noqa: PLC0415
+
+        return rmsnorm.sum_partials(_parts(partials, rows), grad_weight, accumulate)
+    grad_weight.add_(partials[0]) if accumulate else grad_weight.copy_(partials[0])
+
+
+def _parts(partials: Tensor, rows: int) -> Tensor:
+    """As many of the sums as there are groups of so many rows."""
+    return partials[: max(1, -(-rows // LEAST_GROUP_ROWS))]
 
 
 class RMSNorm(Op):
     """y = rmsnorm(x) with statistics rstd, kept or recomputed together; or y = residual + rmsnorm(x), without. Where x
-    is wider than `width`, its first columns are normalised, and the others are somebody else's.
+    is wider than `width`, its first columns are normalised, and the others are somebody else's. Where the weight is
+    trained, the input half leaves the parts of its gradient, which the weight half adds up.
 
     With a residual, whose gradient is the gradient of y itself, no backward reads y, and what would keep or recompute
     it for the statistics pays for a whole row: so the input half finds them again from x, which it reads anyway.
@@ -111,9 +131,10 @@ class RMSNorm(Op):
         kept = (self.statistics,) if residual is None else ()
         self.outputs = (TensorSpec(y, (width,)), *kept)
         self.params = (weight,)
-        self.needs_input = self.needs_weight = (x, *(spec.name for spec in kept))
+        self.needs_input = (x, *(spec.name for spec in kept))
         self.grad_inputs = self.inputs
         self.grad_alias = () if residual is None else ((residual, y),)
+        self.partials = TensorSpec(f"{name}_partials", (width,), "float32", rows=grad_partials(width), clip_rows=True)
 
     def forward(self, env: OpEnv) -> None:
         x, y, rstd, style = env.t[self.x][:, : self.width], env.t[self.y], env.t.get(self.rstd), self.style
@@ -124,21 +145,22 @@ class RMSNorm(Op):
         x, grad_x, accumulate = env.t[self.x], env.g[self.x], self.x in env.accumulate
         operands = (env.g[self.y], x[:, : self.width], env.p[self.weight], env.t[self.rstd], grad_x[:, : self.width])
         eps = None if self.residual is None else self.style.eps
-        rmsnorm_backward_input(*operands, accumulate, self.style.offset, eps)
+        if self.trained:
+            sums = env.t[self.partials.name]
+            rmsnorm_backward(*operands, sums, accumulate, self.style.offset, eps, self.style.wide)
+        else:
+            rmsnorm_backward_input(*operands, accumulate, self.style.offset, eps)
         if not accumulate:
             grad_x[:, self.width :].zero_()
 
     def backward_weight(self, env: OpEnv) -> None:
-        operands = (env.g[self.y], env.t[self.x][:, : self.width], env.t[self.rstd], env.gp[self.weight])
-        rmsnorm_backward_weight(*operands, env.t[f"{self.name}_partials"], not env.first, self.style.wide)
+        add_partials(env.t[self.partials.name], len(env.g[self.y]), env.gp[self.weight], not env.first)
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
         if half == "forward":
             return ()
-        found = () if self.residual is None else (self.statistics,)
-        if half == "input":
-            return found
-        return (*found, TensorSpec(f"{self.name}_partials", (self.width,), "float32", rows=WEIGHT_GRAD_PARTIALS))
+        sums = (self.partials,) if self.trained else ()
+        return sums if half == "weight" or self.residual is None else (*sums, self.statistics)
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         return plain_bytes(4 * tokens * (self.width + 2), compute_bytes)
@@ -148,7 +170,8 @@ class RMSNorm(Op):
         return Work(memory_bytes=touched * tokens * self.width * compute_bytes, kernels=1)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return Work(memory_bytes=4.0 * tokens * self.width * compute_bytes, kernels=1)
+        sums = self.partials.num_bytes(tokens, compute_bytes) if self.trained else 0
+        return Work(memory_bytes=4.0 * tokens * self.width * compute_bytes + sums, kernels=1)
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return Work(memory_bytes=2.0 * tokens * self.width * compute_bytes, kernels=2)
+        return Work(memory_bytes=float(self.partials.num_bytes(tokens, compute_bytes)), kernels=1)

@@ -26,8 +26,8 @@ def run_all(checks, x, weight, grad_y, groups=128):
     grad_weight = checks.empty(width, dtype=torch.float32, device=device)
     partials = checks.empty(groups, width, dtype=torch.float32, device=device)
     rmsnorm.rmsnorm_forward(x, weight, EPS, out, rstd)
-    rmsnorm.rmsnorm_backward_input(grad_y, x, weight, rstd, grad_x, accumulate=False)
-    rmsnorm.rmsnorm_backward_weight(grad_y, x, rstd, grad_weight, partials, accumulate=False)
+    rmsnorm.rmsnorm_backward(grad_y, x, weight, rstd, grad_x, partials, accumulate=False)
+    rmsnorm.sum_partials(partials, grad_weight, accumulate=False)
     return {"out": out, "rstd": rstd, "grad_x": grad_x, "grad_weight": grad_weight}
 
 
@@ -80,12 +80,63 @@ def test_accumulate_adds_before_the_rounding(checks, device, dtype):
     previous_weight = torch.randn(width, device=device)
     rstd, partials = torch.rsqrt(x.float().square().mean(-1) + EPS), torch.empty(4, width, device=device)
     grad_x, grad_weight = previous.clone(), previous_weight.clone()
-    rmsnorm.rmsnorm_backward_input(grad_y, x, weight, rstd, grad_x, accumulate=True)
-    rmsnorm.rmsnorm_backward_weight(grad_y, x, rstd, grad_weight, partials, accumulate=True)
+    rmsnorm.rmsnorm_backward(grad_y, x, weight, rstd, grad_x, partials, accumulate=True)
+    rmsnorm.sum_partials(partials, grad_weight, accumulate=True)
     _, expected_x, expected_weight = reference(x, weight, grad_y)
     checks.assert_close(grad_x, expected_x + previous.double(), checks.TOLERANCE[dtype], "grad_x")
     tolerance = 1.5 * checks.TOLERANCE[dtype]
     checks.assert_close(grad_weight, expected_weight + previous_weight.double(), tolerance, "grad_weight")
+
+
+def check_in_one_pass(checks, shape, dtype, device, groups, accumulate, found, wide):
+    """The input half is that of its own kernel, and all of it may be written over the gradient of y."""
+    tolerance = 0.0 if device.type == "cpu" else checks.TOLERANCE[dtype]  # a GPU sums rows with more threads
+    *rows, width = shape
+    x, grad_y, previous = (checks.strided(rows[0], shape.numel() // rows[0], dtype=dtype, device=device) for _ in "123")
+    x, grad_y, previous = (tensor.unflatten(1, shape[1:]) for tensor in (x, grad_y, previous))
+    for tensor in (x, grad_y, previous):
+        tensor.copy_(checks.normal(*shape, dtype=dtype, device=device))
+    offset = 1.0 if wide else 0.0
+    weight = 1 - offset + 0.1 * checks.normal(width, dtype=dtype, device=device)
+    exact = torch.rsqrt(x.double().square().mean(-1) + EPS)
+    given, grad_x, alone = exact.float(), previous.clone(), previous.clone()
+    rstd = checks.empty(*rows, dtype=torch.float32, device=device) if found else given
+    partials = checks.empty(groups, width, dtype=torch.float32, device=device)
+    eps = EPS if found else None
+    rmsnorm.rmsnorm_backward(grad_y, x, weight, rstd, grad_x, partials, accumulate, offset, eps, wide)
+    rmsnorm.rmsnorm_backward_input(grad_y, x, weight, given.clone(), alone, accumulate, offset, eps)
+    checks.assert_close(grad_x, alone.double(), tolerance, "grad_x")
+    checks.assert_close(rstd, exact, 1e-6, "rstd")
+    before = torch.randn(width, device=device)
+    for added in (False, True):
+        total = before.clone()
+        rmsnorm.sum_partials(partials, total, added)
+        terms = grad_y.double() * x.double() * exact[..., None]
+        expected = terms.flatten(0, -2).sum(0) + added * before.double()
+        checks.assert_close(total, expected, 1.5 * checks.TOLERANCE[dtype], "grad_weight")
+    over, again = grad_y.clone(), torch.empty_like(partials)
+    rmsnorm.rmsnorm_backward(over, x, weight, given.clone(), over, again, False, offset, eps, wide)
+    rmsnorm.rmsnorm_backward_input(grad_y, x, weight, given.clone(), alone, False, offset, eps)
+    checks.assert_close(over, alone.double(), tolerance, "grad_x over grad_y")
+    assert torch.equal(again, partials)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(("found", "wide"), [(False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("shape", "groups"), [((1, 48), 1), ((7, 257), 3), ((33, 1024), 8), ((5, 48), 8), ((9, 3, 40), 4)], ids=str
+)
+def test_in_one_pass(checks, device, shape, groups, dtype, accumulate, found, wide):
+    check_in_one_pass(checks, torch.Size(shape), dtype, device, groups, accumulate, found, wide)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("found", "wide"), [(False, False), (True, True)])
+@pytest.mark.parametrize("shape", [(4097, 4096), (1000, 2048), (300, 12345), (100, 57344), (513, 16, 128)], ids=str)
+def test_in_one_pass_on_gpu(checks, gpu, shape, dtype, found, wide):
+    check_in_one_pass(checks, torch.Size(shape), dtype, gpu, 512, True, found, wide)
 
 
 def test_more_groups_than_rows_leave_no_garbage(checks, device):
