@@ -100,22 +100,18 @@ def norm_cases(s: Sizes) -> tuple[Case, ...]:
 
 
 def layernorm_cases(s: Sizes) -> tuple[Case, ...]:
-    """LayerNorm forward, input half without and with accumulation, weight half (accumulating)."""
+    """LayerNorm forward, input half without and with accumulation, both halves in one pass (accumulating)."""
     from flexengine.kernels import layernorm as kernel  # noqa: PLC0415
 
     T, D = s.tokens, s.width
-    matrix, row, stats, groups = 2 * T * D, 2 * D, 8 * T, min(T, layernorm_op.WEIGHT_GRAD_PARTIALS)
+    matrix, row, groups = 2 * T * D, 2 * D, min(T, layernorm_op.ROW_GRAD_PARTIALS)
 
     def make(random: Random) -> Tensors:
-        x = 1 + random.normal(T, D)
-        variance, mean = torch.var_mean(x.float(), -1, correction=0)
         return {
-            "x": x,
+            "x": 1 + random.normal(T, D),
             "weight": 1 + 0.1 * random.normal(D),
             "bias": random.normal(D),
             "grad_y": random.normal(T, D),
-            "given": torch.stack((mean, torch.rsqrt(variance + EPS)), -1),
-            "statistics": random.empty(T, 2, dtype=F32),
             "out": random.empty(T, D),
             "grad_x": random.normal(T, D),
             "grad_weight": random.normal(D, dtype=F32),
@@ -127,14 +123,15 @@ def layernorm_cases(s: Sizes) -> tuple[Case, ...]:
         return lambda t: path.layernorm_forward(t["x"], t["weight"], t["bias"], EPS, t["out"])
 
     def input_half(path, accumulate: bool) -> Callable[[Tensors], object]:
-        return lambda t: path.layernorm_backward_input(
-            t["grad_y"], t["x"], t["weight"], EPS, t["grad_x"], accumulate, t["statistics"]
-        )
+        return lambda t: path.layernorm_backward_input(t["grad_y"], t["x"], t["weight"], EPS, t["grad_x"], accumulate)
 
-    def weight_half(path) -> Callable[[Tensors], object]:
-        return lambda t: path.layernorm_backward_weight(
-            t["grad_y"], t["x"], t["given"], t["grad_weight"], t["grad_bias"], t["partials"], True
-        )
+    def in_one_pass(t: Tensors) -> None:
+        kernel.layernorm_backward(t["grad_y"], t["x"], t["weight"], EPS, t["grad_x"], t["partials"], True)
+        kernel.sum_partials(t["partials"], t["grad_weight"], t["grad_bias"], True)
+
+    def plain_in_one_pass(t: Tensors) -> None:
+        layernorm_op.layernorm_backward(t["grad_y"], t["x"], t["weight"], EPS, t["grad_x"], t["partials"], True)
+        layernorm_op.add_partials(t["partials"], T, t["grad_weight"], t["grad_bias"], True)
 
     operands, sums = ("grad_y", "x", "weight"), ("grad_weight", "grad_bias")
     return (
@@ -143,16 +140,16 @@ def layernorm_cases(s: Sizes) -> tuple[Case, ...]:
             forward(kernel), forward(layernorm_op), ("x", "weight", "bias"), ("out",),
         ),
         Case(
-            "layernorm-backward-input", "3*2TD + 2D + 8T", 3 * matrix + row + stats, make,
-            input_half(kernel, False), input_half(layernorm_op, False), operands, ("grad_x", "statistics"),
+            "layernorm-backward-input", "3*2TD + 2D", 3 * matrix + row, make,
+            input_half(kernel, False), input_half(layernorm_op, False), operands, ("grad_x",),
         ),
         Case(
-            "layernorm-backward-input-accumulate", "4*2TD + 2D + 8T", 4 * matrix + row + stats, make,
-            input_half(kernel, True), input_half(layernorm_op, True), (*operands, "grad_x"), ("grad_x", "statistics"),
+            "layernorm-backward-input-accumulate", "4*2TD + 2D", 4 * matrix + row, make,
+            input_half(kernel, True), input_half(layernorm_op, True), (*operands, "grad_x"), ("grad_x",),
         ),
         Case(
-            "layernorm-backward-weight", "2*2TD + 8T + 4*4D", 2 * matrix + stats + 16 * D, make,
-            weight_half(kernel), weight_half(layernorm_op), ("grad_y", "x", "given", *sums), sums,
+            "layernorm-backward-accumulate", "4*2TD + 2D + 4*4D", 4 * matrix + row + 16 * D, make,
+            in_one_pass, plain_in_one_pass, (*operands, "grad_x", *sums), ("grad_x", *sums),
         ),
     )  # fmt: skip
 

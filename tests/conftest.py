@@ -147,7 +147,7 @@ def few_partials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(causal_conv, "WEIGHT_GRAD_PARTIALS", 2)
     monkeypatch.setattr(rmsnorm, "HEAD_GRAD_PARTIALS", 3)
     monkeypatch.setattr(rmsnorm, "ROW_GRAD_PARTIALS", 3)
-    monkeypatch.setattr(layernorm, "WEIGHT_GRAD_PARTIALS", 3)
+    monkeypatch.setattr(layernorm, "ROW_GRAD_PARTIALS", 3)
     monkeypatch.setattr(linear, "BIAS_GRAD_PARTIALS", 3)
 
 

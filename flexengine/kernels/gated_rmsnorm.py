@@ -1,4 +1,4 @@
-"""RMSNorm of every head, times weight and silu(z), forward and the two halves of backward.
+"""RMSNorm of every head, times weight and silu(z), forward and backward.
 
 T tokens, N groups of R heads of width V; z lies group by group in another row. A program holds whole heads in
 registers. Source: Yang et al. 2024, "Gated Delta Networks"; Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.counts import cdiv, next_power_of_2
-from flexengine.kernels.rmsnorm import sum_partials
 from flexengine.kernels.rounding import round_to
 
 _TILE_ELEMENTS = 2048
+_AHEAD_BYTES = 16384  # of a head that is read ahead: three such tiles fit the shared memory of any card
 
 
 def gated_rmsnorm_forward(x: Tensor, z: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
@@ -31,39 +31,32 @@ def gated_rmsnorm_forward(x: Tensor, z: Tensor, weight: Tensor, eps: float, out:
         _forward_kernel[_grid(x, tile)](x, z, weight, out, *sizes, *z.stride()[:2], eps, **tile)
 
 
-def gated_rmsnorm_backward_input(
-    grad_y: Tensor, x: Tensor, z: Tensor, weight: Tensor, eps: float, grad_x: Tensor, grad_z: Tensor
-) -> None:
-    """Gradients of x and z, with n = x * rstd, s = sigmoid(z) and gw = grad_y * weight * z * s: grad_x = rstd * (gw - n
-    * mean(gw * n)), grad_z = grad_y * weight * n * s * (1 + z * (1 - s)).
+def gated_rmsnorm_backward(
+    grad_y: Tensor, x: Tensor, z: Tensor, weight: Tensor, eps: float, grad_x: Tensor, grad_z: Tensor,
+    partials: Tensor | None,
+) -> None:  # fmt: skip
+    """Gradients of x and z; and in `partials` [P, V] fp32 of a trained weight what its gradient is the sum of.
 
+    With n = x * rstd, s = sigmoid(z) and gw = grad_y * weight * z * s: grad_x = rstd * (gw - n * mean(gw * n)), grad_z
+    = grad_y * weight * n * s * (1 + z * (1 - s)), and the weight's gradient is the sum over heads of all tokens of
+    grad_y * n * z * s. P groups of consecutive heads are summed side by side; `sum_partials` adds them up, so the order
+    of the sum depends on shapes only.
     Shapes: as forward's; grad_z strided as z may be. grad_x may be grad_y or x.
-    Order: launches on the current stream, never synchronises.
+    Order: one launch on the current stream, never synchronises.
     Raises: ValueError on other shapes, dtypes or strides.
     """
     sizes, tile = _check(x, weight, {"x": x, "grad_y": grad_y, "grad_x": grad_x}, {"z": z, "grad_z": grad_z})
-    if x.numel():
-        _backward_kernel[_grid(x, tile)](
-            grad_y, x, z, weight, grad_x, grad_z, *sizes, *z.stride()[:2], *grad_z.stride()[:2], eps, **tile
-        )
-
-
-def gated_rmsnorm_backward_weight(
-    grad_y: Tensor, x: Tensor, z: Tensor, eps: float, grad_weight: Tensor, partials: Tensor, accumulate: bool
-) -> None:
-    """grad_weight [V] = (or +=) sum over heads of all tokens of grad_y * n * z * s.
-
-    Shapes: as forward's; grad_weight [V] fp32; partials [P, V] fp32 is workspace: P groups of consecutive heads are
-    summed side by side, then the P sums, so the order of the sum depends on shapes only.
-    Order: two launches on the current stream, never synchronises.
-    Raises: ValueError on other shapes, dtypes or strides.
-    """
-    sizes, tile = _check(x, grad_weight, {"x": x, "grad_y": grad_y}, {"z": z})
-    check_tensor("grad_weight", grad_weight, x.shape[-1:], (torch.float32,))
-    check_tensor("partials", partials, (len(partials), x.shape[-1]), (torch.float32,))
-    group_rows = cdiv(sizes[0], len(partials))
-    _weight_kernel[(len(partials),)](grad_y, x, z, partials, *sizes, *z.stride()[:2], eps, group_rows, **tile)
-    sum_partials(partials, grad_weight, accumulate)
+    count, rows = sizes[0], tile["ROWS"]
+    groups = cdiv(count, rows)
+    if partials is not None:
+        groups, rows = len(partials), cdiv(count, len(partials))
+        check_tensor("partials", partials, (groups, x.shape[-1]), (torch.float32,))
+    if groups:
+        _backward_kernel[(groups,)](
+            grad_y, x, z, weight, grad_x, grad_z, x if partials is None else partials, *sizes, *z.stride()[:2],
+            *grad_z.stride()[:2], eps, rows, SUMS=partials is not None,
+            STAGES=2 if tile["BLOCK"] * x.element_size() <= _AHEAD_BYTES else 1, **tile,
+        )  # fmt: skip
 
 
 def _check(
@@ -118,38 +111,33 @@ def _forward_kernel(
     tl.store(out_ptr + rows[:, None] * width + columns[None, :], round_to(y, out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _backward_kernel(
-    grad_y_ptr, x_ptr, z_ptr, weight_ptr, grad_x_ptr, grad_z_ptr, count, width, of_token, of_group, stride, step,
-    grad_stride, grad_step, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns, mask, n, rstd, z = _load(x_ptr, z_ptr, rows, count, width, of_token, of_group, stride, step, eps, BLOCK)
-    weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
-    own = rows[:, None] * width + columns[None, :]
-    grad = tl.load(grad_y_ptr + own, mask=mask, other=0.0).to(tl.float32) * weight[None, :]
-    s = tl.sigmoid(z)
-    grad_z = grad * n * s * (1.0 + z * (1.0 - s))
-    grad_n = grad * z * s
-    grad_x = rstd[:, None] * (grad_n - n * (tl.sum(grad_n * n, axis=1) / width)[:, None])
-    target = grad_z_ptr + _at(rows, width, of_token, of_group, grad_stride, grad_step)[:, None] + columns[None, :]
-    tl.store(target, round_to(grad_z, grad_z_ptr.dtype.element_ty), mask=mask)
-    tl.store(grad_x_ptr + own, round_to(grad_x, grad_x_ptr.dtype.element_ty), mask=mask)
-
-
 @triton.jit(do_not_specialize=["count", "group_rows"])
-def _weight_kernel(
-    grad_y_ptr, x_ptr, z_ptr, partials_ptr, count, width, of_token, of_group, stride, step, eps, group_rows,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+def _backward_kernel(
+    grad_y_ptr, x_ptr, z_ptr, weight_ptr, grad_x_ptr, grad_z_ptr, partials_ptr, count, width, of_token, of_group,
+    stride, step, grad_stride, grad_step, eps, group_rows,
+    SUMS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """A group of consecutive heads, whose parts of the weight's gradient it adds up if these are wanted."""
     group = tl.program_id(0).to(tl.int64)
     begin = group * group_rows
     end = tl.minimum(begin + group_rows, count)
     columns = tl.arange(0, BLOCK)
+    weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for row in range(begin, end, ROWS):
-        rows = row + tl.arange(0, ROWS)
-        _, mask, n, _, z = _load(x_ptr, z_ptr, rows, end, width, of_token, of_group, stride, step, eps, BLOCK)
-        grad = tl.load(grad_y_ptr + rows[:, None] * width + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-        total += grad * n * z * tl.sigmoid(z)
-    tl.store(partials_ptr + group * width + columns, tl.sum(total, axis=0), mask=columns < width)
+    for first in tl.range(begin, end, ROWS, num_stages=STAGES):  # in two stages it loads the next heads beside these
+        rows = first + tl.arange(0, ROWS)
+        own = rows[:, None] * width + columns[None, :]
+        grad_y = tl.load(grad_y_ptr + own, mask=(rows < end)[:, None] & (columns < width)[None, :], other=0.0)
+        _, mask, n, rstd, z = _load(x_ptr, z_ptr, rows, end, width, of_token, of_group, stride, step, eps, BLOCK)
+        s, grad_y = tl.sigmoid(z), grad_y.to(tl.float32)
+        grad = grad_y * weight[None, :]
+        grad_z = grad * n * s * (1.0 + z * (1.0 - s))
+        grad_n = grad * z * s
+        grad_x = rstd[:, None] * (grad_n - n * (tl.sum(grad_n * n, axis=1) / width)[:, None])
+        target = grad_z_ptr + _at(rows, width, of_token, of_group, grad_stride, grad_step)[:, None] + columns[None, :]
+        tl.store(target, round_to(grad_z, grad_z_ptr.dtype.element_ty), mask=mask)
+        tl.store(grad_x_ptr + own, round_to(grad_x, grad_x_ptr.dtype.element_ty), mask=mask)
+        if SUMS:
+            total += grad_y * n * z * s
+    if SUMS:
+        tl.store(partials_ptr + group * width + columns, tl.sum(total, axis=0), mask=columns < width)

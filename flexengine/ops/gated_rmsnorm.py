@@ -15,18 +15,19 @@ from torch import Tensor
 
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel, wide
 from flexengine.ops.columns import Columns
-from flexengine.ops.rmsnorm import grad_partials
+from flexengine.ops.rmsnorm import add_partials, grad_partials, parts_bytes, parts_of
 
 
 class GatedRMSNorm(Op):
-    """Writes the normalised and gated heads. Backward recomputes statistics, and writes its columns of z's gradient."""
+    """Writes the normalised and gated heads. Backward recomputes statistics, and writes its columns of z's gradient.
+    Where the weight is trained, the input half leaves the parts of its gradient, which the weight half adds up."""
 
     def __init__(
         self, name: str, x: str, z: str, y: str, gate: Columns, head_dim: int, weight: str, eps: float
     ) -> None:
         self.name, self.x, self.z, self.y, self.gate = name, x, z, y, gate
         self.head_dim, self.weight, self.eps = head_dim, weight, eps
-        self.inputs = self.needs_input = self.needs_weight = self.grad_inputs = (x, z)
+        self.inputs = self.needs_input = self.grad_inputs = (x, z)
         self.outputs = (TensorSpec(y, (gate.total,)),)
         self.params = (weight,)
         self.partials = TensorSpec(f"{name}_partials", (head_dim,), "float32", rows=grad_partials(head_dim))
@@ -61,27 +62,27 @@ class GatedRMSNorm(Op):
         if use_kernel(grad_y) and grad_y.dtype != torch.float64:
             from flexengine.kernels import gated_rmsnorm  # noqa: PLC0415
 
-            operands = (grad_y, *self._operands(env), weight, self.eps, grad_x, grad_z)
-            return gated_rmsnorm.gated_rmsnorm_backward_input(*operands)
+            sums = parts_of(env.t[self.partials.name], self._rows(env)) if self.trained else None
+            operands = (grad_y, *self._operands(env), weight, self.eps, grad_x, grad_z, sums)
+            return gated_rmsnorm.gated_rmsnorm_backward(*operands)
         n, r, z = self._parts(env)
-        grad, s = wide(grad_y) * wide(weight), torch.sigmoid(z)
+        s = torch.sigmoid(z)
+        if self.trained:
+            env.t[self.partials.name][0] = (wide(grad_y) * n * z * s).flatten(0, -2).sum(0)
+        grad = wide(grad_y) * wide(weight)
         grad_z.copy_(grad * n * s * (1 + z * (1 - s)))
         grad = grad * z * s
         grad_x.copy_(r * (grad - n * (grad * n).mean(-1, keepdim=True)))
 
-    def backward_weight(self, env: OpEnv) -> None:
-        grad_y, target = self._heads(env.g[self.y]), env.gp[self.weight]
-        if use_kernel(grad_y) and grad_y.dtype != torch.float64:
-            from flexengine.kernels import gated_rmsnorm  # noqa: PLC0415
+    def _rows(self, env: OpEnv) -> int:
+        """Heads of all tokens."""
+        return len(env.g[self.y]) * (self.gate.total // self.head_dim)
 
-            operands = (grad_y, *self._operands(env), self.eps, target, env.t[self.partials.name], not env.first)
-            return gated_rmsnorm.gated_rmsnorm_backward_weight(*operands)
-        n, _, z = self._parts(env)
-        total = (wide(grad_y) * n * z * torch.sigmoid(z)).flatten(0, -2).sum(0)
-        target.copy_(total) if env.first else target.add_(total)
+    def backward_weight(self, env: OpEnv) -> None:
+        add_partials(env.t[self.partials.name], self._rows(env), env.gp[self.weight], not env.first)
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
-        return (self.partials,) if half == "weight" else ()
+        return (self.partials,) if self.trained and half != "forward" else ()
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         return plain_bytes(7 * tokens * self.gate.total, compute_bytes)
@@ -90,7 +91,13 @@ class GatedRMSNorm(Op):
         return Work(memory_bytes=3.0 * tokens * self.gate.total * compute_bytes, kernels=1)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return Work(memory_bytes=5.0 * tokens * self.gate.total * compute_bytes, kernels=1)
+        sums = self._sums_bytes(tokens) if self.trained else 0.0
+        return Work(memory_bytes=5.0 * tokens * self.gate.total * compute_bytes + sums, kernels=1)
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return Work(memory_bytes=3.0 * tokens * self.gate.total * compute_bytes, kernels=2)
+        return Work(memory_bytes=self._sums_bytes(tokens), kernels=1)
+
+    def _sums_bytes(self, tokens: int) -> float:
+        """Bytes of the parts of the weight's gradient."""
+        heads = tokens * (self.gate.total // self.head_dim)
+        return parts_bytes(self.head_dim, grad_partials(self.head_dim), heads)

@@ -2,7 +2,8 @@
 
 Source: Ba et al. 2016, "Layer Normalization". With n = (x - mean) * r and gw = grad_y * weight:
 grad_x = r * (gw - mean(gw) - n * mean(gw * n)), grad_weight = sum of grad_y * n, grad_bias = sum of grad_y.
-The input half recomputes the statistics from the row, which it reads anyway, and leaves them for the weight half.
+The input half recomputes the statistics from the row, which it reads anyway, and leaves the parts of the sums, which
+the weight half adds up.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import torch
 from torch import Tensor
 
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel, wide
+from flexengine.ops.rmsnorm import parts_bytes, parts_of
 
-WEIGHT_GRAD_PARTIALS = 256
-"""The most row groups of the weight half's sums on CUDA: fixed, so that the order of a sum depends on its shape alone.
-Twice as many as of RMSNorm, as models with LayerNorm are narrow, and rows of 768 columns have six tiles of them.
-"""
+ROW_GRAD_PARTIALS = 512
+"""Groups of rows, at the most, whose parts of the gradients of weight and bias are summed side by side on CUDA: fixed,
+so that the order of a sum depends on its shape alone."""
 
 
 def _normalised(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,19 +38,14 @@ def layernorm_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: 
 
 
 def layernorm_backward_input(
-    grad_y: Tensor, x: Tensor, weight: Tensor, eps: float, grad_x: Tensor, accumulate: bool,
-    statistics: Tensor | None = None,
-) -> None:  # fmt: skip
-    """grad_x (+)= input half of the gradient; shapes as in the forward. Writes mean and r to statistics [T, 2], wide,
-    where they are asked for."""
+    grad_y: Tensor, x: Tensor, weight: Tensor, eps: float, grad_x: Tensor, accumulate: bool
+) -> None:
+    """grad_x (+)= input half of the gradient; shapes as in the forward."""
     if use_kernel(x) and x.dtype != torch.float64:
         from flexengine.kernels import layernorm  # noqa: PLC0415
 
-        return layernorm.layernorm_backward_input(grad_y, x, weight, eps, grad_x, accumulate, statistics)
-    normalised, mean, r = _normalised(x, eps)
-    if statistics is not None:
-        statistics[:, :1].copy_(mean)
-        statistics[:, 1:].copy_(r)
+        return layernorm.layernorm_backward_input(grad_y, x, weight, eps, grad_x, accumulate)
+    normalised, _, r = _normalised(x, eps)
     gw = wide(grad_y) * wide(weight)
     shift = gw.mean(-1, keepdim=True)
     projection = (gw * normalised).mean(-1, keepdim=True)
@@ -57,20 +53,27 @@ def layernorm_backward_input(
     grad_x.copy_(grad.add_(grad_x) if accumulate else grad)
 
 
-def layernorm_backward_weight(
-    grad_y: Tensor, x: Tensor, statistics: Tensor, grad_weight: Tensor, grad_bias: Tensor, partials: Tensor,
-    accumulate: bool,
-) -> None:  # fmt: skip
-    """grad_weight [D] (+)= the sum over tokens of grad_y * (x - mean) * r, grad_bias [D] (+)= that of grad_y;
-    statistics from the input half; partials [P, 2, D] float32 is workspace."""
+def layernorm_backward(
+    grad_y: Tensor, x: Tensor, weight: Tensor, eps: float, grad_x: Tensor, partials: Tensor, accumulate: bool
+) -> None:
+    """The input half, and in partials [P, 2, D] what `add_partials` makes the gradients of weight and bias from: the
+    sums over tokens of grad_y * (x - mean) * r and of grad_y."""
     if use_kernel(x) and x.dtype != torch.float64:
         from flexengine.kernels import layernorm  # noqa: PLC0415
 
-        operands = (grad_y, x, statistics, grad_weight, grad_bias, partials)
-        return layernorm.layernorm_backward_weight(*operands, accumulate)
-    grad_y, normalised = wide(grad_y), (wide(x) - statistics[:, :1]).mul_(statistics[:, 1:])
-    for acc, terms in ((grad_weight, normalised.mul_(grad_y)), (grad_bias, grad_y)):
-        total = terms.sum(0)
+        return layernorm.layernorm_backward(grad_y, x, weight, eps, grad_x, parts_of(partials, len(x)), accumulate)
+    terms = wide(grad_y)  # read before grad_x is written, which may be grad_y
+    partials[0, 0], partials[0, 1] = _normalised(x, eps)[0].mul_(terms).sum(0), terms.sum(0)
+    layernorm_backward_input(grad_y, x, weight, eps, grad_x, accumulate)
+
+
+def add_partials(partials: Tensor, tokens: int, grad_weight: Tensor, grad_bias: Tensor, accumulate: bool) -> None:
+    """grad_weight and grad_bias [D] (+)= the gradients of which `layernorm_backward` left the parts."""
+    if use_kernel(partials) and partials.dtype != torch.float64:
+        from flexengine.kernels import layernorm  # noqa: PLC0415
+
+        return layernorm.sum_partials(parts_of(partials, tokens), grad_weight, grad_bias, accumulate)
+    for acc, total in zip((grad_weight, grad_bias), partials[0], strict=True):
         acc.add_(total) if accumulate else acc.copy_(total)
 
 
@@ -83,29 +86,27 @@ class LayerNorm(Op):
         self.inputs = (x,)
         self.outputs = (TensorSpec(y, (width,)),)
         self.params = (weight, bias)
-        self.needs_input = self.needs_weight = (x,)
-        self.grad_inputs = (x,)
-        self.statistics = TensorSpec(f"{name}_statistics", (2,), "float32")
+        self.needs_input = self.grad_inputs = (x,)
+        rows, sums = ROW_GRAD_PARTIALS, f"{name}_partials"
+        self.partials = TensorSpec(sums, (2, width), "float32", rows=rows, clip_rows=True)
 
     def forward(self, env: OpEnv) -> None:
         layernorm_forward(env.t[self.x], env.p[self.weight], env.p[self.bias], self.eps, env.t[self.y])
 
     def backward_input(self, env: OpEnv) -> None:
         operands = (env.g[self.y], env.t[self.x], env.p[self.weight], self.eps, env.g[self.x])
-        layernorm_backward_input(*operands, self.x in env.accumulate, env.t.get(self.statistics.name))
+        accumulate = self.x in env.accumulate
+        if self.trained:
+            layernorm_backward(*operands, env.t[self.partials.name], accumulate)
+        else:
+            layernorm_backward_input(*operands, accumulate)
 
     def backward_weight(self, env: OpEnv) -> None:
-        operands = (env.g[self.y], env.t[self.x], env.t[self.statistics.name])
         totals = (env.gp[self.weight], env.gp[self.bias])
-        layernorm_backward_weight(*operands, *totals, env.t[f"{self.name}_partials"], not env.first)
+        add_partials(env.t[self.partials.name], len(env.g[self.y]), *totals, not env.first)
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
-        if half == "forward" or not self.trained:
-            return ()
-        if half == "input":
-            return (self.statistics,)
-        rows, name = WEIGHT_GRAD_PARTIALS, f"{self.name}_partials"
-        return self.statistics, TensorSpec(name, (2, self.width), "float32", rows=rows, clip_rows=True)
+        return (self.partials,) if self.trained and half != "forward" else ()
 
     def workspace_bytes(self, tokens: int, compute_bytes: int) -> int:
         return plain_bytes(5 * tokens * (self.width + 2), compute_bytes)
@@ -114,7 +115,12 @@ class LayerNorm(Op):
         return Work(memory_bytes=2.0 * tokens * self.width * compute_bytes, kernels=1)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return Work(memory_bytes=4.0 * tokens * self.width * compute_bytes, kernels=1)
+        sums = self._sums_bytes(tokens) if self.trained else 0.0
+        return Work(memory_bytes=4.0 * tokens * self.width * compute_bytes + sums, kernels=1)
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return Work(memory_bytes=2.0 * tokens * self.width * compute_bytes, kernels=2)
+        return Work(memory_bytes=self._sums_bytes(tokens), kernels=1)
+
+    def _sums_bytes(self, tokens: int) -> float:
+        """Bytes of the parts of both gradients."""
+        return parts_bytes(2 * self.width, ROW_GRAD_PARTIALS, tokens)

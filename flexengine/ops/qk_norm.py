@@ -20,6 +20,7 @@ from flexengine.ops.rmsnorm import (
     NormStyle,
     add_partials,
     grad_partials,
+    parts_bytes,
     rmsnorm_backward,
     rmsnorm_backward_input,
     rmsnorm_forward,
@@ -113,12 +114,13 @@ class QKNorm(Op):
         return Work(memory_bytes=2.0 * tokens * self.width * compute_bytes, kernels=3)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        sums = self._sums_bytes(tokens, compute_bytes) if self.trained else 0.0
+        sums = self._sums_bytes(tokens) if self.trained else 0.0
         return Work(memory_bytes=3.0 * tokens * self.width * compute_bytes + sums, kernels=3)
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return Work(memory_bytes=self._sums_bytes(tokens, compute_bytes), kernels=2)
+        return Work(memory_bytes=self._sums_bytes(tokens), kernels=2)
 
-    def _sums_bytes(self, tokens: int, compute_bytes: int) -> float:
+    def _sums_bytes(self, tokens: int) -> float:
         """Bytes of the parts of the weights' gradients."""
-        return float(sum(sums.num_bytes(tokens, compute_bytes) for sums in self.partials))
+        spans = ((part.y.width, tokens * part.y.groups) for part in self.parts)
+        return sum(parts_bytes(width, grad_partials(width), rows) for width, rows in spans)

@@ -86,7 +86,7 @@ def rmsnorm_backward(
     if use_kernel(x) and x.dtype != torch.float64:
         from flexengine.kernels import rmsnorm  # noqa: PLC0415
 
-        sums = _parts(partials, x.shape[:-1].numel())
+        sums = parts_of(partials, x.shape[:-1].numel())
         return rmsnorm.rmsnorm_backward(grad_y, x, weight, rstd, grad_x, sums, accumulate, offset, eps, wide)
     long = x.to(_stat_dtype(x))
     if eps is not None:
@@ -103,13 +103,23 @@ def add_partials(partials: Tensor, rows: int, grad_weight: Tensor, accumulate: b
     if use_kernel(partials) and partials.dtype != torch.float64:
         from flexengine.kernels import rmsnorm  # noqa: PLC0415
 
-        return rmsnorm.sum_partials(_parts(partials, rows), grad_weight, accumulate)
+        return rmsnorm.sum_partials(parts_of(partials, rows), grad_weight, accumulate)
     grad_weight.add_(partials[0]) if accumulate else grad_weight.copy_(partials[0])
 
 
-def _parts(partials: Tensor, rows: int) -> Tensor:
+def parts_of(partials: Tensor, rows: int) -> Tensor:
     """As many of the sums as there are groups of so many rows."""
-    return partials[: max(1, -(-rows // LEAST_GROUP_ROWS))]
+    return partials[: num_parts(len(partials), rows)]
+
+
+def num_parts(most: int, rows: int) -> int:
+    """Groups of so many rows, at the most `most`."""
+    return min(most, max(1, -(-rows // LEAST_GROUP_ROWS)))
+
+
+def parts_bytes(width: int, most: int, rows: int) -> float:
+    """Bytes of the sums of so many rows in float32."""
+    return 4.0 * width * num_parts(most, rows)
 
 
 class RMSNorm(Op):
@@ -170,8 +180,12 @@ class RMSNorm(Op):
         return Work(memory_bytes=touched * tokens * self.width * compute_bytes, kernels=1)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        sums = self.partials.num_bytes(tokens, compute_bytes) if self.trained else 0
+        sums = self._sums_bytes(tokens) if self.trained else 0.0
         return Work(memory_bytes=4.0 * tokens * self.width * compute_bytes + sums, kernels=1)
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return Work(memory_bytes=float(self.partials.num_bytes(tokens, compute_bytes)), kernels=1)
+        return Work(memory_bytes=self._sums_bytes(tokens), kernels=1)
+
+    def _sums_bytes(self, tokens: int) -> float:
+        """Bytes of the parts of the weight's gradient."""
+        return parts_bytes(self.width, grad_partials(self.width), tokens)

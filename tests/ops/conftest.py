@@ -123,7 +123,7 @@ class OpHarness:
             left = self._buffers(op.scratch("input"), chunk.tokens)
             sides = (params, given, previous, accumulators, left)
             result.grads = self._input_half(op, chunk, saved, *sides, first, write_over)
-        if op.params:
+        if op.has_weight_half:
             tensors = {name: saved[name] for name in op.needs_weight}
             needed = self._buffers(op.scratch("weight"), chunk.tokens)
             tensors |= {name: left.get(name, buffer) for name, buffer in needed.items()}

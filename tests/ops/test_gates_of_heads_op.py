@@ -66,6 +66,16 @@ def test_kernels_match_autograd(make_harness, checks, kind, gate, dtype, toleran
     check(make_harness("cpu", dtype), checks, kind, gate, 131, tolerance, previous)
 
 
+@pytest.mark.usefixtures("interpreted")
+def test_a_frozen_weight_changes_no_other_gradient(make_harness, checks):
+    h, op = make_harness("cpu", torch.float32), make("norm", "in two groups")
+    inputs = {"o": h.randn(9, HEADS * HEAD_DIM), "z": h.randn(9, WIDTH)}
+    given = (h.chunk((9,)), inputs, {"w": h.randn(HEAD_DIM)}, {"y": h.randn(9, HEADS * HEAD_DIM)})
+    trained, frozen = h.run(op, *given), h.run(op.untrained(), *given)
+    for name, grad in trained.grads.items():
+        assert torch.equal(frozen.grads[name].nan_to_num(), grad.nan_to_num())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gate", GATES)
