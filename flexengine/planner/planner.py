@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -74,6 +75,8 @@ PATIENCE, FAR = 8, 1.05
 """After so many sizes in a row with seeds above this factor of the best, no more are started."""
 NUM_FINALISTS, SIMULATED_COMMANDS = 12, 6_000
 """Candidates of a size that may be simulated, and commands after which no more are; a second has about 20,000."""
+SAME = 1e-9
+"""Part of their seconds by which plans of one speed differ, as sums of the same terms in another order do."""
 MAX_CHUNK_LAYERS = 1024
 """Largest chunks per round times blocks that is planned for, where sizes allow a choice: programs grow with it."""
 WHOLE_ENOUGH = 0.8
@@ -221,16 +224,20 @@ class Planner:
         return list(feasibility.fitting())[-2:] or [feasibility.least_gpu().plan]
 
     def simulated(self, plans: Iterable[Plan]) -> tuple[Plan, StepEstimate] | None:
-        """The fastest plan by simulation of its real programs; None when none fits."""
+        """The fastest plan by simulation of its real programs, of those of one speed that of the least host memory;
+        None when none fits."""
         best: tuple[Plan, StepEstimate] | None = None
+        host_bytes = 0
         for plan in plans:
             layout = Layout(self.model, plan)
             if max(excess_bytes(layout, self.request, self.profile)) > 0:
                 continue
             estimate = self.pricer.step(layout)
             self.timed.append((plan, estimate))
-            if best is None or estimate.step_s < best[1].step_s:
-                best = (plan, estimate)
+            known_s = inf if best is None else best[1].step_s
+            sparing = estimate.step_s <= (1.0 + SAME) * known_s and layout.host_bytes < host_bytes
+            if sparing or estimate.step_s < (1.0 - SAME) * known_s:
+                best, host_bytes = (plan, estimate), layout.host_bytes
             if self.pricer.simulated_commands > SIMULATED_COMMANDS:
                 break
         return best
