@@ -8,14 +8,12 @@ import torch
 from torch import Tensor
 
 from flexengine.hardware.curve import Points, interpolate
-from flexengine.hardware.timing import Timer
+from flexengine.hardware.timing import Timer, without_traffic
 from flexengine.ops.expert_shape import ExpertShape
 from flexengine.ops.grouped_products import grouped_product, grouped_weight_gradient
 
 EXPERT_TOKENS = (1024, 4096, 16384)
 ACC_BYTES = 4
-LEAST_SHARE = 0.1
-"""Of the seconds of a weight's gradient that remain when the traffic of its sums is taken off."""
 
 
 class Buffers:
@@ -53,8 +51,7 @@ class Buffers:
         forward_s = timer(lambda: grouped_product(self.x, w, b, self.y, False), least_s)
         input_s = timer(lambda: grouped_product(self.grad_y, w, b, self.grad_x, True), least_s)
         weight_s = timer(lambda: grouped_weight_gradient(self.grad_y, self.x, b, self.sums, True), least_s)
-        traffic_s = 2 * self.sums.nbytes / memory_bytes_per_s
-        return forward_s + input_s + max(weight_s - traffic_s, LEAST_SHARE * weight_s)
+        return forward_s + input_s + without_traffic(weight_s, 2 * self.sums.nbytes, memory_bytes_per_s)
 
     def flops(self) -> float:
         """FLOPs of the three passes."""

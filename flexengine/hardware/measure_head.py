@@ -7,7 +7,7 @@ engine's: logits, losses and both gradients of a block, the weight's added to su
 import torch
 
 from flexengine.hardware.curve import Points, interpolate
-from flexengine.hardware.timing import Timer
+from flexengine.hardware.timing import Timer, without_traffic
 from flexengine.ops.base import ChunkContext, OpEnv
 from flexengine.ops.cross_entropy import LMHeadLoss, block_tokens, row_elements
 from flexengine.ops.linear_shape import HeadShape
@@ -15,8 +15,6 @@ from flexengine.ops.linear_shape import HeadShape
 FEW_TOKENS = 512  # fewer than a block has: what a small chunk multiplies at once
 ROW_MULTIPLE = 64  # words: a part of the vocabulary lies in memory as the whole one does
 WEIGHT_SCALE = 0.02  # of random weights, as models are initialised
-LEAST_SHARE = 0.1
-"""Of the seconds of a call that remain when what its memory traffic takes by itself is taken off."""
 
 
 class Head:
@@ -69,7 +67,7 @@ class Head:
         """FLOP/s of the products, in the seconds that are left when the declared memory traffic is taken off."""
         work = self.op.backward_input_work(self.tokens, self.tokens, self.compute_bytes)
         seconds = timer(lambda: self.op.backward_input(self.env), least_s)
-        return work.head_flops / max(seconds - work.memory_bytes / memory_bytes_per_s, LEAST_SHARE * seconds)
+        return work.head_flops / without_traffic(seconds, work.memory_bytes, memory_bytes_per_s)
 
 
 def head_shares(

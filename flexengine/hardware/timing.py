@@ -13,6 +13,7 @@ Timer = Callable[[Callable[[], object], float], float]
 SHORT_CALL_S = 30e-6  # a shorter call may end before Python has issued the next one
 MOST_SHORT_CALLS = 500  # below the depth of CUDA's launch queue, so that issuing never has to wait
 ISSUE_S = 12e-6  # a generous estimate of what Python needs per launch
+LEAST_SHARE = 0.1  # of the seconds of a call, which remains when its traffic is taken off
 MOST_CYCLES_PER_S = 3e9  # no GPU's clock is faster, so a sleep of this many cycles lasts at least a second
 
 
@@ -74,6 +75,11 @@ def hold_stream(seconds: float) -> None:
     sleep: Any = getattr(torch.cuda, "_sleep", None)
     if sleep is not None:
         sleep(int(seconds * MOST_CYCLES_PER_S))
+
+
+def without_traffic(seconds: float, num_bytes: float, bytes_per_s: float) -> float:
+    """Take off what so many bytes take by themselves; a part of the seconds remains, as they move beside the work."""
+    return max(seconds - num_bytes / bytes_per_s, LEAST_SHARE * seconds)
 
 
 def cpu_timer(work: Callable[[], object], least_s: float) -> float:

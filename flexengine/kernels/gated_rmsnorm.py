@@ -11,11 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
-from flexengine.kernels.counts import cdiv, next_power_of_2
+from flexengine.kernels.counts import cdiv, next_power_of_2, stages_of_rows
 from flexengine.kernels.rounding import round_to
 
 _TILE_ELEMENTS = 2048
-_AHEAD_BYTES = 16384  # of a head that is read ahead: three such tiles fit the shared memory of any card
 
 
 def gated_rmsnorm_forward(x: Tensor, z: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
@@ -55,7 +54,7 @@ def gated_rmsnorm_backward(
         _backward_kernel[(groups,)](
             grad_y, x, z, weight, grad_x, grad_z, x if partials is None else partials, *sizes, *z.stride()[:2],
             *grad_z.stride()[:2], eps, rows, SUMS=partials is not None,
-            STAGES=2 if tile["BLOCK"] * x.element_size() <= _AHEAD_BYTES else 1, **tile,
+            STAGES=stages_of_rows(tile["BLOCK"] * x.element_size()), **tile,
         )  # fmt: skip
 
 

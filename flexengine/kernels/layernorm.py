@@ -13,11 +13,10 @@ from torch import Tensor
 
 from flexengine.kernels.checks import FLOATS, check_tensor
 from flexengine.kernels.column_sum import TOTAL_COLUMNS, TOTAL_ROWS, sum_of_rows
-from flexengine.kernels.counts import cdiv, next_power_of_2
+from flexengine.kernels.counts import cdiv, next_power_of_2, stages_of_rows
 from flexengine.kernels.rounding import round_to
 
 _TILE_ELEMENTS = 2048  # elements per program when rows are short: several rows share a program
-_AHEAD_BYTES = 16384  # of a row that is read ahead: three such rows fit the shared memory of any card
 
 
 def layernorm_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Tensor) -> None:
@@ -86,7 +85,7 @@ def layernorm_backward(
     _backward_kernel[(groups,)](
         grad_y, x, weight, grad_x, partials, count, width, cdiv(count, groups), grad_y.stride(0), x.stride(0),
         grad_x.stride(0), eps, ACCUMULATE=accumulate, SUMS=True, ROWS=rows, BLOCK=block,
-        STAGES=2 if block * x.element_size() <= _AHEAD_BYTES else 1, num_warps=min(32, max(4, block // 512)),
+        STAGES=stages_of_rows(block * x.element_size()), num_warps=min(32, max(4, block // 512)),
     )  # fmt: skip
 
 

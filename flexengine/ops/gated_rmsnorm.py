@@ -62,7 +62,7 @@ class GatedRMSNorm(Op):
         if use_kernel(grad_y) and grad_y.dtype != torch.float64:
             from flexengine.kernels import gated_rmsnorm  # noqa: PLC0415
 
-            sums = parts_of(env.t[self.partials.name], self._rows(env)) if self.trained else None
+            sums = parts_of(env.t[self.partials.name], self._rows(len(grad_y))) if self.trained else None
             operands = (grad_y, *self._operands(env), weight, self.eps, grad_x, grad_z, sums)
             return gated_rmsnorm.gated_rmsnorm_backward(*operands)
         n, r, z = self._parts(env)
@@ -74,12 +74,12 @@ class GatedRMSNorm(Op):
         grad = grad * z * s
         grad_x.copy_(r * (grad - n * (grad * n).mean(-1, keepdim=True)))
 
-    def _rows(self, env: OpEnv) -> int:
-        """Heads of all tokens."""
-        return len(env.g[self.y]) * (self.gate.total // self.head_dim)
+    def _rows(self, tokens: int) -> int:
+        """Heads of so many tokens."""
+        return tokens * (self.gate.total // self.head_dim)
 
     def backward_weight(self, env: OpEnv) -> None:
-        add_partials(env.t[self.partials.name], self._rows(env), env.gp[self.weight], not env.first)
+        add_partials(env.t[self.partials.name], self._rows(len(env.g[self.y])), env.gp[self.weight], not env.first)
 
     def scratch(self, half: str) -> tuple[TensorSpec, ...]:
         return (self.partials,) if self.trained and half != "forward" else ()
@@ -91,13 +91,8 @@ class GatedRMSNorm(Op):
         return Work(memory_bytes=3.0 * tokens * self.gate.total * compute_bytes, kernels=1)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        sums = self._sums_bytes(tokens) if self.trained else 0.0
+        sums = parts_bytes(self.partials, self._rows(tokens)) if self.trained else 0.0
         return Work(memory_bytes=5.0 * tokens * self.gate.total * compute_bytes + sums, kernels=1)
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return Work(memory_bytes=self._sums_bytes(tokens), kernels=1)
-
-    def _sums_bytes(self, tokens: int) -> float:
-        """Bytes of the parts of the weight's gradient."""
-        heads = tokens * (self.gate.total // self.head_dim)
-        return parts_bytes(self.head_dim, grad_partials(self.head_dim), heads)
+        return Work(memory_bytes=parts_bytes(self.partials, self._rows(tokens)), kernels=1)

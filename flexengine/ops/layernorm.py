@@ -12,11 +12,7 @@ import torch
 from torch import Tensor
 
 from flexengine.ops.base import Op, OpEnv, TensorSpec, Work, plain_bytes, use_kernel, wide
-from flexengine.ops.rmsnorm import parts_bytes, parts_of
-
-ROW_GRAD_PARTIALS = 512
-"""Groups of rows, at the most, whose parts of the gradients of weight and bias are summed side by side on CUDA: fixed,
-so that the order of a sum depends on its shape alone."""
+from flexengine.ops.rmsnorm import ROW_GRAD_PARTIALS, parts_bytes, parts_of
 
 
 def _normalised(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,12 +111,8 @@ class LayerNorm(Op):
         return Work(memory_bytes=2.0 * tokens * self.width * compute_bytes, kernels=1)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        sums = self._sums_bytes(tokens) if self.trained else 0.0
+        sums = parts_bytes(self.partials, tokens) if self.trained else 0.0
         return Work(memory_bytes=4.0 * tokens * self.width * compute_bytes + sums, kernels=1)
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return Work(memory_bytes=self._sums_bytes(tokens), kernels=1)
-
-    def _sums_bytes(self, tokens: int) -> float:
-        """Bytes of the parts of both gradients."""
-        return parts_bytes(2 * self.width, ROW_GRAD_PARTIALS, tokens)
+        return Work(memory_bytes=parts_bytes(self.partials, tokens), kernels=1)

@@ -122,5 +122,5 @@ class QKNorm(Op):
 
     def _sums_bytes(self, tokens: int) -> float:
         """Bytes of the parts of the weights' gradients."""
-        spans = ((part.y.width, tokens * part.y.groups) for part in self.parts)
-        return sum(parts_bytes(width, grad_partials(width), rows) for width, rows in spans)
+        pairs = zip(self.parts, self.partials, strict=True)
+        return sum(parts_bytes(sums, tokens * part.y.groups) for part, sums in pairs)

@@ -7,6 +7,7 @@ gw = grad_y * weight: grad_x = r * (gw - x * r^2 * mean(gw * x)), grad_weight = 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -117,9 +118,10 @@ def num_parts(most: int, rows: int) -> int:
     return min(most, max(1, -(-rows // LEAST_GROUP_ROWS)))
 
 
-def parts_bytes(width: int, most: int, rows: int) -> float:
+def parts_bytes(partials: TensorSpec, rows: int) -> float:
     """Bytes of the sums of so many rows in float32."""
-    return 4.0 * width * num_parts(most, rows)
+    assert partials.rows is not None, "sums are of a fixed number of groups at the most"
+    return 4.0 * math.prod(partials.shape) * num_parts(partials.rows, rows)
 
 
 class RMSNorm(Op):
@@ -180,12 +182,8 @@ class RMSNorm(Op):
         return Work(memory_bytes=touched * tokens * self.width * compute_bytes, kernels=1)
 
     def backward_input_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        sums = self._sums_bytes(tokens) if self.trained else 0.0
+        sums = parts_bytes(self.partials, tokens) if self.trained else 0.0
         return Work(memory_bytes=4.0 * tokens * self.width * compute_bytes + sums, kernels=1)
 
     def backward_weight_work(self, tokens: int, seq_len: int, compute_bytes: int) -> Work:
-        return Work(memory_bytes=self._sums_bytes(tokens), kernels=1)
-
-    def _sums_bytes(self, tokens: int) -> float:
-        """Bytes of the parts of the weight's gradient."""
-        return parts_bytes(self.width, grad_partials(self.width), tokens)
+        return Work(memory_bytes=parts_bytes(self.partials, tokens), kernels=1)

@@ -145,6 +145,16 @@ def test_a_run_prints_and_returns_what_was_asked_for(capsys: pytest.CaptureFixtu
     assert "us per token" in printed
 
 
+def test_a_block_without_a_gated_unit_is_timed():
+    """GPT-2 has no sizes for the cases of kernels."""
+    wanted = ["--model", "preset:gpt2", "--tokens", "16", "--seq-len", "16", "--only", "block"]
+    clock = kernels.Clock(lambda run, prepare: 1e-3, lambda work, least_s: 2e-3, 1e9)
+    results, rows = kernels.measure(kernels.parse(wanted), CPU, clock)
+    assert rows == results["kernels"] == []
+    ops = {op.name for op in open_model("preset:gpt2", needs_weights=False).spec.blocks[0].ops}
+    assert {time["op"] for time in results["block"]} == ops
+
+
 def test_timed_calls_are_prepared_and_the_cache_is_read_over(monkeypatch: pytest.MonkeyPatch):
     order: list[str] = []
 

@@ -89,7 +89,7 @@ def test_accumulate_adds_before_the_rounding(checks, device, dtype):
 
 
 def check_in_one_pass(checks, shape, dtype, device, groups, accumulate, found, wide):
-    """The input half is that of its own kernel, and all of it may be written over the gradient of y."""
+    """The input half is that without the sums, and all of it may be written over the gradient of y."""
     tolerance = 0.0 if device.type == "cpu" else checks.TOLERANCE[dtype]  # a GPU sums rows with more threads
     *rows, width = shape
     x, grad_y, previous = (checks.strided(rows[0], shape.numel() // rows[0], dtype=dtype, device=device) for _ in "123")
