@@ -72,10 +72,10 @@ def rmsnorm_backward_input(
     if count == 0:
         return
     rows, block, num_warps = _row_tile(x.shape[-1])
-    _backward_kernel[(cdiv(count, rows),)](
-        grad_y, x, weight, rstd, grad_x, grad_x, count, x.shape[-1], heads, rows, *_strides(grad_y), *_strides(x),
-        *_strides(grad_x), rstd.stride(0), offset, 0.0 if eps is None else eps, FIND_RSTD=eps is not None,
-        ACCUMULATE=accumulate, SUMS=False, WIDE=False, ROWS=rows, BLOCK=block, STAGES=1, num_warps=num_warps,
+    _backward_input_kernel[(cdiv(count, rows),)](
+        grad_y, x, weight, rstd, grad_x, count, x.shape[-1], heads, *_strides(grad_y), *_strides(x), *_strides(grad_x),
+        rstd.stride(0), offset, 0.0 if eps is None else eps, FIND_RSTD=eps is not None, ACCUMULATE=accumulate,
+        ROWS=rows, BLOCK=block, num_warps=num_warps,
     )  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def rmsnorm_backward(
     _backward_kernel[(groups,)](
         grad_y, x, weight, rstd, grad_x, partials, count, width, heads, cdiv(count, groups), *_strides(grad_y),
         *_strides(x), *_strides(grad_x), rstd.stride(0), offset, 0.0 if eps is None else eps,
-        FIND_RSTD=eps is not None, ACCUMULATE=accumulate, SUMS=True, WIDE=wide, ROWS=rows, BLOCK=block,
+        FIND_RSTD=eps is not None, ACCUMULATE=accumulate, WIDE=wide, ROWS=rows, BLOCK=block,
         STAGES=stages_of_rows(block * x.element_size()), num_warps=min(16, max(4, block // 512)),
     )  # fmt: skip
 
@@ -185,50 +185,75 @@ def _forward_kernel(
     tl.store(target, round_to(y, dtype), mask=mask)
 
 
+@triton.jit
+def _backward_rows(
+    grad_y_ptr, x_ptr, weight, rstd_ptr, grad_x_ptr, rows, end, columns, width, heads, grad_y_stride, grad_y_step,
+    x_stride, x_step, grad_x_stride, grad_x_step, rstd_stride, eps, FIND_RSTD: tl.constexpr, ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    """Write the input gradient of rows; returns (grad_y, x * rstd) [ROWS, BLOCK] in fp32. weight: with its offset."""
+    mask = (rows < end)[:, None] & (columns < width)[None, :]
+    source = x_ptr + _offsets(rows, heads, x_stride, x_step)[:, None] + columns[None, :]
+    x = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    grads = grad_y_ptr + _offsets(rows, heads, grad_y_stride, grad_y_step)[:, None] + columns[None, :]
+    grad_y = tl.load(grads, mask=mask, other=0.0).to(tl.float32)
+    rstd_ptrs = rstd_ptr + _offsets(rows, heads, rstd_stride, 1)
+    if not FIND_RSTD:
+        rstd = tl.load(rstd_ptrs, mask=rows < end, other=0.0)
+    target = grad_x_ptr + _offsets(rows, heads, grad_x_stride, grad_x_step)[:, None] + columns[None, :]
+    if ACCUMULATE:  # all loads before the sum over the row is waited for
+        previous = tl.load(target, mask=mask, other=0.0)
+    if FIND_RSTD:
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x, axis=1) / width + eps))
+        tl.store(rstd_ptrs, rstd, mask=rows < end)
+    normalised = x * rstd[:, None]
+    grad_normalised = grad_y * weight[None, :]
+    projection = tl.sum(grad_normalised * normalised, axis=1) / width
+    grad_x = rstd[:, None] * (grad_normalised - normalised * projection[:, None])
+    if ACCUMULATE:
+        grad_x += previous.to(tl.float32)
+    tl.store(target, round_to(grad_x, grad_x_ptr.dtype.element_ty), mask=mask)
+    return grad_y, normalised
+
+
+@triton.jit(do_not_specialize=["count"])
+def _backward_input_kernel(
+    grad_y_ptr, x_ptr, weight_ptr, rstd_ptr, grad_x_ptr, count, width, heads, grad_y_stride, grad_y_step, x_stride,
+    x_step, grad_x_stride, grad_x_step, rstd_stride, offset, eps,
+    FIND_RSTD: tl.constexpr, ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32) + offset
+    _backward_rows(
+        grad_y_ptr, x_ptr, weight, rstd_ptr, grad_x_ptr, rows, count, columns, width, heads, grad_y_stride, grad_y_step,
+        x_stride, x_step, grad_x_stride, grad_x_step, rstd_stride, eps, FIND_RSTD, ACCUMULATE,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["count", "group_rows"])
 def _backward_kernel(
     grad_y_ptr, x_ptr, weight_ptr, rstd_ptr, grad_x_ptr, partials_ptr, count, width, heads, group_rows, grad_y_stride,
     grad_y_step, x_stride, x_step, grad_x_stride, grad_x_step, rstd_stride, offset, eps, FIND_RSTD: tl.constexpr,
-    ACCUMULATE: tl.constexpr, SUMS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    ACCUMULATE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A group of consecutive rows, whose parts of the weight's gradient it adds up if these are wanted; lanes of a tile
-    are summed once, at the end."""
+    """A group of consecutive rows, whose parts of the weight's gradient it adds up; lanes of a tile are summed once, at
+    the end. The loop takes more registers than `_backward_input_kernel`, which is for rows without sums."""
     group = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32) + offset
     begin = group * group_rows
     end = tl.minimum(begin + group_rows, count)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for first in tl.range(begin, end, ROWS, num_stages=STAGES):  # in two stages it loads the next rows beside these
-        rows = first + tl.arange(0, ROWS)
-        mask = (rows < end)[:, None] & (columns < width)[None, :]
-        source = x_ptr + _offsets(rows, heads, x_stride, x_step)[:, None] + columns[None, :]
-        x = tl.load(source, mask=mask, other=0.0)
-        grads = grad_y_ptr + _offsets(rows, heads, grad_y_stride, grad_y_step)[:, None] + columns[None, :]
-        grad_y = tl.load(grads, mask=mask, other=0.0).to(tl.float32)
-        target = grad_x_ptr + _offsets(rows, heads, grad_x_stride, grad_x_step)[:, None] + columns[None, :]
-        if ACCUMULATE:  # all loads before the sum over the row is waited for
-            previous = tl.load(target, mask=mask, other=0.0).to(tl.float32)
-        long, rstd_ptrs = x.to(tl.float32), rstd_ptr + _offsets(rows, heads, rstd_stride, 1)
-        if FIND_RSTD:
-            rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(long * long, axis=1) / width + eps))
-            tl.store(rstd_ptrs, rstd, mask=rows < end)
-        else:
-            rstd = tl.load(rstd_ptrs, mask=rows < end, other=0.0)
-        normalised = long * rstd[:, None]
-        grad_normalised = grad_y * weight[None, :]
-        projection = tl.sum(grad_normalised * normalised, axis=1) / width
-        grad_x = rstd[:, None] * (grad_normalised - normalised * projection[:, None])
-        if ACCUMULATE:
-            grad_x += previous
-        tl.store(target, round_to(grad_x, grad_x_ptr.dtype.element_ty), mask=mask)
-        if SUMS:
-            if not WIDE:
-                normalised = round_to(normalised, x.dtype).to(tl.float32)
-            total += grad_y * normalised
-    if SUMS:
-        tl.store(partials_ptr + group * width + columns, tl.sum(total, axis=0), mask=columns < width)
+    for first in tl.range(begin, end, ROWS, num_stages=STAGES):
+        grad_y, normalised = _backward_rows(
+            grad_y_ptr, x_ptr, weight, rstd_ptr, grad_x_ptr, first + tl.arange(0, ROWS), end, columns, width, heads,
+            grad_y_stride, grad_y_step, x_stride, x_step, grad_x_stride, grad_x_step, rstd_stride, eps, FIND_RSTD,
+            ACCUMULATE,
+        )  # fmt: skip
+        if not WIDE:
+            normalised = round_to(normalised, x_ptr.dtype.element_ty).to(tl.float32)
+        total += grad_y * normalised
+    tl.store(partials_ptr + group * width + columns, tl.sum(total, axis=0), mask=columns < width)
 
 
 @triton.jit(do_not_specialize=["groups"])
