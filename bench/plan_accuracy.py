@@ -52,7 +52,8 @@ if TYPE_CHECKING:
 GIB = 2**30
 HOST_GIB = 110.0
 WARMUP_STEPS, LEAST_STEPS, MOST_STEPS = 2, 3, 20
-LEAST_TIMED_S = 1.0
+LEAST_TIMED_S = 3.0
+"""What updates beside the next step's forward leave over grows for a few steps before it stays the same."""
 MOST_MEMORY_RATIO, MOST_MEMORY_MORE = 1.05, 0.15 * GIB
 NEVER_CLIPPED = 1e6
 """A norm that no gradient reaches; the plan is that of any other."""

@@ -35,10 +35,10 @@ from flexengine.hardware.measure_host import (
     working_bytes,
 )
 from flexengine.hardware.measure_links import LinkRates, link_buffers, link_rates, rates_beside
-from flexengine.hardware.measure_matmul import Buffers, affordable_tokens, block_rates, usual_layers
+from flexengine.hardware.measure_matmul import BlockRates, Buffers, affordable_tokens, block_rates, usual_layers
 from flexengine.hardware.memory_usage import release_unused_heap
 from flexengine.hardware.profile import ProbeShape
-from flexengine.hardware.timing import Timer, cuda_timer, timed_calls, warmed_timer
+from flexengine.hardware.timing import Timer, cuda_timer, timed_calls, timer_among, warmed_timer
 from flexengine.native import allocate_host
 from flexengine.ops.attention_choice import KERNEL_NAMES, AttentionChoice, KernelName
 from flexengine.ops.attention_style import AttentionShape
@@ -52,10 +52,15 @@ FP8_TOKENS = (512, 2048, 8192, 32768)
 FP8_PIECE = 16 * MIB  # elements
 KERNEL_LENGTHS, PLAIN_LENGTHS = (512, 2048, 8192, 32768), (512, 2048)
 ATTENTION_ERROR = 0.02  # relative, of kernels in 16 bits; a few thousandths are usual
-SUSTAINED_S = 0.6  # a power-capped H200 needs about 0.1 s to settle at its sustained clock
+SUSTAINED_S = 1.2
+"""To heat up, and again to measure. A power-capped H100 multiplied 8192^3 at 724 TFLOP/s for 0.6 s, then at 592 to 717
+in swings of 1.1 s that died away in 6 s, and at 683 from then on; over each whole swing it did 681."""
 PRODUCT_S = 0.04  # per pass and direction, of all layers: six of them, a quarter of a second, make a point of the curve
 GROUPED_S = 0.01  # per pass of a shape of experts, and of the head
 CALL_S = 0.06  # shorter runs catch the card between two clocks
+COPIED_SHARE = 0.15
+"""Of the time, copies within the device beside products, as norms and activations take it in training: they draw less
+power, so that the card has a higher clock for products than if these were alone."""
 PART_S = 0.01  # of attention, and of matrix products before it: about as a block has them in turn
 WARMING_SIZE = 4096
 LONGEST_BLOCK_S = 0.5  # token counts whose three passes through a block take longer are left out
@@ -111,7 +116,7 @@ class HostRates(NamedTuple):
 def measure_cuda(
     device: torch.device, dtype: torch.dtype, shape: ProbeShape, host_free_bytes: int, scale: float = 1.0
 ) -> Rates:
-    """Measure a GPU and its link, in about 10 s on a current card; `scale` stretches the sustained measurements.
+    """Measure a GPU and its link, in about 12 s on a current card; `scale` stretches the sustained measurements.
 
     Takes up to 1.4 GiB of GPU memory, 256 MiB of page-locked host memory and up to MOST_HOST_BYTES of other host memory
     (less if less is free), and gives all of it back to the allocators. Host memory comes first, while the process holds
@@ -124,16 +129,16 @@ def measure_cuda(
         release_unused_heap()
         torch.cuda.empty_cache()  # or cuBLAS would keep a workspace within what the links' benchmark took
         run_engine_kernels(device, dtype)
+        memory_rate = _device_copy_rate(device, least_s)
         peak = cube_rate(device, dtype, SUSTAINED_S * scale)
         layers = shape.linears or usual_layers(shape[:2])
         counts = affordable_tokens(CUDA_TOKENS, layers, peak, LONGEST_BLOCK_S)
         product_s = PRODUCT_S * scale / len(layers)
         # at once, while the card is still at its sustained clock
-        block = block_rates(layers, counts, dtype, _cuda_buffers(device, dtype), cuda_timer, product_s)
+        block = _linear_rates(layers, counts, dtype, _cuda_buffers(device, dtype), product_s)
         fp8 = _fp8_rates(layers, counts, device, product_s)
-        attention, choices = _cuda_attention(shape, device, dtype, least_s)
-        memory_rate = _device_copy_rate(device, least_s)
         experts, head = _shares(shape, block.matmul_flops_per_s, memory_rate, dtype, device, GROUPED_S * scale)
+        attention, choices = _cuda_attention(shape, device, dtype, least_s)
         launch_s, issue_s = _launch_seconds(device), _issue_seconds(device)
     links = host.links
     return Rates(
@@ -181,10 +186,10 @@ def run_engine_kernels(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def cube_rate(device: torch.device, dtype: torch.dtype, sustained_s: float) -> float:
-    """Measure FLOP/s of 8192^3 (4096^3 for wider types) on random data, after a quarter of `sustained_s` to heat up."""
+    """Measure FLOP/s of 8192^3 (4096^3 for wider types) on random data for `sustained_s`, after as long to heat up."""
     size = 8192 if dtype.itemsize <= 2 and _free_bytes(device) >= LEAST_CUBE_BYTES else 4096
     multiply = _square_product(size, device, dtype)
-    once_s = cuda_timer(multiply, sustained_s / 4)
+    once_s = cuda_timer(multiply, sustained_s)
     return 2 * size**3 / timed_calls(multiply, math.ceil(sustained_s / once_s))
 
 
@@ -210,6 +215,16 @@ def _cuda_buffers(device: torch.device, dtype: torch.dtype) -> Buffers:
     return Buffers(operands, torch.empty(int(share * RESULT_BYTES), device=device, dtype=torch.uint8))
 
 
+def _linear_rates(
+    layers: Sequence[LinearShape], counts: Sequence[int], dtype: torch.dtype, buffers: Buffers, least_s: float
+) -> BlockRates:
+    """Measure linear layers among copies, as the kernels between them are in training."""
+    half = buffers.operands.numel() // 2
+    first, second = buffers.operands[:half], buffers.operands[half : 2 * half]
+    timer = timer_among(lambda: first.copy_(second), COPIED_SHARE)
+    return block_rates(layers, counts, dtype, buffers, timer, least_s)
+
+
 def _fp8_rates(layers: Sequence[LinearShape], counts: list[int], device: torch.device, least_s: float) -> Points:
     """Measure linear layers with FP8 operands, at sizes that FP8 can have; none on a card without FP8."""
     if not multiplies_fp8(device):
@@ -220,7 +235,7 @@ def _fp8_rates(layers: Sequence[LinearShape], counts: list[int], device: torch.d
         layer._replace(in_features=_whole(layer.in_features), out_features=_whole(layer.out_features))
         for layer in layers
     ]
-    return block_rates(whole, counts, FORWARD_DTYPE, buffers, cuda_timer, least_s).matmul_flops_per_s
+    return _linear_rates(whole, counts, FORWARD_DTYPE, buffers, least_s).matmul_flops_per_s
 
 
 def _whole(features: int) -> int:

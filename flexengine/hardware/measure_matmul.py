@@ -9,10 +9,11 @@ Random data throughout: zeros draw less power and make a power-capped card look 
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import accumulate, cycle
+from itertools import cycle
 from typing import NamedTuple
 
 import torch
+from scipy.optimize import isotonic_regression
 from torch import Tensor
 
 from flexengine.hardware.curve import Curve, Points
@@ -112,8 +113,9 @@ def block_rates(
                     once_s = _seconds(layer, tokens, name, dtype, buffers, timer, least_s)
                     seconds[key] = seconds.get(key, 0.0) + once_s
     rates = [_weighted_rate(layers, tokens, seconds) for tokens in counts]
-    # a longer product is never slower per token than a shorter one: it could be run in parts
-    points = tuple(zip(counts, accumulate(rates, max), strict=True))
+    # a longer product is never slower per token than a shorter one, as it could be run in parts: where one was, the
+    # clock had changed, and the mean of both is less wrong than the better one
+    points = tuple(zip(counts, isotonic_regression(rates).x.tolist(), strict=True))
     return BlockRates(points, tuple(_curve(p, name, counts, seconds) for p in layers for name in PASSES))
 
 

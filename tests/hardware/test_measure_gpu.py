@@ -179,6 +179,22 @@ def test_parts_of_work_follow_what_warms_the_card_and_count_alone(fake_cuda: Sim
     assert order == ["work"] * 2 + (["warm"] + ["work"] * 3) * 3
 
 
+def test_other_work_takes_its_share_of_the_time_behind_every_measurement(
+    fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+):
+    order, clock = [], SimpleNamespace(s=0.0)
+
+    def call(name: str, seconds: float) -> None:
+        order.append(name)
+        clock.s += seconds
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock.s)
+    timer = timing.timer_among(lambda: call("copy", 0.001), 0.19)
+    assert [timer(lambda: call("work", 0.004), 0.02) for _ in range(2)] == pytest.approx([0.004] * 2)
+    work = ["work"] * (1 + 1 + 5)  # to warm up, to see how long one takes, and the timed ones: 28 ms
+    assert order == ["copy"] * 2 + (work + ["copy"] * 7) * 2
+
+
 def test_a_rank_measures_its_host_and_link_with_the_others(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
     for name in ("LINK_BYTES", "LEAST_WORK_BYTES", "MOST_WORK_BYTES"):
         monkeypatch.setattr(measure_node, name, MIB)
