@@ -67,7 +67,7 @@ class StepPredictor:
         shapes = [packed_shape(found, self.plan.chunk_tokens) for found in rounds]
         later = tuple((shape, len(list(run))) for shape, run in groupby(shapes[1:]))
         lowered = [chunk for shape in shapes for chunk in shape.chunks]
-        share = self._compute_s(chunks) / self._compute_s(lowered)
+        share = self._compute_s(chunks) / self._program_s(lowered)
         return self._interpolated(((shapes[0], 1), *later), GRID * share)
 
     def chunk_share(self, lengths: Sequence[int]) -> float:
@@ -84,8 +84,14 @@ class StepPredictor:
         """Seconds of all layers' compute on chunks of such sizes, at the rates for these sizes."""
         return sum(count * self._chunk_s(*size) for size, count in sorted(Counter(_sizes(chunks)).items()))
 
+    def _program_s(self, chunks: Iterable[ChunkShape]) -> float:
+        """Seconds that programs price such chunks at: at the rates for full ones of the plan's sequences."""
+        return sum(count * self._priced_s(self._cost, *size) for size, count in sorted(Counter(_sizes(chunks)).items()))
+
     def _chunk_s(self, tokens: int, seq_len: int) -> float:
-        cost = replace(self._cost, chunk_tokens=tokens, seq_len=seq_len)
+        return self._priced_s(replace(self._cost, chunk_tokens=tokens, seq_len=seq_len), tokens, seq_len)
+
+    def _priced_s(self, cost: CostModel, tokens: int, seq_len: int) -> float:
         works = ((count, stage.work(tokens, seq_len, cost.compute_bytes)) for stage, count in self._stages.items())
         return sum(count * cost.work_s(work) for count, work in works)
 

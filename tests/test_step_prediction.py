@@ -6,6 +6,7 @@ import pytest
 
 from flexengine.api import prepare
 from flexengine.hardware.presets import preset
+from flexengine.hardware.profile import HardwareProfile
 from flexengine.planner.cost.cost_model import CostModel, StepPricer
 from flexengine.schedule.commands import LayerCall
 from flexengine.schedule.layout import Layout
@@ -23,8 +24,7 @@ BATCHES = {
 }
 
 
-@pytest.fixture(scope="module")
-def predicted() -> StepPredictor:
+def predictor_on(profile: HardwareProfile) -> StepPredictor:
     prepared = prepare(
         "preset:demo",
         max_seq_len=64,
@@ -32,11 +32,16 @@ def predicted() -> StepPredictor:
         max_gpu_mem_bytes=40 * 2**20,
         dtype="float32",
         device="cpu",
-        hardware=preset("cpu-test"),
+        hardware=profile,
         chunk_tokens=128,
         round_tokens=256,
     )
     return StepPredictor(prepared.plan, prepared.source.spec, prepared.profile)
+
+
+@pytest.fixture(scope="module")
+def predicted() -> StepPredictor:
+    return predictor_on(preset("cpu-test"))
 
 
 def chunk_by_chunk_s(predicted: StepPredictor, lengths: list[int]) -> float:
@@ -70,6 +75,18 @@ def test_a_ragged_batch_takes_what_its_own_chunks_take(predicted, name, within):
     assert not predicted.plan.updates_on_cpu
     assert predicted.step_s(BATCHES[name]) == pytest.approx(chunk_by_chunk_s(predicted, BATCHES[name]), rel=within)
     assert predicted.chunk_share(BATCHES[name]) < 1
+
+
+def test_attention_counts_at_the_rate_for_its_own_lengths():
+    """Programs price a chunk that is one sequence at the rate for the plan's, which may be half of the chunk's."""
+    profile = preset("cpu-test")
+    slow, fast = 1e-3 * profile.peak_matmul_flops_per_s, 1e-1 * profile.peak_matmul_flops_per_s
+    rates = ((16, slow), (64, slow), (128, fast))
+    predicted = predictor_on(
+        replace(profile, attention_forward_flops_per_s=rates, attention_backward_flops_per_s=rates)
+    )
+    lengths = BATCHES["lengths"]
+    assert predicted.step_s(lengths) == pytest.approx(chunk_by_chunk_s(predicted, lengths), rel=0.03)
 
 
 @pytest.mark.parametrize("name", ["short", "one"])
