@@ -27,6 +27,8 @@ WITH_EXPERTS = [
     name for name, config in CASES.items() if any(op.name == "combine" for b in spec_of(config).blocks for op in b.ops)
 ]
 FAMILIES = [family for family, case in FAMILY_CASES.items() if case in WITH_EXPERTS]
+LIKE_OTHERS = ("qwen3_next", "qwen2_moe", "deepseek_v2")
+"""Families whose experts others have as well; a GPU runs them, too."""
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +118,7 @@ def check_bits(folder, config, device="cpu", **sizes):
     same_bits(weights, expected[1])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in LIKE_OTHERS])
 def test_parts_keep_the_bits(family, tmp_path):
     check_bits(tmp_path, CASES[FAMILY_CASES[family]])
 

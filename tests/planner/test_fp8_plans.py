@@ -78,11 +78,9 @@ def test_presets_multiply_fp8_where_the_card_does():
         assert PRESETS[name].fp8_matmul_rate(16384) == pytest.approx(1.8 * PRESETS[name].matmul_rate(16384), rel=0.03)
 
 
-@pytest.mark.parametrize(("cap_gib", "seq_len", "tokens"), [(24, 2048, 65536), (8, 512, 8192)])
-def test_plans_are_faster_and_no_faster_than_the_bound(cap_gib, seq_len, tokens):
+def test_plans_are_faster_and_no_faster_than_the_bound():
     requests = [
-        Request(seq_len, tokens, cap_gib * GIB, 110 * GIB, numerics=replace(FP8, matmul=matmul))
-        for matmul in ("compute", "fp8")
+        Request(2048, 65536, 24 * GIB, 110 * GIB, numerics=replace(FP8, matmul=matmul)) for matmul in ("compute", "fp8")
     ]
     models = open_model("preset:llama-3.1-8b").spec, llama()
     plain, fp8 = (make_plan(model, one, preset("h200")) for model, one in zip(models, requests, strict=True))

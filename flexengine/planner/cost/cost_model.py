@@ -140,8 +140,9 @@ OTHER_ISSUE_CALLS = 6
 """The update of a tile and the rounding of a gradient: about as many views."""
 
 
-BATCH_ISSUE_CALLS = 60
-"""Between two steps: 1.3 ms from the call to the first command, of 16 sequences, on a CPU where a call takes 20 us."""
+BATCH_ISSUE_CALLS = 110
+"""Between two steps: 1.8 to 1.9 ms from the call to the first command, of 4 to 16 sequences, on hosts where a call takes
+14 to 18 us (before_s of bench/results/h100_gaps_*.json)."""
 LAYER_CALL = 1.35
 """What a call of an op takes the host over what the probe measures, which is one of torch with few operands: steps that
 wait for the host alone took 39 and 42 us a call on an H100 whose probe said 30."""
