@@ -50,9 +50,7 @@ def measured(seconds: float) -> list[dict]:
             torch.mm(a, b.T, out=product)
         torch.cuda.synchronize()
         now_s = time.perf_counter()
-        rows.append(
-            {"after_s": now_s - began_s, "tflops": BATCH * 2 * SIZE**3 / (now_s - before_s) / 1e12, **state()}
-        )
+        rows.append({"after_s": now_s - began_s, "tflops": BATCH * 2 * SIZE**3 / (now_s - before_s) / 1e12, **state()})
         before_s = now_s
     return rows
 

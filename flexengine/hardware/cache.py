@@ -24,14 +24,17 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def profile_path(readable: str, key: Sequence[object]) -> Path | None:
-    """The file of a profile: `readable` names it for people, `key` is all it depends on. None without a folder."""
+def profile_path(readable: str, key: Sequence[object], kind: str = "profiles") -> Path | None:
+    """The file of a profile: `readable` names it for people, `key` is all it depends on. None without a folder.
+
+    kind: the folder within the cache's.
+    """
     folder = _cache_folder()
     if folder is None:
         return None
     digest = hashlib.sha256(repr(tuple(key)).encode()).hexdigest()[:12]
     name = re.sub(r"[^a-z0-9]+", "-", readable.lower()).strip("-")
-    return folder / "profiles" / f"{name}-{digest}.json"
+    return folder / kind / f"{name}-{digest}.json"
 
 
 def read_cached(path: Path | None) -> HardwareProfile | None:

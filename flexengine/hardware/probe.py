@@ -11,6 +11,7 @@ import torch
 
 from flexengine.hardware.cache import age_s, profile_path, read_cached, write_cached
 from flexengine.hardware.host_memory import host_memory
+from flexengine.hardware.host_samples import pooled
 from flexengine.hardware.measure import measure_cuda
 from flexengine.hardware.measure_cpu import HEAD_DIM as CPU_HEAD_DIM
 from flexengine.hardware.measure_cpu import measure_cpu
@@ -67,7 +68,8 @@ def run_probe(
 
     shape: that of the model whose linear layers and attention are timed. Rates and context size are cached per device,
     driver, versions, dtype, shape, CPU and thread count, under $FLEXENGINE_CACHE or the user's cache folder; `force`
-    measures again. Memory totals are always read again.
+    measures again. Rates of the host and the link are the medians of the last probes for any model, since one that was
+    forced. Memory totals are always read again.
     Order: call it first in a process, before the arenas take their memory and while the device is idle. It gives all
     memory back, and torch's random numbers continue as if it had not run. It ignores a cache that it cannot read or
     write.
@@ -93,7 +95,8 @@ def run_probe(
     profile = None if force else read_cached(path)
     from_cache = profile is not None
     if profile is None:
-        profile = _measured(device, dtype, shape, seconds_budget / DEFAULT_SECONDS)
+        found = _measured(device, dtype, shape, seconds_budget / DEFAULT_SECONDS)
+        profile = pooled(found, _samples_path(device, dtype), anew=force)
         path = path if write_cached(path, profile) else None
     return ProbeResult(_with_current_memory(profile, device), path, from_cache, age_s(path))
 
@@ -211,6 +214,12 @@ def _path(device: torch.device, dtype: torch.dtype, shape: ProbeShape) -> Path |
     """Give the file of this machine's profile; None if the user has no cache folder."""
     readable = f"{_name(device)} {dtype} {' '.join(map(str, shape[:3]))}".replace("torch.", "")
     return profile_path(readable, (PROBE_VERSION, *_machine(device), str(dtype), tuple(shape)))
+
+
+def _samples_path(device: torch.device, dtype: torch.dtype) -> Path | None:
+    """Give the file of what probes for any model found of the host; None as of a profile."""
+    readable = f"host of {_name(device)} {dtype}".replace("torch.", "")
+    return profile_path(readable, (PROBE_VERSION, *_machine(device), str(dtype)), "hosts")
 
 
 def node_path(device: torch.device, dtype: torch.dtype, ranks: int, nodes: int) -> Path | None:

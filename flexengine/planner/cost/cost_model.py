@@ -141,7 +141,7 @@ OTHER_ISSUE_CALLS = 6
 
 
 BATCH_ISSUE_CALLS = 110
-"""Between two steps: 1.8 to 1.9 ms from the call to the first command, of 4 to 16 sequences, on hosts where a call takes
+"""Between two steps: 1.8 to 1.9 ms from the call to the first command, of 8 or 16 sequences, where a call takes
 14 to 18 us (before_s of bench/results/h100_gaps_*.json)."""
 LAYER_CALL = 1.35
 """What a call of an op takes the host over what the probe measures, which is one of torch with few operands: steps that
