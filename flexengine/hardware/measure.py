@@ -6,6 +6,7 @@ Random data throughout: zeros draw less power and make a power-capped card look 
 import math
 import time
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -71,7 +72,9 @@ BESIDE_BYTES = 32 * MIB  # the same, beside what AdamW works on: together no mor
 LEAST_HOST_BYTES, MOST_HOST_BYTES = 192 * MIB, 704 * MIB
 MEMORY_SHARE = 0.8  # of the free memory, where that is less than a benchmark would like
 LEAST_CUBE_BYTES = 1024 * MIB  # free memory for 8192^3 in 16 bits, three times 128 MiB, with room for the rest
-NUM_ISSUED = 300
+NUM_ISSUED, TIMES_ISSUED = 300, 9
+"""So many calls, so many times: of one time each, on a host that others share, some probes took up to four times as
+long as most did."""
 
 
 class Rates(NamedTuple):
@@ -335,7 +338,7 @@ def _launch_seconds(device: torch.device) -> float:
     """Measure seconds from one small kernel to the next, issued from Python with nothing to hide behind."""
     counter = torch.zeros(1, device=device)
     timed_calls(lambda: counter.add_(1), NUM_ISSUED)  # loads the kernel and warms Python up
-    return timed_calls(lambda: counter.add_(1), NUM_ISSUED)
+    return median(timed_calls(lambda: counter.add_(1), NUM_ISSUED) for _ in range(TIMES_ISSUED))
 
 
 def _issue_seconds(device: torch.device) -> float:
@@ -351,15 +354,16 @@ def _issue_seconds(device: torch.device) -> float:
         torch.add(views[0], views[1], out=views[2])
         done.record(stream)
 
-    for _ in range(NUM_ISSUED // 10):
-        command()
-    torch.cuda.synchronize(device)
-    start_s = time.perf_counter()
-    for _ in range(NUM_ISSUED):
-        command()
-    seconds = (time.perf_counter() - start_s) / NUM_ISSUED
-    torch.cuda.synchronize(device)
-    return seconds
+    def seconds(count: int) -> float:
+        start_s = time.perf_counter()
+        for _ in range(count):
+            command()
+        issued_s = time.perf_counter() - start_s
+        torch.cuda.synchronize(device)
+        return issued_s / count
+
+    seconds(NUM_ISSUED // 10)
+    return median(seconds(NUM_ISSUED) for _ in range(TIMES_ISSUED))
 
 
 def _host_rates(device: torch.device, dtype: torch.dtype, host_free_bytes: int, least_s: float) -> HostRates:

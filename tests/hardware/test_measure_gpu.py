@@ -195,6 +195,17 @@ def test_other_work_takes_its_share_of_the_time_behind_every_measurement(
     assert order == ["copy"] * 2 + (work + ["copy"] * 7) * 2
 
 
+def test_a_moment_in_which_the_host_is_busy_counts_little(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
+    seconds = iter([9.0, 4.0, 3.0, 3.0, 3.0, 3.0, 3.0, 8.0, 4.0, 2.0])
+    monkeypatch.setattr(measure, "timed_calls", lambda work, calls: next(seconds))
+    assert measure._launch_seconds(CPU) == 3.0
+    clock = iter(range(1000))
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: float(next(clock)) ** 2))
+    monkeypatch.setattr(measure, "NUM_ISSUED", 10)
+    # pairs of readings from the third on, as the first two belong to commands that warm up: 5, 9, 13, ... 37
+    assert measure._issue_seconds(CPU) == pytest.approx(21.0 / 10)
+
+
 def test_a_rank_measures_its_host_and_link_with_the_others(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
     for name in ("LINK_BYTES", "LEAST_WORK_BYTES", "MOST_WORK_BYTES"):
         monkeypatch.setattr(measure_node, name, MIB)
