@@ -30,6 +30,12 @@ def wide_dtype(layout: Layout) -> torch.dtype:
     return torch.float64 if layout.acc_bytes == 8 else torch.float32
 
 
+def hold_cublas_workspace(device: torch.device) -> None:
+    """Have cuBLAS take its workspace for the current stream from torch's allocator, unless it has one."""
+    operand = torch.zeros(64, 64, dtype=torch.bfloat16, device=device)
+    torch.mm(operand, operand)
+
+
 RELOCATION_PIECE_BYTES = 32 * 2**20
 """Bytes that move at a time when a plane shifts by less than its size."""
 
@@ -65,6 +71,7 @@ class Arenas:
         if self.device.type != "cuda":
             return
         torch.cuda.empty_cache()  # a step's budget has no room for what torch keeps of loading's temporaries
+        hold_cublas_workspace(self.device)  # or the first product would take a part of the block, and hold all of it
         with suppress(torch.OutOfMemoryError):  # after a change of plan the arena may be larger than its layout
             torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 

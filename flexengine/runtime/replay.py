@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from flexengine.runtime.arena import hold_cublas_workspace
 from flexengine.runtime.layer_runner import LayerRunner
 from flexengine.schedule.commands import LayerCall
 from flexengine.schedule.replays import graph_bytes, may_replay, most_graph_bytes, workspace_bytes_of
@@ -67,8 +68,7 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream that graphs are captured on, with cuBLAS's workspace for it, which no pool of graphs then holds."""
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
-        operand = torch.zeros(64, 64, dtype=torch.bfloat16, device=device)
-        torch.mm(operand, operand)
+        hold_cublas_workspace(device)
     return stream
 
 
