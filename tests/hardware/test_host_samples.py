@@ -56,7 +56,7 @@ def test_without_a_folder_a_probe_stands_alone():
     assert pooled(PROFILE, None) == PROFILE
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[3]", '[{"issue_s": "1"}]', '[{"issue_s": NaN}]', '[{"issue_s": 0.0}]'])
+@pytest.mark.parametrize("text", ["", "{}", "[3]", '[{"issue_s": "1"}]', '[{"issue_s": NaN}]', '[{"issue_s": -1.0}]'])
 def test_a_spoilt_file_counts_as_none(tmp_path: Path, text: str):
     path = tmp_path / "host.json"
     path.write_text(text)

@@ -111,13 +111,15 @@ def test_shapes_have_profiles_of_their_own_and_small_cpu_ones_share(
     assert len(list((cache_folder / "profiles").iterdir())) == 3
 
 
-def test_rates_of_the_host_are_medians_over_models(monkeypatch: pytest.MonkeyPatch):
-    rates, issue_s = Rates(*(getattr(preset("cpu-test"), name) for name in Rates._fields)), iter((1e-5, 3e-5, 9e-5))
-    monkeypatch.setattr(probe_module, "measure_cpu", lambda *_: rates._replace(issue_s=next(issue_s)))
-    assert probe(CPU, torch.float32).issue_s == 1e-5
-    assert probe(CPU, torch.float32, ProbeShape(256, 256)).issue_s == pytest.approx(2e-5)
-    assert probe(CPU, torch.float32).issue_s == 1e-5  # as it was measured
-    assert probe(CPU, torch.float32, force=True).issue_s == 9e-5
+def test_rates_of_the_host_are_medians_over_models(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    rates, launch_s = Rates(*(getattr(preset("cpu-test"), name) for name in Rates._fields)), iter((1e-5, 3e-5, 9e-5))
+    monkeypatch.setattr(probe_module, "measure_cpu", lambda *_: rates._replace(launch_s=next(launch_s), issue_s=0.0))
+    with caplog.at_level(logging.INFO, logger="flexengine"):
+        assert probe(CPU, torch.float32).launch_s == 1e-5
+        assert probe(CPU, torch.float32, ProbeShape(256, 256)).launch_s == pytest.approx(2e-5)
+        assert probe(CPU, torch.float32).launch_s == 1e-5  # as it was measured
+        assert probe(CPU, torch.float32, force=True).launch_s == 9e-5
+    assert "cannot be used" not in caplog.text
 
 
 def test_key_holds_versions_threads_and_native_code(measurements: list[torch.dtype], monkeypatch: pytest.MonkeyPatch):
