@@ -199,7 +199,7 @@ def test_damaged_cache_is_said_and_measured_again(name, model, command, monkeypa
     cache._say_unusable.cache_clear()
     flags = arguments(model=model, output_dir="run", dry_run=True)
     assert command("train", *flags).status == 0
-    (path,) = (tmp_path / "cache").rglob("*.json")
+    (path,) = (tmp_path / "cache" / "profiles").iterdir()
     path.write_text(PROFILES[name])
     outcome = command("train", *flags, untouched=model)
     assert outcome.status == 0
