@@ -191,6 +191,16 @@ def test_data_of_one_run_is_not_remembered_for_the_next(measurements: list[torch
     assert len(measurements) == 1
 
 
+def test_a_process_that_finds_the_rates_needs_less_than_one_that_measured_a_gpu():
+    measured = replace(preset("h100"), host_base_bytes=3 * 2**30)
+    later = probe_module._for_later(measured)
+    assert measured.host_base_bytes - later.host_base_bytes == 64 * 2**20
+    assert replace(later, host_base_bytes=measured.host_base_bytes) == measured
+    least = replace(measured, host_base_bytes=1)
+    assert probe_module._for_later(least).host_base_bytes == probe_module._AT_IMPORT_BYTES
+    assert probe_module._for_later(preset("cpu-test")) == preset("cpu-test")
+
+
 def test_a_fifo_in_place_of_the_cache_is_passed_over(measurements: list[torch.dtype], caplog: pytest.LogCaptureFixture):
     path = run_probe(CPU, torch.float32).path
     assert path is not None

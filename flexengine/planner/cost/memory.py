@@ -28,6 +28,9 @@ LAYERNORM_SLACK_BYTES = 48 * 2**20
 """What compiling more kernels takes besides: those of experts (403 MiB in all), of the delta rule (425), of attention
 that windows, soft caps or sinks keep from other libraries (382), and of models with LayerNorm, biases and a vocabulary
 that is no multiple of 8 (348)."""
+DELTA_RULE_GPU_SLACK_BYTES = 32 * 2**20
+"""Kept free on CUDA besides where blocks have the delta rule, whose calls take buffers of many sizes: on an H100 such a
+plan took 4 MiB more than without."""
 PEER_NAMES: dict[PeerWay, str] = {"copies": "copies between GPUs", "nccl": "NCCL"}
 CPU_SLACK_BYTES = 64 * 2**20
 """Kept free where the CPU is the device: kernels' own buffers and compiled products, what the allocator holds back."""
@@ -54,7 +57,9 @@ def _gpu_overhead(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
     found = {"CUDA context": profile.gpu_context_bytes, "library workspace": layout.workspace_bytes}
     graphs = {"CUDA graphs": replay_bytes(layout.model, layout.plan)} if layout.plan.replays else {}
     peers = {PEER_NAMES[profile.peer_way]: PEER_MEMORY_BYTES[profile.peer_way]} if layout.plan.split else {}
-    return found | graphs | peers | {"slack": GPU_SLACK_BYTES}
+    delta_rule = any(isinstance(op, DeltaRule) for block in layout.model.blocks for op in block.ops)
+    slack_bytes = GPU_SLACK_BYTES + (DELTA_RULE_GPU_SLACK_BYTES if delta_rule else 0)
+    return found | graphs | peers | {"slack": slack_bytes}
 
 
 def _host_overhead(layout: Layout | None, profile: HardwareProfile) -> dict[str, int]:
