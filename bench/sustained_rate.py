@@ -40,40 +40,39 @@ def measured(seconds: float) -> list[dict]:
     """Multiply for so long; one row per batch."""
     import torch  # noqa: PLC0415 (--help needs none)
 
+    from flexengine.hardware.timing import timed_calls  # noqa: PLC0415
+
     a, b = (torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    product, state, rows = torch.empty_like(a), state_reader(), []
+    product, state, rows, after_s = torch.empty_like(a), state_reader(), [], 0.0
     torch.mm(a, b.T, out=product)  # loads the kernel
-    torch.cuda.synchronize()
-    began_s = before_s = time.perf_counter()
-    while before_s - began_s < seconds:
-        for _ in range(BATCH):
-            torch.mm(a, b.T, out=product)
-        torch.cuda.synchronize()
-        now_s = time.perf_counter()
-        rows.append({"after_s": now_s - began_s, "tflops": BATCH * 2 * SIZE**3 / (now_s - before_s) / 1e12, **state()})
-        before_s = now_s
+    began_s = time.perf_counter()
+    while after_s < seconds:
+        once_s = timed_calls(lambda: torch.mm(a, b.T, out=product), BATCH)
+        after_s = time.perf_counter() - began_s
+        rows.append({"after_s": after_s, "tflops": 2 * SIZE**3 / once_s / 1e12, **state()})
     return rows
 
 
 def state_reader() -> Callable[[], dict]:
     """Make a function that reads clock, power and temperature of the first GPU."""
-    import pynvml  # noqa: PLC0415 (--help needs none)
+    from flexengine.hardware.nvml import library  # noqa: PLC0415 (--help needs none)
 
-    pynvml.nvmlInit()
-    gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
+    nvml = library()
+    assert nvml is not None, "this benchmark needs an NVIDIA GPU"
+    gpu = nvml.nvmlDeviceGetHandleByIndex(0)
 
     def state() -> dict:
         return {
-            "mhz": pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM),
-            "watts": pynvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
-            "celsius": pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU),
+            "mhz": nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
+            "watts": nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
+            "celsius": nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
         }
 
     return state
 
 
 def summary(rows: list[dict]) -> dict:
-    """Rates of the first half second, and the least, mean and most once they have settled."""
+    """The highest rate of the first half second, the mean of the settled ones, the lowest after the first batch."""
     first = [row["tflops"] for row in rows if row["after_s"] <= 0.5]
     settled = [row["tflops"] for row in rows if row["after_s"] > SETTLED_AFTER_S]
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -67,29 +67,30 @@ class StepPredictor:
         shapes = [packed_shape(found, self.plan.chunk_tokens) for found in rounds]
         later = tuple((shape, len(list(run))) for shape, run in groupby(shapes[1:]))
         lowered = [chunk for shape in shapes for chunk in shape.chunks]
-        share = self._compute_s(chunks) / self._program_s(lowered)
+        share = self._total_s(chunks, self._chunk_s) / self._total_s(lowered, self._program_s)
         return self._interpolated(((shapes[0], 1), *later), GRID * share)
 
     def chunk_share(self, lengths: Sequence[int]) -> float:
         """The compute of a batch's chunks over that of a full step's, both on average."""
         chunks = [_real_shape(chunk) for found in self._packed(lengths) for chunk in found]
-        full_s = self._compute_s(self._full_chunks) / len(self._full_chunks)
-        return self._compute_s(chunks) / len(chunks) / full_s
+        full_s = self._total_s(self._full_chunks, self._chunk_s) / len(self._full_chunks)
+        return self._total_s(chunks, self._chunk_s) / len(chunks) / full_s
 
     def _packed(self, lengths: Sequence[int]) -> list[list[PackedChunk]]:
         plan = self.plan
         return pack(list(lengths), plan.chunk_tokens, plan.chunks_per_round, plan.round_multiple)
 
-    def _compute_s(self, chunks: Iterable[ChunkShape]) -> float:
-        """Seconds of all layers' compute on chunks of such sizes, at the rates for these sizes."""
-        return sum(count * self._chunk_s(*size) for size, count in sorted(Counter(_sizes(chunks)).items()))
-
-    def _program_s(self, chunks: Iterable[ChunkShape]) -> float:
-        """Seconds that programs price such chunks at: at the rates for full ones of the plan's sequences."""
-        return sum(count * self._priced_s(self._cost, *size) for size, count in sorted(Counter(_sizes(chunks)).items()))
+    def _total_s(self, chunks: Iterable[ChunkShape], price: Callable[[int, int], float]) -> float:
+        """Seconds of all layers' compute on chunks. price: of a chunk by its tokens and length of sequence."""
+        return sum(count * price(*size) for size, count in sorted(Counter(_sizes(chunks)).items()))
 
     def _chunk_s(self, tokens: int, seq_len: int) -> float:
+        """Seconds at the rates for these sizes."""
         return self._priced_s(replace(self._cost, chunk_tokens=tokens, seq_len=seq_len), tokens, seq_len)
+
+    def _program_s(self, tokens: int, seq_len: int) -> float:
+        """Seconds that programs price a chunk at: at the rates for full ones of the plan's sequences."""
+        return self._priced_s(self._cost, tokens, seq_len)
 
     def _priced_s(self, cost: CostModel, tokens: int, seq_len: int) -> float:
         works = ((count, stage.work(tokens, seq_len, cost.compute_bytes)) for stage, count in self._stages.items())

@@ -8,25 +8,20 @@ per second in the probes of an hour, and steps that wait for it took what the me
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 from flexengine.hardware.cache import read_remembered, write_remembered
-from flexengine.hardware.profile import HardwareProfile
+from flexengine.hardware.curve import as_points
+from flexengine.hardware.node_rates import LINK_FIELDS
+from flexengine.hardware.profile import SECONDS_FIELDS, HardwareProfile
+from flexengine.wording import parse_json
 
-RATES = (
-    "h2d_bytes_per_s", "d2h_bytes_per_s", "h2d_duplex_bytes_per_s", "d2h_duplex_bytes_per_s",
-    "h2d_beside_cpu_bytes_per_s", "d2h_beside_cpu_bytes_per_s", "host_bytes_per_s", "launch_s", "issue_s",
-    "copy_latency_s",
-)  # fmt: skip
+RATES = (*LINK_FIELDS, "host_bytes_per_s", *SECONDS_FIELDS)
 UPDATES = "cpu_adamw_parameters_per_s"
 MOST_SAMPLES = 7
-
-Sample = Mapping[str, float]
-"""Figures of one probe by name; updates by the CPU as UPDATES and their own name."""
 
 
 def pooled(profile: HardwareProfile, path: Path | None, anew: bool = False) -> HardwareProfile:
@@ -35,28 +30,26 @@ def pooled(profile: HardwareProfile, path: Path | None, anew: bool = False) -> H
     path: of the file that remembers them; None: nothing does. anew: earlier probes count no longer. A file that cannot
     be read or written counts as none.
     """
-    earlier = [] if anew else read_remembered(path, _samples) or []
-    own = _sample_of(profile)
-    alike = [sample for sample in earlier if sample.keys() == own.keys()]
-    samples = [*alike, own][-MOST_SAMPLES:]
-    write_remembered(path, json.dumps(samples))
-    middle = {name: median(sample[name] for sample in samples) for name in own}
-    updates = tuple((name, middle[f"{UPDATES} {name}"]) for name, _ in profile.cpu_adamw_parameters_per_s)
-    return replace(profile, **{name: middle[name] for name in RATES}, cpu_adamw_parameters_per_s=updates)
+    earlier = None if anew else read_remembered(path, partial(_read, profile))
+    samples = [*(earlier or []), profile][-MOST_SAMPLES:]
+    write_remembered(path, json.dumps([{name: getattr(s, name) for name in (*RATES, UPDATES)} for s in samples]))
+    rates = {name: median(getattr(sample, name) for sample in samples) for name in RATES}
+    updates = [dict(sample.cpu_adamw_parameters_per_s) for sample in samples]
+    middle = tuple((name, median(rates_of[name] for rates_of in updates)) for name in _updates(profile))
+    return replace(profile, **rates, cpu_adamw_parameters_per_s=middle)
 
 
-def _sample_of(profile: HardwareProfile) -> Sample:
-    updates = {f"{UPDATES} {name}": rate for name, rate in profile.cpu_adamw_parameters_per_s}
-    return {name: getattr(profile, name) for name in RATES} | updates
+def _read(profile: HardwareProfile, text: str) -> list[HardwareProfile]:
+    """Give the profile with the rates of each probe that measured the same updates.
+
+    Raises: ValueError if the text holds anything else than rates that a profile may have.
+    """
+    found = parse_json(text, "rates of a host")
+    if not isinstance(found, list) or any(not isinstance(s, dict) or s.keys() != {*RATES, UPDATES} for s in found):
+        raise ValueError("rates of a host: expected a list of objects with one key per rate")
+    samples = [replace(profile, **{**sample, UPDATES: as_points(UPDATES, sample[UPDATES])}) for sample in found]
+    return [sample for sample in samples if _updates(sample) == _updates(profile)]
 
 
-def _samples(text: str) -> Sequence[Sample]:
-    """Read the samples of a file. Raises: ValueError if it holds anything else."""
-    found = json.loads(text)
-    if not isinstance(found, list) or not all(isinstance(sample, dict) for sample in found):
-        raise ValueError("expected a list of objects")
-    for sample in found:
-        for name, value in sample.items():
-            if not (isinstance(value, float) and math.isfinite(value) and value >= 0):  # a CPU takes 0 s to issue
-                raise ValueError(f"{name} is {value!r}, expected a number of at least 0")
-    return found
+def _updates(profile: HardwareProfile) -> list[str]:
+    return [name for name, _ in profile.cpu_adamw_parameters_per_s]

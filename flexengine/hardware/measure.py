@@ -37,7 +37,7 @@ from flexengine.hardware.measure_host import (
 )
 from flexengine.hardware.measure_links import LinkRates, link_buffers, link_rates, rates_beside
 from flexengine.hardware.measure_matmul import BlockRates, Buffers, affordable_tokens, block_rates, usual_layers
-from flexengine.hardware.memory_usage import release_unused_heap
+from flexengine.hardware.memory_usage import hold_cublas_workspace, release_unused_heap
 from flexengine.hardware.profile import ProbeShape
 from flexengine.hardware.timing import Timer, cuda_timer, timed_calls, timer_among, warmed_timer
 from flexengine.native import allocate_host
@@ -177,8 +177,7 @@ def run_engine_kernels(device: torch.device, dtype: torch.dtype) -> None:
 
     The workspace comes first of all, so that it lies in a segment of its own and not in one that could be given back.
     """
-    x = torch.ones(64, 64, device=device, dtype=dtype)
-    torch.mm(x, x)
+    hold_cublas_workspace(device, dtype)
     planes = [torch.zeros(1024, device=device, dtype=dtype) for _ in range(4)]
     adamw_update(
         weight=planes[0], remainder=None, exp_avg=planes[1], exp_avg_sq=planes[2], grad=planes[3],

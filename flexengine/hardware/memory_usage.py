@@ -173,6 +173,15 @@ def release_unused_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def hold_cublas_workspace(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Have cuBLAS take its workspace for the current stream from torch's allocator, unless it has one.
+
+    It stays, so that a block in which the first product finds it can never be given back.
+    """
+    operand = torch.ones(64, 64, device=device, dtype=dtype)
+    torch.mm(operand, operand)
+
+
 def _device_index(device: torch.device) -> int:
     """Give torch's index of a CUDA device; "cuda" alone is the current one, which is 0 until CUDA is initialised."""
     if device.index is not None:

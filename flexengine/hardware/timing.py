@@ -54,11 +54,9 @@ def warmed_timer(warm: Callable[[], object], part_s: float) -> Timer:
 def timer_among(other: Callable[[], object], share: float) -> Timer:
     """Make a timer after whose every measurement calls of `other` take their share of the time, so that work has the
     clock that a card has for both together."""
-    other_s = 0.0
+    other_s = cuda_timer(other, 0.0)
 
     def timer(work: Callable[[], object], least_s: float) -> float:
-        nonlocal other_s
-        other_s = other_s or cuda_timer(other, 0.0)
         start_s = time.perf_counter()
         seconds = cuda_timer(work, least_s)
         busy_s = time.perf_counter() - start_s

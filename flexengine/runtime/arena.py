@@ -8,6 +8,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from flexengine.hardware.memory_usage import hold_cublas_workspace
 from flexengine.native import HostBuffer, allocate_host
 from flexengine.native.host_memory import return_large_blocks
 from flexengine.schedule.layout import Layout
@@ -28,12 +29,6 @@ DTYPES = {
 def wide_dtype(layout: Layout) -> torch.dtype:
     """The dtype of accumulators and losses: float64 where a run computes in it, else float32."""
     return torch.float64 if layout.acc_bytes == 8 else torch.float32
-
-
-def hold_cublas_workspace(device: torch.device) -> None:
-    """Have cuBLAS take its workspace for the current stream from torch's allocator, unless it has one."""
-    operand = torch.zeros(64, 64, dtype=torch.bfloat16, device=device)
-    torch.mm(operand, operand)
 
 
 RELOCATION_PIECE_BYTES = 32 * 2**20
@@ -71,7 +66,7 @@ class Arenas:
         if self.device.type != "cuda":
             return
         torch.cuda.empty_cache()  # a step's budget has no room for what torch keeps of loading's temporaries
-        hold_cublas_workspace(self.device)  # or the first product would take a part of the block, and hold all of it
+        hold_cublas_workspace(self.device)  # or it would lie in the block
         with suppress(torch.OutOfMemoryError):  # after a change of plan the arena may be larger than its layout
             torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from flexengine.runtime.arena import hold_cublas_workspace
+from flexengine.hardware.memory_usage import hold_cublas_workspace
 from flexengine.runtime.layer_runner import LayerRunner
 from flexengine.schedule.commands import LayerCall
 from flexengine.schedule.replays import graph_bytes, may_replay, most_graph_bytes, workspace_bytes_of

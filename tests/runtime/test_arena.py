@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from flexengine.runtime.arena import Arenas, hold_cublas_workspace
+from flexengine.hardware.memory_usage import hold_cublas_workspace
+from flexengine.runtime.arena import Arenas
 
 MIB = 2**20
 

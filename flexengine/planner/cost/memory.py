@@ -57,7 +57,7 @@ def _gpu_overhead(layout: Layout, profile: HardwareProfile) -> dict[str, int]:
     found = {"CUDA context": profile.gpu_context_bytes, "library workspace": layout.workspace_bytes}
     graphs = {"CUDA graphs": replay_bytes(layout.model, layout.plan)} if layout.plan.replays else {}
     peers = {PEER_NAMES[profile.peer_way]: PEER_MEMORY_BYTES[profile.peer_way]} if layout.plan.split else {}
-    delta_rule = any(isinstance(op, DeltaRule) for block in layout.model.blocks for op in block.ops)
+    delta_rule = any(isinstance(op, DeltaRule) for op in _ops_of_blocks(layout))
     slack_bytes = GPU_SLACK_BYTES + (DELTA_RULE_GPU_SLACK_BYTES if delta_rule else 0)
     return found | graphs | peers | {"slack": slack_bytes}
 
@@ -66,9 +66,13 @@ def _host_overhead(layout: Layout | None, profile: HardwareProfile) -> dict[str,
     """Bytes outside the arena; without a layout, of a model of the fewest kernels."""
     slack_bytes = HOST_SLACK_BYTES if profile.device_type == "cuda" else CPU_SLACK_BYTES
     if layout is not None and profile.device_type == "cuda":
-        kinds = {block.ops for block in layout.model.blocks}
-        slack_bytes += sum(_kernels_slack(op for ops in kinds for op in ops).values())
+        slack_bytes += sum(_kernels_slack(_ops_of_blocks(layout)).values())
     return {"process": profile.host_base_bytes, "slack": slack_bytes}
+
+
+def _ops_of_blocks(layout: Layout) -> list[Op]:
+    """The ops of one block of each kind."""
+    return [op for ops in {block.ops for block in layout.model.blocks} for op in ops]
 
 
 def _kernels_slack(ops: Iterable[Op]) -> dict[str, int]:
