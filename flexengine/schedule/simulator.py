@@ -1,15 +1,15 @@
 """Prices a program: when every command would start and end on a machine, as the streams and the link allow.
 
 Event-driven: each stream runs its commands in order, the CPU by priority. A command starts when its stream is free, its
-waits have ended and the host has issued it; the host issues one command after another. A copy slows down while the
-other direction of the link is busy, as measured (`h2d_duplex_bytes_per_s`), and again while the CPU works; copies of
-two streams in one direction share its rate. Work of the CPU slows down by what copies take of the host memory's rate.
+waits have ended and the host has issued it; the host issues one command after another, and before one that waits for
+work of the CPU it waits itself, as no stream knows of that. A copy slows down while the other direction of the link is
+busy, as measured (`h2d_duplex_bytes_per_s`), and again while the CPU works; copies of two streams in one direction share
+its rate. Work of the CPU slows down by what copies take of the host memory's rate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
@@ -90,7 +90,9 @@ class _Simulation:
         self.remaining = [0.0] * len(STREAMS)
         self.copying = dict.fromkeys(OTHER_DIRECTION, 0)  # how many copies run in each direction
         self.busy = dict.fromkeys(streams_of(program), 0.0)
-        self.issued = list(accumulate(map(rates.issue_s, program.commands)))
+        self.issued = [inf] * count  # when the host has issued each command
+        self.num_issued, self.host_s = 0, 0.0
+        self._issue(0.0)
 
     def run(self) -> Timing:
         now = 0.0
@@ -111,6 +113,20 @@ class _Simulation:
         unfinished = [c.label for c in self.program.commands if self.end[c.index] < 0]
         assert not unfinished, f"program never finishes: {unfinished[:3]}"
         return Timing(self.start, self.end, now, self.busy)
+
+    def _issue(self, now: float) -> None:
+        """Have the host issue commands from now on, up to one that waits for work of the CPU which has not ended."""
+        self.host_s = max(self.host_s, now)
+        for command in self.program.commands[self.num_issued :]:
+            if command.stream is not Stream.CPU and any(map(self._works, command.waits)):
+                return
+            self.host_s += self.rates.issue_s(command)
+            self.issued[command.index] = self.host_s
+            self.num_issued += 1
+
+    def _works(self, index: int) -> bool:
+        """Whether a command is one of the CPU that has not ended."""
+        return self.end[index] < 0 and self.program.commands[index].stream is Stream.CPU
 
     def _start_ready(self, now: float) -> float:
         """Start what can start. Returns when the host issues the next command that waits for nothing but that."""
@@ -188,4 +204,6 @@ class _Simulation:
         self.busy[STREAMS[i]] += now - run.started
         if STREAMS[i] in DIRECTIONS:
             self.copying[DIRECTIONS[STREAMS[i]]] -= 1
+        if run.command.stream is Stream.CPU and self.num_issued < len(self.issued):
+            self._issue(now)
         self.running[i] = None

@@ -99,8 +99,8 @@ def test_kernels_round_as_torch(sizes):
 
 
 @pytest.mark.gpu
-def test_kernels_round_as_torch_on_cuda(gpu):
-    check_codes(gpu, 5, 1030, 4100)
+def test_kernels_round_as_torch_on_cuda():
+    check_codes("cuda", 5, 1030, 4100)
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])

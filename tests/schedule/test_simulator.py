@@ -92,6 +92,16 @@ def test_nothing_starts_before_the_host_has_issued_it():
     assert timing.busy_s[Stream.COMPUTE] == pytest.approx(8)
 
 
+def test_the_host_waits_for_the_cpu_before_it_issues_more():
+    b = builder()
+    b.add("update", CommandName("update"), Stream.CPU, [], [Access(4, "y")])
+    b.copy(CommandName("fetch"), Stream.H2D, "y", [CopyRegion(4, 0, 0, 0, 10)])
+    compute(b, 4.0, 2, 1)  # needs nothing of the CPU's
+    timing = simulate(b.build(), rates()._replace(issue_s=lambda command: 3.0, cpu_s=lambda command: 5.0))
+    # the update is issued at 3 and ends at 8; then the host issues the fetch until 11, the op until 14
+    assert timing.start_s == pytest.approx([3, 11, 14])
+
+
 def test_copies_slow_the_cpu_by_what_they_take_of_host_memory():
     b = builder()
     copy(b, Stream.H2D, 3, 0, 60)
