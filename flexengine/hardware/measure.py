@@ -54,8 +54,9 @@ FP8_PIECE = 16 * MIB  # elements
 KERNEL_LENGTHS, PLAIN_LENGTHS = (512, 2048, 8192, 32768), (512, 2048)
 ATTENTION_ERROR = 0.02  # relative, of kernels in 16 bits; a few thousandths are usual
 SUSTAINED_S = 1.2
-"""To heat up, and again to measure. A power-capped H100 multiplied 8192^3 at 724 TFLOP/s for 0.6 s, then at 592 to 717
-in swings of 1.1 s that died away in 6 s, and at 683 from then on; over each whole swing it did 681."""
+"""To heat up, and again to measure. A power-capped H100 multiplied 8192^3 at 721 TFLOP/s for 0.7 s, then at 583 to 709
+in swings of 1 s that died away in 6 s, and at 671 from then on; from 1.2 s to 2.4 it did 676
+(bench/results/h100_sustained_rate.json)."""
 PRODUCT_S = 0.04  # per pass and direction, of all layers: six of them, a quarter of a second, make a point of the curve
 GROUPED_S = 0.01  # per pass of a shape of experts, and of the head
 CALL_S = 0.06  # shorter runs catch the card between two clocks
