@@ -3,8 +3,8 @@
 Event-driven: each stream runs its commands in order, the CPU by priority. A command starts when its stream is free, its
 waits have ended and the host has issued it; the host issues one command after another, and before one that waits for
 work of the CPU it waits itself, as no stream knows of that. A copy slows down while the other direction of the link is
-busy, as measured (`h2d_duplex_bytes_per_s`), and again while the CPU works; copies of two streams in one direction share
-its rate. Work of the CPU slows down by what copies take of the host memory's rate.
+busy, as measured (`h2d_duplex_bytes_per_s`), and again while the CPU works; copies of two streams in one direction
+share its rate. Work of the CPU slows down by what copies take of the host memory's rate.
 """
 
 from __future__ import annotations
