@@ -56,7 +56,10 @@ class IssuedCommand(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """Holds the host back: `wait` returns when a command may be issued. indices: of the commands it is for; None: all."""
+    """Holds the host back: `wait` returns when a command may be issued.
+
+    indices: of the commands that it is for; None: all.
+    """
 
     wait: Call
     indices: Collection[int] | None = None
