@@ -60,6 +60,9 @@ in swings of 1 s that died away in 6 s, and at 671 from then on; from 1.2 s to 2
 PRODUCT_S = 0.04  # per pass and direction, of all layers: six of them, a quarter of a second, make a point of the curve
 GROUPED_S = 0.01  # per pass of a shape of experts, and of the head
 CALL_S = 0.06  # shorter runs catch the card between two clocks
+UPDATE_SHARE, UPDATE_ROUNDS = 2 / 3, 5
+"""Of that time for an update by the CPU, and times that all kinds take turns: where others share the host, some runs of
+0.06 s take twice as long as most do, and one run for each kind would tell that of this kind alone."""
 COPIED_SHARE = 0.15
 """Of the time, copies within the device beside products, as norms and activations take it in training: they draw less
 power, so that the card has a higher clock for products than if these were alone."""
@@ -120,7 +123,7 @@ class HostRates(NamedTuple):
 def measure_cuda(
     device: torch.device, dtype: torch.dtype, shape: ProbeShape, host_free_bytes: int, scale: float = 1.0
 ) -> Rates:
-    """Measure a GPU and its link, in about 12 s on a current card; `scale` stretches the sustained measurements.
+    """Measure a GPU and its link, in about 15 s on a current card; `scale` stretches the sustained measurements.
 
     Takes up to 1.4 GiB of GPU memory, 256 MiB of page-locked host memory and up to MOST_HOST_BYTES of other host memory
     (less if less is free), and gives all of it back to the allocators. Host memory comes first, while the process holds
@@ -374,7 +377,8 @@ def _host_rates(device: torch.device, dtype: torch.dtype, host_free_bytes: int, 
     work_bytes = working_bytes(LEAST_HOST_BYTES, min(MOST_HOST_BYTES, int(MEMORY_SHARE * host_free_bytes) // 2))
     with allocate_host(max(MIB, work_bytes // 2 * 2), page_locked=False) as work:
         source, target = work.tensor.chunk(2)
-        copies, adamw = copy_curve(target, source, least_s), adamw_rates(dtype, work.tensor, least_s)
+        copies = copy_curve(target, source, least_s)
+        adamw = adamw_rates(dtype, work.tensor, UPDATE_SHARE * least_s, UPDATE_ROUNDS)
         with link_buffers(min(BESIDE_BYTES, most_bytes), device) as buffers, engine_threads():
             up, down = rates_beside(buffers, device, adamw_work(dtype, work.tensor, adamw).call)
     return HostRates(copies, adamw, links, up, down)

@@ -1,9 +1,10 @@
 """Measures the host: memory copies by threads, and AdamW on parameters and states in host memory."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
+from statistics import fmean, median
 from typing import NamedTuple
 
 import torch
@@ -53,26 +54,44 @@ def host_copy_curve(points: Points) -> Curve:
     return Curve("host memory copy", "threads", "bytes/s", points)
 
 
-def adamw_rates(dtype: torch.dtype, memory: Tensor, least_s: float) -> tuple[tuple[str, float], ...]:
+def adamw_rates(
+    dtype: torch.dtype, memory: Tensor, least_s: float, rounds: int = 1
+) -> tuple[tuple[str, float], ...]:
     """Measure (state dtype, parameters/s) of the engine's update for masters as they come with `dtype`.
 
     All threads but one work, as in the engine, which leaves one to issue commands. bfloat16 compute has split masters
     and bf16 gradients, and is measured with bf16 masters that are rounded stochastically, too; float32 and float64
     have whole ones. memory: uint8, filled with as many parameters as it holds; it should exceed the processor's caches
     (`working_bytes`). Updates with states as floats are measured into second planes, too. Without the native update
-    only FIRST_PARAMETERS are timed.
+    only FIRST_PARAMETERS are timed. rounds: all take turns so many times, for `least_s` each (`steady_seconds`).
     """
-    rates = []
     with engine_threads():
-        for state in _updates(dtype):
-            rate = _adamw_rate(memory, dtype, state, FIRST_PARAMETERS, least_s / 4)
-            if rate > SLOW_PARAMETERS_PER_S:
-                rate = _adamw_rate(memory, dtype, state, memory.numel(), least_s)
-            rates.append((state, rate))
-        fast = (state for state, rate in rates if rate > SLOW_PARAMETERS_PER_S and _may_be_dropped(dtype, state))
-        for state in [f"{state}{INTO_SECOND}" for state in fast]:
-            rates.append((state, _adamw_rate(memory, dtype, state, memory.numel(), least_s)))
-    return tuple(rates)
+        slow = _slow_updates(dtype, memory, least_s / 4)
+        fast = [state for state in _updates(dtype) if state not in slow]
+        fast += [f"{state}{INTO_SECOND}" for state in fast if _may_be_dropped(dtype, state)]
+        times = {state: list[float]() for state in fast}
+        for _ in range(rounds):
+            for state, found in times.items():
+                found.append(1 / _adamw_rate(memory, dtype, state, memory.numel(), least_s))
+    rates = slow | {state: 1 / seconds for state, seconds in steady_seconds(times).items()}
+    return tuple((state, rates[state]) for state in dict.fromkeys((*_updates(dtype), *fast)))
+
+
+def _slow_updates(dtype: torch.dtype, memory: Tensor, least_s: float) -> dict[str, float]:
+    """Measure all updates on few parameters; returns the rates of those that are slow."""
+    first = {state: _adamw_rate(memory, dtype, state, FIRST_PARAMETERS, least_s) for state in _updates(dtype)}
+    return {state: rate for state, rate in first.items() if rate <= SLOW_PARAMETERS_PER_S}
+
+
+def steady_seconds(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Give what each kind of work takes over a long time, from times of it in turn with all others.
+
+    A host that others share stands still now and then, which strikes some times and spares others. So a kind's median
+    tells it from the other kinds, and all kinds together how much longer than their medians they took.
+    """
+    middle = {name: median(found) for name, found in times.items()}
+    longer = [seconds / middle[name] for name, found in times.items() for seconds in found]
+    return {name: seconds * fmean(longer) for name, seconds in middle.items()}
 
 
 def _may_be_dropped(dtype: torch.dtype, state: str) -> bool:

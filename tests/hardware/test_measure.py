@@ -28,6 +28,7 @@ from flexengine.hardware.measure_host import (
     adamw_work,
     cache_bytes,
     copy_curve,
+    steady_seconds,
     thread_counts,
     working_bytes,
 )
@@ -253,11 +254,22 @@ def test_thread_counts_are_powers_of_two_and_all(most: int, counts: list[int]):
     ids=str,
 )
 def test_adamw_rates_cover_the_state_dtypes(dtype: torch.dtype, states: list[str]):
-    rates = adamw_rates(dtype, torch.empty(MIB, dtype=torch.uint8), 0.001)
+    rates = adamw_rates(dtype, torch.empty(MIB, dtype=torch.uint8), 0.001, rounds=2)
     fast = [state for state, rate in rates[: len(states)] if rate > SLOW_PARAMETERS_PER_S]
     floats = [f"{state} into second planes" for state in fast if not state.startswith(("int8", "float64"))]
     assert [state for state, _ in rates] == [*states, *floats]
     assert all(rate > 0 for _, rate in rates)
+
+
+def test_times_of_a_host_that_stands_still_now_and_then():
+    """Each kind takes its own time, but for one in five times, when everything takes twice as long."""
+    own = {"fast": 2.0, "slow": 3.0, "slower": 4.0}
+    times = {
+        name: [seconds * (2 if turn == place else 1) for turn in range(5)]
+        for place, (name, seconds) in enumerate(own.items())
+    }
+    assert steady_seconds(times) == pytest.approx({name: 1.2 * seconds for name, seconds in own.items()})
+    assert steady_seconds({"alone": [5.0]}) == {"alone": 5.0}
 
 
 def test_adamw_of_the_probe_updates_random_gradients_that_fill_the_memory():
