@@ -54,9 +54,7 @@ def host_copy_curve(points: Points) -> Curve:
     return Curve("host memory copy", "threads", "bytes/s", points)
 
 
-def adamw_rates(
-    dtype: torch.dtype, memory: Tensor, least_s: float, rounds: int = 1
-) -> tuple[tuple[str, float], ...]:
+def adamw_rates(dtype: torch.dtype, memory: Tensor, least_s: float, rounds: int = 1) -> tuple[tuple[str, float], ...]:
     """Measure (state dtype, parameters/s) of the engine's update for masters as they come with `dtype`.
 
     All threads but one work, as in the engine, which leaves one to issue commands. bfloat16 compute has split masters
