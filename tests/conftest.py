@@ -173,4 +173,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
     for item in items:
         if "gpu" in item.keywords:
+            if unknown := _unknown_fixtures(item):
+                raise pytest.UsageError(f"{item.nodeid} asks for {unknown}, which no fixture is called here")
             item.add_marker(skip)
+
+
+def _unknown_fixtures(item: pytest.Item) -> set[str]:
+    """Names that a test asks for and no fixture has, which pytest itself tells of when the test runs, on a GPU."""
+    assert isinstance(item, pytest.Function)
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    known = item._fixtureinfo.name2fixturedefs.keys() | parameters.keys()
+    return set(item.fixturenames) - known - {"request"}
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Give back what torch keeps of a GPU's memory: tests in several processes may share the card."""
+    if "gpu" in item.keywords and torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
