@@ -21,7 +21,7 @@ from flexengine.native.transfer import open_transfers
 from flexengine.native.transfer_operations import Record
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.cpu_work import CpuWork
-from flexengine.runtime.issue import Call, Gate, Issue, WordsOf
+from flexengine.runtime.issue import Call, Issue, WordsOf
 from flexengine.runtime.teller import Teller
 from flexengine.schedule.commands import DIRECTIONS, Command, Program, Stream, streams_of
 from flexengine.schedule.following import cpu_waits
@@ -54,19 +54,6 @@ def _then(first: Call, second: Call) -> Call:
         second(command)
 
     return both
-
-
-def _behind(gate: Gate | None, call: Call) -> Call:
-    """A call for each command, when its gate is open."""
-    if gate is None:
-        return call
-
-    def behind(command: Command) -> None:
-        if gate.is_for(command):
-            gate.wait(command)
-        call(command)
-
-    return behind
 
 
 def _in_range(handler: Call, range_of: RangeOf | None) -> Call:
@@ -167,8 +154,8 @@ class Executor:
         work.start()
         return work
 
-    def _gate(self, program: Program) -> Gate | None:
-        """What the host waits at before commands of a program: the CPU may still work for the program before."""
+    def _gate(self, program: Program) -> Call | None:
+        """A function that blocks until a command may be issued: the CPU may still work for the program before."""
         work = self._cpu_work
         if work is None:
             return None
@@ -176,7 +163,12 @@ class Executor:
         if key not in self._cpu_waits:
             self._cpu_waits[key] = cpu_waits(*key)
         waits = self._cpu_waits[key]
-        return Gate(lambda command: work.wait(waits[command.index]), waits)
+
+        def gate(command: Command) -> None:
+            if command.index in waits:
+                work.wait(waits[command.index])
+
+        return gate
 
     def timings(self) -> Timings:
         """(start, end) of every command of the last timed run, by index, in seconds since it began.
@@ -246,7 +238,7 @@ class Executor:
     # -- on CUDA -----------------------------------------------------------------------------------------------------
 
     def _run_streams(
-        self, program: Program, handler: Handler, timed: bool, gate: Gate | None, hooks: CommandHooks | None
+        self, program: Program, handler: Handler, timed: bool, gate: Call | None, hooks: CommandHooks | None
     ) -> None:
         self._finish_telling()
         words = None if hooks is None else self._words_of(program, hooks)
@@ -263,7 +255,7 @@ class Executor:
         work = None
         by_cpu = handler if hooks is None else _then(handler, hooks.after)
         if hooks is not None and words is None:
-            gate = Gate(_behind(gate, hooks.before))
+            gate = hooks.before if gate is None else _then(gate, hooks.before)
         if issue.cpu_commands:
             work = issue.cpu_work(_in_range(by_cpu, self.range_of), self._cpu_threads, before)
         try:
@@ -310,9 +302,9 @@ class Executor:
     # -- on the CPU --------------------------------------------------------------------------------------------------
 
     def _run_in_order(
-        self, program: Program, handler: Handler, timed: bool, gate: Gate | None, hooks: CommandHooks
+        self, program: Program, handler: Handler, timed: bool, gate: Call | None, hooks: CommandHooks
     ) -> None:
-        copies, later, before = self._bind_copies(program), list[Command](), _behind(gate, hooks.before)
+        copies, later = self._bind_copies(program), list[Command]()
         indices = range(len(program.commands)) if self.order is None else self.order(program)
         clock = [(0.0, 0.0)] * len(program.commands)
         begin = time.perf_counter()
@@ -320,7 +312,9 @@ class Executor:
             if command.stream is Stream.CPU:
                 later.append(command)
                 continue
-            before(command)
+            if gate is not None:
+                gate(command)
+            hooks.before(command)
             start = time.perf_counter()
             self._execute(command, handler, copies)
             hooks.after(command)

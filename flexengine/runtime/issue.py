@@ -8,7 +8,7 @@ host is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -55,20 +55,6 @@ class IssuedCommand(NamedTuple):
     command: Command
 
 
-class Gate(NamedTuple):
-    """Holds the host back: `wait` returns when a command may be issued.
-
-    indices: of the commands that it is for; None: all.
-    """
-
-    wait: Call
-    indices: Collection[int] | None = None
-
-    def is_for(self, command: Command) -> bool:
-        """Whether the host may have to wait before it issues a command."""
-        return self.indices is None or command.index in self.indices
-
-
 class Issue:
     """One program over the arenas, ready to be issued again and again; `close` when it has run for the last time.
 
@@ -98,23 +84,14 @@ class Issue:
         self._prepared = transfers.prepare(self._operations(words))
         self._legs = self._make_legs()
 
-    def run(self, call: Call, gate: Gate | None = None) -> None:
+    def run(self, call: Call, gate: Call | None = None) -> None:
         """Issue everything but the CPU's commands; `call` launches a command that is no copy, on its stream.
 
-        gate: passed before the commands that it is for; where it is for all, they go over one by one.
+        gate: called for every command before it is issued, returns when it may be; then commands go over one by one.
         """
-        if gate is not None and gate.indices is None:
+        if gate is not None:
             return self.run_in_ranges(call, lambda label: nullcontext(), gate)
-        stops = [] if gate is None else [i for i in reversed(self._issued) if gate.is_for(i.command)]
-        for begin, last, command in self._legs:
-            first, end = begin, len(self.program.commands) if command is None else command.index
-            while stops and stops[-1].command.index <= end:
-                stop = stops.pop()
-                self._transfers.submit(self._prepared, first, stop.first)
-                self._tell(stop.command.index - 1)
-                assert gate is not None, "there is a gate, as there are stops"
-                gate.wait(stop.command)
-                first = stop.first
+        for first, last, command in self._legs:
             self._transfers.submit(self._prepared, first, last)
             if command is not None:
                 self._tell(command.index - 1)
@@ -122,15 +99,15 @@ class Issue:
         self._tell(len(self.program.commands))
 
     def run_in_ranges(
-        self, call: Call, range_of: Callable[[str], AbstractContextManager], gate: Gate | None = None
+        self, call: Call, range_of: Callable[[str], AbstractContextManager], gate: Call | None = None
     ) -> None:
         """As `run`, each command inside the range of its label; more calls into the transfer engine, the same order."""
         submit, prepared = self._transfers.submit, self._prepared
         submit(prepared, 0, self._issued[0].first if self._issued else 0)
         for first, call_at, last, command in self._issued:
             with range_of(command.label):
-                if gate is not None and gate.is_for(command):
-                    gate.wait(command)
+                if gate is not None:
+                    gate(command)
                 submit(prepared, first, call_at)
                 if not command.copies:
                     call(command)
