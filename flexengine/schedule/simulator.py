@@ -117,7 +117,8 @@ class _Simulation:
     def _issue(self, now: float) -> None:
         """Have the host issue commands from now on, up to one that waits for work of the CPU which has not ended."""
         self.host_s = max(self.host_s, now)
-        for command in self.program.commands[self.num_issued :]:
+        while self.num_issued < len(self.issued):
+            command = self.program.commands[self.num_issued]
             if command.stream is not Stream.CPU and any(map(self._works, command.waits)):
                 return
             self.host_s += self.rates.issue_s(command)
@@ -204,6 +205,6 @@ class _Simulation:
         self.busy[STREAMS[i]] += now - run.started
         if STREAMS[i] in DIRECTIONS:
             self.copying[DIRECTIONS[STREAMS[i]]] -= 1
-        if run.command.stream is Stream.CPU and self.num_issued < len(self.issued):
+        if run.command.stream is Stream.CPU:
             self._issue(now)
         self.running[i] = None
