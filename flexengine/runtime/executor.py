@@ -21,7 +21,7 @@ from flexengine.native.transfer import open_transfers
 from flexengine.native.transfer_operations import Record
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.cpu_work import CpuWork
-from flexengine.runtime.issue import Call, Issue, WordsOf
+from flexengine.runtime.issue import OPEN, Call, Gate, Issue, WordsOf
 from flexengine.runtime.teller import Teller
 from flexengine.schedule.commands import DIRECTIONS, Command, Program, Stream, streams_of
 from flexengine.schedule.following import cpu_waits
@@ -154,21 +154,16 @@ class Executor:
         work.start()
         return work
 
-    def _gate(self, program: Program) -> Call | None:
-        """A function that blocks until a command may be issued: the CPU may still work for the program before."""
+    def _gate(self, program: Program) -> Gate:
+        """What the host waits at before commands of a program: the CPU may still work for the program before."""
         work = self._cpu_work
         if work is None:
-            return None
+            return OPEN
         key = (work.program, program)
         if key not in self._cpu_waits:
             self._cpu_waits[key] = cpu_waits(*key)
         waits = self._cpu_waits[key]
-
-        def gate(command: Command) -> None:
-            if command.index in waits:
-                work.wait(waits[command.index])
-
-        return gate
+        return Gate(lambda command: work.wait(waits[command.index]), waits)
 
     def timings(self) -> Timings:
         """(start, end) of every command of the last timed run, by index, in seconds since it began.
@@ -238,7 +233,7 @@ class Executor:
     # -- on CUDA -----------------------------------------------------------------------------------------------------
 
     def _run_streams(
-        self, program: Program, handler: Handler, timed: bool, gate: Call | None, hooks: CommandHooks | None
+        self, program: Program, handler: Handler, timed: bool, gate: Gate, hooks: CommandHooks | None
     ) -> None:
         self._finish_telling()
         words = None if hooks is None else self._words_of(program, hooks)
@@ -255,7 +250,7 @@ class Executor:
         work = None
         by_cpu = handler if hooks is None else _then(handler, hooks.after)
         if hooks is not None and words is None:
-            gate = hooks.before if gate is None else _then(gate, hooks.before)
+            gate = Gate(_then(gate.hold, hooks.before))
         if issue.cpu_commands:
             work = issue.cpu_work(_in_range(by_cpu, self.range_of), self._cpu_threads, before)
         try:
@@ -301,9 +296,7 @@ class Executor:
 
     # -- on the CPU --------------------------------------------------------------------------------------------------
 
-    def _run_in_order(
-        self, program: Program, handler: Handler, timed: bool, gate: Call | None, hooks: CommandHooks
-    ) -> None:
+    def _run_in_order(self, program: Program, handler: Handler, timed: bool, gate: Gate, hooks: CommandHooks) -> None:
         copies, later = self._bind_copies(program), list[Command]()
         indices = range(len(program.commands)) if self.order is None else self.order(program)
         clock = [(0.0, 0.0)] * len(program.commands)
@@ -312,8 +305,7 @@ class Executor:
             if command.stream is Stream.CPU:
                 later.append(command)
                 continue
-            if gate is not None:
-                gate(command)
+            gate.hold(command)
             hooks.before(command)
             start = time.perf_counter()
             self._execute(command, handler, copies)

@@ -8,7 +8,7 @@ host is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -55,6 +55,25 @@ class IssuedCommand(NamedTuple):
     command: Command
 
 
+class Gate(NamedTuple):
+    """Holds the host back: `wait` returns when a command may be issued.
+
+    indices: of the commands that it is for; None: all.
+    """
+
+    wait: Call
+    indices: Collection[int] | None = None
+
+    def hold(self, command: Command) -> None:
+        """Return when a command may be issued: at once where the gate is not for it."""
+        if self.indices is None or command.index in self.indices:
+            self.wait(command)
+
+
+OPEN = Gate(lambda command: None, ())
+"""A gate for no command."""
+
+
 class Issue:
     """One program over the arenas, ready to be issued again and again; `close` when it has run for the last time.
 
@@ -84,30 +103,35 @@ class Issue:
         self._prepared = transfers.prepare(self._operations(words))
         self._legs = self._make_legs()
 
-    def run(self, call: Call, gate: Call | None = None) -> None:
+    def run(self, call: Call, gate: Gate = OPEN) -> None:
         """Issue everything but the CPU's commands; `call` launches a command that is no copy, on its stream.
 
-        gate: called for every command before it is issued, returns when it may be; then commands go over one by one.
+        gate: passed before the commands that it is for; where it is for all, they go over one by one.
         """
-        if gate is not None:
+        if gate.indices is None:
             return self.run_in_ranges(call, lambda label: nullcontext(), gate)
-        for first, last, command in self._legs:
+        stops = [issued for issued in reversed(self._issued) if issued.command.index in gate.indices]
+        for begin, last, command in self._legs:
+            first, end = begin, len(self.program.commands) if command is None else command.index
+            while stops and stops[-1].command.index <= end:
+                stop = stops.pop()
+                self._transfers.submit(self._prepared, first, stop.first)
+                self._tell(stop.command.index - 1)
+                gate.wait(stop.command)
+                first = stop.first
             self._transfers.submit(self._prepared, first, last)
             if command is not None:
                 self._tell(command.index - 1)
                 call(command)
         self._tell(len(self.program.commands))
 
-    def run_in_ranges(
-        self, call: Call, range_of: Callable[[str], AbstractContextManager], gate: Call | None = None
-    ) -> None:
+    def run_in_ranges(self, call: Call, range_of: Callable[[str], AbstractContextManager], gate: Gate = OPEN) -> None:
         """As `run`, each command inside the range of its label; more calls into the transfer engine, the same order."""
         submit, prepared = self._transfers.submit, self._prepared
         submit(prepared, 0, self._issued[0].first if self._issued else 0)
         for first, call_at, last, command in self._issued:
             with range_of(command.label):
-                if gate is not None:
-                    gate(command)
+                gate.hold(command)
                 submit(prepared, first, call_at)
                 if not command.copies:
                     call(command)

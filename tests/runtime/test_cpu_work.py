@@ -24,6 +24,7 @@ from flexengine.plan import GroupPlan
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.cpu_work import CpuWork
 from flexengine.runtime.executor import Executor
+from flexengine.runtime.issue import OPEN
 from flexengine.schedule.commands import Stream
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import lower_update
@@ -67,7 +68,7 @@ def test_without_waiting_they_would_not(monkeypatch):
     """The test above can fail."""
     expected = trained(engine_of("gpu"))
     slow_updates(monkeypatch)
-    monkeypatch.setattr(Executor, "_gate", lambda self, program: None)
+    monkeypatch.setattr(Executor, "_gate", lambda self, program: OPEN)
     assert trained(engine_of("cpu"))[0] != expected[0]
 
 

@@ -19,7 +19,7 @@ from flexengine.parallel.signals import RAISED, Signals
 from flexengine.runtime.arena import Arenas
 from flexengine.runtime.cpu_work import CpuWork
 from flexengine.runtime.executor import STREAM_SIGNALS_VARIABLE, CommandHooks, Executor
-from flexengine.runtime.issue import Issue
+from flexengine.runtime.issue import Gate, Issue
 from flexengine.runtime.teller import Teller
 from flexengine.schedule.commands import Access, Command, CommandName, CopyRegion, Program, Signal, Stream
 from flexengine.schedule.following import cpu_waits
@@ -362,18 +362,43 @@ def test_the_cpu_of_a_run_goes_on_under_the_next_and_sees_its_own_data():
             operands = bench.address(slot, 0), made[run].data_ptr()
             assert driver.memcpy_async(*operands, SLOT_BYTES, stream) == 0
 
-        def gate(command: Command, before: CpuWork | None = before) -> None:
-            if before is not None and command.index in waits:
+        def wait(command: Command, before: CpuWork | None = before) -> None:
+            if before is not None:
                 before.wait(waits[command.index])
 
         current = bench.issue.cpu_work(work, num_threads=1, before=before)
         current.start()
-        bench.issue.run(launch, gate)
+        bench.issue.run(launch, Gate(wait, waits))
         before = current
     assert before is not None
     before.join()
     driver.settle()
     assert seen == [[run] * SLOT_BYTES for run in range(len(made))]
+    bench.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_gate_stands_before_its_commands_alone(seed: int):
+    """As much has been issued there as where the host stops before every command, and the rest comes after."""
+    driver, program = fake_driver(), random_program(seed)
+    bench = Bench(driver, program)
+    issued: dict[int, tuple[int, int]] = {}
+
+    def note(command: Command) -> None:
+        issued[command.index] = driver.calls("cuMemcpyAsync"), driver.calls("cuStreamWaitEvent")
+
+    indices = set(random.Random(seed).sample(range(len(program.commands)), 10)) | {0, len(program.commands) - 1}
+    counts = []
+    for gate in (Gate(note), Gate(note, indices)):
+        issued.clear()
+        driver.reset()
+        bench.fill(seed)
+        expected = one_by_one(program, bench.memory())
+        bench.issue.run(bench._launch, gate)
+        driver.settle()
+        assert torch.equal(bench.memory(), expected)
+        counts.append(dict(issued))
+    assert counts[1] == {index: counts[0][index] for index in sorted(indices)}
     bench.close()
 
 
@@ -432,7 +457,7 @@ def test_what_ended_is_told_while_the_host_issues():
 
         teller = bench.issue.teller(tell)
         teller.start()
-        bench.issue.run(bench._launch, gate)
+        bench.issue.run(bench._launch, Gate(gate))
         teller.join()
         assert told == [c.index for c in told_of]
     driver.settle()

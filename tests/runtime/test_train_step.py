@@ -23,6 +23,7 @@ from engine_helpers import (
 
 from flexengine.plan import GroupPlan, LayerPlan, Numerics
 from flexengine.runtime.executor import Executor
+from flexengine.runtime.issue import OPEN
 from flexengine.schedule.commands import Stream
 
 PATIENCE_S = 60.0
@@ -94,7 +95,7 @@ def test_without_waiting_they_would_not(monkeypatch):
     """The test above can fail."""
     expected = trained(new_engine("none"), BATCHES["rounds"])
     before_cpu_updates(monkeypatch, lambda: threading.Event().wait(0.01))
-    monkeypatch.setattr(Executor, "_gate", lambda self, program: None)
+    monkeypatch.setattr(Executor, "_gate", lambda self, program: OPEN)
     assert trained(new_engine("all"), BATCHES["rounds"])[0] != expected[0]
 
 
