@@ -26,7 +26,7 @@ LAYER_KINDS = ("forward", "evaluate", "recompute", "backward", "fill_window")
 class CommandHandlers:
     """The handlers of one layout, by kind of command; the executor issues copies itself.
 
-    collectives: in which this rank takes part under a split plan. replay: runs layers' commands instead of `layers`.
+    collectives: in which this rank takes part under a split plan. replay: runs commands from CUDA graphs.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class CommandHandlers:
     ) -> None:  # fmt: skip
         split = None if collectives is None else SplitHandlers(layout, arenas, updates, collectives)
         self._layout, self._arenas, self._layers, self._updates = layout, arenas, layers, updates
-        self._run_call = layers.run if replay is None else replay.run
+        self._replay = replay
         self.by_kind: dict[str, CommandHandler] = {
             **dict.fromkeys(LAYER_KINDS, self._run_layer),
             "finish_gradient": self._finish_gradient,
@@ -58,7 +58,7 @@ class CommandHandlers:
     # -- forward and backward ----------------------------------------------------------------------------------------
 
     def _run_layer(self, command: Command, program: Program, settings: UpdateSettings | None) -> None:
-        self._run_call(command.kind, command.args)
+        (self._replay or self._layers).run(command.kind, command.args)
 
     def _fetch_experts(self, command: Command, program: Program, settings: UpdateSettings | None) -> None:
         fetch_experts(command.args, program.slots, self._arenas)
@@ -68,6 +68,13 @@ class CommandHandlers:
 
     def _finish_gradient(self, command: Command, program: Program, settings: UpdateSettings | None) -> None:
         args: FinishGradient = command.args
+        launch = partial(self._round, args)
+        if self._replay is None:
+            launch()
+        else:
+            self._replay.run_other(args, command.label, command.work.kernels, launch)
+
+    def _round(self, args: FinishGradient) -> None:
         slots, stored_dtype = self._layout.slots, getattr(torch, self._layout.plan.request.numerics.grad)
         partials = self._arenas.view(self._layout.place("partial_squares"), 0, (PARTIAL_SQUARES,), torch.float32)
         wide, squares = self._layers.wide, self._updates.norm_squares()

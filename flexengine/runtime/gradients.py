@@ -49,7 +49,7 @@ def finish_gradient(
         own = squares.partial[parts.start :] if last else squares.partial[parts]
         grad_accumulate.grad_accumulate(accumulator, stored, has_previous, own, share)
         if last and counts:
-            squares.total.copy_(squares.partial.double().sum())
+            torch.sum(squares.partial.double(), 0, out=squares.total)
         return
     if squares.before == 0 and counts:
         squares.total.zero_()

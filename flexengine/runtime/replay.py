@@ -1,4 +1,4 @@
-"""Replays blocks' commands from CUDA graphs, so that the host issues each in one call.
+"""Replays commands from CUDA graphs, blocks' and the rounding of gradients, so that the host issues each in one call.
 
 A batch whose sequences have the lengths of the batch before is captured. What a command reads and writes lies in the
 arenas, at addresses that the command and the chunk's size decide, so that later runs may launch the same kernels again.
@@ -8,7 +8,7 @@ Whatever cannot be replayed runs as it does without graphs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -91,7 +91,7 @@ class Replay:
         self._known: dict[tuple[int, str], _Known] = {}
         self._batch: object = None
         self._times, self._replays = 0, False
-        self._graphs: dict[tuple, Launch] = {}
+        self._graphs: dict[Hashable, Launch] = {}
 
     @property
     def num_graphs(self) -> int:
@@ -111,28 +111,38 @@ class Replay:
         if self._model.layers[call.layer].kind != "block":
             self._layers.run(kind, call)
             return
-        graph = self._graph(kind, call) if self._replays and self._may_replay(kind, call) else None
+        graph = self._graph_of_block(kind, call) if self._replays and self._may_replay(kind, call) else None
         if graph is not None:
             graph()
             return
         self._drop()
         self._layers.run(kind, call)
 
+    def run_other(self, key: Hashable, label: str, num_kernels: float, launch: Launch) -> None:
+        """Run what is no layer's on the current stream, from a graph where blocks are. key: of what it launches."""
+        graph = self._graphs.get(key)
+        if graph is None and self._replays:
+            graph = self._captured(key, label, num_kernels, launch)
+        (graph or launch)()
+
     def _may_replay(self, kind: str, call: LayerCall) -> bool:
         chunk = self._layers.chunks[call.chunk]
         return kind in REPLAYED_KINDS and chunk.window is None and chunk.balance is None
 
-    def _graph(self, kind: str, call: LayerCall) -> Launch | None:
-        command = self._key(kind, call), self._layers.chunks[call.chunk].seq_lens
-        graph = self._graphs.get(command)
-        if graph is None and (graph := self._captured(kind, call)) is not None:
-            self._graphs[command] = graph
+    def _graph_of_block(self, kind: str, call: LayerCall) -> Launch | None:
+        chunk = self._layers.chunks[call.chunk]
+        key = self._key(kind, call), chunk.seq_lens
+        graph = self._graphs.get(key)
+        if graph is None:
+            num_kernels = call.program.stages(kind)[call.stage].work(chunk.tokens, max(chunk.seq_lens), 2).kernels
+            graph = self._captured(
+                key, f"{kind} of layer {call.layer}", num_kernels, partial(self._layers.run, kind, call)
+            )
         return graph
 
-    def _captured(self, kind: str, call: LayerCall) -> Launch | None:
-        """A new graph of a command; None, and graphs no more, where it has no room or cannot be captured."""
-        tokens, longest = self._layers.chunks[call.chunk].tokens, max(self._layers.chunks[call.chunk].seq_lens)
-        num_bytes = graph_bytes(call.program.stages(kind)[call.stage].work(tokens, longest, 2).kernels)
+    def _captured(self, key: Hashable, label: str, num_kernels: float, launch: Launch) -> Launch | None:
+        """A new graph; None, and graphs no more, where it has no room or cannot be captured."""
+        num_bytes = graph_bytes(num_kernels)
         if num_bytes > self._left_bytes:
             self._give_up(f"the plan has {self._most_bytes / 2**20:.0f} MiB for graphs, and this batch needs more")
             return None
@@ -141,11 +151,12 @@ class Replay:
             self._capture = self._open_capture()
             self._reserve(workspace_bytes_of("edge", self._model, self._layers.layout.plan))
         try:
-            graph = self._capture(lambda: self._layers.run(kind, call))
+            graph = self._capture(launch)
         except RuntimeError as error:
-            self._give_up(f"{kind} of layer {call.layer} cannot be captured: {str(error).splitlines()[0]}")
+            self._give_up(f"{label} cannot be captured: {str(error).splitlines()[0]}")
             return None
         self._left_bytes -= num_bytes
+        self._graphs[key] = graph
         return graph
 
     def _give_up(self, why: str) -> None:

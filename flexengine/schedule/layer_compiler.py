@@ -130,6 +130,7 @@ class _Compiler:
             window_workspace_bytes=max(op.window_workspace_bytes(*sizes) for op in self.ops),
             plain_workspace_bytes=max(op.plain_workspace_bytes(*sizes) for op in self.ops),
             plain_window_workspace_bytes=max(op.plain_window_workspace_bytes(*sizes) for op in self.ops),
+            is_block=self.has_input and self.output is not None,
         )
 
     def _lay_out(self, area: Area, keep: tuple[str, ...]) -> tuple[tuple[Place, ...], int]:

@@ -101,7 +101,7 @@ class LayerProgram:
     """Forward, backward and (for sliced sequences) window steps of a layer under one save set.
 
     Bytes are for a full chunk. `saved_gpu` and `saved_host` list the kept tensors with their places. A layer without
-    parts has one stage each way.
+    parts has one stage each way. is_block: whether a layer comes before it and one after it.
     """
 
     forward_stages: tuple[Stage, ...]
@@ -120,6 +120,7 @@ class LayerProgram:
     window_workspace_bytes: int
     plain_workspace_bytes: int
     plain_window_workspace_bytes: int
+    is_block: bool
 
     def stages(self, kind: str) -> tuple[Stage, ...]:
         """The stages that a kind of command runs: forward, evaluate, recompute, backward or fill_window."""

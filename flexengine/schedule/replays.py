@@ -22,6 +22,10 @@ for rounds that update speculatively. Besides, cuBLAS keeps a workspace of as mu
 stream on which graphs are captured."""
 
 
+FINISH_KERNELS = 4
+"""Of the graph that rounds a group's gradient: for matrices and vectors each one that rounds and one that adds up."""
+
+
 def may_replay(model: ModelSpec) -> bool:
     """Whether a model's blocks launch the same work for every batch of sequences of the same lengths."""
     return model.balancing is None and all(op.replays for block in model.blocks for op in block.ops)
@@ -54,7 +58,8 @@ def _full_round_bytes(model: ModelSpec, plan: Plan) -> int:
         sizes = plan.chunk_tokens, plan.request.max_seq_len, compute_bytes
         per_chunk = sum(len(stage.parts) * graph_bytes(stage.work(*sizes).kernels) for stage in stages)
         total += count * plan.num_chunks * per_chunk
-    return total
+    rounded = sum(not group.frozen for group in model.groups)
+    return total + rounded * graph_bytes(FINISH_KERNELS)
 
 
 def replay_bytes(model: ModelSpec, plan: Plan) -> int:

@@ -7,11 +7,15 @@ import pytest
 from flexengine.hardware.presets import preset
 from flexengine.models.registry import open_model
 from flexengine.plan import Numerics, Plan, Request
+from flexengine.planner.cost.cost_model import issue_calls
 from flexengine.planner.graphs import graphs_may_pay
 from flexengine.planner.planner import make_plan
 from flexengine.reports.plan_text import describe
 from flexengine.request import with_cache
+from flexengine.schedule.commands import LayerCall
 from flexengine.schedule.layout import Layout
+from flexengine.schedule.lowering import lower_round
+from flexengine.schedule.packing import full_round
 from flexengine.schedule.replays import may_replay, replay_bytes
 from flexengine.step_prediction import StepPredictor
 
@@ -35,6 +39,14 @@ def test_a_small_model_replays_and_its_plan_counts_the_memory(plan):
     issued = make_plan(MODEL, replace(REQUEST, graphs="never"), PROFILE)
     assert not issued.replays
     assert plan.predicted.step_s < 0.97 * issued.predicted.step_s
+
+
+def test_blocks_and_gradients_are_priced_as_replayed_and_edges_are_not(plan):
+    shape = full_round(plan.request, plan.chunk_tokens, plan.chunks_per_round)
+    for command in lower_round(Layout(MODEL, plan), shape, first=True).commands:
+        args, cheaper = command.args, issue_calls(command, replays=True) < issue_calls(command)
+        is_block = isinstance(args, LayerCall) and MODEL.layers[args.layer].kind == "block"
+        assert cheaper == (is_block or command.kind == "finish_gradient"), command.label
 
 
 def test_batches_of_other_lengths_are_predicted_without_graphs(plan):

@@ -15,6 +15,7 @@ from flexengine.ops.base import Work
 from flexengine.plan import Request
 from flexengine.schedule.commands import Command, LayerCall, Program, Stream
 from flexengine.schedule.group_storage import DTYPE_BYTES
+from flexengine.schedule.layer_program import LayerProgram, Stage
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape, lower_update
 from flexengine.schedule.shares import Share
@@ -136,18 +137,20 @@ COPY_ISSUE_CALLS = 0.25
 CPU_CALLS = 10
 """Of a command of the CPU beside the thread that issues, which has the interpreter most of the time: 0.18 to 0.29 ms
 more than bytes say, where a call takes 15 to 25 us (bench/results/h200_gaps_*.json)."""
-OTHER_ISSUE_CALLS = 6
-"""The update of a tile and the rounding of a gradient: about as many views."""
-
-
+OTHER_ISSUE_CALLS = {"update": 10, "finish_gradient": 12, "clip": 40}
+"""Views, torch's small kernels and Triton's launches, with many operands: the issuing thread takes 0.2 ms for a tile,
+0.25 for a gradient and 0.7 for the factor on all, where a call takes 19 us (150M parameters on an H200)."""
+FEW_ISSUE_CALLS = 6
+"""Other commands: about as many views."""
 BATCH_ISSUE_CALLS = 110
 """Between two steps: 1.8 to 1.9 ms from the call to the first command, of 8 or 16 sequences, where a call takes
 14 to 18 us (before_s of bench/results/h100_gaps_*.json)."""
 LAYER_CALL = 1.35
 """What a call of an op takes the host over what the probe measures, which is one of torch with few operands: steps that
 wait for the host alone took 39 and 42 us a call on an H100 whose probe said 30."""
-REPLAY_ISSUE_CALLS = 2
-"""A CUDA graph is launched by one call, which hands tens of kernels to the driver."""
+REPLAY_ISSUE_CALLS = 3
+"""A CUDA graph is launched by one call, which hands tens of kernels to the driver; another one hands over what it waits
+for and what is recorded after it."""
 
 
 def issue_calls(command: Command, replays: bool = False) -> float:
@@ -155,10 +158,21 @@ def issue_calls(command: Command, replays: bool = False) -> float:
     if command.copies:
         return COPY_ISSUE_CALLS
     if not isinstance(command.args, LayerCall):
-        return OTHER_ISSUE_CALLS
-    if replays:
+        return other_issue_calls(command.kind, replays)
+    program = command.args.program
+    return layer_issue_calls(program, program.stages(command.kind)[command.args.stage], replays)
+
+
+def other_issue_calls(kind: str, replays: bool) -> float:
+    """`issue_calls` of a kind of command that is neither a copy nor of a layer."""
+    if replays and kind == "finish_gradient":
         return REPLAY_ISSUE_CALLS
-    return LAYER_CALL * command.args.program.stages(command.kind)[command.args.stage].issue_calls
+    return OTHER_ISSUE_CALLS.get(kind, FEW_ISSUE_CALLS)
+
+
+def layer_issue_calls(program: LayerProgram, stage: Stage, replays: bool) -> float:
+    """`issue_calls` of a stage of a layer."""
+    return REPLAY_ISSUE_CALLS if replays and program.is_block else LAYER_CALL * stage.issue_calls
 
 
 def price(

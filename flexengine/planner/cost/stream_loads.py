@@ -17,10 +17,9 @@ from flexengine.ops.base import Work
 from flexengine.plan import GroupPlan, Home
 from flexengine.planner.cost.cost_model import (
     COPY_ISSUE_CALLS,
-    LAYER_CALL,
-    OTHER_ISSUE_CALLS,
-    REPLAY_ISSUE_CALLS,
     CostModel,
+    layer_issue_calls,
+    other_issue_calls,
 )
 from flexengine.schedule.arena_slots import home_of_plane
 from flexengine.schedule.group_storage import GroupStorage
@@ -63,9 +62,9 @@ def issue_s(cost: CostModel, kind: str, program: LayerProgram | None = None) -> 
     """Host seconds to issue a command of some kind: of a layer with its program, a copy, an update or another."""
     if program is not None:
         stages = program.stages(kind)
-        calls = (REPLAY_ISSUE_CALLS if cost.replays else LAYER_CALL * stage.issue_calls for stage in stages)
-        return cost.profile.issue_s * sum(len(stage.parts) * n for stage, n in zip(stages, calls, strict=True))
-    return cost.profile.issue_s * (COPY_ISSUE_CALLS if kind == "copy" else OTHER_ISSUE_CALLS)
+        calls = sum(len(stage.parts) * layer_issue_calls(program, stage, cost.replays) for stage in stages)
+        return cost.profile.issue_s * calls
+    return cost.profile.issue_s * (COPY_ISSUE_CALLS if kind == "copy" else other_issue_calls(kind, cost.replays))
 
 
 def group_loads(group: GroupStorage, home: GroupPlan, use: GroupUse, rounds: int, cost: CostModel) -> np.ndarray:
