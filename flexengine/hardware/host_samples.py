@@ -15,11 +15,11 @@ from statistics import median
 
 from flexengine.hardware.cache import read_remembered, write_remembered
 from flexengine.hardware.curve import as_points
-from flexengine.hardware.node_rates import LINK_FIELDS
+from flexengine.hardware.node_rates import LINK_FIELDS, ONE_RANK_FIELDS
 from flexengine.hardware.profile import SECONDS_FIELDS, HardwareProfile
 from flexengine.wording import parse_json
 
-RATES = (*LINK_FIELDS, "host_bytes_per_s", *SECONDS_FIELDS)
+RATES = (*LINK_FIELDS, *ONE_RANK_FIELDS, "host_bytes_per_s", *SECONDS_FIELDS)
 UPDATES = "cpu_adamw_parameters_per_s"
 MOST_SAMPLES = 7
 

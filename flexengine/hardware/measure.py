@@ -35,7 +35,7 @@ from flexengine.hardware.measure_host import (
     host_copy_curve,
     working_bytes,
 )
-from flexengine.hardware.measure_links import LinkRates, link_buffers, link_rates, rates_beside
+from flexengine.hardware.measure_links import BesideRates, LinkRates, link_buffers, link_rates, rates_beside
 from flexengine.hardware.measure_matmul import BlockRates, Buffers, affordable_tokens, block_rates, usual_layers
 from flexengine.hardware.memory_usage import hold_cublas_workspace, release_unused_heap
 from flexengine.hardware.profile import ProbeShape
@@ -72,7 +72,7 @@ LONGEST_BLOCK_S = 0.5  # token counts whose three passes through a block take lo
 OPERAND_BYTES, RESULT_BYTES = 832 * MIB, 576 * MIB
 COPY_BYTES = 256 * MIB
 LINK_BYTES = 128 * MIB  # page-locked, in either direction
-BESIDE_BYTES = 32 * MIB  # the same, beside what AdamW works on: together no more than training takes
+LINK_SHARE = 1 / 8  # most of the free memory for either direction beside what AdamW works on
 LEAST_HOST_BYTES, MOST_HOST_BYTES = 192 * MIB, 704 * MIB
 MEMORY_SHARE = 0.8  # of the free memory, where that is less than a benchmark would like
 LEAST_CUBE_BYTES = 1024 * MIB  # free memory for 8192^3 in 16 bits, three times 128 MiB, with room for the rest
@@ -108,6 +108,9 @@ class Rates(NamedTuple):
     attention_choices: tuple[AttentionChoice, ...] = ()
     grouped_shares: Points = ()
     head_shares: Points = ()
+    h2d_only_beside_cpu_bytes_per_s: float = 0.0
+    d2h_only_beside_cpu_bytes_per_s: float = 0.0
+    cpu_share_beside_link: float = 0.0
 
 
 class HostRates(NamedTuple):
@@ -116,8 +119,7 @@ class HostRates(NamedTuple):
     copies: Points
     adamw: tuple[tuple[str, float], ...]
     links: LinkRates
-    h2d_beside_cpu_bytes_per_s: float
-    d2h_beside_cpu_bytes_per_s: float
+    beside: BesideRates
 
 
 def measure_cuda(
@@ -162,8 +164,7 @@ def measure_cuda(
         d2h_bytes_per_s=links.d2h_bytes_per_s,
         h2d_duplex_bytes_per_s=links.h2d_duplex_bytes_per_s,
         d2h_duplex_bytes_per_s=links.d2h_duplex_bytes_per_s,
-        h2d_beside_cpu_bytes_per_s=host.h2d_beside_cpu_bytes_per_s,
-        d2h_beside_cpu_bytes_per_s=host.d2h_beside_cpu_bytes_per_s,
+        **host.beside._asdict(),
         host_bytes_per_s=host.copies[-1][1],
         cpu_adamw_parameters_per_s=host.adamw,
         launch_s=launch_s,
@@ -379,6 +380,7 @@ def _host_rates(device: torch.device, dtype: torch.dtype, host_free_bytes: int, 
         source, target = work.tensor.chunk(2)
         copies = copy_curve(target, source, least_s)
         adamw = adamw_rates(dtype, work.tensor, UPDATE_SHARE * least_s, UPDATE_ROUNDS)
-        with link_buffers(min(BESIDE_BYTES, most_bytes), device) as buffers, engine_threads():
-            up, down = rates_beside(buffers, device, adamw_work(dtype, work.tensor, adamw).call)
-    return HostRates(copies, adamw, links, up, down)
+        link_bytes = max(MIB, min(LINK_BYTES, most_bytes, int(LINK_SHARE * host_free_bytes)))
+        with link_buffers(link_bytes, device) as buffers, engine_threads():
+            beside = rates_beside(buffers, device, adamw_work(dtype, work.tensor, adamw).call, least_s)
+    return HostRates(copies, adamw, links, beside)

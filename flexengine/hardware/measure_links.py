@@ -1,21 +1,24 @@
 """Measures the link to page-locked host memory: each direction alone, both at once, and beside work of the CPU."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from statistics import fmean, median
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from flexengine.hardware.curve import Curve
-from flexengine.hardware.timing import ISSUE_S, hold_stream, timed_calls
+from flexengine.hardware.timing import ISSUE_S, cpu_timer, hold_stream, timed_calls
 from flexengine.native import allocate_host
 
 MIB = 2**20
 SIZES = (2**16, 2**18, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 128 * MIB)
 LATENCY_SIZE = MIB  # the fixed part of a copy is read from copies of this size
 LEAST_COPIES, MOST_COPIES = 4, 64
-BESIDE_COPIES = 48  # long enough for several calls of what the CPU does
+BESIDE_COPIES, BESIDE_ROUNDS = 24, 3  # long enough for several calls of what the CPU does
 
 
 class LinkRates(NamedTuple):
@@ -99,17 +102,42 @@ def link_rates(link: Link, device: torch.device, sizes: Sequence[int] | None = N
     return _link_rates(sizes, seconds)
 
 
-def rates_beside(link: Link, device: torch.device, work: Callable[[], object]) -> tuple[float, float]:
-    """Measure bytes per second to the device and to the host, with both directions busy beside work of this thread.
+class BesideRates(NamedTuple):
+    """Bytes per second of copies beside work of the CPU, the other direction busy or (`only`) idle, and the share of
+    its speed that the work keeps while both directions are busy."""
 
-    This thread calls `work` again and again. Order: synchronises the device before and after.
+    h2d_beside_cpu_bytes_per_s: float
+    d2h_beside_cpu_bytes_per_s: float
+    h2d_only_beside_cpu_bytes_per_s: float
+    d2h_only_beside_cpu_bytes_per_s: float
+    cpu_share_beside_link: float
+
+
+def rates_beside(link: Link, device: torch.device, work: Callable[[], object], least_s: float) -> BesideRates:
+    """Measure copies of all of the link's bytes while this thread calls `work` again and again, and what that loses.
+
+    The link should have so many bytes, and the work touch so many, that no cache holds what is copied until it is
+    copied again: copies of 32 MiB moved a third more than those of a step. least_s: of the work alone. All takes turns
+    BESIDE_ROUNDS times, of which the medians count. Order: synchronises the device before and after.
     """
     streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
     up, down = link.upward(link.num_bytes), link.downward(link.num_bytes)
+    rates: dict[tuple, list[float]] = {pair: [] for pair in ((up, down), (down, up), (up,), (down,))}
+    shares = list[float]()
+    for _ in range(BESIDE_ROUNDS):
+        alone_s, calls_s = cpu_timer(work, least_s), list[float]()
+        for pair, found in rates.items():
+            meanwhile = partial(_timed, work, calls_s if len(pair) == 2 else [])
+            found.append(link.num_bytes / _copy_seconds(streams, link.num_bytes, *pair, meanwhile=meanwhile))
+        shares.append(min(1.0, alone_s / fmean(calls_s or [alone_s])))  # none where copies end at once
+    return BesideRates(*map(median, rates.values()), cpu_share_beside_link=median(shares))
+
+
+def _timed(work: Callable[[], object], seconds: list[float]) -> None:
+    """Call `work`, and note what it takes."""
+    start_s = time.perf_counter()
     work()
-    seconds = (_copy_seconds(streams, link.num_bytes, *pair, meanwhile=work) for pair in ((up, down), (down, up)))
-    to_device, to_host = (link.num_bytes / s for s in seconds)
-    return to_device, to_host
+    seconds.append(time.perf_counter() - start_s)
 
 
 CURVE_NAMES = ("host to device", "device to host", "host to device, both busy", "device to host, both busy")

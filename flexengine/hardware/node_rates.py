@@ -32,6 +32,8 @@ class RankRates(NamedTuple):
 
 LINK_FIELDS = RankRates._fields[:6]
 """Those that `HardwareProfile` has under the same name, of one rank too."""
+ONE_RANK_FIELDS = ("h2d_only_beside_cpu_bytes_per_s", "d2h_only_beside_cpu_bytes_per_s", "cpu_share_beside_link")
+"""Those of the link that are measured of one rank alone."""
 
 
 class NodeRates(NamedTuple):
@@ -93,6 +95,7 @@ def with_node_rates(profile: HardwareProfile, found: NodeRates) -> HardwareProfi
     return replace(
         profile,
         **{name: getattr(rates, name) for name in LINK_FIELDS},
+        **dict.fromkeys(ONE_RANK_FIELDS, 0.0),
         **computed,
         peak_matmul_flops_per_s=kept * profile.peak_matmul_flops_per_s,
         host_bytes_per_s=ranks * most,

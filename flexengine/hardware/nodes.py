@@ -66,6 +66,7 @@ def with_gpus(profile: HardwareProfile, gpus: int, host_bytes_per_s: float | Non
     return replace(
         profile,
         host_bytes_per_s=node,
+        cpu_share_beside_link=0.0,
         cpu_adamw_parameters_per_s=tuple((dtype, rate * faster) for dtype, rate in profile.cpu_adamw_parameters_per_s),
         **sizes,
     )
@@ -98,7 +99,12 @@ def rank_profile(profile: HardwareProfile, ranks: int) -> HardwareProfile:
     if 1 < ranks <= profile.measured_ranks:
         return profile
     alone, both = profile.host_bytes_per_s / ranks, profile.host_bytes_per_s / (2 * ranks)
-    limits = {name: alone for name in ("h2d_bytes_per_s", "d2h_bytes_per_s")}
+    limits = {
+        name: alone
+        for name in (
+            "h2d_bytes_per_s", "d2h_bytes_per_s", "h2d_only_beside_cpu_bytes_per_s", "d2h_only_beside_cpu_bytes_per_s",
+        )
+    }  # fmt: skip
     limits |= {
         name: both
         for name in (

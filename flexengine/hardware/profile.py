@@ -32,10 +32,16 @@ DeviceType = Literal["cuda", "cpu"]
 ProfileSource = Literal["measured", "preset", "synthetic"]
 PeerWay = Literal["copies", "nccl"]
 
-_LATER_FIELDS = {"peer_bytes_per_s", "peer_way", "measured_ranks", "grouped_shares", "head_shares"}
+_ONLY_FIELDS = ("h2d_only_beside_cpu_bytes_per_s", "d2h_only_beside_cpu_bytes_per_s")
+_LATER_FIELDS = {
+    "peer_bytes_per_s", "peer_way", "measured_ranks", "grouped_shares", "head_shares", *_ONLY_FIELDS,
+    "cpu_share_beside_link",
+}  # fmt: skip
 """Fields that a file may lack, as those of earlier versions do."""
 FORMAT = 6
 """Version of the JSON form; raised when fields appear or change their meaning."""
+LEAST_LOSS = 0.01
+"""Of its speed that the CPU is taken to lose beside copies, where it measured less."""
 STOCHASTIC = " stochastic"
 """Ends the name of an update by the CPU whose bf16 masters are rounded stochastically; before it is the state dtype."""
 INTO_SECOND = " into second planes"
@@ -174,6 +180,13 @@ class HardwareProfile:
     head_shares: Points = ()
     """(tokens, rate of the LM head's products over that of linear layers), where what its declared memory traffic takes
     by itself is left out: much of it hides under the products, so that a share may be above 1. Empty in presets."""
+    h2d_only_beside_cpu_bytes_per_s: float = 0.0
+    """As `h2d_beside_cpu_bytes_per_s` while the other direction is idle; 0 where it is not known: as that."""
+    d2h_only_beside_cpu_bytes_per_s: float = 0.0
+    """The same to the host."""
+    cpu_share_beside_link: float = 0.0
+    """Share of its speed that AdamW on the CPU keeps while both directions move those bytes; 0 where it is not known:
+    then they take as much of host memory's rate as they move."""
     peer_bytes_per_s: float = 0.0
     """One way between GPUs of a machine, each sending to all others at once; 0 where it is not known."""
     peer_way: PeerWay = "copies"
@@ -195,7 +208,7 @@ class HardwareProfile:
                 continue
             if name in POINT_FIELDS:
                 check_points(name, value, POINT_FIELDS[name], "FLOP/s")
-            elif name in ("issue_s", "peer_bytes_per_s"):
+            elif name in ("issue_s", "peer_bytes_per_s", *_ONLY_FIELDS):
                 _check_not_negative(name, value)
             elif name == "cpu_adamw_parameters_per_s":
                 _check_named_rates(name, value)
@@ -209,6 +222,7 @@ class HardwareProfile:
                 check_positive(name, value)
             if name in SECONDS_FIELDS and value > MOST_SECONDS:
                 raise ValueError(f"hardware profile: {name} is {shown(value)}, expected at most {MOST_SECONDS:g} s")
+        _check_share("cpu_share_beside_link", self.cpu_share_beside_link)
         _check_shape("matmul_shape", self.matmul_shape)
         _check_shares({name: getattr(self, name) for name in SHARE_FIELDS})
         if not isinstance(self.curves, tuple) or not all(isinstance(curve, Curve) for curve in self.curves):
@@ -281,11 +295,21 @@ class HardwareProfile:
     def _rates_in_place(self) -> dict[str, float]:
         return {name: rate for name, rate in self.cpu_adamw_parameters_per_s if not name.endswith(INTO_SECOND)}
 
-    def host_rate(self, update: str) -> float:
-        """Give bytes/s of host memory, which copies over the link and updates by the CPU share.
+    @property
+    def only_beside_cpu_bytes_per_s(self) -> tuple[float, float]:
+        """Bytes per second to the device and to the host beside AdamW on the CPU, the other direction idle."""
+        h2d, d2h = self.h2d_only_beside_cpu_bytes_per_s, self.d2h_only_beside_cpu_bytes_per_s
+        return h2d or self.h2d_beside_cpu_bytes_per_s, d2h or self.d2h_beside_cpu_bytes_per_s
 
-        It is the larger of what a plain copy and an update with split masters attain.
+    def host_rate(self, update: str) -> float:
+        """Give bytes/s of host memory, of which copies over the link take shares from updates by the CPU.
+
+        It follows from the share that the CPU keeps beside copies; where that is not known, it is the larger of what a
+        plain copy and an update with split masters attain.
         """
+        if self.cpu_share_beside_link:
+            beside = self.h2d_beside_cpu_bytes_per_s + self.d2h_beside_cpu_bytes_per_s
+            return beside / max(LEAST_LOSS, 1 - self.cpu_share_beside_link)
         return max(self.host_bytes_per_s, self.cpu_adamw_bytes_per_s(update.removesuffix(STOCHASTIC)))
 
     def to_dict(self) -> dict[str, Any]:
@@ -382,6 +406,11 @@ def _check_shares(curves: dict[str, Any]) -> None:
 def _check_not_negative(name: str, value: Any) -> None:
     if not is_finite(value) or value < 0:
         raise ValueError(f"hardware profile: {name} is {shown(value)}, expected a finite number, at least 0")
+
+
+def _check_share(name: str, value: Any) -> None:
+    if not is_finite(value) or not 0 <= value <= 1:
+        raise ValueError(f"hardware profile: {name} is {shown(value)}, expected a number from 0 to 1")
 
 
 def _check_count(name: str, value: Any) -> None:

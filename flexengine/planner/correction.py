@@ -162,8 +162,10 @@ def corrected_profile(profile: HardwareProfile, factors: Factors) -> HardwarePro
         h2d_bytes_per_s=profile.h2d_bytes_per_s / factors.h2d,
         h2d_duplex_bytes_per_s=profile.h2d_duplex_bytes_per_s / factors.h2d,
         h2d_beside_cpu_bytes_per_s=profile.h2d_beside_cpu_bytes_per_s / factors.h2d,
+        h2d_only_beside_cpu_bytes_per_s=profile.h2d_only_beside_cpu_bytes_per_s / factors.h2d,
         d2h_bytes_per_s=profile.d2h_bytes_per_s / factors.d2h,
         d2h_duplex_bytes_per_s=profile.d2h_duplex_bytes_per_s / factors.d2h,
         d2h_beside_cpu_bytes_per_s=profile.d2h_beside_cpu_bytes_per_s / factors.d2h,
+        d2h_only_beside_cpu_bytes_per_s=profile.d2h_only_beside_cpu_bytes_per_s / factors.d2h,
         cpu_adamw_parameters_per_s=tuple((name, r / factors.cpu) for name, r in profile.cpu_adamw_parameters_per_s),
     )

@@ -31,7 +31,8 @@ class Rates(NamedTuple):
     compute_s: seconds of a compute command. Copies take latency + bytes / rate, alone or beside a copy the other way.
     issue_s: seconds of the host to issue a command. cpu_s: seconds of a command of the CPU while the link is idle.
     host_bytes_per_s: rate of host memory, which copies take a part of. beside_cpu_bytes_per_s: most that a direction of
-    the link moves while the CPU works, as the CPU has the better of host memory. comm_s: seconds of a collective, or of
+    the link moves while the CPU works, as the CPU has the better of host memory; only_beside_cpu_bytes_per_s: the same
+    while the other direction is idle, None = as that. comm_s: seconds of a collective, or of
     work on the stream of collectives. batch_s: seconds of the host to read, pack and write a step's batch.
     """
 
@@ -43,6 +44,7 @@ class Rates(NamedTuple):
     cpu_s: Callable[[Command], float] = lambda command: 0.0
     host_bytes_per_s: float = inf
     beside_cpu_bytes_per_s: dict[Stream, float] | None = None
+    only_beside_cpu_bytes_per_s: dict[Stream, float] | None = None
     comm_s: Callable[[Command], float] = lambda command: 0.0
     batch_s: float = 0.0
 
@@ -193,7 +195,8 @@ class _Simulation:
         """Bytes per second that all copies in a direction move together now."""
         both = self.copying[OTHER_DIRECTION[direction]] > 0
         rate = (self.rates.duplex_bytes_per_s if both else self.rates.alone_bytes_per_s)[direction]
-        beside = self.rates.beside_cpu_bytes_per_s
+        beside, only = self.rates.beside_cpu_bytes_per_s, self.rates.only_beside_cpu_bytes_per_s
+        beside = beside if both or only is None else only
         if beside is None or self.running[STREAM_INDEX[Stream.CPU]] is None:
             return rate
         return min(rate, beside[direction])

@@ -10,7 +10,12 @@ from flexengine.hardware.host_samples import MOST_SAMPLES, RATES, pooled
 from flexengine.hardware.presets import preset
 from flexengine.hardware.profile import HardwareProfile
 
-PROFILE = preset("h200")
+PROFILE = replace(
+    preset("h200"),
+    h2d_only_beside_cpu_bytes_per_s=30e9,
+    d2h_only_beside_cpu_bytes_per_s=40e9,
+    cpu_share_beside_link=0.2,
+)
 
 
 def faster(factor: float) -> HardwareProfile:

@@ -105,6 +105,8 @@ def test_every_field_is_measured_and_the_profile_accepts_it(fake_cuda: SimpleNam
     assert profile.matmul_shape == (64, 96)
     assert profile.attention_head_dim == 24
     assert min(profile.h2d_beside_cpu_bytes_per_s, profile.d2h_beside_cpu_bytes_per_s) > 0
+    assert min(profile.only_beside_cpu_bytes_per_s) > 0
+    assert 0 < profile.cpu_share_beside_link <= 1
     assert [tokens for tokens, _ in profile.matmul_flops_per_s] == [8, 16, 32]
     assert [length for length, _ in profile.attention_backward_flops_per_s] == [16, 32]
     assert profile.issue_s > 0

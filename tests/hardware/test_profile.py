@@ -23,6 +23,7 @@ from flexengine.hardware.profile import (
 from flexengine.ops.attention_choice import AttentionChoice
 from flexengine.ops.attention_style import AttentionShape
 from flexengine.plan import Numerics
+from flexengine.schedule.simulator import cpu_share
 
 GIB = 2**30
 CURVES = (Curve("device to host", "bytes", "bytes/s", ((2**16, 9.5e9), (2**28, 5.55e10 / 3))),)
@@ -103,6 +104,19 @@ def test_adamw_rate_of_an_unknown_dtype_is_the_slowest():
     profile = replace(preset("cpu-test"), cpu_adamw_parameters_per_s=(("float32", 3e9), ("bfloat16", 2e9)))
     assert profile.cpu_adamw_rate("float32") == 3e9
     assert profile.cpu_adamw_rate("float64") == 2e9
+
+
+def test_what_copies_take_from_updates_is_as_measured():
+    known = replace(
+        preset("h200"), h2d_beside_cpu_bytes_per_s=30e9, d2h_beside_cpu_bytes_per_s=40e9, cpu_share_beside_link=0.65
+    )
+    assert known.host_rate("bfloat16") == pytest.approx(200e9)
+    assert cpu_share(30e9 + 40e9, known.host_rate("bfloat16")) == pytest.approx(0.65)
+    assert known.only_beside_cpu_bytes_per_s == (30e9, 40e9)
+    assert replace(known, h2d_only_beside_cpu_bytes_per_s=45e9).only_beside_cpu_bytes_per_s == (45e9, 40e9)
+    assert replace(known, cpu_share_beside_link=1.0).host_rate("bfloat16") == pytest.approx(7e12)
+    with pytest.raises(ValueError, match=r"cpu_share_beside_link is 1.5, expected a number from 0 to 1"):
+        replace(known, cpu_share_beside_link=1.5)
 
 
 def test_updates_of_stochastic_masters_have_a_rate_of_their_own_or_a_bound():

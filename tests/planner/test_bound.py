@@ -72,6 +72,9 @@ def test_never_above_a_plan_with_a_busy_host(seed):
         d2h_duplex_bytes_per_s=link * random.choice([0.5, 0.9]),
         h2d_beside_cpu_bytes_per_s=link * random.choice([0.2, 0.5, 2.0]),
         d2h_beside_cpu_bytes_per_s=link * random.choice([0.2, 0.5, 2.0]),
+        h2d_only_beside_cpu_bytes_per_s=link * random.choice([0.0, 0.3, 3.0]),
+        d2h_only_beside_cpu_bytes_per_s=link * random.choice([0.0, 0.3, 3.0]),
+        cpu_share_beside_link=random.choice([0.0, 0.3, 1.0]),
         host_bytes_per_s=random.choice([1e8, 1e9, 1e11]),
         cpu_adamw_parameters_per_s=(("float32", adamw), ("bfloat16", 1.5 * adamw)),
     )

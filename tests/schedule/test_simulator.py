@@ -132,6 +132,18 @@ def test_the_cpu_slows_copies_down_while_it_works():
     assert never_faster.end_s[0] == pytest.approx(60 / rates().alone_bytes_per_s[Stream.D2H])
 
 
+def test_copies_beside_the_cpu_are_faster_while_the_other_direction_is_idle():
+    b = builder()
+    copy(b, Stream.H2D, 3, 0, 60)
+    copy(b, Stream.D2H, 5, 1, 10)
+    b.add("update", CommandName("update"), Stream.CPU, [], [Access(4, "y")])
+    both, only = {Stream.H2D: 1.0, Stream.D2H: 2.0}, {Stream.H2D: 4.0, Stream.D2H: 3.0}
+    beside = {"beside_cpu_bytes_per_s": both, "only_beside_cpu_bytes_per_s": only}
+    timing = simulate(b.build(), rates()._replace(cpu_s=lambda command: 1e3, copy_latency_s=0.0, **beside))
+    assert timing.end_s[1] == pytest.approx(10 / 2)
+    assert timing.end_s[0] == pytest.approx(5 + (60 - 5) / 4)
+
+
 def test_the_cpu_never_stands_still():
     b = builder()
     copy(b, Stream.H2D, 3, 0, 60)

@@ -164,7 +164,7 @@ class Relaxation:
 
     def _part_rows(self) -> None:
         """What must cross the link, or be done by the CPU, within a part of the step."""
-        size, p, r = self.size, self.step.profile, self.rounds
+        size, r = self.size, self.rounds
         up, down = self._link_rates()
         head_s, total = size.first_share * size.head_s / self.unit_s, self._total
         cpu_s = {f"u {q.name}": size.cpu_update_s_of(q) / self.unit_s for q in self.trained}
@@ -175,8 +175,9 @@ class Relaxation:
         homes = self._at_home("wgs", factor=-1.0)
         fetched = {**homes, **self._by_cpu("gs"), "hold end": -1.0, "hold grads": -1.0, "hold states": -1.0}
         moved = (fetched, total("w") + total("g") / self.ranks + total("s"))
-        self._part_row("update h2d", "V", moved, up, (p.h2d_beside_cpu_bytes_per_s, slowing), head_s)
-        beside = (p.d2h_beside_cpu_bytes_per_s, slowing)
+        up_beside, down_beside = self._beside_rates()
+        self._part_row("update h2d", "V", moved, up, (up_beside, slowing), head_s)
+        beside = (down_beside, slowing)
         returned = {**self._at_home("s", factor=-1.0), **self._by_cpu("s"), "hold unsent": -1.0}
         self._part_row("update d2h", "V", (returned, total("s")), down, beside, head_s)
         both = (_added(fetched, returned, touched), moved[1] + total("s"))
@@ -208,11 +209,17 @@ class Relaxation:
         up = max(p.h2d_bytes_per_s, p.h2d_duplex_bytes_per_s)
         return up, max(p.d2h_bytes_per_s, p.d2h_duplex_bytes_per_s)
 
+    def _beside_rates(self) -> tuple[float, float]:
+        """The same while the CPU works."""
+        p = self.step.profile
+        up, down = p.only_beside_cpu_bytes_per_s
+        return max(up, p.h2d_beside_cpu_bytes_per_s), max(down, p.d2h_beside_cpu_bytes_per_s)
+
     def _host_rate(self) -> float:
         """Most bytes per second that the CPU's updates and the link move together."""
         p, state = self.step.profile, self.step.request.numerics.cpu_update
         cpu, host = p.cpu_adamw_bytes_per_s(state), p.host_rate(state)
-        beside = p.h2d_beside_cpu_bytes_per_s + p.d2h_beside_cpu_bytes_per_s
+        beside = sum(self._beside_rates())
         links = (0.0, min(beside, (1 - LEAST_CPU_SHARE) * host), beside)
         together = (cpu * cpu_share(link, host) + link for link in links)
         return max(sum(self._link_rates()), *together)

@@ -116,6 +116,7 @@ class CostModel:
             cpu_s=self.cpu_s,
             host_bytes_per_s=p.host_rate(self.state_dtype),
             beside_cpu_bytes_per_s={Stream.H2D: p.h2d_beside_cpu_bytes_per_s, Stream.D2H: p.d2h_beside_cpu_bytes_per_s},
+            only_beside_cpu_bytes_per_s=dict(zip((Stream.H2D, Stream.D2H), p.only_beside_cpu_bytes_per_s, strict=True)),
             comm_s=lambda command: (
                 self.work_s(command.work) + peer_s(p, command.peer_bytes, command.kind == "exchange")
             ),
