@@ -1,13 +1,16 @@
 """Set-up of all tests: one CPU thread, Triton's interpreter without a GPU, seeds, the gpu mark; makes engine_helpers.py
 importable (in its importlib mode pytest leaves sys.path alone)."""
 
+import fcntl
 import gc
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 # Tests are small: a second thread only waits, for very long when the machine is busy. Set before numpy and torch start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -167,7 +170,8 @@ def _seeded() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: "long" not in item.keywords)  # at the end, one process would run them and others wait
+    # at the end, one process would run them and others wait
+    items.sort(key=lambda item: ("alone" not in item.keywords, "long" not in item.keywords))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
@@ -186,9 +190,21 @@ def _unknown_fixtures(item: pytest.Item) -> set[str]:
     return set(item.fixturenames) - known - {"request"}
 
 
+TURN = pytest.StashKey[IO[str]]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests of several processes share a GPU, but for one marked `alone`: it waits for all others, and they for it."""
+    if "gpu" in item.keywords and torch.cuda.is_available():
+        turn = item.stash[TURN] = (Path(tempfile.gettempdir()) / f"gpu-tests-{os.getuid()}.lock").open("w")
+        fcntl.flock(turn, fcntl.LOCK_EX if "alone" in item.keywords else fcntl.LOCK_SH)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Give back what torch keeps of a GPU's memory: tests in several processes may share the card."""
-    if "gpu" in item.keywords and torch.cuda.is_available():
+    """Give back what torch keeps of a GPU's memory, then the turn on it."""
+    if TURN in item.stash:
         gc.collect()
         torch.cuda.empty_cache()
+        item.stash[TURN].close()

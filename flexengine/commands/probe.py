@@ -189,7 +189,13 @@ def _beside_lines(profile: HardwareProfile) -> list[str]:
     if profile.device_type == "cpu":
         return []
     rates = profile.h2d_beside_cpu_bytes_per_s, profile.d2h_beside_cpu_bytes_per_s
-    return [_row("to device / to host beside AdamW on the CPU", _pair(*rates))]
+    lines = [_row("to device / to host beside AdamW on the CPU", _pair(*rates))]
+    if profile.cpu_share_beside_link:
+        lines += [
+            _row("the same, other direction idle", _pair(*profile.only_beside_cpu_bytes_per_s)),
+            _row("speed that AdamW keeps, both busy", f"{100 * profile.cpu_share_beside_link:.0f}%"),
+        ]
+    return lines
 
 
 def _host_lines(profile: HardwareProfile) -> list[str]:

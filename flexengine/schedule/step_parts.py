@@ -80,6 +80,7 @@ def simulated_rounds(
         if not alone:
             timing = until_gpu_ends(last, timing)
             found.append(StepPart("last round with updates by the CPU", 1, last, timing, last_shape))
+    begins = after_a_batch(rates)
     if plan.updates_on_cpu:
         update = "update" if last is None else "rest of the update"
         late = late_groups(layout) if plan.speculates else {}
@@ -88,7 +89,8 @@ def simulated_rounds(
             urgent=(left or {}) if late else (), told=plan.speculates,
         )  # fmt: skip
         first, name = followed(own, first), f"{update} of the step before, then {name}"
-    return [_simulated(name, 1, first, after_a_batch(rates), opening), *found]
+        begins = after_a_round(begins)
+    return [_simulated(name, 1, first, begins, opening), *found]
 
 
 def after_a_batch(rates: Rates) -> Rates:
@@ -98,6 +100,15 @@ def after_a_batch(rates: Rates) -> Rates:
     def issue_s(command: Command) -> float:
         is_batch = command.kind == "copy" and command.name.subject == "batch"
         return rates.issue_s(command) + (rates.batch_s if is_batch else 0.0)
+
+    return rates._replace(issue_s=issue_s)
+
+
+def after_a_round(rates: Rates) -> Rates:
+    """Rates for an update, whose first command the host issues when it has read the loss of the step."""
+
+    def issue_s(command: Command) -> float:
+        return rates.issue_s(command) + (0.0 if command.index else rates.settle_s)
 
     return rates._replace(issue_s=issue_s)
 

@@ -109,6 +109,7 @@ def test_matches_float64_on_gpu(checks, gpu, tokens, width, dtype, activation):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_more_than_two_to_the_31_elements_on_gpu(checks, gpu):
     """32768 tokens x 2 * 33000 columns: the last row lies beyond a 32-bit offset."""
     tokens, width = 32768, 33000

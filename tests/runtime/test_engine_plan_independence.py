@@ -453,6 +453,7 @@ print(json.dumps({"losses": losses, "skipped": skipped, "gpu": peaks.gpu_bytes, 
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("gpu_gib", [1.5, 3.0])
 def test_cuda_budgets_are_kept(gpu_gib):
     """A 50M-parameter model trains within its budgets as NVML and the kernel count them, in a process of its own."""

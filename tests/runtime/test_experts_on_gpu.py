@@ -27,6 +27,7 @@ def engine_of(folder):
     return from_pretrained(folder, **options, chunk_tokens=4096, device="cuda")
 
 
+@pytest.mark.alone
 def test_the_host_waits_for_nothing_within_a_layer(monkeypatch, tmp_path):
     saved_model(tmp_path, without_head_dim(experts("olmoe", **{**WIDE, "num_experts_per_tok": 8})), torch.bfloat16)
     engine, run = engine_of(tmp_path), LayerRunner.run

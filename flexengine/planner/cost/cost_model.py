@@ -20,7 +20,7 @@ from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering import RoundShape, lower_update
 from flexengine.schedule.shares import Share
 from flexengine.schedule.simulator import Rates, Timing, simulate
-from flexengine.schedule.step_parts import StepEstimate, simulated_rounds, stalls, summed
+from flexengine.schedule.step_parts import StepEstimate, after_a_round, simulated_rounds, stalls, summed
 
 GROUPED_SHARE = 0.77
 """Rate of the products of experts over that of linear layers of as many tokens, where a profile does not know it: on an
@@ -113,6 +113,7 @@ class CostModel:
             copy_latency_s=p.copy_latency_s,
             issue_s=self.issue_s,
             batch_s=p.issue_s * BATCH_ISSUE_CALLS,
+            settle_s=p.issue_s * SETTLE_ISSUE_CALLS,
             cpu_s=self.cpu_s,
             host_bytes_per_s=p.host_rate(self.state_dtype),
             beside_cpu_bytes_per_s={Stream.H2D: p.h2d_beside_cpu_bytes_per_s, Stream.D2H: p.d2h_beside_cpu_bytes_per_s},
@@ -146,6 +147,9 @@ FEW_ISSUE_CALLS = 6
 BATCH_ISSUE_CALLS = 110
 """Between two steps: 1.8 to 1.9 ms from the call to the first command, of 8 or 16 sequences, where a call takes
 14 to 18 us (before_s of bench/results/h100_gaps_*.json)."""
+SETTLE_ISSUE_CALLS = 60
+"""Between the last round and the update: 1.2 to 2 ms from the former's last command to the latter's first, for steps
+that the GPU ends before the host, where a call takes 25 us (after_s of bench/results/h100_gaps_150m.json)."""
 LAYER_CALL = 1.35
 """What a call of an op takes the host over what the probe measures, which is one of torch with few operands: steps that
 wait for the host alone took 39 and 42 us a call on an H100 whose probe said 30."""
@@ -222,7 +226,7 @@ class StepPricer:
         if key not in self.updates:
             program = lower_update(layout, share=Share(0, plan.request.ranks))
             self.simulated_commands += len(program.commands)
-            self.updates[key] = price(program, cost)
+            self.updates[key] = price(program, cost, simulate(program, after_a_round(cost.rates())))
         return self.updates[key]
 
 
