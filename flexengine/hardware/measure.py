@@ -35,7 +35,7 @@ from flexengine.hardware.measure_host import (
     host_copy_curve,
     working_bytes,
 )
-from flexengine.hardware.measure_links import BesideRates, LinkRates, link_buffers, link_rates, rates_beside
+from flexengine.hardware.measure_links import BesideRates, LinkRates, SweptLink, link_buffers, link_rates, rates_beside
 from flexengine.hardware.measure_matmul import BlockRates, Buffers, affordable_tokens, block_rates, usual_layers
 from flexengine.hardware.memory_usage import hold_cublas_workspace, release_unused_heap
 from flexengine.hardware.profile import ProbeShape
@@ -72,7 +72,7 @@ LONGEST_BLOCK_S = 0.5  # token counts whose three passes through a block take lo
 OPERAND_BYTES, RESULT_BYTES = 832 * MIB, 576 * MIB
 COPY_BYTES = 256 * MIB
 LINK_BYTES = 128 * MIB  # page-locked, in either direction
-LINK_SHARE = 1 / 8  # most of the free memory for either direction beside what AdamW works on
+PIECE_BYTES = 32 * MIB  # of what AdamW works on, copied beside it
 LEAST_HOST_BYTES, MOST_HOST_BYTES = 192 * MIB, 704 * MIB
 MEMORY_SHARE = 0.8  # of the free memory, where that is less than a benchmark would like
 LEAST_CUBE_BYTES = 1024 * MIB  # free memory for 8192^3 in 16 bits, three times 128 MiB, with room for the rest
@@ -127,9 +127,8 @@ def measure_cuda(
 ) -> Rates:
     """Measure a GPU and its link, in about 15 s on a current card; `scale` stretches the sustained measurements.
 
-    Takes up to 1.4 GiB of GPU memory, 256 MiB of page-locked host memory and up to MOST_HOST_BYTES of other host memory
-    (less if less is free), and gives all of it back to the allocators. Host memory comes first, while the process holds
-    nothing else.
+    Takes up to 1.4 GiB of GPU memory, and of page-locked host memory 256 MiB, then up to MOST_HOST_BYTES (less if less
+    is free), and gives all of it back to the allocators. Host memory comes first, while the process holds nothing else.
     Order: runs on the current stream of `device` and synchronises. The device should be idle otherwise.
     """
     least_s = CALL_S * scale
@@ -376,11 +375,12 @@ def _host_rates(device: torch.device, dtype: torch.dtype, host_free_bytes: int, 
     with link_buffers(min(LINK_BYTES, most_bytes), device) as buffers:
         links = link_rates(buffers, device)
     work_bytes = working_bytes(LEAST_HOST_BYTES, min(MOST_HOST_BYTES, int(MEMORY_SHARE * host_free_bytes) // 2))
-    with allocate_host(max(MIB, work_bytes // 2 * 2), page_locked=False) as work:
+    with allocate_host(max(MIB, work_bytes // 2 * 2), page_locked=True) as work:
         source, target = work.tensor.chunk(2)
         copies = copy_curve(target, source, least_s)
         adamw = adamw_rates(dtype, work.tensor, UPDATE_SHARE * least_s, UPDATE_ROUNDS)
-        link_bytes = max(MIB, min(LINK_BYTES, most_bytes, int(LINK_SHARE * host_free_bytes)))
-        with link_buffers(link_bytes, device) as buffers, engine_threads():
-            beside = rates_beside(buffers, device, adamw_work(dtype, work.tensor, adamw).call, least_s)
+        updates = adamw_work(dtype, work.tensor, adamw).call
+        link = SweptLink(work.tensor, min(PIECE_BYTES, most_bytes, work.tensor.numel() // 2), device)
+        with engine_threads():
+            beside = rates_beside(link, device, updates, least_s)
     return HostRates(copies, adamw, links, beside)

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import cycle
 from statistics import fmean, median
 from typing import NamedTuple, Protocol
 
@@ -18,7 +19,7 @@ MIB = 2**20
 SIZES = (2**16, 2**18, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 128 * MIB)
 LATENCY_SIZE = MIB  # the fixed part of a copy is read from copies of this size
 LEAST_COPIES, MOST_COPIES = 4, 64
-BESIDE_COPIES, BESIDE_ROUNDS = 24, 3  # long enough for several calls of what the CPU does
+BESIDE_COPIES, BESIDE_ROUNDS = 96, 3  # long enough for several calls of what the CPU does
 
 
 class LinkRates(NamedTuple):
@@ -74,6 +75,33 @@ class LinkBuffers(NamedTuple):
         return lambda: target.copy_(source, non_blocking=True)
 
 
+class SweptLink:
+    """A `Link` that goes through page-locked host memory piece by piece, so that no cache holds what it copies.
+
+    host: uint8, of two pieces or more; what it holds becomes zeros. num_bytes: of a piece.
+    """
+
+    def __init__(self, host: Tensor, num_bytes: int, device: torch.device) -> None:
+        self._pieces = [piece for piece in host.split(num_bytes) if len(piece) == num_bytes]
+        self._on_gpu = torch.zeros(2, num_bytes, dtype=torch.uint8, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a piece."""
+        return self._on_gpu.shape[1]
+
+    def upward(self, num_bytes: int) -> Callable[[], object]:
+        """Make a function that copies the first `num_bytes` of the next piece to the device."""
+        target, pieces = self._on_gpu[0, :num_bytes], cycle(self._pieces)
+        return lambda: target.copy_(next(pieces)[:num_bytes], non_blocking=True)
+
+    def downward(self, num_bytes: int) -> Callable[[], object]:
+        """Make a function that copies `num_bytes` zeros to the next piece, half-way through the memory at first."""
+        half = len(self._pieces) // 2
+        source, pieces = self._on_gpu[1, :num_bytes], cycle(self._pieces[half:] + self._pieces[:half])
+        return lambda: next(pieces)[:num_bytes].copy_(source, non_blocking=True)
+
+
 @contextmanager
 def link_buffers(num_bytes: int, device: torch.device) -> Iterator[LinkBuffers]:
     """Allocate page-locked and device memory of this size, with random contents."""
@@ -114,11 +142,11 @@ class BesideRates(NamedTuple):
 
 
 def rates_beside(link: Link, device: torch.device, work: Callable[[], object], least_s: float) -> BesideRates:
-    """Measure copies of all of the link's bytes while this thread calls `work` again and again, and what that loses.
+    """Measure copies while this thread calls `work` again and again, and what that loses.
 
-    The link should have so many bytes, and the work touch so many, that no cache holds what is copied until it is
-    copied again: copies of 32 MiB moved a third more than those of a step. least_s: of the work alone. All takes turns
-    BESIDE_ROUNDS times, of which the medians count. Order: synchronises the device before and after.
+    No cache should hold what is copied (`SweptLink`): 32 MiB that are copied again and again move a third faster than
+    what a step copies. least_s: of the work alone. All takes turns BESIDE_ROUNDS times, of which the medians count.
+    Order: synchronises the device before and after.
     """
     streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
     up, down = link.upward(link.num_bytes), link.downward(link.num_bytes)
@@ -169,8 +197,7 @@ def _copy_seconds(
     `opposite` runs on the second stream from before until after the copies, and this thread calls `meanwhile`. All
     copies are issued while the streams are held, so that short ones follow each other as fast as the link takes them.
     """
-    least = LEAST_COPIES if meanwhile is None else BESIDE_COPIES
-    copies = min(max(least, 64 * MIB // size), MOST_COPIES)
+    copies = min(max(LEAST_COPIES, 64 * MIB // size), MOST_COPIES) if meanwhile is None else BESIDE_COPIES
     opposites = 0 if opposite is None else 3 * copies + 1  # outlasts the copies unless it is three times as fast
     copy()
     torch.cuda.synchronize()

@@ -79,7 +79,8 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     }
     for name, value in replacements.items():
         monkeypatch.setattr(torch.cuda, name, value, raising=False)
-    monkeypatch.setattr(measure_links, "allocate_host", lambda num_bytes, page_locked: allocate_host(num_bytes, False))
+    for module in (measure, measure_links):
+        monkeypatch.setattr(module, "allocate_host", lambda num_bytes, page_locked: allocate_host(num_bytes, False))
     for name, value in {
         "CUDA_TOKENS": (8, 16, 32),
         "PLAIN_LENGTHS": (16, 32),
@@ -281,3 +282,16 @@ def test_free_memory_bounds_the_buffers(fake_cuda: SimpleNamespace):
     assert buffers.operands.nbytes + buffers.results.nbytes == pytest.approx(0.8 * MIB, abs=8)
     assert measure._copy_bytes(8 * MIB) == int(3.2 * MIB)
     assert measure._copy_bytes(2**40) == 256 * MIB
+
+
+def test_a_swept_link_copies_one_piece_after_another():
+    host = torch.arange(1, 12, dtype=torch.uint8)
+    link = measure_links.SweptLink(host, 3, CPU)
+    up, down = link.upward(3), link.downward(2)
+    found = []
+    for _ in range(4):
+        up()
+        found.append(link._on_gpu[0].tolist())
+    assert found == [[1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 2, 3]]
+    down()
+    assert host.tolist() == [1, 2, 3, 0, 0, 6, 7, 8, 9, 10, 11], "half-way through, so that both directions are apart"
