@@ -8,6 +8,8 @@
 3. Together: each direction and both, submitted to the transfer engine, while nothing else runs, while all threads copy
    within host memory, and while they run AdamW; the rate of each, and the host memory traffic of all of them. What
    AdamW must move counts as in bench.cpu_adamw.
+4. Beside AdamW as the probe measures it: the same 32 MiB again and again, which caches keep, and one piece after
+   another of what AdamW works on; and the share of its speed that AdamW keeps.
 """
 
 from __future__ import annotations
@@ -26,8 +28,17 @@ from torch import Tensor
 
 from bench.cpu_adamw import MODES, native_update, planes_of
 from bench.environment import require_gpu, write_json
-from flexengine.hardware.measure_host import copy_curve
-from flexengine.hardware.measure_links import Link, LinkBuffers, LinkRates, link_buffers, link_rates
+from flexengine.hardware.measure_host import adamw_rates, adamw_work, copy_curve, engine_threads
+from flexengine.hardware.measure_links import (
+    BesideRates,
+    Link,
+    LinkBuffers,
+    LinkRates,
+    SweptLink,
+    link_buffers,
+    link_rates,
+    rates_beside,
+)
 from flexengine.hardware.timing import cpu_timer
 from flexengine.native import allocate_host
 from flexengine.native.adamw import instruction_sets
@@ -42,6 +53,7 @@ HOST_COPY_BYTES = 512 * MIB
 ADAMW_MODE = "split master, bf16 states, bf16 gradient"
 ADAMW_PARAMETERS = 2**26
 SECONDS = 1.0
+BESIDE_BYTES, PIECE_BYTES = 704 * MIB, 32 * MIB  # as the probe has them
 
 Direction = Literal["h2d", "d2h"]
 DIRECTIONS: tuple[Direction, ...] = ("h2d", "d2h")
@@ -189,6 +201,28 @@ def host_works(copy_bytes: int, num_parameters: int) -> Iterator[list[HostWork]]
         yield works
 
 
+def all_beside(device: torch.device, num_bytes: int, piece_bytes: int, seconds: float) -> dict[str, BesideRates]:
+    """Rates beside AdamW on so many bytes, of pieces that caches keep and of others."""
+    with allocate_host(num_bytes, page_locked=True) as memory, link_buffers(piece_bytes, device) as buffers:
+        known = adamw_rates(torch.bfloat16, memory.tensor, seconds / 10)
+        links: dict[str, Link] = {
+            "the same again": buffers,
+            "one after another": SweptLink(memory.tensor, piece_bytes, device),
+        }
+        with engine_threads():
+            update = adamw_work(torch.bfloat16, memory.tensor, known).call
+            return {name: rates_beside(link, device, update, seconds / 10) for name, link in links.items()}
+
+
+def beside_table(rates: dict[str, BesideRates]) -> str:
+    """GB/s of copies beside AdamW, and its share."""
+    lines = [f"{'pieces':20}{'H2D':>8}{'D2H':>8}{'H2D only':>10}{'D2H only':>10}{'AdamW':>8}   GB/s beside AdamW"]
+    for name, found in rates.items():
+        figures = "".join(f"{rate / 1e9:>{width}.1f}" for rate, width in zip(found[:4], (8, 8, 10, 10), strict=True))
+        lines.append(f"{name:20}{figures}{100 * found.cpu_share_beside_link:>7.0f}%")
+    return "\n".join(lines)
+
+
 def size_table(rates: dict[str, LinkRates]) -> str:
     """GB/s by size, one column per way of copying and curve."""
     columns = [(way, curve) for way, rate in rates.items() for curve in rate.curves]
@@ -214,7 +248,7 @@ def together_table(rows: Sequence[Together]) -> str:
 
 
 def measure(device: torch.device, most_bytes: int, seconds: float) -> dict:
-    """All three parts, printed as they come and returned ready for JSON."""
+    """All four parts, printed as they come and returned ready for JSON."""
     sizes = [size for size in SIZES if size <= most_bytes]
     engines: dict[Direction, Transfers] = {direction: open_transfers(device) for direction in DIRECTIONS}
     try:
@@ -226,7 +260,9 @@ def measure(device: torch.device, most_bytes: int, seconds: float) -> dict:
             points = copy_curve(half, buffers.up_host[: half.numel()], seconds / 4)
             print("\n" + "\n".join(f"host copy, {n} threads: {rate / 1e9:.1f} GB/s" for n, rate in points), flush=True)
             rows = list(all_together(engines, pumped_copies(buffers), works, seconds))
-            print("\n" + together_table(rows))
+            print("\n" + together_table(rows), flush=True)
+        beside = all_beside(device, BESIDE_BYTES, PIECE_BYTES, seconds)
+        print("\n" + beside_table(beside))
     finally:
         for transfers in engines.values():
             transfers.close()
@@ -236,6 +272,7 @@ def measure(device: torch.device, most_bytes: int, seconds: float) -> dict:
         "by_size": {way: [asdict(curve) for curve in rate.curves] for way, rate in rates.items()},
         "copy_latency_s": {way: rate.copy_latency_s for way, rate in rates.items()},
         "host_copy": points,
+        "beside_adamw": {name: found._asdict() for name, found in beside.items()},
         "together": [
             {**row._asdict(), "host_memory_bytes_per_s": row.host_memory_bytes_per_s} for row in rows
         ],

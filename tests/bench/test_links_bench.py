@@ -100,6 +100,9 @@ class FakeEvent:
     def synchronize(self) -> None:
         self._engine.synchronize(self._event)
 
+    def query(self) -> bool:
+        return True
+
     def elapsed_time(self, end: "FakeEvent") -> float:
         return 1e3 * (end.at_s - self.at_s)
 
@@ -129,12 +132,14 @@ def fake_cuda(driver, monkeypatch: pytest.MonkeyPatch):
     for name, value in replacements.items():
         monkeypatch.setattr(torch.cuda, name, value, raising=False)
     monkeypatch.setattr(links, "open_transfers", lambda device: driver.open())
-    monkeypatch.setattr(measure_links, "allocate_host", lambda num_bytes, page_locked: allocate_host(num_bytes, False))
-    for name in ("HOST_COPY_BYTES", "ADAMW_PARAMETERS"):
+    for module in (links, measure_links):
+        monkeypatch.setattr(module, "allocate_host", lambda num_bytes, page_locked: allocate_host(num_bytes, False))
+    monkeypatch.setattr(links, "BESIDE_BYTES", 2**21)
+    for name in ("HOST_COPY_BYTES", "ADAMW_PARAMETERS", "PIECE_BYTES"):
         monkeypatch.setattr(links, name, 2**16)
 
 
-def test_a_run_measures_all_three_parts(fake_cuda: None, capsys: pytest.CaptureFixture[str]):
+def test_a_run_measures_all_parts(fake_cuda: None, capsys: pytest.CaptureFixture[str]):
     results = json.loads(json.dumps(links.measure(torch.device("cpu"), 2 * links.MIB, seconds=0.01)))
     for curves in results["by_size"].values():
         assert [curve["name"] for curve in curves] == list(CURVE_NAMES)
@@ -142,6 +147,8 @@ def test_a_run_measures_all_three_parts(fake_cuda: None, capsys: pytest.CaptureF
     assert results["transfers"] == "NativeTransfers"
     assert [threads for threads, _ in results["host_copy"]][-1] == torch.get_num_threads()
     assert len(results["together"]) in (7, 11)  # without AdamW's library, and with it
+    assert list(results["beside_adamw"]) == ["the same again", "one after another"]
+    assert min(rate for found in results["beside_adamw"].values() for rate in found.values()) > 0
     printed = capsys.readouterr().out
     assert "(h) torch: device to host, both busy" in printed
     assert "host copy, 1 threads" in printed
@@ -164,6 +171,8 @@ def test_tables_show_every_figure():
     assert lines[-1].split() == ["1048576", "KiB", *["50.00"] * 8]
     line = links.together_table([links.Together("AdamW", 1e9, 2e9, 30e9)]).splitlines()[-1]
     assert line.split() == ["AdamW", "1.0", "2.0", "30.0", "33.0"]
+    line = links.beside_table({"one": measure_links.BesideRates(3e10, 4e10, 4.5e10, 5e10, 0.61)}).splitlines()[-1]
+    assert line.split() == ["one", "30.0", "40.0", "45.0", "50.0", "61%"]
 
 
 @pytest.mark.gpu
