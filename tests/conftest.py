@@ -7,10 +7,9 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 # Tests are small: a second thread only waits, for very long when the machine is busy. Set before numpy and torch start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -190,21 +189,19 @@ def _unknown_fixtures(item: pytest.Item) -> set[str]:
     return set(item.fixturenames) - known - {"request"}
 
 
-TURN = pytest.StashKey[IO[str]]()
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Tests of several processes share a GPU, but for one marked `alone`: it waits for all others, and they for it.
 
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Tests of several processes share a GPU, but for one marked `alone`: it waits for all others, and they for it."""
-    if "gpu" in item.keywords and torch.cuda.is_available():
-        turn = item.stash[TURN] = (Path(tempfile.gettempdir()) / f"gpu-tests-{os.getuid()}.lock").open("w")
+    Afterwards each gives back what torch keeps of the GPU's memory.
+    """
+    if "gpu" not in item.keywords or not torch.cuda.is_available():
+        return (yield)
+    with (Path(tempfile.gettempdir()) / f"gpu-tests-{os.getuid()}.lock").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX if "alone" in item.keywords else fcntl.LOCK_SH)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Give back what torch keeps of a GPU's memory, then the turn on it."""
-    if TURN in item.stash:
-        gc.collect()
-        torch.cuda.empty_cache()
-        item.stash[TURN].close()
+        try:
+            return (yield)
+        finally:
+            gc.collect()
+            with suppress(RuntimeError):  # of a kernel that the test has launched, and the next test will hear of
+                torch.cuda.empty_cache()

@@ -19,7 +19,7 @@ from flexengine.schedule.lowering import lower_update
 from flexengine.schedule.ranks_simulator import TimedRankRun, simulate_ranks
 from flexengine.schedule.simulator import simulate
 from flexengine.schedule.stage_layout import layout_of
-from flexengine.schedule.step_parts import StepPart, simulated_rounds
+from flexengine.schedule.step_parts import StepPart, after_a_round, simulated_rounds
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def simulate_step(plan: Plan, model: ModelSpec, profile: HardwareProfile) -> Sim
     parts = simulated_rounds(layout, rates)
     if not plan.updates_on_cpu:
         program = lower_update(layout)
-        parts.append(StepPart("update", 1, program, simulate(program, rates)))
+        parts.append(StepPart("update", 1, program, simulate(program, after_a_round(rates))))
     return SimulatedStep(plan, layout, profile, tuple(parts))
 
 

@@ -69,7 +69,9 @@ class CommandHandlers:
     def _finish_gradient(self, command: Command, program: Program, settings: UpdateSettings | None) -> None:
         args: FinishGradient = command.args
         launch = partial(self._round, args)
-        if self._replay is None:
+        if (
+            self._replay is None or self._layers.wide == torch.float64
+        ):  # in float64 parts of it are kernels of their own
             launch()
         else:
             self._replay.run_other(args, command.label, command.work.kernels, launch)

@@ -17,7 +17,13 @@ import torch
 from flexengine.hardware.memory_usage import hold_cublas_workspace
 from flexengine.runtime.layer_runner import LayerRunner
 from flexengine.schedule.commands import LayerCall
-from flexengine.schedule.replays import graph_bytes, may_replay, most_graph_bytes, workspace_bytes_of
+from flexengine.schedule.replays import (
+    graph_bytes,
+    may_replay,
+    most_graph_bytes,
+    most_rounding_bytes,
+    workspace_bytes_of,
+)
 
 log = logging.getLogger("flexengine")
 
@@ -84,7 +90,8 @@ class Replay:
         layout = layers.layout
         self._layers, self._model = layers, layout.model
         self._most_bytes = most_graph_bytes(layout.model, layout.plan) if may_replay(layout.model) else 0
-        self._left_bytes, self._patience = self._most_bytes, 1
+        self._most_for_others = most_rounding_bytes(layout.model, layout.plan)
+        self._left_bytes, self._left_for_others, self._patience = self._most_bytes, self._most_for_others, 1
         workspace_bytes = workspace_bytes_of("block", layout.model, layout.plan)
         self._open_capture = open_capture or partial(GraphCapture, layers.arenas.device, workspace_bytes)
         self._capture: Capture | None = None
@@ -92,6 +99,7 @@ class Replay:
         self._batch: object = None
         self._times, self._replays = 0, False
         self._graphs: dict[Hashable, Launch] = {}
+        self._launched: set[Hashable] = set()  # of what is no layer's
 
     @property
     def num_graphs(self) -> int:
@@ -119,10 +127,15 @@ class Replay:
         self._layers.run(kind, call)
 
     def run_other(self, key: Hashable, label: str, num_kernels: float, launch: Launch) -> None:
-        """Run what is no layer's on the current stream, from a graph where blocks are. key: of what it launches."""
-        graph = self._graphs.get(key)
-        if graph is None and self._replays:
-            graph = self._captured(key, label, num_kernels, launch)
+        """Run what is no layer's on the current stream, from a graph where blocks are and there is room for it.
+
+        key: decides what is launched. The first time it is launched as it is: kernels must be loaded to be captured.
+        """
+        graph, num_bytes = self._graphs.get(key), graph_bytes(num_kernels)
+        if graph is None and self._replays and key in self._launched and num_bytes <= self._left_for_others:
+            graph = self._captured(key, label, launch)
+            self._left_for_others -= num_bytes
+        self._launched.add(key)
         (graph or launch)()
 
     def _may_replay(self, kind: str, call: LayerCall) -> bool:
@@ -133,19 +146,19 @@ class Replay:
         chunk = self._layers.chunks[call.chunk]
         key = self._key(kind, call), chunk.seq_lens
         graph = self._graphs.get(key)
-        if graph is None:
-            num_kernels = call.program.stages(kind)[call.stage].work(chunk.tokens, max(chunk.seq_lens), 2).kernels
-            graph = self._captured(
-                key, f"{kind} of layer {call.layer}", num_kernels, partial(self._layers.run, kind, call)
-            )
-        return graph
-
-    def _captured(self, key: Hashable, label: str, num_kernels: float, launch: Launch) -> Launch | None:
-        """A new graph; None, and graphs no more, where it has no room or cannot be captured."""
-        num_bytes = graph_bytes(num_kernels)
+        if graph is not None:
+            return graph
+        num_bytes = graph_bytes(
+            call.program.stages(kind)[call.stage].work(chunk.tokens, max(chunk.seq_lens), 2).kernels
+        )
         if num_bytes > self._left_bytes:
             self._give_up(f"the plan has {self._most_bytes / 2**20:.0f} MiB for graphs, and this batch needs more")
             return None
+        self._left_bytes -= num_bytes
+        return self._captured(key, f"{kind} of layer {call.layer}", partial(self._layers.run, kind, call))
+
+    def _captured(self, key: Hashable, label: str, launch: Launch) -> Launch | None:
+        """A new graph; None, and graphs no more, where it cannot be captured."""
         if self._capture is None:
             self._reserve(0)  # or what the stream keeps would hold a part of the block that calls had
             self._capture = self._open_capture()
@@ -155,7 +168,6 @@ class Replay:
         except RuntimeError as error:
             self._give_up(f"{label} cannot be captured: {str(error).splitlines()[0]}")
             return None
-        self._left_bytes -= num_bytes
         self._graphs[key] = graph
         return graph
 
@@ -170,7 +182,7 @@ class Replay:
             if self._layers.arenas.device.type == "cuda":  # what runs may not lose its graph
                 torch.cuda.synchronize(self._layers.arenas.device)
             self.close()
-            self._left_bytes = self._most_bytes
+            self._left_bytes, self._left_for_others = self._most_bytes, self._most_for_others
             self._reserve(self._layers.layout.workspace_bytes)
 
     def _reserve(self, num_bytes: int) -> None:

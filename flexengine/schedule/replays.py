@@ -22,8 +22,8 @@ for rounds that update speculatively. Besides, cuBLAS keeps a workspace of as mu
 stream on which graphs are captured."""
 
 
-FINISH_KERNELS = 4
-"""Of the graph that rounds a group's gradient: for matrices and vectors each one that rounds and one that adds up."""
+ROUNDING_KERNELS = 4
+"""Of a graph that rounds a part of a group's gradient: for matrices and vectors one that rounds, one that adds up."""
 
 
 def may_replay(model: ModelSpec) -> bool:
@@ -44,7 +44,7 @@ def workspace_bytes_of(kind: str, model: ModelSpec, plan: Plan) -> int:
 
 
 def most_graph_bytes(model: ModelSpec, plan: Plan) -> int:
-    """GPU bytes that graphs may take."""
+    """GPU bytes that graphs of blocks' commands may take."""
     return _full_round_bytes(model, plan) + MORE_BYTES
 
 
@@ -58,8 +58,13 @@ def _full_round_bytes(model: ModelSpec, plan: Plan) -> int:
         sizes = plan.chunk_tokens, plan.request.max_seq_len, compute_bytes
         per_chunk = sum(len(stage.parts) * graph_bytes(stage.work(*sizes).kernels) for stage in stages)
         total += count * plan.num_chunks * per_chunk
-    rounded = sum(not group.frozen for group in model.groups)
-    return total + rounded * graph_bytes(FINISH_KERNELS)
+    return total
+
+
+def most_rounding_bytes(model: ModelSpec, plan: Plan) -> int:
+    """GPU bytes that graphs of the rounding of gradients may take: of the first round and of those that add to it."""
+    parts = sum(group.num_parts for group in model.groups if not group.frozen)
+    return parts * min(2, plan.num_rounds) * graph_bytes(ROUNDING_KERNELS)
 
 
 def replay_bytes(model: ModelSpec, plan: Plan) -> int:
@@ -69,7 +74,7 @@ def replay_bytes(model: ModelSpec, plan: Plan) -> int:
     """
     if not plan.replays:
         return 0
-    return workspace_bytes_of("edge", model, plan) + _full_round_bytes(model, plan)
+    return workspace_bytes_of("edge", model, plan) + _full_round_bytes(model, plan) + most_rounding_bytes(model, plan)
 
 
 def _kinds(model: ModelSpec) -> Counter:

@@ -11,6 +11,7 @@ from flexengine.planner.cost.cost_model import issue_calls
 from flexengine.planner.graphs import graphs_may_pay
 from flexengine.planner.planner import make_plan
 from flexengine.reports.plan_text import describe
+from flexengine.reports.simulated_step import simulate_step
 from flexengine.request import with_cache
 from flexengine.schedule.commands import LayerCall
 from flexengine.schedule.layout import Layout
@@ -55,6 +56,14 @@ def test_batches_of_other_lengths_are_predicted_without_graphs(plan):
     assert replayed.step_s([1024] * 16) == plan.predicted.step_s
     ragged = [700] * 16
     assert replayed.step_s(ragged) == one_by_one.step_s(ragged)
+
+
+def test_the_drawn_step_is_priced_as_the_plan_is():
+    """With updates by the GPU, which begin when the host has read the loss."""
+    slow_cpu = replace(PROFILE, cpu_adamw_parameters_per_s=(("bfloat16", 1e6),))
+    on_gpu = make_plan(MODEL, REQUEST, slow_cpu)
+    assert not on_gpu.updates_on_cpu
+    assert simulate_step(on_gpu, MODEL, slow_cpu).total_s == pytest.approx(on_gpu.predicted.step_s, rel=1e-6)
 
 
 def test_other_budgets_leave_graphs_decided(plan):

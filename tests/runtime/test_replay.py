@@ -109,6 +109,28 @@ def test_no_memory_left_for_graphs_means_none(monkeypatch, caplog):
     assert sum("MiB for graphs" in record.message for record in caplog.records) == 1
 
 
+def test_no_memory_left_for_gradients_leaves_the_blocks_theirs(monkeypatch, caplog):
+    monkeypatch.setattr(replay, "most_rounding_bytes", lambda model, plan: 2**17)
+    replayed, plain, layers, _ = engines()
+    for seed in range(3):
+        train_both(replayed, plain, seed, EVEN)
+    blocks, chunks = 3, 2
+    assert layers.num_graphs == 2 * blocks * (chunks + 1) + 1
+    assert not any("MiB for graphs" in record.message for record in caplog.records)
+
+
+def test_gradients_are_rounded_once_before_that_is_captured():
+    _, _, layers, recorder = engines()
+    for _ in range(2):
+        layers.begin_batch(EVEN)
+    counts, runs = [], []
+    for _ in range(3):
+        layers.run_other("a gradient", "finish grad", 2, lambda: runs.append(1))
+        counts.append((recorder.captured, recorder.replayed))
+    assert counts == [(0, 0), (1, 1), (1, 2)]
+    assert len(runs) == 3
+
+
 def test_what_cannot_be_captured_is_told_once_and_runs_without(caplog):
     replayed, plain, layers, _ = engines()
 
