@@ -28,6 +28,7 @@ from torch import Tensor
 
 from bench.cpu_adamw import MODES, native_update, planes_of
 from bench.environment import require_gpu, write_json
+from flexengine.hardware.measure import MOST_HOST_BYTES, PIECE_BYTES
 from flexengine.hardware.measure_host import adamw_rates, adamw_work, copy_curve, engine_threads
 from flexengine.hardware.measure_links import (
     BesideRates,
@@ -53,7 +54,6 @@ HOST_COPY_BYTES = 512 * MIB
 ADAMW_MODE = "split master, bf16 states, bf16 gradient"
 ADAMW_PARAMETERS = 2**26
 SECONDS = 1.0
-BESIDE_BYTES, PIECE_BYTES = 704 * MIB, 32 * MIB  # as the probe has them
 
 Direction = Literal["h2d", "d2h"]
 DIRECTIONS: tuple[Direction, ...] = ("h2d", "d2h")
@@ -261,7 +261,7 @@ def measure(device: torch.device, most_bytes: int, seconds: float) -> dict:
             print("\n" + "\n".join(f"host copy, {n} threads: {rate / 1e9:.1f} GB/s" for n, rate in points), flush=True)
             rows = list(all_together(engines, pumped_copies(buffers), works, seconds))
             print("\n" + together_table(rows), flush=True)
-        beside = all_beside(device, BESIDE_BYTES, PIECE_BYTES, seconds)
+        beside = all_beside(device, MOST_HOST_BYTES, PIECE_BYTES, seconds)
         print("\n" + beside_table(beside))
     finally:
         for transfers in engines.values():

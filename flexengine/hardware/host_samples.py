@@ -15,8 +15,8 @@ from statistics import median
 
 from flexengine.hardware.cache import read_remembered, write_remembered
 from flexengine.hardware.curve import as_points
-from flexengine.hardware.node_rates import LINK_FIELDS, ONE_RANK_FIELDS
-from flexengine.hardware.profile import SECONDS_FIELDS, HardwareProfile
+from flexengine.hardware.node_rates import LINK_FIELDS
+from flexengine.hardware.profile import ONE_RANK_FIELDS, SECONDS_FIELDS, HardwareProfile
 from flexengine.wording import parse_json
 
 RATES = (*LINK_FIELDS, *ONE_RANK_FIELDS, "host_bytes_per_s", *SECONDS_FIELDS)

@@ -381,9 +381,6 @@ def _host_rates(device: torch.device, dtype: torch.dtype, host_free_bytes: int, 
         adamw = adamw_rates(dtype, work.tensor, UPDATE_SHARE * least_s, UPDATE_ROUNDS)
         updates = adamw_work(dtype, work.tensor, adamw).call
         link = SweptLink(work.tensor, min(PIECE_BYTES, most_bytes, work.tensor.numel() // 2), device)
-        try:
-            with engine_threads():
-                beside = rates_beside(link, device, updates, least_s)
-        finally:
-            torch.cuda.synchronize(device)  # whatever failed: nothing may be on its way when the memory goes
+        with engine_threads():
+            beside = rates_beside(link, device, updates, least_s)
     return HostRates(copies, adamw, links, beside)

@@ -70,14 +70,14 @@ def adamw_rates(dtype: torch.dtype, memory: Tensor, least_s: float, rounds: int 
         times = {state: list[float]() for state in fast}
         for _ in range(rounds):
             for state, found in times.items():
-                found.append(1 / _adamw_rate(memory, dtype, state, memory.numel(), least_s))
+                found.append(_adamw_seconds(memory, dtype, state, memory.numel(), least_s))
     rates = slow | {state: 1 / seconds for state, seconds in steady_seconds(times).items()}
     return tuple((state, rates[state]) for state in dict.fromkeys((*_updates(dtype), *fast)))
 
 
 def _slow_updates(dtype: torch.dtype, memory: Tensor, least_s: float) -> dict[str, float]:
     """Measure all updates on few parameters; returns the rates of those that are slow."""
-    first = {state: _adamw_rate(memory, dtype, state, FIRST_PARAMETERS, least_s) for state in _updates(dtype)}
+    first = {state: 1 / _adamw_seconds(memory, dtype, state, FIRST_PARAMETERS, least_s) for state in _updates(dtype)}
     return {state: rate for state, rate in first.items() if rate <= SLOW_PARAMETERS_PER_S}
 
 
@@ -156,9 +156,10 @@ def cache_bytes() -> int:
     return sum(sizes.values()) or UNKNOWN_CACHE_BYTES
 
 
-def _adamw_rate(memory: Tensor, dtype: torch.dtype, state: str, most_parameters: int, least_s: float) -> float:
+def _adamw_seconds(memory: Tensor, dtype: torch.dtype, state: str, most_parameters: int, least_s: float) -> float:
+    """Measure seconds for each parameter."""
     update = _update(memory, dtype, state, most_parameters)
-    return _fitting(memory, dtype, state, most_parameters) / cpu_timer(update, least_s)
+    return cpu_timer(update, least_s) / _fitting(memory, dtype, state, most_parameters)
 
 
 def _rule(dtype: torch.dtype, state: str) -> Rule:

@@ -146,18 +146,21 @@ def rates_beside(link: Link, device: torch.device, work: Callable[[], object], l
 
     No cache should hold what is copied (`SweptLink`): 32 MiB that are copied again and again move a third faster than
     what a step copies. least_s: of the work alone. All takes turns BESIDE_ROUNDS times, of which the medians count.
-    Order: synchronises the device before and after.
+    Order: synchronises the device before and after, also where something fails.
     """
     streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
     up, down = link.upward(link.num_bytes), link.downward(link.num_bytes)
     rates: dict[tuple, list[float]] = {pair: [] for pair in ((up, down), (down, up), (up,), (down,))}
     shares = list[float]()
-    for _ in range(BESIDE_ROUNDS):
-        alone_s, calls_s = cpu_timer(work, least_s), list[float]()
-        for pair, found in rates.items():
-            meanwhile = partial(_timed, work, calls_s if len(pair) == 2 else [])
-            found.append(link.num_bytes / _copy_seconds(streams, link.num_bytes, *pair, meanwhile=meanwhile))
-        shares.append(min(1.0, alone_s / fmean(calls_s or [alone_s])))  # none where copies end at once
+    try:
+        for _ in range(BESIDE_ROUNDS):
+            alone_s, calls_s = cpu_timer(work, least_s), list[float]()
+            for pair, found in rates.items():
+                meanwhile = partial(_timed, work, calls_s if len(pair) == 2 else [])
+                found.append(link.num_bytes / _copy_seconds(streams, link.num_bytes, *pair, meanwhile=meanwhile))
+            shares.append(min(1.0, alone_s / fmean(calls_s or [alone_s])))  # none where copies end at once
+    finally:
+        torch.cuda.synchronize(device)  # nothing may be on its way when host memory goes
     return BesideRates(*map(median, rates.values()), cpu_share_beside_link=median(shares))
 
 

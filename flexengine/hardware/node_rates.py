@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple, get_args
 
 from flexengine.hardware.curve import check_rate
-from flexengine.hardware.profile import POINT_FIELDS, HardwareProfile, PeerWay
+from flexengine.hardware.profile import ONE_RANK_FIELDS, POINT_FIELDS, HardwareProfile, PeerWay
 from flexengine.wording import parse_json, shown
 
 
@@ -32,8 +32,6 @@ class RankRates(NamedTuple):
 
 LINK_FIELDS = RankRates._fields[:6]
 """Those that `HardwareProfile` has under the same name, of one rank too."""
-ONE_RANK_FIELDS = ("h2d_only_beside_cpu_bytes_per_s", "d2h_only_beside_cpu_bytes_per_s", "cpu_share_beside_link")
-"""Those of the link that are measured of one rank alone."""
 
 
 class NodeRates(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flexengine.hardware.profile import HardwareProfile, PeerWay
+from flexengine.hardware.profile import ONLY_FIELDS, HardwareProfile, PeerWay
 
 SERVER_NODE_BYTES_PER_S = ((2, 230e9), (8, 480e9))
 """Host memory of a server with up to so many data-centre cards. Two: what links and updates on 32 cores moved together
@@ -99,12 +99,7 @@ def rank_profile(profile: HardwareProfile, ranks: int) -> HardwareProfile:
     if 1 < ranks <= profile.measured_ranks:
         return profile
     alone, both = profile.host_bytes_per_s / ranks, profile.host_bytes_per_s / (2 * ranks)
-    limits = {
-        name: alone
-        for name in (
-            "h2d_bytes_per_s", "d2h_bytes_per_s", "h2d_only_beside_cpu_bytes_per_s", "d2h_only_beside_cpu_bytes_per_s",
-        )
-    }  # fmt: skip
+    limits = {name: alone for name in ("h2d_bytes_per_s", "d2h_bytes_per_s", *ONLY_FIELDS)}
     limits |= {
         name: both
         for name in (

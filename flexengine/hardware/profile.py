@@ -32,11 +32,11 @@ DeviceType = Literal["cuda", "cpu"]
 ProfileSource = Literal["measured", "preset", "synthetic"]
 PeerWay = Literal["copies", "nccl"]
 
-_ONLY_FIELDS = ("h2d_only_beside_cpu_bytes_per_s", "d2h_only_beside_cpu_bytes_per_s")
-_LATER_FIELDS = {
-    "peer_bytes_per_s", "peer_way", "measured_ranks", "grouped_shares", "head_shares", *_ONLY_FIELDS,
-    "cpu_share_beside_link",
-}  # fmt: skip
+ONLY_FIELDS = ("h2d_only_beside_cpu_bytes_per_s", "d2h_only_beside_cpu_bytes_per_s")
+"""Rates of a direction of the link beside the CPU while the other is idle."""
+ONE_RANK_FIELDS = (*ONLY_FIELDS, "cpu_share_beside_link")
+"""Fields of the link that are measured of one rank alone."""
+_LATER_FIELDS = {"peer_bytes_per_s", "peer_way", "measured_ranks", "grouped_shares", "head_shares", *ONE_RANK_FIELDS}
 """Fields that a file may lack, as those of earlier versions do."""
 FORMAT = 6
 """Version of the JSON form; raised when fields appear or change their meaning."""
@@ -208,7 +208,7 @@ class HardwareProfile:
                 continue
             if name in POINT_FIELDS:
                 check_points(name, value, POINT_FIELDS[name], "FLOP/s")
-            elif name in ("issue_s", "peer_bytes_per_s", *_ONLY_FIELDS):
+            elif name in ("issue_s", "peer_bytes_per_s", *ONLY_FIELDS):
                 _check_not_negative(name, value)
             elif name == "cpu_adamw_parameters_per_s":
                 _check_named_rates(name, value)
@@ -222,7 +222,7 @@ class HardwareProfile:
                 check_positive(name, value)
             if name in SECONDS_FIELDS and value > MOST_SECONDS:
                 raise ValueError(f"hardware profile: {name} is {shown(value)}, expected at most {MOST_SECONDS:g} s")
-        _check_share("cpu_share_beside_link", self.cpu_share_beside_link)
+        _check_part("cpu_share_beside_link", self.cpu_share_beside_link)
         _check_shape("matmul_shape", self.matmul_shape)
         _check_shares({name: getattr(self, name) for name in SHARE_FIELDS})
         if not isinstance(self.curves, tuple) or not all(isinstance(curve, Curve) for curve in self.curves):
@@ -408,7 +408,7 @@ def _check_not_negative(name: str, value: Any) -> None:
         raise ValueError(f"hardware profile: {name} is {shown(value)}, expected a finite number, at least 0")
 
 
-def _check_share(name: str, value: Any) -> None:
+def _check_part(name: str, value: Any) -> None:
     if not is_finite(value) or not 0 <= value <= 1:
         raise ValueError(f"hardware profile: {name} is {shown(value)}, expected a number from 0 to 1")
 

@@ -15,11 +15,9 @@ from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan
 from flexengine.planner.cost.cost_model import CostModel
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import lower_update
 from flexengine.schedule.ranks_simulator import TimedRankRun, simulate_ranks
-from flexengine.schedule.simulator import simulate
 from flexengine.schedule.stage_layout import layout_of
-from flexengine.schedule.step_parts import StepPart, after_a_round, simulated_rounds
+from flexengine.schedule.step_parts import StepPart, simulated_rounds, simulated_update
 
 
 @dataclass(frozen=True)
@@ -76,8 +74,7 @@ def simulate_step(plan: Plan, model: ModelSpec, profile: HardwareProfile) -> Sim
         return SimulatedStep(plan, layout, profile, tuple(map(_part, first)), tuple(map(tuple, others)))
     parts = simulated_rounds(layout, rates)
     if not plan.updates_on_cpu:
-        program = lower_update(layout)
-        parts.append(StepPart("update", 1, program, simulate(program, after_a_round(rates))))
+        parts.append(simulated_update(layout, rates))
     return SimulatedStep(plan, layout, profile, tuple(parts))
 
 

@@ -68,13 +68,10 @@ class CommandHandlers:
 
     def _finish_gradient(self, command: Command, program: Program, settings: UpdateSettings | None) -> None:
         args: FinishGradient = command.args
-        launch = partial(self._round, args)
-        if (
-            self._replay is None or self._layers.wide == torch.float64
-        ):  # in float64 parts of it are kernels of their own
-            launch()
+        if self._replay is None or self._layers.wide == torch.float64:  # which launches kernels for every part of it
+            self._round(args)
         else:
-            self._replay.run_other(args, command.label, command.work.kernels, launch)
+            self._replay.run_other(args, command.label, command.work.kernels, partial(self._round, args))
 
     def _round(self, args: FinishGradient) -> None:
         slots, stored_dtype = self._layout.slots, getattr(torch, self._layout.plan.request.numerics.grad)

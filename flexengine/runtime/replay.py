@@ -132,10 +132,11 @@ class Replay:
         key: decides what is launched. The first time it is launched as it is: kernels must be loaded to be captured.
         """
         graph, num_bytes = self._graphs.get(key), graph_bytes(num_kernels)
-        if graph is None and self._replays and key in self._launched and num_bytes <= self._left_for_others:
+        if graph is None and key not in self._launched:
+            self._launched.add(key)
+        elif graph is None and self._replays and num_bytes <= self._left_for_others:
             graph = self._captured(key, label, launch)
             self._left_for_others -= num_bytes
-        self._launched.add(key)
         (graph or launch)()
 
     def _may_replay(self, kind: str, call: LayerCall) -> bool:
@@ -148,9 +149,8 @@ class Replay:
         graph = self._graphs.get(key)
         if graph is not None:
             return graph
-        num_bytes = graph_bytes(
-            call.program.stages(kind)[call.stage].work(chunk.tokens, max(chunk.seq_lens), 2).kernels
-        )
+        stage = call.program.stages(kind)[call.stage]
+        num_bytes = graph_bytes(stage.work(chunk.tokens, max(chunk.seq_lens), 2).kernels)
         if num_bytes > self._left_bytes:
             self._give_up(f"the plan has {self._most_bytes / 2**20:.0f} MiB for graphs, and this batch needs more")
             return None

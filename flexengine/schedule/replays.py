@@ -20,8 +20,6 @@ MORE_BYTES = 32 * 2**20
 """What graphs may take beyond those of a full round, out of what plans keep free on CUDA: for a shorter last round and
 for rounds that update speculatively. Besides, cuBLAS keeps a workspace of as much there (8 MiB before Hopper) for the
 stream on which graphs are captured."""
-
-
 ROUNDING_KERNELS = 4
 """Of a graph that rounds a part of a group's gradient: for matrices and vectors one that rounds, one that adds up."""
 

@@ -32,9 +32,9 @@ class Rates(NamedTuple):
     issue_s: seconds of the host to issue a command. cpu_s: seconds of a command of the CPU while the link is idle.
     host_bytes_per_s: rate of host memory, which copies take a part of. beside_cpu_bytes_per_s: most that a direction of
     the link moves while the CPU works, as the CPU has the better of host memory; only_beside_cpu_bytes_per_s: the same
-    while the other direction is idle, None = as that. comm_s: seconds of a collective, or of
-    work on the stream of collectives. batch_s: seconds of the host to read, pack and write a step's batch. settle_s:
-    seconds of the host from the end of a step's last round, whose loss it reads, to the update's first command.
+    while the other direction is idle, None = as that. comm_s: seconds of a collective, or of work on the stream of
+    collectives. batch_s: seconds of the host to read, pack and write a step's batch. settle_s: seconds of the host from
+    the end of a step's last round, whose loss it reads, to the update's first command.
     """
 
     compute_s: Callable[[Command], float]

@@ -93,6 +93,12 @@ def simulated_rounds(
     return [_simulated(name, 1, first, begins, opening), *found]
 
 
+def simulated_update(layout: Layout, rates: Rates) -> StepPart:
+    """The update of a plan whose CPU updates nothing, after the rounds."""
+    program = lower_update(layout, share=Share(0, layout.plan.request.ranks))
+    return StepPart("update", 1, program, simulate(program, after_a_round(rates)))
+
+
 def after_a_batch(rates: Rates) -> Rates:
     """Rates for the first round of a step, which begins when the host has prepared the batch; later ones find it ahead
     of the GPU."""

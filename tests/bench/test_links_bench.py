@@ -134,7 +134,7 @@ def fake_cuda(driver, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(links, "open_transfers", lambda device: driver.open())
     for module in (links, measure_links):
         monkeypatch.setattr(module, "allocate_host", lambda num_bytes, page_locked: allocate_host(num_bytes, False))
-    monkeypatch.setattr(links, "BESIDE_BYTES", 2**21)
+    monkeypatch.setattr(links, "MOST_HOST_BYTES", 2**21)
     for name in ("HOST_COPY_BYTES", "ADAMW_PARAMETERS", "PIECE_BYTES"):
         monkeypatch.setattr(links, name, 2**16)
 

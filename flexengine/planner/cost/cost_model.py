@@ -17,10 +17,9 @@ from flexengine.schedule.commands import Command, LayerCall, Program, Stream
 from flexengine.schedule.group_storage import DTYPE_BYTES
 from flexengine.schedule.layer_program import LayerProgram, Stage
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.lowering import RoundShape, lower_update
-from flexengine.schedule.shares import Share
+from flexengine.schedule.lowering import RoundShape
 from flexengine.schedule.simulator import Rates, Timing, simulate
-from flexengine.schedule.step_parts import StepEstimate, after_a_round, simulated_rounds, stalls, summed
+from flexengine.schedule.step_parts import StepEstimate, simulated_rounds, simulated_update, stalls, summed
 
 GROUPED_SHARE = 0.77
 """Rate of the products of experts over that of linear layers of as many tokens, where a profile does not know it: on an
@@ -225,9 +224,9 @@ class StepPricer:
         plan = layout.plan
         key = (plan.groups, plan.optimizer_tile, plan.optimizer_slots)
         if key not in self.updates:
-            program = lower_update(layout, share=Share(0, plan.request.ranks))
-            self.simulated_commands += len(program.commands)
-            self.updates[key] = price(program, cost, simulate(program, after_a_round(cost.rates())))
+            part = simulated_update(layout, cost.rates())
+            self.simulated_commands += len(part.program.commands)
+            self.updates[key] = price(part.program, cost, part.timing)
         return self.updates[key]
 
 

@@ -15,12 +15,7 @@ import numpy as np
 from flexengine.models.spec import GroupSpec, LayerSpec
 from flexengine.ops.base import Work
 from flexengine.plan import GroupPlan, Home
-from flexengine.planner.cost.cost_model import (
-    COPY_ISSUE_CALLS,
-    CostModel,
-    layer_issue_calls,
-    other_issue_calls,
-)
+from flexengine.planner.cost.cost_model import COPY_ISSUE_CALLS, CostModel, layer_issue_calls, other_issue_calls
 from flexengine.schedule.arena_slots import home_of_plane
 from flexengine.schedule.group_storage import GroupStorage
 from flexengine.schedule.group_uses import GroupUse
