@@ -9,7 +9,8 @@
    within host memory, and while they run AdamW; the rate of each, and the host memory traffic of all of them. What
    AdamW must move counts as in bench.cpu_adamw.
 4. Beside AdamW as the probe measures it: the same 32 MiB again and again, which caches keep, and one piece after
-   another of what AdamW works on; and the share of its speed that AdamW keeps.
+   another of what AdamW works on, which they keep a part of where that is little; and the share of its speed that
+   AdamW keeps.
 """
 
 from __future__ import annotations
@@ -28,14 +29,13 @@ from torch import Tensor
 
 from bench.cpu_adamw import MODES, native_update, planes_of
 from bench.environment import require_gpu, write_json
-from flexengine.hardware.measure import MOST_HOST_BYTES, PIECE_BYTES
-from flexengine.hardware.measure_host import adamw_rates, adamw_work, copy_curve, engine_threads
+from flexengine.hardware.measure import MOST_HOST_BYTES, MOST_SWEPT_BYTES, PIECE_BYTES, beside_adamw
+from flexengine.hardware.measure_host import adamw_rates, copy_curve, engine_threads, swept_adamw
 from flexengine.hardware.measure_links import (
     BesideRates,
     Link,
     LinkBuffers,
     LinkRates,
-    SweptLink,
     link_buffers,
     link_rates,
     rates_beside,
@@ -201,17 +201,23 @@ def host_works(copy_bytes: int, num_parameters: int) -> Iterator[list[HostWork]]
         yield works
 
 
-def all_beside(device: torch.device, num_bytes: int, piece_bytes: int, seconds: float) -> dict[str, BesideRates]:
-    """Rates beside AdamW on so many bytes, of pieces that caches keep and of others."""
-    with allocate_host(num_bytes, page_locked=True) as memory, link_buffers(piece_bytes, device) as buffers:
-        known = adamw_rates(torch.bfloat16, memory.tensor, seconds / 10)
-        links: dict[str, Link] = {
-            "the same again": buffers,
-            "one after another": SweptLink(memory.tensor, piece_bytes, device),
-        }
+def all_beside(
+    device: torch.device, most_bytes: int, part_bytes: int, piece_bytes: int, seconds: float
+) -> dict[str, BesideRates]:
+    """Rates of pieces beside AdamW by what they are pieces of: the same one again, or ever more of what AdamW works on.
+
+    part_bytes: of a call of AdamW, of which most_bytes are several.
+    """
+    dtype, least_s = torch.bfloat16, seconds / 10
+    with allocate_host(most_bytes, page_locked=True) as memory, link_buffers(piece_bytes, device) as buffers:
+        known = adamw_rates(dtype, memory.tensor[:part_bytes], least_s)
         with engine_threads():
-            update = adamw_work(torch.bfloat16, memory.tensor, known).call
-            return {name: rates_beside(link, device, update, seconds / 10) for name, link in links.items()}
+            updates = swept_adamw(dtype, memory.tensor, known, part_bytes)
+            found = {"the same again": rates_beside(buffers, device, updates, least_s)}
+        for num_bytes in (part_bytes // 4, part_bytes, most_bytes // 2, most_bytes):
+            name = f"of {num_bytes / MIB:g} MiB"
+            found[name] = beside_adamw(device, dtype, memory.tensor[:num_bytes], known, piece_bytes, least_s)
+        return found
 
 
 def beside_table(rates: dict[str, BesideRates]) -> str:
@@ -261,7 +267,7 @@ def measure(device: torch.device, most_bytes: int, seconds: float) -> dict:
             print("\n" + "\n".join(f"host copy, {n} threads: {rate / 1e9:.1f} GB/s" for n, rate in points), flush=True)
             rows = list(all_together(engines, pumped_copies(buffers), works, seconds))
             print("\n" + together_table(rows), flush=True)
-        beside = all_beside(device, MOST_HOST_BYTES, PIECE_BYTES, seconds)
+        beside = all_beside(device, 2 * MOST_SWEPT_BYTES, MOST_HOST_BYTES, PIECE_BYTES, seconds)
         print("\n" + beside_table(beside))
     finally:
         for transfers in engines.values():

@@ -66,12 +66,16 @@ def _cross_entropy_kernel(
     label = tl.load(labels_ptr + row)
     row_ptr = logits_ptr + row * row_stride
     dtype: tl.constexpr = logits_ptr.dtype.element_ty
+    whole = vocab_size // BLOCK * BLOCK  # columns of the tiles that are within the row altogether
     if label == IGNORE:
         tl.store(losses_ptr + row, 0.0)
         if WRITE_GRAD:
-            for first in range(0, vocab_size, BLOCK):
-                columns = first + tl.arange(0, BLOCK)
-                tl.store(row_ptr + columns, tl.zeros((BLOCK,), dtype), mask=columns < vocab_size)
+            zeros = tl.zeros((BLOCK,), dtype)
+            for first in range(0, whole, BLOCK):
+                tl.store(row_ptr + first + tl.arange(0, BLOCK), zeros)
+            if whole < vocab_size:
+                columns = whole + tl.arange(0, BLOCK)
+                tl.store(row_ptr + columns, zeros, mask=columns < vocab_size)
     else:
         label_exists = (label >= 0) & (label < vocab_size)
         label_logit = tl.load(row_ptr + label, mask=label_exists, other=float("nan")).to(tl.float32)
@@ -79,36 +83,56 @@ def _cross_entropy_kernel(
             label_logit = soft_cap * _tanh(label_logit / soft_cap)
         maximum = -3.4e38  # finite, so that exp(-inf - maximum) is 0 and never NaN
         lane_sums = tl.zeros((BLOCK,), tl.float32)  # summed over the lanes once, at the end
-        coming = _load_tile(row_ptr, 0, vocab_size, BLOCK)
-        for first in range(0, vocab_size, BLOCK):
+        coming = _load_tile(row_ptr, 0, whole, BLOCK)
+        for first in range(0, whole, BLOCK):
             logits = coming.to(tl.float32)
-            coming = _load_tile(row_ptr, first + BLOCK, vocab_size, BLOCK)
+            coming = _load_tile(row_ptr, first + BLOCK, whole, BLOCK)
             if CAP:
-                inside = first + tl.arange(0, BLOCK) < vocab_size
+                logits = soft_cap * _tanh(logits / soft_cap)
+            maximum, lane_sums = _with_tile(logits, maximum, lane_sums)
+        if whole < vocab_size:
+            logits = _load_last(row_ptr, whole, vocab_size, BLOCK).to(tl.float32)
+            if CAP:
+                inside = whole + tl.arange(0, BLOCK) < vocab_size
                 logits = tl.where(inside, soft_cap * _tanh(logits / soft_cap), float("-inf"))
-            new_maximum = tl.maximum(maximum, tl.max(logits, axis=0))
-            lane_sums = lane_sums * tl.exp(maximum - new_maximum) + tl.exp(logits - new_maximum)
-            maximum = new_maximum
+            maximum, lane_sums = _with_tile(logits, maximum, lane_sums)
         total = tl.sum(lane_sums, axis=0)
         weight = _weight(weights_ptr + row, WEIGHTS)
         tl.store(losses_ptr + row, weight * (tl.log(total) + (maximum - label_logit)))
         if WRITE_GRAD:
             inverse_total = 1.0 / total
-            last_tile = tl.cdiv(vocab_size, BLOCK) - 1
-            coming = _load_tile(row_ptr, last_tile * BLOCK, vocab_size, BLOCK)
-            for done in range(0, last_tile + 1):
-                first = (last_tile - done) * BLOCK
-                logits = coming.to(tl.float32)
-                coming = _load_tile(row_ptr, first - BLOCK, vocab_size, BLOCK)
-                columns = first + tl.arange(0, BLOCK)
-                if CAP:
-                    share = _tanh(logits / soft_cap)
-                    logits = soft_cap * share
-                softmax = tl.exp(logits - maximum) * inverse_total
-                grad = tl.where(columns == label, softmax - 1.0, softmax)
-                if CAP:
-                    grad *= 1.0 - share * share
+            coming = _load_tile(row_ptr, whole - BLOCK, whole, BLOCK)
+            if whole < vocab_size:
+                columns = whole + tl.arange(0, BLOCK)
+                logits = _load_last(row_ptr, whole, vocab_size, BLOCK).to(tl.float32)
+                grad = _gradient(logits, columns == label, maximum, inverse_total, soft_cap, CAP)
                 tl.store(row_ptr + columns, round_to(weight * grad, dtype), mask=columns < vocab_size)
+            for done in range(BLOCK, whole + BLOCK, BLOCK):
+                first = whole - done
+                logits = coming.to(tl.float32)
+                coming = _load_tile(row_ptr, first - BLOCK, whole, BLOCK)
+                columns = first + tl.arange(0, BLOCK)
+                grad = _gradient(logits, columns == label, maximum, inverse_total, soft_cap, CAP)
+                tl.store(row_ptr + columns, round_to(weight * grad, dtype))
+
+
+@triton.jit
+def _with_tile(logits, maximum, lane_sums):
+    """The maximum, and the sums of exponentials under it, with one more tile."""
+    new_maximum = tl.maximum(maximum, tl.max(logits, axis=0))
+    return new_maximum, lane_sums * tl.exp(maximum - new_maximum) + tl.exp(logits - new_maximum)
+
+
+@triton.jit
+def _gradient(logits, is_label, maximum, inverse_total, soft_cap, CAP: tl.constexpr):
+    if CAP:
+        share = _tanh(logits / soft_cap)
+        logits = soft_cap * share
+    softmax = tl.exp(logits - maximum) * inverse_total
+    grad = tl.where(is_label, softmax - 1.0, softmax)
+    if CAP:
+        grad *= 1.0 - share * share
+    return grad
 
 
 @triton.jit
@@ -125,7 +149,18 @@ def _tanh(x):
 
 
 @triton.jit
-def _load_tile(row_ptr, first, vocab_size, BLOCK: tl.constexpr):
-    """Columns first .. first + BLOCK - 1; those outside of the row are not read and -inf."""
+def _load_tile(row_ptr, first, whole, BLOCK: tl.constexpr):
+    """Columns first .. first + BLOCK - 1, all within the first `whole` or none: then -inf, and nothing is read.
+
+    All columns have one mask. With one for each, only a vocabulary that 16 divides would be read 16 bytes at a time.
+    """
+    exists = (first >= 0) & (first < whole)
+    mask = tl.full((BLOCK,), True, tl.int1) & exists
+    return tl.load(row_ptr + first + tl.arange(0, BLOCK), mask=mask, other=float("-inf"))
+
+
+@triton.jit
+def _load_last(row_ptr, first, vocab_size, BLOCK: tl.constexpr):
+    """Columns from `first` on; those outside of the row are not read and -inf."""
     columns = first + tl.arange(0, BLOCK)
-    return tl.load(row_ptr + columns, mask=(columns >= 0) & (columns < vocab_size), other=float("-inf"))
+    return tl.load(row_ptr + columns, mask=columns < vocab_size, other=float("-inf"))

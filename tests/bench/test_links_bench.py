@@ -134,7 +134,8 @@ def fake_cuda(driver, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(links, "open_transfers", lambda device: driver.open())
     for module in (links, measure_links):
         monkeypatch.setattr(module, "allocate_host", lambda num_bytes, page_locked: allocate_host(num_bytes, False))
-    monkeypatch.setattr(links, "MOST_HOST_BYTES", 2**21)
+    monkeypatch.setattr(links, "MOST_HOST_BYTES", 2**20)
+    monkeypatch.setattr(links, "MOST_SWEPT_BYTES", 2**21)
     for name in ("HOST_COPY_BYTES", "ADAMW_PARAMETERS", "PIECE_BYTES"):
         monkeypatch.setattr(links, name, 2**16)
 
@@ -147,7 +148,8 @@ def test_a_run_measures_all_parts(fake_cuda: None, capsys: pytest.CaptureFixture
     assert results["transfers"] == "NativeTransfers"
     assert [threads for threads, _ in results["host_copy"]][-1] == torch.get_num_threads()
     assert len(results["together"]) in (7, 11)  # without AdamW's library, and with it
-    assert list(results["beside_adamw"]) == ["the same again", "one after another"]
+    sizes = [f"of {mib} MiB" for mib in (0.25, 1, 2, 4)]
+    assert list(results["beside_adamw"]) == ["the same again", *sizes]
     assert min(rate for found in results["beside_adamw"].values() for rate in found.values()) > 0
     printed = capsys.readouterr().out
     assert "(h) torch: device to host, both busy" in printed
