@@ -1,9 +1,10 @@
-"""What does a vocabulary cost whose size is no multiple of 8? The head's products, in one piece and as they are made.
+"""What does a vocabulary cost whose size is no multiple of 8? Products of the head, made in two ways, and losses.
 
     python -m bench.vocabulary --json out.json
 
-Per vocabulary and way: milliseconds of the logits, of the gradients of hidden states and weights, for one block of
-tokens in bf16, with rows of logits that begin at a multiple of 16 bytes either way.
+Per vocabulary and way: milliseconds of the logits, of the gradients of hidden states and weights, and of the losses
+with their gradients, for one block of tokens in bf16, with rows of logits that begin at a multiple of 16 bytes either
+way.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from bench.environment import write_json
-from flexengine.ops.cross_entropy import block_tokens, row_elements, word_ranges
+from flexengine.ops.cross_entropy import block_tokens, cross_entropy_, row_elements, word_ranges
 from flexengine.ops.linear import accumulate_weight_grad
 
 SIZES = ((50257, 768), (50264, 768), (128257, 2048), (128256, 2048))
@@ -36,7 +37,7 @@ def milliseconds(call: Callable[[], object]) -> float:
 
 
 def measured(vocab_size: int, width: int, ranges: list[slice]) -> dict[str, float]:
-    """Milliseconds of the three products, made for these ranges of words one after the other."""
+    """Milliseconds of the three products, made for these ranges of words one after the other, and of the losses."""
     tokens = block_tokens(vocab_size)
     logits = torch.randn(tokens, row_elements(vocab_size), device="cuda", dtype=torch.bfloat16)[:, :vocab_size]
     weight = torch.randn(vocab_size, width, device="cuda", dtype=torch.bfloat16)
@@ -55,7 +56,12 @@ def measured(vocab_size: int, width: int, ranges: list[slice]) -> dict[str, floa
         for words in ranges:
             accumulate_weight_grad(grad_weight[words], logits[:, words], x, first=False)
 
-    calls = {"logits": forward, "hidden_gradient": input_grad, "weight_gradient": weight_grad}
+    labels, losses = torch.randint(0, vocab_size, (tokens,), device="cuda"), torch.zeros(tokens, device="cuda")
+
+    def loss() -> None:
+        cross_entropy_(logits, labels, losses, write_grad=True)
+
+    calls = {"logits": forward, "hidden_gradient": input_grad, "weight_gradient": weight_grad, "losses": loss}
     return {"tokens": tokens, **{f"{name}_ms": milliseconds(call) for name, call in calls.items()}}
 
 

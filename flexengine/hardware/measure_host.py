@@ -128,7 +128,11 @@ def swept_adamw(
     length = memory.numel() // num_parts // PIECE_ALIGNMENT * PIECE_ALIGNMENT
     starts = range(0, num_parts * length, length)
     calls = cycle([adamw_work(dtype, memory[start : start + length], rates).call for start in starts])
-    return lambda: next(calls)()
+
+    def update_next() -> None:
+        next(calls)()
+
+    return update_next
 
 
 def _updates(dtype: torch.dtype) -> tuple[str, ...]:

@@ -70,12 +70,7 @@ def _cross_entropy_kernel(
     if label == IGNORE:
         tl.store(losses_ptr + row, 0.0)
         if WRITE_GRAD:
-            zeros = tl.zeros((BLOCK,), dtype)
-            for first in range(0, whole, BLOCK):
-                tl.store(row_ptr + first + tl.arange(0, BLOCK), zeros)
-            if whole < vocab_size:
-                columns = whole + tl.arange(0, BLOCK)
-                tl.store(row_ptr + columns, zeros, mask=columns < vocab_size)
+            _write_zeros(row_ptr, whole, vocab_size, BLOCK)
     else:
         label_exists = (label >= 0) & (label < vocab_size)
         label_logit = tl.load(row_ptr + label, mask=label_exists, other=float("nan")).to(tl.float32)
@@ -114,6 +109,16 @@ def _cross_entropy_kernel(
                 columns = first + tl.arange(0, BLOCK)
                 grad = _gradient(logits, columns == label, maximum, inverse_total, soft_cap, CAP)
                 tl.store(row_ptr + columns, round_to(weight * grad, dtype))
+
+
+@triton.jit
+def _write_zeros(row_ptr, whole, vocab_size, BLOCK: tl.constexpr):
+    zeros = tl.zeros((BLOCK,), row_ptr.dtype.element_ty)
+    for first in range(0, whole, BLOCK):
+        tl.store(row_ptr + first + tl.arange(0, BLOCK), zeros)
+    if whole < vocab_size:
+        columns = whole + tl.arange(0, BLOCK)
+        tl.store(row_ptr + columns, zeros, mask=columns < vocab_size)
 
 
 @triton.jit
