@@ -9,8 +9,8 @@
    within host memory, and while they run AdamW; the rate of each, and the host memory traffic of all of them. What
    AdamW must move counts as in bench.cpu_adamw.
 4. Beside AdamW as the probe measures it: the same 32 MiB again and again, which caches keep, and one piece after
-   another of what AdamW works on, which they keep a part of where that is little; and the share of its speed that
-   AdamW keeps.
+   another of what AdamW works on, of which they keep the more the less that is; and the share of its speed that AdamW
+   keeps.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from torch import Tensor
 
 from bench.cpu_adamw import MODES, native_update, planes_of
 from bench.environment import require_gpu, write_json
-from flexengine.hardware.measure import MOST_HOST_BYTES, MOST_SWEPT_BYTES, PIECE_BYTES, beside_adamw
-from flexengine.hardware.measure_host import adamw_rates, copy_curve, engine_threads, swept_adamw
+from flexengine.hardware.measure import MOST_HOST_BYTES, PIECE_BYTES
+from flexengine.hardware.measure_host import adamw_rates, adamw_work, copy_curve, engine_threads
 from flexengine.hardware.measure_links import (
-    BesideRates,
     Link,
     LinkBuffers,
     LinkRates,
+    SweptLink,
     link_buffers,
     link_rates,
     rates_beside,
@@ -53,6 +53,7 @@ COPIES_IN_FLIGHT = 2  # per direction: one under way, one to follow without a ga
 HOST_COPY_BYTES = 512 * MIB
 ADAMW_MODE = "split master, bf16 states, bf16 gradient"
 ADAMW_PARAMETERS = 2**26
+BESIDE_SIZES = (192 * MIB, 512 * MIB, MOST_HOST_BYTES, 2 * GIB)
 SECONDS = 1.0
 
 Direction = Literal["h2d", "d2h"]
@@ -202,30 +203,32 @@ def host_works(copy_bytes: int, num_parameters: int) -> Iterator[list[HostWork]]
 
 
 def all_beside(
-    device: torch.device, most_bytes: int, part_bytes: int, piece_bytes: int, seconds: float
-) -> dict[str, BesideRates]:
-    """Rates of pieces beside AdamW by what they are pieces of: the same one again, or ever more of what AdamW works on.
+    device: torch.device, sizes: Sequence[int], piece_bytes: int, seconds: float
+) -> dict[str, dict[str, float]]:
+    """Rates of pieces beside AdamW by how many bytes it works on, and parameters/s of it alone; of the same piece again
+    and again beside the first size, and of one after another of what it works on."""
+    dtype, least_s, found = torch.bfloat16, seconds / 10, {}
+    with allocate_host(max(sizes), page_locked=True) as memory, link_buffers(piece_bytes, device) as buffers:
+        known = adamw_rates(dtype, memory.tensor[: sizes[0]], least_s)
+        swept = [(f"of {size / MIB:g} MiB", size) for size in sizes]
+        for name, size in [("the same again", sizes[0]), *swept]:
+            part = memory.tensor[:size]
+            link: Link = SweptLink(part, piece_bytes, device) if found else buffers
+            with engine_threads():
+                work = adamw_work(dtype, part, known)
+                alone = work.parameters / cpu_timer(work.call, least_s)
+                rates = rates_beside(link, device, work.call, least_s)
+            found[name] = {**rates._asdict(), "adamw_parameters_per_s": alone}
+    return found
 
-    part_bytes: of a call of AdamW, of which most_bytes are several.
-    """
-    dtype, least_s = torch.bfloat16, seconds / 10
-    with allocate_host(most_bytes, page_locked=True) as memory, link_buffers(piece_bytes, device) as buffers:
-        known = adamw_rates(dtype, memory.tensor[:part_bytes], least_s)
-        with engine_threads():
-            updates = swept_adamw(dtype, memory.tensor, known, part_bytes)
-            found = {"the same again": rates_beside(buffers, device, updates, least_s)}
-        for num_bytes in (part_bytes // 4, part_bytes, most_bytes // 2, most_bytes):
-            name = f"of {num_bytes / MIB:g} MiB"
-            found[name] = beside_adamw(device, dtype, memory.tensor[:num_bytes], known, piece_bytes, least_s)
-        return found
 
-
-def beside_table(rates: dict[str, BesideRates]) -> str:
-    """GB/s of copies beside AdamW, and its share."""
-    lines = [f"{'pieces':20}{'H2D':>8}{'D2H':>8}{'H2D only':>10}{'D2H only':>10}{'AdamW':>8}   GB/s beside AdamW"]
+def beside_table(rates: dict[str, dict[str, float]]) -> str:
+    """GB/s of copies beside AdamW, its share, and its G parameters/s alone."""
+    lines = [f"{'pieces':16}{'H2D':>7}{'D2H':>7}{'H2D only':>10}{'D2H only':>10}{'AdamW':>7}{'alone':>7}   GB/s, G/s"]
     for name, found in rates.items():
-        figures = "".join(f"{rate / 1e9:>{width}.1f}" for rate, width in zip(found[:4], (8, 8, 10, 10), strict=True))
-        lines.append(f"{name:20}{figures}{100 * found.cpu_share_beside_link:>7.0f}%")
+        *links, share, alone = found.values()
+        figures = "".join(f"{rate / 1e9:>{width}.1f}" for rate, width in zip(links, (7, 7, 10, 10), strict=True))
+        lines.append(f"{name:16}{figures}{100 * share:>6.0f}%{alone / 1e9:>7.2f}")
     return "\n".join(lines)
 
 
@@ -267,7 +270,7 @@ def measure(device: torch.device, most_bytes: int, seconds: float) -> dict:
             print("\n" + "\n".join(f"host copy, {n} threads: {rate / 1e9:.1f} GB/s" for n, rate in points), flush=True)
             rows = list(all_together(engines, pumped_copies(buffers), works, seconds))
             print("\n" + together_table(rows), flush=True)
-        beside = all_beside(device, 2 * MOST_SWEPT_BYTES, MOST_HOST_BYTES, PIECE_BYTES, seconds)
+        beside = all_beside(device, BESIDE_SIZES, PIECE_BYTES, seconds)
         print("\n" + beside_table(beside))
     finally:
         for transfers in engines.values():
@@ -278,7 +281,7 @@ def measure(device: torch.device, most_bytes: int, seconds: float) -> dict:
         "by_size": {way: [asdict(curve) for curve in rate.curves] for way, rate in rates.items()},
         "copy_latency_s": {way: rate.copy_latency_s for way, rate in rates.items()},
         "host_copy": points,
-        "beside_adamw": {name: found._asdict() for name, found in beside.items()},
+        "beside_adamw": beside,
         "together": [
             {**row._asdict(), "host_memory_bytes_per_s": row.host_memory_bytes_per_s} for row in rows
         ],

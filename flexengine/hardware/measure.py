@@ -29,10 +29,10 @@ from flexengine.hardware.measure_experts import grouped_shares
 from flexengine.hardware.measure_head import head_shares
 from flexengine.hardware.measure_host import (
     adamw_rates,
+    adamw_work,
     copy_curve,
     engine_threads,
     host_copy_curve,
-    swept_adamw,
     working_bytes,
 )
 from flexengine.hardware.measure_links import BesideRates, LinkRates, SweptLink, link_buffers, link_rates, rates_beside
@@ -73,10 +73,7 @@ OPERAND_BYTES, RESULT_BYTES = 832 * MIB, 576 * MIB
 COPY_BYTES = 256 * MIB
 LINK_BYTES = 128 * MIB  # page-locked, in either direction
 PIECE_BYTES = 32 * MIB  # of what AdamW works on, copied beside it
-LEAST_HOST_BYTES, MOST_HOST_BYTES = 192 * MIB, 704 * MIB
-MOST_SWEPT_BYTES, SWEPT_CACHE_SHARE = 2048 * MIB, 1 / 16
-"""Of what copies and AdamW go through at the same time, and of it what the processor's last caches may hold. Copies
-read from these what AdamW has just touched: beside it 31 GB/s went to an H200 out of 704 MiB, 28 out of 2 or 4 GiB."""
+LEAST_HOST_BYTES, MOST_HOST_BYTES = 512 * MIB, 704 * MIB
 MEMORY_SHARE = 0.8  # of the free memory, where that is less than a benchmark would like
 LEAST_CUBE_BYTES = 1024 * MIB  # free memory for 8192^3 in 16 bits, three times 128 MiB, with room for the rest
 NUM_ISSUED, TIMES_ISSUED = 300, 9
@@ -130,7 +127,7 @@ def measure_cuda(
 ) -> Rates:
     """Measure a GPU and its link, in about 15 s on a current card; `scale` stretches the sustained measurements.
 
-    Takes up to 1.4 GiB of GPU memory, and of page-locked host memory 256 MiB, then up to MOST_SWEPT_BYTES (less if less
+    Takes up to 1.4 GiB of GPU memory, and of page-locked host memory 256 MiB, then up to MOST_HOST_BYTES (less if less
     is free), and gives all of it back to the allocators. Host memory comes first, while the process holds nothing else.
     Order: runs on the current stream of `device` and synchronises. The device should be idle otherwise.
     """
@@ -377,31 +374,13 @@ def _host_rates(device: torch.device, dtype: torch.dtype, host_free_bytes: int, 
     most_bytes = _copy_bytes(min(host_free_bytes // 2, _free_bytes(device)))
     with link_buffers(min(LINK_BYTES, most_bytes), device) as buffers:
         links = link_rates(buffers, device)
-    room = int(MEMORY_SHARE * host_free_bytes) // 2
-    work_bytes = max(MIB, working_bytes(LEAST_HOST_BYTES, min(MOST_HOST_BYTES, room)) // 2 * 2)
-    swept_bytes = working_bytes(work_bytes, max(work_bytes, min(MOST_SWEPT_BYTES, room)), SWEPT_CACHE_SHARE)
-    with allocate_host(swept_bytes, page_locked=True) as memory:
-        work = memory.tensor[:work_bytes]
-        source, target = work.chunk(2)
+    work_bytes = working_bytes(LEAST_HOST_BYTES, min(MOST_HOST_BYTES, int(MEMORY_SHARE * host_free_bytes) // 2))
+    with allocate_host(max(MIB, work_bytes // 2 * 2), page_locked=True) as work:
+        source, target = work.tensor.chunk(2)
         copies = copy_curve(target, source, least_s)
-        adamw = adamw_rates(dtype, work, UPDATE_SHARE * least_s, UPDATE_ROUNDS)
-        beside = beside_adamw(device, dtype, memory.tensor, adamw, min(PIECE_BYTES, most_bytes), least_s)
+        adamw = adamw_rates(dtype, work.tensor, UPDATE_SHARE * least_s, UPDATE_ROUNDS)
+        updates = adamw_work(dtype, work.tensor, adamw).call
+        link = SweptLink(work.tensor, min(PIECE_BYTES, most_bytes, work.tensor.numel() // 2), device)
+        with engine_threads():
+            beside = rates_beside(link, device, updates, least_s)
     return HostRates(copies, adamw, links, beside)
-
-
-def beside_adamw(
-    device: torch.device,
-    dtype: torch.dtype,
-    memory: Tensor,
-    adamw: tuple[tuple[str, float], ...],
-    piece_bytes: int,
-    least_s: float,
-) -> BesideRates:
-    """Measure copies of pieces of `memory` beside AdamW on the CPU, both of which go through all of it.
-
-    memory: uint8, page-locked, of MIB or more. adamw: what `adamw_rates` measured. Order: as `rates_beside`.
-    """
-    link = SweptLink(memory, min(piece_bytes, memory.numel() // 2), device)
-    with engine_threads():
-        updates = swept_adamw(dtype, memory, adamw, MOST_HOST_BYTES)
-        return rates_beside(link, device, updates, least_s)

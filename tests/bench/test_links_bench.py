@@ -134,8 +134,7 @@ def fake_cuda(driver, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(links, "open_transfers", lambda device: driver.open())
     for module in (links, measure_links):
         monkeypatch.setattr(module, "allocate_host", lambda num_bytes, page_locked: allocate_host(num_bytes, False))
-    monkeypatch.setattr(links, "MOST_HOST_BYTES", 2**20)
-    monkeypatch.setattr(links, "MOST_SWEPT_BYTES", 2**21)
+    monkeypatch.setattr(links, "BESIDE_SIZES", (2**20, 2**21))
     for name in ("HOST_COPY_BYTES", "ADAMW_PARAMETERS", "PIECE_BYTES"):
         monkeypatch.setattr(links, name, 2**16)
 
@@ -148,8 +147,7 @@ def test_a_run_measures_all_parts(fake_cuda: None, capsys: pytest.CaptureFixture
     assert results["transfers"] == "NativeTransfers"
     assert [threads for threads, _ in results["host_copy"]][-1] == torch.get_num_threads()
     assert len(results["together"]) in (7, 11)  # without AdamW's library, and with it
-    sizes = [f"of {mib} MiB" for mib in (0.25, 1, 2, 4)]
-    assert list(results["beside_adamw"]) == ["the same again", *sizes]
+    assert list(results["beside_adamw"]) == ["the same again", "of 1 MiB", "of 2 MiB"]
     assert min(rate for found in results["beside_adamw"].values() for rate in found.values()) > 0
     printed = capsys.readouterr().out
     assert "(h) torch: device to host, both busy" in printed
@@ -173,8 +171,10 @@ def test_tables_show_every_figure():
     assert lines[-1].split() == ["1048576", "KiB", *["50.00"] * 8]
     line = links.together_table([links.Together("AdamW", 1e9, 2e9, 30e9)]).splitlines()[-1]
     assert line.split() == ["AdamW", "1.0", "2.0", "30.0", "33.0"]
-    line = links.beside_table({"one": measure_links.BesideRates(3e10, 4e10, 4.5e10, 5e10, 0.61)}).splitlines()[-1]
-    assert line.split() == ["one", "30.0", "40.0", "45.0", "50.0", "61%"]
+    beside = measure_links.BesideRates(3e10, 4e10, 4.5e10, 5e10, 0.61)._asdict() | {"adamw_parameters_per_s": 8.2e9}
+    assert links.beside_table({"one": beside}).splitlines()[-1].split() == [
+        "one", "30.0", "40.0", "45.0", "50.0", "61%", "8.20",
+    ]  # fmt: skip
 
 
 @pytest.mark.gpu

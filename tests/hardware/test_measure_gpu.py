@@ -86,7 +86,6 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         "PLAIN_LENGTHS": (16, 32),
         "LEAST_HOST_BYTES": MIB,
         "MOST_HOST_BYTES": MIB,
-        "MOST_SWEPT_BYTES": 3 * MIB,
         "NUM_ISSUED": 20,
         "WARMING_SIZE": 32,
         "OPERAND_BYTES": MIB,
