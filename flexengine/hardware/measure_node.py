@@ -15,13 +15,13 @@ import torch
 
 from flexengine.hardware.measure import SUSTAINED_S, cube_rate
 from flexengine.hardware.measure_host import AdamWork, adamw_work, engine_threads, working_bytes
-from flexengine.hardware.measure_links import LinkBuffers, link_buffers
+from flexengine.hardware.measure_links import Link, LinkBuffers, SweptLink, link_buffers
 from flexengine.hardware.timing import cpu_timer, timed_calls
 from flexengine.native import allocate_host
 
 MIB = 2**20
 LINK_BYTES = 128 * MIB
-LEAST_WORK_BYTES, MOST_WORK_BYTES = 192 * MIB, 704 * MIB
+LEAST_WORK_BYTES, MOST_WORK_BYTES = 512 * MIB, 704 * MIB
 SHARE_OF_FREE = 0.3
 """Of the host memory that is free for a rank: what it works on there."""
 LINK_S, HOST_S = 0.3, 0.4
@@ -43,9 +43,10 @@ class MeasuredRank(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """What a rank copies and updates."""
+    """What a rank copies and updates. swept: copies of what it updates, which no cache holds."""
 
     buffers: LinkBuffers
+    swept: Link
     copy: Callable[[], object]
     copied_bytes: int
     adamw: AdamWork
@@ -61,8 +62,8 @@ def measure_at_work(
     """Measure a rank's host memory, link and products with all others, in about five seconds.
 
     adamw_rates: as one rank alone measured them. free_bytes: of host memory, for this rank. Takes twice LINK_BYTES of
-    page-locked host memory and of the GPU's, then of the GPU what a large product takes, and at most MOST_WORK_BYTES of
-    other host memory; gives all of it back.
+    host memory and of the GPU's, then of the GPU what a large product takes, and at most MOST_WORK_BYTES more of host
+    memory, all of it page-locked; gives all of it back.
     Order: all ranks make this call together; synchronises.
     """
     with ExitStack() as held, torch.cuda.device(device), torch.no_grad():
@@ -73,7 +74,7 @@ def measure_at_work(
             h2d = _copied(work.buffers, at_once, up=True)
             d2h = _copied(work.buffers, at_once, down=True)
             duplex = _copied(work.buffers, at_once, up=True, down=True)
-            beside = _copied(work.buffers, at_once, up=True, down=True, meanwhile=work.adamw.call)
+            beside = _copied(work.swept, at_once, up=True, down=True, meanwhile=work.adamw.call)
         matmul = at_once(lambda: cube_rate(device, dtype, SUSTAINED_S))
         rates = {
             "h2d_bytes_per_s": h2d[0],
@@ -100,21 +101,23 @@ def _made(
     share = int(SHARE_OF_FREE * free_bytes)
     buffers = held.enter_context(link_buffers(max(MIB, min(LINK_BYTES, share // 2)), device))
     num_bytes = max(MIB, working_bytes(LEAST_WORK_BYTES, min(MOST_WORK_BYTES, share)))
-    memory = held.enter_context(allocate_host(num_bytes // 2 * 2, page_locked=False)).tensor
+    memory = held.enter_context(allocate_host(num_bytes // 2 * 2, page_locked=True)).tensor
+    held.callback(torch.cuda.synchronize, device)  # whatever failed: nothing may be on its way when host memory goes
     source, target = memory.chunk(2)
+    swept = SweptLink(memory, min(buffers.num_bytes, memory.numel() // 2), device)
     adamw = adamw_work(dtype, memory, adamw_rates)
-    return _Work(buffers, lambda: target.copy_(source), 2 * source.numel(), adamw)
+    return _Work(buffers, swept, lambda: target.copy_(source), 2 * source.numel(), adamw)
 
 
 def _copied(
-    buffers: LinkBuffers,
+    link: Link,
     at_once: AtOnce,
     up: bool = False,
     down: bool = False,
     meanwhile: Callable[[], object] | None = None,
 ) -> list[float]:
     """Bytes per second to the device, or to the host, or both at the same time, while all ranks copy."""
-    ways = [buffers.upward(buffers.num_bytes)] * up + [buffers.downward(buffers.num_bytes)] * down
+    ways = [link.upward(link.num_bytes)] * up + [link.downward(link.num_bytes)] * down
 
     def alone_s() -> list[float]:
         for way in ways:
@@ -123,7 +126,7 @@ def _copied(
 
     calls = [max(2, math.ceil(LINK_S / seconds)) for seconds in at_once(alone_s)]
     seconds = at_once(lambda: _busy_seconds(ways, calls, meanwhile))
-    return [buffers.num_bytes / s for s in seconds]
+    return [link.num_bytes / s for s in seconds]
 
 
 def _busy_seconds(

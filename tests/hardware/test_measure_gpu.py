@@ -79,7 +79,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     }
     for name, value in replacements.items():
         monkeypatch.setattr(torch.cuda, name, value, raising=False)
-    for module in (measure, measure_links):
+    for module in (measure, measure_links, measure_node):
         monkeypatch.setattr(module, "allocate_host", lambda num_bytes, page_locked: allocate_host(num_bytes, False))
     for name, value in {
         "CUDA_TOKENS": (8, 16, 32),
