@@ -23,11 +23,12 @@ FIRST_PARAMETERS = 2**18  # that even the plain torch path updates in a fraction
 SLOW_PARAMETERS_PER_S = 50e6  # at a lower rate more parameters would take too long, and show nothing new
 PIECE_ALIGNMENT = 64  # parameters (with states in blocks: blocks): whole cache lines in every plane
 CPUS = Path("/sys/devices/system/cpu")
-UNKNOWN_CACHE_BYTES = 64 * 2**20
+UNKNOWN_CACHE_BYTES = 512 * 2**20
+"""More than most hosts have: some containers do not show the caches, as those of gVisor."""
 CACHE_SHARE = 0.15
 """Of a buffer, what the caches may hold: each sweep evicts most of it before the next. Copies read from them what
-AdamW has just touched, and what is in them slows neither: of a buffer that they held almost half of, 37 GB/s went to an
-H200 beside AdamW, which kept 82% of its speed; of 704 MiB 31 and 68%, of 2 GiB 28 and 70% (bench.links)."""
+AdamW has just touched, and what is in them slows neither: out of 192 MiB 37 GB/s went to an H200 beside AdamW, which
+kept 82% of its speed; out of 704 MiB 31 and 68%, out of 2 GiB 28 and 70%."""
 
 
 def copy_curve(target: Tensor, source: Tensor, least_s: float) -> Points:

@@ -21,7 +21,7 @@ from flexengine.native import allocate_host
 
 MIB = 2**20
 LINK_BYTES = 128 * MIB
-LEAST_WORK_BYTES, MOST_WORK_BYTES = 512 * MIB, 704 * MIB
+LEAST_WORK_BYTES, MOST_WORK_BYTES = 192 * MIB, 704 * MIB
 SHARE_OF_FREE = 0.3
 """Of the host memory that is free for a rank: what it works on there."""
 LINK_S, HOST_S = 0.3, 0.4

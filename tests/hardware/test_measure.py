@@ -301,8 +301,8 @@ def test_slow_adamw_works_on_a_small_piece():
         ([("0-15", "300M")] * 2, 300 * MIB),
         ([("0-7", "32768K\n"), ("0-7", "32768K"), ("8-15", "32768K")], 64 * MIB),
         ([("0", "1G")], 2**30),
-        ([("0", "lots")], 64 * MIB),
-        ([], 64 * MIB),
+        ([("0", "lots")], 512 * MIB),
+        ([], 512 * MIB),
     ],
 )
 def test_working_memory_exceeds_the_last_caches(
