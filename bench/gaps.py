@@ -7,18 +7,21 @@ Flags are those of bench.step; of several caps the first counts. Of --warmup and
 seconds of the thread that issues, and the host's before the first program of a step, while it issues each, after each
 until the next, and at the end. Then one more is timed. By cause: the seconds that compute was idle before a command,
 which came to an end when another stream's command did (`h2d: copy`), or when none did and the host had yet to issue it
-(`issue`). By kind of command and of layer: how many, their seconds, and those that the simulator gives them. Of several
-GPUs these are rank 0's, and every rank's seconds of idle compute are told by the stream it waited for, so that those of
-`relay_in`, `relay_out` and `comm` are what the transport costs.
+(`issue`). By kind of command and of layer: how many, their seconds, and those that the simulator gives them. By kind of
+command that is no copy: what the issuing thread takes for them per step after the warmup, and what they are priced at.
+Of several GPUs these are rank 0's, and every rank's seconds of idle compute are told by the stream it waited for, so
+that those of `relay_in`, `relay_out` and `comm` are what the transport costs.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -122,6 +125,44 @@ def note_programs(engine: Engine, at_s: list[float]) -> None:
     engine.runner.run = noted  # type: ignore[method-assign]
 
 
+@contextmanager
+def noted_calls(engine: Engine) -> Iterator[dict[str, list[float]]]:
+    """Collect the seconds of every command that this thread hands to the driver, by kind, until the block ends."""
+    handlers, found, issuer = engine.handlers.by_kind, defaultdict[str, list[float]](list), threading.get_ident()
+    before = dict(handlers)
+
+    def noted(kind: str, call: Callable[..., None]) -> Callable[..., None]:
+        def timed(*args: Any) -> None:
+            start_s = time.perf_counter()
+            call(*args)
+            if threading.get_ident() == issuer:  # the CPU's commands have a thread of their own
+                found[kind].append(time.perf_counter() - start_s)
+
+        return timed
+
+    handlers.update({kind: noted(kind, call) for kind, call in handlers.items()})
+    try:
+        yield found
+    finally:
+        handlers.update(before)
+
+
+def issue_rows(
+    found: Mapping[str, Sequence[float]], num_steps: int, runs: Sequence[TimedRun], rates: Rates
+) -> list[dict]:
+    """What the issuing thread takes for each kind of command per step, and what the simulator gives it for them."""
+    priced: dict[str, float] = defaultdict(float)
+    for run in runs:
+        for command in run.program.commands:
+            if not command.copies and command.stream is not Stream.CPU:
+                priced[command.kind] += rates.issue_s(command)
+    return [
+        {"kind": kind, "count": len(seconds) / num_steps, "seconds": sum(seconds) / num_steps, "priced_s": priced[kind],
+         "median_s": statistics.median(seconds)}
+        for kind, seconds in sorted(found.items())
+    ]  # fmt: skip
+
+
 def steps(engine: Engine, batch: torch.Tensor, count: int, say: Callable[[str], None], at_s: list[float]) -> list[dict]:
     """Train so many steps; returns wall seconds, those of the thread that issues, and the host's before its first
     program, of the issue of each and after each. at_s: of `note_programs`."""
@@ -149,11 +190,14 @@ def measure(args: argparse.Namespace, planned: PlannedRun) -> dict:
     plan, batch, say = engine.plan, one_batch(engine), printer(planned.team)
     at_s: list[float] = []
     note_programs(engine, at_s)
-    told = steps(engine, batch, args.warmup + args.steps, say, at_s)
+    told = steps(engine, batch, args.warmup, say, at_s)
+    with noted_calls(engine) as calls:
+        told += steps(engine, batch, args.steps, say, at_s)
     engine.measure_next_step(keep_runs=True)
     timed = steps(engine, batch, 1, say, at_s)[0]
     runs = list(engine.take_timed_runs())
-    kinds = by_kind(runs, planned_rates(plan, CostModel.of(plan.request, planned.profile, plan.chunk_tokens)))
+    rates = planned_rates(plan, CostModel.of(plan.request, planned.profile, plan.chunk_tokens))
+    kinds = by_kind(runs, rates)
     gaps, on_gpu = idle_seconds(runs), planned.device.type == "cuda"
     graphs = 0 if engine.replay is None else engine.replay.num_graphs
     allocator = torch.cuda.memory_stats(planned.device) if on_gpu else {}
@@ -178,6 +222,7 @@ def measure(args: argparse.Namespace, planned: PlannedRun) -> dict:
             {"cause": why, "before": kind, "seconds": sum(found), "count": len(found)}
             for (why, kind), found in sorted(gaps.items(), key=lambda item: -sum(item[1]))
         ],
+        "issued": issue_rows(calls, args.steps, runs, rates),
         "commands": [{"stream": stream, "kind": kind, **row} for (stream, kind), row in kinds.items()],
     }
 
@@ -198,7 +243,12 @@ def table(found: dict) -> str:
          f"{row['simulated_s']:.4f}")
         for row in found["commands"]
     ]  # fmt: skip
-    return "\n".join([*align_columns(idle), "", *align_columns(kinds)])
+    issued = [("issued", "per step", "ms per step", "median ms", "priced ms per step")]
+    issued += [
+        (row["kind"], f"{row['count']:g}", *(f"{1e3 * row[name]:.3f}" for name in ("seconds", "median_s", "priced_s")))
+        for row in found["issued"]
+    ]
+    return "\n".join([*align_columns(idle), "", *align_columns(kinds), "", *align_columns(issued)])
 
 
 def main() -> None:

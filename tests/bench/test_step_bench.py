@@ -2,6 +2,8 @@
 
 import json
 import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 from bench import step
 from bench.environment import require_native_code
-from bench.gaps import by_stream, idle_seconds, kind_of
+from bench.gaps import by_stream, idle_seconds, issue_rows, kind_of, noted_calls
 from flexengine.hardware.presets import preset
 from flexengine.models.freezing import with_frozen
 from flexengine.models.registry import open_model
@@ -114,6 +116,25 @@ def test_idle_seconds_are_summed_by_the_stream_that_compute_waited_for():
         ("issue", "forward"): [2.0], ("issue after h2d: copy", "forward"): [4.0],
     }  # fmt: skip
     assert by_stream(gaps) == {"relay_in": 1.75, "issue": 6.0}
+
+
+def test_what_the_issuing_thread_takes_is_told_by_kind_beside_its_price():
+    handlers = {"forward": lambda command: None, "update": lambda command: time.sleep(0.01)}
+    engine, kinds = SimpleNamespace(handlers=SimpleNamespace(by_kind=dict(handlers))), list(handlers)
+    with noted_calls(engine) as found:
+        for kind in ("forward", "update", "update", "forward"):
+            engine.handlers.by_kind[kind]("a command")
+        on_the_cpu = threading.Thread(target=engine.handlers.by_kind["update"], args=("a command",))
+        on_the_cpu.start()
+        on_the_cpu.join()
+    assert engine.handlers.by_kind == handlers
+    commands = [SimpleNamespace(kind=kind, copies=(), stream=Stream.COMPUTE) for kind in kinds]
+    commands += [SimpleNamespace(kind="update", copies=(), stream=Stream.CPU)]
+    commands += [SimpleNamespace(kind="fetch", copies=("a copy",), stream=Stream.H2D)]
+    runs = [SimpleNamespace(program=SimpleNamespace(commands=commands))] * 3
+    rows = issue_rows(found, 2, runs, SimpleNamespace(issue_s=lambda command: 0.25))
+    assert [(row["kind"], row["count"], row["priced_s"]) for row in rows] == [("forward", 1, 0.75), ("update", 1, 0.75)]
+    assert 0.01 <= rows[1]["median_s"] <= rows[1]["seconds"]
 
 
 def test_training_on_a_gpu_is_not_measured_without_native_code(monkeypatch):
