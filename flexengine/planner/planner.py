@@ -77,6 +77,9 @@ NUM_FINALISTS, SIMULATED_COMMANDS = 12, 6_000
 """Candidates of a size that may be simulated, and commands after which no more are; a second has about 20,000."""
 SAME = 1e-9
 """Part of their seconds by which plans of one speed differ, as sums of the same terms in another order do."""
+UPDATING_IN_BACKWARD, LEAST_HIDDEN = 8, 0.99
+"""Plans of the search for updates inside backward that are tried with speculation. The search takes as long as the one
+before it; it is made where a step whose updates need not wait takes at most this share."""
 MAX_CHUNK_LAYERS = 1024
 """Largest chunks per round times blocks that is planned for, where sizes allow a choice: programs grow with it."""
 WHOLE_ENOUGH = 0.8
@@ -137,23 +140,30 @@ class Planner:
     """Plans one request."""
 
     def __init__(
-        self, model: ModelSpec, request: Request, profile: HardwareProfile, arranged: ModelSpec | None = None
-    ) -> None:
-        """arranged: the model with experts in parts, where plans shall stream it so."""
+        self, model: ModelSpec, request: Request, profile: HardwareProfile, arranged: ModelSpec | None = None,
+        clipping: Planner | None = None,
+    ) -> None:  # fmt: skip
+        """arranged: the model with experts in parts, where plans shall stream it so. clipping: the planner of the same
+        request but for the clipping, whose bounds and save sets are those of this one."""
         check_matmul_dtype(model, request.numerics.matmul)
         check_keep_dtype(model, request.numerics.keep)
         check_base_dtype(model, request.numerics.base)
         self.given, self.model = model, model if arranged is None else arranged
         self.request, self.profile = request, profile
         self.buffers = SharedBuffers(self.model, request, profile)
+        self.clipping = clipping
         self.pricer = StepPricer(profile)
         self.timed: list[tuple[Plan, StepEstimate]] = []  # plans that fit, by simulation
 
     def plan(self) -> Plan | None:
         """Bound, seed, search and simulate; None where nothing fits."""
         started = self.started(self.bounded())
-        best = self.simulated(self.finalists(self.race(started))) or self.simulated(self.last_resort())
+        best = self.searched(started) or self.simulated(self.last_resort())
         return None if best is None else self.predicted(*self.speculating(started, *self.touched_only(*best)))
+
+    def searched(self, started: list[SizeSearch]) -> tuple[Plan, StepEstimate] | None:
+        """The fastest finalist by simulation; None where none fits."""
+        return self.simulated(self.finalists(self.race(started)))
 
     # -- sizes -------------------------------------------------------------------------------------------------------
 
@@ -166,8 +176,8 @@ class Planner:
 
     @cached_property
     def bounds(self) -> SizeBounds:
-        """The bound of every size."""
-        return size_bounds(self.model, self.request, self.profile)
+        """The bound of every size. For one rank it is that of updates inside backward anyway."""
+        return size_bounds(self.model, self.request, self.profile) if self.clipping is None else self.clipping.bounds
 
     def started(self, sizes: Iterable[SizeSearch]) -> list[SizeSearch]:
         """Start sizes until the bound of the next one reaches the best seed, or too many in a row are far from it."""
@@ -197,6 +207,8 @@ class Planner:
     @cached_property
     def save_sets(self) -> SaveSets:
         """Save sets that no other beats in bytes and recompute seconds. They hardly depend on the chunk size."""
+        if self.clipping is not None:
+            return self.clipping.save_sets
         chunk, longest = max(chunk for chunk, _ in self.bounds.sizes), self.request.max_seq_len
         cost = CostModel.of(self.request, self.profile, chunk)
         shape = full_round(self.request, chunk, max(1, -(-longest // chunk)))
@@ -261,8 +273,23 @@ class Planner:
         bold.try_plans([plan, *self._of_other_sizes(started, plan)])
         if bold.best[1] is not estimate:
             bold.try_plans(self._alike(bold.best[0]))
+        bold.try_plans(self._updating_in_backward(plan, estimate))
+        if bold.best[1] is not estimate:
             bold.try_fewer_groups()
         return bold.best if bold.best[1].step_s < LEAST_GAIN * estimate.step_s else (plan, estimate)
+
+    def _updating_in_backward(self, plan: Plan, estimate: StepEstimate) -> list[Plan]:
+        """The best plans of a search in which all that the CPU updates is updated inside backward, fastest first; none
+        where that hardly makes the step of `plan` shorter."""
+        unclipped = replace(self.request, clipping=False)
+        if self.request.shares_node or not plan.updates_on_cpu:
+            return []
+        inside_s = self.pricer.step(Layout(self.model, replace(plan, request=unclipped))).step_s
+        if inside_s > LEAST_HIDDEN * estimate.step_s:
+            return []
+        other = Planner(self.given, unclipped, self.profile, self.model, clipping=self)
+        other.searched(other.started(other.bounded()))
+        return [replace(found, request=self.request) for found in other._fastest_first()[:UPDATING_IN_BACKWARD]]
 
     def _of_other_sizes(self, started: Iterable[SizeSearch], plan: Plan) -> list[Plan]:
         """The best plan of each of the best sizes but that of `plan`; by simulation, where there was one.

@@ -58,14 +58,14 @@ class Speculation:
         self, model: ModelSpec, request: Request, profile: HardwareProfile, pricer: StepPricer, best: Priced
     ) -> None:
         self._model, self._request, self._profile, self._pricer, self.best = model, request, profile, pricer, best
-        self._most_commands = pricer.simulated_commands + SPECULATED_COMMANDS
         self._fastest, self._waiting_s = best[0], best[1].step_s
         self._layout: Layout | None = None  # of the best one without speculation; None before one is faster
 
     def try_plans(self, plans: Iterable[Plan]) -> None:
         """Try FIRST_SHARES of what the plans have room for; plans that do not fit themselves are left out."""
+        most_commands = self._pricer.simulated_commands + SPECULATED_COMMANDS
         for layout in (Layout(self._model, plan) for plan in plans if plan.updates_on_cpu):
-            if self._pricer.simulated_commands > self._most_commands:
+            if self._pricer.simulated_commands > most_commands:
                 return
             if max(excess_bytes(layout, self._request, self._profile)) <= 0:
                 self._try(layout, FIRST_SHARES)

@@ -49,6 +49,16 @@ def test_a_plan_with_room_speculates_and_is_priced_as_it_runs(plan):
     assert 0.9 * busy[1] <= busy[0] <= 1.3 * busy[1]
 
 
+def test_a_step_that_waits_for_updates_is_planned_as_if_they_began_in_backward():
+    """8B parameters at 48 GiB with 8192 tokens: among plans that wait for the norm none is good with speculation."""
+    model = open_model("preset:llama-3.1-8b").spec
+    request = Request(512, 8192, 48 * GIB, 110 * GIB, numerics=Numerics(state="bfloat16"), graphs="never")
+    clipped, unclipped = (make_plan(model, replace(request, clipping=clips), preset("h200")) for clips in (True, False))
+    assert clipped.speculates
+    assert clipped.request == request
+    assert clipped.predicted.step_s < 1.05 * unclipped.predicted.step_s
+
+
 def test_updates_into_second_planes_have_a_price_of_their_own(plan):
     slower = replace(
         PROFILE, cpu_adamw_parameters_per_s=(*PROFILE.cpu_adamw_parameters_per_s, ("bfloat16 into second planes", 3e9))
