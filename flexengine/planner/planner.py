@@ -144,7 +144,7 @@ class Planner:
         clipping: Planner | None = None,
     ) -> None:  # fmt: skip
         """arranged: the model with experts in parts, where plans shall stream it so. clipping: the planner of the same
-        request but for the clipping, whose bounds and save sets are those of this one."""
+        request with clipping, whose save sets are those of this one."""
         check_matmul_dtype(model, request.numerics.matmul)
         check_keep_dtype(model, request.numerics.keep)
         check_base_dtype(model, request.numerics.base)
@@ -176,8 +176,8 @@ class Planner:
 
     @cached_property
     def bounds(self) -> SizeBounds:
-        """The bound of every size. For one rank it is that of updates inside backward anyway."""
-        return size_bounds(self.model, self.request, self.profile) if self.clipping is None else self.clipping.bounds
+        """The bound of every size."""
+        return size_bounds(self.model, self.request, self.profile)
 
     def started(self, sizes: Iterable[SizeSearch]) -> list[SizeSearch]:
         """Start sizes until the bound of the next one reaches the best seed, or too many in a row are far from it."""
