@@ -13,15 +13,13 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
-from flexengine.hardware.measure import SUSTAINED_S, cube_rate
+from flexengine.hardware.measure import LEAST_HOST_BYTES, LINK_BYTES, MOST_HOST_BYTES, SUSTAINED_S, cube_rate
 from flexengine.hardware.measure_host import AdamWork, adamw_work, engine_threads, working_bytes
 from flexengine.hardware.measure_links import Link, LinkBuffers, SweptLink, link_buffers
 from flexengine.hardware.timing import cpu_timer, timed_calls
 from flexengine.native import allocate_host
 
 MIB = 2**20
-LINK_BYTES = 128 * MIB
-LEAST_WORK_BYTES, MOST_WORK_BYTES = 192 * MIB, 704 * MIB
 SHARE_OF_FREE = 0.3
 """Of the host memory that is free for a rank: what it works on there."""
 LINK_S, HOST_S = 0.3, 0.4
@@ -62,7 +60,7 @@ def measure_at_work(
     """Measure a rank's host memory, link and products with all others, in about five seconds.
 
     adamw_rates: as one rank alone measured them. free_bytes: of host memory, for this rank. Takes twice LINK_BYTES of
-    host memory and of the GPU's, then of the GPU what a large product takes, and at most MOST_WORK_BYTES more of host
+    host memory and of the GPU's, then of the GPU what a large product takes, and at most MOST_HOST_BYTES more of host
     memory, all of it page-locked; gives all of it back.
     Order: all ranks make this call together; synchronises.
     """
@@ -100,7 +98,7 @@ def _made(
     """Allocate what is copied and updated, until `held` ends."""
     share = int(SHARE_OF_FREE * free_bytes)
     buffers = held.enter_context(link_buffers(max(MIB, min(LINK_BYTES, share // 2)), device))
-    num_bytes = max(MIB, working_bytes(LEAST_WORK_BYTES, min(MOST_WORK_BYTES, share)))
+    num_bytes = max(MIB, working_bytes(LEAST_HOST_BYTES, min(MOST_HOST_BYTES, share)))
     memory = held.enter_context(allocate_host(num_bytes // 2 * 2, page_locked=True)).tensor
     held.callback(torch.cuda.synchronize, device)  # whatever failed: nothing may be on its way when host memory goes
     source, target = memory.chunk(2)

@@ -140,18 +140,15 @@ class Planner:
     """Plans one request."""
 
     def __init__(
-        self, model: ModelSpec, request: Request, profile: HardwareProfile, arranged: ModelSpec | None = None,
-        clipping: Planner | None = None,
-    ) -> None:  # fmt: skip
-        """arranged: the model with experts in parts, where plans shall stream it so. clipping: the planner of the same
-        request with clipping, whose save sets are those of this one."""
+        self, model: ModelSpec, request: Request, profile: HardwareProfile, arranged: ModelSpec | None = None
+    ) -> None:
+        """arranged: the model with experts in parts, where plans shall stream it so."""
         check_matmul_dtype(model, request.numerics.matmul)
         check_keep_dtype(model, request.numerics.keep)
         check_base_dtype(model, request.numerics.base)
         self.given, self.model = model, model if arranged is None else arranged
         self.request, self.profile = request, profile
         self.buffers = SharedBuffers(self.model, request, profile)
-        self.clipping = clipping
         self.pricer = StepPricer(profile)
         self.timed: list[tuple[Plan, StepEstimate]] = []  # plans that fit, by simulation
 
@@ -207,8 +204,6 @@ class Planner:
     @cached_property
     def save_sets(self) -> SaveSets:
         """Save sets that no other beats in bytes and recompute seconds. They hardly depend on the chunk size."""
-        if self.clipping is not None:
-            return self.clipping.save_sets
         chunk, longest = max(chunk for chunk, _ in self.bounds.sizes), self.request.max_seq_len
         cost = CostModel.of(self.request, self.profile, chunk)
         shape = full_round(self.request, chunk, max(1, -(-longest // chunk)))
@@ -287,7 +282,7 @@ class Planner:
         inside_s = self.pricer.step(Layout(self.model, replace(plan, request=unclipped))).step_s
         if inside_s > LEAST_HIDDEN * estimate.step_s:
             return []
-        other = Planner(self.given, unclipped, self.profile, self.model, clipping=self)
+        other = Planner(self.given, unclipped, self.profile, self.model)
         other.searched(other.started(other.bounded()))
         return [replace(found, request=self.request) for found in other._fastest_first()[:UPDATING_IN_BACKWARD]]
 

@@ -1,8 +1,8 @@
 """Adds speculative updates to a plan: as many groups as spare host memory has second planes for, if that is faster.
 
-The search knows nothing of them, but the best plans of several sizes are tried. Groups that the CPU updates are taken
-in the order in which the last backward pass completes their gradients: what comes first has most time to be updated
-before the norm is known. The step is simulated as if the speculation held.
+They are tried on the best plans of several sizes, of which the search makes some as if nothing were clipped. Groups
+that the CPU updates are taken in the order in which the last backward pass completes their gradients: what comes first
+has most time to be updated before the norm is known. The step is simulated as if the speculation held.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ speculation. It may gain a quarter; each costs two simulations, a third of a sec
 ALIKE = 2
 """Plans of the same size as the best one that are tried as well: less of what is kept leaves more host memory."""
 SPECULATED_COMMANDS = 8_000
-"""Commands after which no more plans are tried; a second has about 20,000. Short steps, which gain most, are tried in
-all sizes; without a limit 1 of 12 requests had a faster plan, by 0.2%."""
+"""Commands after which no more of the plans given at a time are tried; a second has about 20,000. Short steps, which
+gain most, are tried in all sizes; without a limit 1 of 12 requests had a faster plan, by 0.2%."""
 MOST_CHUNK_LAYERS = 256
 """Largest chunks per round times blocks of other sizes that are tried: a simulation takes as long as its program."""
 HOPELESS = 1.05

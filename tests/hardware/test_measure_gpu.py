@@ -210,7 +210,7 @@ def test_a_moment_in_which_the_host_is_busy_counts_little(fake_cuda: SimpleNames
 
 
 def test_a_rank_measures_its_host_and_link_with_the_others(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
-    for name in ("LINK_BYTES", "LEAST_WORK_BYTES", "MOST_WORK_BYTES"):
+    for name in ("LINK_BYTES", "LEAST_HOST_BYTES", "MOST_HOST_BYTES"):
         monkeypatch.setattr(measure_node, name, MIB)
     for name in ("LINK_S", "HOST_S"):
         monkeypatch.setattr(measure_node, name, 0.001)
