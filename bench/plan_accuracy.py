@@ -285,9 +285,15 @@ def measured_row(
 
 
 def rates_of(profile: HardwareProfile) -> dict[str, Any]:
-    """Single figures that a plan was made with, and rates of updates by the CPU: what may have been mispriced."""
+    """What a plan was made with and may have been mispriced: single figures, and rates of products, attention and
+    updates by the CPU."""
     scalars = {name: value for name, value in asdict(profile).items() if isinstance(value, int | float)}
-    return {**scalars, "cpu_adamw_parameters_per_s": dict(profile.cpu_adamw_parameters_per_s)}
+    curves = ("matmul_flops_per_s", "attention_forward_flops_per_s", "attention_backward_flops_per_s")
+    return {
+        **scalars,
+        **{name: getattr(profile, name) for name in curves},
+        "cpu_adamw_parameters_per_s": dict(profile.cpu_adamw_parameters_per_s),
+    }
 
 
 def steady_step_s(steps_s: list[float]) -> float:
@@ -409,8 +415,11 @@ def named(row: dict) -> str:
 
 
 def rows_of(paths: list[str]) -> list[dict]:
-    """All rows, with the step time that follows from the steps on record."""
-    rows = [row for path in paths for row in json.loads(Path(path).read_text())["rows"]]
+    """All rows, with their GPU and the step time that follows from the steps on record."""
+    rows = []
+    for path in paths:
+        found = json.loads(Path(path).read_text())
+        rows += [{"gpu": found.get("environment", {}).get("gpu"), **row} for row in found["rows"]]
     return [row if "failed" in row else {**row, "step_s": steady_step_s(row["steps_s"])} for row in rows]
 
 
@@ -421,7 +430,8 @@ def in_order(rows: Sequence[dict]) -> list[dict]:
 
 
 def merged(paths: list[str]) -> dict:
-    """The result of several parts: the machine of the first, all commands, all rows in the order of the cases."""
+    """The result of several parts: the machine of the first, all commands, all rows in the order of the cases, each
+    with its GPU."""
     environments = [json.loads(Path(path).read_text())["environment"] for path in paths]
     commands = [environment["command"] for environment in environments]
     rows = in_order(rows_of(paths))

@@ -137,6 +137,7 @@ def measure_cuda(
         release_unused_heap()
         torch.cuda.empty_cache()  # or cuBLAS would keep a workspace within what the links' benchmark took
         run_engine_kernels(device, dtype)
+        calls_s = _host_calls(device)
         memory_rate = _device_copy_rate(device, least_s)
         peak = cube_rate(device, dtype, SUSTAINED_S * scale)
         layers = shape.linears or usual_layers(shape[:2])
@@ -147,7 +148,7 @@ def measure_cuda(
         fp8 = _fp8_rates(layers, counts, device, product_s)
         experts, head = _shares(shape, block.matmul_flops_per_s, memory_rate, dtype, device, GROUPED_S * scale)
         attention, choices = _cuda_attention(shape, device, dtype, least_s)
-        launch_s, issue_s = _launch_seconds(device), _issue_seconds(device)
+        launch_s, issue_s = map(min, calls_s, _host_calls(device))
     links = host.links
     return Rates(
         matmul_flops_per_s=block.matmul_flops_per_s,
@@ -335,6 +336,15 @@ def _device_copy_rate(device: torch.device, least_s: float) -> float:
 def _copy_bytes(free_bytes: int) -> int:
     """Choose the size of the largest copies: two buffers of it stay within a share of the free memory."""
     return min(COPY_BYTES, max(MIB, int(MEMORY_SHARE * free_bytes) // 2))
+
+
+def _host_calls(device: torch.device) -> tuple[float, float]:
+    """Measure seconds from one small kernel to the next, and those that the host takes to issue a command.
+
+    Called seconds apart, as neighbours on a host may keep it busy for all of one call: a command then took up to three
+    times as long.
+    """
+    return _launch_seconds(device), _issue_seconds(device)
 
 
 def _launch_seconds(device: torch.device) -> float:

@@ -8,6 +8,7 @@ Random data throughout: zeros draw less power and make a power-capped card look 
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import NamedTuple
@@ -26,6 +27,9 @@ PASSES = ("forward", "input gradient", "weight gradient")
 QUERY_HEADS_PER_KEY_HEAD = 4  # grouped queries as in most models since 2023: keys and values are a quarter as wide
 LEAST_FEATURES = 2048  # a product cut to fewer features would run at another rate than the whole one
 ALIGNMENT = 256  # elements: cuBLAS picks its fast kernels for operands that start at multiples of 16 bytes
+MOST_APART = 1.5
+"""Between two measurements of a product by a clock that drifts. One that took longer fell in a moment when host or card
+were held up by others, and the shorter one counts twice."""
 OPERAND_SETS = 4  # weights of a few sets together exceed any GPU's cache, so each call reads them from memory
 
 
@@ -104,19 +108,25 @@ def block_rates(
         widest = max(layers, key=lambda layer: layer.flops(1))
         size = f"{widest.in_features} x {widest.out_features}"
         raise ValueError(f"not enough free memory to measure products of {size} features")
-    seconds: dict[tuple[int, str, str], float] = {}
+    found: dict[tuple[int, str, str], list[float]] = defaultdict(list)
     for order in (reversed(counts), counts):
         for tokens in order:
             for layer in layers:
                 for name in PASSES:
                     key = (tokens, layer.name, name)
-                    once_s = _seconds(layer, tokens, name, dtype, buffers, timer, least_s)
-                    seconds[key] = seconds.get(key, 0.0) + once_s
+                    found[key].append(_seconds(layer, tokens, name, dtype, buffers, timer, least_s))
+    seconds = {key: _of_both(*both) for key, both in found.items()}
     rates = [_weighted_rate(layers, tokens, seconds) for tokens in counts]
     # a longer product is never slower per token than a shorter one, as it could be run in parts: where one was, the
     # clock had changed, and the mean of both is less wrong than the better one
     points = tuple(zip(counts, isotonic_regression(rates).x.tolist(), strict=True))
     return BlockRates(points, tuple(_curve(p, name, counts, seconds) for p in layers for name in PASSES))
+
+
+def _of_both(first_s: float, second_s: float) -> float:
+    """Add up two measurements of a product."""
+    low_s, high_s = sorted((first_s, second_s))
+    return 2 * low_s if high_s > MOST_APART * low_s else low_s + high_s
 
 
 def _weighted_rate(layers: Sequence[LinearShape], tokens: int, seconds: dict[tuple[int, str, str], float]) -> float:

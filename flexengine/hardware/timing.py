@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
@@ -10,9 +11,12 @@ import torch
 Timer = Callable[[Callable[[], object], float], float]
 """Called as (work, least_s); gives seconds per call of `work`, repeated for `least_s` seconds after a first call."""
 
-SHORT_CALL_S = 30e-6  # a shorter call may end before Python has issued the next one
+SHORT_CALL_S, SHORT_ISSUES = 30e-6, 2
+"""A call that is shorter, or takes less than so many times what issuing it does, may end before Python has issued the
+next one. Alone on an idle stream a call takes what issuing it does, and then its own time."""
 MOST_SHORT_CALLS = 500  # below the depth of CUDA's launch queue, so that issuing never has to wait
-ISSUE_S = 12e-6  # a generous estimate of what Python needs per launch
+ISSUE_S, MOST_ISSUE_S = 12e-6, 100e-6
+"""What Python needs per launch, and at most per call: a host that others share may stop while one is issued."""
 LEAST_SHARE = 0.1  # of the seconds of a call, which remains when its traffic is taken off
 MOST_CYCLES_PER_S = 3e9  # no GPU's clock is faster, so a sleep of this many cycles lasts at least a second
 
@@ -20,20 +24,28 @@ MOST_CYCLES_PER_S = 3e9  # no GPU's clock is faster, so a sleep of this many cyc
 def cuda_timer(work: Callable[[], object], least_s: float) -> float:
     """Measure device seconds per call of `work`, issued back to back on the current stream without gaps of the host."""
     work()
-    once_s = timed_calls(work, 1)
+    issued_s: list[float] = []
+
+    def noted() -> None:
+        start_s = time.perf_counter()
+        work()
+        issued_s.append(time.perf_counter() - start_s)
+
+    once_s = timed_calls(noted, 1)
     if once_s >= least_s:
         return once_s
-    calls = math.ceil(least_s / once_s)
-    if once_s >= SHORT_CALL_S:
+    issue_s, calls = min(issued_s[0], MOST_ISSUE_S), math.ceil(least_s / once_s)
+    if once_s >= max(SHORT_CALL_S, SHORT_ISSUES * issue_s):
         return timed_calls(work, calls)
     # Short calls: hold the stream until all are issued, or the host's gaps between them would be timed.
     calls = min(calls, MOST_SHORT_CALLS)
-    hold_stream(calls * ISSUE_S)
+    hold_stream(calls * max(ISSUE_S, issue_s))
     return timed_calls(work, calls)
 
 
 def warmed_timer(warm: Callable[[], object], part_s: float) -> Timer:
-    """Make a timer that runs work in parts of about `part_s` seconds, each right behind a call of `warm`.
+    """Make a timer that runs work in parts of about `part_s` seconds, each right behind a call of `warm`, and takes
+    their median.
 
     Alone, work that draws less power than matrix products would run at a higher clock than between them.
     """
@@ -42,11 +54,11 @@ def warmed_timer(warm: Callable[[], object], part_s: float) -> Timer:
         once_s = cuda_timer(work, 0.0)
         calls = math.ceil(part_s / once_s)
         parts = max(1, math.ceil(least_s / (calls * once_s)))
-        seconds = 0.0
+        seconds: list[float] = []
         for _ in range(parts):
             warm()
-            seconds += timed_calls(work, calls)
-        return seconds / parts
+            seconds.append(timed_calls(work, calls))
+        return median(seconds)
 
     return timer
 

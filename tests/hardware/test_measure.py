@@ -145,6 +145,14 @@ def test_a_longer_product_that_seemed_slower_counts_as_the_mean():
     assert [rate for _, rate in rates.matmul_flops_per_s] == pytest.approx([(flops + 2 * flops / 4) / 2] * 2)
 
 
+def test_a_measurement_that_was_held_up_does_not_count():
+    buffers = Buffers(torch.randn(MIB), torch.empty(16 * MIB, dtype=torch.uint8))
+    layer = LinearShape("p", 64, 128)
+    seconds = iter([1.0, 1.0, 40.0, 1.0, 1.4, 1.0])  # both measurements of the three passes
+    rates = block_rates([layer], [64], torch.float32, buffers, lambda work, least_s: next(seconds), 0.1)
+    assert rates.matmul_flops_per_s[0][1] == pytest.approx(6 * layer.flops(64) / (2 + 2.4 + 2))
+
+
 def test_part_of_a_product_counts_for_the_whole():
     """Buffers that hold half of the features: the time of the half counts twice."""
     product = LinearShape("p", 2048, 8192)

@@ -155,6 +155,35 @@ def test_short_calls_are_issued_behind_a_gate(fake_cuda: SimpleNamespace, monkey
     assert fake_cuda.held_cycles == [int(timing.MOST_SHORT_CALLS * timing.ISSUE_S * timing.MOST_CYCLES_PER_S)]
 
 
+def test_a_call_that_takes_long_to_issue_is_short_and_held_for_as_long(
+    fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+):
+    """A call of 50 us of which the host takes 40 to issue it; one that takes longer than any is held for the most."""
+    for host_s, held_s in ((40e-6, 40e-6), (10e-6, None), (1.0, timing.MOST_ISSUE_S)):
+        calls, clock = [], SimpleNamespace(s=0.0)
+
+        def work(seconds: float = host_s, calls: list = calls, clock: SimpleNamespace = clock) -> None:
+            calls.append(1)
+            clock.s += seconds
+
+        fake_cuda.held_cycles.clear()
+        monkeypatch.setattr(timing.time, "perf_counter", lambda clock=clock: clock.s)
+        monkeypatch.setattr(FakeEvent, "elapsed_time", lambda start, end: 0.05)
+        timing.cuda_timer(work, least_s=50e-6 * 10)
+        assert len(calls) == 1 + 1 + 10
+        held = [] if held_s is None else [int(10 * held_s * timing.MOST_CYCLES_PER_S)]
+        assert fake_cuda.held_cycles == held
+
+
+def test_a_part_in_which_the_card_was_held_up_does_not_count(
+    fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+):
+    seconds = iter([0.004, 0.005, 0.9, 0.006])
+    monkeypatch.setattr(timing, "cuda_timer", lambda work, least_s: next(seconds))
+    monkeypatch.setattr(timing, "timed_calls", lambda work, calls: next(seconds))
+    assert timing.warmed_timer(lambda: None, part_s=0.004)(lambda: None, 0.012) == 0.006
+
+
 def test_long_calls_are_timed_once_and_held_by_nothing(fake_cuda: SimpleNamespace):
     calls = []
     seconds = timing.cuda_timer(lambda: (calls.append(1), time.sleep(0.002)), least_s=0.001)

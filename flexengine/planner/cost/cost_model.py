@@ -141,7 +141,8 @@ more than bytes say, where a call takes 15 to 25 us (bench/results/h200_gaps_*.j
 OTHER_ISSUE_CALLS = {"update": 10, "finish_gradient": 12, "clip": 40}
 """Views, torch's small kernels and Triton's launches, with many operands: the issuing thread takes 0.2 ms for a tile,
 0.25 for a gradient and 0.7 for the factor on all, where a call takes 19 us (150M parameters on an H200). For an update
-by the CPU the host issues nothing, but waits as long for the interpreter, which the thread that begins it holds."""
+by the CPU the host issues nothing, but waits as long for the interpreter, which the thread that begins it holds. Beside
+such updates a tile takes 0.6 ms (bench/results/h200_gaps_150m.json)."""
 FEW_ISSUE_CALLS = 6
 """Other commands: about as many views."""
 BATCH_ISSUE_CALLS = 110
