@@ -46,6 +46,7 @@ from flexengine.planner.speculation import (
     MOST_CHUNK_LAYERS,
     NOT_FAR,
     OTHER_SIZES,
+    Priced,
     Speculation,
     size_of,
 )
@@ -106,25 +107,29 @@ def make_plan(model: ModelSpec, request: Request, profile: HardwareProfile) -> P
 def find_plan(model: ModelSpec, request: Request, profile: HardwareProfile) -> Plan | None:
     """The same; None when nothing fits, without looking for what would."""
     with collector_paused():
-        plan = _find_with_graphs_as_asked(model, request, profile)
-        if plan is None or request.graphs != "auto":
-            return plan
-        planned_model = in_parts(model) if plan.in_parts else model
-        if not graphs_may_pay(planned_model, plan, profile):
-            return plan
-        replayed = _find_with_graphs_as_asked(model, replace(request, graphs="always"), profile)
-        if replayed is None or replayed.predicted.step_s > GRAPHS_GAIN * plan.predicted.step_s:
-            return plan
-        return replayed
+        found = _find_with_graphs_as_asked(model, request, profile)
+        if found is None:
+            return None
+        planner, plan = found
+        if request.graphs == "auto" and graphs_may_pay(planner.model, plan, profile):
+            replayed = _find_with_graphs_as_asked(model, replace(request, graphs="always"), profile)
+            if replayed is not None and replayed[1].predicted.step_s <= GRAPHS_GAIN * plan.predicted.step_s:
+                planner = replayed[0]
+        return planner.refined()
 
 
-def _find_with_graphs_as_asked(model: ModelSpec, request: Request, profile: HardwareProfile) -> Plan | None:
-    """The fastest plan with CUDA graphs where the request says always, else without."""
-    plan, parts = Planner(model, request, profile).plan(), in_parts(model)
+def _find_with_graphs_as_asked(
+    model: ModelSpec, request: Request, profile: HardwareProfile
+) -> tuple[Planner, Plan] | None:
+    """The fastest plan with CUDA graphs where the request says always, else without, and the planner that found it."""
+    whole, parts = Planner(model, request, profile), in_parts(model)
+    plan = whole.found()
+    found = [] if plan is None else [(whole, plan)]
     if may_be_in_parts(model) and (plan is None or not _is_good_whole(plan, parts)):
-        found = (plan, Planner(model, request, profile, parts).plan())
-        plan = min((p for p in found if p is not None), key=lambda p: p.predicted.step_s, default=None)
-    return plan
+        arranged = Planner(model, request, profile, parts)
+        in_parts_plan = arranged.found()
+        found += [] if in_parts_plan is None else [(arranged, in_parts_plan)]
+    return min(found, key=lambda pair: pair[1].predicted.step_s, default=None)
 
 
 def _is_good_whole(plan: Plan, parts: ModelSpec) -> bool:
@@ -150,15 +155,43 @@ class Planner:
         self.request, self.profile = request, profile
         self.buffers = SharedBuffers(self.model, request, profile)
         self.pricer = StepPricer(profile)
-        self.timed: list[tuple[Plan, StepEstimate]] = []  # plans that fit, by simulation
+        self.timed: list[Priced] = []  # plans that fit, by simulation
+        self.waiting: Priced | None = None  # the best of them, which waits for the norm
+        self.bold: Speculation | None = None  # where it may speculate
 
     def plan(self) -> Plan | None:
+        """Bound, seed, search, simulate and refine; None where nothing fits."""
+        return None if self.found() is None else self.refined()
+
+    def found(self) -> Plan | None:
         """Bound, seed, search and simulate; None where nothing fits."""
         started = self.started(self.bounded())
         best = self.searched(started) or self.simulated(self.last_resort())
-        return None if best is None else self.predicted(*self.speculating(started, *self.touched_only(*best)))
+        if best is None:
+            return None
+        self.waiting = self.touched_only(*best)
+        self.speculate(started)
+        return self.predicted(*self.fastest)
 
-    def searched(self, started: list[SizeSearch]) -> tuple[Plan, StepEstimate] | None:
+    def refined(self) -> Plan:
+        """Search once more as if nothing were clipped, after `found`, where updates that need not wait for the norm
+        shorten the step: what is found is tried with speculation."""
+        if self.bold is not None:
+            before = self.bold.best
+            self.bold.try_plans(self._updating_in_backward())
+            if self.bold.best is not before:
+                self.bold.try_fewer_groups()
+        return self.predicted(*self.fastest)
+
+    @property
+    def fastest(self) -> Priced:
+        """The best plan so far: one that speculates only where that is worth it."""
+        assert self.waiting is not None, "nothing was found"
+        if self.bold is None or self.bold.best[1].step_s >= LEAST_GAIN * self.waiting[1].step_s:
+            return self.waiting
+        return self.bold.best
+
+    def searched(self, started: list[SizeSearch]) -> Priced | None:
         """The fastest finalist by simulation; None where none fits."""
         return self.simulated(self.finalists(self.race(started)))
 
@@ -230,10 +263,10 @@ class Planner:
         feasibility = Feasibility(self.model, self.request, self.profile)
         return list(feasibility.fitting())[-2:] or [feasibility.least_gpu().plan]
 
-    def simulated(self, plans: Iterable[Plan]) -> tuple[Plan, StepEstimate] | None:
+    def simulated(self, plans: Iterable[Plan]) -> Priced | None:
         """The fastest plan by simulation of its real programs, of those of one speed that of the least host memory;
         None when none fits."""
-        best: tuple[Plan, StepEstimate] | None = None
+        best: Priced | None = None
         host_bytes = 0
         for plan in plans:
             layout = Layout(self.model, plan)
@@ -249,7 +282,7 @@ class Planner:
                 break
         return best
 
-    def touched_only(self, plan: Plan, estimate: StepEstimate) -> tuple[Plan, StepEstimate]:
+    def touched_only(self, plan: Plan, estimate: StepEstimate) -> Priced:
         """Fetch only touched experts where that is faster and a full round leaves some untouched."""
         shape = full_round(self.request, plan.chunk_tokens, plan.chunks_per_round)
         if least_touched_share(self.model, shape.num_tokens) >= MOST_TOUCHED:
@@ -258,24 +291,23 @@ class Planner:
         found = self.pricer.step(Layout(self.model, sparing))
         return (sparing, found) if found.step_s < estimate.step_s else (plan, estimate)
 
-    def speculating(
-        self, started: Iterable[SizeSearch], plan: Plan, estimate: StepEstimate
-    ) -> tuple[Plan, StepEstimate]:
+    def speculate(self, started: Iterable[SizeSearch]) -> None:
         """Update groups before the norm is known, where that is faster and host memory is left for second planes."""
+        assert self.waiting is not None, "speculation begins from a plan that was found"
+        plan = self.waiting[0]
         if not plan.may_speculate:
-            return plan, estimate
-        bold = Speculation(self.model, self.request, self.profile, self.pricer, (plan, estimate))
+            return
+        self.bold = bold = Speculation(self.model, self.request, self.profile, self.pricer, self.waiting)
         bold.try_plans([plan, *self._of_other_sizes(started, plan)])
-        if bold.best[1] is not estimate:
+        if bold.best is not self.waiting:
             bold.try_plans(self._alike(bold.best[0]))
-        bold.try_plans(self._updating_in_backward(plan, estimate))
-        if bold.best[1] is not estimate:
             bold.try_fewer_groups()
-        return bold.best if bold.best[1].step_s < LEAST_GAIN * estimate.step_s else (plan, estimate)
 
-    def _updating_in_backward(self, plan: Plan, estimate: StepEstimate) -> list[Plan]:
+    def _updating_in_backward(self) -> list[Plan]:
         """The best plans of a search in which all that the CPU updates is updated inside backward, fastest first; none
-        where that hardly makes the step of `plan` shorter."""
+        where that hardly makes the step of the plan that waits shorter."""
+        assert self.waiting is not None, "a plan is there to compare with"
+        plan, estimate = self.waiting
         unclipped = replace(self.request, clipping=False)
         if self.request.shares_node or not plan.updates_on_cpu:
             return []

@@ -8,7 +8,7 @@ from flexengine.hardware.presets import preset
 from flexengine.metrics import format_seconds
 from flexengine.models.registry import open_model
 from flexengine.plan import GroupPlan, Numerics, Plan, Request
-from flexengine.planner.planner import make_plan
+from flexengine.planner.planner import Planner, make_plan
 from flexengine.planner.speculation import completed_order, speculating_plans
 from flexengine.reports.plan_text import describe
 from flexengine.reports.simulated_step import simulate_step
@@ -57,6 +57,19 @@ def test_a_step_that_waits_for_updates_is_planned_as_if_they_began_in_backward()
     assert clipped.speculates
     assert clipped.request == request
     assert clipped.predicted.step_s < 1.05 * unclipped.predicted.step_s
+
+
+def test_only_the_plan_that_wins_is_searched_as_if_nothing_were_clipped(monkeypatch: pytest.MonkeyPatch):
+    found, refined = Planner.found, Planner.refined
+    calls: list[str] = []
+    monkeypatch.setattr(Planner, "found", lambda self: (calls.append(f"found, {self.request.graphs}"), found(self))[1])
+    monkeypatch.setattr(Planner, "refined", lambda self: (calls.append("refined"), refined(self))[1])
+    monkeypatch.setattr(Planner, "_updating_in_backward", lambda self: [])
+    model = open_model("preset:tiny-llama3-150m").spec
+    request = Request(512, 4096, 2 * GIB, 60 * GIB, numerics=Numerics(state="bfloat16"))
+    plan = make_plan(model, request, preset("h200"))
+    assert calls == ["found, auto", "found, always", "refined"]
+    assert plan.replays
 
 
 def test_updates_into_second_planes_have_a_price_of_their_own(plan):
