@@ -33,7 +33,6 @@ BENCHMARKS_HOST_BYTES = 96 * 2**20
 MiB left out, 69 processes that found the rates took 87 to 246 MiB less than was predicted, slack included
 (bench/results/h100_plan_accuracy.json, h200_plan_accuracy_half_cached.json, h100_h200_plan_accuracy.json)."""
 
-
 logger = logging.getLogger(__name__)
 
 _AT_IMPORT_BYTES = resident_bytes()
