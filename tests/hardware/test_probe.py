@@ -329,17 +329,17 @@ def test_cuda_probe(dtype: torch.dtype):
     assert_measured(profile, "cuda")
     assert profile.matmul_shape == (2048, 8192)
     assert 2**26 < profile.gpu_context_bytes < 4 * 2**30
-    # rates of the right unit, wherever other processes keep the card busy for most of a measurement
-    assert 0.1 < profile.matmul_rate(8192) / profile.peak_matmul_flops_per_s < 10
-    assert 0.1 < profile.h2d_duplex_bytes_per_s / profile.h2d_bytes_per_s < 10
-    assert 0 < profile.issue_s < 1e-2
-    assert profile.launch_s < 1e-2
+    assert profile.matmul_rate(16384) > 0.9 * profile.matmul_rate(256)
+    assert profile.matmul_rate(8192) < 1.25 * profile.peak_matmul_flops_per_s
+    assert profile.h2d_duplex_bytes_per_s < 1.1 * profile.h2d_bytes_per_s
+    assert 0 < profile.issue_s < 1e-3
+    assert profile.launch_s < 1e-3
     assert torch.cuda.memory_allocated() <= held_bytes + 2**27  # cuBLAS workspaces stay
     assert torch.cuda.max_memory_reserved() <= held_bytes + 1.75 * 2**30
     assert torch.get_num_threads() == threads
     by_size = {curve.name: curve.points for curve in profile.curves}
     assert by_size["host to device, both busy"][-1] == (2**27, profile.h2d_duplex_bytes_per_s)
-    assert [size for size, _ in by_size["device to host"]] == sorted({size for size, _ in by_size["device to host"]})
+    assert by_size["device to host"][0][1] < by_size["device to host"][-1][1]
     result = run_probe(device, dtype, ProbeShape(2048, 8192))
     assert result.from_cache
     memory_names = ("gpu_free_bytes", "host_total_bytes", "host_available_bytes", "host_base_bytes")
