@@ -42,7 +42,6 @@ from flexengine.planner.size_search import SizeSearch
 from flexengine.planner.size_tables import SizeTables
 from flexengine.planner.speculation import (
     ALIKE,
-    LEAST_GAIN,
     MOST_CHUNK_LAYERS,
     NOT_FAR,
     OTHER_SIZES,
@@ -114,8 +113,8 @@ def find_plan(model: ModelSpec, request: Request, profile: HardwareProfile) -> P
         if request.graphs == "auto" and graphs_may_pay(planner.model, plan, profile):
             replayed = _find_with_graphs_as_asked(model, replace(request, graphs="always"), profile)
             if replayed is not None and replayed[1].predicted.step_s <= GRAPHS_GAIN * plan.predicted.step_s:
-                planner = replayed[0]
-        return planner.refined()
+                planner, plan = replayed
+        return planner.refined(plan)
 
 
 def _find_with_graphs_as_asked(
@@ -156,12 +155,12 @@ class Planner:
         self.buffers = SharedBuffers(self.model, request, profile)
         self.pricer = StepPricer(profile)
         self.timed: list[Priced] = []  # plans that fit, by simulation
-        self.waiting: Priced | None = None  # the best of them, which waits for the norm
-        self.bold: Speculation | None = None  # where it may speculate
+        self.bold: Speculation | None = None  # from the fastest of them
 
     def plan(self) -> Plan | None:
         """Bound, seed, search, simulate and refine; None where nothing fits."""
-        return None if self.found() is None else self.refined()
+        plan = self.found()
+        return None if plan is None else self.refined(plan)
 
     def found(self) -> Plan | None:
         """Bound, seed, search and simulate; None where nothing fits."""
@@ -169,27 +168,23 @@ class Planner:
         best = self.searched(started) or self.simulated(self.last_resort())
         if best is None:
             return None
-        self.waiting = self.touched_only(*best)
-        self.speculate(started)
-        return self.predicted(*self.fastest)
+        waiting = self.touched_only(*best)
+        self.bold = Speculation(self.model, self.request, self.profile, self.pricer, waiting)
+        if waiting[0].may_speculate:
+            self.speculate(self.bold, started)
+        return self.predicted(*self.bold.chosen)
 
-    def refined(self) -> Plan:
-        """Search once more as if nothing were clipped, after `found`, where updates that need not wait for the norm
-        shorten the step: what is found is tried with speculation."""
-        if self.bold is not None:
-            before = self.bold.best
-            self.bold.try_plans(self._updating_in_backward())
-            if self.bold.best is not before:
-                self.bold.try_fewer_groups()
-        return self.predicted(*self.fastest)
-
-    @property
-    def fastest(self) -> Priced:
-        """The best plan so far: one that speculates only where that is worth it."""
-        assert self.waiting is not None, "nothing was found"
-        if self.bold is None or self.bold.best[1].step_s >= LEAST_GAIN * self.waiting[1].step_s:
-            return self.waiting
-        return self.bold.best
+    def refined(self, plan: Plan) -> Plan:
+        """Search once more as if nothing were clipped, where updates that need not wait for the norm shorten the step:
+        what is found is tried with speculation. plan: that of `found`, which comes first."""
+        bold = self.bold
+        if bold is None or not plan.may_speculate:
+            return plan
+        best, chosen = bold.best, bold.chosen
+        bold.try_plans(self._updating_in_backward(*bold.waiting))
+        if bold.best is not best:
+            bold.try_fewer_groups()
+        return plan if bold.chosen is chosen else self.predicted(*bold.chosen)
 
     def searched(self, started: list[SizeSearch]) -> Priced | None:
         """The fastest finalist by simulation; None where none fits."""
@@ -291,23 +286,17 @@ class Planner:
         found = self.pricer.step(Layout(self.model, sparing))
         return (sparing, found) if found.step_s < estimate.step_s else (plan, estimate)
 
-    def speculate(self, started: Iterable[SizeSearch]) -> None:
+    def speculate(self, bold: Speculation, started: Iterable[SizeSearch]) -> None:
         """Update groups before the norm is known, where that is faster and host memory is left for second planes."""
-        assert self.waiting is not None, "speculation begins from a plan that was found"
-        plan = self.waiting[0]
-        if not plan.may_speculate:
-            return
-        self.bold = bold = Speculation(self.model, self.request, self.profile, self.pricer, self.waiting)
+        plan = bold.waiting[0]
         bold.try_plans([plan, *self._of_other_sizes(started, plan)])
-        if bold.best is not self.waiting:
+        if bold.best is not bold.waiting:
             bold.try_plans(self._alike(bold.best[0]))
             bold.try_fewer_groups()
 
-    def _updating_in_backward(self) -> list[Plan]:
+    def _updating_in_backward(self, plan: Plan, estimate: StepEstimate) -> list[Plan]:
         """The best plans of a search in which all that the CPU updates is updated inside backward, fastest first; none
-        where that hardly makes the step of the plan that waits shorter."""
-        assert self.waiting is not None, "a plan is there to compare with"
-        plan, estimate = self.waiting
+        where that hardly makes the step of `plan`, which waits, shorter."""
         unclipped = replace(self.request, clipping=False)
         if self.request.shares_node or not plan.updates_on_cpu:
             return []

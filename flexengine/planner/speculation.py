@@ -51,15 +51,20 @@ def size_of(plan: Plan) -> tuple[int, int]:
 class Speculation:
     """Finds the fastest speculating plan of some plans, by simulation.
 
-    best: it and its estimate; at first a plan without speculation, which others have to beat.
+    waiting: a plan without speculation and its estimate. best: the fastest so far, at first that plan.
     """
 
     def __init__(
-        self, model: ModelSpec, request: Request, profile: HardwareProfile, pricer: StepPricer, best: Priced
+        self, model: ModelSpec, request: Request, profile: HardwareProfile, pricer: StepPricer, waiting: Priced
     ) -> None:
-        self._model, self._request, self._profile, self._pricer, self.best = model, request, profile, pricer, best
-        self._fastest, self._waiting_s = best[0], best[1].step_s
+        self._model, self._request, self._profile, self._pricer = model, request, profile, pricer
+        self.waiting = self.best = waiting
         self._layout: Layout | None = None  # of the best one without speculation; None before one is faster
+
+    @property
+    def chosen(self) -> Priced:
+        """The best plan, where speculating is worth it; else the one that waits."""
+        return self.best if self.best[1].step_s < LEAST_GAIN * self.waiting[1].step_s else self.waiting
 
     def try_plans(self, plans: Iterable[Plan]) -> None:
         """Try FIRST_SHARES of what the plans have room for; plans that do not fit themselves are left out."""
@@ -88,9 +93,8 @@ class Speculation:
 
     def _loses_much(self, layout: Layout) -> bool:
         """Whether a plan without speculation, as it runs after a clipped step, is too slow."""
-        if layout.plan is self._fastest:
-            return False
-        return self._pricer.step(layout).step_s > MOST_LOSS * self._waiting_s
+        plan, estimate = self.waiting
+        return layout.plan is not plan and self._pricer.step(layout).step_s > MOST_LOSS * estimate.step_s
 
 
 def speculating_plans(layout: Layout, spare_bytes: int, shares: Sequence[float]) -> Iterator[Plan]:
