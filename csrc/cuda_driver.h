@@ -17,6 +17,7 @@ using CuEvent = void*;       // CUevent
 using CuAddress = uint64_t;  // CUdeviceptr; with unified addressing also the address of host memory
 using CuDevice = int;        // CUdevice
 
+constexpr unsigned kEventBlockingSync = 1;      // CU_EVENT_BLOCKING_SYNC
 constexpr unsigned kEventDisableTiming = 2;     // CU_EVENT_DISABLE_TIMING
 constexpr unsigned kWaitValueGreaterEqual = 0;  // CU_STREAM_WAIT_VALUE_GEQ: by the sign of the difference
 constexpr unsigned kWriteValueDefault = 0;      // CU_STREAM_WRITE_VALUE_DEFAULT: after all before it on the stream

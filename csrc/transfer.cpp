@@ -174,13 +174,16 @@ FLEX_API int flex_transfer_close(TransferEngine* engine) {
     return kOk;
 }
 
-// Creates `count` events; `timing` makes them fit for flex_transfer_elapsed.
-FLEX_API int flex_transfer_create_events(TransferEngine* engine, uint64_t count, int timing, uint64_t* events_out) {
+// Creates `count` events; `timing` makes them fit for flex_transfer_elapsed. A thread that waits for a `blocking` one
+// sleeps, which leaves its core to others; for any other it looks again and again, and so goes on sooner.
+FLEX_API int flex_transfer_create_events(TransferEngine* engine, uint64_t count, int timing, int blocking,
+                                         uint64_t* events_out) {
     const InContext in_context(*engine);
+    const unsigned flags = (timing ? 0 : kEventDisableTiming) | (blocking ? kEventBlockingSync : 0);
     return guarded("create events", [&]() -> int {
         for (uint64_t i = 0; i < count; ++i) {
             auto event = std::make_unique<Event>();
-            FLEX_CUDA(engine->driver, event_create, (&event->handle, timing ? 0 : kEventDisableTiming));
+            FLEX_CUDA(engine->driver, event_create, (&event->handle, flags));
             engine->events.insert(event.get());
             events_out[i] = reinterpret_cast<uint64_t>(event.release());
         }

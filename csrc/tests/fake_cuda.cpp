@@ -23,7 +23,7 @@
 namespace {
 
 constexpr int kInvalidValue = 1, kInvalidHandle = 400;
-constexpr unsigned kDisableTiming = 2, kLazyPeerAccess = 1;
+constexpr unsigned kBlockingSync = 1, kDisableTiming = 2, kLazyPeerAccess = 1;
 constexpr uint64_t kPageBytes = 4096;
 
 struct IpcHandle {
@@ -228,6 +228,7 @@ EXPORT int cuEventSynchronize(Event* event) {
     std::unique_lock<std::mutex> lock(d.mutex);
     if (int code = enter("cuEventSynchronize")) return code;
     if (!d.knows(event)) return kInvalidHandle;
+    if (event->flags & kBlockingSync) ++d.calls["cuEventSynchronize, sleeping"];
     const std::shared_ptr<Mark> mark = event->mark;
     d.changed.wait(lock, [&] { return mark == nullptr || mark->reached; });
     return 0;

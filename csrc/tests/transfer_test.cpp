@@ -11,7 +11,7 @@ struct Operation {
 
 extern "C" int flex_transfer_open(const char*, uint64_t, void**);
 extern "C" int flex_transfer_close(void*);
-extern "C" int flex_transfer_create_events(void*, uint64_t, int, uint64_t*);
+extern "C" int flex_transfer_create_events(void*, uint64_t, int, int, uint64_t*);
 extern "C" int flex_transfer_release_events(void*, uint64_t, const uint64_t*);
 extern "C" int flex_transfer_submit(void*, const Operation*, uint64_t);
 extern "C" int flex_transfer_synchronize(void*, uint64_t);
@@ -65,7 +65,7 @@ void check_streams() {
     void* engine = open(100);
     const uint64_t streams[2] = {fake_stream(), fake_stream()};
     uint64_t events[2];
-    expect(flex_transfer_create_events(engine, 2, 1, events) == 0, "events");
+    expect(flex_transfer_create_events(engine, 2, 1, 0, events) == 0, "events");
     Bytes middle(5000), target(5000);
     for (unsigned round = 0; round < 30; ++round) {
         const Bytes source = pattern(5000, round);
@@ -87,7 +87,7 @@ void check_another_thread_waits() {
     void* engine = open(64);
     const uint64_t streams[2] = {fake_stream(), fake_stream()};
     uint64_t events[2];
-    expect(flex_transfer_create_events(engine, 2, 0, events) == 0, "events");
+    expect(flex_transfer_create_events(engine, 2, 0, 0, events) == 0, "events");
     for (unsigned round = 0; round < 20; ++round) {
         const Bytes source = pattern(3000, round), other_source = pattern(200, round + 1);
         Bytes target(3000), other_target(200);
@@ -110,7 +110,7 @@ void check_failures() {
     void* engine = open(10);
     const uint64_t stream = fake_stream();
     uint64_t event = 0;
-    expect(flex_transfer_create_events(engine, 1, 0, &event) == 0, "event");
+    expect(flex_transfer_create_events(engine, 1, 0, 0, &event) == 0, "event");
     expect(submit(engine, {wait_for(stream, event)}) == -1, "a wait for nothing is refused");
     const Bytes source = pattern(1000, 4);
     Bytes target(1000);
@@ -132,7 +132,7 @@ void check_closing_with_work_left() {
     void* engine = open(16);
     const uint64_t stream = fake_stream();
     uint64_t events[2];
-    expect(flex_transfer_create_events(engine, 2, 0, events) == 0, "events");
+    expect(flex_transfer_create_events(engine, 2, 0, 0, events) == 0, "events");
     fake_pause(1);
     expect(submit(engine, {record(stream, events[0]), copy(stream, target, source), record(stream, events[1])}) == 0,
            "submit");
@@ -146,7 +146,7 @@ void check_closing_with_work_left() {
 void check_events_are_released_once() {
     void* engine = open(16);
     uint64_t event = 0, other = 1;
-    expect(flex_transfer_create_events(engine, 1, 0, &event) == 0, "event");
+    expect(flex_transfer_create_events(engine, 1, 0, 0, &event) == 0, "event");
     expect(flex_transfer_release_events(engine, 1, &other) == -1, "an event of nobody");
     expect(flex_transfer_release_events(engine, 1, &event) == 0, "release");
     expect(flex_transfer_release_events(engine, 1, &event) == -1, "a second release");
@@ -163,7 +163,7 @@ void check_words() {
         expect(flex_transfer_word_address(first, reinterpret_cast<uint64_t>(&words[i]), &addresses[i]) == 0, "address");
         expect(addresses[i] != 0, "words can be awaited");
     }
-    expect(flex_transfer_create_events(second, 1, 0, &event) == 0, "event");
+    expect(flex_transfer_create_events(second, 1, 0, 0, &event) == 0, "event");
     Bytes middle(3000), target(3000);
     for (uint32_t round = 1; round <= 30; ++round) {
         const Bytes source = pattern(3000, round);

@@ -72,9 +72,9 @@ class NativeTransfers:
         self._engine = handle.value
         self._close = weakref.finalize(self, _close, self._call["close"], self._engine, os.getpid())
 
-    def create_events(self, count: int, timing: bool = False) -> list[int]:
+    def create_events(self, count: int, timing: bool = False, blocking: bool = False) -> list[int]:
         events = (ctypes.c_uint64 * count)()
-        self._check("create_events", self._call["create_events"](self._engine, count, timing, events))
+        self._check("create_events", self._call["create_events"](self._engine, count, timing, blocking, events))
         return list(events)
 
     def release_events(self, events: Sequence[int]) -> None:
@@ -128,7 +128,7 @@ _POINTER = ctypes.c_void_p
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "open": (ctypes.c_char_p, ctypes.c_uint64, _POINTER),
     "close": (_POINTER,),
-    "create_events": (_POINTER, ctypes.c_uint64, ctypes.c_int, _POINTER),
+    "create_events": (_POINTER, ctypes.c_uint64, ctypes.c_int, ctypes.c_int, _POINTER),
     "release_events": (_POINTER, ctypes.c_uint64, _POINTER),
     "submit": (_POINTER, _POINTER, ctypes.c_uint64),
     "synchronize": (_POINTER, ctypes.c_uint64),

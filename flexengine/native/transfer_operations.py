@@ -84,8 +84,11 @@ class PreparedOperations(NamedTuple):
 class Transfers(Protocol):
     """A transfer engine of one device. One thread at a time uses it, but for `synchronize`, which alone blocks."""
 
-    def create_events(self, count: int, timing: bool = False) -> list[int]:
-        """New events; `timing` makes them fit for elapsed_s."""
+    def create_events(self, count: int, timing: bool = False, blocking: bool = False) -> list[int]:
+        """New events; `timing` makes them fit for elapsed_s.
+
+        blocking: `synchronize` sleeps and leaves its core to others; else it looks again and again, and goes on sooner.
+        """
         ...
 
     def release_events(self, events: Sequence[int]) -> None:

@@ -40,10 +40,10 @@ class TorchTransfers:
         self._recorded: set[int] = set()
         self._next_event = 1
 
-    def create_events(self, count: int, timing: bool = False) -> list[int]:
+    def create_events(self, count: int, timing: bool = False, blocking: bool = False) -> list[int]:
         created = list(range(self._next_event, self._next_event + count))
         self._next_event += count
-        self._events.update({event: torch.cuda.Event(enable_timing=timing) for event in created})
+        self._events.update({event: torch.cuda.Event(timing, blocking) for event in created})
         return created
 
     def release_events(self, events: Sequence[int]) -> None:

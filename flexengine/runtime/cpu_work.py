@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from flexengine.runtime.progress import IssueProgress
 from flexengine.schedule.commands import Command, Program, cpu_priority
 
 
@@ -32,9 +33,12 @@ class CpuWork:
         self.spans: dict[int, tuple[float, float]] = {}
         self._commands, self._call, self._num_threads = commands, call, num_threads
         self._ready, self._before = ready, before
-        self._issued, self._abandoned, self._dropped, self._failure = -1, False, False, None
+        self._abandoned, self._dropped, self._failure = False, False, None
+        self._progress = IssueProgress()
         self._waiting: list[Command] = list(commands) if ready is None else []  # may run
-        self._changed = threading.Condition()
+        # two, so that no thread wakes up for nothing, which takes the interpreter from who issues
+        self._lock = threading.Lock()
+        self._able, self._ended = threading.Condition(self._lock), threading.Condition(self._lock)
         # no daemons: at the end of the process Python waits for them, before the arenas go
         self._threads = [
             threading.Thread(target=self._guarded, args=(work,), name="flexengine-cpu")
@@ -48,15 +52,12 @@ class CpuWork:
 
     def issued(self, index: int) -> None:
         """Note that the host has issued all commands up to this one."""
-        with self._changed:
-            self._issued = index
-            self._changed.notify_all()
+        self._progress.issued(index)
 
     def abandon(self) -> None:
         """End after the running command. Blocks until then; later waits raise a failure."""
-        with self._changed:
-            self._abandoned = True
-            self._changed.notify_all()
+        self._abandoned = True
+        self._wake_all()
         self._end_threads()
 
     def drop(self) -> None:
@@ -64,9 +65,8 @@ class CpuWork:
 
         Raises RuntimeError from what made a command fail.
         """
-        with self._changed:
-            self._dropped = True
-            self._changed.notify_all()
+        self._dropped = True
+        self._wake_all()
         self.join()
         now = time.perf_counter()
         for command in self._commands:
@@ -74,8 +74,8 @@ class CpuWork:
 
     def wait(self, indices: Iterable[int]) -> None:
         """Block until the commands with these indices have ended. Raises RuntimeError from what made one fail."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or all(i in self.spans for i in indices))
+        with self._ended:
+            self._ended.wait_for(lambda: self._failure is not None or all(i in self.spans for i in indices))
         self._raise_failure()
 
     def join(self) -> None:
@@ -88,6 +88,12 @@ class CpuWork:
             if thread.ident is not None:  # else something interrupted the start
                 thread.join()
 
+    def _wake_all(self) -> None:
+        with self._lock:
+            self._able.notify_all()
+            self._ended.notify_all()
+        self._progress.wake()
+
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise RuntimeError(f"work of the CPU failed half-way: {self._failure}") from self._failure
@@ -98,22 +104,19 @@ class CpuWork:
         try:
             work()
         except BaseException as failure:
-            with self._changed:
-                self._failure = self._failure or failure
-                self._changed.notify_all()
+            self._failure = self._failure or failure
+            self._wake_all()
 
     def _watch(self) -> None:
         assert self._ready is not None
         for command in self._commands:
-            last = max(command.waits, default=-1)
-            with self._changed:
-                self._changed.wait_for(lambda last=last: self._over() or self._issued >= last)
+            self._progress.reaches(max(command.waits, default=-1), self._over)
             if self._over():
                 return
             self._ready(command)
-            with self._changed:
+            with self._able:
                 self._waiting.append(command)
-                self._changed.notify_all()
+                self._able.notify()
 
     def _run(self) -> None:
         torch.set_num_threads(self._num_threads)  # of calls from this thread
@@ -121,8 +124,8 @@ class CpuWork:
             self._before.join()
             self._before = None
         for _ in self._commands:
-            with self._changed:
-                self._changed.wait_for(lambda: self._over() or self._waiting)
+            with self._able:
+                self._able.wait_for(lambda: self._over() or self._waiting)
                 if self._abandoned:
                     raise RuntimeError("it was interrupted")
                 if self._failure is not None or self._dropped:
@@ -131,9 +134,9 @@ class CpuWork:
                 self._waiting.remove(command)
             start = time.perf_counter()
             self._call(command)
-            with self._changed:
+            with self._ended:
                 self.spans[command.index] = (start, time.perf_counter())
-                self._changed.notify_all()
+                self._ended.notify_all()
 
     def _over(self) -> bool:
         return self._abandoned or self._dropped or self._failure is not None

@@ -95,13 +95,24 @@ class Issue:
         self._cpu_work: CpuWork | None = None
         self._arenas = _whole_arenas(program, arenas)
         told = {command.index for command in self._signalling}
-        awaited = sorted(told.union(*(command.waits for command in program.commands)))
-        self._signals = dict(zip(awaited, transfers.create_events(len(awaited)), strict=True))
+        self._signals = self._create_signals(told.union(*(command.waits for command in program.commands)))
         self._joins = dict(zip(streams, transfers.create_events(len(streams)), strict=True))
         self._begin, *self._clock = transfers.create_events(1 + 2 * len(program.commands), True) if timed else [0]
         self._issued: list[IssuedCommand] = []
         self._prepared = transfers.prepare(self._operations(words))
         self._legs = self._make_legs()
+
+    def _create_signals(self, awaited: Collection[int]) -> dict[int, int]:
+        """Create an event for every command that something waits for.
+
+        The thread that waits for the CPU's commands sleeps meanwhile: an update has all cores but the host's.
+        """
+        by_cpu = {wait for command in self.cpu_commands for wait in command.waits}
+        signals = dict[int, int]()
+        for blocking in (False, True):
+            indices = sorted(index for index in awaited if (index in by_cpu) == blocking)
+            signals |= zip(indices, self._transfers.create_events(len(indices), blocking=blocking), strict=True)
+        return signals
 
     def run(self, call: Call, gate: Gate = OPEN) -> None:
         """Issue everything but the CPU's commands; `call` launches a command that is no copy, on its stream.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 
+from flexengine.runtime.progress import IssueProgress
 from flexengine.schedule.commands import Command
 
 
@@ -19,8 +20,7 @@ class Teller:
         self, commands: Iterable[Command], ended: Callable[[int], None], tell: Callable[[Command], None]
     ) -> None:
         self._commands, self._ended, self._tell = list(commands), ended, tell
-        self._issued, self._abandoned, self._failure = -1, False, None
-        self._changed = threading.Condition()
+        self._progress, self._abandoned, self._failure = IssueProgress(), False, None
         # no daemon: at the end of the process Python waits for it, before the arenas go
         self._thread = threading.Thread(target=self._run, name="flexengine-teller")
 
@@ -30,15 +30,12 @@ class Teller:
 
     def issued(self, index: int) -> None:
         """Note that the host has issued all commands up to this one."""
-        with self._changed:
-            self._issued = index
-            self._changed.notify()
+        self._progress.issued(index)
 
     def abandon(self) -> None:
         """End without what has not been issued. Blocks until then."""
-        with self._changed:
-            self._abandoned = True
-            self._changed.notify()
+        self._abandoned = True
+        self._progress.wake()
         self._end()
 
     def join(self) -> None:
@@ -54,10 +51,8 @@ class Teller:
     def _run(self) -> None:
         try:
             for command in self._commands:
-                with self._changed:
-                    self._changed.wait_for(lambda last=command.index: self._abandoned or self._issued >= last)
-                    if self._issued < command.index:
-                        return
+                if not self._progress.reaches(command.index, lambda: self._abandoned):
+                    return
                 self._ended(command.index)
                 self._tell(command)
         except BaseException as failure:

@@ -317,6 +317,7 @@ def test_bad_arguments_are_named():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone  # it compares rates
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_cuda_probe(dtype: torch.dtype):

@@ -331,6 +331,9 @@ def test_the_cpu_works_when_what_it_waits_for_is_issued_and_has_ended(timed: boo
     work.join()
     driver.settle()
     assert seen == [("first", True), ("second", True)]
+    assert driver.calls("cuEventSynchronize, sleeping") == 1  # the thread leaves its core to the update's threads
+    bench.issue.wait_for(program.commands[-1].index)  # the host's own wait does not
+    assert driver.calls("cuEventSynchronize, sleeping") == 1 < driver.calls("cuEventSynchronize")
     if timed:
         send, first, second, _ = bench.issue.timings()
         assert send[1] == first[0] < first[1] == second[0] < second[1]
