@@ -10,7 +10,7 @@
 
 // Raise it, and ABI_VERSION in flexengine/native/library.py, whenever an exported function changes its arguments or
 // what they mean.
-#define FLEX_ABI_VERSION 3
+#define FLEX_ABI_VERSION 4
 
 #define FLEX_API __attribute__((visibility("default")))
 

@@ -12,7 +12,7 @@ from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI_VERSION = 3  # FLEX_ABI_VERSION of csrc/common.h
+ABI_VERSION = 4  # FLEX_ABI_VERSION of csrc/common.h
 DISABLING_VARIABLE = "FLEXENGINE_NATIVE"  # "0" makes every function take its torch path
 
 _PACKAGE = Path(__file__).resolve().parent.parent
