@@ -43,7 +43,7 @@ class TorchTransfers:
     def create_events(self, count: int, timing: bool = False, blocking: bool = False) -> list[int]:
         created = list(range(self._next_event, self._next_event + count))
         self._next_event += count
-        self._events.update({event: torch.cuda.Event(timing, blocking) for event in created})
+        self._events.update({event: torch.cuda.Event(enable_timing=timing, blocking=blocking) for event in created})
         return created
 
     def release_events(self, events: Sequence[int]) -> None:
