@@ -77,9 +77,10 @@ NUM_FINALISTS, SIMULATED_COMMANDS = 12, 6_000
 """Candidates of a size that may be simulated, and commands after which no more are; a second has about 20,000."""
 SAME = 1e-9
 """Part of their seconds by which plans of one speed differ, as sums of the same terms in another order do."""
-UPDATING_IN_BACKWARD, LEAST_HIDDEN = 8, 0.99
-"""Plans of the search for updates inside backward that are tried with speculation. The search takes as long as the one
-before it; it is made where a step whose updates need not wait takes at most this share."""
+UPDATING_IN_BACKWARD, LEAST_HIDDEN, LEAST_IDLE = 8, 0.99, 0.1
+"""Plans of a search for updates inside backward that are tried with speculation. The search takes as long as the one
+before it; it is made where a step whose updates need not wait takes at most this share, or where compute waits for this
+share of a step: a plan that waits for its norm may keep too much on the host to gain by not waiting."""
 MAX_CHUNK_LAYERS = 1024
 """Largest chunks per round times blocks that is planned for, where sizes allow a choice: programs grow with it."""
 WHOLE_ENOUGH = 0.8
@@ -144,15 +145,21 @@ class Planner:
     """Plans one request."""
 
     def __init__(
-        self, model: ModelSpec, request: Request, profile: HardwareProfile, arranged: ModelSpec | None = None
+        self,
+        model: ModelSpec,
+        request: Request,
+        profile: HardwareProfile,
+        arranged: ModelSpec | None = None,
+        second_planes: bool = False,
     ) -> None:
-        """arranged: the model with experts in parts, where plans shall stream it so."""
+        """arranged: the model with experts in parts, where plans shall stream it so. second_planes: see
+        `SharedBuffers`."""
         check_matmul_dtype(model, request.numerics.matmul)
         check_keep_dtype(model, request.numerics.keep)
         check_base_dtype(model, request.numerics.base)
         self.given, self.model = model, model if arranged is None else arranged
         self.request, self.profile = request, profile
-        self.buffers = SharedBuffers(self.model, request, profile)
+        self.buffers = SharedBuffers(self.model, request, profile, second_planes)
         self.pricer = StepPricer(profile)
         self.timed: list[Priced] = []  # plans that fit, by simulation
         self.bold: Speculation | None = None  # from the fastest of them
@@ -181,7 +188,10 @@ class Planner:
         if bold is None or not plan.may_speculate:
             return plan
         best, chosen = bold.best, bold.chosen
-        bold.try_plans(self._updating_in_backward(*bold.waiting))
+        inside = self._updating_in_backward(*bold.waiting)
+        bold.try_plans(inside)
+        if inside and not bold.has_room(inside[0]):
+            bold.try_plans(self._updating_in_backward(*bold.waiting, second_planes=True))
         if bold.best is not best:
             bold.try_fewer_groups()
         return plan if bold.chosen is chosen else self.predicted(*bold.chosen)
@@ -294,16 +304,18 @@ class Planner:
             bold.try_plans(self._alike(bold.best[0]))
             bold.try_fewer_groups()
 
-    def _updating_in_backward(self, plan: Plan, estimate: StepEstimate) -> list[Plan]:
+    def _updating_in_backward(self, plan: Plan, estimate: StepEstimate, second_planes: bool = False) -> list[Plan]:
         """The best plans of a search in which all that the CPU updates is updated inside backward, fastest first; none
-        where that hardly makes the step of `plan`, which waits, shorter."""
+        where that can hardly make the step of `plan`, which waits, shorter. second_planes: with room for all of them.
+        """
         unclipped = replace(self.request, clipping=False)
         if self.request.shares_node or not plan.updates_on_cpu:
             return []
+        idle_s = estimate.step_s - estimate.busy_s["compute"]
         inside_s = self.pricer.step(Layout(self.model, replace(plan, request=unclipped))).step_s
-        if inside_s > LEAST_HIDDEN * estimate.step_s:
+        if inside_s > LEAST_HIDDEN * estimate.step_s and idle_s < LEAST_IDLE * estimate.step_s:
             return []
-        other = Planner(self.given, unclipped, self.profile, self.model)
+        other = Planner(self.given, unclipped, self.profile, self.model, second_planes)
         other.searched(other.started(other.bounded()))
         return [replace(found, request=self.request) for found in other._fastest_first()[:UPDATING_IN_BACKWARD]]
 

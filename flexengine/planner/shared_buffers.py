@@ -82,10 +82,16 @@ class ActivationBytes(NamedTuple):
 
 
 class SharedBuffers:
-    """Shared bytes of plans for one model and request."""
+    """Shared bytes of plans for one model and request.
 
-    def __init__(self, model: ModelSpec, request: Request, profile: HardwareProfile) -> None:
+    second_planes: the host has them for all that the CPU updates, whether or not a plan speculates.
+    """
+
+    def __init__(
+        self, model: ModelSpec, request: Request, profile: HardwareProfile, second_planes: bool = False
+    ) -> None:
         self.model, self.request, self.profile = model, request, profile
+        self.second_planes = second_planes
         self.block_layers = [i for i, layer in enumerate(model.layers) if layer.kind == "block"]
         self.block_groups = [model.layers[i].groups[0] for i in self.block_layers]
         self.adapter_groups = [g for g, group in enumerate(model.groups) if group.adapter]

@@ -31,6 +31,7 @@ from flexengine.planner.keep_options import KeepOptions
 from flexengine.planner.shared_buffers import ActivationBytes, SharedBuffers
 from flexengine.schedule.layer_compiler import compile_layer
 from flexengine.schedule.packing import full_round, full_rounds, rounds_per_step
+from flexengine.schedule.second_planes import second_plane_bytes
 
 NUM_RESIDENCIES = len(RESIDENCIES)
 STREAMS_WEIGHTS = np.array([home.weights == "host" for home in RESIDENCIES])
@@ -188,7 +189,7 @@ class BlockTables:
         self.layer, self.group, self.use = kind.layer, buffers.kind_layouts[number], buffers.uses[kind.group]
         self.residencies, self.options = buffers.kind_residencies[number], options
         self.cost, self.shape, self.sliced = tables.cost, tables.shape, tables.sliced
-        self.rounds, self.full_rounds = tables.rounds, tables.full_rounds
+        self.rounds, self.full_rounds, self.second_planes = tables.rounds, tables.full_rounds, buffers.second_planes
 
     @cached_property
     def seconds(self) -> tuple[LayerSeconds, ...]:
@@ -244,4 +245,7 @@ class BlockTables:
     def residency_host(self) -> np.ndarray:
         """Host bytes [V] of the planes; each of several ranks counts its share."""
         num_bytes = [plane_bytes_in("host", self.group, home) for home in self.residencies]
+        if self.second_planes:
+            seconds = [second_plane_bytes(self.group, home) for home in self.residencies]
+            num_bytes = [sum(both) for both in zip(num_bytes, seconds, strict=True)]
         return np.array(num_bytes, dtype=np.int64) // self.cost.ranks

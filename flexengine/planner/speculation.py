@@ -15,9 +15,8 @@ from flexengine.models.spec import ModelSpec
 from flexengine.plan import Plan, Request
 from flexengine.planner.cost.cost_model import StepPricer
 from flexengine.planner.cost.memory import excess_bytes
-from flexengine.schedule.layer_program import align
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.second_planes import may_speculate, second_kinds
+from flexengine.schedule.second_planes import may_speculate, second_plane_bytes
 from flexengine.schedule.step_parts import StepEstimate
 
 FIRST_SHARES, OTHER_SHARES = (1.0, 0.75), (0.5, 0.25)
@@ -35,8 +34,11 @@ MOST_CHUNK_LAYERS = 256
 """Largest chunks per round times blocks of other sizes that are tried: a simulation takes as long as its program."""
 HOPELESS = 1.05
 """Try no fewer groups of a plan where more of them take so much longer than the best so far."""
-MOST_LOSS = 1.05
-"""How much longer a step may take after one that was clipped, which waits for its norm, than with the fastest plan."""
+AFTER_CLIPPING = 0.25
+"""Share of steps that are taken to follow one that was clipped: they wait for their norm. Without them plans would give
+up any amount of these steps' speed for some of the others'."""
+MOST_LOSS = 1.15
+"""How much longer a step that waits for its norm may take than with the fastest plan: where all are clipped, all wait."""
 LEAST_GAIN = 0.998
 """Speculate only where the step takes less than this share of its time: a clipped step takes longer with it."""
 
@@ -59,12 +61,13 @@ class Speculation:
     ) -> None:
         self._model, self._request, self._profile, self._pricer = model, request, profile, pricer
         self.waiting = self.best = waiting
+        self._mean_s = waiting[1].step_s  # of the best one, over steps of both kinds
         self._layout: Layout | None = None  # of the best one without speculation; None before one is faster
 
     @property
     def chosen(self) -> Priced:
         """The best plan, where speculating is worth it; else the one that waits."""
-        return self.best if self.best[1].step_s < LEAST_GAIN * self.waiting[1].step_s else self.waiting
+        return self.best if self._mean_s < LEAST_GAIN * self.waiting[1].step_s else self.waiting
 
     def try_plans(self, plans: Iterable[Plan]) -> None:
         """Try FIRST_SHARES of what the plans have room for; plans that do not fit themselves are left out."""
@@ -80,21 +83,31 @@ class Speculation:
         if self._layout is not None:
             self._try(self._layout, OTHER_SHARES)
 
+    def has_room(self, plan: Plan) -> bool:
+        """Whether host memory is left for the second planes of all that a plan has the CPU update."""
+        layout = Layout(self._model, plan)
+        second_bytes = sum(map(second_plane_bytes, layout.groups, plan.groups))
+        return second_bytes <= -excess_bytes(layout, self._request, self._profile)[1]
+
     def _try(self, layout: Layout, shares: Sequence[float]) -> None:
-        spare_bytes = -excess_bytes(layout, self._request, self._profile)[1]
+        spare_bytes, waiting_s = -excess_bytes(layout, self._request, self._profile)[1], None
         for plan in speculating_plans(layout, spare_bytes, shares):
             estimate = self._pricer.step(Layout(self._model, plan))
-            if estimate.step_s < self.best[1].step_s:
-                if layout is not self._layout and self._loses_much(layout):
-                    break
-                self.best, self._layout = (plan, estimate), layout
-            elif estimate.step_s > HOPELESS * self.best[1].step_s:
+            if estimate.step_s > HOPELESS * self.best[1].step_s:
                 break
+            if estimate.step_s >= self._mean_s:
+                continue
+            waiting_s = waiting_s or self._waiting_s(layout)
+            if waiting_s > MOST_LOSS * self.waiting[1].step_s:
+                break
+            mean_s = (1 - AFTER_CLIPPING) * estimate.step_s + AFTER_CLIPPING * waiting_s
+            if mean_s < self._mean_s:
+                self.best, self._layout, self._mean_s = (plan, estimate), layout, mean_s
 
-    def _loses_much(self, layout: Layout) -> bool:
-        """Whether a plan without speculation, as it runs after a clipped step, is too slow."""
+    def _waiting_s(self, layout: Layout) -> float:
+        """Seconds of a step after one that was clipped: of a plan without speculation."""
         plan, estimate = self.waiting
-        return layout.plan is not plan and self._pricer.step(layout).step_s > MOST_LOSS * estimate.step_s
+        return estimate.step_s if layout.plan is plan else self._pricer.step(layout).step_s
 
 
 def speculating_plans(layout: Layout, spare_bytes: int, shares: Sequence[float]) -> Iterator[Plan]:
@@ -114,7 +127,7 @@ def _fitting(layout: Layout, spare_bytes: int) -> list[int]:
         stored = layout.groups[group]
         if not may_speculate(stored, layout.plan.groups[group]):
             continue
-        spare_bytes -= sum(align(stored.plane_bytes[kind]) for kind in second_kinds(stored))
+        spare_bytes -= second_plane_bytes(stored, layout.plan.groups[group])
         if spare_bytes < 0:
             break
         found.append(group)

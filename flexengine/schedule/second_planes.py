@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from flexengine.plan import GroupPlan
 from flexengine.schedule.group_storage import GroupStorage
+from flexengine.schedule.layer_program import align
 from flexengine.schedule.slots import HOST_SIDE, PlaneKind, Slot, SlotKey
 
 SECOND = 1
@@ -26,6 +27,11 @@ def may_speculate(stored: GroupStorage, home: GroupPlan) -> bool:
 def second_kinds(stored: GroupStorage) -> list[PlaneKind]:
     """The planes of a group that an update writes, and that there are twice."""
     return [kind for kind, num_bytes in stored.plane_bytes.items() if num_bytes and kind != "grad"]
+
+
+def second_plane_bytes(stored: GroupStorage, home: GroupPlan) -> int:
+    """Bytes of a group's second planes, as slots; 0 where it cannot be updated speculatively."""
+    return sum(align(stored.plane_bytes[kind]) for kind in second_kinds(stored)) if may_speculate(stored, home) else 0
 
 
 def second_key(first: SlotKey) -> SlotKey:

@@ -1,6 +1,7 @@
 """Speculative updates are planned where host memory has second planes for them, and priced as they run."""
 
 from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -9,12 +10,16 @@ from flexengine.metrics import format_seconds
 from flexengine.models.registry import open_model
 from flexengine.plan import GroupPlan, Numerics, Plan, Request
 from flexengine.planner.planner import Planner, make_plan
-from flexengine.planner.speculation import completed_order, speculating_plans
+from flexengine.planner.speculation import Speculation, completed_order, speculating_plans
 from flexengine.reports.plan_text import describe
 from flexengine.reports.simulated_step import simulate_step
 from flexengine.schedule.commands import Stream
 from flexengine.schedule.layout import Layout
+from flexengine.schedule.step_parts import StepEstimate
 from flexengine.step_prediction import StepPredictor
+
+if TYPE_CHECKING:
+    from flexengine.planner.cost.cost_model import StepPricer
 
 GIB = 2**30
 MODEL = open_model("preset:llama-3.2-1b").spec
@@ -49,14 +54,67 @@ def test_a_plan_with_room_speculates_and_is_priced_as_it_runs(plan):
     assert 0.9 * busy[1] <= busy[0] <= 1.3 * busy[1]
 
 
-def test_a_step_that_waits_for_updates_is_planned_as_if_they_began_in_backward():
-    """8B parameters at 48 GiB with 8192 tokens: among plans that wait for the norm none is good with speculation."""
-    model = open_model("preset:llama-3.1-8b").spec
-    request = Request(512, 8192, 48 * GIB, 110 * GIB, numerics=Numerics(state="bfloat16"), graphs="never")
-    clipped, unclipped = (make_plan(model, replace(request, clipping=clips), preset("h200")) for clips in (True, False))
+MEASURED = replace(
+    preset("h200"),
+    h2d_beside_cpu_bytes_per_s=33e9,
+    d2h_beside_cpu_bytes_per_s=49e9,
+    h2d_only_beside_cpu_bytes_per_s=41e9,
+    d2h_only_beside_cpu_bytes_per_s=52e9,
+    cpu_share_beside_link=0.79,
+    cpu_adamw_parameters_per_s=(("bfloat16", 8.5e9), ("bfloat16 into second planes", 8e9)),
+)
+"""What one H200's probe found beside updates by the CPU."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("size", "profile", "most"),
+    [
+        pytest.param((512, 8192, 48), preset("h200"), 1.05, id="none that waits is good with speculation"),
+        pytest.param((2048, 8192, 24), MEASURED, 1.05, id="the best takes longer where it waits"),
+        pytest.param((2048, 16384, 24), MEASURED, 1.1, id="the best keeps little on the host"),
+    ],
+)
+def test_a_step_that_waits_for_updates_is_planned_as_if_they_began_in_backward(size, profile, most):
+    """8B parameters: longest sequence, tokens per step, GiB of GPU memory; hardly slower than without clipping."""
+    model, (seq_len, tokens, gib) = open_model("preset:llama-3.1-8b").spec, size
+    request = Request(seq_len, tokens, gib * GIB, 110 * GIB, numerics=Numerics(state="bfloat16"), graphs="never")
+    clipped, unclipped = (make_plan(model, replace(request, clipping=clips), profile) for clips in (True, False))
     assert clipped.speculates
     assert clipped.request == request
-    assert clipped.predicted.step_s < 1.05 * unclipped.predicted.step_s
+    assert clipped.predicted.step_s < most * unclipped.predicted.step_s
+    assert clipped.predicted.host_bytes <= request.max_host_bytes
+
+
+class Prices:
+    """Stands for a `StepPricer`: seconds of plans with and without speculation by the tokens of their chunks."""
+
+    def __init__(self, seconds: dict[int, tuple[float, float]]) -> None:
+        self.seconds, self.simulated_commands = seconds, 0
+
+    def step(self, layout: Layout) -> StepEstimate:
+        speculating, waiting = self.seconds[layout.plan.chunk_tokens]
+        return StepEstimate(speculating if layout.plan.speculates else waiting, {}, 0.0, {})
+
+
+@pytest.mark.parametrize(
+    ("other", "taken"),
+    [
+        pytest.param((0.8, 1.1), True, id="much faster, a little slower where it waits"),
+        pytest.param((0.95, 1.1), True, id="three steps in four gain more than one loses"),
+        pytest.param((0.97, 1.1), False, id="one step in four loses more than three gain"),
+        pytest.param((0.5, 1.2), False, id="too slow where it waits, however fast it is"),
+    ],
+)
+def test_a_step_in_four_is_taken_to_wait(plan, other, taken):
+    waiting = plan.after_clipping()
+    tokens = waiting.chunk_tokens
+    prices = Prices({tokens: (1.0, 1.0), tokens // 2: other})
+    estimate = StepEstimate(1.0, {}, 0.0, {})
+    bold = Speculation(MODEL, REQUEST, PROFILE, cast("StepPricer", prices), (waiting, estimate))
+    bold.try_plans([waiting, replace(waiting, chunk_tokens=tokens // 2, chunks_per_round=2 * waiting.chunks_per_round)])
+    assert (bold.chosen[0].chunk_tokens == tokens // 2) is taken
+    assert bold.chosen[0].speculates is taken
 
 
 def test_only_the_plan_that_wins_is_searched_as_if_nothing_were_clipped(monkeypatch: pytest.MonkeyPatch):
