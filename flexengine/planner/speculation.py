@@ -38,7 +38,7 @@ AFTER_CLIPPING = 0.25
 """Share of steps that are taken to follow one that was clipped: they wait for their norm. Without them plans would give
 up any amount of these steps' speed for some of the others'."""
 MOST_LOSS = 1.15
-"""How much longer a step that waits for its norm may take than with the fastest plan: where all are clipped, all wait."""
+"""How much longer than with the fastest plan a step that waits for its norm may take: where all are clipped, all do."""
 LEAST_GAIN = 0.998
 """Speculate only where the step takes less than this share of its time: a clipped step takes longer with it."""
 
