@@ -182,16 +182,16 @@ class Planner:
         return self.predicted(*self.bold.chosen)
 
     def refined(self, plan: Plan) -> Plan:
-        """Search once more as if nothing were clipped, where updates that need not wait for the norm shorten the step:
-        what is found is tried with speculation. plan: that of `found`, which comes first."""
+        """Search once more as if nothing were clipped, where updates that need not wait for the norm may shorten the
+        step: what is found is tried with speculation. plan: that of `found`, which comes first."""
         bold = self.bold
-        if bold is None or not plan.may_speculate:
+        if bold is None or not plan.may_speculate or not self._may_gain_in_backward(*bold.waiting):
             return plan
         best, chosen = bold.best, bold.chosen
-        inside = self._updating_in_backward(*bold.waiting)
+        inside = self._updating_in_backward()
         bold.try_plans(inside)
         if inside and not bold.has_room(inside[0]):
-            bold.try_plans(self._updating_in_backward(*bold.waiting, second_planes=True))
+            bold.try_plans(self._updating_in_backward(second_planes=True))
         if bold.best is not best:
             bold.try_fewer_groups()
         return plan if bold.chosen is chosen else self.predicted(*bold.chosen)
@@ -304,18 +304,24 @@ class Planner:
             bold.try_plans(self._alike(bold.best[0]))
             bold.try_fewer_groups()
 
-    def _updating_in_backward(self, plan: Plan, estimate: StepEstimate, second_planes: bool = False) -> list[Plan]:
-        """The best plans of a search in which all that the CPU updates is updated inside backward, fastest first; none
-        where that can hardly make the step of `plan`, which waits, shorter. second_planes: with room for all of them.
-        """
-        unclipped = replace(self.request, clipping=False)
+    @property
+    def _unclipped(self) -> Request:
+        """The request for steps in which nothing is clipped."""
+        return replace(self.request, clipping=False)
+
+    def _may_gain_in_backward(self, plan: Plan, estimate: StepEstimate) -> bool:
+        """Whether updates inside backward may make the step of a plan, which waits for its norm, shorter."""
         if self.request.shares_node or not plan.updates_on_cpu:
-            return []
-        idle_s = estimate.step_s - estimate.busy_s["compute"]
-        inside_s = self.pricer.step(Layout(self.model, replace(plan, request=unclipped))).step_s
-        if inside_s > LEAST_HIDDEN * estimate.step_s and idle_s < LEAST_IDLE * estimate.step_s:
-            return []
-        other = Planner(self.given, unclipped, self.profile, self.model, second_planes)
+            return False
+        if estimate.step_s - estimate.busy_s["compute"] >= LEAST_IDLE * estimate.step_s:
+            return True
+        inside_s = self.pricer.step(Layout(self.model, replace(plan, request=self._unclipped))).step_s
+        return inside_s <= LEAST_HIDDEN * estimate.step_s
+
+    def _updating_in_backward(self, second_planes: bool = False) -> list[Plan]:
+        """The best plans of a search in which all that the CPU updates is updated inside backward, fastest first.
+        second_planes: with room for all of them."""
+        other = Planner(self.given, self._unclipped, self.profile, self.model, second_planes)
         other.searched(other.started(other.bounded()))
         return [replace(found, request=self.request) for found in other._fastest_first()[:UPDATING_IN_BACKWARD]]
 

@@ -244,8 +244,7 @@ class BlockTables:
     @cached_property
     def residency_host(self) -> np.ndarray:
         """Host bytes [V] of the planes; each of several ranks counts its share."""
-        num_bytes = [plane_bytes_in("host", self.group, home) for home in self.residencies]
+        num_bytes = np.array([plane_bytes_in("host", self.group, home) for home in self.residencies], dtype=np.int64)
         if self.second_planes:
-            seconds = [second_plane_bytes(self.group, home) for home in self.residencies]
-            num_bytes = [sum(both) for both in zip(num_bytes, seconds, strict=True)]
-        return np.array(num_bytes, dtype=np.int64) // self.cost.ranks
+            num_bytes += [second_plane_bytes(self.group, home) for home in self.residencies]
+        return num_bytes // self.cost.ranks

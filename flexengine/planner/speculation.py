@@ -16,7 +16,7 @@ from flexengine.plan import Plan, Request
 from flexengine.planner.cost.cost_model import StepPricer
 from flexengine.planner.cost.memory import excess_bytes
 from flexengine.schedule.layout import Layout
-from flexengine.schedule.second_planes import may_speculate, second_plane_bytes
+from flexengine.schedule.second_planes import second_plane_bytes
 from flexengine.schedule.step_parts import StepEstimate
 
 FIRST_SHARES, OTHER_SHARES = (1.0, 0.75), (0.5, 0.25)
@@ -61,13 +61,13 @@ class Speculation:
     ) -> None:
         self._model, self._request, self._profile, self._pricer = model, request, profile, pricer
         self.waiting = self.best = waiting
-        self._mean_s = waiting[1].step_s  # of the best one, over steps of both kinds
+        self._waiting_s = waiting[1].step_s  # of the best one, in a step after one that was clipped
         self._layout: Layout | None = None  # of the best one without speculation; None before one is faster
 
     @property
     def chosen(self) -> Priced:
         """The best plan, where speculating is worth it; else the one that waits."""
-        return self.best if self._mean_s < LEAST_GAIN * self.waiting[1].step_s else self.waiting
+        return self.best if self._mean_s() < LEAST_GAIN * self.waiting[1].step_s else self.waiting
 
     def try_plans(self, plans: Iterable[Plan]) -> None:
         """Try FIRST_SHARES of what the plans have room for; plans that do not fit themselves are left out."""
@@ -89,25 +89,34 @@ class Speculation:
         second_bytes = sum(map(second_plane_bytes, layout.groups, plan.groups))
         return second_bytes <= -excess_bytes(layout, self._request, self._profile)[1]
 
+    def _mean_s(self) -> float:
+        """Seconds of the best plan's steps, over those that speculate and those that wait."""
+        return mean_s(self.best[1].step_s, self._waiting_s)
+
     def _try(self, layout: Layout, shares: Sequence[float]) -> None:
-        spare_bytes, waiting_s = -excess_bytes(layout, self._request, self._profile)[1], None
+        spare_bytes = -excess_bytes(layout, self._request, self._profile)[1]
+        waiting_s = self._waiting_s if layout is self._layout else None
         for plan in speculating_plans(layout, spare_bytes, shares):
             estimate = self._pricer.step(Layout(self._model, plan))
             if estimate.step_s > HOPELESS * self.best[1].step_s:
                 break
-            if estimate.step_s >= self._mean_s:
+            if estimate.step_s >= self._mean_s():
                 continue
-            waiting_s = waiting_s or self._waiting_s(layout)
+            waiting_s = waiting_s or self._waiting_step_s(layout)
             if waiting_s > MOST_LOSS * self.waiting[1].step_s:
                 break
-            mean_s = (1 - AFTER_CLIPPING) * estimate.step_s + AFTER_CLIPPING * waiting_s
-            if mean_s < self._mean_s:
-                self.best, self._layout, self._mean_s = (plan, estimate), layout, mean_s
+            if mean_s(estimate.step_s, waiting_s) < self._mean_s():
+                self.best, self._layout, self._waiting_s = (plan, estimate), layout, waiting_s
 
-    def _waiting_s(self, layout: Layout) -> float:
+    def _waiting_step_s(self, layout: Layout) -> float:
         """Seconds of a step after one that was clipped: of a plan without speculation."""
         plan, estimate = self.waiting
         return estimate.step_s if layout.plan is plan else self._pricer.step(layout).step_s
+
+
+def mean_s(speculating_s: float, waiting_s: float) -> float:
+    """Mean seconds of a plan's steps, of which AFTER_CLIPPING wait for their norm."""
+    return speculating_s + AFTER_CLIPPING * (waiting_s - speculating_s)
 
 
 def speculating_plans(layout: Layout, spare_bytes: int, shares: Sequence[float]) -> Iterator[Plan]:
@@ -125,9 +134,10 @@ def _fitting(layout: Layout, spare_bytes: int) -> list[int]:
     found = list[int]()
     for group in completed_order(layout.model):
         stored = layout.groups[group]
-        if not may_speculate(stored, layout.plan.groups[group]):
+        second_bytes = second_plane_bytes(stored, layout.plan.groups[group])
+        if not second_bytes:
             continue
-        spare_bytes -= second_plane_bytes(stored, layout.plan.groups[group])
+        spare_bytes -= second_bytes
         if spare_bytes < 0:
             break
         found.append(group)

@@ -122,7 +122,7 @@ def test_only_the_plan_that_wins_is_searched_as_if_nothing_were_clipped(monkeypa
     calls: list[str] = []
     monkeypatch.setattr(Planner, "found", lambda self: (calls.append(f"found, {self.request.graphs}"), found(self))[1])
     monkeypatch.setattr(Planner, "refined", lambda self, plan: (calls.append("refined"), refined(self, plan))[1])
-    monkeypatch.setattr(Planner, "_updating_in_backward", lambda self, plan, estimate: [])
+    monkeypatch.setattr(Planner, "_updating_in_backward", lambda self: [])
     model = open_model("preset:tiny-llama3-150m").spec
     request = Request(512, 4096, 2 * GIB, 60 * GIB, numerics=Numerics(state="bfloat16"))
     plan = make_plan(model, request, preset("h200"))
