@@ -77,10 +77,11 @@ NUM_FINALISTS, SIMULATED_COMMANDS = 12, 6_000
 """Candidates of a size that may be simulated, and commands after which no more are; a second has about 20,000."""
 SAME = 1e-9
 """Part of their seconds by which plans of one speed differ, as sums of the same terms in another order do."""
-UPDATING_IN_BACKWARD, LEAST_HIDDEN, LEAST_IDLE = 8, 0.99, 0.1
+UPDATING_IN_BACKWARD, LEAST_HIDDEN, LEAST_IDLE, LEAST_LEFT = 8, 0.99, 0.1, 0.98
 """Plans of a search for updates inside backward that are tried with speculation. The search takes as long as the one
 before it; it is made where a step whose updates need not wait takes at most this share, or where compute waits for this
-share of a step: a plan that waits for its norm may keep too much on the host to gain by not waiting."""
+share of a step: a plan that waits for its norm may keep too much on the host to gain by not waiting. It is made once
+more, with second planes counted, where they have no room and its plans would take less than the last share without."""
 MAX_CHUNK_LAYERS = 1024
 """Largest chunks per round times blocks that is planned for, where sizes allow a choice: programs grow with it."""
 WHOLE_ENOUGH = 0.8
@@ -188,10 +189,10 @@ class Planner:
         if bold is None or not plan.may_speculate or not self._may_gain_in_backward(*bold.waiting):
             return plan
         best, chosen = bold.best, bold.chosen
-        inside = self._updating_in_backward()
+        inside, least_s = self._updating_in_backward()
         bold.try_plans(inside)
-        if inside and not bold.has_room(inside[0]):
-            bold.try_plans(self._updating_in_backward(second_planes=True))
+        if inside and not bold.has_room(inside[0]) and least_s < LEAST_LEFT * bold.mean_s:
+            bold.try_plans(self._updating_in_backward(second_planes=True)[0])
         if bold.best is not best:
             bold.try_fewer_groups()
         return plan if bold.chosen is chosen else self.predicted(*bold.chosen)
@@ -318,12 +319,13 @@ class Planner:
         inside_s = self.pricer.step(Layout(self.model, replace(plan, request=self._unclipped))).step_s
         return inside_s <= LEAST_HIDDEN * estimate.step_s
 
-    def _updating_in_backward(self, second_planes: bool = False) -> list[Plan]:
-        """The best plans of a search in which all that the CPU updates is updated inside backward, fastest first.
-        second_planes: with room for all of them."""
+    def _updating_in_backward(self, second_planes: bool = False) -> tuple[list[Plan], float]:
+        """The best plans of a search in which all that the CPU updates is updated inside backward, fastest first, and
+        the seconds that the first takes so. second_planes: with room for all of them."""
         other = Planner(self.given, self._unclipped, self.profile, self.model, second_planes)
-        other.searched(other.started(other.bounded()))
-        return [replace(found, request=self.request) for found in other._fastest_first()[:UPDATING_IN_BACKWARD]]
+        fastest = other.searched(other.started(other.bounded()))
+        best = [replace(found, request=self.request) for found in other._fastest_first()[:UPDATING_IN_BACKWARD]]
+        return best, inf if fastest is None else fastest[1].step_s
 
     def _of_other_sizes(self, started: Iterable[SizeSearch], plan: Plan) -> list[Plan]:
         """The best plan of each of the best sizes but that of `plan`; by simulation, where there was one.

@@ -67,7 +67,7 @@ class Speculation:
     @property
     def chosen(self) -> Priced:
         """The best plan, where speculating is worth it; else the one that waits."""
-        return self.best if self._mean_s() < LEAST_GAIN * self.waiting[1].step_s else self.waiting
+        return self.best if self.mean_s < LEAST_GAIN * self.waiting[1].step_s else self.waiting
 
     def try_plans(self, plans: Iterable[Plan]) -> None:
         """Try FIRST_SHARES of what the plans have room for; plans that do not fit themselves are left out."""
@@ -89,7 +89,8 @@ class Speculation:
         second_bytes = sum(map(second_plane_bytes, layout.groups, plan.groups))
         return second_bytes <= -excess_bytes(layout, self._request, self._profile)[1]
 
-    def _mean_s(self) -> float:
+    @property
+    def mean_s(self) -> float:
         """Seconds of the best plan's steps, over those that speculate and those that wait."""
         return mean_s(self.best[1].step_s, self._waiting_s)
 
@@ -100,12 +101,12 @@ class Speculation:
             estimate = self._pricer.step(Layout(self._model, plan))
             if estimate.step_s > HOPELESS * self.best[1].step_s:
                 break
-            if estimate.step_s >= self._mean_s():
+            if estimate.step_s >= self.mean_s:
                 continue
             waiting_s = waiting_s or self._waiting_step_s(layout)
             if waiting_s > MOST_LOSS * self.waiting[1].step_s:
                 break
-            if mean_s(estimate.step_s, waiting_s) < self._mean_s():
+            if mean_s(estimate.step_s, waiting_s) < self.mean_s:
                 self.best, self._layout, self._waiting_s = (plan, estimate), layout, waiting_s
 
     def _waiting_step_s(self, layout: Layout) -> float:
