@@ -81,7 +81,8 @@ UPDATING_IN_BACKWARD, LEAST_HIDDEN, LEAST_IDLE, LEAST_LEFT = 8, 0.99, 0.1, 0.98
 """Plans of a search for updates inside backward that are tried with speculation. The search takes as long as the one
 before it; it is made where a step whose updates need not wait takes at most this share, or where compute waits for this
 share of a step: a plan that waits for its norm may keep too much on the host to gain by not waiting. It is made once
-more, with second planes counted, where they have no room and its plans would take less than the last share without."""
+more, with second planes counted, where they have no room and would bring the best plan's seconds below the last of
+these shares."""
 MAX_CHUNK_LAYERS = 1024
 """Largest chunks per round times blocks that is planned for, where sizes allow a choice: programs grow with it."""
 WHOLE_ENOUGH = 0.8
@@ -191,7 +192,7 @@ class Planner:
         best, chosen = bold.best, bold.chosen
         inside, least_s = self._updating_in_backward()
         bold.try_plans(inside)
-        if inside and not bold.has_room(inside[0]) and least_s < LEAST_LEFT * bold.mean_s:
+        if least_s < LEAST_LEFT * bold.mean_s and not bold.has_room(inside[0]):
             bold.try_plans(self._updating_in_backward(second_planes=True)[0])
         if bold.best is not best:
             bold.try_fewer_groups()
@@ -321,7 +322,7 @@ class Planner:
 
     def _updating_in_backward(self, second_planes: bool = False) -> tuple[list[Plan], float]:
         """The best plans of a search in which all that the CPU updates is updated inside backward, fastest first, and
-        the seconds that the first takes so. second_planes: with room for all of them."""
+        the seconds that the first takes so, infinite where none fits. second_planes: with room for all of them."""
         other = Planner(self.given, self._unclipped, self.profile, self.model, second_planes)
         fastest = other.searched(other.started(other.bounded()))
         best = [replace(found, request=self.request) for found in other._fastest_first()[:UPDATING_IN_BACKWARD]]

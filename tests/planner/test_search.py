@@ -34,7 +34,7 @@ def least_gpu_bytes(model, request, profile) -> int:
 
 
 LINKS, FACTORS = (1e8, 4e8, 2e9, 1e10), (1.0, 1.25, 1.5)
-CASES = [(LINKS[i % 4], (32, 128)[i // 4 % 2], FACTORS[i % 3]) for i in range(8)]
+CASES = [(LINKS[i % 4], (32, 128)[i // 4 % 2], FACTORS[i % 3]) for i in range(12)]
 
 
 @pytest.mark.parametrize(("link", "seq_len", "factor"), CASES)
