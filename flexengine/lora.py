@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 ALL_LINEAR = "all-linear"
 """The target that means every linear layer of the blocks."""
@@ -67,3 +68,19 @@ class LoRA:
     def scale(self) -> float:
         """What the product of an adapter is multiplied by."""
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+
+class Targets(NamedTuple):
+    """How a file of adapters names what they belong to.
+
+    modules, parameters: adapted modules, and adapted tensors that are found by their own names. saved: modules that are
+    trained in full. adapted: the whole names of adapted modules. doubled: the parameters whose adapters PEFT stacks of
+    two. of_experts: whether single experts have adapters.
+    """
+
+    modules: Collection[str]
+    parameters: Collection[str]
+    saved: Collection[str]
+    adapted: Collection[str]
+    doubled: Collection[str]
+    of_experts: bool

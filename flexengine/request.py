@@ -17,6 +17,7 @@ from flexengine.models.freezing import forward_only, with_frozen
 from flexengine.models.group_factors import group_factors
 from flexengine.models.keep_dtype import with_keep_dtype
 from flexengine.models.lora import with_lora
+from flexengine.models.lora_files import unread_by_peft
 from flexengine.models.matmul_dtype import with_matmul_dtype
 from flexengine.models.probe_shapes import attention_shapes, expert_shapes, head_shape, linear_shapes
 from flexengine.models.spec import ModelSpec
@@ -31,11 +32,14 @@ def described(spec: ModelSpec, job: Job) -> ModelSpec:
     """Describe the model as a job trains it: its linear layers in the job's matmul dtype, what backward reads of its
     gated FFNs in the job's keep dtype, its frozen layers marked, and these in the job's base dtype.
 
-    Warns when sequences may be longer than the model was made for. Raises ValueError where it cannot take them, or as
-    `with_matmul_dtype`, `with_keep_dtype`, `with_frozen` and `with_base_dtype`.
+    Warns when sequences may be longer than the model was made for, and of adapters that PEFT will not read. Raises
+    ValueError where it cannot take them, or as `with_matmul_dtype`, `with_keep_dtype`, `with_frozen` and
+    `with_base_dtype`.
     """
     model = with_keep_dtype(with_matmul_dtype(spec, job.matmul_dtype), job.keep_dtype)
     model = with_lora(model, job.lora_setup) if job.lora_setup is not None else with_frozen(model, job.freeze)
+    if job.trains and (unread := unread_by_peft(model)):
+        logger.warning(unread)
     model = model if job.trains else forward_only(model)
     model = with_base_dtype(model, job.stored_base)
     _check_sequence_length(model, job.max_seq_len)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flexengine.checkpoint.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from flexengine.checkpoint.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MERGE_FIRST
 from flexengine.checkpoint.safetensors_format import CheckpointError
 from flexengine.checkpoint.staged_folder import staged_folder
 
@@ -41,43 +42,91 @@ _MODULES = (
 those of a text beside what sees images, and of Mixtral's routers."""
 
 
-def adapter_tensors(folder: Path | str, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
-    """Read the tensors of an adapter folder one by one, in float32 or wider.
+_NAMED = re.compile(r"\.(lora_[AB]|lora_magnitude_vector|modules_to_save)\.(?!weight$|bias$)[^.]+(?=\.weight$|\.bias$)")
+"""Where the states of PEFT's models have an adapter's own name, such as default; files of PEFT leave it out."""
 
-    shapes: the tensors that it must hold, by name. Raises: CheckpointError where it lacks one, has others, or one in
-    another shape.
+
+def adapter_tensors(
+    folder: Path | str, shapes: Mapping[str, tuple[int, ...]], beside: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Read the tensors of an adapter folder one by one.
+
+    shapes: the tensors that it must hold, by name. beside: others that it may hold, of the embedding and the head.
+    Raises: CheckpointError where it lacks one, has others, or one in another shape.
     """
     path = Path(folder) / ADAPTER_WEIGHTS
     if not path.is_file():
-        raise CheckpointError(
-            f"{folder}: there is no {ADAPTER_WEIGHTS}; give the folder of an adapter as PEFT writes it"
-        )
+        raise CheckpointError(f"{folder}: there is no {ADAPTER_WEIGHTS}{_found_instead(path)}")
     try:
         with safe_open(path, framework="pt") as file:
-            held = {_as_in_checkpoint(name, shapes): name for name in file.keys()}  # noqa: SIM118 - no mapping
-            _check_names(path, set(held), shapes)
-            for name, shape in shapes.items():
-                tensor = file.get_tensor(held[name])
-                if tuple(tensor.shape) != shape:
-                    raise CheckpointError(
-                        f"{path}: {name} has shape {list(tensor.shape)}, but the model and its {ADAPTER_CONFIG} ask for"
-                        f" {list(shape)}; give the adapter of this model"
-                    )
-                yield name, tensor if tensor.dtype == torch.float64 else tensor.float()
+            held = _held(file.keys(), {**beside, **shapes})
+            _check_names(path, set(held) - beside.keys(), shapes)
+            for name, shape in {**beside, **shapes}.items():
+                if name in held:
+                    tensor, *others = (file.get_tensor(stored) for stored in held[name])
+                    _check_shape(path, name, tuple(tensor.shape), shape)
+                    if any(not torch.equal(tensor, other) for other in others):
+                        raise CheckpointError(
+                            f"{path}: {' and '.join(held[name])} differ: it holds two adapters; save one of them"
+                        )
+                    yield name, tensor
     except (OSError, ValueError) as error:
         raise error if isinstance(error, CheckpointError) else CheckpointError(f"{path}: {error}") from None
 
 
-def _as_in_checkpoint(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """The name of a tensor as the checkpoint beneath names its module."""
-    for stored, module in _MODULES:
-        if name not in shapes and name.replace(module, stored) in shapes:
-            return name.replace(module, stored)
-    return name
+def _found_instead(path: Path) -> str:
+    if path.with_suffix(".bin").is_file():
+        return f", but {path.stem}.bin, which is not opened because it may run code; save it as safetensors with PEFT"
+    return "; give the folder of an adapter as PEFT writes it"
+
+
+def _held(names: Iterable[str], known: Collection[str]) -> dict[str, list[str]]:
+    """Pair the names that files of PEFT have for the tensors of a file with those that these have in it."""
+    held: dict[str, list[str]] = {}
+    for name in names:
+        own = _NAMED.sub(r".\1", name).replace(".modules_to_save.", ".")
+        own = own.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
+        for stored, module in _MODULES:
+            if own not in known and own.replace(module, stored) in known:
+                own = own.replace(module, stored)
+        if ".original_module." not in name:  # what PEFT keeps of a module that is trained in full, and does not use
+            held.setdefault(own, []).append(name)
+    return held
 
 
 def _check_names(path: Path, names: set[str], shapes: Mapping[str, tuple[int, ...]]) -> None:
     missing, extra = sorted(shapes.keys() - names), sorted(names - shapes.keys())
-    if missing or extra:
-        what = f"lacks {len(missing)} tensors, such as {missing[0]}" if missing else f"holds {extra[0]}, for no module"
-        raise CheckpointError(f"{path}: the adapter {what}; give the adapter of this model, with its {ADAPTER_CONFIG}")
+    if extra:
+        raise CheckpointError(f"{path} holds {extra[0]}: {_why_not(extra[0])}; {MERGE_FIRST}")
+    if missing:
+        raise CheckpointError(
+            f"{path} lacks {len(missing)} of the {len(shapes)} tensors that {ADAPTER_CONFIG} asks for in this model,"
+            f" such as {missing[0]}; correct target_modules and modules_to_save there, or save the adapter again"
+        )
+
+
+def _why_not(name: str) -> str:
+    """Why a tensor of an adapter's file is not read."""
+    module, _, kind = name.removesuffix(".weight").rpartition(".")
+    if kind.startswith("lora_embedding_"):
+        return "adapters of an embedding are not built here"
+    if module.removesuffix(".base_layer").endswith(".experts"):
+        return "adapters of experts as PEFT stacks them (target_parameters) are not built here for this model"
+    if kind in ("lora_A", "lora_B", "lora_magnitude_vector"):
+        short = module.rpartition(".")[2]
+        return f"{ADAPTER_CONFIG} does not name {short}, or it is no linear layer of the model's blocks"
+    return f"it is not part of an adapter, and modules_to_save in {ADAPTER_CONFIG} does not name it"
+
+
+def _check_shape(path: Path, name: str, found: tuple[int, ...], asked: tuple[int, ...]) -> None:
+    if found == asked:
+        return
+    if ".lora_" not in name and len(found) == 2 and found[1:] == asked[1:]:
+        raise CheckpointError(
+            f"{path}: {name} has {found[0]} rows, but the model's vocab_size is {asked[0]}: the vocabulary was resized"
+            f" before the adapter was trained; {MERGE_FIRST}, with the adapter's tokenizer"
+        )
+    raise CheckpointError(
+        f"{path}: {name} has shape {list(found)}, but the model and {ADAPTER_CONFIG} ask for {list(asked)}; give the"
+        " model that the adapter was trained on, and the config that was saved with it"
+    )

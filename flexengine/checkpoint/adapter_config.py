@@ -6,22 +6,31 @@ Source: https://huggingface.co/docs/peft/developer_guides/checkpoint; the fields
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from flexengine.lora import PISSA, LoRA
+from flexengine.lora import ALL_LINEAR, PISSA, LoRA, Targets
 from flexengine.wording import parse_json, shown
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+MERGE_FIRST = "merge this adapter into its model with PEFT (merge_and_unload), and start from the merged model"
+GATE_UP = "experts.gate_up_proj"
+"""The parameter in which transformers stacks two modules of all experts, whose adapters PEFT stacks, too."""
 
-_UNSUPPORTED = (
-    "rank_pattern", "alpha_pattern", "layer_replication",
-    "layers_to_transform", "trainable_token_indices", "lora_bias", "use_qalora", "megatron_config", "corda_config",
-    "eva_config", "alora_invocation_tokens", "arrow_config",
+_READ = (
+    "peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "init_lora_weights", "modules_to_save", "target_modules",
+    "target_parameters", "exclude_modules", "rank_pattern", "alpha_pattern", "bias",
 )  # fmt: skip
-"""Fields that change what an adapter computes, in ways that are not built here; PEFT leaves them empty by default."""
+_WITHOUT_EFFECT = (
+    "task_type", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping",
+    "lora_dropout", "fan_in_fan_out", "ensure_weight_tying", "layers_pattern", "megatron_core", "qalora_group_size",
+    "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config",
+)  # fmt: skip
+"""Fields of PEFT 0.21 that say where an adapter comes from or how it started, or that mean something beside others
+alone. Any other field that is set may change what an adapter computes, also one that later versions bring."""
 
 
 def read_lora(folder: Path | str) -> LoRA:
@@ -36,24 +45,58 @@ def read_lora(folder: Path | str) -> LoRA:
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         config = config if isinstance(config, dict) else {}
         raise ValueError(f"{path}: peft_type is {shown(config.get('peft_type'))}; only LORA can be trained here")
-    wrong = [name for name in _UNSUPPORTED if config.get(name)]
+    wrong = [name for name, value in config.items() if value and name not in (*_READ, *_WITHOUT_EFFECT)]
+    wrong += [name for name in ("rank_pattern", "alpha_pattern") if config.get(name) and not _stacks_two(config)]
     if config.get("bias", "none") != "none":
         wrong.append("bias")
     if wrong:
-        raise ValueError(f"{path}: {wrong[0]}={shown(config[wrong[0]])} is not supported; merge this adapter first")
-    targets = config.get("target_modules") or ()
+        raise ValueError(f"{path}: {wrong[0]}={shown(config[wrong[0]])} is not supported; {MERGE_FIRST}")
     try:
         return LoRA(
-            [*([targets] if isinstance(targets, str) else sorted(targets)), *(config.get("target_parameters") or ())],
-            config["r"],
-            config.get("lora_alpha", 8),
+            [*_targets(config), *(config.get("target_parameters") or ())],
+            _number(config, "r", int),
+            _number({"lora_alpha": 8, **config}, "lora_alpha", int, float),
             bool(config.get("use_rslora", False)),
             use_dora=bool(config.get("use_dora", False)),
             init=_init(config.get("init_lora_weights", True)),
             modules_to_save=config.get("modules_to_save") or (),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _stacks_two(config: dict[str, Any]) -> bool:
+    """Whether both patterns say no more than that adapters of experts' gate and up are stacked, as files of ours do."""
+    patterns = {"rank_pattern": config.get("r"), "alpha_pattern": config.get("lora_alpha")}
+    return all(config.get(name) == {GATE_UP: 2 * own} for name, own in patterns.items() if isinstance(own, int | float))
+
+
+def _number(config: dict[str, Any], name: str, *kinds: type) -> Any:
+    value = config.get(name)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise ValueError(f"{name} is {shown(value)}, expected a {'whole ' if float not in kinds else ''}number")
+    return value
+
+
+def _targets(config: dict[str, Any]) -> list[str]:
+    """The adapted modules by names, or by one expression that leaves those of exclude_modules out.
+
+    Raises: ValueError where there are none.
+    """
+    found, excluded = config.get("target_modules"), config.get("exclude_modules")
+    if not found and not config.get("target_parameters"):
+        raise ValueError(f"target_modules is {shown(found)}; write the names of the adapted modules there")
+    targets = [found] if isinstance(found, str) else sorted(found or ())
+    if not excluded or not targets:
+        return targets
+    if found == ALL_LINEAR:
+        raise ValueError(f"exclude_modules beside target_modules={found} is not built here; write the names of modules")
+    return [rf"(?!(?:{_expression(excluded)})\Z)(?:{_expression(found)})"]
+
+
+def _expression(named: str | Collection[str]) -> str:
+    """What matches whole names of modules: PEFT takes a text for an expression, and a list for ends of names."""
+    return named if isinstance(named, str) else rf"(?:.*\.)?(?:{'|'.join(re.escape(name) for name in sorted(named))})"
 
 
 def _init(named: object) -> str:
@@ -65,34 +108,25 @@ def _init(named: object) -> str:
         return named
     if isinstance(named, bool) or named in ("gaussian", "orthogonal", "eva"):
         return "default"
-    raise ValueError(f"init_lora_weights={shown(named)} changes the weights beneath; merge this adapter first")
+    raise ValueError(f"init_lora_weights={shown(named)} changes the weights beneath; {MERGE_FIRST}")
 
 
 _TEXT = "language_model"
 """The module that holds the text of a model with images, whose other modules have names in common with it."""
 
 
-class Targets(NamedTuple):
-    """Names of adapted modules, of adapted tensors that hold all experts, and of modules that are trained in full.
-
-    adapted: the whole names of adapted modules.
-    """
-
-    modules: Collection[str]
-    parameters: Collection[str]
-    saved: Collection[str]
-    adapted: Collection[str]
-
-
 def adapter_config(lora: LoRA, targets: Targets, base: str, transposed: bool) -> dict[str, Any]:
     """The fields of adapter_config.json. base: the name of the model beneath.
-
 
     transposed: the modules hold their weights [in, out], as GPT-2's do. Of adapters that began with a part of the base,
     files hold what was taken out of it as well, so that they have twice the rank and the same scale.
     """
-    rank = 2 * lora.rank if lora.changes_base else lora.rank
-    alpha = lora.scale * (math.sqrt(rank) if lora.use_rslora else rank) if lora.changes_base else lora.alpha
+    rank, alpha = lora.rank, lora.alpha
+    # PEFT stacks what experts' gate and up have, with twice the rank and alpha: a root of the rank would change.
+    rooted = lora.use_rslora and not targets.of_experts
+    if lora.changes_base or rooted != lora.use_rslora:
+        rank = 2 * rank if lora.changes_base else rank
+        alpha = lora.scale * (math.sqrt(rank) if rooted else rank)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -100,8 +134,10 @@ def adapter_config(lora: LoRA, targets: Targets, base: str, transposed: bool) ->
         "inference_mode": True,
         "r": rank,
         "lora_alpha": alpha,
-        "lora_dropout": lora.dropout,
-        "use_rslora": lora.use_rslora,
+        "rank_pattern": {name: 2 * rank for name in targets.doubled},
+        "alpha_pattern": {name: 2 * alpha for name in targets.doubled},
+        "lora_dropout": 0.0 if targets.parameters else lora.dropout,  # PEFT refuses it beside adapters of parameters
+        "use_rslora": rooted,
         "use_dora": lora.use_dora,
         "bias": "none",
         "fan_in_fan_out": transposed,

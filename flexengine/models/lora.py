@@ -17,7 +17,7 @@ from typing import NamedTuple
 from flexengine.lora import ALL_EXPERTS, ALL_LINEAR, LoRA
 from flexengine.models.freezing import freeze_groups
 from flexengine.models.lora_units import with_sums_in_units
-from flexengine.models.saved_modules import saved_tensors, with_saved_modules
+from flexengine.models.saved_modules import edge_modules, saved_tensors, with_saved_modules
 from flexengine.models.spec import GroupSpec, LayerSpec, ModelSpec, ParamSpec, WeightSource
 from flexengine.ops.base import Op
 from flexengine.ops.dora import DoRALinear
@@ -40,6 +40,10 @@ IN_ONE_TENSOR = "qwen3_5_moe"
 """The start of the families whose published checkpoints hold all experts of a layer in one tensor."""
 INNER = "gate_up_proj"
 """Of both tensors of such experts, the one that PEFT wraps first."""
+STACKED = {
+    **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), INNER), **dict.fromkeys(("down_proj", "w2"), "down_proj")
+}  # fmt: skip
+"""Names of an expert's modules in checkpoints, and of the tensors that transformers stacks them in."""
 
 
 _Target = Linear | GroupedLinear | Router
@@ -78,7 +82,7 @@ def with_lora(model: ModelSpec, lora: LoRA) -> ModelSpec:
     known: dict[tuple[tuple[Op, ...], tuple], tuple[Op, ...]] = {}
     layers, groups = list(model.layers), list(model.groups)
     for index, layer in enumerate(model.layers):
-        found = {op.name: modules for op, modules in _targeted(model, layer, lora)}
+        found = {op.name: modules for op, modules in _targeted(named, layer, lora)}
         if not found:
             continue
         # Equal blocks must go on sharing one tuple of ops: everything derived from ops is cached by it.
@@ -169,9 +173,12 @@ def _magnitudes(op: DoRALinear | DoRAGroupedLinear, modules: Sequence[_Module]) 
 def _targeted(model: ModelSpec, layer: LayerSpec, lora: LoRA) -> list[tuple[Op, tuple[_Module, ...]]]:
     """List the linear layers, experts and routers of a block that have targets, with these."""
     found: list[tuple[Op, tuple[_Module, ...]]] = []
-    for op in _adaptable(layer) if layer.kind == "block" else ():
-        everything = tuple(_modules(model, layer, op))
-        modules = tuple(m for m in everything if any(_hits(t, m) for t in lora.targets))
+    of_op = {op: tuple(_modules(model, layer, op)) for op in _adaptable(layer)} if layer.kind == "block" else {}
+    # Where modules have the name of a tensor of all experts, it means them alone, as in PEFT.
+    linear = {module.short for modules in of_op.values() for module in modules if not module.one_tensor}
+    for op, everything in of_op.items():
+        targets = [t for t in lora.targets if not (everything[0].one_tensor and t in linear)]
+        modules = tuple(m for m in everything if any(_hits(t, m) for t in targets))
         if modules:
             _check_experts(everything, modules, lora)
             found.append((op, modules))
@@ -242,9 +249,15 @@ def _hits(target: str, module: _Module) -> bool:
     name."""
     if target in (ALL_LINEAR, ALL_EXPERTS):
         return not module.router and module.expert == (target == ALL_EXPERTS)
-    if module.router:
-        target = target.removesuffix(".weight")  # PEFT names the parameter where a module is no linear layer
-    return target == module.name or module.name.endswith(f".{target}") or bool(re.fullmatch(target, module.name))
+    names = [module.name]
+    if module.expert and not module.one_tensor:
+        names.append(f"{module.name.rsplit('.', 2)[0]}.{STACKED[module.short]}")
+    return any(_is_named(target, name) for name in names)
+
+
+def _is_named(target: str, name: str) -> bool:
+    """Whether a target is a name or its end, or an expression for all of it. PEFT names some modules' parameters."""
+    return f".{name}".endswith(f".{target.removesuffix('.weight')}") or bool(re.fullmatch(target, name))
 
 
 def _check_targets(model: ModelSpec, lora: LoRA) -> None:
@@ -256,7 +269,15 @@ def _check_targets(model: ModelSpec, lora: LoRA) -> None:
             hit = any(_hits(target, module) for module in modules)
         except re.error as error:
             raise ValueError(f"lora target {shown(target)} is no regular expression: {error}") from None
-        if not hit:
+        edges = [module for module in edge_modules(model) if _is_named(target, module)]
+        trained = [module for module in edges if any(module.endswith(name) for name in lora.modules_to_save)]
+        if len(trained) < len(edges):
+            raise ValueError(
+                f"lora target {shown(target)} names {edges[0]}: adapters of the embedding and the head are not built;"
+                f" train it in full (modules_to_save={edges[0].rpartition('.')[2]}) or leave it out, and merge an"
+                " adapter that has some with PEFT (merge_and_unload) first"
+            )
+        if not hit and not trained:
             guess = did_you_mean(target, [ALL_LINEAR, *short])
             there = ", ".join(f"{name} ({count})" for name, count in short.items()) or "none"
             raise ValueError(

@@ -50,6 +50,20 @@ def saved_tensors(model: ModelSpec) -> Iterator[tuple[str, WeightSource]]:
                 yield _full_name(model, model.head_source), source
 
 
+def edge_tensors(model: ModelSpec) -> Iterator[tuple[str, str]]:
+    """Pair the names that files of adapters have for the frozen embedding and head with those of the tensors."""
+    for name in (model.embedding_source, model.head_source):
+        source = model.embedding_source if model.tie_word_embeddings else name
+        groups = (group for group in model.groups if any(s.name == source for p in group.params for s in p.sources))
+        if all(group.frozen for group in groups):
+            yield _full_name(model, name), source
+
+
+def edge_modules(model: ModelSpec) -> tuple[str, str]:
+    """The modules of the embedding and the head."""
+    return _module(model.embedding_source), _module(model.head_source)
+
+
 def saved_names(model: ModelSpec) -> list[str]:
     """What PEFT is to find these modules by: the names that were given, and a tied head beside its embedding."""
     assert model.lora is not None

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from flexengine.checkpoint.adapter import adapter_tensors
+from flexengine.checkpoint.adapter_config import ADAPTER_CONFIG, MERGE_FIRST
 from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.checkpoint.safetensors_format import CheckpointError
 from flexengine.models.lora import PEFT_PREFIX, Adapter, adapters
-from flexengine.models.saved_modules import saved_tensors
+from flexengine.models.saved_modules import edge_tensors, saved_tensors
 from flexengine.ops.dora import LEAST_NORM
 from flexengine.runtime.arena import wide_dtype
 from flexengine.runtime.stored_matrices import regrouped
@@ -63,12 +64,19 @@ def start_adapters(weights: WeightStore, begin: Begin, adapter: Path | None) -> 
 
 
 def _load(weights: WeightStore, found: list[Adapter], folder: Path) -> None:
+    model = weights.layout.model
     shapes = {part.name: part.shape for one in found for part in one.parts}
-    saved = {f"{PEFT_PREFIX}{name}": source for name, source in saved_tensors(weights.layout.model)}
+    saved = {f"{PEFT_PREFIX}{name}": source for name, source in saved_tensors(model)}
     shapes |= {name: source.shape for name, source in saved.items()}
+    edges = {f"{PEFT_PREFIX}{name}": source for name, source in edge_tensors(model)}
+    beside = {name: weights.runs[source].source.shape for name, source in edges.items()}
     with_norms = {one.magnitude.name: one for one in found if one.magnitude is not None}
     written: dict[str, Tensor] = {}
-    for name, tensor in adapter_tensors(folder, shapes):
+    for name, stored in adapter_tensors(folder, shapes, beside):
+        if name in edges:
+            _check_is_base(weights, edges[name], stored, f"{folder}: {name}")
+            continue
+        tensor = stored if stored.dtype == torch.float64 else stored.float()
         if name in with_norms:
             weights.write(name, tensor - row_norms(base_matrix(weights, with_norms[name])))
         elif name not in saved:
@@ -77,6 +85,20 @@ def _load(weights: WeightStore, found: list[Adapter], folder: Path) -> None:
             raise CheckpointError(f"{folder}: {name} differs from the embedding, to which config.json ties the head")
         else:
             weights.write(saved[name].name, tensor)
+
+
+def _check_is_base(weights: WeightStore, source: str, stored: Tensor, where: str) -> None:
+    """Raise CheckpointError where a file holds an embedding or a head with other values than the frozen one."""
+    compute, start = getattr(torch, weights.layout.plan.request.numerics.compute), 0
+    for piece in weights.pieces(source):
+        own = stored.flatten()[start : start + piece.numel()]
+        start += piece.numel()
+        # Both were rounded from the same values: one of them to the other's dtype or to fewer bits.
+        if not (torch.equal(own.to(compute), piece.to(compute)) or torch.equal(piece.to(own.dtype), own)):
+            raise CheckpointError(
+                f"{where} has other values than the model, and PEFT would use them; name it in modules_to_save of"
+                f" {ADAPTER_CONFIG} to train it in full, or {MERGE_FIRST}"
+            )
 
 
 def file_tensors(weights: WeightStore, begin: Begin) -> Iterator[tuple[str, Tensor]]:

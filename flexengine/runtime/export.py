@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,19 +13,21 @@ import torch
 from torch import Tensor
 
 from flexengine.checkpoint.adapter import save_adapter
-from flexengine.checkpoint.adapter_config import Targets, adapter_config
+from flexengine.checkpoint.adapter_config import adapter_config
 from flexengine.checkpoint.layout import CONFIG_FILE
 from flexengine.checkpoint.quantised import EXPORT_DTYPE
 from flexengine.checkpoint.reader import CheckpointReader
 from flexengine.checkpoint.writer import TensorSource, support_files, write_checkpoint
 from flexengine.models.lora import Adapter, adapters
+from flexengine.models.lora_files import file_targets, unread_by_peft
 from flexengine.models.registry import ModelSource
-from flexengine.models.saved_modules import saved_names
 from flexengine.models.spec import ModelSpec
 from flexengine.runtime.adapters import Begin, changed_experts, changed_rows, file_tensors
 from flexengine.runtime.not_finite import checked
 from flexengine.runtime.stored_matrices import read_pieces
 from flexengine.runtime.weight_store import WeightStore, stored_tensors
+
+logger = logging.getLogger(__name__)
 
 
 def export_checkpoint(
@@ -54,42 +57,13 @@ def export_adapter(
     begin = Begin(source.weights_folder, seed)
     tensors = {name: checked(name, tensor) for name, tensor in file_tensors(weights, begin)}
     base = "" if source.weights_folder is None else str(source.weights_folder)
-    names = [adapter.module for adapter in found]
-    targets = Targets(_target_names(model, found), _target_parameters(found), saved_names(model), names)
+    if unread := unread_by_peft(model):
+        logger.warning(unread)
     transposed = any(adapter.transposed and not adapter.experts for adapter in found)
-    config = adapter_config(model.lora, targets, base, transposed)
+    config = adapter_config(model.lora, file_targets(model), base, transposed)
     beside = {} if source.support_folder is None else support_files(source.support_folder)
     beside.pop(CONFIG_FILE, None)  # it would make a model of the folder
     save_adapter(folder, config, tensors, {**beside, **texts})
-
-
-def _target_names(model: ModelSpec, found: Sequence[Adapter]) -> set[str]:
-    """Name the adapted modules: by their own names where every module of a name is adapted, else by whole names."""
-    adapted = {adapter.module for adapter in found if not (adapter.experts or adapter.router)}
-    sources = (
-        s.name for layer in model.blocks for g in layer.groups for p in model.groups[g].params for s in p.sources
-    )
-    modules = {name.removesuffix(".weight") for name in sources if name.endswith(".weight")}
-    others = modules - adapted
-    partly = {name.rpartition(".")[2] for name in others}
-    of_experts = {_of_experts(name) for name in others}
-
-    def name_of(module: str) -> str:
-        short, of_expert = module.rpartition(".")[2], _of_experts(module)
-        return short if short not in partly else module if of_expert in of_experts else of_expert
-
-    return {name_of(module) for module in adapted}
-
-
-def _of_experts(module: str) -> str:
-    """What a module of one of a layer's experts is called in every layer; others by their whole names."""
-    _, found, rest = module.partition(".experts.")
-    return f"experts.{rest}" if found else module
-
-
-def _target_parameters(found: Sequence[Adapter]) -> set[str]:
-    """Name the adapted tensors of experts and routers, by the ends of their names: experts.down_proj, gate.weight."""
-    return {".".join(adapter.weight.name.rsplit(".", 2)[-2:]) for adapter in found if adapter.experts or adapter.router}
 
 
 class _Exported(NamedTuple):

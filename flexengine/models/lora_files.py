@@ -1,0 +1,109 @@
+"""Names adapted modules as PEFT looks for them in files of adapters, and tells which adapters PEFT cannot read.
+
+transformers holds the experts of a layer in two tensors, also where checkpoints name them one by one. Of such families
+PEFT takes every target called gate_proj, up_proj or down_proj for experts and turns it into these tensors
+(`target_parameters`), also that of a dense FFN or a shared expert. These are found by the names of their parameters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from flexengine.lora import Targets
+from flexengine.models.lora import INNER, STACKED, adapters
+from flexengine.models.saved_modules import saved_names
+from flexengine.models.spec import ModelSpec
+
+TRANSLATED = ("mixtral", "olmoe", "qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3")
+"""Families whose targets PEFT (0.21) turns into tensors of experts."""
+EXPERT = re.compile(r"\.experts\.\d+\.")
+"""What the name of a module of a single expert has in it."""
+
+
+def file_targets(model: ModelSpec) -> Targets:
+    """Name what has adapters: modules and parameters, by the ends of their names where these are enough."""
+    found = list(adapters(model))
+    linear = {adapter.module for adapter in found if not (adapter.experts or adapter.router)}
+    tensors = {_end(adapter.weight.name) for adapter in found if adapter.experts or adapter.router}
+    experts = {module for module in linear if EXPERT.search(module)}
+    by_parameter, stacked = _taken_for_experts(model, linear), set[str]()
+    if model.family not in TRANSLATED and not _in_part({_short(module) for module in experts}):
+        # PEFT leaves these targets as they are, so that files name the tensors that transformers has.
+        stacked, linear = {f"experts.{STACKED[_short(module)]}" for module in experts}, linear - experts
+    modules = linear - by_parameter
+    others = _weights(model) - modules
+    ends = {_end(module) for module in others - by_parameter}
+    of_parameters = {f"{module if _end(module) in ends else _end(module)}.weight" for module in by_parameter}
+    return Targets(
+        _shortest_names(modules, others),
+        tensors | stacked | of_parameters,
+        saved_names(model),
+        [adapter.module for adapter in found],
+        {name for name in stacked if name.endswith("gate_up_proj")},
+        bool(experts),
+    )
+
+
+def unread_by_peft(model: ModelSpec) -> str | None:
+    """Tell which adapters of a model PEFT will not read from a file, and what to do; None where it reads all."""
+    if model.lora is None:
+        return None
+    linear = {adapter.module for adapter in adapters(model)}
+    of_experts = sorted({_short(module) for module in linear if EXPERT.search(module)})
+    taken = _taken_for_experts(model, linear)
+    if _in_part(of_experts):
+        what = f"adapters of {' and '.join(of_experts)} of experts without those of their other products"
+    elif of_experts and model.lora.use_dora:
+        what = "DoRA of experts"
+    elif taken and model.lora.use_dora:
+        what = f"DoRA of {min(taken)}, since it takes modules of that name for those of experts"
+    else:
+        return None
+    return f"PEFT does not read {what}; elsewhere than here use the merged model (--format merged)"
+
+
+def _in_part(products: Collection[str]) -> bool:
+    """Whether these products of experts have adapters and their others lack them, where PEFT stacks both."""
+    return len(products) in (1, 2) and any(STACKED[name] == INNER for name in products)
+
+
+def _taken_for_experts(model: ModelSpec, linear: Collection[str]) -> set[str]:
+    """Those of the linear layers that PEFT would take for experts."""
+    if model.family not in TRANSLATED:
+        return set()
+    return {module for module in linear if _short(module) in STACKED and not EXPERT.search(module)}
+
+
+def _weights(model: ModelSpec) -> set[str]:
+    """All modules of the blocks that have a weight, and tensors of all experts of a layer."""
+    params = (param for layer in model.blocks for group in layer.groups for param in model.groups[group].params)
+    names = (source.name for param in params if param.kind == "matrix" for source in param.sources)
+    return {name.removesuffix(".weight") for name in names}
+
+
+def _shortest_names(modules: Collection[str], others: Collection[str]) -> set[str]:
+    """Name modules as no other is named: by their own names, those in the experts of every layer, or whole names."""
+    taken = {_short(module) for module in others}
+    taken_in_experts = {_in_experts(module) for module in others}
+
+    def name_of(module: str) -> str:
+        in_experts = _in_experts(module)
+        own = in_experts if in_experts and in_experts not in taken_in_experts else module
+        return own if _short(module) in taken else _short(module)
+
+    return {name_of(module) for module in modules}
+
+
+def _in_experts(module: str) -> str | None:
+    """What a module of a single expert is called in every layer; None for others."""
+    found = EXPERT.search(module)
+    return module[found.start() + 1 :] if found else None
+
+
+def _end(name: str) -> str:
+    return ".".join(name.rsplit(".", 2)[-2:])
+
+
+def _short(module: str) -> str:
+    return module.rpartition(".")[2]
