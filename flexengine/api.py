@@ -44,6 +44,7 @@ from flexengine.request import (
     probe_shape,
     with_cache,
     with_read_adapter,
+    with_tokenizer_of,
     without_cache,
 )
 from flexengine.runtime.batches_of_ranks import Batches
@@ -205,7 +206,8 @@ class _Opened(NamedTuple):
 
 
 def _open(path_or_preset: str | Path, job: Job, team: Team | None) -> _Opened:
-    source, job = open_initial(path_or_preset, job.init), with_read_adapter(job)
+    source = with_tokenizer_of(open_initial(path_or_preset, job.init), job.adapter)
+    job = with_read_adapter(job)
     source = source._replace(spec=described(source.spec, job))
     if source.spec.notice:
         logger.warning("%s: %s", source.spec.name, source.spec.notice)

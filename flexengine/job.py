@@ -147,7 +147,11 @@ class Job:
         ),
     ] = ("all-linear",)
     adapter: Annotated[
-        str | None, Option("folder of an adapter to start from, as PEFT writes it; it says rank, alpha and targets")
+        str | None,
+        Option(
+            "folder of an adapter to start from, as PEFT writes it; it says rank, alpha and targets, and its tokenizer"
+            " and chat template, if it has some, take the place of the model's"
+        ),
     ] = None
     lora_dropout: Annotated[
         float,

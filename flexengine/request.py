@@ -7,7 +7,7 @@ from dataclasses import replace
 from numbers import Real
 from typing import Any
 
-from flexengine.checkpoint.adapter_config import read_lora
+from flexengine.checkpoint.adapter_config import read_lora, tokenizer_of
 from flexengine.hardware.profile import HardwareProfile, ProbeShape
 from flexengine.job import LORA_OPTIONS, Job
 from flexengine.lora import LoRA
@@ -20,6 +20,7 @@ from flexengine.models.lora import with_lora
 from flexengine.models.lora_files import unread_by_peft
 from flexengine.models.matmul_dtype import with_matmul_dtype
 from flexengine.models.probe_shapes import attention_shapes, expert_shapes, head_shape, linear_shapes
+from flexengine.models.registry import ModelSource
 from flexengine.models.spec import ModelSpec
 from flexengine.options import options_of
 from flexengine.plan import Plan, PlanError, PlanReason, Request
@@ -67,6 +68,11 @@ def with_read_adapter(job: Job) -> Job:
             given = job.words.setting(name, getattr(job, name))
             raise ValueError(f"{given}, but {job.adapter} was made with {shown(value)}; leave it out")
     return replace(job, **stored)
+
+
+def with_tokenizer_of(source: ModelSource, adapter: str | None) -> ModelSource:
+    """Give a model the tokenizer and the chat template of the adapter that it starts from, where it brings some."""
+    return source if adapter is None else source._replace(adapter_tokenizer=tokenizer_of(adapter))
 
 
 def _check_sequence_length(spec: ModelSpec, max_seq_len: int) -> None:

@@ -46,6 +46,7 @@ from flexengine.optim.lr_schedule import LrSchedule
 from flexengine.parallel.team import Team, is_first, join
 from flexengine.ranks_of_run import as_rank, first_rank_first, told_by_first
 from flexengine.recording import Recorder, check_recording
+from flexengine.request import with_tokenizer_of
 from flexengine.resuming import (
     ResumePoint,
     check_same_data,
@@ -97,7 +98,7 @@ def train(
 def _train(
     config: TrainConfig, prompts: Sequence[str], replace: bool, callbacks: Sequence[Callback], team: Team | None
 ) -> int:
-    source = first_rank_first(team, lambda: open_initial(config.model, config.init))
+    source = first_rank_first(team, lambda: with_tokenizer_of(open_initial(config.model, config.init), config.adapter))
     if config.dry_run:
         told_by_first(team, lambda: check_sources(config))
         return dry_run(config)

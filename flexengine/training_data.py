@@ -44,18 +44,21 @@ def open_data(config: TrainConfig, source: ModelSource) -> TrainingData:
         text = f"{batches.num_sequences} random sequences of {config.max_seq_len} tokens a step"
         return TrainingData(batches, None, text)
     sources = [parse_source(text) for text in config.dataset]
-    tokenizer = ChatTokenizer.from_folder(source.support_folder or DEMO_FOLDER)
+    tokenizer = ChatTokenizer.from_folder(source.tokenizer_folder or DEMO_FOLDER)
     if tokenizer.max_id >= vocab_size:
         raise ValueError(
             f"the tokenizer has ids up to {tokenizer.max_id}, but the model's vocab_size is {vocab_size};"
-            " tokenizer.json and config.json are of different models: fetch both again"
+            f" {source.tokenizer_folder}/tokenizer.json and config.json are of different models: fetch both again, or"
+            " merge an adapter of a larger vocabulary into its model first"
         )
     tokenizer.train_on = config.train_on
     cache = Path(config.data_cache) if config.data_cache else default_cache()
     prepared = prepare_sources(sources, tokenizer, config.max_seq_len, config.truncate_long, cache)
     text = "; ".join(part.describe() for part in prepared)
     prepared, validation = _with_validation(config, prepared, tokenizer, cache)
-    if source.support_folder is None:
+    if source.adapter_tokenizer is not None:
+        text += f"; tokenizer and chat template are those of the adapter {source.adapter_tokenizer}"
+    elif source.support_folder is None:
         text += "; this preset has no tokenizer of its own, so the bundled demo tokenizer is used"
     batches = GlobalBatches.of_parts(prepared, config.max_global_batch_tokens, config.seed)
     text += f"\n  the first sequence, trained between {MARKS[0]} and {MARKS[1]}: "

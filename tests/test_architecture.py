@@ -165,6 +165,7 @@ ARROWS = {
         "parallel",
         "ranks_of_run",
         "recording",
+        "request",
         "resuming",
         "run_folder",
         "run_saver",

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from flexengine.checkpoint.layout import TOKENIZERS
 from flexengine.lora import ALL_LINEAR, PISSA, LoRA, Targets
 from flexengine.wording import parse_json, shown
 
@@ -65,6 +66,24 @@ def read_lora(folder: Path | str) -> LoRA:
         raise ValueError(f"{path}: {error}") from None
 
 
+def tokenizer_of(folder: Path | str) -> Path | None:
+    """The folder of an adapter where it holds a tokenizer, with the chat template that it was trained with; else None.
+
+    Raises: ValueError for a chat template without a tokenizer.
+    """
+    folder = Path(folder)
+    if any((folder / name).is_file() for name in TOKENIZERS):
+        return folder
+    options = folder / "tokenizer_config.json"
+    config = parse_json(options.read_bytes(), options) if options.is_file() else {}
+    if (folder / "chat_template.jinja").is_file() or (isinstance(config, dict) and config.get("chat_template")):
+        raise ValueError(
+            f"{folder} holds a chat template, but no tokenizer ({' or '.join(TOKENIZERS)}): copy its model's there,"
+            " or remove chat_template to train with the model's"
+        )
+    return None
+
+
 def _stacks_two(config: dict[str, Any]) -> bool:
     """Whether both patterns say no more than that adapters of experts' gate and up are stacked, as files of ours do."""
     patterns = {"rank_pattern": config.get("r"), "alpha_pattern": config.get("lora_alpha")}
@@ -83,11 +102,12 @@ def _targets(config: dict[str, Any]) -> list[str]:
 
     Raises: ValueError where there are none.
     """
-    found, excluded = config.get("target_modules"), config.get("exclude_modules")
+    found: str | list[str] | None = config.get("target_modules")
+    excluded = config.get("exclude_modules")
     if not found and not config.get("target_parameters"):
         raise ValueError(f"target_modules is {shown(found)}; write the names of the adapted modules there")
     targets = [found] if isinstance(found, str) else sorted(found or ())
-    if not excluded or not targets:
+    if not excluded or not found:
         return targets
     if found == ALL_LINEAR:
         raise ValueError(f"exclude_modules beside target_modules={found} is not built here; write the names of modules")

@@ -11,9 +11,9 @@ CONFIG_FILE = "config.json"
 RUN_FILE = "flexengine_run.json"
 """Which run made the weights, and of how many steps; a save that does not bring one of its own removes it."""
 
-SUPPORT_FILES = (
-    CONFIG_FILE,
-    "generation_config.json",
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+"""Files of which a tokenizer is read, beside others that say more about it."""
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -26,6 +26,11 @@ SUPPORT_FILES = (
     "merges.txt",
     "*.tiktoken",
     "chat_template.*",
+)
+SUPPORT_FILES = (
+    CONFIG_FILE,
+    "generation_config.json",
+    *TOKENIZER_FILES,
     "processor_config.json",
     "preprocessor_config.json",
     "*_preprocessor_config.json",
@@ -44,6 +49,11 @@ def is_file_name(value: object) -> bool:
     if not isinstance(value, str) or PurePath(value).name != value or not value.isprintable():
         return False  # half of a character is not printable, so what follows can be encoded
     return value not in ("", "..") and len(value.encode()) <= MAX_FILE_NAME_BYTES
+
+
+def is_tokenizer_file(name: str) -> bool:
+    """Whether a support file is of the tokenizer or its chat templates."""
+    return "/" in name or any(fnmatch.fnmatchcase(name, pattern) for pattern in TOKENIZER_FILES)
 
 
 def is_support_file(name: str) -> bool:

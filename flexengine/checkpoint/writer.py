@@ -19,7 +19,14 @@ from typing import NamedTuple
 import torch
 
 from flexengine.checkpoint.atomic import sha256_of
-from flexengine.checkpoint.layout import INDEX_FILE, RUN_FILE, SINGLE_FILE, is_file_name, is_support_file
+from flexengine.checkpoint.layout import (
+    INDEX_FILE,
+    RUN_FILE,
+    SINGLE_FILE,
+    is_file_name,
+    is_support_file,
+    is_tokenizer_file,
+)
 from flexengine.checkpoint.manifest import FOLDER_MANIFEST, FileRecord, manifest_text
 from flexengine.checkpoint.safetensors_format import CheckpointError, build_header
 from flexengine.checkpoint.shards import check_disk, split_by_size
@@ -93,11 +100,18 @@ def write_checkpoint(
     return [folder / file for file in files]
 
 
-def support_files(folder: Path | str) -> dict[str, Path]:
-    """Return what `layout.is_support_file` keeps of a model folder, as `write_checkpoint` takes it."""
+def support_files(folder: Path | str, tokenizer: Path | None = None) -> dict[str, Path]:
+    """Return what `layout.is_support_file` keeps of a model folder, as `write_checkpoint` takes it.
+
+    tokenizer: the folder whose tokenizer and chat templates take the place of the model's.
+    """
     folder = Path(folder)
     found = {path.relative_to(folder).as_posix(): path for pattern in ("*", "*/*") for path in folder.glob(pattern)}
-    return {name: found[name] for name in sorted(found) if is_support_file(name) and found[name].is_file()}
+    found = {name: found[name] for name in sorted(found) if is_support_file(name) and found[name].is_file()}
+    if tokenizer is None or tokenizer == folder:
+        return found
+    others = {name: path for name, path in found.items() if not is_tokenizer_file(name)}
+    return others | {name: path for name, path in support_files(tokenizer).items() if is_tokenizer_file(name)}
 
 
 def _plan_shards(

@@ -12,7 +12,9 @@ from flexengine.metrics import format_bytes
 from flexengine.options import options_of
 from flexengine.wording import FlagParser
 
-PREVIEWED = [options_of(TrainConfig)[name] for name in ("max_seq_len", "truncate_long", "train_on", "data_cache")]
+PREVIEWED = [
+    options_of(TrainConfig)[name] for name in ("max_seq_len", "truncate_long", "train_on", "adapter", "data_cache")
+]
 """Options that mean what they mean to `train`, beside --model and --dataset."""
 
 
@@ -33,8 +35,10 @@ def _preview(arguments: argparse.Namespace, cache: Path | None) -> int:
     from flexengine.data import ChatTokenizer, parse_source, prepare_sources  # noqa: PLC0415
     from flexengine.data.preview import MARKS, preview  # noqa: PLC0415
     from flexengine.models.registry import ASSETS, open_model  # noqa: PLC0415
+    from flexengine.request import with_tokenizer_of  # noqa: PLC0415
 
-    folder = open_model(arguments.model, needs_weights=False).support_folder or ASSETS / "demo"
+    source = with_tokenizer_of(open_model(arguments.model, needs_weights=False), arguments.adapter)
+    folder = source.tokenizer_folder or ASSETS / "demo"
     options = from_flags(PREVIEWED, vars(arguments))
     tokenizer = ChatTokenizer.from_folder(folder)
     tokenizer.train_on = options["train_on"]

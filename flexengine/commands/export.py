@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flexengine.checkpoint.layout import TOKENIZERS
 from flexengine.config import CONFIG_FILE, FINAL_FOLDER, TrainConfig
 from flexengine.flags import add_flag, from_flags
 from flexengine.job import LORA_OPTIONS, Job
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from flexengine.optim import Optimizer
 
 FORMATS = ("hf", "adapter", "merged", "gguf-ready")
-TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 TAKEN = [options_of(TrainConfig)[name] for name in ("max_gpu_mem_gib", "max_host_mem_gib", "device")]
 """Options that may differ from those of the run: no bit depends on them."""
 
@@ -100,7 +100,7 @@ def _check_convertible(planned: PlannedRun, wanted: str | None) -> None:
     """Raise ValueError unless the model has all that the converter to GGUF reads, if that is wanted."""
     if wanted != "gguf-ready":
         return
-    folder, config = planned.source.support_folder, planned.source.spec.hf_config
+    folder, config = planned.source.tokenizer_folder, planned.source.spec.hf_config
     if folder is None or not any((folder / name).is_file() for name in TOKENIZERS):
         raise ValueError(
             f"--format gguf-ready needs a tokenizer ({' or '.join(TOKENIZERS)}), and {planned.source.spec.name} has"
@@ -109,7 +109,7 @@ def _check_convertible(planned: PlannedRun, wanted: str | None) -> None:
     if not config.get("architectures"):
         raise ValueError(
             f"--format gguf-ready needs architectures in config.json, by which the converter knows the model; add those"
-            f" of the published config to {folder / 'config.json'}"
+            f" of the published config to {planned.source.support_folder}/config.json"
         )
 
 

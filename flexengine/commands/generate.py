@@ -42,9 +42,10 @@ def main(argv: Sequence[str]) -> int:
     from flexengine.api import build  # noqa: PLC0415, loads torch
     from flexengine.data import ChatTokenizer  # noqa: PLC0415
     from flexengine.models.registry import ASSETS, open_model  # noqa: PLC0415
+    from flexengine.request import with_tokenizer_of  # noqa: PLC0415
 
-    source = open_model(arguments.model)
-    tokenizer = ChatTokenizer.from_folder(source.support_folder or ASSETS / "demo")
+    source = with_tokenizer_of(open_model(arguments.model), arguments.adapter)
+    tokenizer = ChatTokenizer.from_folder(source.tokenizer_folder or ASSETS / "demo")
     ids = [_encoded(tokenizer, prompt, arguments.raw) for prompt in prompts]
     planned = _plan(arguments, ids)
     sampling = {"temperature": arguments.temperature, "top_p": arguments.top_p, "seed": arguments.seed}

@@ -128,12 +128,18 @@ class ModelSource(NamedTuple):
     """Where a model comes from.
 
     weights_folder: None for random initial weights. support_folder: the folder with files such as the tokenizer, None
-    if there are none.
+    if there are none. adapter_tokenizer: that of an adapter which brings a tokenizer of its own.
     """
 
     spec: ModelSpec
     weights_folder: Path | None
     support_folder: Path | None
+    adapter_tokenizer: Path | None = None
+
+    @property
+    def tokenizer_folder(self) -> Path | None:
+        """The folder with the tokenizer and the chat template that the model is trained with."""
+        return self.adapter_tokenizer or self.support_folder
 
 
 def build_model(name: str, config: Any) -> ModelSpec:

@@ -37,7 +37,7 @@ def export_checkpoint(
 
     texts: further files by name. Order: nothing may be running that writes weights.
     """
-    beside = {**({} if source.support_folder is None else support_files(source.support_folder)), **texts}
+    beside = {**_support_files(source), **texts}
     if source.weights_folder is None:
         _export_preset(folder, source.spec, weights, buffers, beside)
     else:
@@ -61,9 +61,15 @@ def export_adapter(
         logger.warning(unread)
     transposed = any(adapter.transposed and not adapter.experts for adapter in found)
     config = adapter_config(model.lora, file_targets(model), base, transposed)
-    beside = {} if source.support_folder is None else support_files(source.support_folder)
+    beside = _support_files(source)
     beside.pop(CONFIG_FILE, None)  # it would make a model of the folder
     save_adapter(folder, config, tensors, {**beside, **texts})
+
+
+def _support_files(source: ModelSource) -> dict[str, Path | str]:
+    """What stands beside the weights of a model: its own files, with the tokenizer that it was trained with."""
+    folder = source.support_folder or source.tokenizer_folder
+    return {} if folder is None else {**support_files(folder, source.tokenizer_folder)}
 
 
 class _Exported(NamedTuple):
