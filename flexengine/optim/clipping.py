@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 
-def gradient_scales(norm_squares: Tensor, loss_weight: float, max_grad_norm: float | None) -> tuple[Tensor, Tensor]:
+def gradient_scales(
+    norm_squares: Tensor, loss_weight: float, max_grad_norm: float | None, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """Multipliers of the stored gradients, and the global norm of the gradients they stand for.
 
     Gradients in memory are sums over target tokens. The loss is their mean, so the gradient that a person thinks of is
@@ -14,9 +16,10 @@ def gradient_scales(norm_squares: Tensor, loss_weight: float, max_grad_norm: flo
     Shapes: norm_squares [G] in float32 or float64, the sums of squares of all stored gradients in any grouping (for
     example one per group of parameters); summed here in float64, in the order given.
     max_grad_norm None means no clipping; the norm is still returned.
-    Returns: scales [G] and grad_norm [1], float32, on the device of norm_squares. A scale is NaN, which makes the AdamW
-    update leave its tensors as they are, where the norm that it depends on is not finite: with clipping the global one,
-    so that nothing is updated; without it that of its own gradient, since no update waits for another gradient.
+    Returns: scales [G] and grad_norm [1] in dtype, that of the update's arithmetic, on the device of norm_squares. A
+    scale is NaN, which makes the update leave its tensors as they are, where the norm that it depends on is not finite:
+    with clipping the global one, so that nothing is updated; without it that of its own gradient, since no update waits
+    for another gradient.
     Order: launches on the current stream, never synchronises.
     Raises: ValueError if loss_weight is not above 0, max_grad_norm <= 0, or norm_squares is not a float vector.
     Source: torch.nn.utils.clip_grad_norm_, coefficient min(1, max_norm / (norm + 1e-6)).
@@ -37,10 +40,9 @@ def gradient_scales(norm_squares: Tensor, loss_weight: float, max_grad_norm: flo
     else:
         scale = torch.clamp(max_grad_norm / (norm + 1e-6), max=1.0) * (1.0 / loss_weight)
         scales = (scale + (norm - norm)).expand_as(squares)
-    return scales.to(torch.float32), norm.to(torch.float32)
+    return scales.to(dtype), norm.to(dtype)
 
 
-def unclipped_scale(loss_weight: float) -> Tensor:
-    """The multiplier of stored gradients where nothing is clipped, float32 [1] on the CPU, with `gradient_scales`'
-    bits."""
-    return torch.tensor([1.0 / loss_weight], dtype=torch.float64).to(torch.float32)
+def unclipped_scale(loss_weight: float, dtype: torch.dtype) -> Tensor:
+    """The multiplier [1] of stored gradients where nothing is clipped, on the CPU. Its bits are `gradient_scales`'s."""
+    return torch.tensor([1.0 / loss_weight], dtype=torch.float64).to(dtype)

@@ -32,7 +32,7 @@ from flexengine.planner.cost.stream_loads import (
     residencies_of,
 )
 from flexengine.planner.keep_options import KeepOptions, keep_options
-from flexengine.schedule.fixed_slots import SCALE_BYTES, host_scalar_bytes, norm_square_bytes
+from flexengine.schedule.fixed_slots import host_scalar_bytes, norm_square_bytes
 from flexengine.schedule.group_storage import DTYPE_BYTES, group_storage, tile_offsets
 from flexengine.schedule.group_uses import group_uses
 from flexengine.schedule.layer_program import align
@@ -92,6 +92,7 @@ class SharedBuffers:
     ) -> None:
         self.model, self.request, self.profile = model, request, profile
         self.second_planes = second_planes
+        self._acc_bytes = max(4, DTYPE_BYTES[request.numerics.compute])
         self.block_layers = [i for i, layer in enumerate(model.layers) if layer.kind == "block"]
         self.block_groups = [model.layers[i].groups[0] for i in self.block_layers]
         self.adapter_groups = [g for g, group in enumerate(model.groups) if group.adapter]
@@ -115,7 +116,7 @@ class SharedBuffers:
         self._tiles: dict[int, int] = {}
         # parts [L] in which parameters cross the link, and host bytes that updates by the CPU take beside planes
         self.parts_of_blocks = np.array([len(layout.parts) for layout in self.kind_layouts])[self.kind_of]
-        self.cpu_update_host_bytes = align(host_scalar_bytes(len(model.groups)))
+        self.cpu_update_host_bytes = align(host_scalar_bytes(len(model.groups), self._acc_bytes))
         self._options: dict[tuple[int, SaveSets], tuple[KeepOptions, ...]] = {}
         self._edge_slots: dict[EdgeChoice, tuple[int, int]] = {}
         self._activations: dict[tuple[int, int], ActivationBytes] = {}
@@ -138,7 +139,7 @@ class SharedBuffers:
         """GPU and host bytes where one of several ranks keeps accumulators of what two layers add to."""
         edges = zip(self.edge_groups, self.edge_layouts, strict=True)
         twice = [layout for group, layout in edges if self.uses[group].gradients > 1 and self.request.shares_node]
-        return spilled_bytes(twice, max(4, DTYPE_BYTES[self.request.numerics.compute]))
+        return spilled_bytes(twice, self._acc_bytes)
 
     @cached_property
     def accumulator_bytes(self) -> int:
@@ -179,7 +180,7 @@ class SharedBuffers:
         if size not in self._activations:
             edge = EdgeChoice(False, False, (RESIDENT,) * len(self.edge_groups))
             layout = Layout(self.small, self._plan(size, edge, SlotCounts(), RESIDENT, keep_all=True))
-            scalars = align(SCALE_BYTES * len(self.model.groups)) - align(SCALE_BYTES * len(self.small.groups))
+            scalars = align(self._acc_bytes * len(self.model.groups)) - align(self._acc_bytes * len(self.small.groups))
             groups = [*(self.kind_layouts[kind] for kind in self.kind_of), *self.edge_layouts, *self.adapter_layouts]
             scalars += align(norm_square_bytes(groups)) - align(norm_square_bytes(layout.groups))
             self._activations[size] = ActivationBytes(

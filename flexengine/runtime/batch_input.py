@@ -70,7 +70,8 @@ IMPLIED_COLUMNS += ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_lengt
 def read_batch(columns: Mapping[str, object], vocab_size: int, max_seq_len: int) -> Sequences:
     """Check and shift a batch as a person gives it: rows of ids, of labels unshifted as in Hugging Face, of masks.
 
-    Without labels every token is a target of the one before it. Padding, on either side, is where attention_mask is 0.
+    Without labels every token is a target of the one before it. Padding, on either side, is where attention_mask is 0;
+    a row that is nothing else is a sequence of no tokens.
     A row in which position_ids begin again holds several sequences. weights[t] is the factor on the loss of token t.
     Raises ValueError naming the sequence, what was found and what is allowed.
     """
@@ -93,7 +94,7 @@ def read_batch(columns: Mapping[str, object], vocab_size: int, max_seq_len: int)
     assert ids is not None, "there are input_ids"
     targets = ids if targets is None else targets
     for i, row in enumerate(ids):
-        _check_length(i, row, max_seq_len)
+        _check_length(i, row, max_seq_len, may_be_empty=masks is not None)
     # all rows at once, as GPUs wait; without labels the targets are the tokens
     if _has_unknown(ids, vocab_size) or (targets is not ids and _has_unknown(targets, vocab_size, IGNORE_INDEX)):
         for i, (row, target) in enumerate(zip(ids, targets, strict=True)):
@@ -128,8 +129,8 @@ def checked_batch(request: Request, sequences: Sequences) -> Sequences:
         )
     if sequences.num_target_tokens == 0:
         raise ValueError(
-            f"the batch has no target token in {sequences.num_tokens} tokens: every label is -100, or every"
-            " sequence has a single token; give a sequence of two tokens or more with a label other than -100"
+            f"the batch has no target token in {sequences.num_tokens} tokens: every label is -100, or every sequence"
+            " has a single token or is padding; give a sequence of two tokens or more with a label other than -100"
         )
     if not sequences.loss_weight:
         raise ValueError("every token with a loss has weight 0, so that nothing would be trained; leave the batch out")
@@ -261,7 +262,7 @@ def _lengths_within(i: int, positions: Tensor) -> list[int]:
     Raises ValueError unless they count up by one from there.
     """
     starts = [*(positions == 0).nonzero().flatten().tolist(), positions.numel()]
-    lengths = [end - start for start, end in pairwise(starts)]
+    lengths = [end - start for start, end in pairwise(starts)] or [0]
     counted = torch.cat([torch.arange(0), *(torch.arange(n) for n in lengths)])
     if not torch.equal(counted, positions):
         raise ValueError(
@@ -271,8 +272,8 @@ def _lengths_within(i: int, positions: Tensor) -> list[int]:
     return lengths
 
 
-def _check_length(i: int, row: Tensor, max_seq_len: int) -> None:
-    if row.numel() == 0:
+def _check_length(i: int, row: Tensor, max_seq_len: int, may_be_empty: bool) -> None:
+    if row.numel() == 0 and not may_be_empty:
         raise ValueError(f"sequence {i} of the batch is empty; every sequence needs at least one token")
     if row.numel() > max_seq_len:
         raise ValueError(
@@ -284,6 +285,8 @@ def _check_length(i: int, row: Tensor, max_seq_len: int) -> None:
 def _has_unknown(rows: list[Tensor], vocab_size: int, ignored: int | None = None) -> bool:
     """Whether any token of any row is outside the vocabulary, and is not the ignored one."""
     tokens = torch.cat(rows)
+    if not tokens.numel():
+        return False
     low, high = (tokens if ignored is None else torch.where(tokens == ignored, 0, tokens)).aminmax()
     return bool(low < 0) or bool(high >= vocab_size)
 
@@ -304,4 +307,4 @@ def _check_tokens(i: int, row: Tensor, labels: Tensor, vocab_size: int) -> None:
 
 
 def _shift(row: Tensor, last: int) -> Tensor:
-    return torch.cat((row[1:], row.new_full((1,), last)))
+    return torch.cat((row[1:], row.new_full((1,), last)))[: len(row)]

@@ -57,7 +57,7 @@ def evaluate_output(loss_sum: float, batch: Sequences, token_losses: list[Tensor
     if token_losses is not None and batch.weights is not None:  # they were evaluated without weights
         loss_sum = batch.weighted(token_losses)
     if token_losses is not None:  # what comes after the last token is no target
-        log_probs = [-torch.cat((losses.new_zeros(1), losses[:-1])) for losses in token_losses[batch.given]]
+        log_probs = [-torch.cat((losses.new_zeros(1), losses))[: len(losses)] for losses in token_losses[batch.given]]
     return EvaluateOutput(loss_sum / batch.loss_weight, batch.num_tokens, batch.num_target_tokens, log_probs)
 
 

@@ -101,7 +101,7 @@ class StepRunner:
         Not after a step that was clipped, as the next one may be, too. That changes no bits, only the time.
         """
         able = self._layout.plan.speculates and self._was_unclipped and settings.max_grad_norm is not None
-        return able and bool(torch.isfinite(unclipped_scale(settings.loss_weight)))
+        return able and bool(torch.isfinite(unclipped_scale(settings.loss_weight, self._updates.wide)))
 
     def _settle(self, settings: UpdateSettings) -> CpuPart:
         """Keep or drop what the last round updated speculatively; returns what the CPU has yet to update.

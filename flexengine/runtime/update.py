@@ -13,9 +13,9 @@ from flexengine.optim import Optimizer
 from flexengine.optim.clipping import gradient_scales, unclipped_scale
 from flexengine.optim.into import update_into
 from flexengine.optim.rule import Update
-from flexengine.runtime.arena import DTYPES, Arenas
+from flexengine.runtime.arena import DTYPES, Arenas, wide_dtype
 from flexengine.schedule.commands import Command, SlotOffset, Stream, UpdateTile
-from flexengine.schedule.fixed_slots import HOST_GRAD_NORM, HOST_SCALES, SCALE_BYTES
+from flexengine.schedule.fixed_slots import HOST_GRAD_NORM, HOST_SCALES
 from flexengine.schedule.group_storage import Segment
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.slots import Memory, Role
@@ -52,7 +52,7 @@ class UpdateRunner:
         lr_factors: tuple[float, ...] = (),
         decay_factors: tuple[float, ...] = (),
     ) -> None:
-        self.layout, self.arenas = layout, arenas
+        self.layout, self.arenas, self.wide = layout, arenas, wide_dtype(layout)
         ones = (1.0,) * len(layout.groups)
         self.lr_factors, self.decay_factors = lr_factors or ones, decay_factors or ones
         self.segments = {(g, s.name): s for g, stored in enumerate(layout.groups) for s in stored.segments}
@@ -69,15 +69,15 @@ class UpdateRunner:
         self.trained = None if all(trained) else torch.tensor(trained, device=arenas.device)
 
     def _scalar(self, role: Role, offset: int, memory: Memory = "gpu") -> Tensor:
-        return self.arenas.view(self.layout.place(role, memory=memory), offset, (1,), torch.float32)
+        return self.arenas.view(self.layout.place(role, memory=memory), offset, (1,), self.wide)
 
     def scale(self, group: int) -> Tensor:
         """Factor on a group's gradient, one element."""
-        return self._scalar("scales", SCALE_BYTES * group)
+        return self._scalar("scales", self.layout.acc_bytes * group)
 
     def host_scale(self, group: int) -> Tensor:
         """The host's copy of the factor on a group's gradient; it exists only where the CPU updates."""
-        return self._scalar("scalars", HOST_SCALES + SCALE_BYTES * group, "host")
+        return self._scalar("scalars", HOST_SCALES + self.layout.acc_bytes * group, "host")
 
     def is_unclipped(self, settings: UpdateSettings) -> bool:
         """Whether all factors that the host was told are, bit by bit, the one where nothing is clipped.
@@ -85,8 +85,8 @@ class UpdateRunner:
         False where a norm is not finite. Order: the host has been told.
         """
         place, count = self.layout.place("scalars", memory="host"), len(self.layout.groups)
-        scales = self.arenas.view(place, HOST_SCALES, (count,), torch.float32)
-        return torch.equal(scales, unclipped_scale(settings.loss_weight).expand(count))
+        scales = self.arenas.view(place, HOST_SCALES, (count,), self.wide)
+        return torch.equal(scales, unclipped_scale(settings.loss_weight, self.wide).expand(count))
 
     def grad_norm(self) -> Tensor:
         """Global norm of the gradients, one element."""
@@ -122,14 +122,15 @@ class UpdateRunner:
         squares = self.group_squares()
         if self.trained is not None:
             squares = torch.where(self.trained, squares, 0.0)
-        scales, norm = gradient_scales(squares, settings.loss_weight, settings.max_grad_norm)
-        self.arenas.view(self.layout.place("scales"), 0, (len(squares),), torch.float32).copy_(scales)
+        scales, norm = gradient_scales(squares, settings.loss_weight, settings.max_grad_norm, self.wide)
+        self.arenas.view(self.layout.place("scales"), 0, (len(squares),), self.wide).copy_(scales)
         self.grad_norm().copy_(norm)
 
     def scale_group(self, group: int, settings: UpdateSettings) -> None:
         """Write the factor on one gradient. Without clipping it depends on no other gradient."""
         assert settings.max_grad_norm is None
-        scales, _ = gradient_scales(self._group_square(self.norm_squares(), group)[None], settings.loss_weight, None)
+        square = self._group_square(self.norm_squares(), group)
+        scales, _ = gradient_scales(square[None], settings.loss_weight, None, self.wide)
         self.scale(group).copy_(scales)
 
     def update(self, command: Command, slots: tuple, settings: UpdateSettings) -> None:
@@ -141,7 +142,7 @@ class UpdateRunner:
         segment, s = self.segments[tile.group, tile.segment], settings
         assert segment.rule is not None
         if tile.targets is not None:
-            scale = unclipped_scale(s.loss_weight)
+            scale = unclipped_scale(s.loss_weight, self.wide)
         else:
             scale = (self.host_scale if command.stream is Stream.CPU else self.scale)(tile.group)
         update = Update(

@@ -14,7 +14,6 @@ from flexengine.plan import GroupPlan, Plan
 from flexengine.schedule.fixed_slots import (
     PARTIAL_SQUARES,
     SCALAR_BYTES,
-    SCALE_BYTES,
     batch_offsets,
     host_scalar_bytes,
     norm_square_bytes,
@@ -108,7 +107,7 @@ class _HostSlots:
         sizes, region = self._sizes, self._region
         region.add_batch(sizes)
         if sizes.plan.updates_on_cpu:
-            region.add("scalars", host_scalar_bytes(len(sizes.groups)), "scalars")
+            region.add("scalars", host_scalar_bytes(len(sizes.groups), sizes.acc_bytes), "scalars")
         self._planes()
         if sizes.plan.split:
             self._spilled_sections()
@@ -207,7 +206,7 @@ class _GpuSlots:
         region.add("losses", 8 * self._plan.num_chunks * self._plan.chunk_tokens, "batch")
         region.add("norm_squares", norm_square_bytes(self._groups), "scalars")
         region.add("partial_squares", 4 * PARTIAL_SQUARES, "scalars")
-        region.add("scales", SCALE_BYTES * len(self._groups), "scalars")
+        region.add("scales", self._sizes.acc_bytes * len(self._groups), "scalars")
         region.add("grad_norm", SCALAR_BYTES, "scalars")
         if self._plan.split:
             region.add("run_squares", run_square_bytes(self._groups), "scalars")

@@ -10,8 +10,6 @@ from flexengine.schedule.layer_program import align
 SCALAR_BYTES = 8
 NORM_SQUARE_BYTES = 8
 """Bytes of one run's sum of squares, a float64."""
-SCALE_BYTES = 4
-"""Bytes of the factor on one group's gradient, a float32."""
 HOST_GRAD_NORM, HOST_SCALES = 0, SCALAR_BYTES
 """Byte offsets in the host's slot of scalars: what it wants to know of an update that it takes part in."""
 PARTIAL_SQUARES = 1024
@@ -35,9 +33,9 @@ def run_square_bytes(groups: Iterable[GroupStorage]) -> int:
     return PARTIAL_SQUARES * norm_square_bytes(groups)
 
 
-def host_scalar_bytes(num_groups: int) -> int:
-    """Bytes of the slot that tells the host the gradients' norm and the factor on each."""
-    return HOST_SCALES + SCALE_BYTES * num_groups
+def host_scalar_bytes(num_groups: int, scale_bytes: int) -> int:
+    """Bytes of the slot that tells the host the gradients' norm and the factor on each, of `scale_bytes` bytes."""
+    return HOST_SCALES + scale_bytes * num_groups
 
 
 def batch_offsets(chunks_per_round: int, chunk_tokens: int) -> dict[str, int]:

@@ -47,11 +47,11 @@ Unit = list[list[SequenceRange]]
 def pack(
     seq_lens: list[int], chunk_tokens: int, chunks_per_round: int, round_multiple: int = 1
 ) -> list[list[PackedChunk]]:
-    """Pack sequences of the given lengths into rounds of chunks.
+    """Pack sequences of the given lengths into rounds of chunks. No chunk holds a sequence of no tokens.
 
     round_multiple: the number of rounds is a multiple of it where there are units enough, and rounds are filled evenly,
     so that ranks that take rounds in turn have equal work. 1 fills round after round.
-    Raises ValueError for an empty sequence or one that does not fit in a round.
+    Raises ValueError for a sequence that does not fit in a round.
     """
     units = _units(seq_lens, chunk_tokens)
     for unit in units:
@@ -118,8 +118,8 @@ def _units(seq_lens: list[int], chunk_tokens: int) -> list[Unit]:
     units: list[Unit] = []
     room = 0
     for i, length in enumerate(seq_lens):
-        if length < 1:
-            raise ValueError(f"sequence {i} of the batch is empty; every sequence needs at least one token")
+        if not length:
+            continue
         if length > chunk_tokens:
             units.append([[SequenceRange(i, s, min(chunk_tokens, length - s))] for s in range(0, length, chunk_tokens)])
             room = 0

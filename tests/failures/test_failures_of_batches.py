@@ -71,7 +71,7 @@ BATCHES = {
     ),
     "mask_that_hides_everything": (
         {"input_ids": TENSOR, "attention_mask": 0 * TENSOR},
-        ("sequence 0 of the batch is emp",),
+        ("no target token in 0 tokens",),
     ),
     "nothing": ({}, ("give a batch of token lists, or input_ids",)),
     "batch_and_input_ids": ({"batch": IDS, "input_ids": IDS}, ("not both",)),

@@ -90,6 +90,30 @@ def test_left_padding_is_cut_off(engine):
     assert engine.evaluate({**given, "position_ids": positions}) == expected
 
 
+@pytest.mark.parametrize("place", [0, 2, 3])
+def test_a_row_of_padding_is_a_sequence_of_no_tokens(engine, place):
+    rows, labels = ([list(row) for row in some] for some in (BATCH, LABELS))
+    rows.insert(place, [])
+    labels.insert(place, [])
+    mask = torch.tensor(pad([[1] * len(row) for row in rows], 0))
+    given = {"input_ids": pad(rows, 5), "labels": pad(labels, -100), "attention_mask": mask}
+    expected = engine.evaluate(input_ids=BATCH, labels=LABELS, per_token=True)
+    found = engine.evaluate(given, per_token=True)
+    assert found[:3] == expected[:3]
+    assert [len(row) for row in found.token_log_probs] == [len(row) for row in rows]
+    others = [row for row in found.token_log_probs if len(row)]
+    assert all(torch.equal(*pair) for pair in zip(others, expected.token_log_probs, strict=True))
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    assert engine.evaluate({**given, "position_ids": positions, "weights": torch.ones(mask.shape)})[:3] == expected[:3]
+
+
+def test_a_batch_of_padding_alone_trains_nothing(engine):
+    with pytest.raises(ValueError, match=r"no target token in 0 tokens.*or is padding"):
+        engine.fwd_bwd(input_ids=[[5, 5]], attention_mask=[[0, 0]])
+    with pytest.raises(ValueError, match="is empty; every sequence needs at least one token"):
+        engine.fwd_bwd([[1, 2], []])
+
+
 def test_position_ids_tell_sequences_of_a_row_apart(engine):
     row, labels = ([[token for rows in some for token in rows]] for some in (BATCH, LABELS))
     positions = [[i for rows in BATCH for i in range(len(rows))]]

@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import math
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,8 +23,10 @@ from engine_helpers import (
 )
 
 import flexengine
+from flexengine import LoRA
+from flexengine.models.lora import with_lora
 from flexengine.models.registry import open_model
-from flexengine.optim import AdamW
+from flexengine.optim import SGD, AdamW, name_of
 from flexengine.plan import Numerics, PlanError
 
 CONFIG = tiny_config()
@@ -121,7 +125,7 @@ BAD_BATCHES = {
     "both": ({"batch": [[1, 2]], "input_ids": [[1, 2]]}, "not both"),
     "mask with a hole": ({"input_ids": [[0, 1, 2]], "attention_mask": [[1, 0, 1]]}, r"attention_mask\[0\].*as padding"),
     "mask of another shape": ({"input_ids": [[1, 2]], "attention_mask": [[1]]}, "shape of input_ids"),
-    "mask of zeros": ({"input_ids": [[1, 2]], "attention_mask": [[0, 0]]}, "sequence 0 of the batch is empty"),
+    "mask of zeros": ({"input_ids": [[1, 2]], "attention_mask": [[0, 0]]}, "no target token in 0 tokens"),
 }
 
 
@@ -239,6 +243,39 @@ def test_gradients_are_those_of_the_mean_loss_by_finite_differences():
         losses.append(engine.evaluate(BATCH).loss)
         weight[at] -= sign * eps
     assert (losses[0] - losses[1]) / (2 * eps) == pytest.approx(gradient, rel=1e-6)
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize(
+    ("optimizer", "reference", "lora"),
+    [
+        (AdamW(lr=1e-3, weight_decay=0.1), torch.optim.AdamW, None),
+        (SGD(lr=0.1, momentum=0.0, weight_decay=0.1), torch.optim.SGD, None),
+        (AdamW(lr=1e-3, weight_decay=0.1), torch.optim.AdamW, LoRA("all-linear", rank=2, init="orthogonal")),
+    ],
+    ids=["AdamW", "SGD", "adapters"],
+)
+def test_a_float64_step_is_that_of_torch(optimizer, reference, lora, max_grad_norm):
+    """No factor is rounded to fewer bits: neither those of tokens' weights nor those of clipping."""
+    source = random_weights(CONFIG)
+    source = source if lora is None else source._replace(spec=with_lora(source.spec, lora))
+    weights = [torch.rand(len(row)).tolist() for row in BATCH]
+    plan = streamed_plan(source.spec, numerics=replace(FLOAT64, optimizer=name_of(optimizer)))
+    with build_engine(source, plan, optimizer, max_grad_norm=max_grad_norm) as engine:
+        engine.fwd_bwd(input_ids=BATCH, weights=weights)
+        before, gradients = engine.state_dict(), engine.gradients()
+        moved = {name: torch.nn.Parameter(before[name]) for name in gradients}
+        for name, parameter in moved.items():
+            parameter.grad = gradients[name]
+        norm = torch.nn.utils.clip_grad_norm_(list(moved.values()), max_grad_norm or math.inf)
+        options = {"betas": optimizer.betas, "eps": optimizer.eps} if isinstance(optimizer, AdamW) else {}
+        matrices, vectors = ([p for p in moved.values() if (p.ndim > 1) == wanted] for wanted in (True, False))
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        reference([group for group in groups if group["params"]], lr=optimizer.lr, **options).step()
+        assert engine.step().grad_norm == pytest.approx(norm.item(), rel=1e-14)
+        after = engine.state_dict()
+    for name, parameter in moved.items():
+        assert (after[name] - parameter).abs().max() <= 1e-14 * parameter.abs().max(), name
 
 
 def test_zero_learning_rate_leaves_the_weights(engine):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from flexengine.models.spec import LayerSpec
 from flexengine.ops.base import Work
 from flexengine.schedule.commands import Access, CommandName, CopyRegion, FinishGradient, GroupScale, Stream
-from flexengine.schedule.fixed_slots import HOST_SCALES, SCALE_BYTES
+from flexengine.schedule.fixed_slots import HOST_SCALES
 from flexengine.schedule.group_uses import group_uses
 from flexengine.schedule.layout import Layout
 from flexengine.schedule.lowering.context import RoundContext, SlotRing
@@ -30,11 +30,11 @@ def scale_slots(layout: Layout) -> tuple[dict[int, ScaleSlots], tuple[Slot, ...]
     They lie within the slots of all factors. With slots of their own, no group's update waits for another's factor.
     """
     slots, found = list(layout.slots), {}
-    device, host = layout.place("scales"), layout.place("scalars", memory="host")
+    device, host, width = layout.place("scales"), layout.place("scalars", memory="host"), layout.acc_bytes
     for group in cpu_groups(layout):
         found[group] = ScaleSlots(len(slots), len(slots) + 1)
         for whole, start in ((device, 0), (host, HOST_SCALES)):
-            slots.append(whole.subslot((group,), start + SCALE_BYTES * group, SCALE_BYTES, "scalars"))
+            slots.append(whole.subslot((group,), start + width * group, width, "scalars"))
     return found, tuple(slots)
 
 
@@ -216,7 +216,7 @@ class GradientLowering:
         args, work = GroupScale(group), Work(kernels=6)
         label = CommandName("scale", owner=name)
         self._builder.add("scale", label, Stream.COMPUTE, [norms], [Access(device, content)], work, args=args)
-        region = CopyRegion(device, 0, host, 0, SCALE_BYTES)
+        region = CopyRegion(device, 0, host, 0, self._layout.acc_bytes)
         self._builder.copy(CommandName("offload", "scale", name), Stream.D2H, content, [region])
         grads = self._stored_at_home(group)
         lower_cpu_update(self._builder, self._layout, group, Access(host, content), grads=grads)

@@ -22,7 +22,6 @@ from flexengine.schedule.fixed_slots import (
     HOST_GRAD_NORM,
     HOST_SCALES,
     SCALAR_BYTES,
-    SCALE_BYTES,
     norm_square_bytes,
 )
 from flexengine.schedule.group_storage import Segment, matrix_flops
@@ -259,7 +258,7 @@ def _send_scalars(builder: ProgramBuilder, layout: Layout) -> None:
     target, scales, norm = layout.slot("scalars", memory="host"), layout.slot("scales"), layout.slot("grad_norm")
     regions = (
         CopyRegion(norm, 0, target, HOST_GRAD_NORM, SCALAR_BYTES),
-        CopyRegion(scales, 0, target, HOST_SCALES, SCALE_BYTES * len(layout.groups)),
+        CopyRegion(scales, 0, target, HOST_SCALES, layout.acc_bytes * len(layout.groups)),
     )
     sources, writes = [Access(scales, "scales"), Access(norm, "grad norm")], [Access(target, "scalars")]
     builder.add("copy", CommandName("offload", "scalars"), Stream.D2H, sources, writes, copies=regions)
