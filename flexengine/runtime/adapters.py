@@ -109,13 +109,17 @@ def file_tensors(weights: WeightStore, begin: Begin) -> Iterator[tuple[str, Tens
     taken = _originals(weights, found, begin) if model.lora.changes_base else ((one, None) for one in found)
     for one, original in taken:
         down, up = weights.read(one.down.name), weights.read(one.up.name)
+        lengths = None if one.magnitude is None else magnitude(weights, one)
         if original is not None:
             down0, up0 = _principal(weights, one, original, begin.seed)
-            down, up = torch.cat((down, -down0.to(down.dtype))), torch.cat((up, up0.to(up.dtype)), dim=1)
+            if lengths is not None:  # what the base has lost in fewer bits is no part of the file
+                began = torch.addmm(base_matrix(weights, one), up0, down0, alpha=model.lora.scale)
+                lengths += row_norms(original) - row_norms(began)
+            down, up = torch.cat((down, -down0)), torch.cat((up, up0), dim=1)
         yield one.down.name, down
         yield one.up.name, up
-        if one.magnitude is not None:
-            yield one.magnitude.name, magnitude(weights, one)
+        if one.magnitude is not None and lengths is not None:
+            yield one.magnitude.name, lengths
     for name, source in saved_tensors(model):
         yield f"{PEFT_PREFIX}{name}", weights.read(source.name)
 
@@ -243,7 +247,7 @@ def _start_pissa(weights: WeightStore, adapter: Adapter, original: Tensor, seed:
 
 
 def _principal(weights: WeightStore, adapter: Adapter, original: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """A [R, in] and B [out, R] with scale * B @ A the best approximation of the weight of rank R."""
+    """A [R, in] and B [out, R] as they are stored, with scale * B @ A the best approximation of a weight of rank R."""
     lora = weights.layout.model.lora
     assert lora is not None
     steps = lora.init.rpartition("_niter_")[2]
@@ -255,7 +259,8 @@ def _principal(weights: WeightStore, adapter: Adapter, original: Tensor, seed: i
     else:
         left, values, right = torch.linalg.svd(original, full_matrices=False)
     roots = (values[: lora.rank] / lora.scale).sqrt_()
-    return roots[:, None] * right[: lora.rank], left[:, : lora.rank] * roots
+    down, up = roots[:, None] * right[: lora.rank], left[:, : lora.rank] * roots
+    return weights.as_stored(adapter.down.name, down), weights.as_stored(adapter.up.name, up)
 
 
 def _start_orthogonal(weights: WeightStore, adapter: Adapter, seed: int) -> None:

@@ -344,6 +344,11 @@ class WeightStore:
         for start in range(0, run.count, PIECE_ELEMENTS):
             self._write_master(weight, remainder, start, flat[start : start + PIECE_ELEMENTS], run.split)
 
+    def as_stored(self, name: str, values: Tensor) -> Tensor:
+        """What `read` gives for a trained parameter that was written with these values."""
+        weight, remainder = self._master(self.runs[name])
+        return values if remainder is not None else values.to(weight.dtype).to(values.dtype)
+
     def _write_master(self, weight: Tensor, remainder: Tensor | None, start: int, piece: Tensor, split: bool) -> None:
         target = weight[start : start + piece.numel()]
         if not split:

@@ -30,6 +30,7 @@ from flexengine.models.lora import adapters, with_lora
 from flexengine.models.registry import build_model, open_model
 from flexengine.ops.dora import adapted_norms
 from flexengine.optim import AdamW
+from flexengine.plan import Numerics
 from flexengine.request import with_read_adapter
 
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-4}
@@ -142,6 +143,29 @@ def test_first_values(family, init, use_dora, tmp_path):
     with engine_on(tmp_path, lora) as engine:  # whatever they start from, the model is the base
         base = saved_model(tmp_path / "base", CASES[FAMILY_CASES[family]])
         assert relative_error(engine.next_token_logits(ids[0]), last_logits(base, ids[0])) <= 1e-5
+
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["", "DoRA"])
+@pytest.mark.parametrize(
+    "numerics",
+    [
+        replace(FLOAT32, base="nf4"),
+        replace(FLOAT32, base="int8"),
+        Numerics(),
+        Numerics(master="stochastic", base="fp8"),
+    ],
+    ids=["nf4", "int8", "bf16", "stochastic, fp8"],
+)
+def test_files_of_pissa_are_for_the_untouched_model(numerics, use_dora, tmp_path):
+    """Whatever the base loses that was trained beside, and whatever adapters are rounded to."""
+    base = saved_model(tmp_path / "base", CASES[FAMILY_CASES["mistral"]])
+    source = sources(tmp_path, LoRA(rank=4, use_dora=use_dora, init="pissa_niter_4"))
+    source = source._replace(spec=with_base_dtype(source.spec, numerics.base))
+    with build_engine(source, streamed_plan(source.spec, numerics=numerics)) as engine:
+        engine.save_pretrained(tmp_path / "out")
+    tokens = random_batch(4, [20], 67)[0]
+    expected = last_logits(base, tokens)
+    assert relative_error(last_logits(PeftModel.from_pretrained(base, tmp_path / "out"), tokens), expected) <= 1e-5
 
 
 def test_an_adapter_that_peft_started_with_pissa(tmp_path):
